@@ -1,0 +1,137 @@
+"""Final accuracy of every method on a task: `python benchmarks/accuracy.py [--task digits] [--seeds 5] [--save]`.
+
+Trains with virtual ranks in lockstep, which run the same programs as real ones, so the figures are those of a real run
+and need no network. Seeds are paired: with the same seed every method starts from the same weights and sees the same
+batches. For each method: the mean metric over seeds and its gap to uncompressed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import gradwire
+from common import save_result
+from gradwire.bench.tasks import Task, make_task
+from gradwire.core.grain import Grain
+from gradwire.core.state import State
+from gradwire.drivers.cost import parameter_specs
+from gradwire.drivers.lockstep import run_lockstep
+from gradwire.drivers.plan import Unit, plan
+from gradwire.reducers import Step
+
+DEFAULT = ["fp16", "bf16", "randomk:0.1", "sign", "int8", "int4", "int2", "qsgd:15", "topk:0.01", "powersgd:4"]
+Gradients = Mapping[str, Tensor]
+
+
+class VirtualRanks:
+    """The gradients' way from `world_size` virtual ranks to the model, by one reducer."""
+
+    def __init__(self, spec: str, model: nn.Module, world_size: int) -> None:
+        self.model, self.world_size, self.index = model, world_size, 0
+        self.units: tuple[Unit, ...] = plan(parameter_specs(model.named_parameters()), gradwire.parse(spec)).units
+        self.states: list[list[State]] = [
+            [unit.reducer.init(unit.grain, Step(0, rank, world_size)) for rank in range(world_size)]
+            for unit in self.units
+        ]
+
+    def step(self, gradients: Sequence[Gradients]) -> None:
+        """Write the mean of all ranks' gradients into the model's."""
+        for unit, states in zip(self.units, self.states, strict=True):
+            programs = [
+                unit.reducer.reduce(
+                    unit.grain, gathered(unit.grain, own), state, Step(self.index, rank, self.world_size)
+                )
+                for rank, (own, state) in enumerate(zip(gradients, states, strict=True))
+            ]
+            results = run_lockstep(programs)
+            states[:] = [result.state for result in results]
+            self._write(unit.grain, results[0].mean.reshape(-1))
+        self.index += 1
+
+    def _write(self, grain: Grain, mean: Tensor) -> None:
+        for name, start, numel, offset in grain.segments:
+            gradient = self.model.get_parameter(name).grad
+            assert gradient is not None
+            gradient.view(-1)[start : start + numel].copy_(mean[offset : offset + numel])
+
+
+def gathered(grain: Grain, gradients: Gradients) -> Tensor:
+    """One rank's gradients as the grain's tensor."""
+    pieces = [gradients[name].view(-1)[start : start + numel] for name, start, numel, _ in grain.segments]
+    return torch.cat(pieces).view(grain.shape)
+
+
+def train(spec: str, task_name: str, seed: int, steps: int | None, world_size: int) -> float:
+    """Train once and return the final metric."""
+    torch.set_num_threads(1)
+    task = make_task(task_name, seed, None)
+    ranks = VirtualRanks(spec, task.model, world_size)
+    optimizer = task.optimizer(task.model.parameters())
+    rates = [group["lr"] for group in optimizer.param_groups]
+    count = steps or task.steps
+    for step in range(count):
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate * task.schedule(step, step / count)
+        ranks.step([rank_gradients(task, optimizer, step, rank, world_size) for rank in range(world_size)])
+        if task.clip_norm is not None:
+            nn.utils.clip_grad_norm_(task.model.parameters(), task.clip_norm)
+        optimizer.step()
+    task.model.eval()
+    with torch.no_grad():
+        return float(task.metric(task.model))
+
+
+def rank_gradients(task: Task, optimizer: torch.optim.Optimizer, step: int, rank: int, world_size: int) -> Gradients:
+    """One rank's gradients at a step."""
+    inputs, targets = task.batch(step, rank, world_size)
+    optimizer.zero_grad()
+    task.loss(task.model(inputs), targets).backward()
+    return {name: p.grad.detach().clone() for name, p in task.model.named_parameters() if p.grad is not None}
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Train every method with every seed; print and return what came of it."""
+    run = partial(train, task_name=arguments.task, steps=arguments.steps, world_size=arguments.ranks)
+    rows: dict[str, Any] = {}
+    baseline: list[float] = []
+    with ProcessPoolExecutor(arguments.processes) as pool:
+        print(
+            f"{'method':20s} {'mean':>9s} {'spread':>8s} {'gap':>8s}   {arguments.task}, {arguments.seeds} paired seeds"
+        )
+        for spec in ["none", *arguments.methods]:
+            jobs = [pool.submit(run, spec, seed=seed) for seed in range(arguments.seeds)]
+            values = [job.result() for job in jobs]
+            baseline = baseline or values
+            gap = statistics.mean(v - b for v, b in zip(values, baseline, strict=True))
+            spread = statistics.stdev(values) if len(values) > 1 else 0.0
+            rows[spec] = {"values": values, "mean": statistics.mean(values), "gap": gap}
+            print(f"{spec:20s} {statistics.mean(values):9.3f} {spread:8.3f} {gap:+8.3f}", flush=True)
+    return rows
+
+
+def main() -> None:
+    """Measure and print; with --save write a dated result file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--task", default="digits")
+    parser.add_argument("--methods", nargs="+", default=DEFAULT)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=None, help="default: the task's own")
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results/accuracy_TASK_DATE.json")
+    arguments = parser.parse_args()
+    rows = measure(arguments)
+    if arguments.save:
+        print("wrote", save_result(f"accuracy_{arguments.task}", {"ranks": arguments.ranks, "methods": rows}))
+
+
+if __name__ == "__main__":
+    main()

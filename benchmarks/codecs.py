@@ -1,0 +1,161 @@
+"""What coding costs: `python benchmarks/codecs.py [--numel N] [--filter TEXT] [--save]`.
+
+For every example of every method in the registry: one step of the whole program (error feedback, encode, decode of
+what comes back, residual) on a world of one rank, in multiples of copying the same tensor, beside `torch.topk`. The
+exchange itself costs nothing here, so this is the processor's share of a step. Copies are timed in turn with the
+methods, in the same run, since neighbours disturb; each figure is the median of several runs.
+
+The tensor is cut into grains as it is in training. A codec's own encode and decode are shown beside.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Generator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import gradwire
+from common import save_result
+from gradwire import kernels
+from gradwire.codecs import Codec
+from gradwire.core.collective import Agree, AllGather, Collective
+from gradwire.core.grain import ParameterSpec
+from gradwire.core.key import Key
+from gradwire.core.state import State
+from gradwire.drivers.plan import GRAIN_NUMEL, Plan, plan
+from gradwire.reducers import Reduced, Reducer, Step
+
+ROUNDS = 5
+
+
+def seconds(run: Callable[[], object]) -> float:
+    """Wall time of one call."""
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def alone(program: Generator[Collective, Tensor, Reduced]) -> Reduced:
+    """Run a program in a world of one."""
+    try:
+        request = next(program)
+        while True:
+            if isinstance(request, Agree):
+                answer = request.flag
+            else:
+                answer = request.tensor.view(1, -1) if isinstance(request, AllGather) else request.tensor
+            request = program.send(answer)
+    except StopIteration as stop:
+        return stop.value
+
+
+class Training:
+    """The coding of one parameter of `numel` elements, step after step, with its states."""
+
+    def __init__(self, reducer: Reducer, gradient: Tensor) -> None:
+        columns = 1000
+        shape = (gradient.numel() // columns, columns) if reducer.scope == "tensor" else (gradient.numel(),)
+        spec = ParameterSpec("w", shape, gradient.dtype, gradient.device)
+        self.plan: Plan = plan([spec], reducer, GRAIN_NUMEL)
+        self.gradient, self.index = gradient, 0
+        step = Step(0, 0, 1)
+        self.buffers = [torch.empty(unit.grain.numel) for unit in self.plan.units]
+        self.states: list[State] = [unit.reducer.init(unit.grain, step) for unit in self.plan.units]
+
+    def step(self) -> None:
+        """Deliver, reduce and keep: what an engine does, without a network."""
+        at = 0
+        for i, (grain, reducer) in enumerate(self.plan.units):
+            x = self.buffers[i].copy_(self.gradient[at : at + grain.numel])
+            at += grain.numel
+            old = self.states[i]
+            reduced = alone(reducer.reduce(grain, x.view(grain.shape), old, Step(self.index, 0, 1)))
+            self.states[i] = reduced.state
+            self.buffers[i] = residual(old, x) if residual(reduced.state, x).data_ptr() == x.data_ptr() else x
+        self.index += 1
+
+
+def residual(state: State, default: Tensor) -> Tensor:
+    """The error feedback's residual, if there is any."""
+    leaf = state.get("residual")
+    return default if leaf is None or isinstance(leaf, State) else leaf.tensor
+
+
+def codec_of(reducer: Any) -> Codec | None:
+    """The codec inside all wrappers, if there is one."""
+    while reducer is not None and not isinstance(getattr(reducer, "codec", None), Codec):
+        reducer = getattr(reducer, "inner", None)
+    return None if reducer is None else reducer.codec
+
+
+def round_trip(codec: Codec, x: Tensor) -> Callable[[], None]:
+    """Encode and decode in grains, as training does."""
+    out = torch.empty_like(x)
+    key = Key(name="bench")
+
+    def run() -> None:
+        for source, target in zip(x.split(GRAIN_NUMEL), out.split(GRAIN_NUMEL), strict=True):
+            codec.decode_into(codec.encode(source, key), target, key)
+
+    return run
+
+
+def in_copies(run: Callable[[], object], copy: Callable[[], object]) -> float:
+    """Median time of `run` in copies, the two timed in turn; two warm-up calls first."""
+    run()
+    run()
+    return statistics.median(seconds(run) / statistics.median(seconds(copy) for _ in range(3)) for _ in range(ROUNDS))
+
+
+def measure(numel: int, only: str) -> dict[str, Any]:
+    """Return the figures of every example of every method."""
+    x = torch.randn(numel, generator=torch.Generator().manual_seed(0)) ** 3
+    target = torch.empty_like(x)
+
+    def copy() -> object:
+        return target.copy_(x)
+
+    copy()
+    rows: dict[str, Any] = {"copy_s": statistics.median(seconds(copy) for _ in range(9)), "copies": {}}
+    print(f"{'method':32s} {'step':>8s} {'encode+decode':>14s}   copies of {numel / 1e6:.0f} M floats")
+    k = numel // 100
+    show(rows, "torch.topk 1%", in_copies(lambda: torch.topk(x.abs(), k, sorted=False), copy), None)
+    for method in gradwire.methods().values():
+        for spec in method.examples:
+            if only in spec:
+                reducer = gradwire.parse(spec)
+                codec = codec_of(reducer)
+                own = in_copies(round_trip(codec, x), copy) if codec else None
+                show(rows, spec, in_copies(Training(reducer, x).step, copy), own)
+    return rows
+
+
+def show(rows: dict[str, Any], name: str, step: float, own: float | None) -> None:
+    """Print a row and keep it."""
+    rows["copies"][name] = {"step": round(step, 2), "encode_decode": None if own is None else round(own, 2)}
+    print(f"{name:32s} {step:8.1f} {'' if own is None else f'{own:.1f}':>14s}", flush=True)
+
+
+def main() -> None:
+    """Measure and print; with --save write a dated result file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--numel", type=int, default=25_000_000)
+    parser.add_argument("--filter", default="", help="only specs that contain this text")
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results/codecs_DATE.json")
+    arguments = parser.parse_args()
+    kernels.warm_up()
+    rows = measure(arguments.numel, arguments.filter)
+    if arguments.save:
+        print("wrote", save_result("codecs", rows))
+    else:
+        print(json.dumps(rows["copy_s"]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,240 @@
+"""PyTorch's communication hooks by name, signature and meaning, on gradwire's codecs and drivers.
+
+Each hook names a reducer; a session runs that over the buckets of whoever registered it. Hooks of one process group
+share a lane: one group of its own, since DDP issues collectives on the user's, and one order for all buckets.
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import GradBucket  # pyright: ignore[reportPrivateImportUsage]
+
+from gradwire.adapters.communication import BucketSession, Lane
+from gradwire.codecs import BF16, FP16, AffineInt, Identity
+from gradwire.core.errors import AttachError
+from gradwire.core.grain import ParameterSpec
+from gradwire.drivers.plan import plan
+from gradwire.drivers.process_group import Engine, GroupTransport
+from gradwire.reducers import AllGather, AllReduce, Reducer
+
+# `register_comm_hook` reads the annotations of a hook, so this module must not postpone them.
+
+Hook = Callable[[Any, GradBucket], torch.futures.Future[Tensor]]
+
+_lanes: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, Lane]]" = weakref.WeakKeyDictionary()
+
+
+def lane_of(process_group: dist.ProcessGroup | None, device: torch.device) -> Lane:
+    """Return the lane of a process group (None for the default one), made at the first call: collective then."""
+    group = process_group if process_group is not None else dist.group.WORLD
+    if group is None:
+        raise AttachError("there is no default process group: call torch.distributed.init_process_group first")
+    lanes = _lanes.setdefault(group, {})
+    if device not in lanes:
+        lane = lanes[device] = Lane(group, device, _timeout_s(group, device))
+        # Runs at exit too: the thread is joined before the interpreter takes process groups apart.
+        weakref.finalize(group, lane.close)
+    return lanes[device]
+
+
+def _timeout_s(group: dist.ProcessGroup, device: torch.device) -> float:
+    """The patience that the user gave the group."""
+    backend = group._get_backend(device)  # pyright: ignore[reportPrivateUsage]
+    return backend.options._timeout.total_seconds()  # pyright: ignore[reportPrivateUsage]
+
+
+class _Stateless(BucketSession):
+    """A reducer that remembers nothing: every bucket is a tensor of its own, whatever parameters it holds.
+
+    So one session serves all models that share a process group, and DDP may rebuild its buckets at will.
+    """
+
+    def __init__(self, lane: Lane, reducer: Reducer) -> None:
+        super().__init__(lane)
+        self._reducer = reducer
+        self._engines: dict[tuple[int, torch.dtype], Engine] = {}
+
+    def work(self, buckets: Sequence[GradBucket], last: bool) -> None:
+        """Reduce the newest bucket from beginning to end."""
+        flat = buckets[-1].buffer()
+        engine = self._engine(flat)
+        engine.begin()
+        at = 0
+        for i, unit in enumerate(engine.plan.units):
+            engine.deliver(i, 0, flat[at : at + unit.grain.numel])
+            at += unit.grain.numel
+        engine.finish()
+        torch.cat([engine.mean(i) for i in range(len(engine.plan.units))], out=flat)
+        if last:
+            self._forget({_size(bucket.buffer()) for bucket in buckets})
+
+    def _engine(self, flat: Tensor) -> Engine:
+        if (engine := self._engines.get(_size(flat))) is None:
+            spec = ParameterSpec("bucket", tuple(flat.shape), flat.dtype, flat.device)
+            engine = Engine(plan([spec], self._reducer), GroupTransport(self.lane.group))
+            self._engines[_size(flat)] = engine
+        return engine
+
+    def _forget(self, used: set[tuple[int, torch.dtype]]) -> None:
+        """Drop the buffers of bucket sizes that are no more."""
+        self._engines = {size: engine for size, engine in self._engines.items() if size in used}
+
+
+def _size(flat: Tensor) -> tuple[int, torch.dtype]:
+    return flat.numel(), flat.dtype
+
+
+def _reduce(
+    process_group: dist.ProcessGroup | None, bucket: GradBucket, reducer: Reducer
+) -> torch.futures.Future[Tensor]:
+    lane = lane_of(process_group, bucket.buffer().device)
+    if reducer not in lane.sessions:
+        lane.sessions[reducer] = _Stateless(lane, reducer)
+    return lane.sessions[reducer].hook(bucket)
+
+
+def allreduce_hook(process_group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Average gradients without compression: what DDP does without a hook.
+
+    Args:
+        process_group: whose ranks average; None for the default group.
+        bucket: given by DDP.
+
+    Example:
+        ddp.register_comm_hook(None, gradwire.hooks.allreduce_hook)
+    """
+    return _reduce(process_group, bucket, AllReduce(Identity()))
+
+
+def fp16_compress_hook(process_group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Average gradients in IEEE half precision: sum over ranks of fp16(x / n).
+
+    PyTorch casts before it divides, so a gradient above 65504 overflows there and not here.
+
+    Args:
+        process_group: whose ranks average; None for the default group.
+        bucket: given by DDP.
+
+    Example:
+        ddp.register_comm_hook(None, gradwire.hooks.fp16_compress_hook)
+    """
+    return _reduce(process_group, bucket, AllReduce(FP16()))
+
+
+def bf16_compress_hook(process_group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Average gradients in bfloat16: sum over ranks of bf16(x / n). Works on Gloo, too.
+
+    Args:
+        process_group: whose ranks average; None for the default group.
+        bucket: given by DDP.
+
+    Example:
+        ddp.register_comm_hook(None, gradwire.hooks.bf16_compress_hook)
+    """
+    return _reduce(process_group, bucket, AllReduce(BF16()))
+
+
+# DDP refuses hooks of PyTorch's own name without NCCL, for what those need; this one needs a backend that adds bf16.
+bf16_compress_hook.__name__ = "gradwire_bf16_compress_hook"
+
+
+def quantization_pertensor_hook(
+    process_group: dist.ProcessGroup, bucket: GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """Send gradients as bytes on a grid between their extremes, gather those of all ranks, and average.
+
+    PyTorch's hook works on NCCL only, in two collectives, with one scale for a bucket and none below 1.2e-7, so that
+    gradients smaller than that vanish. This one has a scale for every million elements and no such floor.
+
+    Args:
+        process_group: whose ranks average; None for the default group.
+        bucket: given by DDP.
+
+    Example:
+        ddp.register_comm_hook(None, gradwire.hooks.quantization_pertensor_hook)
+    """
+    return _reduce(process_group, bucket, AllGather(AffineInt()))
+
+
+def quantization_perchannel_hook(
+    process_group: dist.ProcessGroup, bucket: GradBucket, bucket_size: int = 512
+) -> torch.futures.Future[torch.Tensor]:
+    """Like `quantization_pertensor_hook`, with a scale for every `bucket_size` elements.
+
+    Args:
+        process_group: whose ranks average; None for the default group.
+        bucket: given by DDP.
+        bucket_size: elements that share a scale.
+
+    Example:
+        ddp.register_comm_hook(None, gradwire.hooks.quantization_perchannel_hook)
+    """
+    return _reduce(process_group, bucket, AllGather(AffineInt(bucket_size)))
+
+
+def noop_hook(_: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Send nothing: every rank keeps its own gradients. Only for measuring what communication costs.
+
+    Example:
+        ddp.register_comm_hook(None, gradwire.hooks.noop_hook)
+    """
+    buffer = bucket.buffer()
+    future = _future(buffer.device)
+    future.set_result(buffer)
+    return future
+
+
+def _future(device: torch.device) -> torch.futures.Future[torch.Tensor]:
+    return torch.futures.Future(devices=[device] if device.type == "cuda" else [])
+
+
+def fp16_compress_wrapper(hook: Hook) -> Hook:
+    """Cast a bucket to half precision, call `hook` with it, and cast its result back in place.
+
+    Args:
+        hook: any communication hook, PyTorch's included. It sees gradients that are not yet divided by the number of
+            ranks, as in PyTorch: large ones overflow, which `fp16_compress_hook` avoids.
+
+    Returns:
+        A hook that takes the same state.
+
+    Example:
+        ddp.register_comm_hook(state, fp16_compress_wrapper(powerSGD_hook))
+    """
+    return _cast_around(hook, torch.float16, "gradwire_fp16_compress_wrapper_hook")
+
+
+def bf16_compress_wrapper(hook: Hook) -> Hook:
+    """Cast a bucket to bfloat16, call `hook` with it, and cast its result back in place. Works on Gloo, too.
+
+    Args:
+        hook: any communication hook, PyTorch's included.
+
+    Returns:
+        A hook that takes the same state.
+
+    Example:
+        ddp.register_comm_hook(state, bf16_compress_wrapper(powerSGD_hook))
+    """
+    return _cast_around(hook, torch.bfloat16, "gradwire_bf16_compress_wrapper_hook")
+
+
+def _cast_around(hook: Hook, dtype: torch.dtype, name: str) -> Hook:
+    def cast_hook(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        original = bucket.buffer()
+        bucket.set_buffer(original.to(dtype))
+
+        def cast_back(future: torch.futures.Future[Tensor]) -> Tensor:
+            # In place, so that at the peak there is no second gradient (PyTorch issue 45968).
+            original.copy_(future.value())
+            bucket.set_buffer(original)
+            return original
+
+        return hook(state, bucket).then(cast_back)
+
+    cast_hook.__name__ = cast_hook.__qualname__ = name
+    return cast_hook

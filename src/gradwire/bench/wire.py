@@ -1,0 +1,171 @@
+"""What a rank has really sent and received, counted where it leaves the host."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+FRAMING_BYTES = 66
+"""Ethernet (14), IPv4 (20) and TCP with timestamps (32): what each packet carries besides its payload."""
+
+_SO_MAX_PACING_RATE = 47
+_TCP_INFO_BYTES = 216
+# offsets in the kernel's struct tcp_info, which only ever grows at its end
+_BYTES_RECEIVED, _SEGMENTS, _BYTES_SENT = 128, 136, 200
+
+
+class WireReading(NamedTuple):
+    """Counters of one rank, which only ever grow; the difference of two says what happened in between."""
+
+    tx_bytes: int
+    rx_bytes: int
+    tx_packets: int
+    rx_packets: int
+
+    def since(self, earlier: WireReading) -> WireReading:
+        """Return what was counted between `earlier` and this reading.
+
+        >>> WireReading(300, 30, 3, 1).since(WireReading(100, 10, 1, 0))
+        WireReading(tx_bytes=200, rx_bytes=20, tx_packets=2, rx_packets=1)
+        """
+        return WireReading(*(now - then for now, then in zip(self, earlier, strict=True)))
+
+    @property
+    def payload_tx_bytes(self) -> int:
+        """What was sent without its framing; an acknowledgement is framing only and so counts nothing."""
+        return self.tx_bytes - FRAMING_BYTES * self.tx_packets
+
+    @property
+    def payload_rx_bytes(self) -> int:
+        """What was received without its framing."""
+        return self.rx_bytes - FRAMING_BYTES * self.rx_packets
+
+
+class _Counter(Protocol):
+    def read(self) -> WireReading: ...
+    def pace(self) -> None: ...
+
+
+class WireMeter:
+    """Reads the counters of the rank that this process is.
+
+    On a host of its own these are the counters of its interface, which see everything that crosses the wire.
+    The kernel hands a packet of several frames to the interface as one: `tx_bytes` then lacks the framing of the
+    others (4% at most) while `payload_tx_bytes` stays exact. On a shared loopback interface the counters are
+    sums over this process's own TCP connections.
+
+    Example::
+
+        meter = WireMeter.from_environment()
+        before = meter.read()
+        dist.all_reduce(gradient)
+        print(meter.read().since(before).payload_tx_bytes)
+    """
+
+    def __init__(self, counter: _Counter):
+        self._counter = counter
+
+    @classmethod
+    def from_environment(cls) -> WireMeter:
+        """Make the meter that `GRADWIRE_WIRE` describes; without it, one of this process's sockets."""
+        wire = os.environ.get("GRADWIRE_WIRE", "sockets:inf")
+        kind, _, what = wire.partition(":")
+        if kind == "interface":
+            return cls(_Interface(what))
+        if kind == "sockets":
+            return cls(_Sockets(float(what), os.environ.get("MASTER_PORT", "")))
+        raise ValueError(f'GRADWIRE_WIRE={wire!r} must read "interface:NAME" or "sockets:BYTES_PER_S"')
+
+    def read(self) -> WireReading:
+        """Return the counters as they stand now."""
+        return self._counter.read()
+
+    def pace(self) -> None:
+        """Slow this process's connections down to its rate; call it after the process groups exist.
+
+        Does nothing where the link itself is limited.
+        """
+        self._counter.pace()
+
+
+class _Interface:
+    """Counters of a network interface.
+
+    They are read from /proc/net/dev and not from /sys/class/net: one read gives all four at one time, and
+    /proc shows the reader's own network namespace, where /sys shows the one it was mounted in.
+    """
+
+    def __init__(self, name: str):
+        self._name = name
+
+    def read(self) -> WireReading:
+        for line in Path("/proc/net/dev").read_text().splitlines():
+            name, _, columns = line.partition(":")
+            if name.strip() == self._name:
+                rx_bytes, rx_packets, *_ = fields = [int(column) for column in columns.split()]
+                return WireReading(fields[8], rx_bytes, fields[9], rx_packets)
+        raise ValueError(f"no interface {self._name!r} here: does this process run on a host of the network?")
+
+    def pace(self) -> None:
+        """Nothing to do: the link is limited."""
+
+
+class _Sockets:
+    """Counters of this process's TCP connections; one that has closed keeps what was last seen of it."""
+
+    def __init__(self, bytes_per_s: float, store_port: str):
+        self._bytes_per_s = bytes_per_s
+        self._store_port = int(store_port) if store_port.isdigit() else None
+        self._seen: dict[int, WireReading] = {}
+
+    def read(self) -> WireReading:
+        for inode, connection in _connections():
+            self._seen[inode] = _tcp_counters(connection)
+        columns = zip(WireReading(0, 0, 0, 0), *self._seen.values(), strict=True)
+        return WireReading(*(sum(column) for column in columns))
+
+    def pace(self) -> None:
+        """Give each connection to a peer an equal share of the rate, so that together they obey it."""
+        if self._bytes_per_s == float("inf"):
+            return
+        with contextlib.ExitStack() as stack:
+            peers = [
+                stack.enter_context(socket.socket(fileno=os.dup(connection.fileno())))
+                for _, connection in _connections()
+                if self._store_port not in (connection.getsockname()[1], connection.getpeername()[1])
+            ]
+            for peer in peers:
+                share = struct.pack("Q", max(1, int(self._bytes_per_s / len(peers))))
+                peer.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, share)
+
+
+def _connections() -> Iterator[tuple[int, socket.socket]]:
+    """Yield (inode, socket) of each TCP connection of this process; the socket is closed at the next step."""
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            link = os.readlink(f"/proc/self/fd/{name}")
+            if not link.startswith("socket:["):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as connection:  # a duplicate: closing it closes nothing
+                if connection.type == socket.SOCK_STREAM and connection.family in (
+                    socket.AF_INET,
+                    socket.AF_INET6,
+                ):
+                    connection.getpeername()  # a listener has none, and no counters that matter
+                    yield int(link[8:-1]), connection
+
+
+def _tcp_counters(connection: socket.socket) -> WireReading:
+    """Return payload plus framing of the segments counted, so that a payload comes out as on an interface."""
+    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+    (received,) = struct.unpack_from("Q", info, _BYTES_RECEIVED)
+    segments_out, segments_in = struct.unpack_from("II", info, _SEGMENTS)
+    (sent,) = struct.unpack_from("Q", info, _BYTES_SENT)
+    return WireReading(
+        sent + FRAMING_BYTES * segments_out, received + FRAMING_BYTES * segments_in, segments_out, segments_in
+    )

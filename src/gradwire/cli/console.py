@@ -1,0 +1,202 @@
+"""What a comparison looks like on a terminal, while it runs and when it is over."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
+
+from gradwire.bench.compare import News, Plan
+from gradwire.bench.results import FLOOR, Comparison, Row, Run, summarise
+from gradwire.report import text
+from gradwire.report.page import cells, headings, target_note
+
+LINE_EVERY_S = 5.0
+BETWEEN_RUNS_S = 3.0
+
+
+class Remaining:
+    """Guesses how long what is left will take.
+
+    A method that has run with another seed takes as long again; one not seen yet takes as long as the others do on
+    average. The time until a run's first news is no part of the guess: the first run waits for the hosts to start.
+    """
+
+    def __init__(self, plan: Plan, done: Sequence[tuple[str, int]]) -> None:
+        self._left = [cell for cell in plan.grid if cell not in done]
+        self._plan = plan
+        self._known: dict[str, float] = {}
+        self._method = ""
+        self._first: tuple[float, float] | None = None  # time and share of a run's first news
+        self._share = 0.0
+
+    def start(self, method: str, seed: int) -> None:
+        """A run begins."""
+        self._method, self._first, self._share = method, None, 0.0
+
+    def news(self, news: News) -> float:
+        """The run has come a little further; returns the share of it that is done, from 0 to 1."""
+        if self._plan.steps is not None:
+            self._share = news.step / self._plan.steps
+        else:
+            self._share = min(1.0, news.time_s / (self._plan.seconds or 1))
+        if self._first is None:
+            self._first = (time.monotonic(), self._share)
+        return self._share
+
+    def finish(self, run: Run) -> None:
+        """The run is over."""
+        self._share = 1.0
+        if (whole := self._whole()) is not None:
+            self._known[run.method] = whole
+        self._left.remove((run.method, run.seed))
+        self._method, self._share = "", 0.0
+
+    def seconds(self) -> float | None:
+        """What is left of everything; None while nothing is known."""
+        known = dict(self._known)
+        if self._method not in known and (whole := self._whole()) is not None:
+            known[self._method] = whole
+        if not known:
+            return None
+        typical = sum(known.values()) / len(known)
+        total = sum(known.get(method, typical) + BETWEEN_RUNS_S for method, _ in self._left)
+        return total - self._share * known.get(self._method, typical)
+
+    def _whole(self) -> float | None:
+        """How long the run in progress takes as a whole, by how far it has come since its first news."""
+        if self._first is None or self._share - self._first[1] < 0.03:
+            return None
+        return (time.monotonic() - self._first[0]) / (self._share - self._first[1])
+
+
+class _Lines(Protocol):
+    def show(self, head: str, detail: str, done: float, total: float) -> None: ...
+    def close(self) -> None: ...
+
+
+class _Plain:
+    """A line every few seconds, for logs and pipes."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._last = 0.0
+
+    def show(self, head: str, detail: str, done: float, total: float) -> None:
+        if time.monotonic() - self._last >= LINE_EVERY_S:
+            self._last = time.monotonic()
+            self._console.print(f"  {head}  {detail}", highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        pass
+
+
+class _Bar:
+    """A bar that stays where it is, for people."""
+
+    def __init__(self, console: Console) -> None:
+        columns = (
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[head]}"),
+            TextColumn("[dim]{task.fields[detail]}"),
+        )
+        self._progress = Progress(*columns, console=console, transient=True)
+        self._task = self._progress.add_task("runs", total=1.0, head="", detail="")
+        self._progress.start()
+
+    def show(self, head: str, detail: str, done: float, total: float) -> None:
+        self._progress.update(self._task, completed=done, total=total, head=head, detail=detail)
+
+    def close(self) -> None:
+        self._progress.stop()
+
+
+class ConsoleView:
+    """Shows a comparison while it runs: a live bar on a terminal, a line now and then elsewhere."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._lines: _Lines = _Plain(console)
+        self._remaining: Remaining | None = None
+        self._total = 0
+        self._done = 0
+
+    def begin(self, plan: Plan, network: str, kept: Sequence[tuple[str, int]]) -> None:
+        """Say what is going to happen."""
+        self._total, self._done = len(plan.grid), len(kept)
+        self._remaining = Remaining(plan, kept)
+        length = f"{plan.steps} steps" if plan.steps else f"{plan.options.minutes:g} minutes"
+        self._say(f"[bold]{plan.options.task}[/bold]: {plan.task.description}")
+        self._say(f"[dim]{network}[/dim]")
+        resumed = f", {len(kept)} of them from an earlier run" if kept else ""
+        self._say(f"[dim]{self._total} runs of {length}{resumed}; results in {plan.options.out}[/dim]")
+        if self._console.is_terminal:
+            self._lines = _Bar(self._console)
+
+    def start(self, method: str, seed: int) -> None:
+        """A run begins."""
+        if self._remaining:
+            self._remaining.start(method, seed)
+        self._show(method, seed, "starting", 0.0)
+
+    def news(self, method: str, seed: int, news: News) -> None:
+        """A run has come a little further."""
+        share = self._remaining.news(news) if self._remaining else 0.0
+        sent = text.si_bytes(news.tx_bytes / max(1, news.step))
+        self._show(method, seed, f"step {news.step}  loss {news.loss:.3f}  {sent}/step", share)
+
+    def finish(self, run: Run) -> None:
+        """A run is over: one line that stays."""
+        if self._remaining:
+            self._remaining.finish(run)
+        self._done += 1
+        if run.status == "failed":
+            first = run.reason.splitlines()[0]
+            self._say(f"  [red]✗[/red] {run.method} seed {run.seed}: {first}")
+            return
+        step_ms = 1000 * run.times_s[-1] / run.steps
+        sent = text.si_bytes(run.wire.total / run.steps)
+        loss = f"loss {run.losses[-1]:.3f}, " if run.method != FLOOR else ""
+        figures = f"{loss}{text.milliseconds(step_ms)} ms and {sent} a step"
+        self._say(f"  [green]✓[/green] {run.method} seed {run.seed}: {run.steps} steps, {figures}")
+
+    def close(self) -> None:
+        """Leave the terminal as it was."""
+        self._lines.close()
+
+    def _show(self, method: str, seed: int, detail: str, share: float) -> None:
+        left = self._remaining.seconds() if self._remaining else None
+        if left is not None:
+            detail += f"  {text.seconds(max(1.0, left))} left"
+        self._lines.show(f"{method} seed {seed}", detail, self._done + share, self._total)
+
+    def _say(self, line: str) -> None:
+        self._console.print(line, highlight=False, soft_wrap=True)
+
+
+def show_table(console: Console, comparison: Comparison) -> None:
+    """Print a row a method, then what the target is and what failed."""
+    rows = summarise(comparison)
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", title=None)
+    for i, name in enumerate(headings(comparison)):
+        table.add_column(name, justify="left" if i == 0 else "right", no_wrap=i == 0, vertical="bottom")
+    for row in rows:
+        table.add_row(f"[bold]{row.method}[/bold]" if not row.method.startswith("torch:") else row.method, *cells(row))
+    # a pipe has no width: let the table have the room it wants
+    wide = console if console.is_terminal else Console(file=console.file, width=190)
+    wide.print()
+    wide.print(table)
+    wide.print(f"[dim]{target_note(comparison)}[/dim]", highlight=False)
+    show_failures(wide, rows)
+
+
+def show_failures(console: Console, rows: Sequence[Row]) -> None:
+    """Print why methods failed, with what their ranks said last."""
+    for row in rows:
+        if row.failure:
+            console.print(f"\n[red]{row.method} failed[/red]")
+            console.print(row.failure, highlight=False, markup=False, soft_wrap=True)

@@ -1,0 +1,232 @@
+"""The `gradwire` command."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from gradwire.cli import inform
+from gradwire.core.errors import GradwireError
+
+OK, FAILED, MISUSED, INTERRUPTED = 0, 1, 2, 130
+
+METHODS_HELP = """\
+methods
+  gradwire specs        int4, int8, topk:0.01, topk:0.01+int8, powersgd:4, sign, fp16, ...
+  torch:fp32            DistributedDataParallel as it is
+  torch:fp16, :bf16     PyTorch's half-precision hooks
+  torch:powersgd:R      PyTorch's PowerSGD hook of rank R, in one bucket (it crashes with two on Gloo)
+  torch:noop            sends nothing: the floor that computation sets
+
+tasks
+  bytes                 a byte-level GPT of 1.9 M parameters on the standard library's sources, or on --text
+  digits                8x8 handwritten digits, a small convolutional net
+  package.module:name   your own: a function of a seed that returns a gradwire.bench.tasks.Task,
+                        or (model, batch, loss, metric)
+
+targets
+  (none)                the training loss torch:fp32 ends at, seed by seed
+  2.1                   this training loss
+  metric:98             this value of the metric on held-out data
+  method:SPEC           the training loss this method ends at, such as method:torch:powersgd:4
+
+examples
+  gradwire compare
+  gradwire compare --methods torch:fp32 torch:fp16 int4 --rate 1gbit --seeds 3
+  gradwire compare --task digits --minutes 0.5 --target metric:98
+  gradwire compare --task mine.train:task --hosts 2 --steps 100 --out mine-report
+
+A comparison that was interrupted goes on where it stopped when the same command is given again.
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    root = argparse.ArgumentParser(
+        prog="gradwire", description="Train PyTorch models over networks slower than their processors."
+    )
+    commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_compare(commands.add_parser(
+        "compare",
+        help="train with several methods on an emulated slow network, and report the time to the same loss",
+        description="Train one task with several methods on an emulated slow network, and report what each sends, "
+        "where its time goes, and how soon it reaches the same loss.",
+        epilog=METHODS_HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    ))  # fmt: skip
+    report = commands.add_parser("report", help="rebuild report and tables from a folder's results.json")
+    report.add_argument("folder", type=Path, metavar="DIR", help="output folder of gradwire compare")
+    report.set_defaults(run=run_report)
+    net = commands.add_parser("net", help="emulated networks").add_subparsers(required=True, metavar="ACTION")
+    clean = net.add_parser("clean", help="remove what crashed comparisons have left behind")
+    clean.set_defaults(run=run_clean)
+    inform.add_commands(commands)
+    return root
+
+
+def _add_compare(compare: argparse.ArgumentParser) -> None:
+    what = compare.add_argument_group("what to train")
+    what.add_argument(
+        "--task", default="bytes", metavar="TASK", help="digits, bytes, or package.module:function (default: bytes)"
+    )
+    what.add_argument(
+        "--methods", nargs="+", metavar="SPEC", help="methods, in the order to show (default: a good selection)"
+    )
+    what.add_argument(
+        "--text",
+        type=Path,
+        metavar="FOLDER",
+        help="folder of text for the bytes task (default: Python's standard library)",
+    )
+    length = what.add_mutually_exclusive_group()
+    length.add_argument("--steps", type=int, metavar="N", help="steps of each run (default: the task's own number)")
+    length.add_argument("--minutes", type=float, metavar="M", help="train each method for M minutes instead")
+    what.add_argument(
+        "--seeds",
+        type=int,
+        default=1,
+        metavar="N",
+        help="runs of each method, each with its own weights and data order (default: 1)",
+    )
+    what.add_argument("--bucket-mb", type=float, default=25.0, metavar="MB", help="DDP's bucket size (default: 25)")
+    _add_network(compare)
+    compare.set_defaults(run=run_compare)
+
+
+def _add_network(compare: argparse.ArgumentParser) -> None:
+    where = compare.add_argument_group("the network")
+    where.add_argument("--hosts", type=int, default=4, metavar="N", help="hosts, one rank each (default: 4)")
+    where.add_argument(
+        "--rate", default="100mbit", metavar="RATE", help="of every link: 100mbit, 1gbit, ... (default: 100mbit)"
+    )
+    where.add_argument(
+        "--network",
+        choices=("auto", "root", "user", "paced"),
+        default="auto",
+        help="namespaces made as root or as a user, or paced sockets, an approximation (default: the best that works)",
+    )
+    where.add_argument(
+        "--deadline",
+        type=float,
+        metavar="S",
+        help="seconds a rank may keep the others waiting (default: from model and rate)",
+    )
+    result = compare.add_argument_group("the result")
+    result.add_argument(
+        "--target",
+        metavar="TARGET",
+        help="what time-to-target means (default: the task's own, or the loss torch:fp32 ends at)",
+    )
+    result.add_argument(
+        "--out",
+        type=Path,
+        default=Path("compare-report"),
+        metavar="DIR",
+        help="output folder (default: compare-report)",
+    )
+    result.add_argument("--fresh", action="store_true", help="forget the runs that the output folder holds")
+
+
+def run_compare(arguments: argparse.Namespace, console: Console) -> int:
+    """`gradwire compare`."""
+    from gradwire.bench import compare  # torch takes seconds to import: --help should not wait for it
+    from gradwire.cli.console import ConsoleView, show_table
+
+    options = compare.Options(
+        task=arguments.task,
+        methods=tuple(arguments.methods or compare.DEFAULT_METHODS),
+        hosts=arguments.hosts,
+        rate=arguments.rate,
+        target=arguments.target,
+        steps=arguments.steps,
+        minutes=arguments.minutes,
+        seeds=arguments.seeds,
+        bucket_mb=arguments.bucket_mb,
+        out=arguments.out,
+        text=arguments.text,
+        network=arguments.network,
+        deadline_s=arguments.deadline,
+        fresh=arguments.fresh,
+    )
+    view = ConsoleView(console)
+    try:
+        comparison = compare.compare(options, view)
+    except KeyboardInterrupt:
+        view.close()
+        kept = f"finished runs are kept in {options.out}; the same command goes on from there"
+        console.print(f"interrupted: {kept}", highlight=False, soft_wrap=True)
+        return INTERRUPTED
+    finally:
+        view.close()
+    show_table(console, comparison)
+    _write_report(options.out, console)
+    return FAILED if any(run.status == "failed" for run in comparison.runs) else OK
+
+
+def run_report(arguments: argparse.Namespace, console: Console) -> int:
+    """`gradwire report DIR`."""
+    from gradwire.bench import results
+    from gradwire.cli.console import show_table
+
+    comparison = results.load(arguments.folder / "results.json")
+    results.write_tables(comparison, arguments.folder)
+    show_table(console, comparison)
+    _write_report(arguments.folder, console)
+    return OK
+
+
+def _write_report(folder: Path, console: Console) -> None:
+    from gradwire.bench import results
+    from gradwire.report import write_report
+
+    write_report(results.load(folder / "results.json"), folder / "report.html")
+    console.print(f"\nreport: {folder / 'report.html'}", highlight=False, soft_wrap=True)
+
+
+def run_clean(arguments: argparse.Namespace, console: Console) -> int:
+    """`gradwire net clean`."""
+    from gradwire.bench import net
+
+    for line in net.clean() or ["nothing to clean"]:
+        console.print(line, highlight=False, soft_wrap=True)
+    return OK
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status.
+
+    0 is success, 1 a failed method or anything else that went wrong, 2 a wrong command line, 130 an interrupt.
+    """
+    arguments = parser().parse_args(argv)
+    run: Callable[[argparse.Namespace, Console], int] = arguments.run
+    try:
+        return run(arguments, Console())
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except GradwireError as error:
+        return _say(str(error), MISUSED if isinstance(error, ValueError) else FAILED)
+    except OSError as error:
+        return _say(_about(error), FAILED)
+
+
+def _about(error: OSError) -> str:
+    where = f": {error.filename}" if error.filename else ""
+    if error.errno == errno.ENOSPC:
+        return f"the disk is full{where}; finished runs are kept, the same command goes on once there is room"
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return f"no permission to write{where}; give another --out"
+    return f"{error.strerror or error}{where}"
+
+
+def _say(sentence: str, status: int) -> int:
+    print(f"gradwire: {sentence}", file=sys.stderr)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,135 @@
+"""The contract of a codec.
+
+A codec turns one tensor into a payload and back. It is a frozen dataclass: configuration only, no state, no
+group, no hidden randomness. It declares what it is, so that nonsense is refused when parts are composed:
+
+- `additive`: decode(sum of payloads) = sum of the tensors' own decodings, so payloads may ride an all-reduce.
+- `unbiased`: E[decode(encode(x))] = x over keys.
+- `contraction(numel)`: a delta > 0 with E||decode(encode(x)) - x||^2 <= (1 - delta) ||x||^2 for every x, or None.
+- `lossless`: decode(encode(x)) = x.
+- `order_free`: payload bits do not depend on an order of summation, so every device and kernel gives the same.
+- `keyed`: whether the payload depends on the key. A key names the rank that encodes; what all ranks must draw
+  alike is drawn from `key.shared`, so whoever decodes needs the encoder's rank.
+- `granularity`: elements that are coded together, whatever stands beside them: each field of a payload is the same
+  field of its units end to end, and decoding needs no key, so payloads are cut at multiples of it. 0 means that a
+  tensor cannot be cut into shards of equal payloads (top-k).
+- `layout(numel, dtype)`: the exact wire format, so `payload_bytes` is a fact and no estimate.
+
+`encode_into` must not change its input. Inputs are 1-d and contiguous; reducers flatten.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import fields
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from gradwire.core.errors import CompositionError, PayloadError
+from gradwire.core.key import Key
+from gradwire.core.payload import Field, Layout, Payload
+
+SUPPORTED_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+class Codec(ABC):
+    """One tensor to one payload and back. See the module's text for the contract."""
+
+    additive: ClassVar[bool] = False
+    lossless: ClassVar[bool] = False
+    order_free: ClassVar[bool] = True
+
+    @property
+    def keyed(self) -> bool:
+        """Whether the payload depends on the key."""
+        return False
+
+    @property
+    def unbiased(self) -> bool:
+        """Whether the mean of decodings over keys is the input."""
+        return False
+
+    @property
+    def granularity(self) -> int:
+        """Elements coded together, or 0 where a tensor cannot be cut into shards."""
+        return 1
+
+    @abstractmethod
+    def layout(self, numel: int, dtype: torch.dtype = torch.float32) -> Layout:
+        """Return the wire format of a tensor of `numel` elements."""
+
+    @abstractmethod
+    def encode_into(self, x: Tensor, key: Key, out: Payload) -> None:
+        """Write the payload of `x`, 1-d, into the tensors of `out`."""
+
+    @abstractmethod
+    def decode_into(self, payload: Payload, out: Tensor, key: Key) -> None:
+        """Overwrite `out`, 1-d, with what `payload` says."""
+
+    def encode_divided_into(self, x: Tensor, divisor: int, key: Key, out: Payload) -> None:
+        """Write the payload of x / divisor: dividing first, half precision overflows only where the mean does."""
+        self.encode_into(x / divisor, key, out)
+
+    def accumulate(self, payload: Payload, into: Tensor, key: Key, alpha: float = 1.0) -> None:
+        """into += alpha * decode(payload). `into` is 1-d and is changed in place."""
+        decoded = torch.empty_like(into)
+        self.decode_into(payload, decoded, key)
+        into.add_(decoded, alpha=alpha)
+
+    def contraction(self, numel: int) -> float | None:
+        """Return delta in E||C(x) - x||^2 <= (1 - delta)||x||^2, or None where there is no such bound."""
+        return 1.0 if self.lossless else None
+
+    def payload_bytes(self, numel: int, dtype: torch.dtype = torch.float32) -> int:
+        """Bytes on the wire of one payload."""
+        return self.layout(numel, dtype).nbytes
+
+    def encode(self, x: Tensor, key: Key | None = None) -> Payload:
+        """Return the payload of `x` (any shape)."""
+        check_dtype(x.dtype)
+        flat = x.reshape(-1)
+        layout = self.layout(flat.numel(), flat.dtype)
+        payload = layout.views(layout.empty(flat.device))
+        self.encode_into(flat, key or Key(), payload)
+        return payload
+
+    def decode(self, payload: Payload, like: Tensor, key: Key | None = None) -> Tensor:
+        """Return what `payload` says, in the shape and dtype of `like`.
+
+        Raises:
+            PayloadError: a payload that this codec did not make for a tensor of that size.
+        """
+        layout = self.layout(like.numel(), like.dtype)
+        got = tuple(Field(field.dtype, field.numel()) for field in payload)
+        if got != layout.fields:
+            raise PayloadError(f"payload of {got}, where {self} makes {layout.fields} of {like.numel()} elements")
+        out = torch.empty(like.numel(), dtype=like.dtype, device=like.device)
+        self.decode_into(payload, out, key or Key())
+        return out.view(like.shape)
+
+    def config(self) -> dict[str, Any]:
+        """Return the constructor's arguments: `type(codec)(**codec.config())` equals the codec."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
+
+
+def check_dtype(dtype: torch.dtype) -> None:
+    """Refuse what cannot be coded.
+
+    Raises:
+        CompositionError: naming the dtypes that can.
+    """
+    if dtype not in SUPPORTED_DTYPES:
+        names = ", ".join(str(d).removeprefix("torch.") for d in SUPPORTED_DTYPES)
+        raise CompositionError(f"gradients of {dtype} cannot be coded; supported are {names}")
+
+
+def as_float32(x: Tensor) -> Tensor:
+    """Return `x` itself where it is contiguous float32, else a float32 copy: what the kernels take."""
+    return x.to(torch.float32).contiguous()
+
+
+def decode_via_float32(out: Tensor) -> Tensor:
+    """Return a float32 tensor to decode into: `out` itself, or a scratch that the caller copies back."""
+    return out if out.dtype == torch.float32 else torch.empty(out.shape, device=out.device)

@@ -1,0 +1,109 @@
+"""Identity and casts to 16 bits: additive, so they ride an all-reduce."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from gradwire.codecs.base import Codec
+from gradwire.core.key import Key
+from gradwire.core.payload import Field, Layout, Payload
+
+
+@dataclass(frozen=True)
+class Identity(Codec):
+    """Send the gradient as it is: payload = x, in x's own dtype. The baseline, on the same path as all others.
+
+    >>> Identity().payload_bytes(10)
+    40
+    """
+
+    additive: ClassVar[bool] = True
+    lossless: ClassVar[bool] = True
+
+    @property
+    def unbiased(self) -> bool:
+        """True: nothing is lost."""
+        return True
+
+    def layout(self, numel: int, dtype: torch.dtype = torch.float32) -> Layout:
+        """`numel` elements of the gradient's dtype."""
+        return Layout((Field(dtype, numel),))
+
+    def encode_into(self, x: Tensor, key: Key, out: Payload) -> None:
+        """Copy."""
+        out[0].copy_(x)
+
+    def encode_divided_into(self, x: Tensor, divisor: int, key: Key, out: Payload) -> None:
+        """Divide straight into the payload."""
+        torch.div(x, divisor, out=out[0])
+
+    def decode_into(self, payload: Payload, out: Tensor, key: Key) -> None:
+        """Copy."""
+        out.copy_(payload[0])
+
+    def accumulate(self, payload: Payload, into: Tensor, key: Key, alpha: float = 1.0) -> None:
+        """into += alpha * payload."""
+        into.add_(payload[0], alpha=alpha)
+
+
+class _Cast(Codec):
+    """Round to the nearest value of a 16-bit format."""
+
+    additive: ClassVar[bool] = True
+    dtype: ClassVar[torch.dtype]
+
+    def layout(self, numel: int, dtype: torch.dtype = torch.float32) -> Layout:
+        """`numel` 16-bit elements."""
+        return Layout((Field(self.dtype, numel),))
+
+    def encode_into(self, x: Tensor, key: Key, out: Payload) -> None:
+        """Cast."""
+        out[0].copy_(x)
+
+    def encode_divided_into(self, x: Tensor, divisor: int, key: Key, out: Payload) -> None:
+        """Divide straight into the payload."""
+        torch.div(x, divisor, out=out[0])
+
+    def decode_into(self, payload: Payload, out: Tensor, key: Key) -> None:
+        """Cast back."""
+        out.copy_(payload[0])
+
+    def accumulate(self, payload: Payload, into: Tensor, key: Key, alpha: float = 1.0) -> None:
+        """into += alpha * payload, in the precision of `into`."""
+        into.add_(payload[0].to(into.dtype), alpha=alpha)
+
+
+@dataclass(frozen=True)
+class FP16(_Cast):
+    """Cast to IEEE half precision: 2 bytes an element, 11 significant bits, range 6e-8 to 65504.
+
+    Not a contraction: values below 6e-8 vanish and values above 65504 overflow to infinity, which the guard
+    reports as it does any other.
+
+    >>> FP16().payload_bytes(10)
+    24
+    """
+
+    dtype: ClassVar[torch.dtype] = torch.float16
+
+
+@dataclass(frozen=True)
+class BF16(_Cast):
+    """Cast to bfloat16: 2 bytes an element, float32's range with 8 significant bits.
+
+    delta = 1 - 2^-18 for normal numbers: the relative error of each element is at most 2^-9. Numbers below
+    float32's smallest normal are kept as far as bfloat16's subnormals reach.
+
+    >>> BF16().payload_bytes(10)
+    24
+    """
+
+    dtype: ClassVar[torch.dtype] = torch.bfloat16
+
+    def contraction(self, numel: int) -> float | None:
+        """1 - 2^-16: relative error at most 2^-8 with room for sums that overflow the last place."""
+        return 1.0 - 2.0**-16

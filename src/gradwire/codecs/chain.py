@@ -1,0 +1,129 @@
+"""A sparsifier followed by a quantiser of the values it keeps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from gradwire.codecs.base import Codec, decode_via_float32
+from gradwire.core.errors import CompositionError
+from gradwire.core.key import Key
+from gradwire.core.payload import Field, Layout, Payload
+
+
+@runtime_checkable
+class Sparsifier(Protocol):
+    """A codec that keeps some values and can place them again."""
+
+    def split(self, x: Tensor, key: Key) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return the kept values and the tensors that place them."""
+        ...
+
+    def place_fields(self, numel: int) -> tuple[Field, ...]:
+        """Return the fields of the tensors that place the values."""
+        ...
+
+    def scatter(self, values: Tensor, place: Payload, into: Tensor, key: Key, alpha: float) -> None:
+        """into[place] += alpha * values."""
+        ...
+
+
+@dataclass(frozen=True)
+class Chain(Codec):
+    """`second` applied to the values that `first` keeps; both savings.
+
+    A product of contractions: delta = delta_first * delta_second, since what the quantiser loses is lost only of
+    what was kept. Error feedback sees what the whole chain decodes to.
+
+    Args:
+        first: a sparsifier (`TopK`, `RandomK`).
+        second: a quantiser of flat values (`BlockInt`, `QSGD`, `Sign`, a cast).
+
+    Raises:
+        CompositionError: where `first` is no sparsifier or `second` is one.
+
+    >>> from gradwire.codecs import BlockInt, TopK
+    >>> Chain(TopK(0.01), BlockInt(8)).payload_bytes(100_000)  # 1000 int32 indices, 1000 bytes, 4 scales
+    5016
+    """
+
+    first: Codec
+    second: Codec
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.first, Sparsifier):
+            raise CompositionError(
+                f"{self.first} does not sparsify, so nothing can be chained after it; write the sparsifier first, "
+                "e.g. topk:0.01+int8"
+            )
+        if isinstance(self.second, Sparsifier):
+            raise CompositionError(f"{self.second} sparsifies again: multiply the densities instead")
+
+    @property
+    def keyed(self) -> bool:
+        """Where a part is."""
+        return self.first.keyed or self.second.keyed
+
+    @property
+    def unbiased(self) -> bool:
+        """Where both parts are."""
+        return self.first.unbiased and self.second.unbiased
+
+    @property
+    def granularity(self) -> int:
+        """0: as the sparsifier's."""
+        return 0
+
+    @property
+    def order_free(self) -> bool:  # type: ignore[override]
+        """Where both parts are."""
+        return self.first.order_free and self.second.order_free
+
+    def _kept(self, numel: int) -> int:
+        return self.first.layout(numel).fields[0].numel
+
+    def layout(self, numel: int, dtype: torch.dtype = torch.float32) -> Layout:
+        """The quantiser's fields, then what places the values."""
+        assert isinstance(self.first, Sparsifier)
+        return Layout(self.second.layout(self._kept(numel)).fields + self.first.place_fields(numel))
+
+    def encode_into(self, x: Tensor, key: Key, out: Payload) -> None:
+        """Split, then quantise."""
+        assert isinstance(self.first, Sparsifier)
+        values, place = self.first.split(x, key)
+        quantised = len(out) - len(place)
+        self.second.encode_into(values, _second(key), out[:quantised])
+        for target, source in zip(out[quantised:], place, strict=True):
+            target.copy_(source)
+
+    def decode_into(self, payload: Payload, out: Tensor, key: Key) -> None:
+        """Zero but where the payload speaks."""
+        out32 = decode_via_float32(out)
+        self.accumulate(payload, out32.zero_(), key)
+        if out32 is not out:
+            out.copy_(out32)
+
+    def accumulate(self, payload: Payload, into: Tensor, key: Key, alpha: float = 1.0) -> None:
+        """Dequantise the kept values, then scatter-add them."""
+        if into.dtype != torch.float32:
+            super().accumulate(payload, into, key, alpha)
+            return
+        assert isinstance(self.first, Sparsifier)
+        quantised = len(payload) - len(self.first.place_fields(into.numel()))
+        values = torch.empty(self._kept(into.numel()), device=into.device)
+        self.second.decode_into(payload[:quantised], values, _second(key))
+        self.first.scatter(values, payload[quantised:], into, key, alpha)
+
+    def contraction(self, numel: int) -> float | None:
+        """The product of the parts' deltas."""
+        first = self.first.contraction(numel)
+        second = self.second.contraction(self._kept(numel))
+        return None if first is None or second is None else first * second
+
+
+def _second(key: Key) -> Key:
+    """The quantiser's own key: rounding must not be correlated with the choice of coordinates."""
+    return key.with_(stage=key.stage + "+")

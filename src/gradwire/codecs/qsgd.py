@@ -1,0 +1,88 @@
+"""QSGD: unbiased stochastic rounding to levels of the block's Euclidean norm."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from gradwire import kernels
+from gradwire.codecs.base import Codec, as_float32, decode_via_float32
+from gradwire.codecs.sign import check_block
+from gradwire.core.errors import CompositionError
+from gradwire.core.key import Key
+from gradwire.core.payload import Field, Layout, Payload
+
+
+@dataclass(frozen=True)
+class QSGD(Codec):
+    """Q(x)_i = ||x|| sign(x_i) xi_i / s, where xi_i is s|x_i|/||x|| rounded up or down at random, per block.
+
+    Unbiased, with variance E||Q(x) - x||^2 <= min(d/s^2, sqrt(d)/s) ||x||^2 for blocks of d elements (Alistarh et
+    al. 2017, "QSGD", Lemma 3.1). A level and a sign take ceil(log2(s + 1)) + 1 bits, really packed.
+
+    Args:
+        levels: s, at least 1 and at most 32767.
+        block: d, elements that share a norm; a multiple of 8.
+
+    Raises:
+        CompositionError: levels or block out of range.
+
+    >>> QSGD(levels=15, block=512).payload_bytes(512)  # 512 * 5 bits, a norm, padding
+    328
+    """
+
+    levels: int = 15
+    block: int = 512
+
+    order_free: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.levels <= 32767:
+            raise CompositionError(f"levels {self.levels} is outside 1 to 32767")
+        check_block(self.block)
+
+    @property
+    def keyed(self) -> bool:
+        """True: rounding is drawn."""
+        return True
+
+    @property
+    def unbiased(self) -> bool:
+        """True."""
+        return True
+
+    @property
+    def granularity(self) -> int:
+        """A block."""
+        return self.block
+
+    def omega(self) -> float:
+        """The bound on the relative variance: min(d/s^2, sqrt(d)/s)."""
+        return min(self.block / self.levels**2, math.sqrt(self.block) / self.levels)
+
+    def layout(self, numel: int, dtype: torch.dtype = torch.float32) -> Layout:
+        """Norms, then packed signs and levels."""
+        packed = kernels.packed_nbytes(numel, kernels.qsgd_bits(self.levels))
+        return Layout((Field(torch.float32, -(-numel // self.block)), Field(torch.uint8, packed)))
+
+    def encode_into(self, x: Tensor, key: Key, out: Payload) -> None:
+        """One pass for the norm, one to round."""
+        kernels.qsgd_encode(as_float32(x), self.levels, self.block, key.bits, out[1], out[0])
+
+    def decode_into(self, payload: Payload, out: Tensor, key: Key) -> None:
+        """One pass."""
+        out32 = decode_via_float32(out)
+        kernels.qsgd_decode(payload[1], payload[0], self.levels, self.block, out32)
+        if out32 is not out:
+            out.copy_(out32)
+
+    def accumulate(self, payload: Payload, into: Tensor, key: Key, alpha: float = 1.0) -> None:
+        """One pass."""
+        if into.dtype != torch.float32:
+            super().accumulate(payload, into, key, alpha)
+            return
+        kernels.qsgd_accumulate(payload[1], payload[0], self.levels, self.block, into, alpha)

@@ -1,0 +1,110 @@
+"""Random-k sparsification with coordinates all ranks draw alike: no indices travel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from gradwire import kernels
+from gradwire.codecs.base import Codec, as_float32, decode_via_float32
+from gradwire.codecs.topk import check_density, kept
+from gradwire.core.key import Key
+from gradwire.core.payload import Field, Layout, Payload
+
+
+@dataclass(frozen=True)
+class RandomK(Codec):
+    """Keep k = max(1, round(density * d)) coordinates drawn without replacement with a shared key.
+
+    All ranks draw the same coordinates, so payloads are additive and carry values only. Unscaled, it is a
+    contraction with delta = k/d in expectation (Stich et al. 2018, Lemma A.1); with `unbiased=True` values are
+    scaled by d/k, which is unbiased with variance d/k - 1 and must not be wrapped in error feedback.
+
+    Args:
+        density: fraction of entries sent, in (0, 1].
+        scaled: whether to multiply by d/k, which makes it unbiased.
+
+    Raises:
+        CompositionError: density outside (0, 1].
+
+    >>> RandomK(0.1).payload_bytes(1000)
+    400
+    """
+
+    density: float = 0.1
+    scaled: bool = False
+
+    additive: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_density(self.density)
+
+    @property
+    def keyed(self) -> bool:
+        """True: the coordinates are drawn."""
+        return True
+
+    @property
+    def unbiased(self) -> bool:
+        """Only where scaled by d/k."""
+        return self.scaled
+
+    @property
+    def granularity(self) -> int:
+        """0: coordinates fall unevenly over shards."""
+        return 0
+
+    def layout(self, numel: int, dtype: torch.dtype = torch.float32) -> Layout:
+        """k float32 values."""
+        return Layout((Field(torch.float32, kept(self.density, numel)),))
+
+    def _indices(self, numel: int, key: Key, device: torch.device) -> Tensor:
+        return kernels.permuted_indices(key.shared.bits, numel, kept(self.density, numel), device)
+
+    def split(self, x: Tensor, key: Key) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return the kept values in float32; nothing is needed to place them but the key."""
+        values = kernels.gather(as_float32(x), self._indices(x.numel(), key, x.device))
+        return values * self._scale(x.numel()), ()
+
+    def _scale(self, numel: int) -> float:
+        return numel / kept(self.density, numel) if self.scaled and numel else 1.0
+
+    def place_fields(self, numel: int) -> tuple[Field, ...]:
+        """None: the key says where."""
+        return ()
+
+    def scatter(self, values: Tensor, place: Payload, into: Tensor, key: Key, alpha: float) -> None:
+        """into[coordinates of the key] += alpha * values."""
+        kernels.scatter_add_(into, self._indices(into.numel(), key, into.device), values, alpha)
+
+    def encode_into(self, x: Tensor, key: Key, out: Payload) -> None:
+        """Gather."""
+        out[0].copy_(self.split(x, key)[0])
+
+    def encode_divided_into(self, x: Tensor, divisor: int, key: Key, out: Payload) -> None:
+        """Divide only what is kept."""
+        self.encode_into(x, key, out)
+        out[0].div_(divisor)
+
+    def decode_into(self, payload: Payload, out: Tensor, key: Key) -> None:
+        """Zero but at the key's coordinates."""
+        out32 = decode_via_float32(out)
+        self.accumulate(payload, out32.zero_(), key)
+        if out32 is not out:
+            out.copy_(out32)
+
+    def accumulate(self, payload: Payload, into: Tensor, key: Key, alpha: float = 1.0) -> None:
+        """Scatter-add: O(k)."""
+        if into.dtype != torch.float32:
+            super().accumulate(payload, into, key, alpha)
+            return
+        self.scatter(payload[0], (), into, key, alpha)
+
+    def contraction(self, numel: int) -> float | None:
+        """k / d, unless scaled."""
+        if self.scaled:
+            return None
+        return kept(self.density, numel) / numel if numel else 1.0

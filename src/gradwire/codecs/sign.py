@@ -1,0 +1,83 @@
+"""Scaled sign: one bit an element."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from gradwire import kernels
+from gradwire.codecs.base import Codec, as_float32, decode_via_float32
+from gradwire.core.errors import CompositionError
+from gradwire.core.key import Key
+from gradwire.core.payload import Field, Layout, Payload
+
+
+@dataclass(frozen=True)
+class Sign(Codec):
+    """sign(x) * mean|x| per block: one bit an element, eight to a byte, and a float32 scale a block.
+
+    A contraction with delta = ||x||_1^2 / (d ||x||_2^2) >= 1/block (Karimireddy et al. 2019, "Error feedback
+    fixes SignSGD", Lemma 8, applied to each block). Biased, so it needs error feedback. Zero counts as positive.
+
+    Args:
+        block: elements that share a scale; a multiple of 8.
+
+    Raises:
+        CompositionError: a block that is not a positive multiple of 8.
+
+    >>> Sign(block=4096).payload_bytes(8192)
+    1032
+    """
+
+    block: int = 4096
+
+    order_free: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        check_block(self.block)
+
+    @property
+    def granularity(self) -> int:
+        """A block."""
+        return self.block
+
+    def layout(self, numel: int, dtype: torch.dtype = torch.float32) -> Layout:
+        """Scales, then bits."""
+        return Layout(
+            (Field(torch.float32, -(-numel // self.block)), Field(torch.uint8, kernels.packed_nbytes(numel, 1)))
+        )
+
+    def encode_into(self, x: Tensor, key: Key, out: Payload) -> None:
+        """One pass."""
+        kernels.sign_encode(as_float32(x), self.block, out[1], out[0])
+
+    def decode_into(self, payload: Payload, out: Tensor, key: Key) -> None:
+        """One pass."""
+        out32 = decode_via_float32(out)
+        kernels.sign_decode(payload[1], payload[0], self.block, out32)
+        if out32 is not out:
+            out.copy_(out32)
+
+    def accumulate(self, payload: Payload, into: Tensor, key: Key, alpha: float = 1.0) -> None:
+        """One pass."""
+        if into.dtype != torch.float32:
+            super().accumulate(payload, into, key, alpha)
+            return
+        kernels.sign_accumulate(payload[1], payload[0], self.block, into, alpha)
+
+    def contraction(self, numel: int) -> float | None:
+        """1 / block, the worst case: a block with a single entry that is not zero."""
+        return 1.0 / max(1, min(self.block, numel))
+
+
+def check_block(block: int) -> None:
+    """Refuse a block that is not a positive multiple of 8.
+
+    Raises:
+        CompositionError: naming what is allowed.
+    """
+    if block < 8 or block % 8:
+        raise CompositionError(f"block {block} is not a positive multiple of 8, so bits would not fill whole bytes")

@@ -1,0 +1,65 @@
+"""What a reducer remembers between steps: a tree of tensors, each of which knows how it belongs to parameters.
+
+A state is consumed and returned by a program; a driver commits it once the whole step is known to be good, so
+rolling a step back is forgetting the new state. Saved states are keyed by parameter name, whatever grains and
+buckets a run had, and load with `weights_only=True`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+Kind = Literal["element", "owned", "matrix"]
+
+
+@dataclass(frozen=True, eq=False)
+class Leaf:
+    """A tensor of state and how it maps to the grain.
+
+    kind "element": one value per element of the grain, in its order (residuals).
+    kind "owned": one value per element of the shard this rank owns (a two-shot owner's residual).
+    kind "matrix": a leading dimension of one entry per matrix of the grain (factors).
+    `owed` says that the values are gradient not yet delivered, so that a changed world size must conserve them.
+    """
+
+    tensor: Tensor
+    kind: Kind
+    owed: bool = False
+
+
+class State(dict[str, "Leaf | State"]):
+    """A tree of leaves. Empty for a reducer that remembers nothing."""
+
+
+def walk(state: State, path: str = "") -> Iterator[tuple[str, Leaf]]:
+    """Yield every leaf with its path, depth first.
+
+    >>> import torch
+    >>> s = State(inner=State(factor=Leaf(torch.zeros(1), "matrix")))
+    >>> [p for p, _ in walk(s)]
+    ['inner/factor']
+    """
+    for name, node in state.items():
+        here = f"{path}/{name}" if path else name
+        if isinstance(node, Leaf):
+            yield here, node
+        else:
+            yield from walk(node, here)
+
+
+def replace_leaves(state: State, change: Callable[[str, Leaf], Leaf], path: str = "") -> State:
+    """Return the tree with every leaf replaced by `change(path, leaf)`."""
+    out = State()
+    for name, node in state.items():
+        here = f"{path}/{name}" if path else name
+        out[name] = change(here, node) if isinstance(node, Leaf) else replace_leaves(node, change, here)
+    return out
+
+
+def flatten(state: State) -> Mapping[str, Tensor]:
+    """Return the tensors by path."""
+    return {path: leaf.tensor for path, leaf in walk(state)}

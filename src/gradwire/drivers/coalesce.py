@@ -1,0 +1,82 @@
+"""One collective for many requests of a kind.
+
+All ranks run the same programs, so they yield the same kinds in the same order with the same sizes; grouping by kind
+in order of first appearance is therefore the same on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradwire.core.collective import Agree, AllReduce, Collective
+
+Kind = tuple[type[Collective], torch.dtype, str]
+
+
+def kind_of(request: Collective) -> Kind:
+    """What must be equal for requests to share a collective."""
+    if isinstance(request, Agree):
+        return Agree, torch.uint8, "max"
+    op = request.op if isinstance(request, AllReduce) else ""
+    return type(request), request.tensor.dtype, op
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Requests that travel as one, and the buffer that carries them.
+
+    `members` are positions in the round. For `AllReduce` and `AllGather` the buffer is 1-d; for `AllToAll` it has one
+    row a rank, in which each request has its columns.
+    """
+
+    kind: Kind
+    members: tuple[int, ...]
+    buffer: Tensor
+    sizes: tuple[int, ...]
+    requests: tuple[Collective, ...]
+
+    def split(self, result: Tensor) -> list[Tensor]:
+        """Cut the result of the collective into the results of the requests, as views."""
+        if len(self.members) == 1:
+            request = self.requests[0]
+            return [result.view(request.tensor.shape) if isinstance(request, AllReduce) else result]
+        pieces = result.split(list(self.sizes), dim=-1)
+        if self.kind[0] is AllReduce:
+            shapes = [r.tensor.shape for r in self.requests if isinstance(r, AllReduce)]
+            return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
+        return [piece.contiguous() for piece in pieces]
+
+
+def coalesce(requests: Sequence[tuple[int, Collective]]) -> list[Batch]:
+    """Group the requests of one round, each given with its position, into batches."""
+    groups: dict[Kind, list[tuple[int, Collective]]] = {}
+    for position, request in requests:
+        groups.setdefault(kind_of(request), []).append((position, request))
+    return [_batch(kind, members) for kind, members in groups.items()]
+
+
+def _batch(kind: Kind, members: list[tuple[int, Collective]]) -> Batch:
+    requests = tuple(request for _, request in members)
+    tensors = [_carried(request) for request in requests]
+    sizes = tuple(tensor.shape[-1] for tensor in tensors)
+    if len(tensors) > 1:
+        buffer = torch.cat(tensors, dim=-1)
+    else:
+        buffer = _own(requests[0], tensors[0])
+    return Batch(kind, tuple(position for position, _ in members), buffer, sizes, requests)
+
+
+def _carried(request: Collective) -> Tensor:
+    if isinstance(request, Agree):
+        return request.flag.view(1).to(torch.uint8)
+    return request.tensor.reshape(-1) if isinstance(request, AllReduce) else request.tensor
+
+
+def _own(request: Collective, tensor: Tensor) -> Tensor:
+    """A buffer that an in-place all-reduce may overwrite."""
+    overwritten = isinstance(request, AllReduce) and not request.consumable
+    return tensor.clone() if overwritten else tensor

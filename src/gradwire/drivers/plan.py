@@ -1,0 +1,151 @@
+"""Grains and waves, planned once from names, shapes, dtypes and policy alone.
+
+A wave is what starts together: one flat grain of about `GRAIN_NUMEL` elements, or matrices that add up to as much,
+those of equal shape batched. The collectives of a wave's programs are coalesced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from gradwire.core.grain import Grain, ParameterSpec, Segment
+from gradwire.reducers.base import Reducer
+
+GRAIN_NUMEL = 1 << 20
+"""Elements of a grain at most. Larger ones pay page faults for their temporaries, smaller ones fixed costs."""
+
+SMALLEST_GRAIN_NUMEL = 1 << 16
+WAVES = 4
+"""Grains to cut a small model into, so that one can be encoded while another's bytes move."""
+
+
+class Unit(NamedTuple):
+    """A grain and the reducer that serves it."""
+
+    grain: Grain
+    reducer: Reducer
+
+
+Wave = tuple[Unit, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All waves, in the order in which they run."""
+
+    waves: tuple[Wave, ...]
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        """Every unit, wave by wave."""
+        return tuple(unit for wave in self.waves for unit in wave)
+
+
+class _Piece(NamedTuple):
+    """Part of a parameter, with what decides which grain it may join."""
+
+    parameter: ParameterSpec
+    start: int
+    numel: int
+    reducer: Reducer
+
+    @property
+    def is_matrix(self) -> bool:
+        return self.reducer.scope == "tensor"
+
+
+@dataclass
+class _Open:
+    """A wave under construction: pieces that may share it."""
+
+    key: tuple[Reducer, torch.dtype, torch.device]
+    pieces: list[_Piece] = field(default_factory=list[_Piece])
+
+    @property
+    def numel(self) -> int:
+        return sum(piece.numel for piece in self.pieces)
+
+
+def grain_size(numel: int) -> int:
+    """Elements of a grain for a model of `numel`: a quarter of it, between 65,536 and 1,048,576.
+
+    >>> grain_size(10_000), grain_size(2_000_000), grain_size(10**9)
+    (65536, 500000, 1048576)
+    """
+    return min(GRAIN_NUMEL, max(SMALLEST_GRAIN_NUMEL, numel // WAVES))
+
+
+def plan(parameters: Sequence[ParameterSpec], reducer: Reducer, grain_numel: int | None = None) -> Plan:
+    """Plan grains for `parameters`, which stand in registration order; waves run in reverse, as gradients come.
+
+    Parameters that one reducer serves share flat grains of at most `grain_numel` elements (default: `grain_size` of the
+    model); a larger parameter is cut evenly. A wave closes when it is full, and those still open at the end follow in
+    the order they were opened.
+
+    >>> from gradwire.spec import parse
+    >>> cpu = torch.device("cpu")
+    >>> specs = [ParameterSpec("w", (3, 4), torch.float32, cpu), ParameterSpec("b", (3,), torch.float32, cpu)]
+    >>> [unit.grain.name for unit in plan(specs, parse("none")).units]
+    ['b..w']
+    """
+    limit = grain_numel or grain_size(sum(parameter.numel for parameter in parameters))
+    closed: list[_Open] = []
+    open_waves: list[_Open] = []
+    for piece in _pieces(reversed(parameters), reducer, limit):
+        wave = _wave_for(piece, open_waves)
+        if wave.pieces and wave.numel + piece.numel > limit:
+            closed.append(wave)
+            open_waves.remove(wave)
+            wave = _wave_for(piece, open_waves)
+        wave.pieces.append(piece)
+    return Plan(tuple(_units(wave) for wave in closed + open_waves))
+
+
+def _pieces(parameters: Iterable[ParameterSpec], reducer: Reducer, limit: int) -> Iterable[_Piece]:
+    for parameter in parameters:
+        serving = reducer.assign(parameter)
+        if serving.scope == "tensor":
+            yield _Piece(parameter, 0, parameter.numel, serving)
+            continue
+        parts = max(1, -(-parameter.numel // limit))
+        size = max(1, -(-parameter.numel // parts))
+        for start in range(0, max(1, parameter.numel), size):
+            yield _Piece(parameter, start, min(size, parameter.numel - start), serving)
+
+
+def _wave_for(piece: _Piece, open_waves: list[_Open]) -> _Open:
+    key = (piece.reducer, piece.parameter.dtype, piece.parameter.device)
+    for wave in open_waves:
+        if wave.key == key:
+            return wave
+    open_waves.append(_Open(key))
+    return open_waves[-1]
+
+
+def _units(wave: _Open) -> Wave:
+    reducer, dtype, device = wave.key
+    if not wave.pieces[0].is_matrix:
+        numel = sum(piece.numel for piece in wave.pieces)
+        return (Unit(_grain(wave.pieces, (numel,), dtype, device), reducer),)
+    batches: dict[tuple[int, int], list[_Piece]] = {}
+    for piece in wave.pieces:
+        batches.setdefault(piece.parameter.matrix_shape, []).append(piece)
+    return tuple(
+        Unit(_grain(pieces, (len(pieces), *shape), dtype, device), reducer) for shape, pieces in batches.items()
+    )
+
+
+def _grain(pieces: list[_Piece], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Grain:
+    segments: list[Segment] = []
+    offset = 0
+    for piece in pieces:
+        segments.append(Segment(piece.parameter.name, piece.start, piece.numel, offset))
+        offset += piece.numel
+    first, last = segments[0], segments[-1]
+    start = f"{first.name}[{first.start}]" if first.start else first.name
+    name = start if len(segments) == 1 else f"{start}..{last.name}"
+    return Grain(name, tuple(segments), shape, dtype, device)

@@ -1,0 +1,35 @@
+"""Drop-in replacements of `torch.distributed.algorithms.ddp_comm_hooks`: same names, signatures and meaning.
+
+    from gradwire.hooks import PowerSGDState, powerSGD_hook
+
+    ddp.register_comm_hook(PowerSGDState(None, matrix_approximation_rank=4), powerSGD_hook)
+
+They also work where PyTorch's do not: several buckets on Gloo, bfloat16 on a CPU, byte quantisation on Gloo, a step
+with infinities, a layer without gradients, PowerSGD from the first step, exact resumes.
+"""
+
+from gradwire.adapters.hooks import (
+    allreduce_hook,
+    bf16_compress_hook,
+    bf16_compress_wrapper,
+    fp16_compress_hook,
+    fp16_compress_wrapper,
+    noop_hook,
+    quantization_perchannel_hook,
+    quantization_pertensor_hook,
+)
+from gradwire.adapters.power_sgd_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
+
+__all__ = [
+    "PowerSGDState",
+    "allreduce_hook",
+    "batched_powerSGD_hook",
+    "bf16_compress_hook",
+    "bf16_compress_wrapper",
+    "fp16_compress_hook",
+    "fp16_compress_wrapper",
+    "noop_hook",
+    "powerSGD_hook",
+    "quantization_perchannel_hook",
+    "quantization_pertensor_hook",
+]

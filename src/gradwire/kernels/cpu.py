@@ -1,0 +1,842 @@
+# pyright: basic
+"""The kernels for CPUs, in numba: serial, without the GIL, spread over our own threads by `pool`.
+
+Inner loops are written to be vectorised, and in float32 without reassociation or contraction, so that they
+agree bit for bit with `reference`; only sums may differ, and are taken in float64 for it. Codes pass through
+a scratch of one tile, which stays in the nearest cache, and are packed from there eight at a time.
+
+numba promotes uint32 arithmetic to 64 bits: each step is cast back, and LLVM narrows it again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from torch import Tensor
+
+from gradwire.kernels import pool
+from gradwire.kernels.reference import (
+    CANONICAL_NAN,
+    permutation_domain,
+    permutation_words,
+    uniform_words,
+)
+
+try:
+    import fcntl
+except ImportError:  # not a POSIX system
+    fcntl = None
+
+# NaN and infinity in, NaN and infinity out, where Python would raise on 1 / 0.
+_OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
+_inline: Callable[[Callable[..., Any]], Callable[..., Any]] = numba.njit(forceinline=True, **_OPTIONS)
+# Sums only: their order is free, and float64 hides it.
+_sum: Callable[[Callable[..., Any]], Callable[..., Any]] = numba.njit(fastmath={"reassoc", "nsz"}, **_OPTIONS)
+
+
+class _Kernel:
+    """A compiled function of one signature, kept on disk.
+
+    numba writes its index of compiled code before the code itself, so a second process that starts just then
+    may run what an older version of gradwire left under that name. The first call therefore compiles or loads
+    under a lock that all processes share; of many ranks on a fresh machine one compiles, the others load.
+    """
+
+    def __init__(self, function: Callable[..., Any], signature: str) -> None:
+        functools.update_wrapper(self, function)
+        self._signature = signature
+        try:
+            self._dispatcher: Any = numba.njit(cache=True, **_OPTIONS)(function)
+        except RuntimeError:  # nowhere to write
+            self._dispatcher = numba.njit(**_OPTIONS)(function)
+        self._ready = False
+
+    def __call__(self, *args: Any) -> Any:
+        if not self._ready:
+            with _file_lock(self._dispatcher.stats.cache_path):
+                self._dispatcher.compile(self._signature)
+            self._ready = True
+        return self._dispatcher(*args)
+
+
+@contextlib.contextmanager
+def _file_lock(folder: str | None) -> Iterator[None]:
+    if fcntl is None or folder is None:
+        yield
+        return
+    try:
+        file = os.open(os.path.join(folder, "gradwire.lock"), os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError:  # a read-only cache: nothing will be written either
+        yield
+        return
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(file)
+
+
+def _kernel(signature: str) -> Callable[[Callable[..., Any]], _Kernel]:
+    return lambda function: _Kernel(function, signature)
+
+
+def _array(x: Tensor) -> np.ndarray[Any, Any]:
+    return x.detach().numpy()
+
+
+def _raw(x: Tensor) -> np.ndarray[Any, Any]:
+    return x.detach().numpy().view(np.uint32)
+
+
+# Random bits ------------------------------------------------------------------------------------------------
+
+
+@_inline
+def _mix(x):
+    x = np.uint32(x ^ (x >> np.uint32(16)))
+    x = np.uint32(x * np.uint32(0x7FEB352D))
+    x = np.uint32(x ^ (x >> np.uint32(15)))
+    x = np.uint32(x * np.uint32(0x846CA68B))
+    return np.uint32(x ^ (x >> np.uint32(16)))
+
+
+@_inline
+def _uniform_at(counter, k0, k1):
+    word = _mix(np.uint32(_mix(np.uint32(counter ^ k0)) ^ k1))
+    # By way of int32: few processors turn unsigned vectors into floats.
+    return np.float32(np.int32(word >> np.uint32(8))) * np.float32(2.0**-24)
+
+
+@_kernel("void(float32[::1], int64, int64, int64)")
+def _uniform(out, start, k0, k1):
+    k0, k1, first = np.uint32(k0), np.uint32(k1), np.uint32(start)
+    for i in range(out.size):
+        out[i] = _uniform_at(np.uint32(first + np.uint32(i)), k0, k1)
+
+
+def uniform(bits: int, numel: int, device: torch.device, start: int = 0) -> Tensor:
+    """See `gradwire.kernels.uniform`."""
+    out = torch.empty(numel, dtype=torch.float32)
+    o, (k0, k1) = _array(out), uniform_words(bits)
+    pool.run([functools.partial(_uniform, o[i:j], start + i, k0, k1) for i, j in pool.chunks(numel)])
+    return out
+
+
+@_inline
+def _scale_word(word, n):
+    return np.uint32((np.uint64(word) * np.uint64(n)) >> np.uint64(32))
+
+
+@_inline
+def _add_modulo(x, y, n):
+    total = np.uint32(x + y)
+    return min(total, np.uint32(total - n))  # below n the difference wraps round and is the greater
+
+
+@_inline
+def _feistel(x, a, b, w0, w1, w2, w3, w4, w5):
+    # Exact: a quotient of 32-bit integers keeps clear of the next integer by more than float64 rounds.
+    left = np.uint32(np.float64(x) / np.float64(b))
+    right = np.uint32(x - np.uint32(left * b))
+    left = _add_modulo(left, _scale_word(_mix(np.uint32(right ^ w0)), a), a)
+    right = _add_modulo(right, _scale_word(_mix(np.uint32(left ^ w1)), b), b)
+    left = _add_modulo(left, _scale_word(_mix(np.uint32(right ^ w2)), a), a)
+    right = _add_modulo(right, _scale_word(_mix(np.uint32(left ^ w3)), b), b)
+    left = _add_modulo(left, _scale_word(_mix(np.uint32(right ^ w4)), a), a)
+    right = _add_modulo(right, _scale_word(_mix(np.uint32(left ^ w5)), b), b)
+    return np.uint32(left * b + right)
+
+
+@_kernel("void(int32[::1], int64, int64, int64, int64, int64, uint32[::1])")
+def _permuted_indices(out, first, numel, a, b, walks, words):
+    a, b, n = np.uint32(a), np.uint32(b), np.uint32(numel)
+    # Names and no array, whose entries would be read again after every write.
+    w0, w1, w2, w3, w4, w5 = words[0], words[1], words[2], words[3], words[4], words[5]
+    for i in range(out.size):
+        out[i] = np.int32(_feistel(np.uint32(first + i), a, b, w0, w1, w2, w3, w4, w5))
+    # Few points fall outside, so walking is kept out of the loop that is vectorised.
+    for i in range(out.size):
+        x = np.uint32(out[i])
+        for _ in range(walks):
+            if x < n:
+                break
+            x = _feistel(x, a, b, w0, w1, w2, w3, w4, w5)
+        out[i] = np.int32(x if x < n else x - n)
+
+
+def permuted_indices(bits: int, numel: int, k: int, device: torch.device) -> Tensor:
+    """See `gradwire.kernels.permuted_indices`."""
+    out = torch.empty(k, dtype=torch.int32)
+    o, words = _array(out), np.array(permutation_words(bits), np.uint32)
+    a, b, walks = permutation_domain(numel)
+    pool.run([functools.partial(_permuted_indices, o[i:j], i, numel, a, b, walks, words) for i, j in pool.chunks(k)])
+    return out
+
+
+# Selection --------------------------------------------------------------------------------------------------
+
+_TOP = 21  # the first histogram counts the bits above: the exponent and two bits of the mantissa
+_MIDDLE = 10  # the second those from here to _TOP, the third the rest
+
+
+@_inline
+def _max_magnitude(raw, start, stop):
+    # As integers: NaN is the greatest, and a maximum of integers needs no leave to be reordered.
+    largest = np.uint32(0)
+    for i in range(start, stop):
+        largest = max(largest, np.uint32(raw[np.uintp(i)] & np.uint32(0x7FFFFFFF)))
+    return largest
+
+
+@_kernel("uint32(uint32[::1])")
+def _largest_raw(raw):
+    return _max_magnitude(raw, 0, raw.size)
+
+
+def all_finite(x: Tensor) -> Tensor:
+    """See `gradwire.kernels.all_finite`."""
+    raw = _raw(x).reshape(-1)
+    largest = pool.run([functools.partial(_largest_raw, raw[i:j]) for i, j in pool.chunks(raw.size)])
+    return torch.tensor(int(max(largest)) < 0x7F800000)
+
+
+@_inline
+def _magnitude(raw):
+    return min(np.uint32(raw & np.uint32(0x7FFFFFFF)), np.uint32(CANONICAL_NAN))
+
+
+@_kernel("int64[::1](uint32[::1])")
+def _top_histogram(raw):
+    # Four tables in turn: neighbours often share a bucket, and adding to a cell just written waits for it.
+    tables = np.zeros((4, 1 << (32 - _TOP - 1)), np.uint32)
+    quads = raw.size // 4 * 4
+    for i in range(0, quads, 4):
+        for lane in range(4):
+            tables[lane, _magnitude(raw[i + lane]) >> np.uint32(_TOP)] += np.uint32(1)
+    for i in range(quads, raw.size):
+        tables[0, _magnitude(raw[i]) >> np.uint32(_TOP)] += np.uint32(1)
+    total = np.zeros(tables.shape[1], np.int64)
+    for lane in range(4):
+        for i in range(total.size):
+            total[i] += tables[lane, i]
+    return total
+
+
+@_kernel("void(uint32[::1], int64, int64, int32[::1], uint32[::1])")
+def _candidates(raw, first, least, indices, magnitudes):
+    """Write index and magnitude of each element of at least `least`; the last slot is for overflow.
+
+    Most runs have none: look before leaping. In a run that has, a branch would be guessed wrong too often, so
+    every element is written and the next overwrites it unless it counts.
+    """
+    least, run, n = np.uint32(least), 32, 0
+    for start in range(0, raw.size, run):
+        piece = raw[start : start + run]
+        if _max_magnitude(piece, 0, piece.size) >= least:
+            for i in range(piece.size):
+                magnitude = _magnitude(piece[i])
+                indices[n] = np.int32(first + start + i)
+                magnitudes[n] = magnitude
+                n += np.int64(magnitude >= least)
+
+
+@_kernel("int64[::1](uint32[::1], int64, int64, int64)")
+def _histogram(magnitudes, prefix, shift, width):
+    """Count `width` bits from `shift` of those whose bits above are `prefix`."""
+    counts = np.zeros((1 << width) + 1, np.int64)  # the last for those that do not count
+    first, rest = np.uint32(prefix << width), np.uint32(1 << width)
+    for i in range(magnitudes.size):
+        counts[min(np.uint32((magnitudes[i] >> np.uint32(shift)) - first), rest)] += 1
+    return counts[: 1 << width]
+
+
+@_kernel("void(int32[::1], uint32[::1], int64, int64, int32[::1])")
+def _emit(indices, magnitudes, threshold, quota, out):
+    """Write those above `threshold` and the first `quota` that equal it, as many as `out` has room for."""
+    threshold, n = np.uint32(threshold), 0
+    for i in range(indices.size):
+        if n == out.size:
+            break
+        magnitude = magnitudes[i]
+        out[n] = indices[i]  # as in _candidates
+        tied = np.int64(magnitude == threshold) & np.int64(quota > 0)
+        n += np.int64(magnitude > threshold) | tied
+        quota -= tied
+
+
+def _bucket_of_kth(counts: np.ndarray[Any, Any], k: int) -> tuple[int, int]:
+    """Return the bucket of the k-th largest, and its rank in that bucket."""
+    at_least = counts[::-1].cumsum()[::-1]
+    bucket = int(np.flatnonzero(at_least >= k)[-1])
+    return bucket, k - int(at_least[bucket] - counts[bucket])
+
+
+def topk_indices(x: Tensor, k: int) -> Tensor:
+    """A histogram of `x`, then its candidates; these are few, and two more histograms refine them."""
+    out = torch.empty(k, dtype=torch.int32)
+    if k == 0:
+        return out
+    raw, cuts = _raw(x), pool.chunks(x.numel())
+    tops = pool.run([functools.partial(_top_histogram, raw[i:j]) for i, j in cuts])
+    top, rank = _bucket_of_kth(np.sum(tops, axis=0), k)
+    found = pool.run(
+        [
+            functools.partial(_collect, raw[i:j], i, top, int(t[top:].sum()))
+            for (i, j), t in zip(cuts, tops, strict=True)
+        ]
+    )
+    middles = pool.run([functools.partial(_histogram, m, top, _MIDDLE, _TOP - _MIDDLE) for _, m in found])
+    middle, rank = _bucket_of_kth(np.sum(middles, axis=0), rank)
+    prefix = (top << (_TOP - _MIDDLE)) | middle
+    lows = pool.run([functools.partial(_histogram, m, prefix, 0, _MIDDLE) for _, m in found])
+    low, rank = _bucket_of_kth(np.sum(lows, axis=0), rank)
+
+    o, tasks, start, threshold = _array(out), [], 0, (prefix << _MIDDLE) | low
+    for piece, t, m, n in zip(found, tops, middles, lows, strict=True):
+        above = int(t[top + 1 :].sum() + m[middle + 1 :].sum() + n[low + 1 :].sum())
+        quota = min(rank, int(n[low]))
+        rank -= quota
+        stop = start + above + quota
+        tasks.append(functools.partial(_emit, *piece, threshold, quota, o[start:stop]))
+        start = stop
+    pool.run(tasks)
+    return out
+
+
+def _collect(
+    raw: np.ndarray[Any, Any], first: int, top: int, count: int
+) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    indices, magnitudes = np.empty(count + 1, np.int32), np.empty(count + 1, np.uint32)
+    _candidates(raw, first, top << _TOP, indices, magnitudes)
+    return indices[:count], magnitudes[:count]
+
+
+@_kernel("void(float32[::1], int32[::1], float32[::1])")
+def _gather(x, indices, out):
+    for i in range(indices.size):
+        out[i] = x[np.uint32(indices[i])]
+
+
+def gather(x: Tensor, indices: Tensor) -> Tensor:
+    """See `gradwire.kernels.gather`."""
+    out = torch.empty(indices.numel(), dtype=torch.float32)
+    source, at, o = _array(x), _array(indices), _array(out)
+    pool.run([functools.partial(_gather, source, at[i:j], o[i:j]) for i, j in pool.chunks(at.size)])
+    return out
+
+
+@_kernel("void(float32[::1], int32[::1], float32[::1], float32)")
+def _scatter_add(into, indices, values, alpha):
+    for i in range(indices.size):
+        into[np.uint32(indices[i])] += values[i] * alpha
+
+
+def scatter_add_(into: Tensor, indices: Tensor, values: Tensor, alpha: float = 1.0) -> None:
+    """One thread: indices may repeat, and the order of addition must not depend on the number of threads."""
+    _scatter_add(_array(into), _array(indices), _array(values.to(torch.float32)), np.float32(alpha))
+
+
+@_kernel("uint32(uint32[::1])")
+def _largest_index(raw):
+    largest = np.uint32(0)
+    for i in range(raw.size):
+        largest = max(largest, raw[i])
+    return largest
+
+
+def indices_within(indices: Tensor, numel: int) -> bool:
+    """Whether all lie in [0, numel). Negative ones look huge as unsigned."""
+    return not indices.numel() or int(_largest_index(_raw(indices))) < numel
+
+
+# Packing ----------------------------------------------------------------------------------------------------
+
+
+@_inline
+def _pack(codes, bits, out):
+    """Pack uint8 codes: whole groups of eight with word arithmetic, the rest bit by bit."""
+    whole = codes.size // 8 * 8
+    if bits == 8:
+        for j in range(whole):
+            out[j] = codes[j]
+    elif bits == 4:
+        pairs = codes[:whole].view(np.uint16)
+        for j in range(pairs.size):
+            out[j] = np.uint8(np.uint16(pairs[j] | np.uint16(pairs[j] >> np.uint16(4))))
+    elif bits == 2:
+        fours = codes[:whole].view(np.uint32)
+        for j in range(fours.size):
+            w = fours[j]
+            w = np.uint32(w | np.uint32(w >> np.uint32(6)))
+            out[j] = np.uint8(np.uint32(w | np.uint32(w >> np.uint32(12))))
+    elif bits == 1:
+        eights = codes[:whole].view(np.uint64)
+        for j in range(eights.size):
+            # The multiplier moves bit 0 of byte i to bit 56 + i; no two products meet, so nothing carries.
+            out[j] = np.uint8((eights[j] * np.uint64(0x0102040810204080)) >> np.uint64(56))
+    else:
+        _pack_eights(codes[:whole].view(np.uint64), bits, out)
+    _pack_slowly(codes[whole:], bits, out[whole // 8 * bits :])
+
+
+@_inline
+def _pack_eights(eights, bits, out):
+    """Close the gaps between neighbours, then between pairs, then between fours."""
+    gap = np.uint64(8 - bits)
+    for j in range(eights.size):
+        w = eights[j]
+        w = (w & np.uint64(0x00FF00FF00FF00FF)) | ((w & np.uint64(0xFF00FF00FF00FF00)) >> gap)
+        w = (w & np.uint64(0x0000FFFF0000FFFF)) | ((w & np.uint64(0xFFFF0000FFFF0000)) >> (gap + gap))
+        w = (w & np.uint64(0x00000000FFFFFFFF)) | ((w & np.uint64(0xFFFFFFFF00000000)) >> np.uint64(4 * gap))
+        for byte in range(bits):
+            out[j * bits + byte] = np.uint8(w >> np.uint64(8 * byte))
+
+
+@_inline
+def _pack_wide_eights(codes, bits, out):
+    """Pack eight codes of 9 to 16 bits at a time, four to a word."""
+    half, b = np.uint64(4 * bits), np.uint64(bits)
+    for j in range(codes.size // 8):
+        low = high = np.uint64(0)
+        for lane in range(4):
+            low |= np.uint64(np.uint32(codes[8 * j + lane])) << (b * np.uint64(lane))
+            high |= np.uint64(np.uint32(codes[8 * j + 4 + lane])) << (b * np.uint64(lane))
+        if bits < 16:
+            low |= high << half
+            high >>= np.uint64(64) - half
+        for byte in range(8):
+            out[j * bits + byte] = np.uint8(low >> np.uint64(8 * byte))
+        for byte in range(8, bits):
+            out[j * bits + byte] = np.uint8(high >> np.uint64(8 * byte - 64))
+    whole = codes.size // 8 * 8
+    _pack_slowly(codes[whole:], bits, out[whole // 8 * bits :])
+
+
+@_inline
+def _pack_slowly(codes, bits, out):
+    word, filled, at = np.uint64(0), 0, 0
+    for i in range(codes.size):
+        word |= np.uint64(codes[i]) << np.uint64(filled)
+        filled += bits
+        while filled >= 8:
+            out[at] = np.uint8(word & np.uint64(255))
+            word >>= np.uint64(8)
+            filled -= 8
+            at += 1
+    if filled > 0:
+        out[at] = np.uint8(word)
+
+
+@_inline
+def _unpack(packed, bits, codes):
+    """Unpack into uint8 codes: the inverse of `_pack`."""
+    whole = codes.size // 8 * 8
+    if bits == 8:
+        for j in range(whole):
+            codes[j] = packed[j]
+    elif bits == 4:
+        pairs = codes[:whole].view(np.uint16)
+        for j in range(pairs.size):
+            w = np.uint16(packed[j])
+            pairs[j] = np.uint16(np.uint16(w | np.uint16(w << np.uint16(4))) & np.uint16(0x0F0F))
+    elif bits == 2:
+        fours = codes[:whole].view(np.uint32)
+        for j in range(fours.size):
+            w = np.uint32(packed[j])
+            w = np.uint32(w | np.uint32(w << np.uint32(12)))
+            fours[j] = np.uint32(np.uint32(w | np.uint32(w << np.uint32(6))) & np.uint32(0x03030303))
+    elif bits == 1:
+        eights = codes[:whole].view(np.uint64)
+        for j in range(eights.size):
+            # Byte i keeps bit i of the copy it is given; adding 128 minus that bit carries it to the top.
+            w = (np.uint64(packed[j]) * np.uint64(0x0101010101010101)) & np.uint64(0x8040201008040201)
+            eights[j] = ((w + np.uint64(0x00406070787C7E7F)) >> np.uint64(7)) & np.uint64(0x0101010101010101)
+    else:
+        _unpack_eights(packed, bits, codes[:whole].view(np.uint64))
+    _unpack_slowly(packed[whole // 8 * bits :], bits, codes[whole:])
+
+
+@_inline
+def _unpack_eights(packed, bits, eights):
+    gap = np.uint64(8 - bits)
+    fours = np.uint64((1 << (4 * bits)) - 1)
+    twos = np.uint64(((1 << (2 * bits)) - 1) * 0x0000000100000001)
+    ones = np.uint64(((1 << bits) - 1) * 0x0001000100010001)
+    for j in range(eights.size):
+        w = np.uint64(0)
+        for byte in range(bits):
+            w |= np.uint64(packed[j * bits + byte]) << np.uint64(8 * byte)
+        w = (w & fours) | ((w & ~fours) << np.uint64(4 * gap))
+        w = (w & twos) | ((w & ~twos) << (gap + gap))
+        eights[j] = (w & ones) | ((w & ~ones) << gap)
+
+
+@_inline
+def _unpack_wide_eights(packed, bits, codes):
+    half, b, mask = np.uint64(4 * bits), np.uint64(bits), np.uint64((1 << bits) - 1)
+    for j in range(codes.size // 8):
+        low = high = np.uint64(0)
+        for byte in range(8):
+            low |= np.uint64(packed[j * bits + byte]) << np.uint64(8 * byte)
+        for byte in range(8, bits):
+            high |= np.uint64(packed[j * bits + byte]) << np.uint64(8 * byte - 64)
+        if bits < 16:
+            high = (high << (np.uint64(64) - half)) | (low >> half)
+        for lane in range(4):
+            codes[8 * j + lane] = np.int32((low >> (b * np.uint64(lane))) & mask)
+            codes[8 * j + 4 + lane] = np.int32((high >> (b * np.uint64(lane))) & mask)
+    whole = codes.size // 8 * 8
+    _unpack_slowly(packed[whole // 8 * bits :], bits, codes[whole:])
+
+
+@_inline
+def _unpack_slowly(packed, bits, codes):
+    word, filled, at = np.uint64(0), 0, 0
+    mask = np.uint64((1 << bits) - 1)
+    for i in range(codes.size):
+        while filled < bits:
+            word |= np.uint64(packed[at]) << np.uint64(filled)
+            filled += 8
+            at += 1
+        codes[i] = word & mask
+        word >>= np.uint64(bits)
+        filled -= bits
+
+
+@_kernel("void(uint8[::1], int64, uint8[::1])")
+def _pack_narrow(codes, bits, out):
+    _pack(codes, bits, out)
+
+
+@_kernel("void(int32[::1], int64, uint8[::1])")
+def _pack_wide(codes, bits, out):
+    _pack_wide_eights(codes, bits, out)
+
+
+@_kernel("void(uint8[::1], int64, uint8[::1])")
+def _unpack_narrow(packed, bits, codes):
+    _unpack(packed, bits, codes)
+
+
+@_kernel("void(uint8[::1], int64, int32[::1])")
+def _unpack_wide(packed, bits, codes):
+    _unpack_wide_eights(packed, bits, codes)
+
+
+def pack_bits(codes: Tensor, bits: int, out: Tensor) -> None:
+    """See `gradwire.kernels.pack_bits`."""
+    kernel = _pack_narrow if codes.dtype == torch.uint8 else _pack_wide
+    c, o = _array(codes), _array(out)
+    pool.run([functools.partial(kernel, c[i:j], bits, o[i * bits // 8 :]) for i, j in pool.chunks(codes.numel(), 8)])
+
+
+def unpack_bits(packed: Tensor, bits: int, numel: int) -> Tensor:
+    """See `gradwire.kernels.unpack_bits`."""
+    codes = torch.empty(numel, dtype=torch.uint8 if bits <= 8 else torch.int32)
+    kernel = _unpack_narrow if bits <= 8 else _unpack_wide
+    p, c = _array(packed), _array(codes)
+    pool.run([functools.partial(kernel, p[i * bits // 8 :], bits, c[i:j]) for i, j in pool.chunks(numel, 8)])
+    return codes
+
+
+# Blocks -----------------------------------------------------------------------------------------------------
+
+
+# A slice of an array counts a reference, which costs as much as a small block. So blocks are pairs (start, stop)
+# within a tile of several, and are indexed by unsigned integers, which numba does not check for being negative.
+
+_TILE = 4096
+
+
+@_inline
+def _tile(block):
+    return max(1, _TILE // block) * block
+
+
+@_inline
+def _quantise(x, start, stop, inverse, levels, codes):
+    # A product is at most levels * (1 + 2^-23), which rounds to levels: nothing to clamp.
+    for i in range(start, stop):
+        codes[np.uintp(i)] = np.uint8(np.int32(np.rint(x[np.uintp(i)] * inverse)) + levels)
+
+
+@_inline
+def _quantise_randomly(x, start, stop, inverse, levels, codes, first, k0, k1):
+    for i in range(start, stop):
+        u = _uniform_at(np.uint32(first + np.uint32(i)), k0, k1)
+        q = np.int32(np.floor(x[np.uintp(i)] * inverse + u))
+        q = max(min(q, levels), np.int32(-levels))
+        codes[np.uintp(i)] = np.uint8(q + levels)
+
+
+@_kernel("void(float32[::1], int64, int64, boolean, int64, int64, int64, uint8[::1], float32[::1])")
+def _block_int_encode(x, bits, block, stochastic, k0, k1, first, packed, scales):
+    levels = np.int32((1 << (bits - 1)) - 1)
+    k0, k1 = np.uint32(k0), np.uint32(k1)
+    scales_raw, tile = scales.view(np.uint32), _tile(block)
+    scratch = np.empty(tile, np.uint8)
+    for origin in range(0, x.size, tile):
+        piece = x[origin : origin + tile]
+        raw, codes, at = piece.view(np.uint32), scratch[: piece.size], np.uint32(first + origin)
+        for start in range(0, piece.size, block):
+            stop, b = min(start + block, piece.size), np.uintp((origin + start) // block)
+            scales_raw[b] = _max_magnitude(raw, start, stop)
+            scale = scales[b]
+            inverse = np.float32(levels) / scale
+            if not (np.isfinite(inverse) and np.isfinite(scale)):
+                for i in range(start, stop):
+                    codes[np.uintp(i)] = np.uint8(levels)
+                if np.isfinite(scale):
+                    scales[b] = np.float32(0)
+            elif stochastic:
+                _quantise_randomly(piece, start, stop, inverse, levels, codes, at, k0, k1)
+            else:
+                _quantise(piece, start, stop, inverse, levels, codes)
+        _pack(codes, bits, packed[origin // 8 * bits :])
+
+
+def block_int_encode(x: Tensor, bits: int, block: int, key: int | None, packed: Tensor, scales: Tensor) -> None:
+    """See `gradwire.kernels.block_int_encode`."""
+    a, p, s = _array(x), _array(packed), _array(scales)
+    words = (0, 0) if key is None else uniform_words(key)
+    pool.run(
+        [
+            functools.partial(
+                _block_int_encode,
+                *(a[i:j], bits, block, key is not None, *words, i),
+                *(p[i // 8 * bits :], s[i // block : -(-j // block)]),
+            )
+            for i, j in pool.chunks(x.numel(), block)
+        ]
+    )
+
+
+@_inline
+def _write(values, into, alpha, overwrite):
+    for i in range(into.size):
+        into[i] = values[i] if overwrite else into[i] + values[i] * alpha
+
+
+@_kernel("void(uint8[::1], float32[::1], int64, int64, float32[::1], float32, boolean)")
+def _block_int_decode(packed, scales, bits, block, into, alpha, overwrite):
+    levels, tile = np.float32((1 << (bits - 1)) - 1), _tile(block)
+    scratch, values = np.empty(tile, np.uint8), np.empty(tile, np.float32)
+    for origin in range(0, into.size, tile):
+        piece = into[origin : origin + tile]
+        codes = scratch[: piece.size]
+        _unpack(packed[origin // 8 * bits :], bits, codes)
+        for start in range(0, piece.size, block):
+            step = scales[np.uintp((origin + start) // block)] / levels
+            for i in range(start, min(start + block, piece.size)):
+                values[np.uintp(i)] = (np.float32(np.int32(codes[np.uintp(i)])) - levels) * step
+        _write(values, piece, alpha, overwrite)
+
+
+def _decode(
+    kernel: _Kernel,
+    packed: Tensor,
+    scales: Tensor,
+    bits: int,
+    parameter: int,
+    block: int,
+    into: Tensor,
+    alpha: float | None,
+) -> None:
+    """Spread a decoder over the pool, cut at blocks; overwrite where alpha is None."""
+    p, s, o, factor = _array(packed), _array(scales), _array(into), np.float32(alpha or 0.0)
+    pool.run(
+        [
+            functools.partial(
+                kernel,
+                *(p[i // 8 * bits :], s[i // block : -(-j // block)], parameter, block),
+                *(o[i:j], factor, alpha is None),
+            )
+            for i, j in pool.chunks(o.size, block)
+        ]
+    )
+
+
+def block_int_accumulate(
+    packed: Tensor, scales: Tensor, bits: int, block: int, into: Tensor, alpha: float = 1.0
+) -> None:
+    """See `gradwire.kernels.block_int_accumulate`."""
+    _decode(_block_int_decode, packed, scales, bits, bits, block, into, alpha)
+
+
+def block_int_decode(packed: Tensor, scales: Tensor, bits: int, block: int, out: Tensor) -> None:
+    """See `gradwire.kernels.block_int_decode`."""
+    _decode(_block_int_decode, packed, scales, bits, bits, block, out, None)
+
+
+@_sum
+def _sum_magnitudes(x, start, stop):
+    total = 0.0
+    for i in range(start, stop):
+        total += np.float64(abs(x[np.uintp(i)]))
+    return total
+
+
+@_sum
+def _sum_squares(x, start, stop):
+    total = 0.0
+    for i in range(start, stop):
+        total += np.float64(x[np.uintp(i)]) * np.float64(x[np.uintp(i)])
+    return total
+
+
+@_kernel("void(float32[::1], int64, uint8[::1], float32[::1])")
+def _sign_encode(x, block, packed, scales):
+    tile = _tile(block)
+    scratch = np.empty(tile, np.uint8)
+    for origin in range(0, x.size, tile):
+        piece = x[origin : origin + tile]
+        codes = scratch[: piece.size]
+        for start in range(0, piece.size, block):
+            stop = min(start + block, piece.size)
+            mean = _sum_magnitudes(piece, start, stop) / np.float64(stop - start)
+            scales[np.uintp((origin + start) // block)] = np.float32(mean)
+        for i in range(piece.size):
+            codes[i] = np.uint8(piece[i] >= np.float32(0))
+        _pack(codes, 1, packed[origin // 8 :])
+
+
+def sign_encode(x: Tensor, block: int, packed: Tensor, scales: Tensor) -> None:
+    """See `gradwire.kernels.sign_encode`."""
+    a, p, s = _array(x), _array(packed), _array(scales)
+    pool.run(
+        [
+            functools.partial(_sign_encode, a[i:j], block, p[i // 8 :], s[i // block : -(-j // block)])
+            for i, j in pool.chunks(x.numel(), block)
+        ]
+    )
+
+
+@_kernel("void(uint8[::1], float32[::1], int64, int64, float32[::1], float32, boolean)")
+def _sign_decode(packed, scales, bits, block, into, alpha, overwrite):
+    tile = _tile(block)
+    scratch, values = np.empty(tile, np.uint8), np.empty(tile, np.float32)
+    for origin in range(0, into.size, tile):
+        piece = into[origin : origin + tile]
+        codes = scratch[: piece.size]
+        _unpack(packed[origin // 8 :], bits, codes)
+        for start in range(0, piece.size, block):
+            up = scales[np.uintp((origin + start) // block)]
+            for i in range(start, min(start + block, piece.size)):
+                values[np.uintp(i)] = up if codes[np.uintp(i)] else -up
+        _write(values, piece, alpha, overwrite)
+
+
+def sign_accumulate(packed: Tensor, scales: Tensor, block: int, into: Tensor, alpha: float = 1.0) -> None:
+    """See `gradwire.kernels.sign_accumulate`."""
+    _decode(_sign_decode, packed, scales, 1, 1, block, into, alpha)
+
+
+def sign_decode(packed: Tensor, scales: Tensor, block: int, out: Tensor) -> None:
+    """See `gradwire.kernels.sign_decode`."""
+    _decode(_sign_decode, packed, scales, 1, 1, block, out, None)
+
+
+@_inline
+def _level_bits(levels):
+    bits = 0
+    while levels >> bits:
+        bits += 1
+    return bits
+
+
+@_inline
+def _qsgd_norm(x, start, stop, levels):
+    """Return the norm to store and levels / norm, or 0 where all codes are to be 0."""
+    norm = np.float32(np.sqrt(_sum_squares(x, start, stop)))
+    inverse = np.float32(levels) / norm
+    if np.isfinite(inverse) and np.isfinite(norm):
+        return norm, inverse
+    return (np.float32(0) if np.isfinite(norm) else norm), np.float32(0)
+
+
+@_inline
+def _qsgd_codes(x, start, stop, inverse, levels, sign_shift, codes, first, k0, k1):
+    for i in range(start, stop):
+        u = _uniform_at(np.uint32(first + np.uint32(i)), k0, k1)
+        level = min(np.int32(abs(x[np.uintp(i)]) * inverse + u), levels)
+        negative = np.int32(x[np.uintp(i)] < np.float32(0))
+        codes[np.uintp(i)] = np.int32(level | np.int32(negative << sign_shift))
+
+
+@_kernel("void(float32[::1], int64, int64, int64, int64, int64, uint8[::1], float32[::1])")
+def _qsgd_encode(x, levels, block, k0, k1, first, packed, norms):
+    k0, k1, most, shift = np.uint32(k0), np.uint32(k1), np.int32(levels), np.int32(_level_bits(levels))
+    bits, tile = _level_bits(levels) + 1, _tile(block)
+    narrow, wide = np.empty(tile, np.uint8), np.empty(tile, np.int32)
+    for origin in range(0, x.size, tile):
+        piece = x[origin : origin + tile]
+        codes, at = wide[: piece.size], np.uint32(first + origin)
+        for start in range(0, piece.size, block):
+            stop, b = min(start + block, piece.size), np.uintp((origin + start) // block)
+            norms[b], inverse = _qsgd_norm(piece, start, stop, levels)
+            if inverse == np.float32(0):
+                for i in range(start, stop):
+                    codes[np.uintp(i)] = np.int32(0)
+            else:
+                _qsgd_codes(piece, start, stop, inverse, most, shift, codes, at, k0, k1)
+        if bits <= 8:
+            for i in range(codes.size):
+                narrow[i] = np.uint8(codes[i])
+            _pack(narrow[: codes.size], bits, packed[origin // 8 * bits :])
+        else:
+            _pack_wide_eights(codes, bits, packed[origin // 8 * bits :])
+
+
+def qsgd_encode(x: Tensor, levels: int, block: int, key: int, packed: Tensor, norms: Tensor) -> None:
+    """See `gradwire.kernels.qsgd_encode`."""
+    bits, words = levels.bit_length() + 1, uniform_words(key)
+    a, p, s = _array(x), _array(packed), _array(norms)
+    pool.run(
+        [
+            functools.partial(
+                _qsgd_encode,
+                *(a[i:j], levels, block, *words, i),
+                *(p[i // 8 * bits :], s[i // block : -(-j // block)]),
+            )
+            for i, j in pool.chunks(x.numel(), block)
+        ]
+    )
+
+
+@_kernel("void(uint8[::1], float32[::1], int64, int64, float32[::1], float32, boolean)")
+def _qsgd_decode(packed, norms, levels, block, into, alpha, overwrite):
+    bits, mask, tile = _level_bits(levels) + 1, np.int32((1 << _level_bits(levels)) - 1), _tile(block)
+    narrow, wide, values = np.empty(tile, np.uint8), np.empty(tile, np.int32), np.empty(tile, np.float32)
+    for origin in range(0, into.size, tile):
+        piece = into[origin : origin + tile]
+        codes = wide[: piece.size]
+        if bits <= 8:
+            _unpack(packed[origin // 8 * bits :], bits, narrow[: piece.size])
+            for i in range(codes.size):
+                codes[i] = np.int32(narrow[i])
+        else:
+            _unpack_wide_eights(packed[origin // 8 * bits :], bits, codes)
+        for start in range(0, piece.size, block):
+            step = norms[np.uintp((origin + start) // block)] / np.float32(levels)
+            for i in range(start, min(start + block, piece.size)):
+                code = codes[np.uintp(i)]
+                value = np.float32(np.int32(code & mask)) * step
+                values[np.uintp(i)] = -value if code > mask else value
+        _write(values, piece, alpha, overwrite)
+
+
+def qsgd_accumulate(packed: Tensor, norms: Tensor, levels: int, block: int, into: Tensor, alpha: float = 1.0) -> None:
+    """See `gradwire.kernels.qsgd_accumulate`."""
+    _decode(_qsgd_decode, packed, norms, levels.bit_length() + 1, levels, block, into, alpha)
+
+
+def qsgd_decode(packed: Tensor, norms: Tensor, levels: int, block: int, out: Tensor) -> None:
+    """See `gradwire.kernels.qsgd_decode`."""
+    _decode(_qsgd_decode, packed, norms, levels.bit_length() + 1, levels, block, out, None)

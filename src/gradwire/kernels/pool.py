@@ -1,0 +1,63 @@
+"""Threads of our own that run kernels over pieces of big inputs.
+
+numba's `parallel=True` aborts when two threads enter it at once, and gradient communication does just that.
+So kernels are serial, release the GIL, and are spread here over `torch.get_num_threads()` pieces.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+
+SERIAL_NUMEL = 1 << 18
+"""Up to this size (1 MiB of float32) a second thread costs more than it gains."""
+
+Chunk = tuple[int, int]
+T = TypeVar("T")
+
+
+def chunks(numel: int, granule: int = 1) -> list[Chunk]:
+    """Cut range(numel) into a (start, stop) for each thread, at multiples of `granule`; into one if small.
+
+    >>> chunks(10)
+    [(0, 10)]
+    """
+    threads = torch.get_num_threads() if numel > SERIAL_NUMEL else 1
+    size = -(-numel // (threads * granule)) * granule
+    return [(start, min(start + size, numel)) for start in range(0, numel, size)] if size else [(0, 0)]
+
+
+@functools.cache
+def _executor(threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads, thread_name_prefix="gradwire-kernel")
+
+
+# A forked child inherits the executor but not its threads: work given to it would never run.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_executor.cache_clear)
+
+
+def run(tasks: Sequence[Callable[[], T]]) -> list[T]:
+    """Run tasks at once, the first of them in this thread, and return their results in order.
+
+    All have ended when it returns or raises, so that nobody writes into a tensor that was given back. Tasks
+    must not call `run` themselves.
+
+    >>> run([lambda: 1, lambda: 2])
+    [1, 2]
+    """
+    if len(tasks) == 1:
+        return [tasks[0]()]
+    executor = _executor(len(tasks) - 1)
+    others = [executor.submit(task) for task in tasks[1:]]
+    try:
+        first = tasks[0]()
+    finally:
+        for other in others:
+            other.exception()  # waits
+    return [first, *(other.result() for other in others)]

@@ -1,0 +1,138 @@
+"""The contract of a reducer: a program that yields collectives and returns the mean.
+
+    received = yield collective.AllToAll(wire)
+
+A reducer does no I/O and holds no state: a driver performs what it yields, on one grain at a time, and commits the
+state it returns once the whole step is known to be good. Programs never branch on the value of a tensor.
+
+- `reduce` must leave `x` as it is unless the reducer declares `consumes`, in which case `x` is the reducer's to
+  keep (error feedback makes it the new residual).
+- `conserves`: sum over ranks of (x + e) + n * sum of owners' residuals = n * mean + the same of the new state.
+- `assign(parameter)` says which reducer serves a parameter: usually itself, for a policy somebody else.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import ClassVar, Literal, NamedTuple, Protocol
+
+from torch import Tensor
+
+from gradwire.core.collective import Collective
+from gradwire.core.grain import Grain, ParameterSpec
+from gradwire.core.key import Key
+from gradwire.core.state import State
+
+
+@dataclass(frozen=True)
+class Step:
+    """Where a program runs: which step, which rank of how many, and the run's seed."""
+
+    index: int
+    rank: int
+    world_size: int
+    seed: int = 0
+
+    def key(self, grain: Grain, stage: str = "", rank: int | None = None) -> Key:
+        """Return the key of `rank` (default: this one) for a stage of coding `grain`."""
+        return Key(self.seed, self.index, grain.name, stage, self.rank if rank is None else rank)
+
+
+class Sent(Protocol):
+    """What this rank's contribution decodes to on the other side."""
+
+    def subtract_from(self, x: Tensor) -> None:
+        """x -= sent, in place; `x` has the grain's shape."""
+        ...
+
+
+class Reduced(NamedTuple):
+    """What a program returns: the mean (the same on every rank), what was sent, the new state.
+
+    `bad` is None, or a 0-d bool tensor, the same on every rank, that is true where the step must not be kept: the
+    driver then forgets the new state of every grain of the step.
+    """
+
+    mean: Tensor
+    sent: Sent
+    state: State
+    bad: Tensor | None = None
+
+
+Program = Generator[Collective, Tensor, Reduced]
+
+
+def advance(program: Program, answer: Tensor | None) -> Collective | Reduced:
+    """Send a program the answer to what it asked (None to start it); return what it asks next, or its end."""
+    try:
+        return next(program) if answer is None else program.send(answer)
+    except StopIteration as stop:
+        return stop.value
+
+
+class Reducer(ABC):
+    """A way to combine one tensor of every rank into their mean. See the module's text for the contract."""
+
+    consumes: ClassVar[bool] = False
+    conserves: ClassVar[bool] = True
+
+    @property
+    def scope(self) -> Literal["flat", "tensor"]:
+        """Elementwise on a flat grain, or one matrix (or a batch of equal ones) at a time."""
+        return "flat"
+
+    @property
+    def lossless(self) -> bool:
+        """Whether nothing is lost, so that error feedback would have nothing to do."""
+        return False
+
+    @abstractmethod
+    def init(self, grain: Grain, step: Step) -> State:
+        """Return the state before the first step."""
+
+    @abstractmethod
+    def reduce(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:
+        """Return the program that combines `x`, this rank's tensor, into the mean over ranks."""
+
+    def contraction(self, grain: Grain) -> float | None:
+        """Return delta in E||sent - x||^2 <= (1 - delta)||x||^2, or None where there is no such bound."""
+        return None
+
+    def assign(self, parameter: ParameterSpec) -> Reducer:
+        """Return the reducer that serves `parameter`."""
+        return self
+
+
+class Wrapper(Reducer):
+    """A reducer made of a reducer, which it asks about everything but what it changes."""
+
+    inner: Reducer
+
+    @property
+    def scope(self) -> Literal["flat", "tensor"]:
+        """The inner reducer's."""
+        return self.inner.scope
+
+    @property
+    def lossless(self) -> bool:
+        """The inner reducer's."""
+        return self.inner.lossless
+
+    def init(self, grain: Grain, step: Step) -> State:
+        """The inner reducer's."""
+        return self.inner.init(grain, step)
+
+    def contraction(self, grain: Grain) -> float | None:
+        """The inner reducer's."""
+        return self.inner.contraction(grain)
+
+    def assign(self, parameter: ParameterSpec) -> Reducer:
+        """The same wrapper around the reducer that the inner one assigns."""
+        inner = self.inner.assign(parameter)
+        return self if inner is self.inner else self.around(inner)
+
+    @abstractmethod
+    def around(self, inner: Reducer) -> Reducer:
+        """Return this wrapper with another inner reducer."""

@@ -1,0 +1,88 @@
+"""Error feedback: what was not sent this time is added to what is sent next time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from gradwire.core.errors import CompositionError
+from gradwire.core.grain import Grain, flat_grain, matrix_grain
+from gradwire.core.state import Leaf, State
+from gradwire.reducers.base import Program, Reduced, Reducer, Step, Wrapper
+
+_PROBE_NUMEL = 1 << 20
+
+
+@dataclass(frozen=True)
+class ErrorFeedback(Wrapper):
+    """Keep e = y - sent(y), where y = x + decay * e, and reduce y (Seide 2014; Karimireddy 2019, Algorithm 1).
+
+    Needs a contraction: over anything else the residual grows without bound. Residuals are float32 even for gradients
+    in half precision. Owned state: the tensor `x` becomes the new residual, so nothing of its size is allocated.
+
+    Args:
+        inner: a reducer whose codec is a contraction.
+        decay: in (0, 1]; below 1 old errors fade and conservation no longer holds.
+
+    Raises:
+        CompositionError: an inner reducer that is no contraction, or that itself consumes its input.
+
+    References:
+        Karimireddy, Rebjock, Stich & Jaggi 2019, "Error feedback fixes SignSGD and other gradient compression
+        schemes", Algorithm 1.
+
+    >>> from gradwire.codecs import QSGD, TopK
+    >>> from gradwire.reducers import AllGather
+    >>> ErrorFeedback(AllGather(TopK(0.01)))
+    ErrorFeedback(inner=AllGather(codec=TopK(density=0.01, values='fp32')), decay=1.0)
+    >>> ErrorFeedback(AllGather(QSGD(15)))
+    Traceback (most recent call last):
+        ...
+    gradwire.core.errors.CompositionError: ...
+    """
+
+    inner: Reducer
+    decay: float = 1.0
+
+    consumes: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.inner.consumes:
+            raise CompositionError(f"{self.inner} keeps its own residual; one error feedback is enough")
+        if not 0.0 < self.decay <= 1.0:
+            raise CompositionError(f"decay {self.decay} is outside (0, 1]")
+        probe = matrix_grain(1024, 1024) if self.inner.scope == "tensor" else flat_grain(_PROBE_NUMEL)
+        if not self.inner.contraction(probe):
+            raise CompositionError(
+                f"error feedback over {self.inner} would grow without bound, since it is no contraction: "
+                "use it without error feedback (option ef=off), or take nearest rounding, topk or an unscaled randomk"
+            )
+
+    @property
+    def conserves(self) -> bool:  # type: ignore[override]
+        """Only without decay."""
+        return self.inner.conserves and self.decay == 1.0
+
+    def around(self, inner: Reducer) -> Reducer:
+        """The same around another reducer; where that loses nothing, that reducer alone."""
+        return inner if inner.lossless else ErrorFeedback(inner, self.decay)
+
+    def init(self, grain: Grain, step: Step) -> State:
+        """A residual of zeros beside the inner state."""
+        residual = torch.zeros(grain.numel, device=grain.device)
+        return State(residual=Leaf(residual, "element", owed=True), inner=self.inner.init(grain, step))
+
+    def reduce(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:
+        """The inner program on x + e."""
+        residual, inner = state["residual"], state["inner"]
+        assert isinstance(residual, Leaf)
+        assert isinstance(inner, State)
+        y = x.float()
+        y.add_(residual.tensor.view(y.shape), alpha=self.decay)
+        reduced = yield from self.inner.reduce(grain, y, inner, step)
+        reduced.sent.subtract_from(y.view(grain.shape))
+        new = State(residual=Leaf(y.view(-1), "element", owed=True), inner=reduced.state)
+        return Reduced(reduced.mean.to(x.dtype), reduced.sent, new, reduced.bad)

@@ -1,0 +1,63 @@
+"""Non-finite gradients reach the optimizer on every rank, and never a residual."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from gradwire import kernels
+from gradwire.core import collective
+from gradwire.core.grain import Grain
+from gradwire.core.state import State
+from gradwire.reducers.base import Program, Reduced, Reducer, Step, Wrapper
+
+
+@dataclass(frozen=True)
+class Guard(Wrapper):
+    """Where x is not finite on any rank, or the mean is not, the mean is NaN on all and the step is not kept.
+
+    A NaN that went through top-k or a vote might vanish on its way to a `GradScaler`, and an infinity would stay in
+    a residual for ever. So the ranks agree on a flag (all grains' flags travel as one small collective at the end of
+    the step), the mean of a flagged grain is filled with NaN, and the driver forgets the state of *every* grain
+    of the step, since the optimizer will skip them all.
+
+    >>> from gradwire.codecs import TopK
+    >>> from gradwire.reducers import AllGather
+    >>> Guard(AllGather(TopK(0.5))).inner
+    AllGather(codec=TopK(density=0.5, values='fp32'))
+    """
+
+    inner: Reducer
+
+    @property
+    def consumes(self) -> bool:  # type: ignore[override]
+        """The inner reducer's."""
+        return self.inner.consumes
+
+    @property
+    def conserves(self) -> bool:  # type: ignore[override]
+        """The inner reducer's."""
+        return self.inner.conserves
+
+    def around(self, inner: Reducer) -> Reducer:
+        """The same around another reducer."""
+        return Guard(inner)
+
+    def reduce(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:
+        """The inner program, then one flag."""
+        bad = kernels.all_finite(x).logical_not()
+        reduced = yield from self.inner.reduce(grain, x, state, step)
+        # A finite gradient may still overflow on its way (fp16): the mean, alike on all ranks, shows it.
+        bad = bad.logical_or(kernels.all_finite(reduced.mean).logical_not())
+        agreed = (yield collective.Agree(bad)).view(())
+        if reduced.bad is not None:
+            agreed = agreed.logical_or(reduced.bad)
+        return Reduced(poison(reduced.mean, agreed), reduced.sent, reduced.state, agreed)
+
+
+def poison(mean: Tensor, bad: Tensor) -> Tensor:
+    """Fill `mean` with NaN where the 0-d flag `bad` is set, and return it."""
+    if mean.device.type == "cpu":  # the flag can be looked at here without waiting for a device
+        return mean.fill_(float("nan")) if bool(bad) else mean
+    return mean.masked_fill_(bad, float("nan"))

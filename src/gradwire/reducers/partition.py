@@ -1,0 +1,94 @@
+"""Which reducer serves which parameter."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NoReturn
+
+from torch import Tensor
+
+from gradwire.core.errors import CompositionError
+from gradwire.core.grain import Grain, ParameterSpec
+from gradwire.core.state import State
+from gradwire.reducers.base import Program, Reducer, Step
+
+Condition = str | Callable[[ParameterSpec], bool]
+
+
+@dataclass(frozen=True)
+class Partition(Reducer):
+    """The first rule that a parameter meets says which reducer serves it; `default` serves the rest.
+
+    A rule is a pair of a condition and a reducer. A condition is a glob on the parameter's name (`"*.bias"`,
+    `"embed*"`) or a function of its `ParameterSpec`. Embeddings, norms and output layers often deserve more bits.
+
+    Args:
+        rules: pairs of (condition, reducer), first match wins.
+        default: serves what no rule names.
+
+    >>> from gradwire.codecs import BF16, TopK
+    >>> from gradwire.reducers import AllGather, AllReduce, is_vector
+    >>> import torch
+    >>> policy = Partition(((is_vector, AllReduce(BF16())),), default=AllGather(TopK(0.1)))
+    >>> policy.assign(ParameterSpec("bias", (64,), torch.float32, torch.device("cpu")))
+    AllReduce(codec=BF16())
+    """
+
+    rules: tuple[tuple[Condition, Reducer], ...]
+    default: Reducer
+
+    @property
+    def conserves(self) -> bool:  # type: ignore[override]
+        """Where all its reducers do."""
+        return all(reducer.conserves for reducer in self._reducers())
+
+    @property
+    def consumes(self) -> bool:  # type: ignore[override]
+        """Where one of its reducers does."""
+        return any(reducer.consumes for reducer in self._reducers())
+
+    @property
+    def lossless(self) -> bool:
+        """Where all its reducers are."""
+        return all(reducer.lossless for reducer in self._reducers())
+
+    def _reducers(self) -> tuple[Reducer, ...]:
+        return (*(reducer for _, reducer in self.rules), self.default)
+
+    def contraction(self, grain: Grain) -> float | None:
+        """The weakest of its reducers'."""
+        deltas = [reducer.contraction(grain) for reducer in self._reducers()]
+        return None if None in deltas else min(delta for delta in deltas if delta is not None)
+
+    def assign(self, parameter: ParameterSpec) -> Reducer:
+        """The reducer of the first rule that matches."""
+        for condition, reducer in self.rules:
+            if _meets(condition, parameter):
+                return reducer.assign(parameter)
+        return self.default.assign(parameter)
+
+    def init(self, grain: Grain, step: Step) -> State:
+        """Never called: a plan asks `assign` first."""
+        self._refuse()
+
+    def reduce(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:
+        """Never called: a plan asks `assign` first."""
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise CompositionError(
+            "a Partition reduces nothing itself: call assign(parameter) for the reducer that does, as `plan` does"
+        )
+
+
+def _meets(condition: Condition, parameter: ParameterSpec) -> bool:
+    if isinstance(condition, str):
+        return fnmatch.fnmatchcase(parameter.name, condition)
+    return condition(parameter)
+
+
+def is_vector(parameter: ParameterSpec) -> bool:
+    """Whether a parameter has fewer than two dimensions: biases, norms' weights, scalars."""
+    return len(parameter.shape) < 2

@@ -1,0 +1,85 @@
+"""One reducer for the first steps, another from then on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from gradwire.core.errors import CompositionError
+from gradwire.core.grain import Grain, ParameterSpec
+from gradwire.core.state import State
+from gradwire.reducers.base import Program, Reducer, Step
+
+
+@dataclass(frozen=True)
+class WarmUp(Reducer):
+    """`before` for the first `steps` steps, then `after`, each with its own state.
+
+    Early gradients change direction quickly, which compression with memory takes badly (PowerSGD's `start_iter`, the
+    warm-up of 1-bit Adam).
+
+    Args:
+        before: usually uncompressed or 16 bits.
+        after: the reducer proper.
+        steps: how many steps `before` serves, at least 0.
+
+    Raises:
+        CompositionError: a negative number of steps.
+    """
+
+    before: Reducer
+    after: Reducer
+    steps: int
+
+    def __post_init__(self) -> None:
+        if self.steps < 0:
+            raise CompositionError(f"a warm-up of {self.steps} steps: it must be 0 or more")
+
+    @property
+    def consumes(self) -> bool:  # type: ignore[override]
+        """Where either does."""
+        return self.before.consumes or self.after.consumes
+
+    @property
+    def conserves(self) -> bool:  # type: ignore[override]
+        """Where both do: before the switch the later state is empty, and after it the earlier's stays behind."""
+        return self.before.conserves and self.after.conserves
+
+    @property
+    def scope(self) -> Literal["flat", "tensor"]:
+        """A matrix at a time where either asks for it: an elementwise reducer takes any shape."""
+        return "tensor" if "tensor" in (self.before.scope, self.after.scope) else "flat"
+
+    @property
+    def lossless(self) -> bool:
+        """Where both are."""
+        return self.before.lossless and self.after.lossless
+
+    def assign(self, parameter: ParameterSpec) -> Reducer:
+        """The same warm-up between what the two assign."""
+        return WarmUp(self.before.assign(parameter), self.after.assign(parameter), self.steps)
+
+    def _serving(self, step: Step) -> tuple[str, Reducer]:
+        return ("before", self.before) if step.index < self.steps else ("after", self.after)
+
+    def contraction(self, grain: Grain) -> float | None:
+        """The weaker of the two."""
+        deltas = [self.before.contraction(grain), self.after.contraction(grain)]
+        known = [delta for delta in deltas if delta is not None]
+        return min(known) if len(known) == len(deltas) else None
+
+    def init(self, grain: Grain, step: Step) -> State:
+        """Both states."""
+        return State(before=self.before.init(grain, step), after=self.after.init(grain, step))
+
+    def reduce(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:
+        """The program of the one that serves this step."""
+        name, reducer = self._serving(step)
+        own = state[name]
+        assert isinstance(own, State)
+        if not reducer.consumes:
+            x = x.to(grain.dtype)  # a driver's buffer is float32 where the other one keeps it: send no more than came
+        reduced = yield from reducer.reduce(grain, x, own, step)
+        return reduced._replace(state=State({**state, name: reduced.state}))

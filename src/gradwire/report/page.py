@@ -1,0 +1,297 @@
+"""The page: what was found, three charts, two tables, and the conditions."""
+
+from __future__ import annotations
+
+import html
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from importlib import resources
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from gradwire.bench.results import (
+    FLOOR,
+    FP32,
+    Comparison,
+    Row,
+    smooth,
+    summarise,
+    target_loss,
+    write_atomically,
+)
+from gradwire.report import text
+from gradwire.report.charts import NARROW, WIDE, Bar, LineChart, Point, Series, bar_svg
+
+COLOURS = 7
+
+COLUMNS = (
+    ("method", "A gradwire spec, or a hook of PyTorch's own (torch:…). torch:noop sends nothing: its time is the "
+     "floor that computation sets, and its ranks train alone, so it has no accuracy."),
+    ("sent a step", "Bytes a rank sends in a step, counted at its network interface, packet headers and "
+     "acknowledgements included. Decimal units."),
+    ("ratio", "What torch:fp32 sends over what this method sends."),
+    ("ms a step", "Training time over steps, by the slowest rank, everything in it but evaluation and set-up."),
+    ("compute", "From the start of a step until its last gradient, plus the optimizer: forward, backward, and whatever "
+     "shares the cores with them."),
+    ("encode", "After the last gradient: coding that the backward pass did not hide. An upper bound: the codec's CPU "
+     "time, cut at what the step took after its last gradient."),
+    ("wait", "After the last gradient: the rest. Waiting for the network and for other ranks."),
+    ("overhead", "All CPU time of the codec, hidden or not, over compute. For PyTorch's hooks: CPU time in the hook "
+     "and its callbacks."),
+    ("final", "The metric on held-out data at the end: mean ± standard deviation over seeds."),
+    ("gap", "Final metric minus torch:fp32's, seeds paired."),
+    ("to target", "Seconds of training until the smoothed training loss (or the metric, if the target names one) first "
+     "reaches the target."),
+    ("vs fp32, vs 16 bit", "Iso-accuracy speed-up: the baseline's time to the target over this method's, mean "
+     "over paired seeds with the range in brackets."),
+)  # fmt: skip
+
+
+def write_report(comparison: Comparison, path: Path) -> None:
+    """Write `report.html`: one file that loads nothing from anywhere."""
+    write_atomically(path, render(comparison))
+
+
+def render(comparison: Comparison) -> str:
+    """The report as HTML."""
+    rows = summarise(comparison)
+    template = Template(_resource("template.html"))
+    return template.substitute(
+        style=_resource("style.css"),
+        script=_resource("script.js"),
+        title=html.escape(f"gradwire compare: {comparison.task['name']}"),
+        headline=html.escape(headline(comparison, rows)),
+        lede=html.escape(lede(comparison)),
+        legend=_legend(comparison),
+        loss_time=_lines(comparison, "s"),
+        loss_bytes=_lines(comparison, "bytes"),
+        bars=_bars(rows),
+        table=_table(rows, comparison),
+        wire=_wire_table(rows),
+        failures=_failures(rows),
+        columns=_definitions(COLUMNS),
+        conditions=_definitions(_conditions(comparison)),
+        notes=html.escape(target_note(comparison)),
+    )
+
+
+def _resource(name: str) -> str:
+    return resources.files("gradwire.report").joinpath(name).read_text(encoding="utf-8")
+
+
+# ---------------------------------------------------------------------------------------------- words
+
+
+def headline(comparison: Comparison, rows: Sequence[Row]) -> str:
+    """The finding in one sentence."""
+    ours = [row for row in rows if not row.method.startswith("torch:")]
+    reached = [(row.speed_up.mean, row) for row in ours or rows if row.speed_up and row.method != FP32]
+    if not reached:
+        return f"What {comparison.options['rate']} costs, and what compression gives back"
+    gain, best = max(reached, key=lambda pair: pair[0])
+    sooner = f"{text.significant(gain, 2)} times as soon as" if gain >= 1 else "later than"
+    return f"{best.method} reaches the target {sooner} torch:fp32"
+
+
+def lede(comparison: Comparison) -> str:
+    """What was done, in one sentence."""
+    seeds = len({run.seed for run in comparison.runs})
+    return (
+        f"{comparison.task['description'] or comparison.task['name']}; "
+        f"{comparison.options['hosts']} hosts, links of {comparison.options['rate']}, "
+        f"{seeds} seed{'s' if seeds > 1 else ''}."
+    )
+
+
+def target_note(comparison: Comparison) -> str:
+    """What the target is, and how losses are smoothed."""
+    target = comparison.target
+    if target is not None and target.startswith("metric:"):
+        what = f"{comparison.task['metric_name']} of {target.removeprefix('metric:')} on held-out data"
+    elif target is not None and not target.startswith("method:"):
+        what = f"a training loss of {target}"
+    else:
+        setter = FP32 if target is None else target.removeprefix("method:")
+        what = f"the loss that {setter} ends at with the same seed, to {100 * comparison.tolerance:g} %"
+    return f"Target: {what}. Losses are trailing means over {comparison.smoothing} steps and all ranks."
+
+
+def _conditions(comparison: Comparison) -> list[tuple[str, str]]:
+    environment, options = comparison.environment, comparison.options
+    length = f"{options['steps']} steps" if options["steps"] else f"{options['minutes']} minutes of training"
+    return [
+        ("network", environment["network"]),
+        ("processor", f"{environment['processor']}, shared by all hosts, one thread of torch each"),
+        ("software", f"gradwire {environment['gradwire']}, PyTorch {environment['torch']}, "
+         f"Python {environment['python']}, {environment['system']}"),
+        ("task", f"{comparison.task['description']}; {length} a run; the same seeds, weights and batches for "
+         "each method"),
+        ("buckets", f"{options['bucket_mb']:g} MB; one single bucket for torch:powersgd, which crashes on Gloo with "
+         "two"),
+        ("made", f"{environment['created']} by {environment['command']}"),
+    ]  # fmt: skip
+
+
+# --------------------------------------------------------------------------------------------- charts
+
+
+def tones(comparison: Comparison) -> dict[str, str]:
+    """Colour of each method: neutral for fp32 and the floor, one of the palette for each other."""
+    others = [method for method in comparison.methods if method not in (FP32, FLOOR)]
+    ours_first = sorted(others, key=lambda method: method.startswith("torch:"))
+    colours = {method: f"tone{i % COLOURS}" for i, method in enumerate(ours_first)}
+    return colours | {FP32: "tone-base", FLOOR: "tone-floor"}
+
+
+def _lines(comparison: Comparison, unit: str) -> str:
+    colours = tones(comparison)
+    series = [
+        Series(method, colours[method], _points(comparison, method, unit))
+        for method in comparison.methods
+        if method != FLOOR and comparison.finished(method)
+    ]
+    over = "seconds of training" if unit == "s" else "bytes sent by each rank"
+    chart = LineChart(
+        title=f"Training loss against {over}",
+        series=series,
+        unit=unit,
+        x_title=over + (" (log scale)" if unit == "bytes" else ""),
+        target=_shown_target(comparison),
+        y_top=_y_top(comparison),
+    )
+    return f'<div class="wide">{chart.svg(WIDE)}</div><div class="narrow">{chart.svg(NARROW)}</div>'
+
+
+def _points(comparison: Comparison, method: str, unit: str) -> list[Point]:
+    """Mean line over seeds, step by step, as far as every seed came."""
+    runs = comparison.finished(method)
+    losses = [smooth(run.losses, comparison.smoothing) for run in runs]
+    places = [run.times_s if unit == "s" else run.tx_bytes for run in runs]
+    points: list[Point] = []
+    for xs, ys in zip(zip(*places, strict=False), zip(*losses, strict=False), strict=False):
+        points.append(Point(statistics.fmean(xs), statistics.fmean(ys), min(ys), max(ys)))
+    return points
+
+
+def _shown_target(comparison: Comparison) -> float | None:
+    targets = [target_loss(comparison, seed) for seed in {run.seed for run in comparison.runs}]
+    known = [target for target in targets if target is not None]
+    return statistics.fmean(known) if known else None
+
+
+def _y_top(comparison: Comparison) -> float | None:
+    """Where the steep beginning is cut off: the loss after a twentieth of the longest run."""
+    starts: list[float] = []
+    for run in comparison.runs:
+        if run.has_accuracy and run.steps:
+            losses = smooth(run.losses, comparison.smoothing)
+            starts.append(losses[len(losses) // 20])
+    finite = [loss for loss in starts if math.isfinite(loss)]
+    return max(finite) if finite else None
+
+
+def _bars(rows: Sequence[Row]) -> str:
+    bars = [
+        Bar(row.method, (row.compute_ms, row.encode_ms or 0.0, row.wait_ms or 0.0))
+        for row in rows
+        if row.compute_ms is not None
+    ]
+    floor = next((row.step_ms for row in rows if row.method == FLOOR), None)
+    title = "Where the time of a step went"
+    wide = bar_svg(title, bars, floor, width=1096, left=150)
+    narrow = bar_svg(title, bars, floor, width=350, left=124)
+    return f'<div class="wide">{wide}</div><div class="narrow">{narrow}</div>'
+
+
+def _legend(comparison: Comparison) -> str:
+    colours = tones(comparison)
+    buttons = [
+        f'<button type="button" class="{colours[m]}" data-name="{html.escape(m)}" aria-pressed="true">'
+        f"<i></i>{html.escape(m)}</button>"
+        for m in comparison.methods
+        if m != FLOOR and comparison.finished(m)
+    ]
+    return "".join(buttons)
+
+
+# --------------------------------------------------------------------------------------------- tables
+
+
+def cells(row: Row) -> list[str]:
+    """The figures of a method as text, in the order of the table's columns."""
+    return [
+        text.si_bytes(row.bytes_per_step),
+        text.times(row.ratio),
+        text.milliseconds(row.step_ms),
+        text.milliseconds(row.compute_ms),
+        text.milliseconds(row.encode_ms),
+        text.milliseconds(row.wait_ms),
+        text.percent(row.overhead_percent),
+        text.spread(row.metric),
+        text.gap(row.metric_gap),
+        text.target_time(row),
+        text.speed_up(row.speed_up, row),
+        text.speed_up(row.speed_up_16bit, row),
+    ]
+
+
+def headings(comparison: Comparison) -> list[str]:
+    """Headings of the table's columns."""
+    return [
+        "method", "sent a step", "ratio", "ms a step", "compute", "encode", "wait", "overhead",
+        f"final {comparison.task['metric_name']}", "gap", "to target", "vs fp32", "vs 16 bit",
+    ]  # fmt: skip
+
+
+def _table(rows: Sequence[Row], comparison: Comparison) -> str:
+    body = [([row.method, *cells(row)], row.label) for row in rows]
+    return _html_table(headings(comparison), body)
+
+
+def _wire_table(rows: Sequence[Row]) -> str:
+    names = [
+        "method",
+        "predicted payload",
+        "DDP's buffers",
+        "anything else",
+        "off by",
+        "framing",
+        "total",
+        "before step 1",
+    ]
+    body: list[tuple[list[str], str]] = []
+    for row in rows:
+        if row.bytes_per_step is None:
+            continue
+        wire, surprise = row.wire, row.wire.surprise
+        off = text.NOTHING if surprise is None else f"{100 * surprise:+.2f} %"
+        sizes = (wire.payload, wire.buffers, wire.other)
+        rest = (wire.framing, wire.total, wire.setup)
+        body.append(([row.method, *map(text.si_bytes, sizes), off, *map(text.si_bytes, rest)], ""))
+    return _html_table(names, body)
+
+
+def _html_table(names: Sequence[str], body: Iterable[tuple[Sequence[str], str]]) -> str:
+    head = "".join(f'<th scope="col">{html.escape(name)}</th>' for name in names)
+    lines: list[str] = []
+    for (first, *rest), tip in body:
+        title = f' title="{html.escape(tip)}"' if tip else ""
+        values = "".join(f"<td>{html.escape(value)}</td>" for value in rest)
+        lines.append(f'<tr><th scope="row"{title}>{html.escape(first)}</th>{values}</tr>')
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
+
+
+def _failures(rows: Sequence[Row]) -> str:
+    failed = [row for row in rows if row.failure]
+    if not failed:
+        return ""
+    items = "".join(f"<h3>{html.escape(row.method)}</h3><pre>{html.escape(row.failure)}</pre>" for row in failed)
+    return f'<section class="failures"><h2>What failed</h2>{items}</section>'
+
+
+def _definitions(pairs: Iterable[tuple[str, Any]]) -> str:
+    return "".join(
+        f"<div><dt>{html.escape(name)}</dt><dd>{html.escape(str(value))}</dd></div>" for name, value in pairs
+    )

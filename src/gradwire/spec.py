@@ -1,0 +1,176 @@
+"""The spec language that Python and the command line share: `topk:0.01+int8,values=bf16,warmup=100`.
+
+    spec    = method {"+" method} {"," option "=" value}
+    method  = name [":" argument]
+
+The first method's argument is its main number (density, levels, rank, block). A second method quantises the values
+that the first keeps. Options are the first method's own, and these, which every method has:
+
+    exchange=allreduce|allgather|twoshot    how payloads become a mean
+    ef=on|off, decay=FLOAT                  error feedback
+    warmup=STEPS                            steps of uncompressed all-reduce first
+    vectors=on|off                          off: biases and norms go uncompressed
+    guard=on|off                            handling of non-finite gradients
+"""
+
+from __future__ import annotations
+
+import difflib
+import typing
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any, Literal, NamedTuple
+
+from gradwire.codecs import Chain, Codec, Identity
+from gradwire.core.errors import SpecError
+from gradwire.core.registry import Method
+from gradwire.methods import methods
+from gradwire.reducers import (
+    AllGather,
+    AllReduce,
+    ErrorFeedback,
+    Guard,
+    Partition,
+    Reducer,
+    TwoShot,
+    WarmUp,
+    is_vector,
+)
+
+GRAMMAR = "name[:argument][+name[:argument]][,option=value...], e.g. topk:0.01+int8,warmup=100"
+EXCHANGES = {"allreduce": AllReduce, "allgather": AllGather, "twoshot": TwoShot}
+_COMMON: Mapping[str, type] = {
+    "exchange": str,
+    "ef": bool,
+    "decay": float,
+    "warmup": int,
+    "vectors": bool,
+    "guard": bool,
+}
+
+
+_WANTED: Mapping[Any, str] = {bool: "on or off", int: "a whole number", float: "a number"}
+
+
+class _Part(NamedTuple):
+    method: Method
+    argument: str | None
+
+
+def parse(spec: str) -> Reducer:
+    """Return the reducer that `spec` names, with the exchange and the error feedback that suit it.
+
+    Raises:
+        SpecError: an unknown method or option, or a value that cannot be read: the nearest name and the grammar.
+        CompositionError: parts that do not fit together.
+
+    >>> parse("topk:0.01")
+    Guard(inner=ErrorFeedback(inner=AllGather(codec=TopK(density=0.01, values='fp32')), decay=1.0))
+    >>> parse("fp16")
+    AllReduce(codec=FP16())
+    >>> parse("topc:0.01")
+    Traceback (most recent call last):
+        ...
+    gradwire.core.errors.SpecError: unknown method 'topc' in 'topc:0.01'; did you mean 'topk'? ...
+    """
+    parts, options = _read(spec)
+    common = {name: _convert(spec, name, options.pop(name), kind) for name, kind in _COMMON.items() if name in options}
+    built = [_build(spec, part, options if i == 0 else {}) for i, part in enumerate(parts)]
+    reducer = _reducer(spec, parts, built, common)
+    return _wrap(reducer, parts[0].method, common)
+
+
+def _read(spec: str) -> tuple[list[_Part], dict[str, str]]:
+    head, *tail = spec.strip().split(",")
+    options: dict[str, str] = {}
+    for item in tail:
+        name, equals, value = item.partition("=")
+        if not equals or not value:
+            raise SpecError(f"cannot read {item!r} in {spec!r}: an option is written name=value. Grammar: {GRAMMAR}")
+        if name.strip() in options:
+            raise SpecError(f"{name.strip()!r} is given twice in {spec!r}")
+        options[name.strip()] = value.strip()
+    return [_part(spec, text) for text in head.split("+")], options
+
+
+def _part(spec: str, text: str) -> _Part:
+    name, colon, argument = text.strip().partition(":")
+    known = methods()
+    if name not in known:
+        raise SpecError(f"unknown method {name!r} in {spec!r}; {_nearest(name, known)} Grammar: {GRAMMAR}")
+    if colon and known[name].argument is None:
+        raise SpecError(f"{name!r} takes no argument, in {spec!r}. Grammar: {GRAMMAR}")
+    if colon and not argument:
+        raise SpecError(f"nothing stands after the colon of {text!r}: {name} takes its {known[name].argument} there")
+    return _Part(known[name], argument if colon else None)
+
+
+def _nearest(name: str, known: Mapping[str, Any]) -> str:
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+    guess = f"did you mean {close[0]!r}? " if close else ""
+    return f"{guess}Known: {', '.join(known)}."
+
+
+def _build(spec: str, part: _Part, options: dict[str, str]) -> Any:
+    """Construct one part, with its argument and the options that are its own."""
+    method = part.method
+    kinds = {name: kind for name, kind in _option_types(method).items() if name not in method.fixed}
+    given = dict(options)
+    if part.argument is not None and method.argument is not None:
+        if method.argument in given:
+            raise SpecError(f"{method.argument!r} is given twice in {spec!r}: once after the colon, once as an option")
+        given[method.argument] = part.argument
+    for name in given:
+        if name not in kinds:
+            raise SpecError(
+                f"{method.name!r} has no option {name!r}, in {spec!r}; {_nearest(name, {**kinds, **_COMMON})} "
+                f"Grammar: {GRAMMAR}"
+            )
+    values = {name: _convert(spec, name, text, kinds[name]) for name, text in given.items()}
+    return method.build(**values, **method.fixed)
+
+
+def _option_types(method: Method) -> dict[str, Any]:
+    hints = typing.get_type_hints(method.build)
+    return {f.name: hints[f.name] for f in fields(method.build) if f.init}  # type: ignore[arg-type]
+
+
+def _convert(spec: str, name: str, text: str, kind: Any) -> Any:
+    try:
+        if kind is bool:
+            return {"on": True, "off": False, "true": True, "false": False}[text.lower()]
+        if typing.get_origin(kind) is Literal or kind is str:
+            return text
+        return kind(text)
+    except (ValueError, KeyError):
+        wants = _WANTED.get(kind, "a value")
+        raise SpecError(f"{name}={text!r} in {spec!r}: expected {wants}. Grammar: {GRAMMAR}") from None
+
+
+def _reducer(spec: str, parts: list[_Part], built: list[Any], common: dict[str, Any]) -> Reducer:
+    if isinstance(built[0], Reducer):
+        if len(parts) > 1 or "exchange" in common:
+            raise SpecError(f"{parts[0].method.name!r} has messages of its own: no '+' and no exchange in {spec!r}")
+        return built[0]
+    codec: Codec = built[0]
+    for second in built[1:]:
+        if not isinstance(second, Codec):
+            raise SpecError(f"{spec!r}: only codecs can follow a '+', and {type(second).__name__} is none")
+        codec = Chain(codec, second)
+    exchange = common.get("exchange") or ("allgather" if len(parts) > 1 else parts[0].method.exchange)
+    if exchange not in EXCHANGES:
+        raise SpecError(f"unknown exchange {exchange!r} in {spec!r}; {_nearest(exchange, EXCHANGES)}")
+    return EXCHANGES[exchange](codec)
+
+
+def _wrap(reducer: Reducer, method: Method, common: dict[str, Any]) -> Reducer:
+    if common.get("ef", method.feedback):
+        reducer = ErrorFeedback(reducer, common.get("decay", 1.0))
+    # Only where each element travels for itself does a NaN reach the mean unaided; random-k may leave it out.
+    transparent = isinstance(reducer, AllReduce) and reducer.codec.granularity == 1
+    plain = AllReduce(Identity())
+    if not common.get("vectors", True):
+        reducer = Partition(((is_vector, plain),), reducer)
+    if common.get("warmup"):
+        reducer = WarmUp(plain, reducer, common["warmup"])
+    return Guard(reducer) if common.get("guard", not transparent) else reducer

@@ -1,0 +1,82 @@
+"""After the second step a reducer allocates one tensor of the gradient's size: the mean it returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from gradwire.core.collective import Collective
+from gradwire.drivers.lockstep import Lockstep
+from gradwire.reducers import Program, Reducer, Step
+
+from . import checks
+from .subjects import grain_for, reducers, sample
+
+REDUCERS = reducers()
+NUMEL = 1 << 18
+
+
+class Allocations(TorchDispatchMode):
+    """Counts storages of at least `nbytes` that operations return and were not given.
+
+    What an operation frees before it returns is not seen, nor what numba allocates for itself.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__()
+        self.nbytes = nbytes
+        self.made: list[str] = []
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = {_storage(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        for t in tree_leaves(out):
+            if isinstance(t, Tensor) and _storage(t) not in given and t.untyped_storage().nbytes() >= self.nbytes:
+                self.made.append(f"{func} {tuple(t.shape)}")
+        return out
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
+
+
+@dataclass(frozen=True, eq=False)
+class Counted(checks.Spied):
+    """Counts what rank 0's program allocates, and not what the driver does."""
+
+    count: Allocations = field(default_factory=lambda: Allocations(4 * NUMEL))
+
+    def turn(self, program: Program, answer: Tensor | None, step: Step) -> Collective:
+        if step.rank:
+            return super().turn(program, answer, step)
+        with self.count:
+            return super().turn(program, answer, step)
+
+
+def allocations(reducer: Reducer) -> list[str]:
+    """What rank 0's program allocates in its third step."""
+    grain = grain_for(reducer, NUMEL)
+    counted = Counted(reducer, count=Allocations(4 * grain.numel))
+    lockstep = Lockstep(counted, grain, world_size=8)
+    for step in range(3):
+        counted.count.made.clear()
+        lockstep.step([sample("normal", grain.shape, seed=10 * step + rank) for rank in range(8)])
+    return counted.count.made
+
+
+@pytest.mark.parametrize("reducer", REDUCERS.values(), ids=REDUCERS.keys())
+def test_only_the_mean_is_allocated(reducer: Reducer) -> None:
+    made = allocations(reducer)
+    assert len(made) == 1, made

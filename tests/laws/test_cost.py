@@ -1,0 +1,89 @@
+"""The cost driver counts what really travels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from gradwire import cost, parse
+from gradwire.core.collective import Agree, Collective
+from gradwire.core.grain import ParameterSpec
+from gradwire.drivers.cost import wire_bytes
+from gradwire.drivers.lockstep import Lockstep
+from gradwire.drivers.plan import plan
+from gradwire.reducers import Reducer
+
+from . import checks
+from .subjects import CPU, reducers, sample
+
+REDUCERS = reducers()
+MODEL = [
+    ParameterSpec("embed.weight", (60, 16), torch.float32, CPU),
+    ParameterSpec("conv.weight", (8, 16, 3, 3), torch.float32, CPU),
+    ParameterSpec("norm.weight", (8,), torch.bfloat16, CPU),
+    ParameterSpec("empty", (0,), torch.float32, CPU),
+    ParameterSpec("scale", (), torch.float32, CPU),
+    ParameterSpec("head.weight", (60, 16), torch.float32, CPU),
+]
+PEER_GRAINS = 700
+
+
+def nbytes(request: Collective) -> int:
+    return 1 if isinstance(request, Agree) else request.tensor.nbytes
+
+
+def sent(reducer: Reducer, ranks: int) -> list[Collective]:
+    """Every collective of one step of the model, as one rank asks for it, on real tensors."""
+    found: list[Collective] = []
+    for grain, serving in plan(MODEL, reducer, PEER_GRAINS).units:
+        spied = checks.Spied(serving)
+        xs: list[Tensor] = [sample("heavy", grain.shape, grain.dtype, seed) for seed in range(ranks)]
+        Lockstep(spied, grain, ranks).step(xs)
+        per_rank, rest = divmod(len(spied.seen), ranks)
+        assert not rest, "ranks asked for different numbers of collectives"
+        found += spied.seen[::ranks]
+        assert len(spied.seen[::ranks]) == per_rank
+    return found
+
+
+@pytest.mark.parametrize("spec", REDUCERS)
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_cost_is_what_travels(spec: str, ranks: int) -> None:
+    found, real = cost(REDUCERS[spec], MODEL, ranks, grain_numel=PEER_GRAINS), sent(REDUCERS[spec], ranks)
+    assert found.payload_bytes == sum(nbytes(request) for request in real)
+    wire = sum(wire_bytes(type(request), nbytes(request), ranks) for request in real)
+    # Coalesced requests are divided by n together and alone one by one, each rounded down.
+    assert wire <= found.wire_bytes <= wire + len(real)
+    assert found.dense_bytes == sum(p.numel * p.dtype.itemsize for p in MODEL)
+
+
+def resnet18(classes: int = 10) -> list[ParameterSpec]:
+    """Parameters of the ResNet-18 for CIFAR that the PowerSGD paper trains."""
+    shapes: list[tuple[str, tuple[int, ...]]] = []
+
+    def convolution(name: str, out: int, into: int, size: int) -> None:
+        shapes.append((f"{name}.conv.weight", (out, into, size, size)))
+        shapes.extend((f"{name}.bn.{part}", (out,)) for part in ("weight", "bias"))
+
+    convolution("stem", 64, 3, 3)
+    width = 64
+    for stage, channels in enumerate((64, 128, 256, 512)):
+        for block in range(2):
+            convolution(f"{stage}.{block}.first", channels, width, 3)
+            convolution(f"{stage}.{block}.second", channels, channels, 3)
+            if width != channels:
+                convolution(f"{stage}.{block}.shortcut", channels, width, 1)
+            width = channels
+    shapes += [("fc.weight", (classes, 512)), ("fc.bias", (classes,))]
+    return [ParameterSpec(name, shape, torch.float32, CPU) for name, shape in shapes]
+
+
+@pytest.mark.parametrize(("rank", "mib"), [(1, 4.2), (2, 7.5), (4, 14.2)])
+def test_power_sgd_sends_what_its_paper_says(rank: int, mib: float) -> None:
+    """Vogels et al. 2019, Table 3: MiB sent an epoch of 24 steps, against 1023 uncompressed."""
+    model = resnet18()
+    assert sum(p.numel for p in model) == 11_173_962
+    found = cost(parse(f"powersgd:{rank}"), model, world_size=16)
+    assert round(24 * found.payload_bytes / 2**20, 1) == mib
+    assert round(24 * found.dense_bytes / 2**20) == 1023

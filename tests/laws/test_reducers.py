@@ -1,0 +1,259 @@
+"""Laws of reducers, on virtual ranks: one mean, nothing lost, nothing bad kept."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from gradwire.codecs import Codec
+from gradwire.core.grain import Grain, flat_grain
+from gradwire.core.key import Key
+from gradwire.core.payload import Payload
+from gradwire.drivers.lockstep import Lockstep
+from gradwire.reducers import AllGather, AllReduce, Reducer, TwoShot
+
+from . import checks
+from .subjects import (
+    DTYPES,
+    HUGE,
+    KINDS,
+    codecs,
+    codecs_of,
+    dtypes,
+    grain_for,
+    guarded,
+    kinds,
+    parts,
+    reducers,
+    sample,
+    seeds,
+)
+
+REDUCERS = reducers()
+each_reducer = pytest.mark.parametrize("reducer", REDUCERS.values(), ids=REDUCERS.keys())
+numels = st.sampled_from([0, 1, 2, 7, 257, 1000])
+
+
+def serving(reducer: Reducer, numel: int, dtype: torch.dtype) -> tuple[Reducer, Grain]:
+    grain = grain_for(reducer, numel, dtype)
+    return checks.Spied(reducer), grain
+
+
+def inputs(grain: Grain, ranks: int, kind: str, seed: int) -> list[Tensor]:
+    return [sample(kind, grain.shape, grain.dtype, seed + rank) for rank in range(ranks)]
+
+
+@each_reducer
+@given(
+    numel=numels,
+    dtype=dtypes,
+    ranks=st.integers(1, 5),
+    kind=kinds,
+    seed=seeds.map(lambda s: s // 2),
+)
+def test_one_mean_and_nothing_lost(
+    reducer: Reducer, numel: int, dtype: torch.dtype, ranks: int, kind: str, seed: int
+) -> None:
+    spied, grain = serving(reducer, numel, dtype)
+    lockstep = Lockstep(spied, grain, ranks, seed=seed)
+    for step in range(2):
+        xs = inputs(grain, ranks, kind, seed + 10 * step)
+        results = checks.check_conservation(lockstep, xs) if reducer.conserves else lockstep.reduce(xs)
+        checks.check_means(results, xs)
+
+
+@each_reducer
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_huge_grain(reducer: Reducer, dtype: torch.dtype) -> None:
+    spied, grain = serving(reducer, HUGE, dtype)
+    lockstep = Lockstep(spied, grain, world_size=3)
+    xs = inputs(grain, 3, "heavy", 1)
+    results = checks.check_conservation(lockstep, xs) if reducer.conserves else lockstep.reduce(xs)
+    checks.check_means(results, xs)
+
+
+EXCHANGES = list(
+    dict.fromkeys(
+        part
+        for reducer in REDUCERS.values()
+        for part in parts(reducer)
+        if isinstance(part, Reducer) and not part.consumes
+    )
+)
+each_exchange = pytest.mark.parametrize("reducer", EXCHANGES, ids=repr)
+
+
+@each_exchange
+@given(numel=numels, dtype=dtypes, kind=kinds, seed=seeds)
+def test_what_is_not_consumed_is_left_alone(
+    reducer: Reducer, numel: int, dtype: torch.dtype, kind: str, seed: int
+) -> None:
+    grain = grain_for(reducer, numel, dtype)
+    xs = inputs(grain, 3, kind, seed)
+    checks.check_leaves_input(reducer, grain, xs)
+    if reducer.conserves:
+        checks.check_conservation(Lockstep(checks.Spied(reducer), grain, 3), xs)
+
+
+@pytest.mark.parametrize("reducer", [r for r in EXCHANGES if r.lossless], ids=repr)
+@given(dtype=dtypes, ranks=st.integers(1, 5), kind=kinds)
+def test_lossless_means_are_the_mean(reducer: Reducer, dtype: torch.dtype, ranks: int, kind: str) -> None:
+    grain = flat_grain(257, dtype=dtype)
+    xs = inputs(grain, ranks, kind, 0)
+    want = sum(x.double() for x in xs) / ranks
+    sizes = sum(x.double().abs() for x in xs) / ranks
+    for mean in Lockstep(reducer, grain, ranks).step(xs):
+        # a division and n - 1 sums, each rounded once
+        slack = ranks * checks.unit_roundoff(dtype) * sizes + ranks * torch.finfo(dtype).tiny
+        assert bool(((mean.double() - want).abs() <= slack).all())
+
+
+CONTRACTING = [
+    r
+    for r in EXCHANGES
+    if r.scope == "flat" and r.contraction(flat_grain(100)) and not any(codec.keyed for codec in codecs_of(r))
+]
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+@pytest.mark.parametrize("numel", [1, 10, 257, 5000])
+@pytest.mark.parametrize("reducer", CONTRACTING, ids=repr)
+def test_exchanges_contract_as_declared(reducer: Reducer, numel: int, kind: str) -> None:
+    """What is sent is as near to x as declared, however the exchange cuts it: error feedback rests on it."""
+    grain = flat_grain(numel)
+    xs = inputs(grain, 3, kind, 5)
+    delta = reducer.contraction(grain)
+    assert delta is not None
+    for x, result in zip(xs, Lockstep(reducer, grain, 3).reduce(xs), strict=True):
+        left = x.clone()
+        result.sent.subtract_from(left)
+        # x / n is rounded before it is encoded, and the decoded value once or twice after
+        assert checks.norm(left) <= (1 - delta) ** 0.5 * checks.norm(x) * (1 + 2.0**-12) + 2.0**-21 * checks.norm(x)
+
+
+@pytest.mark.parametrize(("bad", "where"), [(math.nan, "zeros"), (math.inf, "start"), (-math.inf, "end")])
+@each_reducer
+def test_non_finite_gradients(reducer: Reducer, bad: float, where: str) -> None:
+    grain = grain_for(reducer, 1000)
+    clean = inputs(grain, 3, "normal", 1)
+    spoiled = [x.clone() for x in clean]
+    if where == "zeros":
+        spoiled[1].zero_()
+    spoiled[1].view(-1)[0 if where == "start" else -1] = bad
+    checks.check_non_finite(Lockstep(reducer, grain, 3), clean, spoiled, all_nan=guarded(reducer))
+
+
+@each_reducer
+def test_overflow_in_half_precision_is_seen(reducer: Reducer) -> None:
+    """A finite gradient whose mean does not fit either comes out finite or is seen, and never stays in a residual."""
+    grain = grain_for(reducer, 500, torch.float16)
+    clean, large = inputs(grain, 2, "normal", 1), [torch.full(grain.shape, 6e4, dtype=torch.float16)] * 2
+    lockstep = Lockstep(reducer, grain, 2)
+    for xs in (clean, large, large, large):
+        lockstep.step(xs)
+    for state in checks.snapshot(lockstep.states):
+        assert all(bool(torch.isfinite(tensor).all()) for tensor in state.values())
+
+
+class KeepsKeys(Codec):
+    """A codec that notes every key it is given to encode with."""
+
+    def __init__(self, inner: Codec) -> None:
+        self.inner, self.used = inner, list[Key]()
+
+    @property
+    def granularity(self) -> int:
+        return self.inner.granularity
+
+    def layout(self, numel: int, dtype: torch.dtype = torch.float32):
+        return self.inner.layout(numel, dtype)
+
+    def encode_into(self, x: Tensor, key: Key, out: Payload) -> None:
+        self.used.append(key)
+        self.inner.encode_into(x, key, out)
+
+    def decode_into(self, payload: Payload, out: Tensor, key: Key) -> None:
+        self.inner.decode_into(payload, out, key)
+
+
+@pytest.mark.parametrize("codec", [c for c in codecs() if c.keyed and not c.additive], ids=repr)
+def test_every_rounding_has_a_key_of_its_own(codec: Codec) -> None:
+    """Reusing the key of the first shot in the second would correlate their errors."""
+    for exchange in (TwoShot, AllGather):
+        if exchange is TwoShot and not codec.granularity:
+            continue
+        keeper = KeepsKeys(codec)
+        lockstep = Lockstep(exchange(keeper), flat_grain(5000), 3)
+        for step in range(2):
+            lockstep.step(inputs(lockstep.grain, 3, "normal", step))
+        assert len({key.bits for key in keeper.used}) == len(keeper.used)
+
+
+UNBIASED = {
+    spec: r for spec, r in REDUCERS.items() if not r.consumes and codecs_of(r) and all(c.unbiased for c in codecs_of(r))
+}
+
+
+@pytest.mark.parametrize("reducer", UNBIASED.values(), ids=UNBIASED.keys())
+def test_means_of_unbiased_codecs_are_unbiased(reducer: Reducer) -> None:
+    grain, steps = flat_grain(600), 300
+    xs = inputs(grain, 3, "heavy", 2)
+    want = torch.stack(xs).double().mean(0)
+    lockstep = Lockstep(reducer, grain, 3)
+    errors = torch.stack([lockstep.step(xs)[0].double() - want for _ in range(steps)])
+    seen = errors @ torch.stack([want, torch.ones_like(want)]).T
+    rounding = (
+        8
+        * checks.unit_roundoff()
+        * (want.abs() + errors.abs().mean(0))
+        @ torch.stack([want.abs(), torch.ones_like(want)]).T
+    )
+    assert bool((seen.mean(0).abs() <= checks.Z * seen.std(0) / steps**0.5 + rounding).all())
+
+
+FED = {spec: r for spec, r in REDUCERS.items() if r.consumes}
+
+
+@pytest.mark.parametrize("reducer", FED.values(), ids=FED.keys())
+def test_residuals_stay_bounded(reducer: Reducer) -> None:
+    """Over 500 steps of noise around a constant gradient, what is owed levels off.
+
+    The constant part is of one magnitude: where entries differ, a sign with one scale for all of them levels off only
+    once the small ones owe as much as the largest, after thousands of steps.
+
+    With ||e'|| <= q (||e|| + G), q = sqrt(1 - delta), it can never exceed G q / (1 - q); and it must not drift: a
+    residual that grows with t would be 4 times larger in the last fifth than in the second, one that grows as a random
+    walk twice.
+    """
+    grain = grain_for(reducer, 2000)
+    lockstep = Lockstep(reducer, grain, 2)
+    drift = sample("normal", grain.shape, seed=0).sign()
+    sizes: list[float] = []
+    largest = 0.0
+    for step in range(500):
+        xs = [drift + x for x in inputs(grain, 2, "normal", 2 * step + 1)]
+        lockstep.step(xs)
+        largest = max(largest, *(checks.norm(x) for x in xs))
+        if step % 5:
+            continue
+        owed = checks.owed(lockstep.states, grain)
+        sizes.append(max(checks.norm(e) for e in owed.e) + checks.norm(owed.s))
+    delta = reducer.contraction(grain)
+    assert delta is not None
+    q = (1 - delta) ** 0.5
+    assert max(sizes) <= 2 * 2 * largest * q / (1 - q)
+    second, last = sum(sizes[20:40]), sum(sizes[80:])
+    assert last <= 1.4 * second, (second, last)
+
+
+def test_an_exchange_says_what_it_conserves() -> None:
+    for codec in codecs():
+        if codec.granularity:
+            assert TwoShot(codec).conserves == (codec.lossless or codec.contraction(1) is not None)
+        if codec.additive:
+            assert AllReduce(codec).conserves

@@ -1,0 +1,375 @@
+"""`gradwire compare`: what it refuses, how it resumes, and one real comparison from end to end."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from gradwire.bench import compare, results, tasks, torch_hooks
+from gradwire.bench.compare import CompareError, Options
+from gradwire.bench.results import Comparison, Evaluation, Run, Split, Wire
+from gradwire.bench.tasks import Task, TaskError
+from gradwire.cli import main as cli
+from gradwire.core.errors import SpecError
+from gradwire.report import write_report
+from gradwire.report.page import render
+
+TOY = """
+import torch
+
+def task(seed):
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 4))
+    teacher = torch.randn(64, 4, generator=torch.Generator().manual_seed(9))
+    def batch(step, rank, world_size):
+        x = torch.randn(32, 64, generator=torch.Generator().manual_seed(1000 * step + rank))
+        return x, (x @ teacher).argmax(1)
+    return model, batch, torch.nn.functional.cross_entropy, lambda model: 50.0
+
+def dies():
+    model, batch, loss, metric = task(0)
+    def deadly(step, rank, world_size):
+        if rank == 1 and step == 2:
+            raise RuntimeError("the disk of rank 1 is on fire")
+        return batch(step, rank, world_size)
+    return model, deadly, loss, metric
+
+def wrong():
+    return 42
+
+def untrainable():
+    model, batch, loss, metric = task(0)
+    return model, (lambda step, rank, world_size: 7), loss, metric
+"""
+
+
+@pytest.fixture
+def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "gradwire_toy.py").write_text(TOY)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return "gradwire_toy"
+
+
+class Silent:
+    def __init__(self) -> None:
+        self.begun: list[str] = []
+        self.finished: list[Run] = []
+
+    def begin(self, plan: object, network: str, kept: object) -> None: ...
+
+    def start(self, method: str, seed: int) -> None:
+        self.begun.append(f"{method} {seed}")
+
+    def news(self, method: str, seed: int, news: object) -> None: ...
+
+    def finish(self, run: Run) -> None:
+        self.finished.append(run)
+
+
+# ------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (Options(steps=5, minutes=1), "not both"),
+        (Options(hosts=0), "--hosts"),
+        (Options(seeds=0), "--seeds"),
+        (Options(minutes=-1), "--minutes"),
+        (Options(bucket_mb=float("nan")), "--bucket-mb"),
+        (Options(rate="fast"), "rate"),
+        (Options(methods=("int4", "int4")), "once"),
+        (Options(methods=("torch:fp23",)), "torch:fp32"),
+        (Options(methods=("torch:powersgd",)), "rank"),
+        (Options(methods=("torch:fp32:2",)), "no argument"),
+        (Options(methods=("topq:0.01",)), "topk"),
+        (Options(target="method:int8", methods=("torch:fp32",)), "not among"),
+        (Options(target="low"), "--target"),
+    ],
+)
+def test_nonsense_is_refused_before_anything_starts(options: Options, said: str):
+    with pytest.raises((CompareError, SpecError, ValueError), match=re.escape(said)):
+        compare.make_plan(options)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("digit", "package.module:function"),
+        ("gradwire_nowhere:task", "cannot import"),
+        ("gradwire_toy:absent", "no function"),
+        ("gradwire_toy:wrong", "returned int"),
+        ("gradwire_toy:untrainable", "first step"),
+    ],
+)
+def test_a_task_that_cannot_be_trained_is_refused(toy: str, name: str, said: str):
+    with pytest.raises(TaskError, match=said):
+        compare.make_plan(Options(task=name, methods=("torch:fp32",), hosts=2))
+
+
+def test_text_must_be_a_folder_with_text(tmp_path: Path):
+    with pytest.raises(TaskError, match="not a folder"):
+        tasks.load_corpus(tmp_path / "absent")
+    with pytest.raises(TaskError, match="at least"):
+        tasks.load_corpus(tmp_path)
+
+
+# ---------------------------------------------------------------------------------------------- tasks
+
+
+def test_seeds_decide_weights_and_batches():
+    one, same, other = (tasks.digits(seed) for seed in (0, 0, 1))
+    weights = [torch.cat([p.flatten() for p in t.model.parameters()]) for t in (one, same, other)]
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+    assert torch.equal(one.batch(3, 1, 4)[0], same.batch(3, 1, 4)[0])
+    assert not torch.equal(one.batch(3, 1, 4)[0], one.batch(3, 2, 4)[0])
+
+
+def test_the_corpus_is_the_same_each_time_and_holds_no_binaries(tmp_path: Path):
+    (tmp_path / "a.txt").write_text("to be or not to be\n" * 2000)
+    (tmp_path / "b.bin").write_bytes(bytes(30_000))
+    corpus = tasks.load_corpus(tmp_path)
+    assert len(corpus.train) + len(corpus.held_out) == 38_000
+    assert tasks.load_corpus.__wrapped__(tmp_path).fingerprint == corpus.fingerprint
+
+
+def test_byte_gpt_sees_only_what_came_before():
+    model = tasks.ByteGPT(layers=1, width=16, heads=2, context=8).eval()
+    tokens = torch.arange(8).unsqueeze(0)
+    changed = tokens.clone()
+    changed[0, 5] = 200
+    before, after = model(tokens), model(changed)
+    torch.testing.assert_close(before[:, :5], after[:, :5])
+    assert not torch.allclose(before[:, 5:], after[:, 5:])
+
+
+# ------------------------------------------------------------------------------------ storing, resuming
+
+
+def fake_run(method: str, seed: int) -> Run:
+    wire = Wire(total=2e6, framing=1e5, payload=1.9e6)
+    done = [Evaluation(3, 3.0, 90.0)]
+    return Run(method, seed, "finished", "", method, [3.0, 2.0, 1.0], [1.0, 2.0, 3.0], [1e6, 2e6, 3e6], done,
+               wire, Split(1, 1, 1, 1, 3))  # fmt: skip
+
+
+@pytest.fixture
+def staged(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Replaces network and processes, so that only the order of things is left to test."""
+
+    def stage(run_once: Callable[..., Run]) -> None:
+        class Still:
+            mode, description = "root", "a network that is not there"
+
+            def __init__(self, *_: object, **__: object) -> None: ...
+            def __enter__(self) -> Still:
+                return self
+
+            def __exit__(self, *_: object) -> None: ...
+
+        monkeypatch.setattr(compare, "Network", Still)
+        monkeypatch.setattr(compare, "WarmHosts", Still)
+        monkeypatch.setattr(compare, "run_once", run_once)
+
+    return stage
+
+
+def once(plan: object, network: object, warm: object, method: str, seed: int, *_: object) -> Run:
+    return fake_run(method, seed)
+
+
+def toy_options(tmp_path: Path, **changes: Any) -> Options:
+    defaults: dict[str, Any] = {
+        "task": "gradwire_toy:task",
+        "methods": ("torch:fp32", "torch:fp16"),
+        "hosts": 2,
+        "steps": 3,
+        "out": tmp_path / "out",
+    }
+    return Options(**(defaults | changes))
+
+
+def test_seeds_are_outermost_and_finished_runs_are_not_run_again(toy: str, tmp_path: Path, staged: Callable[..., None]):
+    staged(once)
+    first, second = Silent(), Silent()
+    compare.compare(toy_options(tmp_path, seeds=2), first)
+    assert first.begun == ["torch:fp32 0", "torch:fp16 0", "torch:fp32 1", "torch:fp16 1"]
+    more = toy_options(tmp_path, seeds=2, methods=("torch:fp32", "torch:bf16", "torch:fp16"))
+    comparison = compare.compare(more, second)
+    assert second.begun == ["torch:bf16 0", "torch:bf16 1"]
+    assert comparison.methods == ["torch:fp32", "torch:bf16", "torch:fp16"]
+
+
+def test_runs_made_under_other_conditions_are_neither_mixed_in_nor_lost(
+    toy: str, tmp_path: Path, staged: Callable[..., None]
+):
+    staged(once)
+    compare.compare(toy_options(tmp_path), Silent())
+    with pytest.raises(CompareError, match=r"rate was '100mbit', is '1gbit'.*--fresh"):
+        compare.compare(toy_options(tmp_path, rate="1gbit"), Silent())
+    view = Silent()
+    compare.compare(toy_options(tmp_path, rate="1gbit", fresh=True), view)
+    assert len(view.begun) == 2
+
+
+def test_one_failure_does_not_stop_the_others_and_is_tried_again(toy: str, tmp_path: Path, staged: Callable[..., None]):
+    def fails(plan: object, network: object, warm: object, method: str, seed: int, *_: object) -> Run:
+        bad = Run(method, seed, status="failed", reason="rank 1 was killed by SIGKILL")
+        return bad if method == "torch:fp32" else fake_run(method, seed)
+
+    staged(fails)
+    comparison = compare.compare(toy_options(tmp_path), Silent())
+    assert [run.status for run in comparison.runs] == ["failed", "finished"]
+    view = Silent()
+    compare.compare(toy_options(tmp_path), view)
+    assert view.begun == ["torch:fp32 0"]
+
+
+def test_an_interrupt_keeps_what_is_finished(
+    toy: str, tmp_path: Path, staged: Callable[..., None], capsys: pytest.CaptureFixture[str]
+):
+    def interrupted(plan: object, network: object, warm: object, method: str, seed: int, *_: object) -> Run:
+        if method == "torch:fp16":
+            raise KeyboardInterrupt
+        return fake_run(method, seed)
+
+    staged(interrupted)
+    out = tmp_path / "out"
+    argv = ["compare", "--task", "gradwire_toy:task", "--methods", "torch:fp32", "torch:fp16"]
+    assert cli.main([*argv, "--steps", "3", "--out", str(out)]) == 130
+    assert "the same command" in capsys.readouterr().out
+    assert [path.name for path in (out / "runs").glob("*.json")] == ["torch_fp32-seed0.json"]
+
+
+def test_a_folder_that_cannot_be_written_is_one_sentence(toy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "file").write_text("in the way")
+    argv = ["compare", "--task", "gradwire_toy:task", "--methods", "torch:fp32", "--steps", "1"]
+    assert cli.main([*argv, "--out", str(tmp_path / "file")]) == 1
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "file" in said
+
+
+def test_misuse_is_one_sentence_and_status_2(capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["compare", "--methods", "torch:fp23"]) == 2
+    assert capsys.readouterr().err == (
+        "gradwire: no method 'torch:fp23': did you mean torch:fp32? There are torch:fp32, torch:fp16, "
+        "torch:bf16, torch:powersgd, torch:noop\n"
+    )
+
+
+# ------------------------------------------------------------------------------------------ predictions
+
+
+def test_what_pytorchs_methods_send_is_predicted():
+    model = torch.nn.Linear(100, 50)
+    dense = 4 * 5050 * 1.5
+    predicted = {
+        spec: torch_hooks.predicted_bytes(torch_hooks.parse_torch(spec), model, 5, 4)
+        for spec in ("torch:fp32", "torch:fp16", "torch:noop", "torch:powersgd:4")
+    }
+    factors = 4 * (150 * 4 + 50) * 1.5
+    assert predicted == {
+        "torch:fp32": dense, "torch:fp16": dense / 2, "torch:noop": 0, "torch:powersgd:4": factors,
+    }  # fmt: skip
+
+
+# --------------------------------------------------------------------------------------------- report
+
+
+class References(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href")]
+        if tag not in ("meta", "br", "link"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href")]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def fake_comparison(*runs: Run) -> Comparison:
+    plan = SimpleNamespace(mode="root", description="four hosts <joined>")
+    return Comparison(
+        task={"name": "toy", "description": "a <toy>", "metric_name": "score", "higher_is_better": True},
+        options={"hosts": 4, "rate": "100mbit", "steps": 3, "minutes": None, "bucket_mb": 25.0},
+        environment=compare.environment(plan),  # pyright: ignore[reportArgumentType]
+        smoothing=1,
+        target=None,
+        runs=list(runs),
+    )
+
+
+def test_the_report_is_one_well_formed_file_that_loads_nothing(tmp_path: Path):
+    dead = Run("sign", 0, status="failed", reason="rank 1 said <ouch>")
+    comparison = fake_comparison(
+        fake_run("torch:fp32", 0), fake_run("torch:noop", 0), *(fake_run("int4", s) for s in range(3)), dead
+    )
+    write_report(comparison, tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    parser = References()
+    parser.feed(page)
+    assert parser.open == []
+    assert parser.found == []
+    assert "http" not in page.lower().replace("http-equiv", "")
+    assert "rank 1 said &lt;ouch&gt;" in page
+    assert "url(#clip" in page
+
+
+def test_a_report_of_nothing_but_failures_can_be_written():
+    assert "killed" in render(fake_comparison(Run("int4", 0, status="failed", reason="rank 0 was killed")))
+
+
+# ----------------------------------------------------------------------------------------- end to end
+
+
+def test_a_comparison_from_end_to_end(toy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    out = tmp_path / "out"
+    argv = ["compare", "--task", "gradwire_toy:task", "--hosts", "2", "--steps", "8", "--network", "paced"]
+    methods = ["torch:fp32", "torch:powersgd:1", "torch:noop", "int4"]
+    assert cli.main([*argv, "--methods", *methods, "--out", str(out)]) == 0
+    comparison = results.load(out / "results.json")
+    fp32, powersgd, noop, int4 = results.summarise(comparison)
+    for row in (fp32, powersgd, int4):
+        assert row.bytes_per_step is not None
+        assert row.wire.surprise is not None
+        assert abs(row.wire.payload - row.wire.total + row.wire.framing) < 2000
+    assert fp32.bytes_per_step is not None
+    assert noop.bytes_per_step is not None
+    assert noop.bytes_per_step < 0.1 * fp32.bytes_per_step
+    assert (out / "report.html").exists()
+    assert not list((out / "logs").rglob("rendezvous*"))
+    capsys.readouterr()
+    assert cli.main(["report", str(out)]) == 0
+    assert "torch:powersgd:1" in capsys.readouterr().out
+
+
+def test_a_rank_that_dies_is_named_with_its_last_lines(toy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    argv = ["compare", "--task", "gradwire_toy:dies", "--hosts", "2", "--steps", "8", "--network", "paced"]
+    assert cli.main([*argv, "--methods", "torch:fp32", "--out", str(tmp_path / "out")]) == 1
+    said = capsys.readouterr().out
+    assert "rank 1 ended with status 1" in said
+    assert "the disk of rank 1 is on fire" in said
+    stored = json.loads((tmp_path / "out" / "runs" / "torch_fp32-seed0.json").read_text())
+    assert stored["status"] == "failed"
+
+
+def test_a_user_task_may_be_a_task(toy: str):
+    made = tasks.as_task(tasks.call_user_task("gradwire_toy:task", 0), "toy")
+    assert isinstance(made, Task)

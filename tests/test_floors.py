@@ -1,0 +1,69 @@
+"""Imports only go down: each folder of the package stands on a floor and may import from lower ones."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import gradwire
+
+PACKAGE = Path(gradwire.__file__).parent
+FLOORS = (
+    ("core",),
+    ("kernels",),
+    ("codecs",),
+    ("reducers",),
+    ("methods", "spec"),
+    ("drivers",),
+    ("adapters",),
+    ("hooks",),
+    ("bench",),
+    ("report",),
+    ("cli",),
+    ("__main__",),
+)
+LEVEL = {name: level for level, names in enumerate(FLOORS) for name in names}
+# `gradwire/__init__.py` is the shop window: it re-exports from the adapters down, and those above are its customers.
+WINDOW = LEVEL["adapters"]
+MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
+
+
+def home(path: Path) -> str:
+    """The folder or single module of the package that a file belongs to."""
+    return path.relative_to(PACKAGE).with_suffix("").parts[0]
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Yield the dotted name of everything of gradwire that a file imports, inside functions too."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: write imports in full, so that their floor can be seen"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        yield from (name for name in names if name.split(".")[0] == "gradwire")
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_only_go_down(path: Path) -> None:
+    assert home(path) in LEVEL, f"{home(path)} stands on no floor: add it to FLOORS"
+    for name in imports(path):
+        here = LEVEL[home(path)]
+        target = name.partition(".")[2].partition(".")[0]
+        if target not in LEVEL:
+            assert here > WINDOW, f"{path} imports {name}: import from the module that defines it"
+            continue
+        if target == home(path):
+            continue
+        level = LEVEL[target]
+        same_floor = level == here and {target, home(path)} == {"methods", "spec"}
+        assert level < here or same_floor, f"{path} imports {name}, which is not below it"
+
+
+def test_methods_do_not_know_the_language_that_names_them() -> None:
+    assert not any(name.startswith("gradwire.spec") for name in imports(PACKAGE / "methods.py"))

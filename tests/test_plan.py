@@ -1,0 +1,95 @@
+"""Plans: every element once, in grains that depend on names, shapes, dtypes and policy alone."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from gradwire import cost, parse
+from gradwire.core.grain import ParameterSpec
+from gradwire.drivers.cost import parameter_specs
+from gradwire.drivers.plan import Plan, plan
+
+CPU = torch.device("cpu")
+SPECS = ("none", "topk:0.1", "int4", "powersgd:2", "sign,vectors=off", "powersgd:1,warmup=2")
+shapes = st.lists(st.integers(0, 12), max_size=4).map(tuple)
+models = st.lists(st.tuples(shapes, st.sampled_from([torch.float32, torch.float16])), max_size=12).map(
+    lambda drawn: [ParameterSpec(f"layer{i}.weight", s, d, CPU) for i, (s, d) in enumerate(drawn)]
+)
+
+
+def covered(planned: Plan) -> dict[str, list[tuple[int, int]]]:
+    """The ranges of each parameter that grains hold."""
+    ranges: dict[str, list[tuple[int, int]]] = {}
+    for unit in planned.units:
+        for segment in unit.grain.segments:
+            ranges.setdefault(segment.name, []).append((segment.start, segment.start + segment.numel))
+    return ranges
+
+
+@given(model=models, spec=st.sampled_from(SPECS), limit=st.integers(1, 400))
+def test_every_element_is_in_one_grain(model: list[ParameterSpec], spec: str, limit: int) -> None:
+    planned = plan(model, parse(spec), limit)
+    ranges = covered(planned)
+    assert set(ranges) == {p.name for p in model}
+    for parameter in model:
+        pieces = sorted(ranges[parameter.name])
+        assert pieces[0][0] == 0
+        assert pieces[-1][1] == parameter.numel
+        assert all(a[1] == b[0] for a, b in itertools.pairwise(pieces))
+
+
+@given(model=models, spec=st.sampled_from(SPECS), limit=st.integers(1, 400))
+def test_grains_are_well_formed(model: list[ParameterSpec], spec: str, limit: int) -> None:
+    planned = plan(model, parse(spec), limit)
+    dtypes = {p.name: p.dtype for p in model}
+    names = [unit.grain.name for unit in planned.units]
+    assert len(set(names)) == len(names), "two grains would draw the same random bits"
+    for grain, reducer in planned.units:
+        offset = 0
+        for segment in grain.segments:
+            assert segment.offset == offset
+            assert dtypes[segment.name] == grain.dtype
+            offset += segment.numel
+        assert offset == grain.numel == math.prod(grain.shape)
+        if reducer.scope == "flat":
+            assert grain.numel <= limit
+        else:
+            assert len(grain.segments) == grain.shape[0]
+
+
+@given(model=models, spec=st.sampled_from(SPECS), limit=st.integers(1, 400))
+def test_a_plan_is_a_function_of_the_model(model: list[ParameterSpec], spec: str, limit: int) -> None:
+    """Nothing but the parameters enters, so DDP's buckets, their order and their rebuilding cannot."""
+    assert plan(model, parse(spec), limit) == plan(list(model), parse(spec), limit)
+
+
+def test_waves_run_in_the_order_gradients_come() -> None:
+    model = [ParameterSpec(f"w{i}", (100,), torch.float32, CPU) for i in range(6)]
+    firsts = [wave[0].grain.segments[0].name for wave in plan(model, parse("none"), grain_numel=200).waves]
+    assert firsts == ["w5", "w3", "w1"]
+
+
+def test_a_large_parameter_is_cut_evenly() -> None:
+    model = [ParameterSpec("w", (1001,), torch.float32, CPU)]
+    assert [u.grain.numel for u in plan(model, parse("none"), grain_numel=400).units] == [334, 334, 333]
+
+
+def test_tied_weights_are_planned_once() -> None:
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    model[1].weight = model[0].weight
+    model.register_parameter("frozen", nn.Parameter(torch.zeros(3), requires_grad=False))
+    assert [p.name for p in parameter_specs(model.named_parameters())] == ["0.weight"]
+    assert cost(parse("none"), model, world_size=2).dense_bytes == 8 * 8 * 4
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_an_empty_model_costs_nothing(spec: str) -> None:
+    found = cost(parse(spec), nn.Sequential(), world_size=4)
+    assert (found.payload_bytes, found.wire_bytes, found.collectives) == (0, 0, 0)

@@ -1,0 +1,151 @@
+"""The spec language: what reads, and what is refused with a sentence that helps."""
+
+from __future__ import annotations
+
+import pytest
+
+import gradwire
+from gradwire import CompositionError, SpecError, parse
+from gradwire.codecs import BF16, QSGD, BlockInt, Chain, RandomK, TopK
+from gradwire.reducers import AllGather, AllReduce, ErrorFeedback, Guard, Partition, PowerSGD, TwoShot, WarmUp
+from gradwire.spec import GRAMMAR
+
+
+def test_a_bare_name_gets_what_suits_it() -> None:
+    assert parse("topk:0.25") == Guard(ErrorFeedback(AllGather(TopK(0.25))))
+    assert parse("bf16") == AllReduce(BF16())
+    assert parse("int4") == Guard(ErrorFeedback(TwoShot(BlockInt(4))))
+    assert parse("qsgd:7") == Guard(TwoShot(QSGD(7)))
+    assert parse("powersgd:2") == Guard(ErrorFeedback(PowerSGD(2)))
+    assert parse(" topk:0.1+int8 ") == Guard(ErrorFeedback(AllGather(Chain(TopK(0.1), BlockInt(8)))))
+
+
+def test_options() -> None:
+    assert parse("topk,density=0.1,values=bf16") == Guard(ErrorFeedback(AllGather(TopK(0.1, "bf16"))))
+    assert parse("int8,exchange=allgather,ef=off,guard=off") == AllGather(BlockInt(8))
+    assert parse("int8:64,decay=0.9") == Guard(ErrorFeedback(TwoShot(BlockInt(8, 64)), 0.9))
+    warm = parse("sign,warmup=3")
+    assert isinstance(warm, Guard)
+    assert isinstance(warm.inner, WarmUp)
+    assert warm.inner.steps == 3
+    policy = parse("sign,vectors=off")
+    assert isinstance(policy, Guard)
+    assert isinstance(policy.inner, Partition)
+
+
+def test_only_what_shows_a_nan_by_itself_goes_unguarded() -> None:
+    """Random-k may leave the NaN out, so it is guarded even without error feedback."""
+    assert parse("randomk:0.2,scaled=on,ef=off") == Guard(AllReduce(RandomK(0.2, scaled=True)))
+
+
+@pytest.mark.parametrize("spec", [s for m in gradwire.methods().values() for s in m.examples])
+def test_every_example_reads_and_prints(spec: str) -> None:
+    assert repr(parse(spec)) == repr(parse(spec))
+    assert parse(spec) == parse(spec)
+
+
+@pytest.mark.parametrize(
+    ("spec", "nearest"),
+    [
+        ("topc:0.01", "topk"),
+        ("power_sgd", "powersgd"),
+        ("int9", "int"),
+        ("TOPK", "Known"),
+        ("", "Known"),
+        ("topk:0.1+", "Known"),
+        ("topk:0.01+int7x", "int7"),
+    ],
+)
+def test_unknown_methods(spec: str, nearest: str) -> None:
+    with pytest.raises(SpecError) as raised:
+        parse(spec)
+    assert nearest in str(raised.value)
+    assert GRAMMAR in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("spec", "nearest"),
+    [
+        ("topk:0.1,densty=0.2", "density"),
+        ("topk:0.1,valuse=bf16", "values"),
+        ("topk:0.1,warmp=3", "warmup"),
+        ("int4,bits=5", "block"),
+        ("topk:0.1+int8,stochastic=on", "Known"),
+    ],
+)
+def test_unknown_options(spec: str, nearest: str) -> None:
+    with pytest.raises(SpecError, match="has no option") as raised:
+        parse(spec)
+    assert nearest in str(raised.value)
+    assert GRAMMAR in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("spec", "wants"),
+    [
+        ("topk:much", "a number"),
+        ("powersgd:2.5", "a whole number"),
+        ("int4:8:9", "a whole number"),
+        ("int4,stochastic=maybe", "on or off"),
+        ("topk,warmup=1e3", "a whole number"),
+        ("topk,decay", "name=value"),
+        ("topk,decay=", "name=value"),
+        ("topk,,", "name=value"),
+        ("topk:", "density"),
+        ("fp16:2", "takes no argument"),
+        ("topk,exchange=allgathr", "allgather"),
+        ("powersgd:4+int8", "messages of its own"),
+        ("powersgd:4,exchange=twoshot", "messages of its own"),
+        ("topk:0.1+powersgd", "only codecs"),
+        ("topk:0.1,density=0.2", "twice"),
+        ("topk,density=0.1,density=0.2", "twice"),
+    ],
+)
+def test_what_cannot_be_read(spec: str, wants: str) -> None:
+    with pytest.raises(SpecError) as raised:
+        parse(spec)
+    assert wants in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("spec", "remedy"),
+    [
+        ("topk:0", "fraction"),
+        ("topk:1.5", "fraction"),
+        ("topk:nan", "fraction"),
+        ("topk:-0.1", "fraction"),
+        ("randomk:0", "fraction"),
+        ("powersgd:0", "1, 2 or 4"),
+        ("powersgd:-3", "1, 2 or 4"),
+        ("powersgd,min_compression_rate=nan", "positive"),
+        ("sign:7", "multiple of 8"),
+        ("qsgd:0", "1 to 32767"),
+        ("topk,values=fp8", "fp16"),
+        ("topk,exchange=allreduce", "use AllGather"),
+        ("topk,exchange=twoshot", "use AllGather"),
+        ("int8,exchange=allreduce", "use TwoShot or AllGather"),
+        ("qsgd,ef=on", "ef=off"),
+        ("randomk:0.1,scaled=on", "ef=off"),
+        ("int4,stochastic=on", "nearest"),
+        ("topk,decay=0", "(0, 1]"),
+        ("topk,decay=1.1", "(0, 1]"),
+        ("topk,warmup=-1", "0 or more"),
+        ("int8+topk", "sparsifier first"),
+        ("topk:0.1+randomk:0.1", "multiply the densities"),
+    ],
+)
+def test_what_does_not_fit_together(spec: str, remedy: str) -> None:
+    with pytest.raises(CompositionError) as raised:
+        parse(spec)
+    assert remedy in str(raised.value)
+
+
+def test_the_same_by_hand() -> None:
+    with pytest.raises(CompositionError, match="use AllGather"):
+        AllReduce(TopK(0.1))
+    with pytest.raises(CompositionError, match="use AllGather"):
+        TwoShot(TopK(0.1))
+    with pytest.raises(CompositionError, match="no contraction"):
+        ErrorFeedback(AllGather(QSGD(15)))
+    with pytest.raises(CompositionError, match="one error feedback is enough"):
+        ErrorFeedback(ErrorFeedback(AllGather(TopK(0.1))))
