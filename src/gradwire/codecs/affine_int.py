@@ -53,6 +53,11 @@ class AffineInt(Codec):
             raise CompositionError(f"a block of {self.block} elements: it must be positive, or 0 for the whole tensor")
 
     @property
+    def shows_non_finite(self) -> bool:
+        """True: its block decodes to nothing finite."""
+        return True
+
+    @property
     def granularity(self) -> int:
         """A block; a tensor with one scale is not cut."""
         return self.block

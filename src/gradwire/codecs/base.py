@@ -15,7 +15,10 @@ group, no hidden randomness. It declares what it is, so that nonsense is refused
   tensor cannot be cut into shards of equal payloads (top-k).
 - `layout(numel, dtype)`: the exact wire format, so `payload_bytes` is a fact and no estimate.
 
-`encode_into` must not change its input. Inputs are 1-d and contiguous; reducers flatten.
+- `shows_non_finite`: a NaN or an infinity in the tensor always makes the decoded tensor non-finite somewhere.
+
+`encode_into` must not change its input; `encode_keeping_into` leaves in it what was not sent. Inputs are 1-d and
+contiguous; reducers flatten.
 """
 
 from __future__ import annotations
@@ -40,6 +43,11 @@ class Codec(ABC):
     additive: ClassVar[bool] = False
     lossless: ClassVar[bool] = False
     order_free: ClassVar[bool] = True
+
+    @property
+    def shows_non_finite(self) -> bool:
+        """Whether a NaN or an infinity that goes in always comes out as one, so that nobody else need look for it."""
+        return self.lossless
 
     @property
     def keyed(self) -> bool:
@@ -71,6 +79,15 @@ class Codec(ABC):
     def encode_divided_into(self, x: Tensor, divisor: int, key: Key, out: Payload) -> None:
         """Write the payload of x / divisor: dividing first, half precision overflows only where the mean does."""
         self.encode_into(x / divisor, key, out)
+
+    def encode_keeping_into(self, x: Tensor, key: Key, out: Payload) -> None:
+        """Write the payload of `x` into `out` and leave in `x` what that does not say: x -= decode(payload).
+
+        What error feedback does with every gradient, so codecs do it in the same pass where they can: `x` is 1-d,
+        contiguous and float32 or float64.
+        """
+        self.encode_into(x, key, out)
+        self.accumulate(out, x, key, alpha=-1.0)
 
     def accumulate(self, payload: Payload, into: Tensor, key: Key, alpha: float = 1.0) -> None:
         """into += alpha * decode(payload). `into` is 1-d and is changed in place."""

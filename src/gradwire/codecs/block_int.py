@@ -50,6 +50,11 @@ class BlockInt(Codec):
         check_block(self.block)
 
     @property
+    def shows_non_finite(self) -> bool:
+        """True: its block decodes to NaN."""
+        return True
+
+    @property
     def keyed(self) -> bool:
         """Where stochastic."""
         return self.stochastic
@@ -73,6 +78,14 @@ class BlockInt(Codec):
         """One pass."""
         bits = key.bits if self.stochastic else None
         kernels.block_int_encode(as_float32(x), self.bits, self.block, bits, out[1], out[0])
+
+    def encode_keeping_into(self, x: Tensor, key: Key, out: Payload) -> None:
+        """One pass."""
+        if x.dtype != torch.float32:
+            super().encode_keeping_into(x, key, out)
+            return
+        bits = key.bits if self.stochastic else None
+        kernels.block_int_encode(x, self.bits, self.block, bits, out[1], out[0], keep=True)
 
     def decode_into(self, payload: Payload, out: Tensor, key: Key) -> None:
         """One pass."""

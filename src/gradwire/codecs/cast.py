@@ -56,6 +56,11 @@ class _Cast(Codec):
     additive: ClassVar[bool] = True
     dtype: ClassVar[torch.dtype]
 
+    @property
+    def shows_non_finite(self) -> bool:
+        """True: every element travels for itself."""
+        return True
+
     def layout(self, numel: int, dtype: torch.dtype = torch.float32) -> Layout:
         """`numel` 16-bit elements."""
         return Layout((Field(self.dtype, numel),))

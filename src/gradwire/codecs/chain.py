@@ -63,6 +63,11 @@ class Chain(Codec):
             raise CompositionError(f"{self.second} sparsifies again: multiply the densities instead")
 
     @property
+    def shows_non_finite(self) -> bool:
+        """Where both parts do."""
+        return self.first.shows_non_finite and self.second.shows_non_finite
+
+    @property
     def keyed(self) -> bool:
         """Where a part is."""
         return self.first.keyed or self.second.keyed

@@ -46,6 +46,11 @@ class QSGD(Codec):
         check_block(self.block)
 
     @property
+    def shows_non_finite(self) -> bool:
+        """True: its block's norm is not finite."""
+        return True
+
+    @property
     def keyed(self) -> bool:
         """True: rounding is drawn."""
         return True

@@ -40,6 +40,11 @@ class Sign(Codec):
         check_block(self.block)
 
     @property
+    def shows_non_finite(self) -> bool:
+        """True: its block's scale is not finite."""
+        return True
+
+    @property
     def granularity(self) -> int:
         """A block."""
         return self.block
@@ -53,6 +58,13 @@ class Sign(Codec):
     def encode_into(self, x: Tensor, key: Key, out: Payload) -> None:
         """One pass."""
         kernels.sign_encode(as_float32(x), self.block, out[1], out[0])
+
+    def encode_keeping_into(self, x: Tensor, key: Key, out: Payload) -> None:
+        """One pass."""
+        if x.dtype != torch.float32:
+            super().encode_keeping_into(x, key, out)
+            return
+        kernels.sign_encode(x, self.block, out[1], out[0], keep=True)
 
     def decode_into(self, payload: Payload, out: Tensor, key: Key) -> None:
         """One pass."""

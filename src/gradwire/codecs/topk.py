@@ -71,6 +71,11 @@ class TopK(Codec):
             raise CompositionError(f"values {self.values!r} is none of {', '.join(VALUE_DTYPES)}")
 
     @property
+    def shows_non_finite(self) -> bool:
+        """True: NaN and infinity are the largest magnitudes of all, so one of them is kept."""
+        return True
+
+    @property
     def granularity(self) -> int:
         """0: the entries kept fall unevenly over shards."""
         return 0

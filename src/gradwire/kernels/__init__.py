@@ -366,7 +366,9 @@ def unpack_bits(packed: Tensor, bits: int, numel: int) -> Tensor:
 # Blocks -----------------------------------------------------------------------------------------------------
 
 
-def block_int_encode(x: Tensor, bits: int, block: int, key: int | None, packed: Tensor, scales: Tensor) -> None:
+def block_int_encode(
+    x: Tensor, bits: int, block: int, key: int | None, packed: Tensor, scales: Tensor, keep: bool = False
+) -> None:
     """Round to 2L + 1 levels of the block's largest magnitude, L = 2^(bits-1) - 1; one pass.
 
         scale = max |x| over the block
@@ -384,6 +386,7 @@ def block_int_encode(x: Tensor, bits: int, block: int, key: int | None, packed: 
         key: of stochastic rounding, or None for rounding to nearest.
         packed: (packed_nbytes(numel, bits),) uint8, written.
         scales: (ceil(numel / block),) float32, written.
+        keep: leave in `x` what was not encoded, x - decoded, in the same pass.
 
     Raises:
         ValueError: bits, block or a size that does not fit.
@@ -396,7 +399,7 @@ def block_int_encode(x: Tensor, bits: int, block: int, key: int | None, packed: 
     """
     _require_range("bits", bits, 2, 8)
     _check_blocks(x, packed, scales, bits, block)
-    _kernels(x.device, x.numel()).block_int_encode(x, bits, block, key, packed, scales)
+    _kernels(x.device, x.numel()).block_int_encode(x, bits, block, key, packed, scales, keep)
 
 
 def block_int_accumulate(
@@ -420,7 +423,7 @@ def block_int_decode(packed: Tensor, scales: Tensor, bits: int, block: int, out:
     _kernels(out.device, out.numel()).block_int_decode(packed, scales, bits, block, out)
 
 
-def sign_encode(x: Tensor, block: int, packed: Tensor, scales: Tensor) -> None:
+def sign_encode(x: Tensor, block: int, packed: Tensor, scales: Tensor, keep: bool = False) -> None:
     """One bit an element, 1 where x >= 0 (so for -0.0, and not for NaN), and scale = mean |x| over the block.
 
     The mean is taken in float64 and rounded once; its order of summation is not specified.
@@ -430,6 +433,7 @@ def sign_encode(x: Tensor, block: int, packed: Tensor, scales: Tensor) -> None:
         block: elements that share a scale, a multiple of 8.
         packed: (packed_nbytes(numel, 1),) uint8, written.
         scales: (ceil(numel / block),) float32, written.
+        keep: leave in `x` what was not encoded, x - decoded, in the same pass.
 
     Raises:
         ValueError: block or a size that does not fit.
@@ -441,7 +445,7 @@ def sign_encode(x: Tensor, block: int, packed: Tensor, scales: Tensor) -> None:
     ([5], [2.0])
     """
     _check_blocks(x, packed, scales, 1, block)
-    _kernels(x.device, x.numel()).sign_encode(x, block, packed, scales)
+    _kernels(x.device, x.numel()).sign_encode(x, block, packed, scales, keep)
 
 
 def sign_accumulate(packed: Tensor, scales: Tensor, block: int, into: Tensor, alpha: float = 1.0) -> None:

@@ -576,8 +576,16 @@ def _quantise_randomly(x, start, stop, inverse, levels, codes, first, k0, k1):
         codes[np.uintp(i)] = np.uint8(q + levels)
 
 
-@_kernel("void(float32[::1], int64, int64, boolean, int64, int64, int64, uint8[::1], float32[::1])")
-def _block_int_encode(x, bits, block, stochastic, k0, k1, first, packed, scales):
+@_inline
+def _subtract_decoded(x, start, stop, scale, levels, codes):
+    # As _block_int_decode spells it, so that what is left is the same bit for bit.
+    step, zero = scale / np.float32(levels), np.float32(levels)
+    for i in range(start, stop):
+        x[np.uintp(i)] -= (np.float32(np.int32(codes[np.uintp(i)])) - zero) * step
+
+
+@_kernel("void(float32[::1], int64, int64, boolean, int64, int64, int64, uint8[::1], float32[::1], boolean)")
+def _block_int_encode(x, bits, block, stochastic, k0, k1, first, packed, scales, keep):
     levels = np.int32((1 << (bits - 1)) - 1)
     k0, k1 = np.uint32(k0), np.uint32(k1)
     scales_raw, tile = scales.view(np.uint32), _tile(block)
@@ -599,10 +607,14 @@ def _block_int_encode(x, bits, block, stochastic, k0, k1, first, packed, scales)
                 _quantise_randomly(piece, start, stop, inverse, levels, codes, at, k0, k1)
             else:
                 _quantise(piece, start, stop, inverse, levels, codes)
+            if keep:
+                _subtract_decoded(piece, start, stop, scales[b], levels, codes)
         _pack(codes, bits, packed[origin // 8 * bits :])
 
 
-def block_int_encode(x: Tensor, bits: int, block: int, key: int | None, packed: Tensor, scales: Tensor) -> None:
+def block_int_encode(
+    x: Tensor, bits: int, block: int, key: int | None, packed: Tensor, scales: Tensor, keep: bool = False
+) -> None:
     """See `gradwire.kernels.block_int_encode`."""
     a, p, s = _array(x), _array(packed), _array(scales)
     words = (0, 0) if key is None else uniform_words(key)
@@ -611,7 +623,7 @@ def block_int_encode(x: Tensor, bits: int, block: int, key: int | None, packed: 
             functools.partial(
                 _block_int_encode,
                 *(a[i:j], bits, block, key is not None, *words, i),
-                *(p[i // 8 * bits :], s[i // block : -(-j // block)]),
+                *(p[i // 8 * bits :], s[i // block : -(-j // block)], keep),
             )
             for i, j in pool.chunks(x.numel(), block)
         ]
@@ -691,8 +703,8 @@ def _sum_squares(x, start, stop):
     return total
 
 
-@_kernel("void(float32[::1], int64, uint8[::1], float32[::1])")
-def _sign_encode(x, block, packed, scales):
+@_kernel("void(float32[::1], int64, uint8[::1], float32[::1], boolean)")
+def _sign_encode(x, block, packed, scales, keep):
     tile = _tile(block)
     scratch = np.empty(tile, np.uint8)
     for origin in range(0, x.size, tile):
@@ -705,14 +717,19 @@ def _sign_encode(x, block, packed, scales):
         for i in range(piece.size):
             codes[i] = np.uint8(piece[i] >= np.float32(0))
         _pack(codes, 1, packed[origin // 8 :])
+        if keep:
+            for start in range(0, piece.size, block):
+                up = scales[np.uintp((origin + start) // block)]
+                for i in range(start, min(start + block, piece.size)):
+                    piece[np.uintp(i)] -= up if codes[np.uintp(i)] else -up
 
 
-def sign_encode(x: Tensor, block: int, packed: Tensor, scales: Tensor) -> None:
+def sign_encode(x: Tensor, block: int, packed: Tensor, scales: Tensor, keep: bool = False) -> None:
     """See `gradwire.kernels.sign_encode`."""
     a, p, s = _array(x), _array(packed), _array(scales)
     pool.run(
         [
-            functools.partial(_sign_encode, a[i:j], block, p[i // 8 :], s[i // block : -(-j // block)])
+            functools.partial(_sign_encode, a[i:j], block, p[i // 8 :], s[i // block : -(-j // block)], keep)
             for i, j in pool.chunks(x.numel(), block)
         ]
     )

@@ -185,7 +185,9 @@ def _inverse(scale: Tensor, levels: int) -> tuple[Tensor, Tensor, Tensor]:
     return inverse, usable, torch.where(usable | ~torch.isfinite(scale), scale, 0.0)
 
 
-def block_int_encode(x: Tensor, bits: int, block: int, key: int | None, packed: Tensor, scales: Tensor) -> None:
+def block_int_encode(
+    x: Tensor, bits: int, block: int, key: int | None, packed: Tensor, scales: Tensor, keep: bool = False
+) -> None:
     """See `gradwire.kernels.block_int_encode`."""
     levels = 2 ** (bits - 1) - 1
     largest = _blocks(magnitude_bits(x), block).amax(1).view(torch.float32)
@@ -198,6 +200,8 @@ def block_int_encode(x: Tensor, bits: int, block: int, key: int | None, packed: 
     q = torch.where(_each(usable, block, x.numel()), q, 0.0)
     pack_bits((q + levels).to(torch.int32), bits, packed)
     scales.copy_(stored)
+    if keep:
+        block_int_accumulate(packed, scales, bits, block, x, -1.0)
 
 
 def _block_int_values(packed: Tensor, scales: Tensor, bits: int, block: int, numel: int) -> Tensor:
@@ -219,11 +223,13 @@ def block_int_decode(packed: Tensor, scales: Tensor, bits: int, block: int, out:
     out.copy_(_block_int_values(packed, scales, bits, block, out.numel()))
 
 
-def sign_encode(x: Tensor, block: int, packed: Tensor, scales: Tensor) -> None:
+def sign_encode(x: Tensor, block: int, packed: Tensor, scales: Tensor, keep: bool = False) -> None:
     """See `gradwire.kernels.sign_encode`."""
     total = _blocks(x, block).abs().sum(1, dtype=torch.float64)
     scales.copy_(total / _block_numels(x, scales, block))
     pack_bits(x >= 0, 1, packed)
+    if keep:
+        sign_accumulate(packed, scales, block, x, -1.0)
 
 
 def _sign_values(packed: Tensor, scales: Tensor, block: int, numel: int) -> Tensor:

@@ -96,6 +96,21 @@ class Reducer(ABC):
     def reduce(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:
         """Return the program that combines `x`, this rank's tensor, into the mean over ranks."""
 
+    def reduce_keeping(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:
+        """The same program, which leaves in `x` what this rank did not send: x -= sent.
+
+        Error feedback runs this one. `x` is float32, contiguous and the program's to change; an exchange that encodes
+        and subtracts in one pass saves reading and writing the gradient twice more.
+        """
+        reduced = yield from self.reduce(grain, x, state, step)
+        reduced.sent.subtract_from(x.view(grain.shape))
+        return reduced
+
+    @property
+    def shows_non_finite(self) -> bool:
+        """Whether a NaN or an infinity on any rank always makes the mean non-finite on all of them."""
+        return False
+
     def contraction(self, grain: Grain) -> float | None:
         """Return delta in E||sent - x||^2 <= (1 - delta)||x||^2, or None where there is no such bound."""
         return None
@@ -119,6 +134,11 @@ class Wrapper(Reducer):
     def lossless(self) -> bool:
         """The inner reducer's."""
         return self.inner.lossless
+
+    @property
+    def shows_non_finite(self) -> bool:
+        """The inner reducer's."""
+        return self.inner.shows_non_finite
 
     def init(self, grain: Grain, step: Step) -> State:
         """The inner reducer's."""

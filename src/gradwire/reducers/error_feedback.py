@@ -82,7 +82,6 @@ class ErrorFeedback(Wrapper):
         assert isinstance(inner, State)
         y = x.float()
         y.add_(residual.tensor.view(y.shape), alpha=self.decay)
-        reduced = yield from self.inner.reduce(grain, y, inner, step)
-        reduced.sent.subtract_from(y.view(grain.shape))
+        reduced = yield from self.inner.reduce_keeping(grain, y, inner, step)
         new = State(residual=Leaf(y.view(-1), "element", owed=True), inner=reduced.state)
         return Reduced(reduced.mean.to(x.dtype), reduced.sent, new, reduced.bad)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,9 @@ from gradwire.core.key import Key
 from gradwire.core.payload import Payload
 from gradwire.core.state import Leaf, State
 from gradwire.reducers.base import Program, Reduced, Reducer, Step
+
+
+_Encode = Callable[[Tensor, Key, Payload], None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,6 +78,11 @@ class AllReduce(Reducer):
         """The codec's."""
         return self.codec.lossless
 
+    @property
+    def shows_non_finite(self) -> bool:
+        """The codec's."""
+        return self.codec.shows_non_finite
+
     def init(self, grain: Grain, step: Step) -> State:
         """Nothing to remember."""
         return State()
@@ -113,6 +122,11 @@ class AllGather(Reducer):
         """The codec's."""
         return self.codec.lossless
 
+    @property
+    def shows_non_finite(self) -> bool:
+        """The codec's."""
+        return self.codec.shows_non_finite
+
     def init(self, grain: Grain, step: Step) -> State:
         """Nothing to remember."""
         return State()
@@ -123,11 +137,18 @@ class AllGather(Reducer):
 
     def reduce(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:
         """One all-gather."""
+        return self._program(grain, x, state, step, self.codec.encode_into)
+
+    def reduce_keeping(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:
+        """One all-gather, with the subtraction done by the encoder."""
+        return self._program(grain, x, state, step, self.codec.encode_keeping_into)
+
+    def _program(self, grain: Grain, x: Tensor, state: State, step: Step, encode: _Encode) -> Program:
         flat, key, n = x.reshape(-1), step.key(grain), step.world_size
         layout = self.codec.layout(flat.numel(), flat.dtype)
         wire = layout.empty(flat.device)
         payload = layout.views(wire)
-        self.codec.encode_into(flat, key, payload)
+        encode(flat, key, payload)
         rows = yield collective.AllGather(wire)
         mean = torch.zeros(flat.numel(), device=flat.device, dtype=_accumulator_dtype(flat.dtype))
         for rank, row in enumerate(rows.unbind(0)):
@@ -184,6 +205,11 @@ class TwoShot(Reducer):
         return self.codec.lossless and self.second.lossless
 
     @property
+    def shows_non_finite(self) -> bool:
+        """Where both codecs do."""
+        return self.codec.shows_non_finite and self.second.shows_non_finite
+
+    @property
     def conserves(self) -> bool:  # type: ignore[override]
         """Where the second encoding loses nothing, or the owner keeps what it lost."""
         return self.second.lossless or self._owes()
@@ -209,12 +235,19 @@ class TwoShot(Reducer):
 
     def reduce(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:
         """All-to-all, sum, all-gather."""
+        return self._program(grain, x, state, step, self.codec.encode_into)
+
+    def reduce_keeping(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:
+        """All-to-all, sum, all-gather, with the subtraction done by the encoder."""
+        return self._program(grain, x, state, step, self.codec.encode_keeping_into)
+
+    def _program(self, grain: Grain, x: Tensor, state: State, step: Step, encode: _Encode) -> Program:
         flat, n, dtype = x.reshape(-1), step.world_size, _accumulator_dtype(x.dtype)
         numel = flat.numel()
         shard = self.shard_numel(numel, n)
         first, second = _Cut(self.codec, numel, shard, n, dtype), _Cut(self.second, numel, shard, n, dtype)
         fields, payload = first.empty(flat.device)
-        self.codec.encode_into(flat.to(dtype), step.key(grain, "first"), payload)
+        encode(flat.to(dtype), step.key(grain, "first"), payload)
         received = yield collective.AllToAll(first.rows(fields))
         y = self._sum(grain, received, first, step)
         wire, state = self._encode_mean(grain, y, second, state, step)
@@ -239,12 +272,12 @@ class TwoShot(Reducer):
             y.add_(owner.tensor[: y.numel()])
         wire = torch.zeros(second.row.nbytes, dtype=torch.uint8, device=y.device)
         payload = second.of_shard(wire, step.rank)
-        self.second.encode_into(y, key, payload)
-        if isinstance(owner, Leaf):
-            self.second.accumulate(payload, y, key, alpha=-1.0)
-            residual = pad(y.float(), (0, second.shard - y.numel())) if y.numel() < second.shard else y.float()
-            state = State(owner=Leaf(residual, "owned", owed=True))
-        return wire, state
+        if not isinstance(owner, Leaf):
+            self.second.encode_into(y, key, payload)
+            return wire, state
+        self.second.encode_keeping_into(y, key, payload)
+        residual = pad(y.float(), (0, second.shard - y.numel())) if y.numel() < second.shard else y.float()
+        return wire, State(owner=Leaf(residual, "owned", owed=True))
 
 
 class _Cut:

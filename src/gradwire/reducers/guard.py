@@ -20,7 +20,8 @@ class Guard(Wrapper):
     A NaN that went through top-k or a vote might vanish on its way to a `GradScaler`, and an infinity would stay in
     a residual for ever. So the ranks agree on a flag (all grains' flags travel as one small collective at the end of
     the step), the mean of a flagged grain is filled with NaN, and the driver forgets the state of *every* grain
-    of the step, since the optimizer will skip them all.
+    of the step, since the optimizer will skip them all. Where the inner reducer `shows_non_finite`, the mean alone
+    tells every rank the same, and nothing is sent to agree on it.
 
     >>> from gradwire.codecs import TopK
     >>> from gradwire.reducers import AllGather
@@ -45,15 +46,23 @@ class Guard(Wrapper):
         return Guard(inner)
 
     def reduce(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:
-        """The inner program, then one flag."""
+        """The inner program, then one flag where the mean would not tell."""
+        if self.inner.shows_non_finite:
+            reduced = yield from self.inner.reduce(grain, x, state, step)
+            return _flagged(reduced, kernels.all_finite(reduced.mean).logical_not())
         bad = kernels.all_finite(x).logical_not()
         reduced = yield from self.inner.reduce(grain, x, state, step)
         # A finite gradient may still overflow on its way (fp16): the mean, alike on all ranks, shows it.
         bad = bad.logical_or(kernels.all_finite(reduced.mean).logical_not())
         agreed = (yield collective.Agree(bad)).view(())
-        if reduced.bad is not None:
-            agreed = agreed.logical_or(reduced.bad)
-        return Reduced(poison(reduced.mean, agreed), reduced.sent, reduced.state, agreed)
+        return _flagged(reduced, agreed)
+
+
+def _flagged(reduced: Reduced, bad: Tensor) -> Reduced:
+    """The same result, poisoned and flagged where `bad` or what was reduced says so."""
+    if reduced.bad is not None:
+        bad = bad.logical_or(reduced.bad)
+    return reduced._replace(mean=poison(reduced.mean, bad), bad=bad)
 
 
 def poison(mean: Tensor, bad: Tensor) -> Tensor:

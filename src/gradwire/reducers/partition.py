@@ -50,6 +50,11 @@ class Partition(Reducer):
         return any(reducer.consumes for reducer in self._reducers())
 
     @property
+    def shows_non_finite(self) -> bool:
+        """Where all its reducers do."""
+        return all(reducer.shows_non_finite for reducer in self._reducers())
+
+    @property
     def lossless(self) -> bool:
         """Where all its reducers are."""
         return all(reducer.lossless for reducer in self._reducers())

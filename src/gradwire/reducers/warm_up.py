@@ -53,6 +53,11 @@ class WarmUp(Reducer):
         return "tensor" if "tensor" in (self.before.scope, self.after.scope) else "flat"
 
     @property
+    def shows_non_finite(self) -> bool:
+        """Where both do."""
+        return self.before.shows_non_finite and self.after.shows_non_finite
+
+    @property
     def lossless(self) -> bool:
         """Where both are."""
         return self.before.lossless and self.after.lossless
