@@ -2,8 +2,8 @@
 
 A wave is what starts together, and the collectives of its programs are coalesced: one flat grain of about
 `GRAIN_NUMEL` elements, or matrices of up to `MATRIX_WAVE_GRAINS` times as many, those of equal shape batched. What
-matrices send is small, so there the number of collectives counts and not their size: small vectors join the last wave of
-matrices, and their all-reduce travels with the first factors.
+matrices send is small, so there the number of collectives counts and not their size: small vectors join the last wave
+of matrices, and their all-reduce travels with the first factors.
 """
 
 from __future__ import annotations

@@ -3,15 +3,20 @@
 from gradwire.reducers.base import Program, Reduced, Reducer, Sent, Step, Wrapper
 from gradwire.reducers.error_feedback import ErrorFeedback
 from gradwire.reducers.exchange import AllGather, AllReduce, TwoShot
+from gradwire.reducers.gradzip import GradZip
 from gradwire.reducers.guard import Guard
 from gradwire.reducers.partition import Partition, is_vector
 from gradwire.reducers.power_sgd import PowerSGD
+from gradwire.reducers.sketch import Sketch
+from gradwire.reducers.svd import SVD
 from gradwire.reducers.warm_up import WarmUp
 
 __all__ = [
+    "SVD",
     "AllGather",
     "AllReduce",
     "ErrorFeedback",
+    "GradZip",
     "Guard",
     "Partition",
     "PowerSGD",
@@ -19,6 +24,7 @@ __all__ = [
     "Reduced",
     "Reducer",
     "Sent",
+    "Sketch",
     "Step",
     "TwoShot",
     "WarmUp",

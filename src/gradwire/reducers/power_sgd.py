@@ -51,8 +51,8 @@ class PowerSGD(Reducer):
         P = orthogonalise(mean(M Q)),   Q_local = M^T P,   Q = mean(Q_local),   mean = P Q^T
 
     What this rank sent is P Q_local^T, so error feedback keeps M - P Q_local^T: the mean of what was sent *is* the
-    mean, and no difference between a rank's gradient and the mean piles up. The authors' code and PyTorch keep M - P Q^T,
-    which owes the same in sum: that is `sent="mean"`. Bytes: (rows + columns) * rank floats an iteration.
+    mean, and no difference between a rank's gradient and the mean piles up. The authors' code and PyTorch keep
+    M - P Q^T, which owes the same in sum: that is `sent="mean"`. Bytes: (rows + columns) * rank floats an iteration.
     Factors of 16-bit gradients travel in the gradients' dtype, others as float32; all arithmetic is float32. Matrices
     of equal shape are one batch.
 
@@ -130,7 +130,7 @@ class PowerSGD(Reducer):
         start = self._start(grain, state, step)
         P, Qt, part = yield from _iterate(M, start, step, wire)
         for i in range(1, self.iterations):
-            again = _unit_columns(Qt, Key(step.seed, step.index, grain.name, f"iteration {i}"))
+            again = unit_columns(Qt, Key(step.seed, step.index, grain.name, f"iteration {i}"))
             P, Qt, part = yield from _iterate(M, again, step, wire)
         mean = torch.bmm(P, Qt).to(x.dtype).view(x.shape)
         sent = SentFactors(P, part, step.world_size) if self.sent == "local" else SentFactors(P, Qt)
@@ -147,7 +147,7 @@ class PowerSGD(Reducer):
         """The state with the Q that the next step begins with."""
         if not self.warm_start:
             return State()
-        Q = _unit_columns(Qt, Key(step.seed, step.index, grain.name, "revive"))
+        Q = unit_columns(Qt, Key(step.seed, step.index, grain.name, "revive"))
         if self.momentum:
             agrees = (Q * start).sum(1, keepdim=True) >= 0
             Q = Q.lerp(torch.where(agrees, start, -start), self.momentum)
@@ -164,7 +164,7 @@ def _iterate(M: Tensor, Q: Tensor, step: Step, wire: torch.dtype) -> Generator[C
     return _Factors(P, Qt.float(), part)
 
 
-def _unit_columns(Qt: Tensor, key: Key) -> Tensor:
+def unit_columns(Qt: Tensor, key: Key) -> Tensor:
     """Q of (batch, columns, rank) with scaled columns, those of zeros redrawn: they would stay zero for ever."""
     scaled = Qt.clone(memory_format=torch.contiguous_format)
     lowrank.unit_rows_(scaled.view(-1, Qt.shape[2]), key.bits)
