@@ -41,3 +41,56 @@ def test_wrong_tensors_are_refused() -> None:
         lowrank.unit_rows_(torch.zeros(2, 2, dtype=torch.float64), 1)
     with pytest.raises(ValueError, match="contiguous"):
         lowrank.unit_rows_(torch.zeros(2, 3).mT, 1)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 5])
+@pytest.mark.parametrize("numel", [0, 1, 1023, 70_000, 300_001])
+def test_count_sketch(rows: int, numel: int) -> None:
+    x = normal(numel)
+    columns = max(1, numel // 20)
+    fast, slow = torch.empty(rows, columns), torch.empty(rows, columns)
+    cpu_lowrank.count_sketch(x, 7, fast)
+    reference_lowrank.count_sketch(x, 7, slow)
+    assert torch.equal(fast, slow)
+    a, b = torch.empty(numel), torch.empty(numel)
+    cpu_lowrank.count_unsketch(fast, 7, a)
+    reference_lowrank.count_unsketch(fast, 7, b)
+    assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 5])
+def test_a_heavy_hitter_is_found(rows: int) -> None:
+    """What is beyond |x| sqrt(8 / columns) is estimated to within that."""
+    x = normal(20_000)
+    x[[5, 19_999]] = torch.tensor([80.0, -90.0])
+    sketch, out = torch.empty(rows, 2000), torch.empty(20_000)
+    lowrank.count_sketch(x, 3, sketch)
+    lowrank.count_unsketch(sketch, 3, out)
+    bound = float(x.norm()) * (8 / 2000) ** 0.5
+    assert bool(((out - x)[[5, 19_999]].abs() <= bound).all())
+    if rows > 1:
+        assert set(out.abs().topk(2).indices.tolist()) == {5, 19_999}
+
+
+@pytest.mark.parametrize("rows", [1, 3, 5])
+def test_not_a_number_stays_in_its_estimates(rows: int) -> None:
+    x = normal(100)
+    x[7] = float("nan")
+    for module in (cpu_lowrank, reference_lowrank):
+        sketch, out = torch.empty(rows, 50), torch.empty(100)
+        module.count_sketch(x, 3, sketch)
+        module.count_unsketch(sketch, 3, out)
+        assert bool(out[7].isnan())
+
+
+def test_hashes_spread_evenly_and_signs_balance() -> None:
+    """Chi-square of 256 columns over 2^18 elements, and the sum of signs, within 5.5 standard deviations."""
+    numel, columns = 1 << 18, 256
+    counts, signs = torch.empty(3, columns), torch.empty(3, 1)
+    lowrank.count_sketch(torch.ones(numel), 11, signs)
+    assert bool((signs.abs() <= 5.5 * numel**0.5).all())
+    for j, words in enumerate(reference_lowrank.sketch_words(11, 3)):
+        column, _ = reference_lowrank.hashed(numel, columns, words, torch.device("cpu"))
+        counts[j] = torch.bincount(column, minlength=columns)
+    chi = ((counts - numel / columns) ** 2 / (numel / columns)).sum(1)
+    assert bool(((chi - columns).abs() <= 5.5 * (2 * columns) ** 0.5).all())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gradwire.codecs import BF16, FP16, QSGD, AffineInt, BlockInt, Identity, RandomK, Sign, TopK
 from gradwire.core.registry import Method, methods, register
-from gradwire.reducers import SVD, GradZip, PowerSGD, Sketch
+from gradwire.reducers import SVD, CountSketch, GradZip, PowerSGD, Sketch
 
 __all__ = ["methods", "register"]
 
@@ -59,6 +59,8 @@ def _register_all() -> None:
     register(Method("gradzip", GradZip, "low rank by least squares", "own", True, "rank", examples=("gradzip:2",)))
     register(Method("svd", SVD, "best low rank, for reference", "own", True, "rank", examples=("svd:2",)))
     register(Method("sketch", Sketch, "random directions of matrices", "own", True, "rank", examples=("sketch:8",)))
+    summary = "largest of the mean, found in a sum of sketches"
+    register(Method("countsketch", CountSketch, summary, "own", True, "density", examples=("countsketch:0.05",)))
 
 
 _register_all()

@@ -1,6 +1,7 @@
 """Algorithms with several messages: exchanges, PowerSGD, and the wrappers that go around them."""
 
 from gradwire.reducers.base import Program, Reduced, Reducer, Sent, Step, Wrapper
+from gradwire.reducers.count_sketch import CountSketch
 from gradwire.reducers.error_feedback import ErrorFeedback
 from gradwire.reducers.exchange import AllGather, AllReduce, TwoShot
 from gradwire.reducers.gradzip import GradZip
@@ -15,6 +16,7 @@ __all__ = [
     "SVD",
     "AllGather",
     "AllReduce",
+    "CountSketch",
     "ErrorFeedback",
     "GradZip",
     "Guard",

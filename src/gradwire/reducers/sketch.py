@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -48,6 +48,8 @@ class Sketch(Reducer):
     """
 
     rank: int = 32
+
+    keyed: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_rank(self.rank, 1.0)
