@@ -94,3 +94,25 @@ def test_hashes_spread_evenly_and_signs_balance() -> None:
         counts[j] = torch.bincount(column, minlength=columns)
     chi = ((counts - numel / columns) ** 2 / (numel / columns)).sum(1)
     assert bool(((chi - columns).abs() <= 5.5 * (2 * columns) ** 0.5).all())
+
+
+@pytest.mark.parametrize(("columns", "k"), [(8, 1), (64, 4), (64, 64), (256, 9)])
+@pytest.mark.parametrize("rows", [0, 1, 17, 5000])
+def test_rows(rows: int, columns: int, k: int) -> None:
+    x = (4 * normal(rows, columns)).round() / 4  # with ties
+    if rows:
+        x[0, 3], x[rows // 2, 1] = float("nan"), float("-inf")
+    found: list[tuple[Tensor, Tensor, Tensor]] = []
+    basis = normal(columns, columns, seed=1)
+    for module in (cpu_lowrank, reference_lowrank):
+        values, codes = torch.empty(rows * k), torch.empty(rows * k, dtype=torch.uint8)
+        module.topk_rows(x, k, values, codes)
+        out = torch.empty(rows, columns)
+        module.combine_rows(values, codes, basis, out)
+        found.append((values, codes, out))
+    fast, slow = found
+    assert torch.equal(fast[1], slow[1])
+    assert torch.equal(fast[0].nan_to_num(), slow[0].nan_to_num())
+    assert torch.equal(fast[2].nan_to_num(), slow[2].nan_to_num())
+    if k == columns:
+        assert torch.equal(fast[0].nan_to_num(), x.view(-1).nan_to_num())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gradwire.codecs import BF16, FP16, QSGD, AffineInt, BlockInt, Identity, RandomK, Sign, TopK
+from gradwire.codecs import BF16, FP16, QSGD, AffineInt, BlockInt, DCTTopK, Identity, RandomK, Sign, TopK
 from gradwire.core.registry import Method, methods, register
 from gradwire.reducers import SVD, CountSketch, GradZip, PowerSGD, Sketch
 
@@ -61,6 +61,8 @@ def _register_all() -> None:
     register(Method("sketch", Sketch, "random directions of matrices", "own", True, "rank", examples=("sketch:8",)))
     summary = "largest of the mean, found in a sum of sketches"
     register(Method("countsketch", CountSketch, summary, "own", True, "density", examples=("countsketch:0.05",)))
+    summary = "largest coefficients of cosine transforms"
+    register(Method("dct_topk", DCTTopK, summary, "allgather", True, "density", examples=("dct_topk:0.0625",)))
 
 
 _register_all()

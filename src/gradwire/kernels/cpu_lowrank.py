@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradwire.kernels import pool
 from gradwire.kernels.cpu import _array, _inline, _kernel, _max_magnitude, _mix, _uniform_at
-from gradwire.kernels.reference import uniform_words
+from gradwire.kernels.reference import CANONICAL_NAN, uniform_words
 from gradwire.kernels.reference_lowrank import sketch_words
 
 # Factors ----------------------------------------------------------------------------------------------------
@@ -133,3 +133,60 @@ def count_unsketch(sketch: Tensor, bits: int, out: Tensor) -> None:
     """See `gradwire.kernels.lowrank.count_unsketch`."""
     s, o, keys = _array(sketch), _array(out), np.array(sketch_words(bits, sketch.shape[0]), np.uint32)
     pool.run([functools.partial(_count_unsketch, s, keys, i, o[i:j]) for i, j in pool.chunks(out.numel())])
+
+
+# Transforms -------------------------------------------------------------------------------------------------
+
+
+@_inline
+def _largest(ranks):
+    largest = np.int64(-1)
+    for i in range(ranks.size):
+        largest = max(largest, ranks[i])
+    return largest
+
+
+@_kernel("void(float32[:,::1], uint32[:,::1], int64, float32[::1], uint8[::1])")
+def _topk_rows(x, raw, k, values, codes):
+    columns = x.shape[1]
+    ranks = np.empty(columns, np.int64)
+    for row in range(x.shape[0]):
+        for i in range(columns):
+            # Magnitude first, then the lower column; all NaNs alike, above infinity.
+            magnitude = min(np.int64(raw[row, i] & np.uint32(0x7FFFFFFF)), np.int64(CANONICAL_NAN))
+            ranks[i] = (magnitude << 8) | (255 - i)
+        for _ in range(k):
+            ranks[255 - (_largest(ranks) & 255)] = -1
+        at = row * k
+        for i in range(columns):
+            if ranks[i] < 0:
+                values[at], codes[at] = x[row, i], np.uint8(i)
+                at += 1
+
+
+def topk_rows(x: Tensor, k: int, values: Tensor, codes: Tensor) -> None:
+    """See `gradwire.kernels.lowrank.topk_rows`."""
+    a, v, c = _array(x), _array(values), _array(codes)
+    raw, columns = a.view(np.uint32), x.shape[1]
+    rows = [(i // columns, j // columns) for i, j in pool.chunks(x.numel(), columns)]
+    pool.run([functools.partial(_topk_rows, a[i:j], raw[i:j], k, v[i * k : j * k], c[i * k : j * k]) for i, j in rows])
+
+
+@_kernel("void(float32[::1], uint8[::1], float32[:,::1], float32[:,::1])")
+def _combine_rows(values, codes, basis, out):
+    k = values.size // max(1, out.shape[0])
+    for row in range(out.shape[0]):
+        target = out[row]
+        target[:] = 0.0
+        for j in range(row * k, row * k + k):
+            value, term = values[j], basis[np.int64(codes[j])]
+            for i in range(target.size):
+                target[i] += value * term[i]
+
+
+def combine_rows(values: Tensor, codes: Tensor, basis: Tensor, out: Tensor) -> None:
+    """See `gradwire.kernels.lowrank.combine_rows`."""
+    v, c, b, o = _array(values), _array(codes), _array(basis), _array(out)
+    k, columns = values.numel() // max(1, out.shape[0]), out.shape[1]
+    rows = [(i // columns, j // columns) for i, j in pool.chunks(out.numel(), columns)]
+    pool.run([functools.partial(_combine_rows, v[i * k : j * k], c[i * k : j * k], b, o[i:j]) for i, j in rows])

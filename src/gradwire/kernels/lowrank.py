@@ -10,7 +10,7 @@ from torch import Tensor
 from gradwire import kernels
 from gradwire.kernels import reference_lowrank
 
-__all__ = ["count_sketch", "count_unsketch", "unit_rows_"]
+__all__ = ["combine_rows", "count_sketch", "count_unsketch", "topk_rows", "unit_rows_"]
 
 
 def _module(device: torch.device) -> ModuleType:
@@ -110,3 +110,61 @@ def _require_sketch(x: Tensor, sketch: Tensor) -> None:
         raise ValueError(
             f"a sketch of {rows} by {columns} for {x.numel()} elements: rows must be odd, columns positive"
         )
+
+
+def topk_rows(x: Tensor, k: int, values: Tensor, codes: Tensor) -> None:
+    """For every row of x the k entries of largest magnitude, in the order of their columns; ties go to the lowest.
+
+    Args:
+        x: (rows, columns) float32, contiguous, at most 256 columns; NaN is largest.
+        k: 1 to columns.
+        values: (rows * k,) float32, written.
+        codes: (rows * k,) uint8, written: the columns.
+
+    Raises:
+        TypeError: another dtype.
+        ValueError: another shape.
+
+    >>> values, codes = torch.empty(2), torch.empty(2, dtype=torch.uint8)
+    >>> topk_rows(torch.tensor([[1.0, -3.0, 3.0, 0.5]]), 2, values, codes)
+    >>> values, codes
+    (tensor([-3.,  3.]), tensor([1, 2], dtype=torch.uint8))
+    """
+    _require_rows(x, k, values, codes)
+    _module(x.device).topk_rows(x, k, values, codes)
+
+
+def combine_rows(values: Tensor, codes: Tensor, basis: Tensor, out: Tensor) -> None:
+    """out[row] = sum over j, in order, of values[row k + j] * basis[codes[row k + j]]: each product and sum is rounded.
+
+    Args:
+        values: (rows * k,) float32.
+        codes: (rows * k,) uint8, below the basis's rows: the caller's duty.
+        basis: (at most 256, columns) float32, contiguous.
+        out: (rows, columns) float32, contiguous, written.
+
+    Raises:
+        TypeError: another dtype.
+        ValueError: another shape.
+
+    >>> out = torch.empty(1, 2)
+    >>> combine_rows(torch.tensor([2.0, 1.0]), torch.tensor([0, 1], dtype=torch.uint8), torch.eye(2), out)
+    >>> out
+    tensor([[2., 1.]])
+    """
+    _require_rows(out, values.numel() // max(1, out.shape[0]), values, codes)
+    if basis.dtype != torch.float32 or basis.ndim != 2 or basis.shape[1] != out.shape[1] or not basis.is_contiguous():
+        raise ValueError(f"a basis of {tuple(basis.shape)} {basis.dtype} does not fit rows of {out.shape[1]} float32")
+    _module(out.device).combine_rows(values, codes, basis, out)
+
+
+def _require_rows(x: Tensor, k: int, values: Tensor, codes: Tensor) -> None:
+    if (x.dtype, values.dtype, codes.dtype) != (torch.float32, torch.float32, torch.uint8):
+        raise TypeError(
+            f"rows, values and codes are {x.dtype}, {values.dtype}, {codes.dtype}; float32 and uint8 wanted"
+        )
+    if x.ndim != 2 or x.shape[1] > 256 or not x.is_contiguous():
+        raise ValueError(f"rows of shape {tuple(x.shape)}: they must be contiguous, with at most 256 columns")
+    fits = all(t.is_contiguous() and t.shape == (x.shape[0] * k,) for t in (values, codes))
+    if not fits or (x.shape[0] and not 1 <= k <= x.shape[1]):
+        raise ValueError(f"{k} of {x.shape[1]} columns of {x.shape[0]} rows: values and codes have another size")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gradwire.kernels.reference import key_words, mix, uniform
+from gradwire.kernels.reference import CANONICAL_NAN, key_words, magnitude_bits, mix, uniform
 
 
 def unit_rows_(Q: Tensor, bits: int) -> None:
@@ -50,3 +50,23 @@ def count_unsketch(sketch: Tensor, bits: int, out: Tensor) -> None:
         column, sign = hashed(out.numel(), columns, words, out.device)
         torch.mul(sketch[j].index_select(0, column), sign, out=estimates[j])
     out.copy_(estimates.median(0).values)
+
+
+# Transforms -------------------------------------------------------------------------------------------------
+
+
+def topk_rows(x: Tensor, k: int, values: Tensor, codes: Tensor) -> None:
+    """The k largest magnitudes of every row, in the order of their columns; ties go to the lowest."""
+    magnitudes = magnitude_bits(x).clamp(max=CANONICAL_NAN)
+    chosen = magnitudes.sort(dim=1, descending=True, stable=True).indices[:, :k].sort(dim=1).values
+    values.view(-1, k).copy_(x.gather(1, chosen))
+    codes.view(-1, k).copy_(chosen)
+
+
+def combine_rows(values: Tensor, codes: Tensor, basis: Tensor, out: Tensor) -> None:
+    """Each row a sum of rows of the basis, term by term."""
+    k = values.numel() // max(1, out.shape[0])
+    v, c = values.view(out.shape[0], k), codes.view(out.shape[0], k).long()
+    out.zero_()
+    for j in range(k):
+        out.add_(v[:, j : j + 1] * basis[c[:, j]])
