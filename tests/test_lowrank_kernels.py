@@ -116,3 +116,49 @@ def test_rows(rows: int, columns: int, k: int) -> None:
     assert torch.equal(fast[2].nan_to_num(), slow[2].nan_to_num())
     if k == columns:
         assert torch.equal(fast[0].nan_to_num(), x.view(-1).nan_to_num())
+
+
+@pytest.mark.parametrize("numel", [0, 1, 1000, 600_000])
+def test_bf16_memory(numel: int) -> None:
+    x = normal(numel)
+    if numel > 8:
+        x[:7] = torch.tensor([3.4e38, -3.4e38, float("inf"), float("-inf"), float("nan"), 0.0, 1e-40])
+    halves = [torch.empty(numel, dtype=torch.bfloat16) for _ in range(2)]
+    cpu_lowrank.round_bf16(x, 5, halves[0])
+    reference_lowrank.round_bf16(x, 5, halves[1])
+    assert torch.equal(halves[0].view(torch.int16), halves[1].view(torch.int16))
+    fine = torch.isfinite(x)
+    assert torch.equal(torch.isfinite(halves[0]), fine)
+    # it moves to one of the two neighbours: off by less than a spacing, 2^-7 of the power of two below
+    error = (halves[0].double() - x.double())[fine].abs()
+    assert bool((error <= 2.0**-7 * x[fine].double().abs() + 2.0**-133).all())
+    sums = [x.clone(), x.clone()]
+    cpu_lowrank.add_bf16_(sums[0], halves[0], 0.7)
+    reference_lowrank.add_bf16_(sums[1], halves[0], 0.7)
+    assert torch.equal(sums[0].view(torch.int32)[fine], sums[1].view(torch.int32)[fine])
+
+
+def test_rounding_to_bf16_is_unbiased() -> None:
+    x, draws = normal(50), 4000
+    out = torch.empty(50, dtype=torch.bfloat16)
+    total = torch.zeros(50, dtype=torch.float64)
+    for bits in range(draws):
+        lowrank.round_bf16(x, bits, out)
+        total += out.double()
+    # Each draw is off by less than a spacing, 2^-7 |x|; 5.5 standard deviations of the mean.
+    assert bool(((total / draws - x.double()).abs() <= 5.5 * 2.0**-7 * x.abs() / 2 / draws**0.5).all())
+
+
+@pytest.mark.parametrize("numel", [1, 7, 8, 1000, 300_001])
+@pytest.mark.parametrize("block", [1, 2, 8, 1024])
+def test_hadamard(numel: int, block: int) -> None:
+    x, chosen = normal(numel), torch.randperm(block, generator=torch.Generator().manual_seed(1))[: max(1, block // 3)]
+    chosen = chosen.to(torch.int32)
+    found: list[tuple[Tensor, Tensor]] = []
+    for module in (cpu_lowrank, reference_lowrank):
+        values, into = torch.empty(-(-numel // block) * chosen.numel()), x.clone()
+        module.hadamard_encode(x, block, 3, chosen, values)
+        module.hadamard_accumulate(values, block, 3, chosen, into, -0.3)
+        found.append((values, into))
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])

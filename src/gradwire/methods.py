@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gradwire.codecs import BF16, FP16, QSGD, AffineInt, BlockInt, DCTTopK, Identity, RandomK, Sign, TopK
+from gradwire.codecs import BF16, FP16, QSGD, AffineInt, BlockInt, DCTTopK, Hadamard, Identity, RandomK, Sign, TopK
 from gradwire.core.registry import Method, methods, register
 from gradwire.reducers import SVD, CountSketch, GradZip, PowerSGD, Sketch
 
@@ -62,7 +62,11 @@ def _register_all() -> None:
     summary = "largest of the mean, found in a sum of sketches"
     register(Method("countsketch", CountSketch, summary, "own", True, "density", examples=("countsketch:0.05",)))
     summary = "largest coefficients of cosine transforms"
-    register(Method("dct_topk", DCTTopK, summary, "allgather", True, "density", examples=("dct_topk:0.0625",)))
+    register(
+        Method("dct_topk", DCTTopK, summary, "allgather", True, "density", examples=("dct_topk:0.0625,residual=bf16",))
+    )
+    summary = "random directions of flat tensors"
+    register(Method("hadamard", Hadamard, summary, "allreduce", True, "density", examples=("hadamard:0.125",)))
 
 
 _register_all()

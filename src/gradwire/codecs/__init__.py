@@ -6,6 +6,7 @@ from gradwire.codecs.block_int import BlockInt
 from gradwire.codecs.cast import BF16, FP16, Identity
 from gradwire.codecs.chain import Chain
 from gradwire.codecs.dct_topk import DCTTopK
+from gradwire.codecs.hadamard import Hadamard
 from gradwire.codecs.qsgd import QSGD
 from gradwire.codecs.randomk import RandomK
 from gradwire.codecs.sign import Sign
@@ -20,6 +21,7 @@ __all__ = [
     "Chain",
     "Codec",
     "DCTTopK",
+    "Hadamard",
     "Identity",
     "RandomK",
     "Sign",

@@ -53,7 +53,7 @@ class DCTTopK(Codec):
         Peng, Quesnelle & Kingma 2024, "DeMo: decoupled momentum optimization", Algorithm 1.
 
     >>> codec = DCTTopK(1 / 8, chunk=8)
-    >>> codec.decode(codec.encode(torch.ones(8)), torch.ones(8))
+    >>> codec.decode(codec.encode(torch.ones(8)), torch.ones(8)).round(decimals=4)
     tensor([1., 1., 1., 1., 1., 1., 1., 1.])
     """
 

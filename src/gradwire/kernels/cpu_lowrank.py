@@ -7,6 +7,7 @@ import functools
 import math
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from gradwire.kernels import pool
@@ -190,3 +191,125 @@ def combine_rows(values: Tensor, codes: Tensor, basis: Tensor, out: Tensor) -> N
     k, columns = values.numel() // max(1, out.shape[0]), out.shape[1]
     rows = [(i // columns, j // columns) for i, j in pool.chunks(out.numel(), columns)]
     pool.run([functools.partial(_combine_rows, v[i * k : j * k], c[i * k : j * k], b, o[i:j]) for i, j in rows])
+
+
+@_inline
+def _hadamard_stage(x, half):
+    for start in range(0, x.size, 2 * half):
+        for i in range(start, start + half):
+            a, b = x[i], x[i + half]
+            x[i], x[i + half] = a + b, a - b
+
+
+@_inline
+def _hadamard(x):
+    # The first stages by name: LLVM unrolls them, where a loop over `half` would go two elements at a time.
+    if x.size >= 2:
+        _hadamard_stage(x, 1)
+    if x.size >= 4:
+        _hadamard_stage(x, 2)
+    if x.size >= 8:
+        _hadamard_stage(x, 4)
+    half = 8
+    while half < x.size:
+        _hadamard_stage(x, half)
+        half *= 2
+
+
+@_inline
+def _sign_at(i, k0, k1):
+    return np.float32(1.0) if _uniform_at(np.uint32(i), k0, k1) < np.float32(0.5) else np.float32(-1.0)
+
+
+@_kernel("void(float32[::1], int64, int64, int64, int64, int32[::1], float32, float32[::1])")
+def _hadamard_encode(x, block, first, k0, k1, chosen, scale, out):
+    k0, k1 = np.uint32(k0), np.uint32(k1)
+    scratch = np.empty(block, np.float32)
+    at = 0
+    for start in range(0, x.size, block):
+        here = min(block, x.size - start)
+        for i in range(here):
+            scratch[i] = x[start + i] * _sign_at(first + start + i, k0, k1)
+        scratch[here:] = 0.0
+        _hadamard(scratch)
+        for j in range(chosen.size):
+            out[at] = scratch[chosen[j]] * scale
+            at += 1
+
+
+def hadamard_encode(x: Tensor, block: int, bits: int, chosen: Tensor, out: Tensor) -> None:
+    """See `gradwire.kernels.lowrank.hadamard_encode`."""
+    a, c, o, (k0, k1) = _array(x), _array(chosen), _array(out), uniform_words(bits)
+    scale, k = np.float32(block**-0.5), chosen.numel()
+    tasks = [
+        functools.partial(_hadamard_encode, a[i:j], block, i, k0, k1, c, scale, o[i // block * k : -(-j // block) * k])
+        for i, j in pool.chunks(x.numel(), block)
+    ]
+    pool.run(tasks)
+
+
+@_kernel("void(float32[::1], int64, int64, int64, int64, int32[::1], float32, float32[::1], float32)")
+def _hadamard_accumulate(values, block, first, k0, k1, chosen, scale, into, alpha):
+    k0, k1 = np.uint32(k0), np.uint32(k1)
+    scratch = np.empty(block, np.float32)
+    at = 0
+    for start in range(0, into.size, block):
+        scratch[:] = 0.0
+        for j in range(chosen.size):
+            scratch[chosen[j]] = values[at]
+            at += 1
+        _hadamard(scratch)
+        for i in range(min(block, into.size - start)):
+            into[start + i] += scratch[i] * scale * _sign_at(first + start + i, k0, k1) * alpha
+
+
+def hadamard_accumulate(values: Tensor, block: int, bits: int, chosen: Tensor, into: Tensor, alpha: float) -> None:
+    """See `gradwire.kernels.lowrank.hadamard_accumulate`."""
+    v, c, o, (k0, k1) = _array(values), _array(chosen), _array(into), uniform_words(bits)
+    scale, k, run = np.float32(block**-0.5), chosen.numel(), _hadamard_accumulate
+    factor = np.float32(alpha)
+    tasks = [
+        functools.partial(run, v[i // block * k : -(-j // block) * k], block, i, k0, k1, c, scale, o[i:j], factor)
+        for i, j in pool.chunks(into.numel(), block)
+    ]
+    pool.run(tasks)
+
+
+# Half-precision memory --------------------------------------------------------------------------------------
+
+
+@_kernel("void(float32[::1], uint16[::1], float32)")
+def _add_bf16(x, r, alpha):
+    scratch = np.empty(_TILE, np.uint32)
+    terms = scratch.view(np.float32)
+    for start in range(0, x.size, _TILE):
+        stop = min(start + _TILE, x.size)
+        for i in range(start, stop):
+            scratch[i - start] = np.uint32(r[i]) << np.uint32(16)
+        for i in range(start, stop):
+            x[i] += terms[i - start] * alpha
+
+
+def add_bf16_(x: Tensor, r: Tensor, alpha: float) -> None:
+    """See `gradwire.kernels.lowrank.add_bf16_`."""
+    a, h = _array(x), _array(r.view(torch.int16)).view(np.uint16)
+    pool.run([functools.partial(_add_bf16, a[i:j], h[i:j], np.float32(alpha)) for i, j in pool.chunks(x.numel())])
+
+
+@_kernel("void(uint32[::1], uint16[::1], int64, int64, int64)")
+def _round_bf16(raw, out, first, k0, k1):
+    k0, k1, first = np.uint32(k0), np.uint32(k1), np.uint32(first)
+    for i in range(raw.size):
+        word = np.uint32(raw[i])
+        noise = _mix(np.uint32(_mix(np.uint32(np.uint32(first + np.uint32(i)) ^ k0)) ^ k1)) >> np.uint32(16)
+        up = np.uint32(np.uint32(word + noise) >> np.uint32(16))
+        cut = np.uint32(word >> np.uint32(16))
+        quiet = np.uint32(0x40) if (word & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000) else np.uint32(0)
+        finite = (up & np.uint32(0x7F80)) != np.uint32(0x7F80) and (cut & np.uint32(0x7F80)) != np.uint32(0x7F80)
+        out[i] = np.uint16(up if finite else cut | quiet)
+
+
+def round_bf16(x: Tensor, bits: int, out: Tensor) -> None:
+    """See `gradwire.kernels.lowrank.round_bf16`."""
+    raw, h, words = _array(x).view(np.uint32), _array(out.view(torch.int16)).view(np.uint16), uniform_words(bits)
+    pool.run([functools.partial(_round_bf16, raw[i:j], h[i:j], i, *words) for i, j in pool.chunks(x.numel())])

@@ -10,7 +10,18 @@ from torch import Tensor
 from gradwire import kernels
 from gradwire.kernels import reference_lowrank
 
-__all__ = ["combine_rows", "count_sketch", "count_unsketch", "topk_rows", "unit_rows_"]
+__all__ = [
+    "add_bf16_",
+    "combine_rows",
+    "count_sketch",
+    "count_unsketch",
+    "hadamard_accumulate",
+    "hadamard_encode",
+    "round_bf16",
+    "topk_rows",
+    "unit_rows_",
+    "warm_up",
+]
 
 
 def _module(device: torch.device) -> ModuleType:
@@ -19,6 +30,21 @@ def _module(device: torch.device) -> ModuleType:
     from gradwire.kernels import cpu_lowrank
 
     return cpu_lowrank
+
+
+def warm_up() -> None:
+    """Call every kernel of this module once; see `kernels.warm_up`."""
+    x, values, codes = torch.ones(8), torch.empty(8), torch.empty(8, dtype=torch.uint8)
+    sketch, rows, half = torch.empty(1, 8), torch.arange(8, dtype=torch.int32), torch.empty(8, dtype=torch.bfloat16)
+    unit_rows_(x.view(1, 8), 1)
+    count_sketch(x, 1, sketch)
+    count_unsketch(sketch, 1, values)
+    topk_rows(x.view(1, 8), 8, values, codes)
+    combine_rows(values, codes, torch.eye(8), x.view(1, 8))
+    hadamard_encode(x, 8, 1, rows, values)
+    hadamard_accumulate(values, 8, 1, rows, x)
+    round_bf16(x, 1, half)
+    add_bf16_(x, half)
 
 
 def unit_rows_(Q: Tensor, bits: int) -> None:
@@ -168,3 +194,117 @@ def _require_rows(x: Tensor, k: int, values: Tensor, codes: Tensor) -> None:
     fits = all(t.is_contiguous() and t.shape == (x.shape[0] * k,) for t in (values, codes))
     if not fits or (x.shape[0] and not 1 <= k <= x.shape[1]):
         raise ValueError(f"{k} of {x.shape[1]} columns of {x.shape[0]} rows: values and codes have another size")
+
+
+def hadamard_encode(x: Tensor, block: int, bits: int, chosen: Tensor, out: Tensor) -> None:
+    """For every block of x: out = (H D x)[chosen] / sqrt(block), H the Hadamard matrix in Sylvester's order, D signs.
+
+    D_i is 1 where u_i < 1/2, u = `kernels.uniform(bits)`, else -1. The last block is filled up with zeros.
+
+    Args:
+        x: (numel,) float32.
+        block: a power of two.
+        bits: the key of the signs.
+        chosen: (k,) int32, rows of H that are kept: each below `block`, the caller's duty.
+        out: (ceil(numel / block) * k,) float32, written.
+
+    Raises:
+        TypeError: another dtype.
+        ValueError: another shape, or a block that is no power of two.
+
+    >>> out = torch.empty(2)
+    >>> hadamard_encode(torch.ones(2), 2, 3, torch.tensor([0, 1], dtype=torch.int32), out)
+    >>> float(out.square().sum().round(decimals=4))
+    2.0
+    """
+    _require_blocks(x, block, chosen, out)
+    _module(x.device).hadamard_encode(x, block, bits, chosen, out)
+
+
+def hadamard_accumulate(
+    values: Tensor, block: int, bits: int, chosen: Tensor, into: Tensor, alpha: float = 1.0
+) -> None:
+    """For every block: into += alpha * D H z / sqrt(block), z the values at `chosen` and zero elsewhere.
+
+    Args:
+        values: what `hadamard_encode` writes.
+        block: a power of two.
+        bits: the key of the signs.
+        chosen: (k,) int32, distinct.
+        into: (numel,) float32, changed in place.
+        alpha: rounded to float32.
+
+    Raises:
+        TypeError: another dtype.
+        ValueError: another shape, or a block that is no power of two.
+
+    >>> all_rows, y, x = torch.arange(4, dtype=torch.int32), torch.empty(4), torch.tensor([1.0, 2.0, 3.0, 4.0])
+    >>> hadamard_encode(x, 4, 3, all_rows, y)
+    >>> hadamard_accumulate(y, 4, 3, all_rows, x, alpha=-1.0)
+    >>> x
+    tensor([0., 0., 0., 0.])
+    """
+    _require_blocks(into, block, chosen, values)
+    _module(into.device).hadamard_accumulate(values, block, bits, chosen, into, alpha)
+
+
+def _require_blocks(x: Tensor, block: int, chosen: Tensor, values: Tensor) -> None:
+    if (x.dtype, values.dtype, chosen.dtype) != (torch.float32, torch.float32, torch.int32):
+        raise TypeError(f"x, values and chosen are {x.dtype}, {values.dtype}, {chosen.dtype}: pass float32 and int32")
+    if block < 1 or block & (block - 1):
+        raise ValueError(f"block {block} is no power of two")
+    sizes = (x.ndim, chosen.ndim, values.shape) == (1, 1, (-(-x.numel() // block) * chosen.numel(),))
+    if not sizes or not all(t.is_contiguous() for t in (x, chosen, values)):
+        raise ValueError(f"{tuple(values.shape)} values of {tuple(x.shape)}, {chosen.numel()} of each {block}")
+
+
+def add_bf16_(x: Tensor, r: Tensor, alpha: float = 1.0) -> None:
+    """x += alpha * r, in place and without a copy of r in float32: the product is rounded, then the sum.
+
+    Args:
+        x: (numel,) float32.
+        r: (numel,) bfloat16.
+        alpha: rounded to float32.
+
+    Raises:
+        TypeError: another dtype.
+        ValueError: another shape.
+
+    >>> x = torch.ones(2)
+    >>> add_bf16_(x, torch.ones(2, dtype=torch.bfloat16), 0.5)
+    >>> x
+    tensor([1.5000, 1.5000])
+    """
+    _require_half(x, r)
+    _module(x.device).add_bf16_(x, r, alpha)
+
+
+def round_bf16(x: Tensor, bits: int, out: Tensor) -> None:
+    """Round stochastically to bfloat16: up, away from zero, with a chance of the part that is cut. Unbiased.
+
+    With m_i the bits of x_i as an integer and u = `kernels.uniform(bits)`: (m_i + floor(2^16 u_i)) >> 16. What would
+    overflow is cut instead; infinity and NaN stay so.
+
+    Args:
+        x: (numel,) float32.
+        bits: the key.
+        out: (numel,) bfloat16, written.
+
+    Raises:
+        TypeError: another dtype.
+        ValueError: another shape.
+
+    >>> out = torch.empty(2, dtype=torch.bfloat16)
+    >>> round_bf16(torch.tensor([1.0, -2.5]), 1, out)
+    >>> out
+    tensor([ 1.0000, -2.5000], dtype=torch.bfloat16)
+    """
+    _require_half(x, out)
+    _module(x.device).round_bf16(x, bits, out)
+
+
+def _require_half(x: Tensor, half: Tensor) -> None:
+    if (x.dtype, half.dtype) != (torch.float32, torch.bfloat16):
+        raise TypeError(f"tensors of {x.dtype} and {half.dtype}: pass float32 and bfloat16")
+    if x.ndim != 1 or x.shape != half.shape or not (x.is_contiguous() and half.is_contiguous()):
+        raise ValueError(f"tensors of {tuple(x.shape)} and {tuple(half.shape)}: pass 1-d contiguous ones of one size")

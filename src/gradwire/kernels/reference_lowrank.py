@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from gradwire.kernels.reference import CANONICAL_NAN, key_words, magnitude_bits, mix, uniform
 
@@ -70,3 +71,51 @@ def combine_rows(values: Tensor, codes: Tensor, basis: Tensor, out: Tensor) -> N
     out.zero_()
     for j in range(k):
         out.add_(v[:, j : j + 1] * basis[c[:, j]])
+
+
+def _signs(bits: int, numel: int, device: torch.device) -> Tensor:
+    """1 where uniform(bits) is below a half, else -1."""
+    return torch.where(uniform(bits, numel, device) < 0.5, 1.0, -1.0)
+
+
+def _hadamard(x: Tensor) -> Tensor:
+    """Each row times the Hadamard matrix of its size in Sylvester's order, not normalised."""
+    rows, size = x.shape
+    half = 1
+    while half < size:
+        a, b = x.view(rows, -1, 2, half).unbind(2)
+        x = torch.stack([a + b, a - b], dim=2)
+        half *= 2
+    return x.view(rows, size)
+
+
+def hadamard_encode(x: Tensor, block: int, bits: int, chosen: Tensor, out: Tensor) -> None:
+    """Signs, transform, scale, select."""
+    signed = pad(x * _signs(bits, x.numel(), x.device), (0, -x.numel() % block)).view(-1, block)
+    out.view(signed.shape[0], chosen.numel()).copy_(_hadamard(signed)[:, chosen.long()] * block**-0.5)
+
+
+def hadamard_accumulate(values: Tensor, block: int, bits: int, chosen: Tensor, into: Tensor, alpha: float) -> None:
+    """Place, transform, scale, signs."""
+    spread = torch.zeros(-(-into.numel() // block), block, device=into.device)
+    spread[:, chosen.long()] = values.view(spread.shape[0], chosen.numel())
+    signed = (_hadamard(spread) * block**-0.5).view(-1)[: into.numel()] * _signs(bits, into.numel(), into.device)
+    into.add_(signed * alpha)
+
+
+# Half-precision memory --------------------------------------------------------------------------------------
+
+
+def add_bf16_(x: Tensor, r: Tensor, alpha: float) -> None:
+    """x += alpha * r."""
+    x.add_(r.float() * alpha)
+
+
+def round_bf16(x: Tensor, bits: int, out: Tensor) -> None:
+    """Add sixteen random bits below the last one that is kept, and cut."""
+    raw = x.view(torch.int32).to(torch.int64)
+    cut = raw >> 16
+    up = (raw + (uniform(bits, x.numel(), x.device) * 65536).to(torch.int64)) >> 16
+    overflows = ((up & 0x7F80) == 0x7F80) | ~torch.isfinite(x)
+    cut = torch.where(x.isnan(), cut | 0x40, cut)  # a NaN whose upper bits are zero would become infinity
+    out.view(torch.int16).copy_(torch.where(overflows, cut, up))

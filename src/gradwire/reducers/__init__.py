@@ -6,6 +6,7 @@ from gradwire.reducers.error_feedback import ErrorFeedback
 from gradwire.reducers.exchange import AllGather, AllReduce, TwoShot
 from gradwire.reducers.gradzip import GradZip
 from gradwire.reducers.guard import Guard
+from gradwire.reducers.lean_residual import EF21, LeanErrorFeedback
 from gradwire.reducers.partition import Partition, is_vector
 from gradwire.reducers.power_sgd import PowerSGD
 from gradwire.reducers.sketch import Sketch
@@ -13,6 +14,7 @@ from gradwire.reducers.svd import SVD
 from gradwire.reducers.warm_up import WarmUp
 
 __all__ = [
+    "EF21",
     "SVD",
     "AllGather",
     "AllReduce",
@@ -20,6 +22,7 @@ __all__ = [
     "ErrorFeedback",
     "GradZip",
     "Guard",
+    "LeanErrorFeedback",
     "Partition",
     "PowerSGD",
     "Program",
