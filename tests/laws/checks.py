@@ -93,9 +93,9 @@ def check_additive(codec: Codec, xs: Sequence[Tensor], key: Key) -> None:
     of_sum = decoded(codec, sum(xs[1:], start=xs[0]), keys[-1]).double()
     # n - 1 sums on the wire, n encodings and decodings, in the coarsest of the precisions at work.
     sizes = sum(decoded(codec, x.abs(), k).double() for x, k in zip(xs, keys, strict=True))
-    if codec.mixes:  # what is rounded in one element is of the size of any other
-        sizes = sizes.abs().max().expand_as(sizes) if sizes.numel() else sizes
     u = unit_roundoff(xs[0].dtype, payloads[0].dtype)
+    if codec.mixes:  # what is rounded in one element is of the size of any other
+        sizes = norm(torch.stack(xs))
     slack = (3 * len(xs) + 2) * u * sizes + len(xs) * torch.finfo(payloads[0].dtype).tiny
     assert bool(((together - each).abs() <= slack).all())
     assert bool(((together - of_sum).abs() <= slack).all())

@@ -122,9 +122,11 @@ def test_momentum_of_q_averages_noise_away() -> None:
 
 
 def test_both_residuals_give_the_same_means_and_only_one_lets_ranks_drift_apart() -> None:
-    """Ranks whose gradients differ for ever: M - P Q^T piles that difference up, M - P Q_local^T does not."""
+    """Ranks whose gradients differ for ever: M - P Q^T piles all of that difference up, M - P Q_local^T only what lies
+    outside the span of P, which here is nothing."""
     grain = matrix_grain(20, 30)
-    base, apart = low_rank(20, 30, 2, seed=1), low_rank(20, 30, 2, seed=5)
+    left = normal((1, 20, 2), 1)
+    base, apart = left @ normal((1, 2, 30), 2), left @ normal((1, 2, 30), 5)
     xs, residuals, means = [base + apart, base - apart], list[float](), list[Tensor]()
     for sent in ("local", "mean"):
         lockstep = Lockstep(ErrorFeedback(PowerSGD(2, sent=sent)), grain, world_size=2)

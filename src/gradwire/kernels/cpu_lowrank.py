@@ -23,7 +23,7 @@ def _unit_rows(Q, raw, columns, k0, k1):
     k0, k1 = np.uint32(k0), np.uint32(k1)
     for start in range(0, Q.size, columns):
         largest = _max_magnitude(raw, start, start + columns)
-        exponent = min(max(254 - np.int64(largest >> np.uint32(23)), 1), 254) - 127
+        exponent = min(max(254 - int(largest >> np.uint32(23)), 1), 254) - 127
         scale = np.float32(math.ldexp(1.0, exponent))
         for i in range(start, start + columns):
             if largest == 0:

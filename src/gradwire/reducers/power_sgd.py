@@ -51,10 +51,10 @@ class PowerSGD(Reducer):
         P = orthogonalise(mean(M Q)),   Q_local = M^T P,   Q = mean(Q_local),   mean = P Q^T
 
     What this rank sent is P Q_local^T, so error feedback keeps M - P Q_local^T: the mean of what was sent *is* the
-    mean, and no difference between a rank's gradient and the mean piles up. The authors' code and PyTorch keep
-    M - P Q^T, which owes the same in sum: that is `sent="mean"`. Bytes: (rows + columns) * rank floats an iteration.
-    Factors of 16-bit gradients travel in the gradients' dtype, others as float32; all arithmetic is float32. Matrices
-    of equal shape are one batch.
+    mean, and of the difference between a rank's gradient and the mean only what lies outside the span of P is kept.
+    The authors' code and PyTorch keep M - P Q^T, all of it, which owes the same in sum: that is `sent="mean"`. Bytes:
+    (rows + columns) * rank floats an iteration. Factors of 16-bit gradients travel in the gradients' dtype, others as
+    float32; all arithmetic is float32. Matrices of equal shape are one batch.
 
     P is made orthonormal by Householder QR, which stays finite for rank-deficient and all-zero matrices. Between steps
     each column of Q is scaled by a power of two to a largest magnitude in [1, 2): that changes no span, and MQ then is
@@ -128,10 +128,11 @@ class PowerSGD(Reducer):
         """Two all-reduces an iteration: of P, then of Q."""
         M, wire = x.view(grain.shape).float(), wire_dtype(grain.dtype)
         start = self._start(grain, state, step)
-        P, Qt, part = yield from _iterate(M, start, step, wire)
+        found = yield from _iterate(M, start, step, wire)
         for i in range(1, self.iterations):
-            again = unit_columns(Qt, Key(step.seed, step.index, grain.name, f"iteration {i}"))
-            P, Qt, part = yield from _iterate(M, again, step, wire)
+            again = unit_columns(found.Qt, Key(step.seed, step.index, grain.name, f"iteration {i}"))
+            found = yield from _iterate(M, again, step, wire)
+        P, Qt, part = found
         mean = torch.bmm(P, Qt).to(x.dtype).view(x.shape)
         sent = SentFactors(P, part, step.world_size) if self.sent == "local" else SentFactors(P, Qt)
         return Reduced(mean, sent, self._next(start, Qt, grain, step))
@@ -147,11 +148,11 @@ class PowerSGD(Reducer):
         """The state with the Q that the next step begins with."""
         if not self.warm_start:
             return State()
-        Q = unit_columns(Qt, Key(step.seed, step.index, grain.name, "revive"))
+        fresh = unit_columns(Qt, Key(step.seed, step.index, grain.name, "revive"))
         if self.momentum:
-            agrees = (Q * start).sum(1, keepdim=True) >= 0
-            Q = Q.lerp(torch.where(agrees, start, -start), self.momentum)
-        return State(Q=Leaf(Q, "matrix"))
+            agrees = (fresh * start).sum(1, keepdim=True) >= 0
+            fresh = fresh.lerp(torch.where(agrees, start, -start), self.momentum)
+        return State(Q=Leaf(fresh, "matrix"))
 
 
 def _iterate(M: Tensor, Q: Tensor, step: Step, wire: torch.dtype) -> Generator[Collective, Tensor, _Factors]:

@@ -69,8 +69,8 @@ class SVD(Reducer):
         layout = self._layout(grain)
         wire = layout.empty(x.device)
         own = _factors(layout.views(wire), grain)
-        for M, P, Qt in zip(x.view(grain.shape), *own, strict=True):  # one at a time: U and V are as large as M
-            _decompose(M.float(), P, Qt)
+        for i, M in enumerate(x.view(grain.shape)):  # one at a time: U and V are as large as M
+            _decompose(M.float(), own[0][i], own[1][i])
         rows = yield collective.AllGather(wire)
         mean = torch.zeros(grain.shape, device=x.device)
         for row in rows:
