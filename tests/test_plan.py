@@ -76,6 +76,30 @@ def test_waves_run_in_the_order_gradients_come() -> None:
     assert firsts == ["w5", "w3", "w1"]
 
 
+def test_matrices_go_together_and_small_vectors_with_them() -> None:
+    """Two rounds and the flags, whatever the number of layers: collectives are what such a method pays for."""
+    shapes = [(32, 16), (32,), (16, 32), (16,)] * 4
+    model = [ParameterSpec(f"layer{i}", shape, torch.float32, CPU) for i, shape in enumerate(shapes)]
+    planned = plan(model, parse("powersgd:2"))
+    assert [u.grain.shape for u in planned.units] == [(4, 16, 32), (4, 32, 16), (4 * 32 + 4 * 16,)]
+    assert [len(wave) for wave in planned.waves] == [3]
+    assert cost(parse("powersgd:2"), model, world_size=4).collectives == 3
+
+
+def test_a_wave_of_matrices_has_an_end() -> None:
+    model = [ParameterSpec(f"w{i}", (40, 40), torch.float32, CPU) for i in range(20)]
+    waves = plan(model, parse("powersgd:2"), grain_numel=1600).waves
+    assert [sum(unit.grain.numel for unit in wave) // 1600 for wave in waves] == [8, 8, 4]
+
+
+def test_devices_share_no_wave() -> None:
+    model = [
+        ParameterSpec("bias", (8,), torch.float32, torch.device("meta")),
+        ParameterSpec("w", (40, 40), torch.float32, CPU),
+    ]
+    assert len(plan(model, parse("powersgd:2")).waves) == 2
+
+
 def test_a_large_parameter_is_cut_evenly() -> None:
     model = [ParameterSpec("w", (1001,), torch.float32, CPU)]
     assert [u.grain.numel for u in plan(model, parse("none"), grain_numel=400).units] == [334, 334, 333]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from gradwire.codecs import BF16, FP16, QSGD, AffineInt, BlockInt, Identity, RandomK, Sign, TopK
+from gradwire.codecs import BF16, FP16, QSGD, AffineInt, BlockInt, DCTTopK, Hadamard, Identity, RandomK, Sign, TopK
 from gradwire.core.registry import Method, methods, register
-from gradwire.reducers import PowerSGD
+from gradwire.reducers import SVD, CountSketch, GradZip, PowerSGD, Sketch
 
 __all__ = ["methods", "register"]
 
@@ -56,6 +56,17 @@ def _register_all() -> None:
             examples=("powersgd:1", "powersgd:4"),
         )
     )
+    register(Method("gradzip", GradZip, "low rank by least squares", "own", True, "rank", examples=("gradzip:2",)))
+    register(Method("svd", SVD, "best low rank, for reference", "own", True, "rank", examples=("svd:2",)))
+    register(Method("sketch", Sketch, "random directions of matrices", "own", True, "rank", examples=("sketch:8",)))
+    summary = "largest of the mean, found in a sum of sketches"
+    register(Method("countsketch", CountSketch, summary, "own", True, "density", examples=("countsketch:0.05",)))
+    summary = "largest coefficients of cosine transforms"
+    register(
+        Method("dct_topk", DCTTopK, summary, "allgather", True, "density", examples=("dct_topk:0.0625,residual=bf16",))
+    )
+    summary = "random directions of flat tensors"
+    register(Method("hadamard", Hadamard, summary, "allreduce", True, "density", examples=("hadamard:0.125",)))
 
 
 _register_all()

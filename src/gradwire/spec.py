@@ -8,6 +8,7 @@ that the first keeps. Options are the first method's own, and these, which every
 
     exchange=allreduce|allgather|twoshot    how payloads become a mean
     ef=on|off, decay=FLOAT                  error feedback
+    residual=fp32|bf16                      what its memory is kept in
     warmup=STEPS                            steps of uncompressed all-reduce first
     vectors=on|off                          off: biases and norms go uncompressed
     guard=on|off                            handling of non-finite gradients
@@ -30,6 +31,7 @@ from gradwire.reducers import (
     AllReduce,
     ErrorFeedback,
     Guard,
+    LeanErrorFeedback,
     Partition,
     Reducer,
     TwoShot,
@@ -39,10 +41,12 @@ from gradwire.reducers import (
 
 GRAMMAR = "name[:argument][+name[:argument]][,option=value...], e.g. topk:0.01+int8,warmup=100"
 EXCHANGES = {"allreduce": AllReduce, "allgather": AllGather, "twoshot": TwoShot}
+RESIDUALS = {"fp32": ErrorFeedback, "bf16": LeanErrorFeedback}
 _COMMON: Mapping[str, type] = {
     "exchange": str,
     "ef": bool,
     "decay": float,
+    "residual": str,
     "warmup": int,
     "vectors": bool,
     "guard": bool,
@@ -77,7 +81,7 @@ def parse(spec: str) -> Reducer:
     common = {name: _convert(spec, name, options.pop(name), kind) for name, kind in _COMMON.items() if name in options}
     built = [_build(spec, part, options if i == 0 else {}) for i, part in enumerate(parts)]
     reducer = _reducer(spec, parts, built, common)
-    return _wrap(reducer, parts[0].method, common)
+    return _wrap(spec, reducer, parts[0].method, common)
 
 
 def _read(spec: str) -> tuple[list[_Part], dict[str, str]]:
@@ -163,9 +167,12 @@ def _reducer(spec: str, parts: list[_Part], built: list[Any], common: dict[str, 
     return EXCHANGES[exchange](codec)
 
 
-def _wrap(reducer: Reducer, method: Method, common: dict[str, Any]) -> Reducer:
+def _wrap(spec: str, reducer: Reducer, method: Method, common: dict[str, Any]) -> Reducer:
     if common.get("ef", method.feedback):
-        reducer = ErrorFeedback(reducer, common.get("decay", 1.0))
+        residual = common.get("residual", "fp32")
+        if residual not in RESIDUALS:
+            raise SpecError(f"unknown residual {residual!r} in {spec!r}; {_nearest(residual, RESIDUALS)}")
+        reducer = RESIDUALS[residual](reducer, common.get("decay", 1.0))
     # Only where each element travels for itself does a NaN reach the mean unaided; random-k may leave it out.
     transparent = isinstance(reducer, AllReduce) and reducer.codec.granularity == 1
     plain = AllReduce(Identity())

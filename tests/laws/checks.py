@@ -24,7 +24,7 @@ from gradwire.core.state import State, flatten, walk
 from gradwire.drivers.lockstep import Lockstep, run_lockstep
 from gradwire.reducers import Program, Reduced, Reducer, Step, Wrapper
 
-from .subjects import bits
+from .subjects import bits, codecs_of
 
 Z = 5.5
 """Standard deviations allowed where chance is at work: exceeded once in 3e7 normal draws."""
@@ -94,6 +94,8 @@ def check_additive(codec: Codec, xs: Sequence[Tensor], key: Key) -> None:
     # n - 1 sums on the wire, n encodings and decodings, in the coarsest of the precisions at work.
     sizes = sum(decoded(codec, x.abs(), k).double() for x, k in zip(xs, keys, strict=True))
     u = unit_roundoff(xs[0].dtype, payloads[0].dtype)
+    if codec.mixes:  # what is rounded in one element is of the size of any other
+        sizes = norm(torch.stack(xs))
     slack = (3 * len(xs) + 2) * u * sizes + len(xs) * torch.finfo(payloads[0].dtype).tiny
     assert bool(((together - each).abs() <= slack).all())
     assert bool(((together - of_sum).abs() <= slack).all())
@@ -302,7 +304,8 @@ def check_conservation(ranks: Lockstep, xs: Sequence[Tensor]) -> list[Reduced]:
     lost = sum(given) + n * (before.s - after.s) - n * mean - sum(after.e)
     # Every quantity below is rounded at most once per rank and a few times more, in the coarsest precision at work.
     sizes = sum(t.abs() for t in (*ys, *sent, *before.e, *after.e)) + n * (mean.abs() + before.s.abs() + after.s.abs())
-    if grain.shape != (grain.numel,):  # a product of matrices adds up terms of any size
+    mixes = any(codec.mixes for codec in codecs_of(ranks.reducer))
+    if sizes.numel() and (mixes or grain.shape != (grain.numel,)):  # products and transforms add up terms of any size
         sizes = sizes.max().expand_as(sizes)
     summed = [r.tensor.dtype for r in ranks.reducer.seen if isinstance(r, AllReduce)]
     u = unit_roundoff(grain.dtype, *summed)

@@ -116,7 +116,10 @@ def test_lossless_means_are_the_mean(reducer: Reducer, dtype: torch.dtype, ranks
 CONTRACTING = [
     r
     for r in EXCHANGES
-    if r.scope == "flat" and r.contraction(flat_grain(100)) and not any(codec.keyed for codec in codecs_of(r))
+    if r.scope == "flat"
+    and r.contraction(flat_grain(100))
+    and not r.keyed
+    and not any(codec.keyed for codec in codecs_of(r))
 ]
 
 
@@ -134,6 +137,25 @@ def test_exchanges_contract_as_declared(reducer: Reducer, numel: int, kind: str)
         result.sent.subtract_from(left)
         # x / n is rounded before it is encoded, and the decoded value once or twice after
         assert checks.norm(left) <= (1 - delta) ** 0.5 * checks.norm(x) * (1 + 2.0**-12) + 2.0**-21 * checks.norm(x)
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+@pytest.mark.parametrize("reducer", [r for r in EXCHANGES if r.keyed], ids=repr)
+def test_keyed_exchanges_contract_in_the_mean_over_keys(reducer: Reducer, kind: str) -> None:
+    """As declared, for ranks that agree: drawn anew each step, so the mean over steps is one over keys."""
+    grain, draws = grain_for(reducer, 300), 200
+    delta = reducer.contraction(grain)
+    x = inputs(grain, 1, kind, 5)[0]
+    if delta is None or not checks.norm(x):
+        return
+    lockstep, ratios = Lockstep(reducer, grain, 2), list[float]()
+    for _ in range(draws):
+        left = x.clone()
+        lockstep.reduce([x, x])[0].sent.subtract_from(left)
+        ratios.append((checks.norm(left) / checks.norm(x)) ** 2)
+    # Bernstein's inequality, as for codecs
+    chance = checks.Z * (delta * (1 - delta) / draws) ** 0.5 + checks.Z**2 / (3 * draws)
+    assert sum(ratios) / draws <= 1 - delta + chance + 8 * checks.unit_roundoff()
 
 
 @pytest.mark.parametrize(("bad", "where"), [(math.nan, "zeros"), (math.inf, "start"), (-math.inf, "end")])

@@ -12,6 +12,7 @@ import gradwire
 from gradwire.core import saved
 from gradwire.core.errors import StateError
 from gradwire.core.grain import Grain, Segment
+from gradwire.core.state import walk
 from gradwire.drivers.lockstep import Lockstep
 from gradwire.reducers import Reducer
 
@@ -94,9 +95,10 @@ def test_resharding_conserves_what_is_owed(reducer: Reducer, before: int, after:
     again = resumed(reducer, grain, [through_a_file(state) for state in states])
     old, new = checks.owed(lockstep.states, grain), checks.owed(again.states, grain)
     want, got = sum(old.e) / before + old.s, sum(new.e) / after + new.s
-    # the mean is taken in float32: one rounding for every rank and one to divide
+    # the mean is taken in the residual's precision: one rounding for every rank and one to divide
+    u = checks.unit_roundoff(*(leaf.tensor.dtype for state in lockstep.states for _, leaf in walk(state) if leaf.owed))
     sizes = sum(e.abs() for e in old.e) / before + old.s.abs()
-    assert bool(((want - got).abs() <= (before + 1) * checks.unit_roundoff() * sizes).all())
+    assert bool(((want - got).abs() <= (before + 1) * u * sizes).all())
     checks.check_means(again.reduce(xs_of(grain, after, 7)), xs_of(grain, after, 7))
 
 

@@ -5,9 +5,25 @@ from gradwire.codecs.base import Codec
 from gradwire.codecs.block_int import BlockInt
 from gradwire.codecs.cast import BF16, FP16, Identity
 from gradwire.codecs.chain import Chain
+from gradwire.codecs.dct_topk import DCTTopK
+from gradwire.codecs.hadamard import Hadamard
 from gradwire.codecs.qsgd import QSGD
 from gradwire.codecs.randomk import RandomK
 from gradwire.codecs.sign import Sign
 from gradwire.codecs.topk import TopK
 
-__all__ = ["BF16", "FP16", "QSGD", "AffineInt", "BlockInt", "Chain", "Codec", "Identity", "RandomK", "Sign", "TopK"]
+__all__ = [
+    "BF16",
+    "FP16",
+    "QSGD",
+    "AffineInt",
+    "BlockInt",
+    "Chain",
+    "Codec",
+    "DCTTopK",
+    "Hadamard",
+    "Identity",
+    "RandomK",
+    "Sign",
+    "TopK",
+]

@@ -10,6 +10,7 @@ group, no hidden randomness. It declares what it is, so that nonsense is refused
 - `order_free`: payload bits do not depend on an order of summation, so every device and kernel gives the same.
 - `keyed`: whether the payload depends on the key. A key names the rank that encodes; what all ranks must draw
   alike is drawn from `key.shared`, so whoever decodes needs the encoder's rank.
+- `mixes`: each decoded element depends on all of its unit, as in a transform: rounding is then relative to the unit.
 - `granularity`: elements that are coded together, whatever stands beside them: each field of a payload is the same
   field of its units end to end, and decoding needs no key, so payloads are cut at multiples of it. 0 means that a
   tensor cannot be cut into shards of equal payloads (top-k).
@@ -43,6 +44,7 @@ class Codec(ABC):
     additive: ClassVar[bool] = False
     lossless: ClassVar[bool] = False
     order_free: ClassVar[bool] = True
+    mixes: ClassVar[bool] = False
 
     @property
     def shows_non_finite(self) -> bool:

@@ -1,7 +1,9 @@
 """Grains and waves, planned once from names, shapes, dtypes and policy alone.
 
-A wave is what starts together: one flat grain of about `GRAIN_NUMEL` elements, or matrices that add up to as much,
-those of equal shape batched. The collectives of a wave's programs are coalesced.
+A wave is what starts together, and the collectives of its programs are coalesced: one flat grain of about
+`GRAIN_NUMEL` elements, or matrices of up to `MATRIX_WAVE_GRAINS` times as many, those of equal shape batched. What
+matrices send is small, so there the number of collectives counts and not their size: small vectors join the last wave
+of matrices, and their all-reduce travels with the first factors.
 """
 
 from __future__ import annotations
@@ -21,6 +23,10 @@ GRAIN_NUMEL = 1 << 20
 SMALLEST_GRAIN_NUMEL = 1 << 16
 WAVES = 4
 """Grains to cut a small model into, so that one can be encoded while another's bytes move."""
+
+
+MATRIX_WAVE_GRAINS = 8
+"""A wave of matrices in grains: 32 MiB of float32 at most, near DDP's bucket of 25 MiB. Each wave costs two rounds."""
 
 
 class Unit(NamedTuple):
@@ -58,7 +64,7 @@ class _Piece(NamedTuple):
         return self.reducer.scope == "tensor"
 
 
-@dataclass
+@dataclass(eq=False)
 class _Open:
     """A wave under construction: pieces that may share it."""
 
@@ -68,6 +74,10 @@ class _Open:
     @property
     def numel(self) -> int:
         return sum(piece.numel for piece in self.pieces)
+
+    @property
+    def is_matrix(self) -> bool:
+        return self.pieces[0].is_matrix
 
 
 def grain_size(numel: int) -> int:
@@ -97,12 +107,13 @@ def plan(parameters: Sequence[ParameterSpec], reducer: Reducer, grain_numel: int
     open_waves: list[_Open] = []
     for piece in _pieces(reversed(parameters), reducer, limit):
         wave = _wave_for(piece, open_waves)
-        if wave.pieces and wave.numel + piece.numel > limit:
+        full = limit * (MATRIX_WAVE_GRAINS if piece.is_matrix else 1)
+        if wave.pieces and wave.numel + piece.numel > full:
             closed.append(wave)
             open_waves.remove(wave)
             wave = _wave_for(piece, open_waves)
         wave.pieces.append(piece)
-    return Plan(tuple(_units(wave) for wave in closed + open_waves))
+    return Plan((*map(_units, closed), *_joined(open_waves)))
 
 
 def _pieces(parameters: Iterable[ParameterSpec], reducer: Reducer, limit: int) -> Iterable[_Piece]:
@@ -126,9 +137,19 @@ def _wave_for(piece: _Piece, open_waves: list[_Open]) -> _Open:
     return open_waves[-1]
 
 
+def _joined(waves: Sequence[_Open]) -> Iterable[Wave]:
+    """Units of the waves, those of small flat ones in the last wave of matrices on their device."""
+    hosts = {wave.key[2]: wave for wave in waves if wave.is_matrix}
+    guests = [w for w in waves if not w.is_matrix and w.key[2] in hosts and w.numel <= SMALLEST_GRAIN_NUMEL]
+    for wave in waves:
+        if wave not in guests:
+            joining = [guest for guest in guests if hosts[guest.key[2]] is wave]
+            yield tuple(unit for part in (wave, *joining) for unit in _units(part))
+
+
 def _units(wave: _Open) -> Wave:
     reducer, dtype, device = wave.key
-    if not wave.pieces[0].is_matrix:
+    if not wave.is_matrix:
         numel = sum(piece.numel for piece in wave.pieces)
         return (Unit(_grain(wave.pieces, (numel,), dtype, device), reducer),)
     batches: dict[tuple[int, int], list[_Piece]] = {}

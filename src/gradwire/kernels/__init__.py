@@ -93,6 +93,9 @@ def _kernels(device: torch.device, numel: int) -> ModuleType:
 
 def warm_up() -> None:
     """Call every kernel once, so that compiling is done, and kept on disk, before the first training step."""
+    from gradwire.kernels import lowrank
+
+    lowrank.warm_up()
     x = torch.arange(24, dtype=torch.float32) - 12.0
     cpu = x.device
     all_finite(x)

@@ -1,24 +1,35 @@
 """Algorithms with several messages: exchanges, PowerSGD, and the wrappers that go around them."""
 
 from gradwire.reducers.base import Program, Reduced, Reducer, Sent, Step, Wrapper
+from gradwire.reducers.count_sketch import CountSketch
 from gradwire.reducers.error_feedback import ErrorFeedback
 from gradwire.reducers.exchange import AllGather, AllReduce, TwoShot
+from gradwire.reducers.gradzip import GradZip
 from gradwire.reducers.guard import Guard
+from gradwire.reducers.lean_residual import EF21, LeanErrorFeedback
 from gradwire.reducers.partition import Partition, is_vector
 from gradwire.reducers.power_sgd import PowerSGD
+from gradwire.reducers.sketch import Sketch
+from gradwire.reducers.svd import SVD
 from gradwire.reducers.warm_up import WarmUp
 
 __all__ = [
+    "EF21",
+    "SVD",
     "AllGather",
     "AllReduce",
+    "CountSketch",
     "ErrorFeedback",
+    "GradZip",
     "Guard",
+    "LeanErrorFeedback",
     "Partition",
     "PowerSGD",
     "Program",
     "Reduced",
     "Reducer",
     "Sent",
+    "Sketch",
     "Step",
     "TwoShot",
     "WarmUp",

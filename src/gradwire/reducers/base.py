@@ -8,6 +8,8 @@ state it returns once the whole step is known to be good. Programs never branch 
 - `reduce` must leave `x` as it is unless the reducer declares `consumes`, in which case `x` is the reducer's to
   keep (error feedback makes it the new residual).
 - `conserves`: sum over ranks of (x + e) + n * sum of owners' residuals = n * mean + the same of the new state.
+- `keyed`: what is sent is drawn from a key, other than by a codec that says so; `contraction` then holds in the mean
+  over keys.
 - `assign(parameter)` says which reducer serves a parameter: usually itself, for a policy somebody else.
 """
 
@@ -77,6 +79,7 @@ class Reducer(ABC):
 
     consumes: ClassVar[bool] = False
     conserves: ClassVar[bool] = True
+    keyed: ClassVar[bool] = False
 
     @property
     def scope(self) -> Literal["flat", "tensor"]:

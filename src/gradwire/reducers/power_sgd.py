@@ -1,33 +1,45 @@
-"""PowerSGD: low-rank gradients by one step of subspace iteration."""
+"""PowerSGD: low-rank gradients by steps of subspace iteration."""
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gradwire.codecs.cast import Identity
 from gradwire.core import collective
+from gradwire.core.collective import Collective
 from gradwire.core.errors import CompositionError
 from gradwire.core.grain import Grain, ParameterSpec
 from gradwire.core.key import Key
 from gradwire.core.state import Leaf, State
+from gradwire.kernels import lowrank
 from gradwire.reducers.base import Program, Reduced, Reducer, Step
 from gradwire.reducers.exchange import AllReduce
 
 
 @dataclass(frozen=True, eq=False)
 class SentFactors:
-    """P Q_local^T: what this rank's matrix contributes to the mean."""
+    """scale * P Qt: what this rank's matrices contribute to the mean."""
 
     P: Tensor
-    Q_local: Tensor
+    Qt: Tensor
+    scale: float = 1.0
 
     def subtract_from(self, x: Tensor) -> None:
-        """x -= P Q_local^T."""
-        x.baddbmm_(self.P.to(x.dtype), self.Q_local.to(x.dtype).mT, alpha=-1.0)
+        """x -= scale * P Qt."""
+        x.baddbmm_(self.P.to(x.dtype), self.Qt.to(x.dtype), alpha=-self.scale)
+
+
+class _Factors(NamedTuple):
+    """P (batch, rows, rank), and Qt (batch, rank, columns) of the mean and of this rank's part in it, of 1 / n."""
+
+    P: Tensor
+    Qt: Tensor
+    part: Tensor
 
 
 @dataclass(frozen=True)
@@ -39,18 +51,29 @@ class PowerSGD(Reducer):
         P = orthogonalise(mean(M Q)),   Q_local = M^T P,   Q = mean(Q_local),   mean = P Q^T
 
     What this rank sent is P Q_local^T, so error feedback keeps M - P Q_local^T: the mean of what was sent *is* the
-    mean, and no difference between a rank's gradient and the mean piles up. Bytes: (rows + columns) * rank floats.
-    Factors of 16-bit gradients travel in the gradients' dtype, others as float32; all arithmetic is float32. Matrices
-    of equal shape are one batch. P is made orthonormal by Householder QR, which stays finite for rank-deficient and
-    all-zero matrices; columns of Q that vanish are redrawn from the key, so a layer whose gradient was zero gets
-    through when it comes back. Parameters too small to gain go uncompressed in one flat all-reduce.
+    mean, and of the difference between a rank's gradient and the mean only what lies outside the span of P is kept.
+    The authors' code and PyTorch keep M - P Q^T, all of it, which owes the same in sum: that is `sent="mean"`. Bytes:
+    (rows + columns) * rank floats an iteration. Factors of 16-bit gradients travel in the gradients' dtype, others as
+    float32; all arithmetic is float32. Matrices of equal shape are one batch.
+
+    P is made orthonormal by Householder QR, which stays finite for rank-deficient and all-zero matrices. Between steps
+    each column of Q is scaled by a power of two to a largest magnitude in [1, 2): that changes no span, and MQ then is
+    of the size of M and not of its square, which half precision may not hold. Columns that vanish are redrawn from the
+    key, so a layer whose gradient was zero gets through when it comes back. Parameters too small to gain go
+    uncompressed in one flat all-reduce.
 
     Args:
         rank: r, at least 1.
         min_compression_rate: a matrix is compressed where rows * columns > rate * rank * (rows + columns).
+        iterations: steps of subspace iteration on each gradient; every one costs two all-reduces more.
+        warm_start: begin with the last step's Q; else with one drawn anew each step.
+        momentum: share, in [0, 1), of the start before in the next: Q' = (1 - momentum) * Q + momentum * Q_before,
+            after signs are made to agree, since those of P's columns are arbitrary. Not in the paper.
+        sent: "local" or "mean", what error feedback takes for sent; see above.
 
     Raises:
-        CompositionError: rank below 1, or a rate that is not positive.
+        CompositionError: rank or iterations below 1, a rate that is not positive, momentum out of range or without
+            warm start, unknown `sent`.
 
     >>> PowerSGD(rank=2).assign(ParameterSpec("bias", (64,), torch.float32, torch.device("cpu")))
     AllReduce(codec=Identity())
@@ -58,12 +81,21 @@ class PowerSGD(Reducer):
 
     rank: int = 4
     min_compression_rate: float = 1.0
+    iterations: int = 1
+    warm_start: bool = True
+    momentum: float = 0.0
+    sent: Literal["local", "mean"] = "local"
 
     def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise CompositionError(f"rank {self.rank} is below 1; 1, 2 or 4 are usual")
-        if not self.min_compression_rate > 0:
-            raise CompositionError(f"min_compression_rate {self.min_compression_rate} is not positive")
+        check_rank(self.rank, self.min_compression_rate)
+        if self.iterations < 1:
+            raise CompositionError(f"iterations {self.iterations} is below 1; 1 is usual with a warm start")
+        if not 0.0 <= self.momentum < 1.0:
+            raise CompositionError(f"momentum {self.momentum} is outside [0, 1)")
+        if self.momentum and not self.warm_start:
+            raise CompositionError("momentum of Q needs warm_start=True: without it no Q outlives its step")
+        if self.sent not in ("local", "mean"):
+            raise CompositionError(f"sent {self.sent!r} is neither 'local' nor 'mean'")
 
     @property
     def scope(self) -> Literal["flat", "tensor"]:
@@ -72,17 +104,17 @@ class PowerSGD(Reducer):
 
     def assign(self, parameter: ParameterSpec) -> Reducer:
         """Itself for matrices that gain by it, else an uncompressed all-reduce."""
-        rows, columns = parameter.matrix_shape
-        gains = rows * columns > self.min_compression_rate * self.rank * (rows + columns)
-        # A rate below 1 would let factors through that are as large as the matrix: then nothing is gained.
-        low = self.rank < min(rows, columns)
-        return self if len(parameter.shape) > 1 and gains and low else AllReduce(Identity())
+        return self if gains(parameter, self.rank, self.min_compression_rate) else AllReduce(Identity())
 
     def init(self, grain: Grain, step: Step) -> State:
         """Q: Gaussian columns from the key, the same on every rank."""
+        if not self.warm_start:
+            return State()
+        return State(Q=Leaf(self._drawn(grain, Key(step.seed, 0, grain.name, "init")), "matrix"))
+
+    def _drawn(self, grain: Grain, key: Key) -> Tensor:
         batch, rows, columns = grain.shape
-        key = Key(step.seed, 0, grain.name, "init")
-        return State(Q=Leaf(gaussian(key, (batch, columns, min(self.rank, rows, columns)), grain.device), "matrix"))
+        return gaussian(key, (batch, columns, min(self.rank, rows, columns)), grain.device)
 
     def contraction(self, grain: Grain) -> float | None:
         """1 / min(rows, columns) once Q has found the leading direction; no bound holds for a single step of it.
@@ -93,29 +125,75 @@ class PowerSGD(Reducer):
         return min(1.0, 1.0 / max(1, min(grain.shape[-2:])))
 
     def reduce(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:
-        """Two all-reduces: of P, then of Q."""
-        leaf = state["Q"]
-        assert isinstance(leaf, Leaf)
-        M = x.view(grain.shape).float()
-        wire = _wire_dtype(grain.dtype)
-        MQ_part = torch.bmm(M, leaf.tensor).div_(step.world_size).to(wire)
-        MQ = yield collective.AllReduce(MQ_part, consumable=True)
-        P = torch.linalg.qr(MQ.float()).Q
-        Q_part = torch.bmm(M.mT, P).div_(step.world_size).to(wire)
-        Q_local = Q_part.float() * step.world_size  # as the wire carries it, so that what rounding took stays owed
-        Q = (yield collective.AllReduce(Q_part, consumable=True)).float()
-        mean = torch.bmm(P, Q.mT).to(x.dtype).view(x.shape)
-        return Reduced(mean, SentFactors(P, Q_local), State(Q=Leaf(self._revive(Q, grain, step), "matrix")))
+        """Two all-reduces an iteration: of P, then of Q."""
+        M, wire = x.view(grain.shape).float(), wire_dtype(grain.dtype)
+        start = self._start(grain, state, step)
+        found = yield from _iterate(M, start, step, wire)
+        for i in range(1, self.iterations):
+            again = unit_columns(found.Qt, Key(step.seed, step.index, grain.name, f"iteration {i}"))
+            found = yield from _iterate(M, again, step, wire)
+        P, Qt, part = found
+        mean = torch.bmm(P, Qt).to(x.dtype).view(x.shape)
+        sent = SentFactors(P, part, step.world_size) if self.sent == "local" else SentFactors(P, Qt)
+        return Reduced(mean, sent, self._next(start, Qt, grain, step))
 
-    def _revive(self, Q: Tensor, grain: Grain, step: Step) -> Tensor:
-        """Q with vanished columns redrawn: a zero column would stay zero for ever."""
-        key = Key(step.seed, step.index, grain.name, "revive")
-        fresh = gaussian(key, (1, *Q.shape[1:]), Q.device)
-        vanished = torch.linalg.vector_norm(Q, dim=1, keepdim=True) <= torch.finfo(Q.dtype).tiny ** 0.5
-        return torch.where(vanished, fresh, Q)
+    def _start(self, grain: Grain, state: State, step: Step) -> Tensor:
+        """The Q to begin with, (batch, columns, rank)."""
+        leaf = state.get("Q")
+        if isinstance(leaf, Leaf):
+            return leaf.tensor
+        return self._drawn(grain, Key(step.seed, step.index, grain.name, "start"))
+
+    def _next(self, start: Tensor, Qt: Tensor, grain: Grain, step: Step) -> State:
+        """The state with the Q that the next step begins with."""
+        if not self.warm_start:
+            return State()
+        fresh = unit_columns(Qt, Key(step.seed, step.index, grain.name, "revive"))
+        if self.momentum:
+            agrees = (fresh * start).sum(1, keepdim=True) >= 0
+            fresh = fresh.lerp(torch.where(agrees, start, -start), self.momentum)
+        return State(Q=Leaf(fresh, "matrix"))
 
 
-def _wire_dtype(dtype: torch.dtype) -> torch.dtype:
+def _iterate(M: Tensor, Q: Tensor, step: Step, wire: torch.dtype) -> Generator[Collective, Tensor, _Factors]:
+    """One step of subspace iteration on the mean of M."""
+    MQ = yield collective.AllReduce(torch.bmm(M, Q).div_(step.world_size).to(wire), consumable=True)
+    P = torch.linalg.qr(MQ.float()).Q
+    # P^T M reads M row by row and takes a third of the time of M^T P.
+    part = torch.bmm(P.mT, M).div_(step.world_size).to(wire)
+    Qt = yield collective.AllReduce(part)
+    return _Factors(P, Qt.float(), part)
+
+
+def unit_columns(Qt: Tensor, key: Key) -> Tensor:
+    """Q of (batch, columns, rank) with scaled columns, those of zeros redrawn: they would stay zero for ever."""
+    scaled = Qt.clone(memory_format=torch.contiguous_format)
+    lowrank.unit_rows_(scaled.view(-1, Qt.shape[2]), key.bits)
+    return scaled.mT
+
+
+def gains(parameter: ParameterSpec, rank: int, min_compression_rate: float) -> bool:
+    """Whether two factors of `rank` are smaller than the parameter, by more than the rate."""
+    rows, columns = parameter.matrix_shape
+    large = rows * columns > min_compression_rate * rank * (rows + columns)
+    # A rate below 1 would let factors through that are as large as the matrix: then nothing is gained.
+    return len(parameter.shape) > 1 and large and rank < min(rows, columns)
+
+
+def check_rank(rank: int, min_compression_rate: float) -> None:
+    """Refuse what is no rank or rate.
+
+    Raises:
+        CompositionError: rank below 1, or a rate that is not positive.
+    """
+    if rank < 1:
+        raise CompositionError(f"rank {rank} is below 1; 1, 2 or 4 are usual")
+    if not min_compression_rate > 0:
+        raise CompositionError(f"min_compression_rate {min_compression_rate} is not positive")
+
+
+def wire_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What factors travel in: 16-bit gradients' own dtype, else float32."""
     return dtype if dtype.itemsize == 2 else torch.float32
 
 

@@ -1,0 +1,143 @@
+"""Top-k of the coefficients of a cosine transform, chunk by chunk."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from gradwire import kernels
+from gradwire.codecs.base import Codec, as_float32, decode_via_float32
+from gradwire.codecs.topk import VALUE_DTYPES, check_density, kept
+from gradwire.core.errors import CompositionError
+from gradwire.core.key import Key
+from gradwire.core.payload import Field, Layout, Payload
+from gradwire.kernels import lowrank
+
+TILE_NUMEL = 1 << 16
+"""Elements that are transformed at a time: they stay in the second cache, and nothing of x's size is made."""
+
+
+@dataclass(frozen=True)
+class DCTTopK(Codec):
+    """Cut x into chunks, transform each by an orthonormal DCT-II, keep k = max(1, round(density * chunk)) coefficients.
+
+        c_f = s_f sum_i x_i cos(pi (2 i + 1) f / 2 N),   s_0 = sqrt(1/N), else sqrt(2/N),   f, i = 0 .. N - 1
+
+    The k of largest magnitude of every chunk are sent, ties going to the lowest frequency, and transformed back. The
+    transform keeps norms, so it is a contraction with delta = k / chunk as top-k is, and spends its k on what is smooth
+    along a row of a weight instead of on single entries. Every chunk has its share of the payload, so indices take
+    log2(chunk) bits and payloads can be cut. Decoding adds terms in a fixed order: all ranks get the same bits.
+
+    Payload: for each chunk in turn k values; then k indices a chunk of log2(chunk) bits, packed side by side. The last
+    chunk is filled up with zeros.
+
+    Deviation from DeMo: its chunks are tiles of a matrix, transformed in both dimensions, and it sends the sign of what
+    is decoded in place of the mean; here chunks run along the flat tensor, and means are means.
+
+    Args:
+        density: fraction of coefficients sent, in (0, 1].
+        chunk: elements transformed together, a power of two from 8 to 256.
+        values: "fp32", "bf16" or "fp16", the precision of coefficients on the wire.
+
+    Raises:
+        CompositionError: density, chunk or values out of range.
+
+    References:
+        Peng, Quesnelle & Kingma 2024, "DeMo: decoupled momentum optimization", Algorithm 1.
+
+    >>> codec = DCTTopK(1 / 8, chunk=8)
+    >>> codec.decode(codec.encode(torch.ones(8)), torch.ones(8)).round(decimals=4)
+    tensor([1., 1., 1., 1., 1., 1., 1., 1.])
+    """
+
+    density: float = 1 / 16
+    chunk: int = 64
+    values: Literal["fp32", "bf16", "fp16"] = "fp32"
+
+    # The products that transform are sums in an order that is the matrix library's own.
+    order_free: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        check_density(self.density)
+        if self.chunk not in (8, 16, 32, 64, 128, 256):
+            raise CompositionError(f"chunk {self.chunk} is no power of two from 8 to 256")
+        if self.values not in VALUE_DTYPES:
+            raise CompositionError(f"values {self.values!r} is none of {', '.join(VALUE_DTYPES)}")
+
+    @property
+    def kept(self) -> int:
+        """Coefficients of a chunk that are sent."""
+        return kept(self.density, self.chunk)
+
+    @property
+    def granularity(self) -> int:
+        """Chunks whose indices fill whole bytes."""
+        return self.chunk * (8 // math.gcd(8, self.kept * self._bits))
+
+    @property
+    def _bits(self) -> int:
+        return self.chunk.bit_length() - 1
+
+    def layout(self, numel: int, dtype: torch.dtype = torch.float32) -> Layout:
+        """Values, then packed indices."""
+        k = -(-numel // self.chunk) * self.kept
+        return Layout((Field(VALUE_DTYPES[self.values], k), Field(torch.uint8, kernels.packed_nbytes(k, self._bits))))
+
+    def encode_into(self, x: Tensor, key: Key, out: Payload) -> None:
+        """Transform and select, a tile at a time."""
+        basis, codes = cosines(self.chunk, x.device), torch.empty(out[0].shape, dtype=torch.uint8, device=x.device)
+        values = out[0] if out[0].dtype == torch.float32 else torch.empty(out[0].shape, device=x.device)
+        for (first, stop), tile in self._tiles(as_float32(x)):
+            part = slice(first * self.kept, stop * self.kept)
+            lowrank.topk_rows(tile @ basis.mT, self.kept, values[part], codes[part])
+        if values is not out[0]:
+            out[0].copy_(values)
+        kernels.pack_bits(codes, self._bits, out[1])
+
+    def _tiles(self, x: Tensor) -> Iterator[tuple[tuple[int, int], Tensor]]:
+        """Chunks [first, stop) as rows, the last one filled up with zeros."""
+        for start, piece in zip(range(0, x.numel(), TILE_NUMEL), x.split(TILE_NUMEL), strict=False):
+            tile = pad(piece, (0, -piece.numel() % self.chunk)).view(-1, self.chunk)
+            yield (start // self.chunk, start // self.chunk + tile.shape[0]), tile
+
+    def decode_into(self, payload: Payload, out: Tensor, key: Key) -> None:
+        """Transform back."""
+        out32 = decode_via_float32(out)
+        self.accumulate(payload, out32.zero_(), key)
+        if out32 is not out:
+            out.copy_(out32)
+
+    def accumulate(self, payload: Payload, into: Tensor, key: Key, alpha: float = 1.0) -> None:
+        """Transform back and add, a tile at a time."""
+        if into.dtype != torch.float32:
+            super().accumulate(payload, into, key, alpha)
+            return
+        values, codes = payload[0].float(), kernels.unpack_bits(payload[1], self._bits, payload[0].numel())
+        basis, scratch = cosines(self.chunk, into.device), torch.empty(TILE_NUMEL, device=into.device)
+        for start, piece in zip(range(0, into.numel(), TILE_NUMEL), into.split(TILE_NUMEL), strict=False):
+            first, rows = start // self.chunk, -(-piece.numel() // self.chunk)
+            part = slice(first * self.kept, (first + rows) * self.kept)
+            tile = scratch[: rows * self.chunk]
+            lowrank.combine_rows(values[part], codes[part], basis, tile.view(rows, self.chunk))
+            piece.add_(tile[: piece.numel()], alpha=alpha)
+
+    def contraction(self, numel: int) -> float | None:
+        """k / chunk, less what the transform and 16-bit values round away; fp16 may overflow and promises nothing."""
+        share = self.kept / self.chunk
+        return {"fp32": share * (1 - 2.0**-16), "bf16": share * (1 - 2.0**-12), "fp16": None}[self.values]
+
+
+@functools.cache
+def cosines(size: int, device: torch.device) -> Tensor:
+    """The orthonormal DCT-II as a (size, size) matrix, a frequency in each row."""
+    f = torch.arange(size, dtype=torch.float64)
+    basis = torch.cos(torch.pi * (2 * f + 1) * f[:, None] / (2 * size)) * (2 / size) ** 0.5
+    basis[0] *= 0.5**0.5
+    return basis.float().to(device)

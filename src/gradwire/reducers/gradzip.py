@@ -1,0 +1,107 @@
+"""GradZip: low rank by alternating least squares."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from gradwire.codecs.cast import Identity
+from gradwire.core import collective
+from gradwire.core.errors import CompositionError
+from gradwire.core.grain import Grain, ParameterSpec
+from gradwire.core.key import Key
+from gradwire.core.state import Leaf, State
+from gradwire.reducers.base import Program, Reduced, Reducer, Step
+from gradwire.reducers.exchange import AllReduce
+from gradwire.reducers.power_sgd import SentFactors, check_rank, gains, gaussian, unit_columns, wire_dtype
+
+
+@dataclass(frozen=True)
+class GradZip(Reducer):
+    """Alternating matrix factorisation with all-reduced factors (Cho et al. 2019), regularised least squares.
+
+    For M of shape (rows, columns) and the last step's Q of shape (columns, rank), a sweep of alternating least squares:
+
+        P = mean(M Q (Q^T Q + a I)^-1),   Q_local = M^T P (P^T P + b I)^-1,   Q = mean(Q_local),   mean = P Q^T
+
+    with a and b the regularisation times the mean of the diagonal of Q^T Q and P^T P. Each factor is the minimiser of
+    |M - P Q^T|^2 + a |P|^2 for the mean M while the other is held, and linear in M, so the means of the ranks' own
+    solutions are the solution for the mean. Without regularisation P spans what PowerSGD's spans and the product is
+    the same; with it nothing has to be made orthonormal, and directions weaker than the regularisation shrink, which
+    error feedback sends later. Bytes: (rows + columns) * rank floats.
+
+    Deviation: factors are regularised relative to their size, so that no constant has to fit the gradients' scale, and
+    P, which follows from Q, is not kept between steps.
+
+    Args:
+        rank: r, at least 1.
+        regularisation: above 0; larger is better conditioned and shrinks more.
+        min_compression_rate: a matrix is compressed where rows * columns > rate * rank * (rows + columns).
+
+    Raises:
+        CompositionError: rank below 1, a rate or a regularisation that is not positive.
+
+    References:
+        Cho, Muthusamy, Nemanich & Puri 2019, "GradZip: gradient compression using alternating matrix factorization for
+        large-scale deep learning".
+
+    >>> GradZip(2).assign(ParameterSpec("bias", (64,), torch.float32, torch.device("cpu")))
+    AllReduce(codec=Identity())
+    """
+
+    rank: int = 4
+    regularisation: float = 1e-2
+    min_compression_rate: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_rank(self.rank, self.min_compression_rate)
+        if not self.regularisation > 0:
+            raise CompositionError(
+                f"regularisation {self.regularisation} is not positive: factors of a matrix of lower rank have no "
+                "unique least squares; for none use powersgd"
+            )
+
+    @property
+    def scope(self) -> Literal["flat", "tensor"]:
+        """Matrices."""
+        return "tensor"
+
+    def assign(self, parameter: ParameterSpec) -> Reducer:
+        """Itself for matrices that gain by it, else an uncompressed all-reduce."""
+        return self if gains(parameter, self.rank, self.min_compression_rate) else AllReduce(Identity())
+
+    def init(self, grain: Grain, step: Step) -> State:
+        """Q: Gaussian columns from the key, the same on every rank."""
+        batch, rows, columns = grain.shape
+        key = Key(step.seed, 0, grain.name, "init")
+        return State(Q=Leaf(gaussian(key, (batch, columns, min(self.rank, rows, columns)), grain.device), "matrix"))
+
+    def contraction(self, grain: Grain) -> float | None:
+        """As for PowerSGD, 1 / min(rows, columns) once Q has found the leading direction, less what is shrunk."""
+        return 1.0 / max(1, min(grain.shape[-2:])) / (1 + self.rank * self.regularisation) ** 2
+
+    def reduce(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:
+        """Two all-reduces: of P, then of Q."""
+        leaf = state["Q"]
+        assert isinstance(leaf, Leaf)
+        M, wire, n = x.view(grain.shape).float(), wire_dtype(grain.dtype), step.world_size
+        P_part = torch.bmm(M, self._solved(leaf.tensor)).div_(n).to(wire)
+        P = (yield collective.AllReduce(P_part, consumable=True)).float()
+        Qt_part = torch.bmm(self._solved(P).mT, M).div_(n).to(wire)
+        Qt = (yield collective.AllReduce(Qt_part)).float()
+        mean = torch.bmm(P, Qt).to(x.dtype).view(x.shape)
+        key = Key(step.seed, step.index, grain.name, "revive")
+        return Reduced(mean, SentFactors(P, Qt_part, n), State(Q=Leaf(unit_columns(Qt, key), "matrix")))
+
+    def _solved(self, F: Tensor) -> Tensor:
+        """F (F^T F + a I)^-1, in float64; zero where F is zero."""
+        D = F.double()
+        gram = D.mT @ D
+        diagonal = gram.diagonal(dim1=1, dim2=2)
+        # A factor of zeros would leave nothing to invert.
+        a = (self.regularisation * diagonal.mean(1)).clamp_min(torch.finfo(torch.float32).tiny)
+        inverse = torch.linalg.inv_ex(gram + torch.diag_embed(a[:, None].expand_as(diagonal))).inverse
+        return (D @ inverse).float()

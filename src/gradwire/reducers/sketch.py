@@ -1,0 +1,87 @@
+"""Random sketches of matrices: M S with S drawn anew each step, so that no factor has to be found or kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from gradwire.codecs.cast import Identity
+from gradwire.core import collective
+from gradwire.core.grain import Grain, ParameterSpec
+from gradwire.core.key import Key
+from gradwire.core.state import State
+from gradwire.reducers.base import Program, Reduced, Reducer, Step
+from gradwire.reducers.exchange import AllReduce
+from gradwire.reducers.power_sgd import SentFactors, check_rank, gaussian, wire_dtype
+
+
+@dataclass(frozen=True)
+class Sketch(Reducer):
+    """Project each matrix on r random directions that all ranks draw alike: one all-reduce of rows * r numbers.
+
+    For M of shape (rows, columns) and S of shape (columns, r) with orthonormal columns, uniform over subspaces:
+
+        mean = mean(M S) S^T
+
+    M S S^T is a projection of M, so it is a contraction with delta = r / columns in expectation over S, and error
+    feedback sends what is left in later steps, for which S is drawn anew: with one S for ever, the part of the
+    gradient that it does not see would pile up. (A Gaussian S decoded with its transpose is no contraction: its
+    eigenvalues are about columns / r.) Linear, so the mean of what is sent is the mean. Nothing is kept between steps
+    and nothing depends on past gradients. Matrices of equal shape share S. Parameters with fewer than two dimensions
+    or no more than r columns go uncompressed; for flat tensors there is `Hadamard`.
+
+    Args:
+        rank: r, at least 1.
+
+    Raises:
+        CompositionError: rank below 1.
+
+    References:
+        The subspace is that of Halko, Martinsson & Tropp 2011, "Finding structure with randomness", section 4.1, with
+        the projection on the side of the random matrix itself.
+
+    >>> Sketch(8).assign(ParameterSpec("w", (64, 64), torch.float32, torch.device("cpu")))
+    Sketch(rank=8)
+    """
+
+    rank: int = 32
+
+    keyed: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_rank(self.rank, 1.0)
+
+    @property
+    def scope(self) -> Literal["flat", "tensor"]:
+        """Matrices."""
+        return "tensor"
+
+    def assign(self, parameter: ParameterSpec) -> Reducer:
+        """Itself for matrices of more than r columns, else an uncompressed all-reduce."""
+        compresses = len(parameter.shape) > 1 and parameter.numel > 0 and self.rank < parameter.matrix_shape[1]
+        return self if compresses else AllReduce(Identity())
+
+    def init(self, grain: Grain, step: Step) -> State:
+        """Nothing to remember."""
+        return State()
+
+    def contraction(self, grain: Grain) -> float | None:
+        """r / columns, in expectation over S."""
+        return min(1.0, self.rank / max(1, grain.shape[-1]))
+
+    def reduce(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:
+        """One all-reduce."""
+        M = x.view(grain.shape).float()
+        S = directions(step.key(grain, "sketch").shared, grain.shape[2], self.rank, x.device)
+        part = torch.matmul(M, S).div_(step.world_size).to(wire_dtype(grain.dtype))
+        MS = (yield collective.AllReduce(part)).float()
+        St = S.mT.expand(grain.shape[0], -1, -1)
+        return Reduced(torch.bmm(MS, St).to(x.dtype).view(x.shape), SentFactors(part, St, step.world_size), state)
+
+
+def directions(key: Key, columns: int, rank: int, device: torch.device) -> Tensor:
+    """Return (columns, min(rank, columns)) orthonormal columns, uniform over subspaces: Gaussian, then QR."""
+    return torch.linalg.qr(gaussian(key, (columns, min(rank, columns)), device)).Q
