@@ -1,8 +1,8 @@
 """What a step costs: `python benchmarks/steps.py [--task bytes] [--hosts 4] [--rate 100mbit] [--methods ...] [--save]`.
 
-Every method trains a model of its own, all in the same processes on the same emulated network, a few steps each in turn,
-so that whatever else the machine does falls on all alike. Printed: the median time of a step, what it is above the floor
-(`torch:noop`, which sends nothing), and in multiples of the first peer. Evaluation and start-up are not counted.
+Every method trains a model of its own, all in the same processes on the same emulated network, a few steps each in
+turn, so that whatever else the machine does falls on all alike. Printed: the median time of a step, what it is above
+the floor (`torch:noop`, which sends nothing), and the bytes sent. Evaluation and start-up are not counted.
 """
 
 from __future__ import annotations

@@ -77,6 +77,27 @@ def check_accumulate(codec: Codec, x: Tensor, key: Key) -> None:
     assert bool(((into.double() - want).abs() <= slack).all())
 
 
+def check_keeping(codec: Codec, x: Tensor, key: Key) -> None:
+    """encode_keeping_into writes the same payload as encode_into, and leaves exactly x - decode of it."""
+    x = x.reshape(-1).to(torch.promote_types(x.dtype, torch.float32)).clone()
+    layout = codec.layout(x.numel(), x.dtype)
+    want_wire, wire = layout.empty(x.device), layout.empty(x.device)
+    codec.encode_into(x, key, layout.views(want_wire))
+    left = x.clone()
+    codec.encode_keeping_into(left, key, layout.views(wire))
+    assert torch.equal(wire, want_wire), "another payload than encode_into's"
+    codec.accumulate(layout.views(want_wire), x, key, alpha=-1.0)
+    assert torch.equal(left, x), "what is left is not x - decode"
+
+
+def check_shows_non_finite(codec: Codec, x: Tensor, key: Key) -> None:
+    """A NaN or an infinity anywhere in the tensor makes what is decoded non-finite somewhere."""
+    for bad, place in itertools.product((float("nan"), float("inf"), float("-inf")), (0, x.numel() // 2, -1)):
+        spoiled = x.clone()
+        spoiled.view(-1)[place] = bad
+        assert not bool(torch.isfinite(decoded(codec, spoiled, key)).all()), f"{bad} at {place} vanished"
+
+
 # 3 to 5: algebra and statistics ---------------------------------------------------------------------------------
 
 

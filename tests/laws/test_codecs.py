@@ -31,6 +31,7 @@ def test_one_tensor(codec: Codec, x: Tensor) -> None:
     checks.check_preserved(codec, x, KEY)
     checks.check_payload_bytes(codec, x, KEY)
     checks.check_accumulate(codec, x, KEY)
+    checks.check_keeping(codec, x, KEY)
     checks.check_keys(codec, x)
 
 
@@ -42,6 +43,13 @@ def test_a_huge_tensor(codec: Codec, dtype: torch.dtype) -> None:
     checks.check_payload_bytes(codec, x, KEY)
     if codec.contraction(HUGE) is not None and not codec.keyed:
         checks.check_contraction(codec, x)
+
+
+@pytest.mark.parametrize("codec", [c for c in CODECS if c.shows_non_finite], ids=repr)
+@pytest.mark.parametrize("kind", ["normal", "heavy", "zeros"])
+def test_non_finite_input_shows(codec: Codec, kind: str) -> None:
+    for numel in (1, 7, 300):
+        checks.check_shows_non_finite(codec, sample(kind, (numel,)), KEY)
 
 
 @pytest.mark.parametrize("codec", [c for c in CODECS if c.additive], ids=repr)

@@ -131,6 +131,23 @@ class HidesBytes(BlockInt):
         return scales.clone(), packed
 
 
+@dataclass(frozen=True)
+class KeepsTooMuch(BlockInt):
+    """Forgets to subtract what it sends."""
+
+    def encode_keeping_into(self, x: Tensor, key: Key, out: Payload) -> None:
+        self.encode_into(x, key, out)
+
+
+@dataclass(frozen=True)
+class HidesNaN(RandomK):
+    """Claims that nobody need look for a NaN, and leaves out most of them."""
+
+    @property
+    def shows_non_finite(self) -> bool:
+        return True
+
+
 BROKEN: list[tuple[Codec, Callable[[Codec], None]]] = [
     (WrongSign(8), lambda c: checks.check_contraction(c, X)),
     (WrongSign(8), lambda c: checks.check_accumulate(c, X, KEY)),
@@ -147,13 +164,15 @@ BROKEN: list[tuple[Codec, Callable[[Codec], None]]] = [
     (TrustsIndices(0.1), lambda c: checks.check_indices(c, X, KEY)),
     (TakesAnyLength(64), lambda c: checks.check_cut(c, X, KEY)),
     (ForgetsAnOption(4, 64), checks.check_config),
+    (KeepsTooMuch(4), lambda c: checks.check_keeping(c, X, KEY)),
+    (HidesNaN(0.1), lambda c: checks.check_shows_non_finite(c, X, KEY)),
 ]
 
 
 @pytest.mark.parametrize(("codec", "law"), BROKEN, ids=lambda value: getattr(value, "__name__", repr(value)))
 def test_a_broken_codec_fails_its_law(codec: Codec, law: Callable[[Codec], None]) -> None:
     sound = type(codec).__mro__[1]
-    if not isinstance(codec, ScaledForFeedback | SignsThatAdd):  # whose parents never claimed the law
+    if not isinstance(codec, ScaledForFeedback | SignsThatAdd | HidesNaN):  # whose parents never claimed the law
         law(sound(**{name: getattr(codec, name) for name in (f.name for f in fields(sound))}))
     with pytest.raises((AssertionError, pytest.fail.Exception)):
         law(codec)

@@ -19,7 +19,6 @@ from gradwire.core.payload import Payload
 from gradwire.core.state import Leaf, State
 from gradwire.reducers.base import Program, Reduced, Reducer, Step
 
-
 _Encode = Callable[[Tensor, Key, Payload], None]
 
 

@@ -20,6 +20,8 @@ from gradwire.kernels import lowrank
 from gradwire.reducers.base import Program, Reduced, Reducer, Step
 from gradwire.reducers.exchange import AllReduce
 
+FACTOR_DTYPES = {"own": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
 
 @dataclass(frozen=True, eq=False)
 class SentFactors:
@@ -54,7 +56,9 @@ class PowerSGD(Reducer):
     mean, and of the difference between a rank's gradient and the mean only what lies outside the span of P is kept.
     The authors' code and PyTorch keep M - P Q^T, all of it, which owes the same in sum: that is `sent="mean"`. Bytes:
     (rows + columns) * rank floats an iteration. Factors of 16-bit gradients travel in the gradients' dtype, others as
-    float32; all arithmetic is float32. Matrices of equal shape are one batch.
+    float32, or all as `factors` says; all arithmetic is float32. In 16 bits twice the rank costs the same: rounding P
+    is harmless, since every rank orthogonalises the same sum, what rounding takes from its part of Q a rank owes, and
+    only the rounding of the sum itself is lost, as it is of gradients in 16 bits. Matrices of one shape are one batch.
 
     P is made orthonormal by Householder QR, which stays finite for rank-deficient and all-zero matrices. Between steps
     each column of Q is scaled by a power of two to a largest magnitude in [1, 2): that changes no span, and MQ then is
@@ -70,10 +74,11 @@ class PowerSGD(Reducer):
         momentum: share, in [0, 1), of the start before in the next: Q' = (1 - momentum) * Q + momentum * Q_before,
             after signs are made to agree, since those of P's columns are arbitrary. Not in the paper.
         sent: "local" or "mean", what error feedback takes for sent; see above.
+        factors: "own", "bf16" or "fp16", what the factors travel in.
 
     Raises:
         CompositionError: rank or iterations below 1, a rate that is not positive, momentum out of range or without
-            warm start, unknown `sent`.
+            warm start, unknown `sent` or `factors`.
 
     >>> PowerSGD(rank=2).assign(ParameterSpec("bias", (64,), torch.float32, torch.device("cpu")))
     AllReduce(codec=Identity())
@@ -85,6 +90,7 @@ class PowerSGD(Reducer):
     warm_start: bool = True
     momentum: float = 0.0
     sent: Literal["local", "mean"] = "local"
+    factors: Literal["own", "bf16", "fp16"] = "own"
 
     def __post_init__(self) -> None:
         check_rank(self.rank, self.min_compression_rate)
@@ -96,6 +102,8 @@ class PowerSGD(Reducer):
             raise CompositionError("momentum of Q needs warm_start=True: without it no Q outlives its step")
         if self.sent not in ("local", "mean"):
             raise CompositionError(f"sent {self.sent!r} is neither 'local' nor 'mean'")
+        if self.factors not in FACTOR_DTYPES:
+            raise CompositionError(f"factors {self.factors!r} is none of {', '.join(FACTOR_DTYPES)}")
 
     @property
     def scope(self) -> Literal["flat", "tensor"]:
@@ -126,7 +134,7 @@ class PowerSGD(Reducer):
 
     def reduce(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:
         """Two all-reduces an iteration: of P, then of Q."""
-        M, wire = x.view(grain.shape).float(), wire_dtype(grain.dtype)
+        M, wire = x.view(grain.shape).float(), FACTOR_DTYPES[self.factors] or wire_dtype(grain.dtype)
         start = self._start(grain, state, step)
         found = yield from _iterate(M, start, step, wire)
         for i in range(1, self.iterations):
