@@ -162,9 +162,7 @@ def block_int_encode(x: Tensor, bits: int, block: int, key: int | None, packed: 
     _encode_block_int(x, bits, block, key, packed, scales, keep=False)
 
 
-def block_int_encode_keeping(
-    x: Tensor, bits: int, block: int, key: int | None, packed: Tensor, scales: Tensor
-) -> None:
+def block_int_encode_keeping(x: Tensor, bits: int, block: int, key: int | None, packed: Tensor, scales: Tensor) -> None:
     """`block_int_encode`, and x -= what it decodes to."""
     _encode_block_int(x, bits, block, key, packed, scales, keep=True)
 

@@ -13,9 +13,7 @@ from gradwire.kernels.cuda.tiles import load_codes, load_tile, store_codes, stor
 
 
 @triton.jit
-def _pack_bits(
-    codes, packed, numel, TILE: tl.constexpr, BITS: tl.constexpr, BYTES: tl.constexpr, SPAN: tl.constexpr
-):
+def _pack_bits(codes, packed, numel, TILE: tl.constexpr, BITS: tl.constexpr, BYTES: tl.constexpr, SPAN: tl.constexpr):
     start = tl.program_id(0).to(tl.int64) * TILE
     left = tl.minimum(numel - start, TILE).to(tl.int32)
     full = left >= TILE
@@ -32,9 +30,7 @@ def pack_bits(codes: Tensor, bits: int, out: Tensor) -> None:
 
 
 @triton.jit
-def _unpack_bits(
-    packed, codes, numel, TILE: tl.constexpr, BITS: tl.constexpr, BYTES: tl.constexpr, SPAN: tl.constexpr
-):
+def _unpack_bits(packed, codes, numel, TILE: tl.constexpr, BITS: tl.constexpr, BYTES: tl.constexpr, SPAN: tl.constexpr):
     start = tl.program_id(0).to(tl.int64) * TILE
     left = tl.minimum(numel - start, TILE).to(tl.int32)
     full = left >= TILE

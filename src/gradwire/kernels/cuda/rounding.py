@@ -1,4 +1,4 @@
-# pyright: basic
+# pyright: basic, reportGeneralTypeIssues=false, reportAssignmentType=false, reportOperatorIssue=false
 """How block codecs round: scales of rows, codes of tiles and back. Used by every kernel that encodes or decodes.
 
 Each function repeats the formulas of `gradwire.kernels.reference`, one rounding an operation. Where a row cannot be

@@ -1,4 +1,4 @@
-# pyright: basic
+# pyright: basic, reportGeneralTypeIssues=false, reportAssignmentType=false, reportOperatorIssue=false
 """Selection: top-k by radix, gather, scatter, and whether all is finite. Nothing waits for the host.
 
 Top-k finds the k-th largest magnitude eight bits at a time, from the exponent down: a histogram of those elements whose

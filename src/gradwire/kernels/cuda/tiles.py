@@ -1,9 +1,9 @@
-# pyright: basic
+# pyright: basic, reportGeneralTypeIssues=false, reportAssignmentType=false, reportOperatorIssue=false
 """What the kernels are made of: random bits, rounding, tiles of elements, and codes packed eight at a time.
 
-A tile has shape (ROWS, WIDTH / 8, 8): a row, a group of eight codes, which begins at a byte, and a lane. The eight lanes
-lie in one or two threads, so packing needs no memory between threads. Where a tile is full it is read and
-written without masks, which makes accesses of 16 bytes whatever the number of elements.
+A tile has shape (ROWS, WIDTH / 8, 8): a row, a group of eight codes, which begins at a byte, and a lane. The eight
+lanes lie in one or two threads, so packing needs no memory between threads. Where a tile is full it is read and written
+without masks, which makes accesses of 16 bytes whatever the number of elements.
 """
 
 from __future__ import annotations
