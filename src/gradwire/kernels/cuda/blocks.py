@@ -131,11 +131,11 @@ def _block_int_encode(
     inverse, usable, stored = inverse_of(largest, LEVELS)
     counter = start.to(tl.uint32) + local.to(tl.uint32)
     q = block_int_levels(tile, inverse, usable, counter, word(k0), word(k1), LEVELS, STOCHASTIC)
-    codes = tl.where(valid, q.to(tl.int32) + LEVELS, 0)
+    codes = tl.where(valid, q + LEVELS, 0)
     store_codes(packed + start // 8 * BITS, group, codes, left, inside, full, BITS, BYTES)
     tl.store(scales + block, stored, mask=(block < blocks) & (tl.program_id(0) % PARTS == 0))
     if KEEP:
-        store_tile(x + start, local, tile - q * each(step_of(stored, LEVELS)), valid, full)
+        store_tile(x + start, local, tile - q.to(tl.float32) * each(step_of(stored, LEVELS)), valid, full)
 
 
 def _encode_block_int(

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from gradwire.kernels.cuda.launch import ceil_div, launch, power_of_two, programs_at_once
 
-CHUNK = 128
-"""Rows that a program holds at a time."""
+TILE = 2048
+"""Elements that a program holds at a time."""
 
 
 @triton.jit
@@ -44,11 +44,11 @@ def _gram(a, parts, rows, columns, CHUNK: tl.constexpr, R: tl.constexpr):
     low = split * size
     stop = tl.minimum(low + size, rows)
     for j in range(columns):
-        total = tl.zeros([R], tl.float64)
+        total = tl.zeros([CHUNK, R], tl.float64)
         for first in range(low, stop, CHUNK):
             tile = _load_rows(a, first, stop, columns, CHUNK, R).to(tl.float64)
-            total += tl.sum(tile * _load_column(a, j, first, stop, columns, CHUNK).to(tl.float64), 0)
-        tl.store(parts + j * R + tl.arange(0, R), total)
+            total += tile * _load_column(a, j, first, stop, columns, CHUNK).to(tl.float64)
+        tl.store(parts + j * R + tl.arange(0, R), tl.sum(total, 0))
 
 
 @triton.jit
@@ -103,14 +103,15 @@ def _apply(a, weights, out, rows, columns, CHUNK: tl.constexpr, R: tl.constexpr)
 def _round(a: Tensor, tolerance: float) -> Tensor:
     batch, rows, columns = a.shape
     width = power_of_two(columns)
-    splits = max(1, min(ceil_div(rows, CHUNK), ceil_div(programs_at_once(a.device), batch)))
+    chunk = min(TILE // width, power_of_two(rows))
+    splits = max(1, min(ceil_div(rows, chunk), ceil_div(programs_at_once(a.device), batch)))
     parts = torch.empty(batch, splits, width, width, dtype=torch.float64, device=a.device)
     weights = torch.empty(batch, width, width, device=a.device)
     out = torch.empty_like(a)
     meta = {"R": width, "num_warps": 4}
-    launch(_gram, (splits, batch), a.device, a, parts, rows, columns, CHUNK=CHUNK, **meta)
+    launch(_gram, (splits, batch), a.device, a, parts, rows, columns, CHUNK=chunk, **meta)
     launch(_factor, batch, a.device, parts, weights, columns, splits, TOLERANCE=tolerance, **meta)
-    launch(_apply, (ceil_div(rows, CHUNK), batch), a.device, a, weights, out, rows, columns, CHUNK=CHUNK, **meta)
+    launch(_apply, (ceil_div(rows, chunk), batch), a.device, a, weights, out, rows, columns, CHUNK=chunk, **meta)
     return out
 
 

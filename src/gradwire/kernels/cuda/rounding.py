@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gradwire.kernels.cuda.tiles import is_finite, magnitude_bits, round_even, uniform_at
+from gradwire.kernels.cuda.tiles import floor_int, is_finite, magnitude_bits, round_even, uniform_at
 
 
 @triton.jit
@@ -47,23 +47,25 @@ def step_of(scale, LEVELS: tl.constexpr):
 
 @triton.jit
 def block_int_levels(x, inverse, usable, counter, k0, k1, LEVELS: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """q as float32, in [-LEVELS, LEVELS]."""
-    scaled = x * each(inverse)
+    """q in [-LEVELS, LEVELS], int32."""
+    scaled = tl.where(each(usable), x * each(inverse), 0.0)
     if STOCHASTIC:
-        q = tl.floor(scaled + uniform_at(counter, k0, k1))
+        q = floor_int(scaled + uniform_at(counter, k0, k1))
         q = tl.minimum(tl.maximum(q, -LEVELS), LEVELS)
+        q = tl.where(each(usable), q, 0)
     else:
-        q = round_even(scaled)
-    return tl.where(each(usable), q, 0.0)
+        q = round_even(scaled).to(tl.int32)
+    return q
 
 
 @triton.jit
 def qsgd_codes(x, inverse, usable, counter, k0, k1, LEVELS: tl.constexpr, BITS: tl.constexpr):
     """Level and sign, int32."""
-    level = tl.floor(tl.abs(x) * each(inverse) + uniform_at(counter, k0, k1))
-    level = tl.where(each(usable), tl.minimum(level, LEVELS), 0.0).to(tl.int32)
-    negative = (each(usable) & (x < 0)).to(tl.int32)
-    return level | (negative << (BITS - 1))
+    scaled = tl.where(each(usable), tl.abs(x) * each(inverse), 0.0)
+    # Nothing here is below zero, so cutting off is rounding down.
+    level = tl.minimum((scaled + uniform_at(counter, k0, k1)).to(tl.int32), LEVELS)
+    code = level | ((x < 0).to(tl.int32) << (BITS - 1))
+    return tl.where(each(usable), code, 0)
 
 
 @triton.jit

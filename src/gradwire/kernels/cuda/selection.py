@@ -103,49 +103,50 @@ def _histogram(
 
 
 @triton.jit(do_not_specialize=["k"])
-def _count_kept(x, counts, kept, numel, k, PASSES: tl.constexpr, BINS: tl.constexpr, TILE: tl.constexpr):
-    """How many of a tile lie above the k-th largest, and how many tie with it."""
-    threshold, _ = _kth(counts, k, PASSES, BINS)
-    start = tl.program_id(0) * TILE
-    local = tl.arange(0, TILE)
-    inside = local < numel - start
-    magnitude = _ranked_bits(load_tile(x + start, local, inside, numel - start >= TILE))
-    above, tied = inside & (magnitude > threshold), inside & (magnitude == threshold)
-    tl.store(kept + tl.program_id(0), tl.sum(above.to(tl.int32)))
-    tl.store(kept + tl.num_programs(0) + tl.program_id(0), tl.sum(tied.to(tl.int32)))
-
-
-@triton.jit(do_not_specialize=["k"])
-def _emit(
-    x,
-    counts,
-    before,
-    indices,
-    values,
-    numel,
-    k,
-    VALUES: tl.constexpr,
-    PASSES: tl.constexpr,
-    BINS: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """Write the tile's kept indices in their slots; with VALUES also the values, which `x` loses."""
+def _threshold(counts, found, k, PASSES: tl.constexpr, BINS: tl.constexpr):
+    """Write the k-th largest magnitude's bits, and how many of those that tie with it are kept."""
     threshold, quota = _kth(counts, k, PASSES, BINS)
+    tl.store(found, threshold)
+    tl.store(found + 1, quota)
+
+
+@triton.jit
+def _compared(x, found, numel, TILE: tl.constexpr):
+    """A tile, and for each element 1 where it lies above the threshold, 2^16 where it ties."""
     start = tl.program_id(0) * TILE
     local = tl.arange(0, TILE)
     inside = local < numel - start
     tile = load_tile(x + start, local, inside, numel - start >= TILE)
-    magnitude = _ranked_bits(tile)
-    above, tied = (inside & (magnitude > threshold)).to(tl.int32), (inside & (magnitude == threshold)).to(tl.int32)
-    higher = tl.load(before + tl.program_id(0)) + tl.cumsum(above, 0) - above
-    equal = tl.load(before + tl.num_programs(0) + tl.program_id(0)) + tl.cumsum(tied, 0) - tied
-    keep = (above != 0) | ((tied != 0) & (equal < quota))
+    magnitude, threshold = _ranked_bits(tile), tl.load(found)
+    above = (inside & (magnitude > threshold)).to(tl.int32)
+    tied = (inside & (magnitude == threshold)).to(tl.int32)
+    return tile, start + local, above + (tied << 16)
+
+
+@triton.jit
+def _count_kept(x, found, kept, numel, TILE: tl.constexpr):
+    """How many of a tile lie above the threshold, and how many tie with it."""
+    _, _, compared = _compared(x, found, numel, TILE)
+    total = tl.sum(compared)
+    tl.store(kept + tl.program_id(0), total & 0xFFFF)
+    tl.store(kept + tl.num_programs(0) + tl.program_id(0), total >> 16)
+
+
+@triton.jit
+def _emit(x, found, before, indices, values, numel, VALUES: tl.constexpr, TILE: tl.constexpr):
+    """Write the tile's kept indices in their slots; with VALUES also the values, which `x` loses."""
+    tile, index, compared = _compared(x, found, numel, TILE)
+    earlier = tl.cumsum(compared, 0) - compared  # one scan for both counts: a tile has fewer than 2^15 of each
+    higher = tl.load(before + tl.program_id(0)) + (earlier & 0xFFFF)
+    equal = tl.load(before + tl.num_programs(0) + tl.program_id(0)) + (earlier >> 16)
+    quota = tl.load(found + 1)
+    keep = ((compared & 0xFFFF) != 0) | (((compared >> 16) != 0) & (equal < quota))
     slot = higher + tl.minimum(equal, quota)
-    tl.store(indices + slot, start + local, mask=keep)
+    tl.store(indices + slot, index, mask=keep)
     if VALUES:
         rounded = tile.to(values.dtype.element_ty)
         tl.store(values + slot, rounded, mask=keep)
-        tl.store(x + start + local, tile - rounded.to(tl.float32), mask=keep)
+        tl.store(x + index, tile - rounded.to(tl.float32), mask=keep)
 
 
 def _count(x: Tensor, residual: Tensor | None, decay: float, k: int) -> Tensor:
@@ -170,20 +171,14 @@ def _count(x: Tensor, residual: Tensor | None, decay: float, k: int) -> Tensor:
 
 def _select(x: Tensor, counts: Tensor, k: int, indices: Tensor, values: Tensor | None) -> None:
     """Write indices, and values that `x` loses."""
-    tiles = ceil_div(x.numel(), TILE)
+    tiles, numel = ceil_div(x.numel(), TILE), x.numel()
+    found = torch.empty(2, dtype=torch.int32, device=x.device)
     kept = torch.empty(2, tiles, dtype=torch.int32, device=x.device)
-    meta = {"PASSES": PASSES, "BINS": BINS, "TILE": TILE}
-    launch(_count_kept, tiles, x.device, x, counts, kept, x.numel(), k, **meta)
+    launch(_threshold, 1, x.device, counts, found, k, PASSES=PASSES, BINS=BINS, num_warps=4)
+    launch(_count_kept, tiles, x.device, x, found, kept, numel, TILE=TILE)
     before = kept.cumsum(1, dtype=torch.int32).sub_(kept)
     given = x if values is None else values
-    launch(
-        _emit,
-        tiles,
-        x.device,
-        *(x, counts, before, indices, given, x.numel(), k),
-        VALUES=values is not None,
-        **meta,
-    )
+    launch(_emit, tiles, x.device, x, found, before, indices, given, numel, VALUES=values is not None, TILE=TILE)
 
 
 def topk_indices(x: Tensor, k: int) -> Tensor:

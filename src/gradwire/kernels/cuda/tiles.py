@@ -41,6 +41,13 @@ def round_even(x):
 
 
 @triton.jit
+def floor_int(x):
+    """The integer below, of |x| < 2^31. `tl.floor` takes subnormal numbers for zero, and -1e-40 lies above -1."""
+    truncated = x.to(tl.int32)
+    return truncated - (truncated.to(tl.float32) > x).to(tl.int32)
+
+
+@triton.jit
 def magnitude_bits(x):
     """|x| as int32, which orders as |x| does with NaN on top."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF

@@ -73,11 +73,11 @@ def _block_int_reduce(
     inverse, usable, stored = inverse_of(row_largest(mean), LEVELS)
     counter = start.to(tl.uint32) + local.to(tl.uint32)
     q = block_int_levels(mean, inverse, usable, counter, word(k0), word(k1), LEVELS, STOCHASTIC)
-    codes = tl.where(valid, q.to(tl.int32) + LEVELS, 0)
+    codes = tl.where(valid, q + LEVELS, 0)
     store_codes(packed + start // 8 * BITS, group, codes, left, inside, full, BITS, BYTES)
     tl.store(scales + block, stored, mask=mine)
     if OWNER:
-        store_tile(owner + start, local, mean - q * each(step_of(stored, LEVELS)), valid, full)
+        store_tile(owner + start, local, mean - q.to(tl.float32) * each(step_of(stored, LEVELS)), valid, full)
 
 
 def fits(block: int) -> bool:
