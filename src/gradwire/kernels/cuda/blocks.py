@@ -21,6 +21,7 @@ from gradwire.kernels.cuda.rounding import (
     block_int_levels,
     each,
     inverse_of,
+    negated_where,
     qsgd_codes,
     qsgd_values,
     row_largest,
@@ -240,7 +241,7 @@ def _sign_encode(
     store_codes(packed + start // 8, group, codes, left, inside, full, BITS, BYTES)
     tl.store(scales + block, scale, mask=(block < blocks) & (tl.program_id(0) % PARTS == 0))
     if KEEP:
-        store_tile(x + start, local, tile - tl.where(codes != 0, each(scale), -each(scale)), valid, full)
+        store_tile(x + start, local, tile - negated_where(codes == 0, each(scale)), valid, full)
 
 
 def _encode_sign(x: Tensor, block: int, packed: Tensor, scales: Tensor, keep: bool) -> None:
@@ -295,7 +296,7 @@ def _sign_decode(
 
     scale = tl.load(scales + block, mask=block < blocks, other=0.0)
     codes = load_codes(packed + start // 8, group, valid, full, BITS, SPAN)
-    value = tl.where(codes != 0, each(scale), -each(scale))
+    value = negated_where(codes == 0, each(scale))
     if OVERWRITE == 0:
         value = load_tile(into + start, local, valid, full) + value * alpha
     store_tile(into + start, local, value, valid, full)

@@ -69,7 +69,13 @@ def qsgd_codes(x, inverse, usable, counter, k0, k1, LEVELS: tl.constexpr, BITS: 
 
 
 @triton.jit
+def negated_where(negative, value):
+    """-value there. Triton's minus sign subtracts from zero, which makes 0 of what should be -0."""
+    return tl.where(negative, value * -1.0, value)
+
+
+@triton.jit
 def qsgd_values(codes, step, BITS: tl.constexpr):
     """What codes stand for."""
     value = (codes & ((1 << (BITS - 1)) - 1)).to(tl.float32) * each(step)
-    return tl.where((codes >> (BITS - 1)) != 0, -value, value)
+    return negated_where((codes >> (BITS - 1)) != 0, value)
