@@ -12,6 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+
+from gradwire import kernels
+from gradwire.kernels import fused, pool, reference
 
 pytest.importorskip("triton", reason="triton cannot be imported, so there are no kernels for GPUs to test")
 
@@ -23,7 +27,7 @@ def in_child(arguments: Sequence[str], **environment: str) -> str:
     """Triton is set for life when it is imported, so each use has a process of its own."""
     inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     result = subprocess.run(
-        [sys.executable, *arguments],
+        [sys.executable, "-W", "error", *arguments],
         env={**inherited, "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path]), **environment},
         capture_output=True,
         text=True,
@@ -64,3 +68,32 @@ def test_block_kernels_read_16_bytes_at_a_time_though_the_size_is_odd(compiled: 
     for facts in compiled:
         if facts["kernel"] in BLOCKWISE:
             assert facts["wide_loads"] >= 4, facts
+
+
+# Dispatch
+
+
+def test_gpus_get_all_that_cpus_get() -> None:
+    module = kernels._kernels(torch.device("cuda"), 1)  # pyright: ignore[reportPrivateUsage]
+    assert module.__name__ == "gradwire.kernels.cuda"
+    others = {"SlowKernelsWarning", "warm_up", "packed_nbytes", "qsgd_bits", "check_indices"}
+    assert (set(kernels.__all__) - others) | set(fused.__all__) == set(module.__all__)
+
+
+def test_missing_triton_is_told_once_and_only_for_large_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, huge = torch.device("cuda"), pool.SERIAL_NUMEL + 1
+    monkeypatch.setattr(kernels, "_cuda_kernels", lambda: None)
+    kernels._warn_without_triton.cache_clear()  # pyright: ignore[reportPrivateUsage]
+    assert kernels._kernels(gpu, 10) is reference  # pyright: ignore[reportPrivateUsage]
+    with pytest.warns(kernels.SlowKernelsWarning, match="triton"):
+        assert kernels._kernels(gpu, huge) is reference  # pyright: ignore[reportPrivateUsage]
+    assert kernels._kernels(gpu, huge) is reference  # pyright: ignore[reportPrivateUsage]
+
+
+def test_triton_is_imported_at_first_use_and_not_if_unwanted() -> None:
+    code = (
+        "import sys, torch; from gradwire import kernels; print('triton' in sys.modules); "
+        "kernels._kernels(torch.device('cuda'), 1); print('triton' in sys.modules)"
+    )
+    assert in_child(["-c", code]).split() == ["False", "True"]
+    assert in_child(["-c", code], GRADWIRE_KERNELS="reference").split() == ["False", "False"]
