@@ -125,10 +125,14 @@ def test_orthonormalise_degenerate_matrices() -> None:
     check.check_degenerate(CPU)
 
 
+def cuda_kernels(_: torch.Tensor) -> object:
+    return check.cuda
+
+
 @pytest.fixture
 def fused_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """CPU tensors take the way of those on a GPU."""
-    monkeypatch.setattr(fused, "_fused", lambda _: check.cuda)
+    monkeypatch.setattr(fused, "_fused", cuda_kernels)
 
 
 @pytest.mark.usefixtures("fused_on_cpu")
