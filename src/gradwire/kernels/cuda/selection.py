@@ -270,7 +270,7 @@ def scatter_add_rows_(into: Tensor, indices: Tensor, values: Tensor, alpha: floa
     # Parts of which a row holds about a hundred entries.
     span = min(max(1024, power_of_two(128 * into.numel() // max(1, k))), 1 << 16)
     programs = ceil_div(into.numel(), span)
-    bounds = torch.arange(programs + 1, dtype=torch.int32, device=into.device).mul_(span).clamp_(max=into.numel())
+    bounds = torch.arange(programs + 1, device=into.device).mul_(span).clamp_(max=into.numel()).to(torch.int32)
     cuts = torch.searchsorted(indices.contiguous(), bounds.expand(rows, -1).contiguous(), out_int32=True)
     launch(
         _scatter_add_rows,
