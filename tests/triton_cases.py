@@ -34,7 +34,7 @@ def test_permuted_indices(numel: int) -> None:
 
 @pytest.mark.parametrize("bits", range(1, 17))
 def test_packing(bits: int) -> None:
-    for numel in (0, 1, 9, 4096, 5001):
+    for numel in (0, 9, 5001):
         check.check_packing(CPU, bits, numel)
 
 
@@ -71,7 +71,7 @@ def test_qsgd(kind: str) -> None:
     check.check_qsgd(CPU, sample(kind, 1031), 15, 256, 3)
 
 
-@pytest.mark.parametrize("levels", [1, 2, 7, 127, 128, 255, 1000, 32767])
+@pytest.mark.parametrize("levels", [1, 127, 128, 32767])
 def test_qsgd_of_any_width(levels: int) -> None:
     check.check_qsgd(CPU, sample("normal", 700), levels, 24, 3)
 
@@ -90,9 +90,9 @@ def test_two_shot(bits: int, out_bits: int, key: int | None, owes: bool, numel: 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_selection(kind: str) -> None:
-    x = sample(kind, 9001)
+    x = sample(kind, 5001)
     check.check_finite(CPU, x)
-    for k in (90, 4500):
+    for k in (50, 2500):
         check.check_topk(CPU, x, k)
 
 
