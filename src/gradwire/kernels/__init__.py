@@ -1,9 +1,9 @@
 """The same functions at several speeds: selection, packing and rounding, each in a few passes over memory.
 
 `reference` says what each does, in plain torch, on any device (`meta` too). Tensors on the CPU take `cpu`,
-written in numba, where numba is installed and the environment does not say `GRADWIRE_KERNELS=reference`. Both
-give the same bits, but for scales that are sums (`sign`'s mean, `qsgd`'s norm): those may differ in the last
-place.
+written in numba, and those on a GPU `cuda`, written in Triton, where these are installed and the environment does
+not say `GRADWIRE_KERNELS=reference`. All give the same bits, but for scales that are sums (`sign`'s mean, `qsgd`'s
+norm): those may differ in the last place.
 
 Tensors called `x`, `into` or `out` are 1-d, contiguous and float32: callers convert other dtypes. Tensors
 that are written to are preallocated and written in full. A `block` is a positive multiple of 8, so that each
@@ -53,7 +53,7 @@ CODE_DTYPES = {8: torch.uint8, 16: torch.int32}
 
 
 class SlowKernelsWarning(UserWarning):
-    """numba is missing, and a tensor came by that is large enough for it to matter."""
+    """numba or triton is missing, and a tensor came by that is large enough for it to matter."""
 
 
 # Dispatch ---------------------------------------------------------------------------------------------------
@@ -82,7 +82,39 @@ def _warn_slow() -> None:
         )
 
 
+@functools.cache
+def _cuda_kernels() -> ModuleType | None:
+    """The Triton kernels, imported at first use; None where there are none."""
+    if os.environ.get("GRADWIRE_KERNELS") == "reference":
+        return None
+    try:
+        from gradwire.kernels import cuda
+    except ImportError:
+        return None
+    return cuda
+
+
+@functools.cache
+def _warn_without_triton() -> None:
+    if os.environ.get("GRADWIRE_KERNELS") != "reference":
+        warnings.warn(
+            "triton is not installed, so compression on the GPU runs in plain torch, several times slower: "
+            "`pip install triton`, or set GRADWIRE_KERNELS=reference to say that this is meant",
+            SlowKernelsWarning,
+            stacklevel=5,
+        )
+
+
+def _gpu_kernels(numel: int) -> ModuleType:
+    kernels = _cuda_kernels()
+    if kernels is None and numel > pool.SERIAL_NUMEL:
+        _warn_without_triton()
+    return kernels or reference
+
+
 def _kernels(device: torch.device, numel: int) -> ModuleType:
+    if device.type == "cuda":
+        return _gpu_kernels(numel)
     if device.type != "cpu":
         return reference
     kernels = _cpu_kernels()

@@ -1,0 +1,283 @@
+# pyright: basic, reportGeneralTypeIssues=false, reportAssignmentType=false, reportOperatorIssue=false
+"""Selection: top-k by radix, gather, scatter, and whether all is finite. Nothing waits for the host.
+
+Top-k finds the k-th largest magnitude eight bits at a time, from the exponent down: a histogram of those elements whose
+bits above are the k-th's, four times. Each pass works out from the histograms before it where the k-th lies, in every
+program alike, so no pass waits for another but by the order of the stream. Then tiles count what lies above and what
+ties, and know by a cumulative sum where they write. Six reading passes, whatever the data.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gradwire.kernels.cuda.launch import TILE, ceil_div, launch, power_of_two, programs_at_once
+from gradwire.kernels.cuda.tiles import load_tile, magnitude_bits, store_tile
+
+BINS = 256
+PASSES = 4
+
+# All finite -------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _all_finite(x, out, numel, TILE: tl.constexpr):
+    start = tl.program_id(0).to(tl.int64) * TILE
+    local = tl.arange(0, TILE)
+    tile = load_tile(x + start, local, local < numel - start, start + TILE <= numel)
+    if tl.max(magnitude_bits(tile)) >= 0x7F800000:
+        tl.store(out, 0)  # whoever writes writes this
+
+
+def all_finite(x: Tensor) -> Tensor:
+    """See `gradwire.kernels.all_finite`."""
+    out = torch.ones((), dtype=torch.uint8, device=x.device)
+    launch(_all_finite, ceil_div(x.numel(), TILE), x.device, x, out, x.numel(), TILE=TILE)
+    return out.view(torch.bool)
+
+
+# The k-th largest -------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _ranked_bits(x):
+    """Magnitudes as integers, all NaNs alike."""
+    return tl.minimum(magnitude_bits(x), 0x7F800001)
+
+
+@triton.jit
+def _narrow(counts, rank, BINS: tl.constexpr):
+    """Return the bin of the `rank`-th largest, and its rank in there."""
+    bins = tl.arange(0, BINS)
+    count = tl.load(counts + bins)
+    at_least = tl.sum(count) - tl.cumsum(count, 0) + count
+    digit = tl.sum((at_least >= rank).to(tl.int32)) - 1
+    return digit, rank - tl.sum(tl.where(bins > digit, count, 0))
+
+
+@triton.jit
+def _kth(counts, k, PASSES: tl.constexpr, BINS: tl.constexpr):
+    """Return the upper bits of the k-th largest that `PASSES` passes found, and its rank among those alike."""
+    prefix = tl.full([], 0, tl.int32)
+    rank = k
+    for number in tl.static_range(PASSES):
+        digit, rank = _narrow(counts + number * BINS, rank, BINS)
+        prefix = (prefix << (8 if number < 3 else 7)) | digit
+    return prefix, rank
+
+
+@triton.jit(do_not_specialize=["k"])
+def _histogram(
+    x,
+    residual,
+    counts,
+    numel,
+    k,
+    decay,
+    FEEDBACK: tl.constexpr,
+    PASS: tl.constexpr,
+    BINS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Count a pass's digit; with FEEDBACK x + decay * residual is left in `residual`, and counted."""
+    SHIFT: tl.constexpr = 23 - 8 * PASS if PASS < 3 else 0
+    WIDTH: tl.constexpr = 8 if PASS < 3 else 7
+    prefix, _ = _kth(counts, k, PASS, BINS)
+    found = tl.zeros([BINS], tl.int32)
+    local = tl.arange(0, TILE)
+    for number in range(tl.program_id(0), tl.cdiv(numel, TILE), tl.num_programs(0)):
+        start = number * TILE
+        inside = local < numel - start
+        full = numel - start >= TILE
+        tile = load_tile(x + start, local, inside, full)
+        if FEEDBACK:
+            tile += load_tile(residual + start, local, inside, full) * decay
+            store_tile(residual + start, local, tile, inside, full)
+        magnitude = _ranked_bits(tile)
+        digit = (magnitude >> SHIFT) & ((1 << WIDTH) - 1)
+        found += tl.histogram(digit, BINS, mask=inside & ((magnitude >> (SHIFT + WIDTH)) == prefix))
+    tl.atomic_add(counts + PASS * BINS + tl.arange(0, BINS), found, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["k"])
+def _threshold(counts, found, k, PASSES: tl.constexpr, BINS: tl.constexpr):
+    """Write the k-th largest magnitude's bits, and how many of those that tie with it are kept."""
+    threshold, quota = _kth(counts, k, PASSES, BINS)
+    tl.store(found, threshold)
+    tl.store(found + 1, quota)
+
+
+@triton.jit
+def _compared(x, found, numel, TILE: tl.constexpr):
+    """A tile, and for each element 1 where it lies above the threshold, 2^16 where it ties."""
+    start = tl.program_id(0) * TILE
+    local = tl.arange(0, TILE)
+    inside = local < numel - start
+    tile = load_tile(x + start, local, inside, numel - start >= TILE)
+    magnitude, threshold = _ranked_bits(tile), tl.load(found)
+    above = (inside & (magnitude > threshold)).to(tl.int32)
+    tied = (inside & (magnitude == threshold)).to(tl.int32)
+    return tile, start + local, above + (tied << 16)
+
+
+@triton.jit
+def _count_kept(x, found, kept, numel, TILE: tl.constexpr):
+    """How many of a tile lie above the threshold, and how many tie with it."""
+    _, _, compared = _compared(x, found, numel, TILE)
+    total = tl.sum(compared)
+    tl.store(kept + tl.program_id(0), total & 0xFFFF)
+    tl.store(kept + tl.num_programs(0) + tl.program_id(0), total >> 16)
+
+
+@triton.jit
+def _emit(x, found, before, indices, values, numel, VALUES: tl.constexpr, TILE: tl.constexpr):
+    """Write the tile's kept indices in their slots; with VALUES also the values, which `x` loses."""
+    tile, index, compared = _compared(x, found, numel, TILE)
+    earlier = tl.cumsum(compared, 0) - compared  # one scan for both counts: a tile has fewer than 2^15 of each
+    higher = tl.load(before + tl.program_id(0)) + (earlier & 0xFFFF)
+    equal = tl.load(before + tl.num_programs(0) + tl.program_id(0)) + (earlier >> 16)
+    quota = tl.load(found + 1)
+    keep = ((compared & 0xFFFF) != 0) | (((compared >> 16) != 0) & (equal < quota))
+    slot = higher + tl.minimum(equal, quota)
+    tl.store(indices + slot, index, mask=keep)
+    if VALUES:
+        rounded = tile.to(values.dtype.element_ty)
+        tl.store(values + slot, rounded, mask=keep)
+        tl.store(x + index, tile - rounded.to(tl.float32), mask=keep)
+
+
+def _count(x: Tensor, residual: Tensor | None, decay: float, k: int) -> Tensor:
+    """The histograms of all passes, (PASSES, BINS); where there is a residual it becomes x + decay * residual."""
+    counts = torch.zeros(PASSES, BINS, dtype=torch.int32, device=x.device)
+    programs = min(ceil_div(x.numel(), TILE), programs_at_once(x.device))
+    for number in range(PASSES):
+        feedback = residual is not None and number == 0
+        source = x if residual is None or feedback else residual
+        launch(
+            _histogram,
+            programs,
+            x.device,
+            *(source, residual if feedback else source, counts, x.numel(), k, float(decay)),
+            FEEDBACK=feedback,
+            PASS=number,
+            BINS=BINS,
+            TILE=TILE,
+        )
+    return counts
+
+
+def _select(x: Tensor, counts: Tensor, k: int, indices: Tensor, values: Tensor | None) -> None:
+    """Write indices, and values that `x` loses."""
+    tiles, numel = ceil_div(x.numel(), TILE), x.numel()
+    found = torch.empty(2, dtype=torch.int32, device=x.device)
+    kept = torch.empty(2, tiles, dtype=torch.int32, device=x.device)
+    launch(_threshold, 1, x.device, counts, found, k, PASSES=PASSES, BINS=BINS, num_warps=4)
+    launch(_count_kept, tiles, x.device, x, found, kept, numel, TILE=TILE)
+    before = kept.cumsum(1, dtype=torch.int32).sub_(kept)
+    given = x if values is None else values
+    launch(_emit, tiles, x.device, x, found, before, indices, given, numel, VALUES=values is not None, TILE=TILE)
+
+
+def topk_indices(x: Tensor, k: int) -> Tensor:
+    """See `gradwire.kernels.topk_indices`."""
+    indices = torch.empty(k, dtype=torch.int32, device=x.device)
+    if k:
+        _select(x, _count(x, None, 0.0, k), k, indices, None)
+    return indices
+
+
+def topk_encode_keeping(x: Tensor, values: Tensor, indices: Tensor) -> None:
+    """See `gradwire.kernels.fused.topk_encode_keeping`."""
+    k = indices.numel()
+    if k:
+        _select(x, _count(x, None, 0.0, k), k, indices, values)
+
+
+def topk_feedback(x: Tensor, residual: Tensor, decay: float, values: Tensor, indices: Tensor) -> None:
+    """See `gradwire.kernels.fused.topk_feedback`."""
+    k = indices.numel()
+    if k:
+        _select(residual, _count(x, residual, decay, k), k, indices, values)
+    else:
+        residual.mul_(decay).add_(x)
+
+
+# Sparse tensors ---------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _gather(x, indices, out, numel, k, TILE: tl.constexpr):
+    at = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    index = tl.load(indices + at, mask=at < k, other=0)
+    # A damaged index reads NaN rather than what is not ours.
+    within = (index >= 0) & (index < numel)
+    tl.store(out + at, tl.load(x + index, mask=(at < k) & within, other=float("nan")), mask=at < k)
+
+
+def gather(x: Tensor, indices: Tensor) -> Tensor:
+    """See `gradwire.kernels.gather`. Indices outside read NaN."""
+    k = indices.numel()
+    out = torch.empty(k, device=x.device)
+    launch(_gather, ceil_div(k, 1024), x.device, x, indices, out, x.numel(), k, TILE=1024, num_warps=4)
+    return out
+
+
+@triton.jit
+def _scatter_add(into, indices, values, numel, k, alpha, TILE: tl.constexpr):
+    at = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    index = tl.load(indices + at, mask=at < k, other=-1)
+    value = tl.load(values + at, mask=at < k, other=0.0).to(tl.float32) * alpha
+    tl.atomic_add(into + index, value, mask=(index >= 0) & (index < numel), sem="relaxed")
+
+
+def scatter_add_(into: Tensor, indices: Tensor, values: Tensor, alpha: float = 1.0) -> None:
+    """See `gradwire.kernels.scatter_add_`. Indices outside are left out.
+
+    Where indices repeat, the order of addition is the device's. Atomic additions take subnormal numbers for zero.
+    """
+    k = indices.numel()
+    meta = {"TILE": 1024, "num_warps": 4}
+    launch(_scatter_add, ceil_div(k, 1024), into.device, into, indices, values, into.numel(), k, float(alpha), **meta)
+
+
+@triton.jit
+def _scatter_add_rows(
+    into, indices, values, cuts, rows, index_stride, value_stride, numel, alpha, SPAN: tl.constexpr, CHUNK: tl.constexpr
+):
+    """One program adds what all rows say of its part of `into`, row after row."""
+    pid = tl.program_id(0)
+    low = pid * SPAN
+    high = tl.minimum(low.to(tl.int64) + SPAN, numel)
+    for row in range(rows):
+        cut = cuts + row * (tl.num_programs(0) + 1) + pid
+        stop = tl.load(cut + 1)
+        for first in range(tl.load(cut), stop, CHUNK):
+            at = first + tl.arange(0, CHUNK)
+            index = tl.load(indices + row * index_stride + at, mask=at < stop, other=-1)
+            value = tl.load(values + row * value_stride + at, mask=at < stop, other=0.0).to(tl.float32)
+            mine = (index >= low) & (index < high)
+            sum_ = tl.load(into + index, mask=mine, other=0.0) + value * alpha
+            tl.store(into + index, sum_, mask=mine)
+        tl.debug_barrier()  # the next row may add to what this one wrote
+
+
+def scatter_add_rows_(into: Tensor, indices: Tensor, values: Tensor, alpha: float = 1.0) -> None:
+    """See `gradwire.kernels.fused.scatter_add_rows_`."""
+    rows, k = indices.shape
+    # Parts of which a row holds about a hundred entries.
+    span = min(max(1024, power_of_two(128 * into.numel() // max(1, k))), 1 << 16)
+    programs = ceil_div(into.numel(), span)
+    bounds = torch.arange(programs + 1, device=into.device).mul_(span).clamp_(max=into.numel()).to(torch.int32)
+    cuts = torch.searchsorted(indices.contiguous(), bounds.expand(rows, -1).contiguous(), out_int32=True)
+    launch(
+        _scatter_add_rows,
+        programs,
+        into.device,
+        *(into, indices, values, cuts, rows, indices.stride(0), values.stride(0), into.numel(), float(alpha)),
+        SPAN=span,
+        CHUNK=256,
+        num_warps=4,
+    )

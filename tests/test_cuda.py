@@ -1,0 +1,255 @@
+"""The CUDA path on a real GPU: kernels, the side stream, `attach` over NCCL with one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import gradwire
+from gradwire import kernels
+from gradwire.adapters.communication import SideStream
+
+if not torch.cuda.is_available():
+    pytest.skip("there is no CUDA device", allow_module_level=True)
+
+import cuda_checks as check  # it imports triton, which needs the device to be of use
+from cuda_checks import KINDS, sample
+
+GPU = torch.device("cuda", 0)
+HUGE = 3_000_001
+SPECS = ["none", "fp16", "bf16", "int8", "int4", "topk:0.05", "sign", "qsgd:15", "randomk:0.2", "powersgd:2"]
+
+
+@pytest.fixture
+def unwaiting() -> Iterator[None]:
+    """Any wait for the device inside is an error."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+# Kernels
+
+
+def test_tensors_on_the_gpu_take_the_triton_kernels() -> None:
+    assert kernels._kernels(GPU, 1) is check.cuda  # pyright: ignore[reportPrivateUsage]
+
+
+@pytest.mark.parametrize(("numel", "start"), [(0, 0), (9001, 0), (HUGE, 2**32 - HUGE)])
+def test_uniform(numel: int, start: int) -> None:
+    check.check_uniform(GPU, 2**63 + 12345, numel, start)
+
+
+@pytest.mark.parametrize("numel", [1, 5, 4099, HUGE, 46_340**2 + 1, 2**31 - 1])
+def test_permuted_indices(numel: int) -> None:
+    check.check_permutation(GPU, 11, numel, min(numel, 100_001))
+
+
+@pytest.mark.parametrize("bits", range(1, 17))
+def test_packing(bits: int) -> None:
+    for numel in (0, 1, 9, 4096, 100_001):
+        check.check_packing(GPU, bits, numel)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("key", [None, 5])
+def test_block_int(kind: str, key: int | None) -> None:
+    check.check_block_int(GPU, sample(kind, 100_001), 4, 256, key)
+
+
+@pytest.mark.parametrize("bits", range(2, 9))
+def test_block_int_of_any_width(bits: int) -> None:
+    for block in (8, 24, 1024, 4096, 8192, 6000):
+        check.check_block_int(GPU, sample("heavy", 50_003), bits, block, 1)
+
+
+@pytest.mark.parametrize("key", [None, 5])
+def test_block_int_of_many(key: int | None) -> None:
+    check.check_block_int(GPU, sample("normal", HUGE), 4, 256, key)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sign(kind: str) -> None:
+    for block in (8, 256, 4096, 8192):
+        check.check_sign(GPU, sample(kind, 100_001), block)
+
+
+@pytest.mark.parametrize("levels", [1, 2, 7, 15, 127, 128, 255, 1000, 32767])
+def test_qsgd(levels: int) -> None:
+    for block in (8, 512, 8192):
+        check.check_qsgd(GPU, sample("normal", 100_001), levels, block, 3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_selection(kind: str) -> None:
+    x = sample(kind, 100_001)
+    check.check_finite(GPU, x)
+    for k in (0, 1, 1000, 50_000, 100_001):
+        check.check_topk(GPU, x, k)
+
+
+@pytest.mark.parametrize("kind", ["normal", "constant", "zeros"])
+def test_selection_of_many(kind: str) -> None:
+    check.check_topk(GPU, sample(kind, HUGE), HUGE // 100)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_error_feedback_over_topk(dtype: torch.dtype) -> None:
+    check.check_feedback(GPU, sample("normal", HUGE), HUGE // 100, dtype)
+
+
+def test_sparse_sums() -> None:
+    for k in (0, 1, 3000):
+        check.check_sparse(GPU, sample("normal", 210_001), k, rows=8)
+    check.check_damaged_indices(GPU)
+
+
+@pytest.mark.parametrize(("bits", "out_bits", "key"), [(4, 4, None), (3, 8, 5), (8, 2, None)])
+@pytest.mark.parametrize("owes", [True, False])
+def test_two_shot(bits: int, out_bits: int, key: int | None, owes: bool) -> None:
+    for numel, block in ((1, 8), (100_001, 24), (HUGE, 256), (100_001, 4096)):
+        check.check_reduce(GPU, numel, bits, block, out_bits, key, owes)
+
+
+@pytest.mark.parametrize(("batch", "rows", "columns"), [(1, 1, 1), (8, 3000, 4), (2, 50_000, 2), (3, 4096, 32)])
+def test_orthonormalise(batch: int, rows: int, columns: int) -> None:
+    check.check_orthonormal(GPU, batch, rows, columns)
+
+
+def test_orthonormalise_degenerate_matrices() -> None:
+    check.check_degenerate(GPU)
+
+
+@pytest.mark.usefixtures("unwaiting")
+def test_no_kernel_waits_for_the_device() -> None:
+    x, cuda = torch.zeros(100_001, device=GPU), check.cuda
+    k = 1000
+    indices = kernels.topk_indices(x, k)
+    kernels.scatter_add_(x, indices, kernels.gather(x, indices))
+    cuda.scatter_add_rows_(x, indices.view(2, -1), torch.zeros(2, k // 2, device=GPU))
+    cuda.topk_feedback(x, torch.zeros_like(x), 1.0, torch.empty(k, device=GPU), indices)
+    kernels.permuted_indices(1, x.numel(), k, GPU)
+    kernels.uniform(1, 1000, GPU)
+    kernels.all_finite(x)
+    for block in (256, 8192):
+        packed = torch.empty(kernels.packed_nbytes(x.numel(), 5), dtype=torch.uint8, device=GPU)
+        scales = torch.empty(-(-x.numel() // block), device=GPU)
+        kernels.block_int_encode(x, 5, block, 1, packed, scales)
+        kernels.block_int_accumulate(packed, scales, 5, block, x)
+        kernels.qsgd_encode(x, 15, block, 1, packed, scales)
+        kernels.qsgd_decode(packed, scales, 15, block, x)
+        bits = packed[: kernels.packed_nbytes(x.numel(), 1)]
+        kernels.sign_encode(x, block, bits, scales)
+        kernels.sign_decode(bits, scales, block, x)
+    cuda.orthonormalise(torch.ones(2, 1000, 4, device=GPU))
+
+
+# The side stream
+
+
+def test_jobs_on_the_side_stream_see_what_came_before_and_are_seen_by_what_waits() -> None:
+    driver, main = SideStream(GPU), torch.cuda.current_stream(GPU)
+    x, streams = torch.zeros(1 << 24, device=GPU), list[torch.cuda.Stream]()
+    future = driver.future()
+
+    def job() -> None:
+        streams.append(torch.cuda.current_stream(GPU))
+        assert not torch.is_grad_enabled()
+        future.set_result(x * 2)
+
+    torch.cuda._sleep(20_000_000)  # pyright: ignore[reportPrivateUsage]  # about 10 ms, so that order shows
+    x.fill_(3.0)
+    driver.run(job)
+    assert streams[0] != main
+    assert bool((future.wait() == 6.0).all())
+    assert driver.close(timeout_s=5.0)
+
+
+# DDP over NCCL
+
+
+@pytest.fixture
+def nccl(tmp_path: Path) -> Iterator[None]:
+    """A world of one."""
+    torch.cuda.set_device(GPU)
+    dist.init_process_group("nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def model(device: torch.device) -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = (nn.Linear(32, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 4))
+    return nn.Sequential(*layers).to(device)
+
+
+def batch(step: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    x = torch.randn(64, 32, generator=torch.Generator().manual_seed(step))
+    return x.to(device), x[:, :4].argmax(1).to(device)
+
+
+def train(ddp: nn.Module, device: torch.device, steps: int) -> list[float]:
+    """Losses of each step."""
+    optimizer, losses = torch.optim.SGD(ddp.parameters(), lr=0.2), list[float]()
+    for step in range(steps):
+        x, y = batch(step, device)
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(ddp(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def attached(device: torch.device, spec: str, steps: int) -> tuple[list[float], float, int]:
+    """Losses, the residual's norm and the number of steps of a short training."""
+    ddp = DDP(model(device), bucket_cap_mb=0.1)
+    with gradwire.attach(ddp, spec, grain_numel=20_000, deadline_s=60) as handle:
+        losses = train(ddp, device, steps)
+        return losses, handle.residual_norm(), handle.stats().steps
+
+
+@pytest.mark.usefixtures("nccl")
+@pytest.mark.parametrize("spec", SPECS)
+def test_attach_trains_over_nccl(spec: str) -> None:
+    losses, residual, steps = attached(GPU, spec, 60)
+    assert steps == 60
+    assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
+    assert torch.tensor(residual).isfinite()
+
+
+@pytest.mark.usefixtures("nccl")
+def test_uncompressed_training_is_ddp_s_own() -> None:
+    losses, residual, _ = attached(GPU, "none", 10)
+    plain = train(DDP(model(GPU)), GPU, 10)
+    torch.testing.assert_close(losses, plain, rtol=1e-4, atol=1e-5)
+    assert residual == 0.0
+
+
+@pytest.mark.usefixtures("nccl")
+@pytest.mark.parametrize("spec", ["int4", "topk:0.05", "sign", "powersgd:2"])
+def test_infinity_reaches_the_gradient_and_no_residual(spec: str) -> None:
+    ddp = DDP(model(GPU))
+    with gradwire.attach(ddp, spec, deadline_s=60) as handle:
+        train(ddp, GPU, 3)
+        x, y = batch(3, GPU)
+        for scale in (float("inf"), 1.0):
+            ddp.zero_grad()
+            (nn.functional.cross_entropy(ddp(x), y) * scale).backward()
+            finite = all(bool(p.grad.isfinite().all()) for p in ddp.parameters() if p.grad is not None)
+            assert finite == (scale == 1.0)
+        assert torch.tensor(handle.residual_norm()).isfinite()
+
+
+@pytest.mark.usefixtures("nccl")
+def test_equal_runs_give_equal_bits() -> None:
+    runs = [attached(GPU, spec, 5)[0] for spec in ("int4", "int4", "topk:0.05", "topk:0.05")]
+    assert runs[0] == runs[1]
+    assert runs[2] == runs[3]

@@ -1,0 +1,99 @@
+"""The Triton kernels without a GPU: what they compute, in Triton's interpreter, and that they compile for Hopper."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gradwire import kernels
+from gradwire.kernels import fused, pool, reference
+
+pytest.importorskip("triton", reason="triton cannot be imported, so there are no kernels for GPUs to test")
+
+HERE = Path(__file__).parent
+BLOCKWISE = {"_block_int_encode", "_block_int_decode", "_sign_encode", "_sign_decode", "_qsgd_encode", "_qsgd_decode"}
+
+
+def in_child(arguments: Sequence[str], **environment: str) -> str:
+    """Triton is set for life when it is imported, so each use has a process of its own."""
+    inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    result = subprocess.run(
+        [sys.executable, "-W", "error", *arguments],
+        env={**inherited, "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path]), **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert not result.returncode, result.stdout[-10_000:] + result.stderr[-3_000:]
+    return result.stdout
+
+
+def test_kernels_compute_what_the_reference_does() -> None:
+    cases = str(HERE / "triton_cases.py")
+    told = in_child(["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", cases], TRITON_INTERPRET="1")
+    passed = re.search(r"(\d+) passed", told)
+    assert passed, told
+    assert int(passed[1]) > 100
+    assert "skipped" not in told
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    cache = str(tmp_path_factory.mktemp("triton"))
+    return json.loads(in_child([str(HERE / "triton_compile.py")], TRITON_CACHE_DIR=cache))
+
+
+def test_every_kernel_compiles_for_hopper_and_keeps_to_registers(compiled: list[dict[str, Any]]) -> None:
+    sources = (HERE.parent / "src/gradwire/kernels/cuda").glob("*.py")
+    started = {name for path in sources for name in re.findall(r"launch\(\s*(_\w+),", path.read_text())}
+    assert {facts["kernel"] for facts in compiled} == started | {"_block_int_decode", "_sign_decode", "_qsgd_decode"}
+    assert [facts["kernel"] for facts in compiled if facts["stack_bytes"]] == []
+
+
+def test_no_kernel_rounds_otherwise_than_ieee(compiled: list[dict[str, Any]]) -> None:
+    """No fused multiplication, no approximate division, no subnormal flushed."""
+    assert {facts["kernel"]: facts["unfaithful"] for facts in compiled if facts["unfaithful"]} == {}
+
+
+def test_block_kernels_read_16_bytes_at_a_time_though_the_size_is_odd(compiled: list[dict[str, Any]]) -> None:
+    for facts in compiled:
+        if facts["kernel"] in BLOCKWISE:
+            assert facts["wide_loads"] >= 4, facts
+
+
+# Dispatch
+
+
+def test_gpus_get_all_that_cpus_get() -> None:
+    module = kernels._kernels(torch.device("cuda"), 1)  # pyright: ignore[reportPrivateUsage]
+    assert module.__name__ == "gradwire.kernels.cuda"
+    others = {"SlowKernelsWarning", "warm_up", "packed_nbytes", "qsgd_bits", "check_indices"}
+    assert (set(kernels.__all__) - others) | set(fused.__all__) == set(module.__all__)
+
+
+def test_missing_triton_is_told_once_and_only_for_large_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, huge = torch.device("cuda"), pool.SERIAL_NUMEL + 1
+    monkeypatch.setattr(kernels, "_cuda_kernels", lambda: None)
+    kernels._warn_without_triton.cache_clear()  # pyright: ignore[reportPrivateUsage]
+    assert kernels._kernels(gpu, 10) is reference  # pyright: ignore[reportPrivateUsage]
+    with pytest.warns(kernels.SlowKernelsWarning, match="triton"):
+        assert kernels._kernels(gpu, huge) is reference  # pyright: ignore[reportPrivateUsage]
+    assert kernels._kernels(gpu, huge) is reference  # pyright: ignore[reportPrivateUsage]
+
+
+def test_triton_is_imported_at_first_use_and_not_if_unwanted() -> None:
+    code = (
+        "import sys, torch; from gradwire import kernels; print('triton' in sys.modules); "
+        "kernels._kernels(torch.device('cuda'), 1); print('triton' in sys.modules)"
+    )
+    assert in_child(["-c", code]).split() == ["False", "True"]
+    assert in_child(["-c", code], GRADWIRE_KERNELS="reference").split() == ["False", "False"]
