@@ -4,8 +4,11 @@ from gradwire.reducers.base import Program, Reduced, Reducer, Sent, Step, Wrappe
 from gradwire.reducers.error_feedback import ErrorFeedback
 from gradwire.reducers.exchange import AllGather, AllReduce, TwoShot
 from gradwire.reducers.guard import Guard
+from gradwire.reducers.majority_vote import MajorityVote
 from gradwire.reducers.partition import Partition, is_vector
 from gradwire.reducers.power_sgd import PowerSGD
+from gradwire.reducers.scaled_fp16 import ScaledFP16
+from gradwire.reducers.ternary_sum import TernarySum
 from gradwire.reducers.warm_up import WarmUp
 
 __all__ = [
@@ -13,13 +16,16 @@ __all__ = [
     "AllReduce",
     "ErrorFeedback",
     "Guard",
+    "MajorityVote",
     "Partition",
     "PowerSGD",
     "Program",
     "Reduced",
     "Reducer",
+    "ScaledFP16",
     "Sent",
     "Step",
+    "TernarySum",
     "TwoShot",
     "WarmUp",
     "Wrapper",
