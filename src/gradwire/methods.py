@@ -90,7 +90,7 @@ def _register_quantisers() -> None:
     summary = "bfloat16, rounded at random"
     register(Method("bf16_stochastic", StochasticBF16, summary, "twoshot", examples=("bf16_stochastic",)))
     register(Method("natural", Natural, "random powers of two", "twoshot", examples=("natural",)))
-    examples = ("terngrad", "terngrad:inf,block=40,digits=4")
+    examples = ("terngrad", "terngrad:0,block=40,digits=4")
     register(Method("terngrad", TernGrad, "random ternary digits", "twoshot", argument="clip", examples=examples))
     summary = "ternary digits of a shared scale"
     register(Method("terngrad_sum", TernarySum, summary, "own", argument="clip", examples=("terngrad_sum",)))

@@ -22,14 +22,14 @@ class TernGrad(Codec):
 
     C(x)_i = s sign(x_i) with probability |x_i| / s, else 0 (Wen et al. 2017, section 3, with its gradient
     clipping). Unbiased for the clipped block, so biased for what clipping changes: declared unbiased only with
-    clip=inf. No contraction: its
+    clip=0. No contraction: its
     error may be (sqrt(block) - 1) / 2 times ||x||^2.
 
     Where it deviates: sigma is the root mean square, not the standard deviation, about which a constant block has none
     and would be clipped to nothing; and s is a block's, where the paper's is a layer's.
 
     Args:
-        clip: c; the paper's 2.5 changes few elements of a bell-shaped gradient. `inf` for no clipping.
+        clip: c; the paper's 2.5 changes few elements of a bell-shaped gradient. 0 for no clipping.
         block: elements that share a scale; a multiple of 40.
         digits: how many share a byte: 5 (base 3, 1.6 bits an element) or 4 (2 bits).
 
@@ -51,8 +51,8 @@ class TernGrad(Codec):
     order_free: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        if not self.clip > 0:
-            raise CompositionError(f"clip {self.clip} is not positive; the paper's is 2.5, and inf does not clip")
+        if not 0 <= self.clip < math.inf:
+            raise CompositionError(f"clip {self.clip} is outside [0, inf); the paper's is 2.5, and 0 does not clip")
         if self.block < 40 or self.block % 40:
             raise CompositionError(f"block {self.block} is not a positive multiple of 40, so bytes would be shared")
         if self.digits not in (4, 5):
@@ -66,7 +66,7 @@ class TernGrad(Codec):
     @property
     def unbiased(self) -> bool:
         """Only without clipping."""
-        return math.isinf(self.clip)
+        return self.clip == 0
 
     @property
     def granularity(self) -> int:
@@ -88,7 +88,7 @@ class TernGrad(Codec):
     def encode_into(self, x: Tensor, key: Key, out: Payload) -> None:
         """One pass for the scales, one to round."""
         x32 = as_float32(x)
-        quantise.ternary_scales(x32, self.clip, self.block, out[0])
+        quantise.ternary_scales(x32, self.clip or math.inf, self.block, out[0])
         quantise.ternary_encode(x32, out[0], key.bits, self.block, self.digits, out[1])
 
     def decode_into(self, payload: Payload, out: Tensor, key: Key) -> None:

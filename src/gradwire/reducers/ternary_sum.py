@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -84,7 +85,7 @@ class TernarySum(Reducer):
     def _scales(self, flat: Tensor) -> Tensor:
         """Of each block; infinity where it is not finite, since a backend's maximum may pass over NaN."""
         scales = torch.empty(-(-flat.numel() // self.block), device=flat.device)
-        quantise.ternary_scales(flat, self.clip, self.block, scales)
+        quantise.ternary_scales(flat, self.clip or math.inf, self.block, scales)
         return torch.where(torch.isfinite(scales), scales, float("inf"))
 
 
