@@ -65,12 +65,14 @@ class AffineInt(Codec):
 
     def encode_into(self, x: Tensor, key: Key, out: Payload) -> None:
         """Extremes, then rounding."""
-        quantise.affine_encode(as_float32(x), self.block, *out)
+        scales, zeros, levels = out
+        quantise.affine_encode(as_float32(x), self.block, scales, zeros, levels)
 
     def decode_into(self, payload: Payload, out: Tensor, key: Key) -> None:
         """s (q - z), in one pass."""
         out32 = decode_via_float32(out)
-        quantise.affine_decode(*payload, self.block, out32)
+        scales, zeros, levels = payload
+        quantise.affine_decode(scales, zeros, levels, self.block, out32)
         if out32 is not out:
             out.copy_(out32)
 
@@ -79,7 +81,8 @@ class AffineInt(Codec):
         if into.dtype != torch.float32:
             super().accumulate(payload, into, key, alpha)
             return
-        quantise.affine_accumulate(*payload, self.block, into, alpha)
+        scales, zeros, levels = payload
+        quantise.affine_accumulate(scales, zeros, levels, self.block, into, alpha)
 
     def contraction(self, numel: int) -> float | None:
         """1 - block / 255^2, since the largest magnitude is at least 127.5 s."""
