@@ -337,17 +337,33 @@ def ternary_decode(packed: Tensor, scales: Tensor, block: int, digits: int, out:
 # One bit ----------------------------------------------------------------------------------------------------
 
 
+# One loop each: with two choices on one condition LLVM branches, and takes three times as long.
+
+
 @_sum
-def _signed_sums(x, start, stop):
-    """Sum and number of those that are not negative, and the sum of all others; NaN is among these."""
-    up, down, count = 0.0, 0.0, 0
+def _sum_of_upper(x, start, stop):
+    total = 0.0
     for i in range(start, stop):
         value = x[np.uintp(i)]
-        positive = value >= np.float32(0)
-        up += np.float64(value if positive else np.float32(0))
-        down += np.float64(np.float32(0) if positive else value)
-        count += np.int64(positive)
-    return up, down, count
+        total += np.float64(value if value >= np.float32(0) else np.float32(0))
+    return total
+
+
+@_sum
+def _sum_of_others(x, start, stop):
+    total = 0.0
+    for i in range(start, stop):
+        value = x[np.uintp(i)]
+        total += np.float64(np.float32(0) if value >= np.float32(0) else value)
+    return total
+
+
+@_sum
+def _count_upper(x, start, stop):
+    count = np.int32(0)
+    for i in range(start, stop):
+        count = np.int32(count + np.int32(x[np.uintp(i)] >= np.float32(0)))
+    return np.int64(count)
 
 
 @_kernel("void(float32[::1], int64, uint8[::1], float32[::1])")
@@ -359,9 +375,10 @@ def _one_bit_encode(x, block, packed, means):
         codes = scratch[: piece.size]
         for start in range(0, piece.size, block):
             stop, b = min(start + block, piece.size), (origin + start) // block
-            up, down, count = _signed_sums(piece, start, stop)
-            means[np.uintp(2 * b)] = np.float32(up / np.float64(max(count, 1)))
-            means[np.uintp(2 * b + 1)] = np.float32(down / np.float64(max(stop - start - count, 1)))
+            count = _count_upper(piece, start, stop)
+            up, down = max(count, 1), max(stop - start - count, 1)
+            means[np.uintp(2 * b)] = np.float32(_sum_of_upper(piece, start, stop) / np.float64(up))
+            means[np.uintp(2 * b + 1)] = np.float32(_sum_of_others(piece, start, stop) / np.float64(down))
         for i in range(piece.size):
             codes[i] = np.uint8(piece[i] >= np.float32(0))
         _pack(codes, 1, packed[origin // 8 :])
@@ -454,23 +471,26 @@ def majority(ballots: Tensor, casting: int, out: Tensor) -> None:
 
 
 @_inline
-def _extremes(x, start, stop):
-    low, high = np.float32(0), np.float32(0)
-    for i in range(start, stop):
-        low = min(low, x[np.uintp(i)])
-        high = max(high, x[np.uintp(i)])
-    return low, high
+def _ordered(bits):
+    """The bits of a float32 as an integer that orders as it does, NaN beyond infinity; its own inverse."""
+    return np.int32(bits ^ np.int32(np.int32(bits >> np.int32(31)) & np.int32(0x7FFFFFFF)))
 
 
-@_kernel("void(float32[::1], int64, float32[:, ::1])")
-def _affine_extremes(x, block, extremes):
-    """The lowest and highest of each block; NaN and NaN where one is not finite."""
-    raw = x.view(np.uint32)
-    for start in range(0, x.size, block):
-        stop, b = min(start + block, x.size), np.uintp(start // block)
-        extremes[b, 0], extremes[b, 1] = _extremes(x, start, stop)
-        if _max_magnitude(raw, start, stop) >= np.uint32(0x7F800000):
-            extremes[b, 0] = extremes[b, 1] = np.float32(np.nan)
+@_kernel("void(int32[::1], int64, float32[:, ::1])")
+def _affine_extremes(bits, block, extremes):
+    """The lowest and highest of each block, 0 among them; NaN and NaN where one is not finite."""
+    largest = np.int32(0x7F7FFFFF)
+    pair = np.empty(2, np.int32)
+    for start in range(0, bits.size, block):
+        stop, b = min(start + block, bits.size), np.uintp(start // block)
+        low, high = np.int32(0), np.int32(0)
+        for i in range(start, stop):  # a minimum of integers needs no leave to be reordered
+            order = _ordered(bits[np.uintp(i)])
+            low, high = min(low, order), max(high, order)
+        finite = high <= largest and np.int32(~low) <= largest
+        pair[0], pair[1] = _ordered(low), _ordered(high)
+        for side in range(2):
+            extremes[b, side] = pair.view(np.float32)[side] if finite else np.float32(np.nan)
 
 
 @_kernel("void(float32[::1], int64, float32[::1], uint8[::1], uint8[::1])")
@@ -504,7 +524,12 @@ def affine_encode(x: Tensor, block: int, scales: Tensor, zeros: Tensor, levels: 
     size, granule = block or a.size, block or 1
     cuts = pool.chunks(a.size, granule)
     found = [np.empty((-(-(j - i) // size), 2), np.float32) for i, j in cuts]
-    pool.run([functools.partial(_affine_extremes, a[i:j], size, e) for (i, j), e in zip(cuts, found, strict=True)])
+    pool.run(
+        [
+            functools.partial(_affine_extremes, a[i:j].view(np.int32), size, e)
+            for (i, j), e in zip(cuts, found, strict=True)
+        ]
+    )
     extremes = np.concatenate(found)
     if not block:
         extremes = np.stack([extremes[:, 0].min(), extremes[:, 1].max()])[None]

@@ -242,6 +242,7 @@ def affine_encode(x: Tensor, block: int, scales: Tensor, zeros: Tensor, levels: 
         high.copy_(torch.maximum(high, rows.amax(1)))
     count = torch.full_like(scales, AFFINE_LEVELS)
     scales.copy_(extremes[1] / count - extremes[0] / count)  # high - low could overflow
+    scales.masked_fill_(~torch.isfinite(scales), float("nan"))
     usable = torch.isfinite(scales) & (scales != 0)
     divisor = torch.where(usable, scales, 1.0)
     zero = torch.where(usable, (-extremes[0] / divisor).round_().clamp_(0, AFFINE_LEVELS), 0.0)
