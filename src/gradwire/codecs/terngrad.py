@@ -30,7 +30,8 @@ class TernGrad(Codec):
 
     Args:
         clip: c; the paper's 2.5 changes few elements of a bell-shaped gradient. 0 for no clipping.
-        block: elements that share a scale; a multiple of 40.
+        block: elements that share a scale; a multiple of 40. 160 of the default are a grain of 2^20 elements and 0.1%,
+            so that on 2, 4, 8, 16 or 32 ranks hardly any shard is padded: 1.607 bits an element.
         digits: how many share a byte: 5 (base 3, 1.6 bits an element) or 4 (2 bits).
 
     Raises:
@@ -40,12 +41,12 @@ class TernGrad(Codec):
         Wen, Xu, Yan, Wu, Wang, Chen & Li 2017, "TernGrad: ternary gradients to reduce communication in distributed
         deep learning".
 
-    >>> TernGrad().payload_bytes(5120)  # 1024 bytes of five digits, a scale, padding
-    1032
+    >>> TernGrad().payload_bytes(6560)  # 1312 bytes of five digits, a scale, padding
+    1320
     """
 
     clip: float = 2.5
-    block: int = 5120
+    block: int = 6560
     digits: int = 5
 
     order_free: ClassVar[bool] = False

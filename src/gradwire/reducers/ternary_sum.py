@@ -54,7 +54,7 @@ class TernarySum(Reducer):
     """
 
     clip: float = 2.5
-    block: int = 5120
+    block: int = 6560
 
     def __post_init__(self) -> None:
         self._codec()
