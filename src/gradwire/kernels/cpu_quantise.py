@@ -99,15 +99,15 @@ def float8_encode(x: Tensor, dtype: torch.dtype, block: int, codes: Tensor, expo
 
 @_kernel("void(uint8[::1], float32[::1], float32[::1], int64, float32[::1], float32, boolean)")
 def _float8_decode(codes, scales, table, block, into, alpha, overwrite):
+    values = np.empty(block, np.float32)
     for start in range(0, into.size, block):
+        piece, code = into[start : start + block], codes[start : start + block]
         scale = scales[np.uintp(start // block)]
-        stop = min(start + block, into.size)
-        if overwrite:
-            for i in range(start, stop):
-                into[np.uintp(i)] = table[np.uintp(codes[np.uintp(i)])] * scale
-        else:
-            for i in range(start, stop):
-                into[np.uintp(i)] += table[np.uintp(codes[np.uintp(i)])] * scale * alpha
+        out = piece if overwrite else values  # looking up and adding in one loop takes half as long again
+        for i in range(piece.size):
+            out[i] = table[np.uintp(code[i])] * scale
+        if not overwrite:
+            _write(values, piece, alpha, overwrite)
 
 
 @functools.cache
