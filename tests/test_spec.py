@@ -6,7 +6,7 @@ import pytest
 
 import gradwire
 from gradwire import CompositionError, SpecError, parse
-from gradwire.codecs import BF16, QSGD, BlockInt, Chain, RandomK, TopK
+from gradwire.codecs import BF16, QSGD, BlockInt, Chain, Natural, RandomK, Scaled, TernGrad, TopK
 from gradwire.reducers import AllGather, AllReduce, ErrorFeedback, Guard, Partition, PowerSGD, TwoShot, WarmUp
 from gradwire.spec import GRAMMAR
 
@@ -18,6 +18,13 @@ def test_a_bare_name_gets_what_suits_it() -> None:
     assert parse("qsgd:7") == Guard(TwoShot(QSGD(7)))
     assert parse("powersgd:2") == Guard(ErrorFeedback(PowerSGD(2)))
     assert parse(" topk:0.1+int8 ") == Guard(ErrorFeedback(AllGather(Chain(TopK(0.1), BlockInt(8)))))
+
+
+def test_error_feedback_makes_a_contraction_of_an_unbiased_codec_whose_variance_is_known() -> None:
+    assert parse("qsgd:7,ef=on") == Guard(ErrorFeedback(TwoShot(Scaled(QSGD(7)))))
+    assert parse("terngrad:0,ef=on,exchange=allgather") == Guard(ErrorFeedback(AllGather(Scaled(TernGrad(0)))))
+    assert parse("natural,ef=on") == Guard(ErrorFeedback(TwoShot(Natural())))  # one already
+    assert parse("qsgd:7,ef=off") == parse("qsgd:7") == Guard(TwoShot(QSGD(7)))
 
 
 def test_options() -> None:
@@ -124,7 +131,7 @@ def test_what_cannot_be_read(spec: str, wants: str) -> None:
         ("topk,exchange=allreduce", "use AllGather"),
         ("topk,exchange=twoshot", "use AllGather"),
         ("int8,exchange=allreduce", "use TwoShot or AllGather"),
-        ("qsgd,ef=on", "ef=off"),
+        ("terngrad,ef=on", "ef=off"),
         ("randomk:0.1,scaled=on", "ef=off"),
         ("int4,stochastic=on", "nearest"),
         ("topk,decay=0", "(0, 1]"),

@@ -2,9 +2,26 @@
 
 from __future__ import annotations
 
-from gradwire.codecs import BF16, FP16, QSGD, AffineInt, BlockInt, DCTTopK, Hadamard, Identity, RandomK, Sign, TopK
+from gradwire.codecs import (
+    BF16,
+    FP8,
+    FP16,
+    QSGD,
+    AffineInt,
+    BlockInt,
+    DCTTopK,
+    Hadamard,
+    Identity,
+    Natural,
+    OneBit,
+    RandomK,
+    Sign,
+    StochasticBF16,
+    TernGrad,
+    TopK,
+)
 from gradwire.core.registry import Method, methods, register
-from gradwire.reducers import SVD, CountSketch, GradZip, PowerSGD, Sketch
+from gradwire.reducers import SVD, CountSketch, GradZip, MajorityVote, PowerSGD, ScaledFP16, Sketch, TernarySum
 
 __all__ = ["methods", "register"]
 
@@ -44,7 +61,16 @@ def _register_all() -> None:
         register(Method(f"int{bits}", BlockInt, summary, "twoshot", True, "block", fixed, examples))
     summary = "8-bit integers between each block's extremes"
     register(Method("affine", AffineInt, summary, "allgather", True, "block", examples=("affine", "affine:256")))
-    register(Method("qsgd", QSGD, "stochastic levels of a norm", "twoshot", argument="levels", examples=("qsgd:15",)))
+    register(
+        Method(
+            "qsgd",
+            QSGD,
+            "stochastic levels of a norm",
+            "twoshot",
+            argument="levels",
+            examples=("qsgd:15", "qsgd:3,ef=on"),
+        )
+    )
     register(
         Method(
             "powersgd",
@@ -67,6 +93,24 @@ def _register_all() -> None:
     )
     summary = "random directions of flat tensors"
     register(Method("hadamard", Hadamard, summary, "allreduce", True, "density", examples=("hadamard:0.125",)))
+    _register_quantisers()
+
+
+def _register_quantisers() -> None:
+    summary = "8-bit floats with block scales"
+    register(Method("fp8", FP8, summary, "twoshot", True, "format", examples=("fp8", "fp8:e5m2")))
+    register(Method("fp16_scaled", ScaledFP16, "fp16 in the range that is needed", "own", examples=("fp16_scaled",)))
+    summary = "bfloat16, rounded at random"
+    register(Method("bf16_stochastic", StochasticBF16, summary, "twoshot", examples=("bf16_stochastic",)))
+    register(Method("natural", Natural, "random powers of two", "twoshot", examples=("natural",)))
+    examples = ("terngrad", "terngrad:0,block=40,digits=4")
+    register(Method("terngrad", TernGrad, "random ternary digits", "twoshot", argument="clip", examples=examples))
+    summary = "ternary digits of a shared scale"
+    register(Method("terngrad_sum", TernarySum, summary, "own", argument="clip", examples=("terngrad_sum",)))
+    summary = "one bit and a mean on either side of zero"
+    register(Method("onebit", OneBit, summary, "twoshot", True, "block", examples=("onebit",)))
+    summary = "majority of signs"
+    register(Method("signsgd_mv", MajorityVote, summary, "own", argument="block", examples=("signsgd_mv",)))
 
 
 _register_all()

@@ -7,7 +7,7 @@ The first method's argument is its main number (density, levels, rank, block). A
 that the first keeps. Options are the first method's own, and these, which every method has:
 
     exchange=allreduce|allgather|twoshot    how payloads become a mean
-    ef=on|off, decay=FLOAT                  error feedback
+    ef=on|off, decay=FLOAT                  error feedback; `on` scales an unbiased codec to a contraction
     residual=fp32|bf16                      what its memory is kept in
     warmup=STEPS                            steps of uncompressed all-reduce first
     vectors=on|off                          off: biases and norms go uncompressed
@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, Literal, NamedTuple
 
-from gradwire.codecs import Chain, Codec, Identity
+from gradwire.codecs import Chain, Codec, Identity, Scaled
 from gradwire.core.errors import SpecError
 from gradwire.core.registry import Method
 from gradwire.methods import methods
@@ -161,6 +161,8 @@ def _reducer(spec: str, parts: list[_Part], built: list[Any], common: dict[str, 
         if not isinstance(second, Codec):
             raise SpecError(f"{spec!r}: only codecs can follow a '+', and {type(second).__name__} is none")
         codec = Chain(codec, second)
+    if common.get("ef") and codec.contraction(1) is None and codec.omega() is not None:
+        codec = Scaled(codec)
     exchange = common.get("exchange") or ("allgather" if len(parts) > 1 else parts[0].method.exchange)
     if exchange not in EXCHANGES:
         raise SpecError(f"unknown exchange {exchange!r} in {spec!r}; {_nearest(exchange, EXCHANGES)}")

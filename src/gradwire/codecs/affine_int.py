@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from gradwire.codecs.base import Codec, as_float32
+from gradwire.codecs.base import Codec, as_float32, decode_via_float32
 from gradwire.core.errors import CompositionError
 from gradwire.core.key import Key
 from gradwire.core.payload import Field, Layout, Payload
+from gradwire.kernels import quantise
 
 LEVELS = 255
-PIECE = 1 << 14
 
 
 @dataclass(frozen=True)
@@ -70,53 +68,26 @@ class AffineInt(Codec):
     def _size(self, numel: int) -> int:
         return self.block or max(1, numel)
 
-    def _pieces(self, numel: int) -> Iterator[tuple[slice, slice]]:
-        """Cut a tensor into (its elements, their blocks), small enough that temporaries stay small."""
-        size = self._size(numel)
-        step = max(1, PIECE // size) * size if self.block else PIECE
-        for start in range(0, numel, step):
-            blocks = slice(start // size, -(-min(start + step, numel) // size)) if self.block else slice(0, 1)
-            yield slice(start, min(start + step, numel)), blocks
-
-    def _rows(self, piece: Tensor) -> Tensor:
-        """One row a block, the last one padded with zeros, which change no extreme."""
-        size = self.block or max(1, piece.numel())
-        return functional.pad(piece, (0, -piece.numel() % size)).view(-1, size)
-
     def encode_into(self, x: Tensor, key: Key, out: Payload) -> None:
         """Extremes, then rounding."""
         scales, zeros, levels = out
-        x32 = as_float32(x)
-        extremes = torch.zeros(2, scales.numel(), device=x.device)
-        for part, blocks in self._pieces(x.numel()):
-            rows = self._rows(x32[part])
-            low, high = extremes[0, blocks], extremes[1, blocks]
-            low.copy_(torch.minimum(low, rows.amin(1)))
-            high.copy_(torch.maximum(high, rows.amax(1)))
-        scales.copy_(extremes[1] / LEVELS - extremes[0] / LEVELS)  # high - low could overflow
-        divisor = scales.masked_fill(scales == 0, 1.0)
-        zero = (-extremes[0] / divisor).round_().clamp_(0, LEVELS)
-        zeros.copy_(zero)
-        for part, blocks in self._pieces(x.numel()):
-            q = (self._rows(x32[part]) / divisor[blocks, None]).round_().add_(zero[blocks, None]).clamp_(0, LEVELS)
-            levels[part].copy_(q.view(-1)[: part.stop - part.start])
+        quantise.affine_encode(as_float32(x), self.block, scales, zeros, levels)
 
     def decode_into(self, payload: Payload, out: Tensor, key: Key) -> None:
-        """s (q - z)."""
-        for part, values in self._decoded(payload, out.numel()):
-            out[part].copy_(values)
+        """s (q - z), in one pass."""
+        out32 = decode_via_float32(out)
+        scales, zeros, levels = payload
+        quantise.affine_decode(scales, zeros, levels, self.block, out32)
+        if out32 is not out:
+            out.copy_(out32)
 
     def accumulate(self, payload: Payload, into: Tensor, key: Key, alpha: float = 1.0) -> None:
-        """into += alpha * s (q - z), piece by piece."""
-        for part, values in self._decoded(payload, into.numel()):
-            into[part].add_(values.to(into.dtype), alpha=alpha)
-
-    def _decoded(self, payload: Payload, numel: int) -> Iterator[tuple[slice, Tensor]]:
+        """into += alpha * s (q - z), in one pass."""
+        if into.dtype != torch.float32:
+            super().accumulate(payload, into, key, alpha)
+            return
         scales, zeros, levels = payload
-        for part, blocks in self._pieces(numel):
-            rows = self._rows(levels[part].float())
-            values = rows.sub_(zeros[blocks, None]).mul_(scales[blocks, None])
-            yield part, values.view(-1)[: part.stop - part.start]
+        quantise.affine_accumulate(scales, zeros, levels, self.block, into, alpha)
 
     def contraction(self, numel: int) -> float | None:
         """1 - block / 255^2, since the largest magnitude is at least 127.5 s."""

@@ -6,6 +6,7 @@ group, no hidden randomness. It declares what it is, so that nonsense is refused
 - `additive`: decode(sum of payloads) = sum of the tensors' own decodings, so payloads may ride an all-reduce.
 - `unbiased`: E[decode(encode(x))] = x over keys.
 - `contraction(numel)`: a delta > 0 with E||decode(encode(x)) - x||^2 <= (1 - delta) ||x||^2 for every x, or None.
+- `omega()`: of an unbiased codec, a bound with E||decode(encode(x)) - x||^2 <= omega ||x||^2 for every x, or None.
 - `lossless`: decode(encode(x)) = x.
 - `order_free`: payload bits do not depend on an order of summation, so every device and kernel gives the same.
 - `keyed`: whether the payload depends on the key. A key names the rank that encodes; what all ranks must draw
@@ -100,6 +101,10 @@ class Codec(ABC):
     def contraction(self, numel: int) -> float | None:
         """Return delta in E||C(x) - x||^2 <= (1 - delta)||x||^2, or None where there is no such bound."""
         return 1.0 if self.lossless else None
+
+    def omega(self) -> float | None:
+        """Return omega in E||C(x) - x||^2 <= omega ||x||^2 of an unbiased codec, or None where no bound is known."""
+        return 0.0 if self.lossless else None
 
     def payload_bytes(self, numel: int, dtype: torch.dtype = torch.float32) -> int:
         """Bytes on the wire of one payload."""

@@ -108,3 +108,8 @@ class BlockInt(Codec):
         levels = 2 ** (self.bits - 1) - 1
         block = max(1, min(self.block, numel))
         return max(1.0 / block, 1.0 - block / (4.0 * levels**2))
+
+    def omega(self) -> float | None:
+        """block / (4 L^2) with stochastic rounding: no element varies by more than half a level."""
+        levels = 2 ** (self.bits - 1) - 1
+        return self.block / (4.0 * levels**2) if self.stochastic else None

@@ -8,9 +8,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gradwire.codecs.base import Codec
+from gradwire.codecs.base import Codec, as_float32
 from gradwire.core.key import Key
 from gradwire.core.payload import Field, Layout, Payload
+from gradwire.kernels import quantise
 
 
 @dataclass(frozen=True)
@@ -111,4 +112,51 @@ class BF16(_Cast):
 
     def contraction(self, numel: int) -> float | None:
         """1 - 2^-16: relative error at most 2^-8 with room for sums that overflow the last place."""
+        return 1.0 - 2.0**-16
+
+
+@dataclass(frozen=True)
+class StochasticBF16(Codec):
+    """Round to a bfloat16 below or above at random, so that the mean over keys is x: 2 bytes an element.
+
+    Relative errors are below 2^-7 and their variance at most x^2 2^-16, so it is a contraction too. Not additive: an
+    all-reduce would round its sums to nearest, and no longer be unbiased; two-shot and all-gather sum in float32.
+    Magnitudes beyond the largest bfloat16 may overflow, as in `BF16`.
+
+    >>> StochasticBF16().payload_bytes(10)
+    24
+    """
+
+    @property
+    def keyed(self) -> bool:
+        """True: rounding is drawn."""
+        return True
+
+    @property
+    def unbiased(self) -> bool:
+        """True."""
+        return True
+
+    def omega(self) -> float | None:
+        """p (1 - p) of the spacing squared, 2^-14 x^2 at most."""
+        return 2.0**-16
+
+    def layout(self, numel: int, dtype: torch.dtype = torch.float32) -> Layout:
+        """`numel` 16-bit elements."""
+        return Layout((Field(torch.bfloat16, numel),))
+
+    def encode_into(self, x: Tensor, key: Key, out: Payload) -> None:
+        """One pass."""
+        quantise.bfloat16_encode(as_float32(x), key.bits, out[0])
+
+    def decode_into(self, payload: Payload, out: Tensor, key: Key) -> None:
+        """Cast back."""
+        out.copy_(payload[0])
+
+    def accumulate(self, payload: Payload, into: Tensor, key: Key, alpha: float = 1.0) -> None:
+        """into += alpha * payload, in the precision of `into`."""
+        into.add_(payload[0].to(into.dtype), alpha=alpha)
+
+    def contraction(self, numel: int) -> float | None:
+        """1 - 2^-16, for normal numbers."""
         return 1.0 - 2.0**-16

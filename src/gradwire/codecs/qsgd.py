@@ -65,7 +65,7 @@ class QSGD(Codec):
         """A block."""
         return self.block
 
-    def omega(self) -> float:
+    def omega(self) -> float | None:
         """The bound on the relative variance: min(d/s^2, sqrt(d)/s)."""
         return min(self.block / self.levels**2, math.sqrt(self.block) / self.levels)
 

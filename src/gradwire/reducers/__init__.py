@@ -7,10 +7,13 @@ from gradwire.reducers.exchange import AllGather, AllReduce, TwoShot
 from gradwire.reducers.gradzip import GradZip
 from gradwire.reducers.guard import Guard
 from gradwire.reducers.lean_residual import EF21, LeanErrorFeedback
+from gradwire.reducers.majority_vote import MajorityVote
 from gradwire.reducers.partition import Partition, is_vector
 from gradwire.reducers.power_sgd import PowerSGD
+from gradwire.reducers.scaled_fp16 import ScaledFP16
 from gradwire.reducers.sketch import Sketch
 from gradwire.reducers.svd import SVD
+from gradwire.reducers.ternary_sum import TernarySum
 from gradwire.reducers.warm_up import WarmUp
 
 __all__ = [
@@ -23,14 +26,17 @@ __all__ = [
     "GradZip",
     "Guard",
     "LeanErrorFeedback",
+    "MajorityVote",
     "Partition",
     "PowerSGD",
     "Program",
     "Reduced",
     "Reducer",
+    "ScaledFP16",
     "Sent",
     "Sketch",
     "Step",
+    "TernarySum",
     "TwoShot",
     "WarmUp",
     "Wrapper",

@@ -314,7 +314,7 @@ class _Cut:
         """Return the payload of the whole tensor that one row a shard make up."""
         payload: list[Tensor] = []
         for at, field, whole in zip(self.row.offsets, self.row.fields, self.whole, strict=True):
-            joined = rows[:, at : at + field.nbytes].reshape(-1)
+            joined = rows[:, at : at + field.nbytes].reshape(-1).contiguous()  # a column of single bytes is a view
             payload.append(joined[: whole.nbytes].view(field.dtype))
         return tuple(payload)
 

@@ -1,0 +1,84 @@
+"""1-bit SGD: the sign of each element, and what it stands for on either side of zero."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from gradwire import kernels
+from gradwire.codecs.base import Codec, as_float32, decode_via_float32
+from gradwire.codecs.sign import check_block
+from gradwire.core.key import Key
+from gradwire.core.payload import Field, Layout, Payload
+from gradwire.kernels import quantise
+
+
+@dataclass(frozen=True)
+class OneBit(Codec):
+    """One bit an element; decodes to the mean of its block's elements >= 0, or to the mean of those below.
+
+    The two values that minimise the error for the threshold 0 (Seide et al. 2014), so a projection, and a
+    contraction with delta = (n+ mu+^2 + n- mu-^2) / ||x||^2 >= 1/block. Biased: error feedback is part of the method.
+    Unlike `Sign` it keeps the mean of a block that is all of one sign, or leans to one side.
+
+    Where it deviates: the paper's values are of a column of a weight matrix, here of `block` consecutive elements of
+    a flat grain. PyTorch keeps the weights of one output unit side by side, so for a layer whose fan-in is a multiple
+    of the block no block mixes two units; elsewhere some do.
+
+    Args:
+        block: elements that share two means; a multiple of 8. The default costs 1.125 bits an element.
+
+    Raises:
+        CompositionError: a block that is not a positive multiple of 8.
+
+    References:
+        Seide, Fu, Droppo, Li & Yu 2014, "1-bit stochastic gradient descent and its application to data-parallel
+        distributed training of speech DNNs".
+
+    >>> codec = OneBit(block=8)
+    >>> x = torch.tensor([1.0, 3.0, -4.0, -6.0])
+    >>> codec.decode(codec.encode(x), x)
+    tensor([ 2.,  2., -5., -5.])
+    """
+
+    block: int = 512
+
+    order_free: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        check_block(self.block)
+
+    @property
+    def granularity(self) -> int:
+        """A block."""
+        return self.block
+
+    def layout(self, numel: int, dtype: torch.dtype = torch.float32) -> Layout:
+        """Two means a block, then bits."""
+        blocks = -(-numel // self.block)
+        return Layout((Field(torch.float32, 2 * blocks), Field(torch.uint8, kernels.packed_nbytes(numel, 1))))
+
+    def encode_into(self, x: Tensor, key: Key, out: Payload) -> None:
+        """One pass."""
+        quantise.one_bit_encode(as_float32(x), self.block, out[1], out[0])
+
+    def decode_into(self, payload: Payload, out: Tensor, key: Key) -> None:
+        """One pass."""
+        out32 = decode_via_float32(out)
+        quantise.one_bit_decode(payload[1], payload[0], self.block, out32)
+        if out32 is not out:
+            out.copy_(out32)
+
+    def accumulate(self, payload: Payload, into: Tensor, key: Key, alpha: float = 1.0) -> None:
+        """One pass."""
+        if into.dtype != torch.float32:
+            super().accumulate(payload, into, key, alpha)
+            return
+        quantise.one_bit_accumulate(payload[1], payload[0], self.block, into, alpha)
+
+    def contraction(self, numel: int) -> float | None:
+        """1 / block, the worst case: a single positive entry among zeros."""
+        return 1.0 / max(1, min(self.block, numel))

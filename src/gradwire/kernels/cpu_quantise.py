@@ -1,0 +1,581 @@
+# pyright: basic
+"""The kernels of `gradwire.kernels.quantise` for CPUs, in numba. See `cpu` for how such kernels are written."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gradwire.kernels import pool
+from gradwire.kernels.cpu import (
+    _array,
+    _inline,
+    _kernel,
+    _max_magnitude,
+    _mix,
+    _pack,
+    _raw,
+    _sum,
+    _sum_squares,
+    _tile,
+    _uniform_at,
+    _unpack,
+    _write,
+)
+from gradwire.kernels.reference import uniform_words
+from gradwire.kernels.reference_quantise import AFFINE_LEVELS, BROKEN, float8_scales, float8_table
+
+Array = np.ndarray[Any, Any]
+
+
+def _spread(numel: int, granule: int, task: Callable[[int, int], functools.partial[Any]]) -> None:
+    """Run `task(start, stop)` over the pool."""
+    pool.run([task(i, j) for i, j in pool.chunks(numel, granule)])
+
+
+@_inline
+def _word_at(counter, k0, k1):
+    return _mix(np.uint32(_mix(np.uint32(counter ^ k0)) ^ k1))
+
+
+# Floats of 8 bits -------------------------------------------------------------------------------------------
+
+
+@_kernel("void(float32[::1], int64, int64, uint8[::1], uint8[::1])")
+def _float8_encode(x, mantissa, block, codes, exponents):
+    """`mantissa` is 3 for e4m3 and 2 for e5m2."""
+    bias = 7 if mantissa == 3 else 15
+    top, shift = 8 if mantissa == 3 else 15, np.uint32(23 - mantissa)
+    half, offset = np.uint32((1 << (22 - mantissa)) - 1), np.uint32((127 - bias) << mantissa)
+    normal = np.uint32((128 - bias) << 23)
+    # Added to a number below the least normal one, it leaves the multiple of the least step in the low bits.
+    anchor_bits = np.uint32((127 + 23 + 1 - bias - mantissa) << 23)
+    anchor = np.float32(2.0 ** (23 + 1 - bias - mantissa))
+    tile = _tile(block)
+    values, sums = np.empty(tile, np.float32), np.empty(tile, np.float32)
+    values_raw, sums_raw = values.view(np.uint32), sums.view(np.uint32)
+    for origin in range(0, x.size, tile):
+        piece, out = x[origin : origin + tile], codes[origin : origin + tile]
+        raw = piece.view(np.uint32)
+        for start in range(0, piece.size, block):
+            stop, b = min(start + block, piece.size), np.uintp((origin + start) // block)
+            largest = np.int64(_max_magnitude(raw, start, stop))
+            exponent = max(((largest + 0x1FFFFF) >> 23) - top, 1)
+            if largest >= 0x7F800000:
+                exponents[b] = np.uint8(BROKEN)
+                for i in range(start, stop):
+                    out[np.uintp(i)] = np.uint8(0)
+                continue
+            exponents[b] = np.uint8(exponent)
+            inverse = np.float32(2.0 ** (127 - exponent))
+            for i in range(start, stop):
+                value = abs(piece[np.uintp(i)]) * inverse
+                values[np.uintp(i)] = value
+                sums[np.uintp(i)] = value + anchor
+            for i in range(start, stop):
+                v = values_raw[np.uintp(i)]
+                even = np.uint32(np.uint32(v >> shift) & np.uint32(1))
+                large = np.uint32(np.uint32(np.uint32(np.uint32(v + half) + even) >> shift) - offset)
+                small = np.uint32(sums_raw[np.uintp(i)] - anchor_bits)
+                sign = np.uint32(np.uint32(raw[np.uintp(i)] >> np.uint32(24)) & np.uint32(0x80))
+                out[np.uintp(i)] = np.uint8(np.uint32((large if v >= normal else small) | sign))
+
+
+def float8_encode(x: Tensor, dtype: torch.dtype, block: int, codes: Tensor, exponents: Tensor) -> None:
+    """See `gradwire.kernels.quantise.float8_encode`."""
+    a, c, e = _array(x), _array(codes), _array(exponents)
+    mantissa = 3 if dtype == torch.float8_e4m3fn else 2
+    _spread(
+        a.size,
+        block,
+        lambda i, j: functools.partial(_float8_encode, a[i:j], mantissa, block, c[i:j], e[i // block : -(-j // block)]),
+    )
+
+
+@_kernel("void(uint8[::1], float32[::1], float32[::1], int64, float32[::1], float32, boolean)")
+def _float8_decode(codes, scales, table, block, into, alpha, overwrite):
+    values = np.empty(block, np.float32)
+    for start in range(0, into.size, block):
+        piece, code = into[start : start + block], codes[start : start + block]
+        scale = scales[np.uintp(start // block)]
+        out = piece if overwrite else values  # looking up and adding in one loop takes half as long again
+        for i in range(piece.size):
+            out[i] = table[np.uintp(code[i])] * scale
+        if not overwrite:
+            _write(values, piece, alpha, overwrite)
+
+
+@functools.cache
+def _table(dtype: torch.dtype) -> Array:
+    return float8_table(dtype).numpy()
+
+
+def _float8_into(
+    codes: Tensor, exponents: Tensor, dtype: torch.dtype, block: int, into: Tensor, alpha: float | None
+) -> None:
+    c, s, o, factor = _array(codes), float8_scales(exponents).numpy(), _array(into), np.float32(alpha or 0.0)
+    _spread(
+        o.size,
+        block,
+        lambda i, j: functools.partial(
+            _float8_decode,
+            *(c[i:j], s[i // block : -(-j // block)], _table(dtype), block),
+            *(o[i:j], factor, alpha is None),
+        ),
+    )
+
+
+def float8_accumulate(
+    codes: Tensor, exponents: Tensor, dtype: torch.dtype, block: int, into: Tensor, alpha: float = 1.0
+) -> None:
+    """See `gradwire.kernels.quantise.float8_accumulate`."""
+    _float8_into(codes, exponents, dtype, block, into, alpha)
+
+
+def float8_decode(codes: Tensor, exponents: Tensor, dtype: torch.dtype, block: int, out: Tensor) -> None:
+    """See `gradwire.kernels.quantise.float8_decode`."""
+    _float8_into(codes, exponents, dtype, block, out, None)
+
+
+# Powers of two and bfloat16, rounded at random --------------------------------------------------------------
+
+_RUN = 4096
+
+
+@_kernel("void(uint32[::1], int64, int64, int64, uint8[::1], uint8[::1])")
+def _natural_encode(raw, first, k0, k1, exponents, signs):
+    k0, k1 = np.uint32(k0), np.uint32(k1)
+    scratch = np.empty(_RUN, np.uint8)
+    for origin in range(0, raw.size, _RUN):
+        piece, out, at = raw[origin : origin + _RUN], exponents[origin : origin + _RUN], np.uint32(first + origin)
+        codes = scratch[: piece.size]
+        for i in range(piece.size):
+            word = np.uint32(_word_at(np.uint32(at + np.uint32(i)), k0, k1) >> np.uint32(9))
+            magnitude = np.uint32(piece[i] & np.uint32(0x7FFFFFFF))
+            rounded = min(np.uint32(np.uint32(magnitude + word) >> np.uint32(23)), np.uint32(254))
+            out[i] = np.uint8(rounded if magnitude < np.uint32(0x7F800000) else np.uint32(255))
+            codes[i] = np.uint8(piece[i] >> np.uint32(31))
+        _pack(codes, 1, signs[origin // 8 :])
+
+
+def natural_encode(x: Tensor, key: int, exponents: Tensor, signs: Tensor) -> None:
+    """See `gradwire.kernels.quantise.natural_encode`."""
+    raw, e, s, words = _raw(x), _array(exponents), _array(signs), uniform_words(key)
+    _spread(raw.size, 8, lambda i, j: functools.partial(_natural_encode, raw[i:j], i, *words, e[i:j], s[i // 8 :]))
+
+
+@_kernel("void(uint8[::1], uint8[::1], float32[::1], float32, boolean)")
+def _natural_decode(exponents, signs, into, alpha, overwrite):
+    scratch, values = np.empty(_RUN, np.uint8), np.empty(_RUN, np.float32)
+    values_raw = values.view(np.uint32)
+    for origin in range(0, into.size, _RUN):
+        piece, codes = into[origin : origin + _RUN], exponents[origin : origin + _RUN]
+        negative = scratch[: piece.size]
+        _unpack(signs[origin // 8 :], 1, negative)
+        for i in range(piece.size):
+            magnitude = np.uint32(np.uint32(codes[i]) << np.uint32(23))
+            values_raw[i] = np.uint32(magnitude | np.uint32(np.uint32(negative[i]) << np.uint32(31)))
+        _write(values, piece, alpha, overwrite)
+
+
+def _natural_into(exponents: Tensor, signs: Tensor, into: Tensor, alpha: float | None) -> None:
+    e, s, o, factor = _array(exponents), _array(signs), _array(into), np.float32(alpha or 0.0)
+    _spread(
+        o.size,
+        8,
+        lambda i, j: functools.partial(_natural_decode, e[i:j], s[i // 8 :], o[i:j], factor, alpha is None),
+    )
+
+
+def natural_accumulate(exponents: Tensor, signs: Tensor, into: Tensor, alpha: float = 1.0) -> None:
+    """See `gradwire.kernels.quantise.natural_accumulate`."""
+    _natural_into(exponents, signs, into, alpha)
+
+
+def natural_decode(exponents: Tensor, signs: Tensor, out: Tensor) -> None:
+    """See `gradwire.kernels.quantise.natural_decode`."""
+    _natural_into(exponents, signs, out, None)
+
+
+@_kernel("void(uint32[::1], int64, int64, int64, uint16[::1])")
+def _bfloat16_encode(raw, first, k0, k1, out):
+    k0, k1, first = np.uint32(k0), np.uint32(k1), np.uint32(first)
+    for i in range(raw.size):
+        word = np.uint32(_word_at(np.uint32(first + np.uint32(i)), k0, k1) >> np.uint32(16))
+        magnitude = np.uint32(raw[i] & np.uint32(0x7FFFFFFF))
+        broken = magnitude >= np.uint32(0x7F800000)
+        quiet = np.uint32(0x40) if magnitude > np.uint32(0x7F800000) else np.uint32(0)
+        kept = np.uint32(raw[i] if broken else np.uint32(raw[i] + word))
+        out[i] = np.uint16(np.uint32(np.uint32(kept >> np.uint32(16)) | quiet))
+
+
+def bfloat16_encode(x: Tensor, key: int, out: Tensor) -> None:
+    """See `gradwire.kernels.quantise.bfloat16_encode`."""
+    raw, o, words = _raw(x), out.view(torch.int16).numpy().view(np.uint16), uniform_words(key)
+    _spread(raw.size, 1, lambda i, j: functools.partial(_bfloat16_encode, raw[i:j], i, *words, o[i:j]))
+
+
+# Ternary ----------------------------------------------------------------------------------------------------
+
+
+@_kernel("void(float32[::1], float64, int64, float32[::1])")
+def _ternary_scales(x, clip, block, scales):
+    raw = x.view(np.uint32)
+    scales_raw = scales.view(np.uint32)
+    for start in range(0, x.size, block):
+        stop, b = min(start + block, x.size), np.uintp(start // block)
+        scales_raw[b] = _max_magnitude(raw, start, stop)
+        largest = scales[b]
+        limit = np.float32(np.sqrt(_sum_squares(x, start, stop) / np.float64(stop - start)) * clip)
+        if np.isfinite(largest) and limit < largest:
+            scales[b] = limit
+        if np.isinf(np.float32(1) / scales[b]):
+            scales[b] = np.float32(0)
+
+
+def ternary_scales(x: Tensor, clip: float, block: int, scales: Tensor) -> None:
+    """See `gradwire.kernels.quantise.ternary_scales`."""
+    a, s = _array(x), _array(scales)
+    _spread(
+        a.size,
+        block,
+        lambda i, j: functools.partial(_ternary_scales, a[i:j], clip, block, s[i // block : -(-j // block)]),
+    )
+
+
+@_kernel("void(float32[::1], float32[::1], int64, int64, int64, int64, int64, uint8[::1])")
+def _ternary_encode(x, scales, first, k0, k1, block, digits, packed):
+    k0, k1, base = np.uint32(k0), np.uint32(k1), np.uint8(3 if digits == 5 else 4)
+    scratch = np.empty(block, np.uint8)
+    for start in range(0, x.size, block):
+        stop = min(start + block, x.size)
+        piece, at = x[start:stop], np.uint32(first + start)
+        inverse = np.float32(1) / scales[np.uintp(start // block)]
+        inverse = inverse if np.isfinite(inverse) else np.float32(0)
+        for i in range(piece.size):
+            u = _uniform_at(np.uint32(at + np.uint32(i)), k0, k1)
+            hit = np.int32(abs(piece[i]) * inverse + u >= np.float32(1))
+            negative = np.int32(piece[i] < np.float32(0))
+            scratch[i] = np.uint8(np.int32(np.int32(1) + hit) - np.int32(np.int32(2) * (hit & negative)))
+        nbytes = -(-piece.size // digits)
+        scratch[piece.size : nbytes * digits] = np.uint8(0)
+        out = packed[start // digits : start // digits + nbytes]
+        out[:] = scratch[(digits - 1) * nbytes : digits * nbytes]
+        for plane in range(digits - 2, -1, -1):
+            digit = scratch[plane * nbytes : (plane + 1) * nbytes]
+            for i in range(nbytes):
+                out[i] = np.uint8(np.uint8(out[i] * base) + digit[i])
+
+
+def ternary_encode(x: Tensor, scales: Tensor, key: int, block: int, digits: int, packed: Tensor) -> None:
+    """See `gradwire.kernels.quantise.ternary_encode`."""
+    a, s, p, words = _array(x), _array(scales), _array(packed), uniform_words(key)
+    _spread(
+        a.size,
+        block,
+        lambda i, j: functools.partial(
+            _ternary_encode,
+            *(a[i:j], s[i // block : -(-j // block)], i, *words),
+            *(block, digits, p[i // digits : -(-j // digits)]),
+        ),
+    )
+
+
+@_kernel("void(uint8[::1], float32[::1], int64, int64, float32[::1], float32, boolean)")
+def _ternary_decode(packed, scales, block, digits, into, alpha, overwrite):
+    # rest // 3 of a byte is (171 * rest) >> 9; rest // 4 is rest >> 2
+    base, factor, shift = np.uint16(3), np.uint16(171), np.uint16(9)
+    if digits == 4:
+        base, factor, shift = np.uint16(4), np.uint16(1), np.uint16(2)
+    rest, values = np.empty(block // digits, np.uint16), np.empty(block, np.float32)
+    for start in range(0, into.size, block):
+        piece, scale = into[start : start + block], scales[np.uintp(start // block)]
+        nbytes = -(-piece.size // digits)
+        codes = packed[start // digits : start // digits + nbytes]
+        for i in range(nbytes):
+            rest[i] = np.uint16(codes[i])
+        for plane in range(digits):
+            value = values[plane * nbytes : (plane + 1) * nbytes]
+            for i in range(value.size):
+                quotient = np.uint16(np.uint16(rest[i] * factor) >> shift)
+                digit = np.uint16(rest[i] - np.uint16(quotient * base))
+                rest[i] = quotient
+                value[i] = np.float32(np.int32(digit) - np.int32(1)) * scale
+        _write(values, piece, alpha, overwrite)
+
+
+def _ternary_into(packed: Tensor, scales: Tensor, block: int, digits: int, into: Tensor, alpha: float | None) -> None:
+    p, s, o, factor = _array(packed), _array(scales), _array(into), np.float32(alpha or 0.0)
+    _spread(
+        o.size,
+        block,
+        lambda i, j: functools.partial(
+            _ternary_decode,
+            *(p[i // digits : -(-j // digits)], s[i // block : -(-j // block)], block, digits),
+            *(o[i:j], factor, alpha is None),
+        ),
+    )
+
+
+def ternary_accumulate(
+    packed: Tensor, scales: Tensor, block: int, digits: int, into: Tensor, alpha: float = 1.0
+) -> None:
+    """See `gradwire.kernels.quantise.ternary_accumulate`."""
+    _ternary_into(packed, scales, block, digits, into, alpha)
+
+
+def ternary_decode(packed: Tensor, scales: Tensor, block: int, digits: int, out: Tensor) -> None:
+    """See `gradwire.kernels.quantise.ternary_decode`."""
+    _ternary_into(packed, scales, block, digits, out, None)
+
+
+# One bit ----------------------------------------------------------------------------------------------------
+
+
+# One loop each: with two choices on one condition LLVM branches, and takes three times as long.
+
+
+@_sum
+def _sum_of_upper(x, start, stop):
+    total = 0.0
+    for i in range(start, stop):
+        value = x[np.uintp(i)]
+        total += np.float64(value if value >= np.float32(0) else np.float32(0))
+    return total
+
+
+@_sum
+def _sum_of_others(x, start, stop):
+    total = 0.0
+    for i in range(start, stop):
+        value = x[np.uintp(i)]
+        total += np.float64(np.float32(0) if value >= np.float32(0) else value)
+    return total
+
+
+@_sum
+def _count_upper(x, start, stop):
+    count = np.int32(0)
+    for i in range(start, stop):
+        count = np.int32(count + np.int32(x[np.uintp(i)] >= np.float32(0)))
+    return np.int64(count)
+
+
+@_kernel("void(float32[::1], int64, uint8[::1], float32[::1])")
+def _one_bit_encode(x, block, packed, means):
+    tile = _tile(block)
+    scratch = np.empty(tile, np.uint8)
+    for origin in range(0, x.size, tile):
+        piece = x[origin : origin + tile]
+        codes = scratch[: piece.size]
+        for start in range(0, piece.size, block):
+            stop, b = min(start + block, piece.size), (origin + start) // block
+            count = _count_upper(piece, start, stop)
+            up, down = max(count, 1), max(stop - start - count, 1)
+            means[np.uintp(2 * b)] = np.float32(_sum_of_upper(piece, start, stop) / np.float64(up))
+            means[np.uintp(2 * b + 1)] = np.float32(_sum_of_others(piece, start, stop) / np.float64(down))
+        for i in range(piece.size):
+            codes[i] = np.uint8(piece[i] >= np.float32(0))
+        _pack(codes, 1, packed[origin // 8 :])
+
+
+def one_bit_encode(x: Tensor, block: int, packed: Tensor, means: Tensor) -> None:
+    """See `gradwire.kernels.quantise.one_bit_encode`."""
+    a, p, m = _array(x), _array(packed), _array(means)
+    _spread(
+        a.size,
+        block,
+        lambda i, j: functools.partial(
+            _one_bit_encode, a[i:j], block, p[i // 8 :], m[2 * (i // block) : -2 * (-j // block)]
+        ),
+    )
+
+
+@_kernel("void(uint8[::1], float32[::1], int64, float32[::1], float32, boolean)")
+def _one_bit_decode(packed, means, block, into, alpha, overwrite):
+    tile = _tile(block)
+    scratch, values = np.empty(tile, np.uint8), np.empty(tile, np.float32)
+    for origin in range(0, into.size, tile):
+        piece = into[origin : origin + tile]
+        codes = scratch[: piece.size]
+        _unpack(packed[origin // 8 :], 1, codes)
+        for start in range(0, piece.size, block):
+            b = (origin + start) // block
+            up, down = means[np.uintp(2 * b)], means[np.uintp(2 * b + 1)]
+            for i in range(start, min(start + block, piece.size)):
+                values[np.uintp(i)] = up if codes[np.uintp(i)] else down
+        _write(values, piece, alpha, overwrite)
+
+
+def _one_bit_into(packed: Tensor, means: Tensor, block: int, into: Tensor, alpha: float | None) -> None:
+    p, m, o, factor = _array(packed), _array(means), _array(into), np.float32(alpha or 0.0)
+    _spread(
+        o.size,
+        block,
+        lambda i, j: functools.partial(
+            _one_bit_decode,
+            *(p[i // 8 :], m[2 * (i // block) : -2 * (-j // block)], block),
+            *(o[i:j], factor, alpha is None),
+        ),
+    )
+
+
+def one_bit_accumulate(packed: Tensor, means: Tensor, block: int, into: Tensor, alpha: float = 1.0) -> None:
+    """See `gradwire.kernels.quantise.one_bit_accumulate`."""
+    _one_bit_into(packed, means, block, into, alpha)
+
+
+def one_bit_decode(packed: Tensor, means: Tensor, block: int, out: Tensor) -> None:
+    """See `gradwire.kernels.quantise.one_bit_decode`."""
+    _one_bit_into(packed, means, block, out, None)
+
+
+@_inline
+def _bytes_of_bits(byte):
+    """Bit i of a byte in byte i of a word: see `cpu._unpack`."""
+    w = (np.uint64(byte) * np.uint64(0x0101010101010101)) & np.uint64(0x8040201008040201)
+    return ((w + np.uint64(0x00406070787C7E7F)) >> np.uint64(7)) & np.uint64(0x0101010101010101)
+
+
+@_kernel("void(uint8[:, ::1], int64, int64, int64, uint8[::1])")
+def _majority(ballots, casting, start, stop, out):
+    voters = ballots.shape[0]
+    # A byte that counts more than `voters` reaches 128 with this added.
+    margin = np.uint64(127 - voters) * np.uint64(0x0101010101010101)
+    counts = np.empty(min(_RUN, stop - start), np.uint64)
+    for origin in range(start, stop, _RUN):
+        size = min(_RUN, stop - origin)
+        counts[:size] = margin
+        for voter in range(voters):
+            weight = np.uint64(3 if voter == casting else 2)
+            ballot = ballots[voter, origin : origin + size]
+            for i in range(size):
+                counts[i] += weight * _bytes_of_bits(ballot[i])
+        for i in range(size):
+            won = (counts[i] >> np.uint64(7)) & np.uint64(0x0101010101010101)
+            out[origin + i] = np.uint8((won * np.uint64(0x0102040810204080)) >> np.uint64(56))
+
+
+def majority(ballots: Tensor, casting: int, out: Tensor) -> None:
+    """See `gradwire.kernels.quantise.majority`. For up to 127 voters, who fit the counters of a byte."""
+    b, o = _array(ballots), _array(out)
+    _spread(o.size, 1, lambda i, j: functools.partial(_majority, b, casting, i, j, o))
+
+
+# An affine grid ---------------------------------------------------------------------------------------------
+
+
+@_inline
+def _ordered(bits):
+    """The bits of a float32 as an integer that orders as it does, NaN beyond infinity; its own inverse."""
+    return np.int32(bits ^ np.int32(np.int32(bits >> np.int32(31)) & np.int32(0x7FFFFFFF)))
+
+
+@_kernel("void(int32[::1], int64, float32[:, ::1])")
+def _affine_extremes(bits, block, extremes):
+    """The lowest and highest of each block, 0 among them; NaN and NaN where one is not finite."""
+    largest = np.int32(0x7F7FFFFF)
+    pair = np.empty(2, np.int32)
+    for start in range(0, bits.size, block):
+        stop, b = min(start + block, bits.size), np.uintp(start // block)
+        low, high = np.int32(0), np.int32(0)
+        for i in range(start, stop):  # a minimum of integers needs no leave to be reordered
+            order = _ordered(bits[np.uintp(i)])
+            low, high = min(low, order), max(high, order)
+        finite = high <= largest and np.int32(~low) <= largest
+        pair[0], pair[1] = _ordered(low), _ordered(high)
+        for side in range(2):
+            extremes[b, side] = pair.view(np.float32)[side] if finite else np.float32(np.nan)
+
+
+@_kernel("void(float32[::1], int64, float32[::1], uint8[::1], uint8[::1])")
+def _affine_round(x, block, scales, zeros, levels):
+    for start in range(0, x.size, block):
+        stop, b = min(start + block, x.size), np.uintp(start // block)
+        scale, zero = scales[b], np.float32(zeros[b])
+        if scale == np.float32(0) or not np.isfinite(scale):
+            levels[start:stop] = np.uint8(0)
+            continue
+        for i in range(start, stop):
+            q = np.int32(np.rint(x[np.uintp(i)] / scale) + zero)
+            levels[np.uintp(i)] = np.uint8(max(min(q, np.int32(AFFINE_LEVELS)), np.int32(0)))
+
+
+def _affine_grid(extremes: Array, scales: Array, zeros: Array) -> None:
+    """s = (high - low) / 255 and z = round(-low / s), as in the reference."""
+    count = np.float32(AFFINE_LEVELS)
+    with np.errstate(all="ignore"):
+        scales[:] = extremes[:, 1] / count - extremes[:, 0] / count
+        usable = np.isfinite(scales) & (scales != 0)
+        divisor = np.where(usable, scales, np.float32(1))
+        zeros[:] = np.where(usable, np.clip(np.rint(-extremes[:, 0] / divisor), 0, count), 0)
+
+
+def affine_encode(x: Tensor, block: int, scales: Tensor, zeros: Tensor, levels: Tensor) -> None:
+    """See `gradwire.kernels.quantise.affine_encode`."""
+    a, s, z, q = _array(x), _array(scales), _array(zeros), _array(levels)
+    if not a.size:
+        return
+    size, granule = block or a.size, block or 1
+    cuts = pool.chunks(a.size, granule)
+    found = [np.empty((-(-(j - i) // size), 2), np.float32) for i, j in cuts]
+    pool.run(
+        [
+            functools.partial(_affine_extremes, a[i:j].view(np.int32), size, e)
+            for (i, j), e in zip(cuts, found, strict=True)
+        ]
+    )
+    extremes = np.concatenate(found)
+    if not block:
+        extremes = np.stack([extremes[:, 0].min(), extremes[:, 1].max()])[None]
+    _affine_grid(extremes, s, z)
+    _spread(a.size, granule, lambda i, j: functools.partial(_affine_round, *_affine_part(i, j, a, block, s, z, q)))
+
+
+def _affine_part(i: int, j: int, a: Array, block: int, s: Array, z: Array, q: Array) -> tuple[Any, ...]:
+    """The elements [i, j), what a block is there, and its scales, zero points and levels."""
+    if not block:
+        return a[i:j], a.size, s, z, q[i:j]
+    blocks = slice(i // block, -(-j // block))
+    return a[i:j], block, s[blocks], z[blocks], q[i:j]
+
+
+@_kernel("void(float32[::1], int64, float32[::1], uint8[::1], uint8[::1], float32, boolean)")
+def _affine_decode(into, block, scales, zeros, levels, alpha, overwrite):
+    for start in range(0, into.size, block):
+        stop, b = min(start + block, into.size), np.uintp(start // block)
+        scale, zero = scales[b], np.int32(zeros[b])
+        if overwrite:
+            for i in range(start, stop):
+                into[np.uintp(i)] = np.float32(np.int32(levels[np.uintp(i)]) - zero) * scale
+        else:
+            for i in range(start, stop):
+                into[np.uintp(i)] += np.float32(np.int32(levels[np.uintp(i)]) - zero) * scale * alpha
+
+
+def _affine_into(scales: Tensor, zeros: Tensor, levels: Tensor, block: int, into: Tensor, alpha: float | None) -> None:
+    s, z, q, o, factor = _array(scales), _array(zeros), _array(levels), _array(into), np.float32(alpha or 0.0)
+    if not o.size:
+        return
+    _spread(
+        o.size,
+        block or 1,
+        lambda i, j: functools.partial(_affine_decode, *_affine_part(i, j, o, block, s, z, q), factor, alpha is None),
+    )
+
+
+def affine_accumulate(
+    scales: Tensor, zeros: Tensor, levels: Tensor, block: int, into: Tensor, alpha: float = 1.0
+) -> None:
+    """See `gradwire.kernels.quantise.affine_accumulate`."""
+    _affine_into(scales, zeros, levels, block, into, alpha)
+
+
+def affine_decode(scales: Tensor, zeros: Tensor, levels: Tensor, block: int, out: Tensor) -> None:
+    """See `gradwire.kernels.quantise.affine_decode`."""
+    _affine_into(scales, zeros, levels, block, out, None)
