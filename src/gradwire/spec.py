@@ -65,7 +65,7 @@ def parse(spec: str) -> Reducer:
         CompositionError: parts that do not fit together.
 
     >>> parse("topk:0.01")
-    Guard(inner=ErrorFeedback(inner=AllGather(codec=TopK(density=0.01, values='fp32')), decay=1.0))
+    Guard(inner=ErrorFeedback(inner=AllGather(codec=TopK(density=0.01, values='fp32', indices='auto')), decay=1.0))
     >>> parse("fp16")
     AllReduce(codec=FP16())
     >>> parse("topc:0.01")

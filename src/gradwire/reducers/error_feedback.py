@@ -37,7 +37,7 @@ class ErrorFeedback(Wrapper):
     >>> from gradwire.codecs import QSGD, TopK
     >>> from gradwire.reducers import AllGather
     >>> ErrorFeedback(AllGather(TopK(0.01)))
-    ErrorFeedback(inner=AllGather(codec=TopK(density=0.01, values='fp32')), decay=1.0)
+    ErrorFeedback(inner=AllGather(codec=TopK(density=0.01, values='fp32', indices='auto')), decay=1.0)
     >>> ErrorFeedback(AllGather(QSGD(15)))
     Traceback (most recent call last):
         ...
