@@ -14,7 +14,7 @@ from numba import types
 from numba.extending import intrinsic
 from torch import Tensor
 
-from gradwire.kernels.cpu import _array, _inline, _kernel
+from gradwire.kernels.cpu import _array, _kernel
 from gradwire.kernels.reference_indices import candidates
 
 
@@ -28,22 +28,17 @@ def _trailing_zeros(context, word):
     return types.uint64(types.uint64), generate
 
 
-@_inline
-def _ceil_words(bits):
-    return (bits + 63) // 64
-
-
 @_kernel("boolean(int32[::1], int64, boolean, uint64[::1])")
 def _write(indices, bits, gaps, out):
     """Write the stream and zeros behind it; false where indices do not increase, or there is no room."""
-    n, unary = indices.size, _ceil_words(indices.size * bits)
-    if unary >= out.size:
+    n, start = indices.size, indices.size * bits
+    if start >> 6 >= out.size:
         return n == 0
     for w in range(out.size):
         out[w] = np.uint64(0)
     mask, b = np.uint64((1 << bits) - 1), np.uint64(bits)
     lows, filled, at = np.uint64(0), np.uint64(0), 0
-    ones, ones_at = np.uint64(0), unary
+    ones, ones_at = np.uint64(0), start >> 6
     previous, position = -1, -1
     for i in range(n):
         index = np.int64(indices[i])
@@ -61,39 +56,40 @@ def _write(indices, bits, gaps, out):
             lows = low >> (b - filled)
         high = value >> bits
         position = position + 1 + high if gaps else high + i
-        here = unary + (position >> 6)
+        here = (start + position) >> 6
         if here != ones_at:
             if here >= out.size:
                 return False
             out[ones_at] = ones
             ones, ones_at = np.uint64(0), here
-        ones |= np.uint64(1) << np.uint64(position & 63)
+        ones |= np.uint64(1) << np.uint64((start + position) & 63)
     out[ones_at] = ones
     if filled > np.uint64(0):
-        out[at] = lows
+        out[at] |= lows  # whose word the ones may share
     return True
 
 
 @_kernel("boolean(uint64[::1], int64, boolean, int64, int32[::1])")
 def _read(words, bits, gaps, numel, out):
     """Read as many indices as `out` has; false where they are not there, do not increase or point outside."""
-    n, unary = out.size, _ceil_words(out.size * bits)
+    n, start, last = out.size, out.size * bits, np.uint64(words.size - 1)
     mask = np.uint64((1 << bits) - 1)
     i, previous, before = 0, -1, -1
     if n == 0:
         return True
-    for w in range(unary, words.size):
-        word, base = words[np.uintp(w)], np.int64((w - unary) * 64)
+    for w in range(start >> 6, words.size):
+        word, base = words[np.uintp(w)], np.int64(w * 64 - start)
+        if base < 0:
+            word &= ~np.uint64(0) << np.uint64(-base)
         while word != np.uint64(0):
             position = base + np.int64(_trailing_zeros(word))  # pyright: ignore[reportCallIssue]
             word &= word - np.uint64(1)
             value = np.int64(position - before - 1 if gaps else position - i) << bits
-            if bits > 0:  # then a word of the unary part stands behind the last that holds low bits
-                at = np.uint64(i) * np.uint64(bits)
-                shift = at & np.uint64(63)
-                low = words[at >> np.uint64(6)] >> shift
-                low |= words[(at >> np.uint64(6)) + np.uint64(1)] << np.uint64(1) << (np.uint64(63) - shift)
-                value |= np.int64(low & mask)
+            at = np.uint64(i) * np.uint64(bits)
+            shift, at = at & np.uint64(63), at >> np.uint64(6)
+            low = words[at] >> shift
+            low |= words[min(at + np.uint64(1), last)] << np.uint64(1) << (np.uint64(63) - shift)
+            value |= np.int64(low & mask)
             index = value + (previous + 1 if gaps else i)
             if index <= previous or index >= numel:
                 return False
@@ -137,10 +133,12 @@ def encode_rice(indices: Tensor, numel: int, bits: int, out: Tensor) -> bool:
     whole, words = _array(indices), _words(out)
     some = int(np.searchsorted(whole, numel))
     tried = np.array(candidates(bits), np.int64)
-    used = -(-some * tried // 64) - (-(some + _high_sums(whole[:some], tried)) // 64)
+    used = (some * tried + some + _high_sums(whole[:some], tried) + 63) // 64
     best = int(used.argmin())
+    if not 0 <= used[best] < words.size:
+        return False
     words[0] = int(tried[best]) | int(used[best]) << 6 | some << 32
-    return bool(used[best] < words.size) and _write(whole[:some], int(tried[best]), True, words[1:])
+    return _write(whole[:some], int(tried[best]), True, words[1:])
 
 
 def decode_rice(packed: Tensor, numel: int, count: int, bits: int) -> tuple[Tensor, bool]:

@@ -24,10 +24,6 @@ def candidates(bits: int) -> list[int]:
     return [bits + more for more in CANDIDATES if 0 <= bits + more < LANES]
 
 
-def _ceil_words(bits: Tensor) -> Tensor:
-    return (bits + (WORD - 1)) // WORD
-
-
 def _arange(count: int, like: Tensor) -> Tensor:
     return torch.arange(count, device=like.device)
 
@@ -55,7 +51,7 @@ def _write(values: Tensor, positions: Tensor, valid: Tensor, bits: Tensor, words
     stream = torch.zeros(WORD * words + 1, dtype=torch.int64, device=values.device)
     where = torch.where((lanes < bits) & valid[:, None], i[:, None] * bits + lanes, nowhere)
     stream.scatter_(0, where.view(-1), ((values[:, None] >> lanes) & 1).view(-1))
-    start = WORD * _ceil_words(valid.sum() * bits)
+    start = valid.sum() * bits
     stream.scatter_(0, torch.where(valid, start + positions, nowhere), 1)
     return _to_words(stream[:nowhere])
 
@@ -64,7 +60,7 @@ def _read(words: Tensor, count: int, some: Tensor, bits: Tensor) -> tuple[Tensor
     """Return low bits and unary positions of `some` values, padded to `count`, and whether there are as many."""
     stream = _to_bits(words)
     at, i, lanes = _arange(stream.numel(), words), _arange(count, words), _arange(LANES, words)
-    start = WORD * _ceil_words(some * bits)
+    start = some * bits
     ones = (stream == 1) & (at >= start)
     rank = ones.cumsum(0) - 1
     slot = torch.where(ones & (rank < some), rank, count)
@@ -105,7 +101,7 @@ def encode_rice(indices: Tensor, numel: int, bits: int, out: Tensor) -> None:
     some = valid.sum()
     tried = torch.tensor(candidates(bits), device=out.device)
     high = torch.where(valid[:, None], gaps[:, None] >> tried, 0).sum(0)
-    words = _ceil_words(some * tried) + _ceil_words(some + high)
+    words = (some * tried + some + high + (WORD - 1)) // WORD
     # Of equals the first: a multiple tells them apart.
     best = (words * len(CANDIDATES) + _arange(tried.numel(), tried)).argmin().view(1)
     chosen, used = tried.gather(0, best).view(()), words.gather(0, best).view(())
