@@ -7,7 +7,17 @@ import pytest
 import gradwire
 from gradwire import CompositionError, SpecError, parse
 from gradwire.codecs import BF16, QSGD, BlockInt, Chain, RandomK, TopK
-from gradwire.reducers import AllGather, AllReduce, ErrorFeedback, Guard, Partition, PowerSGD, TwoShot, WarmUp
+from gradwire.reducers import (
+    AllGather,
+    AllReduce,
+    ErrorFeedback,
+    Guard,
+    Partition,
+    PowerSGD,
+    SparseTwoShot,
+    TwoShot,
+    WarmUp,
+)
 from gradwire.spec import GRAMMAR
 
 
@@ -18,6 +28,11 @@ def test_a_bare_name_gets_what_suits_it() -> None:
     assert parse("qsgd:7") == Guard(TwoShot(QSGD(7)))
     assert parse("powersgd:2") == Guard(ErrorFeedback(PowerSGD(2)))
     assert parse(" topk:0.1+int8 ") == Guard(ErrorFeedback(AllGather(Chain(TopK(0.1), BlockInt(8)))))
+
+
+def test_two_shot_is_the_one_that_suits_the_codec() -> None:
+    assert parse("topk:0.1,exchange=twoshot") == Guard(ErrorFeedback(SparseTwoShot(TopK(0.1))))
+    assert parse("int4,exchange=twoshot") == Guard(ErrorFeedback(TwoShot(BlockInt(4))))
 
 
 def test_options() -> None:
@@ -121,8 +136,9 @@ def test_what_cannot_be_read(spec: str, wants: str) -> None:
         ("sign:7", "multiple of 8"),
         ("qsgd:0", "1 to 32767"),
         ("topk,values=fp8", "fp16"),
-        ("topk,exchange=allreduce", "use AllGather"),
-        ("topk,exchange=twoshot", "use AllGather"),
+        ("topk,exchange=allreduce", "use SparseTwoShot or AllGather"),
+        ("topk,values=fp16,exchange=twoshot", "bf16 or fp32"),
+        ("randomk,exchange=twoshot", "use AllReduce"),
         ("int8,exchange=allreduce", "use TwoShot or AllGather"),
         ("qsgd,ef=on", "ef=off"),
         ("randomk:0.1,scaled=on", "ef=off"),
@@ -141,9 +157,9 @@ def test_what_does_not_fit_together(spec: str, remedy: str) -> None:
 
 
 def test_the_same_by_hand() -> None:
-    with pytest.raises(CompositionError, match="use AllGather"):
+    with pytest.raises(CompositionError, match="use SparseTwoShot or AllGather"):
         AllReduce(TopK(0.1))
-    with pytest.raises(CompositionError, match="use AllGather"):
+    with pytest.raises(CompositionError, match="use SparseTwoShot"):
         TwoShot(TopK(0.1))
     with pytest.raises(CompositionError, match="no contraction"):
         ErrorFeedback(AllGather(QSGD(15)))

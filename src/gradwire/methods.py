@@ -21,7 +21,13 @@ def _register_all() -> None:
             "allgather",
             feedback=True,
             argument="density",
-            examples=("topk:0.01", "topk:0.3,values=bf16", "topk:0.05+int8", "topk:0.1+qsgd:15,ef=off"),
+            examples=(
+                "topk:0.01",
+                "topk:0.3,values=bf16",
+                "topk:0.05+int8",
+                "topk:0.1+qsgd:15,ef=off",
+                "topk:0.02,exchange=twoshot",
+            ),
         )
     )
     register(

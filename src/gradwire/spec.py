@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import difflib
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any, Literal, NamedTuple
 
@@ -32,13 +32,17 @@ from gradwire.reducers import (
     Guard,
     Partition,
     Reducer,
-    TwoShot,
     WarmUp,
     is_vector,
+    two_shot,
 )
 
 GRAMMAR = "name[:argument][+name[:argument]][,option=value...], e.g. topk:0.01+int8,warmup=100"
-EXCHANGES = {"allreduce": AllReduce, "allgather": AllGather, "twoshot": TwoShot}
+EXCHANGES: Mapping[str, Callable[[Codec], Reducer]] = {
+    "allreduce": AllReduce,
+    "allgather": AllGather,
+    "twoshot": two_shot,
+}
 _COMMON: Mapping[str, type] = {
     "exchange": str,
     "ef": bool,

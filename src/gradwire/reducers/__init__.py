@@ -6,6 +6,7 @@ from gradwire.reducers.exchange import AllGather, AllReduce, TwoShot
 from gradwire.reducers.guard import Guard
 from gradwire.reducers.partition import Partition, is_vector
 from gradwire.reducers.power_sgd import PowerSGD
+from gradwire.reducers.sparse_two_shot import SparseTwoShot, two_shot
 from gradwire.reducers.warm_up import WarmUp
 
 __all__ = [
@@ -19,9 +20,11 @@ __all__ = [
     "Reduced",
     "Reducer",
     "Sent",
+    "SparseTwoShot",
     "Step",
     "TwoShot",
     "WarmUp",
     "Wrapper",
     "is_vector",
+    "two_shot",
 ]

@@ -64,7 +64,7 @@ class AllReduce(Reducer):
 
     def __post_init__(self) -> None:
         if not self.codec.additive:
-            fit = "TwoShot or AllGather" if self.codec.granularity else "AllGather"
+            fit = "TwoShot or AllGather" if self.codec.granularity else "SparseTwoShot or AllGather"
             raise CompositionError(
                 f"payloads of {self.codec} cannot be added, so they cannot ride an all-reduce: use {fit}"
             )
@@ -174,8 +174,8 @@ class TwoShot(Reducer):
         for codec in (self.codec, self.second):
             if not codec.granularity:
                 raise CompositionError(
-                    f"{codec} keeps entries that fall unevenly over shards, so its payloads cannot be two-shot: "
-                    "use AllGather"
+                    f"payloads of {codec} cannot be cut into shards: use SparseTwoShot, which codes each shard by "
+                    "itself, or AllGather"
                 )
 
     @property
