@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from gradwire.codecs import BF16, FP16, QSGD, AffineInt, BlockInt, Identity, RandomK, Sign, TopK
+from gradwire.codecs import BF16, FP16, QSGD, AffineInt, BlockInt, Identity, RandomK, Sign, Threshold, TopK
 from gradwire.core.registry import Method, methods, register
-from gradwire.reducers import PowerSGD
+from gradwire.reducers import DGC, AdaptiveThreshold, PowerSGD
 
 __all__ = ["methods", "register"]
 
@@ -41,6 +41,13 @@ def _register_all() -> None:
             examples=("randomk:0.1", "randomk:0.2,scaled=on,ef=off", "randomk:0.2+int8"),
         )
     )
+    summary = "magnitudes above a fixed one"
+    register(Method("threshold", Threshold, summary, "allgather", True, "tau", examples=("threshold:1.5,cap=0.8",)))
+    summary = "magnitudes above a quantile that is followed"
+    examples = ("adaptive_threshold:0.05",)
+    register(Method("adaptive_threshold", AdaptiveThreshold, summary, "own", True, "density", examples=examples))
+    summary = "top-k of accumulated momentum"
+    register(Method("dgc", DGC, summary, "own", argument="density", examples=("dgc:0.05,ramp=2,clip=2",)))
     register(Method("sign", Sign, "one bit and a scale", "twoshot", True, "block", examples=("sign", "sign:64")))
     for bits in range(2, 9):
         examples = (f"int{bits}",) if bits in (3, 4, 8) else ()

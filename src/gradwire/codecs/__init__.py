@@ -8,6 +8,20 @@ from gradwire.codecs.chain import Chain
 from gradwire.codecs.qsgd import QSGD
 from gradwire.codecs.randomk import RandomK
 from gradwire.codecs.sign import Sign
+from gradwire.codecs.threshold import Threshold
 from gradwire.codecs.topk import TopK
 
-__all__ = ["BF16", "FP16", "QSGD", "AffineInt", "BlockInt", "Chain", "Codec", "Identity", "RandomK", "Sign", "TopK"]
+__all__ = [
+    "BF16",
+    "FP16",
+    "QSGD",
+    "AffineInt",
+    "BlockInt",
+    "Chain",
+    "Codec",
+    "Identity",
+    "RandomK",
+    "Sign",
+    "Threshold",
+    "TopK",
+]

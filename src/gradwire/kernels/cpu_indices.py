@@ -14,7 +14,8 @@ from numba import types
 from numba.extending import intrinsic
 from torch import Tensor
 
-from gradwire.kernels.cpu import _array, _kernel
+from gradwire.kernels.cpu import _array, _kernel, _magnitude, _max_magnitude, _raw, topk_indices
+from gradwire.kernels.reference import CANONICAL_NAN
 from gradwire.kernels.reference_indices import candidates
 
 
@@ -111,6 +112,35 @@ def _high_sums(indices, tried):
             total += np.int64((indices[i] - indices[i - 1] - np.int32(1)) >> shift)
         sums[t] = total
     return sums
+
+
+@_kernel("int64(uint32[::1], int64, int64, int32[::1])")
+def _at_least(raw, least, most, out):
+    """Write the indices of elements of at least `least` and return how many; more than `most` where there are more.
+
+    Most runs have none: look before leaping. `out` has room for a run beyond `most`.
+    """
+    least, run, n = np.uint32(least), 32, 0
+    for start in range(0, raw.size, run):
+        stop = min(start + run, raw.size)
+        if _max_magnitude(raw, start, stop) >= least:
+            for i in range(start, stop):
+                out[np.uintp(n)] = np.int32(i)
+                n += np.int64(_magnitude(raw[np.uintp(i)]) >= least)
+            if n > most:
+                return n
+    return n
+
+
+def at_least(x: Tensor, tau: Tensor, most: int) -> Tensor:
+    """One pass; where there are too many, the largest of all are the largest of those above tau."""
+    least = int(min(_raw(tau.reshape(1))[0] & 0x7FFFFFFF, CANONICAL_NAN))
+    out = torch.empty(most + 33, dtype=torch.int32)
+    found = _at_least(_raw(x), least, most, _array(out))
+    if found > most:
+        return topk_indices(x, most)
+    out[found:] = x.numel()
+    return out[:most]
 
 
 def _words(packed: Tensor) -> np.ndarray:

@@ -80,6 +80,7 @@ def warm_up() -> None:
         packed = torch.empty(nwords(format_, 16, 5), dtype=torch.int64)
         encode(at, 16, format_, packed)
         decode(packed, 16, 5, format_)
+    at_least(at.float(), torch.ones(()), 5)
 
 
 # Sizes ------------------------------------------------------------------------------------------------------
@@ -148,6 +149,36 @@ def used_nbytes(packed: Tensor, numel: int, count: int, format_: Format) -> int:
         return packed.numel() * packed.element_size()
     used = int(packed[0]) >> 6 & 0x3FFFFFF
     return 8 * min(1 + used, packed.numel())
+
+
+def held(packed: Tensor) -> int:
+    """How many indices a `rice` field says that it holds. Reads the tensor's header."""
+    return int(packed[0]) >> 32 & 0xFFFFFFFF
+
+
+# Selection --------------------------------------------------------------------------------------------------
+
+
+def at_least(x: Tensor, tau: Tensor, most: int) -> Tensor:
+    """Indices of the elements with |x| >= tau, increasing; where more than `most` are, of the largest of them.
+
+    One reading pass where they are no more than that. Ties go to the lowest index; NaN is largest.
+
+    Args:
+        x: (numel,) float32.
+        tau: 0-d float32, at least 0.
+        most: 0 to numel.
+
+    Returns:
+        (most,) int32; behind the last index stands numel, which is none.
+
+    >>> at_least(torch.tensor([1.0, -3.0, 0.5, 3.0]), torch.tensor(1.0), 4)
+    tensor([0, 1, 3, 4], dtype=torch.int32)
+    """
+    _require("x", x, torch.float32, x.numel())
+    if not 0 <= most <= x.numel():
+        raise ValueError(f"most {most} is outside 0 to {x.numel()}")
+    return _module(x.device).at_least(x, tau, most)
 
 
 # Coding -----------------------------------------------------------------------------------------------------

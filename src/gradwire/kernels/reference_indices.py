@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gradwire.kernels.reference import CANONICAL_NAN, magnitude_bits, topk_indices
+
 WORD = 64
 LANES = 32
 CANDIDATES = (-1, 0, 1, 2)
@@ -76,6 +78,16 @@ def _finish(indices: Tensor, numel: int, some: Tensor, enough: Tensor) -> tuple[
     sound = (indices > _before(indices)) & (indices < numel)
     good = enough & torch.where(counted, sound, True).all()
     return torch.where(counted, indices.clamp(0, numel), numel).to(torch.int32), good
+
+
+def at_least(x: Tensor, tau: Tensor, most: int) -> Tensor:
+    """The largest, less those below `tau`."""
+    indices = topk_indices(x, most)
+    magnitudes = magnitude_bits(x).clamp(max=CANONICAL_NAN).index_select(0, indices)
+    keep = magnitudes >= magnitude_bits(tau.view(1)).clamp(max=CANONICAL_NAN)
+    slot = torch.where(keep, keep.cumsum(0) - 1, most)
+    out = torch.full((most + 1,), x.numel(), dtype=torch.int32, device=x.device)
+    return out.scatter_(0, slot, indices)[:most]
 
 
 def encode(indices: Tensor, bits: int, out: Tensor) -> None:

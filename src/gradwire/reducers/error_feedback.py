@@ -55,7 +55,7 @@ class ErrorFeedback(Wrapper):
         if not 0.0 < self.decay <= 1.0:
             raise CompositionError(f"decay {self.decay} is outside (0, 1]")
         probe = matrix_grain(1024, 1024) if self.inner.scope == "tensor" else flat_grain(_PROBE_NUMEL)
-        if not self.inner.contraction(probe):
+        if not self.inner.contraction(probe) and self.inner.absolute_error(probe) is None:
             raise CompositionError(
                 f"error feedback over {self.inner} would grow without bound, since it is no contraction: "
                 "use it without error feedback (option ef=off), or take nearest rounding, topk or an unscaled randomk"

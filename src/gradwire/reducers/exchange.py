@@ -121,6 +121,10 @@ class AllGather(Reducer):
         """The codec's."""
         return self.codec.contraction(grain.numel)
 
+    def absolute_error(self, grain: Grain) -> float | None:
+        """The codec's."""
+        return self.codec.absolute_error(grain.numel)
+
     def reduce(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:
         """One all-gather."""
         flat, key, n = x.reshape(-1), step.key(grain), step.world_size
