@@ -227,8 +227,8 @@ def test_residuals_stay_bounded(reducer: Reducer) -> None:
     once the small ones owe as much as the largest, after thousands of steps.
 
     An absolute bound holds by itself. With ||e'|| <= q (||e|| + G), q = sqrt(1 - delta), it can never exceed
-    G q / (1 - q). And it must not drift: a residual that grows with t would be 4 times larger in the last fifth than in the second, one that grows as a random
-    walk twice.
+    G q / (1 - q). And it must not drift: a residual that grows with t would be 4 times larger in the last fifth than in
+    the second, one that grows as a random walk twice.
     """
     grain = grain_for(reducer, 2000)
     lockstep = Lockstep(reducer, grain, 2)

@@ -32,7 +32,8 @@ class AdaptiveThreshold(Reducer):
     Finding what to send is one pass over x, and how much is sent follows what there is to send: more where the gradient
     is larger than it was, less where it is smaller. tau is never above the largest magnitude, so that at least one
     entry is sent and the exchange is a contraction with delta = 1/d. Every rank has a tau of its own. Payloads have
-    room for twice the density (`Threshold`); what does not fit waits in error feedback.
+    room for twice the density (`Threshold`); what does not fit waits in error feedback. While residuals build up, in
+    the first few 1/density steps, tau lags behind and up to twice the density is sent.
 
     Args:
         density: the fraction of entries to send, on average, in (0, 1].

@@ -23,12 +23,12 @@ DENSITIES = (0.25, 0.0625, 0.015625, 0.004)
 
 @dataclass(frozen=True)
 class MomentumCorrection(Wrapper):
-    """Accumulate the local *velocity* instead of the gradient (Lin 2018, Equation 4), and send of that sum:
+    """Accumulate the local *velocity* instead of the gradient (Lin 2018, Section 3.2), and send of that sum:
 
         u = m u + g,   v = v + u,   mean of sent(v),   v = v - sent(v),   u = 0 where v was sent
 
     The optimizer must have no momentum of its own: it is in here. What is sent is forgotten from u too (momentum factor
-    masking, Section 3.2), else old momentum pushes a stale weight on. An entry counts as sent where nothing is left of
+    masking, Section 3.3), else old momentum pushes a stale weight on. An entry counts as sent where nothing is left of
     it, so values must travel in full precision for masking; where only a part is sent, u goes on.
 
     With `clip`, g is scaled so that its norm is at most clip / sqrt(n) before it is added (local gradient clipping,
@@ -46,7 +46,7 @@ class MomentumCorrection(Wrapper):
 
     References:
         Lin, Han, Mao, Wang & Dally 2018, "Deep gradient compression: reducing the communication bandwidth for
-        distributed training", Sections 3.1 and 3.2.
+        distributed training", Sections 3.2 and 3.3.
 
     >>> from gradwire.codecs import TopK
     >>> MomentumCorrection(AllGather(TopK(0.01))).momentum
