@@ -7,7 +7,17 @@ import pytest
 import gradwire
 from gradwire import CompositionError, SpecError, parse
 from gradwire.codecs import BF16, QSGD, BlockInt, Chain, Natural, RandomK, Scaled, TernGrad, TopK
-from gradwire.reducers import AllGather, AllReduce, ErrorFeedback, Guard, Partition, PowerSGD, TwoShot, WarmUp
+from gradwire.reducers import (
+    AllGather,
+    AllReduce,
+    ErrorFeedback,
+    Guard,
+    Partition,
+    PowerSGD,
+    SparseTwoShot,
+    TwoShot,
+    WarmUp,
+)
 from gradwire.spec import GRAMMAR
 
 
@@ -25,6 +35,11 @@ def test_error_feedback_makes_a_contraction_of_an_unbiased_codec_whose_variance_
     assert parse("terngrad:0,ef=on,exchange=allgather") == Guard(ErrorFeedback(AllGather(Scaled(TernGrad(0)))))
     assert parse("natural,ef=on") == Guard(ErrorFeedback(TwoShot(Natural())))  # one already
     assert parse("qsgd:7,ef=off") == parse("qsgd:7") == Guard(TwoShot(QSGD(7)))
+
+
+def test_two_shot_is_the_one_that_suits_the_codec() -> None:
+    assert parse("topk:0.1,exchange=twoshot") == Guard(ErrorFeedback(SparseTwoShot(TopK(0.1))))
+    assert parse("int4,exchange=twoshot") == Guard(ErrorFeedback(TwoShot(BlockInt(4))))
 
 
 def test_options() -> None:
@@ -128,8 +143,9 @@ def test_what_cannot_be_read(spec: str, wants: str) -> None:
         ("sign:7", "multiple of 8"),
         ("qsgd:0", "1 to 32767"),
         ("topk,values=fp8", "fp16"),
-        ("topk,exchange=allreduce", "use AllGather"),
-        ("topk,exchange=twoshot", "use AllGather"),
+        ("topk,exchange=allreduce", "use SparseTwoShot or AllGather"),
+        ("topk,values=fp16,exchange=twoshot", "bf16 or fp32"),
+        ("randomk,exchange=twoshot", "use AllReduce"),
         ("int8,exchange=allreduce", "use TwoShot or AllGather"),
         ("terngrad,ef=on", "ef=off"),
         ("randomk:0.1,scaled=on", "ef=off"),
@@ -148,9 +164,9 @@ def test_what_does_not_fit_together(spec: str, remedy: str) -> None:
 
 
 def test_the_same_by_hand() -> None:
-    with pytest.raises(CompositionError, match="use AllGather"):
+    with pytest.raises(CompositionError, match="use SparseTwoShot or AllGather"):
         AllReduce(TopK(0.1))
-    with pytest.raises(CompositionError, match="use AllGather"):
+    with pytest.raises(CompositionError, match="use SparseTwoShot"):
         TwoShot(TopK(0.1))
     with pytest.raises(CompositionError, match="no contraction"):
         ErrorFeedback(AllGather(QSGD(15)))

@@ -18,10 +18,22 @@ from gradwire.codecs import (
     Sign,
     StochasticBF16,
     TernGrad,
+    Threshold,
     TopK,
 )
 from gradwire.core.registry import Method, methods, register
-from gradwire.reducers import SVD, CountSketch, GradZip, MajorityVote, PowerSGD, ScaledFP16, Sketch, TernarySum
+from gradwire.reducers import (
+    DGC,
+    SVD,
+    AdaptiveThreshold,
+    CountSketch,
+    GradZip,
+    MajorityVote,
+    PowerSGD,
+    ScaledFP16,
+    Sketch,
+    TernarySum,
+)
 
 __all__ = ["methods", "register"]
 
@@ -38,7 +50,13 @@ def _register_all() -> None:
             "allgather",
             feedback=True,
             argument="density",
-            examples=("topk:0.01", "topk:0.3,values=bf16", "topk:0.05+int8", "topk:0.1+qsgd:15,ef=off"),
+            examples=(
+                "topk:0.01",
+                "topk:0.3,values=bf16",
+                "topk:0.05+int8",
+                "topk:0.1+qsgd:15,ef=off",
+                "topk:0.02,exchange=twoshot",
+            ),
         )
     )
     register(
@@ -52,6 +70,13 @@ def _register_all() -> None:
             examples=("randomk:0.1", "randomk:0.2,scaled=on,ef=off", "randomk:0.2+int8"),
         )
     )
+    summary = "magnitudes above a fixed one"
+    register(Method("threshold", Threshold, summary, "allgather", True, "tau", examples=("threshold:1.5,cap=0.8",)))
+    summary = "magnitudes above a quantile that is followed"
+    examples = ("adaptive_threshold:0.05",)
+    register(Method("adaptive_threshold", AdaptiveThreshold, summary, "own", True, "density", examples=examples))
+    summary = "top-k of accumulated momentum"
+    register(Method("dgc", DGC, summary, "own", argument="density", examples=("dgc:0.05,ramp=2,clip=2",)))
     register(Method("sign", Sign, "one bit and a scale", "twoshot", True, "block", examples=("sign", "sign:64")))
     for bits in range(2, 9):
         examples = (f"int{bits}",) if bits in (3, 4, 8) else ()

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import difflib
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any, Literal, NamedTuple
 
@@ -34,13 +34,17 @@ from gradwire.reducers import (
     LeanErrorFeedback,
     Partition,
     Reducer,
-    TwoShot,
     WarmUp,
     is_vector,
+    two_shot,
 )
 
 GRAMMAR = "name[:argument][+name[:argument]][,option=value...], e.g. topk:0.01+int8,warmup=100"
-EXCHANGES = {"allreduce": AllReduce, "allgather": AllGather, "twoshot": TwoShot}
+EXCHANGES: Mapping[str, Callable[[Codec], Reducer]] = {
+    "allreduce": AllReduce,
+    "allgather": AllGather,
+    "twoshot": two_shot,
+}
 RESIDUALS = {"fp32": ErrorFeedback, "bf16": LeanErrorFeedback}
 _COMMON: Mapping[str, type] = {
     "exchange": str,
@@ -69,7 +73,7 @@ def parse(spec: str) -> Reducer:
         CompositionError: parts that do not fit together.
 
     >>> parse("topk:0.01")
-    Guard(inner=ErrorFeedback(inner=AllGather(codec=TopK(density=0.01, values='fp32')), decay=1.0))
+    Guard(inner=ErrorFeedback(inner=AllGather(codec=TopK(density=0.01, values='fp32', indices='auto')), decay=1.0))
     >>> parse("fp16")
     AllReduce(codec=FP16())
     >>> parse("topc:0.01")

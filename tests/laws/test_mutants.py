@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import pytest
 import torch
@@ -46,7 +46,7 @@ class WrongScale(QSGD):
 class SwappedOrder(TopK):
     def encode_into(self, x: Tensor, key: Key, out: Payload) -> None:
         super().encode_into(x, key, out)
-        out[1].copy_(out[1].flip(0))
+        out[0].copy_(out[0].flip(0))
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,8 @@ class SaysLess(TopK):
 class WideIndices(TopK):
     """int64 indices under a layout that says int32."""
 
+    indices: Literal["int32"] = "int32"
+
     def encode(self, x: Tensor, key: Key | None = None) -> Payload:
         values, indices = super().encode(x, key)
         return values, indices.long()
@@ -102,6 +104,8 @@ class SecretGenerator(BlockInt):
 
 @dataclass(frozen=True)
 class TrustsIndices(TopK):
+    indices: Literal["int32"] = "int32"
+
     def accumulate(self, payload: Payload, into: Tensor, key: Key, alpha: float = 1.0) -> None:
         indices = payload[1].long().remainder(into.numel())
         into.index_add_(0, indices, payload[0].to(into.dtype), alpha=alpha)

@@ -15,6 +15,7 @@ from gradwire.codecs.randomk import RandomK
 from gradwire.codecs.scaled import Scaled
 from gradwire.codecs.sign import Sign
 from gradwire.codecs.terngrad import TernGrad
+from gradwire.codecs.threshold import Threshold
 from gradwire.codecs.topk import TopK
 
 __all__ = [
@@ -36,5 +37,6 @@ __all__ = [
     "Sign",
     "StochasticBF16",
     "TernGrad",
+    "Threshold",
     "TopK",
 ]

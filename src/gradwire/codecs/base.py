@@ -106,9 +106,25 @@ class Codec(ABC):
         """Return omega in E||C(x) - x||^2 <= omega ||x||^2 of an unbiased codec, or None where no bound is known."""
         return 0.0 if self.lossless else None
 
+    def absolute_error(self, numel: int) -> float | None:
+        """Return a such that C(x) - x is at most a in each element, or, where C(x) is all that fits, as a contraction.
+
+        In a formula, with delta the share of elements that fit: ||C(x) - x||^2 <= max(numel a^2, (1 - delta) ||x||^2).
+        None where there is no such bound. A contraction needs none.
+        """
+        return None
+
     def payload_bytes(self, numel: int, dtype: torch.dtype = torch.float32) -> int:
         """Bytes on the wire of one payload."""
         return self.layout(numel, dtype).nbytes
+
+    def used_bytes(self, payload: Payload, numel: int, dtype: torch.dtype = torch.float32) -> int:
+        """Leading bytes of the wire that say something: behind them all is zero.
+
+        Collectives move whole buffers, whose sizes both sides know beforehand. A channel that can send less may cut the
+        wire here, if its receiver puts the zeros back. Reads the payload's tensors.
+        """
+        return self.payload_bytes(numel, dtype)
 
     def encode(self, x: Tensor, key: Key | None = None) -> Payload:
         """Return the payload of `x` (any shape)."""

@@ -26,6 +26,10 @@ class Sparsifier(Protocol):
         """Return the fields of the tensors that place the values."""
         ...
 
+    def unused_place_bytes(self, place: Payload, numel: int) -> int:
+        """Return how many bytes at the end of what places the values are zero by format."""
+        ...
+
     def scatter(self, values: Tensor, place: Payload, into: Tensor, key: Key, alpha: float) -> None:
         """into[place] += alpha * values."""
         ...
@@ -46,8 +50,8 @@ class Chain(Codec):
         CompositionError: where `first` is no sparsifier or `second` is one.
 
     >>> from gradwire.codecs import BlockInt, TopK
-    >>> Chain(TopK(0.01), BlockInt(8)).payload_bytes(100_000)  # 1000 int32 indices, 1000 bytes, 4 scales
-    5016
+    >>> Chain(TopK(0.01), BlockInt(8)).payload_bytes(100_000)  # 1000 bytes, 4 scales, 1080 bytes of indices
+    2096
     """
 
     first: Codec
@@ -121,6 +125,14 @@ class Chain(Codec):
         values = torch.empty(self._kept(into.numel()), device=into.device)
         self.second.decode_into(payload[:quantised], values, _second(key))
         self.first.scatter(values, payload[quantised:], into, key, alpha)
+
+    def used_bytes(self, payload: Payload, numel: int, dtype: torch.dtype = torch.float32) -> int:
+        """All but what the sparsifier leaves unused at the end of its places."""
+        assert isinstance(self.first, Sparsifier)
+        place = payload[len(payload) - len(self.first.place_fields(numel)) :]
+        layout = self.layout(numel, dtype)
+        unused = self.first.unused_place_bytes(place, numel)
+        return layout.offsets[-1] + layout.fields[-1].nbytes - unused if unused else layout.nbytes
 
     def contraction(self, numel: int) -> float | None:
         """The product of the parts' deltas."""

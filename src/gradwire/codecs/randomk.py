@@ -76,6 +76,10 @@ class RandomK(Codec):
         """None: the key says where."""
         return ()
 
+    def unused_place_bytes(self, place: Payload, numel: int) -> int:
+        """Nothing: no bytes place the values."""
+        return 0
+
     def scatter(self, values: Tensor, place: Payload, into: Tensor, key: Key, alpha: float) -> None:
         """into[coordinates of the key] += alpha * values."""
         kernels.scatter_add_(into, self._indices(into.numel(), key, into.device), values, alpha)

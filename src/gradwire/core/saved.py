@@ -55,6 +55,12 @@ def load(grain: Grain, state: State, saved: Mapping[str, Mapping[str, _Pieces]],
 
 def _cut(grain: Grain, leaf: Leaf, rank: int) -> Iterable[tuple[str, int, Tensor]]:
     """Yield (parameter, start, view) for every part of the grain's parameters in the leaf."""
+    if leaf.kind == "scratch":
+        return
+    if leaf.kind == "segment":
+        for i, segment in enumerate(grain.segments):
+            yield segment.name, segment.start, leaf.tensor[i : i + 1]
+        return
     if leaf.kind == "matrix":
         for i, segment in enumerate(grain.segments):
             yield segment.name, 0, leaf.tensor[i]
@@ -72,6 +78,10 @@ def _fill(name: str, path: str, kind: str, start: int, view: Tensor, pieces: _Pi
         if len(pieces) != 1 or pieces[0]["values"].shape != view.shape:
             raise StateError(f"no saved {path!r} of shape {tuple(view.shape)} for parameter {name!r}")
         view.copy_(pieces[0]["values"])
+        return
+    if kind == "segment" and pieces:  # of another cut, the piece in which the segment starts
+        before = [piece for piece in pieces if piece["start"] <= start] or pieces
+        view.copy_(max(before, key=lambda piece: piece["start"])["values"])
         return
     filled = 0
     for piece in pieces:
@@ -119,6 +129,7 @@ def _merge(by_rank: list[dict[str, _Pieces]]) -> dict[str, _Pieces]:
         "element": _mean_pieces,
         "owned": lambda ranks: [piece for pieces in ranks for piece in pieces],
         "matrix": lambda ranks: ranks[0],
+        "segment": _mean_pieces,
     }
     paths = {path for pieces in by_rank for path in pieces}
     return {p: merges[p.partition(":")[0]]([pieces[p] for pieces in by_rank if p in pieces]) for p in sorted(paths)}

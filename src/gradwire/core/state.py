@@ -13,7 +13,7 @@ from typing import Literal
 
 from torch import Tensor
 
-Kind = Literal["element", "owned", "matrix"]
+Kind = Literal["element", "owned", "matrix", "segment", "scratch"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,6 +23,8 @@ class Leaf:
     kind "element": one value per element of the grain, in its order (residuals).
     kind "owned": one value per element of the shard this rank owns (a two-shot owner's residual).
     kind "matrix": a leading dimension of one entry per matrix of the grain (factors).
+    kind "segment": one value per segment of the grain (thresholds).
+    kind "scratch": memory that means nothing, for a program to write its new state to; never saved.
     `owed` says that the values are gradient not yet delivered, so that a changed world size must conserve them.
     """
 
@@ -61,5 +63,5 @@ def replace_leaves(state: State, change: Callable[[str, Leaf], Leaf], path: str 
 
 
 def flatten(state: State) -> Mapping[str, Tensor]:
-    """Return the tensors by path."""
-    return {path: leaf.tensor for path, leaf in walk(state)}
+    """Return the tensors by path, all that mean something."""
+    return {path: leaf.tensor for path, leaf in walk(state) if leaf.kind != "scratch"}

@@ -1,5 +1,6 @@
 """Algorithms with several messages: exchanges, PowerSGD, and the wrappers that go around them."""
 
+from gradwire.reducers.adaptive_threshold import AdaptiveThreshold
 from gradwire.reducers.base import Program, Reduced, Reducer, Sent, Step, Wrapper
 from gradwire.reducers.count_sketch import CountSketch
 from gradwire.reducers.error_feedback import ErrorFeedback
@@ -8,17 +9,22 @@ from gradwire.reducers.gradzip import GradZip
 from gradwire.reducers.guard import Guard
 from gradwire.reducers.lean_residual import EF21, LeanErrorFeedback
 from gradwire.reducers.majority_vote import MajorityVote
+from gradwire.reducers.momentum_correction import DGC, MomentumCorrection
 from gradwire.reducers.partition import Partition, is_vector
 from gradwire.reducers.power_sgd import PowerSGD
 from gradwire.reducers.scaled_fp16 import ScaledFP16
+from gradwire.reducers.scheduled import Scheduled
 from gradwire.reducers.sketch import Sketch
+from gradwire.reducers.sparse_two_shot import SparseTwoShot, two_shot
 from gradwire.reducers.svd import SVD
 from gradwire.reducers.ternary_sum import TernarySum
 from gradwire.reducers.warm_up import WarmUp
 
 __all__ = [
+    "DGC",
     "EF21",
     "SVD",
+    "AdaptiveThreshold",
     "AllGather",
     "AllReduce",
     "CountSketch",
@@ -27,18 +33,22 @@ __all__ = [
     "Guard",
     "LeanErrorFeedback",
     "MajorityVote",
+    "MomentumCorrection",
     "Partition",
     "PowerSGD",
     "Program",
     "Reduced",
     "Reducer",
     "ScaledFP16",
+    "Scheduled",
     "Sent",
     "Sketch",
+    "SparseTwoShot",
     "Step",
     "TernarySum",
     "TwoShot",
     "WarmUp",
     "Wrapper",
     "is_vector",
+    "two_shot",
 ]

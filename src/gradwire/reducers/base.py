@@ -118,6 +118,10 @@ class Reducer(ABC):
         """Return delta in E||sent - x||^2 <= (1 - delta)||x||^2, or None where there is no such bound."""
         return None
 
+    def absolute_error(self, grain: Grain) -> float | None:
+        """Return a bound on what is left of each element, as `Codec.absolute_error` has it, or None."""
+        return None
+
     def assign(self, parameter: ParameterSpec) -> Reducer:
         """Return the reducer that serves `parameter`."""
         return self
@@ -150,6 +154,10 @@ class Wrapper(Reducer):
     def contraction(self, grain: Grain) -> float | None:
         """The inner reducer's."""
         return self.inner.contraction(grain)
+
+    def absolute_error(self, grain: Grain) -> float | None:
+        """The inner reducer's."""
+        return self.inner.absolute_error(grain)
 
     def assign(self, parameter: ParameterSpec) -> Reducer:
         """The same wrapper around the reducer that the inner one assigns."""

@@ -37,7 +37,7 @@ class ErrorFeedback(Wrapper):
     >>> from gradwire.codecs import QSGD, TopK
     >>> from gradwire.reducers import AllGather
     >>> ErrorFeedback(AllGather(TopK(0.01)))
-    ErrorFeedback(inner=AllGather(codec=TopK(density=0.01, values='fp32')), decay=1.0)
+    ErrorFeedback(inner=AllGather(codec=TopK(density=0.01, values='fp32', indices='auto')), decay=1.0)
     >>> ErrorFeedback(AllGather(QSGD(15)))
     Traceback (most recent call last):
         ...
@@ -55,7 +55,7 @@ class ErrorFeedback(Wrapper):
         if not 0.0 < self.decay <= 1.0:
             raise CompositionError(f"decay {self.decay} is outside (0, 1]")
         probe = matrix_grain(1024, 1024) if self.inner.scope == "tensor" else flat_grain(_PROBE_NUMEL)
-        if not self.inner.contraction(probe):
+        if not self.inner.contraction(probe) and self.inner.absolute_error(probe) is None:
             raise CompositionError(
                 f"error feedback over {self.inner} would grow without bound, since it is no contraction: "
                 "use it without error feedback (option ef=off), or take nearest rounding, topk or an unscaled randomk"

@@ -67,7 +67,7 @@ class AllReduce(Reducer):
 
     def __post_init__(self) -> None:
         if not self.codec.additive:
-            fit = "TwoShot or AllGather" if self.codec.granularity else "AllGather"
+            fit = "TwoShot or AllGather" if self.codec.granularity else "SparseTwoShot or AllGather"
             raise CompositionError(
                 f"payloads of {self.codec} cannot be added, so they cannot ride an all-reduce: use {fit}"
             )
@@ -134,6 +134,10 @@ class AllGather(Reducer):
         """The codec's."""
         return self.codec.contraction(grain.numel)
 
+    def absolute_error(self, grain: Grain) -> float | None:
+        """The codec's."""
+        return self.codec.absolute_error(grain.numel)
+
     def reduce(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:
         """One all-gather."""
         return self._program(grain, x, state, step, self.codec.encode_into)
@@ -194,8 +198,8 @@ class TwoShot(Reducer):
         for codec in (self.codec, self.second):
             if not codec.granularity:
                 raise CompositionError(
-                    f"{codec} keeps entries that fall unevenly over shards, so its payloads cannot be two-shot: "
-                    "use AllGather"
+                    f"payloads of {codec} cannot be cut into shards: use SparseTwoShot, which codes each shard by "
+                    "itself, or AllGather"
                 )
 
     @property

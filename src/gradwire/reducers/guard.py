@@ -26,7 +26,7 @@ class Guard(Wrapper):
     >>> from gradwire.codecs import TopK
     >>> from gradwire.reducers import AllGather
     >>> Guard(AllGather(TopK(0.5))).inner
-    AllGather(codec=TopK(density=0.5, values='fp32'))
+    AllGather(codec=TopK(density=0.5, values='fp32', indices='auto'))
     """
 
     inner: Reducer

@@ -1,0 +1,105 @@
+"""Hard-threshold sparsification: every entry of at least a given magnitude, as many as there is room for."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradwire import kernels
+from gradwire.codecs.base import Codec, as_float32, decode_via_float32
+from gradwire.codecs.topk import check_density, kept
+from gradwire.core.errors import CompositionError
+from gradwire.core.key import Key
+from gradwire.core.payload import Field, Layout, Payload
+from gradwire.kernels import indices as places
+
+
+@dataclass(frozen=True)
+class Threshold(Codec):
+    """Keep the entries with |x| >= tau; where more than cap * d are that large, the cap * d largest of them.
+
+    How many they are is not known beforehand, and both sides of a collective must know a payload's size. So it has room
+    for k = max(1, round(cap * d)) entries: indices as a `rice` stream, which says how many it holds, then that many
+    values, then zeros, which a channel may leave out (`used_bytes`). Entries that do not fit are left to error
+    feedback, as those below tau are: what is left is below tau everywhere, or, where the payload is full, the whole
+    was a contraction with delta = k/d. Finding the entries is one reading pass where they fit.
+
+    Args:
+        tau: the least magnitude sent, at least 0, in the units of what is reduced: under loss scaling, scaled ones.
+        cap: the largest fraction of entries sent, in (0, 1].
+
+    Raises:
+        CompositionError: tau negative or not finite, cap outside (0, 1].
+
+    References:
+        Strom 2015, "Scalable distributed DNN training using commodity GPU cloud computing"; Sahu et al. 2021,
+        "Rethinking gradient sparsification as total error minimization", on absolute compressors.
+
+    >>> import torch
+    >>> x = torch.tensor([1.0, -3.0, 0.5, 2.0])
+    >>> codec = Threshold(1.5, cap=0.5)
+    >>> codec.decode(codec.encode(x), x)
+    tensor([ 0., -3.,  0.,  2.])
+    """
+
+    tau: float = 0.001
+    cap: float = 0.05
+
+    def __post_init__(self) -> None:
+        check_density(self.cap)
+        if not 0.0 <= self.tau < math.inf:
+            raise CompositionError(f"tau {self.tau} is no magnitude: it must be 0 or more, and finite")
+
+    @property
+    def granularity(self) -> int:
+        """0: the entries kept fall unevenly over shards."""
+        return 0
+
+    def layout(self, numel: int, dtype: torch.dtype = torch.float32) -> Layout:
+        """Indices, then values."""
+        k = kept(self.cap, numel)
+        return Layout((places.field("rice", numel, k), Field(torch.float32, k)))
+
+    def encode_into(self, x: Tensor, key: Key, out: Payload) -> None:
+        """Select by tau."""
+        self.encode_above(x, torch.full((), self.tau, device=x.device), out)
+
+    def encode_above(self, x: Tensor, tau: Tensor, out: Payload) -> None:
+        """Write the entries of at least `tau`, a 0-d float32 tensor: for thresholds that change."""
+        x32 = as_float32(x)
+        indices = places.at_least(x32, tau, out[1].numel())
+        places.encode(indices, x.numel(), "rice", out[0])
+        if not x.numel():
+            return
+        none = indices == x.numel()
+        out[1].copy_(kernels.gather(x32, indices.clamp(max=x.numel() - 1)).masked_fill_(none, 0.0))
+
+    def decode_into(self, payload: Payload, out: Tensor, key: Key) -> None:
+        """Zero but where the payload speaks."""
+        out32 = decode_via_float32(out)
+        self.accumulate(payload, out32.zero_(), key)
+        if out32 is not out:
+            out.copy_(out32)
+
+    def accumulate(self, payload: Payload, into: Tensor, key: Key, alpha: float = 1.0) -> None:
+        """Scatter-add: O(k)."""
+        if into.dtype != torch.float32:
+            super().accumulate(payload, into, key, alpha)
+            return
+        indices = places.decode(payload[0], into.numel(), payload[1].numel(), "rice")
+        if into.numel():  # places that hold none add zero to the last entry
+            kernels.scatter_add_(into, indices.clamp(max=into.numel() - 1), payload[1], alpha)
+
+    def absolute_error(self, numel: int) -> float | None:
+        """tau."""
+        return self.tau
+
+    def used_bytes(self, payload: Payload, numel: int, dtype: torch.dtype = torch.float32) -> int:
+        """Up to the last value that stands for an entry."""
+        layout = self.layout(numel, dtype)
+        if not numel:
+            return layout.nbytes
+        return min(layout.nbytes, layout.offsets[1] + 4 * places.held(payload[0]))

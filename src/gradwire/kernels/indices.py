@@ -1,0 +1,247 @@
+"""Where the entries of a sparse payload stand: increasing int32 indices in about as many bits as they are worth.
+
+A set of k out of d positions is worth log2 C(d, k) bits: 8.1 an index at a density of 1%, where int32 spends 32.
+
+| format | bits | length |
+|---|---|---|
+| `int32` | 32 k | fixed |
+| `bitmap` | d | fixed |
+| `elias-fano` | k b + k + floor((d - k) / 2^b) at most | fixed |
+| `rice` | 64 + k b + k + sum of floor(gap / 2^b): never more than Elias-Fano's and its header | used part varies |
+| `auto` | `rice`; where few indices make its header count, the smaller of `elias-fano` and `int32` | |
+
+A stream is a row of bits in 64-bit words, lowest first: the low b bits of every value, side by side, then the high
+parts in unary (each as that many zeros and a one). Elias-Fano (Elias 1974; Fano 1971) codes the values
+index_i - i, which never fall, and writes the differences of their high parts; Rice (1979) codes the gaps
+index_i - index_(i-1) - 1 themselves, whose high parts add up to no more, since floors of parts are no more than the
+floor of their sum. So both fit in the same capacity, k b + k + floor((d - k) / 2^b) bits rounded up to words, and b is
+chosen to make that least. A bitmap is Elias-Fano at b = 0.
+
+What travels: a field's size depends on (d, k) alone, so both sides know it before anything is sent, as collectives
+need. `rice` starts with a word that says what follows, so that a reader needs nothing else:
+
+    bits 0 to 5: b;   6 to 31: words used after this one;   32 to 63: indices in the stream (k or fewer)
+
+The b of this very payload is whichever of four near the best for (d, k) is shortest. Behind the used words all is zero:
+a channel that can send less than a whole buffer may leave them out, and its receiver puts zeros back.
+
+`indices` are 1-d, contiguous, int32, strictly increasing and below `numel`; where a format says "k or fewer", the last
+of them may equal `numel`, which stands for none.
+
+>>> import torch
+>>> packed = torch.empty(nwords("elias-fano", 1000, 3), dtype=torch.int64)
+>>> encode(torch.tensor([5, 500, 999], dtype=torch.int32), 1000, "elias-fano", packed)
+>>> decode(packed, 1000, 3, "elias-fano")
+tensor([  5, 500, 999], dtype=torch.int32)
+"""
+
+from __future__ import annotations
+
+import functools
+from types import ModuleType
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from gradwire import kernels
+from gradwire.core.errors import PayloadError
+from gradwire.core.payload import Field
+from gradwire.kernels import reference_indices
+
+Format = Literal["auto", "int32", "elias-fano", "rice", "bitmap"]
+FORMATS: tuple[Format, ...] = ("auto", "int32", "elias-fano", "rice", "bitmap")
+WORD = 64
+MAX_BITS = 31
+HEADER_PAYS = 100
+"""Words of a stream from which on a header costs 1% or less, where Rice can be 5% shorter."""
+
+_DAMAGED = "the indices of a payload are damaged, or of another tensor: they are not {} increasing ones below {}"
+
+
+@functools.cache
+def _cpu() -> ModuleType:
+    """The numba kernels."""
+    from gradwire.kernels import cpu_indices
+
+    return cpu_indices
+
+
+def _module(device: torch.device) -> ModuleType:
+    # Asked through the package, where tests and GRADWIRE_KERNELS switch numba off.
+    fast = device.type == "cpu" and kernels._cpu_kernels() is not None  # pyright: ignore[reportPrivateUsage]
+    return _cpu() if fast else reference_indices
+
+
+def warm_up() -> None:
+    """Call every kernel once, so that compiling is done before the first training step."""
+    at = torch.arange(5, dtype=torch.int32) * 3
+    for format_ in ("elias-fano", "rice"):
+        packed = torch.empty(nwords(format_, 16, 5), dtype=torch.int64)
+        encode(at, 16, format_, packed)
+        decode(packed, 16, 5, format_)
+    at_least(at.float(), torch.ones(()), 5)
+
+
+# Sizes ------------------------------------------------------------------------------------------------------
+
+
+def stream_words(numel: int, count: int, bits: int) -> int:
+    """Words that hold any `count` indices below `numel` with `bits` low bits each.
+
+    >>> stream_words(1_000_000, 10_000, 6) * 64 / 10_000  # bits an index; log2 C(d, k) / k is 8.08
+    8.5504
+    """
+    return -(-(count * bits + count + (numel - count >> bits)) // WORD)
+
+
+@functools.lru_cache(maxsize=4096)
+def low_bits(numel: int, count: int) -> int:
+    """The b that makes `stream_words` least; of several the largest, which is the quickest to read."""
+    if count == 0:
+        return 0
+    return min(range(MAX_BITS, -1, -1), key=lambda bits: stream_words(numel, count, bits))
+
+
+@functools.lru_cache(maxsize=4096)
+def resolve(format_: Format, numel: int, count: int) -> Format:
+    """What `auto` stands for at this size.
+
+    >>> resolve("auto", 1_000_000, 10_000), resolve("auto", 100_000, 100), resolve("auto", 100, 1)
+    ('rice', 'elias-fano', 'int32')
+    """
+    if format_ != "auto":
+        return format_
+    stream = nwords("elias-fano", numel, count)
+    if 4 * count <= 8 * stream:
+        return "int32"
+    return "rice" if stream >= HEADER_PAYS else "elias-fano"
+
+
+@functools.lru_cache(maxsize=4096)
+def nwords(format_: Format, numel: int, count: int) -> int:
+    """Words of 64 bits (32 for `int32`) that a field of `count` indices below `numel` has."""
+    resolved = resolve(format_, numel, count)
+    if resolved == "int32" or count == 0:
+        return count
+    if resolved == "bitmap":
+        return stream_words(numel, count, 0)
+    stream = stream_words(numel, count, low_bits(numel, count))
+    return stream + 1 if resolved == "rice" else stream
+
+
+def field(format_: Format, numel: int, count: int) -> Field:
+    """The field of a payload that holds `count` indices below `numel`."""
+    resolved = resolve(format_, numel, count)
+    return Field(torch.int32 if resolved == "int32" else torch.int64, nwords(resolved, numel, count))
+
+
+def used_nbytes(packed: Tensor, numel: int, count: int, format_: Format) -> int:
+    """Bytes of an encoded field that say something; what stands behind them is zero. Reads the tensor's header.
+
+    >>> at = torch.arange(100, dtype=torch.int32)
+    >>> packed = torch.empty(nwords("rice", 100_000, 100), dtype=torch.int64)
+    >>> encode(at, 100_000, "rice", packed)
+    >>> packed.nbytes, used_nbytes(packed, 100_000, 100, "rice")
+    (160, 136)
+    """
+    if resolve(format_, numel, count) != "rice" or not packed.numel():
+        return packed.numel() * packed.element_size()
+    used = int(packed[0]) >> 6 & 0x3FFFFFF
+    return 8 * min(1 + used, packed.numel())
+
+
+def held(packed: Tensor) -> int:
+    """How many indices a `rice` field says that it holds. Reads the tensor's header."""
+    return int(packed[0]) >> 32 & 0xFFFFFFFF
+
+
+# Selection --------------------------------------------------------------------------------------------------
+
+
+def at_least(x: Tensor, tau: Tensor, most: int) -> Tensor:
+    """Indices of the elements with |x| >= tau, increasing; where more than `most` are, of the largest of them.
+
+    One reading pass where they are no more than that. Ties go to the lowest index; NaN is largest.
+
+    Args:
+        x: (numel,) float32.
+        tau: 0-d float32, at least 0.
+        most: 0 to numel.
+
+    Returns:
+        (most,) int32; behind the last index stands numel, which is none.
+
+    >>> at_least(torch.tensor([1.0, -3.0, 0.5, 3.0]), torch.tensor(1.0), 4)
+    tensor([0, 1, 3, 4], dtype=torch.int32)
+    """
+    _require("x", x, torch.float32, x.numel())
+    if not 0 <= most <= x.numel():
+        raise ValueError(f"most {most} is outside 0 to {x.numel()}")
+    return _module(x.device).at_least(x, tau, most)
+
+
+# Coding -----------------------------------------------------------------------------------------------------
+
+
+def _require(name: str, tensor: Tensor, dtype: torch.dtype, numel: int) -> None:
+    if tensor.dtype != dtype or tensor.ndim != 1 or not tensor.is_contiguous():
+        raise TypeError(f"{name}: {tensor.dtype} of shape {tuple(tensor.shape)}, and 1-d contiguous {dtype} is wanted")
+    if tensor.numel() != numel:
+        raise PayloadError(f"{name} has {tensor.numel()} elements where {numel} are needed")
+
+
+def _fixed_bits(format_: Format, numel: int, count: int) -> int:
+    return 0 if format_ == "bitmap" else low_bits(numel, count)
+
+
+def encode(indices: Tensor, numel: int, format_: Format, out: Tensor) -> None:
+    """Write increasing `indices` below `numel` to `out`, in full.
+
+    Args:
+        indices: (k,) int32; for `rice` the last of them may equal `numel`, which is none.
+        numel: d, below 2^31.
+        format_: one of `FORMATS`.
+        out: of `field(format_, numel, k)`.
+
+    Raises:
+        ValueError: indices that do not increase, or are out of range (on a CPU; elsewhere nothing is read).
+        PayloadError: an `out` of another size.
+    """
+    count = indices.numel()
+    format_ = resolve(format_, numel, count)
+    where = field(format_, numel, count)
+    _require("indices", indices, torch.int32, count)
+    _require("out", out, where.dtype, where.numel)
+    if format_ == "int32":
+        out.copy_(indices)
+        return
+    if count == 0:
+        return
+    module, bits = _module(out.device), _fixed_bits(format_, numel, count)
+    done = module.encode_rice(indices, numel, bits, out) if format_ == "rice" else module.encode(indices, bits, out)
+    if done is False:
+        raise ValueError(f"indices to encode must increase and lie in [0, {numel})")
+
+
+def decode(packed: Tensor, numel: int, count: int, format_: Format) -> Tensor:
+    """Return the indices that `encode` was given: (count,) int32.
+
+    Raises:
+        PayloadError: a payload of another size, or one that holds something else than `count` increasing indices
+            below `numel` (on a CPU: elsewhere nothing is read back, and indices are clamped into range).
+    """
+    format_ = resolve(format_, numel, count)
+    where = field(format_, numel, count)
+    _require("packed", packed, where.dtype, where.numel)
+    if format_ == "int32":
+        kernels.check_indices(packed, numel)
+        return packed
+    if count == 0:
+        return packed.new_empty(0, dtype=torch.int32)
+    module, bits = _module(packed.device), _fixed_bits(format_, numel, count)
+    read = module.decode_rice if format_ == "rice" else module.decode
+    indices, good = read(packed, numel, count, bits)
+    if packed.device.type == "cpu" and not bool(good):
+        raise PayloadError(_DAMAGED.format(count, numel))
+    return indices

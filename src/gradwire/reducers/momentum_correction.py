@@ -1,0 +1,171 @@
+"""Deep Gradient Compression: momentum that is kept where gradients wait, so that waiting does not dilute it."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from gradwire.codecs.topk import TopK, check_density
+from gradwire.core.errors import CompositionError
+from gradwire.core.grain import Grain, ParameterSpec, flat_grain
+from gradwire.core.state import Leaf, State
+from gradwire.reducers.base import Program, Reduced, Reducer, Step, Wrapper
+from gradwire.reducers.exchange import AllGather
+from gradwire.reducers.scheduled import Scheduled
+
+DENSITIES = (0.25, 0.0625, 0.015625, 0.004)
+"""What the paper warms up with, an epoch each, before 0.001."""
+
+
+@dataclass(frozen=True)
+class MomentumCorrection(Wrapper):
+    """Accumulate the local *velocity* instead of the gradient (Lin 2018, Section 3.2), and send of that sum:
+
+        u = m u + g,   v = v + u,   mean of sent(v),   v = v - sent(v),   u = 0 where v was sent
+
+    The optimizer must have no momentum of its own: it is in here. What is sent is forgotten from u too (momentum factor
+    masking, Section 3.3), else old momentum pushes a stale weight on. An entry counts as sent where nothing is left of
+    it, so values must travel in full precision for masking; where only a part is sent, u goes on.
+
+    With `clip`, g is scaled so that its norm is at most clip / sqrt(n) before it is added (local gradient clipping,
+    Section 3.2). The norm is that of the grain, not of the model: give each grain its share.
+
+    Owned state: `x` becomes the new u, and v takes turns with a scratch tensor, so nothing of their size is allocated.
+
+    Args:
+        inner: a contraction that keeps no residual: `AllGather(TopK(...))`, or a `Scheduled` one.
+        momentum: m, in [0, 1). With 0 this is error feedback.
+        clip: the most that the norm of a grain's mean gradient should be; 0 for none.
+
+    Raises:
+        CompositionError: an inner reducer that is no contraction or keeps its input, momentum or clip out of range.
+
+    References:
+        Lin, Han, Mao, Wang & Dally 2018, "Deep gradient compression: reducing the communication bandwidth for
+        distributed training", Sections 3.2 and 3.3.
+
+    >>> from gradwire.codecs import TopK
+    >>> MomentumCorrection(AllGather(TopK(0.01))).momentum
+    0.9
+    """
+
+    inner: Reducer
+    momentum: float = 0.9
+    clip: float = 0.0
+
+    consumes: ClassVar[bool] = True
+    conserves: ClassVar[bool] = False  # what u will add later is owed to nobody yet
+
+    def __post_init__(self) -> None:
+        if self.inner.consumes:
+            raise CompositionError(f"{self.inner} keeps its own residual; momentum correction keeps one already")
+        if not 0.0 <= self.momentum < 1.0:
+            raise CompositionError(f"momentum {self.momentum} is outside [0, 1)")
+        if not self.clip >= 0.0:
+            raise CompositionError(f"clip {self.clip} is no norm: it must be positive, or 0 for none")
+        if self.inner.scope == "tensor" or not self.inner.contraction(flat_grain(1 << 20)):
+            raise CompositionError(
+                f"momentum correction over {self.inner} is not possible: it takes an elementwise contraction, e.g. "
+                "AllGather(TopK(0.01))"
+            )
+
+    def around(self, inner: Reducer) -> Reducer:
+        """The same around another reducer."""
+        return MomentumCorrection(inner, self.momentum, self.clip)
+
+    def init(self, grain: Grain, step: Step) -> State:
+        """u and v of zeros, and room for the next v."""
+        u, v, scratch = (torch.zeros(grain.numel, device=grain.device) for _ in range(3))
+        return _state(u, v, scratch, self.inner.init(grain, step))
+
+    def reduce(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:
+        """The inner program on v + m u + g."""
+        old_u, old_v, y = (_tensor(state, name) for name in ("velocity", "residual", "scratch"))
+        inner = state["inner"]
+        assert isinstance(inner, State)
+        u = x.float().view(-1)
+        if self.clip:
+            u.mul_(_clipping(u, self.clip / step.world_size**0.5))
+        u.add_(old_u, alpha=self.momentum)
+        torch.add(old_v, u, out=y)
+        reduced = yield from self.inner.reduce(grain, y.view(grain.shape), inner, step)
+        reduced.sent.subtract_from(y.view(grain.shape))
+        u.masked_fill_(y == 0, 0.0)
+        return Reduced(reduced.mean.to(x.dtype), reduced.sent, _state(u, y, old_v, reduced.state), reduced.bad)
+
+
+def _state(u: Tensor, v: Tensor, scratch: Tensor, inner: State) -> State:
+    return State(
+        velocity=Leaf(u, "element", owed=True),
+        residual=Leaf(v, "element", owed=True),
+        scratch=Leaf(scratch, "scratch"),
+        inner=inner,
+    )
+
+
+def _tensor(state: State, name: str) -> Tensor:
+    leaf = state[name]
+    assert isinstance(leaf, Leaf)
+    return leaf.tensor
+
+
+def _clipping(x: Tensor, bound: float) -> Tensor:
+    """The factor that brings the norm of x down to `bound`, 0-d; 1 where it is below."""
+    norm = torch.linalg.vector_norm(x)
+    return torch.where(norm > bound, bound / norm, torch.ones_like(norm))
+
+
+@dataclass(frozen=True)
+class DGC(Wrapper):
+    """Deep Gradient Compression as its paper has it: `MomentumCorrection` of top-k, with a density that ramps down.
+
+    The first steps send 25%, 6.25%, 1.5625% and 0.4% of the entries (those of these that are above `density`), `ramp`
+    steps each: an epoch in the paper (Section 3.3). Top-k is exact here, where the paper samples a threshold.
+
+    Args:
+        density: the fraction sent in the end, in (0, 1].
+        momentum: of the correction; give the optimizer none.
+        clip: see `MomentumCorrection`.
+        ramp: steps at each of the warm-up's densities; 0 for no warm-up.
+
+    Raises:
+        CompositionError: a value out of range.
+
+    >>> DGC(0.01, ramp=100).inner.inner.serving(250)
+    AllGather(codec=TopK(density=0.015625, values='fp32', indices='auto'))
+    """
+
+    density: float = 0.001
+    momentum: float = 0.9
+    clip: float = 0.0
+    ramp: int = 0
+
+    consumes: ClassVar[bool] = True
+    conserves: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        check_density(self.density)
+        _ = self.inner
+
+    @functools.cached_property
+    def inner(self) -> MomentumCorrection:  # type: ignore[override]
+        """The parts it is made of."""
+        ramp = [(self.ramp, AllGather(TopK(density))) for density in DENSITIES if self.ramp and density > self.density]
+        schedule = Scheduled((*ramp, (0, AllGather(TopK(self.density)))))
+        return MomentumCorrection(schedule, self.momentum, self.clip)
+
+    def around(self, inner: Reducer) -> Reducer:
+        """The inner reducer alone: there is nothing else here."""
+        return inner
+
+    def assign(self, parameter: ParameterSpec) -> Reducer:
+        """Itself."""
+        return self
+
+    def reduce(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:
+        """The inner program."""
+        return (yield from self.inner.reduce(grain, x, state, step))
