@@ -1,4 +1,4 @@
-"""What low rank and sketches cost a processor: `python benchmarks/low_rank.py [--specs ...] [--threads N] [--save]`.
+"""What low rank and sketches cost a processor: `python benchmarks/low_rank.py [--specs SPEC ...] [--threads N]`.
 
 One step of the byte-GPT's 1.85 M gradients through a method, as the engine runs it, waves and coalescing included, on a
 world of one rank: the exchange costs nothing, so this is the processor's share of a step. Beside it stand the

@@ -116,7 +116,7 @@ def check_additive(codec: Codec, xs: Sequence[Tensor], key: Key) -> None:
     sizes = sum(decoded(codec, x.abs(), k).double() for x, k in zip(xs, keys, strict=True))
     u = unit_roundoff(xs[0].dtype, payloads[0].dtype)
     if codec.mixes:  # what is rounded in one element is of the size of any other
-        sizes = norm(torch.stack(xs))
+        sizes = norm(torch.stack(list(xs)))
     slack = (3 * len(xs) + 2) * u * sizes + len(xs) * torch.finfo(payloads[0].dtype).tiny
     assert bool(((together - each).abs() <= slack).all())
     assert bool(((together - of_sum).abs() <= slack).all())

@@ -194,47 +194,61 @@ def combine_rows(values: Tensor, codes: Tensor, basis: Tensor, out: Tensor) -> N
 
 
 @_inline
+def _hadamard_8(x):
+    """The stages of halves 1, 2 and 4, in registers."""
+    for i in range(0, x.size, 8):
+        at = np.uintp(i)
+        a, b, c, d = x[at], x[at + np.uintp(1)], x[at + np.uintp(2)], x[at + np.uintp(3)]
+        e, f, g, h = x[at + np.uintp(4)], x[at + np.uintp(5)], x[at + np.uintp(6)], x[at + np.uintp(7)]
+        a, b, c, d, e, f, g, h = a + b, a - b, c + d, c - d, e + f, e - f, g + h, g - h
+        a, b, c, d, e, f, g, h = a + c, b + d, a - c, b - d, e + g, f + h, e - g, f - h
+        x[at], x[at + np.uintp(1)], x[at + np.uintp(2)], x[at + np.uintp(3)] = a + e, b + f, c + g, d + h
+        x[at + np.uintp(4)], x[at + np.uintp(5)], x[at + np.uintp(6)], x[at + np.uintp(7)] = a - e, b - f, c - g, d - h
+
+
+@_inline
 def _hadamard_stage(x, half):
     for start in range(0, x.size, 2 * half):
-        for i in range(start, start + half):
-            a, b = x[i], x[i + half]
-            x[i], x[i + half] = a + b, a - b
+        # Slices start at 0: an index that might be negative would not be vectorised.
+        upper, lower = x[start : start + half], x[start + half : start + 2 * half]
+        for i in range(upper.size):
+            a, b = upper[i], lower[i]
+            upper[i], lower[i] = a + b, a - b
 
 
 @_inline
 def _hadamard(x):
-    # The first stages by name: LLVM unrolls them, where a loop over `half` would go two elements at a time.
-    if x.size >= 2:
-        _hadamard_stage(x, 1)
-    if x.size >= 4:
-        _hadamard_stage(x, 2)
+    half = 1
     if x.size >= 8:
-        _hadamard_stage(x, 4)
-    half = 8
+        _hadamard_8(x)
+        half = 8
     while half < x.size:
         _hadamard_stage(x, half)
         half *= 2
 
 
 @_inline
-def _sign_at(i, k0, k1):
-    return np.float32(1.0) if _uniform_at(np.uint32(i), k0, k1) < np.float32(0.5) else np.float32(-1.0)
+def _flip_signs(raw, first, k0, k1):
+    """Negate where uniform is a half or more: where its word's highest bit is set."""
+    for i in range(raw.size):
+        word = _mix(np.uint32(_mix(np.uint32(np.uint32(first + np.uint32(i)) ^ k0)) ^ k1))
+        raw[i] = np.uint32(raw[i] ^ np.uint32(word & np.uint32(0x80000000)))
 
 
 @_kernel("void(float32[::1], int64, int64, int64, int64, int32[::1], float32, float32[::1])")
 def _hadamard_encode(x, block, first, k0, k1, chosen, scale, out):
     k0, k1 = np.uint32(k0), np.uint32(k1)
     scratch = np.empty(block, np.float32)
-    at = 0
+    raw = scratch.view(np.uint32)
     for start in range(0, x.size, block):
-        here = min(block, x.size - start)
-        for i in range(here):
-            scratch[i] = x[start + i] * _sign_at(first + start + i, k0, k1)
-        scratch[here:] = 0.0
+        piece = x[start : start + block]
+        scratch[: piece.size] = piece
+        scratch[piece.size :] = 0.0
+        _flip_signs(raw[: piece.size], np.uint32(first + start), k0, k1)
         _hadamard(scratch)
+        target = out[start // block * chosen.size :]
         for j in range(chosen.size):
-            out[at] = scratch[chosen[j]] * scale
-            at += 1
+            target[j] = scratch[chosen[j]] * scale
 
 
 def hadamard_encode(x: Tensor, block: int, bits: int, chosen: Tensor, out: Tensor) -> None:
@@ -252,15 +266,16 @@ def hadamard_encode(x: Tensor, block: int, bits: int, chosen: Tensor, out: Tenso
 def _hadamard_accumulate(values, block, first, k0, k1, chosen, scale, into, alpha):
     k0, k1 = np.uint32(k0), np.uint32(k1)
     scratch = np.empty(block, np.float32)
-    at = 0
+    raw = scratch.view(np.uint32)
     for start in range(0, into.size, block):
         scratch[:] = 0.0
+        source, piece = values[start // block * chosen.size :], into[start : start + block]
         for j in range(chosen.size):
-            scratch[chosen[j]] = values[at]
-            at += 1
+            scratch[chosen[j]] = source[j]
         _hadamard(scratch)
-        for i in range(min(block, into.size - start)):
-            into[start + i] += scratch[i] * scale * _sign_at(first + start + i, k0, k1) * alpha
+        _flip_signs(raw[: piece.size], np.uint32(first + start), k0, k1)
+        for i in range(piece.size):
+            piece[i] += scratch[i] * scale * alpha
 
 
 def hadamard_accumulate(values: Tensor, block: int, bits: int, chosen: Tensor, into: Tensor, alpha: float) -> None:
@@ -283,11 +298,11 @@ def _add_bf16(x, r, alpha):
     scratch = np.empty(_TILE, np.uint32)
     terms = scratch.view(np.float32)
     for start in range(0, x.size, _TILE):
-        stop = min(start + _TILE, x.size)
-        for i in range(start, stop):
-            scratch[i - start] = np.uint32(r[i]) << np.uint32(16)
-        for i in range(start, stop):
-            x[i] += terms[i - start] * alpha
+        into, halves = x[start : start + _TILE], r[start : start + _TILE]
+        for i in range(into.size):
+            scratch[i] = np.uint32(np.uint32(halves[i]) << np.uint32(16))
+        for i in range(into.size):
+            into[i] += terms[i] * alpha
 
 
 def add_bf16_(x: Tensor, r: Tensor, alpha: float) -> None:
