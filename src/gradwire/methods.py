@@ -8,9 +8,11 @@ from gradwire.reducers import PowerSGD
 
 __all__ = ["methods", "register"]
 
+ROUTES = tuple(f"none,exchange={route}" for route in ("direct", "ring", "tree", "rhd"))
+
 
 def _register_all() -> None:
-    register(Method("none", Identity, "uncompressed", "allreduce", examples=("none",)))
+    register(Method("none", Identity, "uncompressed", "allreduce", examples=("none", *ROUTES)))
     register(Method("fp16", FP16, "cast to half precision", "allreduce", examples=("fp16",)))
     register(Method("bf16", BF16, "cast to bfloat16", "allreduce", examples=("bf16",)))
     register(

@@ -7,6 +7,7 @@ The first method's argument is its main number (density, levels, rank, block). A
 that the first keeps. Options are the first method's own, and these, which every method has:
 
     exchange=allreduce|allgather|twoshot    how payloads become a mean
+    exchange=direct|ring|tree|rhd           an all-reduce by another route
     ef=on|off, decay=FLOAT                  error feedback
     warmup=STEPS                            steps of uncompressed all-reduce first
     vectors=on|off                          off: biases and norms go uncompressed
@@ -28,17 +29,29 @@ from gradwire.methods import methods
 from gradwire.reducers import (
     AllGather,
     AllReduce,
+    Direct,
     ErrorFeedback,
     Guard,
     Partition,
+    RecursiveHalvingDoubling,
     Reducer,
+    Ring,
+    Tree,
     TwoShot,
     WarmUp,
     is_vector,
 )
 
 GRAMMAR = "name[:argument][+name[:argument]][,option=value...], e.g. topk:0.01+int8,warmup=100"
-EXCHANGES = {"allreduce": AllReduce, "allgather": AllGather, "twoshot": TwoShot}
+EXCHANGES = {
+    "allreduce": AllReduce,
+    "allgather": AllGather,
+    "twoshot": TwoShot,
+    "direct": Direct,
+    "ring": Ring,
+    "tree": Tree,
+    "rhd": RecursiveHalvingDoubling,
+}
 _COMMON: Mapping[str, type] = {
     "exchange": str,
     "ef": bool,

@@ -6,20 +6,25 @@ from gradwire.reducers.exchange import AllGather, AllReduce, TwoShot
 from gradwire.reducers.guard import Guard
 from gradwire.reducers.partition import Partition, is_vector
 from gradwire.reducers.power_sgd import PowerSGD
+from gradwire.reducers.routes import Direct, RecursiveHalvingDoubling, Ring, Tree
 from gradwire.reducers.warm_up import WarmUp
 
 __all__ = [
     "AllGather",
     "AllReduce",
+    "Direct",
     "ErrorFeedback",
     "Guard",
     "Partition",
     "PowerSGD",
     "Program",
+    "RecursiveHalvingDoubling",
     "Reduced",
     "Reducer",
+    "Ring",
     "Sent",
     "Step",
+    "Tree",
     "TwoShot",
     "WarmUp",
     "Wrapper",
