@@ -7,7 +7,7 @@ The first method's argument is its main number (density, levels, rank, block). A
 that the first keeps. Options are the first method's own, and these, which every method has:
 
     exchange=allreduce|allgather|twoshot    how payloads become a mean
-    exchange=direct|ring|tree|rhd           an all-reduce by another route
+    exchange=direct|ring|tree|rhd|auto      an all-reduce by another route; auto measures which is fastest
     ef=on|off, decay=FLOAT                  error feedback
     warmup=STEPS                            steps of uncompressed all-reduce first
     vectors=on|off                          off: biases and norms go uncompressed
@@ -29,6 +29,7 @@ from gradwire.methods import methods
 from gradwire.reducers import (
     AllGather,
     AllReduce,
+    Auto,
     Direct,
     ErrorFeedback,
     Guard,
@@ -51,6 +52,7 @@ EXCHANGES = {
     "ring": Ring,
     "tree": Tree,
     "rhd": RecursiveHalvingDoubling,
+    "auto": Auto,
 }
 _COMMON: Mapping[str, type] = {
     "exchange": str,

@@ -1,5 +1,6 @@
 """Algorithms with several messages: exchanges, PowerSGD, and the wrappers that go around them."""
 
+from gradwire.reducers.auto import Auto
 from gradwire.reducers.base import Program, Reduced, Reducer, Sent, Step, Wrapper
 from gradwire.reducers.error_feedback import ErrorFeedback
 from gradwire.reducers.exchange import AllGather, AllReduce, TwoShot
@@ -12,6 +13,7 @@ from gradwire.reducers.warm_up import WarmUp
 __all__ = [
     "AllGather",
     "AllReduce",
+    "Auto",
     "Direct",
     "ErrorFeedback",
     "Guard",
