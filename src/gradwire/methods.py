@@ -14,7 +14,7 @@ ROUTES = tuple(f"none,exchange={route}" for route in ("direct", "ring", "tree", 
 def _register_all() -> None:
     register(Method("none", Identity, "uncompressed", "allreduce", examples=("none", *ROUTES)))
     register(Method("fp16", FP16, "cast to half precision", "allreduce", examples=("fp16",)))
-    register(Method("bf16", BF16, "cast to bfloat16", "allreduce", examples=("bf16",)))
+    register(Method("bf16", BF16, "cast to bfloat16", "allreduce", examples=("bf16", "bf16,node=2")))
     register(
         Method(
             "topk",
@@ -40,7 +40,7 @@ def _register_all() -> None:
     register(Method("sign", Sign, "one bit and a scale", "twoshot", True, "block", examples=("sign", "sign:64")))
     for bits in range(2, 9):
         examples = (f"int{bits}",) if bits in (3, 4, 8) else ()
-        examples += ("int4,stochastic=on,ef=off", "int8,exchange=allgather") if bits == 4 else ()
+        examples += ("int4,stochastic=on,ef=off", "int8,exchange=allgather", "int4,node=2") if bits == 4 else ()
         fixed = {"bits": bits}
         summary = f"{bits}-bit integers with block scales"
         register(Method(f"int{bits}", BlockInt, summary, "twoshot", True, "block", fixed, examples))

@@ -8,6 +8,7 @@ that the first keeps. Options are the first method's own, and these, which every
 
     exchange=allreduce|allgather|twoshot    how payloads become a mean
     exchange=direct|ring|tree|rhd|auto      an all-reduce by another route; auto measures which is fastest
+    node=RANKS                              uncompressed inside nodes of so many ranks, the method between them
     ef=on|off, decay=FLOAT                  error feedback
     warmup=STEPS                            steps of uncompressed all-reduce first
     vectors=on|off                          off: biases and norms go uncompressed
@@ -33,6 +34,7 @@ from gradwire.reducers import (
     Direct,
     ErrorFeedback,
     Guard,
+    Hierarchical,
     Partition,
     RecursiveHalvingDoubling,
     Reducer,
@@ -56,6 +58,7 @@ EXCHANGES = {
 }
 _COMMON: Mapping[str, type] = {
     "exchange": str,
+    "node": int,
     "ef": bool,
     "decay": float,
     "warmup": int,
@@ -164,8 +167,9 @@ def _convert(spec: str, name: str, text: str, kind: Any) -> Any:
 
 def _reducer(spec: str, parts: list[_Part], built: list[Any], common: dict[str, Any]) -> Reducer:
     if isinstance(built[0], Reducer):
-        if len(parts) > 1 or "exchange" in common:
-            raise SpecError(f"{parts[0].method.name!r} has messages of its own: no '+' and no exchange in {spec!r}")
+        if len(parts) > 1 or "exchange" in common or "node" in common:
+            name = parts[0].method.name
+            raise SpecError(f"{name!r} has messages of its own: no '+', no exchange and no node in {spec!r}")
         return built[0]
     codec: Codec = built[0]
     for second in built[1:]:
@@ -175,14 +179,16 @@ def _reducer(spec: str, parts: list[_Part], built: list[Any], common: dict[str, 
     exchange = common.get("exchange") or ("allgather" if len(parts) > 1 else parts[0].method.exchange)
     if exchange not in EXCHANGES:
         raise SpecError(f"unknown exchange {exchange!r} in {spec!r}; {_nearest(exchange, EXCHANGES)}")
-    return EXCHANGES[exchange](codec)
+    made = EXCHANGES[exchange](codec)
+    return Hierarchical(made, common["node"]) if "node" in common else made
 
 
 def _wrap(reducer: Reducer, method: Method, common: dict[str, Any]) -> Reducer:
     if common.get("ef", method.feedback):
         reducer = ErrorFeedback(reducer, common.get("decay", 1.0))
     # Only where each element travels for itself does a NaN reach the mean unaided; random-k may leave it out.
-    transparent = isinstance(reducer, AllReduce) and reducer.codec.granularity == 1
+    exchange = reducer.inter if isinstance(reducer, Hierarchical) else reducer
+    transparent = isinstance(exchange, AllReduce) and exchange.codec.granularity == 1
     plain = AllReduce(Identity())
     if not common.get("vectors", True):
         reducer = Partition(((is_vector, plain),), reducer)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from gradwire.core.collective import Agree, AllGather, AllReduce, AllToAll, Axis, Collective, SendRecv
 from gradwire.core.grain import Grain
-from gradwire.core.state import State, walk
+from gradwire.core.state import Leaf, State, walk
 from gradwire.drivers.coalesce import Batch, coalesce
 from gradwire.drivers.cost import sent_bytes, wire_bytes
 from gradwire.drivers.plan import Plan, Unit, Wave
@@ -370,7 +370,7 @@ class Engine:
             for path, leaf in walk(slot.state):
                 was = dict(walk(before)).get(path)
                 if was is not None and leaf.owed:
-                    _restore(slot.grain, leaf.kind, leaf.tensor, was.tensor, names, self.transport)
+                    _restore(slot.grain, leaf, was.tensor, names, self.transport.rank)
 
     def _start(self, units: list[int]) -> None:
         began = time.thread_time()
@@ -445,11 +445,11 @@ def _spare(old: State, new: State, x: Tensor) -> Tensor:
     return x
 
 
-def _restore(grain: Grain, kind: str, new: Tensor, old: Tensor, names: set[str], transport: GroupTransport) -> None:
+def _restore(grain: Grain, leaf: Leaf, old: Tensor, names: set[str], rank: int) -> None:
     """Copy the old values of the named parameters' elements over the new ones."""
-    first = transport.rank * new.numel() if kind == "owned" else 0
+    new, first = leaf.tensor, leaf.first(rank)
     for segment in grain.segments:
-        if segment.name in names and kind in ("element", "owned"):
+        if segment.name in names and leaf.kind in ("element", "owned"):
             begin = max(segment.offset - first, 0)
             end = min(segment.offset + segment.numel - first, new.numel())
             if begin < end:

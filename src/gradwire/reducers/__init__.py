@@ -5,6 +5,7 @@ from gradwire.reducers.base import Program, Reduced, Reducer, Sent, Step, Wrappe
 from gradwire.reducers.error_feedback import ErrorFeedback
 from gradwire.reducers.exchange import AllGather, AllReduce, TwoShot
 from gradwire.reducers.guard import Guard
+from gradwire.reducers.hierarchical import Hierarchical
 from gradwire.reducers.partition import Partition, is_vector
 from gradwire.reducers.power_sgd import PowerSGD
 from gradwire.reducers.routes import Direct, RecursiveHalvingDoubling, Ring, Tree
@@ -17,6 +18,7 @@ __all__ = [
     "Direct",
     "ErrorFeedback",
     "Guard",
+    "Hierarchical",
     "Partition",
     "PowerSGD",
     "Program",
