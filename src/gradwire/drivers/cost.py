@@ -66,6 +66,13 @@ def parameter_specs(parameters: Iterable[tuple[str, Tensor]], device: str | None
     ]
 
 
+def meta_specs(model: nn.Module | Sequence[ParameterSpec]) -> list[ParameterSpec]:
+    """Return the specs of a model's parameters, on the device that has no data."""
+    if isinstance(model, nn.Module):
+        return parameter_specs(model.named_parameters(), device="meta")
+    return [spec._replace(device=torch.device("meta")) for spec in model]
+
+
 def cost(
     reducer: Reducer,
     model: nn.Module | Sequence[ParameterSpec],
@@ -82,10 +89,7 @@ def cost(
     >>> cost(parse("none"), nn.Linear(10, 10), world_size=2).wire_bytes
     440
     """
-    if isinstance(model, nn.Module):
-        specs = parameter_specs(model.named_parameters(), device="meta")
-    else:
-        specs = [spec._replace(device=torch.device("meta")) for spec in model]
+    specs = meta_specs(model)
     planned = plan(specs, reducer, grain_numel)
     batches = list(_batches(planned, Step(step, rank, world_size)))
     payload = sum(batch.nbytes for batch in batches)
@@ -121,11 +125,12 @@ def _wave_batches(programs: list[Program], step: Step, flags: list[tuple[int, Co
             return
         programs = [programs[i] for i, _ in requests]
         requests = [(position, request) for position, (_, request) in enumerate(requests)]
-        inbox = [_answer(request, step.world_size) for _, request in requests]
+        inbox = [answer(request, step.world_size) for _, request in requests]
         yield from coalesce(requests)
 
 
-def _answer(request: Collective, world_size: int) -> Tensor:
+def answer(request: Collective, world_size: int) -> Tensor:
+    """Return a tensor of the shape that a program is sent for a request."""
     if isinstance(request, Agree):
         return request.flag
     if isinstance(request, SendRecv):

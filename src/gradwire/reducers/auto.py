@@ -9,9 +9,10 @@ from typing import NamedTuple
 from torch import Tensor
 
 from gradwire.core.errors import CompositionError
+from gradwire.core.link import Link
 from gradwire.reducers.base import Step
 from gradwire.reducers.exchange import AllReduce
-from gradwire.reducers.routes import Direct, Link, RecursiveHalvingDoubling, Ring, Route, Total, Tree
+from gradwire.reducers.routes import Direct, RecursiveHalvingDoubling, Ring, Route, Total, Tree
 
 
 class Point(NamedTuple):

@@ -23,26 +23,11 @@ from torch import Tensor
 
 from gradwire.core.collective import Collective, Expected, Message, SendRecv
 from gradwire.core.errors import CompositionError
+from gradwire.core.link import Link
 from gradwire.reducers.base import Step
 from gradwire.reducers.exchange import AllReduce
 
 Total = Generator[Collective, Tensor, Tensor]
-
-
-@dataclass(frozen=True)
-class Link:
-    """A message of b bytes takes alpha_s + b * beta_s_per_byte seconds; a rank sends and receives at the same time.
-
-    >>> Link(0.001, 1e-6).seconds(500_000)
-    0.501
-    """
-
-    alpha_s: float
-    beta_s_per_byte: float
-
-    def seconds(self, nbytes: float, rounds: float = 1) -> float:
-        """Time of `rounds` messages that follow each other and have `nbytes` together."""
-        return rounds * self.alpha_s + nbytes * self.beta_s_per_byte
 
 
 def shards(buffer: Tensor, count: int) -> list[Tensor]:
