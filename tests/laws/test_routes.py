@@ -14,7 +14,7 @@ from gradwire.core.collective import AllToAll, Axis, Expected, Message, SendRecv
 from gradwire.core.errors import CompositionError
 from gradwire.core.grain import Grain, ParameterSpec, flat_grain
 from gradwire.core.link import Link
-from gradwire.core.state import Leaf, State, walk
+from gradwire.core.state import State, walk
 from gradwire.drivers.cost import cost, sent_bytes
 from gradwire.drivers.lockstep import Lockstep, perform, run_lockstep
 from gradwire.drivers.timing import reduction_s
@@ -305,7 +305,7 @@ def test_owned_shards_lie_end_to_end_in_the_grain() -> None:
     for _ in range(2):
         covered = torch.zeros(grain.numel, dtype=torch.int32)
         for rank, state in enumerate(lockstep.states):
-            (leaf,) = [leaf for _, leaf in walk(state) if isinstance(leaf, Leaf)]
+            (leaf,) = [leaf for _, leaf in walk(state)]
             covered[leaf.first(rank) : leaf.first(rank) + leaf.tensor.numel()] += 1
         assert bool((covered >= 1).all())
         lockstep.step(xs_of(grain, ranks))

@@ -119,7 +119,7 @@ class Hierarchical(Reducer):
         shard, part = self._shard(grain.numel, step), self._part(grain, step)
         y = yield from _node_mean(x.reshape(-1), shard, self._shard_numel(x.numel(), intra.size), intra, step)
         program = self.inter.reduce(part, y, state, self._inner_step(step))
-        reduced = yield from _along(program, between)
+        reduced = yield from along(program, between)
         mean = yield from _joined(reduced.mean, x, self._shard_numel(x.numel(), intra.size), intra)
         sent = SentShard(shard, y, reduced.sent, intra.size)
         return Reduced(mean.view(x.shape), sent, self._placed(reduced.state, shard.start, step), reduced.bad)
@@ -184,8 +184,8 @@ def _joined(mean: Tensor, x: Tensor, size: int, axis: Axis) -> Generator[Collect
     return joined.copy_(rows.reshape(-1).view(x.dtype)[: x.numel()])
 
 
-def _along(program: Program, axis: Axis) -> Program:
-    """Run a program that knows only its sub-group."""
+def along(program: Program, axis: Axis) -> Program:
+    """Run a program that knows only its sub-group of a mesh: what it asks for, it asks for on `axis`."""
     answer: Tensor | None = None
     while not isinstance(turn := advance(program, answer), Reduced):
         answer = yield on_axis(turn, axis)
