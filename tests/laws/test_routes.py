@@ -322,6 +322,10 @@ def test_between_nodes_travels_only_a_share() -> None:
     }
     assert by_axis[between] == pytest.approx(BlockInt(4).payload_bytes(numel) / places, rel=0.03)
     assert by_axis[intra] == pytest.approx(2 * (places - 1) / places * 4 * numel, rel=0.03)
+    spec = ParameterSpec("w", (numel,), torch.float32, CPU)
+    found = cost(Hierarchical(TwoShot(BlockInt(4)), places), [spec], ranks, grain_numel=numel)
+    assert found.inside_bytes == by_axis[intra]
+    assert found.wire_bytes == sum(by_axis.values())
 
 
 def test_nodes_that_do_not_divide_the_world() -> None:

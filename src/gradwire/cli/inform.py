@@ -106,12 +106,12 @@ def _costs(reducers: Mapping[str, Reducer], model: nn.Module, hosts: int, step: 
 
 
 def _growth(reducers: Mapping[str, Reducer], model: nn.Module, hosts: Sequence[int], step: int) -> Table:
-    """One row a method, one column a number of ranks: bytes sent a step, in gradients."""
+    """One row a method, one column a number of ranks: bytes sent out of a node, in gradients."""
     import gradwire
 
     table = _table(*(f"n = {n}" for n in hosts))
     for spec, reducer in reducers.items():
         costs = [gradwire.cost(reducer, model, n, step=step) for n in hosts]
-        table.add_row(spec, *(f"{found.wire_bytes / found.dense_bytes:.3f}" for found in costs))
-    table.caption = "bytes a rank sends each step, in uncompressed gradients"
+        table.add_row(spec, *(f"{(c.wire_bytes - c.inside_bytes) / c.dense_bytes:.3f}" for c in costs))
+    table.caption = "bytes a rank sends out of its node each step, in uncompressed gradients"
     return table

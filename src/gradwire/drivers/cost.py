@@ -26,12 +26,14 @@ class Cost:
             (n - 1)/n of an all-to-all's, messages between pairs as they are; n is the size of the axis.
         dense_bytes: the gradients' own size.
         collectives: how many calls.
+        inside_bytes: of `wire_bytes`, what stays inside nodes: on an innermost axis of neighbouring ranks.
     """
 
     payload_bytes: int
     wire_bytes: int
     dense_bytes: int
     collectives: int
+    inside_bytes: int = 0
 
 
 def wire_bytes(kind: type[Collective], buffer_bytes: int, world_size: int) -> int:
@@ -95,7 +97,8 @@ def cost(
     payload = sum(batch.nbytes for batch in batches)
     wire = sum(sent_bytes(batch, world_size) for batch in batches)
     dense = sum(spec.numel * spec.dtype.itemsize for spec in specs)
-    return Cost(payload, wire, dense, len(batches))
+    inside = sum(sent_bytes(batch, world_size) for batch in batches if batch.axis and batch.axis.stride == 1)
+    return Cost(payload, wire, dense, len(batches), inside)
 
 
 def _batches(planned: Plan, step: Step) -> Iterable[Batch]:

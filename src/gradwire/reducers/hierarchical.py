@@ -119,7 +119,7 @@ class Hierarchical(Reducer):
         shard, part = self._shard(grain.numel, step), self._part(grain, step)
         y = yield from _node_mean(x.reshape(-1), shard, self._shard_numel(x.numel(), intra.size), intra, step)
         program = self.inter.reduce(part, y, state, self._inner_step(step))
-        reduced = yield from along(program, between)
+        reduced = yield from along(program, between) if intra.size > 1 else program
         mean = yield from _joined(reduced.mean, x, self._shard_numel(x.numel(), intra.size), intra)
         sent = SentShard(shard, y, reduced.sent, intra.size)
         return Reduced(mean.view(x.shape), sent, self._placed(reduced.state, shard.start, step), reduced.bad)
