@@ -31,12 +31,14 @@ def digest(x: torch.Tensor) -> str:
 
 
 def means(rank: int, world_size: int, specs: list[str], numels: list[int]) -> dict[str, Any]:
-    """For each spec and size: a digest of the mean."""
+    """For each spec and size: a digest of the mean, with messages posted as for Gloo and as for other backends."""
     group = dist.group.WORLD
     assert isinstance(group, dist.ProcessGroup)
-    transport = GroupTransport(group)
+    transport, batching = GroupTransport(group), GroupTransport(group)
+    batching._is_gloo = False  # pyright: ignore[reportPrivateUsage]
     found: dict[str, Any] = {}
     for spec in specs:
+        found[f"{spec} batched"] = digest(reduced(parse(spec), tensor(rank, numels[-1]), batching).mean)
         for numel in numels:
             found[f"{spec} {numel}"] = digest(reduced(parse(spec), tensor(rank, numel), transport).mean)
     return found
