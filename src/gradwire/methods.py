@@ -14,7 +14,7 @@ ROUTES = tuple(f"none,exchange={route}" for route in ("direct", "ring", "tree", 
 def _register_all() -> None:
     register(Method("none", Identity, "uncompressed", "allreduce", examples=("none", *ROUTES)))
     register(Method("fp16", FP16, "cast to half precision", "allreduce", examples=("fp16",)))
-    register(Method("bf16", BF16, "cast to bfloat16", "allreduce", examples=("bf16", "bf16,node=2")))
+    register(Method("bf16", BF16, "cast to bfloat16", "allreduce", examples=("bf16",)))
     register(
         Method(
             "topk",
