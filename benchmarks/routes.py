@@ -46,8 +46,8 @@ class Sample(NamedTuple):
 SAMPLES = (
     Sample(4 * KB, 25, 8),
     Sample(16 * KB, 25, 8),
-    Sample(64 * KB, 15, 4),
-    Sample(256 * KB, 9, 2),
+    Sample(64 * KB, 41, 4),
+    Sample(256 * KB, 15, 2),
     Sample(1 * MB, 7),
     Sample(4 * MB, 5),
     Sample(16 * MB, 3),

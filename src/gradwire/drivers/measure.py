@@ -31,7 +31,7 @@ class Sample(NamedTuple):
 SAMPLES = (
     Sample(1 << 12, 9, 8),
     Sample(1 << 14, 9, 8),
-    Sample(1 << 16, 9, 4),
+    Sample(1 << 16, 13, 4),
     Sample(1 << 18, 5, 1),
     Sample(1 << 20, 3, 1),
 )
