@@ -14,7 +14,6 @@ from gradwire.reducers.base import Step
 from gradwire.reducers.exchange import AllReduce
 from gradwire.reducers.routes import Direct, RecursiveHalvingDoubling, Ring, Route, Total, Tree
 
-
 WORTHWHILE = 0.95
 """Share of the backend's time that a route must stay below to be chosen: what is nearer, noise decides."""
 
