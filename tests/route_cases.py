@@ -11,7 +11,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
+from gradwire.core.collective import Expected, Message, SendRecv
 from gradwire.core.grain import flat_grain
+from gradwire.drivers.coalesce import coalesce
 from gradwire.drivers.process_group import GroupTransport, run_program
 from gradwire.reducers import Auto, Hierarchical, Reduced, Reducer, Step
 from gradwire.spec import parse
@@ -42,6 +44,19 @@ def means(rank: int, world_size: int, specs: list[str], numels: list[int]) -> di
         for numel in numels:
             found[f"{spec} {numel}"] = digest(reduced(parse(spec), tensor(rank, numel), transport).mean)
     return found
+
+
+def joined(rank: int, world_size: int) -> list[list[float]]:
+    """Two rounds that travel as one batch: 2 elements to the right, 3 to the left, and nothing to oneself."""
+    group = dist.group.WORLD
+    assert isinstance(group, dist.ProcessGroup)
+    right, left, like = (rank + 1) % world_size, (rank - 1) % world_size, torch.empty(0)
+    to_right, to_left = torch.full((2,), rank + 0.5), torch.full((3,), float(rank))
+    first = SendRecv(like, (Message(right, to_right),), (Expected(left, 2),))
+    second = SendRecv(like, (Message(left, to_left), Message(right, like)), (Expected(right, 3), Expected(left, 0)))
+    (batch,) = coalesce([(0, first), (1, second)])
+    assert batch.nbytes == 20
+    return [piece.tolist() for piece in batch.split(GroupTransport(group).issue(batch).wait())]
 
 
 def trained(rank: int, world_size: int, spec: str) -> dict[str, Any]:

@@ -30,6 +30,13 @@ def test_processes_have_the_mean_of_virtual_ranks(ranks: int, specs: list[str]) 
         assert {each[f"{spec} batched"] for each in by_rank} == {by_rank[0][f"{spec} {NUMELS[-1]}"]}
 
 
+def test_rounds_that_start_together_stay_apart() -> None:
+    results = run_function(f"{CASES}:joined", 3, {}, 60)
+    for rank, (from_left, from_right) in enumerate(results):
+        assert from_left == [(rank - 1) % 3 + 0.5] * 2
+        assert from_right == [(rank + 1) % 3] * 3
+
+
 @pytest.mark.parametrize("spec", ["none,exchange=auto", "bf16,exchange=auto,node=2"])
 def test_attach_measures_and_all_ranks_choose_alike(spec: str) -> None:
     first, *others = run_function(f"{CASES}:trained", 4, {"spec": spec}, 90)
