@@ -14,7 +14,7 @@ from route_cases import digest, tensor
 
 CASES = str(Path(__file__).with_name("route_cases.py"))
 SPECS = [f"none,exchange={route}" for route in ("direct", "ring", "tree", "rhd")]
-NODES = ["int4,node=2,guard=off,ef=off", "bf16,node=2,exchange=ring", "none,node=2"]
+NODES = ["none,exchange=twoshot", "int4,node=2,guard=off,ef=off", "bf16,node=2,exchange=ring", "none,node=2"]
 NUMELS = [0, 1, 7, 300_001]
 
 
