@@ -24,7 +24,7 @@ import gradwire
 from common import save_result
 from gradwire import kernels
 from gradwire.codecs import Codec
-from gradwire.core.collective import Agree, AllGather, Collective
+from gradwire.core.collective import Agree, AllGather, Collective, SendRecv
 from gradwire.core.grain import ParameterSpec
 from gradwire.core.key import Key
 from gradwire.core.state import State
@@ -48,6 +48,8 @@ def alone(program: Generator[Collective, Tensor, Reduced]) -> Reduced:
         while True:
             if isinstance(request, Agree):
                 answer = request.flag
+            elif isinstance(request, SendRecv):
+                answer = request.like.new_empty(request.received_numel)
             else:
                 answer = request.tensor.view(1, -1) if isinstance(request, AllGather) else request.tensor
             request = program.send(answer)

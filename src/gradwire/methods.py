@@ -37,9 +37,11 @@ from gradwire.reducers import (
 
 __all__ = ["methods", "register"]
 
+ROUTES = tuple(f"none,exchange={route}" for route in ("direct", "ring", "tree", "rhd"))
+
 
 def _register_all() -> None:
-    register(Method("none", Identity, "uncompressed", "allreduce", examples=("none",)))
+    register(Method("none", Identity, "uncompressed", "allreduce", examples=("none", *ROUTES)))
     register(Method("fp16", FP16, "cast to half precision", "allreduce", examples=("fp16",)))
     register(Method("bf16", BF16, "cast to bfloat16", "allreduce", examples=("bf16",)))
     register(
@@ -80,7 +82,7 @@ def _register_all() -> None:
     register(Method("sign", Sign, "one bit and a scale", "twoshot", True, "block", examples=("sign", "sign:64")))
     for bits in range(2, 9):
         examples = (f"int{bits}",) if bits in (3, 4, 8) else ()
-        examples += ("int4,stochastic=on,ef=off", "int8,exchange=allgather") if bits == 4 else ()
+        examples += ("int4,stochastic=on,ef=off", "int8,exchange=allgather", "int4,node=2") if bits == 4 else ()
         fixed = {"bits": bits}
         summary = f"{bits}-bit integers with block scales"
         register(Method(f"int{bits}", BlockInt, summary, "twoshot", True, "block", fixed, examples))

@@ -7,6 +7,8 @@ The first method's argument is its main number (density, levels, rank, block). A
 that the first keeps. Options are the first method's own, and these, which every method has:
 
     exchange=allreduce|allgather|twoshot    how payloads become a mean
+    exchange=direct|ring|tree|rhd|auto      an all-reduce by another route; auto measures which is fastest
+    node=RANKS                              uncompressed inside nodes of so many ranks, the method between them
     ef=on|off, decay=FLOAT                  error feedback; `on` scales an unbiased codec to a contraction
     residual=fp32|bf16                      what its memory is kept in
     warmup=STEPS                            steps of uncompressed all-reduce first
@@ -29,11 +31,17 @@ from gradwire.methods import methods
 from gradwire.reducers import (
     AllGather,
     AllReduce,
+    Auto,
+    Direct,
     ErrorFeedback,
     Guard,
+    Hierarchical,
     LeanErrorFeedback,
     Partition,
+    RecursiveHalvingDoubling,
     Reducer,
+    Ring,
+    Tree,
     WarmUp,
     is_vector,
     two_shot,
@@ -44,10 +52,16 @@ EXCHANGES: Mapping[str, Callable[[Codec], Reducer]] = {
     "allreduce": AllReduce,
     "allgather": AllGather,
     "twoshot": two_shot,
+    "direct": Direct,
+    "ring": Ring,
+    "tree": Tree,
+    "rhd": RecursiveHalvingDoubling,
+    "auto": Auto,
 }
 RESIDUALS = {"fp32": ErrorFeedback, "bf16": LeanErrorFeedback}
 _COMMON: Mapping[str, type] = {
     "exchange": str,
+    "node": int,
     "ef": bool,
     "decay": float,
     "residual": str,
@@ -157,8 +171,9 @@ def _convert(spec: str, name: str, text: str, kind: Any) -> Any:
 
 def _reducer(spec: str, parts: list[_Part], built: list[Any], common: dict[str, Any]) -> Reducer:
     if isinstance(built[0], Reducer):
-        if len(parts) > 1 or "exchange" in common:
-            raise SpecError(f"{parts[0].method.name!r} has messages of its own: no '+' and no exchange in {spec!r}")
+        if len(parts) > 1 or "exchange" in common or "node" in common:
+            name = parts[0].method.name
+            raise SpecError(f"{name!r} has messages of its own: no '+', no exchange and no node in {spec!r}")
         return built[0]
     codec: Codec = built[0]
     for second in built[1:]:
@@ -170,7 +185,8 @@ def _reducer(spec: str, parts: list[_Part], built: list[Any], common: dict[str, 
     exchange = common.get("exchange") or ("allgather" if len(parts) > 1 else parts[0].method.exchange)
     if exchange not in EXCHANGES:
         raise SpecError(f"unknown exchange {exchange!r} in {spec!r}; {_nearest(exchange, EXCHANGES)}")
-    return EXCHANGES[exchange](codec)
+    made = EXCHANGES[exchange](codec)
+    return Hierarchical(made, common["node"]) if "node" in common else made
 
 
 def _wrap(spec: str, reducer: Reducer, method: Method, common: dict[str, Any]) -> Reducer:
@@ -180,7 +196,8 @@ def _wrap(spec: str, reducer: Reducer, method: Method, common: dict[str, Any]) -
             raise SpecError(f"unknown residual {residual!r} in {spec!r}; {_nearest(residual, RESIDUALS)}")
         reducer = RESIDUALS[residual](reducer, common.get("decay", 1.0))
     # Only where each element travels for itself does a NaN reach the mean unaided; random-k may leave it out.
-    transparent = isinstance(reducer, AllReduce) and reducer.codec.granularity == 1
+    exchange = reducer.inter if isinstance(reducer, Hierarchical) else reducer
+    transparent = isinstance(exchange, AllReduce) and exchange.codec.granularity == 1
     plain = AllReduce(Identity())
     if not common.get("vectors", True):
         reducer = Partition(((is_vector, plain),), reducer)

@@ -301,7 +301,7 @@ def owed(states: Sequence[State], grain: Grain) -> Owed:
             if leaf.owed and leaf.kind == "element":
                 e[rank] += leaf.tensor.double().view(-1)
             elif leaf.owed and leaf.kind == "owned":
-                here = s[rank * leaf.tensor.numel() : (rank + 1) * leaf.tensor.numel()]
+                here = s[leaf.first(rank) : leaf.first(rank) + leaf.tensor.numel()]
                 here += leaf.tensor.double()[: here.numel()]
                 assert not bool(leaf.tensor[here.numel() :].any()), "something is owed behind the grain's end"
     return Owed(e, s)

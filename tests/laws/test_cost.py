@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from gradwire import cost, parse
-from gradwire.core.collective import Agree, Collective
+from gradwire.core.collective import Collective
 from gradwire.core.grain import ParameterSpec
-from gradwire.drivers.cost import wire_bytes
+from gradwire.drivers.cost import sent_bytes
 from gradwire.drivers.lockstep import Lockstep
 from gradwire.drivers.plan import plan
 from gradwire.reducers import Reducer
@@ -27,10 +27,6 @@ MODEL = [
     ParameterSpec("head.weight", (60, 16), torch.float32, CPU),
 ]
 PEER_GRAINS = 700
-
-
-def nbytes(request: Collective) -> int:
-    return 1 if isinstance(request, Agree) else request.tensor.nbytes
 
 
 def sent(reducer: Reducer, ranks: int) -> list[Collective]:
@@ -51,8 +47,8 @@ def sent(reducer: Reducer, ranks: int) -> list[Collective]:
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_cost_is_what_travels(spec: str, ranks: int) -> None:
     found, real = cost(REDUCERS[spec], MODEL, ranks, grain_numel=PEER_GRAINS), sent(REDUCERS[spec], ranks)
-    assert found.payload_bytes == sum(nbytes(request) for request in real)
-    wire = sum(wire_bytes(type(request), nbytes(request), ranks) for request in real)
+    assert found.payload_bytes == sum(request.nbytes for request in real)
+    wire = sum(sent_bytes(request, ranks) for request in real)
     # Coalesced requests are divided by n together and alone one by one, each rounded down.
     assert wire <= found.wire_bytes <= wire + len(real)
     assert found.dense_bytes == sum(p.numel * p.dtype.itemsize for p in MODEL)

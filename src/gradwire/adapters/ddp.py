@@ -24,6 +24,7 @@ from gradwire.core import saved
 from gradwire.core.errors import AttachError, StateError
 from gradwire.core.state import walk
 from gradwire.drivers.cost import parameter_specs
+from gradwire.drivers.measure import measured
 from gradwire.drivers.plan import plan
 from gradwire.drivers.process_group import Engine, GroupTransport, Stats
 from gradwire.reducers.base import Reducer
@@ -125,9 +126,10 @@ class Handle(BucketSession):
         self.seed = seed
         self._scaler, self._scale = scaler, 1.0
         self._names = names
-        planned = plan(parameter_specs((name, p) for p, name in names.items()), reducer, grain_numel)
-        self._agree_on(f"{reducer!r} seed={seed} {planned.units!r}")
-        self._engine = Engine(planned, GroupTransport(self.lane.group), seed)
+        specs, transport = parameter_specs((name, p) for p, name in names.items()), GroupTransport(self.lane.group)
+        self._agree_on(f"{reducer!r} seed={seed} {plan(specs, reducer, grain_numel).units!r}")
+        planned = plan(specs, measured(reducer, transport, self._device), grain_numel)
+        self._engine = Engine(planned, transport, seed)
         by_name = _places(planned.units)
         self._places = {parameter: by_name[name] for parameter, name in names.items()}
         self._last_bucket_s = 0.0

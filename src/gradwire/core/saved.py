@@ -10,6 +10,7 @@ holds tensors, numbers and strings only, so `torch.load(weights_only=True)` read
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -45,10 +46,10 @@ def load(grain: Grain, state: State, saved: Mapping[str, Mapping[str, _Pieces]],
 
     def fill(path: str, leaf: Leaf) -> Leaf:
         tensor = leaf.tensor.clone()
-        for name, start, view in _cut(grain, Leaf(tensor, leaf.kind), rank):
+        for name, start, view in _cut(grain, replace(leaf, tensor=tensor), rank):
             pieces = saved.get(name, {}).get(f"{leaf.kind}:{path}", [])
             _fill(name, path, leaf.kind, start, view, pieces)
-        return Leaf(tensor, leaf.kind, leaf.owed)
+        return replace(leaf, tensor=tensor)
 
     return replace_leaves(state, fill)
 
@@ -66,7 +67,7 @@ def _cut(grain: Grain, leaf: Leaf, rank: int) -> Iterable[tuple[str, int, Tensor
             yield segment.name, 0, leaf.tensor[i]
         return
     flat = leaf.tensor.view(-1)
-    first = rank * flat.numel() if leaf.kind == "owned" else 0
+    first = leaf.first(rank)
     for segment in grain.segments:
         begin, end = max(segment.offset, first), min(segment.offset + segment.numel, first + flat.numel())
         if begin < end:

@@ -26,11 +26,19 @@ class Leaf:
     kind "segment": one value per segment of the grain (thresholds).
     kind "scratch": memory that means nothing, for a program to write its new state to; never saved.
     `owed` says that the values are gradient not yet delivered, so that a changed world size must conserve them.
+    `start` is where in the grain an owned shard begins; None: shards lie end to end in rank order.
     """
 
     tensor: Tensor
     kind: Kind
     owed: bool = False
+    start: int | None = None
+
+    def first(self, rank: int) -> int:
+        """The element of the grain that the first value belongs to, on `rank`."""
+        if self.kind != "owned":
+            return 0
+        return rank * self.tensor.numel() if self.start is None else self.start
 
 
 class State(dict[str, "Leaf | State"]):

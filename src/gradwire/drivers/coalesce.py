@@ -12,17 +12,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradwire.core.collective import Agree, AllReduce, Collective
+from gradwire.core.collective import Agree, AllReduce, Axis, Collective, SendRecv
 
-Kind = tuple[type[Collective], torch.dtype, str]
+Kind = tuple[type[Collective], torch.dtype, str, Axis | None]
 
 
 def kind_of(request: Collective) -> Kind:
     """What must be equal for requests to share a collective."""
     if isinstance(request, Agree):
-        return Agree, torch.uint8, "max"
+        return Agree, torch.uint8, "max", None
+    if isinstance(request, SendRecv):
+        return SendRecv, request.like.dtype, "", request.axis
     op = request.op if isinstance(request, AllReduce) else ""
-    return type(request), request.tensor.dtype, op
+    return type(request), request.tensor.dtype, op, request.axis
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,9 @@ class Batch:
     """Requests that travel as one, and the buffer that carries them.
 
     `members` are positions in the round. For `AllReduce` and `AllGather` the buffer is 1-d; for `AllToAll` it has one
-    row a rank, in which each request has its columns.
+    row a rank, in which each request has its columns. Rounds of `SendRecv` start together, but each message travels for
+    itself, since two that leave for one rank need not have been joined where they arrive; their buffer is empty and
+    the result has what the requests receive end to end.
     """
 
     kind: Kind
@@ -38,6 +42,16 @@ class Batch:
     buffer: Tensor
     sizes: tuple[int, ...]
     requests: tuple[Collective, ...]
+
+    @property
+    def axis(self) -> Axis | None:
+        """The ranks that take part."""
+        return self.kind[3]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this rank hands over."""
+        return sum(request.nbytes for request in self.requests)
 
     def split(self, result: Tensor) -> list[Tensor]:
         """Cut the result of the collective into the results of the requests, as views."""
@@ -61,6 +75,8 @@ def coalesce(requests: Sequence[tuple[int, Collective]]) -> list[Batch]:
 
 def _batch(kind: Kind, members: list[tuple[int, Collective]]) -> Batch:
     requests = tuple(request for _, request in members)
+    if kind[0] is SendRecv:
+        return _rounds(kind, members)
     tensors = [_carried(request) for request in requests]
     sizes = tuple(tensor.shape[-1] for tensor in tensors)
     if len(tensors) > 1:
@@ -70,7 +86,14 @@ def _batch(kind: Kind, members: list[tuple[int, Collective]]) -> Batch:
     return Batch(kind, tuple(position for position, _ in members), buffer, sizes, requests)
 
 
+def _rounds(kind: Kind, members: list[tuple[int, Collective]]) -> Batch:
+    requests = tuple(request for _, request in members if isinstance(request, SendRecv))
+    sizes = tuple(request.received_numel for request in requests)
+    return Batch(kind, tuple(position for position, _ in members), requests[0].like.new_empty(0), sizes, requests)
+
+
 def _carried(request: Collective) -> Tensor:
+    assert not isinstance(request, SendRecv)
     if isinstance(request, Agree):
         return request.flag.view(1).to(torch.uint8)
     return request.tensor.reshape(-1) if isinstance(request, AllReduce) else request.tensor

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from gradwire.core.collective import Agree, AllGather, AllReduce, AllToAll, Collective
+from gradwire.core.collective import Agree, AllGather, AllReduce, AllToAll, Collective, SendRecv
 from gradwire.core.grain import Grain
 from gradwire.core.state import State
 from gradwire.reducers.base import Program, Reduced, Reducer, Step, advance
@@ -30,9 +31,25 @@ def run_lockstep(programs: Sequence[Program]) -> list[Reduced]:
 
 
 def perform(requests: Sequence[Collective]) -> list[Tensor]:
-    """Do what every rank asks for, given all ranks' requests in rank order; sums run in rank order."""
+    """Do what every rank asks for, given all ranks' requests in rank order; sums run in rank order.
+
+    On an axis each of its sub-groups does so for itself.
+    """
     first = requests[0]
-    assert all(type(request) is type(first) for request in requests), "ranks yielded different collectives"
+    assert all(type(r) is type(first) and r.axis == first.axis for r in requests), "ranks yielded different collectives"
+    axis, ranks = first.axis, range(len(requests))
+    if axis is None:
+        return _perform(requests)
+    assert len(requests) % (axis.size * axis.stride) == 0, f"{axis} is no axis of a mesh of {len(requests)} ranks"
+    groups = {members: _perform([requests[rank] for rank in members]) for members in map(axis.members, ranks)}
+    return [groups[axis.members(rank)][axis.index(rank)] for rank in ranks]
+
+
+def _perform(requests: Sequence[Collective]) -> list[Tensor]:
+    """Do what the ranks of one group ask for."""
+    first = requests[0]
+    if isinstance(first, SendRecv):
+        return _deliver([r for r in requests if isinstance(r, SendRecv)])
     if isinstance(first, AllReduce):
         stack = [r.tensor for r in requests if isinstance(r, AllReduce)]
         total = stack[0].clone()
@@ -47,6 +64,24 @@ def perform(requests: Sequence[Collective]) -> list[Tensor]:
         return [cube[:, rank].clone() for rank in range(len(requests))]
     flags = torch.stack([r.flag.view(()) for r in requests if isinstance(r, Agree)])
     return [flags.any() for _ in requests]
+
+
+def _deliver(requests: Sequence[SendRecv]) -> list[Tensor]:
+    """Bring every message of a round to its rank."""
+    letters: defaultdict[tuple[int, int], deque[Tensor]] = defaultdict(deque)
+    for rank, request in enumerate(requests):
+        for to, tensor in request.sends:
+            letters[rank, to].append(tensor)
+    results: list[Tensor] = []
+    for rank, request in enumerate(requests):
+        found = [request.like.new_empty(0)]
+        for source, numel in request.receives:
+            assert letters[source, rank], f"rank {rank} waits for a message that rank {source} did not send"
+            found.append(letters[source, rank].popleft())
+            assert found[-1].shape == (numel,), f"rank {rank} expected {numel} elements of rank {source}"
+        results.append(torch.cat(found))
+    assert not any(letters.values()), "a message was sent that nobody received"
+    return results
 
 
 class Lockstep:

@@ -22,16 +22,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.core.collective import Agree, AllGather, AllReduce, AllToAll, Collective
+from gradwire.core.collective import Agree, AllGather, AllReduce, AllToAll, Axis, Collective, SendRecv
 from gradwire.core.grain import Grain
-from gradwire.core.state import State, walk
+from gradwire.core.state import Leaf, State, walk
 from gradwire.drivers.coalesce import Batch, coalesce
-from gradwire.drivers.cost import wire_bytes
+from gradwire.drivers.cost import sent_bytes, wire_bytes
 from gradwire.drivers.plan import Plan, Unit, Wave
 from gradwire.reducers.base import Program, Reduced, Step, advance
 
 WINDOW = 2
 SMALL_ROW_BYTES = 1 << 16
+LARGE_ROWS_BYTES = 1 << 19
 
 
 class Pending(Protocol):
@@ -53,11 +54,32 @@ class _Working:
 
 
 @dataclass(frozen=True, eq=False)
+class _Round:
+    works: Sequence[dist.Work]
+    result: Tensor
+
+    def wait(self) -> Tensor:
+        for work in self.works:
+            work.wait()
+        return self.result
+
+
+@dataclass(frozen=True, eq=False)
 class _Done:
     result: Tensor
 
     def wait(self) -> Tensor:
         return self.result
+
+
+def run_program(program: Program, transport: GroupTransport) -> Reduced:
+    """Run one program by itself to its end: what tests, benchmarks and one-off reductions want."""
+    answer: Tensor | None = None
+    while not isinstance(turn := advance(program, answer), Reduced):
+        (batch,) = coalesce([(0, turn)])
+        (answer,) = batch.split(transport.issue(batch).wait())
+        answer = answer.bool() if isinstance(turn, Agree) else answer
+    return turn
 
 
 class GroupTransport:
@@ -66,6 +88,12 @@ class GroupTransport:
     Gloo's all_gather moves large rows at 94% of a link's rate but takes 3.5 ms for the smallest; an all-to-all of the
     repeated row sends the same bytes, takes 0.6 ms, and on large rows loses a quarter to flows that meet at a receiver.
     They break even at about 64 KiB a row on four hosts at 100 Mbit/s (docs/log.md).
+
+    Gloo's all_to_all takes 1.6 times as long as the same messages posted one by one where they are large (16 MB on four
+    hosts at 200 Mbit/s: 839 against 535 ms; 1 MB: 47 against 37; 256 KB: 10.4 against 11.1), so large rows are posted.
+
+    Collectives on an axis have a group of their own for each sub-group, made when the first one is issued: all its
+    members reach that place in the same static order. Messages between pairs travel on the whole group.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -73,36 +101,95 @@ class GroupTransport:
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self._is_gloo = dist.get_backend(group) == "gloo"
+        self._subgroups: dict[Axis, dist.ProcessGroup] = {}
 
     def issue(self, batch: Batch) -> Pending:
         """Start the collective of a batch."""
-        kind, _, op = batch.kind
+        kind, _, op, axis = batch.kind
+        if kind is SendRecv:
+            return self._round(batch)
+        group, size = self._group_of(axis), axis.size if axis else self.world_size
         if not batch.buffer.numel():  # backends differ on what they make of nothing
-            gathered = (self.world_size, 0)
-            return _Done(batch.buffer.new_empty(gathered) if kind is AllGather else batch.buffer)
+            return _Done(batch.buffer.new_empty((size, 0)) if kind is AllGather else batch.buffer)
         if kind is AllGather:
-            return self._all_gather(batch.buffer)
+            return self._all_gather(batch.buffer, group, size)
         if kind is AllToAll:
-            return self._all_to_all(batch.buffer)
+            return self._all_to_all(batch.buffer, group)
         reduce_op = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
-        return self._started(dist.all_reduce(batch.buffer, reduce_op, self.group, async_op=True), batch.buffer)
+        return self._started(dist.all_reduce(batch.buffer, reduce_op, group, async_op=True), batch.buffer)
 
-    def _all_gather(self, row: Tensor) -> Pending:
+    def _all_gather(self, row: Tensor, group: dist.ProcessGroup, size: int) -> Pending:
         if self._is_gloo and row.numel() <= SMALL_ROW_BYTES:
-            return self._all_to_all(row.expand(self.world_size, -1).contiguous())
-        out = row.new_empty(self.world_size * row.numel())
+            return self._all_to_all(row.expand(size, -1).contiguous(), group)
+        out = row.new_empty(size * row.numel())
         # Newer PyTorch renames it and warns of the old name.
         gather = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor")  # noqa: B009
-        work = gather(out, row, self.group, async_op=True)
-        return self._started(work, out.view(self.world_size, -1))
+        work = gather(out, row, group, async_op=True)
+        return self._started(work, out.view(size, -1))
 
-    def _all_to_all(self, rows: Tensor) -> Pending:
+    def _all_to_all(self, rows: Tensor, group: dist.ProcessGroup) -> Pending:
         out = torch.empty_like(rows)
-        return self._started(dist.all_to_all_single(out, rows, group=self.group, async_op=True), out)
+        if self._is_gloo and rows.numel() >= LARGE_ROWS_BYTES:
+            return self._swap(rows, out, group)
+        return self._started(dist.all_to_all_single(out, rows, group=group, async_op=True), out)
+
+    def _swap(self, rows: Tensor, out: Tensor, group: dist.ProcessGroup) -> Pending:
+        """An all-to-all as messages; each rank begins with the next one, so that not all begin with the same."""
+        rank, n = dist.get_rank(group), rows.shape[0]
+        out[rank].copy_(rows[rank])
+        peers = [(rank + i) % n for i in range(1, n)]
+        sends, receives = [(peer, rows[peer]) for peer in peers], [(peer, out[peer]) for peer in reversed(peers)]
+        return _Round(self._post(sends, receives, group), out)
+
+    def _round(self, batch: Batch) -> Pending:
+        """Post every receive, then every send, and wait for none of them: so no order of ranks can block a round."""
+        result = batch.buffer.new_empty(sum(batch.sizes))
+        requests = [request for request in batch.requests if isinstance(request, SendRecv)]
+        expected = [(source, numel) for request in requests for source, numel in request.receives]
+        pieces = result.split([numel for _, numel in expected]) if expected else ()
+        ranks = batch.axis.members(self.rank) if batch.axis else range(self.world_size)
+        receives = [(ranks[source], piece) for (source, _), piece in zip(expected, pieces, strict=True)]
+        sends = [(ranks[to], tensor) for request in requests for to, tensor in request.sends]
+        return _Round(self._post(_filled(sends), _filled(receives), self.group), result)
+
+    def _post(self, sends: _Letters, receives: _Letters, group: dist.ProcessGroup) -> list[dist.Work]:
+        if self._is_gloo:  # directly, without the checks that a batch makes of every message
+            posted = [group.recv([piece], source, 0) for source, piece in receives]
+            return posted + [group.send([tensor], to, 0) for to, tensor in sends]
+        made = [dist.P2POp(dist.irecv, piece, group=group, group_peer=source) for source, piece in receives]
+        made += [dist.P2POp(dist.isend, tensor, group=group, group_peer=to) for to, tensor in sends]
+        return dist.batch_isend_irecv(made) if made else []
+
+    def _group_of(self, axis: Axis | None) -> dist.ProcessGroup:
+        """The group of this rank's sub-group."""
+        if axis is None or axis.size == self.world_size:
+            return self.group
+        if axis not in self._subgroups:
+            whole = dist.get_process_group_ranks(self.group)
+            self._subgroups[axis] = _new_group(self.group, [whole[rank] for rank in axis.members(self.rank)])
+        return self._subgroups[axis]
 
     def _started(self, work: dist.Work | None, result: Tensor) -> Pending:
         assert work is not None, "this process is no member of the group"
         return _Working(work, result)
+
+
+_Letters = list[tuple[int, Tensor]]
+"""Peers of a group, and what goes to or comes from each."""
+
+
+def _filled(messages: _Letters) -> _Letters:
+    """Messages that have something in them: both ends know the size, and leave out the others alike."""
+    return [(peer, tensor) for peer, tensor in messages if tensor.numel()]
+
+
+def _new_group(parent: dist.ProcessGroup, ranks: list[int]) -> dist.ProcessGroup:
+    """A group of some of the parent's ranks, of its backend and with its deadline; only they need to call."""
+    device = torch.device("cuda" if dist.get_backend(parent) == "nccl" else "cpu")
+    deadline = parent._get_backend(device).options._timeout  # pyright: ignore[reportPrivateUsage]
+    made = dist.new_group(ranks, deadline, dist.get_backend(parent), use_local_synchronization=True)
+    assert isinstance(made, dist.ProcessGroup), "this process is no member of the group"
+    return made
 
 
 @dataclass
@@ -301,7 +388,7 @@ class Engine:
             for path, leaf in walk(slot.state):
                 was = dict(walk(before)).get(path)
                 if was is not None and leaf.owed:
-                    _restore(slot.grain, leaf.kind, leaf.tensor, was.tensor, names, self.transport)
+                    _restore(slot.grain, leaf, was.tensor, names, self.transport.rank)
 
     def _start(self, units: list[int]) -> None:
         began = time.thread_time()
@@ -325,9 +412,8 @@ class Engine:
             self._window.append(run)
 
     def _send(self, batch: Batch) -> Pending:
-        size = batch.buffer.numel() * batch.buffer.element_size()
-        self.stats.payload_bytes += size
-        self.stats.wire_bytes += wire_bytes(batch.kind[0], size, self.transport.world_size)
+        self.stats.payload_bytes += batch.nbytes
+        self.stats.wire_bytes += sent_bytes(batch, self.transport.world_size)
         return self.transport.issue(batch)
 
     def _collect(self, run: _Run) -> dict[int, Tensor | None]:
@@ -377,11 +463,11 @@ def _spare(old: State, new: State, x: Tensor) -> Tensor:
     return x
 
 
-def _restore(grain: Grain, kind: str, new: Tensor, old: Tensor, names: set[str], transport: GroupTransport) -> None:
+def _restore(grain: Grain, leaf: Leaf, old: Tensor, names: set[str], rank: int) -> None:
     """Copy the old values of the named parameters' elements over the new ones."""
-    first = transport.rank * new.numel() if kind == "owned" else 0
+    new, first = leaf.tensor, leaf.first(rank)
     for segment in grain.segments:
-        if segment.name in names and kind in ("element", "owned"):
+        if segment.name in names and leaf.kind in ("element", "owned"):
             begin = max(segment.offset - first, 0)
             end = min(segment.offset + segment.numel - first, new.numel())
             if begin < end:

@@ -1,17 +1,20 @@
 """Algorithms with several messages: exchanges, PowerSGD, and the wrappers that go around them."""
 
 from gradwire.reducers.adaptive_threshold import AdaptiveThreshold
+from gradwire.reducers.auto import Auto
 from gradwire.reducers.base import Program, Reduced, Reducer, Sent, Step, Wrapper
 from gradwire.reducers.count_sketch import CountSketch
 from gradwire.reducers.error_feedback import ErrorFeedback
 from gradwire.reducers.exchange import AllGather, AllReduce, TwoShot
 from gradwire.reducers.gradzip import GradZip
 from gradwire.reducers.guard import Guard
+from gradwire.reducers.hierarchical import Hierarchical
 from gradwire.reducers.lean_residual import EF21, LeanErrorFeedback
 from gradwire.reducers.majority_vote import MajorityVote
 from gradwire.reducers.momentum_correction import DGC, MomentumCorrection
 from gradwire.reducers.partition import Partition, is_vector
 from gradwire.reducers.power_sgd import PowerSGD
+from gradwire.reducers.routes import Direct, RecursiveHalvingDoubling, Ring, Tree
 from gradwire.reducers.scaled_fp16 import ScaledFP16
 from gradwire.reducers.scheduled import Scheduled
 from gradwire.reducers.sketch import Sketch
@@ -27,18 +30,23 @@ __all__ = [
     "AdaptiveThreshold",
     "AllGather",
     "AllReduce",
+    "Auto",
     "CountSketch",
+    "Direct",
     "ErrorFeedback",
     "GradZip",
     "Guard",
+    "Hierarchical",
     "LeanErrorFeedback",
     "MajorityVote",
     "MomentumCorrection",
     "Partition",
     "PowerSGD",
     "Program",
+    "RecursiveHalvingDoubling",
     "Reduced",
     "Reducer",
+    "Ring",
     "ScaledFP16",
     "Scheduled",
     "Sent",
@@ -46,6 +54,7 @@ __all__ = [
     "SparseTwoShot",
     "Step",
     "TernarySum",
+    "Tree",
     "TwoShot",
     "WarmUp",
     "Wrapper",

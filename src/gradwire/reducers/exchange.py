@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 
 from gradwire.codecs.base import Codec
 from gradwire.core import collective
+from gradwire.core.collective import Collective
 from gradwire.core.errors import CompositionError
 from gradwire.core.grain import Grain
 from gradwire.core.key import Key
@@ -96,11 +97,15 @@ class AllReduce(Reducer):
         layout = self.codec.layout(x.numel(), x.dtype)
         payload = layout.views(layout.empty(x.device))
         self.codec.encode_divided_into(x.reshape(-1), step.world_size, key, payload)
-        total = yield collective.AllReduce(payload[0], consumable=self.lossless)
+        total = yield from self.total(payload[0], step)
         if self.lossless:
             return Reduced(total.view(x.shape), SentAll(), state)
         sent = SentPayload(self.codec, payload, key, scale=step.world_size)
         return Reduced(self.codec.decode((total,), like=x, key=key), sent, state)
+
+    def total(self, payload: Tensor, step: Step) -> Generator[Collective, Tensor, Tensor]:
+        """The sum over ranks of a 1-d tensor, the same bits on every rank; `payload` is kept unless lossless."""
+        return (yield collective.AllReduce(payload, consumable=self.lossless))
 
 
 @dataclass(frozen=True)

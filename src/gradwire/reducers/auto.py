@@ -1,0 +1,110 @@
+"""The route that is fastest for a size, by times measured once on the group at hand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import NamedTuple
+
+from torch import Tensor
+
+from gradwire.core.errors import CompositionError
+from gradwire.core.link import Link
+from gradwire.reducers.base import Step
+from gradwire.reducers.exchange import AllReduce
+from gradwire.reducers.routes import Direct, RecursiveHalvingDoubling, Ring, Route, Total, Tree
+
+WORTHWHILE = 0.95
+"""Share of the backend's time that a route must stay below to be chosen: what is nearer, noise decides."""
+
+
+class Point(NamedTuple):
+    """So many bytes took so long."""
+
+    nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Time by size: alpha + beta * bytes, with an alpha and a beta for each stretch between measured points.
+
+    One alpha and one beta a route are not enough: Gloo changes its algorithm with the size, and flows begin to meet at
+    a receiver once they fill its queue.
+
+    Args:
+        points: two or more, by rising size.
+
+    Raises:
+        CompositionError: fewer points, or sizes that do not rise.
+
+    >>> curve = Curve((Point(0, 1.0), Point(100, 2.0), Point(200, 6.0)))
+    >>> curve.seconds(50), curve.seconds(300)
+    (1.5, 10.0)
+    """
+
+    points: tuple[Point, ...]
+
+    def __post_init__(self) -> None:
+        sizes = [point.nbytes for point in self.points]
+        if len(sizes) < 2 or sizes != sorted(set(sizes)):
+            raise CompositionError(f"a curve needs two or more sizes that rise, not {sizes}")
+
+    def link(self, nbytes: int) -> Link:
+        """The alpha and beta that hold for `nbytes`; the outer stretches go on for ever."""
+        pairs = list(pairwise(self.points))
+        low, high = next((pair for pair in pairs if nbytes < pair[1].nbytes), pairs[-1])
+        beta = (high.seconds - low.seconds) / (high.nbytes - low.nbytes)
+        return Link(low.seconds - beta * low.nbytes, beta)
+
+    def seconds(self, nbytes: int) -> float:
+        """Predicted time of `nbytes`."""
+        return self.link(nbytes).seconds(nbytes)
+
+
+@dataclass(frozen=True)
+class Auto(AllReduce):
+    """Whichever of the backend's all-reduce and the routes takes the least time for the size of the payload.
+
+    `gradwire.attach` measures every candidate once on its own group and the ranks agree on the slowest rank's times, so
+    all choose alike; where nothing was measured (lockstep, the cost driver) it is the backend's all-reduce. Another
+    run may measure otherwise and so add in another order: a resume is then equal to rounding, not bit for bit.
+
+    Args:
+        codec: an additive codec.
+        curves: measured times, one for each of `candidates`, or none.
+
+    Raises:
+        CompositionError: a codec whose payloads cannot be added, or a number of curves that fits no candidates.
+
+    >>> from gradwire.codecs import Identity
+    >>> flat, steep = Curve((Point(0, 2.0), Point(10, 2.1))), Curve((Point(0, 1.0), Point(10, 9.0)))
+    >>> auto = Auto(Identity(), (flat, steep, flat, flat, flat))
+    >>> auto.choose(1), auto.choose(1000)
+    (Direct(codec=Identity()), AllReduce(codec=Identity()))
+    """
+
+    curves: tuple[Curve, ...] = field(default=(), repr=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.curves and len(self.curves) != len(self.candidates):
+            raise CompositionError(f"{len(self.curves)} curves for {len(self.candidates)} candidates: measure them all")
+
+    @property
+    def candidates(self) -> tuple[AllReduce, ...]:
+        """What is chosen from, the backend's own first."""
+        routes: tuple[type[Route], ...] = (Direct, Ring, RecursiveHalvingDoubling, Tree)
+        return (AllReduce(self.codec), *(route(self.codec) for route in routes))
+
+    def choose(self, nbytes: int) -> AllReduce:
+        """The fastest route for a payload of `nbytes`, where it is a twentieth faster than the backend's own."""
+        if not self.curves:
+            return self.candidates[0]
+        times = [curve.seconds(nbytes) for curve in self.curves]
+        times[0] *= WORTHWHILE
+        return self.candidates[times.index(min(times))]
+
+    def total(self, payload: Tensor, step: Step) -> Total:
+        """As the chosen candidate does."""
+        return (yield from self.choose(payload.nbytes).total(payload, step))

@@ -1,0 +1,192 @@
+"""Two levels: uncompressed inside a node, another reducer between nodes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from gradwire.core import collective
+from gradwire.core.collective import Axis, Collective, on_axis
+from gradwire.core.errors import CompositionError
+from gradwire.core.grain import Grain, Segment
+from gradwire.core.state import Leaf, State, replace_leaves
+from gradwire.reducers.base import Program, Reduced, Reducer, Sent, Step, advance
+
+_ALIGNED = 256
+"""Shards are cut at multiples of this many elements, so that blocks of codecs do not end with every shard."""
+
+
+@dataclass(frozen=True, eq=False)
+class SentShard:
+    """All of x but what the exchange between nodes lost of the node's mean y, in the shard this rank serves.
+
+    The rank that encodes for its node owes for all of it: node_size * (y - sent(y)).
+    """
+
+    shard: slice
+    y: Tensor
+    inner: Sent
+    node_size: int
+
+    def subtract_from(self, x: Tensor) -> None:
+        """x = 0 outside the shard, and there node_size times what was lost."""
+        left = self.y.clone()
+        self.inner.subtract_from(left)
+        flat = x.view(-1)
+        flat.zero_()
+        flat[self.shard].copy_(left).mul_(self.node_size)
+
+
+@dataclass(frozen=True)
+class Hierarchical(Reducer):
+    """Reduce-scatter inside each node, `inter` between nodes on every shard, all-gather inside.
+
+    Rank j m + i is place i of node j, where m is the ranks a node. Place i of every node serves shard i, so that all
+    network interfaces work and not one leader's:
+
+        y_i = mean over the node of x[shard i],    z_i = inter(y_i over nodes),    mean = (z_0, ..., z_{m - 1})
+
+    Bytes a rank sends inside its node: 2 (m - 1)/m gradients; between nodes: what `inter` sends of 1/m. Compression
+    belongs on the slow axis only, so the fast one carries the gradient's own dtype. What `inter` loses of y_i, the
+    rank that encoded it owes m times, and other ranks owe nothing: summed over a node this is error feedback on the
+    node's sum, so it is as stable as `inter` alone. A world that the node size does not divide is cut into nodes of
+    their greatest common divisor, which lie within the real ones; nodes of one leave `inter` alone.
+
+    Args:
+        inter: an elementwise reducer without error feedback of its own.
+        node_size: ranks that share a node; ranks of a node are numbered one after the other, as torchrun does.
+
+    Raises:
+        CompositionError: an `inter` that keeps a residual (put error feedback around this), or that reduces matrices.
+
+    >>> from gradwire.codecs import BlockInt
+    >>> from gradwire.reducers import TwoShot
+    >>> Hierarchical(TwoShot(BlockInt(4)), node_size=8).axes(world_size=32)
+    (Axis(size=8, stride=1), Axis(size=4, stride=8))
+    """
+
+    inter: Reducer
+    node_size: int
+
+    consumes: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if self.node_size < 1:
+            raise CompositionError(f"node_size {self.node_size} is below 1; write how many ranks share a node")
+        if self.inter.consumes:
+            raise CompositionError(
+                f"{self.inter} keeps a residual of its shard alone: write ErrorFeedback(Hierarchical(...)) instead"
+            )
+        if self.inter.scope != "flat":
+            raise CompositionError(f"{self.inter} reduces whole matrices, and nodes are given shards: take a codec")
+
+    @property
+    def lossless(self) -> bool:
+        """The inner reducer's."""
+        return self.inter.lossless
+
+    @property
+    def conserves(self) -> bool:  # type: ignore[override]
+        """The inner reducer's."""
+        return self.inter.conserves
+
+    def axes(self, world_size: int) -> tuple[Axis, Axis]:
+        """The axis inside a node and the axis between nodes."""
+        places = math.gcd(self.node_size, world_size)
+        return Axis(places), Axis(world_size // places, places)
+
+    def contraction(self, grain: Grain) -> float | None:
+        """The inner reducer's, of a shard or of all: it holds for the sum of a node's ranks, not for each rank."""
+        shard = self._shard_numel(grain.numel, self.node_size)
+        deltas = [self.inter.contraction(_part(grain, 0, numel)) for numel in {shard, grain.numel}]
+        known = [delta for delta in deltas if delta is not None]
+        return min(known) if len(known) == len(deltas) else None
+
+    def init(self, grain: Grain, step: Step) -> State:
+        """The inner state of this rank's shard."""
+        shard = self._shard(grain.numel, step)
+        return self._placed(self.inter.init(self._part(grain, step), self._inner_step(step)), shard.start, step)
+
+    def reduce(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:
+        """All-to-all and sum inside, `inter` between, all-gather inside."""
+        intra, between = self.axes(step.world_size)
+        shard, part = self._shard(grain.numel, step), self._part(grain, step)
+        y = yield from _node_mean(x.reshape(-1), shard, self._shard_numel(x.numel(), intra.size), intra, step)
+        program = self.inter.reduce(part, y, state, self._inner_step(step))
+        reduced = yield from along(program, between) if intra.size > 1 else program
+        mean = yield from _joined(reduced.mean, x, self._shard_numel(x.numel(), intra.size), intra)
+        sent = SentShard(shard, y, reduced.sent, intra.size)
+        return Reduced(mean.view(x.shape), sent, self._placed(reduced.state, shard.start, step), reduced.bad)
+
+    def _shard_numel(self, numel: int, places: int) -> int:
+        if places == 1:
+            return numel
+        return math.ceil(numel / (places * _ALIGNED)) * _ALIGNED
+
+    def _shard(self, numel: int, step: Step) -> slice:
+        """The elements that this rank's place serves."""
+        intra, _ = self.axes(step.world_size)
+        size = self._shard_numel(numel, intra.size)
+        start = min(intra.index(step.rank) * size, numel)
+        return slice(start, min(start + size, numel))
+
+    def _part(self, grain: Grain, step: Step) -> Grain:
+        shard = self._shard(grain.numel, step)
+        return _part(grain, shard.start, shard.stop - shard.start)
+
+    def _inner_step(self, step: Step) -> Step:
+        _, between = self.axes(step.world_size)
+        return replace(step, rank=between.index(step.rank), world_size=between.size)
+
+    def _placed(self, state: State, start: int, step: Step) -> State:
+        """The inner state, whose owned shards lie within this rank's."""
+        node = self._inner_step(step).rank
+
+        def place(_: str, leaf: Leaf) -> Leaf:
+            return leaf if leaf.kind != "owned" else replace(leaf, start=start + replace(leaf, start=None).first(node))
+
+        return replace_leaves(state, place)
+
+
+def _part(grain: Grain, start: int, numel: int) -> Grain:
+    """Elements of a grain as a grain of their own; its name keeps the keys of shards apart."""
+    name = f"{grain.name}@{start}"
+    return Grain(name, (Segment(grain.name, start, numel, 0),), (numel,), grain.dtype, grain.device)
+
+
+def _node_mean(flat: Tensor, shard: slice, size: int, axis: Axis, step: Step) -> Generator[Collective, Tensor, Tensor]:
+    """The mean over the node of this rank's shard, summed in rank order in float32 or better."""
+    if axis.size == 1:
+        return flat
+    padded = flat if flat.numel() == size * axis.size else pad(flat, (0, size * axis.size - flat.numel()))
+    rows = padded.view(torch.uint8).view(axis.size, size * flat.element_size())
+    received = (yield collective.AllToAll(rows, axis)).reshape(-1).view(flat.dtype).view(axis.size, size)
+    numel = shard.stop - shard.start
+    total = torch.zeros(numel, dtype=torch.promote_types(flat.dtype, torch.float32), device=flat.device)
+    for row in received:
+        total.add_(row[:numel], alpha=1.0 / axis.size)
+    return total.to(flat.dtype)
+
+
+def _joined(mean: Tensor, x: Tensor, size: int, axis: Axis) -> Generator[Collective, Tensor, Tensor]:
+    """The shards' means of all places, end to end."""
+    if axis.size == 1:
+        return mean
+    row = mean if mean.numel() == size else pad(mean, (0, size - mean.numel()))
+    rows = yield collective.AllGather(row.to(x.dtype).view(torch.uint8), axis)
+    joined = torch.empty(x.numel(), dtype=x.dtype, device=x.device)
+    return joined.copy_(rows.reshape(-1).view(x.dtype)[: x.numel()])
+
+
+def along(program: Program, axis: Axis) -> Program:
+    """Run a program that knows only its sub-group of a mesh: what it asks for, it asks for on `axis`."""
+    answer: Tensor | None = None
+    while not isinstance(turn := advance(program, answer), Reduced):
+        answer = yield on_axis(turn, axis)
+    return turn
