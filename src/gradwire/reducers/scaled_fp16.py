@@ -37,7 +37,7 @@ class ScaledFP16(Reducer):
     >>> from gradwire.drivers.lockstep import Lockstep
     >>> ranks = Lockstep(ScaledFP16(), flat_grain(2), world_size=2)
     >>> ranks.step([torch.tensor([1e-9, 1e-12]), torch.tensor([3e-9, 3e-12])])[0]
-    tensor([2.0000e-09, 1.9996e-12])
+    tensor([2.0009e-09, 2.0002e-12])
     """
 
     def init(self, grain: Grain, step: Step) -> State:
