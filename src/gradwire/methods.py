@@ -5,6 +5,17 @@ from __future__ import annotations
 from gradwire.codecs import BF16, FP16, QSGD, AffineInt, BlockInt, Identity, RandomK, Sign, TopK
 from gradwire.core.registry import Method, methods, register
 from gradwire.reducers import PowerSGD
+from gradwire.reducers.aggregate import (
+    Adasum,
+    Bulyan,
+    CenteredClipping,
+    GeometricMedian,
+    Krum,
+    Median,
+    MultiKrum,
+    PrivateMean,
+    TrimmedMean,
+)
 
 __all__ = ["methods", "register"]
 
@@ -56,6 +67,24 @@ def _register_all() -> None:
             examples=("powersgd:1", "powersgd:4"),
         )
     )
+    _register_rules()
+
+
+def _register_rules() -> None:
+    """Rules that guard against bad gradients, and other results than a mean."""
+    rules = [
+        ("median", Median, "median of each coordinate", None, "median"),
+        ("trimmed", TrimmedMean, "mean of each coordinate without its extremes", "bad", "trimmed:1"),
+        ("krum", Krum, "the gradient with the nearest neighbours", "bad", "krum:1"),
+        ("multikrum", MultiKrum, "mean of the gradients with the nearest neighbours", "bad", "multikrum:1"),
+        ("bulyan", Bulyan, "Krum's choices, averaged around their median", "bad", "bulyan:1"),
+        ("rfa", GeometricMedian, "geometric median", "iterations", "rfa"),
+        ("clip", CenteredClipping, "mean of differences to the last result, clipped", "radius", "clip:1"),
+        ("adasum", Adasum, "between mean and sum, by angle", None, "adasum"),
+        ("dp", PrivateMean, "differentially private mean", "clip", "dp:1"),
+    ]
+    for name, build, summary, argument, example in rules:
+        register(Method(name, build, summary, "own", argument=argument, examples=(example,)))
 
 
 _register_all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -45,4 +46,20 @@ class Agree:
     flag: Tensor
 
 
-Collective = AllReduce | AllGather | AllToAll | Agree
+@dataclass(frozen=True, eq=False)
+class Total:
+    """Sum of `tensor`, float64 and small, over all grains of the step whose programs give an equal `of`.
+
+    What a rule must know of the whole gradient (its norm, the distances between ranks) while a program sees one grain
+    of it. With `over` "grains" the sum is of this rank's grains alone and costs no bytes; with "ranks" it runs over all
+    ranks' as well and is the same on each bit for bit: grains in planned order, then ranks in theirs. Like `Agree`, a
+    program waits for it until all programs of the step have come so far, and those of a step travel as one collective.
+    `of` is usually the reducer; a program that asks twice tells its stages apart by it.
+    """
+
+    tensor: Tensor
+    of: Hashable
+    over: Literal["grains", "ranks"] = "ranks"
+
+
+Collective = AllReduce | AllGather | AllToAll | Agree | Total
