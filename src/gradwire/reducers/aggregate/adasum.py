@@ -8,12 +8,12 @@ from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from gradwire.core import collective
 from gradwire.core.grain import Grain
 from gradwire.core.state import State
 from gradwire.kernels import robust
+from gradwire.reducers.aggregate.shards import add_in_order, cut, join, rows_of, shard_numel
 from gradwire.reducers.base import Program, Reduced, Reducer, Step
 from gradwire.reducers.exchange import SentAll
 
@@ -71,19 +71,14 @@ class Adasum(Reducer):
 
     def reduce(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:
         """All-to-all, all-gather of products, all-gather."""
-        n, dtype = step.world_size, x.dtype
-        shard = -(-grain.numel // n)
-        flat = x.reshape(-1)
-        if shard * n > flat.numel():
-            flat = pad(flat, (0, shard * n - flat.numel()))
-        received = yield collective.AllToAll(flat.view(n, shard).view(torch.uint8))
-        rows = received.view(dtype).to(torch.float64 if dtype == torch.float64 else torch.float32)
+        received = yield collective.AllToAll(cut(x, step.world_size))
+        rows = rows_of(received, x.dtype)
         mine = _layer_products(rows, grain, step)
         parts = yield collective.AllGather(mine.view(-1).view(torch.uint8))
-        products = _in_rank_order(parts.view(torch.float64)).view(mine.shape)
+        products = add_in_order(parts.view(torch.float64)).view(mine.shape)
         combined = _combine(rows, tree(products), grain, step)
-        gathered = yield collective.AllGather(combined.to(dtype).view(torch.uint8))
-        return Reduced(gathered.view(-1).view(dtype)[: x.numel()].view(x.shape), SentAll(), state)
+        gathered = yield collective.AllGather(combined.to(x.dtype).view(torch.uint8))
+        return Reduced(join(gathered, like=x), SentAll(), state)
 
 
 def tree(G: Tensor) -> Tensor:
@@ -111,7 +106,7 @@ def _share(both: Tensor, square: Tensor) -> Tensor:
 
 def _pieces(grain: Grain, step: Step) -> Iterator[tuple[int, int, int]]:
     """Yield (layer, start, stop) of the columns of this rank's shard that each layer has."""
-    shard = -(-grain.numel // step.world_size)
+    shard = shard_numel(grain.numel, step.world_size)
     first = step.rank * shard
     for layer, segment in enumerate(grain.segments):
         start, stop = max(segment.offset, first), min(segment.offset + segment.numel, first + shard)
@@ -134,10 +129,3 @@ def _combine(rows: Tensor, coefficients: Tensor, grain: Grain, step: Step) -> Te
     for layer, start, stop in _pieces(grain, step):
         robust.weighted_sum(rows[:, start:stop].contiguous(), coefficients[layer], out[start:stop])
     return out
-
-
-def _in_rank_order(parts: Tensor) -> Tensor:
-    first, *others = parts.unbind(0)
-    for part in others:
-        first = first + part
-    return first

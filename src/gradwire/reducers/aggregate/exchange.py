@@ -9,7 +9,6 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from gradwire.codecs.base import Codec
 from gradwire.core import collective
@@ -20,6 +19,7 @@ from gradwire.core.payload import Layout
 from gradwire.core.state import Leaf, State
 from gradwire.kernels import robust
 from gradwire.reducers.aggregate.rule import Rule
+from gradwire.reducers.aggregate.shards import arithmetic, cut, join, rows_of, shard_numel
 from gradwire.reducers.base import Program, Reduced, Reducer, Step
 from gradwire.reducers.exchange import SentAll, SentPayload
 
@@ -49,7 +49,7 @@ class Aggregate(Reducer):
         self.require_ranks(step.world_size)
         if not self.rule.remembers:
             return State()
-        last = torch.zeros(self._columns(grain, step), dtype=_arithmetic(grain.dtype), device=grain.device)
+        last = torch.zeros(self._columns(grain, step), dtype=arithmetic(grain.dtype), device=grain.device)
         return State(last=Leaf(last, "owned"))
 
     @abstractmethod
@@ -92,23 +92,17 @@ class Sharded(Aggregate):
         return 1.0
 
     def _columns(self, grain: Grain, step: Step) -> int:
-        return -(-grain.numel // step.world_size)
+        return shard_numel(grain.numel, step.world_size)
 
     def reduce(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:
         """All-to-all, the rule, all-gather."""
-        n, shard = step.world_size, self._columns(grain, step)
-        flat = x.reshape(-1)
-        if shard * n > flat.numel():
-            flat = pad(flat, (0, shard * n - flat.numel()))
-        received = yield collective.AllToAll(flat.view(n, shard).view(torch.uint8))
-        rows = _remembering(received.view(x.dtype).to(_arithmetic(x.dtype)), state)
-        distances = None
+        received = yield collective.AllToAll(cut(x, step.world_size))
+        rows, distances = _remembering(rows_of(received, x.dtype), state), None
         if self.rule.geometric:
             distances = yield collective.Total(robust.squared_distances(rows), of=self)
         combined = self.rule.combine(rows, distances)
         gathered = yield collective.AllGather(combined.to(x.dtype).view(torch.uint8))
-        result = gathered.view(-1).view(x.dtype)[: x.numel()].view(x.shape)
-        return Reduced(result, SentAll(), _remembered(combined, state))
+        return Reduced(join(gathered, like=x), SentAll(), _remembered(combined, state))
 
 
 @dataclass(frozen=True)
@@ -170,14 +164,10 @@ class Gathered(Aggregate):
 
     def _decoded(self, grain: Grain, received: Tensor, layout: Layout, like: Tensor, step: Step) -> Tensor:
         """All ranks' tensors, one a row."""
-        rows = torch.empty(len(received), like.numel(), dtype=_arithmetic(like.dtype), device=like.device)
+        rows = torch.empty(len(received), like.numel(), dtype=arithmetic(like.dtype), device=like.device)
         for rank, (wire, row) in enumerate(zip(received, rows, strict=True)):
             self.codec.decode_into(layout.views(wire), row, step.key(grain, rank=rank))
         return rows
-
-
-def _arithmetic(dtype: torch.dtype) -> torch.dtype:
-    return dtype if dtype == torch.float64 else torch.float32
 
 
 def _remembering(rows: Tensor, state: State) -> Tensor:
