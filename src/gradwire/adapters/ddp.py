@@ -70,6 +70,7 @@ def attach(
     """
     reducer = parse(reducer) if isinstance(reducer, str) else reducer
     _check(ddp)
+    reducer.require_ranks(ddp.process_group.size())
     return Handle(ddp, reducer, seed, deadline_s, grain_numel, scaler)
 
 

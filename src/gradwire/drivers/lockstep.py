@@ -29,15 +29,14 @@ def run_step(grains: Sequence[Sequence[Program]]) -> list[list[Reduced]]:
     Raises:
         AssertionError: ranks that yield different collectives, or end at different times.
     """
-    inboxes: list[Inbox] = [[None] * len(programs) for programs in grains]
-    while True:
-        turns = [_until_total(programs, inbox) for programs, inbox in zip(grains, inboxes, strict=True)]
-        waiting = [i for i, turn in enumerate(turns) if isinstance(turn[0], Total)]
-        if not waiting:
-            return [[turn for turn in ranks if isinstance(turn, Reduced)] for ranks in turns]
-        assert len(waiting) == len(turns), "grains of one step that ask for totals must all do so"
-        for i, inbox in zip(waiting, _totals([turns[i] for i in waiting]), strict=True):
-            inboxes[i] = inbox
+    turns: dict[int, list[Turn]] = {}
+    inboxes: dict[int, Inbox] = {i: [None] * len(programs) for i, programs in enumerate(grains)}
+    while inboxes:
+        for i, inbox in inboxes.items():
+            turns[i] = _until_total(grains[i], inbox)
+        waiting = [i for i in range(len(grains)) if isinstance(turns[i][0], Total)]
+        inboxes = dict(zip(waiting, _totals([turns[i] for i in waiting]), strict=True))
+    return [[turn for turn in turns[i] if isinstance(turn, Reduced)] for i in range(len(grains))]
 
 
 Inbox = list[Tensor | None]
