@@ -19,7 +19,8 @@ class Krum(_TolerantRule, GeometricRule):
 
         score(i) = sum of |x_i - x_j|^2 over the n - bad - 2 nearest j,    result = x_i of the least score
 
-    Of equal scores the lowest rank wins. One worker's gradient has its full noise: expect slower training than with a
+    With few neighbours scores are often equal (each of two that are mutually nearest has the other's): then the one that
+    is nearer to all wins, and after that the lower rank. One worker's gradient has its full noise: expect slower training than with a
     mean of many, which `MultiKrum` gives.
 
     Args:
@@ -50,7 +51,7 @@ class Krum(_TolerantRule, GeometricRule):
         """1/m for the m best, else 0."""
         n = distances.shape[0]
         m = self.chosen(n)
-        best = scores(apart(distances), n - self.bad - 2).sort(stable=True).indices[:m]
+        best = ranking(apart(distances), n - self.bad - 2)[:m]
         return torch.zeros(n, dtype=torch.float64, device=distances.device).index_fill(0, best, 1.0 / m)
 
 
@@ -119,15 +120,12 @@ class Bulyan(_TolerantRule, Rule):
         """Return the indices of the theta that Krum chooses one after the other, in ascending order."""
         n = distances.shape[0]
         left = apart(distances)
-        chosen: list[Tensor] = []
+        chosen = torch.empty(0, dtype=torch.int64, device=distances.device)
         for taken in range(n - 2 * self.bad):
-            score = scores(left, max(1, n - taken - self.bad - 2))
-            if chosen:
-                score = score.index_fill(0, torch.stack(chosen), math.inf)
-            best = _first_least(score, chosen)
-            chosen.append(best)
-            left = left.index_fill(0, best.view(1), math.inf).index_fill(1, best.view(1), math.inf)
-        return torch.stack(chosen).sort().values
+            best = ranking(left, max(1, n - taken - self.bad - 2), last=chosen)[:1]
+            chosen = torch.cat([chosen, best])
+            left = left.index_fill(0, best, math.inf).index_fill(1, best, math.inf)
+        return chosen.sort().values
 
     def combine(self, rows: Tensor, distances: Tensor | None) -> Tensor:
         """Select, then average around the median."""
@@ -144,14 +142,19 @@ def apart(distances: Tensor) -> Tensor:
     return torch.where(distances.isfinite() & ~itself, distances, math.inf)
 
 
-def scores(distances: Tensor, neighbours: int) -> Tensor:
-    """Return Krum's score of each row: the sum of its least `neighbours` distances."""
-    return distances.sort(dim=1).values[:, :neighbours].sum(dim=1)
+def ranking(distances: Tensor, neighbours: int, last: Tensor | None = None) -> Tensor:
+    """Return the rows from the best to the worst Krum score: the sum of the least `neighbours` distances.
 
+    Of equal scores the one whose finite distances have the lesser sum comes first, then the lower index. Rows in `last`
+    come last.
 
-def _first_least(score: Tensor, taken: list[Tensor]) -> Tensor:
-    """The first index of the least score among those not taken, also where all the scores are infinite."""
-    order = score.nan_to_num(posinf=torch.finfo(score.dtype).max / 2)
-    if taken:
-        order = order.index_fill(0, torch.stack(taken), math.inf)
-    return order.sort(stable=True).indices[0]
+    >>> D = apart(torch.tensor([[0.0, 9.0, 16.0], [9.0, 0.0, 1.0], [16.0, 1.0, 0.0]], dtype=torch.float64))
+    >>> ranking(D, neighbours=1).tolist()
+    [1, 2, 0]
+    """
+    scores = distances.sort(dim=1).values[:, :neighbours].sum(dim=1)
+    from_all = torch.where(distances.isfinite(), distances, 0.0).sum(dim=1)
+    if last is not None:
+        scores, from_all = scores.index_fill(0, last, math.inf), from_all.index_fill(0, last, math.inf)
+    nearest = from_all.sort(stable=True).indices
+    return nearest[scores[nearest].sort(stable=True).indices]
