@@ -36,7 +36,7 @@ def nbytes(request: Collective) -> int:
 def travelling(requests: list[Collective]) -> list[Collective]:
     """The requests as they travel: totals are added up over grains first, those over grains alone never leave."""
     totals = {(r.over, r.of): r for r in requests if isinstance(r, Total) and r.over == "ranks"}
-    gathers = [AllGather(total.tensor.view(-1).view(torch.uint8)) for total in totals.values()]
+    gathers: list[Collective] = [AllGather(total.tensor.view(-1).view(torch.uint8)) for total in totals.values()]
     return [r for r in requests if not isinstance(r, Total)] + gathers
 
 

@@ -24,10 +24,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire import kernels
-from gradwire.kernels import robust
 from gradwire.bench.tasks import Task, make_task
 from gradwire.bench.torch_hooks import TorchMethod, attach_torch, parse_torch, predicted_bytes
 from gradwire.bench.wire import WireMeter, WireReading
+from gradwire.kernels import robust
 
 PROGRESS = "@gradwire "
 AGREE_EVERY = 10

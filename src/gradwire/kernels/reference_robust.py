@@ -13,7 +13,6 @@ _CHUNK = 1 << 15
 """Columns at a time, so that temporaries stay small."""
 
 
-
 def squared_distances(rows: Tensor) -> Tensor:
     """See `gradwire.kernels.robust.squared_distances`."""
     n = rows.shape[0]

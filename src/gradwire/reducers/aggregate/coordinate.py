@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gradwire.kernels import robust
-from gradwire.reducers.aggregate.rule import Rule, _TolerantRule
+from gradwire.reducers.aggregate.rule import Rule, TolerantRule
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Median(Rule):
 
 
 @dataclass(frozen=True)
-class TrimmedMean(_TolerantRule):
+class TrimmedMean(TolerantRule):
     """The mean of each coordinate without its `bad` greatest and its `bad` least (Yin et al. 2018, Definition 2).
 
     Args:

@@ -59,13 +59,13 @@ class Aggregate(Reducer):
 
 @dataclass(frozen=True)
 class Sharded(Aggregate):
-    """Rank j gets shard j of every rank's tensor, applies the rule and sends the result to all: as many bytes as a mean.
+    """Rank j gets shard j of every rank's tensor, applies the rule, sends the result to all: the bytes of a mean.
 
     An all-to-all of rows and an all-gather of the result, 2 (n - 1)/n tensors a rank whatever n is, and no rank ever
     holds more than one tensor's worth of rows. A geometric rule also needs the squared distances between whole
-    gradients: each owner computes those of its shards, and one small collective a step, n^2 float64 values, adds them up
-    over owners and grains (`Total`), so the rule is the same as on the whole model in one piece. It has to wait for the
-    backward pass to end; rules that look at coordinates alone do not.
+    gradients: each owner computes those of its shards, and one small collective a step, n^2 float64 values, adds them
+    up over owners and grains (`Total`), so the rule is the same as on the whole model in one piece. It has to wait for
+    the backward pass to end; rules that look at coordinates alone do not.
 
     Each element of the result is computed by one rank, so it is the same everywhere bit for bit.
 

@@ -10,18 +10,18 @@ from torch import Tensor
 
 from gradwire.core.errors import CompositionError
 from gradwire.kernels import robust
-from gradwire.reducers.aggregate.rule import GeometricRule, Rule, _TolerantRule
+from gradwire.reducers.aggregate.rule import GeometricRule, Rule, TolerantRule
 
 
 @dataclass(frozen=True)
-class Krum(_TolerantRule, GeometricRule):
+class Krum(TolerantRule, GeometricRule):
     """The one gradient whose n - bad - 2 nearest are nearest (Blanchard et al. 2017, Section 4).
 
         score(i) = sum of |x_i - x_j|^2 over the n - bad - 2 nearest j,    result = x_i of the least score
 
-    With few neighbours scores are often equal (each of two that are mutually nearest has the other's): then the one that
-    is nearer to all wins, and after that the lower rank. One worker's gradient has its full noise: expect slower training than with a
-    mean of many, which `MultiKrum` gives.
+    With few neighbours scores are often equal (each of two that are mutually nearest has the other's): then the one
+    that is nearer to all wins, and after that the lower rank. One worker's gradient has its full noise: expect slower
+    training than with a mean of many, which `MultiKrum` gives.
 
     Args:
         bad: f, with n >= 2 * bad + 3.
@@ -85,7 +85,7 @@ class MultiKrum(Krum):
 
 
 @dataclass(frozen=True)
-class Bulyan(_TolerantRule, Rule):
+class Bulyan(TolerantRule, Rule):
     """Choose theta = n - 2 bad gradients by repeated Krum, then average what is nearest to their median.
 
     Krum's choice is taken out and Krum asked again of the rest, until theta are chosen; of each coordinate's theta

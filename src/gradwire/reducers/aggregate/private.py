@@ -128,19 +128,19 @@ def epsilon(noise: float, steps: int, delta: float, sampling: float = 1.0) -> fl
         )
     if noise == 0:
         return math.inf if steps else 0.0
-    library = _accounting()
+    library, rdp = _accounting()
     event = library.PoissonSampledDpEvent(sampling, library.GaussianDpEvent(noise))
-    accountant = library.rdp.RdpAccountant()
+    accountant = rdp.RdpAccountant()
     accountant.compose(event, steps)
     return float(accountant.get_epsilon(delta))
 
 
-def _accounting() -> Any:
+def _accounting() -> tuple[Any, Any]:
     try:
         import dp_accounting
-        import dp_accounting.rdp
+        from dp_accounting import rdp
     except ImportError as error:
         raise CompositionError(
             "accounting for privacy needs Google's dp-accounting: pip install 'gradwire[private]'"
         ) from error
-    return dp_accounting
+    return dp_accounting, rdp

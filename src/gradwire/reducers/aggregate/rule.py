@@ -52,7 +52,7 @@ class Rule(ABC):
 
 
 @dataclass(frozen=True)
-class _TolerantRule(Rule):
+class TolerantRule(Rule):
     """A rule that is told how many bad gradients to expect.
 
     Raises:
