@@ -6,8 +6,9 @@ bytes move. The order comes from the programs alone, never from timing, so ranks
 
     start 0, start 1, advance 0, advance 1, ... where a wave ends, the next starts
 
-All of a step's `Agree`s travel as one collective after the last wave, and so do its `Total`s before them. New states are kept aside until the step is
-known to be good (`settle`), which on a GPU is found out at the next step and costs no waiting inside this one.
+All of a step's `Agree`s travel as one collective after the last wave, and so do its `Total`s before them. New states
+are kept aside until the step is known to be good (`settle`), which on a GPU is found out at the next step and costs no
+waiting inside this one.
 """
 
 from __future__ import annotations

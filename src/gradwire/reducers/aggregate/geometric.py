@@ -74,7 +74,8 @@ class GeometricMedian(GeometricRule):
         n, finite = distances.shape[0], usable(distances)
         D = torch.where(finite[:, None] & finite, distances, 0.0)
         sums = torch.where(finite, D.sqrt().sum(dim=1), math.inf)
-        from_medoid = torch.where(finite, D[sums.sort(stable=True).indices[0]], math.inf)
+        medoid = sums.sort(stable=True).indices[:1]
+        from_medoid = torch.where(finite, D.index_select(0, medoid)[0], math.inf)
         nearest = from_medoid.sort(stable=True)
         there = (from_medoid <= _FAR**2 * nearest.values[n // 2]).double()
         c = torch.zeros(n, dtype=D.dtype, device=D.device).index_fill(0, nearest.indices[: n // 2 + 1], 1.0)
