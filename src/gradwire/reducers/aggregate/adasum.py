@@ -20,7 +20,7 @@ from gradwire.reducers.exchange import SentAll
 
 @dataclass(frozen=True)
 class Adasum(Reducer):
-    """Combine gradients in pairs, layer by layer, along a tree over ranks (Maleki et al. 2021, Equation 7).
+    """Combine gradients in pairs, layer by layer, along a tree over ranks (Maleki et al. 2021).
 
         a (+) b = a (1 - a.b / 2|a|^2) + b (1 - a.b / 2|b|^2)
 

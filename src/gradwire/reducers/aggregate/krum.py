@@ -15,7 +15,7 @@ from gradwire.reducers.aggregate.rule import GeometricRule, Rule, TolerantRule
 
 @dataclass(frozen=True)
 class Krum(TolerantRule, GeometricRule):
-    """The one gradient whose n - bad - 2 nearest are nearest (Blanchard et al. 2017, Section 4).
+    """The one gradient whose n - bad - 2 nearest are nearest (Blanchard et al. 2017).
 
         score(i) = sum of |x_i - x_j|^2 over the n - bad - 2 nearest j,    result = x_i of the least score
 
@@ -57,7 +57,7 @@ class Krum(TolerantRule, GeometricRule):
 
 @dataclass(frozen=True)
 class MultiKrum(Krum):
-    """The mean of the m gradients with the best Krum scores (Blanchard et al. 2017, Section 5).
+    """The mean of the m gradients with the best Krum scores (multi-Krum of Blanchard et al. 2017).
 
     Args:
         bad: f, with n >= 2 * bad + 3.
@@ -89,7 +89,7 @@ class Bulyan(TolerantRule, Rule):
     """Choose theta = n - 2 bad gradients by repeated Krum, then average what is nearest to their median.
 
     Krum's choice is taken out and Krum asked again of the rest, until theta are chosen; of each coordinate's theta
-    values the beta = theta - 2 bad nearest to their median are averaged (El Mhamdi et al. 2018, Section 4). A gradient
+    values the beta = theta - 2 bad nearest to their median are averaged (El Mhamdi et al. 2018). A gradient
     near enough for Krum can still be far at one coordinate, which the second part undoes.
 
     Where so few are left that Krum's r - bad - 2 neighbours (of r) would be none, the nearest one counts: the paper
