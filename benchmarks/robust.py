@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import gradwire
 from accuracy import rank_gradients
@@ -24,16 +24,18 @@ from gradwire.bench.tasks import make_task
 from gradwire.drivers.virtual import Gradients, VirtualRanks
 
 DEFAULT = ["median", "trimmed:2", "krum:2", "multikrum:2", "rfa", "clip:3", "signsgd_mv"]
-ATTACKS: dict[str, Callable[[Gradients], Gradients]] = {
-    "negated10": lambda gradients: {name: -10 * g for name, g in gradients.items()},
-    "negated": lambda gradients: {name: -g for name, g in gradients.items()},
-    "noise": lambda gradients: {name: 10 * g.norm() * torch.randn_like(g) for name, g in gradients.items()},
-}
+Attack = Callable[[Tensor], Tensor]
+ATTACKS: dict[str, Attack] = {"negated10": lambda g: -10 * g, "negated": torch.neg, "zero": torch.zeros_like}
 
 
 def known(specs: list[str]) -> list[str]:
     """Those specs whose method is registered."""
     return [spec for spec in specs if spec.split(":")[0].split(",")[0] in gradwire.methods()]
+
+
+def attacked(gradients: Gradients, attack: Attack) -> Gradients:
+    """What a bad rank sends in place of its gradients."""
+    return {name: attack(gradient) for name, gradient in gradients.items()}
 
 
 def train(spec: str, seed: int, bad: int, task_name: str, steps: int | None, attack: str, world_size: int) -> float:
@@ -48,7 +50,8 @@ def train(spec: str, seed: int, bad: int, task_name: str, steps: int | None, att
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate * task.schedule(step, step / count)
         gradients = [rank_gradients(task, optimizer, step, rank, world_size) for rank in range(world_size)]
-        ranks.step(gradients[: world_size - bad] + [ATTACKS[attack](g) for g in gradients[world_size - bad :]])
+        good, spoiled = gradients[: world_size - bad], gradients[world_size - bad :]
+        ranks.step(good + [attacked(own, ATTACKS[attack]) for own in spoiled])
         if task.clip_norm is not None:
             nn.utils.clip_grad_norm_(task.model.parameters(), task.clip_norm)
         optimizer.step()
