@@ -9,71 +9,26 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import gradwire
 from common import save_result
 from gradwire.bench.tasks import Task, make_task
-from gradwire.core.grain import Grain
-from gradwire.core.state import State
-from gradwire.drivers.cost import parameter_specs
-from gradwire.drivers.lockstep import run_lockstep
-from gradwire.drivers.plan import Unit, plan
-from gradwire.reducers import Step
+from gradwire.drivers.virtual import Gradients, VirtualRanks
 
 DEFAULT = ["fp16", "bf16", "randomk:0.1", "sign", "int8", "int4", "int2", "qsgd:15", "topk:0.01", "powersgd:4"]
-Gradients = Mapping[str, Tensor]
-
-
-class VirtualRanks:
-    """The gradients' way from `world_size` virtual ranks to the model, by one reducer."""
-
-    def __init__(self, spec: str, model: nn.Module, world_size: int) -> None:
-        self.model, self.world_size, self.index = model, world_size, 0
-        self.units: tuple[Unit, ...] = plan(parameter_specs(model.named_parameters()), gradwire.parse(spec)).units
-        self.states: list[list[State]] = [
-            [unit.reducer.init(unit.grain, Step(0, rank, world_size)) for rank in range(world_size)]
-            for unit in self.units
-        ]
-
-    def step(self, gradients: Sequence[Gradients]) -> None:
-        """Write the mean of all ranks' gradients into the model's."""
-        for unit, states in zip(self.units, self.states, strict=True):
-            programs = [
-                unit.reducer.reduce(
-                    unit.grain, gathered(unit.grain, own), state, Step(self.index, rank, self.world_size)
-                )
-                for rank, (own, state) in enumerate(zip(gradients, states, strict=True))
-            ]
-            results = run_lockstep(programs)
-            states[:] = [result.state for result in results]
-            self._write(unit.grain, results[0].mean.reshape(-1))
-        self.index += 1
-
-    def _write(self, grain: Grain, mean: Tensor) -> None:
-        for name, start, numel, offset in grain.segments:
-            gradient = self.model.get_parameter(name).grad
-            assert gradient is not None
-            gradient.view(-1)[start : start + numel].copy_(mean[offset : offset + numel])
-
-
-def gathered(grain: Grain, gradients: Gradients) -> Tensor:
-    """One rank's gradients as the grain's tensor."""
-    pieces = [gradients[name].view(-1)[start : start + numel] for name, start, numel, _ in grain.segments]
-    return torch.cat(pieces).view(grain.shape)
 
 
 def train(spec: str, task_name: str, seed: int, steps: int | None, world_size: int) -> float:
     """Train once and return the final metric."""
     torch.set_num_threads(1)
     task = make_task(task_name, seed, None)
-    ranks = VirtualRanks(spec, task.model, world_size)
+    ranks = VirtualRanks(gradwire.parse(spec), task.model, world_size)
     optimizer = task.optimizer(task.model.parameters())
     rates = [group["lr"] for group in optimizer.param_groups]
     count = steps or task.steps

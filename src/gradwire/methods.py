@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from gradwire.codecs import (
     BF16,
     FP8,
@@ -34,110 +37,114 @@ from gradwire.reducers import (
     Sketch,
     TernarySum,
 )
+from gradwire.reducers.aggregate import (
+    Adasum,
+    Bulyan,
+    CenteredClipping,
+    GeometricMedian,
+    Krum,
+    Median,
+    MultiKrum,
+    PrivateMean,
+    TrimmedMean,
+)
 
 __all__ = ["methods", "register"]
 
-ROUTES = tuple(f"none,exchange={route}" for route in ("direct", "ring", "tree", "rhd"))
+_ROUTES = tuple(f"none,exchange={route}" for route in ("direct", "ring", "tree", "rhd"))
+_TOPK = ("topk:0.01", "topk:0.3,values=bf16", "topk:0.05+int8", "topk:0.1+qsgd:15,ef=off", "topk:0.02,exchange=twoshot")
+_RANDOMK = ("randomk:0.1", "randomk:0.2,scaled=on,ef=off", "randomk:0.2+int8")
+_TERNGRAD = ("terngrad", "terngrad:0,block=40,digits=4")
 
 
-def _register_all() -> None:
-    register(Method("none", Identity, "uncompressed", "allreduce", examples=("none", *ROUTES)))
-    register(Method("fp16", FP16, "cast to half precision", "allreduce", examples=("fp16",)))
-    register(Method("bf16", BF16, "cast to bfloat16", "allreduce", examples=("bf16",)))
-    register(
-        Method(
-            "topk",
-            TopK,
-            "largest magnitudes",
-            "allgather",
-            feedback=True,
-            argument="density",
-            examples=(
-                "topk:0.01",
-                "topk:0.3,values=bf16",
-                "topk:0.05+int8",
-                "topk:0.1+qsgd:15,ef=off",
-                "topk:0.02,exchange=twoshot",
-            ),
-        )
-    )
-    register(
-        Method(
-            "randomk",
-            RandomK,
-            "coordinates drawn alike on all ranks",
-            "allreduce",
-            feedback=True,
-            argument="density",
-            examples=("randomk:0.1", "randomk:0.2,scaled=on,ef=off", "randomk:0.2+int8"),
-        )
-    )
-    summary = "magnitudes above a fixed one"
-    register(Method("threshold", Threshold, summary, "allgather", True, "tau", examples=("threshold:1.5,cap=0.8",)))
-    summary = "magnitudes above a quantile that is followed"
-    examples = ("adaptive_threshold:0.05",)
-    register(Method("adaptive_threshold", AdaptiveThreshold, summary, "own", True, "density", examples=examples))
-    summary = "top-k of accumulated momentum"
-    register(Method("dgc", DGC, summary, "own", argument="density", examples=("dgc:0.05,ramp=2,clip=2",)))
-    register(Method("sign", Sign, "one bit and a scale", "twoshot", True, "block", examples=("sign", "sign:64")))
-    for bits in range(2, 9):
-        examples = (f"int{bits}",) if bits in (3, 4, 8) else ()
-        examples += ("int4,stochastic=on,ef=off", "int8,exchange=allgather", "int4,node=2") if bits == 4 else ()
-        fixed = {"bits": bits}
-        summary = f"{bits}-bit integers with block scales"
-        register(Method(f"int{bits}", BlockInt, summary, "twoshot", True, "block", fixed, examples))
-    summary = "8-bit integers between each block's extremes"
-    register(Method("affine", AffineInt, summary, "allgather", True, "block", examples=("affine", "affine:256")))
-    register(
-        Method(
-            "qsgd",
-            QSGD,
-            "stochastic levels of a norm",
-            "twoshot",
-            argument="levels",
-            examples=("qsgd:15", "qsgd:3,ef=on"),
-        )
-    )
-    register(
-        Method(
-            "powersgd",
-            PowerSGD,
-            "low rank by subspace iteration",
-            "own",
-            feedback=True,
-            argument="rank",
-            examples=("powersgd:1", "powersgd:4"),
-        )
-    )
-    register(Method("gradzip", GradZip, "low rank by least squares", "own", True, "rank", examples=("gradzip:2",)))
-    register(Method("svd", SVD, "best low rank, for reference", "own", True, "rank", examples=("svd:2",)))
-    register(Method("sketch", Sketch, "random directions of matrices", "own", True, "rank", examples=("sketch:8",)))
-    summary = "largest of the mean, found in a sum of sketches"
-    register(Method("countsketch", CountSketch, summary, "own", True, "density", examples=("countsketch:0.05",)))
-    summary = "largest coefficients of cosine transforms"
-    register(
-        Method("dct_topk", DCTTopK, summary, "allgather", True, "density", examples=("dct_topk:0.0625,residual=bf16",))
-    )
-    summary = "random directions of flat tensors"
-    register(Method("hadamard", Hadamard, summary, "allreduce", True, "density", examples=("hadamard:0.125",)))
-    _register_quantisers()
+def _integers(bits: int, *examples: str) -> Method:
+    """One width of `BlockInt`."""
+    summary = f"{bits}-bit integers with block scales"
+    return Method(f"int{bits}", BlockInt, summary, "twoshot", True, "block", {"bits": bits}, examples)
 
 
-def _register_quantisers() -> None:
-    summary = "8-bit floats with block scales"
-    register(Method("fp8", FP8, summary, "twoshot", True, "format", examples=("fp8", "fp8:e5m2")))
-    register(Method("fp16_scaled", ScaledFP16, "fp16 in the range that is needed", "own", examples=("fp16_scaled",)))
-    summary = "bfloat16, rounded at random"
-    register(Method("bf16_stochastic", StochasticBF16, summary, "twoshot", examples=("bf16_stochastic",)))
-    register(Method("natural", Natural, "random powers of two", "twoshot", examples=("natural",)))
-    examples = ("terngrad", "terngrad:0,block=40,digits=4")
-    register(Method("terngrad", TernGrad, "random ternary digits", "twoshot", argument="clip", examples=examples))
-    summary = "ternary digits of a shared scale"
-    register(Method("terngrad_sum", TernarySum, summary, "own", argument="clip", examples=("terngrad_sum",)))
-    summary = "one bit and a mean on either side of zero"
-    register(Method("onebit", OneBit, summary, "twoshot", True, "block", examples=("onebit",)))
-    summary = "majority of signs"
-    register(Method("signsgd_mv", MajorityVote, summary, "own", argument="block", examples=("signsgd_mv",)))
+def _rule(name: str, build: Callable[..., Any], summary: str, argument: str | None, example: str) -> Method:
+    """A rule for what the gradients of all ranks become."""
+    return Method(name, build, summary, "own", argument=argument, examples=(example,))
 
 
-_register_all()
+# name, what builds it, summary, exchange, error feedback, what follows the colon, examples
+_METHODS = (
+    # dense
+    Method("none", Identity, "uncompressed", "allreduce", examples=("none", *_ROUTES)),
+    Method("fp16", FP16, "cast to half precision", "allreduce", examples=("fp16",)),
+    Method("fp16_scaled", ScaledFP16, "fp16 in the range that is needed", "own", examples=("fp16_scaled",)),
+    Method("bf16", BF16, "cast to bfloat16", "allreduce", examples=("bf16",)),
+    Method("bf16_stochastic", StochasticBF16, "bfloat16, rounded at random", "twoshot", examples=("bf16_stochastic",)),
+    # sparse
+    Method("topk", TopK, "largest magnitudes", "allgather", True, "density", examples=_TOPK),
+    Method("randomk", RandomK, "coordinates all ranks draw alike", "allreduce", True, "density", examples=_RANDOMK),
+    Method(
+        *("threshold", Threshold, "magnitudes above a fixed one", "allgather", True, "tau"),
+        examples=("threshold:1.5,cap=0.8",),
+    ),
+    Method(
+        *("adaptive_threshold", AdaptiveThreshold, "magnitudes above a quantile that is followed", "own"),
+        *(True, "density"),
+        examples=("adaptive_threshold:0.05",),
+    ),
+    Method("dgc", DGC, "top-k of momentum", "own", argument="density", examples=("dgc:0.05,ramp=2,clip=2",)),
+    # quantised
+    Method("sign", Sign, "one bit and a scale", "twoshot", True, "block", examples=("sign", "sign:64")),
+    Method(
+        "onebit", OneBit, "one bit and a mean on either side of zero", "twoshot", True, "block", examples=("onebit",)
+    ),
+    Method("signsgd_mv", MajorityVote, "majority of signs", "own", argument="block", examples=("signsgd_mv",)),
+    Method("terngrad", TernGrad, "random ternary digits", "twoshot", argument="clip", examples=_TERNGRAD),
+    Method("terngrad_sum", TernarySum, "the same, summed exactly", "own", argument="clip", examples=("terngrad_sum",)),
+    _integers(2),
+    _integers(3, "int3"),
+    _integers(4, "int4", "int4,stochastic=on,ef=off", "int8,exchange=allgather", "int4,node=2"),
+    _integers(5),
+    _integers(6),
+    _integers(7),
+    _integers(8, "int8"),
+    Method(
+        *("affine", AffineInt, "8-bit integers between each block's extremes", "allgather", True, "block"),
+        examples=("affine", "affine:256"),
+    ),
+    Method("fp8", FP8, "8-bit floats with block scales", "twoshot", True, "format", examples=("fp8", "fp8:e5m2")),
+    Method("natural", Natural, "random powers of two", "twoshot", examples=("natural",)),
+    Method(
+        *("qsgd", QSGD, "stochastic levels of a norm", "twoshot", False, "levels"),
+        examples=("qsgd:15", "qsgd:3,ef=on"),
+    ),
+    # low rank, sketches and transforms
+    Method(
+        *("powersgd", PowerSGD, "low rank by subspace iteration", "own", True, "rank"),
+        examples=("powersgd:1", "powersgd:4", "powersgd:2,factors=fp16"),
+    ),
+    Method("gradzip", GradZip, "low rank by least squares", "own", True, "rank", examples=("gradzip:2",)),
+    Method("svd", SVD, "best low rank, for reference", "own", True, "rank", examples=("svd:2",)),
+    Method("sketch", Sketch, "random directions of matrices", "own", True, "rank", examples=("sketch:8",)),
+    Method(
+        *("hadamard", Hadamard, "random directions of flat tensors", "allreduce", True, "density"),
+        examples=("hadamard:0.125",),
+    ),
+    Method(
+        *("countsketch", CountSketch, "largest of the mean, found in a sum of sketches", "own", True, "density"),
+        examples=("countsketch:0.05",),
+    ),
+    Method(
+        *("dct_topk", DCTTopK, "largest coefficients of cosine transforms", "allgather", True, "density"),
+        examples=("dct_topk:0.0625,residual=bf16",),
+    ),
+    # rules that guard against bad gradients, and other results than a mean
+    _rule("median", Median, "median of each coordinate", None, "median"),
+    _rule("trimmed", TrimmedMean, "mean of each coordinate without its extremes", "bad", "trimmed:1"),
+    _rule("krum", Krum, "the gradient with the nearest neighbours", "bad", "krum:1"),
+    _rule("multikrum", MultiKrum, "mean of the gradients with the nearest neighbours", "bad", "multikrum:1"),
+    _rule("bulyan", Bulyan, "Krum's choices, averaged around their median", "bad", "bulyan:1"),
+    _rule("rfa", GeometricMedian, "geometric median", "iterations", "rfa"),
+    _rule("clip", CenteredClipping, "mean of differences to the last result, clipped", "radius", "clip:1"),
+    _rule("adasum", Adasum, "between mean and sum, by angle", None, "adasum"),
+    _rule("dp", PrivateMean, "differentially private mean", "clip", "dp:1"),
+)
+
+for _method in _METHODS:
+    register(_method)

@@ -14,11 +14,15 @@ that the first keeps. Options are the first method's own, and these, which every
     warmup=STEPS                            steps of uncompressed all-reduce first
     vectors=on|off                          off: biases and norms go uncompressed
     guard=on|off                            handling of non-finite gradients
+    weights=FLOAT/FLOAT/...                 a weight for each rank
+
+A rule stands before the codec whose payloads it combines: `krum:1+topk:0.01`.
 """
 
 from __future__ import annotations
 
 import difflib
+import functools
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import fields
@@ -46,6 +50,7 @@ from gradwire.reducers import (
     is_vector,
     two_shot,
 )
+from gradwire.reducers.aggregate import Gathered, Rule, Sharded, Weighted
 
 GRAMMAR = "name[:argument][+name[:argument]][,option=value...], e.g. topk:0.01+int8,warmup=100"
 EXCHANGES: Mapping[str, Callable[[Codec], Reducer]] = {
@@ -68,6 +73,7 @@ _COMMON: Mapping[str, type] = {
     "warmup": int,
     "vectors": bool,
     "guard": bool,
+    "weights": str,
 }
 
 
@@ -99,7 +105,8 @@ def parse(spec: str) -> Reducer:
     common = {name: _convert(spec, name, options.pop(name), kind) for name, kind in _COMMON.items() if name in options}
     built = [_build(spec, part, options if i == 0 else {}) for i, part in enumerate(parts)]
     reducer = _reducer(spec, parts, built, common)
-    return _wrap(spec, reducer, parts[0].method, common)
+    coding = parts[1] if isinstance(reducer, Gathered) else parts[0]
+    return _wrap(spec, reducer, coding.method, common)
 
 
 def _read(spec: str) -> tuple[list[_Part], dict[str, str]]:
@@ -170,16 +177,14 @@ def _convert(spec: str, name: str, text: str, kind: Any) -> Any:
 
 
 def _reducer(spec: str, parts: list[_Part], built: list[Any], common: dict[str, Any]) -> Reducer:
+    if isinstance(built[0], Rule):
+        built = [Gathered(built[0], _codec(spec, built[1:])) if built[1:] else Sharded(built[0])]
     if isinstance(built[0], Reducer):
-        if len(parts) > 1 or "exchange" in common or "node" in common:
+        if len(built) > 1 or "exchange" in common or "node" in common:
             name = parts[0].method.name
             raise SpecError(f"{name!r} has messages of its own: no '+', no exchange and no node in {spec!r}")
         return built[0]
-    codec: Codec = built[0]
-    for second in built[1:]:
-        if not isinstance(second, Codec):
-            raise SpecError(f"{spec!r}: only codecs can follow a '+', and {type(second).__name__} is none")
-        codec = Chain(codec, second)
+    codec = _codec(spec, built)
     if common.get("ef") and codec.contraction(1) is None and codec.omega() is not None:
         codec = Scaled(codec)
     exchange = common.get("exchange") or ("allgather" if len(parts) > 1 else parts[0].method.exchange)
@@ -187,6 +192,18 @@ def _reducer(spec: str, parts: list[_Part], built: list[Any], common: dict[str, 
         raise SpecError(f"unknown exchange {exchange!r} in {spec!r}; {_nearest(exchange, EXCHANGES)}")
     made = EXCHANGES[exchange](codec)
     return Hierarchical(made, common["node"]) if "node" in common else made
+
+
+def _codec(spec: str, built: list[Any]) -> Codec:
+    """The codec that methods joined by '+' make up."""
+    for part in built:
+        if not isinstance(part, Codec):
+            raise SpecError(f"{spec!r}: only codecs can follow a '+', and {type(part).__name__} is none")
+    return functools.reduce(Chain, built)
+
+
+def _weights(spec: str, text: str) -> tuple[float, ...]:
+    return tuple(_convert(spec, "weights", part, float) for part in text.split("/"))
 
 
 def _wrap(spec: str, reducer: Reducer, method: Method, common: dict[str, Any]) -> Reducer:
@@ -203,4 +220,6 @@ def _wrap(spec: str, reducer: Reducer, method: Method, common: dict[str, Any]) -
         reducer = Partition(((is_vector, plain),), reducer)
     if common.get("warmup"):
         reducer = WarmUp(plain, reducer, common["warmup"])
+    if "weights" in common:
+        reducer = Weighted(reducer, _weights(spec, common["weights"]))
     return Guard(reducer) if common.get("guard", not transparent) else reducer

@@ -72,6 +72,11 @@ def grain_for(reducer: Reducer, numel: int, dtype: torch.dtype = torch.float32) 
     return matrix_grain(rows, max(1, numel // batch // rows), batch=batch, dtype=dtype)
 
 
+def ranks_for(reducer: Reducer, ranks: int) -> int:
+    """`ranks`, or as many as the reducer needs."""
+    return max(ranks, reducer.fewest_ranks)
+
+
 def normal(shape: Sequence[int], seed: int) -> Tensor:
     """Standard normal numbers."""
     return torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed))

@@ -1,4 +1,4 @@
-"""After the second step a reducer allocates one tensor of the gradient's size: the mean it returns."""
+"""After the second step a reducer allocates one tensor of the gradient's size at most: the mean it returns."""
 
 from __future__ import annotations
 
@@ -79,4 +79,4 @@ def allocations(reducer: Reducer) -> list[str]:
 @pytest.mark.parametrize("reducer", REDUCERS.values(), ids=REDUCERS.keys())
 def test_only_the_mean_is_allocated(reducer: Reducer) -> None:
     made = allocations(reducer)
-    assert len(made) == 1, made
+    assert len(made) <= 1, made

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gradwire.codecs import Codec
+from gradwire.core.errors import CompositionError
 from gradwire.core.grain import Grain, flat_grain
 from gradwire.core.key import Key
 from gradwire.core.payload import Payload
@@ -29,6 +30,7 @@ from .subjects import (
     guarded,
     kinds,
     parts,
+    ranks_for,
     reducers,
     sample,
     seeds,
@@ -60,6 +62,7 @@ def test_one_mean_and_nothing_lost(
     reducer: Reducer, numel: int, dtype: torch.dtype, ranks: int, kind: str, seed: int
 ) -> None:
     spied, grain = serving(reducer, numel, dtype)
+    ranks = ranks_for(reducer, ranks)
     lockstep = Lockstep(spied, grain, ranks, seed=seed)
     for step in range(2):
         xs = inputs(grain, ranks, kind, seed + 10 * step)
@@ -71,8 +74,9 @@ def test_one_mean_and_nothing_lost(
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_huge_grain(reducer: Reducer, dtype: torch.dtype) -> None:
     spied, grain = serving(reducer, HUGE, dtype)
-    lockstep = Lockstep(spied, grain, world_size=3)
-    xs = inputs(grain, 3, "heavy", 1)
+    ranks = ranks_for(reducer, 3)
+    lockstep = Lockstep(spied, grain, ranks)
+    xs = inputs(grain, ranks, "heavy", 1)
     results = checks.check_conservation(lockstep, xs) if reducer.conserves else lockstep.reduce(xs)
     checks.check_means(results, xs)
 
@@ -94,13 +98,13 @@ def test_what_is_not_consumed_is_left_alone(
     reducer: Reducer, numel: int, dtype: torch.dtype, kind: str, seed: int
 ) -> None:
     grain = grain_for(reducer, numel, dtype)
-    xs = inputs(grain, 3, kind, seed)
+    xs = inputs(grain, ranks_for(reducer, 3), kind, seed)
     checks.check_leaves_input(reducer, grain, xs)
     if reducer.conserves:
         checks.check_conservation(Lockstep(checks.Spied(reducer), grain, 3), xs)
 
 
-@pytest.mark.parametrize("reducer", [r for r in EXCHANGES if r.lossless], ids=repr)
+@pytest.mark.parametrize("reducer", [r for r in EXCHANGES if r.lossless and r.averages], ids=repr)
 @given(dtype=dtypes, ranks=st.integers(1, 5), kind=kinds)
 def test_lossless_means_are_the_mean(reducer: Reducer, dtype: torch.dtype, ranks: int, kind: str) -> None:
     grain = flat_grain(257, dtype=dtype)
@@ -129,10 +133,11 @@ CONTRACTING = [
 def test_exchanges_contract_as_declared(reducer: Reducer, numel: int, kind: str) -> None:
     """What is sent is as near to x as declared, however the exchange cuts it: error feedback rests on it."""
     grain = flat_grain(numel)
-    xs = inputs(grain, 3, kind, 5)
+    ranks = ranks_for(reducer, 3)
+    xs = inputs(grain, ranks, kind, 5)
     delta = reducer.contraction(grain)
     assert delta is not None
-    for x, result in zip(xs, Lockstep(reducer, grain, 3).reduce(xs), strict=True):
+    for x, result in zip(xs, Lockstep(reducer, grain, ranks).reduce(xs), strict=True):
         left = x.clone()
         result.sent.subtract_from(left)
         # x / n is rounded before it is encoded, and the decoded value once or twice after
@@ -162,20 +167,22 @@ def test_keyed_exchanges_contract_in_the_mean_over_keys(reducer: Reducer, kind: 
 @each_reducer
 def test_non_finite_gradients(reducer: Reducer, bad: float, where: str) -> None:
     grain = grain_for(reducer, 1000)
-    clean = inputs(grain, 3, "normal", 1)
+    ranks = ranks_for(reducer, 3)
+    clean = inputs(grain, ranks, "normal", 1)
     spoiled = [x.clone() for x in clean]
     if where == "zeros":
         spoiled[1].zero_()
     spoiled[1].view(-1)[0 if where == "start" else -1] = bad
-    checks.check_non_finite(Lockstep(reducer, grain, 3), clean, spoiled, all_nan=guarded(reducer))
+    checks.check_non_finite(Lockstep(reducer, grain, ranks), clean, spoiled, all_nan=guarded(reducer))
 
 
 @each_reducer
 def test_overflow_in_half_precision_is_seen(reducer: Reducer) -> None:
     """A finite gradient whose mean does not fit either comes out finite or is seen, and never stays in a residual."""
     grain = grain_for(reducer, 500, torch.float16)
-    clean, large = inputs(grain, 2, "normal", 1), [torch.full(grain.shape, 6e4, dtype=torch.float16)] * 2
-    lockstep = Lockstep(reducer, grain, 2)
+    ranks = ranks_for(reducer, 2)
+    clean, large = inputs(grain, ranks, "normal", 1), [torch.full(grain.shape, 6e4, dtype=torch.float16)] * ranks
+    lockstep = Lockstep(reducer, grain, ranks)
     for xs in (clean, large, large, large):
         lockstep.step(xs)
     for state in checks.snapshot(lockstep.states):
@@ -217,7 +224,9 @@ def test_every_rounding_has_a_key_of_its_own(codec: Codec) -> None:
 
 
 UNBIASED = {
-    spec: r for spec, r in REDUCERS.items() if not r.consumes and codecs_of(r) and all(c.unbiased for c in codecs_of(r))
+    spec: r
+    for spec, r in REDUCERS.items()
+    if r.averages and not r.consumes and codecs_of(r) and all(c.unbiased for c in codecs_of(r))
 }
 
 
@@ -252,13 +261,13 @@ def test_residuals_stay_bounded(reducer: Reducer) -> None:
     G q / (1 - q). And it must not drift: a residual that grows with t would be 4 times larger in the last fifth than in
     the second, one that grows as a random walk twice.
     """
-    grain = grain_for(reducer, 2000)
-    lockstep = Lockstep(reducer, grain, 2)
+    grain, ranks = grain_for(reducer, 2000), ranks_for(reducer, 2)
+    lockstep = Lockstep(reducer, grain, ranks)
     drift = sample("normal", grain.shape, seed=0).sign()
     sizes: list[float] = []
     largest = 0.0
     for step in range(500):
-        xs = [drift + x for x in inputs(grain, 2, "normal", 2 * step + 1)]
+        xs = [drift + x for x in inputs(grain, ranks, "normal", 2 * step + 1)]
         lockstep.step(xs)
         largest = max(largest, *(checks.norm(x) for x in xs))
         if step % 5:
@@ -274,6 +283,14 @@ def test_residuals_stay_bounded(reducer: Reducer) -> None:
         assert max(sizes) <= 2 * 2 * largest * q / (1 - q)
     second, last = sum(sizes[20:40]), sum(sizes[80:])
     assert last <= 1.4 * second, (second, last)
+
+
+@each_reducer
+def test_too_few_ranks_are_refused(reducer: Reducer) -> None:
+    """At the latest when its state is made, which is before any message."""
+    if reducer.fewest_ranks > 1:
+        with pytest.raises(CompositionError, match=f"at least {reducer.fewest_ranks} ranks, and this run has"):
+            Lockstep(reducer, grain_for(reducer, 10), reducer.fewest_ranks - 1)
 
 
 def test_an_exchange_says_what_it_conserves() -> None:

@@ -71,6 +71,7 @@ def attach(
     """
     reducer = parse(reducer) if isinstance(reducer, str) else reducer
     _check(ddp)
+    reducer.require_ranks(dist.get_world_size(ddp.process_group))
     return Handle(ddp, reducer, seed, deadline_s, grain_numel, scaler)
 
 

@@ -7,6 +7,7 @@ across all groups that a program uses.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, TypeVar
 
@@ -149,7 +150,33 @@ class Agree:
         return torch.uint8.itemsize
 
 
-Collective = AllReduce | AllGather | AllToAll | SendRecv | Agree
+@dataclass(frozen=True, eq=False)
+class Total:
+    """Sum of `tensor`, float64 and small, over all grains of the step whose programs give an equal `of`.
+
+    What a rule must know of the whole gradient (its norm, the distances between ranks) while a program sees one grain
+    of it. With `over` "grains" the sum is of this rank's grains alone and costs no bytes; with "ranks" it runs over all
+    ranks' as well and is the same on each bit for bit: grains in planned order, then ranks in theirs. Like `Agree`, a
+    program waits for it until all programs of the step have come so far, and those of a step travel as one collective.
+    `of` is usually the reducer; a program that asks twice tells its stages apart by it.
+    """
+
+    tensor: Tensor
+    of: Hashable
+    over: Literal["grains", "ranks"] = "ranks"
+
+    @property
+    def axis(self) -> None:
+        """None: all ranks."""
+        return
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this rank hands over, where the sum runs over ranks."""
+        return self.tensor.nbytes
+
+
+Collective = AllReduce | AllGather | AllToAll | SendRecv | Agree | Total
 
 _C = TypeVar("_C", bound=Collective)
 
@@ -161,6 +188,6 @@ def on_axis(request: _C, axis: Axis) -> _C:
     >>> on_axis(inner, Axis(4, 8)).axis
     Axis(size=2, stride=8)
     """
-    if isinstance(request, Agree):
+    if isinstance(request, Agree | Total):
         return request
     return replace(request, axis=axis if request.axis is None else request.axis.within(axis))

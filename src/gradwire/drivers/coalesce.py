@@ -6,13 +6,13 @@ in order of first appearance is therefore the same on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from gradwire.core.collective import Agree, AllReduce, Axis, Collective, SendRecv
+from gradwire.core.collective import Agree, AllGather, AllReduce, Axis, Collective, SendRecv, Total
 
 Kind = tuple[type[Collective], torch.dtype, str, Axis | None]
 
@@ -23,6 +23,7 @@ def kind_of(request: Collective) -> Kind:
         return Agree, torch.uint8, "max", None
     if isinstance(request, SendRecv):
         return SendRecv, request.like.dtype, "", request.axis
+    assert not isinstance(request, Total), "totals are added first, then `sums_to_send`"
     op = request.op if isinstance(request, AllReduce) else ""
     return type(request), request.tensor.dtype, op, request.axis
 
@@ -71,6 +72,41 @@ def coalesce(requests: Sequence[tuple[int, Collective]]) -> list[Batch]:
     for position, request in requests:
         groups.setdefault(kind_of(request), []).append((position, request))
     return [_batch(kind, members) for kind, members in groups.items()]
+
+
+Sum = tuple[str, Hashable]
+"""What is added up: over what, and of whom."""
+
+
+def sum_of(total: Total) -> Sum:
+    """What must be equal for totals to be added."""
+    return total.over, total.of
+
+
+def add_grains(totals: Sequence[Total]) -> dict[Sum, Tensor]:
+    """Add up one rank's totals, which stand in the order of its grains."""
+    sums: dict[Sum, Tensor] = {}
+    for total in totals:
+        name = sum_of(total)
+        sums[name] = sums[name] + total.tensor if name in sums else total.tensor
+    return sums
+
+
+def sums_to_send(sums: Mapping[Sum, Tensor]) -> list[tuple[int, Collective]]:
+    """The requests of one round for those of `sums` that run over ranks, each with its position among all."""
+    return [
+        (position, AllGather(tensor.contiguous().view(-1).view(torch.uint8)))
+        for position, ((over, _), tensor) in enumerate(sums.items())
+        if over == "ranks"
+    ]
+
+
+def add_ranks(rows: Tensor, like: Tensor) -> Tensor:
+    """Add the rows of a gathered sum in rank order."""
+    first, *others = rows.view(like.dtype).unbind(0)
+    for row in others:
+        first = first + row
+    return first.view(like.shape)
 
 
 def _batch(kind: Kind, members: list[tuple[int, Collective]]) -> Batch:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from gradwire.core.collective import Agree, AllGather, AllToAll, Collective, SendRecv
+from gradwire.core.collective import Agree, AllGather, AllToAll, Collective, SendRecv, Total
 from gradwire.core.grain import ParameterSpec
-from gradwire.drivers.coalesce import Batch, coalesce
+from gradwire.drivers.coalesce import Batch, add_grains, coalesce, sums_to_send
 from gradwire.drivers.plan import Plan, plan
 from gradwire.reducers.base import Program, Reduced, Reducer, Step, advance
 
@@ -103,25 +103,32 @@ def cost(
 
 def _batches(planned: Plan, step: Step) -> Iterable[Batch]:
     flags: list[tuple[int, Collective]] = []
+    totals: list[Total] = []
     for wave in planned.waves:
         programs: list[Program] = [
             reducer.reduce(grain, torch.empty(grain.shape, dtype=grain.dtype, device="meta"), state, step)
             for grain, reducer in wave
             for state in [reducer.init(grain, step)]
         ]
-        yield from _wave_batches(programs, step, flags)
+        yield from _wave_batches(programs, step, flags, totals)
+    yield from coalesce(sums_to_send(add_grains(totals)))
     yield from coalesce(flags)
 
 
-def _wave_batches(programs: list[Program], step: Step, flags: list[tuple[int, Collective]]) -> Iterable[Batch]:
+def _wave_batches(
+    programs: list[Program], step: Step, flags: list[tuple[int, Collective]], totals: list[Total]
+) -> Iterable[Batch]:
     inbox: list[Tensor | None] = [None] * len(programs)
     while True:
         requests: list[tuple[int, Collective]] = []
         for i, program in enumerate(programs):
             turn = advance(program, inbox[i])
-            while isinstance(turn, Agree):
-                flags.append((len(flags), turn))
-                turn = advance(program, turn.flag)
+            while isinstance(turn, Agree | Total):
+                if isinstance(turn, Total):
+                    totals.append(turn)
+                else:
+                    flags.append((len(flags), turn))
+                turn = advance(program, turn.flag if isinstance(turn, Agree) else turn.tensor)
             if not isinstance(turn, Reduced):
                 requests.append((i, turn))
         if not requests:

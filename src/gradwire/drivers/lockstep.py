@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from gradwire.core.collective import Agree, AllGather, AllReduce, AllToAll, Collective, SendRecv
+from gradwire.core.collective import Agree, AllGather, AllReduce, AllToAll, Collective, SendRecv, Total
 from gradwire.core.grain import Grain
 from gradwire.core.state import State
+from gradwire.drivers.coalesce import Sum, add_grains, sum_of
 from gradwire.reducers.base import Program, Reduced, Reducer, Step, advance
 
 
@@ -20,14 +21,55 @@ def run_lockstep(programs: Sequence[Program]) -> list[Reduced]:
     Raises:
         AssertionError: ranks that yield different collectives, or end at different times.
     """
-    inbox: list[Tensor | None] = [None] * len(programs)
+    return run_step([programs])[0]
+
+
+def run_step(grains: Sequence[Sequence[Program]]) -> list[list[Reduced]]:
+    """Run a step of several grains: `grains[g][rank]` is the program of a grain on a rank.
+
+    Raises:
+        AssertionError: ranks that yield different collectives, or end at different times.
+    """
+    turns: dict[int, list[Turn]] = {}
+    inboxes: dict[int, Inbox] = {i: [None] * len(programs) for i, programs in enumerate(grains)}
+    while inboxes:
+        for i, inbox in inboxes.items():
+            turns[i] = _until_total(grains[i], inbox)
+        waiting = [i for i in range(len(grains)) if isinstance(turns[i][0], Total)]
+        inboxes = dict(zip(waiting, _totals([turns[i] for i in waiting]), strict=True))
+    return [[turn for turn in turns[i] if isinstance(turn, Reduced)] for i in range(len(grains))]
+
+
+Inbox = list[Tensor | None]
+Turn = Collective | Reduced
+
+
+def _until_total(programs: Sequence[Program], inbox: Inbox) -> list[Turn]:
+    """Run one grain's programs to their end or to the next `Total`."""
     while True:
         turns = [advance(program, value) for program, value in zip(programs, inbox, strict=True)]
         done = [turn for turn in turns if isinstance(turn, Reduced)]
-        if done:
-            assert len(done) == len(programs), "ranks ended at different times"
-            return done
+        assert len(done) in (0, len(programs)), "ranks ended at different times"
+        if done or any(isinstance(turn, Total) for turn in turns):
+            return turns
         inbox = list(perform([turn for turn in turns if not isinstance(turn, Reduced)]))
+
+
+def _totals(grains: Sequence[Sequence[Turn]]) -> list[Inbox]:
+    """Answer the totals that every rank of every grain asks for."""
+    by_rank = [[turn for turn in ranks if isinstance(turn, Total)] for ranks in zip(*grains, strict=True)]
+    mine = [add_grains(totals) for totals in by_rank]
+    assert all(sums.keys() == mine[0].keys() for sums in mine), "ranks asked for different totals"
+    return [[_total(mine, rank, sum_of(totals[i])) for rank, totals in enumerate(by_rank)] for i in range(len(grains))]
+
+
+def _total(by_rank: Sequence[Mapping[Sum, Tensor]], rank: int, name: Sum) -> Tensor:
+    if name[0] == "grains":
+        return by_rank[rank][name].clone()
+    first, *others = (sums[name] for sums in by_rank)
+    for other in others:
+        first = first + other
+    return first.clone()
 
 
 def perform(requests: Sequence[Collective]) -> list[Tensor]:

@@ -6,8 +6,9 @@ bytes move. The order comes from the programs alone, never from timing, so ranks
 
     start 0, start 1, advance 0, advance 1, ... where a wave ends, the next starts
 
-All of a step's `Agree`s travel as one collective after the last wave. New states are kept aside until the step is
-known to be good (`settle`), which on a GPU is found out at the next step and costs no waiting inside this one.
+All of a step's `Agree`s travel as one collective after the last wave, and so do its `Total`s before them. New states
+are kept aside until the step is known to be good (`settle`), which on a GPU is found out at the next step and costs no
+waiting inside this one.
 """
 
 from __future__ import annotations
@@ -16,19 +17,21 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.core.collective import Agree, AllGather, AllReduce, AllToAll, Axis, Collective, SendRecv
+from gradwire.core.collective import Agree, AllGather, AllReduce, AllToAll, Axis, Collective, SendRecv, Total
 from gradwire.core.grain import Grain
 from gradwire.core.state import Leaf, State, walk
-from gradwire.drivers.coalesce import Batch, coalesce
+from gradwire.drivers.coalesce import Batch, add_grains, add_ranks, coalesce, sum_of, sums_to_send
 from gradwire.drivers.cost import sent_bytes, wire_bytes
 from gradwire.drivers.plan import Plan, Unit, Wave
 from gradwire.reducers.base import Program, Reduced, Step, advance
+
+_Parked = TypeVar("_Parked", Agree, Total)
 
 WINDOW = 2
 SMALL_ROW_BYTES = 1 << 16
@@ -225,12 +228,12 @@ class Stats:
 
 @dataclass
 class _Run:
-    """The programs of one wave. `parked` are those that wait for the step's agreement."""
+    """The programs of one wave. `parked` are those that wait for the rest of the step."""
 
     units: list[int]
     programs: list[Program]
     results: dict[int, Reduced]
-    parked: dict[int, Agree]
+    parked: dict[int, Agree | Total]
     pending: list[tuple[Batch, Pending]] = field(default_factory=list[tuple[Batch, Pending]])
 
     def advance(self, inbox: dict[int, Tensor | None]) -> list[Batch]:
@@ -240,7 +243,7 @@ class _Run:
             turn = advance(self.programs[i], value)
             if isinstance(turn, Reduced):
                 self.results[self.units[i]] = turn
-            elif isinstance(turn, Agree):
+            elif isinstance(turn, Agree | Total):
                 self.parked[i] = turn
             else:
                 requests.append((i, turn))
@@ -330,7 +333,10 @@ class Engine:
         self.pump()
         assert self._next_wave == len(self._waves), "the step ended before all gradients were delivered"
         while any(run.parked for run in self._runs):
-            self._agree()
+            if totals := self._waiting_for(Total):
+                self._add_up(totals)
+            else:
+                self._agree()
             self.pump()
         self._fresh = [self._results[i].state for i in range(len(self._slots))]
         self._flags = [result.bad.view(()) for result in self._results.values() if result.bad is not None]
@@ -424,9 +430,28 @@ class Engine:
         self.stats.wait_s += time.perf_counter() - began
         return dict(sorted(inbox.items()))
 
+    def _waiting_for(self, kind: type[_Parked]) -> list[tuple[_Run, int, _Parked]]:
+        """Parked programs that ask for `kind`, in planned order."""
+        return [(run, i, ask) for run in self._runs for i, ask in run.parked.items() if isinstance(ask, kind)]
+
+    def _add_up(self, waiting: list[tuple[_Run, int, Total]]) -> None:
+        """One collective for the totals of every program that waits for one."""
+        sums = add_grains([total for _, _, total in waiting])
+        names = list(sums)
+        began = time.perf_counter()
+        for batch in coalesce(sums_to_send(sums)):
+            for position, rows in zip(batch.members, batch.split(self._send(batch).wait()), strict=True):
+                sums[names[position]] = add_ranks(rows, like=sums[names[position]])
+        self.stats.wait_s += time.perf_counter() - began
+        for run in {id(run): run for run, _, _ in waiting}.values():  # a run's programs go on together
+            inbox = {i: sums[sum_of(ask)] for own, i, ask in waiting if own is run}
+            for i in inbox:
+                del run.parked[i]
+            self._continue(run, dict[int, Tensor | None](inbox))
+
     def _agree(self) -> None:
         """One collective for the flags of every parked program."""
-        waiting = [(run, i, flag) for run in self._runs for i, flag in run.parked.items()]
+        waiting = self._waiting_for(Agree)
         (batch,) = coalesce([(position, flag) for position, (_, _, flag) in enumerate(waiting)])
         began = time.perf_counter()
         agreed = self._send(batch).wait().bool()

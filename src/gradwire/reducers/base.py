@@ -10,6 +10,10 @@ state it returns once the whole step is known to be good. Programs never branch 
 - `conserves`: sum over ranks of (x + e) + n * sum of owners' residuals = n * mean + the same of the new state.
 - `keyed`: what is sent is drawn from a key, other than by a codec that says so; `contraction` then holds in the mean
   over keys.
+- `averages`: the result is the mean over ranks of what they sent. Rules that are no mean (a median, a weighted or a
+  private mean) say no, and state what holds for them instead; it is still called the mean where drivers speak of it.
+- `fewest_ranks`: a rule may need several to make sense; `require_ranks` refuses fewer.
+- `repeatable`: equal inputs, states and seeds give equal results. Noise for privacy must not.
 - `assign(parameter)` says which reducer serves a parameter: usually itself, for a policy somebody else.
 """
 
@@ -23,6 +27,7 @@ from typing import ClassVar, Literal, NamedTuple, Protocol
 from torch import Tensor
 
 from gradwire.core.collective import Collective
+from gradwire.core.errors import CompositionError
 from gradwire.core.grain import Grain, ParameterSpec
 from gradwire.core.key import Key
 from gradwire.core.state import State
@@ -91,6 +96,33 @@ class Reducer(ABC):
         """Whether nothing is lost, so that error feedback would have nothing to do."""
         return False
 
+    @property
+    def averages(self) -> bool:
+        """Whether the result is the mean over ranks of what they sent."""
+        return True
+
+    @property
+    def fewest_ranks(self) -> int:
+        """Ranks that it needs at least."""
+        return 1
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether a run with the same seed is the same run."""
+        return True
+
+    def require_ranks(self, world_size: int) -> None:
+        """Refuse a world that is too small.
+
+        Raises:
+            CompositionError: fewer ranks than `fewest_ranks`.
+        """
+        if world_size < self.fewest_ranks:
+            raise CompositionError(
+                f"{self} needs at least {self.fewest_ranks} ranks, and this run has {world_size}: add ranks, tolerate "
+                "fewer bad ones (the number after the colon), or take 'median', which any number of ranks will do for"
+            )
+
     @abstractmethod
     def init(self, grain: Grain, step: Step) -> State:
         """Return the state before the first step."""
@@ -146,6 +178,21 @@ class Wrapper(Reducer):
     def shows_non_finite(self) -> bool:
         """The inner reducer's."""
         return self.inner.shows_non_finite
+
+    @property
+    def averages(self) -> bool:
+        """The inner reducer's."""
+        return self.inner.averages
+
+    @property
+    def fewest_ranks(self) -> int:
+        """The inner reducer's."""
+        return self.inner.fewest_ranks
+
+    @property
+    def repeatable(self) -> bool:
+        """The inner reducer's."""
+        return self.inner.repeatable
 
     def init(self, grain: Grain, step: Step) -> State:
         """The inner reducer's."""

@@ -59,6 +59,21 @@ class Partition(Reducer):
         """Where all its reducers are."""
         return all(reducer.lossless for reducer in self._reducers())
 
+    @property
+    def averages(self) -> bool:
+        """Where all its reducers do."""
+        return all(reducer.averages for reducer in self._reducers())
+
+    @property
+    def fewest_ranks(self) -> int:
+        """The most that one of its reducers needs."""
+        return max(reducer.fewest_ranks for reducer in self._reducers())
+
+    @property
+    def repeatable(self) -> bool:
+        """Where all its reducers are."""
+        return all(reducer.repeatable for reducer in self._reducers())
+
     def _reducers(self) -> tuple[Reducer, ...]:
         return (*(reducer for _, reducer in self.rules), self.default)
 

@@ -62,6 +62,21 @@ class WarmUp(Reducer):
         """Where both are."""
         return self.before.lossless and self.after.lossless
 
+    @property
+    def averages(self) -> bool:
+        """Where both do."""
+        return self.before.averages and self.after.averages
+
+    @property
+    def fewest_ranks(self) -> int:
+        """What the more demanding needs."""
+        return max(self.before.fewest_ranks, self.after.fewest_ranks)
+
+    @property
+    def repeatable(self) -> bool:
+        """Where both are."""
+        return self.before.repeatable and self.after.repeatable
+
     def assign(self, parameter: ParameterSpec) -> Reducer:
         """The same warm-up between what the two assign."""
         return WarmUp(self.before.assign(parameter), self.after.assign(parameter), self.steps)

@@ -1,0 +1,81 @@
+"""A model whose gradients come from N virtual ranks in one process: training without a network."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from gradwire.core.grain import Grain
+from gradwire.core.state import State
+from gradwire.drivers.cost import parameter_specs
+from gradwire.drivers.lockstep import run_step
+from gradwire.drivers.plan import Unit, plan
+from gradwire.reducers.base import Reduced, Reducer, Step
+
+Gradients = Mapping[str, Tensor]
+"""One rank's gradients by parameter name."""
+
+
+class VirtualRanks:
+    """The gradients' way from `world_size` virtual ranks to the model, by one reducer, grains and all.
+
+    The same plan and programs as under `gradwire.attach`, so the figures are those of a real run.
+
+    Args:
+        reducer: e.g. `gradwire.parse("topk:0.01")`.
+        model: whose parameters are trained.
+        world_size: how many ranks.
+        seed: of all keys.
+        grain_numel: elements of a grain, by default what `plan` chooses.
+
+    >>> from gradwire.spec import parse
+    >>> model = nn.Linear(2, 1, bias=False)
+    >>> ranks = VirtualRanks(parse("median"), model, world_size=3)
+    >>> ranks.step([{"weight": torch.tensor([[1.0, value]])} for value in (1.0, 2.0, 100.0)])
+    >>> model.weight.grad
+    tensor([[1., 2.]])
+    """
+
+    def __init__(
+        self, reducer: Reducer, model: nn.Module, world_size: int, seed: int = 0, grain_numel: int | None = None
+    ) -> None:
+        self.model, self.world_size, self.seed, self.index = model, world_size, seed, 0
+        self.units: tuple[Unit, ...] = plan(parameter_specs(model.named_parameters()), reducer, grain_numel).units
+        self.states: list[list[State]] = [
+            [unit.reducer.init(unit.grain, self._step(rank)) for rank in range(world_size)] for unit in self.units
+        ]
+
+    def _step(self, rank: int) -> Step:
+        return Step(self.index, rank, self.world_size, self.seed)
+
+    def step(self, gradients: Sequence[Gradients]) -> None:
+        """Write what all ranks' gradients become into the model's; keep new states unless the step is bad."""
+        programs = [
+            [
+                unit.reducer.reduce(unit.grain, gathered(unit.grain, own), state, self._step(rank))
+                for rank, (own, state) in enumerate(zip(gradients, states, strict=True))
+            ]
+            for unit, states in zip(self.units, self.states, strict=True)
+        ]
+        results = run_step(programs)
+        if not any(bool(r.bad) for ranks in results for r in ranks if r.bad is not None):
+            self.states = [[result.state for result in ranks] for ranks in results]
+        for unit, ranks in zip(self.units, results, strict=True):
+            self._write(unit.grain, ranks[0])
+        self.index += 1
+
+    def _write(self, grain: Grain, reduced: Reduced) -> None:
+        mean = reduced.mean.reshape(-1)
+        for name, start, numel, offset in grain.segments:
+            parameter = self.model.get_parameter(name)
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            parameter.grad.view(-1)[start : start + numel].copy_(mean[offset : offset + numel])
+
+
+def gathered(grain: Grain, gradients: Gradients) -> Tensor:
+    """One rank's gradients as the grain's tensor."""
+    pieces = [gradients[name].view(-1)[start : start + numel] for name, start, numel, _ in grain.segments]
+    return torch.cat(pieces).view(grain.shape)

@@ -1,0 +1,190 @@
+# pyright: basic
+"""The kernels of aggregation rules in numba: tiles of a few columns that stay in the nearest cache.
+
+A tile is sorted by a network of minima and maxima over its rows, which is the same for every column, so that it runs on
+vectors.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gradwire.kernels import pool
+from gradwire.kernels.cpu import _array, _inline, _kernel, _sum
+
+_TILE = 128
+
+
+@functools.cache
+def _network(n: int) -> np.ndarray:
+    """Pairs (lower, upper) that sort n values: Batcher's odd-even merge sort (Knuth 5.2.2, Algorithm M)."""
+    pairs: list[tuple[int, int]] = []
+    t = max(1, (n - 1).bit_length())
+    p = 1 << (t - 1)
+    while p > 0:
+        q, r, d = 1 << (t - 1), 0, p
+        while d > 0:
+            pairs += [(i, i + d) for i in range(n - d) if i & p == r]
+            d, q, r = q - p, q >> 1, p
+        p >>= 1
+    return np.array(pairs, np.int64).reshape(-1, 2)
+
+
+@_inline
+def _load(rows, start, stop, tile):
+    for i in range(rows.shape[0]):
+        for w in range(stop - start):
+            x = rows[i, start + w]
+            tile[i, w] = x if x == x else np.float32(np.inf)
+
+
+@_inline
+def _sort(tile, network, width):
+    for k in range(network.shape[0]):
+        low, high = tile[network[k, 0]], tile[network[k, 1]]
+        for w in range(width):
+            a, b = low[w], high[w]
+            low[w] = b if b < a else a
+            high[w] = a if b < a else b
+
+
+@_kernel("void(float32[:, ::1], int64, int64, int64, int64[:, ::1], float32[::1])")
+def _trimmed_mean(rows, begin, end, trim, network, out):
+    n = rows.shape[0]
+    tile = np.empty((n, _TILE), np.float32)
+    total = np.empty(_TILE, np.float32)
+    count = np.float32(n - 2 * trim)
+    for start in range(begin, end, _TILE):
+        stop = min(start + _TILE, end)
+        _load(rows, start, stop, tile)
+        _sort(tile, network, _TILE if stop - start == _TILE else stop - start)
+        total[:] = np.float32(0.0)
+        for i in range(trim, n - trim):
+            for w in range(stop - start):
+                total[w] += tile[i, w]
+        for w in range(stop - start):
+            out[start + w] = total[w] / count
+
+
+def trimmed_mean(rows: Tensor, trim: int, out: Tensor) -> None:
+    """See `gradwire.kernels.robust.trimmed_mean`."""
+    x, o, network = _array(rows), _array(out), _network(rows.shape[0])
+    pieces = pool.chunks(out.numel(), _TILE)
+    pool.run([functools.partial(_trimmed_mean, x, i, j, trim, network, o) for i, j in pieces])
+
+
+@_kernel("void(float32[:, ::1], int64, int64, int64, int64[:, ::1], float32[::1])")
+def _mean_around_median(rows, begin, end, keep, network, out):
+    n = rows.shape[0]
+    tile = np.empty((n, _TILE), np.float32)
+    for start in range(begin, end, _TILE):
+        stop = min(start + _TILE, end)
+        _load(rows, start, stop, tile)
+        _sort(tile, network, stop - start)
+        for w in range(stop - start):
+            median = tile[n // 2, w]
+            if n % 2 == 0:
+                median = tile[n // 2 - 1, w] * np.float32(0.5) + median * np.float32(0.5)
+            first = 0
+            for dropped in range(n - keep):
+                low, high = tile[first, w], tile[first + n - 1 - dropped, w]
+                first += 1 if median - low > high - median else 0
+            total = np.float32(0.0)
+            for i in range(first, first + keep):
+                total += tile[i, w]
+            out[start + w] = total / np.float32(keep)
+
+
+def mean_around_median(rows: Tensor, keep: int, out: Tensor) -> None:
+    """See `gradwire.kernels.robust.mean_around_median`."""
+    x, o, network = _array(rows), _array(out), _network(rows.shape[0])
+    pieces = pool.chunks(out.numel(), _TILE)
+    pool.run([functools.partial(_mean_around_median, x, i, j, keep, network, o) for i, j in pieces])
+
+
+@_sum
+def _distance(a, b):
+    total = 0.0
+    for w in range(a.size):
+        difference = np.float64(a[w] - b[w])
+        total += difference * difference
+    return total
+
+
+@_sum
+def _product(a, b):
+    total = 0.0
+    for w in range(a.size):
+        total += np.float64(a[w]) * np.float64(b[w])
+    return total
+
+
+_WIDE = 1024  # columns of all rows that stay in a cache while every pair is looked at
+
+
+@_kernel("float64[:, ::1](float32[:, ::1], int64, int64)")
+def _squared_distances(rows, begin, end):
+    n = rows.shape[0]
+    out = np.zeros((n, n))
+    for start in range(begin, end, _WIDE):
+        stop = min(start + _WIDE, end)
+        for i in range(n):
+            for j in range(i + 1, n):
+                out[i, j] += _distance(rows[i, start:stop], rows[j, start:stop])
+    return out
+
+
+@_kernel("float64[:, ::1](float32[:, ::1], int64, int64)")
+def _products(rows, begin, end):
+    n = rows.shape[0]
+    out = np.zeros((n, n))
+    for start in range(begin, end, _WIDE):
+        stop = min(start + _WIDE, end)
+        for i in range(n):
+            for j in range(i, n):
+                out[i, j] += _product(rows[i, start:stop], rows[j, start:stop])
+    return out
+
+
+def _added_up(kernel, rows: Tensor) -> Tensor:
+    """The upper triangle: the same on every call, since pieces are added in order."""
+    x = _array(rows)
+    parts = pool.run([functools.partial(kernel, x, i, j) for i, j in pool.chunks(rows.shape[1])])
+    return torch.from_numpy(functools.reduce(np.add, parts))
+
+
+def squared_distances(rows: Tensor) -> Tensor:
+    """See `gradwire.kernels.robust.squared_distances`."""
+    upper = _added_up(_squared_distances, rows)
+    return upper + upper.T
+
+
+def products(rows: Tensor) -> Tensor:
+    """See `gradwire.kernels.robust.products`."""
+    upper = _added_up(_products, rows)
+    return upper + upper.triu(1).T
+
+
+@_kernel("void(float32[:, ::1], int64, int64, float64[::1], float32[::1])")
+def _weighted_sum(rows, begin, end, weights, out):
+    total = np.empty(_TILE)
+    for start in range(begin, end, _TILE):
+        stop = min(start + _TILE, end)
+        total[:] = 0.0
+        for i in range(rows.shape[0]):
+            weight = weights[i]
+            if weight != 0.0:  # NaN is no zero
+                for w in range(stop - start):
+                    total[w] += weight * np.float64(rows[i, start + w])
+        for w in range(stop - start):
+            out[start + w] = np.float32(total[w])
+
+
+def weighted_sum(rows: Tensor, weights: Tensor, out: Tensor) -> None:
+    """See `gradwire.kernels.robust.weighted_sum`."""
+    x, o, c = _array(rows), _array(out), _array(weights.contiguous())
+    pool.run([functools.partial(_weighted_sum, x, i, j, c, o) for i, j in pool.chunks(out.numel(), _TILE)])

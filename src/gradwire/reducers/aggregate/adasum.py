@@ -1,0 +1,131 @@
+"""Adasum: gradients that agree are averaged, gradients at right angles are added."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from gradwire.core import collective
+from gradwire.core.grain import Grain
+from gradwire.core.state import State
+from gradwire.kernels import robust
+from gradwire.reducers.aggregate.shards import add_in_order, cut, join, rows_of, shard_numel
+from gradwire.reducers.base import Program, Reduced, Reducer, Step
+from gradwire.reducers.exchange import SentAll
+
+
+@dataclass(frozen=True)
+class Adasum(Reducer):
+    """Combine gradients in pairs, layer by layer, along a tree over ranks (Maleki et al. 2021).
+
+        a (+) b = a (1 - a.b / 2|a|^2) + b (1 - a.b / 2|b|^2)
+
+    Parallel gradients give their mean, orthogonal ones their sum, so the result lies between the mean and n times it:
+    learning rates are those of a single rank. A zero gradient leaves the other as it is. The tree halves the ranks, the
+    lower half the larger, and every layer (parameter) has coefficients of its own.
+
+    Since all nodes of the tree are combinations of the n gradients, it is evaluated on each layer's n x n products: an
+    all-to-all of shards, an all-gather of the products, and one of the result; 2 (n - 1)/n tensors a rank and 8 n^2
+    bytes for each layer and peer. Layers are never cut into grains.
+
+    References:
+        Maleki, Musuvathi, Mytkowicz et al. 2021, "Scaling distributed training with adaptive summation", MLSys.
+
+    >>> from gradwire.core.grain import matrix_grain
+    >>> from gradwire.drivers.lockstep import Lockstep
+    >>> ranks = Lockstep(Adasum(), matrix_grain(1, 2), world_size=2)
+    >>> ranks.step([torch.tensor([[[2.0, 0.0]]]), torch.tensor([[[0.0, 3.0]]])])[0]
+    tensor([[[2., 3.]]])
+    >>> ranks.step([torch.tensor([[[2.0, 0.0]]]), torch.tensor([[[4.0, 0.0]]])])[0]
+    tensor([[[3., 0.]]])
+    """
+
+    conserves: ClassVar[bool] = False
+
+    @property
+    def averages(self) -> bool:
+        """False."""
+        return False
+
+    @property
+    def scope(self) -> Literal["flat", "tensor"]:
+        """Whole parameters."""
+        return "tensor"
+
+    @property
+    def lossless(self) -> bool:
+        """True: gradients travel as they are."""
+        return True
+
+    def init(self, grain: Grain, step: Step) -> State:
+        """Nothing to remember."""
+        return State()
+
+    def contraction(self, grain: Grain) -> float | None:
+        """1: nothing is lost."""
+        return 1.0
+
+    def reduce(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:
+        """All-to-all, all-gather of products, all-gather."""
+        received = yield collective.AllToAll(cut(x, step.world_size))
+        rows = rows_of(received, x.dtype)
+        mine = _layer_products(rows, grain, step)
+        parts = yield collective.AllGather(mine.view(-1).view(torch.uint8))
+        products = add_in_order(parts.view(torch.float64)).view(mine.shape)
+        combined = _combine(rows, tree(products), grain, step)
+        gathered = yield collective.AllGather(combined.to(x.dtype).view(torch.uint8))
+        return Reduced(join(gathered, like=x), SentAll(), state)
+
+
+def tree(G: Tensor) -> Tensor:
+    """Return the coefficients c of the result sum_i c_i x_i from the products G (layers, n, n): (layers, n)."""
+    n = G.shape[-1]
+    each = torch.eye(n, dtype=G.dtype, device=G.device).expand(G.shape[0], n, n)
+    return _node(G, list(each.unbind(1)))
+
+
+def _node(G: Tensor, leaves: list[Tensor]) -> Tensor:
+    if len(leaves) == 1:
+        return leaves[0]
+    half = (len(leaves) + 1) // 2
+    a, b = _node(G, leaves[:half]), _node(G, leaves[half:])
+    Ga, Gb = (G @ a[..., None])[..., 0], (G @ b[..., None])[..., 0]
+    both = (a * Gb).sum(-1)
+    return a * _share(both, (a * Ga).sum(-1)) + b * _share(both, (b * Gb).sum(-1))
+
+
+def _share(both: Tensor, square: Tensor) -> Tensor:
+    """1 - a.b / 2|a|^2, and 1 where a is zero."""
+    nothing = square <= 0
+    return (1.0 - both / (2.0 * torch.where(nothing, 1.0, square)))[..., None].masked_fill(nothing[..., None], 1.0)
+
+
+def _pieces(grain: Grain, step: Step) -> Iterator[tuple[int, int, int]]:
+    """Yield (layer, start, stop) of the columns of this rank's shard that each layer has."""
+    shard = shard_numel(grain.numel, step.world_size)
+    first = step.rank * shard
+    for layer, segment in enumerate(grain.segments):
+        start, stop = max(segment.offset, first), min(segment.offset + segment.numel, first + shard)
+        if start < stop:
+            yield layer, start - first, stop - first
+
+
+def _layer_products(rows: Tensor, grain: Grain, step: Step) -> Tensor:
+    """What this rank's shard adds to the products of each layer: (layers, n, n)."""
+    n = step.world_size
+    products = torch.zeros(len(grain.segments), n, n, dtype=torch.float64, device=rows.device)
+    for layer, start, stop in _pieces(grain, step):
+        products[layer] = robust.products(rows[:, start:stop].contiguous())
+    return products
+
+
+def _combine(rows: Tensor, coefficients: Tensor, grain: Grain, step: Step) -> Tensor:
+    """This rank's shard of the result."""
+    out = torch.zeros(rows.shape[1], dtype=rows.dtype, device=rows.device)
+    for layer, start, stop in _pieces(grain, step):
+        robust.weighted_sum(rows[:, start:stop].contiguous(), coefficients[layer], out[start:stop])
+    return out

@@ -1,0 +1,180 @@
+"""Exchanges under a rule: who gets which columns of the n gradients, and how the result reaches everybody."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from gradwire.codecs.base import Codec
+from gradwire.core import collective
+from gradwire.core.collective import Collective
+from gradwire.core.errors import CompositionError
+from gradwire.core.grain import Grain
+from gradwire.core.payload import Layout
+from gradwire.core.state import Leaf, State
+from gradwire.kernels import robust
+from gradwire.reducers.aggregate.rule import Rule
+from gradwire.reducers.aggregate.shards import arithmetic, cut, join, rows_of, shard_numel
+from gradwire.reducers.base import Program, Reduced, Reducer, Step
+from gradwire.reducers.exchange import SentAll, SentPayload
+
+
+class Aggregate(Reducer):
+    """A reducer whose result is what a rule makes of all ranks' tensors, and no mean."""
+
+    rule: Rule
+    conserves: ClassVar[bool] = False
+
+    @property
+    def averages(self) -> bool:
+        """False: it is what the rule says."""
+        return False
+
+    @property
+    def fewest_ranks(self) -> int:
+        """The rule's."""
+        return self.rule.fewest_ranks
+
+    def init(self, grain: Grain, step: Step) -> State:
+        """The last result where the rule wants it, at first zeros.
+
+        Raises:
+            CompositionError: fewer ranks than the rule needs.
+        """
+        self.require_ranks(step.world_size)
+        if not self.rule.remembers:
+            return State()
+        last = torch.zeros(self._columns(grain, step), dtype=arithmetic(grain.dtype), device=grain.device)
+        return State(last=Leaf(last, "owned"))
+
+    @abstractmethod
+    def _columns(self, grain: Grain, step: Step) -> int:
+        """How many columns of the rows this rank combines."""
+
+
+@dataclass(frozen=True)
+class Sharded(Aggregate):
+    """Rank j gets shard j of every rank's tensor, applies the rule, sends the result to all: the bytes of a mean.
+
+    An all-to-all of rows and an all-gather of the result, 2 (n - 1)/n tensors a rank whatever n is, and no rank ever
+    holds more than one tensor's worth of rows. A geometric rule also needs the squared distances between whole
+    gradients: each owner computes those of its shards, and one small collective a step, n^2 float64 values, adds them
+    up over owners and grains (`Total`), so the rule is the same as on the whole model in one piece. It has to wait for
+    the backward pass to end; rules that look at coordinates alone do not.
+
+    Each element of the result is computed by one rank, so it is the same everywhere bit for bit.
+
+    Args:
+        rule: e.g. `Median()`, `Krum(1)`.
+
+    >>> from gradwire.drivers.lockstep import Lockstep
+    >>> from gradwire.core.grain import flat_grain
+    >>> from gradwire.reducers.aggregate import Median
+    >>> ranks = Lockstep(Sharded(Median()), flat_grain(2), world_size=3)
+    >>> ranks.step([torch.tensor([1.0, 5.0]), torch.tensor([2.0, 6.0]), torch.tensor([-100.0, 7.0])])[2]
+    tensor([1., 6.])
+    """
+
+    rule: Rule
+
+    @property
+    def lossless(self) -> bool:
+        """True: gradients travel as they are."""
+        return True
+
+    def contraction(self, grain: Grain) -> float | None:
+        """1: nothing is lost on the way to the rule."""
+        return 1.0
+
+    def _columns(self, grain: Grain, step: Step) -> int:
+        return shard_numel(grain.numel, step.world_size)
+
+    def reduce(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:
+        """All-to-all, the rule, all-gather."""
+        received = yield collective.AllToAll(cut(x, step.world_size))
+        rows, distances = _remembering(rows_of(received, x.dtype), state), None
+        if self.rule.geometric:
+            distances = yield collective.Total(robust.squared_distances(rows), of=self)
+        combined = self.rule.combine(rows, distances)
+        gathered = yield collective.AllGather(combined.to(x.dtype).view(torch.uint8))
+        return Reduced(join(gathered, like=x), SentAll(), _remembered(combined, state))
+
+
+@dataclass(frozen=True)
+class Gathered(Aggregate):
+    """Every payload goes to every rank, which decodes them all and applies the rule: a rule over any codec.
+
+    As `AllGather`, n - 1 payloads a rank, so it suits sparse payloads and few ranks. Every rank has all rows of a grain
+    at hand while it combines them: n tensors of a grain's size, decoded a second time by geometric rules, which wait
+    for the distances over all grains of the step (with no further bytes), so that only payloads are kept meanwhile.
+
+    Args:
+        rule: e.g. `Median()`, `Krum(1)`.
+        codec: any codec.
+
+    Raises:
+        CompositionError: a rule that remembers its last result.
+    """
+
+    rule: Rule
+    codec: Codec
+
+    def __post_init__(self) -> None:
+        if self.rule.remembers:
+            raise CompositionError(f"{self.rule} keeps its last result by shards: use it without a codec, as Sharded")
+
+    @property
+    def lossless(self) -> bool:
+        """The codec's."""
+        return self.codec.lossless
+
+    def contraction(self, grain: Grain) -> float | None:
+        """The codec's."""
+        return self.codec.contraction(grain.numel)
+
+    def _columns(self, grain: Grain, step: Step) -> int:
+        return grain.numel
+
+    def reduce(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:
+        """One all-gather, then the rule."""
+        flat, key = x.reshape(-1), step.key(grain)
+        layout = self.codec.layout(flat.numel(), flat.dtype)
+        wire = layout.empty(flat.device)
+        payload = layout.views(wire)
+        self.codec.encode_into(flat, key, payload)
+        received = yield collective.AllGather(wire)
+        combined = yield from self._combine(grain, received, layout, flat, step)
+        return Reduced(combined.to(x.dtype).view(x.shape), SentPayload(self.codec, payload, key), state)
+
+    def _combine(
+        self, grain: Grain, received: Tensor, layout: Layout, like: Tensor, step: Step
+    ) -> Generator[Collective, Tensor, Tensor]:
+        rows, distances = self._decoded(grain, received, layout, like, step), None
+        if self.rule.geometric:
+            mine = robust.squared_distances(rows)
+            del rows  # what waits for the other grains should be small
+            distances = yield collective.Total(mine, of=self, over="grains")
+            rows = self._decoded(grain, received, layout, like, step)
+        return self.rule.combine(rows, distances)
+
+    def _decoded(self, grain: Grain, received: Tensor, layout: Layout, like: Tensor, step: Step) -> Tensor:
+        """All ranks' tensors, one a row."""
+        rows = torch.empty(len(received), like.numel(), dtype=arithmetic(like.dtype), device=like.device)
+        for rank, (wire, row) in enumerate(zip(received, rows, strict=True)):
+            self.codec.decode_into(layout.views(wire), row, step.key(grain, rank=rank))
+        return rows
+
+
+def _remembering(rows: Tensor, state: State) -> Tensor:
+    """The rows, and behind them the last result where there is one."""
+    last = state.get("last")
+    return torch.cat([rows, last.tensor.view(1, -1)]) if isinstance(last, Leaf) else rows
+
+
+def _remembered(combined: Tensor, state: State) -> State:
+    return State(last=Leaf(combined, "owned")) if "last" in state else state

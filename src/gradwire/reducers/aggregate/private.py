@@ -1,0 +1,146 @@
+"""The differentially private mean: each worker's gradient is clipped, and noise hides that it was there."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from gradwire.core import collective
+from gradwire.core.errors import CompositionError
+from gradwire.core.grain import Grain
+from gradwire.core.state import State
+from gradwire.kernels import robust
+from gradwire.reducers.base import Program, Reduced, Reducer, Step
+from gradwire.reducers.exchange import SentAll
+
+_CHUNK = 1 << 16
+
+
+@dataclass(frozen=True)
+class PrivateMean(Reducer):
+    """mean = 1/n sum_i x_i min(1, clip / |x_i|) + N(0, (noise * clip / n)^2) (McMahan et al. 2018, Algorithm 1).
+
+    |x_i| is the norm of rank i's whole gradient: each rank adds up the squares of its grains (`Total`, no bytes), so
+    nothing is sent before the backward pass has ended. Each rank adds noise of deviation noise * clip / sqrt(n) to its
+    own gradient, so that the sum's is noise * clip, and one all-reduce follows, in float32 at least. The noise comes
+    from the system's entropy and never from a shared key, so no two runs are the same.
+
+    What is private, and towards whom: a *worker's* whole contribution to a step, towards whoever sees the model. A rank
+    knows its own noise, so towards it the noise counts (n - 1)/n of the variance; a rank that leaves its noise out
+    takes that much away. `epsilon` says what it costs. Noise is drawn in float64 and rounded: an adversary that sees
+    the bits of single results could exploit that (Mironov 2012).
+
+    Under a `GradScaler`, `clip` is in the units of scaled gradients.
+
+    Args:
+        clip: C, the largest norm that a worker's gradient keeps.
+        noise: sigma, the noise's deviation in units of C; 1 is usual, 0 means none and nothing private.
+
+    Raises:
+        CompositionError: a clip that is not positive, or negative noise.
+
+    References:
+        McMahan, Ramage, Talwar & Zhang 2018, "Learning differentially private recurrent language models".
+    """
+
+    clip: float
+    noise: float = 1.0
+
+    conserves: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if not 0 < self.clip < math.inf:
+            raise CompositionError(f"dp with clip {self.clip}: it must be positive, about a gradient's usual norm")
+        if not 0 <= self.noise < math.inf:
+            raise CompositionError(f"dp with noise {self.noise}: it must be 0 or more; 1 is usual")
+
+    @property
+    def averages(self) -> bool:
+        """False: gradients are clipped first."""
+        return False
+
+    @property
+    def repeatable(self) -> bool:
+        """Only without noise."""
+        return self.noise == 0
+
+    def init(self, grain: Grain, step: Step) -> State:
+        """Nothing to remember."""
+        return State()
+
+    def reduce(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:
+        """The norm, then one all-reduce."""
+        n = step.world_size
+        y = x.reshape(-1).to(torch.promote_types(x.dtype, torch.float32))
+        square = yield collective.Total(robust.products(y.view(1, -1)), of=self, over="grains")
+        factor = (self.clip / square.view(()).sqrt().clamp(min=self.clip) / n).to(y.dtype)
+        y = y * factor
+        add_noise(y, self.noise * self.clip / math.sqrt(n) / n)
+        total = yield collective.AllReduce(y, consumable=True)
+        return Reduced(total.to(x.dtype).view(x.shape), SentAll(), state)
+
+
+def add_noise(x: Tensor, deviation: float) -> None:
+    """x += N(0, deviation^2), drawn from the system's entropy (`os.urandom`)."""
+    if x.device.type == "meta" or not deviation:
+        return
+    flat = x.view(-1)
+    for start in range(0, flat.numel(), _CHUNK):
+        piece = flat[start : start + _CHUNK]
+        piece.add_(system_normal(piece.numel()).to(piece.device, piece.dtype), alpha=deviation)
+
+
+def system_normal(numel: int) -> Tensor:
+    """Return standard normal numbers in float64 (Box & Muller 1958) that nobody can draw again."""
+    pairs = (numel + 1) // 2
+    words = torch.frombuffer(bytearray(os.urandom(16 * max(1, pairs))), dtype=torch.int64)
+    u = ((words >> 11) & ((1 << 53) - 1)).double().add_(0.5).mul_(2.0**-53).view(2, -1)[:, :pairs]
+    radius, angle = u[0].log().mul_(-2.0).sqrt_(), u[1] * (2 * math.pi)
+    return torch.cat([radius * angle.cos(), radius * angle.sin()])[:numel]
+
+
+def epsilon(noise: float, steps: int, delta: float, sampling: float = 1.0) -> float:
+    """Return epsilon of `steps` private means: with it they are (epsilon, delta)-private for each worker.
+
+    By Renyi accounting (Mironov 2017) as Google's dp-accounting library does it, for adding or removing one worker.
+
+    Args:
+        noise: sigma of `PrivateMean`.
+        steps: how many means were taken.
+        delta: well below 1 / (number of workers there might be).
+        sampling: the probability with which a worker takes part in a step, each drawn by itself; 1 where all always do.
+
+    Raises:
+        CompositionError: dp-accounting is not installed, or a number is out of range.
+
+    >>> epsilon(noise=0.0, steps=1, delta=1e-5)
+    inf
+    """
+    if noise < 0 or steps < 0 or not 0 < delta < 1 or not 0 < sampling <= 1:
+        raise CompositionError(
+            f"epsilon of noise={noise}, steps={steps}, delta={delta}, sampling={sampling}: noise and steps must not be "
+            "negative, delta lies in (0, 1) and sampling in (0, 1]"
+        )
+    if noise == 0:
+        return math.inf if steps else 0.0
+    library, rdp = _accounting()
+    event = library.PoissonSampledDpEvent(sampling, library.GaussianDpEvent(noise))
+    accountant = rdp.RdpAccountant()
+    accountant.compose(event, steps)
+    return float(accountant.get_epsilon(delta))
+
+
+def _accounting() -> tuple[Any, Any]:
+    try:
+        import dp_accounting
+        from dp_accounting import rdp
+    except ImportError as error:
+        raise CompositionError(
+            "accounting for privacy needs Google's dp-accounting: pip install 'gradwire[private]'"
+        ) from error
+    return dp_accounting, rdp
