@@ -178,7 +178,7 @@ def block_int(x: Tensor) -> Iterator[Case]:
         yield Case(
             f"block_int_encode_keeping {name}",
             least + 4 * x.numel(),
-            lambda b=bits, k=key, p=p, s=s: fused.block_int_encode_keeping(into, b, 256, k, p, s),
+            lambda b=bits, k=key, p=p, s=s: kernels.block_int_encode(into, b, 256, k, p, s, keep=True),
         )
     for bits in (2, 4, 5, 8):
         p, s = wire(x, bits, 256)

@@ -80,12 +80,12 @@ def run_all() -> None:
     packed, scales = torch.zeros(0, dtype=torch.uint8), x
     for bits, block, key in ((4, 256, None), (8, 256, 1), (3, 24, None), (4, 65536, None)):
         packed, scales = torch.zeros(kernels.packed_nbytes(NUMEL, bits), dtype=torch.uint8), x[: -(-NUMEL // block)]
-        cuda.block_int_encode_keeping(x, bits, block, key, packed, scales)
+        cuda.block_int_encode(x, bits, block, key, packed, scales, keep=True)
         cuda.block_int_accumulate(packed, scales, bits, block, x)
     for levels, block in ((255, 512), (15, 65536)):
-        cuda.sign_encode_keeping(x, block, packed, scales)
+        cuda.sign_encode(x, block, packed, scales, keep=True)
         cuda.sign_accumulate(packed, scales, block, x)
-        cuda.qsgd_encode_keeping(x, levels, block, 1, packed, scales)
+        cuda.qsgd_encode(x, levels, block, 1, packed, scales, keep=True)
         cuda.qsgd_accumulate(packed, scales, levels, block, x)
     packed, scales = torch.zeros(4, NUMEL // 2 + 1, dtype=torch.uint8), torch.zeros(4, NUMEL // 256 + 1)
     cuda.block_int_reduce(packed, scales, 4, 256, x, 4, None, packed[0], scales[0], NUMEL, 0.25)

@@ -27,7 +27,6 @@ from gradwire import kernels
 from gradwire.bench.tasks import Task, make_task
 from gradwire.bench.torch_hooks import TorchMethod, attach_torch, parse_torch, predicted_bytes
 from gradwire.bench.wire import WireMeter, WireReading
-from gradwire.kernels import robust
 
 PROGRESS = "@gradwire "
 AGREE_EVERY = 10
@@ -342,7 +341,6 @@ def join_group(job: Job) -> None:
 def warm_kernels() -> None:
     """Compile what is compiled on first use, off the clock."""
     kernels.warm_up()
-    robust.warm_up()
 
 
 def run(job: Job) -> Log:

@@ -13,6 +13,7 @@ from gradwire.codecs.base import Codec, as_float32, decode_via_float32
 from gradwire.core.errors import CompositionError
 from gradwire.core.key import Key
 from gradwire.core.payload import Field, Layout, Payload
+from gradwire.kernels import fused
 from gradwire.kernels import indices as places
 
 VALUE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -142,6 +143,15 @@ class TopK(Codec):
         x32 = as_float32(x)
         indices = self.select(x32)
         out[0].copy_(kernels.gather(x32, indices))
+        places.encode(indices, x.numel(), self.indices, out[1])
+
+    def encode_keeping_into(self, x: Tensor, key: Key, out: Payload) -> None:
+        """Select, then take what is sent out of `x`: the indices need not be decoded again."""
+        if x.dtype != torch.float32:
+            super().encode_keeping_into(x, key, out)
+            return
+        indices = torch.empty(out[0].numel(), dtype=torch.int32, device=x.device)
+        fused.topk_encode_keeping(x, out[0], indices)
         places.encode(indices, x.numel(), self.indices, out[1])
 
     def decode_into(self, payload: Payload, out: Tensor, key: Key) -> None:

@@ -125,9 +125,11 @@ def _kernels(device: torch.device, numel: int) -> ModuleType:
 
 def warm_up() -> None:
     """Call every kernel once, so that compiling is done, and kept on disk, before the first training step."""
-    from gradwire.kernels import lowrank
+    from gradwire.kernels import indices as places
+    from gradwire.kernels import lowrank, quantise, robust
 
-    lowrank.warm_up()
+    for module in (places, lowrank, quantise, robust):
+        module.warm_up()
     x = torch.arange(24, dtype=torch.float32) - 12.0
     cpu = x.device
     all_finite(x)
@@ -509,7 +511,9 @@ def qsgd_bits(levels: int) -> int:
     return levels.bit_length() + 1
 
 
-def qsgd_encode(x: Tensor, levels: int, block: int, key: int, packed: Tensor, norms: Tensor) -> None:
+def qsgd_encode(
+    x: Tensor, levels: int, block: int, key: int, packed: Tensor, norms: Tensor, keep: bool = False
+) -> None:
     """Round |x| at random to `levels` levels of the block's Euclidean norm.
 
         norm = ||x||_2 over the block
@@ -527,6 +531,7 @@ def qsgd_encode(x: Tensor, levels: int, block: int, key: int, packed: Tensor, no
         key: of the rounding.
         packed: (packed_nbytes(numel, qsgd_bits(levels)),) uint8, written.
         norms: (ceil(numel / block),) float32, written.
+        keep: leave in `x` what was not encoded, x - decoded.
 
     Raises:
         ValueError: levels, block or a size that does not fit.
@@ -542,7 +547,7 @@ def qsgd_encode(x: Tensor, levels: int, block: int, key: int, packed: Tensor, no
     """
     _require_range("levels", levels, 1, 32767)
     _check_blocks(x, packed, norms, qsgd_bits(levels), block)
-    _kernels(x.device, x.numel()).qsgd_encode(x, levels, block, key, packed, norms)
+    _kernels(x.device, x.numel()).qsgd_encode(x, levels, block, key, packed, norms, keep)
 
 
 def qsgd_accumulate(packed: Tensor, norms: Tensor, levels: int, block: int, into: Tensor, alpha: float = 1.0) -> None:

@@ -811,7 +811,9 @@ def _qsgd_encode(x, levels, block, k0, k1, first, packed, norms):
             _pack_wide_eights(codes, bits, packed[origin // 8 * bits :])
 
 
-def qsgd_encode(x: Tensor, levels: int, block: int, key: int, packed: Tensor, norms: Tensor) -> None:
+def qsgd_encode(
+    x: Tensor, levels: int, block: int, key: int, packed: Tensor, norms: Tensor, keep: bool = False
+) -> None:
     """See `gradwire.kernels.qsgd_encode`."""
     bits, words = levels.bit_length() + 1, uniform_words(key)
     a, p, s = _array(x), _array(packed), _array(norms)
@@ -825,6 +827,8 @@ def qsgd_encode(x: Tensor, levels: int, block: int, key: int, packed: Tensor, no
             for i, j in pool.chunks(x.numel(), block)
         ]
     )
+    if keep:
+        qsgd_accumulate(packed, norms, levels, block, x, -1.0)
 
 
 @_kernel("void(uint8[::1], float32[::1], int64, int64, float32[::1], float32, boolean)")

@@ -1,5 +1,5 @@
 # pyright: reportPrivateUsage=false
-"""Several kernels in one pass: encoding that leaves the residual behind, sums of payloads, orthonormal columns.
+"""Several kernels in one pass: selection that leaves the residual behind, sums of payloads, orthonormal columns.
 
 On a GPU each is one kernel, or a few; elsewhere they are what their equations say, made of the kernels of
 `gradwire.kernels`, and on all devices the bits are the same but where sums or rotations are free.
@@ -16,12 +16,9 @@ from gradwire import kernels
 from gradwire.kernels import reference
 
 __all__ = [
-    "block_int_encode_keeping",
     "block_int_reduce",
     "orthonormalise",
-    "qsgd_encode_keeping",
     "scatter_add_rows_",
-    "sign_encode_keeping",
     "topk_encode_keeping",
     "topk_feedback",
 ]
@@ -40,45 +37,6 @@ def _check_blocks(x: Tensor, packed: Tensor, scales: Tensor, bits: int, block: i
 
 
 # Residuals --------------------------------------------------------------------------------------------------
-
-
-def block_int_encode_keeping(x: Tensor, bits: int, block: int, key: int | None, packed: Tensor, scales: Tensor) -> None:
-    """`kernels.block_int_encode`, then x -= decode(packed, scales). Raises as that.
-
-    >>> x, packed, scales = torch.tensor([0.0, 7.0, -3.0, 1.5]), torch.empty(2, dtype=torch.uint8), torch.empty(1)
-    >>> block_int_encode_keeping(x, 4, 8, None, packed, scales)
-    >>> x
-    tensor([ 0.0000,  0.0000,  0.0000, -0.5000])
-    """
-    fused = _fused(x)
-    if fused is not None and 2 <= bits <= 8:
-        _check_blocks(x, packed, scales, bits, block)
-        fused.block_int_encode_keeping(x, bits, block, key, packed, scales)
-        return
-    kernels.block_int_encode(x, bits, block, key, packed, scales)
-    kernels.block_int_accumulate(packed, scales, bits, block, x, -1.0)
-
-
-def sign_encode_keeping(x: Tensor, block: int, packed: Tensor, scales: Tensor) -> None:
-    """`kernels.sign_encode`, then x -= decode(packed, scales). Raises as that."""
-    fused = _fused(x)
-    if fused is not None:
-        _check_blocks(x, packed, scales, 1, block)
-        fused.sign_encode_keeping(x, block, packed, scales)
-        return
-    kernels.sign_encode(x, block, packed, scales)
-    kernels.sign_accumulate(packed, scales, block, x, -1.0)
-
-
-def qsgd_encode_keeping(x: Tensor, levels: int, block: int, key: int, packed: Tensor, norms: Tensor) -> None:
-    """`kernels.qsgd_encode`, then x -= decode(packed, norms). Raises as that."""
-    fused = _fused(x)
-    if fused is not None and 1 <= levels <= 32767:
-        _check_blocks(x, packed, norms, kernels.qsgd_bits(levels), block)
-        fused.qsgd_encode_keeping(x, levels, block, key, packed, norms)
-        return
-    kernels.qsgd_encode(x, levels, block, key, packed, norms)
-    kernels.qsgd_accumulate(packed, norms, levels, block, x, -1.0)
 
 
 def _check_sparse(x: Tensor, values: Tensor, indices: Tensor) -> None:
@@ -221,9 +179,8 @@ def block_int_reduce(
         kernels.block_int_accumulate(row, row_scales, bits, block, y, alpha)
     if owner is not None:
         y.add_(owner)
-    kernels.block_int_encode(y, out_bits, block, key, packed, scales)
+    kernels.block_int_encode(y, out_bits, block, key, packed, scales, keep=owner is not None)
     if owner is not None:
-        kernels.block_int_accumulate(packed, scales, out_bits, block, y, -1.0)
         owner.copy_(y)
 
 
@@ -257,7 +214,7 @@ def orthonormalise(matrices: Tensor) -> Tensor:
     Q is the same. Non-finite matrices give non-finite Q.
 
     Args:
-        matrices: (batch, rows, columns) float32, columns <= 32 and <= rows.
+        matrices: (batch, rows, columns) float32, columns <= rows. More than 32 columns take Householder QR anywhere.
 
     Raises:
         ValueError: another shape.
@@ -270,9 +227,9 @@ def orthonormalise(matrices: Tensor) -> Tensor:
     tensor([[[0.6000],
              [0.8000]]])
     """
-    if matrices.ndim != 3 or not 0 < matrices.shape[2] <= min(32, matrices.shape[1]):
-        raise ValueError(f"matrices of {tuple(matrices.shape)}: (batch, rows, columns), columns <= 32 and <= rows")
+    if matrices.ndim != 3 or not 0 < matrices.shape[2] <= matrices.shape[1]:
+        raise ValueError(f"matrices of {tuple(matrices.shape)}: (batch, rows, columns) with columns <= rows")
     fused = _fused(matrices)
-    if fused is not None and matrices.dtype == torch.float32:
+    if fused is not None and matrices.dtype == torch.float32 and matrices.shape[2] <= 32:
         return fused.orthonormalise(matrices)
     return torch.linalg.qr(matrices).Q

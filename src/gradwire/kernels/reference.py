@@ -247,7 +247,9 @@ def sign_decode(packed: Tensor, scales: Tensor, block: int, out: Tensor) -> None
     out.copy_(_sign_values(packed, scales, block, out.numel()))
 
 
-def qsgd_encode(x: Tensor, levels: int, block: int, key: int, packed: Tensor, norms: Tensor) -> None:
+def qsgd_encode(
+    x: Tensor, levels: int, block: int, key: int, packed: Tensor, norms: Tensor, keep: bool = False
+) -> None:
     """See `gradwire.kernels.qsgd_encode`."""
     squares = _blocks(x, block).to(torch.float64).square().sum(1)
     inverse, usable, stored = _inverse(squares.sqrt().to(torch.float32), levels)
@@ -258,6 +260,8 @@ def qsgd_encode(x: Tensor, levels: int, block: int, key: int, packed: Tensor, no
     negative = (usable & (x < 0)).to(torch.int32)
     pack_bits(level | (negative << levels.bit_length()), levels.bit_length() + 1, packed)
     norms.copy_(stored)
+    if keep:
+        qsgd_accumulate(packed, norms, levels, block, x, -1.0)
 
 
 def _qsgd_values(packed: Tensor, norms: Tensor, levels: int, block: int, numel: int) -> Tensor:

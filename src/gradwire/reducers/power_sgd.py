@@ -16,7 +16,7 @@ from gradwire.core.errors import CompositionError
 from gradwire.core.grain import Grain, ParameterSpec
 from gradwire.core.key import Key
 from gradwire.core.state import Leaf, State
-from gradwire.kernels import lowrank
+from gradwire.kernels import fused, lowrank
 from gradwire.reducers.base import Program, Reduced, Reducer, Step
 from gradwire.reducers.exchange import AllReduce
 
@@ -60,8 +60,8 @@ class PowerSGD(Reducer):
     is harmless, since every rank orthogonalises the same sum, what rounding takes from its part of Q a rank owes, and
     only the rounding of the sum itself is lost, as it is of gradients in 16 bits. Matrices of one shape are one batch.
 
-    P is made orthonormal by Householder QR, which stays finite for rank-deficient and all-zero matrices. Between steps
-    each column of Q is scaled by a power of two to a largest magnitude in [1, 2): that changes no span, and MQ then is
+    P is made orthonormal by `kernels.fused.orthonormalise`, finite for rank-deficient and all-zero matrices. Between
+    steps each column of Q is scaled by a power of two to a largest magnitude in [1, 2): that changes no span, and MQ then is
     of the size of M and not of its square, which half precision may not hold. Columns that vanish are redrawn from the
     key, so a layer whose gradient was zero gets through when it comes back. Parameters too small to gain go
     uncompressed in one flat all-reduce.
@@ -166,7 +166,7 @@ class PowerSGD(Reducer):
 def _iterate(M: Tensor, Q: Tensor, step: Step, wire: torch.dtype) -> Generator[Collective, Tensor, _Factors]:
     """One step of subspace iteration on the mean of M."""
     MQ = yield collective.AllReduce(torch.bmm(M, Q).div_(step.world_size).to(wire), consumable=True)
-    P = torch.linalg.qr(MQ.float()).Q
+    P = fused.orthonormalise(MQ.float())
     # P^T M reads M row by row and takes a third of the time of M^T P.
     part = torch.bmm(P.mT, M).div_(step.world_size).to(wire)
     Qt = yield collective.AllReduce(part)

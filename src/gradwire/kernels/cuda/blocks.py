@@ -3,7 +3,7 @@
 
 A block that fits into a tile is read once. A wider one is reduced first, part by part, and read again.
 
-`*_encode_keeping` also leaves in `x` what the payload does not say, x - decode(payload): the residual of error
+With `keep` an encoder also leaves in `x` what the payload does not say, x - decode(payload): the residual of error
 feedback, for the price of a write.
 """
 
@@ -139,9 +139,10 @@ def _block_int_encode(
         store_tile(x + start, local, tile - q.to(tl.float32) * each(step_of(stored, LEVELS)), valid, full)
 
 
-def _encode_block_int(
-    x: Tensor, bits: int, block: int, key: int | None, packed: Tensor, scales: Tensor, keep: bool
+def block_int_encode(
+    x: Tensor, bits: int, block: int, key: int | None, packed: Tensor, scales: Tensor, keep: bool = False
 ) -> None:
+    """See `gradwire.kernels.block_int_encode`."""
     tiles = tiling(x.numel(), block)
     given = _given_largest(x, tiles)
     words = (0, 0) if key is None else signed(uniform_words(key))
@@ -156,16 +157,6 @@ def _encode_block_int(
         **codes_meta(bits),
         **tiles.meta,
     )
-
-
-def block_int_encode(x: Tensor, bits: int, block: int, key: int | None, packed: Tensor, scales: Tensor) -> None:
-    """See `gradwire.kernels.block_int_encode`."""
-    _encode_block_int(x, bits, block, key, packed, scales, keep=False)
-
-
-def block_int_encode_keeping(x: Tensor, bits: int, block: int, key: int | None, packed: Tensor, scales: Tensor) -> None:
-    """`block_int_encode`, and x -= what it decodes to."""
-    _encode_block_int(x, bits, block, key, packed, scales, keep=True)
 
 
 @triton.jit
@@ -244,7 +235,8 @@ def _sign_encode(
         store_tile(x + start, local, tile - negated_where(codes == 0, each(scale)), valid, full)
 
 
-def _encode_sign(x: Tensor, block: int, packed: Tensor, scales: Tensor, keep: bool) -> None:
+def sign_encode(x: Tensor, block: int, packed: Tensor, scales: Tensor, keep: bool = False) -> None:
+    """See `gradwire.kernels.sign_encode`."""
     tiles = tiling(x.numel(), block)
     given = _given_sum(x, tiles, squares=False)
     launch(
@@ -256,16 +248,6 @@ def _encode_sign(x: Tensor, block: int, packed: Tensor, scales: Tensor, keep: bo
         **codes_meta(1),
         **tiles.meta,
     )
-
-
-def sign_encode(x: Tensor, block: int, packed: Tensor, scales: Tensor) -> None:
-    """See `gradwire.kernels.sign_encode`."""
-    _encode_sign(x, block, packed, scales, keep=False)
-
-
-def sign_encode_keeping(x: Tensor, block: int, packed: Tensor, scales: Tensor) -> None:
-    """`sign_encode`, and x -= what it decodes to."""
-    _encode_sign(x, block, packed, scales, keep=True)
 
 
 @triton.jit
@@ -349,7 +331,10 @@ def _qsgd_encode(
         store_tile(x + start, local, tile - qsgd_values(codes, step_of(stored, LEVELS), BITS), valid, full)
 
 
-def _encode_qsgd(x: Tensor, levels: int, block: int, key: int, packed: Tensor, norms: Tensor, keep: bool) -> None:
+def qsgd_encode(
+    x: Tensor, levels: int, block: int, key: int, packed: Tensor, norms: Tensor, keep: bool = False
+) -> None:
+    """See `gradwire.kernels.qsgd_encode`."""
     tiles = tiling(x.numel(), block)
     given = _given_sum(x, tiles, squares=True)
     launch(
@@ -363,16 +348,6 @@ def _encode_qsgd(x: Tensor, levels: int, block: int, key: int, packed: Tensor, n
         **codes_meta(levels.bit_length() + 1),
         **tiles.meta,
     )
-
-
-def qsgd_encode(x: Tensor, levels: int, block: int, key: int, packed: Tensor, norms: Tensor) -> None:
-    """See `gradwire.kernels.qsgd_encode`."""
-    _encode_qsgd(x, levels, block, key, packed, norms, keep=False)
-
-
-def qsgd_encode_keeping(x: Tensor, levels: int, block: int, key: int, packed: Tensor, norms: Tensor) -> None:
-    """`qsgd_encode`, and x -= what it decodes to."""
-    _encode_qsgd(x, levels, block, key, packed, norms, keep=True)
 
 
 @triton.jit
