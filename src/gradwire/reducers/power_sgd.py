@@ -61,9 +61,9 @@ class PowerSGD(Reducer):
     only the rounding of the sum itself is lost, as it is of gradients in 16 bits. Matrices of one shape are one batch.
 
     P is made orthonormal by `kernels.fused.orthonormalise`, finite for rank-deficient and all-zero matrices. Between
-    steps each column of Q is scaled by a power of two to a largest magnitude in [1, 2): that changes no span, and MQ then is
-    of the size of M and not of its square, which half precision may not hold. Columns that vanish are redrawn from the
-    key, so a layer whose gradient was zero gets through when it comes back. Parameters too small to gain go
+    steps each column of Q is scaled by a power of two to a largest magnitude in [1, 2): that changes no span, and MQ
+    then is of the size of M and not of its square, which half precision may not hold. Columns that vanish are redrawn
+    from the key, so a layer whose gradient was zero gets through when it comes back. Parameters too small to gain go
     uncompressed in one flat all-reduce.
 
     Args:
