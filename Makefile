@@ -28,8 +28,10 @@ lint: $(READY)
 types: $(READY)
 	$(BIN)/pyright
 
+# Laws and doctests share the cores; what starts ranks of its own, or times them, has the machine to itself.
 unit: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses auto tests/laws src
+	$(BIN)/python -m pytest tests --ignore tests/laws
 
 clean:
 	rm -rf $(VENV) compare-report .pytest_cache .ruff_cache .hypothesis

@@ -22,7 +22,7 @@ from gradwire.drivers.process_group import Stats
 from gradwire.methods import methods
 from gradwire.spec import parse
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "AttachError",
