@@ -38,7 +38,7 @@ class LeanErrorFeedback(ErrorFeedback):
     >>> from gradwire.codecs import TopK
     >>> from gradwire.reducers import AllGather
     >>> LeanErrorFeedback(AllGather(TopK(0.01)))
-    LeanErrorFeedback(inner=AllGather(codec=TopK(density=0.01, values='fp32')), decay=1.0)
+    LeanErrorFeedback(inner=AllGather(codec=TopK(density=0.01, values='fp32', indices='auto')), decay=1.0)
     """
 
     @property
