@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -9,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -279,29 +280,45 @@ with Network(2, mode="user") as network:
 """
 
 
-def creator() -> tuple[subprocess.Popen[str], str]:
-    """Another process with a network of its own, and the name of that."""
+@contextlib.contextmanager
+def creator() -> Generator[tuple[subprocess.Popen[str], str]]:
+    """Another process with a network of its own, and the name of that; ended with the block."""
     environment = {**os.environ, **PATH}
-    process = subprocess.Popen([sys.executable, "-c", CREATOR], stdout=subprocess.PIPE, text=True, env=environment)
-    assert process.stdout is not None
-    tag = process.stdout.readline().strip()
-    process.stdout.close()
-    assert wait_for(lambda: len(alive(tag)) == 4)
-    return process, tag
+    with subprocess.Popen(
+        [sys.executable, "-c", CREATOR], stdout=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        assert process.stdout is not None
+        try:
+            tag = process.stdout.readline().strip()
+            assert tag, f"the creator said nothing; its status is {process.poll()}"
+            assert wait_for(lambda: len(alive(tag)) == 4, seconds=20), described(alive(tag))
+            yield process, tag
+        finally:
+            process.kill()
+
+
+def described(pids: list[int]) -> str:
+    """What runs, for whoever reads a failure."""
+    lines: list[str] = []
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            lines.append(f"{pid}: {command}")
+    return f"{len(pids)} alive: " + "; ".join(lines)
 
 
 @SECONDS
 @pytest.mark.net
 def test_clean_removes_what_a_killed_creator_left_and_nothing_else():
     needs("user")
-    process, tag = creator()
-    clean()
-    assert len(alive(tag)) == 4  # its creator lives
-    process.kill()
-    process.wait()
-    assert wait_for(lambda: len(alive(tag)) == 1)  # without a creator the network goes by itself
-    assert any(f"process {process.pid}" in line for line in clean())
-    assert not alive(tag)
+    with creator() as (process, tag):
+        clean()
+        assert len(alive(tag)) == 4, described(alive(tag))  # its creator lives
+        process.kill()
+        process.wait()
+        assert wait_for(lambda: len(alive(tag)) == 1, seconds=20), described(alive(tag))  # the network goes by itself
+        assert any(f"process {process.pid}" in line for line in clean())
+        assert not alive(tag)
 
 
 @SECONDS
@@ -309,11 +326,11 @@ def test_clean_removes_what_a_killed_creator_left_and_nothing_else():
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_takes_the_network_down(number: signal.Signals):
     needs("user")
-    process, tag = creator()
-    process.send_signal(number)
-    status = process.wait(timeout=10)
-    assert status == (143 if number == signal.SIGTERM else -signal.SIGINT)
-    assert not alive(tag)
+    with creator() as (process, tag):
+        process.send_signal(number)
+        status = process.wait(timeout=20)
+        assert status == (143 if number == signal.SIGTERM else -signal.SIGINT)
+        assert not alive(tag), described(alive(tag))
 
 
 # Ranks -------------------------------------------------------------------------------------------------------
