@@ -41,7 +41,7 @@ DEFAULT_METHODS = (
     "torch:powersgd:4",
     "torch:noop",
     "int4",
-    "int2:64",
+    "powersgd:8,factors=fp16",
     "topk:0.01",
 )
 
