@@ -229,22 +229,28 @@ def _top_histogram(raw):
     return total
 
 
-@_kernel("void(uint32[::1], int64, int64, int32[::1], uint32[::1])")
+_RUN = 16  # a sixth of the runs of a top one percent hold something
+
+
+@_kernel("int64(uint32[::1], int64, int64, int32[::1], uint32[::1])")
 def _candidates(raw, first, least, indices, magnitudes):
-    """Write index and magnitude of each element of at least `least`; the last slot is for overflow.
+    """Write index and magnitude of each element of at least `least`; return how many, or -1 where there is no room.
 
     Most runs have none: look before leaping. In a run that has, a branch would be guessed wrong too often, so
-    every element is written and the next overwrites it unless it counts.
+    every element is written and the next overwrites it unless it counts; so a run more of room is asked for.
     """
-    least, run, n = np.uint32(least), 32, 0
-    for start in range(0, raw.size, run):
-        piece = raw[start : start + run]
-        if _max_magnitude(piece, 0, piece.size) >= least:
-            for i in range(piece.size):
-                magnitude = _magnitude(piece[i])
-                indices[n] = np.int32(first + start + i)
+    least, n, room = np.uint32(least), np.uintp(0), indices.size - _RUN
+    for start in range(0, raw.size, _RUN):
+        stop = min(start + _RUN, raw.size)
+        if _max_magnitude(raw, start, stop) >= least:
+            if np.int64(n) > room:
+                return -1
+            for i in range(start, stop):
+                magnitude = _magnitude(raw[np.uintp(i)])
+                indices[n] = np.int32(first + i)
                 magnitudes[n] = magnitude
-                n += np.int64(magnitude >= least)
+                n += np.uintp(magnitude >= least)
+    return np.int64(n)
 
 
 @_kernel("int64[::1](uint32[::1], int64, int64, int64)")
@@ -279,19 +285,13 @@ def _bucket_of_kth(counts: np.ndarray[Any, Any], k: int) -> tuple[int, int]:
 
 
 def topk_indices(x: Tensor, k: int) -> Tensor:
-    """A histogram of `x`, then its candidates; these are few, and two more histograms refine them."""
+    """Candidates, which are few; then three histograms of them, each finer, find the threshold."""
     out = torch.empty(k, dtype=torch.int32)
     if k == 0:
         return out
-    raw, cuts = _raw(x), pool.chunks(x.numel())
-    tops = pool.run([functools.partial(_top_histogram, raw[i:j]) for i, j in cuts])
+    found = _found(_raw(x), k)
+    tops = pool.run([functools.partial(_top_histogram, m) for _, m in found])
     top, rank = _bucket_of_kth(np.sum(tops, axis=0), k)
-    found = pool.run(
-        [
-            functools.partial(_collect, raw[i:j], i, top, int(t[top:].sum()))
-            for (i, j), t in zip(cuts, tops, strict=True)
-        ]
-    )
     middles = pool.run([functools.partial(_histogram, m, top, _MIDDLE, _TOP - _MIDDLE) for _, m in found])
     middle, rank = _bucket_of_kth(np.sum(middles, axis=0), rank)
     prefix = (top << (_TOP - _MIDDLE)) | middle
@@ -310,12 +310,52 @@ def topk_indices(x: Tensor, k: int) -> Tensor:
     return out
 
 
-def _collect(
-    raw: np.ndarray[Any, Any], first: int, top: int, count: int
-) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    indices, magnitudes = np.empty(count + 1, np.int32), np.empty(count + 1, np.uint32)
-    _candidates(raw, first, top << _TOP, indices, magnitudes)
-    return indices[:count], magnitudes[:count]
+_Candidates = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]
+_STRIDE = 64  # a sixty-fourth of the elements says about where the k-th largest lies
+_SAMPLED = 1 << 15
+
+
+def _found(raw: np.ndarray[Any, Any], k: int) -> list[_Candidates]:
+    """Indices and magnitudes of elements among which the k largest are, piece by piece.
+
+    A sample guesses the bucket of the histogram that they begin in, which saves counting all elements. Where it
+    guessed too high, or so low that there is no room, all are counted.
+    """
+    cuts = pool.chunks(raw.size)
+    if raw.size >= _SAMPLED:
+        least = _guess(raw, k)
+        rooms = [4 * k * (j - i) // raw.size + 1024 for i, j in cuts]
+        found = _collected(raw, cuts, least, rooms)
+        if found is not None and sum(m.size for _, m in found) >= k:
+            return found
+    tops = pool.run([functools.partial(_top_histogram, raw[i:j]) for i, j in cuts])
+    least, _ = _bucket_of_kth(np.sum(tops, axis=0), k)
+    found = _collected(raw, cuts, least, [int(t[least:].sum()) for t in tops])
+    assert found is not None, "there is room for as many as were counted"
+    return found
+
+
+def _guess(raw: np.ndarray[Any, Any], k: int) -> int:
+    """A bucket that the k-th largest is not below, but for one case in ten thousand."""
+    sample = np.ascontiguousarray(raw[::_STRIDE])
+    rank = k * sample.size / raw.size
+    rank = min(sample.size, int(rank + 4 * rank**0.5) + 2)
+    return _bucket_of_kth(_top_histogram(sample), rank)[0]
+
+
+def _collected(
+    raw: np.ndarray[Any, Any], cuts: list[pool.Chunk], least: int, rooms: list[int]
+) -> list[_Candidates] | None:
+    """What is of bucket `least` or above, or None where it does not fit."""
+    tasks = [functools.partial(_collect, raw[i:j], i, least, room) for (i, j), room in zip(cuts, rooms, strict=True)]
+    found = pool.run(tasks)
+    return None if any(piece is None for piece in found) else [piece for piece in found if piece is not None]
+
+
+def _collect(raw: np.ndarray[Any, Any], first: int, top: int, room: int) -> _Candidates | None:
+    indices, magnitudes = np.empty(room + _RUN, np.int32), np.empty(room + _RUN, np.uint32)
+    count = _candidates(raw, first, top << _TOP, indices, magnitudes)
+    return None if count < 0 else (indices[:count], magnitudes[:count])
 
 
 @_kernel("void(float32[::1], int32[::1], float32[::1])")
