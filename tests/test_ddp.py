@@ -28,7 +28,7 @@ LONG_RUNS = [
 ]
 COMEBACKS = ("powersgd:1", INT4, TOPK)
 INFINITE = [INT4, TOPK, POWER, "sign", "randomk:0.2", "fp16", "none"]
-AWKWARD = ["none", "fp16", INT4, TOPK, POWER, "sign", "qsgd:15", "randomk:0.1"]
+AWKWARD = ["sign,vectors=off", "none", "fp16", INT4, TOPK, POWER, "sign", "qsgd:15", "randomk:0.1"]
 
 Job = tuple[str, dict[str, Any]]
 

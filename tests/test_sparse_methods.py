@@ -120,7 +120,7 @@ def test_an_adaptive_threshold_sends_its_density() -> None:
 
 def test_its_tau_follows_and_outlives_its_grain() -> None:
     whole = flat_grain(4000, name="w")
-    lockstep = Lockstep(AdaptiveThreshold(0.1, decay=0.5), whole, 1)
+    lockstep = Lockstep(AdaptiveThreshold(0.1, memory=0.5), whole, 1)
     x = normal(4000)
     for scale in (1.0, 1.0, 8.0, 8.0, 8.0, 8.0):
         lockstep.step([scale * x])

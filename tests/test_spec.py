@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
+import torch
 
 import gradwire
-from gradwire import CompositionError, SpecError, parse
+from gradwire import CompositionError, Lockstep, SpecError, methods, parse
 from gradwire.codecs import BF16, QSGD, BlockInt, Chain, Natural, RandomK, Scaled, TernGrad, TopK
+from gradwire.core.grain import flat_grain
 from gradwire.reducers import (
     AllGather,
     AllReduce,
@@ -35,6 +39,40 @@ def test_error_feedback_makes_a_contraction_of_an_unbiased_codec_whose_variance_
     assert parse("terngrad:0,ef=on,exchange=allgather") == Guard(ErrorFeedback(AllGather(Scaled(TernGrad(0)))))
     assert parse("natural,ef=on") == Guard(ErrorFeedback(TwoShot(Natural())))  # one already
     assert parse("qsgd:7,ef=off") == parse("qsgd:7") == Guard(TwoShot(QSGD(7)))
+
+
+def test_what_would_pass_a_rule_or_do_nothing_is_refused() -> None:
+    for spec in ("dp:1,warmup=10", "dp:1,vectors=off", "krum:1,vectors=off", "signsgd_mv,warmup=3"):
+        with pytest.raises(SpecError, match="would send gradients past"):
+            parse(spec)
+    for spec in ("fp16,residual=bf16", "none,decay=0.5", "int4,ef=off,decay=0.5"):
+        with pytest.raises(SpecError, match="option of error feedback"):
+            parse(spec)
+    for spec in ("dp", "clip"):
+        with pytest.raises(SpecError, match="needs its"):
+            parse(spec)
+    assert parse("dp:1,vectors=on,warmup=0") == parse("dp:1")
+
+
+def test_no_method_has_an_option_that_all_have() -> None:
+    """It could not be reached: the common one would take it."""
+    common = {"exchange", "node", "ef", "decay", "residual", "warmup", "vectors", "guard", "weights"}
+    for method in methods().values():
+        hints = {f.name for f in dataclasses.fields(method.build)}  # type: ignore[arg-type]
+        assert not hints & common, method.name
+
+
+def test_a_rule_is_not_behind_a_guard_that_would_undo_it() -> None:
+    """Four ranks of ones and one of NaN: the median is one."""
+    ranks = Lockstep(parse("median"), flat_grain(3), world_size=5)
+    means = ranks.step([torch.ones(3)] * 4 + [torch.full((3,), float("nan"))])
+    assert all(torch.equal(mean, torch.ones(3)) for mean in means)
+
+
+def test_two_processes_write_a_policy_alike() -> None:
+    """Ranks compare their reducers by `repr`, in which no address may stand."""
+    assert "0x" not in repr(parse("sign,vectors=off"))
+    assert "is_vector" in repr(parse("sign,vectors=off"))
 
 
 def test_two_shot_is_the_one_that_suits_the_codec() -> None:

@@ -25,7 +25,7 @@ import difflib
 import functools
 import typing
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from typing import Any, Literal, NamedTuple
 
 from gradwire.codecs import Chain, Codec, Identity, Scaled
@@ -156,12 +156,22 @@ def _build(spec: str, part: _Part, options: dict[str, str]) -> Any:
                 f"Grammar: {GRAMMAR}"
             )
     values = {name: _convert(spec, name, text, kinds[name]) for name, text in given.items()}
+    for name in _required(method):
+        if name not in values and name not in method.fixed:
+            raise SpecError(
+                f"{method.name!r} needs its {name}, in {spec!r}: write it after the colon. Grammar: {GRAMMAR}"
+            )
     return method.build(**values, **method.fixed)
 
 
 def _option_types(method: Method) -> dict[str, Any]:
     hints = typing.get_type_hints(method.build)
     return {f.name: hints[f.name] for f in fields(method.build) if f.init}  # type: ignore[arg-type]
+
+
+def _required(method: Method) -> list[str]:
+    """Options that have no default."""
+    return [f.name for f in fields(method.build) if f.init and f.default is MISSING]  # type: ignore[arg-type]
 
 
 def _convert(spec: str, name: str, text: str, kind: Any) -> Any:
@@ -206,15 +216,31 @@ def _weights(spec: str, text: str) -> tuple[float, ...]:
     return tuple(_convert(spec, "weights", part, float) for part in text.split("/"))
 
 
-def _wrap(spec: str, reducer: Reducer, method: Method, common: dict[str, Any]) -> Reducer:
-    if common.get("ef", method.feedback):
-        residual = common.get("residual", "fp32")
-        if residual not in RESIDUALS:
-            raise SpecError(f"unknown residual {residual!r} in {spec!r}; {_nearest(residual, RESIDUALS)}")
-        reducer = RESIDUALS[residual](reducer, common.get("decay", 1.0))
-    # Only where each element travels for itself does a NaN reach the mean unaided; random-k may leave it out.
+def _fed(spec: str, reducer: Reducer, common: dict[str, Any]) -> Reducer:
+    """The reducer with error feedback."""
+    residual = common.get("residual", "fp32")
+    if residual not in RESIDUALS:
+        raise SpecError(f"unknown residual {residual!r} in {spec!r}; {_nearest(residual, RESIDUALS)}")
+    return RESIDUALS[residual](reducer, common.get("decay", 1.0))
+
+
+def _needs_no_guard(reducer: Reducer) -> bool:
+    """Where each element travels for itself a NaN reaches the mean unaided; a rule leaves a bad gradient out."""
     exchange = reducer.inter if isinstance(reducer, Hierarchical) else reducer
-    transparent = isinstance(exchange, AllReduce) and exchange.codec.granularity == 1
+    return isinstance(exchange, Sharded) or (isinstance(exchange, AllReduce) and exchange.codec.granularity == 1)
+
+
+def _wrap(spec: str, reducer: Reducer, method: Method, common: dict[str, Any]) -> Reducer:
+    partial = ["warmup"] if common.get("warmup") else [] if common.get("vectors", True) else ["vectors=off"]
+    if partial and not reducer.averages:
+        raise SpecError(
+            f"{partial[0]} in {spec!r} would send gradients past {reducer}, which is there to look at all of them"
+        )
+    if common.get("ef", method.feedback):
+        reducer = _fed(spec, reducer, common)
+    elif lost := [name for name in ("residual", "decay") if name in common]:
+        raise SpecError(f"{lost[0]} in {spec!r} is an option of error feedback, and there is none: add ef=on")
+    transparent = _needs_no_guard(reducer)
     plain = AllReduce(Identity())
     if not common.get("vectors", True):
         reducer = Partition(((is_vector, plain),), reducer)

@@ -355,6 +355,15 @@ def snapshot(states: Sequence[State]) -> list[dict[str, Tensor]]:
     return [{path: tensor.clone() for path, tensor in flatten(state).items()} for state in states]
 
 
+def check_left_out(ranks: Lockstep, clean: Sequence[Tensor], bad: Sequence[Tensor]) -> None:
+    """A rule leaves out what is not finite: the result and the state stay finite, alike on every rank."""
+    ranks.step(clean)
+    results = ranks.reduce(bad)
+    check_means(results, bad)
+    for tensors in (*([result.mean] for result in results), *(flatten(state).values() for state in ranks.states)):
+        assert all(bool(torch.isfinite(tensor).all()) for tensor in tensors), "a bad gradient came through"
+
+
 def check_non_finite(ranks: Lockstep, clean: Sequence[Tensor], bad: Sequence[Tensor], all_nan: bool) -> None:
     """A bad value on one rank reaches every rank's mean and no state; the next clean step is finite."""
     ranks.step(clean)

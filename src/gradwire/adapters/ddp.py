@@ -25,7 +25,7 @@ from gradwire.core.errors import AttachError, StateError
 from gradwire.core.state import walk
 from gradwire.drivers.cost import parameter_specs
 from gradwire.drivers.measure import measured
-from gradwire.drivers.plan import plan
+from gradwire.drivers.plan import Plan, plan
 from gradwire.drivers.process_group import Engine, GroupTransport, Stats
 from gradwire.reducers.base import Reducer
 from gradwire.spec import parse
@@ -128,7 +128,9 @@ class Handle(BucketSession):
         self._scaler, self._scale = scaler, 1.0
         self._names = names
         specs, transport = parameter_specs((name, p) for p, name in names.items()), GroupTransport(self.lane.group)
-        self._agree_on(f"{reducer!r} seed={seed} {plan(specs, reducer, grain_numel).units!r}")
+        # Of the device only the kind: ranks of one host have different ones.
+        self._agree_on(f"{reducer!r} seed={seed} {_described(plan(specs, reducer, grain_numel))}")
+        transport.prepare(reducer.axes(transport.world_size))
         planned = plan(specs, measured(reducer, transport, self._device), grain_numel)
         self._engine = Engine(planned, transport, seed)
         by_name = _places(planned.units)
@@ -166,9 +168,8 @@ class Handle(BucketSession):
 
     def _growth_of_scale(self) -> float:
         """By what the loss scale has grown since the last step; a scale of powers of two makes this exact."""
-        if self._scaler is None or not self._scaler.is_enabled():
-            return 1.0
-        before, self._scale = self._scale, float(self._scaler.get_scale())
+        scaler = self._scaler if self._scaler is not None and self._scaler.is_enabled() else None
+        before, self._scale = self._scale, float(scaler.get_scale()) if scaler else 1.0
         return self._scale / before
 
     def work(self, buckets: Sequence[GradBucket], last: bool) -> None:
@@ -267,6 +268,7 @@ class Handle(BucketSession):
         joined = self.lane.driver.close(timeout_s=5.0 if self.lane.poison else self.lane.deadline_s + 10.0)
         # A group that a stuck thread still uses must not be torn down under it: that aborts the process.
         if joined and dist.is_initialized():
+            self._engine.transport.close()
             dist.destroy_process_group(self.lane.group)
 
     def __enter__(self) -> "Handle":
@@ -291,6 +293,14 @@ def _trained(ddp: DistributedDataParallel) -> dict[Tensor, str]:
     ignored: set[str] = set(getattr(ddp, "parameters_to_ignore", ()))
     named = ddp.module.named_parameters()
     return {p: canonical_name(name) for name, p in named if p.requires_grad and name not in ignored}
+
+
+def _described(planned: Plan) -> str:
+    """What must be the same on all ranks of a plan: of the device only its kind, since ranks of a host have several."""
+    grains = [unit.grain for unit in planned.units]
+    return repr(
+        [(g.segments, g.shape, g.dtype, g.device.type, u.reducer) for g, u in zip(grains, planned.units, strict=True)]
+    )
 
 
 def _places(units: Any) -> dict[str, list[tuple[int, int, int, int]]]:

@@ -184,7 +184,7 @@ def make_plan(options: Options) -> Plan:
     _check_numbers(options)
     results.check_target(options.target)
     for method in options.methods:
-        check_method(method)
+        check_method(method, options.hosts)
     _check_target_method(options)
     task = make_task(options.task, 0, options.text)
     check_one_step(task, options.task, options.hosts)
@@ -194,12 +194,12 @@ def make_plan(options: Options) -> Plan:
     return Plan(options, task, steps, seconds, every, options.deadline_s or _deadline(options, task))
 
 
-def check_method(spec: str) -> None:
-    """Refuse a spec that names no method, before anything is started."""
+def check_method(spec: str, hosts: int) -> None:
+    """Refuse a spec that names no method, or one that wants more hosts, before anything is started."""
     if spec.startswith("torch:"):
         parse_torch(spec)
         return
-    gradwire.parse(spec)
+    gradwire.parse(spec).require_ranks(hosts)
 
 
 def _check_numbers(options: Options) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
+from gradwire.core.errors import SpecError
 from gradwire.core.link import Link
 
 if TYPE_CHECKING:
@@ -67,6 +68,12 @@ def run_cost(arguments: argparse.Namespace, console: Console) -> int:
 
     model = make_task(arguments.task, 0, arguments.text).model
     reducers = {spec: gradwire.parse(spec) for spec in arguments.methods}
+    if min(arguments.hosts) < 1:
+        raise SpecError(f"--hosts {min(arguments.hosts)}: there must be at least 1")
+    if arguments.rate and len(arguments.hosts) > 1:
+        raise SpecError("--rate tells times for one number of --hosts; give one")
+    for reducer in reducers.values():
+        reducer.require_ranks(min(arguments.hosts))
     if len(arguments.hosts) > 1:
         console.print(_growth(reducers, model, arguments.hosts, arguments.step))
     else:
@@ -86,7 +93,12 @@ def _table(*headings: str) -> Table:
 def _link(rate: str | None, latency_ms: float) -> Link | None:
     from gradwire.bench.net import parse_rate
 
-    return Link(latency_ms * 1e-3, 8 / parse_rate(rate)) if rate else None
+    if not 0 <= latency_ms < float("inf"):
+        raise SpecError(f"--latency {latency_ms} is no time: give milliseconds, 0 or more")
+    try:
+        return Link(latency_ms * 1e-3, 8 / parse_rate(rate)) if rate else None
+    except ValueError as error:
+        raise SpecError(str(error)) from error
 
 
 def _costs(reducers: Mapping[str, Reducer], model: nn.Module, hosts: int, step: int, link: Link | None) -> Table:

@@ -26,6 +26,8 @@ class Leaf:
     kind "segment": one value per segment of the grain (thresholds).
     kind "scratch": memory that means nothing, for a program to write its new state to; never saved.
     `owed` says that the values are gradient not yet delivered, so that a changed world size must conserve them.
+    `scaled` says that the values are in the gradient's units, as what is owed is too, so that a changed loss scale must
+    change them.
     `start` is where in the grain an owned shard begins; None: shards lie end to end in rank order.
     """
 
@@ -33,6 +35,7 @@ class Leaf:
     kind: Kind
     owed: bool = False
     start: int | None = None
+    scaled: bool = False
 
     def first(self, rank: int) -> int:
         """The element of the grain that the first value belongs to, on `rank`."""

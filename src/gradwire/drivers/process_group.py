@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
@@ -171,6 +171,18 @@ class GroupTransport:
             whole = dist.get_process_group_ranks(self.group)
             self._subgroups[axis] = _new_group(self.group, [whole[rank] for rank in axis.members(self.rank)])
         return self._subgroups[axis]
+
+    def prepare(self, axes: Iterable[Axis]) -> None:
+        """Make the groups of these axes now: two threads that made theirs later might not meet each other's."""
+        for axis in axes:
+            if axis.size > 1:
+                self._group_of(axis)
+
+    def close(self) -> None:
+        """Let go of the sub-groups; the group itself belongs to whoever gave it."""
+        for group in self._subgroups.values():
+            dist.destroy_process_group(group)
+        self._subgroups.clear()
 
     def _started(self, work: dist.Work | None, result: Tensor) -> Pending:
         assert work is not None, "this process is no member of the group"
@@ -377,11 +389,11 @@ class Engine:
             slot.state = state
 
     def rescale(self, factor: float) -> None:
-        """Multiply what is owed: gradients are in new units from this step on."""
+        """Multiply what is in the gradients' units: these are new ones from this step on."""
         self.settle()
         for slot in self._slots:
             for _, leaf in walk(slot.state):
-                if leaf.owed:
+                if leaf.owed or leaf.scaled:
                     leaf.tensor.mul_(factor)
 
     def take_back(self, names: set[str]) -> None:
@@ -456,9 +468,12 @@ class Engine:
         began = time.perf_counter()
         agreed = self._send(batch).wait().bool()
         self.stats.wait_s += time.perf_counter() - began
+        answers: dict[int, tuple[_Run, dict[int, Tensor | None]]] = {}
         for position, (run, i, _) in enumerate(waiting):
             del run.parked[i]
-            self._continue(run, {i: agreed[position]})
+            answers.setdefault(id(run), (run, {}))[1][i] = agreed[position]
+        for run, inbox in answers.values():  # a run's programs go on together
+            self._continue(run, inbox)
 
 
 def _positions(waves: Sequence[Wave]) -> list[list[int]]:

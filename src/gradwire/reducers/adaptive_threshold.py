@@ -27,7 +27,7 @@ TAIL = 32
 class AdaptiveThreshold(Reducer):
     """Send |x| >= tau, where tau follows the (1 - density) quantile of |x|: every payload to every rank.
 
-        q_t = the quantile of a sample of |x|;   tau_t = decay * tau_(t-1) + (1 - decay) * q_t,   tau_0 = q_0
+        q_t = the quantile of a sample of |x|;   tau_t = memory * tau_(t-1) + (1 - memory) * q_t,   tau_0 = q_0
 
     Finding what to send is one pass over x, and how much is sent follows what there is to send: more where the gradient
     is larger than it was, less where it is smaller. tau is never above the largest magnitude, so that at least one
@@ -37,10 +37,10 @@ class AdaptiveThreshold(Reducer):
 
     Args:
         density: the fraction of entries to send, on average, in (0, 1].
-        decay: of the moving average, in [0, 1).
+        memory: of the moving average, in [0, 1).
 
     Raises:
-        CompositionError: density or decay out of range.
+        CompositionError: density or memory out of range.
 
     References:
         Lin et al. 2018, "Deep gradient compression", Section 3.1 (thresholds from samples); Dutta et al. 2020, "On the
@@ -48,12 +48,12 @@ class AdaptiveThreshold(Reducer):
     """
 
     density: float = 0.01
-    decay: float = 0.9
+    memory: float = 0.9
 
     def __post_init__(self) -> None:
         check_density(self.density)
-        if not 0.0 <= self.decay < 1.0:
-            raise CompositionError(f"decay {self.decay} is outside [0, 1): 0 takes each step's own quantile")
+        if not 0.0 <= self.memory < 1.0:
+            raise CompositionError(f"memory {self.memory} is outside [0, 1): 0 takes each step's own quantile")
 
     @property
     def codec(self) -> Threshold:
@@ -66,7 +66,7 @@ class AdaptiveThreshold(Reducer):
 
     def init(self, grain: Grain, step: Step) -> State:
         """A tau for each segment of the grain, all of them equal; 0 before the first step."""
-        return State(tau=Leaf(torch.zeros(len(grain.segments), device=grain.device), "segment"))
+        return State(tau=Leaf(torch.zeros(len(grain.segments), device=grain.device), "segment", scaled=True))
 
     def reduce(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:
         """One all-gather."""
@@ -91,9 +91,9 @@ class AdaptiveThreshold(Reducer):
         if not x32.numel():
             return x32.new_zeros(()), state
         old, quantile = leaf.tensor.amax(), self._quantile(grain, x32, step)
-        average = self.decay * old + (1 - self.decay) * quantile
+        average = self.memory * old + (1 - self.memory) * quantile
         tau = torch.where(old > 0, average, quantile)
-        new = State(tau=Leaf(tau.expand_as(leaf.tensor).clone(), "segment"))
+        new = State(tau=Leaf(tau.expand_as(leaf.tensor).clone(), "segment", scaled=True))
         return torch.minimum(tau, torch.linalg.vector_norm(x32, ord=float("inf"))), new
 
     def _quantile(self, grain: Grain, x32: Tensor, step: Step) -> Tensor:

@@ -20,13 +20,13 @@ state it returns once the whole step is known to be good. Programs never branch 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple, Protocol
+from typing import ClassVar, Literal, NamedTuple, Protocol, cast
 
 from torch import Tensor
 
-from gradwire.core.collective import Collective
+from gradwire.core.collective import Axis, Collective
 from gradwire.core.errors import CompositionError
 from gradwire.core.grain import Grain, ParameterSpec
 from gradwire.core.key import Key
@@ -157,6 +157,20 @@ class Reducer(ABC):
     def assign(self, parameter: ParameterSpec) -> Reducer:
         """Return the reducer that serves `parameter`."""
         return self
+
+    def axes(self, world_size: int) -> tuple[Axis, ...]:
+        """Sub-groups of ranks that the program and its parts communicate on, so that they can be made beforehand."""
+        found = (axis for part in _parts(vars(self).values()) for axis in part.axes(world_size))
+        return tuple(dict.fromkeys(found))
+
+
+def _parts(values: Iterable[object]) -> Iterator[Reducer]:
+    """The reducers among some values, in tuples too."""
+    for value in values:
+        if isinstance(value, Reducer):
+            yield value
+        elif isinstance(value, tuple):
+            yield from _parts(cast(tuple[object, ...], value))
 
 
 class Wrapper(Reducer):

@@ -63,7 +63,8 @@ class Hierarchical(Reducer):
         node_size: ranks that share a node; ranks of a node are numbered one after the other, as torchrun does.
 
     Raises:
-        CompositionError: an `inter` that keeps a residual (put error feedback around this), or that reduces matrices.
+        CompositionError: an `inter` that keeps a residual (put error feedback around this), that reduces matrices, or
+            that is no mean: a rule or a private mean would see shards, and clip or choose among them one by one.
 
     >>> from gradwire.codecs import BlockInt
     >>> from gradwire.reducers import TwoShot
@@ -83,6 +84,8 @@ class Hierarchical(Reducer):
             raise CompositionError(
                 f"{self.inter} keeps a residual of its shard alone: write ErrorFeedback(Hierarchical(...)) instead"
             )
+        if not self.inter.averages:
+            raise CompositionError(f"{self.inter} is no mean, and between nodes it would see shards only: take a codec")
         if self.inter.scope != "flat":
             raise CompositionError(f"{self.inter} reduces whole matrices, and nodes are given shards: take a codec")
 

@@ -140,7 +140,9 @@ class EF21(Wrapper):
         """Estimates of zero."""
         minus_h, mean = (torch.zeros(grain.numel, device=grain.device) for _ in range(2))
         inner = self.inner.init(grain, step)
-        return State(minus_h=Leaf(minus_h, "element"), mean=Leaf(mean, "element"), inner=inner)
+        return State(
+            minus_h=Leaf(minus_h, "element", scaled=True), mean=Leaf(mean, "element", scaled=True), inner=inner
+        )
 
     def reduce(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:
         """The inner program on x - h."""
@@ -154,6 +156,8 @@ class EF21(Wrapper):
         new_h = minus_h.tensor.clone()
         reduced.sent.subtract_from(new_h.view(grain.shape))
         total = reduced.mean.float().view(-1) + mean.tensor
-        new = State(minus_h=Leaf(new_h, "element"), mean=Leaf(total, "element"), inner=reduced.state)
+        new = State(
+            minus_h=Leaf(new_h, "element", scaled=True), mean=Leaf(total, "element", scaled=True), inner=reduced.state
+        )
         out = total.clone() if x.dtype == torch.float32 else total.to(x.dtype)  # a guard may write over it
         return Reduced(out.view(x.shape), _SentEstimate(new_h), new, reduced.bad)

@@ -61,6 +61,11 @@ class MajorityVote(Reducer):
     def __post_init__(self) -> None:
         check_block(self.block)
 
+    @property
+    def averages(self) -> bool:
+        """False: a vote is no mean, and weights would mean nothing to it."""
+        return False
+
     def init(self, grain: Grain, step: Step) -> State:
         """Nothing to remember."""
         return State()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gradwire.codecs.topk import TopK, check_density
+from gradwire.core import collective
 from gradwire.core.errors import CompositionError
 from gradwire.core.grain import Grain, ParameterSpec, flat_grain
 from gradwire.core.state import Leaf, State
@@ -89,7 +90,8 @@ class MomentumCorrection(Wrapper):
         assert isinstance(inner, State)
         u = x.float().view(-1)
         if self.clip:
-            u.mul_(_clipping(u, self.clip / step.world_size**0.5))
+            square = yield collective.Total(u.double().square().sum(), of=(self, "norm"), over="grains")
+            u.mul_(_clipping(square, self.clip / step.world_size**0.5))
         u.add_(old_u, alpha=self.momentum)
         torch.add(old_v, u, out=y)
         reduced = yield from self.inner.reduce(grain, y.view(grain.shape), inner, step)
@@ -113,9 +115,9 @@ def _tensor(state: State, name: str) -> Tensor:
     return leaf.tensor
 
 
-def _clipping(x: Tensor, bound: float) -> Tensor:
-    """The factor that brings the norm of x down to `bound`, 0-d; 1 where it is below."""
-    norm = torch.linalg.vector_norm(x)
+def _clipping(square: Tensor, bound: float) -> Tensor:
+    """The factor that brings a norm down to `bound`, given its square; 0-d, 1 where it is below."""
+    norm = square.sqrt().float()
     return torch.where(norm > bound, bound / norm, torch.ones_like(norm))
 
 

@@ -39,6 +39,11 @@ class Partition(Reducer):
     rules: tuple[tuple[Condition, Reducer], ...]
     default: Reducer
 
+    def __repr__(self) -> str:
+        """The same in every process, as ranks compare it: functions are written by their names."""
+        rules = ", ".join(f"({_named(condition)}, {reducer!r})" for condition, reducer in self.rules)
+        return f"Partition(rules=({rules},), default={self.default!r})"
+
     @property
     def conserves(self) -> bool:  # type: ignore[override]
         """Where all its reducers do."""
@@ -101,6 +106,12 @@ class Partition(Reducer):
         raise CompositionError(
             "a Partition reduces nothing itself: call assign(parameter) for the reducer that does, as `plan` does"
         )
+
+
+def _named(condition: Condition) -> str:
+    if isinstance(condition, str):
+        return repr(condition)
+    return getattr(condition, "__qualname__", type(condition).__qualname__)
 
 
 def _meets(condition: Condition, parameter: ParameterSpec) -> bool:

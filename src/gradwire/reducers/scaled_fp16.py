@@ -29,7 +29,7 @@ class ScaledFP16(Reducer):
     """mean = 2^-k sum over ranks of fp16(2^k x / n): one all-reduce of halves, with k agreed on first.
 
     k is the same on all ranks and the greatest with 2^k max|x| < 2^15 over all of them (an all-reduce of one maximum a
-    grain), so no sum overflows, and what is within 2^-39 of the largest element does not vanish, however small
+    grain), so no sum overflows, and what is within n 2^-39 of the largest element does not vanish, however small
     gradients are: plain fp16 loses what is below 6e-8. Powers of two round nothing; k is at most 126, so that both
     powers are float32. Not a contraction: a rank whose gradient is far below the others' loses it.
 

@@ -60,6 +60,21 @@ class Scheduled(Reducer):
         return all(reducer.conserves for _, reducer in self.stages)
 
     @property
+    def averages(self) -> bool:
+        """Where all stages do."""
+        return all(reducer.averages for _, reducer in self.stages)
+
+    @property
+    def repeatable(self) -> bool:
+        """Where all stages are."""
+        return all(reducer.repeatable for _, reducer in self.stages)
+
+    @property
+    def fewest_ranks(self) -> int:
+        """What the most demanding stage needs."""
+        return max(reducer.fewest_ranks for _, reducer in self.stages)
+
+    @property
     def scope(self) -> Literal["flat", "tensor"]:
         """A matrix at a time where a stage asks for it."""
         return "tensor" if any(reducer.scope == "tensor" for _, reducer in self.stages) else "flat"

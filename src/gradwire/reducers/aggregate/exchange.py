@@ -50,7 +50,7 @@ class Aggregate(Reducer):
         if not self.rule.remembers:
             return State()
         last = torch.zeros(self._columns(grain, step), dtype=arithmetic(grain.dtype), device=grain.device)
-        return State(last=Leaf(last, "owned"))
+        return State(last=Leaf(last, "owned", scaled=True))
 
     @abstractmethod
     def _columns(self, grain: Grain, step: Step) -> int:
@@ -177,4 +177,4 @@ def _remembering(rows: Tensor, state: State) -> Tensor:
 
 
 def _remembered(combined: Tensor, state: State) -> State:
-    return State(last=Leaf(combined, "owned")) if "last" in state else state
+    return State(last=Leaf(combined, "owned", scaled=True)) if "last" in state else state
