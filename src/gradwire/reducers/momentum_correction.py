@@ -90,7 +90,9 @@ class MomentumCorrection(Wrapper):
         assert isinstance(inner, State)
         u = x.float().view(-1)
         if self.clip:
-            square = yield collective.Total(u.double().square().sum(), of=(self, "norm"), over="grains")
+            square = yield collective.Total(
+                torch.linalg.vector_norm(u).double().square(), of=(self, "norm"), over="grains"
+            )
             u.mul_(_clipping(square, self.clip / step.world_size**0.5))
         u.add_(old_u, alpha=self.momentum)
         torch.add(old_v, u, out=y)
