@@ -201,7 +201,10 @@ class Handle(BucketSession):
             queue_callback(self._take_back_unused)
 
     def _take_back_unused(self) -> None:
-        """Where DDP kept no gradient, the mean was dropped and is owed still."""
+        """Where DDP kept no gradient, the mean was dropped and is owed still.
+
+        Gradients zeroed in place (`set_to_none=False`) cannot be told from those that DDP wrote: set them to None.
+        """
         unused = {name for p, name in self._names.items() if p.grad is None}
         if unused:
             self._engine.take_back(unused)

@@ -45,7 +45,9 @@ class CountSketch(Reducer):
     whatever the number of ranks, where top-k's all-gather grows with it; ranks all send the same entries. The hash is
     drawn anew each step, so that entries which collide once do not collide for ever.
 
-    A spike above |x| sqrt(8 / columns) is found almost surely. Where there is none the choice is near to random, larger
+    The error of one estimate is rarely beyond |x| sqrt(8 / columns), but with few rows some of d others err as far, and
+    exact zeros that collide twice tie: of a hundred entries at that bound three rows find half, a spike of twice the
+    bound nearly always. Where there is none the choice is near to random, larger
     entries never being less likely, so that k/d is a contraction in expectation over hashes, for ranks that agree. As
     for every choice made on the mean, no bound holds for a rank whose large entries others cancel.
 

@@ -32,7 +32,7 @@ class TernarySum(Reducer):
     sums shard j's digits (all-to-all, 1.6 bits an element) and sends the sums to all (all-gather,
     ceil(log2(2n + 1)) bits an element), exactly: unlike a two-shot `TernGrad`, nothing is rounded a second time.
 
-    Unbiased for the clipped gradients. Sums ride no all-reduce of bytes, which would send 8 bits where 3 are needed
+    Unbiased for gradients clipped to the largest of the ranks' bounds, where the paper clips each to its own. Sums ride no all-reduce of bytes, which would send 8 bits where 3 are needed
     for three ranks.
 
     Args:

@@ -58,7 +58,8 @@ class Weighted(Wrapper):
 
     One all-reduce and the same bytes as the mean. A rank of weight zero sends zeros, but what is not finite there still
     spoils the step. Weights go outside error feedback, so that what is owed is owed in weighted units:
-    `Weighted(ErrorFeedback(...))`.
+    `Weighted(ErrorFeedback(...))`. Scaling comes before the division by n, so float16 gradients may overflow where a
+    weight is large and the mean would fit.
 
     Args:
         inner: the reducer that averages.
