@@ -20,10 +20,10 @@ from gradwire.kernels import quantise
 class TernGrad(Codec):
     """Clip each block to c sigma, take s = max|clipped x|, and round each element at random to -s, 0 or s.
 
-    C(x)_i = s sign(x_i) with probability |x_i| / s, else 0 (Wen et al. 2017, section 3, with its gradient
-    clipping). Unbiased for the clipped block, so biased for what clipping changes: declared unbiased only with
-    clip=0. No contraction: its error may be (sqrt(block) - 1) / 2 times ||x||^2. A two-shot clips twice, the second time
-    the mean, and nobody keeps what that takes: of a block with few large entries little arrives. `TernarySum` clips once.
+    C(x)_i = s sign(x_i) with probability |x_i| / s, else 0 (Wen et al. 2017, section 3, with its gradient clipping).
+    Unbiased for the clipped block, so biased for what clipping changes: declared unbiased only with clip=0. No
+    contraction: its error may be (sqrt(block) - 1) / 2 times ||x||^2. A two-shot clips twice, the second time the
+    mean, and nobody keeps what that takes: of a block with few large entries little arrives. `TernarySum` clips once.
 
     Where it deviates: sigma is the root mean square, not the standard deviation, about which a constant block has none
     and would be clipped to nothing; and s is a block's, where the paper's is a layer's.

@@ -34,8 +34,8 @@ class MajorityVote(Reducer):
     a block each way, 1.008 bits an element with the default block.
 
     It conserves nothing and is not the mean, nor does it contract: what it keeps instead is that the sign of every
-    element is that of most ranks, and that no rank, however large its gradient, has more than one vote on it. The size of
-    the step is the mean of the ranks' scales, so of that a large gradient does have a larger say.
+    element is that of most ranks, and that no rank, however large its gradient, has more than one vote on it. The size
+    of the step is the mean of the ranks' scales, so of that a large gradient does have a larger say.
 
     Args:
         block: elements that share a scale; a multiple of 8.

@@ -32,8 +32,8 @@ class TernarySum(Reducer):
     sums shard j's digits (all-to-all, 1.6 bits an element) and sends the sums to all (all-gather,
     ceil(log2(2n + 1)) bits an element), exactly: unlike a two-shot `TernGrad`, nothing is rounded a second time.
 
-    Unbiased for gradients clipped to the largest of the ranks' bounds, where the paper clips each to its own. Sums ride no all-reduce of bytes, which would send 8 bits where 3 are needed
-    for three ranks.
+    Unbiased for gradients clipped to the largest of the ranks' bounds, where the paper clips each to its own. Sums
+    ride no all-reduce of bytes, which would send 8 bits where 3 are needed for three ranks.
 
     Args:
         clip: see `TernGrad`.
