@@ -14,6 +14,7 @@ What the formulas leave out, flows that meet at a receiver and processors that a
 from __future__ import annotations
 
 import functools
+from abc import abstractmethod
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -68,13 +69,13 @@ class Route(AllReduce):
         yield from self.add_up(buffer, step)
         return buffer
 
+    @abstractmethod
     def add_up(self, buffer: Tensor, step: Step) -> Generator[Collective, Tensor, None]:
         """Make `buffer`, 1-d, the sum over ranks, in place."""
-        raise NotImplementedError
 
+    @abstractmethod
     def time_s(self, nbytes: int, world_size: int, link: Link) -> float:
         """Seconds that `nbytes` take by the alpha-beta model."""
-        raise NotImplementedError
 
 
 # Direct --------------------------------------------------------------------------------------------------------------
