@@ -270,8 +270,9 @@ def test_an_interrupted_set_up_leaves_nothing(monkeypatch: pytest.MonkeyPatch, e
 
 
 CREATOR = """
-import os, subprocess, time
+import os, signal, subprocess, time
 from gradwire.bench.net import Network
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests in the background ignores it
 with Network(2, mode="user") as network:
     environment = network.environment(0)
     subprocess.Popen(network.command(0, ["sleep", "100"]), env={**os.environ, **environment})
