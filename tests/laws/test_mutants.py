@@ -106,7 +106,7 @@ class SecretGenerator(BlockInt):
 class TrustsIndices(TopK):
     indices: Literal["int32"] = "int32"
 
-    def accumulate(self, payload: Payload, into: Tensor, key: Key, alpha: float = 1.0) -> None:
+    def accumulate32(self, payload: Payload, into: Tensor, key: Key, alpha: float) -> None:
         indices = payload[1].long().remainder(into.numel())
         into.index_add_(0, indices, payload[0].to(into.dtype), alpha=alpha)
 

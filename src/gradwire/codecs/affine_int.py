@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradwire.codecs.base import Codec, as_float32, decode_via_float32
+from gradwire.codecs.base import Float32Codec, as_float32
 from gradwire.core.errors import CompositionError
 from gradwire.core.key import Key
 from gradwire.core.payload import Field, Layout, Payload
@@ -17,7 +17,7 @@ LEVELS = 255
 
 
 @dataclass(frozen=True)
-class AffineInt(Codec):
+class AffineInt(Float32Codec):
     """Round each element to one of 256 evenly spaced values between its block's extremes, zero among them.
 
     With low = min(0, min x) and high = max(0, max x) over the block:
@@ -73,19 +73,13 @@ class AffineInt(Codec):
         scales, zeros, levels = out
         quantise.affine_encode(as_float32(x), self.block, scales, zeros, levels)
 
-    def decode_into(self, payload: Payload, out: Tensor, key: Key) -> None:
+    def decode32(self, payload: Payload, out: Tensor, key: Key) -> None:
         """s (q - z), in one pass."""
-        out32 = decode_via_float32(out)
         scales, zeros, levels = payload
-        quantise.affine_decode(scales, zeros, levels, self.block, out32)
-        if out32 is not out:
-            out.copy_(out32)
+        quantise.affine_decode(scales, zeros, levels, self.block, out)
 
-    def accumulate(self, payload: Payload, into: Tensor, key: Key, alpha: float = 1.0) -> None:
+    def accumulate32(self, payload: Payload, into: Tensor, key: Key, alpha: float) -> None:
         """into += alpha * s (q - z), in one pass."""
-        if into.dtype != torch.float32:
-            super().accumulate(payload, into, key, alpha)
-            return
         scales, zeros, levels = payload
         quantise.affine_accumulate(scales, zeros, levels, self.block, into, alpha)
 

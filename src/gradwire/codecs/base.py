@@ -154,6 +154,34 @@ class Codec(ABC):
         return {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
 
 
+class Float32Codec(Codec):
+    """A codec whose kernels work in float32: what is decoded for another dtype goes by way of float32."""
+
+    @abstractmethod
+    def accumulate32(self, payload: Payload, into: Tensor, key: Key, alpha: float) -> None:
+        """into += alpha * decode(payload), `into` float32."""
+
+    def decode32(self, payload: Payload, out: Tensor, key: Key) -> None:
+        """Overwrite `out`, float32. This one suits what is zero but where the payload speaks."""
+        self.accumulate32(payload, out.zero_(), key, 1.0)
+
+    def decode_into(self, payload: Payload, out: Tensor, key: Key) -> None:
+        """One pass, and a copy where `out` is not float32."""
+        if out.dtype == torch.float32:
+            self.decode32(payload, out, key)
+            return
+        out32 = torch.empty(out.shape, device=out.device)
+        self.decode32(payload, out32, key)
+        out.copy_(out32)
+
+    def accumulate(self, payload: Payload, into: Tensor, key: Key, alpha: float = 1.0) -> None:
+        """One pass, and a scratch where `into` is not float32."""
+        if into.dtype == torch.float32:
+            self.accumulate32(payload, into, key, alpha)
+        else:
+            super().accumulate(payload, into, key, alpha)
+
+
 def check_dtype(dtype: torch.dtype) -> None:
     """Refuse what cannot be coded.
 
@@ -168,8 +196,3 @@ def check_dtype(dtype: torch.dtype) -> None:
 def as_float32(x: Tensor) -> Tensor:
     """Return `x` itself where it is contiguous float32, else a float32 copy: what the kernels take."""
     return x.to(torch.float32).contiguous()
-
-
-def decode_via_float32(out: Tensor) -> Tensor:
-    """Return a float32 tensor to decode into: `out` itself, or a scratch that the caller copies back."""
-    return out if out.dtype == torch.float32 else torch.empty(out.shape, device=out.device)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gradwire import kernels
-from gradwire.codecs.base import Codec, as_float32, decode_via_float32
+from gradwire.codecs.base import Float32Codec, as_float32
 from gradwire.codecs.sign import check_block
 from gradwire.core.errors import CompositionError
 from gradwire.core.key import Key
@@ -16,7 +16,7 @@ from gradwire.core.payload import Field, Layout, Payload
 
 
 @dataclass(frozen=True)
-class BlockInt(Codec):
+class BlockInt(Float32Codec):
     """Round each element to one of 2L + 1 levels, L = 2^(bits-1) - 1, of its block's largest magnitude.
 
     q = round(x L / s) with s = max|x| over the block; decodes to q s / L. With nearest rounding it is a
@@ -87,18 +87,12 @@ class BlockInt(Codec):
         bits = key.bits if self.stochastic else None
         kernels.block_int_encode(x, self.bits, self.block, bits, out[1], out[0], keep=True)
 
-    def decode_into(self, payload: Payload, out: Tensor, key: Key) -> None:
+    def decode32(self, payload: Payload, out: Tensor, key: Key) -> None:
         """One pass."""
-        out32 = decode_via_float32(out)
-        kernels.block_int_decode(payload[1], payload[0], self.bits, self.block, out32)
-        if out32 is not out:
-            out.copy_(out32)
+        kernels.block_int_decode(payload[1], payload[0], self.bits, self.block, out)
 
-    def accumulate(self, payload: Payload, into: Tensor, key: Key, alpha: float = 1.0) -> None:
+    def accumulate32(self, payload: Payload, into: Tensor, key: Key, alpha: float) -> None:
         """One pass."""
-        if into.dtype != torch.float32:
-            super().accumulate(payload, into, key, alpha)
-            return
         kernels.block_int_accumulate(payload[1], payload[0], self.bits, self.block, into, alpha)
 
     def contraction(self, numel: int) -> float | None:

@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from gradwire.codecs.base import Codec, decode_via_float32
+from gradwire.codecs.base import Codec, Float32Codec
 from gradwire.core.errors import CompositionError
 from gradwire.core.key import Key
 from gradwire.core.payload import Field, Layout, Payload
@@ -36,7 +36,7 @@ class Sparsifier(Protocol):
 
 
 @dataclass(frozen=True)
-class Chain(Codec):
+class Chain(Float32Codec):
     """`second` applied to the values that `first` keeps; both savings.
 
     A product of contractions: delta = delta_first * delta_second, since what the quantiser loses is lost only of
@@ -108,18 +108,8 @@ class Chain(Codec):
         for target, source in zip(out[quantised:], place, strict=True):
             target.copy_(source)
 
-    def decode_into(self, payload: Payload, out: Tensor, key: Key) -> None:
-        """Zero but where the payload speaks."""
-        out32 = decode_via_float32(out)
-        self.accumulate(payload, out32.zero_(), key)
-        if out32 is not out:
-            out.copy_(out32)
-
-    def accumulate(self, payload: Payload, into: Tensor, key: Key, alpha: float = 1.0) -> None:
+    def accumulate32(self, payload: Payload, into: Tensor, key: Key, alpha: float) -> None:
         """Dequantise the kept values, then scatter-add them."""
-        if into.dtype != torch.float32:
-            super().accumulate(payload, into, key, alpha)
-            return
         assert isinstance(self.first, Sparsifier)
         quantised = len(payload) - len(self.first.place_fields(into.numel()))
         values = torch.empty(self._kept(into.numel()), device=into.device)

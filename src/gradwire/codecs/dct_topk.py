@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from gradwire import kernels
-from gradwire.codecs.base import Codec, as_float32, decode_via_float32
+from gradwire.codecs.base import Float32Codec, as_float32
 from gradwire.codecs.topk import VALUE_DTYPES, check_density, kept
 from gradwire.core.errors import CompositionError
 from gradwire.core.key import Key
@@ -25,7 +25,7 @@ TILE_NUMEL = 1 << 16
 
 
 @dataclass(frozen=True)
-class DCTTopK(Codec):
+class DCTTopK(Float32Codec):
     """Cut x into chunks, transform each by an orthonormal DCT-II, keep k = max(1, round(density * chunk)) coefficients.
 
         c_f = s_f sum_i x_i cos(pi (2 i + 1) f / 2 N),   s_0 = sqrt(1/N), else sqrt(2/N),   f, i = 0 .. N - 1
@@ -107,18 +107,8 @@ class DCTTopK(Codec):
             tile = pad(piece, (0, -piece.numel() % self.chunk)).view(-1, self.chunk)
             yield (start // self.chunk, start // self.chunk + tile.shape[0]), tile
 
-    def decode_into(self, payload: Payload, out: Tensor, key: Key) -> None:
-        """Transform back."""
-        out32 = decode_via_float32(out)
-        self.accumulate(payload, out32.zero_(), key)
-        if out32 is not out:
-            out.copy_(out32)
-
-    def accumulate(self, payload: Payload, into: Tensor, key: Key, alpha: float = 1.0) -> None:
+    def accumulate32(self, payload: Payload, into: Tensor, key: Key, alpha: float) -> None:
         """Transform back and add, a tile at a time."""
-        if into.dtype != torch.float32:
-            super().accumulate(payload, into, key, alpha)
-            return
         values, codes = payload[0].float(), kernels.unpack_bits(payload[1], self._bits, payload[0].numel())
         basis, scratch = cosines(self.chunk, into.device), torch.empty(TILE_NUMEL, device=into.device)
         for start, piece in zip(range(0, into.numel(), TILE_NUMEL), into.split(TILE_NUMEL), strict=False):

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from gradwire.codecs.base import Codec, as_float32, decode_via_float32
+from gradwire.codecs.base import Float32Codec, as_float32
 from gradwire.codecs.sign import check_block
 from gradwire.core.errors import CompositionError
 from gradwire.core.key import Key
@@ -19,7 +19,7 @@ Format = Literal["e4m3", "e5m2"]
 
 
 @dataclass(frozen=True)
-class FP8(Codec):
+class FP8(Float32Codec):
     """Cast to an 8-bit float after division by the least power of two that makes the block fit.
 
     s = 2^k with max|x| / s in (max/2, max], max = 448 (e4m3) or 57344 (e5m2); decodes to s fp8(x / s), rounded to
@@ -73,18 +73,12 @@ class FP8(Codec):
         """One pass."""
         quantise.float8_encode(as_float32(x), self._float8, self.block, out[1], out[0])
 
-    def decode_into(self, payload: Payload, out: Tensor, key: Key) -> None:
+    def decode32(self, payload: Payload, out: Tensor, key: Key) -> None:
         """One pass."""
-        out32 = decode_via_float32(out)
-        quantise.float8_decode(payload[1], payload[0], self._float8, self.block, out32)
-        if out32 is not out:
-            out.copy_(out32)
+        quantise.float8_decode(payload[1], payload[0], self._float8, self.block, out)
 
-    def accumulate(self, payload: Payload, into: Tensor, key: Key, alpha: float = 1.0) -> None:
+    def accumulate32(self, payload: Payload, into: Tensor, key: Key, alpha: float) -> None:
         """One pass."""
-        if into.dtype != torch.float32:
-            super().accumulate(payload, into, key, alpha)
-            return
         quantise.float8_accumulate(payload[1], payload[0], self._float8, self.block, into, alpha)
 
     def contraction(self, numel: int) -> float | None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradwire import kernels
-from gradwire.codecs.base import Codec, as_float32, decode_via_float32
+from gradwire.codecs.base import Float32Codec, as_float32
 from gradwire.codecs.topk import check_density, kept
 from gradwire.core.errors import CompositionError
 from gradwire.core.key import Key
@@ -18,7 +18,7 @@ from gradwire.kernels import lowrank
 
 
 @dataclass(frozen=True)
-class Hadamard(Codec):
+class Hadamard(Float32Codec):
     """Project each block of N elements on k random rows of an orthonormal basis: y = (H D x)[rows] / sqrt(N).
 
     H is the Hadamard matrix, D random signs, and rows k of N drawn without replacement, all from a key that ranks share
@@ -88,18 +88,8 @@ class Hadamard(Codec):
         self.encode_into(x, key, out)
         out[0].div_(divisor)
 
-    def decode_into(self, payload: Payload, out: Tensor, key: Key) -> None:
-        """Transform back."""
-        out32 = decode_via_float32(out)
-        self.accumulate(payload, out32.zero_(), key)
-        if out32 is not out:
-            out.copy_(out32)
-
-    def accumulate(self, payload: Payload, into: Tensor, key: Key, alpha: float = 1.0) -> None:
+    def accumulate32(self, payload: Payload, into: Tensor, key: Key, alpha: float) -> None:
         """Transform back and add."""
-        if into.dtype != torch.float32:
-            super().accumulate(payload, into, key, alpha)
-            return
         numel = into.numel()
         rows = self._rows(numel, key, into.device)
         lowrank.hadamard_accumulate(payload[0], self._block(numel), key.shared.bits, rows, into, alpha)

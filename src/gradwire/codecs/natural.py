@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from gradwire import kernels
-from gradwire.codecs.base import Codec, as_float32, decode_via_float32
+from gradwire.codecs.base import Float32Codec, as_float32
 from gradwire.core.key import Key
 from gradwire.core.payload import Field, Layout, Payload
 from gradwire.kernels import quantise
 
 
 @dataclass(frozen=True)
-class Natural(Codec):
+class Natural(Float32Codec):
     """Round each element at random to the power of two below or above: its sign and exponent, 9 bits.
 
     For 2^a <= |x| < 2^(a+1), C(x) = sign(x) 2^(a+1) with probability |x| / 2^a - 1, else sign(x) 2^a. Unbiased with
@@ -62,18 +62,12 @@ class Natural(Codec):
         """One pass."""
         quantise.natural_encode(as_float32(x), key.bits, out[0], out[1])
 
-    def decode_into(self, payload: Payload, out: Tensor, key: Key) -> None:
+    def decode32(self, payload: Payload, out: Tensor, key: Key) -> None:
         """One pass."""
-        out32 = decode_via_float32(out)
-        quantise.natural_decode(payload[0], payload[1], out32)
-        if out32 is not out:
-            out.copy_(out32)
+        quantise.natural_decode(payload[0], payload[1], out)
 
-    def accumulate(self, payload: Payload, into: Tensor, key: Key, alpha: float = 1.0) -> None:
+    def accumulate32(self, payload: Payload, into: Tensor, key: Key, alpha: float) -> None:
         """One pass."""
-        if into.dtype != torch.float32:
-            super().accumulate(payload, into, key, alpha)
-            return
         quantise.natural_accumulate(payload[0], payload[1], into, alpha)
 
     def contraction(self, numel: int) -> float | None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradwire import kernels
-from gradwire.codecs.base import Codec, as_float32, decode_via_float32
+from gradwire.codecs.base import Float32Codec, as_float32
 from gradwire.codecs.sign import check_block
 from gradwire.core.key import Key
 from gradwire.core.payload import Field, Layout, Payload
@@ -17,7 +17,7 @@ from gradwire.kernels import quantise
 
 
 @dataclass(frozen=True)
-class OneBit(Codec):
+class OneBit(Float32Codec):
     """One bit an element; decodes to the mean of its block's elements >= 0, or to the mean of those below.
 
     The two values that minimise the error for the threshold 0 (Seide et al. 2014), so a projection, and a
@@ -65,18 +65,12 @@ class OneBit(Codec):
         """One pass."""
         quantise.one_bit_encode(as_float32(x), self.block, out[1], out[0])
 
-    def decode_into(self, payload: Payload, out: Tensor, key: Key) -> None:
+    def decode32(self, payload: Payload, out: Tensor, key: Key) -> None:
         """One pass."""
-        out32 = decode_via_float32(out)
-        quantise.one_bit_decode(payload[1], payload[0], self.block, out32)
-        if out32 is not out:
-            out.copy_(out32)
+        quantise.one_bit_decode(payload[1], payload[0], self.block, out)
 
-    def accumulate(self, payload: Payload, into: Tensor, key: Key, alpha: float = 1.0) -> None:
+    def accumulate32(self, payload: Payload, into: Tensor, key: Key, alpha: float) -> None:
         """One pass."""
-        if into.dtype != torch.float32:
-            super().accumulate(payload, into, key, alpha)
-            return
         quantise.one_bit_accumulate(payload[1], payload[0], self.block, into, alpha)
 
     def contraction(self, numel: int) -> float | None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gradwire import kernels
-from gradwire.codecs.base import Codec, as_float32, decode_via_float32
+from gradwire.codecs.base import Float32Codec, as_float32
 from gradwire.codecs.sign import check_block
 from gradwire.core.errors import CompositionError
 from gradwire.core.key import Key
@@ -18,7 +18,7 @@ from gradwire.core.payload import Field, Layout, Payload
 
 
 @dataclass(frozen=True)
-class QSGD(Codec):
+class QSGD(Float32Codec):
     """Q(x)_i = ||x|| sign(x_i) xi_i / s, where xi_i is s|x_i|/||x|| rounded up or down at random, per block.
 
     Unbiased, with variance E||Q(x) - x||^2 <= min(d/s^2, sqrt(d)/s) ||x||^2 for blocks of d elements (Alistarh et
@@ -78,16 +78,10 @@ class QSGD(Codec):
         """One pass for the norm, one to round."""
         kernels.qsgd_encode(as_float32(x), self.levels, self.block, key.bits, out[1], out[0])
 
-    def decode_into(self, payload: Payload, out: Tensor, key: Key) -> None:
+    def decode32(self, payload: Payload, out: Tensor, key: Key) -> None:
         """One pass."""
-        out32 = decode_via_float32(out)
-        kernels.qsgd_decode(payload[1], payload[0], self.levels, self.block, out32)
-        if out32 is not out:
-            out.copy_(out32)
+        kernels.qsgd_decode(payload[1], payload[0], self.levels, self.block, out)
 
-    def accumulate(self, payload: Payload, into: Tensor, key: Key, alpha: float = 1.0) -> None:
+    def accumulate32(self, payload: Payload, into: Tensor, key: Key, alpha: float) -> None:
         """One pass."""
-        if into.dtype != torch.float32:
-            super().accumulate(payload, into, key, alpha)
-            return
         kernels.qsgd_accumulate(payload[1], payload[0], self.levels, self.block, into, alpha)

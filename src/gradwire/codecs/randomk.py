@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from gradwire import kernels
-from gradwire.codecs.base import Codec, as_float32, decode_via_float32
+from gradwire.codecs.base import Float32Codec, as_float32
 from gradwire.codecs.topk import check_density, kept
 from gradwire.core.key import Key
 from gradwire.core.payload import Field, Layout, Payload
 
 
 @dataclass(frozen=True)
-class RandomK(Codec):
+class RandomK(Float32Codec):
     """Keep k = max(1, round(density * d)) coordinates drawn without replacement with a shared key.
 
     All ranks draw the same coordinates, so payloads are additive and carry values only. Unscaled, it is a
@@ -93,18 +93,8 @@ class RandomK(Codec):
         self.encode_into(x, key, out)
         out[0].div_(divisor)
 
-    def decode_into(self, payload: Payload, out: Tensor, key: Key) -> None:
-        """Zero but at the key's coordinates."""
-        out32 = decode_via_float32(out)
-        self.accumulate(payload, out32.zero_(), key)
-        if out32 is not out:
-            out.copy_(out32)
-
-    def accumulate(self, payload: Payload, into: Tensor, key: Key, alpha: float = 1.0) -> None:
+    def accumulate32(self, payload: Payload, into: Tensor, key: Key, alpha: float) -> None:
         """Scatter-add: O(k)."""
-        if into.dtype != torch.float32:
-            super().accumulate(payload, into, key, alpha)
-            return
         self.scatter(payload[0], (), into, key, alpha)
 
     def contraction(self, numel: int) -> float | None:

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from gradwire import kernels
-from gradwire.codecs.base import Codec, as_float32, decode_via_float32
+from gradwire.codecs.base import Float32Codec, as_float32
 from gradwire.core.errors import CompositionError
 from gradwire.core.key import Key
 from gradwire.core.payload import Field, Layout, Payload
 
 
 @dataclass(frozen=True)
-class Sign(Codec):
+class Sign(Float32Codec):
     """sign(x) * mean|x| per block: one bit an element, eight to a byte, and a float32 scale a block.
 
     A contraction with delta = ||x||_1^2 / (d ||x||_2^2) >= 1/block (Karimireddy et al. 2019, "Error feedback
@@ -66,18 +66,12 @@ class Sign(Codec):
             return
         kernels.sign_encode(x, self.block, out[1], out[0], keep=True)
 
-    def decode_into(self, payload: Payload, out: Tensor, key: Key) -> None:
+    def decode32(self, payload: Payload, out: Tensor, key: Key) -> None:
         """One pass."""
-        out32 = decode_via_float32(out)
-        kernels.sign_decode(payload[1], payload[0], self.block, out32)
-        if out32 is not out:
-            out.copy_(out32)
+        kernels.sign_decode(payload[1], payload[0], self.block, out)
 
-    def accumulate(self, payload: Payload, into: Tensor, key: Key, alpha: float = 1.0) -> None:
+    def accumulate32(self, payload: Payload, into: Tensor, key: Key, alpha: float) -> None:
         """One pass."""
-        if into.dtype != torch.float32:
-            super().accumulate(payload, into, key, alpha)
-            return
         kernels.sign_accumulate(payload[1], payload[0], self.block, into, alpha)
 
     def contraction(self, numel: int) -> float | None:

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gradwire.codecs.base import Codec, as_float32, decode_via_float32
+from gradwire.codecs.base import Float32Codec, as_float32
 from gradwire.core.errors import CompositionError
 from gradwire.core.key import Key
 from gradwire.core.payload import Field, Layout, Payload
@@ -17,7 +17,7 @@ from gradwire.kernels import quantise
 
 
 @dataclass(frozen=True)
-class TernGrad(Codec):
+class TernGrad(Float32Codec):
     """Clip each block to c sigma, take s = max|clipped x|, and round each element at random to -s, 0 or s.
 
     C(x)_i = s sign(x_i) with probability |x_i| / s, else 0 (Wen et al. 2017, section 3, with its gradient clipping).
@@ -92,16 +92,10 @@ class TernGrad(Codec):
         quantise.ternary_scales(x32, self.clip or math.inf, self.block, out[0])
         quantise.ternary_encode(x32, out[0], key.bits, self.block, self.digits, out[1])
 
-    def decode_into(self, payload: Payload, out: Tensor, key: Key) -> None:
+    def decode32(self, payload: Payload, out: Tensor, key: Key) -> None:
         """One pass."""
-        out32 = decode_via_float32(out)
-        quantise.ternary_decode(payload[1], payload[0], self.block, self.digits, out32)
-        if out32 is not out:
-            out.copy_(out32)
+        quantise.ternary_decode(payload[1], payload[0], self.block, self.digits, out)
 
-    def accumulate(self, payload: Payload, into: Tensor, key: Key, alpha: float = 1.0) -> None:
+    def accumulate32(self, payload: Payload, into: Tensor, key: Key, alpha: float) -> None:
         """One pass."""
-        if into.dtype != torch.float32:
-            super().accumulate(payload, into, key, alpha)
-            return
         quantise.ternary_accumulate(payload[1], payload[0], self.block, self.digits, into, alpha)

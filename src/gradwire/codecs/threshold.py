@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradwire import kernels
-from gradwire.codecs.base import Codec, as_float32, decode_via_float32
+from gradwire.codecs.base import Float32Codec, as_float32
 from gradwire.codecs.topk import check_density, kept
 from gradwire.core.errors import CompositionError
 from gradwire.core.key import Key
@@ -18,7 +18,7 @@ from gradwire.kernels import indices as places
 
 
 @dataclass(frozen=True)
-class Threshold(Codec):
+class Threshold(Float32Codec):
     """Keep the entries with |x| >= tau; where more than cap * d are that large, the cap * d largest of them.
 
     How many they are is not known beforehand, and both sides of a collective must know a payload's size. So it has room
@@ -77,18 +77,8 @@ class Threshold(Codec):
         none = indices == x.numel()
         out[1].copy_(kernels.gather(x32, indices.clamp(max=x.numel() - 1)).masked_fill_(none, 0.0))
 
-    def decode_into(self, payload: Payload, out: Tensor, key: Key) -> None:
-        """Zero but where the payload speaks."""
-        out32 = decode_via_float32(out)
-        self.accumulate(payload, out32.zero_(), key)
-        if out32 is not out:
-            out.copy_(out32)
-
-    def accumulate(self, payload: Payload, into: Tensor, key: Key, alpha: float = 1.0) -> None:
+    def accumulate32(self, payload: Payload, into: Tensor, key: Key, alpha: float) -> None:
         """Scatter-add: O(k)."""
-        if into.dtype != torch.float32:
-            super().accumulate(payload, into, key, alpha)
-            return
         indices = places.decode(payload[0], into.numel(), payload[1].numel(), "rice")
         if into.numel():  # places that hold none add zero to the last entry
             kernels.scatter_add_(into, indices.clamp(max=into.numel() - 1), payload[1], alpha)

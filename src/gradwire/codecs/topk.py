@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradwire import kernels
-from gradwire.codecs.base import Codec, as_float32, decode_via_float32
+from gradwire.codecs.base import Float32Codec, as_float32
 from gradwire.core.errors import CompositionError
 from gradwire.core.key import Key
 from gradwire.core.payload import Field, Layout, Payload
@@ -51,7 +51,7 @@ def check_indices_format(name: str) -> None:
 
 
 @dataclass(frozen=True)
-class TopK(Codec):
+class TopK(Float32Codec):
     """Keep the k = max(1, round(density * d)) entries of largest magnitude, exactly; ties go to the lowest index.
 
     A contraction with delta = k/d (Stich, Cordonnier & Jaggi 2018, "Sparsified SGD with memory", Lemma A.1).
@@ -154,18 +154,8 @@ class TopK(Codec):
         fused.topk_encode_keeping(x, out[0], indices)
         places.encode(indices, x.numel(), self.indices, out[1])
 
-    def decode_into(self, payload: Payload, out: Tensor, key: Key) -> None:
-        """Zero but where the payload speaks."""
-        out32 = decode_via_float32(out)
-        self.accumulate(payload, out32.zero_(), key)
-        if out32 is not out:
-            out.copy_(out32)
-
-    def accumulate(self, payload: Payload, into: Tensor, key: Key, alpha: float = 1.0) -> None:
+    def accumulate32(self, payload: Payload, into: Tensor, key: Key, alpha: float) -> None:
         """Scatter-add: O(k)."""
-        if into.dtype != torch.float32:
-            super().accumulate(payload, into, key, alpha)
-            return
         self.scatter(payload[0].float(), payload[1:], into, key, alpha)
 
     def contraction(self, numel: int) -> float | None:
