@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from typing import Any
@@ -24,8 +25,15 @@ from gradwire.drivers.virtual import Gradients, VirtualRanks
 DEFAULT = ["fp16", "bf16", "randomk:0.1", "sign", "int8", "int4", "int2", "qsgd:15", "topk:0.01", "powersgd:4"]
 
 
-def train(spec: str, task_name: str, seed: int, steps: int | None, world_size: int) -> float:
-    """Train once and return the final metric."""
+def train(
+    spec: str,
+    task_name: str,
+    seed: int,
+    steps: int | None,
+    world_size: int,
+    sent: Callable[[list[Gradients]], list[Gradients]] = list,
+) -> float:
+    """Train once and return the final metric; `sent` makes of all ranks' gradients what they send."""
     torch.set_num_threads(1)
     task = make_task(task_name, seed, None)
     ranks = VirtualRanks(gradwire.parse(spec), task.model, world_size)
@@ -35,7 +43,7 @@ def train(spec: str, task_name: str, seed: int, steps: int | None, world_size: i
     for step in range(count):
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate * task.schedule(step, step / count)
-        ranks.step([rank_gradients(task, optimizer, step, rank, world_size) for rank in range(world_size)])
+        ranks.step(sent([rank_gradients(task, optimizer, step, rank, world_size) for rank in range(world_size)]))
         if task.clip_norm is not None:
             nn.utils.clip_grad_norm_(task.model.parameters(), task.clip_norm)
         optimizer.step()
