@@ -1,4 +1,4 @@
-# pyright: basic
+# pyright: basic, reportGeneralTypeIssues=false
 """Codecs with a scale for each block: encode, decode and accumulate, each in one pass over memory.
 
 A block that fits into a tile is read once. A wider one is reduced first, part by part, and read again.
@@ -8,8 +8,6 @@ feedback, for the price of a write.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import triton
@@ -29,13 +27,12 @@ from gradwire.kernels.cuda.rounding import (
     step_of,
 )
 from gradwire.kernels.cuda.tiles import (
+    code_tile,
     load_codes,
     load_tile,
     magnitude_bits,
     store_codes,
     store_tile,
-    tile_group,
-    tile_inside,
     tile_left,
     tile_start,
     word,
@@ -116,13 +113,7 @@ def _block_int_encode(
     ROWS: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    start = tile_start(BLOCK, WIDTH, ROWS, PARTS)
-    left = tile_left(start, numel, BLOCK, WIDTH, ROWS, PARTS)
-    full = left >= ROWS * WIDTH
-    group, inside = tile_group(BLOCK, WIDTH, ROWS), tile_inside(BLOCK, WIDTH)
-    local = group * 8 + tl.arange(0, 8)[None, None, :]
-    valid = inside & (local < left)
-    block = (tl.program_id(0) // PARTS) * ROWS + tl.arange(0, ROWS)
+    start, left, full, group, inside, local, valid, block = code_tile(numel, BLOCK, WIDTH, ROWS, PARTS)
 
     tile = load_tile(x + start, local, valid, full)
     if PARTS == 1:
@@ -159,40 +150,6 @@ def block_int_encode(
     )
 
 
-@triton.jit
-def _block_int_decode(
-    packed,
-    scales,
-    into,
-    numel,
-    blocks,
-    alpha,
-    LEVELS: tl.constexpr,
-    OVERWRITE: tl.constexpr,
-    BITS: tl.constexpr,
-    BYTES: tl.constexpr,
-    SPAN: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    PARTS: tl.constexpr,
-):
-    start = tile_start(BLOCK, WIDTH, ROWS, PARTS)
-    left = tile_left(start, numel, BLOCK, WIDTH, ROWS, PARTS)
-    full = left >= ROWS * WIDTH
-    group, inside = tile_group(BLOCK, WIDTH, ROWS), tile_inside(BLOCK, WIDTH)
-    local = group * 8 + tl.arange(0, 8)[None, None, :]
-    valid = inside & (local < left)
-    block = (tl.program_id(0) // PARTS) * ROWS + tl.arange(0, ROWS)
-
-    step = step_of(tl.load(scales + block, mask=block < blocks, other=0.0), LEVELS)
-    codes = load_codes(packed + start // 8 * BITS, group, valid, full, BITS, SPAN)
-    value = (codes.to(tl.float32) - LEVELS) * each(step)
-    if OVERWRITE == 0:
-        value = load_tile(into + start, local, valid, full) + value * alpha
-    store_tile(into + start, local, value, valid, full)
-
-
 # sign -------------------------------------------------------------------------------------------------------
 
 
@@ -213,13 +170,7 @@ def _sign_encode(
     ROWS: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    start = tile_start(BLOCK, WIDTH, ROWS, PARTS)
-    left = tile_left(start, numel, BLOCK, WIDTH, ROWS, PARTS)
-    full = left >= ROWS * WIDTH
-    group, inside = tile_group(BLOCK, WIDTH, ROWS), tile_inside(BLOCK, WIDTH)
-    local = group * 8 + tl.arange(0, 8)[None, None, :]
-    valid = inside & (local < left)
-    block = (tl.program_id(0) // PARTS) * ROWS + tl.arange(0, ROWS)
+    start, left, full, group, inside, local, valid, block = code_tile(numel, BLOCK, WIDTH, ROWS, PARTS)
 
     tile = load_tile(x + start, local, valid, full)
     if PARTS == 1:
@@ -250,40 +201,6 @@ def sign_encode(x: Tensor, block: int, packed: Tensor, scales: Tensor, keep: boo
     )
 
 
-@triton.jit
-def _sign_decode(
-    packed,
-    scales,
-    into,
-    numel,
-    blocks,
-    alpha,
-    LEVELS: tl.constexpr,
-    OVERWRITE: tl.constexpr,
-    BITS: tl.constexpr,
-    BYTES: tl.constexpr,
-    SPAN: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    PARTS: tl.constexpr,
-):
-    start = tile_start(BLOCK, WIDTH, ROWS, PARTS)
-    left = tile_left(start, numel, BLOCK, WIDTH, ROWS, PARTS)
-    full = left >= ROWS * WIDTH
-    group, inside = tile_group(BLOCK, WIDTH, ROWS), tile_inside(BLOCK, WIDTH)
-    local = group * 8 + tl.arange(0, 8)[None, None, :]
-    valid = inside & (local < left)
-    block = (tl.program_id(0) // PARTS) * ROWS + tl.arange(0, ROWS)
-
-    scale = tl.load(scales + block, mask=block < blocks, other=0.0)
-    codes = load_codes(packed + start // 8, group, valid, full, BITS, SPAN)
-    value = negated_where(codes == 0, each(scale))
-    if OVERWRITE == 0:
-        value = load_tile(into + start, local, valid, full) + value * alpha
-    store_tile(into + start, local, value, valid, full)
-
-
 # qsgd -------------------------------------------------------------------------------------------------------
 
 
@@ -307,13 +224,7 @@ def _qsgd_encode(
     ROWS: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    start = tile_start(BLOCK, WIDTH, ROWS, PARTS)
-    left = tile_left(start, numel, BLOCK, WIDTH, ROWS, PARTS)
-    full = left >= ROWS * WIDTH
-    group, inside = tile_group(BLOCK, WIDTH, ROWS), tile_inside(BLOCK, WIDTH)
-    local = group * 8 + tl.arange(0, 8)[None, None, :]
-    valid = inside & (local < left)
-    block = (tl.program_id(0) // PARTS) * ROWS + tl.arange(0, ROWS)
+    start, left, full, group, inside, local, valid, block = code_tile(numel, BLOCK, WIDTH, ROWS, PARTS)
 
     tile = load_tile(x + start, local, valid, full)
     if PARTS == 1:
@@ -350,14 +261,22 @@ def qsgd_encode(
     )
 
 
+# Decoding ---------------------------------------------------------------------------------------------------
+
+
+INTEGER, SIGN, NORM = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+"""What a code stands for: an integer times a step, a sign of a scale, a level of a norm."""
+
+
 @triton.jit
-def _qsgd_decode(
+def _decode(
     packed,
-    norms,
+    scales,
     into,
     numel,
     blocks,
     alpha,
+    KIND: tl.constexpr,
     LEVELS: tl.constexpr,
     OVERWRITE: tl.constexpr,
     BITS: tl.constexpr,
@@ -368,35 +287,38 @@ def _qsgd_decode(
     ROWS: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    start = tile_start(BLOCK, WIDTH, ROWS, PARTS)
-    left = tile_left(start, numel, BLOCK, WIDTH, ROWS, PARTS)
-    full = left >= ROWS * WIDTH
-    group, inside = tile_group(BLOCK, WIDTH, ROWS), tile_inside(BLOCK, WIDTH)
-    local = group * 8 + tl.arange(0, 8)[None, None, :]
-    valid = inside & (local < left)
-    block = (tl.program_id(0) // PARTS) * ROWS + tl.arange(0, ROWS)
-
-    step = step_of(tl.load(norms + block, mask=block < blocks, other=0.0), LEVELS)
+    start, _left, full, group, _inside, local, valid, block = code_tile(numel, BLOCK, WIDTH, ROWS, PARTS)
+    scale = tl.load(scales + block, mask=block < blocks, other=0.0)
     codes = load_codes(packed + start // 8 * BITS, group, valid, full, BITS, SPAN)
-    value = qsgd_values(codes, step, BITS)
+    if KIND == SIGN:
+        value = negated_where(codes == 0, each(scale))
+    elif KIND == NORM:
+        value = qsgd_values(codes, step_of(scale, LEVELS), BITS)
+    else:
+        value = (codes.to(tl.float32) - LEVELS) * each(step_of(scale, LEVELS))
     if OVERWRITE == 0:
         value = load_tile(into + start, local, valid, full) + value * alpha
     store_tile(into + start, local, value, valid, full)
 
 
-# Decoding ---------------------------------------------------------------------------------------------------
-
-
-def _decode(
-    kernel: Any, packed: Tensor, scales: Tensor, bits: int, levels: int, block: int, into: Tensor, alpha: float | None
+def _start_decode(
+    kind: tl.constexpr,
+    packed: Tensor,
+    scales: Tensor,
+    bits: int,
+    levels: int,
+    block: int,
+    into: Tensor,
+    alpha: float | None,
 ) -> None:
     """Start a decoder; overwrite where alpha is None."""
     tiles = tiling(into.numel(), block)
     launch(
-        kernel,
+        _decode,
         tiles.programs,
         into.device,
         *(packed, scales, into, into.numel(), tiles.blocks, float(alpha or 0.0)),
+        KIND=kind.value,
         LEVELS=levels,
         OVERWRITE=alpha is None,
         **codes_meta(bits),
@@ -408,29 +330,29 @@ def block_int_accumulate(
     packed: Tensor, scales: Tensor, bits: int, block: int, into: Tensor, alpha: float = 1.0
 ) -> None:
     """See `gradwire.kernels.block_int_accumulate`."""
-    _decode(_block_int_decode, packed, scales, bits, 2 ** (bits - 1) - 1, block, into, alpha)
+    _start_decode(INTEGER, packed, scales, bits, 2 ** (bits - 1) - 1, block, into, alpha)
 
 
 def block_int_decode(packed: Tensor, scales: Tensor, bits: int, block: int, out: Tensor) -> None:
     """See `gradwire.kernels.block_int_decode`."""
-    _decode(_block_int_decode, packed, scales, bits, 2 ** (bits - 1) - 1, block, out, None)
+    _start_decode(INTEGER, packed, scales, bits, 2 ** (bits - 1) - 1, block, out, None)
 
 
 def sign_accumulate(packed: Tensor, scales: Tensor, block: int, into: Tensor, alpha: float = 1.0) -> None:
     """See `gradwire.kernels.sign_accumulate`."""
-    _decode(_sign_decode, packed, scales, 1, 1, block, into, alpha)
+    _start_decode(SIGN, packed, scales, 1, 1, block, into, alpha)
 
 
 def sign_decode(packed: Tensor, scales: Tensor, block: int, out: Tensor) -> None:
     """See `gradwire.kernels.sign_decode`."""
-    _decode(_sign_decode, packed, scales, 1, 1, block, out, None)
+    _start_decode(SIGN, packed, scales, 1, 1, block, out, None)
 
 
 def qsgd_accumulate(packed: Tensor, norms: Tensor, levels: int, block: int, into: Tensor, alpha: float = 1.0) -> None:
     """See `gradwire.kernels.qsgd_accumulate`."""
-    _decode(_qsgd_decode, packed, norms, levels.bit_length() + 1, levels, block, into, alpha)
+    _start_decode(NORM, packed, norms, levels.bit_length() + 1, levels, block, into, alpha)
 
 
 def qsgd_decode(packed: Tensor, norms: Tensor, levels: int, block: int, out: Tensor) -> None:
     """See `gradwire.kernels.qsgd_decode`."""
-    _decode(_qsgd_decode, packed, norms, levels.bit_length() + 1, levels, block, out, None)
+    _start_decode(NORM, packed, norms, levels.bit_length() + 1, levels, block, out, None)

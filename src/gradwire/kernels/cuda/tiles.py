@@ -92,6 +92,22 @@ def tile_inside(BLOCK: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def code_tile(numel, BLOCK: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr):
+    """Where a tile of codes lies.
+
+    Its first element, how many elements from there are its own, and whether that is all; its groups of eight and which
+    of them are no padding; its elements and which of them exist; and the block of each row.
+    """
+    start = tile_start(BLOCK, WIDTH, ROWS, PARTS)
+    left = tile_left(start, numel, BLOCK, WIDTH, ROWS, PARTS)
+    group, inside = tile_group(BLOCK, WIDTH, ROWS), tile_inside(BLOCK, WIDTH)
+    local = group * 8 + tl.arange(0, 8)[None, None, :]
+    valid = inside & (local < left)
+    block = (tl.program_id(0) // PARTS) * ROWS + tl.arange(0, ROWS)
+    return start, left, left >= ROWS * WIDTH, group, inside, local, valid, block
+
+
+@triton.jit
 def load_tile(pointer, at, valid, full):
     """Elements, zero where not valid."""
     if full:

@@ -1,4 +1,4 @@
-# pyright: basic
+# pyright: basic, reportGeneralTypeIssues=false
 """The owner's part of a quantised two-shot: decode n payloads, add, encode the mean, in one pass."""
 
 from __future__ import annotations
@@ -9,17 +9,7 @@ from torch import Tensor
 
 from gradwire.kernels.cuda.launch import TILE, codes_meta, launch, signed, tiling
 from gradwire.kernels.cuda.rounding import block_int_levels, each, inverse_of, row_largest, step_of
-from gradwire.kernels.cuda.tiles import (
-    load_codes,
-    load_tile,
-    store_codes,
-    store_tile,
-    tile_group,
-    tile_inside,
-    tile_left,
-    tile_start,
-    word,
-)
+from gradwire.kernels.cuda.tiles import code_tile, load_codes, load_tile, store_codes, store_tile, word
 from gradwire.kernels.reference import uniform_words
 
 
@@ -52,13 +42,7 @@ def _block_int_reduce(
     ROWS: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    start = tile_start(BLOCK, WIDTH, ROWS, PARTS)
-    left = tile_left(start, numel, BLOCK, WIDTH, ROWS, PARTS)
-    full = left >= ROWS * WIDTH
-    group, inside = tile_group(BLOCK, WIDTH, ROWS), tile_inside(BLOCK, WIDTH)
-    local = group * 8 + tl.arange(0, 8)[None, None, :]
-    valid = inside & (local < left)
-    block = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    start, left, full, group, inside, local, valid, block = code_tile(numel, BLOCK, WIDTH, ROWS, PARTS)
     mine = block < blocks
 
     mean = tl.zeros([ROWS, WIDTH // 8, 8], tl.float32)
