@@ -13,6 +13,7 @@ from gradwire.report.text import milliseconds, si_bytes, significant
 
 LABEL_GAP = 15
 LETTER = 7.0
+MOST_NAMES = 7
 MOST_POINTS = 240
 
 
@@ -201,9 +202,13 @@ class LineChart:
         y_low, y_high = min(p.low for p in points), max(p.high for p in points)
         y_high = min(y_high, self.y_top) if self.y_top and self.y_top > y_low else y_high
         room = 0.06 * (y_high - y_low) or 0.5
-        floor = y_low - room - (y_high - y_low) * LABEL_GAP * min(3, len(self.series)) / frame.height
+        floor = y_low - room - (y_high - y_low) * LABEL_GAP * self._name_rows() / frame.height
         x = Axis(x_low, x_high if x_high > x_low else x_low * 2 + 1, frame.left, frame.width - frame.right, log)
         return x, Axis(floor, y_high, frame.height - frame.bottom, frame.top)
+
+    def _name_rows(self) -> int:
+        """Rows of names to leave room for below the lines."""
+        return min(3, len(self.series)) if len(self.series) <= MOST_NAMES else 0
 
     def _grid(self, frame: Frame, x: Axis, y: Axis) -> Iterable[str]:
         for value in y.ticks(5):
@@ -242,7 +247,12 @@ class LineChart:
                 yield tag("g", dot, class_=f"series {series.tone}", data_name=series.name)
 
     def _names(self, x: Axis, y: Axis) -> Iterable[str]:
-        """Write each line's name below its end: losses fall, so that is where nothing else is."""
+        """Write each line's name below its end: losses fall, so that is where nothing else is.
+
+        More than `MOST_NAMES` would not fit there; the legend has them too.
+        """
+        if len(self.series) > MOST_NAMES:
+            return
         ends = [(s, p) for s in self.series for p in s.points[-1:] if math.isfinite(p.y)]
         ends.sort(key=lambda item: y(item[1].y))
         taken: list[Box] = []

@@ -138,10 +138,10 @@ def _conditions(comparison: Comparison) -> list[tuple[str, str]]:
 
 
 def tones(comparison: Comparison) -> dict[str, str]:
-    """Colour of each method: neutral for fp32 and the floor, one of the palette for each other."""
+    """Colour of each method: neutral for fp32 and the floor, one of the palette, then dashed, for each other."""
     others = [method for method in comparison.methods if method not in (FP32, FLOOR)]
     ours_first = sorted(others, key=lambda method: method.startswith("torch:"))
-    colours = {method: f"tone{i % COLOURS}" for i, method in enumerate(ours_first)}
+    colours = {m: f"tone{i % COLOURS}{' dashed' * (i // COLOURS % 2)}" for i, m in enumerate(ours_first)}
     return colours | {FP32: "tone-base", FLOOR: "tone-floor"}
 
 
@@ -200,7 +200,7 @@ def _bars(rows: Sequence[Row]) -> str:
     ]
     floor = next((row.step_ms for row in rows if row.method == FLOOR), None)
     title = "Where the time of a step went"
-    wide = bar_svg(title, bars, floor, width=1096, left=150)
+    wide = bar_svg(title, bars, floor, width=1096, left=190)
     narrow = bar_svg(title, bars, floor, width=350, left=124)
     return f'<div class="wide">{wide}</div><div class="narrow">{narrow}</div>'
 
