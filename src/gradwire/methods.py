@@ -117,7 +117,7 @@ _METHODS = (
     # low rank, sketches and transforms
     Method(
         *("powersgd", PowerSGD, "low rank by subspace iteration", "own", True, "rank"),
-        examples=("powersgd:1", "powersgd:4", "powersgd:2,factors=fp16"),
+        examples=("powersgd:1", "powersgd:4", "powersgd:2,factors=fp16", "powersgd:4,factors=int8"),
     ),
     Method("gradzip", GradZip, "low rank by least squares", "own", True, "rank", examples=("gradzip:2",)),
     Method("svd", SVD, "best low rank, for reference", "own", True, "rank", examples=("svd:2",)),

@@ -30,12 +30,12 @@ class MajorityVote(Reducer):
     Rules the papers leave open: zero votes for +, as in `Sign`, so keep parameters whose gradients are mostly zeros
     (embeddings) out of it by a `Partition`. Where an even number of ranks is split, rank (step mod n) decides: no
     sign and no rank is favoured, and nothing is drawn. The papers step by +-1 and leave the size to the learning
-    rate; here s is the mean over ranks of mean|x| over the block, so that a rate meant for SGD fits. That is a float32
-    a block each way, 1.008 bits an element with the default block.
+    rate; here s is the median over ranks of mean|x| over the block, so that a rate meant for SGD fits. That is a
+    float32 a block each way, 1.008 bits an element with the default block.
 
     It conserves nothing and is not the mean, nor does it contract: what it keeps instead is that the sign of every
-    element is that of most ranks, and that no rank, however large its gradient, has more than one vote on it. The size
-    of the step is the mean of the ranks' scales, so of that a large gradient does have a larger say.
+    element is that of most ranks, and that no rank, however large its gradient, has more than one vote on it. Nor has
+    it on the size of the step: a mean of scales let two ranks of ten, which sent ten times too much, ruin a training.
 
     Args:
         block: elements that share a scale; a multiple of 8.
@@ -86,10 +86,11 @@ class MajorityVote(Reducer):
 
 
 def _count(received: Tensor, cut: _Cut, step: Step) -> Tensor:
-    """The row of the shard's result: the mean of all rows' scales, and the majority of their bits."""
+    """The row of the shard's result: the median of all rows' scales, and the majority of their bits."""
     wire = torch.zeros(cut.row.nbytes, dtype=torch.uint8, device=received.device)
     scales, bits = cut.row.views(wire)
     rows = [cut.row.views(row) for row in received]
-    torch.mean(torch.stack([row[0] for row in rows]), 0, out=scales)
+    ordered, n = torch.stack([row[0] for row in rows]).sort(0).values, len(rows)
+    torch.lerp(ordered[(n - 1) // 2], ordered[n // 2], 0.5, out=scales)
     quantise.majority(torch.stack([row[1] for row in rows]), step.index % step.world_size, bits)
     return wire

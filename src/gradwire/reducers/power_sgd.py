@@ -9,18 +9,22 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from gradwire.codecs.block_int import BlockInt
 from gradwire.codecs.cast import Identity
 from gradwire.core import collective
 from gradwire.core.collective import Collective
 from gradwire.core.errors import CompositionError
-from gradwire.core.grain import Grain, ParameterSpec
+from gradwire.core.grain import Grain, ParameterSpec, Segment
 from gradwire.core.key import Key
 from gradwire.core.state import Leaf, State
 from gradwire.kernels import fused, lowrank
 from gradwire.reducers.base import Program, Reduced, Reducer, Step
-from gradwire.reducers.exchange import AllReduce
+from gradwire.reducers.exchange import AllReduce, TwoShot
 
 FACTOR_DTYPES = {"own": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+FACTOR_BITS = {"int8": 8, "int6": 6, "int4": 4}
+FACTOR_BLOCK = 64
+"""Elements of a factor's row that share a scale."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,12 +40,19 @@ class SentFactors:
         x.baddbmm_(self.P.to(x.dtype), self.Qt.to(x.dtype), alpha=-self.scale)
 
 
+class _Shared(NamedTuple):
+    """A factor (batch, rank, length) of the mean, and of this rank's part in it, to be multiplied by `scale`."""
+
+    mean: Tensor
+    part: Tensor
+    scale: float
+
+
 class _Factors(NamedTuple):
-    """P (batch, rows, rank), and Qt (batch, rank, columns) of the mean and of this rank's part in it, of 1 / n."""
+    """P (batch, rows, rank), and Q transposed."""
 
     P: Tensor
-    Qt: Tensor
-    part: Tensor
+    Qt: _Shared
 
 
 @dataclass(frozen=True)
@@ -58,7 +69,10 @@ class PowerSGD(Reducer):
     (rows + columns) * rank floats an iteration. Factors of 16-bit gradients travel in the gradients' dtype, others as
     float32, or all as `factors` says; all arithmetic is float32. In 16 bits twice the rank costs the same: rounding P
     is harmless, since every rank orthogonalises the same sum, what rounding takes from its part of Q a rank owes, and
-    only the rounding of the sum itself is lost, as it is of gradients in 16 bits. Matrices of one shape are one batch.
+    only the rounding of the sum itself is lost, as it is of gradients in 16 bits. Factors in 8 bits or fewer take two
+    shots, since integers with block scales cannot be summed on the way: two collectives for one, and less than half
+    the bytes of 16 bits. Here nothing is lost: what the second rounding takes from its shard of Q the shard's owner
+    owes, as a multiple of P. Matrices of one shape are one batch.
 
     P is made orthonormal by `kernels.fused.orthonormalise`, finite for rank-deficient and all-zero matrices. Between
     steps each column of Q is scaled by a power of two to a largest magnitude in [1, 2): that changes no span, and MQ
@@ -74,7 +88,8 @@ class PowerSGD(Reducer):
         momentum: share, in [0, 1), of the start before in the next: Q' = (1 - momentum) * Q + momentum * Q_before,
             after signs are made to agree, since those of P's columns are arbitrary. Not in the paper.
         sent: "local" or "mean", what error feedback takes for sent; see above.
-        factors: "own", "bf16" or "fp16", what the factors travel in.
+        factors: what the factors travel in: "own", "bf16", "fp16", or in blocks of 64 integers with a scale "int8",
+            "int6" or "int4".
 
     Raises:
         CompositionError: rank or iterations below 1, a rate that is not positive, momentum out of range or without
@@ -90,7 +105,7 @@ class PowerSGD(Reducer):
     warm_start: bool = True
     momentum: float = 0.0
     sent: Literal["local", "mean"] = "local"
-    factors: Literal["own", "bf16", "fp16"] = "own"
+    factors: Literal["own", "bf16", "fp16", "int8", "int6", "int4"] = "own"
 
     def __post_init__(self) -> None:
         check_rank(self.rank, self.min_compression_rate)
@@ -102,8 +117,8 @@ class PowerSGD(Reducer):
             raise CompositionError("momentum of Q needs warm_start=True: without it no Q outlives its step")
         if self.sent not in ("local", "mean"):
             raise CompositionError(f"sent {self.sent!r} is neither 'local' nor 'mean'")
-        if self.factors not in FACTOR_DTYPES:
-            raise CompositionError(f"factors {self.factors!r} is none of {', '.join(FACTOR_DTYPES)}")
+        if self.factors not in FACTOR_DTYPES | FACTOR_BITS:
+            raise CompositionError(f"factors {self.factors!r} is none of {', '.join(FACTOR_DTYPES | FACTOR_BITS)}")
 
     @property
     def scope(self) -> Literal["flat", "tensor"]:
@@ -128,22 +143,71 @@ class PowerSGD(Reducer):
         """1 / min(rows, columns) once Q has found the leading direction; no bound holds for a single step of it.
 
         Error feedback is part of the method and proven with it (Vogels 2019, Section 3); this is the bound of the
-        best rank-1 approximation.
+        best rank-1 approximation. Of quantised factors it is that times the quantiser's: P has orthonormal columns, so
+        what Q loses the approximation loses.
         """
-        return min(1.0, 1.0 / max(1, min(grain.shape[-2:])))
+        best = min(1.0, 1.0 / max(1, min(grain.shape[-2:])))
+        if self.factors not in FACTOR_BITS:
+            return best
+        kept = self._integers.contraction(grain)
+        return None if kept is None else best * kept
 
     def reduce(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:
-        """Two all-reduces an iteration: of P, then of Q."""
-        M, wire = x.view(grain.shape).float(), FACTOR_DTYPES[self.factors] or wire_dtype(grain.dtype)
+        """Two exchanges an iteration: of P, then of Q."""
+        M = x.view(grain.shape).float()
         start = self._start(grain, state, step)
-        found = yield from _iterate(M, start, step, wire)
+        found = yield from self._iterate(M, start, grain, step)
         for i in range(1, self.iterations):
-            again = unit_columns(found.Qt, Key(step.seed, step.index, grain.name, f"iteration {i}"))
-            found = yield from _iterate(M, again, step, wire)
-        P, Qt, part = found
-        mean = torch.bmm(P, Qt).to(x.dtype).view(x.shape)
-        sent = SentFactors(P, part, step.world_size) if self.sent == "local" else SentFactors(P, Qt)
-        return Reduced(mean, sent, self._next(start, Qt, grain, step))
+            again = unit_columns(found.Qt.mean, Key(step.seed, step.index, grain.name, f"iteration {i}"))
+            found = yield from self._iterate(M, again, grain, step)
+        P, Qt = found
+        mean = torch.bmm(P, Qt.mean).to(x.dtype).view(x.shape)
+        sent = SentFactors(P, Qt.part, Qt.scale) if self.sent == "local" else SentFactors(P, Qt.mean)
+        return Reduced(mean, sent, self._next(start, Qt.mean, grain, step))
+
+    def _iterate(self, M: Tensor, Q: Tensor, grain: Grain, step: Step) -> Generator[Collective, Tensor, _Factors]:
+        """One step of subspace iteration on the mean of M."""
+        quantised = self.factors in FACTOR_BITS
+        MQ = torch.bmm(M, Q)
+        if quantised:
+            # Columns differ in size, so each wants scales of its own: blocks run along them.
+            summed = (yield from self._in_two_shots(MQ.mT.contiguous(), grain, "P", step)).mean.mT.contiguous()
+        else:
+            summed = (yield from self._summed(MQ, grain, step, keep=False)).mean
+        P = fused.orthonormalise(summed)
+        # P^T M reads M row by row and takes a third of the time of M^T P.
+        PtM = torch.bmm(P.mT, M)
+        if quantised:
+            return _Factors(P, (yield from self._in_two_shots(PtM, grain, "Q", step)))
+        return _Factors(P, (yield from self._summed(PtM, grain, step, keep=True)))
+
+    def _summed(
+        self, factor: Tensor, grain: Grain, step: Step, *, keep: bool
+    ) -> Generator[Collective, Tensor, _Shared]:
+        """The mean of a factor by one all-reduce, which overwrites this rank's part unless that is to be kept."""
+        part = factor.div_(step.world_size).to(FACTOR_DTYPES[self.factors] or wire_dtype(grain.dtype))
+        mean = yield collective.AllReduce(part, consumable=not keep)
+        return _Shared(mean.float(), part, step.world_size)
+
+    @property
+    def _integers(self) -> TwoShot:
+        return TwoShot(BlockInt(FACTOR_BITS[self.factors], FACTOR_BLOCK))
+
+    def _in_two_shots(
+        self, factor: Tensor, grain: Grain, name: str, step: Step
+    ) -> Generator[Collective, Tensor, _Shared]:
+        """The mean of a quantised factor. `factor` is used up."""
+        numel, name = factor.numel(), f"{grain.name} {name}"
+        flat = Grain(name, (Segment(name, 0, numel, 0),), (numel,), torch.float32, factor.device)
+        exchange, left = self._integers, factor.clone().view(-1)
+        reduced = yield from exchange.reduce_keeping(flat, left, exchange.init(flat, step), step)
+        # What an owner owes is of this step's P and of no use to the next one's: this rank has not sent it.
+        owed = reduced.state["owner"]
+        assert isinstance(owed, Leaf)
+        shard = exchange.shard_numel(numel, step.world_size)
+        mine = left[step.rank * shard : (step.rank + 1) * shard]
+        mine.add_(owed.tensor[: mine.numel()], alpha=step.world_size)
+        return _Shared(reduced.mean.view(factor.shape), factor.sub_(left.view(factor.shape)), 1.0)
 
     def _start(self, grain: Grain, state: State, step: Step) -> Tensor:
         """The Q to begin with, (batch, columns, rank)."""
@@ -161,16 +225,6 @@ class PowerSGD(Reducer):
             agrees = (fresh * start).sum(1, keepdim=True) >= 0
             fresh = fresh.lerp(torch.where(agrees, start, -start), self.momentum)
         return State(Q=Leaf(fresh, "matrix"))
-
-
-def _iterate(M: Tensor, Q: Tensor, step: Step, wire: torch.dtype) -> Generator[Collective, Tensor, _Factors]:
-    """One step of subspace iteration on the mean of M."""
-    MQ = yield collective.AllReduce(torch.bmm(M, Q).div_(step.world_size).to(wire), consumable=True)
-    P = fused.orthonormalise(MQ.float())
-    # P^T M reads M row by row and takes a third of the time of M^T P.
-    part = torch.bmm(P.mT, M).div_(step.world_size).to(wire)
-    Qt = yield collective.AllReduce(part)
-    return _Factors(P, Qt.float(), part)
 
 
 def unit_columns(Qt: Tensor, key: Key) -> Tensor:
