@@ -19,6 +19,10 @@ from typing import Any
 import numba
 import numpy as np
 import torch
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+from numba.np.arrayobj import make_array
 from torch import Tensor
 
 from gradwire.kernels import pool
@@ -93,6 +97,86 @@ def _array(x: Tensor) -> np.ndarray[Any, Any]:
 
 def _raw(x: Tensor) -> np.ndarray[Any, Any]:
     return x.detach().numpy().view(np.uint32)
+
+
+# Lanes of bits ----------------------------------------------------------------------------------------------
+
+
+# A comparison of a vector gives a bit a lane, which is how bits lie in a packed byte. Loops that say so are not
+# recognised, so these are spelled in LLVM's vectors: instructions of their own where a processor has masks, and
+# lowered to others everywhere else. Places are not checked: there must be as many elements as lanes.
+
+_Values = Any  # of llvmlite, which has no types
+
+
+def _lanes_of(builder: _Values, value: _Values, lanes: int) -> _Values:
+    """`value` in every lane."""
+    whole = ir.VectorType(value.type, lanes)
+    first = builder.insert_element(ir.Constant(whole, ir.Undefined), value, ir.Constant(ir.IntType(32), 0))
+    order = ir.Constant(ir.VectorType(ir.IntType(32), lanes), [0] * lanes)
+    return builder.shuffle_vector(first, ir.Constant(whole, ir.Undefined), order)
+
+
+def _lanes_at(context: _Values, builder: _Values, kind: _Values, array: _Values, start: _Values, lanes: int) -> _Values:
+    """A pointer to the vector of `lanes` elements from `start`."""
+    vector = ir.VectorType(context.get_value_type(kind.dtype), lanes)
+    at = builder.gep(make_array(kind)(context, builder, array).data, [start])
+    return builder.bitcast(at, vector.as_pointer())
+
+
+def _mask(lanes: int, compare: Callable[..., _Values]) -> Any:
+    """A function f(array, start, bound): bit i is compare(array[start + i], bound)."""
+    word = {8: types.uint8, 64: types.uint64}[lanes]
+
+    @intrinsic
+    def mask(context, array, start, bound):
+        def generate(context, builder, signature, args):
+            vector = builder.load(_lanes_at(context, builder, array, *args[:2], lanes), align=4)
+            bits = compare(builder, vector, _lanes_of(builder, args[2], lanes))
+            return builder.bitcast(bits, ir.IntType(lanes))
+
+        return word(array, types.uintp, array.dtype), generate
+
+    return mask
+
+
+def _magnitude_is_at_least(builder: _Values, vector: _Values, least: _Values) -> _Values:
+    magnitude = builder.and_(vector, ir.Constant(vector.type, [0x7FFFFFFF] * vector.type.count))
+    return builder.icmp_unsigned(">=", magnitude, least)
+
+
+_at_least_8 = _mask(8, lambda builder, vector, least: builder.fcmp_ordered(">=", vector, least))
+_at_least_64 = _mask(64, _magnitude_is_at_least)
+_below_8 = _mask(8, lambda builder, vector, bound: builder.icmp_signed("<", vector, bound))
+
+
+@intrinsic
+def _choose_8(context, out, start, bits, up, down):
+    """out[start + i] = up where bit i is 1, else down."""
+
+    def generate(context, builder, signature, args):
+        mask = builder.bitcast(args[2], ir.VectorType(ir.IntType(1), 8))
+        chosen = builder.select(mask, _lanes_of(builder, args[3], 8), _lanes_of(builder, args[4], 8))
+        builder.store(chosen, _lanes_at(context, builder, out, *args[:2], 8), align=4)
+        return context.get_dummy_value()
+
+    return types.void(out, types.uintp, types.uint8, out.dtype, out.dtype), generate
+
+
+@intrinsic
+def _ones(context, word):
+    """How many bits are set."""
+    return types.uint64(types.uint64), lambda context, builder, signature, args: builder.ctpop(args[0])
+
+
+@intrinsic
+def _trailing_zeros(context, word):
+    """The place of the lowest set bit of a word that is not zero: one instruction."""
+
+    def generate(context, builder, signature, args):
+        return builder.cttz(args[0], ir.Constant(ir.IntType(1), 1))
+
+    return types.uint64(types.uint64), generate
 
 
 # Random bits ------------------------------------------------------------------------------------------------
@@ -229,28 +313,39 @@ def _top_histogram(raw):
     return total
 
 
-_RUN = 16  # a sixth of the runs of a top one percent hold something
+_RUN = 64
+
+
+@_inline
+def _select_at_least(raw, first, least, indices, magnitudes, room):
+    """Write index and magnitude of each element of at least `least`; return how many, or -1 where there is no room.
+
+    A word says which of the next 64 are: most of a sparse selection are passed over unseen, and of a dense one every
+    step writes something. Nothing is guessed element by element.
+    """
+    n, whole = np.uintp(0), raw.size // _RUN * _RUN
+    for start in range(0, raw.size, _RUN):
+        if start < whole:
+            word = _at_least_64(raw, np.uintp(start), least)
+        else:
+            word = np.uint64(0)
+            for i in range(start, raw.size):
+                word |= np.uint64(_magnitude(raw[np.uintp(i)]) >= least) << np.uint64(i - start)
+        if np.int64(n) + np.int64(_ones(word)) > room:
+            return -1
+        while word != np.uint64(0):
+            i = np.uintp(start) + np.uintp(_trailing_zeros(word))
+            word &= word - np.uint64(1)
+            indices[n] = np.int32(first + np.int64(i))
+            if magnitudes is not None:
+                magnitudes[n] = _magnitude(raw[i])
+            n += np.uintp(1)
+    return np.int64(n)
 
 
 @_kernel("int64(uint32[::1], int64, int64, int32[::1], uint32[::1])")
 def _candidates(raw, first, least, indices, magnitudes):
-    """Write index and magnitude of each element of at least `least`; return how many, or -1 where there is no room.
-
-    Most runs have none: look before leaping. In a run that has, a branch would be guessed wrong too often, so
-    every element is written and the next overwrites it unless it counts; so a run more of room is asked for.
-    """
-    least, n, room = np.uint32(least), np.uintp(0), indices.size - _RUN
-    for start in range(0, raw.size, _RUN):
-        stop = min(start + _RUN, raw.size)
-        if _max_magnitude(raw, start, stop) >= least:
-            if np.int64(n) > room:
-                return -1
-            for i in range(start, stop):
-                magnitude = _magnitude(raw[np.uintp(i)])
-                indices[n] = np.int32(first + i)
-                magnitudes[n] = magnitude
-                n += np.uintp(magnitude >= least)
-    return np.int64(n)
+    return _select_at_least(raw, first, np.uint32(least), indices, magnitudes, indices.size)
 
 
 @_kernel("int64[::1](uint32[::1], int64, int64, int64)")
@@ -311,8 +406,10 @@ def topk_indices(x: Tensor, k: int) -> Tensor:
 
 
 _Candidates = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]
-_STRIDE = 64  # a sixty-fourth of the elements says about where the k-th largest lies
-_SAMPLED = 1 << 15
+# As few as one in 251 say about where the k-th largest lies, and are read from as few cache lines. A prime, so that of
+# no matrix one column is seen alone.
+_STRIDE = 251
+_SAMPLED = 1 << 17
 
 
 def _found(raw: np.ndarray[Any, Any], k: int) -> list[_Candidates]:
@@ -353,7 +450,7 @@ def _collected(
 
 
 def _collect(raw: np.ndarray[Any, Any], first: int, top: int, room: int) -> _Candidates | None:
-    indices, magnitudes = np.empty(room + _RUN, np.int32), np.empty(room + _RUN, np.uint32)
+    indices, magnitudes = np.empty(room, np.int32), np.empty(room, np.uint32)
     count = _candidates(raw, first, top << _TOP, indices, magnitudes)
     return None if count < 0 else (indices[:count], magnitudes[:count])
 
@@ -743,25 +840,45 @@ def _sum_squares(x, start, stop):
     return total
 
 
+@_inline
+def _pack_at_least_zero(x, out):
+    """A bit an element: 1 where it is 0 or above, so for -0.0, and not for NaN."""
+    whole, zero = x.size // 8, np.float32(0)
+    for j in range(whole):
+        out[j] = _at_least_8(x, np.uintp(8 * j), zero)
+    if 8 * whole < x.size:
+        last = np.uint8(0)
+        for i in range(8 * whole, x.size):
+            last |= np.uint8(np.uint8(x[i] >= zero) << np.uint8(i & 7))
+        out[whole] = last
+
+
+@_inline
+def _choose(bits, start, stop, up, down, out):
+    """out[i] = up where bit i is 1, else down, for i in [start, stop); start is a multiple of 8."""
+    whole = stop // 8 * 8
+    for i in range(start, whole, 8):
+        _choose_8(out, np.uintp(i), bits[np.uintp(i >> 3)], up, down)
+    for i in range(max(start, whole), stop):
+        out[np.uintp(i)] = up if (bits[np.uintp(i >> 3)] >> np.uint8(i & 7)) & np.uint8(1) else down
+
+
 @_kernel("void(float32[::1], int64, uint8[::1], float32[::1], boolean)")
 def _sign_encode(x, block, packed, scales, keep):
     tile = _tile(block)
-    scratch = np.empty(tile, np.uint8)
+    values = np.empty(tile, np.float32)
     for origin in range(0, x.size, tile):
-        piece = x[origin : origin + tile]
-        codes = scratch[: piece.size]
+        piece, bits = x[origin : origin + tile], packed[origin // 8 :]
+        _pack_at_least_zero(piece, bits)
         for start in range(0, piece.size, block):
-            stop = min(start + block, piece.size)
-            mean = _sum_magnitudes(piece, start, stop) / np.float64(stop - start)
-            scales[np.uintp((origin + start) // block)] = np.float32(mean)
-        for i in range(piece.size):
-            codes[i] = np.uint8(piece[i] >= np.float32(0))
-        _pack(codes, 1, packed[origin // 8 :])
+            stop, b = min(start + block, piece.size), np.uintp((origin + start) // block)
+            up = np.float32(_sum_magnitudes(piece, start, stop) / np.float64(stop - start))
+            scales[b] = up
+            if keep:
+                _choose(bits, start, stop, up, -up, values)
         if keep:
-            for start in range(0, piece.size, block):
-                up = scales[np.uintp((origin + start) // block)]
-                for i in range(start, min(start + block, piece.size)):
-                    piece[np.uintp(i)] -= up if codes[np.uintp(i)] else -up
+            for i in range(piece.size):
+                piece[i] -= values[i]
 
 
 def sign_encode(x: Tensor, block: int, packed: Tensor, scales: Tensor, keep: bool = False) -> None:
@@ -778,16 +895,15 @@ def sign_encode(x: Tensor, block: int, packed: Tensor, scales: Tensor, keep: boo
 @_kernel("void(uint8[::1], float32[::1], int64, int64, float32[::1], float32, boolean)")
 def _sign_decode(packed, scales, bits, block, into, alpha, overwrite):
     tile = _tile(block)
-    scratch, values = np.empty(tile, np.uint8), np.empty(tile, np.float32)
+    values = np.empty(tile, np.float32)
     for origin in range(0, into.size, tile):
         piece = into[origin : origin + tile]
-        codes = scratch[: piece.size]
-        _unpack(packed[origin // 8 :], bits, codes)
+        out = piece if overwrite else values
         for start in range(0, piece.size, block):
             up = scales[np.uintp((origin + start) // block)]
-            for i in range(start, min(start + block, piece.size)):
-                values[np.uintp(i)] = up if codes[np.uintp(i)] else -up
-        _write(values, piece, alpha, overwrite)
+            _choose(packed[origin // 8 :], start, min(start + block, piece.size), up, -up, out)
+        if not overwrite:
+            _write(values, piece, alpha, overwrite)
 
 
 def sign_accumulate(packed: Tensor, scales: Tensor, block: int, into: Tensor, alpha: float = 1.0) -> None:

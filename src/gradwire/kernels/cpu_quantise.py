@@ -14,11 +14,14 @@ from torch import Tensor
 from gradwire.kernels import pool
 from gradwire.kernels.cpu import (
     _array,
+    _below_8,
+    _choose,
     _inline,
     _kernel,
     _max_magnitude,
     _mix,
-    _pack,
+    _ones,
+    _pack_at_least_zero,
     _raw,
     _sum,
     _sum_squares,
@@ -150,17 +153,28 @@ _RUN = 4096
 @_kernel("void(uint32[::1], int64, int64, int64, uint8[::1], uint8[::1])")
 def _natural_encode(raw, first, k0, k1, exponents, signs):
     k0, k1 = np.uint32(k0), np.uint32(k1)
-    scratch = np.empty(_RUN, np.uint8)
+    words = np.empty(_RUN, np.uint32)
     for origin in range(0, raw.size, _RUN):
         piece, out, at = raw[origin : origin + _RUN], exponents[origin : origin + _RUN], np.uint32(first + origin)
-        codes = scratch[: piece.size]
         for i in range(piece.size):
-            word = np.uint32(_word_at(np.uint32(at + np.uint32(i)), k0, k1) >> np.uint32(9))
+            words[i] = np.uint32(_word_at(np.uint32(at + np.uint32(i)), k0, k1) >> np.uint32(9))
+        for i in range(piece.size):
             magnitude = np.uint32(piece[i] & np.uint32(0x7FFFFFFF))
-            rounded = min(np.uint32(np.uint32(magnitude + word) >> np.uint32(23)), np.uint32(254))
+            rounded = min(np.uint32(np.uint32(magnitude + words[i]) >> np.uint32(23)), np.uint32(254))
             out[i] = np.uint8(rounded if magnitude < np.uint32(0x7F800000) else np.uint32(255))
-            codes[i] = np.uint8(piece[i] >> np.uint32(31))
-        _pack(codes, 1, signs[origin // 8 :])
+        _pack_negative(piece.view(np.int32), signs[origin // 8 :])
+
+
+@_inline
+def _pack_negative(x, out):
+    whole, zero = x.size // 8, np.int32(0)
+    for j in range(whole):
+        out[j] = _below_8(x, np.uintp(8 * j), zero)
+    if 8 * whole < x.size:
+        last = np.uint8(0)
+        for i in range(8 * whole, x.size):
+            last |= np.uint8(np.uint8(x[i] < zero) << np.uint8(i & 7))
+        out[whole] = last
 
 
 def natural_encode(x: Tensor, key: int, exponents: Tensor, signs: Tensor) -> None:
@@ -359,29 +373,25 @@ def _sum_of_others(x, start, stop):
 
 
 @_sum
-def _count_upper(x, start, stop):
-    count = np.int32(0)
-    for i in range(start, stop):
-        count = np.int32(count + np.int32(x[np.uintp(i)] >= np.float32(0)))
-    return np.int64(count)
+def _count_ones(bits, start, stop):
+    count = 0
+    for j in range(start, stop):
+        count += np.int64(_ones(np.uint64(bits[np.uintp(j)])))
+    return count
 
 
 @_kernel("void(float32[::1], int64, uint8[::1], float32[::1])")
 def _one_bit_encode(x, block, packed, means):
     tile = _tile(block)
-    scratch = np.empty(tile, np.uint8)
     for origin in range(0, x.size, tile):
-        piece = x[origin : origin + tile]
-        codes = scratch[: piece.size]
+        piece, bits = x[origin : origin + tile], packed[origin // 8 :]
+        _pack_at_least_zero(piece, bits)
         for start in range(0, piece.size, block):
             stop, b = min(start + block, piece.size), (origin + start) // block
-            count = _count_upper(piece, start, stop)
+            count = _count_ones(bits, start // 8, -(-stop // 8))
             up, down = max(count, 1), max(stop - start - count, 1)
             means[np.uintp(2 * b)] = np.float32(_sum_of_upper(piece, start, stop) / np.float64(up))
             means[np.uintp(2 * b + 1)] = np.float32(_sum_of_others(piece, start, stop) / np.float64(down))
-        for i in range(piece.size):
-            codes[i] = np.uint8(piece[i] >= np.float32(0))
-        _pack(codes, 1, packed[origin // 8 :])
 
 
 def one_bit_encode(x: Tensor, block: int, packed: Tensor, means: Tensor) -> None:
@@ -399,17 +409,16 @@ def one_bit_encode(x: Tensor, block: int, packed: Tensor, means: Tensor) -> None
 @_kernel("void(uint8[::1], float32[::1], int64, float32[::1], float32, boolean)")
 def _one_bit_decode(packed, means, block, into, alpha, overwrite):
     tile = _tile(block)
-    scratch, values = np.empty(tile, np.uint8), np.empty(tile, np.float32)
+    values = np.empty(tile, np.float32)
     for origin in range(0, into.size, tile):
         piece = into[origin : origin + tile]
-        codes = scratch[: piece.size]
-        _unpack(packed[origin // 8 :], 1, codes)
+        out = piece if overwrite else values
         for start in range(0, piece.size, block):
-            b = (origin + start) // block
+            b, stop = (origin + start) // block, min(start + block, piece.size)
             up, down = means[np.uintp(2 * b)], means[np.uintp(2 * b + 1)]
-            for i in range(start, min(start + block, piece.size)):
-                values[np.uintp(i)] = up if codes[np.uintp(i)] else down
-        _write(values, piece, alpha, overwrite)
+            _choose(packed[origin // 8 :], start, stop, up, down, out)
+        if not overwrite:
+            _write(values, piece, alpha, overwrite)
 
 
 def _one_bit_into(packed: Tensor, means: Tensor, block: int, into: Tensor, alpha: float | None) -> None:
