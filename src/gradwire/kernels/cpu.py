@@ -163,6 +163,33 @@ def _choose_8(context, out, start, bits, up, down):
     return types.void(out, types.uintp, types.uint8, out.dtype, out.dtype), generate
 
 
+def _word_at_byte(context: _Values, builder: _Values, kind: _Values, array: _Values, at: _Values) -> _Values:
+    """A pointer to the eight bytes from byte `at`, which need not be aligned."""
+    first = builder.gep(make_array(kind)(context, builder, array).data, [at])
+    return builder.bitcast(first, ir.IntType(64).as_pointer())
+
+
+@intrinsic
+def _load_word(context, packed, at):
+    """Eight bytes as a word, the first the lowest."""
+
+    def generate(context, builder, signature, args):
+        return builder.load(_word_at_byte(context, builder, packed, *args), align=1)
+
+    return types.uint64(packed, types.uintp), generate
+
+
+@intrinsic
+def _store_word(context, packed, at, word):
+    """Write eight bytes, the lowest first."""
+
+    def generate(context, builder, signature, args):
+        builder.store(args[2], _word_at_byte(context, builder, packed, *args[:2]), align=1)
+        return context.get_dummy_value()
+
+    return types.void(packed, types.uintp, types.uint64), generate
+
+
 @intrinsic
 def _ones(context, word):
     """How many bits are set."""
@@ -200,9 +227,10 @@ def _uniform_at(counter, k0, k1):
 
 @_kernel("void(float32[::1], int64, int64, int64)")
 def _uniform(out, start, k0, k1):
-    k0, k1, first = np.uint32(k0), np.uint32(k1), np.uint32(start)
+    k0, k1, counter = np.uint32(k0), np.uint32(k1), np.uint32(start)
     for i in range(out.size):
-        out[i] = _uniform_at(np.uint32(first + np.uint32(i)), k0, k1)
+        out[i] = _uniform_at(counter, k0, k1)
+        counter = np.uint32(counter + np.uint32(1))
 
 
 def uniform(bits: int, numel: int, device: torch.device, start: int = 0) -> Tensor:
@@ -385,12 +413,13 @@ def topk_indices(x: Tensor, k: int) -> Tensor:
     if k == 0:
         return out
     found = _found(_raw(x), k)
-    tops = pool.run([functools.partial(_top_histogram, m) for _, m in found])
+    run = functools.partial(pool.run, numel=sum(m.size for _, m in found))
+    tops = run([functools.partial(_top_histogram, m) for _, m in found])
     top, rank = _bucket_of_kth(np.sum(tops, axis=0), k)
-    middles = pool.run([functools.partial(_histogram, m, top, _MIDDLE, _TOP - _MIDDLE) for _, m in found])
+    middles = run([functools.partial(_histogram, m, top, _MIDDLE, _TOP - _MIDDLE) for _, m in found])
     middle, rank = _bucket_of_kth(np.sum(middles, axis=0), rank)
     prefix = (top << (_TOP - _MIDDLE)) | middle
-    lows = pool.run([functools.partial(_histogram, m, prefix, 0, _MIDDLE) for _, m in found])
+    lows = run([functools.partial(_histogram, m, prefix, 0, _MIDDLE) for _, m in found])
     low, rank = _bucket_of_kth(np.sum(lows, axis=0), rank)
 
     o, tasks, start, threshold = _array(out), [], 0, (prefix << _MIDDLE) | low
@@ -401,7 +430,7 @@ def topk_indices(x: Tensor, k: int) -> Tensor:
         stop = start + above + quota
         tasks.append(functools.partial(_emit, *piece, threshold, quota, o[start:stop]))
         start = stop
-    pool.run(tasks)
+    run(tasks)
     return out
 
 
@@ -498,7 +527,7 @@ def indices_within(indices: Tensor, numel: int) -> bool:
 
 @_inline
 def _pack(codes, bits, out):
-    """Pack uint8 codes: whole groups of eight with word arithmetic, the rest bit by bit."""
+    """Pack uint8 codes, which may be changed: whole groups of eight with word arithmetic, the rest bit by bit."""
     whole = codes.size // 8 * 8
     if bits == 8:
         for j in range(whole):
@@ -525,15 +554,23 @@ def _pack(codes, bits, out):
 
 @_inline
 def _pack_eights(eights, bits, out):
-    """Close the gaps between neighbours, then between pairs, then between fours."""
+    """Close the gaps between neighbours, then between pairs, then between fours.
+
+    Words are closed in place, as vectors, and written whole: each overwrites what the one before has too much, and
+    the last ones, which must not, are written byte by byte.
+    """
     gap = np.uint64(8 - bits)
     for j in range(eights.size):
         w = eights[j]
         w = (w & np.uint64(0x00FF00FF00FF00FF)) | ((w & np.uint64(0xFF00FF00FF00FF00)) >> gap)
         w = (w & np.uint64(0x0000FFFF0000FFFF)) | ((w & np.uint64(0xFFFF0000FFFF0000)) >> (gap + gap))
-        w = (w & np.uint64(0x00000000FFFFFFFF)) | ((w & np.uint64(0xFFFFFFFF00000000)) >> np.uint64(4 * gap))
+        eights[j] = (w & np.uint64(0x00000000FFFFFFFF)) | ((w & np.uint64(0xFFFFFFFF00000000)) >> np.uint64(4 * gap))
+    roomy = max(eights.size - 8, 0)
+    for j in range(roomy):
+        _store_word(out, np.uintp(j * bits), eights[j])
+    for j in range(roomy, eights.size):
         for byte in range(bits):
-            out[j * bits + byte] = np.uint8(w >> np.uint64(8 * byte))
+            out[j * bits + byte] = np.uint8(eights[j] >> np.uint64(8 * byte))
 
 
 @_inline
@@ -606,10 +643,16 @@ def _unpack_eights(packed, bits, eights):
     fours = np.uint64((1 << (4 * bits)) - 1)
     twos = np.uint64(((1 << (2 * bits)) - 1) * 0x0000000100000001)
     ones = np.uint64(((1 << bits) - 1) * 0x0001000100010001)
-    for j in range(eights.size):
+    roomy, whole = max(eights.size - 8, 0), np.uint64((1 << (8 * bits)) - 1)
+    for j in range(roomy):
+        eights[j] = _load_word(packed, np.uintp(j * bits))
+    for j in range(roomy, eights.size):
         w = np.uint64(0)
         for byte in range(bits):
             w |= np.uint64(packed[j * bits + byte]) << np.uint64(8 * byte)
+        eights[j] = w
+    for j in range(eights.size):
+        w = eights[j] & whole
         w = (w & fours) | ((w & ~fours) << np.uint64(4 * gap))
         w = (w & twos) | ((w & ~twos) << (gap + gap))
         eights[j] = (w & ones) | ((w & ~ones) << gap)
@@ -649,7 +692,11 @@ def _unpack_slowly(packed, bits, codes):
 
 @_kernel("void(uint8[::1], int64, uint8[::1])")
 def _pack_narrow(codes, bits, out):
-    _pack(codes, bits, out)
+    scratch = np.empty(min(_TILE, codes.size), np.uint8)
+    for start in range(0, codes.size, _TILE):
+        piece = codes[start : start + _TILE]
+        scratch[: piece.size] = piece
+        _pack(scratch[: piece.size], bits, out[start // 8 * bits :])
 
 
 @_kernel("void(int32[::1], int64, uint8[::1])")
@@ -767,10 +814,13 @@ def block_int_encode(
     )
 
 
+# Decoders write straight where they are to, or to a tile that is then added.
+
+
 @_inline
-def _write(values, into, alpha, overwrite):
+def _add(values, into, alpha):
     for i in range(into.size):
-        into[i] = values[i] if overwrite else into[i] + values[i] * alpha
+        into[i] += values[i] * alpha
 
 
 @_kernel("void(uint8[::1], float32[::1], int64, int64, float32[::1], float32, boolean)")
@@ -779,13 +829,14 @@ def _block_int_decode(packed, scales, bits, block, into, alpha, overwrite):
     scratch, values = np.empty(tile, np.uint8), np.empty(tile, np.float32)
     for origin in range(0, into.size, tile):
         piece = into[origin : origin + tile]
-        codes = scratch[: piece.size]
+        codes, out = scratch[: piece.size], piece if overwrite else values
         _unpack(packed[origin // 8 * bits :], bits, codes)
         for start in range(0, piece.size, block):
             step = scales[np.uintp((origin + start) // block)] / levels
             for i in range(start, min(start + block, piece.size)):
-                values[np.uintp(i)] = (np.float32(np.int32(codes[np.uintp(i)])) - levels) * step
-        _write(values, piece, alpha, overwrite)
+                out[np.uintp(i)] = (np.float32(np.int32(codes[np.uintp(i)])) - levels) * step
+        if not overwrite:
+            _add(values, piece, alpha)
 
 
 def _decode(
@@ -903,7 +954,7 @@ def _sign_decode(packed, scales, bits, block, into, alpha, overwrite):
             up = scales[np.uintp((origin + start) // block)]
             _choose(packed[origin // 8 :], start, min(start + block, piece.size), up, -up, out)
         if not overwrite:
-            _write(values, piece, alpha, overwrite)
+            _add(values, piece, alpha)
 
 
 def sign_accumulate(packed: Tensor, scales: Tensor, block: int, into: Tensor, alpha: float = 1.0) -> None:
@@ -993,7 +1044,7 @@ def _qsgd_decode(packed, norms, levels, block, into, alpha, overwrite):
     narrow, wide, values = np.empty(tile, np.uint8), np.empty(tile, np.int32), np.empty(tile, np.float32)
     for origin in range(0, into.size, tile):
         piece = into[origin : origin + tile]
-        codes = wide[: piece.size]
+        codes, out = wide[: piece.size], piece if overwrite else values
         if bits <= 8:
             _unpack(packed[origin // 8 * bits :], bits, narrow[: piece.size])
             for i in range(codes.size):
@@ -1005,8 +1056,9 @@ def _qsgd_decode(packed, norms, levels, block, into, alpha, overwrite):
             for i in range(start, min(start + block, piece.size)):
                 code = codes[np.uintp(i)]
                 value = np.float32(np.int32(code & mask)) * step
-                values[np.uintp(i)] = -value if code > mask else value
-        _write(values, piece, alpha, overwrite)
+                out[np.uintp(i)] = -value if code > mask else value
+        if not overwrite:
+            _add(values, piece, alpha)
 
 
 def qsgd_accumulate(packed: Tensor, norms: Tensor, levels: int, block: int, into: Tensor, alpha: float = 1.0) -> None:
