@@ -5,7 +5,8 @@ Inner loops are written to be vectorised, and in float32 without reassociation o
 agree bit for bit with `reference`; only sums may differ, and are taken in float64 for it. Codes pass through
 a scratch of one tile, which stays in the nearest cache, and are packed from there eight at a time.
 
-numba promotes uint32 arithmetic to 64 bits: each step is cast back, and LLVM narrows it again.
+numba promotes uint32 arithmetic to 64 bits: each step is cast back, and LLVM narrows it again, but for a counter that
+is made of a loop's index: so random numbers count for themselves.
 """
 
 from __future__ import annotations
@@ -753,8 +754,10 @@ def _quantise(x, start, stop, inverse, levels, codes):
 
 @_inline
 def _quantise_randomly(x, start, stop, inverse, levels, codes, first, k0, k1):
+    counter = np.uint32(first + start)
     for i in range(start, stop):
-        u = _uniform_at(np.uint32(first + np.uint32(i)), k0, k1)
+        u = _uniform_at(counter, k0, k1)
+        counter = np.uint32(counter + np.uint32(1))
         q = np.int32(np.floor(x[np.uintp(i)] * inverse + u))
         q = max(min(q, levels), np.int32(-levels))
         codes[np.uintp(i)] = np.uint8(q + levels)
@@ -987,8 +990,10 @@ def _qsgd_norm(x, start, stop, levels):
 
 @_inline
 def _qsgd_codes(x, start, stop, inverse, levels, sign_shift, codes, first, k0, k1):
+    counter = np.uint32(first + start)
     for i in range(start, stop):
-        u = _uniform_at(np.uint32(first + np.uint32(i)), k0, k1)
+        u = _uniform_at(counter, k0, k1)
+        counter = np.uint32(counter + np.uint32(1))
         level = min(np.int32(abs(x[np.uintp(i)]) * inverse + u), levels)
         negative = np.int32(x[np.uintp(i)] < np.float32(0))
         codes[np.uintp(i)] = np.int32(level | np.int32(negative << sign_shift))

@@ -152,12 +152,13 @@ _RUN = 4096
 
 @_kernel("void(uint32[::1], int64, int64, int64, uint8[::1], uint8[::1])")
 def _natural_encode(raw, first, k0, k1, exponents, signs):
-    k0, k1 = np.uint32(k0), np.uint32(k1)
+    k0, k1, counter = np.uint32(k0), np.uint32(k1), np.uint32(first)
     words = np.empty(_RUN, np.uint32)
     for origin in range(0, raw.size, _RUN):
-        piece, out, at = raw[origin : origin + _RUN], exponents[origin : origin + _RUN], np.uint32(first + origin)
+        piece, out = raw[origin : origin + _RUN], exponents[origin : origin + _RUN]
         for i in range(piece.size):
-            words[i] = np.uint32(_word_at(np.uint32(at + np.uint32(i)), k0, k1) >> np.uint32(9))
+            words[i] = np.uint32(_word_at(counter, k0, k1) >> np.uint32(9))
+            counter = np.uint32(counter + np.uint32(1))
         for i in range(piece.size):
             magnitude = np.uint32(piece[i] & np.uint32(0x7FFFFFFF))
             rounded = min(np.uint32(np.uint32(magnitude + words[i]) >> np.uint32(23)), np.uint32(254))
@@ -219,9 +220,10 @@ def natural_decode(exponents: Tensor, signs: Tensor, out: Tensor) -> None:
 
 @_kernel("void(uint32[::1], int64, int64, int64, uint16[::1])")
 def _bfloat16_encode(raw, first, k0, k1, out):
-    k0, k1, first = np.uint32(k0), np.uint32(k1), np.uint32(first)
+    k0, k1, counter = np.uint32(k0), np.uint32(k1), np.uint32(first)
     for i in range(raw.size):
-        word = np.uint32(_word_at(np.uint32(first + np.uint32(i)), k0, k1) >> np.uint32(16))
+        word = np.uint32(_word_at(counter, k0, k1) >> np.uint32(16))
+        counter = np.uint32(counter + np.uint32(1))
         magnitude = np.uint32(raw[i] & np.uint32(0x7FFFFFFF))
         broken = magnitude >= np.uint32(0x7F800000)
         quiet = np.uint32(0x40) if magnitude > np.uint32(0x7F800000) else np.uint32(0)
@@ -266,14 +268,16 @@ def ternary_scales(x: Tensor, clip: float, block: int, scales: Tensor) -> None:
 @_kernel("void(float32[::1], float32[::1], int64, int64, int64, int64, int64, uint8[::1])")
 def _ternary_encode(x, scales, first, k0, k1, block, digits, packed):
     k0, k1, base = np.uint32(k0), np.uint32(k1), np.uint8(3 if digits == 5 else 4)
+    counter = np.uint32(first)
     scratch = np.empty(block, np.uint8)
     for start in range(0, x.size, block):
         stop = min(start + block, x.size)
-        piece, at = x[start:stop], np.uint32(first + start)
+        piece = x[start:stop]
         inverse = np.float32(1) / scales[np.uintp(start // block)]
         inverse = inverse if np.isfinite(inverse) else np.float32(0)
         for i in range(piece.size):
-            u = _uniform_at(np.uint32(at + np.uint32(i)), k0, k1)
+            u = _uniform_at(counter, k0, k1)
+            counter = np.uint32(counter + np.uint32(1))
             hit = np.int32(abs(piece[i]) * inverse + u >= np.float32(1))
             negative = np.int32(piece[i] < np.float32(0))
             scratch[i] = np.uint8(np.int32(np.int32(1) + hit) - np.int32(np.int32(2) * (hit & negative)))
