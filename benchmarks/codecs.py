@@ -152,8 +152,8 @@ def measure(numel: int, only: str) -> dict[str, Any]:
 
     copy()
     rows: dict[str, Any] = {"copy_s": statistics.median(seconds(copy) for _ in range(9)), "copies": {}}
-    heads = ("step", "encode+decode", "roofline", "bar")
-    print(f"{'method':32s} {heads[0]:>8s} {heads[1]:>14s} {heads[2]:>9s}  {heads[3]}; copies of {numel / 1e6:.0f} M floats")
+    head = f"{'method':32s} {'step':>8s} {'encode+decode':>14s} {'roofline':>9s}  bar"
+    print(f"{head}; copies of {numel / 1e6:.0f} M floats")
     k = numel // 100
     show(rows, "torch.topk 1%", {"step": in_copies(lambda: torch.topk(x.abs(), k, sorted=False), copy)})
     for method in gradwire.methods().values():

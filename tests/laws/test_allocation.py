@@ -107,7 +107,8 @@ def peak_nbytes(run: Callable[[], object]) -> int:
             arrays = tracemalloc.get_traced_memory()[1] - before
     finally:
         tracemalloc.stop()
-    assert profiled.profiler is not None and profiled.profiler.kineto_results is not None
+    assert profiled.profiler is not None
+    assert profiled.profiler.kineto_results is not None
     events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
     events.sort(key=lambda event: event.start_ns())
     tensors = max(itertools.accumulate(event.nbytes() for event in events), default=0)

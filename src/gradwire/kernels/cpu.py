@@ -446,10 +446,11 @@ def _found(raw: np.ndarray[Any, Any], k: int) -> list[_Candidates]:
     """Indices and magnitudes of elements among which the k largest are, piece by piece.
 
     A sample guesses the bucket of the histogram that they begin in, which saves counting all elements. Where it
-    guessed too high, or so low that there is no room, all are counted.
+    guessed too high, or so low that there is no room, all are counted; and where so many are wanted that room for a
+    guess would be larger than the tensor.
     """
     cuts = pool.chunks(raw.size)
-    if raw.size >= _SAMPLED:
+    if raw.size >= max(_SAMPLED, 16 * k):
         least = _guess(raw, k)
         rooms = [4 * k * (j - i) // raw.size + 1024 for i, j in cuts]
         found = _collected(raw, cuts, least, rooms)
@@ -480,7 +481,8 @@ def _collected(
 
 
 def _collect(raw: np.ndarray[Any, Any], first: int, top: int, room: int) -> _Candidates | None:
-    indices, magnitudes = np.empty(room, np.int32), np.empty(room, np.uint32)
+    indices, magnitudes = (_array(torch.empty(room, dtype=torch.int32)) for _ in range(2))
+    magnitudes = magnitudes.view(np.uint32)
     count = _candidates(raw, first, top << _TOP, indices, magnitudes)
     return None if count < 0 else (indices[:count], magnitudes[:count])
 

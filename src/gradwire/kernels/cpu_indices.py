@@ -135,7 +135,7 @@ def decode(packed: Tensor, numel: int, count: int, bits: int) -> tuple[Tensor, b
 def encode_rice(indices: Tensor, numel: int, bits: int, out: Tensor) -> bool:
     """Rice, with the low bits that make this payload shortest."""
     whole, words = _array(indices), _words(out)
-    some = int(np.searchsorted(whole, numel))
+    some = int(np.searchsorted(whole, np.int32(numel)))  # a wider number would widen a copy of them all
     tried = np.array(candidates(bits), np.int64)
     used = (some * tried + some + _high_sums(whole[:some], tried) + 63) // 64
     best = int(used.argmin())
