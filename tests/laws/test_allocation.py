@@ -1,23 +1,33 @@
-"""After the second step a reducer allocates one tensor of the gradient's size at most: the mean it returns."""
+"""After the second step a reducer allocates one tensor of the gradient's size at most: the mean it returns.
+
+And no codec holds more at any time than its payload and one buffer of the gradient's size.
+"""
 
 from __future__ import annotations
 
+import itertools
+import tracemalloc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from gradwire.codecs import Codec
 from gradwire.core.collective import Collective
+from gradwire.core.key import Key
 from gradwire.drivers.lockstep import Lockstep
 from gradwire.reducers import Program, Reducer, Step
 
 from . import checks
-from .subjects import grain_for, reducers, sample
+from .subjects import codecs, grain_for, reducers, sample
 
+CODECS = codecs()
 REDUCERS = reducers()
 NUMEL = 1 << 18
 
@@ -80,3 +90,44 @@ def allocations(reducer: Reducer) -> list[str]:
 def test_only_the_mean_is_allocated(reducer: Reducer) -> None:
     made = allocations(reducer)
     assert len(made) <= 1, made
+
+
+def peak_nbytes(run: Callable[[], object]) -> int:
+    """The most that `run` holds at once beyond what it was given, of tensors and of arrays.
+
+    Frees of tensors inside an operation are seen; what compiled kernels allocate for themselves, a tile, is not.
+    """
+    run()
+    run()
+    tracemalloc.start()
+    try:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+            before, _ = tracemalloc.get_traced_memory()
+            run()
+            arrays = tracemalloc.get_traced_memory()[1] - before
+    finally:
+        tracemalloc.stop()
+    assert profiled.profiler is not None
+    assert profiled.profiler.kineto_results is not None
+    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events.sort(key=lambda event: event.start_ns())
+    sizes = (event.nbytes() for event in events)  # pyright: ignore[reportAttributeAccessIssue]
+    tensors = max(itertools.accumulate(sizes), default=0)
+    return arrays + tensors
+
+
+def test_peak_is_seen() -> None:
+    x = torch.ones(NUMEL)
+    assert peak_nbytes(lambda: (x + 1) * (x + 2)) >= 3 * x.nbytes
+    assert peak_nbytes(lambda: x.numpy() + 1) >= x.nbytes
+    assert peak_nbytes(lambda: x.add_(1)) < x.nbytes // 8
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+def test_codec_holds_its_payload_and_one_gradient(codec: Codec) -> None:
+    x, key = sample("normal", (NUMEL,)), Key(name="w")
+    payload, out = codec.encode(x, key), torch.empty(NUMEL)
+    bound = x.nbytes + (1 << 14)  # and what Python needs
+    assert peak_nbytes(lambda: codec.encode(x, key)) <= bound + codec.payload_bytes(NUMEL)
+    assert peak_nbytes(lambda: codec.decode_into(payload, out, key)) <= bound
+    assert peak_nbytes(lambda: codec.accumulate(payload, out, key, 0.5)) <= bound

@@ -16,6 +16,8 @@ from gradwire.core.key import Key
 from gradwire.core.payload import Field, Layout, Payload
 from gradwire.kernels import indices as places
 
+_PIECE = 1 << 15  # entries gathered at a time: all at once they would take as much memory as the gradient
+
 
 @dataclass(frozen=True)
 class Threshold(Float32Codec):
@@ -74,14 +76,15 @@ class Threshold(Float32Codec):
         places.encode(indices, x.numel(), "rice", out[0])
         if not x.numel():
             return
-        none = indices == x.numel()
-        out[1].copy_(kernels.gather(x32, indices.clamp(max=x.numel() - 1)).masked_fill_(none, 0.0))
+        for at, values in zip(indices.split(_PIECE), out[1].split(_PIECE), strict=True):
+            none = at == x.numel()
+            values.copy_(kernels.gather(x32, at.clamp_(max=x.numel() - 1)).masked_fill_(none, 0.0))
 
     def accumulate32(self, payload: Payload, into: Tensor, key: Key, alpha: float) -> None:
         """Scatter-add: O(k)."""
         indices = places.decode(payload[0], into.numel(), payload[1].numel(), "rice")
         if into.numel():  # places that hold none add zero to the last entry
-            kernels.scatter_add_(into, indices.clamp(max=into.numel() - 1), payload[1], alpha)
+            kernels.scatter_add_(into, indices.clamp_(max=into.numel() - 1), payload[1], alpha)
 
     def absolute_error(self, numel: int) -> float | None:
         """tau."""

@@ -5,7 +5,8 @@ Inner loops are written to be vectorised, and in float32 without reassociation o
 agree bit for bit with `reference`; only sums may differ, and are taken in float64 for it. Codes pass through
 a scratch of one tile, which stays in the nearest cache, and are packed from there eight at a time.
 
-numba promotes uint32 arithmetic to 64 bits: each step is cast back, and LLVM narrows it again.
+numba promotes uint32 arithmetic to 64 bits: each step is cast back, and LLVM narrows it again, but for a counter that
+is made of a loop's index: so random numbers count for themselves.
 """
 
 from __future__ import annotations
@@ -19,6 +20,10 @@ from typing import Any
 import numba
 import numpy as np
 import torch
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+from numba.np.arrayobj import make_array
 from torch import Tensor
 
 from gradwire.kernels import pool
@@ -95,6 +100,113 @@ def _raw(x: Tensor) -> np.ndarray[Any, Any]:
     return x.detach().numpy().view(np.uint32)
 
 
+# Lanes of bits ----------------------------------------------------------------------------------------------
+
+
+# A comparison of a vector gives a bit a lane, which is how bits lie in a packed byte. Loops that say so are not
+# recognised, so these are spelled in LLVM's vectors: instructions of their own where a processor has masks, and
+# lowered to others everywhere else. Places are not checked: there must be as many elements as lanes.
+
+_Values = Any  # of llvmlite, which has no types
+
+
+def _lanes_of(builder: _Values, value: _Values, lanes: int) -> _Values:
+    """`value` in every lane."""
+    whole = ir.VectorType(value.type, lanes)
+    first = builder.insert_element(ir.Constant(whole, ir.Undefined), value, ir.Constant(ir.IntType(32), 0))
+    order = ir.Constant(ir.VectorType(ir.IntType(32), lanes), [0] * lanes)
+    return builder.shuffle_vector(first, ir.Constant(whole, ir.Undefined), order)
+
+
+def _lanes_at(context: _Values, builder: _Values, kind: _Values, array: _Values, start: _Values, lanes: int) -> _Values:
+    """A pointer to the vector of `lanes` elements from `start`."""
+    vector = ir.VectorType(context.get_value_type(kind.dtype), lanes)
+    at = builder.gep(make_array(kind)(context, builder, array).data, [start])
+    return builder.bitcast(at, vector.as_pointer())
+
+
+def _mask(lanes: int, compare: Callable[..., _Values]) -> Any:
+    """A function f(array, start, bound): bit i is compare(array[start + i], bound)."""
+    word = {8: types.uint8, 64: types.uint64}[lanes]
+
+    @intrinsic
+    def mask(context, array, start, bound):
+        def generate(context, builder, signature, args):
+            vector = builder.load(_lanes_at(context, builder, array, *args[:2], lanes), align=4)
+            bits = compare(builder, vector, _lanes_of(builder, args[2], lanes))
+            return builder.bitcast(bits, ir.IntType(lanes))
+
+        return word(array, types.uintp, array.dtype), generate
+
+    return mask
+
+
+def _magnitude_is_at_least(builder: _Values, vector: _Values, least: _Values) -> _Values:
+    magnitude = builder.and_(vector, ir.Constant(vector.type, [0x7FFFFFFF] * vector.type.count))
+    return builder.icmp_unsigned(">=", magnitude, least)
+
+
+_at_least_8 = _mask(8, lambda builder, vector, least: builder.fcmp_ordered(">=", vector, least))
+_at_least_64 = _mask(64, _magnitude_is_at_least)
+_below_8 = _mask(8, lambda builder, vector, bound: builder.icmp_signed("<", vector, bound))
+
+
+@intrinsic
+def _choose_8(context, out, start, bits, up, down):
+    """out[start + i] = up where bit i is 1, else down."""
+
+    def generate(context, builder, signature, args):
+        mask = builder.bitcast(args[2], ir.VectorType(ir.IntType(1), 8))
+        chosen = builder.select(mask, _lanes_of(builder, args[3], 8), _lanes_of(builder, args[4], 8))
+        builder.store(chosen, _lanes_at(context, builder, out, *args[:2], 8), align=4)
+        return context.get_dummy_value()
+
+    return types.void(out, types.uintp, types.uint8, out.dtype, out.dtype), generate
+
+
+def _word_at_byte(context: _Values, builder: _Values, kind: _Values, array: _Values, at: _Values) -> _Values:
+    """A pointer to the eight bytes from byte `at`, which need not be aligned."""
+    first = builder.gep(make_array(kind)(context, builder, array).data, [at])
+    return builder.bitcast(first, ir.IntType(64).as_pointer())
+
+
+@intrinsic
+def _load_word(context, packed, at):
+    """Eight bytes as a word, the first the lowest."""
+
+    def generate(context, builder, signature, args):
+        return builder.load(_word_at_byte(context, builder, packed, *args), align=1)
+
+    return types.uint64(packed, types.uintp), generate
+
+
+@intrinsic
+def _store_word(context, packed, at, word):
+    """Write eight bytes, the lowest first."""
+
+    def generate(context, builder, signature, args):
+        builder.store(args[2], _word_at_byte(context, builder, packed, *args[:2]), align=1)
+        return context.get_dummy_value()
+
+    return types.void(packed, types.uintp, types.uint64), generate
+
+
+@intrinsic
+def _ones(context, word):
+    """How many bits are set."""
+    return types.uint64(types.uint64), lambda context, builder, signature, args: builder.ctpop(args[0])
+
+
+@intrinsic
+def _trailing_zeros(context, word):
+    """The place of the lowest set bit of a word that is not zero: one instruction."""
+
+    def generate(context, builder, signature, args):
+        return builder.cttz(args[0], ir.Constant(ir.IntType(1), 1))
+
+    return types.uint64(types.uint64), generate
+
+
 # Random bits ------------------------------------------------------------------------------------------------
 
 
@@ -116,9 +228,10 @@ def _uniform_at(counter, k0, k1):
 
 @_kernel("void(float32[::1], int64, int64, int64)")
 def _uniform(out, start, k0, k1):
-    k0, k1, first = np.uint32(k0), np.uint32(k1), np.uint32(start)
+    k0, k1, counter = np.uint32(k0), np.uint32(k1), np.uint32(start)
     for i in range(out.size):
-        out[i] = _uniform_at(np.uint32(first + np.uint32(i)), k0, k1)
+        out[i] = _uniform_at(counter, k0, k1)
+        counter = np.uint32(counter + np.uint32(1))
 
 
 def uniform(bits: int, numel: int, device: torch.device, start: int = 0) -> Tensor:
@@ -229,28 +342,39 @@ def _top_histogram(raw):
     return total
 
 
-_RUN = 16  # a sixth of the runs of a top one percent hold something
+_RUN = 64
+
+
+@_inline
+def _select_at_least(raw, first, least, indices, magnitudes, room):
+    """Write index and magnitude of each element of at least `least`; return how many, or -1 where there is no room.
+
+    A word says which of the next 64 are: most of a sparse selection are passed over unseen, and of a dense one every
+    step writes something. Nothing is guessed element by element.
+    """
+    n, whole = np.uintp(0), raw.size // _RUN * _RUN
+    for start in range(0, raw.size, _RUN):
+        if start < whole:
+            word = _at_least_64(raw, np.uintp(start), least)
+        else:
+            word = np.uint64(0)
+            for i in range(start, raw.size):
+                word |= np.uint64(_magnitude(raw[np.uintp(i)]) >= least) << np.uint64(i - start)
+        if np.int64(n) + np.int64(_ones(word)) > room:
+            return -1
+        while word != np.uint64(0):
+            i = np.uintp(start) + np.uintp(_trailing_zeros(word))
+            word &= word - np.uint64(1)
+            indices[n] = np.int32(first + np.int64(i))
+            if magnitudes is not None:
+                magnitudes[n] = _magnitude(raw[i])
+            n += np.uintp(1)
+    return np.int64(n)
 
 
 @_kernel("int64(uint32[::1], int64, int64, int32[::1], uint32[::1])")
 def _candidates(raw, first, least, indices, magnitudes):
-    """Write index and magnitude of each element of at least `least`; return how many, or -1 where there is no room.
-
-    Most runs have none: look before leaping. In a run that has, a branch would be guessed wrong too often, so
-    every element is written and the next overwrites it unless it counts; so a run more of room is asked for.
-    """
-    least, n, room = np.uint32(least), np.uintp(0), indices.size - _RUN
-    for start in range(0, raw.size, _RUN):
-        stop = min(start + _RUN, raw.size)
-        if _max_magnitude(raw, start, stop) >= least:
-            if np.int64(n) > room:
-                return -1
-            for i in range(start, stop):
-                magnitude = _magnitude(raw[np.uintp(i)])
-                indices[n] = np.int32(first + i)
-                magnitudes[n] = magnitude
-                n += np.uintp(magnitude >= least)
-    return np.int64(n)
+    return _select_at_least(raw, first, np.uint32(least), indices, magnitudes, indices.size)
 
 
 @_kernel("int64[::1](uint32[::1], int64, int64, int64)")
@@ -290,12 +414,13 @@ def topk_indices(x: Tensor, k: int) -> Tensor:
     if k == 0:
         return out
     found = _found(_raw(x), k)
-    tops = pool.run([functools.partial(_top_histogram, m) for _, m in found])
+    run = functools.partial(pool.run, numel=sum(m.size for _, m in found))
+    tops = run([functools.partial(_top_histogram, m) for _, m in found])
     top, rank = _bucket_of_kth(np.sum(tops, axis=0), k)
-    middles = pool.run([functools.partial(_histogram, m, top, _MIDDLE, _TOP - _MIDDLE) for _, m in found])
+    middles = run([functools.partial(_histogram, m, top, _MIDDLE, _TOP - _MIDDLE) for _, m in found])
     middle, rank = _bucket_of_kth(np.sum(middles, axis=0), rank)
     prefix = (top << (_TOP - _MIDDLE)) | middle
-    lows = pool.run([functools.partial(_histogram, m, prefix, 0, _MIDDLE) for _, m in found])
+    lows = run([functools.partial(_histogram, m, prefix, 0, _MIDDLE) for _, m in found])
     low, rank = _bucket_of_kth(np.sum(lows, axis=0), rank)
 
     o, tasks, start, threshold = _array(out), [], 0, (prefix << _MIDDLE) | low
@@ -306,23 +431,26 @@ def topk_indices(x: Tensor, k: int) -> Tensor:
         stop = start + above + quota
         tasks.append(functools.partial(_emit, *piece, threshold, quota, o[start:stop]))
         start = stop
-    pool.run(tasks)
+    run(tasks)
     return out
 
 
 _Candidates = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]
-_STRIDE = 64  # a sixty-fourth of the elements says about where the k-th largest lies
-_SAMPLED = 1 << 15
+# As few as one in 251 say about where the k-th largest lies, and are read from as few cache lines. A prime, so that of
+# no matrix one column is seen alone.
+_STRIDE = 251
+_SAMPLED = 1 << 17
 
 
 def _found(raw: np.ndarray[Any, Any], k: int) -> list[_Candidates]:
     """Indices and magnitudes of elements among which the k largest are, piece by piece.
 
     A sample guesses the bucket of the histogram that they begin in, which saves counting all elements. Where it
-    guessed too high, or so low that there is no room, all are counted.
+    guessed too high, or so low that there is no room, all are counted; and where so many are wanted that room for a
+    guess would be larger than the tensor.
     """
     cuts = pool.chunks(raw.size)
-    if raw.size >= _SAMPLED:
+    if raw.size >= max(_SAMPLED, 16 * k):
         least = _guess(raw, k)
         rooms = [4 * k * (j - i) // raw.size + 1024 for i, j in cuts]
         found = _collected(raw, cuts, least, rooms)
@@ -353,7 +481,8 @@ def _collected(
 
 
 def _collect(raw: np.ndarray[Any, Any], first: int, top: int, room: int) -> _Candidates | None:
-    indices, magnitudes = np.empty(room + _RUN, np.int32), np.empty(room + _RUN, np.uint32)
+    indices, magnitudes = (_array(torch.empty(room, dtype=torch.int32)) for _ in range(2))
+    magnitudes = magnitudes.view(np.uint32)
     count = _candidates(raw, first, top << _TOP, indices, magnitudes)
     return None if count < 0 else (indices[:count], magnitudes[:count])
 
@@ -401,7 +530,7 @@ def indices_within(indices: Tensor, numel: int) -> bool:
 
 @_inline
 def _pack(codes, bits, out):
-    """Pack uint8 codes: whole groups of eight with word arithmetic, the rest bit by bit."""
+    """Pack uint8 codes, which may be changed: whole groups of eight with word arithmetic, the rest bit by bit."""
     whole = codes.size // 8 * 8
     if bits == 8:
         for j in range(whole):
@@ -428,15 +557,23 @@ def _pack(codes, bits, out):
 
 @_inline
 def _pack_eights(eights, bits, out):
-    """Close the gaps between neighbours, then between pairs, then between fours."""
+    """Close the gaps between neighbours, then between pairs, then between fours.
+
+    Words are closed in place, as vectors, and written whole: each overwrites what the one before has too much, and
+    the last ones, which must not, are written byte by byte.
+    """
     gap = np.uint64(8 - bits)
     for j in range(eights.size):
         w = eights[j]
         w = (w & np.uint64(0x00FF00FF00FF00FF)) | ((w & np.uint64(0xFF00FF00FF00FF00)) >> gap)
         w = (w & np.uint64(0x0000FFFF0000FFFF)) | ((w & np.uint64(0xFFFF0000FFFF0000)) >> (gap + gap))
-        w = (w & np.uint64(0x00000000FFFFFFFF)) | ((w & np.uint64(0xFFFFFFFF00000000)) >> np.uint64(4 * gap))
+        eights[j] = (w & np.uint64(0x00000000FFFFFFFF)) | ((w & np.uint64(0xFFFFFFFF00000000)) >> np.uint64(4 * gap))
+    roomy = max(eights.size - 8, 0)
+    for j in range(roomy):
+        _store_word(out, np.uintp(j * bits), eights[j])
+    for j in range(roomy, eights.size):
         for byte in range(bits):
-            out[j * bits + byte] = np.uint8(w >> np.uint64(8 * byte))
+            out[j * bits + byte] = np.uint8(eights[j] >> np.uint64(8 * byte))
 
 
 @_inline
@@ -509,10 +646,16 @@ def _unpack_eights(packed, bits, eights):
     fours = np.uint64((1 << (4 * bits)) - 1)
     twos = np.uint64(((1 << (2 * bits)) - 1) * 0x0000000100000001)
     ones = np.uint64(((1 << bits) - 1) * 0x0001000100010001)
-    for j in range(eights.size):
+    roomy, whole = max(eights.size - 8, 0), np.uint64((1 << (8 * bits)) - 1)
+    for j in range(roomy):
+        eights[j] = _load_word(packed, np.uintp(j * bits))
+    for j in range(roomy, eights.size):
         w = np.uint64(0)
         for byte in range(bits):
             w |= np.uint64(packed[j * bits + byte]) << np.uint64(8 * byte)
+        eights[j] = w
+    for j in range(eights.size):
+        w = eights[j] & whole
         w = (w & fours) | ((w & ~fours) << np.uint64(4 * gap))
         w = (w & twos) | ((w & ~twos) << (gap + gap))
         eights[j] = (w & ones) | ((w & ~ones) << gap)
@@ -552,7 +695,11 @@ def _unpack_slowly(packed, bits, codes):
 
 @_kernel("void(uint8[::1], int64, uint8[::1])")
 def _pack_narrow(codes, bits, out):
-    _pack(codes, bits, out)
+    scratch = np.empty(min(_TILE, codes.size), np.uint8)
+    for start in range(0, codes.size, _TILE):
+        piece = codes[start : start + _TILE]
+        scratch[: piece.size] = piece
+        _pack(scratch[: piece.size], bits, out[start // 8 * bits :])
 
 
 @_kernel("void(int32[::1], int64, uint8[::1])")
@@ -609,8 +756,10 @@ def _quantise(x, start, stop, inverse, levels, codes):
 
 @_inline
 def _quantise_randomly(x, start, stop, inverse, levels, codes, first, k0, k1):
+    counter = np.uint32(first + start)
     for i in range(start, stop):
-        u = _uniform_at(np.uint32(first + np.uint32(i)), k0, k1)
+        u = _uniform_at(counter, k0, k1)
+        counter = np.uint32(counter + np.uint32(1))
         q = np.int32(np.floor(x[np.uintp(i)] * inverse + u))
         q = max(min(q, levels), np.int32(-levels))
         codes[np.uintp(i)] = np.uint8(q + levels)
@@ -670,10 +819,13 @@ def block_int_encode(
     )
 
 
+# Decoders write straight where they are to, or to a tile that is then added.
+
+
 @_inline
-def _write(values, into, alpha, overwrite):
+def _add(values, into, alpha):
     for i in range(into.size):
-        into[i] = values[i] if overwrite else into[i] + values[i] * alpha
+        into[i] += values[i] * alpha
 
 
 @_kernel("void(uint8[::1], float32[::1], int64, int64, float32[::1], float32, boolean)")
@@ -682,13 +834,14 @@ def _block_int_decode(packed, scales, bits, block, into, alpha, overwrite):
     scratch, values = np.empty(tile, np.uint8), np.empty(tile, np.float32)
     for origin in range(0, into.size, tile):
         piece = into[origin : origin + tile]
-        codes = scratch[: piece.size]
+        codes, out = scratch[: piece.size], piece if overwrite else values
         _unpack(packed[origin // 8 * bits :], bits, codes)
         for start in range(0, piece.size, block):
             step = scales[np.uintp((origin + start) // block)] / levels
             for i in range(start, min(start + block, piece.size)):
-                values[np.uintp(i)] = (np.float32(np.int32(codes[np.uintp(i)])) - levels) * step
-        _write(values, piece, alpha, overwrite)
+                out[np.uintp(i)] = (np.float32(np.int32(codes[np.uintp(i)])) - levels) * step
+        if not overwrite:
+            _add(values, piece, alpha)
 
 
 def _decode(
@@ -743,25 +896,45 @@ def _sum_squares(x, start, stop):
     return total
 
 
+@_inline
+def _pack_at_least_zero(x, out):
+    """A bit an element: 1 where it is 0 or above, so for -0.0, and not for NaN."""
+    whole, zero = x.size // 8, np.float32(0)
+    for j in range(whole):
+        out[j] = _at_least_8(x, np.uintp(8 * j), zero)
+    if 8 * whole < x.size:
+        last = np.uint8(0)
+        for i in range(8 * whole, x.size):
+            last |= np.uint8(np.uint8(x[i] >= zero) << np.uint8(i & 7))
+        out[whole] = last
+
+
+@_inline
+def _choose(bits, start, stop, up, down, out):
+    """out[i] = up where bit i is 1, else down, for i in [start, stop); start is a multiple of 8."""
+    whole = stop // 8 * 8
+    for i in range(start, whole, 8):
+        _choose_8(out, np.uintp(i), bits[np.uintp(i >> 3)], up, down)
+    for i in range(max(start, whole), stop):
+        out[np.uintp(i)] = up if (bits[np.uintp(i >> 3)] >> np.uint8(i & 7)) & np.uint8(1) else down
+
+
 @_kernel("void(float32[::1], int64, uint8[::1], float32[::1], boolean)")
 def _sign_encode(x, block, packed, scales, keep):
     tile = _tile(block)
-    scratch = np.empty(tile, np.uint8)
+    values = np.empty(tile, np.float32)
     for origin in range(0, x.size, tile):
-        piece = x[origin : origin + tile]
-        codes = scratch[: piece.size]
+        piece, bits = x[origin : origin + tile], packed[origin // 8 :]
+        _pack_at_least_zero(piece, bits)
         for start in range(0, piece.size, block):
-            stop = min(start + block, piece.size)
-            mean = _sum_magnitudes(piece, start, stop) / np.float64(stop - start)
-            scales[np.uintp((origin + start) // block)] = np.float32(mean)
-        for i in range(piece.size):
-            codes[i] = np.uint8(piece[i] >= np.float32(0))
-        _pack(codes, 1, packed[origin // 8 :])
+            stop, b = min(start + block, piece.size), np.uintp((origin + start) // block)
+            up = np.float32(_sum_magnitudes(piece, start, stop) / np.float64(stop - start))
+            scales[b] = up
+            if keep:
+                _choose(bits, start, stop, up, -up, values)
         if keep:
-            for start in range(0, piece.size, block):
-                up = scales[np.uintp((origin + start) // block)]
-                for i in range(start, min(start + block, piece.size)):
-                    piece[np.uintp(i)] -= up if codes[np.uintp(i)] else -up
+            for i in range(piece.size):
+                piece[i] -= values[i]
 
 
 def sign_encode(x: Tensor, block: int, packed: Tensor, scales: Tensor, keep: bool = False) -> None:
@@ -778,16 +951,15 @@ def sign_encode(x: Tensor, block: int, packed: Tensor, scales: Tensor, keep: boo
 @_kernel("void(uint8[::1], float32[::1], int64, int64, float32[::1], float32, boolean)")
 def _sign_decode(packed, scales, bits, block, into, alpha, overwrite):
     tile = _tile(block)
-    scratch, values = np.empty(tile, np.uint8), np.empty(tile, np.float32)
+    values = np.empty(tile, np.float32)
     for origin in range(0, into.size, tile):
         piece = into[origin : origin + tile]
-        codes = scratch[: piece.size]
-        _unpack(packed[origin // 8 :], bits, codes)
+        out = piece if overwrite else values
         for start in range(0, piece.size, block):
             up = scales[np.uintp((origin + start) // block)]
-            for i in range(start, min(start + block, piece.size)):
-                values[np.uintp(i)] = up if codes[np.uintp(i)] else -up
-        _write(values, piece, alpha, overwrite)
+            _choose(packed[origin // 8 :], start, min(start + block, piece.size), up, -up, out)
+        if not overwrite:
+            _add(values, piece, alpha)
 
 
 def sign_accumulate(packed: Tensor, scales: Tensor, block: int, into: Tensor, alpha: float = 1.0) -> None:
@@ -820,8 +992,10 @@ def _qsgd_norm(x, start, stop, levels):
 
 @_inline
 def _qsgd_codes(x, start, stop, inverse, levels, sign_shift, codes, first, k0, k1):
+    counter = np.uint32(first + start)
     for i in range(start, stop):
-        u = _uniform_at(np.uint32(first + np.uint32(i)), k0, k1)
+        u = _uniform_at(counter, k0, k1)
+        counter = np.uint32(counter + np.uint32(1))
         level = min(np.int32(abs(x[np.uintp(i)]) * inverse + u), levels)
         negative = np.int32(x[np.uintp(i)] < np.float32(0))
         codes[np.uintp(i)] = np.int32(level | np.int32(negative << sign_shift))
@@ -877,7 +1051,7 @@ def _qsgd_decode(packed, norms, levels, block, into, alpha, overwrite):
     narrow, wide, values = np.empty(tile, np.uint8), np.empty(tile, np.int32), np.empty(tile, np.float32)
     for origin in range(0, into.size, tile):
         piece = into[origin : origin + tile]
-        codes = wide[: piece.size]
+        codes, out = wide[: piece.size], piece if overwrite else values
         if bits <= 8:
             _unpack(packed[origin // 8 * bits :], bits, narrow[: piece.size])
             for i in range(codes.size):
@@ -889,8 +1063,9 @@ def _qsgd_decode(packed, norms, levels, block, into, alpha, overwrite):
             for i in range(start, min(start + block, piece.size)):
                 code = codes[np.uintp(i)]
                 value = np.float32(np.int32(code & mask)) * step
-                values[np.uintp(i)] = -value if code > mask else value
-        _write(values, piece, alpha, overwrite)
+                out[np.uintp(i)] = -value if code > mask else value
+        if not overwrite:
+            _add(values, piece, alpha)
 
 
 def qsgd_accumulate(packed: Tensor, norms: Tensor, levels: int, block: int, into: Tensor, alpha: float = 1.0) -> None:

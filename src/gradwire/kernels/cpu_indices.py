@@ -9,24 +9,11 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 from torch import Tensor
 
-from gradwire.kernels.cpu import _array, _kernel, _magnitude, _max_magnitude, _raw, topk_indices
+from gradwire.kernels.cpu import _array, _kernel, _raw, _select_at_least, _trailing_zeros, topk_indices
 from gradwire.kernels.reference import CANONICAL_NAN
 from gradwire.kernels.reference_indices import candidates
-
-
-@intrinsic
-def _trailing_zeros(context, word):
-    """The place of the lowest set bit of a word that is not zero: one instruction."""
-
-    def generate(context, builder, signature, args):
-        return builder.cttz(args[0], ir.Constant(ir.IntType(1), 1))
-
-    return types.uint64(types.uint64), generate
 
 
 @_kernel("boolean(int32[::1], int64, boolean, uint64[::1])")
@@ -115,32 +102,19 @@ def _high_sums(indices, tried):
 
 
 @_kernel("int64(uint32[::1], int64, int64, int32[::1])")
-def _at_least(raw, least, most, out):
-    """Write the indices of elements of at least `least` and return how many; more than `most` where there are more.
-
-    Most runs have none: look before leaping. `out` has room for a run beyond `most`.
-    """
-    least, run, n = np.uint32(least), 32, 0
-    for start in range(0, raw.size, run):
-        stop = min(start + run, raw.size)
-        if _max_magnitude(raw, start, stop) >= least:
-            for i in range(start, stop):
-                out[np.uintp(n)] = np.int32(i)
-                n += np.int64(_magnitude(raw[np.uintp(i)]) >= least)
-            if n > most:
-                return n
-    return n
+def _at_least(raw, first, least, out):
+    return _select_at_least(raw, first, np.uint32(least), out, None, out.size)
 
 
 def at_least(x: Tensor, tau: Tensor, most: int) -> Tensor:
     """One pass; where there are too many, the largest of all are the largest of those above tau."""
     least = int(min(_raw(tau.reshape(1))[0] & 0x7FFFFFFF, CANONICAL_NAN))
-    out = torch.empty(most + 33, dtype=torch.int32)
-    found = _at_least(_raw(x), least, most, _array(out))
-    if found > most:
+    out = torch.empty(most, dtype=torch.int32)
+    found = _at_least(_raw(x), 0, least, _array(out))
+    if found < 0:
         return topk_indices(x, most)
     out[found:] = x.numel()
-    return out[:most]
+    return out
 
 
 def _words(packed: Tensor) -> np.ndarray:
@@ -161,7 +135,7 @@ def decode(packed: Tensor, numel: int, count: int, bits: int) -> tuple[Tensor, b
 def encode_rice(indices: Tensor, numel: int, bits: int, out: Tensor) -> bool:
     """Rice, with the low bits that make this payload shortest."""
     whole, words = _array(indices), _words(out)
-    some = int(np.searchsorted(whole, numel))
+    some = int(np.searchsorted(whole, np.int32(numel)))  # a wider number would widen a copy of them all
     tried = np.array(candidates(bits), np.int64)
     used = (some * tried + some + _high_sums(whole[:some], tried) + 63) // 64
     best = int(used.argmin())

@@ -13,19 +13,22 @@ from torch import Tensor
 
 from gradwire.kernels import pool
 from gradwire.kernels.cpu import (
+    _add,
     _array,
+    _below_8,
+    _choose,
     _inline,
     _kernel,
     _max_magnitude,
     _mix,
-    _pack,
+    _ones,
+    _pack_at_least_zero,
     _raw,
     _sum,
     _sum_squares,
     _tile,
     _uniform_at,
     _unpack,
-    _write,
 )
 from gradwire.kernels.reference import uniform_words
 from gradwire.kernels.reference_quantise import AFFINE_LEVELS, BROKEN, float8_scales, float8_table
@@ -107,7 +110,7 @@ def _float8_decode(codes, scales, table, block, into, alpha, overwrite):
         for i in range(piece.size):
             out[i] = table[np.uintp(code[i])] * scale
         if not overwrite:
-            _write(values, piece, alpha, overwrite)
+            _add(values, piece, alpha)
 
 
 @functools.cache
@@ -149,18 +152,30 @@ _RUN = 4096
 
 @_kernel("void(uint32[::1], int64, int64, int64, uint8[::1], uint8[::1])")
 def _natural_encode(raw, first, k0, k1, exponents, signs):
-    k0, k1 = np.uint32(k0), np.uint32(k1)
-    scratch = np.empty(_RUN, np.uint8)
+    k0, k1, counter = np.uint32(k0), np.uint32(k1), np.uint32(first)
+    words = np.empty(_RUN, np.uint32)
     for origin in range(0, raw.size, _RUN):
-        piece, out, at = raw[origin : origin + _RUN], exponents[origin : origin + _RUN], np.uint32(first + origin)
-        codes = scratch[: piece.size]
+        piece, out = raw[origin : origin + _RUN], exponents[origin : origin + _RUN]
         for i in range(piece.size):
-            word = np.uint32(_word_at(np.uint32(at + np.uint32(i)), k0, k1) >> np.uint32(9))
+            words[i] = np.uint32(_word_at(counter, k0, k1) >> np.uint32(9))
+            counter = np.uint32(counter + np.uint32(1))
+        for i in range(piece.size):
             magnitude = np.uint32(piece[i] & np.uint32(0x7FFFFFFF))
-            rounded = min(np.uint32(np.uint32(magnitude + word) >> np.uint32(23)), np.uint32(254))
+            rounded = min(np.uint32(np.uint32(magnitude + words[i]) >> np.uint32(23)), np.uint32(254))
             out[i] = np.uint8(rounded if magnitude < np.uint32(0x7F800000) else np.uint32(255))
-            codes[i] = np.uint8(piece[i] >> np.uint32(31))
-        _pack(codes, 1, signs[origin // 8 :])
+        _pack_negative(piece.view(np.int32), signs[origin // 8 :])
+
+
+@_inline
+def _pack_negative(x, out):
+    whole, zero = x.size // 8, np.int32(0)
+    for j in range(whole):
+        out[j] = _below_8(x, np.uintp(8 * j), zero)
+    if 8 * whole < x.size:
+        last = np.uint8(0)
+        for i in range(8 * whole, x.size):
+            last |= np.uint8(np.uint8(x[i] < zero) << np.uint8(i & 7))
+        out[whole] = last
 
 
 def natural_encode(x: Tensor, key: int, exponents: Tensor, signs: Tensor) -> None:
@@ -172,15 +187,16 @@ def natural_encode(x: Tensor, key: int, exponents: Tensor, signs: Tensor) -> Non
 @_kernel("void(uint8[::1], uint8[::1], float32[::1], float32, boolean)")
 def _natural_decode(exponents, signs, into, alpha, overwrite):
     scratch, values = np.empty(_RUN, np.uint8), np.empty(_RUN, np.float32)
-    values_raw = values.view(np.uint32)
     for origin in range(0, into.size, _RUN):
         piece, codes = into[origin : origin + _RUN], exponents[origin : origin + _RUN]
-        negative = scratch[: piece.size]
+        negative, out = scratch[: piece.size], piece if overwrite else values
+        out_raw = out.view(np.uint32)
         _unpack(signs[origin // 8 :], 1, negative)
         for i in range(piece.size):
             magnitude = np.uint32(np.uint32(codes[i]) << np.uint32(23))
-            values_raw[i] = np.uint32(magnitude | np.uint32(np.uint32(negative[i]) << np.uint32(31)))
-        _write(values, piece, alpha, overwrite)
+            out_raw[i] = np.uint32(magnitude | np.uint32(np.uint32(negative[i]) << np.uint32(31)))
+        if not overwrite:
+            _add(values, piece, alpha)
 
 
 def _natural_into(exponents: Tensor, signs: Tensor, into: Tensor, alpha: float | None) -> None:
@@ -204,9 +220,10 @@ def natural_decode(exponents: Tensor, signs: Tensor, out: Tensor) -> None:
 
 @_kernel("void(uint32[::1], int64, int64, int64, uint16[::1])")
 def _bfloat16_encode(raw, first, k0, k1, out):
-    k0, k1, first = np.uint32(k0), np.uint32(k1), np.uint32(first)
+    k0, k1, counter = np.uint32(k0), np.uint32(k1), np.uint32(first)
     for i in range(raw.size):
-        word = np.uint32(_word_at(np.uint32(first + np.uint32(i)), k0, k1) >> np.uint32(16))
+        word = np.uint32(_word_at(counter, k0, k1) >> np.uint32(16))
+        counter = np.uint32(counter + np.uint32(1))
         magnitude = np.uint32(raw[i] & np.uint32(0x7FFFFFFF))
         broken = magnitude >= np.uint32(0x7F800000)
         quiet = np.uint32(0x40) if magnitude > np.uint32(0x7F800000) else np.uint32(0)
@@ -251,14 +268,16 @@ def ternary_scales(x: Tensor, clip: float, block: int, scales: Tensor) -> None:
 @_kernel("void(float32[::1], float32[::1], int64, int64, int64, int64, int64, uint8[::1])")
 def _ternary_encode(x, scales, first, k0, k1, block, digits, packed):
     k0, k1, base = np.uint32(k0), np.uint32(k1), np.uint8(3 if digits == 5 else 4)
+    counter = np.uint32(first)
     scratch = np.empty(block, np.uint8)
     for start in range(0, x.size, block):
         stop = min(start + block, x.size)
-        piece, at = x[start:stop], np.uint32(first + start)
+        piece = x[start:stop]
         inverse = np.float32(1) / scales[np.uintp(start // block)]
         inverse = inverse if np.isfinite(inverse) else np.float32(0)
         for i in range(piece.size):
-            u = _uniform_at(np.uint32(at + np.uint32(i)), k0, k1)
+            u = _uniform_at(counter, k0, k1)
+            counter = np.uint32(counter + np.uint32(1))
             hit = np.int32(abs(piece[i]) * inverse + u >= np.float32(1))
             negative = np.int32(piece[i] < np.float32(0))
             scratch[i] = np.uint8(np.int32(np.int32(1) + hit) - np.int32(np.int32(2) * (hit & negative)))
@@ -296,17 +315,18 @@ def _ternary_decode(packed, scales, block, digits, into, alpha, overwrite):
     for start in range(0, into.size, block):
         piece, scale = into[start : start + block], scales[np.uintp(start // block)]
         nbytes = -(-piece.size // digits)
-        codes = packed[start // digits : start // digits + nbytes]
+        codes, out = packed[start // digits : start // digits + nbytes], piece if overwrite else values
         for i in range(nbytes):
             rest[i] = np.uint16(codes[i])
         for plane in range(digits):
-            value = values[plane * nbytes : (plane + 1) * nbytes]
+            value = out[plane * nbytes : (plane + 1) * nbytes]
             for i in range(value.size):
                 quotient = np.uint16(np.uint16(rest[i] * factor) >> shift)
                 digit = np.uint16(rest[i] - np.uint16(quotient * base))
                 rest[i] = quotient
                 value[i] = np.float32(np.int32(digit) - np.int32(1)) * scale
-        _write(values, piece, alpha, overwrite)
+        if not overwrite:
+            _add(values, piece, alpha)
 
 
 def _ternary_into(packed: Tensor, scales: Tensor, block: int, digits: int, into: Tensor, alpha: float | None) -> None:
@@ -359,29 +379,25 @@ def _sum_of_others(x, start, stop):
 
 
 @_sum
-def _count_upper(x, start, stop):
-    count = np.int32(0)
-    for i in range(start, stop):
-        count = np.int32(count + np.int32(x[np.uintp(i)] >= np.float32(0)))
-    return np.int64(count)
+def _count_ones(bits, start, stop):
+    count = 0
+    for j in range(start, stop):
+        count += np.int64(_ones(np.uint64(bits[np.uintp(j)])))
+    return count
 
 
 @_kernel("void(float32[::1], int64, uint8[::1], float32[::1])")
 def _one_bit_encode(x, block, packed, means):
     tile = _tile(block)
-    scratch = np.empty(tile, np.uint8)
     for origin in range(0, x.size, tile):
-        piece = x[origin : origin + tile]
-        codes = scratch[: piece.size]
+        piece, bits = x[origin : origin + tile], packed[origin // 8 :]
+        _pack_at_least_zero(piece, bits)
         for start in range(0, piece.size, block):
             stop, b = min(start + block, piece.size), (origin + start) // block
-            count = _count_upper(piece, start, stop)
+            count = _count_ones(bits, start // 8, -(-stop // 8))
             up, down = max(count, 1), max(stop - start - count, 1)
             means[np.uintp(2 * b)] = np.float32(_sum_of_upper(piece, start, stop) / np.float64(up))
             means[np.uintp(2 * b + 1)] = np.float32(_sum_of_others(piece, start, stop) / np.float64(down))
-        for i in range(piece.size):
-            codes[i] = np.uint8(piece[i] >= np.float32(0))
-        _pack(codes, 1, packed[origin // 8 :])
 
 
 def one_bit_encode(x: Tensor, block: int, packed: Tensor, means: Tensor) -> None:
@@ -399,17 +415,16 @@ def one_bit_encode(x: Tensor, block: int, packed: Tensor, means: Tensor) -> None
 @_kernel("void(uint8[::1], float32[::1], int64, float32[::1], float32, boolean)")
 def _one_bit_decode(packed, means, block, into, alpha, overwrite):
     tile = _tile(block)
-    scratch, values = np.empty(tile, np.uint8), np.empty(tile, np.float32)
+    values = np.empty(tile, np.float32)
     for origin in range(0, into.size, tile):
         piece = into[origin : origin + tile]
-        codes = scratch[: piece.size]
-        _unpack(packed[origin // 8 :], 1, codes)
+        out = piece if overwrite else values
         for start in range(0, piece.size, block):
-            b = (origin + start) // block
+            b, stop = (origin + start) // block, min(start + block, piece.size)
             up, down = means[np.uintp(2 * b)], means[np.uintp(2 * b + 1)]
-            for i in range(start, min(start + block, piece.size)):
-                values[np.uintp(i)] = up if codes[np.uintp(i)] else down
-        _write(values, piece, alpha, overwrite)
+            _choose(packed[origin // 8 :], start, stop, up, down, out)
+        if not overwrite:
+            _add(values, piece, alpha)
 
 
 def _one_bit_into(packed: Tensor, means: Tensor, block: int, into: Tensor, alpha: float | None) -> None:
@@ -476,44 +491,62 @@ def _ordered(bits):
     return np.int32(bits ^ np.int32(np.int32(bits >> np.int32(31)) & np.int32(0x7FFFFFFF)))
 
 
-@_kernel("void(int32[::1], int64, float32[:, ::1])")
-def _affine_extremes(bits, block, extremes):
-    """The lowest and highest of each block, 0 among them; NaN and NaN where one is not finite."""
+@_inline
+def _extremes(bits, start, stop):
+    """The lowest and the highest of a block in `_ordered`'s order, 0 among them."""
+    low, high = np.int32(0), np.int32(0)
+    for i in range(start, stop):  # a minimum of integers needs no leave to be reordered
+        order = _ordered(bits[np.uintp(i)])
+        low, high = min(low, order), max(high, order)
+    return low, high
+
+
+@_kernel("void(int32[::1], int32[::1])")
+def _affine_extremes(bits, extremes):
+    extremes[0], extremes[1] = _extremes(bits, 0, bits.size)
+
+
+@_inline
+def _affine_grid(low, high, pair):
+    """s = (high - low) / 255 and z = round(-low / s), as in the reference; `pair` is a scratch of two integers."""
     largest = np.int32(0x7F7FFFFF)
-    pair = np.empty(2, np.int32)
-    for start in range(0, bits.size, block):
-        stop, b = min(start + block, bits.size), np.uintp(start // block)
-        low, high = np.int32(0), np.int32(0)
-        for i in range(start, stop):  # a minimum of integers needs no leave to be reordered
-            order = _ordered(bits[np.uintp(i)])
-            low, high = min(low, order), max(high, order)
-        finite = high <= largest and np.int32(~low) <= largest
-        pair[0], pair[1] = _ordered(low), _ordered(high)
-        for side in range(2):
-            extremes[b, side] = pair.view(np.float32)[side] if finite else np.float32(np.nan)
+    if high > largest or np.int32(~low) > largest:
+        return np.float32(np.nan), np.float32(0)
+    pair[0], pair[1] = _ordered(low), _ordered(high)
+    ends, count = pair.view(np.float32), np.float32(AFFINE_LEVELS)
+    scale = ends[1] / count - ends[0] / count
+    if scale == np.float32(0):
+        return scale, np.float32(0)
+    return scale, min(max(np.rint(-ends[0] / scale), np.float32(0)), count)
+
+
+@_inline
+def _affine_round(x, start, stop, scale, zero, levels):
+    if scale == np.float32(0) or not np.isfinite(scale):
+        levels[start:stop] = np.uint8(0)
+        return
+    for i in range(start, stop):
+        q = np.int32(np.rint(x[np.uintp(i)] / scale) + zero)
+        levels[np.uintp(i)] = np.uint8(max(min(q, np.int32(AFFINE_LEVELS)), np.int32(0)))
 
 
 @_kernel("void(float32[::1], int64, float32[::1], uint8[::1], uint8[::1])")
-def _affine_round(x, block, scales, zeros, levels):
+def _affine_encode(x, block, scales, zeros, levels):
+    bits, pair = x.view(np.int32), np.empty(2, np.int32)
     for start in range(0, x.size, block):
         stop, b = min(start + block, x.size), np.uintp(start // block)
-        scale, zero = scales[b], np.float32(zeros[b])
-        if scale == np.float32(0) or not np.isfinite(scale):
-            levels[start:stop] = np.uint8(0)
-            continue
-        for i in range(start, stop):
-            q = np.int32(np.rint(x[np.uintp(i)] / scale) + zero)
-            levels[np.uintp(i)] = np.uint8(max(min(q, np.int32(AFFINE_LEVELS)), np.int32(0)))
+        low, high = _extremes(bits, start, stop)
+        scale, zero = _affine_grid(low, high, pair)
+        scales[b], zeros[b] = scale, np.uint8(zero)
+        _affine_round(x, start, stop, scale, zero, levels)
 
 
-def _affine_grid(extremes: Array, scales: Array, zeros: Array) -> None:
-    """s = (high - low) / 255 and z = round(-low / s), as in the reference."""
-    count = np.float32(AFFINE_LEVELS)
-    with np.errstate(all="ignore"):
-        scales[:] = extremes[:, 1] / count - extremes[:, 0] / count
-        usable = np.isfinite(scales) & (scales != 0)
-        divisor = np.where(usable, scales, np.float32(1))
-        zeros[:] = np.where(usable, np.clip(np.rint(-extremes[:, 0] / divisor), 0, count), 0)
+@_kernel("void(float32[::1], int32[:, ::1], float32[::1], uint8[::1], uint8[::1])")
+def _affine_encode_whole(x, extremes, scales, zeros, levels):
+    """A piece of a tensor that is one block, given the extremes of all pieces."""
+    scale, zero = _affine_grid(extremes[:, 0].min(), extremes[:, 1].max(), np.empty(2, np.int32))
+    scales[0], zeros[0] = scale, np.uint8(zero)
+    _affine_round(x, 0, x.size, scale, zero, levels)
 
 
 def affine_encode(x: Tensor, block: int, scales: Tensor, zeros: Tensor, levels: Tensor) -> None:
@@ -521,20 +554,13 @@ def affine_encode(x: Tensor, block: int, scales: Tensor, zeros: Tensor, levels: 
     a, s, z, q = _array(x), _array(scales), _array(zeros), _array(levels)
     if not a.size:
         return
-    size, granule = block or a.size, block or 1
-    cuts = pool.chunks(a.size, granule)
-    found = [np.empty((-(-(j - i) // size), 2), np.float32) for i, j in cuts]
-    pool.run(
-        [
-            functools.partial(_affine_extremes, a[i:j].view(np.int32), size, e)
-            for (i, j), e in zip(cuts, found, strict=True)
-        ]
-    )
-    extremes = np.concatenate(found)
-    if not block:
-        extremes = np.stack([extremes[:, 0].min(), extremes[:, 1].max()])[None]
-    _affine_grid(extremes, s, z)
-    _spread(a.size, granule, lambda i, j: functools.partial(_affine_round, *_affine_part(i, j, a, block, s, z, q)))
+    if block:
+        _spread(a.size, block, lambda i, j: functools.partial(_affine_encode, *_affine_part(i, j, a, block, s, z, q)))
+        return
+    cuts = pool.chunks(a.size)
+    found, bits = np.empty((len(cuts), 2), np.int32), a.view(np.int32)
+    pool.run([functools.partial(_affine_extremes, bits[i:j], found[n]) for n, (i, j) in enumerate(cuts)])
+    _spread(a.size, 1, lambda i, j: functools.partial(_affine_encode_whole, a[i:j], found, s, z, q[i:j]))
 
 
 def _affine_part(i: int, j: int, a: Array, block: int, s: Array, z: Array, q: Array) -> tuple[Any, ...]:

@@ -42,8 +42,10 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_executor.cache_clear)
 
 
-def run(tasks: Sequence[Callable[[], T]]) -> list[T]:
+def run(tasks: Sequence[Callable[[], T]], numel: int | None = None) -> list[T]:
     """Run tasks at once, the first of them in this thread, and return their results in order.
+
+    Where `numel`, what all of them have to do, is small, they run one after the other.
 
     All have ended when it returns or raises, so that nobody writes into a tensor that was given back. Tasks
     must not call `run` themselves.
@@ -51,8 +53,8 @@ def run(tasks: Sequence[Callable[[], T]]) -> list[T]:
     >>> run([lambda: 1, lambda: 2])
     [1, 2]
     """
-    if len(tasks) == 1:
-        return [tasks[0]()]
+    if len(tasks) == 1 or (numel is not None and numel <= SERIAL_NUMEL):
+        return [task() for task in tasks]
     executor = _executor(len(tasks) - 1)
     others = [executor.submit(task) for task in tasks[1:]]
     try:
