@@ -15,11 +15,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import gradwire
-from accuracy import rank_gradients
-from common import save_result
+from common import final_metric, save_result, training
 from gradwire.bench.tasks import make_task
 from gradwire.drivers.virtual import Gradients, VirtualRanks
 
@@ -43,21 +42,9 @@ def train(spec: str, seed: int, bad: int, task_name: str, steps: int | None, att
     torch.set_num_threads(1)
     task = make_task(task_name, seed, None)
     ranks = VirtualRanks(gradwire.parse(spec), task.model, world_size)
-    optimizer = task.optimizer(task.model.parameters())
-    rates = [group["lr"] for group in optimizer.param_groups]
-    count = steps or task.steps
-    for step in range(count):
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate * task.schedule(step, step / count)
-        gradients = [rank_gradients(task, optimizer, step, rank, world_size) for rank in range(world_size)]
-        good, spoiled = gradients[: world_size - bad], gradients[world_size - bad :]
-        ranks.step(good + [attacked(own, ATTACKS[attack]) for own in spoiled])
-        if task.clip_norm is not None:
-            nn.utils.clip_grad_norm_(task.model.parameters(), task.clip_norm)
-        optimizer.step()
-    task.model.eval()
-    with torch.no_grad():
-        return float(task.metric(task.model))
+    for gradients in training(task, ranks, steps or task.steps):
+        gradients[world_size - bad :] = [attacked(own, ATTACKS[attack]) for own in gradients[world_size - bad :]]
+    return final_metric(task)
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
