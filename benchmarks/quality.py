@@ -1,7 +1,8 @@
 """What codecs lose: `python benchmarks/quality.py [--specs SPEC ...] [--tasks TASK ...] [--save]`.
 
 Both tasks of `gradwire compare` are trained uncompressed for 500 steps on four virtual ranks, and every method is given
-the gradients of rank 0 as they come, cut into grains as in training, in a world of one rank.
+the gradients of rank 0 as they come, cut into grains as in training, in a world of one rank. One process trains, and
+`--processes` others share the methods.
 
 - Early, in the middle and late, the exchange without its error feedback codes one gradient: what is lost of it, over
   several draws where the method draws, and whether that is within what the method declares. It starts afresh a few
@@ -16,9 +17,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import queue
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -296,20 +300,23 @@ def record(specs: Sequence[str], task_name: str, steps: int, processes: int) -> 
     context = multiprocessing.get_context("spawn")
     task = make_task(task_name, 0, None)
     model = parameter_specs(task.model.named_parameters())
-    results = context.SimpleQueue()
-    feeds = [context.Queue(maxsize=4) for _ in range(processes)]
-    for i, feed in enumerate(feeds):
-        context.Process(target=look, args=(specs[i::processes], model, steps, feed, results), daemon=True).start()
+    results, feeds = context.Queue(), [context.Queue(maxsize=4) for _ in range(processes)]
+    workers = [
+        context.Process(target=look, args=(specs[i::processes], model, steps, feed, results), daemon=True)
+        for i, feed in enumerate(feeds)
+    ]
+    for worker in workers:
+        worker.start()
     norms: list[float] = []
     for index, (own, *_) in enumerate(training(task, VirtualRanks(gradwire.parse("none"), task.model, RANKS), steps)):
         norms.append(norm(own.values()))
         for feed in feeds:
-            feed.put(own)
+            patiently(partial(feed.put, own), workers)
         if (index + 1) % 50 == 0:
             print(f"{task_name}: {index + 1} steps of {steps}", flush=True)
     methods: dict[str, Any] = {}
-    for _ in feeds:
-        methods |= results.get()
+    for _ in workers:
+        methods |= patiently(results.get, workers)
     for row in methods.values():
         row["residual"] = feedback(row["residual"], norms)
     found = {
@@ -320,6 +327,16 @@ def record(specs: Sequence[str], task_name: str, steps: int, processes: int) -> 
     }
     show(task_name, found)
     return found
+
+
+def patiently(action: Callable[..., Any], workers: Sequence[BaseProcess]) -> Any:
+    """Wait for a queue as long as all workers live."""
+    while True:
+        try:
+            return action(timeout=5)
+        except (queue.Full, queue.Empty):
+            if any(worker.exitcode for worker in workers):
+                raise SystemExit("a process died: see above") from None
 
 
 def look(specs: Sequence[str], model: Sequence[ParameterSpec], steps: int, feed: Any, results: Any) -> None:

@@ -189,7 +189,10 @@ def arrange(spots: Sequence[Spot], frame: Place) -> list[Place]:
 
     A greedy choice, gone over until nothing moves: each name in turn takes the cheapest of its places given the others.
     """
-    options = [sorted((alone(spot, place, spots), place) for place in candidates(spot, frame)) for spot in spots]
+    options = [
+        sorted(((alone(spot, place, spots), place) for place in candidates(spot, frame)), key=lambda option: option[0])
+        for spot in spots
+    ]
     places = [choices[0][1] for choices in options]
     for _ in range(12):
         before = list(places)
