@@ -169,21 +169,26 @@ class Alone:
     def measure(self, gradients: Gradients, index: int) -> dict[str, Any]:
         """The figures of one gradient. A method whose first two draws agree draws nothing."""
         losses = [Loss(grain.name, reducer.contraction(grain), omega_of(reducer)) for grain, reducer in self.units]
-        for draw in range(DRAWS):
-            wire = Wire()
-            results = self.code(gradients, Step(index, 0, 1, seed=draw), wire)
-            for loss, (grain, _), reduced in zip(losses, self.units, results, strict=True):
-                left = gathered(grain, gradients)
-                x = left.clone()
-                reduced.sent.subtract_from(left)
-                loss.add(x, left)
-            if draw == 0:
-                numel = sum(grain.numel for grain, _ in self.units)
-                bits = {"bits": 8 * wire.used / numel, "buffer_bits": 8 * wire.buffers / numel}
-            elif all(loss.lost[0] == loss.lost[1] for loss in losses):
-                losses = [Loss(s.grain, s.declared, s.omega, s.energy, s.lost[:1], s.product[:1]) for s in losses]
-                break
-        return bits | figures(losses)
+        wire = self._draw(gradients, index, losses, 0)
+        self._draw(gradients, index, losses, 1)
+        if all(loss.lost[0] == loss.lost[1] for loss in losses):
+            for loss in losses:
+                del loss.lost[1], loss.product[1]
+        else:
+            for draw in range(2, DRAWS):
+                self._draw(gradients, index, losses, draw)
+        numel = sum(grain.numel for grain, _ in self.units)
+        return {"bits": 8 * wire.used / numel, "buffer_bits": 8 * wire.buffers / numel} | figures(losses)
+
+    def _draw(self, gradients: Gradients, index: int, losses: Sequence[Loss], draw: int) -> Wire:
+        """Code a gradient with the keys of one draw and add up what it loses."""
+        wire = Wire()
+        results = self.code(gradients, Step(index, 0, 1, seed=draw), wire)
+        for loss, (grain, _), reduced in zip(losses, self.units, results, strict=True):
+            x, left = gathered(grain, gradients), gathered(grain, gradients)
+            reduced.sent.subtract_from(left)
+            loss.add(x, left)
+        return wire
 
 
 def omega_of(reducer: Reducer) -> float | None:
