@@ -98,6 +98,8 @@ WIDTH, PANEL, LEFT, RIGHT, TOP, BOTTOM = 1080, 640, 46, 16, 34, 44
 LETTER, LINE = 6.3, 13.0
 ERRORS = (0.0, 0.01, 0.03, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
 BITS = (0.1, 0.2, 0.3, 0.5, 1, 2, 3, 4, 5, 6, 8, 10, 16, 32)
+SOME = 0.999
+"""Error above which nothing arrives: that few bits do it is no feat."""
 STYLE = """
 svg { background: #fcfcfa; font: 11.5px system-ui, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; fill: #1c1f23; }
 .end { text-anchor: end; } .middle { text-anchor: middle; } .tick, .axis { fill: #5d646d; } .head { font-size: 15px; }
@@ -163,7 +165,8 @@ def panel(title: str, methods: Mapping[str, Any], x: Axis, y: Axis) -> Iterator[
         Spot(spec, x(row["middle"]["bits"]), y(row["middle"]["error"] ** 0.5), row["residual"] is not None)
         for spec, row in methods.items()
     ]
-    path = " ".join(f"{spot.x:.1f},{spot.y:.1f}" for spot in frontier(spots))
+    some = [spot for spot in spots if methods[spot.spec]["middle"]["error"] < SOME]
+    path = " ".join(f"{spot.x:.1f},{spot.y:.1f}" for spot in frontier(some))
     yield tag("polyline", class_="front", points=path)
     places = arrange(spots, Place(x.start + 2, y.end, x.end, y.start - 2))
     for spot, place in zip(spots, places, strict=True):
