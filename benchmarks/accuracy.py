@@ -9,55 +9,28 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 import gradwire
-from common import save_result
-from gradwire.bench.tasks import Task, make_task
-from gradwire.drivers.virtual import Gradients, VirtualRanks
+from common import final_metric, save_result, training
+from gradwire.bench.tasks import make_task
+from gradwire.drivers.virtual import VirtualRanks
 
 DEFAULT = ["fp16", "bf16", "randomk:0.1", "sign", "int8", "int4", "int2", "qsgd:15", "topk:0.01", "powersgd:4"]
 
 
-def train(
-    spec: str,
-    task_name: str,
-    seed: int,
-    steps: int | None,
-    world_size: int,
-    sent: Callable[[list[Gradients]], list[Gradients]] = list,
-) -> float:
-    """Train once and return the final metric; `sent` makes of all ranks' gradients what they send."""
+def train(spec: str, task_name: str, seed: int, steps: int | None, world_size: int) -> float:
+    """Train once and return the final metric."""
     torch.set_num_threads(1)
     task = make_task(task_name, seed, None)
     ranks = VirtualRanks(gradwire.parse(spec), task.model, world_size)
-    optimizer = task.optimizer(task.model.parameters())
-    rates = [group["lr"] for group in optimizer.param_groups]
-    count = steps or task.steps
-    for step in range(count):
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate * task.schedule(step, step / count)
-        ranks.step(sent([rank_gradients(task, optimizer, step, rank, world_size) for rank in range(world_size)]))
-        if task.clip_norm is not None:
-            nn.utils.clip_grad_norm_(task.model.parameters(), task.clip_norm)
-        optimizer.step()
-    task.model.eval()
-    with torch.no_grad():
-        return float(task.metric(task.model))
-
-
-def rank_gradients(task: Task, optimizer: torch.optim.Optimizer, step: int, rank: int, world_size: int) -> Gradients:
-    """One rank's gradients at a step."""
-    inputs, targets = task.batch(step, rank, world_size)
-    optimizer.zero_grad()
-    task.loss(task.model(inputs), targets).backward()
-    return {name: p.grad.detach().clone() for name, p in task.model.named_parameters() if p.grad is not None}
+    for _ in training(task, ranks, steps or task.steps):
+        pass
+    return final_metric(task)
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -1,17 +1,55 @@
-"""What the benchmark scripts share: dated result files that say where they come from."""
+"""What the benchmark scripts share: training on virtual ranks, and dated result files that say where they come from."""
 
 from __future__ import annotations
 
 import datetime
 import json
 import platform
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
+from torch import nn
+
+from gradwire.bench.tasks import Task
+from gradwire.drivers.virtual import Gradients, VirtualRanks
 
 RESULTS = Path(__file__).parent / "results"
+
+
+def training(task: Task, ranks: VirtualRanks, steps: int) -> Iterator[list[Gradients]]:
+    """Train `task` for so many steps on virtual ranks, as `gradwire compare` does.
+
+    Yields every rank's gradients before each step is made of them. Who iterates may put others in their place.
+    """
+    optimizer = task.optimizer(task.model.parameters())
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for step in range(steps):
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate * task.schedule(step, step / steps)
+        gradients = [rank_gradients(task, optimizer, step, rank, ranks.world_size) for rank in range(ranks.world_size)]
+        yield gradients
+        ranks.step(gradients)
+        if task.clip_norm is not None:
+            nn.utils.clip_grad_norm_(task.model.parameters(), task.clip_norm)
+        optimizer.step()
+
+
+def rank_gradients(task: Task, optimizer: torch.optim.Optimizer, step: int, rank: int, world_size: int) -> Gradients:
+    """One rank's gradients at a step."""
+    inputs, targets = task.batch(step, rank, world_size)
+    optimizer.zero_grad()
+    task.loss(task.model(inputs), targets).backward()
+    return {name: p.grad.detach().clone() for name, p in task.model.named_parameters() if p.grad is not None}
+
+
+def final_metric(task: Task) -> float:
+    """The metric of the trained model."""
+    task.model.eval()
+    with torch.no_grad():
+        return float(task.metric(task.model))
 
 
 def processor() -> str:

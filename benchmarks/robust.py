@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 import gradwire
-from accuracy import train
-from common import save_result
-from gradwire.drivers.virtual import Gradients
+from common import final_metric, save_result, training
+from gradwire.bench.tasks import make_task
+from gradwire.drivers.virtual import Gradients, VirtualRanks
 
 DEFAULT = ["median", "trimmed:2", "krum:2", "multikrum:2", "rfa", "clip:3", "signsgd_mv"]
 Attack = Callable[[Tensor], Tensor]
@@ -32,16 +32,30 @@ def known(specs: list[str]) -> list[str]:
     return [spec for spec in specs if spec.split(":")[0].split(",")[0] in gradwire.methods()]
 
 
-def spoil(gradients: list[Gradients], bad: int, attack: str) -> list[Gradients]:
-    """What is sent when the last `bad` ranks attack."""
-    good = len(gradients) - bad
-    spoiled = ({name: ATTACKS[attack](g) for name, g in own.items()} for own in gradients[good:])
-    return [*gradients[:good], *spoiled]
+def attacked(gradients: Gradients, attack: Attack) -> Gradients:
+    """What a bad rank sends in place of its gradients."""
+    return {name: attack(gradient) for name, gradient in gradients.items()}
+
+
+def train(spec: str, seed: int, bad: int, task_name: str, steps: int | None, attack: str, world_size: int) -> float:
+    """Train once, the last `bad` ranks sending bad gradients; return the final metric."""
+    torch.set_num_threads(1)
+    task = make_task(task_name, seed, None)
+    ranks = VirtualRanks(gradwire.parse(spec), task.model, world_size)
+    for gradients in training(task, ranks, steps or task.steps):
+        gradients[world_size - bad :] = [attacked(own, ATTACKS[attack]) for own in gradients[world_size - bad :]]
+    return final_metric(task)
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Train with every rule and seed; print and return what came of it."""
-    run = partial(train, task_name=arguments.task, steps=arguments.steps, world_size=arguments.ranks)
+    run = partial(
+        train,
+        task_name=arguments.task,
+        steps=arguments.steps,
+        attack=arguments.attack,
+        world_size=arguments.ranks,
+    )
     rows: dict[str, Any] = {}
     clean: list[float] = []
     runs = [("mean, clean", "none", 0), ("mean", "none", arguments.bad)]
@@ -49,8 +63,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     print(f"{'rule':14s} {'mean':>9s} {'spread':>8s} {'gap':>8s}   {arguments.task}, {arguments.seeds} paired seeds")
     with ProcessPoolExecutor(arguments.processes) as pool:
         for name, spec, bad in runs:
-            sent = partial(spoil, bad=bad, attack=arguments.attack)
-            jobs = [pool.submit(run, spec, seed=seed, sent=sent) for seed in range(arguments.seeds)]
+            jobs = [pool.submit(run, spec, bad=bad, seed=seed) for seed in range(arguments.seeds)]
             values = [job.result() for job in jobs]
             clean = clean or values
             gap = statistics.mean(v - c for v, c in zip(values, clean, strict=True))
