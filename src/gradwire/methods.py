@@ -28,6 +28,7 @@ from gradwire.core.registry import Method, methods, register
 from gradwire.reducers import (
     DGC,
     SVD,
+    AdaptivePrecision,
     AdaptiveThreshold,
     CountSketch,
     GradZip,
@@ -74,6 +75,11 @@ _METHODS = (
     Method("none", Identity, "uncompressed", "allreduce", examples=("none", *_ROUTES)),
     Method("fp16", FP16, "cast to half precision", "allreduce", examples=("fp16",)),
     Method("fp16_scaled", ScaledFP16, "fp16 in the range that is needed", "own", examples=("fp16_scaled",)),
+    Method(
+        *("adaptive", AdaptivePrecision, "fp16 where the range fits it, else more", "own"),
+        argument="wide",
+        examples=("adaptive", "adaptive:bf16"),
+    ),
     Method("bf16", BF16, "cast to bfloat16", "allreduce", examples=("bf16",)),
     Method("bf16_stochastic", StochasticBF16, "bfloat16, rounded at random", "twoshot", examples=("bf16_stochastic",)),
     # sparse

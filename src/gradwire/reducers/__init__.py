@@ -1,5 +1,6 @@
 """Algorithms with several messages: exchanges, PowerSGD, and the wrappers that go around them."""
 
+from gradwire.reducers.adaptive_precision import AdaptivePrecision
 from gradwire.reducers.adaptive_threshold import AdaptiveThreshold
 from gradwire.reducers.auto import Auto
 from gradwire.reducers.base import Program, Reduced, Reducer, Sent, Step, Wrapper
@@ -27,6 +28,7 @@ __all__ = [
     "DGC",
     "EF21",
     "SVD",
+    "AdaptivePrecision",
     "AdaptiveThreshold",
     "AllGather",
     "AllReduce",
