@@ -49,7 +49,7 @@ def test_a_narrow_range_fits_wherever_it_lies(size: float) -> None:
 @pytest.mark.parametrize(("wide", "dtype"), [("fp32", FULL), ("bf16", BRAIN)])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_parameter_far_below_another_is_not_lost(wide: str, dtype: torch.dtype, rank: int) -> None:
-    """2^-43 of its neighbour: `fp16_scaled` sends nothing of it. One rank alone has a gradient, and all choose alike."""
+    """2^-43 of its neighbour, and on one rank only: `fp16_scaled` sends nothing of it."""
     grain = two_parameters()
     xs = [torch.zeros(2000), torch.zeros(2000)]
     xs[rank][:1000] = sample("normal", (1000,), seed=1)

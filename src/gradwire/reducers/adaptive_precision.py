@@ -57,8 +57,8 @@ class AdaptivePrecision(Reducer):
     >>> from gradwire.core.grain import flat_grain
     >>> from gradwire.drivers.lockstep import Lockstep
     >>> ranks = Lockstep(AdaptivePrecision(), flat_grain(2), world_size=2)
-    >>> ranks.step([torch.tensor([1.0, 1e-5])] * 2)[0]
-    tensor([1.0000e+00, 1.0000e-05])
+    >>> ranks.step([torch.tensor([65536.0, 0.5])] * 2)[0]  # 65536 is no half
+    tensor([6.5536e+04, 5.0000e-01])
     """
 
     wide: Literal["fp32", "bf16"] = "fp32"
