@@ -10,6 +10,7 @@ that the first keeps. Options are the first method's own, and these, which every
     exchange=direct|ring|tree|rhd|auto      an all-reduce by another route; auto measures which is fastest
     node=RANKS                              uncompressed inside nodes of so many ranks, the method between them
     ef=on|off, decay=FLOAT                  error feedback; `on` scales an unbiased codec to a contraction
+    ef=ef21                                 differences to an estimate that ranks keep, in place of a residual
     residual=fp32|bf16                      what its memory is kept in
     warmup=STEPS                            steps of uncompressed all-reduce first
     vectors=on|off                          off: biases and norms go uncompressed
@@ -33,6 +34,7 @@ from gradwire.core.errors import SpecError
 from gradwire.core.registry import Method
 from gradwire.methods import methods
 from gradwire.reducers import (
+    EF21,
     AllGather,
     AllReduce,
     Auto,
@@ -64,10 +66,18 @@ EXCHANGES: Mapping[str, Callable[[Codec], Reducer]] = {
     "auto": Auto,
 }
 RESIDUALS = {"fp32": ErrorFeedback, "bf16": LeanErrorFeedback}
-_COMMON: Mapping[str, type] = {
+_SWITCH = {"on": True, "off": False, "true": True, "false": False}
+
+
+def _feedback(text: str) -> bool | str:
+    """Read what follows `ef=`."""
+    return "ef21" if text.lower() == "ef21" else _SWITCH[text.lower()]
+
+
+_COMMON: Mapping[str, Callable[[str], Any]] = {
     "exchange": str,
     "node": int,
-    "ef": bool,
+    "ef": _feedback,
     "decay": float,
     "residual": str,
     "warmup": int,
@@ -77,7 +87,7 @@ _COMMON: Mapping[str, type] = {
 }
 
 
-_WANTED: Mapping[Any, str] = {bool: "on or off", int: "a whole number", float: "a number"}
+_WANTED: Mapping[Any, str] = {bool: "on or off", _feedback: "on, off or ef21", int: "a whole number", float: "a number"}
 
 
 class _Part(NamedTuple):
@@ -177,7 +187,7 @@ def _required(method: Method) -> list[str]:
 def _convert(spec: str, name: str, text: str, kind: Any) -> Any:
     try:
         if kind is bool:
-            return {"on": True, "off": False, "true": True, "false": False}[text.lower()]
+            return _SWITCH[text.lower()]
         if typing.get_origin(kind) is Literal or kind is str:
             return text
         return kind(text)
@@ -218,6 +228,10 @@ def _weights(spec: str, text: str) -> tuple[float, ...]:
 
 def _fed(spec: str, reducer: Reducer, common: dict[str, Any]) -> Reducer:
     """The reducer with error feedback."""
+    if common.get("ef") == "ef21":
+        if lost := [name for name in ("residual", "decay") if name in common]:
+            raise SpecError(f"{lost[0]} in {spec!r} is an option of ef=on: ef21 keeps estimates and owes nothing")
+        return EF21(reducer)
     residual = common.get("residual", "fp32")
     if residual not in RESIDUALS:
         raise SpecError(f"unknown residual {residual!r} in {spec!r}; {_nearest(residual, RESIDUALS)}")

@@ -85,9 +85,8 @@ class MomentumCorrection(Wrapper):
 
     def reduce(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:
         """The inner program on v + m u + g."""
-        old_u, old_v, y = (_tensor(state, name) for name in ("velocity", "residual", "scratch"))
-        inner = state["inner"]
-        assert isinstance(inner, State)
+        old_u, old_v, y = (state.tensor(name) for name in ("velocity", "residual", "scratch"))
+        inner = state.part("inner")
         u = x.float().view(-1)
         if self.clip:
             square = yield collective.Total(
@@ -109,12 +108,6 @@ def _state(u: Tensor, v: Tensor, scratch: Tensor, inner: State) -> State:
         scratch=Leaf(scratch, "scratch"),
         inner=inner,
     )
-
-
-def _tensor(state: State, name: str) -> Tensor:
-    leaf = state[name]
-    assert isinstance(leaf, Leaf)
-    return leaf.tensor
 
 
 def _clipping(square: Tensor, bound: float) -> Tensor:
