@@ -183,7 +183,7 @@ class TwoShot(Reducer):
 
     Args:
         codec: of the first shot; its tensor must be divisible into shards.
-        second: of the second shot; by default the same.
+        second: of the second shot; by default the first codec's `of_means`: the same, but for clipping.
 
     Raises:
         CompositionError: a codec that cannot be cut into shards of equal payloads.
@@ -194,12 +194,12 @@ class TwoShot(Reducer):
     """
 
     codec: Codec
-    second: Codec = None  # type: ignore[assignment]  # by default the first, set below
+    second: Codec = None  # type: ignore[assignment]  # by default of the first's means, set below
 
     # For `repr` and equality the second codec must be the one used, so it is resolved once, here.
     def __post_init__(self) -> None:
         if self.second is None:  # pyright: ignore[reportUnnecessaryComparison]
-            object.__setattr__(self, "second", self.codec)
+            object.__setattr__(self, "second", self.codec.of_means)
         for codec in (self.codec, self.second):
             if not codec.granularity:
                 raise CompositionError(

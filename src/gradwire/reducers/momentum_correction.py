@@ -30,7 +30,9 @@ class MomentumCorrection(Wrapper):
 
     The optimizer must have no momentum of its own: it is in here. What is sent is forgotten from u too (momentum factor
     masking, Section 3.3), else old momentum pushes a stale weight on. An entry counts as sent where nothing is left of
-    it, so values must travel in full precision for masking; where only a part is sent, u goes on.
+    it, so values must travel in full precision for masking; where only a part is sent, u goes on. Where v is zero and
+    nothing was sent, u is zero too, unless the two cancelled to the last bit: then that momentum is forgotten, which
+    keeping apart would cost a pass over memory each step.
 
     With `clip`, g is scaled so that its norm is at most clip / sqrt(n) before it is added (local gradient clipping,
     Section 3.2). The norm is that of the grain, not of the model: give each grain its share.
