@@ -55,7 +55,7 @@ __all__ = ["methods", "register"]
 _ROUTES = tuple(f"none,exchange={route}" for route in ("direct", "ring", "tree", "rhd"))
 _TOPK = (
     *("topk:0.01", "topk:0.3,values=bf16", "topk:0.05+int8", "topk:0.1+qsgd:15,ef=off", "topk:0.02,exchange=twoshot"),
-    "topk:0.1,ef=ef21",
+    *("topk:0.1,ef=ef21", "topk:0.1,residual=factored:2"),
 )
 _RANDOMK = ("randomk:0.1", "randomk:0.2,scaled=on,ef=off", "randomk:0.2+int8")
 _TERNGRAD = ("terngrad", "terngrad:0,block=40,digits=4")

@@ -11,7 +11,7 @@ that the first keeps. Options are the first method's own, and these, which every
     node=RANKS                              uncompressed inside nodes of so many ranks, the method between them
     ef=on|off, decay=FLOAT                  error feedback; `on` scales an unbiased codec to a contraction
     ef=ef21                                 differences to an estimate that ranks keep, in place of a residual
-    residual=fp32|bf16                      what its memory is kept in
+    residual=fp32|bf16|factored:RANK        what its memory is kept in
     warmup=STEPS                            steps of uncompressed all-reduce first
     vectors=on|off                          off: biases and norms go uncompressed
     guard=on|off                            handling of non-finite gradients
@@ -25,7 +25,7 @@ from __future__ import annotations
 import difflib
 import functools
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, fields
 from typing import Any, Literal, NamedTuple
 
@@ -40,6 +40,7 @@ from gradwire.reducers import (
     Auto,
     Direct,
     ErrorFeedback,
+    FactoredErrorFeedback,
     Guard,
     Hierarchical,
     LeanErrorFeedback,
@@ -144,7 +145,7 @@ def _part(spec: str, text: str) -> _Part:
     return _Part(known[name], argument if colon else None)
 
 
-def _nearest(name: str, known: Mapping[str, Any]) -> str:
+def _nearest(name: str, known: Collection[str]) -> str:
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
     guess = f"did you mean {close[0]!r}? " if close else ""
     return f"{guess}Known: {', '.join(known)}."
@@ -232,10 +233,13 @@ def _fed(spec: str, reducer: Reducer, common: dict[str, Any]) -> Reducer:
         if lost := [name for name in ("residual", "decay") if name in common]:
             raise SpecError(f"{lost[0]} in {spec!r} is an option of ef=on: ef21 keeps estimates and owes nothing")
         return EF21(reducer)
-    residual = common.get("residual", "fp32")
+    residual, decay = common.get("residual", "fp32"), common.get("decay", 1.0)
+    kind, _, rank = residual.partition(":")
+    if kind == "factored":
+        return FactoredErrorFeedback(reducer, decay, _convert(spec, "residual", rank, int))
     if residual not in RESIDUALS:
-        raise SpecError(f"unknown residual {residual!r} in {spec!r}; {_nearest(residual, RESIDUALS)}")
-    return RESIDUALS[residual](reducer, common.get("decay", 1.0))
+        raise SpecError(f"unknown residual {residual!r} in {spec!r}; {_nearest(residual, [*RESIDUALS, 'factored:4'])}")
+    return RESIDUALS[residual](reducer, decay)
 
 
 def _needs_no_guard(reducer: Reducer) -> bool:

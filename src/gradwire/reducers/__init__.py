@@ -7,6 +7,7 @@ from gradwire.reducers.base import Program, Reduced, Reducer, Sent, Step, Wrappe
 from gradwire.reducers.count_sketch import CountSketch
 from gradwire.reducers.error_feedback import ErrorFeedback
 from gradwire.reducers.exchange import AllGather, AllReduce, TwoShot
+from gradwire.reducers.factored_residual import FactoredErrorFeedback
 from gradwire.reducers.gradzip import GradZip
 from gradwire.reducers.guard import Guard
 from gradwire.reducers.hierarchical import Hierarchical
@@ -36,6 +37,7 @@ __all__ = [
     "CountSketch",
     "Direct",
     "ErrorFeedback",
+    "FactoredErrorFeedback",
     "GradZip",
     "Guard",
     "Hierarchical",
