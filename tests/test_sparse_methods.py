@@ -163,22 +163,17 @@ def test_dgc_is_the_papers() -> None:
 def test_masking_leaves_alone_what_waits_and_what_never_had_a_gradient() -> None:
     """Entry 0 is sent each step, 1 waits with its momentum, 2 has its first gradient after five steps."""
     reducer = MomentumCorrection(AllGather(TopK(1 / 3)), momentum=0.5)
-    ranks, u, v = Lockstep(reducer, flat_grain(3), 1), 0.0, 0.0
+    ranks = Lockstep(reducer, flat_grain(3), 1)
+    waits, late = [0.0, 0.0], [0.0, 0.0]  # u and v of the entries 1 and 2
     for step in range(10):
-        late = 1.0 if step >= 5 else 0.0
-        ranks.step([torch.tensor([100.0, 1.0, late])])
-        u = 0.5 * u + 1.0
-        v += u
+        gradients = (1.0, 1.0 if step >= 5 else 0.0)
+        ranks.step([torch.tensor([100.0, *gradients])])
+        for entry, gradient in zip((waits, late), gradients, strict=True):
+            entry[0] = 0.5 * entry[0] + gradient
+            entry[1] += entry[0]
         state = ranks.states[0]
-        assert leaf(state, "velocity").tolist()[:2] == [0.0, u]
-        assert leaf(state, "residual").tolist()[:2] == [0.0, v]
-        if step == 4:
-            assert leaf(state, "velocity")[2] == leaf(state, "residual")[2] == 0.0
-            u_late = v_late = 0.0
-        if step >= 5:
-            u_late = 0.5 * u_late + 1.0
-            v_late += u_late
-            assert (leaf(state, "velocity")[2], leaf(state, "residual")[2]) == (u_late, v_late)
+        assert leaf(state, "velocity").tolist() == [0.0, waits[0], late[0]]
+        assert leaf(state, "residual").tolist() == [0.0, waits[1], late[1]]
 
 
 def test_a_velocity_that_cancels_to_the_last_bit_is_forgotten() -> None:

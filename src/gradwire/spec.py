@@ -6,7 +6,7 @@
 The first method's argument is its main number (density, levels, rank, block). A second method quantises the values
 that the first keeps. Options are the first method's own, and these, which every method has:
 
-    exchange=allreduce|allgather|twoshot    how payloads become a mean
+    exchange=allreduce|allgather|allgatherv|twoshot  how payloads become a mean
     exchange=direct|ring|tree|rhd|auto      an all-reduce by another route; auto measures which is fastest
     node=RANKS                              uncompressed inside nodes of so many ranks, the method between them
     ef=on|off, decay=FLOAT                  error feedback; `on` scales an unbiased codec to a contraction
@@ -36,6 +36,7 @@ from gradwire.methods import methods
 from gradwire.reducers import (
     EF21,
     AllGather,
+    AllGatherV,
     AllReduce,
     Auto,
     Direct,
@@ -59,6 +60,7 @@ GRAMMAR = "name[:argument][+name[:argument]][,option=value...], e.g. topk:0.01+i
 EXCHANGES: Mapping[str, Callable[[Codec], Reducer]] = {
     "allreduce": AllReduce,
     "allgather": AllGather,
+    "allgatherv": AllGatherV,
     "twoshot": two_shot,
     "direct": Direct,
     "ring": Ring,

@@ -6,7 +6,7 @@ from gradwire.reducers.auto import Auto
 from gradwire.reducers.base import Program, Reduced, Reducer, Sent, Step, Wrapper
 from gradwire.reducers.count_sketch import CountSketch
 from gradwire.reducers.error_feedback import ErrorFeedback
-from gradwire.reducers.exchange import AllGather, AllReduce, TwoShot
+from gradwire.reducers.exchange import AllGather, AllGatherV, AllReduce, TwoShot
 from gradwire.reducers.factored_residual import FactoredErrorFeedback
 from gradwire.reducers.gradzip import GradZip
 from gradwire.reducers.guard import Guard
@@ -32,6 +32,7 @@ __all__ = [
     "AdaptivePrecision",
     "AdaptiveThreshold",
     "AllGather",
+    "AllGatherV",
     "AllReduce",
     "Auto",
     "CountSketch",

@@ -96,8 +96,8 @@ class FactoredErrorFeedback(ErrorFeedback):
         y.baddbmm_(P, Qt, alpha=self.decay)
         reduced = yield from self.inner.reduce_keeping(grain, y, state.part("inner"), step)
         start = unit_columns(Qt, Key(step.seed, step.index, grain.name, "residual"))
-        P = fused.orthonormalise(torch.bmm(y, start))
-        new = self._state(P, torch.bmm(P.mT, y), reduced.state)
+        found = fused.orthonormalise(torch.bmm(y, start))
+        new = self._state(found, torch.bmm(found.mT, y), reduced.state)
         return Reduced(reduced.mean.to(x.dtype).view(x.shape), reduced.sent, new, reduced.bad)
 
     def _state(self, P: Tensor, Qt: Tensor, inner: State) -> State:
