@@ -80,6 +80,23 @@ def long_run(rank: int, world_size: int, spec: str, steps: int, variant: str = "
     return {"digest": digest(ddp), "loss": loss, "steps": stats.steps, "wire_bytes": stats.wire_bytes}
 
 
+def zeroed_in_place(rank: int, world_size: int, spec: str) -> dict[str, list[Any]]:
+    """Gradients set to None and gradients zeroed in place, where branches go unused: parameters and residuals."""
+    digests: list[str] = []
+    residuals: list[float] = []
+    for to_none in (True, False):
+        ddp = four_buckets(Branching(), find_unused_parameters=True)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+        with gradwire.attach(ddp, spec, grain_numel=GRAIN, deadline_s=60) as handle:
+            for x, y in batches(rank, 12):
+                optimizer.zero_grad(set_to_none=to_none)
+                nn.functional.cross_entropy(ddp(x), y).backward()
+                optimizer.step()
+            residuals.append(handle.residual_norm())
+        digests.append(digest(ddp))
+    return {"digests": digests, "residuals": residuals}
+
+
 class Branching(nn.Module):
     """Uses one of two branches by turns, and a third one never."""
 

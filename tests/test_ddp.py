@@ -56,6 +56,7 @@ def jobs(ranks: int) -> dict[str, Job]:
         "infinite": ("infinite_step", {"specs": INFINITE}),
         "awkward": ("awkward", {"specs": AWKWARD}),
         "refusals": ("refusals", {}),
+        "zeroed": ("zeroed_in_place", {"spec": TOPK}),
     }
     return {**long_runs, **comebacks, **loops, **others}
 
@@ -103,6 +104,13 @@ def test_an_infinite_step_is_skipped_everywhere_and_forgotten() -> None:
         assert one["finite"] == [True] * 4 + [False] + [True] * 3, spec
         assert one["scale"] == 512.0, spec
         assert one["residual_finite"], spec
+
+
+def test_unused_branches_owe_alike_however_gradients_are_zeroed() -> None:
+    for outcome in outcomes(2):
+        digests, residuals = outcome["zeroed"]["digests"], outcome["zeroed"]["residuals"]
+        assert digests[0] == digests[1]
+        assert residuals[0] == residuals[1] > 0
 
 
 @pytest.mark.parametrize("spec", COMEBACKS)

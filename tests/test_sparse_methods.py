@@ -160,6 +160,30 @@ def test_dgc_is_the_papers() -> None:
     torch.testing.assert_close(leaf(lockstep.states[0], "residual"), v)
 
 
+def test_masking_leaves_alone_what_waits_and_what_never_had_a_gradient() -> None:
+    """Entry 0 is sent each step, 1 waits with its momentum, 2 has its first gradient after five steps."""
+    reducer = MomentumCorrection(AllGather(TopK(1 / 3)), momentum=0.5)
+    ranks = Lockstep(reducer, flat_grain(3), 1)
+    waits, late = [0.0, 0.0], [0.0, 0.0]  # u and v of the entries 1 and 2
+    for step in range(10):
+        gradients = (1.0, 1.0 if step >= 5 else 0.0)
+        ranks.step([torch.tensor([100.0, *gradients])])
+        for entry, gradient in zip((waits, late), gradients, strict=True):
+            entry[0] = 0.5 * entry[0] + gradient
+            entry[1] += entry[0]
+        state = ranks.states[0]
+        assert leaf(state, "velocity").tolist() == [0.0, waits[0], late[0]]
+        assert leaf(state, "residual").tolist() == [0.0, waits[1], late[1]]
+
+
+def test_a_velocity_that_cancels_to_the_last_bit_is_forgotten() -> None:
+    """2, then -3 with m = 0.5: v = 2 + (1 - 3) = 0 and u = -2, of which nothing was sent; u is taken for sent."""
+    ranks = Lockstep(MomentumCorrection(AllGather(TopK(0.5)), momentum=0.5), flat_grain(2), 1)
+    for gradient in (2.0, -3.0):
+        ranks.step([torch.tensor([100.0, gradient])])
+    assert leaf(ranks.states[0], "velocity").tolist() == leaf(ranks.states[0], "residual").tolist() == [0.0, 0.0]
+
+
 def test_without_momentum_it_is_error_feedback() -> None:
     grain = flat_grain(300)
     ours, theirs = (

@@ -12,6 +12,7 @@ from gradwire import CompositionError, Lockstep, SpecError, methods, parse
 from gradwire.codecs import BF16, QSGD, BlockInt, Chain, Natural, RandomK, Scaled, TernGrad, TopK
 from gradwire.core.grain import flat_grain
 from gradwire.reducers import (
+    EF21,
     AllGather,
     AllReduce,
     ErrorFeedback,
@@ -39,6 +40,16 @@ def test_error_feedback_makes_a_contraction_of_an_unbiased_codec_whose_variance_
     assert parse("terngrad:0,ef=on,exchange=allgather") == Guard(ErrorFeedback(AllGather(Scaled(TernGrad(0)))))
     assert parse("natural,ef=on") == Guard(ErrorFeedback(TwoShot(Natural())))  # one already
     assert parse("qsgd:7,ef=off") == parse("qsgd:7") == Guard(TwoShot(QSGD(7)))
+
+
+def test_estimates_in_place_of_a_residual() -> None:
+    assert parse("topk:0.01,ef=ef21") == Guard(EF21(AllGather(TopK(0.01))))
+    assert parse("qsgd:7,ef=ef21") == Guard(EF21(TwoShot(Scaled(QSGD(7)))))
+    for option in ("residual=bf16", "decay=0.9"):
+        with pytest.raises(SpecError, match="ef21 keeps estimates"):
+            parse(f"topk:0.01,ef=ef21,{option}")
+    with pytest.raises(SpecError, match="on, off or ef21"):
+        parse("topk:0.01,ef=ef22")
 
 
 def test_what_would_pass_a_rule_or_do_nothing_is_refused() -> None:

@@ -28,6 +28,7 @@ from gradwire.core.registry import Method, methods, register
 from gradwire.reducers import (
     DGC,
     SVD,
+    AdaptivePrecision,
     AdaptiveThreshold,
     CountSketch,
     GradZip,
@@ -52,7 +53,10 @@ from gradwire.reducers.aggregate import (
 __all__ = ["methods", "register"]
 
 _ROUTES = tuple(f"none,exchange={route}" for route in ("direct", "ring", "tree", "rhd"))
-_TOPK = ("topk:0.01", "topk:0.3,values=bf16", "topk:0.05+int8", "topk:0.1+qsgd:15,ef=off", "topk:0.02,exchange=twoshot")
+_TOPK = (
+    *("topk:0.01", "topk:0.3,values=bf16", "topk:0.05+int8", "topk:0.1+qsgd:15,ef=off", "topk:0.02,exchange=twoshot"),
+    *("topk:0.1,ef=ef21", "topk:0.1,residual=factored:2"),
+)
 _RANDOMK = ("randomk:0.1", "randomk:0.2,scaled=on,ef=off", "randomk:0.2+int8")
 _TERNGRAD = ("terngrad", "terngrad:0,block=40,digits=4")
 
@@ -74,6 +78,11 @@ _METHODS = (
     Method("none", Identity, "uncompressed", "allreduce", examples=("none", *_ROUTES)),
     Method("fp16", FP16, "cast to half precision", "allreduce", examples=("fp16",)),
     Method("fp16_scaled", ScaledFP16, "fp16 in the range that is needed", "own", examples=("fp16_scaled",)),
+    Method(
+        *("adaptive", AdaptivePrecision, "fp16 where the range fits it, else more", "own"),
+        argument="wide",
+        examples=("adaptive", "adaptive:bf16"),
+    ),
     Method("bf16", BF16, "cast to bfloat16", "allreduce", examples=("bf16",)),
     Method("bf16_stochastic", StochasticBF16, "bfloat16, rounded at random", "twoshot", examples=("bf16_stochastic",)),
     # sparse

@@ -6,11 +6,12 @@
 The first method's argument is its main number (density, levels, rank, block). A second method quantises the values
 that the first keeps. Options are the first method's own, and these, which every method has:
 
-    exchange=allreduce|allgather|twoshot    how payloads become a mean
+    exchange=allreduce|allgather|allgatherv|twoshot  how payloads become a mean
     exchange=direct|ring|tree|rhd|auto      an all-reduce by another route; auto measures which is fastest
     node=RANKS                              uncompressed inside nodes of so many ranks, the method between them
     ef=on|off, decay=FLOAT                  error feedback; `on` scales an unbiased codec to a contraction
-    residual=fp32|bf16                      what its memory is kept in
+    ef=ef21                                 differences to an estimate that ranks keep, in place of a residual
+    residual=fp32|bf16|factored:RANK        what its memory is kept in
     warmup=STEPS                            steps of uncompressed all-reduce first
     vectors=on|off                          off: biases and norms go uncompressed
     guard=on|off                            handling of non-finite gradients
@@ -24,7 +25,7 @@ from __future__ import annotations
 import difflib
 import functools
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, fields
 from typing import Any, Literal, NamedTuple
 
@@ -33,11 +34,14 @@ from gradwire.core.errors import SpecError
 from gradwire.core.registry import Method
 from gradwire.methods import methods
 from gradwire.reducers import (
+    EF21,
     AllGather,
+    AllGatherV,
     AllReduce,
     Auto,
     Direct,
     ErrorFeedback,
+    FactoredErrorFeedback,
     Guard,
     Hierarchical,
     LeanErrorFeedback,
@@ -56,6 +60,7 @@ GRAMMAR = "name[:argument][+name[:argument]][,option=value...], e.g. topk:0.01+i
 EXCHANGES: Mapping[str, Callable[[Codec], Reducer]] = {
     "allreduce": AllReduce,
     "allgather": AllGather,
+    "allgatherv": AllGatherV,
     "twoshot": two_shot,
     "direct": Direct,
     "ring": Ring,
@@ -64,10 +69,18 @@ EXCHANGES: Mapping[str, Callable[[Codec], Reducer]] = {
     "auto": Auto,
 }
 RESIDUALS = {"fp32": ErrorFeedback, "bf16": LeanErrorFeedback}
-_COMMON: Mapping[str, type] = {
+_SWITCH = {"on": True, "off": False, "true": True, "false": False}
+
+
+def _feedback(text: str) -> bool | str:
+    """Read what follows `ef=`."""
+    return "ef21" if text.lower() == "ef21" else _SWITCH[text.lower()]
+
+
+_COMMON: Mapping[str, Callable[[str], Any]] = {
     "exchange": str,
     "node": int,
-    "ef": bool,
+    "ef": _feedback,
     "decay": float,
     "residual": str,
     "warmup": int,
@@ -77,7 +90,7 @@ _COMMON: Mapping[str, type] = {
 }
 
 
-_WANTED: Mapping[Any, str] = {bool: "on or off", int: "a whole number", float: "a number"}
+_WANTED: Mapping[Any, str] = {bool: "on or off", _feedback: "on, off or ef21", int: "a whole number", float: "a number"}
 
 
 class _Part(NamedTuple):
@@ -134,7 +147,7 @@ def _part(spec: str, text: str) -> _Part:
     return _Part(known[name], argument if colon else None)
 
 
-def _nearest(name: str, known: Mapping[str, Any]) -> str:
+def _nearest(name: str, known: Collection[str]) -> str:
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
     guess = f"did you mean {close[0]!r}? " if close else ""
     return f"{guess}Known: {', '.join(known)}."
@@ -177,7 +190,7 @@ def _required(method: Method) -> list[str]:
 def _convert(spec: str, name: str, text: str, kind: Any) -> Any:
     try:
         if kind is bool:
-            return {"on": True, "off": False, "true": True, "false": False}[text.lower()]
+            return _SWITCH[text.lower()]
         if typing.get_origin(kind) is Literal or kind is str:
             return text
         return kind(text)
@@ -218,10 +231,17 @@ def _weights(spec: str, text: str) -> tuple[float, ...]:
 
 def _fed(spec: str, reducer: Reducer, common: dict[str, Any]) -> Reducer:
     """The reducer with error feedback."""
-    residual = common.get("residual", "fp32")
+    if common.get("ef") == "ef21":
+        if lost := [name for name in ("residual", "decay") if name in common]:
+            raise SpecError(f"{lost[0]} in {spec!r} is an option of ef=on: ef21 keeps estimates and owes nothing")
+        return EF21(reducer)
+    residual, decay = common.get("residual", "fp32"), common.get("decay", 1.0)
+    kind, _, rank = residual.partition(":")
+    if kind == "factored":
+        return FactoredErrorFeedback(reducer, decay, _convert(spec, "residual", rank, int))
     if residual not in RESIDUALS:
-        raise SpecError(f"unknown residual {residual!r} in {spec!r}; {_nearest(residual, RESIDUALS)}")
-    return RESIDUALS[residual](reducer, common.get("decay", 1.0))
+        raise SpecError(f"unknown residual {residual!r} in {spec!r}; {_nearest(residual, [*RESIDUALS, 'factored:4'])}")
+    return RESIDUALS[residual](reducer, decay)
 
 
 def _needs_no_guard(reducer: Reducer) -> bool:

@@ -328,7 +328,7 @@ def check_conservation(ranks: Lockstep, xs: Sequence[Tensor]) -> list[Reduced]:
     mixes = any(codec.mixes for codec in codecs_of(ranks.reducer))
     if sizes.numel() and (mixes or grain.shape != (grain.numel,)):  # products and transforms add up terms of any size
         sizes = sizes.max().expand_as(sizes)
-    summed = [r.tensor.dtype for r in ranks.reducer.seen if isinstance(r, AllReduce)]
+    summed = [r.tensor.dtype for r in ranks.reducer.seen if isinstance(r, AllReduce) and r.op == "sum"]
     u = unit_roundoff(grain.dtype, *summed)
     tiny = max(torch.finfo(dtype).tiny for dtype in (grain.dtype, *summed))
     assert bool((lost.abs() <= 2 * (n + 4) * u * sizes + n * tiny).all()), f"lost {lost.abs().max()}"

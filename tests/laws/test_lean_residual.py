@@ -9,12 +9,22 @@ from torch import Tensor
 from gradwire import Lockstep, parse
 from gradwire.codecs import QSGD, BlockInt, TopK
 from gradwire.core.errors import CompositionError, SpecError
-from gradwire.core.grain import flat_grain, matrix_grain
+from gradwire.core.grain import ParameterSpec, flat_grain, matrix_grain
 from gradwire.core.state import walk
-from gradwire.reducers import EF21, AllGather, ErrorFeedback, Guard, LeanErrorFeedback, PowerSGD, Reducer, TwoShot
+from gradwire.reducers import (
+    EF21,
+    AllGather,
+    ErrorFeedback,
+    FactoredErrorFeedback,
+    Guard,
+    LeanErrorFeedback,
+    PowerSGD,
+    Reducer,
+    TwoShot,
+)
 
 from .checks import Z, check_means, check_non_finite, norm
-from .subjects import DTYPES, grain_for, sample
+from .subjects import CPU, DTYPES, grain_for, sample
 
 
 def test_a_lean_residual_takes_half_the_memory() -> None:
@@ -22,6 +32,37 @@ def test_a_lean_residual_takes_half_the_memory() -> None:
     assert (lean.tensor.dtype, lean.owed) == (torch.bfloat16, True)
     with pytest.raises(SpecError, match="bf16"):
         parse("topk:0.1,residual=bf61")
+
+
+def test_a_factored_residual_takes_two_factors() -> None:
+    reducer = parse("topk:0.1,residual=factored:2")
+    sizes = [leaf.tensor.numel() for _, leaf in walk(Lockstep(reducer, matrix_grain(30, 50, batch=3), 1).states[0])]
+    assert sum(sizes) == 3 * (30 + 50) * 2
+    assert reducer.assign(ParameterSpec("b", (30,), torch.float32, CPU)) == Guard(ErrorFeedback(AllGather(TopK(0.1))))
+    for wrong, why in (
+        ("factored:0", "remembers nothing"),
+        ("factored:x", "whole number"),
+        ("factored", "whole number"),
+    ):
+        with pytest.raises((CompositionError, SpecError), match=why):
+            parse(f"topk:0.1,residual={wrong}")
+
+
+def test_factors_keep_a_projection_of_the_residual() -> None:
+    """What is lost is orthogonal to what is kept; of full rank, nothing is."""
+    grain, inner, x = matrix_grain(20, 30), AllGather(TopK(0.02)), sample("normal", (1, 20, 30), seed=3)
+    ranks = Lockstep(FactoredErrorFeedback(inner, rank=2), grain, 1)
+    (result,) = ranks.reduce([x])
+    left = x.clone()
+    result.sent.subtract_from(left)
+    kept = ranks.states[0].tensor("P") @ ranks.states[0].tensor("Qt")
+    assert 0 < norm(kept) < norm(left)
+    # every inner product below is of 600 terms in float32
+    assert abs(float((kept * (left - kept)).sum())) <= 600 * 2.0**-23 * norm(left) ** 2
+    whole, plain = Lockstep(FactoredErrorFeedback(inner, rank=20), grain, 1), Lockstep(ErrorFeedback(inner), grain, 1)
+    for _ in range(5):
+        (mean,), (want,) = whole.step([x]), plain.step([x])
+        assert norm(mean - want) <= 600 * 2.0**-23 * norm(want)
 
 
 def total_owed(reducer: Reducer, x: Tensor, steps: int) -> Tensor:

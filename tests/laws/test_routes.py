@@ -17,7 +17,7 @@ from gradwire.core.link import Link
 from gradwire.core.state import State, walk
 from gradwire.drivers.cost import cost, sent_bytes
 from gradwire.drivers.lockstep import Lockstep, perform, run_lockstep
-from gradwire.drivers.timing import reduction_s
+from gradwire.drivers.timing import reduction_s, step_s
 from gradwire.reducers import (
     AllGather,
     AllReduce,
@@ -162,6 +162,22 @@ def test_a_fast_axis_inside_nodes_pays() -> None:
     flat = reduction_s(TwoShot(BlockInt(4)), grain, 8, slow)
     nodes = Hierarchical(TwoShot(BlockInt(4)), node_size=4)
     assert reduction_s(nodes, grain, 8, slow, {nodes.axes(8)[0]: fast}) < 0.6 * flat
+
+
+@pytest.mark.parametrize(
+    ("spec", "own", "shared"),
+    [
+        ("signsgd_mv", 1 + 7, 2 * 7),  # votes to their owners, majorities around a ring; then one all-reduce of flags
+        ("randomk:0.1", 2 * 7, 2 * 7),
+        ("krum:1", 1 + 7, 7),  # one all-gather of distances
+        ("dgc:0.1,clip=1", 7, 2 * 7),  # a norm over grains alone costs nothing
+    ],
+)
+def test_what_grains_share_is_charged_once_a_step(spec: str, own: int, shared: int) -> None:
+    specs = [ParameterSpec(f"p{i}", (100,), torch.float32, CPU) for i in range(5)]
+    for count in (1, 5):
+        seconds = step_s(parse(spec), specs[:count], 8, Link(1.0, 0.0), grain_numel=100)
+        assert seconds == count * own + shared
 
 
 @pytest.mark.parametrize("n", range(1, 40))

@@ -422,6 +422,16 @@ def test_the_weighted_mean_is_its_definition_at_the_bytes_of_a_mean(values: tupl
     checks.check_leaves_input(reducer, grain, xs)
 
 
+@pytest.mark.parametrize("spec", ["none", "fp16", "bf16", "int8,ef=off", "topk:1"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_a_weighted_mean_overflows_only_where_it_does_not_fit(spec: str, dtype: torch.dtype) -> None:
+    """Three quarters of 60,000 fit half precision, and so must all that comes before; 1.5 times as much does not."""
+    ranks = Lockstep(gradwire.parse(f"{spec},weights=3/1"), flat_grain(16, dtype=dtype), 2)
+    mean, _ = ranks.step([torch.full((16,), 60_000.0, dtype=dtype), torch.full((16,), -60_000.0, dtype=dtype)])
+    # a scaling, a division, a sum and what the codec rounds: at most half of a 128th for each of two values
+    assert bool(((mean.float() - 30_000).abs() <= 30_000 * 2.0**-6).all())
+
+
 def test_weights_may_change_from_step_to_step() -> None:
     weights = Weights([1, 1])
     ranks = Lockstep(Weighted(AllReduce(Identity()), weights), flat_grain(1), 2)

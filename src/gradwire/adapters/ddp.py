@@ -138,6 +138,7 @@ class Handle(BucketSession):
         self._last_bucket_s = 0.0
         self._closed = False
         self._finds_unused = bool(getattr(ddp, "find_unused_parameters", False))
+        self._ddp = weakref.ref(ddp)  # which holds this handle as its hook
         ddp.register_comm_hook(None, self._hook)
         _handles.add(self)
 
@@ -201,13 +202,21 @@ class Handle(BucketSession):
             queue_callback(self._take_back_unused)
 
     def _take_back_unused(self) -> None:
-        """Where DDP kept no gradient, the mean was dropped and is owed still.
-
-        Gradients zeroed in place (`set_to_none=False`) cannot be told from those that DDP wrote: set them to None.
-        """
-        unused = {name for p, name in self._names.items() if p.grad is None}
-        if unused:
+        """Where no rank used a parameter DDP leaves its gradient as it was: the mean was dropped and is owed still."""
+        if unused := self._unused():
             self._engine.take_back(unused)
+
+    def _unused(self) -> set[str]:
+        """Parameters that no rank used in this step, by DDP's own count of ranks that did.
+
+        It stands in the order in which DDP was given its parameters. A static graph counts once, in its first step;
+        there a gradient that is None tells.
+        """
+        ddp = self._ddp()
+        used = None if ddp is None or ddp.static_graph else ddp.reducer._get_local_used_map()  # pyright: ignore[reportPrivateUsage]
+        if used is None or used.numel() != len(self._names):
+            return {name for p, name in self._names.items() if p.grad is None}
+        return {name for name, ranks in zip(self._names.values(), used.tolist(), strict=True) if not ranks}
 
     def stats(self) -> Stats:
         """Return bytes and times so far."""

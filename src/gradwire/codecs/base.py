@@ -67,6 +67,11 @@ class Codec(ABC):
         """Elements coded together, or 0 where a tensor cannot be cut into shards."""
         return 1
 
+    @property
+    def of_means(self) -> Codec:
+        """The codec for means of what this one sent: itself, but for what should be done to a gradient once."""
+        return self
+
     @abstractmethod
     def layout(self, numel: int, dtype: torch.dtype = torch.float32) -> Layout:
         """Return the wire format of a tensor of `numel` elements."""

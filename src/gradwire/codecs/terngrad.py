@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -22,8 +22,8 @@ class TernGrad(Float32Codec):
 
     C(x)_i = s sign(x_i) with probability |x_i| / s, else 0 (Wen et al. 2017, section 3, with its gradient clipping).
     Unbiased for the clipped block, so biased for what clipping changes: declared unbiased only with clip=0. No
-    contraction: its error may be (sqrt(block) - 1) / 2 times ||x||^2. A two-shot clips twice, the second time the
-    mean, and nobody keeps what that takes: of a block with few large entries little arrives. `TernarySum` clips once.
+    contraction: its error may be (sqrt(block) - 1) / 2 times ||x||^2. The second shot of a two-shot does not clip: the
+    mean was clipped already, and of a block with few large entries little would arrive.
 
     Where it deviates: sigma is the root mean square, not the standard deviation, about which a constant block has none
     and would be clipped to nothing; and s is a block's, where the paper's is a layer's.
@@ -68,6 +68,11 @@ class TernGrad(Float32Codec):
     def unbiased(self) -> bool:
         """Only without clipping."""
         return self.clip == 0
+
+    @property
+    def of_means(self) -> TernGrad:
+        """The same without clipping."""
+        return replace(self, clip=0.0)
 
     @property
     def granularity(self) -> int:

@@ -47,6 +47,18 @@ class Leaf:
 class State(dict[str, "Leaf | State"]):
     """A tree of leaves. Empty for a reducer that remembers nothing."""
 
+    def tensor(self, name: str) -> Tensor:
+        """The tensor of the leaf `name`."""
+        leaf = self[name]
+        assert isinstance(leaf, Leaf)
+        return leaf.tensor
+
+    def part(self, name: str) -> State:
+        """The tree below `name`."""
+        part = self[name]
+        assert isinstance(part, State)
+        return part
+
 
 def walk(state: State, path: str = "") -> Iterator[tuple[str, Leaf]]:
     """Yield every leaf with its path, depth first.

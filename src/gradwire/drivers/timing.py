@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
-from gradwire.core.collective import AllGather, AllToAll, Axis, Collective, SendRecv
+from gradwire.core.collective import Agree, AllGather, AllToAll, Axis, Collective, SendRecv, Total
 from gradwire.core.grain import Grain, ParameterSpec
 from gradwire.core.link import Link
+from gradwire.drivers.coalesce import add_grains, coalesce, sums_to_send
 from gradwire.drivers.cost import answer, meta_specs, sent_bytes
 from gradwire.drivers.plan import plan
 from gradwire.reducers.base import Reduced, Reducer, Step, advance
@@ -28,6 +31,8 @@ def step_s(
 ) -> float:
     """Seconds of communication in one step, grain after grain: nothing overlaps and coding takes no time.
 
+    What the grains of a step ask for together, `Total`s and `Agree`s, is one collective for all of them.
+
     Args:
         reducer: what serves the model.
         model: whose gradients.
@@ -43,25 +48,58 @@ def step_s(
     6.006
     """
     planned = plan(meta_specs(model), reducer, grain_numel)
-    return sum(reduction_s(unit.reducer, unit.grain, world_size, link, links, step) for unit in planned.units)
+    shared = _Shared()
+    units = [_unit_s(unit.reducer, unit.grain, world_size, link, links, step, shared) for unit in planned.units]
+    return sum(units) + shared.seconds(world_size, link)
 
 
 def reduction_s(
     reducer: Reducer, grain: Grain, world_size: int, link: Link, links: Links | None = None, step: int = 0
 ) -> float:
-    """Seconds until the last rank has the mean of one grain, whose device is "meta"."""
+    """Seconds until the last rank has the mean of one grain, whose device is "meta", in a step of that grain alone."""
+    shared = _Shared()
+    return _unit_s(reducer, grain, world_size, link, links, step, shared) + shared.seconds(world_size, link)
+
+
+@dataclass
+class _Shared:
+    """What the grains of a step ask for together: the first totals of all programs, the second ones, ..., and flags."""
+
+    totals: defaultdict[int, list[Total]] = field(default_factory=lambda: defaultdict[int, list[Total]](list))
+    flags: list[Agree] = field(default_factory=list[Agree])
+
+    def seconds(self, world_size: int, link: Link) -> float:
+        """One collective for each round of totals that runs over ranks, and one for the flags."""
+        sums = [batch for totals in self.totals.values() for batch in coalesce(sums_to_send(add_grains(totals)))]
+        return sum(
+            link.seconds(sent_bytes(batch, world_size), _rounds(batch.requests[0], world_size))
+            for batch in (*sums, *coalesce(list(enumerate(self.flags))))
+        )
+
+
+def _unit_s(
+    reducer: Reducer, grain: Grain, world_size: int, link: Link, links: Links | None, step: int, shared: _Shared
+) -> float:
+    """Seconds of one grain's own collectives; what it shares with others is left to `shared`."""
     steps = [Step(step, rank, world_size) for rank in range(world_size)]
     x = torch.empty(grain.shape, dtype=grain.dtype, device="meta")
     programs = [reducer.reduce(grain, torch.empty_like(x), reducer.init(grain, s), s) for s in steps]
     clocks, inbox = [0.0] * world_size, list[Tensor | None]([None] * world_size)
+    stage = 0
     while True:
         turns = [advance(program, value) for program, value in zip(programs, inbox, strict=True)]
         requests = [turn for turn in turns if not isinstance(turn, Reduced)]
         if len(requests) < world_size:
             return max(clocks)
-        axis = requests[0].axis
-        serving = (links or {}).get(axis, link) if axis else link
-        clocks = _after(requests, clocks, serving)
+        first = requests[0]
+        if isinstance(first, Total):
+            shared.totals[stage].append(first)
+            stage += 1
+        elif isinstance(first, Agree):
+            shared.flags.append(first)
+        else:
+            serving = (links or {}).get(first.axis, link) if first.axis else link
+            clocks = _after(requests, clocks, serving)
         inbox = [answer(request, world_size) for request in requests]
 
 

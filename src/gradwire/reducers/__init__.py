@@ -1,11 +1,13 @@
 """Algorithms with several messages: exchanges, PowerSGD, and the wrappers that go around them."""
 
+from gradwire.reducers.adaptive_precision import AdaptivePrecision
 from gradwire.reducers.adaptive_threshold import AdaptiveThreshold
 from gradwire.reducers.auto import Auto
 from gradwire.reducers.base import Program, Reduced, Reducer, Sent, Step, Wrapper
 from gradwire.reducers.count_sketch import CountSketch
 from gradwire.reducers.error_feedback import ErrorFeedback
-from gradwire.reducers.exchange import AllGather, AllReduce, TwoShot
+from gradwire.reducers.exchange import AllGather, AllGatherV, AllReduce, TwoShot
+from gradwire.reducers.factored_residual import FactoredErrorFeedback
 from gradwire.reducers.gradzip import GradZip
 from gradwire.reducers.guard import Guard
 from gradwire.reducers.hierarchical import Hierarchical
@@ -27,13 +29,16 @@ __all__ = [
     "DGC",
     "EF21",
     "SVD",
+    "AdaptivePrecision",
     "AdaptiveThreshold",
     "AllGather",
+    "AllGatherV",
     "AllReduce",
     "Auto",
     "CountSketch",
     "Direct",
     "ErrorFeedback",
+    "FactoredErrorFeedback",
     "GradZip",
     "Guard",
     "Hierarchical",

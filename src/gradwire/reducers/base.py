@@ -3,7 +3,8 @@
     received = yield collective.AllToAll(wire)
 
 A reducer does no I/O and holds no state: a driver performs what it yields, on one grain at a time, and commits the
-state it returns once the whole step is known to be good. Programs never branch on the value of a tensor.
+state it returns once the whole step is known to be good. Programs never branch on the value of a tensor, unless all
+ranks were sent the same and a tensor without data (`meta`) has its branch too.
 
 - `reduce` must leave `x` as it is unless the reducer declares `consumes`, in which case `x` is the reducer's to
   keep (error feedback makes it the new residual).

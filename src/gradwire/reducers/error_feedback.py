@@ -77,11 +77,9 @@ class ErrorFeedback(Wrapper):
 
     def reduce(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:
         """The inner program on x + e."""
-        residual, inner = state["residual"], state["inner"]
-        assert isinstance(residual, Leaf)
-        assert isinstance(inner, State)
+        residual, inner = state.tensor("residual"), state.part("inner")
         y = x.float()
-        y.add_(residual.tensor.view(y.shape), alpha=self.decay)
+        y.add_(residual.view(y.shape), alpha=self.decay)
         reduced = yield from self.inner.reduce_keeping(grain, y, inner, step)
         new = State(residual=Leaf(y.view(-1), "element", owed=True), inner=reduced.state)
         return Reduced(reduced.mean.to(x.dtype), reduced.sent, new, reduced.bad)

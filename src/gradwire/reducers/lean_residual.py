@@ -57,11 +57,9 @@ class LeanErrorFeedback(ErrorFeedback):
 
     def reduce(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:
         """The inner program on x + e."""
-        residual, inner = state["residual"], state["inner"]
-        assert isinstance(residual, Leaf)
-        assert isinstance(inner, State)
+        residual, inner = state.tensor("residual"), state.part("inner")
         y = x.float()
-        lowrank.add_bf16_(y.view(-1), residual.tensor, self.decay)
+        lowrank.add_bf16_(y.view(-1), residual, self.decay)
         reduced = yield from self.inner.reduce(grain, y, inner, step)
         reduced.sent.subtract_from(y.view(grain.shape))
         new = State(residual=Leaf(_rounded(y.view(-1), step.key(grain, "residual")), "element", owed=True))
@@ -96,8 +94,9 @@ class EF21(Wrapper):
     up as in error feedback, so no old gradient comes late and large. Where they are mostly noise there is nothing to
     track, and plain error feedback is better. CHOCO-SGD keeps the same estimates of parameters.
 
-    Nothing is owed: no conservation. Costs two tensors of the gradient's size to remember and two to allocate a step,
-    where error feedback takes one and none.
+    Nothing is owed: no conservation. Owned state: `x` becomes the new -h and the difference's buffer the new mean, so
+    nothing of their size is allocated; two tensors of the gradient's size to remember and one of scratch, where error
+    feedback takes one.
 
     Args:
         inner: a reducer whose codec is a contraction.
@@ -137,27 +136,29 @@ class EF21(Wrapper):
         return inner if inner.lossless else EF21(inner)
 
     def init(self, grain: Grain, step: Step) -> State:
-        """Estimates of zero."""
-        minus_h, mean = (torch.zeros(grain.numel, device=grain.device) for _ in range(2))
-        inner = self.inner.init(grain, step)
-        return State(
-            minus_h=Leaf(minus_h, "element", scaled=True), mean=Leaf(mean, "element", scaled=True), inner=inner
-        )
+        """Estimates of zero, and room for the difference."""
+        minus_h, mean, scratch = (torch.zeros(grain.numel, device=grain.device) for _ in range(3))
+        return _estimates(minus_h, mean, scratch, self.inner.init(grain, step))
 
     def reduce(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:
         """The inner program on x - h."""
-        minus_h, mean, inner = state["minus_h"], state["mean"], state["inner"]
-        assert isinstance(minus_h, Leaf)
-        assert isinstance(mean, Leaf)
-        assert isinstance(inner, State)
-        off = x.float()
-        off.add_(minus_h.tensor.view(off.shape))
-        reduced = yield from self.inner.reduce(grain, off, inner, step)
-        new_h = minus_h.tensor.clone()
+        minus_h, mean, off = (state.tensor(name) for name in ("minus_h", "mean", "scratch"))
+        inner = state.part("inner")
+        new_h = x.float().view(-1)
+        torch.add(new_h, minus_h, out=off)
+        reduced = yield from self.inner.reduce(grain, off.view(grain.shape), inner, step)
+        new_h.copy_(minus_h)
         reduced.sent.subtract_from(new_h.view(grain.shape))
-        total = reduced.mean.float().view(-1) + mean.tensor
-        new = State(
-            minus_h=Leaf(new_h, "element", scaled=True), mean=Leaf(total, "element", scaled=True), inner=reduced.state
-        )
-        out = total.clone() if x.dtype == torch.float32 else total.to(x.dtype)  # a guard may write over it
-        return Reduced(out.view(x.shape), _SentEstimate(new_h), new, reduced.bad)
+        total = reduced.mean.view(-1).add_(mean)
+        off.copy_(total)  # a guard may write over what is returned
+        new = _estimates(new_h, off, mean, reduced.state)
+        return Reduced(total.to(x.dtype).view(x.shape), _SentEstimate(new_h), new, reduced.bad)
+
+
+def _estimates(minus_h: Tensor, mean: Tensor, scratch: Tensor, inner: State) -> State:
+    return State(
+        minus_h=Leaf(minus_h, "element", scaled=True),
+        mean=Leaf(mean, "element", scaled=True),
+        scratch=Leaf(scratch, "scratch"),
+        inner=inner,
+    )

@@ -30,7 +30,9 @@ class MomentumCorrection(Wrapper):
 
     The optimizer must have no momentum of its own: it is in here. What is sent is forgotten from u too (momentum factor
     masking, Section 3.3), else old momentum pushes a stale weight on. An entry counts as sent where nothing is left of
-    it, so values must travel in full precision for masking; where only a part is sent, u goes on.
+    it, so values must travel in full precision for masking; where only a part is sent, u goes on. Where v is zero and
+    nothing was sent, u is zero too, unless the two cancelled to the last bit: then that momentum is forgotten, which
+    keeping apart would cost a pass over memory each step.
 
     With `clip`, g is scaled so that its norm is at most clip / sqrt(n) before it is added (local gradient clipping,
     Section 3.2). The norm is that of the grain, not of the model: give each grain its share.
@@ -85,9 +87,8 @@ class MomentumCorrection(Wrapper):
 
     def reduce(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:
         """The inner program on v + m u + g."""
-        old_u, old_v, y = (_tensor(state, name) for name in ("velocity", "residual", "scratch"))
-        inner = state["inner"]
-        assert isinstance(inner, State)
+        old_u, old_v, y = (state.tensor(name) for name in ("velocity", "residual", "scratch"))
+        inner = state.part("inner")
         u = x.float().view(-1)
         if self.clip:
             square = yield collective.Total(
@@ -111,12 +112,6 @@ def _state(u: Tensor, v: Tensor, scratch: Tensor, inner: State) -> State:
     )
 
 
-def _tensor(state: State, name: str) -> Tensor:
-    leaf = state[name]
-    assert isinstance(leaf, Leaf)
-    return leaf.tensor
-
-
 def _clipping(square: Tensor, bound: float) -> Tensor:
     """The factor that brings a norm down to `bound`, given its square; 0-d, 1 where it is below."""
     norm = square.sqrt().float()
@@ -128,7 +123,11 @@ class DGC(Wrapper):
     """Deep Gradient Compression as its paper has it: `MomentumCorrection` of top-k, with a density that ramps down.
 
     The first steps send 25%, 6.25%, 1.5625% and 0.4% of the entries (those of these that are above `density`), `ramp`
-    steps each: an epoch in the paper (Section 3.3). Top-k is exact here, where the paper samples a threshold.
+    steps each: an epoch in the paper (Section 3.3). The paper selects in two stages, to save time: a threshold sampled
+    from 0.1 to 1% of the gradient, then, where too many entries exceed it, exact top-k of those. So does the selection
+    that every top-k here goes through (`kernels.topk_indices`), and its result is the exact top-k always: a sample of
+    one element in 64 only guesses where the candidates begin, and where it guesses wrong all elements are counted. On a
+    CPU that takes 3.3 copies of the tensor where counting takes 4.4 (25 M floats); sampling less would save little.
 
     Args:
         density: the fraction sent in the end, in (0, 1].

@@ -46,16 +46,20 @@ class ScaledFP16(Reducer):
 
     def reduce(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:
         """All-reduce of the maximum, then of halves."""
-        flat = x.reshape(-1)
-        largest = yield collective.AllReduce(_largest(flat), op="max", consumable=True)
-        scale, inverse = _scales(largest)
-        halves = _halves(flat, scale / step.world_size)
-        total = yield collective.AllReduce(halves)
-        mean = total.to(torch.float32).mul_(inverse).to(x.dtype)
-        return Reduced(mean.view(x.shape), _SentHalves(halves, inverse * step.world_size), state)
+        largest = yield collective.AllReduce(largest_magnitude(x.reshape(-1)), op="max", consumable=True)
+        return (yield from mean_of_halves(x, largest, state, step))
 
 
-def _largest(flat: Tensor) -> Tensor:
+def mean_of_halves(x: Tensor, largest: Tensor, state: State, step: Step) -> Program:
+    """One all-reduce of halves, scaled to a largest magnitude that the ranks agreed on."""
+    scale, inverse = scales(largest)
+    halves = _halves(x.reshape(-1), scale / step.world_size)
+    total = yield collective.AllReduce(halves)
+    mean = total.to(torch.float32).mul_(inverse).to(x.dtype)
+    return Reduced(mean.view(x.shape), _SentHalves(halves, inverse * step.world_size), state)
+
+
+def largest_magnitude(flat: Tensor) -> Tensor:
     """max|x| as one float32; infinity where it is not finite, since a backend's maximum may pass over NaN."""
     if not flat.numel():
         return torch.zeros(1, device=flat.device)
@@ -64,7 +68,7 @@ def _largest(flat: Tensor) -> Tensor:
     return torch.where(torch.isfinite(largest), largest, float("inf"))
 
 
-def _scales(largest: Tensor) -> tuple[Tensor, Tensor]:
+def scales(largest: Tensor) -> tuple[Tensor, Tensor]:
     """2^k and 2^-k, float32, from the exponent of the largest magnitude; k is at most 126."""
     exponent = (268 - (largest.view(torch.int32) >> 23)).clamp(max=253)
     return (exponent << 23).view(torch.float32), ((254 - exponent) << 23).view(torch.float32)

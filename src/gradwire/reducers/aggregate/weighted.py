@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from gradwire.core.errors import CompositionError
@@ -58,8 +59,8 @@ class Weighted(Wrapper):
 
     One all-reduce and the same bytes as the mean. A rank of weight zero sends zeros, but what is not finite there still
     spoils the step. Weights go outside error feedback, so that what is owed is owed in weighted units:
-    `Weighted(ErrorFeedback(...))`. Scaling comes before the division by n, so float16 gradients may overflow where a
-    weight is large and the mean would fit.
+    `Weighted(ErrorFeedback(...))`. Scaling by up to n comes before the division by n, so float16 gradients are scaled
+    down by a power of two meanwhile, which brings every factor to 1 or less: what fits does not overflow.
 
     Args:
         inner: the reducer that averages.
@@ -135,6 +136,11 @@ class Weighted(Wrapper):
     def reduce(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:
         """Scale, then the inner program."""
         values = self._values()
-        scale = step.world_size * values[step.rank] / sum(values)
-        y = x.mul_(scale) if self.inner.consumes else x * scale
-        return (yield from self.inner.reduce(grain, y, state, step))
+        factors = [step.world_size * value / sum(values) for value in values]
+        room = 2.0 ** -math.ceil(math.log2(max(factors)))
+        if x.dtype != torch.float16 or room == 1.0:  # float32 has the room that a residual or a weight needs
+            scale = factors[step.rank]
+            y = x.mul_(scale) if self.inner.consumes else x * scale
+            return (yield from self.inner.reduce(grain, y, state, step))
+        reduced = yield from self.inner.reduce(grain, x * (factors[step.rank] * room), state, step)
+        return reduced._replace(mean=reduced.mean / room)
