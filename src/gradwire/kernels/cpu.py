@@ -118,6 +118,11 @@ def _lanes_of(builder: _Values, value: _Values, lanes: int) -> _Values:
     return builder.shuffle_vector(first, ir.Constant(whole, ir.Undefined), order)
 
 
+def _intrinsic(make: Callable[..., Any]) -> Any:
+    """Numba's `intrinsic`, as what callers see: the first argument is not theirs to give."""
+    return intrinsic(make)
+
+
 def _lanes_at(context: _Values, builder: _Values, kind: _Values, array: _Values, start: _Values, lanes: int) -> _Values:
     """A pointer to the vector of `lanes` elements from `start`."""
     vector = ir.VectorType(context.get_value_type(kind.dtype), lanes)
@@ -129,7 +134,7 @@ def _mask(lanes: int, compare: Callable[..., _Values]) -> Any:
     """A function f(array, start, bound): bit i is compare(array[start + i], bound)."""
     word = {8: types.uint8, 64: types.uint64}[lanes]
 
-    @intrinsic
+    @_intrinsic
     def mask(context, array, start, bound):
         def generate(context, builder, signature, args):
             vector = builder.load(_lanes_at(context, builder, array, *args[:2], lanes), align=4)
@@ -151,7 +156,7 @@ _at_least_64 = _mask(64, _magnitude_is_at_least)
 _below_8 = _mask(8, lambda builder, vector, bound: builder.icmp_signed("<", vector, bound))
 
 
-@intrinsic
+@_intrinsic
 def _choose_8(context, out, start, bits, up, down):
     """out[start + i] = up where bit i is 1, else down."""
 
@@ -170,7 +175,7 @@ def _word_at_byte(context: _Values, builder: _Values, kind: _Values, array: _Val
     return builder.bitcast(first, ir.IntType(64).as_pointer())
 
 
-@intrinsic
+@_intrinsic
 def _load_word(context, packed, at):
     """Eight bytes as a word, the first the lowest."""
 
@@ -180,7 +185,7 @@ def _load_word(context, packed, at):
     return types.uint64(packed, types.uintp), generate
 
 
-@intrinsic
+@_intrinsic
 def _store_word(context, packed, at, word):
     """Write eight bytes, the lowest first."""
 
@@ -191,13 +196,13 @@ def _store_word(context, packed, at, word):
     return types.void(packed, types.uintp, types.uint64), generate
 
 
-@intrinsic
+@_intrinsic
 def _ones(context, word):
     """How many bits are set."""
     return types.uint64(types.uint64), lambda context, builder, signature, args: builder.ctpop(args[0])
 
 
-@intrinsic
+@_intrinsic
 def _trailing_zeros(context, word):
     """The place of the lowest set bit of a word that is not zero: one instruction."""
 
