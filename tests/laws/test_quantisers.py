@@ -92,7 +92,7 @@ def test_nothing_can_be_scaled_by_a_variance_that_is_not_known() -> None:
 
 
 def check_majority(ranks: Lockstep, xs: Sequence[Tensor]) -> Tensor:
-    """Each element has the sign of most ranks, that of rank (step mod n) at a tie, and the size of the mean scale."""
+    """Each element has the sign of most ranks, that of rank (step mod n) at a tie, and the size of the median scale."""
     assert isinstance(ranks.reducer, MajorityVote)
     n, casting, block = len(xs), ranks.index % len(xs), ranks.reducer.block
     results = ranks.reduce(xs)
@@ -100,11 +100,17 @@ def check_majority(ranks: Lockstep, xs: Sequence[Tensor]) -> Tensor:
     up = torch.stack([x >= 0 for x in xs]).int()
     won = 2 * up.sum(0) + up[casting] > n
     assert torch.equal(results[0].mean >= 0, won | (results[0].mean == 0)), "not the majority"
-    sizes = torch.stack([torch.stack([part.double().abs().mean() for part in x.split(block)]) for x in xs]).mean(0)
+    sizes = torch.stack([torch.stack([part.double().abs().mean() for part in x.split(block)]) for x in xs])
+    sizes = sizes.quantile(0.5, 0)
     want = sizes.repeat_interleave(block)[: won.numel()]
     u = checks.unit_roundoff(results[0].mean.dtype)
     assert bool(((results[0].mean.double().abs() - want).abs() <= (n + 4) * u * want).all())
     return results[0].mean
+
+
+def test_no_rank_sways_the_size_of_a_vote() -> None:
+    xs = [torch.full((8,), size) for size in (1.0, 2.0, 3.0, 1e6, 1e6)]
+    assert Lockstep(MajorityVote(8), flat_grain(8), 5).step(xs)[0].tolist() == [3.0] * 8
 
 
 @given(numel=st.sampled_from([1, 7, 257, 1000]), ranks=st.integers(1, 6), kind=kinds, seed=seeds.map(lambda s: s // 2))

@@ -137,7 +137,7 @@ def _mask(lanes: int, compare: Callable[..., _Values]) -> Any:
     @_intrinsic
     def mask(context, array, start, bound):
         def generate(context, builder, signature, args):
-            vector = builder.load(_lanes_at(context, builder, array, *args[:2], lanes), align=4)
+            vector = builder.load(_lanes_at(context, builder, array, args[0], args[1], lanes), align=4)
             bits = compare(builder, vector, _lanes_of(builder, args[2], lanes))
             return builder.bitcast(bits, ir.IntType(lanes))
 
@@ -163,7 +163,7 @@ def _choose_8(context, out, start, bits, up, down):
     def generate(context, builder, signature, args):
         mask = builder.bitcast(args[2], ir.VectorType(ir.IntType(1), 8))
         chosen = builder.select(mask, _lanes_of(builder, args[3], 8), _lanes_of(builder, args[4], 8))
-        builder.store(chosen, _lanes_at(context, builder, out, *args[:2], 8), align=4)
+        builder.store(chosen, _lanes_at(context, builder, out, args[0], args[1], 8), align=4)
         return context.get_dummy_value()
 
     return types.void(out, types.uintp, types.uint8, out.dtype, out.dtype), generate
