@@ -1,9 +1,9 @@
 """What coding costs: `python benchmarks/codecs.py [--numel N] [--filter TEXT] [--save]`.
 
-For every example of every method in the registry: one step of the whole program (error feedback, encode, decode of
-what comes back, residual) on a world of one rank, in multiples of copying the same tensor, beside `torch.topk`. The
-exchange itself costs nothing here, so this is the processor's share of a step. Copies are timed in turn with the
-methods, in the same run, since neighbours disturb; each figure is the median of several runs.
+For every example of every method in the registry that one rank can run: one step of the whole program (error
+feedback, encode, decode of what comes back, residual) on a world of one rank, in multiples of copying the same tensor,
+beside `torch.topk`. The exchange itself costs nothing here, so this is the processor's share of a step. Copies are timed
+in turn with the methods, in the same run, since neighbours disturb; each figure is the median of several runs.
 
 The tensor is cut into grains as it is in training. A codec's own encode and decode are shown beside, and which
 fraction of the memory roofline they reach: the time in which this machine copies as many bytes as they must read and
@@ -158,8 +158,8 @@ def measure(numel: int, only: str) -> dict[str, Any]:
     show(rows, "torch.topk 1%", {"step": in_copies(lambda: torch.topk(x.abs(), k, sorted=False), copy)})
     for method in gradwire.methods().values():
         for spec in method.examples:
-            if only in spec:
-                reducer = gradwire.parse(spec)
+            reducer = gradwire.parse(spec)
+            if only in spec and reducer.fewest_ranks == 1:
                 codec = codec_of(reducer)
                 own = {} if codec is None else held_against_roofline(codec, x, copy)
                 show(rows, spec, {"step": in_copies(Training(reducer, x).step, copy), **own})
