@@ -2,8 +2,8 @@
 
 For every example of every method in the registry that one rank can run: one step of the whole program (error
 feedback, encode, decode of what comes back, residual) on a world of one rank, in multiples of copying the same tensor,
-beside `torch.topk`. The exchange itself costs nothing here, so this is the processor's share of a step. Copies are timed
-in turn with the methods, in the same run, since neighbours disturb; each figure is the median of several runs.
+beside `torch.topk`. The exchange itself costs nothing here, so this is the processor's share of a step. Copies are
+timed in turn with the methods, in the same run, since neighbours disturb; each figure is the median of several runs.
 
 The tensor is cut into grains as it is in training. A codec's own encode and decode are shown beside, and which
 fraction of the memory roofline they reach: the time in which this machine copies as many bytes as they must read and
