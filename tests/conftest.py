@@ -13,7 +13,7 @@ settings.register_profile(
     "default", max_examples=20, deadline=None, derandomize=True, suppress_health_check=slow_is_fine
 )
 # HYPOTHESIS_PROFILE=nightly pytest tests/laws: more than 200,000 examples in all, other ones each time.
-settings.register_profile("nightly", max_examples=150, deadline=None, suppress_health_check=slow_is_fine)
+settings.register_profile("nightly", max_examples=700, deadline=None, suppress_health_check=slow_is_fine)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 # Laws run on small tensors, where a second thread costs more than it gives.
