@@ -69,6 +69,7 @@ EXCHANGES: Mapping[str, Callable[[Codec], Reducer]] = {
     "auto": Auto,
 }
 RESIDUALS = {"fp32": ErrorFeedback, "bf16": LeanErrorFeedback}
+_ALSO_CALLED = {"fp32": "none", "float32": "none", "allreduce": "none", "float16": "fp16", "bfloat16": "bf16"}
 _SWITCH = {"on": True, "off": False, "true": True, "false": False}
 
 
@@ -138,6 +139,10 @@ def _read(spec: str) -> tuple[list[_Part], dict[str, str]]:
 def _part(spec: str, text: str) -> _Part:
     name, colon, argument = text.strip().partition(":")
     known = methods()
+    if not name:
+        raise SpecError(f"a method's name is missing in {spec!r}. Grammar: {GRAMMAR}")
+    if name == "torch":
+        raise SpecError(f"{spec!r} is one of PyTorch's own hooks, which only `gradwire compare` takes")
     if name not in known:
         raise SpecError(f"unknown method {name!r} in {spec!r}; {_nearest(name, known)} Grammar: {GRAMMAR}")
     if colon and known[name].argument is None:
@@ -148,9 +153,9 @@ def _part(spec: str, text: str) -> _Part:
 
 
 def _nearest(name: str, known: Collection[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-    guess = f"did you mean {close[0]!r}? " if close else ""
-    return f"{guess}Known: {', '.join(known)}."
+    plain = name.lower()
+    close = [_ALSO_CALLED[plain]] if plain in _ALSO_CALLED else difflib.get_close_matches(plain, known, n=1, cutoff=0.4)
+    return f"did you mean {close[0]!r}?" if close else f"Known: {', '.join(known)}."
 
 
 def _build(spec: str, part: _Part, options: dict[str, str]) -> Any:

@@ -27,7 +27,7 @@ from gradwire.drivers.cost import parameter_specs
 from gradwire.drivers.measure import measured
 from gradwire.drivers.plan import Plan, plan
 from gradwire.drivers.process_group import Engine, GroupTransport, Stats
-from gradwire.reducers.base import Reducer
+from gradwire.reducers.base import Reducer, as_reducer
 from gradwire.spec import parse
 
 # `register_comm_hook` reads the annotations of the hook, so this module must not postpone them.
@@ -69,7 +69,7 @@ def attach(
     Example:
         handle = gradwire.attach(ddp, "int4")
     """
-    reducer = parse(reducer) if isinstance(reducer, str) else reducer
+    reducer = parse(reducer) if isinstance(reducer, str) else as_reducer(reducer)
     _check(ddp)
     reducer.require_ranks(dist.get_world_size(ddp.process_group))
     return Handle(ddp, reducer, seed, deadline_s, grain_numel, scaler)
@@ -219,7 +219,8 @@ class Handle(BucketSession):
         return {name for name, ranks in zip(self._names.values(), used.tolist(), strict=True) if not ranks}
 
     def stats(self) -> Stats:
-        """Return bytes and times so far."""
+        """Return bytes and times so far, those of the step that has just ended among them."""
+        self._engine.settle()
         return dataclasses.replace(self._engine.stats)
 
     def residual_norm(self) -> float:

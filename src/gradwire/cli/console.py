@@ -186,12 +186,10 @@ def show_table(console: Console, comparison: Comparison) -> None:
         table.add_column(name, justify="left" if i == 0 else "right", no_wrap=i == 0, vertical="bottom")
     for row in rows:
         table.add_row(f"[bold]{row.method}[/bold]" if not row.method.startswith("torch:") else row.method, *cells(row))
-    # a pipe has no width: let the table have the room it wants
-    wide = console if console.is_terminal else Console(file=console.file, width=190)
-    wide.print()
-    wide.print(table)
-    wide.print(f"[dim]{target_note(comparison)}[/dim]", highlight=False)
-    show_failures(wide, rows)
+    console.print()
+    console.print(table)
+    console.print(f"[dim]{target_note(comparison)}[/dim]", highlight=False)
+    show_failures(console, rows)
 
 
 def show_failures(console: Console, rows: Sequence[Row]) -> None:

@@ -50,7 +50,9 @@ def run_methods(arguments: argparse.Namespace, console: Console) -> int:
         for text in arguments.spec:
             console.print(f"{text}  =  {gradwire.parse(text)!r}", highlight=False, soft_wrap=True)
         return OK
-    table = Table("method", "what is sent", "exchange", "error feedback", "options", box=None, header_style="bold")
+    table = Table(box=None, header_style="bold")
+    for heading in ("method", "what is sent", "exchange", "error feedback", "options"):
+        table.add_column(heading, overflow="fold", no_wrap=heading == "method")
     for method in gradwire.methods().values():
         own = [f.name for f in dataclasses.fields(method.build) if f.init and f.name not in method.fixed]  # type: ignore[arg-type]
         name = f"{method.name}:{method.argument.upper()}" if method.argument else method.name
@@ -84,7 +86,7 @@ def run_cost(arguments: argparse.Namespace, console: Console) -> int:
 
 def _table(*headings: str) -> Table:
     table = Table(box=None, header_style="bold")
-    table.add_column("method")
+    table.add_column("method", no_wrap=True, overflow="fold")
     for heading in headings:
         table.add_column(heading, justify="right")
     return table

@@ -24,7 +24,7 @@ methods
   torch:noop            sends nothing: the floor that computation sets
 
 tasks
-  bytes                 a byte-level GPT of 1.9 M parameters on the standard library's sources, or on --text
+  bytes                 a byte-level GPT of 1.85 M parameters on the standard library's sources, or on --text
   digits                8x8 handwritten digits, a small convolutional net
   package.module:name   your own: a function of a seed that returns a gradwire.bench.tasks.Task,
                         or (model, batch, loss, metric)
@@ -173,10 +173,11 @@ def run_report(arguments: argparse.Namespace, console: Console) -> int:
     from gradwire.bench import results
     from gradwire.cli.console import show_table
 
-    comparison = results.load(arguments.folder / "results.json")
-    results.write_tables(comparison, arguments.folder)
+    folder: Path = arguments.folder.parent if arguments.folder.name == "results.json" else arguments.folder
+    comparison = results.load(folder / "results.json")
+    results.write_tables(comparison, folder)
     show_table(console, comparison)
-    _write_report(arguments.folder, console)
+    _write_report(folder, console)
     return OK
 
 
@@ -197,6 +198,12 @@ def run_clean(arguments: argparse.Namespace, console: Console) -> int:
     return OK
 
 
+def _console() -> Console:
+    """Standard output; a pipe has no width, so tables there have the room they want."""
+    console = Console()
+    return console if console.is_terminal else Console(width=190)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status.
 
@@ -205,7 +212,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     run: Callable[[argparse.Namespace, Console], int] = arguments.run
     try:
-        return run(arguments, Console())
+        return run(arguments, _console())
     except KeyboardInterrupt:
         return INTERRUPTED
     except GradwireError as error:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from gradwire.core.grain import Grain, ParameterSpec, Segment
-from gradwire.reducers.base import Reducer
+from gradwire.reducers.base import Reducer, as_reducer
 
 GRAIN_NUMEL = 1 << 20
 """Elements of a grain at most. Larger ones pay page faults for their temporaries, smaller ones fixed costs."""
@@ -102,6 +102,7 @@ def plan(parameters: Sequence[ParameterSpec], reducer: Reducer, grain_numel: int
     >>> [unit.grain.name for unit in plan(specs, parse("none")).units]
     ['b..w']
     """
+    as_reducer(reducer)
     limit = grain_numel or grain_size(sum(parameter.numel for parameter in parameters))
     closed: list[_Open] = []
     open_waves: list[_Open] = []

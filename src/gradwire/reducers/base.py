@@ -165,6 +165,22 @@ class Reducer(ABC):
         return tuple(dict.fromkeys(found))
 
 
+def as_reducer(given: object) -> Reducer:
+    """Return what was given, if it is a reducer.
+
+    Raises:
+        CompositionError: something else, with how to make a reducer of it.
+
+    >>> as_reducer("int4")
+    Traceback (most recent call last):
+        ...
+    gradwire.core.errors.CompositionError: 'int4' is no reducer: parse a spec, put a codec into an exchange (TwoShot)
+    """
+    if isinstance(given, Reducer):
+        return given
+    raise CompositionError(f"{given!r} is no reducer: parse a spec, put a codec into an exchange (TwoShot)")
+
+
 def _parts(values: Iterable[object]) -> Iterator[Reducer]:
     """The reducers among some values, in tuples too."""
     for value in values:

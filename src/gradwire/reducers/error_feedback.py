@@ -11,7 +11,7 @@ from torch import Tensor
 from gradwire.core.errors import CompositionError
 from gradwire.core.grain import Grain, flat_grain, matrix_grain
 from gradwire.core.state import Leaf, State
-from gradwire.reducers.base import Program, Reduced, Reducer, Step, Wrapper
+from gradwire.reducers.base import Program, Reduced, Reducer, Step, Wrapper, as_reducer
 
 _PROBE_NUMEL = 1 << 20
 
@@ -50,7 +50,7 @@ class ErrorFeedback(Wrapper):
     consumes: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if self.inner.consumes:
+        if as_reducer(self.inner).consumes:
             raise CompositionError(f"{self.inner} keeps its own residual; one error feedback is enough")
         if not 0.0 < self.decay <= 1.0:
             raise CompositionError(f"decay {self.decay} is outside (0, 1]")

@@ -10,7 +10,7 @@ from gradwire import kernels
 from gradwire.core import collective
 from gradwire.core.grain import Grain
 from gradwire.core.state import State
-from gradwire.reducers.base import Program, Reduced, Reducer, Step, Wrapper
+from gradwire.reducers.base import Program, Reduced, Reducer, Step, Wrapper, as_reducer
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,9 @@ class Guard(Wrapper):
     """
 
     inner: Reducer
+
+    def __post_init__(self) -> None:
+        as_reducer(self.inner)
 
     @property
     def consumes(self) -> bool:  # type: ignore[override]
