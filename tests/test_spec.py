@@ -115,6 +115,11 @@ def test_every_example_reads_and_prints(spec: str) -> None:
     assert parse(spec) == parse(spec)
 
 
+def test_pytorchs_hooks_are_the_comparisons_own() -> None:
+    with pytest.raises(SpecError, match="gradwire compare"):
+        parse("torch:fp16")
+
+
 @pytest.mark.parametrize(
     ("spec", "nearest"),
     [
@@ -124,7 +129,6 @@ def test_every_example_reads_and_prints(spec: str) -> None:
         ("TOPK", "topk"),
         ("", "missing"),
         ("topk:0.1+", "missing"),
-        ("torch:fp16", "compare"),
         ("fp32", "none"),
         ("zzz", "Known"),
         ("topk:0.01+int7x", "int7"),
