@@ -157,7 +157,9 @@ def _nearest(name: str, known: Collection[str]) -> str:
     close = [_ALSO_CALLED[plain]] if plain in _ALSO_CALLED else difflib.get_close_matches(plain, known, n=1, cutoff=0.4)
     guess = f"did you mean {close[0]!r}? " if close else ""
     # Of many names a guess and where to find the others say more than all of them.
-    return f"{guess}`gradwire methods` lists all." if guess and len(known) > 20 else f"{guess}Known: {', '.join(known)}."
+    return (
+        f"{guess}`gradwire methods` lists all." if guess and len(known) > 20 else f"{guess}Known: {', '.join(known)}."
+    )
 
 
 def _build(spec: str, part: _Part, options: dict[str, str]) -> Any:

@@ -7,16 +7,18 @@ import torch
 from torch import Tensor
 
 from gradwire import Lockstep, parse
-from gradwire.codecs import QSGD, BlockInt, TopK
+from gradwire.codecs import BF16, QSGD, BlockInt, Identity, TopK
 from gradwire.core.errors import CompositionError, SpecError
 from gradwire.core.grain import ParameterSpec, flat_grain, matrix_grain
 from gradwire.core.state import walk
 from gradwire.reducers import (
     EF21,
     AllGather,
+    AllReduce,
     ErrorFeedback,
     FactoredErrorFeedback,
     Guard,
+    Hierarchical,
     LeanErrorFeedback,
     PowerSGD,
     Reducer,
@@ -113,3 +115,19 @@ def test_estimates_refuse_what_error_feedback_refuses() -> None:
         EF21(AllGather(QSGD(15)))
     with pytest.raises(CompositionError, match="one memory"):
         EF21(ErrorFeedback(AllGather(TopK(0.1))))
+    for halves in (AllReduce(BF16()), PowerSGD(2, factors="bf16")):
+        with pytest.raises(CompositionError, match="sums in 16 bits"):
+            EF21(halves)
+
+
+@pytest.mark.parametrize(
+    "inner", [AllReduce(Identity()), Hierarchical(AllGather(TopK(0.1)), 2), AllGather(TopK(0.1))], ids=repr
+)
+def test_estimates_find_a_constant_gradient_through_any_exchange(inner: Reducer) -> None:
+    generator = torch.Generator().manual_seed(0)
+    xs = [torch.randn(600, generator=generator) for _ in range(4)]
+    ranks = Lockstep(EF21(inner), flat_grain(600), 4)
+    mean = torch.zeros(600)
+    for _ in range(200):
+        mean = ranks.step([x.clone() for x in xs])[0]
+    torch.testing.assert_close(mean, torch.stack(xs).mean(0), rtol=1e-4, atol=1e-5)

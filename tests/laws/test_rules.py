@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import gradwire
-from gradwire.codecs import Identity, TopK
+from gradwire.codecs import BlockInt, Identity, TopK
 from gradwire.core.errors import CompositionError
 from gradwire.core.grain import flat_grain, matrix_grain
+from gradwire.core.state import walk
 from gradwire.drivers.lockstep import Lockstep
 from gradwire.drivers.virtual import VirtualRanks
-from gradwire.reducers import AllGather, AllReduce, ErrorFeedback, Reducer
+from gradwire.reducers import AllGather, AllReduce, ErrorFeedback, Reducer, TwoShot
 from gradwire.reducers.aggregate import (
     Adasum,
     Bulyan,
@@ -444,6 +445,20 @@ def test_weights_may_change_from_step_to_step() -> None:
         with pytest.raises(CompositionError):
             weights.set(wrong)
     assert weights.values == (3.0, 1.0)
+
+
+def test_what_is_owed_in_float16_outlives_a_change_of_weights() -> None:
+    """An owner's residual is in the gradient's unit whatever the weights are."""
+    weights = Weights([3, 1])
+    grain = flat_grain(16, dtype=torch.float16)
+    ranks = Lockstep(Weighted(TwoShot(Identity(), BlockInt(2, 8)), weights), grain, 2)
+    x = torch.linspace(-1, 1, 16).half()
+    total = ranks.step([x, x])[0].double()
+    weights.set([1, 1])
+    for _ in range(40):
+        total += ranks.step([x, x])[0].double()
+    owed = torch.cat([leaf.tensor for state in ranks.states for _, leaf in walk(state) if leaf.owed]).double()
+    torch.testing.assert_close(total + owed[:16], 41 * x.double(), rtol=0, atol=0.05)
 
 
 def test_weights_go_outside_error_feedback() -> None:

@@ -91,7 +91,8 @@ def _measured(flat: Tensor, grain: Grain) -> Tensor:
     found[:1] = largest_magnitude(flat)
     for i, (_, _, numel, offset) in enumerate(grain.segments):
         if numel:  # where the sum overflows, the grain is sent as it is
-            found[1 + i] = torch.linalg.vector_norm(flat[offset : offset + numel].float(), 1) / numel
+            mean = torch.linalg.vector_norm(flat[offset : offset + numel], 1, dtype=torch.float64) / numel
+            found[1 + i] = torch.where(mean > 0, mean.clamp(min=2.0**-149), mean)  # no float32 is smaller but zero
     return found
 
 

@@ -52,7 +52,7 @@ class Sent(Protocol):
     """What this rank's contribution decodes to on the other side."""
 
     def subtract_from(self, x: Tensor) -> None:
-        """x -= sent, in place; `x` has the grain's shape."""
+        """x -= sent, in place; `x` has the grain's shape, and the values that were reduced."""
         ...
 
 

@@ -15,6 +15,8 @@ from gradwire.core.state import Leaf, State
 from gradwire.kernels import lowrank
 from gradwire.reducers.base import Program, Reduced, Reducer, Step, Wrapper
 from gradwire.reducers.error_feedback import ErrorFeedback
+from gradwire.reducers.exchange import AllReduce
+from gradwire.reducers.power_sgd import PowerSGD
 
 
 @dataclass(frozen=True)
@@ -98,11 +100,16 @@ class EF21(Wrapper):
     nothing of their size is allocated; two tensors of the gradient's size to remember and one of scratch, where error
     feedback takes one.
 
+    The mean is never corrected, so sums must not be rounded more than float32 does: each rank's h would know nothing of
+    it, and the mean drift away from theirs. Exchanges that sum in 16 bits are refused, and where the gradients
+    themselves are of 16 bits, low rank wants `factors=int8`.
+
     Args:
-        inner: a reducer whose codec is a contraction.
+        inner: a reducer whose codec is a contraction, and whose sums are float32.
 
     Raises:
-        CompositionError: an inner reducer that is no contraction, or that itself consumes its input.
+        CompositionError: an inner reducer that is no contraction, that itself consumes its input, or that sums in 16
+            bits.
 
     References:
         Richtarik, Sokolov & Fatkhullin 2021, "EF21: a new, simpler, theoretically better, and practically faster error
@@ -130,6 +137,10 @@ class EF21(Wrapper):
         probe = matrix_grain(1024, 1024) if self.inner.scope == "tensor" else flat_grain(1 << 20)
         if not self.inner.contraction(probe):
             raise CompositionError(f"EF21 over {self.inner} would not converge, since it is no contraction")
+        if _sums_in_halves(self.inner):
+            raise CompositionError(
+                f"EF21 over {self.inner} would drift, since it sums in 16 bits: take ef=on, or factors=int8"
+            )
 
     def around(self, inner: Reducer) -> Reducer:
         """The same around another reducer; where that loses nothing, that reducer alone."""
@@ -147,12 +158,22 @@ class EF21(Wrapper):
         new_h = x.float().view(-1)
         torch.add(new_h, minus_h, out=off)
         reduced = yield from self.inner.reduce(grain, off.view(grain.shape), inner, step)
-        new_h.copy_(minus_h)
+        # Only what was reduced can say what was sent of it, by what is left: -h' = left - off - h.
+        new_h.copy_(off)
         reduced.sent.subtract_from(new_h.view(grain.shape))
+        new_h.sub_(off).add_(minus_h)
         total = reduced.mean.view(-1).add_(mean)
         off.copy_(total)  # a guard may write over what is returned
         new = _estimates(new_h, off, mean, reduced.state)
         return Reduced(total.to(x.dtype).view(x.shape), _SentEstimate(new_h), new, reduced.bad)
+
+
+def _sums_in_halves(reducer: Reducer) -> bool:
+    if isinstance(reducer, PowerSGD):
+        return reducer.factors in ("fp16", "bf16")
+    return isinstance(reducer, AllReduce) and any(
+        field.dtype.is_floating_point and field.dtype.itemsize < 4 for field in reducer.codec.layout(1).fields
+    )
 
 
 def _estimates(minus_h: Tensor, mean: Tensor, scratch: Tensor, inner: State) -> State:

@@ -137,10 +137,13 @@ class Weighted(Wrapper):
         """Scale, then the inner program."""
         values = self._values()
         factors = [step.world_size * value / sum(values) for value in values]
-        room = 2.0 ** -math.ceil(math.log2(max(factors)))
-        if x.dtype != torch.float16 or room == 1.0:  # float32 has the room that a residual or a weight needs
-            scale = factors[step.rank]
+        scale = factors[step.rank]
+        if x.dtype != torch.float16:  # float32 has the room that a weight needs
             y = x.mul_(scale) if self.inner.consumes else x * scale
             return (yield from self.inner.reduce(grain, y, state, step))
-        reduced = yield from self.inner.reduce(grain, x * (factors[step.rank] * room), state, step)
+        if state:  # what is remembered must not change its unit with the weights
+            reduced = yield from self.inner.reduce(grain, x.float() * scale, state, step)
+            return reduced._replace(mean=reduced.mean.to(x.dtype))
+        room = 2.0 ** -math.ceil(math.log2(max(factors)))
+        reduced = yield from self.inner.reduce(grain, x * (scale * room), state, step)
         return reduced._replace(mean=reduced.mean / room)
