@@ -258,7 +258,7 @@ def optional_ms(run: Run | None) -> float | None:
     """The time, or None where there is nothing to time or this PyTorch cannot do it on a GPU."""
     try:
         return None if run is None else median_ms(run)
-    except (RuntimeError, NotImplementedError, AttributeError) as error:  # torch.quantize_* are on their way out
+    except (RuntimeError, NotImplementedError, AttributeError) as error:  # PyTorch without torch.quantize_*
         print(f"  not measured: {str(error).splitlines()[0]}")
         return None
 

@@ -901,17 +901,25 @@ def _sum_squares(x, start, stop):
     return total
 
 
-@_inline
-def _pack_at_least_zero(x, out):
-    """A bit an element: 1 where it is 0 or above, so for -0.0, and not for NaN."""
-    whole, zero = x.size // 8, np.float32(0)
-    for j in range(whole):
-        out[j] = _at_least_8(x, np.uintp(8 * j), zero)
-    if 8 * whole < x.size:
-        last = np.uint8(0)
-        for i in range(8 * whole, x.size):
-            last |= np.uint8(np.uint8(x[i] >= zero) << np.uint8(i & 7))
-        out[whole] = last
+def _packer(mask: Any, holds: Callable[..., Any]) -> Any:
+    """A function f(x, bound, out): bit i of `out` is holds(x[i], bound), which `mask` says of eight at a time."""
+
+    @_inline
+    def pack(x, bound, out):
+        whole = x.size // 8
+        for j in range(whole):
+            out[j] = mask(x, np.uintp(8 * j), bound)
+        if 8 * whole < x.size:
+            last = np.uint8(0)
+            for i in range(8 * whole, x.size):
+                last |= np.uint8(np.uint8(holds(x[i], bound)) << np.uint8(i & 7))
+            out[whole] = last
+
+    return pack
+
+
+_pack_at_least = _packer(_at_least_8, _inline(lambda value, bound: value >= bound))
+_pack_below = _packer(_below_8, _inline(lambda value, bound: value < bound))
 
 
 @_inline
@@ -930,7 +938,7 @@ def _sign_encode(x, block, packed, scales, keep):
     values = np.empty(tile, np.float32)
     for origin in range(0, x.size, tile):
         piece, bits = x[origin : origin + tile], packed[origin // 8 :]
-        _pack_at_least_zero(piece, bits)
+        _pack_at_least(piece, np.float32(0), bits)  # a 1 for -0.0 too, and none for NaN
         for start in range(0, piece.size, block):
             stop, b = min(start + block, piece.size), np.uintp((origin + start) // block)
             up = np.float32(_sum_magnitudes(piece, start, stop) / np.float64(stop - start))

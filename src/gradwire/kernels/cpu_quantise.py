@@ -15,14 +15,14 @@ from gradwire.kernels import pool
 from gradwire.kernels.cpu import (
     _add,
     _array,
-    _below_8,
     _choose,
     _inline,
     _kernel,
     _max_magnitude,
     _mix,
     _ones,
-    _pack_at_least_zero,
+    _pack_at_least,
+    _pack_below,
     _raw,
     _sum,
     _sum_squares,
@@ -163,19 +163,7 @@ def _natural_encode(raw, first, k0, k1, exponents, signs):
             magnitude = np.uint32(piece[i] & np.uint32(0x7FFFFFFF))
             rounded = min(np.uint32(np.uint32(magnitude + words[i]) >> np.uint32(23)), np.uint32(254))
             out[i] = np.uint8(rounded if magnitude < np.uint32(0x7F800000) else np.uint32(255))
-        _pack_negative(piece.view(np.int32), signs[origin // 8 :])
-
-
-@_inline
-def _pack_negative(x, out):
-    whole, zero = x.size // 8, np.int32(0)
-    for j in range(whole):
-        out[j] = _below_8(x, np.uintp(8 * j), zero)
-    if 8 * whole < x.size:
-        last = np.uint8(0)
-        for i in range(8 * whole, x.size):
-            last |= np.uint8(np.uint8(x[i] < zero) << np.uint8(i & 7))
-        out[whole] = last
+        _pack_below(piece.view(np.int32), np.int32(0), signs[origin // 8 :])
 
 
 def natural_encode(x: Tensor, key: int, exponents: Tensor, signs: Tensor) -> None:
@@ -391,7 +379,7 @@ def _one_bit_encode(x, block, packed, means):
     tile = _tile(block)
     for origin in range(0, x.size, tile):
         piece, bits = x[origin : origin + tile], packed[origin // 8 :]
-        _pack_at_least_zero(piece, bits)
+        _pack_at_least(piece, np.float32(0), bits)
         for start in range(0, piece.size, block):
             stop, b = min(start + block, piece.size), (origin + start) // block
             count = _count_ones(bits, start // 8, -(-stop // 8))

@@ -86,14 +86,13 @@ class AdaptiveThreshold(Reducer):
 
     def _follow(self, grain: Grain, x32: Tensor, state: State, step: Step) -> tuple[Tensor, State]:
         """Return the threshold of this step, 0-d, and the state with the new average."""
-        leaf = state["tau"]
-        assert isinstance(leaf, Leaf)
         if not x32.numel():
             return x32.new_zeros(()), state
-        old, quantile = leaf.tensor.amax(), self._quantile(grain, x32, step)
+        known = state.tensor("tau")
+        old, quantile = known.amax(), self._quantile(grain, x32, step)
         average = self.memory * old + (1 - self.memory) * quantile
         tau = torch.where(old > 0, average, quantile)
-        new = State(tau=Leaf(tau.expand_as(leaf.tensor).clone(), "segment", scaled=True))
+        new = State(tau=Leaf(tau.expand_as(known).clone(), "segment", scaled=True))
         return torch.minimum(tau, torch.linalg.vector_norm(x32, ord=float("inf"))), new
 
     def _quantile(self, grain: Grain, x32: Tensor, step: Step) -> Tensor:

@@ -85,10 +85,8 @@ class GradZip(Reducer):
 
     def reduce(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:
         """Two all-reduces: of P, then of Q."""
-        leaf = state["Q"]
-        assert isinstance(leaf, Leaf)
         M, wire, n = x.view(grain.shape).float(), wire_dtype(grain.dtype), step.world_size
-        P_part = torch.bmm(M, self._solved(leaf.tensor)).div_(n).to(wire)
+        P_part = torch.bmm(M, self._solved(state.tensor("Q"))).div_(n).to(wire)
         P = (yield collective.AllReduce(P_part, consumable=True)).float()
         Qt_part = torch.bmm(self._solved(P).mT, M).div_(n).to(wire)
         Qt = (yield collective.AllReduce(Qt_part)).float()

@@ -14,7 +14,7 @@ from gradwire.codecs.cast import Identity
 from gradwire.core import collective
 from gradwire.core.collective import Collective
 from gradwire.core.errors import CompositionError
-from gradwire.core.grain import Grain, ParameterSpec, Segment
+from gradwire.core.grain import Grain, ParameterSpec, flat_grain
 from gradwire.core.key import Key
 from gradwire.core.state import Leaf, State
 from gradwire.kernels import fused, lowrank
@@ -167,47 +167,41 @@ class PowerSGD(Reducer):
 
     def _iterate(self, M: Tensor, Q: Tensor, grain: Grain, step: Step) -> Generator[Collective, Tensor, _Factors]:
         """One step of subspace iteration on the mean of M."""
-        quantised = self.factors in FACTOR_BITS
-        MQ = torch.bmm(M, Q)
-        if quantised:
-            # Columns differ in size, so each wants scales of its own: blocks run along them.
-            summed = (yield from self._in_two_shots(MQ.mT.contiguous(), grain, "P", step)).mean.mT.contiguous()
-        else:
-            summed = (yield from self._summed(MQ, grain, step, keep=False)).mean
-        P = fused.orthonormalise(summed)
+        P = fused.orthonormalise((yield from self._mean_of_columns(torch.bmm(M, Q), grain, step)))
         # P^T M reads M row by row and takes a third of the time of M^T P.
-        PtM = torch.bmm(P.mT, M)
-        if quantised:
-            return _Factors(P, (yield from self._in_two_shots(PtM, grain, "Q", step)))
-        return _Factors(P, (yield from self._summed(PtM, grain, step, keep=True)))
+        return _Factors(P, (yield from self._shared(torch.bmm(P.mT, M), grain, step)))
 
-    def _summed(
-        self, factor: Tensor, grain: Grain, step: Step, *, keep: bool
-    ) -> Generator[Collective, Tensor, _Shared]:
-        """The mean of a factor by one all-reduce, which overwrites this rank's part unless that is to be kept."""
-        part = factor.div_(step.world_size).to(FACTOR_DTYPES[self.factors] or wire_dtype(grain.dtype))
-        mean = yield collective.AllReduce(part, consumable=not keep)
-        return _Shared(mean.float(), part, step.world_size)
+    def _mean_of_columns(self, MQ: Tensor, grain: Grain, step: Step) -> Generator[Collective, Tensor, Tensor]:
+        """The mean of M Q, of which nobody owes what rounding takes. `MQ` is used up."""
+        if self.factors not in FACTOR_BITS:
+            return (yield collective.AllReduce(self._part(MQ, grain, step), consumable=True)).float()
+        # Columns differ in size, so each wants scales of its own: blocks run along them.
+        columns = MQ.mT.contiguous()
+        flat = flat_grain(columns.numel(), f"{grain.name} P", device=str(columns.device))
+        reduced = yield from self._integers.reduce(flat, columns.view(-1), State(), step)
+        return reduced.mean.view(columns.shape).mT.contiguous()
+
+    def _shared(self, Qt: Tensor, grain: Grain, step: Step) -> Generator[Collective, Tensor, _Shared]:
+        """The mean of Q transposed, and this rank's part in it. `Qt` is used up."""
+        if self.factors not in FACTOR_BITS:
+            part = self._part(Qt, grain, step)
+            return _Shared((yield collective.AllReduce(part)).float(), part, step.world_size)
+        exchange, left = self._integers, Qt.clone().view(-1)
+        flat = flat_grain(left.numel(), f"{grain.name} Q", device=str(left.device))
+        reduced = yield from exchange.reduce_keeping(flat, left, exchange.init(flat, step), step)
+        # What an owner owes is of this step's P and of no use to the next one's: this rank has not sent it.
+        shard = exchange.shard_numel(left.numel(), step.world_size)
+        mine = left[step.rank * shard : (step.rank + 1) * shard]
+        mine.add_(reduced.state.tensor("owner")[: mine.numel()], alpha=step.world_size)
+        return _Shared(reduced.mean.view(Qt.shape), Qt.sub_(left.view(Qt.shape)), 1.0)
+
+    def _part(self, factor: Tensor, grain: Grain, step: Step) -> Tensor:
+        """This rank's part of a sum that is the mean, in what it travels in."""
+        return factor.div_(step.world_size).to(FACTOR_DTYPES[self.factors] or wire_dtype(grain.dtype))
 
     @property
     def _integers(self) -> TwoShot:
         return TwoShot(BlockInt(FACTOR_BITS[self.factors], FACTOR_BLOCK))
-
-    def _in_two_shots(
-        self, factor: Tensor, grain: Grain, name: str, step: Step
-    ) -> Generator[Collective, Tensor, _Shared]:
-        """The mean of a quantised factor. `factor` is used up."""
-        numel, name = factor.numel(), f"{grain.name} {name}"
-        flat = Grain(name, (Segment(name, 0, numel, 0),), (numel,), torch.float32, factor.device)
-        exchange, left = self._integers, factor.clone().view(-1)
-        reduced = yield from exchange.reduce_keeping(flat, left, exchange.init(flat, step), step)
-        # What an owner owes is of this step's P and of no use to the next one's: this rank has not sent it.
-        owed = reduced.state["owner"]
-        assert isinstance(owed, Leaf)
-        shard = exchange.shard_numel(numel, step.world_size)
-        mine = left[step.rank * shard : (step.rank + 1) * shard]
-        mine.add_(owed.tensor[: mine.numel()], alpha=step.world_size)
-        return _Shared(reduced.mean.view(factor.shape), factor.sub_(left.view(factor.shape)), 1.0)
 
     def _start(self, grain: Grain, state: State, step: Step) -> Tensor:
         """The Q to begin with, (batch, columns, rank)."""

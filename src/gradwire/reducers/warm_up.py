@@ -97,9 +97,7 @@ class WarmUp(Reducer):
     def reduce(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:
         """The program of the one that serves this step."""
         name, reducer = self._serving(step)
-        own = state[name]
-        assert isinstance(own, State)
         if not reducer.consumes:
             x = x.to(grain.dtype)  # a driver's buffer is float32 where the other one keeps it: send no more than came
-        reduced = yield from reducer.reduce(grain, x, own, step)
+        reduced = yield from reducer.reduce(grain, x, state.part(name), step)
         return reduced._replace(state=State({**state, name: reduced.state}))
