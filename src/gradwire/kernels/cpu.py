@@ -26,7 +26,7 @@ from numba.extending import intrinsic
 from numba.np.arrayobj import make_array
 from torch import Tensor
 
-from gradwire.kernels import pool
+from gradwire.kernels import pool, team
 from gradwire.kernels.reference import (
     CANONICAL_NAN,
     permutation_domain,
@@ -62,13 +62,24 @@ class _Kernel:
         except RuntimeError:  # nowhere to write
             self._dispatcher = numba.njit(**_OPTIONS)(function)
         self._ready = False
+        self._entry: team.Entry | None = None
 
-    def __call__(self, *args: Any) -> Any:
+    def _compiled(self) -> Any:
         if not self._ready:
             with _file_lock(self._dispatcher.stats.cache_path):
                 self._dispatcher.compile(self._signature)
             self._ready = True
-        return self._dispatcher(*args)
+        return self._dispatcher
+
+    def __call__(self, *args: Any) -> Any:
+        return self._compiled()(*args)
+
+    @property
+    def at_once(self) -> team.Entry | None:
+        """Several calls of it on torch's own threads, where that can be: see `team`."""
+        if self._entry is None and team.available():
+            self._entry = team.entry_of(self._compiled())
+        return self._entry if team.available() else None
 
 
 @contextlib.contextmanager
@@ -210,6 +221,31 @@ def _trailing_zeros(context, word):
         return builder.cttz(args[0], ir.Constant(ir.IntType(1), 1))
 
     return types.uint64(types.uint64), generate
+
+
+@_intrinsic
+def _store_16_past_caches(context, out, start, values, first):
+    """out[start + i] = values[first + i] for a line of 64 bytes, which begins at out[start], without reading it first."""
+
+    def generate(context, builder, signature, args):
+        line = builder.load(_lanes_at(context, builder, values, args[2], args[3], 16), align=4)
+        store = builder.store(line, _lanes_at(context, builder, out, args[0], args[1], 16), align=64)
+        one = builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)])
+        store.set_metadata("nontemporal", one)
+        return context.get_dummy_value()
+
+    return types.void(out, types.uintp, values, types.uintp), generate
+
+
+@_intrinsic
+def _fence(context):
+    """What was stored past the caches is seen by whoever is told afterwards."""
+
+    def generate(context, builder, signature, args):
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), generate
 
 
 # Random bits ------------------------------------------------------------------------------------------------
@@ -824,29 +860,61 @@ def block_int_encode(
     )
 
 
-# Decoders write straight where they are to, or to a tile that is then added.
+# Decoders write to a tile, which is then added, or moved where it belongs.
+
+_PAST_CACHES = 1 << 18
+"""From this size on (1 MiB of float32) who reads a result will not find it in the nearest caches anyway."""
 
 
 @_inline
-def _add(values, into, alpha):
-    for i in range(into.size):
-        into[i] += values[i] * alpha
+def _deliver(values, into, alpha, overwrite, past_caches):
+    """into += alpha * values, or into = values."""
+    if not overwrite:
+        for i in range(into.size):
+            into[i] += values[i] * alpha
+    elif past_caches:
+        _move_past_caches(values, into)
+    else:
+        for i in range(into.size):
+            into[i] = values[i]
+
+
+@_inline
+def _move_past_caches(values, into):
+    """into = values. A cache would read each line first, to no purpose: all of it is overwritten."""
+    unaligned = (np.uintp(into.ctypes.data) >> np.uintp(2)) & np.uintp(15)
+    head = min(np.int64((np.uintp(16) - unaligned) & np.uintp(15)), into.size)
+    whole = head + (into.size - head) // 16 * 16
+    for i in range(head):
+        into[np.uintp(i)] = values[np.uintp(i)]
+    for i in range(head, whole, 16):
+        _store_16_past_caches(into, np.uintp(i), values, np.uintp(i))
+    for i in range(whole, into.size):
+        into[np.uintp(i)] = values[np.uintp(i)]
+
+
+@_inline
+def _end_of_block(at, origin, block, size):
+    """Where within a tile the block ends that `at` is in."""
+    return min(((origin + at) // block + 1) * block - origin, size)
 
 
 @_kernel("void(uint8[::1], float32[::1], int64, int64, float32[::1], float32, boolean)")
 def _block_int_decode(packed, scales, bits, block, into, alpha, overwrite):
-    levels, tile = np.float32((1 << (bits - 1)) - 1), _tile(block)
-    scratch, values = np.empty(tile, np.uint8), np.empty(tile, np.float32)
-    for origin in range(0, into.size, tile):
-        piece = into[origin : origin + tile]
-        codes, out = scratch[: piece.size], piece if overwrite else values
+    levels, past_caches = np.float32((1 << (bits - 1)) - 1), into.size >= _PAST_CACHES
+    scratch, values = np.empty(_TILE, np.uint8), np.empty(_TILE, np.float32)
+    for origin in range(0, into.size, _TILE):
+        piece, start = into[origin : origin + _TILE], 0
+        codes = scratch[: piece.size]
         _unpack(packed[origin // 8 * bits :], bits, codes)
-        for start in range(0, piece.size, block):
+        while start < piece.size:
             step = scales[np.uintp((origin + start) // block)] / levels
-            for i in range(start, min(start + block, piece.size)):
-                out[np.uintp(i)] = (np.float32(np.int32(codes[np.uintp(i)])) - levels) * step
-        if not overwrite:
-            _add(values, piece, alpha)
+            stop = _end_of_block(start, origin, block, piece.size)
+            for i in range(start, stop):
+                values[np.uintp(i)] = (np.float32(np.int32(codes[np.uintp(i)])) - levels) * step
+            start = stop
+        _deliver(values, piece, alpha, overwrite, past_caches)
+    _fence()
 
 
 def _decode(
@@ -963,16 +1031,15 @@ def sign_encode(x: Tensor, block: int, packed: Tensor, scales: Tensor, keep: boo
 
 @_kernel("void(uint8[::1], float32[::1], int64, int64, float32[::1], float32, boolean)")
 def _sign_decode(packed, scales, bits, block, into, alpha, overwrite):
-    tile = _tile(block)
-    values = np.empty(tile, np.float32)
-    for origin in range(0, into.size, tile):
-        piece = into[origin : origin + tile]
-        out = piece if overwrite else values
-        for start in range(0, piece.size, block):
-            up = scales[np.uintp((origin + start) // block)]
-            _choose(packed[origin // 8 :], start, min(start + block, piece.size), up, -up, out)
-        if not overwrite:
-            _add(values, piece, alpha)
+    values, past_caches = np.empty(_TILE, np.float32), into.size >= _PAST_CACHES
+    for origin in range(0, into.size, _TILE):
+        piece, start = into[origin : origin + _TILE], 0
+        while start < piece.size:
+            up, stop = scales[np.uintp((origin + start) // block)], _end_of_block(start, origin, block, piece.size)
+            _choose(packed[origin // 8 :], start, stop, up, -up, values)
+            start = stop
+        _deliver(values, piece, alpha, overwrite, past_caches)
+    _fence()
 
 
 def sign_accumulate(packed: Tensor, scales: Tensor, block: int, into: Tensor, alpha: float = 1.0) -> None:
@@ -1060,25 +1127,28 @@ def qsgd_encode(
 
 @_kernel("void(uint8[::1], float32[::1], int64, int64, float32[::1], float32, boolean)")
 def _qsgd_decode(packed, norms, levels, block, into, alpha, overwrite):
-    bits, mask, tile = _level_bits(levels) + 1, np.int32((1 << _level_bits(levels)) - 1), _tile(block)
-    narrow, wide, values = np.empty(tile, np.uint8), np.empty(tile, np.int32), np.empty(tile, np.float32)
-    for origin in range(0, into.size, tile):
-        piece = into[origin : origin + tile]
-        codes, out = wide[: piece.size], piece if overwrite else values
+    bits, mask = _level_bits(levels) + 1, np.int32((1 << _level_bits(levels)) - 1)
+    narrow, wide, values = np.empty(_TILE, np.uint8), np.empty(_TILE, np.int32), np.empty(_TILE, np.float32)
+    past_caches = into.size >= _PAST_CACHES
+    for origin in range(0, into.size, _TILE):
+        piece, start = into[origin : origin + _TILE], 0
+        codes = wide[: piece.size]
         if bits <= 8:
             _unpack(packed[origin // 8 * bits :], bits, narrow[: piece.size])
             for i in range(codes.size):
                 codes[i] = np.int32(narrow[i])
         else:
             _unpack_wide_eights(packed[origin // 8 * bits :], bits, codes)
-        for start in range(0, piece.size, block):
+        while start < piece.size:
             step = norms[np.uintp((origin + start) // block)] / np.float32(levels)
-            for i in range(start, min(start + block, piece.size)):
+            stop = _end_of_block(start, origin, block, piece.size)
+            for i in range(start, stop):
                 code = codes[np.uintp(i)]
                 value = np.float32(np.int32(code & mask)) * step
-                out[np.uintp(i)] = -value if code > mask else value
-        if not overwrite:
-            _add(values, piece, alpha)
+                values[np.uintp(i)] = -value if code > mask else value
+            start = stop
+        _deliver(values, piece, alpha, overwrite, past_caches)
+    _fence()
 
 
 def qsgd_accumulate(packed: Tensor, norms: Tensor, levels: int, block: int, into: Tensor, alpha: float = 1.0) -> None:

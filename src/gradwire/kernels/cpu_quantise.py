@@ -13,9 +13,13 @@ from torch import Tensor
 
 from gradwire.kernels import pool
 from gradwire.kernels.cpu import (
-    _add,
+    _PAST_CACHES,
+    _TILE,
     _array,
     _choose,
+    _deliver,
+    _end_of_block,
+    _fence,
     _inline,
     _kernel,
     _max_magnitude,
@@ -102,15 +106,16 @@ def float8_encode(x: Tensor, dtype: torch.dtype, block: int, codes: Tensor, expo
 
 @_kernel("void(uint8[::1], float32[::1], float32[::1], int64, float32[::1], float32, boolean)")
 def _float8_decode(codes, scales, table, block, into, alpha, overwrite):
-    values = np.empty(block, np.float32)
-    for start in range(0, into.size, block):
-        piece, code = into[start : start + block], codes[start : start + block]
-        scale = scales[np.uintp(start // block)]
-        out = piece if overwrite else values  # looking up and adding in one loop takes half as long again
-        for i in range(piece.size):
-            out[i] = table[np.uintp(code[i])] * scale
-        if not overwrite:
-            _add(values, piece, alpha)
+    values, past_caches = np.empty(_TILE, np.float32), into.size >= _PAST_CACHES
+    for origin in range(0, into.size, _TILE):
+        piece, code, start = into[origin : origin + _TILE], codes[origin : origin + _TILE], 0
+        while start < piece.size:
+            scale, stop = scales[np.uintp((origin + start) // block)], _end_of_block(start, origin, block, piece.size)
+            for i in range(start, stop):
+                values[np.uintp(i)] = table[np.uintp(code[np.uintp(i)])] * scale
+            start = stop
+        _deliver(values, piece, alpha, overwrite, past_caches)
+    _fence()
 
 
 @functools.cache
@@ -147,15 +152,12 @@ def float8_decode(codes: Tensor, exponents: Tensor, dtype: torch.dtype, block: i
 
 # Powers of two and bfloat16, rounded at random --------------------------------------------------------------
 
-_RUN = 4096
-
-
 @_kernel("void(uint32[::1], int64, int64, int64, uint8[::1], uint8[::1])")
 def _natural_encode(raw, first, k0, k1, exponents, signs):
     k0, k1, counter = np.uint32(k0), np.uint32(k1), np.uint32(first)
-    words = np.empty(_RUN, np.uint32)
-    for origin in range(0, raw.size, _RUN):
-        piece, out = raw[origin : origin + _RUN], exponents[origin : origin + _RUN]
+    words = np.empty(_TILE, np.uint32)
+    for origin in range(0, raw.size, _TILE):
+        piece, out = raw[origin : origin + _TILE], exponents[origin : origin + _TILE]
         for i in range(piece.size):
             words[i] = np.uint32(_word_at(counter, k0, k1) >> np.uint32(9))
             counter = np.uint32(counter + np.uint32(1))
@@ -174,17 +176,17 @@ def natural_encode(x: Tensor, key: int, exponents: Tensor, signs: Tensor) -> Non
 
 @_kernel("void(uint8[::1], uint8[::1], float32[::1], float32, boolean)")
 def _natural_decode(exponents, signs, into, alpha, overwrite):
-    scratch, values = np.empty(_RUN, np.uint8), np.empty(_RUN, np.float32)
-    for origin in range(0, into.size, _RUN):
-        piece, codes = into[origin : origin + _RUN], exponents[origin : origin + _RUN]
-        negative, out = scratch[: piece.size], piece if overwrite else values
-        out_raw = out.view(np.uint32)
+    scratch, values, past_caches = np.empty(_TILE, np.uint8), np.empty(_TILE, np.float32), into.size >= _PAST_CACHES
+    values_raw = values.view(np.uint32)
+    for origin in range(0, into.size, _TILE):
+        piece, codes = into[origin : origin + _TILE], exponents[origin : origin + _TILE]
+        negative = scratch[: piece.size]
         _unpack(signs[origin // 8 :], 1, negative)
         for i in range(piece.size):
             magnitude = np.uint32(np.uint32(codes[i]) << np.uint32(23))
-            out_raw[i] = np.uint32(magnitude | np.uint32(np.uint32(negative[i]) << np.uint32(31)))
-        if not overwrite:
-            _add(values, piece, alpha)
+            values_raw[i] = np.uint32(magnitude | np.uint32(np.uint32(negative[i]) << np.uint32(31)))
+        _deliver(values, piece, alpha, overwrite, past_caches)
+    _fence()
 
 
 def _natural_into(exponents: Tensor, signs: Tensor, into: Tensor, alpha: float | None) -> None:
@@ -300,21 +302,22 @@ def _ternary_decode(packed, scales, block, digits, into, alpha, overwrite):
     if digits == 4:
         base, factor, shift = np.uint16(4), np.uint16(1), np.uint16(2)
     rest, values = np.empty(block // digits, np.uint16), np.empty(block, np.float32)
+    past_caches = into.size >= _PAST_CACHES
     for start in range(0, into.size, block):
         piece, scale = into[start : start + block], scales[np.uintp(start // block)]
         nbytes = -(-piece.size // digits)
-        codes, out = packed[start // digits : start // digits + nbytes], piece if overwrite else values
+        codes = packed[start // digits : start // digits + nbytes]
         for i in range(nbytes):
             rest[i] = np.uint16(codes[i])
         for plane in range(digits):
-            value = out[plane * nbytes : (plane + 1) * nbytes]
+            value = values[plane * nbytes : min((plane + 1) * nbytes, piece.size)]
             for i in range(value.size):
                 quotient = np.uint16(np.uint16(rest[i] * factor) >> shift)
                 digit = np.uint16(rest[i] - np.uint16(quotient * base))
                 rest[i] = quotient
                 value[i] = np.float32(np.int32(digit) - np.int32(1)) * scale
-        if not overwrite:
-            _add(values, piece, alpha)
+        _deliver(values, piece, alpha, overwrite, past_caches)
+    _fence()
 
 
 def _ternary_into(packed: Tensor, scales: Tensor, block: int, digits: int, into: Tensor, alpha: float | None) -> None:
@@ -402,17 +405,16 @@ def one_bit_encode(x: Tensor, block: int, packed: Tensor, means: Tensor) -> None
 
 @_kernel("void(uint8[::1], float32[::1], int64, float32[::1], float32, boolean)")
 def _one_bit_decode(packed, means, block, into, alpha, overwrite):
-    tile = _tile(block)
-    values = np.empty(tile, np.float32)
-    for origin in range(0, into.size, tile):
-        piece = into[origin : origin + tile]
-        out = piece if overwrite else values
-        for start in range(0, piece.size, block):
-            b, stop = (origin + start) // block, min(start + block, piece.size)
+    values, past_caches = np.empty(_TILE, np.float32), into.size >= _PAST_CACHES
+    for origin in range(0, into.size, _TILE):
+        piece, start = into[origin : origin + _TILE], 0
+        while start < piece.size:
+            b, stop = (origin + start) // block, _end_of_block(start, origin, block, piece.size)
             up, down = means[np.uintp(2 * b)], means[np.uintp(2 * b + 1)]
-            _choose(packed[origin // 8 :], start, stop, up, down, out)
-        if not overwrite:
-            _add(values, piece, alpha)
+            _choose(packed[origin // 8 :], start, stop, up, down, values)
+            start = stop
+        _deliver(values, piece, alpha, overwrite, past_caches)
+    _fence()
 
 
 def _one_bit_into(packed: Tensor, means: Tensor, block: int, into: Tensor, alpha: float | None) -> None:
@@ -450,9 +452,9 @@ def _majority(ballots, casting, start, stop, out):
     voters = ballots.shape[0]
     # A byte that counts more than `voters` reaches 128 with this added.
     margin = np.uint64(127 - voters) * np.uint64(0x0101010101010101)
-    counts = np.empty(min(_RUN, stop - start), np.uint64)
-    for origin in range(start, stop, _RUN):
-        size = min(_RUN, stop - origin)
+    counts = np.empty(min(_TILE, stop - start), np.uint64)
+    for origin in range(start, stop, _TILE):
+        size = min(_TILE, stop - origin)
         counts[:size] = margin
         for voter in range(voters):
             weight = np.uint64(3 if voter == casting else 2)
@@ -561,15 +563,17 @@ def _affine_part(i: int, j: int, a: Array, block: int, s: Array, z: Array, q: Ar
 
 @_kernel("void(float32[::1], int64, float32[::1], uint8[::1], uint8[::1], float32, boolean)")
 def _affine_decode(into, block, scales, zeros, levels, alpha, overwrite):
-    for start in range(0, into.size, block):
-        stop, b = min(start + block, into.size), np.uintp(start // block)
-        scale, zero = scales[b], np.int32(zeros[b])
-        if overwrite:
+    values, past_caches = np.empty(_TILE, np.float32), into.size >= _PAST_CACHES
+    for origin in range(0, into.size, _TILE):
+        piece, codes, start = into[origin : origin + _TILE], levels[origin : origin + _TILE], 0
+        while start < piece.size:
+            b, stop = np.uintp((origin + start) // block), _end_of_block(start, origin, block, piece.size)
+            scale, zero = scales[b], np.int32(zeros[b])
             for i in range(start, stop):
-                into[np.uintp(i)] = np.float32(np.int32(levels[np.uintp(i)]) - zero) * scale
-        else:
-            for i in range(start, stop):
-                into[np.uintp(i)] += np.float32(np.int32(levels[np.uintp(i)]) - zero) * scale * alpha
+                values[np.uintp(i)] = np.float32(np.int32(codes[np.uintp(i)]) - zero) * scale
+            start = stop
+        _deliver(values, piece, alpha, overwrite, past_caches)
+    _fence()
 
 
 def _affine_into(scales: Tensor, zeros: Tensor, levels: Tensor, block: int, into: Tensor, alpha: float | None) -> None:
