@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
 from numba.np.arrayobj import make_array
 from torch import Tensor
@@ -238,6 +239,22 @@ def _store_16_past_caches(context, out, start, values, first):
 
 
 @_intrinsic
+def _prefetch(context, array, i):
+    """Ask for the line of array[i], which need not exist."""
+
+    def generate(context, builder, signature, args):
+        at = builder.gep(make_array(array)(context, builder, args[0]).data, [args[1]])
+        at = builder.bitcast(at, ir.IntType(8).as_pointer())
+        number = ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [at.type, number, number, number])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
+        builder.call(function, [at, ir.Constant(number, 0), ir.Constant(number, 3), ir.Constant(number, 1)])
+        return context.get_dummy_value()
+
+    return types.void(array, types.uintp), generate
+
+
+@_intrinsic
 def _fence(context):
     """What was stored past the caches is seen by whoever is told afterwards."""
 
@@ -336,10 +353,6 @@ def permuted_indices(bits: int, numel: int, k: int, device: torch.device) -> Ten
 
 # Selection --------------------------------------------------------------------------------------------------
 
-_TOP = 21  # the first histogram counts the bits above: the exponent and two bits of the mantissa
-_MIDDLE = 10  # the second those from here to _TOP, the third the rest
-
-
 @_inline
 def _max_magnitude(raw, start, stop):
     # As integers: NaN is the greatest, and a maximum of integers needs no leave to be reordered.
@@ -364,23 +377,6 @@ def all_finite(x: Tensor) -> Tensor:
 @_inline
 def _magnitude(raw):
     return min(np.uint32(raw & np.uint32(0x7FFFFFFF)), np.uint32(CANONICAL_NAN))
-
-
-@_kernel("int64[::1](uint32[::1])")
-def _top_histogram(raw):
-    # Four tables in turn: neighbours often share a bucket, and adding to a cell just written waits for it.
-    tables = np.zeros((4, 1 << (32 - _TOP - 1)), np.uint32)
-    quads = raw.size // 4 * 4
-    for i in range(0, quads, 4):
-        for lane in range(4):
-            tables[lane, _magnitude(raw[i + lane]) >> np.uint32(_TOP)] += np.uint32(1)
-    for i in range(quads, raw.size):
-        tables[0, _magnitude(raw[i]) >> np.uint32(_TOP)] += np.uint32(1)
-    total = np.zeros(tables.shape[1], np.int64)
-    for lane in range(4):
-        for i in range(total.size):
-            total[i] += tables[lane, i]
-    return total
 
 
 _RUN = 64
@@ -413,19 +409,19 @@ def _select_at_least(raw, first, least, indices, magnitudes, room):
     return np.int64(n)
 
 
+@_kernel("int64(uint32[::1], int64)")
+def _count_at_least(raw, least):
+    count, least, whole = np.uint64(0), np.uint32(least), raw.size // _RUN * _RUN
+    for start in range(0, whole, _RUN):
+        count += _ones(_at_least_64(raw, np.uintp(start), least))
+    for i in range(whole, raw.size):
+        count += np.uint64(_magnitude(raw[np.uintp(i)]) >= least)
+    return np.int64(count)
+
+
 @_kernel("int64(uint32[::1], int64, int64, int32[::1], uint32[::1])")
 def _candidates(raw, first, least, indices, magnitudes):
     return _select_at_least(raw, first, np.uint32(least), indices, magnitudes, indices.size)
-
-
-@_kernel("int64[::1](uint32[::1], int64, int64, int64)")
-def _histogram(magnitudes, prefix, shift, width):
-    """Count `width` bits from `shift` of those whose bits above are `prefix`."""
-    counts = np.zeros((1 << width) + 1, np.int64)  # the last for those that do not count
-    first, rest = np.uint32(prefix << width), np.uint32(1 << width)
-    for i in range(magnitudes.size):
-        counts[min(np.uint32((magnitudes[i] >> np.uint32(shift)) - first), rest)] += 1
-    return counts[: 1 << width]
 
 
 @_kernel("void(int32[::1], uint32[::1], int64, int64, int32[::1])")
@@ -442,37 +438,24 @@ def _emit(indices, magnitudes, threshold, quota, out):
         quota -= tied
 
 
-def _bucket_of_kth(counts: np.ndarray[Any, Any], k: int) -> tuple[int, int]:
-    """Return the bucket of the k-th largest, and its rank in that bucket."""
-    at_least = counts[::-1].cumsum()[::-1]
-    bucket = int(np.flatnonzero(at_least >= k)[-1])
-    return bucket, k - int(at_least[bucket] - counts[bucket])
-
-
 def topk_indices(x: Tensor, k: int) -> Tensor:
-    """Candidates, which are few; then three histograms of them, each finer, find the threshold."""
+    """Candidates, which are few, in one pass; then the k-th largest of them, and those that are no less."""
     out = torch.empty(k, dtype=torch.int32)
     if k == 0:
         return out
-    found = _found(_raw(x), k)
-    run = functools.partial(pool.run, numel=sum(m.size for _, m in found))
-    tops = run([functools.partial(_top_histogram, m) for _, m in found])
-    top, rank = _bucket_of_kth(np.sum(tops, axis=0), k)
-    middles = run([functools.partial(_histogram, m, top, _MIDDLE, _TOP - _MIDDLE) for _, m in found])
-    middle, rank = _bucket_of_kth(np.sum(middles, axis=0), rank)
-    prefix = (top << (_TOP - _MIDDLE)) | middle
-    lows = run([functools.partial(_histogram, m, prefix, 0, _MIDDLE) for _, m in found])
-    low, rank = _bucket_of_kth(np.sum(lows, axis=0), rank)
-
-    o, tasks, start, threshold = _array(out), [], 0, (prefix << _MIDDLE) | low
-    for piece, t, m, n in zip(found, tops, middles, lows, strict=True):
-        above = int(t[top + 1 :].sum() + m[middle + 1 :].sum() + n[low + 1 :].sum())
-        quota = min(rank, int(n[low]))
-        rank -= quota
+    found = _candidates_of(_raw(x), k)
+    threshold = _kth_largest(np.concatenate([magnitudes for _, magnitudes in found]), k)
+    # Few to compare, and one after the other: of those that tie the first come first.
+    o, start, ties = _array(out), 0, k - sum(int(np.count_nonzero(m > threshold)) for _, m in found)
+    tasks = []
+    for indices, magnitudes in found:
+        above, tied = (int(np.count_nonzero(test(magnitudes, threshold))) for test in (np.greater, np.equal))
+        quota = min(ties, tied)
+        ties -= quota
         stop = start + above + quota
-        tasks.append(functools.partial(_emit, *piece, threshold, quota, o[start:stop]))
+        tasks.append(functools.partial(_emit, indices, magnitudes, threshold, quota, o[start:stop]))
         start = stop
-    run(tasks)
+    pool.run(tasks, numel=sum(m.size for _, m in found))
     return out
 
 
@@ -481,51 +464,62 @@ _Candidates = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]
 # no matrix one column is seen alone.
 _STRIDE = 251
 _SAMPLED = 1 << 17
+_MOST_GUESSED = 0.4
+"""Up to this density indices and magnitudes of a guess take less room than the tensor."""
 
 
-def _found(raw: np.ndarray[Any, Any], k: int) -> list[_Candidates]:
+def _kth_largest(magnitudes: np.ndarray[Any, Any], k: int) -> int:
+    """The k-th largest of magnitudes, which are left in another order."""
+    magnitudes.partition(magnitudes.size - k)
+    return int(magnitudes[magnitudes.size - k])
+
+
+def _magnitudes(raw: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    magnitudes = raw & np.uint32(0x7FFFFFFF)
+    return np.minimum(magnitudes, np.uint32(CANONICAL_NAN), out=magnitudes)
+
+
+def _candidates_of(raw: np.ndarray[Any, Any], k: int) -> list[_Candidates]:
     """Indices and magnitudes of elements among which the k largest are, piece by piece.
 
-    A sample guesses the bucket of the histogram that they begin in, which saves counting all elements. Where it
-    guessed too high, or so low that there is no room, all are counted; and where so many are wanted that room for a
-    guess would be larger than the tensor.
+    A sample guesses a magnitude that the k-th largest is not below. Where it guessed too high, or so low that there is
+    no room, the k-th largest is looked for among all; and where so many are wanted that a guess would save nothing.
     """
     cuts = pool.chunks(raw.size)
-    if raw.size >= max(_SAMPLED, 16 * k):
-        least = _guess(raw, k)
-        rooms = [4 * k * (j - i) // raw.size + 1024 for i, j in cuts]
+    if raw.size >= _SAMPLED and k <= _MOST_GUESSED * raw.size:
+        least, expected = _guess(raw, k)
+        rooms = [int(1.25 * expected * (j - i)) + 1024 for i, j in cuts]
         found = _collected(raw, cuts, least, rooms)
         if found is not None and sum(m.size for _, m in found) >= k:
             return found
-    tops = pool.run([functools.partial(_top_histogram, raw[i:j]) for i, j in cuts])
-    least, _ = _bucket_of_kth(np.sum(tops, axis=0), k)
-    found = _collected(raw, cuts, least, [int(t[least:].sum()) for t in tops])
+    least = _kth_largest(_magnitudes(raw), k)
+    rooms = pool.run([functools.partial(_count_at_least, raw[i:j], least) for i, j in cuts])
+    found = _collected(raw, cuts, least, rooms)
     assert found is not None, "there is room for as many as were counted"
     return found
 
 
-def _guess(raw: np.ndarray[Any, Any], k: int) -> int:
-    """A bucket that the k-th largest is not below, but for one case in ten thousand."""
-    sample = np.ascontiguousarray(raw[::_STRIDE])
-    rank = k * sample.size / raw.size
-    rank = min(sample.size, int(rank + 4 * rank**0.5) + 2)
-    return _bucket_of_kth(_top_histogram(sample), rank)[0]
+def _guess(raw: np.ndarray[Any, Any], k: int) -> tuple[int, float]:
+    """A magnitude that the k-th largest is not below, but for one case in ten thousand, and how many are that large."""
+    sample = _magnitudes(raw[::_STRIDE])
+    density = k / raw.size
+    rank = int(density * sample.size + 4 * (density * (1 - density) * sample.size) ** 0.5) + 2
+    rank = min(sample.size, rank)
+    return _kth_largest(sample, rank), rank / sample.size
 
 
 def _collected(
     raw: np.ndarray[Any, Any], cuts: list[pool.Chunk], least: int, rooms: list[int]
 ) -> list[_Candidates] | None:
-    """What is of bucket `least` or above, or None where it does not fit."""
-    tasks = [functools.partial(_collect, raw[i:j], i, least, room) for (i, j), room in zip(cuts, rooms, strict=True)]
-    found = pool.run(tasks)
-    return None if any(piece is None for piece in found) else [piece for piece in found if piece is not None]
-
-
-def _collect(raw: np.ndarray[Any, Any], first: int, top: int, room: int) -> _Candidates | None:
-    indices, magnitudes = (_array(torch.empty(room, dtype=torch.int32)) for _ in range(2))
-    magnitudes = magnitudes.view(np.uint32)
-    count = _candidates(raw, first, top << _TOP, indices, magnitudes)
-    return None if count < 0 else (indices[:count], magnitudes[:count])
+    """What is at least `least`, or None where it does not fit."""
+    found = [tuple(_array(torch.empty(room, dtype=torch.int32)) for _ in range(2)) for room in rooms]
+    found = [(indices, magnitudes.view(np.uint32)) for indices, magnitudes in found]
+    counts = pool.run(
+        [functools.partial(_candidates, raw[i:j], i, least, *room) for (i, j), room in zip(cuts, found, strict=True)]
+    )
+    if min(counts) < 0:
+        return None
+    return [(indices[:n], magnitudes[:n]) for (indices, magnitudes), n in zip(found, counts, strict=True)]
 
 
 @_kernel("void(float32[::1], int32[::1], float32[::1])")
@@ -791,8 +785,12 @@ def _tile(block):
 @_inline
 def _quantise(x, start, stop, inverse, levels, codes):
     # A product is at most levels * (1 + 2^-23), which rounds to levels: nothing to clamp.
-    for i in range(start, stop):
-        codes[np.uintp(i)] = np.uint8(np.int32(np.rint(x[np.uintp(i)] * inverse)) + levels)
+    for chunk in range(start, stop, 256):
+        end = min(chunk + 256, stop)
+        for i in range(chunk, end, 16):
+            _prefetch(x, np.uintp(i + (stop - start)))
+        for i in range(chunk, end):
+            codes[np.uintp(i)] = np.uint8(np.int32(np.rint(x[np.uintp(i)] * inverse)) + levels)
 
 
 @_inline
