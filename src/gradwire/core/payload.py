@@ -68,14 +68,17 @@ class Layout:
             return 0
         return _align(self.offsets[-1] + self.fields[-1].nbytes, ALIGNMENT)
 
+    @functools.cached_property
+    def _padded(self) -> bool:
+        return self.nbytes != sum(field.nbytes for field in self.fields)
+
     def empty(self, device: torch.device, rows: int | None = None) -> Tensor:
         """Return a buffer for one payload, or for `rows` of them.
 
         Padding is zeroed: what is sent must not depend on what memory held before.
         """
         shape = (self.nbytes,) if rows is None else (rows, self.nbytes)
-        padded = self.nbytes != sum(field.nbytes for field in self.fields)
-        make = torch.zeros if padded else torch.empty
+        make = torch.zeros if self._padded else torch.empty
         return make(shape, dtype=torch.uint8, device=device)
 
     def views(self, wire: Tensor) -> Payload:

@@ -255,6 +255,22 @@ def _prefetch(context, array, i):
 
 
 @_intrinsic
+def _bits_of(context, value):
+    """The bits of a float32."""
+    return types.uint32(types.float32), lambda context, builder, signature, args: builder.bitcast(
+        args[0], ir.IntType(32)
+    )
+
+
+@_intrinsic
+def _float_of(context, bits):
+    """The float32 of these bits."""
+    return types.float32(types.uint32), lambda context, builder, signature, args: builder.bitcast(
+        args[0], ir.FloatType()
+    )
+
+
+@_intrinsic
 def _fence(context):
     """What was stored past the caches is seen by whoever is told afterwards."""
 
@@ -263,6 +279,17 @@ def _fence(context):
         return context.get_dummy_value()
 
     return types.void(), generate
+
+
+_CHUNK = 256
+"""Elements between which a second pass over a tile asks for what comes next, so that memory does not wait for it."""
+
+
+@_inline
+def _ask(x, start, stop):
+    """Ask for the lines of x[start:stop], of which none need exist."""
+    for i in range(start, stop, 16):
+        _prefetch(x, np.uintp(i))
 
 
 # Random bits ------------------------------------------------------------------------------------------------
@@ -785,10 +812,9 @@ def _tile(block):
 @_inline
 def _quantise(x, start, stop, inverse, levels, codes):
     # A product is at most levels * (1 + 2^-23), which rounds to levels: nothing to clamp.
-    for chunk in range(start, stop, 256):
-        end = min(chunk + 256, stop)
-        for i in range(chunk, end, 16):
-            _prefetch(x, np.uintp(i + (stop - start)))
+    for chunk in range(start, stop, _CHUNK):
+        end = min(chunk + _CHUNK, stop)
+        _ask(x, chunk + (stop - start), end + (stop - start))
         for i in range(chunk, end):
             codes[np.uintp(i)] = np.uint8(np.int32(np.rint(x[np.uintp(i)] * inverse)) + levels)
 
@@ -796,12 +822,15 @@ def _quantise(x, start, stop, inverse, levels, codes):
 @_inline
 def _quantise_randomly(x, start, stop, inverse, levels, codes, first, k0, k1):
     counter = np.uint32(first + start)
-    for i in range(start, stop):
-        u = _uniform_at(counter, k0, k1)
-        counter = np.uint32(counter + np.uint32(1))
-        q = np.int32(np.floor(x[np.uintp(i)] * inverse + u))
-        q = max(min(q, levels), np.int32(-levels))
-        codes[np.uintp(i)] = np.uint8(q + levels)
+    for chunk in range(start, stop, _CHUNK):
+        end = min(chunk + _CHUNK, stop)
+        _ask(x, chunk + (stop - start), end + (stop - start))
+        for i in range(chunk, end):
+            u = _uniform_at(counter, k0, k1)
+            counter = np.uint32(counter + np.uint32(1))
+            q = np.int32(np.floor(x[np.uintp(i)] * inverse + u))
+            q = max(min(q, levels), np.int32(-levels))
+            codes[np.uintp(i)] = np.uint8(q + levels)
 
 
 @_inline
@@ -820,7 +849,8 @@ def _block_int_encode(x, bits, block, stochastic, k0, k1, first, packed, scales,
     scratch = np.empty(tile, np.uint8)
     for origin in range(0, x.size, tile):
         piece = x[origin : origin + tile]
-        raw, codes, at = piece.view(np.uint32), scratch[: piece.size], np.uint32(first + origin)
+        raw, at, out = piece.view(np.uint32), np.uint32(first + origin), packed[origin // 8 * bits :]
+        codes = (out if bits == 8 else scratch)[: piece.size]
         for start in range(0, piece.size, block):
             stop, b = min(start + block, piece.size), np.uintp((origin + start) // block)
             scales_raw[b] = _max_magnitude(raw, start, stop)
@@ -837,7 +867,8 @@ def _block_int_encode(x, bits, block, stochastic, k0, k1, first, packed, scales,
                 _quantise(piece, start, stop, inverse, levels, codes)
             if keep:
                 _subtract_decoded(piece, start, stop, scales[b], levels, codes)
-        _pack(codes, bits, packed[origin // 8 * bits :])
+        if bits != 8:
+            _pack(codes, bits, out)
 
 
 def block_int_encode(
@@ -903,8 +934,9 @@ def _block_int_decode(packed, scales, bits, block, into, alpha, overwrite):
     scratch, values = np.empty(_TILE, np.uint8), np.empty(_TILE, np.float32)
     for origin in range(0, into.size, _TILE):
         piece, start = into[origin : origin + _TILE], 0
-        codes = scratch[: piece.size]
-        _unpack(packed[origin // 8 * bits :], bits, codes)
+        codes = (packed[origin:] if bits == 8 else scratch)[: piece.size]
+        if bits != 8:
+            _unpack(packed[origin // 8 * bits :], bits, codes)
         while start < piece.size:
             step = scales[np.uintp((origin + start) // block)] / levels
             stop = _end_of_block(start, origin, block, piece.size)
@@ -1007,7 +1039,12 @@ def _sign_encode(x, block, packed, scales, keep):
         _pack_at_least(piece, np.float32(0), bits)  # a 1 for -0.0 too, and none for NaN
         for start in range(0, piece.size, block):
             stop, b = min(start + block, piece.size), np.uintp((origin + start) // block)
-            up = np.float32(_sum_magnitudes(piece, start, stop) / np.float64(stop - start))
+            total = 0.0
+            for chunk in range(start, stop, _CHUNK):
+                end = min(chunk + _CHUNK, stop)
+                _ask(piece, chunk + tile, end + tile)
+                total += _sum_magnitudes(piece, chunk, end)
+            up = np.float32(total / np.float64(stop - start))
             scales[b] = up
             if keep:
                 _choose(bits, start, stop, up, -up, values)
@@ -1071,12 +1108,15 @@ def _qsgd_norm(x, start, stop, levels):
 @_inline
 def _qsgd_codes(x, start, stop, inverse, levels, sign_shift, codes, first, k0, k1):
     counter = np.uint32(first + start)
-    for i in range(start, stop):
-        u = _uniform_at(counter, k0, k1)
-        counter = np.uint32(counter + np.uint32(1))
-        level = min(np.int32(abs(x[np.uintp(i)]) * inverse + u), levels)
-        negative = np.int32(x[np.uintp(i)] < np.float32(0))
-        codes[np.uintp(i)] = np.int32(level | np.int32(negative << sign_shift))
+    for chunk in range(start, stop, _CHUNK):
+        end = min(chunk + _CHUNK, stop)
+        _ask(x, chunk + (stop - start), end + (stop - start))
+        for i in range(chunk, end):
+            u = _uniform_at(counter, k0, k1)
+            counter = np.uint32(counter + np.uint32(1))
+            level = min(np.int32(abs(x[np.uintp(i)]) * inverse + u), levels)
+            negative = np.int32(x[np.uintp(i)] < np.float32(0))
+            codes[np.uintp(i)] = np.int32(level | np.int32(negative << sign_shift))
 
 
 @_kernel("void(float32[::1], int64, int64, int64, int64, int64, uint8[::1], float32[::1])")
@@ -1086,21 +1126,21 @@ def _qsgd_encode(x, levels, block, k0, k1, first, packed, norms):
     narrow, wide = np.empty(tile, np.uint8), np.empty(tile, np.int32)
     for origin in range(0, x.size, tile):
         piece = x[origin : origin + tile]
-        codes, at = wide[: piece.size], np.uint32(first + origin)
+        at = np.uint32(first + origin)
         for start in range(0, piece.size, block):
             stop, b = min(start + block, piece.size), np.uintp((origin + start) // block)
             norms[b], inverse = _qsgd_norm(piece, start, stop, levels)
             if inverse == np.float32(0):
-                for i in range(start, stop):
-                    codes[np.uintp(i)] = np.int32(0)
+                narrow[start:stop] = np.uint8(0)
+                wide[start:stop] = np.int32(0)
+            elif bits <= 8:
+                _qsgd_codes(piece, start, stop, inverse, most, shift, narrow, at, k0, k1)
             else:
-                _qsgd_codes(piece, start, stop, inverse, most, shift, codes, at, k0, k1)
+                _qsgd_codes(piece, start, stop, inverse, most, shift, wide, at, k0, k1)
         if bits <= 8:
-            for i in range(codes.size):
-                narrow[i] = np.uint8(codes[i])
-            _pack(narrow[: codes.size], bits, packed[origin // 8 * bits :])
+            _pack(narrow[: piece.size], bits, packed[origin // 8 * bits :])
         else:
-            _pack_wide_eights(codes, bits, packed[origin // 8 * bits :])
+            _pack_wide_eights(wide[: piece.size], bits, packed[origin // 8 * bits :])
 
 
 def qsgd_encode(
@@ -1123,6 +1163,14 @@ def qsgd_encode(
         qsgd_accumulate(packed, norms, levels, block, x, -1.0)
 
 
+@_inline
+def _qsgd_values(codes, start, stop, mask, step, values):
+    for i in range(start, stop):
+        code = np.int32(codes[np.uintp(i)])
+        value = np.float32(np.int32(code & mask)) * step
+        values[np.uintp(i)] = -value if code > mask else value
+
+
 @_kernel("void(uint8[::1], float32[::1], int64, int64, float32[::1], float32, boolean)")
 def _qsgd_decode(packed, norms, levels, block, into, alpha, overwrite):
     bits, mask = _level_bits(levels) + 1, np.int32((1 << _level_bits(levels)) - 1)
@@ -1130,20 +1178,17 @@ def _qsgd_decode(packed, norms, levels, block, into, alpha, overwrite):
     past_caches = into.size >= _PAST_CACHES
     for origin in range(0, into.size, _TILE):
         piece, start = into[origin : origin + _TILE], 0
-        codes = wide[: piece.size]
         if bits <= 8:
             _unpack(packed[origin // 8 * bits :], bits, narrow[: piece.size])
-            for i in range(codes.size):
-                codes[i] = np.int32(narrow[i])
         else:
-            _unpack_wide_eights(packed[origin // 8 * bits :], bits, codes)
+            _unpack_wide_eights(packed[origin // 8 * bits :], bits, wide[: piece.size])
         while start < piece.size:
             step = norms[np.uintp((origin + start) // block)] / np.float32(levels)
             stop = _end_of_block(start, origin, block, piece.size)
-            for i in range(start, stop):
-                code = codes[np.uintp(i)]
-                value = np.float32(np.int32(code & mask)) * step
-                values[np.uintp(i)] = -value if code > mask else value
+            if bits <= 8:
+                _qsgd_values(narrow, start, stop, mask, step, values)
+            else:
+                _qsgd_values(wide, start, stop, mask, step, values)
             start = stop
         _deliver(values, piece, alpha, overwrite, past_caches)
     _fence()

@@ -13,13 +13,17 @@ from torch import Tensor
 
 from gradwire.kernels import pool
 from gradwire.kernels.cpu import (
+    _CHUNK,
     _PAST_CACHES,
     _TILE,
     _array,
+    _ask,
+    _bits_of,
     _choose,
     _deliver,
     _end_of_block,
     _fence,
+    _float_of,
     _inline,
     _kernel,
     _max_magnitude,
@@ -35,7 +39,7 @@ from gradwire.kernels.cpu import (
     _unpack,
 )
 from gradwire.kernels.reference import uniform_words
-from gradwire.kernels.reference_quantise import AFFINE_LEVELS, BROKEN, float8_scales, float8_table
+from gradwire.kernels.reference_quantise import AFFINE_LEVELS, BROKEN, float8_scales
 
 Array = np.ndarray[Any, Any]
 
@@ -63,40 +67,34 @@ def _float8_encode(x, mantissa, block, codes, exponents):
     # Added to a number below the least normal one, it leaves the multiple of the least step in the low bits.
     anchor_bits = np.uint32((127 + 23 + 1 - bias - mantissa) << 23)
     anchor = np.float32(2.0 ** (23 + 1 - bias - mantissa))
-    tile = _tile(block)
-    values, sums = np.empty(tile, np.float32), np.empty(tile, np.float32)
-    values_raw, sums_raw = values.view(np.uint32), sums.view(np.uint32)
-    for origin in range(0, x.size, tile):
-        piece, out = x[origin : origin + tile], codes[origin : origin + tile]
-        raw = piece.view(np.uint32)
-        for start in range(0, piece.size, block):
-            stop, b = min(start + block, piece.size), np.uintp((origin + start) // block)
-            largest = np.int64(_max_magnitude(raw, start, stop))
-            exponent = max(((largest + 0x1FFFFF) >> 23) - top, 1)
-            if largest >= 0x7F800000:
-                exponents[b] = np.uint8(BROKEN)
-                for i in range(start, stop):
-                    out[np.uintp(i)] = np.uint8(0)
-                continue
-            exponents[b] = np.uint8(exponent)
-            inverse = np.float32(2.0 ** (127 - exponent))
+    raw = x.view(np.uint32)
+    for start in range(0, x.size, block):
+        stop, b = min(start + block, x.size), np.uintp(start // block)
+        largest = np.int64(_max_magnitude(raw, start, stop))
+        exponent = max(((largest + 0x1FFFFF) >> 23) - top, 1)
+        if largest >= 0x7F800000:
+            exponents[b] = np.uint8(BROKEN)
             for i in range(start, stop):
-                value = abs(piece[np.uintp(i)]) * inverse
-                values[np.uintp(i)] = value
-                sums[np.uintp(i)] = value + anchor
-            for i in range(start, stop):
-                v = values_raw[np.uintp(i)]
+                codes[np.uintp(i)] = np.uint8(0)
+            continue
+        exponents[b] = np.uint8(exponent)
+        inverse = np.float32(2.0 ** (127 - exponent))
+        for chunk in range(start, stop, _CHUNK):
+            end = min(chunk + _CHUNK, stop)
+            _ask(x, chunk + block, end + block)
+            for i in range(chunk, end):
+                value = abs(x[np.uintp(i)]) * inverse
+                v = _bits_of(value)
                 even = np.uint32(np.uint32(v >> shift) & np.uint32(1))
                 large = np.uint32(np.uint32(np.uint32(np.uint32(v + half) + even) >> shift) - offset)
-                small = np.uint32(sums_raw[np.uintp(i)] - anchor_bits)
+                small = np.uint32(_bits_of(value + anchor) - anchor_bits)
                 sign = np.uint32(np.uint32(raw[np.uintp(i)] >> np.uint32(24)) & np.uint32(0x80))
-                out[np.uintp(i)] = np.uint8(np.uint32((large if v >= normal else small) | sign))
+                codes[np.uintp(i)] = np.uint8(np.uint32((large if v >= normal else small) | sign))
 
 
 def float8_encode(x: Tensor, dtype: torch.dtype, block: int, codes: Tensor, exponents: Tensor) -> None:
     """See `gradwire.kernels.quantise.float8_encode`."""
-    a, c, e = _array(x), _array(codes), _array(exponents)
-    mantissa = 3 if dtype == torch.float8_e4m3fn else 2
+    a, c, e, mantissa = _array(x), _array(codes), _array(exponents), _mantissa(dtype)
     _spread(
         a.size,
         block,
@@ -104,23 +102,35 @@ def float8_encode(x: Tensor, dtype: torch.dtype, block: int, codes: Tensor, expo
     )
 
 
-@_kernel("void(uint8[::1], float32[::1], float32[::1], int64, float32[::1], float32, boolean)")
-def _float8_decode(codes, scales, table, block, into, alpha, overwrite):
+@_kernel("void(uint8[::1], float32[::1], int64, int64, float32[::1], float32, boolean)")
+def _float8_decode(codes, scales, mantissa, block, into, alpha, overwrite):
+    # Arithmetic on the bits: to look codes up in a table takes three times as long.
+    bias = 7 if mantissa == 3 else 15
+    shift, offset = np.uint32(23 - mantissa), np.uint32((127 - bias) << 23)
+    normal, special = np.uint32(1 << mantissa), np.uint32(0x7F if mantissa == 3 else 0x7C)
+    least = np.float32(2.0 ** (1 - bias - mantissa))
     values, past_caches = np.empty(_TILE, np.float32), into.size >= _PAST_CACHES
     for origin in range(0, into.size, _TILE):
         piece, code, start = into[origin : origin + _TILE], codes[origin : origin + _TILE], 0
         while start < piece.size:
             scale, stop = scales[np.uintp((origin + start) // block)], _end_of_block(start, origin, block, piece.size)
             for i in range(start, stop):
-                values[np.uintp(i)] = table[np.uintp(code[np.uintp(i)])] * scale
+                whole = np.uint32(code[np.uintp(i)])
+                magnitude = np.uint32(whole & np.uint32(0x7F))
+                bits = np.uint32(magnitude << shift)
+                small = _bits_of(np.float32(np.int32(magnitude)) * least)
+                broken = np.uint32(bits | np.uint32(0x7F800000))  # infinity or NaN, as far as the format has them
+                bits = np.uint32(bits + offset) if magnitude >= normal else small
+                bits = broken if magnitude >= special else bits
+                sign = np.uint32(np.uint32(whole & np.uint32(0x80)) << np.uint32(24))
+                values[np.uintp(i)] = _float_of(np.uint32(bits | sign)) * scale
             start = stop
         _deliver(values, piece, alpha, overwrite, past_caches)
     _fence()
 
 
-@functools.cache
-def _table(dtype: torch.dtype) -> Array:
-    return float8_table(dtype).numpy()
+def _mantissa(dtype: torch.dtype) -> int:
+    return 3 if dtype == torch.float8_e4m3fn else 2
 
 
 def _float8_into(
@@ -132,7 +142,7 @@ def _float8_into(
         block,
         lambda i, j: functools.partial(
             _float8_decode,
-            *(c[i:j], s[i // block : -(-j // block)], _table(dtype), block),
+            *(c[i:j], s[i // block : -(-j // block)], _mantissa(dtype), block),
             *(o[i:j], factor, alpha is None),
         ),
     )
@@ -348,25 +358,17 @@ def ternary_decode(packed: Tensor, scales: Tensor, block: int, digits: int, out:
 # One bit ----------------------------------------------------------------------------------------------------
 
 
-# One loop each: with two choices on one condition LLVM branches, and takes three times as long.
-
-
 @_sum
-def _sum_of_upper(x, start, stop):
-    total = 0.0
+def _sums_of_halves(x, start, stop):
+    """The sum of those that are at least 0, and of all others."""
+    up = down = 0.0
     for i in range(start, stop):
+        # Masks and no choices: of two on one condition LLVM makes a branch, which takes three times as long.
         value = x[np.uintp(i)]
-        total += np.float64(value if value >= np.float32(0) else np.float32(0))
-    return total
-
-
-@_sum
-def _sum_of_others(x, start, stop):
-    total = 0.0
-    for i in range(start, stop):
-        value = x[np.uintp(i)]
-        total += np.float64(np.float32(0) if value >= np.float32(0) else value)
-    return total
+        bits, keep = _bits_of(value), np.uint32(np.uint32(0) - np.uint32(value >= np.float32(0)))
+        up += np.float64(_float_of(np.uint32(bits & keep)))
+        down += np.float64(_float_of(np.uint32(bits & np.uint32(~keep))))
+    return up, down
 
 
 @_sum
@@ -385,10 +387,14 @@ def _one_bit_encode(x, block, packed, means):
         _pack_at_least(piece, np.float32(0), bits)
         for start in range(0, piece.size, block):
             stop, b = min(start + block, piece.size), (origin + start) // block
-            count = _count_ones(bits, start // 8, -(-stop // 8))
-            up, down = max(count, 1), max(stop - start - count, 1)
-            means[np.uintp(2 * b)] = np.float32(_sum_of_upper(piece, start, stop) / np.float64(up))
-            means[np.uintp(2 * b + 1)] = np.float32(_sum_of_others(piece, start, stop) / np.float64(down))
+            count, up, down = _count_ones(bits, start // 8, -(-stop // 8)), 0.0, 0.0
+            for chunk in range(start, stop, _CHUNK):
+                end = min(chunk + _CHUNK, stop)
+                _ask(piece, chunk + tile, end + tile)
+                sums = _sums_of_halves(piece, chunk, end)
+                up, down = up + sums[0], down + sums[1]
+            means[np.uintp(2 * b)] = np.float32(up / np.float64(max(count, 1)))
+            means[np.uintp(2 * b + 1)] = np.float32(down / np.float64(max(stop - start - count, 1)))
 
 
 def one_bit_encode(x: Tensor, block: int, packed: Tensor, means: Tensor) -> None:
@@ -515,9 +521,12 @@ def _affine_round(x, start, stop, scale, zero, levels):
     if scale == np.float32(0) or not np.isfinite(scale):
         levels[start:stop] = np.uint8(0)
         return
-    for i in range(start, stop):
-        q = np.int32(np.rint(x[np.uintp(i)] / scale) + zero)
-        levels[np.uintp(i)] = np.uint8(max(min(q, np.int32(AFFINE_LEVELS)), np.int32(0)))
+    for chunk in range(start, stop, _CHUNK):
+        end = min(chunk + _CHUNK, stop)
+        _ask(x, chunk + (stop - start), end + (stop - start))
+        for i in range(chunk, end):
+            q = np.int32(np.rint(x[np.uintp(i)] / scale) + zero)
+            levels[np.uintp(i)] = np.uint8(max(min(q, np.int32(AFFINE_LEVELS)), np.int32(0)))
 
 
 @_kernel("void(float32[::1], int64, float32[::1], uint8[::1], uint8[::1])")
