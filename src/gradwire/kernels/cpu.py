@@ -271,6 +271,17 @@ def _float_of(context, bits):
 
 
 @_intrinsic
+def _widest(context):
+    """Let this function's loops use the widest vectors there are: LLVM takes half of what AVX-512 has."""
+
+    def generate(context, builder, signature, args):
+        set.add(builder.function.attributes, '"prefer-vector-width"="512"')
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+@_intrinsic
 def _fence(context):
     """What was stored past the caches is seen by whoever is told afterwards."""
 
@@ -288,6 +299,7 @@ _CHUNK = 256
 @_inline
 def _ask(x, start, stop):
     """Ask for the lines of x[start:stop], of which none need exist."""
+    _widest()
     for i in range(start, stop, 16):
         _prefetch(x, np.uintp(i))
 
@@ -313,6 +325,7 @@ def _uniform_at(counter, k0, k1):
 
 @_kernel("void(float32[::1], int64, int64, int64)")
 def _uniform(out, start, k0, k1):
+    _widest()
     k0, k1, counter = np.uint32(k0), np.uint32(k1), np.uint32(start)
     for i in range(out.size):
         out[i] = _uniform_at(counter, k0, k1)
@@ -354,6 +367,7 @@ def _feistel(x, a, b, w0, w1, w2, w3, w4, w5):
 
 @_kernel("void(int32[::1], int64, int64, int64, int64, int64, uint32[::1])")
 def _permuted_indices(out, first, numel, a, b, walks, words):
+    _widest()
     a, b, n = np.uint32(a), np.uint32(b), np.uint32(numel)
     # Names and no array, whose entries would be read again after every write.
     w0, w1, w2, w3, w4, w5 = words[0], words[1], words[2], words[3], words[4], words[5]
@@ -382,6 +396,7 @@ def permuted_indices(bits: int, numel: int, k: int, device: torch.device) -> Ten
 
 @_inline
 def _max_magnitude(raw, start, stop):
+    _widest()
     # As integers: NaN is the greatest, and a maximum of integers needs no leave to be reordered.
     largest = np.uint32(0)
     for i in range(start, stop):
@@ -416,6 +431,7 @@ def _select_at_least(raw, first, least, indices, magnitudes, room):
     A word says which of the next 64 are: most of a sparse selection are passed over unseen, and of a dense one every
     step writes something. Nothing is guessed element by element.
     """
+    _widest()
     n, whole = np.uintp(0), raw.size // _RUN * _RUN
     for start in range(0, raw.size, _RUN):
         if start < whole:
@@ -438,6 +454,7 @@ def _select_at_least(raw, first, least, indices, magnitudes, room):
 
 @_kernel("int64(uint32[::1], int64)")
 def _count_at_least(raw, least):
+    _widest()
     count, least, whole = np.uint64(0), np.uint32(least), raw.size // _RUN * _RUN
     for start in range(0, whole, _RUN):
         count += _ones(_at_least_64(raw, np.uintp(start), least))
@@ -454,6 +471,7 @@ def _candidates(raw, first, least, indices, magnitudes):
 @_kernel("void(int32[::1], uint32[::1], int64, int64, int32[::1])")
 def _emit(indices, magnitudes, threshold, quota, out):
     """Write those above `threshold` and the first `quota` that equal it, as many as `out` has room for."""
+    _widest()
     threshold, n = np.uint32(threshold), 0
     for i in range(indices.size):
         if n == out.size:
@@ -551,6 +569,7 @@ def _collected(
 
 @_kernel("void(float32[::1], int32[::1], float32[::1])")
 def _gather(x, indices, out):
+    _widest()
     for i in range(indices.size):
         out[i] = x[np.uint32(indices[i])]
 
@@ -565,6 +584,7 @@ def gather(x: Tensor, indices: Tensor) -> Tensor:
 
 @_kernel("void(float32[::1], int32[::1], float32[::1], float32)")
 def _scatter_add(into, indices, values, alpha):
+    _widest()
     for i in range(indices.size):
         into[np.uint32(indices[i])] += values[i] * alpha
 
@@ -576,6 +596,7 @@ def scatter_add_(into: Tensor, indices: Tensor, values: Tensor, alpha: float = 1
 
 @_kernel("uint32(uint32[::1])")
 def _largest_index(raw):
+    _widest()
     largest = np.uint32(0)
     for i in range(raw.size):
         largest = max(largest, raw[i])
@@ -593,6 +614,7 @@ def indices_within(indices: Tensor, numel: int) -> bool:
 @_inline
 def _pack(codes, bits, out):
     """Pack uint8 codes, which may be changed: whole groups of eight with word arithmetic, the rest bit by bit."""
+    _widest()
     whole = codes.size // 8 * 8
     if bits == 8:
         for j in range(whole):
@@ -624,6 +646,7 @@ def _pack_eights(eights, bits, out):
     Words are closed in place, as vectors, and written whole: each overwrites what the one before has too much, and
     the last ones, which must not, are written byte by byte.
     """
+    _widest()
     gap = np.uint64(8 - bits)
     for j in range(eights.size):
         w = eights[j]
@@ -641,6 +664,7 @@ def _pack_eights(eights, bits, out):
 @_inline
 def _pack_wide_eights(codes, bits, out):
     """Pack eight codes of 9 to 16 bits at a time, four to a word."""
+    _widest()
     half, b = np.uint64(4 * bits), np.uint64(bits)
     for j in range(codes.size // 8):
         low = high = np.uint64(0)
@@ -660,6 +684,7 @@ def _pack_wide_eights(codes, bits, out):
 
 @_inline
 def _pack_slowly(codes, bits, out):
+    _widest()
     word, filled, at = np.uint64(0), 0, 0
     for i in range(codes.size):
         word |= np.uint64(codes[i]) << np.uint64(filled)
@@ -676,6 +701,7 @@ def _pack_slowly(codes, bits, out):
 @_inline
 def _unpack(packed, bits, codes):
     """Unpack into uint8 codes: the inverse of `_pack`."""
+    _widest()
     whole = codes.size // 8 * 8
     if bits == 8:
         for j in range(whole):
@@ -704,6 +730,7 @@ def _unpack(packed, bits, codes):
 
 @_inline
 def _unpack_eights(packed, bits, eights):
+    _widest()
     gap = np.uint64(8 - bits)
     fours = np.uint64((1 << (4 * bits)) - 1)
     twos = np.uint64(((1 << (2 * bits)) - 1) * 0x0000000100000001)
@@ -725,6 +752,7 @@ def _unpack_eights(packed, bits, eights):
 
 @_inline
 def _unpack_wide_eights(packed, bits, codes):
+    _widest()
     half, b, mask = np.uint64(4 * bits), np.uint64(bits), np.uint64((1 << bits) - 1)
     for j in range(codes.size // 8):
         low = high = np.uint64(0)
@@ -743,6 +771,7 @@ def _unpack_wide_eights(packed, bits, codes):
 
 @_inline
 def _unpack_slowly(packed, bits, codes):
+    _widest()
     word, filled, at = np.uint64(0), 0, 0
     mask = np.uint64((1 << bits) - 1)
     for i in range(codes.size):
@@ -757,6 +786,7 @@ def _unpack_slowly(packed, bits, codes):
 
 @_kernel("void(uint8[::1], int64, uint8[::1])")
 def _pack_narrow(codes, bits, out):
+    _widest()
     scratch = np.empty(min(_TILE, codes.size), np.uint8)
     for start in range(0, codes.size, _TILE):
         piece = codes[start : start + _TILE]
@@ -811,6 +841,7 @@ def _tile(block):
 
 @_inline
 def _quantise(x, start, stop, inverse, levels, codes):
+    _widest()
     # A product is at most levels * (1 + 2^-23), which rounds to levels: nothing to clamp.
     for chunk in range(start, stop, _CHUNK):
         end = min(chunk + _CHUNK, stop)
@@ -821,6 +852,7 @@ def _quantise(x, start, stop, inverse, levels, codes):
 
 @_inline
 def _quantise_randomly(x, start, stop, inverse, levels, codes, first, k0, k1):
+    _widest()
     counter = np.uint32(first + start)
     for chunk in range(start, stop, _CHUNK):
         end = min(chunk + _CHUNK, stop)
@@ -835,6 +867,7 @@ def _quantise_randomly(x, start, stop, inverse, levels, codes, first, k0, k1):
 
 @_inline
 def _subtract_decoded(x, start, stop, scale, levels, codes):
+    _widest()
     # As _block_int_decode spells it, so that what is left is the same bit for bit.
     step, zero = scale / np.float32(levels), np.float32(levels)
     for i in range(start, stop):
@@ -843,6 +876,7 @@ def _subtract_decoded(x, start, stop, scale, levels, codes):
 
 @_kernel("void(float32[::1], int64, int64, boolean, int64, int64, int64, uint8[::1], float32[::1], boolean)")
 def _block_int_encode(x, bits, block, stochastic, k0, k1, first, packed, scales, keep):
+    _widest()
     levels = np.int32((1 << (bits - 1)) - 1)
     k0, k1 = np.uint32(k0), np.uint32(k1)
     scales_raw, tile = scales.view(np.uint32), _tile(block)
@@ -898,6 +932,7 @@ _PAST_CACHES = 1 << 18
 @_inline
 def _deliver(values, into, alpha, overwrite, past_caches):
     """into += alpha * values, or into = values."""
+    _widest()
     if not overwrite:
         for i in range(into.size):
             into[i] += values[i] * alpha
@@ -911,6 +946,7 @@ def _deliver(values, into, alpha, overwrite, past_caches):
 @_inline
 def _move_past_caches(values, into):
     """into = values. A cache would read each line first, to no purpose: all of it is overwritten."""
+    _widest()
     unaligned = (np.uintp(into.ctypes.data) >> np.uintp(2)) & np.uintp(15)
     head = min(np.int64((np.uintp(16) - unaligned) & np.uintp(15)), into.size)
     whole = head + (into.size - head) // 16 * 16
@@ -930,6 +966,7 @@ def _end_of_block(at, origin, block, size):
 
 @_kernel("void(uint8[::1], float32[::1], int64, int64, float32[::1], float32, boolean)")
 def _block_int_decode(packed, scales, bits, block, into, alpha, overwrite):
+    _widest()
     levels, past_caches = np.float32((1 << (bits - 1)) - 1), into.size >= _PAST_CACHES
     scratch, values = np.empty(_TILE, np.uint8), np.empty(_TILE, np.float32)
     for origin in range(0, into.size, _TILE):
@@ -985,6 +1022,7 @@ def block_int_decode(packed: Tensor, scales: Tensor, bits: int, block: int, out:
 
 @_sum
 def _sum_magnitudes(x, start, stop):
+    _widest()
     total = 0.0
     for i in range(start, stop):
         total += np.float64(abs(x[np.uintp(i)]))
@@ -993,6 +1031,7 @@ def _sum_magnitudes(x, start, stop):
 
 @_sum
 def _sum_squares(x, start, stop):
+    _widest()
     total = 0.0
     for i in range(start, stop):
         total += np.float64(x[np.uintp(i)]) * np.float64(x[np.uintp(i)])
@@ -1004,6 +1043,7 @@ def _packer(mask: Any, holds: Callable[..., Any]) -> Any:
 
     @_inline
     def pack(x, bound, out):
+        _widest()
         whole = x.size // 8
         for j in range(whole):
             out[j] = mask(x, np.uintp(8 * j), bound)
@@ -1023,6 +1063,7 @@ _pack_below = _packer(_below_8, _inline(lambda value, bound: value < bound))
 @_inline
 def _choose(bits, start, stop, up, down, out):
     """out[i] = up where bit i is 1, else down, for i in [start, stop); start is a multiple of 8."""
+    _widest()
     whole = stop // 8 * 8
     for i in range(start, whole, 8):
         _choose_8(out, np.uintp(i), bits[np.uintp(i >> 3)], up, down)
@@ -1032,6 +1073,7 @@ def _choose(bits, start, stop, up, down, out):
 
 @_kernel("void(float32[::1], int64, uint8[::1], float32[::1], boolean)")
 def _sign_encode(x, block, packed, scales, keep):
+    _widest()
     tile = _tile(block)
     values = np.empty(tile, np.float32)
     for origin in range(0, x.size, tile):
@@ -1066,6 +1108,7 @@ def sign_encode(x: Tensor, block: int, packed: Tensor, scales: Tensor, keep: boo
 
 @_kernel("void(uint8[::1], float32[::1], int64, int64, float32[::1], float32, boolean)")
 def _sign_decode(packed, scales, bits, block, into, alpha, overwrite):
+    _widest()
     values, past_caches = np.empty(_TILE, np.float32), into.size >= _PAST_CACHES
     for origin in range(0, into.size, _TILE):
         piece, start = into[origin : origin + _TILE], 0
@@ -1089,6 +1132,7 @@ def sign_decode(packed: Tensor, scales: Tensor, block: int, out: Tensor) -> None
 
 @_inline
 def _level_bits(levels):
+    _widest()
     bits = 0
     while levels >> bits:
         bits += 1
@@ -1107,6 +1151,7 @@ def _qsgd_norm(x, start, stop, levels):
 
 @_inline
 def _qsgd_codes(x, start, stop, inverse, levels, sign_shift, codes, first, k0, k1):
+    _widest()
     counter = np.uint32(first + start)
     for chunk in range(start, stop, _CHUNK):
         end = min(chunk + _CHUNK, stop)
@@ -1121,6 +1166,7 @@ def _qsgd_codes(x, start, stop, inverse, levels, sign_shift, codes, first, k0, k
 
 @_kernel("void(float32[::1], int64, int64, int64, int64, int64, uint8[::1], float32[::1])")
 def _qsgd_encode(x, levels, block, k0, k1, first, packed, norms):
+    _widest()
     k0, k1, most, shift = np.uint32(k0), np.uint32(k1), np.int32(levels), np.int32(_level_bits(levels))
     bits, tile = _level_bits(levels) + 1, _tile(block)
     narrow, wide = np.empty(tile, np.uint8), np.empty(tile, np.int32)
@@ -1165,6 +1211,7 @@ def qsgd_encode(
 
 @_inline
 def _qsgd_values(codes, start, stop, mask, step, values):
+    _widest()
     for i in range(start, stop):
         code = np.int32(codes[np.uintp(i)])
         value = np.float32(np.int32(code & mask)) * step
@@ -1173,6 +1220,7 @@ def _qsgd_values(codes, start, stop, mask, step, values):
 
 @_kernel("void(uint8[::1], float32[::1], int64, int64, float32[::1], float32, boolean)")
 def _qsgd_decode(packed, norms, levels, block, into, alpha, overwrite):
+    _widest()
     bits, mask = _level_bits(levels) + 1, np.int32((1 << _level_bits(levels)) - 1)
     narrow, wide, values = np.empty(_TILE, np.uint8), np.empty(_TILE, np.int32), np.empty(_TILE, np.float32)
     past_caches = into.size >= _PAST_CACHES

@@ -37,6 +37,7 @@ from gradwire.kernels.cpu import (
     _tile,
     _uniform_at,
     _unpack,
+    _widest,
 )
 from gradwire.kernels.reference import uniform_words
 from gradwire.kernels.reference_quantise import AFFINE_LEVELS, BROKEN, float8_scales
@@ -60,6 +61,7 @@ def _word_at(counter, k0, k1):
 @_kernel("void(float32[::1], int64, int64, uint8[::1], uint8[::1])")
 def _float8_encode(x, mantissa, block, codes, exponents):
     """`mantissa` is 3 for e4m3 and 2 for e5m2."""
+    _widest()
     bias = 7 if mantissa == 3 else 15
     top, shift = 8 if mantissa == 3 else 15, np.uint32(23 - mantissa)
     half, offset = np.uint32((1 << (22 - mantissa)) - 1), np.uint32((127 - bias) << mantissa)
@@ -104,6 +106,7 @@ def float8_encode(x: Tensor, dtype: torch.dtype, block: int, codes: Tensor, expo
 
 @_kernel("void(uint8[::1], float32[::1], int64, int64, float32[::1], float32, boolean)")
 def _float8_decode(codes, scales, mantissa, block, into, alpha, overwrite):
+    _widest()
     # Arithmetic on the bits: to look codes up in a table takes three times as long.
     bias = 7 if mantissa == 3 else 15
     shift, offset = np.uint32(23 - mantissa), np.uint32((127 - bias) << 23)
@@ -164,6 +167,7 @@ def float8_decode(codes: Tensor, exponents: Tensor, dtype: torch.dtype, block: i
 
 @_kernel("void(uint32[::1], int64, int64, int64, uint8[::1], uint8[::1])")
 def _natural_encode(raw, first, k0, k1, exponents, signs):
+    _widest()
     k0, k1, counter = np.uint32(k0), np.uint32(k1), np.uint32(first)
     words = np.empty(_TILE, np.uint32)
     for origin in range(0, raw.size, _TILE):
@@ -186,6 +190,7 @@ def natural_encode(x: Tensor, key: int, exponents: Tensor, signs: Tensor) -> Non
 
 @_kernel("void(uint8[::1], uint8[::1], float32[::1], float32, boolean)")
 def _natural_decode(exponents, signs, into, alpha, overwrite):
+    _widest()
     scratch, values, past_caches = np.empty(_TILE, np.uint8), np.empty(_TILE, np.float32), into.size >= _PAST_CACHES
     values_raw = values.view(np.uint32)
     for origin in range(0, into.size, _TILE):
@@ -220,6 +225,7 @@ def natural_decode(exponents: Tensor, signs: Tensor, out: Tensor) -> None:
 
 @_kernel("void(uint32[::1], int64, int64, int64, uint16[::1])")
 def _bfloat16_encode(raw, first, k0, k1, out):
+    _widest()
     k0, k1, counter = np.uint32(k0), np.uint32(k1), np.uint32(first)
     for i in range(raw.size):
         word = np.uint32(_word_at(counter, k0, k1) >> np.uint32(16))
@@ -242,6 +248,7 @@ def bfloat16_encode(x: Tensor, key: int, out: Tensor) -> None:
 
 @_kernel("void(float32[::1], float64, int64, float32[::1])")
 def _ternary_scales(x, clip, block, scales):
+    _widest()
     raw = x.view(np.uint32)
     scales_raw = scales.view(np.uint32)
     for start in range(0, x.size, block):
@@ -267,6 +274,7 @@ def ternary_scales(x: Tensor, clip: float, block: int, scales: Tensor) -> None:
 
 @_kernel("void(float32[::1], float32[::1], int64, int64, int64, int64, int64, uint8[::1])")
 def _ternary_encode(x, scales, first, k0, k1, block, digits, packed):
+    _widest()
     k0, k1, base = np.uint32(k0), np.uint32(k1), np.uint8(3 if digits == 5 else 4)
     counter = np.uint32(first)
     scratch = np.empty(block, np.uint8)
@@ -307,6 +315,7 @@ def ternary_encode(x: Tensor, scales: Tensor, key: int, block: int, digits: int,
 
 @_kernel("void(uint8[::1], float32[::1], int64, int64, float32[::1], float32, boolean)")
 def _ternary_decode(packed, scales, block, digits, into, alpha, overwrite):
+    _widest()
     # rest // 3 of a byte is (171 * rest) >> 9; rest // 4 is rest >> 2
     base, factor, shift = np.uint16(3), np.uint16(171), np.uint16(9)
     if digits == 4:
@@ -361,6 +370,7 @@ def ternary_decode(packed: Tensor, scales: Tensor, block: int, digits: int, out:
 @_sum
 def _sums_of_halves(x, start, stop):
     """The sum of those that are at least 0, and of all others."""
+    _widest()
     up = down = 0.0
     for i in range(start, stop):
         # Masks and no choices: of two on one condition LLVM makes a branch, which takes three times as long.
@@ -373,6 +383,7 @@ def _sums_of_halves(x, start, stop):
 
 @_sum
 def _count_ones(bits, start, stop):
+    _widest()
     count = 0
     for j in range(start, stop):
         count += np.int64(_ones(np.uint64(bits[np.uintp(j)])))
@@ -381,6 +392,7 @@ def _count_ones(bits, start, stop):
 
 @_kernel("void(float32[::1], int64, uint8[::1], float32[::1])")
 def _one_bit_encode(x, block, packed, means):
+    _widest()
     tile = _tile(block)
     for origin in range(0, x.size, tile):
         piece, bits = x[origin : origin + tile], packed[origin // 8 :]
@@ -411,6 +423,7 @@ def one_bit_encode(x: Tensor, block: int, packed: Tensor, means: Tensor) -> None
 
 @_kernel("void(uint8[::1], float32[::1], int64, float32[::1], float32, boolean)")
 def _one_bit_decode(packed, means, block, into, alpha, overwrite):
+    _widest()
     values, past_caches = np.empty(_TILE, np.float32), into.size >= _PAST_CACHES
     for origin in range(0, into.size, _TILE):
         piece, start = into[origin : origin + _TILE], 0
@@ -455,6 +468,7 @@ def _bytes_of_bits(byte):
 
 @_kernel("void(uint8[:, ::1], int64, int64, int64, uint8[::1])")
 def _majority(ballots, casting, start, stop, out):
+    _widest()
     voters = ballots.shape[0]
     # A byte that counts more than `voters` reaches 128 with this added.
     margin = np.uint64(127 - voters) * np.uint64(0x0101010101010101)
@@ -490,6 +504,7 @@ def _ordered(bits):
 @_inline
 def _extremes(bits, start, stop):
     """The lowest and the highest of a block in `_ordered`'s order, 0 among them."""
+    _widest()
     low, high = np.int32(0), np.int32(0)
     for i in range(start, stop):  # a minimum of integers needs no leave to be reordered
         order = _ordered(bits[np.uintp(i)])
@@ -518,6 +533,7 @@ def _affine_grid(low, high, pair):
 
 @_inline
 def _affine_round(x, start, stop, scale, zero, levels):
+    _widest()
     if scale == np.float32(0) or not np.isfinite(scale):
         levels[start:stop] = np.uint8(0)
         return
@@ -531,6 +547,7 @@ def _affine_round(x, start, stop, scale, zero, levels):
 
 @_kernel("void(float32[::1], int64, float32[::1], uint8[::1], uint8[::1])")
 def _affine_encode(x, block, scales, zeros, levels):
+    _widest()
     bits, pair = x.view(np.int32), np.empty(2, np.int32)
     for start in range(0, x.size, block):
         stop, b = min(start + block, x.size), np.uintp(start // block)
@@ -572,6 +589,7 @@ def _affine_part(i: int, j: int, a: Array, block: int, s: Array, z: Array, q: Ar
 
 @_kernel("void(float32[::1], int64, float32[::1], uint8[::1], uint8[::1], float32, boolean)")
 def _affine_decode(into, block, scales, zeros, levels, alpha, overwrite):
+    _widest()
     values, past_caches = np.empty(_TILE, np.float32), into.size >= _PAST_CACHES
     for origin in range(0, into.size, _TILE):
         piece, codes, start = into[origin : origin + _TILE], levels[origin : origin + _TILE], 0
