@@ -54,16 +54,24 @@ def leaf(state: State, *path: str) -> Tensor:
 def test_at_least_takes_all_or_the_largest(numel: int, tau: float, share: float, seed: int) -> None:
     x, most = (normal(numel, seed) * 2).round() / 2, round(share * numel)
     order = torch.sort(x.abs(), descending=True, stable=True).indices[:most]
-    want = order[x.abs()[order] >= tau].sort().values.tolist()
-    want += [numel] * (most - len(want))
+    want = order[x.abs()[order] >= tau].sort().values
     for module in (places, reference):
-        assert module.at_least(x, torch.tensor(tau), most).tolist() == want
+        values = torch.empty(most)
+        indices = module.at_least(x, torch.tensor(tau), values)
+        assert indices[: want.numel()].tolist() == want.tolist()
+        assert torch.equal(values[: want.numel()], x[want])
+        assert indices[want.numel() :].eq(numel).all()
+        assert values[want.numel() :].eq(0).all()
 
 
 def test_nan_is_above_every_threshold() -> None:
     x = torch.tensor([1.0, float("nan"), float("inf"), 0.0])
     for module in (places, reference):
-        assert module.at_least(x, torch.tensor(5.0), 3).tolist() == [1, 2, 4]
+        values = torch.empty(3)
+        indices = module.at_least(x, torch.tensor(5.0), values)
+        assert indices.tolist()[:2] == [1, 2]
+        assert values[0].isnan()
+        assert values[1].isinf()
 
 
 @pytest.mark.parametrize(("tau", "cap"), [(0.0, 0.1), (1.0, 0.1), (1.0, 0.5), (2.0, 0.5), (9.0, 0.5)])

@@ -110,6 +110,9 @@ class TrustsIndices(TopK):
         indices = payload[1].long().remainder(into.numel())
         into.index_add_(0, indices, payload[0].to(into.dtype), alpha=alpha)
 
+    def decode32(self, payload: Payload, out: Tensor, key: Key) -> None:
+        self.accumulate32(payload, out.zero_(), key, 1.0)
+
 
 @dataclass(frozen=True)
 class TakesAnyLength(Sign):

@@ -25,6 +25,7 @@ contiguous; reducers flatten.
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from dataclasses import fields
 from typing import Any, ClassVar
@@ -135,7 +136,7 @@ class Codec(ABC):
         """Return the payload of `x` (any shape)."""
         check_dtype(x.dtype)
         flat = x.reshape(-1)
-        layout = self.layout(flat.numel(), flat.dtype)
+        layout = layout_of(self, flat.numel(), flat.dtype)
         payload = layout.views(layout.empty(flat.device))
         self.encode_into(flat, key or Key(), payload)
         return payload
@@ -146,7 +147,7 @@ class Codec(ABC):
         Raises:
             PayloadError: a payload that this codec did not make for a tensor of that size.
         """
-        layout = self.layout(like.numel(), like.dtype)
+        layout = layout_of(self, like.numel(), like.dtype)
         got = tuple(Field(field.dtype, field.numel()) for field in payload)
         if got != layout.fields:
             raise PayloadError(f"payload of {got}, where {self} makes {layout.fields} of {like.numel()} elements")
@@ -157,6 +158,12 @@ class Codec(ABC):
     def config(self) -> dict[str, Any]:
         """Return the constructor's arguments: `type(codec)(**codec.config())` equals the codec."""
         return {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
+
+
+@functools.lru_cache(maxsize=4096)
+def layout_of(codec: Codec, numel: int, dtype: torch.dtype) -> Layout:
+    """`codec.layout(numel, dtype)`, kept: each step asks for the same few."""
+    return codec.layout(numel, dtype)
 
 
 class Float32Codec(Codec):

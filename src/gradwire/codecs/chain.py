@@ -34,6 +34,10 @@ class Sparsifier(Protocol):
         """into[place] += alpha * values."""
         ...
 
+    def place(self, values: Tensor, place: Payload, out: Tensor, key: Key) -> None:
+        """out = 0 but out[place] = values."""
+        ...
+
 
 @dataclass(frozen=True)
 class Chain(Float32Codec):
@@ -108,13 +112,25 @@ class Chain(Float32Codec):
         for target, source in zip(out[quantised:], place, strict=True):
             target.copy_(source)
 
+    def decode32(self, payload: Payload, out: Tensor, key: Key) -> None:
+        """Dequantise the kept values, then place them."""
+        assert isinstance(self.first, Sparsifier)
+        values, place = self._dequantised(payload, out, key)
+        self.first.place(values, place, out, key)
+
     def accumulate32(self, payload: Payload, into: Tensor, key: Key, alpha: float) -> None:
         """Dequantise the kept values, then scatter-add them."""
         assert isinstance(self.first, Sparsifier)
-        quantised = len(payload) - len(self.first.place_fields(into.numel()))
-        values = torch.empty(self._kept(into.numel()), device=into.device)
+        values, place = self._dequantised(payload, into, key)
+        self.first.scatter(values, place, into, key, alpha)
+
+    def _dequantised(self, payload: Payload, like: Tensor, key: Key) -> tuple[Tensor, Payload]:
+        """The kept values, and what places them."""
+        assert isinstance(self.first, Sparsifier)
+        quantised = len(payload) - len(self.first.place_fields(like.numel()))
+        values = torch.empty(self._kept(like.numel()), device=like.device)
         self.second.decode_into(payload[:quantised], values, _second(key))
-        self.first.scatter(values, payload[quantised:], into, key, alpha)
+        return values, payload[quantised:]
 
     def used_bytes(self, payload: Payload, numel: int, dtype: torch.dtype = torch.float32) -> int:
         """All but what the sparsifier leaves unused at the end of its places."""

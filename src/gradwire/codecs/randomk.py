@@ -84,6 +84,10 @@ class RandomK(Float32Codec):
         """into[coordinates of the key] += alpha * values."""
         kernels.scatter_add_(into, self._indices(into.numel(), key, into.device), values, alpha)
 
+    def place(self, values: Tensor, place: Payload, out: Tensor, key: Key) -> None:
+        """out = 0 but out[coordinates of the key] = values."""
+        self.scatter(values, place, out.zero_(), key, 1.0)
+
     def encode_into(self, x: Tensor, key: Key, out: Payload) -> None:
         """Gather."""
         out[0].copy_(self.split(x, key)[0])

@@ -16,8 +16,6 @@ from gradwire.core.key import Key
 from gradwire.core.payload import Field, Layout, Payload
 from gradwire.kernels import indices as places
 
-_PIECE = 1 << 15  # entries gathered at a time: all at once they would take as much memory as the gradient
-
 
 @dataclass(frozen=True)
 class Threshold(Float32Codec):
@@ -72,13 +70,12 @@ class Threshold(Float32Codec):
     def encode_above(self, x: Tensor, tau: Tensor, out: Payload) -> None:
         """Write the entries of at least `tau`, a 0-d float32 tensor: for thresholds that change."""
         x32 = as_float32(x)
-        indices = places.at_least(x32, tau, out[1].numel())
-        places.encode(indices, x.numel(), "rice", out[0])
-        if not x.numel():
-            return
-        for at, values in zip(indices.split(_PIECE), out[1].split(_PIECE), strict=True):
-            none = at == x.numel()
-            values.copy_(kernels.gather(x32, at.clamp_(max=x.numel() - 1)).masked_fill_(none, 0.0))
+        indices = places.at_least(x32, tau, out[1])
+        places.encode(indices, x.numel(), "rice", out[0], room=out[1].numel())
+
+    def decode32(self, payload: Payload, out: Tensor, key: Key) -> None:
+        """One pass."""
+        kernels.scatter_(out, places.decode(payload[0], out.numel(), payload[1].numel(), "rice"), payload[1])
 
     def accumulate32(self, payload: Payload, into: Tensor, key: Key, alpha: float) -> None:
         """Scatter-add: O(k)."""

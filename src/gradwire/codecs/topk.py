@@ -105,18 +105,18 @@ class TopK(Float32Codec):
         """Fields of the tensors that place the values."""
         return (places.field(self.indices, numel, kept(self.density, numel)),)
 
-    def select(self, x32: Tensor) -> Tensor:
-        """Return the indices of the entries kept: (k,) int32, increasing."""
-        return kernels.topk_indices(x32, kept(self.density, x32.numel()))
+    def select(self, x32: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the indices of the entries kept, (k,) int32, increasing, and these entries, (k,) float32."""
+        return kernels.topk(x32, kept(self.density, x32.numel()))
 
     def split(self, x: Tensor, key: Key) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return the kept values in float32 and the tensors that place them: what `Chain` builds on."""
         x32 = as_float32(x)
-        indices = self.select(x32)
+        indices, values = self.select(x32)
         (field,) = self.place_fields(x.numel())
         place = torch.empty(field.numel, dtype=field.dtype, device=x.device)
         places.encode(indices, x.numel(), self.indices, place)
-        return kernels.gather(x32, indices), (place,)
+        return values, (place,)
 
     def scatter(self, values: Tensor, place: Payload, into: Tensor, key: Key, alpha: float) -> None:
         """into[place] += alpha * values, after checking the indices.
@@ -124,9 +124,16 @@ class TopK(Float32Codec):
         Raises:
             PayloadError: indices that are damaged, or an index outside the tensor.
         """
-        indices = places.decode(place[0], into.numel(), values.numel(), self.indices)
-        kernels.check_indices(indices, into.numel())  # a damaged header may say that there are fewer
-        kernels.scatter_add_(into, indices, values, alpha)
+        kernels.scatter_add_(into, self._places(place, into.numel(), values.numel()), values, alpha)
+
+    def place(self, values: Tensor, place: Payload, out: Tensor, key: Key) -> None:
+        """out = 0 but out[place] = values. Raises as `scatter`."""
+        kernels.scatter_(out, self._places(place, out.numel(), values.numel()), values)
+
+    def _places(self, place: Payload, numel: int, count: int) -> Tensor:
+        indices = places.decode(place[0], numel, count, self.indices)
+        kernels.check_indices(indices, numel)  # a damaged header may say that there are fewer
+        return indices
 
     def unused_place_bytes(self, place: Payload, numel: int) -> int:
         """What the indices leave unused of their capacity."""
@@ -141,8 +148,8 @@ class TopK(Float32Codec):
     def encode_into(self, x: Tensor, key: Key, out: Payload) -> None:
         """Select, gather, code the indices."""
         x32 = as_float32(x)
-        indices = self.select(x32)
-        out[0].copy_(kernels.gather(x32, indices))
+        indices, values = self.select(x32)
+        out[0].copy_(values)
         places.encode(indices, x.numel(), self.indices, out[1])
 
     def encode_keeping_into(self, x: Tensor, key: Key, out: Payload) -> None:
@@ -153,6 +160,10 @@ class TopK(Float32Codec):
         indices = torch.empty(out[0].numel(), dtype=torch.int32, device=x.device)
         fused.topk_encode_keeping(x, out[0], indices)
         places.encode(indices, x.numel(), self.indices, out[1])
+
+    def decode32(self, payload: Payload, out: Tensor, key: Key) -> None:
+        """One pass."""
+        self.place(payload[0].float(), payload[1:], out, key)
 
     def accumulate32(self, payload: Payload, into: Tensor, key: Key, alpha: float) -> None:
         """Scatter-add: O(k)."""

@@ -69,6 +69,11 @@ class Layout:
         return _align(self.offsets[-1] + self.fields[-1].nbytes, ALIGNMENT)
 
     @functools.cached_property
+    def _places(self) -> tuple[tuple[int, int, torch.dtype], ...]:
+        ends = [at + field.nbytes for at, field in zip(self.offsets, self.fields, strict=True)]
+        return tuple(zip(self.offsets, ends, (field.dtype for field in self.fields), strict=True))
+
+    @functools.cached_property
     def _padded(self) -> bool:
         return self.nbytes != sum(field.nbytes for field in self.fields)
 
@@ -94,6 +99,4 @@ class Layout:
             )
         if not self.nbytes:  # a row of nothing may start anywhere, and views of other dtypes want their alignment
             wire = wire.new_empty(0)
-        return tuple(
-            wire[at : at + field.nbytes].view(field.dtype) for at, field in zip(self.offsets, self.fields, strict=True)
-        )
+        return tuple([wire[start:stop].view(dtype) for start, stop, dtype in self._places])

@@ -39,10 +39,12 @@ __all__ = [
     "qsgd_bits",
     "qsgd_decode",
     "qsgd_encode",
+    "scatter_",
     "scatter_add_",
     "sign_accumulate",
     "sign_decode",
     "sign_encode",
+    "topk",
     "topk_indices",
     "uniform",
     "unpack_bits",
@@ -133,7 +135,8 @@ def warm_up() -> None:
     x = torch.arange(24, dtype=torch.float32) - 12.0
     cpu = x.device
     all_finite(x)
-    indices = topk_indices(x, 3)
+    indices, _ = topk(x, 3)
+    scatter_(x.clone(), indices, x[:3])
     check_indices(indices, x.numel())
     scatter_add_(x, permuted_indices(1, x.numel(), 3, cpu), gather(x, indices))
     uniform(1, 8, cpu)
@@ -232,6 +235,21 @@ def topk_indices(x: Tensor, k: int) -> Tensor:
     return _kernels(x.device, x.numel()).topk_indices(x, k)
 
 
+def topk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """`topk_indices(x, k)` and x there, (k,) float32; all NaN may come as one.
+
+    Raises:
+        ValueError: k out of range.
+
+    >>> topk(torch.tensor([1.0, -3.0, 0.5, 3.0, 3.0]), 2)
+    (tensor([1, 3], dtype=torch.int32), tensor([-3.,  3.]))
+    """
+    _require("x", x, torch.float32)
+    _require_range("numel", x.numel(), 0, 2**31 - 1)
+    _require_range("k", k, 0, x.numel())
+    return _kernels(x.device, x.numel()).topk(x, k)
+
+
 def gather(x: Tensor, indices: Tensor) -> Tensor:
     """x[indices], (k,) float32. That the int32 indices lie within `x` is the caller's duty: `check_indices`.
 
@@ -261,6 +279,25 @@ def scatter_add_(into: Tensor, indices: Tensor, values: Tensor, alpha: float = 1
     _require("indices", indices, torch.int32)
     _require_size("values", values, indices.numel())
     _kernels(into.device, indices.numel()).scatter_add_(into, indices, values.contiguous(), alpha)
+
+
+def scatter_(out: Tensor, indices: Tensor, values: Tensor) -> None:
+    """out = 0, and out[indices] += values, in order of `indices`. One pass where these increase, and a CPU does it.
+
+    Args:
+        out: (numel,), overwritten.
+        indices: (k,) int32 in [0, numel], where numel is none; that they are is the caller's duty: see `check_indices`.
+        values: (k,) of any floating dtype, taken to float32; 0 for those that are none.
+
+    >>> x = torch.ones(3)
+    >>> scatter_(x, torch.tensor([1, 3], dtype=torch.int32), torch.tensor([2.0, 0.0]))
+    >>> x
+    tensor([0., 2., 0.])
+    """
+    _require("out", out, torch.float32)
+    _require("indices", indices, torch.int32)
+    _require_size("values", values, indices.numel())
+    _kernels(out.device, out.numel()).scatter_(out, indices, values.contiguous())
 
 
 def check_indices(indices: Tensor, numel: int) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numba
@@ -105,11 +105,11 @@ def _kernel(signature: str) -> Callable[[Callable[..., Any]], _Kernel]:
 
 
 def _array(x: Tensor) -> np.ndarray[Any, Any]:
-    return x.detach().numpy()
+    return (x.detach() if x.requires_grad else x).numpy()
 
 
 def _raw(x: Tensor) -> np.ndarray[Any, Any]:
-    return x.detach().numpy().view(np.uint32)
+    return _array(x).view(np.uint32)
 
 
 # Lanes of bits ----------------------------------------------------------------------------------------------
@@ -226,7 +226,7 @@ def _trailing_zeros(context, word):
 
 @_intrinsic
 def _store_16_past_caches(context, out, start, values, first):
-    """out[start + i] = values[first + i] for a line of 64 bytes, which begins at out[start], without reading it first."""
+    """out[start + i] = values[first + i] for the line of 64 bytes from out[start], which is not read first."""
 
     def generate(context, builder, signature, args):
         line = builder.load(_lanes_at(context, builder, values, args[2], args[3], 16), align=4)
@@ -394,6 +394,7 @@ def permuted_indices(bits: int, numel: int, k: int, device: torch.device) -> Ten
 
 # Selection --------------------------------------------------------------------------------------------------
 
+
 @_inline
 def _max_magnitude(raw, start, stop):
     _widest()
@@ -425,29 +426,45 @@ _RUN = 64
 
 
 @_inline
-def _select_at_least(raw, first, least, indices, magnitudes, room):
-    """Write index and magnitude of each element of at least `least`; return how many, or -1 where there is no room.
+def _key(raw):
+    """The bits with the sign last: keys are in the order of magnitudes, and a value can be had from its key."""
+    return np.uint32(np.uint32(_magnitude(raw) << np.uint32(1)) | np.uint32(raw >> np.uint32(31)))
+
+
+@_inline
+def _raw_of(key):
+    return np.uint32(np.uint32(key >> np.uint32(1)) | np.uint32(key << np.uint32(31)))
+
+
+@_inline
+def _word_at(raw, start, whole, least):
+    """Bit i is whether the magnitude of raw[start + i] is at least `least`, for the next 64."""
+    if start < whole:
+        return _at_least_64(raw, np.uintp(start), least)
+    word = np.uint64(0)
+    for i in range(start, raw.size):
+        word |= np.uint64(_magnitude(raw[np.uintp(i)]) >= least) << np.uint64(i - start)
+    return word
+
+
+@_inline
+def _select_at_least(raw, first, least, indices, keys):
+    """Write index and key of each element of magnitude `least` or more; return how many, or -1 where there is no room.
 
     A word says which of the next 64 are: most of a sparse selection are passed over unseen, and of a dense one every
     step writes something. Nothing is guessed element by element.
     """
     _widest()
-    n, whole = np.uintp(0), raw.size // _RUN * _RUN
+    n, whole, room = np.uintp(0), raw.size // _RUN * _RUN, indices.size
     for start in range(0, raw.size, _RUN):
-        if start < whole:
-            word = _at_least_64(raw, np.uintp(start), least)
-        else:
-            word = np.uint64(0)
-            for i in range(start, raw.size):
-                word |= np.uint64(_magnitude(raw[np.uintp(i)]) >= least) << np.uint64(i - start)
+        word = _word_at(raw, start, whole, least)
         if np.int64(n) + np.int64(_ones(word)) > room:
             return -1
         while word != np.uint64(0):
             i = np.uintp(start) + np.uintp(_trailing_zeros(word))
             word &= word - np.uint64(1)
             indices[n] = np.int32(first + np.int64(i))
-            if magnitudes is not None:
-                magnitudes[n] = _magnitude(raw[i])
+            keys[n] = _key(raw[i])
             n += np.uintp(1)
     return np.int64(n)
 
@@ -464,107 +481,236 @@ def _count_at_least(raw, least):
 
 
 @_kernel("int64(uint32[::1], int64, int64, int32[::1], uint32[::1])")
-def _candidates(raw, first, least, indices, magnitudes):
-    return _select_at_least(raw, first, np.uint32(least), indices, magnitudes, indices.size)
+def _candidates(raw, first, least, indices, keys):
+    return _select_at_least(raw, first, np.uint32(least), indices, keys)
 
 
-@_kernel("void(int32[::1], uint32[::1], int64, int64, int32[::1])")
-def _emit(indices, magnitudes, threshold, quota, out):
-    """Write those above `threshold` and the first `quota` that equal it, as many as `out` has room for."""
-    _widest()
+@_kernel("void(int32[::1], uint32[::1], int64, int64, int64)")
+def _emit(indices, keys, threshold, quota, most):
+    """Close up, in place, those above `threshold` and the first `quota` equal to it, `most` in all; keys to values."""
     threshold, n = np.uint32(threshold), 0
     for i in range(indices.size):
-        if n == out.size:
+        if n == most:
             break
-        magnitude = magnitudes[i]
-        out[n] = indices[i]  # as in _candidates
+        key = keys[i]
+        magnitude = np.uint32(key >> np.uint32(1))
+        indices[n], keys[n] = indices[i], _raw_of(key)  # overwritten where it is not to be kept: nothing is guessed
         tied = np.int64(magnitude == threshold) & np.int64(quota > 0)
         n += np.int64(magnitude > threshold) | tied
         quota -= tied
 
 
-def topk_indices(x: Tensor, k: int) -> Tensor:
-    """Candidates, which are few, in one pass; then the k-th largest of them, and those that are no less."""
-    out = torch.empty(k, dtype=torch.int32)
+@_kernel("int64(uint32[::1], int64, int64, uint32[::1], int64[::1])")
+def _between(raw, low, high, found, above):
+    """Write the magnitudes in [low, high); count those above. Return how many, or -1 where there is no room."""
+    low, high, n, beyond = np.uint32(low), np.uint32(high), np.uintp(0), np.uint64(0)
+    whole = raw.size // _RUN * _RUN
+    for start in range(0, raw.size, _RUN):
+        larger = _word_at(raw, start, whole, high)
+        word = _word_at(raw, start, whole, low) & ~larger
+        beyond += _ones(larger)
+        if np.int64(n) + np.int64(_ones(word)) > found.size:
+            return -1
+        while word != np.uint64(0):
+            found[n] = _magnitude(raw[np.uintp(start) + np.uintp(_trailing_zeros(word))])
+            word &= word - np.uint64(1)
+            n += np.uintp(1)
+    above[0] = np.int64(beyond)
+    return np.int64(n)
+
+
+@_kernel("void(uint32[::1], int64, int64, int64, int32[::1], uint32[::1])")
+def _select(raw, first, threshold, quota, indices, values):
+    """Write those above `threshold` and the first `quota` equal to it: there is room for just these."""
+    threshold, whole, n = np.uint32(threshold), raw.size // _RUN * _RUN, np.uintp(0)
+    for start in range(0, raw.size, _RUN):
+        word = _word_at(raw, start, whole, threshold)
+        while word != np.uint64(0) and n < np.uintp(indices.size):
+            i = np.uintp(start) + np.uintp(_trailing_zeros(word))
+            word &= word - np.uint64(1)
+            indices[n], values[n] = np.int32(first + np.int64(i)), raw[i]  # overwritten where it is not to be kept
+            tied = np.int64(_magnitude(raw[i]) == threshold)
+            n += np.uintp(np.int64(1) - (tied & np.int64(quota <= 0)))
+            quota -= tied
+
+
+@_kernel("int64(uint32[::1], int64)")
+def _count_from(keys, least):
+    _widest()
+    count = 0
+    for i in range(keys.size):
+        count += np.int64(keys[i]) >= least
+    return count
+
+
+@_kernel("void(uint32[::1])")
+def _to_values(keys):
+    _widest()
+    for i in range(keys.size):
+        keys[i] = _raw_of(keys[i])
+
+
+def topk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Where few are wanted, candidates in one pass; else the threshold in one pass, and what is above it in another."""
     if k == 0:
-        return out
-    found = _candidates_of(_raw(x), k)
-    threshold = _kth_largest(np.concatenate([magnitudes for _, magnitudes in found]), k)
-    # Few to compare, and one after the other: of those that tie the first come first.
-    o, start, ties = _array(out), 0, k - sum(int(np.count_nonzero(m > threshold)) for _, m in found)
-    tasks = []
-    for indices, magnitudes in found:
-        above, tied = (int(np.count_nonzero(test(magnitudes, threshold))) for test in (np.greater, np.equal))
-        quota = min(ties, tied)
-        ties -= quota
-        stop = start + above + quota
-        tasks.append(functools.partial(_emit, indices, magnitudes, threshold, quota, o[start:stop]))
-        start = stop
-    pool.run(tasks, numel=sum(m.size for _, m in found))
-    return out
+        return torch.empty(0, dtype=torch.int32), torch.empty(0)
+    raw = _raw(x)
+    cuts = pool.chunks(raw.size)
+    sampled, sparse = raw.size >= _SAMPLED, k <= raw.size // 16
+    threshold = _threshold_of_many(raw, k, cuts) if sampled and not sparse else None
+    if threshold is not None:
+        return _those_from(raw, k, cuts, *threshold)
+    found = _candidates_of(raw, k, cuts, sampled and sparse)
+    pieces = found.pieces()
+    threshold = _kth_largest(np.concatenate([keys for _, keys in pieces]), k) >> 1
+    above = [_count_from(keys, 2 * threshold + 2) for _, keys in pieces]
+    tied = [_count_from(keys, 2 * threshold) - more for (_, keys), more in zip(pieces, above, strict=True)]
+    quotas = _quotas(k, above, tied)
+    counts = [more + quota for more, quota in zip(above, quotas, strict=True)]
+    tasks = [functools.partial(_emit, *p, threshold, q, n) for p, q, n in zip(pieces, quotas, counts, strict=True)]
+    pool.run(tasks, numel=sum(found.counts))
+    return found.closed_up(counts)
 
 
-_Candidates = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]
-# As few as one in 251 say about where the k-th largest lies, and are read from as few cache lines. A prime, so that of
-# no matrix one column is seen alone.
-_STRIDE = 251
+def _quotas(k: int, above: Sequence[int], tied: Sequence[int]) -> list[int]:
+    """How many that tie each piece is to keep: those that come first."""
+    left, quotas = k - sum(above), []
+    for n in tied:
+        quotas.append(min(left, n))
+        left -= quotas[-1]
+    return quotas
+
+
+def topk_indices(x: Tensor, k: int) -> Tensor:
+    """See `gradwire.kernels.topk_indices`."""
+    return topk(x, k)[0]
+
+
+# As few as one in 499 say about where the k-th largest lies, and are read from as few cache lines. A prime, so that of
+# no matrix one column is seen alone. Where many are wanted more are asked: there is room for as many as they say.
+_STRIDE, _DENSE_STRIDE = 499, 61
 _SAMPLED = 1 << 17
-_MOST_GUESSED = 0.4
-"""Up to this density indices and magnitudes of a guess take less room than the tensor."""
 
 
-def _kth_largest(magnitudes: np.ndarray[Any, Any], k: int) -> int:
-    """The k-th largest of magnitudes, which are left in another order."""
-    magnitudes.partition(magnitudes.size - k)
-    return int(magnitudes[magnitudes.size - k])
+class _Found:
+    """Indices and keys of what was selected: one buffer of each, in which each piece of the tensor has room."""
+
+    def __init__(self, cuts: list[pool.Chunk], rooms: list[int], keys: Tensor | None = None) -> None:
+        self.cuts, self.starts, self.counts = cuts, [sum(rooms[:i]) for i in range(len(rooms))], rooms
+        self._indices = torch.empty(sum(rooms), dtype=torch.int32)
+        self._keys = torch.empty(sum(rooms)) if keys is None else keys
+
+    def pieces(self) -> list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
+        """Indices and keys, piece by piece."""
+        indices, keys = _array(self._indices), _raw(self._keys)
+        parts = [slice(start, start + n) for start, n in zip(self.starts, self.counts, strict=True)]
+        return [(indices[part], keys[part]) for part in parts]
+
+    def collect(self, raw: np.ndarray[Any, Any], least: int) -> bool:
+        """Fill each piece with what is at least `least`; false where there is no room."""
+        pieces = zip(self.cuts, self.pieces(), strict=True)
+        tasks = [functools.partial(_candidates, raw[i:j], i, least, *piece) for (i, j), piece in pieces]
+        self.counts = pool.run(tasks)
+        return min(self.counts) >= 0
+
+    def closed_up(self, counts: list[int]) -> tuple[Tensor, Tensor]:
+        """The first `counts` of the pieces, side by side: indices, and keys that are values by now."""
+        stop = 0
+        for start, count in zip(self.starts, counts, strict=True):
+            if start != stop:
+                for buffer in (_array(self._indices), _raw(self._keys)):
+                    buffer[stop : stop + count] = buffer[start : start + count]
+            stop += count
+        return self._indices[:stop], self._keys[:stop]
+
+
+def _kth_largest(words: np.ndarray[Any, Any], k: int) -> int:
+    """The k-th largest of `words`, which are left in another order."""
+    words.partition(words.size - k)
+    return int(words[words.size - k])
+
+
+def _words(n: int) -> np.ndarray[Any, Any]:
+    return _raw(torch.empty(n))
 
 
 def _magnitudes(raw: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    magnitudes = raw & np.uint32(0x7FFFFFFF)
+    magnitudes = np.bitwise_and(raw, np.uint32(0x7FFFFFFF), out=_words(raw.size))
     return np.minimum(magnitudes, np.uint32(CANONICAL_NAN), out=magnitudes)
 
 
-def _candidates_of(raw: np.ndarray[Any, Any], k: int) -> list[_Candidates]:
-    """Indices and magnitudes of elements among which the k largest are, piece by piece.
+def _candidates_of(raw: np.ndarray[Any, Any], k: int, cuts: list[pool.Chunk], guess: bool) -> _Found:
+    """Elements among which the k largest are.
 
     A sample guesses a magnitude that the k-th largest is not below. Where it guessed too high, or so low that there is
-    no room, the k-th largest is looked for among all; and where so many are wanted that a guess would save nothing.
+    no room, the k-th largest is looked for among all.
     """
-    cuts = pool.chunks(raw.size)
-    if raw.size >= _SAMPLED and k <= _MOST_GUESSED * raw.size:
-        least, expected = _guess(raw, k)
-        rooms = [int(1.25 * expected * (j - i)) + 1024 for i, j in cuts]
-        found = _collected(raw, cuts, least, rooms)
-        if found is not None and sum(m.size for _, m in found) >= k:
+    if guess:
+        sample = _magnitudes(raw[::_STRIDE])
+        _, rank = _ranks(sample, k / raw.size)
+        least = _kth_largest(sample.copy(), rank)
+        found = _Found(cuts, _rooms(sample >= least, _STRIDE, cuts))
+        if found.collect(raw, least) and sum(found.counts) >= k:
             return found
     least = _kth_largest(_magnitudes(raw), k)
-    rooms = pool.run([functools.partial(_count_at_least, raw[i:j], least) for i, j in cuts])
-    found = _collected(raw, cuts, least, rooms)
-    assert found is not None, "there is room for as many as were counted"
+    found = _Found(cuts, pool.run([functools.partial(_count_at_least, raw[i:j], least) for i, j in cuts]))
+    assert found.collect(raw, least), "there is room for as many as were counted"
     return found
 
 
-def _guess(raw: np.ndarray[Any, Any], k: int) -> tuple[int, float]:
-    """A magnitude that the k-th largest is not below, but for one case in ten thousand, and how many are that large."""
-    sample = _magnitudes(raw[::_STRIDE])
-    density = k / raw.size
-    rank = int(density * sample.size + 4 * (density * (1 - density) * sample.size) ** 0.5) + 2
-    rank = min(sample.size, rank)
-    return _kth_largest(sample, rank), rank / sample.size
+def _ranks(sample: np.ndarray[Any, Any], density: float) -> tuple[int, int]:
+    """Ranks in the sample between which the magnitude of rank density in all lies, but in one case of ten thousand."""
+    slack = 4 * (density * (1 - density) * sample.size) ** 0.5
+    rank = density * sample.size
+    return max(1, int(rank - slack) - 2), min(sample.size, int(rank + slack) + 2)
 
 
-def _collected(
-    raw: np.ndarray[Any, Any], cuts: list[pool.Chunk], least: int, rooms: list[int]
-) -> list[_Candidates] | None:
-    """What is at least `least`, or None where it does not fit."""
-    found = [tuple(_array(torch.empty(room, dtype=torch.int32)) for _ in range(2)) for room in rooms]
-    found = [(indices, magnitudes.view(np.uint32)) for indices, magnitudes in found]
+def _rooms(chosen: np.ndarray[Any, Any], stride: int, cuts: list[pool.Chunk]) -> list[int]:
+    """Room in each piece for what a sample of one in `stride` chose there."""
+    seen = [int(np.count_nonzero(chosen[i // stride : j // stride])) + 2 for i, j in cuts]
+    return [min(j - i, int(stride * (n + 4 * n**0.5))) for (i, j), n in zip(cuts, seen, strict=True)]
+
+
+def _threshold_of_many(
+    raw: np.ndarray[Any, Any], k: int, cuts: list[pool.Chunk]
+) -> tuple[int, list[int], list[int]] | None:
+    """The magnitude of the k-th largest; for each piece how many are above it, and how many equal. Or None.
+
+    A sample says between which two it lies: what is larger is counted, what is between them is looked at.
+    """
+    sample = _magnitudes(raw[::_DENSE_STRIDE])
+    few, many = _ranks(sample, k / raw.size)
+    high, low = _kth_largest(sample.copy(), few) + 1, _kth_largest(sample.copy(), many)
+    rooms = _rooms((sample >= low) & (sample < high), _DENSE_STRIDE, cuts)
+    found, beyond = [_words(room) for room in rooms], [np.empty(1, np.int64) for _ in cuts]
     counts = pool.run(
-        [functools.partial(_candidates, raw[i:j], i, least, *room) for (i, j), room in zip(cuts, found, strict=True)]
+        [
+            functools.partial(_between, raw[i:j], low, high, some, n)
+            for (i, j), some, n in zip(cuts, found, beyond, strict=True)
+        ]
     )
-    if min(counts) < 0:
+    rank = k - sum(int(n[0]) for n in beyond)
+    if min(counts) < 0 or not 1 <= rank <= sum(counts):
         return None
-    return [(indices[:n], magnitudes[:n]) for (indices, magnitudes), n in zip(found, counts, strict=True)]
+    found = [some[:count] for some, count in zip(found, counts, strict=True)]
+    threshold = _kth_largest(np.concatenate(found), rank)
+    above = [_count_from(some, threshold + 1) for some in found]
+    tied = [_count_from(some, threshold) - n for some, n in zip(found, above, strict=True)]
+    return threshold, [n + int(more[0]) for n, more in zip(above, beyond, strict=True)], tied
+
+
+def _those_from(
+    raw: np.ndarray[Any, Any], k: int, cuts: list[pool.Chunk], threshold: int, above: list[int], tied: list[int]
+) -> tuple[Tensor, Tensor]:
+    """The k largest, of which `threshold` is the least."""
+    indices, values = torch.empty(k, dtype=torch.int32), torch.empty(k)
+    at, words, start, tasks = _array(indices), _raw(values), 0, []
+    for (i, j), more, quota in zip(cuts, above, _quotas(k, above, tied), strict=True):
+        stop = start + more + quota
+        tasks.append(functools.partial(_select, raw[i:j], i, threshold, quota, at[start:stop], words[start:stop]))
+        start = stop
+    pool.run(tasks)
+    return indices, values
 
 
 @_kernel("void(float32[::1], int32[::1], float32[::1])")
@@ -592,6 +738,40 @@ def _scatter_add(into, indices, values, alpha):
 def scatter_add_(into: Tensor, indices: Tensor, values: Tensor, alpha: float = 1.0) -> None:
     """One thread: indices may repeat, and the order of addition must not depend on the number of threads."""
     _scatter_add(_array(into), _array(indices), _array(values.to(torch.float32)), np.float32(alpha))
+
+
+@_kernel("boolean(int32[::1], float32[::1], int64, float32[::1])")
+def _scatter(indices, values, first, out):
+    """out[indices - first] = values and 0 elsewhere; false where the indices are none of these places, or unordered."""
+    _widest()
+    at, past_caches = 0, out.size >= _PAST_CACHES
+    tile = np.zeros(_TILE, np.float32)
+    for origin in range(0, out.size, _TILE):
+        piece, begin = out[origin : origin + _TILE], at
+        base, previous = first + origin, first + origin - 1
+        while at < indices.size and indices[np.uintp(at)] < base + piece.size:
+            index = np.int64(indices[np.uintp(at)])
+            if index <= previous:
+                return False
+            tile[np.uintp(index - base)] += values[np.uintp(at)]  # and not -0.0, which 0 with it added is not
+            previous = index
+            at += 1
+        _deliver(tile, piece, np.float32(0), True, past_caches)
+        for i in range(begin, at):
+            tile[np.uintp(np.int64(indices[np.uintp(i)]) - base)] = np.float32(0)
+    _fence()
+    return at == indices.size
+
+
+def scatter_(out: Tensor, indices: Tensor, values: Tensor) -> None:
+    """One pass over `out` where indices increase, as they do unless they are damaged."""
+    at, v, o = _array(indices), _array(values.to(torch.float32)), _array(out)
+    at = at[: np.searchsorted(at, np.int32(o.size))]  # behind them stand those that are none
+    cuts = pool.chunks(o.size)
+    ends = [0, *np.searchsorted(at, np.array([j for _, j in cuts[:-1]], np.int32)), at.size]
+    parts = zip(cuts, ends[:-1], ends[1:], strict=True)
+    if not all(pool.run([functools.partial(_scatter, at[a:b], v[a:b], i, o[i:j]) for (i, j), a, b in parts])):
+        scatter_add_(out.zero_(), indices, values)
 
 
 @_kernel("uint32(uint32[::1])")

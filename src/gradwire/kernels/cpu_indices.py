@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradwire.kernels.cpu import _array, _kernel, _raw, _select_at_least, _trailing_zeros, topk_indices
+from gradwire.kernels import pool
+from gradwire.kernels.cpu import _array, _Found, _kernel, _raw, _to_values, _trailing_zeros, topk
 from gradwire.kernels.reference import CANONICAL_NAN
 from gradwire.kernels.reference_indices import candidates
 
@@ -101,20 +102,23 @@ def _high_sums(indices, tried):
     return sums
 
 
-@_kernel("int64(uint32[::1], int64, int64, int32[::1])")
-def _at_least(raw, first, least, out):
-    return _select_at_least(raw, first, np.uint32(least), out, None, out.size)
-
-
-def at_least(x: Tensor, tau: Tensor, most: int) -> Tensor:
+def at_least(x: Tensor, tau: Tensor, values: Tensor) -> Tensor:
     """One pass; where there are too many, the largest of all are the largest of those above tau."""
-    least = int(min(_raw(tau.reshape(1))[0] & 0x7FFFFFFF, CANONICAL_NAN))
-    out = torch.empty(most, dtype=torch.int32)
-    found = _at_least(_raw(x), 0, least, _array(out))
-    if found < 0:
-        return topk_indices(x, most)
-    out[found:] = x.numel()
-    return out
+    raw, least, most = _raw(x), int(min(_raw(tau.reshape(1))[0] & 0x7FFFFFFF, CANONICAL_NAN)), values.numel()
+    # Each of several pieces may need room for all, and has it where few are wanted.
+    apart = most <= raw.size // 8
+    cuts = pool.chunks(raw.size) if apart else [(0, raw.size)]
+    found = _Found(cuts, [min(most, j - i) for i, j in cuts], None if apart else values)
+    if found.collect(raw, least) and sum(found.counts) <= most:
+        for _, keys in found.pieces():
+            _to_values(keys)
+        indices, kept = found.closed_up(found.counts)
+    else:
+        indices, kept = topk(x, most)
+    if kept.data_ptr() != values.data_ptr():
+        values[: kept.numel()] = kept
+    values[kept.numel() :] = 0
+    return indices
 
 
 def _words(packed: Tensor) -> np.ndarray:

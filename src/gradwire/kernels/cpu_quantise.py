@@ -165,6 +165,7 @@ def float8_decode(codes: Tensor, exponents: Tensor, dtype: torch.dtype, block: i
 
 # Powers of two and bfloat16, rounded at random --------------------------------------------------------------
 
+
 @_kernel("void(uint32[::1], int64, int64, int64, uint8[::1], uint8[::1])")
 def _natural_encode(raw, first, k0, k1, exponents, signs):
     _widest()

@@ -74,8 +74,9 @@ def topk_encode_keeping(x: Tensor, values: Tensor, indices: Tensor) -> None:
     if fused is not None:
         fused.topk_encode_keeping(x, values, indices)
         return
-    indices.copy_(kernels.topk_indices(x, indices.numel()))
-    values.copy_(kernels.gather(x, indices))
+    chosen, largest = kernels.topk(x, indices.numel())
+    indices.copy_(chosen)
+    values.copy_(largest)
     kernels.scatter_add_(x, indices, values, -1.0)
 
 

@@ -80,7 +80,7 @@ def warm_up() -> None:
         packed = torch.empty(nwords(format_, 16, 5), dtype=torch.int64)
         encode(at, 16, format_, packed)
         decode(packed, 16, 5, format_)
-    at_least(at.float(), torch.ones(()), 5)
+    at_least(at.float(), torch.ones(()), torch.empty(5))
 
 
 # Sizes ------------------------------------------------------------------------------------------------------
@@ -159,26 +159,34 @@ def held(packed: Tensor) -> int:
 # Selection --------------------------------------------------------------------------------------------------
 
 
-def at_least(x: Tensor, tau: Tensor, most: int) -> Tensor:
-    """Indices of the elements with |x| >= tau, increasing; where more than `most` are, of the largest of them.
+def at_least(x: Tensor, tau: Tensor, values: Tensor) -> Tensor:
+    """Indices of the elements with |x| >= tau, increasing; where there is no room for so many, of the largest of them.
 
-    One reading pass where they are no more than that. Ties go to the lowest index; NaN is largest.
+    One reading pass where there is. Ties go to the lowest index; NaN is largest, and all NaN may come as one.
 
     Args:
         x: (numel,) float32.
         tau: 0-d float32, at least 0.
-        most: 0 to numel.
+        values: (most,) float32, at most numel, written: these elements, and zeros.
 
     Returns:
-        (most,) int32; behind the last index stands numel, which is none.
+        (m,) int32: on a CPU as many as there are; elsewhere, where nothing is read, `most`, and behind the last of them
+        stands numel, which is none.
 
-    >>> at_least(torch.tensor([1.0, -3.0, 0.5, 3.0]), torch.tensor(1.0), 4)
-    tensor([0, 1, 3, 4], dtype=torch.int32)
+    Raises:
+        ValueError: more room than elements.
+
+    >>> values = torch.empty(4)
+    >>> at_least(torch.tensor([1.0, -3.0, 0.5, 3.0]), torch.tensor(1.0), values)
+    tensor([0, 1, 3], dtype=torch.int32)
+    >>> values
+    tensor([ 1., -3.,  3.,  0.])
     """
     _require("x", x, torch.float32, x.numel())
-    if not 0 <= most <= x.numel():
-        raise ValueError(f"most {most} is outside 0 to {x.numel()}")
-    return _module(x.device).at_least(x, tau, most)
+    _require("values", values, torch.float32, values.numel())
+    if values.numel() > x.numel():
+        raise ValueError(f"room for {values.numel()} values of {x.numel()} elements")
+    return _module(x.device).at_least(x, tau, values)
 
 
 # Coding -----------------------------------------------------------------------------------------------------
@@ -195,7 +203,7 @@ def _fixed_bits(format_: Format, numel: int, count: int) -> int:
     return 0 if format_ == "bitmap" else low_bits(numel, count)
 
 
-def encode(indices: Tensor, numel: int, format_: Format, out: Tensor) -> None:
+def encode(indices: Tensor, numel: int, format_: Format, out: Tensor, room: int | None = None) -> None:
     """Write increasing `indices` below `numel` to `out`, in full.
 
     Args:
@@ -203,15 +211,16 @@ def encode(indices: Tensor, numel: int, format_: Format, out: Tensor) -> None:
         numel: d, below 2^31.
         format_: one of `FORMATS`.
         out: of `field(format_, numel, k)`.
+        room: for `rice`, the k of the field where fewer indices are given.
 
     Raises:
         ValueError: indices that do not increase, or are out of range (on a CPU; elsewhere nothing is read).
         PayloadError: an `out` of another size.
     """
-    count = indices.numel()
+    count = indices.numel() if room is None else room
     format_ = resolve(format_, numel, count)
     where = field(format_, numel, count)
-    _require("indices", indices, torch.int32, count)
+    _require("indices", indices, torch.int32, indices.numel() if format_ == "rice" else count)
     _require("out", out, where.dtype, where.numel)
     if format_ == "int32":
         out.copy_(indices)

@@ -1,8 +1,8 @@
 """Threads that run kernels over pieces of big inputs.
 
 numba's `parallel=True` aborts when two threads enter it at once, and gradient communication does just that.
-So kernels are serial, release the GIL, and are spread here over `torch.get_num_threads()` pieces: by torch's own threads
-where they can be had, else by threads of ours.
+So kernels are serial, release the GIL, and are spread here over `torch.get_num_threads()` pieces: by torch's own
+threads where they can be had, else by threads of ours.
 """
 
 from __future__ import annotations

@@ -127,9 +127,21 @@ def topk_indices(x: Tensor, k: int) -> Tensor:
     return out.scatter_(0, slot, indices)[:k]
 
 
+def topk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """See `gradwire.kernels.topk`."""
+    indices = topk_indices(x, k)
+    return indices, gather(x, indices)
+
+
 def gather(x: Tensor, indices: Tensor) -> Tensor:
     """x[indices]."""
     return x.index_select(0, indices)
+
+
+def scatter_(out: Tensor, indices: Tensor, values: Tensor) -> None:
+    """Those that are none add zero to the last element."""
+    if out.numel():
+        scatter_add_(out.zero_(), indices.clamp(max=out.numel() - 1), values)
 
 
 def scatter_add_(into: Tensor, indices: Tensor, values: Tensor, alpha: float = 1.0) -> None:

@@ -80,14 +80,23 @@ def _finish(indices: Tensor, numel: int, some: Tensor, enough: Tensor) -> tuple[
     return torch.where(counted, indices.clamp(0, numel), numel).to(torch.int32), good
 
 
-def at_least(x: Tensor, tau: Tensor, most: int) -> Tensor:
-    """The largest, less those below `tau`."""
+_PIECE = 1 << 15  # values gathered at a time: all at once they would take as much memory as the gradient
+
+
+def at_least(x: Tensor, tau: Tensor, values: Tensor) -> Tensor:
+    """The largest, less those below `tau`, which stand behind the others as none."""
+    most = values.numel()
     indices = topk_indices(x, most)
     magnitudes = magnitude_bits(x).clamp(max=CANONICAL_NAN).index_select(0, indices)
     keep = magnitudes >= magnitude_bits(tau.view(1)).clamp(max=CANONICAL_NAN)
     slot = torch.where(keep, keep.cumsum(0) - 1, most)
     out = torch.full((most + 1,), x.numel(), dtype=torch.int32, device=x.device)
-    return out.scatter_(0, slot, indices)[:most]
+    at = out.scatter_(0, slot, indices)[:most]
+    for some, target in zip(at.split(_PIECE), values.split(_PIECE), strict=True):
+        if x.numel():
+            torch.index_select(x, 0, some.clamp(max=x.numel() - 1), out=target)
+            target.masked_fill_(some == x.numel(), 0.0)
+    return at
 
 
 def encode(indices: Tensor, bits: int, out: Tensor) -> None:

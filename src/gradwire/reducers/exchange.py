@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from gradwire.codecs.base import Codec
+from gradwire.codecs.base import Codec, layout_of
 from gradwire.core import collective
 from gradwire.core.collective import Collective
 from gradwire.core.errors import CompositionError
@@ -94,7 +94,7 @@ class AllReduce(Reducer):
     def reduce(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:
         """One all-reduce."""
         key = step.key(grain)
-        layout = self.codec.layout(x.numel(), x.dtype)
+        layout = layout_of(self.codec, x.numel(), x.dtype)
         payload = layout.views(layout.empty(x.device))
         self.codec.encode_divided_into(x.reshape(-1), step.world_size, key, payload)
         total = yield from self.total(payload[0], step)
@@ -153,7 +153,7 @@ class AllGather(Reducer):
 
     def _program(self, grain: Grain, x: Tensor, state: State, step: Step, encode: _Encode) -> Program:
         flat, key, n = x.reshape(-1), step.key(grain), step.world_size
-        layout = self.codec.layout(flat.numel(), flat.dtype)
+        layout = layout_of(self.codec, flat.numel(), flat.dtype)
         wire = layout.empty(flat.device)
         payload = layout.views(wire)
         encode(flat, key, payload)

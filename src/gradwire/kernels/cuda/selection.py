@@ -217,6 +217,12 @@ def _gather(x, indices, out, numel, k, TILE: tl.constexpr):
     tl.store(out + at, tl.load(x + index, mask=(at < k) & within, other=float("nan")), mask=at < k)
 
 
+def topk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """See `gradwire.kernels.topk`."""
+    indices = topk_indices(x, k)
+    return indices, gather(x, indices)
+
+
 def gather(x: Tensor, indices: Tensor) -> Tensor:
     """See `gradwire.kernels.gather`. Indices outside read NaN."""
     k = indices.numel()
@@ -231,6 +237,12 @@ def _scatter_add(into, indices, values, numel, k, alpha, TILE: tl.constexpr):
     index = tl.load(indices + at, mask=at < k, other=-1)
     value = tl.load(values + at, mask=at < k, other=0.0).to(tl.float32) * alpha
     tl.atomic_add(into + index, value, mask=(index >= 0) & (index < numel), sem="relaxed")
+
+
+def scatter_(out: Tensor, indices: Tensor, values: Tensor) -> None:
+    """Those that are none add zero to the last element."""
+    if out.numel():
+        scatter_add_(out.zero_(), indices.clamp(max=out.numel() - 1), values)
 
 
 def scatter_add_(into: Tensor, indices: Tensor, values: Tensor, alpha: float = 1.0) -> None:

@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gradwire.codecs.base import Codec
+from gradwire.codecs.base import Codec, layout_of
 from gradwire.core import collective
 from gradwire.core.collective import Collective
 from gradwire.core.errors import CompositionError
@@ -143,7 +143,7 @@ class Gathered(Aggregate):
     def reduce(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:
         """One all-gather, then the rule."""
         flat, key = x.reshape(-1), step.key(grain)
-        layout = self.codec.layout(flat.numel(), flat.dtype)
+        layout = layout_of(self.codec, flat.numel(), flat.dtype)
         wire = layout.empty(flat.device)
         payload = layout.views(wire)
         self.codec.encode_into(flat, key, payload)
