@@ -82,7 +82,7 @@ class RandomK(Float32Codec):
 
     def scatter(self, values: Tensor, place: Payload, into: Tensor, key: Key, alpha: float) -> None:
         """into[coordinates of the key] += alpha * values."""
-        kernels.scatter_add_(into, self._indices(into.numel(), key, into.device), values, alpha)
+        kernels.scatter_add_(into, self._indices(into.numel(), key, into.device), values, alpha, distinct=True)
 
     def place(self, values: Tensor, place: Payload, out: Tensor, key: Key) -> None:
         """out = 0 but out[coordinates of the key] = values."""

@@ -261,7 +261,7 @@ def gather(x: Tensor, indices: Tensor) -> Tensor:
     return _kernels(x.device, indices.numel()).gather(x, indices)
 
 
-def scatter_add_(into: Tensor, indices: Tensor, values: Tensor, alpha: float = 1.0) -> None:
+def scatter_add_(into: Tensor, indices: Tensor, values: Tensor, alpha: float = 1.0, distinct: bool = False) -> None:
     """into[indices] += alpha * values, in order of `indices`, which may repeat.
 
     Args:
@@ -269,6 +269,7 @@ def scatter_add_(into: Tensor, indices: Tensor, values: Tensor, alpha: float = 1
         indices: (k,) int32; that they lie within `into` is the caller's duty: see `check_indices`.
         values: (k,) of any floating dtype, taken to float32.
         alpha: rounded to float32.
+        distinct: no index repeats, whatever came over the wire, so that any order will do, and several at once.
 
     >>> x = torch.zeros(3)
     >>> scatter_add_(x, torch.tensor([2, 2], dtype=torch.int32), torch.tensor([1.0, 2.0]), alpha=0.5)
@@ -278,7 +279,7 @@ def scatter_add_(into: Tensor, indices: Tensor, values: Tensor, alpha: float = 1
     _require("into", into, torch.float32)
     _require("indices", indices, torch.int32)
     _require_size("values", values, indices.numel())
-    _kernels(into.device, indices.numel()).scatter_add_(into, indices, values.contiguous(), alpha)
+    _kernels(into.device, indices.numel()).scatter_add_(into, indices, values.contiguous(), alpha, distinct)
 
 
 def scatter_(out: Tensor, indices: Tensor, values: Tensor) -> None:

@@ -119,6 +119,9 @@ def _raw(x: Tensor) -> np.ndarray[Any, Any]:
 # recognised, so these are spelled in LLVM's vectors: instructions of their own where a processor has masks, and
 # lowered to others everywhere else. Places are not checked: there must be as many elements as lanes.
 
+_HARD = 16
+"""The weight of an element that is drawn, or found at random in memory."""
+
 _Values = Any  # of llvmlite, which has no types
 
 
@@ -388,7 +391,8 @@ def permuted_indices(bits: int, numel: int, k: int, device: torch.device) -> Ten
     out = torch.empty(k, dtype=torch.int32)
     o, words = _array(out), np.array(permutation_words(bits), np.uint32)
     a, b, walks = permutation_domain(numel)
-    pool.run([functools.partial(_permuted_indices, o[i:j], i, numel, a, b, walks, words) for i, j in pool.chunks(k)])
+    cuts = pool.chunks(k, weight=_HARD)
+    pool.run([functools.partial(_permuted_indices, o[i:j], i, numel, a, b, walks, words) for i, j in cuts])
     return out
 
 
@@ -724,7 +728,7 @@ def gather(x: Tensor, indices: Tensor) -> Tensor:
     """See `gradwire.kernels.gather`."""
     out = torch.empty(indices.numel(), dtype=torch.float32)
     source, at, o = _array(x), _array(indices), _array(out)
-    pool.run([functools.partial(_gather, source, at[i:j], o[i:j]) for i, j in pool.chunks(at.size)])
+    pool.run([functools.partial(_gather, source, at[i:j], o[i:j]) for i, j in pool.chunks(at.size, weight=_HARD)])
     return out
 
 
@@ -735,9 +739,11 @@ def _scatter_add(into, indices, values, alpha):
         into[np.uint32(indices[i])] += values[i] * alpha
 
 
-def scatter_add_(into: Tensor, indices: Tensor, values: Tensor, alpha: float = 1.0) -> None:
-    """One thread: indices may repeat, and the order of addition must not depend on the number of threads."""
-    _scatter_add(_array(into), _array(indices), _array(values.to(torch.float32)), np.float32(alpha))
+def scatter_add_(into: Tensor, indices: Tensor, values: Tensor, alpha: float = 1.0, distinct: bool = False) -> None:
+    """One thread where indices may repeat: the order of addition must not depend on the number of threads."""
+    o, at, v = _array(into), _array(indices), _array(values.to(torch.float32))
+    cuts = pool.chunks(at.size, weight=_HARD) if distinct else [(0, at.size)]
+    pool.run([functools.partial(_scatter_add, o, at[i:j], v[i:j], np.float32(alpha)) for i, j in cuts])
 
 
 @_kernel("boolean(int32[::1], float32[::1], int64, float32[::1])")

@@ -40,7 +40,7 @@ from gradwire.kernels.cpu import (
     _widest,
 )
 from gradwire.kernels.reference import uniform_words
-from gradwire.kernels.reference_quantise import AFFINE_LEVELS, BROKEN, float8_scales
+from gradwire.kernels.reference_quantise import AFFINE_LEVELS, BROKEN
 
 Array = np.ndarray[Any, Any]
 
@@ -104,8 +104,8 @@ def float8_encode(x: Tensor, dtype: torch.dtype, block: int, codes: Tensor, expo
     )
 
 
-@_kernel("void(uint8[::1], float32[::1], int64, int64, float32[::1], float32, boolean)")
-def _float8_decode(codes, scales, mantissa, block, into, alpha, overwrite):
+@_kernel("void(uint8[::1], uint8[::1], int64, int64, float32[::1], float32, boolean)")
+def _float8_decode(codes, exponents, mantissa, block, into, alpha, overwrite):
     _widest()
     # Arithmetic on the bits: to look codes up in a table takes three times as long.
     bias = 7 if mantissa == 3 else 15
@@ -116,7 +116,8 @@ def _float8_decode(codes, scales, mantissa, block, into, alpha, overwrite):
     for origin in range(0, into.size, _TILE):
         piece, code, start = into[origin : origin + _TILE], codes[origin : origin + _TILE], 0
         while start < piece.size:
-            scale, stop = scales[np.uintp((origin + start) // block)], _end_of_block(start, origin, block, piece.size)
+            stop = _end_of_block(start, origin, block, piece.size)
+            scale = _float_of(np.uint32(np.uint32(exponents[np.uintp((origin + start) // block)]) << np.uint32(23)))
             for i in range(start, stop):
                 whole = np.uint32(code[np.uintp(i)])
                 magnitude = np.uint32(whole & np.uint32(0x7F))
@@ -139,13 +140,13 @@ def _mantissa(dtype: torch.dtype) -> int:
 def _float8_into(
     codes: Tensor, exponents: Tensor, dtype: torch.dtype, block: int, into: Tensor, alpha: float | None
 ) -> None:
-    c, s, o, factor = _array(codes), float8_scales(exponents).numpy(), _array(into), np.float32(alpha or 0.0)
+    c, e, o, factor = _array(codes), _array(exponents), _array(into), np.float32(alpha or 0.0)
     _spread(
         o.size,
         block,
         lambda i, j: functools.partial(
             _float8_decode,
-            *(c[i:j], s[i // block : -(-j // block)], _mantissa(dtype), block),
+            *(c[i:j], e[i // block : -(-j // block)], _mantissa(dtype), block),
             *(o[i:j], factor, alpha is None),
         ),
     )

@@ -22,13 +22,15 @@ Chunk = tuple[int, int]
 T = TypeVar("T")
 
 
-def chunks(numel: int, granule: int = 1) -> list[Chunk]:
+def chunks(numel: int, granule: int = 1, weight: int = 1) -> list[Chunk]:
     """Cut range(numel) into a (start, stop) for each thread, at multiples of `granule`; into one if small.
+
+    An element may take `weight` times as long as one that is read and coded.
 
     >>> chunks(10)
     [(0, 10)]
     """
-    threads = torch.get_num_threads() if numel > SERIAL_NUMEL else 1
+    threads = torch.get_num_threads() if numel * weight > SERIAL_NUMEL else 1
     size = -(-numel // (threads * granule)) * granule
     return [(start, min(start + size, numel)) for start in range(0, numel, size)] if size else [(0, 0)]
 

@@ -144,7 +144,7 @@ def scatter_(out: Tensor, indices: Tensor, values: Tensor) -> None:
         scatter_add_(out.zero_(), indices.clamp(max=out.numel() - 1), values)
 
 
-def scatter_add_(into: Tensor, indices: Tensor, values: Tensor, alpha: float = 1.0) -> None:
+def scatter_add_(into: Tensor, indices: Tensor, values: Tensor, alpha: float = 1.0, distinct: bool = False) -> None:
     """into[indices] += alpha * values."""
     into.index_add_(0, indices, values.to(torch.float32) * alpha)
 

@@ -53,11 +53,6 @@ def float8_encode(x: Tensor, dtype: torch.dtype, block: int, codes: Tensor, expo
     exponents.copy_(torch.where(fits, exponent, BROKEN))
 
 
-def float8_table(dtype: torch.dtype) -> Tensor:
-    """What each of the 256 codes stands for, float32."""
-    return torch.arange(256, dtype=torch.uint8).view(dtype).to(torch.float32)
-
-
 def float8_scales(exponents: Tensor) -> Tensor:
     """2^(e - 127), and infinity for 255; a damaged 0 is 0."""
     return _from_bits(exponents.to(torch.int64) << 23)

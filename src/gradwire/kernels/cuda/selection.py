@@ -245,7 +245,7 @@ def scatter_(out: Tensor, indices: Tensor, values: Tensor) -> None:
         scatter_add_(out.zero_(), indices.clamp(max=out.numel() - 1), values)
 
 
-def scatter_add_(into: Tensor, indices: Tensor, values: Tensor, alpha: float = 1.0) -> None:
+def scatter_add_(into: Tensor, indices: Tensor, values: Tensor, alpha: float = 1.0, distinct: bool = False) -> None:
     """See `gradwire.kernels.scatter_add_`. Indices outside are left out.
 
     Where indices repeat, the order of addition is the device's. Atomic additions take subnormal numbers for zero.
