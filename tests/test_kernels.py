@@ -83,6 +83,22 @@ def check_topk(x: Tensor, k: int) -> None:
     expected = order[:k].sort().values.to(torch.int32)
     assert_same(kernels.topk_indices(x, k), expected)
     assert_same(reference.topk_indices(x, k), expected)
+    for each in (kernels, reference):
+        indices, values = each.topk(x, k)
+        assert_same(indices, expected)
+        assert_same(values, x[expected.long()])
+    check_scatter(x.numel(), expected, values)
+
+
+def check_scatter(numel: int, indices: Tensor, values: Tensor) -> None:
+    expected = torch.zeros(numel).index_put_((indices.long(),), values, accumulate=True)
+    none = torch.full((3,), numel, dtype=torch.int32)
+    padded = torch.cat([indices, none]), torch.cat([values, torch.zeros(3)])
+    for each in (kernels, reference):
+        for at, what in ((indices, values), padded):
+            out = torch.full((numel,), float("nan"))
+            each.scatter_(out, at, what)
+            assert_same(out, expected)
 
 
 @few
@@ -93,9 +109,37 @@ def test_topk_takes_the_largest_and_of_equals_the_first(x: Tensor, density: floa
 
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("k", [1, 300, 100_001, HUGE])
+@pytest.mark.parametrize("k", [1, 300, 18_750, 18_751, 100_001, HUGE])
 def test_topk_of_many(kind: str, k: int) -> None:
     check_topk(sample(kind, HUGE), k)
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("k", [3, 3000, 30_000])
+@pytest.mark.parametrize("stride", [61, 499])
+def test_topk_does_not_rely_on_what_its_sample_says(stride: int, k: int) -> None:
+    for sampled in (0.0, 100.0):
+        x = sample("normal", HUGE)
+        x[::stride] = sampled
+        check_topk(x, k)
+    first = torch.zeros(HUGE)
+    first[: 2 * k] = sample("normal", 2 * k)
+    check_topk(first, k)
+
+
+@pytest.mark.usefixtures("threads")
+def test_scatter_takes_indices_that_do_not_increase() -> None:
+    for numel in (10, HUGE):
+        check_scatter(numel, torch.tensor([7, 2, 2, 9, 0], dtype=torch.int32), torch.tensor([1.0, 2.0, 3.0, -0.0, 5.0]))
+
+
+@pytest.mark.usefixtures("threads")
+def test_distinct_places_may_be_added_to_at_once() -> None:
+    at, values = kernels.permuted_indices(3, HUGE, 200_000, CPU), sample("normal", 200_000)
+    ours, theirs = sample("normal", HUGE, 1), sample("normal", HUGE, 1)
+    kernels.scatter_add_(ours, at, values, 0.5, distinct=True)
+    reference.scatter_add_(theirs, at, values, 0.5)
+    assert_same(ours, theirs)
 
 
 def test_topk_holds_nan_for_largest_whatever_its_bits() -> None:

@@ -11,7 +11,7 @@ import functools
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -45,10 +45,14 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_executor.cache_clear)
 
 
-def _at_once(tasks: Sequence[Any]) -> Callable[[list[Any]], list[Any]] | None:
+def _at_once(tasks: Sequence[Callable[[], T]]) -> Callable[[], list[T]] | None:
     """A faster way to do tasks that are all calls of one kernel, if that kernel knows one."""
-    kernels = {getattr(task, "func", None) for task in tasks}
-    return getattr(kernels.pop(), "at_once", None) if len(kernels) == 1 else None
+    calls = [task for task in tasks if isinstance(task, functools.partial)]
+    functions = {call.func for call in calls}
+    together = getattr(functions.pop(), "at_once", None) if len(functions) == 1 else None
+    if together is None or len(calls) < len(tasks):
+        return None
+    return lambda: together([call.args for call in calls])
 
 
 def run(tasks: Sequence[Callable[[], T]], numel: int | None = None) -> list[T]:
@@ -66,7 +70,7 @@ def run(tasks: Sequence[Callable[[], T]], numel: int | None = None) -> list[T]:
         return [task() for task in tasks]
     at_once = _at_once(tasks)
     if at_once is not None:
-        return at_once([task.args for task in tasks])
+        return at_once()
     executor = _executor(len(tasks) - 1)
     others = [executor.submit(task) for task in tasks[1:]]
     try:

@@ -61,23 +61,28 @@ def available() -> bool:
     return not _forked and _openmp() is not None
 
 
-@functools.cache
+_entries: dict[str, Entry | None] = {}
+
+
 def entry_of(dispatcher: Any) -> Entry | None:
     """The entry of a kernel that is compiled for one signature, or None where it returns more than a number."""
     [compiled] = dispatcher.overloads.values()
-    result = compiled.signature.return_type
-    with global_compiler_lock:
-        return Entry(compiled) if isinstance(result, (types.NoneType, types.Integer, types.Boolean)) else None
+    name, result = compiled.fndesc.mangled_name, compiled.signature.return_type
+    with global_compiler_lock:  # two threads may want it first, and its name must be compiled once
+        if name not in _entries:
+            simple = isinstance(result, (types.NoneType, types.Integer, types.Boolean))
+            _entries[name] = Entry(compiled) if simple else None
+        return _entries[name]
 
 
 class Entry:
     """A compiled kernel as OpenMP calls it: each thread takes rows of a table, and writes the results there."""
 
     def __init__(self, compiled: Any) -> None:
-        self._kinds = compiled.signature.args
+        kinds = compiled.signature.args
         self._returns = compiled.signature.return_type != types.void
-        self._arrays = [(i, as_dtype(kind.dtype), kind.ndim) for i, kind in enumerate(self._kinds) if _is_array(kind)]
-        slots = "".join("q" * (1 + k.ndim) if _is_array(k) else "d" if _is_float(k) else "q" for k in self._kinds)
+        self._arrays = [(i, as_dtype(kind.dtype), kind.ndim) for i, kind in enumerate(kinds) if _is_array(kind)]
+        slots = "".join("q" * (1 + k.ndim) if _is_array(k) else "d" if _is_float(k) else "q" for k in kinds)
         self._row = struct.Struct("=" + slots + "qq")  # what it is called with, its status and its result
         self._library, name = _compile_entry(compiled, self._row.size // 8)
         self._address = self._library.get_pointer_to_function(name)
@@ -96,7 +101,7 @@ class Entry:
         _openmp().GOMP_parallel(self._address, ctypes.addressof(table), len(rows), 0)
         answers = [_ANSWER.unpack_from(table, 8 + (i + 1) * self._row.size - _ANSWER.size) for i in range(len(rows))]
         if any(failed for failed, _ in answers):
-            raise RuntimeError("a kernel could not go on: it had no memory left for its scratch")
+            raise RuntimeError("a kernel could not go on, most likely for want of memory for its scratch")
         return [result if self._returns else None for _, result in answers]
 
     def _words(self, row: Sequence[Any]) -> list[Any]:
