@@ -81,6 +81,10 @@ def ternary(clip: float, block: int, digits: int) -> Family:
     def encode(m: Any, x: Tensor, key: int, w: list[Tensor]) -> None:
         m.ternary_scales(x, clip, block, w[1])
         m.ternary_encode(x, w[1], key, block, digits, w[0])
+        packed, scales = (torch.full_like(part, 7) for part in w)
+        m.ternary_encode(x, scales, key, block, digits, packed, clip)
+        assert torch.equal(packed, w[0])
+        assert torch.equal(scales.view(torch.int32), w[1].view(torch.int32))
 
     def sizes(n: int) -> list[tuple[torch.dtype, int]]:
         return [(U8, -(-n // digits)), (F32, blocks(n, block))]

@@ -92,10 +92,9 @@ class TernGrad(Float32Codec):
         return Layout((Field(torch.float32, -(-numel // self.block)), Field(torch.uint8, -(-numel // self.digits))))
 
     def encode_into(self, x: Tensor, key: Key, out: Payload) -> None:
-        """One pass for the scales, one to round."""
-        x32 = as_float32(x)
-        quantise.ternary_scales(x32, self.clip or math.inf, self.block, out[0])
-        quantise.ternary_encode(x32, out[0], key.bits, self.block, self.digits, out[1])
+        """One pass."""
+        clip = self.clip or math.inf
+        quantise.ternary_encode(as_float32(x), out[0], key.bits, self.block, self.digits, out[1], clip)
 
     def decode32(self, payload: Payload, out: Tensor, key: Key) -> None:
         """One pass."""

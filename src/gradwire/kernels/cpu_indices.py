@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gradwire.kernels import pool
-from gradwire.kernels.cpu import _array, _Found, _kernel, _raw, _to_values, _trailing_zeros, topk
+from gradwire.kernels.cpu import _array, _Found, _kernel, _raw, _to_values, _trailing_zeros, _widest, topk
 from gradwire.kernels.reference import CANONICAL_NAN
 from gradwire.kernels.reference_indices import candidates
 
@@ -93,6 +93,7 @@ def _read(words, bits, gaps, numel, out):
 @_kernel("int64[::1](int32[::1], int64[::1])")
 def _high_sums(indices, tried):
     """The sum of gap >> b for each b tried."""
+    _widest()
     sums = np.zeros(tried.size, np.int64)
     for t in range(tried.size):
         shift, total = np.int32(tried[t]), np.int64(indices[0] >> np.int32(tried[t])) if indices.size else 0

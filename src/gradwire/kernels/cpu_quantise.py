@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gradwire.kernels import pool
 from gradwire.kernels.cpu import (
+    _AHEAD,
     _CHUNK,
     _PAST_CACHES,
     _TILE,
@@ -174,9 +175,12 @@ def _natural_encode(raw, first, k0, k1, exponents, signs):
     words = np.empty(_TILE, np.uint32)
     for origin in range(0, raw.size, _TILE):
         piece, out = raw[origin : origin + _TILE], exponents[origin : origin + _TILE]
-        for i in range(piece.size):
-            words[i] = np.uint32(_word_at(counter, k0, k1) >> np.uint32(9))
-            counter = np.uint32(counter + np.uint32(1))
+        for chunk in range(0, piece.size, _CHUNK):
+            end = min(chunk + _CHUNK, piece.size)
+            _ask(piece, chunk + _TILE, end + _TILE)
+            for i in range(chunk, end):
+                words[np.uintp(i)] = np.uint32(_word_at(counter, k0, k1) >> np.uint32(9))
+                counter = np.uint32(counter + np.uint32(1))
         for i in range(piece.size):
             magnitude = np.uint32(piece[i] & np.uint32(0x7FFFFFFF))
             rounded = min(np.uint32(np.uint32(magnitude + words[i]) >> np.uint32(23)), np.uint32(254))
@@ -229,14 +233,17 @@ def natural_decode(exponents: Tensor, signs: Tensor, out: Tensor) -> None:
 def _bfloat16_encode(raw, first, k0, k1, out):
     _widest()
     k0, k1, counter = np.uint32(k0), np.uint32(k1), np.uint32(first)
-    for i in range(raw.size):
-        word = np.uint32(_word_at(counter, k0, k1) >> np.uint32(16))
-        counter = np.uint32(counter + np.uint32(1))
-        magnitude = np.uint32(raw[i] & np.uint32(0x7FFFFFFF))
-        broken = magnitude >= np.uint32(0x7F800000)
-        quiet = np.uint32(0x40) if magnitude > np.uint32(0x7F800000) else np.uint32(0)
-        kept = np.uint32(raw[i] if broken else np.uint32(raw[i] + word))
-        out[i] = np.uint16(np.uint32(np.uint32(kept >> np.uint32(16)) | quiet))
+    for chunk in range(0, raw.size, _CHUNK):
+        end = min(chunk + _CHUNK, raw.size)
+        _ask(raw, chunk + _AHEAD, end + _AHEAD)
+        for i in range(chunk, end):
+            word = np.uint32(_word_at(counter, k0, k1) >> np.uint32(16))
+            counter = np.uint32(counter + np.uint32(1))
+            magnitude = np.uint32(raw[np.uintp(i)] & np.uint32(0x7FFFFFFF))
+            broken = magnitude >= np.uint32(0x7F800000)
+            quiet = np.uint32(0x40) if magnitude > np.uint32(0x7F800000) else np.uint32(0)
+            kept = np.uint32(raw[np.uintp(i)] if broken else np.uint32(raw[np.uintp(i)] + word))
+            out[np.uintp(i)] = np.uint16(np.uint32(np.uint32(kept >> np.uint32(16)) | quiet))
 
 
 def bfloat16_encode(x: Tensor, key: int, out: Tensor) -> None:
@@ -248,20 +255,21 @@ def bfloat16_encode(x: Tensor, key: int, out: Tensor) -> None:
 # Ternary ----------------------------------------------------------------------------------------------------
 
 
+@_inline
+def _write_scale(x, start, stop, clip, scales, b):
+    scales.view(np.uint32)[b] = _max_magnitude(x.view(np.uint32), start, stop)
+    largest = scales[b]
+    limit = np.float32(np.sqrt(_sum_squares(x, start, stop) / np.float64(stop - start)) * clip)
+    if np.isfinite(largest) and limit < largest:
+        scales[b] = limit
+    if np.isinf(np.float32(1) / scales[b]):
+        scales[b] = np.float32(0)
+
+
 @_kernel("void(float32[::1], float64, int64, float32[::1])")
 def _ternary_scales(x, clip, block, scales):
-    _widest()
-    raw = x.view(np.uint32)
-    scales_raw = scales.view(np.uint32)
     for start in range(0, x.size, block):
-        stop, b = min(start + block, x.size), np.uintp(start // block)
-        scales_raw[b] = _max_magnitude(raw, start, stop)
-        largest = scales[b]
-        limit = np.float32(np.sqrt(_sum_squares(x, start, stop) / np.float64(stop - start)) * clip)
-        if np.isfinite(largest) and limit < largest:
-            scales[b] = limit
-        if np.isinf(np.float32(1) / scales[b]):
-            scales[b] = np.float32(0)
+        _write_scale(x, start, min(start + block, x.size), clip, scales, np.uintp(start // block))
 
 
 def ternary_scales(x: Tensor, clip: float, block: int, scales: Tensor) -> None:
@@ -274,8 +282,9 @@ def ternary_scales(x: Tensor, clip: float, block: int, scales: Tensor) -> None:
     )
 
 
-@_kernel("void(float32[::1], float32[::1], int64, int64, int64, int64, int64, uint8[::1])")
-def _ternary_encode(x, scales, first, k0, k1, block, digits, packed):
+@_kernel("void(float32[::1], float32[::1], float64, int64, int64, int64, int64, int64, uint8[::1])")
+def _ternary_encode(x, scales, clip, first, k0, k1, block, digits, packed):
+    """`clip` is negative where the scales are given."""
     _widest()
     k0, k1, base = np.uint32(k0), np.uint32(k1), np.uint8(3 if digits == 5 else 4)
     counter = np.uint32(first)
@@ -283,14 +292,19 @@ def _ternary_encode(x, scales, first, k0, k1, block, digits, packed):
     for start in range(0, x.size, block):
         stop = min(start + block, x.size)
         piece = x[start:stop]
+        if clip >= 0:
+            _write_scale(x, start, stop, clip, scales, np.uintp(start // block))
         inverse = np.float32(1) / scales[np.uintp(start // block)]
         inverse = inverse if np.isfinite(inverse) else np.float32(0)
-        for i in range(piece.size):
-            u = _uniform_at(counter, k0, k1)
-            counter = np.uint32(counter + np.uint32(1))
-            hit = np.int32(abs(piece[i]) * inverse + u >= np.float32(1))
-            negative = np.int32(piece[i] < np.float32(0))
-            scratch[i] = np.uint8(np.int32(np.int32(1) + hit) - np.int32(np.int32(2) * (hit & negative)))
+        for chunk in range(0, piece.size, _CHUNK):
+            end = min(chunk + _CHUNK, piece.size)
+            _ask(piece, chunk + block, end + block)
+            for i in range(chunk, end):
+                u = _uniform_at(counter, k0, k1)
+                counter = np.uint32(counter + np.uint32(1))
+                hit = np.int32(abs(piece[np.uintp(i)]) * inverse + u >= np.float32(1))
+                negative = np.int32(piece[np.uintp(i)] < np.float32(0))
+                scratch[np.uintp(i)] = np.uint8(np.int32(np.int32(1) + hit) - np.int32(np.int32(2) * (hit & negative)))
         nbytes = -(-piece.size // digits)
         scratch[piece.size : nbytes * digits] = np.uint8(0)
         out = packed[start // digits : start // digits + nbytes]
@@ -301,7 +315,9 @@ def _ternary_encode(x, scales, first, k0, k1, block, digits, packed):
                 out[i] = np.uint8(np.uint8(out[i] * base) + digit[i])
 
 
-def ternary_encode(x: Tensor, scales: Tensor, key: int, block: int, digits: int, packed: Tensor) -> None:
+def ternary_encode(
+    x: Tensor, scales: Tensor, key: int, block: int, digits: int, packed: Tensor, clip: float | None = None
+) -> None:
     """See `gradwire.kernels.quantise.ternary_encode`."""
     a, s, p, words = _array(x), _array(scales), _array(packed), uniform_words(key)
     _spread(
@@ -309,7 +325,7 @@ def ternary_encode(x: Tensor, scales: Tensor, key: int, block: int, digits: int,
         block,
         lambda i, j: functools.partial(
             _ternary_encode,
-            *(a[i:j], s[i // block : -(-j // block)], i, *words),
+            *(a[i:j], s[i // block : -(-j // block)], -1.0 if clip is None else clip, i, *words),
             *(block, digits, p[i // digits : -(-j // digits)]),
         ),
     )

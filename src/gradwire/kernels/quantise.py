@@ -254,7 +254,9 @@ def _check_ternary(x: Tensor, scales: Tensor, block: int, digits: int, packed: T
     _check(x, block, scales=(scales, torch.float32, _blocks(x, block)), packed=(packed, torch.uint8, nbytes))
 
 
-def ternary_encode(x: Tensor, scales: Tensor, key: int, block: int, digits: int, packed: Tensor) -> None:
+def ternary_encode(
+    x: Tensor, scales: Tensor, key: int, block: int, digits: int, packed: Tensor, clip: float | None = None
+) -> None:
     """Round each element to -s, 0 or s, several to a byte; one pass.
 
         t_i = sign(x_i) where |x_i| (1 / s) + u_i >= 1, else 0;   u = uniform(key, numel)
@@ -271,6 +273,7 @@ def ternary_encode(x: Tensor, scales: Tensor, key: int, block: int, digits: int,
         block: elements that share a scale, a multiple of `digits`.
         digits: 5 (1.6 bits an element) or 4 (2 bits).
         packed: (ceil(numel / digits),) uint8, written.
+        clip: write the scales first, as `ternary_scales` does with it, in the same pass.
 
     Raises:
         ValueError: digits, block or a size that does not fit.
@@ -285,7 +288,7 @@ def ternary_encode(x: Tensor, scales: Tensor, key: int, block: int, digits: int,
     [11]
     """
     _check_ternary(x, scales, block, digits, packed)
-    _kernels(x.device, x.numel()).ternary_encode(x, scales, key, block, digits, packed)
+    _kernels(x.device, x.numel()).ternary_encode(x, scales, key, block, digits, packed, clip)
 
 
 def ternary_accumulate(

@@ -124,8 +124,12 @@ def ternary_scales(x: Tensor, clip: float, block: int, scales: Tensor) -> None:
     scales.copy_(torch.where(torch.isinf(torch.ones_like(scale) / scale), 0.0, scale))
 
 
-def ternary_encode(x: Tensor, scales: Tensor, key: int, block: int, digits: int, packed: Tensor) -> None:
+def ternary_encode(
+    x: Tensor, scales: Tensor, key: int, block: int, digits: int, packed: Tensor, clip: float | None = None
+) -> None:
     """See `gradwire.kernels.quantise.ternary_encode`."""
+    if clip is not None:
+        ternary_scales(x, clip, block, scales)
     inverse = torch.ones_like(scales) / scales
     inverse = _each(torch.where(torch.isfinite(inverse), inverse, 0.0), block, x.numel())
     hit = x.abs() * inverse + uniform(key, x.numel(), x.device) >= 1
