@@ -570,7 +570,9 @@ def _select(raw, first, threshold, quota, indices, values):
     threshold, whole, n = np.uint32(threshold), raw.size // _RUN * _RUN, np.uintp(0)
     for start in range(0, raw.size, _RUN):
         _ask(raw, start + _AHEAD, start + _AHEAD + _RUN)
-        word = _word_at(raw, start, whole, threshold)
+        if n == np.uintp(indices.size):
+            break
+        word = _word_at(raw, start, whole, threshold if quota > 0 else np.uint32(threshold + np.uint32(1)))
         while word != np.uint64(0) and n < np.uintp(indices.size):
             i = np.uintp(start) + np.uintp(_trailing_zeros(word))
             word &= word - np.uint64(1)
@@ -597,32 +599,26 @@ def _to_values(keys):
 
 
 def topk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Where few are wanted, candidates in one pass; else the threshold in one pass, and what is above it in another."""
+    """Where few are wanted, candidates in one pass; else the threshold in one pass, and what is above it in another.
+
+    A sample guesses between which two magnitudes the k-th largest lies. Where it guessed wrong, and where there is
+    little to look through, all are looked through.
+    """
     if k == 0:
         return torch.empty(0, dtype=torch.int32), torch.empty(0)
     raw = _raw(x)
     cuts = pool.chunks(raw.size)
-    sampled, sparse = raw.size >= _SAMPLED, k <= raw.size // 16
-    threshold = _threshold_of_many(raw, k, cuts) if sampled and not sparse else None
-    if threshold is not None:
-        return _those_from(raw, k, cuts, *threshold)
-    found = _candidates_of(raw, k, cuts, sampled and sparse)
-    pieces = found.pieces()
-    threshold = _kth_largest(np.concatenate([keys for _, keys in pieces]), k) >> 1
-    above = [_count_from(keys, 2 * threshold + 2) for _, keys in pieces]
-    tied = [_count_from(keys, 2 * threshold) - more for (_, keys), more in zip(pieces, above, strict=True)]
-    quotas = _quotas(k, above, tied)
-    counts = [more + quota for more, quota in zip(above, quotas, strict=True)]
-    tasks = [functools.partial(_emit, *p, threshold, q, n) for p, q, n in zip(pieces, quotas, counts, strict=True)]
-    pool.run(tasks, numel=_HARD * sum(found.counts))
-    return found.closed_up(counts)
+    chosen = None
+    if raw.size >= _SAMPLED:
+        chosen = _sparsely(raw, k, cuts) if k <= raw.size // 16 else _densely(raw, k, cuts)
+    return chosen or _those_from(raw, k, cuts, _kth_largest(_magnitudes(raw), k))
 
 
-def _quotas(k: int, above: Sequence[int], tied: Sequence[int]) -> list[int]:
-    """How many that tie each piece is to keep: those that come first."""
+def _quotas(k: int, above: Sequence[int], at_least: Sequence[int]) -> list[int]:
+    """How many that equal the threshold each piece is to keep: those that come first."""
     left, quotas = k - sum(above), []
-    for n in tied:
-        quotas.append(min(left, n))
+    for more, n in zip(above, at_least, strict=True):
+        quotas.append(min(left, n - more))
         left -= quotas[-1]
     return quotas
 
@@ -685,23 +681,55 @@ def _magnitudes(raw: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return np.minimum(magnitudes, np.uint32(CANONICAL_NAN), out=magnitudes)
 
 
-def _candidates_of(raw: np.ndarray[Any, Any], k: int, cuts: list[pool.Chunk], guess: bool) -> _Found:
-    """Elements among which the k largest are.
+def _sparsely(raw: np.ndarray[Any, Any], k: int, cuts: list[pool.Chunk]) -> tuple[Tensor, Tensor] | None:
+    """The k largest, out of the few above a magnitude that the k-th largest is hardly ever below; or None."""
+    sample = _magnitudes(raw[::_STRIDE])
+    least = _kth_largest(sample.copy(), _ranks(sample, k / raw.size)[1])
+    found = _Found(cuts, _rooms(sample > least, _STRIDE, cuts))
+    if not found.collect(raw, least + 1):
+        return None
+    if sum(found.counts) < k:  # as of a sparse tensor, whose k-th largest is 0
+        at_least = _counts(raw, cuts, least)
+        return _those_from(raw, k, cuts, least, found.counts, at_least) if sum(at_least) >= k else None
+    pieces = found.pieces()
+    threshold = _kth_largest(np.concatenate([keys for _, keys in pieces]), k) >> 1
+    above = [_count_from(keys, 2 * threshold + 2) for _, keys in pieces]
+    quotas = _quotas(k, above, [_count_from(keys, 2 * threshold) for _, keys in pieces])
+    counts = [more + quota for more, quota in zip(above, quotas, strict=True)]
+    tasks = [functools.partial(_emit, *p, threshold, q, n) for p, q, n in zip(pieces, quotas, counts, strict=True)]
+    pool.run(tasks, numel=_HARD * sum(found.counts))
+    return found.closed_up(counts)
 
-    A sample guesses a magnitude that the k-th largest is not below. Where it guessed too high, or so low that there is
-    no room, the k-th largest is looked for among all.
-    """
-    if guess:
-        sample = _magnitudes(raw[::_STRIDE])
-        _, rank = _ranks(sample, k / raw.size)
-        least = _kth_largest(sample.copy(), rank)
-        found = _Found(cuts, _rooms(sample >= least, _STRIDE, cuts))
-        if found.collect(raw, least) and sum(found.counts) >= k:
-            return found
-    least = _kth_largest(_magnitudes(raw), k)
-    found = _Found(cuts, pool.run([functools.partial(_count_at_least, raw[i:j], least) for i, j in cuts]))
-    assert found.collect(raw, least), "there is room for as many as were counted"
-    return found
+
+def _densely(raw: np.ndarray[Any, Any], k: int, cuts: list[pool.Chunk]) -> tuple[Tensor, Tensor] | None:
+    """The k largest, after a look at the few between two magnitudes; or None."""
+    sample = _magnitudes(raw[::_DENSE_STRIDE])
+    few, many = _ranks(sample, k / raw.size)
+    high, low = _kth_largest(sample.copy(), few) + 1, _kth_largest(sample.copy(), many)
+    rooms = _rooms((sample > low) & (sample < high), _DENSE_STRIDE, cuts)
+    found, beyond = [_words(room) for room in rooms], [np.zeros(1, np.int64) for _ in cuts]
+    pieces = zip(cuts, found, beyond, strict=True)
+    counts = pool.run([functools.partial(_between, raw[i:j], low + 1, high, f, n) for (i, j), f, n in pieces])
+    larger = [int(n[0]) for n in beyond]
+    rank = k - sum(larger)
+    if min(counts) < 0 or rank < 1:
+        return None
+    if rank > sum(counts):  # as where many are equal
+        at_least = _counts(raw, cuts, low)
+        above = [n + more for n, more in zip(counts, larger, strict=True)]
+        return _those_from(raw, k, cuts, low, above, at_least) if sum(at_least) >= k else None
+    found = [some[:count] for some, count in zip(found, counts, strict=True)]
+    threshold = _kth_largest(np.concatenate(found), rank)
+    above, at_least = (
+        [_count_from(some, least) + n for some, n in zip(found, larger, strict=True)]
+        for least in (threshold + 1, threshold)
+    )
+    return _those_from(raw, k, cuts, threshold, above, at_least)
+
+
+def _counts(raw: np.ndarray[Any, Any], cuts: list[pool.Chunk], least: int) -> list[int]:
+    """How many of each piece are of magnitude `least` or more."""
+    return pool.run([functools.partial(_count_at_least, raw[i:j], least) for i, j in cuts])
 
 
 def _ranks(sample: np.ndarray[Any, Any], density: float) -> tuple[int, int]:
@@ -717,41 +745,20 @@ def _rooms(chosen: np.ndarray[Any, Any], stride: int, cuts: list[pool.Chunk]) ->
     return [min(j - i, int(stride * (n + 4 * n**0.5))) for (i, j), n in zip(cuts, seen, strict=True)]
 
 
-def _threshold_of_many(
-    raw: np.ndarray[Any, Any], k: int, cuts: list[pool.Chunk]
-) -> tuple[int, list[int], list[int]] | None:
-    """The magnitude of the k-th largest; for each piece how many are above it, and how many equal. Or None.
-
-    A sample says between which two it lies: what is larger is counted, what is between them is looked at.
-    """
-    sample = _magnitudes(raw[::_DENSE_STRIDE])
-    few, many = _ranks(sample, k / raw.size)
-    high, low = _kth_largest(sample.copy(), few) + 1, _kth_largest(sample.copy(), many)
-    rooms = _rooms((sample >= low) & (sample < high), _DENSE_STRIDE, cuts)
-    found, beyond = [_words(room) for room in rooms], [np.empty(1, np.int64) for _ in cuts]
-    counts = pool.run(
-        [
-            functools.partial(_between, raw[i:j], low, high, some, n)
-            for (i, j), some, n in zip(cuts, found, beyond, strict=True)
-        ]
-    )
-    rank = k - sum(int(n[0]) for n in beyond)
-    if min(counts) < 0 or not 1 <= rank <= sum(counts):
-        return None
-    found = [some[:count] for some, count in zip(found, counts, strict=True)]
-    threshold = _kth_largest(np.concatenate(found), rank)
-    above = [_count_from(some, threshold + 1) for some in found]
-    tied = [_count_from(some, threshold) - n for some, n in zip(found, above, strict=True)]
-    return threshold, [n + int(more[0]) for n, more in zip(above, beyond, strict=True)], tied
-
-
 def _those_from(
-    raw: np.ndarray[Any, Any], k: int, cuts: list[pool.Chunk], threshold: int, above: list[int], tied: list[int]
+    raw: np.ndarray[Any, Any],
+    k: int,
+    cuts: list[pool.Chunk],
+    threshold: int,
+    above: list[int] | None = None,
+    at_least: list[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The k largest, of which `threshold` is the least."""
+    """The k largest, of which `threshold` is the least; how many are above it in each piece, and no less than it."""
+    above = _counts(raw, cuts, threshold + 1) if above is None else above
+    at_least = _counts(raw, cuts, threshold) if at_least is None else at_least
     indices, values = torch.empty(k, dtype=torch.int32), torch.empty(k)
     at, words, start, tasks = _array(indices), _raw(values), 0, []
-    for (i, j), more, quota in zip(cuts, above, _quotas(k, above, tied), strict=True):
+    for (i, j), more, quota in zip(cuts, above, _quotas(k, above, at_least), strict=True):
         stop = start + more + quota
         tasks.append(functools.partial(_select, raw[i:j], i, threshold, quota, at[start:stop], words[start:stop]))
         start = stop
