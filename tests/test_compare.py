@@ -120,6 +120,8 @@ def test_text_must_be_a_folder_with_text(tmp_path: Path):
         tasks.load_corpus(tmp_path / "absent")
     with pytest.raises(TaskError, match="at least"):
         tasks.load_corpus(tmp_path)
+    with pytest.raises(TaskError, match="reads no text"):
+        compare.make_plan(Options(task="digits", methods=("torch:fp32",), hosts=2, text=tmp_path))
 
 
 # ---------------------------------------------------------------------------------------------- tasks

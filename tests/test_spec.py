@@ -104,6 +104,13 @@ def test_options() -> None:
     assert isinstance(policy.inner, Partition)
 
 
+def test_a_policy_tells_which_names_it_serves_nobody_by() -> None:
+    rules = (("*.bias", AllReduce(BF16())), ("embde*", AllReduce(BF16())))
+    policy = Guard(Partition(rules, default=AllGather(TopK(0.1))))
+    assert policy.unmet(["embed.weight", "head.bias"]) == ["embde*"]
+    assert parse("sign,vectors=off").unmet([]) == []
+
+
 def test_only_what_shows_a_nan_by_itself_goes_unguarded() -> None:
     """Random-k may leave the NaN out, so it is guarded even without error feedback."""
     assert parse("randomk:0.2,scaled=on,ef=off") == Guard(AllReduce(RandomK(0.2, scaled=True)))

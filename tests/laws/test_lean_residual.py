@@ -115,7 +115,7 @@ def test_estimates_refuse_what_error_feedback_refuses() -> None:
         EF21(AllGather(QSGD(15)))
     with pytest.raises(CompositionError, match="one memory"):
         EF21(ErrorFeedback(AllGather(TopK(0.1))))
-    for halves in (AllReduce(BF16()), PowerSGD(2, factors="bf16")):
+    for halves in (AllReduce(BF16()), PowerSGD(2, factors="bf16"), Hierarchical(AllReduce(BF16()), 2)):
         with pytest.raises(CompositionError, match="sums in 16 bits"):
             EF21(halves)
 

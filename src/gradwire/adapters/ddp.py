@@ -8,6 +8,7 @@ import atexit
 import dataclasses
 import hashlib
 import time
+import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -130,6 +131,9 @@ class Handle(BucketSession):
         specs, transport = parameter_specs((name, p) for p, name in names.items()), GroupTransport(self.lane.group)
         # Of the device only the kind: ranks of one host have different ones.
         self._agree_on(f"{reducer!r} seed={seed} {_described(plan(specs, reducer, grain_numel))}")
+        for glob in reducer.unmet(names.values()):
+            said = f"no trained parameter has a name like {glob!r}: that rule of the policy serves none"
+            warnings.warn(said, stacklevel=3)
         transport.prepare(reducer.axes(transport.world_size))
         planned = plan(specs, measured(reducer, transport, self._device), grain_numel)
         self._engine = Engine(planned, transport, seed)

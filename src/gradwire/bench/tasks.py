@@ -386,8 +386,10 @@ def make_task(name: str, seed: int, text: Path | None = None) -> Task:
         text: folder of the bytes task; the standard library's sources by default.
 
     Raises:
-        TaskError: nothing of that name exists, or what it returned cannot be trained.
+        TaskError: nothing of that name exists, what it returned cannot be trained, or the task reads no text.
     """
+    if text is not None and name != "bytes":
+        raise TaskError(f"task {name} reads no text: leave --text out, or take the task bytes")
     if name == "digits":
         return digits(seed)
     if name == "bytes":

@@ -29,13 +29,14 @@ class Sample(NamedTuple):
 
 
 SAMPLES = (
-    Sample(1 << 12, 9, 8),
-    Sample(1 << 14, 9, 8),
-    Sample(1 << 16, 13, 4),
+    Sample(1 << 12, 18, 4),
+    Sample(1 << 14, 18, 4),
+    Sample(1 << 16, 18, 3),
     Sample(1 << 18, 5, 1),
     Sample(1 << 20, 3, 1),
 )
-"""Where routes change places on links of 20 Mbit/s to 1 Gbit/s. Small ones are many, since their times scatter."""
+"""Where routes change places on links of 20 Mbit/s to 1 Gbit/s. Small ones are many, since their times scatter, and in
+short bursts, since what slows a host down lasts: candidates are to share it."""
 
 
 @dataclass(frozen=True, eq=False)

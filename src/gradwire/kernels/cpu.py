@@ -317,10 +317,10 @@ def _close_up_16(context, raw, start, least, first, indices, keys, n):
         key = builder.or_(builder.shl(magnitude, all_(1)), builder.lshr(vector, all_(31)))
         base = builder.trunc(builder.add(args[1], args[3]), ir.IntType(32))
         index = builder.add(_lanes_of(builder, base, 16), ir.Constant(words, list(range(16))))
-        for value, kind, out in ((index, indices, args[4]), (key, keys, args[5])):
-            at = builder.gep(make_array(kind)(context, builder, out).data, [args[6]])
-            signature = ir.FunctionType(ir.VoidType(), [words, at.type, mask.type])
-            function = cgutils.get_or_insert_function(builder.module, signature, "llvm.masked.compressstore.v16i32")
+        for value, array, out in ((index, indices, args[4]), (key, keys, args[5])):
+            at = builder.gep(make_array(array)(context, builder, out).data, [args[6]])
+            kind = ir.FunctionType(ir.VoidType(), [words, at.type, mask.type])
+            function = cgutils.get_or_insert_function(builder.module, kind, "llvm.masked.compressstore.v16i32")
             builder.call(function, [value, at, mask])
         return builder.zext(builder.ctpop(builder.bitcast(mask, ir.IntType(16))), ir.IntType(64))
 

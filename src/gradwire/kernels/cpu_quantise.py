@@ -286,33 +286,50 @@ def ternary_scales(x: Tensor, clip: float, block: int, scales: Tensor) -> None:
 def _ternary_encode(x, scales, clip, first, k0, k1, block, digits, packed):
     """`clip` is negative where the scales are given."""
     _widest()
-    k0, k1, base = np.uint32(k0), np.uint32(k1), np.uint8(3 if digits == 5 else 4)
+    k0, k1 = np.uint32(k0), np.uint32(k1)
     counter = np.uint32(first)
     scratch = np.empty(block, np.uint8)
     for start in range(0, x.size, block):
         stop = min(start + block, x.size)
-        piece = x[start:stop]
         if clip >= 0:
             _write_scale(x, start, stop, clip, scales, np.uintp(start // block))
         inverse = np.float32(1) / scales[np.uintp(start // block)]
         inverse = inverse if np.isfinite(inverse) else np.float32(0)
-        for chunk in range(0, piece.size, _CHUNK):
-            end = min(chunk + _CHUNK, piece.size)
-            _ask(piece, chunk + block, end + block)
+        for chunk in range(start, stop, _CHUNK):
+            end = min(chunk + _CHUNK, stop)
+            _ask(x, chunk + block, end + block)
             for i in range(chunk, end):
                 u = _uniform_at(counter, k0, k1)
                 counter = np.uint32(counter + np.uint32(1))
-                hit = np.int32(abs(piece[np.uintp(i)]) * inverse + u >= np.float32(1))
-                negative = np.int32(piece[np.uintp(i)] < np.float32(0))
-                scratch[np.uintp(i)] = np.uint8(np.int32(np.int32(1) + hit) - np.int32(np.int32(2) * (hit & negative)))
-        nbytes = -(-piece.size // digits)
-        scratch[piece.size : nbytes * digits] = np.uint8(0)
-        out = packed[start // digits : start // digits + nbytes]
-        out[:] = scratch[(digits - 1) * nbytes : digits * nbytes]
-        for plane in range(digits - 2, -1, -1):
-            digit = scratch[plane * nbytes : (plane + 1) * nbytes]
-            for i in range(nbytes):
-                out[i] = np.uint8(np.uint8(out[i] * base) + digit[i])
+                value = x[np.uintp(i)]
+                hit = np.int32(abs(value) * inverse + u >= np.float32(1))
+                negative = np.int32(value < np.float32(0))
+                digit = np.int32(np.int32(1) + hit) - np.int32(np.int32(2) * (hit & negative))
+                scratch[np.uintp(i - start)] = np.uint8(digit)
+        nbytes = -(-(stop - start) // digits)
+        for i in range(stop - start, nbytes * digits):
+            scratch[np.uintp(i)] = np.uint8(0)
+        _pack_digits(scratch, nbytes, digits, packed, start // digits)
+
+
+@_inline
+def _pack_digits(scratch, nbytes, digits, packed, start):
+    """packed[start + j] = the sum over planes p of base^p scratch[p nbytes + j]."""
+    _widest()
+    one, two, three, four = np.uintp(nbytes), np.uintp(2 * nbytes), np.uintp(3 * nbytes), np.uintp(4 * nbytes)
+    if digits == 4:
+        for j in range(nbytes):
+            i = np.uintp(j)
+            high = np.uint8((scratch[i + three] << np.uint8(6)) | (scratch[i + two] << np.uint8(4)))
+            packed[np.uintp(start) + i] = np.uint8(high | np.uint8(scratch[i + one] << np.uint8(2)) | scratch[i])
+    else:
+        base = np.uint8(3)
+        for j in range(nbytes):
+            i = np.uintp(j)
+            word = np.uint8(np.uint8(scratch[i + four] * base) + scratch[i + three])
+            word = np.uint8(np.uint8(word * base) + scratch[i + two])
+            word = np.uint8(np.uint8(word * base) + scratch[i + one])
+            packed[np.uintp(start) + i] = np.uint8(np.uint8(word * base) + scratch[i])
 
 
 def ternary_encode(
@@ -333,28 +350,35 @@ def ternary_encode(
 
 @_kernel("void(uint8[::1], float32[::1], int64, int64, float32[::1], float32, boolean)")
 def _ternary_decode(packed, scales, block, digits, into, alpha, overwrite):
+    tile, past_caches = _tile(block), into.size >= _PAST_CACHES
+    rest, values = np.empty(block // digits, np.uint16), np.empty(tile, np.float32)
+    for origin in range(0, into.size, tile):
+        piece = into[origin : origin + tile]
+        for start in range(0, piece.size, block):
+            nbytes = -(-min(block, piece.size - start) // digits)
+            scale = scales[np.uintp((origin + start) // block)]
+            _unpack_digits(packed, (origin + start) // digits, nbytes, digits, rest, scale, values, start)
+        _deliver(values, piece, alpha, overwrite, past_caches)
+    _fence()
+
+
+@_inline
+def _unpack_digits(packed, first, nbytes, digits, rest, scale, values, start):
+    """values[start + p nbytes + j] = scale times digit p of byte j, less 1."""
     _widest()
+    for j in range(nbytes):
+        rest[j] = np.uint16(packed[np.uintp(first + j)])
     # rest // 3 of a byte is (171 * rest) >> 9; rest // 4 is rest >> 2
     base, factor, shift = np.uint16(3), np.uint16(171), np.uint16(9)
     if digits == 4:
         base, factor, shift = np.uint16(4), np.uint16(1), np.uint16(2)
-    rest, values = np.empty(block // digits, np.uint16), np.empty(block, np.float32)
-    past_caches = into.size >= _PAST_CACHES
-    for start in range(0, into.size, block):
-        piece, scale = into[start : start + block], scales[np.uintp(start // block)]
-        nbytes = -(-piece.size // digits)
-        codes = packed[start // digits : start // digits + nbytes]
-        for i in range(nbytes):
-            rest[i] = np.uint16(codes[i])
-        for plane in range(digits):
-            value = values[plane * nbytes : min((plane + 1) * nbytes, piece.size)]
-            for i in range(value.size):
-                quotient = np.uint16(np.uint16(rest[i] * factor) >> shift)
-                digit = np.uint16(rest[i] - np.uint16(quotient * base))
-                rest[i] = quotient
-                value[i] = np.float32(np.int32(digit) - np.int32(1)) * scale
-        _deliver(values, piece, alpha, overwrite, past_caches)
-    _fence()
+    for plane in range(digits):
+        at = start + plane * nbytes
+        for j in range(nbytes):
+            quotient = np.uint16(np.uint16(rest[j] * factor) >> shift)
+            digit = np.uint16(rest[j] - np.uint16(quotient * base))
+            rest[j] = quotient
+            values[np.uintp(at + j)] = np.float32(np.int32(digit) - np.int32(1)) * scale
 
 
 def _ternary_into(packed: Tensor, scales: Tensor, block: int, digits: int, into: Tensor, alpha: float | None) -> None:

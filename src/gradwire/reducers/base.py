@@ -13,6 +13,7 @@ ranks were sent the same and a tensor without data (`meta`) has its branch too.
   over keys.
 - `averages`: the result is the mean over ranks of what they sent. Rules that are no mean (a median, a weighted or a
   private mean) say no, and state what holds for them instead; it is still called the mean where drivers speak of it.
+- `sums_in_halves`: sums over ranks are rounded to 16 bits, and estimates that are never corrected would drift by it.
 - `fewest_ranks`: a rule may need several to make sense; `require_ranks` refuses fewer.
 - `repeatable`: equal inputs, states and seeds give equal results. Noise for privacy must not.
 - `assign(parameter)` says which reducer serves a parameter: usually itself, for a policy somebody else.
@@ -21,7 +22,7 @@ ranks were sent the same and a tensor without data (`meta`) has its branch too.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Collection, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple, Protocol, cast
 
@@ -103,6 +104,11 @@ class Reducer(ABC):
         return True
 
     @property
+    def sums_in_halves(self) -> bool:
+        """Whether sums over ranks are rounded to 16 bits, of which no rank's residual knows."""
+        return False
+
+    @property
     def fewest_ranks(self) -> int:
         """Ranks that it needs at least."""
         return 1
@@ -159,6 +165,10 @@ class Reducer(ABC):
         """Return the reducer that serves `parameter`."""
         return self
 
+    def unmet(self, names: Collection[str]) -> list[str]:
+        """The globs in its parts' rules that meet none of the parameters called `names`: most likely misspelt."""
+        return [glob for part in _parts(vars(self).values()) for glob in part.unmet(names)]
+
     def axes(self, world_size: int) -> tuple[Axis, ...]:
         """Sub-groups of ranks that the program and its parts communicate on, so that they can be made beforehand."""
         found = (axis for part in _parts(vars(self).values()) for axis in part.axes(world_size))
@@ -214,6 +224,11 @@ class Wrapper(Reducer):
     def averages(self) -> bool:
         """The inner reducer's."""
         return self.inner.averages
+
+    @property
+    def sums_in_halves(self) -> bool:
+        """The inner reducer's."""
+        return self.inner.sums_in_halves
 
     @property
     def fewest_ranks(self) -> int:

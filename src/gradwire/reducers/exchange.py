@@ -79,6 +79,12 @@ class AllReduce(Reducer):
         return self.codec.lossless
 
     @property
+    def sums_in_halves(self) -> bool:
+        """Where the codec's payload is of 16 bits."""
+        fields = self.codec.layout(1).fields
+        return any(field.dtype.is_floating_point and field.dtype.itemsize < 4 for field in fields)
+
+    @property
     def shows_non_finite(self) -> bool:
         """The codec's."""
         return self.codec.shows_non_finite

@@ -15,8 +15,6 @@ from gradwire.core.state import Leaf, State
 from gradwire.kernels import lowrank
 from gradwire.reducers.base import Program, Reduced, Reducer, Step, Wrapper
 from gradwire.reducers.error_feedback import ErrorFeedback
-from gradwire.reducers.exchange import AllReduce
-from gradwire.reducers.power_sgd import PowerSGD
 
 
 @dataclass(frozen=True)
@@ -137,7 +135,7 @@ class EF21(Wrapper):
         probe = matrix_grain(1024, 1024) if self.inner.scope == "tensor" else flat_grain(1 << 20)
         if not self.inner.contraction(probe):
             raise CompositionError(f"EF21 over {self.inner} would not converge, since it is no contraction")
-        if _sums_in_halves(self.inner):
+        if self.inner.sums_in_halves:
             raise CompositionError(
                 f"EF21 over {self.inner} would drift, since it sums in 16 bits: take ef=on, or factors=int8"
             )
@@ -166,14 +164,6 @@ class EF21(Wrapper):
         off.copy_(total)  # a guard may write over what is returned
         new = _estimates(new_h, off, mean, reduced.state)
         return Reduced(total.to(x.dtype).view(x.shape), _SentEstimate(new_h), new, reduced.bad)
-
-
-def _sums_in_halves(reducer: Reducer) -> bool:
-    if isinstance(reducer, PowerSGD):
-        return reducer.factors in ("fp16", "bf16")
-    return isinstance(reducer, AllReduce) and any(
-        field.dtype.is_floating_point and field.dtype.itemsize < 4 for field in reducer.codec.layout(1).fields
-    )
 
 
 def _estimates(minus_h: Tensor, mean: Tensor, scratch: Tensor, inner: State) -> State:

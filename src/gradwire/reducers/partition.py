@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -70,6 +70,11 @@ class Partition(Reducer):
         return all(reducer.averages for reducer in self._reducers())
 
     @property
+    def sums_in_halves(self) -> bool:
+        """Where one of its reducers does."""
+        return any(reducer.sums_in_halves for reducer in self._reducers())
+
+    @property
     def fewest_ranks(self) -> int:
         """The most that one of its reducers needs."""
         return max(reducer.fewest_ranks for reducer in self._reducers())
@@ -93,6 +98,12 @@ class Partition(Reducer):
             if _meets(condition, parameter):
                 return reducer.assign(parameter)
         return self.default.assign(parameter)
+
+    def unmet(self, names: Collection[str]) -> list[str]:
+        """Its own globs that meet none of `names`, and those of its parts."""
+        globs = [condition for condition, _ in self.rules if isinstance(condition, str)]
+        own = [glob for glob in globs if not any(fnmatch.fnmatchcase(name, glob) for name in names)]
+        return own + super().unmet(names)
 
     def init(self, grain: Grain, step: Step) -> State:
         """Never called: a plan asks `assign` first."""

@@ -125,6 +125,11 @@ class PowerSGD(Reducer):
         """Matrices."""
         return "tensor"
 
+    @property
+    def sums_in_halves(self) -> bool:
+        """Where the factors are of 16 bits."""
+        return FACTOR_DTYPES.get(self.factors) is not None
+
     def assign(self, parameter: ParameterSpec) -> Reducer:
         """Itself for matrices that gain by it, else an uncompressed all-reduce."""
         return self if gains(parameter, self.rank, self.min_compression_rate) else AllReduce(Identity())
