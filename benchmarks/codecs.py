@@ -36,7 +36,7 @@ from gradwire.core.state import State
 from gradwire.drivers.plan import GRAIN_NUMEL, Plan, plan
 from gradwire.reducers import Reduced, Reducer, Step
 
-ROUNDS = 5
+ROUNDS = 11
 BARS = {"deterministic": 0.5, "stochastic": 0.25}
 """The fraction of the roofline that a codec of each class is to reach."""
 

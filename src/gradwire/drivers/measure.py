@@ -66,7 +66,7 @@ class Bench:
 def measured(reducer: Reducer, transport: GroupTransport, device: torch.device) -> Reducer:
     """Return `reducer` with every `Auto` in it told how long its candidates take; without one, as it is.
 
-    Every rank must call it at the same place, with an equal reducer. Takes about three seconds on four hosts at 200
+    Every rank must call it at the same place, with an equal reducer. Takes about seven seconds on four hosts at 200
     Mbit/s, and in proportion longer on a slower link.
     """
     return _measured(reducer, Bench(transport, device))

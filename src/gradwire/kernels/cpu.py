@@ -811,7 +811,7 @@ def _scatter(indices, values, first, out):
             tile[np.uintp(index - base)] += values[np.uintp(at)]  # and not -0.0, which 0 with it added is not
             previous = index
             at += 1
-        _deliver(tile, piece, np.float32(0), True, past_caches)
+        _deliver(tile, piece, 0, piece.size, np.float32(0), True, past_caches)
         for i in range(begin, at):
             tile[np.uintp(np.int64(indices[np.uintp(i)]) - base)] = np.float32(0)
     _fence()
@@ -1165,31 +1165,40 @@ _PAST_CACHES = 1 << 18
 
 
 @_inline
-def _deliver(values, into, alpha, overwrite, past_caches):
-    """into += alpha * values, or into = values."""
+def _deliver(values, into, start, stop, alpha, overwrite, past_caches):
+    """into += alpha * values, or into = values, from `start` to `stop`."""
     _widest()
     if not overwrite:
-        for i in range(into.size):
-            into[i] += values[i] * alpha
+        for i in range(start, stop):
+            into[np.uintp(i)] += values[np.uintp(i)] * alpha
     elif past_caches:
-        _move_past_caches(values, into)
+        _move_past_caches(values, into, start, stop)
     else:
-        for i in range(into.size):
-            into[i] = values[i]
+        for i in range(start, stop):
+            into[np.uintp(i)] = values[np.uintp(i)]
 
 
 @_inline
-def _move_past_caches(values, into):
+def _delivered(values, into, start, stop, alpha, overwrite, past_caches):
+    """Deliver what is a chunk or the end; return where it ends. Memory takes one chunk while the next is computed."""
+    if stop - start < _CHUNK and stop < into.size:
+        return start
+    _deliver(values, into, start, stop, alpha, overwrite, past_caches)
+    return stop
+
+
+@_inline
+def _move_past_caches(values, into, start, stop):
     """into = values. A cache would read each line first, to no purpose: all of it is overwritten."""
     _widest()
-    unaligned = (np.uintp(into.ctypes.data) >> np.uintp(2)) & np.uintp(15)
-    head = min(np.int64((np.uintp(16) - unaligned) & np.uintp(15)), into.size)
-    whole = head + (into.size - head) // 16 * 16
-    for i in range(head):
+    unaligned = ((np.uintp(into.ctypes.data) >> np.uintp(2)) + np.uintp(start)) & np.uintp(15)
+    head = min(start + np.int64((np.uintp(16) - unaligned) & np.uintp(15)), stop)
+    whole = head + (stop - head) // 16 * 16
+    for i in range(start, head):
         into[np.uintp(i)] = values[np.uintp(i)]
     for i in range(head, whole, 16):
         _store_16_past_caches(into, np.uintp(i), values, np.uintp(i))
-    for i in range(whole, into.size):
+    for i in range(whole, stop):
         into[np.uintp(i)] = values[np.uintp(i)]
 
 
@@ -1205,7 +1214,7 @@ def _block_int_decode(packed, scales, bits, block, into, alpha, overwrite):
     levels, past_caches = np.float32((1 << (bits - 1)) - 1), into.size >= _PAST_CACHES
     scratch, values = np.empty(_TILE, np.uint8), np.empty(_TILE, np.float32)
     for origin in range(0, into.size, _TILE):
-        piece, start = into[origin : origin + _TILE], 0
+        piece, start, sent = into[origin : origin + _TILE], 0, 0
         codes = (packed[origin:] if bits == 8 else scratch)[: piece.size]
         if bits != 8:
             _unpack(packed[origin // 8 * bits :], bits, codes)
@@ -1215,7 +1224,7 @@ def _block_int_decode(packed, scales, bits, block, into, alpha, overwrite):
             for i in range(start, stop):
                 values[np.uintp(i)] = (np.float32(np.int32(codes[np.uintp(i)])) - levels) * step
             start = stop
-        _deliver(values, piece, alpha, overwrite, past_caches)
+            sent = _delivered(values, piece, sent, stop, alpha, overwrite, past_caches)
     _fence()
 
 
@@ -1346,12 +1355,12 @@ def _sign_decode(packed, scales, bits, block, into, alpha, overwrite):
     _widest()
     values, past_caches = np.empty(_TILE, np.float32), into.size >= _PAST_CACHES
     for origin in range(0, into.size, _TILE):
-        piece, start = into[origin : origin + _TILE], 0
+        piece, start, sent = into[origin : origin + _TILE], 0, 0
         while start < piece.size:
             up, stop = scales[np.uintp((origin + start) // block)], _end_of_block(start, origin, block, piece.size)
             _choose(packed[origin // 8 :], start, stop, up, -up, values)
             start = stop
-        _deliver(values, piece, alpha, overwrite, past_caches)
+            sent = _delivered(values, piece, sent, stop, alpha, overwrite, past_caches)
     _fence()
 
 
@@ -1460,7 +1469,7 @@ def _qsgd_decode(packed, norms, levels, block, into, alpha, overwrite):
     narrow, wide, values = np.empty(_TILE, np.uint8), np.empty(_TILE, np.int32), np.empty(_TILE, np.float32)
     past_caches = into.size >= _PAST_CACHES
     for origin in range(0, into.size, _TILE):
-        piece, start = into[origin : origin + _TILE], 0
+        piece, start, sent = into[origin : origin + _TILE], 0, 0
         if bits <= 8:
             _unpack(packed[origin // 8 * bits :], bits, narrow[: piece.size])
         else:
@@ -1473,7 +1482,7 @@ def _qsgd_decode(packed, norms, levels, block, into, alpha, overwrite):
             else:
                 _qsgd_values(wide, start, stop, mask, step, values)
             start = stop
-        _deliver(values, piece, alpha, overwrite, past_caches)
+            sent = _delivered(values, piece, sent, stop, alpha, overwrite, past_caches)
     _fence()
 
 

@@ -22,6 +22,7 @@ from gradwire.kernels.cpu import (
     _bits_of,
     _choose,
     _deliver,
+    _delivered,
     _end_of_block,
     _fence,
     _float_of,
@@ -115,7 +116,7 @@ def _float8_decode(codes, exponents, mantissa, block, into, alpha, overwrite):
     least = np.float32(2.0 ** (1 - bias - mantissa))
     values, past_caches = np.empty(_TILE, np.float32), into.size >= _PAST_CACHES
     for origin in range(0, into.size, _TILE):
-        piece, code, start = into[origin : origin + _TILE], codes[origin : origin + _TILE], 0
+        piece, code, start, sent = into[origin : origin + _TILE], codes[origin : origin + _TILE], 0, 0
         while start < piece.size:
             stop = _end_of_block(start, origin, block, piece.size)
             scale = _float_of(np.uint32(np.uint32(exponents[np.uintp((origin + start) // block)]) << np.uint32(23)))
@@ -130,7 +131,7 @@ def _float8_decode(codes, exponents, mantissa, block, into, alpha, overwrite):
                 sign = np.uint32(np.uint32(whole & np.uint32(0x80)) << np.uint32(24))
                 values[np.uintp(i)] = _float_of(np.uint32(bits | sign)) * scale
             start = stop
-        _deliver(values, piece, alpha, overwrite, past_caches)
+            sent = _delivered(values, piece, sent, stop, alpha, overwrite, past_caches)
     _fence()
 
 
@@ -206,7 +207,7 @@ def _natural_decode(exponents, signs, into, alpha, overwrite):
         for i in range(piece.size):
             magnitude = np.uint32(np.uint32(codes[i]) << np.uint32(23))
             values_raw[i] = np.uint32(magnitude | np.uint32(np.uint32(negative[i]) << np.uint32(31)))
-        _deliver(values, piece, alpha, overwrite, past_caches)
+        _deliver(values, piece, 0, piece.size, alpha, overwrite, past_caches)
     _fence()
 
 
@@ -358,7 +359,7 @@ def _ternary_decode(packed, scales, block, digits, into, alpha, overwrite):
             nbytes = -(-min(block, piece.size - start) // digits)
             scale = scales[np.uintp((origin + start) // block)]
             _unpack_digits(packed, (origin + start) // digits, nbytes, digits, rest, scale, values, start)
-        _deliver(values, piece, alpha, overwrite, past_caches)
+        _deliver(values, piece, 0, piece.size, alpha, overwrite, past_caches)
     _fence()
 
 
@@ -468,13 +469,13 @@ def _one_bit_decode(packed, means, block, into, alpha, overwrite):
     _widest()
     values, past_caches = np.empty(_TILE, np.float32), into.size >= _PAST_CACHES
     for origin in range(0, into.size, _TILE):
-        piece, start = into[origin : origin + _TILE], 0
+        piece, start, sent = into[origin : origin + _TILE], 0, 0
         while start < piece.size:
             b, stop = (origin + start) // block, _end_of_block(start, origin, block, piece.size)
             up, down = means[np.uintp(2 * b)], means[np.uintp(2 * b + 1)]
             _choose(packed[origin // 8 :], start, stop, up, down, values)
             start = stop
-        _deliver(values, piece, alpha, overwrite, past_caches)
+            sent = _delivered(values, piece, sent, stop, alpha, overwrite, past_caches)
     _fence()
 
 
@@ -634,14 +635,14 @@ def _affine_decode(into, block, scales, zeros, levels, alpha, overwrite):
     _widest()
     values, past_caches = np.empty(_TILE, np.float32), into.size >= _PAST_CACHES
     for origin in range(0, into.size, _TILE):
-        piece, codes, start = into[origin : origin + _TILE], levels[origin : origin + _TILE], 0
+        piece, codes, start, sent = into[origin : origin + _TILE], levels[origin : origin + _TILE], 0, 0
         while start < piece.size:
             b, stop = np.uintp((origin + start) // block), _end_of_block(start, origin, block, piece.size)
             scale, zero = scales[b], np.int32(zeros[b])
             for i in range(start, stop):
                 values[np.uintp(i)] = np.float32(np.int32(codes[np.uintp(i)]) - zero) * scale
             start = stop
-        _deliver(values, piece, alpha, overwrite, past_caches)
+            sent = _delivered(values, piece, sent, stop, alpha, overwrite, past_caches)
     _fence()
 
 
