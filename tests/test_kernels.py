@@ -86,7 +86,7 @@ def check_topk(x: Tensor, k: int) -> None:
     for each in (kernels, reference):
         indices, values = each.topk(x, k)
         assert_same(indices, expected)
-        assert_same(values, x[expected.long()])
+        torch.testing.assert_close(values, x[expected.long()], rtol=0, atol=0, equal_nan=True)
     check_scatter(x.numel(), expected, values)
 
 
@@ -125,6 +125,31 @@ def test_topk_does_not_rely_on_what_its_sample_says(stride: int, k: int) -> None
     first = torch.zeros(HUGE)
     first[: 2 * k] = sample("normal", 2 * k)
     check_topk(first, k)
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("numel", [64, 1000, HUGE])
+@pytest.mark.parametrize("share", [0.001, 0.02, 0.5, 1.0])
+def test_topk_of_many_nan(numel: int, share: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    scattered, together = sample("normal", numel), sample("normal", numel)
+    scattered[torch.rand(numel, generator=generator) < share] = float("nan")
+    together[: round(share * numel)] = torch.tensor(-1, dtype=torch.int32).view(torch.float32)
+    for x in (scattered, together):
+        for k in (1, numel // 100 + 1, numel // 10, numel // 2, numel):
+            check_topk(x, k)
+
+
+@pytest.mark.usefixtures("threads")
+def test_those_that_are_none_may_stand_anywhere() -> None:
+    for numel in (10, HUGE):
+        for at in ([5, numel, 2], [numel, 3, 4], [5, 2, numel], [numel, numel]):
+            values = torch.tensor([0.0 if i == numel else float(i) for i in at])
+            expected = torch.zeros(numel + 1).index_put_((torch.tensor(at),), values)[:numel]
+            for each in (kernels, reference):
+                out = torch.full((numel,), float("nan"))
+                each.scatter_(out, torch.tensor(at, dtype=torch.int32), values)
+                assert_same(out, expected)
 
 
 @pytest.mark.usefixtures("threads")

@@ -243,3 +243,12 @@ def test_parts_that_do_not_fit_are_refused() -> None:
         Scheduled(((3, AllGather(TopK(0.1))), (0, SparseTwoShot(TopK(0.1)))))
     with pytest.raises(CompositionError, match="at least one stage"):
         Scheduled(())
+
+
+def test_a_header_that_says_too_few_is_read_alike_by_all() -> None:
+    x, codec = normal(2000), Threshold(0.5, cap=0.5)
+    payload = codec.encode(x)
+    payload[0][0] -= 100 << 32  # as if a hundred entries were not there
+    decoded, added = codec.decode(payload, x), torch.zeros_like(x)
+    codec.accumulate(payload, added, Key())
+    assert torch.equal(decoded, added)

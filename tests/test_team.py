@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from gradwire import kernels
+from gradwire.codecs import TernGrad
 from gradwire.kernels import pool, reference
 
 cpu = cast(ModuleType, pytest.importorskip("gradwire.kernels.cpu", exc_type=ImportError))
@@ -105,6 +106,21 @@ def test_what_is_stored_past_the_caches_lands_wherever_it_begins(offset: int) ->
     assert torch.equal(out, expected)
     assert whole[:offset].eq(7).all()
     assert whole[offset + 4 * HUGE :].eq(7).all()
+
+
+def test_what_begins_between_floats_is_written_all_the_same() -> None:
+    numel = 4 * HUGE
+    out = torch.frombuffer(bytearray(4 * numel + 1), dtype=torch.float32, offset=1, count=numel)
+    kernels.scatter_(out, torch.tensor([7], dtype=torch.int32), torch.ones(1))
+    assert out[7] == 1
+    assert int(out.count_nonzero()) == 1
+
+
+def test_a_kernel_called_with_another_type_of_number_still_goes_to_the_team() -> None:
+    for clip in (2, 2.0):
+        codec = TernGrad(clip=clip)
+        for numel in (100, HUGE):
+            codec.encode(torch.ones(numel))
 
 
 ENCODES = """

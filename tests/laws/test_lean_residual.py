@@ -23,6 +23,7 @@ from gradwire.reducers import (
     PowerSGD,
     Reducer,
     TwoShot,
+    WarmUp,
 )
 
 from .checks import Z, check_means, check_non_finite, norm
@@ -115,9 +116,10 @@ def test_estimates_refuse_what_error_feedback_refuses() -> None:
         EF21(AllGather(QSGD(15)))
     with pytest.raises(CompositionError, match="one memory"):
         EF21(ErrorFeedback(AllGather(TopK(0.1))))
-    for halves in (AllReduce(BF16()), PowerSGD(2, factors="bf16"), Hierarchical(AllReduce(BF16()), 2)):
+    halves = AllReduce(BF16()), PowerSGD(2, factors="bf16")
+    for inner in (*halves, Hierarchical(halves[0], 2), WarmUp(PowerSGD(2, factors="fp16"), halves[1], 3)):
         with pytest.raises(CompositionError, match="sums in 16 bits"):
-            EF21(halves)
+            EF21(inner)
 
 
 @pytest.mark.parametrize(

@@ -79,9 +79,15 @@ class Threshold(Float32Codec):
 
     def accumulate32(self, payload: Payload, into: Tensor, key: Key, alpha: float) -> None:
         """Scatter-add: O(k)."""
-        indices = places.decode(payload[0], into.numel(), payload[1].numel(), "rice")
-        if into.numel():  # places that hold none add zero to the last entry
-            kernels.scatter_add_(into, indices.clamp_(max=into.numel() - 1), payload[1], alpha)
+        indices, values = places.decode(payload[0], into.numel(), payload[1].numel(), "rice"), payload[1]
+        if not into.numel():
+            return
+        if into.device.type == "cpu":
+            some = int(torch.searchsorted(indices, into.numel()))
+            indices, values = indices[:some], values[:some]
+        else:  # places that hold none add zero to the last entry, and nothing is read
+            values = values.masked_fill(indices == into.numel(), 0.0)
+        kernels.scatter_add_(into, indices.clamp_(max=into.numel() - 1), values, alpha)
 
     def absolute_error(self, numel: int) -> float | None:
         """tau."""

@@ -162,8 +162,14 @@ def _mask(lanes: int, compare: Callable[..., _Values]) -> Any:
 
 
 def _magnitude_is_at_least(builder: _Values, vector: _Values, least: _Values) -> _Values:
+    return builder.icmp_unsigned(">=", _magnitudes_of(builder, vector), least)
+
+
+def _magnitudes_of(builder: _Values, vector: _Values) -> _Values:
+    """As `_magnitude`, lane by lane: all NaN are one."""
     magnitude = builder.and_(vector, ir.Constant(vector.type, [0x7FFFFFFF] * vector.type.count))
-    return builder.icmp_unsigned(">=", magnitude, least)
+    nan = ir.Constant(vector.type, [CANONICAL_NAN] * vector.type.count)
+    return builder.select(builder.icmp_unsigned("<", magnitude, nan), magnitude, nan)
 
 
 _at_least_8 = _mask(8, lambda builder, vector, least: builder.fcmp_ordered(">=", vector, least))
@@ -310,9 +316,7 @@ def _close_up_16(context, raw, start, least, first, indices, keys, n):
             return ir.Constant(words, [value] * 16)
 
         vector = builder.load(_lanes_at(context, builder, raw, args[0], args[1], 16), align=4)
-        magnitude = builder.and_(vector, all_(0x7FFFFFFF))
-        nan = all_(CANONICAL_NAN)
-        magnitude = builder.select(builder.icmp_unsigned("<", magnitude, nan), magnitude, nan)
+        magnitude = _magnitudes_of(builder, vector)
         mask = builder.icmp_unsigned(">=", magnitude, _lanes_of(builder, args[2], 16))
         key = builder.or_(builder.shl(magnitude, all_(1)), builder.lshr(vector, all_(31)))
         base = builder.trunc(builder.add(args[1], args[3]), ir.IntType(32))
@@ -821,12 +825,16 @@ def _scatter(indices, values, first, out):
 def scatter_(out: Tensor, indices: Tensor, values: Tensor) -> None:
     """One pass over `out` where indices increase, as they do unless they are damaged."""
     at, v, o = _array(indices), _array(values.to(torch.float32)), _array(out)
-    at = at[: np.searchsorted(at, np.int32(o.size))]  # behind them stand those that are none
+    some = int(np.searchsorted(at, np.int32(o.size)))  # behind them stand those that are none
+    if some < at.size and at[some:].min() < o.size:
+        some = 0  # they do not increase, so it is not known where those that are none stand
+    at = at[:some] if some else at
     cuts = pool.chunks(o.size)
     ends = [0, *np.searchsorted(at, np.array([j for _, j in cuts[:-1]], np.int32)), at.size]
     parts = zip(cuts, ends[:-1], ends[1:], strict=True)
     if not all(pool.run([functools.partial(_scatter, at[a:b], v[a:b], i, o[i:j]) for (i, j), a, b in parts])):
-        scatter_add_(out.zero_(), indices, values)
+        keep = indices < out.numel()
+        scatter_add_(out.zero_(), indices[keep], values[keep])
 
 
 @_kernel("uint32(uint32[::1])")
@@ -1191,6 +1199,10 @@ def _delivered(values, into, start, stop, alpha, overwrite, past_caches):
 def _move_past_caches(values, into, start, stop):
     """into = values. A cache would read each line first, to no purpose: all of it is overwritten."""
     _widest()
+    if np.uintp(into.ctypes.data) & np.uintp(3):  # no float begins at a line
+        for i in range(start, stop):
+            into[np.uintp(i)] = values[np.uintp(i)]
+        return
     unaligned = ((np.uintp(into.ctypes.data) >> np.uintp(2)) + np.uintp(start)) & np.uintp(15)
     head = min(start + np.int64((np.uintp(16) - unaligned) & np.uintp(15)), stop)
     whole = head + (stop - head) // 16 * 16

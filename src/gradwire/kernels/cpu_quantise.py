@@ -279,7 +279,7 @@ def ternary_scales(x: Tensor, clip: float, block: int, scales: Tensor) -> None:
     _spread(
         a.size,
         block,
-        lambda i, j: functools.partial(_ternary_scales, a[i:j], clip, block, s[i // block : -(-j // block)]),
+        lambda i, j: functools.partial(_ternary_scales, a[i:j], float(clip), block, s[i // block : -(-j // block)]),
     )
 
 
@@ -343,7 +343,7 @@ def ternary_encode(
         block,
         lambda i, j: functools.partial(
             _ternary_encode,
-            *(a[i:j], s[i // block : -(-j // block)], -1.0 if clip is None else clip, i, *words),
+            *(a[i:j], s[i // block : -(-j // block)], -1.0 if clip is None else float(clip), i, *words),
             *(block, digits, p[i // digits : -(-j // digits)]),
         ),
     )

@@ -66,7 +66,7 @@ _entries: dict[str, Entry | None] = {}
 
 def entry_of(dispatcher: Any) -> Entry | None:
     """The entry of a kernel that is compiled for one signature, or None where it returns more than a number."""
-    [compiled] = dispatcher.overloads.values()
+    compiled = next(iter(dispatcher.overloads.values()))  # of the signature it was declared with
     name, result = compiled.fndesc.mangled_name, compiled.signature.return_type
     with global_compiler_lock:  # two threads may want it first, and its name must be compiled once
         if name not in _entries:

@@ -105,8 +105,8 @@ class Reducer(ABC):
 
     @property
     def sums_in_halves(self) -> bool:
-        """Whether sums over ranks are rounded to 16 bits, of which no rank's residual knows."""
-        return False
+        """Whether sums over ranks are rounded to 16 bits, of which no rank's residual knows: in one of its parts."""
+        return any(part.sums_in_halves for part in _parts(vars(self).values()))
 
     @property
     def fewest_ranks(self) -> int:
@@ -224,11 +224,6 @@ class Wrapper(Reducer):
     def averages(self) -> bool:
         """The inner reducer's."""
         return self.inner.averages
-
-    @property
-    def sums_in_halves(self) -> bool:
-        """The inner reducer's."""
-        return self.inner.sums_in_halves
 
     @property
     def fewest_ranks(self) -> int:

@@ -99,11 +99,6 @@ class Hierarchical(Reducer):
         """The inner reducer's."""
         return self.inter.conserves
 
-    @property
-    def sums_in_halves(self) -> bool:
-        """The inner reducer's."""
-        return self.inter.sums_in_halves
-
     def axes(self, world_size: int) -> tuple[Axis, Axis]:
         """The axis inside a node and the axis between nodes."""
         places = math.gcd(self.node_size, world_size)

@@ -70,11 +70,6 @@ class Partition(Reducer):
         return all(reducer.averages for reducer in self._reducers())
 
     @property
-    def sums_in_halves(self) -> bool:
-        """Where one of its reducers does."""
-        return any(reducer.sums_in_halves for reducer in self._reducers())
-
-    @property
     def fewest_ranks(self) -> int:
         """The most that one of its reducers needs."""
         return max(reducer.fewest_ranks for reducer in self._reducers())
