@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import os
+import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -47,8 +49,17 @@ _inline: Callable[[Callable[..., Any]], Callable[..., Any]] = numba.njit(forcein
 _sum: Callable[[Callable[..., Any]], Callable[..., Any]] = numba.njit(fastmath={"reassoc", "nsz"}, **_OPTIONS)
 
 
+@functools.cache
+def _sources() -> str:
+    """A digest of the modules that kernels are made of."""
+    files = sorted(pathlib.Path(__file__).parent.glob("cpu*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:8]
+
+
 class _Kernel:
-    """A compiled function of one signature, kept on disk.
+    """A compiled function of one signature, kept on disk under a name that changes with the sources.
+
+    numba itself looks at the file a function stands in, and kernels take in functions of other files.
 
     numba writes its index of compiled code before the code itself, so a second process that starts just then
     may run what an older version of gradwire left under that name. The first call therefore compiles or loads
@@ -57,6 +68,7 @@ class _Kernel:
 
     def __init__(self, function: Callable[..., Any], signature: str) -> None:
         functools.update_wrapper(self, function)
+        function.__qualname__ += "_" + _sources()
         self._signature = signature
         try:
             self._dispatcher: Any = numba.njit(cache=True, **_OPTIONS)(function)
