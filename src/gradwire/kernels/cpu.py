@@ -131,9 +131,6 @@ def _raw(x: Tensor) -> np.ndarray[Any, Any]:
 # recognised, so these are spelled in LLVM's vectors: instructions of their own where a processor has masks, and
 # lowered to others everywhere else. Places are not checked: there must be as many elements as lanes.
 
-_HARD = 16
-"""The weight of an element that is drawn, or found at random in memory."""
-
 _Values = Any  # of llvmlite, which has no types
 
 
@@ -360,6 +357,9 @@ def _ask(x, start, stop):
 
 # Random bits ------------------------------------------------------------------------------------------------
 
+_HARD = 16
+"""The weight of an element that is drawn, or found at random in memory."""
+
 
 @_inline
 def _mix(x):
@@ -502,15 +502,15 @@ def _word_at(raw, start, whole, least):
     return word
 
 
-@_inline
-def _select_at_least(raw, first, least, indices, keys):
+@_kernel("int64(uint32[::1], int64, int64, int32[::1], uint32[::1])")
+def _candidates(raw, first, least, indices, keys):
     """Write index and key of each element of magnitude `least` or more; return how many, or -1 where there is no room.
 
     A word says which of the next 64 are: most of a sparse selection are passed over unseen, and of a dense one every
     step writes something. Nothing is guessed element by element.
     """
     _widest()
-    n, whole, room = np.uintp(0), raw.size // _RUN * _RUN, indices.size
+    n, whole, room, least = np.uintp(0), raw.size // _RUN * _RUN, indices.size, np.uint32(least)
     for start in range(0, raw.size, _RUN):
         _ask(raw, start + _AHEAD, start + _AHEAD + _RUN)
         word = _word_at(raw, start, whole, least)
@@ -533,16 +533,9 @@ def _select_at_least(raw, first, least, indices, keys):
 def _count_at_least(raw, least):
     _widest()
     count, least, whole = np.uint64(0), np.uint32(least), raw.size // _RUN * _RUN
-    for start in range(0, whole, _RUN):
-        count += _ones(_at_least_64(raw, np.uintp(start), least))
-    for i in range(whole, raw.size):
-        count += np.uint64(_magnitude(raw[np.uintp(i)]) >= least)
+    for start in range(0, raw.size, _RUN):
+        count += _ones(_word_at(raw, start, whole, least))
     return np.int64(count)
-
-
-@_kernel("int64(uint32[::1], int64, int64, int32[::1], uint32[::1])")
-def _candidates(raw, first, least, indices, keys):
-    return _select_at_least(raw, first, np.uint32(least), indices, keys)
 
 
 @_kernel("void(int32[::1], uint32[::1], int64, int64, int64)")
@@ -1400,7 +1393,6 @@ def sign_decode(packed: Tensor, scales: Tensor, block: int, out: Tensor) -> None
 
 @_inline
 def _level_bits(levels):
-    _widest()
     bits = 0
     while levels >> bits:
         bits += 1
