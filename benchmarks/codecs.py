@@ -16,6 +16,7 @@ are set aside: they are held against the products they need.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import statistics
 import time
@@ -34,7 +35,7 @@ from gradwire.core.grain import ParameterSpec
 from gradwire.core.key import Key
 from gradwire.core.state import State
 from gradwire.drivers.plan import GRAIN_NUMEL, Plan, plan
-from gradwire.reducers import Reduced, Reducer, Step
+from gradwire.reducers import AdaptiveThreshold, Reduced, Reducer, Step
 
 ROUNDS = 11
 BARS = {"deterministic": 0.5, "stochastic": 0.25}
@@ -96,10 +97,14 @@ def residual(state: State, default: Tensor) -> Tensor:
     return default if leaf is None or isinstance(leaf, State) else leaf.tensor
 
 
-def codec_of(reducer: Any) -> Codec | None:
-    """The codec inside all wrappers, if there is one."""
+def codec_of(reducer: Any, x: Tensor) -> Codec | None:
+    """The codec inside all wrappers, if there is one; a threshold that follows the gradient is taken where it would be."""
     while reducer is not None and not isinstance(getattr(reducer, "codec", None), Codec):
         reducer = getattr(reducer, "inner", None)
+    if isinstance(reducer, AdaptiveThreshold):
+        grain = x[:GRAIN_NUMEL].abs()
+        tau = float(grain.kthvalue(round((1 - reducer.density) * grain.numel())).values)
+        return dataclasses.replace(reducer.codec, tau=tau)
     return None if reducer is None else reducer.codec
 
 
@@ -160,7 +165,7 @@ def measure(numel: int, only: str) -> dict[str, Any]:
         for spec in method.examples:
             reducer = gradwire.parse(spec)
             if only in spec and reducer.fewest_ranks == 1:
-                codec = codec_of(reducer)
+                codec = codec_of(reducer, x)
                 own = {} if codec is None else held_against_roofline(codec, x, copy)
                 show(rows, spec, {"step": in_copies(Training(reducer, x).step, copy), **own})
     return rows

@@ -154,7 +154,7 @@ def test_rice_holds_fewer_than_it_could(numel: int, some: float, seed: int) -> N
     again = torch.empty_like(packed)
     reference.encode_rice(indices, numel, places.low_bits(numel, capacity), again)
     assert torch.equal(packed, again)
-    assert torch.equal(places.decode(packed, numel, capacity, "rice"), indices)
+    assert torch.equal(places.decode(packed, numel, capacity, "rice", fewer=True), indices[:held])
     back, sound = reference.decode_rice(packed, numel, capacity, 0)
     assert bool(sound)
     assert torch.equal(back, indices)

@@ -75,19 +75,19 @@ class Threshold(Float32Codec):
 
     def decode32(self, payload: Payload, out: Tensor, key: Key) -> None:
         """One pass."""
-        kernels.scatter_(out, places.decode(payload[0], out.numel(), payload[1].numel(), "rice"), payload[1])
+        indices = places.decode(payload[0], out.numel(), payload[1].numel(), "rice", fewer=True)
+        kernels.scatter_(out, indices, payload[1][: indices.numel()])
 
     def accumulate32(self, payload: Payload, into: Tensor, key: Key, alpha: float) -> None:
         """Scatter-add: O(k)."""
-        indices, values = places.decode(payload[0], into.numel(), payload[1].numel(), "rice"), payload[1]
         if not into.numel():
             return
-        if into.device.type == "cpu":
-            some = int(torch.searchsorted(indices, into.numel()))
-            indices, values = indices[:some], values[:some]
-        else:  # places that hold none add zero to the last entry, and nothing is read
+        indices = places.decode(payload[0], into.numel(), payload[1].numel(), "rice", fewer=True)
+        values = payload[1][: indices.numel()]
+        if into.device.type != "cpu":  # places that hold none add zero to the last entry, and nothing is read
             values = values.masked_fill(indices == into.numel(), 0.0)
-        kernels.scatter_add_(into, indices.clamp_(max=into.numel() - 1), values, alpha)
+            indices.clamp_(max=into.numel() - 1)
+        kernels.scatter_add_(into, indices, values, alpha, distinct=into.device.type == "cpu")
 
     def absolute_error(self, numel: int) -> float | None:
         """tau."""

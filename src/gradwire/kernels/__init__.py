@@ -235,11 +235,16 @@ def topk_indices(x: Tensor, k: int) -> Tensor:
     return _kernels(x.device, x.numel()).topk_indices(x, k)
 
 
-def topk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def topk(x: Tensor, k: int, values: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """`topk_indices(x, k)` and x there, (k,) float32; all NaN may come as one.
 
+    Args:
+        x: (numel,), numel < 2^31.
+        k: 0 to numel.
+        values: (k,) of any floating dtype: written, rounded, and returned, where it is given.
+
     Raises:
-        ValueError: k out of range.
+        ValueError: k out of range, or `values` of another size.
 
     >>> topk(torch.tensor([1.0, -3.0, 0.5, 3.0, 3.0]), 2)
     (tensor([1, 3], dtype=torch.int32), tensor([-3.,  3.]))
@@ -247,7 +252,9 @@ def topk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     _require("x", x, torch.float32)
     _require_range("numel", x.numel(), 0, 2**31 - 1)
     _require_range("k", k, 0, x.numel())
-    return _kernels(x.device, x.numel()).topk(x, k)
+    if values is not None:
+        _require_size("values", values, k)
+    return _kernels(x.device, x.numel()).topk(x, k, values)
 
 
 def gather(x: Tensor, indices: Tensor) -> Tensor:

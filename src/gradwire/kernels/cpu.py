@@ -156,7 +156,7 @@ def _lanes_at(context: _Values, builder: _Values, kind: _Values, array: _Values,
 
 def _mask(lanes: int, compare: Callable[..., _Values]) -> Any:
     """A function f(array, start, bound): bit i is compare(array[start + i], bound)."""
-    word = {8: types.uint8, 64: types.uint64}[lanes]
+    word = {8: types.uint8, 16: types.uint16, 64: types.uint64}[lanes]
 
     @_intrinsic
     def mask(context, array, start, bound):
@@ -171,17 +171,12 @@ def _mask(lanes: int, compare: Callable[..., _Values]) -> Any:
 
 
 def _magnitude_is_at_least(builder: _Values, vector: _Values, least: _Values) -> _Values:
-    return builder.icmp_unsigned(">=", _magnitudes_of(builder, vector), least)
-
-
-def _magnitudes_of(builder: _Values, vector: _Values) -> _Values:
-    """As `_magnitude`, lane by lane: all NaN are one."""
     magnitude = builder.and_(vector, ir.Constant(vector.type, [0x7FFFFFFF] * vector.type.count))
-    nan = ir.Constant(vector.type, [CANONICAL_NAN] * vector.type.count)
-    return builder.select(builder.icmp_unsigned("<", magnitude, nan), magnitude, nan)
+    return builder.icmp_unsigned(">=", magnitude, least)
 
 
 _at_least_8 = _mask(8, lambda builder, vector, least: builder.fcmp_ordered(">=", vector, least))
+_at_least_16 = _mask(16, _magnitude_is_at_least)
 _at_least_64 = _mask(64, _magnitude_is_at_least)
 _below_8 = _mask(8, lambda builder, vector, bound: builder.icmp_signed("<", vector, bound))
 
@@ -314,30 +309,38 @@ _COMPRESSES = bool(binding.get_host_cpu_features().get("avx512f"))
 """Whether one instruction closes up what a mask chooses of a vector. Elsewhere that is a branch for each element."""
 
 
+def _close_up(context: _Values, builder: _Values, vector: _Values, mask: _Values, out: _Values) -> None:
+    """Write the lanes that `mask` chooses to the vector at the pointer `out`, first of all; what stands behind is lost."""
+    kind = ir.FunctionType(vector.type, [vector.type, ir.VectorType(ir.IntType(1), 16), vector.type])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.experimental.vector.compress.v16i32")
+    bits = builder.bitcast(mask, ir.VectorType(ir.IntType(1), 16))
+    closed = builder.call(function, [vector, bits, ir.Constant(vector.type, ir.Undefined)])
+    builder.store(closed, out, align=4)
+
+
 @_intrinsic
-def _close_up_16(context, raw, start, least, first, indices, keys, n):
-    """Write index and key of those of raw[start : start + 16] of magnitude `least` or more; return how many."""
+def _close_up_16(context, source, start, mask, out, at):
+    """Write those of source[start : start + 16] that `mask` chooses from out[at] on, and something up to out[at + 15]."""
+
+    def generate(context, builder, signature, args):
+        vector = builder.load(_lanes_at(context, builder, source, args[0], args[1], 16), align=4)
+        _close_up(context, builder, vector, args[2], _lanes_at(context, builder, out, args[3], args[4], 16))
+        return context.get_dummy_value()
+
+    return types.void(source, types.uintp, types.uint16, out, types.uintp), generate
+
+
+@_intrinsic
+def _close_up_places_16(context, first, mask, out, at):
+    """As `_close_up_16`, of the numbers from `first` on."""
 
     def generate(context, builder, signature, args):
         words = ir.VectorType(ir.IntType(32), 16)
+        vector = builder.add(_lanes_of(builder, args[0], 16), ir.Constant(words, list(range(16))))
+        _close_up(context, builder, vector, args[1], _lanes_at(context, builder, out, args[2], args[3], 16))
+        return context.get_dummy_value()
 
-        def all_(value):
-            return ir.Constant(words, [value] * 16)
-
-        vector = builder.load(_lanes_at(context, builder, raw, args[0], args[1], 16), align=4)
-        magnitude = _magnitudes_of(builder, vector)
-        mask = builder.icmp_unsigned(">=", magnitude, _lanes_of(builder, args[2], 16))
-        key = builder.or_(builder.shl(magnitude, all_(1)), builder.lshr(vector, all_(31)))
-        base = builder.trunc(builder.add(args[1], args[3]), ir.IntType(32))
-        index = builder.add(_lanes_of(builder, base, 16), ir.Constant(words, list(range(16))))
-        for value, array, out in ((index, indices, args[4]), (key, keys, args[5])):
-            at = builder.gep(make_array(array)(context, builder, out).data, [args[6]])
-            kind = ir.FunctionType(ir.VoidType(), [words, at.type, mask.type])
-            function = cgutils.get_or_insert_function(builder.module, kind, "llvm.masked.compressstore.v16i32")
-            builder.call(function, [value, at, mask])
-        return builder.zext(builder.ctpop(builder.bitcast(mask, ir.IntType(16))), ir.IntType(64))
-
-    return types.uintp(raw, types.uintp, types.uint32, types.int64, indices, keys, types.uintp), generate
+    return types.void(types.int32, types.uint16, out, types.uintp), generate
 
 
 _CHUNK = 256
@@ -481,155 +484,169 @@ _RUN = 64
 
 
 @_inline
-def _key(raw):
-    """The bits with the sign last: keys are in the order of magnitudes, and a value can be had from its key."""
-    return np.uint32(np.uint32(_magnitude(raw) << np.uint32(1)) | np.uint32(raw >> np.uint32(31)))
+def _bound(least):
+    """What bits without their sign are to be compared with, so that all NaN are one: as if they were `_magnitude`."""
+    if least <= 0x7F800000:
+        return np.uint32(least)
+    return np.uint32(0x7F800001 if least <= CANONICAL_NAN else 0x80000000)
 
 
 @_inline
-def _raw_of(key):
-    return np.uint32(np.uint32(key >> np.uint32(1)) | np.uint32(key << np.uint32(31)))
+def _reaches(raw, bound):
+    return np.uint32(raw & np.uint32(0x7FFFFFFF)) >= bound
 
 
 @_inline
-def _word_at(raw, start, whole, least):
-    """Bit i is whether the magnitude of raw[start + i] is at least `least`, for the next 64."""
+def _word_at(raw, start, whole, bound):
+    """Bit i is whether the magnitude of raw[start + i] reaches `bound`, for the next 64."""
     if start < whole:
-        return _at_least_64(raw, np.uintp(start), least)
+        return _at_least_64(raw, np.uintp(start), bound)
     word = np.uint64(0)
     for i in range(start, raw.size):
-        word |= np.uint64(_magnitude(raw[np.uintp(i)]) >= least) << np.uint64(i - start)
+        word |= np.uint64(_reaches(raw[np.uintp(i)], bound)) << np.uint64(i - start)
     return word
 
 
+@_inline
+def _choose_of_64(raw, start, whole, word, first, indices, values, n):
+    """Write index and value of what `word` chooses of raw[start : start + 64] from `n` on; return where that ends."""
+    if _COMPRESSES and start < whole and n + np.uintp(_RUN) <= np.uintp(indices.size) and _ones(word) > np.uint64(2):
+        for i in range(start, start + _RUN, 16):
+            mask = np.uint16(word)
+            _close_up_places_16(np.int32(first + i), mask, indices, n)
+            _close_up_16(raw, np.uintp(i), mask, values, n)
+            n += np.uintp(_ones(np.uint64(mask)))
+            word >>= np.uint64(16)
+        return n
+    while word != np.uint64(0):
+        i = np.uintp(start) + np.uintp(_trailing_zeros(word))
+        word &= word - np.uint64(1)
+        indices[n], values[n] = np.int32(first + np.int64(i)), raw[i]
+        n += np.uintp(1)
+    return n
+
+
 @_kernel("int64(uint32[::1], int64, int64, int32[::1], uint32[::1])")
-def _candidates(raw, first, least, indices, keys):
-    """Write index and key of each element of magnitude `least` or more; return how many, or -1 where there is no room.
+def _candidates(raw, first, least, indices, values):
+    """Write each element of magnitude `least` or more, and where it is; return how many, or -1 where there is no room.
 
     A word says which of the next 64 are: most of a sparse selection are passed over unseen, and of a dense one every
     step writes something. Nothing is guessed element by element.
     """
     _widest()
-    n, whole, room, least = np.uintp(0), raw.size // _RUN * _RUN, indices.size, np.uint32(least)
+    n, whole, room, bound = np.uintp(0), raw.size // _RUN * _RUN, np.uintp(indices.size), _bound(least)
     for start in range(0, raw.size, _RUN):
         _ask(raw, start + _AHEAD, start + _AHEAD + _RUN)
-        word = _word_at(raw, start, whole, least)
-        if np.int64(n) + np.int64(_ones(word)) > room:
+        word = _word_at(raw, start, whole, bound)
+        if n + np.uintp(_ones(word)) > room:
             return -1
-        if _COMPRESSES and start < whole and _ones(word) > np.uint64(3):
-            for at in range(start, start + _RUN, 16):
-                n += _close_up_16(raw, np.uintp(at), least, first, indices, keys, n)
-            continue
-        while word != np.uint64(0):
-            i = np.uintp(start) + np.uintp(_trailing_zeros(word))
-            word &= word - np.uint64(1)
-            indices[n] = np.int32(first + np.int64(i))
-            keys[n] = _key(raw[i])
-            n += np.uintp(1)
+        n = _choose_of_64(raw, start, whole, word, first, indices, values, n)
     return np.int64(n)
 
 
 @_kernel("int64(uint32[::1], int64)")
 def _count_at_least(raw, least):
     _widest()
-    count, least, whole = np.uint64(0), np.uint32(least), raw.size // _RUN * _RUN
+    count, bound, whole = np.uint64(0), _bound(least), raw.size // _RUN * _RUN
     for start in range(0, raw.size, _RUN):
-        count += _ones(_word_at(raw, start, whole, least))
+        count += _ones(_word_at(raw, start, whole, bound))
     return np.int64(count)
 
 
-@_kernel("void(int32[::1], uint32[::1], int64, int64, int64)")
-def _emit(indices, keys, threshold, quota, most):
-    """Close up, in place, those above `threshold` and the first `quota` equal to it, `most` in all; keys to values."""
-    threshold, n = np.uint32(threshold), 0
-    for i in range(indices.size):
-        if n == most:
-            break
-        key = keys[i]
-        magnitude = np.uint32(key >> np.uint32(1))
-        indices[n], keys[n] = indices[i], _raw_of(key)  # overwritten where it is not to be kept: nothing is guessed
-        tied = np.int64(magnitude == threshold) & np.int64(quota > 0)
-        n += np.int64(magnitude > threshold) | tied
-        quota -= tied
-
-
-@_kernel("int64(uint32[::1], int64, int64, uint32[::1], int64[::1])")
-def _between(raw, low, high, found, above):
-    """Write the magnitudes in [low, high); count those above. Return how many, or -1 where there is no room."""
-    low, high, n, beyond = np.uint32(low), np.uint32(high), np.uintp(0), np.uint64(0)
-    whole = raw.size // _RUN * _RUN
-    for start in range(0, raw.size, _RUN):
-        _ask(raw, start + _AHEAD, start + _AHEAD + _RUN)
-        larger = _word_at(raw, start, whole, high)
-        word = _word_at(raw, start, whole, low) & ~larger
-        beyond += _ones(larger)
-        if np.int64(n) + np.int64(_ones(word)) > found.size:
+@_kernel("int64(uint32[::1], int64, uint32[::1])")
+def _magnitudes_to(values, most, found):
+    """Write the magnitudes up to `most`; return how many, or -1 where there is no room for them and 16 more."""
+    _widest()
+    n, bound, whole = np.uintp(0), _bound(most + 1), values.size // 16 * 16 if _COMPRESSES else 0
+    room = np.uintp(max(found.size - 16, 0))
+    for i in range(0, whole, 16):
+        if n >= room:
             return -1
-        while word != np.uint64(0):
-            found[n] = _magnitude(raw[np.uintp(start) + np.uintp(_trailing_zeros(word))])
-            word &= word - np.uint64(1)
-            n += np.uintp(1)
-    above[0] = np.int64(beyond)
+        mask = np.uint16(~_at_least_16(values, np.uintp(i), bound))
+        _close_up_16(values, np.uintp(i), mask, found, n)
+        n += np.uintp(_ones(np.uint64(mask)))
+    for i in range(whole, values.size):
+        if n >= room:
+            return -1
+        found[n] = values[np.uintp(i)]  # overwritten where it is not to be kept: nothing is guessed
+        n += np.uintp(not _reaches(values[np.uintp(i)], bound))
+    for i in range(np.int64(n)):
+        found[np.uintp(i)] = _magnitude(found[np.uintp(i)])
     return np.int64(n)
+
+
+@_kernel("void(int32[::1], uint32[::1], int64, int64, int32[::1], uint32[::1])")
+def _emit(places, raw, threshold, quota, indices, values):
+    """Write those above `threshold` and the first `quota` equal to it: there is room for just these."""
+    _widest()
+    above, bound, n, i = _bound(threshold + 1), _bound(threshold), np.uintp(0), 0
+    while i < raw.size and n < np.uintp(indices.size):
+        if _COMPRESSES and i + 16 <= raw.size and n + np.uintp(16) <= np.uintp(indices.size):
+            mask = _at_least_16(raw, np.uintp(i), above)
+            if quota == 0 or mask == _at_least_16(raw, np.uintp(i), bound):
+                _close_up_16(places, np.uintp(i), mask, indices, n)
+                _close_up_16(raw, np.uintp(i), mask, values, n)
+                n += np.uintp(_ones(np.uint64(mask)))
+                i += 16
+                continue
+        for j in range(i, min(i + 16, raw.size)):
+            if n == np.uintp(indices.size):
+                break
+            value = raw[np.uintp(j)]
+            indices[n], values[n] = places[np.uintp(j)], value  # overwritten where it is not to be kept
+            larger = np.int64(_reaches(value, above))
+            tied = np.int64(_reaches(value, bound)) & ~larger & np.int64(quota > 0)
+            n += np.uintp(larger | tied)
+            quota -= tied
+        i += 16
 
 
 @_kernel("void(uint32[::1], int64, int64, int64, int32[::1], uint32[::1])")
 def _select(raw, first, threshold, quota, indices, values):
     """Write those above `threshold` and the first `quota` equal to it: there is room for just these."""
-    threshold, whole, n = np.uint32(threshold), raw.size // _RUN * _RUN, np.uintp(0)
+    above, bound, whole, n = _bound(threshold + 1), _bound(threshold), raw.size // _RUN * _RUN, np.uintp(0)
     for start in range(0, raw.size, _RUN):
         _ask(raw, start + _AHEAD, start + _AHEAD + _RUN)
         if n == np.uintp(indices.size):
             break
-        word = _word_at(raw, start, whole, threshold if quota > 0 else np.uint32(threshold + np.uint32(1)))
-        while word != np.uint64(0) and n < np.uintp(indices.size):
-            i = np.uintp(start) + np.uintp(_trailing_zeros(word))
-            word &= word - np.uint64(1)
-            indices[n], values[n] = np.int32(first + np.int64(i)), raw[i]  # overwritten where it is not to be kept
-            tied = np.int64(_magnitude(raw[i]) == threshold)
-            n += np.uintp(np.int64(1) - (tied & np.int64(quota <= 0)))
-            quota -= tied
+        word = _word_at(raw, start, whole, above)
+        tied = _word_at(raw, start, whole, bound) & ~word if quota > 0 else np.uint64(0)
+        while tied != np.uint64(0) and quota > 0:
+            word |= tied & (~tied + np.uint64(1))
+            tied &= tied - np.uint64(1)
+            quota -= 1
+        n = _choose_of_64(raw, start, whole, word, first, indices, values, n)
 
 
-@_kernel("int64(uint32[::1], int64)")
-def _count_from(keys, least):
-    _widest()
-    count = 0
-    for i in range(keys.size):
-        count += np.int64(keys[i]) >= least
-    return count
+_Piece = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]
+"""Places and values of what was selected in a piece of a tensor."""
 
 
-@_kernel("void(uint32[::1])")
-def _to_values(keys):
-    _widest()
-    for i in range(keys.size):
-        keys[i] = _raw_of(keys[i])
+def topk(x: Tensor, k: int, values: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Candidates in one pass, and a look at these: a sample guesses between which two magnitudes the k-th largest lies.
 
-
-def topk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Where few are wanted, candidates in one pass; else the threshold in one pass, and what is above it in another.
-
-    A sample guesses between which two magnitudes the k-th largest lies. Where it guessed wrong, and where there is
-    little to look through, all are looked through.
+    Where it guessed wrong, and where there is little to look through, all are looked through.
     """
     if k == 0:
-        return torch.empty(0, dtype=torch.int32), torch.empty(0)
-    raw = _raw(x)
-    cuts = pool.chunks(raw.size)
-    chosen = None
-    if raw.size >= _SAMPLED:
-        chosen = _sparsely(raw, k, cuts) if k <= raw.size // 16 else _densely(raw, k, cuts)
-    return chosen or _those_from(raw, k, cuts, _kth_largest(_magnitudes(raw), k))
+        return torch.empty(0, dtype=torch.int32), torch.empty(0) if values is None else values
+    raw, cuts = _raw(x), pool.chunks(x.numel())
+    direct = values is not None and values.dtype == torch.float32 and values.is_contiguous()
+    found = values if values is not None and direct else torch.empty(k)
+    indices = _by_sample(raw, k, cuts, found) if raw.size >= _SAMPLED else None
+    if indices is None:
+        indices = _those_from(raw, cuts, _kth_largest(_magnitudes(raw), k), found)
+    return indices, found if values is None or direct else values.copy_(found)
 
 
-def _quotas(k: int, above: Sequence[int], at_least: Sequence[int]) -> list[int]:
-    """How many that equal the threshold each piece is to keep: those that come first."""
-    left, quotas = k - sum(above), []
+def _shares(above: list[int], at_least: list[int], indices: Tensor, values: Tensor) -> tuple[list[int], list[_Piece]]:
+    """How many that equal the threshold each piece is to keep, those that come first, and where it is to write."""
+    left, stop, quotas, parts = indices.numel() - sum(above), 0, [], []
     for more, n in zip(above, at_least, strict=True):
         quotas.append(min(left, n - more))
         left -= quotas[-1]
-    return quotas
+        start, stop = stop, stop + more + quotas[-1]
+        parts.append((_array(indices)[start:stop], _raw(values)[start:stop]))
+    return quotas, parts
 
 
 def topk_indices(x: Tensor, k: int) -> Tensor:
@@ -639,40 +656,78 @@ def topk_indices(x: Tensor, k: int) -> Tensor:
 
 # As few as one in 499 say about where the k-th largest lies, and are read from as few cache lines. A prime, so that of
 # no matrix one column is seen alone. Where many are wanted more are asked: there is room for as many as they say.
-_STRIDE, _DENSE_STRIDE = 499, 61
+_STRIDE, _DENSE_STRIDE = 499, 211
 _SAMPLED = 1 << 17
 
 
-class _Found:
-    """Indices and keys of what was selected: one buffer of each, in which each piece of the tensor has room."""
+_BUCKET = 18
+"""Low bits of a magnitude that a sample is not asked about: a thirty-second of an octave."""
 
-    def __init__(self, cuts: list[pool.Chunk], rooms: list[int], keys: Tensor | None = None) -> None:
-        self.cuts, self.starts, self.counts = cuts, [sum(rooms[:i]) for i in range(len(rooms))], rooms
-        self._indices = torch.empty(sum(rooms), dtype=torch.int32)
-        self._keys = torch.empty(sum(rooms)) if keys is None else keys
 
-    def pieces(self) -> list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
-        """Indices and keys, piece by piece."""
-        indices, keys = _array(self._indices), _raw(self._keys)
-        parts = [slice(start, start + n) for start, n in zip(self.starts, self.counts, strict=True)]
-        return [(indices[part], keys[part]) for part in parts]
+@_inline
+def _room(seen, stride, numel):
+    """For as many of `numel` as a sample has seen, and four standard deviations more; and a vector's width."""
+    return min(numel, np.int64(stride * (seen + 2 + 4 * np.sqrt(seen + 2.0)))) + 32
 
-    def collect(self, raw: np.ndarray[Any, Any], least: int) -> bool:
-        """Fill each piece with what is at least `least`; false where there is no room."""
-        pieces = zip(self.cuts, self.pieces(), strict=True)
-        tasks = [functools.partial(_candidates, raw[i:j], i, least, *piece) for (i, j), piece in pieces]
-        self.counts = pool.run(tasks)
-        return min(self.counts) >= 0
 
-    def closed_up(self, counts: list[int]) -> tuple[Tensor, Tensor]:
-        """The first `counts` of the pieces, side by side: indices, and keys that are values by now."""
-        stop = 0
-        for start, count in zip(self.starts, counts, strict=True):
-            if start != stop:
-                for buffer in (_array(self._indices), _raw(self._keys)):
-                    buffer[stop : stop + count] = buffer[start : start + count]
-            stop += count
-        return self._indices[:stop], self._keys[:stop]
+@_kernel("void(uint32[::1], int64, int64, int64, int64, int64, int64[:, ::1])")
+def _guess(raw, stride, few, many, least, piece, answers):
+    """Where, by the magnitudes of one element in `stride`, those of ranks `few` and `many` in this sample lie.
+
+    Writes a row for each piece of the tensor: a magnitude that is no more than that of rank `many`; one that is no less
+    than that of rank `few`; room for those from the first on, and for those between the two. `least` is taken for the
+    first where it is not negative.
+    """
+    _widest()
+    seen = np.empty((raw.size + stride - 1) // stride, np.uint16)
+    counts = np.zeros((0x80000000 >> _BUCKET) + 1, np.int32)
+    for i in range(seen.size):
+        bucket = _magnitude(raw[np.uintp(i) * np.uintp(stride)]) >> np.uint32(_BUCKET)
+        seen[np.uintp(i)] = np.uint16(bucket)
+        counts[np.uintp(bucket)] += 1
+    high = low = 0x80000000 >> _BUCKET
+    total, n = 0, 0
+    while low > 0 and total < many:
+        if total < few:
+            high = low - 1
+        low -= 1
+        total += counts[np.uintp(low)]
+    if least >= 0:
+        low = least >> _BUCKET
+    else:
+        least = max(low << _BUCKET, 1)
+    most = ((high + 1) << _BUCKET) - 1
+    for p in range(answers.shape[0]):
+        start, stop, chosen, between = p * piece, min((p + 1) * piece, raw.size), 0, 0
+        while n < seen.size and n * stride < stop:
+            bucket = np.int64(seen[np.uintp(n)])
+            chosen += bucket >= low
+            between += np.int64(bucket >= low) & np.int64(bucket <= high)
+            n += 1
+        answers[p, 0], answers[p, 1] = least, most
+        answers[p, 2], answers[p, 3] = _room(chosen, stride, stop - start), _room(between, stride, stop - start)
+
+
+def _guessed(raw: np.ndarray[Any, Any], cuts: list[pool.Chunk], k: int, least: int = -1) -> np.ndarray[Any, Any]:
+    """`_guess` of what is between the k-th largest and `least`, or so far below it as it lies once in ten thousand."""
+    stride = _STRIDE if k <= raw.size // 16 else _DENSE_STRIDE
+    sampled, density = raw.size // stride, k / raw.size
+    slack = 4 * (density * (1 - density) * sampled) ** 0.5 + 2
+    answers = np.empty((len(cuts), 4), np.int64)
+    _guess(raw, stride, max(1, int(density * sampled - slack)), int(density * sampled + slack), least, cuts[0][1], answers)
+    return answers
+
+
+def _candidates_of(
+    raw: np.ndarray[Any, Any], cuts: list[pool.Chunk], least: int, rooms: Sequence[int]
+) -> list[_Piece] | None:
+    """All elements of magnitude `least` or more, piece by piece; or None where there are more than there is room for."""
+    buffers = [(_array(torch.empty(room, dtype=torch.int32)), _words(room)) for room in rooms]
+    both = zip(cuts, buffers, strict=True)
+    counts = pool.run([functools.partial(_candidates, raw[i:j], i, least, *buffer) for (i, j), buffer in both])
+    if min(counts) < 0:
+        return None
+    return [(places[:n], found[:n]) for (places, found), n in zip(buffers, counts, strict=True)]
 
 
 def _kth_largest(words: np.ndarray[Any, Any], k: int) -> int:
@@ -690,50 +745,37 @@ def _magnitudes(raw: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return np.minimum(magnitudes, np.uint32(CANONICAL_NAN), out=magnitudes)
 
 
-def _sparsely(raw: np.ndarray[Any, Any], k: int, cuts: list[pool.Chunk]) -> tuple[Tensor, Tensor] | None:
+def _by_sample(raw: np.ndarray[Any, Any], k: int, cuts: list[pool.Chunk], values: Tensor) -> Tensor | None:
     """The k largest, out of the few above a magnitude that the k-th largest is hardly ever below; or None."""
-    sample = _magnitudes(raw[::_STRIDE])
-    least = _kth_largest(sample.copy(), _ranks(sample, k / raw.size)[1])
-    found = _Found(cuts, _rooms(sample > least, _STRIDE, cuts))
-    if not found.collect(raw, least + 1):
+    guess = _guessed(raw, cuts, k)
+    (least, most), rooms = guess[0, :2].tolist(), guess[:, 2:].T.tolist()
+    if sum(rooms[0]) > 2 * k + raw.size // 8:  # many are nearly equal
         return None
-    if sum(found.counts) < k:  # as of a sparse tensor, whose k-th largest is 0
-        at_least = _counts(raw, cuts, least)
-        return _those_from(raw, k, cuts, least, found.counts, at_least) if sum(at_least) >= k else None
-    pieces = found.pieces()
-    threshold = _kth_largest(np.concatenate([keys for _, keys in pieces]), k) >> 1
-    above = [_count_from(keys, 2 * threshold + 2) for _, keys in pieces]
-    quotas = _quotas(k, above, [_count_from(keys, 2 * threshold) for _, keys in pieces])
-    counts = [more + quota for more, quota in zip(above, quotas, strict=True)]
-    tasks = [functools.partial(_emit, *p, threshold, q, n) for p, q, n in zip(pieces, quotas, counts, strict=True)]
-    pool.run(tasks, numel=_HARD * sum(found.counts))
-    return found.closed_up(counts)
-
-
-def _densely(raw: np.ndarray[Any, Any], k: int, cuts: list[pool.Chunk]) -> tuple[Tensor, Tensor] | None:
-    """The k largest, after a look at the few between two magnitudes; or None."""
-    sample = _magnitudes(raw[::_DENSE_STRIDE])
-    few, many = _ranks(sample, k / raw.size)
-    high, low = _kth_largest(sample.copy(), few) + 1, _kth_largest(sample.copy(), many)
-    rooms = _rooms((sample > low) & (sample < high), _DENSE_STRIDE, cuts)
-    found, beyond = [_words(room) for room in rooms], [np.zeros(1, np.int64) for _ in cuts]
-    pieces = zip(cuts, found, beyond, strict=True)
-    counts = pool.run([functools.partial(_between, raw[i:j], low + 1, high, f, n) for (i, j), f, n in pieces])
-    larger = [int(n[0]) for n in beyond]
+    pieces = _candidates_of(raw, cuts, least, rooms[0])
+    if pieces is None:
+        return None
+    counts = [found.size for _, found in pieces]
+    if sum(counts) < k:  # as of a sparse tensor, whose k-th largest is 0
+        return _those_from(raw, cuts, 0, values, counts, [j - i for i, j in cuts]) if least == 1 else None
+    low = [_words(room) for room in rooms[1]]
+    both = zip(pieces, low, strict=True)
+    tasks = [functools.partial(_magnitudes_to, found, most, some) for (_, found), some in both]
+    lower = pool.run(tasks, numel=sum(counts))
+    larger = [count - n for count, n in zip(counts, lower, strict=True)]
     rank = k - sum(larger)
-    if min(counts) < 0 or rank < 1:
+    if min(lower) < 0 or rank < 1:
         return None
-    if rank > sum(counts):  # as where many are equal
-        at_least = _counts(raw, cuts, low)
-        above = [n + more for n, more in zip(counts, larger, strict=True)]
-        return _those_from(raw, k, cuts, low, above, at_least) if sum(at_least) >= k else None
-    found = [some[:count] for some, count in zip(found, counts, strict=True)]
-    threshold = _kth_largest(np.concatenate(found), rank)
+    low = [some[:n] for some, n in zip(low, lower, strict=True)]
+    threshold = _kth_largest(np.concatenate(low), rank)
     above, at_least = (
-        [_count_from(some, least) + n for some, n in zip(found, larger, strict=True)]
+        [n + _count_at_least(some, least) for n, some in zip(larger, low, strict=True)]
         for least in (threshold + 1, threshold)
     )
-    return _those_from(raw, k, cuts, threshold, above, at_least)
+    indices, tasks = torch.empty(k, dtype=torch.int32), []
+    for piece, quota, part in zip(pieces, *_shares(above, at_least, indices, values), strict=True):
+        tasks.append(functools.partial(_emit, *piece, threshold, quota, *part))
+    pool.run(tasks, numel=sum(counts))
+    return indices
 
 
 def _counts(raw: np.ndarray[Any, Any], cuts: list[pool.Chunk], least: int) -> list[int]:
@@ -741,38 +783,22 @@ def _counts(raw: np.ndarray[Any, Any], cuts: list[pool.Chunk], least: int) -> li
     return pool.run([functools.partial(_count_at_least, raw[i:j], least) for i, j in cuts])
 
 
-def _ranks(sample: np.ndarray[Any, Any], density: float) -> tuple[int, int]:
-    """Ranks in the sample between which the magnitude of rank density in all lies, but in one case of ten thousand."""
-    slack = 4 * (density * (1 - density) * sample.size) ** 0.5
-    rank = density * sample.size
-    return max(1, int(rank - slack) - 2), min(sample.size, int(rank + slack) + 2)
-
-
-def _rooms(chosen: np.ndarray[Any, Any], stride: int, cuts: list[pool.Chunk]) -> list[int]:
-    """Room in each piece for what a sample of one in `stride` chose there."""
-    seen = [int(np.count_nonzero(chosen[i // stride : j // stride])) + 2 for i, j in cuts]
-    return [min(j - i, int(stride * (n + 4 * n**0.5))) for (i, j), n in zip(cuts, seen, strict=True)]
-
-
 def _those_from(
     raw: np.ndarray[Any, Any],
-    k: int,
     cuts: list[pool.Chunk],
     threshold: int,
+    values: Tensor,
     above: list[int] | None = None,
     at_least: list[int] | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The k largest, of which `threshold` is the least; how many are above it in each piece, and no less than it."""
+) -> Tensor:
+    """The largest, of which `threshold` is the least; how many are above it in each piece, and no less than it."""
     above = _counts(raw, cuts, threshold + 1) if above is None else above
     at_least = _counts(raw, cuts, threshold) if at_least is None else at_least
-    indices, values = torch.empty(k, dtype=torch.int32), torch.empty(k)
-    at, words, start, tasks = _array(indices), _raw(values), 0, []
-    for (i, j), more, quota in zip(cuts, above, _quotas(k, above, at_least), strict=True):
-        stop = start + more + quota
-        tasks.append(functools.partial(_select, raw[i:j], i, threshold, quota, at[start:stop], words[start:stop]))
-        start = stop
+    indices, tasks = torch.empty(values.numel(), dtype=torch.int32), []
+    for (i, j), quota, part in zip(cuts, *_shares(above, at_least, indices, values), strict=True):
+        tasks.append(functools.partial(_select, raw[i:j], i, threshold, quota, *part))
     pool.run(tasks)
-    return indices, values
+    return indices
 
 
 @_kernel("void(float32[::1], int32[::1], float32[::1])")
@@ -804,6 +830,16 @@ def scatter_add_(into: Tensor, indices: Tensor, values: Tensor, alpha: float = 1
     pool.run([functools.partial(_scatter_add, o, at[i:j], v[i:j], np.float32(alpha)) for i, j in cuts])
 
 
+@_inline
+def _increase(indices, start, stop):
+    """Whether each of indices[start:stop] is greater than the one before."""
+    _widest()
+    least = np.int32(1)
+    for i in range(start, stop):
+        least = min(least, np.int32(indices[np.uintp(i)] - indices[np.uintp(i - 1)]))
+    return least > 0
+
+
 @_kernel("boolean(int32[::1], float32[::1], int64, float32[::1])")
 def _scatter(indices, values, first, out):
     """out[indices - first] = values and 0 elsewhere; false where the indices are none of these places, or unordered."""
@@ -812,17 +848,21 @@ def _scatter(indices, values, first, out):
     tile = np.zeros(_TILE, np.float32)
     for origin in range(0, out.size, _TILE):
         piece, begin = out[origin : origin + _TILE], at
-        base, previous = first + origin, first + origin - 1
-        while at < indices.size and indices[np.uintp(at)] < base + piece.size:
-            index = np.int64(indices[np.uintp(at)])
-            if index <= previous:
-                return False
-            tile[np.uintp(index - base)] += values[np.uintp(at)]  # and not -0.0, which 0 with it added is not
-            previous = index
+        base, size = np.int32(first + origin), np.uint32(piece.size)
+        while at < indices.size:
+            place = np.uint32(indices[np.uintp(at)] - base)
+            if place >= size:
+                break
+            tile[np.uintp(place)] = np.float32(0) + values[np.uintp(at)]  # which is not -0.0
             at += 1
+        if not _increase(indices, max(begin, 1), at):
+            return False
         _deliver(tile, piece, 0, piece.size, np.float32(0), True, past_caches)
-        for i in range(begin, at):
-            tile[np.uintp(np.int64(indices[np.uintp(i)]) - base)] = np.float32(0)
+        if (at - begin) * 16 > _TILE:
+            tile[:] = np.float32(0)
+        else:
+            for i in range(begin, at):
+                tile[np.uintp(np.uint32(indices[np.uintp(i)] - base))] = np.float32(0)
     _fence()
     return at == indices.size
 

@@ -1,162 +1,345 @@
 # pyright: basic
-"""Index coding in numba: one pass to write, one to read. `gradwire.kernels.indices` documents the format.
+"""Index coding in numba, in pieces that are written and read at once. `gradwire.kernels.indices` documents the format.
 
-Words gather in registers and are stored when they are full; reading jumps from one set bit to the next. Every index
-that is read is checked before it is used, so that a damaged payload ends the loop and nothing else.
+Low bits are packed a tile at a time, as codes are. High parts gather in a register that is stored when it is full, and
+are read by closing up the places of set bits. What is read is checked before anyone uses it, so that a damaged payload
+ends a loop and nothing else.
 """
 
 from __future__ import annotations
+
+import functools
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from gradwire.kernels import pool
-from gradwire.kernels.cpu import _array, _Found, _kernel, _raw, _to_values, _trailing_zeros, _widest, topk
+from gradwire.kernels.cpu import (
+    _COMPRESSES,
+    _HARD,
+    _array,
+    _candidates_of,
+    _close_up_places_16,
+    _counts,
+    _guessed,
+    _inline,
+    _kernel,
+    _ones,
+    _pack,
+    _pack_slowly,
+    _raw,
+    _those_from,
+    _trailing_zeros,
+    _unpack,
+    _widest,
+    topk,
+)
 from gradwire.kernels.reference import CANONICAL_NAN
 from gradwire.kernels.reference_indices import candidates
 
-
-@_kernel("boolean(int32[::1], int64, boolean, uint64[::1])")
-def _write(indices, bits, gaps, out):
-    """Write the stream and zeros behind it; false where indices do not increase, or there is no room."""
-    n, start = indices.size, indices.size * bits
-    if start >> 6 >= out.size:
-        return n == 0
-    for w in range(out.size):
-        out[w] = np.uint64(0)
-    mask, b = np.uint64((1 << bits) - 1), np.uint64(bits)
-    lows, filled, at = np.uint64(0), np.uint64(0), 0
-    ones, ones_at = np.uint64(0), start >> 6
-    previous, position = -1, -1
-    for i in range(n):
-        index = np.int64(indices[i])
-        value = index - previous - 1 if gaps else index - i
-        if index <= previous:
-            return False
-        previous = index
-        low = np.uint64(value) & mask
-        lows |= low << filled
-        filled += b
-        if filled >= np.uint64(64):
-            out[at] = lows
-            at += 1
-            filled -= np.uint64(64)
-            lows = low >> (b - filled)
-        high = value >> bits
-        position = position + 1 + high if gaps else high + i
-        here = (start + position) >> 6
-        if here != ones_at:
-            if here >= out.size:
-                return False
-            out[ones_at] = ones
-            ones, ones_at = np.uint64(0), here
-        ones |= np.uint64(1) << np.uint64((start + position) & 63)
-    out[ones_at] = ones
-    if filled > np.uint64(0):
-        out[at] |= lows  # whose word the ones may share
-    return True
+_TILE = 1024
+"""Indices coded at a time: a multiple of 64, so that low bits end with a word."""
 
 
-@_kernel("boolean(uint64[::1], int64, boolean, int64, int32[::1])")
-def _read(words, bits, gaps, numel, out):
-    """Read as many indices as `out` has; false where they are not there, do not increase or point outside."""
-    n, start, last = out.size, out.size * bits, np.uint64(words.size - 1)
-    mask = np.uint64((1 << bits) - 1)
-    i, previous, before = 0, -1, -1
-    if n == 0:
-        return True
-    for w in range(start >> 6, words.size):
-        word, base = words[np.uintp(w)], np.int64(w * 64 - start)
-        if base < 0:
-            word &= ~np.uint64(0) << np.uint64(-base)
-        while word != np.uint64(0):
-            position = base + np.int64(_trailing_zeros(word))  # pyright: ignore[reportCallIssue]
-            word &= word - np.uint64(1)
-            value = np.int64(position - before - 1 if gaps else position - i) << bits
-            at = np.uint64(i) * np.uint64(bits)
-            shift, at = at & np.uint64(63), at >> np.uint64(6)
-            low = words[at] >> shift
-            low |= words[min(at + np.uint64(1), last)] << np.uint64(1) << (np.uint64(63) - shift)
-            value |= np.int64(low & mask)
-            index = value + (previous + 1 if gaps else i)
-            if index <= previous or index >= numel:
-                return False
-            out[np.uintp(i)] = np.int32(index)
-            previous, before = index, position
-            i += 1
-            if i == n:
-                return True
-    return False
-
-
-@_kernel("int64[::1](int32[::1], int64[::1])")
-def _high_sums(indices, tried):
-    """The sum of gap >> b for each b tried."""
-    _widest()
-    sums = np.zeros(tried.size, np.int64)
-    for t in range(tried.size):
-        shift, total = np.int32(tried[t]), np.int64(indices[0] >> np.int32(tried[t])) if indices.size else 0
-        for i in range(1, indices.size):
-            total += np.int64((indices[i] - indices[i - 1] - np.int32(1)) >> shift)
-        sums[t] = total
-    return sums
-
-
-def at_least(x: Tensor, tau: Tensor, values: Tensor) -> Tensor:
-    """One pass; where there are too many, the largest of all are the largest of those above tau."""
-    raw, least, most = _raw(x), int(min(_raw(tau.reshape(1))[0] & 0x7FFFFFFF, CANONICAL_NAN)), values.numel()
-    # Each of several pieces may need room for all, and has it where few are wanted.
-    apart = most <= raw.size // 8
-    cuts = pool.chunks(raw.size) if apart else [(0, raw.size)]
-    found = _Found(cuts, [min(most, j - i) for i, j in cuts], None if apart else values)
-    if found.collect(raw, least) and sum(found.counts) <= most:
-        for _, keys in found.pieces():
-            _to_values(keys)
-        indices, kept = found.closed_up(found.counts)
-    else:
-        indices, kept = topk(x, most)
-    if kept.data_ptr() != values.data_ptr():
-        values[: kept.numel()] = kept
-    values[kept.numel() :] = 0
-    return indices
+def _cuts(count: int) -> list[pool.Chunk]:
+    return pool.chunks(count, 64, weight=_HARD)
 
 
 def _words(packed: Tensor) -> np.ndarray:
     return _array(packed).view(np.uint64)
 
 
+# Writing ----------------------------------------------------------------------------------------------------
+
+
+@_kernel("void(int32[::1], int64, int64, int64[::1], int64[::1])")
+def _high_sums(indices, begin, stop, tried, sums):
+    """The sum of gap >> b of indices[begin:stop], for each b tried."""
+    _widest()
+    for t in range(tried.size):
+        shift = np.int32(tried[t])
+        total = np.int64(indices[0] >> shift) if begin == 0 and stop > 0 else 0
+        for i in range(max(begin, 1), stop):
+            gap = np.int32(indices[np.uintp(i)] - indices[np.uintp(i - 1)] - np.int32(1))
+            total += np.int64(gap >> shift)
+        sums[t] = total
+
+
+@_inline
+def _split(indices, origin, gaps, bits, lows, steps):
+    """Low parts from `origin` on, and how far each high part ends from the one before; false where nothing increases."""
+    _widest()
+    mask, shift, least, skip = np.int32((1 << bits) - 1), np.int32(bits), np.int32(0), 0
+    if origin == 0:  # nothing stands before the first
+        first = indices[0]
+        lows[0], steps[0] = first & mask, (first >> shift) + np.int32(1)
+        least, skip = min(least, first), 1
+    for i in range(skip, steps.size):
+        place = np.int32(origin + i)
+        index, previous = indices[np.uintp(origin + i)], indices[np.uintp(origin + i - 1)]
+        gap = np.int32(index - previous - np.int32(1))
+        least = min(least, gap)
+        value = gap if gaps else np.int32(index - place)
+        other = np.int32(0) if gaps else np.int32((previous - place + np.int32(1)) >> shift)
+        lows[np.uintp(i)] = value & mask
+        steps[np.uintp(i)] = np.int32((value >> shift) - other + np.int32(1))
+    return least >= 0
+
+
+@_inline
+def _sum_of(steps):
+    _widest()
+    total = 0
+    for i in range(steps.size):
+        total += np.int64(steps[np.uintp(i)])
+    return total
+
+
+@_kernel("boolean(int32[::1], int64, int64, int64, boolean, int64, uint64[::1], uint64[::1])")
+def _write(indices, begin, stop, bits, gaps, before, out, shared):
+    """Write indices[begin:stop] to words of zeros; false where they do not increase, or there is no room.
+
+    `before` is where the high part before them ends. The first word of high parts, which others may write to as well,
+    is returned instead: `shared` becomes that word's place and its bits.
+    """
+    _widest()
+    start, packed = indices.size * bits, out.view(np.uint8)
+    narrow, lows, steps = np.empty(_TILE, np.uint8), np.empty(_TILE, np.int32), np.empty(_TILE, np.int32)
+    position = start + before
+    first = at = (position + 1) >> 6
+    first_bits = word = np.uint64(0)
+    for origin in range(begin, stop, _TILE):
+        size, i = min(_TILE, stop - origin), 0
+        if not _split(indices, origin, gaps, bits, lows[:size], steps[:size]):
+            return False
+        if (position + _sum_of(steps[:size])) >> 6 >= out.size:
+            return False
+        bytes_ = packed[origin * bits // 8 : ((origin + size) * bits + 7) // 8]
+        if 0 < bits <= 8:
+            for j in range(size):
+                narrow[np.uintp(j)] = np.uint8(lows[np.uintp(j)])
+            _pack(narrow[:size], bits, bytes_)
+        elif bits:
+            _pack_slowly(lows[:size], bits, bytes_)
+        while i < size and (position + np.int64(steps[np.uintp(i)])) >> 6 == first:
+            position += np.int64(steps[np.uintp(i)])
+            first_bits |= np.uint64(1) << np.uint64(position & 63)
+            i += 1
+        for j in range(i, size):  # each step stores a word: where words end is not to be guessed
+            position += np.int64(steps[np.uintp(j)])
+            here = position >> 6
+            word = (word if here == at else np.uint64(0)) | np.uint64(1) << np.uint64(position & 63)
+            out[np.uintp(here)] = word
+            at = here
+    shared[0], shared[1] = np.uint64(first), first_bits
+    return True
+
+
+def _write_all(
+    indices: np.ndarray, bits: int, gaps: bool, befores: list[int], cuts: list[pool.Chunk], out: np.ndarray
+) -> bool:
+    """Write the stream and zeros behind it; false where indices do not increase, or there is no room."""
+    if max(befores) + 1 + indices.size * bits >> 6 >= out.size or min(befores) < -1:
+        return False
+    out[:] = 0
+    shared = [np.empty(2, np.uint64) for _ in cuts]
+    pieces = zip(cuts, befores, shared, strict=True)
+    done = pool.run([functools.partial(_write, indices, *cut, bits, gaps, b, out, s) for cut, b, s in pieces])
+    if not all(done):
+        return False
+    for at, word in shared:
+        out[at] |= word
+    return True
+
+
 def encode(indices: Tensor, bits: int, out: Tensor) -> bool:
     """Elias-Fano."""
-    return _write(_array(indices), bits, False, _words(out))
-
-
-def decode(packed: Tensor, numel: int, count: int, bits: int) -> tuple[Tensor, bool]:
-    """Elias-Fano; returns indices and whether they are sound."""
-    indices = torch.empty(count, dtype=torch.int32)
-    return indices, _read(_words(packed), bits, False, numel, _array(indices))
+    whole, cuts = _array(indices), _cuts(indices.numel())
+    befores = [-1, *(((int(whole[i - 1]) - i + 1) >> bits) + i - 1 for i, _ in cuts[1:])]
+    return _write_all(whole, bits, False, befores, cuts, _words(out))
 
 
 def encode_rice(indices: Tensor, numel: int, bits: int, out: Tensor) -> bool:
     """Rice, with the low bits that make this payload shortest."""
     whole, words = _array(indices), _words(out)
     some = int(np.searchsorted(whole, np.int32(numel)))  # a wider number would widen a copy of them all
+    whole, cuts = whole[:some], _cuts(some)
     tried = np.array(candidates(bits), np.int64)
-    used = (some * tried + some + _high_sums(whole[:some], tried) + 63) // 64
+    sums = np.empty((len(cuts), tried.size), np.int64)
+    pool.run([functools.partial(_high_sums, whole, *cut, tried, row) for cut, row in zip(cuts, sums, strict=True)])
+    used = (some * tried + some + sums.sum(0) + 63) // 64
     best = int(used.argmin())
     if not 0 <= used[best] < words.size:
         return False
     words[0] = int(tried[best]) | int(used[best]) << 6 | some << 32
-    return _write(whole[:some], int(tried[best]), True, words[1:])
+    if some == 0:
+        words[1:] = 0
+        return True
+    befores, total = [-1], 0
+    for (_, stop), highs in zip(cuts[:-1], sums[:, best].tolist()[:-1], strict=True):
+        total += highs
+        befores.append(total + stop - 1)
+    return _write_all(whole, int(tried[best]), True, befores, cuts, words[1:])
+
+
+# Reading ----------------------------------------------------------------------------------------------------
+
+
+@_inline
+def _read_lows(words, bits, begin, narrow, lows):
+    """The low parts from `begin`, a multiple of 8, on, of which the words hold as many as are wanted."""
+    _widest()
+    if bits == 0:
+        for i in range(lows.size):
+            lows[np.uintp(i)] = np.int32(0)
+    elif bits <= 8:
+        packed = words.view(np.uint8)[begin * bits // 8 : ((begin + lows.size) * bits + 7) // 8]
+        _unpack(packed, bits, narrow[: lows.size])
+        for i in range(lows.size):
+            lows[np.uintp(i)] = np.int32(narrow[np.uintp(i)])
+    else:
+        mask, last = np.uint64((1 << bits) - 1), np.uint64(words.size - 1)
+        for i in range(lows.size):
+            at = np.uint64(begin + i) * np.uint64(bits)
+            shift, at = at & np.uint64(63), at >> np.uint64(6)
+            low = words[at] >> shift
+            low |= words[min(at + np.uint64(1), last)] << np.uint64(1) << (np.uint64(63) - shift)
+            lows[np.uintp(i)] = np.int32(low & mask)
+
+
+@_inline
+def _word_of_highs(words, w, start, before):
+    """Word `w` without the low parts and the high parts up to `before`."""
+    skip = start + before + 1 - w * 64
+    return words[np.uintp(w)] >> np.uint64(skip) << np.uint64(skip) if skip > 0 else words[np.uintp(w)]
+
+
+@_kernel("boolean(uint64[::1], int64, boolean, int64, int64, int64[:, ::1])")
+def _starts(words, bits, gaps, count, piece, starts):
+    """For each piece, where the high part before it ends, and the index before it; false where there are not so many."""
+    _widest()
+    start, seen, i = count * bits, 0, 0
+    w = start >> 6
+    word, sum_ = _word_of_highs(words, w, start, -1), 0
+    narrow, lows = np.empty(_TILE, np.uint8), np.empty(_TILE, np.int32)
+    starts[0, 0] = starts[0, 1] = -1
+    for p in range(1, starts.shape[0]):
+        wanted = p * piece
+        while seen + np.int64(_ones(word)) < wanted:
+            seen += np.int64(_ones(word))
+            w += 1
+            if w >= words.size:
+                return False
+            word = words[np.uintp(w)]
+        rest = word
+        for _ in range(wanted - seen - 1):
+            rest &= rest - np.uint64(1)
+        before = w * 64 - start + np.int64(_trailing_zeros(rest))
+        high = (before - wanted + 1) << bits
+        while i < wanted:  # the last of them is the index before the piece
+            size = min(_TILE, wanted - i)
+            _read_lows(words, bits, i, narrow, lows[:size])
+            for j in range(size):
+                sum_ += np.int64(lows[np.uintp(j)])
+            i += size
+        low = sum_ if gaps else np.int64(lows[np.uintp((wanted - 1) % _TILE)])
+        starts[p, 0], starts[p, 1] = before, high + low + wanted - 1
+    return True
+
+
+@_kernel("boolean(uint64[::1], int64, boolean, int64, int64, int64, int64[::1], int32[::1])")
+def _read(words, bits, gaps, numel, begin, stop, since, out):
+    """Read indices[begin:stop]; false where they are not there, do not increase or point outside."""
+    _widest()
+    start, before, previous = out.size * bits, since[0], since[1]
+    places, narrow, lows = np.empty(_TILE + 128, np.int32), np.empty(_TILE, np.uint8), np.empty(_TILE, np.int32)
+    w, n = (start + before + 1) >> 6, np.uintp(0)
+    sum_ = previous - ((before - begin + 1) << bits) - (begin - 1)
+    for i in range(begin, stop, _TILE):
+        size = min(_TILE, stop - i)
+        while n < np.uintp(size):
+            if w >= words.size:
+                return False
+            word, base = _word_of_highs(words, w, start, before), w * 64 - start
+            if _COMPRESSES:
+                for lane in range(0, 64, 16):
+                    mask = np.uint16(word >> np.uint64(lane))
+                    _close_up_places_16(np.int32(base + lane), mask, places, n)
+                    n += np.uintp(_ones(np.uint64(mask)))
+            else:
+                while word != np.uint64(0):
+                    places[n] = np.int32(base + np.int64(_trailing_zeros(word)))
+                    word &= word - np.uint64(1)
+                    n += np.uintp(1)
+            w += 1
+        _read_lows(words, bits, i, narrow, lows[:size])
+        for j in range(size):
+            high, at = (np.int64(places[np.uintp(j)]) - (i + j)) << bits, i + j
+            sum_ += np.int64(lows[np.uintp(j)])
+            index = high + at + (sum_ if gaps else np.int64(lows[np.uintp(j)]))
+            if not gaps and index <= previous:  # gaps cannot but increase
+                return False
+            out[np.uintp(at)], previous = np.int32(index), index
+        if previous >= numel:
+            return False
+        left = n - np.uintp(size)
+        for j in range(np.int64(left)):
+            places[np.uintp(j)] = places[np.uintp(size + j)]
+        n = left
+    return True
+
+
+def _read_all(words: np.ndarray, bits: int, gaps: bool, numel: int, out: np.ndarray) -> bool:
+    """Read as many indices as `out` has; false where they are not there, do not increase or point outside."""
+    if out.size == 0 or out.size * bits >> 6 >= words.size:
+        return out.size == 0
+    cuts = _cuts(out.size)
+    starts = np.empty((len(cuts), 2), np.int64)
+    if not _starts(words, bits, gaps, out.size, cuts[0][1], starts):
+        return False
+    pieces = zip(cuts, starts, strict=True)
+    return all(pool.run([functools.partial(_read, words, bits, gaps, numel, *cut, since, out) for cut, since in pieces]))
+
+
+def decode(packed: Tensor, numel: int, count: int, bits: int) -> tuple[Tensor, bool]:
+    """Elias-Fano; returns indices and whether they are sound."""
+    indices = torch.empty(count, dtype=torch.int32)
+    return indices, _read_all(_words(packed), bits, False, numel, _array(indices))
 
 
 def decode_rice(packed: Tensor, numel: int, count: int, bits: int) -> tuple[Tensor, bool]:
-    """Rice; returns indices, those not there as `numel`, and whether they are sound."""
-    indices = torch.empty(count, dtype=torch.int32)
-    words, out = _words(packed), _array(indices)
+    """Rice; returns as many indices as there are, and whether they are sound."""
+    words = _words(packed)
     header = int(words[0])
     chosen, used, some = header & 63, header >> 6 & 0x3FFFFFF, header >> 32
     if chosen > 31 or used >= words.size or some > count:
-        return indices.fill_(numel), False
-    out[some:] = numel
-    return indices, _read(words[1:], chosen, True, numel, out[:some])
+        return torch.empty(0, dtype=torch.int32), False
+    indices = torch.empty(some, dtype=torch.int32)
+    return indices, _read_all(words[1:], chosen, True, numel, _array(indices))
+
+
+# Selection --------------------------------------------------------------------------------------------------
+
+
+def at_least(x: Tensor, tau: Tensor, values: Tensor) -> Tensor:
+    """One pass; where there are too many, the largest of all are the largest of those above tau."""
+    raw, least, most = _raw(x), int(min(_raw(tau.reshape(1))[0] & 0x7FFFFFFF, CANONICAL_NAN)), values.numel()
+    if raw.size == 0:
+        return torch.empty(0, dtype=torch.int32)
+    cuts = pool.chunks(raw.size)
+    rooms = _guessed(raw, cuts, most, least)[:, 2].tolist()
+    if sum(rooms) > 2 * most + raw.size // 8:  # too many, it seems: then the largest of all are those wanted
+        indices, _ = topk(x, most, values)
+        if _counts(_raw(values), [(0, most)], least)[0] == most:
+            return indices
+    pieces = _candidates_of(raw, cuts, least, rooms)
+    counts = _counts(raw, cuts, least) if pieces is None else [found.size for _, found in pieces]
+    if sum(counts) > most:
+        return topk(x, most, values)[0]
+    kept = values[: sum(counts)]
+    values[kept.numel() :] = 0
+    if pieces is None:
+        return _those_from(raw, cuts, least, kept, [0] * len(cuts), counts)
+    np.concatenate([found for _, found in pieces], out=_raw(kept))
+    return torch.from_numpy(np.concatenate([places for places, _ in pieces]))

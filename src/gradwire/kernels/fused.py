@@ -74,10 +74,8 @@ def topk_encode_keeping(x: Tensor, values: Tensor, indices: Tensor) -> None:
     if fused is not None:
         fused.topk_encode_keeping(x, values, indices)
         return
-    chosen, largest = kernels.topk(x, indices.numel())
-    indices.copy_(chosen)
-    values.copy_(largest)
-    kernels.scatter_add_(x, indices, values, -1.0)
+    indices.copy_(kernels.topk(x, indices.numel(), values)[0])
+    kernels.scatter_add_(x, indices, values, -1.0, distinct=True)
 
 
 def topk_feedback(x: Tensor, residual: Tensor, decay: float, values: Tensor, indices: Tensor) -> None:

@@ -233,12 +233,23 @@ def encode(indices: Tensor, numel: int, format_: Format, out: Tensor, room: int 
         raise ValueError(f"indices to encode must increase and lie in [0, {numel})")
 
 
-def decode(packed: Tensor, numel: int, count: int, format_: Format) -> Tensor:
-    """Return the indices that `encode` was given: (count,) int32.
+def decode(packed: Tensor, numel: int, count: int, format_: Format, fewer: bool = False) -> Tensor:
+    """Return the indices that `encode` was given.
+
+    Args:
+        packed: of `field(format_, numel, count)`.
+        numel: d.
+        count: k.
+        format_: one of `FORMATS`.
+        fewer: whether a `rice` field may hold fewer than `count`.
+
+    Returns:
+        (count,) int32. Where there are fewer: on a CPU these, and elsewhere, where nothing is read back, behind the
+        last of them stands numel, which is none.
 
     Raises:
         PayloadError: a payload of another size, or one that holds something else than `count` increasing indices
-            below `numel` (on a CPU: elsewhere nothing is read back, and indices are clamped into range).
+            below `numel` (on a CPU: elsewhere indices are clamped into range).
     """
     format_ = resolve(format_, numel, count)
     where = field(format_, numel, count)
@@ -251,6 +262,9 @@ def decode(packed: Tensor, numel: int, count: int, format_: Format) -> Tensor:
     module, bits = _module(packed.device), _fixed_bits(format_, numel, count)
     read = module.decode_rice if format_ == "rice" else module.decode
     indices, good = read(packed, numel, count, bits)
-    if packed.device.type == "cpu" and not bool(good):
-        raise PayloadError(_DAMAGED.format(count, numel))
+    if packed.device.type == "cpu":
+        some = held(packed) if format_ == "rice" else count
+        if not bool(good) or (some < count and not fewer):
+            raise PayloadError(_DAMAGED.format(count, numel))
+        indices = indices[:some]
     return indices

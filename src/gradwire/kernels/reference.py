@@ -127,10 +127,11 @@ def topk_indices(x: Tensor, k: int) -> Tensor:
     return out.scatter_(0, slot, indices)[:k]
 
 
-def topk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def topk(x: Tensor, k: int, values: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """See `gradwire.kernels.topk`."""
     indices = topk_indices(x, k)
-    return indices, gather(x, indices)
+    found = gather(x, indices)
+    return indices, found if values is None else values.copy_(found)
 
 
 def gather(x: Tensor, indices: Tensor) -> Tensor:

@@ -217,10 +217,11 @@ def _gather(x, indices, out, numel, k, TILE: tl.constexpr):
     tl.store(out + at, tl.load(x + index, mask=(at < k) & within, other=float("nan")), mask=at < k)
 
 
-def topk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def topk(x: Tensor, k: int, values: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """See `gradwire.kernels.topk`."""
     indices = topk_indices(x, k)
-    return indices, gather(x, indices)
+    found = gather(x, indices)
+    return indices, found if values is None else values.copy_(found)
 
 
 def gather(x: Tensor, indices: Tensor) -> Tensor:
