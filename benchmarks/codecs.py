@@ -98,7 +98,7 @@ def residual(state: State, default: Tensor) -> Tensor:
 
 
 def codec_of(reducer: Any, x: Tensor) -> Codec | None:
-    """The codec inside all wrappers, if there is one; a threshold that follows the gradient is taken where it would be."""
+    """The codec inside all wrappers, if there is one; a threshold that follows the gradient stands where it would."""
     while reducer is not None and not isinstance(getattr(reducer, "codec", None), Codec):
         reducer = getattr(reducer, "inner", None)
     if isinstance(reducer, AdaptiveThreshold):

@@ -50,6 +50,7 @@ def test_uniform(numel: int, start: int) -> None:
 @pytest.mark.parametrize("numel", [1, 5, 4099, HUGE, 46_340**2 + 1, 2**31 - 1])
 def test_permuted_indices(numel: int) -> None:
     check.check_permutation(GPU, 11, numel, min(numel, 100_001))
+    check.check_strata(GPU, 11, numel, min(numel, 100_001))
 
 
 @pytest.mark.parametrize("bits", range(1, 17))

@@ -293,6 +293,36 @@ def test_permuted_indices_cover_evenly(numel: int) -> None:
         assert abs(chi_square(steps, draws / (numel - 1))) < 5
 
 
+@few
+@given(keys, st.integers(0, 5000), st.floats(0, 1))
+def test_stratified_indices_increase_and_are_of_all_strata(bits: int, numel: int, part: float) -> None:
+    k = round(part * numel)
+    drawn = kernels.stratified_indices(bits, numel, k, CPU)
+    assert_same(drawn, reference.stratified_indices(bits, numel, k, CPU))
+    kernels.check_indices(drawn, numel)
+    gaps = (drawn.roll(-1) - drawn) % numel if k > 1 else torch.ones(0)
+    assert bool((drawn[1:] > drawn[:-1]).all())
+    assert bool((gaps < 2 * -(-numel // max(1, k))).all())  # no stratum is left out
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("numel", [HUGE, 2**20 + 1, 2**31 - 1])
+def test_stratified_indices_of_many(numel: int) -> None:
+    for k in (1, min(numel // 3, HUGE), min(numel, HUGE)):
+        drawn = kernels.stratified_indices(11, numel, k, CPU)
+        assert_same(drawn, reference.stratified_indices(11, numel, k, CPU))
+        assert bool((drawn[1:] > drawn[:-1]).all())
+        assert 0 <= int(drawn[0]) <= int(drawn[-1]) < numel
+
+
+@pytest.mark.parametrize(("numel", "k"), [(2, 1), (5, 2), (10, 7), (101, 25), (1000, 300)])
+def test_each_index_is_as_likely_as_others(numel: int, k: int) -> None:
+    draws = 6000
+    drawn = torch.stack([kernels.stratified_indices(bits, numel, k, CPU) for bits in range(draws)]).long()
+    inclusion = torch.bincount(drawn.flatten(), minlength=numel).double() / draws
+    assert (inclusion - k / numel).abs().max() < 5 * math.sqrt(k / numel * (1 - k / numel) / draws)
+
+
 # Packing
 
 

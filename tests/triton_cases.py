@@ -32,6 +32,12 @@ def test_permuted_indices(numel: int) -> None:
     check.check_permutation(CPU, 12, numel, 0)
 
 
+@pytest.mark.parametrize("numel", [1, 2, 5, 101, 4099, 2**31 - 1])
+def test_stratified_indices(numel: int) -> None:
+    for k in (0, 1, min(numel, 1500)):
+        check.check_strata(CPU, 11, numel, k)
+
+
 @pytest.mark.parametrize("bits", range(1, 17))
 def test_packing(bits: int) -> None:
     for numel in (0, 9, 5001):

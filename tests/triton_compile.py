@@ -73,6 +73,7 @@ def run_all() -> None:
     cpu, x = torch.device("cpu"), torch.zeros(NUMEL)
     cuda.uniform(3, NUMEL, cpu)
     cuda.permuted_indices(3, NUMEL, 1000, cpu)
+    cuda.stratified_indices(3, NUMEL, 1000, cpu)
     cuda.all_finite(x)
     for bits in (5, 16):
         packed = torch.zeros(kernels.packed_nbytes(NUMEL, bits), dtype=torch.uint8)
@@ -92,7 +93,7 @@ def run_all() -> None:
     values, indices = torch.zeros(2, 500, dtype=torch.bfloat16), torch.zeros(2, 500, dtype=torch.int32)
     cuda.topk_feedback(x, x.clone(), 0.9, values[0], indices[0])
     cuda.topk_indices(x, 100)
-    cuda.gather(x, indices[0])
+    cuda.gather(x, indices[0], x[: indices.shape[1]].clone())
     cuda.scatter_add_(x, indices[0], values[0])
     cuda.scatter_add_rows_(x, indices, values)
     for columns in (4, 32):

@@ -17,11 +17,13 @@ from gradwire.core.payload import Field, Layout, Payload
 
 @dataclass(frozen=True)
 class RandomK(Float32Codec):
-    """Keep k = max(1, round(density * d)) coordinates drawn without replacement with a shared key.
+    """Keep k = max(1, round(density * d)) coordinates drawn with a shared key: one of each of k runs of neighbours.
 
-    All ranks draw the same coordinates, so payloads are additive and carry values only. Unscaled, it is a
-    contraction with delta = k/d in expectation (Stich et al. 2018, Lemma A.1); with `unbiased=True` values are
-    scaled by d/k, which is unbiased with variance d/k - 1 and must not be wrapped in error feedback.
+    All ranks draw the same coordinates, so payloads are additive and carry values only, in the order of coordinates.
+    Each coordinate is drawn with probability k/d, which is all that is asked for by the proof that it is, unscaled, a
+    contraction with delta = k/d in expectation (Stich et al. 2018, Lemma A.1); with `scaled=True` values are scaled
+    by d/k, which is unbiased with variance d/k - 1 and must not be wrapped in error feedback. Runs
+    (`gradwire.kernels.stratified_indices`) make choosing and placing one pass over memory each.
 
     Args:
         density: fraction of entries sent, in (0, 1].
@@ -29,6 +31,9 @@ class RandomK(Float32Codec):
 
     Raises:
         CompositionError: density outside (0, 1].
+
+    References:
+        Stich, Cordonnier & Jaggi 2018, "Sparsified SGD with memory".
 
     >>> RandomK(0.1).payload_bytes(1000)
     400
@@ -62,15 +67,15 @@ class RandomK(Float32Codec):
         return Layout((Field(torch.float32, kept(self.density, numel)),))
 
     def _indices(self, numel: int, key: Key, device: torch.device) -> Tensor:
-        return kernels.permuted_indices(key.shared.bits, numel, kept(self.density, numel), device)
+        return kernels.stratified_indices(key.shared.bits, numel, kept(self.density, numel), device)
 
     def split(self, x: Tensor, key: Key) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return the kept values in float32; nothing is needed to place them but the key."""
         values = kernels.gather(as_float32(x), self._indices(x.numel(), key, x.device))
-        return values * self._scale(x.numel()), ()
+        return values.mul_(self._scale(x.numel())) if self.scaled else values, ()
 
     def _scale(self, numel: int) -> float:
-        return numel / kept(self.density, numel) if self.scaled and numel else 1.0
+        return numel / kept(self.density, numel) if numel else 1.0
 
     def place_fields(self, numel: int) -> tuple[Field, ...]:
         """None: the key says where."""
@@ -86,16 +91,22 @@ class RandomK(Float32Codec):
 
     def place(self, values: Tensor, place: Payload, out: Tensor, key: Key) -> None:
         """out = 0 but out[coordinates of the key] = values."""
-        self.scatter(values, place, out.zero_(), key, 1.0)
+        kernels.scatter_(out, self._indices(out.numel(), key, out.device), values)
 
     def encode_into(self, x: Tensor, key: Key, out: Payload) -> None:
         """Gather."""
-        out[0].copy_(self.split(x, key)[0])
+        kernels.gather(as_float32(x), self._indices(x.numel(), key, x.device), out[0])
+        if self.scaled:
+            out[0].mul_(self._scale(x.numel()))
 
     def encode_divided_into(self, x: Tensor, divisor: int, key: Key, out: Payload) -> None:
         """Divide only what is kept."""
         self.encode_into(x, key, out)
         out[0].div_(divisor)
+
+    def decode32(self, payload: Payload, out: Tensor, key: Key) -> None:
+        """One pass."""
+        self.place(payload[0], (), out, key)
 
     def accumulate32(self, payload: Payload, into: Tensor, key: Key, alpha: float) -> None:
         """Scatter-add: O(k)."""

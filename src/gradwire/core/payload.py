@@ -74,17 +74,20 @@ class Layout:
         return tuple(zip(self.offsets, ends, (field.dtype for field in self.fields), strict=True))
 
     @functools.cached_property
-    def _padded(self) -> bool:
-        return self.nbytes != sum(field.nbytes for field in self.fields)
+    def _gaps(self) -> tuple[tuple[int, int], ...]:
+        starts = [*self.offsets[1:], self.nbytes]
+        ends = [end for _, end, _ in self._places]
+        return tuple([(end, start) for end, start in zip(ends, starts, strict=True) if end < start])
 
     def empty(self, device: torch.device, rows: int | None = None) -> Tensor:
         """Return a buffer for one payload, or for `rows` of them.
 
         Padding is zeroed: what is sent must not depend on what memory held before.
         """
-        shape = (self.nbytes,) if rows is None else (rows, self.nbytes)
-        make = torch.zeros if self._padded else torch.empty
-        return make(shape, dtype=torch.uint8, device=device)
+        wire = torch.empty((self.nbytes,) if rows is None else (rows, self.nbytes), dtype=torch.uint8, device=device)
+        for start, stop in self._gaps:
+            wire[..., start:stop].zero_()
+        return wire
 
     def views(self, wire: Tensor) -> Payload:
         """Return the fields of `wire`, a uint8 buffer of `nbytes`, as views.

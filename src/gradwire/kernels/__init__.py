@@ -44,6 +44,7 @@ __all__ = [
     "sign_accumulate",
     "sign_decode",
     "sign_encode",
+    "stratified_indices",
     "topk",
     "topk_indices",
     "uniform",
@@ -139,6 +140,7 @@ def warm_up() -> None:
     scatter_(x.clone(), indices, x[:3])
     check_indices(indices, x.numel())
     scatter_add_(x, permuted_indices(1, x.numel(), 3, cpu), gather(x, indices))
+    stratified_indices(1, x.numel(), 3, cpu)
     uniform(1, 8, cpu)
     for bits in (8, 16):
         packed = torch.empty(packed_nbytes(24, bits), dtype=torch.uint8)
@@ -257,15 +259,22 @@ def topk(x: Tensor, k: int, values: Tensor | None = None) -> tuple[Tensor, Tenso
     return _kernels(x.device, x.numel()).topk(x, k, values)
 
 
-def gather(x: Tensor, indices: Tensor) -> Tensor:
-    """x[indices], (k,) float32. That the int32 indices lie within `x` is the caller's duty: `check_indices`.
+def gather(x: Tensor, indices: Tensor, out: Tensor | None = None) -> Tensor:
+    """x[indices], (k,) float32, in `out` where that is given.
+
+    That the int32 indices lie within `x` is the caller's duty: `check_indices`.
 
     >>> gather(torch.tensor([5.0, 6.0, 7.0]), torch.tensor([2, 0], dtype=torch.int32))
     tensor([7., 5.])
     """
     _require("x", x, torch.float32)
     _require("indices", indices, torch.int32)
-    return _kernels(x.device, indices.numel()).gather(x, indices)
+    if out is None:
+        out = torch.empty(indices.numel(), device=x.device)
+    _require("out", out, torch.float32)
+    _require_size("out", out, indices.numel())
+    _kernels(x.device, indices.numel()).gather(x, indices, out)
+    return out
 
 
 def scatter_add_(into: Tensor, indices: Tensor, values: Tensor, alpha: float = 1.0, distinct: bool = False) -> None:
@@ -387,6 +396,34 @@ def permuted_indices(bits: int, numel: int, k: int, device: torch.device) -> Ten
     _require_range("numel", numel, 0, 2**31 - 1)
     _require_range("k", k, 0, numel)
     return _kernels(device, k).permuted_indices(bits, numel, k, device)
+
+
+def stratified_indices(bits: int, numel: int, k: int, device: torch.device) -> Tensor:
+    """One index of each of k strata of a turned circle of numel: (k,) int32, increasing, and each is as likely.
+
+    The first numel mod k strata have ceil(numel / k) neighbours each, the others floor(numel / k). Of stratum j it is
+
+        base_j + (mix(mix(j ^ w_0) ^ w_1) * size_j >> 32) + turn   (mod numel),   turn = w * numel >> 64
+
+    with `mix` as in `uniform`, w_0 and w_1 the halves of z_5, low first, and w = z_6. The turn makes each index come
+    with probability k / numel exactly, whatever k is; strata make neighbours rarely come together, and all be found
+    in one pass over memory.
+
+    Args:
+        bits: the key, 64 bits.
+        numel: size of the range, below 2^31.
+        k: 0 to numel.
+        device: where to.
+
+    Raises:
+        ValueError: numel or k out of range.
+
+    >>> stratified_indices(1, 5, 5, torch.device("cpu"))
+    tensor([0, 1, 2, 3, 4], dtype=torch.int32)
+    """
+    _require_range("numel", numel, 0, 2**31 - 1)
+    _require_range("k", k, 0, numel)
+    return _kernels(device, k).stratified_indices(bits, numel, k, device)
 
 
 # Packing ----------------------------------------------------------------------------------------------------

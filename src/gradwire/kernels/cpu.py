@@ -14,9 +14,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import math
 import os
 import pathlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numba
@@ -34,6 +35,7 @@ from gradwire.kernels.reference import (
     CANONICAL_NAN,
     permutation_domain,
     permutation_words,
+    strata,
     uniform_words,
 )
 
@@ -310,7 +312,7 @@ _COMPRESSES = bool(binding.get_host_cpu_features().get("avx512f"))
 
 
 def _close_up(context: _Values, builder: _Values, vector: _Values, mask: _Values, out: _Values) -> None:
-    """Write the lanes that `mask` chooses to the vector at the pointer `out`, first of all; what stands behind is lost."""
+    """Write the lanes that `mask` chooses at the pointer `out`, side by side; the rest of a vector there is lost."""
     kind = ir.FunctionType(vector.type, [vector.type, ir.VectorType(ir.IntType(1), 16), vector.type])
     function = cgutils.get_or_insert_function(builder.module, kind, "llvm.experimental.vector.compress.v16i32")
     bits = builder.bitcast(mask, ir.VectorType(ir.IntType(1), 16))
@@ -320,7 +322,7 @@ def _close_up(context: _Values, builder: _Values, vector: _Values, mask: _Values
 
 @_intrinsic
 def _close_up_16(context, source, start, mask, out, at):
-    """Write those of source[start : start + 16] that `mask` chooses from out[at] on, and something up to out[at + 15]."""
+    """Write what `mask` chooses of source[start : start + 16] from out[at] on, and something up to out[at + 15]."""
 
     def generate(context, builder, signature, args):
         vector = builder.load(_lanes_at(context, builder, source, args[0], args[1], 16), align=4)
@@ -447,6 +449,31 @@ def permuted_indices(bits: int, numel: int, k: int, device: torch.device) -> Ten
     a, b, walks = permutation_domain(numel)
     cuts = pool.chunks(k, weight=_HARD)
     pool.run([functools.partial(_permuted_indices, o[i:j], i, numel, a, b, walks, words) for i, j in cuts])
+    return out
+
+
+@_kernel("void(int32[::1], int64, int64, int64, int64, int64, int64, int64, int64, int64)")
+def _stratified_indices(out, begin, numel, k, size, longer, w0, w1, turn, first):
+    _widest()
+    w0, w1, n, k = np.uint32(w0), np.uint32(w1), np.uint32(numel), np.uint32(k)
+    size, longer, turn, at = np.uint32(size), np.uint32(longer), np.uint32(turn), np.uint32(begin)
+    first = np.uint32(first)
+    for i in range(out.size):
+        stratum = _add_modulo(at, first, k)
+        at = np.uint32(at + np.uint32(1))
+        width = np.uint32(size + np.uint32(stratum < longer))
+        within = _scale_word(_mix(np.uint32(_mix(np.uint32(stratum ^ w0)) ^ w1)), width)
+        place = np.uint32(np.uint32(stratum * size) + np.uint32(min(stratum, longer) + within))
+        out[i] = np.int32(_add_modulo(place, turn, n))
+
+
+def stratified_indices(bits: int, numel: int, k: int, device: torch.device) -> Tensor:
+    """See `gradwire.kernels.stratified_indices`."""
+    out = torch.empty(k, dtype=torch.int32)
+    if k:
+        o, words = _array(out), strata(bits, numel, k)
+        cuts = pool.chunks(k, weight=_HARD)
+        pool.run([functools.partial(_stratified_indices, o[i:j], i, numel, k, *words) for i, j in cuts])
     return out
 
 
@@ -577,7 +604,10 @@ def _magnitudes_to(values, most, found):
 
 @_kernel("void(int32[::1], uint32[::1], int64, int64, int32[::1], uint32[::1])")
 def _emit(places, raw, threshold, quota, indices, values):
-    """Write those above `threshold` and the first `quota` equal to it: there is room for just these."""
+    """Write those above `threshold` and the first `quota` equal to it: there is room for just these.
+
+    What is written may be where candidates stood that have been read.
+    """
     _widest()
     above, bound, n, i = _bound(threshold + 1), _bound(threshold), np.uintp(0), 0
     while i < raw.size and n < np.uintp(indices.size):
@@ -630,23 +660,28 @@ def topk(x: Tensor, k: int, values: Tensor | None = None) -> tuple[Tensor, Tenso
     if k == 0:
         return torch.empty(0, dtype=torch.int32), torch.empty(0) if values is None else values
     raw, cuts = _raw(x), pool.chunks(x.numel())
-    direct = values is not None and values.dtype == torch.float32 and values.is_contiguous()
-    found = values if values is not None and direct else torch.empty(k)
-    indices = _by_sample(raw, k, cuts, found) if raw.size >= _SAMPLED else None
+    values = torch.empty(k) if values is None else values
+    few = raw.size >= _SAMPLED and 2 * k <= raw.size  # for candidates take twice the memory of what they are
+    indices = _by_sample(raw, k, cuts, values) if few else None
     if indices is None:
-        indices = _those_from(raw, cuts, _kth_largest(_magnitudes(raw), k), found)
-    return indices, found if values is None or direct else values.copy_(found)
+        indices = _those_from(raw, cuts, _kth_largest(_magnitudes(raw), k), values)
+    return indices, values
 
 
-def _shares(above: list[int], at_least: list[int], indices: Tensor, values: Tensor) -> tuple[list[int], list[_Piece]]:
-    """How many that equal the threshold each piece is to keep, those that come first, and where it is to write."""
-    left, stop, quotas, parts = indices.numel() - sum(above), 0, [], []
+def _shares(k: int, above: list[int], at_least: list[int]) -> list[tuple[int, slice]]:
+    """How many that equal the threshold each piece is to keep, those that come first, and which of all it writes."""
+    left, stop, shares = k - sum(above), 0, []
     for more, n in zip(above, at_least, strict=True):
-        quotas.append(min(left, n - more))
-        left -= quotas[-1]
-        start, stop = stop, stop + more + quotas[-1]
-        parts.append((_array(indices)[start:stop], _raw(values)[start:stop]))
-    return quotas, parts
+        quota = min(left, n - more)
+        left -= quota
+        start, stop = stop, stop + more + quota
+        shares.append((quota, slice(start, stop)))
+    return shares
+
+
+def _can_be_written(values: Tensor) -> bool:
+    """Whether kernels can write to it, or must leave it to a copy."""
+    return values.dtype == torch.float32 and values.is_contiguous()
 
 
 def topk_indices(x: Tensor, k: int) -> Tensor:
@@ -654,9 +689,8 @@ def topk_indices(x: Tensor, k: int) -> Tensor:
     return topk(x, k)[0]
 
 
-# As few as one in 499 say about where the k-th largest lies, and are read from as few cache lines. A prime, so that of
-# no matrix one column is seen alone. Where many are wanted more are asked: there is room for as many as they say.
-_STRIDE, _DENSE_STRIDE = 499, 211
+_SAMPLE = 4096
+"""As few say about where the k-th largest lies, and are read from as few cache lines."""
 _SAMPLED = 1 << 17
 
 
@@ -666,8 +700,8 @@ _BUCKET = 18
 
 @_inline
 def _room(seen, stride, numel):
-    """For as many of `numel` as a sample has seen, and four standard deviations more; and a vector's width."""
-    return min(numel, np.int64(stride * (seen + 2 + 4 * np.sqrt(seen + 2.0)))) + 32
+    """For as many of `numel` as a sample has seen, and three standard deviations more; and a vector's width."""
+    return min(numel, np.int64(stride * (seen + 2 + 3 * np.sqrt(seen + 2.0)))) + 32
 
 
 @_kernel("void(uint32[::1], int64, int64, int64, int64, int64, int64[:, ::1])")
@@ -710,24 +744,39 @@ def _guess(raw, stride, few, many, least, piece, answers):
 
 def _guessed(raw: np.ndarray[Any, Any], cuts: list[pool.Chunk], k: int, least: int = -1) -> np.ndarray[Any, Any]:
     """`_guess` of what is between the k-th largest and `least`, or so far below it as it lies once in ten thousand."""
-    stride = _STRIDE if k <= raw.size // 16 else _DENSE_STRIDE
+    stride = max(1, raw.size // _SAMPLE)
+    while math.gcd(stride, 210) > 1:  # for who sees every tenth element sees a tenth of a matrix's columns
+        stride += 1
     sampled, density = raw.size // stride, k / raw.size
     slack = 4 * (density * (1 - density) * sampled) ** 0.5 + 2
     answers = np.empty((len(cuts), 4), np.int64)
-    _guess(raw, stride, max(1, int(density * sampled - slack)), int(density * sampled + slack), least, cuts[0][1], answers)
+    _guess(
+        raw, stride, max(1, int(density * sampled - slack)), int(density * sampled + slack), least, cuts[0][1], answers
+    )
     return answers
 
 
-def _candidates_of(
-    raw: np.ndarray[Any, Any], cuts: list[pool.Chunk], least: int, rooms: Sequence[int]
-) -> list[_Piece] | None:
-    """All elements of magnitude `least` or more, piece by piece; or None where there are more than there is room for."""
-    buffers = [(_array(torch.empty(room, dtype=torch.int32)), _words(room)) for room in rooms]
-    both = zip(cuts, buffers, strict=True)
-    counts = pool.run([functools.partial(_candidates, raw[i:j], i, least, *buffer) for (i, j), buffer in both])
-    if min(counts) < 0:
-        return None
-    return [(places[:n], found[:n]) for (places, found), n in zip(buffers, counts, strict=True)]
+class _Candidates:
+    """All elements of magnitude `least` or more, piece by piece: where they are, in one buffer, and their bits."""
+
+    def __init__(self, raw: np.ndarray[Any, Any], cuts: list[pool.Chunk], least: int, rooms: list[int]) -> None:
+        self._indices = torch.empty(sum(rooms), dtype=torch.int32)
+        starts, places = np.cumsum([0, *rooms[:-1]]).tolist(), _array(self._indices)
+        buffers = [(places[at : at + room], _words(room)) for at, room in zip(starts, rooms, strict=True)]
+        both = zip(cuts, buffers, strict=True)
+        self.counts = pool.run([functools.partial(_candidates, raw[i:j], i, least, *buffer) for (i, j), buffer in both])
+        self.found = min(self.counts) >= 0  # or there was no room
+        parts = zip(buffers, self.counts, strict=True)
+        self.pieces = [(places[:n], found[:n]) for (places, found), n in parts] if self.found else []
+
+    def closed_up(self, shares: list[slice], values: Tensor | None) -> Tensor:
+        """The first of each piece's indices, side by side; and its bits as `values`, where these are given."""
+        for (places, found), share in zip(self.pieces, shares, strict=True):
+            n = share.stop - share.start
+            _array(self._indices)[share] = places[:n]
+            if values is not None:
+                values[share].copy_(torch.from_numpy(found[:n].view(np.float32)))
+        return self._indices[: shares[-1].stop]
 
 
 def _kth_largest(words: np.ndarray[Any, Any], k: int) -> int:
@@ -751,10 +800,10 @@ def _by_sample(raw: np.ndarray[Any, Any], k: int, cuts: list[pool.Chunk], values
     (least, most), rooms = guess[0, :2].tolist(), guess[:, 2:].T.tolist()
     if sum(rooms[0]) > 2 * k + raw.size // 8:  # many are nearly equal
         return None
-    pieces = _candidates_of(raw, cuts, least, rooms[0])
-    if pieces is None:
+    candidates = _Candidates(raw, cuts, least, rooms[0])
+    if not candidates.found:
         return None
-    counts = [found.size for _, found in pieces]
+    pieces, counts = candidates.pieces, candidates.counts
     if sum(counts) < k:  # as of a sparse tensor, whose k-th largest is 0
         return _those_from(raw, cuts, 0, values, counts, [j - i for i, j in cuts]) if least == 1 else None
     low = [_words(room) for room in rooms[1]]
@@ -766,16 +815,18 @@ def _by_sample(raw: np.ndarray[Any, Any], k: int, cuts: list[pool.Chunk], values
     if min(lower) < 0 or rank < 1:
         return None
     low = [some[:n] for some, n in zip(low, lower, strict=True)]
-    threshold = _kth_largest(np.concatenate(low), rank)
+    threshold = _kth_largest(low[0] if len(low) == 1 else np.concatenate(low), rank)
     above, at_least = (
         [n + _count_at_least(some, least) for n, some in zip(larger, low, strict=True)]
         for least in (threshold + 1, threshold)
     )
-    indices, tasks = torch.empty(k, dtype=torch.int32), []
-    for piece, quota, part in zip(pieces, *_shares(above, at_least, indices, values), strict=True):
-        tasks.append(functools.partial(_emit, *piece, threshold, quota, *part))
-    pool.run(tasks, numel=sum(counts))
-    return indices
+    shares, direct, tasks = _shares(k, above, at_least), _can_be_written(values), []
+    for (places, found), (quota, share) in zip(pieces, shares, strict=True):
+        n = share.stop - share.start
+        target = _raw(values)[share] if direct else found[:n]
+        tasks.append(functools.partial(_emit, places, found, threshold, quota, places[:n], target))
+    pool.run(tasks, numel=2 * sum(counts))
+    return candidates.closed_up([share for _, share in shares], None if direct else values)
 
 
 def _counts(raw: np.ndarray[Any, Any], cuts: list[pool.Chunk], least: int) -> list[int]:
@@ -794,10 +845,14 @@ def _those_from(
     """The largest, of which `threshold` is the least; how many are above it in each piece, and no less than it."""
     above = _counts(raw, cuts, threshold + 1) if above is None else above
     at_least = _counts(raw, cuts, threshold) if at_least is None else at_least
-    indices, tasks = torch.empty(values.numel(), dtype=torch.int32), []
-    for (i, j), quota, part in zip(cuts, *_shares(above, at_least, indices, values), strict=True):
-        tasks.append(functools.partial(_select, raw[i:j], i, threshold, quota, *part))
+    indices = torch.empty(values.numel(), dtype=torch.int32)
+    found = values if _can_be_written(values) else torch.empty(values.numel())
+    at, words, tasks = _array(indices), _raw(found), []
+    for (i, j), (quota, share) in zip(cuts, _shares(at.size, above, at_least), strict=True):
+        tasks.append(functools.partial(_select, raw[i:j], i, threshold, quota, at[share], words[share]))
     pool.run(tasks)
+    if found is not values:
+        values.copy_(found)
     return indices
 
 
@@ -808,12 +863,10 @@ def _gather(x, indices, out):
         out[i] = x[np.uint32(indices[i])]
 
 
-def gather(x: Tensor, indices: Tensor) -> Tensor:
+def gather(x: Tensor, indices: Tensor, out: Tensor) -> None:
     """See `gradwire.kernels.gather`."""
-    out = torch.empty(indices.numel(), dtype=torch.float32)
     source, at, o = _array(x), _array(indices), _array(out)
     pool.run([functools.partial(_gather, source, at[i:j], o[i:j]) for i, j in pool.chunks(at.size, weight=_HARD)])
-    return out
 
 
 @_kernel("void(float32[::1], int32[::1], float32[::1], float32)")

@@ -19,7 +19,7 @@ from gradwire.kernels.cpu import (
     _COMPRESSES,
     _HARD,
     _array,
-    _candidates_of,
+    _Candidates,
     _close_up_places_16,
     _counts,
     _guessed,
@@ -29,6 +29,7 @@ from gradwire.kernels.cpu import (
     _pack,
     _pack_slowly,
     _raw,
+    _shares,
     _those_from,
     _trailing_zeros,
     _unpack,
@@ -68,7 +69,7 @@ def _high_sums(indices, begin, stop, tried, sums):
 
 @_inline
 def _split(indices, origin, gaps, bits, lows, steps):
-    """Low parts from `origin` on, and how far each high part ends from the one before; false where nothing increases."""
+    """Low parts from `origin` on, and how far each high part ends from the one before; false where they do not rise."""
     _widest()
     mask, shift, least, skip = np.int32((1 << bits) - 1), np.int32(bits), np.int32(0), 0
     if origin == 0:  # nothing stands before the first
@@ -217,7 +218,7 @@ def _word_of_highs(words, w, start, before):
 
 @_kernel("boolean(uint64[::1], int64, boolean, int64, int64, int64[:, ::1])")
 def _starts(words, bits, gaps, count, piece, starts):
-    """For each piece, where the high part before it ends, and the index before it; false where there are not so many."""
+    """For each piece, where the high part before it ends, and the index before it; false where there are too few."""
     _widest()
     start, seen, i = count * bits, 0, 0
     w = start >> 6
@@ -299,7 +300,9 @@ def _read_all(words: np.ndarray, bits: int, gaps: bool, numel: int, out: np.ndar
     if not _starts(words, bits, gaps, out.size, cuts[0][1], starts):
         return False
     pieces = zip(cuts, starts, strict=True)
-    return all(pool.run([functools.partial(_read, words, bits, gaps, numel, *cut, since, out) for cut, since in pieces]))
+    return all(
+        pool.run([functools.partial(_read, words, bits, gaps, numel, *cut, since, out) for cut, since in pieces])
+    )
 
 
 def decode(packed: Tensor, numel: int, count: int, bits: int) -> tuple[Tensor, bool]:
@@ -333,13 +336,14 @@ def at_least(x: Tensor, tau: Tensor, values: Tensor) -> Tensor:
         indices, _ = topk(x, most, values)
         if _counts(_raw(values), [(0, most)], least)[0] == most:
             return indices
-    pieces = _candidates_of(raw, cuts, least, rooms)
-    counts = _counts(raw, cuts, least) if pieces is None else [found.size for _, found in pieces]
+    candidates = _Candidates(raw, cuts, least, rooms) if 2 * sum(rooms) <= raw.size else None
+    if candidates is not None and not candidates.found:
+        candidates = None
+    counts = _counts(raw, cuts, least) if candidates is None else candidates.counts
     if sum(counts) > most:
         return topk(x, most, values)[0]
     kept = values[: sum(counts)]
     values[kept.numel() :] = 0
-    if pieces is None:
+    if candidates is None:
         return _those_from(raw, cuts, least, kept, [0] * len(cuts), counts)
-    np.concatenate([found for _, found in pieces], out=_raw(kept))
-    return torch.from_numpy(np.concatenate([places for places, _ in pieces]))
+    return candidates.closed_up([share for _, share in _shares(kept.numel(), counts, counts)], kept)

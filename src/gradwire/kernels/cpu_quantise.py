@@ -575,14 +575,14 @@ def _affine_grid(low, high, pair):
 
 
 @_inline
-def _affine_round(x, start, stop, scale, zero, levels):
+def _affine_round(x, start, stop, scale, zero, levels, ahead):
     _widest()
     if scale == np.float32(0) or not np.isfinite(scale):
         levels[start:stop] = np.uint8(0)
         return
     for chunk in range(start, stop, _CHUNK):
         end = min(chunk + _CHUNK, stop)
-        _ask(x, chunk + (stop - start), end + (stop - start))
+        _ask(x, chunk + ahead, end + ahead)
         for i in range(chunk, end):
             q = np.int32(np.rint(x[np.uintp(i)] / scale) + zero)
             levels[np.uintp(i)] = np.uint8(max(min(q, np.int32(AFFINE_LEVELS)), np.int32(0)))
@@ -597,7 +597,7 @@ def _affine_encode(x, block, scales, zeros, levels):
         low, high = _extremes(bits, start, stop)
         scale, zero = _affine_grid(low, high, pair)
         scales[b], zeros[b] = scale, np.uint8(zero)
-        _affine_round(x, start, stop, scale, zero, levels)
+        _affine_round(x, start, stop, scale, zero, levels, stop - start)
 
 
 @_kernel("void(float32[::1], int32[:, ::1], float32[::1], uint8[::1], uint8[::1])")
@@ -605,7 +605,9 @@ def _affine_encode_whole(x, extremes, scales, zeros, levels):
     """A piece of a tensor that is one block, given the extremes of all pieces."""
     scale, zero = _affine_grid(extremes[:, 0].min(), extremes[:, 1].max(), np.empty(2, np.int32))
     scales[0], zeros[0] = scale, np.uint8(zero)
-    _affine_round(x, 0, x.size, scale, zero, levels)
+    for stop in range(x.size, 0, -_TILE):  # from the end, which the extremes were sought in last and caches still hold
+        start = max(stop - _TILE, 0)
+        _affine_round(x, start, stop, scale, zero, levels, -_TILE)
 
 
 def affine_encode(x: Tensor, block: int, scales: Tensor, zeros: Tensor, levels: Tensor) -> None:

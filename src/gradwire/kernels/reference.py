@@ -11,6 +11,7 @@ reciprocal.
 from __future__ import annotations
 
 import math
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -48,8 +49,11 @@ def permutation_words(bits: int) -> list[int]:
     return key_words(bits, 2 + PERMUTATION_ROUNDS)[2:]
 
 
-def mix(x: Tensor) -> Tensor:
-    """lowbias32 of int64 values in [0, 2^32)."""
+T = TypeVar("T", Tensor, int)
+
+
+def mix(x: T) -> T:
+    """lowbias32 of values in [0, 2^32): of an int64 tensor, or a number."""
     x = x ^ (x >> 16)
     x = (x * 0x7FEB352D) & MASK32
     x = x ^ (x >> 15)
@@ -99,6 +103,34 @@ def _feistel(x: Tensor, a: int, b: int, words: list[int]) -> Tensor:
     return left * b + right
 
 
+def strata(bits: int, numel: int, k: int) -> tuple[int, int, int, int, int, int]:
+    """Return what `stratified_indices` of k > 0 are made of: (size, longer, w0, w1, turn, first).
+
+    There are `longer` strata of size + 1 and then some of `size`; `turn` is by how much the circle is turned; `first`
+    is the first stratum whose index comes to lie behind the end, that is at the beginning.
+    """
+    w0, w1, *halves = key_words(bits, 2 + PERMUTATION_ROUNDS + 4)[2 + PERMUTATION_ROUNDS :]
+    turn = ((halves[1] << 32 | halves[0]) * numel) >> 64
+    size, longer = divmod(numel, k)
+    end = numel - turn
+    first = end // (size + 1) if end < longer * (size + 1) else longer + (end - longer * (size + 1)) // size
+    if first < k:
+        width = size + (first < longer)
+        within = mix(mix(first ^ w0) ^ w1) * width >> 32
+        first += int(first * size + min(first, longer) + within < end)
+    return size, longer, w0, w1, turn, first
+
+
+def stratified_indices(bits: int, numel: int, k: int, device: torch.device) -> Tensor:
+    """One of each stratum, in increasing order."""
+    if k == 0:
+        return torch.empty(0, dtype=torch.int32, device=device)
+    size, longer, w0, w1, turn, first = strata(bits, numel, k)
+    stratum = torch.arange(first, first + k, device=device, dtype=torch.int64) % k
+    within = mix(mix(stratum ^ w0) ^ w1) * (size + (stratum < longer)) >> 32
+    return ((stratum * size + stratum.clamp(max=longer) + within + turn) % numel).to(torch.int32)
+
+
 # Selection --------------------------------------------------------------------------------------------------
 
 
@@ -130,13 +162,13 @@ def topk_indices(x: Tensor, k: int) -> Tensor:
 def topk(x: Tensor, k: int, values: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """See `gradwire.kernels.topk`."""
     indices = topk_indices(x, k)
-    found = gather(x, indices)
+    found = x.index_select(0, indices)
     return indices, found if values is None else values.copy_(found)
 
 
-def gather(x: Tensor, indices: Tensor) -> Tensor:
-    """x[indices]."""
-    return x.index_select(0, indices)
+def gather(x: Tensor, indices: Tensor, out: Tensor) -> None:
+    """out = x[indices]."""
+    torch.index_select(x.detach(), 0, indices, out=out)
 
 
 def scatter_(out: Tensor, indices: Tensor, values: Tensor) -> None:

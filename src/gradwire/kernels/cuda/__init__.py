@@ -21,7 +21,7 @@ from gradwire.kernels.cuda.blocks import (
 )
 from gradwire.kernels.cuda.orthogonal import orthonormalise
 from gradwire.kernels.cuda.packing import pack_bits, unpack_bits
-from gradwire.kernels.cuda.random import permuted_indices, uniform
+from gradwire.kernels.cuda.random import permuted_indices, stratified_indices, uniform
 from gradwire.kernels.cuda.selection import (
     all_finite,
     gather,
@@ -54,6 +54,7 @@ __all__ = [
     "sign_accumulate",
     "sign_decode",
     "sign_encode",
+    "stratified_indices",
     "topk",
     "topk_encode_keeping",
     "topk_feedback",

@@ -35,7 +35,7 @@ def programs_at_once(device: torch.device, per_processor: int = 4) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count * per_processor
 
 
-def signed(words: list[int]) -> list[int]:
+def signed(words: Sequence[int]) -> list[int]:
     """32-bit words as int32, since Triton gives integers of 2^31 and more another type, and compiles anew."""
     return [(word & MASK32) - ((word & 0x80000000) << 1) for word in words]
 

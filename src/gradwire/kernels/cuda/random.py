@@ -1,5 +1,5 @@
 # pyright: basic
-"""Random bits from counters: `uniform` and `permuted_indices`."""
+"""Random bits from counters: `uniform`, `permuted_indices` and `stratified_indices`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradwire.kernels.cuda.launch import TILE, ceil_div, launch, signed
 from gradwire.kernels.cuda.tiles import mix, uniform_at, word
-from gradwire.kernels.reference import permutation_domain, permutation_words, uniform_words
+from gradwire.kernels.reference import permutation_domain, permutation_words, strata, uniform_words
 
 
 @triton.jit(do_not_specialize=["first", "k0", "k1"])
@@ -76,4 +76,23 @@ def permuted_indices(bits: int, numel: int, k: int, device: torch.device) -> Ten
     a, b, walks = permutation_domain(numel)
     words, tile = signed(permutation_words(bits)), 1024
     launch(_permuted_indices, ceil_div(k, tile), device, out, k, numel, a, b, walks, *words, TILE=tile, num_warps=4)
+    return out
+
+
+@triton.jit(do_not_specialize=["k", "numel", "size", "longer", "w0", "w1", "turn", "first"])
+def _stratified_indices(out, k, numel, size, longer, w0, w1, turn, first, TILE: tl.constexpr):
+    at = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    stratum = _add_modulo(tl.where(at < k, at, 0).to(tl.uint32), word(first), word(k))
+    width = word(size) + (stratum < word(longer)).to(tl.uint32)
+    within = _scaled(mix(stratum ^ word(w0)) ^ word(w1), width)
+    place = stratum * word(size) + tl.minimum(stratum, word(longer)) + within
+    tl.store(out + at, _add_modulo(place, word(turn), word(numel)).to(tl.int32), mask=at < k)
+
+
+def stratified_indices(bits: int, numel: int, k: int, device: torch.device) -> Tensor:
+    """See `gradwire.kernels.stratified_indices`."""
+    out = torch.empty(k, dtype=torch.int32, device=device)
+    if k:
+        words, tile = signed(strata(bits, numel, k)), 1024
+        launch(_stratified_indices, ceil_div(k, tile), device, out, k, numel, *words, TILE=tile, num_warps=4)
     return out

@@ -220,16 +220,15 @@ def _gather(x, indices, out, numel, k, TILE: tl.constexpr):
 def topk(x: Tensor, k: int, values: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """See `gradwire.kernels.topk`."""
     indices = topk_indices(x, k)
-    found = gather(x, indices)
-    return indices, found if values is None else values.copy_(found)
+    found = torch.empty(k, device=x.device) if values is None or values.dtype != torch.float32 else values
+    gather(x, indices, found)
+    return indices, found if values is None or values is found else values.copy_(found)
 
 
-def gather(x: Tensor, indices: Tensor) -> Tensor:
+def gather(x: Tensor, indices: Tensor, out: Tensor) -> None:
     """See `gradwire.kernels.gather`. Indices outside read NaN."""
     k = indices.numel()
-    out = torch.empty(k, device=x.device)
     launch(_gather, ceil_div(k, 1024), x.device, x, indices, out, x.numel(), k, TILE=1024, num_warps=4)
-    return out
 
 
 @triton.jit
