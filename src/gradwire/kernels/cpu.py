@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import itertools
 import math
 import os
 import pathlib
@@ -689,8 +690,8 @@ def topk_indices(x: Tensor, k: int) -> Tensor:
     return topk(x, k)[0]
 
 
-_SAMPLE = 4096
-"""As few say about where the k-th largest lies, and are read from as few cache lines."""
+_SAMPLE, _NEIGHBOURS = 4096, 4
+"""As few say about where the k-th largest lies, and so many of them come from one cache line."""
 _SAMPLED = 1 << 17
 
 
@@ -699,28 +700,30 @@ _BUCKET = 18
 
 
 @_inline
-def _room(seen, stride, numel):
-    """For as many of `numel` as a sample has seen, and three standard deviations more; and a vector's width."""
-    return min(numel, np.int64(stride * (seen + 2 + 3 * np.sqrt(seen + 2.0)))) + 32
+def _room(seen, each, numel):
+    """For as many of `numel` as a sample has seen, and four standard deviations more; and a vector's width."""
+    return min(numel, np.int64(each * (seen + 2 + 4 * np.sqrt(seen + 2.0)))) + 32
 
 
 @_kernel("void(uint32[::1], int64, int64, int64, int64, int64, int64[:, ::1])")
-def _guess(raw, stride, few, many, least, piece, answers):
-    """Where, by the magnitudes of one element in `stride`, those of ranks `few` and `many` in this sample lie.
+def _guess(raw, apart, few, many, least, piece, answers):
+    """Where, in a sample of neighbours so far apart, the magnitudes of ranks `few` and `many` lie.
 
     Writes a row for each piece of the tensor: a magnitude that is no more than that of rank `many`; one that is no less
     than that of rank `few`; room for those from the first on, and for those between the two. `least` is taken for the
     first where it is not negative.
     """
     _widest()
-    seen = np.empty((raw.size + stride - 1) // stride, np.uint16)
+    runs, each = raw.size // apart, apart / _NEIGHBOURS
+    seen = np.empty(runs * _NEIGHBOURS, np.uint16)
     counts = np.zeros((0x80000000 >> _BUCKET) + 1, np.int32)
-    for i in range(seen.size):
-        bucket = _magnitude(raw[np.uintp(i) * np.uintp(stride)]) >> np.uint32(_BUCKET)
-        seen[np.uintp(i)] = np.uint16(bucket)
-        counts[np.uintp(bucket)] += 1
+    for run in range(runs):
+        for i in range(_NEIGHBOURS):
+            bucket = _magnitude(raw[np.uintp(run * apart + i)]) >> np.uint32(_BUCKET)
+            seen[np.uintp(run * _NEIGHBOURS + i)] = np.uint16(bucket)
+            counts[np.uintp(bucket)] += 1
     high = low = 0x80000000 >> _BUCKET
-    total, n = 0, 0
+    total = 0
     while low > 0 and total < many:
         if total < few:
             high = low - 1
@@ -733,26 +736,26 @@ def _guess(raw, stride, few, many, least, piece, answers):
     most = ((high + 1) << _BUCKET) - 1
     for p in range(answers.shape[0]):
         start, stop, chosen, between = p * piece, min((p + 1) * piece, raw.size), 0, 0
-        while n < seen.size and n * stride < stop:
-            bucket = np.int64(seen[np.uintp(n)])
+        for i in range(start // apart * _NEIGHBOURS, min(stop // apart * _NEIGHBOURS, seen.size)):
+            bucket = np.int64(seen[np.uintp(i)])
             chosen += bucket >= low
             between += np.int64(bucket >= low) & np.int64(bucket <= high)
-            n += 1
         answers[p, 0], answers[p, 1] = least, most
-        answers[p, 2], answers[p, 3] = _room(chosen, stride, stop - start), _room(between, stride, stop - start)
+        answers[p, 2], answers[p, 3] = _room(chosen, each, stop - start), _room(between, each, stop - start)
 
 
 def _guessed(raw: np.ndarray[Any, Any], cuts: list[pool.Chunk], k: int, least: int = -1) -> np.ndarray[Any, Any]:
-    """`_guess` of what is between the k-th largest and `least`, or so far below it as it lies once in ten thousand."""
-    stride = max(1, raw.size // _SAMPLE)
-    while math.gcd(stride, 210) > 1:  # for who sees every tenth element sees a tenth of a matrix's columns
-        stride += 1
-    sampled, density = raw.size // stride, k / raw.size
-    slack = 4 * (density * (1 - density) * sampled) ** 0.5 + 2
+    """`_guess` of what is between the k-th largest and `least`, or so far below it as it lies once in ten thousand.
+
+    Neighbours are alike, so they count as half of what others would: deviations are taken for 3/2 of what they are then.
+    """
+    apart = max(_NEIGHBOURS, raw.size * _NEIGHBOURS // _SAMPLE)
+    while math.gcd(apart, 210) > 1:  # for who sees every tenth element sees a tenth of a matrix's columns
+        apart += 1
+    sampled, density = raw.size // apart * _NEIGHBOURS, k / raw.size
+    rank, slack = density * sampled, 6 * (density * (1 - density) * sampled) ** 0.5 + 2
     answers = np.empty((len(cuts), 4), np.int64)
-    _guess(
-        raw, stride, max(1, int(density * sampled - slack)), int(density * sampled + slack), least, cuts[0][1], answers
-    )
+    _guess(raw, apart, max(1, int(rank - slack)), int(rank + slack), least, cuts[0][1], answers)
     return answers
 
 
@@ -761,8 +764,8 @@ class _Candidates:
 
     def __init__(self, raw: np.ndarray[Any, Any], cuts: list[pool.Chunk], least: int, rooms: list[int]) -> None:
         self._indices = torch.empty(sum(rooms), dtype=torch.int32)
-        starts, places = np.cumsum([0, *rooms[:-1]]).tolist(), _array(self._indices)
-        buffers = [(places[at : at + room], _words(room)) for at, room in zip(starts, rooms, strict=True)]
+        places, ends = _array(self._indices), itertools.accumulate(rooms)
+        buffers = [(places[end - room : end], _words(room)) for end, room in zip(ends, rooms, strict=True)]
         both = zip(cuts, buffers, strict=True)
         self.counts = pool.run([functools.partial(_candidates, raw[i:j], i, least, *buffer) for (i, j), buffer in both])
         self.found = min(self.counts) >= 0  # or there was no room

@@ -48,9 +48,8 @@ if hasattr(os, "register_at_fork"):
 def _at_once(tasks: Sequence[Callable[[], T]]) -> Callable[[], list[T]] | None:
     """A faster way to do tasks that are all calls of one kernel, if that kernel knows one."""
     calls = [task for task in tasks if isinstance(task, functools.partial)]
-    functions = {call.func for call in calls}
-    together = getattr(functions.pop(), "at_once", None) if len(functions) == 1 else None
-    if together is None or len(calls) < len(tasks):
+    together = getattr(calls[0].func, "at_once", None) if calls else None
+    if together is None or len(calls) < len(tasks) or any(call.func is not calls[0].func for call in calls):
         return None
     return lambda: together([call.args for call in calls])
 
