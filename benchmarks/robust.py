@@ -22,7 +22,10 @@ from common import final_metric, save_result, training
 from gradwire.bench.tasks import make_task
 from gradwire.drivers.virtual import Gradients, VirtualRanks
 
-DEFAULT = ["median", "trimmed:2", "krum:2", "multikrum:2", "rfa", "clip:3", "signsgd_mv"]
+DEFAULT = [
+    *("median", "trimmed:2", "krum:2", "multikrum:2", "rfa", "clip:3", "signsgd_mv"),
+    *("krum:2,worker_momentum=0.5", "signsgd_mv,worker_momentum=0.5"),
+]
 Attack = Callable[[Tensor], Tensor]
 ATTACKS: dict[str, Attack] = {"negated10": lambda g: -10 * g, "negated": torch.neg, "zero": torch.zeros_like}
 
@@ -60,7 +63,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     clean: list[float] = []
     runs = [("mean, clean", "none", 0), ("mean", "none", arguments.bad)]
     runs += [(spec, spec, arguments.bad) for spec in known(arguments.methods)]
-    print(f"{'rule':14s} {'mean':>9s} {'spread':>8s} {'gap':>8s}   {arguments.task}, {arguments.seeds} paired seeds")
+    print(f"{'rule':34s} {'mean':>9s} {'spread':>8s} {'gap':>8s}   {arguments.task}, {arguments.seeds} paired seeds")
     with ProcessPoolExecutor(arguments.processes) as pool:
         for name, spec, bad in runs:
             jobs = [pool.submit(run, spec, bad=bad, seed=seed) for seed in range(arguments.seeds)]
@@ -69,7 +72,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             gap = statistics.mean(v - c for v, c in zip(values, clean, strict=True))
             spread = statistics.stdev(values) if len(values) > 1 else 0.0
             rows[name] = {"spec": spec, "values": values, "mean": statistics.mean(values), "gap": gap}
-            print(f"{name:14s} {statistics.mean(values):9.3f} {spread:8.3f} {gap:+8.3f}", flush=True)
+            print(f"{name:34s} {statistics.mean(values):9.3f} {spread:8.3f} {gap:+8.3f}", flush=True)
     return rows
 
 

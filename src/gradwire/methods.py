@@ -55,7 +55,7 @@ __all__ = ["methods", "register"]
 _ROUTES = tuple(f"none,exchange={route}" for route in ("direct", "ring", "tree", "rhd"))
 _TOPK = (
     *("topk:0.01", "topk:0.3,values=bf16", "topk:0.05+int8", "topk:0.1+qsgd:15,ef=off", "topk:0.02,exchange=twoshot"),
-    *("topk:0.1,ef=ef21", "topk:0.1,residual=factored:2"),
+    *("topk:0.1,ef=ef21", "topk:0.1,residual=factored:2", "topk:0.05,worker_momentum=0.9"),
 )
 _RANDOMK = ("randomk:0.1", "randomk:0.2,scaled=on,ef=off", "randomk:0.2+int8")
 _TERNGRAD = ("terngrad", "terngrad:0,block=40,digits=4")
@@ -67,9 +67,9 @@ def _integers(bits: int, *examples: str) -> Method:
     return Method(f"int{bits}", BlockInt, summary, "twoshot", True, "block", {"bits": bits}, examples)
 
 
-def _rule(name: str, build: Callable[..., Any], summary: str, argument: str | None, example: str) -> Method:
+def _rule(name: str, build: Callable[..., Any], summary: str, argument: str | None, *examples: str) -> Method:
     """A rule for what the gradients of all ranks become."""
-    return Method(name, build, summary, "own", argument=argument, examples=(example,))
+    return Method(name, build, summary, "own", argument=argument, examples=examples)
 
 
 # name, what builds it, summary, exchange, error feedback, what follows the colon, examples
@@ -146,7 +146,7 @@ _METHODS = (
     # rules that guard against bad gradients, and other results than a mean
     _rule("median", Median, "median of each coordinate", None, "median"),
     _rule("trimmed", TrimmedMean, "mean of each coordinate without its extremes", "bad", "trimmed:1"),
-    _rule("krum", Krum, "the gradient with the nearest neighbours", "bad", "krum:1"),
+    _rule("krum", Krum, "the gradient with the nearest neighbours", "bad", "krum:1", "krum:1,worker_momentum=0.5"),
     _rule("multikrum", MultiKrum, "mean of the gradients with the nearest neighbours", "bad", "multikrum:1"),
     _rule("bulyan", Bulyan, "Krum's choices, averaged around their median", "bad", "bulyan:1"),
     _rule("rfa", GeometricMedian, "geometric median", "iterations", "rfa"),

@@ -12,6 +12,7 @@ that the first keeps. Options are the first method's own, and these, which every
     ef=on|off, decay=FLOAT                  error feedback; `on` scales an unbiased codec to a contraction
     ef=ef21                                 differences to an estimate that ranks keep, in place of a residual
     residual=fp32|bf16|factored:RANK        what its memory is kept in
+    worker_momentum=FLOAT                   each rank sends a moving average of its gradients
     warmup=STEPS                            steps of uncompressed all-reduce first
     vectors=on|off                          off: biases and norms go uncompressed
     guard=on|off                            handling of non-finite gradients
@@ -51,6 +52,7 @@ from gradwire.reducers import (
     Ring,
     Tree,
     WarmUp,
+    WorkerMomentum,
     is_vector,
     two_shot,
 )
@@ -84,6 +86,7 @@ _COMMON: Mapping[str, Callable[[str], Any]] = {
     "ef": _feedback,
     "decay": float,
     "residual": str,
+    "worker_momentum": float,
     "warmup": int,
     "vectors": bool,
     "guard": bool,
@@ -277,4 +280,6 @@ def _wrap(spec: str, reducer: Reducer, method: Method, common: dict[str, Any]) -
         reducer = WarmUp(plain, reducer, common["warmup"])
     if "weights" in common:
         reducer = Weighted(reducer, _weights(spec, common["weights"]))
+    if "worker_momentum" in common:
+        reducer = WorkerMomentum(reducer, common["worker_momentum"])
     return Guard(reducer) if common.get("guard", not transparent) else reducer

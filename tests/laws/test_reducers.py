@@ -175,7 +175,7 @@ def test_non_finite_gradients(reducer: Reducer, bad: float, where: str) -> None:
         spoiled[1].zero_()
     spoiled[1].view(-1)[0 if where == "start" else -1] = bad
     lockstep = Lockstep(reducer, grain, ranks)
-    if isinstance(reducer, Sharded):
+    if any(isinstance(part, Sharded) for part in parts(reducer)):
         checks.check_left_out(lockstep, clean, spoiled)
         return
     checks.check_non_finite(lockstep, clean, spoiled, all_nan=guarded(reducer))
@@ -280,9 +280,8 @@ def test_residuals_stay_bounded(reducer: Reducer) -> None:
         owed = checks.owed(lockstep.states, grain)
         sizes.append(max(checks.norm(e) for e in owed.e) + checks.norm(owed.s))
     delta, absolute = reducer.contraction(grain), reducer.absolute_error(grain)
-    if delta is None:
-        assert absolute is not None
-        assert max(sizes) <= absolute * grain.numel**0.5
+    if delta is None:  # without a bound of either kind nothing may be owed at all
+        assert max(sizes) <= (absolute or 0.0) * grain.numel**0.5
     else:
         q = (1 - delta) ** 0.5
         assert max(sizes) <= 2 * 2 * largest * q / (1 - q)

@@ -747,7 +747,7 @@ def _guess(raw, apart, few, many, least, piece, answers):
 def _guessed(raw: np.ndarray[Any, Any], cuts: list[pool.Chunk], k: int, least: int = -1) -> np.ndarray[Any, Any]:
     """`_guess` of what is between the k-th largest and `least`, or so far below it as it lies once in ten thousand.
 
-    Neighbours are alike, so they count as half of what others would: deviations are taken for 3/2 of what they are then.
+    Neighbours are alike, and so tell less: deviations are taken for 3/2 of what others would have.
     """
     apart = max(_NEIGHBOURS, raw.size * _NEIGHBOURS // _SAMPLE)
     while math.gcd(apart, 210) > 1:  # for who sees every tenth element sees a tenth of a matrix's columns

@@ -24,6 +24,7 @@ from gradwire.reducers.sparse_two_shot import SparseTwoShot, two_shot
 from gradwire.reducers.svd import SVD
 from gradwire.reducers.ternary_sum import TernarySum
 from gradwire.reducers.warm_up import WarmUp
+from gradwire.reducers.worker_momentum import WorkerMomentum
 
 __all__ = [
     "DGC",
@@ -62,6 +63,7 @@ __all__ = [
     "Tree",
     "TwoShot",
     "WarmUp",
+    "WorkerMomentum",
     "Wrapper",
     "is_vector",
     "two_shot",
