@@ -87,7 +87,15 @@ _METHODS = (
     Method("bf16_stochastic", StochasticBF16, "bfloat16, rounded at random", "twoshot", examples=("bf16_stochastic",)),
     # sparse
     Method("topk", TopK, "largest magnitudes", "allgather", True, "density", examples=_TOPK),
-    Method("randomk", RandomK, "one of each run of neighbours, drawn alike", "allreduce", True, "density", examples=_RANDOMK),
+    Method(
+        "randomk",
+        RandomK,
+        "one of each run of neighbours, drawn alike",
+        "allreduce",
+        True,
+        "density",
+        examples=_RANDOMK,
+    ),
     Method(
         *("threshold", Threshold, "magnitudes above a fixed one", "allgather", True, "tau"),
         examples=("threshold:1.5,cap=0.8",),

@@ -10,10 +10,11 @@ from torch import Tensor
 
 import gradwire
 from gradwire.codecs import Identity, TopK
+from gradwire.core import collective
 from gradwire.core.errors import CompositionError
 from gradwire.core.grain import flat_grain
 from gradwire.drivers.lockstep import Lockstep
-from gradwire.reducers import AllGather, AllReduce, ErrorFeedback, Guard, Reducer, WorkerMomentum
+from gradwire.reducers import AllGather, AllReduce, ErrorFeedback, Guard, Reducer, Step, WorkerMomentum
 
 from . import checks
 from .subjects import sample
@@ -54,14 +55,44 @@ def test_error_feedback_owes_averages() -> None:
     assert checks.norm(delivered + owed - wanted) <= 1e-5 * checks.norm(wanted)
 
 
-def test_what_is_not_finite_is_sent_and_forgotten() -> None:
-    lockstep = Lockstep(WorkerMomentum(AllReduce(Identity()), MOMENTUM), flat_grain(NUMEL), RANKS)
-    spoiled = gradients(0)
+def test_a_step_that_is_not_finite_is_seen_and_forgotten() -> None:
+    lockstep, untroubled = (
+        Lockstep(gradwire.parse("none,worker_momentum=0.8"), flat_grain(NUMEL), RANKS) for _ in "ab"
+    )
+    for both in (lockstep, untroubled):
+        both.step(gradients(0))
+    spoiled = gradients(1)
     spoiled[1][7], spoiled[2][9] = math.nan, math.inf
     mean = lockstep.step(spoiled)[0]
     assert not mean[7].isfinite()
     assert not mean[9].isfinite()
-    assert bool(lockstep.step(gradients(1))[0].isfinite().all())
+    assert torch.equal(lockstep.step(gradients(2))[0], untroubled.step(gradients(2))[0])
+
+
+def test_a_rank_that_a_rule_leaves_out_starts_anew() -> None:
+    lockstep = Lockstep(gradwire.parse("median,worker_momentum=0.8"), flat_grain(NUMEL), RANKS)
+    spoiled = gradients(0)
+    spoiled[1][7] = math.nan
+    assert bool(lockstep.step(spoiled)[0].isfinite().all())
+    assert float(lockstep.states[1].tensor("average")[7]) == 0.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_no_more_is_sent_than_came(dtype: torch.dtype) -> None:
+    grain = flat_grain(NUMEL, dtype=dtype)
+    request = next(
+        (reducer := gradwire.parse("none,worker_momentum=0.8")).reduce(
+            grain, torch.zeros(NUMEL), reducer.init(grain, Step(0, 0, 2)), Step(0, 0, 2)
+        )
+    )
+    assert isinstance(request, collective.AllReduce)
+    assert request.tensor.dtype == dtype
+
+
+def test_large_numbers_of_opposite_signs() -> None:
+    lockstep = Lockstep(gradwire.parse("none,worker_momentum=0.5"), flat_grain(1), 2)
+    for value, wanted in ((3e38, 1.5e38), (-3e38, -0.75e38)):
+        assert float(lockstep.step([torch.full((1,), value)] * 2)[0]) == pytest.approx(wanted)
 
 
 def test_the_noise_of_ranks_shrinks_as_said() -> None:

@@ -182,7 +182,7 @@ class Float32Codec(Codec):
         if out.dtype == torch.float32:
             self.decode32(payload, out, key)
             return
-        out32 = torch.empty(out.shape, device=out.device)
+        out32 = torch.empty(out.shape, dtype=torch.float32, device=out.device)
         self.decode32(payload, out32, key)
         out.copy_(out32)
 

@@ -128,7 +128,7 @@ class Chain(Float32Codec):
         """The kept values, and what places them."""
         assert isinstance(self.first, Sparsifier)
         quantised = len(payload) - len(self.first.place_fields(like.numel()))
-        values = torch.empty(self._kept(like.numel()), device=like.device)
+        values = torch.empty(self._kept(like.numel()), dtype=torch.float32, device=like.device)
         self.second.decode_into(payload[:quantised], values, _second(key))
         return values, payload[quantised:]
 

@@ -93,7 +93,9 @@ class DCTTopK(Float32Codec):
     def encode_into(self, x: Tensor, key: Key, out: Payload) -> None:
         """Transform and select, a tile at a time."""
         basis, codes = cosines(self.chunk, x.device), torch.empty(out[0].shape, dtype=torch.uint8, device=x.device)
-        values = out[0] if out[0].dtype == torch.float32 else torch.empty(out[0].shape, device=x.device)
+        values = (
+            out[0] if out[0].dtype == torch.float32 else torch.empty(out[0].shape, dtype=torch.float32, device=x.device)
+        )
         for (first, stop), tile in self._tiles(as_float32(x)):
             part = slice(first * self.kept, stop * self.kept)
             lowrank.topk_rows(tile @ basis.mT, self.kept, values[part], codes[part])
@@ -110,7 +112,10 @@ class DCTTopK(Float32Codec):
     def accumulate32(self, payload: Payload, into: Tensor, key: Key, alpha: float) -> None:
         """Transform back and add, a tile at a time."""
         values, codes = payload[0].float(), kernels.unpack_bits(payload[1], self._bits, payload[0].numel())
-        basis, scratch = cosines(self.chunk, into.device), torch.empty(TILE_NUMEL, device=into.device)
+        basis, scratch = (
+            cosines(self.chunk, into.device),
+            torch.empty(TILE_NUMEL, dtype=torch.float32, device=into.device),
+        )
         for start, piece in zip(range(0, into.numel(), TILE_NUMEL), into.split(TILE_NUMEL), strict=False):
             first, rows = start // self.chunk, -(-piece.numel() // self.chunk)
             part = slice(first * self.kept, (first + rows) * self.kept)

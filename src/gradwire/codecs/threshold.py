@@ -65,7 +65,7 @@ class Threshold(Float32Codec):
 
     def encode_into(self, x: Tensor, key: Key, out: Payload) -> None:
         """Select by tau."""
-        self.encode_above(x, torch.full((), self.tau, device=x.device), out)
+        self.encode_above(x, torch.full((), self.tau, dtype=torch.float32, device=x.device), out)
 
     def encode_above(self, x: Tensor, tau: Tensor, out: Payload) -> None:
         """Write the entries of at least `tau`, a 0-d float32 tensor: for thresholds that change."""

@@ -91,7 +91,7 @@ def curves(auto: Auto, bench: Bench) -> tuple[Curve, ...]:
     """Measure every candidate at every size; the same numbers on every rank: medians of the slowest rank's rounds."""
     table: list[list[float]] = []
     for sample in SAMPLES:
-        x = torch.zeros(sample.nbytes // 4, device=bench.device)
+        x = torch.zeros(sample.nbytes // 4, dtype=torch.float32, device=bench.device)
         rounds = range(sample.rounds + 1)  # the first one makes connections, and buffers warm
         times = [[seconds(c, x, bench, sample.burst) for c in auto.candidates] for _ in rounds]
         mine = torch.tensor(times[1:], dtype=torch.float64, device=bench.device)

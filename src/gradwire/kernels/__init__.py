@@ -146,7 +146,7 @@ def warm_up() -> None:
         packed = torch.empty(packed_nbytes(24, bits), dtype=torch.uint8)
         pack_bits(x.to(CODE_DTYPES[bits]).abs(), bits, packed)
         unpack_bits(packed, bits, 24)
-    packed, scales = torch.empty(packed_nbytes(24, 8), dtype=torch.uint8), torch.empty(3)
+    packed, scales = torch.empty(packed_nbytes(24, 8), dtype=torch.uint8), torch.empty(3, dtype=torch.float32)
     block_int_encode(x, 8, 8, None, packed, scales)
     block_int_accumulate(packed, scales, 8, 8, x)
     block_int_decode(packed, scales, 8, 8, x)
@@ -270,7 +270,7 @@ def gather(x: Tensor, indices: Tensor, out: Tensor | None = None) -> Tensor:
     _require("x", x, torch.float32)
     _require("indices", indices, torch.int32)
     if out is None:
-        out = torch.empty(indices.numel(), device=x.device)
+        out = torch.empty(indices.numel(), dtype=torch.float32, device=x.device)
     _require("out", out, torch.float32)
     _require_size("out", out, indices.numel())
     _kernels(x.device, indices.numel()).gather(x, indices, out)

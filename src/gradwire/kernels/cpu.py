@@ -659,9 +659,9 @@ def topk(x: Tensor, k: int, values: Tensor | None = None) -> tuple[Tensor, Tenso
     Where it guessed wrong, and where there is little to look through, all are looked through.
     """
     if k == 0:
-        return torch.empty(0, dtype=torch.int32), torch.empty(0) if values is None else values
+        return torch.empty(0, dtype=torch.int32), torch.empty(0, dtype=torch.float32) if values is None else values
     raw, cuts = _raw(x), pool.chunks(x.numel())
-    values = torch.empty(k) if values is None else values
+    values = torch.empty(k, dtype=torch.float32) if values is None else values
     few = raw.size >= _SAMPLED and 2 * k <= raw.size  # for candidates take twice the memory of what they are
     indices = _by_sample(raw, k, cuts, values) if few else None
     if indices is None:
@@ -789,7 +789,7 @@ def _kth_largest(words: np.ndarray[Any, Any], k: int) -> int:
 
 
 def _words(n: int) -> np.ndarray[Any, Any]:
-    return _raw(torch.empty(n))
+    return _raw(torch.empty(n, dtype=torch.float32))
 
 
 def _magnitudes(raw: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -849,7 +849,7 @@ def _those_from(
     above = _counts(raw, cuts, threshold + 1) if above is None else above
     at_least = _counts(raw, cuts, threshold) if at_least is None else at_least
     indices = torch.empty(values.numel(), dtype=torch.int32)
-    found = values if _can_be_written(values) else torch.empty(values.numel())
+    found = values if _can_be_written(values) else torch.empty(values.numel(), dtype=torch.float32)
     at, words, tasks = _array(indices), _raw(found), []
     for (i, j), (quota, share) in zip(cuts, _shares(at.size, above, at_least), strict=True):
         tasks.append(functools.partial(_select, raw[i:j], i, threshold, quota, at[share], words[share]))

@@ -71,21 +71,21 @@ def _high_sums(indices, begin, stop, tried, sums):
 def _split(indices, origin, gaps, bits, lows, steps):
     """Low parts from `origin` on, and how far each high part ends from the one before; false where they do not rise."""
     _widest()
-    mask, shift, least, skip = np.int32((1 << bits) - 1), np.int32(bits), np.int32(0), 0
+    mask, shift, falls, skip = np.int32((1 << bits) - 1), np.int32(bits), np.int32(0), 0
     if origin == 0:  # nothing stands before the first
         first = indices[0]
         lows[0], steps[0] = first & mask, (first >> shift) + np.int32(1)
-        least, skip = min(least, first), 1
+        falls, skip = np.int32(first < 0), 1
     for i in range(skip, steps.size):
         place = np.int32(origin + i)
         index, previous = indices[np.uintp(origin + i)], indices[np.uintp(origin + i - 1)]
+        falls = np.int32(falls | np.int32(index <= previous))  # of which a difference may tell nothing: it wraps
         gap = np.int32(index - previous - np.int32(1))
-        least = min(least, gap)
         value = gap if gaps else np.int32(index - place)
         other = np.int32(0) if gaps else np.int32((previous - place + np.int32(1)) >> shift)
         lows[np.uintp(i)] = value & mask
         steps[np.uintp(i)] = np.int32((value >> shift) - other + np.int32(1))
-    return least >= 0
+    return falls == 0
 
 
 @_inline
@@ -154,9 +154,11 @@ def _write_all(
     return True
 
 
-def encode(indices: Tensor, bits: int, out: Tensor) -> bool:
+def encode(indices: Tensor, numel: int, bits: int, out: Tensor) -> bool:
     """Elias-Fano."""
     whole, cuts = _array(indices), _cuts(indices.numel())
+    if whole[-1] >= numel:
+        return False
     befores = [-1, *(((int(whole[i - 1]) - i + 1) >> bits) + i - 1 for i, _ in cuts[1:])]
     return _write_all(whole, bits, False, befores, cuts, _words(out))
 
@@ -165,6 +167,8 @@ def encode_rice(indices: Tensor, numel: int, bits: int, out: Tensor) -> bool:
     """Rice, with the low bits that make this payload shortest."""
     whole, words = _array(indices), _words(out)
     some = int(np.searchsorted(whole, np.int32(numel)))  # a wider number would widen a copy of them all
+    if some < whole.size and (whole[some:] != numel).any():
+        return False
     whole, cuts = whole[:some], _cuts(some)
     tried = np.array(candidates(bits), np.int64)
     sums = np.empty((len(cuts), tried.size), np.int64)
@@ -238,13 +242,15 @@ def _starts(words, bits, gaps, count, piece, starts):
             rest &= rest - np.uint64(1)
         before = w * 64 - start + np.int64(_trailing_zeros(rest))
         high = (before - wanted + 1) << bits
-        while i < wanted:  # the last of them is the index before the piece
+        last = 0  # the low part of the index before the piece
+        while i < wanted:
             size = min(_TILE, wanted - i)
             _read_lows(words, bits, i, narrow, lows[:size])
             for j in range(size):
                 sum_ += np.int64(lows[np.uintp(j)])
+            last = np.int64(lows[np.uintp(size - 1)])
             i += size
-        low = sum_ if gaps else np.int64(lows[np.uintp((wanted - 1) % _TILE)])
+        low = sum_ if gaps else last
         starts[p, 0], starts[p, 1] = before, high + low + wanted - 1
     return True
 

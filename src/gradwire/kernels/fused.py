@@ -173,7 +173,7 @@ def block_int_reduce(
             *(received, received_scales, bits, block, owner, out_bits, key, packed, scales, numel, alpha)
         )
         return
-    y = torch.zeros(numel, device=received.device)
+    y = torch.zeros(numel, dtype=torch.float32, device=received.device)
     for row, row_scales in zip(received, received_scales, strict=True):
         kernels.block_int_accumulate(row, row_scales, bits, block, y, alpha)
     if owner is not None:

@@ -56,6 +56,7 @@ MAX_BITS = 31
 HEADER_PAYS = 100
 """Words of a stream from which on a header costs 1% or less, where Rice can be 5% shorter."""
 
+_NOT_INCREASING = "indices to encode must increase and lie in [0, {})"
 _DAMAGED = "the indices of a payload are damaged, or of another tensor: they are not {} increasing ones below {}"
 
 
@@ -80,7 +81,7 @@ def warm_up() -> None:
         packed = torch.empty(nwords(format_, 16, 5), dtype=torch.int64)
         encode(at, 16, format_, packed)
         decode(packed, 16, 5, format_)
-    at_least(at.float(), torch.ones(()), torch.empty(5))
+    at_least(at.float(), torch.ones((), dtype=torch.float32), torch.empty(5, dtype=torch.float32))
 
 
 # Sizes ------------------------------------------------------------------------------------------------------
@@ -207,7 +208,7 @@ def encode(indices: Tensor, numel: int, format_: Format, out: Tensor, room: int 
     """Write increasing `indices` below `numel` to `out`, in full.
 
     Args:
-        indices: (k,) int32; for `rice` the last of them may equal `numel`, which is none.
+        indices: (k,) int32; for `rice` the last ones may equal `numel`, which is none.
         numel: d, below 2^31.
         format_: one of `FORMATS`.
         out: of `field(format_, numel, k)`.
@@ -222,15 +223,29 @@ def encode(indices: Tensor, numel: int, format_: Format, out: Tensor, room: int 
     where = field(format_, numel, count)
     _require("indices", indices, torch.int32, indices.numel() if format_ == "rice" else count)
     _require("out", out, where.dtype, where.numel)
+    module = _module(out.device)
+    unchecked = format_ == "int32" or module is reference_indices
+    if unchecked and out.device.type == "cpu" and not _increase(indices, numel, format_):
+        raise ValueError(_NOT_INCREASING.format(numel))
     if format_ == "int32":
         out.copy_(indices)
         return
     if count == 0:
         return
-    module, bits = _module(out.device), _fixed_bits(format_, numel, count)
-    done = module.encode_rice(indices, numel, bits, out) if format_ == "rice" else module.encode(indices, bits, out)
-    if done is False:
-        raise ValueError(f"indices to encode must increase and lie in [0, {numel})")
+    bits = _fixed_bits(format_, numel, count)
+    if (module.encode_rice if format_ == "rice" else module.encode)(indices, numel, bits, out) is False:
+        raise ValueError(_NOT_INCREASING.format(numel))
+
+
+def _increase(indices: Tensor, numel: int, format_: Format) -> bool:
+    """Whether they increase and lie in [0, numel), but for the last ones of `rice`, which may be numel."""
+    if format_ == "rice":
+        some = int((indices < numel).sum())
+        if bool((indices[some:] != numel).any()):
+            return False
+        indices = indices[:some]
+    rises = bool((indices[1:] > indices[:-1]).all())
+    return rises and (not indices.numel() or (int(indices[0]) >= 0 and int(indices[-1]) < numel))
 
 
 def decode(packed: Tensor, numel: int, count: int, format_: Format, fewer: bool = False) -> Tensor:

@@ -34,8 +34,16 @@ def _module(device: torch.device) -> ModuleType:
 
 def warm_up() -> None:
     """Call every kernel of this module once; see `kernels.warm_up`."""
-    x, values, codes = torch.ones(8), torch.empty(8), torch.empty(8, dtype=torch.uint8)
-    sketch, rows, half = torch.empty(1, 8), torch.arange(8, dtype=torch.int32), torch.empty(8, dtype=torch.bfloat16)
+    x, values, codes = (
+        torch.ones(8, dtype=torch.float32),
+        torch.empty(8, dtype=torch.float32),
+        torch.empty(8, dtype=torch.uint8),
+    )
+    sketch, rows, half = (
+        torch.empty(1, 8, dtype=torch.float32),
+        torch.arange(8, dtype=torch.int32),
+        torch.empty(8, dtype=torch.bfloat16),
+    )
     unit_rows_(x.view(1, 8), 1)
     count_sketch(x, 1, sketch)
     count_unsketch(sketch, 1, values)

@@ -75,7 +75,11 @@ def _blocks(x: Tensor, block: int) -> int:
 def warm_up() -> None:
     """Call every kernel once, so that compiling is done, and kept on disk, before the first training step."""
     x = torch.arange(40, dtype=torch.float32) - 20.0
-    a, b, scales = torch.zeros(40, dtype=torch.uint8), torch.zeros(40, dtype=torch.uint8), torch.zeros(1)
+    a, b, scales = (
+        torch.zeros(40, dtype=torch.uint8),
+        torch.zeros(40, dtype=torch.uint8),
+        torch.zeros(1, dtype=torch.float32),
+    )
     float8_encode(x, torch.float8_e4m3fn, 40, a, b[:1])
     float8_accumulate(a, b[:1], torch.float8_e4m3fn, 40, x)
     natural_encode(x, 1, a, b[:5])
@@ -84,8 +88,8 @@ def warm_up() -> None:
     ternary_scales(x, 2.5, 40, scales)
     ternary_encode(x, scales, 1, 40, 5, a[:8])
     ternary_decode(a[:8], scales, 40, 5, x)
-    one_bit_encode(x, 40, a[:5], torch.empty(2))
-    one_bit_decode(a[:5], torch.zeros(2), 40, x)
+    one_bit_encode(x, 40, a[:5], torch.empty(2, dtype=torch.float32))
+    one_bit_decode(a[:5], torch.zeros(2, dtype=torch.float32), 40, x)
     majority(a.view(8, 5), 0, b[:5])
     affine_encode(x, 0, scales, b[:1], a)
     affine_decode(scales, b[:1], a, 0, x)

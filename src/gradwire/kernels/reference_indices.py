@@ -99,7 +99,7 @@ def at_least(x: Tensor, tau: Tensor, values: Tensor) -> Tensor:
     return at
 
 
-def encode(indices: Tensor, bits: int, out: Tensor) -> None:
+def encode(indices: Tensor, numel: int, bits: int, out: Tensor) -> None:
     """Elias-Fano: values index_i - i, high parts at position (high + i)."""
     i = _arange(indices.numel(), indices)
     values = indices.to(torch.int64) - i

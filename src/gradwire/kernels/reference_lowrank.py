@@ -46,7 +46,7 @@ def count_sketch(x: Tensor, bits: int, sketch: Tensor) -> None:
 def count_unsketch(sketch: Tensor, bits: int, out: Tensor) -> None:
     """The median over rows of what the element's columns hold, in its sign."""
     rows, columns = sketch.shape
-    estimates = torch.empty(rows, out.numel(), device=out.device)
+    estimates = torch.empty(rows, out.numel(), dtype=torch.float32, device=out.device)
     for j, words in enumerate(sketch_words(bits, rows)):
         column, sign = hashed(out.numel(), columns, words, out.device)
         torch.mul(sketch[j].index_select(0, column), sign, out=estimates[j])
@@ -97,7 +97,7 @@ def hadamard_encode(x: Tensor, block: int, bits: int, chosen: Tensor, out: Tenso
 
 def hadamard_accumulate(values: Tensor, block: int, bits: int, chosen: Tensor, into: Tensor, alpha: float) -> None:
     """Place, transform, scale, signs."""
-    spread = torch.zeros(-(-into.numel() // block), block, device=into.device)
+    spread = torch.zeros(-(-into.numel() // block), block, dtype=torch.float32, device=into.device)
     spread[:, chosen.long()] = values.view(spread.shape[0], chosen.numel())
     signed = (_hadamard(spread) * block**-0.5).view(-1)[: into.numel()] * _signs(bits, into.numel(), into.device)
     into.add_(signed * alpha)

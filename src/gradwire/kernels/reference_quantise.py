@@ -233,7 +233,7 @@ def _affine_rows(piece: Tensor, block: int) -> Tensor:
 
 def affine_encode(x: Tensor, block: int, scales: Tensor, zeros: Tensor, levels: Tensor) -> None:
     """See `gradwire.kernels.quantise.affine_encode`."""
-    extremes = torch.zeros(2, scales.numel(), device=x.device)
+    extremes = torch.zeros(2, scales.numel(), dtype=torch.float32, device=x.device)
     for part, blocks in _affine_pieces(x.numel(), block):
         rows = _affine_rows(x[part], block)
         low, high = extremes[0, blocks], extremes[1, blocks]

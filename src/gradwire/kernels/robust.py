@@ -38,7 +38,7 @@ def _kernels(rows: Tensor) -> ModuleType:
 
 def warm_up() -> None:
     """Call every kernel once, so that compiling is done before the first training step."""
-    rows, out = torch.zeros(3, 8), torch.empty(8)
+    rows, out = torch.zeros(3, 8, dtype=torch.float32), torch.empty(8, dtype=torch.float32)
     squared_distances(rows)
     products(rows)
     trimmed_mean(rows, 1, out)

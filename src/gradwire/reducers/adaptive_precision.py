@@ -87,7 +87,7 @@ class AdaptivePrecision(Reducer):
 
 def _measured(flat: Tensor, grain: Grain) -> Tensor:
     """The largest magnitude and each parameter's mean magnitude, float32."""
-    found = torch.zeros(1 + len(grain.segments), device=flat.device)
+    found = torch.zeros(1 + len(grain.segments), dtype=torch.float32, device=flat.device)
     found[:1] = largest_magnitude(flat)
     for i, (_, _, numel, offset) in enumerate(grain.segments):
         if numel:  # where the sum overflows, the grain is sent as it is

@@ -66,7 +66,9 @@ class AdaptiveThreshold(Reducer):
 
     def init(self, grain: Grain, step: Step) -> State:
         """A tau for each segment of the grain, all of them equal; 0 before the first step."""
-        return State(tau=Leaf(torch.zeros(len(grain.segments), device=grain.device), "segment", scaled=True))
+        return State(
+            tau=Leaf(torch.zeros(len(grain.segments), dtype=torch.float32, device=grain.device), "segment", scaled=True)
+        )
 
     def reduce(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:
         """One all-gather."""

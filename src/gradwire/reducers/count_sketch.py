@@ -98,10 +98,10 @@ class CountSketch(Reducer):
         """Two all-reduces: of sketches, then of exact values."""
         flat = as_float32(x.reshape(-1))
         bits = step.key(grain, "hash").shared.bits
-        sketch = torch.empty(self.rows, self.columns(flat.numel()), device=x.device)
+        sketch = torch.empty(self.rows, self.columns(flat.numel()), dtype=torch.float32, device=x.device)
         lowrank.count_sketch(flat, bits, sketch)
         total = yield collective.AllReduce(sketch.div_(step.world_size), consumable=True)
-        mean = torch.empty(flat.numel(), device=x.device)
+        mean = torch.empty(flat.numel(), dtype=torch.float32, device=x.device)
         lowrank.count_unsketch(total.contiguous(), bits, mean)
         indices = kernels.topk_indices(mean, kept(self.density, mean.numel()))
         part = kernels.gather(flat, indices).div_(step.world_size)

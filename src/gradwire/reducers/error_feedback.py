@@ -72,7 +72,7 @@ class ErrorFeedback(Wrapper):
 
     def init(self, grain: Grain, step: Step) -> State:
         """A residual of zeros beside the inner state."""
-        residual = torch.zeros(grain.numel, device=grain.device)
+        residual = torch.zeros(grain.numel, dtype=torch.float32, device=grain.device)
         return State(residual=Leaf(residual, "element", owed=True), inner=self.inner.init(grain, step))
 
     def reduce(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:

@@ -269,7 +269,7 @@ class TwoShot(Reducer):
         if not self._owes():
             return State()
         shard = self.shard_numel(grain.numel, step.world_size)
-        return State(owner=Leaf(torch.zeros(shard, device=grain.device), "owned", owed=True))
+        return State(owner=Leaf(torch.zeros(shard, dtype=torch.float32, device=grain.device), "owned", owed=True))
 
     def contraction(self, grain: Grain) -> float | None:
         """The first codec's: the second's error stays with the owner."""

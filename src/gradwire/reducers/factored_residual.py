@@ -87,7 +87,11 @@ class FactoredErrorFeedback(ErrorFeedback):
         batch, rows, columns = grain.shape
         rank = min(self.rank, rows, columns)
         start = gaussian(Key(step.seed, 0, grain.name, "residual"), (batch, columns, rank), grain.device)
-        return self._state(torch.zeros(batch, rows, rank, device=grain.device), start.mT, self.inner.init(grain, step))
+        return self._state(
+            torch.zeros(batch, rows, rank, dtype=torch.float32, device=grain.device),
+            start.mT,
+            self.inner.init(grain, step),
+        )
 
     def reduce(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:
         """The inner program on X + P Q^T."""

@@ -146,7 +146,7 @@ class EF21(Wrapper):
 
     def init(self, grain: Grain, step: Step) -> State:
         """Estimates of zero, and room for the difference."""
-        minus_h, mean, scratch = (torch.zeros(grain.numel, device=grain.device) for _ in range(3))
+        minus_h, mean, scratch = (torch.zeros(grain.numel, dtype=torch.float32, device=grain.device) for _ in range(3))
         return _estimates(minus_h, mean, scratch, self.inner.init(grain, step))
 
     def reduce(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:

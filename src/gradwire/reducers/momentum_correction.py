@@ -82,7 +82,7 @@ class MomentumCorrection(Wrapper):
 
     def init(self, grain: Grain, step: Step) -> State:
         """u and v of zeros, and room for the next v."""
-        u, v, scratch = (torch.zeros(grain.numel, device=grain.device) for _ in range(3))
+        u, v, scratch = (torch.zeros(grain.numel, dtype=torch.float32, device=grain.device) for _ in range(3))
         return _state(u, v, scratch, self.inner.init(grain, step))
 
     def reduce(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:

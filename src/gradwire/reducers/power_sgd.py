@@ -264,6 +264,6 @@ def gaussian(key: Key, shape: tuple[int, ...], device: torch.device) -> Tensor:
     Drawn on the CPU, so that every device gets the same.
     """
     if device.type == "meta":
-        return torch.empty(shape, device=device)
+        return torch.empty(shape, dtype=torch.float32, device=device)
     generator = torch.Generator().manual_seed(key.bits & (2**63 - 1))
-    return torch.randn(shape, generator=generator).to(device)
+    return torch.randn(shape, generator=generator, dtype=torch.float32).to(device)

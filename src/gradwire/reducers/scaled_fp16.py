@@ -62,7 +62,7 @@ def mean_of_halves(x: Tensor, largest: Tensor, state: State, step: Step) -> Prog
 def largest_magnitude(flat: Tensor) -> Tensor:
     """max|x| as one float32; infinity where it is not finite, since a backend's maximum may pass over NaN."""
     if not flat.numel():
-        return torch.zeros(1, device=flat.device)
+        return torch.zeros(1, dtype=torch.float32, device=flat.device)
     low, high = torch.aminmax(flat)
     largest = torch.maximum(-low, high).to(torch.float32).view(1)
     return torch.where(torch.isfinite(largest), largest, float("inf"))

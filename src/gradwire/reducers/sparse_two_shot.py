@@ -84,7 +84,7 @@ class SparseTwoShot(Reducer):
         if not self._owes():
             return State()
         shard = -(-grain.numel // step.world_size)
-        return State(owner=Leaf(torch.zeros(shard, device=grain.device), "owned", owed=True))
+        return State(owner=Leaf(torch.zeros(shard, dtype=torch.float32, device=grain.device), "owned", owed=True))
 
     def contraction(self, grain: Grain) -> float | None:
         """Half the codec's on the whole: k is rounded in every shard.

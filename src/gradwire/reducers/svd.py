@@ -72,7 +72,7 @@ class SVD(Reducer):
         for i, M in enumerate(x.view(grain.shape)):  # one at a time: U and V are as large as M
             _decompose(M.float(), own[0][i], own[1][i])
         rows = yield collective.AllGather(wire)
-        mean = torch.zeros(grain.shape, device=x.device)
+        mean = torch.zeros(grain.shape, dtype=torch.float32, device=x.device)
         for row in rows:
             P, Qt = _factors(layout.views(row), grain)
             mean.baddbmm_(P.float(), Qt.float(), alpha=1.0 / step.world_size)

@@ -77,14 +77,14 @@ class TernarySum(Reducer):
         quantise.ternary_encode(flat, scales, key.bits, codec.block, codec.digits, packed)
         received = yield collective.AllToAll(first.rows(fields))
         gathered = yield collective.AllGather(_add(received, first, second, step))
-        mean = torch.empty(flat.numel(), device=flat.device)
+        mean = torch.empty(flat.numel(), dtype=torch.float32, device=flat.device)
         second.codec.decode_into(second.join(gathered), mean, key)
         _scale(mean, scales / n, self.block)
         return Reduced(mean.to(x.dtype).view(x.shape), SentPayload(codec, (scales, packed), key), state)
 
     def _scales(self, flat: Tensor) -> Tensor:
         """Of each block; infinity where it is not finite, since a backend's maximum may pass over NaN."""
-        scales = torch.empty(-(-flat.numel() // self.block), device=flat.device)
+        scales = torch.empty(-(-flat.numel() // self.block), dtype=torch.float32, device=flat.device)
         quantise.ternary_scales(flat, self.clip or math.inf, self.block, scales)
         return torch.where(torch.isfinite(scales), scales, float("inf"))
 
@@ -108,7 +108,7 @@ class _Digits(Codec):
         quantise.ternary_accumulate(payload[0], self._ones(into), self.inner.block, self.inner.digits, into, alpha)
 
     def _ones(self, x: Tensor) -> Tensor:
-        return torch.ones(-(-x.numel() // self.inner.block), device=x.device)
+        return torch.ones(-(-x.numel() // self.inner.block), dtype=torch.float32, device=x.device)
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class _Sums(Codec):
 
 def _add(received: Tensor, first: _Cut, second: _Cut, step: Step) -> Tensor:
     """The row of the sums of this rank's shard."""
-    total = torch.zeros(first.size_of(step.rank), device=received.device)
+    total = torch.zeros(first.size_of(step.rank), dtype=torch.float32, device=received.device)
     for row in received:
         first.codec.accumulate(first.of_shard(row, step.rank), total, Key())
     wire = torch.zeros(second.row.nbytes, dtype=torch.uint8, device=received.device)

@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from gradwire import kernels
 from gradwire.core.errors import CompositionError
 from gradwire.core.grain import Grain
 from gradwire.core.state import Leaf, State
@@ -25,7 +26,9 @@ class WorkerMomentum(Wrapper):
 
     m starts at zero, so the first 1 / (1 - momentum) steps are small. Each gradient arrives in full, spread over the
     steps that follow. An optimizer with momentum would do that twice: give it none where this one is large.
-    What is not finite is sent once and then forgotten.
+
+    A step whose mean is not finite is not kept, so that m forgets what the optimizer skips. Where a rule leaves out
+    what is not finite on one rank, that rank's m starts there anew.
 
     Owned state: m takes turns with a scratch tensor where the inner reducer keeps what it is given, else `x` becomes
     the new m. Nothing of their size is allocated.
@@ -54,8 +57,8 @@ class WorkerMomentum(Wrapper):
 
     @property
     def lossless(self) -> bool:
-        """Only without momentum."""
-        return self.inner.lossless and self.momentum == 0.0
+        """False: the mean is not that of this step's gradients."""
+        return False
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.momentum < 1.0:
@@ -65,29 +68,43 @@ class WorkerMomentum(Wrapper):
         """The same around another reducer."""
         return WorkerMomentum(inner, self.momentum)
 
+    def contraction(self, grain: Grain) -> float | None:
+        """None: what is sent is not this step's gradient."""
+        return None
+
+    def absolute_error(self, grain: Grain) -> float | None:
+        """None, for the same reason."""
+        return None
+
     def init(self, grain: Grain, step: Step) -> State:
         """An average of zeros beside the inner state."""
         return self._state(
-            torch.zeros(grain.numel, device=grain.device),
-            torch.zeros(grain.numel if self.inner.consumes else 0, device=grain.device),
+            torch.zeros(grain.numel, dtype=torch.float32, device=grain.device),
+            torch.zeros(grain.numel if self.inner.consumes else 0, dtype=torch.float32, device=grain.device),
             self.inner.init(grain, step),
         )
 
     def _state(self, average: Tensor, scratch: Tensor, inner: State) -> State:
-        return State(average=Leaf(average, "element", scaled=True), scratch=Leaf(scratch, "scratch"), inner=inner)
+        return State(average=Leaf(average, "element", owed=True), scratch=Leaf(scratch, "scratch"), inner=inner)
 
     def reduce(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:
         """The inner program on the average."""
         old, scratch, inner = state.tensor("average"), state.tensor("scratch"), state.part("inner")
-        new = x.float()
-        flat = new.view(-1)
+        y = x.float()
+        flat = y.view(-1)
         if self.inner.consumes:
-            torch.lerp(old, flat, 1 - self.momentum, out=scratch)
-            flat.copy_(scratch)
-            average, scratch = scratch, old
+            average = torch.mul(old, self.momentum, out=scratch).add_(flat, alpha=1 - self.momentum)
+            flat.copy_(average)
+            scratch = old
         else:
-            average = flat.lerp_(old, self.momentum)
-        reduced = yield from self.inner.reduce(grain, new, inner, step)
+            average = flat.mul_(1 - self.momentum).add_(old, alpha=self.momentum)
+            y = y.to(grain.dtype)  # a driver's buffer is float32 where this keeps it: send no more than came
+        reduced = yield from self.inner.reduce(grain, y, inner, step)
         average.nan_to_num_(0.0, 0.0, 0.0)
-        state = self._state(average, scratch, reduced.state)
-        return Reduced(reduced.mean.to(x.dtype), reduced.sent, state, reduced.bad)
+        bad = kernels.all_finite(reduced.mean).logical_not()
+        return Reduced(
+            reduced.mean.to(x.dtype),
+            reduced.sent,
+            self._state(average, scratch, reduced.state),
+            bad if reduced.bad is None else bad.logical_or(reduced.bad),
+        )

@@ -106,7 +106,7 @@ def _round(a: Tensor, tolerance: float) -> Tensor:
     chunk = min(TILE // width, power_of_two(rows))
     splits = max(1, min(ceil_div(rows, chunk), ceil_div(programs_at_once(a.device), batch)))
     parts = torch.empty(batch, splits, width, width, dtype=torch.float64, device=a.device)
-    weights = torch.empty(batch, width, width, device=a.device)
+    weights = torch.empty(batch, width, width, dtype=torch.float32, device=a.device)
     out = torch.empty_like(a)
     meta = {"R": width, "num_warps": 4}
     launch(_gram, (splits, batch), a.device, a, parts, rows, columns, CHUNK=chunk, **meta)

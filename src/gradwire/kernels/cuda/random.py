@@ -23,7 +23,7 @@ def _uniform(out, numel, first, k0, k1, TILE: tl.constexpr):
 
 def uniform(bits: int, numel: int, device: torch.device, start: int = 0) -> Tensor:
     """See `gradwire.kernels.uniform`."""
-    out = torch.empty(numel, device=device)
+    out = torch.empty(numel, dtype=torch.float32, device=device)
     first, k0, k1 = signed([start, *uniform_words(bits)])
     launch(_uniform, ceil_div(numel, TILE), device, out, numel, first, k0, k1, TILE=TILE)
     return out

@@ -220,7 +220,11 @@ def _gather(x, indices, out, numel, k, TILE: tl.constexpr):
 def topk(x: Tensor, k: int, values: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """See `gradwire.kernels.topk`."""
     indices = topk_indices(x, k)
-    found = torch.empty(k, device=x.device) if values is None or values.dtype != torch.float32 else values
+    found = (
+        torch.empty(k, dtype=torch.float32, device=x.device)
+        if values is None or values.dtype != torch.float32
+        else values
+    )
     gather(x, indices, found)
     return indices, found if values is None or values is found else values.copy_(found)
 
