@@ -263,8 +263,9 @@ def test_residuals_stay_bounded(reducer: Reducer) -> None:
     once the small ones owe as much as the largest, after thousands of steps.
 
     An absolute bound holds by itself. With ||e'|| <= q (||e|| + G), q = sqrt(1 - delta), it can never exceed
-    G q / (1 - q). Worker momentum, which owes what it averages, declares neither. And it must not drift: a residual that
-    grows with t would be 4 times larger in the last fifth than in the second, one that grows as a random walk twice.
+    G q / (1 - q). Worker momentum, which owes what it averages, declares neither. And it must not drift: a residual
+    that grows with t would be 4 times larger in the last fifth than in the second, one that grows as a random walk
+    twice.
     """
     grain, ranks = grain_for(reducer, 2000), ranks_for(reducer, 2)
     lockstep = Lockstep(reducer, grain, ranks)
