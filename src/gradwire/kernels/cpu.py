@@ -538,7 +538,7 @@ def _word_at(raw, start, whole, bound):
 @_inline
 def _choose_of_64(raw, start, whole, word, first, indices, values, n):
     """Write index and value of what `word` chooses of raw[start : start + 64] from `n` on; return where that ends."""
-    if _COMPRESSES and start < whole and n + np.uintp(_RUN) <= np.uintp(indices.size) and _ones(word) > np.uint64(2):
+    if _COMPRESSES and start < whole and n + np.uintp(_RUN) <= np.uintp(indices.size) and _ones(word) > np.uint64(1):
         for i in range(start, start + _RUN, 16):
             mask = np.uint16(word)
             _close_up_places_16(np.int32(first + i), mask, indices, n)
