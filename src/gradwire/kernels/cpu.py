@@ -700,6 +700,12 @@ _BUCKET = 18
 
 
 @_inline
+def _bucket(magnitude):
+    """0 of zero alone, which most of a sparse tensor is; b from (b - 1 << _BUCKET) + 1 to b << _BUCKET."""
+    return (np.int64(magnitude) + ((1 << _BUCKET) - 1)) >> _BUCKET
+
+
+@_inline
 def _room(seen, each, numel):
     """For as many of `numel` as a sample has seen, and four standard deviations more; and a vector's width."""
     return min(numel, np.int64(each * (seen + 2 + 4 * np.sqrt(seen + 2.0)))) + 32
@@ -716,13 +722,13 @@ def _guess(raw, apart, few, many, least, piece, answers):
     _widest()
     runs, each = raw.size // apart, apart / _NEIGHBOURS
     seen = np.empty(runs * _NEIGHBOURS, np.uint16)
-    counts = np.zeros((0x80000000 >> _BUCKET) + 1, np.int32)
+    counts = np.zeros(_bucket(CANONICAL_NAN) + 1, np.int32)
     for run in range(runs):
         for i in range(_NEIGHBOURS):
-            bucket = _magnitude(raw[np.uintp(run * apart + i)]) >> np.uint32(_BUCKET)
+            bucket = _bucket(_magnitude(raw[np.uintp(run * apart + i)]))
             seen[np.uintp(run * _NEIGHBOURS + i)] = np.uint16(bucket)
             counts[np.uintp(bucket)] += 1
-    high = low = 0x80000000 >> _BUCKET
+    high = low = counts.size
     total = 0
     while low > 0 and total < many:
         if total < few:
@@ -730,10 +736,11 @@ def _guess(raw, apart, few, many, least, piece, answers):
         low -= 1
         total += counts[np.uintp(low)]
     if least >= 0:
-        low = least >> _BUCKET
+        low = _bucket(least)
     else:
-        least = max(low << _BUCKET, 1)
-    most = ((high + 1) << _BUCKET) - 1
+        low = max(low, 1)
+        least = ((low - 1) << _BUCKET) + 1
+    most = high << _BUCKET
     for p in range(answers.shape[0]):
         start, stop, chosen, between = p * piece, min((p + 1) * piece, raw.size), 0, 0
         for i in range(start // apart * _NEIGHBOURS, min(stop // apart * _NEIGHBOURS, seen.size)):
