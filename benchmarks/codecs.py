@@ -3,14 +3,15 @@
 For every example of every method in the registry that one rank can run: one step of the whole program (error
 feedback, encode, decode of what comes back, residual) on a world of one rank, in multiples of copying the same tensor,
 beside `torch.topk`. The exchange itself costs nothing here, so this is the processor's share of a step. Copies are
-timed in turn with the methods, in the same run, since neighbours disturb; each figure is the median of several runs.
+timed in turn with the methods, in the same run, since neighbours disturb; a step's figure is the median of several.
 
 The tensor is cut into grains as it is in training. A codec's own encode and decode are shown beside, and which
 fraction of the memory roofline they reach: the time in which this machine copies as many bytes as they must read and
 write, over the time they take. Encoding must read each element (exact top-k twice: once to find the threshold) and
 write the payload; decoding must read the payload and write each element, and, where most are zero, once more what is
-scattered. The bar is a half for deterministic codecs and a quarter for those that draw random numbers. Transforms
-are set aside: they are held against the products they need.
+scattered. Of both times the least is taken, of as many rounds that go through all codecs. The bar is a half for
+deterministic codecs and a quarter for those that draw random numbers. Transforms are set aside: they are held against
+the products they need.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from gradwire.core.state import State
 from gradwire.drivers.plan import GRAIN_NUMEL, Plan, plan
 from gradwire.reducers import AdaptiveThreshold, Reduced, Reducer, Step
 
-ROUNDS = 11
+ROUNDS = 21
 BARS = {"deterministic": 0.5, "stochastic": 0.25}
 """The fraction of the roofline that a codec of each class is to reach."""
 
@@ -108,9 +109,8 @@ def codec_of(reducer: Any, x: Tensor) -> Codec | None:
     return None if reducer is None else reducer.codec
 
 
-def round_trip(codec: Codec, x: Tensor) -> Callable[[], None]:
+def round_trip(codec: Codec, x: Tensor, out: Tensor) -> Callable[[], None]:
     """Encode and decode in grains, as training does."""
-    out = torch.empty_like(x)
     key = Key(name="bench")
 
     def run() -> None:
@@ -156,24 +156,44 @@ def measure(numel: int, only: str) -> dict[str, Any]:
         return target.copy_(x)
 
     copy()
-    rows: dict[str, Any] = {"copy_s": statistics.median(seconds(copy) for _ in range(9)), "copies": {}}
+    k = numel // 100
+    reducers = {
+        spec: reducer
+        for method in gradwire.methods().values()
+        for spec in method.examples
+        if only in spec and (reducer := gradwire.parse(spec)).fewest_ranks == 1
+    }
+    codecs = {spec: codec for spec, reducer in reducers.items() if (codec := codec_of(reducer, x)) is not None}
+    rows = {spec: against_roofline(codecs[spec], x, copies) for spec, copies in round_trips(codecs, x, copy).items()}
     head = f"{'method':32s} {'step':>8s} {'encode+decode':>14s} {'roofline':>9s}  bar"
     print(f"{head}; copies of {numel / 1e6:.0f} M floats")
-    k = numel // 100
-    show(rows, "torch.topk 1%", {"step": in_copies(lambda: torch.topk(x.abs(), k, sorted=False), copy)})
-    for method in gradwire.methods().values():
-        for spec in method.examples:
-            reducer = gradwire.parse(spec)
-            if only in spec and reducer.fewest_ranks == 1:
-                codec = codec_of(reducer, x)
-                own = {} if codec is None else held_against_roofline(codec, x, copy)
-                show(rows, spec, {"step": in_copies(Training(reducer, x).step, copy), **own})
-    return rows
+    found: dict[str, Any] = {"copy_s": min(seconds(copy) for _ in range(ROUNDS)), "copies": {}}
+    show(found, "torch.topk 1%", {"step": in_copies(lambda: torch.topk(x.abs(), k, sorted=False), copy)})
+    for spec, reducer in reducers.items():
+        show(found, spec, {"step": in_copies(Training(reducer, x).step, copy), **rows.get(spec, {})})
+    return found
 
 
-def held_against_roofline(codec: Codec, x: Tensor, copy: Callable[[], object]) -> dict[str, Any]:
+def round_trips(codecs: dict[str, Codec], x: Tensor, copy: Callable[[], object]) -> dict[str, float]:
+    """The least time of encoding and decoding `x` by each codec, in copies.
+
+    Rounds go through all codecs, so that each is timed over minutes: a neighbour on the machine slows what computes,
+    for tens of seconds, and hardly what copies. So the fastest rounds say what the code does.
+    """
+    out = torch.empty_like(x)
+    runs = {spec: round_trip(codec, x, out) for spec, codec in codecs.items()}
+    times: dict[str, list[tuple[float, float]]] = {spec: [] for spec in runs}
+    for _ in range(ROUNDS):
+        for spec, run in runs.items():
+            run()  # the first time some allocate; and what the codec before left in the caches is not this one's
+            times[spec].append((seconds(run), seconds(copy)))
+    return {
+        spec: min(own) / min(copies) for spec, (own, copies) in ((s, zip(*t, strict=True)) for s, t in times.items())
+    }
+
+
+def against_roofline(codec: Codec, x: Tensor, copies: float) -> dict[str, Any]:
     """The codec's own encode and decode, and whether they reach their bar."""
-    copies = in_copies(round_trip(codec, x), copy)
     fraction, kind = least_copies(codec, x) / copies, class_of(codec)
     met = fraction >= BARS[kind] if kind in BARS else None
     return {"encode_decode": copies, "roofline": fraction, "class": kind, "met": met}
