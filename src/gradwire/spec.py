@@ -12,7 +12,7 @@ that the first keeps. Options are the first method's own, and these, which every
     ef=on|off, decay=FLOAT                  error feedback; `on` scales an unbiased codec to a contraction
     ef=ef21                                 differences to an estimate that ranks keep, in place of a residual
     residual=fp32|bf16|factored:RANK        what its memory is kept in
-    worker_momentum=FLOAT                   each rank sends a moving average of its gradients
+    worker_momentum=FLOAT                   each rank sends a moving average; give the optimizer less momentum then
     warmup=STEPS                            steps of uncompressed all-reduce first
     vectors=on|off                          off: biases and norms go uncompressed
     guard=on|off                            handling of non-finite gradients

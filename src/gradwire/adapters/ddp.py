@@ -108,6 +108,15 @@ def _check(ddp: DistributedDataParallel) -> None:
             raise AttachError(f"parameter {name!r} is on {parameter.device}; supported devices are cpu and cuda")
 
 
+_REMEDIES = {
+    "version": "; is it what `Handle.state_dict` returned?",
+    "reducer": "; attach with the spec it was saved with, or begin without it",
+    "rank": "; each rank loads what the same rank saved",
+    "world_size": "; pass all ranks' states to gradwire.reshard",
+}
+"""What to do about a saved state of another run, by what differs."""
+
+
 class Handle(BucketSession):
     """What `attach` returns: the running communication of one model."""
 
@@ -267,7 +276,7 @@ class Handle(BucketSession):
         }
         for key, value in here.items():
             if state.get(key) != value:
-                hint = "; pass all ranks' states to gradwire.reshard" if key == "world_size" else ""
+                hint = _REMEDIES.get(key, "")
                 raise StateError(f"the saved state has {key} {state.get(key)!r}, this run {value!r}{hint}")
         rank = self._engine.transport.rank
         states = [saved.load(grain, old, state["parameters"], rank) for grain, old in self._engine.states()]

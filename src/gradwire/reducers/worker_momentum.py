@@ -62,7 +62,9 @@ class WorkerMomentum(Wrapper):
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.momentum < 1.0:
-            raise CompositionError(f"momentum {self.momentum} is outside [0, 1)")
+            raise CompositionError(
+                f"worker_momentum {self.momentum} is outside [0, 1): it is the share of the old average, e.g. 0.5"
+            )
 
     def around(self, inner: Reducer) -> Reducer:
         """The same around another reducer."""
