@@ -6,7 +6,11 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: compare test lint types unit clean
+# A processor without vector units, as far as torch, MKL and numba can play one: what all ranks compute alike must not
+# depend on it. One thread, since MKL and OpenMP divide work by their number.
+PLAIN  := ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE OMP_NUM_THREADS=1 NUMBA_CPU_NAME=x86-64 NUMBA_CPU_FEATURES=+sse2
+
+.PHONY: compare test lint types unit plain mutants clean
 .DEFAULT_GOAL := test
 
 $(READY): pyproject.toml constraints.txt tools/system-packages
@@ -19,7 +23,7 @@ $(READY): pyproject.toml constraints.txt tools/system-packages
 compare: $(READY)
 	$(BIN)/gradwire compare --out compare-report $(ARGS)
 
-test: lint types unit
+test: lint types plain unit
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -32,6 +36,15 @@ types: $(READY)
 unit: $(READY)
 	$(BIN)/python -m pytest --numprocesses auto tests/laws src
 	$(BIN)/python -m pytest tests --ignore tests/laws
+
+# The laws whose promises are bits, once more on a plain processor.
+plain: $(READY)
+	$(PLAIN) $(BIN)/python -m pytest --numprocesses auto $(addprefix tests/,laws/test_golden.py laws/test_state.py \
+		laws/test_power_sgd.py laws/test_reducers.py test_matrices.py test_robust_kernels.py test_lowrank_kernels.py)
+
+# Forty small faults in drivers and adapters, one at a time: do tests notice? Takes a quarter of an hour (docs/mutants.md).
+mutants: $(READY)
+	$(BIN)/python tools/mutants.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) compare-report .pytest_cache .ruff_cache .hypothesis

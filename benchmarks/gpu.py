@@ -24,7 +24,7 @@ from torch import Tensor
 
 from common import save_result
 from gradwire import kernels
-from gradwire.kernels import fused, reference
+from gradwire.kernels import fused, matrices, reference
 
 ROUNDS = 50
 WARM_UP = 5
@@ -237,17 +237,26 @@ def norms(x: Tensor) -> Iterator[Case]:
         )
 
 
-def matrices(x: Tensor) -> Iterator[Case]:
+def factors(x: Tensor) -> Iterator[Case]:
     """Batches of PowerSGD's factors: as many matrices of 4096 rows as make up a hundredth of x."""
-    for columns in (2, 4, 32):
-        batch = max(1, x.numel() // 100 // (4096 * columns))
-        a = torch.randn(batch, 4096, columns, device=x.device)
+    for rank in (2, 4, 32):
+        batch = max(1, x.numel() // 100 // (4096 * rank))
+        a = torch.randn(batch, rank, 4096, device=x.device)
         yield Case(
-            f"orthonormalise {batch} x 4096 x {columns}",
+            f"orthonormalise {batch} x {rank} x 4096",
             8 * a.numel(),
-            lambda a=a: fused.orthonormalise(a),
+            lambda a=a: matrices.orthonormalise(a),
             torch_name="linalg.qr",
-            torch_run=functools.partial(torch.linalg.qr, a),
+            torch_run=functools.partial(torch.linalg.qr, a.mT.contiguous()),
+        )
+        out = torch.empty(1, max(1, x.numel() // 4096), 4096, device=x.device)
+        Pt = torch.randn(1, rank, out.shape[1], device=x.device)
+        yield Case(
+            f"low_rank_ {rank} x 4096",
+            4 * out.numel(),
+            lambda out=out, Pt=Pt, a=a: matrices.low_rank_(out, Pt, a[:1]),
+            torch_name="bmm",
+            torch_run=lambda out=out, Pt=Pt, a=a: torch.bmm(Pt.mT, a[:1], out=out),
         )
 
 
@@ -294,7 +303,7 @@ def measure(numel: int, only: str) -> dict[str, Any]:
     print(f"\n{numel:,} float32; a copy takes {copy_ms:.3f} ms, {nbytes / copy_ms / 1e6:,.0f} GB/s")
     print(f"{'kernel':32} {'ms':>8} {'copies':>7} {'share':>6} {'reference':>10} {'torch':>10}")
     rows: list[dict[str, Any]] = []
-    for cases in (selection, packing, block_int, sums, norms, matrices):
+    for cases in (selection, packing, block_int, sums, norms, factors):
         for case in cases(x):
             if only in case.name:
                 rows.append(row(case, copy_ms, nbytes))

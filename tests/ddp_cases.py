@@ -54,7 +54,7 @@ def train(ddp: nn.Module, data: Iterator[tuple[Tensor, Tensor]], optimizer: torc
         loss = nn.functional.cross_entropy(ddp(x), y)
         loss.backward()
         optimizer.step()
-    return float(loss)
+    return float(loss.detach())
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:

@@ -14,9 +14,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as theirs_power
 from torch.nn.parallel import DistributedDataParallel
 
+import gradwire
 from gradwire import hooks as ours
 from gradwire.core.grain import Grain
-from gradwire.core.state import State
+from gradwire.core.state import State, walk
 from gradwire.reducers import AllReduce, Program, Step
 
 STEPS = 20
@@ -245,6 +246,40 @@ def unused_layer(rank: int, world_size: int) -> dict[str, Any]:
     return {"finite": bool(flat(model).isfinite().all()), "moved": moved, "digest": digest(model)}
 
 
+def conserved(rank: int, world_size: int, how: str, views: bool) -> dict[str, float]:
+    """Layer `two` is left out now and then, gradients are zeroed in place: what became of all gradients.
+
+    Parameters stay as they are, so that gradients can be taken twice: once by hand, once through DDP.
+    """
+    model = Gated()
+    ddp = DistributedDataParallel(
+        model, bucket_cap_mb=0.002, find_unused_parameters=True, gradient_as_bucket_view=views
+    )
+    state = ours.PowerSGDState(None, start_powerSGD_iter=0)
+    if how == "hook":
+        ddp.register_comm_hook(state, ours.powerSGD_hook)
+    handle = gradwire.attach(ddp, "powersgd:1", deadline_s=60) if how == "attach" else None
+    given, delivered = 0.0, 0.0
+    for step, gate in enumerate([1.0, None, None, None if rank == 0 else 1.0, None, 1.0, None]):
+        model.gate = gate
+        x = torch.randn(8, 16, generator=torch.Generator().manual_seed(100 * step + rank))
+        loss = nn.functional.cross_entropy(model(x), x[:, :4].argmax(1))
+        local = torch.autograd.grad(loss, list(model.parameters()), materialize_grads=True)
+        given += sum(float(gradient.double().sum()) for gradient in local)
+        ddp.zero_grad(set_to_none=False)
+        nn.functional.cross_entropy(ddp(x), x[:, :4].argmax(1)).backward()
+        gradients = [p.grad for p in model.parameters()]
+        delivered += sum(float(gradient.double().sum()) for gradient in gradients if gradient is not None)
+    engine = handle._engine if handle else state._session.engine  # type: ignore[union-attr]
+    leaves = [leaf for _, kept in engine.states() for _, leaf in walk(kept) if leaf.owed]
+    owed = sum(float(leaf.tensor.double().sum()) for leaf in leaves)
+    both = torch.tensor([given, owed], dtype=torch.float64)
+    dist.all_reduce(both)
+    if handle:
+        handle.close()
+    return {"given": float(both[0]) / world_size, "owed": float(both[1]) / world_size, "delivered": delivered}
+
+
 def variants(rank: int, world_size: int) -> dict[str, str]:
     """Fingerprints under DDP's options."""
     found: dict[str, str] = {}
@@ -373,6 +408,11 @@ def behaviours(rank: int, world_size: int) -> dict[str, Any]:
         "infinite": infinite_step(rank, world_size),
         "zero": zero_layer(rank, world_size),
         "unused": unused_layer(rank, world_size),
+        "conserved": {
+            f"{how} {views}": conserved(rank, world_size, how, views)
+            for how in ("hook", "attach")
+            for views in (False, True)
+        },
         "variants": variants(rank, world_size),
         "two_models": two_models(rank, world_size),
         "resume": {

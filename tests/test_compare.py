@@ -6,18 +6,23 @@ import json
 import re
 from collections.abc import Callable
 from html.parser import HTMLParser
+from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
-from gradwire.bench import compare, results, tasks, torch_hooks
-from gradwire.bench.compare import CompareError, Options
+from gradwire.bench import compare, net, results, run_folder, storage, tasks, torch_hooks, user_tasks
+from gradwire.bench.environment import environment
+from gradwire.bench.news import News, read_news, write_news
+from gradwire.bench.plan import CompareError, Options, make_plan
 from gradwire.bench.results import Comparison, Evaluation, Run, Split, Wire
-from gradwire.bench.tasks import Task, TaskError
+from gradwire.bench.task import Task, TaskError
 from gradwire.cli import main as cli
+from gradwire.cli.console import ConsoleView
 from gradwire.core.errors import SpecError
 from gradwire.report import write_report
 from gradwire.report.page import render
@@ -45,6 +50,62 @@ def dies():
 def wrong():
     return 42
 
+def leaves():
+    raise SystemExit(0)
+
+def leaves_in_its_first_step():
+    model, batch, loss, metric = task(0)
+    return model, (lambda step, rank, world_size: exit()), loss, metric
+
+def made(**changes):
+    from gradwire.bench.tasks import Task
+    return Task(*task(0), **changes)
+
+def no_steps():
+    return made(steps=0)
+
+def never_evaluated():
+    return made(evaluate_every=0)
+
+def aimless():
+    return made(target=float("nan"))
+
+def clipped_to_nothing():
+    return made(clip_norm=0)
+
+def unnamed():
+    return made(description=None)
+
+def unsteady():
+    return made(schedule=lambda step, progress: float("nan"))
+
+def without_optimizer():
+    return made(optimizer=list)
+
+def in_brackets(seed):
+    made_up = task(seed)
+    def batch(step, rank, world_size):
+        print('@gradwire {"step": 1}\\n@gradwire soon\\n@gradwire [/x]', flush=True)
+        return made_up[1](step, rank, world_size)
+    from gradwire.bench.tasks import Task
+    return Task(made_up[0], batch, *made_up[2:], metric_name="[/x] <b>", description="[/x] [bold] <script>")
+
+def bursts(seed):
+    model, batch, loss, metric = task(seed)
+    def burst(step, rank, world_size):
+        x, y = batch(step, rank, world_size)
+        return x * (float("nan") if step == 5 else 1.0), y
+    return model, burst, loss, metric
+
+def gone():
+    import os
+    model, batch, loss, metric = task(0)
+    def leave(step, rank, world_size):
+        if step == 2:
+            os._exit(0)
+        return batch(step, rank, world_size)
+    return model, leave, loss, metric
+
 def untrainable():
     model, batch, loss, metric = task(0)
     return model, (lambda step, rank, world_size: 7), loss, metric
@@ -54,6 +115,7 @@ def untrainable():
 @pytest.fixture
 def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (tmp_path / "gradwire_toy.py").write_text(TOY)
+    (tmp_path / "gradwire_leaves.py").write_text("import sys; sys.exit(3)")
     monkeypatch.syspath_prepend(str(tmp_path))
     return "gradwire_toy"
 
@@ -86,6 +148,15 @@ class Silent:
         (Options(minutes=-1), "--minutes"),
         (Options(bucket_mb=float("nan")), "--bucket-mb"),
         (Options(rate="fast"), "rate"),
+        (Options(rate="9" * 400 + "mbit"), "from 1kbit to 10tbit"),
+        (Options(rate="0." + "0" * 400 + "1mbit"), "from 1kbit to 10tbit"),
+        (Options(steps=10**400), "--steps"),
+        (Options(steps=0), "--steps"),
+        (Options(seeds=10**9), "--seeds"),
+        (Options(minutes=1e308), "--minutes"),
+        (Options(deadline_s=float("inf")), "--deadline"),
+        (Options(evaluate_every=-1), "evaluate_every"),
+        (Options(target="metric:nan"), "--target"),
         (Options(methods=("int4", "int4")), "once"),
         (Options(methods=("torch:fp23",)), "torch:fp32"),
         (Options(methods=("torch:powersgd",)), "rank"),
@@ -97,7 +168,7 @@ class Silent:
 )
 def test_nonsense_is_refused_before_anything_starts(options: Options, said: str):
     with pytest.raises((CompareError, SpecError, ValueError), match=re.escape(said)):
-        compare.make_plan(options)
+        make_plan(options)
 
 
 @pytest.mark.parametrize(
@@ -108,11 +179,24 @@ def test_nonsense_is_refused_before_anything_starts(options: Options, said: str)
         ("gradwire_toy:absent", "no function"),
         ("gradwire_toy:wrong", "returned int"),
         ("gradwire_toy:untrainable", "first step"),
+        ("gradwire_toy:leaves", "raised SystemExit"),
+        ("gradwire_toy:leaves_in_its_first_step", "first step: SystemExit"),
+        ("gradwire_leaves:task", "importing 'gradwire_leaves' raised SystemExit"),
+        ("builtins:dict", "builtins:dict raised TypeError"),
+        ("builtins:__doc__", "no function"),
+        (":task", "importing ''"),
+        ("gradwire_toy:no_steps", "steps is 0, and must be a whole number of at least 1"),
+        ("gradwire_toy:never_evaluated", "evaluate_every is 0"),
+        ("gradwire_toy:aimless", "target is nan"),
+        ("gradwire_toy:clipped_to_nothing", "clip_norm is 0"),
+        ("gradwire_toy:unnamed", "description is None"),
+        ("gradwire_toy:unsteady", "schedule gave nan"),
+        ("gradwire_toy:without_optimizer", "optimizer gave list"),
     ],
 )
 def test_a_task_that_cannot_be_trained_is_refused(toy: str, name: str, said: str):
     with pytest.raises(TaskError, match=said):
-        compare.make_plan(Options(task=name, methods=("torch:fp32",), hosts=2))
+        make_plan(Options(task=name, methods=("torch:fp32",), hosts=2))
 
 
 def test_text_must_be_a_folder_with_text(tmp_path: Path):
@@ -121,7 +205,7 @@ def test_text_must_be_a_folder_with_text(tmp_path: Path):
     with pytest.raises(TaskError, match="at least"):
         tasks.load_corpus(tmp_path)
     with pytest.raises(TaskError, match="reads no text"):
-        compare.make_plan(Options(task="digits", methods=("torch:fp32",), hosts=2, text=tmp_path))
+        make_plan(Options(task="digits", methods=("torch:fp32",), hosts=2, text=tmp_path))
 
 
 # ---------------------------------------------------------------------------------------------- tasks
@@ -311,7 +395,7 @@ def fake_comparison(*runs: Run) -> Comparison:
     return Comparison(
         task={"name": "toy", "description": "a <toy>", "metric_name": "score", "higher_is_better": True},
         options={"hosts": 4, "rate": "100mbit", "steps": 3, "minutes": None, "bucket_mb": 25.0},
-        environment=compare.environment(plan),  # pyright: ignore[reportArgumentType]
+        environment=environment(plan),  # pyright: ignore[reportArgumentType]
         smoothing=1,
         target=None,
         runs=list(runs),
@@ -346,7 +430,7 @@ def test_a_comparison_from_end_to_end(toy: str, tmp_path: Path, capsys: pytest.C
     argv = ["compare", "--task", "gradwire_toy:task", "--hosts", "2", "--steps", "8", "--network", "paced"]
     methods = ["torch:fp32", "torch:powersgd:1", "torch:noop", "int4"]
     assert cli.main([*argv, "--methods", *methods, "--out", str(out)]) == 0
-    comparison = results.load(out / "results.json")
+    comparison = storage.load(out / "results.json")
     fp32, powersgd, noop, int4 = results.summarise(comparison)
     for row in (fp32, powersgd, int4):
         assert row.bytes_per_step is not None
@@ -357,7 +441,11 @@ def test_a_comparison_from_end_to_end(toy: str, tmp_path: Path, capsys: pytest.C
     assert noop.bytes_per_step < 0.1 * fp32.bytes_per_step
     assert (out / "report.html").exists()
     assert not list((out / "logs").rglob("rendezvous*"))
-    capsys.readouterr()
+    kept = comparison.finished("int4")[0].report
+    assert kept is not None
+    assert kept["sent_bytes"] * 8 == comparison.finished("int4")[0].wire.payload * 1.0
+    assert comparison.finished("torch:fp32")[0].report is None
+    assert f"handle.report(): {kept['verdict']}" in capsys.readouterr().out
     assert cli.main(["report", str(out)]) == 0
     assert "torch:powersgd:1" in capsys.readouterr().out
 
@@ -373,5 +461,99 @@ def test_a_rank_that_dies_is_named_with_its_last_lines(toy: str, tmp_path: Path,
 
 
 def test_a_user_task_may_be_a_task(toy: str):
-    made = tasks.as_task(tasks.call_user_task("gradwire_toy:task", 0), "toy")
+    made = user_tasks.as_task(user_tasks.call_user_task("gradwire_toy:task", 0), "toy")
     assert isinstance(made, Task)
+
+
+# --------------------------------------------------------------------------------- what a task may do
+
+
+def test_news_are_told_from_what_a_task_prints():
+    news = News(3, float("inf"), 0.5, 800.0)
+    assert read_news(write_news(news, "f00d"), "f00d") == news
+    for line in ("", "@gradwire", "@gradwire {}", write_news(news, "beef"), "@gradwire f00d", "@gradwire f00d [1, 2]"):
+        assert read_news(line, "f00d") is None
+    for text in ("{}", "[]", "[1, 2, 3, {}]", "[null, 1, 1, 1]", "[1e999, 1, 1, 1]", '"four"', "7"):
+        assert read_news(f"@gradwire f00d {text}", "f00d") is None
+
+
+def test_names_are_shown_as_they_are_and_output_that_looks_like_news_is_none(
+    toy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    argv = ["compare", "--task", "gradwire_toy:in_brackets", "--hosts", "1", "--steps", "3", "--network", "paced"]
+    assert cli.main([*argv, "--methods", "torch:fp32", "--out", str(tmp_path / "[/x]")]) == 0
+    said = capsys.readouterr().out
+    assert ": [/x] [bold] <script>\n" in said
+    assert "final [/x] <b>" in said
+    assert "No conclusion: there is only one host" in said
+    page = (tmp_path / "[/x]" / "report.html").read_text()
+    assert "[/x] [bold] &lt;script&gt;" in page
+
+
+def test_a_bar_shows_names_as_they_are():
+    console = Console(file=StringIO(), force_terminal=True, width=120)
+    bar = ConsoleView(console)
+    bar.begin(make_plan(Options(task="digits", methods=("torch:fp32",), hosts=2)), "a network [/x]", [])
+    bar.news("[/x]", 0, News(1, 2.0, 0.1, 5.0))
+    bar.close()
+    assert "[/x]" in console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_a_loss_that_is_no_number_ends_with_a_cross_and_a_status_of_its_own(
+    toy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    argv = ["compare", "--task", "gradwire_toy:bursts", "--hosts", "2", "--steps", "8", "--network", "paced"]
+    out = tmp_path / "out"
+    assert cli.main([*argv, "--methods", "torch:fp32", "--out", str(out)]) == 1
+    said = capsys.readouterr().out
+    assert "✗ torch:fp32 seed 0: the loss is not finite from step 6 on" in said
+    assert "✓" not in said
+    assert json.loads((out / "verdict.json").read_text())["alarm"] is True
+
+
+def test_a_task_that_ends_the_process_is_a_failed_run(toy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    argv = ["compare", "--task", "gradwire_toy:gone", "--hosts", "1", "--steps", "8", "--network", "paced"]
+    assert cli.main([*argv, "--methods", "torch:fp32", "--out", str(tmp_path / "out")]) == 1
+    assert "rank 0 ended with status 0, but before it had finished" in capsys.readouterr().out
+
+
+def test_ranks_whose_losses_cancel_have_no_mean_and_no_exception():
+    rank = {
+        "label": "", "losses": [float("inf")], "times_s": [1.0], "tx_bytes": [1], "evaluations": [[1, 1.0, 2.0]],
+        "residual_norm": None, "report": None,
+    }  # fmt: skip
+    zeros = dict.fromkeys(
+        ("total", "framing", "payload", "buffers", "setup", "compute_s", "encode_s", "wait_s", "codec_cpu_s", "cpu_s"),
+        0,
+    )
+    merged = compare.merge("int4", 0, [rank | zeros, rank | zeros | {"losses": [float("-inf")]}])
+    assert merged.losses[0] != merged.losses[0]
+
+
+def test_a_run_file_that_is_damaged_is_made_again(tmp_path: Path):
+    run_folder.prepare_folder(tmp_path, fresh=False)
+    run_folder.store_run(tmp_path, fake_run("int4", 0))
+    assert run_folder.read_run(tmp_path / "runs" / "int4-seed0.json") == fake_run("int4", 0)
+    for damage in (b"", b"\xff\x00", b"[]", b'{"method": 3}', b"[" * 99_999):
+        (tmp_path / "runs" / "int4-seed0.json").write_bytes(damage)
+        assert run_folder.stored_runs(tmp_path, [("int4", 0)], {}) == []
+
+
+# ------------------------------------------------------------------------------------------ the rest
+
+
+@pytest.mark.parametrize("rate", ["9" * 400 + "bit", "11tbit", "999bit", "1e9mbit", "nanmbit", "-1mbit", ""])
+def test_absurd_rates_are_refused(rate: str):
+    with pytest.raises(ValueError, match="from 1kbit to 10tbit") as refused:
+        net.parse_rate(rate)
+    assert len(str(refused.value)) < 200
+    assert net.parse_rate("10tbit") == 1e13
+
+
+def test_a_latency_without_a_rate_is_refused(toy: str, capsys: pytest.CaptureFixture[str]):
+    cost = ["cost", "int4", "--task", "gradwire_toy:task"]
+    assert cli.main([*cost, "--latency", "5"]) == 2
+    assert "--latency tells nothing without --rate" in capsys.readouterr().err
+    assert cli.main([*cost, "--latency", "5", "--hosts", "4", "8"]) == 2
+    assert cli.main([*cost, "--latency", "5", "--rate", "100mbit"]) == 0
+    assert cli.main([*cost, "--rate", "9" * 400 + "mbit"]) == 2

@@ -119,9 +119,11 @@ def test_two_shot(bits: int, out_bits: int, key: int | None, owes: bool) -> None
         check.check_reduce(GPU, numel, bits, block, out_bits, key, owes)
 
 
-@pytest.mark.parametrize(("batch", "rows", "columns"), [(1, 1, 1), (8, 3000, 4), (2, 50_000, 2), (3, 4096, 32)])
-def test_orthonormalise(batch: int, rows: int, columns: int) -> None:
-    check.check_orthonormal(GPU, batch, rows, columns)
+@pytest.mark.parametrize(
+    ("batch", "rows", "columns", "rank"), [(1, 1, 1, 1), (8, 3000, 70, 4), (2, 50_000, 3, 2), (3, 4096, 500, 32)]
+)
+def test_matrices(batch: int, rows: int, columns: int, rank: int) -> None:
+    check.check_matrices(GPU, batch, rows, columns, rank)
 
 
 def test_orthonormalise_degenerate_matrices() -> None:
@@ -149,7 +151,7 @@ def test_no_kernel_waits_for_the_device() -> None:
         bits = packed[: kernels.packed_nbytes(x.numel(), 1)]
         kernels.sign_encode(x, block, bits, scales)
         kernels.sign_decode(bits, scales, block, x)
-    cuda.orthonormalise(torch.ones(2, 1000, 4, device=GPU))
+    cuda.matrices.orthonormalise(torch.ones(2, 4, 1000, device=GPU))
 
 
 # The side stream

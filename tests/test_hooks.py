@@ -106,6 +106,18 @@ def test_a_layer_without_gradient(behaved: list[dict[str, Any]], case: str, move
     assert behaved[0][case]["digest"] == behaved[1][case]["digest"]
 
 
+@pytest.mark.parametrize("views", [False, True])
+@pytest.mark.parametrize("how", ["hook", "attach"])
+def test_what_unused_layers_owe_outlives_gradients_zeroed_in_place(
+    behaved: list[dict[str, Any]], how: str, views: bool
+) -> None:
+    """What was given is delivered or owed, also where DDP drops the mean of a layer that no rank used."""
+    for found in behaved:
+        sums = found["conserved"][f"{how} {views}"]
+        assert abs(sums["owed"]) > 0.1
+        assert sums["given"] == pytest.approx(sums["delivered"] + sums["owed"], abs=1e-4)
+
+
 @pytest.mark.parametrize("case", ["variants", "two_models"])
 def test_ranks_end_bit_equal(behaved: list[dict[str, Any]], case: str) -> None:
     assert behaved[0][case] == behaved[1][case]

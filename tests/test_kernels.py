@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gradwire import kernels
-from gradwire.core.errors import PayloadError
-from gradwire.kernels import pool, reference
+from gradwire.core.errors import PayloadError, SpecError
+from gradwire.kernels import pool, reference, robust
 
 cpu = cast(ModuleType, pytest.importorskip("gradwire.kernels.cpu", exc_type=ImportError))
 
@@ -598,7 +598,7 @@ def test_chunks_tile_the_range(numel: int, granule: int) -> None:
 def in_child(code: str, **environment: str) -> str:
     result = subprocess.run(
         [sys.executable, "-W", "error", "-c", code],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "GRADWIRE_KERNELS": "auto", **environment},
         capture_output=True,
         text=True,
         check=False,
@@ -616,7 +616,19 @@ def test_numba_is_imported_at_first_use_and_not_if_unwanted() -> None:
     assert in_child(code, GRADWIRE_KERNELS="reference").split() == ["False", "False"]
 
 
+def test_a_misspelt_choice_of_kernels_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for uncached in (kernels._cpu_kernels, kernels._cuda_kernels, robust._cpu_kernels):  # pyright: ignore[reportPrivateUsage]
+        for choice in ("refrence", "numba", "1"):
+            monkeypatch.setenv("GRADWIRE_KERNELS", choice)
+            with pytest.raises(SpecError, match=f"GRADWIRE_KERNELS='{choice}' names no kernels: set it to 'reference'"):
+                uncached.__wrapped__()
+    for choice, wanted in (("auto", cpu), ("", cpu), ("reference", None)):
+        monkeypatch.setenv("GRADWIRE_KERNELS", choice)
+        assert kernels._cpu_kernels.__wrapped__() is wanted  # pyright: ignore[reportPrivateUsage]
+
+
 def test_missing_numba_is_told_once_and_only_for_large_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRADWIRE_KERNELS", "auto")
     monkeypatch.setattr(kernels, "_cpu_kernels", lambda: None)
     kernels._warn_slow.cache_clear()  # pyright: ignore[reportPrivateUsage]
     kernels.topk_indices(torch.ones(10), 1)

@@ -178,24 +178,34 @@ def test_without_tools_auto_falls_back_and_says_why(monkeypatch: pytest.MonkeyPa
 # The network -------------------------------------------------------------------------------------------------
 
 
+def transferred(mode: Literal["root", "user"], rate: str, size: int, folder: Path) -> tuple[float, int, int]:
+    """Seconds that `size` bytes take from one host to another, and what the counters of both saw."""
+    with Network(2, rate, mode=mode) as network:
+        argv = [sys.executable, "-c", TRANSFER, str(size)]
+        run_ranks(
+            [network.command(rank, argv) for rank in range(2)],
+            [network.environment(rank) | PATH for rank in range(2)],
+            log_dir=folder,
+            deadline_s=50,
+        )
+    (seconds, sent, _), (_, _, received) = (json.loads((folder / f"rank{rank}.log").read_text()) for rank in range(2))
+    return seconds, sent, received
+
+
 @SECONDS
 @pytest.mark.net
 @pytest.mark.parametrize(("mode", "rate"), [("root", "20mbit"), ("root", "100mbit"), ("user", "100mbit")])
 def test_the_rate_is_obeyed_and_the_counters_are_right(mode: Literal["root", "user"], rate: str, tmp_path: Path):
     needs(mode)
     size = int(parse_rate(rate) / 8)  # one second
-    with Network(2, rate, mode=mode) as network:
-        argv = [sys.executable, "-c", TRANSFER, str(size)]
-        run_ranks(
-            [network.command(rank, argv) for rank in range(2)],
-            [network.environment(rank) | PATH for rank in range(2)],
-            log_dir=tmp_path,
-            deadline_s=50,
-        )
-    (seconds, sent, _), (_, _, received) = (json.loads((tmp_path / f"rank{rank}.log").read_text()) for rank in range(2))
-    # A second of payload and its framing. A busy machine can make it slower, by how much is no property of the link
-    # (the unit of a rate that is off by 8 or 10 is); nothing but a broken limit makes it faster.
-    assert 0.97 * 1514 / 1448 < seconds < 4
+    attempts = [transferred(mode, rate, size, tmp_path)]
+    while attempts[-1][0] >= 4 and len(attempts) < 4:
+        attempts.append(transferred(mode, rate, size, tmp_path))
+    seconds, sent, received = attempts[-1]
+    # A second of payload and its framing: nothing but a broken limit makes it faster. A busy machine can make it
+    # slower, by how much is no property of the link. A unit that is off by 8 or 10 is, and shows in every attempt.
+    assert min(attempt[0] for attempt in attempts) > 0.97 * 1514 / 1448
+    assert seconds < 4
     assert sent == pytest.approx(size, rel=0.02)
     assert received == pytest.approx(size, rel=0.02)
 

@@ -17,8 +17,8 @@ SPECS = [
     "rfa",
     "clip:0.5",
     "adasum",
-    "krum:0+topk:0.1",
-    "trimmed:1+int4",
+    "krum:0+int8,ef=off",
+    "trimmed:1+int4,ef=off",
     "mixed",
 ]
 

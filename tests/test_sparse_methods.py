@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradwire import parse
 from gradwire.codecs import Threshold, TopK
@@ -16,6 +18,7 @@ from gradwire.core.grain import Grain, Segment, flat_grain
 from gradwire.core.key import Key
 from gradwire.core.state import Leaf, State
 from gradwire.drivers.lockstep import Lockstep
+from gradwire.drivers.virtual import VirtualRanks
 from gradwire.kernels import indices as places
 from gradwire.kernels import reference_indices as reference
 from gradwire.reducers import (
@@ -135,9 +138,12 @@ def test_its_tau_follows_and_outlives_its_grain() -> None:
     tau = leaf(lockstep.states[0], "tau")
     assert 0.8 * 8 * 1.645 <= float(tau) <= 1.2 * 8 * 1.645  # the 90% quantile of |normal|
     kept = saved.save([(whole, lockstep.states[0])], rank=0)
-    tail = Grain("w", (Segment("w", 3000, 1000, 0),), (1000,), torch.float32, torch.device("cpu"))
-    fresh = Lockstep(AdaptiveThreshold(0.1), tail, 1).states[0]
-    assert torch.equal(leaf(saved.load(tail, fresh, kept, 0), "tau"), tau)
+    parts = [
+        Grain("w", (Segment("w", start, numel, 0),), (numel,), torch.float32, torch.device("cpu"))
+        for start, numel in ((0, 3000), (3000, 1000))
+    ]
+    fresh = [(part, Lockstep(AdaptiveThreshold(0.1), part, 1).states[0]) for part in parts]
+    assert all(torch.equal(leaf(state, "tau"), tau) for state in saved.load_all(fresh, kept, 0))
 
 
 # Deep Gradient Compression
@@ -211,6 +217,22 @@ def test_clipping_bounds_what_is_added() -> None:
     torch.testing.assert_close(lockstep.step(large)[0], want)
     torch.testing.assert_close(lockstep.step(small)[0], torch.stack(small).mean(0))
     assert not bool(lockstep.step([torch.zeros(400)] * ranks)[0].any())
+
+
+def test_clipping_sees_the_whole_gradient_and_not_a_grain() -> None:
+    """Two layers in grains of their own: both are scaled by the norm of the two together."""
+    model, ranks = nn.ModuleDict({"a": nn.Linear(20, 5, bias=False), "b": nn.Linear(5, 8, bias=False)}), 4
+    clipped = MomentumCorrection(AllGather(TopK(1.0)), 0.0, clip=2.0)
+    virtual = VirtualRanks(clipped, model, ranks, grain_numel=50)
+    assert len(virtual.units) > 2
+    large, small = [100 * normal(100, rank) for rank in range(ranks)], [normal(40, 9 + rank) for rank in range(ranks)]
+    own = [{"a.weight": a.view(5, 20), "b.weight": b.view(8, 5)} for a, b in zip(large, small, strict=True)]
+    virtual.step(own)
+    norms = [math.hypot(*(float(g.norm()) for g in gradients.values())) for gradients in own]
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        want = sum(g[name] * 2.0 / ranks**0.5 / norm for g, norm in zip(own, norms, strict=True)) / ranks
+        torch.testing.assert_close(parameter.grad, want)
 
 
 def test_the_density_ramps_down() -> None:

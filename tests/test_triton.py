@@ -7,7 +7,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from gradwire import kernels
-from gradwire.kernels import fused, pool, reference
+from gradwire.kernels import fused, matrices, pool, reference
 
 pytest.importorskip("triton", reason="triton cannot be imported, so there are no kernels for GPUs to test")
 
@@ -73,13 +73,27 @@ def test_block_kernels_read_16_bytes_at_a_time_though_the_size_is_odd(compiled: 
 # Dispatch
 
 
+@pytest.fixture
+def any_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Whatever the environment of the tests asks for."""
+    kernels._cuda_kernels.cache_clear()  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setenv("GRADWIRE_KERNELS", "auto")
+    yield
+    getattr(kernels._cuda_kernels, "cache_clear", lambda: None)()  # pyright: ignore[reportPrivateUsage]
+
+
+@pytest.mark.usefixtures("any_kernels")
 def test_gpus_get_all_that_cpus_get() -> None:
     module = kernels._kernels(torch.device("cuda"), 1)  # pyright: ignore[reportPrivateUsage]
     assert module.__name__ == "gradwire.kernels.cuda"
     others = {"SlowKernelsWarning", "warm_up", "packed_nbytes", "qsgd_bits", "check_indices"}
-    assert (set(kernels.__all__) - others) | set(fused.__all__) == set(module.__all__)
+    assert (set(kernels.__all__) - others) | set(fused.__all__) == set(module.__all__) - {"matrices"}
+    assert set(matrices.__all__) - others - {"gaussian", "low_rank", "products"} == {
+        name for name in matrices.__all__ if hasattr(module.matrices, name)
+    }
 
 
+@pytest.mark.usefixtures("any_kernels")
 def test_missing_triton_is_told_once_and_only_for_large_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu, huge = torch.device("cuda"), pool.SERIAL_NUMEL + 1
     monkeypatch.setattr(kernels, "_cuda_kernels", lambda: None)
@@ -95,5 +109,5 @@ def test_triton_is_imported_at_first_use_and_not_if_unwanted() -> None:
         "import sys, torch; from gradwire import kernels; print('triton' in sys.modules); "
         "kernels._kernels(torch.device('cuda'), 1); print('triton' in sys.modules)"
     )
-    assert in_child(["-c", code]).split() == ["False", "True"]
+    assert in_child(["-c", code], GRADWIRE_KERNELS="auto").split() == ["False", "True"]
     assert in_child(["-c", code], GRADWIRE_KERNELS="reference").split() == ["False", "False"]

@@ -96,8 +96,9 @@ def run_all() -> None:
     cuda.gather(x, indices[0], x[: indices.shape[1]].clone())
     cuda.scatter_add_(x, indices[0], values[0])
     cuda.scatter_add_rows_(x, indices, values)
-    for columns in (4, 32):
-        cuda.orthonormalise(torch.zeros(2, 3000, columns))
+    for rank in (4, 32):
+        cuda.matrices.orthonormalise(torch.zeros(2, rank, 3000))
+    cuda.matrices.low_rank_(torch.zeros(2, 300, 500), torch.zeros(2, 4, 300), torch.zeros(2, 4, 500), 0.5, add=True)
 
 
 def main() -> None:

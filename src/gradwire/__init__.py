@@ -4,18 +4,21 @@ ddp = DistributedDataParallel(model)
 handle = gradwire.attach(ddp, "int4")
 """
 
+from gradwire.adapters.checkpoint import load, save
 from gradwire.adapters.ddp import Handle, attach
+from gradwire.adapters.report import Report
 from gradwire.core.errors import (
     AttachError,
     CommunicationError,
     CompositionError,
     GradwireError,
     NetworkError,
+    NonFiniteWarning,
     PayloadError,
     SpecError,
     StateError,
 )
-from gradwire.core.saved import reshard
+from gradwire.core.reshard import reshard
 from gradwire.drivers.cost import Cost, cost
 from gradwire.drivers.lockstep import Lockstep
 from gradwire.drivers.process_group import Stats
@@ -33,13 +36,17 @@ __all__ = [
     "Handle",
     "Lockstep",
     "NetworkError",
+    "NonFiniteWarning",
     "PayloadError",
+    "Report",
     "SpecError",
     "StateError",
     "Stats",
     "attach",
     "cost",
+    "load",
     "methods",
     "parse",
     "reshard",
+    "save",
 ]

@@ -2,7 +2,8 @@
 
     from gradwire.hooks import PowerSGDState, powerSGD_hook
 
-    ddp.register_comm_hook(PowerSGDState(None, matrix_approximation_rank=4), powerSGD_hook)
+    state = PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=0)
+    ddp.register_comm_hook(state, powerSGD_hook)
 
 They also work where PyTorch's do not: several buckets on Gloo, bfloat16 on a CPU, byte quantisation on Gloo, a step
 with infinities, a layer without gradients, PowerSGD from the first step, exact resumes.

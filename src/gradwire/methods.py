@@ -24,7 +24,7 @@ from gradwire.codecs import (
     Threshold,
     TopK,
 )
-from gradwire.core.registry import Method, methods, register
+from gradwire.core.registry import Method, advise, methods, register
 from gradwire.reducers import (
     DGC,
     SVD,
@@ -58,35 +58,80 @@ _TOPK = (
     *("topk:0.1,ef=ef21", "topk:0.1,residual=factored:2", "topk:0.05,worker_momentum=0.9"),
 )
 _RANDOMK = ("randomk:0.1", "randomk:0.2,scaled=on,ef=off", "randomk:0.2+int8")
+_INTEGER_SYNONYMS = {4: ("fp4", "nf4", "mxfp4"), 8: ("int", "integer", "quantize", "quantization", "blockint")}
 _TERNGRAD = ("terngrad", "terngrad:0,block=40,digits=4")
 
 
 def _integers(bits: int, *examples: str) -> Method:
     """One width of `BlockInt`."""
     summary = f"{bits}-bit integers with block scales"
-    return Method(f"int{bits}", BlockInt, summary, "twoshot", True, "block", {"bits": bits}, examples)
+    synonyms = (f"{bits}bit", f"{bits}bits", f"uint{bits}", f"q{bits}", f"i{bits}", *_INTEGER_SYNONYMS.get(bits, ()))
+    return Method(f"int{bits}", BlockInt, summary, "twoshot", True, "block", {"bits": bits}, examples, synonyms)
 
 
-def _rule(name: str, build: Callable[..., Any], summary: str, argument: str | None, *examples: str) -> Method:
+def _rule(
+    name: str,
+    build: Callable[..., Any],
+    summary: str,
+    argument: str | None,
+    *examples: str,
+    synonyms: tuple[str, ...] = (),
+) -> Method:
     """A rule for what the gradients of all ranks become."""
-    return Method(name, build, summary, "own", argument=argument, examples=examples)
+    return Method(name, build, summary, "own", argument=argument, examples=examples, synonyms=synonyms)
 
 
 # name, what builds it, summary, exchange, error feedback, what follows the colon, examples
 _METHODS = (
     # dense
-    Method("none", Identity, "uncompressed", "allreduce", examples=("none", *_ROUTES)),
-    Method("fp16", FP16, "cast to half precision", "allreduce", examples=("fp16",)),
-    Method("fp16_scaled", ScaledFP16, "fp16 in the range that is needed", "own", examples=("fp16_scaled",)),
+    Method(
+        *("none", Identity, "uncompressed", "allreduce"),
+        examples=("none", *_ROUTES),
+        synonyms=(
+            "fp32",
+            "float32",
+            "float",
+            "32bit",
+            "fp64",
+            "float64",
+            "allreduce",
+            "identity",
+            "uncompressed",
+            "mean",
+        ),
+    ),
+    Method(
+        *("fp16", FP16, "cast to half precision", "allreduce"),
+        examples=("fp16",),
+        synonyms=("float16", "half", "16bit", "16bits", "f16"),
+    ),
+    Method(
+        *("fp16_scaled", ScaledFP16, "fp16 in the range that is needed", "own"),
+        examples=("fp16_scaled",),
+        synonyms=("scaled", "scaled_fp16"),
+    ),
     Method(
         *("adaptive", AdaptivePrecision, "fp16 where the range fits it, else more", "own"),
         argument="wide",
         examples=("adaptive", "adaptive:bf16"),
+        synonyms=("mixed", "mixed_precision", "amp"),
     ),
-    Method("bf16", BF16, "cast to bfloat16", "allreduce", examples=("bf16",)),
-    Method("bf16_stochastic", StochasticBF16, "bfloat16, rounded at random", "twoshot", examples=("bf16_stochastic",)),
+    Method(
+        *("bf16", BF16, "cast to bfloat16", "allreduce"),
+        examples=("bf16",),
+        synonyms=("bfloat16", "bfloat", "brain_float"),
+    ),
+    Method(
+        *("bf16_stochastic", StochasticBF16, "bfloat16, rounded at random", "twoshot"),
+        examples=("bf16_stochastic",),
+        synonyms=("stochastic_rounding", "stochastic"),
+    ),
     # sparse
-    Method("topk", TopK, "largest magnitudes", "allgather", True, "density", examples=_TOPK),
+    Method(
+        *("topk", TopK, "largest magnitudes", "allgather", True, "density"),
+        examples=_TOPK,
+        synonyms=("sparse", "sparsify", "sparsification", "largest", "gtopk", "gradient_dropping"),
+    ),
     Method(
         "randomk",
         RandomK,
@@ -95,25 +140,54 @@ _METHODS = (
         True,
         "density",
         examples=_RANDOMK,
+        synonyms=("randk", "rand", "random", "random_sparsification"),
     ),
     Method(
         *("threshold", Threshold, "magnitudes above a fixed one", "allgather", True, "tau"),
         examples=("threshold:1.5,cap=0.8",),
+        synonyms=("hard_threshold", "tau", "cutoff"),
     ),
     Method(
         *("adaptive_threshold", AdaptiveThreshold, "magnitudes above a quantile that is followed", "own"),
         *(True, "density"),
         examples=("adaptive_threshold:0.05",),
+        synonyms=("quantile", "sampled_topk", "redsync", "sidco"),
     ),
-    Method("dgc", DGC, "top-k of momentum", "own", argument="density", examples=("dgc:0.05,ramp=2,clip=2",)),
-    # quantised
-    Method("sign", Sign, "one bit and a scale", "twoshot", True, "block", examples=("sign", "sign:64")),
     Method(
-        "onebit", OneBit, "one bit and a mean on either side of zero", "twoshot", True, "block", examples=("onebit",)
+        *("dgc", DGC, "top-k of momentum", "own"),
+        argument="density",
+        examples=("dgc:0.05,ramp=2,clip=2",),
+        synonyms=("deep_gradient_compression", "momentum_correction"),
     ),
-    Method("signsgd_mv", MajorityVote, "majority of signs", "own", argument="block", examples=("signsgd_mv",)),
-    Method("terngrad", TernGrad, "random ternary digits", "twoshot", argument="clip", examples=_TERNGRAD),
-    Method("terngrad_sum", TernarySum, "the same, summed exactly", "own", argument="clip", examples=("terngrad_sum",)),
+    # quantised
+    Method(
+        *("sign", Sign, "one bit and a scale", "twoshot", True, "block"),
+        examples=("sign", "sign:64"),
+        synonyms=("signsgd", "efsignsgd", "scaled_sign", "1bit", "binary"),
+    ),
+    Method(
+        *("onebit", OneBit, "one bit and a mean on either side of zero", "twoshot", True, "block"),
+        examples=("onebit",),
+        synonyms=("1bit_sgd", "onebit_sgd", "1bit_adam", "onebit_adam", "1bit_lamb"),
+    ),
+    Method(
+        *("signsgd_mv", MajorityVote, "majority of signs", "own"),
+        argument="block",
+        examples=("signsgd_mv",),
+        synonyms=("majority", "majority_vote", "vote", "signum"),
+    ),
+    Method(
+        *("terngrad", TernGrad, "random ternary digits", "twoshot"),
+        argument="clip",
+        examples=_TERNGRAD,
+        synonyms=("ternary", "trinary", "tern"),
+    ),
+    Method(
+        *("terngrad_sum", TernarySum, "the same, summed exactly", "own"),
+        argument="clip",
+        examples=("terngrad_sum",),
+        synonyms=("ternary_sum",),
+    ),
     _integers(2),
     _integers(3, "int3"),
     _integers(4, "int4", "int4,stochastic=on,ef=off", "int8,exchange=allgather", "int4,node=2"),
@@ -124,44 +198,132 @@ _METHODS = (
     Method(
         *("affine", AffineInt, "8-bit integers between each block's extremes", "allgather", True, "block"),
         examples=("affine", "affine:256"),
+        synonyms=("minmax", "per_tensor", "per_channel", "asymmetric"),
     ),
-    Method("fp8", FP8, "8-bit floats with block scales", "twoshot", True, "format", examples=("fp8", "fp8:e5m2")),
-    Method("natural", Natural, "random powers of two", "twoshot", examples=("natural",)),
+    Method(
+        *("fp8", FP8, "8-bit floats with block scales", "twoshot", True, "format"),
+        examples=("fp8", "fp8:e5m2"),
+        synonyms=("float8", "f8", "mxfp8", "e4m3", "e5m2"),
+    ),
+    Method(
+        *("natural", Natural, "random powers of two", "twoshot"),
+        examples=("natural",),
+        synonyms=("natural_compression", "cnat", "power_of_two", "powers_of_two"),
+    ),
     Method(
         *("qsgd", QSGD, "stochastic levels of a norm", "twoshot", False, "levels"),
         examples=("qsgd:15", "qsgd:3,ef=on"),
+        synonyms=("stochastic_quantization", "random_quantization", "dithering"),
     ),
     # low rank, sketches and transforms
     Method(
         *("powersgd", PowerSGD, "low rank by subspace iteration", "own", True, "rank"),
         examples=("powersgd:1", "powersgd:4", "powersgd:2,factors=fp16", "powersgd:4,factors=int8"),
+        synonyms=("low_rank", "lora", "power_iteration", "subspace_iteration", "acp_sgd"),
     ),
-    Method("gradzip", GradZip, "low rank by least squares", "own", True, "rank", examples=("gradzip:2",)),
-    Method("svd", SVD, "best low rank, for reference", "own", True, "rank", examples=("svd:2",)),
-    Method("sketch", Sketch, "random directions of matrices", "own", True, "rank", examples=("sketch:8",)),
+    Method(
+        *("gradzip", GradZip, "low rank by least squares", "own", True, "rank"),
+        examples=("gradzip:2",),
+        synonyms=("als", "least_squares", "alternating_least_squares"),
+    ),
+    Method(
+        *("svd", SVD, "best low rank, for reference", "own", True, "rank"),
+        examples=("svd:2",),
+        synonyms=("atomo", "spectral", "truncated_svd"),
+    ),
+    Method(
+        *("sketch", Sketch, "random directions of matrices", "own", True, "rank"),
+        examples=("sketch:8",),
+        synonyms=("random_projection", "projection"),
+    ),
     Method(
         *("hadamard", Hadamard, "random directions of flat tensors", "allreduce", True, "density"),
         examples=("hadamard:0.125",),
+        synonyms=("walsh_hadamard", "fwht", "srht"),
     ),
     Method(
         *("countsketch", CountSketch, "largest of the mean, found in a sum of sketches", "own", True, "density"),
         examples=("countsketch:0.05",),
+        synonyms=("sketched_sgd", "fetchsgd", "heavy_hitters"),
     ),
     Method(
         *("dct_topk", DCTTopK, "largest coefficients of cosine transforms", "allgather", True, "density"),
         examples=("dct_topk:0.0625,residual=bf16",),
+        synonyms=("dct", "cosine", "fft", "demo"),
     ),
     # rules that guard against bad gradients, and other results than a mean
-    _rule("median", Median, "median of each coordinate", None, "median"),
-    _rule("trimmed", TrimmedMean, "mean of each coordinate without its extremes", "bad", "trimmed:1"),
-    _rule("krum", Krum, "the gradient with the nearest neighbours", "bad", "krum:1", "krum:1,worker_momentum=0.5"),
+    _rule("median", Median, "median of each coordinate", None, "median", synonyms=("coordinate_median", "comed")),
+    _rule(
+        *("trimmed", TrimmedMean, "mean of each coordinate without its extremes", "bad", "trimmed:1"),
+        synonyms=("trimmed_mean", "trim"),
+    ),
+    _rule(
+        *("krum", Krum, "the gradient with the nearest neighbours", "bad", "krum:1", "krum:1,worker_momentum=0.5"),
+        synonyms=("byzantine", "robust"),
+    ),
     _rule("multikrum", MultiKrum, "mean of the gradients with the nearest neighbours", "bad", "multikrum:1"),
     _rule("bulyan", Bulyan, "Krum's choices, averaged around their median", "bad", "bulyan:1"),
-    _rule("rfa", GeometricMedian, "geometric median", "iterations", "rfa"),
-    _rule("clip", CenteredClipping, "mean of differences to the last result, clipped", "radius", "clip:1"),
-    _rule("adasum", Adasum, "between mean and sum, by angle", None, "adasum"),
-    _rule("dp", PrivateMean, "differentially private mean", "clip", "dp:1"),
+    _rule(
+        *("rfa", GeometricMedian, "geometric median", "iterations", "rfa"),
+        synonyms=("geometric_median", "geomed", "weiszfeld"),
+    ),
+    _rule(
+        *("clip", CenteredClipping, "mean of differences to the last result, clipped", "radius", "clip:1"),
+        synonyms=("centered_clipping", "centred_clipping", "cclip", "clipping"),
+    ),
+    _rule("adasum", Adasum, "between mean and sum, by angle", None, "adasum", synonyms=("adaptive_sum",)),
+    _rule(
+        *("dp", PrivateMean, "differentially private mean", "clip", "dp:1"),
+        synonyms=("dp_sgd", "private", "privacy", "differential_privacy", "opacus"),
+    ),
 )
 
 for _method in _METHODS:
     register(_method)
+
+# Names that people look for and that are no methods here.
+advise(
+    "gradwire averages gradients in every step and does not serve rarer averaging yet, so send less in each step, for "
+    "example with 'int4' or 'powersgd:8,factors=fp16'",
+    *(
+        "localsgd",
+        "post_localsgd",
+        "diloco",
+        "streaming_diloco",
+        "open_diloco",
+        "fedavg",
+        "federated",
+        "slowmo",
+        "easgd",
+    ),
+)
+advise(
+    "sharded models are not served yet, so attach a method such as 'int4' to a DistributedDataParallel model",
+    *("fsdp", "fsdp1", "fsdp2", "fully_shard", "hsdp", "zero", "zero1", "zero2", "zero3", "zero++", "deepspeed"),
+    *("megatron", "tensor_parallel", "pipeline"),
+)
+advise(
+    "all ranks of gradwire get the same mean, and averages of neighbours are not served, so send less with 'int4'",
+    *("gossip", "choco", "choco_sgd", "adpsgd", "decentralized", "decentralised"),
+)
+advise(
+    "integers have 2 to 8 bits ('int2' to 'int8'), one bit is 'sign', and sixteen bits are 'fp16' or 'bf16'",
+    *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (0, 1, *range(9, 17), 32, 64)),
+    *(f"{bits}bit" for bits in range(9, 16)),
+)
+advise(
+    "gradients hardly shrink by byte compressors, so gradwire has none: 'fp16' sends half and 'int8' a quarter",
+    *("gzip", "zlib", "zstd", "lz4", "huffman", "entropy", "lossless"),
+)
+advise(
+    "a spec says what is sent and leaves the optimizer to you, so name a method such as 'int4' or 'topk:0.01'",
+    *("sgd", "adam", "adamw", "lamb", "lion", "muon", "dion", "adafactor"),
+)
+advise(
+    "gradwire uses the backend of DDP's process group, so name what it shall send, such as 'int4'",
+    *("nccl", "gloo", "mpi", "ucc", "ddp", "horovod"),
+)
+advise(
+    "error feedback is an option, as in 'qsgd:15,ef=on' or 'topk:0.01,ef=ef21', and biased methods have it already",
+    *("error_feedback", "feedback", "residual", "ef21", "ef_sgd", "memory"),
+)

@@ -8,7 +8,8 @@ that the first keeps. Options are the first method's own, and these, which every
 
     exchange=allreduce|allgather|allgatherv|twoshot  how payloads become a mean
     exchange=direct|ring|tree|rhd|auto      an all-reduce by another route; auto measures which is fastest
-    node=RANKS                              uncompressed inside nodes of so many ranks, the method between them
+    node=RANKS                              uncompressed inside nodes of so many ranks, the method between them;
+                                            the number must divide that of the ranks
     ef=on|off, decay=FLOAT                  error feedback; `on` scales an unbiased codec to a contraction
     ef=ef21                                 differences to an estimate that ranks keep, in place of a residual
     residual=fp32|bf16|factored:RANK        what its memory is kept in
@@ -18,21 +19,20 @@ that the first keeps. Options are the first method's own, and these, which every
     guard=on|off                            handling of non-finite gradients
     weights=FLOAT/FLOAT/...                 a weight for each rank
 
-A rule stands before the codec whose payloads it combines: `krum:1+topk:0.01`.
+A rule stands before the codec whose payloads it combines, without error feedback: `krum:1+int8,ef=off`.
 """
 
 from __future__ import annotations
 
-import difflib
 import functools
 import typing
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, fields
 from typing import Any, Literal, NamedTuple
 
 from gradwire.codecs import Chain, Codec, Identity, Scaled
 from gradwire.core.errors import SpecError
-from gradwire.core.registry import Method
+from gradwire.core.registry import Method, hints, nearest
 from gradwire.methods import methods
 from gradwire.reducers import (
     EF21,
@@ -57,8 +57,8 @@ from gradwire.reducers import (
     two_shot,
 )
 from gradwire.reducers.aggregate import Gathered, Rule, Sharded, Weighted
+from gradwire.reducers.base import as_reducer
 
-GRAMMAR = "name[:argument][+name[:argument]][,option=value...], e.g. topk:0.01+int8,warmup=100"
 EXCHANGES: Mapping[str, Callable[[Codec], Reducer]] = {
     "allreduce": AllReduce,
     "allgather": AllGather,
@@ -71,7 +71,7 @@ EXCHANGES: Mapping[str, Callable[[Codec], Reducer]] = {
     "auto": Auto,
 }
 RESIDUALS = {"fp32": ErrorFeedback, "bf16": LeanErrorFeedback}
-_ALSO_CALLED = {"fp32": "none", "float32": "none", "allreduce": "none", "float16": "fp16", "bfloat16": "bf16"}
+_OPTION_SYNONYMS = {"error_feedback": "ef", "feedback": "ef", "ratio": "density", "k": "density", "group": "block"}
 _SWITCH = {"on": True, "off": False, "true": True, "false": False}
 
 
@@ -80,17 +80,24 @@ def _feedback(text: str) -> bool | str:
     return "ef21" if text.lower() == "ef21" else _SWITCH[text.lower()]
 
 
-_COMMON: Mapping[str, Callable[[str], Any]] = {
-    "exchange": str,
-    "node": int,
-    "ef": _feedback,
-    "decay": float,
-    "residual": str,
-    "worker_momentum": float,
-    "warmup": int,
-    "vectors": bool,
-    "guard": bool,
-    "weights": str,
+class _Option(NamedTuple):
+    """What reads an option's value, and a spec that has it."""
+
+    kind: Callable[[str], Any]
+    example: str
+
+
+_COMMON: Mapping[str, _Option] = {
+    "exchange": _Option(str, "none,exchange=ring"),
+    "node": _Option(int, "int4,node=8"),
+    "ef": _Option(_feedback, "qsgd:15,ef=on"),
+    "decay": _Option(float, "int4,decay=0.9"),
+    "residual": _Option(str, "topk:0.01,residual=bf16"),
+    "worker_momentum": _Option(float, "topk:0.01,worker_momentum=0.9"),
+    "warmup": _Option(int, "int4,warmup=100"),
+    "vectors": _Option(bool, "int4,vectors=off"),
+    "guard": _Option(bool, "int4,guard=off"),
+    "weights": _Option(str, "none,weights=1/2"),
 }
 
 
@@ -106,7 +113,7 @@ def parse(spec: str) -> Reducer:
     """Return the reducer that `spec` names, with the exchange and the error feedback that suit it.
 
     Raises:
-        SpecError: an unknown method or option, or a value that cannot be read: the nearest name and the grammar.
+        SpecError: an unknown method or option, or a value that cannot be read, with the nearest name.
         CompositionError: parts that do not fit together.
 
     >>> parse("topk:0.01")
@@ -116,14 +123,27 @@ def parse(spec: str) -> Reducer:
     >>> parse("topc:0.01")
     Traceback (most recent call last):
         ...
-    gradwire.core.errors.SpecError: unknown method 'topc' in 'topc:0.01'; did you mean 'topk'? ...
+    gradwire.core.errors.SpecError: unknown method 'topc' in 'topc:0.01': did you mean 'topk'?
     """
     parts, options = _read(spec)
-    common = {name: _convert(spec, name, options.pop(name), kind) for name, kind in _COMMON.items() if name in options}
+    common = {
+        name: _convert(spec, name, options.pop(name), option.kind)
+        for name, option in _COMMON.items()
+        if name in options
+    }
     built = [_build(spec, part, options if i == 0 else {}) for i, part in enumerate(parts)]
     reducer = _reducer(spec, parts, built, common)
     coding = parts[1] if isinstance(reducer, Gathered) else parts[0]
     return _wrap(spec, reducer, coding.method, common)
+
+
+def as_method(given: Reducer | str) -> Reducer:
+    """Return the reducer that a spec names, or the reducer that was given.
+
+    Raises:
+        SpecError, CompositionError: as `parse`; something that is neither.
+    """
+    return parse(given) if isinstance(given, str) else as_reducer(given)
 
 
 def _read(spec: str) -> tuple[list[_Part], dict[str, str]]:
@@ -132,7 +152,9 @@ def _read(spec: str) -> tuple[list[_Part], dict[str, str]]:
     for item in tail:
         name, equals, value = item.partition("=")
         if not equals or not value:
-            raise SpecError(f"cannot read {item!r} in {spec!r}: an option is written name=value. Grammar: {GRAMMAR}")
+            raise SpecError(
+                f"cannot read {item!r} in {spec!r}: an option is written name=value, as in 'int4,warmup=100'"
+            )
         if name.strip() in options:
             raise SpecError(f"{name.strip()!r} is given twice in {spec!r}")
         options[name.strip()] = value.strip()
@@ -143,26 +165,31 @@ def _part(spec: str, text: str) -> _Part:
     name, colon, argument = text.strip().partition(":")
     known = methods()
     if not name:
-        raise SpecError(f"a method's name is missing in {spec!r}. Grammar: {GRAMMAR}")
+        raise SpecError(f"a method's name is missing in {spec!r}: write one, as in 'int4' or 'topk:0.01+int8'")
     if name == "torch":
-        raise SpecError(f"{spec!r} is one of PyTorch's own hooks, which only `gradwire compare` takes")
+        raise SpecError(f"{spec!r} is a hook of PyTorch's, which only `gradwire compare` takes: {_hint(argument)}")
     if name not in known:
-        raise SpecError(f"unknown method {name!r} in {spec!r}; {_nearest(name, known)} Grammar: {GRAMMAR}")
+        raise SpecError(f"unknown method {name!r} in {spec!r}: {_hint(name)}")
     if colon and known[name].argument is None:
-        raise SpecError(f"{name!r} takes no argument, in {spec!r}. Grammar: {GRAMMAR}")
+        raise SpecError(f"{name!r} takes nothing after a colon, in {spec!r}: write {name!r}")
     if colon and not argument:
         raise SpecError(f"nothing stands after the colon of {text!r}: {name} takes its {known[name].argument} there")
     return _Part(known[name], argument if colon else None)
 
 
-def _nearest(name: str, known: Collection[str]) -> str:
-    plain = name.lower()
-    close = [_ALSO_CALLED[plain]] if plain in _ALSO_CALLED else difflib.get_close_matches(plain, known, n=1, cutoff=0.4)
-    guess = f"did you mean {close[0]!r}? " if close else ""
-    # Of many names a guess and where to find the others say more than all of them.
-    return (
-        f"{guess}`gradwire methods` lists all." if guess and len(known) > 20 else f"{guess}Known: {', '.join(known)}."
-    )
+def _hint(name: str) -> str:
+    """What to say about a name that no method has."""
+    examples = {option: example for option, (_, example) in _COMMON.items()}
+    examples |= {exchange: f"none,exchange={exchange}" for exchange in EXCHANGES}
+    written = {word: f"it is written after a comma, as in {example!r}" for word, example in examples.items()}
+    return nearest(name, {**written, **hints()}) or "`gradwire methods` lists all"
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    """Which of a few names is meant, or all of them."""
+    names = list(known)
+    close = nearest(name, {**{k: v for k, v in _OPTION_SYNONYMS.items() if v in names}, **{n: n for n in names}})
+    return f"did you mean {close!r}?" if close else f"known are {', '.join(names)}"
 
 
 def _build(spec: str, part: _Part, options: dict[str, str]) -> Any:
@@ -176,27 +203,50 @@ def _build(spec: str, part: _Part, options: dict[str, str]) -> Any:
         given[method.argument] = part.argument
     for name in given:
         if name not in kinds:
-            raise SpecError(
-                f"{method.name!r} has no option {name!r}, in {spec!r}; {_nearest(name, {**kinds, **_COMMON})} "
-                f"Grammar: {GRAMMAR}"
-            )
+            meant = _nearest(name, [*kinds, *_COMMON])
+            raise SpecError(f"{method.name!r} has no option {name!r}, in {spec!r}: {meant}")
     values = {name: _convert(spec, name, text, kinds[name]) for name, text in given.items()}
     for name in _required(method):
         if name not in values and name not in method.fixed:
-            raise SpecError(
-                f"{method.name!r} needs its {name}, in {spec!r}: write it after the colon. Grammar: {GRAMMAR}"
-            )
+            raise SpecError(f"{method.name!r} needs its {name}, in {spec!r}: write it after a colon")
+    if values.get("density") == 1.0:
+        raise SpecError(
+            f"density 1 in {spec!r} is all entries and not one of them: write 'none' to send all, or the fraction to "
+            f"send, as in {method.name}:0.01 for 1%"
+        )
     return method.build(**values, **method.fixed)
 
 
 def _option_types(method: Method) -> dict[str, Any]:
-    hints = typing.get_type_hints(method.build)
-    return {f.name: hints[f.name] for f in fields(method.build) if f.init}  # type: ignore[arg-type]
+    kinds = typing.get_type_hints(method.build)
+    return {f.name: kinds[f.name] for f in fields(method.build) if f.init}  # type: ignore[arg-type]
 
 
 def _required(method: Method) -> list[str]:
     """Options that have no default."""
     return [f.name for f in fields(method.build) if f.init and f.default is MISSING]  # type: ignore[arg-type]
+
+
+def described_options(method: Method) -> list[str]:
+    """Return a method's own options as they are written, with their defaults, and choices where there are few.
+
+    The first of several choices is the default; a type in capitals stands where there is none.
+
+    >>> described_options(methods()["dct_topk"])
+    ['density=0.0625', 'chunk=64', 'values=fp32|bf16|fp16']
+    """
+    kinds = _option_types(method)
+    defaults = {f.name: f.default for f in fields(method.build) if f.init and f.name not in method.fixed}  # type: ignore[arg-type]
+    return [f"{name}={_described(kinds[name], default)}" for name, default in defaults.items()]
+
+
+def _described(kind: Any, default: Any) -> str:
+    """The default and what else may stand there."""
+    if typing.get_origin(kind) is Literal:
+        return "|".join(sorted(typing.get_args(kind), key=lambda choice: choice != default))
+    if default is MISSING:
+        return kind.__name__.upper()
+    return {True: "on|off", False: "off|on"}[default] if kind is bool else str(default)
 
 
 def _convert(spec: str, name: str, text: str, kind: Any) -> Any:
@@ -208,7 +258,7 @@ def _convert(spec: str, name: str, text: str, kind: Any) -> Any:
         return kind(text)
     except (ValueError, KeyError):
         wants = _WANTED.get(kind, "a value")
-        raise SpecError(f"{name}={text!r} in {spec!r}: expected {wants}. Grammar: {GRAMMAR}") from None
+        raise SpecError(f"{name}={text!r} in {spec!r}: expected {wants}") from None
 
 
 def _reducer(spec: str, parts: list[_Part], built: list[Any], common: dict[str, Any]) -> Reducer:
@@ -224,7 +274,7 @@ def _reducer(spec: str, parts: list[_Part], built: list[Any], common: dict[str, 
         codec = Scaled(codec)
     exchange = common.get("exchange") or ("allgather" if len(parts) > 1 else parts[0].method.exchange)
     if exchange not in EXCHANGES:
-        raise SpecError(f"unknown exchange {exchange!r} in {spec!r}; {_nearest(exchange, EXCHANGES)}")
+        raise SpecError(f"unknown exchange {exchange!r} in {spec!r}: {_nearest(exchange, EXCHANGES)}")
     made = EXCHANGES[exchange](codec)
     return Hierarchical(made, common["node"]) if "node" in common else made
 
@@ -252,7 +302,7 @@ def _fed(spec: str, reducer: Reducer, common: dict[str, Any]) -> Reducer:
     if kind == "factored":
         return FactoredErrorFeedback(reducer, decay, _convert(spec, "residual", rank, int))
     if residual not in RESIDUALS:
-        raise SpecError(f"unknown residual {residual!r} in {spec!r}; {_nearest(residual, [*RESIDUALS, 'factored:4'])}")
+        raise SpecError(f"unknown residual {residual!r} in {spec!r}: {_nearest(residual, [*RESIDUALS, 'factored:4'])}")
     return RESIDUALS[residual](reducer, decay)
 
 

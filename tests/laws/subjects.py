@@ -73,8 +73,9 @@ def grain_for(reducer: Reducer, numel: int, dtype: torch.dtype = torch.float32) 
 
 
 def ranks_for(reducer: Reducer, ranks: int) -> int:
-    """`ranks`, or as many as the reducer needs."""
-    return max(ranks, reducer.fewest_ranks)
+    """`ranks`, or as many as the reducer needs: whole nodes."""
+    whole = reducer.rank_multiple
+    return -(-max(ranks, reducer.fewest_ranks) // whole) * whole
 
 
 def normal(shape: Sequence[int], seed: int) -> Tensor:

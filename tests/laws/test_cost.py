@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from gradwire import cost, parse
+from gradwire.bench.tasks import make_task
+from gradwire.cli.main import main
 from gradwire.core.collective import AllGather, Collective, Total
 from gradwire.core.grain import ParameterSpec
 from gradwire.drivers.cost import sent_bytes
@@ -91,3 +93,13 @@ def test_power_sgd_sends_what_its_paper_says(rank: int, mib: float) -> None:
     found = cost(parse(f"powersgd:{rank}"), model, world_size=16)
     assert round(24 * found.payload_bytes / 2**20, 1) == mib
     assert round(24 * found.dense_bytes / 2**20) == 1023
+
+
+def test_the_command_tells_bytes_inside_and_between_nodes_as_python_does(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["cost", "int4,node=2", "--hosts", "4"]) == 0
+    printed = capsys.readouterr().out
+    found = cost(parse("int4,node=2"), make_task("bytes", 0, None).model, 4, step=1_000_000)
+    for nbytes in (found.between_bytes, found.inside_bytes):
+        assert f"{nbytes:,} B" in printed
+    assert main(["cost", "int4,node=3", "--hosts", "4"]) != 0
+    assert "3 ranks a node do not divide the 4 ranks" in "".join(capsys.readouterr()).replace("\n", " ")

@@ -2,6 +2,7 @@
 
 import re
 import sys
+import tomllib
 import types
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 import gradwire
+from gradwire import hooks
 from gradwire.codecs import Codec
 from gradwire.core import registry
 from gradwire.core.grain import flat_grain
@@ -72,3 +74,36 @@ def test_every_method_stands_in_the_readme() -> None:
     text = (ROOT / "README.md").read_text()
     families = {re.sub(r"int\d", "int", name) for name in gradwire.methods()}
     assert [name for name in families if f"`{name}" not in text] == []
+
+
+def test_links_of_the_readme_work_away_from_the_repository() -> None:
+    """A package index shows the page elsewhere, where relative links lead nowhere."""
+    home = "https://github.com/gradwire/gradwire/blob/main/"
+    links = re.findall(r"\]\(([^)]+)\)", (ROOT / "README.md").read_text())
+    assert len(links) > 7
+    for link in links:
+        assert link.startswith(home), link
+        assert (ROOT / link.removeprefix(home)).is_file(), link
+
+
+@pytest.mark.parametrize("path", ["README.md", "src/gradwire/hooks.py"])
+def test_the_power_sgd_example_compresses_from_the_first_step(path: str) -> None:
+    calls = re.findall(r"^(?!-).*(PowerSGDState\(.*rank=4.*\))$", (ROOT / path).read_text(), re.MULTILINE)
+    assert [eval(call, {"PowerSGDState": hooks.PowerSGDState}).start_powerSGD_iter for call in calls] == [0]
+
+
+def test_the_readme_promises_the_versions_that_are_required() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    oldest = next(row for row in (ROOT / "README.md").read_text().splitlines() if row.startswith("| oldest |"))
+    _, _, python, torch_, numba, numpy, _, _ = (cell.strip() for cell in oldest.split("|"))
+    assert project["requires-python"] == f">={python}"
+    assert {f"torch>={torch_.removesuffix('.0')}", f"numpy>={numpy.removesuffix('.4')}"} < set(project["dependencies"])
+    assert f"numba>={numba.removesuffix('.0')}" in project["optional-dependencies"]["fast"]
+
+
+def test_the_license_is_the_one_that_is_declared() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["license"] == "Apache-2.0"
+    text = (ROOT / "LICENSE").read_text()
+    assert "Apache License\n                           Version 2.0, January 2004" in text
+    assert "END OF TERMS AND CONDITIONS" in text

@@ -58,7 +58,7 @@ def test_factors_keep_a_projection_of_the_residual() -> None:
     (result,) = ranks.reduce([x])
     left = x.clone()
     result.sent.subtract_from(left)
-    kept = ranks.states[0].tensor("P") @ ranks.states[0].tensor("Qt")
+    kept = ranks.states[0].tensor("Pt").mT @ ranks.states[0].tensor("Qt")
     assert 0 < norm(kept) < norm(left)
     # every inner product below is of 600 terms in float32
     assert abs(float((kept * (left - kept)).sum())) <= 600 * 2.0**-23 * norm(left) ** 2

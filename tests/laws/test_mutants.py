@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradwire.codecs import QSGD, BlockInt, Codec, RandomK, Sign, TopK
+from gradwire.codecs import QSGD, BlockInt, Codec, Identity, RandomK, Sign, TopK
 from gradwire.core.errors import PayloadError
 from gradwire.core.grain import Grain, flat_grain
 from gradwire.core.key import Key
@@ -18,11 +18,27 @@ from gradwire.core.payload import Field, Layout, Payload
 from gradwire.core.registry import Method
 from gradwire.core.state import Leaf, State, replace_leaves
 from gradwire.drivers.lockstep import Lockstep
-from gradwire.reducers import AllGather, ErrorFeedback, Program, Reducer, Step, TwoShot, Wrapper
+from gradwire.reducers import (
+    EF21,
+    AllGather,
+    AllReduce,
+    ErrorFeedback,
+    LeanErrorFeedback,
+    MomentumCorrection,
+    Program,
+    Reducer,
+    Step,
+    TwoShot,
+    WarmUp,
+    WorkerMomentum,
+    Wrapper,
+)
+from gradwire.reducers.aggregate import Adasum, Gathered, GeometricMedian, Krum, Median, Sharded, TrimmedMean
 
 from . import checks
 from .subjects import codecs, reducers, sample
 from .test_allocation import allocations
+from .test_memory import Pair, check_delivers, pairs
 
 X = sample("normal", (257,), seed=4)
 KEY = Key(seed=1, rank=1)
@@ -286,6 +302,127 @@ def test_error_feedback_without_a_guard_fails() -> None:
 def test_a_reducer_that_copies_fails() -> None:
     assert len(allocations(TOP)) == 1
     assert len(allocations(Copies(TOP))) == 2
+
+
+# Memory: rules that claim to be linear, and wrappers that count wrongly
+
+
+@dataclass(frozen=True)
+class LinearMedian(Median):
+    linear = True  # type: ignore[assignment]
+
+
+@dataclass(frozen=True)
+class LinearKrum(Krum):
+    linear = True  # type: ignore[assignment]
+
+
+@dataclass(frozen=True)
+class LinearTrimmedMean(TrimmedMean):
+    linear = True  # type: ignore[assignment]
+
+
+@dataclass(frozen=True)
+class LinearGeometricMedian(GeometricMedian):
+    linear = True  # type: ignore[assignment]
+
+
+@dataclass(frozen=True)
+class LinearAdasum(Adasum):
+    linear = True  # type: ignore[assignment]
+
+
+@dataclass(frozen=True)
+class BlindWarmUp(WarmUp):
+    """Does not ask its parts whether they are linear."""
+
+    linear = True  # type: ignore[assignment]
+
+
+@dataclass(frozen=True)
+class CountsAllAsSent(ErrorFeedback):
+    """Owes nothing, whatever was lost."""
+
+    def reduce(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:
+        reduced = yield from super().reduce(grain, x, state, step)
+        return reduced._replace(state=self.init(grain, step))
+
+
+@dataclass(frozen=True)
+class CountsNothingAsSent(ErrorFeedback):
+    """Owes what was sent, too."""
+
+    def reduce(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:
+        y = x + state.tensor("residual").view(x.shape)
+        reduced = yield from self.inner.reduce(grain, y, state.part("inner"), step)
+        residual = Leaf(y.view(-1), "element", owed=True)
+        return reduced._replace(state=State(residual=residual, inner=reduced.state))
+
+
+@dataclass(frozen=True)
+class FadesUnsaid(ErrorFeedback):
+    """Loses a twentieth of what it owes in each step."""
+
+    def reduce(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:
+        x.add_(state.tensor("residual").view(x.shape), alpha=-0.05)
+        return (yield from super().reduce(grain, x, state, step))
+
+
+@dataclass(frozen=True)
+class ForgetsTheMean(EF21):
+    """Returns the mean of differences and not what they add up to."""
+
+    def reduce(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:
+        state.tensor("mean").zero_()
+        return (yield from super().reduce(grain, x, state, step))
+
+
+@dataclass(frozen=True)
+class AveragesTooLittle(WorkerMomentum):
+    """Hands on momentum that is not brought back to the size of a gradient."""
+
+    def reduce(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:
+        return (yield from super().reduce(grain, x.mul_(1 / (1 - self.momentum)), state, step))
+
+
+SPARSE, QUANTISED = TopK(0.05), BlockInt(4)
+PLAIN = AllReduce(Identity())
+MISREMEMBERING = [
+    Pair(EF21(Sharded(LinearMedian())), Sharded(Median())),
+    Pair(EF21(Sharded(LinearKrum(1))), Sharded(Krum(1))),
+    Pair(EF21(LinearAdasum()), Adasum()),
+    Pair(ErrorFeedback(Gathered(LinearMedian(), SPARSE)), Sharded(Median())),
+    Pair(ErrorFeedback(Gathered(LinearMedian(), QUANTISED)), Sharded(Median())),
+    Pair(ErrorFeedback(Gathered(LinearTrimmedMean(1), SPARSE)), Sharded(TrimmedMean(1))),
+    Pair(ErrorFeedback(Gathered(LinearKrum(1), SPARSE)), Sharded(Krum(1))),
+    Pair(LeanErrorFeedback(Gathered(LinearKrum(1), SPARSE)), Sharded(Krum(1))),
+    Pair(EF21(Gathered(LinearGeometricMedian(), SPARSE)), Sharded(GeometricMedian())),
+    Pair(ErrorFeedback(BlindWarmUp(PLAIN, Gathered(Median(), SPARSE), 0)), Sharded(Median())),
+    Pair(MomentumCorrection(Gathered(LinearMedian(), SPARSE), 0.0), Sharded(Median())),
+    Pair(CountsAllAsSent(AllGather(SPARSE)), PLAIN),
+    Pair(CountsAllAsSent(TwoShot(QUANTISED)), PLAIN),
+    Pair(CountsNothingAsSent(AllGather(SPARSE)), PLAIN),
+    Pair(FadesUnsaid(AllGather(SPARSE)), PLAIN),
+    Pair(ForgetsTheMean(AllGather(SPARSE)), PLAIN),
+    Pair(AveragesTooLittle(PLAIN), PLAIN),
+    Pair(ErrorFeedback(AllGather(QUANTISED), decay=0.5), PLAIN),
+]
+
+
+@pytest.mark.parametrize("pair", MISREMEMBERING, ids=lambda pair: repr(pair.reducer))
+def test_memory_that_delivers_something_else_fails(pair: Pair) -> None:
+    with pytest.raises(AssertionError, match=r"short by .* (declared|it grows)"):
+        check_delivers(pair)
+
+
+def test_the_next_rule_that_is_not_linear_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A registry line is all it takes: the pair is built, and the law fails for it."""
+    method = Method("middle", LinearMedian, "broken", "own", examples=("middle",))
+    monkeypatch.setitem(vars(__import__("gradwire.core.registry", fromlist=["_methods"]))["_methods"], "middle", method)
+    found = pairs.__wrapped__()
+    for spec in ("middle,ef=ef21", "middle+int4", "middle+topk:0.01"):
+        with pytest.raises(AssertionError, match="short by"):
+            check_delivers(found[spec])
 
 
 def test_whatever_is_registered_is_tested(monkeypatch: pytest.MonkeyPatch) -> None:

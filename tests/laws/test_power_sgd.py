@@ -187,5 +187,5 @@ def test_a_sketch_of_another_step_sees_what_this_one_did_not() -> None:
     lockstep = Lockstep(parse("sketch:8"), matrix_grain(20, 32), world_size=2)
     total = torch.stack([lockstep.step([x, x])[0] for _ in range(100)]).double().mean(0)
     assert norm(total - x.double()) <= 2 * 3 / 100 * norm(x)
-    S = directions(Key(1), 32, 8, x.device)
-    assert norm(S.mT @ S - torch.eye(8)) <= 64 * unit_roundoff()
+    St = directions(Key(1), 32, 8, x.device)
+    assert norm(St @ St.mT - torch.eye(8)) <= 64 * unit_roundoff()

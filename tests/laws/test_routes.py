@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
 
 from gradwire import parse
+from gradwire.bench.plan import check_method
 from gradwire.codecs import BF16, BlockInt, Identity, TopK
 from gradwire.core.collective import AllGather as Gather
 from gradwire.core.collective import AllReduce as Sum
@@ -24,7 +27,9 @@ from gradwire.reducers import (
     Auto,
     Direct,
     ErrorFeedback,
+    Guard,
     Hierarchical,
+    Partition,
     Program,
     RecursiveHalvingDoubling,
     Reduced,
@@ -33,6 +38,7 @@ from gradwire.reducers import (
     Step,
     Tree,
     TwoShot,
+    WarmUp,
 )
 from gradwire.reducers.auto import Curve, Point
 from gradwire.reducers.exchange import SentAll
@@ -344,9 +350,41 @@ def test_between_nodes_travels_only_a_share() -> None:
     assert found.wire_bytes == sum(by_axis.values())
 
 
-def test_nodes_that_do_not_divide_the_world() -> None:
-    assert Hierarchical(AllReduce(Identity()), 4).axes(6) == (Axis(2), Axis(3, 2))
-    assert Hierarchical(AllReduce(Identity()), 4).axes(5) == (Axis(1), Axis(5, 1))
+IN_NODES: dict[str, Callable[[Reducer], Reducer]] = {
+    "alone": lambda inner: inner,
+    "guarded": Guard,
+    "warmed up": lambda inner: WarmUp(AllReduce(Identity()), inner, 3),
+    "in a policy": lambda inner: Partition((("*bias", AllReduce(Identity())),), inner),
+    "in a rule of a policy": lambda inner: Partition((("w", inner),), AllReduce(Identity())),
+}
+
+
+@pytest.mark.parametrize("wrapped", IN_NODES.values(), ids=IN_NODES.keys())
+@pytest.mark.parametrize("ranks", [1, 2, 3, 6])
+def test_nodes_that_do_not_divide_the_ranks_are_refused(ranks: int, wrapped: Callable[[Reducer], Reducer]) -> None:
+    """Before any message, wherever they lie: else nothing would be compressed and nobody told."""
+    reducer, spec = wrapped(Hierarchical(TwoShot(BlockInt(4)), 4)), ParameterSpec("w", (8,), torch.float32, CPU)
+    served = reducer.assign(spec)
+    for start in (
+        lambda: reducer.require_ranks(ranks),
+        lambda: Lockstep(served, flat_grain(8), ranks),
+        lambda: cost(reducer, [spec], ranks),
+    ):
+        with pytest.raises(CompositionError, match=f"4 ranks a node do not divide the {ranks} ranks of this run"):
+            start()
+    with pytest.raises(CompositionError, match="4 ranks a node"):
+        check_method("int4,node=4", ranks)
+    reducer.require_ranks(8)
+
+
+def test_bytes_inside_nodes_are_told_apart() -> None:
+    spec = [ParameterSpec("w", (1 << 12,), torch.float32, CPU)]
+    nodes, flat = (cost(parse(text), spec, 8) for text in ("int4,node=4", "int4"))
+    assert nodes.inside_bytes > nodes.between_bytes > 0
+    assert nodes.inside_bytes + nodes.between_bytes == nodes.wire_bytes
+    assert (flat.inside_bytes, flat.between_bytes) == (0, flat.wire_bytes)
+    one = cost(parse("int4,node=8,guard=off"), spec, 8)
+    assert (one.between_bytes, one.inside_bytes) == (0, one.wire_bytes)
 
 
 def test_what_makes_no_hierarchy_is_refused() -> None:

@@ -14,7 +14,19 @@ from gradwire.core import collective
 from gradwire.core.errors import CompositionError
 from gradwire.core.grain import flat_grain
 from gradwire.drivers.lockstep import Lockstep
-from gradwire.reducers import AllGather, AllReduce, ErrorFeedback, Guard, Reducer, Step, WorkerMomentum
+from gradwire.reducers import (
+    DGC,
+    AllGather,
+    AllReduce,
+    ErrorFeedback,
+    Guard,
+    MomentumCorrection,
+    Partition,
+    Reducer,
+    Step,
+    WarmUp,
+    WorkerMomentum,
+)
 
 from . import checks
 from .subjects import sample
@@ -104,7 +116,16 @@ def test_the_noise_of_ranks_shrinks_as_said() -> None:
     assert abs(float(spread) - ((1 - MOMENTUM) / (1 + MOMENTUM)) ** 0.5) < 0.06
 
 
-def test_it_is_an_option_of_every_method() -> None:
+def test_momentum_is_never_taken_twice() -> None:
+    """Whatever lies between the two."""
+    for inner in (DGC(0.01), MomentumCorrection(AllGather(TopK(0.1))), WorkerMomentum(AllReduce(Identity()))):
+        for wrapped in (inner, Guard(inner), WarmUp(AllReduce(Identity()), inner, 2), Partition((), inner)):
+            with pytest.raises(CompositionError, match="momentum of its own"):
+                WorkerMomentum(wrapped)
+    assert WorkerMomentum(DGC(0.01, momentum=0.0)).carries_momentum
+
+
+def test_it_is_an_option_of_every_method_without_momentum() -> None:
     assert gradwire.parse("topk:0.1,worker_momentum=0.9") == Guard(
         WorkerMomentum(ErrorFeedback(AllGather(TopK(0.1))), 0.9)
     )

@@ -4,24 +4,32 @@ A `Lane` is one order for all collectives of a process group's hooks. A `BucketS
 from DDP's hook to the end of the backward pass.
 """
 
-import pickle
 import queue
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
-from datetime import timedelta
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import GradBucket, PrefixStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import GradBucket  # pyright: ignore[reportPrivateImportUsage]
 
-from gradwire.core.errors import CommunicationError
+from gradwire.adapters.failures import FailureBoard
+from gradwire.core.errors import CommunicationError, ConnectionLost
+from gradwire.drivers import groups
 
 # Hooks are made of these, and `register_comm_hook` reads annotations, so this module does not postpone them.
 
-_attachments = 0
+INTERRUPTED_S = 0.7
+"""How long to wait for a thread after an interrupt: what it waits for may never come."""
+
+FAILED_S = 5.0
+"""How long to wait for one after an error, or at exit: it ends once the other ranks do, and a thread whose wait is over
+while Python ends aborts the process."""
+
+T = TypeVar("T")
 
 
 class CommunicationThread:
@@ -29,6 +37,7 @@ class CommunicationThread:
 
     def __init__(self) -> None:
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._at_end: Callable[[], None] | None = None
         self._thread = threading.Thread(target=self._loop, name="gradwire-communication", daemon=True)
         self._thread.start()
 
@@ -37,6 +46,8 @@ class CommunicationThread:
             while (job := self._work.get()) is not None:
                 job()
                 del job  # it holds a bucket
+        if self._at_end is not None:
+            self._at_end()
 
     def run(self, job: Callable[[], None]) -> None:
         """Queue a job."""
@@ -46,11 +57,16 @@ class CommunicationThread:
         """Return a future that a job may resolve."""
         return torch.futures.Future()
 
-    def close(self, timeout_s: float) -> bool:
-        """End the thread after the jobs queued so far; return whether it ended in time."""
+    def close(self, timeout_s: float, at_end: Callable[[], None] | None = None) -> None:
+        """End the thread after the jobs queued so far, and wait for it so long at most.
+
+        Its last deed is `at_end`, since what a stuck thread still uses must not be taken away from it. The thread may
+        call this itself, where the garbage collector runs in it.
+        """
+        self._at_end = at_end
         self._work.put(None)
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout_s)
 
 
 class SideStream:
@@ -70,69 +86,11 @@ class SideStream:
         """Return a future that carries the stream's order with its tensors."""
         return torch.futures.Future(devices=[self._device])
 
-    def close(self, timeout_s: float) -> bool:
-        """Wait for the stream."""
+    def close(self, timeout_s: float, at_end: Callable[[], None] | None = None) -> None:
+        """Wait for the stream, then do `at_end`."""
         self._stream.synchronize()
-        return True
-
-
-class FailureBoard:
-    """Where a rank that fails leaves its error, so that the others can raise it too and need not wait."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._rank = dist.get_rank(group)
-        store = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
-        self._store = PrefixStore(f"gradwire/failure/{group.group_name}", store)
-
-    def explain(self, error: BaseException) -> BaseException:
-        """Post an error of this rank's own, or find the one behind a broken connection."""
-        if isinstance(error, dist.DistBackendError | RuntimeError) and not isinstance(error, CommunicationError):
-            for _ in range(10):
-                if (cause := self.of_others()) is not None:
-                    return cause
-                time.sleep(0.1)
-        self._post(error)
-        return error
-
-    def _post(self, error: BaseException) -> None:
-        try:
-            body = pickle.dumps((self._rank, error))
-            pickle.loads(body)
-        except Exception:
-            body = pickle.dumps((self._rank, CommunicationError(f"{type(error).__name__}: {error}")))
-        try:
-            self._store.set("error", body)  # type: ignore[arg-type]
-        except Exception:
-            return  # the store went with rank 0: the others find out by their own broken connections
-
-    def of_others(self) -> BaseException | None:
-        """The error that another rank has posted, saying which."""
-        try:
-            if not self._store.check(["error"]):
-                return None
-            rank, error = pickle.loads(self._store.get("error"))
-        except Exception:
-            return None
-        if rank == self._rank:
-            return None
-        error.add_note(f"raised on rank {rank} and passed on by gradwire")
-        return error
-
-
-def own_group(group: dist.ProcessGroup, deadline_s: float) -> dist.ProcessGroup:
-    """A new group with the ranks of DDP's, since sharing one with DDP's own collectives aborts Gloo."""
-    ranks = dist.get_process_group_ranks(group)
-    global _attachments
-    _attachments += 1
-    made = dist.new_group(
-        ranks,
-        timeout=timedelta(seconds=deadline_s),
-        backend=dist.get_backend(group),
-        use_local_synchronization=len(ranks) < dist.get_world_size(),
-        group_desc=f"gradwire{_attachments}",
-    )
-    assert isinstance(made, dist.ProcessGroup), "this process is no member of the group"
-    return made
+        if at_end is not None:
+            at_end()
 
 
 def queue_callback(callback: Callable[[], None]) -> None:
@@ -145,13 +103,37 @@ def queue_callback(callback: Callable[[], None]) -> None:
 
 
 class BucketStep:
-    """One step on its way: the buckets that came, their futures, and how it ended."""
+    """One step on its way: the buckets that came, their futures, the gradients as they were, and how it ended."""
 
     def __init__(self) -> None:
         self.buckets: list[GradBucket] = []
         self.futures: list[torch.futures.Future[Tensor]] = []
+        self.before: dict[Tensor, tuple[Tensor | None, int]] = {}
         self.ended = threading.Event()
         self.error: BaseException | None = None
+
+    def watch(self, parameters: Iterable[Tensor]) -> None:
+        """Note the gradients of these parameters before DDP writes their means."""
+        for parameter in parameters:
+            self.before[parameter] = _gradient_of(parameter)
+
+    def unwritten(self) -> list[Tensor]:
+        """The parameters whose gradients DDP has left as they were, asked once it has written the others.
+
+        It does so where no rank used a parameter, whether its gradient is None, zeroed in place or left from before. A
+        write is seen by the tensor's version, which costs nothing: a mean that equals what stood there is no doubt.
+        """
+        return [p for p, (gradient, version) in self.before.items() if _same(_gradient_of(p), gradient, version)]
+
+
+def _gradient_of(parameter: Tensor) -> tuple[Tensor | None, int]:
+    """A parameter's gradient, and how often it was written to."""
+    gradient = parameter.grad
+    return gradient, -1 if gradient is None else gradient._version
+
+
+def _same(now: tuple[Tensor | None, int], gradient: Tensor | None, version: int) -> bool:
+    return now[0] is gradient and now[1] == version
 
 
 class BucketSession(ABC):
@@ -165,9 +147,13 @@ class BucketSession(ABC):
     def work(self, buckets: Sequence[GradBucket], last: bool) -> None:
         """Do what the newest of a step's `buckets` allows; after the step's `last`, all hold their means."""
 
-    def after_backward(self) -> None:
+    def after_backward(self, step: BucketStep) -> None:
         """Called at the end of a backward pass that went well, before DDP writes gradients."""
         return
+
+    def where(self) -> str:
+        """Where in the training this is, for errors: " in step 7"."""
+        return ""
 
     def hook(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Hand a bucket over and return at once.
@@ -175,12 +161,13 @@ class BucketSession(ABC):
         Raises:
             CommunicationError: an earlier step failed.
         """
-        if self.lane.poison is not None and not self._step.buckets:  # else the step at hand will say it at its end
-            text = "communication failed in an earlier step; restart from a checkpoint"
-            raise CommunicationError(text) from self.lane.poison
+        if not self._step.buckets:  # else the step at hand will say it at its end
+            self.lane.require_sound()
+            self.lane.failures.begin()
         future: torch.futures.Future[Tensor] = self.lane.driver.future()
         step, last = self._step, bucket.is_last()
         step.buckets.append(bucket)
+        step.watch(bucket.parameters())
         step.futures.append(future)
         count = len(step.buckets)
         if last:
@@ -195,29 +182,18 @@ class BucketSession(ABC):
             try:
                 self.work(step.buckets[:count], last)
             except BaseException as error:
-                step.error = self.lane.poison = self.lane.failures.explain(error)
+                step.error = self.lane.poison = self.lane.failures.explain(error, self.where())
         if last or step.error is not None:
             _resolve(step)
 
     def _end(self, step: BucketStep) -> None:
         """Wait, and raise what went wrong as itself: DDP would turn an exception in a future into another."""
-        self._await(step)
+        failure = self.lane.wait(step.ended, self.where())
+        self.lane.failures.end()
+        step.error = step.error or failure
         if step.error is not None:
             raise step.error
-        self.after_backward()
-
-    def _await(self, step: BucketStep) -> None:
-        began = time.monotonic()
-        while not step.ended.wait(timeout=0.25):
-            waited = time.monotonic() - began
-            if waited > 1.0 and (failure := self.lane.failures.of_others()) is not None:
-                step.error = self.lane.poison = failure
-                return
-            if waited > self.lane.deadline_s + 5.0:
-                step.error = self.lane.poison = CommunicationError(
-                    f"no answer within {self.lane.deadline_s:.0f} s: a rank is stuck or the link is down"
-                )
-                return
+        self.after_backward(step)
 
 
 class Lane:
@@ -229,17 +205,85 @@ class Lane:
         deadline_s: seconds after which a silent rank is an error.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, deadline_s: float) -> None:
-        self.group = own_group(group, deadline_s)
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, deadline_s: float, what: str) -> None:
+        # One that shares DDP's group with DDP's own collectives aborts Gloo.
+        self.group = groups.new_group(group, dist.get_process_group_ranks(group), deadline_s, what)
         self.deadline_s = deadline_s
+        self.failures = FailureBoard(self.group, deadline_s)
         self.driver = SideStream(device) if device.type == "cuda" else CommunicationThread()
-        self.failures = FailureBoard(self.group)
         self.poison: BaseException | None = None
         self.sessions: dict[Hashable, BucketSession] = {}
 
-    def close(self) -> None:
-        """Join the thread. The group stays, since it may be gone already with the one it was made for."""
-        self.driver.close(timeout_s=5.0)
+    def require_sound(self) -> None:
+        """Refuse another step once communication has failed.
+
+        Raises:
+            CommunicationError: it has failed, here or elsewhere.
+        """
+        if self.poison is not None:
+            text = "communication failed in an earlier step; restart from a checkpoint"
+            raise CommunicationError(f"{text} ({self.poison})") from self.poison
+        if self.failures.error is not None:
+            self.poison = self.failures.error
+            raise self.failures.error
+
+    def call(self, job: Callable[[], T], where: str) -> T:
+        """Do a job where programs run, wait for it, and return what it returns.
+
+        Raises:
+            CommunicationError: a rank is at fault; or what the job raises itself.
+        """
+        answers: list[T] = []
+        done = threading.Event()
+
+        def guarded() -> None:
+            try:
+                answers.append(job())
+            except BaseException as error:
+                self.poison = self.failures.explain(error, where)
+            done.set()
+
+        self.failures.begin()
+        self.driver.run(guarded)
+        failure = self.wait(done, where)
+        self.failures.end()
+        if (error := self.poison or failure) is not None:
+            raise error
+        return answers[0]
+
+    def wait(self, ended: threading.Event, where: str) -> BaseException | None:
+        """Wait in slices, so that an interrupt gets through, until the end or until communication has failed."""
+        began = time.monotonic()
+        try:
+            while not ended.wait(timeout=0.1):
+                if self.failures.error is not None:
+                    break
+                if (waited := time.monotonic() - began) > self.deadline_s + 5.0:
+                    self.failures.explain(
+                        ConnectionLost("the end of the step", waited, TimeoutError("no answer")), where
+                    )
+        except BaseException as interrupt:
+            self.poison = interrupt
+            self.failures.leave_word(interrupt)
+            raise
+        if not ended.is_set():
+            self.poison = self.failures.error
+        return self.poison
+
+    def close(self, at_end: Callable[[], None] | None = None, patience_s: float = FAILED_S) -> None:
+        """End the threads, then let go of what `at_end` says, once what is under way has ended.
+
+        Where that never ends the thread keeps its group: tearing it down under the thread would abort the process.
+
+        Args:
+            at_end: done by the thread as its last deed.
+            patience_s: how long to wait for a step that is under way, if communication has not failed.
+        """
+        if self.poison is not None or self.failures.error is not None:
+            interrupted = not isinstance(self.poison or self.failures.error, Exception)
+            patience_s = min(patience_s, INTERRUPTED_S if interrupted else FAILED_S)
+        self.failures.close(min(patience_s, FAILED_S))
+        self.driver.close(patience_s, at_end)
 
 
 def _resolve(step: BucketStep) -> None:

@@ -6,6 +6,7 @@ communication thread drives the engine while `backward()` runs; on a GPU the hoo
 
 import atexit
 import dataclasses
+import functools
 import hashlib
 import time
 import warnings
@@ -15,26 +16,31 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import GradBucket  # pyright: ignore[reportPrivateImportUsage]
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.adapters.communication import BucketSession, Lane, queue_callback
-from gradwire.codecs.base import SUPPORTED_DTYPES
+from gradwire.adapters.communication import INTERRUPTED_S, BucketSession, BucketStep, Lane, queue_callback
+from gradwire.adapters.models import check, trained
+from gradwire.adapters.report import NON_FINITE, Report, observed
 from gradwire.core import saved
-from gradwire.core.errors import AttachError, StateError
+from gradwire.core.collective import AllReduce
+from gradwire.core.errors import AttachError, NonFiniteWarning
+from gradwire.core.link import Link
 from gradwire.core.state import walk
 from gradwire.drivers.cost import parameter_specs
-from gradwire.drivers.measure import measured
+from gradwire.drivers.groups import destroy
+from gradwire.drivers.measure import Bench, all_reduce_link, ask, measured
 from gradwire.drivers.plan import Plan, plan
 from gradwire.drivers.process_group import Engine, GroupTransport, Stats
+from gradwire.drivers.warm import warm_up
+from gradwire.drivers.window import Window
 from gradwire.reducers.base import Reducer, as_reducer
 from gradwire.spec import parse
 
 # `register_comm_hook` reads the annotations of the hook, so this module must not postpone them.
 
 DEADLINE_S = 300.0
-_WRAPPERS = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
 
 def attach(
@@ -61,60 +67,21 @@ def attach(
             when the scale changes residuals are multiplied accordingly.
 
     Returns:
-        A handle with statistics, state and `close`.
+        A handle with statistics, state and `close`. What the method compiles is compiled by then.
 
     Raises:
         AttachError: a model that cannot be served, with the reason.
+        CommunicationError: a rank that did not attach within `deadline_s`, by its number.
         SpecError, CompositionError: a method that cannot be built.
 
     Example:
         handle = gradwire.attach(ddp, "int4")
     """
+    method = reducer if isinstance(reducer, str) else repr(reducer)
     reducer = parse(reducer) if isinstance(reducer, str) else as_reducer(reducer)
-    _check(ddp)
+    check(ddp)
     reducer.require_ranks(dist.get_world_size(ddp.process_group))
-    return Handle(ddp, reducer, seed, deadline_s, grain_numel, scaler)
-
-
-def canonical_name(name: str) -> str:
-    """Return a parameter's name without what wrappers put into it.
-
-    >>> canonical_name("module._orig_mod.layer.weight")
-    'layer.weight'
-    """
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
-
-
-def _check(ddp: DistributedDataParallel) -> None:
-    """Refuse what cannot be served, saying why."""
-    if not isinstance(ddp, DistributedDataParallel):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise AttachError(f"attach wants a DistributedDataParallel model, got {type(ddp).__name__}; wrap it first")
-    if getattr(ddp, "_comm_hooks", None):
-        raise AttachError("this model has a communication hook already; DDP takes one, so attach to a new DDP")
-    if getattr(ddp, "mixed_precision", None) is not None:
-        raise AttachError("DDP's own mixed_precision casts gradients behind the hook; use torch.autocast instead")
-    if getattr(ddp, "_use_python_reducer", False):
-        raise AttachError("the python_reducer of compiled DDP calls no hooks; compile the module inside DDP instead")
-    for name, module in ddp.module.named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-            raise AttachError(f"{name!r} makes sparse gradients, which hooks do not see; set sparse=False")
-    for name, parameter in ddp.module.named_parameters():
-        if parameter.requires_grad and parameter.dtype not in SUPPORTED_DTYPES:
-            names = ", ".join(str(d).removeprefix("torch.") for d in SUPPORTED_DTYPES)
-            raise AttachError(f"parameter {name!r} has dtype {parameter.dtype}; supported are {names}")
-        if parameter.device.type not in ("cpu", "cuda"):
-            raise AttachError(f"parameter {name!r} is on {parameter.device}; supported devices are cpu and cuda")
-
-
-_REMEDIES = {
-    "version": "; is it what `Handle.state_dict` returned?",
-    "reducer": "; attach with the spec it was saved with, or begin without it",
-    "rank": "; each rank loads what the same rank saved",
-    "world_size": "; pass all ranks' states to gradwire.reshard",
-}
-"""What to do about a saved state of another run, by what differs."""
+    return Handle(ddp, reducer, seed, deadline_s, grain_numel, scaler, method)
 
 
 class Handle(BucketSession):
@@ -128,43 +95,60 @@ class Handle(BucketSession):
         deadline_s: float,
         grain_numel: int | None,
         scaler: torch.amp.GradScaler | None = None,
+        method: str = "",
     ) -> None:
         assert ddp.process_group is not None, "DDP over a device mesh has no group of its own yet"
-        names = _trained(ddp)
+        names = trained(ddp)
         self._device = next(iter(names)).device if names else torch.device("cpu")
-        super().__init__(Lane(ddp.process_group, self._device, deadline_s))
+        super().__init__(Lane(ddp.process_group, self._device, deadline_s, "gradwire.attach"))
         self.reducer = reducer
+        self.method = method or repr(reducer)
         self.seed = seed
         self._scaler, self._scale = scaler, 1.0
         self._names = names
-        specs, transport = parameter_specs((name, p) for p, name in names.items()), GroupTransport(self.lane.group)
-        # Of the device only the kind: ranks of one host have different ones.
-        self._agree_on(f"{reducer!r} seed={seed} {_described(plan(specs, reducer, grain_numel))}")
-        for glob in reducer.unmet(names.values()):
-            said = f"no trained parameter has a name like {glob!r}: that rule of the policy serves none"
-            warnings.warn(said, stacklevel=3)
-        transport.prepare(reducer.axes(transport.world_size))
-        planned = plan(specs, measured(reducer, transport, self._device), grain_numel)
-        self._engine = Engine(planned, transport, seed)
+        self._transport = transport = GroupTransport(self.lane.group)
+        # A handle that is forgotten lets go as well: nothing that its threads run for good refers to it.
+        self._finalizer = weakref.finalize(self, _let_go, self.lane, transport, at_once=True)
+        self._finalizer.atexit = False  # `_close_all` knows what may still be torn down then
+        _handles.add(self)
+        try:
+            planned = self._planned(transport, grain_numel)
+            warm_up(planned.units, transport.world_size)
+            self._agree_on("ready", transport)  # so that no rank's compiling falls into another's first step
+            self._engine = Engine(planned, transport, seed)
+            self._window, self._link = Window(), self.measure_link()
+        except BaseException:
+            self.close(at_once=True)
+            raise
         by_name = _places(planned.units)
         self._places = {parameter: by_name[name] for parameter, name in names.items()}
-        self._last_bucket_s = 0.0
-        self._closed = False
+        self._warned_of_non_finite = False
         self._finds_unused = bool(getattr(ddp, "find_unused_parameters", False))
-        self._ddp = weakref.ref(ddp)  # which holds this handle as its hook
         ddp.register_comm_hook(None, self._hook)
-        _handles.add(self)
 
     def __repr__(self) -> str:
         return f"Handle({self.reducer!r}, grains={len(self._engine.plan.units)}, step={self._engine.index})"
 
-    def _agree_on(self, configuration: str) -> None:
+    def _planned(self, transport: GroupTransport, grain_numel: int | None) -> Plan:
+        """Plan grains, once all ranks agree on what they are, and measure what the reducer wants measured."""
+        specs = parameter_specs((name, p) for p, name in self._names.items())
+        # Of the device only the kind: ranks of one host have different ones.
+        self._agree_on(
+            f"{self.reducer!r} seed={self.seed} {_described(plan(specs, self.reducer, grain_numel))}", transport
+        )
+        for glob in self.reducer.unmet(self._names.values()):
+            said = f"no trained parameter has a name like {glob!r}: that rule of the policy serves none"
+            warnings.warn(said, stacklevel=4)
+        self.lane.call(lambda: transport.prepare(self.reducer.axes(transport.world_size)), _ATTACHING)
+        told = self.lane.call(lambda: measured(self.reducer, transport, self._device), _ATTACHING)
+        return plan(specs, told, grain_numel)
+
+    def _agree_on(self, configuration: str, transport: GroupTransport) -> None:
         """Refuse a method or a model that differs between ranks: it would hang later."""
         digest = int.from_bytes(hashlib.blake2b(configuration.encode(), digest_size=7).digest(), "little")
-        mine = torch.tensor([digest, -digest], device=self._device)
-        dist.all_reduce(mine, dist.ReduceOp.MAX, group=self.lane.group)
-        if int(mine[0]) != -int(mine[1]):
-            self.lane.close()
+        mine = AllReduce(torch.tensor([digest, -digest], device=self._device), "max")
+        high, low = self.lane.call(lambda: ask(mine, transport), _ATTACHING).tolist()
+        if high != -low:
             raise AttachError(
                 f"ranks disagree on the method, the seed or the parameters; this one has {self.reducer!r} and "
                 f"seed {self.seed}"
@@ -172,12 +156,13 @@ class Handle(BucketSession):
 
     def _hook(self, state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """DDP's communication hook: hand the bucket over and return at once."""
-        if self._closed:
+        if not self._finalizer.alive:
             raise AttachError("this handle is closed, and DDP cannot forget a hook: make a new DDP")
-        if not self._step.buckets and (growth := self._growth_of_scale()) != 1.0:
-            self.lane.driver.run(lambda: self._engine.rescale(growth))
-        if bucket.is_last():
-            self._last_bucket_s = time.perf_counter()
+        if not self._step.buckets:
+            self._window.begin()
+            if (growth := self._growth_of_scale()) != 1.0:
+                self.lane.driver.run(lambda: self._engine.rescale(growth))
+        self._window.ready(time.perf_counter(), bucket.buffer().nbytes)
         return self.hook(bucket)
 
     def _growth_of_scale(self) -> float:
@@ -186,10 +171,16 @@ class Handle(BucketSession):
         before, self._scale = self._scale, float(scaler.get_scale()) if scaler else 1.0
         return self._scale / before
 
+    def where(self) -> str:
+        """The step at hand, as training loops count them."""
+        return f" in step {self._engine.index}"
+
     def work(self, buckets: Sequence[GradBucket], last: bool) -> None:
         """Deliver the newest bucket's gradients; after the last, write the means into all buckets."""
         if len(buckets) == 1:
             self._engine.begin()
+        if self._window.wants_norm:
+            self._window.gradient(buckets[-1].buffer(), len(buckets) == 1, self._scale)
         for piece, unit, offset in self._pieces(buckets[-1]):
             self._engine.deliver(unit, offset, piece)
         self._engine.pump()
@@ -199,7 +190,9 @@ class Handle(BucketSession):
                 for piece, unit, offset in self._pieces(bucket):
                     piece.copy_(self._engine.mean(unit)[offset : offset + piece.numel()])
             self._engine.release()
-            self._engine.stats.exposed_s += time.perf_counter() - self._last_bucket_s
+            ended_s = time.perf_counter()
+            self._engine.stats.exposed_s += ended_s - self._window.last_ready_s
+            self._window.end(ended_s, self._engine.stats)
 
     def _pieces(self, bucket: GradBucket) -> Iterator[tuple[Tensor, int, int]]:
         """Cut a bucket into (view, unit, offset in the unit)."""
@@ -209,27 +202,46 @@ class Handle(BucketSession):
                 yield flat[at + start : at + start + size], unit, offset
             at += parameter.numel()
 
-    def after_backward(self) -> None:
+    def after_backward(self, step: BucketStep) -> None:
         """Before DDP writes gradients: look again once it has, where it may keep some of them back."""
+        self._warn_of_non_finite()
         if self._finds_unused:
-            queue_callback(self._take_back_unused)
+            queue_callback(lambda: self._take_back_unused(step))
 
-    def _take_back_unused(self) -> None:
+    def _take_back_unused(self, step: BucketStep) -> None:
         """Where no rank used a parameter DDP leaves its gradient as it was: the mean was dropped and is owed still."""
-        if unused := self._unused():
+        if unused := {self._names[parameter] for parameter in step.unwritten()}:
             self._engine.take_back(unused)
 
-    def _unused(self) -> set[str]:
-        """Parameters that no rank used in this step, by DDP's own count of ranks that did.
+    def _warn_of_non_finite(self) -> None:
+        """Say once that a gradient was not finite, where no loss scaler is known that would skip such steps."""
+        scaled = self._scaler is not None and self._scaler.is_enabled()
+        if scaled or self._warned_of_non_finite:
+            return
+        norm_is_known = self._device.type == "cpu"  # a GPU would be waited for
+        if self._engine.found_bad() or (norm_is_known and self._window.found_bad()):
+            self._warned_of_non_finite = True
+            warnings.warn(NonFiniteWarning(NON_FINITE), stacklevel=2)
 
-        It stands in the order in which DDP was given its parameters. A static graph counts once, in its first step;
-        there a gradient that is None tells.
+    def report(self) -> Report:
+        """Return what the method costs and saves on this rank, over the last hundred steps and without start-up.
+
+        Ranks may ask whenever they like: nothing is communicated. See `Report` for what its figures mean.
+
+        Example:
+            print(handle.report())                # for people
+            handle.report().as_dict()["saved_ms"] # for programs
         """
-        ddp = self._ddp()
-        used = None if ddp is None or ddp.static_graph else ddp.reducer._get_local_used_map()  # pyright: ignore[reportPrivateUsage]
-        if used is None or used.numel() != len(self._names):
-            return {name for p, name in self._names.items() if p.grad is None}
-        return {name for name, ranks in zip(self._names.values(), used.tolist(), strict=True) if not ranks}
+        owed = self.residual_norm() / self._scale
+        return observed(self._engine, self._window, self._link, self.method, self.reducer.averages, owed)
+
+    def measure_link(self) -> Link | None:
+        """Measure again how long an uncompressed all-reduce takes, since links change; `attach` did so once.
+
+        Every rank must call it at the same place, between two steps. Takes up to half a second.
+        """
+        self._link = all_reduce_link(Bench(self._engine.transport, self._device), self._engine.dense_bytes)
+        return self._link
 
     def stats(self) -> Stats:
         """Return bytes and times so far, those of the step that has just ended among them."""
@@ -250,61 +262,71 @@ class Handle(BucketSession):
         """Return this rank's state by parameter name; save one file a rank.
 
         Resuming with the same world size is exact; for another, pass all ranks' states to `gradwire.reshard`.
+        `gradwire.save` and `gradwire.load` do all of it, files included.
         """
-        return {
-            "version": saved.VERSION,
-            "reducer": repr(self.reducer),
-            "step": self._engine.index,
-            "seed": self.seed,
-            "rank": self._engine.transport.rank,
-            "world_size": self._engine.transport.world_size,
-            "scale": self._scale,
-            "parameters": saved.save(self._engine.states(), self._engine.transport.rank),
-        }
+        where = {"step": self._engine.index, "seed": self.seed}
+        return saved.pack(self._engine.states(), self._member(), scale=self._scale, **where)
+
+    def _member(self) -> saved.Member:
+        return saved.Member(repr(self.reducer), self._engine.transport.rank, self._engine.transport.world_size)
 
     def load_state_dict(self, state: saved.Saved) -> None:
         """Take up a saved state.
 
         Raises:
-            StateError: a state of another version, method, rank, world size or model; nothing is changed then.
+            StateError: a damaged state, or one of another version, method, rank, world size or model; nothing is
+                changed then.
         """
-        here = {
-            "version": saved.VERSION,
-            "reducer": repr(self.reducer),
-            "rank": self._engine.transport.rank,
-            "world_size": self._engine.transport.world_size,
-        }
-        for key, value in here.items():
-            if state.get(key) != value:
-                hint = _REMEDIES.get(key, "")
-                raise StateError(f"the saved state has {key} {state.get(key)!r}, this run {value!r}{hint}")
-        rank = self._engine.transport.rank
-        states = [saved.load(grain, old, state["parameters"], rank) for grain, old in self._engine.states()]
-        self._engine.set_states(states)
-        self._engine.index = int(state["step"])
-        self._scale = float(state["scale"])
-        self.seed = self._engine.seed = int(state["seed"])
+        self.take_up(self.unpacked(state))
 
-    def close(self) -> None:
-        """Stop communicating: join the thread, then destroy the process group. A second call does nothing."""
-        if self._closed:
-            return
-        self._closed = True
-        _handles.discard(self)
-        joined = self.lane.driver.close(timeout_s=5.0 if self.lane.poison else self.lane.deadline_s + 10.0)
-        # A group that a stuck thread still uses must not be torn down under it: that aborts the process.
-        if joined and dist.is_initialized():
-            self._engine.transport.close()
-            dist.destroy_process_group(self.lane.group)
+    def unpacked(self, state: saved.Saved) -> saved.Loaded:
+        """Return what a saved state says, for `take_up`; until then nothing is changed.
+
+        Raises:
+            StateError: as `load_state_dict`.
+        """
+        return saved.unpack(state, self._engine.states(), self._member())
+
+    def take_up(self, loaded: saved.Loaded) -> None:
+        """Go on from what `unpacked` returned."""
+        self._engine.set_states(loaded.states)
+        self._engine.index, self._scale = loaded.step, loaded.scale
+        self.seed = self._engine.seed = loaded.seed
+
+    def close(self, at_once: bool = False) -> None:
+        """Stop communicating: end the threads, then destroy the process groups. A second call does nothing.
+
+        Args:
+            at_once: do not wait for a step that is under way, as after an interrupt. A thread that is stuck in it ends
+                at `deadline_s`, or with the process.
+        """
+        if self._finalizer.detach() is not None:
+            _handles.discard(self)
+            _let_go(self.lane, self._transport, at_once)
 
     def __enter__(self) -> "Handle":
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self.lane.failures.leave_word(error)
+        self.close(at_once=error is not None and not isinstance(error, Exception))
 
+
+_ATTACHING = " in gradwire.attach"
 
 _handles: "weakref.WeakSet[Handle]" = weakref.WeakSet()
+
+
+def _let_go(lane: Lane, transport: GroupTransport, at_once: bool) -> None:
+    """End the threads of a lane, the last of which destroys the groups."""
+    lane.close(functools.partial(_destroy, lane, transport), INTERRUPTED_S if at_once else lane.deadline_s + 10.0)
+
+
+def _destroy(lane: Lane, transport: GroupTransport) -> None:
+    transport.close()
+    destroy(lane.group)
+    del lane.group
 
 
 @atexit.register
@@ -312,13 +334,6 @@ def _close_all() -> None:
     """Join communication threads before the interpreter takes their process groups apart."""
     for handle in list(_handles):
         handle.lane.close()
-
-
-def _trained(ddp: DistributedDataParallel) -> dict[Tensor, str]:
-    """Name every parameter that DDP communicates, tied weights once and without what wrappers add."""
-    ignored: set[str] = set(getattr(ddp, "parameters_to_ignore", ()))
-    named = ddp.module.named_parameters()
-    return {p: canonical_name(name) for name, p in named if p.requires_grad and name not in ignored}
 
 
 def _described(planned: Plan) -> str:

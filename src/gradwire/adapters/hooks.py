@@ -17,6 +17,7 @@ from gradwire.adapters.communication import BucketSession, Lane
 from gradwire.codecs import BF16, FP16, AffineInt, Identity
 from gradwire.core.errors import AttachError
 from gradwire.core.grain import ParameterSpec
+from gradwire.drivers.groups import deadline_of
 from gradwire.drivers.plan import plan
 from gradwire.drivers.process_group import Engine, GroupTransport
 from gradwire.reducers import AllGather, AllReduce, Reducer
@@ -35,16 +36,10 @@ def lane_of(process_group: dist.ProcessGroup | None, device: torch.device) -> La
         raise AttachError("there is no default process group: call torch.distributed.init_process_group first")
     lanes = _lanes.setdefault(group, {})
     if device not in lanes:
-        lane = lanes[device] = Lane(group, device, _timeout_s(group, device))
+        lane = lanes[device] = Lane(group, device, deadline_of(group, device), "its first gradwire hook")
         # Runs at exit too: the thread is joined before the interpreter takes process groups apart.
         weakref.finalize(group, lane.close)
     return lanes[device]
-
-
-def _timeout_s(group: dist.ProcessGroup, device: torch.device) -> float:
-    """The patience that the user gave the group."""
-    backend = group._get_backend(device)  # pyright: ignore[reportPrivateUsage]
-    return backend.options._timeout.total_seconds()  # pyright: ignore[reportPrivateUsage]
 
 
 class _Stateless(BucketSession):

@@ -15,12 +15,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import GradBucket  # pyright: ignore[reportPrivateImportUsage]
 
-from gradwire.adapters.communication import BucketSession, Lane, queue_callback
+from gradwire.adapters.communication import BucketSession, BucketStep, Lane, queue_callback
 from gradwire.adapters.hooks import lane_of
+from gradwire.adapters.power_sgd_memory import Memory, read_memory, write_memory
 from gradwire.codecs import Identity
 from gradwire.core import saved
-from gradwire.core.errors import AttachError, StateError
+from gradwire.core.errors import AttachError
 from gradwire.core.grain import ParameterSpec
+from gradwire.core.saved_schema import Parameters
 from gradwire.core.state import walk
 from gradwire.drivers.plan import Unit, plan
 from gradwire.drivers.process_group import Engine, GroupTransport, Stats
@@ -29,8 +31,6 @@ from gradwire.reducers import AllReduce, ErrorFeedback, Guard, PowerSGD, Reducer
 # `register_comm_hook` reads the annotations of a hook, so this module must not postpone them.
 
 logger = logging.getLogger(__name__)
-
-VERSION = 1
 
 
 class _Home(NamedTuple):
@@ -144,7 +144,7 @@ class PowerSGDState:
         self.total_numel_before_compression = 0
         self.total_numel_after_compression = 0
         self.next_stats_report = 0
-        self._pending: Mapping[str, Any] | None = None
+        self._pending: Memory | None = None
         self._session: _Session | None = None
         self.reducer(min_compression_rate)  # refuses settings that make no sense here, and not in the backward pass
 
@@ -153,7 +153,7 @@ class PowerSGDState:
         """Finished steps."""
         if self._session is not None:
             return self._session.index
-        return int(self._pending["iter"]) if self._pending else 0
+        return self._pending.iter if self._pending else 0
 
     def reducer(self, min_compression_rate: float) -> Reducer:
         """What the settings say, in gradwire's terms."""
@@ -194,15 +194,11 @@ class PowerSGDState:
         other ranks had not sent yet is lost.
         """
         if self._session is None:
-            memory = dict(self._pending or {"iter": 0, "parameters": {}})
+            parameters = self._pending.parameters if self._pending else {}
         else:
-            memory = {"iter": self.iter, "parameters": self._session.save()}
-        twister = self.rng.get_state(legacy=False)["state"]
+            parameters = self._session.save()
         return {
-            **memory,
-            "version": VERSION,
-            "rng": {"key": torch.from_numpy(twister["key"].astype(np.int64)), "pos": int(twister["pos"])},
-            "draw_order": self.draw_order,
+            **write_memory(self.iter, parameters, self.rng, self.draw_order),
             "numel": [self.total_numel_before_compression, self.total_numel_after_compression],
             "next_stats_report": self.next_stats_report,
         }
@@ -211,20 +207,19 @@ class PowerSGDState:
         """Take up a saved memory.
 
         Raises:
-            StateError: a state of another version or model; of another model, at the first step.
+            StateError: a damaged state, or one of another version or model; nothing is changed then. Before the first
+                step no model is known, so that one of another model is refused there.
         """
-        if state.get("version") != VERSION:
-            raise StateError(f"a PowerSGDState of version {state.get('version')!r} cannot be read; this is {VERSION}")
-        key: Tensor = state["rng"]["key"]
-        twister = {"key": key.numpy().astype(np.uint32), "pos": state["rng"]["pos"]}
-        self.rng.set_state({"bit_generator": "MT19937", "state": twister, "has_gauss": 0, "gauss": 0.0})
-        self.draw_order = state["draw_order"]
-        self.total_numel_before_compression, self.total_numel_after_compression = state["numel"]
-        self.next_stats_report = state["next_stats_report"]
+        memory = read_memory(state)
         if self._session is None:
-            self._pending = dict(state)
+            self._pending = memory
         else:
-            self._session.load(state)
+            self._session.load(memory)
+        # Nothing from here on fails.
+        self.rng.set_state({"bit_generator": "MT19937", "state": memory.twister, "has_gauss": 0, "gauss": 0.0})
+        self.draw_order = memory.draw_order
+        self.total_numel_before_compression, self.total_numel_after_compression = memory.numel
+        self.next_stats_report = memory.next_stats_report
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but the process group, which cannot be pickled."""
@@ -252,7 +247,7 @@ class _Session(BucketSession):
         state: PowerSGDState,
         arrange: Arrange,
         min_compression_rate: float,
-        memory: Mapping[str, Any] | None,
+        memory: Memory | None,
     ) -> None:
         super().__init__(lane)
         self.arrange = arrange
@@ -281,24 +276,25 @@ class _Session(BucketSession):
         """Finished steps."""
         if self._engine is not None:
             return self._engine.index
-        return int(self._memory["iter"]) if self._memory else 0
+        return self._memory.iter if self._memory else 0
 
-    def save(self) -> dict[str, Any]:
+    def save(self) -> Parameters:
         """This rank's states by parameter."""
         if self._engine is None:
-            return dict(self._memory["parameters"]) if self._memory else {}
+            return self._memory.parameters if self._memory else {}
         return saved.save(self._engine.states(), dist.get_rank(self.lane.group))
 
-    def load(self, memory: Mapping[str, Any]) -> None:
-        """Take up saved states."""
+    def load(self, memory: Memory) -> None:
+        """Take up saved states; where that is refused nothing is changed."""
         if self._engine is None:
             self._memory = memory
             return
-        if memory["parameters"]:
-            rank = dist.get_rank(self.lane.group)
-            states = [saved.load(g, s, memory["parameters"], rank) for g, s in self._engine.states()]
-            self._engine.set_states(states)
-        self._engine.index = int(memory["iter"])
+        memory.check_drawn([spec.name for spec in self._arrangement.specs])
+        rank, unstarted = dist.get_rank(self.lane.group), memory.iter == 0 and not memory.parameters
+        grains, parameters = self._engine.states(), memory.parameters
+        states = self._engine.initial_states() if unstarted else saved.load_all(grains, parameters, rank)
+        self._engine.set_states(states)
+        self._engine.index = memory.iter
 
     def work(self, buckets: Sequence[GradBucket], last: bool) -> None:
         """Deliver gradients; where all of a step's buckets must be known first, at the last one."""
@@ -385,9 +381,9 @@ class _Session(BucketSession):
     def _set_factors(self, Q: dict[str, Tensor]) -> None:
         for grain, state in self.engine.states():
             for path, leaf in walk(state):
-                if path.endswith("Q"):
+                if path.endswith("Qt"):
                     for i, segment in enumerate(grain.segments):
-                        leaf.tensor[i].copy_(Q[segment.name])
+                        leaf.tensor[i].copy_(Q[segment.name].T)
 
     def _deliver(self, bucket: GradBucket) -> None:
         flat = bucket.buffer()
@@ -424,15 +420,13 @@ class _Session(BucketSession):
             state.next_stats_report = self.index + state.compression_stats_logging_frequency
             logger.info("PowerSGD at step %d: rate, elements before, after = %s", self.index, state.compression_stats())
 
-    def after_backward(self) -> None:
-        """Once DDP has written gradients: where it kept none, the mean was dropped and is owed still."""
+    def after_backward(self, step: BucketStep) -> None:
+        """Once DDP has written gradients: where it left one as it was, the mean was dropped and is owed still."""
         if not self._arrangement.padding:  # a square mixes parameters, and cannot be taken back in part
-            queue_callback(self._take_back_unused)
+            queue_callback(lambda: self._take_back_unused(step))
 
-    def _take_back_unused(self) -> None:
-        homes = self._arrangement.homes.items()
-        unused = {home.name for parameter, home in homes if parameter.grad is None}
-        if unused:
+    def _take_back_unused(self, step: BucketStep) -> None:
+        if unused := {self._arrangement.homes[parameter].name for parameter in step.unwritten()}:
             self.engine.take_back(unused)
 
 

@@ -55,17 +55,19 @@ def parse_rate(rate: str) -> float:
         rate: a number and one of the units bit, kbit, mbit, gbit, tbit (powers of 1000), such as "100mbit".
 
     Raises:
-        ValueError: for anything else. "mbps" is refused too: `tc` means megabytes by it, people megabits.
+        ValueError: for anything else, and beyond 1kbit to 10tbit. "mbps" is refused too: `tc` means megabytes by it,
+            people megabits.
 
     >>> parse_rate("100mbit"), parse_rate("2.5gbit")
     (100000000.0, 2500000000.0)
     """
     match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([a-z]+)\s*", rate.lower())
     bits_per_s = float(match[1]) * _UNITS.get(match[2], 0.0) if match else 0.0
-    if bits_per_s < 1000:
+    if not 1e3 <= bits_per_s <= 1e13:
+        shown = repr(rate) if len(rate) <= 40 else f"{rate[:40]!r}..."
         raise ValueError(
-            f"rate {rate!r} cannot be read: write a number and a unit of {', '.join(_UNITS)}, "
-            'at least 1kbit, such as "100mbit"'
+            f"rate {shown} cannot be used: write a number and a unit of {', '.join(_UNITS)}, "
+            'from 1kbit to 10tbit, such as "100mbit"'
         )
     return bits_per_s
 
@@ -230,6 +232,7 @@ _BURST_S = 1e-3
 _FRAMES = range(2, 41)  # a packet may hold 64 KB
 _QUEUE_S = 50e-3  # an all_to_all of 1 MB among 4 hosts at 100mbit loses nothing (it does with 10 ms)
 _MIN_QUEUE_BYTES = 65536
+_MAX_QUEUE_BYTES = 2**32 - 1  # tc holds it in 32 bits
 
 
 def _shape(interface: str, rate_bits_per_s: float | None) -> list[str]:
@@ -240,7 +243,7 @@ def _shape(interface: str, rate_bits_per_s: float | None) -> list[str]:
     burst_bytes = bytes_per_s * _BURST_S
     frames = min(max(int(burst_bytes / _FRAME_BYTES), _FRAMES[0]), _FRAMES[-1])
     burst_bytes = max(burst_bytes, frames * _FRAME_BYTES) + 66
-    limit_bytes = max(bytes_per_s * _QUEUE_S, _MIN_QUEUE_BYTES) + burst_bytes
+    limit_bytes = min(max(bytes_per_s * _QUEUE_S, _MIN_QUEUE_BYTES) + burst_bytes, _MAX_QUEUE_BYTES)
     return [
         f"ip link set {interface} gso_max_segs {frames}",
         f"tc qdisc add dev {interface} root tbf rate {rate_bits_per_s:.0f}bit burst {burst_bytes:.0f} "
@@ -453,12 +456,13 @@ def clean() -> list[str]:
 
 def _describe(mode: Mode, hosts: int, rate: str | None, reasons: Sequence[str]) -> str:
     limit = "unlimited links" if rate is None else f"links limited to {rate} in each direction by tbf"
+    plural = "" if hosts == 1 else "s"
     if mode == "paced":
         limit = "unlimited sockets" if rate is None else f"sockets paced to {rate} a rank"
-        text = f"an approximation, not a network: {hosts} ranks on the loopback interface, {limit}"
+        text = f"an approximation, not a network: {hosts} rank{plural} on the loopback interface, {limit}"
     else:
         how = "as root" if mode == "root" else "in an unprivileged user namespace"
-        text = f"{hosts} hosts as network namespaces made {how}, joined by a bridge, {limit}, MTU {_MTU}"
+        text = f"{hosts} host{plural} as network namespaces made {how}, joined by a bridge, {limit}, MTU {_MTU}"
     return text + (f" ({'; '.join(reasons)})" if reasons else "")
 
 

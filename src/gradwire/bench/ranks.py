@@ -36,7 +36,7 @@ class RankFailure(CommunicationError):  # noqa: N818 - what fails is the rank
     """
 
     def __init__(self, message: str, rank: int, status: int | None):
-        super().__init__(message)
+        super().__init__(message, (rank,))
         self.rank = rank
         self.status = status
 
@@ -255,6 +255,7 @@ def run_function(
     args: Mapping[str, Any] | None = None,
     deadline_s: float = 60,
     network: Network | None = None,
+    environments: Sequence[Mapping[str, str]] | None = None,
 ) -> list[Any]:
     """Call a function on every rank of a new Gloo group and return what each rank returned.
 
@@ -265,6 +266,7 @@ def run_function(
         args: keyword arguments that JSON can carry.
         deadline_s: seconds until the ranks are killed.
         network: an entered `Network` to run on; None runs on the loopback interface.
+        environments: further environment variables of each rank.
 
     Returns:
         The results, through JSON, in the order of the ranks.
@@ -282,14 +284,14 @@ def run_function(
             for result in results
         ]
         if network is None:
-            environments = loopback_environments(ranks)
+            places = loopback_environments(ranks)
         else:
-            environments = [network.environment(rank) for rank in range(ranks)]
+            places = [network.environment(rank) for rank in range(ranks)]
             commands = [network.command(rank, command) for rank, command in enumerate(commands)]
         path = {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
         run_ranks(
             commands,
-            [environment | path for environment in environments],
+            [{**place, **path, **own} for place, own in zip(places, environments or [{}] * ranks, strict=True)],
             log_dir=Path(folder),
             deadline_s=deadline_s,
         )

@@ -1,22 +1,19 @@
-"""What a comparison measured, how it is stored, and the figures that follow from it.
+"""What a comparison measured, and the figures that follow from it.
 
 `Run` holds what one method did with one seed; `Comparison` all runs with the conditions they ran under. Both are
-plain data that round-trip through JSON. Everything else here is derived from them and can be derived again:
-`summarise` gives a `Row` a method, which the table on the terminal, the CSV and the report all show.
+plain data, which `storage` writes and reads. Everything else here is derived from them and can be derived again:
+`summarise` gives a `Row` a method, which the table on the terminal, the CSV and the report all show. What may be
+concluded from the figures is for `verdict` to say.
 """
 
 from __future__ import annotations
 
-import csv
+import contextlib
 import dataclasses
-import json
 import math
-import os
-import statistics
-import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+import operator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from gradwire.core.errors import GradwireError
@@ -104,6 +101,7 @@ class Run:
         wire: itemised bytes.
         split: itemised seconds.
         residual_norm: norm of what error feedback still owes at the end, where there is any.
+        report: rank 0's `handle.report().as_dict()` at the end; None for PyTorch's own hooks.
         conditions: the options and versions it ran under, compared before it is reused.
     """
 
@@ -119,6 +117,7 @@ class Run:
     wire: Wire = Wire()
     split: Split = Split()
     residual_norm: float | None = None
+    report: dict[str, Any] | None = None
     conditions: dict[str, Any] = field(default_factory=dict[str, Any])
 
     @property
@@ -172,80 +171,21 @@ class Comparison:
         return next((run for run in self.finished(method) if run.seed == seed), None)
 
 
-# -------------------------------------------------------------------------------------------- storing
-
-
-def run_to_json(run: Run) -> dict[str, Any]:
-    """Plain data of a run; non-finite numbers become None, since JSON has no NaN."""
-    data = dataclasses.asdict(run)
-    return {key: _finite(value) for key, value in data.items()}
-
-
-def run_from_json(data: Mapping[str, Any]) -> Run:
-    """Rebuild a run from its plain data."""
-    known = {f.name for f in dataclasses.fields(Run)}
-    values = {key: value for key, value in data.items() if key in known}
-    values["losses"] = [_number(x) for x in values.get("losses", [])]
-    values["evaluations"] = [Evaluation(int(n), t, _number(v)) for n, t, v in values.get("evaluations", [])]
-    values["wire"] = Wire(**values.get("wire", {}))
-    values["split"] = Split(**values.get("split", {}))
-    return Run(**values)
-
-
-def save(comparison: Comparison, path: Path) -> None:
-    """Write `results.json`."""
-    data = {f.name: getattr(comparison, f.name) for f in dataclasses.fields(comparison) if f.name != "runs"}
-    data["runs"] = [run_to_json(run) for run in comparison.runs]
-    write_atomically(path, json.dumps(_finite(data), indent=1))
-
-
-def load(path: Path) -> Comparison:
-    """Read `results.json`.
-
-    Raises:
-        ResultsError: there is none, it is damaged, or a newer gradwire wrote it.
-    """
-    try:
-        data = json.loads(path.read_text())
-        if data["schema"] > SCHEMA:
-            raise ResultsError(f"{path} has schema {data['schema']}, newer than {SCHEMA}: update gradwire")
-        data["runs"] = [run_from_json(run) for run in data["runs"]]
-        return Comparison(**data)
-    except FileNotFoundError as error:
-        raise ResultsError(f"{path} does not exist: run gradwire compare --out {path.parent} first") from error
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise ResultsError(f"{path} is no results file of gradwire compare: {error!r}") from error
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file so that a reader sees all of it or what was there before, never a part."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value
-
-
-def _number(value: float | None) -> float:
-    return math.nan if value is None else float(value)
-
-
 # ------------------------------------------------------------------------------------------- deriving
+
+
+def mean(values: Iterable[float]) -> float:
+    """The arithmetic mean; NaN or infinite, without an exception, where a value or the sum is not finite.
+
+    Example:
+        >>> mean([1.0, 2.0, 6.0]), mean([math.inf, -math.inf])
+        (3.0, nan)
+    """
+    numbers = list(values)
+    try:
+        return math.fsum(numbers) / len(numbers)
+    except (OverflowError, ValueError):  # a sum beyond the largest float, and infinity minus infinity
+        return sum(numbers)
 
 
 def smooth(values: Sequence[float], window: int) -> list[float]:
@@ -255,28 +195,31 @@ def smooth(values: Sequence[float], window: int) -> list[float]:
         >>> smooth([4.0, 2.0, 0.0], 2)
         [4.0, 3.0, 1.0]
     """
-    means: list[float] = []
-    for end in range(1, len(values) + 1):
-        recent = values[max(0, end - window) : end]
-        means.append(math.fsum(recent) / len(recent))
-    return means
+    return [mean(values[max(0, end - window) : end]) for end in range(1, len(values) + 1)]
 
 
 def final_loss(run: Run, window: int) -> float:
     """Smoothed training loss at the end of a run."""
-    return smooth(run.losses, window)[-1]
+    return mean(run.losses[-window:])
 
 
-def time_to_loss(run: Run, target: float, window: int) -> float | None:
-    """Seconds of training until the smoothed loss first is at or below `target`; None if it never is."""
-    losses = smooth(run.losses, window)
-    return next((t for t, loss in zip(run.times_s, losses, strict=True) if loss <= target), None)
+class Hit(NamedTuple):
+    """Where a run first reached its target: after so many steps and so many seconds of training."""
+
+    steps: int
+    time_s: float
 
 
-def time_to_metric(run: Run, target: float, *, higher_is_better: bool) -> float | None:
-    """Seconds of training until an evaluation first is as good as `target`; None if none is."""
-    sign = 1 if higher_is_better else -1
-    return next((e.time_s for e in run.evaluations if sign * e.value >= sign * target), None)
+def hit_of_loss(run: Run, target: float, window: int) -> Hit | None:
+    """Where the smoothed training loss first is at or below `target`; None if it never is."""
+    losses = enumerate(smooth(run.losses, window), start=1)
+    return next((Hit(step, run.times_s[step - 1]) for step, loss in losses if loss <= target), None)
+
+
+def hit_of_metric(run: Run, target: float, *, higher_is_better: bool) -> Hit | None:
+    """Where an evaluation first is as good as `target`; None if none is."""
+    as_good = operator.ge if higher_is_better else operator.le
+    return next((Hit(e.steps, e.time_s) for e in run.evaluations if as_good(e.value, target)), None)
 
 
 def target_loss(comparison: Comparison, seed: int) -> float | None:
@@ -288,33 +231,35 @@ def target_loss(comparison: Comparison, seed: int) -> float | None:
     if target is not None and not target.startswith("method:"):
         return None if target.startswith("metric:") else float(target)
     setter = comparison.run(FP32 if target is None else target.removeprefix("method:"), seed)
-    return None if setter is None else final_loss(setter, comparison.smoothing) * (1 + comparison.tolerance)
+    if setter is None:
+        return None
+    end = final_loss(setter, comparison.smoothing)
+    return end + comparison.tolerance * abs(end)
 
 
-def time_to_target(comparison: Comparison, run: Run) -> float | None:
-    """Seconds of training until a run reaches the comparison's target; None if it does not, or none is set."""
+def target_hit(comparison: Comparison, run: Run) -> Hit | None:
+    """Where a run reaches the comparison's target; None if it does not, or none is set."""
     if not run.has_accuracy:
         return None
     target = comparison.target
     if target is not None and target.startswith("metric:"):
         value = float(target.removeprefix("metric:"))
-        return time_to_metric(run, value, higher_is_better=comparison.task["higher_is_better"])
+        return hit_of_metric(run, value, higher_is_better=comparison.task["higher_is_better"])
     loss = target_loss(comparison, run.seed)
-    return None if loss is None else time_to_loss(run, loss, comparison.smoothing)
+    return None if loss is None else hit_of_loss(run, loss, comparison.smoothing)
 
 
 def check_target(target: str | None) -> str | None:
     """Refuse a target that is neither a number, nor `metric:NUMBER`, nor `method:SPEC`."""
     if target is None or target.startswith("method:"):
         return target
-    try:
-        float(target.removeprefix("metric:"))
-    except ValueError:
-        raise ResultsError(
-            f"--target {target!r}: give a training loss (2.1), metric:NUMBER (metric:98), "
-            "or method:SPEC (the loss that method ends at)"
-        ) from None
-    return target
+    with contextlib.suppress(ValueError):
+        if math.isfinite(float(target.removeprefix("metric:"))):
+            return target
+    raise ResultsError(
+        f"--target {target!r}: give a training loss (2.1), metric:NUMBER (metric:98), "
+        "or method:SPEC (the loss that method ends at)"
+    )
 
 
 class Spread(NamedTuple):
@@ -331,8 +276,10 @@ class Spread(NamedTuple):
         numbers = list(values)
         if not numbers:
             return None
-        std = statistics.stdev(numbers) if len(numbers) > 1 else 0.0
-        return cls(statistics.fmean(numbers), min(numbers), max(numbers), std)
+        middle = mean(numbers)
+        squares = sum((number - middle) * (number - middle) for number in numbers)
+        std = math.sqrt(squares / (len(numbers) - 1)) if len(numbers) > 1 else 0.0
+        return cls(middle, min(numbers), max(numbers), std)
 
 
 @dataclass(frozen=True)
@@ -399,10 +346,10 @@ def _row(comparison: Comparison, method: str) -> Row:
 
 def _costs(comparison: Comparison, runs: list[Run]) -> dict[str, Any]:
     def per_step_ms(seconds: str) -> float:
-        return statistics.fmean(1000 * getattr(run.split, seconds) / run.steps for run in runs)
+        return mean(1000 * getattr(run.split, seconds) / run.steps for run in runs)
 
     sent = bytes_per_step(runs)
-    step_ms = statistics.fmean(1000 * run.times_s[-1] / run.steps for run in runs)
+    step_ms = mean(1000 * run.times_s[-1] / run.steps for run in runs)
     encode_ms = per_step_ms("encode_s")
     dense = bytes_per_step(comparison.finished(FP32))
     compute_ms = per_step_ms("compute_s")
@@ -422,32 +369,37 @@ def _costs(comparison: Comparison, runs: list[Run]) -> dict[str, Any]:
 
 def bytes_per_step(runs: list[Run]) -> float | None:
     """Mean over runs of the bytes a rank sends in a step."""
-    return statistics.fmean(run.wire.total / run.steps for run in runs) if runs else None
+    return mean(run.wire.total / run.steps for run in runs) if runs else None
 
 
 def _wire_per_step(runs: list[Run]) -> Wire:
-    def mean(name: str) -> float:
-        return statistics.fmean(getattr(run.wire, name) / (1 if name == "setup" else run.steps) for run in runs)
+    def per_step(name: str) -> float:
+        return mean(getattr(run.wire, name) / (1 if name == "setup" else run.steps) for run in runs)
 
-    return Wire(**{f.name: mean(f.name) for f in dataclasses.fields(Wire)})
+    return Wire(**{f.name: per_step(f.name) for f in dataclasses.fields(Wire)})
 
 
 def _accuracy(comparison: Comparison, runs: list[Run]) -> dict[str, Any]:
-    times = [time_to_target(comparison, run) for run in runs]
-    gaps = [
-        run.evaluations[-1].value - base.evaluations[-1].value
-        for run in runs
-        if (base := comparison.run(FP32, run.seed)) and base.evaluations and run.evaluations
-    ]
+    hits = [hit for run in runs if (hit := target_hit(comparison, run))]
+    gaps = metric_gaps(comparison, runs)
     return {
         "metric": Spread.of(run.evaluations[-1].value for run in runs if run.evaluations),
-        "metric_gap": statistics.fmean(gaps) if gaps else None,
+        "metric_gap": mean(gaps) if gaps else None,
         "loss": Spread.of(final_loss(run, comparison.smoothing) for run in runs),
-        "target_s": Spread.of(t for t in times if t is not None),
-        "reached": sum(t is not None for t in times),
+        "target_s": Spread.of(hit.time_s for hit in hits),
+        "reached": len(hits),
         "speed_up": speed_up(comparison, runs, FP32),
         "speed_up_16bit": speed_up(comparison, runs, sixteen_bit(comparison)),
     }
+
+
+def metric_gaps(comparison: Comparison, runs: Iterable[Run]) -> list[float]:
+    """Final metric minus fp32's, for each seed with which both have finished."""
+    return [
+        mine.evaluations[-1].value - base.evaluations[-1].value
+        for mine, base in paired(comparison, runs, FP32)
+        if mine.evaluations and base.evaluations
+    ]
 
 
 def sixteen_bit(comparison: Comparison) -> str | None:
@@ -455,48 +407,24 @@ def sixteen_bit(comparison: Comparison) -> str | None:
     return next((method for method in SIXTEEN_BIT if comparison.finished(method)), None)
 
 
-def speed_up(comparison: Comparison, runs: list[Run], baseline: str | None) -> Spread | None:
+class Pair(NamedTuple):
+    """A method's run and the baseline's with the same seed."""
+
+    mine: Run
+    base: Run
+
+
+def paired(comparison: Comparison, runs: Iterable[Run], baseline: str | None) -> list[Pair]:
+    """Runs of a method, each beside the baseline's with the same seed; those without one are left out."""
+    found = [(run, comparison.run(baseline, run.seed)) for run in runs] if baseline else []
+    return [Pair(run, base) for run, base in found if base is not None]
+
+
+def speed_up(comparison: Comparison, runs: Iterable[Run], baseline: str | None) -> Spread | None:
     """Iso-accuracy speed-up: the baseline's time to the target over a method's, for each seed that both reached."""
     ratios: list[float] = []
-    for run in runs:
-        base = comparison.run(baseline, run.seed) if baseline else None
-        base_s = time_to_target(comparison, base) if base else None
-        mine_s = time_to_target(comparison, run)
-        if base_s and mine_s:
-            ratios.append(base_s / mine_s)
+    for pair in paired(comparison, runs, baseline):
+        base, mine = target_hit(comparison, pair.base), target_hit(comparison, pair.mine)
+        if base and mine and base.time_s and mine.time_s:
+            ratios.append(base.time_s / mine.time_s)
     return Spread.of(ratios)
-
-
-# ------------------------------------------------------------------------------------------- exporting
-
-
-def write_tables(comparison: Comparison, folder: Path) -> None:
-    """Write `results.csv` (a row a method) and `curves.csv` (a row a step)."""
-    write_atomically(folder / "results.csv", _csv(_result_lines(comparison)))
-    write_atomically(folder / "curves.csv", _csv(_curve_lines(comparison)))
-
-
-def _result_lines(comparison: Comparison) -> Iterable[list[Any]]:
-    flat = [f.name for f in dataclasses.fields(Row) if f.name not in ("wire", "failure")]
-    items = [f.name for f in dataclasses.fields(Wire)]
-    yield [*flat, *(f"wire_{name}_bytes" for name in items), "failure"]
-    for row in summarise(comparison):
-        values = [getattr(row, name) for name in flat]
-        means = [value.mean if isinstance(value, Spread) else value for value in values]
-        yield [*means, *(getattr(row.wire, name) for name in items), row.failure]
-
-
-def _curve_lines(comparison: Comparison) -> Iterable[list[Any]]:
-    yield ["method", "seed", "step", "time_s", "tx_bytes", "loss"]
-    for run in comparison.runs:
-        for step, point in enumerate(zip(run.times_s, run.tx_bytes, run.losses, strict=True), start=1):
-            yield [run.method, run.seed, step, *point]
-
-
-def _csv(lines: Iterable[list[Any]]) -> str:
-    class Text(list[str]):
-        write = list[str].append
-
-    text = Text()
-    csv.writer(text, lineterminator="\n").writerows(lines)
-    return "".join(text)

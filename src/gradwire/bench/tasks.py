@@ -17,13 +17,10 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import importlib
-import inspect
 import math
 import sys
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -31,80 +28,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from gradwire.core.errors import GradwireError
-
-Batch = Callable[[int, int, int], tuple[Any, Any]]
-Loss = Callable[[Any, Any], Tensor]
-Metric = Callable[[nn.Module], float]
-Optimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-Schedule = Callable[[int, float], float]
-
-
-class TaskError(GradwireError, ValueError):
-    """A task that cannot be found, or returned something that cannot be trained."""
-
-
-def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """AdamW at 1e-3: the optimizer of a task that names none."""
-    return torch.optim.AdamW(parameters, lr=1e-3, weight_decay=0.01)
-
-
-def warm_cosine(step: int, progress: float, *, warm_up: int = 20, floor: float = 0.1) -> float:
-    """Learning-rate factor: a linear warm-up over `warm_up` steps times a cosine from 1 down to `floor`.
-
-    Args:
-        step: the step about to be made, from 0.
-        progress: the fraction of the budget (steps or minutes) already spent, from 0 to 1.
-        warm_up: how many steps the linear rise takes.
-        floor: what the cosine ends at.
-
-    Example:
-        >>> warm_cosine(0, 0.0, warm_up=10)
-        0.1
-        >>> round(warm_cosine(500, 1.0), 6)
-        0.1
-    """
-    rise = min(1.0, (step + 1) / warm_up)
-    fall = floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
-    return rise * fall
-
-
-@dataclass(frozen=True)
-class Task:
-    """One training job, ready to run on any rank.
-
-    Attributes:
-        model: fresh, initialised from the seed alone.
-        batch: `(step, rank, world_size) -> (inputs, targets)`, deterministic.
-        loss: `(outputs, targets) -> scalar`.
-        metric: evaluates a model on held-out data.
-        metric_name: what the metric is called in tables, with its unit where it has one.
-        higher_is_better: direction of the metric.
-        optimizer: builds the optimizer from the parameters.
-        schedule: `(step, progress) -> factor` on the learning rate.
-        clip_norm: limit on the norm of the averaged gradient, or None.
-        steps: how long a comparison trains by default.
-        evaluate_every: steps between two evaluations, off the clock.
-        target: training loss that counts as reached, or None for the loss that fp32 ends at.
-        description: one line for the report.
-        fingerprint: identifies the data, so that a resumed comparison notices when it changed.
-    """
-
-    model: nn.Module
-    batch: Batch
-    loss: Loss
-    metric: Metric
-    metric_name: str = "metric"
-    higher_is_better: bool = True
-    optimizer: Optimizer = adamw
-    schedule: Schedule = warm_cosine
-    clip_norm: float | None = None
-    steps: int = 200
-    evaluate_every: int = 25
-    target: float | None = None
-    description: str = ""
-    fingerprint: str = ""
-
+from gradwire.bench.task import Task, TaskError, count, stream, warm_cosine
+from gradwire.bench.user_tasks import as_task, call_user_task
 
 # --------------------------------------------------------------------------------------------- digits
 
@@ -395,76 +320,3 @@ def make_task(name: str, seed: int, text: Path | None = None) -> Task:
     if name == "bytes":
         return byte_gpt(seed, text)
     return as_task(call_user_task(name, seed), name)
-
-
-def call_user_task(name: str, seed: int) -> object:
-    """Import `package.module:function` and call it with the seed (or with nothing, if it takes nothing)."""
-    module_name, _, function_name = name.partition(":")
-    if not function_name:
-        raise TaskError(f"no task {name!r}: use digits, bytes, or package.module:function")
-    function = getattr(import_task_module(module_name), function_name, None)
-    if not callable(function):
-        raise TaskError(f"module {module_name!r} has no function {function_name!r}")
-    takes_seed = len(inspect.signature(function).parameters) > 0
-    try:
-        return function(seed) if takes_seed else function()
-    except Exception as error:
-        raise TaskError(f"task {name} raised {type(error).__name__}: {error}") from error
-
-
-def import_task_module(module_name: str) -> object:
-    """Import a user's module; the current folder counts, as it does for `python -m`."""
-    if "" not in sys.path and str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
-    try:
-        return importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise TaskError(f"cannot import {module_name!r} ({error}): is it installed, or in this folder?") from error
-    except Exception as error:
-        raise TaskError(f"importing {module_name!r} raised {type(error).__name__}: {error}") from error
-
-
-def as_task(made: object, name: str) -> Task:
-    """Accept a `Task`, or the four things (model, batch, loss, metric); refuse all else in one sentence."""
-    if isinstance(made, tuple) and len(cast(tuple[object, ...], made)) == 4:
-        model, batch, loss, metric = cast(tuple[Any, Any, Any, Any], made)
-        made = Task(model, batch, loss, metric, description=name)
-    if not isinstance(made, Task):
-        raise TaskError(
-            f"task {name} returned {type(made).__name__}; "
-            "return a gradwire.bench.tasks.Task, or (model, batch, loss, metric)"
-        )
-    if not isinstance(cast(object, made.model), nn.Module):
-        raise TaskError(f"task {name}: the model is {type(made.model).__name__}, not a torch.nn.Module")
-    for part in ("batch", "loss", "metric", "optimizer", "schedule"):
-        if not callable(getattr(made, part)):
-            raise TaskError(f"task {name}: {part} is {type(getattr(made, part)).__name__}, not callable")
-    if not any(p.requires_grad for p in made.model.parameters()):
-        raise TaskError(f"task {name}: the model has no parameter to train")
-    return made
-
-
-def check_one_step(task: Task, name: str, world_size: int) -> None:
-    """Try one forward and backward pass here, so that a broken task fails before any host is started."""
-    try:
-        inputs, targets = task.batch(0, 0, world_size)
-        task.loss(task.model(inputs), targets).backward()
-    except Exception as error:
-        raise TaskError(
-            f"task {name} fails in its first step: {type(error).__name__}: {error} "
-            "(batch(step, rank, world_size) gives inputs, targets; loss(model(inputs), targets) a scalar)"
-        ) from error
-
-
-# --------------------------------------------------------------------------------------------- counting and seeding
-
-
-def count(model: nn.Module) -> int:
-    """Number of parameters."""
-    return sum(p.numel() for p in model.parameters())
-
-
-def stream(*numbers: int) -> int:
-    """A 63-bit seed from several numbers, the same on every machine (unlike `hash`)."""
-    text = ",".join(map(str, numbers)).encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1

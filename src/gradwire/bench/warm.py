@@ -119,9 +119,10 @@ def prepare(task: str, text: Path | None) -> None:
     import torch
 
     from gradwire.bench import tasks, worker
+    from gradwire.bench.task import TaskError
 
     torch.set_num_threads(1)
-    with contextlib.suppress(tasks.TaskError):  # it was fine in the parent; if not, the run will tell
+    with contextlib.suppress(TaskError):  # it was fine in the parent; if not, the run will tell
         made = tasks.make_task(task, 0, text)
         made.optimizer(p for p in made.model.parameters() if p.requires_grad)
     worker.warm_kernels()

@@ -1,8 +1,8 @@
 """One rank of one run: trains a task with one method and one seed, and writes down what happened.
 
 Started by `gradwire.bench.compare` as `python -m gradwire.bench.worker JOB.json`, once a rank, with the usual
-variables (RANK, WORLD_SIZE, ...) in its environment. Its only output besides `rankN.json` are lines on standard
-output that begin with `PROGRESS`, for whoever watches.
+variables (RANK, WORLD_SIZE, ...) in its environment. Besides `rankN.json` it writes lines of news to standard
+output, for whoever watches. A task may print what it likes: news are told by the run's own token.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,11 +24,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire import kernels
-from gradwire.bench.tasks import Task, make_task
+from gradwire.bench.news import News, write_news
+from gradwire.bench.task import Task
+from gradwire.bench.tasks import make_task
 from gradwire.bench.torch_hooks import TorchMethod, attach_torch, parse_torch, predicted_bytes
 from gradwire.bench.wire import WireMeter, WireReading
 
-PROGRESS = "@gradwire "
 AGREE_EVERY = 10
 REPORT_EVERY_S = 0.25
 SETTLE_S = 0.15
@@ -49,6 +50,7 @@ class Job:
         evaluate_every: steps between evaluations, or None for the task's own.
         deadline_s: how long a collective may take.
         folder: where the ranks meet and leave their results.
+        token: marks the news of this run, as no line of the task's own output does.
     """
 
     method: str
@@ -61,6 +63,7 @@ class Job:
     evaluate_every: int | None
     deadline_s: float
     folder: str
+    token: str = ""
 
 
 @dataclass
@@ -83,6 +86,7 @@ class Log:
     setup: int = 0
     label: str = ""
     residual_norm: float | None = None
+    report: dict[str, Any] | None = None
 
 
 # ---------------------------------------------------------------------------------------- the two sides
@@ -107,6 +111,14 @@ class Communicator(Protocol):
 
     def residual_norm(self) -> float | None:
         """Norm of what error feedback still owes, where there is any."""
+        ...
+
+    def report(self) -> dict[str, Any] | None:
+        """What the method says of itself: `handle.report().as_dict()`, where there is a handle."""
+        ...
+
+    def link_changed(self) -> None:
+        """The link has got its rate; every rank calls this."""
         ...
 
     def step_done(self) -> None:
@@ -143,6 +155,12 @@ class TorchSide:
     def residual_norm(self) -> None:
         """PyTorch's hooks keep theirs to themselves."""
 
+    def report(self) -> None:
+        """PyTorch's hooks make none."""
+
+    def link_changed(self) -> None:
+        """Nobody has measured it."""
+
     def step_done(self) -> None:
         """Add this step's payload."""
         self._sent += predicted_bytes(self._method, self._ddp.module, self._steps, dist.get_world_size())
@@ -174,6 +192,14 @@ class GradwireSide:
     def residual_norm(self) -> float | None:
         """Norm of this rank's residual."""
         return self._handle.residual_norm()
+
+    def report(self) -> dict[str, Any]:
+        """The handle's own."""
+        return self._handle.report().as_dict()
+
+    def link_changed(self) -> None:
+        """Measure again: paced connections were not slow yet when the handle was made."""
+        self._handle.measure_link()
 
     def step_done(self) -> None:
         """The handle counts by itself."""
@@ -312,18 +338,14 @@ class Trainer:
         log.encode_s = self.side.exposed_encode_s(self.exposed_s)
         log.wait_s = self.exposed_s - log.encode_s
         self.log.residual_norm = self.side.residual_norm()
+        self.log.report = self.side.report()
 
     def _report(self, step: int) -> None:
         now = time.perf_counter()
         if self.rank == 0 and now - self.reported_s > REPORT_EVERY_S:
             self.reported_s = now
-            news = {
-                "step": step,
-                "loss": self.log.losses[-1],
-                "time_s": self.elapsed_s,
-                "tx_bytes": self.log.tx_bytes[-1],
-            }
-            print(PROGRESS + json.dumps(news), flush=True)
+            news = News(step, self.log.losses[-1], self.elapsed_s, self.log.tx_bytes[-1])
+            print(write_news(news, self.job.token), flush=True)
 
 
 # --------------------------------------------------------------------------------------------- process
@@ -359,6 +381,7 @@ def run(job: Job) -> Log:
     if not job.method.startswith("torch:"):
         warm_kernels()
     meter.pace()
+    side.link_changed()
     try:
         log = Trainer(job, task, ddp, side, meter).train()
     finally:

@@ -9,9 +9,13 @@ from typing import Protocol
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
+from rich.text import Text
 
-from gradwire.bench.compare import News, Plan
+from gradwire.bench.evidence import not_finite
+from gradwire.bench.news import News
+from gradwire.bench.plan import Plan
 from gradwire.bench.results import FLOOR, Comparison, Row, Run, summarise
+from gradwire.bench.verdict import Verdict
 from gradwire.report import text
 from gradwire.report.page import cells, headings, target_note
 
@@ -89,7 +93,7 @@ class _Plain:
     def show(self, head: str, detail: str, done: float, total: float) -> None:
         if time.monotonic() - self._last >= LINE_EVERY_S:
             self._last = time.monotonic()
-            self._console.print(f"  {head}  {detail}", highlight=False, soft_wrap=True)
+            say(self._console, f"  {head}  {detail}")
 
     def close(self) -> None:
         pass
@@ -101,8 +105,8 @@ class _Bar:
     def __init__(self, console: Console) -> None:
         columns = (
             BarColumn(bar_width=24),
-            TextColumn("{task.fields[head]}"),
-            TextColumn("[dim]{task.fields[detail]}"),
+            TextColumn("{task.fields[head]}", markup=False),
+            TextColumn("{task.fields[detail]}", style="dim", markup=False),
         )
         self._progress = Progress(*columns, console=console, transient=True)
         self._task = self._progress.add_task("runs", total=1.0, head="", detail="")
@@ -130,10 +134,10 @@ class ConsoleView:
         self._total, self._done = len(plan.grid), len(kept)
         self._remaining = Remaining(plan, kept)
         length = f"{plan.steps} steps" if plan.steps else f"{plan.options.minutes:g} minutes"
-        self._say(f"[bold]{plan.options.task}[/bold]: {plan.task.description}")
-        self._say(f"[dim]{network}[/dim]")
+        say(self._console, (plan.options.task, "bold"), f": {plan.task.description}")
+        say(self._console, (network, "dim"))
         resumed = f", {len(kept)} of them from an earlier run" if kept else ""
-        self._say(f"[dim]{self._total} runs of {length}{resumed}; results in {plan.options.out}[/dim]")
+        say(self._console, (f"{self._total} runs of {length}{resumed}; results in {plan.options.out}", "dim"))
         if self._console.is_terminal:
             self._lines = _Bar(self._console)
 
@@ -154,15 +158,17 @@ class ConsoleView:
         if self._remaining:
             self._remaining.finish(run)
         self._done += 1
-        if run.status == "failed":
-            first = run.reason.splitlines()[0]
-            self._say(f"  [red]✗[/red] {run.method} seed {run.seed}: {first}")
+        wrong = run.reason.splitlines()[0] if run.status == "failed" else not_finite(run)
+        if wrong:
+            say(self._console, "  ", ("✗", "red"), f" {run.method} seed {run.seed}: {wrong}")
             return
         step_ms = 1000 * run.times_s[-1] / run.steps
         sent = text.si_bytes(run.wire.total / run.steps)
         loss = f"loss {run.losses[-1]:.3f}, " if run.method != FLOOR else ""
         figures = f"{loss}{text.milliseconds(step_ms)} ms and {sent} a step"
-        self._say(f"  [green]✓[/green] {run.method} seed {run.seed}: {run.steps} steps, {figures}")
+        say(self._console, "  ", ("✓", "green"), f" {run.method} seed {run.seed}: {run.steps} steps, {figures}")
+        if run.report:
+            say(self._console, "    ", (f"handle.report(): {run.report['verdict']}", "dim"))
 
     def close(self) -> None:
         """Leave the terminal as it was."""
@@ -174,27 +180,41 @@ class ConsoleView:
             detail += f"  {text.seconds(max(1.0, left))} left"
         self._lines.show(f"{method} seed {seed}", detail, self._done + share, self._total)
 
-    def _say(self, line: str) -> None:
-        self._console.print(line, highlight=False, soft_wrap=True)
+
+def say(console: Console, *parts: str | tuple[str, str]) -> None:
+    """Print a line as it is: names and descriptions are a user's, and brackets in them mean nothing to us."""
+    console.print(Text.assemble(*parts), highlight=False, soft_wrap=True)
 
 
-def show_table(console: Console, comparison: Comparison) -> None:
-    """Print a row a method, then what the target is and what failed."""
+def show_table(console: Console, comparison: Comparison, verdict: Verdict) -> None:
+    """Print the conclusion, a row a method, then what the target is and what failed."""
     rows = summarise(comparison)
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", title=None)
     for i, name in enumerate(headings(comparison)):
-        table.add_column(name, justify="left" if i == 0 else "right", no_wrap=i == 0, vertical="bottom")
+        table.add_column(Text(name), justify="left" if i == 0 else "right", no_wrap=i == 0, vertical="bottom")
     for row in rows:
-        table.add_row(f"[bold]{row.method}[/bold]" if not row.method.startswith("torch:") else row.method, *cells(row))
+        name = Text(row.method, style="" if row.method.startswith("torch:") else "bold")
+        table.add_row(name, *map(Text, cells(row, verdict)))
     console.print()
     console.print(table)
-    console.print(f"[dim]{target_note(comparison)}[/dim]", highlight=False)
+    say(console, (f"{target_note(comparison)} {verdict.learned_text}".strip(), "dim"))
+    show_verdict(console, verdict)
     show_failures(console, rows)
+
+
+def show_verdict(console: Console, verdict: Verdict) -> None:
+    """Print the headline, the bandwidth below which it holds, and every finding."""
+    console.print()
+    say(console, (verdict.headline, "bold"))
+    if verdict.pays:
+        say(console, verdict.pays)
+    for finding in verdict.findings:
+        say(console, ("✗ ", "red") if finding.forbids else ("! ", "yellow"), finding.text)
 
 
 def show_failures(console: Console, rows: Sequence[Row]) -> None:
     """Print why methods failed, with what their ranks said last."""
     for row in rows:
         if row.failure:
-            console.print(f"\n[red]{row.method} failed[/red]")
-            console.print(row.failure, highlight=False, markup=False, soft_wrap=True)
+            say(console, (f"\n{row.method} failed", "red"))
+            say(console, row.failure)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
+import contextlib
+import platform
 from collections.abc import Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from gradwire.core.errors import SpecError
 from gradwire.core.link import Link
+from gradwire.core.registry import Method
 
 if TYPE_CHECKING:
     from torch import nn
@@ -20,6 +24,17 @@ if TYPE_CHECKING:
     from gradwire.reducers import Reducer
 
 OK = 0
+
+
+def versions() -> str:
+    """Return gradwire's version and, in brackets, those of what it runs on."""
+    import gradwire
+
+    found: list[str] = []
+    for package, title in (("torch", "PyTorch"), ("numpy", "NumPy"), ("numba", "numba"), ("triton", "triton")):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found.append(f"{title} {metadata.version(package)}")
+    return f"gradwire {gradwire.__version__} (Python {platform.python_version()}, {', '.join(found)})"
 
 
 def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage]
@@ -36,7 +51,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     cost.add_argument(
         "--rate", default=None, metavar="RATE", help="also the time that links of this rate take: 100mbit"
     )
-    cost.add_argument("--latency", type=float, default=0.1, metavar="MS", help="of a message, with --rate (0.1 ms)")
+    cost.add_argument("--latency", type=float, metavar="MS", help="of a message, with --rate (default: 0.1 ms)")
     cost.add_argument("--step", type=int, default=1_000_000, metavar="N", help="which step (default: past any warm-up)")
     cost.set_defaults(run=run_cost)
 
@@ -51,16 +66,27 @@ def run_methods(arguments: argparse.Namespace, console: Console) -> int:
             console.print(f"{text}  =  {gradwire.parse(text)!r}", highlight=False, soft_wrap=True)
         return OK
     table = Table(box=None, header_style="bold")
-    for heading in ("method", "what is sent", "exchange", "error feedback", "options"):
+    for heading in ("method", "what is sent", "exchange", "error feedback", "ranks", "options and their defaults"):
         table.add_column(heading, overflow="fold", no_wrap=heading == "method")
     for method in gradwire.methods().values():
-        own = [f.name for f in dataclasses.fields(method.build) if f.init and f.name not in method.fixed]  # type: ignore[arg-type]
         name = f"{method.name}:{method.argument.upper()}" if method.argument else method.name
-        table.add_row(name, method.summary, method.exchange, "yes" if method.feedback else "", ", ".join(own))
+        feedback, options = "yes" if method.feedback else "", ", ".join(spec.described_options(method))
+        table.add_row(name, method.summary, method.exchange, feedback, _ranks(method), escape(options))
+    table.caption = "Of several choices the first is the default."
     console.print(table)
     grammar = (spec.__doc__ or "").split("\n\n", 1)[1]
     console.print(f"\n{grammar.strip()}", highlight=False, markup=False)
     return OK
+
+
+def _ranks(method: Method) -> str:
+    """How many ranks a method needs at least, where one is not enough."""
+    import gradwire
+
+    for example in method.examples[:1]:
+        if (fewest := gradwire.parse(example).fewest_ranks) > 1:
+            return f"{fewest} for {example}"
+    return ""
 
 
 def run_cost(arguments: argparse.Namespace, console: Console) -> int:
@@ -68,6 +94,7 @@ def run_cost(arguments: argparse.Namespace, console: Console) -> int:
     import gradwire
     from gradwire.bench.tasks import make_task
 
+    link = _link(arguments.rate, arguments.latency)
     model = make_task(arguments.task, 0, arguments.text).model
     reducers = {spec: gradwire.parse(spec) for spec in arguments.methods}
     if min(arguments.hosts) < 1:
@@ -75,11 +102,11 @@ def run_cost(arguments: argparse.Namespace, console: Console) -> int:
     if arguments.rate and len(arguments.hosts) > 1:
         raise SpecError("--rate tells times for one number of --hosts; give one")
     for reducer in reducers.values():
-        reducer.require_ranks(min(arguments.hosts))
+        for ranks in arguments.hosts:
+            reducer.require_ranks(ranks)
     if len(arguments.hosts) > 1:
         console.print(_growth(reducers, model, arguments.hosts, arguments.step))
     else:
-        link = _link(arguments.rate, arguments.latency)
         console.print(_costs(reducers, model, arguments.hosts[0], arguments.step, link))
     return OK
 
@@ -92,9 +119,12 @@ def _table(*headings: str) -> Table:
     return table
 
 
-def _link(rate: str | None, latency_ms: float) -> Link | None:
+def _link(rate: str | None, latency_ms: float | None) -> Link | None:
     from gradwire.bench.net import parse_rate
 
+    if rate is None and latency_ms is not None:
+        raise SpecError("--latency tells nothing without --rate: give --rate 100mbit too")
+    latency_ms = 0.1 if latency_ms is None else latency_ms
     if not 0 <= latency_ms < float("inf"):
         raise SpecError(f"--latency {latency_ms} is no time: give milliseconds, 0 or more")
     try:
@@ -104,18 +134,24 @@ def _link(rate: str | None, latency_ms: float) -> Link | None:
 
 
 def _costs(reducers: Mapping[str, Reducer], model: nn.Module, hosts: int, step: int, link: Link | None) -> Table:
-    """One row a method: bytes, and time where a link is given."""
+    """One row a method: bytes, those inside nodes apart where a method has nodes, and time where a link is given."""
     import gradwire
     from gradwire.drivers.timing import step_s
 
-    table = _table("sent a step", "ratio", "payload", "collectives", *(["ms at the link's rate"] if link else []))
+    costs = {spec: gradwire.cost(reducer, model, hosts, step=step) for spec, reducer in reducers.items()}
+    nodes = any(found.inside_bytes for found in costs.values())
+    sent = ["sent between nodes", "sent inside nodes"] if nodes else ["sent a step"]
+    table = _table(*sent, "ratio", "payload", "collectives", *(["ms at the link's rate"] if link else []))
     dense = gradwire.cost(gradwire.parse("none"), model, hosts).wire_bytes
-    for spec, reducer in reducers.items():
-        found = gradwire.cost(reducer, model, hosts, step=step)
-        ratio = f"{dense / found.wire_bytes:.1f}" if found.wire_bytes else "-"
-        times = [f"{step_s(reducer, model, hosts, link, step=step) * 1e3:,.1f}"] if link else []
-        row = (f"{found.wire_bytes:,} B", ratio, f"{found.payload_bytes:,} B", str(found.collectives))
+    for spec, found in costs.items():
+        inside = [f"{found.inside_bytes:,} B"] if nodes else []
+        ratio = f"{dense / found.between_bytes:.1f}" if found.between_bytes else "-"
+        times = [f"{step_s(reducers[spec], model, hosts, link, step=step) * 1e3:,.1f}"] if link else []
+        row = (f"{found.between_bytes:,} B", *inside, ratio, f"{found.payload_bytes:,} B", str(found.collectives))
         table.add_row(spec, *row, *times)
+    if nodes:
+        table.caption = "ratio: uncompressed bytes to those sent between nodes"
+        table.caption += "; ms: bytes inside nodes take the same rate" if link else ""
     return table
 
 
@@ -126,6 +162,6 @@ def _growth(reducers: Mapping[str, Reducer], model: nn.Module, hosts: Sequence[i
     table = _table(*(f"n = {n}" for n in hosts))
     for spec, reducer in reducers.items():
         costs = [gradwire.cost(reducer, model, n, step=step) for n in hosts]
-        table.add_row(spec, *(f"{(c.wire_bytes - c.inside_bytes) / c.dense_bytes:.3f}" for c in costs))
+        table.add_row(spec, *(f"{c.between_bytes / c.dense_bytes:.3f}" for c in costs))
     table.caption = "bytes a rank sends out of its node each step, in uncompressed gradients"
     return table

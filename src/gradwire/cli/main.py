@@ -7,11 +7,15 @@ import errno
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from gradwire.cli import inform
+from gradwire.cli import inform, state
 from gradwire.core.errors import GradwireError
+
+if TYPE_CHECKING:
+    from gradwire.bench.results import Comparison
 
 OK, FAILED, MISUSED, INTERRUPTED = 0, 1, 2, 130
 
@@ -45,11 +49,23 @@ A comparison that was interrupted goes on where it stopped when the same command
 """
 
 
+class _Version(argparse.Action):
+    """Prints what a bug report should say, and ends."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **{**options, "nargs": 0})
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        print(inform.versions())
+        parser.exit()
+
+
 def parser() -> argparse.ArgumentParser:
     """The whole command line."""
     root = argparse.ArgumentParser(
         prog="gradwire", description="Train PyTorch models over networks slower than their processors."
     )
+    root.add_argument("--version", action=_Version, help="show the versions of gradwire and of what it runs on")
     commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_compare(commands.add_parser(
         "compare",
@@ -66,6 +82,7 @@ def parser() -> argparse.ArgumentParser:
     clean = net.add_parser("clean", help="remove what crashed comparisons have left behind")
     clean.set_defaults(run=run_clean)
     inform.add_commands(commands)
+    state.add_commands(commands)
     return root
 
 
@@ -134,12 +151,12 @@ def _add_network(compare: argparse.ArgumentParser) -> None:
 
 def run_compare(arguments: argparse.Namespace, console: Console) -> int:
     """`gradwire compare`."""
-    from gradwire.bench import compare  # torch takes seconds to import: --help should not wait for it
-    from gradwire.cli.console import ConsoleView, show_table
+    from gradwire.bench import compare, plan, verdict  # torch takes seconds to import: --help should not wait for it
+    from gradwire.cli.console import ConsoleView, say, show_table
 
-    options = compare.Options(
+    options = plan.Options(
         task=arguments.task,
-        methods=tuple(arguments.methods or compare.DEFAULT_METHODS),
+        methods=tuple(arguments.methods or plan.DEFAULT_METHODS),
         hosts=arguments.hosts,
         rate=arguments.rate,
         target=arguments.target,
@@ -159,34 +176,35 @@ def run_compare(arguments: argparse.Namespace, console: Console) -> int:
     except KeyboardInterrupt:
         view.close()
         kept = f"finished runs are kept in {options.out}; the same command goes on from there"
-        console.print(f"interrupted: {kept}", highlight=False, soft_wrap=True)
+        say(console, f"interrupted: {kept}")
         return INTERRUPTED
     finally:
         view.close()
-    show_table(console, comparison)
-    _write_report(options.out, console)
-    return FAILED if any(run.status == "failed" for run in comparison.runs) else OK
+    judged = verdict.judge(comparison)
+    show_table(console, comparison, judged)
+    _write_report(comparison, options.out, console)
+    return FAILED if judged.alarm else OK
 
 
 def run_report(arguments: argparse.Namespace, console: Console) -> int:
     """`gradwire report DIR`."""
-    from gradwire.bench import results
+    from gradwire.bench import compare, storage, verdict
     from gradwire.cli.console import show_table
 
     folder: Path = arguments.folder.parent if arguments.folder.name == "results.json" else arguments.folder
-    comparison = results.load(folder / "results.json")
-    results.write_tables(comparison, folder)
-    show_table(console, comparison)
-    _write_report(folder, console)
+    comparison = storage.load(folder / "results.json")
+    compare.write_derived(comparison, folder)
+    show_table(console, comparison, verdict.judge(comparison))
+    _write_report(comparison, folder, console)
     return OK
 
 
-def _write_report(folder: Path, console: Console) -> None:
-    from gradwire.bench import results
+def _write_report(comparison: Comparison, folder: Path, console: Console) -> None:
+    from gradwire.cli.console import say
     from gradwire.report import write_report
 
-    write_report(results.load(folder / "results.json"), folder / "report.html")
-    console.print(f"\nreport: {folder / 'report.html'}", highlight=False, soft_wrap=True)
+    write_report(comparison, folder / "report.html")
+    say(console, f"\nreport: {folder / 'report.html'}")
 
 
 def run_clean(arguments: argparse.Namespace, console: Console) -> int:
@@ -207,7 +225,8 @@ def _console() -> Console:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status.
 
-    0 is success, 1 a failed method or anything else that went wrong, 2 a wrong command line, 130 an interrupt.
+    0 is success, 1 a failed method, a loss that is not finite or anything else that went wrong, 2 a wrong command
+    line, 130 an interrupt.
     """
     arguments = parser().parse_args(argv)
     run: Callable[[argparse.Namespace, Console], int] = arguments.run
@@ -226,7 +245,7 @@ def _about(error: OSError) -> str:
     if error.errno == errno.ENOSPC:
         return f"the disk is full{where}; finished runs are kept, the same command goes on once there is room"
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return f"no permission to write{where}; give another --out"
+        return f"no permission{where}; give another --out"
     return f"{error.strerror or error}{where}"
 
 

@@ -36,6 +36,7 @@ from torch import Tensor
 from gradwire.core.errors import CompositionError, PayloadError
 from gradwire.core.key import Key
 from gradwire.core.payload import Field, Layout, Payload
+from gradwire.kernels import lowrank
 
 SUPPORTED_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
@@ -102,7 +103,7 @@ class Codec(ABC):
         """into += alpha * decode(payload). `into` is 1-d and is changed in place."""
         decoded = torch.empty_like(into)
         self.decode_into(payload, decoded, key)
-        into.add_(decoded, alpha=alpha)
+        lowrank.add_scaled_(into, decoded, alpha)
 
     def contraction(self, numel: int) -> float | None:
         """Return delta in E||C(x) - x||^2 <= (1 - delta)||x||^2, or None where there is no such bound."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from gradwire.codecs.base import Codec, as_float32
 from gradwire.core.key import Key
 from gradwire.core.payload import Field, Layout, Payload
-from gradwire.kernels import quantise
+from gradwire.kernels import lowrank, quantise
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Identity(Codec):
 
     def accumulate(self, payload: Payload, into: Tensor, key: Key, alpha: float = 1.0) -> None:
         """into += alpha * payload."""
-        into.add_(payload[0], alpha=alpha)
+        lowrank.add_scaled_(into, payload[0], alpha)
 
 
 class _Cast(Codec):
@@ -80,7 +80,7 @@ class _Cast(Codec):
 
     def accumulate(self, payload: Payload, into: Tensor, key: Key, alpha: float = 1.0) -> None:
         """into += alpha * payload, in the precision of `into`."""
-        into.add_(payload[0].to(into.dtype), alpha=alpha)
+        lowrank.add_scaled_(into, payload[0], alpha)
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ class StochasticBF16(Codec):
 
     def accumulate(self, payload: Payload, into: Tensor, key: Key, alpha: float = 1.0) -> None:
         """into += alpha * payload, in the precision of `into`."""
-        into.add_(payload[0].to(into.dtype), alpha=alpha)
+        lowrank.add_scaled_(into, payload[0], alpha)
 
     def contraction(self, numel: int) -> float | None:
         """1 - 2^-16, for normal numbers."""

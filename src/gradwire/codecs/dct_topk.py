@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from gradwire.codecs.topk import VALUE_DTYPES, check_density, kept
 from gradwire.core.errors import CompositionError
 from gradwire.core.key import Key
 from gradwire.core.payload import Field, Layout, Payload
-from gradwire.kernels import lowrank
+from gradwire.kernels import lowrank, matrices
 
 TILE_NUMEL = 1 << 16
 """Elements that are transformed at a time: they stay in the second cache, and nothing of x's size is made."""
@@ -61,9 +61,6 @@ class DCTTopK(Float32Codec):
     chunk: int = 64
     values: Literal["fp32", "bf16", "fp16"] = "fp32"
 
-    # The products that transform are sums in an order that is the matrix library's own.
-    order_free: ClassVar[bool] = False
-
     def __post_init__(self) -> None:
         check_density(self.density)
         if self.chunk not in (8, 16, 32, 64, 128, 256):
@@ -98,7 +95,8 @@ class DCTTopK(Float32Codec):
         )
         for (first, stop), tile in self._tiles(as_float32(x)):
             part = slice(first * self.kept, stop * self.kept)
-            lowrank.topk_rows(tile @ basis.mT, self.kept, values[part], codes[part])
+            coefficients = matrices.low_rank(tile.mT[None], basis.mT.contiguous()[None])[0]
+            lowrank.topk_rows(coefficients, self.kept, values[part], codes[part])
         if values is not out[0]:
             out[0].copy_(values)
         kernels.pack_bits(codes, self._bits, out[1])
@@ -121,7 +119,7 @@ class DCTTopK(Float32Codec):
             part = slice(first * self.kept, (first + rows) * self.kept)
             tile = scratch[: rows * self.chunk]
             lowrank.combine_rows(values[part], codes[part], basis, tile.view(rows, self.chunk))
-            piece.add_(tile[: piece.numel()], alpha=alpha)
+            lowrank.add_scaled_(piece, tile[: piece.numel()], alpha)
 
     def contraction(self, numel: int) -> float | None:
         """k / chunk, less what the transform and 16-bit values round away; fp16 may overflow and promises nothing."""
@@ -131,8 +129,33 @@ class DCTTopK(Float32Codec):
 
 @functools.cache
 def cosines(size: int, device: torch.device) -> Tensor:
-    """The orthonormal DCT-II as a (size, size) matrix, a frequency in each row."""
-    f = torch.arange(size, dtype=torch.float64)
-    basis = torch.cos(torch.pi * (2 * f + 1) * f[:, None] / (2 * size)) * (2 / size) ** 0.5
-    basis[0] *= 0.5**0.5
+    """The orthonormal DCT-II as a (size, size) matrix, a frequency in each row.
+
+    All ranks decode with it, so its cosines are of our own making: those of C libraries and of torch differ from one
+    processor to another.
+    """
+    table = torch.tensor([_cosine(turns, 2 * size) for turns in range(4 * size)], dtype=torch.float64)
+    f = torch.arange(size)
+    basis = table[(2 * f + 1) * f[:, None] % (4 * size)] * math.sqrt(2 / size)
+    basis[0] *= math.sqrt(0.5)
     return basis.float().to(device)
+
+
+def _cosine(turns: int, half: int) -> float:
+    """cos(pi * turns / half), by symmetries and Taylor's series of the first octant."""
+    turns %= 2 * half
+    turns = min(turns, 2 * half - turns)
+    if 2 * turns > half:
+        return -_cosine(half - turns, half)
+    if 4 * turns > half:
+        return _series(math.pi * (half - 2 * turns) / (2 * half), first=1)
+    return _series(math.pi * turns / half, first=0)
+
+
+def _series(x: float, first: int) -> float:
+    """The cosine (`first` 0) or the sine (1) of x in [0, pi/4], as sums and products that are the same everywhere."""
+    term = total = x if first else 1.0
+    for i in range(first + 1, 20, 2):
+        term = -term * x * x / (i * (i + 1))
+        total += term
+    return total

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class GradwireError(Exception):
     """Base of every error gradwire raises on purpose."""
@@ -28,7 +30,33 @@ class StateError(GradwireError, ValueError):
 
 
 class CommunicationError(GradwireError, RuntimeError):
-    """A rank failed or fell silent; the message names it where it is known."""
+    """A rank failed or fell silent; the message names it where it is known.
+
+    Attributes:
+        ranks: the ranks at fault, by their number in the default process group; empty where none is known to be.
+    """
+
+    def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+
+
+class ConnectionLost(CommunicationError):  # noqa: N818 - what was lost is the connection
+    """A collective failed; a driver raises it, and an adapter finds out which rank is at fault.
+
+    Attributes:
+        what: the collective.
+        waited_s: seconds since it was started.
+    """
+
+    def __init__(self, what: str, waited_s: float, cause: BaseException) -> None:
+        reason = (str(cause).strip().splitlines() or [type(cause).__name__])[0][:300]
+        super().__init__(f"{what} failed after {waited_s:.1f} s: {reason}")
+        self.what, self.waited_s = what, waited_s
+
+
+class NonFiniteWarning(UserWarning):
+    """Gradients that are not finite, where no loss scaler is known that would skip such steps."""
 
 
 class NetworkError(GradwireError, RuntimeError):

@@ -4,52 +4,173 @@
      "parameters": {name: {path: [{"start": int, "values": Tensor}, ...]}}}
 
 A piece says where in the parameter its values stand: in elements for residuals, 0 for whole factors. The dictionary
-holds tensors, numbers and strings only, so `torch.load(weights_only=True)` reads it.
+holds tensors, numbers and strings only, so `torch.load(weights_only=True)` reads it. `gradwire.core.saved_schema`
+refuses whatever has another form, and this module what does not belong to the model and the reducer at hand.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from gradwire.core.errors import StateError
 from gradwire.core.grain import Grain
+from gradwire.core.saved_schema import VERSION, Parameters, Pieces, Saved, check_parameters, check_state, check_together
 from gradwire.core.state import Leaf, State, replace_leaves, walk
 
-VERSION = 1
-
-Saved = dict[str, Any]
-_Pieces = list[dict[str, Any]]
+Grains = Sequence[tuple[Grain, State]]
+"""Every grain of one rank with its state."""
 
 
-def save(states: Iterable[tuple[Grain, State]], rank: int) -> dict[str, dict[str, _Pieces]]:
+class Member(NamedTuple):
+    """One rank of a run: what a saved state must have in common with whoever loads it."""
+
+    reducer: str
+    rank: int
+    world_size: int
+
+
+class Loaded(NamedTuple):
+    """What a saved state says, ready to be taken up: states in the order of the grains they were loaded for."""
+
+    step: int
+    seed: int
+    scale: float
+    states: list[State]
+
+
+_REMEDIES = {
+    "reducer": "attach with the spec it was saved with, or begin without it",
+    "rank": "each rank loads what the same rank saved",
+    "world_size": "pass all ranks' states to gradwire.reshard",
+}
+"""What to do about a saved state of another run, by what differs."""
+
+
+def pack(grains: Grains, member: Member, *, step: int, seed: int, scale: float = 1.0) -> Saved:
+    """Return the state of one rank in the form that the module's text describes. Tensors are copies."""
+    head = {"version": VERSION, "step": step, "seed": seed, "scale": scale, **member._asdict()}
+    return {**head, "parameters": save(grains, member.rank)}
+
+
+def unpack(saved: object, grains: Grains, member: Member) -> Loaded:
+    """Return what a saved state says of these grains, which are left as they are.
+
+    Raises:
+        StateError: a damaged state, or one of another version, reducer, rank, world size or model.
+    """
+    state = check_state(saved)
+    for key, value in member._asdict().items():
+        if state[key] != value:
+            raise StateError(f"the saved state has {key} {state[key]!r}, this run {value!r}; {_REMEDIES[key]}")
+    states = load_all(grains, state["parameters"], member.rank)
+    return Loaded(int(state["step"]), int(state["seed"]), float(state["scale"]), states)
+
+
+def pack_all(ranks: Sequence[Grains], reducer: object, *, step: int, seed: int) -> list[Saved]:
+    """Return the states of all ranks of a run, of which `ranks` are the grains."""
+    members = _members(ranks, reducer)
+    return [pack(grains, member, step=step, seed=seed) for grains, member in zip(ranks, members, strict=True)]
+
+
+def unpack_all(saved: object, ranks: Sequence[Grains], reducer: object) -> list[Loaded]:
+    """Return what the states of all ranks of a run say, in rank order.
+
+    Raises:
+        StateError: as `unpack`, or states that are not those of all ranks at one step.
+    """
+    states, members = check_together(saved), _members(ranks, reducer)
+    if len(states) != len(ranks):
+        remedy = _REMEDIES["world_size"]
+        raise StateError(f"these are the states of {len(states)} ranks, and this run has {len(ranks)}; {remedy}")
+    return [unpack(*one_rank) for one_rank in zip(states, ranks, members, strict=True)]
+
+
+def _members(ranks: Sequence[Grains], reducer: object) -> list[Member]:
+    return [Member(repr(reducer), rank, len(ranks)) for rank in range(len(ranks))]
+
+
+def save(states: Grains, rank: int) -> dict[str, dict[str, Pieces]]:
     """Return the states of one rank by parameter name. Tensors are copies."""
-    parameters: dict[str, dict[str, _Pieces]] = {}
+    parameters: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for grain, state in states:
         for path, leaf in walk(state):
             for name, start, values in _cut(grain, leaf, rank):
                 piece = {"start": start, "values": values.detach().clone()}
                 parameters.setdefault(name, {}).setdefault(f"{leaf.kind}:{path}", []).append(piece)
-    return parameters
+    return {name: dict[str, Pieces](leaves) for name, leaves in parameters.items()}
 
 
-def load(grain: Grain, state: State, saved: Mapping[str, Mapping[str, _Pieces]], rank: int) -> State:
-    """Return `state` with its tensors filled from saved pieces.
+def load_all(grains: Grains, saved: object, rank: int) -> list[State]:
+    """Return the states of all grains of a rank, filled from the saved pieces of exactly these parameters.
 
     Raises:
-        StateError: where values are missing or have another shape.
+        StateError: where values are missing, have another form, or belong to nothing here.
     """
+    parameters = check_parameters(saved)
+    here = _described(grains)
+    for name, leaves in parameters.items():
+        if name not in here:
+            raise StateError(f"there is a saved state of parameter {name!r}, which this run does not train")
+        for path, pieces in leaves.items():
+            here[name].check(path, pieces)
+    return [_load(grain, state, parameters, rank) for grain, state in grains]
+
+
+@dataclass
+class _Parameter:
+    """What this run has of a parameter: its elements, where its segments start, and what is remembered of it."""
+
+    name: str
+    numel: int = 0
+    starts: set[int] = field(default_factory=set[int])
+    paths: set[str] = field(default_factory=set[str])
+
+    def check(self, path: str, pieces: Pieces) -> None:
+        """Refuse what would not be loaded: unknown leaves, elements beyond the end, and cuts that no run makes."""
+        if path not in self.paths:
+            raise StateError(f"there is a saved {path!r} of parameter {self.name!r}, and this run remembers none of it")
+        if path.startswith("segment:"):
+            starts = sorted(piece["start"] for piece in pieces)
+            if starts != sorted(self.starts) and starts != _even_cut(self.numel, len(starts)):
+                raise StateError(f"the saved {path!r} of {self.name!r} starts at {starts}, where no segment does")
+        end = max(piece["start"] + piece["values"].numel() for piece in pieces)
+        if end > self.numel and path.startswith(("element:", "owned:")):
+            raise StateError(f"the saved {path!r} has {end} elements of {self.name!r}, and here it has {self.numel}")
+
+
+def _even_cut(numel: int, parts: int) -> list[int]:
+    """Where the segments of a parameter start that is cut into so many equal ones."""
+    return list(range(0, max(1, numel), max(1, -(-numel // parts))))
+
+
+def _described(grains: Grains) -> dict[str, _Parameter]:
+    """Every parameter of the grains, by name."""
+    here: dict[str, _Parameter] = {}
+    for grain, state in grains:
+        paths = [f"{leaf.kind}:{path}" for path, leaf in walk(state) if leaf.kind != "scratch"]
+        for segment in grain.segments:
+            found = here.setdefault(segment.name, _Parameter(segment.name))
+            found.numel = max(found.numel, segment.start + segment.numel)
+            found.starts.add(segment.start)
+            found.paths.update(paths)
+    return here
+
+
+def _load(grain: Grain, state: State, saved: Parameters, rank: int) -> State:
+    """Return `state` with new tensors, filled from saved pieces."""
 
     def fill(path: str, leaf: Leaf) -> Leaf:
-        tensor = leaf.tensor.clone()
-        for name, start, view in _cut(grain, replace(leaf, tensor=tensor), rank):
+        filled = replace(leaf, tensor=leaf.tensor.clone())
+        for name, start, view in _cut(grain, filled, rank):
             pieces = saved.get(name, {}).get(f"{leaf.kind}:{path}", [])
-            _fill(name, path, leaf.kind, start, view, pieces)
-        return replace(leaf, tensor=tensor)
+            if any(piece["values"].dtype != view.dtype for piece in pieces):
+                raise StateError(f"the saved {path!r} of {name!r} is {pieces[0]['values'].dtype}, here {view.dtype}")
+            _FILLS[leaf.kind](f"{path!r} of {name!r}", start, view, pieces)
+        return filled
 
     return replace_leaves(state, fill)
 
@@ -74,16 +195,7 @@ def _cut(grain: Grain, leaf: Leaf, rank: int) -> Iterable[tuple[str, int, Tensor
             yield segment.name, segment.start + begin - segment.offset, flat[begin - first : end - first]
 
 
-def _fill(name: str, path: str, kind: str, start: int, view: Tensor, pieces: _Pieces) -> None:
-    if kind == "matrix":
-        if len(pieces) != 1 or pieces[0]["values"].shape != view.shape:
-            raise StateError(f"no saved {path!r} of shape {tuple(view.shape)} for parameter {name!r}")
-        view.copy_(pieces[0]["values"])
-        return
-    if kind == "segment" and pieces:  # of another cut, the piece in which the segment starts
-        before = [piece for piece in pieces if piece["start"] <= start] or pieces
-        view.copy_(max(before, key=lambda piece: piece["start"])["values"])
-        return
+def _fill_elements(what: str, start: int, view: Tensor, pieces: Pieces) -> None:
     filled = 0
     for piece in pieces:
         values: Tensor = piece["values"]
@@ -93,51 +205,28 @@ def _fill(name: str, path: str, kind: str, start: int, view: Tensor, pieces: _Pi
             filled += end - begin
     if filled != view.numel():
         raise StateError(
-            f"the saved {path!r} covers {filled} of {view.numel()} elements of {name!r} that this rank needs: it was "
-            "saved by another model, rank or world size; for the latter pass all ranks' states to gradwire.reshard"
+            f"the saved {what} covers {filled} of {view.numel()} elements that this rank needs: it was saved by "
+            "another model, rank or world size; for the latter pass all ranks' states to gradwire.reshard"
         )
 
 
-def reshard(saved: Sequence[Saved], world_size: int) -> list[Saved]:
-    """Return states for `world_size` ranks from those of all ranks of another run, in rank order.
-
-    The mean over ranks of every residual is conserved (the update still owed is sum e / n): each new rank gets the old
-    ranks' mean. What shard owners owe is in units of the mean already, and goes to whoever owns the element now.
-
-    Args:
-        saved: `state_dict()` of every old rank.
-        world_size: of the new run.
-
-    Returns:
-        One state for each new rank.
-
-    Raises:
-        StateError: states that do not belong together, or not all of them.
-    """
-    ranks = sorted(s["rank"] for s in saved)
-    if not saved or ranks != list(range(saved[0]["world_size"])) or len({s["step"] for s in saved}) > 1:
-        raise StateError(
-            f"reshard wants the states of all ranks at one step; got {ranks} of {[s['world_size'] for s in saved]}"
-        )
-    names = {name for s in saved for name in s["parameters"]}
-    merged = {name: _merge([s["parameters"].get(name, {}) for s in saved]) for name in sorted(names)}
-    head = {key: saved[0][key] for key in ("version", "reducer", "step", "seed", "scale")}
-    return [{**head, "rank": rank, "world_size": world_size, "parameters": merged} for rank in range(world_size)]
+def _fill_matrix(what: str, start: int, view: Tensor, pieces: Pieces) -> None:
+    if not pieces or pieces[0]["values"].shape != view.shape:
+        found = f"of shape {tuple(pieces[0]['values'].shape)}" if pieces else "missing"
+        raise StateError(f"the saved {what} is {found}, and here of shape {tuple(view.shape)}")
+    view.copy_(pieces[0]["values"])
 
 
-def _merge(by_rank: list[dict[str, _Pieces]]) -> dict[str, _Pieces]:
-    merges: dict[str, Callable[[list[_Pieces]], _Pieces]] = {
-        "element": _mean_pieces,
-        "owned": lambda ranks: [piece for pieces in ranks for piece in pieces],
-        "matrix": lambda ranks: ranks[0],
-        "segment": _mean_pieces,
-    }
-    paths = {path for pieces in by_rank for path in pieces}
-    return {p: merges[p.partition(":")[0]]([pieces[p] for pieces in by_rank if p in pieces]) for p in sorted(paths)}
+def _fill_segment(what: str, start: int, view: Tensor, pieces: Pieces) -> None:
+    before = [piece for piece in pieces if piece["start"] <= start]
+    if not before:
+        raise StateError(f"nothing is saved of {what} at element {start}")
+    view.copy_(max(before, key=lambda piece: piece["start"])["values"])  # of another cut, that in which this one starts
 
 
-def _mean_pieces(ranks: list[_Pieces]) -> _Pieces:
-    stacks = zip(*ranks, strict=True)
-    return [
-        {"start": pieces[0]["start"], "values": torch.stack([p["values"] for p in pieces]).mean(0)} for pieces in stacks
-    ]
+_FILLS: dict[str, Callable[[str, int, Tensor, Pieces], None]] = {
+    "element": _fill_elements,
+    "owned": _fill_elements,
+    "matrix": _fill_matrix,
+    "segment": _fill_segment,
+}

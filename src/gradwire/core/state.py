@@ -7,18 +7,45 @@ buckets a run had, and load with `weights_only=True`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 Kind = Literal["element", "owned", "matrix", "segment", "scratch"]
 
+ALIGNMENT = 64
+"""Bytes at whose multiples a tensor of state begins: what PyTorch's own allocations on a CPU keep to."""
+
+
+def canonical(tensor: Tensor) -> Tensor:
+    """The same values, contiguous with the strides of a new tensor, and aligned; a copy only where they are not.
+
+    A saved tensor is loaded with such strides into such a place. Matrix products round differently for other strides
+    and other alignments, so a state that had kept its own would not be the same state once it was saved and loaded.
+
+    >>> import torch
+    >>> canonical(torch.zeros(3, 2).mT).stride(), canonical(torch.zeros(8)[1:]).data_ptr() % ALIGNMENT
+    ((3, 1), 0)
+    """
+    if tensor.stride() == _strides(tensor.shape) and tensor.data_ptr() % ALIGNMENT == 0:
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Of a new tensor. `is_contiguous` would let a dimension of one element have any other."""
+    inner = [max(1, size) for size in reversed(shape[1:])]
+    return tuple(accumulate(inner, mul, initial=1))[::-1] if shape else ()
+
 
 @dataclass(frozen=True, eq=False)
 class Leaf:
-    """A tensor of state and how it maps to the grain.
+    """A tensor of state and how it maps to the grain. The leaf holds it in its `canonical` form.
 
     kind "element": one value per element of the grain, in its order (residuals).
     kind "owned": one value per element of the shard this rank owns (a two-shot owner's residual).
@@ -36,6 +63,9 @@ class Leaf:
     owed: bool = False
     start: int | None = None
     scaled: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tensor", canonical(self.tensor))
 
     def first(self, rank: int) -> int:
         """The element of the grain that the first value belongs to, on `rank`."""

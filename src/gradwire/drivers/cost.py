@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.core.collective import Agree, AllGather, AllToAll, Collective, SendRecv, Total
+from gradwire.core.errors import CompositionError
 from gradwire.core.grain import ParameterSpec
 from gradwire.drivers.coalesce import Batch, add_grains, coalesce, sums_to_send
 from gradwire.drivers.plan import Plan, plan
 from gradwire.reducers.base import Program, Reduced, Reducer, Step, advance
+from gradwire.spec import as_method
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,11 @@ class Cost:
     dense_bytes: int
     collectives: int
     inside_bytes: int = 0
+
+    @property
+    def between_bytes(self) -> int:
+        """Of `wire_bytes`, what leaves the node of a rank: all of them where a method knows no nodes."""
+        return self.wire_bytes - self.inside_bytes
 
 
 def wire_bytes(kind: type[Collective], buffer_bytes: int, world_size: int) -> int:
@@ -68,30 +76,68 @@ def parameter_specs(parameters: Iterable[tuple[str, Tensor]], device: str | None
     ]
 
 
-def meta_specs(model: nn.Module | Sequence[ParameterSpec]) -> list[ParameterSpec]:
-    """Return the specs of a model's parameters, on the device that has no data."""
+Parameters = nn.Module | Iterable[ParameterSpec] | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
+"""A model, wrapped in DDP or not, what its `parameters()` or `named_parameters()` return, or specs."""
+
+
+def meta_specs(model: Parameters) -> list[ParameterSpec]:
+    """Return the specs of a model's parameters, on the device that has no data.
+
+    Raises:
+        CompositionError: something that has no parameters.
+    """
+    if isinstance(model, DistributedDataParallel):
+        model = model.module
     if isinstance(model, nn.Module):
         return parameter_specs(model.named_parameters(), device="meta")
-    return [spec._replace(device=torch.device("meta")) for spec in model]
+    if isinstance(model, Tensor | str) or not isinstance(model, Iterable):
+        raise CompositionError(f"{type(model).__name__} is no model: pass a module, or what its parameters() returns")
+    return [spec for i, parameter in enumerate(model) for spec in _meta_spec(i, parameter)]
+
+
+def _meta_spec(index: int, parameter: object) -> list[ParameterSpec]:
+    """The spec of one parameter, which is called by its number where it has no name; none for a frozen one."""
+    match parameter:
+        case ParameterSpec():
+            return [parameter._replace(device=torch.device("meta"))]
+        case Tensor():
+            return parameter_specs([(str(index), parameter)], device="meta")
+        case (str(name), Tensor() as tensor):
+            return parameter_specs([(name, tensor)], device="meta")
+        case _:
+            raise CompositionError(f"{parameter!r} is no parameter: pass a module, or what its parameters() returns")
 
 
 def cost(
-    reducer: Reducer,
-    model: nn.Module | Sequence[ParameterSpec],
+    reducer: Reducer | str,
+    model: Parameters,
     world_size: int,
     step: int = 0,
     grain_numel: int | None = None,
     rank: int = 0,
 ) -> Cost:
-    """Return what one step of `reducer` sends on each rank: exact for methods of fixed size.
+    """Return what one step of a method sends on each rank: exact for methods of fixed size.
 
-    Ranks send alike but for trees, whose leaves send less, and odd world sizes: `rank` says which is asked for.
+    Where a spec says `node=`, `inside_bytes` and `between_bytes` tell apart what stays in a node and what leaves it.
 
-    >>> from gradwire.spec import parse
-    >>> cost(parse("none"), nn.Linear(10, 10), world_size=2).wire_bytes
+    Args:
+        reducer: a reducer, or a spec such as `"topk:0.01"`, as `attach` takes it.
+        model: a model, or what its `parameters()` or `named_parameters()` return; those that are trained count.
+        world_size: how many ranks.
+        step: which step, for methods that begin otherwise than they go on.
+        grain_numel: as in `attach`.
+        rank: whose bytes. Ranks send alike but for trees, whose leaves send less, and odd world sizes.
+
+    Raises:
+        SpecError, CompositionError: a method that cannot be built, or that needs more ranks; no model.
+
+    >>> cost("none", nn.Linear(10, 10), world_size=2).wire_bytes
     440
     """
-    specs = meta_specs(model)
+    reducer, specs = as_method(reducer), meta_specs(model)
+    require_world(reducer, world_size)
+    if not 0 <= rank < world_size:
+        raise CompositionError(f"rank {rank} of {world_size}: ranks are counted from 0")
     planned = plan(specs, reducer, grain_numel)
     batches = list(_batches(planned, Step(step, rank, world_size)))
     payload = sum(batch.nbytes for batch in batches)
@@ -99,6 +145,17 @@ def cost(
     dense = sum(spec.numel * spec.dtype.itemsize for spec in specs)
     inside = sum(sent_bytes(batch, world_size) for batch in batches if batch.axis and batch.axis.stride == 1)
     return Cost(payload, wire, dense, len(batches), inside)
+
+
+def require_world(reducer: Reducer, world_size: int) -> None:
+    """Refuse a number of ranks that there cannot be, or that are too few for the method.
+
+    Raises:
+        CompositionError: with the number that is needed.
+    """
+    if world_size < 1:
+        raise CompositionError(f"world_size {world_size}: there must be at least 1 rank")
+    reducer.require_ranks(world_size)
 
 
 def _batches(planned: Plan, step: Step) -> Iterable[Batch]:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from gradwire.core import saved
 from gradwire.core.collective import Agree, AllGather, AllReduce, AllToAll, Collective, SendRecv, Total
 from gradwire.core.grain import Grain
 from gradwire.core.state import State
@@ -143,6 +144,7 @@ class Lockstep:
         self.world_size = world_size
         self.seed = seed
         self.index = 0
+        reducer.require_ranks(world_size)
         self.states: list[State] = [reducer.init(grain, self._step(rank)) for rank in range(world_size)]
 
     def _step(self, rank: int) -> Step:
@@ -163,6 +165,23 @@ class Lockstep:
         if not any(bool(r.bad) for r in results if r.bad is not None):
             self.states = [r.state for r in results]
         return results
+
+    def state_dicts(self) -> list[saved.Saved]:
+        """Return every rank's state as `Handle.state_dict` does: tensors, numbers and strings, by parameter name."""
+        return saved.pack_all(self._grains(), self.reducer, step=self.index, seed=self.seed)
+
+    def load_state_dicts(self, states: Sequence[saved.Saved]) -> None:
+        """Take up the states of all ranks; resuming is exact.
+
+        Raises:
+            StateError: states that are damaged or do not belong here; nothing is changed then.
+        """
+        loaded = saved.unpack_all(states, self._grains(), self.reducer)
+        self.index, self.seed = loaded[0].step, loaded[0].seed
+        self.states = [state for rank in loaded for state in rank.states]
+
+    def _grains(self) -> list[saved.Grains]:
+        return [[(self.grain, state)] for state in self.states]
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Times of routes on the group at hand, so that `Auto` can choose among them."""
+"""Times on the group at hand: of routes, so that `Auto` can choose; of an all-reduce, which reports compare with."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gradwire import reducers
+from gradwire.codecs import Identity
 from gradwire.core.collective import Agree, AllReduce, Axis, Collective
 from gradwire.core.grain import flat_grain
+from gradwire.core.link import Link
 from gradwire.core.state import State
 from gradwire.drivers.coalesce import coalesce
 from gradwire.drivers.process_group import GroupTransport, run_program
@@ -95,7 +98,7 @@ def curves(auto: Auto, bench: Bench) -> tuple[Curve, ...]:
         rounds = range(sample.rounds + 1)  # the first one makes connections, and buffers warm
         times = [[seconds(c, x, bench, sample.burst) for c in auto.candidates] for _ in rounds]
         mine = torch.tensor(times[1:], dtype=torch.float64, device=bench.device)
-        slowest = _ask(AllReduce(mine, "max"), bench.transport)
+        slowest = ask(AllReduce(mine, "max"), bench.transport)
         table.append([statistics.median(column) for column in slowest.T.tolist()])
     sizes = [sample.nbytes for sample in SAMPLES]
     return tuple(Curve(tuple(map(Point, sizes, times))) for times in zip(*table, strict=True))
@@ -104,7 +107,7 @@ def curves(auto: Auto, bench: Bench) -> tuple[Curve, ...]:
 def seconds(reducer: Reducer, x: Tensor, bench: Bench, burst: int = 1) -> float:
     """Time of one reduction of `x`, the mean of a `burst` that all ranks begin together."""
     grain = flat_grain(x.numel(), device=str(x.device))
-    _ask(Agree(torch.zeros((), dtype=torch.bool, device=x.device)), bench.transport)
+    ask(Agree(torch.zeros((), dtype=torch.bool, device=x.device)), bench.transport)
     start = time.perf_counter()
     for _ in range(burst):
         bench.run(reducer.reduce(grain, x, State(), bench.step()))
@@ -113,6 +116,41 @@ def seconds(reducer: Reducer, x: Tensor, bench: Bench, burst: int = 1) -> float:
     return (time.perf_counter() - start) / burst
 
 
-def _ask(request: Collective, transport: GroupTransport) -> Tensor:
+def ask(request: Collective, transport: GroupTransport) -> Tensor:
+    """Return the result of one collective, waited for."""
     (batch,) = coalesce([(0, request)])
     return batch.split(transport.issue(batch).wait())[0]
+
+
+PROBE_S = 0.03
+PROBE_BYTES = (1 << 14, 1 << 16, 1 << 18, 1 << 20)
+
+
+def all_reduce_link(bench: Bench, dense_bytes: int) -> Link | None:
+    """How long an uncompressed all-reduce of so many bytes takes while nothing else is under way, alike on every rank.
+
+    All ranks begin together, so no time is spent on waiting for slower ones. alpha is the least time of the smallest
+    all-reduce. beta is that of the first size that takes `PROBE_S`, or of the largest there is use for: that of all
+    gradients, `dense_bytes`. All of it takes half a second on a slow link and a tenth on a fast one. One rank has no
+    link: None.
+
+    Every rank must call it at the same place.
+    """
+    if bench.transport.world_size == 1:
+        return None
+    _least_s(4, bench, 1)  # makes connections
+    least_s, took_s, nbytes = _least_s(4, bench, 5), 0.0, 0
+    for nbytes in PROBE_BYTES:
+        took_s = _least_s(nbytes, bench, 2)
+        if took_s - least_s >= PROBE_S or nbytes >= dense_bytes:
+            break
+    took_s = min(took_s, _least_s(nbytes, bench, 3))
+    return Link(least_s, max(took_s - least_s, 1e-6) / nbytes)
+
+
+def _least_s(nbytes: int, bench: Bench, rounds: int) -> float:
+    """Seconds of an all-reduce on the slowest rank, in the best round: what disturbs the others is not the link's."""
+    x = torch.zeros(nbytes // 4, dtype=torch.float32, device=bench.device)
+    times = [seconds(reducers.AllReduce(Identity()), x, bench) for _ in range(rounds)]
+    mine = torch.tensor(times, dtype=torch.float64, device=bench.device)
+    return float(ask(AllReduce(mine, "max"), bench.transport).min())

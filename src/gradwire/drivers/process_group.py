@@ -24,10 +24,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.core.collective import Agree, AllGather, AllReduce, AllToAll, Axis, Collective, SendRecv, Total
+from gradwire.core.errors import ConnectionLost
 from gradwire.core.grain import Grain
 from gradwire.core.state import Leaf, State, walk
 from gradwire.drivers.coalesce import Batch, add_grains, add_ranks, coalesce, sum_of, sums_to_send
 from gradwire.drivers.cost import sent_bytes, wire_bytes
+from gradwire.drivers.groups import deadline_of, destroy, new_group
 from gradwire.drivers.plan import Plan, Unit, Wave
 from gradwire.reducers.base import Program, Reduced, Step, advance
 
@@ -47,31 +49,18 @@ class Pending(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class _Working:
-    work: dist.Work
-    result: Tensor
-
-    def wait(self) -> Tensor:
-        self.work.wait()
-        return self.result
-
-
-@dataclass(frozen=True, eq=False)
-class _Round:
+class _Started:
     works: Sequence[dist.Work]
     result: Tensor
+    what: str
+    began: float
 
     def wait(self) -> Tensor:
-        for work in self.works:
-            work.wait()
-        return self.result
-
-
-@dataclass(frozen=True, eq=False)
-class _Done:
-    result: Tensor
-
-    def wait(self) -> Tensor:
+        try:
+            for work in self.works:
+                work.wait()
+        except RuntimeError as error:
+            raise ConnectionLost(self.what, time.monotonic() - self.began, error) from error
         return self.result
 
 
@@ -107,44 +96,58 @@ class GroupTransport:
         self._subgroups: dict[Axis, dist.ProcessGroup] = {}
 
     def issue(self, batch: Batch) -> Pending:
-        """Start the collective of a batch."""
+        """Start the collective of a batch.
+
+        Raises:
+            ConnectionLost: a connection broke or a rank fell silent; waiting for the result raises it as well.
+        """
+        began = time.monotonic()
+        try:
+            works, result = self._issued(batch)
+        except RuntimeError as error:
+            if not (isinstance(error, dist.DistError) or "gloo" in str(error)):  # a mistake of ours
+                raise
+            raise ConnectionLost(_described(batch), time.monotonic() - began, error) from error
+        return _Started(works, result, _described(batch), began)
+
+    def _issued(self, batch: Batch) -> _Issued:
         kind, _, op, axis = batch.kind
         if kind is SendRecv:
             return self._round(batch)
         group, size = self._group_of(axis), axis.size if axis else self.world_size
         if not batch.buffer.numel():  # backends differ on what they make of nothing
-            return _Done(batch.buffer.new_empty((size, 0)) if kind is AllGather else batch.buffer)
+            return [], batch.buffer.new_empty((size, 0)) if kind is AllGather else batch.buffer
         if kind is AllGather:
             return self._all_gather(batch.buffer, group, size)
         if kind is AllToAll:
             return self._all_to_all(batch.buffer, group)
         reduce_op = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
-        return self._started(dist.all_reduce(batch.buffer, reduce_op, group, async_op=True), batch.buffer)
+        return _started(dist.all_reduce(batch.buffer, reduce_op, group, async_op=True), batch.buffer)
 
-    def _all_gather(self, row: Tensor, group: dist.ProcessGroup, size: int) -> Pending:
+    def _all_gather(self, row: Tensor, group: dist.ProcessGroup, size: int) -> _Issued:
         if self._is_gloo and row.numel() <= SMALL_ROW_BYTES:
             return self._all_to_all(row.expand(size, -1).contiguous(), group)
         out = row.new_empty(size * row.numel())
         # Newer PyTorch renames it and warns of the old name.
         gather = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor")  # noqa: B009
         work = gather(out, row, group, async_op=True)
-        return self._started(work, out.view(size, -1))
+        return _started(work, out.view(size, -1))
 
-    def _all_to_all(self, rows: Tensor, group: dist.ProcessGroup) -> Pending:
+    def _all_to_all(self, rows: Tensor, group: dist.ProcessGroup) -> _Issued:
         out = torch.empty_like(rows)
         if self._is_gloo and rows.numel() >= LARGE_ROWS_BYTES:
             return self._swap(rows, out, group)
-        return self._started(dist.all_to_all_single(out, rows, group=group, async_op=True), out)
+        return _started(dist.all_to_all_single(out, rows, group=group, async_op=True), out)
 
-    def _swap(self, rows: Tensor, out: Tensor, group: dist.ProcessGroup) -> Pending:
+    def _swap(self, rows: Tensor, out: Tensor, group: dist.ProcessGroup) -> _Issued:
         """An all-to-all as messages; each rank begins with the next one, so that not all begin with the same."""
         rank, n = dist.get_rank(group), rows.shape[0]
         out[rank].copy_(rows[rank])
         peers = [(rank + i) % n for i in range(1, n)]
         sends, receives = [(peer, rows[peer]) for peer in peers], [(peer, out[peer]) for peer in reversed(peers)]
-        return _Round(self._post(sends, receives, group), out)
+        return self._post(sends, receives, group), out
 
-    def _round(self, batch: Batch) -> Pending:
+    def _round(self, batch: Batch) -> _Issued:
         """Post every receive, then every send, and wait for none of them: so no order of ranks can block a round."""
         result = batch.buffer.new_empty(sum(batch.sizes))
         requests = [request for request in batch.requests if isinstance(request, SendRecv)]
@@ -153,7 +156,7 @@ class GroupTransport:
         ranks = batch.axis.members(self.rank) if batch.axis else range(self.world_size)
         receives = [(ranks[source], piece) for (source, _), piece in zip(expected, pieces, strict=True)]
         sends = [(ranks[to], tensor) for request in requests for to, tensor in request.sends]
-        return _Round(self._post(_filled(sends), _filled(receives), self.group), result)
+        return self._post(_filled(sends), _filled(receives), self.group), result
 
     def _post(self, sends: _Letters, receives: _Letters, group: dist.ProcessGroup) -> list[dist.Work]:
         if self._is_gloo:  # directly, without the checks that a batch makes of every message
@@ -169,7 +172,11 @@ class GroupTransport:
             return self.group
         if axis not in self._subgroups:
             whole = dist.get_process_group_ranks(self.group)
-            self._subgroups[axis] = _new_group(self.group, [whole[rank] for rank in axis.members(self.rank)])
+            members = [whole[rank] for rank in axis.members(self.rank)]
+            device = torch.device("cpu" if self._is_gloo else "cuda")
+            self._subgroups[axis] = new_group(
+                self.group, members, deadline_of(self.group, device), f"a group of {axis}"
+            )
         return self._subgroups[axis]
 
     def prepare(self, axes: Iterable[Axis]) -> None:
@@ -179,15 +186,14 @@ class GroupTransport:
                 self._group_of(axis)
 
     def close(self) -> None:
-        """Let go of the sub-groups; the group itself belongs to whoever gave it."""
-        for group in self._subgroups.values():
-            dist.destroy_process_group(group)
-        self._subgroups.clear()
+        """Let go of the sub-groups, and forget the group itself, which belongs to whoever gave it."""
+        while self._subgroups:
+            destroy(self._subgroups.popitem()[1])
+        del self.group
 
-    def _started(self, work: dist.Work | None, result: Tensor) -> Pending:
-        assert work is not None, "this process is no member of the group"
-        return _Working(work, result)
 
+_Issued = tuple[Sequence[dist.Work], Tensor]
+"""What is under way, and the tensor that will hold the result."""
 
 _Letters = list[tuple[int, Tensor]]
 """Peers of a group, and what goes to or comes from each."""
@@ -198,13 +204,15 @@ def _filled(messages: _Letters) -> _Letters:
     return [(peer, tensor) for peer, tensor in messages if tensor.numel()]
 
 
-def _new_group(parent: dist.ProcessGroup, ranks: list[int]) -> dist.ProcessGroup:
-    """A group of some of the parent's ranks, of its backend and with its deadline; only they need to call."""
-    device = torch.device("cuda" if dist.get_backend(parent) == "nccl" else "cpu")
-    deadline = parent._get_backend(device).options._timeout  # pyright: ignore[reportPrivateUsage]
-    made = dist.new_group(ranks, deadline, dist.get_backend(parent), use_local_synchronization=True)
-    assert isinstance(made, dist.ProcessGroup), "this process is no member of the group"
-    return made
+def _started(work: dist.Work | None, result: Tensor) -> _Issued:
+    assert work is not None, "this process is no member of the group"
+    return [work], result
+
+
+def _described(batch: Batch) -> str:
+    """A batch's collective, for errors."""
+    kind, _, _, axis = batch.kind
+    return f"{kind.__name__} of {batch.nbytes:,} bytes" + (f" on {axis}" if axis else "")
 
 
 @dataclass
@@ -296,7 +304,7 @@ class Engine:
         self._fresh: list[State] | None = None
         self._flags: list[Tensor] = []
         self._results: dict[int, Reduced] = {}
-        self._dense_bytes = sum(unit.grain.numel * unit.grain.dtype.itemsize for unit in plan.units)
+        self.dense_bytes = sum(unit.grain.numel * unit.grain.dtype.itemsize for unit in plan.units)
         self._next_wave = 0
         self._window: deque[_Run] = deque()
         self._runs: list[_Run] = []
@@ -354,8 +362,8 @@ class Engine:
         self._flags = [result.bad.view(()) for result in self._results.values() if result.bad is not None]
         self.index += 1
         self.stats.steps += 1
-        self.stats.dense_bytes += self._dense_bytes
-        self.stats.dense_wire_bytes += wire_bytes(AllReduce, self._dense_bytes, self.transport.world_size)
+        self.stats.dense_bytes += self.dense_bytes
+        self.stats.dense_wire_bytes += wire_bytes(AllReduce, self.dense_bytes, self.transport.world_size)
 
     def mean(self, unit: int) -> Tensor:
         """The mean of a unit's grain after `finish`, 1-d."""
@@ -370,17 +378,34 @@ class Engine:
         fresh, self._fresh = self._fresh, None
         if fresh is None:
             return
-        if self._flags and bool(torch.stack(self._flags).any()):
+        if self._is_bad():
             self.stats.bad_steps += 1
             return
         for slot, new in zip(self._slots, fresh, strict=True):
             slot.x = _spare(slot.state, new, slot.x)
             slot.state = new
 
+    def _is_bad(self) -> bool:
+        return bool(self._flags) and bool(torch.stack(self._flags).any())
+
+    def found_bad(self) -> bool:
+        """Whether any step was bad, as far as is known without waiting: on a GPU the last one is not known yet."""
+        known = self._fresh is not None and all(flag.device.type == "cpu" for flag in self._flags)
+        return self.stats.bad_steps > 0 or (known and self._is_bad())
+
+    def buffers(self) -> list[Tensor]:
+        """The memory that gradients are copied to."""
+        return [slot.x for slot in self._slots]
+
     def states(self) -> list[tuple[Grain, State]]:
         """Every unit's grain and state."""
         self.settle()
         return [(slot.grain, slot.state) for slot in self._slots]
+
+    def initial_states(self) -> list[State]:
+        """Every unit's state as it is before the first step, in the order of `states()`."""
+        first = Step(0, self.transport.rank, self.transport.world_size, self.seed)
+        return [unit.reducer.init(unit.grain, first) for unit in self.plan.units]
 
     def set_states(self, states: Sequence[State]) -> None:
         """Replace every unit's state, in the order of `states()`."""

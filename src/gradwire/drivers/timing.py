@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gradwire.core.collective import Agree, AllGather, AllToAll, Axis, Collective, SendRecv, Total
-from gradwire.core.grain import Grain, ParameterSpec
+from gradwire.core.grain import Grain
 from gradwire.core.link import Link
 from gradwire.drivers.coalesce import add_grains, coalesce, sums_to_send
-from gradwire.drivers.cost import answer, meta_specs, sent_bytes
+from gradwire.drivers.cost import Parameters, answer, meta_specs, require_world, sent_bytes
 from gradwire.drivers.plan import plan
 from gradwire.reducers.base import Reduced, Reducer, Step, advance
+from gradwire.spec import as_method
 
 Links = Mapping[Axis, Link]
 
 
 def step_s(
-    reducer: Reducer,
-    model: nn.Module | Sequence[ParameterSpec],
+    reducer: Reducer | str,
+    model: Parameters,
     world_size: int,
     link: Link,
     links: Links | None = None,
@@ -34,19 +35,20 @@ def step_s(
     What the grains of a step ask for together, `Total`s and `Agree`s, is one collective for all of them.
 
     Args:
-        reducer: what serves the model.
-        model: whose gradients.
+        reducer: what serves the model, or a spec.
+        model: whose gradients, as in `cost`.
         world_size: ranks; all of their programs run, so time grows with it.
         link: of every rank to every other.
         links: of those axes that have another, such as a fast one inside nodes.
         step: which.
         grain_numel: as in `plan`.
 
-    >>> from gradwire.spec import parse
-    >>> ring, model = parse("none,exchange=ring"), nn.Linear(1000, 999)
-    >>> round(step_s(ring, model, 4, Link(0.001, 1e-6), grain_numel=1 << 20), 3)
+    >>> model = torch.nn.Linear(1000, 999)
+    >>> round(step_s("none,exchange=ring", model, 4, Link(0.001, 1e-6), grain_numel=1 << 20), 3)
     6.006
     """
+    reducer = as_method(reducer)
+    require_world(reducer, world_size)
     planned = plan(meta_specs(model), reducer, grain_numel)
     shared = _Shared()
     units = [_unit_s(unit.reducer, unit.grain, world_size, link, links, step, shared) for unit in planned.units]

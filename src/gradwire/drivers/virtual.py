@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from gradwire.core import saved
 from gradwire.core.grain import Grain
 from gradwire.core.state import State
 from gradwire.drivers.cost import parameter_specs
@@ -41,7 +42,7 @@ class VirtualRanks:
     def __init__(
         self, reducer: Reducer, model: nn.Module, world_size: int, seed: int = 0, grain_numel: int | None = None
     ) -> None:
-        self.model, self.world_size, self.seed, self.index = model, world_size, seed, 0
+        self.reducer, self.model, self.world_size, self.seed, self.index = reducer, model, world_size, seed, 0
         self.units: tuple[Unit, ...] = plan(parameter_specs(model.named_parameters()), reducer, grain_numel).units
         self.states: list[list[State]] = [
             [unit.reducer.init(unit.grain, self._step(rank)) for rank in range(world_size)] for unit in self.units
@@ -65,6 +66,24 @@ class VirtualRanks:
         for unit, ranks in zip(self.units, results, strict=True):
             self._write(unit.grain, ranks[0])
         self.index += 1
+
+    def state_dicts(self) -> list[saved.Saved]:
+        """Return every rank's state as `Handle.state_dict` does: tensors, numbers and strings, by parameter name."""
+        return saved.pack_all(self._grains(), self.reducer, step=self.index, seed=self.seed)
+
+    def load_state_dicts(self, states: Sequence[saved.Saved]) -> None:
+        """Take up the states of all ranks; resuming is exact.
+
+        Raises:
+            StateError: states that are damaged or do not belong here; nothing is changed then.
+        """
+        loaded = saved.unpack_all(states, self._grains(), self.reducer)
+        self.index, self.seed = loaded[0].step, loaded[0].seed
+        self.states = [list(ranks) for ranks in zip(*(rank.states for rank in loaded), strict=True)]
+
+    def _grains(self) -> list[saved.Grains]:
+        units = list(zip(self.units, self.states, strict=True))
+        return [[(unit.grain, states[rank]) for unit, states in units] for rank in range(self.world_size)]
 
     def _write(self, grain: Grain, reduced: Reduced) -> None:
         mean = reduced.mean.reshape(-1)

@@ -14,7 +14,6 @@ bits, (i + 1) * bits).
 from __future__ import annotations
 
 import functools
-import os
 import warnings
 from types import ModuleType
 
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor
 
 from gradwire.core.errors import PayloadError
-from gradwire.kernels import pool, reference
+from gradwire.kernels import choice, pool, reference
 
 __all__ = [
     "SlowKernelsWarning",
@@ -65,7 +64,7 @@ class SlowKernelsWarning(UserWarning):
 @functools.cache
 def _cpu_kernels() -> ModuleType | None:
     """The numba kernels, imported at first use since that takes a second; None where there are none."""
-    if os.environ.get("GRADWIRE_KERNELS") == "reference":
+    if choice.reference_only():
         return None
     try:
         from gradwire.kernels import cpu
@@ -76,7 +75,7 @@ def _cpu_kernels() -> ModuleType | None:
 
 @functools.cache
 def _warn_slow() -> None:
-    if os.environ.get("GRADWIRE_KERNELS") != "reference":
+    if not choice.reference_only():
         warnings.warn(
             "numba is not installed, so compression runs in plain torch, many times slower on the CPU: "
             "`pip install numba`, or set GRADWIRE_KERNELS=reference to say that this is meant",
@@ -88,7 +87,7 @@ def _warn_slow() -> None:
 @functools.cache
 def _cuda_kernels() -> ModuleType | None:
     """The Triton kernels, imported at first use; None where there are none."""
-    if os.environ.get("GRADWIRE_KERNELS") == "reference":
+    if choice.reference_only():
         return None
     try:
         from gradwire.kernels import cuda
@@ -99,7 +98,7 @@ def _cuda_kernels() -> ModuleType | None:
 
 @functools.cache
 def _warn_without_triton() -> None:
-    if os.environ.get("GRADWIRE_KERNELS") != "reference":
+    if not choice.reference_only():
         warnings.warn(
             "triton is not installed, so compression on the GPU runs in plain torch, several times slower: "
             "`pip install triton`, or set GRADWIRE_KERNELS=reference to say that this is meant",

@@ -5,8 +5,8 @@ Inner loops are written to be vectorised, and in float32 without reassociation o
 agree bit for bit with `reference`; only sums may differ, and are taken in float64 for it. Codes pass through
 a scratch of one tile, which stays in the nearest cache, and are packed from there eight at a time.
 
-numba promotes uint32 arithmetic to 64 bits: each step is cast back, and LLVM narrows it again, but for a counter that
-is made of a loop's index: so random numbers count for themselves.
+numba promotes uint32 arithmetic to 64 bits: each step is cast back, and LLVM narrows it again. Counters derived from
+loop indices stay 64-bit and do not vectorise, so random loops keep their own uint32 counter.
 """
 
 from __future__ import annotations
@@ -308,7 +308,15 @@ def _fence(context):
     return types.void(), generate
 
 
-_COMPRESSES = bool(binding.get_host_cpu_features().get("avx512f"))
+def _target_has(feature: str) -> bool:
+    """Whether numba compiles for processors with `feature`: NUMBA_CPU_FEATURES says, or else this processor does."""
+    chosen: str | None = numba.core.config.CPU_FEATURES  # pyright: ignore[reportAttributeAccessIssue]
+    if chosen is not None:
+        return f"+{feature}" in chosen.split(",")
+    return bool(binding.get_host_cpu_features().get(feature))
+
+
+_COMPRESSES = _target_has("avx512f")
 """Whether one instruction closes up what a mask chooses of a vector. Elsewhere that is a branch for each element."""
 
 

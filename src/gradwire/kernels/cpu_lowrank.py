@@ -311,6 +311,19 @@ def add_bf16_(x: Tensor, r: Tensor, alpha: float) -> None:
     pool.run([functools.partial(_add_bf16, a[i:j], h[i:j], np.float32(alpha)) for i, j in pool.chunks(x.numel())])
 
 
+@_kernel("void(float32[::1], float32[::1], float32)")
+def _add_scaled(into, x, alpha):
+    for i in range(into.size):
+        into[i] += x[i] * alpha
+
+
+def add_scaled_(into: Tensor, x: Tensor, alpha: float) -> None:
+    """See `gradwire.kernels.lowrank.add_scaled_`."""
+    a, b = _array(into.view(-1)), _array(x.view(-1))
+    tasks = [functools.partial(_add_scaled, a[i:j], b[i:j], np.float32(alpha)) for i, j in pool.chunks(into.numel())]
+    pool.run(tasks)
+
+
 @_kernel("void(uint32[::1], uint16[::1], int64, int64, int64)")
 def _round_bf16(raw, out, first, k0, k1):
     k0, k1, first = np.uint32(k0), np.uint32(k1), np.uint32(first)

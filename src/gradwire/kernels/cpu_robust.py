@@ -11,10 +11,13 @@ import functools
 
 import numpy as np
 import torch
+from llvmlite import ir
 from torch import Tensor
 
 from gradwire.kernels import pool
-from gradwire.kernels.cpu import _array, _inline, _kernel, _sum
+from gradwire.kernels.cpu import _array, _inline, _kernel
+from gradwire.kernels.cpu_matrices import segment_sum
+from gradwire.kernels.reference_matrices import LANES, SEGMENT
 
 _TILE = 128
 
@@ -106,55 +109,67 @@ def mean_around_median(rows: Tensor, keep: int, out: Tensor) -> None:
     pool.run([functools.partial(_mean_around_median, x, i, j, keep, network, o) for i, j in pieces])
 
 
-@_sum
-def _distance(a, b):
-    total = 0.0
-    for w in range(a.size):
-        difference = np.float64(a[w] - b[w])
-        total += difference * difference
-    return total
+_FLOATS, _DOUBLES = ir.VectorType(ir.FloatType(), LANES), ir.VectorType(ir.DoubleType(), LANES)
 
 
-@_sum
-def _product(a, b):
-    total = 0.0
-    for w in range(a.size):
-        total += np.float64(a[w]) * np.float64(b[w])
-    return total
+def _differences(builder, x, y):
+    away = builder.fpext(builder.fsub(x, y), _DOUBLES)
+    return away, away
 
 
-_WIDE = 1024  # columns of all rows that stay in a cache while every pair is looked at
+def _both(builder, x, y):
+    return builder.fpext(x, _DOUBLES), builder.fpext(y, _DOUBLES)
 
 
-@_kernel("float64[:, ::1](float32[:, ::1], int64, int64)")
-def _squared_distances(rows, begin, end):
-    n = rows.shape[0]
-    out = np.zeros((n, n))
-    for start in range(begin, end, _WIDE):
-        stop = min(start + _WIDE, end)
-        for i in range(n):
-            for j in range(i + 1, n):
-                out[i, j] += _distance(rows[i, start:stop], rows[j, start:stop])
-    return out
+_distance, _product = segment_sum(_FLOATS, _differences), segment_sum(_FLOATS, _both)
 
 
-@_kernel("float64[:, ::1](float32[:, ::1], int64, int64)")
-def _products(rows, begin, end):
-    n = rows.shape[0]
-    out = np.zeros((n, n))
-    for start in range(begin, end, _WIDE):
-        stop = min(start + _WIDE, end)
+@_inline
+def _pairs(rows, first, stop, out, apart):
+    """Distances or products of all pairs of rows in segments [first, stop), each segment for itself."""
+    n, numel = rows.shape
+    flat, tail = rows.reshape(-1), np.zeros(n * SEGMENT, np.float32)
+    for segment in range(first, stop):
+        at = segment * SEGMENT
+        source, step, start = flat, numel, at
+        if at + SEGMENT > numel:
+            for i in range(n):
+                tail[i * SEGMENT : i * SEGMENT + numel - at] = rows[i, at:]
+            source, step, start = tail, SEGMENT, 0
         for i in range(n):
             for j in range(i, n):
-                out[i, j] += _product(rows[i, start:stop], rows[j, start:stop])
-    return out
+                a, b = i * step + start, j * step + start
+                out[segment, i, j] = (
+                    _distance(source, a, source, b, SEGMENT) if apart else _product(source, a, source, b, SEGMENT)
+                )
+
+
+@_kernel("void(float32[:, ::1], int64, int64, float64[:, :, ::1])")
+def _squared_distances(rows, first, stop, out):
+    _pairs(rows, first, stop, out, True)
+
+
+@_kernel("void(float32[:, ::1], int64, int64, float64[:, :, ::1])")
+def _products(rows, first, stop, out):
+    _pairs(rows, first, stop, out, False)
+
+
+@_kernel("void(float64[:, :, ::1], float64[:, ::1])")
+def _in_turn(parts, total):
+    for segment in range(parts.shape[0]):
+        for i in range(total.shape[0]):
+            for j in range(i, total.shape[0]):
+                total[i, j] += parts[segment, i, j]
 
 
 def _added_up(kernel, rows: Tensor) -> Tensor:
-    """The upper triangle: the same on every call, since pieces are added in order."""
-    x = _array(rows)
-    parts = pool.run([functools.partial(kernel, x, i, j) for i, j in pool.chunks(rows.shape[1])])
-    return torch.from_numpy(functools.reduce(np.add, parts))
+    """The upper triangle: the sums of all segments in turn, whatever thread each was taken by."""
+    n, numel = rows.shape
+    segments = -(-numel // SEGMENT)
+    x, parts, total = _array(rows.contiguous()), np.empty((segments, n, n)), np.zeros((n, n))
+    pool.run([functools.partial(kernel, x, i, j, parts) for i, j in pool.chunks(segments, 1, SEGMENT)])
+    _in_turn(parts, total)
+    return torch.from_numpy(total)
 
 
 def squared_distances(rows: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 # pyright: reportPrivateUsage=false
-"""Several kernels in one pass: selection that leaves the residual behind, sums of payloads, orthonormal columns.
+"""Several kernels in one pass: selection that leaves the residual behind, sums of payloads.
 
 On a GPU each is one kernel, or a few; elsewhere they are what their equations say, made of the kernels of
-`gradwire.kernels`, and on all devices the bits are the same but where sums or rotations are free.
+`gradwire.kernels`, and on all devices the bits are the same but where sums are free.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from gradwire.kernels import reference
 
 __all__ = [
     "block_int_reduce",
-    "orthonormalise",
     "scatter_add_rows_",
     "topk_encode_keeping",
     "topk_feedback",
@@ -200,35 +199,3 @@ def _check_reduce(
     _check_blocks(y, packed, scales, out_bits, block)
     for row, row_scales in zip(received, received_scales, strict=True):
         _check_blocks(y, row, row_scales, bits, block)
-
-
-# Matrices ---------------------------------------------------------------------------------------------------
-
-
-def orthonormalise(matrices: Tensor) -> Tensor:
-    """Orthonormal columns that span what the columns of each matrix span: A = Q R with R upper triangular.
-
-    On a GPU by two rounds of Cholesky QR, where a column that depends on those before it up to 2^-20 of its length
-    becomes zero; elsewhere by Householder QR, where it becomes an arbitrary unit vector. What is projected on
-    Q is the same. Non-finite matrices give non-finite Q.
-
-    Args:
-        matrices: (batch, rows, columns) float32, columns <= rows. More than 32 columns take Householder QR anywhere.
-
-    Raises:
-        ValueError: another shape.
-
-    References:
-        Yamamoto, Nakatsukasa, Yanagisawa & Fukaya 2015, "Roundoff error analysis of the CholeskyQR2 algorithm".
-
-    >>> Q = orthonormalise(torch.tensor([[[3.0], [4.0]]]))
-    >>> Q.abs()
-    tensor([[[0.6000],
-             [0.8000]]])
-    """
-    if matrices.ndim != 3 or not 0 < matrices.shape[2] <= matrices.shape[1]:
-        raise ValueError(f"matrices of {tuple(matrices.shape)}: (batch, rows, columns) with columns <= rows")
-    fused = _fused(matrices)
-    if fused is not None and matrices.dtype == torch.float32 and matrices.shape[2] <= 32:
-        return fused.orthonormalise(matrices)
-    return torch.linalg.qr(matrices).Q

@@ -12,6 +12,7 @@ from gradwire.kernels import reference_lowrank
 
 __all__ = [
     "add_bf16_",
+    "add_scaled_",
     "combine_rows",
     "count_sketch",
     "count_unsketch",
@@ -53,6 +54,7 @@ def warm_up() -> None:
     hadamard_accumulate(values, 8, 1, rows, x)
     round_bf16(x, 1, half)
     add_bf16_(x, half)
+    add_scaled_(x, values, 0.5)
 
 
 def unit_rows_(Q: Tensor, bits: int) -> None:
@@ -285,6 +287,29 @@ def add_bf16_(x: Tensor, r: Tensor, alpha: float = 1.0) -> None:
     """
     _require_half(x, r)
     _module(x.device).add_bf16_(x, r, alpha)
+
+
+def add_scaled_(into: Tensor, x: Tensor, alpha: float = 1.0) -> None:
+    """into += alpha * x, in place: the product is rounded, then the sum, on every processor.
+
+    `torch.add` with `alpha` fuses the two where a processor can, so ranks on different processors would get different
+    means of what all of them received.
+
+    Args:
+        into: (numel,) of any floating dtype.
+        x: (numel,) of any floating dtype, taken to that of `into`.
+        alpha: rounded to the dtype of `into`.
+
+    >>> x = torch.ones(2)
+    >>> add_scaled_(x, torch.tensor([1.0, 2.0]), 0.5)
+    >>> x
+    tensor([1.5000, 2.0000])
+    """
+    if abs(alpha) == 1.0:  # an exact product
+        into.add_(x.to(into.dtype), alpha=alpha)
+        return
+    simple = into.dtype == x.dtype == torch.float32 and into.is_contiguous() and x.is_contiguous()
+    (_module(into.device) if simple else reference_lowrank).add_scaled_(into, x, alpha)
 
 
 def round_bf16(x: Tensor, bits: int, out: Tensor) -> None:

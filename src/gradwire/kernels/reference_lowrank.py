@@ -103,12 +103,20 @@ def hadamard_accumulate(values: Tensor, block: int, bits: int, chosen: Tensor, i
     into.add_(signed * alpha)
 
 
-# Half-precision memory --------------------------------------------------------------------------------------
+_PIECE = 1 << 16
+
+# Sums and half-precision memory -----------------------------------------------------------------------------
 
 
 def add_bf16_(x: Tensor, r: Tensor, alpha: float) -> None:
     """x += alpha * r."""
     x.add_(r.float() * alpha)
+
+
+def add_scaled_(into: Tensor, x: Tensor, alpha: float) -> None:
+    """into += alpha * x, a piece at a time, so that the products stay small."""
+    for piece, part in zip(into.split(_PIECE), x.split(_PIECE), strict=True):
+        piece.add_(part.to(into.dtype) * alpha)
 
 
 def round_bf16(x: Tensor, bits: int, out: Tensor) -> None:

@@ -9,8 +9,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from gradwire.kernels.reference_matrices import add_segments
+
 _CHUNK = 1 << 15
-"""Columns at a time, so that temporaries stay small."""
+"""Columns at a time, so that temporaries stay small: whole segments of the sums."""
 
 
 def squared_distances(rows: Tensor) -> Tensor:
@@ -20,7 +22,8 @@ def squared_distances(rows: Tensor) -> Tensor:
     for start, stop in _chunks(rows):
         here = rows[:, start:stop]
         for i in range(n - 1):
-            out[i, i + 1 :] += (here[i + 1 :] - here[i]).double().square().sum(dim=1)
+            away = (here[i + 1 :] - here[i]).double()
+            out[i, i + 1 :] = add_segments(out[i, i + 1 :], away * away)
     return out + out.T
 
 
@@ -30,7 +33,8 @@ def products(rows: Tensor) -> Tensor:
     out = torch.zeros(n, n, dtype=torch.float64, device=rows.device)
     for start, stop in _chunks(rows):
         here = rows[:, start:stop].double()
-        out += here @ here.T
+        for i in range(n):
+            out[i] = add_segments(out[i], here * here[i])
     return out
 
 

@@ -1,7 +1,8 @@
 """Kernels of aggregation rules: what n rows, one a rank, have in common, column by column or as vectors.
 
 As in `gradwire.kernels` there are two speeds, `reference_robust` in torch and `cpu_robust` in numba, which takes
-float32 on the CPU. Both give the same bits but for distances and products, which are sums over a whole row.
+float32 on the CPU. Both give the same bits, on every processor: sums over a row have the order of
+`reference_matrices.add_segments`.
 
 `rows` is contiguous, of shape (n, numel); `out` has `numel` elements of the rows' dtype and is written in full.
 """
@@ -9,20 +10,19 @@ float32 on the CPU. Both give the same bits but for distances and products, whic
 from __future__ import annotations
 
 import functools
-import os
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from gradwire.kernels import reference_robust
+from gradwire.kernels import choice, reference_robust
 
 __all__ = ["mean_around_median", "products", "squared_distances", "trimmed_mean", "warm_up", "weighted_sum"]
 
 
 @functools.cache
 def _cpu_kernels() -> ModuleType | None:
-    if os.environ.get("GRADWIRE_KERNELS") == "reference":
+    if choice.reference_only():
         return None
     try:
         from gradwire.kernels import cpu_robust

@@ -13,14 +13,20 @@ ranks were sent the same and a tensor without data (`meta`) has its branch too.
   over keys.
 - `averages`: the result is the mean over ranks of what they sent. Rules that are no mean (a median, a weighted or a
   private mean) say no, and state what holds for them instead; it is still called the mean where drivers speak of it.
+- `linear`: the result is linear in what the ranks sent, so that what is sent in parts, over several steps, adds up to
+  what the whole would have become. Error feedback and EF21 send in parts. A mean is linear, and so is a weighted mean;
+  a median is not, nor is a choice by distances.
+- `carries_momentum`: what is sent contains momentum already, which nobody should add again.
 - `sums_in_halves`: sums over ranks are rounded to 16 bits, and estimates that are never corrected would drift by it.
-- `fewest_ranks`: a rule may need several to make sense; `require_ranks` refuses fewer.
+- `fewest_ranks`, `rank_multiple`: a rule may need several ranks to make sense, and nodes of m ranks need a multiple of
+  m; `require_ranks` refuses other numbers.
 - `repeatable`: equal inputs, states and seeds give equal results. Noise for privacy must not.
 - `assign(parameter)` says which reducer serves a parameter: usually itself, for a policy somebody else.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Generator, Iterable, Iterator
 from dataclasses import dataclass
@@ -104,6 +110,16 @@ class Reducer(ABC):
         return True
 
     @property
+    def linear(self) -> bool:
+        """Whether results of what is sent in parts add up to the result of the whole: a mean's do."""
+        return self.averages
+
+    @property
+    def carries_momentum(self) -> bool:
+        """Whether momentum is added before sending: in one of its parts."""
+        return any(part.carries_momentum for part in _parts(vars(self).values()))
+
+    @property
     def sums_in_halves(self) -> bool:
         """Whether sums over ranks are rounded to 16 bits, of which no rank's residual knows: in one of its parts."""
         return any(part.sums_in_halves for part in _parts(vars(self).values()))
@@ -114,16 +130,26 @@ class Reducer(ABC):
         return 1
 
     @property
+    def rank_multiple(self) -> int:
+        """The number of ranks must be a multiple of this: of what all its parts ask for."""
+        return math.lcm(*(part.rank_multiple for part in _parts(vars(self).values())))
+
+    @property
     def repeatable(self) -> bool:
         """Whether a run with the same seed is the same run."""
         return True
 
     def require_ranks(self, world_size: int) -> None:
-        """Refuse a world that is too small.
+        """Refuse a number of ranks that this reducer cannot serve.
 
         Raises:
-            CompositionError: fewer ranks than `fewest_ranks`.
+            CompositionError: fewer ranks than `fewest_ranks`, or a number that is no multiple of `rank_multiple`.
         """
+        if world_size % self.rank_multiple:
+            raise CompositionError(
+                f"{self.rank_multiple} ranks a node do not divide the {world_size} ranks of this run: give node= "
+                f"(node_size) a number that divides {world_size}, or leave it out"
+            )
         if world_size < self.fewest_ranks:
             raise CompositionError(
                 f"{self} needs at least {self.fewest_ranks} ranks, and this run has {world_size}: add ranks, tolerate "
@@ -191,6 +217,24 @@ def as_reducer(given: object) -> Reducer:
     raise CompositionError(f"{given!r} is no reducer: parse a spec, put a codec into an exchange (TwoShot)")
 
 
+def require_linear(inner: Reducer, memory: str) -> None:
+    """Refuse memory of what was not sent around a result that is not linear in what was sent.
+
+    Args:
+        inner: what the memory goes around.
+        memory: its name in the error, e.g. "error feedback".
+
+    Raises:
+        CompositionError: an `inner` that is not `linear`.
+    """
+    if not inner.linear:
+        raise CompositionError(
+            f"{memory} over {inner} would deliver something else than it makes of the gradient, which is sent in "
+            "parts: what it makes of the parts does not add up to that. Write ef=off, which gives up what a codec "
+            "loses, or leave the codec out"
+        )
+
+
 def _parts(values: Iterable[object]) -> Iterator[Reducer]:
     """The reducers among some values, in tuples too."""
     for value in values:
@@ -224,6 +268,11 @@ class Wrapper(Reducer):
     def averages(self) -> bool:
         """The inner reducer's."""
         return self.inner.averages
+
+    @property
+    def linear(self) -> bool:
+        """The inner reducer's."""
+        return self.inner.linear
 
     @property
     def fewest_ranks(self) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor
 from gradwire.core.errors import CompositionError
 from gradwire.core.grain import Grain, flat_grain, matrix_grain
 from gradwire.core.state import Leaf, State
-from gradwire.reducers.base import Program, Reduced, Reducer, Step, Wrapper, as_reducer
+from gradwire.reducers.base import Program, Reduced, Reducer, Step, Wrapper, as_reducer, require_linear
 
 _PROBE_NUMEL = 1 << 20
 
@@ -20,15 +20,18 @@ _PROBE_NUMEL = 1 << 20
 class ErrorFeedback(Wrapper):
     """Keep e = y - sent(y), where y = x + decay * e, and reduce y (Seide 2014; Karimireddy 2019, Algorithm 1).
 
-    Needs a contraction: over anything else the residual grows without bound. Residuals are float32 even for gradients
-    in half precision. Owned state: the tensor `x` becomes the new residual, so nothing of its size is allocated.
+    Needs a contraction: over anything else the residual grows without bound. It also needs a result that is linear in
+    what is sent: a rule such as the median drops parts of payloads that this rank counts as sent. Residuals are float32
+    even for gradients in half precision. Owned state: the tensor `x` becomes the new residual, so nothing of its size
+    is allocated.
 
     Args:
         inner: a reducer whose codec is a contraction.
         decay: in (0, 1]; below 1 old errors fade and conservation no longer holds.
 
     Raises:
-        CompositionError: an inner reducer that is no contraction, or that itself consumes its input.
+        CompositionError: an inner reducer that is no contraction, that loses something and is not `linear`, or that
+            itself consumes its input.
 
     References:
         Karimireddy, Rebjock, Stich & Jaggi 2019, "Error feedback fixes SignSGD and other gradient compression
@@ -54,6 +57,8 @@ class ErrorFeedback(Wrapper):
             raise CompositionError(f"{self.inner} keeps its own residual; one error feedback is enough")
         if not 0.0 < self.decay <= 1.0:
             raise CompositionError(f"decay {self.decay} is outside (0, 1]")
+        if not self.inner.lossless:
+            require_linear(self.inner, "error feedback")
         probe = matrix_grain(1024, 1024) if self.inner.scope == "tensor" else flat_grain(_PROBE_NUMEL)
         if not self.inner.contraction(probe) and self.inner.absolute_error(probe) is None:
             raise CompositionError(

@@ -68,9 +68,10 @@ class AllReduce(Reducer):
 
     def __post_init__(self) -> None:
         if not self.codec.additive:
-            fit = "TwoShot or AllGather" if self.codec.granularity else "SparseTwoShot or AllGather"
+            fit = "TwoShot" if self.codec.granularity else "SparseTwoShot"
             raise CompositionError(
-                f"payloads of {self.codec} cannot be added, so they cannot ride an all-reduce: use {fit}"
+                f"payloads of {self.codec} cannot be added, so they cannot ride an all-reduce: use exchange=twoshot "
+                f"({fit}) or exchange=allgather (AllGather)"
             )
 
     @property
@@ -237,8 +238,8 @@ class TwoShot(Reducer):
         for codec in (self.codec, self.second):
             if not codec.granularity:
                 raise CompositionError(
-                    f"payloads of {codec} cannot be cut into shards: use SparseTwoShot, which codes each shard by "
-                    "itself, or AllGather"
+                    f"payloads of {codec} cannot be cut into shards: use SparseTwoShot (exchange=twoshot), which codes "
+                    "each shard by itself, or AllGather (exchange=allgather)"
                 )
 
     @property

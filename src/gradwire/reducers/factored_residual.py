@@ -12,10 +12,10 @@ from gradwire.core.errors import CompositionError
 from gradwire.core.grain import Grain, ParameterSpec
 from gradwire.core.key import Key
 from gradwire.core.state import Leaf, State
-from gradwire.kernels import fused
+from gradwire.kernels import matrices
 from gradwire.reducers.base import Program, Reduced, Reducer, Step
 from gradwire.reducers.error_feedback import ErrorFeedback
-from gradwire.reducers.power_sgd import gains, gaussian, unit_columns
+from gradwire.reducers.power_sgd import gains, unit_columns
 
 
 @dataclass(frozen=True)
@@ -86,23 +86,22 @@ class FactoredErrorFeedback(ErrorFeedback):
         """A residual of zero, with columns to begin the iteration from, beside the inner state."""
         batch, rows, columns = grain.shape
         rank = min(self.rank, rows, columns)
-        start = gaussian(Key(step.seed, 0, grain.name, "residual"), (batch, columns, rank), grain.device)
+        Pt = torch.zeros(batch, rank, rows, dtype=torch.float32, device=grain.device)
+        bits = Key(step.seed, 0, grain.name, "residual").bits
         return self._state(
-            torch.zeros(batch, rows, rank, dtype=torch.float32, device=grain.device),
-            start.mT,
-            self.inner.init(grain, step),
+            Pt, matrices.gaussian(bits, (batch, rank, columns), grain.device), self.inner.init(grain, step)
         )
 
     def reduce(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:
         """The inner program on X + P Q^T."""
-        P, Qt = state.tensor("P"), state.tensor("Qt")
+        Pt, Qt = state.tensor("Pt"), state.tensor("Qt")
         y = x.float().view(grain.shape)
-        y.baddbmm_(P, Qt, alpha=self.decay)
+        matrices.low_rank_(y, Pt, Qt, self.decay, add=True)
         reduced = yield from self.inner.reduce_keeping(grain, y, state.part("inner"), step)
         start = unit_columns(Qt, Key(step.seed, step.index, grain.name, "residual"))
-        found = fused.orthonormalise(torch.bmm(y, start))
-        new = self._state(found, torch.bmm(found.mT, y), reduced.state)
+        found = matrices.orthonormalise(matrices.project_columns(y, start))
+        new = self._state(found, matrices.project_rows(found, y), reduced.state)
         return Reduced(reduced.mean.to(x.dtype).view(x.shape), reduced.sent, new, reduced.bad)
 
-    def _state(self, P: Tensor, Qt: Tensor, inner: State) -> State:
-        return State(P=Leaf(P, "matrix"), Qt=Leaf(Qt.contiguous(), "matrix", scaled=True), inner=inner)
+    def _state(self, Pt: Tensor, Qt: Tensor, inner: State) -> State:
+        return State(Pt=Leaf(Pt, "matrix"), Qt=Leaf(Qt, "matrix", scaled=True), inner=inner)

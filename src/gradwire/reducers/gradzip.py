@@ -14,9 +14,10 @@ from gradwire.core.errors import CompositionError
 from gradwire.core.grain import Grain, ParameterSpec
 from gradwire.core.key import Key
 from gradwire.core.state import Leaf, State
+from gradwire.kernels import matrices
 from gradwire.reducers.base import Program, Reduced, Reducer, Step
 from gradwire.reducers.exchange import AllReduce
-from gradwire.reducers.power_sgd import SentFactors, check_rank, gains, gaussian, unit_columns, wire_dtype
+from gradwire.reducers.power_sgd import SentFactors, check_rank, gains, unit_columns, wire_dtype
 
 
 @dataclass(frozen=True)
@@ -74,10 +75,10 @@ class GradZip(Reducer):
         return self if gains(parameter, self.rank, self.min_compression_rate) else AllReduce(Identity())
 
     def init(self, grain: Grain, step: Step) -> State:
-        """Q: Gaussian columns from the key, the same on every rank."""
+        """Q transposed: Gaussian columns from the key, the same on every rank."""
         batch, rows, columns = grain.shape
-        key = Key(step.seed, 0, grain.name, "init")
-        return State(Q=Leaf(gaussian(key, (batch, columns, min(self.rank, rows, columns)), grain.device), "matrix"))
+        key, rank = Key(step.seed, 0, grain.name, "init"), min(self.rank, rows, columns)
+        return State(Qt=Leaf(matrices.gaussian(key.bits, (batch, rank, columns), grain.device), "matrix"))
 
     def contraction(self, grain: Grain) -> float | None:
         """As for PowerSGD, 1 / min(rows, columns) once Q has found the leading direction, less what is shrunk."""
@@ -86,20 +87,20 @@ class GradZip(Reducer):
     def reduce(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:
         """Two all-reduces: of P, then of Q."""
         M, wire, n = x.view(grain.shape).float(), wire_dtype(grain.dtype), step.world_size
-        P_part = torch.bmm(M, self._solved(state.tensor("Q"))).div_(n).to(wire)
-        P = (yield collective.AllReduce(P_part, consumable=True)).float()
-        Qt_part = torch.bmm(self._solved(P).mT, M).div_(n).to(wire)
+        Pt_part = matrices.project_columns(M, self._solved(state.tensor("Qt"))).div_(n).to(wire)
+        Pt = (yield collective.AllReduce(Pt_part, consumable=True)).float()
+        Qt_part = matrices.project_rows(self._solved(Pt), M).div_(n).to(wire)
         Qt = (yield collective.AllReduce(Qt_part)).float()
-        mean = torch.bmm(P, Qt).to(x.dtype).view(x.shape)
+        mean = matrices.low_rank(Pt, Qt).to(x.dtype).view(x.shape)
         key = Key(step.seed, step.index, grain.name, "revive")
-        return Reduced(mean, SentFactors(P, Qt_part, n), State(Q=Leaf(unit_columns(Qt, key), "matrix")))
+        return Reduced(mean, SentFactors(Pt, Qt_part, n), State(Qt=Leaf(unit_columns(Qt, key), "matrix")))
 
-    def _solved(self, F: Tensor) -> Tensor:
-        """F (F^T F + a I)^-1, in float64; zero where F is zero."""
-        D = F.double()
-        gram = D.mT @ D
+    def _solved(self, Ft: Tensor) -> Tensor:
+        """(F^T F + a I)^-1 F^T, in float64; zero where F is zero. Only what this rank sends depends on its rounding."""
+        Dt = Ft.double()
+        gram = Dt @ Dt.mT
         diagonal = gram.diagonal(dim1=1, dim2=2)
         # A factor of zeros would leave nothing to invert.
         a = (self.regularisation * diagonal.mean(1)).clamp_min(torch.finfo(torch.float32).tiny)
         inverse = torch.linalg.inv_ex(gram + torch.diag_embed(a[:, None].expand_as(diagonal))).inverse
-        return (D @ inverse).float()
+        return (inverse @ Dt).float()

@@ -55,8 +55,8 @@ class Hierarchical(Reducer):
     Bytes a rank sends inside its node: 2 (m - 1)/m gradients; between nodes: what `inter` sends of 1/m. Compression
     belongs on the slow axis only, so the fast one carries the gradient's own dtype. What `inter` loses of y_i, the
     rank that encoded it owes m times, and other ranks owe nothing: summed over a node this is error feedback on the
-    node's sum, so it is as stable as `inter` alone. A world that the node size does not divide is cut into nodes of
-    their greatest common divisor, which lie within the real ones; nodes of one leave `inter` alone.
+    node's sum, so it is as stable as `inter` alone. Nodes of one leave `inter` alone. In a run of one node nothing is
+    compressed, since nothing leaves it.
 
     Args:
         inter: an elementwise reducer without error feedback of its own.
@@ -64,7 +64,8 @@ class Hierarchical(Reducer):
 
     Raises:
         CompositionError: an `inter` that keeps a residual (put error feedback around this), that reduces matrices, or
-            that is no mean: a rule or a private mean would see shards, and clip or choose among them one by one.
+            that is no mean: a rule or a private mean would see shards, and clip or choose among them one by one; at the
+            first step, a number of ranks that `node_size` does not divide.
 
     >>> from gradwire.codecs import BlockInt
     >>> from gradwire.reducers import TwoShot
@@ -99,10 +100,19 @@ class Hierarchical(Reducer):
         """The inner reducer's."""
         return self.inter.conserves
 
+    @property
+    def rank_multiple(self) -> int:
+        """Whole nodes."""
+        return self.node_size
+
     def axes(self, world_size: int) -> tuple[Axis, Axis]:
-        """The axis inside a node and the axis between nodes."""
-        places = math.gcd(self.node_size, world_size)
-        return Axis(places), Axis(world_size // places, places)
+        """The axis inside a node and the axis between nodes.
+
+        Raises:
+            CompositionError: a world size that is no multiple of the node size.
+        """
+        self.require_ranks(world_size)
+        return Axis(self.node_size), Axis(world_size // self.node_size, self.node_size)
 
     def contraction(self, grain: Grain) -> float | None:
         """The inner reducer's, of a shard or of all: it holds for the sum of a node's ranks, not for each rank."""

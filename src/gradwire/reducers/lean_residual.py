@@ -13,7 +13,7 @@ from gradwire.core.grain import Grain, flat_grain, matrix_grain
 from gradwire.core.key import Key
 from gradwire.core.state import Leaf, State
 from gradwire.kernels import lowrank
-from gradwire.reducers.base import Program, Reduced, Reducer, Step, Wrapper
+from gradwire.reducers.base import Program, Reduced, Reducer, Step, Wrapper, require_linear
 from gradwire.reducers.error_feedback import ErrorFeedback
 
 
@@ -102,12 +102,15 @@ class EF21(Wrapper):
     it, and the mean drift away from theirs. Exchanges that sum in 16 bits are refused, and where the gradients
     themselves are of 16 bits, low rank wants `factors=int8`.
 
+    The mean is a sum of means of differences, so rules that are not `linear` are refused, lossless or not: medians of
+    differences do not add up to the median.
+
     Args:
         inner: a reducer whose codec is a contraction, and whose sums are float32.
 
     Raises:
-        CompositionError: an inner reducer that is no contraction, that itself consumes its input, or that sums in 16
-            bits.
+        CompositionError: an inner reducer that is no contraction, that is not `linear`, that itself consumes its input,
+            or that sums in 16 bits.
 
     References:
         Richtarik, Sokolov & Fatkhullin 2021, "EF21: a new, simpler, theoretically better, and practically faster error
@@ -132,6 +135,7 @@ class EF21(Wrapper):
     def __post_init__(self) -> None:
         if self.inner.consumes:
             raise CompositionError(f"{self.inner} keeps its own residual; one memory is enough")
+        require_linear(self.inner, "EF21")
         probe = matrix_grain(1024, 1024) if self.inner.scope == "tensor" else flat_grain(1 << 20)
         if not self.inner.contraction(probe):
             raise CompositionError(f"EF21 over {self.inner} would not converge, since it is no contraction")

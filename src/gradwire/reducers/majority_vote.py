@@ -91,6 +91,6 @@ def _count(received: Tensor, cut: _Cut, step: Step) -> Tensor:
     scales, bits = cut.row.views(wire)
     rows = [cut.row.views(row) for row in received]
     ordered, n = torch.stack([row[0] for row in rows]).sort(0).values, len(rows)
-    torch.lerp(ordered[(n - 1) // 2], ordered[n // 2], 0.5, out=scales)
+    scales.copy_(ordered[(n - 1) // 2] * 0.5 + ordered[n // 2] * 0.5)
     quantise.majority(torch.stack([row[1] for row in rows]), step.index % step.world_size, bits)
     return wire

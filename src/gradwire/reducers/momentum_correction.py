@@ -14,7 +14,7 @@ from gradwire.core import collective
 from gradwire.core.errors import CompositionError
 from gradwire.core.grain import Grain, ParameterSpec, flat_grain
 from gradwire.core.state import Leaf, State
-from gradwire.reducers.base import Program, Reduced, Reducer, Step, Wrapper
+from gradwire.reducers.base import Program, Reduced, Reducer, Step, Wrapper, require_linear
 from gradwire.reducers.exchange import AllGather
 from gradwire.reducers.scheduled import Scheduled
 
@@ -34,18 +34,22 @@ class MomentumCorrection(Wrapper):
     nothing was sent, u is zero too, unless the two cancelled to the last bit: then that momentum is forgotten, which
     keeping apart would cost a pass over memory each step.
 
-    With `clip`, g is scaled so that its norm is at most clip / sqrt(n) before it is added (local gradient clipping,
-    Section 3.2). The norm is that of the grain, not of the model: give each grain its share.
+    With `clip`, each of n ranks scales its own gradient before adding it, so that its norm is at most clip / sqrt(n)
+    (local gradient clipping, Section 3.2: independent gradients of n ranks sum to sqrt(n) times the norm of one). The
+    norm is that of all gradients which this reducer serves, whatever their grains. It is taken of the rank's own
+    gradient, which is not divided by n. The norm of the mean is therefore at most clip / sqrt(n), and about clip / n
+    where gradients are independent.
 
     Owned state: `x` becomes the new u, and v takes turns with a scratch tensor, so nothing of their size is allocated.
 
     Args:
         inner: a contraction that keeps no residual: `AllGather(TopK(...))`, or a `Scheduled` one.
         momentum: m, in [0, 1). With 0 this is error feedback.
-        clip: the most that the norm of a grain's mean gradient should be; 0 for none.
+        clip: sqrt(n) times the largest norm of one rank's gradient; 0 clips nothing.
 
     Raises:
-        CompositionError: an inner reducer that is no contraction or keeps its input, momentum or clip out of range.
+        CompositionError: an inner reducer that is no contraction, that loses something and is not `linear`, or that
+            keeps its input; momentum or clip out of range.
 
     References:
         Lin, Han, Mao, Wang & Dally 2018, "Deep gradient compression: reducing the communication bandwidth for
@@ -66,6 +70,8 @@ class MomentumCorrection(Wrapper):
     def __post_init__(self) -> None:
         if self.inner.consumes:
             raise CompositionError(f"{self.inner} keeps its own residual; momentum correction keeps one already")
+        if not self.inner.lossless:
+            require_linear(self.inner, "momentum correction")
         if not 0.0 <= self.momentum < 1.0:
             raise CompositionError(f"momentum {self.momentum} is outside [0, 1)")
         if not self.clip >= 0.0:
@@ -75,6 +81,11 @@ class MomentumCorrection(Wrapper):
                 f"momentum correction over {self.inner} is not possible: it takes an elementwise contraction, e.g. "
                 "AllGather(TopK(0.01))"
             )
+
+    @property
+    def carries_momentum(self) -> bool:
+        """Unless it is zero."""
+        return self.momentum > 0
 
     def around(self, inner: Reducer) -> Reducer:
         """The same around another reducer."""

@@ -70,6 +70,11 @@ class Partition(Reducer):
         return all(reducer.averages for reducer in self._reducers())
 
     @property
+    def linear(self) -> bool:
+        """Where all its reducers are."""
+        return all(reducer.linear for reducer in self._reducers())
+
+    @property
     def fewest_ranks(self) -> int:
         """The most that one of its reducers needs."""
         return max(reducer.fewest_ranks for reducer in self._reducers())

@@ -17,7 +17,7 @@ from gradwire.core.errors import CompositionError
 from gradwire.core.grain import Grain, ParameterSpec, flat_grain
 from gradwire.core.key import Key
 from gradwire.core.state import Leaf, State
-from gradwire.kernels import fused, lowrank
+from gradwire.kernels import lowrank, matrices
 from gradwire.reducers.base import Program, Reduced, Reducer, Step
 from gradwire.reducers.exchange import AllReduce, TwoShot
 
@@ -29,15 +29,19 @@ FACTOR_BLOCK = 64
 
 @dataclass(frozen=True, eq=False)
 class SentFactors:
-    """scale * P Qt: what this rank's matrices contribute to the mean."""
+    """scale * P Q^T: what this rank's matrices contribute to the mean. Both factors are transposed."""
 
-    P: Tensor
+    Pt: Tensor
     Qt: Tensor
     scale: float = 1.0
 
     def subtract_from(self, x: Tensor) -> None:
-        """x -= scale * P Qt."""
-        x.baddbmm_(self.P.to(x.dtype), self.Qt.to(x.dtype), alpha=-self.scale)
+        """x -= scale * P Q^T."""
+        Pt, Qt = self.Pt.float(), self.Qt.float()
+        if x.dtype == torch.float32 and x.is_contiguous():
+            matrices.subtract_low_rank_(x, Pt, Qt, self.scale)
+        else:
+            x.sub_(matrices.low_rank(Pt, Qt) * self.scale)
 
 
 class _Shared(NamedTuple):
@@ -49,9 +53,9 @@ class _Shared(NamedTuple):
 
 
 class _Factors(NamedTuple):
-    """P (batch, rows, rank), and Q transposed."""
+    """P transposed (batch, rank, rows), and Q transposed."""
 
-    P: Tensor
+    Pt: Tensor
     Qt: _Shared
 
 
@@ -74,7 +78,7 @@ class PowerSGD(Reducer):
     the bytes of 16 bits. Here nothing is lost: what the second rounding takes from its shard of Q the shard's owner
     owes, as a multiple of P. Matrices of one shape are one batch.
 
-    P is made orthonormal by `kernels.fused.orthonormalise`, finite for rank-deficient and all-zero matrices. Between
+    P is made orthonormal by `kernels.matrices.orthonormalise`, finite for rank-deficient and all-zero matrices. Between
     steps each column of Q is scaled by a power of two to a largest magnitude in [1, 2): that changes no span, and MQ
     then is of the size of M and not of its square, which half precision may not hold. Columns that vanish are redrawn
     from the key, so a layer whose gradient was zero gets through when it comes back. Parameters too small to gain go
@@ -135,14 +139,14 @@ class PowerSGD(Reducer):
         return self if gains(parameter, self.rank, self.min_compression_rate) else AllReduce(Identity())
 
     def init(self, grain: Grain, step: Step) -> State:
-        """Q: Gaussian columns from the key, the same on every rank."""
+        """Q transposed: Gaussian columns from the key, the same on every rank."""
         if not self.warm_start:
             return State()
-        return State(Q=Leaf(self._drawn(grain, Key(step.seed, 0, grain.name, "init")), "matrix"))
+        return State(Qt=Leaf(self._drawn(grain, Key(step.seed, 0, grain.name, "init")), "matrix"))
 
     def _drawn(self, grain: Grain, key: Key) -> Tensor:
         batch, rows, columns = grain.shape
-        return gaussian(key, (batch, columns, min(self.rank, rows, columns)), grain.device)
+        return matrices.gaussian(key.bits, (batch, min(self.rank, rows, columns), columns), grain.device)
 
     def contraction(self, grain: Grain) -> float | None:
         """1 / min(rows, columns) once Q has found the leading direction; no bound holds for a single step of it.
@@ -165,26 +169,25 @@ class PowerSGD(Reducer):
         for i in range(1, self.iterations):
             again = unit_columns(found.Qt.mean, Key(step.seed, step.index, grain.name, f"iteration {i}"))
             found = yield from self._iterate(M, again, grain, step)
-        P, Qt = found
-        mean = torch.bmm(P, Qt.mean).to(x.dtype).view(x.shape)
-        sent = SentFactors(P, Qt.part, Qt.scale) if self.sent == "local" else SentFactors(P, Qt.mean)
+        Pt, Qt = found
+        mean = matrices.low_rank(Pt, Qt.mean).to(x.dtype).view(x.shape)
+        sent = SentFactors(Pt, Qt.part, Qt.scale) if self.sent == "local" else SentFactors(Pt, Qt.mean)
         return Reduced(mean, sent, self._next(start, Qt.mean, grain, step))
 
-    def _iterate(self, M: Tensor, Q: Tensor, grain: Grain, step: Step) -> Generator[Collective, Tensor, _Factors]:
+    def _iterate(self, M: Tensor, Qt: Tensor, grain: Grain, step: Step) -> Generator[Collective, Tensor, _Factors]:
         """One step of subspace iteration on the mean of M."""
-        P = fused.orthonormalise((yield from self._mean_of_columns(torch.bmm(M, Q), grain, step)))
-        # P^T M reads M row by row and takes a third of the time of M^T P.
-        return _Factors(P, (yield from self._shared(torch.bmm(P.mT, M), grain, step)))
+        MQt = yield from self._mean_of_columns(matrices.project_columns(M, Qt), grain, step)
+        Pt = matrices.orthonormalise(MQt)
+        return _Factors(Pt, (yield from self._shared(matrices.project_rows(Pt, M), grain, step)))
 
-    def _mean_of_columns(self, MQ: Tensor, grain: Grain, step: Step) -> Generator[Collective, Tensor, Tensor]:
-        """The mean of M Q, of which nobody owes what rounding takes. `MQ` is used up."""
+    def _mean_of_columns(self, MQt: Tensor, grain: Grain, step: Step) -> Generator[Collective, Tensor, Tensor]:
+        """The mean of M Q transposed, of which nobody owes what rounding takes. `MQt` is used up."""
         if self.factors not in FACTOR_BITS:
-            return (yield collective.AllReduce(self._part(MQ, grain, step), consumable=True)).float()
-        # Columns differ in size, so each wants scales of its own: blocks run along them.
-        columns = MQ.mT.contiguous()
-        flat = flat_grain(columns.numel(), f"{grain.name} P", device=str(columns.device))
-        reduced = yield from self._integers.reduce(flat, columns.view(-1), State(), step)
-        return reduced.mean.view(columns.shape).mT.contiguous()
+            return (yield collective.AllReduce(self._part(MQt, grain, step), consumable=True)).float()
+        # Columns of M Q differ in size, so each wants scales of its own: blocks run along them.
+        flat = flat_grain(MQt.numel(), f"{grain.name} P", device=str(MQt.device))
+        reduced = yield from self._integers.reduce(flat, MQt.view(-1), State(), step)
+        return reduced.mean.view(MQt.shape)
 
     def _shared(self, Qt: Tensor, grain: Grain, step: Step) -> Generator[Collective, Tensor, _Shared]:
         """The mean of Q transposed, and this rank's part in it. `Qt` is used up."""
@@ -209,8 +212,8 @@ class PowerSGD(Reducer):
         return TwoShot(BlockInt(FACTOR_BITS[self.factors], FACTOR_BLOCK))
 
     def _start(self, grain: Grain, state: State, step: Step) -> Tensor:
-        """The Q to begin with, (batch, columns, rank)."""
-        leaf = state.get("Q")
+        """The Q to begin with, transposed: (batch, rank, columns)."""
+        leaf = state.get("Qt")
         if isinstance(leaf, Leaf):
             return leaf.tensor
         return self._drawn(grain, Key(step.seed, step.index, grain.name, "start"))
@@ -221,16 +224,17 @@ class PowerSGD(Reducer):
             return State()
         fresh = unit_columns(Qt, Key(step.seed, step.index, grain.name, "revive"))
         if self.momentum:
-            agrees = (fresh * start).sum(1, keepdim=True) >= 0
-            fresh = fresh.lerp(torch.where(agrees, start, -start), self.momentum)
-        return State(Q=Leaf(fresh, "matrix"))
+            agrees = matrices.products(fresh, start) >= 0
+            start = torch.where(agrees[:, :, None], start, -start)
+            fresh = fresh.mul_(1.0 - self.momentum).add_(start.mul_(self.momentum))
+        return State(Qt=Leaf(fresh, "matrix"))
 
 
 def unit_columns(Qt: Tensor, key: Key) -> Tensor:
-    """Q of (batch, columns, rank) with scaled columns, those of zeros redrawn: they would stay zero for ever."""
+    """Q transposed, (batch, rank, columns), with scaled columns; those of zeros are redrawn, or they would stay."""
     scaled = Qt.clone(memory_format=torch.contiguous_format)
     lowrank.unit_rows_(scaled.view(-1, Qt.shape[2]), key.bits)
-    return scaled.mT
+    return scaled
 
 
 def gains(parameter: ParameterSpec, rank: int, min_compression_rate: float) -> bool:
@@ -256,14 +260,3 @@ def check_rank(rank: int, min_compression_rate: float) -> None:
 def wire_dtype(dtype: torch.dtype) -> torch.dtype:
     """What factors travel in: 16-bit gradients' own dtype, else float32."""
     return dtype if dtype.itemsize == 2 else torch.float32
-
-
-def gaussian(key: Key, shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """Draw standard normal numbers that depend on the key alone.
-
-    Drawn on the CPU, so that every device gets the same.
-    """
-    if device.type == "meta":
-        return torch.empty(shape, dtype=torch.float32, device=device)
-    generator = torch.Generator().manual_seed(key.bits & (2**63 - 1))
-    return torch.randn(shape, generator=generator, dtype=torch.float32).to(device)

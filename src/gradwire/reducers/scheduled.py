@@ -40,7 +40,8 @@ class Scheduled(Reducer):
         if not self.stages or any(steps < 0 for steps, _ in self.stages):
             raise CompositionError("a schedule needs at least one stage, and steps that are 0 or more")
         for _, reducer in self.stages:
-            if reducer.consumes or reducer.init(flat_grain(8), Step(0, 0, 2)):
+            ranks = reducer.rank_multiple * max(2, reducer.fewest_ranks)
+            if reducer.consumes or reducer.init(flat_grain(8), Step(0, 0, ranks)):
                 raise CompositionError(
                     f"{reducer} keeps state, which would be left behind when its stage ends: put error feedback around "
                     "the schedule, or use WarmUp"
@@ -63,6 +64,11 @@ class Scheduled(Reducer):
     def averages(self) -> bool:
         """Where all stages do."""
         return all(reducer.averages for _, reducer in self.stages)
+
+    @property
+    def linear(self) -> bool:
+        """Where all stages are."""
+        return all(reducer.linear for _, reducer in self.stages)
 
     @property
     def repeatable(self) -> bool:

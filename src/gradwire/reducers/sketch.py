@@ -13,9 +13,10 @@ from gradwire.core import collective
 from gradwire.core.grain import Grain, ParameterSpec
 from gradwire.core.key import Key
 from gradwire.core.state import State
+from gradwire.kernels import matrices
 from gradwire.reducers.base import Program, Reduced, Reducer, Step
 from gradwire.reducers.exchange import AllReduce
-from gradwire.reducers.power_sgd import SentFactors, check_rank, gaussian, wire_dtype
+from gradwire.reducers.power_sgd import SentFactors, check_rank, wire_dtype
 
 
 @dataclass(frozen=True)
@@ -75,13 +76,14 @@ class Sketch(Reducer):
     def reduce(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:
         """One all-reduce."""
         M = x.view(grain.shape).float()
-        S = directions(step.key(grain, "sketch").shared, grain.shape[2], self.rank, x.device)
-        part = torch.matmul(M, S).div_(step.world_size).to(wire_dtype(grain.dtype))
-        MS = (yield collective.AllReduce(part)).float()
-        St = S.mT.expand(grain.shape[0], -1, -1)
-        return Reduced(torch.bmm(MS, St).to(x.dtype).view(x.shape), SentFactors(part, St, step.world_size), state)
+        St = directions(step.key(grain, "sketch").shared, grain.shape[2], self.rank, x.device)
+        St = St.expand(grain.shape[0], -1, -1)
+        part = matrices.project_columns(M, St).div_(step.world_size).to(wire_dtype(grain.dtype))
+        MSt = (yield collective.AllReduce(part)).float()
+        mean = matrices.low_rank(MSt, St).to(x.dtype).view(x.shape)
+        return Reduced(mean, SentFactors(part, St, step.world_size), state)
 
 
 def directions(key: Key, columns: int, rank: int, device: torch.device) -> Tensor:
-    """Return (columns, min(rank, columns)) orthonormal columns, uniform over subspaces: Gaussian, then QR."""
-    return torch.linalg.qr(gaussian(key, (columns, min(rank, columns)), device)).Q
+    """S transposed, (min(rank, columns), columns): orthonormal rows, uniform over subspaces, as Gaussian ones are."""
+    return matrices.orthonormalise(matrices.gaussian(key.bits, (1, min(rank, columns), columns), device))[0]

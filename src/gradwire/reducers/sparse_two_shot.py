@@ -59,11 +59,13 @@ class SparseTwoShot(Reducer):
         if self.second is None:  # pyright: ignore[reportUnnecessaryComparison]
             object.__setattr__(self, "second", self.codec)
         if self.codec.additive:
-            raise CompositionError(f"payloads of {self.codec} can be added, which costs no second shot: use AllReduce")
+            raise CompositionError(
+                f"payloads of {self.codec} can be added, which costs no second shot: use exchange=allreduce (AllReduce)"
+            )
         if not (self.second.lossless or self.second.unbiased or self._owes()):
             raise CompositionError(
                 f"{self.second} is no contraction, so a shard's owner could not keep what it loses in the second shot: "
-                "use bf16 or fp32 values, or AllGather"
+                "use bf16 or fp32 values, or exchange=allgather (AllGather)"
             )
 
     @property

@@ -13,6 +13,7 @@ from gradwire.core import collective
 from gradwire.core.grain import Grain, ParameterSpec
 from gradwire.core.payload import Field, Layout, Payload
 from gradwire.core.state import State
+from gradwire.kernels import matrices
 from gradwire.reducers.base import Program, Reduced, Reducer, Step
 from gradwire.reducers.exchange import AllReduce
 from gradwire.reducers.power_sgd import SentFactors, check_rank, gains, wire_dtype
@@ -74,12 +75,12 @@ class SVD(Reducer):
         rows = yield collective.AllGather(wire)
         mean = torch.zeros(grain.shape, dtype=torch.float32, device=x.device)
         for row in rows:
-            P, Qt = _factors(layout.views(row), grain)
-            mean.baddbmm_(P.float(), Qt.float(), alpha=1.0 / step.world_size)
+            Pt, Qt = _factors(layout.views(row), grain)
+            matrices.low_rank_(mean, Pt.float(), Qt.float(), 1.0 / step.world_size, add=True)
         return Reduced(mean.to(x.dtype).view(x.shape), SentFactors(*own), state)
 
     def _layout(self, grain: Grain) -> Layout:
-        """P, then Q^T."""
+        """P^T, then Q^T."""
         batch, rows, columns = grain.shape
         rank, dtype = min(self.rank, rows, columns), wire_dtype(grain.dtype)
         return Layout((Field(dtype, batch * rows * rank), Field(dtype, batch * rank * columns)))
@@ -87,15 +88,15 @@ class SVD(Reducer):
 
 def _factors(payload: Payload, grain: Grain) -> tuple[Tensor, Tensor]:
     batch, rows, columns = grain.shape
-    P, Qt = payload
-    rank = P.numel() // (batch * rows) if batch * rows else 0
-    return P.view(batch, rows, rank), Qt.view(batch, rank, columns)
+    Pt, Qt = payload
+    rank = Pt.numel() // (batch * rows) if batch * rows else 0
+    return Pt.view(batch, rank, rows), Qt.view(batch, rank, columns)
 
 
-def _decompose(M: Tensor, P: Tensor, Qt: Tensor) -> None:
-    """Write U_r S_r and V_r^T of M; NaN where M is not finite, which the decomposition would refuse."""
+def _decompose(M: Tensor, Pt: Tensor, Qt: Tensor) -> None:
+    """Write (U_r S_r)^T and V_r^T of M; NaN where M is not finite, which the decomposition would refuse."""
     finite = torch.isfinite(M)
     U, s, Vt = torch.linalg.svd(torch.where(finite, M, 0.0), full_matrices=False)
-    rank = P.shape[1]
-    P.copy_(torch.where(finite.all(), U[:, :rank] * s[:rank], float("nan")))
+    rank = Pt.shape[0]
+    Pt.copy_(torch.where(finite.all(), U[:, :rank] * s[:rank], float("nan")).mT)
     Qt.copy_(Vt[:rank])

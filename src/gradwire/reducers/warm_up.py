@@ -68,6 +68,11 @@ class WarmUp(Reducer):
         return self.before.averages and self.after.averages
 
     @property
+    def linear(self) -> bool:
+        """Where both are."""
+        return self.before.linear and self.after.linear
+
+    @property
     def fewest_ranks(self) -> int:
         """What the more demanding needs."""
         return max(self.before.fewest_ranks, self.after.fewest_ranks)

@@ -38,7 +38,7 @@ class WorkerMomentum(Wrapper):
         momentum: in [0, 1).
 
     Raises:
-        CompositionError: momentum out of range.
+        CompositionError: momentum out of range, or an inner reducer that carries momentum already.
 
     References:
         Karimireddy, He & Jaggi 2021, "Learning from history for Byzantine robust optimization", Algorithm 2;
@@ -56,11 +56,21 @@ class WorkerMomentum(Wrapper):
     conserves: ClassVar[bool] = False  # what m will add later is owed to nobody yet
 
     @property
+    def carries_momentum(self) -> bool:
+        """True."""
+        return True
+
+    @property
     def lossless(self) -> bool:
         """False: the mean is not that of this step's gradients."""
         return False
 
     def __post_init__(self) -> None:
+        if self.inner.carries_momentum:
+            raise CompositionError(
+                f"{self.inner} has momentum of its own, and worker_momentum would apply it twice: leave "
+                "worker_momentum out, or take a method without momentum (topk:0.01,worker_momentum=0.9)"
+            )
         if not 0.0 <= self.momentum < 1.0:
             raise CompositionError(
                 f"worker_momentum {self.momentum} is outside [0, 1): it is the share of the old average, e.g. 0.5"

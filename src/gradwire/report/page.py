@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 import math
-import statistics
 from collections.abc import Iterable, Sequence
 from importlib import resources
 from pathlib import Path
@@ -16,13 +15,17 @@ from gradwire.bench.results import (
     FP32,
     Comparison,
     Row,
+    mean,
     smooth,
     summarise,
     target_loss,
-    write_atomically,
 )
+from gradwire.bench.storage import write_atomically
+from gradwire.bench.verdict import Finding, Verdict, judge
 from gradwire.report import text
-from gradwire.report.charts import NARROW, WIDE, Bar, LineChart, Point, Series, bar_svg
+from gradwire.report.axes import NARROW, WIDE
+from gradwire.report.bars import Bar, bar_svg
+from gradwire.report.charts import LineChart, Point, Series
 
 COLOURS = 7
 
@@ -45,7 +48,7 @@ COLUMNS = (
     ("to target", "Seconds of training until the smoothed training loss (or the metric, if the target names one) first "
      "reaches the target."),
     ("vs fp32, vs 16 bit", "Iso-accuracy speed-up: the baseline's time to the target over this method's, mean "
-     "over paired seeds with the range in brackets."),
+     "over paired seeds with the range in brackets. Where the evidence does not carry one, the reason instead."),
 )  # fmt: skip
 
 
@@ -56,24 +59,25 @@ def write_report(comparison: Comparison, path: Path) -> None:
 
 def render(comparison: Comparison) -> str:
     """The report as HTML."""
-    rows = summarise(comparison)
+    rows, verdict = summarise(comparison), judge(comparison)
     template = Template(_resource("template.html"))
     return template.substitute(
         style=_resource("style.css"),
         script=_resource("script.js"),
         title=html.escape(f"gradwire compare: {comparison.task['name']}"),
-        headline=html.escape(headline(comparison, rows)),
+        headline=html.escape(verdict.headline),
         lede=html.escape(lede(comparison)),
+        findings=_findings(verdict),
         legend=_legend(comparison),
         loss_time=_lines(comparison, "s"),
         loss_bytes=_lines(comparison, "bytes"),
         bars=_bars(rows),
-        table=_table(rows, comparison),
+        table=_table(rows, comparison, verdict),
         wire=_wire_table(rows),
         failures=_failures(rows),
         columns=_definitions(COLUMNS),
         conditions=_definitions(_conditions(comparison)),
-        notes=html.escape(target_note(comparison)),
+        notes=html.escape(f"{target_note(comparison)} {verdict.learned_text}".strip()),
     )
 
 
@@ -84,25 +88,25 @@ def _resource(name: str) -> str:
 # ---------------------------------------------------------------------------------------------- words
 
 
-def headline(comparison: Comparison, rows: Sequence[Row]) -> str:
-    """The finding in one sentence."""
-    ours = [row for row in rows if not row.method.startswith("torch:")]
-    reached = [(row.speed_up.mean, row) for row in ours or rows if row.speed_up and row.method != FP32]
-    if not reached:
-        return f"What {comparison.options['rate']} costs, and what compression gives back"
-    gain, best = max(reached, key=lambda pair: pair[0])
-    sooner = f"{text.significant(gain, 2)} times as soon as" if gain >= 1 else "later than"
-    return f"{best.method} reaches the target {sooner} torch:fp32"
-
-
 def lede(comparison: Comparison) -> str:
     """What was done, in one sentence."""
     seeds = len({run.seed for run in comparison.runs})
     return (
         f"{comparison.task['description'] or comparison.task['name']}; "
-        f"{comparison.options['hosts']} hosts, links of {comparison.options['rate']}, "
-        f"{seeds} seed{'s' if seeds > 1 else ''}."
+        f"{text.counted(comparison.options['hosts'], 'host')}, links of {comparison.options['rate']}, "
+        f"{text.counted(seeds, 'seed')}."
     )
+
+
+def _findings(verdict: Verdict) -> str:
+    """What was found beyond the headline, as a list; empty where there is nothing to say."""
+    items = [f"<li>{html.escape(verdict.pays)}</li>"] if verdict.pays else []
+    items += [_finding(finding) for finding in verdict.findings]
+    return f'<ul class="findings">{"".join(items)}</ul>' if items else ""
+
+
+def _finding(finding: Finding) -> str:
+    return f'<li class="{"forbids" if finding.forbids else "caveat"}">{html.escape(finding.text)}</li>'
 
 
 def target_note(comparison: Comparison) -> str:
@@ -171,25 +175,30 @@ def _points(comparison: Comparison, method: str, unit: str) -> list[Point]:
     places = [run.times_s if unit == "s" else run.tx_bytes for run in runs]
     points: list[Point] = []
     for xs, ys in zip(zip(*places, strict=False), zip(*losses, strict=False), strict=False):
-        points.append(Point(statistics.fmean(xs), statistics.fmean(ys), min(ys), max(ys)))
-    return points
+        points.append(Point(mean(xs), mean(ys), min(ys), max(ys)))
+    # on a logarithmic axis nothing sent has no place
+    return [point for point in points if unit == "s" or point.x >= 1]
 
 
 def _shown_target(comparison: Comparison) -> float | None:
     targets = [target_loss(comparison, seed) for seed in {run.seed for run in comparison.runs}]
     known = [target for target in targets if target is not None]
-    return statistics.fmean(known) if known else None
+    return mean(known) if known else None
 
 
 def _y_top(comparison: Comparison) -> float | None:
-    """Where the steep beginning is cut off: the loss after a twentieth of the longest run."""
-    starts: list[float] = []
-    for run in comparison.runs:
-        if run.has_accuracy and run.steps:
-            losses = smooth(run.losses, comparison.smoothing)
-            starts.append(losses[len(losses) // 20])
-    finite = [loss for loss in starts if math.isfinite(loss)]
-    return max(finite) if finite else None
+    """Where the steep beginning is cut off: at the highest loss after the first twentieth of any run.
+
+    A run that leaves all others behind, upwards, is cut off too: at ten times the height of what the others need.
+    """
+    runs = [run for run in comparison.runs if run.has_accuracy and run.steps]
+    smoothed = [smooth(run.losses, comparison.smoothing) for run in runs]
+    rests = [[loss for loss in losses[len(losses) // 20 :] if math.isfinite(loss)] for losses in smoothed]
+    rests = [rest for rest in rests if rest]
+    if not rests:
+        return None
+    start = max(rest[0] for rest in rests)
+    return min(max(map(max, rests)), start + 10 * (start - min(map(min, rests))))
 
 
 def _bars(rows: Sequence[Row]) -> str:
@@ -200,8 +209,8 @@ def _bars(rows: Sequence[Row]) -> str:
     ]
     floor = next((row.step_ms for row in rows if row.method == FLOOR), None)
     title = "Where the time of a step went"
-    wide = bar_svg(title, bars, floor, width=1096, left=190)
-    narrow = bar_svg(title, bars, floor, width=350, left=124)
+    wide = bar_svg(title, bars, floor, width=1096)
+    narrow = bar_svg(title, bars, floor, width=350)
     return f'<div class="wide">{wide}</div><div class="narrow">{narrow}</div>'
 
 
@@ -219,8 +228,11 @@ def _legend(comparison: Comparison) -> str:
 # --------------------------------------------------------------------------------------------- tables
 
 
-def cells(row: Row) -> list[str]:
-    """The figures of a method as text, in the order of the table's columns."""
+def cells(row: Row, verdict: Verdict) -> list[str]:
+    """The figures of a method as text, in the order of the table's columns; no speed-up that the verdict forbids."""
+    sound = row.loss is not None and verdict.unsound is None
+    gains = (row.speed_up, row.speed_up_16bit) if sound else (None, None)
+    why_not = verdict.why_not(row.method) if sound else None
     return [
         text.si_bytes(row.bytes_per_step),
         text.times(row.ratio),
@@ -232,8 +244,7 @@ def cells(row: Row) -> list[str]:
         text.spread(row.metric),
         text.gap(row.metric_gap),
         text.target_time(row),
-        text.speed_up(row.speed_up, row),
-        text.speed_up(row.speed_up_16bit, row),
+        *(text.speed_up(gain, why_not) for gain in gains),
     ]
 
 
@@ -245,8 +256,8 @@ def headings(comparison: Comparison) -> list[str]:
     ]  # fmt: skip
 
 
-def _table(rows: Sequence[Row], comparison: Comparison) -> str:
-    body = [([row.method, *cells(row)], row.label) for row in rows]
+def _table(rows: Sequence[Row], comparison: Comparison, verdict: Verdict) -> str:
+    body = [([row.method, *cells(row, verdict)], row.label) for row in rows]
     return _html_table(headings(comparison), body)
 
 

@@ -8,6 +8,7 @@ go to even, and multiplications are never fused with additions. Sums are taken i
 
 from __future__ import annotations
 
+from gradwire.kernels.cuda import matrices
 from gradwire.kernels.cuda.blocks import (
     block_int_accumulate,
     block_int_decode,
@@ -19,7 +20,6 @@ from gradwire.kernels.cuda.blocks import (
     sign_decode,
     sign_encode,
 )
-from gradwire.kernels.cuda.orthogonal import orthonormalise
 from gradwire.kernels.cuda.packing import pack_bits, unpack_bits
 from gradwire.kernels.cuda.random import permuted_indices, stratified_indices, uniform
 from gradwire.kernels.cuda.selection import (
@@ -42,7 +42,7 @@ __all__ = [
     "block_int_encode",
     "block_int_reduce",
     "gather",
-    "orthonormalise",
+    "matrices",
     "pack_bits",
     "permuted_indices",
     "qsgd_accumulate",

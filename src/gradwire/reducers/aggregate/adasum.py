@@ -13,6 +13,7 @@ from gradwire.core import collective
 from gradwire.core.grain import Grain
 from gradwire.core.state import State
 from gradwire.kernels import robust
+from gradwire.reducers.aggregate.rule import in_order_sum
 from gradwire.reducers.aggregate.shards import add_in_order, cut, join, rows_of, shard_numel
 from gradwire.reducers.base import Program, Reduced, Reducer, Step
 from gradwire.reducers.exchange import SentAll
@@ -93,9 +94,9 @@ def _node(G: Tensor, leaves: list[Tensor]) -> Tensor:
         return leaves[0]
     half = (len(leaves) + 1) // 2
     a, b = _node(G, leaves[:half]), _node(G, leaves[half:])
-    Ga, Gb = (G @ a[..., None])[..., 0], (G @ b[..., None])[..., 0]
-    both = (a * Gb).sum(-1)
-    return a * _share(both, (a * Ga).sum(-1)) + b * _share(both, (b * Gb).sum(-1))
+    Ga, Gb = in_order_sum(G * a[..., None, :]), in_order_sum(G * b[..., None, :])
+    both = in_order_sum(a * Gb)
+    return a * _share(both, in_order_sum(a * Ga)) + b * _share(both, in_order_sum(b * Gb))
 
 
 def _share(both: Tensor, square: Tensor) -> Tensor:

@@ -56,6 +56,11 @@ class TrimmedMean(TolerantRule):
     """
 
     @property
+    def linear(self) -> bool:
+        """Where nothing is trimmed: then it is the mean."""
+        return self.bad == 0
+
+    @property
     def fewest_ranks(self) -> int:
         """2 * bad + 1."""
         return 2 * self.bad + 1

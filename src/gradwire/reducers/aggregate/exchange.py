@@ -36,6 +36,11 @@ class Aggregate(Reducer):
         return False
 
     @property
+    def linear(self) -> bool:
+        """The rule's."""
+        return self.rule.linear
+
+    @property
     def fewest_ranks(self) -> int:
         """The rule's."""
         return self.rule.fewest_ranks
@@ -112,6 +117,9 @@ class Gathered(Aggregate):
     As `AllGather`, n - 1 payloads a rank, so it suits sparse payloads and few ranks. Every rank has all rows of a grain
     at hand while it combines them: n tensors of a grain's size, decoded a second time by geometric rules, which wait
     for the distances over all grains of the step (with no further bytes), so that only payloads are kept meanwhile.
+
+    What a codec loses is lost, since error feedback needs a `linear` rule, so the codec should lose little (`FP16`,
+    `BlockInt(8)`): most of what rules see of top-k payloads are zeros, and the median of those is zero.
 
     Args:
         rule: e.g. `Median()`, `Krum(1)`.

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gradwire.core.errors import CompositionError
-from gradwire.reducers.aggregate.rule import GeometricRule, distances_to, usable
+from gradwire.reducers.aggregate.rule import GeometricRule, distances_to, in_order_sum, usable
 
 _FAR = 1e6
 """An outlier this many times farther away than the majority is as good as infinitely far."""
@@ -73,16 +73,16 @@ class GeometricMedian(GeometricRule):
         """The coefficients of v after the last iteration."""
         n, finite = distances.shape[0], usable(distances)
         D = torch.where(finite[:, None] & finite, distances, 0.0)
-        sums = torch.where(finite, D.sqrt().sum(dim=1), math.inf)
+        sums = torch.where(finite, in_order_sum(D.sqrt()), math.inf)
         medoid = sums.sort(stable=True).indices[:1]
         from_medoid = torch.where(finite, D.index_select(0, medoid)[0], math.inf)
         nearest = from_medoid.sort(stable=True)
         there = (from_medoid <= _FAR**2 * nearest.values[n // 2]).double()
         c = torch.zeros(n, dtype=D.dtype, device=D.device).index_fill(0, nearest.indices[: n // 2 + 1], 1.0)
-        c = c * there / (c * there).sum()
+        c = c * there / in_order_sum(c * there)
         for _ in range(self.iterations):
             b = there / distances_to(c, D).clamp(min=self.smoothing)
-            c = b / b.sum()
+            c = b / in_order_sum(b)
         return c
 
 
@@ -137,5 +137,5 @@ class CenteredClipping(GeometricRule):
         share = torch.cat([there[:n] / n, c[:1] * 0.0])
         for _ in range(self.iterations):
             moved = share * (self.radius / distances_to(c, D).clamp(min=self.radius))
-            c = c * (1.0 - moved.sum()) + moved
+            c = c * (1.0 - in_order_sum(moved)) + moved
         return c

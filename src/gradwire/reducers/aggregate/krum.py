@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradwire.core.errors import CompositionError
 from gradwire.kernels import robust
-from gradwire.reducers.aggregate.rule import GeometricRule, Rule, TolerantRule
+from gradwire.reducers.aggregate.rule import GeometricRule, Rule, TolerantRule, in_order_sum
 
 
 @dataclass(frozen=True)
@@ -152,8 +152,8 @@ def ranking(distances: Tensor, neighbours: int, last: Tensor | None = None) -> T
     >>> ranking(D, neighbours=1).tolist()
     [1, 2, 0]
     """
-    scores = distances.sort(dim=1).values[:, :neighbours].sum(dim=1)
-    from_all = torch.where(distances.isfinite(), distances, 0.0).sum(dim=1)
+    scores = in_order_sum(distances.sort(dim=1).values[:, :neighbours])
+    from_all = in_order_sum(torch.where(distances.isfinite(), distances, 0.0))
     if last is not None:
         scores, from_all = scores.index_fill(0, last, math.inf), from_all.index_fill(0, last, math.inf)
     nearest = from_all.sort(stable=True).indices

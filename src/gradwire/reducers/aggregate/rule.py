@@ -11,6 +11,8 @@ ranks do the aggregating, and each could write what it likes into its part of th
 - `reach(n)`: a c with |result - mean of the good| <= c * (the greatest distance between good ones), whatever those that
   it tolerates are; None for a rule that bounds its result otherwise.
 
+- `linear`: the result is linear in the rows (a mean of all of them), so that memory of what a codec lost may go around.
+
 A rule decides nothing by branching on values: weights and choices are tensors.
 """
 
@@ -25,6 +27,7 @@ from torch import Tensor
 
 from gradwire.core.errors import CompositionError
 from gradwire.kernels import robust
+from gradwire.reducers.aggregate.shards import add_in_order
 
 
 class Rule(ABC):
@@ -32,6 +35,11 @@ class Rule(ABC):
 
     geometric: ClassVar[bool] = False
     remembers: ClassVar[bool] = False
+
+    @property
+    def linear(self) -> bool:
+        """Whether results of gradients sent in parts add up to the result of the gradients."""
+        return False
 
     @property
     def fewest_ranks(self) -> int:
@@ -100,5 +108,17 @@ def usable(distances: Tensor) -> Tensor:
 
 def distances_to(combination: Tensor, distances: Tensor) -> Tensor:
     """Return |x_i - v| for v = sum_k c_k x_k with sum c = 1, from D alone: sqrt(D c - (c . D c) / 2)."""
-    away = distances @ combination
-    return (away - 0.5 * (combination @ away)).clamp(min=0.0).sqrt()
+    away = in_order_sum(distances * combination)
+    return (away - 0.5 * in_order_sum(combination * away)).clamp(min=0.0).sqrt()
+
+
+def in_order_sum(x: Tensor) -> Tensor:
+    """Sums along the last dimension, from the first element to the last.
+
+    `torch.sum` and products of matrices add in an order that depends on the processor, and weights that every rank
+    computes for itself must be the same on all of them.
+
+    >>> in_order_sum(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    tensor([3., 7.])
+    """
+    return add_in_order(x.movedim(-1, 0))

@@ -1,0 +1,231 @@
+"""`gradwire.save` and `gradwire.load`: the states of all ranks of a run in a folder, complete or not there at all."""
+
+from __future__ import annotations
+
+import socket
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from gradwire.adapters.ddp import Handle
+from gradwire.adapters.meeting import Meeting, group_store
+from gradwire.core import save_folder
+from gradwire.core.errors import StateError
+from gradwire.core.reshard import reshard
+from gradwire.core.save_folder import Manifest, file_name
+from gradwire.core.saved_schema import SHARED, Saved
+from gradwire.core.tensor_file import Written
+
+_meetings: weakref.WeakKeyDictionary[Handle, Meeting] = weakref.WeakKeyDictionary()
+
+
+def save(folder: str | Path, handle: Handle) -> None:
+    """Save what every rank's `handle` remembers, one file a rank, next to your own checkpoint.
+
+    Every rank must call it, between two steps. The folder may be one that all ranks share, or each host may have its
+    own. What the folder held stays until the new save is complete on every rank, and is removed then; a save that was
+    interrupted is never loaded. Files are in the safetensors format: numbers and text, nothing that is executed.
+
+    Args:
+        folder: where to; it is made where it is missing.
+        handle: what `gradwire.attach` returned.
+
+    Raises:
+        StateError: a rank could not write its file (the message says which and why), or the ranks are not at one step.
+        CommunicationError: a rank did not call it within the deadline that `attach` was given.
+
+    Example:
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, folder / f"{rank}.pt")
+        gradwire.save(folder / "gradwire", handle)
+    """
+    ranks, here, state = _Ranks("gradwire.save", handle), Path(folder), handle.state_dict()
+    head = {key: state[key] for key in SHARED}
+    last = max(save_folder.numbers(here), default=0)
+    said = ranks.say({"head": head, "last": last, "token": save_folder.new_token()})
+    _require_one_step([words["head"] for words in said])
+    number, token = 1 + max(words["last"] for words in said), said[0]["token"]
+
+    def write() -> Written:
+        return save_folder.write_rank(here, number, state)
+
+    def give_up() -> None:
+        save_folder.remove(here, number)
+
+    files = ranks.try_together(write, give_up).words
+    manifest = Manifest(number, token, head, tuple(Written(*file) for file in files))
+    ranks.try_together(lambda: save_folder.finish(here, manifest), give_up)
+    save_folder.remove_before(here, number)
+
+
+def load(folder: str | Path, handle: Handle) -> int:
+    """Take up what `gradwire.save` saved, and return the step it was saved at.
+
+    Every rank must call it, after `attach` and before the first step. With as many ranks as saved each needs its own
+    file only, and resuming is exact. With another number every rank needs all files, and the memory to hold them; the
+    states are resharded, which conserves the mean of what is owed. The newest save is taken that every rank can load.
+    All ranks take it up, or none does. Nothing is unpickled.
+
+    Args:
+        folder: as given to `save`; on each host the one that holds the files of its ranks.
+        handle: what `gradwire.attach` returned.
+
+    Returns:
+        The step that the save was made at: compare it with your own checkpoint's.
+
+    Raises:
+        StateError: no finished save, files that a rank does not find (the message names them and says what to do) or
+            that are damaged, or a state of another method or model. No rank has changed anything then.
+        CommunicationError: a rank did not call it within the deadline that `attach` was given.
+
+    Example:
+        handle = gradwire.attach(ddp, "int4")
+        step = gradwire.load(folder / "gradwire", handle)
+    """
+    ranks, here = _Ranks("gradwire.load", handle), Path(folder)
+    found = save_folder.manifests(here)
+    latest = max(save_folder.numbers(here), default=0)
+    seen = [_offer(manifest, here, ranks) for manifest in found]
+    said = ranks.say({"where": f"{here} on {socket.gethostname()}", "latest": latest, "seen": seen})
+    chosen = choose([Shelf(words["where"], [Offer(*offer) for offer in words["seen"]]) for words in said])
+    if ranks.rank == 0 and max(words["latest"] for words in said) > chosen.number:
+        text = f"a later save in {here} was not finished on every rank, so the one of step {chosen.step} is loaded"
+        warnings.warn(text, stacklevel=2)
+    (manifest,) = [m for m in found if (m.number, m.token) == (chosen.number, chosen.token)]
+    loaded = ranks.try_together(lambda: handle.unpacked(_state(manifest, here, ranks))).own
+    handle.take_up(loaded)
+    return chosen.step
+
+
+class Offer(NamedTuple):
+    """A finished save as one rank sees it.
+
+    Attributes:
+        number, token: which save it is.
+        step: at which it was made.
+        world_size: of the run that made it.
+        missing: ranks whose files this rank needs and does not find.
+    """
+
+    number: int
+    token: str
+    step: int
+    world_size: int
+    missing: list[int]
+
+
+class Shelf(NamedTuple):
+    """What one rank finds, and where it looked."""
+
+    where: str
+    offers: list[Offer]
+
+
+def choose(shelves: Sequence[Shelf]) -> Offer:
+    """Return the newest save that every rank can load, alike on all ranks.
+
+    Args:
+        shelves: what each rank finds, in rank order.
+
+    Raises:
+        StateError: there is none; the message says what which rank lacks of the newest, and what to do.
+
+    >>> old, new = Offer(1, "x", 10, 2, []), Offer(2, "y", 20, 2, [])
+    >>> choose([Shelf("/a", [new, old]), Shelf("/b", [old])])
+    Offer(number=1, token='x', step=10, world_size=2, missing=[])
+    """
+    everything = {(offer.number, offer.token): offer for shelf in shelves for offer in shelf.offers}
+    ordered = [everything[key] for key in sorted(everything, reverse=True)]
+    for offer in ordered:
+        if all(_lack(offer, shelf) is None for shelf in shelves):
+            return offer
+    if not ordered:
+        raise StateError(f"there is no finished save of gradwire's in {shelves[0].where}")
+    newest = ordered[0]
+    lacks = [f"rank {rank} {lack}" for rank, shelf in enumerate(shelves) if (lack := _lack(newest, shelf))]
+    remedy = "copy it from the host that wrote it"
+    if newest.world_size != len(shelves):
+        remedy = (
+            f"{len(shelves)} ranks load what {newest.world_size} saved, so each needs all files: put them into one "
+            f"folder that all ranks see, or run `gradwire reshard FOLDER --ranks {len(shelves)}` where all of them are"
+        )
+    raise StateError(f"the save of step {newest.step} cannot be loaded: {'; '.join(lacks[:3])}. {remedy}")
+
+
+def _lack(offer: Offer, shelf: Shelf) -> str | None:
+    """What a rank lacks of a save, if anything."""
+    mine = next((own for own in shelf.offers if own[:2] == offer[:2]), None)
+    if mine is None:
+        return f"finds no gradwire-{offer.number}/manifest.json of it in {shelf.where}"
+    if not mine.missing:
+        return None
+    names = ", ".join(file_name(rank) for rank in mine.missing[:4]) + (", ..." if len(mine.missing) > 4 else "")
+    return f"finds no {names} of full size in gradwire-{offer.number} in {shelf.where}"
+
+
+def _offer(manifest: Manifest, here: Path, ranks: _Ranks) -> Offer:
+    """A save as this rank sees it; with as many ranks as saved it needs its own file only."""
+    if manifest.world_size == ranks.world_size:
+        missing = [] if manifest.has(here, ranks.rank) else [ranks.rank]
+    else:
+        missing = manifest.missing(here)
+    return Offer(manifest.number, manifest.token, manifest.step, manifest.world_size, missing)
+
+
+def _state(manifest: Manifest, here: Path, ranks: _Ranks) -> Saved:
+    """This rank's state, resharded where the number of ranks has changed."""
+    if manifest.world_size == ranks.world_size:
+        return manifest.read(here, ranks.rank)
+    return reshard([manifest.read(here, rank) for rank in range(manifest.world_size)], ranks.world_size)[ranks.rank]
+
+
+def _require_one_step(heads: Sequence[dict[str, Any]]) -> None:
+    """Refuse to save ranks that are not at one step of one run."""
+    for rank, head in enumerate(heads):
+        for key in SHARED:
+            if head[key] != heads[0][key]:
+                raise StateError(
+                    f"rank {rank} has {key} {head[key]!r} and rank 0 {heads[0][key]!r}: call gradwire.save on every "
+                    "rank after the same step"
+                )
+
+
+class _Outcome(NamedTuple):
+    """What an action gave here, and what every rank says it gave there."""
+
+    own: Any
+    words: list[Any]
+
+
+class _Ranks:
+    """The ranks of a handle, who do something together."""
+
+    def __init__(self, call: str, handle: Handle) -> None:
+        group = handle.lane.group
+        self.call, self.rank, self.world_size = call, group.rank(), group.size()
+        if handle not in _meetings:
+            _meetings[handle] = Meeting(group_store(), group.group_name, self.rank, self.world_size)
+        self._meeting, self._deadline_s = _meetings[handle], handle.lane.deadline_s
+
+    def say(self, words: Any) -> list[Any]:
+        """What all ranks say."""
+        return self._meeting.exchange(self.call, words, self._deadline_s)
+
+    def try_together(self, act: Callable[[], Any], undo: Callable[[], None] = lambda: None) -> _Outcome:
+        """Do something on every rank; where one fails all undo it and raise, the others with its rank and reason."""
+        own, error = None, None
+        try:
+            own = act()
+        except Exception as caught:
+            error = caught
+        words = own if isinstance(own, Written) else None
+        said = self.say({"error": f"{error}" if error else None, "words": words})
+        failed = [(rank, one["error"]) for rank, one in enumerate(said) if one["error"] is not None]
+        if failed:
+            undo()
+            if error is not None and not isinstance(error, OSError):
+                raise error
+            rank, reason = failed[0] if error is None else (self.rank, error)
+            raise StateError(f"{self.call} failed on rank {rank}, and changed nothing on any: {reason}") from error
+        return _Outcome(own, [one["words"] for one in said])

@@ -1,0 +1,272 @@
+"""What ranks tell each other when communication has failed, so that every error names the rank and the cause.
+
+A rank whose collective fails raises an alarm in the rendezvous store. Each rank has a thread that looks for one, so
+also a rank that computes, or sleeps, answers with what it is doing. From the answers all ranks conclude the same:
+
+    a rank that failed by itself    it is at fault, and its error is passed on as text
+    a rank that does not answer     it has ended, or its host cannot be reached
+    a rank that trains no more      it is alive, but handed over no gradients for so long
+    none of these                   the link is down, or slower than the deadline allows
+
+Whoever reaches the store's port can write there. So everything in it is text, in JSON, and is never unpickled.
+"""
+
+import json
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
+
+from gradwire.core.errors import CommunicationError, ConnectionLost
+from gradwire.drivers.groups import listed
+
+TICK_S = 0.5
+"""Between two looks for an alarm."""
+
+ANSWER_S = 2.5
+"""How long an alarm waits for answers: several ticks."""
+
+_PAUSE_S = 0.02
+
+_LIMIT = 8000
+"""Characters of a text that are passed on."""
+
+_ALARM = "alarm"
+_FAILED, _WAITED, _BROKEN, _TRAINING, _IDLE = "failed", "waited", "broken", "training", "idle"
+_DEEDS = (_FAILED, _WAITED, _BROKEN, _TRAINING, _IDLE)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one rank says of itself, as text.
+
+    Attributes:
+        rank: whose answer it is.
+        doing: "failed" by itself, "waited" until the deadline, "broken" (one of its connections), "training" (a
+            backward pass is under way), or "idle" (it is not).
+        seconds: for how long.
+        type: of the error, where it failed.
+        message: of the error.
+        traceback: of the error.
+    """
+
+    rank: int
+    doing: str
+    seconds: float = 0.0
+    type: str = ""
+    message: str = ""
+    traceback: str = ""
+
+    def to_json(self) -> str:
+        """Return it as JSON, long texts cut."""
+        fields = {key: value[:_LIMIT] if isinstance(value, str) else value for key, value in vars(self).items()}
+        return json.dumps(fields)
+
+    @classmethod
+    def from_json(cls, raw: bytes | str, rank: int) -> "Answer":
+        """Read the answer of `rank`.
+
+        Raises:
+            ValueError: it is none.
+        """
+        found = json.loads(raw)
+        if not isinstance(found, dict):
+            raise ValueError("no object")
+        texts = [_text(found.get(key)) for key in ("type", "message", "traceback")]  # pyright: ignore[reportUnknownMemberType]
+        doing, seconds = _text(found.get("doing")), found.get("seconds")  # pyright: ignore[reportUnknownMemberType]
+        if found.get("rank") != rank or doing not in _DEEDS or not isinstance(seconds, int | float):  # pyright: ignore[reportUnknownMemberType]
+            raise ValueError("an answer of another rank, or to another question")
+        return cls(rank, doing, seconds, *texts)
+
+
+def _text(value: object) -> str:
+    """A text without what would move a terminal's cursor."""
+    if not isinstance(value, str):
+        raise TypeError(f"{type(value).__name__} where a text is wanted")
+    return "".join(c if c.isprintable() or c == "\n" else "?" for c in value[:_LIMIT])
+
+
+class FailureBoard:
+    """One rank's view of what went wrong in a process group, and the thread that answers for it.
+
+    Attributes:
+        error: what this rank is to raise, once an alarm has been looked into.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, deadline_s: float) -> None:
+        self.rank = dist.get_rank()
+        self.ranks = dist.get_process_group_ranks(group)
+        self.deadline_s = deadline_s
+        self.error: BaseException | None = None
+        store = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
+        self._store = PrefixStore(f"gradwire/failure/{group.group_name}", store)
+        self._doing, self._since = _IDLE, time.monotonic()
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="gradwire-watch", daemon=True)
+        self._thread.start()
+
+    def begin(self) -> None:
+        """Note that a backward pass has begun to hand over gradients."""
+        self._doing, self._since = _TRAINING, time.monotonic()
+
+    def end(self) -> None:
+        """Note that it has ended."""
+        self._doing, self._since = _IDLE, time.monotonic()
+
+    def close(self, timeout_s: float) -> None:
+        """End the thread."""
+        self._stop.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout_s)
+
+    def explain(self, error: BaseException, where: str = "") -> BaseException:
+        """Tell the other ranks of an error of this rank's; return what to raise here.
+
+        Args:
+            error: itself if it arose on this rank. A lost connection becomes an error that names who is at fault.
+            where: the step in which it happened.
+        """
+        if isinstance(error, ConnectionLost):
+            return self._looked_into(error, where)
+        if not isinstance(error, CommunicationError):  # those are the consequences of another rank's
+            self.leave_word(error)
+            self._set(_ALARM, str(self.rank))
+        with self._lock:
+            self.error = self.error or error
+        return error
+
+    def leave_word(self, error: BaseException) -> None:
+        """Write down why this rank is about to end, for others that will wonder; raise no alarm."""
+        text = "".join(traceback.format_exception(error))
+        answer = Answer(self.rank, _FAILED, 0.0, type(error).__name__, str(error), text[-_LIMIT:])
+        self._set(str(self.rank), answer.to_json())
+
+    def _watch(self) -> None:
+        while not self._stop.wait(TICK_S):
+            try:
+                alarm = self._store.check([_ALARM])
+            except Exception:
+                return  # the store went with who held it; connections that break will say so
+            if alarm:
+                self._looked_into(None, "")
+                return
+
+    def _looked_into(self, lost: ConnectionLost | None, where: str) -> BaseException:
+        """Answer, wait for the answers of the others, and conclude; once, whichever thread comes first."""
+        with self._lock:
+            if self.error is None:
+                self.error = self._conclusion(lost, where)
+            return self.error
+
+    def _conclusion(self, lost: ConnectionLost | None, where: str) -> BaseException:
+        own = self._answer(lost)
+        try:
+            if not self._store.check([str(self.rank)]):  # else this rank has failed by itself, and said so
+                self._store.set(str(self.rank), own.to_json())
+            self._store.set(_ALARM, str(self.rank))
+        except Exception:
+            return CommunicationError(_STORE_GONE + self._waited(lost, where))
+        answers: dict[int, Answer] = {}
+        try:
+            self._collect(answers)
+        except _Damaged as damaged:
+            return damaged.error
+        failed = [answer for answer in answers.values() if answer.doing == _FAILED and answer.rank != self.rank]
+        if failed:
+            return _passed_on(failed[0])
+        return self._blamed(answers, self._waited(lost, where))
+
+    def _answer(self, lost: ConnectionLost | None) -> Answer:
+        if lost is None:
+            return Answer(self.rank, self._doing, time.monotonic() - self._since)
+        late = lost.waited_s >= 0.9 * self.deadline_s
+        return Answer(self.rank, _WAITED if late else _BROKEN, lost.waited_s)
+
+    def _collect(self, answers: dict[int, Answer]) -> None:
+        """Read answers as they come, until all are here or the time is over."""
+        end = time.monotonic() + ANSWER_S
+        while len(answers) < len(self.ranks) and time.monotonic() < end:
+            for rank in self.ranks:
+                if rank in answers:
+                    continue
+                try:
+                    raw = self._store.get(str(rank)) if self._store.check([str(rank)]) else None
+                except Exception:
+                    return  # the store ended with its rank, which the others may have heard out before
+                if raw is not None:
+                    answers[rank] = self._read(raw, rank)
+            if self._stop.wait(_PAUSE_S):
+                return
+        time.sleep(2 * _PAUSE_S)  # let slower ranks read the last answers before a rank that holds the store ends
+
+    def _read(self, raw: bytes, rank: int) -> Answer:
+        try:
+            return Answer.from_json(raw, rank)
+        except (ValueError, TypeError, RecursionError) as error:
+            raise _Damaged(rank) from error
+
+    def _blamed(self, answers: dict[int, Answer], waited: str) -> CommunicationError:
+        silent = [rank for rank in self.ranks if rank not in answers]
+        waits = [answer.seconds for answer in answers.values() if answer.doing == _WAITED]
+        idle = [
+            r for r, answer in answers.items() if waits and answer.doing == _IDLE and 2 * answer.seconds > max(waits)
+        ]
+        if silent:
+            text = f"{_ranks(silent)} did not answer: it has ended, or its host cannot be reached"
+            return CommunicationError(f"{text}; look at its output first.{waited}", silent)
+        if self.rank in idle:
+            seconds = answers[self.rank].seconds
+            text = f"the other ranks gave up on this rank ({self.rank}), which handed over no gradients for"
+            return CommunicationError(f"{text} {seconds:.0f} s with deadline_s={self.deadline_s:g}{_PATIENCE}", idle)
+        if idle:
+            seconds = max(answers[rank].seconds for rank in idle)
+            text = f"{_ranks(idle)} answers, but has handed over no gradients for {seconds:.0f} s{_PATIENCE}"
+            return CommunicationError(text + waited, idle)
+        broke = any(answer.doing == _BROKEN for answer in answers.values())
+        link = "broke" if broke else f"is down, or slower than deadline_s={self.deadline_s:g} allows"
+        return CommunicationError(f"no rank has failed, but the link between some of them {link}.{waited}")
+
+    def _waited(self, lost: ConnectionLost | None, where: str) -> str:
+        if lost is None:
+            return f" Another rank of {listed(self.ranks)} raised the alarm (deadline_s={self.deadline_s:g})."
+        return f" Rank {self.rank}{where}, deadline_s={self.deadline_s:g}: {lost}"
+
+    def _set(self, key: str, text: str) -> None:
+        try:
+            self._store.set(key, text)
+        except Exception:
+            return  # the store went with who held it: the others find out by their own broken connections
+
+
+class _Damaged(Exception):  # noqa: N818
+    """What stands in the store is not what gradwire writes there."""
+
+    def __init__(self, rank: int) -> None:
+        self.error = CommunicationError(
+            f"what the rendezvous store holds as the answer of rank {rank} is no message of gradwire's: versions "
+            "differ between ranks, or somebody else writes to the store (docs/trust.md says how to keep others out)",
+            (rank,),
+        )
+
+
+_PATIENCE = "; if a pause of that length is meant (an evaluation, a checkpoint), pass attach a longer deadline_s."
+_STORE_GONE = (
+    "a connection broke, and the rendezvous store does not answer either: the process that holds it (rank 0, or the "
+    "launcher) has ended, or its host cannot be reached."
+)
+
+
+def _passed_on(answer: Answer) -> CommunicationError:
+    said = f"rank {answer.rank} failed with {answer.type}: {answer.message}"
+    error = CommunicationError(said, (answer.rank,))
+    error.add_note(f"gradwire passed this on from rank {answer.rank}, where it was raised as:\n{answer.traceback}")
+    return error
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {listed(ranks)}"

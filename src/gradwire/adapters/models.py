@@ -1,0 +1,128 @@
+"""Which models `attach` serves, and what their parameters are called without the wrappers around them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
+
+from gradwire.codecs.base import SUPPORTED_DTYPES
+from gradwire.core.errors import AttachError
+
+_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+"""What `torch.compile`, `checkpoint_wrapper` and FSDP put into names, each a component of its own."""
+
+_HOLDERS = (DistributedDataParallel, nn.DataParallel, AveragedModel)
+"""Modules that hold another one under the name `module`, which a model may also give to a part of its own."""
+
+
+def trained(ddp: DistributedDataParallel) -> dict[Tensor, str]:
+    """Name every parameter that DDP communicates, tied weights once and without what wrappers add.
+
+    Raises:
+        AttachError: two parameters that would share a name, or one whose `requires_grad` changed after DDP was made.
+    """
+    ignored: set[str] = set(getattr(ddp, "parameters_to_ignore", ()))
+    given = {name: p for name, p in ddp.module.named_parameters() if name not in ignored}
+    _require_unchanged(ddp, given)
+    holders = [f"{name}.module" for name, module in ddp.module.named_modules() if isinstance(module, _HOLDERS)]
+    trained = {name: p for name, p in given.items() if p.requires_grad}
+    names: dict[Tensor, str] = {}
+    whose: dict[str, str] = {}
+    for name, parameter in trained.items():
+        short = names[parameter] = canonical_name(_without_holders(name, holders))
+        if (other := whose.setdefault(short, name)) != name:
+            raise AttachError(
+                f"parameters {other!r} and {name!r} are both {short!r} without what wrappers add, and state is kept by "
+                "name; rename one of them"
+            )
+    return names
+
+
+def _without_holders(name: str, holders: Iterable[str]) -> str:
+    """A name without the `module` of wrappers that stand at `holders`, the innermost first."""
+    for path in sorted((holder.lstrip(".") for holder in holders), key=len, reverse=True):
+        if name.startswith(f"{path}."):
+            name = path.removesuffix("module") + name[len(path) + 1 :]
+    return name
+
+
+def _require_unchanged(ddp: DistributedDataParallel, given: dict[str, Tensor]) -> None:
+    """Refuse a model whose parameters DDP would communicate otherwise, were it made now."""
+    buckets = ddp.reducer._get_zeros_like_grad_buckets()  # pyright: ignore[reportPrivateUsage]
+    has = {parameter for bucket in buckets for parameter in bucket.parameters()}
+    for name, parameter in given.items():
+        if parameter.requires_grad != (parameter in has):
+            verb = (
+                "requires a gradient now and did not"
+                if parameter.requires_grad
+                else "requires no gradient any more and did"
+            )
+            raise AttachError(
+                f"parameter {name!r} {verb} when DistributedDataParallel was made, which decides then what it "
+                "communicates; set requires_grad first, then make the DistributedDataParallel, then attach"
+            )
+
+
+def canonical_name(name: str) -> str:
+    """Return a parameter's name without the components that wrappers put into it.
+
+    >>> canonical_name("_orig_mod.layer._checkpoint_wrapped_module.weight"), canonical_name("gate_module.weight")
+    ('layer.weight', 'gate_module.weight')
+    """
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def check(ddp: DistributedDataParallel) -> None:
+    """Refuse a model that cannot be served.
+
+    Raises:
+        AttachError: with the reason, and what to do.
+    """
+    for name, module in [("", ddp), *getattr(ddp, "module", ddp).named_modules()]:
+        if (served_not := _other_parallelism(module)) is not None:
+            raise AttachError(f"{served_not}{f' (at {name!r})' if name else ''}")
+    if not isinstance(ddp, DistributedDataParallel):  # pyright: ignore[reportUnnecessaryIsInstance]
+        if isinstance(getattr(ddp, "_orig_mod", None), DistributedDataParallel):
+            raise AttachError("attach to the DistributedDataParallel model itself, before or after torch.compile")
+        raise AttachError(f"attach wants a DistributedDataParallel model, got {type(ddp).__name__}; wrap it first")
+    if getattr(ddp, "_comm_hooks", None):
+        raise AttachError("this model has a communication hook already; DDP takes one, so attach to a new DDP")
+    if getattr(ddp, "mixed_precision", None) is not None:
+        raise AttachError("DDP's own mixed_precision casts gradients behind the hook; use torch.autocast instead")
+    if getattr(ddp, "_use_python_reducer", False):
+        raise AttachError("the python_reducer of compiled DDP calls no hooks; compile the module inside DDP instead")
+    for name, module in ddp.module.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise AttachError(f"{name!r} makes sparse gradients, which hooks do not see; set sparse=False")
+    for name, parameter in ddp.module.named_parameters():
+        if parameter.requires_grad and parameter.dtype not in SUPPORTED_DTYPES:
+            names = ", ".join(str(d).removeprefix("torch.") for d in SUPPORTED_DTYPES)
+            raise AttachError(f"parameter {name!r} has dtype {parameter.dtype}; supported are {names}")
+        if parameter.device.type not in ("cpu", "cuda"):
+            raise AttachError(f"parameter {name!r} is on {parameter.device}; supported devices are cpu and cuda")
+
+
+_INSTEAD = (
+    "which gradwire does not serve yet; if it fits on each device, wrap the module in DistributedDataParallel instead "
+    "and attach to that; if not, train without gradwire and halve what gradients send by "
+)
+_UNSERVED = {
+    "ReplicateModule": "this model was given to `replicate`, which gradwire does not serve yet; "
+    "wrap the module in DistributedDataParallel instead, which trains the same way, and attach to that",
+    "FSDPModule": f"this model was given to `fully_shard` (FSDP2), {_INSTEAD}"
+    "fully_shard(..., mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))",
+    "FullyShardedDataParallel": f"this model is in FullyShardedDataParallel (FSDP1), {_INSTEAD}"
+    "mixed_precision=MixedPrecision(reduce_dtype=torch.bfloat16)",
+}
+"""What to do about models of other ways to train in parallel, by the class that gives them away."""
+
+
+def _other_parallelism(module: nn.Module) -> str | None:
+    """What to say of a module that another way of training in parallel has taken; found without importing those."""
+    names = [c.__name__ for c in type(module).__mro__ if c.__module__.startswith("torch.distributed.")]
+    if "DDP" in names:  # of `replicate` where that stands on DDP
+        names = ["ReplicateModule"]
+    return next((text for name, text in _UNSERVED.items() if name in names), None)

@@ -1,0 +1,343 @@
+"""What a method costs and saves in the run at hand: `handle.report()`.
+
+The figures of a `Window` of steps become a `Report` here, without processes and without communication.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradwire.core.collective import AllReduce
+from gradwire.core.figures import milliseconds, si_bits_per_s, si_bytes, significant
+from gradwire.core.link import Link
+from gradwire.core.state import walk
+from gradwire.drivers.cost import wire_bytes
+from gradwire.drivers.process_group import Engine
+from gradwire.drivers.window import START_UP, Sample, Window, exposed_s
+
+FEWEST_STEPS = 5
+"""Steps that a verdict is given for at least."""
+MARGIN = 0.05
+"""Part of a step that two methods must differ by: below that the estimate does not tell them apart."""
+SAME_BYTES = 0.02
+"""What flags and headers add to a method that sends whole or half gradients, at most, as a part of them."""
+
+NON_FINITE = (
+    "a gradient was not finite on some rank, so the mean is NaN on all of them, and an optimizer that uses it spoils "
+    "the model: pass attach the training loop's GradScaler (scaler=), which skips such steps, or skip them yourself"
+)
+_SHORT = {torch.float32: "fp32", torch.float64: "fp64", torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+
+@dataclass(frozen=True)
+class Times:
+    """Milliseconds of one step on this rank, medians over the window.
+
+    Attributes:
+        step_ms: from the end of one step to the end of the next: computing, data and all.
+        exposed_ms: from the last gradient to the end of the step: communication that the backward pass did not hide.
+        encode_ms: CPU time of encoding and decoding, hidden or not.
+        wait_ms: waiting for collectives, hidden or not: for the link, and for slower ranks.
+        dense_step_ms: the step as it would be without compression, estimated.
+        half_step_ms: the step as it would be with half of the bytes, estimated; what that casting costs is left out.
+    """
+
+    step_ms: float
+    exposed_ms: float
+    encode_ms: float
+    wait_ms: float
+    dense_step_ms: float
+    half_step_ms: float
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a method costs and saves on this rank, over the last steps and without start-up.
+
+    `str(report)` is for people, `report.as_dict()` for programs, `report.verdict` is the conclusion in one sentence.
+
+    The uncompressed step is an estimate. `attach` measures how long an all-reduce of b bytes takes on the idle link,
+    alpha + b * beta, with all ranks beginning together. Each bucket of DDP is then assumed to be reduced after the one
+    before it, and not before its gradients are there. What then ends after the last gradient takes the place of what is
+    exposed now, and the rest of the step is assumed to stay as it is:
+
+        end_i = max(end_{i-1}, ready_i) + alpha + bytes_i * beta
+        dense step = step - least exposed + (end_last - ready_last)
+
+    The estimate knows of no waiting for slower ranks, so what it replaces must be free of it too: the least exposed
+    time is the first decile of the window, while `step` is the median.
+
+    Attributes:
+        method: spec or reducer.
+        rank: whose figures these are.
+        ranks: of how many.
+        first_step: of the window, counted from 0.
+        steps: in the window.
+        bad_steps: since `attach`, that were rolled back because a gradient was not finite.
+        sent_bytes: a step, as payloads and the algorithm of each collective predict.
+        dense_bytes: a step, that a ring all-reduce of the uncompressed gradients sends.
+        dense_name: the type of uncompressed gradients, such as "fp32".
+        times: of a step; None before there are steps, with one rank, and on a GPU, where nothing waits for the device.
+        link_bits_per_s: rate of the link as an uncompressed all-reduce finds it; None with one rank.
+        link_latency_ms: of the smallest all-reduce.
+        residual_norm: of all that this rank owes; None for a method that owes nothing.
+        gradient_norm: of this rank's gradient, in one of the last steps; None before it was taken.
+        state_bytes: memory of residuals, factors and whatever else is remembered between steps.
+        buffer_bytes: memory that gradients are copied to.
+        averages: whether the method computes a mean, as uncompressed training does, and not another rule.
+    """
+
+    method: str
+    rank: int
+    ranks: int
+    first_step: int
+    steps: int
+    bad_steps: int
+    sent_bytes: float
+    dense_bytes: float
+    dense_name: str
+    times: Times | None
+    link_bits_per_s: float | None
+    link_latency_ms: float | None
+    residual_norm: float | None
+    gradient_norm: float | None
+    state_bytes: int
+    buffer_bytes: int
+    averages: bool = True
+
+    @property
+    def saved_bytes(self) -> float:
+        """Bytes a step that are sent less than by an uncompressed all-reduce; below 0 where more are sent."""
+        return self.dense_bytes - self.sent_bytes
+
+    @property
+    def saved_ms(self) -> float | None:
+        """Milliseconds a step that the method saves; below 0 if it costs some; None where times are not known."""
+        return self.times.dense_step_ms - self.times.step_ms if self.times else None
+
+    @property
+    def residual_ratio(self) -> float | None:
+        """Norm of what is owed by the norm of the gradient."""
+        if self.residual_norm is None or not self.gradient_norm:
+            return None
+        return self.residual_norm / self.gradient_norm
+
+    @property
+    def verdict(self) -> str:
+        """Whether the method pays here, in one sentence, and what to use where it does not."""
+        if self.ranks == 1:
+            return "there is one rank: nothing is sent, and nothing can be saved"
+        if self.steps < FEWEST_STEPS:
+            return f"it is too early to say: ask again after {START_UP + FEWEST_STEPS} steps"
+        if self.sent_bytes > (1 + SAME_BYTES) * self.dense_bytes:
+            return self._sends_more()
+        if self.times is None:
+            return f"sends {_factor(self.dense_bytes, self.sent_bytes)} less than {self.dense_name}; {_NO_TIMES}"
+        return _judged(self, self.times)
+
+    def _sends_more(self) -> str:
+        sent, dense = si_bytes(self.sent_bytes), si_bytes(self.dense_bytes)
+        said = f"saves nothing: it sends {sent} a step where {self.dense_name} sends {dense}"
+        return f"{said}; use none" if self.averages else said
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same as plain numbers and strings, `times` among the rest; what is not known is None."""
+        plain = asdict(self)
+        times = plain.pop("times") or dict.fromkeys(Times.__dataclass_fields__)
+        derived = {
+            "saved_bytes": self.saved_bytes,
+            "saved_ms": self.saved_ms,
+            "residual_ratio": self.residual_ratio,
+            "verdict": self.verdict,
+        }
+        return plain | times | derived
+
+    def __str__(self) -> str:
+        return _text(self)
+
+
+_NO_TIMES = "its time is not measured on a GPU"
+
+
+def observed(
+    engine: Engine, window: Window, link: Link | None, method: str, averages: bool, residual_norm: float
+) -> Report:
+    """Return the report of an engine that a window has watched; `link` is as `all_reduce_link` found it."""
+    samples, world_size = list(window.samples), engine.transport.world_size
+    grains, leaves = [u.grain for u in engine.plan.units], [leaf for _, s in engine.states() for _, leaf in walk(s)]
+    on_cpu = all(grain.device.type == "cpu" for grain in grains)
+    wire_share = wire_bytes(AllReduce, 1000, world_size) / 1000
+    return Report(
+        method=method,
+        rank=engine.transport.rank,
+        ranks=world_size,
+        first_step=engine.index - len(samples),
+        steps=len(samples),
+        bad_steps=engine.stats.bad_steps,
+        sent_bytes=_mean([sample.sent_bytes for sample in samples]),
+        dense_bytes=_mean([sample.dense_bytes for sample in samples]),
+        dense_name=_dtype_name({grain.dtype for grain in grains}),
+        times=summarise(samples, link) if link and samples and on_cpu else None,
+        link_bits_per_s=8 * wire_share / link.beta_s_per_byte if link else None,
+        link_latency_ms=1000 * link.alpha_s if link else None,
+        residual_norm=residual_norm if any(leaf.owed for leaf in leaves) else None,
+        gradient_norm=None if window.found_bad() else window.gradient_norm(),
+        state_bytes=_held_bytes(leaf.tensor for leaf in leaves),
+        buffer_bytes=_held_bytes(engine.buffers()),
+        averages=averages,
+    )
+
+
+def _mean(values: Sequence[int]) -> float:
+    return statistics.fmean(values) if values else 0.0
+
+
+def _dtype_name(dtypes: Collection[torch.dtype]) -> str:
+    """What gradients are when nothing is done to them."""
+    (dtype,) = dtypes if len(dtypes) == 1 else (None,)
+    return _SHORT.get(dtype, "uncompressed") if dtype else "uncompressed"
+
+
+def _held_bytes(tensors: Iterable[Tensor]) -> int:
+    """Memory of all tensors, what they share counted once."""
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def summarise(samples: Sequence[Sample], link: Link) -> Times:
+    """Medians of a window's times, and the uncompressed step over `link`; one sample at least.
+
+    >>> from gradwire.drivers.window import Ready
+    >>> sample = Sample(0.5, 0.2, 0.05, 0.1, 10, 80, (Ready(0.0, 100_000),))
+    >>> times = summarise([sample], Link(0.001, 1e-5))
+    >>> round(times.dense_step_ms)  # 300 that are not exposed, and an all-reduce of 1001
+    1301
+    """
+    step_ms, least_s = _median_ms([s.step_s for s in samples]), sorted(s.exposed_s for s in samples)[len(samples) // 10]
+    hidden_ms = step_ms - 1000 * least_s
+    return Times(
+        step_ms=step_ms,
+        exposed_ms=_median_ms([s.exposed_s for s in samples]),
+        encode_ms=_median_ms([s.encode_s for s in samples]),
+        wait_ms=_median_ms([s.wait_s for s in samples]),
+        dense_step_ms=hidden_ms + _median_ms([exposed_s(s.buckets, link) for s in samples]),
+        half_step_ms=hidden_ms + _median_ms([exposed_s(s.buckets, link, 0.5) for s in samples]),
+    )
+
+
+def _median_ms(seconds: Sequence[float]) -> float:
+    return 1000 * statistics.median(seconds)
+
+
+def _judged(report: Report, times: Times) -> str:
+    """The verdict where all times are known: against the uncompressed step, then against half of its bytes."""
+    dense, saved_ms = report.dense_name, times.dense_step_ms - times.step_ms
+    margin_ms = MARGIN * min(times.step_ms, times.dense_step_ms)
+    to_halve = dense == "fp32" and report.averages and not _about(report.sent_bytes, report.dense_bytes / 2)
+    by_half_ms = times.dense_step_ms - times.half_step_ms if to_halve else -math.inf
+    better = f"use fp16, which saves about {_rounded(by_half_ms)} ms a step" if by_half_ms > margin_ms else "use none"
+    if _about(report.sent_bytes, report.dense_bytes):
+        said = f"saves nothing: it sends what {dense} sends"
+        return f"{said}; {better}" if by_half_ms > margin_ms else said
+    if saved_ms <= margin_ms:
+        how = f"its step is as long as that of {dense}"
+        if saved_ms < -margin_ms:
+            how = f"its step is about {_rounded(-saved_ms)} ms longer than that of {dense}"
+        return f"does not pay on this link: {how}" + (f"; {better}" if report.averages else "")
+    said = f"saves about {_rounded(saved_ms)} ms a step"
+    if by_half_ms >= saved_ms - margin_ms:
+        return f"{said}, but fp16 saves as much and loses less: use fp16"
+    return f"{said}: {_factor(times.dense_step_ms, times.step_ms)} as many steps as {dense} in the same time"
+
+
+def _about(value: float, other: float) -> bool:
+    return abs(value - other) <= SAME_BYTES * other
+
+
+def _rounded(value: float) -> str:
+    """A number of two significant digits: an estimate deserves no more."""
+    return f"{float(f'{value:.2g}'):,.10g}" if math.isfinite(value) else ""
+
+
+def _factor(larger: float, smaller: float) -> str:
+    return f"{significant(larger / smaller, 2)} times" if smaller else "infinitely"
+
+
+# ------------------------------------------------------------------------------------------------ text
+
+Row = tuple[str, str, str]
+"""A name, a number with its unit, and what it means."""
+
+
+def _text(report: Report) -> str:
+    last = report.first_step + report.steps - 1
+    window = f"steps {report.first_step} to {last}" if report.steps else "no step measured yet"
+    rows = [*_time_rows(report), *_byte_rows(report), *_norm_rows(report), *_memory_rows(report)]
+    names, numbers, units = (
+        max((len(column) for column in columns), default=0)
+        for columns in ([r[0] for r in rows], [_number(r[1]) for r in rows], [_unit(r[1]) for r in rows])
+    )
+    lines = [f"gradwire report: {report.method}, rank {report.rank} of {report.ranks}, {window}", ""]
+    for name, value, meaning in rows:
+        line = f"  {name:{names}}  {_number(value):>{numbers}} {_unit(value):{units}}  {meaning}"
+        lines.append(line.rstrip())
+    return "\n".join([*lines, "", f"  {report.verdict[0].upper()}{report.verdict[1:]}."])
+
+
+def _number(value: str) -> str:
+    return value.partition(" ")[0]
+
+
+def _unit(value: str) -> str:
+    return value.partition(" ")[2]
+
+
+def _time_rows(report: Report) -> list[Row]:
+    times = report.times
+    if times is None:
+        return []
+    link = f"{si_bits_per_s(report.link_bits_per_s or 0.0)}, {milliseconds(report.link_latency_ms)} ms a call"
+    rows = [
+        ("step", times.step_ms, ""),
+        ("  exposed", times.exposed_ms, "from the last gradient to the end of the step"),
+        ("  encoding", times.encode_ms, "CPU time, partly beside the backward pass"),
+        ("  waiting", times.wait_ms, "for the link and slower ranks, partly beside the backward pass"),
+        (f"{report.dense_name} step", times.dense_step_ms, f"estimated for this link: {link}"),
+    ]
+    if report.dense_name == "fp32":
+        rows.append(("fp16 step", times.half_step_ms, "estimated likewise"))
+    return [(name, f"{milliseconds(ms)} ms", meaning) for name, ms, meaning in rows]
+
+
+def _byte_rows(report: Report) -> list[Row]:
+    if not report.steps or report.ranks == 1:
+        return []
+    rows = [("sent", si_bytes(report.sent_bytes), f"a step; {report.dense_name} sends {si_bytes(report.dense_bytes)}")]
+    if report.saved_bytes > 0:
+        less = f"a step: {_factor(report.dense_bytes, report.sent_bytes)} less"
+        rows.append(("saved", si_bytes(report.saved_bytes), less))
+    return rows
+
+
+def _norm_rows(report: Report) -> list[Row]:
+    rows: list[Row] = []
+    if report.residual_norm is not None and report.residual_ratio is not None:
+        norms = f"{significant(report.residual_norm, 3)} against {significant(report.gradient_norm or 0.0, 3)}"
+        rows.append(("residual", f"{significant(report.residual_ratio, 2)} x", f"the gradient's norm: {norms}"))
+    elif report.residual_norm is not None:
+        rows.append(("residual", significant(report.residual_norm, 3), "its norm; the gradient's is not known yet"))
+    if report.bad_steps:
+        rows.append(("bad steps", f"{report.bad_steps}", "rolled back, since a gradient was not finite"))
+    return rows
+
+
+def _memory_rows(report: Report) -> list[Row]:
+    parts = f"{si_bytes(report.state_bytes)} of states, {si_bytes(report.buffer_bytes)} of buffers"
+    return [("memory", si_bytes(report.state_bytes + report.buffer_bytes), parts)]

@@ -1,0 +1,47 @@
+"""News of a run: lines among whatever else a rank prints, told by the run's own token."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from typing import NamedTuple
+
+PROGRESS = "@gradwire "
+
+
+class News(NamedTuple):
+    """How far the run in progress has come.
+
+    Attributes:
+        step: steps made.
+        loss: rank 0's training loss.
+        time_s: seconds of training.
+        tx_bytes: bytes rank 0 has sent.
+    """
+
+    step: int
+    loss: float
+    time_s: float
+    tx_bytes: float
+
+
+def write_news(news: News, token: str) -> str:
+    """News as a line of output."""
+    return f"{PROGRESS}{token} {json.dumps(news)}"
+
+
+def read_news(line: str, token: str) -> News | None:
+    """The news that a line of output holds; None for what a task has printed.
+
+    Example:
+        >>> read_news(write_news(News(3, 2.5, 0.1, 800.0), "f00d"), "f00d")
+        News(step=3, loss=2.5, time_s=0.1, tx_bytes=800.0)
+        >>> read_news("@gradwire is what I train with", "f00d")
+    """
+    start = f"{PROGRESS}{token} "
+    if not line.startswith(start):
+        return None
+    with contextlib.suppress(ValueError, TypeError, OverflowError):
+        step, loss, time_s, tx_bytes = json.loads(line.removeprefix(start))
+        return News(int(step), float(loss), float(time_s), float(tx_bytes))
+    return None

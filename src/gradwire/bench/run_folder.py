@@ -1,0 +1,71 @@
+"""The runs that an output folder holds: one file each, so that a comparison goes on where it stopped."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from gradwire.bench import storage
+from gradwire.bench.plan import CompareError
+from gradwire.bench.results import ResultsError, Run
+
+
+def slug(method: str) -> str:
+    """A method's spec as a file name."""
+    return re.sub(r"[^A-Za-z0-9.=+-]", "_", method)
+
+
+def prepare_folder(folder: Path, *, fresh: bool) -> Path:
+    """Make the output folder and see that it can be written; with `fresh`, forget its runs."""
+    (folder / "runs").mkdir(parents=True, exist_ok=True)
+    probe = folder / "runs" / ".probe"
+    storage.write_atomically(probe, "can this folder be written?")
+    probe.unlink()
+    if fresh:
+        for path in (folder / "runs").glob("*.json"):
+            path.unlink()
+    return folder
+
+
+def store_run(folder: Path, run: Run) -> None:
+    """Keep a run, so that it need not be made again."""
+    path = folder / "runs" / f"{slug(run.method)}-seed{run.seed}.json"
+    storage.write_atomically(path, json.dumps(storage.run_to_json(run)))
+
+
+def stored_runs(folder: Path, cells: Iterable[tuple[str, int]], conditions: Mapping[str, Any]) -> list[Run]:
+    """Finished runs that a folder holds, of these (method, seed).
+
+    Raises:
+        CompareError: a stored run was made under other conditions; the message says which.
+    """
+    kept: list[Run] = []
+    for method, seed in cells:
+        path = folder / "runs" / f"{slug(method)}-seed{seed}.json"
+        run = read_run(path)
+        if run is None or run.method != method or run.status != "finished":
+            continue
+        differing = [key for key, value in conditions.items() if run.conditions.get(key) != value]
+        if differing:
+            raise CompareError(_clash(folder, run, conditions, differing))
+        kept.append(run)
+    return kept
+
+
+def read_run(path: Path) -> Run | None:
+    """A stored run, or None if there is none that can be read."""
+    try:
+        return storage.run_from_json(storage.read_json(path))
+    except (OSError, ResultsError):
+        return None
+
+
+def _clash(folder: Path, run: Run, conditions: Mapping[str, Any], differing: list[str]) -> str:
+    changes = "; ".join(f"{key} was {run.conditions.get(key)!r}, is {conditions[key]!r}" for key in differing)
+    return (
+        f"{folder} holds runs made under other conditions ({changes}). "
+        "Give another --out to keep them, or --fresh to replace them."
+    )

@@ -1,0 +1,317 @@
+"""How a comparison is kept: `results.json`, one file for each run, and tables for other programs.
+
+Whatever is read back is checked: a file that was cut short, edited by hand or never a results file is refused with
+a sentence that names what is wrong, before anything is computed from it.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+import math
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from gradwire.bench.results import (
+    SCHEMA,
+    Comparison,
+    Evaluation,
+    ResultsError,
+    Row,
+    Run,
+    Split,
+    Spread,
+    Wire,
+    check_target,
+    summarise,
+)
+
+LARGEST = 1e100
+"""No figure of a training is beyond it, and sums of smaller ones do not overflow."""
+
+# ------------------------------------------------------------------------------------------- checking
+
+Read = Callable[[Any, str], Any]
+"""Turns a plain value into what it should be; told where it stands, for the sentence that refuses it."""
+
+
+def _refuse(where: str, wanted: str, value: object) -> ResultsError:
+    shown = repr(value)
+    return ResultsError(f"{where} should be {wanted}, not {shown if len(shown) <= 40 else shown[:40] + '...'}")
+
+
+def _text(value: Any, where: str) -> str:
+    if not isinstance(value, str):
+        raise _refuse(where, "a text", value)
+    return value.encode(errors="replace").decode()  # half a surrogate pair could not be written again
+
+
+def _flag(value: Any, where: str) -> bool:
+    if not isinstance(value, bool):
+        raise _refuse(where, "true or false", value)
+    return value
+
+
+def _number(value: Any, where: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= LARGEST:
+        raise _refuse(where, "a number", value)
+    return float(value)
+
+
+def _amount(value: Any, where: str) -> float:
+    if _number(value, where) < 0:
+        raise _refuse(where, "a number that is not negative", value)
+    return float(value)
+
+
+def _measured(value: Any, where: str) -> float:
+    """A loss or a metric: None stands for what was not finite, and what is beyond all reason counts as infinite."""
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return math.nan
+    if isinstance(value, int | float) and abs(value) > LARGEST:
+        return math.inf if value > 0 else -math.inf
+    return _number(value, where)
+
+
+def _whole(least: int) -> Read:
+    def read(value: Any, where: str) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= LARGEST:
+            raise _refuse(where, f"a whole number from {least}", value)
+        return value
+
+    return read
+
+
+def _optional(read: Read) -> Read:
+    return lambda value, where: None if value is None else read(value, where)
+
+
+def _list(read: Read) -> Read:
+    def read_all(value: Any, where: str) -> list[Any]:
+        if not isinstance(value, list):
+            raise _refuse(where, "a list", value)
+        return [read(item, f"{where}[{i}]") for i, item in enumerate(cast(list[Any], value))]
+
+    return read_all
+
+
+def _mapping(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise _refuse(where, "a mapping", value)
+    return cast(dict[str, Any], value)
+
+
+def _fields(
+    value: Any, where: str, readers: Mapping[str, Read], optional: frozenset[str] = frozenset()
+) -> dict[str, Any]:
+    """Read the named fields of a mapping; those that may be left out are left out."""
+    data = _mapping(value, where)
+    missing = [name for name in readers if name not in data and name not in optional]
+    if missing:
+        raise ResultsError(f"{where} has no {missing[0]!r}")
+    return {name: read(data[name], f"{where}.{name}") for name, read in readers.items() if name in data}
+
+
+def _status(value: Any, where: str) -> str:
+    if value not in ("finished", "failed"):
+        raise _refuse(where, "'finished' or 'failed'", value)
+    return value
+
+
+def _target(value: Any, where: str) -> str | None:
+    return check_target(_optional(_text)(value, where))
+
+
+def _evaluation(value: Any, where: str) -> Evaluation:
+    if not isinstance(value, list) or len(cast(list[Any], value)) != 3:
+        raise _refuse(where, "a list of steps, seconds and a value", value)
+    steps, time_s, metric = cast(list[Any], value)
+    return Evaluation(_whole(0)(steps, where), _amount(time_s, where), _measured(metric, where))
+
+
+def _wire(value: Any, where: str) -> Wire:
+    # what the counters saw beyond the prediction, `other`, is negative where they saw less
+    return Wire(**_fields(value, where, {f.name: _number for f in dataclasses.fields(Wire)}))
+
+
+def _split(value: Any, where: str) -> Split:
+    return Split(**_fields(value, where, {f.name: _amount for f in dataclasses.fields(Split)}))
+
+
+def _facts(readers: Mapping[str, Read], optional: frozenset[str] = frozenset()) -> Read:
+    """A mapping of which the report needs some fields; the others are kept as they are."""
+    return lambda value, where: _mapping(value, where) | _fields(value, where, readers, optional)
+
+
+RUN: Mapping[str, Read] = {
+    "method": _text,
+    "seed": _whole(0),
+    "status": _status,
+    "reason": _text,
+    "label": _text,
+    "losses": _list(_measured),
+    "times_s": _list(_amount),
+    "tx_bytes": _list(_amount),
+    "evaluations": _list(_evaluation),
+    "wire": _wire,
+    "split": _split,
+    "residual_norm": _optional(_number),
+    "report": _optional(_facts({"verdict": _text})),
+    "conditions": _mapping,
+}
+
+TASK: Mapping[str, Read] = {
+    "name": _text, "description": _text, "parameters": _whole(1), "metric_name": _text, "higher_is_better": _flag,
+}  # fmt: skip
+
+OPTIONS: Mapping[str, Read] = {
+    "hosts": _whole(1), "rate": _text, "steps": _optional(_whole(1)), "minutes": _optional(_amount),
+    "bucket_mb": _amount,
+}  # fmt: skip
+
+ENVIRONMENT: Mapping[str, Read] = dict.fromkeys(
+    ("processor", "system", "python", "torch", "gradwire", "network", "network_mode", "created", "command"), _text
+)
+
+
+def _run(value: Any, where: str) -> Run:
+    run = Run(**_fields(value, where, RUN, frozenset(RUN) - {"method", "seed", "status"}))
+    if not len(run.losses) == len(run.times_s) == len(run.tx_bytes):
+        raise ResultsError(
+            f"{where} has {len(run.losses)} losses, {len(run.times_s)} times and {len(run.tx_bytes)} byte counts; "
+            "there should be one of each for every step"
+        )
+    return run
+
+
+COMPARISON: Mapping[str, Read] = {
+    "task": _facts(TASK, frozenset({"parameters"})),
+    "options": _facts(OPTIONS),
+    "environment": _facts(ENVIRONMENT, frozenset({"network_mode"})),
+    "smoothing": _whole(1),
+    "target": _target,
+    "runs": _list(_run),
+    "tolerance": _amount,
+    "schema": _whole(1),
+}
+
+# -------------------------------------------------------------------------------------------- storing
+
+
+def run_to_json(run: Run) -> dict[str, Any]:
+    """Plain data of a run; numbers that are not finite become None, since JSON has no NaN."""
+    return {key: plain(value) for key, value in dataclasses.asdict(run).items()}
+
+
+def run_from_json(data: object) -> Run:
+    """Rebuild a run from its plain data.
+
+    Raises:
+        ResultsError: a field is missing, or is not what it should be.
+    """
+    return _run(data, "run")
+
+
+def save(comparison: Comparison, path: Path) -> None:
+    """Write `results.json`."""
+    data = {f.name: getattr(comparison, f.name) for f in dataclasses.fields(comparison) if f.name != "runs"}
+    data["runs"] = [run_to_json(run) for run in comparison.runs]
+    write_atomically(path, json.dumps(plain(data), indent=1))
+
+
+def load(path: Path) -> Comparison:
+    """Read `results.json`.
+
+    Raises:
+        ResultsError: there is none, it is damaged, or a newer gradwire wrote it.
+        OSError: it cannot be read.
+    """
+    try:
+        data = read_json(path)
+        schema = _whole(1)(_mapping(data, "the file").get("schema"), "schema")
+        if schema > SCHEMA:
+            raise ResultsError(f"it has schema {schema}, newer than {SCHEMA}: update gradwire")
+        return Comparison(**_fields(data, "results", COMPARISON, frozenset({"tolerance"})))
+    except FileNotFoundError as error:
+        raise ResultsError(f"{path} does not exist: run gradwire compare --out {path.parent} first") from error
+    except ResultsError as error:
+        raise ResultsError(f"{path} cannot be used: {error}") from error
+
+
+def read_json(path: Path) -> object:
+    """The plain data that a file of JSON holds.
+
+    Raises:
+        ResultsError: it holds something else.
+        OSError: it cannot be read.
+    """
+    try:
+        return json.loads(path.read_bytes())
+    except RecursionError as error:
+        raise ResultsError("it is nested too deeply to be a results file of gradwire compare") from error
+    except ValueError as error:  # no JSON, no UTF-8, or a whole number of thousands of digits
+        raise ResultsError(f"it is no JSON, or was cut short ({error})") from error
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file so that a reader sees all of it or what was there before, never a part."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8", errors="replace") as file:
+            file.write(text)
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def plain(value: Any) -> Any:
+    """Data that JSON can hold: numbers that are not finite become None, tuples lists."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in cast(Mapping[Any, Any], value).items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in cast(list[Any], value)]
+    return value
+
+
+# --------------------------------------------------------------------------------------------- tables
+
+
+def write_tables(comparison: Comparison, folder: Path) -> None:
+    """Write `results.csv` (a row a method) and `curves.csv` (a row a step)."""
+    write_atomically(folder / "results.csv", _csv(_result_lines(comparison)))
+    write_atomically(folder / "curves.csv", _csv(_curve_lines(comparison)))
+
+
+def _result_lines(comparison: Comparison) -> Iterable[list[Any]]:
+    flat = [f.name for f in dataclasses.fields(Row) if f.name not in ("wire", "failure")]
+    items = [f.name for f in dataclasses.fields(Wire)]
+    yield [*flat, *(f"wire_{name}_bytes" for name in items), "failure"]
+    for row in summarise(comparison):
+        values = [getattr(row, name) for name in flat]
+        means = [value.mean if isinstance(value, Spread) else value for value in values]
+        yield [*means, *(getattr(row.wire, name) for name in items), row.failure]
+
+
+def _curve_lines(comparison: Comparison) -> Iterable[list[Any]]:
+    yield ["method", "seed", "step", "time_s", "tx_bytes", "loss"]
+    for run in comparison.runs:
+        for step, point in enumerate(zip(run.times_s, run.tx_bytes, run.losses, strict=True), start=1):
+            yield [run.method, run.seed, step, *point]
+
+
+def _csv(lines: Iterable[list[Any]]) -> str:
+    class Text(list[str]):
+        write = list[str].append
+
+    text = Text()
+    csv.writer(text, lineterminator="\n").writerows(lines)
+    return "".join(text)

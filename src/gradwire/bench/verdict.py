@@ -1,0 +1,316 @@
+"""What may be concluded from a comparison: its findings, and a headline only where they allow one.
+
+`judge` looks at what was measured and asks what a careful reader would ask. Was there anything to learn, and was it
+learned? Is every loss a number? Did the method end as well as the baseline? How many seeds and hosts were there? Each
+answer that matters is a `Finding`. Terminal, report and `verdict.json` show the same `Verdict`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gradwire.bench.crossover import measured_rate, method_pays_below
+from gradwire.bench.evidence import Learning, baseline_learning, hardly_learned, not_finite, shortfall
+from gradwire.bench.results import FLOOR, FP32, Comparison, Row, Run, Spread, paired, summarise, target_hit
+from gradwire.bench.storage import plain, write_atomically
+
+FARTHEST = 100.0
+"""How many times the measured bandwidth figures are carried over to; `docs/results.md` checks it for five times."""
+
+
+class Kind(enum.Enum):
+    """What a finding is about; the value is what a table's cell has room for."""
+
+    ONE_HOST = "one host"
+    NO_BASELINE = "no baseline"
+    HARDLY_LEARNED = "hardly learned"
+    TARGET_AT_START = "target at the start"
+    NOT_FINITE = "not finite"
+    FAILED = "failed"
+    NOT_REACHED = "not reached"
+    WORSE_METRIC = "worse metric"
+    NO_METRIC = "no metric"
+    ONE_SEED = "one seed"
+
+
+CAVEATS = frozenset({Kind.ONE_SEED})
+"""Findings that a reader should know of, but that leave a headline standing."""
+
+ALARMS = frozenset({Kind.NOT_FINITE, Kind.FAILED})
+"""Findings for which the command ends with a status other than 0."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was found.
+
+    Attributes:
+        kind: what it is about.
+        method: whose; None for the comparison as a whole.
+        text: a sentence, with figures.
+    """
+
+    kind: Kind
+    method: str | None
+    text: str
+
+    @property
+    def forbids(self) -> bool:
+        """Whether it forbids a headline for its method (for every method, if it is the comparison's or fp32's)."""
+        return self.kind not in CAVEATS
+
+
+# -------------------------------------------------------------------------------------------- findings
+
+
+def _of_comparison(comparison: Comparison) -> Iterable[Finding]:
+    if comparison.options["hosts"] < 2:
+        yield Finding(
+            Kind.ONE_HOST,
+            None,
+            "There is one host, so nothing was communicated and nothing compared: --hosts 2 or more.",
+        )
+    if not comparison.finished(FP32):
+        text = f"{FP32} has not finished, so there is nothing to compare with: have it among the methods."
+        yield Finding(Kind.NO_BASELINE, None, text)
+    seeds = {run.seed for run in comparison.runs}
+    if len(seeds) == 1:
+        text = "One seed was run: what another would give is not known. --seeds 3 tells."
+        yield Finding(Kind.ONE_SEED, None, text)
+
+
+def _of_baseline(comparison: Comparison) -> Iterable[Finding]:
+    runs = comparison.finished(FP32)
+    found = baseline_learning(comparison)
+    if found is None or any(map(not_finite, runs)):
+        return
+    relative = comparison.target is None or comparison.target.startswith("method:")
+    if hardly_learned(found, comparison.tolerance if relative else 0.0):
+        yield Finding(Kind.HARDLY_LEARNED, FP32, _hardly_learned(found))
+        return
+    hits = [(target_hit(comparison, run), run) for run in runs]
+    if any(hit and hit.steps <= _first_look(comparison, run) for hit, run in hits):
+        text = f"{FP32} is at the target where it is first looked at: times to the target say nothing about learning."
+        yield Finding(Kind.TARGET_AT_START, FP32, text)
+
+
+def _first_look(comparison: Comparison, run: Run) -> int:
+    """The earliest step at which a run can be seen to have reached the target."""
+    by_metric = comparison.target is not None and comparison.target.startswith("metric:")
+    return run.evaluations[0].steps if by_metric and run.evaluations else 1
+
+
+def _hardly_learned(found: Learning) -> str:
+    change = "fell" if found.fall >= 0 else "rose"
+    noises = f"{abs(found.in_noises):.1f} times its noise" if found.noise else "without noise"
+    return (
+        f"The loss of {FP32} hardly fell: from {found.start:.5g} to {found.end:.5g}, it {change} by "
+        f"{abs(found.fall):.2g}, {noises}. Train longer, or with another learning rate."
+    )
+
+
+def _of_runs(comparison: Comparison, row: Row) -> Iterable[Finding]:
+    """What is wrong with the runs of any method."""
+    if row.failure:
+        yield Finding(Kind.FAILED, row.method, f"{row.method} failed: {row.failure.splitlines()[0]}")
+    for run in comparison.finished(row.method):
+        if said := not_finite(run):
+            yield Finding(Kind.NOT_FINITE, row.method, f"{row.method}, seed {run.seed}: {said}.")
+
+
+def _of_method(comparison: Comparison, row: Row) -> Iterable[Finding]:
+    """What speaks against a method, given a baseline to hold it against."""
+    if row.reached < row.seeds:
+        some = f"reached the target with {row.reached} of {row.seeds} seeds only"
+        said = some if row.reached else "did not reach the target"
+        yield Finding(Kind.NOT_REACHED, row.method, f"{row.method} {said}.")
+    name, found = comparison.task["metric_name"], shortfall(comparison, row.method)
+    if found is None:
+        yield Finding(Kind.NO_METRIC, row.method, f"{row.method} has no final {name} to compare with that of {FP32}.")
+    elif found.worse_by > found.allowed:
+        limit = "its seeds spread by" if found.seeds > 1 else "with one seed we would overlook"
+        text = (
+            f"By {name}, {row.method} ends {found.worse_by:.3g} worse than {FP32} ({found.baseline:.4g}); "
+            f"{limit} {found.allowed:.2g}."
+        )
+        yield Finding(Kind.WORSE_METRIC, row.method, text)
+
+
+# --------------------------------------------------------------------------------------------- verdict
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What may be concluded.
+
+    Attributes:
+        findings: what is wrong with the evidence, or should be known of it; the weightiest first.
+        learned: how far fp32's loss fell, with the seed where that stands out least.
+        best: the method for which a headline may be written, or None.
+        speed_up: its iso-accuracy speed-up over fp32.
+        pays_below: bit/s below which it reaches the target before fp32; see `crossover.pays_below`.
+        measured_at: bit/s of the links it was measured on.
+        seeds: how many both it and fp32 have finished.
+    """
+
+    findings: tuple[Finding, ...]
+    learned: Learning | None = None
+    best: str | None = None
+    speed_up: Spread | None = None
+    pays_below: float | None = None
+    measured_at: float | None = None
+    seeds: int = 0
+
+    @property
+    def alarm(self) -> bool:
+        """Whether a run failed or a loss was not finite."""
+        return any(finding.kind in ALARMS for finding in self.findings)
+
+    @property
+    def unsound(self) -> Kind | None:
+        """What forbids any conclusion, be it about the comparison or about fp32; None if nothing does."""
+        return next((f.kind for f in self.findings if f.forbids and f.method in (None, FP32)), None)
+
+    def why_not(self, method: str) -> Kind | None:
+        """What forbids that this method's speed-up is shown; None if it may be."""
+        own = (f.kind for f in self.findings if f.forbids and f.method == method)
+        return next(own, self.unsound)
+
+    @property
+    def headline(self) -> str:
+        """The conclusion in one sentence; where there is none, why."""
+        if self.best is None or self.speed_up is None:
+            return f"No conclusion: {NO_CONCLUSION[self.unsound]}"
+        seeds = "one seed" if self.seeds == 1 else f"{self.seeds} seeds"
+        return f"{self.best} reaches the target {_sooner(self.speed_up)} {FP32} ({seeds})"
+
+    @property
+    def pays(self) -> str:
+        """On which links the best method pays, in one sentence; empty where nothing may be said."""
+        if self.best is None or self.measured_at is None:
+            return ""
+        sooner = f"{self.best} reaches the target before {FP32}"
+        if self.pays_below is None:
+            return f"On slower links {self.best} gains nothing more: it sends as much on its way as {FP32}."
+        below = min(self.pays_below, FARTHEST * self.measured_at)
+        beyond = "" if below == self.pays_below else ", and perhaps beyond: so far these figures reach"
+        measured = f"(from what was measured at {bandwidth(self.measured_at)})"
+        return f"{sooner} on links below {bandwidth(below)}{beyond} {measured}."
+
+    @property
+    def learned_text(self) -> str:
+        """How far fp32's loss fell against its noise, in one sentence; empty where that is not known, or a finding."""
+        found = self.learned
+        if (
+            found is None
+            or self.unsound is Kind.HARDLY_LEARNED
+            or not math.isfinite(found.fall)
+            or not math.isfinite(found.noise)
+        ):
+            return ""
+        noises = f"{found.in_noises:.3g} times its noise" if math.isfinite(found.in_noises) else "without noise"
+        return f"The loss of {FP32} went from {found.start:.4g} to {found.end:.4g}, {noises}."
+
+
+NO_CONCLUSION: dict[Kind | None, str] = {
+    Kind.ONE_HOST: "there is only one host",
+    Kind.NO_BASELINE: f"{FP32} has not finished",
+    Kind.HARDLY_LEARNED: f"the loss of {FP32} hardly fell",
+    Kind.TARGET_AT_START: "the target is reached at the start",
+    Kind.NOT_FINITE: f"a loss of {FP32} is not finite",
+    Kind.FAILED: f"{FP32} failed",
+    None: f"no method reached the target and ended as well as {FP32}",
+}
+
+
+def _sooner(gain: Spread) -> str:
+    if gain.low < 1 < gain.high:
+        return "with some seeds before and with some after"
+    if gain.mean >= 1:
+        return f"{gain.mean:.{1 if gain.mean < 10 else 0}f} times as soon as"
+    return "later than"
+
+
+def bandwidth(bits_per_s: float) -> str:
+    """A rate with two digits, as links are named.
+
+    Example:
+        >>> bandwidth(1.764e9), bandwidth(96e6), bandwidth(250)
+        ('1.8 Gbit/s', '96 Mbit/s', '250 bit/s')
+    """
+    units = ("bit/s", "kbit/s", "Mbit/s", "Gbit/s", "Tbit/s")
+    power = max(0, min(len(units) - 1, int(math.log10(max(1.0, bits_per_s)) / 3 + 1e-9)))
+    return f"{_two_digits(bits_per_s / 1000**power)} {units[power]}"
+
+
+def _two_digits(value: float) -> str:
+    return f"{value:.1f}" if value < 9.95 else f"{float(f'{value:.2g}'):,.0f}"
+
+
+def judge(comparison: Comparison) -> Verdict:
+    """Judge a comparison by its own figures.
+
+    Returns:
+        All findings; and where they allow it the method with the largest speed-up over fp32, its own methods before
+        PyTorch's, and the bandwidth below which it pays.
+    """
+    rows = summarise(comparison)
+    learners = [row for row in rows if row.method not in (FP32, FLOOR) and row.seeds]
+    verdict = Verdict(_findings(comparison, rows, learners), baseline_learning(comparison))
+    best = _best([row for row in learners if not verdict.why_not(row.method)])
+    if best is None:
+        return verdict
+    seeds = len(paired(comparison, comparison.finished(best.method), FP32))
+    below, rate = method_pays_below(comparison, best.method), measured_rate(comparison)
+    return dataclasses.replace(
+        verdict, best=best.method, speed_up=best.speed_up, pays_below=below, measured_at=rate, seeds=seeds
+    )
+
+
+def _findings(comparison: Comparison, rows: Sequence[Row], learners: Sequence[Row]) -> tuple[Finding, ...]:
+    """All findings, the weightiest first; what speaks against single methods only where they may be compared."""
+    findings = [*_of_comparison(comparison), *_of_baseline(comparison)]
+    findings += [finding for row in rows for finding in _of_runs(comparison, row)]
+    if Verdict(tuple(findings)).unsound is None:
+        findings += [finding for row in learners for finding in _of_method(comparison, row)]
+    order = list(Kind)
+    return tuple(sorted(findings, key=lambda f: (not f.forbids, f.method not in (None, FP32), order.index(f.kind))))
+
+
+def _best(rows: Sequence[Row]) -> Row | None:
+    ours = [row for row in rows if not row.method.startswith("torch:")]
+    gains = [(row.speed_up.mean, row) for row in ours or rows if row.speed_up]
+    return max(gains, key=lambda pair: pair[0], default=(0.0, None))[1]
+
+
+# -------------------------------------------------------------------------------------------- exporting
+
+
+def to_json(verdict: Verdict) -> dict[str, Any]:
+    """A verdict as plain data, for programs."""
+    learned = verdict.learned
+    return plain({
+        "headline": verdict.headline,
+        "best": verdict.best,
+        "speed_up": verdict.speed_up._asdict() if verdict.speed_up else None,
+        "seeds": verdict.seeds,
+        "pays_below_bit_per_s": verdict.pays_below,  # null at every bandwidth too: infinity is no JSON
+        "pays_at_every_bandwidth": verdict.pays_below == math.inf,
+"measured_at_bit_per_s": verdict.measured_at,
+        "pays": verdict.pays,
+        "baseline_loss": learned._asdict() | {"fall_in_noises": learned.in_noises} if learned else None,
+        "alarm": verdict.alarm,
+        "findings": [{"kind": f.kind.value, "method": f.method, "text": f.text} for f in verdict.findings],
+    })  # fmt: skip
+
+
+def write(verdict: Verdict, path: Path) -> None:
+    """Write `verdict.json`."""
+    write_atomically(path, json.dumps(to_json(verdict), indent=1))

@@ -1,0 +1,156 @@
+"""What a saved state must look like: every deviation is a `StateError` that says what is wrong and where.
+
+The form is that of `gradwire.core.saved`. Nothing here knows a model; what a model needs is checked where it is loaded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
+from typing import Any, NoReturn, get_args
+
+import torch
+from torch import Tensor
+
+from gradwire.core.errors import StateError
+from gradwire.core.state import Kind
+
+VERSION = 1
+
+Saved = dict[str, Any]
+Pieces = Sequence[Mapping[str, Any]]
+Parameters = Mapping[str, Mapping[str, Pieces]]
+
+SHARED = ("version", "reducer", "step", "seed", "scale", "world_size")
+"""What is the same in the states of all ranks of a run at one step."""
+
+_KINDS = tuple(kind for kind in get_args(Kind) if kind != "scratch")
+
+
+def is_count(value: object) -> bool:
+    """Whether it is a whole number of 0 or more."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_scale(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+
+
+_HEAD: dict[str, tuple[Callable[[object], bool], str]] = {
+    "version": (lambda value: is_count(value) and value == VERSION, f"{VERSION}, the version that this gradwire reads"),
+    "reducer": (lambda value: isinstance(value, str), "the text of a reducer"),
+    "step": (is_count, "a whole number of 0 or more"),
+    "seed": (lambda value: isinstance(value, int) and not isinstance(value, bool), "a whole number"),
+    "scale": (_is_scale, "a positive number"),
+    "world_size": (lambda value: is_count(value) and value != 0, "a whole number of 1 or more"),
+    "rank": (is_count, "a whole number of 0 or more"),
+    "parameters": (lambda value: isinstance(value, Mapping), "a mapping by parameter name"),
+}
+
+
+def check_state(saved: object) -> Mapping[str, Any]:
+    """Return what was given, if it is a state that `state_dict()` could have returned.
+
+    Raises:
+        StateError: with what is missing or wrong, and where.
+
+    >>> check_state({"version": 1, "reducer": "AllReduce"})
+    Traceback (most recent call last):
+        ...
+    gradwire.core.errors.StateError: the saved state has no 'step': pass what state_dict() returned
+    """
+    if not isinstance(saved, Mapping):
+        raise StateError(f"a saved state is a mapping, and this is {_shown(saved)}: pass what state_dict() returned")
+    for key, (right, what) in _HEAD.items():
+        if key not in saved:
+            raise StateError(f"the saved state has no {key!r}: pass what state_dict() returned")
+        if not right(saved[key]):
+            raise StateError(f"the saved state's {key!r} is {_shown(saved[key])} and must be {what}")
+    if saved["rank"] >= saved["world_size"]:
+        raise StateError(f"the saved state is that of rank {saved['rank']} of {saved['world_size']} ranks")
+    check_parameters(saved["parameters"])
+    return saved
+
+
+def check_parameters(parameters: object) -> Parameters:
+    """Return what was given, if it is the `parameters` of a saved state.
+
+    Raises:
+        StateError: with what is missing or wrong, and where.
+    """
+    if not isinstance(parameters, Mapping):
+        raise StateError(f"the saved state's 'parameters' are {_shown(parameters)} and must be a mapping by name")
+    for name, leaves in parameters.items():
+        if not isinstance(name, str) or not isinstance(leaves, Mapping):
+            raise StateError(f"what is saved of parameter {_shown(name)} must be a mapping, and is {_shown(leaves)}")
+        for path, pieces in leaves.items():
+            _check_pieces(name, path, pieces)
+    return parameters
+
+
+def _check_pieces(name: str, path: object, pieces: object) -> None:
+    """Refuse the pieces of one leaf that are none, or that no parameter could be cut into."""
+
+    def refuse(problem: str) -> NoReturn:
+        raise StateError(f"the saved {path!r} of parameter {name!r} {problem}")
+
+    kind = path.partition(":")[0] if isinstance(path, str) else ""
+    if kind not in _KINDS:
+        raise StateError(f"parameter {name!r} has a saved {_shown(path)}, which is none of {', '.join(_KINDS)}")
+    if not isinstance(pieces, list | tuple) or len(pieces) == 0:
+        refuse(f"is {_shown(pieces)} and must be a list of pieces")
+    for piece in pieces:
+        if not isinstance(piece, Mapping) or not is_count(piece.get("start")):
+            refuse("has a piece without a 'start', which is a whole number of 0 or more")
+        if (problem := _problem_of(piece.get("values"), kind)) is not None:
+            refuse(f"has a piece whose 'values' are {problem}")
+    if kind == "matrix" and (len(pieces) > 1 or pieces[0]["start"]):
+        refuse("must be one piece that starts at 0")
+    end = 0
+    for piece in sorted(pieces, key=itemgetter("start")):
+        if piece["start"] < end:
+            refuse(f"has pieces that overlap at element {piece['start']}")
+        end = piece["start"] + piece["values"].numel()
+
+
+def _problem_of(values: object, kind: str) -> str | None:
+    """What is wrong with the values of a piece, if anything is."""
+    if not isinstance(values, Tensor):
+        return f"{_shown(values)} and must be a tensor"
+    if values.layout != torch.strided or values.is_meta or not values.is_floating_point():
+        return f"{_shown(values)} and must be a dense tensor of floating-point numbers"
+    if kind == "segment" and values.shape != (1,):
+        return f"{_shown(values)} and must be one number"
+    if kind in ("element", "owned") and (values.dim() != 1 or not values.numel()):
+        return f"{_shown(values)} and must have one dimension"
+    return None
+
+
+def check_together(saved: object) -> list[Mapping[str, Any]]:
+    """Return the states in rank order, if they are those of all ranks of one run at one step.
+
+    Raises:
+        StateError: a damaged state, a rank that is missing or there twice, or states that differ in what a run shares.
+    """
+    if isinstance(saved, Mapping) or not isinstance(saved, Sequence) or not saved:
+        raise StateError("this wants the states of all ranks of a run as a list, and was given none")
+    states = sorted((check_state(state) for state in saved), key=lambda state: state["rank"])
+    for key in SHARED:
+        if len(values := sorted({repr(state[key]) for state in states})) > 1:
+            raise StateError(
+                f"the saved states differ in {key!r} ({', '.join(values)}): pass the states of all ranks of one run, "
+                "saved at one step"
+            )
+    ranks, wanted = [state["rank"] for state in states], list(range(states[0]["world_size"]))
+    if ranks != wanted:
+        raise StateError(f"these are the states of ranks {ranks}, and all ranks of the run were {wanted}")
+    return states
+
+
+def _shown(value: object) -> str:
+    """A value in few words."""
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)} and {value.dtype}"
+    text = repr(value)
+    return text if len(text) <= 60 else f"a {type(value).__name__}"

@@ -1,0 +1,135 @@
+"""A saved state as a file of plain numbers, in the safetensors format: nothing in it can be executed.
+
+    8 bytes     length of the header, little-endian
+    header      JSON: {"__metadata__": {"gradwire": HEAD}, NAME: {"dtype", "shape", "data_offsets"}, ...}
+    data        the tensors' bytes, one behind the other
+
+HEAD is the JSON of everything in the saved state but its parameters. A NAME is `path@start@parameter`, as in
+`element:residual@0@layer.weight`. Any reader of safetensors shows what is in such a file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from io import BufferedReader
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradwire.core.errors import StateError
+from gradwire.core.saved_schema import Saved
+
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_LONGEST_HEADER = 100_000_000  # bytes; as the format says
+
+
+class Written(NamedTuple):
+    """What tells a file from all others."""
+
+    size: int
+    sha256: str
+
+
+def write(path: Path, saved: Mapping[str, Any]) -> Written:
+    """Write a saved state to a new file and wait until it is on the disk.
+
+    Raises:
+        OSError: as the file system says.
+    """
+    tensors = dict(_tensors(saved))
+    header = _header(saved, tensors)
+    digest = hashlib.sha256()
+    with path.open("wb") as file:
+        for part in (len(header).to_bytes(8, "little"), header, *map(_bytes, tensors.values())):
+            file.write(part)
+            digest.update(part)
+        file.flush()
+        os.fsync(file.fileno())
+        return Written(file.tell(), digest.hexdigest())
+
+
+def read(path: Path, expected: Written) -> Saved:
+    """Return the saved state in a file, if it is the one that was written.
+
+    Raises:
+        StateError: a file that is missing, has another size or digest, or holds no saved state.
+    """
+    try:
+        with path.open("rb") as file:
+            return _read(file, path, expected)
+    except OSError as error:
+        raise StateError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def _tensors(saved: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    for name, leaves in saved["parameters"].items():
+        for path, pieces in leaves.items():
+            for piece in pieces:
+                yield f"{path}@{piece['start']}@{name}", piece["values"].detach().cpu().contiguous()
+
+
+def _header(saved: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bytes:
+    head = json.dumps({key: value for key, value in saved.items() if key != "parameters"})
+    table: dict[str, Any] = {"__metadata__": {"gradwire": head}}
+    at = 0
+    for name, tensor in tensors.items():
+        end = at + tensor.nbytes
+        table[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(table).encode()
+    return text + b" " * (-len(text) % 8)
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return tensor.view(-1).view(torch.uint8).numpy().data
+
+
+def _read(file: BufferedReader, path: Path, expected: Written) -> Saved:
+    size = os.fstat(file.fileno()).st_size
+    if size != expected.size:
+        raise StateError(f"{path} has {size} bytes and was written with {expected.size}: copy it anew")
+    digest = hashlib.sha256()
+    first = file.read(8)
+    length = int.from_bytes(first, "little")
+    if length > min(size - 8, _LONGEST_HEADER):
+        raise StateError(f"{path} is no file of gradwire's: its header would be longer than the file")
+    text = file.read(length)
+    digest.update(first + text)
+    try:
+        saved, tensors = _empty(text, size - 8 - length)
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+        raise StateError(f"{path} is no file of gradwire's: {error!r} in its header") from error
+    for tensor in tensors:
+        file.readinto(_bytes(tensor))
+        digest.update(_bytes(tensor))
+    if digest.hexdigest() != expected.sha256:
+        raise StateError(f"{path} is damaged: what it holds is not what was written; copy it anew")
+    return saved
+
+
+def _empty(text: bytes, nbytes: int) -> tuple[Saved, list[Tensor]]:
+    """The state that a header describes, and its tensors in the order of their bytes, still to be read."""
+    table: dict[str, Any] = json.loads(text)
+    saved: Saved = json.loads(table.pop("__metadata__")["gradwire"])
+    parameters: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    tensors: list[Tensor] = []
+    at = 0
+    for key, entry in table.items():
+        path, start, name = key.split("@", 2)
+        begin, end = entry["data_offsets"]
+        shape = torch.Size(entry["shape"])
+        if begin != at or end - begin != shape.numel() * _DTYPES[entry["dtype"]].itemsize or end > nbytes:
+            raise ValueError(f"the place of {key!r}")
+        tensors.append(torch.empty(shape, dtype=_DTYPES[entry["dtype"]]))
+        piece = {"start": int(start), "values": tensors[-1]}
+        parameters.setdefault(name, {}).setdefault(path, []).append(piece)
+        at = end
+    if at != nbytes:
+        raise ValueError("bytes of no tensor")
+    return {**saved, "parameters": parameters}, tensors

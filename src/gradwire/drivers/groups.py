@@ -1,0 +1,146 @@
+"""Process groups of our own: every one has a name that was never used before, and ranks that do not come are named.
+
+PyTorch calls a group after its ranks and after how many groups there are, where only its members make it. Once one is
+destroyed, the next has its name, and with it finds in the store the addresses of ports that are closed by now.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import distributed_c10d as c10d
+
+from gradwire.core.errors import CommunicationError
+
+_LONGEST_PAUSE_S = 0.05
+_GIVEN_UP = "given up"
+
+_attempts: dict[str, int] = {}
+"""How often this process has made a group of the same ranks below the same parent."""
+
+
+def new_group(parent: dist.ProcessGroup, ranks: Sequence[int], deadline_s: float, what: str) -> dist.ProcessGroup:
+    """Return a new group of `ranks`, of the backend of `parent`; all of these ranks must call it, and only they.
+
+    Args:
+        parent: a group that has all the ranks.
+        ranks: numbers of ranks in the default group.
+        deadline_s: seconds to wait for the others, and the new group's patience.
+        what: the call that makes the group, for the error that names who did not make it.
+
+    Raises:
+        CommunicationError: ranks that did not come within `deadline_s`, or could not be connected.
+    """
+    began = time.monotonic()
+    ranks = sorted(ranks)
+    try:
+        name = _meet(_family(parent, ranks), ranks, deadline_s, what)
+        return _made(parent, name, ranks, deadline_s)
+    except CommunicationError:
+        raise
+    except RuntimeError as error:
+        waited = time.monotonic() - began
+        raise CommunicationError(
+            f"rank {dist.get_rank()} could not connect to ranks {listed(ranks)} for {what} (after {waited:.1f} s, with "
+            f"deadline_s={deadline_s:g}): a rank ended meanwhile, or a host cannot be reached on the interface that "
+            f"GLOO_SOCKET_IFNAME names; PyTorch says: {first_line(error)}"
+        ) from error
+
+
+def deadline_of(group: dist.ProcessGroup, device: torch.device) -> float:
+    """Return the seconds after which a collective of `group` fails."""
+    backend = group._get_backend(device)  # pyright: ignore[reportPrivateUsage]
+    return backend.options._timeout.total_seconds()  # pyright: ignore[reportPrivateUsage]
+
+
+def destroy(group: dist.ProcessGroup) -> None:
+    """Let go of a group, unless it went already with the default group."""
+    if dist.is_initialized() and group in c10d._world.pg_map:  # pyright: ignore[reportPrivateUsage]
+        dist.destroy_process_group(group)
+
+
+def listed(ranks: Sequence[int]) -> str:
+    """Return ranks as one says them.
+
+    >>> listed([1]), listed([0, 2, 5])
+    ('1', '0, 2 and 5')
+    """
+    *most, last = map(str, ranks)
+    return f"{', '.join(most)} and {last}" if most else last
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text, shortened."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+
+
+def _family(parent: dist.ProcessGroup, ranks: Sequence[int]) -> str:
+    """What all groups of these ranks below this parent are called, but for a number."""
+    same = hashlib.sha256(f"{parent.group_name}: {listed(ranks)}".encode()).hexdigest()[:16]
+    return f"gradwire/group/{same}"
+
+
+def _meet(family: str, ranks: Sequence[int], deadline_s: float, what: str) -> str:
+    """Wait until all ranks are here; return the name of their new group.
+
+    A number that ranks gave up on, since others did not come in time, is used up for those who come late as well.
+    """
+    root, me, late = _store(), str(dist.get_rank()), False
+    while True:
+        attempt = _attempts[family] = _attempts.get(family, -1) + 1
+        name = f"{family}/{attempt}"
+        store = PrefixStore(f"{name}/here", root)
+        if not store.check([_GIVEN_UP]):
+            break
+        late = True
+    store.set(me, me)
+    began, pause = time.monotonic(), 0.001
+    while not store.check([str(rank) for rank in ranks]):
+        waited = time.monotonic() - began
+        if waited > deadline_s or store.check([_GIVEN_UP]):
+            store.set(_GIVEN_UP, me)
+            absent = [rank for rank in ranks if not store.check([str(rank)])]
+            raise CommunicationError(_missed(absent, waited, deadline_s, what, late), absent)
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE_S)
+    return name
+
+
+def _missed(absent: Sequence[int], waited_s: float, deadline_s: float, what: str, late: bool) -> str:
+    if not absent:
+        return f"another rank gave up waiting for {what} just before the last rank came; call it again on every rank"
+    who = f"rank {absent[0]}" if len(absent) == 1 else f"ranks {listed(absent)}"
+    text = (
+        f"{who} did not call {what} within {waited_s:.1f} s (rank {dist.get_rank()} waited, with "
+        f"deadline_s={deadline_s:g}): every rank of the process group must call it, in the same order; "
+        f"look at the output of {who} first"
+    )
+    return text + "; the others had given up an earlier call before this rank made it" if late else text
+
+
+def _store() -> Store:
+    return c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
+
+
+def _made(parent: dist.ProcessGroup, name: str, ranks: Sequence[int], deadline_s: float) -> dist.ProcessGroup:
+    """`torch.distributed.new_group` with a name of our choice, which that function has no argument for."""
+    made, _ = c10d._new_process_group_helper(  # pyright: ignore[reportPrivateUsage]
+        len(ranks),
+        ranks.index(dist.get_rank()),
+        ranks,
+        c10d.Backend(dist.get_backend(parent)),
+        _store(),
+        name,  # pyright: ignore[reportArgumentType] - a type of its own in new versions, which is a string
+        timeout=timedelta(seconds=deadline_s),
+        device_id=c10d._get_default_group().bound_device_id,  # pyright: ignore[reportPrivateUsage]
+        group_desc="gradwire",
+    )
+    assert isinstance(made, dist.ProcessGroup), "this process is no member of the group"
+    c10d._world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(ranks)}  # pyright: ignore[reportPrivateUsage]
+    return made

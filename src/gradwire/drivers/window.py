@@ -1,0 +1,132 @@
+"""What the last steps of a run were like: a few numbers a step, kept for a report."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradwire.core.link import Link
+from gradwire.drivers.process_group import Stats
+
+START_UP = 5
+"""Steps that are left out: kernels are compiled in them, connections made, and DDP rebuilds its buckets."""
+STEPS = 100
+NORM_EVERY = 20
+"""Steps between two norms of the gradient: each costs one pass over it, which is a hundredth of a step's coding."""
+
+
+class Ready(NamedTuple):
+    """A bucket of gradients that is `nbytes` large and complete at `at_s`; the last one of a step is so at 0."""
+
+    at_s: float
+    nbytes: int
+
+
+class Sample(NamedTuple):
+    """One step: seconds and bytes on this rank. `step_s` is the time since the end of the step before."""
+
+    step_s: float
+    exposed_s: float
+    encode_s: float
+    wait_s: float
+    sent_bytes: int
+    dense_bytes: int
+    buckets: tuple[Ready, ...]
+
+
+class Window:
+    """The last `STEPS` steps, without the first `START_UP` ones after it was made.
+
+    Example:
+        window = Window()
+        window.ready(time.perf_counter(), bucket.nbytes)     # for every bucket of a step
+        window.end(time.perf_counter(), stats)               # once its means are written
+    """
+
+    def __init__(self) -> None:
+        self.samples: deque[Sample] = deque(maxlen=STEPS)
+        self.last_ready_s = 0.0
+        self._buckets: list[Ready] = []
+        self._before = Stats()
+        self._before_s = 0.0
+        self._squares: list[Tensor] = []
+        self._scale = 1.0
+        self._norm: float | None = None
+
+    def begin(self) -> None:
+        """A step's first bucket is about to come."""
+        self._buckets = []
+
+    def ready(self, now_s: float, nbytes: int) -> None:
+        """A bucket's gradients are complete."""
+        self._buckets.append(Ready(now_s, nbytes))
+        self.last_ready_s = now_s
+
+    def end(self, now_s: float, stats: Stats) -> None:
+        """The step has ended; `stats` are the totals since the run began."""
+        before, self._before = self._before, Stats(**vars(stats))
+        if before.steps >= START_UP:
+            self.samples.append(
+                Sample(
+                    step_s=now_s - self._before_s,
+                    exposed_s=stats.exposed_s - before.exposed_s,
+                    encode_s=stats.encode_s - before.encode_s,
+                    wait_s=stats.wait_s - before.wait_s,
+                    sent_bytes=stats.wire_bytes - before.wire_bytes,
+                    dense_bytes=stats.dense_wire_bytes - before.dense_wire_bytes,
+                    buckets=tuple(Ready(at - self.last_ready_s, nbytes) for at, nbytes in self._buckets),
+                )
+            )
+        self._before_s = now_s
+
+    @property
+    def wants_norm(self) -> bool:
+        """Whether this step's gradients should be shown to `gradient`."""
+        return self._before.steps % NORM_EVERY == START_UP
+
+    def gradient(self, bucket: Tensor, is_first: bool, scale: float) -> None:
+        """Take the norm of a bucket, without waiting for the device it is on; the first one begins a new sum."""
+        if is_first:
+            self._squares, self._scale, self._norm = [], scale, None
+        self._squares.append(torch.linalg.vector_norm(bucket, dtype=_norm_dtype(bucket)).double().square())
+
+    def gradient_norm(self) -> float | None:
+        """Norm of the gradient of the last step that it was taken in, without the loss scale; None before that."""
+        if self._norm is None and self._squares:
+            self._norm = math.sqrt(float(torch.stack(self._squares).sum())) / self._scale
+        return self._norm
+
+    def found_bad(self) -> bool:
+        """Whether the last norm that was taken is not finite."""
+        return not math.isfinite(self.gradient_norm() or 0.0)
+
+
+def _norm_dtype(bucket: Tensor) -> torch.dtype:
+    return torch.float64 if bucket.dtype == torch.float64 else torch.float32
+
+
+def exposed_s(buckets: Sequence[Ready], link: Link, share: float = 1.0) -> float:
+    """Seconds from the last bucket to the end of its all-reduce, where each bucket follows the one before it.
+
+    end_i = max(end_{i-1}, at_i) + alpha + share * nbytes_i * beta
+
+    Args:
+        buckets: of one step, in order; the last one is complete at 0.
+        link: how long an all-reduce of so many bytes takes.
+        share: what part of the bytes is sent.
+
+    >>> link = Link(0.001, 1e-6)
+    >>> round(exposed_s([Ready(-1.0, 500_000), Ready(0.0, 100_000)], link), 3)  # the first is hidden
+    0.101
+    >>> round(exposed_s([Ready(-0.1, 500_000), Ready(0.0, 100_000)], link), 3)  # the first ends 0.401 late
+    0.502
+    """
+    end = -math.inf
+    for at_s, nbytes in buckets:
+        end = max(end, at_s) + link.seconds(share * nbytes)
+    return max(end, 0.0)

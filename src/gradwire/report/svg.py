@@ -1,0 +1,84 @@
+"""Elements of inline SVG, and boxes that tell whether labels would overlap."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable
+from typing import NamedTuple
+
+LABEL_GAP = 15
+"""Height of a line of text, in pixels."""
+
+LETTER = 7.0
+"""Width of a letter, in pixels, as good as it can be known without the font."""
+
+
+def tag(name: str, content: str = "", **attributes: object) -> str:
+    """An element; `class_` gives `class`, and underscores become hyphens.
+
+    Example:
+        >>> tag("line", x1=0, stroke_width=2)
+        '<line x1="0" stroke-width="2"/>'
+    """
+    words = [name]
+    for key, value in attributes.items():
+        shown = f"{value:.1f}" if isinstance(value, float) else html.escape(str(value))
+        words.append(f'{key.rstrip("_").replace("_", "-")}="{shown}"')
+    return f"<{' '.join(words)}>{content}</{name}>" if content else f"<{' '.join(words)}/>"
+
+
+def label(text: str, x: float, y: float, **attributes: object) -> str:
+    """A text element."""
+    return tag("text", html.escape(text), x=x, y=y, **attributes)
+
+
+def width_of(text: str) -> float:
+    """Pixels that a text takes."""
+    return LETTER * len(text)
+
+
+def shortened(text: str, width: float) -> str:
+    """A text cut to a width in pixels, with an ellipsis where something is missing.
+
+    Example:
+        >>> shortened("topk:0.05+int8", 70), shortened("int4", 70)
+        ('topk:0.05…', 'int4')
+    """
+    room = max(1, int(width / LETTER))
+    return text if len(text) <= room else text[: room - 1] + "…"
+
+
+class Box(NamedTuple):
+    """Where a label stands; all are `LABEL_GAP` high."""
+
+    left: float
+    top: float
+    width: float
+
+    def overlaps(self, other: Box) -> bool:
+        """Whether two labels would be hard to read."""
+        beside = self.left + self.width + 6 < other.left or other.left + other.width + 6 < self.left
+        return not beside and abs(self.top - other.top) < LABEL_GAP
+
+
+def free_place(box: Box, taken: Iterable[Box], top: float, bottom: float) -> Box | None:
+    """The nearest place straight below or above a box that overlaps none of those taken, between two heights.
+
+    Returns:
+        The box moved; None where there is no room left.
+
+    Example:
+        >>> free_place(Box(0, 0, 50), [Box(10, 5, 50)], top=0, bottom=100)
+        Box(left=0, top=20, width=50)
+        >>> free_place(Box(0, 0, 50), [Box(10, 5, 50)], top=0, bottom=20) is None
+        True
+    """
+    others = list(taken)
+    wanted = min(max(box.top, top), bottom - LABEL_GAP)
+    edges = [edge for other in others for edge in (other.top + LABEL_GAP, other.top - LABEL_GAP)]
+    # downwards first: losses fall, so that is where nothing else is
+    for place in sorted([wanted, *edges], key=lambda edge: (abs(edge - wanted), -edge)):
+        moved = box._replace(top=place)
+        if top <= place <= bottom - LABEL_GAP and not any(map(moved.overlaps, others)):
+            return moved
+    return None

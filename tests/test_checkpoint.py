@@ -1,0 +1,191 @@
+"""`gradwire.save` and `gradwire.load`: exact, complete or not there, and never a hang. Real ranks over Gloo."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import gradwire
+from gradwire.adapters.checkpoint import Offer, Shelf, choose
+from gradwire.bench.ranks import RankFailure, run_function
+from gradwire.core import save_folder, tensor_file
+from gradwire.core.errors import StateError
+from gradwire.core.grain import flat_grain
+from laws.damage import difference
+
+CASES = str(Path(__file__).with_name("checkpoint_cases.py"))
+SPECS = ["int4", "powersgd:2", "topk:0.05"]
+
+
+def run(case: str, ranks: int, **arguments: Any) -> list[Any]:
+    return run_function(f"{CASES}:{case}", ranks, arguments, 120)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
+    """A folder of what two ranks have saved, and what they saw who went on."""
+    folder = tmp_path_factory.mktemp("saved")
+    return folder, run("save_and_go_on", 2, folder=str(folder), specs=SPECS)
+
+
+def test_as_many_ranks_go_on_as_if_nothing_had_been(saved: tuple[Path, list[Any]]) -> None:
+    folder, whole = saved
+    jobs = [(spec, shared) for spec in SPECS for shared in (True, False)]
+    for rank, again in enumerate(run("load_and_go_on", 2, folder=str(folder), jobs=jobs)):
+        for (spec, _), seen in zip(jobs, again, strict=True):
+            assert seen == {"step": 6, **whole[rank][spec]}
+
+
+def mean_owed(ranks: list[dict[str, Any]]) -> float:
+    """What all ranks owe, as the mean over ranks that the optimizer would see."""
+    return sum(rank["owed"][0] for rank in ranks) / len(ranks) + sum(rank["owed"][1] for rank in ranks)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_another_number_of_ranks_owes_the_same_mean(saved: tuple[Path, list[Any]], ranks: int) -> None:
+    folder, whole = saved
+    seen = run("load_and_refusals", ranks, folder=str(folder), jobs=[(spec, True) for spec in SPECS])
+    for i, spec in enumerate(SPECS):
+        before, after = [rank[spec] for rank in whole], [rank["loaded"][i] for rank in seen]
+        assert abs(mean_owed(before)) > 1e-3, "nothing was owed"
+        assert mean_owed(after) == pytest.approx(mean_owed(before), rel=1e-3)
+        assert len({tuple(rank["digests"]) for rank in after}) == 1
+    for rank in seen:
+        assert "rank 0 finds no rank1.safetensors" in rank["refused"]["int4"]
+        assert f"gradwire reshard FOLDER --ranks {ranks}" in rank["refused"]["int4"]
+
+
+def test_the_folder_holds_one_save_and_nothing_else(saved: tuple[Path, list[Any]]) -> None:
+    here = saved[0] / "shared" / "int4"
+    assert [path.name for path in here.iterdir()] == ["gradwire-2"]
+    names = sorted(path.name for path in (here / "gradwire-2").iterdir())
+    assert names == ["manifest.json", "rank0.safetensors", "rank1.safetensors"]
+
+
+def test_a_resharded_folder_is_what_reshard_makes_of_its_states(saved: tuple[Path, list[Any]], tmp_path: Path) -> None:
+    here = Path(shutil.copytree(saved[0] / "shared" / "int4", tmp_path / "copy"))
+    old = save_folder.newest(here)
+    states = gradwire.reshard([old.read(here, rank) for rank in range(2)], 3)
+    new = save_folder.reshard_folder(here, 3)
+    assert (new.number, new.step, new.world_size) == (3, 6, 3)
+    for rank, state in enumerate(states):
+        assert difference(in_order(save_folder.newest(here).read(here, rank)), in_order(state)) is None
+    (here / "gradwire-3" / "rank2.safetensors").unlink()
+    with pytest.raises(StateError, match=r"lacks rank2\.safetensors"):
+        save_folder.reshard_folder(here, 2)
+
+
+def test_a_save_that_was_killed_leaves_the_one_before(tmp_path: Path) -> None:
+    folders = {at: tmp_path / at for at in ("write_rank", "finish")}
+    for at, folder in folders.items():
+        with pytest.raises(RankFailure, match="SIGKILL"):
+            run("save_twice_and_die", 2, folder=str(folder), at=at)
+        assert (folder / "gradwire-2" / "rank0.safetensors").exists()
+        assert not (folder / "gradwire-2" / "manifest.json").exists()
+    first, _ = run("what_is_there", 2, folders=[str(folder) for folder in folders.values()])
+    assert [one["step"] for one in first] == [2, 2]
+    assert all("not finished on every rank" in one["said"][0] for one in first)
+
+
+def test_every_fault_is_told_to_every_rank_and_changes_nothing(tmp_path: Path) -> None:
+    one, other = run("faults", 2, folder=str(tmp_path))
+    for told in (one, other):
+        assert "no finished save" in told["empty"]
+        assert "rank 1 called gradwire.load while rank 0 called gradwire.save" in told["crossed"]
+        for name in ("write_rank", "finish"):
+            assert "gradwire.save failed on rank 1, and changed nothing" in told[name]
+            assert "No space left on device" in told[name]
+        assert "rank1.safetensors is damaged" in told["damaged"]
+        assert "rank 1 finds no rank1.safetensors" in told["missing"]
+        assert "copy it from the host" in told["missing"]
+        assert "rank 1 finds no gradwire-1/manifest.json" in told["no manifest"]
+        assert told["step"] == 2
+    assert "rank 1 has not come to gradwire.save within 2 s" in one["lead alone"]
+    assert "rank 0 has not come to gradwire.save within 7 s" in other["without lead"]
+
+
+def in_order(state: dict[str, Any]) -> dict[str, Any]:
+    """A state with its keys in one order."""
+    return dict(sorted(state.items()))
+
+
+# Choosing, without ranks --------------------------------------------------------------------------------------------
+
+OLD, NEW = Offer(1, "x", 10, 2, []), Offer(2, "y", 20, 2, [])
+
+
+def test_the_newest_save_that_all_ranks_have_is_chosen() -> None:
+    assert choose([Shelf("a", [NEW, OLD]), Shelf("b", [NEW, OLD])]) == NEW
+    assert choose([Shelf("a", [NEW, OLD]), Shelf("b", [OLD])]) == OLD
+    assert choose([Shelf("a", [NEW, OLD]), Shelf("b", [NEW._replace(missing=[1]), OLD])]) == OLD
+
+
+def test_saves_of_two_runs_under_one_number_are_not_mixed() -> None:
+    with pytest.raises(StateError, match=r"rank 0 finds no gradwire-1/manifest\.json of it in a"):
+        choose([Shelf("a", [OLD]), Shelf("b", [OLD._replace(token="z")])])
+
+
+# Files --------------------------------------------------------------------------------------------------------------
+
+
+def a_state() -> dict[str, Any]:
+    lockstep = gradwire.Lockstep(gradwire.parse("int4,residual=bf16"), flat_grain(300), world_size=2)
+    lockstep.step([torch.randn(300), torch.randn(300)])
+    return lockstep.state_dicts()[0]
+
+
+def test_a_file_holds_the_state_bit_for_bit(tmp_path: Path) -> None:
+    state = a_state()
+    written = tensor_file.write(tmp_path / "f", state)
+    assert difference(in_order(tensor_file.read(tmp_path / "f", written)), in_order(state)) is None
+
+
+def test_a_file_is_safetensors_as_its_text_says(tmp_path: Path) -> None:
+    state, path = a_state(), tmp_path / "f"
+    tensor_file.write(path, state)
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    table = json.loads(data[8 : 8 + length])
+    assert json.loads(table.pop("__metadata__")["gradwire"])["step"] == 1
+    for key, entry in table.items():
+        leaf, start, name = key.split("@")
+        (piece,) = [p for p in state["parameters"][name][leaf] if p["start"] == int(start)]
+        begin, end = (8 + length + offset for offset in entry["data_offsets"])
+        assert data[begin:end] == bytes(piece["values"].view(torch.uint8).tolist())
+        assert entry["dtype"] == {torch.float32: "F32", torch.bfloat16: "BF16"}[piece["values"].dtype]
+
+
+def test_every_cut_and_every_changed_byte_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    written = tensor_file.write(path, a_state())
+    data = path.read_bytes()
+    damaged = [data[:n] for n in range(0, len(data), 97)]
+    damaged += [data[:i] + bytes([data[i] ^ 0x55]) + data[i + 1 :] for i in range(0, len(data), 13)]
+    for content in damaged:
+        path.write_bytes(content)
+        for expected in (written, written._replace(size=len(content))):
+            with pytest.raises(StateError, match=str(path)):
+                tensor_file.read(path, expected)
+
+
+def test_a_damaged_manifest_is_no_save(tmp_path: Path) -> None:
+    manifest = save_folder.Manifest(1, "t", {}, ())
+    state = a_state()
+    files = (save_folder.write_rank(tmp_path, 1, state),) * 2
+    manifest = save_folder.Manifest(1, "t", {key: state[key] for key in save_folder.SHARED}, files)
+    save_folder.finish(tmp_path, manifest)
+    path = tmp_path / "gradwire-1" / "manifest.json"
+    good = path.read_text()
+    assert save_folder.newest(tmp_path) == manifest
+    tree = json.loads(good)
+    bad = [good[:n] for n in range(0, len(good) - 1, 7)]
+    bad += ["[]", "null", "[" * 100_000, good.replace('"step"', '"stop"')]
+    bad += [json.dumps({**tree, key: value}) for key in tree for value in (None, [], {}, "x", -1)]
+    bad.remove(json.dumps({**tree, "token": "x"}))
+    for text in bad:
+        path.write_text(text)
+        with pytest.raises(StateError, match="no finished save"):
+            save_folder.newest(tmp_path)

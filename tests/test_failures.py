@@ -1,0 +1,75 @@
+"""Who is to blame, from what ranks say of themselves; a group of one rank, nothing is sent."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
+
+from gradwire.adapters.communication import Lane
+from gradwire.adapters.failures import Answer, FailureBoard
+from gradwire.core.errors import CommunicationError
+
+
+@pytest.fixture(autouse=True)
+def group() -> Iterator[dist.ProcessGroup]:
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    assert dist.group.WORLD is not None
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def board(group: dist.ProcessGroup) -> Iterator[FailureBoard]:
+    made = FailureBoard(group, deadline_s=10)
+    made.ranks = [0, 1, 2]
+    yield made
+    made.close(5)
+
+
+def blamed(board: FailureBoard, *answers: Answer) -> CommunicationError:
+    return board._blamed({answer.rank: answer for answer in answers}, " (waited)")  # pyright: ignore[reportPrivateUsage]
+
+
+@pytest.mark.parametrize(("idle_s", "ranks"), [(4.0, ()), (5.0, ()), (5.5, (2,)), (30.0, (2,))])
+def test_a_rank_is_idle_that_handed_over_nothing_for_more_than_half_of_the_wait(
+    board: FailureBoard, idle_s: float, ranks: tuple[int, ...]
+) -> None:
+    error = blamed(board, Answer(0, "waited", 10.0), Answer(1, "waited", 9.0), Answer(2, "idle", idle_s))
+    assert error.ranks == ranks
+    assert ("for 6 s" in str(error) or "for 30 s" in str(error)) == bool(ranks)
+
+
+def test_what_a_rank_is_to_raise_is_the_first_error_of_it(board: FailureBoard) -> None:
+    first, second = ValueError("first"), ValueError("second")
+    assert board.explain(first) is first
+    assert board.error is first
+    assert board.explain(second) is second
+    assert board.error is first
+
+
+def test_a_job_that_never_ends_is_an_error_after_the_deadline(group: dist.ProcessGroup) -> None:
+    lane, ended = Lane(group, torch.device("cpu"), 10, "a test"), threading.Event()
+    lane.deadline_s = -4.5  # five seconds are added to it
+    began = time.monotonic()
+    with pytest.raises(CommunicationError, match="the end of the step"):
+        lane.call(lambda: ended.wait(9), " while testing")
+    assert 0.5 <= time.monotonic() - began < 8
+    ended.set()
+    lane.close()
+
+
+def test_a_job_gives_its_result_or_its_own_error(group: dist.ProcessGroup) -> None:
+    lane = Lane(group, torch.device("cpu"), 10, "a test")
+    lane.deadline_s = -3.0
+    assert lane.call(lambda: 7, " while testing") == 7
+    with pytest.raises(ZeroDivisionError):
+        lane.call(lambda: 1 // 0, " while testing")
+    with pytest.raises(CommunicationError, match="failed in an earlier step"):
+        lane.require_sound()
+    lane.close()

@@ -1,0 +1,142 @@
+"""The registry, `gradwire methods`, `gradwire cost`, `gradwire --version` and the README agree."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import gradwire
+from gradwire.cli.main import main
+from gradwire.core.grain import ParameterSpec
+from gradwire.core.link import Link
+from gradwire.drivers.timing import step_s
+from gradwire.spec import described_options
+
+ROOT = Path(__file__).parents[1]
+
+
+def project() -> dict[str, object]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+@pytest.fixture
+def listing(capsys: pytest.CaptureFixture[str]) -> str:
+    """What `gradwire methods` prints, with folded cells joined."""
+    assert main(["methods"]) == 0
+    return capsys.readouterr().out
+
+
+def test_version_is_the_package_s_own(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    said = capsys.readouterr().out
+    assert said.startswith(f"gradwire {gradwire.__version__} (Python 3.")
+    assert "PyTorch 2." in said
+    assert gradwire.__version__ == project()["version"]
+
+
+def test_methods_lists_every_method_with_its_exchange(listing: str) -> None:
+    rows = {row.split()[0].split(":")[0]: row for row in listing.splitlines() if row.strip()}
+    for method in gradwire.methods().values():
+        assert method.exchange in rows[method.name]
+        assert method.summary in rows[method.name]
+
+
+def test_methods_shows_defaults_choices_and_ranks(listing: str) -> None:
+    words = set(re.split(r"[\s,]+", listing))
+    for method in gradwire.methods().values():
+        assert set(described_options(method)) <= words, method.name
+    assert "indices=auto|int32|elias-fano|rice|bitmap" in words
+    assert "stochastic=off|on" in words
+    for said in ("5 for krum:1", "7 for bulyan:1", "3 for trimmed:1"):
+        assert said in listing
+
+
+@pytest.mark.parametrize("name", gradwire.methods())
+def test_a_default_that_is_shown_is_the_default(name: str) -> None:
+    """Written out, the options build what the bare name does."""
+    method = gradwire.methods()[name]
+    shown = [option.split("|")[0] for option in described_options(method)]
+    needed = [f.name for f in dataclasses.fields(method.build) if f.default is dataclasses.MISSING and f.init]  # type: ignore[arg-type]
+    given = {f"{option}=FLOAT": f"{option}=1.5" for option in needed}
+    bare = ",".join([name, *(given[option] for option in shown if option in given)])
+    assert gradwire.parse(",".join([name, *(given.get(option, option) for option in shown)])) == gradwire.parse(bare)
+
+
+def test_every_spec_of_the_readme_is_a_registered_method_s() -> None:
+    """`test_docs.py` has the other direction: every method stands in the README."""
+    text = (ROOT / "README.md").read_text()
+    table = text[text.index("| spec |") : text.index("Options follow commas")]
+    cells = [row.split("|")[1] for row in table.splitlines()[2:] if row.startswith("|")]
+    names = {re.split(r"[:,+]", spec)[0] for cell in cells for spec in re.findall(r"`([^`]+)`", cell)}
+    assert names <= set(gradwire.methods())
+    assert len(names) > 30
+
+
+# Cost
+
+
+def model() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(30, 20), nn.Linear(20, 10))
+
+
+@pytest.mark.parametrize("spec", ["int4", "topk:0.01", "powersgd:2", "none,exchange=tree"])
+def test_cost_takes_a_spec_as_attach_does(spec: str) -> None:
+    assert gradwire.cost(spec, model(), 4) == gradwire.cost(gradwire.parse(spec), model(), 4)
+    link = Link(1e-3, 1e-9)
+    assert step_s(spec, model(), 4, link) == step_s(gradwire.parse(spec), model(), 4, link)
+
+
+def test_cost_takes_a_model_or_its_parameters() -> None:
+    wanted = gradwire.cost("powersgd:2", model(), 4)
+    specs = [ParameterSpec(n, tuple(p.shape), p.dtype, p.device) for n, p in model().named_parameters()]
+    for given in (model().parameters(), model().named_parameters(), list(model().parameters()), specs):
+        assert gradwire.cost("powersgd:2", given, 4) == wanted
+
+
+def test_cost_counts_what_is_trained() -> None:
+    frozen = model()
+    frozen[0].requires_grad_(False)
+    for given in (frozen, frozen.parameters()):
+        assert gradwire.cost("none", given, 2).dense_bytes == 4 * (20 * 10 + 10)
+
+
+@pytest.mark.parametrize(
+    ("spec", "given", "ranks", "remedy"),
+    [
+        ("int5x", model(), 4, "did you mean 'int5'"),
+        ("krum:1", model(), 4, "at least 5 ranks"),
+        ("int4", model(), 0, "at least 1 rank"),
+        ("int4", "bytes", 4, "pass a module"),
+        ("int4", torch.zeros(3), 4, "pass a module"),
+        ("int4", 7, 4, "pass a module"),
+        ("int4", [3.5], 4, "pass a module"),
+    ],
+)
+def test_what_has_no_cost_is_refused_with_a_sentence(spec: str, given: nn.Module, ranks: int, remedy: str) -> None:
+    with pytest.raises(gradwire.GradwireError, match=remedy):
+        gradwire.cost(spec, given, ranks)
+    with pytest.raises(gradwire.GradwireError, match=remedy):
+        step_s(spec, given, ranks, Link(1e-3, 1e-9))
+
+
+def test_the_cost_command_agrees(capsys: pytest.CaptureFixture[str]) -> None:
+    from gradwire.bench.tasks import make_task
+
+    assert main(["cost", "int4", "topk:0.01", "--task", "digits", "--hosts", "3"]) == 0
+    said = capsys.readouterr().out
+    for spec in ("int4", "topk:0.01"):
+        assert f"{gradwire.cost(spec, make_task('digits', 0).model, 3, step=1_000_000).wire_bytes:,} B" in said
+
+
+def test_the_command_says_a_misspelt_method_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in (["methods", "4bit"], ["cost", "4bit"], ["compare", "--methods", "4bit"]):
+        assert main(command) == 2
+        assert capsys.readouterr().err == "gradwire: unknown method '4bit' in '4bit': did you mean 'int4'?\n"

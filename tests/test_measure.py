@@ -1,0 +1,49 @@
+"""What `exchange=auto` measures, with made-up times: how often, in which sizes, and what becomes of it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import cast
+
+import pytest
+import torch
+
+from engines import Exchange, ThreadTransport
+from gradwire import parse
+from gradwire.drivers import measure
+from gradwire.drivers.measure import SAMPLES, Bench
+from gradwire.drivers.process_group import GroupTransport
+from gradwire.reducers.auto import Auto
+
+
+def alone() -> Bench:
+    return Bench(cast(GroupTransport, ThreadTransport(Exchange(1), 0)), torch.device("cpu"))
+
+
+def test_a_curve_has_the_median_of_as_many_rounds_as_it_says_without_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    auto = parse("none,exchange=auto")
+    assert isinstance(auto, Auto)
+    rounds: dict[int, Iterator[float]] = {}
+    counted: dict[int, int] = {}
+
+    def seconds(reducer: object, x: torch.Tensor, bench: Bench, burst: int) -> float:
+        """1000 in the round that warms up, then 1, 2, 3, ... for every candidate."""
+        counted[x.nbytes] = counted.get(x.nbytes, 0) + 1
+        times = rounds.setdefault(x.nbytes, itertools.count(0))
+        number = next(times) // len(auto.candidates)
+        return float(number or 1000)
+
+    monkeypatch.setattr(measure, "seconds", seconds)
+    found = measure.curves(auto, alone())
+    assert len(found) == len(auto.candidates)
+    for curve in found:
+        assert [point.nbytes for point in curve.points] == [sample.nbytes for sample in SAMPLES]
+        assert [point.seconds for point in curve.points] == [(sample.rounds + 1) / 2 for sample in SAMPLES]
+    assert counted == {sample.nbytes: (sample.rounds + 1) * len(auto.candidates) for sample in SAMPLES}
+
+
+def test_sizes_to_measure_are_four_times_as_large_as_the_ones_before_up_to_a_whole_grain() -> None:
+    sizes = [sample.nbytes for sample in SAMPLES]
+    assert {after / before for before, after in itertools.pairwise(sizes)} == {4.0}
+    assert (sizes[0], sizes[-1]) == (1 << 12, 1 << 20)

@@ -1,0 +1,46 @@
+"""Ranks on different processors get the same bits: what they compute from what all of them received has a fixed order.
+
+Some ranks here compute as this processor does best, others as one would that has no vector instructions beyond
+SSE2, and others without numba: the operators of torch, MKL, the kernels and the number of threads all differ.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import pytest
+
+import gradwire
+from gradwire.bench.ranks import run_function
+
+CASES = str(Path(__file__).with_name("processor_cases.py"))
+PLAIN = {
+    "ATEN_CPU_CAPABILITY": "default",
+    "MKL_CBWR": "COMPATIBLE",
+    "OMP_NUM_THREADS": "1",
+    "NUMBA_CPU_NAME": "x86-64",
+    "NUMBA_CPU_FEATURES": "+sse2",
+}
+WITHOUT_NUMBA = {**PLAIN, "GRADWIRE_KERNELS": "reference"}
+RANKS = (2, 7)
+STEPS = 40
+
+
+def specs(ranks: int) -> list[str]:
+    """Every example that runs on so many ranks, each with the fewest that do."""
+    examples = [spec for method in gradwire.methods().values() for spec in method.examples]
+    fewest = {spec: min(n for n in RANKS if n >= gradwire.parse(spec).fewest_ranks) for spec in examples}
+    return [spec for spec in examples if fewest[spec] == ranks]
+
+
+@functools.cache
+def outcome(ranks: int) -> dict[str, list[int]]:
+    environments = [({}, PLAIN, WITHOUT_NUMBA)[rank % 3] for rank in range(ranks)]
+    arguments = {"specs": specs(ranks), "threads": [2, 1], "steps": STEPS}
+    return run_function(f"{CASES}:different", ranks, arguments, 280, environments=environments)[0]
+
+
+@pytest.mark.parametrize(("ranks", "spec"), [(ranks, spec) for ranks in RANKS for spec in specs(ranks)])
+def test_ranks_on_different_processors_get_the_same_bits(ranks: int, spec: str) -> None:
+    assert outcome(ranks)[spec] == []

@@ -1,0 +1,82 @@
+"""Which tests belong to which file, fastest first, and which mutants are equivalent."""
+
+from __future__ import annotations
+
+Stage = tuple[str, ...]
+"""Arguments of one run of pytest."""
+
+ENGINE, STATE = "tests/test_engine.py", "tests/laws/test_state.py"
+DDP: Stage = ("tests/test_ddp.py", "-k", "infinite or awkward or unused or comes_back or join or refused")
+HOOKS: Stage = ("tests/test_hooks.py", "-k", "not affine")
+ONE_RANK: Stage = (
+    "tests/test_saved.py",
+    "tests/test_attach.py",
+    "-k",
+    "not attaching_again and not interrupt and not test_a_rank",
+)
+ATTACHED: Stage = ("tests/test_attach.py",)
+REPORT: Stage = ("tests/test_run_report.py", "-k", "not slow_link")
+WITHOUT_RANKS = "lies or waits or window or gradients_norm or norms or verdict or without_times or text or mapping"
+ARITHMETIC: Stage = ("tests/test_run_report.py", "-k", WITHOUT_RANKS)
+ROUTES: Stage = ("tests/test_routes.py",)
+COST: Stage = ("tests/laws/test_cost.py",)
+CHECKPOINT: Stage = ("tests/test_checkpoint.py",)
+
+FILES: dict[str, tuple[Stage, ...]] = {
+    "drivers/coalesce.py": (("tests/test_coalesce.py", ENGINE), COST, ROUTES),
+    "drivers/cost.py": (("src/gradwire/drivers/cost.py", "tests/test_coalesce.py", ENGINE, "tests/test_plan.py"), COST),
+    "drivers/groups.py": (("src/gradwire/drivers/groups.py", "tests/test_groups.py"), ATTACHED),
+    "drivers/lockstep.py": (("src/gradwire/drivers/lockstep.py", ENGINE), (STATE,), ("tests/laws/test_rules.py",)),
+    "drivers/measure.py": (
+        ("tests/test_measure.py",),
+        (*ROUTES, "-k", "measures"),
+        ("tests/test_run_report.py", "-k", "link and not slow_link"),
+    ),
+    "drivers/plan.py": (("src/gradwire/drivers/plan.py", "tests/test_plan.py", ENGINE),),
+    "drivers/process_group.py": ((ENGINE, "tests/test_handle.py"), ONE_RANK, ROUTES, REPORT, HOOKS, DDP),
+    "drivers/timing.py": (("src/gradwire/drivers/timing.py", "tests/laws/test_routes.py"),),
+    "drivers/virtual.py": (("src/gradwire/drivers/virtual.py", ENGINE), ("tests/laws/test_rules.py",)),
+    "drivers/warm.py": (
+        ("src/gradwire/drivers/warm.py", "tests/test_warm.py"),
+        ("tests/test_attach.py", "-k", "compiles"),
+    ),
+    "drivers/window.py": (("src/gradwire/drivers/window.py", *ARITHMETIC), REPORT),
+    "adapters/checkpoint.py": (("src/gradwire/adapters/checkpoint.py", "tests/test_handle.py"), CHECKPOINT),
+    "adapters/communication.py": (("tests/test_failures.py", "tests/test_handle.py"), ONE_RANK, ATTACHED, DDP),
+    "adapters/ddp.py": (
+        ("src/gradwire/adapters/ddp.py", "tests/test_handle.py"),
+        ONE_RANK,
+        ATTACHED,
+        REPORT,
+        HOOKS,
+        DDP,
+    ),
+    "adapters/failures.py": (("tests/test_failures.py",), ATTACHED, ("tests/test_ddp.py", "-k", "exception")),
+    "adapters/hooks.py": (("tests/test_handle.py",), HOOKS),
+    "adapters/meeting.py": (("tests/test_meeting.py",), CHECKPOINT),
+    "adapters/models.py": (("src/gradwire/adapters/models.py", "tests/test_handle.py"), ONE_RANK, DDP),
+    "adapters/power_sgd_hook.py": (
+        ("src/gradwire/adapters/power_sgd_hook.py", "tests/test_handle.py", "tests/test_saved.py"),
+        HOOKS,
+    ),
+    "adapters/power_sgd_memory.py": (("tests/test_saved.py",), HOOKS),
+    "adapters/report.py": (("src/gradwire/adapters/report.py", *ARITHMETIC), REPORT),
+    "core/saved.py": (("tests/test_saved.py",), (STATE,), CHECKPOINT),
+    "bench/results.py": (
+        ("src/gradwire/bench/results.py", "tests/test_results.py", "tests/test_verdict.py", "tests/test_storage.py"),
+    ),
+}
+
+LEFT_OUT = {("adapters/communication.py", "SideStream")}
+"""What runs on a GPU only: `tests/test_cuda.py` tests it where there is one."""
+
+EQUIVALENT: dict[tuple[str, str], str] = {
+    ("drivers/process_group.py", "LARGE_ROWS_BYTES = 1 << 19 -> LARGE_ROWS_BYTES = 2 << 19"): (
+        "from which size on rows are posted one by one: both ways bring the same bytes, and the size was measured"
+    ),
+    (
+        "adapters/models.py",
+        'if getattr(ddp, "_use_python_reducer", False): -> if getattr(ddp, "_use_python_reducer", True):',
+    ): "every DDP has the attribute; what is taken where it is missing matters to no version that is served",
+}
+"""Mutants that compute the same, by file and change, with the reason."""
