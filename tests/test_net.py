@@ -57,7 +57,10 @@ def wait_for(condition: Callable[[], bool], seconds: float = 5) -> bool:
 
 def sleeper(network: Network, rank: int = 0) -> subprocess.Popen[bytes]:
     environment = {**os.environ, **network.environment(rank)}
-    return subprocess.Popen(network.command(rank, ["sleep", "100"]), env=environment)
+    process = subprocess.Popen(network.command(rank, ["sleep", "100"]), env=environment)
+    # Only then has it entered its host: before, what runs is the command that enters.
+    assert wait_for(lambda: Path(f"/proc/{process.pid}/cmdline").read_bytes().startswith(b"sleep"), 30)
+    return process
 
 
 # What the ranks run ------------------------------------------------------------------------------------------
@@ -392,6 +395,23 @@ def test_the_deadline_names_the_ranks_still_running_and_ends_even_the_stubborn(t
     assert caught.value.status is None
     child = (tmp_path / "rank1.log").read_text().split()[-1]
     assert wait_for(lambda: gone(int(child)))
+
+
+def waits_for_nobody(rank: int, world_size: int) -> None:
+    import torch
+    import torch.distributed as dist
+
+    if rank == 0:
+        time.sleep(100)
+    dist.all_reduce(torch.zeros(1))
+
+
+@SECONDS
+def test_the_deadline_shows_where_each_rank_stood():
+    """Ten seconds: a rank needs some to load torch."""
+    stood = r"(?s)deadline of 10 s.*rank 0 .*in waits_for_nobody.*rank 1 .*all_reduce.*in waits_for_nobody"
+    with pytest.raises(RankFailure, match=stood):
+        run_function(f"{HERE}:waits_for_nobody", 2, {}, 10)
 
 
 def gone(pid: int) -> bool:

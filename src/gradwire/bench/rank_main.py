@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import gc
 import importlib
 import importlib.util
 import json
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -37,8 +39,26 @@ def load(target: str) -> Callable[..., Any]:
     return getattr(module, name)
 
 
+def prepare() -> None:
+    """Get a warm process ready, for which the imports above are most of the work."""
+    importlib.import_module("torch.nn.parallel")
+    gc.freeze()  # a child that collects garbage would copy every page of what is here
+
+
+def work_and_leave(*words: str) -> None:
+    """Be a rank in a forked child, and leave after `atexit`: taking all of Python apart takes such a child a second."""
+    main(*words)
+    atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage] - `os._exit` alone would not
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
 def main(target: str, args: str, result: str, deadline_s: str) -> None:
     """Run one rank; where and who it is stands in the environment."""
+    # A signal that ends the process, as SIGTERM does after the deadline, leaves in its log where every thread was.
+    faulthandler.enable()
+    faulthandler.register(signal.SIGTERM, chain=True)
     torch.set_num_threads(1)
     function = load(target)
     dist.init_process_group("gloo", timeout=timedelta(seconds=float(deadline_s)))
@@ -52,7 +72,6 @@ def main(target: str, args: str, result: str, deadline_s: str) -> None:
 
 
 if __name__ == "__main__":
-    faulthandler.enable()  # a signal that ends the process shows in its log where it was
     try:
         main(*sys.argv[1:])
     except BaseException:

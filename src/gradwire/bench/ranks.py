@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import copy
 import json
 import os
 import selectors
@@ -16,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from gradwire.bench.warm import WarmProcess
 from gradwire.core.errors import CommunicationError
 
 if TYPE_CHECKING:
@@ -259,6 +262,10 @@ def run_function(
 ) -> list[Any]:
     """Call a function on every rank of a new Gloo group and return what each rank returned.
 
+    On the loopback interface ranks are forked from warm processes, which are kept until this one ends: starting Python
+    and importing PyTorch would take longer than most functions. With a network or with variables of their own, which
+    libraries read when they are imported, ranks start from nothing, and end by taking Python apart as well.
+
     Args:
         target: "package.module:function" or "path/to/file.py:function"; called as
             `function(rank, world_size, **args)` in a process of its own with one thread for torch.
@@ -276,18 +283,14 @@ def run_function(
     """
     with tempfile.TemporaryDirectory(prefix="gradwire-") as folder:
         results = [Path(folder) / f"result{rank}.json" for rank in range(ranks)]
-        commands = [
-            [
-                *(sys.executable, "-m", "gradwire.bench.rank_main"),
-                *(target, json.dumps(dict(args or {})), str(result), str(deadline_s)),
-            ]
-            for result in results
-        ]
-        if network is None:
-            places = loopback_environments(ranks)
-        else:
+        words = [[target, json.dumps(dict(args or {})), str(result), str(deadline_s)] for result in results]
+        fresh = [[sys.executable, "-m", "gradwire.bench.rank_main", *of_rank] for of_rank in words]
+        if network is not None:
             places = [network.environment(rank) for rank in range(ranks)]
-            commands = [network.command(rank, command) for rank, command in enumerate(commands)]
+            commands = [network.command(rank, command) for rank, command in enumerate(fresh)]
+        else:
+            places = loopback_environments(ranks)
+            commands = fresh if environments else _warm_commands(words)
         path = {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
         run_ranks(
             commands,
@@ -296,3 +299,37 @@ def run_function(
             deadline_s=deadline_s,
         )
         return [json.loads(result.read_text()) for result in results]
+
+
+class _WarmRanks:
+    """A warm process for each rank, from the first use until this process ends, all with the same environment."""
+
+    def __init__(self) -> None:
+        self._setting: object = None
+        self._processes: list[WarmProcess] = []
+        self._folder = tempfile.TemporaryDirectory(prefix="gradwire-")
+
+    def command(self, rank: int, words: Sequence[str]) -> list[str]:
+        """The command that does the work of `rank_main` in a new child."""
+        # Libraries read variables when they are imported. pytest has one that tells which test it is at.
+        setting = (sys.path, {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"})
+        if setting != self._setting:
+            self.close()
+            self._setting = copy.deepcopy(setting)
+        while len(self._processes) <= rank:
+            log = Path(self._folder.name) / f"host{len(self._processes)}.log"
+            self._processes.append(WarmProcess(["gradwire.bench.rank_main:prepare"], log))
+        return self._processes[rank].command("gradwire.bench.rank_main:work_and_leave", *words)
+
+    def close(self) -> None:
+        """End all of them."""
+        while self._processes:
+            self._processes.pop().close()
+
+
+_warm_ranks = _WarmRanks()
+atexit.register(_warm_ranks.close)
+
+
+def _warm_commands(words: Sequence[Sequence[str]]) -> list[list[str]]:
+    return [_warm_ranks.command(rank, of_rank) for rank, of_rank in enumerate(words)]

@@ -1,17 +1,20 @@
-"""Hosts kept warm: one process a host that has imported everything and forks a child for each run.
+"""Processes kept warm: one a host or a rank, that has imported everything and forks a child for each run.
 
-Importing PyTorch, compiling kernels and reading data takes longer than many a run. So each host's process does that
-once, then waits. Whoever supervises a rank starts `warm_client.py`, which is light; it hands over its standard
-output and error, and lives and dies exactly as the child does:
+Importing PyTorch, compiling kernels and reading data takes longer than many a run. So such a process does that once,
+then waits. Whoever supervises a rank starts `warm_client.py`, which is light; it hands over its environment, its
+standard output and error, and lives and dies exactly as the child does:
 
-    run_ranks ── client ══ socket ══ host process ── fork ── the rank
+    run_ranks ── client ══ socket ══ warm process ── fork ── the rank
 
-The child is killed when its client goes away, and the client ends with the child's exit status or signal.
+The child is ended when its client goes away or is told to end, and all of it ends when whoever started it has ended.
+Each rank has a warm process of its own, since children of one would share what Python draws at its start: the order of
+sets then agrees between ranks where in real runs it does not.
 """
 
 from __future__ import annotations
 
-import contextlib
+import importlib
+import json
 import os
 import select
 import signal
@@ -20,11 +23,15 @@ import subprocess
 import sys
 import tempfile
 import traceback
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol
 
 CLIENT = Path(__file__).with_name("warm_client.py")
+
+POLITE_S = 1.0
+"""How long a child that is told to end may take to say where it was."""
 
 
 class Network(Protocol):
@@ -37,6 +44,68 @@ class Network(Protocol):
     def environment(self, rank: int) -> dict[str, str]:
         """Variables that go with it."""
         ...
+
+
+class WarmProcess:
+    """A process that waits to fork; it ends with `close`, or with the process that made it.
+
+    Args:
+        prepare: "package.module:function" and the words it is called with, once, before anything is forked. It must not
+            start a thread: a forked child would not have it.
+        log: gets what the process itself has to say.
+        enter: makes of a command line one that runs on the host where the process belongs.
+        environment: variables on top of this process's own.
+    """
+
+    def __init__(
+        self,
+        prepare: Sequence[str],
+        log: Path,
+        enter: Callable[[list[str]], list[str]] = list,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self._log = log
+        # in the system's temporary folder, since the path of a socket must be short
+        self._folder = tempfile.TemporaryDirectory(prefix="gradwire-")
+        self._socket = str(Path(self._folder.name) / "socket")
+        lifeline, self._held = os.pipe()  # it reads an end of file once nobody holds the other end any more
+        path = {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
+        # bound here, so that a client can connect before the process is ready, and is told if that ends first
+        try:
+            with socket.socket(socket.AF_UNIX) as listener, log.open("wb") as output:
+                listener.bind(self._socket)
+                listener.listen(1)
+                descriptors = [listener.fileno(), lifeline]
+                self._process = subprocess.Popen(
+                    enter([sys.executable, "-m", "gradwire.bench.warm", *map(str, descriptors), *prepare]),
+                    env={**os.environ, **(environment or {}), **path},
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    pass_fds=descriptors,
+                    start_new_session=True,  # a Ctrl-C in the terminal is the parent's to handle
+                )
+        except BaseException:
+            os.close(self._held)
+            self._folder.cleanup()
+            raise
+        finally:
+            os.close(lifeline)
+
+    def command(self, target: str, *words: str) -> list[str]:
+        """The command that calls `target`, "package.module:function", with words in a new child.
+
+        The child leaves as Python does once the function returns; an exception ends it at once, with status 1.
+        """
+        # -I -S: the client needs nothing but the standard library, and should start at once
+        return [sys.executable, "-I", "-S", str(CLIENT), self._socket, str(self._log), target, *words]
+
+    def close(self) -> None:
+        """End the process and what it has forked."""
+        self._process.kill()
+        self._process.wait()
+        os.close(self._held)
+        self._folder.cleanup()
 
 
 class WarmHosts:
@@ -52,20 +121,23 @@ class WarmHosts:
 
     def __init__(self, network: Network, hosts: int, task: str, text: Path | None, log_dir: Path) -> None:
         self._network, self._hosts, self._log_dir = network, hosts, log_dir
-        self._arguments = [task, *([str(text.resolve())] if text else [])]
-        self._processes: list[subprocess.Popen[bytes]] = []
-        # in the system's temporary folder, since the path of a socket must be short
-        self._folder = tempfile.TemporaryDirectory(prefix="gradwire-")
+        self._prepare = ["gradwire.bench.worker:prepare", task, *([str(text.resolve())] if text else [])]
+        self._processes: list[WarmProcess] = []
 
     def __enter__(self) -> WarmHosts:
         self._log_dir.mkdir(parents=True, exist_ok=True)
         try:
             for rank in range(self._hosts):
-                self._processes.append(self._start(rank))
+                self._processes.append(self._started(rank))
         except BaseException:
             self.close()
             raise
         return self
+
+    def _started(self, rank: int) -> WarmProcess:
+        network = self._network
+        log = self._log_dir / f"host{rank}.log"
+        return WarmProcess(self._prepare, log, lambda argv: network.command(rank, argv), network.environment(rank))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -74,116 +146,109 @@ class WarmHosts:
 
     def close(self) -> None:
         """End the host processes."""
-        for process in self._processes:
-            process.kill()
-        for process in self._processes:
-            process.wait()
-        self._processes.clear()
-        self._folder.cleanup()
+        while self._processes:
+            self._processes.pop().close()
 
     def command(self, rank: int, job: Path) -> list[str]:
         """The command that does a job on a rank's host."""
-        # -I -S: the client needs nothing but the standard library, and should start at once
-        words = [sys.executable, "-I", "-S", str(CLIENT), self._socket(rank)]
-        return [*words, str(job), str(self._log(rank))]
-
-    def _socket(self, rank: int) -> str:
-        return str(Path(self._folder.name) / f"host{rank}")
-
-    def _log(self, rank: int) -> Path:
-        return self._log_dir / f"host{rank}.log"
-
-    def _start(self, rank: int) -> subprocess.Popen[bytes]:
-        path = {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
-        # bound here, so that a client can connect before the process is ready, and is told if that ends first
-        with socket.socket(socket.AF_UNIX) as listener, self._log(rank).open("wb") as log:
-            listener.bind(self._socket(rank))
-            listener.listen(1)
-            argv = [sys.executable, "-m", "gradwire.bench.warm", str(listener.fileno()), *self._arguments]
-            return subprocess.Popen(
-                self._network.command(rank, argv),
-                env={**os.environ, **self._network.environment(rank), **path},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                pass_fds=[listener.fileno()],
-                start_new_session=True,  # a Ctrl-C in the terminal is the parent's to handle
-            )
+        return self._processes[rank].command("gradwire.bench.worker:work_and_leave", str(job))
 
 
-# ------------------------------------------------------------------------------- inside a host process
+# ------------------------------------------------------------------------------- inside a warm process
 
 
-def prepare(task: str, text: Path | None) -> None:
-    """Import, compile and read what every run needs. Starts no thread: a forked child would not have it."""
-    import torch
-
-    from gradwire.bench import tasks, worker
-    from gradwire.bench.task import TaskError
-
-    torch.set_num_threads(1)
-    with contextlib.suppress(TaskError):  # it was fine in the parent; if not, the run will tell
-        made = tasks.make_task(task, 0, text)
-        made.optimizer(p for p in made.model.parameters() if p.requires_grad)
-    worker.warm_kernels()
+def call(words: Sequence[str]) -> None:
+    """Call "package.module:function" with words."""
+    module, _, name = words[0].rpartition(":")
+    getattr(importlib.import_module(module), name)(*words[1:])
 
 
-def serve(listener: socket.socket) -> None:
-    """Do one job after the other, for ever."""
+def serve(listener: socket.socket, lifeline: int) -> list[str]:
+    """Fork a child for each client, one after the other. Returns in a child only, with what that is to do."""
     while True:
+        ready, _, _ = select.select([listener, lifeline], [], [])
+        if lifeline in ready:
+            os._exit(0)
         connection, _ = listener.accept()
         with connection:
-            message, descriptors, _, _ = socket.recv_fds(connection, 65536, 2)
+            message, descriptors = received(connection)
             if not message:
                 continue
             child = os.fork()
             if child == 0:
                 listener.close()
                 connection.close()
-                become(message.decode(), descriptors)
+                os.close(lifeline)
+                return become(message, descriptors)
             for descriptor in descriptors:
                 os.close(descriptor)
-            status = outlive(child, connection)
-            with contextlib.suppress(OSError):  # the client may be gone
+            status = outlive(child, connection, lifeline)
+            try:
                 connection.sendall(str(status).encode())
+            except OSError:  # the client is gone
+                continue
 
 
-def become(job: str, descriptors: list[int]) -> None:
-    """Be a rank, in a forked child; does not return."""
-    status = 1
-    try:
-        os.dup2(descriptors[0], 1)
-        os.dup2(descriptors[1], 2)
-        from gradwire.bench import worker
-
-        worker.main([job])
-        status = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+def received(connection: socket.socket) -> tuple[bytes, list[int]]:
+    """A client's message, which ends with a zero byte, and the files it wants written to."""
+    message, descriptors = b"", list[int]()
+    while not message.endswith(b"\0"):
+        part, more, _, _ = socket.recv_fds(connection, 1 << 16, 2)
+        descriptors += more
+        if not part:
+            return b"", descriptors
+        message += part
+    return message[:-1], descriptors
 
 
-def outlive(child: int, connection: socket.socket) -> int:
-    """Wait for a child's end, and bring it about if the client goes away; returns the wait status."""
+def become(message: bytes, descriptors: list[int]) -> list[str]:
+    """Take on a client's output, folder and environment, in a forked child; return what it wants called."""
+    os.setsid()  # a process group of its own, so that what it starts ends with it
+    for descriptor, number in zip(descriptors, (1, 2), strict=True):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    job = json.loads(message)
+    os.chdir(job["folder"])
+    os.environ.clear()
+    os.environ.update(job["environment"])
+    return job["words"]
+
+
+def outlive(child: int, connection: socket.socket, lifeline: int) -> int:
+    """Wait for a child's end, and bring it about if the client wants that or is gone; return the wait status."""
     descriptor = os.pidfd_open(child)
     try:
-        ready, _, _ = select.select([descriptor, connection], [], [])
+        ready, _, _ = select.select([descriptor, connection, lifeline], [], [])
         if descriptor not in ready:
-            os.kill(child, signal.SIGKILL)
+            signal_group(child, signal.SIGTERM)
+            select.select([descriptor], [], [], POLITE_S)
+        signal_group(child, signal.SIGKILL)  # and what it left behind; how it ended itself is on record already
         return os.waitpid(child, 0)[1]
     finally:
         os.close(descriptor)
 
 
+def signal_group(child: int, number: int) -> None:
+    """Send a signal to a child and to what it has started."""
+    try:
+        os.killpg(child, number)
+    except ProcessLookupError:  # it has not made its group yet
+        os.kill(child, number)
+
+
 def main() -> None:
-    """Entry point: `python -m gradwire.bench.warm FD TASK [TEXT]`."""
-    descriptor, task, *text = sys.argv[1:]
-    listener = socket.socket(fileno=int(descriptor))
-    prepare(task, Path(text[0]) if text else None)
-    serve(listener)
+    """Entry point: `python -m gradwire.bench.warm LISTENER LIFELINE module:function WORD...`, after two descriptors."""
+    listener, lifeline, *prepare = sys.argv[1:]
+    call(prepare)
+    words = serve(socket.socket(fileno=int(listener)), int(lifeline))
+    sys.argv = words
+    try:
+        call(words)
+    except BaseException:
+        traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)  # an orderly end would wait for peers that wait for us
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""Stands for a rank that a warm host process runs: `warm_client.py SOCKET JOB LOG`. See `gradwire.bench.warm`.
+"""Stands for a rank that a warm process runs: `warm_client.py SOCKET LOG WORD...`. See `gradwire.bench.warm`.
 
 Run as a file, never imported: importing the package would import PyTorch, which is what this is there to avoid.
 """
 
+import json
 import os
 import signal
 import socket
@@ -12,11 +13,16 @@ from pathlib import Path
 
 def main() -> int:
     """Hand the job over, wait, and end as the rank ended."""
-    path, job, log = sys.argv[1:]
+    path, log, *words = sys.argv[1:]
+    job = {"words": words, "folder": os.getcwd(), "environment": dict(os.environ)}
     with socket.socket(socket.AF_UNIX) as connection:
         try:
             connection.connect(path)
-            socket.send_fds(connection, [job.encode()], [1, 2])
+            # Told to end, it tells the rank, which may still say where it was, and ends after it.
+            signal.signal(signal.SIGTERM, lambda number, frame: connection.shutdown(socket.SHUT_WR))
+            message = json.dumps(job).encode() + b"\0"
+            sent = socket.send_fds(connection, [message], [1, 2])
+            connection.sendall(message[sent:])
             answer = connection.recv(64)
         except OSError:
             answer = b""
@@ -26,7 +32,8 @@ def main() -> int:
         return 1
     status = int(answer)
     if os.WIFSIGNALED(status):
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # else Python would make it an exception
+        for number in (signal.SIGINT, signal.SIGTERM):  # else Python would make the first an exception
+            signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), os.WTERMSIG(status))
     return os.waitstatus_to_exitcode(status)
 

@@ -7,6 +7,7 @@ output, for whoever watches. A task may print what it likes: news are told by th
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import json
@@ -25,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire
 from gradwire import kernels
 from gradwire.bench.news import News, write_news
-from gradwire.bench.task import Task
+from gradwire.bench.task import Task, TaskError
 from gradwire.bench.tasks import make_task
 from gradwire.bench.torch_hooks import TorchMethod, attach_torch, parse_torch, predicted_bytes
 from gradwire.bench.wire import WireMeter, WireReading
@@ -388,6 +389,23 @@ def run(job: Job) -> Log:
         side.close()
     log.setup = setup
     return log
+
+
+def prepare(task: str, text: str | None = None) -> None:
+    """Import, compile and read what every run of a comparison needs. Starts no thread: a forked child has none."""
+    torch.set_num_threads(1)
+    with contextlib.suppress(TaskError):  # it was fine where the comparison began; if not, the run will tell
+        made = make_task(task, 0, Path(text) if text else None)
+        made.optimizer(p for p in made.model.parameters() if p.requires_grad)
+    warm_kernels()
+
+
+def work_and_leave(path: str) -> None:
+    """Do a job and end the process, which owes nobody anything: taking Python apart would only take time."""
+    main([path])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def main(argv: list[str] | None = None) -> None:
