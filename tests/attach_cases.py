@@ -88,6 +88,7 @@ def killed(rank: int, world_size: int, folder: str) -> None:
 
 def interrupted() -> None:
     """Train until somebody interrupts rank 0, whose peer is stuck; a process of its own, which ends as any does."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs tests in the background ignores it
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     ddp = model()
     try:

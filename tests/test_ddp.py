@@ -14,14 +14,14 @@ INT4, TOPK, POWER = "int4", "topk:0.05", "powersgd:2"
 RESUMED = (INT4, TOPK, POWER)
 
 LONG_RUNS = [
-    (INT4, 2, 1000, "plain"),
-    (POWER, 2, 1000, "plain"),
-    (INT4, 3, 300, "plain"),
-    (POWER, 3, 300, "plain"),
-    (INT4, 2, 200, "unused"),
-    (POWER, 3, 100, "unused"),
-    (INT4, 3, 200, "collective"),
-    (POWER, 2, 200, "collective"),
+    (INT4, 2, 300, "plain"),
+    (POWER, 2, 300, "plain"),
+    (INT4, 3, 100, "plain"),
+    (POWER, 3, 100, "plain"),
+    (INT4, 2, 100, "unused"),
+    (POWER, 3, 50, "unused"),
+    (INT4, 3, 100, "collective"),
+    (POWER, 2, 100, "collective"),
     (TOPK, 2, 50, "static"),
     (INT4, 2, 50, "views"),
     ("int8", 3, 5, "wide"),
