@@ -21,14 +21,23 @@ from numba.np.arrayobj import make_array
 from torch import Tensor
 
 from gradwire.kernels import pool
-from gradwire.kernels.cpu import _array, _inline, _intrinsic, _kernel, _lanes_of, _uniform_at, _widest
+from gradwire.kernels.cpu import _array, _inline, _intrinsic, _kernel, _lanes_of, _target_has, _uniform_at, _widest
 from gradwire.kernels.reference import uniform_words
 from gradwire.kernels.reference_matrices import CENTRE, LANES, LOG_2, LOGARITHM, SEGMENT, SQRT_HALF, TAIL, TOLERANCES
 
 _FLOATS, _DOUBLES = ir.VectorType(ir.FloatType(), 16), ir.VectorType(ir.DoubleType(), LANES)
 _INDEX = ir.IntType(64)
-_PANEL = 64
-"""Columns of four vectors: sums of two rows of a product, or of a panel of P^T M, fill half of AVX-512's registers."""
+_WIDE = _target_has("avx512f")
+"""Whether there are 32 registers of 16 lanes; else 16 of 8 at most. Sums that do not fit into them cost twice the time.
+How many sums are made at once decides nothing about their bits."""
+_PANEL = 64 if _WIDE else 32
+"""Columns whose sums for two rows of a product fill half of the registers."""
+_OUTER_PANEL = 64 if _WIDE else 16
+"""Columns whose sums for four rows of P^T M do, and fewer where there are fewer registers."""
+_DOTS = 4 if _WIDE else 2
+"""Rows of Q^T whose products with two rows of M fill half of the registers."""
+_NEAR = 4096
+"""Elements of Q that stay in the nearest cache while rows of P Q^T pass."""
 _ROWS = 32
 """Rows of M that are added up before their sum is added to P^T M: a panel of them stays in the nearest cache."""
 _WIDTH = 16
@@ -86,22 +95,20 @@ def _folded(builder: Any, vector: Any) -> Any:
 
 
 def _product_of(rows: int, flags: tuple[str, ...] = ()) -> Any:
-    """A function that writes `rows` rows of a panel of P Q^T: see the names of its arguments."""
+    """A function that writes `rows` rows of a panel of P Q^T; a row's factors lie `step` after those of the last."""
 
     @_intrinsic
-    def product(context, p, first, row_step, rank_step, q, column, q_step, rank, out, at, out_step, alpha, add):
+    def product(context, p, step, q, panel, rank, out, at, out_step, alpha, add):
         def generate(context, builder, signature, args):
-            (P, first, row_step, rank_step, Q, column, q_step, rank, Out, at, out_step, alpha, add) = args
+            P, step, Q, panel, rank, Out, at, out_step, alpha, add = args
             sums = [_sums(builder, _PANEL // 16) for _ in range(rows)]
             with cgutils.for_range(builder, rank, intp=_INDEX) as loop:
-                line, here = builder.mul(loop.index, q_step), builder.mul(loop.index, rank_step)
+                line = builder.mul(loop.index, _index(_PANEL))
                 terms = [
-                    _load(builder, _at(context, builder, q, Q, column, line, _index(at16)))
-                    for at16 in range(0, _PANEL, 16)
+                    _load(builder, _at(context, builder, q, Q, panel, line, _index(i))) for i in range(0, _PANEL, 16)
                 ]
                 for y in range(rows):
-                    offset = builder.mul(row_step, _index(y))
-                    factor = builder.load(_at(context, builder, p, P, first, here, offset))
+                    factor = builder.load(_at(context, builder, p, P, loop.index, builder.mul(step, _index(y))))
                     for sum_, term in zip(sums[y], terms, strict=True):
                         _add_product(builder, sum_, _lanes_of(builder, factor, 16), term, flags)
             scale = _lanes_of(builder, alpha, 16)
@@ -117,8 +124,7 @@ def _product_of(rows: int, flags: tuple[str, ...] = ()) -> Any:
             return context.get_dummy_value()
 
         whole = types.intp
-        places = (p, whole, whole, whole, q, whole, whole, whole, out, whole, whole)
-        return types.void(*places, types.float32, types.boolean), generate
+        return types.void(p, whole, q, whole, whole, out, whole, whole, types.float32, types.boolean), generate
 
     return product
 
@@ -132,33 +138,39 @@ def _filling(flags: tuple[str, ...]) -> Any:
         """Rows [start, stop) of all products, which lie end to end. P stands row by row, or transposed."""
         _widest()
         rank, rows, columns = Q.shape[1], out.shape[1], out.shape[2]
-        whole = columns // _PANEL * _PANEL
-        padded, scratch = np.zeros(rank * _PANEL, np.float32), np.empty(_PANEL, np.float32)
-        flat, q = out.reshape(-1), Q.reshape(-1)
-        row_step, rank_step = (rank, 1) if by_row else (1, rows)
+        panels, whole = (columns + _PANEL - 1) // _PANEL, columns // _PANEL
+        size = rank * _PANEL
+        # Panels and factors are copied side by side: rows that are a power of two apart would share places in a cache.
+        near, factors = np.zeros(panels * size, np.float32), np.empty(2 * rank, np.float32)
+        scratch = np.empty(_PANEL, np.float32)
+        block, flat = max(1, _NEAR // size), out.reshape(-1)
         row = start
         while row < stop:
             b = row // rows
-            p, end = P[b].reshape(-1), min(stop, (b + 1) * rows)
+            end = min(stop, (b + 1) * rows)
             for k in range(rank):
-                for j in range(columns - whole):
-                    padded[k * _PANEL + j] = Q[b, k, whole + j]
-            while row < end:
-                taken = 2 if row + 2 <= end else 1
-                first = (row - b * rows) * row_step
-                for c in range(0, whole, _PANEL):
-                    here, at = b * rank * columns + c, row * columns + c
-                    if taken == 2:
-                        two_rows(p, first, row_step, rank_step, q, here, columns, rank, flat, at, columns, alpha, add)
-                    else:
-                        one_row(p, first, row_step, rank_step, q, here, columns, rank, flat, at, columns, alpha, add)
-                for y in range(taken if whole < columns else 0):
-                    place = first + y * row_step
-                    one_row(p, place, row_step, rank_step, padded, 0, _PANEL, rank, scratch, 0, 0, alpha, False)
-                    tail = out[b, row - b * rows + y, whole:]
-                    for j in range(tail.size):
-                        tail[j] = tail[j] + scratch[j] if add else scratch[j]
-                row += taken
+                for j in range(columns):
+                    near[j // _PANEL * size + k * _PANEL + j % _PANEL] = Q[b, k, j]
+            for first in range(0, panels, block):
+                last = min(first + block, panels)
+                for pair in range(row, end, 2):
+                    i, taken = pair - b * rows, min(2, end - pair)
+                    for y in range(taken):
+                        for k in range(rank):
+                            factors[y * rank + k] = P[b, i + y, k] if by_row else P[b, k, i + y]
+                    for panel in range(first, min(last, whole)):
+                        at = pair * columns + panel * _PANEL
+                        if taken == 2:
+                            two_rows(factors, rank, near, panel * size, rank, flat, at, columns, alpha, add)
+                        else:
+                            one_row(factors, rank, near, panel * size, rank, flat, at, columns, alpha, add)
+                    if last > whole:
+                        for y in range(taken):
+                            one_row(factors[y * rank :], rank, near, whole * size, rank, scratch, 0, 0, alpha, False)
+                            tail = out[b, i + y, whole * _PANEL :]
+                            for j in range(tail.size):
+                                tail[j] = tail[j] + scratch[j] if add else scratch[j]
+            row = end
 
     return fill
 
@@ -239,7 +251,7 @@ def _dots_of(rows: int, rank: int) -> Any:
     return dots
 
 
-_dots_2x4, _dots_2x1, _dots_1x4, _dots_1x1 = _dots_of(2, 4), _dots_of(2, 1), _dots_of(1, 4), _dots_of(1, 1)
+_dots_2_many, _dots_2_one, _dots_1_many, _dots_1_one = (_dots_of(rows, rank) for rows in (2, 1) for rank in (_DOTS, 1))
 
 
 @_kernel("void(float32[:,:,::1], float32[:,:,::1], float32[:,:,::1], int64, int64)")
@@ -267,17 +279,17 @@ def _project_columns(M, Q, out, start, stop):
             while k < rank:
                 vector, at = (b * rank + k) * columns, (b * rank + k) * rows + i
                 here = (m, row * columns, columns, tail, q, vector, columns, q_tail, k * _WIDTH, whole, o, at, rows)
-                if k + 4 <= rank:
+                if k + _DOTS <= rank:
                     if taken == 2:
-                        _dots_2x4(*here)
+                        _dots_2_many(*here)
                     else:
-                        _dots_1x4(*here)
-                    k += 4
+                        _dots_1_many(*here)
+                    k += _DOTS
                 else:
                     if taken == 2:
-                        _dots_2x1(*here)
+                        _dots_2_one(*here)
                     else:
-                        _dots_1x1(*here)
+                        _dots_1_one(*here)
                     k += 1
             row += taken
 
@@ -302,11 +314,12 @@ def _outer_of(rank: int) -> Any:
     def outer(context, p, first, p_step, m, panel, m_step, rows, out, at, out_step):
         def generate(context, builder, signature, args):
             P, first, p_step, M, panel, m_step, rows, Out, at, out_step = args
-            sums = [_sums(builder, _PANEL // 16) for _ in range(rank)]
+            sums = [_sums(builder, _OUTER_PANEL // 16) for _ in range(rank)]
             with cgutils.for_range(builder, rows, intp=_INDEX) as loop:
                 line = builder.mul(loop.index, m_step)
                 terms = [
-                    _load(builder, _at(context, builder, m, M, panel, line, _index(i))) for i in range(0, _PANEL, 16)
+                    _load(builder, _at(context, builder, m, M, panel, line, _index(i)))
+                    for i in range(0, _OUTER_PANEL, 16)
                 ]
                 for k in range(rank):
                     place = builder.mul(p_step, _index(k))
@@ -333,23 +346,23 @@ def _project_rows(P, M, out, start, stop):
     """Panels [start, stop) of all matrices: those of the first, then those of the second, ..."""
     _widest()
     rank, rows, columns = P.shape[1], M.shape[1], M.shape[2]
-    panels = (columns + _PANEL - 1) // _PANEL
+    panels = (columns + _OUTER_PANEL - 1) // _OUTER_PANEL
     p, m, o = P.reshape(-1), M.reshape(-1), out.reshape(-1)
-    block, sums = np.zeros(_ROWS * _PANEL, np.float32), np.zeros(rank * _PANEL, np.float32)
+    block, sums = np.zeros(_ROWS * _OUTER_PANEL, np.float32), np.zeros(rank * _OUTER_PANEL, np.float32)
     for b in range(start // panels, (stop + panels - 1) // panels):
         low, high = max(start - b * panels, 0), min(stop - b * panels, panels)
         for i in range(0, rows, _ROWS):
             count = min(_ROWS, rows - i)
             for panel in range(low, high):
-                c = panel * _PANEL
-                width, at = min(_PANEL, columns - c), b * rank * columns + c
+                c = panel * _OUTER_PANEL
+                width, at = min(_OUTER_PANEL, columns - c), b * rank * columns + c
                 source, origin, step, to, begin, to_step = m, (b * rows + i) * columns + c, columns, o, at, columns
-                if width < _PANEL:
+                if width < _OUTER_PANEL:
                     for y in range(count):
                         for j in range(width):
-                            block[y * _PANEL + j] = M[b, i + y, c + j]
+                            block[y * _OUTER_PANEL + j] = M[b, i + y, c + j]
                     sums[:] = 0.0
-                    source, origin, step, to, begin, to_step = block, 0, _PANEL, sums, 0, _PANEL
+                    source, origin, step, to, begin, to_step = block, 0, _OUTER_PANEL, sums, 0, _OUTER_PANEL
                 k = 0
                 while k < rank:
                     first, here = (b * rank + k) * rows + i, begin + k * to_step
@@ -359,10 +372,10 @@ def _project_rows(P, M, out, start, stop):
                     else:
                         _outer_of_1(p, first, rows, source, origin, step, count, to, here, to_step)
                         k += 1
-                if width < _PANEL:
+                if width < _OUTER_PANEL:
                     for k in range(rank):
                         for j in range(width):
-                            out[b, k, c + j] += sums[k * _PANEL + j]
+                            out[b, k, c + j] += sums[k * _OUTER_PANEL + j]
 
 
 def project_rows(Pt: Tensor, M: Tensor) -> Tensor:
@@ -370,7 +383,7 @@ def project_rows(Pt: Tensor, M: Tensor) -> Tensor:
     batch, rows, columns = M.shape
     out = torch.zeros(batch, Pt.shape[1], columns, dtype=torch.float32)
     arrays = (_array(Pt.contiguous()), _array(M), _array(out))
-    cuts = _cut(batch * (-(-columns // _PANEL)), rows * _PANEL * Pt.shape[1])
+    cuts = _cut(batch * (-(-columns // _OUTER_PANEL)), rows * _OUTER_PANEL * Pt.shape[1])
     pool.run([functools.partial(_project_rows, *arrays, i, j) for i, j in cuts])
     return out
 
