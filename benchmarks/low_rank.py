@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from gradwire.drivers.coalesce import Batch, coalesce
 from torch import Tensor
 
 import gradwire
@@ -24,7 +25,6 @@ from gradwire.bench.tasks import ByteGPT
 from gradwire.core.collective import Agree, AllGather, AllToAll, Collective
 from gradwire.core.grain import ParameterSpec
 from gradwire.core.state import State, walk
-from gradwire.drivers.coalesce import Batch, coalesce
 from gradwire.drivers.cost import cost, parameter_specs
 from gradwire.drivers.plan import Plan, Unit, plan
 from gradwire.reducers import Program, Reduced, Step

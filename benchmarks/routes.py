@@ -25,8 +25,9 @@ from gradwire.codecs import Identity
 from gradwire.core.collective import Collective
 from gradwire.core.grain import flat_grain
 from gradwire.core.state import State
+from gradwire.drivers.interpreter import run_program
 from gradwire.drivers.measure import measured
-from gradwire.drivers.process_group import GroupTransport, run_program
+from gradwire.drivers.process_group import GroupTransport
 from gradwire.reducers import AllReduce, Auto, Reduced, Step
 from gradwire.reducers.exchange import SentAll
 from gradwire.reducers.routes import direct_scatter, ring_scatter

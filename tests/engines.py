@@ -1,91 +1,58 @@
-"""Engines on threads of one process: what they send each other goes through `lockstep.perform`, as laws define it."""
+"""Engines on threads of one process: what they send each other meets as that of virtual ranks does."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
-from gradwire.core.collective import AllGather, AllReduce, AllToAll, Collective, SendRecv
-from gradwire.drivers.coalesce import Batch
+from gradwire.core.collective import Collective
 from gradwire.drivers.cost import parameter_specs
-from gradwire.drivers.lockstep import perform
+from gradwire.drivers.engine import Engine
+from gradwire.drivers.interpreter import Pending
+from gradwire.drivers.lockstep import Meeting, VirtualTransport
 from gradwire.drivers.plan import plan
-from gradwire.drivers.process_group import Engine, GroupTransport
 from gradwire.drivers.virtual import Gradients, gathered
 from gradwire.reducers import Reducer
 
 PATIENCE_S = 20.0
 
 
-class Exchange:
-    """Where the ranks of a run meet: a batch of each, in the order in which all of them send."""
+class Exchange(Meeting):
+    """A meeting of threads, which wait for each other."""
 
     def __init__(self, world_size: int) -> None:
-        self.sent: list[list[Collective]] = [[] for _ in range(world_size)]
-        self.results: dict[int, list[Tensor]] = {}
-        self.changed = threading.Condition()
+        super().__init__(world_size)
+        self._changed = threading.Condition()
 
-    def send(self, rank: int, request: Collective) -> int:
-        """Note what a rank sends; return its number."""
-        with self.changed:
-            self.sent[rank].append(request)
-            self.changed.notify_all()
-            return len(self.sent[rank]) - 1
+    def hand_over(self, rank: int, request: Collective) -> int:
+        """Note what a rank asks for; return its number."""
+        with self._changed:
+            number = super().hand_over(rank, request)
+            self._changed.notify_all()
+            return number
 
-    def result(self, rank: int, number: int) -> Tensor:
+    def take(self, rank: int, number: int) -> Tensor:
         """Wait for all ranks, and return what one of them gets."""
-        with self.changed:
-            assert self.changed.wait_for(lambda: all(len(sent) > number for sent in self.sent), PATIENCE_S), (
-                "a rank hangs"
-            )
-            if number not in self.results:
-                self.results[number] = perform([sent[number] for sent in self.sent])
-            return self.results[number][rank]
+        with self._changed:
+            assert self._changed.wait_for(lambda: self.is_here(number), PATIENCE_S), "a rank hangs"
+            return super().take(rank, number)
 
 
-class Awaited(NamedTuple):
-    """A collective under way between threads."""
-
-    exchange: Exchange
-    rank: int
-    number: int
-
-    def wait(self) -> Tensor:
-        """The result."""
-        return self.exchange.result(self.rank, self.number)
-
-
-class ThreadTransport:
-    """What an engine asks of `GroupTransport`, for one thread among others."""
+class ThreadTransport(VirtualTransport):
+    """One thread's way to the others; it remembers what it sent."""
 
     def __init__(self, exchange: Exchange, rank: int) -> None:
-        self.exchange, self.rank, self.world_size = exchange, rank, len(exchange.sent)
-        self.batches: list[Batch] = []
+        super().__init__(exchange, rank)
+        self.requests: list[Collective] = []
 
-    def issue(self, batch: Batch) -> Awaited:
-        """Send a batch; a result is waited for later, as on a process group."""
-        self.batches.append(batch)
-        return Awaited(self.exchange, self.rank, self.exchange.send(self.rank, _as_request(batch)))
-
-
-def _as_request(batch: Batch) -> Collective:
-    """The batch as the one collective that it travels as."""
-    kind, _, op, axis = batch.kind
-    if kind is SendRecv:
-        rounds = [request for request in batch.requests if isinstance(request, SendRecv)]
-        sends = tuple(send for request in rounds for send in request.sends)
-        receives = tuple(receive for request in rounds for receive in request.receives)
-        return SendRecv(rounds[0].like, sends, receives, axis)
-    if kind is AllGather:
-        return AllGather(batch.buffer, axis)
-    if kind is AllToAll:
-        return AllToAll(batch.buffer, axis)
-    return AllReduce(batch.buffer.clone(), "sum" if op == "sum" else "max", axis=axis)
+    def issue(self, request: Collective) -> Pending:
+        """Send a request; a result is waited for later, as on a process group."""
+        self.requests.append(request)
+        return super().issue(request)
 
 
 class Engines:
@@ -96,7 +63,7 @@ class Engines:
     ) -> None:
         planned, exchange = plan(parameter_specs(model.named_parameters()), reducer, grain_numel), Exchange(world_size)
         self.transports = [ThreadTransport(exchange, rank) for rank in range(world_size)]
-        self.ranks = [Engine(planned, cast(GroupTransport, transport), seed) for transport in self.transports]
+        self.ranks = [Engine(planned, transport, seed) for transport in self.transports]
 
     def step(self, gradients: Sequence[Gradients]) -> list[list[Tensor]]:
         """The means of every unit on every rank."""

@@ -10,8 +10,9 @@ from torch import Tensor
 
 import gradwire
 from gradwire.core.grain import ParameterSpec
+from gradwire.drivers.engine import Engine
 from gradwire.drivers.plan import plan
-from gradwire.drivers.process_group import Engine, GroupTransport
+from gradwire.drivers.process_group import GroupTransport
 
 CPU = torch.device("cpu")
 SMALL = ((48, 33), (33,), (20, 65), (3, 5, 7), (5,))

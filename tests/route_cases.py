@@ -14,8 +14,8 @@ import gradwire
 from gradwire.core.collective import Expected, Message, SendRecv
 from gradwire.core.grain import flat_grain
 from gradwire.drivers import measure
-from gradwire.drivers.coalesce import coalesce
-from gradwire.drivers.process_group import GroupTransport, run_program
+from gradwire.drivers.interpreter import coalesced, run_program
+from gradwire.drivers.process_group import GroupTransport
 from gradwire.reducers import Auto, Hierarchical, Reduced, Reducer, Step
 from gradwire.spec import parse
 
@@ -55,9 +55,9 @@ def joined(rank: int, world_size: int) -> list[list[float]]:
     to_right, to_left = torch.full((2,), rank + 0.5), torch.full((3,), float(rank))
     first = SendRecv(like, (Message(right, to_right),), (Expected(left, 2),))
     second = SendRecv(like, (Message(left, to_left), Message(right, like)), (Expected(right, 3), Expected(left, 0)))
-    (batch,) = coalesce([(0, first), (1, second)])
-    assert batch.nbytes == 20
-    return [piece.tolist() for piece in batch.split(GroupTransport(group).issue(batch).wait())]
+    (batch,) = coalesced([(0, first), (1, second)])
+    assert batch.joined.nbytes == 20
+    return [piece.tolist() for piece in batch.split(GroupTransport(group).issue(batch.joined).wait())]
 
 
 def trained(rank: int, world_size: int, spec: str) -> dict[str, Any]:

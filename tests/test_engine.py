@@ -12,8 +12,8 @@ from engines import Engines, run_step
 from gradwire import cost, parse
 from gradwire.core.grain import flat_grain
 from gradwire.core.state import State, walk
+from gradwire.drivers.engine import Engine
 from gradwire.drivers.lockstep import Lockstep
-from gradwire.drivers.process_group import Engine
 from gradwire.drivers.virtual import VirtualRanks
 
 GRAIN = 60
@@ -90,7 +90,7 @@ def test_an_engine_counts_what_it_sends_as_cost_does(spec: str) -> None:
     engines.step(drawn(0))
     for rank, (engine, transport) in enumerate(zip(engines.ranks, engines.transports, strict=True)):
         stats, predicted = engine.stats, cost(spec, model(), RANKS, grain_numel=GRAIN, rank=rank)
-        assert stats.payload_bytes == predicted.payload_bytes == sum(batch.nbytes for batch in transport.batches)
+        assert stats.payload_bytes == predicted.payload_bytes == sum(r.nbytes for r in transport.requests)
         assert stats.wire_bytes == predicted.wire_bytes
         assert stats.dense_bytes == predicted.dense_bytes == engine.dense_bytes
         assert stats.dense_wire_bytes == 2 * (RANKS - 1) * stats.dense_bytes // RANKS

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import cast
 
 import pytest
 import torch
@@ -13,12 +12,11 @@ from engines import Exchange, ThreadTransport
 from gradwire import parse
 from gradwire.drivers import measure
 from gradwire.drivers.measure import SAMPLES, Bench
-from gradwire.drivers.process_group import GroupTransport
 from gradwire.reducers.auto import Auto
 
 
 def alone() -> Bench:
-    return Bench(cast(GroupTransport, ThreadTransport(Exchange(1), 0)), torch.device("cpu"))
+    return Bench(ThreadTransport(Exchange(1), 0), torch.device("cpu"))
 
 
 def test_a_curve_has_the_median_of_as_many_rounds_as_it_says_without_the_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from gradwire.adapters.report import FEWEST_STEPS, Report, Times, summarise
 from gradwire.bench.net import Network
 from gradwire.bench.ranks import run_function
 from gradwire.core.link import Link
-from gradwire.drivers.process_group import Stats
+from gradwire.drivers.engine import Stats
 from gradwire.drivers.window import NORM_EVERY, START_UP, STEPS, Ready, Sample, Window, exposed_s
 
 CASES = str(Path(__file__).with_name("report_cases.py"))

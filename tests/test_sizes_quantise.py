@@ -9,9 +9,8 @@ import torch
 
 from gradwire import cost, parse
 from gradwire.codecs import QSGD, Codec, OneBit, Sign, TernGrad
-from gradwire.core.collective import AllReduce
+from gradwire.core.collective import ring_bytes
 from gradwire.core.grain import ParameterSpec
-from gradwire.drivers.cost import wire_bytes
 
 NUMEL = 1_000_000
 LARGE = 1 << 22
@@ -30,7 +29,7 @@ def bits(codec: Codec, numel: int = NUMEL) -> float:
 def bits_each_way(spec: str, ranks: int = 4) -> float:
     """Bits an element that a rank sends, of which an uncompressed all-reduce has 32 each way."""
     sent = cost(parse(spec), MODEL, ranks).wire_bytes
-    whole = wire_bytes(AllReduce, 4 * LARGE, ranks)
+    whole = ring_bytes(4 * LARGE, ranks)
     return 32 * sent / whole
 
 

@@ -20,8 +20,8 @@ from gradwire.core.errors import (
 )
 from gradwire.core.reshard import reshard
 from gradwire.drivers.cost import Cost, cost
+from gradwire.drivers.engine import Stats
 from gradwire.drivers.lockstep import Lockstep
-from gradwire.drivers.process_group import Stats
 from gradwire.methods import methods
 from gradwire.spec import parse
 

@@ -11,7 +11,7 @@ from gradwire.bench.tasks import make_task
 from gradwire.cli.main import main
 from gradwire.core.collective import AllGather, Collective, Total
 from gradwire.core.grain import ParameterSpec
-from gradwire.drivers.cost import sent_bytes
+from gradwire.drivers.interpreter import sent_bytes
 from gradwire.drivers.lockstep import Lockstep
 from gradwire.drivers.plan import plan
 from gradwire.reducers import Reducer

@@ -18,7 +18,8 @@ from gradwire.core.errors import CompositionError
 from gradwire.core.grain import Grain, ParameterSpec, flat_grain
 from gradwire.core.link import Link
 from gradwire.core.state import State, walk
-from gradwire.drivers.cost import cost, sent_bytes
+from gradwire.drivers.cost import cost
+from gradwire.drivers.interpreter import sent_bytes
 from gradwire.drivers.lockstep import Lockstep, perform, run_lockstep
 from gradwire.drivers.timing import reduction_s, step_s
 from gradwire.reducers import (

@@ -29,10 +29,12 @@ from gradwire.core.errors import AttachError, NonFiniteWarning
 from gradwire.core.link import Link
 from gradwire.core.state import walk
 from gradwire.drivers.cost import parameter_specs
+from gradwire.drivers.engine import Engine, Stats
 from gradwire.drivers.groups import destroy
-from gradwire.drivers.measure import Bench, all_reduce_link, ask, measured
+from gradwire.drivers.interpreter import ask
+from gradwire.drivers.measure import Bench, all_reduce_link, measured
 from gradwire.drivers.plan import Plan, plan
-from gradwire.drivers.process_group import Engine, GroupTransport, Stats
+from gradwire.drivers.process_group import GroupTransport
 from gradwire.drivers.warm import warm_up
 from gradwire.drivers.window import Window
 from gradwire.reducers.base import Reducer, as_reducer

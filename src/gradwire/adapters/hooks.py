@@ -17,9 +17,10 @@ from gradwire.adapters.communication import BucketSession, Lane
 from gradwire.codecs import BF16, FP16, AffineInt, Identity
 from gradwire.core.errors import AttachError
 from gradwire.core.grain import ParameterSpec
+from gradwire.drivers.engine import Engine
 from gradwire.drivers.groups import deadline_of
 from gradwire.drivers.plan import plan
-from gradwire.drivers.process_group import Engine, GroupTransport
+from gradwire.drivers.process_group import GroupTransport
 from gradwire.reducers import AllGather, AllReduce, Reducer
 
 # `register_comm_hook` reads the annotations of a hook, so this module must not postpone them.

@@ -24,8 +24,9 @@ from gradwire.core.errors import AttachError
 from gradwire.core.grain import ParameterSpec
 from gradwire.core.saved_schema import Parameters
 from gradwire.core.state import walk
+from gradwire.drivers.engine import Engine, Stats
 from gradwire.drivers.plan import Unit, plan
-from gradwire.drivers.process_group import Engine, GroupTransport, Stats
+from gradwire.drivers.process_group import GroupTransport
 from gradwire.reducers import AllReduce, ErrorFeedback, Guard, PowerSGD, Reducer, WarmUp
 
 # `register_comm_hook` reads the annotations of a hook, so this module must not postpone them.

@@ -14,12 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwire.core.collective import AllReduce
+from gradwire.core.collective import ring_bytes
 from gradwire.core.figures import milliseconds, si_bits_per_s, si_bytes, significant
 from gradwire.core.link import Link
 from gradwire.core.state import walk
-from gradwire.drivers.cost import wire_bytes
-from gradwire.drivers.process_group import Engine
+from gradwire.drivers.engine import Engine
 from gradwire.drivers.window import START_UP, Sample, Window, exposed_s
 
 FEWEST_STEPS = 5
@@ -173,7 +172,7 @@ def observed(
     samples, world_size = list(window.samples), engine.transport.world_size
     grains, leaves = [u.grain for u in engine.plan.units], [leaf for _, s in engine.states() for _, leaf in walk(s)]
     on_cpu = all(grain.device.type == "cpu" for grain in grains)
-    wire_share = wire_bytes(AllReduce, 1000, world_size) / 1000
+    wire_share = ring_bytes(1000, world_size) / 1000
     return Report(
         method=method,
         rank=engine.transport.rank,

@@ -1,15 +1,16 @@
 """What a program may ask for. A program yields one of these and is sent the result; a driver does the work.
 
-Every collective but `Agree` takes an `axis`: the ranks that take part. None is all of them. All ranks of a run yield
-the same kinds on the same axes in the same order, each for the sub-group it belongs to, so one static order holds
-across all groups that a program uses.
+Every collective but `Agree` and `Total` takes an `axis`: the ranks that take part. None is all of them. All ranks of a
+run yield the same kinds on the same axes in the same order, each for the sub-group it belongs to, so one static order
+holds across all groups that a program uses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, TypeVar
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -45,12 +46,76 @@ class Axis:
         return self if outer is None else Axis(self.size, self.stride * outer.stride)
 
 
+class Collective(ABC):
+    """What ranks do together; a kind of collective says how several requests of it travel as one.
+
+    A transport serves a kind by its method called `verb`, which takes the one request that carries all and returns what
+    is under way. So a new kind is a class like these, anywhere, and a method in each transport that is to serve it.
+
+    Attributes:
+        verb: the name of that method.
+        axis: the ranks that take part; None is all of them.
+    """
+
+    verb: ClassVar[str]
+    axis: Axis | None
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes that this rank hands over."""
+
+    @property
+    @abstractmethod
+    def kind(self) -> Hashable:
+        """What must be equal for requests to travel as one."""
+
+    @classmethod
+    @abstractmethod
+    def joined(cls, requests: Sequence[Any]) -> Collective:
+        """Return one request that carries `requests`, all of one kind."""
+
+    @property
+    @abstractmethod
+    def length(self) -> int:
+        """Elements of the last dimension of the result."""
+
+    @abstractmethod
+    def received(self, part: Tensor) -> Tensor:
+        """Return what the program is sent, made of its part of the joined request's result."""
+
+    @abstractmethod
+    def wire_bytes(self, ranks: int) -> int:
+        """Bytes that this rank sends where `ranks` take part."""
+
+    def on(self, axis: Axis) -> Self:
+        """Return what a program that knows only a sub-group asks for, as a request to the whole world.
+
+        >>> inner = SendRecv(torch.zeros(0), axis=Axis(2))
+        >>> inner.on(Axis(4, 8)).axis
+        Axis(size=2, stride=8)
+        """
+        request: Any = self  # a dataclass, as all kinds are
+        return replace(request, axis=axis if self.axis is None else self.axis.within(axis))
+
+
+def ring_bytes(nbytes: int, ranks: int) -> int:
+    """Bytes that a rank sends in a ring all-reduce of a buffer of `nbytes`: 2 (n - 1)/n of them.
+
+    >>> ring_bytes(1000, 4)
+    1500
+    """
+    return 2 * nbytes * (ranks - 1) // ranks
+
+
 @dataclass(frozen=True, eq=False)
-class AllReduce:
+class AllReduce(Collective):
     """Sum (or maximum) over ranks of `tensor`, elementwise.
 
     `consumable` says that the driver may overwrite `tensor`; else it must leave it as it is.
     """
+
+    verb = "all_reduce"
 
     tensor: Tensor
     op: Literal["sum", "max"] = "sum"
@@ -62,10 +127,40 @@ class AllReduce:
         """Bytes that this rank hands over."""
         return self.tensor.nbytes
 
+    @property
+    def kind(self) -> Hashable:
+        """Dtype, operation and axis."""
+        return AllReduce, self.tensor.dtype, self.op, self.axis
+
+    @classmethod
+    def joined(cls, requests: Sequence[Self]) -> AllReduce:
+        """One request for all tensors end to end, which may be overwritten."""
+        first = requests[0]
+        if len(requests) > 1:
+            flat = torch.cat([request.tensor.reshape(-1) for request in requests])
+        else:
+            flat = first.tensor.reshape(-1) if first.consumable else first.tensor.reshape(-1).clone()
+        return AllReduce(flat, first.op, True, first.axis)
+
+    @property
+    def length(self) -> int:
+        """All elements."""
+        return self.tensor.numel()
+
+    def received(self, part: Tensor) -> Tensor:
+        """The sum in the tensor's shape."""
+        return part.view(self.tensor.shape)
+
+    def wire_bytes(self, ranks: int) -> int:
+        """What a ring sends."""
+        return ring_bytes(self.nbytes, ranks)
+
 
 @dataclass(frozen=True, eq=False)
-class AllGather:
+class AllGather(Collective):
     """Every rank's `tensor`, a 1-d uint8 buffer, stacked in rank order: shape `(world_size, bytes)`."""
+
+    verb = "all_gather"
 
     tensor: Tensor
     axis: Axis | None = None
@@ -75,10 +170,35 @@ class AllGather:
         """Bytes that this rank hands over."""
         return self.tensor.nbytes
 
+    @property
+    def kind(self) -> Hashable:
+        """Dtype and axis."""
+        return AllGather, self.tensor.dtype, self.axis
+
+    @classmethod
+    def joined(cls, requests: Sequence[Self]) -> AllGather:
+        """One request for all buffers end to end."""
+        return AllGather(_cat([request.tensor for request in requests]), requests[0].axis)
+
+    @property
+    def length(self) -> int:
+        """The buffer's."""
+        return self.tensor.numel()
+
+    def received(self, part: Tensor) -> Tensor:
+        """A row a rank."""
+        return part.contiguous()
+
+    def wire_bytes(self, ranks: int) -> int:
+        """The buffer, to every other rank."""
+        return (ranks - 1) * self.nbytes
+
 
 @dataclass(frozen=True, eq=False)
-class AllToAll:
+class AllToAll(Collective):
     """Row j of `tensor` goes to rank j: shape `(world_size, bytes)` in, row i of the result is from rank i."""
+
+    verb = "all_to_all"
 
     tensor: Tensor
     axis: Axis | None = None
@@ -87,6 +207,29 @@ class AllToAll:
     def nbytes(self) -> int:
         """Bytes that this rank hands over, its row for itself included."""
         return self.tensor.nbytes
+
+    @property
+    def kind(self) -> Hashable:
+        """Dtype and axis."""
+        return AllToAll, self.tensor.dtype, self.axis
+
+    @classmethod
+    def joined(cls, requests: Sequence[Self]) -> AllToAll:
+        """One request in whose rows each of `requests` has its columns."""
+        return AllToAll(_cat([request.tensor for request in requests]), requests[0].axis)
+
+    @property
+    def length(self) -> int:
+        """That of a row."""
+        return self.tensor.shape[-1]
+
+    def received(self, part: Tensor) -> Tensor:
+        """A row a rank."""
+        return part.contiguous()
+
+    def wire_bytes(self, ranks: int) -> int:
+        """All rows but this rank's own."""
+        return self.nbytes * (ranks - 1) // ranks
 
 
 class Message(NamedTuple):
@@ -104,7 +247,7 @@ class Expected(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class SendRecv:
+class SendRecv(Collective):
     """One round of messages between pairs: send `sends`, receive `receives`, all at once; either may be empty.
 
     The result is 1-d, of the dtype and device of `like`: what was received, end to end in the order of `receives`.
@@ -112,6 +255,8 @@ class SendRecv:
     ranks; a message is sent and received in the same round, and those of one pair keep their order. What is sent
     must not be changed before the round ends.
     """
+
+    verb = "send_recv"
 
     like: Tensor
     sends: tuple[Message, ...] = ()
@@ -124,34 +269,79 @@ class SendRecv:
         return sum(message.tensor.nbytes for message in self.sends)
 
     @property
-    def received_numel(self) -> int:
-        """Elements of the result."""
+    def kind(self) -> Hashable:
+        """Dtype and axis."""
+        return SendRecv, self.like.dtype, self.axis
+
+    @classmethod
+    def joined(cls, requests: Sequence[Self]) -> SendRecv:
+        """One round of all messages, each for itself: two for one rank need not be joined where they arrive."""
+        sends = tuple(message for request in requests for message in request.sends)
+        receives = tuple(expected for request in requests for expected in request.receives)
+        return SendRecv(requests[0].like, sends, receives, requests[0].axis)
+
+    @property
+    def length(self) -> int:
+        """Elements that are received."""
         return sum(expected.numel for expected in self.receives)
+
+    def received(self, part: Tensor) -> Tensor:
+        """What was received, end to end."""
+        return part
+
+    def wire_bytes(self, ranks: int) -> int:
+        """The messages."""
+        return self.nbytes
 
 
 @dataclass(frozen=True, eq=False)
-class Agree:
+class Agree(Collective):
     """Whether `flag` (a 0-d bool tensor) is true on any rank; always of all ranks.
 
     All of a step's `Agree`s travel as one collective once every program of the step has reached its own, so
     they cost one latency a step; a program should yield it last.
     """
 
-    flag: Tensor
+    verb = "all_reduce"
 
-    @property
-    def axis(self) -> None:
-        """None: all ranks."""
-        return
+    flag: Tensor
+    axis: Axis | None = field(default=None, init=False)
 
     @property
     def nbytes(self) -> int:
         """One byte."""
         return torch.uint8.itemsize
 
+    @property
+    def kind(self) -> Hashable:
+        """All travel as one."""
+        return Agree
+
+    @classmethod
+    def joined(cls, requests: Sequence[Self]) -> AllReduce:
+        """The maximum of all flags as bytes."""
+        return AllReduce(torch.cat([request.flag.view(1).to(torch.uint8) for request in requests]), "max", True)
+
+    @property
+    def length(self) -> int:
+        """One flag."""
+        return 1
+
+    def received(self, part: Tensor) -> Tensor:
+        """The flag of all ranks."""
+        return part.view(()).bool()
+
+    def wire_bytes(self, ranks: int) -> int:
+        """What a ring sends."""
+        return ring_bytes(self.nbytes, ranks)
+
+    def on(self, axis: Axis) -> Agree:
+        """The same: all ranks agree."""
+        return self
+
 
 @dataclass(frozen=True, eq=False)
-class Total:
+class Total(Collective):
     """Sum of `tensor`, float64 and small, over all grains of the step whose programs give an equal `of`.
 
     What a rule must know of the whole gradient (its norm, the distances between ranks) while a program sees one grain
@@ -161,33 +351,60 @@ class Total:
     `of` is usually the reducer; a program that asks twice tells its stages apart by it.
     """
 
+    verb = "all_gather"
+
     tensor: Tensor
     of: Hashable
     over: Literal["grains", "ranks"] = "ranks"
-
-    @property
-    def axis(self) -> None:
-        """None: all ranks."""
-        return
+    axis: Axis | None = field(default=None, init=False)
 
     @property
     def nbytes(self) -> int:
         """Bytes that this rank hands over, where the sum runs over ranks."""
         return self.tensor.nbytes
 
+    @property
+    def kind(self) -> Hashable:
+        """Over what is summed, and of whom: totals of one kind are added up."""
+        return self.over, self.of
 
-Collective = AllReduce | AllGather | AllToAll | SendRecv | Agree | Total
+    @classmethod
+    def added(cls, totals: Sequence[Total]) -> Total:
+        """The sum of one rank's totals of one kind, which stand in the order of its grains."""
+        tensor = totals[0].tensor
+        for total in totals[1:]:
+            tensor = tensor + total.tensor
+        return Total(tensor, totals[0].of, totals[0].over)
 
-_C = TypeVar("_C", bound=Collective)
+    def gathered(self) -> AllGather:
+        """What all ranks need to add up theirs."""
+        return AllGather(self.tensor.contiguous().view(-1).view(torch.uint8))
+
+    @classmethod
+    def joined(cls, requests: Sequence[Self]) -> AllGather:
+        """The sum over the requests, as bytes: what every rank needs of this one."""
+        return cls.added(requests).gathered()
+
+    @property
+    def length(self) -> int:
+        """Bytes of a row."""
+        return self.tensor.nbytes
+
+    def received(self, part: Tensor) -> Tensor:
+        """The rows of all ranks, added in their order."""
+        first, *others = part.contiguous().view(self.tensor.dtype).unbind(0)
+        for row in others:
+            first = first + row
+        return first.view(self.tensor.shape)
+
+    def wire_bytes(self, ranks: int) -> int:
+        """The sum, to every other rank, if it runs over ranks."""
+        return (ranks - 1) * self.nbytes if self.over == "ranks" else 0
+
+    def on(self, axis: Axis) -> Total:
+        """The same: a sum over ranks is one over all of them."""
+        return self
 
 
-def on_axis(request: _C, axis: Axis) -> _C:
-    """Return what a program that knows only a sub-group asks for, as a request to the whole world.
-
-    >>> inner = SendRecv(torch.zeros(0), axis=Axis(2))
-    >>> on_axis(inner, Axis(4, 8)).axis
-    Axis(size=2, stride=8)
-    """
-    if isinstance(request, Agree | Total):
-        return request
-    return replace(request, axis=axis if request.axis is None else request.axis.within(axis))
+def _cat(tensors: list[Tensor]) -> Tensor:
+    return torch.cat(tensors, dim=-1) if len(tensors) > 1 else tensors[0]

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.core.collective import Agree, AllGather, AllToAll, Collective, SendRecv, Total
+from gradwire.core.collective import AllGather, AllReduce, AllToAll, Collective, SendRecv
 from gradwire.core.errors import CompositionError
 from gradwire.core.grain import ParameterSpec
-from gradwire.drivers.coalesce import Batch, add_grains, coalesce, sums_to_send
+from gradwire.drivers.interpreter import Interpreter, run, sent_bytes, served
 from gradwire.drivers.plan import Plan, plan
-from gradwire.reducers.base import Program, Reduced, Reducer, Step, advance
+from gradwire.reducers.base import Program, Reduced, Reducer, Step
 from gradwire.spec import as_method
 
 
@@ -42,29 +43,6 @@ class Cost:
     def between_bytes(self) -> int:
         """Of `wire_bytes`, what leaves the node of a rank: all of them where a method knows no nodes."""
         return self.wire_bytes - self.inside_bytes
-
-
-def wire_bytes(kind: type[Collective], buffer_bytes: int, world_size: int) -> int:
-    """Bytes a rank sends for a collective whose buffer (all rows of an all-to-all) has `buffer_bytes`.
-
-    >>> from gradwire.core.collective import AllReduce
-    >>> wire_bytes(AllReduce, 1000, 4), wire_bytes(AllGather, 1000, 4), wire_bytes(AllToAll, 4000, 4)
-    (1500, 3000, 3000)
-    """
-    n = world_size
-    if kind is SendRecv:
-        return buffer_bytes
-    if kind is AllGather:
-        return (n - 1) * buffer_bytes
-    if kind is AllToAll:
-        return buffer_bytes * (n - 1) // n
-    return 2 * buffer_bytes * (n - 1) // n
-
-
-def sent_bytes(sent: Batch | Collective, world_size: int) -> int:
-    """Bytes a rank sends for a collective, or for several that travel as one."""
-    kind = sent.kind[0] if isinstance(sent, Batch) else type(sent)
-    return wire_bytes(kind, sent.nbytes, sent.axis.size if sent.axis else world_size)
 
 
 def parameter_specs(parameters: Iterable[tuple[str, Tensor]], device: str | None = None) -> list[ParameterSpec]:
@@ -139,12 +117,36 @@ def cost(
     if not 0 <= rank < world_size:
         raise CompositionError(f"rank {rank} of {world_size}: ranks are counted from 0")
     planned = plan(specs, reducer, grain_numel)
-    batches = list(_batches(planned, Step(step, rank, world_size)))
-    payload = sum(batch.nbytes for batch in batches)
-    wire = sum(sent_bytes(batch, world_size) for batch in batches)
+    nowhere = MetaTransport(world_size, rank)
+    _run(planned, nowhere, step)
+    requests = nowhere.requests
     dense = sum(spec.numel * spec.dtype.itemsize for spec in specs)
-    inside = sum(sent_bytes(batch, world_size) for batch in batches if batch.axis and batch.axis.stride == 1)
-    return Cost(payload, wire, dense, len(batches), inside)
+    return Cost(
+        payload_bytes=sum(request.nbytes for request in requests),
+        wire_bytes=_sent(requests, world_size),
+        dense_bytes=dense,
+        collectives=len(requests),
+        inside_bytes=_sent([r for r in requests if r.axis and r.axis.stride == 1], world_size),
+    )
+
+
+def _run(planned: Plan, transport: MetaTransport, index: int) -> None:
+    """Run a step of one rank whose gradients have no data."""
+    step = Step(index, transport.rank, transport.world_size)
+    units = planned.units
+
+    def programs(wave: int) -> list[Program]:
+        return [
+            reducer.reduce(grain, torch.empty(grain.shape, dtype=grain.dtype, device="meta"), state, step)
+            for grain, reducer in (units[i] for i in planned.positions[wave])
+            for state in [reducer.init(grain, step)]
+        ]
+
+    run(Interpreter[Reduced](transport).script(len(planned.waves), programs))
+
+
+def _sent(requests: Iterable[Collective], world_size: int) -> int:
+    return sum(sent_bytes(request, world_size) for request in requests)
 
 
 def require_world(reducer: Reducer, world_size: int) -> None:
@@ -158,51 +160,47 @@ def require_world(reducer: Reducer, world_size: int) -> None:
     reducer.require_ranks(world_size)
 
 
-def _batches(planned: Plan, step: Step) -> Iterable[Batch]:
-    flags: list[tuple[int, Collective]] = []
-    totals: list[Total] = []
-    for wave in planned.waves:
-        programs: list[Program] = [
-            reducer.reduce(grain, torch.empty(grain.shape, dtype=grain.dtype, device="meta"), state, step)
-            for grain, reducer in wave
-            for state in [reducer.init(grain, step)]
-        ]
-        yield from _wave_batches(programs, step, flags, totals)
-    yield from coalesce(sums_to_send(add_grains(totals)))
-    yield from coalesce(flags)
+@dataclass
+class MetaTransport:
+    """Where nothing travels: answers have the right shape and no data, and what is asked for is noted."""
+
+    world_size: int
+    rank: int = 0
+    requests: list[Collective] = field(default_factory=list[Collective])
+
+    def issue(self, request: Collective) -> Answer:
+        """Note a request."""
+        self.requests.append(request)
+        return Answer(self.answer(request))
+
+    def answer(self, request: Collective) -> Tensor:
+        """What a request is answered."""
+        method: Any = served(self, request)
+        return method(request)
+
+    def all_reduce(self, request: AllReduce) -> Tensor:
+        """The same shape."""
+        return request.tensor
+
+    def all_gather(self, request: AllGather) -> Tensor:
+        """A row a rank."""
+        ranks = request.axis.size if request.axis else self.world_size
+        return request.tensor.new_empty((ranks, request.length))
+
+    def all_to_all(self, request: AllToAll) -> Tensor:
+        """The same shape."""
+        return request.tensor
+
+    def send_recv(self, request: SendRecv) -> Tensor:
+        """What is received."""
+        return request.like.new_empty(request.length)
 
 
-def _wave_batches(
-    programs: list[Program], step: Step, flags: list[tuple[int, Collective]], totals: list[Total]
-) -> Iterable[Batch]:
-    inbox: list[Tensor | None] = [None] * len(programs)
-    while True:
-        requests: list[tuple[int, Collective]] = []
-        for i, program in enumerate(programs):
-            turn = advance(program, inbox[i])
-            while isinstance(turn, Agree | Total):
-                if isinstance(turn, Total):
-                    totals.append(turn)
-                else:
-                    flags.append((len(flags), turn))
-                turn = advance(program, turn.flag if isinstance(turn, Agree) else turn.tensor)
-            if not isinstance(turn, Reduced):
-                requests.append((i, turn))
-        if not requests:
-            return
-        programs = [programs[i] for i, _ in requests]
-        requests = [(position, request) for position, (_, request) in enumerate(requests)]
-        inbox = [answer(request, step.world_size) for _, request in requests]
-        yield from coalesce(requests)
+class Answer(NamedTuple):
+    """What is here already."""
 
+    result: Tensor
 
-def answer(request: Collective, world_size: int) -> Tensor:
-    """Return a tensor of the shape that a program is sent for a request."""
-    if isinstance(request, Agree):
-        return request.flag
-    if isinstance(request, SendRecv):
-        return request.like.new_empty(request.received_numel)
-    if isinstance(request, AllGather):
-        rows = request.axis.size if request.axis else world_size
-        return request.tensor.new_empty((rows, request.tensor.numel()))
-    return request.tensor
+    def wait(self) -> Tensor:
+        """Return it."""
+        return self.result

@@ -3,128 +3,194 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from gradwire.core import saved
-from gradwire.core.collective import Agree, AllGather, AllReduce, AllToAll, Collective, SendRecv, Total
+from gradwire.core.collective import AllGather, AllReduce, AllToAll, Collective, SendRecv
 from gradwire.core.grain import Grain
+from gradwire.core.program import Program
 from gradwire.core.state import State
-from gradwire.drivers.coalesce import Sum, add_grains, sum_of
-from gradwire.reducers.base import Program, Reduced, Reducer, Step, advance
+from gradwire.drivers.interpreter import Interpreter, Pending, Script, served
+from gradwire.reducers.base import Reduced, Reducer, Step
+
+T = TypeVar("T")
 
 
-def run_lockstep(programs: Sequence[Program]) -> list[Reduced]:
-    """Run one program per rank to its end, all ranks a collective at a time.
-
-    Raises:
-        AssertionError: ranks that yield different collectives, or end at different times.
-    """
-    return run_step([programs])[0]
-
-
-def run_step(grains: Sequence[Sequence[Program]]) -> list[list[Reduced]]:
-    """Run a step of several grains: `grains[g][rank]` is the program of a grain on a rank.
+def run_lockstep(programs: Sequence[Program[T]]) -> list[T]:
+    """Run one program per rank to its end.
 
     Raises:
         AssertionError: ranks that yield different collectives, or end at different times.
     """
-    turns: dict[int, list[Turn]] = {}
-    inboxes: dict[int, Inbox] = {i: [None] * len(programs) for i, programs in enumerate(grains)}
-    while inboxes:
-        for i, inbox in inboxes.items():
-            turns[i] = _until_total(grains[i], inbox)
-        waiting = [i for i in range(len(grains)) if isinstance(turns[i][0], Total)]
-        inboxes = dict(zip(waiting, _totals([turns[i] for i in waiting]), strict=True))
-    return [[turn for turn in turns[i] if isinstance(turn, Reduced)] for i in range(len(grains))]
+    return [result for (result,) in run_ranks([[[program]] for program in programs])]
 
 
-Inbox = list[Tensor | None]
-Turn = Collective | Reduced
+def run_ranks(waves: Sequence[Sequence[Sequence[Program[T]]]]) -> list[list[T]]:
+    """Run a step of several ranks: `waves[rank]` are the waves of a rank's programs. Return each rank's results.
+
+    Raises:
+        AssertionError: ranks that yield different collectives, or end at different times.
+    """
+    meeting = Meeting(len(waves))
+    return together(
+        [
+            Interpreter[T](VirtualTransport(meeting, rank)).script(len(mine), mine.__getitem__)
+            for rank, mine in enumerate(waves)
+        ]
+    )
 
 
-def _until_total(programs: Sequence[Program], inbox: Inbox) -> list[Turn]:
-    """Run one grain's programs to their end or to the next `Total`."""
-    while True:
-        turns = [advance(program, value) for program, value in zip(programs, inbox, strict=True)]
-        done = [turn for turn in turns if isinstance(turn, Reduced)]
-        assert len(done) in (0, len(programs)), "ranks ended at different times"
-        if done or any(isinstance(turn, Total) for turn in turns):
-            return turns
-        inbox = list(perform([turn for turn in turns if not isinstance(turn, Reduced)]))
+def together(scripts: Sequence[Script[T]]) -> list[T]:
+    """Drive the scripts of all ranks: each goes on until it waits for ranks that have not come so far yet.
+
+    Raises:
+        AssertionError: all wait, which happens where ranks ask for different things.
+    """
+    waiting: dict[int, Pending | None] = dict.fromkeys(range(len(scripts)))
+    results: dict[int, T] = {}
+    while waiting:
+        ready = [rank for rank, pending in waiting.items() if is_here(pending)]
+        assert ready, f"ranks ended at different times: {sorted(waiting)} wait for the others"
+        for rank in ready:
+            try:
+                while is_here(pending := waiting[rank]):
+                    waiting[rank] = scripts[rank].send(None if pending is None else pending.wait())
+                    assert waiting[rank] is not None, "a wave is not ready, and nobody is there to make it so"
+            except StopIteration as end:
+                results[rank] = end.value
+                del waiting[rank]
+    return [results[rank] for rank in range(len(scripts))]
 
 
-def _totals(grains: Sequence[Sequence[Turn]]) -> list[Inbox]:
-    """Answer the totals that every rank of every grain asks for."""
-    by_rank = [[turn for turn in ranks if isinstance(turn, Total)] for ranks in zip(*grains, strict=True)]
-    mine = [add_grains(totals) for totals in by_rank]
-    assert all(sums.keys() == mine[0].keys() for sums in mine), "ranks asked for different totals"
-    return [[_total(mine, rank, sum_of(totals[i])) for rank, totals in enumerate(by_rank)] for i in range(len(grains))]
+def is_here(pending: Pending | None) -> bool:
+    """Whether a result can be had without waiting: only those of a `Meeting` cannot, until all have come."""
+    return not isinstance(pending, _Awaited) or pending.is_here()
 
 
-def _total(by_rank: Sequence[Mapping[Sum, Tensor]], rank: int, name: Sum) -> Tensor:
-    if name[0] == "grains":
-        return by_rank[rank][name].clone()
-    first, *others = (sums[name] for sums in by_rank)
-    for other in others:
-        first = first + other
-    return first.clone()
+class Meeting:
+    """Where virtual ranks hand over what they send: the k-th request of each belongs to the k-th of all."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._sent: list[int] = [0] * world_size
+        self._requests: dict[int, dict[int, Collective]] = {}
+        self._results: dict[int, dict[int, Tensor]] = {}
+
+    def hand_over(self, rank: int, request: Collective) -> int:
+        """Note what a rank asks for; return its number."""
+        number = self._sent[rank]
+        self._sent[rank] += 1
+        requests = self._requests.setdefault(number, {})
+        requests[rank] = request
+        if len(requests) == self.world_size:
+            del self._requests[number]
+            done = self.perform([requests[rank] for rank in range(self.world_size)])
+            self._results[number] = dict(enumerate(done))
+        return number
+
+    def perform(self, requests: Sequence[Collective]) -> list[Tensor]:
+        """Do what every rank asks for, given all ranks' requests in rank order; sums run in rank order.
+
+        On an axis each of its sub-groups does so for itself.
+        """
+        first = requests[0]
+        alike = all(type(r) is type(first) and r.axis == first.axis for r in requests)
+        assert alike, "ranks yielded different collectives"
+        method: Any = served(self, first)
+        axis, ranks = first.axis, range(len(requests))
+        if axis is None:
+            return method(requests)
+        assert len(requests) % (axis.size * axis.stride) == 0, f"{axis} is no axis of a mesh of {len(requests)} ranks"
+        groups = {members: method([requests[rank] for rank in members]) for members in map(axis.members, ranks)}
+        return [groups[axis.members(rank)][axis.index(rank)] for rank in ranks]
+
+    def all_reduce(self, requests: Sequence[AllReduce]) -> list[Tensor]:
+        """The sum or maximum for each rank."""
+        first, *others = requests
+        total = first.tensor
+        for request in others:
+            total = total + request.tensor if first.op == "sum" else torch.maximum(total, request.tensor)
+        return [total.clone() for _ in requests]
+
+    def all_gather(self, requests: Sequence[AllGather]) -> list[Tensor]:
+        """All rows for each rank."""
+        rows = torch.stack([request.tensor for request in requests])
+        return [rows.clone() for _ in requests]
+
+    def all_to_all(self, requests: Sequence[AllToAll]) -> list[Tensor]:
+        """Row j of each for rank j."""
+        cube = torch.stack([request.tensor for request in requests])
+        return [cube[:, rank].clone() for rank in range(len(requests))]
+
+    def send_recv(self, requests: Sequence[SendRecv]) -> list[Tensor]:
+        """Every message for the rank that expects it."""
+        letters: defaultdict[tuple[int, int], deque[Tensor]] = defaultdict(deque)
+        for rank, request in enumerate(requests):
+            for to, tensor in request.sends:
+                letters[rank, to].append(tensor)
+        results: list[Tensor] = []
+        for rank, request in enumerate(requests):
+            found = [request.like.new_empty(0)]
+            for source, numel in request.receives:
+                assert letters[source, rank], f"rank {rank} waits for a message that rank {source} did not send"
+                found.append(letters[source, rank].popleft())
+                assert found[-1].shape == (numel,), f"rank {rank} expected {numel} elements of rank {source}"
+            results.append(torch.cat(found))
+        assert not any(letters.values()), "a message was sent that nobody received"
+        return results
+
+    def is_here(self, number: int) -> bool:
+        """Whether all ranks have handed over their requests of a number."""
+        return number in self._results
+
+    def take(self, rank: int, number: int) -> Tensor:
+        """A rank's result, which is forgotten."""
+        results = self._results[number]
+        result = results.pop(rank)
+        if not results:
+            del self._results[number]
+        return result
+
+
+@dataclass(frozen=True)
+class _Awaited:
+    """A rank's result of a number."""
+
+    meeting: Meeting
+    rank: int
+    number: int
+
+    def is_here(self) -> bool:
+        return self.meeting.is_here(self.number)
+
+    def wait(self) -> Tensor:
+        return self.meeting.take(self.rank, self.number)
+
+
+class VirtualTransport:
+    """One virtual rank's way to the others, at a `Meeting` of all of them."""
+
+    def __init__(self, meeting: Meeting, rank: int) -> None:
+        self.meeting, self.rank = meeting, rank
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks meet."""
+        return self.meeting.world_size
+
+    def issue(self, request: Collective) -> Pending:
+        """Hand a request over."""
+        return _Awaited(self.meeting, self.rank, self.meeting.hand_over(self.rank, request))
 
 
 def perform(requests: Sequence[Collective]) -> list[Tensor]:
-    """Do what every rank asks for, given all ranks' requests in rank order; sums run in rank order.
-
-    On an axis each of its sub-groups does so for itself.
-    """
-    first = requests[0]
-    assert all(type(r) is type(first) and r.axis == first.axis for r in requests), "ranks yielded different collectives"
-    axis, ranks = first.axis, range(len(requests))
-    if axis is None:
-        return _perform(requests)
-    assert len(requests) % (axis.size * axis.stride) == 0, f"{axis} is no axis of a mesh of {len(requests)} ranks"
-    groups = {members: _perform([requests[rank] for rank in members]) for members in map(axis.members, ranks)}
-    return [groups[axis.members(rank)][axis.index(rank)] for rank in ranks]
-
-
-def _perform(requests: Sequence[Collective]) -> list[Tensor]:
-    """Do what the ranks of one group ask for."""
-    first = requests[0]
-    if isinstance(first, SendRecv):
-        return _deliver([r for r in requests if isinstance(r, SendRecv)])
-    if isinstance(first, AllReduce):
-        stack = [r.tensor for r in requests if isinstance(r, AllReduce)]
-        total = stack[0].clone()
-        for tensor in stack[1:]:
-            total = total + tensor if first.op == "sum" else torch.maximum(total, tensor)
-        return [total.clone() for _ in requests]
-    if isinstance(first, AllGather):
-        rows = torch.stack([r.tensor for r in requests if isinstance(r, AllGather)])
-        return [rows.clone() for _ in requests]
-    if isinstance(first, AllToAll):
-        cube = torch.stack([r.tensor for r in requests if isinstance(r, AllToAll)])
-        return [cube[:, rank].clone() for rank in range(len(requests))]
-    flags = torch.stack([r.flag.view(()) for r in requests if isinstance(r, Agree)])
-    return [flags.any() for _ in requests]
-
-
-def _deliver(requests: Sequence[SendRecv]) -> list[Tensor]:
-    """Bring every message of a round to its rank."""
-    letters: defaultdict[tuple[int, int], deque[Tensor]] = defaultdict(deque)
-    for rank, request in enumerate(requests):
-        for to, tensor in request.sends:
-            letters[rank, to].append(tensor)
-    results: list[Tensor] = []
-    for rank, request in enumerate(requests):
-        found = [request.like.new_empty(0)]
-        for source, numel in request.receives:
-            assert letters[source, rank], f"rank {rank} waits for a message that rank {source} did not send"
-            found.append(letters[source, rank].popleft())
-            assert found[-1].shape == (numel,), f"rank {rank} expected {numel} elements of rank {source}"
-        results.append(torch.cat(found))
-    assert not any(letters.values()), "a message was sent that nobody received"
-    return results
+    """Do what every rank asks for, given all ranks' requests in rank order."""
+    return Meeting(len(requests)).perform(requests)
 
 
 class Lockstep:

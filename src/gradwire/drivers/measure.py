@@ -12,15 +12,15 @@ from torch import Tensor
 
 from gradwire import reducers
 from gradwire.codecs import Identity
-from gradwire.core.collective import Agree, AllReduce, Axis, Collective
+from gradwire.core.collective import Agree, AllReduce, Axis
 from gradwire.core.grain import flat_grain
 from gradwire.core.link import Link
+from gradwire.core.program import along
 from gradwire.core.state import State
-from gradwire.drivers.coalesce import coalesce
-from gradwire.drivers.process_group import GroupTransport, run_program
+from gradwire.drivers.interpreter import Transport, ask, run_program
 from gradwire.reducers.auto import Auto, Curve, Point
 from gradwire.reducers.base import Program, Reducer, Step
-from gradwire.reducers.hierarchical import Hierarchical, along
+from gradwire.reducers.hierarchical import Hierarchical
 
 
 class Sample(NamedTuple):
@@ -46,7 +46,7 @@ short bursts, since what slows a host down lasts: candidates are to share it."""
 class Bench:
     """Where to measure: on which transport, device and axis."""
 
-    transport: GroupTransport
+    transport: Transport
     device: torch.device
     axis: Axis | None = None
 
@@ -66,7 +66,7 @@ class Bench:
         return replace(self, axis=axis.within(self.axis))
 
 
-def measured(reducer: Reducer, transport: GroupTransport, device: torch.device) -> Reducer:
+def measured(reducer: Reducer, transport: Transport, device: torch.device) -> Reducer:
     """Return `reducer` with every `Auto` in it told how long its candidates take; without one, as it is.
 
     Every rank must call it at the same place, with an equal reducer. Takes about seven seconds on four hosts at 200
@@ -114,12 +114,6 @@ def seconds(reducer: Reducer, x: Tensor, bench: Bench, burst: int = 1) -> float:
     if x.device.type == "cuda":
         torch.cuda.synchronize(x.device)
     return (time.perf_counter() - start) / burst
-
-
-def ask(request: Collective, transport: GroupTransport) -> Tensor:
-    """Return the result of one collective, waited for."""
-    (batch,) = coalesce([(0, request)])
-    return batch.split(transport.issue(batch).wait())[0]
 
 
 PROBE_S = 0.03

@@ -8,6 +8,7 @@ of matrices, and their all-reduce travels with the first factors.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -49,6 +50,12 @@ class Plan:
     def units(self) -> tuple[Unit, ...]:
         """Every unit, wave by wave."""
         return tuple(unit for wave in self.waves for unit in wave)
+
+    @property
+    def positions(self) -> tuple[range, ...]:
+        """Where each wave's units stand among all."""
+        ends = list(itertools.accumulate(len(wave) for wave in self.waves))
+        return tuple(range(end - len(wave), end) for end, wave in zip(ends, self.waves, strict=True))
 
 
 class _Piece(NamedTuple):

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from gradwire.core.collective import Agree, AllGather, AllToAll, Axis, Collective, SendRecv, Total
+from gradwire.core.collective import AllGather, AllToAll, Axis, Collective, SendRecv
 from gradwire.core.grain import Grain
 from gradwire.core.link import Link
-from gradwire.drivers.coalesce import add_grains, coalesce, sums_to_send
-from gradwire.drivers.cost import Parameters, answer, meta_specs, require_world, sent_bytes
-from gradwire.drivers.plan import plan
-from gradwire.reducers.base import Reduced, Reducer, Step, advance
+from gradwire.drivers.cost import MetaTransport, Parameters, meta_specs, require_world
+from gradwire.drivers.interpreter import Interpreter, Script, sent_bytes
+from gradwire.drivers.lockstep import Meeting, VirtualTransport, together
+from gradwire.drivers.plan import Unit, plan
+from gradwire.reducers.base import Program, Reduced, Reducer, Step
 from gradwire.spec import as_method
 
 Links = Mapping[Axis, Link]
@@ -50,62 +49,50 @@ def step_s(
     reducer = as_method(reducer)
     require_world(reducer, world_size)
     planned = plan(meta_specs(model), reducer, grain_numel)
-    shared = _Shared()
-    units = [_unit_s(unit.reducer, unit.grain, world_size, link, links, step, shared) for unit in planned.units]
-    return sum(units) + shared.seconds(world_size, link)
+    return _seconds(planned.units, Clocks(world_size, link, links or {}), step)
 
 
 def reduction_s(
     reducer: Reducer, grain: Grain, world_size: int, link: Link, links: Links | None = None, step: int = 0
 ) -> float:
     """Seconds until the last rank has the mean of one grain, whose device is "meta", in a step of that grain alone."""
-    shared = _Shared()
-    return _unit_s(reducer, grain, world_size, link, links, step, shared) + shared.seconds(world_size, link)
+    return _seconds([Unit(grain, reducer)], Clocks(world_size, link, links or {}), step)
 
 
-@dataclass
-class _Shared:
-    """What the grains of a step ask for together: the first totals of all programs, the second ones, ..., and flags."""
+def _seconds(units: Sequence[Unit], clocks: Clocks, index: int) -> float:
+    """Seconds of a step whose units follow one another."""
 
-    totals: defaultdict[int, list[Total]] = field(default_factory=lambda: defaultdict[int, list[Total]](list))
-    flags: list[Agree] = field(default_factory=list[Agree])
+    def script(rank: int) -> Script[list[Reduced]]:
+        step = Step(index, rank, clocks.world_size)
 
-    def seconds(self, world_size: int, link: Link) -> float:
-        """One collective for each round of totals that runs over ranks, and one for the flags."""
-        sums = [batch for totals in self.totals.values() for batch in coalesce(sums_to_send(add_grains(totals)))]
-        return sum(
-            link.seconds(sent_bytes(batch, world_size), _rounds(batch.requests[0], world_size))
-            for batch in (*sums, *coalesce(list(enumerate(self.flags))))
-        )
+        def programs(unit: int) -> list[Program]:
+            grain, reducer = units[unit]
+            x = torch.empty(grain.shape, dtype=grain.dtype, device="meta")
+            return [reducer.reduce(grain, x, reducer.init(grain, step), step)]
 
+        return Interpreter[Reduced](VirtualTransport(clocks, rank), window=1).script(len(units), programs)
 
-def _unit_s(
-    reducer: Reducer, grain: Grain, world_size: int, link: Link, links: Links | None, step: int, shared: _Shared
-) -> float:
-    """Seconds of one grain's own collectives; what it shares with others is left to `shared`."""
-    steps = [Step(step, rank, world_size) for rank in range(world_size)]
-    x = torch.empty(grain.shape, dtype=grain.dtype, device="meta")
-    programs = [reducer.reduce(grain, torch.empty_like(x), reducer.init(grain, s), s) for s in steps]
-    clocks, inbox = [0.0] * world_size, list[Tensor | None]([None] * world_size)
-    stage = 0
-    while True:
-        turns = [advance(program, value) for program, value in zip(programs, inbox, strict=True)]
-        requests = [turn for turn in turns if not isinstance(turn, Reduced)]
-        if len(requests) < world_size:
-            return max(clocks)
-        first = requests[0]
-        if isinstance(first, Total):
-            shared.totals[stage].append(first)
-            stage += 1
-        elif isinstance(first, Agree):
-            shared.flags.append(first)
-        else:
-            serving = (links or {}).get(first.axis, link) if first.axis else link
-            clocks = _after(requests, clocks, serving)
-        inbox = [answer(request, world_size) for request in requests]
+    together([script(rank) for rank in range(clocks.world_size)])
+    return max(clocks.now)
 
 
-def _after(requests: list[Collective], clocks: list[float], link: Link) -> list[float]:
+class Clocks(Meeting):
+    """A meeting that takes time, of ranks whose tensors have no data: `now` is each rank's clock, in seconds."""
+
+    def __init__(self, world_size: int, link: Link, links: Links) -> None:
+        super().__init__(world_size)
+        self.now = [0.0] * world_size
+        self._link, self._links = link, links
+        self._shapes = MetaTransport(world_size)
+
+    def perform(self, requests: Sequence[Collective]) -> list[Tensor]:
+        """Let the time pass that it takes."""
+        axis = requests[0].axis
+        self.now = _after(requests, self.now, self._links.get(axis, self._link) if axis else self._link)
+        return [self._shapes.answer(request) for request in requests]
+
+
+def _after(requests: Sequence[Collective], clocks: list[float], link: Link) -> list[float]:
     """When each rank is done with what all of them ask for."""
     n = len(requests)
     axis = requests[0].axis or Axis(n)

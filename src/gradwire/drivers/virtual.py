@@ -11,9 +11,9 @@ from gradwire.core import saved
 from gradwire.core.grain import Grain
 from gradwire.core.state import State
 from gradwire.drivers.cost import parameter_specs
-from gradwire.drivers.lockstep import run_step
+from gradwire.drivers.lockstep import run_ranks
 from gradwire.drivers.plan import Unit, plan
-from gradwire.reducers.base import Reduced, Reducer, Step
+from gradwire.reducers.base import Program, Reduced, Reducer, Step
 
 Gradients = Mapping[str, Tensor]
 """One rank's gradients by parameter name."""
@@ -43,7 +43,8 @@ class VirtualRanks:
         self, reducer: Reducer, model: nn.Module, world_size: int, seed: int = 0, grain_numel: int | None = None
     ) -> None:
         self.reducer, self.model, self.world_size, self.seed, self.index = reducer, model, world_size, seed, 0
-        self.units: tuple[Unit, ...] = plan(parameter_specs(model.named_parameters()), reducer, grain_numel).units
+        self.plan = plan(parameter_specs(model.named_parameters()), reducer, grain_numel)
+        self.units: tuple[Unit, ...] = self.plan.units
         self.states: list[list[State]] = [
             [unit.reducer.init(unit.grain, self._step(rank)) for rank in range(world_size)] for unit in self.units
         ]
@@ -53,19 +54,22 @@ class VirtualRanks:
 
     def step(self, gradients: Sequence[Gradients]) -> None:
         """Write what all ranks' gradients become into the model's; keep new states unless the step is bad."""
-        programs = [
-            [
-                unit.reducer.reduce(unit.grain, gathered(unit.grain, own), state, self._step(rank))
-                for rank, (own, state) in enumerate(zip(gradients, states, strict=True))
-            ]
-            for unit, states in zip(self.units, self.states, strict=True)
-        ]
-        results = run_step(programs)
-        if not any(bool(r.bad) for ranks in results for r in ranks if r.bad is not None):
-            self.states = [[result.state for result in ranks] for ranks in results]
-        for unit, ranks in zip(self.units, results, strict=True):
-            self._write(unit.grain, ranks[0])
+        ranks = run_ranks([self._waves(rank, own) for rank, own in enumerate(gradients)])
+        if not any(bool(r.bad) for results in ranks for r in results if r.bad is not None):
+            self.states = [[result.state for result in of_unit] for of_unit in zip(*ranks, strict=True)]
+        for unit, reduced in zip(self.units, ranks[0], strict=True):
+            self._write(unit.grain, reduced)
         self.index += 1
+
+    def _waves(self, rank: int, gradients: Gradients) -> list[list[Program]]:
+        """The programs of a rank."""
+        step = self._step(rank)
+
+        def program(i: int) -> Program:
+            grain, reducer = self.units[i]
+            return reducer.reduce(grain, gathered(grain, gradients), self.states[i][rank], step)
+
+        return [[program(i) for i in wave] for wave in self.plan.positions]
 
     def state_dicts(self) -> list[saved.Saved]:
         """Return every rank's state as `Handle.state_dict` does: tensors, numbers and strings, by parameter name."""

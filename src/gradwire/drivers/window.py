@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gradwire.core.link import Link
-from gradwire.drivers.process_group import Stats
+from gradwire.drivers.engine import Stats
 
 START_UP = 5
 """Steps that are left out: kernels are compiled in them, connections made, and DDP rebuilds its buckets."""

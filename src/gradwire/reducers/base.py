@@ -28,13 +28,14 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Generator, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple, Protocol, cast
 
 from torch import Tensor
 
-from gradwire.core.collective import Axis, Collective
+from gradwire.core import program
+from gradwire.core.collective import Axis
 from gradwire.core.errors import CompositionError
 from gradwire.core.grain import Grain, ParameterSpec
 from gradwire.core.key import Key
@@ -76,15 +77,8 @@ class Reduced(NamedTuple):
     bad: Tensor | None = None
 
 
-Program = Generator[Collective, Tensor, Reduced]
-
-
-def advance(program: Program, answer: Tensor | None) -> Collective | Reduced:
-    """Send a program the answer to what it asked (None to start it); return what it asks next, or its end."""
-    try:
-        return next(program) if answer is None else program.send(answer)
-    except StopIteration as stop:
-        return stop.value
+Program = program.Program[Reduced]
+"""What `reduce` returns."""
 
 
 class Reducer(ABC):

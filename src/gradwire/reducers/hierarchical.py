@@ -12,11 +12,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from gradwire.core import collective
-from gradwire.core.collective import Axis, Collective, on_axis
+from gradwire.core.collective import Axis, Collective
 from gradwire.core.errors import CompositionError
 from gradwire.core.grain import Grain, Segment
+from gradwire.core.program import along
 from gradwire.core.state import Leaf, State, replace_leaves
-from gradwire.reducers.base import Program, Reduced, Reducer, Sent, Step, advance
+from gradwire.reducers.base import Program, Reduced, Reducer, Sent, Step
 
 _ALIGNED = 256
 """Shards are cut at multiples of this many elements, so that blocks of codecs do not end with every shard."""
@@ -195,11 +196,3 @@ def _joined(mean: Tensor, x: Tensor, size: int, axis: Axis) -> Generator[Collect
     rows = yield collective.AllGather(row.to(x.dtype).view(torch.uint8), axis)
     joined = torch.empty(x.numel(), dtype=x.dtype, device=x.device)
     return joined.copy_(rows.reshape(-1).view(x.dtype)[: x.numel()])
-
-
-def along(program: Program, axis: Axis) -> Program:
-    """Run a program that knows only its sub-group of a mesh: what it asks for, it asks for on `axis`."""
-    answer: Tensor | None = None
-    while not isinstance(turn := advance(program, answer), Reduced):
-        answer = yield on_axis(turn, axis)
-    return turn

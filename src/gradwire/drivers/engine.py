@@ -1,0 +1,242 @@
+"""Real training: a plan's units with their states, step after step.
+
+`Engine` is told of gradients as they come (`deliver`) and has an `Interpreter` run the plan's waves, in planned order,
+as far as gradients are here (`pump`). New states are kept aside until the step is known to be good (`settle`), which on
+a GPU is found out at the next step and costs no waiting inside this one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradwire.core.collective import ring_bytes
+from gradwire.core.grain import Grain
+from gradwire.core.state import Leaf, State, walk
+from gradwire.drivers.interpreter import Interpreter, Pending, Script, Traffic, Transport
+from gradwire.drivers.plan import Plan, Unit
+from gradwire.reducers.base import Program, Reduced, Step
+
+
+@dataclass
+class Stats(Traffic):
+    """What an engine has done since it was made; times in seconds, sizes in bytes on this rank.
+
+    Attributes:
+        payload_bytes: handed to collectives, counted once each.
+        wire_bytes: sent, as payloads and the algorithm of each collective predict.
+        encode_s: CPU time in programs (encoding, decoding, summing).
+        wait_s: waiting for collectives.
+        steps: finished steps, and `bad_steps` those that were rolled back.
+        dense_bytes: the gradients' own size, per step times steps.
+        dense_wire_bytes: what a ring all-reduce of the uncompressed gradients would have sent.
+        exposed_s: between the last bucket's delivery and the end of the step: what the backward pass did not hide.
+    """
+
+    steps: int = 0
+    bad_steps: int = 0
+    dense_bytes: int = 0
+    dense_wire_bytes: int = 0
+    exposed_s: float = 0.0
+
+    @property
+    def ratio(self) -> float:
+        """Compression: bytes an uncompressed ring all-reduce sends, by bytes sent."""
+        return self.dense_wire_bytes / self.wire_bytes if self.wire_bytes else 1.0
+
+
+@dataclass(eq=False)
+class _Slot:
+    """A unit with its buffer, its state and how much of its gradient is here."""
+
+    unit: Unit
+    state: State
+    x: Tensor
+    missing: int = 0
+
+    @property
+    def grain(self) -> Grain:
+        return self.unit.grain
+
+
+class Engine:
+    """Runs a plan, step after step. Not thread-safe: one thread drives it.
+
+    Args:
+        plan: waves of units.
+        transport: issues collectives.
+        seed: of all keys.
+    """
+
+    def __init__(self, plan: Plan, transport: Transport, seed: int = 0) -> None:
+        self.plan = plan
+        self.transport = transport
+        self.seed = seed
+        self.index = 0
+        self.stats = Stats()
+        self.dense_bytes = sum(unit.grain.numel * unit.grain.dtype.itemsize for unit in plan.units)
+        self._slots: list[_Slot] = [self._slot(unit) for unit in plan.units]
+        self._waves = plan.positions
+        self._interpreter = Interpreter[Reduced](transport, self.stats)
+        self._script: Script[list[Reduced]] | None = None
+        self._waits_for: Pending | None = None
+        self._results: list[Reduced] = []
+        self._fresh: list[State] | None = None
+        self._flags: list[Tensor] = []
+
+    def step(self) -> Step:
+        """Where the step now under way stands."""
+        return Step(self.index, self.transport.rank, self.transport.world_size, self.seed)
+
+    def _slot(self, unit: Unit) -> _Slot:
+        grain, reducer = unit
+        x = torch.empty(grain.numel, dtype=_buffer_dtype(unit), device=grain.device)
+        return _Slot(unit, reducer.init(grain, self.step()), x)
+
+    def begin(self) -> None:
+        """Get ready for a step's gradients."""
+        self.settle()
+        self._script, self._waits_for = self._interpreter.script(len(self._waves), self._programs), None
+        self._results = []
+        for slot in self._slots:
+            slot.missing = slot.grain.numel
+
+    def deliver(self, unit: int, offset: int, gradient: Tensor) -> None:
+        """Copy `gradient`, 1-d, to `offset` in the buffer of a unit."""
+        slot = self._slots[unit]
+        slot.x[offset : offset + gradient.numel()].copy_(gradient)
+        slot.missing -= gradient.numel()
+
+    def pump(self) -> None:
+        """Do what the schedule and the gradients that are here allow."""
+        if self._script is None:
+            return
+        try:
+            while True:
+                began = time.perf_counter()
+                answer = None if self._waits_for is None else self._waits_for.wait()
+                self.stats.wait_s += time.perf_counter() - began
+                self._waits_for = self._script.send(answer)
+                if self._waits_for is None:  # a wave whose gradients are still to come
+                    return
+        except StopIteration as end:
+            self._script, self._results = None, end.value
+
+    def finish(self) -> None:
+        """End the step: all gradients are delivered. Counts it."""
+        self.pump()
+        assert self._script is None, "the step ended before all gradients were delivered"
+        self._fresh = [result.state for result in self._results]
+        self._flags = [result.bad.view(()) for result in self._results if result.bad is not None]
+        self.index += 1
+        self.stats.steps += 1
+        self.stats.dense_bytes += self.dense_bytes
+        self.stats.dense_wire_bytes += ring_bytes(self.dense_bytes, self.transport.world_size)
+
+    def _programs(self, wave: int) -> list[Program] | None:
+        """The programs of a wave, if all of its gradients are here."""
+        slots = [self._slots[i] for i in self._waves[wave]]
+        if any(slot.missing for slot in slots):
+            return None
+        step = self.step()
+        return [s.unit.reducer.reduce(s.grain, s.x.view(s.grain.shape), s.state, step) for s in slots]
+
+    def mean(self, unit: int) -> Tensor:
+        """The mean of a unit's grain after `finish`, 1-d."""
+        return self._results[unit].mean.reshape(-1)
+
+    def release(self) -> None:
+        """Forget the means, once they are written where they belong."""
+        self._results = []
+
+    def settle(self) -> None:
+        """Keep the new states of the last step, or forget them where ranks found it bad."""
+        fresh, self._fresh = self._fresh, None
+        if fresh is None:
+            return
+        if self._is_bad():
+            self.stats.bad_steps += 1
+            return
+        for slot, new in zip(self._slots, fresh, strict=True):
+            slot.x = _spare(slot.state, new, slot.x)
+            slot.state = new
+
+    def _is_bad(self) -> bool:
+        return bool(self._flags) and bool(torch.stack(self._flags).any())
+
+    def found_bad(self) -> bool:
+        """Whether any step was bad, as far as is known without waiting: on a GPU the last one is not known yet."""
+        known = self._fresh is not None and all(flag.device.type == "cpu" for flag in self._flags)
+        return self.stats.bad_steps > 0 or (known and self._is_bad())
+
+    def buffers(self) -> list[Tensor]:
+        """The memory that gradients are copied to."""
+        return [slot.x for slot in self._slots]
+
+    def states(self) -> list[tuple[Grain, State]]:
+        """Every unit's grain and state."""
+        self.settle()
+        return [(slot.grain, slot.state) for slot in self._slots]
+
+    def initial_states(self) -> list[State]:
+        """Every unit's state as it is before the first step, in the order of `states()`."""
+        first = Step(0, self.transport.rank, self.transport.world_size, self.seed)
+        return [unit.reducer.init(unit.grain, first) for unit in self.plan.units]
+
+    def set_states(self, states: Sequence[State]) -> None:
+        """Replace every unit's state, in the order of `states()`."""
+        self.settle()
+        for slot, state in zip(self._slots, states, strict=True):
+            slot.state = state
+
+    def rescale(self, factor: float) -> None:
+        """Multiply what is in the gradients' units: these are new ones from this step on."""
+        self.settle()
+        for slot in self._slots:
+            for _, leaf in walk(slot.state):
+                if leaf.owed or leaf.scaled:
+                    leaf.tensor.mul_(factor)
+
+    def take_back(self, names: set[str]) -> None:
+        """Undo the last step for parameters whose mean was dropped: what they owed, they owe still."""
+        old = [slot.state for slot in self._slots]
+        self.settle()
+        for slot, before in zip(self._slots, old, strict=True):
+            if slot.state is before:
+                continue
+            for path, leaf in walk(slot.state):
+                was = dict(walk(before)).get(path)
+                if was is not None and leaf.owed:
+                    _restore(slot.grain, leaf, was.tensor, names, self.transport.rank)
+
+
+def _buffer_dtype(unit: Unit) -> torch.dtype:
+    """Residuals are float32 whatever the gradients are, so a reducer that keeps its input gets float32."""
+    keeps = unit.reducer.consumes and unit.grain.dtype != torch.float64
+    return torch.float32 if keeps else unit.grain.dtype
+
+
+def _spare(old: State, new: State, x: Tensor) -> Tensor:
+    """The buffer for the next gradient: `x`, or where a state kept that, the tensor it took the place of."""
+    before = dict(walk(old))
+    for path, leaf in walk(new):
+        if leaf.tensor.data_ptr() == x.data_ptr() and leaf.tensor.numel() == x.numel():
+            was = before.get(path)
+            fits = was is not None and was.tensor.numel() == x.numel() and was.tensor.dtype == x.dtype
+            return was.tensor.view(-1) if fits and was is not None else torch.empty_like(x)
+    return x
+
+
+def _restore(grain: Grain, leaf: Leaf, old: Tensor, names: set[str], rank: int) -> None:
+    """Copy the old values of the named parameters' elements over the new ones."""
+    new, first = leaf.tensor, leaf.first(rank)
+    for segment in grain.segments:
+        if segment.name in names and leaf.kind in ("element", "owned"):
+            begin = max(segment.offset - first, 0)
+            end = min(segment.offset + segment.numel - first, new.numel())
+            if begin < end:
+                new.view(-1)[begin:end].copy_(old.view(-1)[begin:end])

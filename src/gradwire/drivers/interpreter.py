@@ -1,0 +1,294 @@
+"""The one place that advances programs. It knows no transport: process groups, virtual ranks and tensors without data
+are served alike.
+
+An `Interpreter` runs one rank's waves of programs as a *script*: a generator that yields what it waits for and is sent
+the result, so that whoever drives it may wait (`run`), let other ranks go on meanwhile (`run_together`), or come back
+when more gradients are here. Collectives start in one static order, which comes from the programs alone, never from
+timing, so ranks cannot disagree on it. Of `window` waves in flight one is encoded while the other's bytes move:
+
+    start 0, start 1, advance 0, advance 1, ... where a wave ends, the next starts
+
+All of a step's `Total`s travel as one collective once every program has come to its own, and so do its `Agree`s.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
+
+from torch import Tensor
+
+from gradwire.core.collective import Agree, Collective, Total
+from gradwire.core.errors import CommunicationError
+from gradwire.core.program import Ended, Program, advance
+
+T = TypeVar("T")
+
+WINDOW = 2
+
+
+class Pending(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> Tensor:
+        """Return the result: wait for it on a CPU, order the stream behind it on a GPU."""
+        ...
+
+
+class Transport(Protocol):
+    """What moves tensors between ranks."""
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        ...
+
+    @property
+    def world_size(self) -> int:
+        """How many there are."""
+        ...
+
+    def issue(self, request: Collective) -> Pending:
+        """Start a collective, which may overwrite what it carries. `served` finds the method for a kind."""
+        ...
+
+
+def served(transport: object, request: Collective) -> Callable[..., object]:
+    """Return the transport's method for a kind of collective.
+
+    Raises:
+        CommunicationError: it has none.
+    """
+    method = getattr(transport, request.verb, None)
+    if method is None:
+        kind, name = type(request).__name__, type(transport).__name__
+        raise CommunicationError(f"{name} does not serve {kind}: it needs a method {request.verb}(request)", ())
+    return method
+
+
+def sent_bytes(request: Collective, world_size: int) -> int:
+    """Bytes a rank sends for a collective."""
+    return request.wire_bytes(request.axis.size if request.axis else world_size)
+
+
+@dataclass
+class Traffic:
+    """What an interpreter has done; times in seconds, sizes in bytes on this rank.
+
+    Attributes:
+        payload_bytes: handed to collectives, counted once each.
+        wire_bytes: sent, as payloads and the algorithm of each collective predict.
+        encode_s: CPU time in programs (encoding, decoding, summing).
+        wait_s: waiting for collectives.
+    """
+
+    payload_bytes: int = 0
+    wire_bytes: int = 0
+    encode_s: float = 0.0
+    wait_s: float = 0.0
+
+
+Script = Generator[Pending | None, Tensor | None, T]
+"""Yields what it waits for, and is sent the result; yields None where it cannot start its next wave yet."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Batch:
+    """Requests that travel as one: `members` are positions of programs in their wave."""
+
+    members: tuple[int, ...]
+    requests: tuple[Collective, ...]
+    joined: Collective
+
+    def split(self, result: Tensor) -> list[Tensor]:
+        """Cut the result into what each program is sent."""
+        if len(self.requests) == 1:
+            return [self.requests[0].received(result)]
+        pieces = result.split([request.length for request in self.requests], dim=-1)
+        return [request.received(piece) for request, piece in zip(self.requests, pieces, strict=True)]
+
+
+def coalesced(requests: Sequence[tuple[int, Collective]]) -> list[_Batch]:
+    """Group the requests of one round, each given with its position, by kind, in the order of first appearance.
+
+    All ranks run the same programs, which yield the same kinds in the same order with the same sizes; so the groups are
+    the same on every rank.
+    """
+    groups: dict[object, list[tuple[int, Collective]]] = {}
+    for position, request in requests:
+        groups.setdefault(request.kind, []).append((position, request))
+    return [_batch(group) for group in groups.values()]
+
+
+def _batch(group: Sequence[tuple[int, Collective]]) -> _Batch:
+    members, requests = zip(*group, strict=True)
+    return _Batch(members, requests, type(requests[0]).joined(requests))
+
+
+@dataclass(eq=False)
+class _Run(Generic[T]):
+    """The programs of one wave. `parked` are those that wait for the rest of the step."""
+
+    first: int
+    programs: Sequence[Program[T]]
+    parked: dict[int, Agree | Total] = field(default_factory=dict[int, "Agree | Total"])
+    pending: list[tuple[_Batch, Pending]] = field(default_factory=list[tuple[_Batch, Pending]])
+
+
+_Parked = TypeVar("_Parked", Agree, Total)
+_Inbox = dict[int, Tensor | None]
+
+
+class Interpreter(Generic[T]):
+    """Runs the programs of one rank.
+
+    Args:
+        transport: issues collectives.
+        traffic: is told what was sent and how long coding took.
+        window: how many waves may be in flight.
+    """
+
+    def __init__(self, transport: Transport, traffic: Traffic | None = None, window: int = WINDOW) -> None:
+        self.transport = transport
+        self.traffic = traffic or Traffic()
+        self._window = window
+        self._runs: list[_Run[T]] = []
+        self._in_flight: deque[_Run[T]] = deque()
+        self._results: dict[int, T] = {}
+
+    def script(self, waves: int, start: Callable[[int], Sequence[Program[T]] | None]) -> Script[list[T]]:
+        """Return the script of a step, which returns what its programs returned, in their order.
+
+        Args:
+            waves: how many.
+            start: makes the programs of a wave; None says that it cannot yet, and is asked again later.
+        """
+        self._runs, self._results = [], {}
+        self._in_flight.clear()
+        started = programs = 0
+        while started < waves or self._in_flight:
+            if started < waves and len(self._in_flight) < self._window:
+                while (wave := start(started)) is None:
+                    yield None
+                self._begin(_Run(programs, wave))
+                started, programs = started + 1, programs + len(wave)
+            else:
+                yield from self._go_on()
+        while any(run.parked for run in self._runs):
+            if totals := self._waiting_for(Total):
+                yield from self._add_up(totals)
+            else:
+                yield from self._agree(self._waiting_for(Agree))
+            while self._in_flight:
+                yield from self._go_on()
+        results, self._runs, self._results = self._results, [], {}
+        return [results[i] for i in range(programs)]
+
+    def _begin(self, run: _Run[T]) -> None:
+        self._runs.append(run)
+        self._advance(run, dict.fromkeys(range(len(run.programs))))
+
+    def _go_on(self) -> Script[None]:
+        """Wait for what the oldest wave in flight asked for, and advance it."""
+        run = self._in_flight.popleft()
+        inbox: _Inbox = {}
+        for batch, pending in run.pending:
+            inbox.update(zip(batch.members, batch.split((yield from _result(pending))), strict=True))
+        self._advance(run, dict(sorted(inbox.items())))
+
+    def _advance(self, run: _Run[T], inbox: _Inbox) -> None:
+        """Send each program its result, and start what they ask for next."""
+        began = time.thread_time()
+        requests: list[tuple[int, Collective]] = []
+        for i, value in inbox.items():
+            turn = advance(run.programs[i], value)
+            if isinstance(turn, Ended):
+                self._results[run.first + i] = turn.value
+            elif isinstance(turn, Agree | Total):
+                run.parked[i] = turn
+            else:
+                requests.append((i, turn))
+        batches = coalesced(requests)
+        self.traffic.encode_s += time.thread_time() - began
+        run.pending = [(batch, self._issued(batch)) for batch in batches]
+        if run.pending:
+            self._in_flight.append(run)
+
+    def _issued(self, batch: _Batch) -> Pending:
+        self.traffic.payload_bytes += batch.joined.nbytes
+        self.traffic.wire_bytes += sent_bytes(batch.joined, self.transport.world_size)
+        return self.transport.issue(batch.joined)
+
+    def _waiting_for(self, kind: type[_Parked]) -> list[tuple[_Run[T], int, _Parked]]:
+        """Parked programs that ask for `kind`, in planned order."""
+        return [(run, i, ask) for run in self._runs for i, ask in run.parked.items() if isinstance(ask, kind)]
+
+    def _add_up(self, waiting: list[tuple[_Run[T], int, Total]]) -> Script[None]:
+        """One collective for the totals of every program that waits for one."""
+        by_kind: dict[object, list[Total]] = {}
+        for _, _, total in waiting:
+            by_kind.setdefault(total.kind, []).append(total)
+        mine = [Total.added(totals) for totals in by_kind.values()]
+        sums = {total.kind: total.tensor for total in mine}
+        over_ranks = [(i, total.gathered()) for i, total in enumerate(mine) if total.over == "ranks"]
+        for i, rows in (yield from self._together(over_ranks)):
+            sums[mine[i].kind] = mine[i].received(rows)
+        self._answer([(run, i, sums[total.kind]) for run, i, total in waiting])
+
+    def _agree(self, waiting: list[tuple[_Run[T], int, Agree]]) -> Script[None]:
+        """One collective for the flags of every parked program."""
+        flags = yield from self._together([(position, flag) for position, (_, _, flag) in enumerate(waiting)])
+        self._answer([(*waiting[position][:2], flag) for position, flag in flags])
+
+    def _together(self, requests: Sequence[tuple[int, Collective]]) -> Script[list[tuple[int, Tensor]]]:
+        """Do a round of collectives and wait for it; return each result with the request's position."""
+        found: list[tuple[int, Tensor]] = []
+        for batch in coalesced(requests):
+            found += zip(batch.members, batch.split((yield from _result(self._issued(batch)))), strict=True)
+        return found
+
+    def _answer(self, answers: Sequence[tuple[_Run[T], int, Tensor]]) -> None:
+        """Send parked programs what they wait for, those of a run together."""
+        inboxes: dict[int, tuple[_Run[T], _Inbox]] = {}
+        for run, i, value in answers:
+            del run.parked[i]
+            inboxes.setdefault(run.first, (run, {}))[1][i] = value
+        for run, inbox in inboxes.values():
+            self._advance(run, inbox)
+
+
+def _result(pending: Pending) -> Script[Tensor]:
+    """Have `pending` waited for."""
+    result = yield pending
+    assert result is not None, "a script was not sent the result that it waits for"
+    return result
+
+
+def run(script: Script[T]) -> T:
+    """Drive a script to its end, waiting where it waits: what a rank alone in its process does."""
+    answer: Tensor | None = None
+    while True:
+        try:
+            pending = script.send(answer)
+        except StopIteration as end:
+            return end.value
+        assert pending is not None, "a wave is not ready, and nobody is there to make it so"
+        answer = pending.wait()
+
+
+def run_program(program: Program[T], transport: Transport) -> T:
+    """Run one program by itself to its end: what tests, benchmarks and one-off reductions want."""
+    (result,) = run(Interpreter[T](transport).script(1, lambda _: [program]))
+    return result
+
+
+def ask(request: Collective, transport: Transport) -> Tensor:
+    """Return the result of one collective, waited for."""
+
+    def program() -> Program[Tensor]:
+        return (yield request)
+
+    return run_program(program(), transport)
