@@ -21,22 +21,22 @@ import dataclasses
 import json
 import statistics
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import gradwire
-from common import save_result
+from common import Alone, save_result
 from gradwire import kernels
 from gradwire.codecs import Chain, Codec, DCTTopK, Hadamard, RandomK, Threshold, TopK
-from gradwire.core.collective import Agree, AllGather, Collective, SendRecv
 from gradwire.core.grain import ParameterSpec
 from gradwire.core.key import Key
 from gradwire.core.state import State
+from gradwire.drivers.interpreter import run_program
 from gradwire.drivers.plan import GRAIN_NUMEL, Plan, plan
-from gradwire.reducers import AdaptiveThreshold, Reduced, Reducer, Step
+from gradwire.reducers import AdaptiveThreshold, Reducer, Step
 
 ROUNDS = 21
 BARS = {"deterministic": 0.5, "stochastic": 0.25}
@@ -48,22 +48,6 @@ def seconds(run: Callable[[], object]) -> float:
     start = time.perf_counter()
     run()
     return time.perf_counter() - start
-
-
-def alone(program: Generator[Collective, Tensor, Reduced]) -> Reduced:
-    """Run a program in a world of one."""
-    try:
-        request = next(program)
-        while True:
-            if isinstance(request, Agree):
-                answer = request.flag
-            elif isinstance(request, SendRecv):
-                answer = request.like.new_empty(request.received_numel)
-            else:
-                answer = request.tensor.view(1, -1) if isinstance(request, AllGather) else request.tensor
-            request = program.send(answer)
-    except StopIteration as stop:
-        return stop.value
 
 
 class Training:
@@ -86,7 +70,7 @@ class Training:
             x = self.buffers[i].copy_(self.gradient[at : at + grain.numel])
             at += grain.numel
             old = self.states[i]
-            reduced = alone(reducer.reduce(grain, x.view(grain.shape), old, Step(self.index, 0, 1)))
+            reduced = run_program(reducer.reduce(grain, x.view(grain.shape), old, Step(self.index, 0, 1)), Alone())
             self.states[i] = reduced.state
             self.buffers[i] = residual(old, x) if residual(reduced.state, x).data_ptr() == x.data_ptr() else x
         self.index += 1

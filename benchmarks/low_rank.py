@@ -15,78 +15,36 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from gradwire.drivers.coalesce import Batch, coalesce
-from torch import Tensor
 
 import gradwire
-from common import save_result
+from common import Alone, save_result
 from gradwire import kernels
 from gradwire.bench.tasks import ByteGPT
-from gradwire.core.collective import Agree, AllGather, AllToAll, Collective
 from gradwire.core.grain import ParameterSpec
-from gradwire.core.state import State, walk
 from gradwire.drivers.cost import cost, parameter_specs
-from gradwire.drivers.plan import Plan, Unit, plan
-from gradwire.reducers import Program, Reduced, Step
-from gradwire.reducers.base import advance
+from gradwire.drivers.engine import Engine
+from gradwire.drivers.plan import plan
 
 DEFAULT = ("none", "int4", "powersgd:1", "powersgd:4", "powersgd:16")
 ROUNDS = 25
 
 
-def answer(batch: Batch) -> list[Tensor]:
-    """What a world of one gets back."""
-    rows = batch.kind[0] in (AllGather, AllToAll)
-    return batch.split(batch.buffer.view(1, -1) if rows else batch.buffer)
+def steps_of(spec: str, model: Sequence[ParameterSpec]) -> Callable[[], None]:
+    """A step of a method on a world of one, as the engine makes it."""
+    engine = Engine(plan(model, gradwire.parse(spec)), Alone())
+    generator = torch.Generator().manual_seed(0)
+    gradients = [torch.randn(unit.grain.numel, generator=generator) for unit in engine.plan.units]
 
+    def step() -> None:
+        engine.begin()
+        for i, gradient in enumerate(gradients):
+            engine.deliver(i, 0, gradient)
+            engine.pump()
+        engine.finish()
+        engine.release()
+        engine.settle()
 
-class Alone:
-    """A plan on a world of one, step after step."""
-
-    def __init__(self, spec: str, model: Sequence[ParameterSpec]) -> None:
-        self.plan: Plan = plan(model, gradwire.parse(spec))
-        self.index = 0
-        generator = torch.Generator().manual_seed(0)
-        self.gradients = [torch.randn(u.grain.numel, generator=generator) for u in self.plan.units]
-        self.buffers = [torch.empty(u.grain.numel) for u in self.plan.units]
-        self.states: list[State] = [u.reducer.init(u.grain, Step(0, 0, 1)) for u in self.plan.units]
-
-    def step(self) -> None:
-        """Deliver, reduce and keep."""
-        at = 0
-        self.index += 1
-        flags: list[tuple[Program, Agree, int]] = []
-        for wave in self.plan.waves:
-            self._wave(wave, at, flags)
-            at += len(wave)
-        for program, flag, unit in flags:
-            turn = advance(program, flag.flag)
-            assert isinstance(turn, Reduced)
-            self._keep(unit, turn)
-
-    def _wave(self, wave: Sequence[Unit], at: int, flags: list[tuple[Program, Agree, int]]) -> None:
-        programs: list[Program] = []
-        for i, (grain, reducer) in enumerate(wave, at):
-            x = self.buffers[i].copy_(self.gradients[i]).view(grain.shape)
-            programs.append(reducer.reduce(grain, x, self.states[i], Step(self.index, 0, 1)))
-        inbox: dict[int, Tensor | None] = dict.fromkeys(range(len(wave)))
-        while inbox:
-            requests: list[tuple[int, Collective]] = []
-            for i, value in inbox.items():
-                turn = advance(programs[i], value)
-                if isinstance(turn, Agree):
-                    flags.append((programs[i], turn, at + i))
-                elif isinstance(turn, Reduced):
-                    self._keep(at + i, turn)
-                else:
-                    requests.append((i, turn))
-            inbox = {i: t for b in coalesce(requests) for i, t in zip(b.members, answer(b), strict=True)}
-
-    def _keep(self, unit: int, reduced: Reduced) -> None:
-        old, self.states[unit] = self.states[unit], reduced.state
-        kept = {leaf.tensor.data_ptr() for _, leaf in walk(reduced.state)}
-        if self.buffers[unit].data_ptr() in kept:  # the gradient's buffer became the residual: take the old one's
-            self.buffers[unit] = next(leaf.tensor for path, leaf in walk(old) if path.endswith("residual")).view(-1)
+    return step
 
 
 def products(model: Sequence[ParameterSpec], rank: int) -> Callable[[], None]:
@@ -127,7 +85,7 @@ def measure(specs: Sequence[str]) -> dict[str, Any]:
     """Return and print a row a method."""
     model = parameter_specs(ByteGPT().named_parameters())
     runs: dict[str, Callable[[], object]] = {f"products of rank {r}": products(model, r) for r in (1, 4, 16)}
-    runs |= {spec: Alone(spec, model).step for spec in specs}
+    runs |= {spec: steps_of(spec, model) for spec in specs}
     rows: dict[str, Any] = {}
     print(f"{'method':28s} {'wall ms':>8s} {'cpu ms':>8s} {'collectives':>12s} {'KB a rank':>10s}")
     for name, (wall, cpu) in timed(runs).items():

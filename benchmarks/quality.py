@@ -36,14 +36,14 @@ from gradwire.bench.tasks import BUILT_IN, make_task
 from gradwire.codecs import Codec
 from gradwire.core.collective import AllGather, AllToAll, Collective
 from gradwire.core.grain import Grain, ParameterSpec
+from gradwire.core.program import asking
 from gradwire.core.state import State, walk
 from gradwire.drivers.cost import parameter_specs
-from gradwire.drivers.lockstep import run_step
+from gradwire.drivers.lockstep import run_ranks
 from gradwire.drivers.plan import Unit, plan
 from gradwire.drivers.virtual import Gradients, VirtualRanks, gathered
 from gradwire.reducers import Program, Reduced, Reducer, Step, Wrapper
 from gradwire.reducers.aggregate import Sharded
-from gradwire.reducers.base import advance
 from gradwire.reducers.exchange import SentPayload
 from quality_page import write_page
 
@@ -130,17 +130,20 @@ class Wire:
     def watch(self, program: Program, grain: Grain) -> Program:
         """Run a program, looking at what it sends."""
         returning, handed = False, 0
-        turn: Collective | Reduced = advance(program, None)
-        while not isinstance(turn, Reduced):
-            back = returning and isinstance(turn, AllGather)
-            handed += 0 if back else turn.nbytes
-            returning = returning or isinstance(turn, AllToAll)
-            turn = advance(program, (yield turn))
-        sent = turn.sent
+
+        def look(request: Collective) -> Collective:
+            nonlocal returning, handed
+            back = returning and isinstance(request, AllGather)
+            handed += 0 if back else request.nbytes
+            returning = returning or isinstance(request, AllToAll)
+            return request
+
+        reduced = yield from asking(program, look)
+        sent = reduced.sent
         self.buffers += handed
         whole = not isinstance(sent, SentPayload)
         self.used += handed if whole else sent.codec.used_bytes(sent.payload, grain.numel, grain.dtype)
-        return turn
+        return reduced
 
 
 class Alone:
@@ -160,7 +163,7 @@ class Alone:
             [wire.watch(reducer.reduce(grain, gathered(grain, gradients), state, step), grain)]
             for (grain, reducer), state in zip(self.units, self.states, strict=True)
         ]
-        return [reduced for (reduced,) in run_step(programs)]
+        return run_ranks([programs])[0]
 
     def advance(self, gradients: Gradients, index: int) -> None:
         """Code one gradient and go on from there."""

@@ -113,7 +113,7 @@ def test_means_are_those_of_the_step_at_hand() -> None:
     run_step(engine, drawn(0, 1)[0], release=False)
     assert engine.mean(0).numel() == engine.plan.units[0].grain.numel
     engine.begin()
-    with pytest.raises(KeyError):
+    with pytest.raises(IndexError):
         engine.mean(0)
 
 

@@ -237,7 +237,12 @@ class Spied(Wrapper):
     """A reducer that is the inner one, and keeps every collective that is asked for, of all ranks."""
 
     inner: Reducer
-    seen: list[Collective] = field(default_factory=list[Collective])
+    asked: dict[int, list[Collective]] = field(default_factory=dict[int, list[Collective]])
+
+    @property
+    def seen(self) -> list[Collective]:
+        """What all ranks asked for, rank by rank."""
+        return [request for of_rank in self.asked.values() for request in of_rank]
 
     @property
     def consumes(self) -> bool:  # type: ignore[override]
@@ -248,7 +253,7 @@ class Spied(Wrapper):
         return self.inner.conserves
 
     def around(self, inner: Reducer) -> Reducer:
-        return Spied(inner, self.seen)
+        return Spied(inner, self.asked)
 
     def reduce(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:
         program = self.inner.reduce(grain, x, state, step)
@@ -258,7 +263,7 @@ class Spied(Wrapper):
                 request = self.turn(program, answer, step)
             except StopIteration as stop:
                 return stop.value
-            self.seen.append(request)
+            self.asked.setdefault(step.rank, []).append(request)
             answer = yield request
 
     def turn(self, program: Program, answer: Tensor | None, step: Step) -> Collective:

@@ -30,7 +30,7 @@ def test_the_mean_is_that_of_an_all_gather(codec: Codec, dtype: torch.dtype) -> 
 def gathered_bytes(lockstep: Lockstep, xs: list[Tensor]) -> int:
     """What each rank hands to the gather of a step; the same for all."""
     assert isinstance(lockstep.reducer, Spied)
-    lockstep.reducer.seen.clear()
+    lockstep.reducer.asked.clear()
     check_conservation(lockstep, xs)
     (size,) = {request.nbytes for request in lockstep.reducer.seen if isinstance(request, Gather)}
     return size

@@ -45,10 +45,8 @@ def sent(reducer: Reducer, ranks: int) -> list[Collective]:
         spied = checks.Spied(serving)
         xs: list[Tensor] = [sample("heavy", grain.shape, grain.dtype, seed) for seed in range(ranks)]
         Lockstep(spied, grain, ranks).step(xs)
-        per_rank, rest = divmod(len(spied.seen), ranks)
-        assert not rest, "ranks asked for different numbers of collectives"
-        found += spied.seen[::ranks]
-        assert len(spied.seen[::ranks]) == per_rank
+        assert len({len(of_rank) for of_rank in spied.asked.values()}) == 1, "ranks asked for different numbers"
+        found += spied.asked[0]
     return travelling(found)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire.core.collective import AllGather, AllReduce, AllToAll, Collective, SendRecv
 from gradwire.core.errors import CompositionError
 from gradwire.core.grain import ParameterSpec
-from gradwire.drivers.interpreter import Interpreter, run, sent_bytes, served
+from gradwire.drivers.interpreter import Answer, Interpreter, run, sent_bytes, served
 from gradwire.drivers.plan import Plan, plan
 from gradwire.reducers.base import Program, Reduced, Reducer, Step
 from gradwire.spec import as_method
@@ -194,13 +194,3 @@ class MetaTransport:
     def send_recv(self, request: SendRecv) -> Tensor:
         """What is received."""
         return request.like.new_empty(request.length)
-
-
-class Answer(NamedTuple):
-    """What is here already."""
-
-    result: Tensor
-
-    def wait(self) -> Tensor:
-        """Return it."""
-        return self.result

@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -36,6 +36,16 @@ class Pending(Protocol):
     def wait(self) -> Tensor:
         """Return the result: wait for it on a CPU, order the stream behind it on a GPU."""
         ...
+
+
+class Answer(NamedTuple):
+    """A result that is here already, as one that is under way."""
+
+    result: Tensor
+
+    def wait(self) -> Tensor:
+        """Return it."""
+        return self.result
 
 
 class Transport(Protocol):
