@@ -126,6 +126,13 @@ class Engine:
         except StopIteration as end:
             self._script, self._results = None, end.value
 
+    def script(self) -> Script[None]:
+        """Return what `pump` does once all gradients are here, as a script: who drives it does the waiting."""
+        assert self._script is not None, "the step has not begun"
+        results, self._results = self._script, []
+        self._results = yield from results
+        self._script = None
+
     def finish(self) -> None:
         """End the step: all gradients are delivered. Counts it."""
         self.pump()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gradwire.core import saved
 from gradwire.core.collective import AllGather, AllReduce, AllToAll, Collective, SendRecv
+from gradwire.core.errors import CommunicationError
 from gradwire.core.grain import Grain
 from gradwire.core.program import Program
 from gradwire.core.state import State
@@ -46,16 +47,41 @@ def run_ranks(waves: Sequence[Sequence[Sequence[Program[T]]]]) -> list[list[T]]:
 
 
 def together(scripts: Sequence[Script[T]]) -> list[T]:
-    """Drive the scripts of all ranks: each goes on until it waits for ranks that have not come so far yet.
+    """Drive the scripts of all ranks to their ends.
 
     Raises:
-        AssertionError: all wait, which happens where ranks ask for different things.
+        AssertionError: ranks that ask for different things, or end at different times.
+    """
+    results: list[T] = []
+    for result in outcomes(scripts, until_one_fails=True):
+        if isinstance(result, Stuck):
+            raise AssertionError(f"ranks ended at different times: {result}")
+        if isinstance(result, Exception):
+            raise result
+        results.append(result)
+    return results
+
+
+class Stuck(CommunicationError):  # noqa: N818 - what is stuck is the rank that waits
+    """A virtual rank waits for ranks that will never come."""
+
+
+def outcomes(scripts: Sequence[Script[T]], until_one_fails: bool = False) -> list[T | Exception]:
+    """Drive the scripts of all ranks: each goes on until it waits for ranks that have not come so far yet.
+
+    Returns:
+        What each rank's script returned, or the exception that ended it. A rank that waits for others which have ended,
+        or which wait for something else, gets `Stuck`, with those that are at fault.
     """
     waiting: dict[int, Pending | None] = dict.fromkeys(range(len(scripts)))
-    results: dict[int, T] = {}
+    results: dict[int, T | Exception] = {}
     while waiting:
         ready = [rank for rank, pending in waiting.items() if is_here(pending)]
-        assert ready, f"ranks ended at different times: {sorted(waiting)} wait for the others"
+        if not ready:
+            absent = _absent(waiting)
+            text = f"rank {', '.join(map(str, absent))} never came to where the others wait"
+            results |= dict.fromkeys(waiting, Stuck(text, absent))
+            break
         for rank in ready:
             try:
                 while is_here(pending := waiting[rank]):
@@ -64,12 +90,27 @@ def together(scripts: Sequence[Script[T]]) -> list[T]:
             except StopIteration as end:
                 results[rank] = end.value
                 del waiting[rank]
+            except Exception as error:
+                results[rank] = error
+                del waiting[rank]
+                if until_one_fails:
+                    return [error]
     return [results[rank] for rank in range(len(scripts))]
 
 
+def _absent(waiting: Mapping[int, Pending | None]) -> tuple[int, ...]:
+    """The ranks that the one which is least far waits for."""
+    awaited = [pending for pending in waiting.values() if isinstance(pending, _Awaited)]
+    if not awaited:
+        return tuple(waiting)
+    first = min(awaited, key=lambda each: each.number)
+    return first.meeting.absent(first.number)
+
+
 def is_here(pending: Pending | None) -> bool:
-    """Whether a result can be had without waiting: only those of a `Meeting` cannot, until all have come."""
-    return not isinstance(pending, _Awaited) or pending.is_here()
+    """Whether a result can be had without waiting: those of a `Meeting` cannot, until all have come."""
+    asked: Callable[[], bool] | None = getattr(pending, "is_here", None)
+    return asked is None or asked()
 
 
 class Meeting:
@@ -147,6 +188,10 @@ class Meeting:
     def is_here(self, number: int) -> bool:
         """Whether all ranks have handed over their requests of a number."""
         return number in self._results
+
+    def absent(self, number: int) -> tuple[int, ...]:
+        """The ranks that have not handed over a request of a number."""
+        return tuple(rank for rank, sent in enumerate(self._sent) if sent <= number)
 
     def take(self, rank: int, number: int) -> Tensor:
         """A rank's result, which is forgotten."""
