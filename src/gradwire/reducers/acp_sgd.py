@@ -39,7 +39,10 @@ class ACPSGD(LowRank):
     held factor does not see. Bytes: rows * rank floats on an odd step, columns * rank on an even one, on average half
     of what PowerSGD sends with that rank. Nothing waits for a first all-reduce before it can compute what goes into a
     second: the factor and the parameters that go uncompressed travel together, so a step of one wave is one collective.
-    The price is that the held factor was found in the last gradient, and PowerSGD's P in this one.
+    The price is that the held factor was found in the last gradient, and PowerSGD's P in this one: on the byte-GPT (150
+    steps, 4 virtual ranks, 3 seeds) rank 16 ended at a held-out loss of 2.63, where PowerSGD of rank 8 ended at 2.43
+    with the same bytes and of rank 4 at 2.51 with half of them. It can pay only where what a step waits for is the
+    number of its collectives.
 
     Whether a step is odd is told by its number alone. Both factors are kept, so a step that is not kept, after a
     gradient that was not finite, only makes the next one hold an older factor. As in `PowerSGD` matrices of one shape
@@ -104,12 +107,12 @@ class ACPSGD(LowRank):
         return _state(Pt, drawn(grain, self.rank, columns, Key(step.seed, 0, grain.name, "init")))
 
     def contraction(self, grain: Grain) -> float | None:
-        """r / max(rows, columns): what a factor keeps on average that knows nothing of the gradient.
+        """1 / max(rows, columns): what one direction keeps on average that knows nothing of the gradient.
 
-        The one that is held was found in the gradient before and keeps more where gradients resemble each other; no
-        bound holds for a single step.
+        The directions that are held were found in the gradient before and keep more where gradients resemble each
+        other; no bound holds for a single step.
         """
-        return min(1.0, self.rank / max(1, *grain.shape[-2:]))
+        return 1.0 / max(1, *grain.shape[-2:])
 
     def reduce(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:
         """One all-reduce: of P on the first step and every other one from there, else of Q."""
