@@ -40,7 +40,8 @@ unit: $(READY)
 # The laws whose promises are bits, once more on a plain processor.
 plain: $(READY)
 	$(PLAIN) $(BIN)/python -m pytest --numprocesses auto $(addprefix tests/,laws/test_golden.py laws/test_state.py \
-		laws/test_power_sgd.py laws/test_reducers.py test_matrices.py test_robust_kernels.py test_lowrank_kernels.py)
+		laws/test_power_sgd.py laws/test_acp_sgd.py laws/test_reducers.py test_matrices.py test_robust_kernels.py \
+		test_lowrank_kernels.py)
 
 # Forty small faults in drivers and adapters, one at a time: do tests notice? Takes a quarter of an hour (docs/mutants.md).
 mutants: $(READY)

@@ -153,6 +153,7 @@ MEANT = {
     "topk": ("topc:0.01", "top-k:0.01", "topK", "Top_K", "TOPK", "topk0.01", "sparsify"),
     "randomk": ("randk:0.1", "random-k", "rand"),
     "powersgd": ("power_sgd", "Power-SGD:4", "lowrank", "low_rank:4"),
+    "acpsgd": ("acp_sgd", "ACP-SGD:4", "acp"),
     "int4": ("4bit", "4-bit", "4bits", "q4", "int4x", "uint4", "nf4"),
     "int8": ("8bit", "topk:0.01+8bit", "INT8", "quantize", "quantise"),
     "fp16": ("float16", "half", "16bit", "FP16"),

@@ -26,6 +26,7 @@ from gradwire.codecs import (
 )
 from gradwire.core.registry import Method, advise, methods, register
 from gradwire.reducers import (
+    ACPSGD,
     DGC,
     SVD,
     AdaptivePrecision,
@@ -219,7 +220,12 @@ _METHODS = (
     Method(
         *("powersgd", PowerSGD, "low rank by subspace iteration", "own", True, "rank"),
         examples=("powersgd:1", "powersgd:4", "powersgd:2,factors=fp16", "powersgd:4,factors=int8"),
-        synonyms=("low_rank", "lora", "power_iteration", "subspace_iteration", "acp_sgd"),
+        synonyms=("low_rank", "lora", "power_iteration", "subspace_iteration"),
+    ),
+    Method(
+        *("acpsgd", ACPSGD, "one factor of low rank a step, in turn", "own", True, "rank"),
+        examples=("acpsgd:2", "acpsgd:4,factors=fp16"),
+        synonyms=("acp", "alternate_compressed_powersgd", "alternating_powersgd"),
     ),
     Method(
         *("gradzip", GradZip, "low rank by least squares", "own", True, "rank"),

@@ -39,6 +39,11 @@ def norm(x: Tensor) -> float:
     return float(torch.linalg.vector_norm(x.double()))
 
 
+def repeated(lockstep: Lockstep, xs: list[Tensor], steps: int) -> Tensor:
+    """The mean of the last of some equal steps."""
+    return [lockstep.step(xs)[0] for _ in range(steps)][-1]
+
+
 def decoded(codec: Codec, x: Tensor, key: Key | None = None) -> Tensor:
     return codec.decode(codec.encode(x, key), like=x, key=key)
 

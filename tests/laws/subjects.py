@@ -83,6 +83,11 @@ def normal(shape: Sequence[int], seed: int) -> Tensor:
     return torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed))
 
 
+def low_rank(rows: int, columns: int, rank: int, seed: int, batch: int = 1) -> Tensor:
+    """Matrices of exactly that rank."""
+    return normal((batch, rows, rank), seed) @ normal((batch, rank, columns), seed + 1)
+
+
 def _heavy(x: Tensor) -> Tensor:
     """Four orders of magnitude, scaled so that sums over two steps and a whole matrix fit half precision."""
     return x.sign() * (3 * x.abs()).exp().clamp(max=1e4) / 128

@@ -16,17 +16,8 @@ from gradwire.core.state import walk
 from gradwire.reducers import SVD, ErrorFeedback, GradZip, PowerSGD
 from gradwire.reducers.sketch import directions
 
-from .checks import norm, unit_roundoff
-from .subjects import DTYPES, normal
-
-
-def repeated(lockstep: Lockstep, xs: list[Tensor], steps: int) -> Tensor:
-    """The mean of the last of some equal steps."""
-    return [lockstep.step(xs)[0] for _ in range(steps)][-1]
-
-
-def low_rank(rows: int, columns: int, rank: int, seed: int, batch: int = 1) -> Tensor:
-    return normal((batch, rows, rank), seed) @ normal((batch, rank, columns), seed + 1)
+from .checks import norm, repeated, unit_roundoff
+from .subjects import DTYPES, low_rank, normal
 
 
 @pytest.mark.parametrize("rank", [1, 2, 4])

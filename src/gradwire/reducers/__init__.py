@@ -1,5 +1,6 @@
 """Algorithms with several messages: exchanges, PowerSGD, and the wrappers that go around them."""
 
+from gradwire.reducers.acp_sgd import ACPSGD
 from gradwire.reducers.adaptive_precision import AdaptivePrecision
 from gradwire.reducers.adaptive_threshold import AdaptiveThreshold
 from gradwire.reducers.auto import Auto
@@ -27,6 +28,7 @@ from gradwire.reducers.warm_up import WarmUp
 from gradwire.reducers.worker_momentum import WorkerMomentum
 
 __all__ = [
+    "ACPSGD",
     "DGC",
     "EF21",
     "SVD",

@@ -15,7 +15,7 @@ from gradwire.core.state import Leaf, State
 from gradwire.kernels import matrices
 from gradwire.reducers.base import Program, Reduced, Reducer, Step
 from gradwire.reducers.error_feedback import ErrorFeedback
-from gradwire.reducers.power_sgd import gains, unit_columns
+from gradwire.reducers.low_rank import drawn, gains, unit_columns
 
 
 @dataclass(frozen=True)
@@ -87,10 +87,8 @@ class FactoredErrorFeedback(ErrorFeedback):
         batch, rows, columns = grain.shape
         rank = min(self.rank, rows, columns)
         Pt = torch.zeros(batch, rank, rows, dtype=torch.float32, device=grain.device)
-        bits = Key(step.seed, 0, grain.name, "residual").bits
-        return self._state(
-            Pt, matrices.gaussian(bits, (batch, rank, columns), grain.device), self.inner.init(grain, step)
-        )
+        Qt = drawn(grain, self.rank, columns, Key(step.seed, 0, grain.name, "residual"))
+        return self._state(Pt, Qt, self.inner.init(grain, step))
 
     def reduce(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:
         """The inner program on X + P Q^T."""

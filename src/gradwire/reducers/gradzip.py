@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from gradwire.codecs.cast import Identity
 from gradwire.core import collective
 from gradwire.core.errors import CompositionError
-from gradwire.core.grain import Grain, ParameterSpec
+from gradwire.core.grain import Grain
 from gradwire.core.key import Key
 from gradwire.core.state import Leaf, State
 from gradwire.kernels import matrices
-from gradwire.reducers.base import Program, Reduced, Reducer, Step
-from gradwire.reducers.exchange import AllReduce
-from gradwire.reducers.power_sgd import SentFactors, check_rank, gains, unit_columns, wire_dtype
+from gradwire.reducers.base import Program, Reduced, Step
+from gradwire.reducers.low_rank import LowRank, SentFactors, check_rank, drawn, factor_part, unit_columns
 
 
 @dataclass(frozen=True)
-class GradZip(Reducer):
+class GradZip(LowRank):
     """Alternating matrix factorisation with all-reduced factors (Cho et al. 2019), regularised least squares.
 
     For M of shape (rows, columns) and the last step's Q of shape (columns, rank), a sweep of alternating least squares:
@@ -49,6 +46,7 @@ class GradZip(Reducer):
         Cho, Muthusamy, Nemanich & Puri 2019, "GradZip: gradient compression using alternating matrix factorization for
         large-scale deep learning".
 
+    >>> from gradwire.core.grain import ParameterSpec
     >>> GradZip(2).assign(ParameterSpec("bias", (64,), torch.float32, torch.device("cpu")))
     AllReduce(codec=Identity())
     """
@@ -65,20 +63,9 @@ class GradZip(Reducer):
                 "unique least squares; for none use powersgd"
             )
 
-    @property
-    def scope(self) -> Literal["flat", "tensor"]:
-        """Matrices."""
-        return "tensor"
-
-    def assign(self, parameter: ParameterSpec) -> Reducer:
-        """Itself for matrices that gain by it, else an uncompressed all-reduce."""
-        return self if gains(parameter, self.rank, self.min_compression_rate) else AllReduce(Identity())
-
     def init(self, grain: Grain, step: Step) -> State:
         """Q transposed: Gaussian columns from the key, the same on every rank."""
-        batch, rows, columns = grain.shape
-        key, rank = Key(step.seed, 0, grain.name, "init"), min(self.rank, rows, columns)
-        return State(Qt=Leaf(matrices.gaussian(key.bits, (batch, rank, columns), grain.device), "matrix"))
+        return State(Qt=Leaf(drawn(grain, self.rank, grain.shape[2], Key(step.seed, 0, grain.name, "init")), "matrix"))
 
     def contraction(self, grain: Grain) -> float | None:
         """As for PowerSGD, 1 / min(rows, columns) once Q has found the leading direction, less what is shrunk."""
@@ -86,14 +73,14 @@ class GradZip(Reducer):
 
     def reduce(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:
         """Two all-reduces: of P, then of Q."""
-        M, wire, n = x.view(grain.shape).float(), wire_dtype(grain.dtype), step.world_size
-        Pt_part = matrices.project_columns(M, self._solved(state.tensor("Qt"))).div_(n).to(wire)
+        M = x.view(grain.shape).float()
+        Pt_part = factor_part(matrices.project_columns(M, self._solved(state.tensor("Qt"))), grain, step)
         Pt = (yield collective.AllReduce(Pt_part, consumable=True)).float()
-        Qt_part = matrices.project_rows(self._solved(Pt), M).div_(n).to(wire)
+        Qt_part = factor_part(matrices.project_rows(self._solved(Pt), M), grain, step)
         Qt = (yield collective.AllReduce(Qt_part)).float()
         mean = matrices.low_rank(Pt, Qt).to(x.dtype).view(x.shape)
         key = Key(step.seed, step.index, grain.name, "revive")
-        return Reduced(mean, SentFactors(Pt, Qt_part, n), State(Qt=Leaf(unit_columns(Qt, key), "matrix")))
+        return Reduced(mean, SentFactors(Pt, Qt_part, step.world_size), State(Qt=Leaf(unit_columns(Qt, key), "matrix")))
 
     def _solved(self, Ft: Tensor) -> Tensor:
         """(F^T F + a I)^-1 F^T, in float64; zero where F is zero. Only what this rank sends depends on its rounding."""

@@ -10,38 +10,28 @@ import torch
 from torch import Tensor
 
 from gradwire.codecs.block_int import BlockInt
-from gradwire.codecs.cast import Identity
 from gradwire.core import collective
 from gradwire.core.collective import Collective
 from gradwire.core.errors import CompositionError
-from gradwire.core.grain import Grain, ParameterSpec, flat_grain
+from gradwire.core.grain import Grain, flat_grain
 from gradwire.core.key import Key
 from gradwire.core.state import Leaf, State
-from gradwire.kernels import lowrank, matrices
-from gradwire.reducers.base import Program, Reduced, Reducer, Step
-from gradwire.reducers.exchange import AllReduce, TwoShot
+from gradwire.kernels import matrices
+from gradwire.reducers.base import Program, Reduced, Step
+from gradwire.reducers.exchange import TwoShot
+from gradwire.reducers.low_rank import (
+    FACTOR_DTYPES,
+    LowRank,
+    SentFactors,
+    check_rank,
+    drawn,
+    factor_part,
+    unit_columns,
+)
 
-FACTOR_DTYPES = {"own": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 FACTOR_BITS = {"int8": 8, "int6": 6, "int4": 4}
 FACTOR_BLOCK = 64
 """Elements of a factor's row that share a scale."""
-
-
-@dataclass(frozen=True, eq=False)
-class SentFactors:
-    """scale * P Q^T: what this rank's matrices contribute to the mean. Both factors are transposed."""
-
-    Pt: Tensor
-    Qt: Tensor
-    scale: float = 1.0
-
-    def subtract_from(self, x: Tensor) -> None:
-        """x -= scale * P Q^T."""
-        Pt, Qt = self.Pt.float(), self.Qt.float()
-        if x.dtype == torch.float32 and x.is_contiguous():
-            matrices.subtract_low_rank_(x, Pt, Qt, self.scale)
-        else:
-            x.sub_(matrices.low_rank(Pt, Qt) * self.scale)
 
 
 class _Shared(NamedTuple):
@@ -60,7 +50,7 @@ class _Factors(NamedTuple):
 
 
 @dataclass(frozen=True)
-class PowerSGD(Reducer):
+class PowerSGD(LowRank):
     """Rank-r approximation of the mean gradient (Vogels, Karimireddy & Jaggi 2019, Algorithm 1), batched.
 
     For M of shape (rows, columns) and the last step's Q of shape (columns, rank):
@@ -99,6 +89,7 @@ class PowerSGD(Reducer):
         CompositionError: rank or iterations below 1, a rate that is not positive, momentum out of range or without
             warm start, unknown `sent` or `factors`.
 
+    >>> from gradwire.core.grain import ParameterSpec
     >>> PowerSGD(rank=2).assign(ParameterSpec("bias", (64,), torch.float32, torch.device("cpu")))
     AllReduce(codec=Identity())
     """
@@ -125,28 +116,15 @@ class PowerSGD(Reducer):
             raise CompositionError(f"factors {self.factors!r} is none of {', '.join(FACTOR_DTYPES | FACTOR_BITS)}")
 
     @property
-    def scope(self) -> Literal["flat", "tensor"]:
-        """Matrices."""
-        return "tensor"
-
-    @property
     def sums_in_halves(self) -> bool:
         """Where the factors are of 16 bits."""
         return FACTOR_DTYPES.get(self.factors) is not None
-
-    def assign(self, parameter: ParameterSpec) -> Reducer:
-        """Itself for matrices that gain by it, else an uncompressed all-reduce."""
-        return self if gains(parameter, self.rank, self.min_compression_rate) else AllReduce(Identity())
 
     def init(self, grain: Grain, step: Step) -> State:
         """Q transposed: Gaussian columns from the key, the same on every rank."""
         if not self.warm_start:
             return State()
-        return State(Qt=Leaf(self._drawn(grain, Key(step.seed, 0, grain.name, "init")), "matrix"))
-
-    def _drawn(self, grain: Grain, key: Key) -> Tensor:
-        batch, rows, columns = grain.shape
-        return matrices.gaussian(key.bits, (batch, min(self.rank, rows, columns), columns), grain.device)
+        return State(Qt=Leaf(drawn(grain, self.rank, grain.shape[2], Key(step.seed, 0, grain.name, "init")), "matrix"))
 
     def contraction(self, grain: Grain) -> float | None:
         """1 / min(rows, columns) once Q has found the leading direction; no bound holds for a single step of it.
@@ -183,7 +161,7 @@ class PowerSGD(Reducer):
     def _mean_of_columns(self, MQt: Tensor, grain: Grain, step: Step) -> Generator[Collective, Tensor, Tensor]:
         """The mean of M Q transposed, of which nobody owes what rounding takes. `MQt` is used up."""
         if self.factors not in FACTOR_BITS:
-            return (yield collective.AllReduce(self._part(MQt, grain, step), consumable=True)).float()
+            return (yield collective.AllReduce(factor_part(MQt, grain, step, self.factors), consumable=True)).float()
         # Columns of M Q differ in size, so each wants scales of its own: blocks run along them.
         flat = flat_grain(MQt.numel(), f"{grain.name} P", device=str(MQt.device))
         reduced = yield from self._integers.reduce(flat, MQt.view(-1), State(), step)
@@ -192,7 +170,7 @@ class PowerSGD(Reducer):
     def _shared(self, Qt: Tensor, grain: Grain, step: Step) -> Generator[Collective, Tensor, _Shared]:
         """The mean of Q transposed, and this rank's part in it. `Qt` is used up."""
         if self.factors not in FACTOR_BITS:
-            part = self._part(Qt, grain, step)
+            part = factor_part(Qt, grain, step, self.factors)
             return _Shared((yield collective.AllReduce(part)).float(), part, step.world_size)
         exchange, left = self._integers, Qt.clone().view(-1)
         flat = flat_grain(left.numel(), f"{grain.name} Q", device=str(left.device))
@@ -203,10 +181,6 @@ class PowerSGD(Reducer):
         mine.add_(reduced.state.tensor("owner")[: mine.numel()], alpha=step.world_size)
         return _Shared(reduced.mean.view(Qt.shape), Qt.sub_(left.view(Qt.shape)), 1.0)
 
-    def _part(self, factor: Tensor, grain: Grain, step: Step) -> Tensor:
-        """This rank's part of a sum that is the mean, in what it travels in."""
-        return factor.div_(step.world_size).to(FACTOR_DTYPES[self.factors] or wire_dtype(grain.dtype))
-
     @property
     def _integers(self) -> TwoShot:
         return TwoShot(BlockInt(FACTOR_BITS[self.factors], FACTOR_BLOCK))
@@ -216,7 +190,7 @@ class PowerSGD(Reducer):
         leaf = state.get("Qt")
         if isinstance(leaf, Leaf):
             return leaf.tensor
-        return self._drawn(grain, Key(step.seed, step.index, grain.name, "start"))
+        return drawn(grain, self.rank, grain.shape[2], Key(step.seed, step.index, grain.name, "start"))
 
     def _next(self, start: Tensor, Qt: Tensor, grain: Grain, step: Step) -> State:
         """The state with the Q that the next step begins with."""
@@ -228,35 +202,3 @@ class PowerSGD(Reducer):
             start = torch.where(agrees[:, :, None], start, -start)
             fresh = fresh.mul_(1.0 - self.momentum).add_(start.mul_(self.momentum))
         return State(Qt=Leaf(fresh, "matrix"))
-
-
-def unit_columns(Qt: Tensor, key: Key) -> Tensor:
-    """Q transposed, (batch, rank, columns), with scaled columns; those of zeros are redrawn, or they would stay."""
-    scaled = Qt.clone(memory_format=torch.contiguous_format)
-    lowrank.unit_rows_(scaled.view(-1, Qt.shape[2]), key.bits)
-    return scaled
-
-
-def gains(parameter: ParameterSpec, rank: int, min_compression_rate: float) -> bool:
-    """Whether two factors of `rank` are smaller than the parameter, by more than the rate."""
-    rows, columns = parameter.matrix_shape
-    large = rows * columns > min_compression_rate * rank * (rows + columns)
-    # A rate below 1 would let factors through that are as large as the matrix: then nothing is gained.
-    return len(parameter.shape) > 1 and large and rank < min(rows, columns)
-
-
-def check_rank(rank: int, min_compression_rate: float) -> None:
-    """Refuse what is no rank or rate.
-
-    Raises:
-        CompositionError: rank below 1, or a rate that is not positive.
-    """
-    if rank < 1:
-        raise CompositionError(f"rank {rank} is below 1; 1, 2 or 4 are usual")
-    if not min_compression_rate > 0:
-        raise CompositionError(f"min_compression_rate {min_compression_rate} is not positive")
-
-
-def wire_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What factors travel in: 16-bit gradients' own dtype, else float32."""
-    return dtype if dtype.itemsize == 2 else torch.float32

@@ -16,7 +16,7 @@ from gradwire.core.state import State
 from gradwire.kernels import matrices
 from gradwire.reducers.base import Program, Reduced, Reducer, Step
 from gradwire.reducers.exchange import AllReduce
-from gradwire.reducers.power_sgd import SentFactors, check_rank, wire_dtype
+from gradwire.reducers.low_rank import SentFactors, check_rank, factor_part
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Sketch(Reducer):
         M = x.view(grain.shape).float()
         St = directions(step.key(grain, "sketch").shared, grain.shape[2], self.rank, x.device)
         St = St.expand(grain.shape[0], -1, -1)
-        part = matrices.project_columns(M, St).div_(step.world_size).to(wire_dtype(grain.dtype))
+        part = factor_part(matrices.project_columns(M, St), grain, step)
         MSt = (yield collective.AllReduce(part)).float()
         mean = matrices.low_rank(MSt, St).to(x.dtype).view(x.shape)
         return Reduced(mean, SentFactors(part, St, step.world_size), state)

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from gradwire.codecs.cast import Identity
 from gradwire.core import collective
-from gradwire.core.grain import Grain, ParameterSpec
+from gradwire.core.grain import Grain
 from gradwire.core.payload import Field, Layout, Payload
 from gradwire.core.state import State
 from gradwire.kernels import matrices
-from gradwire.reducers.base import Program, Reduced, Reducer, Step
-from gradwire.reducers.exchange import AllReduce
-from gradwire.reducers.power_sgd import SentFactors, check_rank, gains, wire_dtype
+from gradwire.reducers.base import Program, Reduced, Step
+from gradwire.reducers.low_rank import LowRank, SentFactors, check_rank, wire_dtype
 
 
 @dataclass(frozen=True)
-class SVD(Reducer):
+class SVD(LowRank):
     """Each rank sends the best rank-r approximation of its own matrix, U_r S_r and V_r^T, to all ranks.
 
         mean = 1/n sum over ranks, in rank order, of (U_r S_r) V_r^T
@@ -37,6 +34,7 @@ class SVD(Reducer):
     Raises:
         CompositionError: rank below 1, or a rate that is not positive.
 
+    >>> from gradwire.core.grain import ParameterSpec
     >>> SVD(2).assign(ParameterSpec("bias", (64,), torch.float32, torch.device("cpu")))
     AllReduce(codec=Identity())
     """
@@ -46,15 +44,6 @@ class SVD(Reducer):
 
     def __post_init__(self) -> None:
         check_rank(self.rank, self.min_compression_rate)
-
-    @property
-    def scope(self) -> Literal["flat", "tensor"]:
-        """Matrices."""
-        return "tensor"
-
-    def assign(self, parameter: ParameterSpec) -> Reducer:
-        """Itself for matrices that gain by it, else an uncompressed all-reduce."""
-        return self if gains(parameter, self.rank, self.min_compression_rate) else AllReduce(Identity())
 
     def init(self, grain: Grain, step: Step) -> State:
         """Nothing to remember."""

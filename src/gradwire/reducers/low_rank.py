@@ -1,0 +1,102 @@
+"""What methods of low rank share: which matrices they take, how factors travel and begin, and what was sent."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from gradwire.codecs.cast import Identity
+from gradwire.core.errors import CompositionError
+from gradwire.core.grain import Grain, ParameterSpec
+from gradwire.core.key import Key
+from gradwire.kernels import lowrank, matrices
+from gradwire.reducers.base import Reducer, Step
+from gradwire.reducers.exchange import AllReduce
+
+FACTOR_DTYPES = {"own": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""What factors travel in, by its name in a spec; None is `wire_dtype`'s choice."""
+
+
+class LowRank(Reducer):
+    """A reducer of matrices as two factors of `rank` columns; see `gains` for which matrices."""
+
+    rank: int
+    min_compression_rate: float
+
+    @property
+    def scope(self) -> Literal["flat", "tensor"]:
+        """Matrices."""
+        return "tensor"
+
+    @property
+    def share(self) -> float:
+        """How much of both factors a step sends, on average."""
+        return 1.0
+
+    def assign(self, parameter: ParameterSpec) -> Reducer:
+        """Itself for matrices that gain by it, else an uncompressed all-reduce."""
+        rate = self.min_compression_rate * self.share
+        return self if gains(parameter, self.rank, rate) else AllReduce(Identity())
+
+
+@dataclass(frozen=True, eq=False)
+class SentFactors:
+    """scale * P Q^T: what this rank's matrices contribute to the mean. Both factors are transposed."""
+
+    Pt: Tensor
+    Qt: Tensor
+    scale: float = 1.0
+
+    def subtract_from(self, x: Tensor) -> None:
+        """x -= scale * P Q^T."""
+        Pt, Qt = self.Pt.float(), self.Qt.float()
+        if x.dtype == torch.float32 and x.is_contiguous():
+            matrices.subtract_low_rank_(x, Pt, Qt, self.scale)
+        else:
+            x.sub_(matrices.low_rank(Pt, Qt) * self.scale)
+
+
+def drawn(grain: Grain, rank: int, length: int, key: Key) -> Tensor:
+    """A factor to begin with, transposed: (batch, rank, length) Gaussian numbers, the same on every rank."""
+    batch, rows, columns = grain.shape
+    return matrices.gaussian(key.bits, (batch, min(rank, rows, columns), length), grain.device)
+
+
+def unit_columns(Qt: Tensor, key: Key) -> Tensor:
+    """Q transposed, (batch, rank, columns), with scaled columns; those of zeros are redrawn, or they would stay."""
+    scaled = Qt.clone(memory_format=torch.contiguous_format)
+    lowrank.unit_rows_(scaled.view(-1, Qt.shape[2]), key.bits)
+    return scaled
+
+
+def factor_part(factor: Tensor, grain: Grain, step: Step, factors: str = "own") -> Tensor:
+    """This rank's part of a sum that is the mean, in what it travels in. `factor` is used up."""
+    return factor.div_(step.world_size).to(FACTOR_DTYPES[factors] or wire_dtype(grain.dtype))
+
+
+def wire_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What factors travel in: 16-bit gradients' own dtype, else float32."""
+    return dtype if dtype.itemsize == 2 else torch.float32
+
+
+def gains(parameter: ParameterSpec, rank: int, min_compression_rate: float) -> bool:
+    """Whether two factors of `rank` are smaller than the parameter, by more than the rate."""
+    rows, columns = parameter.matrix_shape
+    large = rows * columns > min_compression_rate * rank * (rows + columns)
+    # A rate below 1 would let factors through that are as large as the matrix: then nothing is gained.
+    return len(parameter.shape) > 1 and large and rank < min(rows, columns)
+
+
+def check_rank(rank: int, min_compression_rate: float) -> None:
+    """Refuse what is no rank or rate.
+
+    Raises:
+        CompositionError: rank below 1, or a rate that is not positive.
+    """
+    if rank < 1:
+        raise CompositionError(f"rank {rank} is below 1; 1, 2 or 4 are usual")
+    if not min_compression_rate > 0:
+        raise CompositionError(f"min_compression_rate {min_compression_rate} is not positive")
