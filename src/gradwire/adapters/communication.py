@@ -19,6 +19,7 @@ from torch.distributed import GradBucket  # pyright: ignore[reportPrivateImportU
 from gradwire.adapters.failures import FailureBoard
 from gradwire.core.errors import CommunicationError, ConnectionLost
 from gradwire.drivers import groups
+from gradwire.drivers.process_group import GroupTransport
 
 # Hooks are made of these, and `register_comm_hook` reads annotations, so this module does not postpone them.
 
@@ -213,6 +214,10 @@ class Lane:
         self.driver = SideStream(device) if device.type == "cuda" else CommunicationThread()
         self.poison: BaseException | None = None
         self.sessions: dict[Hashable, BucketSession] = {}
+
+    def transport(self) -> GroupTransport:
+        """A transport of this lane's group."""
+        return GroupTransport(self.group, self.failures.count)
 
     def require_sound(self) -> None:
         """Refuse another step once communication has failed.

@@ -108,7 +108,7 @@ class Handle(BucketSession):
         self.seed = seed
         self._scaler, self._scale = scaler, 1.0
         self._names = names
-        self._transport = transport = GroupTransport(self.lane.group)
+        self._transport = transport = self.lane.transport()
         # A handle that is forgotten lets go as well: nothing that its threads run for good refers to it.
         self._finalizer = weakref.finalize(self, _let_go, self.lane, transport, at_once=True)
         self._finalizer.atexit = False  # `_close_all` knows what may still be torn down then

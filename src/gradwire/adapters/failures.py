@@ -6,6 +6,7 @@ also a rank that computes, or sleeps, answers with what it is doing. From the an
     a rank that failed by itself    it is at fault, and its error is passed on as text
     a rank that does not answer     it has ended, or its host cannot be reached
     a rank that trains no more      it is alive, but handed over no gradients for so long
+    a rank that is stuck            it trains, but has started fewer collectives than others, and waits for none
     none of these                   the link is down, or slower than the deadline allows
 
 Whoever reaches the store's port can write there. So everything in it is text, in JSON, and is never unpickled.
@@ -49,6 +50,7 @@ class Answer:
         doing: "failed" by itself, "waited" until the deadline, "broken" (one of its connections), "training" (a
             backward pass is under way), or "idle" (it is not).
         seconds: for how long.
+        started: how many collectives it has started.
         type: of the error, where it failed.
         message: of the error.
         traceback: of the error.
@@ -57,6 +59,7 @@ class Answer:
     rank: int
     doing: str
     seconds: float = 0.0
+    started: int = 0
     type: str = ""
     message: str = ""
     traceback: str = ""
@@ -78,9 +81,12 @@ class Answer:
             raise ValueError("no object")
         texts = [_text(found.get(key)) for key in ("type", "message", "traceback")]  # pyright: ignore[reportUnknownMemberType]
         doing, seconds = _text(found.get("doing")), found.get("seconds")  # pyright: ignore[reportUnknownMemberType]
-        if found.get("rank") != rank or doing not in _DEEDS or not isinstance(seconds, int | float):  # pyright: ignore[reportUnknownMemberType]
+        started = found.get("started")  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+        if found.get("rank") != rank or doing not in _DEEDS:  # pyright: ignore[reportUnknownMemberType]
             raise ValueError("an answer of another rank, or to another question")
-        return cls(rank, doing, seconds, *texts)
+        if not isinstance(seconds, int | float) or not isinstance(started, int):
+            raise ValueError("no numbers where they should be")
+        return cls(rank, doing, seconds, started, *texts)
 
 
 def _text(value: object) -> str:
@@ -105,10 +111,15 @@ class FailureBoard:
         store = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
         self._store = PrefixStore(f"gradwire/failure/{group.group_name}", store)
         self._doing, self._since = _IDLE, time.monotonic()
+        self._started = 0
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="gradwire-watch", daemon=True)
         self._thread.start()
+
+    def count(self) -> None:
+        """Note that another collective was started."""
+        self._started += 1
 
     def begin(self) -> None:
         """Note that a backward pass has begun to hand over gradients."""
@@ -143,7 +154,7 @@ class FailureBoard:
     def leave_word(self, error: BaseException) -> None:
         """Write down why this rank is about to end, for others that will wonder; raise no alarm."""
         text = "".join(traceback.format_exception(error))
-        answer = Answer(self.rank, _FAILED, 0.0, type(error).__name__, str(error), text[-_LIMIT:])
+        answer = Answer(self.rank, _FAILED, 0.0, self._started, type(error).__name__, str(error), text[-_LIMIT:])
         self._set(str(self.rank), answer.to_json())
 
     def _watch(self) -> None:
@@ -183,9 +194,9 @@ class FailureBoard:
 
     def _answer(self, lost: ConnectionLost | None) -> Answer:
         if lost is None:
-            return Answer(self.rank, self._doing, time.monotonic() - self._since)
+            return Answer(self.rank, self._doing, time.monotonic() - self._since, self._started)
         late = lost.waited_s >= 0.9 * self.deadline_s
-        return Answer(self.rank, _WAITED if late else _BROKEN, lost.waited_s)
+        return Answer(self.rank, _WAITED if late else _BROKEN, lost.waited_s, self._started)
 
     def _collect(self, answers: dict[int, Answer]) -> None:
         """Read answers as they come, until all are here or the time is over."""
@@ -227,6 +238,11 @@ class FailureBoard:
             seconds = max(answers[rank].seconds for rank in idle)
             text = f"{_ranks(idle)} answers, but has handed over no gradients for {seconds:.0f} s{_PATIENCE}"
             return CommunicationError(text + waited, idle)
+        furthest = max(answer.started for answer in answers.values())
+        stuck = [r for r, answer in answers.items() if answer.doing == _TRAINING and answer.started < furthest]
+        if stuck:
+            text = f"{_ranks(stuck)} answers, but is stuck: it has started {answers[stuck[0]].started} collectives and "
+            return CommunicationError(f"{text}others {furthest}.{waited}", stuck)
         broke = any(answer.doing == _BROKEN for answer in answers.values())
         link = "broke" if broke else f"is down, or slower than deadline_s={self.deadline_s:g} allows"
         return CommunicationError(f"no rank has failed, but the link between some of them {link}.{waited}")

@@ -20,7 +20,6 @@ from gradwire.core.grain import ParameterSpec
 from gradwire.drivers.engine import Engine
 from gradwire.drivers.groups import deadline_of
 from gradwire.drivers.plan import plan
-from gradwire.drivers.process_group import GroupTransport
 from gradwire.reducers import AllGather, AllReduce, Reducer
 
 # `register_comm_hook` reads the annotations of a hook, so this module must not postpone them.
@@ -71,7 +70,7 @@ class _Stateless(BucketSession):
     def _engine(self, flat: Tensor) -> Engine:
         if (engine := self._engines.get(_size(flat))) is None:
             spec = ParameterSpec("bucket", tuple(flat.shape), flat.dtype, flat.device)
-            engine = Engine(plan([spec], self._reducer), GroupTransport(self.lane.group))
+            engine = Engine(plan([spec], self._reducer), self.lane.transport())
             self._engines[_size(flat)] = engine
         return engine
 

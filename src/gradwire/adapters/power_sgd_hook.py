@@ -26,7 +26,6 @@ from gradwire.core.saved_schema import Parameters
 from gradwire.core.state import walk
 from gradwire.drivers.engine import Engine, Stats
 from gradwire.drivers.plan import Unit, plan
-from gradwire.drivers.process_group import GroupTransport
 from gradwire.reducers import AllReduce, ErrorFeedback, Guard, PowerSGD, Reducer, WarmUp
 
 # `register_comm_hook` reads the annotations of a hook, so this module must not postpone them.
@@ -328,7 +327,7 @@ class _Session(BucketSession):
     def _plan(self, buckets: Sequence[GradBucket]) -> None:
         self._arrangement = self.arrange(buckets)
         planned = plan(self._arrangement.specs, self.reducer)
-        self._engine = Engine(planned, GroupTransport(self.lane.group))
+        self._engine = Engine(planned, self.lane.transport())
         pieces = _pieces(planned.units)
         homes = self._arrangement.homes.items()
         self._places = {p: _places(pieces[name], begin, p.numel()) for p, (name, begin) in homes}

@@ -38,6 +38,11 @@ def advance(program: Program[T], answer: Tensor | None) -> Collective | Ended[T]
         return Ended(stop.value)
 
 
+def once(request: Collective) -> Program[Tensor]:
+    """The program that asks for one collective and returns its result."""
+    return (yield request)
+
+
 def asking(program: Program[T], ask: Callable[[Collective], Collective]) -> Program[T]:
     """Run a program whose every request is what `ask` makes of the program's own."""
     answer: Tensor | None = None

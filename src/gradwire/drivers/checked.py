@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradwire.core.collective import AllGather, AllToAll, Axis, Collective
 from gradwire.core.errors import CommunicationError, PayloadError
-from gradwire.drivers.interpreter import Pending, Transport
+from gradwire.drivers.interpreter import Pending, Transport, is_here
 
 CHECKSUM_BYTES = 4
 
@@ -65,6 +65,9 @@ class _Unchecked:
     request: Collective
     rank: int
 
+    def is_here(self) -> bool:
+        return is_here(self.pending)
+
     def wait(self) -> Tensor:
         rows = self.pending.wait()
         payloads = rows[:, :-CHECKSUM_BYTES].contiguous()
@@ -91,5 +94,5 @@ def _signed(payloads: Tensor) -> Tensor:
 
 def _checksums(rows: Tensor) -> Tensor:
     """A row of bytes for each row."""
-    sums = [zlib.crc32(memoryview(row.numpy())) for row in rows.contiguous()]
+    sums = [zlib.crc32(row.numpy().tobytes()) for row in rows.contiguous()]
     return torch.tensor(sums, dtype=torch.int64).to(torch.uint32).view(-1, 1).view(torch.uint8)

@@ -72,6 +72,7 @@ class Faulty:
     ) -> None:
         self.inner, self.faults, self.real, self.longest_s = inner, faults, real, longest_s
         self.number = 0
+        self._stalled = False
 
     @property
     def rank(self) -> int:
@@ -89,6 +90,8 @@ class Faulty:
         Raises:
             InjectedFault: the plan says so.
         """
+        if self._stalled:
+            return Never(self.real)
         fault, number = self.faults.get(self.number), self.number
         self.number += 1
         if fault is None:
@@ -101,6 +104,7 @@ class Faulty:
         if fault.kind == "die":
             self._die(number)
         if fault.kind == "stall":
+            self._stalled = True
             return Never(self.real)
         return self.inner.issue(_damaged(request, fault))
 

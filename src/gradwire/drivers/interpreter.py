@@ -23,7 +23,7 @@ from torch import Tensor
 
 from gradwire.core.collective import Agree, Collective, Total
 from gradwire.core.errors import CommunicationError
-from gradwire.core.program import Ended, Program, advance
+from gradwire.core.program import Ended, Program, advance, once
 
 T = TypeVar("T")
 
@@ -36,6 +36,12 @@ class Pending(Protocol):
     def wait(self) -> Tensor:
         """Return the result: wait for it on a CPU, order the stream behind it on a GPU."""
         ...
+
+
+def is_here(pending: Pending | None) -> bool:
+    """Whether a result can be had without waiting for ranks that share this thread: only virtual ones do."""
+    asked: Callable[[], bool] | None = getattr(pending, "is_here", None)
+    return asked is None or asked()
 
 
 class Answer(NamedTuple):
@@ -289,16 +295,17 @@ def run(script: Script[T]) -> T:
         answer = pending.wait()
 
 
+def script_of(program: Program[T], transport: Transport) -> Script[T]:
+    """The script of one program by itself."""
+    (result,) = yield from Interpreter[T](transport).script(1, lambda _: [program])
+    return result
+
+
 def run_program(program: Program[T], transport: Transport) -> T:
     """Run one program by itself to its end: what tests, benchmarks and one-off reductions want."""
-    (result,) = run(Interpreter[T](transport).script(1, lambda _: [program]))
-    return result
+    return run(script_of(program, transport))
 
 
 def ask(request: Collective, transport: Transport) -> Tensor:
     """Return the result of one collective, waited for."""
-
-    def program() -> Program[Tensor]:
-        return (yield request)
-
-    return run_program(program(), transport)
+    return run_program(once(request), transport)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -16,7 +16,7 @@ from gradwire.core.errors import CommunicationError
 from gradwire.core.grain import Grain
 from gradwire.core.program import Program
 from gradwire.core.state import State
-from gradwire.drivers.interpreter import Interpreter, Pending, Script, served
+from gradwire.drivers.interpreter import Interpreter, Pending, Script, is_here, served
 from gradwire.reducers.base import Reduced, Reducer, Step
 
 T = TypeVar("T")
@@ -105,12 +105,6 @@ def _absent(waiting: Mapping[int, Pending | None]) -> tuple[int, ...]:
         return tuple(waiting)
     first = min(awaited, key=lambda each: each.number)
     return first.meeting.absent(first.number)
-
-
-def is_here(pending: Pending | None) -> bool:
-    """Whether a result can be had without waiting: those of a `Meeting` cannot, until all have come."""
-    asked: Callable[[], bool] | None = getattr(pending, "is_here", None)
-    return asked is None or asked()
 
 
 class Meeting:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,10 +48,15 @@ class GroupTransport:
 
     Collectives on an axis have a group of their own for each sub-group, made when the first one is issued: all its
     members reach that place in the same static order. Messages between pairs travel on the whole group.
+
+    Args:
+        group: of all ranks.
+        on_issue: called whenever a collective is started.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, on_issue: Callable[[], None] | None = None) -> None:
         self.group = group
+        self._on_issue = on_issue
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self._is_gloo = dist.get_backend(group) == "gloo"
@@ -64,6 +69,8 @@ class GroupTransport:
             ConnectionLost: a connection broke or a rank fell silent; waiting for the result raises it as well.
         """
         began = time.monotonic()
+        if self._on_issue is not None:
+            self._on_issue()
         method: Any = served(self, request)
         try:
             works, result = method(request)

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 from torch import Tensor
 
 from gradwire.core.collective import Collective
-from gradwire.drivers.interpreter import Pending, Transport
+from gradwire.drivers.interpreter import Pending, Transport, is_here
 
 
 class Span(NamedTuple):
@@ -104,6 +104,9 @@ class _Watched:
     what: str
     nbytes: int
     began_s: float
+
+    def is_here(self) -> bool:
+        return is_here(self.pending)
 
     def wait(self) -> Tensor:
         self.traced.coded(self.what)
