@@ -326,6 +326,7 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
         "sparse": lambda: gradwire.attach(DDP(nn.Embedding(4, 4, sparse=True)), "none"),
         "complex": lambda: gradwire.attach(DDP(nn.Linear(2, 2, dtype=torch.complex64)), "none"),
         "disagree": lambda: gradwire.attach(DDP(mlp()), "int4" if rank else "int8"),
+        "checksums disagree": lambda: gradwire.attach(DDP(mlp()), "int4", checksum=rank == 0),
     }
     out: dict[str, str] = {}
     for name, case in cases.items():

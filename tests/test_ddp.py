@@ -159,6 +159,7 @@ def test_what_cannot_be_served_is_refused_with_the_reason() -> None:
         assert "sparse=False" in refused["sparse"]
         assert "float32" in refused["complex"]
         assert "disagree" in refused["disagree"]
+        assert "checksum=" in refused["checksums disagree"]
 
 
 def test_a_rank_that_dies_stops_the_others_in_time() -> None:

@@ -16,6 +16,7 @@ import gradwire
 from gradwire import hooks
 from gradwire.adapters.communication import BucketStep
 from gradwire.core.errors import AttachError, StateError
+from gradwire.drivers.checked import Checked
 from gradwire.drivers.window import NORM_EVERY, START_UP, Window
 
 
@@ -37,6 +38,20 @@ def test_a_step_after_close_is_refused_in_a_sentence() -> None:
     gradwire.attach(ddp, "none", deadline_s=1).close()
     with pytest.raises((AttachError, RuntimeError), match="this handle is closed"):
         train(ddp, 1)
+
+
+def test_a_checksum_travels_with_payloads_and_changes_no_gradient() -> None:
+    """Of 4 bytes a payload, on one rank as on many."""
+    seen: dict[bool, list[list[float]]] = {}
+    for checksum in (False, True):
+        torch.manual_seed(0)
+        ddp = DDP(nn.Linear(4, 4))
+        with gradwire.attach(ddp, "int4", checksum=checksum) as handle:
+            assert isinstance(handle._engine.transport, Checked) == checksum  # pyright: ignore[reportPrivateUsage]
+            train(ddp, 3)
+        seen[checksum] = [p.grad.flatten().tolist() for p in ddp.parameters() if p.grad is not None]
+    assert seen[True] == seen[False]
+    assert any(any(gradient) for gradient in seen[True])
 
 
 def test_the_norm_is_taken_of_one_step_in_many(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,18 +23,30 @@ COST: Stage = ("tests/laws/test_cost.py",)
 CHECKPOINT: Stage = ("tests/test_checkpoint.py",)
 
 FILES: dict[str, tuple[Stage, ...]] = {
-    "drivers/coalesce.py": (("tests/test_coalesce.py", ENGINE), COST, ROUTES),
+    "drivers/checked.py": (("src/gradwire/drivers/checked.py", "tests/test_faults.py", "-k", "checksum"),),
     "drivers/cost.py": (("src/gradwire/drivers/cost.py", "tests/test_coalesce.py", ENGINE, "tests/test_plan.py"), COST),
+    "drivers/engine.py": ((ENGINE, "tests/test_handle.py"), ONE_RANK, REPORT, HOOKS, DDP),
+    "drivers/faulty.py": (("src/gradwire/drivers/faulty.py", "tests/test_faults.py", "-k", "not real"),),
     "drivers/groups.py": (("src/gradwire/drivers/groups.py", "tests/test_groups.py"), ATTACHED),
-    "drivers/lockstep.py": (("src/gradwire/drivers/lockstep.py", ENGINE), (STATE,), ("tests/laws/test_rules.py",)),
+    "drivers/interpreter.py": (
+        ("tests/test_interpreter.py", "tests/test_coalesce.py", ENGINE, "tests/test_handle.py"),
+        COST,
+        ROUTES,
+    ),
+    "drivers/lockstep.py": (
+        ("src/gradwire/drivers/lockstep.py", ENGINE, "tests/test_interpreter.py"),
+        (STATE,),
+        ("tests/laws/test_rules.py",),
+    ),
     "drivers/measure.py": (
         ("tests/test_measure.py",),
         (*ROUTES, "-k", "measures"),
         ("tests/test_run_report.py", "-k", "link and not slow_link"),
     ),
     "drivers/plan.py": (("src/gradwire/drivers/plan.py", "tests/test_plan.py", ENGINE),),
-    "drivers/process_group.py": ((ENGINE, "tests/test_handle.py"), ONE_RANK, ROUTES, REPORT, HOOKS, DDP),
+    "drivers/process_group.py": (("tests/test_interpreter.py", "tests/test_handle.py"), ROUTES, HOOKS, DDP),
     "drivers/timing.py": (("src/gradwire/drivers/timing.py", "tests/laws/test_routes.py"),),
+    "drivers/traced.py": (("src/gradwire/drivers/traced.py", "tests/test_interpreter.py"),),
     "drivers/virtual.py": (("src/gradwire/drivers/virtual.py", ENGINE), ("tests/laws/test_rules.py",)),
     "drivers/warm.py": (
         ("src/gradwire/drivers/warm.py", "tests/test_warm.py"),

@@ -124,7 +124,7 @@ class Engine:
                 if self._waits_for is None:  # a wave whose gradients are still to come
                     return
         except StopIteration as end:
-            self._script, self._results = None, end.value
+            self._script, self._waits_for, self._results = None, None, end.value  # what was waited for holds the group
 
     def script(self) -> Script[None]:
         """Return what `pump` does once all gradients are here, as a script: who drives it does the waiting."""
