@@ -168,10 +168,10 @@ class Faults:
 
     def absences(self) -> None:
         """Ranks that do not call the same, with a short deadline."""
-        self.handle.lane.deadline_s = 2
+        self.handle.session.lane.deadline_s = 2
         self.tell("without lead", lambda: self.rank and self.save())
         self.tell("lead alone", lambda: self.rank or self.save())
-        self.handle.lane.deadline_s = 60
+        self.handle.session.lane.deadline_s = 60
         self.tell("crossed", self.load if self.rank else self.save)
 
     def broken_files(self) -> None:

@@ -11,11 +11,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire
-from gradwire.adapters import communication
 from gradwire.core.collective import Collective
 from gradwire.drivers.faulty import Faulty, plan_of
 from gradwire.drivers.interpreter import Pending
 from gradwire.drivers.process_group import GroupTransport
+from gradwire.session import lane
 
 STEPS = 4
 REQUESTS = 16
@@ -43,14 +43,14 @@ class FaultyGroup(GroupTransport):
 
 def train(rank: int, world_size: int, spec: str, seed: int, folder: str, deadline_s: float) -> None:
     """Train under the plan of `seed`; write the digests of the parameters after each step, and the error."""
-    communication.GroupTransport = FaultyGroup
+    lane.GroupTransport = FaultyGroup
     torch.manual_seed(0)
     ddp = DDP(nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 8)))
     optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
     found: dict[str, Any] = {"digests": [], "error": "", "text": "", "ranks": []}
     began = time.monotonic()
     handle = gradwire.attach(ddp, spec, deadline_s=deadline_s, grain_numel=400)
-    transport = handle._engine.transport  # pyright: ignore[reportPrivateUsage]
+    transport = handle.session.engine.transport
     assert isinstance(transport, FaultyGroup)
     plans = plan_of(seed, world_size, REQUESTS)
     try:

@@ -270,7 +270,7 @@ def conserved(rank: int, world_size: int, how: str, views: bool) -> dict[str, fl
         nn.functional.cross_entropy(ddp(x), x[:, :4].argmax(1)).backward()
         gradients = [p.grad for p in model.parameters()]
         delivered += sum(float(gradient.double().sum()) for gradient in gradients if gradient is not None)
-    engine = handle._engine if handle else state._session.engine  # type: ignore[union-attr]
+    engine = handle.session.engine if handle else state._session.engine  # type: ignore[union-attr]
     leaves = [leaf for _, kept in engine.states() for _, leaf in walk(kept) if leaf.owed]
     owed = sum(float(leaf.tensor.double().sum()) for leaf in leaves)
     both = torch.tensor([given, owed], dtype=torch.float64)

@@ -71,7 +71,7 @@ def trained(rank: int, world_size: int, spec: str) -> dict[str, Any]:
         optimizer.zero_grad()
         ddp(tensor(10 * step + rank, 300)).square().mean().backward()
         optimizer.step()
-    (unit,) = handle._engine.plan.units  # pyright: ignore[reportPrivateUsage]
+    (unit,) = handle.session.engine.plan.units
     auto = unit.reducer.inter if isinstance(unit.reducer, Hierarchical) else unit.reducer
     assert isinstance(auto, Auto)
     result = {

@@ -25,9 +25,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim.swa_utils import AveragedModel
 
 import gradwire
-from gradwire.adapters.failures import Answer, FailureBoard
 from gradwire.bench.ranks import RankFailure, loopback_environments, run_function
 from gradwire.core.errors import AttachError, CommunicationError, ConnectionLost
+from gradwire.session.failures import Answer, FailureBoard
 
 FILE = Path(__file__).with_name("attach_cases.py")
 SOURCES = sorted(Path(gradwire.__file__).parent.rglob("*.py"))

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import gradwire
-from gradwire.adapters.checkpoint import Offer, Shelf, choose
 from gradwire.bench.ranks import RankFailure, run_function
 from gradwire.core import save_folder, tensor_file
 from gradwire.core.errors import StateError
 from gradwire.core.grain import flat_grain
+from gradwire.session.checkpoint import Offer, Shelf, choose
 from laws.damage import difference
 
 CASES = str(Path(__file__).with_name("checkpoint_cases.py"))

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
-from gradwire.adapters.communication import Lane
-from gradwire.adapters.failures import Answer, FailureBoard
 from gradwire.core.errors import CommunicationError
+from gradwire.session.failures import Answer, FailureBoard
+from gradwire.session.lane import Lane
 
 
 @pytest.fixture(autouse=True)

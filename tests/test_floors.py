@@ -18,6 +18,7 @@ FLOORS = (
     ("reducers",),
     ("methods", "spec"),
     ("drivers",),
+    ("session",),
     ("adapters",),
     ("hooks",),
     ("bench",),

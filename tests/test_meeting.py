@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
-from gradwire.adapters import meeting as meeting_module
-from gradwire.adapters.meeting import Meeting
 from gradwire.core.errors import CommunicationError
+from gradwire.session import meeting as meeting_module
+from gradwire.session.meeting import Meeting
 
 Turn = Callable[[Meeting], Any]
 

@@ -13,12 +13,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwire.adapters.report import FEWEST_STEPS, Report, Times, summarise
 from gradwire.bench.net import Network
 from gradwire.bench.ranks import run_function
 from gradwire.core.link import Link
 from gradwire.drivers.engine import Stats
 from gradwire.drivers.window import NORM_EVERY, START_UP, STEPS, Ready, Sample, Window, exposed_s
+from gradwire.session.report import FEWEST_STEPS, Report, Times, summarise
 
 CASES = str(Path(__file__).with_name("report_cases.py"))
 LINK = Link(0.001, 1e-6)

@@ -53,8 +53,23 @@ FILES: dict[str, tuple[Stage, ...]] = {
         ("tests/test_attach.py", "-k", "compiles"),
     ),
     "drivers/window.py": (("src/gradwire/drivers/window.py", *ARITHMETIC), REPORT),
-    "adapters/checkpoint.py": (("src/gradwire/adapters/checkpoint.py", "tests/test_handle.py"), CHECKPOINT),
-    "adapters/communication.py": (("tests/test_failures.py", "tests/test_handle.py"), ONE_RANK, ATTACHED, DDP),
+    "session/checkpoint.py": (("src/gradwire/session/checkpoint.py", "tests/test_handle.py"), CHECKPOINT),
+    "adapters/communication.py": (("tests/test_handle.py",), ONE_RANK, ATTACHED, DDP),
+    "session/lane.py": (
+        ("tests/test_failures.py", "tests/test_handle.py", "tests/test_session.py"),
+        ONE_RANK,
+        ATTACHED,
+        DDP,
+    ),
+    "session/names.py": (("src/gradwire/session/names.py", "tests/test_session.py"), ONE_RANK),
+    "session/reduction.py": (("tests/test_session.py", "tests/test_handle.py"), REPORT),
+    "session/session.py": (
+        ("src/gradwire/session/session.py", "tests/test_session.py", "tests/test_handle.py"),
+        ONE_RANK,
+        ATTACHED,
+        REPORT,
+        DDP,
+    ),
     "adapters/ddp.py": (
         ("src/gradwire/adapters/ddp.py", "tests/test_handle.py"),
         ONE_RANK,
@@ -63,23 +78,23 @@ FILES: dict[str, tuple[Stage, ...]] = {
         HOOKS,
         DDP,
     ),
-    "adapters/failures.py": (("tests/test_failures.py",), ATTACHED, ("tests/test_ddp.py", "-k", "exception")),
+    "session/failures.py": (("tests/test_failures.py",), ATTACHED, ("tests/test_ddp.py", "-k", "exception")),
     "adapters/hooks.py": (("tests/test_handle.py",), HOOKS),
-    "adapters/meeting.py": (("tests/test_meeting.py",), CHECKPOINT),
+    "session/meeting.py": (("tests/test_meeting.py",), CHECKPOINT),
     "adapters/models.py": (("src/gradwire/adapters/models.py", "tests/test_handle.py"), ONE_RANK, DDP),
     "adapters/power_sgd_hook.py": (
         ("src/gradwire/adapters/power_sgd_hook.py", "tests/test_handle.py", "tests/test_saved.py"),
         HOOKS,
     ),
     "adapters/power_sgd_memory.py": (("tests/test_saved.py",), HOOKS),
-    "adapters/report.py": (("src/gradwire/adapters/report.py", *ARITHMETIC), REPORT),
+    "session/report.py": (("src/gradwire/session/report.py", *ARITHMETIC), REPORT),
     "core/saved.py": (("tests/test_saved.py",), (STATE,), CHECKPOINT),
     "bench/results.py": (
         ("src/gradwire/bench/results.py", "tests/test_results.py", "tests/test_verdict.py", "tests/test_storage.py"),
     ),
 }
 
-LEFT_OUT = {("adapters/communication.py", "SideStream")}
+LEFT_OUT = {("session/lane.py", "SideStream")}
 """What runs on a GPU only: `tests/test_cuda.py` tests it where there is one."""
 
 EQUIVALENT: dict[tuple[str, str], str] = {

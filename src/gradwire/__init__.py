@@ -4,9 +4,7 @@ ddp = DistributedDataParallel(model)
 handle = gradwire.attach(ddp, "int4")
 """
 
-from gradwire.adapters.checkpoint import load, save
 from gradwire.adapters.ddp import Handle, attach
-from gradwire.adapters.report import Report
 from gradwire.core.errors import (
     AttachError,
     CommunicationError,
@@ -17,12 +15,16 @@ from gradwire.core.errors import (
     PayloadError,
     SpecError,
     StateError,
+    StepError,
 )
 from gradwire.core.reshard import reshard
 from gradwire.drivers.cost import Cost, cost
 from gradwire.drivers.engine import Stats
 from gradwire.drivers.lockstep import Lockstep
 from gradwire.methods import methods
+from gradwire.session import Session, SessionStep
+from gradwire.session.checkpoint import load, save
+from gradwire.session.report import Report
 from gradwire.spec import parse
 
 __version__ = "0.2.0"
@@ -39,9 +41,12 @@ __all__ = [
     "NonFiniteWarning",
     "PayloadError",
     "Report",
+    "Session",
+    "SessionStep",
     "SpecError",
     "StateError",
     "Stats",
+    "StepError",
     "attach",
     "cost",
     "load",

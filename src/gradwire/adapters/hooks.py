@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import GradBucket  # pyright: ignore[reportPrivateImportUsage]
 
-from gradwire.adapters.communication import BucketSession, Lane
+from gradwire.adapters.communication import BucketPort
 from gradwire.codecs import BF16, FP16, AffineInt, Identity
 from gradwire.core.errors import AttachError
 from gradwire.core.grain import ParameterSpec
@@ -21,6 +21,7 @@ from gradwire.drivers.engine import Engine
 from gradwire.drivers.groups import deadline_of
 from gradwire.drivers.plan import plan
 from gradwire.reducers import AllGather, AllReduce, Reducer
+from gradwire.session.lane import Lane
 
 # `register_comm_hook` reads the annotations of a hook, so this module must not postpone them.
 
@@ -42,7 +43,7 @@ def lane_of(process_group: dist.ProcessGroup | None, device: torch.device) -> La
     return lanes[device]
 
 
-class _Stateless(BucketSession):
+class _Stateless(BucketPort):
     """A reducer that remembers nothing: every bucket is a tensor of its own, whatever parameters it holds.
 
     So one session serves all models that share a process group, and DDP may rebuild its buckets at will.
@@ -87,9 +88,9 @@ def _reduce(
     process_group: dist.ProcessGroup | None, bucket: GradBucket, reducer: Reducer
 ) -> torch.futures.Future[Tensor]:
     lane = lane_of(process_group, bucket.buffer().device)
-    if reducer not in lane.sessions:
-        lane.sessions[reducer] = _Stateless(lane, reducer)
-    return lane.sessions[reducer].hook(bucket)
+    if reducer not in lane.ports:
+        lane.ports[reducer] = _Stateless(lane, reducer)
+    return lane.ports[reducer].hook(bucket)
 
 
 def allreduce_hook(process_group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

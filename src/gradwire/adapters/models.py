@@ -8,11 +8,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
-from gradwire.codecs.base import SUPPORTED_DTYPES
 from gradwire.core.errors import AttachError
-
-_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
-"""What `torch.compile`, `checkpoint_wrapper` and FSDP put into names, each a component of its own."""
+from gradwire.session.names import canonical_name, require_served
 
 _HOLDERS = (DistributedDataParallel, nn.DataParallel, AveragedModel)
 """Modules that hold another one under the name `module`, which a model may also give to a part of its own."""
@@ -66,15 +63,6 @@ def _require_unchanged(ddp: DistributedDataParallel, given: dict[str, Tensor]) -
             )
 
 
-def canonical_name(name: str) -> str:
-    """Return a parameter's name without the components that wrappers put into it.
-
-    >>> canonical_name("_orig_mod.layer._checkpoint_wrapped_module.weight"), canonical_name("gate_module.weight")
-    ('layer.weight', 'gate_module.weight')
-    """
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
-
-
 def check(ddp: DistributedDataParallel) -> None:
     """Refuse a model that cannot be served.
 
@@ -98,11 +86,8 @@ def check(ddp: DistributedDataParallel) -> None:
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise AttachError(f"{name!r} makes sparse gradients, which hooks do not see; set sparse=False")
     for name, parameter in ddp.module.named_parameters():
-        if parameter.requires_grad and parameter.dtype not in SUPPORTED_DTYPES:
-            names = ", ".join(str(d).removeprefix("torch.") for d in SUPPORTED_DTYPES)
-            raise AttachError(f"parameter {name!r} has dtype {parameter.dtype}; supported are {names}")
-        if parameter.device.type not in ("cpu", "cuda"):
-            raise AttachError(f"parameter {name!r} is on {parameter.device}; supported devices are cpu and cuda")
+        if parameter.requires_grad:
+            require_served(name, parameter.dtype, parameter.device)
 
 
 _INSTEAD = (

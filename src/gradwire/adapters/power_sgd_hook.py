@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import GradBucket  # pyright: ignore[reportPrivateImportUsage]
 
-from gradwire.adapters.communication import BucketSession, BucketStep, Lane, queue_callback
+from gradwire.adapters.communication import BucketPort, BucketStep, queue_callback
 from gradwire.adapters.hooks import lane_of
 from gradwire.adapters.power_sgd_memory import Memory, read_memory, write_memory
 from gradwire.codecs import Identity
@@ -27,6 +27,7 @@ from gradwire.core.state import walk
 from gradwire.drivers.engine import Engine, Stats
 from gradwire.drivers.plan import Unit, plan
 from gradwire.reducers import AllReduce, ErrorFeedback, Guard, PowerSGD, Reducer, WarmUp
+from gradwire.session.lane import Lane
 
 # `register_comm_hook` reads the annotations of a hook, so this module must not postpone them.
 
@@ -238,7 +239,7 @@ class PowerSGDState:
         self.load_state_dict(memory)
 
 
-class _Session(BucketSession):
+class _Session(BucketPort):
     """Follows one model: plans in the first step, when all buckets are known, then runs grains as gradients come."""
 
     def __init__(

@@ -25,6 +25,10 @@ class AttachError(GradwireError, RuntimeError):
     """A model, optimizer or process group that gradwire cannot serve, with the reason."""
 
 
+class StepError(GradwireError, RuntimeError):
+    """A session that is used in the wrong order, or is given other tensors than planned."""
+
+
 class StateError(GradwireError, ValueError):
     """A saved state that does not belong to this model or reducer."""
 

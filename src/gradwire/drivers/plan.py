@@ -37,6 +37,15 @@ class Unit(NamedTuple):
     reducer: Reducer
 
 
+class Place(NamedTuple):
+    """Where a part of a parameter lives: `numel` elements from `start` on, in a unit's grain from `offset` on."""
+
+    unit: int
+    start: int
+    numel: int
+    offset: int
+
+
 Wave = tuple[Unit, ...]
 
 
@@ -50,6 +59,15 @@ class Plan:
     def units(self) -> tuple[Unit, ...]:
         """Every unit, wave by wave."""
         return tuple(unit for wave in self.waves for unit in wave)
+
+    @property
+    def places(self) -> dict[str, list[Place]]:
+        """Where each parameter lives, by name."""
+        places: dict[str, list[Place]] = {}
+        for i, (grain, _) in enumerate(self.units):
+            for name, start, numel, offset in grain.segments:
+                places.setdefault(name, []).append(Place(i, start, numel, offset))
+        return places
 
     @property
     def positions(self) -> tuple[range, ...]:

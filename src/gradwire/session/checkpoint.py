@@ -7,21 +7,34 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-from gradwire.adapters.ddp import Handle
-from gradwire.adapters.meeting import Meeting, group_store
 from gradwire.core import save_folder
 from gradwire.core.errors import StateError
 from gradwire.core.reshard import reshard
 from gradwire.core.save_folder import Manifest, file_name
 from gradwire.core.saved_schema import SHARED, Saved
 from gradwire.core.tensor_file import Written
+from gradwire.session.meeting import Meeting, group_store
+from gradwire.session.session import Session
 
-_meetings: weakref.WeakKeyDictionary[Handle, Meeting] = weakref.WeakKeyDictionary()
+_meetings: weakref.WeakKeyDictionary[Session, Meeting] = weakref.WeakKeyDictionary()
 
 
-def save(folder: str | Path, handle: Handle) -> None:
+class Holder(Protocol):
+    """What holds a session, as the handle that `attach` returns."""
+
+    @property
+    def session(self) -> Session:
+        """The session."""
+        ...
+
+
+def _session_of(holder: Holder | Session) -> Session:
+    return holder if isinstance(holder, Session) else holder.session
+
+
+def save(folder: str | Path, handle: Holder | Session) -> None:
     """Save what every rank's `handle` remembers, one file a rank, next to your own checkpoint.
 
     Every rank must call it, between two steps. The folder may be one that all ranks share, or each host may have its
@@ -30,7 +43,7 @@ def save(folder: str | Path, handle: Handle) -> None:
 
     Args:
         folder: where to; it is made where it is missing.
-        handle: what `gradwire.attach` returned.
+        handle: what `gradwire.attach` returned, or a `Session`.
 
     Raises:
         StateError: a rank could not write its file (the message says which and why), or the ranks are not at one step.
@@ -40,7 +53,8 @@ def save(folder: str | Path, handle: Handle) -> None:
         torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, folder / f"{rank}.pt")
         gradwire.save(folder / "gradwire", handle)
     """
-    ranks, here, state = _Ranks("gradwire.save", handle), Path(folder), handle.state_dict()
+    session, here = _session_of(handle), Path(folder)
+    ranks, state = _Ranks("gradwire.save", session), session.state_dict()
     head = {key: state[key] for key in SHARED}
     last = max(save_folder.numbers(here), default=0)
     said = ranks.say({"head": head, "last": last, "token": save_folder.new_token()})
@@ -59,7 +73,7 @@ def save(folder: str | Path, handle: Handle) -> None:
     save_folder.remove_before(here, number)
 
 
-def load(folder: str | Path, handle: Handle) -> int:
+def load(folder: str | Path, handle: Holder | Session) -> int:
     """Take up what `gradwire.save` saved, and return the step it was saved at.
 
     Every rank must call it, after `attach` and before the first step. With as many ranks as saved each needs its own
@@ -69,7 +83,7 @@ def load(folder: str | Path, handle: Handle) -> int:
 
     Args:
         folder: as given to `save`; on each host the one that holds the files of its ranks.
-        handle: what `gradwire.attach` returned.
+        handle: what `gradwire.attach` returned, or a `Session`.
 
     Returns:
         The step that the save was made at: compare it with your own checkpoint's.
@@ -83,7 +97,8 @@ def load(folder: str | Path, handle: Handle) -> int:
         handle = gradwire.attach(ddp, "int4")
         step = gradwire.load(folder / "gradwire", handle)
     """
-    ranks, here = _Ranks("gradwire.load", handle), Path(folder)
+    session, here = _session_of(handle), Path(folder)
+    ranks = _Ranks("gradwire.load", session)
     found = save_folder.manifests(here)
     latest = max(save_folder.numbers(here), default=0)
     seen = [_offer(manifest, here, ranks) for manifest in found]
@@ -93,8 +108,8 @@ def load(folder: str | Path, handle: Handle) -> int:
         text = f"a later save in {here} was not finished on every rank, so the one of step {chosen.step} is loaded"
         warnings.warn(text, stacklevel=2)
     (manifest,) = [m for m in found if (m.number, m.token) == (chosen.number, chosen.token)]
-    loaded = ranks.try_together(lambda: handle.unpacked(_state(manifest, here, ranks))).own
-    handle.take_up(loaded)
+    loaded = ranks.try_together(lambda: session.unpacked(_state(manifest, here, ranks))).own
+    session.take_up(loaded)
     return chosen.step
 
 
@@ -199,14 +214,14 @@ class _Outcome(NamedTuple):
 
 
 class _Ranks:
-    """The ranks of a handle, who do something together."""
+    """The ranks of a session, who do something together."""
 
-    def __init__(self, call: str, handle: Handle) -> None:
-        group = handle.lane.group
+    def __init__(self, call: str, session: Session) -> None:
+        group = session.lane.group
         self.call, self.rank, self.world_size = call, group.rank(), group.size()
-        if handle not in _meetings:
-            _meetings[handle] = Meeting(group_store(), group.group_name, self.rank, self.world_size)
-        self._meeting, self._deadline_s = _meetings[handle], handle.lane.deadline_s
+        if session not in _meetings:
+            _meetings[session] = Meeting(group_store(), group.group_name, self.rank, self.world_size)
+        self._meeting, self._deadline_s = _meetings[session], session.lane.deadline_s
 
     def say(self, words: Any) -> list[Any]:
         """What all ranks say."""

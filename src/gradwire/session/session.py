@@ -1,0 +1,552 @@
+"""`Session`: what training needs around a method, without any framework."""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import functools
+import hashlib
+import itertools
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gradwire.core import saved
+from gradwire.core.collective import AllReduce
+from gradwire.core.errors import AttachError, NonFiniteWarning, StepError
+from gradwire.core.grain import ParameterSpec
+from gradwire.core.link import Link
+from gradwire.core.state import walk
+from gradwire.drivers.checked import Checked
+from gradwire.drivers.engine import Engine, Stats
+from gradwire.drivers.groups import destroy
+from gradwire.drivers.interpreter import ask
+from gradwire.drivers.measure import Bench, all_reduce_link, measured
+from gradwire.drivers.plan import Plan, plan
+from gradwire.drivers.process_group import GroupTransport
+from gradwire.drivers.warm import warm_up
+from gradwire.drivers.window import Window
+from gradwire.reducers.base import Reducer
+from gradwire.session.lane import INTERRUPTED_S, Lane
+from gradwire.session.meeting import Meeting, group_store
+from gradwire.session.names import canonical_name, require_served
+from gradwire.session.reduction import Reduction
+from gradwire.session.report import NON_FINITE, Report, observed
+from gradwire.spec import as_method
+
+DEADLINE_S = 300.0
+
+Tensors = nn.Module | Mapping[str, Tensor]
+"""A model, whose trained parameters count, or tensors by name."""
+
+
+class Session:
+    """Combines named tensors of all ranks of a process group by a method, step after step.
+
+    Every rank makes one at the same place, with the same method and tensors of the same names, shapes and dtypes; what
+    differs is told on every rank. The session plans grains, measures what `exchange=auto` asks for, and compiles what
+    the method uses. It communicates over a process group of its own. Use it where no DDP is: in a plain training loop,
+    or for tensors that are no gradients.
+
+    Args:
+        tensors: a model, whose parameters that require gradients count, or named tensors like those to be combined.
+        method: a reducer, or a spec such as `"topk:0.01"`.
+        group: whose ranks; None for the default group.
+        seed: of all random choices, the same on every rank.
+        deadline_s: seconds after which a silent rank is an error.
+        grain_numel: elements that are encoded together at most (default: a quarter of all, up to 2^20).
+        scaler: the loss scaler of the training loop, if it has one: residuals follow its scale.
+        checksum: send a CRC-32 with each payload, see `gradwire.attach`.
+        method_name: the method as reports should call it.
+        what: the call that errors speak of.
+
+    Raises:
+        AttachError: ranks that disagree, tensors that cannot be served, or no process group.
+        CommunicationError: a rank that did not come within `deadline_s`, by its number.
+        SpecError, CompositionError: a method that cannot be built.
+
+    Example:
+        session = gradwire.Session(model, "int4")
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            loss_of(model(inputs), targets).backward()
+            session.reduce_(model)  # every gradient is now the mean over ranks
+            optimizer.step()
+        session.close()
+    """
+
+    def __init__(
+        self,
+        tensors: Tensors,
+        method: Reducer | str,
+        *,
+        group: dist.ProcessGroup | None = None,
+        seed: int = 0,
+        deadline_s: float = DEADLINE_S,
+        grain_numel: int | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        checksum: bool = False,
+        method_name: str = "",
+        what: str = "gradwire.Session",
+    ) -> None:
+        self.method = method_name or (method if isinstance(method, str) else repr(method))
+        self.reducer = as_method(method)
+        self.seed, self._checksum, self._what = seed, checksum, what
+        self._scaler, self.scale = scaler, 1.0
+        specs = [ParameterSpec(name, tuple(t.shape), t.dtype, t.device) for name, t in _named(tensors).items()]
+        self._specs = {spec.name: spec for spec in specs}
+        self._device = specs[0].device if specs else torch.device("cpu")
+        self._refuse_what_cannot_be_served(specs)
+        group = group or dist.group.WORLD if dist.is_initialized() else None
+        if group is None:
+            raise AttachError("there is no default process group: call torch.distributed.init_process_group first")
+        self.reducer.require_ranks(group.size())
+        self.lane = Lane(group, self._device, deadline_s, what)
+        self.transport = transport = self.lane.transport()
+        # A session that is forgotten lets go as well: nothing that its threads run for good refers to it.
+        self._finalizer = weakref.finalize(self, _let_go, self.lane, transport, at_once=True)
+        self._finalizer.atexit = False  # `_close_all` knows what may still be torn down then
+        _sessions.add(self)
+        try:
+            planned = self._planned(specs, grain_numel)
+            warm_up(planned.units, transport.world_size)
+            self._agree_on("ready")  # so that no rank's compiling falls into another's first step
+            self.engine = Engine(planned, Checked(transport) if checksum else transport, seed)
+            self.window, self._link = Window(), self.measure_link()
+        except BaseException:
+            self.close(at_once=True)
+            raise
+        self.reduction = Reduction(self.engine, self.window)
+        self._warned_of_non_finite = False
+        self._in_use = threading.Lock()
+
+    def __repr__(self) -> str:
+        return f"Session({self.reducer!r}, grains={len(self.engine.plan.units)}, step={self.engine.index})"
+
+    # Making ------------------------------------------------------------------------------------------------------
+
+    def _refuse_what_cannot_be_served(self, specs: Iterable[ParameterSpec]) -> None:
+        for spec in specs:
+            require_served(spec.name, spec.dtype, spec.device)
+            if spec.device.type != self._device.type:
+                raise AttachError(
+                    f"{spec.name!r} lies on {spec.device} and others on {self._device}: make a session for each"
+                )
+        if self._checksum and self._device.type != "cpu":
+            raise AttachError(f"checksums are made on a CPU, and the tensors lie on {self._device}: leave checksum out")
+
+    def _planned(self, specs: list[ParameterSpec], grain_numel: int | None) -> Plan:
+        """Plan grains, once all ranks agree on what they are, and measure what the reducer wants measured."""
+        transport, where = self.transport, f" in {self._what}"
+        # Of a device only its kind: ranks of one host have different ones.
+        tensors = [f"{s.name!r} {tuple(s.shape)} {s.dtype} on {s.device.type}" for s in specs]
+        method = f"{self.reducer!r}, seed={self.seed}, checksum={self._checksum}"
+        if not self._agree_on(repr([method, *tensors, _described(plan(specs, self.reducer, grain_numel))])):
+            self._tell_the_difference(method, tensors)
+        for glob in self.reducer.unmet(self._specs):
+            said = f"no trained parameter has a name like {glob!r}: that rule of the policy serves none"
+            warnings.warn(said, stacklevel=5)
+        self.lane.call(lambda: transport.prepare(self.reducer.axes(transport.world_size)), where)
+        told = self.lane.call(lambda: measured(self.reducer, transport, self._device), where)
+        return plan(specs, told, grain_numel)
+
+    def _agree_on(self, configuration: str) -> bool:
+        """Whether all ranks say the same."""
+        digest = int.from_bytes(hashlib.blake2b(configuration.encode(), digest_size=7).digest(), "little")
+        mine = AllReduce(torch.tensor([digest, -digest], device=self._device), "max")
+        high, low = self.lane.call(lambda: ask(mine, self.transport), f" in {self._what}").tolist()
+        return high == -low
+
+    def _tell_the_difference(self, method: str, tensors: list[str]) -> None:
+        """Refuse a method or tensors that differ between ranks, which would hang later: say what and on which rank."""
+        group = self.lane.group
+        meeting = Meeting(group_store(), f"{group.group_name}/difference", group.rank(), group.size())
+        said = meeting.exchange(self._what, {"method": method, "tensors": tensors}, self.lane.deadline_s)
+        raise AttachError(f"ranks disagree on {difference(said)}")
+
+    # Steps -------------------------------------------------------------------------------------------------------
+
+    def reduce_(self, tensors: Tensors) -> None:
+        """Combine the tensors of all ranks, in place: each rank has the result in the tensors it gave.
+
+        Args:
+            tensors: a model, whose gradients are combined, or a mapping from names to tensors; as planned, all of them.
+
+        Raises:
+            StepError: a tensor is missing, unknown, or of another shape, dtype or device than planned; a step is under
+                way already, in another thread too; or the session is closed. Nothing is communicated then.
+            CommunicationError: a rank failed or fell silent, by its number.
+        """
+        given = _gradients(tensors) if isinstance(tensors, nn.Module) else dict(tensors)
+        with self.step() as step:
+            step.deliver_all(given)
+
+    def step(self) -> SessionStep:
+        """Begin a step whose tensors come one by one; use it in a `with` block, whose end waits for the results.
+
+        Example:
+            with session.step() as step:
+                for name, gradient in as_they_become_ready():
+                    step.deliver(name, gradient)  # returns at once; leave it alone until the block ends
+            # every tensor that was delivered holds its mean now
+
+        Raises:
+            StepError: a step is under way already, or the session is closed.
+            CommunicationError: an earlier step failed.
+        """
+        return SessionStep(self)
+
+    def begin(self) -> None:
+        """Note that a step begins: for ports, in the thread of the training loop, before they hand anything over."""
+        if not self._finalizer.alive:
+            raise StepError("this session is closed: make a new one")
+        self.lane.require_sound()
+        self.window.begin()
+        if (growth := self._growth_of_scale()) != 1.0:
+            self.lane.driver.run(lambda: self.engine.rescale(growth))
+
+    @property
+    def is_open(self) -> bool:
+        """Whether `close` has not been called."""
+        return self._finalizer.alive
+
+    def occupy(self) -> None:
+        """Have the session for one step.
+
+        Raises:
+            StepError: another one is under way.
+        """
+        if not self._in_use.acquire(blocking=False):
+            raise StepError(
+                "a step of this session is under way, here or in another thread: end it before the next one begins"
+            )
+
+    def vacate(self) -> None:
+        """Let others have it."""
+        self._in_use.release()
+
+    def planned(self, name: str) -> ParameterSpec:
+        """What was planned for a tensor.
+
+        Raises:
+            StepError: nothing.
+        """
+        if name not in self._specs:
+            raise StepError(f"{name!r} is none of this session's {len(self._specs)} tensors")
+        return self._specs[name]
+
+    @property
+    def names(self) -> Iterable[str]:
+        """The planned tensors, in the order in which they were given."""
+        return self._specs
+
+    def _growth_of_scale(self) -> float:
+        """By what the loss scale has grown since the last step; a scale of powers of two makes this exact."""
+        scaler = self._scaler if self._scaler is not None and self._scaler.is_enabled() else None
+        before, self.scale = self.scale, float(scaler.get_scale()) if scaler else 1.0
+        return self.scale / before
+
+    def where(self) -> str:
+        """The step at hand, as training loops count them."""
+        return f" in step {self.engine.index}"
+
+    def warn_of_non_finite(self) -> None:
+        """Say once that a gradient was not finite, where no loss scaler is known that would skip such steps."""
+        scaled = self._scaler is not None and self._scaler.is_enabled()
+        if scaled or self._warned_of_non_finite:
+            return
+        norm_is_known = self._device.type == "cpu"  # a GPU would be waited for
+        if self.engine.found_bad() or (norm_is_known and self.window.found_bad()):
+            self._warned_of_non_finite = True
+            warnings.warn(NonFiniteWarning(NON_FINITE), stacklevel=2)
+
+    # Figures -----------------------------------------------------------------------------------------------------
+
+    def report(self) -> Report:
+        """Return what the method costs and saves on this rank, over the last hundred steps and without start-up.
+
+        Ranks may ask whenever they like: nothing is communicated. See `Report` for what its figures mean.
+
+        Example:
+            print(session.report())                # for people
+            session.report().as_dict()["saved_ms"] # for programs
+        """
+        owed = self.residual_norm() / self.scale
+        return observed(self.engine, self.window, self._link, self.method, self.reducer.averages, owed)
+
+    def measure_link(self) -> Link | None:
+        """Measure again how long an uncompressed all-reduce takes, since links change; at the beginning that was done.
+
+        Every rank must call it at the same place, between two steps. Takes up to half a second.
+        """
+        self._link = all_reduce_link(Bench(self.transport, self._device), self.engine.dense_bytes)
+        return self._link
+
+    def stats(self) -> Stats:
+        """Return bytes and times so far, those of the step that has just ended among them."""
+        self.engine.settle()
+        return dataclasses.replace(self.engine.stats)
+
+    def residual_norm(self) -> float:
+        """Return the Euclidean norm of all that this rank owes: its residuals, and its shards' as an owner."""
+        squares = [
+            float(leaf.tensor.double().square().sum())
+            for _, state in self.engine.states()
+            for _, leaf in walk(state)
+            if leaf.owed
+        ]
+        return sum(squares) ** 0.5
+
+    # State -------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> saved.Saved:
+        """Return this rank's state by name; save one file a rank.
+
+        Resuming with the same world size is exact; for another, pass all ranks' states to `gradwire.reshard`.
+        `gradwire.save` and `gradwire.load` do all of it, files included.
+        """
+        where = {"step": self.engine.index, "seed": self.seed}
+        return saved.pack(self.engine.states(), self._member(), scale=self.scale, **where)
+
+    def _member(self) -> saved.Member:
+        return saved.Member(repr(self.reducer), self.transport.rank, self.transport.world_size)
+
+    def load_state_dict(self, state: saved.Saved) -> None:
+        """Take up a saved state.
+
+        Raises:
+            StateError: a damaged state, or one of another version, method, rank, world size or model; nothing is
+                changed then.
+        """
+        self.take_up(self.unpacked(state))
+
+    def unpacked(self, state: saved.Saved) -> saved.Loaded:
+        """Return what a saved state says, for `take_up`; until then nothing is changed.
+
+        Raises:
+            StateError: as `load_state_dict`.
+        """
+        return saved.unpack(state, self.engine.states(), self._member())
+
+    def take_up(self, loaded: saved.Loaded) -> None:
+        """Go on from what `unpacked` returned."""
+        self.engine.set_states(loaded.states)
+        self.engine.index, self.scale = loaded.step, loaded.scale
+        self.seed = self.engine.seed = loaded.seed
+
+    # Ending ------------------------------------------------------------------------------------------------------
+
+    def close(self, at_once: bool = False) -> None:
+        """Stop communicating: end the threads, then destroy the process groups. A second call does nothing.
+
+        Args:
+            at_once: do not wait for a step that is under way, as after an interrupt. A thread that is stuck in it ends
+                at `deadline_s`, or with the process.
+        """
+        if self._finalizer.detach() is not None:
+            _sessions.discard(self)
+            _let_go(self.lane, self.transport, at_once)
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self.lane.failures.leave_word(error)
+        self.close(at_once=error is not None and not isinstance(error, Exception))
+
+
+class SessionStep:
+    """A step on its way. Its `with` block ends when every tensor that was delivered holds its mean."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._delivered: dict[str, Tensor] = {}
+        self._error: BaseException | None = None
+        self._entered = False
+
+    def __enter__(self) -> SessionStep:
+        session = self._session
+        session.occupy()
+        try:
+            session.begin()
+            session.lane.failures.begin()
+            self._run(session.reduction.begin)
+        except BaseException:
+            session.vacate()
+            raise
+        self._entered = True
+        return self
+
+    def deliver(self, name: str, tensor: Tensor) -> None:
+        """Hand a tensor over. It must be left alone until the step ends, and then holds its mean.
+
+        Raises:
+            StepError: an unknown name, a tensor that was delivered already, or one of another shape, dtype or device
+                than planned; or the step is not under way. The tensors delivered before stay delivered.
+        """
+        if not self._entered:
+            raise StepError('a step is not under way: deliver inside of "with session.step() as step:"')
+        self._check(name, tensor)
+        self._delivered[name] = tensor
+        session, flat = self._session, tensor.detach().reshape(-1)
+        session.window.ready(time.perf_counter(), tensor.nbytes)
+
+        def put() -> None:
+            session.reduction.put(name, flat, session.scale)
+            session.reduction.pump()
+
+        self._run(put)
+
+    def deliver_all(self, tensors: Mapping[str, Tensor]) -> None:
+        """Deliver all of them, after all have been checked; the last ones first, as gradients come."""
+        for name, tensor in tensors.items():
+            self._check(name, tensor)
+        self._require_all(tensors)
+        for name in reversed(list(self._session.names)):
+            self.deliver(name, tensors[name])
+
+    def _check(self, name: str, tensor: Tensor) -> None:
+        spec = self._session.planned(name)
+        if name in self._delivered:
+            raise StepError(f"{name!r} was delivered already in this step")
+        if tensor.layout != torch.strided:
+            raise StepError(f"{name!r} is {tensor.layout}, and only dense tensors can be combined")
+        if tuple(tensor.shape) != spec.shape or tensor.dtype != spec.dtype or tensor.device != spec.device:
+            found = f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
+            raise StepError(f"{name!r} is {found}, and was planned as {spec.shape} {spec.dtype} on {spec.device}")
+
+    def _require_all(self, names: Iterable[str]) -> None:
+        missing = set(self._session.names) - set(names)
+        if missing:
+            first, *others = (name for name in self._session.names if name in missing)
+            more = f" and {len(others)} more" if others else ""
+            raise StepError(f"{first!r}{more} was not delivered: every rank gives all tensors, zeros where it has none")
+
+    def _run(self, job: Callable[[], None]) -> None:
+        """Have a job done where programs run; after an error nothing more is done."""
+
+        def guarded() -> None:
+            if self._error is None:
+                try:
+                    job()
+                except BaseException as error:
+                    session = self._session
+                    self._error = session.lane.poison = session.lane.failures.explain(error, session.where())
+
+        self._session.lane.driver.run(guarded)
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        session = self._session
+        self._entered = False
+        try:
+            if error is None:
+                self._require_all(self._delivered)
+                self._wait()
+                session.warn_of_non_finite()
+            elif self._delivered:  # others may wait for what this rank does not deliver any more
+                session.lane.poison = session.lane.failures.explain(error, session.where())
+        except StepError as left_out:
+            session.lane.poison = session.lane.failures.explain(left_out, session.where())
+            raise
+        finally:
+            session.lane.failures.end()
+            session.vacate()
+
+    def _wait(self) -> None:
+        """Run to the end, write the means, and raise what went wrong."""
+        session, done = self._session, threading.Event()
+
+        def finish() -> None:
+            session.reduction.finish()
+            for name, tensor in self._delivered.items():
+                _write(tensor, functools.partial(session.reduction.take, name))
+            session.reduction.end()
+
+        self._run(finish)
+        session.lane.driver.run(done.set)
+        failure = session.lane.wait(done, session.where())
+        if (error := self._error or failure) is not None:
+            raise error
+
+
+def _write(tensor: Tensor, take: Callable[[Tensor], None]) -> None:
+    """Have a tensor's mean written into it, wherever its elements lie."""
+    target = tensor.detach()
+    if target.is_contiguous():
+        take(target.view(-1))
+    else:
+        flat = torch.empty(target.numel(), dtype=target.dtype, device=target.device)
+        take(flat)
+        target.copy_(flat.view(target.shape))
+
+
+def _named(tensors: Tensors) -> dict[str, Tensor]:
+    """Named tensors, those of a model without what wrappers add to names."""
+    if not isinstance(tensors, nn.Module):
+        return dict(tensors)
+    return {canonical_name(name): p for name, p in tensors.named_parameters() if p.requires_grad}
+
+
+def _gradients(model: nn.Module) -> dict[str, Tensor]:
+    """A model's gradients; a parameter that was not used gets one of zeros, since other ranks may have used it."""
+    found: dict[str, Tensor] = {}
+    for name, parameter in _named(model).items():
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        found[name] = parameter.grad
+    return found
+
+
+def difference(said: list[dict[str, Any]]) -> str:
+    """What the ranks' words differ in first, from those of rank 0.
+
+    >>> difference([{"method": "a", "tensors": ["x"]}, {"method": "a", "tensors": ["x", "y"]}])
+    'the tensors: number 1 is y on rank 1, and nothing on rank 0'
+    """
+    first, *others = said
+    for rank, words in enumerate(others, 1):
+        if words["method"] != first["method"]:
+            return f"the method: rank {rank} has {words['method']}, and rank 0 has {first['method']}"
+        for i, (theirs, its) in enumerate(itertools.zip_longest(words["tensors"], first["tensors"], fillvalue=None)):
+            if theirs != its:
+                return (
+                    f"the tensors: number {i} is {theirs or 'nothing'} on rank {rank}, and {its or 'nothing'} on rank 0"
+                )
+    return "grain_numel=, or the version of gradwire"
+
+
+_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+
+
+def _let_go(lane: Lane, transport: GroupTransport, at_once: bool) -> None:
+    """End the threads of a lane, the last of which destroys the groups."""
+    lane.close(functools.partial(_destroy, lane, transport), INTERRUPTED_S if at_once else lane.deadline_s + 10.0)
+
+
+def _destroy(lane: Lane, transport: GroupTransport) -> None:
+    transport.close()
+    destroy(lane.group)
+    del lane.group
+
+
+@atexit.register
+def _close_all() -> None:
+    """Join communication threads before the interpreter takes their process groups apart."""
+    for session in list(_sessions):
+        session.lane.close()
+
+
+def _described(planned: Plan) -> str:
+    """What must be the same on all ranks of a plan."""
+    grains = [unit.grain for unit in planned.units]
+    return repr(
+        [(g.segments, g.shape, g.dtype, g.device.type, u.reducer) for g, u in zip(grains, planned.units, strict=True)]
+    )

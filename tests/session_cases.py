@@ -1,0 +1,151 @@
+"""What each rank does in the tests of sessions: plain loops without DDP, next to `attach`."""
+
+import hashlib
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import gradwire
+
+STEPS = 6
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 8), nn.LayerNorm(8))
+
+
+def loss_of(network: nn.Module, step: int, rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return network(torch.randn(16, 40, generator=generator)).square().mean()
+
+
+def digest(network: nn.Module) -> str:
+    whole = torch.cat([p.detach().reshape(-1) for p in network.parameters()])
+    return hashlib.blake2b(whole.numpy().tobytes(), digest_size=8).hexdigest()
+
+
+def by_attach(spec: str, rank: int) -> dict[str, Any]:
+    ddp = DDP(model())
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+    with gradwire.attach(ddp, spec, grain_numel=500) as handle:
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss_of(ddp, step, rank).backward()
+            optimizer.step()
+        return {"digest": digest(ddp), **seen(handle.session)}
+
+
+def by_loop(spec: str, rank: int) -> dict[str, Any]:
+    network = model()
+    optimizer = torch.optim.SGD(network.parameters(), 0.1)
+    session = gradwire.Session(network, spec, grain_numel=500)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(network, step, rank).backward()
+        session.reduce_(network)
+        optimizer.step()
+    found = {"digest": digest(network), **seen(session)}
+    session.close()
+    return found
+
+
+def by_pieces(spec: str, rank: int) -> dict[str, Any]:
+    """Gradients are handed over one by one while the backward pass makes them."""
+    network = model()
+    optimizer = torch.optim.SGD(network.parameters(), 0.1)
+    names: dict[Tensor, str] = {parameter: name for name, parameter in network.named_parameters()}
+    with gradwire.Session(network, spec, grain_numel=500) as session:
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            with session.step() as under_way:
+
+                def deliver(parameter: Tensor, under_way: gradwire.SessionStep = under_way) -> None:
+                    under_way.deliver(names[parameter], gradient_of(parameter))
+
+                hooks = [p.register_post_accumulate_grad_hook(deliver) for p in network.parameters()]
+                loss_of(network, step, rank).backward()
+            for hook in hooks:
+                hook.remove()
+            optimizer.step()
+        return {"digest": digest(network), **seen(session)}
+
+
+def gradient_of(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+def seen(session: gradwire.Session) -> dict[str, Any]:
+    """Figures that must be those of DDP."""
+    stats = session.stats()
+    return {"steps": stats.steps, "wire_bytes": stats.wire_bytes, "state": sorted(session.state_dict())}
+
+
+def alike(rank: int, world_size: int, specs: list[str]) -> dict[str, list[dict[str, Any]]]:
+    """The same training by `attach` and by sessions."""
+    return {spec: [way(spec, rank) for way in (by_attach, by_loop, by_pieces)] for spec in specs}
+
+
+def saved_and_loaded(rank: int, world_size: int, folder: str) -> list[str]:
+    """Digests of a run without a break, and of one that was saved in the middle and taken up by a new session."""
+    found: list[str] = []
+    for breaks in (False, True):
+        network = model()
+        session = gradwire.Session(network, "topk:0.1")
+        for step in range(STEPS):
+            network.zero_grad()
+            loss_of(network, step, rank).backward()
+            session.reduce_(network)
+            torch.optim.SGD(network.parameters(), 0.1).step()
+            if breaks and step == 2:
+                gradwire.save(Path(folder), session)
+                session.close()
+                session = gradwire.Session(network, "topk:0.1")
+                assert gradwire.load(Path(folder), session) == 3
+        found.append(digest(network))
+        session.close()
+    return found
+
+
+def disagreeing(rank: int, world_size: int) -> dict[str, dict[str, Any]]:
+    """What every rank is told where the last one has something else."""
+    other = rank == world_size - 1
+    x, y = torch.ones(4), torch.ones(2, 3)
+    cases: dict[str, Callable[[], gradwire.Session]] = {
+        "name": lambda: gradwire.Session({"x": x, "z" if other else "y": y}, "none", deadline_s=20),
+        "shape": lambda: gradwire.Session({"x": x, "y": y.T if other else y}, "none", deadline_s=20),
+        "dtype": lambda: gradwire.Session({"x": x, "y": y.half() if other else y}, "none", deadline_s=20),
+        "order": lambda: gradwire.Session({"y": y, "x": x} if other else {"x": x, "y": y}, "none", deadline_s=20),
+        "fewer": lambda: gradwire.Session({"x": x} if other else {"x": x, "y": y}, "none", deadline_s=20),
+        "method": lambda: gradwire.Session({"x": x}, "int8" if other else "int4", deadline_s=20),
+        "grains": lambda: gradwire.Session({"x": x}, "int4", deadline_s=20, grain_numel=2 if other else 4),
+    }
+    found: dict[str, dict[str, Any]] = {}
+    for name, make in cases.items():
+        began = time.monotonic()
+        try:
+            make().close()
+        except gradwire.AttachError as error:
+            found[name] = {"text": str(error), "s": time.monotonic() - began}
+    return found
+
+
+def left_out(rank: int, world_size: int) -> str:
+    """The last rank leaves a tensor out; what each is told."""
+    x, y = torch.ones(4), torch.ones(3)
+    session = gradwire.Session({"x": x, "y": y}, "none", deadline_s=10)
+    try:
+        with session.step() as step:
+            step.deliver("y", y)
+            if rank < world_size - 1:
+                step.deliver("x", x)
+    except gradwire.GradwireError as error:
+        time.sleep(1)  # rank 0 holds the store, in which the others still read
+        return f"{type(error).__name__}: {error}"
+    return "no error"

@@ -1,0 +1,228 @@
+"""Sessions: training loops without DDP get what `attach` gives, and whoever uses one wrongly is told how."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
+
+import gradwire
+from gradwire import AttachError, Session, SessionStep, StepError
+from gradwire.bench.ranks import run_function
+from gradwire.core.errors import CommunicationError, NonFiniteWarning
+
+CASES = str(Path(__file__).with_name("session_cases.py"))
+SPECS = ["int4", "topk:0.01", "powersgd:4", "median"]
+
+
+def run(case: str, ranks: int, **arguments: Any) -> list[Any]:
+    return run_function(f"{CASES}:{case}", ranks, arguments, 120)
+
+
+@functools.cache
+def alike(ranks: int) -> list[dict[str, list[dict[str, Any]]]]:
+    return run("alike", ranks, specs=SPECS)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_plain_loop_gives_the_parameters_that_attach_does(spec: str, ranks: int) -> None:
+    for found in alike(ranks):
+        attached, loop, pieces = found[spec]
+        assert attached["steps"] == 6
+        assert loop == attached
+        assert pieces == attached
+    assert len({found[spec][0]["digest"] for found in alike(ranks)}) == 1
+
+
+def test_a_session_is_saved_and_loaded_as_a_handle_is(tmp_path: Path) -> None:
+    for whole, broken in run("saved_and_loaded", 2, folder=str(tmp_path)):
+        assert whole == broken
+
+
+def test_ranks_that_differ_are_told_in_what_and_which() -> None:
+    everywhere = run("disagreeing", 3)
+    for found in everywhere:
+        assert found == {name: found[name] | {"s": found[name]["s"]} for name in everywhere[0]}
+        assert all(each["s"] < 20 for each in found.values())
+        told = {name: each["text"] for name, each in found.items()}
+        whole = "(2, 3) torch.float32 on cpu"
+        assert told["name"].endswith(f"number 1 is 'z' {whole} on rank 2, and 'y' {whole} on rank 0")
+        assert "'y' (3, 2) torch.float32 on cpu on rank 2, and 'y' (2, 3)" in told["shape"]
+        assert "'y' (2, 3) torch.float16 on cpu on rank 2" in told["dtype"]
+        assert "number 0 is 'y'" in told["order"]
+        assert "number 1 is nothing on rank 2, and 'y'" in told["fewer"]
+        assert "the method: rank 2 has" in told["method"]
+        assert "grain_numel=" in told["grains"]
+
+
+def test_a_tensor_left_out_on_one_rank_is_named_on_all() -> None:
+    first, second, last = run("left_out", 3)
+    assert last == "StepError: 'x' was not delivered: every rank gives all tensors, zeros where it has none"
+    for told in (first, second):
+        assert "CommunicationError: rank 2 failed with StepError: 'x' was not delivered" in told
+
+
+# One rank, in this process ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def session(one_rank: None) -> Iterator[Session]:
+    with Session({"a": torch.zeros(3), "b": torch.zeros(2, 2)}, "none", deadline_s=5) as made:
+        yield made
+
+
+def tensors() -> dict[str, Tensor]:
+    return {"a": torch.tensor([1.0, 2, 3]), "b": torch.tensor([[1.0, 2], [3, 4]])}
+
+
+def test_tensors_are_reduced_in_place_wherever_their_elements_lie(session: Session) -> None:
+    given = {"a": torch.arange(6.0)[::2], "b": torch.tensor([[1.0, 2], [3, 4]]).T}
+    before = {name: tensor.clone() for name, tensor in given.items()}
+    session.reduce_(given)
+    for name, tensor in given.items():
+        assert torch.equal(tensor, before[name])
+    assert not given["b"].is_contiguous()
+
+
+def test_a_model_without_some_gradients_counts_as_zero_there(one_rank: None) -> None:
+    first, second = nn.Linear(2, 2), nn.Linear(2, 1)
+    second.requires_grad_(False)
+    network = nn.Sequential(first, second)
+    with Session(network, "int4", deadline_s=5) as made:
+        assert list(made.names) == ["0.weight", "0.bias"]
+        first(torch.ones(1, 2)).sum().backward()
+        first.bias.grad = None
+        made.reduce_(network)
+    assert first.bias.grad is not None
+    assert first.weight.grad is not None
+    assert torch.equal(first.bias.grad, torch.zeros(2))
+    assert bool(first.weight.grad.any())
+
+
+WRONG: dict[str, tuple[dict[str, Tensor | None], str]] = {
+    "missing": ({"b": None}, "'b' was not delivered: every rank gives all tensors"),
+    "unknown": ({"c": torch.zeros(1)}, "'c' is none of this session's 2 tensors"),
+    "shape": ({"a": torch.zeros(4)}, r"'a' is \(4,\) torch.float32 on cpu, and was planned as \(3,\)"),
+    "dtype": ({"a": torch.zeros(3).double()}, "'a' is .*float64.* planned as .*float32"),
+    "device": ({"a": torch.zeros(3, device="meta")}, "'a' is .* on meta, and was planned as .* on cpu"),
+    "sparse": ({"a": torch.zeros(3).to_sparse()}, "only dense tensors can be combined"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_wrong_tensors_are_named_and_the_next_step_goes_on(session: Session, wrong: str) -> None:
+    others, told = WRONG[wrong]
+    given = {name: tensor for name, tensor in {**tensors(), **others}.items() if tensor is not None}
+    with pytest.raises(StepError, match=told):
+        session.reduce_(given)
+    given = tensors()
+    session.reduce_(given)
+    assert torch.equal(given["a"], tensors()["a"])
+    assert session.stats().steps == 1
+
+
+def test_a_tensor_is_delivered_once_a_step(session: Session) -> None:
+    given = tensors()
+
+    def twice() -> None:
+        with session.step() as step:
+            step.deliver("a", given["a"])
+            step.deliver("a", given["a"])
+
+    with pytest.raises(StepError, match="'a' was delivered already in this step"):
+        twice()
+    with pytest.raises(CommunicationError, match="communication failed in an earlier step"):
+        session.reduce_(tensors())
+
+
+def test_a_step_has_a_beginning_and_an_end(session: Session) -> None:
+    with pytest.raises(StepError, match="deliver inside of"):
+        session.step().deliver("a", torch.zeros(3))
+    given = tensors()
+    with session.step() as step:
+        step.deliver_all(given)
+        with pytest.raises(StepError, match="a step of this session is under way"):
+            session.reduce_(tensors())
+    ended: SessionStep = step
+    with pytest.raises(StepError, match="a step is not under way"):
+        ended.deliver("a", given["a"])
+    session.reduction.begin()
+    with pytest.raises(StepError, match="finish the step before means are taken"):
+        session.reduction.take("a", torch.zeros(3))
+    session.reduce_(tensors())
+    assert session.engine._results == []  # pyright: ignore[reportPrivateUsage]
+
+
+def test_one_thread_at_a_time(session: Session) -> None:
+    told: list[BaseException] = []
+
+    def other() -> None:
+        try:
+            session.reduce_(tensors())
+        except StepError as error:
+            told.append(error)
+
+    with session.step() as step:
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join(10)
+        step.deliver_all(tensors())
+    assert "here or in another thread" in str(told[0])
+
+
+def test_a_closed_session_says_so(one_rank: None) -> None:
+    made = Session({"a": torch.zeros(3)}, "none", deadline_s=5)
+    made.close()
+    made.close()
+    with pytest.raises(StepError, match="this session is closed: make a new one"):
+        made.reduce_({"a": torch.zeros(3)})
+
+
+def test_what_cannot_be_served_is_refused(one_rank: None) -> None:
+    with pytest.raises(AttachError, match=r"'a' has dtype .*int64; supported are"):
+        Session({"a": torch.zeros(3, dtype=torch.int64)}, "none")
+    with pytest.raises(AttachError, match="'a' is on meta; supported devices are cpu and cuda"):
+        Session({"a": torch.zeros(3, device="meta")}, "none")
+    with pytest.raises(gradwire.CompositionError, match="needs at least"):
+        Session({"a": torch.zeros(3)}, "krum:1")
+
+
+def test_without_a_process_group_it_says_what_to_call() -> None:
+    with pytest.raises(AttachError, match="there is no default process group: call torch"):
+        Session({"a": torch.zeros(3)}, "none")
+
+
+def test_a_gradient_that_is_not_finite_is_warned_about_once(session: Session) -> None:
+    given = tensors()
+    given["a"][0] = float("nan")
+    for _ in range(12):
+        session.reduce_({name: tensor.clone() for name, tensor in tensors().items()})
+    with Session({"a": torch.zeros(3)}, "int4", deadline_s=5) as made:
+        with pytest.warns(NonFiniteWarning):
+            made.reduce_({"a": given["a"].clone()})
+        made.reduce_({"a": given["a"].clone()})
+        assert made.stats().bad_steps == 2
+
+
+def test_a_forgotten_session_lets_go(one_rank: None) -> None:
+    made = Session({"a": torch.zeros(3)}, "none", deadline_s=5)
+    thread = made.lane.driver._thread  # type: ignore[union-attr]
+    del made
+    thread.join(10)
+    assert not thread.is_alive()
