@@ -14,7 +14,7 @@ from mutant_tests import EQUIVALENT, FILES, LEFT_OUT
 def test_every_mutant_is_another_program(file: str) -> None:
     source = (mutants.ROOT / mutants.SOURCE / file).read_bytes()
     same, found = ast.dump(ast.parse(source)), mutants.mutants_of(file)
-    assert len(found) > 10
+    assert found
     for mutant in found[::10]:
         assert ast.dump(ast.parse(mutant.applied(source))) != same, mutant
 
@@ -30,7 +30,9 @@ def test_a_draw_has_its_number_and_something_of_every_file() -> None:
 def test_every_file_with_code_in_it_has_its_tests() -> None:
     root = mutants.ROOT / mutants.SOURCE
     floors = [
-        file.relative_to(root).as_posix() for floor in ("drivers", "adapters") for file in root.glob(f"{floor}/*.py")
+        file.relative_to(root).as_posix()
+        for floor in ("drivers", "session", "adapters")
+        for file in root.glob(f"{floor}/*.py")
     ]
     assert set(FILES) == {file for file in floors if not file.endswith("__init__.py")} | {
         "core/saved.py",
