@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -145,3 +145,18 @@ def test_misuse_is_told() -> None:
         matrices.low_rank_(M, torch.zeros(1, 3, 4), factor)
     with pytest.raises(TypeError, match="float32 only"):
         matrices.project_columns(M, factor.double())
+
+
+def test_without_data_the_shapes_are_the_same() -> None:
+    M, Pt, Qt = drawn(2, 6, 5), drawn(2, 3, 6, seed=1), drawn(2, 3, 5, seed=2)
+    calls: list[tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = [
+        (matrices.project_columns, (M, Qt)),
+        (matrices.project_rows, (Pt, M)),
+        (matrices.low_rank, (Pt, Qt)),
+        (matrices.products, (Qt, Qt)),
+        (matrices.orthonormalise, (Qt,)),
+    ]
+    for kernel, tensors in calls:
+        real, shape = kernel(*tensors), kernel(*(tensor.to("meta") for tensor in tensors))
+        assert (shape.shape, shape.dtype, shape.is_meta) == (real.shape, real.dtype, True)
+        assert shape.is_contiguous()

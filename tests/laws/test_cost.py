@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradwire import cost, parse
 from gradwire.bench.tasks import make_task
 from gradwire.cli.main import main
 from gradwire.core.collective import AllGather, Collective, Total
 from gradwire.core.grain import ParameterSpec
-from gradwire.drivers.interpreter import sent_bytes
+from gradwire.core.program import Program
+from gradwire.drivers.cost import Cost, MetaTransport
+from gradwire.drivers.interpreter import Interpreter, run, sent_bytes
 from gradwire.drivers.lockstep import Lockstep
 from gradwire.drivers.plan import plan
 from gradwire.reducers import Reducer
+from gradwire.reducers.base import Reduced, Step
 
 from . import checks
 from .subjects import CPU, ranks_for, reducers, sample
@@ -45,8 +52,9 @@ def sent(reducer: Reducer, ranks: int) -> list[Collective]:
         spied = checks.Spied(serving)
         xs: list[Tensor] = [sample("heavy", grain.shape, grain.dtype, seed) for seed in range(ranks)]
         Lockstep(spied, grain, ranks).step(xs)
-        assert len({len(of_rank) for of_rank in spied.asked.values()}) == 1, "ranks asked for different numbers"
-        found += spied.asked[0]
+        asked = [spied.asked.get(rank, []) for rank in range(ranks)]  # a ring of one rank asks for nothing
+        assert len({len(of_rank) for of_rank in asked}) == 1, "ranks asked for different numbers"
+        found += asked[0]
     return travelling(found)
 
 
@@ -60,6 +68,79 @@ def test_cost_is_what_travels(spec: str, ranks: int) -> None:
     # Coalesced requests are divided by n together and alone one by one, each rounded down.
     assert wire <= found.wire_bytes <= wire + len(real)
     assert found.dense_bytes == sum(p.numel * p.dtype.itemsize for p in MODEL)
+
+
+META = torch.device("meta")
+LAYER_GRAINS = 1000
+
+
+def layers(count: int) -> list[ParameterSpec]:
+    """A model of equal layers, whose matrices are cut into several grains, between two that come once."""
+    found = [ParameterSpec("embed.weight", (61, 16), torch.float32, META)]
+    for i in range(count):
+        shapes = {"up.weight": (50, 20), "up.bias": (50,), "down.weight": (20, 100), "scale": ()}
+        found += [ParameterSpec(f"{i}.{name}", shape, torch.float32, META) for name, shape in shapes.items()]
+        found.append(ParameterSpec(f"{i}.norm.weight", (20,), torch.bfloat16, META))
+    return [*found, ParameterSpec("head.weight", (60, 20), torch.float32, META)]
+
+
+def unshortened(reducer: Reducer, model: list[ParameterSpec], ranks: int, rank: int, index: int) -> Cost:
+    """The cost as it is defined: every wave runs, and what travels is added up."""
+    transport, step = MetaTransport(ranks, rank), Step(index, rank, ranks)
+    waves = plan(model, reducer, LAYER_GRAINS).waves
+
+    def programs(wave: int) -> list[Program[Reduced]]:
+        return [
+            serving.reduce(grain, torch.empty(grain.shape, dtype=grain.dtype, device=META), state, step)
+            for grain, serving in waves[wave]
+            for state in [serving.init(grain, step)]
+        ]
+
+    run(Interpreter[Reduced](transport).script(len(waves), programs))
+    inside = [r for r in transport.requests if r.axis and r.axis.stride == 1]
+    return Cost(
+        sum(request.nbytes for request in transport.requests),
+        sum(sent_bytes(request, ranks) for request in transport.requests),
+        sum(p.numel * p.dtype.itemsize for p in model),
+        len(transport.requests),
+        sum(sent_bytes(request, ranks) for request in inside),
+    )
+
+
+@pytest.mark.parametrize("spec", [*REDUCERS, *("topk:0.1,node=2", "int4,node=2")])
+def test_waves_that_are_priced_once_cost_what_all_of_them_do(spec: str) -> None:
+    reducer, model = parse(spec), layers(3)
+    ranks = ranks_for(reducer, 6)
+    found = cost(reducer, model, ranks, step=7, grain_numel=LAYER_GRAINS, rank=ranks - 1)
+    assert found == unshortened(reducer, model, ranks, ranks - 1, 7)
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations on tensors."""
+
+    count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def operations(spec: str, model: list[ParameterSpec], ranks: int) -> int:
+    """How many operations it takes to price a step."""
+    with Operations() as counted:
+        cost(spec, model, ranks, grain_numel=1600)
+    return counted.count
+
+
+@pytest.mark.parametrize("spec", ["none", "int4", "topk:0.01", "powersgd:2,factors=fp16", "int4,node=8"])
+def test_what_pricing_takes_grows_neither_with_equal_layers_nor_with_ranks(spec: str) -> None:
+    few, many = ([ParameterSpec(f"{i}", (80, 80), torch.float32, META) for i in range(n)] for n in (4, 40))
+    taken = operations(spec, few, 8)
+    assert taken > 0
+    assert operations(spec, many, 8) == taken
+    assert operations(spec, few, 16_384) <= taken + 30, "operations for each of the ranks"
 
 
 def resnet18(classes: int = 10) -> list[ParameterSpec]:

@@ -99,6 +99,19 @@ class Collective(ABC):
         return replace(request, axis=axis if self.axis is None else self.axis.within(axis))
 
 
+def by_rank(rows: Tensor) -> tuple[Tensor, ...]:
+    """Return the row of each rank, in rank order: what a program sums over.
+
+    Of rows without data (`meta`) the first stands for all: a sum of one has the shape of a sum of thousands.
+
+    >>> [row.tolist() for row in by_rank(torch.tensor([[1, 2], [3, 4]]))]
+    [[1, 2], [3, 4]]
+    >>> len(by_rank(torch.empty(16_384, 2, device="meta")))
+    1
+    """
+    return (rows[:1] if rows.is_meta else rows).unbind(0)
+
+
 def ring_bytes(nbytes: int, ranks: int) -> int:
     """Bytes that a rank sends in a ring all-reduce of a buffer of `nbytes`: 2 (n - 1)/n of them.
 
@@ -392,7 +405,7 @@ class Total(Collective):
 
     def received(self, part: Tensor) -> Tensor:
         """The rows of all ranks, added in their order."""
-        first, *others = part.contiguous().view(self.tensor.dtype).unbind(0)
+        first, *others = by_rank(part.contiguous().view(self.tensor.dtype))
         for row in others:
             first = first + row
         return first.view(self.tensor.shape)

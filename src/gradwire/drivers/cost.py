@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.core.collective import AllGather, AllReduce, AllToAll, Collective, SendRecv
+from gradwire.core.collective import Agree, AllGather, AllReduce, AllToAll, Axis, Collective, SendRecv, Total
 from gradwire.core.errors import CompositionError
-from gradwire.core.grain import ParameterSpec
+from gradwire.core.grain import Grain, ParameterSpec
+from gradwire.core.program import asking
 from gradwire.drivers.interpreter import Answer, Interpreter, run, sent_bytes, served
-from gradwire.drivers.plan import Plan, plan
+from gradwire.drivers.plan import Wave, plan
 from gradwire.reducers.base import Program, Reduced, Reducer, Step
 from gradwire.spec import as_method
 
@@ -96,6 +97,10 @@ def cost(
 ) -> Cost:
     """Return what one step of a method sends on each rank: exact for methods of fixed size.
 
+    It takes time by what differs among waves, not by the size of the model: waves that are equal but for names are run
+    once and counted as often as they come, so thousands of ranks and billions of parameters take part of a second. A
+    reducer of your own may draw from names, but what it asks for must not depend on them.
+
     Where a spec says `node=`, `inside_bytes` and `between_bytes` tell apart what stays in a node and what leaves it.
 
     Args:
@@ -117,36 +122,142 @@ def cost(
     if not 0 <= rank < world_size:
         raise CompositionError(f"rank {rank} of {world_size}: ranks are counted from 0")
     planned = plan(specs, reducer, grain_numel)
-    nowhere = MetaTransport(world_size, rank)
-    _run(planned, nowhere, step)
-    requests = nowhere.requests
-    dense = sum(spec.numel * spec.dtype.itemsize for spec in specs)
+    nowhere = _Tally(world_size, rank)
+    _run(_distinct(planned.waves), nowhere, step)
+    asked = [(r.request, r.times) if isinstance(r, _Repeated) else (r, 1) for r in nowhere.requests]
     return Cost(
-        payload_bytes=sum(request.nbytes for request in requests),
-        wire_bytes=_sent(requests, world_size),
-        dense_bytes=dense,
-        collectives=len(requests),
-        inside_bytes=_sent([r for r in requests if r.axis and r.axis.stride == 1], world_size),
+        payload_bytes=sum(times * request.nbytes for request, times in asked),
+        wire_bytes=_sent(asked, world_size),
+        dense_bytes=sum(spec.numel * spec.dtype.itemsize for spec in specs),
+        collectives=sum(times for _, times in asked),
+        inside_bytes=_sent([(r, times) for r, times in asked if r.axis and r.axis.stride == 1], world_size),
     )
 
 
-def _run(planned: Plan, transport: MetaTransport, index: int) -> None:
-    """Run a step of one rank whose gradients have no data."""
-    step = Step(index, transport.rank, transport.world_size)
-    units = planned.units
+def _sent(asked: Iterable[tuple[Collective, int]], world_size: int) -> int:
+    return sum(times * sent_bytes(request, world_size) for request, times in asked)
 
-    def programs(wave: int) -> list[Program]:
+
+# Equal waves -------------------------------------------------------------------------------------------------
+
+
+def _distinct(waves: Iterable[Wave]) -> list[tuple[Wave, int]]:
+    """The waves that ask for different things, each with how many there are of it, in the order of the first ones.
+
+    What a program asks for depends on its reducer and on the shape, dtype and cut of its grain. Names and offsets in
+    parameters enter keys and saved states, which have one size whatever they hold.
+    """
+    reducers: list[Reducer] = []
+    found: dict[Hashable, tuple[Wave, int]] = {}
+    for wave in waves:
+        alike = tuple((_number(unit.reducer, reducers), *_form(unit.grain)) for unit in wave)
+        found[alike] = (wave, found[alike][1] + 1 if alike in found else 1)
+    return list(found.values())
+
+
+def _number(reducer: Reducer, known: list[Reducer]) -> int:
+    """The place of a reducer among those that are known, which need be no keys of a dictionary."""
+    for i, other in enumerate(known):
+        if other is reducer or other == reducer:
+            return i
+    known.append(reducer)
+    return len(known) - 1
+
+
+def _form(grain: Grain) -> tuple[Hashable, ...]:
+    return grain.shape, grain.dtype, grain.device, tuple((segment.numel, segment.offset) for segment in grain.segments)
+
+
+def _run(waves: Sequence[tuple[Wave, int]], transport: MetaTransport, index: int) -> None:
+    """Run a step of one rank whose gradients have no data; each wave stands for as many equal ones."""
+    step = Step(index, transport.rank, transport.world_size)
+
+    def programs(number: int) -> list[Program]:
+        wave, times = waves[number]
         return [
-            reducer.reduce(grain, torch.empty(grain.shape, dtype=grain.dtype, device="meta"), state, step)
-            for grain, reducer in (units[i] for i in planned.positions[wave])
-            for state in [reducer.init(grain, step)]
+            asking(reducer.reduce(grain, x, reducer.init(grain, step), step), lambda request: _repeated(request, times))
+            for grain, reducer in wave
+            for x in [torch.empty(grain.shape, dtype=grain.dtype, device="meta")]
         ]
 
-    run(Interpreter[Reduced](transport).script(len(planned.waves), programs))
+    run(Interpreter[Reduced](transport).script(len(waves), programs))
 
 
-def _sent(requests: Iterable[Collective], world_size: int) -> int:
-    return sum(sent_bytes(request, world_size) for request in requests)
+def _repeated(request: Collective, times: int) -> Collective:
+    """The request of a program that stands for `times` equal ones."""
+    if isinstance(request, Agree):
+        return _Flags(request.flag, times)
+    if isinstance(request, Total):  # a sum has one size, of however many grains
+        return request
+    return _Repeated(request, times, request.axis)
+
+
+@dataclass(frozen=True, eq=False)
+class _Repeated(Collective):
+    """A request that `times` equal waves make, each for itself; it is answered once."""
+
+    verb = "repeated"
+
+    request: Collective
+    times: int
+    axis: Axis | None
+
+    @property
+    def nbytes(self) -> int:
+        """Of one."""
+        return self.request.nbytes
+
+    @property
+    def kind(self) -> Hashable:
+        """That of the request; programs of one wave stand for equally many."""
+        return self.request.kind
+
+    @classmethod
+    def joined(cls, requests: Sequence[Self]) -> _Repeated:
+        """What the requests of a wave are joined to, as often."""
+        first = requests[0]
+        joined = type(first.request).joined([each.request for each in requests])
+        return _Repeated(joined, first.times, first.axis)
+
+    @property
+    def length(self) -> int:
+        """The request's."""
+        return self.request.length
+
+    def received(self, part: Tensor) -> Tensor:
+        """As the request makes it."""
+        return self.request.received(part)
+
+    def wire_bytes(self, ranks: int) -> int:
+        """Of one."""
+        return self.request.wire_bytes(ranks)
+
+
+@dataclass(frozen=True, eq=False)
+class _Flags(Agree):
+    """The flags of `times` equal programs, which travel with all others of the step."""
+
+    times: int = 1
+
+    @property
+    def nbytes(self) -> int:
+        """A byte each."""
+        return self.times
+
+    @classmethod
+    def joined(cls, requests: Sequence[Agree]) -> AllReduce:
+        """As many bytes as there are flags."""
+        flags = sum(request.length for request in requests)
+        return AllReduce(requests[0].flag.new_empty(flags, dtype=torch.uint8), "max", True)
+
+    @property
+    def length(self) -> int:
+        """The flags."""
+        return self.times
+
+    def received(self, part: Tensor) -> Tensor:
+        """One of them: all are alike where there is no data."""
+        return part[0].bool()
 
 
 def require_world(reducer: Reducer, world_size: int) -> None:
@@ -194,3 +305,12 @@ class MetaTransport:
     def send_recv(self, request: SendRecv) -> Tensor:
         """What is received."""
         return request.like.new_empty(request.length)
+
+
+@dataclass
+class _Tally(MetaTransport):
+    """Notes requests that stand for several, too."""
+
+    def repeated(self, request: _Repeated) -> Tensor:
+        """What one of them is answered."""
+        return self.answer(request.request)

@@ -8,6 +8,7 @@ of matrices, and their all-reduce travels with the first factors.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -55,7 +56,7 @@ class Plan:
 
     waves: tuple[Wave, ...]
 
-    @property
+    @functools.cached_property
     def units(self) -> tuple[Unit, ...]:
         """Every unit, wave by wave."""
         return tuple(unit for wave in self.waves for unit in wave)
@@ -69,7 +70,7 @@ class Plan:
                 places.setdefault(name, []).append(Place(i, start, numel, offset))
         return places
 
-    @property
+    @functools.cached_property
     def positions(self) -> tuple[range, ...]:
         """Where each wave's units stand among all."""
         ends = list(itertools.accumulate(len(wave) for wave in self.waves))

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from gradwire import kernels
-from gradwire.kernels import reference_matrices
+from gradwire.kernels import meta_matrices, reference_matrices
 
 __all__ = [
     "gaussian",
@@ -38,6 +38,8 @@ LARGEST_RANK = 64
 
 
 def _module(x: Tensor) -> ModuleType:
+    if x.is_meta:
+        return meta_matrices
     if x.device.type == "cuda":
         found = kernels._kernels(x.device, x.numel())
         return reference_matrices if found is kernels.reference else found.matrices
@@ -194,6 +196,8 @@ def products(a: Tensor, b: Tensor) -> Tensor:
     >>> products(torch.tensor([[[1.0, 2.0]]]), torch.tensor([[[3.0, 4.0]]]))
     tensor([[11.]], dtype=torch.float64)
     """
+    if a.is_meta:
+        return meta_matrices.inner_products(a, b)
     return reference_matrices.inner_products(a.double(), b.double())
 
 

@@ -82,7 +82,7 @@ class AdaptiveThreshold(Reducer):
         rows = yield collective.AllGather(wire)
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         mean = torch.zeros(flat.numel(), device=flat.device, dtype=dtype)
-        for row in rows.unbind(0):
+        for row in collective.by_rank(rows):
             codec.accumulate(layout.views(row), mean, key, alpha=1.0 / n)
         return Reduced(mean.to(x.dtype).view(x.shape), SentPayload(codec, payload, key), state)
 

@@ -166,7 +166,7 @@ class AllGather(Reducer):
         encode(flat, key, payload)
         rows = yield from self._gathered(wire, payload, flat)
         mean = torch.zeros(flat.numel(), device=flat.device, dtype=_accumulator_dtype(flat.dtype))
-        for rank, row in enumerate(rows.unbind(0)):
+        for rank, row in enumerate(collective.by_rank(rows)):
             self.codec.accumulate(layout.views(row), mean, step.key(grain, rank=rank), alpha=1.0 / n)
         return Reduced(mean.to(x.dtype).view(x.shape), SentPayload(self.codec, payload, key), state)
 
@@ -302,7 +302,7 @@ class TwoShot(Reducer):
     def _sum(self, grain: Grain, received: Tensor, first: _Cut, step: Step) -> Tensor:
         """The mean, in rank order, of what all ranks sent of this rank's shard."""
         y = torch.zeros(first.size_of(step.rank), device=received.device, dtype=first.dtype)
-        for rank, row in enumerate(received):
+        for rank, row in enumerate(collective.by_rank(received)):
             payload = first.of_shard(row, step.rank)
             self.codec.accumulate(payload, y, step.key(grain, "first", rank=rank), alpha=1.0 / step.world_size)
         return y

@@ -183,7 +183,7 @@ def _node_mean(flat: Tensor, shard: slice, size: int, axis: Axis, step: Step) ->
     received = (yield collective.AllToAll(rows, axis)).reshape(-1).view(flat.dtype).view(axis.size, size)
     numel = shard.stop - shard.start
     total = torch.zeros(numel, dtype=torch.promote_types(flat.dtype, torch.float32), device=flat.device)
-    for row in received:
+    for row in collective.by_rank(received):
         total.add_(row[:numel], alpha=1.0 / axis.size)
     return total.to(flat.dtype)
 

@@ -13,7 +13,7 @@ from gradwire.core import collective
 from gradwire.core.errors import CompositionError
 from gradwire.core.grain import Grain
 from gradwire.core.key import Key
-from gradwire.core.payload import Layout, Payload
+from gradwire.core.payload import Payload
 from gradwire.core.state import Leaf, State
 from gradwire.reducers.base import Program, Reduced, Reducer, Step
 from gradwire.reducers.exchange import TwoShot
@@ -104,13 +104,13 @@ class SparseTwoShot(Reducer):
         sent = SentShards(first, first.encode(flat.to(dtype), step.key(grain, "first")), step.key(grain, "first"))
         received = yield collective.AllToAll(sent.rows)
         y = torch.zeros(first.size_of(step.rank), device=flat.device, dtype=dtype)
-        for rank, row in enumerate(received):
+        for rank, row in enumerate(collective.by_rank(received)):
             key = _of_shard(step.key(grain, "first", rank=rank), step.rank)
             self.codec.accumulate(first.payload(row, step.rank), y, key, alpha=1.0 / step.world_size)
         row, state = self._select(y, second, state, step.rank, step.key(grain, "second"))
         rows = yield collective.AllGather(row)
         mean = torch.empty(flat.numel(), dtype=x.dtype, device=flat.device)
-        for rank, row in enumerate(rows):
+        for rank, row in enumerate(collective.by_rank(rows)):
             key = step.key(grain, "second", rank=rank)
             self.second.decode_into(second.payload(row, rank), second.shard(mean, rank), key)
         return Reduced(mean.view(x.shape), sent, state)
@@ -136,11 +136,8 @@ class _Shards:
     def __init__(self, codec: Codec, numel: int, count: int, dtype: torch.dtype) -> None:
         self.codec, self.numel, self.count, self.dtype = codec, numel, count, dtype
         self.size = -(-numel // count)
-        self.layouts = [self._layout(rank) for rank in range(count)]
-        self.nbytes = max(layout.nbytes for layout in self.layouts)
-
-    def _layout(self, rank: int) -> Layout:
-        return self.codec.layout(self.size_of(rank), self.dtype)
+        self.layouts = {size: codec.layout(size, dtype) for size in {self.size_of(rank) for rank in range(count)}}
+        self.nbytes = max(layout.nbytes for layout in self.layouts.values())
 
     def size_of(self, rank: int) -> int:
         """Elements of a rank's shard: fewer, or none, behind the end of the tensor."""
@@ -152,13 +149,13 @@ class _Shards:
 
     def payload(self, row: Tensor, rank: int) -> Payload:
         """The fields in a rank's row."""
-        layout = self.layouts[rank]
+        layout = self.layouts[self.size_of(rank)]
         return layout.views(row[: layout.nbytes])
 
     def encode(self, x: Tensor, key: Key) -> Tensor:
         """Return one row a shard."""
         rows = torch.zeros(self.count, self.nbytes, dtype=torch.uint8, device=x.device)
-        for rank, row in enumerate(rows):
+        for rank, row in enumerate(collective.by_rank(rows)):
             self.codec.encode_into(self.shard(x, rank), _of_shard(key, rank), self.payload(row, rank))
         return rows
 
@@ -174,7 +171,7 @@ class SentShards:
     def subtract_from(self, x: Tensor) -> None:
         """x -= what the rows decode to."""
         flat = x.view(-1)
-        for rank, row in enumerate(self.rows):
+        for rank, row in enumerate(collective.by_rank(self.rows)):
             payload, key = self.shards.payload(row, rank), _of_shard(self.key, rank)
             self.shards.codec.accumulate(payload, self.shards.shard(flat, rank), key, alpha=-1.0)
 

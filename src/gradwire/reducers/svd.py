@@ -63,7 +63,7 @@ class SVD(LowRank):
             _decompose(M.float(), own[0][i], own[1][i])
         rows = yield collective.AllGather(wire)
         mean = torch.zeros(grain.shape, dtype=torch.float32, device=x.device)
-        for row in rows:
+        for row in collective.by_rank(rows):
             Pt, Qt = _factors(layout.views(row), grain)
             matrices.low_rank_(mean, Pt.float(), Qt.float(), 1.0 / step.world_size, add=True)
         return Reduced(mean.to(x.dtype).view(x.shape), SentFactors(*own), state)

@@ -135,7 +135,7 @@ class _Sums(Codec):
 def _add(received: Tensor, first: _Cut, second: _Cut, step: Step) -> Tensor:
     """The row of the sums of this rank's shard."""
     total = torch.zeros(first.size_of(step.rank), dtype=torch.float32, device=received.device)
-    for row in received:
+    for row in collective.by_rank(received):
         first.codec.accumulate(first.of_shard(row, step.rank), total, Key())
     wire = torch.zeros(second.row.nbytes, dtype=torch.uint8, device=received.device)
     second.codec.encode_into(total, Key(), second.of_shard(wire, step.rank))
