@@ -14,7 +14,7 @@ from torch import nn
 from gradwire import cost, parse
 from gradwire.core.grain import ParameterSpec
 from gradwire.drivers.cost import parameter_specs
-from gradwire.drivers.plan import Plan, plan
+from gradwire.drivers.plan import GRAIN_NUMEL, Plan, plan
 
 CPU = torch.device("cpu")
 SPECS = ("none", "topk:0.1", "int4", "powersgd:2", "sign,vectors=off", "powersgd:1,warmup=2")
@@ -90,6 +90,24 @@ def test_a_wave_of_matrices_has_an_end() -> None:
     model = [ParameterSpec(f"w{i}", (40, 40), torch.float32, CPU) for i in range(20)]
     waves = plan(model, parse("powersgd:2"), grain_numel=1600).waves
     assert [sum(unit.grain.numel for unit in wave) // 1600 for wave in waves] == [8, 8, 4]
+
+
+LARGE = [ParameterSpec(f"w{i}", (1 << 14, 1 << 12), torch.float32, CPU) for i in range(32)]
+"""2^31 elements."""
+
+
+def test_waves_of_a_large_model_hold_several_grains() -> None:
+    """About 128 waves, whatever the size; grains, which keys and states belong to, are cut as ever."""
+    large, tight = plan(LARGE, parse("int4")), plan(LARGE, parse("int4"), GRAIN_NUMEL)
+    assert [len(wave) for wave in large.waves] == [*[16] * 127, 15, 1]
+    assert {unit.grain.numel for unit in large.units} == {GRAIN_NUMEL}
+    assert tight == large
+    assert cost("int4", LARGE, 8).collectives == 2 * 129
+
+
+def test_waves_of_a_model_that_is_not_large_hold_one_grain() -> None:
+    waves = plan(LARGE[:2], parse("int4")).waves
+    assert [len(wave) for wave in waves] == [1] * 128
 
 
 def test_devices_share_no_wave() -> None:

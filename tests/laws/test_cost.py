@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -107,8 +107,17 @@ def unshortened(reducer: Reducer, model: list[ParameterSpec], ranks: int, rank: 
     )
 
 
-@pytest.mark.parametrize("spec", [*REDUCERS, *("topk:0.1,node=2", "int4,node=2")])
-def test_waves_that_are_priced_once_cost_what_all_of_them_do(spec: str) -> None:
+def constantly(grains: int) -> Callable[[int], int]:
+    """A size of waves that does not depend on the model's."""
+    return lambda _: grains
+
+
+MORE = ("topk:0.1,node=2", "int4,node=2")
+
+
+@pytest.mark.parametrize(("spec", "grains"), [*((s, 2) for s in (*REDUCERS, *MORE)), *((s, 1) for s in MORE)])
+def test_what_is_priced_once_costs_what_all_of_it_does(spec: str, grains: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gradwire.drivers.plan.wave_grains", constantly(grains))
     reducer, model = parse(spec), layers(3)
     ranks = ranks_for(reducer, 6)
     found = cost(reducer, model, ranks, step=7, grain_numel=LAYER_GRAINS, rank=ranks - 1)

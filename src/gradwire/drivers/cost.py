@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +17,7 @@ from gradwire.core.errors import CompositionError
 from gradwire.core.grain import Grain, ParameterSpec
 from gradwire.core.program import asking
 from gradwire.drivers.interpreter import Answer, Interpreter, run, sent_bytes, served
-from gradwire.drivers.plan import Wave, plan
+from gradwire.drivers.plan import Unit, Wave, plan
 from gradwire.reducers.base import Program, Reduced, Reducer, Step
 from gradwire.spec import as_method
 
@@ -141,17 +143,27 @@ def _sent(asked: Iterable[tuple[Collective, int]], world_size: int) -> int:
 # Equal waves -------------------------------------------------------------------------------------------------
 
 
-def _distinct(waves: Iterable[Wave]) -> list[tuple[Wave, int]]:
-    """The waves that ask for different things, each with how many there are of it, in the order of the first ones.
+class _Waves(NamedTuple):
+    """`times` equal waves: the units that ask for different things, each with how many of a wave are like it."""
+
+    units: list[tuple[Unit, int]]
+    times: int
+
+
+def _distinct(waves: Iterable[Wave]) -> list[_Waves]:
+    """The waves that ask for different things, in the order of the first ones.
 
     What a program asks for depends on its reducer and on the shape, dtype and cut of its grain. Names and offsets in
     parameters enter keys and saved states, which have one size whatever they hold.
     """
     reducers: list[Reducer] = []
-    found: dict[Hashable, tuple[Wave, int]] = {}
+    found: dict[Hashable, _Waves] = {}
     for wave in waves:
-        alike = tuple((_number(unit.reducer, reducers), *_form(unit.grain)) for unit in wave)
-        found[alike] = (wave, found[alike][1] + 1 if alike in found else 1)
+        forms = [(_number(unit.reducer, reducers), *_form(unit.grain)) for unit in wave]
+        counts, first = Counter(forms), dict(zip(reversed(forms), reversed(wave), strict=True))
+        alike = frozenset(counts.items())
+        known = found.get(alike) or _Waves([(first[form], copies) for form, copies in counts.items()], 0)
+        found[alike] = known._replace(times=known.times + 1)
     return list(found.values())
 
 
@@ -168,44 +180,53 @@ def _form(grain: Grain) -> tuple[Hashable, ...]:
     return grain.shape, grain.dtype, grain.device, tuple((segment.numel, segment.offset) for segment in grain.segments)
 
 
-def _run(waves: Sequence[tuple[Wave, int]], transport: MetaTransport, index: int) -> None:
-    """Run a step of one rank whose gradients have no data; each wave stands for as many equal ones."""
+def _run(waves: Sequence[_Waves], transport: MetaTransport, index: int) -> None:
+    """Run a step of one rank whose gradients have no data; each wave and unit stands for as many equal ones."""
     step = Step(index, transport.rank, transport.world_size)
 
     def programs(number: int) -> list[Program]:
-        wave, times = waves[number]
+        units, times = waves[number]
         return [
-            asking(reducer.reduce(grain, x, reducer.init(grain, step), step), lambda request: _repeated(request, times))
-            for grain, reducer in wave
-            for x in [torch.empty(grain.shape, dtype=grain.dtype, device="meta")]
+            asking(_program(unit, step), functools.partial(_repeated, copies=copies, times=times))
+            for unit, copies in units
         ]
 
     run(Interpreter[Reduced](transport).script(len(waves), programs))
 
 
-def _repeated(request: Collective, times: int) -> Collective:
-    """The request of a program that stands for `times` equal ones."""
+def _program(unit: Unit, step: Step) -> Program:
+    grain, reducer = unit
+    x = torch.empty(grain.shape, dtype=grain.dtype, device="meta")
+    return reducer.reduce(grain, x, reducer.init(grain, step), step)
+
+
+def _repeated(request: Collective, copies: int, times: int) -> Collective:
+    """The request of a program that stands for `copies` in a wave, and the wave for `times` equal ones."""
     if isinstance(request, Agree):
-        return _Flags(request.flag, times)
+        return _Flags(request.flag, copies * times)
     if isinstance(request, Total):  # a sum has one size, of however many grains
         return request
-    return _Repeated(request, times, request.axis)
+    return _Repeated(request, copies, times, request.axis)
 
 
 @dataclass(frozen=True, eq=False)
 class _Repeated(Collective):
-    """A request that `times` equal waves make, each for itself; it is answered once."""
+    """A request that `copies` programs of a wave make together, and `times` equal waves each for itself.
+
+    It is answered once, and each program is sent the part of one copy.
+    """
 
     verb = "repeated"
 
     request: Collective
+    copies: int
     times: int
     axis: Axis | None
 
     @property
     def nbytes(self) -> int:
-        """Of one."""
-        return self.request.nbytes
+        """Of one wave's copies."""
+        return self.copies * self.request.nbytes
 
     @property
     def kind(self) -> Hashable:
@@ -216,20 +237,20 @@ class _Repeated(Collective):
     def joined(cls, requests: Sequence[Self]) -> _Repeated:
         """What the requests of a wave are joined to, as often."""
         first = requests[0]
-        joined = type(first.request).joined([each.request for each in requests])
-        return _Repeated(joined, first.times, first.axis)
+        joined = type(first.request).joined([each.request for each in requests for _ in range(each.copies)])
+        return _Repeated(joined, 1, first.times, first.axis)
 
     @property
     def length(self) -> int:
-        """The request's."""
-        return self.request.length
+        """That of all copies."""
+        return self.copies * self.request.length
 
     def received(self, part: Tensor) -> Tensor:
-        """As the request makes it."""
-        return self.request.received(part)
+        """What the request makes of its part."""
+        return self.request.received(part[..., : self.request.length])
 
     def wire_bytes(self, ranks: int) -> int:
-        """Of one."""
+        """Of the one request that travels."""
         return self.request.wire_bytes(ranks)
 
 
