@@ -244,7 +244,7 @@ class Malicious:
         return Path.touch, (self.target,)
 
 
-GOOD = json.loads(Answer(1, "failed", 0.0, 7, "ValueError", "bad", "...").to_json())
+GOOD = json.loads(Answer(1, "failed", 0.0, 7, False, "ValueError", "bad", "...").to_json())
 DAMAGED: dict[str, Any] = {
     "cut": json.dumps(GOOD)[:-5],
     "binary": b"\x80\x04\x95\xff\x00",

@@ -172,7 +172,9 @@ def test_jobs_on_the_side_stream_see_what_came_before_and_are_seen_by_what_waits
     driver.run(job)
     assert streams[0] != main
     assert bool((future.wait() == 6.0).all())
-    assert driver.close(timeout_s=5.0)
+    driver.order()
+    assert bool((x * 2 == 6.0).all())
+    driver.close(timeout_s=5.0)
 
 
 # DDP over NCCL

@@ -45,6 +45,16 @@ def test_a_rank_is_idle_that_handed_over_nothing_for_more_than_half_of_the_wait(
     assert ("for 6 s" in str(error) or "for 30 s" in str(error)) == bool(ranks)
 
 
+@pytest.mark.parametrize(("started", "waits", "ranks"), [(5, False, (2,)), (5, True, ()), (6, False, ())])
+def test_a_rank_is_stuck_that_has_started_less_than_others_and_waits_for_nothing(
+    board: FailureBoard, started: int, waits: bool, ranks: tuple[int, ...]
+) -> None:
+    last = Answer(2, "training", 1.0, started, waits)
+    error = blamed(board, Answer(0, "training", 1.0, 6, True), Answer(1, "waited", 9.0, 5, True), last)
+    assert error.ranks == ranks
+    assert ("is stuck: it has started 5 collectives and others 6" in str(error)) == bool(ranks)
+
+
 def test_what_a_rank_is_to_raise_is_the_first_error_of_it(board: FailureBoard) -> None:
     first, second = ValueError("first"), ValueError("second")
     assert board.explain(first) is first

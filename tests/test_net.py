@@ -18,6 +18,7 @@ import pytest
 
 from gradwire.bench.net import Network, clean, parse_rate
 from gradwire.bench.ranks import RankFailure, loopback_environments, run_function, run_ranks
+from gradwire.bench.warm import WarmProcess
 from gradwire.bench.wire import WireMeter
 from gradwire.core.errors import NetworkError
 
@@ -412,6 +413,19 @@ def test_the_deadline_shows_where_each_rank_stood():
     stood = r"(?s)deadline of 10 s.*rank 0 .*in waits_for_nobody.*rank 1 .*all_reduce.*in waits_for_nobody"
     with pytest.raises(RankFailure, match=stood):
         run_function(f"{HERE}:waits_for_nobody", 2, {}, 10)
+
+
+@SECONDS
+def test_a_warm_process_that_is_closed_ends_what_it_has_forked(tmp_path: Path):
+    warm = WarmProcess(["gradwire.bench.rank_main:prepare"], tmp_path / "host.log")
+    command = warm.command("os:system", f"echo $$ > {tmp_path}/pid; exec sleep 100")
+    client = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    assert wait_for(lambda: (tmp_path / "pid").exists() and bool((tmp_path / "pid").read_text().strip()), 30)
+    assert warm.is_alive
+    warm.close()
+    assert not warm.is_alive
+    assert client.wait(10) != 0
+    assert wait_for(lambda: gone(int((tmp_path / "pid").read_text())))
 
 
 def gone(pid: int) -> bool:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+import gc
 import threading
+import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,7 @@ import gradwire
 from gradwire import AttachError, Session, SessionStep, StepError
 from gradwire.bench.ranks import run_function
 from gradwire.core.errors import CommunicationError, NonFiniteWarning
+from gradwire.session.failures import FailureBoard
 
 CASES = str(Path(__file__).with_name("session_cases.py"))
 SPECS = ["int4", "topk:0.01", "powersgd:4", "median"]
@@ -121,6 +125,7 @@ WRONG: dict[str, tuple[dict[str, Tensor | None], str]] = {
     "shape": ({"a": torch.zeros(4)}, r"'a' is \(4,\) torch.float32 on cpu, and was planned as \(3,\)"),
     "dtype": ({"a": torch.zeros(3).double()}, "'a' is .*float64.* planned as .*float32"),
     "device": ({"a": torch.zeros(3, device="meta")}, "'a' is .* on meta, and was planned as .* on cpu"),
+    "expanded": ({"a": torch.ones(1).expand(3)}, "'a' is an expanded tensor, whose elements share memory"),
     "sparse": ({"a": torch.zeros(3).to_sparse()}, "only dense tensors can be combined"),
 }
 
@@ -169,6 +174,41 @@ def test_a_step_has_a_beginning_and_an_end(session: Session) -> None:
     assert session.engine._results == []  # pyright: ignore[reportPrivateUsage]
 
 
+def test_a_step_is_used_once_and_keeps_no_gradient(session: Session) -> None:
+    step = session.step()
+    with step:
+        given = tensors()
+        step.deliver_all(given)
+    alive = weakref.ref(given["a"])
+    del given
+    gc.collect()
+    assert alive() is None
+    with pytest.raises(StepError, match="a step is used once"):
+        step.__enter__()
+    session.reduce_(tensors())
+
+
+def test_a_session_that_is_closed_within_a_step_says_so_at_once(one_rank: None) -> None:
+    made = Session({"a": torch.zeros(3)}, "none", deadline_s=30)
+
+    def closing() -> None:
+        with made.step() as step:
+            step.deliver("a", torch.zeros(3))
+            made.close()
+
+    began = time.monotonic()
+    with pytest.raises(StepError, match="this session was closed while a step was under way"):
+        closing()
+    assert time.monotonic() - began < 20
+
+
+def test_the_link_is_not_measured_within_a_step(session: Session) -> None:
+    with session.step() as step:
+        with pytest.raises(StepError, match="a step of this session is under way"):
+            session.measure_link()
+        step.deliver_all(tensors())
+
+
 def test_one_thread_at_a_time(session: Session) -> None:
     told: list[BaseException] = []
 
@@ -199,8 +239,56 @@ def test_what_cannot_be_served_is_refused(one_rank: None) -> None:
         Session({"a": torch.zeros(3, dtype=torch.int64)}, "none")
     with pytest.raises(AttachError, match="'a' is on meta; supported devices are cpu and cuda"):
         Session({"a": torch.zeros(3, device="meta")}, "none")
+    with pytest.raises(AttachError, match="there is nothing to combine"):
+        Session({}, "none")
+    with pytest.raises(AttachError, match=r"parameters 'w' and '_orig_mod.w' are both 'w'"):
+        Session(Clash(), "none")
     with pytest.raises(gradwire.CompositionError, match="needs at least"):
         Session({"a": torch.zeros(3)}, "krum:1")
+
+
+class Clash(nn.Module):
+    """Two parameters whose names differ by what `torch.compile` puts into them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(3))
+        self._orig_mod = nn.Module()
+        self._orig_mod.w = nn.Parameter(torch.zeros(5))
+
+
+def test_a_closed_session_cannot_be_saved(one_rank: None, tmp_path: Path) -> None:
+    made = Session({"a": torch.zeros(3)}, "none", deadline_s=5)
+    made.close()
+    with pytest.raises(gradwire.StateError, match=r"gradwire.save: this session is closed"):
+        gradwire.save(tmp_path, made)
+
+
+def test_what_fails_while_a_session_is_made_is_told_to_others(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[BaseException] = []
+
+    def explain(board: FailureBoard, error: BaseException, where: str = "") -> BaseException:
+        told.append(error)
+        return error
+
+    def fails(*_: object) -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(FailureBoard, "explain", explain)
+    monkeypatch.setattr("gradwire.session.session.warm_up", fails)
+    with pytest.raises(MemoryError, match="no room"):
+        Session({"a": torch.zeros(3)}, "none", deadline_s=5)
+    assert [type(error) for error in told] == [MemoryError]
+
+
+def test_pieces_count_as_the_buckets_that_ddp_would_make(session: Session) -> None:
+    session.reduce_(tensors())
+    assert len(session.window._buckets) == 1  # pyright: ignore[reportPrivateUsage]
+    with session.step() as step:
+        for name, tensor in tensors().items():
+            step.deliver(name, tensor)
+    assert len(session.window._buckets) == 1  # pyright: ignore[reportPrivateUsage]
+    assert 0 <= session.stats().exposed_s < 60
 
 
 def test_without_a_process_group_it_says_what_to_call() -> None:

@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 from gradwire.core.errors import AttachError
-from gradwire.session.names import canonical_name, require_served
+from gradwire.session.names import canonical_name, require_served, shared_name
 
 _HOLDERS = (DistributedDataParallel, nn.DataParallel, AveragedModel)
 """Modules that hold another one under the name `module`, which a model may also give to a part of its own."""
@@ -31,10 +31,7 @@ def trained(ddp: DistributedDataParallel) -> dict[Tensor, str]:
     for name, parameter in trained.items():
         short = names[parameter] = canonical_name(_without_holders(name, holders))
         if (other := whose.setdefault(short, name)) != name:
-            raise AttachError(
-                f"parameters {other!r} and {name!r} are both {short!r} without what wrappers add, and state is kept by "
-                "name; rename one of them"
-            )
+            raise AttachError(shared_name(other, name, short))
     return names
 
 

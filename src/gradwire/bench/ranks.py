@@ -313,7 +313,7 @@ class _WarmRanks:
         """The command that does the work of `rank_main` in a new child."""
         # Libraries read variables when they are imported. pytest has one that tells which test it is at.
         setting = (sys.path, {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"})
-        if setting != self._setting:
+        if setting != self._setting or not all(process.is_alive for process in self._processes):
             self.close()
             self._setting = copy.deepcopy(setting)
         while len(self._processes) <= rank:

@@ -101,11 +101,19 @@ class WarmProcess:
         return [sys.executable, "-I", "-S", str(CLIENT), self._socket, str(self._log), target, *words]
 
     def close(self) -> None:
-        """End the process and what it has forked."""
-        self._process.kill()
-        self._process.wait()
+        """End the process and what it has forked: without the lifeline it ends its child, and then itself."""
         os.close(self._held)
+        try:
+            self._process.wait(POLITE_S + 1.0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
         self._folder.cleanup()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it still waits for work, or does some."""
+        return self._process.poll() is None
 
 
 class WarmHosts:
@@ -173,6 +181,8 @@ def serve(listener: socket.socket, lifeline: int) -> list[str]:
         with connection:
             message, descriptors = received(connection)
             if not message:
+                for descriptor in descriptors:
+                    os.close(descriptor)
                 continue
             child = os.fork()
             if child == 0:

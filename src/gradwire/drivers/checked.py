@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -23,6 +24,7 @@ class Checked:
 
     Args:
         inner: what moves tensors; on a CPU, since checksums are made there.
+        ranks: what errors call its ranks (default: by their own numbers).
 
     >>> from gradwire.drivers.interpreter import ask
     >>> from gradwire.drivers.lockstep import Meeting, VirtualTransport
@@ -30,8 +32,9 @@ class Checked:
     tensor([[1, 2]], dtype=torch.uint8)
     """
 
-    def __init__(self, inner: Transport) -> None:
+    def __init__(self, inner: Transport, ranks: Sequence[int] | None = None) -> None:
         self.inner = inner
+        self._ranks = ranks if ranks is not None else range(inner.world_size)
 
     @property
     def rank(self) -> int:
@@ -54,7 +57,7 @@ class Checked:
         if request.tensor.device.type != "cpu":
             raise CommunicationError(f"checksums are made on a CPU, and this payload lies on {request.tensor.device}")
         whole = replace(request, tensor=_signed(request.tensor))
-        return _Unchecked(self.inner.issue(whole), request, self.inner.rank)
+        return _Unchecked(self.inner.issue(whole), request, self.inner.rank, self._ranks)
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,6 +67,7 @@ class _Unchecked:
     pending: Pending
     request: Collective
     rank: int
+    names: Sequence[int]
 
     def is_here(self) -> bool:
         return is_here(self.pending)
@@ -78,7 +82,7 @@ class _Unchecked:
     def _refuse(self, payloads: Tensor, rows: Tensor) -> None:
         wrong = (_checksums(payloads) != rows[:, -CHECKSUM_BYTES:]).any(dim=1).nonzero().flatten().tolist()
         axis: Axis | None = self.request.axis
-        senders = [axis.members(self.rank)[place] if axis else place for place in wrong]
+        senders = [self.names[axis.members(self.rank)[place] if axis else place] for place in wrong]
         kind = type(self.request).__name__
         raise PayloadError(
             f"the {kind} payload of rank {', '.join(map(str, senders))} was damaged on its way: its checksum is wrong"

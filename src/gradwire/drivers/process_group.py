@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,19 +20,35 @@ SMALL_ROW_BYTES = 1 << 16
 LARGE_ROWS_BYTES = 1 << 19
 
 
+class Watcher(Protocol):
+    """Who wants to know what a rank is doing: whether it waits for others, and how many collectives it has started."""
+
+    waits: bool
+
+    def count(self) -> None:
+        """Another collective is started."""
+        ...
+
+
 @dataclass(frozen=True, eq=False)
 class _Started:
     works: Sequence[dist.Work]
     result: Tensor
     what: str
     began: float
+    watcher: Watcher | None
 
     def wait(self) -> Tensor:
+        if self.watcher is not None:
+            self.watcher.waits = True
         try:
             for work in self.works:
                 work.wait()
         except RuntimeError as error:
             raise ConnectionLost(self.what, time.monotonic() - self.began, error) from error
+        finally:
+            if self.watcher is not None:
+                self.watcher.waits = False
         return self.result
 
 
@@ -51,12 +67,12 @@ class GroupTransport:
 
     Args:
         group: of all ranks.
-        on_issue: called whenever a collective is started.
+        watcher: is told what this rank is doing.
     """
 
-    def __init__(self, group: dist.ProcessGroup, on_issue: Callable[[], None] | None = None) -> None:
+    def __init__(self, group: dist.ProcessGroup, watcher: Watcher | None = None) -> None:
         self.group = group
-        self._on_issue = on_issue
+        self._watcher = watcher
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self._is_gloo = dist.get_backend(group) == "gloo"
@@ -69,8 +85,8 @@ class GroupTransport:
             ConnectionLost: a connection broke or a rank fell silent; waiting for the result raises it as well.
         """
         began = time.monotonic()
-        if self._on_issue is not None:
-            self._on_issue()
+        if self._watcher is not None:
+            self._watcher.count()
         method: Any = served(self, request)
         try:
             works, result = method(request)
@@ -78,7 +94,7 @@ class GroupTransport:
             if not (isinstance(error, dist.DistError) or "gloo" in str(error)):  # a mistake of ours
                 raise
             raise ConnectionLost(_described(request), time.monotonic() - began, error) from error
-        return _Started(works, result, _described(request), began)
+        return _Started(works, result, _described(request), began, self._watcher)
 
     def all_reduce(self, request: AllReduce) -> Issued:
         """In place."""

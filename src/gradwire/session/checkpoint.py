@@ -217,6 +217,8 @@ class _Ranks:
     """The ranks of a session, who do something together."""
 
     def __init__(self, call: str, session: Session) -> None:
+        if not session.is_open:
+            raise StateError(f"{call}: this session is closed; save and load before close()")
         group = session.lane.group
         self.call, self.rank, self.world_size = call, group.rank(), group.size()
         if session not in _meetings:

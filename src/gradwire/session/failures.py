@@ -51,6 +51,7 @@ class Answer:
             backward pass is under way), or "idle" (it is not).
         seconds: for how long.
         started: how many collectives it has started.
+        waits: whether it waits for one.
         type: of the error, where it failed.
         message: of the error.
         traceback: of the error.
@@ -60,6 +61,7 @@ class Answer:
     doing: str
     seconds: float = 0.0
     started: int = 0
+    waits: bool = False
     type: str = ""
     message: str = ""
     traceback: str = ""
@@ -84,9 +86,10 @@ class Answer:
         started = found.get("started")  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
         if found.get("rank") != rank or doing not in _DEEDS:  # pyright: ignore[reportUnknownMemberType]
             raise ValueError("an answer of another rank, or to another question")
-        if not isinstance(seconds, int | float) or not isinstance(started, int):
+        waits = found.get("waits")  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+        if not isinstance(seconds, int | float) or not isinstance(started, int) or not isinstance(waits, bool):
             raise ValueError("no numbers where they should be")
-        return cls(rank, doing, seconds, started, *texts)
+        return cls(rank, doing, seconds, started, waits, *texts)
 
 
 def _text(value: object) -> str:
@@ -101,6 +104,7 @@ class FailureBoard:
 
     Attributes:
         error: what this rank is to raise, once an alarm has been looked into.
+        waits: whether this rank waits for a collective now.
     """
 
     def __init__(self, group: dist.ProcessGroup, deadline_s: float) -> None:
@@ -112,6 +116,7 @@ class FailureBoard:
         self._store = PrefixStore(f"gradwire/failure/{group.group_name}", store)
         self._doing, self._since = _IDLE, time.monotonic()
         self._started = 0
+        self.waits = False
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="gradwire-watch", daemon=True)
@@ -154,7 +159,7 @@ class FailureBoard:
     def leave_word(self, error: BaseException) -> None:
         """Write down why this rank is about to end, for others that will wonder; raise no alarm."""
         text = "".join(traceback.format_exception(error))
-        answer = Answer(self.rank, _FAILED, 0.0, self._started, type(error).__name__, str(error), text[-_LIMIT:])
+        answer = Answer(self.rank, _FAILED, 0.0, self._started, False, type(error).__name__, str(error), text[-_LIMIT:])
         self._set(str(self.rank), answer.to_json())
 
     def _watch(self) -> None:
@@ -194,9 +199,9 @@ class FailureBoard:
 
     def _answer(self, lost: ConnectionLost | None) -> Answer:
         if lost is None:
-            return Answer(self.rank, self._doing, time.monotonic() - self._since, self._started)
+            return Answer(self.rank, self._doing, time.monotonic() - self._since, self._started, self.waits)
         late = lost.waited_s >= 0.9 * self.deadline_s
-        return Answer(self.rank, _WAITED if late else _BROKEN, lost.waited_s, self._started)
+        return Answer(self.rank, _WAITED if late else _BROKEN, lost.waited_s, self._started, True)
 
     def _collect(self, answers: dict[int, Answer]) -> None:
         """Read answers as they come, until all are here or the time is over."""
@@ -239,7 +244,8 @@ class FailureBoard:
             text = f"{_ranks(idle)} answers, but has handed over no gradients for {seconds:.0f} s{_PATIENCE}"
             return CommunicationError(text + waited, idle)
         furthest = max(answer.started for answer in answers.values())
-        stuck = [r for r, answer in answers.items() if answer.doing == _TRAINING and answer.started < furthest]
+        busy = [(rank, each) for rank, each in answers.items() if each.doing == _TRAINING and not each.waits]
+        stuck = [rank for rank, each in busy if each.started < furthest]
         if stuck:
             text = f"{_ranks(stuck)} answers, but is stuck: it has started {answers[stuck[0]].started} collectives and "
             return CommunicationError(f"{text}others {furthest}.{waited}", stuck)

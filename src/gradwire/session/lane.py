@@ -51,6 +51,9 @@ class CommunicationThread:
         """Queue a job."""
         self._work.put(job)
 
+    def order(self) -> None:
+        """Nothing: who has waited for a job may use what it wrote."""
+
     def future(self) -> torch.futures.Future[Tensor]:
         """Return a future that a job may resolve."""
         return torch.futures.Future()
@@ -79,6 +82,10 @@ class SideStream:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.no_grad(), torch.cuda.stream(self._stream):
             job()
+
+    def order(self) -> None:
+        """Put the current stream behind the jobs so far: it uses what they wrote. DDP's futures do so by themselves."""
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
     def future(self) -> torch.futures.Future[Tensor]:
         """Return a future that carries the stream's order with its tensors."""
@@ -111,7 +118,7 @@ class Lane:
 
     def transport(self) -> GroupTransport:
         """A transport of this lane's group."""
-        return GroupTransport(self.group, self.failures.count)
+        return GroupTransport(self.group, self.failures)
 
     def require_sound(self) -> None:
         """Refuse another step once communication has failed.
@@ -148,6 +155,7 @@ class Lane:
         self.failures.end()
         if (error := self.poison or failure) is not None:
             raise error
+        self.driver.order()
         return answers[0]
 
     def wait(self, ended: threading.Event, where: str) -> BaseException | None:

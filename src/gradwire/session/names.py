@@ -20,6 +20,14 @@ def canonical_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
+def shared_name(first: str, second: str, short: str) -> str:
+    """What to say of two parameters that would share a name."""
+    return (
+        f"parameters {first!r} and {second!r} are both {short!r} without what wrappers add, and state is kept by name; "
+        "rename one of them"
+    )
+
+
 def require_served(name: str, dtype: torch.dtype, device: torch.device) -> None:
     """Refuse a tensor that no method can take.
 

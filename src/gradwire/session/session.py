@@ -11,7 +11,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,12 +36,14 @@ from gradwire.drivers.window import Window
 from gradwire.reducers.base import Reducer
 from gradwire.session.lane import INTERRUPTED_S, Lane
 from gradwire.session.meeting import Meeting, group_store
-from gradwire.session.names import canonical_name, require_served
+from gradwire.session.names import canonical_name, require_served, shared_name
 from gradwire.session.reduction import Reduction
 from gradwire.session.report import NON_FINITE, Report, observed
 from gradwire.spec import as_method
 
 DEADLINE_S = 300.0
+BUCKET_BYTES = 25 << 20
+"""What DDP sends as one by default."""
 
 Tensors = nn.Module | Mapping[str, Tensor]
 """A model, whose trained parameters count, or tensors by name."""
@@ -104,6 +106,7 @@ class Session:
         self._specs = {spec.name: spec for spec in specs}
         self._device = specs[0].device if specs else torch.device("cpu")
         self._refuse_what_cannot_be_served(specs)
+        self._in_use = threading.Lock()
         group = group or dist.group.WORLD if dist.is_initialized() else None
         if group is None:
             raise AttachError("there is no default process group: call torch.distributed.init_process_group first")
@@ -116,26 +119,26 @@ class Session:
         _sessions.add(self)
         try:
             planned = self._planned(specs, grain_numel)
-            warm_up(planned.units, transport.world_size)
+            self.engine, self.window = self._made(planned), Window()
             self._agree_on("ready")  # so that no rank's compiling falls into another's first step
-            self.engine = Engine(planned, Checked(transport) if checksum else transport, seed)
-            self.window, self._link = Window(), self.measure_link()
+            self._link = self.measure_link()
         except BaseException:
             self.close(at_once=True)
             raise
         self.reduction = Reduction(self.engine, self.window)
         self._warned_of_non_finite = False
-        self._in_use = threading.Lock()
 
     def __repr__(self) -> str:
         return f"Session({self.reducer!r}, grains={len(self.engine.plan.units)}, step={self.engine.index})"
 
     # Making ------------------------------------------------------------------------------------------------------
 
-    def _refuse_what_cannot_be_served(self, specs: Iterable[ParameterSpec]) -> None:
+    def _refuse_what_cannot_be_served(self, specs: Sequence[ParameterSpec]) -> None:
+        if not specs:
+            raise AttachError("there is nothing to combine: no tensor, or no parameter that requires a gradient")
         for spec in specs:
             require_served(spec.name, spec.dtype, spec.device)
-            if spec.device.type != self._device.type:
+            if spec.device != self._device:
                 raise AttachError(
                     f"{spec.name!r} lies on {spec.device} and others on {self._device}: make a session for each"
                 )
@@ -157,6 +160,15 @@ class Session:
         told = self.lane.call(lambda: measured(self.reducer, transport, self._device), where)
         return plan(specs, told, grain_numel)
 
+    def _made(self, planned: Plan) -> Engine:
+        """The engine, with all that is compiled ready; the others are told where this fails."""
+        try:
+            warm_up(planned.units, self.transport.world_size)
+            checked = Checked(self.transport, self.lane.failures.ranks) if self._checksum else self.transport
+            return Engine(planned, checked, self.seed)
+        except Exception as error:
+            raise self.lane.failures.explain(error, f" in {self._what}") from None
+
     def _agree_on(self, configuration: str) -> bool:
         """Whether all ranks say the same."""
         digest = int.from_bytes(hashlib.blake2b(configuration.encode(), digest_size=7).digest(), "little")
@@ -169,7 +181,7 @@ class Session:
         group = self.lane.group
         meeting = Meeting(group_store(), f"{group.group_name}/difference", group.rank(), group.size())
         said = meeting.exchange(self._what, {"method": method, "tensors": tensors}, self.lane.deadline_s)
-        raise AttachError(f"ranks disagree on {difference(said)}")
+        raise AttachError(f"ranks disagree on {difference(said, self.lane.failures.ranks)}")
 
     # Steps -------------------------------------------------------------------------------------------------------
 
@@ -285,8 +297,18 @@ class Session:
         """Measure again how long an uncompressed all-reduce takes, since links change; at the beginning that was done.
 
         Every rank must call it at the same place, between two steps. Takes up to half a second.
+
+        Raises:
+            StepError: a step is under way.
+            CommunicationError: a rank failed or fell silent, by its number.
         """
-        self._link = all_reduce_link(Bench(self.transport, self._device), self.engine.dense_bytes)
+        self.occupy()
+        try:
+            bench = Bench(self.transport, self._device)
+            where = " in measure_link"
+            self._link = self.lane.call(lambda: all_reduce_link(bench, self.engine.dense_bytes), where)
+        finally:
+            self.vacate()
         return self._link
 
     def stats(self) -> Stats:
@@ -370,10 +392,13 @@ class SessionStep:
         self._session = session
         self._delivered: dict[str, Tensor] = {}
         self._error: BaseException | None = None
-        self._entered = False
+        self._entered = self._ended = False
+        self._ready_s, self._ready_bytes = 0.0, 0
 
     def __enter__(self) -> SessionStep:
         session = self._session
+        if self._ended:
+            raise StepError("a step is used once: call session.step() for another one")
         session.occupy()
         try:
             session.begin()
@@ -396,14 +421,22 @@ class SessionStep:
             raise StepError('a step is not under way: deliver inside of "with session.step() as step:"')
         self._check(name, tensor)
         self._delivered[name] = tensor
-        session, flat = self._session, tensor.detach().reshape(-1)
-        session.window.ready(time.perf_counter(), tensor.nbytes)
+        self._ready_s, self._ready_bytes = time.perf_counter(), self._ready_bytes + tensor.nbytes
+        if self._ready_bytes >= BUCKET_BYTES:
+            self._note_ready()
+        session = self._session
 
         def put() -> None:
-            session.reduction.put(name, flat, session.scale)
+            session.reduction.put(name, tensor.detach().reshape(-1), session.scale)
             session.reduction.pump()
 
         self._run(put)
+
+    def _note_ready(self) -> None:
+        """Tell the report of a bucket's worth: that is what DDP, which it compares with, would send as one."""
+        if self._ready_bytes:
+            self._session.window.ready(self._ready_s, self._ready_bytes)
+        self._ready_bytes = 0
 
     def deliver_all(self, tensors: Mapping[str, Tensor]) -> None:
         """Deliver all of them, after all have been checked; the last ones first, as gradients come."""
@@ -419,6 +452,8 @@ class SessionStep:
             raise StepError(f"{name!r} was delivered already in this step")
         if tensor.layout != torch.strided:
             raise StepError(f"{name!r} is {tensor.layout}, and only dense tensors can be combined")
+        if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+            raise StepError(f"{name!r} is an expanded tensor, whose elements share memory: pass a clone of it")
         if tuple(tensor.shape) != spec.shape or tensor.dtype != spec.dtype or tensor.device != spec.device:
             found = f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
             raise StepError(f"{name!r} is {found}, and was planned as {spec.shape} {spec.dtype} on {spec.device}")
@@ -433,6 +468,9 @@ class SessionStep:
     def _run(self, job: Callable[[], None]) -> None:
         """Have a job done where programs run; after an error nothing more is done."""
 
+        if not self._session.is_open:
+            raise StepError("this session was closed while a step was under way")
+
         def guarded() -> None:
             if self._error is None:
                 try:
@@ -445,10 +483,11 @@ class SessionStep:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         session = self._session
-        self._entered = False
+        self._entered, self._ended = False, True
         try:
             if error is None:
                 self._require_all(self._delivered)
+                self._note_ready()
                 self._wait()
                 session.warn_of_non_finite()
             elif self._delivered:  # others may wait for what this rank does not deliver any more
@@ -457,6 +496,7 @@ class SessionStep:
             session.lane.poison = session.lane.failures.explain(left_out, session.where())
             raise
         finally:
+            self._delivered = {}  # whoever keeps the step keeps no gradients with it
             session.lane.failures.end()
             session.vacate()
 
@@ -475,6 +515,7 @@ class SessionStep:
         failure = session.lane.wait(done, session.where())
         if (error := self._error or failure) is not None:
             raise error
+        session.lane.driver.order()
 
 
 def _write(tensor: Tensor, take: Callable[[Tensor], None]) -> None:
@@ -492,7 +533,15 @@ def _named(tensors: Tensors) -> dict[str, Tensor]:
     """Named tensors, those of a model without what wrappers add to names."""
     if not isinstance(tensors, nn.Module):
         return dict(tensors)
-    return {canonical_name(name): p for name, p in tensors.named_parameters() if p.requires_grad}
+    found: dict[str, Tensor] = {}
+    whose: dict[str, str] = {}
+    for name, parameter in tensors.named_parameters():
+        if parameter.requires_grad:
+            short = canonical_name(name)
+            if (other := whose.setdefault(short, name)) != name:
+                raise AttachError(shared_name(other, name, short))
+            found[short] = parameter
+    return found
 
 
 def _gradients(model: nn.Module) -> dict[str, Tensor]:
@@ -505,21 +554,20 @@ def _gradients(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def difference(said: list[dict[str, Any]]) -> str:
-    """What the ranks' words differ in first, from those of rank 0.
+def difference(said: list[dict[str, Any]], ranks: Sequence[int]) -> str:
+    """What the words of some `ranks` differ in first, from those of the first one.
 
-    >>> difference([{"method": "a", "tensors": ["x"]}, {"method": "a", "tensors": ["x", "y"]}])
+    >>> difference([{"method": "a", "tensors": ["x"]}, {"method": "a", "tensors": ["x", "y"]}], [0, 1])
     'the tensors: number 1 is y on rank 1, and nothing on rank 0'
     """
     first, *others = said
-    for rank, words in enumerate(others, 1):
+    for rank, words in zip(ranks[1:], others, strict=True):
         if words["method"] != first["method"]:
-            return f"the method: rank {rank} has {words['method']}, and rank 0 has {first['method']}"
+            return f"the method: rank {rank} has {words['method']}, and rank {ranks[0]} has {first['method']}"
         for i, (theirs, its) in enumerate(itertools.zip_longest(words["tensors"], first["tensors"], fillvalue=None)):
             if theirs != its:
-                return (
-                    f"the tensors: number {i} is {theirs or 'nothing'} on rank {rank}, and {its or 'nothing'} on rank 0"
-                )
+                other, own = theirs or "nothing", its or "nothing"
+                return f"the tensors: number {i} is {other} on rank {rank}, and {own} on rank {ranks[0]}"
     return "grain_numel=, or the version of gradwire"
 
 
