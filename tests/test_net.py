@@ -289,7 +289,9 @@ from gradwire.bench.net import Network
 signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests in the background ignores it
 with Network(2, mode="user") as network:
     environment = network.environment(0)
-    subprocess.Popen(network.command(0, ["sleep", "100"]), env={**os.environ, **environment})
+    process = subprocess.Popen(network.command(0, ["sleep", "100"]), env={**os.environ, **environment})
+    while not open(f"/proc/{process.pid}/cmdline", "rb").read().startswith(b"sleep"):
+        time.sleep(0.01)  # it is still becoming another program, and not seen for moments
     print(environment["GRADWIRE_NET"], flush=True)
     time.sleep(100)
 """
