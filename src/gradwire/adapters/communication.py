@@ -82,8 +82,7 @@ class BucketPort(ABC):
             CommunicationError: an earlier step failed.
         """
         if not self._step.buckets:  # else the step at hand will say it at its end
-            self.lane.require_sound()
-            self.lane.failures.begin()
+            self.lane.begin()
         future: torch.futures.Future[Tensor] = self.lane.driver.future()
         step, last = self._step, bucket.is_last()
         step.buckets.append(bucket)
@@ -102,7 +101,7 @@ class BucketPort(ABC):
             try:
                 self.work(step.buckets[:count], last)
             except BaseException as error:
-                step.error = self.lane.poison = self.lane.failures.explain(error, self.where())
+                step.error = self.lane.fail(error, self.where())
         if last or step.error is not None:
             _resolve(step)
 

@@ -22,7 +22,6 @@ from gradwire.drivers.engine import Stats
 from gradwire.reducers.base import Reducer
 from gradwire.session import DEADLINE_S, Session
 from gradwire.session.report import Report
-from gradwire.spec import as_method
 
 # `register_comm_hook` reads the annotations of the hook, so this module must not postpone them.
 
@@ -65,20 +64,18 @@ def attach(
     Example:
         handle = gradwire.attach(ddp, "int4")
     """
-    method = as_method(reducer)
     check(ddp)
     assert ddp.process_group is not None, "DDP over a device mesh has no group of its own yet"
     names = trained(ddp)
     session = Session(
         {name: parameter for parameter, name in names.items()},
-        method,
+        reducer,
         group=ddp.process_group,
         seed=seed,
         deadline_s=deadline_s,
         grain_numel=grain_numel,
         scaler=scaler,
         checksum=checksum,
-        method_name=reducer if isinstance(reducer, str) else "",
         what="gradwire.attach",
     )
     return Handle(ddp, names, session)

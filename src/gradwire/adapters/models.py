@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 from gradwire.core.errors import AttachError
-from gradwire.session.names import canonical_name, require_served, shared_name
+from gradwire.session.names import canonical_name, require_apart, require_served
 
 _HOLDERS = (DistributedDataParallel, nn.DataParallel, AveragedModel)
 """Modules that hold another one under the name `module`, which a model may also give to a part of its own."""
@@ -26,13 +26,9 @@ def trained(ddp: DistributedDataParallel) -> dict[Tensor, str]:
     _require_unchanged(ddp, given)
     holders = [f"{name}.module" for name, module in ddp.module.named_modules() if isinstance(module, _HOLDERS)]
     trained = {name: p for name, p in given.items() if p.requires_grad}
-    names: dict[Tensor, str] = {}
-    whose: dict[str, str] = {}
-    for name, parameter in trained.items():
-        short = names[parameter] = canonical_name(_without_holders(name, holders))
-        if (other := whose.setdefault(short, name)) != name:
-            raise AttachError(shared_name(other, name, short))
-    return names
+    short = {name: canonical_name(_without_holders(name, holders)) for name in trained}
+    require_apart(short)
+    return {parameter: short[name] for name, parameter in trained.items()}
 
 
 def _without_holders(name: str, holders: Iterable[str]) -> str:

@@ -25,7 +25,7 @@ from gradwire.core.grain import ParameterSpec
 from gradwire.core.saved_schema import Parameters
 from gradwire.core.state import walk
 from gradwire.drivers.engine import Engine, Stats
-from gradwire.drivers.plan import Unit, plan
+from gradwire.drivers.plan import Place, plan
 from gradwire.reducers import AllReduce, ErrorFeedback, Guard, PowerSGD, Reducer, WarmUp
 from gradwire.session.lane import Lane
 
@@ -257,8 +257,8 @@ class _Session(BucketPort):
         self._state = state
         self._memory = memory
         self._arrangement = _Arrangement([], {}, [])
-        self._places: dict[Tensor, list[_Place]] = {}
-        self._padding: list[_Place] = []
+        self._places: dict[Tensor, list[Place]] = {}
+        self._padding: list[Place] = []
         self._engine: Engine | None = None
 
     @property
@@ -329,7 +329,7 @@ class _Session(BucketPort):
         self._arrangement = self.arrange(buckets)
         planned = plan(self._arrangement.specs, self.reducer)
         self._engine = Engine(planned, self.lane.transport())
-        pieces = _pieces(planned.units)
+        pieces = planned.places
         homes = self._arrangement.homes.items()
         self._places = {p: _places(pieces[name], begin, p.numel()) for p, (name, begin) in homes}
         for name, begin, numel in self._arrangement.padding:
@@ -392,7 +392,7 @@ class _Session(BucketPort):
             for unit, start, numel, offset in self._places_of(parameter):
                 self.engine.deliver(unit, offset, flat[at + start : at + start + numel])
 
-    def _places_of(self, parameter: Tensor) -> "list[_Place]":
+    def _places_of(self, parameter: Tensor) -> list[Place]:
         if parameter not in self._places:
             raise AttachError(
                 f"a parameter of shape {tuple(parameter.shape)} was not there in the first step: a PowerSGDState "
@@ -431,35 +431,17 @@ class _Session(BucketPort):
             self.engine.take_back(unused)
 
 
-class _Place(NamedTuple):
-    """Elements [start, start + numel) of a parameter live at `offset` in the buffer of a unit."""
-
-    unit: int
-    start: int
-    numel: int
-    offset: int
-
-
-def _pieces(units: Sequence[Unit]) -> dict[str, list[_Place]]:
-    """Where each planned parameter lives."""
-    pieces: dict[str, list[_Place]] = {}
-    for i, unit in enumerate(units):
-        for name, start, numel, offset in unit.grain.segments:
-            pieces.setdefault(name, []).append(_Place(i, start, numel, offset))
-    return pieces
-
-
-def _places(pieces: Iterable[_Place], begin: int, numel: int) -> list[_Place]:
+def _places(pieces: Iterable[Place], begin: int, numel: int) -> list[Place]:
     """Where elements [begin, begin + numel) of a planned parameter live, counted from `begin`.
 
-    >>> _places([_Place(0, 0, 10, 100), _Place(1, 10, 10, 0)], begin=8, numel=5)
-    [_Place(unit=0, start=0, numel=2, offset=108), _Place(unit=1, start=2, numel=3, offset=0)]
+    >>> _places([Place(0, 0, 10, 100), Place(1, 10, 10, 0)], begin=8, numel=5)
+    [Place(unit=0, start=0, numel=2, offset=108), Place(unit=1, start=2, numel=3, offset=0)]
     """
-    places: list[_Place] = []
+    places: list[Place] = []
     for unit, start, size, offset in pieces:
         low, high = max(begin, start), min(begin + numel, start + size)
         if low < high:
-            places.append(_Place(unit, low - begin, high - low, offset + low - start))
+            places.append(Place(unit, low - begin, high - low, offset + low - start))
     return places
 
 

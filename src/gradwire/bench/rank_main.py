@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import faulthandler
 import gc
 import importlib
@@ -43,15 +42,6 @@ def prepare() -> None:
     """Get a warm process ready, for which the imports above are most of the work."""
     importlib.import_module("torch.nn.parallel")
     gc.freeze()  # a child that collects garbage would copy every page of what is here
-
-
-def work_and_leave(*words: str) -> None:
-    """Be a rank in a forked child, and leave after `atexit`: taking all of Python apart takes such a child a second."""
-    main(*words)
-    atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage] - `os._exit` alone would not
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
 
 
 def main(target: str, args: str, result: str, deadline_s: str) -> None:

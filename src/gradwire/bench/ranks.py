@@ -319,7 +319,7 @@ class _WarmRanks:
         while len(self._processes) <= rank:
             log = Path(self._folder.name) / f"host{len(self._processes)}.log"
             self._processes.append(WarmProcess(["gradwire.bench.rank_main:prepare"], log))
-        return self._processes[rank].command("gradwire.bench.rank_main:work_and_leave", *words)
+        return self._processes[rank].command("gradwire.bench.rank_main:main", *words)
 
     def close(self) -> None:
         """End all of them."""

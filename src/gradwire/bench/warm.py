@@ -13,6 +13,7 @@ sets then agrees between ranks where in real runs it does not.
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import json
 import os
@@ -95,7 +96,8 @@ class WarmProcess:
     def command(self, target: str, *words: str) -> list[str]:
         """The command that calls `target`, "package.module:function", with words in a new child.
 
-        The child leaves as Python does once the function returns; an exception ends it at once, with status 1.
+        The child leaves after `atexit` once the function returns: taking all of Python apart would take it a second. An
+        exception ends it at once, with status 1: an orderly end would wait for peers that wait for it.
         """
         # -I -S: the client needs nothing but the standard library, and should start at once
         return [sys.executable, "-I", "-S", str(CLIENT), self._socket, str(self._log), target, *words]
@@ -159,7 +161,7 @@ class WarmHosts:
 
     def command(self, rank: int, job: Path) -> list[str]:
         """The command that does a job on a rank's host."""
-        return self._processes[rank].command("gradwire.bench.worker:work_and_leave", str(job))
+        return self._processes[rank].command("gradwire.bench.worker:main", str(job))
 
 
 # ------------------------------------------------------------------------------- inside a warm process
@@ -252,13 +254,17 @@ def main() -> None:
     call(prepare)
     words = serve(socket.socket(fileno=int(listener)), int(lifeline))
     sys.argv = words
+    status = 1
     try:
         call(words)
+        atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage] - `os._exit` alone would not
+        status = 0
     except BaseException:
         traceback.print_exc()
+    finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(1)  # an orderly end would wait for peers that wait for us
+        os._exit(status)
 
 
 if __name__ == "__main__":

@@ -400,17 +400,8 @@ def prepare(task: str, text: str | None = None) -> None:
     warm_kernels()
 
 
-def work_and_leave(path: str) -> None:
-    """Do a job and end the process, which owes nobody anything: taking Python apart would only take time."""
-    main([path])
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
-
-
-def main(argv: list[str] | None = None) -> None:
+def main(path: str) -> None:
     """Entry point: `python -m gradwire.bench.worker JOB.json`."""
-    (path,) = sys.argv[1:] if argv is None else argv
     job = Job(**json.loads(Path(path).read_text()))
     log = run(job)
     result = Path(job.folder) / f"rank{dist.get_rank()}.json"
@@ -420,4 +411,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -170,66 +170,27 @@ class AllReduce(Collective):
 
 
 @dataclass(frozen=True, eq=False)
-class AllGather(Collective):
-    """Every rank's `tensor`, a 1-d uint8 buffer, stacked in rank order: shape `(world_size, bytes)`."""
-
-    verb = "all_gather"
+class _Rows(Collective):
+    """Bytes that come back as a row of each rank; of several requests each has its columns."""
 
     tensor: Tensor
     axis: Axis | None = None
 
     @property
     def nbytes(self) -> int:
-        """Bytes that this rank hands over."""
+        """Bytes that this rank hands over, a row for itself included."""
         return self.tensor.nbytes
 
     @property
     def kind(self) -> Hashable:
         """Dtype and axis."""
-        return AllGather, self.tensor.dtype, self.axis
+        return type(self), self.tensor.dtype, self.axis
 
     @classmethod
-    def joined(cls, requests: Sequence[Self]) -> AllGather:
-        """One request for all buffers end to end."""
-        return AllGather(_cat([request.tensor for request in requests]), requests[0].axis)
-
-    @property
-    def length(self) -> int:
-        """The buffer's."""
-        return self.tensor.numel()
-
-    def received(self, part: Tensor) -> Tensor:
-        """A row a rank."""
-        return part.contiguous()
-
-    def wire_bytes(self, ranks: int) -> int:
-        """The buffer, to every other rank."""
-        return (ranks - 1) * self.nbytes
-
-
-@dataclass(frozen=True, eq=False)
-class AllToAll(Collective):
-    """Row j of `tensor` goes to rank j: shape `(world_size, bytes)` in, row i of the result is from rank i."""
-
-    verb = "all_to_all"
-
-    tensor: Tensor
-    axis: Axis | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that this rank hands over, its row for itself included."""
-        return self.tensor.nbytes
-
-    @property
-    def kind(self) -> Hashable:
-        """Dtype and axis."""
-        return AllToAll, self.tensor.dtype, self.axis
-
-    @classmethod
-    def joined(cls, requests: Sequence[Self]) -> AllToAll:
-        """One request in whose rows each of `requests` has its columns."""
-        return AllToAll(_cat([request.tensor for request in requests]), requests[0].axis)
+    def joined(cls, requests: Sequence[Self]) -> Self:
+        """One request for all buffers, end to end in each row."""
+        tensors = [request.tensor for request in requests]
+        return cls(torch.cat(tensors, dim=-1) if len(tensors) > 1 else tensors[0], requests[0].axis)
 
     @property
     def length(self) -> int:
@@ -239,6 +200,24 @@ class AllToAll(Collective):
     def received(self, part: Tensor) -> Tensor:
         """A row a rank."""
         return part.contiguous()
+
+
+@dataclass(frozen=True, eq=False)
+class AllGather(_Rows):
+    """Every rank's `tensor`, a 1-d uint8 buffer, stacked in rank order: shape `(world_size, bytes)`."""
+
+    verb = "all_gather"
+
+    def wire_bytes(self, ranks: int) -> int:
+        """The buffer, to every other rank."""
+        return (ranks - 1) * self.nbytes
+
+
+@dataclass(frozen=True, eq=False)
+class AllToAll(_Rows):
+    """Row j of `tensor` goes to rank j: shape `(world_size, bytes)` in, row i of the result is from rank i."""
+
+    verb = "all_to_all"
 
     def wire_bytes(self, ranks: int) -> int:
         """All rows but this rank's own."""
@@ -417,7 +396,3 @@ class Total(Collective):
     def on(self, axis: Axis) -> Total:
         """The same: a sum over ranks is one over all of them."""
         return self
-
-
-def _cat(tensors: list[Tensor]) -> Tensor:
-    return torch.cat(tensors, dim=-1) if len(tensors) > 1 else tensors[0]

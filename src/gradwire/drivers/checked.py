@@ -11,12 +11,12 @@ from torch import Tensor
 
 from gradwire.core.collective import AllGather, AllToAll, Axis, Collective
 from gradwire.core.errors import CommunicationError, PayloadError
-from gradwire.drivers.interpreter import Pending, Transport, is_here
+from gradwire.drivers.interpreter import Pending, Transport, WrappedTransport, is_here
 
 CHECKSUM_BYTES = 4
 
 
-class Checked:
+class Checked(WrappedTransport):
     """Wraps any transport: each payload of an all-gather or an all-to-all travels with its CRC-32.
 
     TCP has a checksum of 16 bits, which misses one damaged packet in 65,536, and a bit that flips in memory is seen by
@@ -33,18 +33,8 @@ class Checked:
     """
 
     def __init__(self, inner: Transport, ranks: Sequence[int] | None = None) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self._ranks = ranks if ranks is not None else range(inner.world_size)
-
-    @property
-    def rank(self) -> int:
-        """The inner one's."""
-        return self.inner.rank
-
-    @property
-    def world_size(self) -> int:
-        """The inner one's."""
-        return self.inner.world_size
 
     def issue(self, request: Collective) -> Pending:
         """Start a collective. Waiting for its result raises `PayloadError` where a row is not what was sent.

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gradwire.core.collective import AllGather, AllReduce, AllToAll, Collective
 from gradwire.core.errors import GradwireError
-from gradwire.drivers.interpreter import Pending, Transport
+from gradwire.drivers.interpreter import Pending, Transport, WrappedTransport
 
 FaultKind = Literal["delay", "raise", "stall", "die", "truncate", "flip"]
 KINDS: tuple[FaultKind, ...] = get_args(FaultKind)
@@ -56,7 +56,7 @@ def plan_of(seed: int, world_size: int, requests: int, faults: int = 1) -> list[
     return plan
 
 
-class Faulty:
+class Faulty(WrappedTransport):
     """Wraps any transport and lets faults befall collectives, by their number on this rank.
 
     Args:
@@ -70,19 +70,10 @@ class Faulty:
     def __init__(
         self, inner: Transport, faults: Mapping[int, Fault], real: bool = False, longest_s: float = 0.001
     ) -> None:
-        self.inner, self.faults, self.real, self.longest_s = inner, faults, real, longest_s
+        super().__init__(inner)
+        self.faults, self.real, self.longest_s = faults, real, longest_s
         self.number = 0
         self._stalled = False
-
-    @property
-    def rank(self) -> int:
-        """The inner one's."""
-        return self.inner.rank
-
-    @property
-    def world_size(self) -> int:
-        """The inner one's."""
-        return self.inner.world_size
 
     def issue(self, request: Collective) -> Pending:
         """Start a collective, or what the plan has in its place.

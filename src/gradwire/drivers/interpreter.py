@@ -2,7 +2,7 @@
 are served alike.
 
 An `Interpreter` runs one rank's waves of programs as a *script*: a generator that yields what it waits for and is sent
-the result, so that whoever drives it may wait (`run`), let other ranks go on meanwhile (`run_together`), or come back
+the result. So whoever drives it may wait (`run`), let other ranks go on meanwhile (`lockstep.together`), or come back
 when more gradients are here. Collectives start in one static order, which comes from the programs alone, never from
 timing, so ranks cannot disagree on it. Of `window` waves in flight one is encoded while the other's bytes move:
 
@@ -70,6 +70,27 @@ class Transport(Protocol):
     def issue(self, request: Collective) -> Pending:
         """Start a collective, which may overwrite what it carries. `served` finds the method for a kind."""
         ...
+
+
+class WrappedTransport:
+    """What transports have in common that wrap another one: its rank and its number of ranks.
+
+    Args:
+        inner: what moves tensors.
+    """
+
+    def __init__(self, inner: Transport) -> None:
+        self.inner = inner
+
+    @property
+    def rank(self) -> int:
+        """The inner one's."""
+        return self.inner.rank
+
+    @property
+    def world_size(self) -> int:
+        """The inner one's."""
+        return self.inner.world_size
 
 
 def served(transport: object, request: Collective) -> Callable[..., object]:

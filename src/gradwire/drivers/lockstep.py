@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -232,7 +233,53 @@ def perform(requests: Sequence[Collective]) -> list[Tensor]:
     return Meeting(len(requests)).perform(requests)
 
 
-class Lockstep:
+class VirtualStates(ABC):
+    """What virtual ranks remember between steps: saved and loaded for all ranks at once.
+
+    Attributes:
+        reducer: what they run.
+        world_size: how many there are.
+        seed: of all keys.
+        index: the next step.
+    """
+
+    reducer: Reducer
+    world_size: int
+    seed: int
+    index: int
+
+    @abstractmethod
+    def _grains(self) -> list[saved.Grains]:
+        """Every rank's grains with their states."""
+
+    @abstractmethod
+    def _take_up(self, states: Sequence[Sequence[State]]) -> None:
+        """Go on with other states: of each rank those of its grains."""
+
+    def _step(self, rank: int) -> Step:
+        return Step(self.index, rank, self.world_size, self.seed)
+
+    def state_dicts(self) -> list[saved.Saved]:
+        """Return every rank's state as `Handle.state_dict` does: tensors, numbers and strings, by parameter name."""
+        return saved.pack_all(self._grains(), self.reducer, step=self.index, seed=self.seed)
+
+    def load_state_dicts(self, states: Sequence[saved.Saved]) -> None:
+        """Take up the states of all ranks; resuming is exact.
+
+        Raises:
+            StateError: states that are damaged or do not belong here; nothing is changed then.
+        """
+        loaded = saved.unpack_all(states, self._grains(), self.reducer)
+        self.index, self.seed = loaded[0].step, loaded[0].seed
+        self._take_up([rank.states for rank in loaded])
+
+
+def is_bad(results: Iterable[Reduced]) -> bool:
+    """Whether a step must not be kept."""
+    return any(bool(result.bad) for result in results if result.bad is not None)
+
+
+class Lockstep(VirtualStates):
     """A reducer over `world_size` virtual ranks and one grain, with its states, a step at a time.
 
     >>> from gradwire.core.grain import flat_grain
@@ -252,9 +299,6 @@ class Lockstep:
         reducer.require_ranks(world_size)
         self.states: list[State] = [reducer.init(grain, self._step(rank)) for rank in range(world_size)]
 
-    def _step(self, rank: int) -> Step:
-        return Step(self.index, rank, self.world_size, self.seed)
-
     def step(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Reduce one tensor per rank; return every rank's mean and keep the new states, unless the step is bad."""
         return [reduced.mean for reduced in self.reduce(tensors)]
@@ -267,23 +311,12 @@ class Lockstep:
         ]
         results = run_lockstep(programs)
         self.index += 1
-        if not any(bool(r.bad) for r in results if r.bad is not None):
+        if not is_bad(results):
             self.states = [r.state for r in results]
         return results
 
-    def state_dicts(self) -> list[saved.Saved]:
-        """Return every rank's state as `Handle.state_dict` does: tensors, numbers and strings, by parameter name."""
-        return saved.pack_all(self._grains(), self.reducer, step=self.index, seed=self.seed)
-
-    def load_state_dicts(self, states: Sequence[saved.Saved]) -> None:
-        """Take up the states of all ranks; resuming is exact.
-
-        Raises:
-            StateError: states that are damaged or do not belong here; nothing is changed then.
-        """
-        loaded = saved.unpack_all(states, self._grains(), self.reducer)
-        self.index, self.seed = loaded[0].step, loaded[0].seed
-        self.states = [state for rank in loaded for state in rank.states]
+    def _take_up(self, states: Sequence[Sequence[State]]) -> None:
+        self.states = [state for rank in states for state in rank]
 
     def _grains(self) -> list[saved.Grains]:
         return [[(self.grain, state)] for state in self.states]

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 from torch import Tensor
 
 from gradwire.core.collective import Collective
-from gradwire.drivers.interpreter import Pending, Transport, is_here
+from gradwire.drivers.interpreter import Pending, Transport, WrappedTransport, is_here
 
 
 class Span(NamedTuple):
@@ -37,7 +37,7 @@ class Span(NamedTuple):
         return self.ended_s - self.began_s
 
 
-class Traced:
+class Traced(WrappedTransport):
     """Wraps any transport and keeps `spans`. Between two of a rank's events, it codes.
 
     Args:
@@ -56,19 +56,10 @@ class Traced:
     """
 
     def __init__(self, inner: Transport, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.inner, self.clock = inner, clock
+        super().__init__(inner)
+        self.clock = clock
         self.spans: list[Span] = []
         self._codes_since: float | None = None
-
-    @property
-    def rank(self) -> int:
-        """The inner one's."""
-        return self.inner.rank
-
-    @property
-    def world_size(self) -> int:
-        """The inner one's."""
-        return self.inner.world_size
 
     def begin(self) -> None:
         """Say that a step begins: from here on the rank codes."""

@@ -11,15 +11,15 @@ from gradwire.core import saved
 from gradwire.core.grain import Grain
 from gradwire.core.state import State
 from gradwire.drivers.cost import parameter_specs
-from gradwire.drivers.lockstep import run_ranks
+from gradwire.drivers.lockstep import VirtualStates, is_bad, run_ranks
 from gradwire.drivers.plan import Unit, plan
-from gradwire.reducers.base import Program, Reduced, Reducer, Step
+from gradwire.reducers.base import Program, Reduced, Reducer
 
 Gradients = Mapping[str, Tensor]
 """One rank's gradients by parameter name."""
 
 
-class VirtualRanks:
+class VirtualRanks(VirtualStates):
     """The gradients' way from `world_size` virtual ranks to the model, by one reducer, grains and all.
 
     The same plan and programs as under `gradwire.attach`, so the figures are those of a real run.
@@ -49,13 +49,10 @@ class VirtualRanks:
             [unit.reducer.init(unit.grain, self._step(rank)) for rank in range(world_size)] for unit in self.units
         ]
 
-    def _step(self, rank: int) -> Step:
-        return Step(self.index, rank, self.world_size, self.seed)
-
     def step(self, gradients: Sequence[Gradients]) -> None:
         """Write what all ranks' gradients become into the model's; keep new states unless the step is bad."""
         ranks = run_ranks([self._waves(rank, own) for rank, own in enumerate(gradients)])
-        if not any(bool(r.bad) for results in ranks for r in results if r.bad is not None):
+        if not is_bad(reduced for results in ranks for reduced in results):
             self.states = [[result.state for result in of_unit] for of_unit in zip(*ranks, strict=True)]
         for unit, reduced in zip(self.units, ranks[0], strict=True):
             self._write(unit.grain, reduced)
@@ -71,19 +68,8 @@ class VirtualRanks:
 
         return [[program(i) for i in wave] for wave in self.plan.positions]
 
-    def state_dicts(self) -> list[saved.Saved]:
-        """Return every rank's state as `Handle.state_dict` does: tensors, numbers and strings, by parameter name."""
-        return saved.pack_all(self._grains(), self.reducer, step=self.index, seed=self.seed)
-
-    def load_state_dicts(self, states: Sequence[saved.Saved]) -> None:
-        """Take up the states of all ranks; resuming is exact.
-
-        Raises:
-            StateError: states that are damaged or do not belong here; nothing is changed then.
-        """
-        loaded = saved.unpack_all(states, self._grains(), self.reducer)
-        self.index, self.seed = loaded[0].step, loaded[0].seed
-        self.states = [list(ranks) for ranks in zip(*(rank.states for rank in loaded), strict=True)]
+    def _take_up(self, states: Sequence[Sequence[State]]) -> None:
+        self.states = [list(of_unit) for of_unit in zip(*states, strict=True)]
 
     def _grains(self) -> list[saved.Grains]:
         units = list(zip(self.units, self.states, strict=True))

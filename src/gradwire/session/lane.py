@@ -120,6 +120,20 @@ class Lane:
         """A transport of this lane's group."""
         return GroupTransport(self.group, self.failures)
 
+    def begin(self) -> None:
+        """Note that a step begins.
+
+        Raises:
+            CommunicationError: communication has failed before, here or elsewhere.
+        """
+        self.require_sound()
+        self.failures.begin()
+
+    def fail(self, error: BaseException, where: str) -> BaseException:
+        """Refuse further steps after an error, tell the other ranks of it, and return what to raise here."""
+        self.poison = self.failures.explain(error, where)
+        return self.poison
+
     def require_sound(self) -> None:
         """Refuse another step once communication has failed.
 
@@ -146,7 +160,7 @@ class Lane:
             try:
                 answers.append(job())
             except BaseException as error:
-                self.poison = self.failures.explain(error, where)
+                self.fail(error, where)
             done.set()
 
         self.failures.begin()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from gradwire.codecs.base import SUPPORTED_DTYPES
@@ -20,12 +22,22 @@ def canonical_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
-def shared_name(first: str, second: str, short: str) -> str:
-    """What to say of two parameters that would share a name."""
-    return (
-        f"parameters {first!r} and {second!r} are both {short!r} without what wrappers add, and state is kept by name; "
-        "rename one of them"
-    )
+def require_apart(short: Mapping[str, str]) -> None:
+    """Refuse two parameters that would share a name.
+
+    Args:
+        short: the names of all parameters, each with what it is without what wrappers add.
+
+    Raises:
+        AttachError: with both names.
+    """
+    whose: dict[str, str] = {}
+    for name, kept in short.items():
+        if (other := whose.setdefault(kept, name)) != name:
+            raise AttachError(
+                f"parameters {other!r} and {name!r} are both {kept!r} without what wrappers add, and state is kept by "
+                "name; rename one of them"
+            )
 
 
 def require_served(name: str, dtype: torch.dtype, device: torch.device) -> None:

@@ -14,8 +14,7 @@ from gradwire.drivers.window import Window
 class Reduction:
     """Feeds an engine with named tensors, step after step: `begin`, `put` each, `finish`, `take` each, `end`.
 
-    The mapping between tensors and grains is used here and nowhere else. What is called in the wrong order raises
-    `StepError`; after `end` no mean is held any more.
+    What is called in the wrong order raises `StepError`; after `end` no mean is held any more.
     """
 
     def __init__(self, engine: Engine, window: Window) -> None:

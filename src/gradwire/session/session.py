@@ -36,7 +36,7 @@ from gradwire.drivers.window import Window
 from gradwire.reducers.base import Reducer
 from gradwire.session.lane import INTERRUPTED_S, Lane
 from gradwire.session.meeting import Meeting, group_store
-from gradwire.session.names import canonical_name, require_served, shared_name
+from gradwire.session.names import canonical_name, require_apart, require_served
 from gradwire.session.reduction import Reduction
 from gradwire.session.report import NON_FINITE, Report, observed
 from gradwire.spec import as_method
@@ -66,7 +66,6 @@ class Session:
         grain_numel: elements that are encoded together at most (default: a quarter of all, up to 2^20).
         scaler: the loss scaler of the training loop, if it has one: residuals follow its scale.
         checksum: send a CRC-32 with each payload, see `gradwire.attach`.
-        method_name: the method as reports should call it.
         what: the call that errors speak of.
 
     Raises:
@@ -95,10 +94,9 @@ class Session:
         grain_numel: int | None = None,
         scaler: torch.amp.GradScaler | None = None,
         checksum: bool = False,
-        method_name: str = "",
         what: str = "gradwire.Session",
     ) -> None:
-        self.method = method_name or (method if isinstance(method, str) else repr(method))
+        self.method = method if isinstance(method, str) else repr(method)
         self.reducer = as_method(method)
         self.seed, self._checksum, self._what = seed, checksum, what
         self._scaler, self.scale = scaler, 1.0
@@ -167,7 +165,7 @@ class Session:
             checked = Checked(self.transport, self.lane.failures.ranks) if self._checksum else self.transport
             return Engine(planned, checked, self.seed)
         except Exception as error:
-            raise self.lane.failures.explain(error, f" in {self._what}") from None
+            raise self.lane.fail(error, f" in {self._what}") from None
 
     def _agree_on(self, configuration: str) -> bool:
         """Whether all ranks say the same."""
@@ -217,9 +215,8 @@ class Session:
 
     def begin(self) -> None:
         """Note that a step begins: for ports, in the thread of the training loop, before they hand anything over."""
-        if not self._finalizer.alive:
+        if not self.is_open:
             raise StepError("this session is closed: make a new one")
-        self.lane.require_sound()
         self.window.begin()
         if (growth := self._growth_of_scale()) != 1.0:
             self.lane.driver.run(lambda: self.engine.rescale(growth))
@@ -248,7 +245,7 @@ class Session:
         """What was planned for a tensor.
 
         Raises:
-            StepError: nothing.
+            StepError: a name that was not planned.
         """
         if name not in self._specs:
             raise StepError(f"{name!r} is none of this session's {len(self._specs)} tensors")
@@ -402,7 +399,7 @@ class SessionStep:
         session.occupy()
         try:
             session.begin()
-            session.lane.failures.begin()
+            session.lane.begin()
             self._run(session.reduction.begin)
         except BaseException:
             session.vacate()
@@ -417,9 +414,22 @@ class SessionStep:
             StepError: an unknown name, a tensor that was delivered already, or one of another shape, dtype or device
                 than planned; or the step is not under way. The tensors delivered before stay delivered.
         """
-        if not self._entered:
-            raise StepError('a step is not under way: deliver inside of "with session.step() as step:"')
         self._check(name, tensor)
+        self._hand_over(name, tensor)
+
+    def deliver_all(self, tensors: Mapping[str, Tensor]) -> None:
+        """Deliver all of them, after all have been checked; the last ones first, as gradients come.
+
+        Raises:
+            StepError: as `deliver`, or a tensor that is missing. None is delivered then.
+        """
+        for name, tensor in tensors.items():
+            self._check(name, tensor)
+        self._require_all(tensors)
+        for name in reversed(list(self._session.names)):
+            self._hand_over(name, tensors[name])
+
+    def _hand_over(self, name: str, tensor: Tensor) -> None:
         self._delivered[name] = tensor
         self._ready_s, self._ready_bytes = time.perf_counter(), self._ready_bytes + tensor.nbytes
         if self._ready_bytes >= BUCKET_BYTES:
@@ -438,15 +448,9 @@ class SessionStep:
             self._session.window.ready(self._ready_s, self._ready_bytes)
         self._ready_bytes = 0
 
-    def deliver_all(self, tensors: Mapping[str, Tensor]) -> None:
-        """Deliver all of them, after all have been checked; the last ones first, as gradients come."""
-        for name, tensor in tensors.items():
-            self._check(name, tensor)
-        self._require_all(tensors)
-        for name in reversed(list(self._session.names)):
-            self.deliver(name, tensors[name])
-
     def _check(self, name: str, tensor: Tensor) -> None:
+        if not self._entered:
+            raise StepError('a step is not under way: deliver inside of "with session.step() as step:"')
         spec = self._session.planned(name)
         if name in self._delivered:
             raise StepError(f"{name!r} was delivered already in this step")
@@ -467,7 +471,6 @@ class SessionStep:
 
     def _run(self, job: Callable[[], None]) -> None:
         """Have a job done where programs run; after an error nothing more is done."""
-
         if not self._session.is_open:
             raise StepError("this session was closed while a step was under way")
 
@@ -476,8 +479,7 @@ class SessionStep:
                 try:
                     job()
                 except BaseException as error:
-                    session = self._session
-                    self._error = session.lane.poison = session.lane.failures.explain(error, session.where())
+                    self._error = self._session.lane.fail(error, self._session.where())
 
         self._session.lane.driver.run(guarded)
 
@@ -491,9 +493,9 @@ class SessionStep:
                 self._wait()
                 session.warn_of_non_finite()
             elif self._delivered:  # others may wait for what this rank does not deliver any more
-                session.lane.poison = session.lane.failures.explain(error, session.where())
+                session.lane.fail(error, session.where())
         except StepError as left_out:
-            session.lane.poison = session.lane.failures.explain(left_out, session.where())
+            session.lane.fail(left_out, session.where())
             raise
         finally:
             self._delivered = {}  # whoever keeps the step keeps no gradients with it
@@ -533,15 +535,10 @@ def _named(tensors: Tensors) -> dict[str, Tensor]:
     """Named tensors, those of a model without what wrappers add to names."""
     if not isinstance(tensors, nn.Module):
         return dict(tensors)
-    found: dict[str, Tensor] = {}
-    whose: dict[str, str] = {}
-    for name, parameter in tensors.named_parameters():
-        if parameter.requires_grad:
-            short = canonical_name(name)
-            if (other := whose.setdefault(short, name)) != name:
-                raise AttachError(shared_name(other, name, short))
-            found[short] = parameter
-    return found
+    given = {name: parameter for name, parameter in tensors.named_parameters() if parameter.requires_grad}
+    short = {name: canonical_name(name) for name in given}
+    require_apart(short)
+    return {short[name]: parameter for name, parameter in given.items()}
 
 
 def _gradients(model: nn.Module) -> dict[str, Tensor]:
