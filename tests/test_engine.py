@@ -14,7 +14,7 @@ from gradwire.core.grain import flat_grain
 from gradwire.core.state import State, walk
 from gradwire.drivers.engine import Engine
 from gradwire.drivers.lockstep import Lockstep
-from gradwire.drivers.virtual import VirtualRanks
+from gradwire.drivers.virtual import VirtualRanks, gathered
 
 GRAIN = 60
 RANKS = 4
@@ -115,6 +115,36 @@ def test_means_are_those_of_the_step_at_hand() -> None:
     engine.begin()
     with pytest.raises(IndexError):
         engine.mean(0)
+
+
+def test_means_are_given_away_as_soon_as_they_are_known_and_not_kept() -> None:
+    kept, given = (Engines(parse("int4"), model(), 1, grain_numel=GRAIN).ranks[0] for _ in range(2))
+    gradients = drawn(0, 1)[0]
+    run_step(kept, gradients, release=False)
+    found: dict[int, torch.Tensor] = {}
+    before: list[int] = []
+    with torch.no_grad():
+        given.begin(lambda unit, mean: found.update({unit: mean.clone()}))
+        for i, unit in enumerate(given.plan.units):
+            assert i not in found
+            before.append(len(found))
+            given.deliver(i, 0, gathered(unit.grain, gradients).view(-1))
+            given.pump()
+        assert before[-1]  # the first ones are known before the last gradients come
+        given.finish()
+    for i in range(len(given.plan.units)):
+        assert torch.equal(found[i], kept.mean(i))
+        assert not given.mean(i).numel()
+
+
+def test_a_bad_step_is_known_as_soon_as_it_ends() -> None:
+    """On a CPU: the step after it need not begin first."""
+    (engine,) = Engines(parse("topk:0.1"), model(), 1, grain_numel=GRAIN).ranks
+    run_step(engine, drawn(0, 1)[0])
+    assert not engine.found_bad()
+    run_step(engine, {name: gradient * float("nan") for name, gradient in drawn(1, 1)[0].items()})
+    assert engine.found_bad()
+    assert not engine.stats.bad_steps  # it is counted where the next one begins
 
 
 def test_one_virtual_rank_goes_on_where_it_was_saved() -> None:

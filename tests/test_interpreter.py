@@ -275,7 +275,7 @@ def test_waves_take_turns_in_a_window(window: int, order: list[int]) -> None:
 
 def test_a_wave_that_is_not_ready_holds_up_those_behind_it() -> None:
     ready, noted = [True, False, True], Noted()
-    script = Interpreter[int](noted).script(3, lambda wave: [two_rounds(wave)] if ready[wave] else None)
+    script = Interpreter[int](noted, window=2).script(3, lambda wave: [two_rounds(wave)] if ready[wave] else None)
     assert next(script) is None  # the second is not ready, though the first waits for its result
     assert noted.asked == [("AllReduce", 4)]
     ready[1] = True

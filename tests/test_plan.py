@@ -77,13 +77,20 @@ def test_waves_run_in_the_order_gradients_come() -> None:
 
 
 def test_matrices_go_together_and_small_vectors_with_them() -> None:
-    """Two rounds and the flags, whatever the number of layers: collectives are what such a method pays for."""
+    """Two rounds, whatever the number of layers: collectives are what such a method pays for."""
     shapes = [(32, 16), (32,), (16, 32), (16,)] * 4
     model = [ParameterSpec(f"layer{i}", shape, torch.float32, CPU) for i, shape in enumerate(shapes)]
     planned = plan(model, parse("powersgd:2"))
     assert [u.grain.shape for u in planned.units] == [(4, 16, 32), (4, 32, 16), (4 * 32 + 4 * 16,)]
     assert [len(wave) for wave in planned.waves] == [3]
-    assert cost(parse("powersgd:2"), model, world_size=4).collectives == 3
+    assert cost(parse("powersgd:2"), model, world_size=4).collectives == 2
+
+
+def test_small_models_are_cut_finer_where_payloads_are_large() -> None:
+    """More of what is large hides behind the backward pass; what is small would only pay for more collectives."""
+    model = [ParameterSpec(f"w{i}", (512, 512), torch.float32, CPU) for i in range(8)]
+    found = {spec: len(plan(model, parse(spec)).waves) for spec in ("none", "fp16", "int4", "topk:0.01", "powersgd:4")}
+    assert found == {"none": 8, "fp16": 8, "int4": 8, "topk:0.01": 4, "powersgd:4": 2}
 
 
 def test_a_wave_of_matrices_has_an_end() -> None:

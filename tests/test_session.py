@@ -142,6 +142,15 @@ def test_wrong_tensors_are_named_and_the_next_step_goes_on(session: Session, wro
     assert session.stats().steps == 1
 
 
+def test_one_element_may_have_a_stride_of_zero(one_rank: None) -> None:
+    """As an expanded one has, but it shares its memory with no other."""
+    given = torch.tensor(3.0).expand(1)
+    with gradwire.Session({"a": torch.zeros(1)}, "none", deadline_s=10) as session:
+        session.reduce_({"a": given})
+    assert given.stride() == (0,)
+    assert given.tolist() == [3.0]
+
+
 def test_a_tensor_is_delivered_once_a_step(session: Session) -> None:
     given = tensors()
 
@@ -168,8 +177,8 @@ def test_a_step_has_a_beginning_and_an_end(session: Session) -> None:
     with pytest.raises(StepError, match="a step is not under way"):
         ended.deliver("a", given["a"])
     session.reduction.begin()
-    with pytest.raises(StepError, match="finish the step before means are taken"):
-        session.reduction.take("a", torch.zeros(3))
+    with pytest.raises(StepError, match="finish the step before it is ended"):
+        session.reduction.end()
     session.reduce_(tensors())
     assert session.engine._results == []  # pyright: ignore[reportPrivateUsage]
 

@@ -105,5 +105,10 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         "adapters/models.py",
         'if getattr(ddp, "_use_python_reducer", False): -> if getattr(ddp, "_use_python_reducer", True):',
     ): "every DDP has the attribute; what is taken where it is missing matters to no version that is served",
+    (
+        "adapters/communication.py",
+        "for bucket, future in zip(step.buckets[:count], step.futures[:count], strict=True): -> "
+        "for bucket, future in zip(step.buckets[:count], step.futures[:count], strict=False):",
+    ): "both are `count` long: a bucket is noted before its future, and `count` is how many futures there are",
 }
 """Mutants that compute the same, by file and change, with the reason."""

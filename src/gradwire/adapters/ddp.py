@@ -1,7 +1,8 @@
 """`attach`: any reducer as the communication of a `DistributedDataParallel` model.
 
-DDP's buckets only deliver gradients; grains, their order and their state belong to a `Session`. On a CPU one
-communication thread drives it while `backward()` runs; on a GPU the hook drives it inline on a side stream.
+DDP's buckets only deliver gradients, and are made small enough to do so during the backward pass (`buckets`). Grains,
+their order and their state belong to a `Session`. On a CPU one communication thread drives it while `backward()` runs;
+on a GPU the hook drives it inline on a side stream.
 """
 
 import time
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.distributed import GradBucket  # pyright: ignore[reportPrivateImportUsage]
 from torch.nn.parallel import DistributedDataParallel
 
+from gradwire.adapters.buckets import bucket_bytes, deliver_in_pieces
 from gradwire.adapters.communication import BucketPort, BucketStep, queue_callback
 from gradwire.adapters.models import check, trained
 from gradwire.core import saved
@@ -92,6 +94,7 @@ class Handle:
         self.session = session
         port = _Port(session, names, bool(getattr(ddp, "find_unused_parameters", False)))
         try:
+            deliver_in_pieces(ddp, bucket_bytes(session.engine.dense_bytes))
             ddp.register_comm_hook(None, port.on_bucket)
         except BaseException:
             session.close(at_once=True)
@@ -194,7 +197,7 @@ class _Port(BucketPort):
         return self._session.where()
 
     def work(self, buckets: Sequence[GradBucket], last: bool) -> None:
-        """Deliver the newest bucket's gradients; after the last, write the means into all buckets."""
+        """Deliver the newest bucket's gradients; after the last, all buckets hold their means."""
         reduction = self._session.reduction
         if len(buckets) == 1:
             reduction.begin()
@@ -203,9 +206,6 @@ class _Port(BucketPort):
         reduction.pump()
         if last:
             reduction.finish()
-            for bucket in buckets:
-                for name, gradient in self._gradients(bucket):
-                    reduction.take(name, gradient)
             reduction.end()
 
     def _gradients(self, bucket: GradBucket) -> Iterator[tuple[str, Tensor]]:

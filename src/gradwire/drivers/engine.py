@@ -8,7 +8,7 @@ a GPU is found out at the next step and costs no waiting inside this one.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +19,11 @@ from gradwire.core.grain import Grain
 from gradwire.core.state import Leaf, State, walk
 from gradwire.drivers.interpreter import Interpreter, Pending, Script, Traffic, Transport
 from gradwire.drivers.plan import Plan, Unit
+from gradwire.drivers.traced import Traced
 from gradwire.reducers.base import Program, Reduced, Step
+
+Sink = Callable[[int, Tensor], None]
+"""Takes a unit's mean."""
 
 
 @dataclass
@@ -86,6 +90,7 @@ class Engine:
         self._waits_for: Pending | None = None
         self._results: list[Reduced] = []
         self._fresh: list[State] | None = None
+        self._sink: Sink | None = None
         self._flags: list[Tensor] = []
 
     def step(self) -> Step:
@@ -97,13 +102,26 @@ class Engine:
         x = torch.empty(grain.numel, dtype=_buffer_dtype(unit), device=grain.device)
         return _Slot(unit, reducer.init(grain, self.step()), x)
 
-    def begin(self) -> None:
-        """Get ready for a step's gradients."""
+    def begin(self, sink: Sink | None = None) -> None:
+        """Get ready for a step's gradients.
+
+        Args:
+            sink: is given each unit's mean, 1-d, as soon as it is known, and then the engine lets go of it: so means
+                are written while others are still on their way, and never are there all at once.
+        """
         self.settle()
-        self._script, self._waits_for = self._interpreter.script(len(self._waves), self._programs), None
+        self._sink = sink
+        self._script = self._interpreter.script(len(self._waves), self._programs, self._ended)
+        self._waits_for = None
         self._results = []
         for slot in self._slots:
             slot.missing = slot.grain.numel
+
+    def trace(self) -> Traced:
+        """Keep a span of every collective, wait and piece of coding from now on, until it is called again."""
+        inner = self.transport.inner if isinstance(self.transport, Traced) else self.transport
+        self.transport = self._interpreter.transport = traced = Traced(inner)
+        return traced
 
     def deliver(self, unit: int, offset: int, gradient: Tensor) -> None:
         """Copy `gradient`, 1-d, to `offset` in the buffer of a unit."""
@@ -115,12 +133,20 @@ class Engine:
         """Do what the schedule and the gradients that are here allow."""
         if self._script is None:
             return
+        if isinstance(self.transport, Traced):
+            self.transport.begin()
+            self._pump(self._script)
+            self.transport.pause()
+        else:
+            self._pump(self._script)
+
+    def _pump(self, script: Script[list[Reduced]]) -> None:
         try:
             while True:
                 began = time.perf_counter()
                 answer = None if self._waits_for is None else self._waits_for.wait()
                 self.stats.wait_s += time.perf_counter() - began
-                self._waits_for = self._script.send(answer)
+                self._waits_for = script.send(answer)
                 if self._waits_for is None:  # a wave whose gradients are still to come
                     return
         except StopIteration as end:
@@ -152,12 +178,19 @@ class Engine:
         step = self.step()
         return [s.unit.reducer.reduce(s.grain, s.x.view(s.grain.shape), s.state, step) for s in slots]
 
+    def _ended(self, unit: int, result: Reduced) -> Reduced:
+        """Give a mean away, if somebody wants it at once."""
+        if self._sink is None:
+            return result
+        self._sink(unit, result.mean.reshape(-1))
+        return result._replace(mean=result.mean.new_empty(0))
+
     def mean(self, unit: int) -> Tensor:
-        """The mean of a unit's grain after `finish`, 1-d."""
+        """The mean of a unit's grain after `finish`, 1-d, where the step has no sink."""
         return self._results[unit].mean.reshape(-1)
 
     def release(self) -> None:
-        """Forget the means, once they are written where they belong."""
+        """Forget the results, once the means are written where they belong."""
         self._results = []
 
     def settle(self) -> None:

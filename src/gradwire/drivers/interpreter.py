@@ -4,9 +4,9 @@ are served alike.
 An `Interpreter` runs one rank's waves of programs as a *script*: a generator that yields what it waits for and is sent
 the result. So whoever drives it may wait (`run`), let other ranks go on meanwhile (`lockstep.together`), or come back
 when more gradients are here. Collectives start in one static order, which comes from the programs alone, never from
-timing, so ranks cannot disagree on it. Of `window` waves in flight one is encoded while the other's bytes move:
+timing, so ranks cannot disagree on it. Of `window` waves in flight one is encoded while the others' bytes move:
 
-    start 0, start 1, advance 0, advance 1, ... where a wave ends, the next starts
+    start 0, start 1, start 2, advance 0, advance 1, ... where a wave ends, the next starts
 
 All of a step's `Total`s travel as one collective once every program has come to its own, and so do its `Agree`s.
 """
@@ -27,7 +27,7 @@ from gradwire.core.program import Ended, Program, advance, once
 
 T = TypeVar("T")
 
-WINDOW = 2
+WINDOW = 3
 
 
 class Pending(Protocol):
@@ -195,15 +195,22 @@ class Interpreter(Generic[T]):
         self._runs: list[_Run[T]] = []
         self._in_flight: deque[_Run[T]] = deque()
         self._results: dict[int, T] = {}
+        self._ended: Callable[[int, T], T] = _as_it_is
 
-    def script(self, waves: int, start: Callable[[int], Sequence[Program[T]] | None]) -> Script[list[T]]:
+    def script(
+        self,
+        waves: int,
+        start: Callable[[int], Sequence[Program[T]] | None],
+        ended: Callable[[int, T], T] | None = None,
+    ) -> Script[list[T]]:
         """Return the script of a step, which returns what its programs returned, in their order.
 
         Args:
             waves: how many.
             start: makes the programs of a wave; None says that it cannot yet, and is asked again later.
+            ended: is given each program's place and result as soon as it ends; what it returns is kept as the result.
         """
-        self._runs, self._results = [], {}
+        self._runs, self._results, self._ended = [], {}, ended or _as_it_is
         self._in_flight.clear()
         started = programs = 0
         while started < waves or self._in_flight:
@@ -243,7 +250,7 @@ class Interpreter(Generic[T]):
         for i, value in inbox.items():
             turn = advance(run.programs[i], value)
             if isinstance(turn, Ended):
-                self._results[run.first + i] = turn.value
+                self._results[run.first + i] = self._ended(run.first + i, turn.value)
             elif isinstance(turn, Agree | Total):
                 run.parked[i] = turn
             else:
@@ -295,6 +302,10 @@ class Interpreter(Generic[T]):
             inboxes.setdefault(run.first, (run, {}))[1][i] = value
         for run, inbox in inboxes.values():
             self._advance(run, inbox)
+
+
+def _as_it_is(position: int, result: T) -> T:
+    return result
 
 
 def _result(pending: Pending) -> Script[Tensor]:

@@ -1,15 +1,16 @@
 """Grains and waves, planned once from names, shapes, dtypes and policy alone.
 
-A wave is what starts together, and the collectives of its programs are coalesced: one flat grain of about
-`GRAIN_NUMEL` elements, or matrices of up to `MATRIX_WAVE_GRAINS` times as many, those of equal shape batched. What
+A wave is what starts together, and the collectives of its programs are coalesced: one flat grain of at most
+`GRAIN_NUMEL` elements, or matrices of up to `MATRIX_WAVE_GRAINS` times as many, those of equal shape batched. A small
+model makes several waves, so that the first ones travel during the backward pass: more where payloads are large. What
 matrices send is small, so there the number of collectives counts and not their size: small vectors join the last wave
 of matrices, and their all-reduce travels with the first factors.
 
 Models of more than 134 million elements have waves of several flat grains, so that a step takes a few hundred
 collectives however large the model is. Grains stay as they are: they are what is coded at a time, what keys count from
 and what state belongs to; only matrices of equal shape are batched in larger numbers. What it costs is memory: each of
-the two waves in flight holds the payloads of all its grains twice, alone and joined. A wave is 1/128 of the model. At
-6.7 billion elements its payloads are 27 MB under `int4` and 211 MB uncompressed in float32, and there are four times
+the three waves in flight holds the payloads of all its grains twice, alone and joined. A wave is 1/128 of the model. At
+6.7 billion elements its payloads are 27 MB under `int4` and 211 MB uncompressed in float32, and there are six times
 that.
 """
 
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -33,10 +34,19 @@ SMALLEST_GRAIN_NUMEL = 1 << 16
 WAVES = 4
 """Grains to cut a small model into, so that one can be encoded while another's bytes move."""
 
+FINE_WAVES = 8
+"""The same where payloads are large: more of them travel during the backward pass. Each wave costs processor time."""
+
+FINE_SHARE = 1 / 16
+"""From which share of the gradient's bytes on a payload is large."""
 
 MATRIX_WAVE_GRAINS = 8
 """A wave of matrices in grains: 32 MiB of float32 at most, near DDP's bucket of 25 MiB. Each wave costs two rounds."""
 
+MATRIX_WAVES = 2
+"""Waves to cut the matrices of a small model into: the first one's factors travel during the backward pass."""
+
+SMALLEST_MATRIX_WAVE_NUMEL = 1 << 18
 
 FULL_WAVES = 128
 """About how many waves a step takes at most: each costs a round of collectives, and none has to be large to overlap."""
@@ -117,13 +127,30 @@ class _Open:
         return self.pieces[0].is_matrix
 
 
-def grain_size(numel: int) -> int:
+def grain_size(numel: int, payload_share: float = 0.0) -> int:
     """Elements of a grain for a model of `numel`: a quarter of it, between 65,536 and 1,048,576.
+
+    Where payloads are large (`Reducer.payload_share`) it is an eighth.
 
     >>> grain_size(10_000), grain_size(2_000_000), grain_size(10**9)
     (65536, 500000, 1048576)
+    >>> grain_size(2_000_000, payload_share=0.25)
+    250000
     """
-    return min(GRAIN_NUMEL, max(SMALLEST_GRAIN_NUMEL, numel // WAVES))
+    waves = FINE_WAVES if payload_share >= FINE_SHARE else WAVES
+    return min(GRAIN_NUMEL, max(SMALLEST_GRAIN_NUMEL, numel // waves))
+
+
+def matrix_wave_size(numel: int, limit: int) -> int:
+    """Elements of a wave of matrices for a model of `numel` whose grains have `limit` at most.
+
+    It is half the model, but 262,144 at least and 8 grains at most, or more where waves of large models have more.
+
+    >>> matrix_wave_size(10_000, 65_536), matrix_wave_size(2_000_000, 500_000), matrix_wave_size(10**8, 1 << 20)
+    (262144, 1000000, 8388608)
+    """
+    at_most = limit * max(wave_grains(numel), MATRIX_WAVE_GRAINS)
+    return min(at_most, max(SMALLEST_MATRIX_WAVE_NUMEL, numel // MATRIX_WAVES))
 
 
 def wave_grains(numel: int) -> int:
@@ -141,8 +168,8 @@ def plan(parameters: Sequence[ParameterSpec], reducer: Reducer, grain_numel: int
     """Plan grains for `parameters`, which stand in registration order; waves run in reverse, as gradients come.
 
     Parameters that one reducer serves share flat grains of at most `grain_numel` elements (default: `grain_size` of the
-    model); a larger parameter is cut evenly. A wave closes when it is full, and those still open at the end follow in
-    the order they were opened.
+    model and the reducer); a larger parameter is cut evenly. A wave closes when it is full, and those still open at the
+    end follow in the order they were opened.
 
     >>> from gradwire.spec import parse
     >>> cpu = torch.device("cpu")
@@ -152,27 +179,33 @@ def plan(parameters: Sequence[ParameterSpec], reducer: Reducer, grain_numel: int
     """
     as_reducer(reducer)
     total = sum(parameter.numel for parameter in parameters)
-    limit, grains = grain_numel or grain_size(total), wave_grains(total)
+
+    def limit(serving: Reducer) -> int:
+        return grain_numel or grain_size(total, serving.payload_share)
+
     closed: list[_Open] = []
     open_waves: list[_Open] = []
     for piece in _pieces(reversed(parameters), reducer, limit):
         wave = _wave_for(piece, open_waves)
-        full = limit * (max(grains, MATRIX_WAVE_GRAINS) if piece.is_matrix else 1)
+        full = limit(piece.reducer)
+        if piece.is_matrix:
+            full = matrix_wave_size(total, full)
         if wave.pieces and wave.numel + piece.numel > full:
             closed.append(wave)
             open_waves.remove(wave)
             wave = _wave_for(piece, open_waves)
         wave.pieces.append(piece)
-    return Plan((*_together(closed, grains * limit), *_joined(open_waves)))
+    together = wave_grains(total) * min((limit(wave.key[0]) for wave in closed), default=0)
+    return Plan((*_together(closed, together), *_joined(open_waves)))
 
 
-def _pieces(parameters: Iterable[ParameterSpec], reducer: Reducer, limit: int) -> Iterable[_Piece]:
+def _pieces(parameters: Iterable[ParameterSpec], reducer: Reducer, limit: Callable[[Reducer], int]) -> Iterable[_Piece]:
     for parameter in parameters:
         serving = reducer.assign(parameter)
         if serving.scope == "tensor":
             yield _Piece(parameter, 0, parameter.numel, serving)
             continue
-        parts = max(1, -(-parameter.numel // limit))
+        parts = max(1, -(-parameter.numel // limit(serving)))
         size = max(1, -(-parameter.numel // parts))
         for start in range(0, max(1, parameter.numel), size):
             yield _Piece(parameter, start, min(size, parameter.numel - start), serving)

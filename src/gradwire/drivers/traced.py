@@ -20,12 +20,12 @@ class Span(NamedTuple):
 
     Attributes:
         kind: "code" is encoding, decoding and summing, "wire" a collective from its start until its result was taken,
-            "wait" the part of that in which the rank did nothing else.
+            "wait" the part of that in which the rank did nothing else, "train" what a training loop notes itself.
         what: the collective that came next, or that was waited for.
         nbytes: that this rank handed over.
     """
 
-    kind: Literal["code", "wire", "wait"]
+    kind: Literal["code", "wire", "wait", "train"]
     what: str
     began_s: float
     ended_s: float
@@ -62,8 +62,13 @@ class Traced(WrappedTransport):
         self._codes_since: float | None = None
 
     def begin(self) -> None:
-        """Say that a step begins: from here on the rank codes."""
+        """Say that the rank goes on: from here it codes."""
         self._codes_since = self.clock()
+
+    def pause(self) -> None:
+        """Say that the rank has nothing to do until more gradients come, or until its next step."""
+        self.coded("pause")
+        self._codes_since = None
 
     def issue(self, request: Collective) -> Pending:
         """Start a collective."""

@@ -119,6 +119,14 @@ class Reducer(ABC):
         return any(part.sums_in_halves for part in _parts(vars(self).values()))
 
     @property
+    def payload_share(self) -> float:
+        """About how many bytes a payload has for a byte of float32 gradient: the largest of its parts', 0 if unknown.
+
+        Where it is large, a small model is cut into more grains (`drivers.plan`).
+        """
+        return max((part.payload_share for part in _parts(vars(self).values())), default=0.0)
+
+    @property
     def fewest_ranks(self) -> int:
         """Ranks that it needs at least."""
         return 1

@@ -23,6 +23,16 @@ from gradwire.reducers.base import Program, Reduced, Reducer, Step
 _Encode = Callable[[Tensor, Key, Payload], None]
 
 
+def payload_share(codec: Codec) -> float:
+    """Bytes of a payload for each byte of a float32 tensor of a million elements.
+
+    >>> from gradwire.codecs import FP16, TopK
+    >>> payload_share(FP16()), round(payload_share(TopK(0.01)), 3)
+    (0.5, 0.013)
+    """
+    return layout_of(codec, 1 << 20, torch.float32).nbytes / (4 << 20)
+
+
 @dataclass(frozen=True, eq=False)
 class SentPayload:
     """A payload of the whole tensor, scaled."""
@@ -86,6 +96,11 @@ class AllReduce(Reducer):
         return any(field.dtype.is_floating_point and field.dtype.itemsize < 4 for field in fields)
 
     @property
+    def payload_share(self) -> float:
+        """The codec's."""
+        return payload_share(self.codec)
+
+    @property
     def shows_non_finite(self) -> bool:
         """The codec's."""
         return self.codec.shows_non_finite
@@ -132,6 +147,11 @@ class AllGather(Reducer):
     def lossless(self) -> bool:
         """The codec's."""
         return self.codec.lossless
+
+    @property
+    def payload_share(self) -> float:
+        """The codec's."""
+        return payload_share(self.codec)
 
     @property
     def shows_non_finite(self) -> bool:
@@ -246,6 +266,11 @@ class TwoShot(Reducer):
     def lossless(self) -> bool:
         """Where both codecs are."""
         return self.codec.lossless and self.second.lossless
+
+    @property
+    def payload_share(self) -> float:
+        """The codec's."""
+        return payload_share(self.codec)
 
     @property
     def shows_non_finite(self) -> bool:

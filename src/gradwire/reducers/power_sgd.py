@@ -120,6 +120,11 @@ class PowerSGD(LowRank):
         """Where the factors are of 16 bits."""
         return FACTOR_DTYPES.get(self.factors) is not None
 
+    @property
+    def shows_non_finite(self) -> bool:
+        """Where its factors do: what is not finite in M is not finite in a column of P^T M, whatever P is."""
+        return self.factors not in FACTOR_BITS or self._integers.shows_non_finite
+
     def init(self, grain: Grain, step: Step) -> State:
         """Q transposed: Gaussian columns from the key, the same on every rank."""
         if not self.warm_start:

@@ -16,7 +16,7 @@ from gradwire.core.key import Key
 from gradwire.core.payload import Payload
 from gradwire.core.state import Leaf, State
 from gradwire.reducers.base import Program, Reduced, Reducer, Step
-from gradwire.reducers.exchange import TwoShot
+from gradwire.reducers.exchange import TwoShot, payload_share
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,11 @@ class SparseTwoShot(Reducer):
     def lossless(self) -> bool:
         """Where both codecs are."""
         return self.codec.lossless and self.second.lossless
+
+    @property
+    def payload_share(self) -> float:
+        """The codec's."""
+        return payload_share(self.codec)
 
     @property
     def conserves(self) -> bool:  # type: ignore[override]

@@ -1,8 +1,9 @@
-"""One step of a session on the thread where programs run: pieces of tensors in, their means out."""
+"""One step of a session on the thread where programs run: tensors in, their means in the same memory."""
 
 from __future__ import annotations
 
 import time
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -11,25 +12,35 @@ from gradwire.drivers.engine import Engine
 from gradwire.drivers.window import Window
 
 
-class Reduction:
-    """Feeds an engine with named tensors, step after step: `begin`, `put` each, `finish`, `take` each, `end`.
+class _Target(NamedTuple):
+    """Part of a tensor, and where it lies in its unit's grain."""
 
-    What is called in the wrong order raises `StepError`; after `end` no mean is held any more.
+    piece: Tensor
+    offset: int
+
+
+class Reduction:
+    """Feeds an engine with named tensors, step after step: `begin`, `put` each, `finish`, `end`.
+
+    A mean is written over its tensor as soon as it is known, while others are still on their way. What is called in the
+    wrong order raises `StepError`; after `end` nothing of the step is held any more.
     """
 
     def __init__(self, engine: Engine, window: Window) -> None:
         self.engine, self.window = engine, window
         self._places = engine.plan.places
+        self._targets: dict[int, list[_Target]] = {}
         self._is_open = False
         self._first = True
 
     def begin(self) -> None:
         """Get ready for a step's tensors; one that was left unfinished is forgotten."""
         self._is_open, self._first = True, True
-        self.engine.begin()
+        self._targets = {}
+        self.engine.begin(self._write)
 
     def put(self, name: str, flat: Tensor, scale: float = 1.0) -> None:
-        """Take a copy of a tensor, given as 1-d, and start what is complete with it.
+        """Hand over a tensor, given as 1-d. It must be left alone until `finish`, and then holds its mean.
 
         Args:
             name: as planned.
@@ -41,26 +52,27 @@ class Reduction:
             self.window.gradient(flat, self._first, scale)
         self._first = False
         for unit, start, numel, offset in self._places[name]:
-            self.engine.deliver(unit, offset, flat[start : start + numel])
+            piece = flat[start : start + numel]
+            self.engine.deliver(unit, offset, piece)
+            self._targets.setdefault(unit, []).append(_Target(piece, offset))
+
+    def _write(self, unit: int, mean: Tensor) -> None:
+        """Write a unit's mean over the tensors it was made of."""
+        for piece, offset in self._targets.pop(unit):
+            piece.copy_(mean[offset : offset + piece.numel()])
 
     def pump(self) -> None:
         """Do what the tensors that are here allow."""
         self.engine.pump()
 
     def finish(self) -> None:
-        """All tensors are here: run to the end."""
+        """All tensors are here: run to the end, when they hold their means."""
         self._require(True, "begin a step before it is finished")
         self.engine.finish()
         self._is_open = False
 
-    def take(self, name: str, flat: Tensor) -> None:
-        """Write the mean of a tensor into `flat`, 1-d."""
-        self._require(False, "finish the step before means are taken")
-        for unit, start, numel, offset in self._places[name]:
-            flat[start : start + numel].copy_(self.engine.mean(unit)[offset : offset + numel])
-
     def end(self) -> None:
-        """Means are written: let go of them, and count the step."""
+        """The means are where they belong: let go of the step, and count it."""
         self._require(False, "finish the step before it is ended")
         self.engine.release()
         ended_s = time.perf_counter()

@@ -31,6 +31,7 @@ from gradwire.drivers.interpreter import ask
 from gradwire.drivers.measure import Bench, all_reduce_link, measured
 from gradwire.drivers.plan import Plan, plan
 from gradwire.drivers.process_group import GroupTransport
+from gradwire.drivers.traced import Traced
 from gradwire.drivers.warm import warm_up
 from gradwire.drivers.window import Window
 from gradwire.reducers.base import Reducer
@@ -308,6 +309,27 @@ class Session:
             self.vacate()
         return self._link
 
+    def trace(self) -> Traced:
+        """Keep spans of all that communication does on this rank from the next step on; return what holds them.
+
+        A span is a collective under way, a wait for one, or coding between them; `write_chrome_trace` of
+        `gradwire.drivers.traced` writes them for Perfetto. Keeping one costs some microseconds. Clear `spans` now and
+        then in a long run.
+
+        Raises:
+            StepError: a step is under way.
+
+        Example:
+            traced = session.trace()
+            ...  # some steps
+            print(sum(span.length_s for span in traced.spans if span.kind == "wait"))
+        """
+        self.occupy()
+        try:
+            return self.engine.trace()
+        finally:
+            self.vacate()
+
     def stats(self) -> Stats:
         """Return bytes and times so far, those of the step that has just ended among them."""
         self.engine.settle()
@@ -388,6 +410,7 @@ class SessionStep:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._delivered: dict[str, Tensor] = {}
+        self._copies: dict[str, Tensor] = {}
         self._error: BaseException | None = None
         self._entered = self._ended = False
         self._ready_s, self._ready_bytes = 0.0, 0
@@ -436,8 +459,12 @@ class SessionStep:
             self._note_ready()
         session = self._session
 
+        flat = tensor.detach().reshape(-1)
+        if not tensor.is_contiguous():
+            self._copies[name] = flat  # which then is no view of the tensor
+
         def put() -> None:
-            session.reduction.put(name, tensor.detach().reshape(-1), session.scale)
+            session.reduction.put(name, flat, session.scale)
             session.reduction.pump()
 
         self._run(put)
@@ -498,18 +525,18 @@ class SessionStep:
             session.lane.fail(left_out, session.where())
             raise
         finally:
-            self._delivered = {}  # whoever keeps the step keeps no gradients with it
+            self._delivered, self._copies = {}, {}  # whoever keeps the step keeps no gradients with it
             session.lane.failures.end()
             session.vacate()
 
     def _wait(self) -> None:
-        """Run to the end, write the means, and raise what went wrong."""
+        """Run to the end, and raise what went wrong."""
         session, done = self._session, threading.Event()
 
         def finish() -> None:
             session.reduction.finish()
-            for name, tensor in self._delivered.items():
-                _write(tensor, functools.partial(session.reduction.take, name))
+            for name, flat in self._copies.items():
+                self._delivered[name].detach().copy_(flat.view(self._delivered[name].shape))
             session.reduction.end()
 
         self._run(finish)
@@ -518,17 +545,6 @@ class SessionStep:
         if (error := self._error or failure) is not None:
             raise error
         session.lane.driver.order()
-
-
-def _write(tensor: Tensor, take: Callable[[Tensor], None]) -> None:
-    """Have a tensor's mean written into it, wherever its elements lie."""
-    target = tensor.detach()
-    if target.is_contiguous():
-        take(target.view(-1))
-    else:
-        flat = torch.empty(target.numel(), dtype=target.dtype, device=target.device)
-        take(flat)
-        target.copy_(flat.view(target.shape))
 
 
 def _named(tensors: Tensors) -> dict[str, Tensor]:

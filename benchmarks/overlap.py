@@ -1,0 +1,216 @@
+"""What hides behind the backward pass: `python benchmarks/overlap.py [--methods ...] [--hosts 2] [--rate 100mbit]`.
+
+Every method trains a model of its own, all in the same processes on the same emulated network, in turn. Printed for
+each, medians over its steps on rank 0: the step, the backward pass in it, and what is exposed after that; the processor
+time of the process, and what programs took of it; the share of the link's rate at which the interface sent during the
+backward pass, by its byte counter; and, by the trace, the share of the backward pass in which a collective was under
+way. With `--trace FOLDER` the last steps of each method are written for Perfetto, one file a method.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire
+from common import save_result
+from gradwire import kernels
+from gradwire.bench.net import Network, parse_rate
+from gradwire.bench.ranks import run_function
+from gradwire.bench.tasks import make_task
+from gradwire.bench.wire import WireMeter
+from gradwire.drivers.traced import Span, write_chrome_trace
+
+DEFAULT = ["int8", "int4", "topk:0.01", "powersgd:8,factors=fp16"]
+SKIPPED = 6
+"""First steps that do not count: buckets are rebuilt, factors start."""
+
+
+class Training:
+    """One method on a model of its own."""
+
+    def __init__(self, method: str, task_name: str, bucket_mb: float | None, grain: int | None) -> None:
+        self.task = make_task(task_name, 0)
+        self.ddp = DistributedDataParallel(self.task.model, bucket_cap_mb=bucket_mb)  # pyright: ignore[reportArgumentType]
+        self.handle = gradwire.attach(self.ddp, method, grain_numel=grain)
+        self.traced = self.handle.session.trace()
+        self.optimizer = self.task.optimizer(self.ddp.parameters())
+        self.steps = list[list[Span]]()
+        self.sent, self.cpu_s = list[int](), list[float]()
+        self.meter = WireMeter.from_environment()
+        self.index = 0
+
+    def step(self) -> None:
+        """Train a step, and note what happened when."""
+        marks, sent, cpu_s = [time.perf_counter()], [], time.process_time()
+        inputs, targets = self.task.batch(self.index, dist.get_rank(), dist.get_world_size())
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = self.task.loss(self.ddp(inputs), targets)
+        last = _LastGradient(self.ddp, self.meter)
+        marks.append(time.perf_counter())
+        sent.append(self.meter.read().tx_bytes)
+        loss.backward()
+        last.remove()
+        marks += [last.at_s, time.perf_counter()]
+        sent.append(last.sent)
+        if self.task.clip_norm is not None:
+            nn.utils.clip_grad_norm_(self.ddp.parameters(), self.task.clip_norm)
+        self.optimizer.step()
+        marks.append(time.perf_counter())
+        self.index += 1
+        names = ("forward", "backward", "exposed", "update")
+        spans = [Span("train", what, a, b) for what, a, b in zip(names, marks, marks[1:], strict=False)]
+        self.steps.append([*spans, *self.traced.spans])
+        self.sent.append(sent[1] - sent[0])
+        self.cpu_s.append(time.process_time() - cpu_s)
+        self.traced.spans.clear()
+
+
+class _LastGradient:
+    """Notes when the latest gradient of the backward pass was accumulated, and what had been sent by then."""
+
+    def __init__(self, model: nn.Module, meter: WireMeter) -> None:
+        self.at_s, self.sent, self._meter = 0.0, 0, meter
+        self._missing = 0
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(self._note)
+            for parameter in model.parameters()
+            if parameter.requires_grad
+        ]
+        self._missing = len(self._hooks)
+
+    def _note(self, _: torch.Tensor) -> None:
+        self._missing -= 1
+        if not self._missing:
+            self.at_s, self.sent = time.perf_counter(), self._meter.read().tx_bytes
+
+    def remove(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+
+def take_turns(
+    rank: int,
+    world_size: int,
+    *,
+    task: str,
+    methods: list[str],
+    rounds: int,
+    stretch: int,
+    bucket_mb: float | None,
+    grain: int | None,
+) -> dict[str, Any]:
+    """Train with every method, `stretch` steps at a time, for so many rounds; return what happened when."""
+    torch.set_num_threads(1)
+    kernels.warm_up()
+    trainings = {method: Training(method, task, bucket_mb, grain) for method in methods}
+    for _ in range(rounds):
+        for training in trainings.values():
+            dist.barrier()
+            for _ in range(stretch):
+                training.step()
+    coded = {method: training.handle.stats().encode_s / training.index for method, training in trainings.items()}
+    for training in trainings.values():
+        training.handle.close()
+    dist.barrier()
+    return {
+        method: {
+            "steps": training.steps[SKIPPED:],
+            "sent": training.sent[SKIPPED:],
+            "cpu_s": statistics.median(training.cpu_s[SKIPPED:]),
+            "coded_s": coded[method],
+        }
+        for method, training in trainings.items()
+    }
+
+
+def covered(spans: list[Span], outer: Span) -> float:
+    """Seconds of `outer` that lie within any of `spans`."""
+    total, until = 0.0, outer.began_s
+    for span in sorted(spans, key=lambda span: span.began_s):
+        begin, end = max(span.began_s, until), min(span.ended_s, outer.ended_s)
+        if end > begin:
+            total, until = total + end - begin, end
+    return total
+
+
+def row_of(figures: dict[str, Any], rate: float) -> dict[str, float]:
+    """The medians of one method."""
+    rows: list[dict[str, float]] = []
+    for spans, sent in zip(figures["steps"], figures["sent"], strict=True):
+        spans = [Span(*span) for span in spans]
+        by_name = {span.what: span for span in spans if span.kind == "train"}
+        wire = [span for span in spans if span.kind == "wire"]
+        backward = by_name["backward"]
+        rows.append(
+            {
+                "step_ms": 1e3 * (by_name["update"].ended_s - by_name["forward"].began_s),
+                "backward_ms": 1e3 * backward.length_s,
+                "exposed_ms": 1e3 * by_name["exposed"].length_s,
+                "link_share": sent * 8 / rate / backward.length_s,
+                "wire_share": covered(wire, backward) / backward.length_s,
+            }
+        )
+    medians = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
+    return {**medians, "cpu_ms": 1e3 * figures["cpu_s"], "coded_ms": 1e3 * figures["coded_s"]}
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Run on the emulated network; return each method's figures."""
+    options = {
+        name: getattr(arguments, name) for name in ("task", "methods", "rounds", "stretch", "bucket_mb", "grain")
+    }
+    with Network(arguments.hosts, arguments.rate) as network:
+        target = f"{__file__}:take_turns"
+        ranks = run_function(target, arguments.hosts, options, deadline_s=arguments.deadline, network=network)
+        description, rate = network.description, parse_rate(arguments.rate)
+    if arguments.trace:
+        arguments.trace.mkdir(parents=True, exist_ok=True)
+        for method in arguments.methods:
+            steps = [[Span(*span) for step in rank[method]["steps"][-4:] for span in step] for rank in ranks]
+            write_chrome_trace(arguments.trace / f"{method.replace(':', '_')}.json", steps)
+    rows = {method: row_of(ranks[0][method], rate) for method in arguments.methods}
+    return {"network": description, "task": arguments.task, "methods": rows}
+
+
+def show(rows: dict[str, dict[str, float]]) -> None:
+    """Print the table."""
+    columns = f"{'step':>7s} {'backward':>9s} {'exposed':>8s} {'cpu':>6s} {'coded':>6s} {'link':>6s} {'wire':>6s}"
+    print(f"{'method':28s} {columns}")
+    for method, row in rows.items():
+        whole = f"{row['step_ms']:7.1f} {row['backward_ms']:9.1f} {row['exposed_ms']:8.1f}"
+        cpu = f"{row['cpu_ms']:6.1f} {row['coded_ms']:6.1f}"
+        print(f"{method:28s} {whole} {cpu} {row['link_share']:6.0%} {row['wire_share']:6.0%}")
+
+
+def main() -> None:
+    """Measure and print; with --save write a dated result file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--task", default="bytes")
+    parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--rate", default="100mbit")
+    parser.add_argument("--methods", nargs="+", default=DEFAULT)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--stretch", type=int, default=6, help="steps of a method in a row")
+    parser.add_argument("--bucket-mb", type=float, default=None, help="DDP's bucket_cap_mb; by default DDP's own")
+    parser.add_argument("--grain", type=int, default=None, help="elements that are encoded together at most")
+    parser.add_argument("--deadline", type=float, default=600.0)
+    parser.add_argument("--trace", type=Path, help="folder for traces")
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results/overlap_TASK_DATE.json")
+    arguments = parser.parse_args()
+    figures = measure(arguments)
+    show(figures["methods"])
+    if arguments.save:
+        print("wrote", save_result(f"overlap_{arguments.task}", figures))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""How finely DDP hands gradients over, and that its meaning stays."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+from bucket_cases import OPTIONS
+from gradwire.adapters.buckets import bucket_bytes, deliver_in_pieces
+from gradwire.bench.ranks import run_function
+
+CASES = Path(__file__).with_name("bucket_cases.py")
+
+
+@pytest.fixture(scope="module")
+def found() -> list[dict[str, dict[str, Any]]]:
+    return run_function(f"{CASES}:variants", 2, {}, deadline_s=120)
+
+
+@pytest.mark.parametrize("variant", OPTIONS)
+def test_parameters_are_those_of_ddp_alone(found: list[dict[str, dict[str, Any]]], variant: str) -> None:
+    """To the bit: two ranks have one order to add up in."""
+    assert len({rank[variant][how] for rank in found for how in ("alone", "attached")}) == 1
+
+
+def test_a_small_model_comes_in_several_buckets(found: list[dict[str, dict[str, Any]]]) -> None:
+    """DDP alone would hand its 1.5 MiB over in two; sizes that a user wrote out stay."""
+    assert {variant: rows["buckets"] for variant, rows in found[0].items()} == {
+        "plain": 6,
+        "no_sync": 6,
+        "join": 6,
+        "as_view": 6,
+        "unused": 7,  # never rebuilt in the order in which gradients come
+        "static": 6,
+        "sizes": 3,
+    }
+
+
+class _Ddp:
+    """What is asked of a DDP."""
+
+    bucket_bytes_cap = 1000
+
+
+def test_smaller_buckets_stay() -> None:
+    ddp: Any = _Ddp()
+    deliver_in_pieces(ddp, 1000)
+    assert not vars(ddp)
+
+
+def test_a_bucket_is_a_sixteenth_of_a_model_that_is_not_small() -> None:
+    assert bucket_bytes(sum(p.numel() * 4 for p in nn.Linear(1024, 4096).parameters())) == (4096 * 1025 * 4) // 16
