@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from gradwire.codecs import Codec
+from gradwire.codecs.error_memory import ErrorMemory, compress_into
 from gradwire.core.collective import Collective
 from gradwire.core.key import Key
 from gradwire.drivers.lockstep import Lockstep
@@ -90,6 +91,17 @@ def allocations(reducer: Reducer) -> list[str]:
 def test_only_the_mean_is_allocated(reducer: Reducer) -> None:
     made = allocations(reducer)
     assert len(made) <= 1, made
+
+
+@pytest.mark.parametrize("codec", [c for c in CODECS if c.contraction(NUMEL)], ids=str)
+def test_error_memory_allocates_the_new_memory_alone(codec: Codec) -> None:
+    x, memory, layout = sample("normal", (NUMEL,)), ErrorMemory.zeros(NUMEL), codec.layout(NUMEL)
+    out = layout.views(layout.empty(x.device))
+    with Allocations(4 * NUMEL) as encoding:
+        codec.encode_keeping_into(x.clone(), Key(), out)
+    with Allocations(4 * NUMEL) as both:
+        compress_into(codec, x, memory, Key(), out)
+    assert len(both.made) == len(encoding.made), both.made  # there the clone, here the memory
 
 
 def peak_nbytes(run: Callable[[], object]) -> int:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gradwire.codecs.base import Codec
+from gradwire.codecs.error_memory import add_owed_
 from gradwire.core import collective
 from gradwire.core.grain import Grain
 from gradwire.core.key import Key
@@ -89,7 +90,7 @@ class ShardGather(ABC):
         if not isinstance(owner, Leaf):
             self.codec.encode_into(y, key, payload)
             return row, state
-        y.add_(owner.tensor[: y.numel()])
+        add_owed_(y, owner.tensor[: y.numel()])
         self.codec.encode_keeping_into(y, key, payload)
         return row, State(owner=Leaf(sharded.shards.padded(y.float()), "owned", owed=True))
 
