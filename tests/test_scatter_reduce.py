@@ -164,6 +164,14 @@ def test_a_rank_sends_all_but_one_shard_of_a_payload(half: Scatter, ranks: int) 
 
 
 @pytest.mark.parametrize("half", HALVES, ids=repr)
+def test_the_tensor_is_left_as_it_is(half: Scatter) -> None:
+    xs = tensors(3, 1001)
+    before = [x.clone() for x in xs]
+    run_lockstep([half.reduce(flat_grain(1001), x, State(), Step(0, rank, 3)) for rank, x in enumerate(xs)])
+    assert all(torch.equal(x, b) for x, b in zip(xs, before, strict=True))
+
+
+@pytest.mark.parametrize("half", HALVES, ids=repr)
 def test_keeping_in_one_pass_is_subtracting_afterwards(half: Scatter) -> None:
     grain, xs = flat_grain(1001), tensors(3, 1001)
     steps = [Step(2, rank, 3) for rank in range(3)]

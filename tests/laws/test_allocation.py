@@ -18,12 +18,12 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from gradwire.codecs import Codec
+from gradwire.codecs import BlockInt, Codec, TopK
 from gradwire.codecs.error_memory import ErrorMemory, compress_into
 from gradwire.core.collective import Collective
 from gradwire.core.key import Key
 from gradwire.drivers.lockstep import Lockstep
-from gradwire.reducers import Program, Reducer, Step
+from gradwire.reducers import ErrorFeedback, Program, Reducer, ScatterReduce, ShardwiseScatterReduce, Step
 
 from . import checks
 from .subjects import codecs, grain_for, reducers, sample
@@ -91,6 +91,11 @@ def allocations(reducer: Reducer) -> list[str]:
 def test_only_the_mean_is_allocated(reducer: Reducer) -> None:
     made = allocations(reducer)
     assert len(made) <= 1, made
+
+
+@pytest.mark.parametrize("half", [ScatterReduce(BlockInt(4)), ShardwiseScatterReduce(TopK(0.01))], ids=repr)
+def test_a_shard_of_the_mean_takes_no_tensor_of_the_gradients_size(half: Reducer) -> None:
+    assert allocations(ErrorFeedback(half)) == []
 
 
 @pytest.mark.parametrize("codec", [c for c in CODECS if c.contraction(NUMEL)], ids=str)

@@ -25,8 +25,9 @@ class Scatter(Reducer):
 
         y_j = 1/n sum over ranks i of decode(C(x_i))[shard j]
 
-    Bytes a rank sends: (n - 1)/n payloads. `owned` says which elements the result holds. Error feedback, a `Guard` and
-    other wrappers go around it as around any reducer. No rank sees the whole mean, so `shows_non_finite` is False
+    Bytes a rank sends: (n - 1)/n payloads. Tensors in half precision are coded as float32, so `Identity` sends twice
+    their bytes and `BF16` or `FP16` as many. `owned` says which elements the result holds. Error feedback, a `Guard`
+    and other wrappers go around it as around any reducer. No rank sees the whole mean, so `shows_non_finite` is False
     whatever the codec is, and a guard has the ranks agree on a flag.
     """
 
