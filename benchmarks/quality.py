@@ -44,7 +44,7 @@ from gradwire.drivers.plan import Unit, plan
 from gradwire.drivers.virtual import Gradients, VirtualRanks, gathered
 from gradwire.reducers import Program, Reduced, Reducer, Step, Wrapper
 from gradwire.reducers.aggregate import Sharded
-from gradwire.reducers.exchange import SentPayload
+from gradwire.reducers.sent import SentPayload
 from quality_page import write_page
 
 RANKS = 4

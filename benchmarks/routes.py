@@ -29,8 +29,8 @@ from gradwire.drivers.interpreter import run_program
 from gradwire.drivers.measure import measured
 from gradwire.drivers.process_group import GroupTransport
 from gradwire.reducers import AllReduce, Auto, Reduced, Step
-from gradwire.reducers.exchange import SentAll
 from gradwire.reducers.routes import direct_scatter, ring_scatter
+from gradwire.reducers.sent import SentAll
 
 KB, MB = 1 << 10, 1 << 20
 

@@ -229,7 +229,7 @@ class Exploding(Reducer):
             raise ZeroDivisionError("the reducer broke")
         total = yield SumRequest(x / step.world_size, consumable=True)
         from gradwire.reducers import Reduced
-        from gradwire.reducers.exchange import SentAll
+        from gradwire.reducers.sent import SentAll
 
         return Reduced(total, SentAll(), state)
 

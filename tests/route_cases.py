@@ -11,12 +11,23 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
+from gradwire.codecs import BlockInt, Identity, TopK
 from gradwire.core.collective import Expected, Message, SendRecv
 from gradwire.core.grain import flat_grain
 from gradwire.drivers import measure
 from gradwire.drivers.interpreter import coalesced, run_program
 from gradwire.drivers.process_group import GroupTransport
-from gradwire.reducers import Auto, Hierarchical, Reduced, Reducer, Step
+from gradwire.reducers import (
+    Auto,
+    ErrorFeedback,
+    Guard,
+    Hierarchical,
+    Reduced,
+    Reducer,
+    ScatterReduce,
+    ShardwiseScatterReduce,
+    Step,
+)
 from gradwire.spec import parse
 
 
@@ -45,6 +56,21 @@ def means(rank: int, world_size: int, specs: list[str], numels: list[int]) -> di
         for numel in numels:
             found[f"{spec} {numel}"] = digest(reduced(parse(spec), tensor(rank, numel), transport).mean)
     return found
+
+
+HALVES: dict[str, Reducer] = {
+    "cut": Guard(ErrorFeedback(ScatterReduce(BlockInt(4)))),
+    "by itself": Guard(ErrorFeedback(ShardwiseScatterReduce(TopK(0.1)))),
+    "uncompressed": ScatterReduce(Identity()),
+}
+
+
+def shards(rank: int, world_size: int, numel: int) -> dict[str, str]:
+    """For each scatter-reduce: a digest of this rank's shard of the mean."""
+    group = dist.group.WORLD
+    assert isinstance(group, dist.ProcessGroup)
+    transport = GroupTransport(group)
+    return {name: digest(reduced(half, tensor(rank, numel), transport).mean) for name, half in HALVES.items()}
 
 
 def joined(rank: int, world_size: int) -> list[list[float]]:

@@ -10,7 +10,7 @@ from gradwire.bench.ranks import run_function
 from gradwire.core.grain import flat_grain
 from gradwire.drivers.lockstep import Lockstep
 from gradwire.spec import parse
-from route_cases import digest, tensor
+from route_cases import HALVES, digest, tensor
 
 CASES = str(Path(__file__).with_name("route_cases.py"))
 SPECS = [f"none,exchange={route}" for route in ("direct", "ring", "tree", "rhd")]
@@ -28,6 +28,15 @@ def test_processes_have_the_mean_of_virtual_ranks(ranks: int, specs: list[str]) 
             found = [each[f"{spec} {numel}"] for each in by_rank]
             assert found == [digest(means[0])] * ranks, (spec, numel)
         assert {each[f"{spec} batched"] for each in by_rank} == {by_rank[0][f"{spec} {NUMELS[-1]}"]}
+
+
+def test_processes_end_with_the_shards_of_virtual_ranks() -> None:
+    ranks, numel = 3, 10_001
+    by_rank = run_function(f"{CASES}:shards", ranks, {"numel": numel}, 60)
+    for name, half in HALVES.items():
+        shards = Lockstep(half, flat_grain(numel), ranks).step([tensor(rank, numel) for rank in range(ranks)])
+        assert [found[name] for found in by_rank] == [digest(shard) for shard in shards]
+        assert len({digest(shard) for shard in shards}) == ranks
 
 
 def test_rounds_that_start_together_stay_apart() -> None:

@@ -5,6 +5,7 @@ handle = gradwire.attach(ddp, "int4")
 """
 
 from gradwire.adapters.ddp import Handle, attach
+from gradwire.codecs.error_memory import ErrorMemory, compress
 from gradwire.core.errors import (
     AttachError,
     CommunicationError,
@@ -34,6 +35,7 @@ __all__ = [
     "CommunicationError",
     "CompositionError",
     "Cost",
+    "ErrorMemory",
     "GradwireError",
     "Handle",
     "Lockstep",
@@ -48,6 +50,7 @@ __all__ = [
     "Stats",
     "StepError",
     "attach",
+    "compress",
     "cost",
     "load",
     "methods",

@@ -18,11 +18,12 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from gradwire.codecs import Codec
+from gradwire.codecs import BlockInt, Codec, TopK
+from gradwire.codecs.error_memory import ErrorMemory, compress_into
 from gradwire.core.collective import Collective
 from gradwire.core.key import Key
 from gradwire.drivers.lockstep import Lockstep
-from gradwire.reducers import Program, Reducer, Step
+from gradwire.reducers import ErrorFeedback, Program, Reducer, ScatterReduce, ShardwiseScatterReduce, Step
 
 from . import checks
 from .subjects import codecs, grain_for, reducers, sample
@@ -90,6 +91,22 @@ def allocations(reducer: Reducer) -> list[str]:
 def test_only_the_mean_is_allocated(reducer: Reducer) -> None:
     made = allocations(reducer)
     assert len(made) <= 1, made
+
+
+@pytest.mark.parametrize("half", [ScatterReduce(BlockInt(4)), ShardwiseScatterReduce(TopK(0.01))], ids=repr)
+def test_a_shard_of_the_mean_takes_no_tensor_of_the_gradients_size(half: Reducer) -> None:
+    assert allocations(ErrorFeedback(half)) == []
+
+
+@pytest.mark.parametrize("codec", [c for c in CODECS if c.contraction(NUMEL)], ids=str)
+def test_error_memory_allocates_the_new_memory_alone(codec: Codec) -> None:
+    x, memory, layout = sample("normal", (NUMEL,)), ErrorMemory.zeros(NUMEL), codec.layout(NUMEL)
+    out = layout.views(layout.empty(x.device))
+    with Allocations(4 * NUMEL) as encoding:
+        codec.encode_keeping_into(x.clone(), Key(), out)
+    with Allocations(4 * NUMEL) as both:
+        compress_into(codec, x, memory, Key(), out)
+    assert len(both.made) == len(encoding.made), both.made  # there the clone, here the memory
 
 
 def peak_nbytes(run: Callable[[], object]) -> int:

@@ -60,6 +60,11 @@ def test_its_line_makes_it_a_method(shown: type[Codec]) -> None:
         gradwire.parse("baresign,exchange=allreduce")
 
 
+@pytest.mark.parametrize("block", code_blocks("docs/parts.md"), ids=lambda block: block.strip().splitlines()[-1])
+def test_examples_of_parts_run(block: str) -> None:
+    exec(block, {})
+
+
 def test_every_spec_of_the_readme_can_be_built() -> None:
     text = (ROOT / "README.md").read_text()
     table = text[text.index("| spec |") : text.index("Options follow commas")]

@@ -42,8 +42,8 @@ from gradwire.reducers import (
     WarmUp,
 )
 from gradwire.reducers.auto import Curve, Point
-from gradwire.reducers.exchange import SentAll
 from gradwire.reducers.routes import Route, direct_scatter, double_tree, power_of_two, ring_scatter, shards
+from gradwire.reducers.sent import SentAll
 
 from . import checks
 from .subjects import CPU, DTYPES, sample

@@ -167,6 +167,16 @@ def layout_of(codec: Codec, numel: int, dtype: torch.dtype) -> Layout:
     return codec.layout(numel, dtype)
 
 
+def payload_share(codec: Codec) -> float:
+    """Bytes of a payload for each byte of a float32 tensor of a million elements.
+
+    >>> from gradwire.codecs import FP16, TopK
+    >>> payload_share(FP16()), round(payload_share(TopK(0.01)), 3)
+    (0.5, 0.013)
+    """
+    return layout_of(codec, 1 << 20, torch.float32).nbytes / (4 << 20)
+
+
 class Float32Codec(Codec):
     """A codec whose kernels work in float32: what is decoded for another dtype goes by way of float32."""
 

@@ -15,6 +15,8 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self
 import torch
 from torch import Tensor
 
+from gradwire.core.errors import PayloadError
+
 
 @dataclass(frozen=True)
 class Axis:
@@ -83,6 +85,11 @@ class Collective(ABC):
     @abstractmethod
     def received(self, part: Tensor) -> Tensor:
         """Return what the program is sent, made of its part of the joined request's result."""
+
+    @classmethod
+    def parts(cls, requests: Sequence[Any], result: Tensor) -> Sequence[Tensor]:
+        """Cut the result of the joined request into the part of each of `requests`: columns, end to end."""
+        return result.split([request.length for request in requests], dim=-1)
 
     @abstractmethod
     def wire_bytes(self, ranks: int) -> int:
@@ -222,6 +229,90 @@ class AllToAll(_Rows):
     def wire_bytes(self, ranks: int) -> int:
         """All rows but this rank's own."""
         return self.nbytes * (ranks - 1) // ranks
+
+
+@dataclass(frozen=True, eq=False)
+class AllToAllV(Collective):
+    """Row j of `tensor` goes to rank j, and rows may have any size, 0 too: what experts, and shards of any cut, need.
+
+    `tensor` is a 1-d uint8 buffer of all rows, end to end. So is the result: row i of it is from rank i. Both ends know
+    how long each row is, as in `torch.distributed.all_to_all_single`; ranks that do not know ask for the sizes first,
+    by an `AllToAll`. Every rank yields it, if only with nothing to send and to receive.
+
+    Args:
+        tensor: the rows for all ranks that take part, the one for this rank included.
+        sends: bytes of each row.
+        receives: bytes of the row that comes from each rank.
+        place: this rank's own number among those that take part.
+        axis: the ranks that take part.
+
+    Raises:
+        PayloadError: sizes that are not those of the tensor, or not as many as ranks.
+
+    >>> rows = AllToAllV(torch.tensor([1, 2, 3], dtype=torch.uint8), sends=(0, 3), receives=(0, 2), place=0)
+    >>> rows.wire_bytes(2), rows.length
+    (3, 2)
+    """
+
+    verb = "all_to_all_v"
+
+    tensor: Tensor
+    sends: tuple[int, ...]
+    receives: tuple[int, ...]
+    place: int
+    axis: Axis | None = None
+
+    def __post_init__(self) -> None:
+        if self.tensor.dim() != 1 or self.tensor.dtype != torch.uint8 or self.tensor.numel() != sum(self.sends):
+            shape, dtype = tuple(self.tensor.shape), self.tensor.dtype
+            raise PayloadError(f"rows of {self.sends} bytes are no buffer of {shape} {dtype}: lay them end to end")
+        if len(self.sends) != len(self.receives) or self.sends[self.place] != self.receives[self.place]:
+            raise PayloadError(
+                f"rank {self.place} of {len(self.sends)} sends rows of {self.sends} bytes and receives "
+                f"{self.receives}: name a size for each rank, and one size for the row that stays"
+            )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this rank hands over, a row for itself included."""
+        return self.tensor.nbytes
+
+    @property
+    def kind(self) -> Hashable:
+        """The axis."""
+        return AllToAllV, self.axis
+
+    @classmethod
+    def joined(cls, requests: Sequence[Self]) -> AllToAllV:
+        """One request whose row for each rank is all requests' rows for it, end to end."""
+        first, *others = requests
+        if not others:
+            return first
+        of_ranks = zip(*(request.tensor.split(request.sends) for request in requests), strict=True)
+        tensor = torch.cat([row for rows in of_ranks for row in rows])
+        sends = tuple(map(sum, zip(*(request.sends for request in requests), strict=True)))
+        receives = tuple(map(sum, zip(*(request.receives for request in requests), strict=True)))
+        return AllToAllV(tensor, sends, receives, first.place, first.axis)
+
+    @classmethod
+    def parts(cls, requests: Sequence[Self], result: Tensor) -> Sequence[Tensor]:
+        """Of every rank's row, what belongs to each request."""
+        sizes = [size for row in zip(*(request.receives for request in requests), strict=True) for size in row]
+        pieces = result.split(sizes)
+        return [torch.cat(pieces[i :: len(requests)]) for i in range(len(requests))]
+
+    @property
+    def length(self) -> int:
+        """Bytes that are received."""
+        return sum(self.receives)
+
+    def received(self, part: Tensor) -> Tensor:
+        """What was received, end to end in rank order."""
+        return part
+
+    def wire_bytes(self, ranks: int) -> int:
+        """All rows but this rank's own."""
+        return self.nbytes - self.sends[self.place]
 
 
 class Message(NamedTuple):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from gradwire.core.collective import AllGather, AllToAll, Axis, Collective
+from gradwire.core.collective import AllGather, AllToAll, AllToAllV, Axis, Collective
 from gradwire.core.errors import CommunicationError, PayloadError
 from gradwire.drivers.interpreter import Pending, Transport, WrappedTransport, is_here
 
@@ -17,7 +17,7 @@ CHECKSUM_BYTES = 4
 
 
 class Checked(WrappedTransport):
-    """Wraps any transport: each payload of an all-gather or an all-to-all travels with its CRC-32.
+    """Wraps any transport: each payload of an all-gather or an all-to-all (a row of any size) travels with its CRC-32.
 
     TCP has a checksum of 16 bits, which misses one damaged packet in 65,536, and a bit that flips in memory is seen by
     nobody. Sums are not covered: how they travel is the backend's affair.
@@ -42,12 +42,27 @@ class Checked(WrappedTransport):
         Raises:
             CommunicationError: a payload that does not lie on a CPU.
         """
-        if not isinstance(request, AllGather | AllToAll) or not request.tensor.numel():
+        if not isinstance(request, AllGather | AllToAll | AllToAllV) or not request.nbytes + request.length:
             return self.inner.issue(request)
         if request.tensor.device.type != "cpu":
             raise CommunicationError(f"checksums are made on a CPU, and this payload lies on {request.tensor.device}")
-        whole = replace(request, tensor=_signed(request.tensor))
-        return _Unchecked(self.inner.issue(whole), request, self.inner.rank, self._ranks)
+        pending = self.inner.issue(_whole(request))
+        if isinstance(request, AllToAllV):
+            return _UncheckedV(pending, request, self.inner.rank, self._ranks)
+        return _Unchecked(pending, request, self.inner.rank, self._ranks)
+
+
+def _whole(request: AllGather | AllToAll | AllToAllV) -> Collective:
+    """The request with a checksum behind each row."""
+    if isinstance(request, AllToAllV):
+        tensor = torch.cat([_signed(row) if row.numel() else row for row in request.tensor.split(request.sends)])
+        return replace(request, tensor=tensor, sends=_longer(request.sends), receives=_longer(request.receives))
+    return replace(request, tensor=_signed(request.tensor))
+
+
+def _longer(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Sizes of rows with checksums; a row of nothing has none."""
+    return tuple(size + CHECKSUM_BYTES if size else 0 for size in sizes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,18 +80,33 @@ class _Unchecked:
     def wait(self) -> Tensor:
         rows = self.pending.wait()
         payloads = rows[:, :-CHECKSUM_BYTES].contiguous()
-        if not torch.equal(_checksums(payloads), rows[:, -CHECKSUM_BYTES:]):
-            self._refuse(payloads, rows)
+        wrong = _checksums(payloads) != rows[:, -CHECKSUM_BYTES:]
+        self.refuse(wrong.any(dim=1).nonzero().flatten().tolist())
         return payloads
 
-    def _refuse(self, payloads: Tensor, rows: Tensor) -> None:
-        wrong = (_checksums(payloads) != rows[:, -CHECKSUM_BYTES:]).any(dim=1).nonzero().flatten().tolist()
+    def refuse(self, wrong: Sequence[int]) -> None:
+        """Raise an error that names the ranks at these places, if there are any."""
+        if not wrong:
+            return
         axis: Axis | None = self.request.axis
         senders = [self.names[axis.members(self.rank)[place] if axis else place] for place in wrong]
         kind = type(self.request).__name__
         raise PayloadError(
             f"the {kind} payload of rank {', '.join(map(str, senders))} was damaged on its way: its checksum is wrong"
         )
+
+
+@dataclass(frozen=True, eq=False)
+class _UncheckedV(_Unchecked):
+    """The same, whose rows have sizes of their own."""
+
+    request: AllToAllV
+
+    def wait(self) -> Tensor:
+        rows = self.pending.wait().split(_longer(self.request.receives))
+        filled = [(place, row) for place, row in enumerate(rows) if row.numel()]
+        self.refuse([place for place, row in filled if not torch.equal(row, _signed(row[:-CHECKSUM_BYTES]))])
+        return torch.cat([row[:-CHECKSUM_BYTES] for row in rows])
 
 
 def _signed(payloads: Tensor) -> Tensor:

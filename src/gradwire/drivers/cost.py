@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.core.collective import Agree, AllGather, AllReduce, AllToAll, Axis, Collective, SendRecv, Total
+from gradwire.core.collective import Agree, AllGather, AllReduce, AllToAll, AllToAllV, Axis, Collective, SendRecv, Total
 from gradwire.core.errors import CompositionError
 from gradwire.core.grain import Grain, ParameterSpec
 from gradwire.core.program import asking
@@ -322,6 +322,10 @@ class MetaTransport:
     def all_to_all(self, request: AllToAll) -> Tensor:
         """The same shape."""
         return request.tensor
+
+    def all_to_all_v(self, request: AllToAllV) -> Tensor:
+        """What is received."""
+        return request.tensor.new_empty(request.length)
 
     def send_recv(self, request: SendRecv) -> Tensor:
         """What is received."""

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from gradwire.core.collective import AllGather, AllReduce, AllToAll, Collective
+from gradwire.core.collective import AllGather, AllReduce, AllToAll, AllToAllV, Collective
 from gradwire.core.errors import GradwireError
 from gradwire.drivers.interpreter import Pending, Transport, WrappedTransport
 
@@ -124,7 +124,7 @@ class Never:
 
 def _damaged(request: Collective, fault: Fault) -> Collective:
     """What is sent in place of `request`; messages between pairs are left alone."""
-    if not isinstance(request, AllReduce | AllGather | AllToAll) or not request.tensor.numel():
+    if not isinstance(request, AllReduce | AllGather | AllToAll | AllToAllV) or not request.tensor.numel():
         return request
     tensor = request.tensor.clone()
     data = tensor.view(-1).view(torch.uint8)

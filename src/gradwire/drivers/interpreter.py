@@ -144,8 +144,8 @@ class _Batch:
         """Cut the result into what each program is sent."""
         if len(self.requests) == 1:
             return [self.requests[0].received(result)]
-        pieces = result.split([request.length for request in self.requests], dim=-1)
-        return [request.received(piece) for request, piece in zip(self.requests, pieces, strict=True)]
+        parts = type(self.requests[0]).parts(self.requests, result)
+        return [request.received(part) for request, part in zip(self.requests, parts, strict=True)]
 
 
 def coalesced(requests: Sequence[tuple[int, Collective]]) -> list[_Batch]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gradwire.core import saved
-from gradwire.core.collective import AllGather, AllReduce, AllToAll, Collective, SendRecv
+from gradwire.core.collective import AllGather, AllReduce, AllToAll, AllToAllV, Collective, SendRecv
 from gradwire.core.errors import CommunicationError
 from gradwire.core.grain import Grain
 from gradwire.core.program import Program
@@ -162,6 +162,15 @@ class Meeting:
         """Row j of each for rank j."""
         cube = torch.stack([request.tensor for request in requests])
         return [cube[:, rank].clone() for rank in range(len(requests))]
+
+    def all_to_all_v(self, requests: Sequence[AllToAllV]) -> list[Tensor]:
+        """Row j of each for rank j, end to end."""
+        rows = [request.tensor.split(request.sends) for request in requests]
+        for rank, request in enumerate(requests):
+            sizes = tuple(each.sends[rank] for each in requests)
+            assert request.place == rank, f"rank {rank} says that it is rank {request.place}"
+            assert request.receives == sizes, f"rank {rank} expects rows of {request.receives} bytes, and gets {sizes}"
+        return [torch.cat([of_rank[rank] for of_rank in rows]) for rank in range(len(requests))]
 
     def send_recv(self, requests: Sequence[SendRecv]) -> list[Tensor]:
         """Every message for the rank that expects it."""

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 
 from gradwire.core.grain import Grain, ParameterSpec, Segment
-from gradwire.reducers.base import Reducer, as_reducer
+from gradwire.reducers.base import Reducer, as_reducer, require_whole
 
 GRAIN_NUMEL = 1 << 20
 """Elements of a grain at most. Larger ones pay page faults for their temporaries, smaller ones fixed costs."""
@@ -171,6 +171,9 @@ def plan(parameters: Sequence[ParameterSpec], reducer: Reducer, grain_numel: int
     model and the reducer); a larger parameter is cut evenly. A wave closes when it is full, and those still open at the
     end follow in the order they were opened.
 
+    Raises:
+        CompositionError: a reducer that leaves each rank with its shard of the mean only.
+
     >>> from gradwire.spec import parse
     >>> cpu = torch.device("cpu")
     >>> specs = [ParameterSpec("w", (3, 4), torch.float32, cpu), ParameterSpec("b", (3,), torch.float32, cpu)]
@@ -201,7 +204,7 @@ def plan(parameters: Sequence[ParameterSpec], reducer: Reducer, grain_numel: int
 
 def _pieces(parameters: Iterable[ParameterSpec], reducer: Reducer, limit: Callable[[Reducer], int]) -> Iterable[_Piece]:
     for parameter in parameters:
-        serving = reducer.assign(parameter)
+        serving = require_whole(reducer.assign(parameter), "a step of a model")
         if serving.scope == "tensor":
             yield _Piece(parameter, 0, parameter.numel, serving)
             continue

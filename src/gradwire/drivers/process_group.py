@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.core.collective import AllGather, AllReduce, AllToAll, Axis, Collective, SendRecv
+from gradwire.core.collective import AllGather, AllReduce, AllToAll, AllToAllV, Axis, Collective, SendRecv
 from gradwire.core.errors import ConnectionLost
 from gradwire.drivers.groups import deadline_of, destroy, new_group
 from gradwire.drivers.interpreter import Pending, served
@@ -122,6 +122,12 @@ class GroupTransport:
         if not request.tensor.numel():
             return [], request.tensor
         return self._swapped(request.tensor, self._group_of(request.axis)[0])
+
+    def all_to_all_v(self, request: AllToAllV) -> Issued:
+        """Also where this rank has nothing to send and to receive: others may have."""
+        out, group = request.tensor.new_empty(request.length), self._group_of(request.axis)[0]
+        sizes = list(request.receives), list(request.sends)
+        return _started(dist.all_to_all_single(out, request.tensor, *sizes, group=group, async_op=True), out)
 
     def _swapped(self, rows: Tensor, group: dist.ProcessGroup) -> Issued:
         out = torch.empty_like(rows)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from gradwire.core.collective import AllGather, AllToAll, Axis, Collective, SendRecv
+from gradwire.core.collective import AllGather, AllToAll, AllToAllV, Axis, Collective, SendRecv
 from gradwire.core.grain import Grain
 from gradwire.core.link import Link
 from gradwire.drivers.cost import MetaTransport, Parameters, meta_specs, require_world
@@ -18,6 +18,9 @@ from gradwire.reducers.base import Program, Reduced, Reducer, Step
 from gradwire.spec import as_method
 
 Links = Mapping[Axis, Link]
+
+_Letters = Sequence[tuple[int, int]]
+"""Ranks, and how many bytes go to each."""
 
 
 def step_s(
@@ -105,9 +108,9 @@ def _after(requests: Sequence[Collective], clocks: list[float], link: Link) -> l
 
 
 def _together(requests: list[Collective], clocks: list[float], link: Link) -> list[float]:
-    rounds = [request for request in requests if isinstance(request, SendRecv)]
-    if rounds:
-        return _delivered(rounds, clocks, link)
+    letters = [_letters(request) for request in requests if isinstance(request, SendRecv | AllToAllV)]
+    if letters:
+        return _delivered(letters, clocks, link)
     n, first = len(requests), requests[0]
     return [max(clocks) + link.seconds(sent_bytes(first, n), _rounds(first, n))] * n
 
@@ -119,18 +122,27 @@ def _rounds(request: Collective, n: int) -> int:
     return n - 1 if isinstance(request, AllGather) else 2 * (n - 1)
 
 
-def _delivered(requests: list[SendRecv], clocks: list[float], link: Link) -> list[float]:
+def _letters(request: SendRecv | AllToAllV) -> _Letters:
+    """To whom a rank sends how many bytes, in order; rows go to the next rank first, so that not all meet at one."""
+    if isinstance(request, SendRecv):
+        return [(to, tensor.nbytes) for to, tensor in request.sends]
+    n = len(request.sends)
+    others = [(request.place + i) % n for i in range(1, n)]
+    return [(to, request.sends[to]) for to in others]
+
+
+def _delivered(letters: Sequence[_Letters], clocks: list[float], link: Link) -> list[float]:
     """Messages leave a rank one after the other, and enter one one after the other, as they come."""
-    arrivals: list[list[tuple[float, float]]] = [[] for _ in requests]
+    arrivals: list[list[tuple[float, float]]] = [[] for _ in letters]
     after = list(clocks)
-    for rank, request in enumerate(requests):
-        for to, tensor in request.sends:
-            if tensor.numel():
-                after[rank] += link.seconds(tensor.nbytes, 0)
-                arrivals[to].append((after[rank] + link.alpha_s, link.seconds(tensor.nbytes, 0)))
-    for rank, letters in enumerate(arrivals):
+    for rank, of_rank in enumerate(letters):
+        for to, nbytes in of_rank:
+            if nbytes:
+                after[rank] += link.seconds(nbytes, 0)
+                arrivals[to].append((after[rank] + link.alpha_s, link.seconds(nbytes, 0)))
+    for rank, arriving in enumerate(arrivals):
         entered = 0.0
-        for arrival, length in sorted(letters):
+        for arrival, length in sorted(arriving):
             entered = max(entered + length, arrival)
         after[rank] = max(after[rank], entered)
     return after

@@ -7,8 +7,9 @@ from gradwire.reducers.auto import Auto
 from gradwire.reducers.base import Program, Reduced, Reducer, Sent, Step, Wrapper
 from gradwire.reducers.count_sketch import CountSketch
 from gradwire.reducers.error_feedback import ErrorFeedback
-from gradwire.reducers.exchange import AllGather, AllGatherV, AllReduce, TwoShot
+from gradwire.reducers.exchange import AllGather, AllGatherV, AllReduce
 from gradwire.reducers.factored_residual import FactoredErrorFeedback
+from gradwire.reducers.gather import Gather, ShardGather, ShardwiseGather, Whole
 from gradwire.reducers.gradzip import GradZip
 from gradwire.reducers.guard import Guard
 from gradwire.reducers.hierarchical import Hierarchical
@@ -19,11 +20,12 @@ from gradwire.reducers.partition import Partition, is_vector
 from gradwire.reducers.power_sgd import PowerSGD
 from gradwire.reducers.routes import Direct, RecursiveHalvingDoubling, Ring, Tree
 from gradwire.reducers.scaled_fp16 import ScaledFP16
+from gradwire.reducers.scatter_reduce import Scatter, ScatterReduce, ShardwiseScatterReduce, scatter_reduce
 from gradwire.reducers.scheduled import Scheduled
 from gradwire.reducers.sketch import Sketch
-from gradwire.reducers.sparse_two_shot import SparseTwoShot, two_shot
 from gradwire.reducers.svd import SVD
 from gradwire.reducers.ternary_sum import TernarySum
+from gradwire.reducers.two_shot import SparseTwoShot, TwoShot, two_shot
 from gradwire.reducers.warm_up import WarmUp
 from gradwire.reducers.worker_momentum import WorkerMomentum
 
@@ -42,6 +44,7 @@ __all__ = [
     "Direct",
     "ErrorFeedback",
     "FactoredErrorFeedback",
+    "Gather",
     "GradZip",
     "Guard",
     "Hierarchical",
@@ -56,8 +59,13 @@ __all__ = [
     "Reducer",
     "Ring",
     "ScaledFP16",
+    "Scatter",
+    "ScatterReduce",
     "Scheduled",
     "Sent",
+    "ShardGather",
+    "ShardwiseGather",
+    "ShardwiseScatterReduce",
     "Sketch",
     "SparseTwoShot",
     "Step",
@@ -65,8 +73,10 @@ __all__ = [
     "Tree",
     "TwoShot",
     "WarmUp",
+    "Whole",
     "WorkerMomentum",
     "Wrapper",
     "is_vector",
+    "scatter_reduce",
     "two_shot",
 ]

@@ -16,7 +16,7 @@ from gradwire.core.errors import CompositionError
 from gradwire.core.grain import Grain
 from gradwire.core.state import Leaf, State
 from gradwire.reducers.base import Program, Reduced, Reducer, Step
-from gradwire.reducers.exchange import SentPayload
+from gradwire.reducers.sent import SentPayload
 
 SAMPLE = 1024
 TAIL = 32

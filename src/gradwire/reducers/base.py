@@ -18,6 +18,10 @@ ranks were sent the same and a tensor without data (`meta`) has its branch too.
   a median is not, nor is a choice by distances.
 - `carries_momentum`: what is sent contains momentum already, which nobody should add again.
 - `sums_in_halves`: sums over ranks are rounded to 16 bits, and estimates that are never corrected would drift by it.
+- `scatters`: each rank ends with its own shard of the mean only, the elements `owned`: what sharded training needs. It
+  is called the mean all the same.
+- `shows_non_finite`: what is not finite on any rank shows in the mean that *every* rank ends with, so that nobody need
+  agree on it. What `scatters` can never say so, since no rank sees the whole mean.
 - `fewest_ranks`, `rank_multiple`: a rule may need several ranks to make sense, and nodes of m ranks need a multiple of
   m; `require_ranks` refuses other numbers.
 - `repeatable`: equal inputs, states and seeds give equal results. Noise for privacy must not.
@@ -65,7 +69,7 @@ class Sent(Protocol):
 
 
 class Reduced(NamedTuple):
-    """What a program returns: the mean (the same on every rank), what was sent, the new state.
+    """What a program returns: the mean (the same on every rank, but where it `scatters`), what was sent, the new state.
 
     `bad` is None, or a 0-d bool tensor, the same on every rank, that is true where the step must not be kept: the
     driver then forgets the new state of every grain of the step.
@@ -107,6 +111,15 @@ class Reducer(ABC):
     def linear(self) -> bool:
         """Whether results of what is sent in parts add up to the result of the whole: a mean's do."""
         return self.averages
+
+    @property
+    def scatters(self) -> bool:
+        """Whether each rank ends with its own shard of the mean only."""
+        return False
+
+    def owned(self, grain: Grain, step: Step) -> slice:
+        """Return which elements of the grain this rank's result holds: all of them, or the rank's shard."""
+        return slice(0, grain.numel)
 
     @property
     def carries_momentum(self) -> bool:
@@ -237,6 +250,24 @@ def require_linear(inner: Reducer, memory: str) -> None:
         )
 
 
+def require_whole(reducer: Reducer, what: str) -> Reducer:
+    """Return a reducer, if every rank ends with the whole mean.
+
+    Args:
+        reducer: the reducer.
+        what: what it is for, e.g. "a step of the whole model".
+
+    Raises:
+        CompositionError: a reducer that `scatters`.
+    """
+    if reducer.scatters:
+        raise CompositionError(
+            f"{reducer} leaves each rank with its own shard of the mean, and {what} needs all of it: take TwoShot, or "
+            "put a Gather behind it"
+        )
+    return reducer
+
+
 def _parts(values: Iterable[object]) -> Iterator[Reducer]:
     """The reducers among some values, in tuples too."""
     for value in values:
@@ -265,6 +296,15 @@ class Wrapper(Reducer):
     def shows_non_finite(self) -> bool:
         """The inner reducer's."""
         return self.inner.shows_non_finite
+
+    @property
+    def scatters(self) -> bool:
+        """The inner reducer's."""
+        return self.inner.scatters
+
+    def owned(self, grain: Grain, step: Step) -> slice:
+        """The inner reducer's."""
+        return self.inner.owned(grain, step)
 
     @property
     def averages(self) -> bool:

@@ -8,17 +8,19 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from gradwire.codecs.error_memory import PROBE_NUMEL, add_owed_, require_bounded, require_decay
 from gradwire.core.errors import CompositionError
 from gradwire.core.grain import Grain, flat_grain, matrix_grain
 from gradwire.core.state import Leaf, State
 from gradwire.reducers.base import Program, Reduced, Reducer, Step, Wrapper, as_reducer, require_linear
 
-_PROBE_NUMEL = 1 << 20
-
 
 @dataclass(frozen=True)
 class ErrorFeedback(Wrapper):
     """Keep e = y - sent(y), where y = x + decay * e, and reduce y (Seide 2014; Karimireddy 2019, Algorithm 1).
+
+    What `gradwire.compress` does with a codec alone, around an exchange: the exchange's encoder takes from y what it
+    sends, and leaves the new residual.
 
     Needs a contraction: over anything else the residual grows without bound. It also needs a result that is linear in
     what is sent: a rule such as the median drops parts of payloads that this rank counts as sent. Residuals are float32
@@ -55,16 +57,13 @@ class ErrorFeedback(Wrapper):
     def __post_init__(self) -> None:
         if as_reducer(self.inner).consumes:
             raise CompositionError(f"{self.inner} keeps its own residual; one error feedback is enough")
-        if not 0.0 < self.decay <= 1.0:
-            raise CompositionError(f"decay {self.decay} is outside (0, 1]")
+        require_decay(self.decay)
         if not self.inner.lossless:
             require_linear(self.inner, "error feedback")
-        probe = matrix_grain(1024, 1024) if self.inner.scope == "tensor" else flat_grain(_PROBE_NUMEL)
-        if not self.inner.contraction(probe) and self.inner.absolute_error(probe) is None:
-            raise CompositionError(
-                f"error feedback over {self.inner} would grow without bound, since it is no contraction: "
-                "use it without error feedback (option ef=off), or take nearest rounding, topk or an unscaled randomk"
-            )
+        probe = matrix_grain(1024, 1024) if self.inner.scope == "tensor" else flat_grain(PROBE_NUMEL)
+        bounds = self.inner.contraction(probe), self.inner.absolute_error(probe)
+        without = "use it without error feedback (option ef=off)"
+        require_bounded(*bounds, f"error feedback over {self.inner}", without)
 
     @property
     def conserves(self) -> bool:  # type: ignore[override]
@@ -82,9 +81,8 @@ class ErrorFeedback(Wrapper):
 
     def reduce(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:
         """The inner program on x + e."""
-        residual, inner = state.tensor("residual"), state.part("inner")
-        y = x.float()
-        y.add_(residual.view(y.shape), alpha=self.decay)
+        inner = state.part("inner")
+        y = add_owed_(x.float(), state.tensor("residual"), self.decay)
         reduced = yield from self.inner.reduce_keeping(grain, y, inner, step)
         new = State(residual=Leaf(y.view(-1), "element", owed=True), inner=reduced.state)
         return Reduced(reduced.mean.to(x.dtype), reduced.sent, new, reduced.bad)

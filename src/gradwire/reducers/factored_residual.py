@@ -13,7 +13,7 @@ from gradwire.core.grain import Grain, ParameterSpec
 from gradwire.core.key import Key
 from gradwire.core.state import Leaf, State
 from gradwire.kernels import matrices
-from gradwire.reducers.base import Program, Reduced, Reducer, Step
+from gradwire.reducers.base import Program, Reduced, Reducer, Step, require_whole
 from gradwire.reducers.error_feedback import ErrorFeedback
 from gradwire.reducers.low_rank import drawn, gains, unit_columns
 
@@ -40,7 +40,7 @@ class FactoredErrorFeedback(ErrorFeedback):
         rank: r, at least 1.
 
     Raises:
-        CompositionError: as `ErrorFeedback`, or a rank below 1.
+        CompositionError: as `ErrorFeedback`, a rank below 1, or a reducer that `scatters`.
 
     References:
         Vogels, Karimireddy & Jaggi 2019, "PowerSGD", Algorithm 1, for the iteration.
@@ -56,6 +56,7 @@ class FactoredErrorFeedback(ErrorFeedback):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        require_whole(self.inner, "a residual of matrices")
         if self.rank < 1:
             raise CompositionError(f"a residual of rank {self.rank} remembers nothing: give 1 or more, or ef=off")
 

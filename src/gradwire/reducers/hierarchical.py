@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Generator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from gradwire.core import collective
 from gradwire.core.collective import Axis, Collective
@@ -17,7 +15,8 @@ from gradwire.core.errors import CompositionError
 from gradwire.core.grain import Grain, Segment
 from gradwire.core.program import along
 from gradwire.core.state import Leaf, State, replace_leaves
-from gradwire.reducers.base import Program, Reduced, Reducer, Sent, Step
+from gradwire.reducers.base import Program, Reduced, Reducer, Sent, Step, require_whole
+from gradwire.reducers.sharding import Shards, sum_dtype
 
 _ALIGNED = 256
 """Shards are cut at multiples of this many elements, so that blocks of codecs do not end with every shard."""
@@ -64,9 +63,9 @@ class Hierarchical(Reducer):
         node_size: ranks that share a node; ranks of a node are numbered one after the other, as torchrun does.
 
     Raises:
-        CompositionError: an `inter` that keeps a residual (put error feedback around this), that reduces matrices, or
-            that is no mean: a rule or a private mean would see shards, and clip or choose among them one by one; at the
-            first step, a number of ranks that `node_size` does not divide.
+        CompositionError: an `inter` that keeps a residual (put error feedback around this), that reduces matrices,
+            that `scatters`, or that is no mean: a rule or a private mean would see shards, and clip or choose among
+            them one by one; at the first step, a number of ranks that `node_size` does not divide.
 
     >>> from gradwire.codecs import BlockInt
     >>> from gradwire.reducers import TwoShot
@@ -86,6 +85,7 @@ class Hierarchical(Reducer):
             raise CompositionError(
                 f"{self.inter} keeps a residual of its shard alone: write ErrorFeedback(Hierarchical(...)) instead"
             )
+        require_whole(self.inter, "a node's part of it")
         if not self.inter.averages:
             raise CompositionError(f"{self.inter} is no mean, and between nodes it would see shards only: take a codec")
         if self.inter.scope != "flat":
@@ -117,7 +117,7 @@ class Hierarchical(Reducer):
 
     def contraction(self, grain: Grain) -> float | None:
         """The inner reducer's, of a shard or of all: it holds for the sum of a node's ranks, not for each rank."""
-        shard = self._shard_numel(grain.numel, self.node_size)
+        shard = _shards(grain.numel, self.node_size).size
         deltas = [self.inter.contraction(_part(grain, 0, numel)) for numel in {shard, grain.numel}]
         known = [delta for delta in deltas if delta is not None]
         return min(known) if len(known) == len(deltas) else None
@@ -131,24 +131,18 @@ class Hierarchical(Reducer):
         """All-to-all and sum inside, `inter` between, all-gather inside."""
         intra, between = self.axes(step.world_size)
         shard, part = self._shard(grain.numel, step), self._part(grain, step)
-        y = yield from _node_mean(x.reshape(-1), shard, self._shard_numel(x.numel(), intra.size), intra, step)
+        shards = _shards(x.numel(), intra.size)
+        y = yield from _node_mean(x.reshape(-1), shards, intra, step)
         program = self.inter.reduce(part, y, state, self._inner_step(step))
         reduced = yield from along(program, between) if intra.size > 1 else program
-        mean = yield from _joined(reduced.mean, x, self._shard_numel(x.numel(), intra.size), intra)
+        mean = yield from _joined(reduced.mean, x, shards, intra)
         sent = SentShard(shard, y, reduced.sent, intra.size)
         return Reduced(mean.view(x.shape), sent, self._placed(reduced.state, shard.start, step), reduced.bad)
-
-    def _shard_numel(self, numel: int, places: int) -> int:
-        if places == 1:
-            return numel
-        return math.ceil(numel / (places * _ALIGNED)) * _ALIGNED
 
     def _shard(self, numel: int, step: Step) -> slice:
         """The elements that this rank's place serves."""
         intra, _ = self.axes(step.world_size)
-        size = self._shard_numel(numel, intra.size)
-        start = min(intra.index(step.rank) * size, numel)
-        return slice(start, min(start + size, numel))
+        return _shards(numel, intra.size).of(intra.index(step.rank))
 
     def _part(self, grain: Grain, step: Step) -> Grain:
         shard = self._shard(grain.numel, step)
@@ -174,25 +168,26 @@ def _part(grain: Grain, start: int, numel: int) -> Grain:
     return Grain(name, (Segment(grain.name, start, numel, 0),), (numel,), grain.dtype, grain.device)
 
 
-def _node_mean(flat: Tensor, shard: slice, size: int, axis: Axis, step: Step) -> Generator[Collective, Tensor, Tensor]:
+def _shards(numel: int, places: int) -> Shards:
+    """The cut among the places of a node: one place serves all as it is."""
+    return Shards(numel, places, _ALIGNED if places > 1 else 1)
+
+
+def _node_mean(flat: Tensor, shards: Shards, axis: Axis, step: Step) -> Generator[Collective, Tensor, Tensor]:
     """The mean over the node of this rank's shard, summed in rank order in float32 or better."""
     if axis.size == 1:
         return flat
-    padded = flat if flat.numel() == size * axis.size else pad(flat, (0, size * axis.size - flat.numel()))
-    rows = padded.view(torch.uint8).view(axis.size, size * flat.element_size())
-    received = (yield collective.AllToAll(rows, axis)).reshape(-1).view(flat.dtype).view(axis.size, size)
-    numel = shard.stop - shard.start
-    total = torch.zeros(numel, dtype=torch.promote_types(flat.dtype, torch.float32), device=flat.device)
-    for row in collective.by_rank(received):
+    received = yield collective.AllToAll(shards.rows(flat), axis)
+    numel = shards.size_of(axis.index(step.rank))
+    total = torch.zeros(numel, dtype=sum_dtype(flat.dtype), device=flat.device)
+    for row in collective.by_rank(shards.values(received, flat.dtype)):
         total.add_(row[:numel], alpha=1.0 / axis.size)
     return total.to(flat.dtype)
 
 
-def _joined(mean: Tensor, x: Tensor, size: int, axis: Axis) -> Generator[Collective, Tensor, Tensor]:
+def _joined(mean: Tensor, x: Tensor, shards: Shards, axis: Axis) -> Generator[Collective, Tensor, Tensor]:
     """The shards' means of all places, end to end."""
     if axis.size == 1:
         return mean
-    row = mean if mean.numel() == size else pad(mean, (0, size - mean.numel()))
-    rows = yield collective.AllGather(row.to(x.dtype).view(torch.uint8), axis)
-    joined = torch.empty(x.numel(), dtype=x.dtype, device=x.device)
-    return joined.copy_(rows.reshape(-1).view(x.dtype)[: x.numel()])
+    rows = yield collective.AllGather(shards.padded(mean).to(x.dtype).view(torch.uint8), axis)
+    return shards.joined(rows, like=x)

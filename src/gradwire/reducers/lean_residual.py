@@ -13,7 +13,7 @@ from gradwire.core.grain import Grain, flat_grain, matrix_grain
 from gradwire.core.key import Key
 from gradwire.core.state import Leaf, State
 from gradwire.kernels import lowrank
-from gradwire.reducers.base import Program, Reduced, Reducer, Step, Wrapper, require_linear
+from gradwire.reducers.base import Program, Reduced, Reducer, Step, Wrapper, require_linear, require_whole
 from gradwire.reducers.error_feedback import ErrorFeedback
 
 
@@ -110,7 +110,7 @@ class EF21(Wrapper):
 
     Raises:
         CompositionError: an inner reducer that is no contraction, that is not `linear`, that itself consumes its input,
-            or that sums in 16 bits.
+            that `scatters`, or that sums in 16 bits.
 
     References:
         Richtarik, Sokolov & Fatkhullin 2021, "EF21: a new, simpler, theoretically better, and practically faster error
@@ -136,6 +136,7 @@ class EF21(Wrapper):
         if self.inner.consumes:
             raise CompositionError(f"{self.inner} keeps its own residual; one memory is enough")
         require_linear(self.inner, "EF21")
+        require_whole(self.inner, "EF21's estimate of it")
         probe = matrix_grain(1024, 1024) if self.inner.scope == "tensor" else flat_grain(1 << 20)
         if not self.inner.contraction(probe):
             raise CompositionError(f"EF21 over {self.inner} would not converge, since it is no contraction")

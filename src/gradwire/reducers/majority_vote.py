@@ -1,8 +1,5 @@
 """Majority vote: every rank sends signs, and signs come back."""
 
-# The cut into shards is the exchanges', one floor's own business.
-# pyright: reportPrivateUsage=none
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -18,7 +15,7 @@ from gradwire.core.grain import Grain
 from gradwire.core.state import State
 from gradwire.kernels import quantise
 from gradwire.reducers.base import Program, Reduced, Reducer, Step
-from gradwire.reducers.exchange import SentPayload, _Cut
+from gradwire.reducers.sharding import CutPayload, Shards
 
 
 @dataclass(frozen=True)
@@ -74,20 +71,18 @@ class MajorityVote(Reducer):
     def reduce(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:
         """All-to-all, count, all-gather."""
         codec, flat, n = Sign(self.block), x.reshape(-1), step.world_size
-        shard = -(-flat.numel() // (n * self.block)) * self.block
-        cut = _Cut(codec, flat.numel(), shard, n, torch.float32)
-        fields, payload = cut.empty(flat.device)
-        codec.encode_into(flat, step.key(grain), payload)
-        received = yield collective.AllToAll(cut.rows(fields))
+        key, cut = step.key(grain), CutPayload(codec, Shards(flat.numel(), n, self.block), torch.float32)
+        rows, sent = cut.encode(flat, key, codec.encode_into)
+        received = yield collective.AllToAll(rows)
         gathered = yield collective.AllGather(_count(received, cut, step))
         mean = torch.empty(flat.numel(), dtype=x.dtype, device=flat.device)
-        codec.decode_into(cut.join(gathered), mean, step.key(grain))
-        return Reduced(mean.view(x.shape), SentPayload(codec, payload, step.key(grain)), state)
+        cut.decode_into(gathered, mean, key)
+        return Reduced(mean.view(x.shape), sent, state)
 
 
-def _count(received: Tensor, cut: _Cut, step: Step) -> Tensor:
+def _count(received: Tensor, cut: CutPayload, step: Step) -> Tensor:
     """The row of the shard's result: the median of all rows' scales, and the majority of their bits."""
-    wire = torch.zeros(cut.row.nbytes, dtype=torch.uint8, device=received.device)
+    wire = cut.empty_row(received.device)
     scales, bits = cut.row.views(wire)
     rows = [cut.row.views(row) for row in received]
     ordered, n = torch.stack([row[0] for row in rows]).sort(0).values, len(rows)

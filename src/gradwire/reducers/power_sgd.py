@@ -18,7 +18,6 @@ from gradwire.core.key import Key
 from gradwire.core.state import Leaf, State
 from gradwire.kernels import matrices
 from gradwire.reducers.base import Program, Reduced, Step
-from gradwire.reducers.exchange import TwoShot
 from gradwire.reducers.low_rank import (
     FACTOR_DTYPES,
     LowRank,
@@ -28,6 +27,7 @@ from gradwire.reducers.low_rank import (
     factor_part,
     unit_columns,
 )
+from gradwire.reducers.two_shot import TwoShot
 
 FACTOR_BITS = {"int8": 8, "int6": 6, "int4": 4}
 FACTOR_BLOCK = 64
@@ -181,8 +181,7 @@ class PowerSGD(LowRank):
         flat = flat_grain(left.numel(), f"{grain.name} Q", device=str(left.device))
         reduced = yield from exchange.reduce_keeping(flat, left, exchange.init(flat, step), step)
         # What an owner owes is of this step's P and of no use to the next one's: this rank has not sent it.
-        shard = exchange.shard_numel(left.numel(), step.world_size)
-        mine = left[step.rank * shard : (step.rank + 1) * shard]
+        mine = left[exchange.shards(left.numel(), step.world_size).of(step.rank)]
         mine.add_(reduced.state.tensor("owner")[: mine.numel()], alpha=step.world_size)
         return _Shared(reduced.mean.view(Qt.shape), Qt.sub_(left.view(Qt.shape)), 1.0)
 

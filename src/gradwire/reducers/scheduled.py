@@ -10,7 +10,7 @@ from torch import Tensor
 from gradwire.core.errors import CompositionError
 from gradwire.core.grain import Grain, flat_grain
 from gradwire.core.state import State
-from gradwire.reducers.base import Program, Reducer, Step
+from gradwire.reducers.base import Program, Reducer, Step, require_whole
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Scheduled(Reducer):
         stages: pairs of (steps, reducer). The last one's number is not read.
 
     Raises:
-        CompositionError: no stages, a negative number of steps, or a stage that keeps state.
+        CompositionError: no stages, a negative number of steps, or a stage that keeps state or `scatters`.
 
     >>> from gradwire.codecs import TopK
     >>> from gradwire.reducers import AllGather
@@ -40,6 +40,7 @@ class Scheduled(Reducer):
         if not self.stages or any(steps < 0 for steps, _ in self.stages):
             raise CompositionError("a schedule needs at least one stage, and steps that are 0 or more")
         for _, reducer in self.stages:
+            require_whole(reducer, "a schedule")
             ranks = reducer.rank_multiple * max(2, reducer.fewest_ranks)
             if reducer.consumes or reducer.init(flat_grain(8), Step(0, 0, ranks)):
                 raise CompositionError(

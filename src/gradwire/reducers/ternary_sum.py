@@ -1,8 +1,5 @@
 """TernGrad as its authors exchange it: scales agreed on first, then ternary digits that add up."""
 
-# The cut into shards is the exchanges', one floor's own business.
-# pyright: reportPrivateUsage=none
-
 from __future__ import annotations
 
 import math
@@ -21,7 +18,8 @@ from gradwire.core.payload import Field, Layout, Payload
 from gradwire.core.state import State
 from gradwire.kernels import quantise
 from gradwire.reducers.base import Program, Reduced, Reducer, Step
-from gradwire.reducers.exchange import SentPayload, _Cut
+from gradwire.reducers.sent import SentPayload
+from gradwire.reducers.sharding import CutPayload, Shards
 
 
 @dataclass(frozen=True)
@@ -71,14 +69,14 @@ class TernarySum(Reducer):
         codec, key, n = self._codec(), step.key(grain), step.world_size
         flat = as_float32(x.reshape(-1))
         scales = yield collective.AllReduce(self._scales(flat), op="max", consumable=True)
-        shard = -(-flat.numel() // (n * self.block)) * self.block
-        first, second = (_Cut(c, flat.numel(), shard, n, torch.float32) for c in (_Digits(codec), _Sums(n)))
+        shards = Shards(flat.numel(), n, self.block)
+        first, second = (CutPayload(c, shards, torch.float32) for c in (_Digits(codec), _Sums(n)))
         fields, (packed,) = first.empty(flat.device)
         quantise.ternary_encode(flat, scales, key.bits, codec.block, codec.digits, packed)
         received = yield collective.AllToAll(first.rows(fields))
         gathered = yield collective.AllGather(_add(received, first, second, step))
         mean = torch.empty(flat.numel(), dtype=torch.float32, device=flat.device)
-        second.codec.decode_into(second.join(gathered), mean, key)
+        second.decode_into(gathered, mean, key)
         _scale(mean, scales / n, self.block)
         return Reduced(mean.to(x.dtype).view(x.shape), SentPayload(codec, (scales, packed), key), state)
 
@@ -132,13 +130,13 @@ class _Sums(Codec):
         out.copy_(kernels.unpack_bits(payload[0], self.bits, out.numel())).sub_(self.n)
 
 
-def _add(received: Tensor, first: _Cut, second: _Cut, step: Step) -> Tensor:
+def _add(received: Tensor, first: CutPayload, second: CutPayload, step: Step) -> Tensor:
     """The row of the sums of this rank's shard."""
-    total = torch.zeros(first.size_of(step.rank), dtype=torch.float32, device=received.device)
+    total = torch.zeros(first.shards.size_of(step.rank), dtype=torch.float32, device=received.device)
     for row in collective.by_rank(received):
-        first.codec.accumulate(first.of_shard(row, step.rank), total, Key())
-    wire = torch.zeros(second.row.nbytes, dtype=torch.uint8, device=received.device)
-    second.codec.encode_into(total, Key(), second.of_shard(wire, step.rank))
+        first.accumulate(row, step.rank, total, Key(), alpha=1.0)
+    wire = second.empty_row(received.device)
+    second.codec.encode_into(total, Key(), second.payload(wire, step.rank))
     return wire
 
 

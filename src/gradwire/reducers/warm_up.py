@@ -10,7 +10,7 @@ from torch import Tensor
 from gradwire.core.errors import CompositionError
 from gradwire.core.grain import Grain, ParameterSpec
 from gradwire.core.state import State
-from gradwire.reducers.base import Program, Reducer, Step
+from gradwire.reducers.base import Program, Reducer, Step, require_whole
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class WarmUp(Reducer):
         steps: how many steps `before` serves, at least 0.
 
     Raises:
-        CompositionError: a negative number of steps.
+        CompositionError: a negative number of steps, or a reducer that `scatters`.
     """
 
     before: Reducer
@@ -34,6 +34,8 @@ class WarmUp(Reducer):
     steps: int
 
     def __post_init__(self) -> None:
+        for part in (self.before, self.after):
+            require_whole(part, "a warm-up")
         if self.steps < 0:
             raise CompositionError(f"a warm-up of {self.steps} steps: it must be 0 or more")
 

@@ -12,7 +12,7 @@ from gradwire import kernels
 from gradwire.core.errors import CompositionError
 from gradwire.core.grain import Grain
 from gradwire.core.state import Leaf, State
-from gradwire.reducers.base import Program, Reduced, Reducer, Step, Wrapper
+from gradwire.reducers.base import Program, Reduced, Reducer, Step, Wrapper, require_whole
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class WorkerMomentum(Wrapper):
         momentum: in [0, 1).
 
     Raises:
-        CompositionError: momentum out of range, or an inner reducer that carries momentum already.
+        CompositionError: momentum out of range, or an inner reducer that carries momentum already or that `scatters`.
 
     References:
         Karimireddy, He & Jaggi 2021, "Learning from history for Byzantine robust optimization", Algorithm 2;
@@ -66,6 +66,7 @@ class WorkerMomentum(Wrapper):
         return False
 
     def __post_init__(self) -> None:
+        require_whole(self.inner, "worker momentum")
         if self.inner.carries_momentum:
             raise CompositionError(
                 f"{self.inner} has momentum of its own, and worker_momentum would apply it twice: leave "

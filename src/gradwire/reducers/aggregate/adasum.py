@@ -13,10 +13,10 @@ from gradwire.core import collective
 from gradwire.core.grain import Grain
 from gradwire.core.state import State
 from gradwire.kernels import robust
-from gradwire.reducers.aggregate.rule import in_order_sum
-from gradwire.reducers.aggregate.shards import add_in_order, cut, join, rows_of, shard_numel
+from gradwire.reducers.aggregate.rule import add_in_order, in_order_sum
 from gradwire.reducers.base import Program, Reduced, Reducer, Step
-from gradwire.reducers.exchange import SentAll
+from gradwire.reducers.sent import SentAll
+from gradwire.reducers.sharding import Shards, sum_dtype
 
 
 @dataclass(frozen=True)
@@ -72,14 +72,15 @@ class Adasum(Reducer):
 
     def reduce(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:
         """All-to-all, all-gather of products, all-gather."""
-        received = yield collective.AllToAll(cut(x, step.world_size))
-        rows = rows_of(received, x.dtype)
+        shards = Shards(x.numel(), step.world_size)
+        received = yield collective.AllToAll(shards.rows(x))
+        rows = shards.values(received, x.dtype).to(sum_dtype(x.dtype))
         mine = _layer_products(rows, grain, step)
         parts = yield collective.AllGather(mine.view(-1).view(torch.uint8))
         products = add_in_order(parts.view(torch.float64)).view(mine.shape)
         combined = _combine(rows, tree(products), grain, step)
         gathered = yield collective.AllGather(combined.to(x.dtype).view(torch.uint8))
-        return Reduced(join(gathered, like=x), SentAll(), state)
+        return Reduced(shards.joined(gathered, like=x), SentAll(), state)
 
 
 def tree(G: Tensor) -> Tensor:
@@ -107,12 +108,11 @@ def _share(both: Tensor, square: Tensor) -> Tensor:
 
 def _pieces(grain: Grain, step: Step) -> Iterator[tuple[int, int, int]]:
     """Yield (layer, start, stop) of the columns of this rank's shard that each layer has."""
-    shard = shard_numel(grain.numel, step.world_size)
-    first = step.rank * shard
+    owned = Shards(grain.numel, step.world_size).of(step.rank)
     for layer, segment in enumerate(grain.segments):
-        start, stop = max(segment.offset, first), min(segment.offset + segment.numel, first + shard)
+        start, stop = max(segment.offset, owned.start), min(segment.offset + segment.numel, owned.stop)
         if start < stop:
-            yield layer, start - first, stop - first
+            yield layer, start - owned.start, stop - owned.start
 
 
 def _layer_products(rows: Tensor, grain: Grain, step: Step) -> Tensor:

@@ -19,9 +19,9 @@ from gradwire.core.payload import Layout
 from gradwire.core.state import Leaf, State
 from gradwire.kernels import robust
 from gradwire.reducers.aggregate.rule import Rule
-from gradwire.reducers.aggregate.shards import arithmetic, cut, join, rows_of, shard_numel
 from gradwire.reducers.base import Program, Reduced, Reducer, Step
-from gradwire.reducers.exchange import SentAll, SentPayload
+from gradwire.reducers.sent import SentAll, SentPayload
+from gradwire.reducers.sharding import Shards, sum_dtype
 
 
 class Aggregate(Reducer):
@@ -54,7 +54,7 @@ class Aggregate(Reducer):
         self.require_ranks(step.world_size)
         if not self.rule.remembers:
             return State()
-        last = torch.zeros(self._columns(grain, step), dtype=arithmetic(grain.dtype), device=grain.device)
+        last = torch.zeros(self._columns(grain, step), dtype=sum_dtype(grain.dtype), device=grain.device)
         return State(last=Leaf(last, "owned", scaled=True))
 
     @abstractmethod
@@ -97,17 +97,19 @@ class Sharded(Aggregate):
         return 1.0
 
     def _columns(self, grain: Grain, step: Step) -> int:
-        return shard_numel(grain.numel, step.world_size)
+        return Shards(grain.numel, step.world_size).size
 
     def reduce(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:
         """All-to-all, the rule, all-gather."""
-        received = yield collective.AllToAll(cut(x, step.world_size))
-        rows, distances = _remembering(rows_of(received, x.dtype), state), None
+        shards = Shards(x.numel(), step.world_size)
+        received = yield collective.AllToAll(shards.rows(x))
+        values = shards.values(received, x.dtype).to(sum_dtype(x.dtype))
+        rows, distances = _remembering(values, state), None
         if self.rule.geometric:
             distances = yield collective.Total(robust.squared_distances(rows), of=self)
         combined = self.rule.combine(rows, distances)
         gathered = yield collective.AllGather(combined.to(x.dtype).view(torch.uint8))
-        return Reduced(join(gathered, like=x), SentAll(), _remembered(combined, state))
+        return Reduced(shards.joined(gathered, like=x), SentAll(), _remembered(combined, state))
 
 
 @dataclass(frozen=True)
@@ -172,7 +174,7 @@ class Gathered(Aggregate):
 
     def _decoded(self, grain: Grain, received: Tensor, layout: Layout, like: Tensor, step: Step) -> Tensor:
         """All ranks' tensors, one a row."""
-        rows = torch.empty(len(received), like.numel(), dtype=arithmetic(like.dtype), device=like.device)
+        rows = torch.empty(len(received), like.numel(), dtype=sum_dtype(like.dtype), device=like.device)
         for rank, (wire, row) in enumerate(zip(received, rows, strict=True)):
             self.codec.decode_into(layout.views(wire), row, step.key(grain, rank=rank))
         return rows

@@ -16,7 +16,7 @@ from gradwire.core.grain import Grain
 from gradwire.core.state import State
 from gradwire.kernels import robust
 from gradwire.reducers.base import Program, Reduced, Reducer, Step
-from gradwire.reducers.exchange import SentAll
+from gradwire.reducers.sent import SentAll
 
 _CHUNK = 1 << 16
 

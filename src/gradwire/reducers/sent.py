@@ -1,0 +1,34 @@
+"""What a rank's contribution decodes to on the other side, for exchanges: a payload, or all of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from gradwire.codecs.base import Codec
+from gradwire.core.key import Key
+from gradwire.core.payload import Payload
+
+
+@dataclass(frozen=True, eq=False)
+class SentPayload:
+    """A payload of the whole tensor, scaled."""
+
+    codec: Codec
+    payload: Payload
+    key: Key
+    scale: float = 1.0
+
+    def subtract_from(self, x: Tensor) -> None:
+        """x -= scale * decode(payload)."""
+        self.codec.accumulate(self.payload, x.view(-1), self.key, alpha=-self.scale)
+
+
+@dataclass(frozen=True, eq=False)
+class SentAll:
+    """A tensor that was sent without loss."""
+
+    def subtract_from(self, x: Tensor) -> None:
+        """x = 0."""
+        x.zero_()
