@@ -61,6 +61,8 @@ FILES: dict[str, tuple[Stage, ...]] = {
         ATTACHED,
         DDP,
     ),
+    "session/agreement.py": (("src/gradwire/session/agreement.py", "tests/test_session.py"),),
+    "session/making.py": (("tests/test_session.py",), ATTACHED),
     "session/names.py": (("src/gradwire/session/names.py", "tests/test_session.py"), ONE_RANK),
     "session/reduction.py": (("tests/test_session.py", "tests/test_handle.py"), REPORT),
     "session/session.py": (
@@ -70,6 +72,7 @@ FILES: dict[str, tuple[Stage, ...]] = {
         REPORT,
         DDP,
     ),
+    "session/together.py": (CHECKPOINT,),
     "adapters/ddp.py": (
         ("src/gradwire/adapters/ddp.py", "tests/test_handle.py"),
         ONE_RANK,

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from gradwire.core.errors import StateError
@@ -104,6 +105,7 @@ def save(states: Grains, rank: int) -> dict[str, dict[str, Pieces]]:
     return {name: dict[str, Pieces](leaves) for name, leaves in parameters.items()}
 
 
+@torch.inference_mode(False)  # a state that could be written to in that mode only would end the run
 def load_all(grains: Grains, saved: object, rank: int) -> list[State]:
     """Return the states of all grains of a rank, filled from the saved pieces of exactly these parameters.
 

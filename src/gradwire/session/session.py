@@ -3,40 +3,33 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import dataclasses
 import functools
-import hashlib
-import itertools
 import threading
 import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from gradwire.core import saved
-from gradwire.core.collective import AllReduce
 from gradwire.core.errors import AttachError, NonFiniteWarning, StepError
 from gradwire.core.grain import ParameterSpec
 from gradwire.core.link import Link
 from gradwire.core.state import walk
-from gradwire.drivers.checked import Checked
-from gradwire.drivers.engine import Engine, Stats
+from gradwire.drivers.engine import Stats
 from gradwire.drivers.groups import destroy
-from gradwire.drivers.interpreter import ask
-from gradwire.drivers.measure import Bench, all_reduce_link, measured
-from gradwire.drivers.plan import Plan, plan
+from gradwire.drivers.measure import Bench, all_reduce_link
 from gradwire.drivers.process_group import GroupTransport
-from gradwire.drivers.warm import warm_up
 from gradwire.drivers.window import Window
 from gradwire.reducers.base import Reducer
 from gradwire.session.lane import INTERRUPTED_S, Lane
-from gradwire.session.meeting import Meeting, group_store
-from gradwire.session.names import canonical_name, require_apart, require_served
+from gradwire.session.making import Maker
+from gradwire.session.names import Names, named, require_served
 from gradwire.session.reduction import Reduction
 from gradwire.session.report import NON_FINITE, Report, observed
 from gradwire.spec import as_method
@@ -83,6 +76,7 @@ class Session:
         session.close()
     """
 
+    @torch.inference_mode(False)  # else no step outside of it could write to what is made here
     def __init__(
         self,
         tensors: Tensors,
@@ -96,18 +90,16 @@ class Session:
         checksum: bool = False,
         what: str = "gradwire.Session",
     ) -> None:
-        self.method = method if isinstance(method, str) else repr(method)
-        self.reducer = as_method(method)
-        self.seed, self._checksum, self._what = seed, checksum, what
+        self.method, self.reducer = _text(method), as_method(method)
+        self.seed = seed
         self._scaler, self.scale = scaler, 1.0
-        specs = [ParameterSpec(name, tuple(t.shape), t.dtype, t.device) for name, t in _named(tensors).items()]
-        self._specs = {spec.name: spec for spec in specs}
+        specs = [ParameterSpec(name, tuple(t.shape), t.dtype, t.device) for name, t in named(tensors).items()]
+        self._specs, self._trained = {spec.name: spec for spec in specs}, Names()
         self._device = specs[0].device if specs else torch.device("cpu")
-        self._refuse_what_cannot_be_served(specs)
+        _refuse_what_cannot_be_served(specs, checksum)
         self._in_use = threading.Lock()
-        group = group or dist.group.WORLD if dist.is_initialized() else None
-        if group is None:
-            raise AttachError("there is no default process group: call torch.distributed.init_process_group first")
+        self._warned_of_non_finite = False
+        group = _group_of(group)
         self.reducer.require_ranks(group.size())
         self.lane = Lane(group, self._device, deadline_s, what)
         self.transport = transport = self.lane.transport()
@@ -116,70 +108,16 @@ class Session:
         self._finalizer.atexit = False  # `_close_all` knows what may still be torn down then
         _sessions.add(self)
         try:
-            planned = self._planned(specs, grain_numel)
-            self.engine, self.window = self._made(planned), Window()
-            self._agree_on("ready")  # so that no rank's compiling falls into another's first step
+            self._maker = Maker(self.lane, transport, specs, grain_numel=grain_numel, checksum=checksum, what=what)
+            self.engine, self.window = self._maker.first(self.reducer, seed), Window()
             self._link = self.measure_link()
         except BaseException:
             self.close(at_once=True)
             raise
         self.reduction = Reduction(self.engine, self.window)
-        self._warned_of_non_finite = False
 
     def __repr__(self) -> str:
         return f"Session({self.reducer!r}, grains={len(self.engine.plan.units)}, step={self.engine.index})"
-
-    # Making ------------------------------------------------------------------------------------------------------
-
-    def _refuse_what_cannot_be_served(self, specs: Sequence[ParameterSpec]) -> None:
-        if not specs:
-            raise AttachError("there is nothing to combine: no tensor, or no parameter that requires a gradient")
-        for spec in specs:
-            require_served(spec.name, spec.dtype, spec.device)
-            if spec.device != self._device:
-                raise AttachError(
-                    f"{spec.name!r} lies on {spec.device} and others on {self._device}: make a session for each"
-                )
-        if self._checksum and self._device.type != "cpu":
-            raise AttachError(f"checksums are made on a CPU, and the tensors lie on {self._device}: leave checksum out")
-
-    def _planned(self, specs: list[ParameterSpec], grain_numel: int | None) -> Plan:
-        """Plan grains, once all ranks agree on what they are, and measure what the reducer wants measured."""
-        transport, where = self.transport, f" in {self._what}"
-        # Of a device only its kind: ranks of one host have different ones.
-        tensors = [f"{s.name!r} {tuple(s.shape)} {s.dtype} on {s.device.type}" for s in specs]
-        method = f"{self.reducer!r}, seed={self.seed}, checksum={self._checksum}"
-        if not self._agree_on(repr([method, *tensors, _described(plan(specs, self.reducer, grain_numel))])):
-            self._tell_the_difference(method, tensors)
-        for glob in self.reducer.unmet(self._specs):
-            said = f"no trained parameter has a name like {glob!r}: that rule of the policy serves none"
-            warnings.warn(said, stacklevel=5)
-        self.lane.call(lambda: transport.prepare(self.reducer.axes(transport.world_size)), where)
-        told = self.lane.call(lambda: measured(self.reducer, transport, self._device), where)
-        return plan(specs, told, grain_numel)
-
-    def _made(self, planned: Plan) -> Engine:
-        """The engine, with all that is compiled ready; the others are told where this fails."""
-        try:
-            warm_up(planned.units, self.transport.world_size)
-            checked = Checked(self.transport, self.lane.failures.ranks) if self._checksum else self.transport
-            return Engine(planned, checked, self.seed)
-        except Exception as error:
-            raise self.lane.fail(error, f" in {self._what}") from None
-
-    def _agree_on(self, configuration: str) -> bool:
-        """Whether all ranks say the same."""
-        digest = int.from_bytes(hashlib.blake2b(configuration.encode(), digest_size=7).digest(), "little")
-        mine = AllReduce(torch.tensor([digest, -digest], device=self._device), "max")
-        high, low = self.lane.call(lambda: ask(mine, self.transport), f" in {self._what}").tolist()
-        return high == -low
-
-    def _tell_the_difference(self, method: str, tensors: list[str]) -> None:
-        """Refuse a method or tensors that differ between ranks, which would hang later: say what and on which rank."""
-        group = self.lane.group
-        meeting = Meeting(group_store(), f"{group.group_name}/difference", group.rank(), group.size())
-        said = meeting.exchange(self._what, {"method": method, "tensors": tensors}, self.lane.deadline_s)
-        raise AttachError(f"ranks disagree on {difference(said, self.lane.failures.ranks)}")
 
     # Steps -------------------------------------------------------------------------------------------------------
 
@@ -194,7 +132,7 @@ class Session:
                 way already, in another thread too; or the session is closed. Nothing is communicated then.
             CommunicationError: a rank failed or fell silent, by its number.
         """
-        given = _gradients(tensors) if isinstance(tensors, nn.Module) else dict(tensors)
+        given = _gradients(self._trained.of(tensors)) if isinstance(tensors, nn.Module) else dict(tensors)
         with self.step() as step:
             step.deliver_all(given)
 
@@ -215,8 +153,7 @@ class Session:
 
     def begin(self) -> None:
         """Note that a step begins: for ports, in the thread of the training loop, before they hand anything over."""
-        if not self.is_open:
-            raise StepError("this session is closed: make a new one")
+        self._require_open()
         self.window.begin()
         if (growth := self._growth_of_scale()) != 1.0:
             self.lane.driver.run(lambda: self.engine.rescale(growth))
@@ -225,6 +162,10 @@ class Session:
     def is_open(self) -> bool:
         """Whether `close` has not been called."""
         return self._finalizer.alive
+
+    def _require_open(self) -> None:
+        if not self.is_open:
+            raise StepError("this session is closed: make a new one")
 
     def occupy(self) -> None:
         """Have the session for one step.
@@ -522,50 +463,60 @@ class SessionStep:
 
 def _write(tensor: Tensor, take: Callable[[Tensor], None]) -> None:
     """Have a tensor's mean written into it, wherever its elements lie."""
-    target = tensor.detach()
-    if target.is_contiguous():
-        take(target.view(-1))
-    else:
-        flat = torch.empty(target.numel(), dtype=target.dtype, device=target.device)
-        take(flat)
-        target.copy_(flat.view(target.shape))
+    # A tensor that was made in inference mode can be written to in inference mode only.
+    with torch.inference_mode() if tensor.is_inference() else contextlib.nullcontext():
+        target = tensor.detach()
+        if target.is_contiguous():
+            take(target.view(-1))
+        else:
+            flat = torch.empty(target.numel(), dtype=target.dtype, device=target.device)
+            take(flat)
+            target.copy_(flat.view(target.shape))
 
 
-def _named(tensors: Tensors) -> dict[str, Tensor]:
-    """Named tensors, those of a model without what wrappers add to names."""
-    if not isinstance(tensors, nn.Module):
-        return dict(tensors)
-    given = {name: parameter for name, parameter in tensors.named_parameters() if parameter.requires_grad}
-    short = {name: canonical_name(name) for name in given}
-    require_apart(short)
-    return {short[name]: parameter for name, parameter in given.items()}
-
-
-def _gradients(model: nn.Module) -> dict[str, Tensor]:
-    """A model's gradients; a parameter that was not used gets one of zeros, since other ranks may have used it."""
+@torch.inference_mode(False)
+def _gradients(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Gradients; a parameter that was not used gets one of zeros, since other ranks may have used it."""
     found: dict[str, Tensor] = {}
-    for name, parameter in _named(model).items():
+    for name, parameter in parameters.items():
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         found[name] = parameter.grad
     return found
 
 
-def difference(said: list[dict[str, Any]], ranks: Sequence[int]) -> str:
-    """What the words of some `ranks` differ in first, from those of the first one.
+def _refuse_what_cannot_be_served(specs: Sequence[ParameterSpec], checksum: bool) -> None:
+    """Tensors that no session can take.
 
-    >>> difference([{"method": "a", "tensors": ["x"]}, {"method": "a", "tensors": ["x", "y"]}], [0, 1])
-    'the tensors: number 1 is y on rank 1, and nothing on rank 0'
+    Raises:
+        AttachError: none at all, of a dtype or on a device that is not served, on several devices, or with checksums
+            elsewhere than on a CPU.
     """
-    first, *others = said
-    for rank, words in zip(ranks[1:], others, strict=True):
-        if words["method"] != first["method"]:
-            return f"the method: rank {rank} has {words['method']}, and rank {ranks[0]} has {first['method']}"
-        for i, (theirs, its) in enumerate(itertools.zip_longest(words["tensors"], first["tensors"], fillvalue=None)):
-            if theirs != its:
-                other, own = theirs or "nothing", its or "nothing"
-                return f"the tensors: number {i} is {other} on rank {rank}, and {own} on rank {ranks[0]}"
-    return "grain_numel=, or the version of gradwire"
+    if not specs:
+        raise AttachError("there is nothing to combine: no tensor, or no parameter that requires a gradient")
+    device = specs[0].device
+    for spec in specs:
+        require_served(spec.name, spec.dtype, spec.device)
+        if spec.device != device:
+            raise AttachError(f"{spec.name!r} lies on {spec.device} and others on {device}: make a session for each")
+    if checksum and device.type != "cpu":
+        raise AttachError(f"checksums are made on a CPU, and the tensors lie on {device}: leave checksum out")
+
+
+def _text(method: Reducer | str) -> str:
+    return method if isinstance(method, str) else repr(method)
+
+
+def _group_of(given: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """The group that is meant.
+
+    Raises:
+        AttachError: there is none.
+    """
+    group = given or dist.group.WORLD if dist.is_initialized() else None
+    if group is None:
+        raise AttachError("there is no default process group: call torch.distributed.init_process_group first")
+    return group
 
 
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
@@ -587,11 +538,3 @@ def _close_all() -> None:
     """Join communication threads before the interpreter takes their process groups apart."""
     for session in list(_sessions):
         session.lane.close()
-
-
-def _described(planned: Plan) -> str:
-    """What must be the same on all ranks of a plan."""
-    grains = [unit.grain for unit in planned.units]
-    return repr(
-        [(g.segments, g.shape, g.dtype, g.device.type, u.reducer) for g, u in zip(grains, planned.units, strict=True)]
-    )
