@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.core.errors import CommunicationError, ConnectionLost
+from gradwire.core.errors import AttachError, CommunicationError, ConnectionLost
 from gradwire.drivers import groups
 from gradwire.drivers.process_group import GroupTransport
 from gradwire.session.failures import FailureBoard
@@ -29,6 +29,18 @@ FAILED_S = 5.0
 while Python ends aborts the process."""
 
 T = TypeVar("T")
+
+
+def group_of(given: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """The group that is meant.
+
+    Raises:
+        AttachError: there is none.
+    """
+    group = given or dist.group.WORLD if dist.is_initialized() else None
+    if group is None:
+        raise AttachError("there is no default process group: call torch.distributed.init_process_group first")
+    return group
 
 
 class CommunicationThread:
@@ -169,11 +181,13 @@ class Lane:
             raise self.failures.error
 
     def call(self, job: Callable[[], T], where: str) -> T:
-        """Do a job where programs run, wait for it, and return what it returns.
+        """Do a job where programs run, wait for it, and return what it returns. In a job of its own it is part of that.
 
         Raises:
             CommunicationError: a rank is at fault; or what the job raises itself.
         """
+        if self.driver.is_here():
+            return job()
         answers: list[T] = []
         done = threading.Event()
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from gradwire.core.errors import StepError
 from gradwire.drivers.engine import Engine
+from gradwire.drivers.plan import within
 from gradwire.drivers.window import Window
 
 
@@ -28,19 +29,20 @@ class Reduction:
         self._is_open, self._first = True, True
         self.engine.begin()
 
-    def put(self, name: str, flat: Tensor, scale: float = 1.0) -> None:
-        """Take a copy of a tensor, given as 1-d, and start what is complete with it.
+    def put(self, name: str, flat: Tensor, scale: float = 1.0, begin: int = 0) -> None:
+        """Take a copy of a tensor or of a part of it, given as 1-d, and start what is complete with it.
 
         Args:
             name: as planned.
-            flat: all of its elements.
+            flat: its elements from `begin` on.
             scale: the loss scale, which a norm in a report is without.
+            begin: the first element that is given.
         """
         self._require(True, "begin a step before tensors are handed over")
         if self.window.wants_norm:
             self.window.gradient(flat, self._first, scale)
         self._first = False
-        for unit, start, numel, offset in self._places[name]:
+        for unit, start, numel, offset in within(self._places[name], begin, flat.numel()):
             self.engine.deliver(unit, offset, flat[start : start + numel])
 
     def pump(self) -> None:
@@ -53,10 +55,10 @@ class Reduction:
         self.engine.finish()
         self._is_open = False
 
-    def take(self, name: str, flat: Tensor) -> None:
-        """Write the mean of a tensor into `flat`, 1-d."""
+    def take(self, name: str, flat: Tensor, begin: int = 0) -> None:
+        """Write the mean of a tensor, from element `begin` on, into `flat`, 1-d."""
         self._require(False, "finish the step before means are taken")
-        for unit, start, numel, offset in self._places[name]:
+        for unit, start, numel, offset in within(self._places[name], begin, flat.numel()):
             flat[start : start + numel].copy_(self.engine.mean(unit)[offset : offset + numel])
 
     def end(self) -> None:

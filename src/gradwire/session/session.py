@@ -27,7 +27,7 @@ from gradwire.drivers.measure import Bench, all_reduce_link
 from gradwire.drivers.process_group import GroupTransport
 from gradwire.drivers.window import Window
 from gradwire.reducers.base import Reducer
-from gradwire.session.lane import INTERRUPTED_S, Lane
+from gradwire.session.lane import INTERRUPTED_S, Lane, group_of
 from gradwire.session.making import Maker
 from gradwire.session.names import Names, named, require_served
 from gradwire.session.reduction import Reduction
@@ -59,6 +59,8 @@ class Session:
         grain_numel: elements that are encoded together at most (default: a quarter of all, up to 2^20).
         scaler: the loss scaler of the training loop, if it has one: residuals follow its scale.
         checksum: send a CRC-32 with each payload, see `gradwire.attach`.
+        lane: communication that others have made and use too, whose group and deadline count then. It is not closed
+            with the session, and the link is not timed, since others may be using it.
         what: the call that errors speak of.
 
     Raises:
@@ -88,6 +90,7 @@ class Session:
         grain_numel: int | None = None,
         scaler: torch.amp.GradScaler | None = None,
         checksum: bool = False,
+        lane: Lane | None = None,
         what: str = "gradwire.Session",
     ) -> None:
         self.method, self.reducer = _text(method), as_method(method)
@@ -99,18 +102,19 @@ class Session:
         _refuse_what_cannot_be_served(specs, checksum)
         self._in_use = threading.Lock()
         self._warned_of_non_finite = False
-        group = _group_of(group)
+        group = group_of(lane.group if lane else group)
         self.reducer.require_ranks(group.size())
-        self.lane = Lane(group, self._device, deadline_s, what)
+        self.lane = lane or Lane(group, self._device, deadline_s, what)
         self.transport = transport = self.lane.transport()
         # A session that is forgotten lets go as well: nothing that its threads run for good refers to it.
-        self._finalizer = weakref.finalize(self, _let_go, self.lane, transport, at_once=True)
+        self._finalizer = weakref.finalize(self, _leave if lane else _let_go, self.lane, transport, at_once=True)
         self._finalizer.atexit = False  # `_close_all` knows what may still be torn down then
-        _sessions.add(self)
+        if lane is None:
+            _sessions.add(self)
         try:
             self._maker = Maker(self.lane, transport, specs, grain_numel=grain_numel, checksum=checksum, what=what)
             self.engine, self.window = self._maker.first(self.reducer, seed), Window()
-            self._link = self.measure_link()
+            self._link = self.measure_link() if lane is None else None
         except BaseException:
             self.close(at_once=True)
             raise
@@ -310,9 +314,9 @@ class Session:
             at_once: do not wait for a step that is under way, as after an interrupt. A thread that is stuck in it ends
                 at `deadline_s`, or with the process.
         """
-        if self._finalizer.detach() is not None:
+        if (finalizer := self._finalizer.detach()) is not None:
             _sessions.discard(self)
-            _let_go(self.lane, self.transport, at_once)
+            finalizer[1](*finalizer[2], at_once=at_once)
 
     def __enter__(self) -> Session:
         return self
@@ -507,24 +511,17 @@ def _text(method: Reducer | str) -> str:
     return method if isinstance(method, str) else repr(method)
 
 
-def _group_of(given: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """The group that is meant.
-
-    Raises:
-        AttachError: there is none.
-    """
-    group = given or dist.group.WORLD if dist.is_initialized() else None
-    if group is None:
-        raise AttachError("there is no default process group: call torch.distributed.init_process_group first")
-    return group
-
-
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 
 
 def _let_go(lane: Lane, transport: GroupTransport, at_once: bool) -> None:
     """End the threads of a lane, the last of which destroys the groups."""
     lane.close(functools.partial(_destroy, lane, transport), INTERRUPTED_S if at_once else lane.deadline_s + 10.0)
+
+
+def _leave(lane: Lane, transport: GroupTransport, at_once: bool) -> None:
+    """Let go of what a session has for itself on a lane that others use: once its jobs are done."""
+    lane.driver.run(transport.close)
 
 
 def _destroy(lane: Lane, transport: GroupTransport) -> None:
