@@ -1,10 +1,11 @@
-"""Making the engine of a session, alike on all ranks."""
+"""Making the engine of a session, alike on all ranks: the first one, and those of the methods that follow."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
 
+from gradwire.core.carry import carry_over
 from gradwire.core.errors import AttachError
 from gradwire.core.grain import ParameterSpec
 from gradwire.drivers.checked import Checked
@@ -17,10 +18,11 @@ from gradwire.reducers.base import Reducer
 from gradwire.session.agreement import Configuration, configuration, is_alike, tell_the_difference
 from gradwire.session.lane import Lane
 from gradwire.session.together import Together
+from gradwire.spec import as_method
 
 
 class Maker:
-    """Makes the engine for the tensors of a session.
+    """Makes engines for the same tensors, one method after another.
 
     Args:
         lane: where programs run.
@@ -62,9 +64,35 @@ class Maker:
         self._is_alike(0, where)  # so that no rank's compiling falls into another's first step
         return engine
 
-    def _configuration(self, reducer: Reducer, seed: int) -> Configuration:
+    def next(self, method: Reducer | str, now: Reducer, old: Engine) -> tuple[Reducer, Engine]:
+        """The reducer and the engine of another method, with what `old` owes; that one is left as it is.
+
+        Args:
+            method: which every rank must give alike.
+            now: the reducer at hand.
+            old: its engine, between two steps.
+
+        Raises:
+            SpecError, CompositionError: a method that cannot be built here.
+            AttachError: ranks that disagree, a rank where it failed, or a private method.
+            CommunicationError: a rank that did not come.
+        """
+        ranks = Together("change", self._lane, AttachError)
+
+        def propose() -> tuple[Reducer, Configuration]:
+            reducer = self._proposed(method, now)
+            return reducer, self._configuration(reducer, old.seed, f" from step {old.index} on")
+
+        proposed = ranks.attempt(propose, words=lambda own: own[1].digest)
+        reducer, mine = proposed.own
+        if len(set(proposed.words)) > 1:
+            tell_the_difference(mine, ranks)
+        planned = self._measured(reducer, " in change")
+        return reducer, ranks.attempt(lambda: self._successor(planned, old)).own
+
+    def _configuration(self, reducer: Reducer, seed: int, since: str = "") -> Configuration:
         """What must be the same on all ranks."""
-        method = f"{reducer!r}, seed={seed}, checksum={self._checksum}"
+        method = f"{reducer!r}{since}, seed={seed}, checksum={self._checksum}"
         return configuration(method, self._specs, self._plan(reducer))
 
     def _is_alike(self, digest: int, where: str) -> bool:
@@ -87,3 +115,22 @@ class Maker:
         warm_up(planned.units, self._transport.world_size)
         checked = Checked(self._transport, self._lane.failures.ranks) if self._checksum else self._transport
         return Engine(planned, checked, seed)
+
+    def _proposed(self, method: Reducer | str, now: Reducer) -> Reducer:
+        """The reducer of another method, if it can take over here."""
+        reducer = as_method(method)
+        reducer.require_ranks(self._transport.world_size)
+        if reducer.private or now.private:
+            raise AttachError(
+                f"{now} cannot be changed to {reducer}: the steps of a private mean are accounted for together, under "
+                "one method; make a new session after close()"
+            )
+        return reducer
+
+    def _successor(self, planned: Plan, old: Engine) -> Engine:
+        """The engine that follows."""
+        self._lane.driver.order()  # behind the last step
+        engine, transport = self._engine(planned, old.seed), self._transport
+        engine.set_states(carry_over(old.states(), engine.states(), transport.rank, transport.world_size))
+        engine.index = old.index
+        return engine

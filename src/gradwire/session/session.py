@@ -123,6 +123,49 @@ class Session:
     def __repr__(self) -> str:
         return f"Session({self.reducer!r}, grains={len(self.engine.plan.units)}, step={self.engine.index})"
 
+    # Another method ----------------------------------------------------------------------------------------------
+
+    @torch.inference_mode(False)
+    def change(self, method: Reducer | str) -> None:
+        """Go on with another method. Every rank must call it at the same place, between two steps.
+
+        What is owed under the old method is carried over, so that the sum over ranks of what was given is delivered
+        all the same: added to the new method's residuals, or where it keeps none, to the gradients of the next step.
+        What a shard's owner owes of the mean it owes n times over from then on, as one of n ranks. Factors, momentum
+        and estimates are forgotten. The step's number goes on, so a `warmup=` counts from the beginning of the run;
+        `stats` and `report` begin anew.
+
+        A change that fails leaves the old method in place, on every rank.
+
+        Args:
+            method: a reducer, or a spec such as `"topk:0.01"`.
+
+        Raises:
+            SpecError, CompositionError: a method that cannot be built here.
+            AttachError: ranks that want different methods, a rank where making it failed, or a private method: its
+                steps are accounted for together, and what is owed was clipped by nobody.
+            StepError: a step is under way, or the session is closed.
+            CommunicationError: a rank that did not call it within `deadline_s`, by its number.
+
+        Example:
+            session = gradwire.Session(model, "none")
+            for index, (inputs, targets) in enumerate(loader):
+                if index == 100:
+                    session.change("topk:0.01")
+                ...
+        """
+        self._require_open()
+        self.occupy()
+        try:
+            if self.window.under_way:
+                raise StepError("a step of this session is under way: change the method between two steps")
+            self.lane.require_sound()
+            self.reducer, self.engine = self._maker.next(method, self.reducer, self.engine)
+            self.method, self.window = _text(method), Window()
+            self.reduction = Reduction(self.engine, self.window)
+        finally:
+            self.vacate()
+
     # Steps -------------------------------------------------------------------------------------------------------
 
     def reduce_(self, tensors: Tensors) -> None:
@@ -183,7 +226,8 @@ class Session:
             )
 
     def vacate(self) -> None:
-        """Let others have it."""
+        """Let others have it; a step that has not ended will not."""
+        self.window.under_way = False
         self._in_use.release()
 
     def planned(self, name: str) -> ParameterSpec:
