@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -134,6 +135,40 @@ def disagreeing(rank: int, world_size: int) -> dict[str, dict[str, Any]]:
         except gradwire.AttachError as error:
             found[name] = {"text": str(error), "s": time.monotonic() - began}
     return found
+
+
+def in_a_group(rank: int, world_size: int, folder: str) -> dict[str, str]:
+    """Ranks 1 and 2 of three save and load where rank 2 fails; what each is told."""
+    group = dist.new_group([1, 2])
+    if not rank:
+        time.sleep(1)
+        dist.barrier()
+        return {}
+    assert isinstance(group, dist.ProcessGroup)
+    x, here = {"x": torch.ones(4)}, Path(folder) / str(rank)
+    session = gradwire.Session(x, "int4", group=group, deadline_s=30)
+    told: dict[str, str] = {}
+
+    def tell(name: str, act: Callable[[], object]) -> None:
+        try:
+            act()
+        except gradwire.GradwireError as error:
+            told[name] = str(error)
+        dist.barrier(group)
+
+    session.reduce_(x)
+    (Path(folder) / "2").touch()  # where rank 2 would need a folder
+    tell("folder", lambda: gradwire.save(here, session))
+    session.engine.index = 3 if rank == 2 else 1
+    tell("steps", lambda: gradwire.save(Path(folder) / "other", session))
+    session.engine.index = 1
+    gradwire.save(Path(folder) / "one", session)
+    tell("load", lambda: gradwire.load(Path(folder) / ("one" if rank == 1 else "none"), session))
+    session.lane.deadline_s = 1
+    tell("absent", lambda: gradwire.save(here, session) if rank == 1 else None)
+    session.close()
+    dist.barrier()
+    return told
 
 
 def left_out(rank: int, world_size: int) -> str:

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -15,13 +15,13 @@ from gradwire.session.meeting import Meeting
 Turn = Callable[[Meeting], Any]
 
 
-def met(*ranks: Turn) -> list[Any]:
+def met(*ranks: Turn, called: Sequence[int] = range(10)) -> list[Any]:
     """What every rank got, or was told."""
     store, results = HashStore(), list[Any]([None] * len(ranks))
 
     def act(rank: int, turn: Turn) -> None:
         try:
-            results[rank] = turn(Meeting(store, "test", rank, len(ranks)))
+            results[rank] = turn(Meeting(store, "test", rank, called[: len(ranks)]))
         except CommunicationError as error:
             results[rank] = str(error)
 
@@ -48,6 +48,15 @@ def test_everyone_hears_everyone_in_rank_order() -> None:
 def test_a_rank_that_stays_away_is_named_to_all_who_came() -> None:
     told = met(says(0, deadline_s=0.3), says(1), lambda _: "away")
     assert told[0] == told[1] == "rank 2 has not come to save within 0.3 s: every rank must call it"
+
+
+def test_ranks_are_called_by_their_numbers_in_the_run() -> None:
+    told = met(says(0, deadline_s=0.3), lambda _: "away", called=[4, 7])
+    assert told[0] == "rank 7 has not come to save within 0.3 s: every rank must call it"
+    told = met(says(0), says(1, "load"), called=[4, 7])
+    assert told[0] == told[1] == "rank 7 called load while rank 4 called save: all ranks must call the same"
+    _, told = met(lambda _: None, says(1, deadline_s=-4.8), called=[4, 7])
+    assert told == "rank 4 has not come to save within 0.2 s: every rank must call it"
 
 
 def test_a_lead_that_stays_away_is_named() -> None:
@@ -82,7 +91,7 @@ def test_after_a_meeting_that_failed_the_next_one_is_held() -> None:
 def test_a_meeting_that_ended_without_a_rank_is_not_open_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meeting_module, "_GRACE_S", 0.2)
     store = HashStore()
-    lead, late = (Meeting(store, "test", rank, 2) for rank in range(2))
+    lead, late = (Meeting(store, "test", rank, range(2)) for rank in range(2))
     with pytest.raises(CommunicationError, match="rank 1 has not come to save"):
         lead.exchange("save", "early", 0.2)
     with pytest.raises(CommunicationError, match="rank 0 has not come to save"):

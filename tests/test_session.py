@@ -21,6 +21,7 @@ import gradwire
 from gradwire import AttachError, Session, SessionStep, StepError
 from gradwire.bench.ranks import run_function
 from gradwire.core.errors import CommunicationError, NonFiniteWarning
+from gradwire.session import names
 from gradwire.session.failures import FailureBoard
 
 CASES = str(Path(__file__).with_name("session_cases.py"))
@@ -73,6 +74,16 @@ def test_a_tensor_left_out_on_one_rank_is_named_on_all() -> None:
     assert last == "StepError: 'x' was not delivered: every rank gives all tensors, zeros where it has none"
     for told in (first, second):
         assert "CommunicationError: rank 2 failed with StepError: 'x' was not delivered" in told
+
+
+def test_errors_of_a_smaller_group_give_the_numbers_of_the_run(tmp_path: Path) -> None:
+    outside, first, second = run("in_a_group", 3, folder=str(tmp_path))
+    assert outside == {}
+    for told in (first, second):
+        assert "gradwire.save failed on rank 2, and changed nothing on any" in told["folder"]
+        assert "rank 2 has step 3 and rank 1 1: call gradwire.save on every rank" in told["steps"]
+        assert "rank 2 finds no gradwire-1/manifest.json" in told["load"]
+    assert "rank 2 has not come to gradwire.save within 1 s" in first["absent"]
 
 
 # One rank, in this process ----------------------------------------------------------------------------------------
@@ -284,10 +295,40 @@ def test_what_fails_while_a_session_is_made_is_told_to_others(one_rank: None, mo
         raise MemoryError("no room")
 
     monkeypatch.setattr(FailureBoard, "explain", explain)
-    monkeypatch.setattr("gradwire.session.session.warm_up", fails)
+    monkeypatch.setattr("gradwire.session.making.warm_up", fails)
     with pytest.raises(MemoryError, match="no room"):
         Session({"a": torch.zeros(3)}, "none", deadline_s=5)
     assert [type(error) for error in told] == [MemoryError]
+
+
+@pytest.mark.parametrize("spec", ["int4", "topk:0.5", "powersgd:1", "none"])
+def test_a_session_may_be_made_used_and_loaded_in_inference_mode(one_rank: None, spec: str) -> None:
+    with torch.inference_mode():
+        given = {"a": torch.ones(300), "b": torch.ones(8, 8).T, "c": torch.ones(4, 3, 2).permute(2, 0, 1)}
+        made = Session(given, spec, deadline_s=5)
+        made.reduce_(given)
+        made.load_state_dict(made.state_dict())
+    made.reduce_({name: torch.ones(tensor.shape) for name, tensor in given.items()})
+    with torch.inference_mode():
+        made.reduce_(given)
+    assert made.stats().steps == 3
+    made.close()
+
+
+def test_a_model_is_named_again_only_after_a_change(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    network, asked = nn.Linear(2, 2), list[str]()
+    monkeypatch.setattr(names, "canonical_name", lambda name: asked.append(name) or name)  # type: ignore[func-returns-value]
+    with Session(network, "none", deadline_s=5) as made:
+        for _ in range(5):
+            made.reduce_(network)
+        assert len(asked) == 4  # once for the plan, once for the first step
+        network.weight = nn.Parameter(torch.zeros(2, 2))
+        network.weight.grad = torch.ones(2, 2)
+        made.reduce_(network)
+        assert len(asked) == 6
+        network.bias.requires_grad_(False)
+        with pytest.raises(StepError, match="'bias' was not delivered"):
+            made.reduce_(network)
 
 
 def test_pieces_count_as_the_buckets_that_ddp_would_make(session: Session) -> None:

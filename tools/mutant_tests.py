@@ -61,6 +61,8 @@ FILES: dict[str, tuple[Stage, ...]] = {
         ATTACHED,
         DDP,
     ),
+    "session/agreement.py": (("src/gradwire/session/agreement.py", "tests/test_session.py"),),
+    "session/making.py": (("tests/test_session.py",), ATTACHED),
     "session/names.py": (("src/gradwire/session/names.py", "tests/test_session.py"), ONE_RANK),
     "session/reduction.py": (("tests/test_session.py", "tests/test_handle.py"), REPORT),
     "session/session.py": (
@@ -70,6 +72,7 @@ FILES: dict[str, tuple[Stage, ...]] = {
         REPORT,
         DDP,
     ),
+    "session/together.py": (CHECKPOINT,),
     "adapters/ddp.py": (
         ("src/gradwire/adapters/ddp.py", "tests/test_handle.py"),
         ONE_RANK,
@@ -79,13 +82,15 @@ FILES: dict[str, tuple[Stage, ...]] = {
         DDP,
     ),
     "session/failures.py": (("tests/test_failures.py",), ATTACHED, ("tests/test_ddp.py", "-k", "exception")),
-    "adapters/hooks.py": (("tests/test_handle.py",), HOOKS),
+    "adapters/hooks.py": (("tests/test_hook_sessions.py", "tests/test_handle.py"), HOOKS),
     "session/meeting.py": (("tests/test_meeting.py",), CHECKPOINT),
     "adapters/models.py": (("src/gradwire/adapters/models.py", "tests/test_handle.py"), ONE_RANK, DDP),
     "adapters/power_sgd_hook.py": (
         ("src/gradwire/adapters/power_sgd_hook.py", "tests/test_handle.py", "tests/test_saved.py"),
         HOOKS,
     ),
+    "adapters/power_sgd_layout.py": (("tests/test_handle.py", "tests/test_saved.py"), HOOKS),
+    "adapters/power_sgd_port.py": (("tests/test_handle.py", "tests/test_saved.py"), HOOKS),
     "adapters/power_sgd_memory.py": (("tests/test_saved.py",), HOOKS),
     "session/report.py": (("src/gradwire/session/report.py", *ARITHMETIC), REPORT),
     "core/saved.py": (("tests/test_saved.py",), (STATE,), CHECKPOINT),

@@ -276,8 +276,8 @@ def draw(count: int, seed: int, root: Path = ROOT) -> list[Mutant]:
     drawn = {file: max(1, int(share)) for file, share in shares.items()}
     for file in sorted(drawn, key=lambda file: drawn[file] - shares[file]):
         drawn[file] += sum(drawn.values()) < count
-    for file in sorted(drawn, key=lambda file: shares[file] - drawn[file]):
-        drawn[file] -= sum(drawn.values()) > count
+    while sum(drawn.values()) > count and max(drawn.values()) > 1:
+        drawn[max((file for file in drawn if drawn[file] > 1), key=lambda file: drawn[file] - shares[file])] -= 1
     return [
         mutant
         for file, mutants in found.items()

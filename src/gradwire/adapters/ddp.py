@@ -127,6 +127,17 @@ class Handle:
         """
         return self.session.report()
 
+    def change(self, method: Reducer | str) -> None:
+        """Go on with another method, on every rank at the same place between two steps, see `Session.change`.
+
+        What is owed under the old one is carried over. A change that fails leaves the old method in place.
+
+        Example:
+            if step == 100:
+                handle.change("topk:0.01")
+        """
+        self.session.change(method)
+
     def measure_link(self) -> Link | None:
         """Measure again how long an uncompressed all-reduce takes, since links change; `attach` did so once.
 

@@ -1,9 +1,10 @@
 """PyTorch's communication hooks by name, signature and meaning, on gradwire's codecs and drivers.
 
-Each hook names a reducer; a session runs that over the buckets of whoever registered it. Hooks of one process group
+Each hook names a reducer; sessions run that over the buckets of whoever registered it. Hooks of one process group
 share a lane: one group of its own, since DDP issues collectives on the user's, and one order for all buckets.
 """
 
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,15 +16,18 @@ from torch.distributed import GradBucket  # pyright: ignore[reportPrivateImportU
 
 from gradwire.adapters.communication import BucketPort
 from gradwire.codecs import BF16, FP16, AffineInt, Identity
-from gradwire.core.errors import AttachError
-from gradwire.core.grain import ParameterSpec
-from gradwire.drivers.engine import Engine
 from gradwire.drivers.groups import deadline_of
-from gradwire.drivers.plan import plan
 from gradwire.reducers import AllGather, AllReduce, Reducer
-from gradwire.session.lane import Lane
+from gradwire.session import Session
+from gradwire.session.lane import Lane, group_of
 
 # `register_comm_hook` reads the annotations of a hook, so this module must not postpone them.
+
+PATIENCE_STEPS = 10
+"""Steps after which a size of buckets that did not come again is forgotten. Models may take turns on one group."""
+
+_NAME = "bucket"
+_Size = tuple[int, torch.dtype]
 
 Hook = Callable[[Any, GradBucket], torch.futures.Future[Tensor]]
 
@@ -32,9 +36,7 @@ _lanes: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, Lane]]"
 
 def lane_of(process_group: dist.ProcessGroup | None, device: torch.device) -> Lane:
     """Return the lane of a process group (None for the default one), made at the first call: collective then."""
-    group = process_group if process_group is not None else dist.group.WORLD
-    if group is None:
-        raise AttachError("there is no default process group: call torch.distributed.init_process_group first")
+    group = group_of(process_group)
     lanes = _lanes.setdefault(group, {})
     if device not in lanes:
         lane = lanes[device] = Lane(group, device, deadline_of(group, device), "its first gradwire hook")
@@ -43,45 +45,47 @@ def lane_of(process_group: dist.ProcessGroup | None, device: torch.device) -> La
     return lanes[device]
 
 
-class _Stateless(BucketPort):
+class _EachBucket(BucketPort):
     """A reducer that remembers nothing: every bucket is a tensor of its own, whatever parameters it holds.
 
-    So one session serves all models that share a process group, and DDP may rebuild its buckets at will.
+    So sessions serve all models that share a process group, one session for all buckets of a size, and DDP may rebuild
+    its buckets at will.
     """
 
     def __init__(self, lane: Lane, reducer: Reducer) -> None:
         super().__init__(lane)
         self._reducer = reducer
-        self._engines: dict[tuple[int, torch.dtype], Engine] = {}
+        self._sessions: dict[_Size, Session] = {}
+        self._used: dict[_Size, int] = {}
+        self._steps = 0
 
     def work(self, buckets: Sequence[GradBucket], last: bool) -> None:
         """Reduce the newest bucket from beginning to end."""
         flat = buckets[-1].buffer()
-        engine = self._engine(flat)
-        engine.begin()
-        at = 0
-        for i, unit in enumerate(engine.plan.units):
-            engine.deliver(i, 0, flat[at : at + unit.grain.numel])
-            at += unit.grain.numel
-        engine.finish()
-        torch.cat([engine.mean(i) for i in range(len(engine.plan.units))], out=flat)
+        session = self._session(flat)
+        session.begin()
+        session.window.ready(time.perf_counter(), flat.nbytes)
+        reduction = session.reduction
+        reduction.begin()
+        reduction.put(_NAME, flat)
+        reduction.finish()
+        reduction.end()
         if last:
-            self._forget({_size(bucket.buffer()) for bucket in buckets})
+            self._forget()
 
-    def _engine(self, flat: Tensor) -> Engine:
-        if (engine := self._engines.get(_size(flat))) is None:
-            spec = ParameterSpec("bucket", tuple(flat.shape), flat.dtype, flat.device)
-            engine = Engine(plan([spec], self._reducer), self.lane.transport())
-            self._engines[_size(flat)] = engine
-        return engine
+    def _session(self, flat: Tensor) -> Session:
+        size = flat.numel(), flat.dtype
+        if size not in self._sessions:
+            self._sessions[size] = Session({_NAME: flat}, self._reducer, lane=self.lane, what="a gradwire hook")
+        self._used[size] = self._steps
+        return self._sessions[size]
 
-    def _forget(self, used: set[tuple[int, torch.dtype]]) -> None:
-        """Drop the buffers of bucket sizes that are no more."""
-        self._engines = {size: engine for size, engine in self._engines.items() if size in used}
-
-
-def _size(flat: Tensor) -> tuple[int, torch.dtype]:
-    return flat.numel(), flat.dtype
+    def _forget(self) -> None:
+        """Drop the buffers of bucket sizes that are no more. All ranks see the same buckets, so they forget alike."""
+        self._steps += 1
+        for size, step in list(self._used.items()):
+            if step + PATIENCE_STEPS < self._steps:
+                del self._used[size], self._sessions[size]
 
 
 def _reduce(
@@ -89,7 +93,7 @@ def _reduce(
 ) -> torch.futures.Future[Tensor]:
     lane = lane_of(process_group, bucket.buffer().device)
     if reducer not in lane.ports:
-        lane.ports[reducer] = _Stateless(lane, reducer)
+        lane.ports[reducer] = _EachBucket(lane, reducer)
     return lane.ports[reducer].hook(bucket)
 
 

@@ -14,12 +14,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from gradwire.core.errors import StateError
 from gradwire.core.grain import Grain
 from gradwire.core.saved_schema import VERSION, Parameters, Pieces, Saved, check_parameters, check_state, check_together
-from gradwire.core.state import Leaf, State, replace_leaves, walk
+from gradwire.core.state import CARRIED, Leaf, State, carried_leaf, replace_leaves, walk
 
 Grains = Sequence[tuple[Grain, State]]
 """Every grain of one rank with its state."""
@@ -98,12 +99,13 @@ def save(states: Grains, rank: int) -> dict[str, dict[str, Pieces]]:
     parameters: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for grain, state in states:
         for path, leaf in walk(state):
-            for name, start, values in _cut(grain, leaf, rank):
+            for name, start, values in cut(grain, leaf, rank):
                 piece = {"start": start, "values": values.detach().clone()}
                 parameters.setdefault(name, {}).setdefault(f"{leaf.kind}:{path}", []).append(piece)
     return {name: dict[str, Pieces](leaves) for name, leaves in parameters.items()}
 
 
+@torch.inference_mode(False)  # a state that could be written to in that mode only would end the run
 def load_all(grains: Grains, saved: object, rank: int) -> list[State]:
     """Return the states of all grains of a rank, filled from the saved pieces of exactly these parameters.
 
@@ -111,6 +113,7 @@ def load_all(grains: Grains, saved: object, rank: int) -> list[State]:
         StateError: where values are missing, have another form, or belong to nothing here.
     """
     parameters = check_parameters(saved)
+    grains = [(grain, _with_carried(grain, state, parameters)) for grain, state in grains]
     here = _described(grains)
     for name, leaves in parameters.items():
         if name not in here:
@@ -160,22 +163,31 @@ def _described(grains: Grains) -> dict[str, _Parameter]:
     return here
 
 
+def _with_carried(grain: Grain, state: State, saved: Parameters) -> State:
+    """The state with what is carried over from another method where that is saved, and without it elsewhere."""
+    if all(f"element:{CARRIED}" not in saved.get(segment.name, {}) for segment in grain.segments):
+        return State({name: node for name, node in state.items() if name != CARRIED})
+    return State({**state, CARRIED: carried_leaf(grain)})
+
+
 def _load(grain: Grain, state: State, saved: Parameters, rank: int) -> State:
     """Return `state` with new tensors, filled from saved pieces."""
 
     def fill(path: str, leaf: Leaf) -> Leaf:
         filled = replace(leaf, tensor=leaf.tensor.clone())
-        for name, start, view in _cut(grain, filled, rank):
+        for name, start, view in cut(grain, filled, rank):
             pieces = saved.get(name, {}).get(f"{leaf.kind}:{path}", [])
             if any(piece["values"].dtype != view.dtype for piece in pieces):
                 raise StateError(f"the saved {path!r} of {name!r} is {pieces[0]['values'].dtype}, here {view.dtype}")
+            if path == CARRIED and not pieces:  # of a grain's parameters some may have none
+                continue
             _FILLS[leaf.kind](f"{path!r} of {name!r}", start, view, pieces)
         return filled
 
     return replace_leaves(state, fill)
 
 
-def _cut(grain: Grain, leaf: Leaf, rank: int) -> Iterable[tuple[str, int, Tensor]]:
+def cut(grain: Grain, leaf: Leaf, rank: int) -> Iterable[tuple[str, int, Tensor]]:
     """Yield (parameter, start, view) for every part of the grain's parameters in the leaf."""
     if leaf.kind == "scratch":
         return

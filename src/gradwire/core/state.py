@@ -16,7 +16,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from gradwire.core.grain import Grain
+
 Kind = Literal["element", "owned", "matrix", "segment", "scratch"]
+
+CARRIED = "carried"
+"""The leaf of what was owed under another method: it is added to the next gradient, and gone once that step is kept."""
 
 ALIGNMENT = 64
 """Bytes at whose multiples a tensor of state begins: what PyTorch's own allocations on a CPU keep to."""
@@ -55,6 +60,8 @@ class Leaf:
     `owed` says that the values are gradient not yet delivered, so that a changed world size must conserve them.
     `scaled` says that the values are in the gradient's units, as what is owed is too, so that a changed loss scale must
     change them.
+    `momentum` says that what is owed was counted as owed elsewhere too, or is spread over steps for ever: a change of
+    method forgets it.
     `start` is where in the grain an owned shard begins; None: shards lie end to end in rank order.
     """
 
@@ -63,6 +70,7 @@ class Leaf:
     owed: bool = False
     start: int | None = None
     scaled: bool = False
+    momentum: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tensor", canonical(self.tensor))
@@ -88,6 +96,11 @@ class State(dict[str, "Leaf | State"]):
         part = self[name]
         assert isinstance(part, State)
         return part
+
+
+def carried_leaf(grain: Grain) -> Leaf:
+    """What a grain owes from another method: nothing yet."""
+    return Leaf(torch.zeros(grain.numel, dtype=torch.float32, device=grain.device), "element", owed=True)
 
 
 def walk(state: State, path: str = "") -> Iterator[tuple[str, Leaf]]:

@@ -16,11 +16,12 @@ from torch import Tensor
 
 from gradwire.core.collective import ring_bytes
 from gradwire.core.grain import Grain
-from gradwire.core.state import Leaf, State, walk
+from gradwire.core.state import CARRIED, Leaf, State, carried_leaf, walk
 from gradwire.drivers.interpreter import Interpreter, Pending, Script, Traffic, Transport
 from gradwire.drivers.plan import Plan, Unit
 from gradwire.drivers.traced import Traced
 from gradwire.reducers.base import Program, Reduced, Step
+from gradwire.reducers.guard import Guard
 
 Sink = Callable[[int, Tensor], None]
 """Takes a unit's mean."""
@@ -176,7 +177,7 @@ class Engine:
         if any(slot.missing for slot in slots):
             return None
         step = self.step()
-        return [s.unit.reducer.reduce(s.grain, s.x.view(s.grain.shape), s.state, step) for s in slots]
+        return [_program(slot, step) for slot in slots]
 
     def _ended(self, unit: int, result: Reduced) -> Reduced:
         """Give a mean away, if somebody wants it at once."""
@@ -248,10 +249,25 @@ class Engine:
         for slot, before in zip(self._slots, old, strict=True):
             if slot.state is before:
                 continue
+            if CARRIED in before:  # gone by now, and for these it arrived nowhere
+                slot.state = State({**slot.state, CARRIED: carried_leaf(slot.grain)})
             for path, leaf in walk(slot.state):
                 was = dict(walk(before)).get(path)
                 if was is not None and leaf.owed:
                     _restore(slot.grain, leaf, was.tensor, names, self.transport.rank)
+
+
+def _program(slot: _Slot, step: Step) -> Program:
+    """The program of a unit's gradient, and of what is carried over from another method."""
+    grain, reducer = slot.unit
+    state, carried = slot.state, slot.state.get(CARRIED)
+    if isinstance(carried, Leaf):
+        slot.x.add_(carried.tensor)
+        state = State({name: node for name, node in state.items() if name != CARRIED})
+        # A step that the optimizer skips must not be taken for the one in which it arrived. Rules leave out what is not
+        # finite on one rank, and go on doing so.
+        reducer = Guard(reducer) if reducer.averages else reducer
+    return reducer.reduce(grain, slot.x.view(grain.shape), state, step)
 
 
 def _buffer_dtype(unit: Unit) -> torch.dtype:

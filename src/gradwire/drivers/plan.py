@@ -68,6 +68,20 @@ class Place(NamedTuple):
     offset: int
 
 
+def within(pieces: Iterable[Place], begin: int, numel: int) -> list[Place]:
+    """Where elements [begin, begin + numel) of a parameter live, counted from `begin`.
+
+    >>> within([Place(0, 0, 10, 100), Place(1, 10, 10, 0)], begin=8, numel=5)
+    [Place(unit=0, start=0, numel=2, offset=108), Place(unit=1, start=2, numel=3, offset=0)]
+    """
+    places: list[Place] = []
+    for unit, start, size, offset in pieces:
+        low, high = max(begin, start), min(begin + numel, start + size)
+        if low < high:
+            places.append(Place(unit, low - begin, high - low, offset + low - start))
+    return places
+
+
 Wave = tuple[Unit, ...]
 
 

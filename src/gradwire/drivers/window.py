@@ -42,6 +42,10 @@ class Sample(NamedTuple):
 class Window:
     """The last `STEPS` steps, without the first `START_UP` ones after it was made.
 
+    Attributes:
+        last_ready_s: when the last bucket was complete.
+        under_way: whether a step has begun and not ended.
+
     Example:
         window = Window()
         window.ready(time.perf_counter(), bucket.nbytes)     # for every bucket of a step
@@ -51,6 +55,7 @@ class Window:
     def __init__(self) -> None:
         self.samples: deque[Sample] = deque(maxlen=STEPS)
         self.last_ready_s = 0.0
+        self.under_way = False
         self._buckets: list[Ready] = []
         self._before = Stats()
         self._before_s = 0.0
@@ -60,7 +65,7 @@ class Window:
 
     def begin(self) -> None:
         """A step's first bucket is about to come."""
-        self._buckets = []
+        self._buckets, self.under_way = [], True
 
     def ready(self, now_s: float, nbytes: int) -> None:
         """A bucket's gradients are complete."""
@@ -82,7 +87,7 @@ class Window:
                     buckets=tuple(Ready(at - self.last_ready_s, nbytes) for at, nbytes in self._buckets),
                 )
             )
-        self._before_s = now_s
+        self._before_s, self.under_way = now_s, False
 
     @property
     def wants_norm(self) -> bool:

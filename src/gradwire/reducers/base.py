@@ -154,6 +154,11 @@ class Reducer(ABC):
         """Whether a run with the same seed is the same run."""
         return True
 
+    @property
+    def private(self) -> bool:
+        """Whether noise hides what a rank contributes, in one of its parts: its steps are accounted for together."""
+        return any(part.private for part in _parts(vars(self).values()))
+
     def require_ranks(self, world_size: int) -> None:
         """Refuse a number of ranks that this reducer cannot serve.
 

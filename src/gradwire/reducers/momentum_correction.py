@@ -116,7 +116,7 @@ class MomentumCorrection(Wrapper):
 
 def _state(u: Tensor, v: Tensor, scratch: Tensor, inner: State) -> State:
     return State(
-        velocity=Leaf(u, "element", owed=True),
+        velocity=Leaf(u, "element", owed=True, momentum=True),
         residual=Leaf(v, "element", owed=True),
         scratch=Leaf(scratch, "scratch"),
         inner=inner,

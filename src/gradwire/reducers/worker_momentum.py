@@ -98,7 +98,8 @@ class WorkerMomentum(Wrapper):
         )
 
     def _state(self, average: Tensor, scratch: Tensor, inner: State) -> State:
-        return State(average=Leaf(average, "element", owed=True), scratch=Leaf(scratch, "scratch"), inner=inner)
+        kept = Leaf(average, "element", owed=True, momentum=True)
+        return State(average=kept, scratch=Leaf(scratch, "scratch"), inner=inner)
 
     def reduce(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:
         """The inner program on the average."""

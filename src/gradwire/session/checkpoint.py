@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import socket
 import warnings
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -15,10 +14,9 @@ from gradwire.core.reshard import reshard
 from gradwire.core.save_folder import Manifest, file_name
 from gradwire.core.saved_schema import SHARED, Saved
 from gradwire.core.tensor_file import Written
-from gradwire.session.meeting import Meeting, group_store
+from gradwire.session.meeting import group_store
 from gradwire.session.session import Session
-
-_meetings: weakref.WeakKeyDictionary[Session, Meeting] = weakref.WeakKeyDictionary()
+from gradwire.session.together import Together
 
 
 class Holder(Protocol):
@@ -32,6 +30,13 @@ class Holder(Protocol):
 
 def _session_of(holder: Holder | Session) -> Session:
     return holder if isinstance(holder, Session) else holder.session
+
+
+def _together(call: str, session: Session) -> Together:
+    if not session.is_open:
+        raise StateError(f"{call}: this session is closed; save and load before close()")
+    group_store()  # else nobody can be met
+    return Together(call, session.lane, StateError)
 
 
 def save(folder: str | Path, handle: Holder | Session) -> None:
@@ -54,11 +59,11 @@ def save(folder: str | Path, handle: Holder | Session) -> None:
         gradwire.save(folder / "gradwire", handle)
     """
     session, here = _session_of(handle), Path(folder)
-    ranks, state = _Ranks("gradwire.save", session), session.state_dict()
+    ranks, state = _together("gradwire.save", session), session.state_dict()
     head = {key: state[key] for key in SHARED}
     last = max(save_folder.numbers(here), default=0)
     said = ranks.say({"head": head, "last": last, "token": save_folder.new_token()})
-    _require_one_step([words["head"] for words in said])
+    _require_one_step({rank: words["head"] for rank, words in zip(ranks.ranks, said, strict=True)})
     number, token = 1 + max(words["last"] for words in said), said[0]["token"]
 
     def write() -> Written:
@@ -67,9 +72,9 @@ def save(folder: str | Path, handle: Holder | Session) -> None:
     def give_up() -> None:
         save_folder.remove(here, number)
 
-    files = ranks.try_together(write, give_up).words
+    files = ranks.attempt(write, give_up, words=list).words
     manifest = Manifest(number, token, head, tuple(Written(*file) for file in files))
-    ranks.try_together(lambda: save_folder.finish(here, manifest), give_up)
+    ranks.attempt(lambda: save_folder.finish(here, manifest), give_up)
     save_folder.remove_before(here, number)
 
 
@@ -98,17 +103,18 @@ def load(folder: str | Path, handle: Holder | Session) -> int:
         step = gradwire.load(folder / "gradwire", handle)
     """
     session, here = _session_of(handle), Path(folder)
-    ranks = _Ranks("gradwire.load", session)
+    ranks = _together("gradwire.load", session)
     found = save_folder.manifests(here)
     latest = max(save_folder.numbers(here), default=0)
     seen = [_offer(manifest, here, ranks) for manifest in found]
     said = ranks.say({"where": f"{here} on {socket.gethostname()}", "latest": latest, "seen": seen})
-    chosen = choose([Shelf(words["where"], [Offer(*offer) for offer in words["seen"]]) for words in said])
+    shelves = [Shelf(words["where"], [Offer(*offer) for offer in words["seen"]]) for words in said]
+    chosen = choose(shelves, ranks.ranks)
     if ranks.rank == 0 and max(words["latest"] for words in said) > chosen.number:
         text = f"a later save in {here} was not finished on every rank, so the one of step {chosen.step} is loaded"
         warnings.warn(text, stacklevel=2)
     (manifest,) = [m for m in found if (m.number, m.token) == (chosen.number, chosen.token)]
-    loaded = ranks.try_together(lambda: session.unpacked(_state(manifest, here, ranks))).own
+    loaded = ranks.attempt(lambda: session.unpacked(_state(manifest, here, ranks))).own
     session.take_up(loaded)
     return chosen.step
 
@@ -137,11 +143,12 @@ class Shelf(NamedTuple):
     offers: list[Offer]
 
 
-def choose(shelves: Sequence[Shelf]) -> Offer:
+def choose(shelves: Sequence[Shelf], ranks: Sequence[int] | None = None) -> Offer:
     """Return the newest save that every rank can load, alike on all ranks.
 
     Args:
-        shelves: what each rank finds, in rank order.
+        shelves: what each rank finds.
+        ranks: what errors call these ranks, by default 0, 1 and so on.
 
     Raises:
         StateError: there is none; the message says what which rank lacks of the newest, and what to do.
@@ -158,7 +165,8 @@ def choose(shelves: Sequence[Shelf]) -> Offer:
     if not ordered:
         raise StateError(f"there is no finished save of gradwire's in {shelves[0].where}")
     newest = ordered[0]
-    lacks = [f"rank {rank} {lack}" for rank, shelf in enumerate(shelves) if (lack := _lack(newest, shelf))]
+    seen = zip(ranks or range(len(shelves)), shelves, strict=True)
+    lacks = [f"rank {rank} {lack}" for rank, shelf in seen if (lack := _lack(newest, shelf))]
     remedy = "copy it from the host that wrote it"
     if newest.world_size != len(shelves):
         remedy = (
@@ -179,7 +187,7 @@ def _lack(offer: Offer, shelf: Shelf) -> str | None:
     return f"finds no {names} of full size in gradwire-{offer.number} in {shelf.where}"
 
 
-def _offer(manifest: Manifest, here: Path, ranks: _Ranks) -> Offer:
+def _offer(manifest: Manifest, here: Path, ranks: Together) -> Offer:
     """A save as this rank sees it; with as many ranks as saved it needs its own file only."""
     if manifest.world_size == ranks.world_size:
         missing = [] if manifest.has(here, ranks.rank) else [ranks.rank]
@@ -188,61 +196,20 @@ def _offer(manifest: Manifest, here: Path, ranks: _Ranks) -> Offer:
     return Offer(manifest.number, manifest.token, manifest.step, manifest.world_size, missing)
 
 
-def _state(manifest: Manifest, here: Path, ranks: _Ranks) -> Saved:
+def _state(manifest: Manifest, here: Path, ranks: Together) -> Saved:
     """This rank's state, resharded where the number of ranks has changed."""
     if manifest.world_size == ranks.world_size:
         return manifest.read(here, ranks.rank)
     return reshard([manifest.read(here, rank) for rank in range(manifest.world_size)], ranks.world_size)[ranks.rank]
 
 
-def _require_one_step(heads: Sequence[dict[str, Any]]) -> None:
-    """Refuse to save ranks that are not at one step of one run."""
-    for rank, head in enumerate(heads):
+def _require_one_step(heads: Mapping[int, Mapping[str, Any]]) -> None:
+    """Refuse to save ranks, by their numbers, that are not at one step of one run."""
+    first, *others = heads
+    for rank in others:
         for key in SHARED:
-            if head[key] != heads[0][key]:
+            if heads[rank][key] != heads[first][key]:
                 raise StateError(
-                    f"rank {rank} has {key} {head[key]!r} and rank 0 {heads[0][key]!r}: call gradwire.save on every "
-                    "rank after the same step"
+                    f"rank {rank} has {key} {heads[rank][key]!r} and rank {first} {heads[first][key]!r}: call "
+                    "gradwire.save on every rank after the same step"
                 )
-
-
-class _Outcome(NamedTuple):
-    """What an action gave here, and what every rank says it gave there."""
-
-    own: Any
-    words: list[Any]
-
-
-class _Ranks:
-    """The ranks of a session, who do something together."""
-
-    def __init__(self, call: str, session: Session) -> None:
-        if not session.is_open:
-            raise StateError(f"{call}: this session is closed; save and load before close()")
-        group = session.lane.group
-        self.call, self.rank, self.world_size = call, group.rank(), group.size()
-        if session not in _meetings:
-            _meetings[session] = Meeting(group_store(), group.group_name, self.rank, self.world_size)
-        self._meeting, self._deadline_s = _meetings[session], session.lane.deadline_s
-
-    def say(self, words: Any) -> list[Any]:
-        """What all ranks say."""
-        return self._meeting.exchange(self.call, words, self._deadline_s)
-
-    def try_together(self, act: Callable[[], Any], undo: Callable[[], None] = lambda: None) -> _Outcome:
-        """Do something on every rank; where one fails all undo it and raise, the others with its rank and reason."""
-        own, error = None, None
-        try:
-            own = act()
-        except Exception as caught:
-            error = caught
-        words = own if isinstance(own, Written) else None
-        said = self.say({"error": f"{error}" if error else None, "words": words})
-        failed = [(rank, one["error"]) for rank, one in enumerate(said) if one["error"] is not None]
-        if failed:
-            undo()
-            if error is not None and not isinstance(error, OSError):
-                raise error
-            rank, reason = failed[0] if error is None else (self.rank, error)
-            raise StateError(f"{self.call} failed on rank {rank}, and changed nothing on any: {reason}") from error
-        return _Outcome(own, [one["words"] for one in said])

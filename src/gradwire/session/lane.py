@@ -15,10 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.core.errors import CommunicationError, ConnectionLost
+from gradwire.core.errors import AttachError, CommunicationError, ConnectionLost
 from gradwire.drivers import groups
 from gradwire.drivers.process_group import GroupTransport
 from gradwire.session.failures import FailureBoard
+from gradwire.session.meeting import Meeting, group_store
 
 INTERRUPTED_S = 0.7
 """How long to wait for a thread after an interrupt: what it waits for may never come."""
@@ -28,6 +29,18 @@ FAILED_S = 5.0
 while Python ends aborts the process."""
 
 T = TypeVar("T")
+
+
+def group_of(given: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """The group that is meant.
+
+    Raises:
+        AttachError: there is none.
+    """
+    group = given or dist.group.WORLD if dist.is_initialized() else None
+    if group is None:
+        raise AttachError("there is no default process group: call torch.distributed.init_process_group first")
+    return group
 
 
 class CommunicationThread:
@@ -51,6 +64,10 @@ class CommunicationThread:
         """Queue a job."""
         self._work.put(job)
 
+    def is_here(self) -> bool:
+        """Whether the caller is part of a job."""
+        return threading.current_thread() is self._thread
+
     def order(self) -> None:
         """Nothing: who has waited for a job may use what it wrote."""
 
@@ -66,7 +83,7 @@ class CommunicationThread:
         """
         self._at_end = at_end
         self._work.put(None)
-        if threading.current_thread() is not self._thread:
+        if not self.is_here():
             self._thread.join(timeout_s)
 
 
@@ -80,8 +97,13 @@ class SideStream:
     def run(self, job: Callable[[], None]) -> None:
         """Do a job at once, behind what the current stream has been given."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.no_grad(), torch.cuda.stream(self._stream):
+        # What a job makes outlives it: out of inference mode, which the caller may be in, nobody could write to it.
+        with torch.inference_mode(False), torch.no_grad(), torch.cuda.stream(self._stream):
             job()
+
+    def is_here(self) -> bool:
+        """Whether the caller is part of a job."""
+        return torch.cuda.current_stream(self._device) == self._stream
 
     def order(self) -> None:
         """Put the current stream behind the jobs so far: it uses what they wrote. DDP's futures do so by themselves."""
@@ -92,10 +114,19 @@ class SideStream:
         return torch.futures.Future(devices=[self._device])
 
     def close(self, timeout_s: float, at_end: Callable[[], None] | None = None) -> None:
-        """Wait for the stream, then do `at_end`."""
-        self._stream.synchronize()
-        if at_end is not None:
-            at_end()
+        """Wait for the stream, so long at most, then do `at_end`; where it takes longer a thread stays and does it."""
+
+        def end() -> None:
+            self._stream.synchronize()
+            if at_end is not None:
+                at_end()
+
+        if self._stream.query():
+            end()
+            return
+        waiting = threading.Thread(target=end, name="gradwire-end-of-stream", daemon=True)
+        waiting.start()
+        waiting.join(timeout_s)
 
 
 class Lane:
@@ -115,6 +146,8 @@ class Lane:
         self.driver = SideStream(device) if device.type == "cuda" else CommunicationThread()
         self.poison: BaseException | None = None
         self.ports: dict[Hashable, Any] = {}
+        store, name = group_store(), self.group.group_name
+        self.meeting = Meeting(store, name, self.group.rank(), self.failures.ranks)
 
     def transport(self) -> GroupTransport:
         """A transport of this lane's group."""
@@ -148,11 +181,13 @@ class Lane:
             raise self.failures.error
 
     def call(self, job: Callable[[], T], where: str) -> T:
-        """Do a job where programs run, wait for it, and return what it returns.
+        """Do a job where programs run, wait for it, and return what it returns. In a job of its own it is part of that.
 
         Raises:
             CommunicationError: a rank is at fault; or what the job raises itself.
         """
+        if self.driver.is_here():
+            return job()
         answers: list[T] = []
         done = threading.Event()
 

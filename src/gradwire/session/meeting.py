@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -28,12 +28,12 @@ class Meeting:
     Args:
         store: of the process group that the ranks belong to.
         name: of this meeting, the same on all ranks and used for no other.
-        rank: of this process.
-        world_size: how many come.
+        rank: of this process in the group.
+        ranks: the numbers that errors call the members of the group by, in its order.
     """
 
-    def __init__(self, store: Store, name: str, rank: int, world_size: int) -> None:
-        self.rank, self.world_size = rank, world_size
+    def __init__(self, store: Store, name: str, rank: int, ranks: Sequence[int]) -> None:
+        self.rank, self.ranks = rank, ranks
         self._store = PrefixStore(f"gradwire/meeting/{name}", store)
         self._number = 0  # of the last meeting: the lead counts them, and the others follow
 
@@ -65,7 +65,7 @@ class Meeting:
         self._store.set("now", str(number))
         answer = self._heard(number, call, deadline_s)
         self._store.set(f"{number}/all", json.dumps(answer))
-        for rank in range(self.world_size):
+        for rank in range(len(self.ranks)):
             self._store.delete_key(f"{number}/{rank}")
         if not isinstance(answer, str):  # everyone who has come here has read what was told before
             self._store.delete_key(f"{number - 1}/all")
@@ -73,12 +73,13 @@ class Meeting:
 
     def _heard(self, number: int, call: str, deadline_s: float) -> list[Any] | str:
         end, said = time.monotonic() + deadline_s, list[Any]()
-        for rank in range(self.world_size):
+        for rank, named in enumerate(self.ranks):
             if not self._until(lambda key=f"{number}/{rank}": self._store.check([key]), end):
-                return f"rank {rank} has not come to {call} within {deadline_s:g} s: every rank must call it"
+                return f"rank {named} has not come to {call} within {deadline_s:g} s: every rank must call it"
             other, words = json.loads(self._store.get(f"{number}/{rank}"))
             if other != call:
-                return f"rank {rank} called {other} while rank 0 called {call}: all ranks must call the same"
+                lead = self.ranks[0]
+                return f"rank {named} called {other} while rank {lead} called {call}: all ranks must call the same"
             said.append(words)
         return said
 
@@ -86,11 +87,11 @@ class Meeting:
         """Come to the meeting that the lead has opened, and hear what it tells."""
         wait_s = deadline_s + _GRACE_S
         if not self._until(self._is_open, time.monotonic() + wait_s):
-            return f"rank 0 has not come to {call} within {wait_s:g} s: every rank must call it"
+            return f"rank {self.ranks[0]} has not come to {call} within {wait_s:g} s: every rank must call it"
         answer = f"{self._number}/all"
         self._store.set(f"{self._number}/{self.rank}", text)
         if not self._until(lambda: self._store.check([answer]), time.monotonic() + wait_s):
-            return f"rank 0 has not answered in {call} within {wait_s:g} s"
+            return f"rank {self.ranks[0]} has not answered in {call} within {wait_s:g} s"
         return json.loads(self._store.get(answer))
 
     def _is_open(self) -> bool:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
+from torch import Tensor, nn
 
 from gradwire.codecs.base import SUPPORTED_DTYPES
 from gradwire.core.errors import AttachError
@@ -51,3 +52,41 @@ def require_served(name: str, dtype: torch.dtype, device: torch.device) -> None:
         raise AttachError(f"parameter {name!r} has dtype {dtype}; supported are {names}")
     if device.type not in ("cpu", "cuda"):
         raise AttachError(f"parameter {name!r} is on {device}; supported devices are cpu and cuda")
+
+
+class Names:
+    """The trained parameters of a model by canonical name: looked at in every step, named anew only after a change."""
+
+    def __init__(self) -> None:
+        self._found: tuple[int, ...] = ()
+        self._named: dict[str, Tensor] = {}
+
+    def of(self, model: nn.Module) -> dict[str, Tensor]:
+        """Name every parameter that requires a gradient, tied ones once.
+
+        Raises:
+            AttachError: two that would share a name.
+        """
+        # Naming takes three times as long as this look. What is named is kept, so no other tensor has its `id`.
+        found = tuple(map(id, _trained(model)))
+        if found != self._found:
+            self._named = named(model)
+            self._found = found
+        return self._named
+
+
+def _trained(model: nn.Module) -> Iterator[Tensor]:
+    for module in model.modules():
+        for parameter in module._parameters.values():  # pyright: ignore[reportPrivateUsage]
+            if parameter is not None and parameter.requires_grad:
+                yield parameter
+
+
+def named(tensors: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Named tensors; of a model its trained parameters, without what wrappers add to names."""
+    if not isinstance(tensors, nn.Module):
+        return dict(tensors)
+    given = {name: parameter for name, parameter in tensors.named_parameters() if parameter.requires_grad}
+    short = {name: canonical_name(name) for name in given}
+    require_apart(short)
+    return {short[name]: parameter for name, parameter in given.items()}

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gradwire.core.errors import StepError
 from gradwire.drivers.engine import Engine
+from gradwire.drivers.plan import within
 from gradwire.drivers.window import Window
 
 
@@ -39,19 +40,20 @@ class Reduction:
         self._targets = {}
         self.engine.begin(self._write)
 
-    def put(self, name: str, flat: Tensor, scale: float = 1.0) -> None:
-        """Hand over a tensor, given as 1-d. It must be left alone until `finish`, and then holds its mean.
+    def put(self, name: str, flat: Tensor, scale: float = 1.0, begin: int = 0) -> None:
+        """Hand over a tensor or a part of it, given as 1-d. Leave it alone until `finish`: it holds its mean then.
 
         Args:
             name: as planned.
-            flat: all of its elements.
+            flat: its elements from `begin` on.
             scale: the loss scale, which a norm in a report is without.
+            begin: the first element that is given.
         """
         self._require(True, "begin a step before tensors are handed over")
         if self.window.wants_norm:
             self.window.gradient(flat, self._first, scale)
         self._first = False
-        for unit, start, numel, offset in self._places[name]:
+        for unit, start, numel, offset in within(self._places[name], begin, flat.numel()):
             piece = flat[start : start + numel]
             self.engine.deliver(unit, offset, piece)
             self._targets.setdefault(unit, []).append(_Target(piece, offset))

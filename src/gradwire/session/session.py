@@ -3,41 +3,34 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import dataclasses
 import functools
-import hashlib
-import itertools
 import threading
 import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from gradwire.core import saved
-from gradwire.core.collective import AllReduce
 from gradwire.core.errors import AttachError, NonFiniteWarning, StepError
 from gradwire.core.grain import ParameterSpec
 from gradwire.core.link import Link
 from gradwire.core.state import walk
-from gradwire.drivers.checked import Checked
-from gradwire.drivers.engine import Engine, Stats
+from gradwire.drivers.engine import Stats
 from gradwire.drivers.groups import destroy
-from gradwire.drivers.interpreter import ask
-from gradwire.drivers.measure import Bench, all_reduce_link, measured
-from gradwire.drivers.plan import Plan, plan
+from gradwire.drivers.measure import Bench, all_reduce_link
 from gradwire.drivers.process_group import GroupTransport
 from gradwire.drivers.traced import Traced
-from gradwire.drivers.warm import warm_up
 from gradwire.drivers.window import Window
 from gradwire.reducers.base import Reducer
-from gradwire.session.lane import INTERRUPTED_S, Lane
-from gradwire.session.meeting import Meeting, group_store
-from gradwire.session.names import canonical_name, require_apart, require_served
+from gradwire.session.lane import INTERRUPTED_S, Lane, group_of
+from gradwire.session.making import Maker
+from gradwire.session.names import Names, named, require_served
 from gradwire.session.reduction import Reduction
 from gradwire.session.report import NON_FINITE, Report, observed
 from gradwire.spec import as_method
@@ -67,6 +60,8 @@ class Session:
         grain_numel: elements that are encoded together at most (default: a quarter of all, up to 2^20).
         scaler: the loss scaler of the training loop, if it has one: residuals follow its scale.
         checksum: send a CRC-32 with each payload, see `gradwire.attach`.
+        lane: communication that others have made and use too, whose group and deadline count then. It is not closed
+            with the session, and the link is not timed, since others may be using it.
         what: the call that errors speak of.
 
     Raises:
@@ -84,6 +79,7 @@ class Session:
         session.close()
     """
 
+    @torch.inference_mode(False)  # else no step outside of it could write to what is made here
     def __init__(
         self,
         tensors: Tensors,
@@ -95,92 +91,81 @@ class Session:
         grain_numel: int | None = None,
         scaler: torch.amp.GradScaler | None = None,
         checksum: bool = False,
+        lane: Lane | None = None,
         what: str = "gradwire.Session",
     ) -> None:
-        self.method = method if isinstance(method, str) else repr(method)
-        self.reducer = as_method(method)
-        self.seed, self._checksum, self._what = seed, checksum, what
+        self.method, self.reducer = _text(method), as_method(method)
+        self.seed = seed
         self._scaler, self.scale = scaler, 1.0
-        specs = [ParameterSpec(name, tuple(t.shape), t.dtype, t.device) for name, t in _named(tensors).items()]
-        self._specs = {spec.name: spec for spec in specs}
+        specs = [ParameterSpec(name, tuple(t.shape), t.dtype, t.device) for name, t in named(tensors).items()]
+        self._specs, self._trained = {spec.name: spec for spec in specs}, Names()
         self._device = specs[0].device if specs else torch.device("cpu")
-        self._refuse_what_cannot_be_served(specs)
+        _refuse_what_cannot_be_served(specs, checksum)
         self._in_use = threading.Lock()
-        group = group or dist.group.WORLD if dist.is_initialized() else None
-        if group is None:
-            raise AttachError("there is no default process group: call torch.distributed.init_process_group first")
+        self._warned_of_non_finite = False
+        group = group_of(lane.group if lane else group)
         self.reducer.require_ranks(group.size())
-        self.lane = Lane(group, self._device, deadline_s, what)
+        self.lane = lane or Lane(group, self._device, deadline_s, what)
         self.transport = transport = self.lane.transport()
         # A session that is forgotten lets go as well: nothing that its threads run for good refers to it.
-        self._finalizer = weakref.finalize(self, _let_go, self.lane, transport, at_once=True)
+        self._finalizer = weakref.finalize(self, _leave if lane else _let_go, self.lane, transport, at_once=True)
         self._finalizer.atexit = False  # `_close_all` knows what may still be torn down then
-        _sessions.add(self)
+        if lane is None:
+            _sessions.add(self)
         try:
-            planned = self._planned(specs, grain_numel)
-            self.engine, self.window = self._made(planned), Window()
-            self._agree_on("ready")  # so that no rank's compiling falls into another's first step
-            self._link = self.measure_link()
+            self._maker = Maker(self.lane, transport, specs, grain_numel=grain_numel, checksum=checksum, what=what)
+            self.engine, self.window = self._maker.first(self.reducer, seed), Window()
+            self._link = self.measure_link() if lane is None else None
         except BaseException:
             self.close(at_once=True)
             raise
         self.reduction = Reduction(self.engine, self.window)
-        self._warned_of_non_finite = False
 
     def __repr__(self) -> str:
         return f"Session({self.reducer!r}, grains={len(self.engine.plan.units)}, step={self.engine.index})"
 
-    # Making ------------------------------------------------------------------------------------------------------
+    # Another method ----------------------------------------------------------------------------------------------
 
-    def _refuse_what_cannot_be_served(self, specs: Sequence[ParameterSpec]) -> None:
-        if not specs:
-            raise AttachError("there is nothing to combine: no tensor, or no parameter that requires a gradient")
-        for spec in specs:
-            require_served(spec.name, spec.dtype, spec.device)
-            if spec.device != self._device:
-                raise AttachError(
-                    f"{spec.name!r} lies on {spec.device} and others on {self._device}: make a session for each"
-                )
-        if self._checksum and self._device.type != "cpu":
-            raise AttachError(f"checksums are made on a CPU, and the tensors lie on {self._device}: leave checksum out")
+    @torch.inference_mode(False)
+    def change(self, method: Reducer | str) -> None:
+        """Go on with another method. Every rank must call it at the same place, between two steps.
 
-    def _planned(self, specs: list[ParameterSpec], grain_numel: int | None) -> Plan:
-        """Plan grains, once all ranks agree on what they are, and measure what the reducer wants measured."""
-        transport, where = self.transport, f" in {self._what}"
-        # Of a device only its kind: ranks of one host have different ones.
-        tensors = [f"{s.name!r} {tuple(s.shape)} {s.dtype} on {s.device.type}" for s in specs]
-        method = f"{self.reducer!r}, seed={self.seed}, checksum={self._checksum}"
-        if not self._agree_on(repr([method, *tensors, _described(plan(specs, self.reducer, grain_numel))])):
-            self._tell_the_difference(method, tensors)
-        for glob in self.reducer.unmet(self._specs):
-            said = f"no trained parameter has a name like {glob!r}: that rule of the policy serves none"
-            warnings.warn(said, stacklevel=5)
-        self.lane.call(lambda: transport.prepare(self.reducer.axes(transport.world_size)), where)
-        told = self.lane.call(lambda: measured(self.reducer, transport, self._device), where)
-        return plan(specs, told, grain_numel)
+        What is owed under the old method is carried over, so that the sum over ranks of what was given is delivered
+        all the same: added to the new method's residuals, or where it keeps none, to the gradients of the next step.
+        What a shard's owner owes of the mean it owes n times over from then on, as one of n ranks. Factors, momentum
+        and estimates are forgotten. The step's number goes on, so a `warmup=` counts from the beginning of the run;
+        `stats` and `report` begin anew.
 
-    def _made(self, planned: Plan) -> Engine:
-        """The engine, with all that is compiled ready; the others are told where this fails."""
+        A change that fails leaves the old method in place, on every rank.
+
+        Args:
+            method: a reducer, or a spec such as `"topk:0.01"`.
+
+        Raises:
+            SpecError, CompositionError: a method that cannot be built here.
+            AttachError: ranks that want different methods, a rank where making it failed, or a private method: its
+                steps are accounted for together, and what is owed was clipped by nobody.
+            StepError: a step is under way, or the session is closed.
+            CommunicationError: a rank that did not call it within `deadline_s`, by its number.
+
+        Example:
+            session = gradwire.Session(model, "none")
+            for index, (inputs, targets) in enumerate(loader):
+                if index == 100:
+                    session.change("topk:0.01")
+                ...
+        """
+        self._require_open()
+        self.occupy()
         try:
-            warm_up(planned.units, self.transport.world_size)
-            checked = Checked(self.transport, self.lane.failures.ranks) if self._checksum else self.transport
-            return Engine(planned, checked, self.seed)
-        except Exception as error:
-            raise self.lane.fail(error, f" in {self._what}") from None
-
-    def _agree_on(self, configuration: str) -> bool:
-        """Whether all ranks say the same."""
-        digest = int.from_bytes(hashlib.blake2b(configuration.encode(), digest_size=7).digest(), "little")
-        mine = AllReduce(torch.tensor([digest, -digest], device=self._device), "max")
-        high, low = self.lane.call(lambda: ask(mine, self.transport), f" in {self._what}").tolist()
-        return high == -low
-
-    def _tell_the_difference(self, method: str, tensors: list[str]) -> None:
-        """Refuse a method or tensors that differ between ranks, which would hang later: say what and on which rank."""
-        group = self.lane.group
-        meeting = Meeting(group_store(), f"{group.group_name}/difference", group.rank(), group.size())
-        said = meeting.exchange(self._what, {"method": method, "tensors": tensors}, self.lane.deadline_s)
-        raise AttachError(f"ranks disagree on {difference(said, self.lane.failures.ranks)}")
+            if self.window.under_way:
+                raise StepError("a step of this session is under way: change the method between two steps")
+            self.lane.require_sound()
+            self.reducer, self.engine = self._maker.next(method, self.reducer, self.engine)
+            self.method, self.window = _text(method), Window()
+            self.reduction = Reduction(self.engine, self.window)
+        finally:
+            self.vacate()
 
     # Steps -------------------------------------------------------------------------------------------------------
 
@@ -195,7 +180,7 @@ class Session:
                 way already, in another thread too; or the session is closed. Nothing is communicated then.
             CommunicationError: a rank failed or fell silent, by its number.
         """
-        given = _gradients(tensors) if isinstance(tensors, nn.Module) else dict(tensors)
+        given = _gradients(self._trained.of(tensors)) if isinstance(tensors, nn.Module) else dict(tensors)
         with self.step() as step:
             step.deliver_all(given)
 
@@ -216,8 +201,7 @@ class Session:
 
     def begin(self) -> None:
         """Note that a step begins: for ports, in the thread of the training loop, before they hand anything over."""
-        if not self.is_open:
-            raise StepError("this session is closed: make a new one")
+        self._require_open()
         self.window.begin()
         if (growth := self._growth_of_scale()) != 1.0:
             self.lane.driver.run(lambda: self.engine.rescale(growth))
@@ -226,6 +210,10 @@ class Session:
     def is_open(self) -> bool:
         """Whether `close` has not been called."""
         return self._finalizer.alive
+
+    def _require_open(self) -> None:
+        if not self.is_open:
+            raise StepError("this session is closed: make a new one")
 
     def occupy(self) -> None:
         """Have the session for one step.
@@ -239,7 +227,8 @@ class Session:
             )
 
     def vacate(self) -> None:
-        """Let others have it."""
+        """Let others have it; a step that has not ended will not."""
+        self.window.under_way = False
         self._in_use.release()
 
     def planned(self, name: str) -> ParameterSpec:
@@ -391,9 +380,9 @@ class Session:
             at_once: do not wait for a step that is under way, as after an interrupt. A thread that is stuck in it ends
                 at `deadline_s`, or with the process.
         """
-        if self._finalizer.detach() is not None:
+        if (finalizer := self._finalizer.detach()) is not None:
             _sessions.discard(self)
-            _let_go(self.lane, self.transport, at_once)
+            finalizer[1](*finalizer[2], at_once=at_once)
 
     def __enter__(self) -> Session:
         return self
@@ -457,17 +446,30 @@ class SessionStep:
         self._ready_s, self._ready_bytes = time.perf_counter(), self._ready_bytes + tensor.nbytes
         if self._ready_bytes >= BUCKET_BYTES:
             self._note_ready()
-        session = self._session
-
-        flat = tensor.detach().reshape(-1)
-        if not tensor.is_contiguous():
-            self._copies[name] = flat  # which then is no view of the tensor
+        session, flat = self._session, self._flat(name, tensor)
 
         def put() -> None:
             session.reduction.put(name, flat, session.scale)
             session.reduction.pump()
 
         self._run(put)
+
+    @torch.inference_mode(False)
+    def _flat(self, name: str, tensor: Tensor) -> Tensor:
+        """All elements of a tensor, 1-d, where a mean may be written: not the tensor's own memory always."""
+        flat = tensor.detach().reshape(-1)
+        if not tensor.is_contiguous():
+            self._copies[name] = flat  # which is no view then
+        elif tensor.is_inference():  # and so can be written to in inference mode only
+            flat = self._copies[name] = flat.clone()
+        return flat
+
+    def _write_copies(self) -> None:
+        """Bring means that were written elsewhere to where they belong."""
+        for name, flat in self._copies.items():
+            tensor = self._delivered[name]
+            with torch.inference_mode() if tensor.is_inference() else contextlib.nullcontext():
+                tensor.detach().copy_(flat.view(tensor.shape))
 
     def _note_ready(self) -> None:
         """Tell the report of a bucket's worth: that is what DDP, which it compares with, would send as one."""
@@ -535,8 +537,7 @@ class SessionStep:
 
         def finish() -> None:
             session.reduction.finish()
-            for name, flat in self._copies.items():
-                self._delivered[name].detach().copy_(flat.view(self._delivered[name].shape))
+            self._write_copies()
             session.reduction.end()
 
         self._run(finish)
@@ -547,41 +548,37 @@ class SessionStep:
         session.lane.driver.order()
 
 
-def _named(tensors: Tensors) -> dict[str, Tensor]:
-    """Named tensors, those of a model without what wrappers add to names."""
-    if not isinstance(tensors, nn.Module):
-        return dict(tensors)
-    given = {name: parameter for name, parameter in tensors.named_parameters() if parameter.requires_grad}
-    short = {name: canonical_name(name) for name in given}
-    require_apart(short)
-    return {short[name]: parameter for name, parameter in given.items()}
-
-
-def _gradients(model: nn.Module) -> dict[str, Tensor]:
-    """A model's gradients; a parameter that was not used gets one of zeros, since other ranks may have used it."""
+@torch.inference_mode(False)
+def _gradients(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Gradients; a parameter that was not used gets one of zeros, since other ranks may have used it."""
     found: dict[str, Tensor] = {}
-    for name, parameter in _named(model).items():
+    for name, parameter in parameters.items():
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         found[name] = parameter.grad
     return found
 
 
-def difference(said: list[dict[str, Any]], ranks: Sequence[int]) -> str:
-    """What the words of some `ranks` differ in first, from those of the first one.
+def _refuse_what_cannot_be_served(specs: Sequence[ParameterSpec], checksum: bool) -> None:
+    """Tensors that no session can take.
 
-    >>> difference([{"method": "a", "tensors": ["x"]}, {"method": "a", "tensors": ["x", "y"]}], [0, 1])
-    'the tensors: number 1 is y on rank 1, and nothing on rank 0'
+    Raises:
+        AttachError: none at all, of a dtype or on a device that is not served, on several devices, or with checksums
+            elsewhere than on a CPU.
     """
-    first, *others = said
-    for rank, words in zip(ranks[1:], others, strict=True):
-        if words["method"] != first["method"]:
-            return f"the method: rank {rank} has {words['method']}, and rank {ranks[0]} has {first['method']}"
-        for i, (theirs, its) in enumerate(itertools.zip_longest(words["tensors"], first["tensors"], fillvalue=None)):
-            if theirs != its:
-                other, own = theirs or "nothing", its or "nothing"
-                return f"the tensors: number {i} is {other} on rank {rank}, and {own} on rank {ranks[0]}"
-    return "grain_numel=, or the version of gradwire"
+    if not specs:
+        raise AttachError("there is nothing to combine: no tensor, or no parameter that requires a gradient")
+    device = specs[0].device
+    for spec in specs:
+        require_served(spec.name, spec.dtype, spec.device)
+        if spec.device != device:
+            raise AttachError(f"{spec.name!r} lies on {spec.device} and others on {device}: make a session for each")
+    if checksum and device.type != "cpu":
+        raise AttachError(f"checksums are made on a CPU, and the tensors lie on {device}: leave checksum out")
+
+
+def _text(method: Reducer | str) -> str:
+    return method if isinstance(method, str) else repr(method)
 
 
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
@@ -590,6 +587,11 @@ _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 def _let_go(lane: Lane, transport: GroupTransport, at_once: bool) -> None:
     """End the threads of a lane, the last of which destroys the groups."""
     lane.close(functools.partial(_destroy, lane, transport), INTERRUPTED_S if at_once else lane.deadline_s + 10.0)
+
+
+def _leave(lane: Lane, transport: GroupTransport, at_once: bool) -> None:
+    """Let go of what a session has for itself on a lane that others use: once its jobs are done."""
+    lane.driver.run(transport.close)
 
 
 def _destroy(lane: Lane, transport: GroupTransport) -> None:
@@ -603,11 +605,3 @@ def _close_all() -> None:
     """Join communication threads before the interpreter takes their process groups apart."""
     for session in list(_sessions):
         session.lane.close()
-
-
-def _described(planned: Plan) -> str:
-    """What must be the same on all ranks of a plan."""
-    grains = [unit.grain for unit in planned.units]
-    return repr(
-        [(g.segments, g.shape, g.dtype, g.device.type, u.reducer) for g, u in zip(grains, planned.units, strict=True)]
-    )

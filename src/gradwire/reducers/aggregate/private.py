@@ -69,6 +69,11 @@ class PrivateMean(Reducer):
         """Only without noise."""
         return self.noise == 0
 
+    @property
+    def private(self) -> bool:
+        """True."""
+        return True
+
     def init(self, grain: Grain, step: Step) -> State:
         """Nothing to remember."""
         return State()

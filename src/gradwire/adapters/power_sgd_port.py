@@ -1,0 +1,109 @@
+"""DDP's buckets as the steps of a session that runs PowerSGD as PyTorch's hook does."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.distributed import GradBucket  # pyright: ignore[reportPrivateImportUsage]
+
+from gradwire.adapters.communication import BucketPort, BucketStep, queue_callback
+from gradwire.adapters.power_sgd_layout import LayOut, Layout
+from gradwire.adapters.power_sgd_memory import Memory
+from gradwire.core import saved
+from gradwire.core.state import walk
+from gradwire.reducers import Reducer
+from gradwire.session import Session
+from gradwire.session.lane import Lane
+
+if TYPE_CHECKING:
+    from gradwire.adapters.power_sgd_hook import PowerSGDState
+
+
+class PowerPort(BucketPort):
+    """Follows one model: a session is made in the first step, when all buckets are known."""
+
+    def __init__(self, lane: Lane, lay_out: LayOut, reducer: Reducer, state: PowerSGDState) -> None:
+        super().__init__(lane)
+        self.lay_out, self.reducer = lay_out, reducer
+        self.session: Session | None = None
+        self._state = state
+        self._layout = Layout([], {}, [])
+
+    def hook(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        """Hand a bucket over and return at once."""
+        if self.session is not None:
+            if not self._step.buckets:
+                self.session.begin()
+            self.session.window.ready(time.perf_counter(), bucket.buffer().nbytes)
+        return super().hook(bucket)
+
+    def work(self, buckets: Sequence[GradBucket], last: bool) -> None:
+        """Deliver gradients; where all of a step's buckets must be known first, at the last one."""
+        compressing = self._state.iter >= self._state.start_powerSGD_iter
+        waits = self.session is None or (compressing and self._state.draw_order is None)
+        if waits and not last:
+            return
+        arrived = buckets if waits else buckets[-1:]
+        session = self.session or self._made(buckets)
+        if arrived[0] is buckets[0]:
+            self._begin(session, buckets, compressing)
+        for bucket in arrived:
+            for (name, begin), gradient in self._layout.pieces(bucket):
+                session.reduction.put(name, gradient, begin=begin)
+        session.reduction.pump()
+        if last:
+            session.reduction.finish()
+            session.reduction.end()
+            if compressing:
+                self._state.count(session.engine.plan.units)
+
+    def _made(self, buckets: Sequence[GradBucket]) -> Session:
+        self._layout = self.lay_out(buckets)
+        session = self.session = Session(self._layout.tensors, self.reducer, lane=self.lane, what="a PowerSGD hook")
+        if (memory := self._state.pending()) is not None:
+            self.load(session, memory)
+        session.begin()
+        session.window.ready(time.perf_counter(), sum(bucket.buffer().nbytes for bucket in buckets))
+        return session
+
+    def _begin(self, session: Session, buckets: Sequence[GradBucket], compressing: bool) -> None:
+        session.reduction.begin()
+        if compressing:
+            _set_factors(session, self._state.draw(self._layout, buckets))
+        for name, begin, numel in self._layout.padding:
+            spec = session.planned(name)
+            session.reduction.put(name, torch.zeros(numel, dtype=spec.dtype, device=spec.device), begin=begin)
+
+    def load(self, session: Session, memory: Memory) -> None:
+        """Take up saved states.
+
+        Raises:
+            StateError: of another model; nothing is changed then.
+        """
+        memory.check_drawn(list(session.names))
+        engine, unstarted = session.engine, memory.iter == 0 and not memory.parameters
+        rank = session.transport.rank
+        states = engine.initial_states() if unstarted else saved.load_all(engine.states(), memory.parameters, rank)
+        session.take_up(saved.Loaded(memory.iter, session.seed, session.scale, states))
+
+    def after_backward(self, step: BucketStep) -> None:
+        """Once DDP has written gradients: where it left one as it was, the mean was dropped and is owed still."""
+        if not self._layout.padding:  # a square mixes parameters, and cannot be taken back in part
+            queue_callback(lambda: self._take_back_unused(step))
+
+    def _take_back_unused(self, step: BucketStep) -> None:
+        unused = {self._layout.homes[parameter].name for parameter in step.unwritten()}
+        if unused and self.session is not None:
+            self.session.engine.take_back(unused)
+
+
+def _set_factors(session: Session, Q: dict[str, Tensor]) -> None:
+    for grain, state in session.engine.states() if Q else ():
+        for path, leaf in walk(state):
+            if path.endswith("Qt"):
+                for i, segment in enumerate(grain.segments):
+                    leaf.tensor[i].copy_(Q[segment.name].T)

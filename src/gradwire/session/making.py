@@ -1,0 +1,136 @@
+"""Making the engine of a session, alike on all ranks: the first one, and those of the methods that follow."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+from gradwire.core.carry import carry_over
+from gradwire.core.errors import AttachError
+from gradwire.core.grain import ParameterSpec
+from gradwire.drivers.checked import Checked
+from gradwire.drivers.engine import Engine
+from gradwire.drivers.measure import measured
+from gradwire.drivers.plan import Plan, plan
+from gradwire.drivers.process_group import GroupTransport
+from gradwire.drivers.warm import warm_up
+from gradwire.reducers.base import Reducer
+from gradwire.session.agreement import Configuration, configuration, is_alike, tell_the_difference
+from gradwire.session.lane import Lane
+from gradwire.session.together import Together
+from gradwire.spec import as_method
+
+
+class Maker:
+    """Makes engines for the same tensors, one method after another.
+
+    Args:
+        lane: where programs run.
+        transport: what they communicate by.
+        specs: the tensors, all on one device.
+        grain_numel: elements of a grain at most, or None.
+        checksum: whether payloads travel with one.
+        what: the call that errors speak of.
+    """
+
+    def __init__(
+        self,
+        lane: Lane,
+        transport: GroupTransport,
+        specs: Sequence[ParameterSpec],
+        *,
+        grain_numel: int | None,
+        checksum: bool,
+        what: str,
+    ) -> None:
+        self._lane, self._transport, self._specs = lane, transport, specs
+        self._grain_numel, self._checksum, self._what = grain_numel, checksum, what
+        self._device = specs[0].device
+
+    def first(self, reducer: Reducer, seed: int) -> Engine:
+        """The engine that a session begins with; the others are told where making it fails here.
+
+        Raises:
+            AttachError: ranks that disagree.
+        """
+        mine, where = self._configuration(reducer, seed), f" in {self._what}"
+        if not self._is_alike(mine.digest, where):
+            tell_the_difference(mine, Together(self._what, self._lane, AttachError))
+        planned = self._measured(reducer, where)
+        try:
+            engine = self._engine(planned, seed)
+        except Exception as error:
+            raise self._lane.fail(error, where) from None
+        self._is_alike(0, where)  # so that no rank's compiling falls into another's first step
+        return engine
+
+    def next(self, method: Reducer | str, now: Reducer, old: Engine) -> tuple[Reducer, Engine]:
+        """The reducer and the engine of another method, with what `old` owes; that one is left as it is.
+
+        Args:
+            method: which every rank must give alike.
+            now: the reducer at hand.
+            old: its engine, between two steps.
+
+        Raises:
+            SpecError, CompositionError: a method that cannot be built here.
+            AttachError: ranks that disagree, a rank where it failed, or a private method.
+            CommunicationError: a rank that did not come.
+        """
+        ranks = Together("change", self._lane, AttachError)
+
+        def propose() -> tuple[Reducer, Configuration]:
+            reducer = self._proposed(method, now)
+            return reducer, self._configuration(reducer, old.seed, f" from step {old.index} on")
+
+        proposed = ranks.attempt(propose, words=lambda own: own[1].digest)
+        reducer, mine = proposed.own
+        if len(set(proposed.words)) > 1:
+            tell_the_difference(mine, ranks)
+        planned = self._measured(reducer, " in change")
+        return reducer, ranks.attempt(lambda: self._successor(planned, old)).own
+
+    def _configuration(self, reducer: Reducer, seed: int, since: str = "") -> Configuration:
+        """What must be the same on all ranks."""
+        method = f"{reducer!r}{since}, seed={seed}, checksum={self._checksum}"
+        return configuration(method, self._specs, self._plan(reducer))
+
+    def _is_alike(self, digest: int, where: str) -> bool:
+        return self._lane.call(lambda: is_alike(digest, self._transport, self._device), where)
+
+    def _plan(self, reducer: Reducer) -> Plan:
+        return plan(self._specs, reducer, self._grain_numel)
+
+    def _measured(self, reducer: Reducer, where: str) -> Plan:
+        """The plan, once groups are made and the link was measured for what wants to know it."""
+        for glob in reducer.unmet({spec.name for spec in self._specs}):
+            said = f"no trained parameter has a name like {glob!r}: that rule of the policy serves none"
+            warnings.warn(said, stacklevel=6)
+        transport = self._transport
+        self._lane.call(lambda: transport.prepare(reducer.axes(transport.world_size)), where)
+        return self._plan(self._lane.call(lambda: measured(reducer, transport, self._device), where))
+
+    def _engine(self, planned: Plan, seed: int) -> Engine:
+        """An engine, with all that is compiled ready."""
+        warm_up(planned.units, self._transport.world_size)
+        checked = Checked(self._transport, self._lane.failures.ranks) if self._checksum else self._transport
+        return Engine(planned, checked, seed)
+
+    def _proposed(self, method: Reducer | str, now: Reducer) -> Reducer:
+        """The reducer of another method, if it can take over here."""
+        reducer = as_method(method)
+        reducer.require_ranks(self._transport.world_size)
+        if reducer.private or now.private:
+            raise AttachError(
+                f"{now} cannot be changed to {reducer}: the steps of a private mean are accounted for together, under "
+                "one method; make a new session after close()"
+            )
+        return reducer
+
+    def _successor(self, planned: Plan, old: Engine) -> Engine:
+        """The engine that follows."""
+        self._lane.driver.order()  # behind the last step
+        engine, transport = self._engine(planned, old.seed), self._transport
+        engine.set_states(carry_over(old.states(), engine.states(), transport.rank, transport.world_size))
+        engine.index = old.index
+        return engine

@@ -1,0 +1,72 @@
+"""What all ranks of a session do together or not at all, agreed upon through the store and not by collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from gradwire.core.errors import GradwireError
+from gradwire.session.lane import Lane
+
+
+class Outcome(NamedTuple):
+    """What an action gave here, and what every rank says of it."""
+
+    own: Any
+    words: list[Any]
+
+
+class Together:
+    """The ranks of a lane, of which each makes the same call.
+
+    Args:
+        call: what they do, for errors.
+        lane: whose ranks.
+        failure: what is raised on the others where one rank fails.
+    """
+
+    def __init__(self, call: str, lane: Lane, failure: type[GradwireError]) -> None:
+        self.call, self._lane, self._failure = call, lane, failure
+        self.rank, self.ranks = lane.meeting.rank, lane.meeting.ranks
+
+    @property
+    def world_size(self) -> int:
+        """How many they are."""
+        return len(self.ranks)
+
+    def say(self, words: Any) -> list[Any]:
+        """What all ranks say.
+
+        Raises:
+            CommunicationError: a rank that did not come, or called something else.
+        """
+        return self._lane.meeting.exchange(self.call, words, self._lane.deadline_s)
+
+    def attempt(
+        self,
+        act: Callable[[], Any],
+        undo: Callable[[], None] = lambda: None,
+        words: Callable[[Any], Any] = lambda _: None,
+    ) -> Outcome:
+        """Do something on every rank; where one fails all undo it and raise, the others with its rank and reason.
+
+        Args:
+            act: what is done.
+            undo: done on every rank where one has failed.
+            words: what a rank tells the others of what `act` gave it.
+        """
+        own, error = None, None
+        try:
+            own = act()
+        except Exception as caught:
+            error = caught
+        said = self.say({"error": f"{error}" if error else None, "words": None if error else words(own)})
+        failed = [(rank, one["error"]) for rank, one in zip(self.ranks, said, strict=True) if one["error"] is not None]
+        if failed:
+            undo()
+            if error is not None and not isinstance(error, OSError):
+                raise error
+            rank, reason = failed[0] if error is None else (self.ranks[self.rank], error)
+            text = f"{self.call} failed on rank {rank}, and changed nothing on any: {reason}"
+            raise self._failure(text) from error
+        return Outcome(own, [one["words"] for one in said])
