@@ -15,11 +15,14 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import gradwire
 from ddp_cases import GRAIN, batches, digest, four_buckets, mlp, sgd, train
 from gradwire.core import save_folder
+from gradwire.core.errors import StateError
 
 BEFORE, AFTER = 6, 4
 
 
-def started(spec: str, checkpoint: dict[str, Any] | None = None, deadline_s: float = 60) -> Any:
+def started(
+    spec: str, checkpoint: dict[str, Any] | None = None, deadline_s: float = 60, grain_numel: int = GRAIN
+) -> Any:
     """A model, its optimizer and a handle, at the start or from a user's own checkpoint."""
     model = mlp(seed=99 if checkpoint else 0)
     if checkpoint:
@@ -28,7 +31,7 @@ def started(spec: str, checkpoint: dict[str, Any] | None = None, deadline_s: flo
     optimizer = sgd(ddp)
     if checkpoint:
         optimizer.load_state_dict(checkpoint["optimizer"])
-    return ddp, optimizer, gradwire.attach(ddp, spec, seed=3, grain_numel=GRAIN, deadline_s=deadline_s)
+    return ddp, optimizer, gradwire.attach(ddp, spec, seed=3, grain_numel=grain_numel, deadline_s=deadline_s)
 
 
 def goes_on(rank: int, ddp: DDP, optimizer: torch.optim.Optimizer) -> list[str]:
@@ -86,6 +89,23 @@ def load_and_go_on(rank: int, world_size: int, folder: str, jobs: list[tuple[str
             step = gradwire.load(home_of(folder, spec, rank, shared), handle)
             sums = owed(handle.state_dict())
             out.append({"step": step, "owed": sums, "digests": goes_on(rank, ddp, optimizer)})
+    return out
+
+
+def load_with_other_grains(rank: int, world_size: int, folder: str, specs: list[str]) -> list[dict[str, Any]]:
+    """Take runs up whose grains were smaller, from a shared folder; the first also from the ranks' own folders."""
+    out: list[dict[str, Any]] = []
+    for spec in specs:
+        ddp, optimizer, handle = started(spec, grain_numel=3 * GRAIN)
+        with handle:
+            gradwire.load(home_of(folder, spec, rank, shared=True), handle)
+            out.append({"owed": owed(handle.state_dict()), "digests": goes_on(rank, ddp, optimizer)})
+    _, _, handle = started(specs[0], grain_numel=3 * GRAIN)
+    with handle:
+        try:
+            gradwire.load(home_of(folder, specs[0], rank, shared=False), handle)
+        except StateError as error:
+            out.append({"refused": str(error)})
     return out
 
 

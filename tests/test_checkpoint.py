@@ -58,6 +58,21 @@ def test_another_number_of_ranks_owes_the_same_mean(saved: tuple[Path, list[Any]
         assert f"gradwire reshard FOLDER --ranks {ranks}" in rank["refused"]["int4"]
 
 
+def test_a_run_that_cuts_grains_otherwise_owes_the_same(saved: tuple[Path, list[Any]]) -> None:
+    """On every rank as its residual, and all together as owners; of a shard that moved, all files are needed."""
+    folder, whole = saved
+    seen = run("load_with_other_grains", 2, folder=str(folder), specs=SPECS)
+    for i, spec in enumerate(SPECS):
+        for before, after in zip(whole, seen, strict=True):
+            assert after[i]["owed"][0] == pytest.approx(before[spec]["owed"][0], rel=1e-6)
+        owned = [sum(rank["owed"][1] for rank in ranks) for ranks in ([r[spec] for r in whole], [r[i] for r in seen])]
+        assert owned[1] == pytest.approx(owned[0], rel=1e-6)
+        assert seen[0][i]["digests"] == seen[1][i]["digests"]
+    assert any(spec["owed"][1] for spec in seen[0][: len(SPECS)])
+    for rank in seen:
+        assert "is not of the shard that this rank owns: shards were cut otherwise" in rank[-1]["refused"]
+
+
 def test_the_folder_holds_one_save_and_nothing_else(saved: tuple[Path, list[Any]]) -> None:
     here = saved[0] / "shared" / "int4"
     assert [path.name for path in here.iterdir()] == ["gradwire-2"]

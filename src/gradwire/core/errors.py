@@ -33,6 +33,10 @@ class StateError(GradwireError, ValueError):
     """A saved state that does not belong to this model or reducer."""
 
 
+class ShardsElsewhereError(StateError):
+    """What a shard's owner owes was saved by other ranks, since shards were cut otherwise."""
+
+
 class CommunicationError(GradwireError, RuntimeError):
     """A rank failed or fell silent; the message names it where it is known.
 

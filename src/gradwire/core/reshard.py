@@ -48,6 +48,28 @@ def reshard(saved: Sequence[Mapping[str, Any]], world_size: int) -> list[Saved]:
     return [{**head, "rank": rank, "world_size": world_size, "parameters": merged} for rank in range(world_size)]
 
 
+def with_all_owned(saved: Sequence[Mapping[str, Any]], rank: int) -> Saved:
+    """Return a rank's state with what the owners of all shards owe, for a run that cuts shards otherwise.
+
+    Nothing else is changed, so unlike `reshard` this leaves every rank its own residual.
+
+    Args:
+        saved: `state_dict()` of every rank, in any order.
+        rank: whose.
+
+    Raises:
+        StateError: as `reshard`.
+    """
+    states = sorted(check_together(saved), key=lambda state: state["rank"])
+    own: dict[str, dict[str, Pieces]] = {name: {**leaves} for name, leaves in states[rank]["parameters"].items()}
+    for name in {name for state in states for name in state["parameters"]}:
+        by_rank = [state["parameters"].get(name, {}) for state in states]
+        for path in {path for leaves in by_rank for path in leaves if path.startswith("owned:")}:
+            own.setdefault(name, {})[path] = [piece for leaves in by_rank for piece in leaves.get(path, [])]
+    check_parameters(own)
+    return {**states[rank], "parameters": own}
+
+
 def _merged(by_rank: list[Mapping[str, Mapping[str, Pieces]]]) -> dict[str, dict[str, Pieces]]:
     """What every new rank gets, checked again, since pieces of several ranks may overlap."""
     names = sorted({name for parameters in by_rank for name in parameters})

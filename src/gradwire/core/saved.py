@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gradwire.core.errors import StateError
+from gradwire.core.errors import ShardsElsewhereError, StateError
 from gradwire.core.grain import Grain
 from gradwire.core.saved_schema import VERSION, Parameters, Pieces, Saved, check_parameters, check_state, check_together
 from gradwire.core.state import CARRIED, Leaf, State, carried_leaf, replace_leaves, walk
@@ -222,6 +222,17 @@ def _fill_elements(what: str, start: int, view: Tensor, pieces: Pieces) -> None:
         )
 
 
+def _fill_owned(what: str, start: int, view: Tensor, pieces: Pieces) -> None:
+    try:
+        _fill_elements(what, start, view, pieces)
+    except StateError:
+        raise ShardsElsewhereError(
+            f"the saved {what} is not of the shard that this rank owns: shards were cut otherwise, by a run of another "
+            "world size, another grain_numel or another version of gradwire. Use gradwire.load on a folder with the "
+            "files of all ranks, or pass all ranks' states to gradwire.reshard"
+        ) from None
+
+
 def _fill_matrix(what: str, start: int, view: Tensor, pieces: Pieces) -> None:
     if not pieces or pieces[0]["values"].shape != view.shape:
         found = f"of shape {tuple(pieces[0]['values'].shape)}" if pieces else "missing"
@@ -238,7 +249,7 @@ def _fill_segment(what: str, start: int, view: Tensor, pieces: Pieces) -> None:
 
 _FILLS: dict[str, Callable[[str, int, Tensor, Pieces], None]] = {
     "element": _fill_elements,
-    "owned": _fill_elements,
+    "owned": _fill_owned,
     "matrix": _fill_matrix,
     "segment": _fill_segment,
 }

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from gradwire.core import save_folder
-from gradwire.core.errors import StateError
-from gradwire.core.reshard import reshard
+from gradwire.core.errors import ShardsElsewhereError, StateError
+from gradwire.core.reshard import reshard, with_all_owned
 from gradwire.core.save_folder import Manifest, file_name
+from gradwire.core.saved import Loaded
 from gradwire.core.saved_schema import SHARED, Saved
 from gradwire.core.tensor_file import Written
 from gradwire.session.meeting import group_store
@@ -82,9 +83,11 @@ def load(folder: str | Path, handle: Holder | Session) -> int:
     """Take up what `gradwire.save` saved, and return the step it was saved at.
 
     Every rank must call it, after `attach` and before the first step. With as many ranks as saved each needs its own
-    file only, and resuming is exact. With another number every rank needs all files, and the memory to hold them; the
-    states are resharded, which conserves the mean of what is owed. The newest save is taken that every rank can load.
-    All ranks take it up, or none does. Nothing is unpickled.
+    file only, and resuming is exact. Where grains are cut otherwise, by another `grain_numel` or another version of
+    gradwire, ranks may need all files to find what they own, and every rank still gets what it owed. With another
+    number of ranks every rank needs all files, and the memory to hold them; the states are resharded, which conserves
+    the mean of what is owed. The newest save is taken that every rank can load. All ranks take it up, or none does.
+    Nothing is unpickled.
 
     Args:
         folder: as given to `save`; on each host the one that holds the files of its ranks.
@@ -114,7 +117,7 @@ def load(folder: str | Path, handle: Holder | Session) -> int:
         text = f"a later save in {here} was not finished on every rank, so the one of step {chosen.step} is loaded"
         warnings.warn(text, stacklevel=2)
     (manifest,) = [m for m in found if (m.number, m.token) == (chosen.number, chosen.token)]
-    loaded = ranks.attempt(lambda: session.unpacked(_state(manifest, here, ranks))).own
+    loaded = ranks.attempt(lambda: _unpacked(session, manifest, here, ranks)).own
     session.take_up(loaded)
     return chosen.step
 
@@ -194,6 +197,18 @@ def _offer(manifest: Manifest, here: Path, ranks: Together) -> Offer:
     else:
         missing = manifest.missing(here)
     return Offer(manifest.number, manifest.token, manifest.step, manifest.world_size, missing)
+
+
+def _unpacked(session: Session, manifest: Manifest, here: Path, ranks: Together) -> Loaded:
+    """What a rank takes up: where shards were cut otherwise, what it owns now is in the files of other ranks."""
+    state = _state(manifest, here, ranks)
+    try:
+        return session.unpacked(state)
+    except ShardsElsewhereError:
+        if manifest.missing(here):
+            raise
+        states = [manifest.read(here, rank) for rank in range(manifest.world_size)]
+        return session.unpacked(with_all_owned(states, ranks.rank))
 
 
 def _state(manifest: Manifest, here: Path, ranks: Together) -> Saved:
