@@ -94,15 +94,15 @@ def variants(rank: int, world_size: int) -> dict[str, dict[str, Any]]:
 
 def _count_buckets(handle: gradwire.Handle, buckets: list[int]) -> None:
     """Note after each step how many buckets it had."""
-    window = handle.session.window
-    begin, ready = window.begin, window.ready
+    reduction = handle.session.reduction
+    begin, pump = reduction.begin, reduction.pump
 
     def begun() -> None:
         buckets.append(0)
         begin()
 
-    def came(now_s: float, nbytes: int) -> None:
+    def pumped() -> None:
         buckets[-1] += 1
-        ready(now_s, nbytes)
+        pump()
 
-    window.begin, window.ready = begun, came  # type: ignore[method-assign]
+    reduction.begin, reduction.pump = begun, pumped  # type: ignore[method-assign]

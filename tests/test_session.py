@@ -153,6 +153,22 @@ def test_wrong_tensors_are_named_and_the_next_step_goes_on(session: Session, wro
     assert session.stats().steps == 1
 
 
+def test_a_trace_has_spans_of_what_a_step_did(session: Session) -> None:
+    traced = session.trace()
+    session.reduce_(tensors())
+    kinds = [span.kind for span in traced.spans]
+    assert {"code", "wire", "wait"} == set(kinds)
+    assert all(span.ended_s >= span.began_s for span in traced.spans)
+    assert sum(span.nbytes for span in traced.spans if span.kind == "wire") == session.stats().payload_bytes
+    again = session.trace()
+    session.reduce_(tensors())
+    assert len(traced.spans) == len(kinds) == len(again.spans)
+    with session.step() as step:
+        with pytest.raises(StepError, match="a step of this session is under way"):
+            session.trace()
+        step.deliver_all(tensors())
+
+
 def test_one_element_may_have_a_stride_of_zero(one_rank: None) -> None:
     """As an expanded one has, but it shares its memory with no other."""
     given = torch.tensor(3.0).expand(1)

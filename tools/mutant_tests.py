@@ -54,6 +54,7 @@ FILES: dict[str, tuple[Stage, ...]] = {
     ),
     "drivers/window.py": (("src/gradwire/drivers/window.py", *ARITHMETIC), REPORT),
     "session/checkpoint.py": (("src/gradwire/session/checkpoint.py", "tests/test_handle.py"), CHECKPOINT),
+    "adapters/buckets.py": (("src/gradwire/adapters/buckets.py", "tests/test_buckets.py"),),
     "adapters/communication.py": (("tests/test_handle.py",), ONE_RANK, ATTACHED, DDP),
     "session/lane.py": (
         ("tests/test_failures.py", "tests/test_handle.py", "tests/test_session.py"),

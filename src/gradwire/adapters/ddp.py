@@ -92,7 +92,7 @@ class Handle:
 
     def __init__(self, ddp: DistributedDataParallel, names: dict[Tensor, str], session: Session) -> None:
         self.session = session
-        port = _Port(session, names, bool(getattr(ddp, "find_unused_parameters", False)))
+        port = _Port(session, names, ddp)
         try:
             deliver_in_pieces(ddp, bucket_bytes(session.engine.dense_bytes))
             ddp.register_comm_hook(None, port.on_bucket)
@@ -189,9 +189,12 @@ class Handle:
 class _Port(BucketPort):
     """DDP's buckets as the steps of a session."""
 
-    def __init__(self, session: Session, names: dict[Tensor, str], finds_unused: bool) -> None:
+    def __init__(self, session: Session, names: dict[Tensor, str], ddp: DistributedDataParallel) -> None:
         super().__init__(session.lane)
-        self._session, self._names, self._finds_unused = session, names, finds_unused
+        self._session, self._names = session, names
+        self._finds_unused = bool(getattr(ddp, "find_unused_parameters", False))
+        self._bucket_bytes: int = ddp.bucket_bytes_cap
+        self._ready_bytes = 0
 
     def on_bucket(self, state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """DDP's communication hook: hand the bucket over and return at once."""
@@ -200,8 +203,15 @@ class _Port(BucketPort):
             raise AttachError("this handle is closed, and DDP cannot forget a hook: make a new DDP")
         if not self._step.buckets:
             session.begin()
-        session.window.ready(time.perf_counter(), bucket.buffer().nbytes)
+        self._note_ready(bucket)
         return self.hook(bucket)
+
+    def _note_ready(self, bucket: GradBucket) -> None:
+        """Tell the report of a bucket as DDP alone would have it, since it estimates what that would take."""
+        self._ready_bytes += bucket.buffer().nbytes
+        if bucket.is_last() or self._ready_bytes >= self._bucket_bytes:
+            self._session.window.ready(time.perf_counter(), self._ready_bytes)
+            self._ready_bytes = 0
 
     def where(self) -> str:
         """The step at hand, as training loops count them."""

@@ -43,9 +43,6 @@ FINE_SHARE = 1 / 16
 MATRIX_WAVE_GRAINS = 8
 """A wave of matrices in grains: 32 MiB of float32 at most, near DDP's bucket of 25 MiB. Each wave costs two rounds."""
 
-MATRIX_WAVES = 2
-"""Waves to cut the matrices of a small model into: the first one's factors travel during the backward pass."""
-
 SMALLEST_MATRIX_WAVE_NUMEL = 1 << 18
 
 FULL_WAVES = 128
@@ -158,13 +155,15 @@ def grain_size(numel: int, payload_share: float = 0.0) -> int:
 def matrix_wave_size(numel: int, limit: int) -> int:
     """Elements of a wave of matrices for a model of `numel` whose grains have `limit` at most.
 
-    It is half the model, but 262,144 at least and 8 grains at most, or more where waves of large models have more.
+    A small model makes two waves, so that the first one's factors travel during the backward pass. A wave has room for
+    five eighths of it, since matrices are not cut and what did not fit into two would cost two rounds more. There is
+    room for 262,144 at least and for 8 grains at most, or more where waves of large models have more.
 
     >>> matrix_wave_size(10_000, 65_536), matrix_wave_size(2_000_000, 500_000), matrix_wave_size(10**8, 1 << 20)
-    (262144, 1000000, 8388608)
+    (262144, 1250000, 8388608)
     """
     at_most = limit * max(wave_grains(numel), MATRIX_WAVE_GRAINS)
-    return min(at_most, max(SMALLEST_MATRIX_WAVE_NUMEL, numel // MATRIX_WAVES))
+    return min(at_most, max(SMALLEST_MATRIX_WAVE_NUMEL, numel * 5 // 8))
 
 
 def wave_grains(numel: int) -> int:
