@@ -21,11 +21,13 @@ import gradwire
 from gradwire import AttachError, Session, SessionStep, StepError
 from gradwire.bench.ranks import run_function
 from gradwire.core.errors import CommunicationError, NonFiniteWarning
+from gradwire.reducers.aggregate import epsilon
 from gradwire.session import names
 from gradwire.session.failures import FailureBoard
 
 CASES = str(Path(__file__).with_name("session_cases.py"))
-SPECS = ["int4", "topk:0.01", "powersgd:4", "median"]
+SPECS = ["int4", "topk:0.01", "powersgd:4", "median", "dp:1,noise=0"]
+PRIVATE = "dp:1"
 
 
 def run(case: str, ranks: int, **arguments: Any) -> list[Any]:
@@ -34,7 +36,7 @@ def run(case: str, ranks: int, **arguments: Any) -> list[Any]:
 
 @functools.cache
 def alike(ranks: int) -> list[dict[str, list[dict[str, Any]]]]:
-    return run("alike", ranks, specs=SPECS)
+    return run("alike", ranks, specs=[*SPECS, PRIVATE])
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -46,6 +48,16 @@ def test_a_plain_loop_gives_the_parameters_that_attach_does(spec: str, ranks: in
         assert loop == attached
         assert pieces == attached
     assert len({found[spec][0]["digest"] for found in alike(ranks)}) == 1
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_plain_loop_spends_the_privacy_that_attach_does(ranks: int) -> None:
+    """Noise is drawn afresh everywhere, so parameters differ; as many means are taken, of as many bytes."""
+    for found in alike(ranks):
+        assert len({each["digest"] for each in found[PRIVATE]}) == 3
+        attached, loop, pieces = ({**each, "digest": None} for each in found[PRIVATE])
+        assert loop == pieces == attached
+        assert epsilon(noise=1.0, steps=loop["steps"], delta=1e-5) == epsilon(noise=1.0, steps=6, delta=1e-5) > 1
 
 
 def test_a_session_is_saved_and_loaded_as_a_handle_is(tmp_path: Path) -> None:
