@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gradwire.core import saved
+from gradwire.drivers.checked import Checked
 from gradwire.drivers.cost import parameter_specs
 from gradwire.drivers.engine import Engine
 from gradwire.drivers.faulty import Fault, Faulty, InjectedFault, plan_of
@@ -86,10 +87,17 @@ class Outcome:
 
 
 def run(reducer: Reducer, world_size: int, plans: Sequence[dict[int, Fault]]) -> Outcome:
-    """Train under a plan."""
+    """Train under a plan.
+
+    What a sub-group of ranks hears alone, as the ranks of a node do, no other rank can compare with what it heard. So
+    methods with sub-groups send checksums where payloads are damaged: without them a flipped bit makes nodes differ,
+    and nobody can tell.
+    """
     meeting = Meeting(world_size)
     ways = [Faulty(VirtualTransport(meeting, rank), plans[rank]) for rank in range(world_size)]
-    ranks = [Rank(reducer, way, repr(reducer)) for way in ways]
+    damaged = any(fault.kind in DAMAGE for faults in plans for fault in faults.values())
+    checks = damaged and bool(reducer.axes(world_size))
+    ranks = [Rank(reducer, Checked(way, range(world_size)) if checks else way, repr(reducer)) for way in ways]
     with torch.no_grad():
         ended = trained(ranks, STEPS)
     met = [fault for way, faults in zip(ways, plans, strict=True) for at, fault in faults.items() if at < way.number]

@@ -53,7 +53,9 @@ def attach(
             when the scale changes residuals are multiplied accordingly.
         checksum: send a CRC-32 with each payload of an all-gather or an all-to-all. A rank that gets a damaged one
             raises `PayloadError` with the sender, and the others are told. Sums are not covered. On a CPU only; it
-            takes about a nanosecond a byte, and 4 bytes a message that statistics do not count.
+            takes about a nanosecond a byte, and 4 bytes a message that statistics do not count. Without checksums a
+            damaged payload decodes to something else, alike on all ranks that got it; with `node=` these are the ranks
+            of one node, which then differ from the others.
 
     Returns:
         A handle with statistics, state and `close`. What the method compiles is compiled by then.

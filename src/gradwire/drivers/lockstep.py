@@ -101,11 +101,18 @@ def outcomes(scripts: Sequence[Script[T]], until_one_fails: bool = False) -> lis
 
 def _absent(waiting: Mapping[int, Pending | None]) -> tuple[int, ...]:
     """The ranks that the one which is least far waits for."""
-    awaited = [pending for pending in waiting.values() if isinstance(pending, _Awaited)]
+    awaited = [pending for pending in map(_within, waiting.values()) if isinstance(pending, _Awaited)]
     if not awaited:
         return tuple(waiting)
     first = min(awaited, key=lambda each: each.number)
     return first.meeting.absent(first.number)
+
+
+def _within(pending: Pending | None) -> Pending | None:
+    """What is awaited, without what transports that wrap another one put around it."""
+    while (inner := getattr(pending, "pending", None)) is not None:
+        pending = inner
+    return pending
 
 
 class Meeting:
