@@ -12,7 +12,18 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire
-from gradwire.sync import BMUF, Averaging, DiLoCo, DriftTriggered, Increasing, LocalSGD, Mean, Outer, SlowMo
+from gradwire.sync import (
+    BMUF,
+    Averaging,
+    DiLoCo,
+    DriftTriggered,
+    Hierarchical,
+    Increasing,
+    LocalSGD,
+    Mean,
+    Outer,
+    SlowMo,
+)
 
 STEPS = 12
 DEADLINE_S = 30.0
@@ -68,10 +79,17 @@ def sgd(network: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(network.parameters(), 0.1)
 
 
+def wrapped(
+    make: Callable[[nn.Module], torch.optim.Optimizer], network: nn.Module, settings: dict[str, Any]
+) -> LocalSGD:
+    whole: dict[str, Any] = {"every": 4, "deadline_s": DEADLINE_S, **settings}
+    return LocalSGD(make(network), network, **whole)
+
+
 def trained(rank: int, make: Callable[[nn.Module], torch.optim.Optimizer] = sgd, **settings: Any) -> nn.Module:
     """A model after some steps under `LocalSGD`, and a final average."""
     network = model()
-    with LocalSGD(make(network), network, **{"every": 4, "deadline_s": DEADLINE_S, **settings}) as optimizer:
+    with wrapped(make, network, settings) as optimizer:
         for step in range(STEPS + 1):
             optimizer.zero_grad()
             loss_of(network, step, rank).backward()
@@ -170,7 +188,7 @@ def equal_copies(rank: int, world_size: int) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for name, settings in METHODS.items():
         network, seen = model(torch.float32), list[str]()
-        with LocalSGD(adam(network), network, **{"every": 4, "deadline_s": DEADLINE_S, **settings}) as optimizer:
+        with wrapped(adam, network, settings) as optimizer:
             for step in range(STEPS + 1):
                 optimizer.zero_grad()
                 loss_of(network, step, rank, torch.float32).backward()
@@ -196,11 +214,10 @@ def resumed(rank: int, world_size: int, folder: str) -> dict[str, list[str]]:
 
 def _run(rank: int, settings: dict[str, Any], path: str | None) -> str:
     """A run under a scaler that skips a step on one rank, with a scheduler; with a path it breaks off and goes on."""
-    settings = {"every": 4, "deadline_s": DEADLINE_S, **settings}
 
     def parts() -> tuple[nn.Module, LocalSGD, Any, torch.amp.GradScaler]:
         network = model(torch.float32)
-        optimizer = LocalSGD(adam(network), network, **settings)
+        optimizer = wrapped(adam, network, settings)
         decay = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
         return network, optimizer, decay, torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
 
@@ -238,8 +255,7 @@ def scaled(rank: int, world_size: int) -> dict[str, Any]:
     """A scaler's run next to one without, and what a rank that skips counts."""
     plain, network = model(torch.float32), model(torch.float32)
     inner, scaler = adam(plain), torch.amp.GradScaler("cpu", init_scale=2.0**12)
-    made = {"every": 100, "deadline_s": DEADLINE_S}
-    with LocalSGD(adam(network), network, **made) as optimizer:
+    with wrapped(adam, network, {"every": 100}) as optimizer:
         for step in range(4):
             inner.zero_grad()
             loss_of(plain, step, rank, torch.float32).backward()
@@ -341,6 +357,33 @@ def without_a_wrapper(rank: int, world_size: int) -> dict[str, Any]:
         averaging.sync()  # changes nothing
     whole = trained(rank, outer=DiLoCo())
     return {"ended": ended, "inside": inside, "same": torch.equal(flat(network), flat(whole))}
+
+
+def hierarchy(rank: int, world_size: int) -> dict[str, Any]:
+    """Pairs of ranks average every 2 steps, all four every 4; how far each rank is from what that means."""
+    network, other = model(), model()
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    pair = pairs[rank // 2]
+    assert isinstance(pair, dist.ProcessGroup)
+    inside = Averaging(network, 2, group=pair, deadline_s=DEADLINE_S)
+    averaging = Hierarchical(inside, Averaging(network, 4, deadline_s=DEADLINE_S))
+    inner, alone = sgd(network), sgd(other)
+    worst, ended, digests = 0.0, list[bool](), list[str]()
+    for step in range(8):
+        for trains, it in ((network, inner), (other, alone)):
+            it.zero_grad()
+            loss_of(trains, step, rank).backward()
+            it.step()
+        ended.append(averaging.step())
+        if step % 2:
+            mean, among = flat(other), None if step % 4 == 3 else pair
+            dist.all_reduce(mean, group=among)
+            nn.utils.vector_to_parameters(mean / dist.get_world_size(among), other.parameters())
+        worst = max(worst, far(network, other))
+        digests.append(digest(network.parameters()))
+    averaging.sync()
+    averaging.close()
+    return {"far": worst, "ended": ended, "digests": digests}
 
 
 # What is wrong --------------------------------------------------------------------------------------------------------

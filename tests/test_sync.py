@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,14 +17,13 @@ from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUs
 
 from gradwire import AttachError, CompositionError, StateError, StepError
 from gradwire.bench.ranks import run_function
-from gradwire.sync import Averaging, DiLoCo, DriftTriggered, Increasing, LocalSGD, SlowMo
+from gradwire.sync import Averaging, DiLoCo, DriftTriggered, Hierarchical, Increasing, LocalSGD, SlowMo
 from gradwire.sync.outer import Rates
 
 CASES = str(Path(__file__).with_name("sync_cases.py"))
 RANKS = pytest.mark.parametrize("ranks", [2, 3])
-METHODS = (
-    "local int4 sparse powersgd warm diloco slowmo bmuf moments streaming late rising drift".split()  # of the cases
-)
+METHODS = ["local", "int4", "sparse", "powersgd", "warm", "diloco", "slowmo", "bmuf", "moments", "streaming", "late"]
+SCHEDULES = ["rising", "drift"]
 
 
 @functools.cache
@@ -57,7 +57,7 @@ def test_outer_steps_are_those_of_the_papers(outer: str, ranks: int) -> None:
 
 
 @RANKS
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [*METHODS, *SCHEDULES])
 def test_global_copies_have_the_same_bits_on_all_ranks(method: str, ranks: int) -> None:
     first, *others = (found[method] for found in run("equal_copies", ranks))
     assert all(other == first for other in others)
@@ -75,7 +75,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @RANKS
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [*METHODS, *SCHEDULES])
 def test_a_run_goes_on_exactly_from_mid_window_under_a_scaler(method: str, ranks: int, folder: str) -> None:
     for found in resumed(ranks, folder):
         whole, broken = found[method]
@@ -118,6 +118,16 @@ def test_a_loop_without_a_wrapper_trains_the_same(ranks: int) -> None:
     assert first["same"]
     assert all(other == first for other in others)
     assert len(set(first["inside"])) == 4  # before the first window ended, and after each of three
+
+
+def test_nodes_average_often_and_all_ranks_rarely() -> None:
+    first, second, third, fourth = run("hierarchy", 4)
+    assert all(found["far"] < 1e-13 for found in (first, second, third, fourth))
+    assert first["ended"] == [False, False, False, True] * 2
+    for step in (1, 3, 5, 7):
+        assert first["digests"][step] == second["digests"][step]
+        assert third["digests"][step] == fourth["digests"][step]
+        assert (first["digests"][step] == third["digests"][step]) == (step % 4 == 3)
 
 
 def test_ranks_that_differ_are_told_in_what() -> None:
@@ -315,6 +325,46 @@ def test_a_checkpoint_of_another_model_is_refused(one_rank: None) -> None:
         with pytest.raises(StateError, match=r"'0.weight' is \(3, 4\) torch.float32, and here \(5, 4\)"):
             averaging.load_state_dict(saved)
         assert _same(averaging.state_dict(), before)
+
+
+def test_levels_of_a_hierarchy_are_checked_and_saved(one_rank: None) -> None:
+    network = model()
+    with Averaging(network, 2) as inside, Averaging(network, 4, outer=DiLoCo()) as between, Averaging(model()) as other:
+        with pytest.raises(CompositionError, match="two levels"):
+            Hierarchical(inside)
+        with pytest.raises(CompositionError, match="one model"):
+            Hierarchical(inside, other)
+        levels, inner = Hierarchical(inside, between), sgd(network)
+
+        def train() -> None:
+            for _ in range(3):
+                inner.zero_grad()
+                backward(network)
+                inner.step()
+                levels.step()
+
+        train()
+        saved = copy.deepcopy([levels.state_dict(), network.state_dict()])
+        train()
+        whole = copy.deepcopy([levels.state_dict(), network.state_dict()])
+        levels.load_state_dict(saved[0])
+        network.load_state_dict(saved[1])
+        assert not _same([levels.state_dict(), network.state_dict()], whole)
+        train()
+        assert _same([levels.state_dict(), network.state_dict()], whole)
+        damaged = {"levels": [saved[0]["levels"][0], {}]}
+        with pytest.raises(StateError, match="has no 'version'"):
+            levels.load_state_dict(damaged)
+        assert _same(levels.state_dict(), whole[0])
+        with pytest.raises(StateError, match="2 levels"):
+            levels.load_state_dict({})
+
+
+def test_the_page_runs(one_rank: None) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "sync.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert len(blocks) == 3
+    exec("".join(blocks), {})
 
 
 def test_diloco_is_torchs_sgd() -> None:

@@ -2,6 +2,7 @@
 
 from gradwire.sync.averaging import Averaging
 from gradwire.sync.buffers import Policy
+from gradwire.sync.hierarchical import Hierarchical
 from gradwire.sync.local_sgd import LocalSGD
 from gradwire.sync.outer import BMUF, DiLoCo, Mean, Outer, Rates, SlowMo
 from gradwire.sync.schedules import Constant, DriftTriggered, Increasing, Schedule
@@ -12,6 +13,7 @@ __all__ = [
     "Constant",
     "DiLoCo",
     "DriftTriggered",
+    "Hierarchical",
     "Increasing",
     "LocalSGD",
     "Mean",

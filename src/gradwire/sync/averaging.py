@@ -5,21 +5,22 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Generator, Mapping, Sequence
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from gradwire.core.collective import AllReduce
-from gradwire.core.errors import AttachError, CompositionError, StateError
+from gradwire.core.errors import AttachError, CompositionError, StateError, StepError
+from gradwire.core.saved import Loaded
 from gradwire.drivers.interpreter import ask
 from gradwire.reducers.base import Reducer
 from gradwire.session import DEADLINE_S, Session
 from gradwire.session.names import named
 from gradwire.session.together import Together
 from gradwire.sync.buffers import Buffers, Policy, persistent_buffers, require_policy
-from gradwire.sync.fragment import MOMENT, Fragment, split, travelling
+from gradwire.sync.fragment import Fragment, split, travelling
 from gradwire.sync.outer import Mean, Outer
 from gradwire.sync.schedules import Schedule, as_schedule, require_steps
 
@@ -29,6 +30,13 @@ Moments = Literal["own", "average"]
 
 _FIRST_MOMENTS = ("exp_avg", "momentum_buffer")
 """What optimizers of PyTorch call their first moment."""
+
+
+class Checked(NamedTuple):
+    """A saved state that belongs here, with what each fragment's session makes of it."""
+
+    saved: Mapping[str, Any]
+    loaded: list[Loaded]
 
 
 class Averaging:
@@ -232,9 +240,7 @@ class Averaging:
         if not fragment.is_under_way:
             return
         fragment.end(plainly=fragment.due <= self.warmup)
-        fragment.merge(self.merge if own is None else own)
-        if self._with_moments:
-            self._write_moments(fragment)
+        fragment.merge(self._moments() if self._with_moments else {}, self.merge if own is None else own)
 
     def sync(self) -> None:
         """Average now, whatever is left of the window: afterwards all ranks have the same model.
@@ -256,8 +262,25 @@ class Averaging:
 
     def _apart(self) -> float:
         """How many steps ago this rank may have had the same model as the others; 0 if it has now."""
-        at_once = len(self.fragments) == 1 and not self.merge  # then the end of a window leaves no difference
-        return 0.0 if at_once and not self.since else float(self.steps - self._synced)
+        return 0.0 if self.is_at_once and not self.since else float(self.steps - self._synced)
+
+    @property
+    def is_at_once(self) -> bool:
+        """Whether the end of a window leaves no difference between ranks."""
+        return len(self.fragments) == 1 and not self.merge and not self.delay
+
+    def begin_anew(self) -> None:
+        """Begin a window with what this rank has now, on all ranks of the group, where they have the same.
+
+        Raises:
+            StepError: an average is under way.
+        """
+        if any(fragment.is_under_way for fragment in self.fragments):
+            raise StepError("an average is under way, of what the model was before: call sync() before")
+        for fragment in self.fragments:
+            fragment.begin_anew()
+        self.buffers.begin_anew()
+        self.since, self._synced = 0, self.steps
 
     # What ranks agree on ------------------------------------------------------------------------------------------
 
@@ -291,7 +314,11 @@ class Averaging:
     # First moments -------------------------------------------------------------------------------------------------
 
     def _moments(self) -> dict[str, Tensor]:
-        """The first moments that this rank's optimizer has by now, alive, by parameter."""
+        """The first moments that this rank's optimizer has by now, alive, by parameter.
+
+        An optimizer makes the state of a parameter in its first step with it, and wants it whole: where there is none
+        yet, none is made.
+        """
         assert self.optimizer is not None
         found: dict[str, Tensor] = {}
         for fragment in self.fragments:
@@ -301,13 +328,6 @@ class Averaging:
                     if isinstance(state.get(key), Tensor):
                         found[name] = state[key]
         return found
-
-    @torch.no_grad()
-    def _write_moments(self, fragment: Fragment) -> None:
-        """Write means over the moments that exist here: an optimizer wants the whole state of a parameter or none."""
-        for name, moment in self._moments().items():
-            if name in fragment.parameters:
-                moment.copy_(fragment.copies[MOMENT + name])
 
     # The global copy ----------------------------------------------------------------------------------------------
 
@@ -360,16 +380,29 @@ class Averaging:
         Raises:
             StateError: a damaged state, or one of another method, model, rank or world size; nothing is changed then.
         """
-        saved = self._checked(state)
-        loaded = [own.unpacked(its) for own, its in zip(self.fragments, saved["fragments"], strict=True)]
-        self.buffers.check(saved["buffers"])
+        self.take_up(self.checked(state))
+
+    def checked(self, state: Mapping[str, Any]) -> Checked:
+        """Return a saved state for `take_up`; until then nothing is changed.
+
+        Raises:
+            StateError: as `load_state_dict`.
+        """
+        self._check_head(state)
+        loaded = [own.unpacked(its) for own, its in zip(self.fragments, state["fragments"], strict=True)]
+        self.buffers.check(state["buffers"])
+        return Checked(state, loaded)
+
+    def take_up(self, checked: Checked) -> None:
+        """Go on from what `checked` returned."""
+        saved, loaded = checked
         for own, its, session in zip(self.fragments, saved["fragments"], loaded, strict=True):
             own.take_up(its, session)
         self.buffers.take_up(saved["buffers"])
         self.steps, self.since, self._synced = (int(saved[key]) for key in ("steps", "since", "synced"))
 
-    def _checked(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A state whose head is that of this run."""
+    def _check_head(self, state: Mapping[str, Any]) -> None:
+        """Refuse what has another form, or is not of this run."""
         here = {
             "version": VERSION,
             "settings": self.settings,
@@ -389,7 +422,6 @@ class Averaging:
             for key, kind in _FRAGMENT.items():
                 if not isinstance(fragment, Mapping) or not isinstance(cast(Any, fragment).get(key), kind):
                     raise StateError(f"{key!r} of fragment {number} of the saved state is damaged or missing")
-        return state
 
     # Ending ------------------------------------------------------------------------------------------------------
 

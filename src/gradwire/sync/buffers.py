@@ -75,6 +75,12 @@ class Buffers:
         for name, value in self._summed(sent).items():
             others[name].copy_(value)
 
+    @torch.no_grad()
+    def begin_anew(self) -> None:
+        """Take what the buffers are now for what all ranks had."""
+        for name, buffer in self._averaged().items():
+            self.copies[name].copy_(buffer)
+
     def _changes(self) -> dict[str, Tensor]:
         """This rank's part of the mean change. What did not change did not change by infinity either."""
         changes: dict[str, Tensor] = {}

@@ -152,13 +152,23 @@ class Fragment:
         return Rates(now, self.rates_before.get(name, now))
 
     @torch.no_grad()
-    def merge(self, own: float) -> None:
-        """Write the global copy over the parameters, of which a share `own` stays what this rank has by now."""
+    def merge(self, moments: Mapping[str, Tensor], own: float) -> None:
+        """Write the global copy over what this rank has, of which a share `own` stays.
+
+        Args:
+            moments: first moments by parameter, of any fragment.
+            own: 0 where nothing stays.
+        """
+        here = self.parameters | {MOMENT + name: moment for name, moment in moments.items() if name in self.parameters}
+        for name, tensor in here.items():
+            copy = self.copies[name]
+            tensor.copy_(wide(tensor).mul_(own).add_(copy.mul(1 - own)) if own else copy)
+
+    @torch.no_grad()
+    def begin_anew(self) -> None:
+        """Take what the parameters are now for the global copy. Nothing is under way."""
         for name, parameter in self.parameters.items():
-            if own:
-                parameter.copy_(wide(parameter).mul_(own).add_(self.copies[name].mul(1 - own)))
-            else:
-                parameter.copy_(self.copies[name])
+            self.copies[name].copy_(parameter)
 
     # State -------------------------------------------------------------------------------------------------------
 
