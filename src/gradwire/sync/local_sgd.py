@@ -181,18 +181,13 @@ class LocalSGD(Optimizer):
                 'the saved state has no "sync", so it is that of an optimizer without LocalSGD: load it into the inner '
                 "optimizer before LocalSGD is made, or pass what LocalSGD.state_dict() returned"
             )
-        before = self.inner.state_dict()
+        checked = self.averaging.checked(state_dict[_KEY])
         try:
             self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != _KEY})
         except (ValueError, KeyError) as error:
             raise StateError(f"the saved state is of another inner optimizer or other parameters: {error}") from error
-        try:
-            self.averaging.load_state_dict(state_dict[_KEY])
-        except BaseException:
-            self.inner.load_state_dict(before)
-            raise
-        finally:
-            self._share()
+        self.averaging.take_up(checked)
+        self._share()
 
     def close(self) -> None:
         """Stop communicating and let go of the inner optimizer; a second call does nothing."""
