@@ -53,8 +53,13 @@ METHODS: dict[str, dict[str, Any]] = {
 
 
 def model(dtype: torch.dtype = torch.float64) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(12, 10), nn.BatchNorm1d(10), nn.Tanh(), nn.Linear(10, 4)).to(dtype)
+    """The same on all processors, which PyTorch's random numbers are not."""
+    network = nn.Sequential(nn.Linear(12, 10), nn.BatchNorm1d(10), nn.Tanh(), nn.Linear(10, 4))
+    with torch.no_grad():
+        for number, parameter in enumerate(network.parameters()):
+            values = torch.arange(parameter.numel()) * 37 + 11 * number
+            parameter.copy_((values % 101 - 50).view(parameter.shape) / 128)
+    return network.to(dtype)
 
 
 def loss_of(network: nn.Module, step: int, rank: int, dtype: torch.dtype = torch.float64) -> Tensor:

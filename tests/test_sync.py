@@ -64,6 +64,21 @@ def test_global_copies_have_the_same_bits_on_all_ranks(method: str, ranks: int) 
     assert len(set(first)) > 3  # it moves
 
 
+PLAIN = {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE", "GRADWIRE_KERNELS": "reference"}
+
+
+@functools.cache
+def on_different_processors() -> list[dict[str, list[str]]]:
+    """One rank computes as this processor does best, the other as one without vectors and fused operations would."""
+    return run_function(f"{CASES}:equal_copies", 2, {}, 240, environments=[{}, PLAIN])
+
+
+@pytest.mark.parametrize("method", [*METHODS, *SCHEDULES])
+def test_global_copies_have_the_same_bits_on_different_processors(method: str) -> None:
+    first, second = (found[method] for found in on_different_processors())
+    assert first == second
+
+
 @functools.cache
 def resumed(ranks: int, folder: str) -> list[dict[str, list[str]]]:
     return run_function(f"{CASES}:resumed", ranks, {"folder": folder}, 240)

@@ -484,6 +484,6 @@ def _require_alike(settings: str, tensors: Mapping[str, Tensor], ranks: Together
             if its.get(name) != listed[0][name]:
                 raise AttachError(
                     f"{name!r} differs between rank {ranks.ranks[0]} and rank {rank}: begin with the same model on all "
-                    "ranks, as by the same torch.manual_seed, and load checkpoints afterwards"
+                    "ranks. One seed does it where processors are alike, else broadcast rank 0's; load checkpoints later"
                 )
     raise AttachError("ranks have different buffers: begin with the same model on all ranks")
