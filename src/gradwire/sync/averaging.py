@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, cast, get_args
 
@@ -19,6 +18,7 @@ from gradwire.reducers.base import Reducer
 from gradwire.session import DEADLINE_S, Session
 from gradwire.session.names import named
 from gradwire.session.together import Together
+from gradwire.sync.alike import require_same_start
 from gradwire.sync.buffers import Buffers, Policy, persistent_buffers, require_policy
 from gradwire.sync.fragment import Fragment, split, travelling
 from gradwire.sync.outer import Mean, Outer
@@ -137,7 +137,7 @@ class Averaging:
             self._transport, self._lane = self.session.transport, self.session.lane
             self._device = next(iter(parameters.values())).device
             compared = parameters | (persistent_buffers(model) if buffers != "own" else {})
-            _require_alike(self._whole_text(), compared, Together(what, self._lane, AttachError))
+            require_same_start(self._whole_text(), compared, Together(what, self._lane, AttachError))
         except BaseException:
             self.close()
             raise
@@ -455,35 +455,3 @@ _REMEDIES = {
     "rank": "each rank loads what the same rank saved",
     "world_size": "for another number of ranks call sync() before saving, and begin anew from that model",
 }
-
-
-def _digest(tensor: Tensor) -> str:
-    data = tensor.detach().reshape(-1).contiguous().cpu().view(torch.uint8).numpy()
-    return hashlib.blake2b(data.tobytes(), digest_size=8).hexdigest()
-
-
-def _require_alike(settings: str, tensors: Mapping[str, Tensor], ranks: Together) -> None:
-    """Refuse settings or values that differ between ranks.
-
-    Raises:
-        AttachError: on every rank, with the first tensor that differs.
-    """
-    digests = {name: _digest(tensor) for name, tensor in tensors.items()}
-    whole = hashlib.blake2b(repr(digests).encode(), digest_size=8).hexdigest()
-    said = ranks.say([settings, whole])
-    for rank, (its, _) in zip(ranks.ranks, said, strict=True):
-        if its != said[0][0]:
-            raise AttachError(
-                f"ranks disagree on the settings: rank {rank} has {its}, and rank {ranks.ranks[0]} {said[0][0]}"
-            )
-    if len({digest for _, digest in said}) == 1:
-        return
-    listed = ranks.say(digests)
-    for name in listed[0]:
-        for rank, its in zip(ranks.ranks, listed, strict=True):
-            if its.get(name) != listed[0][name]:
-                raise AttachError(
-                    f"{name!r} differs between rank {ranks.ranks[0]} and rank {rank}: begin with the same model on all "
-                    "ranks. One seed does it where processors are alike, else broadcast rank 0's; load checkpoints later"
-                )
-    raise AttachError("ranks have different buffers: begin with the same model on all ranks")
