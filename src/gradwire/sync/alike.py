@@ -46,6 +46,6 @@ def _tell_the_difference(listed: Sequence[Mapping[str, str]], ranks: Sequence[in
             if digests.get(name) != listed[0].get(name):
                 raise AttachError(
                     f"{name!r} differs between rank {ranks[0]} and rank {rank}: begin with the same model on all "
-                    "ranks (by one seed where processors are alike, else by a broadcast), and load checkpoints afterwards"
+                    "ranks (by a seed where processors are alike, or by a broadcast), and load checkpoints after"
                 )
     raise AttachError("ranks have their tensors in different orders: begin with the same model on all ranks")
