@@ -171,6 +171,20 @@ def in_a_group(rank: int, world_size: int, folder: str) -> dict[str, str]:
     return told
 
 
+def in_the_background(rank: int, world_size: int) -> list[float]:
+    """Means that are here before the step's block has ended."""
+    x, y = torch.full((4,), float(rank)), torch.ones(3)
+    with gradwire.Session({"x": x, "y": y}, "none", deadline_s=20) as session, session.step() as step:
+        step.deliver("y", y)
+        step.deliver("x", x)
+        step.go_on()
+        step.go_on()  # does nothing more
+        end = time.monotonic() + 20
+        while x[0] == rank and time.monotonic() < end:
+            time.sleep(0.01)
+        return x.tolist()
+
+
 def left_out(rank: int, world_size: int) -> str:
     """The last rank leaves a tensor out; what each is told."""
     x, y = torch.ones(4), torch.ones(3)

@@ -88,6 +88,21 @@ def test_a_tensor_left_out_on_one_rank_is_named_on_all() -> None:
         assert "CommunicationError: rank 2 failed with StepError: 'x' was not delivered" in told
 
 
+def test_a_step_goes_on_in_the_background() -> None:
+    everywhere = run("in_the_background", 2)
+    assert everywhere == [[0.5] * 4] * 2
+
+
+def test_a_step_goes_on_with_all_its_tensors_only(session: Session) -> None:
+    given = tensors()
+    with session.step() as step:
+        step.deliver("a", given["a"])
+        with pytest.raises(StepError, match="'b' was not delivered"):
+            step.go_on()
+        step.deliver("b", given["b"])
+    assert session.stats().steps == 1
+
+
 def test_errors_of_a_smaller_group_give_the_numbers_of_the_run(tmp_path: Path) -> None:
     outside, first, second = run("in_a_group", 3, folder=str(tmp_path))
     assert outside == {}

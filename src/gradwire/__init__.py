@@ -4,6 +4,7 @@ ddp = DistributedDataParallel(model)
 handle = gradwire.attach(ddp, "int4")
 """
 
+from gradwire import sync
 from gradwire.adapters.ddp import Handle, attach
 from gradwire.codecs.error_memory import ErrorMemory, compress
 from gradwire.core.errors import (
@@ -57,4 +58,5 @@ __all__ = [
     "parse",
     "reshard",
     "save",
+    "sync",
 ]

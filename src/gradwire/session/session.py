@@ -401,6 +401,7 @@ class SessionStep:
         self._delivered: dict[str, Tensor] = {}
         self._copies: dict[str, Tensor] = {}
         self._error: BaseException | None = None
+        self._done: threading.Event | None = None
         self._entered = self._ended = False
         self._ready_s, self._ready_bytes = 0.0, 0
 
@@ -517,7 +518,6 @@ class SessionStep:
         self._entered, self._ended = False, True
         try:
             if error is None:
-                self._require_all(self._delivered)
                 self._note_ready()
                 self._wait()
                 session.warn_of_non_finite()
@@ -531,9 +531,16 @@ class SessionStep:
             session.lane.failures.end()
             session.vacate()
 
-    def _wait(self) -> None:
-        """Run to the end, and raise what went wrong."""
-        session, done = self._session, threading.Event()
+    def go_on(self) -> None:
+        """All tensors are delivered: run to the end while the caller does other things, until the block ends.
+
+        Raises:
+            StepError: a tensor is missing.
+        """
+        self._require_all(self._delivered)
+        if self._done is not None:
+            return
+        session, self._done = self._session, threading.Event()
 
         def finish() -> None:
             session.reduction.finish()
@@ -541,7 +548,13 @@ class SessionStep:
             session.reduction.end()
 
         self._run(finish)
-        session.lane.driver.run(done.set)
+        session.lane.driver.run(self._done.set)
+
+    def _wait(self) -> None:
+        """Run to the end, and raise what went wrong."""
+        self.go_on()
+        session, done = self._session, self._done
+        assert done is not None
         failure = session.lane.wait(done, session.where())
         if (error := self._error or failure) is not None:
             raise error

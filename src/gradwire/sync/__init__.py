@@ -1,0 +1,25 @@
+"""Fewer synchronisations: ranks train alone for some steps and then average what they have."""
+
+from gradwire.sync.averaging import Averaging
+from gradwire.sync.buffers import Policy
+from gradwire.sync.hierarchical import Hierarchical
+from gradwire.sync.local_sgd import LocalSGD
+from gradwire.sync.outer import BMUF, DiLoCo, Mean, Outer, Rates, SlowMo
+from gradwire.sync.schedules import Constant, DriftTriggered, Increasing, Schedule
+
+__all__ = [
+    "BMUF",
+    "Averaging",
+    "Constant",
+    "DiLoCo",
+    "DriftTriggered",
+    "Hierarchical",
+    "Increasing",
+    "LocalSGD",
+    "Mean",
+    "Outer",
+    "Policy",
+    "Rates",
+    "Schedule",
+    "SlowMo",
+]

@@ -1,0 +1,457 @@
+"""`Averaging`: ranks train alone for a window of steps, then average what they have."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, cast, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gradwire.core.collective import AllReduce
+from gradwire.core.errors import AttachError, CompositionError, StateError, StepError
+from gradwire.core.saved import Loaded
+from gradwire.drivers.interpreter import ask
+from gradwire.reducers.base import Reducer
+from gradwire.session import DEADLINE_S, Session
+from gradwire.session.names import named
+from gradwire.session.together import Together
+from gradwire.sync.alike import require_same_start
+from gradwire.sync.buffers import Buffers, Policy, persistent_buffers, require_policy
+from gradwire.sync.fragment import Fragment, split, travelling
+from gradwire.sync.outer import Mean, Outer
+from gradwire.sync.schedules import Schedule, as_schedule, require_steps
+
+VERSION = 1
+Moments = Literal["own", "average"]
+"""own: each rank keeps its optimizer's state. average: first moments are averaged with the parameters."""
+
+_FIRST_MOMENTS = ("exp_avg", "momentum_buffer")
+"""What optimizers of PyTorch call their first moment."""
+
+
+class Checked(NamedTuple):
+    """A saved state that belongs here, with what each fragment's session makes of it."""
+
+    saved: Mapping[str, Any]
+    loaded: list[Loaded]
+
+
+class Averaging:
+    """Has ranks train alone for windows of steps, and averages their parameters at the end of each.
+
+    Call `step` after each step of the optimizer, on every rank. With x_0 what all ranks began the window with and x_H
+    what a rank has at its end, the next window begins with
+
+        x = outer(x_0, mean over ranks of (x_H - x_0)),
+
+    which is the mean of all x_H where `outer` is `Mean()`. Averaged are the trained parameters of the model: those that
+    require gradients when this is made, whatever gradients exist later. An expert that a rank did not use counts with
+    what that rank has of it.
+
+    Args:
+        model: alike on all ranks when this is made. Load checkpoints afterwards.
+        every: steps of a window, or a `Schedule`.
+        method: how what changed travels: a reducer, or a spec such as `"int4"`. Error feedback works.
+        outer: the outer step, such as `DiLoCo()`.
+        warmup: so many steps of the run are windows of one step, without the outer step. With `every=` after it, this
+            is post-local SGD (Lin et al. 2020).
+        fragments: the model is averaged in so many parts, each at a time of its own in the window (Streaming DiLoCo,
+            Douillard et al. 2025).
+        delay: steps that go on while an average is under way. It is taken up after them.
+        merge: the share that stays of what a rank has by then; the rest is the global copy's. 0.5 where there is a
+            delay, and else 0.
+        buffers: "average", "rank0" or "own", see `gradwire.sync.buffers.Policy`.
+        optimizer: that trains the model on this rank. Needed for `moments="average"` and `SlowMo`.
+        moments: "average" to average the optimizer's first moments too, or "own".
+        group: whose ranks; None for the default group.
+        seed: of all random choices, the same on every rank.
+        deadline_s: seconds after which a silent rank is an error.
+        what: the call that errors speak of.
+
+    Attributes:
+        steps: those of the run so far.
+        since: those of the window so far.
+
+    Raises:
+        CompositionError: a window of no steps, more fragments than layers, and other settings that fit nothing.
+        AttachError: models or settings that differ between ranks, by name; or no process group.
+        SpecError: a method that cannot be built.
+        CommunicationError: a rank that did not come within `deadline_s`, by its number.
+
+    Example:
+        averaging = gradwire.sync.Averaging(model, every=8)
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            loss_of(model(inputs), targets).backward()
+            optimizer.step()
+            averaging.step()
+        averaging.sync()  # all ranks have the same model now
+        averaging.close()
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        every: int | Schedule = 8,
+        method: Reducer | str = "none",
+        *,
+        outer: Outer | None = None,
+        warmup: int = 0,
+        fragments: int = 1,
+        delay: int = 0,
+        merge: float | None = None,
+        buffers: Policy = "average",
+        optimizer: torch.optim.Optimizer | None = None,
+        moments: Moments = "own",
+        group: dist.ProcessGroup | None = None,
+        seed: int = 0,
+        deadline_s: float = DEADLINE_S,
+        what: str = "gradwire.sync.Averaging",
+    ) -> None:
+        self.schedule, self.outer = as_schedule(every), outer or Mean()
+        self.warmup, self.delay, self.merge = warmup, delay, (0.5 if delay else 0.0) if merge is None else merge
+        self.model, self.optimizer = model, optimizer
+        self._with_moments = moments == "average"
+        require_policy(buffers)
+        self._require_settings(moments, fragments)
+        self.settings = f"outer={self.outer}, fragments={fragments}, buffers={buffers!r}, moments={moments!r}"
+        self.steps = self.since = self._synced = 0
+        self.fragments: list[Fragment] = []
+        parameters = named(model)
+        try:
+            for names in split(list(parameters), fragments):
+                part = {name: parameters[name] for name in names}
+                session = Session(
+                    travelling(part, self._with_moments),
+                    method,
+                    group=group,
+                    seed=seed,
+                    deadline_s=deadline_s,
+                    lane=self.fragments[0].session.lane if self.fragments else None,
+                    what=what,
+                )
+                self.fragments.append(Fragment(part, self.outer, session, self._with_moments))
+            self._transport, self._lane = self.session.transport, self.session.lane
+            self._device = next(iter(parameters.values())).device
+            compared = parameters | (persistent_buffers(model) if buffers != "own" else {})
+            require_same_start(self._whole_text(), compared, Together(what, self._lane, AttachError))
+        except BaseException:
+            self.close()
+            raise
+        self.buffers = Buffers(model, buffers, self._ask, self._transport.rank, self._transport.world_size)
+
+    def __repr__(self) -> str:
+        return f"Averaging({self.settings}, every={self.schedule}, step={self.steps})"
+
+    def _require_settings(self, moments: str, fragments: int) -> None:
+        require_steps("warmup", self.warmup, 0)
+        require_steps("delay", self.delay, 0)
+        if moments not in get_args(Moments):
+            raise CompositionError(f"moments={moments!r}: give one of {', '.join(map(repr, get_args(Moments)))}")
+        if not 0 <= self.merge < 1:
+            raise CompositionError(f"merge={self.merge}: the share that a rank keeps is 0 or more and below 1")
+        if self.schedule.limit is not None and (fragments > 1 or self.delay):
+            raise CompositionError("a window that drift ends is averaged at once: leave out fragments= and delay=")
+        if self.schedule.length(0) < max(fragments, self.delay):
+            raise CompositionError(
+                f"fragments={fragments} and delay={self.delay} do not fit into a window of {self.schedule.length(0)} "
+                "steps: make every= larger"
+            )
+        if self.delay >= self.schedule.length(0) and not self.merge:
+            raise CompositionError(
+                f"delay={self.delay} with merge=0 forgets every step between two averages: make merge= larger than 0"
+            )
+        if self.optimizer is None and (self._with_moments or self.outer.needs_rates):
+            wants = "moments='average'" if self._with_moments else f"{self.outer}"
+            raise AttachError(f"{wants} looks at the optimizer of this rank: pass optimizer=")
+
+    def _whole_text(self) -> str:
+        """All settings, which must be the same on all ranks."""
+        return f"{self.settings}, every={self.schedule}, warmup={self.warmup}, delay={self.delay}, merge={self.merge}"
+
+    @property
+    def session(self) -> Session:
+        """The session of the first fragment: its `report()` and `stats()` tell what averaging costs."""
+        return self.fragments[0].session
+
+    # Steps -------------------------------------------------------------------------------------------------------
+
+    def step(self) -> bool:
+        """Count a step of this rank, and average where a window ends. Every rank calls it equally often.
+
+        A step that a `GradScaler` skipped counts too, so call this whether or not the optimizer moved.
+
+        Returns:
+            Whether a window has ended.
+
+        Raises:
+            StepError: a parameter is not finite on some rank, on all of them; or this was closed.
+            CommunicationError: a rank failed or fell silent, by its number.
+        """
+        self.steps, self.since = self.steps + 1, self.since + 1
+        self._end_those_due()
+        ended = self._is_over()
+        for fragment in self.fragments if ended and self._is_warm_up else self._beginning(ended):
+            self._begin(fragment)
+        if ended:
+            self.since = 0
+            self.buffers.average_()
+        return ended
+
+    @property
+    def _is_warm_up(self) -> bool:
+        return self.steps <= self.warmup
+
+    @property
+    def _length(self) -> int:
+        """Steps of the window at hand, which depend on where it began."""
+        began = self.steps - self.since
+        return 1 if began < self.warmup else self.schedule.length(began)
+
+    def _is_over(self) -> bool:
+        if self.since >= self._length:
+            return True
+        return self.schedule.limit is not None and self._drift() > self.schedule.limit
+
+    def _beginning(self, ended: bool) -> list[Fragment]:
+        """The fragments whose average begins after this step; the last one's with the window's end."""
+        length, parts = self._length, len(self.fragments)
+        begins = [-(-(i + 1) * length // parts) for i in range(parts)]
+        *others, last = zip(self.fragments, begins, strict=True)
+        found = [fragment for fragment, at in others if at == self.since]
+        return [*found, last[0]] if ended else found
+
+    def _begin(self, fragment: Fragment) -> None:
+        self._end(fragment)  # where it is still under way: two averages of one tensor would mix
+        delay = 0 if self._is_warm_up else self.delay
+        fragment.begin(self.steps + delay, self._moments() if self._with_moments else {}, self._rates())
+        if not delay:
+            self._end(fragment)
+
+    def _end_those_due(self) -> None:
+        for fragment in self.fragments:
+            if fragment.due <= self.steps:
+                self._end(fragment)
+
+    def _end(self, fragment: Fragment, own: float | None = None) -> None:
+        if not fragment.is_under_way:
+            return
+        fragment.end(plainly=fragment.due <= self.warmup)
+        fragment.merge(self._moments() if self._with_moments else {}, self.merge if own is None else own)
+
+    def sync(self) -> None:
+        """Average now, whatever is left of the window: afterwards all ranks have the same model.
+
+        Every rank calls it at the same place, as after the last step. What is under way is taken up first. Where no
+        rank has made a step since the last average, nothing is averaged again.
+
+        Raises:
+            StepError, CommunicationError: as `step`.
+        """
+        for fragment in self.fragments:
+            self._end(fragment)
+        if self._agreed([self._apart()])[0]:
+            for fragment in self.fragments:
+                fragment.begin(self.steps, self._moments() if self._with_moments else {}, self._rates())
+                self._end(fragment, own=0.0)
+            self.buffers.average_()
+        self.since, self._synced = 0, self.steps
+
+    def _apart(self) -> float:
+        """How many steps ago this rank may have had the same model as the others; 0 if it has now."""
+        return 0.0 if self.is_at_once and not self.since else float(self.steps - self._synced)
+
+    @property
+    def is_at_once(self) -> bool:
+        """Whether the end of a window leaves no difference between ranks."""
+        return len(self.fragments) == 1 and not self.merge and not self.delay
+
+    def begin_anew(self) -> None:
+        """Begin a window with what this rank has now, on all ranks of the group, where they have the same.
+
+        Raises:
+            StepError: an average is under way.
+        """
+        if any(fragment.is_under_way for fragment in self.fragments):
+            raise StepError("an average is under way, of what the model was before: call sync() before")
+        for fragment in self.fragments:
+            fragment.begin_anew()
+        self.buffers.begin_anew()
+        self.since, self._synced = 0, self.steps
+
+    # What ranks agree on ------------------------------------------------------------------------------------------
+
+    def _ask(self, request: AllReduce) -> Tensor:
+        return self._lane.call(lambda: ask(request, self._transport), f" in step {self.steps}")
+
+    def _agreed(self, values: Sequence[float]) -> list[float]:
+        """The largest that any rank has of each number."""
+        return self._ask(AllReduce(torch.tensor(values, dtype=torch.float64, device=self._device), "max")).tolist()
+
+    @torch.no_grad()
+    def _drift(self) -> float:
+        """|x - x_0| / |x_0|, the largest of all ranks."""
+        moved = whole = 0.0
+        for fragment in self.fragments:
+            for name, parameter in fragment.parameters.items():
+                start = fragment.start(name).double()
+                moved += float((parameter.double() - start).square().sum())
+                whole += float(start.square().sum())
+        return self._agreed([(moved / whole) ** 0.5 if whole else 0.0])[0]
+
+    def _rates(self) -> dict[str, float]:
+        """The learning rate of each parameter, the largest that any rank has in its parameter group."""
+        if self.optimizer is None or not self.outer.needs_rates:
+            return {}
+        groups = self.optimizer.param_groups
+        rates = self._agreed([float(group["lr"]) for group in groups])
+        of = {id(p): rate for group, rate in zip(groups, rates, strict=True) for p in group["params"]}
+        return {name: of[id(p)] for part in self.fragments for name, p in part.parameters.items() if id(p) in of}
+
+    # First moments -------------------------------------------------------------------------------------------------
+
+    def _moments(self) -> dict[str, Tensor]:
+        """The first moments that this rank's optimizer has by now, alive, by parameter.
+
+        An optimizer makes the state of a parameter in its first step with it, and wants it whole: where there is none
+        yet, none is made.
+        """
+        assert self.optimizer is not None
+        found: dict[str, Tensor] = {}
+        for fragment in self.fragments:
+            for name, parameter in fragment.parameters.items():
+                state: Mapping[str, Any] = self.optimizer.state.get(parameter, {})
+                for key in _FIRST_MOMENTS:
+                    if isinstance(state.get(key), Tensor):
+                        found[name] = state[key]
+        return found
+
+    # The global copy ----------------------------------------------------------------------------------------------
+
+    def global_copy(self) -> dict[str, Tensor]:
+        """What all ranks agreed on last, by parameter; copies, in 32 bits at least."""
+        return {name: fragment.copies[name].clone() for fragment in self.fragments for name in fragment.parameters}
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Generator[None]:
+        """In a `with` block the model has the global copy; afterwards this rank's own parameters are back.
+
+        Evaluate so in mid-window: all ranks measure the same model. Nothing is communicated. Buffers stay as they are.
+        """
+        parameters = {name: p for fragment in self.fragments for name, p in fragment.parameters.items()}
+        own = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+        try:
+            self._write(self.global_copy())
+            yield
+        finally:
+            self._write(own)
+
+    @torch.no_grad()
+    def _write(self, values: Mapping[str, Tensor]) -> None:
+        for fragment in self.fragments:
+            for name, parameter in fragment.parameters.items():
+                parameter.copy_(values[name])
+
+    # State -------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state in tensors, numbers and strings; save one a rank, next to this rank's model and optimizer.
+
+        An average that is under way is waited for, and saved as received. Nothing else is communicated.
+        """
+        return {
+            "version": VERSION,
+            "settings": self.settings,
+            "rank": self._transport.rank,
+            "world_size": self._transport.world_size,
+            "steps": self.steps,
+            "since": self.since,
+            "synced": self._synced,
+            "fragments": [fragment.state_dict() for fragment in self.fragments],
+            "buffers": self.buffers.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on exactly where `state_dict` was called, on the same rank. Load this rank's model and optimizer too.
+
+        Raises:
+            StateError: a damaged state, or one of another method, model, rank or world size; nothing is changed then.
+        """
+        self.take_up(self.checked(state))
+
+    def checked(self, state: Mapping[str, Any]) -> Checked:
+        """Return a saved state for `take_up`; until then nothing is changed.
+
+        Raises:
+            StateError: as `load_state_dict`.
+        """
+        self._check_head(state)
+        loaded = [own.unpacked(its) for own, its in zip(self.fragments, state["fragments"], strict=True)]
+        self.buffers.check(state["buffers"])
+        return Checked(state, loaded)
+
+    def take_up(self, checked: Checked) -> None:
+        """Go on from what `checked` returned."""
+        saved, loaded = checked
+        for own, its, session in zip(self.fragments, saved["fragments"], loaded, strict=True):
+            own.take_up(its, session)
+        self.buffers.take_up(saved["buffers"])
+        self.steps, self.since, self._synced = (int(saved[key]) for key in ("steps", "since", "synced"))
+
+    def _check_head(self, state: Mapping[str, Any]) -> None:
+        """Refuse what has another form, or is not of this run."""
+        here = {
+            "version": VERSION,
+            "settings": self.settings,
+            "rank": self._transport.rank,
+            "world_size": self._transport.world_size,
+        }
+        for key in (*here, *_BODY):
+            if key not in state:
+                raise StateError(f"the saved state of gradwire.sync has no {key!r}: pass what state_dict() returned")
+        for key, value in here.items():
+            if state[key] != value:
+                raise StateError(f"the saved state has {key} {state[key]!r}, this run {value!r}; {_REMEDIES[key]}")
+        for key, kind in _BODY.items():
+            if not isinstance(state[key], kind) or (kind is int and cast(int, state[key]) < 0):
+                raise StateError(f"the saved state's {key!r} is damaged: pass what state_dict() returned")
+        for number, fragment in enumerate(state["fragments"]):
+            for key, kind in _FRAGMENT.items():
+                if not isinstance(fragment, Mapping) or not isinstance(cast(Any, fragment).get(key), kind):
+                    raise StateError(f"{key!r} of fragment {number} of the saved state is damaged or missing")
+
+    # Ending ------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Stop communicating; a second call does nothing. What is under way is forgotten: call `sync` before."""
+        for fragment in reversed(self.fragments):  # the first one's session has made the lane
+            fragment.session.close()
+
+    def __enter__(self) -> Averaging:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self._lane.failures.leave_word(error)
+        self.close()
+
+
+_BODY: Mapping[str, type] = {"steps": int, "since": int, "synced": int, "fragments": list, "buffers": Mapping}
+_FRAGMENT: Mapping[str, type] = {
+    "session": Mapping,
+    "copies": Mapping,
+    "memory": Mapping,
+    "rates": Mapping,
+    "rates_before": Mapping,
+    "deltas": Mapping,
+    "due": int,
+}
+_REMEDIES = {
+    "version": "load it with the version of gradwire that wrote it",
+    "settings": "make it with the settings it was saved with, or begin anew from the saved model",
+    "rank": "each rank loads what the same rank saved",
+    "world_size": "for another number of ranks call sync() before saving, and begin anew from that model",
+}

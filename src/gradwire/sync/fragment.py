@@ -1,0 +1,235 @@
+"""A part of a model that ranks average at once, with what they agreed on and what the outer step remembers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradwire.core.errors import CompositionError, StepError
+from gradwire.core.saved import Loaded
+from gradwire.session import Session, SessionStep
+from gradwire.sync.buffers import require_alike
+from gradwire.sync.outer import Outer, Rates
+
+MOMENT = "first moment of "
+"""What stands before a parameter's name in the name of its first moment."""
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """A copy in 32 bits at least: in 16 an outer step would be lost in rounding."""
+    return tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32), copy=True)
+
+
+def layers_of(names: Sequence[str]) -> list[list[str]]:
+    """Names of parameters by the module that they belong to, in order.
+
+    >>> layers_of(["a.weight", "a.bias", "b.weight"])
+    [['a.weight', 'a.bias'], ['b.weight']]
+    """
+    layers: dict[str, list[str]] = {}
+    for name in names:
+        layers.setdefault(name.rpartition(".")[0], []).append(name)
+    return list(layers.values())
+
+
+def split(names: Sequence[str], fragments: int) -> list[list[str]]:
+    """Deal layers out to fragments in turn (the strided pattern of Streaming DiLoCo, section 2.2).
+
+    Raises:
+        CompositionError: more fragments than layers, or none.
+
+    >>> split(["a.weight", "a.bias", "b.weight", "c.weight"], 2)
+    [['a.weight', 'a.bias', 'c.weight'], ['b.weight']]
+    """
+    if fragments == 1:
+        return [list(names)]
+    layers = layers_of(names)
+    if not 1 <= fragments <= len(layers):
+        raise CompositionError(
+            f"fragments={fragments}: the model has {len(layers)} modules with trained parameters of their own, and a "
+            "fragment has one of them at least"
+        )
+    return [[name for layer in layers[i::fragments] for name in layer] for i in range(fragments)]
+
+
+class Fragment:
+    """Averages named parameters of all ranks.
+
+    What travels is what a rank's window changed: x_H - x_0 in 32 bits or more, where x_0 is what the parameters were at
+    the window's beginning. So error feedback works: what was not sent is added to the change of the next window.
+
+    Args:
+        parameters: those of the model, alive.
+        outer: what the global copy becomes.
+        session: over `travelling(parameters)`.
+        with_moments: whether first moments travel too.
+
+    Attributes:
+        copies: the global copy of each tensor, the same bits on all ranks.
+        rates: inner learning rates by parameter, of the average that is under way.
+        rates_before: those of the average before; a rate of 0 is left out.
+        deltas: of an average that is under way or has not been taken up yet, else empty.
+        due: after which step it is taken up.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor], outer: Outer, session: Session, with_moments: bool) -> None:
+        self.parameters, self.outer, self.session = dict(parameters), outer, session
+        self.with_moments = with_moments
+        self.copies = {name: wide(parameter) for name, parameter in parameters.items()}
+        self.memory = {name: outer.memory(copy) for name, copy in self.copies.items()}
+        if with_moments:
+            self.copies |= {MOMENT + name: torch.zeros_like(copy) for name, copy in self.copies.items()}
+        self.rates: dict[str, float] = {}
+        self.rates_before: dict[str, float] = {}
+        self.deltas: dict[str, Tensor] = {}
+        self.due = 0
+        self._step: SessionStep | None = None
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether an average was begun and not taken up."""
+        return bool(self.deltas)
+
+    # One average -------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def begin(self, due: int, moments: Mapping[str, Tensor], rates: Mapping[str, float]) -> None:
+        """Send what changed; go on at once.
+
+        Args:
+            due: after which step of the run it is taken up.
+            moments: the first moments of this rank, by parameter; what is missing counts as zeros.
+            rates: inner learning rates by parameter, alike on all ranks.
+        """
+        deltas = {name: wide(parameter).sub_(self.start(name)) for name, parameter in self.parameters.items()}
+        if self.with_moments:
+            for name in self.parameters:
+                copy = self.copies[MOMENT + name]
+                mine = wide(moments[name]).to(copy.dtype) if name in moments else torch.zeros_like(copy)
+                deltas[MOMENT + name] = mine.sub_(copy)
+        step = self.session.step()
+        step.__enter__()
+        step.deliver_all(deltas)
+        step.go_on()
+        self._step, self.deltas, self.due, self.rates = step, deltas, due, dict(rates)
+
+    def start(self, name: str) -> Tensor:
+        """What a parameter was at the window's beginning: the global copy, as the parameter's dtype holds it."""
+        copy, parameter = self.copies[name], self.parameters[name]
+        return copy if parameter.dtype == copy.dtype else copy.to(parameter.dtype).to(copy.dtype)
+
+    def wait(self) -> None:
+        """Wait for the mean of what was sent."""
+        if self._step is not None:
+            step, self._step = self._step, None
+            step.__exit__(None, None, None)
+
+    @torch.no_grad()
+    def end(self, plainly: bool) -> None:
+        """Take the mean up into the global copy.
+
+        Args:
+            plainly: whether the mean itself is taken, without the outer step.
+
+        Raises:
+            StepError: on every rank, where the mean is not finite. The global copy is left as it was.
+        """
+        self.wait()
+        deltas, self.deltas = self.deltas, {}
+        _require_finite(deltas)
+        for name, delta in deltas.items():
+            if plainly or name not in self.parameters:
+                self.copies[name].add_(delta)
+            else:
+                self.outer.move_(self.copies[name], delta, self.memory[name], self._rates_of(name))
+        self.rates_before |= {name: rate for name, rate in self.rates.items() if rate}
+
+    def _rates_of(self, name: str) -> Rates:
+        now = self.rates.get(name, 1.0)  # what no optimizer trains does not change
+        return Rates(now, self.rates_before.get(name, now))
+
+    @torch.no_grad()
+    def merge(self, moments: Mapping[str, Tensor], own: float) -> None:
+        """Write the global copy over what this rank has, of which a share `own` stays.
+
+        Args:
+            moments: first moments by parameter, of any fragment.
+            own: 0 where nothing stays.
+        """
+        here = self.parameters | {MOMENT + name: moment for name, moment in moments.items() if name in self.parameters}
+        for name, tensor in here.items():
+            copy = self.copies[name]
+            tensor.copy_(wide(tensor).mul_(own).add_(copy.mul(1 - own)) if own else copy)
+
+    @torch.no_grad()
+    def begin_anew(self) -> None:
+        """Take what the parameters are now for the global copy. Nothing is under way."""
+        for name, parameter in self.parameters.items():
+            self.copies[name].copy_(parameter)
+
+    # State -------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of it, in tensors, numbers and strings; tensors are copies."""
+        self.wait()
+        return {
+            "session": self.session.state_dict(),
+            "copies": _cloned(self.copies),
+            "memory": {name: _cloned(memory) for name, memory in self.memory.items()},
+            "rates": dict(self.rates),
+            "rates_before": dict(self.rates_before),
+            "deltas": _cloned(self.deltas),
+            "due": self.due,
+        }
+
+    def unpacked(self, saved: Mapping[str, Any]) -> Loaded:
+        """Refuse what belongs to another model; return what `take_up` wants of the session.
+
+        Raises:
+            StateError: with what differs.
+        """
+        require_alike("global copy of", self.copies, saved["copies"])
+        for name, memory in self.memory.items():
+            require_alike(f"outer state of {name!r},", memory, saved["memory"].get(name, {}))
+        if saved["deltas"]:
+            require_alike("mean change of", self.copies, saved["deltas"])
+        return self.session.unpacked(saved["session"])
+
+    @torch.no_grad()
+    def take_up(self, saved: Mapping[str, Any], loaded: Loaded) -> None:
+        """Go on from what `unpacked` has accepted."""
+        self.wait()
+        self.session.take_up(loaded)
+        for name, copy in self.copies.items():
+            copy.copy_(saved["copies"][name])
+        for name, memory in self.memory.items():
+            for key, tensor in memory.items():
+                tensor.copy_(saved["memory"][name][key])
+        devices = {name: copy.device for name, copy in self.copies.items()}
+        self.deltas = {name: delta.to(devices[name], copy=True) for name, delta in saved["deltas"].items()}
+        self.rates, self.rates_before = dict(saved["rates"]), dict(saved["rates_before"])
+        self.due = int(saved["due"])
+
+
+def _require_finite(deltas: Mapping[str, Tensor]) -> None:
+    for name, delta in deltas.items():
+        if not torch.isfinite(delta).all():
+            raise StepError(
+                f"{name!r} is not finite on some rank at the end of a window; the global copy still has what all ranks "
+                "began the window with"
+            )
+
+
+def travelling(parameters: Mapping[str, Tensor], with_moments: bool) -> dict[str, Tensor]:
+    """Tensors like those that are sent, for a session."""
+    sent = {
+        name: torch.empty_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for name, p in parameters.items()
+    }
+    return sent | ({MOMENT + name: tensor for name, tensor in sent.items()} if with_moments else {})
+
+
+def _cloned(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in tensors.items()}

@@ -1,0 +1,213 @@
+"""`LocalSGD`: an optimizer around any other one, which averages the model of all ranks every few steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from gradwire.core.errors import AttachError, StateError, StepError
+from gradwire.reducers.base import Reducer
+from gradwire.session import DEADLINE_S
+from gradwire.sync.averaging import Averaging, Moments
+from gradwire.sync.buffers import Policy
+from gradwire.sync.outer import Outer
+from gradwire.sync.schedules import Schedule
+
+_KEY = "sync"
+"""Where the state of averaging lies in the optimizer's state."""
+
+
+class LocalSGD(Optimizer):
+    """Steps an inner optimizer, and averages the parameters of all ranks at the end of each window.
+
+    A real optimizer: parameter groups and state are those of the inner one, so schedulers, hooks and closures work as
+    ever. A `torch.amp.GradScaler` hands it steps that it would skip elsewhere; the inner optimizer does not see those,
+    and they count, so ranks that skip different steps stay in step. See `Averaging` for the arguments and for
+    what is computed, and `docs/sync.md` for where schedulers, EMA and evaluation belong.
+
+    Args:
+        inner: the optimizer that this rank trains with, of whatever kind. From now on only this one steps it.
+        model: whose trained parameters are averaged; those of `inner` are among them.
+
+    Raises:
+        AttachError: a parameter of the optimizer that the model has not, and as `Averaging`.
+        CompositionError, SpecError, CommunicationError: as `Averaging`.
+
+    Example:
+        optimizer = gradwire.sync.LocalSGD(torch.optim.AdamW(model.parameters()), model, every=8)
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            loss_of(model(inputs), targets).backward()
+            optimizer.step()
+        optimizer.sync()  # all ranks have the same model now
+        optimizer.close()
+    """
+
+    _step_supports_amp_scaling = True  # so a scaler calls `step` even where it found infinities
+
+    def __init__(
+        self,
+        inner: Optimizer,
+        model: nn.Module,
+        every: int | Schedule = 8,
+        method: Reducer | str = "none",
+        *,
+        outer: Outer | None = None,
+        warmup: int = 0,
+        fragments: int = 1,
+        delay: int = 0,
+        merge: float | None = None,
+        buffers: Policy = "average",
+        moments: Moments = "own",
+        group: dist.ProcessGroup | None = None,
+        seed: int = 0,
+        deadline_s: float = DEADLINE_S,
+    ) -> None:
+        _require_of_model(inner.param_groups, model)
+        self.inner = inner
+        self.averaging = Averaging(
+            model,
+            every,
+            method,
+            outer=outer,
+            warmup=warmup,
+            fragments=fragments,
+            delay=delay,
+            merge=merge,
+            buffers=buffers,
+            optimizer=inner,
+            moments=moments,
+            group=group,
+            seed=seed,
+            deadline_s=deadline_s,
+            what="gradwire.sync.LocalSGD",
+        )
+        super().__init__(inner.param_groups, inner.defaults)
+        self._share()
+        self._steps_inner = False
+        self._guard = inner.register_step_pre_hook(self._require_own_step)
+
+    def _share(self) -> None:
+        """Have the inner optimizer's groups and state for one's own."""
+        self.param_groups, self.state = self.inner.param_groups, self.inner.state
+
+    def __repr__(self) -> str:
+        return f"LocalSGD({self.inner!r}, {self.averaging!r})"
+
+    def _require_own_step(self, *_: object) -> None:
+        if not self._steps_inner:
+            raise StepError(
+                "the inner optimizer was stepped on its own, which windows would not count, and nothing was changed: "
+                "call step() of LocalSGD, or close() it before the inner one goes on alone"
+            )
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Step the inner optimizer, and average where a window ends; return what it returns.
+
+        Raises:
+            StepError, CommunicationError: as `Averaging.step`.
+        """
+        loss = None
+        if not self._scaler_skips():
+            self._unscale()
+            loss = self._step_inner(closure)
+        self.averaging.step()
+        return loss
+
+    def _step_inner(self, closure: Callable[[], Any] | None) -> Any:
+        self._steps_inner = True
+        try:
+            return self.inner.step(closure) if closure else self.inner.step()
+        finally:
+            self._steps_inner = False
+
+    def _scaler_skips(self) -> bool:
+        """Whether a `GradScaler` that calls this has found infinities. Without any gradient it gives the number 0."""
+        found: Tensor | float = getattr(self, "found_inf", 0.0)
+        return bool(float(found))
+
+    @torch.no_grad()
+    def _unscale(self) -> None:
+        """Do what a `GradScaler` leaves to optimizers that it hands all steps to."""
+        scale: Tensor | None = getattr(self, "grad_scale", None)
+        if scale is None:
+            return
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(scale.double().reciprocal().float().to(parameter.grad.device))
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group to the inner optimizer; its parameters are among those that are averaged.
+
+        Raises:
+            AttachError: a parameter that was not trained when this was made.
+        """
+        if any(group is param_group for group in self.inner.param_groups):  # as torch's constructor gives them
+            super().add_param_group(param_group)
+            return
+        params = param_group["params"]
+        given = [params] if isinstance(params, Tensor) else list(params)
+        known = {id(p) for fragment in self.averaging.fragments for p in fragment.parameters.values()}
+        if any(id(parameter) not in known for parameter in given):
+            raise AttachError(
+                "a parameter of the new group was not trained when LocalSGD was made, so ranks would not average it: "
+                "make it require gradients before"
+            )
+        self.inner.add_param_group({**param_group, "params": given})
+        self._share()
+
+    def sync(self) -> None:
+        """Average now: afterwards all ranks have the same model. See `Averaging.sync`."""
+        self.averaging.sync()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The inner optimizer's state, and under "sync" that of averaging; save one a rank, with its model."""
+        return {**self.inner.state_dict(), _KEY: self.averaging.state_dict()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on exactly where `state_dict` was called. Load this rank's model too.
+
+        Raises:
+            StateError: as `Averaging.load_state_dict`, or a state of another optimizer; nothing is changed then.
+        """
+        if _KEY not in state_dict:
+            raise StateError(
+                'the saved state has no "sync", so it is that of an optimizer without LocalSGD: load it into the inner '
+                "optimizer before LocalSGD is made, or pass what LocalSGD.state_dict() returned"
+            )
+        checked = self.averaging.checked(state_dict[_KEY])
+        try:
+            self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != _KEY})
+        except (ValueError, KeyError) as error:
+            raise StateError(f"the saved state is of another inner optimizer or other parameters: {error}") from error
+        self.averaging.take_up(checked)
+        self._share()
+
+    def close(self) -> None:
+        """Stop communicating and let go of the inner optimizer; a second call does nothing."""
+        self._guard.remove()
+        self.averaging.close()
+
+    def __enter__(self) -> LocalSGD:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._guard.remove()
+        self.averaging.__exit__(kind, error, trace)
+
+
+def _require_of_model(groups: list[dict[str, Any]], model: nn.Module) -> None:
+    known = {id(parameter) for parameter in model.parameters()}
+    for number, group in enumerate(groups):
+        for position, parameter in enumerate(cast("list[Tensor]", group["params"])):
+            if id(parameter) not in known:
+                raise AttachError(
+                    f"parameter {position} of group {number} of the inner optimizer, of shape "
+                    f"{tuple(parameter.shape)}, is none of the model's: ranks would not average it"
+                )
