@@ -19,7 +19,7 @@ FLOORS = (
     ("methods", "spec"),
     ("drivers",),
     ("session",),
-    ("adapters",),
+    ("adapters", "sync"),
     ("hooks",),
     ("bench",),
     ("report",),
