@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import gradwire
 from gradwire.core.errors import CommunicationError
 from gradwire.session import Session
 from gradwire.sync.optimizers import DeMo, Dion, OneBitAdam, SharedOptimizer
@@ -225,3 +226,37 @@ def with_slow_averaging(rank: int, world_size: int) -> dict[str, list[bool]]:
         optimizer.close()
         slow.close()
     return found
+
+
+def resharded(rank: int, world_size: int) -> dict[str, list[float]]:
+    """One process goes on from all ranks' states: how far what it owes is from their mean, and how large that is."""
+    alone = [dist.new_group([i]) for i in range(world_size)][rank]
+    found: dict[str, list[float]] = {}
+    for name, make in LOSSY.items():
+        network, again = model(), model()
+        optimizer = make(network, deadline_s=DEADLINE_S)
+        second = make(again, group=alone, deadline_s=DEADLINE_S)
+        run(optimizer, network, rank, range(STEPS))
+        state = optimizer.state_dict()
+        states: list[Any] = [None] * world_size
+        dist.all_gather_object(states, state["communication"])
+        second.load_state_dict({**state, "communication": gradwire.reshard(states, 1)[0]})
+        again.load_state_dict(network.state_dict())
+        mean = torch.stack([owed(each, world_size) for each in states]).mean(0)
+        found[name] = [float((owed(second.session.state_dict(), 1) - mean).abs().max()), float(mean.abs().max())]
+        run(second, again, 0, range(STEPS, STEPS + 1))
+        optimizer.close()
+        second.close()
+    return found
+
+
+def owed(state: Any, world_size: int) -> Tensor:
+    """All that a rank owes of the first weight; what it owes as an owner counts for all ranks."""
+    whole = torch.zeros(40 * 30)
+    for path, pieces in state["parameters"].get("0.weight", {}).items():
+        for piece in pieces:
+            values = piece["values"].reshape(-1)
+            if path.endswith(("residual", "momentum", "owner")):
+                share = world_size if path.endswith("owner") else 1
+                whole[piece["start"] : piece["start"] + values.numel()] += share * values
+    return whole

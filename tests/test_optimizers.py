@@ -95,6 +95,14 @@ def test_bytes_are_counted() -> None:
 
 
 @each
+def test_another_number_of_ranks_goes_on_with_what_was_owed(name: str) -> None:
+    for rank in run("resharded", 2):
+        difference, largest = rank[name]
+        assert difference <= 1e-6
+        assert largest > 0 or name == "orth_dion"  # which leaves this weight to Adam
+
+
+@each
 def test_they_compose_with_slow_averaging(name: str) -> None:
     assert run("with_slow_averaging", 2)[0][name] == [step % 4 == 3 for step in range(STEPS)]
 
@@ -174,6 +182,17 @@ def test_what_never_had_a_gradient_stays_after_the_freeze() -> None:
         optimizer.step()
     assert torch.equal(weight[8:], torch.ones(8))
     assert bool((weight[:8] < 1).all())
+    optimizer.close()
+
+
+@pytest.mark.filterwarnings("ignore::gradwire.NonFiniteWarning")
+def test_a_freeze_without_a_variance_is_refused() -> None:
+    weight = nn.Parameter(torch.zeros(4))
+    optimizer = OneBitAdam([weight], freeze_step=1, deadline_s=DEADLINE_S)
+    weight.grad = torch.full((4,), float("nan"))
+    optimizer.step()
+    with pytest.raises(StepError, match="there is no variance: begin anew"):
+        optimizer.step()
     optimizer.close()
 
 

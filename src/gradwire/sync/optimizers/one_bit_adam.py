@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from gradwire.codecs.cast import Identity
+from gradwire.core.errors import StepError
 from gradwire.reducers.base import Reducer
 from gradwire.reducers.exchange import AllReduce
 from gradwire.reducers.warm_up import WarmUp
@@ -100,8 +101,14 @@ class OneBitAdam(SharedOptimizer):
         return {"exp_avg": torch.zeros_like(entry.parameter), "exp_avg_sq": torch.zeros_like(entry.parameter)}
 
     def advance(self) -> None:
-        """One step; its phase is asked before the session counts it."""
+        """One step; its phase is asked before the session counts it.
+
+        Raises:
+            StepError: the variance is frozen, and every step before was skipped.
+        """
         self._was_frozen = self.is_frozen
+        if self._was_frozen and not self.param_groups[0]["variance_step"]:
+            raise StepError("no gradient before freeze_step was finite, so there is no variance: begin anew")
         super().advance()
 
     def count(self) -> None:
@@ -112,12 +119,11 @@ class OneBitAdam(SharedOptimizer):
 
     def message(self, entry: Entry, gradient: Tensor) -> Tensor:
         """The gradient, and after the freeze the momentum with this rank's gradient in it."""
-        message = gradient.clone(memory_format=torch.contiguous_format)
-        if self._was_frozen:
-            momentum = self.state[entry.parameter]["exp_avg"].clone(memory_format=torch.contiguous_format)
-            mix_(momentum, message, entry.group["betas"][0])
-            return momentum
-        return message
+        if not self._was_frozen:
+            return gradient.clone(memory_format=torch.contiguous_format)
+        momentum = self.state[entry.parameter]["exp_avg"].clone(memory_format=torch.contiguous_format)
+        mix_(momentum, gradient, entry.group["betas"][0])
+        return momentum
 
     def update(self, entry: Entry, result: Tensor) -> None:
         """Adam's step."""
