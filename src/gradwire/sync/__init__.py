@@ -1,5 +1,9 @@
-"""Fewer synchronisations: ranks train alone for some steps and then average what they have."""
+"""Fewer synchronisations: ranks train alone for some steps and then average what they have.
 
+`optimizers` are those whose communication is a part of the update rule.
+"""
+
+from gradwire.sync import optimizers
 from gradwire.sync.averaging import Averaging
 from gradwire.sync.buffers import Policy
 from gradwire.sync.hierarchical import Hierarchical
@@ -22,4 +26,5 @@ __all__ = [
     "Rates",
     "Schedule",
     "SlowMo",
+    "optimizers",
 ]

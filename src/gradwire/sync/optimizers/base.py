@@ -1,0 +1,222 @@
+"""What these optimizers share: a session that carries messages, one state, and steps that all ranks keep or skip.
+
+messages = what this rank has to say of each parameter
+session.reduce_(messages)        # now the same bits on every rank
+parameters = update(parameters, messages)
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, TypedDict, Unpack, overload
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
+
+from gradwire import kernels
+from gradwire.core.errors import AttachError, StateError, StepError
+from gradwire.drivers.engine import Stats
+from gradwire.reducers.base import Reducer
+from gradwire.session import Session
+from gradwire.session.lane import Lane
+from gradwire.session.names import named
+
+Params = nn.Module | ParamsT
+"""A model, whose parameters that require gradients count, or what any optimizer of PyTorch takes."""
+
+COMMUNICATION = "communication"
+"""The key of `state_dict` under which the session's memory stands."""
+
+
+class SessionOptions(TypedDict, total=False):
+    """What else a `gradwire.Session` may be told, see there."""
+
+    group: dist.ProcessGroup | None
+    seed: int
+    deadline_s: float
+    grain_numel: int | None
+    checksum: bool
+    lane: Lane | None
+
+
+class Entry(NamedTuple):
+    """A parameter with its name and the options of its group."""
+
+    name: str
+    parameter: Tensor
+    group: dict[str, Any]
+
+
+class SharedOptimizer(Optimizer):
+    """An optimizer for loops without DDP: every rank computes gradients of its own and calls `step` at the same place.
+
+    The model must be alike on every rank when the optimizer is made, and stays so bit for bit. A parameter that has no
+    gradient counts as zeros, since other ranks may have one. Where a gradient is not finite on any rank, the step is
+    skipped on all of them, and nothing is remembered of it. A step that raises ends communication, as in a session.
+
+    Args:
+        params: a model, or parameters, named parameters or groups as PyTorch's optimizers take them. They must be
+            float32; use `torch.autocast` for faster products.
+        defaults: options of groups.
+        method: what carries the messages.
+        options: `group`, `seed`, `deadline_s`, `grain_numel`, `checksum` and `lane` of the session.
+
+    Raises:
+        AttachError: ranks that disagree, parameters of another dtype, or no process group.
+
+    Attributes:
+        session: carries the messages. `gradwire.save(folder, optimizer)` saves what it remembers, for instance to go on
+            with another number of ranks; `state_dict` holds that too.
+    """
+
+    def __init__(
+        self, params: Params, defaults: dict[str, Any], method: Reducer | str, **options: Unpack[SessionOptions]
+    ) -> None:
+        self._is_made = False
+        super().__init__(list(named(params).items()) if isinstance(params, nn.Module) else params, defaults)
+        self._names = _names(self.param_groups)
+        for entry in self.entries():
+            name, parameter, _ = entry
+            _require_float32(name, parameter)
+            self.state[parameter] = self.fresh(entry)
+        tensors = {entry.name: entry.parameter.detach() for entry in self.entries()}
+        self.session = Session(tensors, method, what=type(self).__name__, **options)
+        self._is_made = True
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, while the optimizer is made.
+
+        Raises:
+            StepError: afterwards, since what ranks exchange was agreed on.
+        """
+        if self._is_made:
+            raise StepError("what ranks exchange was planned with the parameters given: make a new optimizer")
+        super().add_param_group(param_group)
+
+    def entries(self) -> Iterator[Entry]:
+        """Every parameter, in the order of the groups."""
+        names = iter(self._names)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                yield Entry(next(names), parameter, group)
+
+    # What an optimizer is made of --------------------------------------------------------------------------------
+
+    @abstractmethod
+    def fresh(self, entry: Entry) -> dict[str, Tensor]:
+        """Return what is remembered of a parameter before the first step."""
+
+    @abstractmethod
+    def message(self, entry: Entry, gradient: Tensor) -> Tensor:
+        """Return what this rank contributes: a new tensor, made without changing what is remembered."""
+
+    @abstractmethod
+    def update(self, entry: Entry, result: Tensor) -> None:
+        """Change the parameter and what is remembered of it, given what all ranks received."""
+
+    # Steps -------------------------------------------------------------------------------------------------------
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Combine what the gradients of all ranks say, and update the parameters alike on every rank.
+
+        Args:
+            closure: computes the loss and its gradients, where given, and returns the loss.
+
+        Raises:
+            StepError: a sparse gradient, or a session that is closed.
+            CommunicationError: a rank failed or fell silent, by its number.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.advance()
+        return loss
+
+    def advance(self) -> None:
+        """Do one step with the gradients that are there."""
+        messages = {entry.name: self.message(entry, gradient_of(entry)) for entry in self.entries()}
+        if self.exchanged(self.session, messages):
+            self.count()
+            for entry in self.entries():
+                self.update(entry, messages[entry.name])
+
+    def exchanged(self, session: Session, messages: Mapping[str, Tensor]) -> bool:
+        """Replace messages by what all ranks received; return whether it is finite, alike on all of them."""
+        session.reduce_(messages)
+        return bool(torch.stack([kernels.all_finite(message) for message in messages.values()]).all())
+
+    def count(self) -> None:
+        """Count a step that is kept."""
+        for group in self.param_groups:
+            group["step"] += 1
+
+    # Figures, state, ending --------------------------------------------------------------------------------------
+
+    def stats(self) -> Stats:
+        """Return bytes and times of communication so far."""
+        return self.session.stats()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that this rank remembers; save one file a rank, since ranks owe different things.
+
+        Resuming with the same number of ranks is exact. For another number, pass all ranks' `["communication"]` to
+        `gradwire.reshard`, and put each result in place of the old one.
+        """
+        return {**super().state_dict(), COMMUNICATION: self.session.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take up what `state_dict` of the same rank returned.
+
+        Raises:
+            StateError: the state of another optimizer, method, rank, number of ranks or model, or a damaged one.
+                Nothing is changed then.
+        """
+        if COMMUNICATION not in state_dict:
+            raise StateError(f"the state has no {COMMUNICATION!r}: it is not that of a {type(self).__name__}")
+        loaded = self.session.unpacked(state_dict[COMMUNICATION])
+        super().load_state_dict(state_dict)
+        self.session.take_up(loaded)
+
+    def close(self) -> None:
+        """Stop communicating."""
+        self.session.close()
+
+
+def gradient_of(entry: Entry) -> Tensor:
+    """A parameter's gradient, zeros where it has none.
+
+    Raises:
+        StepError: a sparse gradient.
+    """
+    gradient = entry.parameter.grad
+    if gradient is None:
+        return torch.zeros_like(entry.parameter)
+    if gradient.layout != torch.strided:
+        raise StepError(f"the gradient of {entry.name!r} is {gradient.layout}, and only dense ones can be combined")
+    return gradient
+
+
+def _names(groups: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Names as given, or numbers."""
+    found: list[str] = []
+    for group in groups:
+        given = group.get("param_names")
+        found += given or [str(len(found) + i) for i in range(len(group["params"]))]
+    return found
+
+
+def _require_float32(name: str, parameter: Tensor) -> None:
+    if parameter.dtype != torch.float32:
+        raise AttachError(f"parameter {name!r} is {parameter.dtype}: train in float32, with torch.autocast for speed")

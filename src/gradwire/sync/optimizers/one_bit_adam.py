@@ -1,0 +1,140 @@
+"""1-bit Adam: Adam for a while, then momentum in one bit over a variance that no longer changes."""
+
+from __future__ import annotations
+
+from typing import Unpack
+
+import torch
+from torch import Tensor
+
+from gradwire.codecs.cast import Identity
+from gradwire.core.errors import StepError
+from gradwire.reducers.base import Reducer
+from gradwire.reducers.exchange import AllReduce
+from gradwire.reducers.warm_up import WarmUp
+from gradwire.spec import as_method
+from gradwire.sync.optimizers.arithmetic import adam_denominator, adam_step_, check_adam, check_rate, decay_, mix_
+from gradwire.sync.optimizers.base import Entry, Params, SessionOptions, SharedOptimizer
+
+
+class OneBitAdam(SharedOptimizer):
+    """Adam whose momentum travels in one bit once its variance is frozen (Tang et al. 2021, Algorithm 1).
+
+    For the first T = `freeze_step` steps, with g the mean of the ranks' gradients g_i:
+
+        m = beta1 m + (1 - beta1) g,   v = beta2 v + (1 - beta2) g^2
+
+    From then on v stays, no gradient travels, and every rank adds its own gradient to the momentum that all share:
+
+        m = mean_i C(beta1 m + (1 - beta1) g_i),   x -= lr / (1 - beta1^t) * m / (sqrt(v / (1 - beta2^T)) + eps)
+
+    C is `method` with its error feedback. By default it is a sign and a scale for each block of 4096, in two shots:
+    what a rank did not send it owes, and what the owner of a shard lost when it encoded the mean, the owner owes. These
+    are the worker's and the server's error of the paper.
+
+    Before the freeze it is PyTorch's `AdamW`, to rounding (`Adam`, without weight decay).
+
+    Where the frozen variance is zero, as of a row of an embedding that never occurred, nothing moves: a sign has no
+    zero, and Adam would divide the noise by eps. The authors have the user give a mask instead. The paper's Adam has no
+    bias correction, and here it goes on after the freeze as it was before.
+
+    How long to warm up: until the variance has settled, 15 to 20% of all steps in the paper. A variance frozen while
+    the learning rate still rises, or while gradients still change in size, does not suit what follows.
+
+    Args:
+        params: a model, or parameters, named parameters or groups; float32.
+        lr: learning rate.
+        betas: of the momentum and of the variance.
+        eps: added to the square root.
+        weight_decay: decoupled, as in `AdamW`.
+        freeze_step: T, at least 1; steps that are skipped count too, on every rank alike.
+        method: C, a reducer or a spec. With `"none"` the momentum travels as it is.
+        options: `group`, `seed`, `deadline_s`, `grain_numel`, `checksum`, `lane` of `gradwire.Session`.
+
+    Raises:
+        ValueError: options out of range.
+        AttachError, SpecError, CompositionError: as `gradwire.Session`.
+
+    References:
+        Tang et al. 2021, "1-bit Adam: communication efficient large-scale training with Adam's convergence speed",
+        ICML, Algorithm 1.
+
+    Example:
+        optimizer = OneBitAdam(model, lr=1e-3, freeze_step=1000)
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            loss_of(model(inputs), targets).backward()
+            optimizer.step()
+        optimizer.close()
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        freeze_step: int,
+        method: Reducer | str = "sign",
+        **options: Unpack[SessionOptions],
+    ) -> None:
+        check_rate(lr, weight_decay)
+        check_adam(betas, eps)
+        if freeze_step < 1:
+            raise ValueError(f"freeze_step {freeze_step} is below 1: the variance needs at least one step")
+        self.freeze_step = freeze_step
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "step": 0, "variance_step": 0}
+        carrier = WarmUp(AllReduce(Identity()), as_method(method), freeze_step)
+        super().__init__(params, defaults, carrier, **options)
+
+    _was_frozen = False
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether the next step's message is the momentum."""
+        return self.session.engine.index >= self.freeze_step
+
+    def fresh(self, entry: Entry) -> dict[str, Tensor]:
+        """Momentum and variance of zeros."""
+        return {"exp_avg": torch.zeros_like(entry.parameter), "exp_avg_sq": torch.zeros_like(entry.parameter)}
+
+    def advance(self) -> None:
+        """One step; its phase is asked before the session counts it.
+
+        Raises:
+            StepError: the variance is frozen, and every step before was skipped.
+        """
+        self._was_frozen = self.is_frozen
+        if self._was_frozen and not self.param_groups[0]["variance_step"]:
+            raise StepError("no gradient before freeze_step was finite, so there is no variance: begin anew")
+        super().advance()
+
+    def count(self) -> None:
+        """Count a step that is kept, and the variance's where it changes."""
+        super().count()
+        for group in self.param_groups:
+            group["variance_step"] += not self._was_frozen
+
+    def message(self, entry: Entry, gradient: Tensor) -> Tensor:
+        """The gradient, and after the freeze the momentum with this rank's gradient in it."""
+        if not self._was_frozen:
+            return gradient.clone(memory_format=torch.contiguous_format)
+        momentum = self.state[entry.parameter]["exp_avg"].clone(memory_format=torch.contiguous_format)
+        mix_(momentum, gradient, entry.group["betas"][0])
+        return momentum
+
+    def update(self, entry: Entry, result: Tensor) -> None:
+        """Adam's step."""
+        _, parameter, group = entry
+        state, (beta1, beta2) = self.state[parameter], group["betas"]
+        momentum, square = state["exp_avg"], state["exp_avg_sq"]
+        if self._was_frozen:
+            momentum.copy_(result.masked_fill_(square == 0, 0.0))
+        else:
+            mix_(momentum, result, beta1)
+            mix_(square, result * result, beta2)
+        decay_(parameter, group)
+        denominator = adam_denominator(square, beta2, group["variance_step"], group["eps"])
+        adam_step_(parameter, momentum, denominator, group)

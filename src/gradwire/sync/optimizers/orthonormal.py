@@ -1,0 +1,127 @@
+"""The exchange of Dion: momentum that ranks keep apart, and an update of low rank with orthonormal factors."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from gradwire.core import collective
+from gradwire.core.errors import CompositionError
+from gradwire.core.grain import Grain
+from gradwire.core.key import Key
+from gradwire.core.state import Leaf, State
+from gradwire.kernels import matrices
+from gradwire.reducers.base import Program, Reduced, Step
+from gradwire.reducers.low_rank import LowRank, SentFactors, check_rank, drawn, factor_part, unit_columns
+from gradwire.sync.optimizers.arithmetic import square_root
+
+
+@dataclass(frozen=True)
+class OrthonormalMomentum(LowRank):
+    """Direction of an update of low rank, orthonormal or nearly so, out of momentum that every rank keeps for itself.
+
+    For gradients G_i of shape (rows, columns), each rank's momentum M_i, and the last step's Q of shape (columns, rank)
+    (Ahn & Xu 2025, Algorithm 2):
+
+        B_i = M_i + G_i,   P = orth(mean_i B_i Q),   R = mean_i B_i^T P,   M_i = B_i - (1 - momentum) P R^T
+        Q = R with columns of length 1,   result = sqrt(rows / columns) P Q^T
+
+    With `right="orthonormal"` Q is an orthonormal basis of what R spans (Nakamori et al. 2026, Orth-Dion): all singular
+    values of P Q^T are then 1, where normalised columns let them reach sqrt(rank).
+
+    The mean of the momenta is what one process would have that saw the mean gradient, since everything that is
+    exchanged is linear in B_i. The result is no mean and not linear. Bytes: (rows + columns) * rank floats.
+
+    Between steps columns of Q are scaled by powers of two, which P does not depend on, and columns of zeros are redrawn
+    from the key, so a layer whose gradient was zero gets through when it comes back. Parameters too small to gain go
+    uncompressed, as means.
+
+    Owned state: `x` becomes the new momentum.
+
+    Args:
+        rank: columns of the factors, at least 1.
+        momentum: share of what a step has used that stays in the momentum, in [0, 1).
+        right: "normalised" (Dion) or "orthonormal" (Orth-Dion).
+
+    Raises:
+        CompositionError: rank below 1, momentum out of range, or an unknown `right`.
+
+    References:
+        Ahn & Xu 2025, "Dion: a communication-efficient optimizer for large models", Algorithms 1 and 2;
+        Nakamori et al. 2026, "Orth-Dion: eliminating geometric mismatch in distributed low-rank spectral optimization".
+
+    >>> from gradwire.core.grain import matrix_grain
+    >>> from gradwire.drivers.lockstep import Lockstep
+    >>> ranks = Lockstep(OrthonormalMomentum(rank=1), matrix_grain(2, 2), world_size=2)
+    >>> ranks.step([torch.tensor([[[2.0, 0.0], [0.0, 0.0]]]), torch.tensor([[[4.0, 0.0], [0.0, 0.0]]])])[0].abs()
+    tensor([[[1., 0.],
+             [0., 0.]]])
+    """
+
+    rank: int
+    momentum: float = 0.95
+    right: Literal["normalised", "orthonormal"] = "normalised"
+    min_compression_rate: ClassVar[float] = 1.0  # type: ignore[misc]
+
+    consumes: ClassVar[bool] = True
+    conserves: ClassVar[bool] = False  # what was used stays in part, and lengths are lost
+
+    def __post_init__(self) -> None:
+        check_rank(self.rank, 1.0)
+        if not 0.0 <= self.momentum < 1.0:
+            raise CompositionError(f"momentum {self.momentum} is outside [0, 1)")
+        if self.right not in ("normalised", "orthonormal"):
+            raise CompositionError(f"right {self.right!r} is neither 'normalised' nor 'orthonormal'")
+
+    @property
+    def averages(self) -> bool:
+        """False: lengths are lost."""
+        return False
+
+    @property
+    def carries_momentum(self) -> bool:
+        """True."""
+        return True
+
+    @property
+    def shows_non_finite(self) -> bool:
+        """True: what is not finite in B is not finite in P or in R, nor in the result."""
+        return True
+
+    def init(self, grain: Grain, step: Step) -> State:
+        """Momentum of zeros, and Gaussian columns from the key, the same on every rank."""
+        momentum = torch.zeros(grain.numel, dtype=torch.float32, device=grain.device)
+        return _state(momentum, drawn(grain, self.rank, grain.shape[2], Key(step.seed, 0, grain.name, "init")))
+
+    def reduce(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:
+        """Two all-reduces, of P and of R."""
+        B = x.float().view(grain.shape).add_(state.tensor("momentum").view(grain.shape))
+        BQt = matrices.project_columns(B, state.tensor("Qt"))
+        Pt = matrices.orthonormalise((yield collective.AllReduce(factor_part(BQt, grain, step))).float())
+        Rt = (yield collective.AllReduce(factor_part(matrices.project_rows(Pt, B), grain, step))).float()
+        matrices.subtract_low_rank_(B, Pt, Rt, 1.0 - self.momentum)
+        Qt = matrices.orthonormalise(Rt) if self.right == "orthonormal" else unit_length(Rt)
+        result = torch.empty_like(B)
+        _, rows, columns = grain.shape
+        matrices.low_rank_(result, Pt, Qt, math.sqrt(rows / columns))
+        fresh = unit_columns(Rt, Key(step.seed, step.index, grain.name, "revive"))
+        return Reduced(result.to(x.dtype).view(x.shape), SentFactors(Pt, Rt), _state(B.view(-1), fresh))
+
+
+def unit_length(vectors: Tensor) -> Tensor:
+    """Rows of (batch, rank, length) at length 1, those of zeros left; the same bits on every processor.
+
+    >>> unit_length(torch.tensor([[[3.0, 4.0], [0.0, 0.0]]]))
+    tensor([[[0.6000, 0.8000],
+             [0.0000, 0.0000]]])
+    """
+    length = square_root(matrices.products(vectors, vectors))
+    return (vectors.double() / torch.where(length == 0, 1.0, length)[:, :, None]).float()
+
+
+def _state(momentum: Tensor, Qt: Tensor) -> State:
+    return State(momentum=Leaf(momentum, "element", owed=True, momentum=True), Qt=Leaf(Qt, "matrix"))
