@@ -56,7 +56,8 @@ class Network:
         loss: share of the frames that get lost between two hosts ("0.1%"), in each direction, at random but alike
             in every network.
 
-    Delay and loss need namespaces. They are the work of a process, which takes some processor time (`line_use`).
+    Delay and loss need namespaces, so "auto" does not fall back on paced sockets. They are the work of a process, which
+    takes some processor time (`line_use`).
 
     Attributes:
         hosts: as given.
@@ -97,6 +98,10 @@ class Network:
         self.description = "a network not yet made"
         self._requested: Literal["auto", "root", "user", "paced"] = mode
         self._links = Links(_rates(hosts, rate), parse_delay(delay), parse_loss(loss))
+        if mode == "paced" and self._links.by_line:
+            raise ValueError(
+                "paced sockets have neither delay nor loss: these need a network of mode auto, root or user"
+            )
         self._port = port
         self._made: Hosts | None = None
         self._tag = ""
@@ -154,7 +159,8 @@ class Network:
     def _make(self) -> Hosts:
         reasons: list[str] = []
         asked = self._requested
-        modes: tuple[Mode, ...] = ("root", "user", "paced") if asked == "auto" else (asked,)
+        emulated: tuple[Mode, ...] = ("root", "user") if self._links.by_line else ("root", "user", "paced")
+        modes: tuple[Mode, ...] = emulated if asked == "auto" else (asked,)
         for mode in modes:
             try:
                 made = self._make_as(mode)
@@ -170,8 +176,6 @@ class Network:
 
     def _make_as(self, mode: Mode) -> Hosts:
         if mode == "paced":
-            if self._links.by_line:
-                raise NetworkError("paced sockets have neither delay nor loss: these need network namespaces")
             return Loopback(self._links, _loopback_port(self._port))
         _check_tools(mode)
         port = self._port or _DEFAULT_PORT  # nobody else lives in a new namespace: every port is free
