@@ -11,6 +11,7 @@ import dataclasses
 import json
 import secrets
 import shutil
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,10 +20,11 @@ from gradwire.bench import storage, verdict
 from gradwire.bench.environment import environment
 from gradwire.bench.net import Network
 from gradwire.bench.news import News, read_news
-from gradwire.bench.plan import Options, Plan, make_plan
+from gradwire.bench.plan import Options, Plan, make_network, make_plan
 from gradwire.bench.ranks import RankFailure, run_ranks
 from gradwire.bench.results import Comparison, Evaluation, Run, Split, Wire, mean
 from gradwire.bench.run_folder import prepare_folder, slug, store_run, stored_runs
+from gradwire.bench.slow import parse_slow
 from gradwire.bench.task import count
 from gradwire.bench.warm import WarmHosts
 from gradwire.bench.worker import Job
@@ -67,7 +69,7 @@ def compare(options: Options, view: View) -> Comparison:
     """
     plan = make_plan(options)
     folder = prepare_folder(options.out, fresh=options.fresh)
-    with Network(options.hosts, options.rate, mode=options.network) as network:
+    with make_network(options) as network:
         conditions = plan.conditions(network.mode)
         kept = stored_runs(folder, plan.grid, conditions)
         view.begin(plan, network.description, [(run.method, run.seed) for run in kept])
@@ -78,7 +80,7 @@ def compare(options: Options, view: View) -> Comparison:
             for method, seed in missing:
                 view.start(method, seed)
                 assert warm is not None
-                run = run_once(plan, network, warm, method, seed, folder, view)
+                run = run_beside_line(plan, network, warm, method, seed, folder, view)
                 run = dataclasses.replace(run, conditions=conditions)
                 store_run(folder, run)
                 runs[method, seed] = run
@@ -131,6 +133,19 @@ def warm_hosts(plan: Plan, network: Network, folder: Path) -> WarmHosts:
     """Processes that make every run of this comparison start at once."""
     options = plan.options
     return WarmHosts(network, options.hosts, options.task, options.text, folder / "logs")
+
+
+def run_beside_line(
+    plan: Plan, network: Network, warm: WarmHosts, method: str, seed: int, folder: Path, view: View
+) -> Run:
+    """`run_once`, with what the network's delay line has used meanwhile."""
+    before, begun = network.line_use(), time.monotonic()
+    run = run_once(plan, network, warm, method, seed, folder, view)
+    after, seconds = network.line_use(), time.monotonic() - begun
+    if before is None or after is None:
+        return run
+    cores = (after.cpu_s - before.cpu_s) / seconds
+    return dataclasses.replace(run, line_cores=cores, line_missed=after.missed - before.missed)
 
 
 def run_once(plan: Plan, network: Network, warm: WarmHosts, method: str, seed: int, folder: Path, view: View) -> Run:
@@ -187,6 +202,7 @@ def make_job(plan: Plan, method: str, seed: int, place: Path) -> Job:
         deadline_s=plan.deadline_s,
         folder=str(place.resolve()),
         token=secrets.token_hex(8),
+        slow=parse_slow(options.slow, options.hosts),
     )
 
 

@@ -105,7 +105,9 @@ def pays_below(mine: Course, baseline: Course) -> float | None:
 
 
 def measured_rate(comparison: Comparison) -> float | None:
-    """Bit/s of a comparison's links; None where its rate is in other words than ours."""
+    """Bit/s of a comparison's links; None where they differ, and where the rate is in other words than ours."""
+    if comparison.options.get("rates"):
+        return None
     try:
         return parse_rate(comparison.options["rate"])
     except ValueError:

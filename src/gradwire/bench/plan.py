@@ -12,7 +12,8 @@ import torch
 import gradwire
 from gradwire.bench import results
 from gradwire.bench.environment import processor
-from gradwire.bench.net import Network, parse_rate
+from gradwire.bench.net import Network, parse_delay, parse_loss, parse_rate
+from gradwire.bench.slow import parse_slow
 from gradwire.bench.task import Task, count
 from gradwire.bench.tasks import make_task
 from gradwire.bench.torch_hooks import parse_torch
@@ -45,6 +46,10 @@ class Options:
         methods: gradwire specs and `torch:` methods, in the order to show.
         hosts: number of ranks, one a host.
         rate: of every link, such as "100mbit".
+        rates: of each host's link, instead of one rate for all.
+        delay: what a round trip between two hosts takes, such as "50ms"; half of it each way.
+        loss: share of the frames that get lost between two hosts, in each direction, such as "0.1%".
+        slow: hosts that compute slower, such as "3:4x".
         target: see `results.Comparison.target`.
         steps: how many each run makes; None for the task's own number.
         minutes: of training time for each run instead of a number of steps.
@@ -62,6 +67,10 @@ class Options:
     methods: tuple[str, ...] = DEFAULT_METHODS
     hosts: int = 4
     rate: str = "100mbit"
+    rates: tuple[str, ...] = ()
+    delay: str = "0"
+    loss: str = "0"
+    slow: tuple[str, ...] = ()
     target: str | None = None
     steps: int | None = None
     minutes: float | None = None
@@ -109,13 +118,13 @@ class Plan:
             "task": options.task,
             "data": self.task.fingerprint,
             "hosts": options.hosts,
-            "rate": options.rate,
+            "rate": ",".join(options.rates) or options.rate,
             "steps": self.steps,
             "minutes": options.minutes,
             "bucket size (MB)": options.bucket_mb,
             "evaluate every": self.evaluate_every,
-            "network": mode,
-            "processor": processor(),
+            "network": ", ".join([mode, *_weather(options)]),
+            "processor": ", ".join([processor(), *_slow_hosts(options)]),
             "torch": str(torch.__version__),
         }
 
@@ -173,9 +182,32 @@ def _check_numbers(options: Options) -> None:
     if len(set(options.methods)) != len(options.methods) or not options.methods:
         raise CompareError("--methods: name each method once, and at least one")
     try:
-        Network(options.hosts, options.rate, mode=options.network)
+        make_network(options)
+        parse_slow(options.slow, options.hosts)
     except ValueError as error:
         raise CompareError(str(error)) from error
+
+
+def make_network(options: Options) -> Network:
+    """The network of a comparison, not yet entered.
+
+    Raises:
+        ValueError: an option of it makes no sense.
+    """
+    rate = options.rates or options.rate
+    return Network(options.hosts, rate, mode=options.network, delay=options.delay, loss=options.loss)
+
+
+def _weather(options: Options) -> list[str]:
+    """What links have beyond their rates. Runs from before there were such links have the same conditions."""
+    delay_s, loss = parse_delay(options.delay), parse_loss(options.loss)
+    named = ((delay_s, f"delay {1e3 * delay_s:g} ms"), (loss, f"loss {100 * loss:g} %"))
+    return [text for value, text in named if value]
+
+
+def _slow_hosts(options: Options) -> list[str]:
+    factors = parse_slow(options.slow, options.hosts)
+    return [f"host {host} {factor:g} times slower" for host, factor in enumerate(factors) if factor != 1]
 
 
 def _short(value: int) -> str:
@@ -194,6 +226,7 @@ def _evaluation_interval(task: Task, steps: int | None) -> int:
 
 
 def _deadline(options: Options, task: Task) -> float:
-    """Twenty times what a dense step takes on this link, and a minute at least."""
-    dense_s = 2 * 4 * count(task.model) / (parse_rate(options.rate) / 8)
-    return max(60.0, 20 * dense_s)
+    """Twenty times what a dense step takes on the slowest link, and a minute of the slowest host's at least."""
+    rate = min(parse_rate(rate) for rate in options.rates or [options.rate])
+    dense_s = 2 * 4 * count(task.model) / (rate / 8) + options.hosts * parse_delay(options.delay)
+    return max(60.0 * max(parse_slow(options.slow, options.hosts)), 20 * dense_s)

@@ -103,6 +103,8 @@ class Run:
         residual_norm: norm of what error feedback still owes at the end, where there is any.
         report: rank 0's `handle.report().as_dict()` at the end; None for PyTorch's own hooks.
         conditions: the options and versions it ran under, compared before it is reused.
+        line_cores: processor time of the network's delay line over the time of the run; None where there is none.
+        line_missed: frames that the delay line was too slow to take.
     """
 
     method: str
@@ -119,6 +121,8 @@ class Run:
     residual_norm: float | None = None
     report: dict[str, Any] | None = None
     conditions: dict[str, Any] = field(default_factory=dict[str, Any])
+    line_cores: float | None = None
+    line_missed: int = 0
 
     @property
     def steps(self) -> int:

@@ -162,6 +162,8 @@ RUN: Mapping[str, Read] = {
     "residual_norm": _optional(_number),
     "report": _optional(_facts({"verdict": _text})),
     "conditions": _mapping,
+    "line_cores": _optional(_amount),
+    "line_missed": _whole(0),
 }
 
 TASK: Mapping[str, Read] = {
@@ -170,7 +172,7 @@ TASK: Mapping[str, Read] = {
 
 OPTIONS: Mapping[str, Read] = {
     "hosts": _whole(1), "rate": _text, "steps": _optional(_whole(1)), "minutes": _optional(_amount),
-    "bucket_mb": _amount,
+    "bucket_mb": _amount, "rates": _list(_text), "delay": _text, "loss": _text, "slow": _list(_text),
 }  # fmt: skip
 
 ENVIRONMENT: Mapping[str, Read] = dict.fromkeys(
@@ -190,7 +192,7 @@ def _run(value: Any, where: str) -> Run:
 
 COMPARISON: Mapping[str, Read] = {
     "task": _facts(TASK, frozenset({"parameters"})),
-    "options": _facts(OPTIONS),
+    "options": _facts(OPTIONS, frozenset({"rates", "delay", "loss", "slow"})),
     "environment": _facts(ENVIRONMENT, frozenset({"network_mode"})),
     "smoothing": _whole(1),
     "target": _target,

@@ -14,6 +14,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire
 from gradwire import kernels
 from gradwire.bench.news import News, write_news
+from gradwire.bench.slow import SlowProcessor
 from gradwire.bench.task import Task, TaskError
 from gradwire.bench.tasks import make_task
 from gradwire.bench.torch_hooks import TorchMethod, attach_torch, parse_torch, predicted_bytes
@@ -52,6 +54,7 @@ class Job:
         deadline_s: how long a collective may take.
         folder: where the ranks meet and leave their results.
         token: marks the news of this run, as no line of the task's own output does.
+        slow: how many times slower each rank's processor is.
     """
 
     method: str
@@ -65,6 +68,7 @@ class Job:
     deadline_s: float
     folder: str
     token: str = ""
+    slow: Sequence[float] = ()
 
 
 @dataclass
@@ -247,6 +251,8 @@ class Trainer:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.optimizer = task.optimizer(p for p in ddp.parameters() if p.requires_grad)
         self.base_lrs = [group["lr"] for group in self.optimizer.param_groups]
+        self.processor = SlowProcessor(job.slow[self.rank] if job.slow else 1.0)
+        self.processor.watch(ddp.module)  # before the next line: a gradient has come once it was slept for
         self.gradient = LastGradient(ddp.module)
         self.buffer_bytes = sum(b.numel() * b.element_size() for b in ddp.module.buffers())
         self.log = Log(label=side.label)
@@ -291,15 +297,18 @@ class Trainer:
             group["lr"] = lr * factor
         cpu_before = time.process_time()
 
+        self.processor.begin()
         begun = time.perf_counter()
         inputs, targets = self.task.batch(step, self.rank, self.world_size)
         self.optimizer.zero_grad(set_to_none=True)
         loss = self.task.loss(self.ddp(inputs), targets)
+        self.processor.pay()
         loss.backward()
         reduced = time.perf_counter()
         if self.task.clip_norm is not None:
             nn.utils.clip_grad_norm_(self.ddp.parameters(), self.task.clip_norm)
         self.optimizer.step()
+        self.processor.pay()
         ended = time.perf_counter()
 
         self.elapsed_s += ended - begun

@@ -118,8 +118,19 @@ def _add_compare(compare: argparse.ArgumentParser) -> None:
 def _add_network(compare: argparse.ArgumentParser) -> None:
     where = compare.add_argument_group("the network")
     where.add_argument("--hosts", type=int, default=4, metavar="N", help="hosts, one rank each (default: 4)")
-    where.add_argument(
+    rates = where.add_mutually_exclusive_group()
+    rates.add_argument(
         "--rate", default="100mbit", metavar="RATE", help="of every link: 100mbit, 1gbit, ... (default: 100mbit)"
+    )
+    rates.add_argument("--rates", metavar="RATE,RATE,...", help="of each host's link: 100mbit,20mbit,...")
+    where.add_argument(
+        "--delay", default="0", metavar="TIME", help="of a round trip between two hosts, as ping shows it: 50ms"
+    )
+    where.add_argument(
+        "--loss", default="0", metavar="SHARE", help="of frames between two hosts, in each direction: 0.1%%"
+    )
+    where.add_argument(
+        "--slow", nargs="+", default=[], metavar="HOST:FACTOR", help="hosts that compute slower, counted from 0: 3:4x"
     )
     where.add_argument(
         "--network",
@@ -159,6 +170,10 @@ def run_compare(arguments: argparse.Namespace, console: Console) -> int:
         methods=tuple(arguments.methods or plan.DEFAULT_METHODS),
         hosts=arguments.hosts,
         rate=arguments.rate,
+        rates=tuple(arguments.rates.split(",")) if arguments.rates is not None else (),
+        delay=arguments.delay,
+        loss=arguments.loss,
+        slow=tuple(arguments.slow),
         target=arguments.target,
         steps=arguments.steps,
         minutes=arguments.minutes,

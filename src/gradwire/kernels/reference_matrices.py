@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from gradwire.kernels.reference import uniform
+from gradwire.kernels.rounding import square_root
 
 LANES = 32
 SEGMENT = 1024
@@ -117,7 +118,7 @@ def _weights(gram: Tensor, tolerance: float) -> Tensor:
     for k in range(rank):
         left = gram[:, k, k]
         dependent = left <= lengths[:, k] * tolerance
-        inverse = torch.where(dependent, 0.0, 1.0 / torch.sqrt(torch.where(dependent, 1.0, left)))
+        inverse = torch.where(dependent, 0.0, 1.0 / square_root(torch.where(dependent, 1.0, left)))
         share = gram[:, k, :] * inverse[:, None]
         unit = w[:, :, k] * inverse[:, None]
         gram = gram - share[:, :, None] * share[:, None, :]
@@ -143,7 +144,7 @@ def gaussian(bits: int, numel: int) -> Tensor:
     q = u - 0.5
     centre = 0.180625 - q * q
     near = q * _polynomial(CENTRE[0], centre) / _polynomial(CENTRE[1], centre)
-    tail = torch.sqrt(-_log(torch.where(q < 0, u, 1.0 - u))) - 1.6
+    tail = square_root(-_log(torch.where(q < 0, u, 1.0 - u))) - 1.6
     far = _polynomial(TAIL[0], tail) / _polynomial(TAIL[1], tail)
     return torch.where(q.abs() <= 0.425, near, torch.where(q < 0, -far, far)).float()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from string import Template
@@ -93,9 +93,17 @@ def lede(comparison: Comparison) -> str:
     seeds = len({run.seed for run in comparison.runs})
     return (
         f"{comparison.task['description'] or comparison.task['name']}; "
-        f"{text.counted(comparison.options['hosts'], 'host')}, links of {comparison.options['rate']}, "
+        f"{text.counted(comparison.options['hosts'], 'host')}, {_links(comparison.options)}, "
         f"{text.counted(seeds, 'seed')}."
     )
+
+
+def _links(options: Mapping[str, Any]) -> str:
+    """What the links are, and which hosts are slower. Results from before these options have none of them."""
+    links = f"links of {', '.join(options.get('rates') or [options['rate']])}"
+    links += f" with a round trip of {options['delay']}" if options.get("delay", "0") != "0" else ""
+    links += f" that lose {options['loss']} of their frames" if options.get("loss", "0") != "0" else ""
+    return links + (f", slow hosts {', '.join(options['slow'])}" if options.get("slow") else "")
 
 
 def _findings(verdict: Verdict) -> str:
@@ -126,8 +134,9 @@ def _conditions(comparison: Comparison) -> list[tuple[str, str]]:
     environment, options = comparison.environment, comparison.options
     length = f"{options['steps']} steps" if options["steps"] else f"{options['minutes']} minutes of training"
     return [
-        ("network", environment["network"]),
-        ("processor", f"{environment['processor']}, shared by all hosts, one thread of torch each"),
+        ("network", f"{environment['network']}{_line_note(comparison)}"),
+        ("processor", f"{environment['processor']}, shared by all hosts, one thread of torch each"
+         f"{_slow_note(options)}"),
         ("software", f"gradwire {environment['gradwire']}, PyTorch {environment['torch']}, "
          f"Python {environment['python']}, {environment['system']}"),
         ("task", f"{comparison.task['description']}; {length} a run; the same seeds, weights and batches for "
@@ -136,6 +145,27 @@ def _conditions(comparison: Comparison) -> list[tuple[str, str]]:
          "two"),
         ("made", f"{environment['created']} by {environment['command']}"),
     ]  # fmt: skip
+
+
+def _line_note(comparison: Comparison) -> str:
+    """What the delay line took from the ranks, and what it lost beyond what was asked for."""
+    runs = [run for run in comparison.runs if run.line_cores is not None]
+    if not runs:
+        return ""
+    shares = [100 * (run.line_cores or 0.0) for run in runs]
+    missed = sum(run.line_missed for run in runs)
+    took = f". The delay line took {mean(shares):.0f} % of a core (at most {max(shares):.0f} %), which the ranks lacked"
+    return took + (f"; it was too slow for {text.counted(missed, 'frame')}, which got lost" if missed else "")
+
+
+def _slow_note(options: Mapping[str, Any]) -> str:
+    """What a slow host is here."""
+    if not options.get("slow"):
+        return ""
+    return (
+        f". Slow hosts ({', '.join(options['slow'])}) sleep in proportion to the processor time that they use in a "
+        "step, for computing and for coding"
+    )
 
 
 # --------------------------------------------------------------------------------------------- charts

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from gradwire.core.errors import CompositionError
+from gradwire.kernels.rounding import square_root
 from gradwire.reducers.aggregate.rule import GeometricRule, distances_to, in_order_sum, usable
 
 _FAR = 1e6
@@ -73,7 +74,7 @@ class GeometricMedian(GeometricRule):
         """The coefficients of v after the last iteration."""
         n, finite = distances.shape[0], usable(distances)
         D = torch.where(finite[:, None] & finite, distances, 0.0)
-        sums = torch.where(finite, in_order_sum(D.sqrt()), math.inf)
+        sums = torch.where(finite, in_order_sum(square_root(D)), math.inf)
         medoid = sums.sort(stable=True).indices[:1]
         from_medoid = torch.where(finite, D.index_select(0, medoid)[0], math.inf)
         nearest = from_medoid.sort(stable=True)

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from gradwire.core.errors import CompositionError
 from gradwire.kernels import robust
+from gradwire.kernels.rounding import square_root
 
 
 class Rule(ABC):
@@ -108,7 +109,7 @@ def usable(distances: Tensor) -> Tensor:
 def distances_to(combination: Tensor, distances: Tensor) -> Tensor:
     """Return |x_i - v| for v = sum_k c_k x_k with sum c = 1, from D alone: sqrt(D c - (c . D c) / 2)."""
     away = in_order_sum(distances * combination)
-    return (away - 0.5 * in_order_sum(combination * away)).clamp(min=0.0).sqrt()
+    return square_root((away - 0.5 * in_order_sum(combination * away)).clamp(min=0.0))
 
 
 def in_order_sum(x: Tensor) -> Tensor:

@@ -15,9 +15,9 @@ from gradwire.core.grain import Grain
 from gradwire.core.key import Key
 from gradwire.core.state import Leaf, State
 from gradwire.kernels import matrices
+from gradwire.kernels.rounding import square_root
 from gradwire.reducers.base import Program, Reduced, Step
 from gradwire.reducers.low_rank import LowRank, SentFactors, check_rank, drawn, factor_part, unit_columns
-from gradwire.sync.optimizers.arithmetic import square_root
 
 
 @dataclass(frozen=True)
