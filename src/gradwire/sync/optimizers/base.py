@@ -141,10 +141,10 @@ class SharedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.advance()
+        self.make_step()
         return loss
 
-    def advance(self) -> None:
+    def make_step(self) -> None:
         """Do one step with the gradients that are there."""
         messages = {entry.name: self.message(entry, gradient_of(entry)) for entry in self.entries()}
         if self.exchanged(self.session, messages):

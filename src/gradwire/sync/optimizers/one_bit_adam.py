@@ -100,7 +100,7 @@ class OneBitAdam(SharedOptimizer):
         """Momentum and variance of zeros."""
         return {"exp_avg": torch.zeros_like(entry.parameter), "exp_avg_sq": torch.zeros_like(entry.parameter)}
 
-    def advance(self) -> None:
+    def make_step(self) -> None:
         """One step; its phase is asked before the session counts it.
 
         Raises:
@@ -109,7 +109,7 @@ class OneBitAdam(SharedOptimizer):
         self._was_frozen = self.is_frozen
         if self._was_frozen and not self.param_groups[0]["variance_step"]:
             raise StepError("no gradient before freeze_step was finite, so there is no variance: begin anew")
-        super().advance()
+        super().make_step()
 
     def count(self) -> None:
         """Count a step that is kept, and the variance's where it changes."""
