@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from gradwire.bench.tasks import Task
@@ -34,6 +36,43 @@ class Alone:
             return Answer(request.like.new_empty(request.length))
         assert isinstance(request, AllReduce | AllToAll)
         return Answer(request.tensor)
+
+
+def network_arguments(about: str | None, hosts: int, methods: list[str]) -> argparse.ArgumentParser:
+    """The options of scripts that train methods in turn on an emulated network.
+
+    Args:
+        about: the script's text.
+        hosts, methods: by default.
+    """
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--task", default="bytes")
+    parser.add_argument("--hosts", type=int, default=hosts)
+    parser.add_argument("--rate", default="100mbit")
+    parser.add_argument("--methods", nargs="+", default=methods)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--stretch", type=int, default=6, help="steps of a method in a row")
+    parser.add_argument("--deadline", type=float, default=600.0)
+    parser.add_argument("--save", action="store_true", help="write a dated file into benchmarks/results")
+    return parser
+
+
+class Steps(Protocol):
+    """A method that trains a model of its own."""
+
+    def step(self) -> None:
+        """Train a step."""
+        ...
+
+
+def take_turns(trainings: Iterable[Steps], rounds: int, stretch: int) -> None:
+    """Train `stretch` steps at a time, each in turn, for so many rounds."""
+    trainings = list(trainings)
+    for _ in range(rounds):
+        for one in trainings:
+            dist.barrier()
+            for _ in range(stretch):
+                one.step()
 
 
 def training(task: Task, ranks: VirtualRanks, steps: int) -> Iterator[list[Gradients]]:

@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from common import save_result
+from common import network_arguments, save_result, take_turns
 from gradwire import kernels
 from gradwire.bench.net import Network, parse_rate
 from gradwire.bench.ranks import run_function
@@ -97,7 +97,7 @@ class _LastGradient:
             hook.remove()
 
 
-def take_turns(
+def train_all(
     rank: int,
     world_size: int,
     *,
@@ -112,11 +112,7 @@ def take_turns(
     torch.set_num_threads(1)
     kernels.warm_up()
     trainings = {method: Training(method, task, bucket_mb, grain) for method in methods}
-    for _ in range(rounds):
-        for training in trainings.values():
-            dist.barrier()
-            for _ in range(stretch):
-                training.step()
+    take_turns(trainings.values(), rounds, stretch)
     coded = {method: training.handle.stats().encode_s / training.index for method, training in trainings.items()}
     for training in trainings.values():
         training.handle.close()
@@ -169,7 +165,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         name: getattr(arguments, name) for name in ("task", "methods", "rounds", "stretch", "bucket_mb", "grain")
     }
     with Network(arguments.hosts, arguments.rate) as network:
-        target = f"{__file__}:take_turns"
+        target = f"{__file__}:train_all"
         ranks = run_function(target, arguments.hosts, options, deadline_s=arguments.deadline, network=network)
         description, rate = network.description, parse_rate(arguments.rate)
     if arguments.trace:
@@ -193,18 +189,10 @@ def show(rows: dict[str, dict[str, float]]) -> None:
 
 def main() -> None:
     """Measure and print; with --save write a dated result file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--task", default="bytes")
-    parser.add_argument("--hosts", type=int, default=2)
-    parser.add_argument("--rate", default="100mbit")
-    parser.add_argument("--methods", nargs="+", default=DEFAULT)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--stretch", type=int, default=6, help="steps of a method in a row")
+    parser = network_arguments(__doc__, 2, DEFAULT)
     parser.add_argument("--bucket-mb", type=float, default=None, help="DDP's bucket_cap_mb; by default DDP's own")
     parser.add_argument("--grain", type=int, default=None, help="elements that are encoded together at most")
-    parser.add_argument("--deadline", type=float, default=600.0)
     parser.add_argument("--trace", type=Path, help="folder for traces")
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/overlap_TASK_DATE.json")
     arguments = parser.parse_args()
     figures = measure(arguments)
     show(figures["methods"])

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from common import save_result
+from common import network_arguments, save_result, take_turns
 from gradwire import kernels
 from gradwire.bench.net import Network
 from gradwire.bench.ranks import run_function
@@ -55,18 +55,14 @@ class Training:
             self.times_s.append(time.perf_counter() - begun)
 
 
-def take_turns(
+def train_all(
     rank: int, world_size: int, *, task: str, methods: list[str], rounds: int, stretch: int, bucket_mb: float
 ) -> dict[str, Any]:
     """Train with every method, `stretch` steps at a time, for so many rounds; return times and sizes."""
     torch.set_num_threads(1)
     kernels.warm_up()
     trainings = {method: Training(method, task, bucket_mb) for method in methods}
-    for _ in range(rounds):
-        for training in trainings.values():
-            dist.barrier()
-            for _ in range(stretch):
-                training.step()
+    take_turns(trainings.values(), rounds, stretch)
     sent = {method: training.side.predicted_bytes() / training.index for method, training in trainings.items()}
     for training in trainings.values():
         training.side.close()
@@ -84,7 +80,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "bucket_mb": arguments.bucket_mb,
     }
     with Network(arguments.hosts, arguments.rate) as network:
-        target = f"{__file__}:take_turns"
+        target = f"{__file__}:train_all"
         ranks = run_function(target, arguments.hosts, options, deadline_s=arguments.deadline, network=network)
         description = network.description
     rows: dict[str, Any] = {}
@@ -105,16 +101,8 @@ def show(rows: dict[str, Any]) -> None:
 
 def main() -> None:
     """Measure and print; with --save write a dated result file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--task", default="bytes")
-    parser.add_argument("--hosts", type=int, default=4)
-    parser.add_argument("--rate", default="100mbit")
-    parser.add_argument("--methods", nargs="+", default=DEFAULT)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--stretch", type=int, default=6, help="steps of a method in a row")
+    parser = network_arguments(__doc__, 4, DEFAULT)
     parser.add_argument("--bucket-mb", type=float, default=1.0)
-    parser.add_argument("--deadline", type=float, default=600.0)
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/steps_TASK_DATE.json")
     arguments = parser.parse_args()
     figures = measure(arguments)
     show(figures["steps"])

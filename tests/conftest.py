@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import HealthCheck, settings
 
 slow_is_fine = (HealthCheck.too_slow, HealthCheck.data_too_large)
@@ -18,6 +20,15 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 # Laws run on small tensors, where a second thread costs more than it gives.
 torch.set_num_threads(1)
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    """A default process group of this process alone."""
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

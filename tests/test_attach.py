@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import HashStore, PrefixStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim.swa_utils import AveragedModel
@@ -31,14 +31,6 @@ from gradwire.session.failures import Answer, FailureBoard
 
 FILE = Path(__file__).with_name("attach_cases.py")
 SOURCES = sorted(Path(gradwire.__file__).parent.rglob("*.py"))
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    """A default group of one rank, in this process."""
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def run(case: str, ranks: int, **arguments: Any) -> list[Any]:
@@ -75,7 +67,7 @@ def names_of(module: nn.Module) -> set[str]:
         return set(handle.state_dict()["parameters"])
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("one_rank")
 def test_only_what_wrappers_put_into_names_is_left_out() -> None:
     own = {"gate_module.weight", "module.weight", "wrapped.weight"}
     assert names_of(Gated()) == own
@@ -84,7 +76,7 @@ def test_only_what_wrappers_put_into_names_is_left_out() -> None:
     assert names_of(nn.Sequential(Compiled(Gated()))) == {f"0.{name}" for name in own}
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("one_rank")
 def test_two_parameters_that_would_share_a_name_are_refused_with_both() -> None:
     model = nn.ModuleDict({"_orig_mod": nn.Linear(2, 2, bias=False), "weight": nn.Linear(2, 2)})
     model["weight"] = nn.Linear(2, 2, bias=False)
@@ -94,7 +86,7 @@ def test_two_parameters_that_would_share_a_name_are_refused_with_both() -> None:
         gradwire.attach(DDP(model), "none")
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("now", [True, False])
 def test_a_parameter_that_ddp_does_not_know_as_it_is_now_is_named(now: bool) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
@@ -117,7 +109,7 @@ def other_parallelism(kind: str) -> nn.Module:
     return fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (1,)))  # pyright: ignore[reportReturnType]
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("kind", ["FSDP1", "FSDP2", "replicate"])
 def test_other_ways_to_train_in_parallel_are_told_what_to_do_meanwhile(kind: str) -> None:
     with warnings.catch_warnings():
@@ -146,7 +138,7 @@ def attach_and_drop(close: bool) -> None:
         assert files == in_use()[2], "a closed handle holds no file that its end frees"
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts in /proc")
 @pytest.mark.parametrize("close", [True, False])
 def test_a_handle_frees_threads_groups_and_files_closed_or_dropped(close: bool) -> None:
@@ -275,7 +267,7 @@ def error_after(body: Any) -> BaseException:
     return error
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("one_rank")
 def test_a_pickle_in_the_store_is_not_executed(tmp_path: Path) -> None:
     error = error_after(pickle.dumps((1, Malicious(tmp_path / "executed"))))
     assert list(tmp_path.iterdir()) == []
@@ -283,7 +275,7 @@ def test_a_pickle_in_the_store_is_not_executed(tmp_path: Path) -> None:
     assert "no message of gradwire's" in str(error)
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("kind", DAMAGED)
 def test_a_damaged_answer_is_a_sentence(kind: str) -> None:
     error = error_after(DAMAGED[kind])
@@ -291,7 +283,7 @@ def test_a_damaged_answer_is_a_sentence(kind: str) -> None:
     assert "as the answer of rank 1 is no message of gradwire's" in str(error)
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("one_rank")
 def test_an_answer_is_passed_on_as_text_without_control_characters() -> None:
     error = error_after(json.dumps({**GOOD, "message": "bad\x1b[2J\rgood"}))
     assert isinstance(error, CommunicationError)
@@ -356,7 +348,7 @@ def test_no_source_executes_what_it_reads() -> None:
 # Warming up -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("spec", ["int4", "topk:0.01", "powersgd:2", "qsgd:15", "sign"])
 def test_after_attach_a_step_compiles_nothing(spec: str) -> None:
     cpu = pytest.importorskip("gradwire.kernels.cpu")

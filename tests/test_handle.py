@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire
@@ -19,12 +16,7 @@ from gradwire.core.errors import AttachError, StateError
 from gradwire.drivers.checked import Checked
 from gradwire.drivers.window import NORM_EVERY, START_UP, Window
 
-
-@pytest.fixture(autouse=True)
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def train(ddp: DDP, steps: int, factor: float = 1.0) -> None:

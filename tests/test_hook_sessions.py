@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -21,16 +19,7 @@ from gradwire.bench.ranks import run_function
 CASES = str(Path(__file__).with_name("hook_session_cases.py"))
 
 
-@pytest.fixture(autouse=True)
-def one_rank() -> Iterator[None]:
-    dist.init_process_group(
-        "gloo",
-        store=dist.HashStore(),  # pyright: ignore[reportPrivateImportUsage]
-        rank=0,
-        world_size=1,
-    )
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 @pytest.fixture

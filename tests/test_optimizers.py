@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
 import gradwire
 from gradwire import AttachError, Lockstep, NonFiniteWarning, StateError, StepError
@@ -21,16 +18,10 @@ from gradwire.codecs.dct_topk import cosines
 from gradwire.core.grain import matrix_grain
 from gradwire.sync.optimizers import DeMo, Dion, OneBitAdam, OrthonormalMomentum, SharedOptimizer
 from optimizer_cases import DEADLINE_S, LOSSY, STEPS, digest, give_gradients, model
+from processors import PLAIN, WITHOUT_NUMBA
 
 CASES = str(Path(__file__).with_name("optimizer_cases.py"))
-PLAIN = {
-    "ATEN_CPU_CAPABILITY": "default",
-    "MKL_CBWR": "COMPATIBLE",
-    "OMP_NUM_THREADS": "1",
-    "NUMBA_CPU_NAME": "x86-64",
-    "NUMBA_CPU_FEATURES": "+sse2",
-}
-PROCESSORS = [{}, PLAIN, {**PLAIN, "GRADWIRE_KERNELS": "reference"}]
+PROCESSORS = [{}, PLAIN, WITHOUT_NUMBA]
 
 PAGE = re.findall(
     r"```python\n(.*?)```", Path(__file__).parents[1].joinpath("docs", "optimizers.md").read_text(), re.DOTALL
@@ -116,11 +107,7 @@ def test_a_rank_that_does_not_come_is_named() -> None:
 # One rank, in this process ----------------------------------------------------------------------------------------
 
 
-@pytest.fixture(autouse=True)
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def made(name: str, network: nn.Module, **more: Any) -> SharedOptimizer:

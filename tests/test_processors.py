@@ -13,16 +13,9 @@ import pytest
 
 import gradwire
 from gradwire.bench.ranks import run_function
+from processors import PLAIN, WITHOUT_NUMBA
 
 CASES = str(Path(__file__).with_name("processor_cases.py"))
-PLAIN = {
-    "ATEN_CPU_CAPABILITY": "default",
-    "MKL_CBWR": "COMPATIBLE",
-    "OMP_NUM_THREADS": "1",
-    "NUMBA_CPU_NAME": "x86-64",
-    "NUMBA_CPU_FEATURES": "+sse2",
-}
-WITHOUT_NUMBA = {**PLAIN, "GRADWIRE_KERNELS": "reference"}
 RANKS = (2, 7)
 STEPS = 40
 

@@ -13,9 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
 import gradwire
 from gradwire import AttachError, Session, SessionStep, StepError
@@ -114,13 +112,6 @@ def test_errors_of_a_smaller_group_give_the_numbers_of_the_run(tmp_path: Path) -
 
 
 # One rank, in this process ----------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture

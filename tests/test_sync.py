@@ -5,15 +5,13 @@ from __future__ import annotations
 import copy
 import functools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
 from gradwire import AttachError, CompositionError, StateError, StepError
 from gradwire.bench.ranks import run_function
@@ -161,13 +159,6 @@ def test_ranks_whose_data_ends_in_one_window_are_equal_after_sync() -> None:
 
 
 # One rank, in this process ----------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def model(width: int = 3) -> nn.Sequential:

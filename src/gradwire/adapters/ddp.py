@@ -195,8 +195,7 @@ class _Port(BucketPort):
         super().__init__(session.lane)
         self._session, self._names = session, names
         self._finds_unused = bool(getattr(ddp, "find_unused_parameters", False))
-        self._bucket_bytes: int = ddp.bucket_bytes_cap
-        self._ready_bytes = 0
+        session.window.bucket_bytes = ddp.bucket_bytes_cap  # as DDP alone would have them
 
     def on_bucket(self, state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """DDP's communication hook: hand the bucket over and return at once."""
@@ -205,15 +204,8 @@ class _Port(BucketPort):
             raise AttachError("this handle is closed, and DDP cannot forget a hook: make a new DDP")
         if not self._step.buckets:
             session.begin()
-        self._note_ready(bucket)
+        session.window.ready(time.perf_counter(), bucket.buffer().nbytes)
         return self.hook(bucket)
-
-    def _note_ready(self, bucket: GradBucket) -> None:
-        """Tell the report of a bucket as DDP alone would have it, since it estimates what that would take."""
-        self._ready_bytes += bucket.buffer().nbytes
-        if bucket.is_last() or self._ready_bytes >= self._bucket_bytes:
-            self._session.window.ready(time.perf_counter(), self._ready_bytes)
-            self._ready_bytes = 0
 
     def where(self) -> str:
         """The step at hand, as training loops count them."""

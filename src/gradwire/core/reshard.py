@@ -65,7 +65,7 @@ def with_all_owned(saved: Sequence[Mapping[str, Any]], rank: int) -> Saved:
     for name in {name for state in states for name in state["parameters"]}:
         by_rank = [state["parameters"].get(name, {}) for state in states]
         for path in {path for leaves in by_rank for path in leaves if path.startswith("owned:")}:
-            own.setdefault(name, {})[path] = [piece for leaves in by_rank for piece in leaves.get(path, [])]
+            own.setdefault(name, {})[path] = _all_pieces(by_rank, path)
     check_parameters(own)
     return {**states[rank], "parameters": own}
 
@@ -83,7 +83,7 @@ def _merged_leaves(name: str, by_rank: list[Mapping[str, Pieces]]) -> dict[str, 
     for path in sorted({path for leaves in by_rank for path in leaves}):
         kind = path.partition(":")[0]
         if kind == "owned":  # of some parameters a rank owns nothing
-            merged[path] = [piece for leaves in by_rank for piece in leaves.get(path, [])]
+            merged[path] = _all_pieces(by_rank, path)
             continue
         for rank, leaves in enumerate(by_rank):
             if path not in leaves:
@@ -93,6 +93,11 @@ def _merged_leaves(name: str, by_rank: list[Mapping[str, Pieces]]) -> dict[str, 
             raise StateError(f"the ranks saved {path!r} of parameter {name!r} in different pieces, shapes or dtypes")
         merged[path] = _MERGES[kind](ranks)
     return merged
+
+
+def _all_pieces(by_rank: list[Mapping[str, Pieces]], path: str) -> Pieces:
+    """What all ranks saved of a leaf, rank after rank."""
+    return [piece for leaves in by_rank for piece in leaves.get(path, [])]
 
 
 def _form(pieces: Pieces) -> list[tuple[int, torch.Size, torch.dtype]]:

@@ -42,6 +42,10 @@ class Sample(NamedTuple):
 class Window:
     """The last `STEPS` steps, without the first `START_UP` ones after it was made.
 
+    Args:
+        bucket_bytes: gradients count as complete when so many are, since DDP, which a report compares with, would send
+            them as one. With 0 whatever comes is a bucket.
+
     Attributes:
         last_ready_s: when the last bucket was complete.
         under_way: whether a step has begun and not ended.
@@ -52,11 +56,13 @@ class Window:
         window.end(time.perf_counter(), stats)               # once its means are written
     """
 
-    def __init__(self) -> None:
+    def __init__(self, bucket_bytes: int = 0) -> None:
+        self.bucket_bytes = bucket_bytes
         self.samples: deque[Sample] = deque(maxlen=STEPS)
         self.last_ready_s = 0.0
         self.under_way = False
         self._buckets: list[Ready] = []
+        self._bytes = 0
         self._before = Stats()
         self._before_s = 0.0
         self._squares: list[Tensor] = []
@@ -65,15 +71,23 @@ class Window:
 
     def begin(self) -> None:
         """A step's first bucket is about to come."""
-        self._buckets, self.under_way = [], True
+        self._buckets, self._bytes, self.under_way = [], 0, True
 
     def ready(self, now_s: float, nbytes: int) -> None:
-        """A bucket's gradients are complete."""
-        self._buckets.append(Ready(now_s, nbytes))
-        self.last_ready_s = now_s
+        """Gradients are complete: a bucket's, or some of it."""
+        self.last_ready_s, self._bytes = now_s, self._bytes + nbytes
+        if self._bytes >= self.bucket_bytes:
+            self._fill_bucket()
+
+    def _fill_bucket(self) -> None:
+        """What has come since the last one is a bucket."""
+        self._buckets.append(Ready(self.last_ready_s, self._bytes))
+        self._bytes = 0
 
     def end(self, now_s: float, stats: Stats) -> None:
         """The step has ended; `stats` are the totals since the run began."""
+        if self._bytes:
+            self._fill_bucket()
         before, self._before = self._before, Stats(**vars(stats))
         if before.steps >= START_UP:
             self.samples.append(

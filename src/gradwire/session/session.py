@@ -114,7 +114,7 @@ class Session:
             _sessions.add(self)
         try:
             self._maker = Maker(self.lane, transport, specs, grain_numel=grain_numel, checksum=checksum, what=what)
-            self.engine, self.window = self._maker.first(self.reducer, seed), Window()
+            self.engine, self.window = self._maker.first(self.reducer, seed), Window(BUCKET_BYTES)
             self._link = self.measure_link() if lane is None else None
         except BaseException:
             self.close(at_once=True)
@@ -162,7 +162,7 @@ class Session:
                 raise StepError("a step of this session is under way: change the method between two steps")
             self.lane.require_sound()
             self.reducer, self.engine = self._maker.next(method, self.reducer, self.engine)
-            self.method, self.window = _text(method), Window()
+            self.method, self.window = _text(method), Window(self.window.bucket_bytes)
             self.reduction = Reduction(self.engine, self.window)
         finally:
             self.vacate()
@@ -403,7 +403,6 @@ class SessionStep:
         self._error: BaseException | None = None
         self._done: threading.Event | None = None
         self._entered = self._ended = False
-        self._ready_s, self._ready_bytes = 0.0, 0
 
     def __enter__(self) -> SessionStep:
         session = self._session
@@ -444,10 +443,8 @@ class SessionStep:
 
     def _hand_over(self, name: str, tensor: Tensor) -> None:
         self._delivered[name] = tensor
-        self._ready_s, self._ready_bytes = time.perf_counter(), self._ready_bytes + tensor.nbytes
-        if self._ready_bytes >= BUCKET_BYTES:
-            self._note_ready()
         session, flat = self._session, self._flat(name, tensor)
+        session.window.ready(time.perf_counter(), tensor.nbytes)
 
         def put() -> None:
             session.reduction.put(name, flat, session.scale)
@@ -471,12 +468,6 @@ class SessionStep:
             tensor = self._delivered[name]
             with torch.inference_mode() if tensor.is_inference() else contextlib.nullcontext():
                 tensor.detach().copy_(flat.view(tensor.shape))
-
-    def _note_ready(self) -> None:
-        """Tell the report of a bucket's worth: that is what DDP, which it compares with, would send as one."""
-        if self._ready_bytes:
-            self._session.window.ready(self._ready_s, self._ready_bytes)
-        self._ready_bytes = 0
 
     def _check(self, name: str, tensor: Tensor) -> None:
         if not self._entered:
@@ -518,7 +509,6 @@ class SessionStep:
         self._entered, self._ended = False, True
         try:
             if error is None:
-                self._note_ready()
                 self._wait()
                 session.warn_of_non_finite()
             elif self._delivered:  # others may wait for what this rank does not deliver any more

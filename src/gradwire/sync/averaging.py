@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Generator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, cast, get_args
+from typing import Any, Literal, NamedTuple, TypedDict, cast, get_args
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,21 @@ Moments = Literal["own", "average"]
 
 _FIRST_MOMENTS = ("exp_avg", "momentum_buffer")
 """What optimizers of PyTorch call their first moment."""
+
+
+class Options(TypedDict, total=False):
+    """What else an `Averaging` may be told, see there."""
+
+    outer: Outer | None
+    warmup: int
+    fragments: int
+    delay: int
+    merge: float | None
+    buffers: Policy
+    moments: Moments
+    group: dist.ProcessGroup | None
+    seed: int
+    deadline_s: float
 
 
 class Checked(NamedTuple):
@@ -333,7 +348,10 @@ class Averaging:
 
     def global_copy(self) -> dict[str, Tensor]:
         """What all ranks agreed on last, by parameter; copies, in 32 bits at least."""
-        return {name: fragment.copies[name].clone() for fragment in self.fragments for name in fragment.parameters}
+        return {name: copy.clone() for name, copy in self._copies().items()}
+
+    def _copies(self) -> dict[str, Tensor]:
+        return {name: fragment.copies[name] for fragment in self.fragments for name in fragment.parameters}
 
     @contextlib.contextmanager
     def evaluating(self) -> Generator[None]:
@@ -344,7 +362,7 @@ class Averaging:
         parameters = {name: p for fragment in self.fragments for name, p in fragment.parameters.items()}
         own = {name: parameter.detach().clone() for name, parameter in parameters.items()}
         try:
-            self._write(self.global_copy())
+            self._write(self._copies())
             yield
         finally:
             self._write(own)

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any, Unpack, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradwire.core.errors import AttachError, StateError, StepError
 from gradwire.reducers.base import Reducer
-from gradwire.session import DEADLINE_S
-from gradwire.sync.averaging import Averaging, Moments
-from gradwire.sync.buffers import Policy
-from gradwire.sync.outer import Outer
+from gradwire.sync.averaging import Averaging, Options
 from gradwire.sync.schedules import Schedule
 
 _KEY = "sync"
@@ -33,6 +29,9 @@ class LocalSGD(Optimizer):
     Args:
         inner: the optimizer that this rank trains with, of whatever kind. From now on only this one steps it.
         model: whose trained parameters are averaged; those of `inner` are among them.
+        every, method: as `Averaging` takes them.
+        options: `outer`, `warmup`, `fragments`, `delay`, `merge`, `buffers`, `moments`, `group`, `seed` and
+            `deadline_s` of `Averaging`.
 
     Raises:
         AttachError: a parameter of the optimizer that the model has not, and as `Averaging`.
@@ -56,37 +55,11 @@ class LocalSGD(Optimizer):
         model: nn.Module,
         every: int | Schedule = 8,
         method: Reducer | str = "none",
-        *,
-        outer: Outer | None = None,
-        warmup: int = 0,
-        fragments: int = 1,
-        delay: int = 0,
-        merge: float | None = None,
-        buffers: Policy = "average",
-        moments: Moments = "own",
-        group: dist.ProcessGroup | None = None,
-        seed: int = 0,
-        deadline_s: float = DEADLINE_S,
+        **options: Unpack[Options],
     ) -> None:
         _require_of_model(inner.param_groups, model)
         self.inner = inner
-        self.averaging = Averaging(
-            model,
-            every,
-            method,
-            outer=outer,
-            warmup=warmup,
-            fragments=fragments,
-            delay=delay,
-            merge=merge,
-            buffers=buffers,
-            optimizer=inner,
-            moments=moments,
-            group=group,
-            seed=seed,
-            deadline_s=deadline_s,
-            what="gradwire.sync.LocalSGD",
-        )
+        self.averaging = Averaging(model, every, method, optimizer=inner, what="gradwire.sync.LocalSGD", **options)
         super().__init__(inner.param_groups, inner.defaults)
         self._share()
         self._steps_inner = False

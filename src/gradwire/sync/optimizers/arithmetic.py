@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from gradwire.kernels.rounding import square_root
@@ -41,10 +42,20 @@ def adam_denominator(square: Tensor, beta2: float, count: int, eps: float) -> Te
     return square_root(square).mul_(1.0 / math.sqrt(1.0 - power(beta2, count))).add_(eps)
 
 
+def adam_state(parameter: Tensor) -> dict[str, Tensor]:
+    """Momentum and variance of zeros, under PyTorch's names."""
+    return {"exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
+
+
 def adam_step_(
-    parameter: Tensor, mean: Tensor, denominator: Tensor, group: Mapping[str, Any], share: float = 1.0
+    parameter: Tensor, mean: Tensor, square: Tensor, group: Mapping[str, Any], count: int, share: float = 1.0
 ) -> None:
-    """parameter -= share * lr / (1 - beta1^step) * mean / denominator, with m = `mean` after `step` updates."""
+    """Decay, then parameter -= share * lr / (1 - beta1^step) * m / (sqrt(v / (1 - beta2^count)) + eps).
+
+    m = `mean` after the group's `step` updates, v = `square` after `count`.
+    """
+    decay_(parameter, group, share)
+    denominator = adam_denominator(square, group["betas"][1], count, group["eps"])
     step_size = share * float(group["lr"]) / (1.0 - power(group["betas"][0], group["step"]))
     parameter.sub_((mean / denominator).mul_(step_size))
 

@@ -110,9 +110,12 @@ class SharedOptimizer(Optimizer):
     def fresh(self, entry: Entry) -> dict[str, Tensor]:
         """Return what is remembered of a parameter before the first step."""
 
-    @abstractmethod
     def message(self, entry: Entry, gradient: Tensor) -> Tensor:
-        """Return what this rank contributes: a new tensor, made without changing what is remembered."""
+        """Return what this rank contributes: a new tensor, made without changing what is remembered.
+
+        By default it is the gradient, to which the session may add momentum that it keeps.
+        """
+        return gradient.clone(memory_format=torch.contiguous_format)
 
     @abstractmethod
     def update(self, entry: Entry, result: Tensor) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Literal, Unpack
 
-import torch
 from torch import Tensor
 
 from gradwire.codecs.dct_topk import DCTTopK
@@ -77,10 +76,6 @@ class DeMo(SharedOptimizer):
     def fresh(self, entry: Entry) -> dict[str, Tensor]:
         """Nothing: the session keeps the momentum."""
         return {}
-
-    def message(self, entry: Entry, gradient: Tensor) -> Tensor:
-        """The gradient, to which the session adds the momentum."""
-        return gradient.clone(memory_format=torch.contiguous_format)
 
     def update(self, entry: Entry, result: Tensor) -> None:
         """A step by the sign."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, Unpack
 
-import torch
 from torch import Tensor
 
 from gradwire.codecs.cast import Identity
@@ -13,7 +12,7 @@ from gradwire.core.grain import ParameterSpec
 from gradwire.reducers.exchange import AllReduce
 from gradwire.reducers.guard import Guard
 from gradwire.reducers.partition import Partition
-from gradwire.sync.optimizers.arithmetic import adam_denominator, adam_step_, check_adam, check_rate, decay_, mix_
+from gradwire.sync.optimizers.arithmetic import adam_state, adam_step_, check_adam, check_rate, decay_, mix_
 from gradwire.sync.optimizers.base import Entry, Params, SessionOptions, SharedOptimizer
 from gradwire.sync.optimizers.orthonormal import OrthonormalMomentum
 
@@ -97,13 +96,7 @@ class Dion(SharedOptimizer):
 
     def fresh(self, entry: Entry) -> dict[str, Tensor]:
         """Of what is Adam's, momentum and variance of zeros; the session keeps the momentum of matrices."""
-        if self.is_orthonormal(entry.name, entry.parameter):
-            return {}
-        return {"exp_avg": torch.zeros_like(entry.parameter), "exp_avg_sq": torch.zeros_like(entry.parameter)}
-
-    def message(self, entry: Entry, gradient: Tensor) -> Tensor:
-        """The gradient, to which the session adds a matrix's momentum."""
-        return gradient.clone(memory_format=torch.contiguous_format)
+        return {} if self.is_orthonormal(entry.name, entry.parameter) else adam_state(entry.parameter)
 
     def update(self, entry: Entry, result: Tensor) -> None:
         """A step along the direction of a matrix, or Adam's."""
@@ -116,6 +109,4 @@ class Dion(SharedOptimizer):
         momentum, square = state["exp_avg"], state["exp_avg_sq"]
         mix_(momentum, result, group["betas"][0])
         mix_(square, result * result, group["betas"][1])
-        decay_(parameter, group, self._adam_share)
-        denominator = adam_denominator(square, group["betas"][1], group["step"], group["eps"])
-        adam_step_(parameter, momentum, denominator, group, self._adam_share)
+        adam_step_(parameter, momentum, square, group, group["step"], self._adam_share)

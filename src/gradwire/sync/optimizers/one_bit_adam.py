@@ -13,7 +13,7 @@ from gradwire.reducers.base import Reducer
 from gradwire.reducers.exchange import AllReduce
 from gradwire.reducers.warm_up import WarmUp
 from gradwire.spec import as_method
-from gradwire.sync.optimizers.arithmetic import adam_denominator, adam_step_, check_adam, check_rate, decay_, mix_
+from gradwire.sync.optimizers.arithmetic import adam_state, adam_step_, check_adam, check_rate, mix_
 from gradwire.sync.optimizers.base import Entry, Params, SessionOptions, SharedOptimizer
 
 
@@ -38,7 +38,7 @@ class OneBitAdam(SharedOptimizer):
     zero, and Adam would divide the noise by eps. The authors have the user give a mask instead. The paper's Adam has no
     bias correction, and here it goes on after the freeze as it was before.
 
-    How long to warm up: until the variance has settled, 15 to 20% of all steps in the paper. A variance frozen while
+    How long to warm up: until the variance has settled. A variance frozen while
     the learning rate still rises, or while gradients still change in size, does not suit what follows.
 
     Args:
@@ -98,7 +98,7 @@ class OneBitAdam(SharedOptimizer):
 
     def fresh(self, entry: Entry) -> dict[str, Tensor]:
         """Momentum and variance of zeros."""
-        return {"exp_avg": torch.zeros_like(entry.parameter), "exp_avg_sq": torch.zeros_like(entry.parameter)}
+        return adam_state(entry.parameter)
 
     def make_step(self) -> None:
         """One step; its phase is asked before the session counts it.
@@ -120,7 +120,7 @@ class OneBitAdam(SharedOptimizer):
     def message(self, entry: Entry, gradient: Tensor) -> Tensor:
         """The gradient, and after the freeze the momentum with this rank's gradient in it."""
         if not self._was_frozen:
-            return gradient.clone(memory_format=torch.contiguous_format)
+            return super().message(entry, gradient)
         momentum = self.state[entry.parameter]["exp_avg"].clone(memory_format=torch.contiguous_format)
         mix_(momentum, gradient, entry.group["betas"][0])
         return momentum
@@ -135,6 +135,4 @@ class OneBitAdam(SharedOptimizer):
         else:
             mix_(momentum, result, beta1)
             mix_(square, result * result, beta2)
-        decay_(parameter, group)
-        denominator = adam_denominator(square, beta2, group["variance_step"], group["eps"])
-        adam_step_(parameter, momentum, denominator, group)
+        adam_step_(parameter, momentum, square, group, group["variance_step"])
