@@ -113,6 +113,7 @@ FILES: dict[str, tuple[Stage, ...]] = {
     "sync/gossip/sgp.py": (GOSSIP,),
     "sync/gossip/whole.py": (GOSSIP,),
     "sync/hierarchical.py": WINDOWS,
+    "sync/lent.py": (("src/gradwire/sync/lent.py",),),
     "sync/local_sgd.py": WINDOWS,
     "sync/methods.py": (("tests/test_sync_spec.py",),),
     "sync/moments.py": WINDOWS,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +25,7 @@ from gradwire.sync.averaging_options import Merge, require_optimizer, require_wi
 from gradwire.sync.averaging_state import VERSION, check_state, resharded
 from gradwire.sync.buffers import Buffers, Policy, persistent_buffers, require_policy
 from gradwire.sync.fragment import Fragment, split, travelling
+from gradwire.sync.lent import lent
 from gradwire.sync.moments import Moments, first_moments, forget_, require_moments
 from gradwire.sync.outer import Mean, Outer
 from gradwire.sync.schedules import Schedule, as_schedule
@@ -325,25 +326,13 @@ class Averaging:
     def _copies(self) -> dict[str, Tensor]:
         return {name: fragment.copies[name] for fragment in self.fragments for name in fragment.parameters}
 
-    @contextlib.contextmanager
-    def evaluating(self) -> Generator[None]:
+    def evaluating(self) -> AbstractContextManager[None]:
         """In a `with` block the model has the global copy; afterwards this rank's own parameters are back.
 
         Evaluate so in mid-window: all ranks measure the same model. Nothing is communicated. Buffers stay as they are.
         """
         parameters = {name: p for fragment in self.fragments for name, p in fragment.parameters.items()}
-        own = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-        try:
-            self._write(self._copies())
-            yield
-        finally:
-            self._write(own)
-
-    @torch.no_grad()
-    def _write(self, values: Mapping[str, Tensor]) -> None:
-        for fragment in self.fragments:
-            for name, parameter in fragment.parameters.items():
-                parameter.copy_(values[name])
+        return lent(parameters, self._copies())
 
     # State -------------------------------------------------------------------------------------------------------
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -33,6 +33,7 @@ from gradwire.sync.gossip.method import Method, OnGraph
 from gradwire.sync.gossip.naming import graph as named_graph
 from gradwire.sync.gossip.naming import method as named_method
 from gradwire.sync.gossip.whole import apart, averaged
+from gradwire.sync.lent import lent, write_
 from gradwire.sync.schedules import Schedule, as_schedule
 
 T = TypeVar("T")
@@ -160,12 +161,7 @@ class Gossip:
     def _mix(self) -> None:
         mixed = self._finite()
         self.session.reduce_(mixed)
-        self._write(mixed)
-
-    @torch.no_grad()
-    def _write(self, values: Mapping[str, Tensor]) -> None:
-        for name, parameter in self.parameters.items():
-            parameter.copy_(values[name])
+        write_(self.parameters, mixed)
 
     def _wide(self) -> dict[str, Tensor]:
         """The parameters in 32 bits at least, contiguous copies."""
@@ -198,13 +194,12 @@ class Gossip:
         self._require_open()
         steps = torch.tensor(float(self.steps - self._synced), dtype=torch.float64, device=self._device)
         if float(self._ask(AllReduce(steps, "max"))):
-            self._write(self._average())
+            write_(self.parameters, self._average())
             self._remember_the_same()
             self.buffers.average_()
         self.since, self._synced = 0, self.steps
 
-    @contextlib.contextmanager
-    def evaluating(self) -> Generator[None]:
+    def evaluating(self) -> AbstractContextManager[None]:
         """In a `with` block the model has the average of all ranks; afterwards this rank's own parameters are back.
 
         Every rank does this at the same place. It costs an all-reduce of the parameters; gossip goes on as if nothing
@@ -214,13 +209,7 @@ class Gossip:
             StepError, CommunicationError: as `step`.
         """
         self._require_open()
-        own = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
-        average = self._average()
-        try:
-            self._write(average)
-            yield
-        finally:
-            self._write(own)
+        return lent(self.parameters, self._average())
 
     def consensus_distance(self) -> float:
         """How far ranks are apart: the mean over ranks of |x_i - mean x|^2, all parameters together.

@@ -137,7 +137,17 @@ def _require_ranks(ranks: int) -> None:
 
 
 @dataclass(frozen=True)
-class Ring(Graph):
+class _OfRanks(Graph):
+    """A graph that its number of ranks makes."""
+
+    ranks: int
+
+    def __post_init__(self) -> None:
+        _require_ranks(self.ranks)
+
+
+@dataclass(frozen=True)
+class Ring(_OfRanks):
     """Every rank hears the one before it and the one after it: weights of a third, at any number of ranks.
 
     A rank sends what it has twice. The spectral gap is 2/3 (1 - cos(2 pi / n)), about 13 / n^2 for many ranks.
@@ -145,11 +155,6 @@ class Ring(Graph):
     Raises:
         CompositionError: less than one rank.
     """
-
-    ranks: int
-
-    def __post_init__(self) -> None:
-        _require_ranks(self.ranks)
 
     def targets(self, rank: int, number: int) -> Collection[int]:
         """The neighbours on both sides."""
@@ -184,17 +189,12 @@ class Torus(Graph):
 
 
 @dataclass(frozen=True)
-class Complete(Graph):
+class Complete(_OfRanks):
     """Every rank hears every other: a round is an exact average, for n - 1 times what a rank has.
 
     Raises:
         CompositionError: less than one rank.
     """
-
-    ranks: int
-
-    def __post_init__(self) -> None:
-        _require_ranks(self.ranks)
 
     def targets(self, rank: int, number: int) -> Collection[int]:
         """All others."""
@@ -202,7 +202,7 @@ class Complete(Graph):
 
 
 @dataclass(frozen=True)
-class Exponential(Graph):
+class Exponential(_OfRanks):
     """Every rank sends to those 1, 2, 4, 8, ... after it (Assran et al. 2019), all in every round.
 
     A rank sends what it has about log2(n) times, and the spectral gap falls as 1 / log2(n) only. Edges go one way, so
@@ -212,18 +212,13 @@ class Exponential(Graph):
         CompositionError: less than one rank.
     """
 
-    ranks: int
-
-    def __post_init__(self) -> None:
-        _require_ranks(self.ranks)
-
     def targets(self, rank: int, number: int) -> Collection[int]:
         """Those at distances of powers of two."""
         return {(rank + distance) % self.ranks for distance in _powers(self.ranks)}
 
 
 @dataclass(frozen=True)
-class OnePeerExponential(Graph):
+class OnePeerExponential(_OfRanks):
     """Every rank sends to one other, 1, 2, 4, 8, ... after it in turn (Assran et al. 2019).
 
     A rank sends what it has once a round. Where n is a power of two, log2(n) rounds average exactly. Edges go one way,
@@ -232,11 +227,6 @@ class OnePeerExponential(Graph):
     Raises:
         CompositionError: less than one rank.
     """
-
-    ranks: int
-
-    def __post_init__(self) -> None:
-        _require_ranks(self.ranks)
 
     @property
     def period(self) -> int:

@@ -60,6 +60,21 @@ def adam_step_(
     parameter.sub_((mean / denominator).mul_(step_size))
 
 
+def adam_update_(
+    parameter: Tensor,
+    state: Mapping[str, Tensor],
+    gradient: Tensor,
+    group: Mapping[str, Any],
+    count: int,
+    share: float = 1.0,
+) -> None:
+    """Take a gradient up into the mean and the variance of `adam_state`, and make `adam_step_` with them."""
+    beta1, beta2 = group["betas"]
+    mix_(state["exp_avg"], gradient, beta1)
+    mix_(state["exp_avg_sq"], gradient * gradient, beta2)
+    adam_step_(parameter, state["exp_avg"], state["exp_avg_sq"], group, count, share)
+
+
 def decay_(parameter: Tensor, group: Mapping[str, Any], share: float = 1.0) -> None:
     """Decoupled weight decay (Loshchilov & Hutter 2019): parameter *= 1 - share * lr * weight_decay."""
     if group["weight_decay"]:

@@ -12,7 +12,7 @@ from gradwire.core.grain import ParameterSpec
 from gradwire.reducers.exchange import AllReduce
 from gradwire.reducers.guard import Guard
 from gradwire.reducers.partition import Partition
-from gradwire.sync.optimizers.arithmetic import adam_state, adam_step_, check_adam, check_rate, decay_, mix_
+from gradwire.sync.optimizers.arithmetic import adam_state, adam_update_, check_adam, check_rate, decay_
 from gradwire.sync.optimizers.base import Entry, Params, SessionOptions, SharedOptimizer
 from gradwire.sync.optimizers.orthonormal import OrthonormalMomentum
 
@@ -106,7 +106,4 @@ class Dion(SharedOptimizer):
             decay_(parameter, group)
             parameter.sub_(result.mul_(float(group["lr"])))
             return
-        momentum, square = state["exp_avg"], state["exp_avg_sq"]
-        mix_(momentum, result, group["betas"][0])
-        mix_(square, result * result, group["betas"][1])
-        adam_step_(parameter, momentum, square, group, group["step"], self._adam_share)
+        adam_update_(parameter, state, result, group, group["step"], self._adam_share)

@@ -13,7 +13,7 @@ from gradwire.reducers.base import Reducer
 from gradwire.reducers.exchange import AllReduce
 from gradwire.reducers.warm_up import WarmUp
 from gradwire.spec import as_method
-from gradwire.sync.optimizers.arithmetic import adam_state, adam_step_, check_adam, check_rate, mix_
+from gradwire.sync.optimizers.arithmetic import adam_state, adam_step_, adam_update_, check_adam, check_rate, mix_
 from gradwire.sync.optimizers.base import Entry, Params, SessionOptions, SharedOptimizer
 
 
@@ -128,11 +128,10 @@ class OneBitAdam(SharedOptimizer):
     def update(self, entry: Entry, result: Tensor) -> None:
         """Adam's step."""
         _, parameter, group = entry
-        state, (beta1, beta2) = self.state[parameter], group["betas"]
-        momentum, square = state["exp_avg"], state["exp_avg_sq"]
+        state, count = self.state[parameter], group["variance_step"]
         if self._was_frozen:
+            momentum, square = state["exp_avg"], state["exp_avg_sq"]
             momentum.copy_(result.masked_fill_(square == 0, 0.0))
+            adam_step_(parameter, momentum, square, group, count)
         else:
-            mix_(momentum, result, beta1)
-            mix_(square, result * result, beta2)
-        adam_step_(parameter, momentum, square, group, group["variance_step"])
+            adam_update_(parameter, state, result, group, count)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Unpack
 
 import torch
@@ -14,10 +14,11 @@ from gradwire.core.errors import StateError
 from gradwire.drivers.engine import Stats
 from gradwire.reducers.base import Reducer
 from gradwire.session import Session
+from gradwire.sync.lent import lent
 from gradwire.sync.optimizers.arithmetic import (
     adam_denominator,
     adam_state,
-    adam_step_,
+    adam_update_,
     check_adam,
     check_rate,
     decay_,
@@ -184,10 +185,7 @@ class ZeroOneAdam(SharedOptimizer):
     def update(self, entry: Entry, result: Tensor) -> None:
         """Adam's step with the mean gradient."""
         _, parameter, group = entry
-        state, (beta1, beta2) = self.state[parameter], group["betas"]
-        mix_(state["exp_avg"], result, beta1)
-        mix_(state["exp_avg_sq"], result * result, beta2)
-        adam_step_(parameter, state["exp_avg"], state["exp_avg_sq"], group, group["variance_step"])
+        adam_update_(parameter, self.state[parameter], result, group, group["variance_step"])
 
     def _exchange(self, gradients: Mapping[str, Tensor]) -> None:
         buffers = {entry.name: self._with_this(entry, gradients[entry.name])[1] for entry in self.entries()}
@@ -259,20 +257,10 @@ class ZeroOneAdam(SharedOptimizer):
                 if self.exchanged(self.session, buffers):
                     self._settle(buffers)
 
-    @contextlib.contextmanager
-    def evaluating(self) -> Generator[None]:
+    def evaluating(self) -> AbstractContextManager[None]:
         """In a `with` block parameters are those of the last exchange, alike on all ranks; afterwards one's own."""
-        own = {parameter: parameter.detach().clone() for _, parameter, _ in self.entries()}
-        try:
-            self._write({p: self.state[p].get("anchor", value) for p, value in own.items()})
-            yield
-        finally:
-            self._write(own)
-
-    @torch.no_grad()
-    def _write(self, values: Mapping[Tensor, Tensor]) -> None:
-        for parameter, value in values.items():
-            parameter.copy_(value)
+        anchors = {name: self.state[p].get("anchor", p.detach().clone()) for name, p, _ in self.entries()}
+        return lent({name: parameter for name, parameter, _ in self.entries()}, anchors)
 
     def resharded(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """This rank's state from those of another number of ranks, saved after an exchange.

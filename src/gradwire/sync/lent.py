@@ -1,0 +1,34 @@
+"""Other values in a model for a while, and its own ones back afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator, Mapping
+
+import torch
+from torch import Tensor
+
+
+@torch.no_grad()
+def write_(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    """Copy values into parameters of the same names; values of other names are left out."""
+    for name, parameter in parameters.items():
+        parameter.copy_(values[name])
+
+
+@contextlib.contextmanager
+def lent(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> Generator[None]:
+    """In a `with` block parameters have these values; afterwards they have what they had before.
+
+    >>> x = torch.zeros(1)
+    >>> with lent({"x": x}, {"x": torch.ones(1)}): print(x)
+    tensor([1.])
+    >>> x
+    tensor([0.])
+    """
+    own = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    try:
+        write_(parameters, values)
+        yield
+    finally:
+        write_(parameters, own)
