@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from gradwire.cli import federate, inform, state, store
+from gradwire.cli import federate, inform, run, state, store
 from gradwire.core.errors import GradwireError
 
 if TYPE_CHECKING:
@@ -83,6 +83,7 @@ def parser() -> argparse.ArgumentParser:
     clean.set_defaults(run=run_clean)
     federate.add_command(commands)
     inform.add_commands(commands)
+    run.add_commands(commands)
     state.add_commands(commands)
     store.add_commands(commands)
     return root

@@ -1,0 +1,143 @@
+"""`gradwire run`: a training script as it is, with its gradients compressed."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import runpy
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+from rich.console import Console
+
+OK, FAILED = 0, 1
+
+RUN_HELP = """\
+examples
+  gradwire run --method int4 --nproc 2 train.py --epochs 3
+  torchrun --nproc-per-node 8 -m gradwire run --method powersgd:8,factors=fp16 train.py
+  gradwire run --method int4 --nproc 2 -m package.train --epochs 3
+
+Whatever follows the script is the script's own. The status is the script's own too; where ranks failed, the first one's.
+"""
+
+
+def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage]
+    """Add it to the command line."""
+    run = commands.add_parser(
+        "run",
+        help="run a DistributedDataParallel training script as it is, and compress its gradients",
+        description="Run a training script as it is, and let a method combine the gradients of every "
+        "DistributedDataParallel model that it trains.",
+        epilog=RUN_HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    run.add_argument("--method", required=True, metavar="SPEC", help="what combines gradients: int4, topk:0.01, ...")
+    run.add_argument(
+        "--nproc", type=int, metavar="N", help="start N ranks on this machine (default: this process is a rank)"
+    )
+    run.add_argument("--seed", type=int, default=0, metavar="N", help="of the method's random choices (default: 0)")
+    run.add_argument(
+        "--deadline", type=float, metavar="S", help="seconds after which a silent rank is an error (default: 300)"
+    )
+    run.add_argument("-m", dest="module", action="store_true", help="the script is the name of a module")
+    run.add_argument("script", metavar="SCRIPT", help="the training script")
+    run.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="the script's own arguments")
+    run.set_defaults(run=run_script)
+
+
+def run_script(arguments: argparse.Namespace, _: Console) -> int:
+    """`gradwire run --method SPEC [--nproc N] SCRIPT ...`."""
+    import gradwire
+    from gradwire.core.errors import SpecError
+
+    gradwire.parse(arguments.method)  # refuses what cannot be built before anything is started
+    if not arguments.module and not Path(arguments.script).is_file():
+        raise SpecError(f"there is no script {arguments.script}: give its path, or -m and the name of a module")
+    if arguments.nproc is None:
+        return _as_rank(arguments)
+    if arguments.nproc < 1:
+        raise SpecError(f"--nproc {arguments.nproc}: there must be at least 1 rank")
+    return _start_ranks(arguments)
+
+
+def _start_ranks(arguments: argparse.Namespace) -> int:
+    """Let torchrun start ranks that run this command without `--nproc`; returns the first failed one's status."""
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    options = ["--method", arguments.method, "--seed", str(arguments.seed)]
+    options += ["--deadline", str(arguments.deadline)] if arguments.deadline is not None else []
+    options += ["-m"] if arguments.module else []
+    ranks = ["--standalone", "--nproc-per-node", str(arguments.nproc), "-m", "gradwire", "run"]
+    try:
+        torchrun.run(torchrun.parse_args([*ranks, *options, arguments.script, *arguments.arguments]))
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        _say(f"rank {rank} was the first to fail, {_ended(failure.exitcode)}")
+        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+    return OK
+
+
+def _ended(status: int) -> str:
+    return f"with status {status}" if status >= 0 else f"by {signal.Signals(-status).name}"
+
+
+def _as_rank(arguments: argparse.Namespace) -> int:
+    """Run the script in this process, and say on rank 0 what was attached to and saved."""
+    from gradwire.adapters.unchanged import Unchanged
+
+    is_first = os.environ.get("RANK", "0") == "0"
+    options = {"deadline_s": arguments.deadline} if arguments.deadline is not None else {}
+    unchanged = Unchanged(arguments.method, _say if is_first else _be_silent, seed=arguments.seed, **options)
+    status: int | str | None = OK
+    with unchanged.watching():
+        try:
+            _execute(arguments)
+        except SystemExit as left:
+            status = left.code
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            trace = _from_script(error.__traceback__, arguments.script)
+            sys.excepthook(type(error), error.with_traceback(trace), trace)
+            return FAILED
+    if is_first:
+        for sentence in unchanged.summary():
+            _say(sentence)
+    if isinstance(status, str):  # what sys.exit makes of a text
+        print(status, file=sys.stderr)
+        return FAILED
+    return status or OK
+
+
+def _execute(arguments: argparse.Namespace) -> None:
+    """What `python SCRIPT ...` or `python -m MODULE ...` would do."""
+    script: str = arguments.script
+    own: Sequence[str] = arguments.arguments
+    sys.argv = [script, *own]
+    if arguments.module:
+        sys.path.insert(0, str(Path.cwd()))
+        runpy.run_module(script, run_name="__main__", alter_sys=True)
+    else:
+        sys.path.insert(0, str(Path(script).resolve().parent))
+        runpy.run_path(script, run_name="__main__")
+
+
+def _from_script(trace: TracebackType | None, script: str) -> TracebackType | None:
+    """The part of a traceback that begins in the script, all of it where it never came there."""
+    at = trace
+    while at is not None and at.tb_frame.f_code.co_filename != script:
+        at = at.tb_next
+    return at or trace
+
+
+def _say(sentence: str) -> None:
+    print(f"gradwire: {sentence}", file=sys.stderr, flush=True)
+
+
+def _be_silent(sentence: str) -> None:
+    pass
