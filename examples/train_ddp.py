@@ -4,6 +4,7 @@ gradwire run --method int4 --nproc 2 examples/train_ddp.py
 """
 
 import argparse
+import hashlib
 from pathlib import Path
 
 import torch
@@ -13,11 +14,11 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 
 def main() -> None:
-    """Train a small network, and leave a checkpoint where one is asked for."""
+    """Train a small network, with a checkpoint every ten steps."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--save", type=Path, metavar="FILE")
-    parser.add_argument("--resume", type=Path, metavar="FILE")
+    parser.add_argument("--folder", type=Path, help="where checkpoints go")
+    parser.add_argument("--resume", type=Path, metavar="CHECKPOINT")
     arguments = parser.parse_args()
 
     dist.init_process_group("gloo")
@@ -41,11 +42,12 @@ def main() -> None:
         loss = nn.functional.cross_entropy(ddp(inputs), targets)
         loss.backward()
         optimizer.step()
-    print(f"rank {rank}: loss {loss.item():.3f} after {arguments.steps} steps", flush=True)
+        if rank == 0 and arguments.folder is not None and (step + 1) % 10 == 0:
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}
+            torch.save(state, arguments.folder / f"step-{step + 1}.pt")
 
-    if rank == 0 and arguments.save is not None:
-        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": arguments.steps}
-        torch.save(state, arguments.save)
+    vector = nn.utils.parameters_to_vector(model.parameters())
+    print(f"rank {rank} has parameters {hashlib.sha256(vector.detach().numpy().tobytes()).hexdigest()}", flush=True)
     dist.destroy_process_group()
 
 

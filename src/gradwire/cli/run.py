@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import runpy
 import signal
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -43,6 +43,12 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     run.add_argument(
         "--deadline", type=float, metavar="S", help="seconds after which a silent rank is an error (default: 300)"
     )
+    run.add_argument(
+        "--no-states",
+        dest="states",
+        action="store_false",
+        help="leave no FILE.gradwire beside each FILE that torch.save writes, and look for none",
+    )
     run.add_argument("-m", dest="module", action="store_true", help="the script is the name of a module")
     run.add_argument("script", metavar="SCRIPT", help="the training script")
     run.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="the script's own arguments")
@@ -71,6 +77,7 @@ def _start_ranks(arguments: argparse.Namespace) -> int:
 
     options = ["--method", arguments.method, "--seed", str(arguments.seed)]
     options += ["--deadline", str(arguments.deadline)] if arguments.deadline is not None else []
+    options += [] if arguments.states else ["--no-states"]
     options += ["-m"] if arguments.module else []
     ranks = ["--standalone", "--nproc-per-node", str(arguments.nproc), "-m", "gradwire", "run"]
     try:
@@ -88,43 +95,55 @@ def _ended(status: int) -> str:
 
 def _as_rank(arguments: argparse.Namespace) -> int:
     """Run the script in this process, and say on rank 0 what was attached to and saved."""
+    from gradwire.adapters.script_saves import ScriptSaves
     from gradwire.adapters.unchanged import Unchanged
 
-    is_first = os.environ.get("RANK", "0") == "0"
+    say = _say if os.environ.get("RANK", "0") == "0" else _be_silent
     options = {"deadline_s": arguments.deadline} if arguments.deadline is not None else {}
-    unchanged = Unchanged(arguments.method, _say if is_first else _be_silent, seed=arguments.seed, **options)
-    status: int | str | None = OK
-    with unchanged.watching():
-        try:
+    unchanged = Unchanged(arguments.method, say, seed=arguments.seed, **options)
+    following = contextlib.nullcontext()
+    if arguments.states:
+        saves = ScriptSaves(say)
+        unchanged.on_attach(saves.follow)
+        following = saves.watching()
+    status = OK
+    try:
+        with unchanged.watching(), following:
             _execute(arguments)
-        except SystemExit as left:
-            status = left.code
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:
-            trace = _from_script(error.__traceback__, arguments.script)
-            sys.excepthook(type(error), error.with_traceback(trace), trace)
-            return FAILED
-    if is_first:
-        for sentence in unchanged.summary():
-            _say(sentence)
-    if isinstance(status, str):  # what sys.exit makes of a text
-        print(status, file=sys.stderr)
+    except SystemExit as left:
+        status = _status(left)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        trace = _from_script(error.__traceback__, arguments.script)
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
         return FAILED
-    return status or OK
+    for sentence in unchanged.summary():
+        say(sentence)
+    return status
+
+
+def _status(left: SystemExit) -> int:
+    """What Python would end with; a text is printed."""
+    if left.code is None or isinstance(left.code, int):
+        return left.code or OK
+    print(left.code, file=sys.stderr)
+    return FAILED
 
 
 def _execute(arguments: argparse.Namespace) -> None:
     """What `python SCRIPT ...` or `python -m MODULE ...` would do."""
     script: str = arguments.script
-    own: Sequence[str] = arguments.arguments
-    sys.argv = [script, *own]
-    if arguments.module:
-        sys.path.insert(0, str(Path.cwd()))
-        runpy.run_module(script, run_name="__main__", alter_sys=True)
-    else:
-        sys.path.insert(0, str(Path(script).resolve().parent))
-        runpy.run_path(script, run_name="__main__")
+    sys.argv = [script, *arguments.arguments]
+    sys.path.insert(0, str(Path.cwd() if arguments.module else Path(script).resolve().parent))
+    try:
+        if arguments.module:
+            runpy.run_module(script, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(script, run_name="__main__")
+    except SystemExit as left:
+        if left.code:  # a script may also end well by sys.exit()
+            raise
 
 
 def _from_script(trace: TracebackType | None, script: str) -> TracebackType | None:

@@ -1,0 +1,86 @@
+"""Lightning: `Trainer(callbacks=[GradwireCallback("int4")])`, and its checkpoints hold every rank's state.
+
+Lightning's own `ddp_comm_hook` is dropped without a word on a CPU, and callbacks' states are saved as rank 0 has them.
+So the model is attached to once the strategy has wrapped it, and the states of all ranks stand in a folder beside the
+checkpoint file: where the strategy saves or removes the file, on every rank, it does so with the folder.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+from gradwire.adapters.ddp import Handle
+from gradwire.adapters.frameworks import attach_if_distributed, beside, load_if_there, require
+from gradwire.reducers.base import Reducer
+from gradwire.session.checkpoint import save
+
+LEAST = "2.6"
+require("lightning", LEAST)
+
+from lightning.pytorch import Callback, LightningModule, Trainer  # noqa: E402
+
+
+class GradwireCallback(Callback):
+    """Lets a method combine the gradients of what a trainer fits, and saves its state with Lightning's checkpoints.
+
+    A checkpoint `last.ckpt` has a folder `last.ckpt.gradwire` beside it, and goes on exactly where it is. The loss
+    scaler of the precision plugin, if it has one, is followed. Where training is not distributed a warning says so, and
+    nothing is done.
+
+    Args:
+        method: a spec such as `"int4"`, or a reducer.
+        options: of `gradwire.attach`.
+
+    Attributes:
+        handle: of the model that was fitted last; None before, and where training is not distributed.
+
+    Raises:
+        AttachError: once fitting begins: the strategy is another one than `"ddp"`.
+
+    Example:
+        trainer = Trainer(strategy="ddp", callbacks=[GradwireCallback("int4")])
+    """
+
+    def __init__(self, method: Reducer | str, **options: Any) -> None:
+        self.handle: Handle | None = None
+        self._method, self._options = method, options
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Attach, and go on from the checkpoint that the trainer has gone on from."""
+        if self.handle is not None:  # of an earlier fit, whose model is gone
+            self.handle.close()
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        model = trainer.strategy.model
+        assert model is not None
+        self.handle = attach_if_distributed(model, self._method, scaler=scaler, **self._options)
+        if self.handle is None:
+            return
+        if trainer.ckpt_path is not None:
+            load_if_there(beside(trainer.ckpt_path), self.handle, trainer.ckpt_path)
+        self._follow_checkpoints(trainer)
+
+    def _follow_checkpoints(self, trainer: Trainer) -> None:
+        """Do with the folder of states what the strategy does with a checkpoint file, which it does on every rank."""
+        strategy = trainer.strategy
+        if getattr(strategy.save_checkpoint, "followed_by", None) is self:
+            return
+
+        def save_too(checkpoint: dict[str, Any], filepath: str, *rest: Any, **named: Any) -> None:
+            plain_save(checkpoint, filepath, *rest, **named)
+            whole = "optimizer_states" in checkpoint  # else only the model's weights were wanted
+            if whole and self.handle is not None and self.handle.session.is_open:
+                save(beside(filepath), self.handle)
+
+        def remove_too(filepath: str) -> None:
+            folder = beside(filepath)
+            plain_remove(filepath)
+            if trainer.local_rank == 0:
+                shutil.rmtree(folder, ignore_errors=True)
+
+        plain_save: Callable[..., None] = strategy.save_checkpoint
+        plain_remove: Callable[..., None] = strategy.remove_checkpoint
+        save_too.followed_by = self  # type: ignore[attr-defined]
+        strategy.save_checkpoint = save_too
+        strategy.remove_checkpoint = remove_too

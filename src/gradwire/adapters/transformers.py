@@ -1,0 +1,103 @@
+"""The `Trainer` of Hugging Face Transformers: `attach(trainer, "int4")`, and its checkpoints hold every rank's state.
+
+A callback is given the model without what is around it, and never the folder of the checkpoint that training resumes
+from. So ours knows its trainer: `model_wrapped` is what the gradients of all ranks come from, and what `train` was asked
+to resume from is noted when it is called.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gradwire.adapters.ddp import Handle
+from gradwire.adapters.frameworks import attach_if_distributed, load_if_there, require
+from gradwire.reducers.base import Reducer
+from gradwire.session.checkpoint import save
+
+LEAST = "5.23"
+require("transformers", LEAST)
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments  # noqa: E402
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint  # noqa: E402
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+FOLDER = "gradwire"
+"""Of the states, in the folder of a checkpoint."""
+
+
+def attach(trainer: Trainer, method: Reducer | str, **options: Any) -> GradwireCallback:
+    """Let a method combine the gradients of a trainer's model, and save its state with the trainer's checkpoints.
+
+    Call it on every rank, before `trainer.train()`. Each checkpoint folder then holds `gradwire` too, and
+    `trainer.train(resume_from_checkpoint=...)` takes it up, exactly. The trainer's loss scaler, if it has one, is
+    followed. Where training is not distributed a warning says so, and nothing is done.
+
+    Args:
+        trainer: that will train.
+        method: a spec such as `"int4"`, or a reducer.
+        options: of `gradwire.attach`.
+
+    Returns:
+        The callback that does all of it, which the trainer has by then; `callback.handle` is there while it trains.
+
+    Raises:
+        AttachError: once training begins: the trainer distributes the model in another way than
+            `DistributedDataParallel`.
+
+    Example:
+        trainer = Trainer(model, arguments, train_dataset=data)
+        gradwire.adapters.transformers.attach(trainer, "int4")
+        trainer.train()
+    """
+    callback = GradwireCallback(trainer, method, **options)
+    trainer.add_callback(callback)
+    return callback
+
+
+class GradwireCallback(TrainerCallback):
+    """What `attach` gives to a trainer.
+
+    Attributes:
+        handle: of the model in training; None before training has begun, and where it is not distributed.
+    """
+
+    def __init__(self, trainer: Trainer, method: Reducer | str, **options: Any) -> None:
+        self.handle: Handle | None = None
+        self._trainer, self._method, self._options = trainer, method, options
+        self._model: object = None
+        self._resume_from: str | bool | None = None
+        train = trainer.train
+
+        @functools.wraps(train)
+        def noted(resume_from_checkpoint: str | bool | None = None, *rest: Any, **named: Any) -> Any:
+            self._resume_from = resume_from_checkpoint
+            return train(resume_from_checkpoint, *rest, **named)
+
+        trainer.train = noted
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Attach, and go on from the checkpoint that training goes on from. Another `train()` has the same model."""
+        model = self._trainer.model_wrapped
+        if model is not self._model:
+            scaler = self._trainer.accelerator.scaler
+            self.handle = attach_if_distributed(model, self._method, scaler=scaler, **self._options)
+            self._model = model
+        checkpoint = self._checkpoint(args)
+        if self.handle is not None and checkpoint is not None:
+            load_if_there(Path(checkpoint) / FOLDER, self.handle, checkpoint)
+
+    def _checkpoint(self, args: TrainingArguments) -> str | None:
+        """The folder that training resumes from, as the trainer finds it."""
+        if self._resume_from is True:
+            return get_last_checkpoint(str(args.output_dir))
+        return self._resume_from or None
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Save every rank's state into the checkpoint that the trainer has just made."""
+        if self.handle is not None:
+            run = self._trainer._get_output_dir(trial=None)  # pyright: ignore[reportPrivateUsage]
+            save(Path(run) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}" / FOLDER, self.handle)
