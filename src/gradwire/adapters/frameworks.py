@@ -36,14 +36,14 @@ def require(package: str, least: str) -> None:
     >>> require("torch", "99.1")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
         ...
-    gradwire.core.errors.AttachError: torch ... is too old, 99.1 or newer is needed: pip install --upgrade gradwire[torch]
+    gradwire.core.errors.AttachError: torch ... is too old, 99.1 or newer is needed: pip install ...
     """
     try:
         found = metadata.version(package)
     except metadata.PackageNotFoundError as error:
-        raise AttachError(f"{package} is not installed: pip install gradwire[{package}]") from error
+        raise AttachError(f"{package} is not installed: pip install 'gradwire[{package}]'") from error
     if _numbers(found) < _numbers(least):
-        remedy = f"{least} or newer is needed: pip install --upgrade gradwire[{package}]"
+        remedy = f"{least} or newer is needed: pip install --upgrade 'gradwire[{package}]'"
         raise AttachError(f"{package} {found} is too old, {remedy}")
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints of scripts that know nothing of gradwire: beside each file that `torch.save` wrote stand all ranks' states.
+"""Checkpoints of scripts that know nothing of gradwire: states of all ranks beside each file that `torch.save` wrote.
 
 Most scripts save on rank 0 alone, and what the other ranks owe is known to themselves only. So before each step all
 ranks tell each other, in one all-reduce of a byte each, whether a rank has saved since the step before; where one has,

@@ -1,8 +1,8 @@
 """The `Trainer` of Hugging Face Transformers: `attach(trainer, "int4")`, and its checkpoints hold every rank's state.
 
-A callback is given the model without what is around it, and never the folder of the checkpoint that training resumes
-from. So ours knows its trainer: `model_wrapped` is what the gradients of all ranks come from, and what `train` was asked
-to resume from is noted when it is called.
+A callback is given the model without what is around it, and never the checkpoint that training resumes from. So ours
+knows its trainer: `model_wrapped` is what makes the gradients of all ranks one, and what `train` was asked to resume
+from is noted when it is called.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ examples
   torchrun --nproc-per-node 8 -m gradwire run --method powersgd:8,factors=fp16 train.py
   gradwire run --method int4 --nproc 2 -m package.train --epochs 3
 
-Whatever follows the script is the script's own. The status is the script's own too; where ranks failed, the first one's.
+Whatever follows the script is the script's own. So is the status; with --nproc it is that of the first rank to fail.
 """
 
 
