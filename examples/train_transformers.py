@@ -51,6 +51,7 @@ def main() -> None:
         report_to="none",
         disable_tqdm=True,
         dataloader_pin_memory=False,
+        ddp_find_unused_parameters=False,
     )
     trainer = Trainer(model, options, train_dataset=data)  # type: ignore[arg-type] - a list is a dataset
     callback = attach(trainer, "int4")  # this line is all that gradwire needs

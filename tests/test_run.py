@@ -85,7 +85,11 @@ def test_an_exception_is_shown_from_the_script_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shown: list[Any] = []
-    monkeypatch.setattr(sys, "excepthook", lambda *given: shown.append(given))
+
+    def show(*given: Any) -> None:
+        shown.append(given)
+
+    monkeypatch.setattr(sys, "excepthook", show)
     script = tmp_path / "script.py"
     assert run_here(script, "import sys\nassert sys.argv[1] == '-x'\nopen('/does/not/exist')", monkeypatch, "-x") == 1
     ((kind, error, trace),) = shown

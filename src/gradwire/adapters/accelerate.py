@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 LEAST = "1.15"
 """The oldest version that tests ran with."""
+_TAKEN = "_gradwire_folders"
 
 
 def attach(
@@ -53,8 +54,7 @@ def attach(
         handle = gradwire.adapters.accelerate.attach(accelerator, model, "int4")
     """
     require("accelerate", LEAST)
-    taken: set[str] = vars(accelerator).setdefault("_gradwire_folders", set())
-    if folder in taken:
+    if folder in (taken := _taken(accelerator)):
         raise AttachError(
             f"another model saves its state as {folder!r}: give this one a name too, as folder='gradwire-2'"
         )
@@ -63,6 +63,13 @@ def attach(
         taken.add(folder)
         _follow_checkpoints(accelerator, handle, folder)
     return handle
+
+
+def _taken(accelerator: Accelerator) -> set[str]:
+    """The folders of an accelerator's models, which it carries itself: no two of them may save to the same place."""
+    if not hasattr(accelerator, _TAKEN):
+        setattr(accelerator, _TAKEN, set[str]())
+    return getattr(accelerator, _TAKEN)
 
 
 def _follow_checkpoints(accelerator: Accelerator, handle: Handle, folder: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from gradwire.adapters.ddp import Handle
@@ -17,6 +18,7 @@ from gradwire.reducers.base import Reducer
 from gradwire.session.checkpoint import save
 
 LEAST = "2.6"
+"""The oldest version that tests ran with."""
 require("lightning", LEAST)
 
 from lightning.pytorch import Callback, LightningModule, Trainer  # noqa: E402
@@ -67,13 +69,13 @@ class GradwireCallback(Callback):
         if getattr(strategy.save_checkpoint, "followed_by", None) is self:
             return
 
-        def save_too(checkpoint: dict[str, Any], filepath: str, *rest: Any, **named: Any) -> None:
+        def save_too(checkpoint: dict[str, Any], filepath: str | Path, *rest: Any, **named: Any) -> None:
             plain_save(checkpoint, filepath, *rest, **named)
             whole = "optimizer_states" in checkpoint  # else only the model's weights were wanted
             if whole and self.handle is not None and self.handle.session.is_open:
                 save(beside(filepath), self.handle)
 
-        def remove_too(filepath: str) -> None:
+        def remove_too(filepath: str | Path) -> None:
             folder = beside(filepath)
             plain_remove(filepath)
             if trainer.local_rank == 0:

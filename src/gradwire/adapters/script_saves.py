@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.adapters.ddp import Handle
 from gradwire.adapters.frameworks import beside
+from gradwire.adapters.unchanged import uncompiled
 from gradwire.core import save_folder
 from gradwire.core.errors import StateError
 from gradwire.session.checkpoint import load, save
@@ -41,7 +42,7 @@ class ScriptSaves:
         self._followed: list[tuple[Handle, str]] = []
 
     @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
+    def watching(self) -> Generator[None]:
         """Follow what is saved and loaded inside; a last look is taken before the process group is destroyed."""
         with (
             _told(torch, "save", after=lambda path: self._written.extend(_place(path)), argument=1),
@@ -57,7 +58,7 @@ class ScriptSaves:
         self._followed.append((handle, name))
         self._take_up(handle, name)
 
-        @torch.compiler.disable
+        @uncompiled
         def before(*_: object) -> None:
             ended_early = ddp._join_config.enable  # pyright: ignore[reportPrivateUsage] - some ranks come no more
             if torch.is_grad_enabled() and not ended_early:
@@ -121,7 +122,7 @@ def _told(
     before: Callable[[object], None] = lambda given: None,
     after: Callable[[object], None] = lambda given: None,
     argument: int = 0,
-) -> Iterator[None]:
+) -> Generator[None]:
     """Have a function of a module tell one of its arguments, which may be called `f` too, before or after its work."""
     plain = getattr(module, name)
 

@@ -17,6 +17,7 @@ from gradwire.reducers.base import Reducer
 from gradwire.session.checkpoint import save
 
 LEAST = "5.23"
+"""The oldest version that tests ran with."""
 require("transformers", LEAST)
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments  # noqa: E402
@@ -82,6 +83,7 @@ class GradwireCallback(TrainerCallback):
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Attach, and go on from the checkpoint that training goes on from. Another `train()` has the same model."""
         model = self._trainer.model_wrapped
+        assert model is not None
         if model is not self._model:
             scaler = self._trainer.accelerator.scaler
             self.handle = attach_if_distributed(model, self._method, scaler=scaler, **self._options)

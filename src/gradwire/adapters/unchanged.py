@@ -10,11 +10,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Generator
+from typing import Any, cast
 
 import torch
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.adapters.ddp import Handle, attach
@@ -54,7 +53,7 @@ class Unchanged:
         self._attached.append(react)
 
     @contextlib.contextmanager
-    def watching(self) -> Iterator[Unchanged]:
+    def watching(self) -> Generator[Unchanged]:
         """Attach to whatever models are made inside; the classes are as they were afterwards."""
         with (
             _after_making(DistributedDataParallel, self._note_model),
@@ -65,7 +64,7 @@ class Unchanged:
     def _note_model(self, ddp: DistributedDataParallel) -> None:
         self.made += 1
 
-        @torch.compiler.disable
+        @uncompiled
         def first_call(*_: object) -> None:
             if torch.is_grad_enabled():
                 waiting.remove()
@@ -116,18 +115,23 @@ def _saved(name: str, handle: Handle) -> str:
     )
 
 
+def uncompiled(hook: Callable[..., None]) -> Callable[..., None]:
+    """A hook as it is, also where the call that it belongs to is compiled."""
+    return cast(Callable[..., None], torch.compiler.disable(hook))
+
+
 @contextlib.contextmanager
-def _after_making(kind: type[Any], note: Callable[[Any], None]) -> Iterator[None]:
+def _after_making(kind: type[Any], note: Callable[[Any], None]) -> Generator[None]:
     """Have every new object of a class noted once that class has made it."""
-    plain = kind.__init__
+    name, plain = "__init__", kind.__init__
 
     @functools.wraps(plain)
-    def noted(self: nn.Module, *arguments: Any, **options: Any) -> None:
+    def noted(self: object, *arguments: Any, **options: Any) -> None:
         plain(self, *arguments, **options)
         note(self)
 
-    kind.__init__ = noted
+    setattr(kind, name, noted)
     try:
         yield
     finally:
-        kind.__init__ = plain
+        setattr(kind, name, plain)
