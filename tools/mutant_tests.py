@@ -28,6 +28,7 @@ ALONE = "not ranks and not processors and not mesh and not momentum and not node
 WINDOWS: tuple[Stage, ...] = ((SYNC, "-k", ALONE), (SYNC, "-k", "not processors"))
 OPTIMIZERS: tuple[Stage, ...] = (("tests/test_optimizers.py", "-k", "not processors"),)
 ELASTIC: Stage = ("tests/test_elastic.py",)
+UNCHANGED: Stage = ("tests/test_run.py", "-k", "unchanged_script")
 GOSSIP: Stage = ("tests/test_gossip.py",)
 
 FILES: dict[str, tuple[Stage, ...]] = {
@@ -141,6 +142,19 @@ FILES: dict[str, tuple[Stage, ...]] = {
     "session/failures.py": (("tests/test_failures.py",), ATTACHED, ("tests/test_ddp.py", "-k", "exception")),
     "adapters/hooks.py": (("tests/test_hook_sessions.py", "tests/test_handle.py"), HOOKS),
     "session/meeting.py": (("tests/test_meeting.py",), CHECKPOINT),
+    "adapters/__init__.py": (("src/gradwire/adapters/__init__.py",),),
+    "adapters/accelerate.py": (
+        ("tests/test_framework_parts.py", "-k", "accelerator"),
+        ("tests/test_frameworks.py", "-k", "accelerate"),
+    ),
+    "adapters/frameworks.py": (("src/gradwire/adapters/frameworks.py", "tests/test_framework_parts.py"),),
+    "adapters/lightning.py": (("tests/test_frameworks.py", "-k", "lightning"),),
+    "adapters/script_saves.py": (("tests/test_script_saves.py",), UNCHANGED),
+    "adapters/transformers.py": (("tests/test_frameworks.py", "-k", "transformers"),),
+    "adapters/unchanged.py": (
+        ("tests/test_run.py", "-k", "TestModels"),
+        ("tests/test_run.py", "-k", "unchanged_script"),
+    ),
     "adapters/models.py": (("src/gradwire/adapters/models.py", "tests/test_handle.py"), ONE_RANK, DDP),
     "adapters/post_local_hook.py": (("src/gradwire/adapters/post_local_hook.py", "tests/test_post_local.py"),),
     "adapters/power_sgd_hook.py": (
