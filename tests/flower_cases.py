@@ -105,7 +105,8 @@ def on_flower(
 
 def altered(reply: Message, numbers: Callable[[str], str] = str, **arrays: Array) -> Message:
     """A reply whose JSON or whose arrays are others."""
-    reply.content["gradwire.numbers"]["json"] = numbers(reply.content.config_records["gradwire.numbers"]["json"])  # pyright: ignore
+    record = reply.content.config_records["gradwire.numbers"]
+    record["json"] = numbers(str(record["json"]))
     for name, array in arrays.items():
         reply.content.array_records["gradwire.arrays"][name.replace("__", "/")] = array
     return reply
