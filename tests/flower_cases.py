@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from flwr.app import Array, Context, Error, Message, RecordDict
@@ -17,7 +17,7 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from federations import Classifier, small_model
 from gradwire.adapters.flower import FederatedStrategy, client_app
-from gradwire.federated import Federation, Server
+from gradwire.federated import SGD, Federation, Server
 
 FIRST = 1000
 """The number of the node that is client 0."""
@@ -94,8 +94,6 @@ def on_flower(
     clients: int = 12, federation: Federation | None = None, **settings: Any
 ) -> tuple[FederatedStrategy, LocalGrid]:
     """What `federations.on_classifier` is, on Flower."""
-    from federations import SGD
-
     settings = {"sample": 4, "local": SGD(lr=0.1, steps=5), "seed": 5, **settings}
     both = {name: settings[name] for name in ("local", "method", "update") if name in settings}
     app = client_app(small_model, federation or Federation(clients, Classifier(clients)), **both)
@@ -103,10 +101,10 @@ def on_flower(
     return strategy, LocalGrid(app, range(FIRST, FIRST + clients))
 
 
-def altered(reply: Message, numbers: Callable[[str], str] = str, **arrays: Array) -> Message:
+def altered(reply: Message, numbers: Callable[[str], str] = str, arrays: Mapping[str, Array] | None = None) -> Message:
     """A reply whose JSON or whose arrays are others."""
     record = reply.content.config_records["gradwire.numbers"]
     record["json"] = numbers(str(record["json"]))
-    for name, array in arrays.items():
-        reply.content.array_records["gradwire.arrays"][name.replace("__", "/")] = array
+    for name, array in (arrays or {}).items():
+        reply.content.array_records["gradwire.arrays"][name] = array
     return reply

@@ -36,7 +36,8 @@ def trained() -> tuple[Job, Done]:
     simulation.round()
     server: Server = simulation.server
     place = Place(small_model(), simulation.federation)
-    job = Job(server.begin()[3], simulation._kept[3], 0.5)
+    kept = simulation._kept[3]  # pyright: ignore[reportPrivateUsage]
+    job = Job(server.begin()[3], kept, 0.5)
     outcome = place.do(server.plan, job)
     assert isinstance(outcome, Done)
     return job, outcome

@@ -149,7 +149,7 @@ def rewritten(**numbers: Any) -> Callable[[Message, Message], list[Message]]:
 
 
 def in_place_of(name: str, array: Array) -> Callable[[Message, Message], list[Message]]:
-    return lambda message, reply: [altered(reply, **{name: array})]
+    return lambda message, reply: [altered(reply, arrays={name: array})]
 
 
 def pickled() -> Array:
@@ -190,13 +190,13 @@ WRONG: dict[str, tuple[Callable[[Message, Message], list[Message]], str]] = {
     ),
     "nothing": (without("gradwire.arrays"), "a record that is damaged"),
     "numbers missing": (without("gradwire.numbers"), "a record that is damaged"),
-    "a pickle": (in_place_of("update__buffers", pickled()), "a record that is damaged"),
-    "a claim": (in_place_of("update__buffers", claims_a_terabyte()), "a record that is damaged"),
-    "another form": (in_place_of("update__buffers", Array("", (1,), "torch", b"")), "an array in the form 'torch'"),
-    "a matrix": (in_place_of("update__buffers", Array(np.zeros((2, 2)))), "an array that is no vector"),
-    "cut bytes": (in_place_of("update__wires__model", Array(np.zeros(3, np.uint8))), "is left out as damaged"),
-    "another vector": (in_place_of("update__wires__more", Array(np.zeros(3, np.uint8))), "it trains by another method"),
-    "not finite": (in_place_of("update__buffers", Array(np.full(25, np.nan))), "not finite"),
+    "a pickle": (in_place_of("update/buffers", pickled()), "a record that is damaged"),
+    "a claim": (in_place_of("update/buffers", claims_a_terabyte()), "a record that is damaged"),
+    "another form": (in_place_of("update/buffers", Array("", (1,), "torch", b"")), "an array in the form 'torch'"),
+    "a matrix": (in_place_of("update/buffers", Array(np.zeros((2, 2)))), "an array that is no vector"),
+    "cut bytes": (in_place_of("update/wires/model", Array(np.zeros(3, np.uint8))), "is left out as damaged"),
+    "another vector": (in_place_of("update/wires/more", Array(np.zeros(3, np.uint8))), "it trains by another method"),
+    "not finite": (in_place_of("update/buffers", Array(np.full(25, np.nan))), "not finite"),
 }
 
 
@@ -297,16 +297,27 @@ def test_what_a_client_raises_drops_it() -> None:
 
 
 def test_a_client_app_that_fails_drops_its_client() -> None:
-    def own(context: Context) -> Client:
+    def no_model() -> nn.Module:
         raise OSError("disk\nfull")
 
     strategy, grid = on_flower(sample=12)
-    good, grid.app = grid.app, client_app(small_model, own, local=SGD(lr=0.1, steps=5))
+    good = grid.app
+    grid.app = client_app(no_model, Federation(12, Classifier(12)), local=SGD(lr=0.1, steps=5))
     strategy.start(grid, num_rounds=1)
     assert "client 0's node failed: <class 'OSError'>:<'disk full'>" in strategy.given_up[0]
     grid.app = good
     strategy.start(grid, num_rounds=1)
     assert len(strategy.rounds[0].clients) == 12
+
+
+def test_what_makes_a_nodes_own_client_may_fail() -> None:
+    def own(context: Context) -> Client:
+        raise OSError("disk full")
+
+    strategy, grid = on_flower(sample=12)
+    grid.app = client_app(small_model, own, local=SGD(lr=0.1, steps=5))
+    strategy.start(grid, num_rounds=1)
+    assert "client 0 raised OSError: disk full" in strategy.given_up[0]
 
 
 @pytest.mark.parametrize(
