@@ -13,7 +13,7 @@ from gradwire.report.svg import label, tag, width_of
 Points = Sequence[tuple[float, float]]
 
 TONES = ("#0072b2", "#d55e00", "#007a5e", "#a03d78", "#8a6d00", "#56616b", "#111111")
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 400, 330, 62, 14, 34, 46
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 400, 330, 62, 20, 34, 46
 STYLE = """
 svg { background: #fcfcfa; font: 11.5px system-ui, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; fill: #1c1f23; }
 .end { text-anchor: end; } .middle { text-anchor: middle; } .tick, .axis { fill: #5d646d; } .head { font-size: 13px; }
@@ -114,4 +114,10 @@ def axes(panel: Panel, left: float) -> tuple[Axis, Axis]:
 def ticks(axis: Axis, about: int) -> list[tuple[float, str]]:
     """Marks and how they are written."""
     values = axis.ticks(about)
-    return list(zip(values, number_labels(values) if not axis.log else [f"{v:g}" for v in values], strict=True))
+    return list(
+        zip(
+            values,
+            number_labels(values) if not axis.log else [f"{v:g}".replace("e+0", "e") for v in values],
+            strict=True,
+        )
+    )

@@ -23,9 +23,8 @@ from gradwire.asynchronous.work import trained_of
 from gradwire.bench.slow import SlowProcessor
 from gradwire.bench.tasks import digits
 
-WORKERS, SLOWER, TARGET, WINDOW, RATE, PUSHES = 3, 4.0, 0.25, 60, 0.3, 900
+WORKERS, SLOWER, TARGET, WINDOW, RATE, PUSHES = 3, 4.0, 0.25, 60, 0.3, 750
 SERVED: dict[str, tuple[Rule, Pace]] = {
-    "server, staleness 0": (ASGD(RATE / WORKERS), Bounded(0)),
     "SSP 4": (ASGD(RATE / WORKERS), Bounded(4)),
     "ASGD": (ASGD(RATE / WORKERS), Free()),
     "DC-ASGD-a": (AdaptiveDCASGD(RATE / WORKERS), Free()),
@@ -133,8 +132,8 @@ def straggler(seeds: int) -> dict[str, Any]:
             row = {"seconds": seconds_to_target(losses), "batches_a_second": rate, "load": load}
             found[name].append(row)
             shown = ", ".join(f"{key} {value:.2f}" for key, value in row.items())
-            print(f"straggler, seed {seed}: {name:20} {shown}", flush=True)
+            print(f"straggler, seed {seed}: {name:10} {shown}", flush=True)
     for name, rows in found.items():
         shown = ", ".join(f"{row['seconds']:.1f}" for row in rows)
-        print(f"straggler: {name:20} {statistics.mean(row['seconds'] for row in rows):6.1f} s to the target ({shown})")
+        print(f"straggler: {name:10} {statistics.mean(row['seconds'] for row in rows):6.1f} s to the target ({shown})")
     return found
