@@ -230,7 +230,7 @@ def main() -> None:
     parser.add_argument("--save", action="store_true", help="write a dated file into benchmarks/results, and the plot")
     options = parser.parse_args()
     began, found = time.monotonic(), kept(options.keep, options.rounds)
-    missing = [setting for setting in settings(options.seeds) if setting not in found]
+    missing = [setting for setting in reversed(settings(options.seeds)) if setting not in found]
     with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
         for setting, run in pool.imap_unordered(functools.partial(one_run, rounds=options.rounds), missing):
             found[setting] = run
