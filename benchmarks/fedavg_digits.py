@@ -32,6 +32,7 @@ from gradwire.core.key import Key
 from gradwire.federated import SGD, Client, Federation, Server, Simulation
 from gradwire.federated.partition import Even, Partition, Shards
 from gradwire.federated.sampling import generator
+from pages import markdown, shown, write
 
 CLIENTS, IMAGES, TARGET = 100, 14, 95.0
 RATES = (0.03, 0.1, 0.3, 1.0)
@@ -40,6 +41,20 @@ PARTITIONS: dict[str, Partition] = {"IID": Even(), "non-IID": Shards(2)}
 SAMPLES = (1, 10, 20, 50, 100)
 WORK = ((1, 14), (5, 14), (1, 5), (20, 14), (5, 5), (20, 5))
 """E and B, by the number of updates; 14 is all images of most clients."""
+
+PAPER_SAMPLES: dict[tuple[str, int], tuple[int | None, ...]] = {
+    ("IID", 14): (1455, 1474, 1658, None, None),
+    ("IID", 5): (316, 87, 77, 75, 70),
+    ("non-IID", 14): (4278, 1796, 1528, None, None),
+    ("non-IID", 5): (3275, 664, 619, 443, 380),
+}
+"""Table 1, the 2NN with E = 1, for all images in one batch and for B = 10; rounds to 97 %."""
+
+PAPER_WORK = {
+    "IID": (626, 179, 34, 234, 20, 18),
+    "non-IID": (483, 1000, 350, 672, 229, 173),
+}
+"""Table 2, the convolutional net with C = 0.1, for the E of `WORK` and B = 10 where that has 5; rounds to 99 %."""
 
 
 class Setting(NamedTuple):
@@ -136,6 +151,39 @@ def settings() -> list[Setting]:
     return list(dict.fromkeys(rows))
 
 
+def tables(rows: Sequence[dict[str, Any]], name: str) -> str:
+    """What docs/federated.md has: both tables, each figure beside the paper's."""
+    known = {Setting(*(row[part] for part in Setting._fields)): row["rounds"] for row in rows}
+    work = list[list[str]]()
+    for at, (epochs, batch) in enumerate(WORK):
+        ours = [known[Setting(partition, 10, epochs, batch)] for partition in PARTITIONS]
+        first = [known[Setting(partition, 10, *WORK[0])] for partition in PARTITIONS]
+        cells = [f"{'FedSGD' if at == 0 else 'FedAvg'}, E = {epochs}, B = {'all' if batch == IMAGES else batch}"]
+        for partition, rounds, base in zip(PARTITIONS, ours, first, strict=True):
+            theirs = PAPER_WORK[partition]
+            cells += [timed(rounds, base), timed(theirs[at], theirs[0])]
+        work.append(cells)
+    head = ["", *(f"{partition}{whose}" for partition in PARTITIONS for whose in ("", ", paper"))]
+    return f"{markdown(head, work)}\n\n{sample_table(known)}\n\nFigures: `benchmarks/results/{name}`."
+
+
+def sample_table(known: dict[Setting, float | None]) -> str:
+    """Rounds against clients a round."""
+    rows = list[list[str]]()
+    for at, sample in enumerate(SAMPLES):
+        cells = [f"{sample} a round"]
+        for (partition, batch), theirs in PAPER_SAMPLES.items():
+            cells += [shown(known[Setting(partition, sample, 1, batch)]), shown(theirs[at])]
+        rows.append(cells)
+    names = [f"{partition}, B = {'all' if batch == IMAGES else batch}" for partition, batch in PAPER_SAMPLES]
+    return markdown(["E = 1", *(f"{name}{whose}" for name in names for whose in ("", ", paper"))], rows)
+
+
+def timed(rounds: float | None, base: float | None) -> str:
+    """Rounds, and how many times fewer than FedSGD's they are."""
+    return shown(rounds) + (f" ({base / rounds:.1f}x)" if rounds and base else "")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=2)
@@ -148,7 +196,8 @@ def main() -> None:
             rows.append(row)
             print(f"{time.monotonic() - began:6.0f} s  {row}", flush=True)
     if options.save:
-        print(save_result("fedavg_digits", {"target": TARGET, "rates": RATES, "rounds at most": MOST, "rows": rows}))
+        figures = {"target": TARGET, "rates": RATES, "rounds at most": MOST, "rows": rows}
+        write("federated.md", "fedavg_digits.py", tables(rows, save_result("fedavg_digits", figures).name))
 
 
 if __name__ == "__main__":

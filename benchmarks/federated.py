@@ -15,7 +15,6 @@ import statistics
 import time
 import tracemalloc
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +24,7 @@ from torch.nn import functional
 from common import save_result
 from gradwire.core.key import Key
 from gradwire.federated import SGD, Client, Federation, Round, Server, Simulation
+from pages import DOCS, markdown, write
 from plots import Line, Panel, figure
 
 SAMPLES, SIZES = (5, 10, 20, 40, 80), (1_000, 10_000, 100_000, 1_000_000)
@@ -130,6 +130,18 @@ def plot(by_sample: Sequence[dict[str, Any]], by_size: Sequence[dict[str, Any]])
     )
 
 
+def table(rows: Sequence[dict[str, Any]], fits: dict[str, Any], name: str) -> str:
+    """What docs/federated.md has."""
+    head = ["clients", "a round", "ms a round", "kB of tensors", "kB of Python objects"]
+    columns = ("clients", "sample", "ms a round", "tensors kB", "python kB")
+    lines = [
+        f"- {what} = {fit['intercept']:.2f} + {fit['slope']:.3f} times the sample, R² = {fit['r_squared']:.4f}"
+        for what, fit in fits.items()
+    ]
+    cells = [[f"{row[column]:,}" for column in columns] for row in rows]
+    return "\n".join([markdown(head, cells), "", *lines, "", f"Figures: `benchmarks/results/{name}`."])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=100)
@@ -146,8 +158,9 @@ def main() -> None:
     for what, fit in fits.items():
         print(f"{what} against the sample: " + ", ".join(f"{name} {value:.4g}" for name, value in fit.items()))
     if arguments.save:
-        print(save_result("federated", {"rounds": arguments.rounds, "rows": list(rows.values()), "fits": fits}))
-        (Path(__file__).parents[1] / "docs" / "federated.svg").write_text(plot(by_sample, by_size))
+        path = save_result("federated", {"rounds": arguments.rounds, "rows": list(rows.values()), "fits": fits})
+        write("federated.md", "federated.py", table(list(rows.values()), fits, path.name))
+        (DOCS / "federated.svg").write_text(plot(by_sample, by_size))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -34,45 +33,14 @@ from gradwire.core.key import Key
 from gradwire.federated import SGD, Client, Federation, FedProx, InProcess, Plan, Server, Simulation
 from gradwire.federated.engines import Job, Lost, Outcome
 from gradwire.federated.sampling import generator
+from pages import DOCS, markdown, shown, write
 from plots import Line, Panel, figure
+from synthetic import CLASSES, DEVICES, FEATURES, Device, synthetic
 
-DEVICES, SAMPLE, EPOCHS, BATCH, RATE = 30, 10, 20, 10, 0.01
-FEATURES, CLASSES = 60, 10
+SAMPLE, EPOCHS, BATCH, RATE = 10, 20, 10, 0.01
 MUS = (0.0, 0.001, 0.01, 0.1, 1.0)
 SLOW = (0.0, 0.5, 0.9)
 EVERY = 5
-DOCS = Path(__file__).parents[1] / "docs"
-
-
-# Data -----------------------------------------------------------------------------------------------------------
-
-
-class Device(NamedTuple):
-    """A device's examples, nine tenths to train on and one tenth held out."""
-
-    x: Tensor
-    y: Tensor
-    held_x: Tensor
-    held_y: Tensor
-
-
-@functools.cache
-def synthetic(alpha: float, beta: float, seed: int) -> tuple[Device, ...]:
-    """y = argmax(W_k x + b_k) with W_k, b_k ~ N(u_k, 1), u_k ~ N(0, alpha); x ~ N(v_k, Sigma), Sigma_jj = j^-1.2,
-    v_k ~ N(B_k, 1), B_k ~ N(0, beta). A device has 50 examples and a log-normal number more."""
-    draw = generator(Key(seed, name=f"synthetic {alpha:g} {beta:g}"))
-    counts = draw.lognormal(4, 2, DEVICES).astype(int) + 50
-    spread = np.arange(1, FEATURES + 1) ** -0.6
-    return tuple(_device(draw, int(count), alpha, beta, spread) for count in counts)
-
-
-def _device(draw: np.random.Generator, count: int, alpha: float, beta: float, spread: Any) -> Device:
-    u, v = alpha * draw.standard_normal(), beta * draw.standard_normal() + draw.standard_normal(FEATURES)
-    weight, bias = u + draw.standard_normal((FEATURES, CLASSES)), u + draw.standard_normal(CLASSES)
-    points = v + spread * draw.standard_normal((count, FEATURES))
-    labels = (points @ weight + bias).argmax(1)
-    x, y, cut = torch.from_numpy(points).float(), torch.from_numpy(labels), int(0.9 * count)
-    return Device(x[:cut], y[:cut], x[cut:], y[cut:])
 
 
 # Training -------------------------------------------------------------------------------------------------------
@@ -221,6 +189,22 @@ def plot(found: dict[Setting, list[Seen]]) -> str:
     return figure("FedAvg and FedProx on Synthetic(1, 1): training loss against rounds", panels)
 
 
+def table(rows: Sequence[dict[str, Any]], name: str) -> str:
+    """What docs/federated.md has: a row for each method, and loss and accuracy for each share of stragglers."""
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+    head = ["method"] + [f"{what}, {slow:.0%}" for what in ("loss", "jumps", "accuracy", "worst") for slow in SLOW]
+    known = {(row["method"], row["slow"]): row for row in rows}
+
+    def cell(method: str, slow: float, what: str) -> str:
+        # without stragglers FedAvg is FedProx with mu = 0
+        row = known.get((method, slow)) or known.get(("FedAvg", slow), {})
+        return shown(row.get(what))
+
+    columns = [(what, slow) for what in ("loss", "jumps", "accuracy", "worst accuracy") for slow in SLOW]
+    cells = [[method, *(cell(method, slow, what) for what, slow in columns)] for method in methods]
+    return f"{markdown(head, cells)}\n\nFigures: `benchmarks/results/{name}`."
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=2)
@@ -247,7 +231,8 @@ def main() -> None:
     if options.save:
         sizes = [[len(device.y) for device in synthetic(1.0, 1.0, seed)] for seed in range(options.seeds)]
         curves = [{**setting._asdict(), "seen": run} for setting, run in found.items()]
-        print(save_result("fedprox", {"rounds": options.rounds, "sizes": sizes, "rows": rows, "curves": curves}))
+        path = save_result("fedprox", {"rounds": options.rounds, "sizes": sizes, "rows": rows, "curves": curves})
+        write("federated.md", "fedprox.py", table(rows, path.name))
         (DOCS / "fedprox.svg").write_text(plot(found))
 
 
