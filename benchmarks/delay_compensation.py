@@ -26,6 +26,7 @@ from gradwire.asynchronous import (
 )
 from gradwire.core.errors import StepError
 from gradwire.core.key import Key
+from pages import markdown
 from plots import Line, Panel, figure
 
 PUSHES, LAST = 2000, 500
@@ -77,6 +78,12 @@ def cell(runs: Sequence[Sequence[float]]) -> str:
     if any(len(one) < PUSHES for one in runs):
         return f"diverged at {min(map(len, runs))}"
     return f"{statistics.mean(statistics.mean(one[-LAST:]) for one in runs):.3g}"
+
+
+def table(found: dict[str, Any]) -> str:
+    """What docs/asynchronous.md has."""
+    head = ["rule"] + [f"lr {column['lr']}, tau {column['tau']}" for column in found["columns"]]
+    return markdown(head, [[name, *cells] for name, cells in found["rows"].items()])
 
 
 def plot(lr: float = 0.2) -> str:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from gradwire.asynchronous.processes import hogwild
 from gradwire.core.key import Key
+from pages import markdown, shown
 
 EXAMPLES, FEATURES, NONZEROS, EPOCHS = 400_000, 1_000_000, 40, 6
 LOOKS = 3
@@ -126,3 +127,15 @@ def hogwild_speed(seeds: int) -> dict[str, Any]:
     work = statistics.median(row["one_processor_s"] / row["two_processor_s"] for row in rows)
     print(f"hogwild: median ratio of times to equal loss {ratio:.2f}, of processor times for all epochs {work:.2f}")
     return {"turns": rows, "ratio": ratio, "processor_ratio": work}
+
+
+def table(found: dict[str, Any]) -> str:
+    """What docs/asynchronous.md has."""
+    head = ["turn", "loss", "one process, s", "two, s", "ratio", "ratio of processor times", "load before"]
+    columns = ("loss", "one_s", "two_s", "ratio")
+    cells = list[list[str]]()
+    for turn, row in enumerate(found["turns"]):
+        work = row["one_processor_s"] / row["two_processor_s"]
+        cells.append([str(turn + 1), *(shown(row[column]) for column in columns), shown(work), shown(row["load"])])
+    cells.append(["median", "", "", "", shown(found["ratio"]), shown(found["processor_ratio"]), ""])
+    return markdown(head, cells)

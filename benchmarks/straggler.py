@@ -22,6 +22,7 @@ from gradwire.asynchronous.processes import Job, hogwild, run
 from gradwire.asynchronous.work import trained_of
 from gradwire.bench.slow import SlowProcessor
 from gradwire.bench.tasks import digits
+from pages import markdown, shown
 
 WORKERS, SLOWER, TARGET, WINDOW, RATE, PUSHES = 3, 4.0, 0.25, 60, 0.3, 750
 SERVED: dict[str, tuple[Rule, Pace]] = {
@@ -137,3 +138,14 @@ def straggler(seeds: int) -> dict[str, Any]:
         shown = ", ".join(f"{row['seconds']:.1f}" for row in rows)
         print(f"straggler: {name:10} {statistics.mean(row['seconds'] for row in rows):6.1f} s to the target ({shown})")
     return found
+
+
+def table(found: dict[str, Any]) -> str:
+    """What docs/asynchronous.md has."""
+    cells = list[list[str]]()
+    for name, rows in found.items():
+        seconds = [row["seconds"] for row in rows]
+        rate, load = (statistics.mean(row[column] for row in rows) for column in ("batches_a_second", "load"))
+        each = ", ".join(f"{value:.1f}" for value in seconds)
+        cells.append([name, f"{statistics.mean(seconds):.1f}", each, shown(rate), shown(load)])
+    return markdown(["", "seconds", "by seed", "batches a second", "load before"], cells)
