@@ -190,14 +190,13 @@ def plot(found: dict[Setting, list[Seen]]) -> str:
 
 
 def table(rows: Sequence[dict[str, Any]], name: str) -> str:
-    """What docs/federated.md has: a row for each method, and loss and accuracy for each share of stragglers."""
+    """What docs/federated.md has: a row for each method. Without stragglers FedAvg is FedProx with mu = 0."""
     methods = list(dict.fromkeys(row["method"] for row in rows))
     head = ["method"] + [f"{what}, {slow:.0%}" for what in ("loss", "jumps", "accuracy", "worst") for slow in SLOW]
     known = {(row["method"], row["slow"]): row for row in rows}
 
     def cell(method: str, slow: float, what: str) -> str:
-        # without stragglers FedAvg is FedProx with mu = 0
-        row = known.get((method, slow)) or known.get(("FedAvg", slow), {})
+        row = known.get((method if slow or method != "FedProx, mu = 0" else "FedAvg", slow), {})
         return shown(row.get(what))
 
     columns = [(what, slow) for what in ("loss", "jumps", "accuracy", "worst accuracy") for slow in SLOW]
