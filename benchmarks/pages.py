@@ -29,5 +29,7 @@ def write(page: str, mark: str, text: str) -> None:
 
 
 def shown(value: float | None) -> str:
-    """Three digits, or a dash where there is nothing."""
-    return "—" if value is None else f"{value:.3g}"
+    """Three digits, whole numbers from a hundred on, or a dash where there is nothing."""
+    if value is None:
+        return "—"
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
