@@ -146,7 +146,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument(
-        "--save", action="store_true", help="write a dated file into benchmarks/results, and the page's table"
+        "--save", action="store_true", help="write a dated file into benchmarks/results"
     )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
