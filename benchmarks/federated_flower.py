@@ -145,9 +145,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument(
-        "--save", action="store_true", help="write a dated file into benchmarks/results"
-    )
+    parser.add_argument("--save", action="store_true", help="write a dated file into benchmarks/results")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     kinds = {"in process": in_process, "Flower": flowers_own, "ours on Flower": ours_on_flower}
