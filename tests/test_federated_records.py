@@ -17,15 +17,13 @@ from gradwire.core.errors import FederationError
 from gradwire.federated import Assignment, Scaffold, Server
 from gradwire.federated.client import Done, Kept
 from gradwire.federated.engines import Job, Lost, Place
+from gradwire.federated.packing import Record, pack, unpack
 from gradwire.federated.records import (
-    Record,
     job_of,
     of_job,
     of_outcome,
     of_update,
     outcome_of,
-    pack,
-    unpack,
     update_of,
 )
 

@@ -20,7 +20,8 @@ from torch import nn
 from gradwire.core.errors import CompositionError, FederationError
 from gradwire.federated.client import Federation, Plan
 from gradwire.federated.engines import Job, Lost, Outcome, Place
-from gradwire.federated.records import job_of, of_job, of_outcome, outcome_of, pack, unpack
+from gradwire.federated.packing import pack, unpack
+from gradwire.federated.records import job_of, of_job, of_outcome, outcome_of
 
 Make = Callable[[], tuple[nn.Module, Federation]]
 STARTED = "started"

@@ -17,7 +17,8 @@ from gradwire.federated.client import Client, Done, Federation, Kept, Plan
 from gradwire.federated.engines import Job, Lost, Outcome, Place
 from gradwire.federated.local import SGD
 from gradwire.federated.methods import FedAvg, Method
-from gradwire.federated.records import Record, of_outcome
+from gradwire.federated.packing import Record
+from gradwire.federated.records import of_outcome
 from gradwire.sending import Sending
 
 Number = Callable[[Context], int]

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from gradwire.core.errors import FederationError
 from gradwire.federated.client import Assignment, Plan
-from gradwire.federated.records import Look, Record, assignment_of, checked, joined, of_assignment, part
+from gradwire.federated.packing import Record, checked
+from gradwire.federated.records import Look, assignment_of, joined, of_assignment, part
 
 MESSAGE = "gradwire"
 """The name of our part of a message."""

@@ -13,7 +13,8 @@ from flwr.app import RecordDict
 
 from gradwire.adapters.flower.content import read, write
 from gradwire.federated.client import Kept
-from gradwire.federated.records import Look, Record, joined, kept_of, of_kept, part
+from gradwire.federated.packing import Record
+from gradwire.federated.records import Look, joined, kept_of, of_kept, part
 
 SETTLED, PENDING = "gradwire.settled", "gradwire.pending"
 
