@@ -8,22 +8,27 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from gradwire.asynchronous.messages import Grant, Push, push_key
+from gradwire.asynchronous.account import Account
+from gradwire.asynchronous.messages import Grant, Push
 from gradwire.asynchronous.names import Names
 from gradwire.asynchronous.work import Work
 from gradwire.codecs.error_memory import ErrorMemory
-from gradwire.core.errors import PushError, StateError, StepError
+from gradwire.core.errors import StepError
 from gradwire.sending import Sending
 
-MOST_REFUSALS = 10
-"""Pushes in a row that may be refused before a worker gives up."""
 
+class Computed(NamedTuple):
+    """What a worker computed.
 
-class _Pushed(NamedTuple):
-    """A push whose fate is not known yet."""
+    Attributes:
+        g: (d,) finite.
+        loss: as the work said.
+        seconds: that it took.
+    """
 
-    grant: Grant
-    memory: ErrorMemory | None
+    g: Tensor
+    loss: float
+    seconds: float
 
 
 class Worker:
@@ -35,9 +40,6 @@ class Worker:
         work: what is computed.
         like: the server's parameters, or tensors like them.
         sending, seed: as the server has them.
-
-    Attributes:
-        memory: of what pushes that were applied did not say; None before the first, and without memory.
     """
 
     def __init__(
@@ -48,10 +50,13 @@ class Worker:
         sending: Sending | None = None,
         seed: int = 0,
     ) -> None:
-        self.work, self.names, self.sending, self.seed = work, Names(like), sending or Sending(), seed
-        self.memory: ErrorMemory | None = None
-        self._pushed: _Pushed | None = None
-        self._life, self._refusals = 0, 0
+        self.work, self.names = work, Names(like)
+        self._account = Account(self.names, sending or Sending(), seed)
+
+    @property
+    def memory(self) -> ErrorMemory | None:
+        """Of what pushes that were applied did not say; None before the first, and without memory."""
+        return self._account.memory
 
     def compute(self, grant: Grant, values: Tensor) -> Push:
         """Return the push that was granted.
@@ -64,19 +69,9 @@ class Worker:
             StateError: a server that was restored from an older snapshot than one that this worker has seen.
             StepError: a gradient that is not finite, or other tensors than the server's. Nothing is remembered of it.
         """
-        self._settle(grant)
-        begun = time.perf_counter()
-        result = self.work(self.names.named(values), grant)
-        seconds = time.perf_counter() - begun
-        g = self.names.flat(result.gradient)
-        if not bool(g.isfinite().all()):
-            raise StepError(
-                f"what worker {grant.worker} computed for push {grant.number} is not finite, and nothing was pushed: "
-                "lower the learning rates"
-            )
-        wire, memory = self.sending.send(g, self.memory, push_key(self.seed, grant))
-        self._pushed = _Pushed(grant, memory)
-        return Push(grant, wire, self.names.fingerprint, result.loss, seconds)
+        self._account.settle(grant)
+        g, loss, seconds = computed(self.work, self.names, grant, values)
+        return self._account.push(g, grant, loss, seconds)
 
     def refused(self, grant: Grant, reason: str) -> bool:
         """Hear that a push was refused; return whether to join again, which is not so where it was an older one.
@@ -86,23 +81,24 @@ class Worker:
             reason: the server's.
 
         Raises:
-            PushError: `MOST_REFUSALS` in a row, with the last reason.
+            PushError: ten in a row, with the last reason.
         """
-        if self._pushed is None or grant != self._pushed.grant:
-            return False
-        self._refusals += 1
-        if self._refusals >= MOST_REFUSALS:
-            raise PushError(f"{self._refusals} pushes in a row were refused; the last: {reason}")
-        return True
+        return self._account.refused(grant, reason)
 
-    def _settle(self, grant: Grant) -> None:
-        """Find out from the next grant's number whether the last push was applied."""
-        if grant.life < self._life:
-            raise StateError(
-                f"the server came back as it was before its restart {self._life}, at version {grant.version}: restore "
-                "it from its newest snapshot"
-            )
-        self._life = grant.life
-        if self._pushed is not None and grant.number > self._pushed.grant.number:
-            self.memory, self._refusals = self._pushed.memory, 0
-        self._pushed = None
+
+def computed(work: Work, names: Names, grant: Grant, values: Tensor) -> Computed:
+    """Have the work done for a grant.
+
+    Raises:
+        StepError: a gradient that is not finite, or of other tensors than `names`.
+    """
+    begun = time.perf_counter()
+    result = work(names.named(values), grant)
+    seconds = time.perf_counter() - begun
+    g = names.flat(result.gradient)
+    if not bool(g.isfinite().all()):
+        raise StepError(
+            f"what worker {grant.worker} computed for push {grant.number} is not finite, and nothing was pushed: "
+            "lower the learning rates"
+        )
+    return Computed(g, result.loss, seconds)
