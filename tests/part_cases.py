@@ -1,6 +1,6 @@
 """Random schedules of workers and several servers: all of them die and come back, and messages are late or get lost.
 
-A watch looks at every push: each counts once at each server and none that counted is missing from its parameters, nobody
+A watch looks at every push: each counts once at each server, none that counted is missing from the parameters, nobody
 computes beyond the bound of any worker that lives, and once nothing fails any more, nobody waits for ever.
 """
 
@@ -8,23 +8,20 @@ from __future__ import annotations
 
 import functools
 import heapq
-import math
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from gradwire.asynchronous import ASGD, Barriers, Bounded, Grant, Result, Sending, snapshots
+from gradwire.asynchronous import ASGD, Barriers, Bounded, Grant, Result
 from gradwire.asynchronous.clocks import Phase
 from gradwire.asynchronous.job import Job
 from gradwire.asynchronous.parts import Answer, Ask, Desk, Journal, PartedWorker, Parts
 from gradwire.asynchronous.parts.journal import history
-from gradwire.codecs import TopK
 
 FAILURES_S = 15.0
 """Whatever goes wrong does so within these seconds."""
@@ -91,6 +88,13 @@ class Process:
     is_up: bool = True
 
 
+class Open(NamedTuple):
+    """A question that a server has not answered."""
+
+    place: Process
+    ask: Ask
+
+
 @dataclass
 class Host:
     """A server, its life's number, and the questions that it has not answered."""
@@ -98,13 +102,17 @@ class Host:
     desk: MemoryDesk
     kept: dict[str, Any]
     is_up: bool = True
-    open: dict[tuple[int, int], tuple[Process, Ask]] = field(default_factory=dict[tuple[int, int], "tuple[Process, Ask]"])
+    open: dict[tuple[int, int], tuple[Process, Ask]] = field(
+        default_factory=dict[tuple[int, int], "tuple[Process, Ask]"]
+    )
 
 
 class Schedule:
     """Runs one schedule in simulated time, drawn from a seed."""
 
-    def __init__(self, seed: int, desk: type[MemoryDesk] = MemoryDesk, worker: type[PartedWorker] = PartedWorker) -> None:
+    def __init__(
+        self, seed: int, desk: type[MemoryDesk] = MemoryDesk, worker: type[PartedWorker] = PartedWorker
+    ) -> None:
         draw = self.draw = random.Random(seed)
         self.seed, self.made, self.kind, self.now_s = seed, worker, desk, 0.0
         self.workers, self.servers = draw.randint(2, 5), draw.randint(1, 3)
@@ -220,7 +228,7 @@ class Schedule:
         host = self.hosts[ask.server]
         if not host.is_up:
             return self.soon(0.2, self.miss, place, ask)
-        host.open[ask.process, ask.serial] = (place, ask)
+        host.open[ask.process, ask.serial] = Open(place, ask)
         host.desk.ask(ask, functools.partial(self.answer, host, place, ask))
         self.watch(host)
         return None
