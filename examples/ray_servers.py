@@ -3,9 +3,9 @@
     pip install 'gradwire[ray]'
     python examples/ray_servers.py
 
-This begins Ray on this machine. With RAY_ADDRESS=auto it uses the cluster that `ray start` made. Kill what processes you
-like meanwhile: of a worker the others go on, and a server is started again from its newest snapshot in the folder, which
-on a cluster must be one that all machines share.
+This begins Ray on this machine. With RAY_ADDRESS=auto it uses the cluster that `ray start` made. Kill processes of it
+meanwhile: when a worker dies the others go on, and a server is started again from its newest snapshot in the folder,
+which on a cluster must be one that all machines share.
 """
 
 import tempfile
@@ -26,7 +26,7 @@ def made() -> nn.Sequential:
 
 
 def loss_of(model: nn.Module, worker: int, step: int) -> Tensor:
-    """Return the squared error on a batch of this worker's own: whether the sum of the inputs is positive, as 1 or -1."""
+    """Return the squared error on a batch of this worker's own; wanted is the sign of the sum of the inputs."""
     inputs = torch.randn(64, 8, generator=torch.Generator().manual_seed(100_000 * worker + step))
     return (model(inputs) - inputs.sum(1, keepdim=True).sign()).square().mean()
 

@@ -41,7 +41,7 @@ def even(worker: int) -> Any:
 
 
 def job_of(**settings: Any) -> Job:
-    return Job(START, settings.pop("rule", ASGD(0.05)), even, **{"workers": 2, "pushes": 10**6, **settings})
+    return Job(START, ASGD(0.05), even, workers=settings.pop("workers", 2), pushes=10**6, **settings)
 
 
 class Bench:

@@ -1,4 +1,4 @@
-"""Training on Ray, in processes of its own: a worker and a server are killed, and each push counts once at each server."""
+"""Training on Ray, in processes of its own: a worker and a server are killed, and at each server a push counts once."""
 
 from __future__ import annotations
 

@@ -50,12 +50,13 @@ class ServerActor:
 
     async def look(self, dead: Sequence[int]) -> tuple[int, int, str]:
         """Hear who is dead; return version and life, and what went wrong here."""
-        return *self._desk.look(dead), self._failure
+        status = self._desk.look(dead)
+        return status.version, status.life, self._failure
 
     async def finish(self) -> tuple[Any, list[tuple[Any, ...]], int, int]:
         """End; return the part's parameters, its journal, version and life."""
         values, rows, status = self._desk.finish()
-        return values.cpu().numpy(), [tuple(row) for row in rows], *status
+        return values.cpu().numpy(), [tuple(row) for row in rows], status.version, status.life
 
 
 class WorkerActor:

@@ -28,9 +28,9 @@ def pack_ask(ask: Ask) -> Packed:
 
 def unpack_ask(packed: Packed) -> Ask:
     """Return the question; its tensors are copies, since Ray's arrays must not be written to."""
-    kind, *numbers, plain = packed
+    kind, server, worker, process, serial, clock, plain = packed
     push = None if plain is None else Push(Grant(*plain[0]), _tensor(plain[1]), *plain[2:])
-    return Ask(Asked(kind), *numbers, push)
+    return Ask(Asked(kind), server, worker, process, serial, clock, push)
 
 
 def pack_answer(answer: Answer) -> Packed:

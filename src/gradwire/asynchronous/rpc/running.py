@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore, rpc  # pyright: ignore[reportPrivateImportUsage]
 
 from gradwire.asynchronous.job import Job
 from gradwire.asynchronous.names import Names
@@ -62,7 +63,7 @@ def run(
 
 
 def _require_rpc() -> None:
-    if not dist.rpc.is_available():
+    if not rpc.is_available():
         raise CompositionError("this PyTorch was built without torch.distributed.rpc: use Ray, or processes.run")
 
 
@@ -108,7 +109,7 @@ class _Watch:
         from gradwire.asynchronous.rpc import served
 
         self._ends = [
-            dist.rpc.rpc_async(_name(servers + number), served.end_of_worker, timeout=served.FOREVER)
+            rpc.rpc_async(_name(servers + number), served.end_of_worker, timeout=served.FOREVER)
             for number in range(job.workers)
         ]
         self._since_s, self._patience_s = time.monotonic(), job.patience_s
@@ -160,7 +161,7 @@ def _looked(part: int, watch: _Watch) -> Status:
 
 def _called(part: int, function: Any, *arguments: Any) -> Any:
     try:
-        return dist.rpc.rpc_sync(_name(part), function, args=arguments)
+        return rpc.rpc_sync(_name(part), function, args=arguments)
     except Exception as error:  # rpc raises again what was raised there, or RuntimeError where nobody answers
         reason = (str(error).strip().splitlines() or [type(error).__name__])[-1][:120]
         raise CommunicationError(
@@ -181,28 +182,28 @@ def _joined(job: Job, rank: int, servers: int, address: str) -> Generator[None]:
     """All processes have met, and leave when each is done: rpc would wait for the dead."""
     world = servers + job.workers
     store = _met(job, rank, world, address)
-    options = dist.rpc.TensorPipeRpcBackendOptions(rpc_timeout=job.patience_s, init_method=f"tcp://{address}")
+    options = rpc.TensorPipeRpcBackendOptions(rpc_timeout=job.patience_s, init_method=f"tcp://{address}")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="You are using a Backend", category=UserWarning)  # rpc's own
         try:
-            dist.rpc.init_rpc(_name(rank), rank=rank, world_size=world, rpc_backend_options=options)
+            rpc.init_rpc(_name(rank), rank=rank, world_size=world, rpc_backend_options=options)
         except RuntimeError as error:
             raise CommunicationError(f"rank {rank} could not join the others by rpc: {str(error)[:150]}") from error
     try:
         yield
     finally:
-        dist.rpc.shutdown(graceful=False)
+        rpc.shutdown(graceful=False)
         del store
 
 
-def _met(job: Job, rank: int, world: int, address: str) -> dist.TCPStore:
+def _met(job: Job, rank: int, world: int, address: str) -> TCPStore:
     """Wait for all at rank 0's store, which rpc then uses too."""
     host, _, port = address.rpartition(":")
     patience = timedelta(seconds=job.patience_s)
     if not host or not port.isdigit():
         raise CompositionError(f"address {address!r}: give host:port, as in 127.0.0.1:29500")
     try:
-        store = dist.TCPStore(
+        store = TCPStore(
             host, int(port), world, rank == 0, timeout=patience, wait_for_workers=False, multi_tenant=True
         )
     except (dist.DistNetworkError, dist.DistStoreError) as error:
@@ -212,7 +213,7 @@ def _met(job: Job, rank: int, world: int, address: str) -> dist.TCPStore:
     return store
 
 
-def _require_all(store: dist.TCPStore, rank: int, world: int, patience_s: float) -> None:
+def _require_all(store: TCPStore, rank: int, world: int, patience_s: float) -> None:
     store.set(f"here/{rank}", "")
     for other in range(world):
         try:
