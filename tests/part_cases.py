@@ -20,8 +20,8 @@ from torch import Tensor
 from gradwire.asynchronous import ASGD, Barriers, Bounded, Grant, Result
 from gradwire.asynchronous.clocks import Phase
 from gradwire.asynchronous.job import Job
-from gradwire.asynchronous.parts import Answer, Ask, Desk, Journal, PartedWorker, Parts
-from gradwire.asynchronous.parts.journal import history
+from gradwire.asynchronous.several import Answer, Ask, Desk, Journal, PartedWorker
+from gradwire.asynchronous.several.journal import history
 
 FAILURES_S = 15.0
 """Whatever goes wrong does so within these seconds."""
@@ -266,8 +266,8 @@ class Schedule:
             if other != number and one.is_up and one.worker.clock is not None and Phase.DEAD not in phases:
                 self.require(own - one.worker.clock <= self.bound, f"{number} at {own}, {other} at {one.worker.clock}")
         g = torch.zeros(self.numel, dtype=torch.float64)
-        for part in Parts(self.numel, self.servers).cut(g):
-            part[number] = -1.0
+        for part in range(self.servers):
+            g[part * self.workers + number] = -1.0
         return Result({"x": g}, 0.0)
 
     def watch(self, host: Host) -> None:

@@ -18,7 +18,7 @@ from async_cases import START, optimum, quadratic
 from gradwire import CommunicationError, CompositionError, PushError, StateError, StepError
 from gradwire.asynchronous import ASGD, Bounded, Grant, Matched, Result, Sending, Server, Worker
 from gradwire.asynchronous.job import Job
-from gradwire.asynchronous.parts import (
+from gradwire.asynchronous.several import (
     Answer,
     Ask,
     Asked,
@@ -26,9 +26,9 @@ from gradwire.asynchronous.parts import (
     Desk,
     Journal,
     PartedWorker,
-    Parts,
     Row,
     Said,
+    named_parts,
     server_of,
 )
 from gradwire.codecs import QSGD, TopK
@@ -41,7 +41,9 @@ def even(worker: int) -> Any:
 
 
 def job_of(**settings: Any) -> Job:
-    return Job(START, ASGD(0.05), even, workers=settings.pop("workers", 2), pushes=10**6, **settings)
+    return Job(
+        START, ASGD(0.05), even, workers=settings.pop("workers", 2), pushes=settings.pop("pushes", 10**6), **settings
+    )
 
 
 class Bench:
@@ -111,12 +113,12 @@ def test_servers_with_clocks_of_their_own_would_wait_for_each_other_in_a_circle(
 
 @pytest.mark.parametrize("servers", [1, 2, 3, 8])
 def test_parts_are_even_and_put_together_again(servers: int) -> None:
-    flat = torch.arange(8.0)
-    parts = Parts(8, servers).cut(flat)
-    assert torch.equal(torch.cat(parts), flat)
+    start = {"x": torch.arange(5.0), "y": torch.arange(3.0)}
+    parts = [part for one in named_parts(start, servers) for part in one.values()]
+    assert torch.cat(parts).tolist() == [0, 1, 2, 3, 4, 0, 1, 2]
     assert {len(part) for part in parts} <= {8 // servers, 8 // servers + 1}
     with pytest.raises(CompositionError, match="9 servers for 8 parameters"):
-        Parts(8, 9)
+        named_parts(start, 9)
 
 
 def test_one_server_of_all_is_the_server() -> None:
@@ -174,17 +176,17 @@ def test_a_push_refused_at_one_server_is_taken_back_there_alone() -> None:
     bench.begin()
     for _ in range(3):
         bench.turn()
-    accounts = [seat.account for seat in bench.workers[0]._seats]  # pyright: ignore[reportPrivateUsage]
+    pushers = [seat.pusher for seat in bench.workers[0]._seats]  # pyright: ignore[reportPrivateUsage]
     damaged = bench.open[1]
     assert damaged.push is not None
     bench.open[1] = damaged._replace(push=damaged.push._replace(fingerprint=1))
-    before = accounts[1].memory
+    before = pushers[1].memory
     for _ in range(3):
         bench.turn()
     assert [desk.server.version for desk in bench.desks] == [3, 2]
     assert [desk.server.clocks.completed for desk in bench.desks] == [[3], [3]]
-    assert accounts[1].memory is not None
-    assert accounts[1].memory is not before
+    assert pushers[1].memory is not None
+    assert pushers[1].memory is not before
     for _ in range(200):
         bench.turn()
     versions = [desk.server.version for desk in bench.desks]

@@ -15,8 +15,8 @@ from async_cases import START
 from async_processes import even
 from gradwire import CompositionError
 from gradwire.asynchronous import ASGD
-from gradwire.asynchronous.parts import Row
 from gradwire.asynchronous.ray_actors import Job, run
+from gradwire.asynchronous.several import Row
 from scripts import ROOT, Script, said_by
 
 DEADLINE_S = 560.0

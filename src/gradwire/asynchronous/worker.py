@@ -8,38 +8,104 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from gradwire.asynchronous.account import Account
-from gradwire.asynchronous.messages import Grant, Push
+from gradwire.asynchronous.messages import Grant, Push, push_key
 from gradwire.asynchronous.names import Names
 from gradwire.asynchronous.work import Work
 from gradwire.codecs.error_memory import ErrorMemory
-from gradwire.core.errors import StepError
+from gradwire.core.errors import PushError, StateError, StepError
 from gradwire.sending import Sending
 
-
-class Computed(NamedTuple):
-    """What a worker computed.
-
-    Attributes:
-        g: (d,) finite.
-        loss: as the work said.
-        seconds: that it took.
-    """
-
-    g: Tensor
-    loss: float
-    seconds: float
+MOST_REFUSALS = 10
+"""Pushes in a row that may be refused before a worker gives up."""
 
 
-class Worker:
-    """Computes pushes, and keeps what its codec lost until the server has applied it.
+class _Pushed(NamedTuple):
+    """A push whose fate is not known yet."""
+
+    grant: Grant
+    memory: ErrorMemory | None
+
+
+class Pusher:
+    """Makes pushes of what was computed, and keeps what its codec lost until the server has applied it.
 
     A push that was refused, or was lost with a server, is taken back: the memory is that of before.
 
     Args:
-        work: what is computed.
         like: the server's parameters, or tensors like them.
         sending, seed: as the server has them.
+
+    Attributes:
+        memory: of what pushes that were applied did not say; None before the first, and without memory.
+    """
+
+    def __init__(self, like: Mapping[str, Tensor], *, sending: Sending | None = None, seed: int = 0) -> None:
+        self.names, self.sending, self.seed = Names(like), sending or Sending(), seed
+        self.memory: ErrorMemory | None = None
+        self._pushed: _Pushed | None = None
+        self._life, self._refusals = 0, 0
+
+    def push_of(self, grant: Grant, g: Tensor, loss: float, seconds: float) -> Push:
+        """Return the push of what was computed for a grant that this worker has settled.
+
+        Args:
+            grant: from the server.
+            g: (d,) what was computed.
+            loss: for the record.
+            seconds: that it took.
+
+        Raises:
+            StepError: g is not finite. Nothing is remembered of it.
+        """
+        if not bool(g.isfinite().all()):
+            raise StepError(
+                f"what worker {grant.worker} computed for push {grant.number} is not finite, and nothing was pushed: "
+                "lower the learning rates"
+            )
+        wire, memory = self.sending.send(g, self.memory, push_key(self.seed, grant))
+        self._pushed = _Pushed(grant, memory)
+        return Push(grant, wire, self.names.fingerprint, loss, seconds)
+
+    def refused(self, grant: Grant, reason: str) -> bool:
+        """Hear that a push was refused; return whether to join again, which is not so where it was an older one.
+
+        Args:
+            grant: of the push.
+            reason: the server's.
+
+        Raises:
+            PushError: `MOST_REFUSALS` in a row, with the last reason.
+        """
+        if self._pushed is None or grant != self._pushed.grant:
+            return False
+        self._refusals += 1
+        if self._refusals >= MOST_REFUSALS:
+            raise PushError(f"{self._refusals} pushes in a row were refused; the last: {reason}")
+        return True
+
+    def settle(self, grant: Grant) -> None:
+        """Find out from the next grant's number whether the last push was applied.
+
+        Raises:
+            StateError: a server that was restored from an older snapshot than one that this worker has seen.
+        """
+        if grant.life < self._life:
+            raise StateError(
+                f"the server came back as it was before its restart {self._life}, at version {grant.version}: restore "
+                "it from its newest snapshot"
+            )
+        self._life = grant.life
+        if self._pushed is not None and grant.number > self._pushed.grant.number:
+            self.memory, self._refusals = self._pushed.memory, 0
+        self._pushed = None
+
+
+class Worker(Pusher):
+    """A pusher with what it computes.
+
+    Args:
+        work: what is computed.
+        like, sending, seed: as `Pusher` takes them.
     """
 
     def __init__(
@@ -50,13 +116,8 @@ class Worker:
         sending: Sending | None = None,
         seed: int = 0,
     ) -> None:
-        self.work, self.names = work, Names(like)
-        self._account = Account(self.names, sending or Sending(), seed)
-
-    @property
-    def memory(self) -> ErrorMemory | None:
-        """Of what pushes that were applied did not say; None before the first, and without memory."""
-        return self._account.memory
+        super().__init__(like, sending=sending, seed=seed)
+        self.work = work
 
     def compute(self, grant: Grant, values: Tensor) -> Push:
         """Return the push that was granted.
@@ -69,36 +130,8 @@ class Worker:
             StateError: a server that was restored from an older snapshot than one that this worker has seen.
             StepError: a gradient that is not finite, or other tensors than the server's. Nothing is remembered of it.
         """
-        self._account.settle(grant)
-        g, loss, seconds = computed(self.work, self.names, grant, values)
-        return self._account.push(g, grant, loss, seconds)
-
-    def refused(self, grant: Grant, reason: str) -> bool:
-        """Hear that a push was refused; return whether to join again, which is not so where it was an older one.
-
-        Args:
-            grant: of the push.
-            reason: the server's.
-
-        Raises:
-            PushError: ten in a row, with the last reason.
-        """
-        return self._account.refused(grant, reason)
-
-
-def computed(work: Work, names: Names, grant: Grant, values: Tensor) -> Computed:
-    """Have the work done for a grant.
-
-    Raises:
-        StepError: a gradient that is not finite, or of other tensors than `names`.
-    """
-    begun = time.perf_counter()
-    result = work(names.named(values), grant)
-    seconds = time.perf_counter() - begun
-    g = names.flat(result.gradient)
-    if not bool(g.isfinite().all()):
-        raise StepError(
-            f"what worker {grant.worker} computed for push {grant.number} is not finite, and nothing was pushed: "
-            "lower the learning rates"
-        )
-    return Computed(g, result.loss, seconds)
+        self.settle(grant)
+        begun = time.perf_counter()
+        result = self.work(self.names.named(values), grant)
+        seconds = time.perf_counter() - begun
+        return self.push_of(grant, self.names.flat(result.gradient), result.loss, seconds)

@@ -10,12 +10,12 @@ from concurrent.futures import Future
 from typing import Any
 
 from gradwire.asynchronous.job import Job
-from gradwire.asynchronous.parts.client import Client, Line
-from gradwire.asynchronous.parts.desk import Desk
-from gradwire.asynchronous.parts.journal import Row
-from gradwire.asynchronous.parts.messages import Answer, Ask
-from gradwire.asynchronous.parts.worker import PartedWorker
 from gradwire.asynchronous.ray_actors.packing import Packed, pack_answer, pack_ask, unpack_answer, unpack_ask
+from gradwire.asynchronous.several.client import Client, Line
+from gradwire.asynchronous.several.desk import Desk
+from gradwire.asynchronous.several.journal import Row
+from gradwire.asynchronous.several.messages import Answer, Ask
+from gradwire.asynchronous.several.worker import PartedWorker
 
 
 class ServerActor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradwire.asynchronous.messages import Grant, Push
-from gradwire.asynchronous.parts.messages import Answer, Ask, Asked, Said
+from gradwire.asynchronous.several.messages import Answer, Ask, Asked, Said
 
 Packed = tuple[Any, ...]
 

@@ -10,10 +10,10 @@ import torch
 
 from gradwire.asynchronous.job import Job
 from gradwire.asynchronous.names import Names
-from gradwire.asynchronous.parts.cut import Parts
-from gradwire.asynchronous.parts.journal import Row, history
-from gradwire.asynchronous.parts.outcome import Outcome
+from gradwire.asynchronous.parts import sizes
 from gradwire.asynchronous.ray_actors.actors import ServerActor, WorkerActor, rows_of
+from gradwire.asynchronous.several.journal import Row, history
+from gradwire.asynchronous.several.outcome import Outcome
 from gradwire.core.errors import CommunicationError, CompositionError
 
 MOST_RESTARTS = 5
@@ -73,7 +73,8 @@ class Running:
         self._ray = imported_ray()
         if worker_restarts < 0:
             raise CompositionError(f"{worker_restarts} restarts of a worker: give 0 or more")
-        self.job, self._parts = job, Parts(Names(job.parameters).numel, servers)
+        sizes(Names(job.parameters).numel, servers)  # refuses a number that cannot be before anything is started
+        self.job = job
         self._is_ours = not self._ray.is_initialized()
         if self._is_ours:
             self._ray.init(include_dashboard=False)

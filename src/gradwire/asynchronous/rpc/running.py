@@ -15,12 +15,13 @@ from torch.distributed import TCPStore, rpc  # pyright: ignore[reportPrivateImpo
 
 from gradwire.asynchronous.job import Job
 from gradwire.asynchronous.names import Names
-from gradwire.asynchronous.parts.client import Client
-from gradwire.asynchronous.parts.cut import Parts
-from gradwire.asynchronous.parts.desk import Desk, Status
-from gradwire.asynchronous.parts.journal import history
-from gradwire.asynchronous.parts.outcome import Outcome
-from gradwire.asynchronous.parts.worker import PartedWorker
+from gradwire.asynchronous.parts import sizes
+from gradwire.asynchronous.rpc import served
+from gradwire.asynchronous.several.client import Client
+from gradwire.asynchronous.several.desk import Desk, Status
+from gradwire.asynchronous.several.journal import history
+from gradwire.asynchronous.several.outcome import Outcome
+from gradwire.asynchronous.several.worker import PartedWorker
 from gradwire.core.errors import CommunicationError, CompositionError
 
 _TICK_S = 0.1
@@ -53,7 +54,7 @@ def run(
             deadline.
     """
     world = servers + job.workers
-    Parts(Names(job.parameters).numel, servers)
+    sizes(Names(job.parameters).numel, servers)  # refuses a number that cannot be before anything is started
     if not 0 <= rank < world:
         raise CompositionError(f"rank {rank} of {servers} servers and {job.workers} workers: it is 0 to {world - 1}")
     _require_rpc()
@@ -71,8 +72,6 @@ def _require_rpc() -> None:
 
 
 def _work(job: Job, rank: int, servers: int, address: str) -> None:
-    from gradwire.asynchronous.rpc import served
-
     number = rank - servers
     worker = PartedWorker(number, job.work(number), job.parameters, servers=servers, sending=job.sending, seed=job.seed)
     with _joined(job, rank, servers, address):
@@ -86,8 +85,6 @@ def _work(job: Job, rank: int, servers: int, address: str) -> None:
 
 
 def _serve(job: Job, rank: int, servers: int, address: str, deadline_s: float) -> Outcome | None:
-    from gradwire.asynchronous.rpc import served
-
     served.HERE.served = served.Served(Desk(job, rank, servers))
     with _joined(job, rank, servers, address):
         watch = _Watch(job, servers)
@@ -106,13 +103,10 @@ class _Watch:
     """What a server sees of the other processes: calls to them that end when those do."""
 
     def __init__(self, job: Job, servers: int) -> None:
-        from gradwire.asynchronous.rpc import served
-
         self._ends = [
             rpc.rpc_async(_name(servers + number), served.end_of_worker, timeout=served.FOREVER)
             for number in range(job.workers)
         ]
-        self._since_s, self._patience_s = time.monotonic(), job.patience_s
 
     def dead(self) -> list[int]:
         """Workers that have ended."""
@@ -130,14 +124,10 @@ class _Watch:
         Raises:
             CommunicationError: it is not.
         """
-        from gradwire.asynchronous.rpc import served
-
         _called(0, served.look, self.dead())
 
 
 def _led(job: Job, servers: int, watch: _Watch, deadline_s: float) -> Outcome:
-    from gradwire.asynchronous.rpc import served
-
     end_s = time.monotonic() + deadline_s
     while min(versions := [_looked(part, watch).version for part in range(servers)]) < job.pushes:
         if len(watch.dead()) == job.workers:
@@ -154,8 +144,6 @@ def _led(job: Job, servers: int, watch: _Watch, deadline_s: float) -> Outcome:
 
 
 def _looked(part: int, watch: _Watch) -> Status:
-    from gradwire.asynchronous.rpc import served
-
     return _called(part, served.look, watch.dead())
 
 
@@ -203,9 +191,7 @@ def _met(job: Job, rank: int, world: int, address: str) -> TCPStore:
     if not host or not port.isdigit():
         raise CompositionError(f"address {address!r}: give host:port, as in 127.0.0.1:29500")
     try:
-        store = TCPStore(
-            host, int(port), world, rank == 0, timeout=patience, wait_for_workers=False, multi_tenant=True
-        )
+        store = TCPStore(host, int(port), world, rank == 0, timeout=patience, wait_for_workers=False, multi_tenant=True)
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         what = f"port {port} of {host} is in use: give another address" if rank == 0 else f"rank 0 is not at {address}"
         raise CommunicationError(f"{what} ({str(error).strip().splitlines()[0][:120]})") from error

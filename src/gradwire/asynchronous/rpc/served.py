@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import rpc
+from torch.distributed.rpc.functions import async_execution
 
-from gradwire.asynchronous.parts.client import Line
-from gradwire.asynchronous.parts.desk import Desk, Status
-from gradwire.asynchronous.parts.journal import Row
-from gradwire.asynchronous.parts.messages import Answer, Ask
+from gradwire.asynchronous.several.client import Line
+from gradwire.asynchronous.several.desk import Desk, Status
+from gradwire.asynchronous.several.journal import Row
+from gradwire.asynchronous.several.messages import Answer, Ask
 from gradwire.core.errors import CommunicationError
 
 FOREVER = 0.0
@@ -83,7 +84,7 @@ def desk() -> Served:
     return HERE.served
 
 
-@rpc.functions.async_execution
+@async_execution
 def ask(question: Ask) -> torch.futures.Future[Answer]:
     """At a server: answer a worker."""
     return desk().ask(question)
@@ -99,7 +100,7 @@ def finish() -> tuple[Tensor, list[Row], Status]:
     return desk().finish()
 
 
-@rpc.functions.async_execution
+@async_execution
 def end_of_worker() -> torch.futures.Future[None]:
     """At a worker: answered when it ends, so that a call that fails says that it died."""
     if HERE.ended is None:

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
-from gradwire.asynchronous.parts.messages import Answer, Ask, Asked
-from gradwire.asynchronous.parts.worker import PartedWorker
+from gradwire.asynchronous.several.messages import Answer, Ask, Asked
+from gradwire.asynchronous.several.worker import PartedWorker
 from gradwire.core.errors import CommunicationError
 
 Line = Callable[[Ask], "Future[Answer]"]

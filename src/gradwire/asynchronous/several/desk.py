@@ -13,9 +13,9 @@ from gradwire.asynchronous import snapshots
 from gradwire.asynchronous.clocks import Phase
 from gradwire.asynchronous.job import Job
 from gradwire.asynchronous.messages import Grant, Push
-from gradwire.asynchronous.parts.cut import server_of
-from gradwire.asynchronous.parts.journal import Journal, Row
-from gradwire.asynchronous.parts.messages import Answer, Ask, Asked, Said
+from gradwire.asynchronous.several.cut import server_of
+from gradwire.asynchronous.several.journal import Journal, Row
+from gradwire.asynchronous.several.messages import Answer, Ask, Asked, Said
 from gradwire.core.errors import PushError, StateError
 
 Reply = Callable[[Answer], None]

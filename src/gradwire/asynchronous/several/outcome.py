@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from gradwire.asynchronous.parts.journal import Row
+from gradwire.asynchronous.several.journal import Row
 
 
 class Outcome(NamedTuple):

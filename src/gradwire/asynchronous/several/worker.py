@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from gradwire.asynchronous.account import Account
 from gradwire.asynchronous.messages import Grant, Push
 from gradwire.asynchronous.names import Names
-from gradwire.asynchronous.parts.cut import accounts_like, part_seed
-from gradwire.asynchronous.parts.messages import Answer, Ask, Asked, Said
+from gradwire.asynchronous.parts import seed_of
+from gradwire.asynchronous.several.cut import named_parts
+from gradwire.asynchronous.several.messages import Answer, Ask, Asked, Said
 from gradwire.asynchronous.work import Work
-from gradwire.asynchronous.worker import computed
-from gradwire.core.errors import PushError
+from gradwire.asynchronous.worker import Pusher
+from gradwire.core.errors import PushError, StepError
 from gradwire.sending import Sending
 
 
@@ -25,13 +26,13 @@ class _Seat:
     """What a worker knows of one server.
 
     Attributes:
-        account: what it owes there.
+        pusher: what it owes there.
         serial: of the question whose answer counts.
         clock: what the server said after HELLO; None before.
         held: a grant that is not used yet, and the part's parameters.
     """
 
-    account: Account
+    pusher: Pusher
     serial: int = 0
     clock: int | None = None
     held: tuple[Grant, Tensor] | None = None
@@ -88,9 +89,10 @@ class PartedWorker:
     ) -> None:
         self.number, self.work, self.names = number, work, Names(like)
         self.process = secrets.randbits(62) if process is None else process
-        sending = sending or Sending()
-        parts = enumerate(accounts_like(like, servers))
-        self._seats = [_Seat(Account(names, sending, part_seed(seed, part))) for part, names in parts]
+        self._seats = [
+            _Seat(Pusher(part, sending=sending, seed=seed_of(seed, number)))
+            for number, part in enumerate(named_parts(like, servers))
+        ]
         self.clock: int | None = None
         self.is_done = False
 
@@ -159,7 +161,7 @@ class PartedWorker:
     def _refused(self, ask: Ask, reason: str) -> list[Ask]:
         if ask.push is None:
             raise PushError(reason)
-        self._seats[ask.server].account.refused(ask.push.grant, reason)
+        self._seats[ask.server].pusher.refused(ask.push.grant, reason)
         return [self._again(ask.server)]
 
     def _granted(self, server: int, answer: Answer) -> list[Ask]:
@@ -171,18 +173,25 @@ class PartedWorker:
 
     def _computed(self, held: list[tuple[Grant, Tensor]]) -> list[Ask]:
         for seat, (grant, _) in zip(self._seats, held, strict=True):
-            seat.account.settle(grant)
+            seat.pusher.settle(grant)
             seat.held = None
         grant = joint([grant for grant, _ in held])
-        g, loss, seconds = computed(self.work, self.names, grant, torch.cat([values for _, values in held]))
+        begun = time.perf_counter()
+        result = self.work(self.names.named(torch.cat([values for _, values in held])), grant)
+        seconds = (time.perf_counter() - begun) / grant.steps
+        g = self.names.flat(result.gradient)
+        if not bool(g.isfinite().all()):
+            raise StepError(
+                f"what worker {self.number} computed for push {grant.number} is not finite, and nothing was pushed: "
+                "lower the learning rates"
+            )
         self.clock = (self.clock or 0) + 1
-        asks: list[Ask] = []
-        for server, (seat, (own, values)) in enumerate(zip(self._seats, held, strict=True)):
-            part, g = g[: values.numel()], g[values.numel() :]
-            # as long as its own steps would have taken, so that the speed it finds is the worker's
-            push = seat.account.push(part.contiguous(), own, loss, seconds * own.steps / grant.steps)
-            asks.append(self._ask(server, Asked.PUSH, push))
-        return asks
+        parts = g.split([values.numel() for _, values in held])
+        return [
+            # as long as a server's own steps would have taken, so that the speed it finds is the worker's
+            self._ask(server, Asked.PUSH, seat.pusher.push_of(own, part, result.loss, seconds * own.steps))
+            for server, (seat, (own, _), part) in enumerate(zip(self._seats, held, parts, strict=True))
+        ]
 
 
 def joint(grants: list[Grant]) -> Grant:
