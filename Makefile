@@ -33,7 +33,7 @@ types: $(READY)
 	$(BIN)/pyright
 
 # Laws and doctests share the cores; what starts ranks of its own, or times them, has the machine to itself.
-SHARE  := tests/laws tests/test_asynchronous.py tests/test_federated.py tests/test_scatter_reduce.py tests/test_lowrank_kernels.py \
+SHARE  := tests/laws tests/test_asynchronous.py tests/test_async_parts.py tests/test_federated.py tests/test_scatter_reduce.py tests/test_lowrank_kernels.py \
 	$(addprefix tests/test_federated_,buffered.py methods.py partition.py sending.py state.py)
 
 unit: $(READY)

@@ -21,17 +21,17 @@ FREE, ONE_STEP, PLAIN = Free(), Fixed(), Sending()
 
 @dataclass(frozen=True)
 class Job:
-    """Training by a server's process and one process for each worker.
+    """Training by servers and workers, each in a process of its own.
 
     Args:
         parameters: what the server begins with, by name.
         rule: as `Server` takes it.
-        work: called in worker w's own process as work(w), returns what that one computes with. It must be a function
-            that a new process can import, since it is started by `spawn`.
+        work: called in worker w's own process as work(w), returns what that one computes with. A new process must be
+            able to import it where processes are started by `spawn` (`processes.run`).
         workers: n.
-        pushes: the run ends once so many were applied.
+        pushes: the run ends once so many were applied; of several servers, by each.
         pace, length, sending, seed: as `Server` takes them.
-        folder: for snapshots. With one, a server that dies is started again from the newest.
+        folder: for snapshots. With one, a server that dies is started again from the newest (not by rpc).
         snapshot_every: updates between snapshots.
         patience_s: seconds until a worker that never came is taken for dead, and until a worker gives up a server that
             is not there.
