@@ -21,6 +21,7 @@ from torch import Tensor
 from gradwire import CommunicationError
 from gradwire.asynchronous import ASGD, Bounded, Grant, Result, Work
 from gradwire.asynchronous.ray_actors import Job, Running, run
+from gradwire.asynchronous.several import Journal
 
 DEADLINE_S = 240.0
 WORKERS = 4
@@ -45,8 +46,19 @@ def counting(worker: int) -> Work:
     return functools.partial(counted, worker)
 
 
-def failing(worker: int) -> Work:
-    raise ValueError(f"worker {worker} has no data")
+def failing(folder: Path, worker: int) -> Work:
+    """The first process kills itself, and the second one raises at its push 3."""
+    mark = folder / "began"
+    if not mark.exists():
+        mark.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return short
+
+
+def short(parameters: Mapping[str, Tensor], grant: Grant) -> Result:
+    if grant.number == 3:
+        raise ValueError("there is no data any more")
+    return counted(grant.worker, parameters, grant)
 
 
 def kills(folder: Path) -> dict[str, Any]:
@@ -69,10 +81,14 @@ def kills(folder: Path) -> dict[str, Any]:
     }
 
 
-def sentence(job: Job) -> str:
-    """What is said of a job that cannot be done."""
+def sentence(folder: Path) -> str:
+    """What is said of a worker that fails, after it was started anew."""
     try:
-        run(job, deadline_s=DEADLINE_S)
+        run(
+            Job(START, ASGD(1 / 16), functools.partial(failing, folder), workers=1, pushes=5, folder=folder),
+            worker_restarts=1,
+            deadline_s=DEADLINE_S,
+        )
     except CommunicationError as error:
         return str(error)
     return ""
@@ -87,9 +103,11 @@ def imported() -> Any:
 def main() -> None:
     began_s = time.monotonic()
     imported().init(num_cpus=6, include_dashboard=False, object_store_memory=100 * 2**20)
-    found = {"init_s": time.monotonic() - began_s, **kills(Path(sys.argv[1]))}
+    folder = Path(sys.argv[1])
+    found = {"init_s": time.monotonic() - began_s, **kills(folder / "kills")}
     found["seconds"] = time.monotonic() - began_s
-    found["failed"] = sentence(Job(START, ASGD(1 / 16), failing, workers=1, pushes=5))
+    found["failed"] = sentence(folder / "failing")
+    found["pushes"] = len(Journal(folder / "failing" / "part-0-of-1" / "journal").rows())
     found["all_seconds"] = time.monotonic() - began_s
     print(json.dumps(found))
 

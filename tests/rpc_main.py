@@ -1,6 +1,6 @@
 """A process of a job that rpc joins. Rank 0 prints what came of it as JSON, or the sentence that was said.
 
-python tests/rpc_main.py RANK SERVERS WORKERS PUSHES ADDRESS PATIENCE_S
+python tests/rpc_main.py RANK SERVERS WORKERS PUSHES ADDRESS PATIENCE_S [FOLDER]
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -33,7 +34,17 @@ def work(worker: int) -> Work:
 def main() -> None:
     torch.set_num_threads(1)
     rank, servers, workers, pushes = map(int, sys.argv[1:5])
-    job = Job(START, ASGD(1 / 16), work, workers=workers, pushes=pushes, pace=Bounded(4), patience_s=float(sys.argv[6]))
+    job = Job(
+        START,
+        ASGD(1 / 16),
+        work,
+        workers=workers,
+        pushes=pushes,
+        pace=Bounded(4),
+        folder=Path(sys.argv[7]) if len(sys.argv) > 7 else None,
+        snapshot_every=10,
+        patience_s=float(sys.argv[6]),
+    )
     try:
         outcome = run(job, rank=rank, servers=servers, address=sys.argv[5], deadline_s=120)
     except GradwireError as error:

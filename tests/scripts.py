@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -47,3 +47,10 @@ def said_by(scripts: list[Script], deadline_s: float) -> list[str]:
     assert -1 not in statuses, f"not done within {deadline_s:g} s:\n{told}"
     assert all(status in (0, -9) for status in statuses), f"ended with {statuses}:\n{told}"
     return [script.said() for script in scripts]
+
+
+def wait_for(what: Callable[[], bool], deadline_s: float = 150.0) -> None:
+    end_s = time.monotonic() + deadline_s
+    while not what():
+        assert time.monotonic() < end_s, f"nothing happens within {deadline_s:g} s"
+        time.sleep(0.1)

@@ -15,7 +15,8 @@ from async_processes import even
 from gradwire import CommunicationError, CompositionError
 from gradwire.asynchronous import ASGD
 from gradwire.asynchronous.rpc import Job, run
-from scripts import Script, said_by
+from gradwire.asynchronous.several import Journal
+from scripts import Script, said_by, wait_for
 
 DEADLINE_S = 250.0
 
@@ -26,10 +27,13 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def ran(folder: Path, servers: int, workers: int, pushes: int) -> dict[str, Any]:
-    address = f"127.0.0.1:{free_port()}"
-    shape = (servers, workers, pushes, address, 120)
-    scripts = [Script(folder / f"log{rank}", "tests/rpc_main.py", rank, *shape) for rank in range(servers + workers)]
+def started(folder: Path, servers: int, workers: int, pushes: int, *more: object) -> list[Script]:
+    shape = (servers, workers, pushes, f"127.0.0.1:{free_port()}", *more)
+    return [Script(folder / f"log{rank}", "tests/rpc_main.py", rank, *shape) for rank in range(servers + workers)]
+
+
+def ran(folder: Path, servers: int, workers: int, pushes: int, *more: object) -> dict[str, Any]:
+    scripts = started(folder, servers, workers, pushes, *(more or (120,)))
     found: dict[str, Any] = json.loads(said_by(scripts, DEADLINE_S)[0].splitlines()[-1])
     assert "error" not in found, found
     return found
@@ -58,6 +62,22 @@ def test_a_killed_worker_is_missed_and_the_others_go_on(tmp_path: Path) -> None:
     require_each_once(found, 3)
     assert found["parameters"]["first"][2] == found["parameters"]["last"][2] == 5.0
     assert min(found["parameters"]["first"][:2]) > 10  # beyond the bound of 4
+
+
+def test_a_killed_server_ends_the_run_and_its_snapshots_go_on(tmp_path: Path) -> None:
+    folder = tmp_path / "snapshots"
+    journal = folder / "part-1-of-2" / "journal"
+    scripts = started(tmp_path, 2, 2, 10**6, 20, folder)
+    wait_for(lambda: journal.exists() and len(Journal(journal).rows()) > 30)
+    scripts[1].process.kill()
+    said = said_by(scripts, DEADLINE_S)
+    assert "CommunicationError: server 1 does not answer: start all processes again, and give" in said[0]
+    lost = len(Journal(journal).rows())
+    found = ran(tmp_path, 2, 2, lost + 40, 120, folder)
+    assert [{life for _, life, *_ in history} for history in found["histories"]] == [{0, 1}, {0, 1}]
+    for name, history in zip(("first", "last"), found["histories"], strict=True):
+        counts = Counter(worker for _, _, worker, *_ in history)
+        assert found["parameters"][name] == [float(counts[worker]) for worker in range(4)]
 
 
 JOB = Job(START, ASGD(0.1), even, workers=1, pushes=1, patience_s=1.0)

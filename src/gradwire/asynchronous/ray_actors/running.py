@@ -174,6 +174,7 @@ class Running:
                 self._left[number] -= 1
                 self._begin(number)
         if not self._runs:
+            self._look()
             who = "; ".join(f"worker {number} {why}" for number, why in sorted(self._why.items()))
             self._fail(f"no worker is left at push {min(self.versions)} of {self.job.pushes}: {who}")
 

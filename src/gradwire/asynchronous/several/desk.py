@@ -116,7 +116,9 @@ class Desk:
             reply(Answer(Said.HERE, clock=clock, life=self.server.life))
         elif ask.kind is Asked.JOIN:
             self._join(ask, reply)
-        elif ask.push is not None:
+        elif ask.push is None:
+            raise PushError(f"worker {ask.worker} sent a push without its payload: it is left out")
+        else:
             self._receive(ask.worker, ask.push, reply)
 
     def _join(self, ask: Ask, reply: Reply) -> None:
