@@ -231,6 +231,25 @@ def test_a_server_that_comes_back_as_it_was_before_its_restart_is_told() -> None
         worker.hear(push, Answer(Said.GRANTED, Grant(0, 3, 3, 0, 1), values))
 
 
+def test_a_worker_that_holds_a_grant_sees_that_its_server_was_restarted(tmp_path: Path) -> None:
+    """Others wait for it there, so it joins at once, and not when its push is refused."""
+    job = job_of(workers=1, folder=tmp_path)
+    first, heard = Desk(job, 0, 2), Heard()
+    worker = PartedWorker(0, quadratic, START, servers=2)
+    hellos = worker.begin()
+    first.ask(hellos[0], heard.append)
+    asks = [join for ask in hellos for join in worker.hear(ask, heard[0])]
+    first.ask(asks[0], heard.append)
+    assert worker.hear(asks[0], heard[1]) == []  # the other server has not granted anything yet
+    [look] = worker.look()
+    first.ask(look, heard.append)
+    assert worker.hear(look, heard[2]) == []
+    [look] = worker.look()
+    Desk(job, 0, 2, was_restarted=True).ask(look, heard.append)
+    [join] = worker.hear(look, heard[3])
+    assert (join.kind, join.server) == (Asked.JOIN, 0)
+
+
 def test_what_is_not_finite_is_sent_to_none() -> None:
     def broken(parameters: Mapping[str, Tensor], grant: Grant) -> Result:
         return Result({name: tensor * float("nan") for name, tensor in parameters.items()}, 0.0)
