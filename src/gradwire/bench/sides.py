@@ -18,7 +18,7 @@ import gradwire
 from gradwire.asynchronous import is_asynchronous
 from gradwire.asynchronous import parse as parse_asynchronous
 from gradwire.bench.torch_hooks import attach_torch, parse_torch, predicted_bytes
-from gradwire.sync import Gossip, is_sync
+from gradwire.sync import is_sync
 from gradwire.sync import parse as parse_sync
 
 
@@ -169,8 +169,7 @@ class SyncSide(Side):
     def __init__(self, model: nn.Module, inner: Optimizer, spec: str) -> None:
         self._synchronised = parse_sync(spec).optimizer(inner, model)
         super().__init__(model, self._synchronised)
-        averager = getattr(self._synchronised, "averaging", None)
-        self.averages_to_evaluate = isinstance(averager, Gossip)  # no rank knows the average of all
+        self.averages_to_evaluate = self._synchronised.averages_to_evaluate
         self._not_trained = 0
         self.label = self._synchronised.described()
 
