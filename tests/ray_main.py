@@ -68,9 +68,9 @@ def kills(folder: Path) -> dict[str, Any]:
     )
     with Running(job, servers=2) as running:
         running.wait_for(20, DEADLINE_S)
-        imported().kill(running.workers[2])
+        imported().kill(running.workers.handles[2])
         running.wait_for(80, DEADLINE_S)
-        os.kill(imported().get(running.servers[1].pid.remote()), signal.SIGKILL)
+        os.kill(imported().get(running.servers.handles[1].pid.remote()), signal.SIGKILL)
         outcome = running.wait(DEADLINE_S)
     return {
         "parameters": {name: tensor.tolist() for name, tensor in outcome.parameters.items()},
