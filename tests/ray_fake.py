@@ -50,7 +50,10 @@ class Actor:
             self.error = RayError(f"The actor died\n{type(error).__name__}: {error}")
 
     def __getattr__(self, name: str) -> Any:
-        return SimpleNamespace(remote=lambda *arguments: self._call(name, arguments))
+        def remote(*arguments: Any) -> Ref:
+            return self._call(name, arguments)
+
+        return SimpleNamespace(remote=remote)
 
     def _call(self, name: str, arguments: tuple[Any, ...]) -> Ref:
         ref = Ref()
@@ -58,15 +61,15 @@ class Actor:
         if self.error is not None:
             ref.set_exception(self.error)
         elif inspect.iscoroutinefunction(getattr(self._made, name)):
-            asyncio.run_coroutine_threadsafe(self._later(ref, getattr(self._made, name)(*arguments)), self._ray.loop)
+            self._ray.begin(lambda: self._later(ref, getattr(self._made, name), arguments))
         else:
             known = [[Handle(self, one) for one in given] for given in arguments]
-            threading.Thread(target=self._now, args=(ref, getattr(self._made, name), known), daemon=True).start()
+            self._ray.run(lambda: self._now(ref, getattr(self._made, name), known))
         return ref
 
-    async def _later(self, ref: Ref, coroutine: Any) -> None:
+    async def _later(self, ref: Ref, method: Any, arguments: Sequence[Any]) -> None:
         try:
-            result = await coroutine
+            result = await method(*arguments)
         except Exception as error:
             self._end(ref, None, RayError(f"traceback\n{type(error).__name__}: {error}"))
         else:
@@ -101,10 +104,20 @@ class FakeRay:
     exceptions = SimpleNamespace(RayError=RayError, ActorUnavailableError=ActorUnavailableError)
 
     def __init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
+        self._tasks, self._threads = set[asyncio.Task[None]](), list[threading.Thread]()
         self.options: list[dict[str, Any]] = []
+
+    def begin(self, make: Callable[[], Any]) -> None:
+        """Run a coroutine on the loop."""
+        self._loop.call_soon_threadsafe(lambda: self._tasks.add(self._loop.create_task(make())))
+
+    def run(self, what: Callable[[], None]) -> None:
+        """Run a function in a thread."""
+        self._threads.append(threading.Thread(target=what, daemon=True))
+        self._threads[-1].start()
 
     def is_initialized(self) -> bool:
         return True
@@ -113,9 +126,12 @@ class FakeRay:
         return {"CPU": 2.0}
 
     def remote(self, kind: Callable[..., Any]) -> Any:
+        def made(*arguments: Any) -> Actor:
+            return Actor(self, lambda: kind(*arguments))
+
         def options(**given: Any) -> Any:
             self.options.append(given)
-            return SimpleNamespace(remote=lambda *arguments: Actor(self, lambda: kind(*arguments)))
+            return SimpleNamespace(remote=made)
 
         return SimpleNamespace(options=options)
 
@@ -130,6 +146,16 @@ class FakeRay:
         actor.die(RayError("The actor was killed"))
 
     def close(self) -> None:
-        self.loop.call_soon_threadsafe(self.loop.stop)
+        """End all, once the actors were killed."""
+        for thread in self._threads:
+            thread.join(20)
+            assert not thread.is_alive(), "a worker goes on after its end"
+        asyncio.run_coroutine_threadsafe(self._cancel(), self._loop).result(20)
+        self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
-        self.loop.close()
+        self._loop.close()
+
+    async def _cancel(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)

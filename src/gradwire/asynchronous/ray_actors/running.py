@@ -122,7 +122,7 @@ class Running:
         if self.servers.unheard:
             first, cpus = self.servers.unheard[0], self._ray.cluster_resources().get("CPU", 0)
             return (
-                f"server {first} was not started within {deadline_s:g} s: Ray has {cpus:g} processors, so give it more, "
+                f"server {first} was not started within {deadline_s:g} s: Ray has {cpus:g} processors: give it more, "
                 "or have actors ask for less"
             )
         return f"push {min(self.servers.versions)} of {self.job.pushes} was the last after {deadline_s:g} s"
