@@ -65,7 +65,7 @@ def uneven(rank: int, world_size: int, spec: str) -> dict[str, Any]:
         losses.append(local_step(network, optimizer, steps, rank))
         steps += 1
         if rank == 0:
-            time.sleep(0.02)
+            time.sleep(0.05)
     with optimizer.evaluating():
         seen = flat(network)
     again = flat(network)
