@@ -74,11 +74,10 @@ def _require_rpc() -> None:
 def _work(job: Job, rank: int, servers: int, address: str) -> None:
     number = rank - servers
     worker = PartedWorker(number, job.work(number), job.parameters, servers=servers, sending=job.sending, seed=job.seed)
+    ended = served.HERE.ended = torch.futures.Future()  # before anybody may ask for it
     with _joined(job, rank, servers, address):
-        served.end_of_worker()
         Client(worker, [served.line_to(_name(part)) for part in range(servers)], job.patience_s).run()
-        if served.HERE.ended is not None:
-            served.HERE.ended.set_result(None)
+        ended.set_result(None)
 
 
 # A server ---------------------------------------------------------------------------------------------------------
@@ -88,13 +87,7 @@ def _serve(job: Job, rank: int, servers: int, address: str, deadline_s: float) -
     served.HERE.served = served.Served(Desk(job, rank, servers))
     with _joined(job, rank, servers, address):
         watch = _Watch(job, servers)
-        if rank == 0:
-            outcome = _led(job, servers, watch, deadline_s)
-        else:
-            outcome = None
-            while not served.desk().is_done:
-                watch.require_lead()
-                time.sleep(_TICK_S)
+        outcome = _led(job, servers, watch, deadline_s) if rank == 0 else _followed(watch)
         watch.linger()
     return outcome
 
@@ -125,6 +118,17 @@ class _Watch:
             CommunicationError: it is not.
         """
         _called(0, served.look, self.dead())
+
+
+def _followed(watch: _Watch) -> None:
+    """Serve until rank 0 says that all is done, or is gone."""
+    while not served.desk().is_done:
+        try:
+            watch.require_lead()
+        except CommunicationError:
+            if not served.desk().is_done:  # it may have gone once all was done
+                raise
+        time.sleep(_TICK_S)
 
 
 def _led(job: Job, servers: int, watch: _Watch, deadline_s: float) -> Outcome:
