@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gradwire.asynchronous.messages import Grant
-from gradwire.asynchronous.parts import named
+from gradwire.asynchronous.parts import named, seed_of
 from gradwire.asynchronous.reception import NOTHING
 from gradwire.asynchronous.sockets.frames import Frame
 from gradwire.asynchronous.wire import Kind, Message, plain
@@ -179,8 +179,3 @@ class RemoteServers:
         """Tell the servers that this worker has ended."""
         for connection in self._connections:
             connection.close()
-
-
-def seed_of(seed: int, part: int) -> int:
-    """The seed of a part: codecs draw other random bits for each."""
-    return seed + 1_000_003 * part
