@@ -61,11 +61,11 @@ def uneven(rank: int, world_size: int, spec: str) -> dict[str, Any]:
     network = model()
     optimizer = parse(spec).optimizer(sgd(network), network, deadline_s=DEADLINE_S)
     steps, losses = 0, list[float]()
-    while optimizer.version < 40 * world_size:
+    while optimizer.version < 80 * world_size:
         losses.append(local_step(network, optimizer, steps, rank))
         steps += 1
         if rank == 0:
-            time.sleep(0.02)
+            time.sleep(0.05)
     with optimizer.evaluating():
         seen = flat(network)
     again = flat(network)

@@ -19,8 +19,8 @@ from gradwire.asynchronous.lengths import Fixed, Length
 from gradwire.asynchronous.names import Names
 from gradwire.asynchronous.pace import Free, Pace
 from gradwire.asynchronous.parts import named as named_part
-from gradwire.asynchronous.parts import sizes
-from gradwire.asynchronous.remote_servers import Connection, Granted, RemoteServers, seed_of
+from gradwire.asynchronous.parts import seed_of, sizes
+from gradwire.asynchronous.remote_servers import Connection, Granted, RemoteServers
 from gradwire.asynchronous.rules import ASGD, Rule
 from gradwire.asynchronous.server import Server
 from gradwire.asynchronous.sockets.frames import SECRET

@@ -24,3 +24,8 @@ def sizes(numel: int, servers: int) -> list[int]:
 def named(part: Tensor) -> dict[str, Tensor]:
     """A part as the one tensor that its server keeps."""
     return {"part": part}
+
+
+def seed_of(seed: int, part: int) -> int:
+    """The seed of a part: codecs draw other random bits for each."""
+    return seed + 1_000_003 * part

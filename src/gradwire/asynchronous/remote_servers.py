@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gradwire.asynchronous.messages import Grant
-from gradwire.asynchronous.parts import named
+from gradwire.asynchronous.parts import named, seed_of
 from gradwire.asynchronous.reception import NOTHING
 from gradwire.asynchronous.sockets.frames import Frame
 from gradwire.asynchronous.wire import Kind, Message, plain
@@ -111,12 +111,15 @@ class RemoteServers:
         """
         if not bool(change.isfinite().all()):
             raise StepError("what this worker computed is not finite, and nothing was pushed: lower the learning rates")
+        steps = min(grant.steps for grant in self._grants)
         changes = change.split([part.numel() for part in self._parts])
         for server, (pusher, grant, part) in enumerate(zip(self._pushers, self._grants, changes, strict=True)):
             begun = time.thread_time()
             push = pusher.push_of(grant, part, loss, seconds)
             self.coded_s += time.thread_time() - begun
-            self._send(server, Message(Kind.PUSH, grant, push.fingerprint, loss, seconds), push.wire)
+            # as long as the steps that this server asked for would have taken: it finds the worker's speed by them
+            own_s = seconds * grant.steps / steps
+            self._send(server, Message(Kind.PUSH, grant, push.fingerprint, loss, own_s), push.wire)
             self.sent_bytes[server] += push.wire.nbytes
         return self._granted()
 
@@ -176,8 +179,3 @@ class RemoteServers:
         """Tell the servers that this worker has ended."""
         for connection in self._connections:
             connection.close()
-
-
-def seed_of(seed: int, part: int) -> int:
-    """The seed of a part: codecs draw other random bits for each."""
-    return seed + 1_000_003 * part
