@@ -6,11 +6,14 @@ handle = gradwire.attach(ddp, "int4")
 
 from gradwire import asynchronous, federated, sync
 from gradwire.adapters.ddp import Handle, attach
+from gradwire.adapters.drift import watch_drift
 from gradwire.codecs.error_memory import ErrorMemory, compress
 from gradwire.core.errors import (
     AttachError,
     CommunicationError,
     CompositionError,
+    DriftError,
+    DriftWarning,
     FederationError,
     GradwireError,
     NetworkError,
@@ -28,6 +31,7 @@ from gradwire.drivers.lockstep import Lockstep
 from gradwire.methods import methods
 from gradwire.session import Session, SessionStep
 from gradwire.session.checkpoint import load, save
+from gradwire.session.drift import check_drift
 from gradwire.session.report import Report
 from gradwire.spec import parse
 
@@ -38,6 +42,8 @@ __all__ = [
     "CommunicationError",
     "CompositionError",
     "Cost",
+    "DriftError",
+    "DriftWarning",
     "ErrorMemory",
     "FederationError",
     "GradwireError",
@@ -56,6 +62,7 @@ __all__ = [
     "StepError",
     "asynchronous",
     "attach",
+    "check_drift",
     "compress",
     "cost",
     "federated",
@@ -65,4 +72,5 @@ __all__ = [
     "reshard",
     "save",
     "sync",
+    "watch_drift",
 ]

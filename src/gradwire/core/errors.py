@@ -75,5 +75,13 @@ class NonFiniteWarning(UserWarning):
     """Gradients that are not finite, where no loss scaler is known that would skip such steps."""
 
 
+class DriftError(GradwireError, RuntimeError):
+    """Parameters that are not the same on all ranks, where that is to stop the training."""
+
+
+class DriftWarning(UserWarning):
+    """Parameters that are not the same on all ranks."""
+
+
 class NetworkError(GradwireError, RuntimeError):
     """The emulated network cannot be built here; the message says what is missing."""

@@ -6,10 +6,10 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 
-import torch
 from torch import Tensor
 
 from gradwire.core.errors import AttachError
+from gradwire.session.drift import digest
 
 
 class Ranks(Protocol):
@@ -31,17 +31,12 @@ def require_same_start(settings: str, tensors: Mapping[str, Tensor], ranks: Rank
     Raises:
         AttachError: on every rank, with the first tensor that differs.
     """
-    digests = {name: _digest(tensor) for name, tensor in tensors.items()}
+    digests = {name: digest(tensor) for name, tensor in tensors.items()}
     whole = hashlib.blake2b(repr(digests).encode(), digest_size=8).hexdigest()
     said = ranks.say([settings, whole])
     _require_settings([its for its, _ in said], ranks.ranks)
     if len({digest for _, digest in said}) > 1:
         _tell_the_difference(ranks.say(digests), ranks.ranks)
-
-
-def _digest(tensor: Tensor) -> str:
-    data = tensor.detach().reshape(-1).contiguous().cpu().view(torch.uint8).numpy()
-    return hashlib.blake2b(data.tobytes(), digest_size=8).hexdigest()
 
 
 def _require_settings(said: Sequence[str], ranks: Sequence[int]) -> None:

@@ -1,0 +1,52 @@
+"""Parameters of a `DistributedDataParallel` model that are compared between ranks every so many steps."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gradwire.adapters.ddp import Handle
+from gradwire.adapters.unchanged import uncompiled
+from gradwire.core.errors import AttachError
+from gradwire.session.drift import check_drift, require_reaction
+
+
+def watch_drift(model: nn.Module, handle: Handle, check_every: int, on_drift: str = "warn") -> None:
+    """Have `gradwire.check_drift` called before the first pass of every so many steps, on the model's parameters.
+
+    Call it on every rank, after `attach`. In `ddp.join()`, where some ranks come no more, nothing is compared.
+
+    Args:
+        model: the `DistributedDataParallel` model, compiled or not.
+        handle: what `gradwire.attach` returned for it.
+        check_every: steps between two comparisons. A comparison reads all parameters and takes a few words through
+            the store.
+        on_drift: "warn", "stop" or "repair", see `gradwire.check_drift`.
+
+    Raises:
+        AttachError: another kind of model, a number below 1, or another word.
+
+    Example:
+        gradwire.watch_drift(ddp, handle, check_every=1000, on_drift="repair")
+    """
+    ddp = getattr(model, "_orig_mod", model)
+    if not isinstance(ddp, DistributedDataParallel):
+        raise AttachError(f"watch_drift wants a DistributedDataParallel model, got {type(ddp).__name__}")
+    if check_every < 1:
+        raise AttachError(f"check_every={check_every}: parameters are compared every 1, 2, 3 or more steps")
+    require_reaction(on_drift)
+    steps, begins = 0, True
+
+    @uncompiled
+    def before(*_: object) -> None:
+        nonlocal steps, begins
+        ended_early = ddp._join_config.enable  # pyright: ignore[reportPrivateUsage] - some ranks come no more
+        if not torch.is_grad_enabled() or ended_early or not handle.session.is_open:
+            return
+        if begins and steps and steps % check_every == 0:
+            check_drift(handle, ddp.module, on_drift)
+        begins = ddp.require_backward_grad_sync  # else another pass belongs to the same step
+        steps += begins
+
+    ddp.register_forward_pre_hook(before)

@@ -1,0 +1,122 @@
+"""Whether parameters are still the same bits on all ranks.
+
+The mean that ranks are given is. But what an optimizer makes of it is rounded by the instructions of each processor, so
+between unlike processors parameters may drift apart by a last bit a step, and nothing repairs that.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gradwire.core.errors import AttachError, DriftError, DriftWarning
+from gradwire.session.checkpoint import Holder
+from gradwire.session.names import named
+from gradwire.session.session import Session
+from gradwire.session.together import Together
+
+
+def digest(tensor: Tensor) -> str:
+    """A fingerprint of the bits of a tensor, 8 bytes as text.
+
+    >>> digest(torch.tensor([0.0])) == digest(torch.tensor([-0.0]))
+    False
+    """
+    data = tensor.detach().reshape(-1).contiguous().cpu().view(torch.uint8).numpy()
+    return hashlib.blake2b(data.tobytes(), digest_size=8).hexdigest()
+
+
+def check_drift(
+    holder: Holder | Session, tensors: nn.Module | Mapping[str, Tensor], on_drift: str = "warn"
+) -> str | None:
+    """Compare parameters between the ranks of a session, and return the name of the first one that differs, if any.
+
+    Every rank must call it at the same place, between two steps. Fingerprints of 8 bytes travel through the store;
+    what takes time is reading the parameters, and on a GPU bringing them to the processor.
+
+    Args:
+        holder: a session, or the handle that `gradwire.attach` returned.
+        tensors: a model: its parameters that require gradients; or tensors by name.
+        on_drift: what happens where ranks differ. "warn": each gives a `DriftWarning`. "stop": each raises. "repair":
+            the tensors that differ become those of rank 0, bit for bit, and each gives a warning. The optimizers'
+            memories stay as they are, so ranks drift on, and are to be checked again.
+
+    Raises:
+        DriftError: ranks differ, and are to stop.
+        CommunicationError: a rank that did not come within the session's deadline.
+        AttachError: `on_drift` is none of these words.
+
+    Example:
+        if step % 1000 == 0:
+            gradwire.check_drift(session, model, on_drift="repair")
+    """
+    react = _reaction(on_drift)
+    session = holder if isinstance(holder, Session) else holder.session
+    given = {name: tensor.detach() for name, tensor in named(tensors).items()}
+    ranks = Together("gradwire.check_drift", session.lane, DriftError)
+    digests = {name: digest(tensor) for name, tensor in given.items()}
+    whole = hashlib.blake2b(repr(digests).encode(), digest_size=8).hexdigest()
+    if len(set(ranks.say(whole))) == 1:
+        return None
+    listed = ranks.say(digests)
+    differing = [name for name in given if len({its.get(name) for its in listed}) > 1]
+    if not differing:
+        raise DriftError("ranks have their tensors in different orders: give check_drift the same model on all ranks")
+    text = f"parameter {_where(differing[0], listed, ranks.ranks)} after step {session.engine.index}"
+    react(session, [given[name] for name in differing], text)
+    return differing[0]
+
+
+def _where(name: str, listed: Sequence[Mapping[str, str]], ranks: Sequence[int]) -> str:
+    other = next(rank for rank, its in zip(ranks, listed, strict=True) if its.get(name) != listed[0].get(name))
+    return f"{name!r} is not the same on rank {other} as on rank {ranks[0]}"
+
+
+def _warn(session: Session, tensors: Sequence[Tensor], text: str) -> None:
+    warnings.warn(DriftWarning(f"{text}; on_drift='repair' would take rank 0's"), stacklevel=4)
+
+
+def _stop(session: Session, tensors: Sequence[Tensor], text: str) -> None:
+    raise DriftError(f"{text}: go on from a checkpoint that all ranks load alike, or pass on_drift='repair'")
+
+
+def _repair(session: Session, tensors: Sequence[Tensor], text: str) -> None:
+    """Take rank 0's, in the order of the session's own collectives."""
+
+    def broadcast() -> None:
+        for tensor in tensors:
+            whole = tensor.contiguous()
+            dist.broadcast(whole, group=session.transport.group, group_src=0)
+            tensor.copy_(whole)
+
+    with torch.no_grad():
+        session.lane.call(broadcast, "gradwire.check_drift")
+    warnings.warn(DriftWarning(f"{text}; all ranks have rank 0's parameters now"), stacklevel=4)
+
+
+_REACTIONS: dict[str, Callable[[Session, Sequence[Tensor], str], Any]] = {
+    "warn": _warn,
+    "stop": _stop,
+    "repair": _repair,
+}
+
+
+def _reaction(word: str) -> Callable[[Session, Sequence[Tensor], str], Any]:
+    if word not in _REACTIONS:
+        raise AttachError(f"on_drift={word!r} is unknown: choose one of {', '.join(_REACTIONS)}")
+    return _REACTIONS[word]
+
+
+def require_reaction(on_drift: str) -> None:
+    """Refuse a word that `check_drift` would refuse, before anything is done.
+
+    Raises:
+        AttachError: it is none of "warn", "stop" and "repair".
+    """
+    _reaction(on_drift)

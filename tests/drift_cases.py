@@ -1,0 +1,40 @@
+"""What ranks do in `test_drift.py`."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire
+
+
+def drift(rank: int, world_size: int, on_drift: str, check_every: int, steps: int, micro: int = 1) -> dict[str, Any]:
+    """Train; what was warned of, whether parameters are equal in the end, and why it stopped."""
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(nn.Sequential(nn.Linear(64, 300), nn.Tanh(), nn.Linear(300, 5)))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+    data = torch.Generator().manual_seed(rank)
+    done, stopped = 0, ""
+    with warnings.catch_warnings(record=True) as given, gradwire.attach(ddp, "int4") as handle:
+        warnings.simplefilter("always")
+        gradwire.watch_drift(ddp, handle, check_every, on_drift)
+        try:
+            for _ in range(steps):
+                optimizer.zero_grad()
+                for last in [False] * (micro - 1) + [True]:
+                    ddp.require_backward_grad_sync = last
+                    ddp(torch.randn(16, 64, generator=data)).square().mean().backward()
+                optimizer.step()
+                done += 1
+        except gradwire.DriftError as error:
+            stopped = str(error)
+        drifts = [str(one.message) for one in given if isinstance(one.message, gradwire.DriftWarning)]
+        left = gradwire.check_drift(handle, ddp.module) if on_drift != "stop" else None
+        if on_drift == "repair":
+            gradwire.check_drift(handle, ddp.module, "repair")
+            left = gradwire.check_drift(handle, ddp.module)
+    return {"drifts": drifts, "left": left, "stopped": stopped, "done": done}

@@ -1,0 +1,66 @@
+"""Parameters that optimizers round differently on different processors are found, and repaired."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire
+from gradwire.bench.ranks import run_function
+from processors import PLAIN
+
+CASES = str(Path(__file__).with_name("drift_cases.py"))
+ALIKE, UNLIKE = None, [{}, PLAIN]
+FIRST = "parameter '0.weight' is not the same on rank 1 as on rank 0 after step"
+
+
+def run(environments: Any, on_drift: str, **words: Any) -> list[dict[str, Any]]:
+    arguments = {"on_drift": on_drift, "check_every": 4, "steps": 13, **words}
+    return run_function(f"{CASES}:drift", 2, arguments, 180, environments=environments)
+
+
+def test_ranks_on_processors_alike_do_not_drift() -> None:
+    for rank in run(ALIKE, "stop"):
+        assert rank == {"drifts": [], "left": None, "stopped": "", "done": 13}
+
+
+def test_ranks_on_processors_unlike_drift_and_are_repaired() -> None:
+    for rank in run(UNLIKE, "repair", micro=2):
+        assert [text.split(";")[0] for text in rank["drifts"]] == [f"{FIRST} {step}" for step in (4, 8, 12)]
+        assert all(text.endswith("all ranks have rank 0's parameters now") for text in rank["drifts"])
+        assert rank["left"] is None
+        assert rank["done"] == 13
+
+
+def test_they_stop_where_that_is_wanted() -> None:
+    for rank in run(UNLIKE, "stop"):
+        assert rank["stopped"].startswith(f"{FIRST} 4: go on from a checkpoint that all ranks load alike, or pass")
+        assert rank["done"] == 4
+
+
+def test_a_warning_changes_nothing() -> None:
+    for rank in run(UNLIKE, "warn"):
+        assert [text.split(";")[0] for text in rank["drifts"]] == [f"{FIRST} {step}" for step in (4, 8, 12)]
+        assert rank["left"] == "0.weight"
+        assert rank["done"] == 13
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_what_cannot_be_watched_is_refused() -> None:
+    ddp = DistributedDataParallel(nn.Linear(3, 2))
+    with gradwire.attach(ddp, "int4") as handle:
+        with pytest.raises(gradwire.AttachError, match="wants a DistributedDataParallel model, got Linear"):
+            gradwire.watch_drift(ddp.module, handle, 10)
+        with pytest.raises(gradwire.AttachError, match="check_every=0"):
+            gradwire.watch_drift(ddp, handle, 0)
+        with pytest.raises(gradwire.AttachError, match="on_drift='mend' is unknown: choose one of warn, stop, repair"):
+            gradwire.watch_drift(ddp, handle, 10, "mend")
+        gradwire.watch_drift(ddp, handle, 1, "stop")
+        for _ in range(2):
+            ddp(torch.ones(1, 3)).sum().backward()
+        assert gradwire.check_drift(handle, {"w": torch.ones(3)}) is None
