@@ -85,6 +85,8 @@ class GradwireCallback(TrainerCallback):
         model = self._trainer.model_wrapped
         assert model is not None
         if model is not self._model:
+            if self.handle is not None:  # of a model that was wrapped anew, as for another size of batch
+                self.handle.close()
             scaler = self._trainer.accelerator.scaler
             self.handle = attach_if_distributed(model, self._method, scaler=scaler, **self._options)
             self._model = model
