@@ -163,3 +163,13 @@ class TestModels:
         assert len(kept) == 3
         assert said[0] == "2 GradScalers: none is followed, so what is owed is wrong when a scale changes"
         unchanged.handles[0][1].close()
+
+    @pytest.mark.filterwarnings("default")  # PyTorch's own, of what it imports to compile
+    def test_a_compiled_model_is_attached_to(self) -> None:
+        with Unchanged("int4", lambda _: None).watching() as unchanged:
+            compiled = torch.compile(DistributedDataParallel(nn.Linear(3, 2)), backend="eager")
+            for _ in range(3):
+                compiled(torch.ones(1, 3)).sum().backward()
+        ((_, handle),) = unchanged.handles
+        assert handle.stats().steps == 3
+        handle.close()
