@@ -5,7 +5,8 @@ handle = gradwire.attach(ddp, "int4")
 """
 
 from gradwire import asynchronous, federated, sync
-from gradwire.adapters.ddp import Handle, attach
+from gradwire.adapters.attach import attach
+from gradwire.adapters.handle import Handle
 from gradwire.codecs.error_memory import ErrorMemory, compress
 from gradwire.core.errors import (
     AttachError,

@@ -186,8 +186,11 @@ class Engine:
         slots = [self._slots[i] for i in self._waves[wave]]
         if any(slot.missing for slot in slots):
             return None
-        step = self.step()
-        return [_program(slot, step) for slot in slots]
+        return [self.program(i) for i in self._waves[wave]]
+
+    def program(self, unit: int) -> Program:
+        """The program of a unit whose gradient is in its buffer."""
+        return _program(self._slots[unit], self.step())
 
     def _ended(self, unit: int, result: Reduced) -> Reduced:
         """Give a mean away, if somebody wants it at once."""
@@ -213,7 +216,7 @@ class Engine:
             self.stats.bad_steps += 1
             return
         for slot, new in zip(self._slots, fresh, strict=True):
-            slot.x = _spare(slot.state, new, slot.x)
+            slot.x = spare_buffer(slot.state, new, slot.x)
             slot.state = new
 
     def forget(self) -> None:
@@ -294,7 +297,7 @@ def _buffer_dtype(unit: Unit) -> torch.dtype:
     return torch.float32 if keeps else unit.grain.dtype
 
 
-def _spare(old: State, new: State, x: Tensor) -> Tensor:
+def spare_buffer(old: State, new: State, x: Tensor) -> Tensor:
     """The buffer for the next gradient: `x`, or where a state kept that, the tensor it took the place of."""
     before = dict(walk(old))
     for path, leaf in walk(new):

@@ -121,6 +121,20 @@ class Reducer(ABC):
         """Return which elements of the grain this rank's result holds: all of them, or the rank's shard."""
         return slice(0, grain.numel)
 
+    def scattered(self) -> Reducer:
+        """Return the reducer that leaves each rank with its shard of what this one computes, without the rest.
+
+        Shards are those of `Shards(numel, ranks)`, whatever the codec is: what sharded training has already cut.
+
+        Raises:
+            CompositionError: there is none.
+
+        >>> from gradwire.spec import parse
+        >>> parse("int8,ef=off").scattered()
+        ShardwiseScatterReduce(codec=BlockInt(bits=8, block=256, stochastic=False))
+        """
+        raise CompositionError(f"{self} cannot be stopped halfway, when each rank has its shard of the mean")
+
     @property
     def carries_momentum(self) -> bool:
         """Whether momentum is added before sending: in one of its parts."""
@@ -330,6 +344,10 @@ class Wrapper(Reducer):
     def repeatable(self) -> bool:
         """The inner reducer's."""
         return self.inner.repeatable
+
+    def scattered(self) -> Reducer:
+        """The same wrapper around what the inner reducer has for it."""
+        return self.around(self.inner.scattered())
 
     def init(self, grain: Grain, step: Step) -> State:
         """The inner reducer's."""
