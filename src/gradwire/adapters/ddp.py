@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import GradBucket  # pyright: ignore[reportPrivateImportUsage]
 from torch.nn.parallel import DistributedDataParallel
 
@@ -25,7 +25,7 @@ from gradwire.session import Session
 # `register_comm_hook` reads the annotations of the hook, so this module must not postpone them.
 
 
-def attach_ddp(ddp: DistributedDataParallel, reducer: Reducer | str, **options: Any) -> Handle:
+def attach_ddp(ddp: nn.Module, reducer: Reducer | str, **options: Any) -> Handle:
     """Let `reducer` combine the gradients of `ddp`, see `gradwire.attach`.
 
     Args:
@@ -34,6 +34,7 @@ def attach_ddp(ddp: DistributedDataParallel, reducer: Reducer | str, **options: 
         options: of the session.
     """
     check(ddp)
+    assert isinstance(ddp, DistributedDataParallel)
     assert ddp.process_group is not None, "DDP over a device mesh has no group of its own yet"
     names = trained(ddp)
     tensors = {name: parameter for parameter, name in names.items()}

@@ -56,7 +56,7 @@ def _require_unchanged(ddp: DistributedDataParallel, given: dict[str, Tensor]) -
             )
 
 
-def check(ddp: DistributedDataParallel) -> None:
+def check(ddp: nn.Module) -> None:
     """Refuse a model that cannot be served.
 
     Raises:
@@ -65,7 +65,7 @@ def check(ddp: DistributedDataParallel) -> None:
     for name, module in [("", ddp), *getattr(ddp, "module", ddp).named_modules()]:
         if (served_not := _other_parallelism(module)) is not None:
             raise AttachError(f"{served_not}{f' (at {name!r})' if name else ''}")
-    if not isinstance(ddp, DistributedDataParallel):  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not isinstance(ddp, DistributedDataParallel):
         if isinstance(getattr(ddp, "_orig_mod", None), DistributedDataParallel):
             raise AttachError("attach to the DistributedDataParallel model itself, before or after torch.compile")
         raise AttachError(f"attach wants a DistributedDataParallel model, got {type(ddp).__name__}; wrap it first")

@@ -17,9 +17,11 @@ class Form:
 
     Attributes:
         times_link: whether a report estimates the step without the method, for which the link is timed.
+        says: what must be the same on all ranks beside the method.
     """
 
     times_link = True
+    says = ""
 
     def method(self, given: Reducer | str) -> Reducer:
         """Return the reducer that is meant.

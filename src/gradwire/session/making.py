@@ -96,6 +96,8 @@ class Maker:
     def _configuration(self, reducer: Reducer, seed: int, since: str = "") -> Configuration:
         """What must be the same on all ranks."""
         method = f"{reducer!r}{since}, seed={seed}, checksum={self._checksum}"
+        if self._form.says:
+            method = f"{method}, {self._form.says}"
         return configuration(method, self._specs, self._plan(reducer))
 
     def _is_alike(self, digest: int, where: str) -> bool:

@@ -24,13 +24,14 @@ class ShardedForm(Form):
     Args:
         groups: of the model.
         world_size: ranks that share it.
+        says: what else must be the same on all ranks.
     """
 
     times_link = False
 
-    def __init__(self, groups: Sequence[Group], world_size: int) -> None:
+    def __init__(self, groups: Sequence[Group], world_size: int, says: str = "") -> None:
         self._parts = [[(p.name, p.chunk) for p in group.trained] for group in groups]
-        self._world_size = world_size
+        self._world_size, self.says = world_size, says
 
     def method(self, given: Reducer | str) -> Reducer:
         """Return the half of a method that leaves each rank with its shard.

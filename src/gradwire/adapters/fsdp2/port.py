@@ -86,6 +86,8 @@ class ScatterPort:
             layout.write(mean, columns[unit], factor)
 
         session.window.ready(time.perf_counter(), given.nbytes)
+        if session.window.wants_norm:
+            session.window.gradient(given, len(self._arrived) == 1, session.scale)
         session.lane.do(lambda: engine.run(part, fill, write), session.where())
         ranks = session.transport.world_size
         engine.count_dense(given.nbytes, given.nbytes * (ranks - 1) // ranks)
@@ -254,5 +256,4 @@ def _by_unit(columns: tuple[Columns, ...]) -> dict[int, list[Columns]]:
 
 def _backward_pass() -> int:
     """A number of the backward pass that is under way."""
-    engine: Any = torch._C
-    return engine._current_graph_task_id()
+    return torch._C._current_graph_task_id()  # pyright: ignore[reportPrivateUsage]
