@@ -169,10 +169,10 @@ class GatherPort:
     def _encoded(self, given: Tensor, pieces: tuple[_Piece, ...]) -> Tensor:
         """The row that is sent."""
         began, last = time.thread_time(), pieces[-1]
-        row = torch.zeros(last.at + last.sent, dtype=torch.uint8, device=given.device)
+        row = torch.zeros(_up(last.at + last.sent), dtype=torch.uint8, device=given.device)
         for piece in pieces:
             if piece.layout is None:
-                piece.wire(row)[: piece.nbytes].copy_(piece.given(given))
+                piece.wire(row).copy_(piece.given(given))
                 continue
             values = _as(piece.given(given), piece.dtype).float()
             self._codec.encode_into(values, self._key(piece.name), piece.layout.views(piece.wire(row)))
@@ -185,7 +185,7 @@ class GatherPort:
         for rank, (row, into) in enumerate(zip(rows, output, strict=True)):
             for piece in pieces:
                 if piece.layout is None:
-                    piece.given(into).copy_(piece.wire(row)[: piece.nbytes])
+                    piece.given(into).copy_(piece.wire(row))
                     continue
                 values = torch.empty(piece.nbytes // piece.dtype.itemsize, device=rows.device)
                 payload = piece.layout.views(piece.wire(row))
@@ -210,9 +210,9 @@ def _pieces(group: Group, codec: Codec) -> Iterator[_Piece]:
     for parameter in group.parameters:
         nbytes = parameter.chunk * parameter.gathered.itemsize
         layout = layout_of(codec, parameter.chunk, torch.float32) if _is_coded(parameter) else None
-        sent = _up(layout.nbytes if layout else nbytes)
+        sent = layout.nbytes if layout else nbytes
         yield _Piece(parameter.name, parameter.gathered, begin, nbytes, at, sent, layout)
-        begin, at = begin + nbytes, at + sent
+        begin, at = begin + nbytes, _up(at + sent)
 
 
 def _is_coded(parameter: ShardedParameter) -> bool:
