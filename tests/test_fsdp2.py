@@ -302,5 +302,5 @@ def test_codecs_that_would_spoil_parameters_are_refused(parameters: str) -> None
 
 @pytest.mark.usefixtures("one_rank")
 def test_ddp_gathers_no_parameters() -> None:
-    with pytest.raises(AttachError, match="parameters= is for models of fully_shard"):
+    with pytest.raises(AttachError, match="parameters= and replicate= are for models of fully_shard"):
         gradwire.attach(nn.parallel.DistributedDataParallel(nn.Linear(2, 2)), "int8", parameters="int8")

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from gradwire.adapters.ddp import attach_ddp
 from gradwire.adapters.fsdp2.attach import attach_fsdp2
@@ -22,6 +24,7 @@ def attach(
     reducer: Reducer | str,
     *,
     parameters: Codec | str | None = None,
+    replicate: DeviceMesh | dist.ProcessGroup | None = None,
     seed: int = 0,
     deadline_s: float = DEADLINE_S,
     grain_numel: int | None = None,
@@ -40,6 +43,9 @@ def attach(
             there it must be one that can be stopped there.
         parameters: with FSDP2, a codec such as `"int8"` that parameters are gathered in; the shards, which optimizers
             work on, stay as they are. None: FSDP2 gathers them as it does alone.
+        replicate: with FSDP2 over a mesh of one dimension, the ranks that have the same shard of other copies of the
+            model. Then `reducer` is any method, and averages between these; inside a copy FSDP2 reduces as it does
+            alone. Save one folder for each shard.
         seed: of all random choices, the same on every rank.
         deadline_s: seconds after which a silent rank is an error.
         grain_numel: elements that are encoded together at most (default: a quarter of the model, up to 2^20).
@@ -71,7 +77,7 @@ def attach(
         "checksum": checksum,
     }
     if is_fsdp2(model):
-        return attach_fsdp2(model, reducer, parameters, **options)
-    if parameters is not None:
-        raise AttachError("parameters= is for models of fully_shard: other ranks do not gather parameters")
+        return attach_fsdp2(model, reducer, parameters, replicate, **options)
+    if parameters is not None or replicate is not None:
+        raise AttachError("parameters= and replicate= are for models of fully_shard: leave them out")
     return attach_ddp(model, reducer, **options)

@@ -21,6 +21,7 @@ from gradwire.adapters.models import check, trained
 from gradwire.core.errors import AttachError
 from gradwire.reducers.base import Reducer
 from gradwire.session import Session
+from gradwire.session.form import ALIKE
 
 # `register_comm_hook` reads the annotations of the hook, so this module must not postpone them.
 
@@ -38,7 +39,7 @@ def attach_ddp(ddp: nn.Module, reducer: Reducer | str, **options: Any) -> Handle
     assert ddp.process_group is not None, "DDP over a device mesh has no group of its own yet"
     names = trained(ddp)
     tensors = {name: parameter for parameter, name in names.items()}
-    session = Session(tensors, reducer, group=ddp.process_group, what="gradwire.attach", **options)
+    session = Session(tensors, reducer, group=ddp.process_group, what="gradwire.attach", form=ALIKE, **options)
     port = _Port(session, names, ddp)
     try:
         deliver_in_pieces(ddp, bucket_bytes(session.engine.dense_bytes))

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gradwire.core.errors import CompositionError
 from gradwire.core.grain import Grain, ParameterSpec, Segment
 from gradwire.core.state import walk
 from gradwire.drivers.engine import Engine, spare_buffer
@@ -78,32 +79,38 @@ class _Open:
 
 
 def plan_parts(
-    parts: Sequence[Sequence[Chunked]], reducer: Reducer, world_size: int, grain_numel: int | None = None
+    parts: Sequence[Sequence[Chunked]],
+    reducer: Reducer,
+    rows: range,
+    grain_numel: int | None = None,
 ) -> PartPlan:
     """Plan grains for parts, each for itself.
 
     Args:
         parts: the parameters of each, in the order in which they stand in a row.
-        reducer: a reducer that `scatters`, or a policy of such ones.
-        world_size: how many rows there are.
+        reducer: one that `scatters` where all rows are reduced, one for each rank, and a whole one for a single row.
+        rows: which of a parameter's chunks are there.
         grain_numel: elements that are encoded together at most, all rows together (default: as `plan`).
+
+    Raises:
+        CompositionError: a reducer that wants whole matrices.
 
     >>> from gradwire.spec import parse
     >>> w = Chunked(ParameterSpec("w", (5, 2), torch.float32, torch.device("cpu")), chunk=6)
-    >>> (unit,) = plan_parts([[w]], parse("none").scattered(), world_size=2).units
+    >>> (unit,) = plan_parts([[w]], parse("none").scattered(), range(2)).units
     >>> unit.grain.numel, [(s.start, s.numel, s.offset) for s in unit.grain.segments]
     (12, [(0, 6, 0), (6, 4, 6)])
     """
-    total = world_size * sum(chunked.chunk for part in parts for chunked in part)
+    total = len(rows) * sum(chunked.chunk for part in parts for chunked in part)
     waves: list[Wave] = []
     ranges: list[range] = []
     columns: list[tuple[Columns, ...]] = []
     widths: list[int] = []
     for part in parts:
-        made = list(_units(part, reducer, total, world_size, grain_numel))
+        made = list(_units(part, reducer, total, len(rows), grain_numel))
         columns.append(tuple(_columns(made, len(widths))))
         widths += [unit.width for unit in made]
-        units = [Unit(_grain(unit, world_size), unit.reducer) for unit in made]
+        units = [Unit(_grain(unit, rows), unit.reducer) for unit in made]
         limit = grain_numel or grain_size(total, reducer.payload_share)
         first = len(waves)
         waves += _waves(units, limit)
@@ -112,13 +119,15 @@ def plan_parts(
 
 
 def _units(
-    part: Sequence[Chunked], reducer: Reducer, total: int, world_size: int, grain_numel: int | None
+    part: Sequence[Chunked], reducer: Reducer, total: int, rows: int, grain_numel: int | None
 ) -> Iterator[_Open]:
     """Units of a part, those that are full first; a chunk that is larger than a unit is cut evenly."""
     unfinished: list[_Open] = []
     for chunked in part:
         serving = reducer.assign(chunked.spec)
-        most = max(1, (grain_numel or grain_size(total, serving.payload_share)) // world_size)
+        if serving.scope == "tensor":
+            raise CompositionError(f"{serving} wants whole matrices, and of sharded ones there are rows only: use int4")
+        most = max(1, (grain_numel or grain_size(total, serving.payload_share)) // rows)
         size = -(-chunked.chunk // max(1, -(-chunked.chunk // most)))
         for start in range(0, chunked.chunk, size):
             numel = min(size, chunked.chunk - start)
@@ -142,19 +151,19 @@ def _columns(units: Iterable[_Open], first: int) -> Iterator[Columns]:
             at += numel
 
 
-def _grain(unit: _Open, world_size: int) -> Grain:
+def _grain(unit: _Open, rows: range) -> Grain:
     """The rows of a unit, end to end."""
     segments: list[Segment] = []
-    for rank in range(world_size):
-        at = rank * unit.width
+    for place, row in enumerate(rows):
+        at = place * unit.width
         for (spec, chunk), start, numel in unit.columns:
-            begin = rank * chunk + start
+            begin = row * chunk + start
             if here := max(0, min(numel, spec.numel - begin)):
                 segments.append(Segment(spec.name, begin, here, at))
             at += numel
     (first, start, _), (last, _, _) = unit.columns[0], unit.columns[-1]
     name = f"{first.spec.name}[{start}]..{last.spec.name}"
-    shape = (unit.width * world_size,)
+    shape = (unit.width * len(rows),)
     return Grain(name, tuple(segments), shape, first.spec.dtype, first.spec.device)
 
 

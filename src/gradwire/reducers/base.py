@@ -18,6 +18,8 @@ ranks were sent the same and a tensor without data (`meta`) has its branch too.
   a median is not, nor is a choice by distances.
 - `carries_momentum`: what is sent contains momentum already, which nobody should add again.
 - `sums_in_halves`: sums over ranks are rounded to 16 bits, and estimates that are never corrected would drift by it.
+- `ends_alike`: every rank ends with the same result, bit for bit. What a model is trained by must say so, else replicas
+  would drift apart without a word.
 - `scatters`: each rank ends with its own shard of the mean only, the elements `owned`: what sharded training needs. It
   is called the mean all the same.
 - `shows_non_finite`: what is not finite on any rank shows in the mean that *every* rank ends with, so that nobody need
@@ -116,6 +118,11 @@ class Reducer(ABC):
     def scatters(self) -> bool:
         """Whether each rank ends with its own shard of the mean only."""
         return False
+
+    @property
+    def ends_alike(self) -> bool:
+        """Whether every rank ends with the same result, bit for bit: where all its parts do."""
+        return all(part.ends_alike for part in _parts(vars(self).values()))
 
     def owned(self, grain: Grain, step: Step) -> slice:
         """Return which elements of the grain this rank's result holds: all of them, or the rank's shard."""
@@ -283,6 +290,20 @@ def require_whole(reducer: Reducer, what: str) -> Reducer:
         raise CompositionError(
             f"{reducer} leaves each rank with its own shard of the mean, and {what} needs all of it: take TwoShot, or "
             "put a Gather behind it"
+        )
+    return reducer
+
+
+def require_alike(reducer: Reducer) -> Reducer:
+    """Return a reducer, if every rank ends with the same result.
+
+    Raises:
+        CompositionError: one whose results differ between ranks, so that models trained by them would drift apart.
+    """
+    if not (reducer.ends_alike or reducer.scatters):
+        raise CompositionError(
+            f"{type(reducer).__name__} ends with another result on each rank, and replicas that are trained by these "
+            "drift apart: gossip belongs into gradwire.sync.Gossip, which mixes parameters"
         )
     return reducer
 

@@ -8,7 +8,7 @@ from gradwire.core.grain import ParameterSpec
 from gradwire.drivers.engine import Engine
 from gradwire.drivers.interpreter import Transport
 from gradwire.drivers.plan import Plan, plan
-from gradwire.reducers.base import Reducer
+from gradwire.reducers.base import Reducer, require_alike
 from gradwire.spec import as_method
 
 
@@ -40,4 +40,16 @@ class Form:
         return Engine(planned, transport, seed)
 
 
-WHOLE = Form()
+class _Alike(Form):
+    """The same for what replicas of a model are trained by."""
+
+    def method(self, given: Reducer | str) -> Reducer:
+        """Return the reducer that is meant.
+
+        Raises:
+            SpecError, CompositionError: as `as_method`, or one whose results differ between ranks.
+        """
+        return require_alike(super().method(given))
+
+
+WHOLE, ALIKE = Form(), _Alike()

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
 from typing import Any, Protocol
 
+import torch.distributed as dist
 from torch import nn
 
-from gradwire.adapters.fsdp2.form import ShardedForm, tensors_of
+from gradwire.adapters.fsdp2.form import ReplicaForm, ShardedForm, tensors_of
 from gradwire.adapters.fsdp2.gather import GatherPort, parameter_codec
-from gradwire.adapters.fsdp2.groups import groups_of
-from gradwire.adapters.fsdp2.port import ScatterPort
+from gradwire.adapters.fsdp2.groups import Group, groups_of
+from gradwire.adapters.fsdp2.port import ReplicaPort, ScatterPort
 from gradwire.adapters.handle import Handle
 from gradwire.codecs import Codec
+from gradwire.core.errors import AttachError
 from gradwire.reducers.base import Reducer
 from gradwire.session import Session
+from gradwire.session.agreement import is_alike
+from gradwire.session.lane import Lane
+
+WHAT = "gradwire.attach"
 
 
 class Port(Protocol):
@@ -28,24 +36,36 @@ class Port(Protocol):
         ...
 
 
-def attach_fsdp2(model: nn.Module, reducer: Reducer | str, parameters: Codec | str | None, **options: Any) -> Handle:
-    """Let `reducer` take the place of the reduce-scatters of `model`, see `gradwire.attach`.
+def attach_fsdp2(
+    model: nn.Module, reducer: Reducer | str, parameters: Codec | str | None, replicate: Any, **options: Any
+) -> Handle:
+    """Let `reducer` reduce the gradients of `model`, see `gradwire.attach`.
 
     Args:
         model: the root of a model that `fully_shard` was called on.
         reducer: the method.
         parameters: the codec that parameters are gathered in, or None.
+        replicate: a mesh of one dimension or a process group: ranks that have the same shard; or None.
         options: of the session.
     """
     groups = groups_of(model)
-    ranks = groups[0].shard_group
     codec = None if parameters is None else parameter_codec(parameters)
-    form = ShardedForm(groups, ranks.size(), f"parameters={codec!r}")
-    session = Session(tensors_of(groups), reducer, group=ranks, what="gradwire.attach", form=form, **options)
-    ports: list[Port] = [ScatterPort(session, model, groups)]
-    if codec is not None:
-        ports.append(GatherPort(session, groups, codec))
+    says, shards = f"parameters={codec!r}", groups[0].shard_group
+    if replicate is None:
+        form = ShardedForm(groups, range(shards.size()), says)
+        session = Session(tensors_of(groups), reducer, group=shards, what=WHAT, form=form, **options)
+        ports: list[Port] = [ScatterPort(session, model, groups)]
+    else:
+        row = shards.rank()
+        form = ReplicaForm(groups, range(row, row + 1), f"{says}, shard {row} of {shards.size()}")
+        session = Session(tensors_of(groups), reducer, group=_group(replicate), what=WHAT, form=form, **options)
+        ports = [ReplicaPort(session, model, groups)]
     try:
+        if replicate is not None:
+            _require_replicas(session, groups)
+        if codec is not None:
+            lane = None if replicate is None else Lane(shards, groups[0].device, session.lane.deadline_s, WHAT)
+            ports.append(GatherPort(session, groups, codec, lane))
         for port in ports:
             port.install()
     except BaseException:
@@ -53,6 +73,33 @@ def attach_fsdp2(model: nn.Module, reducer: Reducer | str, parameters: Codec | s
         session.close(at_once=True)
         raise
     return ShardedHandle(session, ports)
+
+
+def _group(given: Any) -> dist.ProcessGroup:
+    """The process group that is meant by a mesh of one dimension, or the group itself.
+
+    Raises:
+        AttachError: a mesh of several dimensions.
+    """
+    if isinstance(given, dist.ProcessGroup):
+        return given
+    if given.ndim != 1:
+        raise AttachError(f'replicate= is a mesh of {given.ndim} dimensions: pass one of them, as mesh["replicate"]')
+    return given.get_group()
+
+
+def _require_replicas(session: Session, groups: Sequence[Group]) -> None:
+    """Refuse replicas that begin with other parameters: FSDP2 knows nothing of replicas and has not made them equal."""
+    digest = hashlib.blake2b(digest_size=7)
+    for group in groups:
+        for parameter in group.parameters:
+            digest.update(parameter.local_bytes())
+    number = int.from_bytes(digest.digest(), "little")
+    where = f" in {WHAT}"
+    if not session.lane.call(lambda: is_alike(number, session.transport, groups[0].device), where):
+        raise AttachError(
+            "ranks of replicate= have other parameters than each other: begin from one seed or checkpoint"
+        )
 
 
 def _remove(ports: list[Port]) -> None:

@@ -1,4 +1,4 @@
-"""A session's form for sharded models: grains are columns of rows of chunks, and each rank ends with its own row."""
+"""The forms of sessions over sharded models: grains are columns of rows of chunks."""
 
 from __future__ import annotations
 
@@ -13,25 +13,52 @@ from gradwire.core.grain import ParameterSpec
 from gradwire.drivers.interpreter import Transport
 from gradwire.drivers.parts import Chunked, InParts, PartPlan, plan_parts
 from gradwire.drivers.plan import Plan
-from gradwire.reducers.base import Reducer
+from gradwire.reducers.base import Reducer, require_alike
 from gradwire.session.form import Form
 from gradwire.spec import as_method
 
 
-class ShardedForm(Form):
-    """Parts are the groups that have trained parameters.
+class PartForm(Form):
+    """Parts are groups of parameters.
 
     Args:
         groups: of the model.
-        world_size: ranks that share it.
+        rows: which of a parameter's chunks are reduced.
         says: what else must be the same on all ranks.
     """
 
     times_link = False
 
-    def __init__(self, groups: Sequence[Group], world_size: int, says: str = "") -> None:
+    def __init__(self, groups: Sequence[Group], rows: range, says: str) -> None:
         self._parts = [[(p.name, p.chunk) for p in group.trained] for group in groups]
-        self._world_size, self.says = world_size, says
+        self._rows, self.says = rows, says
+
+    def plan(self, specs: Sequence[ParameterSpec], reducer: Reducer, grain_numel: int | None) -> Plan:
+        """Return the columns of all groups."""
+        named = {spec.name: spec for spec in specs}
+        parts = [[Chunked(named[name], chunk) for name, chunk in part] for part in self._parts]
+        return plan_parts(parts, reducer, self._rows, grain_numel)
+
+    def engine(self, planned: Plan, transport: Transport, seed: int) -> InParts:
+        """Return what runs the groups one by one."""
+        assert isinstance(planned, PartPlan)
+        return InParts(planned, transport, seed)
+
+
+class ReplicaForm(PartForm):
+    """One row, the shard that this rank and its replicas have; each of them gets all of its mean."""
+
+    def method(self, given: Reducer | str) -> Reducer:
+        """Return a method that leaves replicas as they were to each other: the same.
+
+        Raises:
+            SpecError, CompositionError: a method that cannot be read, or that does not.
+        """
+        return require_alike(as_method(given))
+
+
+class ShardedForm(PartForm):
+    """All rows; each rank gets its own one of the mean."""
 
     def method(self, given: Reducer | str) -> Reducer:
         """Return the half of a method that leaves each rank with its shard.
@@ -47,17 +74,6 @@ class ShardedForm(Form):
                 f"FSDP2 needs a method that ends with shards of the mean, and {_short(given)} has no such half: use "
                 "int8, int4, fp8, sign, topk:0.01, qsgd:15, bf16 or none; options ef= and residual=bf16 are served"
             ) from error
-
-    def plan(self, specs: Sequence[ParameterSpec], reducer: Reducer, grain_numel: int | None) -> Plan:
-        """Return the columns of all groups."""
-        named = {spec.name: spec for spec in specs}
-        parts = [[Chunked(named[name], chunk) for name, chunk in part] for part in self._parts]
-        return plan_parts(parts, reducer, self._world_size, grain_numel)
-
-    def engine(self, planned: Plan, transport: Transport, seed: int) -> InParts:
-        """Return what runs the groups one by one."""
-        assert isinstance(planned, PartPlan)
-        return InParts(planned, transport, seed)
 
 
 def tensors_of(groups: Sequence[Group]) -> dict[str, Tensor]:

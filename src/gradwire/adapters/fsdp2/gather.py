@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,9 +20,12 @@ from gradwire.core.collective import AllGather
 from gradwire.core.errors import AttachError, StepError
 from gradwire.core.key import Key
 from gradwire.core.payload import Layout
+from gradwire.drivers.groups import destroy
 from gradwire.drivers.interpreter import ask
 from gradwire.drivers.parts import InParts
+from gradwire.drivers.process_group import GroupTransport
 from gradwire.session import Session
+from gradwire.session.lane import Lane
 from gradwire.spec import as_codec
 
 SMALLEST_CHUNK = 256
@@ -89,13 +93,16 @@ class GatherPort:
     gathered again in the backward pass is the same one.
 
     Args:
-        session: whose transport is used, and whose statistics count.
+        session: whose step it is, and whose statistics count.
         groups: of the model.
         codec: of what travels.
+        lane: between the ranks that share the model, where that is not the session's.
     """
 
-    def __init__(self, session: Session, groups: list[Group], codec: Codec) -> None:
+    def __init__(self, session: Session, groups: list[Group], codec: Codec, lane: Lane | None = None) -> None:
         self._session, self._groups, self._codec = session, groups, codec
+        self._own, self._lane = lane, lane or session.lane
+        self._transport = lane.transport() if lane else session.transport
         self._layouts = [tuple(_pieces(group, codec)) for group in groups]
         self._before: list[Any] = []
 
@@ -110,6 +117,9 @@ class GatherPort:
         for group, before in zip(self._groups, self._before, strict=False):
             group.module.set_custom_all_gather(before)
         self._before = []
+        if self._own is not None:
+            lane, self._own = self._own, None
+            lane.close(functools.partial(_destroy, self._transport, lane))
 
     def _comm(self, part: int) -> ParameterGather:
         return ParameterGather(lambda output, given, group: self.gather(part, output, given, group))
@@ -130,8 +140,7 @@ class GatherPort:
             given: this rank's row, 1-d; it may lie in `output`.
             group: of FSDP2.
         """
-        session, pieces = self._session, self._layouts[part]
-        ranks = session.transport.world_size
+        pieces, ranks = self._layouts[part], self._transport.world_size
         if group.size() != ranks:  # resharded after the forward pass over fewer ranks, which are near each other
             dist.all_gather_single(output, given, group=group)
             return
@@ -151,16 +160,17 @@ class GatherPort:
 
     def _exchanged(self, row: Tensor) -> Tensor:
         """All ranks' rows."""
-        session, engine = self._session, self._engine
-        session.lane.require_sound()
-        run = session.lane.do if session.window.under_way else session.lane.call
+        session, engine, lane = self._session, self._engine, self._lane
+        lane.require_sound()
+        run = lane.do if session.window.under_way else lane.call
+        transport = self._transport if self._own else engine.transport
         began = time.perf_counter()
-        rows = run(lambda: ask(AllGather(row), engine.transport), session.where())
+        rows = run(lambda: ask(AllGather(row), transport), session.where())
         engine.stats.wait_s += time.perf_counter() - began
         return rows
 
     def _count(self, sent: int, dense: int) -> None:
-        stats, others = self._engine.stats, self._session.transport.world_size - 1
+        stats, others = self._engine.stats, self._transport.world_size - 1
         stats.payload_bytes += sent
         stats.wire_bytes += others * sent
         self._engine.count_dense(0, others * dense)
@@ -195,8 +205,13 @@ class GatherPort:
 
     def _key(self, name: str, rank: int | None = None) -> Key:
         session = self._session
-        mine = session.transport.rank if rank is None else rank
+        mine = self._transport.rank if rank is None else rank
         return Key(session.seed, self._engine.index, name, "parameters", mine)
+
+
+def _destroy(transport: GroupTransport, lane: Lane) -> None:
+    transport.close()
+    destroy(lane.group)
 
 
 def _as(chunk: Tensor, dtype: torch.dtype) -> Tensor:

@@ -58,6 +58,11 @@ class ShardedParameter:
         """This rank's shard, in full precision."""
         return self.held.sharded_param
 
+    def local_bytes(self) -> bytes:
+        """The bits of this rank's shard."""
+        local: Tensor = self.held.sharded_param._local_tensor
+        return local.detach().contiguous().cpu().view(-1).view(torch.uint8).numpy().tobytes()
+
 
 @dataclass(frozen=True, eq=False)
 class Group:
@@ -82,6 +87,11 @@ class Group:
         """The parameters whose gradients FSDP2 is about to reduce, if it is asked before it begins."""
         zeros = bool(self.held.reduce_scatter_unused_params)
         return [p for p in self.parameters if p.has_gradient or (zeros and p.needs_gradient)]
+
+    @property
+    def scatter(self) -> Any:
+        """Its reduce-scatter."""
+        return self.held._reduce_scatter_comm
 
     @property
     def divisor(self) -> float | None:
@@ -216,6 +226,8 @@ def _check(groups: list[Group]) -> None:
                     f"this model communicates by {type(comm).__name__} already: close the handle of an earlier attach, "
                     "or leave set_custom_reduce_scatter, set_custom_all_gather and their like out"
                 )
+        if group.held._all_reduce_hook is not None:
+            raise AttachError("this model has an all-reduce hook already: close the handle of an earlier attach first")
         for parameter in group.parameters:
             if parameter.has_gradient or parameter.shard.grad is not None:
                 raise AttachError(

@@ -1,10 +1,10 @@
-"""FSDP2's reduce-scatters as the steps of a session: a step is a backward pass, and a part is a group of parameters."""
+"""FSDP2's reductions as the steps of a session: a step is a backward pass, and a part is a group of parameters."""
 
 from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -14,40 +14,50 @@ from torch.distributed import ReduceOp  # pyright: ignore[reportPrivateImportUsa
 from gradwire.adapters.communication import queue_callback
 from gradwire.adapters.fsdp2.comm import GradientScatter
 from gradwire.adapters.fsdp2.groups import Group, ShardedParameter, held_groups, root_state
+from gradwire.adapters.fsdp2.rows import Rows, by_unit
+from gradwire.core.collective import ring_bytes
 from gradwire.core.errors import StepError
-from gradwire.drivers.parts import Columns, InParts
+from gradwire.drivers.parts import InParts
 from gradwire.session import Session
 from gradwire.session.agreement import is_alike
 
 
-class ScatterPort:
-    """Takes the place of a model's reduce-scatters.
+class GradientPort(ABC):
+    """Takes the place of one of the collectives that a model's gradients go through.
 
     Args:
-        session: over the trained parameters, in the form of a sharded model.
+        session: over the trained parameters, in a form with these groups as parts.
         model: that all of it belongs to.
         groups: its parameter groups.
+        rows: of each buffer: one for each rank of the session, or a single one, all of which is reduced.
     """
 
-    def __init__(self, session: Session, model: nn.Module, groups: list[Group]) -> None:
-        self._session, self._model, self._groups = session, model, groups
-        self._watched = [_Watched(group, self._comm(part)) for part, group in enumerate(groups)]
+    def __init__(self, session: Session, model: nn.Module, groups: list[Group], rows: int) -> None:
+        self._session, self._model, self._groups, self._rows = session, model, groups, rows
+        self._watched = [Watched(group) for group in groups]
         self._step: int | None = None  # the backward pass that is under way
         self._arrived: list[tuple[int, tuple[str, ...]]] = []
         self._checked = False
 
-    def _comm(self, part: int) -> GradientScatter:
-        return GradientScatter(lambda output, given, op: self.reduce(part, output, given, op))
+    @abstractmethod
+    def take(self, part: int, group: Group) -> None:
+        """Have FSDP2 reduce a group by this port."""
+
+    @abstractmethod
+    def give_back(self, group: Group) -> None:
+        """Have FSDP2 reduce a group as it did before."""
 
     def install(self) -> None:
         """Have FSDP2 reduce by this port."""
-        for watched in self._watched:
-            watched.install()
+        for part, (group, watched) in enumerate(zip(self._groups, self._watched, strict=True)):
+            self.take(part, group)
+            watched.begin()
 
     def remove(self) -> None:
         """Have FSDP2 reduce as it did before."""
-        for watched in self._watched:
-            watched.remove()
+        for group, watched in zip(self._groups, self._watched, strict=True):
+            if watched.end():
+                self.give_back(group)
 
     @property
     def _engine(self) -> InParts:
@@ -55,29 +65,29 @@ class ScatterPort:
         assert isinstance(engine, InParts)
         return engine
 
-    def reduce(self, part: int, output: Tensor, given: Tensor, op: Any) -> None:
+    def reduce(self, part: int, output: Tensor, given: Tensor, factor: float) -> None:
         """Reduce the gradients of a group.
 
         Args:
             part: which one.
-            output: gets this rank's chunks, 1-d.
-            given: all ranks' chunks, 1-d, those of rank 0 first.
-            op: what FSDP2 asks for: their mean, their sum, or a sum that is divided by its own factor.
+            output: gets the result, 1-d: a row.
+            given: all rows, 1-d.
+            factor: by which the mean is multiplied.
         """
         began, session, engine = time.perf_counter(), self._session, self._engine
         if not session.is_open:
             raise StepError("this handle is closed while a backward pass is under way")
         self._begin()
         present = self._watched[part].present
-        layout = _Rows(given, output, [(p.name, p.chunk) for p in present], session.transport.world_size)
+        layout = Rows(given, output, [(p.name, p.chunk) for p in present], self._rows)
         if unknown := next((p for p in present if not p.trained), None):
             raise self._failed(
                 StepError(f"{unknown.name!r} requires a gradient now, and did not at attach: close, and attach again")
             )
         layout.require_whole(self._failed)
         self._arrived.append((part, tuple(layout.begins)))
-        columns = _by_unit(engine.parts.columns[part])
-        widths, factor = engine.parts.widths, self._factor(part, op)
+        columns = by_unit(engine.parts.columns[part])
+        widths = engine.parts.widths
 
         def fill(unit: int, x: Tensor) -> None:
             layout.fill(x.view(-1, widths[unit]), columns[unit])
@@ -89,18 +99,12 @@ class ScatterPort:
         if session.window.wants_norm:
             session.window.gradient(given, len(self._arrived) == 1, session.scale)
         session.lane.do(lambda: engine.run(part, fill, write), session.where())
-        ranks = session.transport.world_size
-        engine.count_dense(given.nbytes, given.nbytes * (ranks - 1) // ranks)
+        engine.count_dense(given.nbytes, self.dense_wire_bytes(given.nbytes))
         engine.stats.exposed_s += time.perf_counter() - began
 
-    def _factor(self, part: int, op: Any) -> float:
-        """By what a mean must be multiplied to be what FSDP2 asks for."""
-        if op == ReduceOp.AVG:
-            return 1.0
-        ranks = self._session.transport.world_size
-        if op == ReduceOp.SUM:
-            return float(ranks)
-        return ranks / (self._groups[part].divisor or 1.0)  # a sum with a factor, which cannot be read from it
+    @abstractmethod
+    def dense_wire_bytes(self, nbytes: int) -> int:
+        """What a rank would send of a buffer without a method."""
 
     # A step ------------------------------------------------------------------------------------------------------
 
@@ -180,78 +184,87 @@ class ScatterPort:
         self._checked = True
 
 
-class _Watched:
-    """A group whose reduce-scatter is ours, and which says what lies in it."""
+class ScatterPort(GradientPort):
+    """Takes the place of reduce-scatters: each rank gets its row of the mean."""
 
-    def __init__(self, group: Group, comm: GradientScatter) -> None:
-        self._group, self._comm = group, comm
+    def __init__(self, session: Session, model: nn.Module, groups: list[Group]) -> None:
+        super().__init__(session, model, groups, session.transport.world_size)
+        self._before: dict[int, Any] = {}
+
+    def take(self, part: int, group: Group) -> None:
+        """By a custom reduce-scatter."""
+        self._before[id(group)] = group.scatter
+
+        def reduce(output: Tensor, given: Tensor, op: Any) -> None:
+            self.reduce(part, output, given, self._factor(group, op))
+
+        group.module.set_custom_reduce_scatter(GradientScatter(reduce))
+
+    def give_back(self, group: Group) -> None:
+        """By the one that was there."""
+        group.module.set_custom_reduce_scatter(self._before.pop(id(group)))
+
+    def dense_wire_bytes(self, nbytes: int) -> int:
+        """A reduce-scatter's."""
+        return nbytes * (self._rows - 1) // self._rows
+
+    def _factor(self, group: Group, op: Any) -> float:
+        """By what a mean must be multiplied to be what FSDP2 asks for."""
+        if op == ReduceOp.AVG:
+            return 1.0
+        if op == ReduceOp.SUM:
+            return float(self._rows)
+        return self._rows / (group.divisor or 1.0)  # a sum with a factor, which cannot be read from it
+
+
+class ReplicaPort(GradientPort):
+    """Averages what reduce-scatters have left, over ranks that have the same shard."""
+
+    def __init__(self, session: Session, model: nn.Module, groups: list[Group]) -> None:
+        super().__init__(session, model, groups, rows=1)
+
+    def take(self, part: int, group: Group) -> None:
+        """By a hook that FSDP2 calls behind its reduce-scatter."""
+        replicas = self._session.transport.world_size
+
+        def reduce(shard: Tensor) -> None:
+            self.reduce(part, shard, shard, 1.0 if group.divisor is None else float(replicas))
+
+        group.module.set_all_reduce_hook(reduce)
+
+    def give_back(self, group: Group) -> None:
+        """None."""
+        group.module.set_all_reduce_hook(None)
+
+    def dense_wire_bytes(self, nbytes: int) -> int:
+        """An all-reduce's."""
+        return ring_bytes(nbytes, self._session.transport.world_size)
+
+
+class Watched:
+    """A group that says which parameters lie in what it hands over."""
+
+    def __init__(self, group: Group) -> None:
+        self._group, self._is_on = group, False
         self.present: list[ShardedParameter] = []
-        self._before: Any = None
 
-    def install(self) -> None:
-        """Take over."""
+    def begin(self) -> None:
+        """Look each time before FSDP2 collects gradients."""
         held, after = self._group.held, self._group.held.post_backward
 
         def post_backward(*unused: Any) -> None:
             self.present = self._group.about_to_reduce()
             after(*unused)
 
-        self._before = held._reduce_scatter_comm
-        self._group.module.set_custom_reduce_scatter(self._comm)
         held.post_backward = post_backward  # on this object alone
+        self._is_on = True
 
-    def remove(self) -> None:
-        """Give back."""
-        if self._before is not None:
+    def end(self) -> bool:
+        """Look no more; return whether this had begun."""
+        was, self._is_on = self._is_on, False
+        if was:
             del self._group.held.post_backward
-            self._group.module.set_custom_reduce_scatter(self._before)
-            self._before = None
-
-
-class _Rows:
-    """The buffers of one reduce-scatter."""
-
-    def __init__(self, given: Tensor, output: Tensor, chunks: list[tuple[str, int]], ranks: int) -> None:
-        self.begins: dict[str, int] = {}
-        at = 0
-        for name, chunk in chunks:
-            self.begins[name] = at
-            at += chunk
-        self._width, self._given, self._output, self._ranks = at, given, output, ranks
-
-    def require_whole(self, failed: Callable[[StepError], BaseException]) -> None:
-        """Refuse a buffer that holds something else than was seen to be on its way."""
-        if self._given.numel() != self._width * self._ranks:
-            raise failed(
-                StepError(
-                    f"FSDP2 reduces {self._given.numel()} elements where {self._width * self._ranks} were expected: "
-                    "this version of PyTorch lays gradients out otherwise"
-                )
-            )
-
-    def fill(self, x: Tensor, columns: list[Columns]) -> None:
-        """Write a unit's gradient to `x`, one row a rank; zeros for what did not come."""
-        rows = self._given.view(self._ranks, -1)
-        for name, start, numel, _, offset in columns:
-            into, begin = x[:, offset : offset + numel], self.begins.get(name)
-            if begin is None:
-                into.zero_()
-            else:
-                into.copy_(rows[:, begin + start : begin + start + numel])
-
-    def write(self, mean: Tensor, columns: list[Columns], factor: float) -> None:
-        """Write this rank's row of a unit's mean, `factor` times."""
-        scaled = mean if factor == 1.0 else mean * factor
-        for name, start, numel, _, offset in columns:
-            if (begin := self.begins.get(name)) is not None:
-                self._output[begin + start : begin + start + numel].copy_(scaled[offset : offset + numel])
-
-
-def _by_unit(columns: tuple[Columns, ...]) -> dict[int, list[Columns]]:
-    found: dict[int, list[Columns]] = {}
-    for column in columns:
-        found.setdefault(column.unit, []).append(column)
-    return found
+        return was
 
 
 def _backward_pass() -> int:
