@@ -491,3 +491,70 @@ def many(rank: int, world_size: int, jobs: dict[str, tuple[str, dict[str, Any]]]
         dist.barrier()
         out[name] = globals()[case](rank, world_size, **arguments)
     return out
+
+
+# Copies of a sharded model -----------------------------------------------------------------------------------------
+
+
+def two_dimensions() -> DeviceMesh:
+    """Two copies of a model that two ranks share."""
+    return init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
+
+
+def copies(rank: int, world_size: int, spec: str, parameters: str | None, fp16: bool = False) -> dict[str, Any]:
+    """FSDP2's own sums over a mesh of two dimensions, and a method between the copies."""
+    mesh = two_dimensions()
+    options = {"mp_policy": mixed(None, torch.float16)} if fp16 else {}
+    plain, ours = shard(Net(), mesh, **options), shard(Net(), mesh["shard"], **options)
+    losses = train(plain, rank, 9)
+    between = {"replicate": mesh["replicate"], "parameters": parameters, "deadline_s": DEADLINE_S}
+    with gradwire.attach(ours, spec, **between) as handle:
+        own = train(ours, rank, 9)
+        stats, norm, report = handle.stats(), handle.residual_norm(), str(handle.report())
+    off = off_by(ours, plain)
+    train(ours, rank, 1)  # each copy by itself
+    return {
+        "off": off,
+        "apart": digest(ours),
+        "losses": [losses[-1], own[-1]],
+        "sent": [stats.wire_bytes, stats.dense_wire_bytes],
+        "norm": norm,
+        "report": report,
+    }
+
+
+def copies_resumed(rank: int, world_size: int, spec: str, folder: str, again: bool) -> str:
+    """A save in the middle, a folder for each shard; and the second half in new processes."""
+    mesh = two_dimensions()
+    net = shard(Net(), mesh["shard"])
+    optimizer = optimizer_of(net)
+    own = Path(folder) / f"shard{mesh['shard'].get_local_rank()}"
+    with gradwire.attach(net, spec, replicate=mesh["replicate"], deadline_s=DEADLINE_S) as handle:
+        if again:
+            state = torch.load(own / f"copy{mesh['replicate'].get_local_rank()}.pt", weights_only=False)
+            net.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+            gradwire.load(own / "gradwire", handle)
+        else:
+            train(net, rank, 6, optimizer=optimizer)
+            own.mkdir(exist_ok=True)
+            gradwire.save(own / "gradwire", handle)
+            state = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
+            torch.save(state, own / f"copy{mesh['replicate'].get_local_rank()}.pt")
+        train(net, rank, 12, start=6, optimizer=optimizer)
+    return digest(net)
+
+
+def copies_that_differ(rank: int, world_size: int) -> list[str]:
+    """Copies that begin with other parameters, and other meshes than one of copies."""
+    mesh = two_dimensions()
+    net = shard(Net(), mesh["shard"])
+    said = [error_of(lambda: gradwire.attach(net, "int8", replicate=mesh, deadline_s=DEADLINE_S))]
+    with torch.no_grad():
+        cast(Any, net.head.bias).to_local().add_(float(mesh["replicate"].get_local_rank()))
+    said.append(error_of(lambda: gradwire.attach(net, "int8", replicate=mesh["replicate"], deadline_s=DEADLINE_S)))
+    said.append(
+        error_of(lambda: gradwire.attach(net, "powersgd:2", replicate=mesh["replicate"], deadline_s=DEADLINE_S))
+    )
+    said.append(error_of(lambda: gradwire.attach(net, "int8", replicate=mesh["shard"], deadline_s=DEADLINE_S)))
+    return said

@@ -9,19 +9,19 @@ from typing import Any
 
 import pytest
 import torch
-from fsdp2_cases import VARIANTS
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import gradwire
+from fsdp2_cases import VARIANTS
 from gradwire.bench.ranks import run_function
 from gradwire.core.errors import AttachError, CompositionError
 
 CASES = str(Path(__file__).with_name("fsdp2_cases.py"))
 INT8, TOPK, SIGN = "int8", "topk:0.1", "sign"
 RESUMED = ((INT8, None), (TOPK, "int8"), (SIGN, None), ("int8,stochastic=on,ef=off", "int8,stochastic=on"))
-METHODS = (INT8, "int4", "fp8", SIGN, TOPK, "qsgd:15", "bf16", "int8,ef=off", "int4,residual=bf16")
+METHODS = ("int4", "fp8", SIGN, TOPK, "qsgd:15", "bf16", "int8,ef=off", "int4,residual=bf16")
 CONSERVED = (INT8, TOPK, SIGN, "topk:0.1,exchange=twoshot")
 GATHERED = (("int8", None), ("int4", None), ("fp8", "bfloat16"), ("int8,stochastic=on", None))
 
@@ -304,3 +304,53 @@ def test_codecs_that_would_spoil_parameters_are_refused(parameters: str) -> None
 def test_ddp_gathers_no_parameters() -> None:
     with pytest.raises(AttachError, match="parameters= and replicate= are for models of fully_shard"):
         gradwire.attach(nn.parallel.DistributedDataParallel(nn.Linear(2, 2)), "int8", parameters="int8")
+
+
+# Copies of a sharded model ----------------------------------------------------------------------------------------
+
+
+@functools.cache
+def between_copies() -> list[dict[str, Any]]:
+    """What four ranks saw: two copies, each shared by two ranks."""
+    cases: dict[str, Job] = {
+        "none": ("copies", {"spec": "none", "parameters": None}),
+        "fp16": ("copies", {"spec": "none", "parameters": None, "fp16": True}),
+        "int4": ("copies", {"spec": "int4", "parameters": "int8"}),
+        "differ": ("copies_that_differ", {}),
+    }
+    return run("many", 4, jobs=cases, deadline_s=200)
+
+
+@pytest.mark.parametrize(("kind", "rounding"), [("none", 2e-6), ("fp16", 1e-3)])
+def test_copies_are_averaged_as_over_a_mesh_of_two_dimensions(kind: str, rounding: float) -> None:
+    for outcome in between_copies():
+        assert outcome[kind]["off"] <= rounding
+        sent, dense = outcome[kind]["sent"]
+        assert sent == (dense if kind == "none" else 2 * dense)
+    assert len({outcome[kind]["apart"] for outcome in between_copies()}) == 2  # once the handle is closed
+
+
+def test_copies_are_averaged_by_a_method_and_their_parameters_gathered_by_a_codec() -> None:
+    for outcome in between_copies():
+        plain, own = outcome["int4"]["losses"]
+        assert own == pytest.approx(plain, rel=0.01)
+        assert 0 < outcome["int4"]["off"] < 0.2
+        assert outcome["int4"]["norm"] > 0
+        sent, dense = outcome["int4"]["sent"]
+        assert dense > 2.5 * sent
+
+
+def test_copies_resume_exactly_from_a_folder_for_each_shard(tmp_path: Path) -> None:
+    whole, again = (run("copies_resumed", 4, spec="int4", folder=str(tmp_path), again=a) for a in (False, True))
+    assert whole == again
+    assert len(set(whole)) == 1
+
+
+def test_copies_that_are_none_are_told_why() -> None:
+    for outcome in between_copies():
+        two, differ, low_rank, shards = outcome["differ"]
+        assert "replicate= is a mesh of 2 dimensions" in two
+        assert "ranks of replicate= have other parameters than each other" in differ
+        assert "low rank wants whole matrices: use int4" in low_rank
+        assert "shard 0 of 2" in shards
+        assert "shard 1 of 2" in shards

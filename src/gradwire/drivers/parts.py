@@ -126,7 +126,9 @@ def _units(
     for chunked in part:
         serving = reducer.assign(chunked.spec)
         if serving.scope == "tensor":
-            raise CompositionError(f"{serving} wants whole matrices, and of sharded ones there are rows only: use int4")
+            raise CompositionError(
+                f"{chunked.spec.name!r} is sharded, and low rank wants whole matrices: use int4, fp8 or topk:0.01"
+            )
         most = max(1, (grain_numel or grain_size(total, serving.payload_share)) // rows)
         size = -(-chunked.chunk // max(1, -(-chunked.chunk // most)))
         for start in range(0, chunked.chunk, size):
