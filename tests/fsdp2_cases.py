@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import importlib
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -304,7 +305,7 @@ def save_and_go_on(rank: int, world_size: int, spec: str, folder: str, parameter
 
 def save_model(net: nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> None:
     """A checkpoint of PyTorch's."""
-    import torch.distributed.checkpoint as dcp
+    dcp: Any = importlib.import_module("torch.distributed.checkpoint")
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
     model, state = get_state_dict(net, optimizer)
@@ -313,7 +314,7 @@ def save_model(net: nn.Module, optimizer: torch.optim.Optimizer, folder: str) ->
 
 def load_model(net: nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> None:
     """The same one."""
-    import torch.distributed.checkpoint as dcp
+    dcp: Any = importlib.import_module("torch.distributed.checkpoint")
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
     model, state = get_state_dict(net, optimizer)
@@ -409,7 +410,7 @@ def closed(rank: int, world_size: int) -> dict[str, Any]:
 
 def gathered(rank: int, world_size: int, parameters: str, dtype: str | None) -> dict[str, Any]:
     """What ranks compute with where parameters are gathered in a codec's payloads."""
-    policy = {"mp_policy": mixed(getattr(torch, dtype), torch.float32)} if dtype else {}
+    policy: dict[str, Any] = {"mp_policy": mixed(getattr(torch, dtype), torch.float32)} if dtype else {}
     net = shard(Net(width=64, inner=130), **policy)
     masters = whole(net)
     with gradwire.attach(net, "int8", parameters=parameters, deadline_s=DEADLINE_S) as handle:
@@ -439,20 +440,25 @@ def sharded_later(rank: int, world_size: int) -> list[str]:
     mesh = init_device_mesh("cpu", (world_size,))
     net = Net()
     fully_shard(net.blocks[0], mesh=mesh)
-    below = cast(nn.Module, net.blocks[0])
+    below = net.blocks[0]
     with contextlib.suppress(gradwire.GradwireError), gradwire.attach(below, "int8", deadline_s=DEADLINE_S):
         fully_shard(net, mesh=mesh)
-        said.append(error_of(lambda: loss_of(net, *next(batches(rank, 1))).backward()))
+        said.append(error_of(lambda: backward(net, rank)))
     net = shard(Net(), mesh)
     with contextlib.suppress(gradwire.GradwireError), gradwire.attach(net, "int8", deadline_s=DEADLINE_S):
         net.extra = nn.Linear(14, 14)
         fully_shard(net.extra, mesh=mesh)
-        said.append(error_of(lambda: loss_of(net, *next(batches(rank, 1))).backward()))
+        said.append(error_of(lambda: backward(net, rank)))
     net = VARIANTS["frozen"]()
     with contextlib.suppress(gradwire.GradwireError), gradwire.attach(net, "int8", deadline_s=DEADLINE_S):
         net.requires_grad_(True)
-        said.append(error_of(lambda: loss_of(net, *next(batches(rank, 1))).backward()))
+        said.append(error_of(lambda: backward(net, rank)))
     return said
+
+
+def backward(net: nn.Module, rank: int) -> None:
+    """One backward pass."""
+    torch.autograd.backward(loss_of(net, *next(batches(rank, 1))))
 
 
 def error_of(act: Callable[[], object]) -> str:
@@ -504,10 +510,10 @@ def two_dimensions() -> DeviceMesh:
 def copies(rank: int, world_size: int, spec: str, parameters: str | None, fp16: bool = False) -> dict[str, Any]:
     """FSDP2's own sums over a mesh of two dimensions, and a method between the copies."""
     mesh = two_dimensions()
-    options = {"mp_policy": mixed(None, torch.float16)} if fp16 else {}
+    options: dict[str, Any] = {"mp_policy": mixed(None, torch.float16)} if fp16 else {}
     plain, ours = shard(Net(), mesh, **options), shard(Net(), mesh["shard"], **options)
     losses = train(plain, rank, 9)
-    between = {"replicate": mesh["replicate"], "parameters": parameters, "deadline_s": DEADLINE_S}
+    between: dict[str, Any] = {"replicate": mesh["replicate"], "parameters": parameters, "deadline_s": DEADLINE_S}
     with gradwire.attach(ours, spec, **between) as handle:
         own = train(ours, rank, 9)
         stats, norm, report = handle.stats(), handle.residual_norm(), str(handle.report())
@@ -558,3 +564,49 @@ def copies_that_differ(rank: int, world_size: int) -> list[str]:
     )
     said.append(error_of(lambda: gradwire.attach(net, "int8", replicate=mesh["shard"], deadline_s=DEADLINE_S)))
     return said
+
+
+# Checkpoints of PyTorch's ------------------------------------------------------------------------------------------
+
+
+def distributed_save(rank: int, world_size: int, spec: str, folder: str) -> dict[str, Any]:
+    """Everything in one checkpoint of `torch.distributed.checkpoint`, in the middle of a run."""
+    dcp: Any = importlib.import_module("torch.distributed.checkpoint")
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    net = VARIANTS["plain"]()
+    optimizer = optimizer_of(net)
+    with gradwire.attach(net, spec, seed=5, deadline_s=DEADLINE_S) as handle:
+        train(net, rank, 6, optimizer=optimizer)
+        model, state = get_state_dict(net, optimizer)
+        parts = {"model": model, "optimizer": state, "gradwire": cast(Any, handle).stateful()}
+        dcp.save(parts, checkpoint_id=folder)
+        owed = owed_by_name(handle, whole(net))
+        train(net, rank, 12, start=6, optimizer=optimizer)
+    return {"digest": digest(net), "owed": {name: mean_over_ranks(value) for name, value in owed.items()}}
+
+
+def distributed_load(rank: int, world_size: int, spec: str, folder: str) -> dict[str, Any]:
+    """The same run from there on."""
+    dcp: Any = importlib.import_module("torch.distributed.checkpoint")
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    net = VARIANTS["plain"]()
+    optimizer = optimizer_of(net)
+    with gradwire.attach(net, spec, seed=7, deadline_s=DEADLINE_S) as handle:
+        model, state = get_state_dict(net, optimizer)
+        parts = {"model": model, "optimizer": state, "gradwire": cast(Any, handle).stateful(folder)}
+        dcp.load(parts, checkpoint_id=folder)
+        set_state_dict(net, optimizer, model_state_dict=model, optim_state_dict=state)
+        owed = owed_by_name(handle, whole(net))
+        train(net, rank, 12, start=6, optimizer=optimizer)
+        steps = handle.state_dict()["step"]
+    said = ""
+    with gradwire.attach(net, "topk:0.2", deadline_s=DEADLINE_S) as handle:
+        said = error_of(lambda: dcp.load({"gradwire": cast(Any, handle).stateful(folder)}, checkpoint_id=folder))
+    return {
+        "digest": digest(net),
+        "owed": {name: mean_over_ranks(value) for name, value in owed.items()},
+        "step": steps,
+        "said": said,
+    }

@@ -164,7 +164,7 @@ def test_ranks_compute_with_the_same_coded_parameters_and_keep_their_own(paramet
 @pytest.mark.parametrize(("spec", "parameters"), RESUMED)
 def test_a_resume_is_exact(spec: str, parameters: str | None) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        arguments = {"spec": spec, "parameters": parameters, "folder": folder}
+        arguments: dict[str, Any] = {"spec": spec, "parameters": parameters, "folder": folder}
         whole, again = run("save_and_go_on", 3, **arguments), run("resume", 3, **arguments)
     assert whole == again
     assert len(set(whole)) == 1
@@ -354,3 +354,26 @@ def test_copies_that_are_none_are_told_why() -> None:
         assert "low rank wants whole matrices: use int4" in low_rank
         assert "shard 0 of 2" in shards
         assert "shard 1 of 2" in shards
+
+
+# Checkpoints of PyTorch's -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", [TOPK, "int4,residual=bf16", "int8,stochastic=on,ef=off"])
+def test_a_resume_from_a_distributed_checkpoint_is_exact(spec: str, tmp_path: Path) -> None:
+    whole = run("distributed_save", 3, spec=spec, folder=str(tmp_path))
+    again = run("distributed_load", 3, spec=spec, folder=str(tmp_path))
+    assert [one["digest"] for one in again] == [one["digest"] for one in whole]
+    assert {one["step"] for one in again} == {12}
+    assert all("saved by another method" in one["said"] or "Missing key" in one["said"] for one in again)
+
+
+@pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 4)])
+def test_a_distributed_checkpoint_owes_the_same_mean_on_other_ranks(before: int, after: int, tmp_path: Path) -> None:
+    first = run("distributed_save", before, spec=TOPK, folder=str(tmp_path))[0]["owed"]
+    found = run("distributed_load", after, spec=TOPK, folder=str(tmp_path))
+    assert len({one["digest"] for one in found}) == 1
+    for one in found:
+        for name, owed in first.items():
+            torch.testing.assert_close(torch.tensor(one["owed"][name]), torch.tensor(owed), atol=1e-6, rtol=1e-5)
+    assert max(abs(value) for owed in first.values() for value in owed) > 0.01

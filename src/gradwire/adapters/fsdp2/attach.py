@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from gradwire.adapters.fsdp2.form import ReplicaForm, ShardedForm, tensors_of
 from gradwire.adapters.fsdp2.gather import GatherPort, parameter_codec
 from gradwire.adapters.fsdp2.groups import Group, groups_of
 from gradwire.adapters.fsdp2.port import ReplicaPort, ScatterPort
+from gradwire.adapters.fsdp2.stateful import Stateful
 from gradwire.adapters.handle import Handle
 from gradwire.codecs import Codec
-from gradwire.core.errors import AttachError
+from gradwire.core.errors import AttachError, StateError
 from gradwire.reducers.base import Reducer
 from gradwire.session import Session
 from gradwire.session.agreement import is_alike
@@ -72,7 +75,7 @@ def attach_fsdp2(
         _remove(ports)
         session.close(at_once=True)
         raise
-    return ShardedHandle(session, ports)
+    return ShardedHandle(session, ports, groups[0].mesh if replicate is None else None)
 
 
 def _group(given: Any) -> dist.ProcessGroup:
@@ -110,9 +113,28 @@ def _remove(ports: list[Port]) -> None:
 class ShardedHandle(Handle):
     """The running communication of a model of FSDP2. After `close` the model communicates as it does alone."""
 
-    def __init__(self, session: Session, ports: list[Port]) -> None:
+    def __init__(self, session: Session, ports: list[Port], mesh: DeviceMesh | None) -> None:
         super().__init__(session)
-        self._ports = ports
+        self._ports, self._mesh = ports, mesh
+
+    def stateful(self, checkpoint: str | Path | None = None) -> Stateful:
+        """Return what `torch.distributed.checkpoint` saves and loads, beside the model and the optimizer.
+
+        With as many ranks as saved a resume is exact; with another number each gets the mean of what was owed.
+
+        Args:
+            checkpoint: to load, the folder that is loaded from; None to save.
+
+        Raises:
+            StateError: with `replicate=`, for which `gradwire.save` is there, or a folder without such a state.
+
+        Example:
+            dcp.save({"model": model.state_dict(), "gradwire": handle.stateful()}, checkpoint_id=folder)
+            dcp.load({"model": model.state_dict(), "gradwire": handle.stateful(folder)}, checkpoint_id=folder)
+        """
+        if self._mesh is None:
+            raise StateError("with replicate= save by gradwire.save, into a folder for each shard")
+        return Stateful(self.session, self._mesh, checkpoint)
 
     def close(self, at_once: bool = False) -> None:
         """Give the model's communication back to FSDP2, and stop, see `Handle.close`."""

@@ -104,6 +104,11 @@ class Group:
         return self.held.mesh_info.shard_process_group
 
     @property
+    def mesh(self) -> Any:
+        """The mesh of these ranks."""
+        return self.held.mesh_info.mesh
+
+    @property
     def device(self) -> torch.device:
         """Where it computes."""
         return self.held.device
