@@ -610,3 +610,42 @@ def distributed_load(rank: int, world_size: int, spec: str, folder: str) -> dict
         "step": steps,
         "said": said,
     }
+
+
+# An optimizer that is sharded --------------------------------------------------------------------------------------
+
+
+def zero_redundancy(rank: int, world_size: int, spec: str, folder: str, again: bool) -> dict[str, Any]:
+    """DDP with a `ZeroRedundancyOptimizer`: a save in the middle, and the second half in new processes."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # it warns of what is deprecated in PyTorch itself
+
+    net = Net()
+    ddp = nn.parallel.DistributedDataParallel(net)
+    optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.AdamW, lr=0.01)
+    place = Path(folder) / "torch.pt"
+    with gradwire.attach(ddp, spec, deadline_s=DEADLINE_S) as handle:
+        if again:
+            state = torch.load(place, weights_only=True)
+            net.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+            gradwire.load(Path(folder) / "gradwire", handle)
+        else:
+            zero_steps(ddp, optimizer, rank, 0, 6)
+            gradwire.save(Path(folder) / "gradwire", handle)
+            optimizer.consolidate_state_dict(to=0)
+            if rank == 0:
+                torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, place)
+        zero_steps(ddp, optimizer, rank, 6, 12)
+        stats = handle.stats()
+    flat = torch.cat([p.detach().reshape(-1) for p in net.parameters()])
+    held = sum(t.numel() for state in optimizer.optim.state.values() for t in state.values() if t.dim())
+    bits = hashlib.sha256(flat.numpy().tobytes()).hexdigest()
+    return {"digest": bits, "ratio": stats.ratio, "held": held, "numel": flat.numel()}
+
+
+def zero_steps(net: nn.Module, optimizer: torch.optim.Optimizer, rank: int, start: int, end: int) -> None:
+    """Some steps."""
+    for x, y in batches(rank, end, start):
+        optimizer.zero_grad()
+        torch.autograd.backward(loss_of(net, x, y))
+        optimizer.step()

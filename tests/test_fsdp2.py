@@ -16,7 +16,9 @@ from torch.distributed.fsdp import fully_shard
 import gradwire
 from fsdp2_cases import VARIANTS
 from gradwire.bench.ranks import run_function
+from gradwire.core import registry
 from gradwire.core.errors import AttachError, CompositionError
+from gradwire.sync.gossip import DPSGD, Complete, OnGraph
 
 CASES = str(Path(__file__).with_name("fsdp2_cases.py"))
 INT8, TOPK, SIGN = "int8", "topk:0.1", "sign"
@@ -377,3 +379,34 @@ def test_a_distributed_checkpoint_owes_the_same_mean_on_other_ranks(before: int,
         for name, owed in first.items():
             torch.testing.assert_close(torch.tensor(one["owed"][name]), torch.tensor(owed), atol=1e-6, rtol=1e-5)
     assert max(abs(value) for owed in first.values() for value in owed) > 0.01
+
+
+# Beside FSDP2 -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", ["int4", TOPK])
+def test_a_zero_redundancy_optimizer_resumes_exactly(spec: str, tmp_path: Path) -> None:
+    whole, again = (run("zero_redundancy", 2, spec=spec, folder=str(tmp_path), again=a) for a in (False, True))
+    assert len({one["digest"] for one in (*whole, *again)}) == 1
+    for one in whole:
+        assert one["ratio"] > 3
+        assert one["held"] < 1.5 * one["numel"]  # of the two moments of all parameters
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("sharded", [True, False])
+def test_what_ends_apart_on_each_rank_is_refused(sharded: bool) -> None:
+    gossip = OnGraph(Complete(1), DPSGD())
+    model = alone() if sharded else nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
+    with pytest.raises(CompositionError, match=r"drift apart|no such half"):
+        gradwire.attach(model, gossip)
+    with gradwire.attach(model, "int8") as handle, pytest.raises(CompositionError, match=r"drift apart|no such half"):
+        handle.change(gossip)
+
+
+def test_only_what_ends_alike_says_so() -> None:
+    examples = [spec for method in registry.methods().values() for spec in method.examples]
+    assert all(gradwire.parse(spec).ends_alike for spec in examples)
+    assert len(examples) > 20
+    assert not gradwire.parse("int8").scattered().ends_alike
+    assert not OnGraph(Complete(1), DPSGD()).ends_alike

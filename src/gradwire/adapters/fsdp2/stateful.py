@@ -106,9 +106,10 @@ def _ranks_of(folder: Path) -> int:
     Raises:
         StateError: there is nothing of gradwire's in it that was sharded over ranks.
     """
-    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-    found: Mapping[str, Any] = FileSystemReader(folder).read_metadata().state_dict_metadata
+    metadata: Any = FileSystemReader(folder).read_metadata()
+    found: Mapping[str, Any] = metadata.state_dict_metadata
     for key, what in found.items():
         if "element:" in key and " of " in key:
             return int(what.size[0])
