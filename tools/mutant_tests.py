@@ -29,6 +29,8 @@ WINDOWS: tuple[Stage, ...] = ((SYNC, "-k", ALONE), (SYNC, "-k", "not processors"
 OPTIMIZERS: tuple[Stage, ...] = (("tests/test_optimizers.py", "-k", "not processors"),)
 ELASTIC: Stage = ("tests/test_elastic.py",)
 GOSSIP: Stage = ("tests/test_gossip.py",)
+FSDP2: Stage = ("tests/test_fsdp2.py",)
+PARTS: Stage = ("tests/test_parts.py",)
 
 FILES: dict[str, tuple[Stage, ...]] = {
     "drivers/checked.py": (("src/gradwire/drivers/checked.py", "tests/test_faults.py", "-k", "checksum"),),
@@ -62,6 +64,18 @@ FILES: dict[str, tuple[Stage, ...]] = {
     ),
     "drivers/window.py": (("src/gradwire/drivers/window.py", *ARITHMETIC), REPORT),
     "session/checkpoint.py": (("src/gradwire/session/checkpoint.py", "tests/test_handle.py"), CHECKPOINT),
+    "adapters/attach.py": ((*FSDP2, "-k", "gathers_no"), ATTACHED),
+    "adapters/handle.py": (("tests/test_handle.py",), ONE_RANK),
+    "adapters/fsdp2/attach.py": ((*FSDP2, "-k", "told_why or twice"), (*FSDP2, "-k", "copies"), FSDP2),
+    "adapters/fsdp2/comm.py": (FSDP2,),
+    "adapters/fsdp2/form.py": ((*FSDP2, "-k", "half or alike"), FSDP2),
+    "adapters/fsdp2/gather.py": ((*FSDP2, "-k", "spoil"), FSDP2),
+    "adapters/fsdp2/groups.py": ((*FSDP2, "-k", "told_why or twice"), FSDP2),
+    "adapters/fsdp2/port.py": (FSDP2,),
+    "adapters/fsdp2/rows.py": (FSDP2,),
+    "adapters/fsdp2/stateful.py": ((*FSDP2, "-k", "distributed"),),
+    "drivers/parts.py": (PARTS, FSDP2),
+    "session/form.py": (("tests/test_session.py",), (*FSDP2, "-k", "apart")),
     "adapters/buckets.py": (("src/gradwire/adapters/buckets.py", "tests/test_buckets.py"),),
     "adapters/communication.py": (("tests/test_handle.py",), ONE_RANK, ATTACHED, DDP),
     "session/lane.py": (

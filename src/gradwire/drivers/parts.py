@@ -21,8 +21,8 @@ from torch import Tensor
 
 from gradwire.core.errors import CompositionError
 from gradwire.core.grain import Grain, ParameterSpec, Segment
-from gradwire.core.state import walk
-from gradwire.drivers.engine import Engine, spare_buffer
+from gradwire.core.state import State, walk
+from gradwire.drivers.engine import Engine, Slot, spare_buffer
 from gradwire.drivers.interpreter import Pending, Script, Transport
 from gradwire.drivers.plan import Plan, Unit, Wave, grain_size
 from gradwire.reducers.base import Program, Reduced, Reducer
@@ -213,15 +213,27 @@ class InParts(Engine):
 
         def programs(wave: int) -> list[Program]:
             for unit in waves[wave]:
-                fill(unit, self._slots[unit].x)
+                slot = self._slots[unit]
+                slot.x = slot.x if slot.x.numel() else super(InParts, self).buffer_for(slot.unit)
+                fill(unit, slot.x)
             return [self.program(unit) for unit in waves[wave]]
 
         def ended(place: int, result: Reduced) -> Reduced:
             sink(units[place], result.mean.reshape(-1))
+            self._let_go(self._slots[units[place]], result.state)
             return result._replace(mean=result.mean.new_empty(0))
 
         results = self._driven(self._interpreter.script(len(waves), programs, ended))
         self._done.update(zip(units, results, strict=True))
+
+    def buffer_for(self, unit: Unit) -> Tensor:
+        """Nothing: memory for a whole model is what sharding saves, so buffers last while their part is reduced."""
+        return torch.empty(0, device=unit.grain.device)
+
+    def _let_go(self, slot: Slot, new: State) -> None:
+        """Forget a buffer, unless the new state is in it: then it changes places with the old one."""
+        if all(leaf.tensor.data_ptr() != slot.x.data_ptr() for _, leaf in walk(new)):
+            slot.x = self.buffer_for(slot.unit)
 
     def _driven(self, script: Script[list[Reduced]]) -> list[Reduced]:
         """Run a script to its end, and count what it waits."""
