@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import importlib
 import math
+import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -649,3 +650,13 @@ def zero_steps(net: nn.Module, optimizer: torch.optim.Optimizer, rank: int, star
         optimizer.zero_grad()
         torch.autograd.backward(loss_of(net, x, y))
         optimizer.step()
+
+
+def page(rank: int, world_size: int) -> int:
+    """The page's examples, in one go."""
+    text = (Path(__file__).parents[1] / "docs" / "fsdp2.md").read_text(encoding="utf-8")
+    blocks: list[str] = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    names: dict[str, Any] = {}
+    exec("".join(blocks), names)
+    names["handle"].close()
+    return len(blocks)

@@ -23,6 +23,7 @@ from gradwire.sync.gossip import DPSGD, Complete, OnGraph
 CASES = str(Path(__file__).with_name("fsdp2_cases.py"))
 INT8, TOPK, SIGN = "int8", "topk:0.1", "sign"
 RESUMED = ((INT8, None), (TOPK, "int8"), (SIGN, None), ("int8,stochastic=on,ef=off", "int8,stochastic=on"))
+COMPRESSED = ("resharded", "bf16 sums", "frozen", "tied", "checkpointed", "offloaded", "accumulated bf16", "clipped")
 METHODS = ("int4", "fp8", SIGN, TOPK, "qsgd:15", "bf16", "int8,ef=off", "int4,residual=bf16")
 CONSERVED = (INT8, TOPK, SIGN, "topk:0.1,exchange=twoshot")
 GATHERED = (("int8", None), ("int4", None), ("fp8", "bfloat16"), ("int8,stochastic=on", None))
@@ -34,31 +35,47 @@ def run(case: str, ranks: int, deadline_s: float = 120, **arguments: Any) -> lis
     return run_function(f"{CASES}:{case}", ranks, arguments, deadline_s)
 
 
-def jobs(ranks: int) -> dict[str, Job]:
-    """All cases that one set of processes runs, by name."""
-    if ranks == 3:
-        return {
-            **{f"plain {v}": ("against_plain", {"variant": v, "spec": "none", "steps": 18}) for v in VARIANTS},
-            **{f"conserved {s}": ("conserved", {"spec": s, "skip": False}) for s in CONSERVED},
-        }
-    return {
-        **{f"method {s}": ("against_plain", {"variant": "plain", "spec": s, "steps": 18}) for s in METHODS},
-        **{f"variant {v}": ("against_plain", {"variant": v, "spec": INT8, "steps": 18}) for v in VARIANTS},
-        **{f"skipped {s}": ("conserved", {"spec": s, "skip": True}) for s in CONSERVED},
-        **{f"gathered {p}": ("gathered", {"parameters": p, "dtype": d}) for p, d in GATHERED},
-        **{f"infinite {s}": ("infinite_step", {"spec": s}) for s in (TOPK, INT8)},
-        "unused": ("unused", {"spec": TOPK}),
-        "zeros": ("disagreeing", {"zeros": True}),
-        "changed": ("changed", {}),
-        "closed": ("closed", {}),
-        "premultiplied": ("against_plain", {"variant": "premultiplied", "spec": "none", "steps": 6}),
-    }
+def against(variant: str, spec: str, steps: int) -> Job:
+    """A run beside one of FSDP2 alone."""
+    return "against_plain", {"variant": variant, "spec": spec, "steps": steps}
+
+
+JOBS: dict[str, tuple[int, dict[str, Job]]] = {
+    "plain": (3, {variant: against(variant, "none", 20) for variant in VARIANTS}),
+    "variants": (2, {variant: against(variant, INT8, 12) for variant in COMPRESSED}),
+    "methods": (2, {spec: against("plain", spec, 12) for spec in METHODS}),
+    "conserved": (3, {spec: ("conserved", {"spec": spec, "skip": False}) for spec in CONSERVED}),
+    "skipped": (2, {spec: ("conserved", {"spec": spec, "skip": True}) for spec in CONSERVED}),
+    "gathered": (2, {p: ("gathered", {"parameters": p, "dtype": d}) for p, d in GATHERED}),
+    "others": (
+        2,
+        {
+            **{f"infinite {s}": ("infinite_step", {"spec": s}) for s in (TOPK, INT8)},
+            "unused": ("unused", {"spec": TOPK}),
+            "zeros": ("disagreeing", {"zeros": True}),
+            "changed": ("changed", {}),
+            "closed": ("closed", {}),
+            "premultiplied": against("premultiplied", "none", 6),
+        },
+    ),
+    "copies": (
+        4,
+        {
+            "none": ("copies", {"spec": "none", "parameters": None}),
+            "fp16": ("copies", {"spec": "none", "parameters": None, "fp16": True}),
+            "int4": ("copies", {"spec": "int4", "parameters": "int8"}),
+            "differ": ("copies_that_differ", {}),
+        },
+    ),
+}
+"""Cases that one set of processes runs, with how many ranks."""
 
 
 @functools.cache
-def outcomes(ranks: int) -> list[dict[str, Any]]:
-    """What every rank saw of all of `jobs(ranks)`."""
-    return run("many", ranks, jobs=jobs(ranks), deadline_s=300)
+def outcomes(kind: str) -> list[dict[str, Any]]:
+    """What every rank saw of all of these cases."""
+    ranks, jobs = JOBS[kind]
+    return run("many", ranks, jobs=jobs, deadline_s=400)
 
 
 # The mean ---------------------------------------------------------------------------------------------------------
@@ -68,42 +85,43 @@ def outcomes(ranks: int) -> list[dict[str, Any]]:
 def test_without_compression_training_is_that_of_fsdp2_to_rounding(variant: str) -> None:
     """Sums are taken in float32, in rank order; FSDP2's own are rounded to the dtype of its reductions."""
     rounding = {"bf16 sums": 0.02, "fp16 sums": 1e-3}.get(variant, 2e-6)
-    for outcome in outcomes(3):
-        found = outcome[f"plain {variant}"]
+    for outcome in outcomes("plain"):
+        found = outcome[variant]
         assert found["moved"] > 5  # times their largest element: they were trained
         assert found["off"] <= rounding
-        assert found["steps"] == (6 if variant.startswith("accumulated") else 18)
+        assert found["steps"] == (6 if variant.startswith("accumulated") else 20)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", COMPRESSED)
 def test_every_way_to_shard_trains_with_a_quarter_of_the_bytes(variant: str) -> None:
-    for outcome in outcomes(2):
-        found = outcome[f"variant {variant}"]
+    for outcome in outcomes("variants"):
+        found = outcome[variant]
         plain, own = found["losses"]
         assert own == pytest.approx(plain, rel=0.03)
         sent, dense = found["sent"]
         assert dense > sent * (1.9 if "sums" in variant else 3.7)
         assert found["norm"] > 0
-    assert len({outcome[f"variant {variant}"]["digest"] for outcome in outcomes(2)}) == 1
+    assert len({outcome[variant]["digest"] for outcome in outcomes("variants")}) == 1
 
 
 @pytest.mark.parametrize("spec", METHODS)
 def test_methods_train(spec: str) -> None:
-    for outcome in outcomes(2):
-        plain, own = outcome[f"method {spec}"]["losses"]
-        assert own < 2.6  # from 3.8
-        sent, dense = outcome[f"method {spec}"]["sent"]
+    remembers = "ef=off" not in spec and spec[:4] not in ("qsgd", "bf16")
+    for outcome in outcomes("methods"):
+        plain, own = outcome[spec]["losses"]
+        assert plain < 2.6  # from 3.8
+        assert own < 3.1
+        sent, dense = outcome[spec]["sent"]
         assert sent < 0.55 * dense
-        assert (outcome[f"method {spec}"]["norm"] > 0) == ("ef=off" not in spec and spec[:4] not in ("qsgd", "bf16"))
-        assert plain < 1.5
+        assert (outcome[spec]["norm"] > 0) == remembers
 
 
 @pytest.mark.parametrize("kind", ["conserved", "skipped"])
 @pytest.mark.parametrize("spec", CONSERVED)
 def test_what_arrives_and_what_is_owed_is_what_was_given(spec: str, kind: str) -> None:
     """Where every rank leaves a block out in some steps as well."""
-    for outcome in outcomes(3 if kind == "conserved" else 2):
-        found = outcome[f"{kind} {spec}"]
+    for outcome in outcomes(kind):
+        found = outcome[spec]
         rounding = 9 * 10 * torch.finfo(torch.float32).eps * found["size"]
         assert found["owed"] > 10 * rounding
         assert found["off"] <= rounding
@@ -111,7 +129,7 @@ def test_what_arrives_and_what_is_owed_is_what_was_given(spec: str, kind: str) -
 
 def test_a_factor_that_gloo_cannot_multiply_by_is_served() -> None:
     """FSDP2 alone asks for `set_force_sum_reduction_for_comms` there."""
-    for outcome in outcomes(2):
+    for outcome in outcomes("others"):
         assert outcome["premultiplied"]["off"] <= 2e-6
 
 
@@ -119,7 +137,7 @@ def test_a_factor_that_gloo_cannot_multiply_by_is_served() -> None:
 
 
 def test_an_unused_parameter_has_no_gradient_and_owes_what_it_owed() -> None:
-    for outcome in outcomes(2):
+    for outcome in outcomes("others"):
         steps = outcome["unused"]["found"]
         for i, step in enumerate(steps):
             idle = "right" if i % 2 == 0 else "left"
@@ -131,7 +149,7 @@ def test_an_unused_parameter_has_no_gradient_and_owes_what_it_owed() -> None:
 
 
 def test_parameters_that_only_some_ranks_use_count_as_zeros_where_asked() -> None:
-    assert [outcome["zeros"] for outcome in outcomes(2)] == ["both", "both"]
+    assert [outcome["zeros"] for outcome in outcomes("others")] == ["both", "both"]
 
 
 def test_parameters_that_only_some_ranks_use_are_told_on_all() -> None:
@@ -144,7 +162,7 @@ def test_parameters_that_only_some_ranks_use_are_told_on_all() -> None:
 
 @pytest.mark.parametrize(("parameters", "dtype"), GATHERED)
 def test_ranks_compute_with_the_same_coded_parameters_and_keep_their_own(parameters: str, dtype: str | None) -> None:
-    found = [outcome[f"gathered {parameters}"] for outcome in outcomes(2)]
+    found = [outcome[parameters] for outcome in outcomes("gathered")]
     assert len({one["bits"] for one in found}) == 1
     assert len({one["digest"] for one in found}) == 1
     worst = {"int4": 0.08, "fp8": 0.03}.get(parameters, 0.008)
@@ -186,20 +204,20 @@ def test_another_number_of_ranks_owes_the_same_mean(before: int, after: int) -> 
 
 def test_an_infinite_step_is_skipped_everywhere_and_forgotten() -> None:
     for spec in (TOPK, INT8):
-        first, second = (outcome[f"infinite {spec}"] for outcome in outcomes(2))
+        first, second = (outcome[f"infinite {spec}"] for outcome in outcomes("others"))
         assert first == second
         assert first == {"moved": [True] * 3 + [False] + [True] * 2, "scale": 512.0, "bad": 1, "finite": True}
 
 
 def test_another_method_in_mid_run_takes_over_what_is_owed() -> None:
-    for outcome in outcomes(2):
+    for outcome in outcomes("others"):
         found = outcome["changed"]
         assert found["carried"] == pytest.approx(found["before"], rel=1e-6)
         assert found["after"] == 0
 
 
 def test_a_closed_handle_leaves_fsdp2_as_it_was() -> None:
-    assert [outcome["closed"] for outcome in outcomes(2)] == [{"same": True, "steps": 5}] * 2
+    assert [outcome["closed"] for outcome in outcomes("others")] == [{"same": True, "steps": 5}] * 2
 
 
 # Errors -----------------------------------------------------------------------------------------------------------
@@ -311,29 +329,17 @@ def test_ddp_gathers_no_parameters() -> None:
 # Copies of a sharded model ----------------------------------------------------------------------------------------
 
 
-@functools.cache
-def between_copies() -> list[dict[str, Any]]:
-    """What four ranks saw: two copies, each shared by two ranks."""
-    cases: dict[str, Job] = {
-        "none": ("copies", {"spec": "none", "parameters": None}),
-        "fp16": ("copies", {"spec": "none", "parameters": None, "fp16": True}),
-        "int4": ("copies", {"spec": "int4", "parameters": "int8"}),
-        "differ": ("copies_that_differ", {}),
-    }
-    return run("many", 4, jobs=cases, deadline_s=200)
-
-
 @pytest.mark.parametrize(("kind", "rounding"), [("none", 2e-6), ("fp16", 1e-3)])
 def test_copies_are_averaged_as_over_a_mesh_of_two_dimensions(kind: str, rounding: float) -> None:
-    for outcome in between_copies():
+    for outcome in outcomes("copies"):
         assert outcome[kind]["off"] <= rounding
         sent, dense = outcome[kind]["sent"]
         assert sent == (dense if kind == "none" else 2 * dense)
-    assert len({outcome[kind]["apart"] for outcome in between_copies()}) == 2  # once the handle is closed
+    assert len({outcome[kind]["apart"] for outcome in outcomes("copies")}) == 2  # once the handle is closed
 
 
 def test_copies_are_averaged_by_a_method_and_their_parameters_gathered_by_a_codec() -> None:
-    for outcome in between_copies():
+    for outcome in outcomes("copies"):
         plain, own = outcome["int4"]["losses"]
         assert own == pytest.approx(plain, rel=0.01)
         assert 0 < outcome["int4"]["off"] < 0.2
@@ -349,7 +355,7 @@ def test_copies_resume_exactly_from_a_folder_for_each_shard(tmp_path: Path) -> N
 
 
 def test_copies_that_are_none_are_told_why() -> None:
-    for outcome in between_copies():
+    for outcome in outcomes("copies"):
         two, differ, low_rank, shards = outcome["differ"]
         assert "replicate= is a mesh of 2 dimensions" in two
         assert "ranks of replicate= have other parameters than each other" in differ
@@ -410,3 +416,7 @@ def test_only_what_ends_alike_says_so() -> None:
     assert len(examples) > 20
     assert not gradwire.parse("int8").scattered().ends_alike
     assert not OnGraph(Complete(1), DPSGD()).ends_alike
+
+
+def test_the_page_runs() -> None:
+    assert run("page", 2) == [3, 3]

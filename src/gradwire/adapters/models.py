@@ -83,17 +83,13 @@ def check(ddp: nn.Module) -> None:
             require_served(name, parameter.dtype, parameter.device)
 
 
-_INSTEAD = (
-    "which gradwire does not serve yet; if it fits on each device, wrap the module in DistributedDataParallel instead "
-    "and attach to that; if not, train without gradwire and halve what gradients send by "
-)
 _UNSERVED = {
     "ReplicateModule": "this model was given to `replicate`, which gradwire does not serve yet; "
     "wrap the module in DistributedDataParallel instead, which trains the same way, and attach to that",
-    "FSDPModule": f"this model was given to `fully_shard` (FSDP2), {_INSTEAD}"
-    "fully_shard(..., mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))",
-    "FullyShardedDataParallel": f"this model is in FullyShardedDataParallel (FSDP1), {_INSTEAD}"
-    "mixed_precision=MixedPrecision(reduce_dtype=torch.bfloat16)",
+    "FSDPModule": "a part of this model was given to `fully_shard` (FSDP2), and the model itself was not: give it to "
+    "fully_shard too, without DistributedDataParallel around it, and attach to it",
+    "FullyShardedDataParallel": "this model is in FullyShardedDataParallel (FSDP1), which is not served; give "
+    "the module to fully_shard (FSDP2) instead and attach to that, or wrap it in DistributedDataParallel if it fits",
 }
 """What to do about models of other ways to train in parallel, by the class that gives them away."""
 
