@@ -660,3 +660,31 @@ def page(rank: int, world_size: int) -> int:
     exec("".join(blocks), names)
     names["handle"].close()
     return len(blocks)
+
+
+def broken_off(rank: int, world_size: int) -> dict[str, Any]:
+    """A backward pass that an error of the user's ends on all ranks, and training that goes on."""
+    net = VARIANTS["plain"]()
+    with gradwire.attach(net, "topk:0.1", checksum=True, deadline_s=DEADLINE_S) as handle:
+        optimizer = optimizer_of(net)
+        train(net, rank, 3, optimizer=optimizer)
+        before = handle.residual_norm()
+        hook = cast(Block, net.blocks[1]).up.register_full_backward_pre_hook(stop)
+        with contextlib.suppress(ArithmeticError):
+            backward(net, rank)
+        hook.remove()
+        cast(Any, net).reset_iter_state()
+        optimizer.zero_grad()
+        kept = handle.residual_norm() == before
+        for block in net.blocks:  # what the pass left of gradients
+            for parameter in block.parameters():
+                parameter.grad = None
+        train(net, rank, 6, start=3, optimizer=optimizer)
+        steps = handle.stats().steps
+        said = error_of(lambda: handle.session.reduce_({}))
+    return {"kept": kept, "steps": steps, "digest": digest(net), "said": said}
+
+
+def stop(*unused: object) -> None:
+    """Fail."""
+    raise ArithmeticError("stop")

@@ -55,6 +55,7 @@ JOBS: dict[str, tuple[int, dict[str, Job]]] = {
             "zeros": ("disagreeing", {"zeros": True}),
             "changed": ("changed", {}),
             "closed": ("closed", {}),
+            "broken off": ("broken_off", {}),
             "premultiplied": against("premultiplied", "none", 6),
         },
     ),
@@ -420,3 +421,11 @@ def test_only_what_ends_alike_says_so() -> None:
 
 def test_the_page_runs() -> None:
     assert run("page", 2) == [3, 3]
+
+
+def test_a_backward_pass_that_breaks_off_leaves_what_is_owed_as_it_was() -> None:
+    found = [outcome["broken off"] for outcome in outcomes("others")]
+    assert [one["kept"] for one in found] == [True, True]
+    assert [one["steps"] for one in found] == [6, 6]
+    assert found[0]["digest"] == found[1]["digest"]
+    assert "StepError: this session is fed by the backward pass of a sharded model" in found[0]["said"]

@@ -17,10 +17,12 @@ class Form:
 
     Attributes:
         times_link: whether a report estimates the step without the method, for which the link is timed.
+        fed_by: who delivers tensors, where it is not the caller of `step` and `reduce_`.
         says: what must be the same on all ranks beside the method.
     """
 
     times_link = True
+    fed_by = ""
     says = ""
 
     def method(self, given: Reducer | str) -> Reducer:

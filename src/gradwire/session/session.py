@@ -101,7 +101,7 @@ class Session:
         form: Form = WHOLE,
     ) -> None:
         self.method, self.reducer = _text(method), form.method(method)
-        self.seed = seed
+        self.seed, self._fed_by = seed, form.fed_by
         self._scaler, self.scale = scaler, 1.0
         specs = [ParameterSpec(name, tuple(t.shape), t.dtype, t.device) for name, t in named(tensors).items()]
         self._specs, self._trained = {spec.name: spec for spec in specs}, Names()
@@ -203,9 +203,11 @@ class Session:
             # every tensor that was delivered holds its mean now
 
         Raises:
-            StepError: a step is under way already, or the session is closed.
+            StepError: a step is under way already, the session is closed, or it is that of a sharded model.
             CommunicationError: an earlier step failed.
         """
+        if self._fed_by:
+            raise StepError(f"this session is fed by {self._fed_by}: make a gradwire.Session of your own for tensors")
         return SessionStep(self)
 
     def begin(self) -> None:

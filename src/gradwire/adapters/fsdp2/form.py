@@ -28,6 +28,7 @@ class PartForm(Form):
     """
 
     times_link = False
+    fed_by = "the backward pass of a sharded model"
 
     def __init__(self, groups: Sequence[Group], rows: range, says: str) -> None:
         self._parts = [[(p.name, p.chunk) for p in group.trained] for group in groups]

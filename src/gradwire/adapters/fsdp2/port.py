@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import ReduceOp  # pyright: ignore[reportPrivateImportUsage]
+from torch.utils.hooks import RemovableHandle
 
 from gradwire.adapters.communication import queue_callback
 from gradwire.adapters.fsdp2.comm import GradientScatter
@@ -35,7 +36,8 @@ class GradientPort(ABC):
     def __init__(self, session: Session, model: nn.Module, groups: list[Group], rows: int) -> None:
         self._session, self._model, self._groups, self._rows = session, model, groups, rows
         self._watched = [Watched(group) for group in groups]
-        self._step: int | None = None  # the backward pass that is under way
+        self._is_open = False  # a step, from the first group of a backward pass to its end
+        self._hook: RemovableHandle | None = None
         self._arrived: list[tuple[int, tuple[str, ...]]] = []
         self._checked = False
 
@@ -52,12 +54,15 @@ class GradientPort(ABC):
         for part, (group, watched) in enumerate(zip(self._groups, self._watched, strict=True)):
             self.take(part, group)
             watched.begin()
+        self._hook = self._model.register_forward_pre_hook(self._before_forward)
 
     def remove(self) -> None:
         """Have FSDP2 reduce as it did before."""
         for group, watched in zip(self._groups, self._watched, strict=True):
             if watched.end():
                 self.give_back(group)
+        if self._hook is not None:
+            self._hook.remove()
 
     @property
     def _engine(self) -> InParts:
@@ -109,13 +114,10 @@ class GradientPort(ABC):
     # A step ------------------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        """Begin a step with the first group of a backward pass."""
-        here, session = _backward_pass(), self._session
-        if self._step is not None and self._step == here:
+        """Begin a step with the first group of a backward pass. One inside of it, of a checkpoint, is a part of it."""
+        session = self._session
+        if self._is_open:
             return
-        if self._step is not None:  # that one broke off
-            self._engine.forget()
-            self._leave()
         self._require_same_model()
         session.occupy()
         try:
@@ -125,11 +127,17 @@ class GradientPort(ABC):
         except BaseException:
             session.vacate()
             raise
-        self._step, self._arrived = here, []
+        self._is_open, self._arrived = True, []
         queue_callback(self._end)
 
+    def _before_forward(self, module: nn.Module, inputs: object) -> None:
+        """Forget a step whose backward pass broke off: its end has not come, and will not."""
+        if self._is_open and torch._C._current_graph_task_id() == -1:  # pyright: ignore[reportPrivateUsage]
+            self._engine.forget()
+            self._leave()
+
     def _leave(self) -> None:
-        self._step = None
+        self._is_open = False
         self._session.lane.failures.end()
         self._session.vacate()
 
@@ -265,8 +273,3 @@ class Watched:
         if was:
             del self._group.held.post_backward
         return was
-
-
-def _backward_pass() -> int:
-    """A number of the backward pass that is under way."""
-    return torch._C._current_graph_task_id()  # pyright: ignore[reportPrivateUsage]
