@@ -32,13 +32,15 @@ lint: $(READY)
 types: $(READY)
 	$(BIN)/pyright
 
-# Laws and doctests share the cores; what starts ranks of its own, or times them, has the machine to itself.
-SHARE  := tests/laws tests/test_asynchronous.py tests/test_federated.py tests/test_scatter_reduce.py tests/test_lowrank_kernels.py \
-	$(addprefix tests/test_federated_,buffered.py methods.py partition.py sending.py state.py)
+# Tests that time ranks, make networks or end processes at a deadline have the machine to themselves; all others share
+# the cores, each file in one process.
+ALONE  := $(wildcard $(addprefix tests/test_,async_processes.py async_ray.py async_rpc.py compare.py crossover.py delay.py \
+	elastic.py engine.py failures.py faults.py federated_processes.py flower_simulation.py measure.py net.py routes.py run_report.py \
+	session.py slow.py unwaiting.py warm.py))
 
 unit: $(READY)
-	$(BIN)/python -m pytest --numprocesses auto $(SHARE) src
-	$(BIN)/python -m pytest tests $(addprefix --ignore=,$(SHARE))
+	$(BIN)/python -m pytest --numprocesses auto --dist loadfile tests src $(addprefix --ignore=,$(ALONE))
+	$(BIN)/python -m pytest $(ALONE)
 
 # The laws whose promises are bits, once more on a plain processor.
 plain: $(READY)

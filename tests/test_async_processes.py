@@ -21,7 +21,7 @@ from gradwire.asynchronous import ASGD, Applied, Bounded, Sending, Worker
 from gradwire.asynchronous.processes import Job, Running, hogwild, run
 from gradwire.asynchronous.processes.desk import Desk
 from gradwire.asynchronous.processes.job import Shared
-from gradwire.asynchronous.processes.wire import LONGEST, Kind, Message, pack, plain, unpack
+from gradwire.asynchronous.wire import LONGEST, Kind, Message, pack, plain, unpack
 from gradwire.codecs import TopK
 
 DEADLINE_S = 150.0

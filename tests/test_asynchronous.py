@@ -130,6 +130,26 @@ def test_delayed_nesterov_is_diloco_of_the_mean_of_n_pushes(spread: float) -> No
         torch.testing.assert_close(w, x - behind, rtol=0, atol=1e-13)
 
 
+@pytest.mark.parametrize(("every", "c"), [(1, 0.0), (3, 0.0), (4, 0.1), (4, 0.25)])
+def test_delayed_nesterov_is_algorithm_3_of_its_paper(every: int, c: float) -> None:
+    """Number by number, with another g in each push, written as Liu et al. 2024 have it."""
+    beta, lr = 0.9, 0.7
+    rule, w, _ = DelayedNesterov(every, lr, beta, spread=c), *vectors(2)
+    memory, theta = rule.memory(w), w.tolist()
+    momentum, gathered = [0.0] * len(theta), [0.0] * len(theta)
+    for t, g in enumerate(vectors(3 * every + 1)):
+        rule.move_(w, g, w, memory, Moment(t, 2))
+        for i, own in enumerate(g.tolist()):
+            gathered[i] += own
+            if (t + 1) % every == 0:
+                momentum[i] = beta * momentum[i] + gathered[i] / every
+                theta[i] -= lr * ((1 - c * every + c) * beta * momentum[i] + own / every)
+                gathered[i] = 0.0
+            else:
+                theta[i] -= lr * (c * beta * momentum[i] + own / every)
+    assert w.tolist() == pytest.approx(theta, rel=1e-12)
+
+
 def noisy_loss(rule: Rule, staleness: int, pushes: int = 1200) -> float:
     """The loss at the end, with that staleness for every push."""
     start = {"x": torch.full((20,), 2.0, dtype=DOUBLE)}

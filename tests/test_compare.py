@@ -430,20 +430,23 @@ def test_a_report_of_nothing_but_failures_can_be_written():
 def test_a_comparison_from_end_to_end(toy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     out = tmp_path / "out"
     argv = ["compare", "--task", "gradwire_toy:task", "--hosts", "2", "--steps", "8", "--network", "paced"]
-    ours = ["int4", "local:H=3,outer=int4", "demo:0.5", "gossip:ring"]
+    ours = ["int4", "local:H=3,outer=int4", "demo:0.5", "gossip:ring", "ssp:1", "hogwild"]
     methods = ["torch:fp32", "torch:powersgd:1", "torch:noop", *ours]
     assert cli.main([*argv, "--methods", *methods, "--out", str(out)]) == 0
     comparison = storage.load(out / "results.json")
-    fp32, powersgd, noop, int4, local, demo, gossip = results.summarise(comparison)
+    fp32, powersgd, noop, int4, local, demo, gossip, ssp, hogwild = results.summarise(comparison)
     thrice = int4.wire.payload * 3 / 8  # twice in eight steps, and once more in the end, which ranks agree on
     assert abs(local.wire.payload - thrice) < 4
-    for row in (fp32, powersgd, int4, local, demo, gossip):
+    for row in (fp32, powersgd, int4, local, demo, gossip, ssp):
         assert row.bytes_per_step is not None
         assert row.wire.surprise is not None
         assert abs(row.wire.payload - row.wire.total + row.wire.framing) < 2000
     assert fp32.bytes_per_step is not None
     assert noop.bytes_per_step is not None
     assert noop.bytes_per_step < 0.1 * fp32.bytes_per_step
+    assert hogwild.wire.payload == 0
+    assert comparison.finished("ssp:1")[0].steps == 8
+    assert [evaluation.steps for evaluation in comparison.finished("ssp:1")[0].evaluations][-1] == 8
     assert (out / "report.html").exists()
     assert not list((out / "logs").rglob("rendezvous*"))
     kept = comparison.finished("int4")[0].report
@@ -525,7 +528,7 @@ def test_a_task_that_ends_the_process_is_a_failed_run(toy: str, tmp_path: Path, 
 def test_ranks_whose_losses_cancel_have_no_mean_and_no_exception():
     rank = {
         "label": "", "losses": [float("inf")], "times_s": [1.0], "tx_bytes": [1], "evaluations": [[1, 1.0, 2.0]],
-        "residual_norm": None, "report": None,
+        "residual_norm": None, "report": None, "apart": False,
     }  # fmt: skip
     zeros = dict.fromkeys(
         ("total", "framing", "payload", "buffers", "setup", "compute_s", "encode_s", "wait_s", "codec_cpu_s", "cpu_s"),

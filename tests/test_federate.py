@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from gradwire.bench import federate
-from gradwire.bench.federate import Options
+from gradwire.bench import federate, federation_results
+from gradwire.bench.federate import Options, Run
 from gradwire.bench.task import TaskError
 from gradwire.cli import main as cli
 from gradwire.core.errors import CompositionError, FederationError, SpecError
@@ -43,6 +43,38 @@ def test_the_command_trains_and_leaves_results_and_a_page(tmp_path: Path, capsys
     assert page.count('class="chart"') == 8  # four, each wide and narrow
     assert "fedprox:0.1+fedavgm:0.5" in page
     assert "http" not in page.replace("http://www.w3.org", "")
+
+
+def test_a_page_can_be_made_again_of_the_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["federate", "--clients", "6", "--sample", "3", "--rounds", "2", "--epochs", "1", "--drop", "0.3"]
+    assert cli.main([*argv, "--out", str(tmp_path)]) == 0
+    page, results = (tmp_path / "report.html").read_text(), federation_results.load(tmp_path / "results.json")
+    said = capsys.readouterr().out
+    (tmp_path / "report.html").unlink()
+    assert cli.main(["report", str(tmp_path)]) == 0
+    assert (tmp_path / "report.html").read_text() == page
+    assert said.endswith(capsys.readouterr().out)
+    federation_results.save(results, tmp_path / "again.json")
+    assert federation_results.load(tmp_path / "again.json") == results
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"rounds": 3}, "results.rounds should be a list"),
+        ({"schema": 9}, "newer than 1: update gradwire"),
+        ({"evaluations": []}, "evaluations is empty"),
+        ({"clients": [{"client": 0}]}, "has no 'examples'"),
+    ],
+)
+def test_results_that_are_none_are_one_sentence(
+    change: dict[str, object], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    federation_results.save(Run(Options(clients=3, sample=1, out=tmp_path)).results, tmp_path / "results.json")
+    data = json.loads((tmp_path / "results.json").read_text())
+    (tmp_path / "results.json").write_text(json.dumps(data | change))
+    assert cli.main(["report", str(tmp_path)]) == 2
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -231,6 +231,7 @@ def test_what_errors_recommend_can_be_built() -> None:
     assert len(recommended) > 40
     for spec in recommended:
         read = gradwire.sync.parse if gradwire.sync.is_sync(spec) else gradwire.parse
+        read = gradwire.asynchronous.parse if gradwire.asynchronous.is_asynchronous(spec) else read
         read(spec if spec not in ("clip", "dp") else f"{spec}:1")
 
 

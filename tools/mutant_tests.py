@@ -31,6 +31,7 @@ ELASTIC: Stage = ("tests/test_elastic.py",)
 GOSSIP: Stage = ("tests/test_gossip.py",)
 FSDP2: Stage = ("tests/test_fsdp2.py",)
 PARTS: Stage = ("tests/test_parts.py",)
+FLOWER: Stage = ("tests/test_flower.py",)
 
 FILES: dict[str, tuple[Stage, ...]] = {
     "drivers/checked.py": (("src/gradwire/drivers/checked.py", "tests/test_faults.py", "-k", "checksum"),),
@@ -144,6 +145,12 @@ FILES: dict[str, tuple[Stage, ...]] = {
     "sync/optimizers/one_bit_adam.py": OPTIMIZERS,
     "sync/optimizers/orthonormal.py": (("src/gradwire/sync/optimizers/orthonormal.py",), *OPTIMIZERS),
     "sync/optimizers/zero_one_adam.py": (("src/gradwire/sync/optimizers/zero_one_adam.py",), *OPTIMIZERS),
+    "adapters/flower/__init__.py": (("tests/test_flower.py", "-k", "without_flower or plain"),),
+    "adapters/flower/client.py": (("src/gradwire/adapters/flower/client.py",), FLOWER),
+    "adapters/flower/content.py": (FLOWER,),
+    "adapters/flower/memory.py": (FLOWER,),
+    "adapters/flower/nodes.py": (FLOWER,),
+    "adapters/flower/strategy.py": (FLOWER,),
     "adapters/ddp.py": (
         ("src/gradwire/adapters/ddp.py", "tests/test_handle.py"),
         ONE_RANK,

@@ -335,6 +335,11 @@ advise(
     *("gossip", "choco", "choco_sgd", "dpsgd", "d_psgd", "sgp", "decentralized", "decentralised"),
 )
 advise(
+    "ranks that do not wait push to servers, which gradwire.asynchronous does (docs/asynchronous.md); `gradwire "
+    "compare` takes it as 'ssp:4'",
+    *("ssp", "asgd", "async", "async_sgd", "asynchronous", "dcasgd", "dc_asgd", "hogwild", "bounded_staleness"),
+)
+advise(
     "gossip that waits for nobody is not served; 'sgp:one-peer' of gradwire.sync, which `gradwire compare` takes, "
     "waits least",
     "adpsgd",

@@ -1,8 +1,11 @@
 """Workers that do not wait for each other, and the server that they push to."""
 
 from gradwire.asynchronous import snapshots
+from gradwire.asynchronous.hogwild_optimizer import HogwildOptimizer
 from gradwire.asynchronous.lengths import Fixed, Length, Matched
 from gradwire.asynchronous.messages import Grant, Push, Receipt
+from gradwire.asynchronous.methods import Recipe, is_asynchronous, parse
+from gradwire.asynchronous.optimizer import AsynchronousOptimizer
 from gradwire.asynchronous.pace import Barriers, Bounded, Free, Pace
 from gradwire.asynchronous.rates import Constant, Geometric, Hyperbolic, Inverse, Rate, RootHyperbolic
 from gradwire.asynchronous.rules import ASGD, DCASGD, AdaptiveDCASGD, DelayedNesterov, Rule
@@ -17,6 +20,7 @@ __all__ = [
     "DCASGD",
     "AdaptiveDCASGD",
     "Applied",
+    "AsynchronousOptimizer",
     "Barriers",
     "Bounded",
     "Constant",
@@ -27,6 +31,7 @@ __all__ = [
     "Geometric",
     "Gradient",
     "Grant",
+    "HogwildOptimizer",
     "Hyperbolic",
     "Inverse",
     "Length",
@@ -37,6 +42,7 @@ __all__ = [
     "Push",
     "Rate",
     "Receipt",
+    "Recipe",
     "Result",
     "RootHyperbolic",
     "Rule",
@@ -45,5 +51,7 @@ __all__ = [
     "Simulation",
     "Work",
     "Worker",
+    "is_asynchronous",
+    "parse",
     "snapshots",
 ]

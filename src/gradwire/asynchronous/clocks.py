@@ -49,10 +49,26 @@ class Clocks:
         living = [n for n, phase in zip(self.completed, self.phases, strict=True) if phase is not Phase.DEAD]
         return min(living, default=0)
 
-    def join(self, worker: int) -> None:
-        """A worker is here and waits. One that was dead goes on at the clock of the slowest, so that no one is held."""
+    def expect(self, worker: int) -> int:
+        """A worker is on its way, so others wait for it; return its clock.
+
+        One that was dead goes on at the clock of the slowest, so that no one is held.
+        """
         if self.phases[worker] is Phase.DEAD and any(phase is not Phase.DEAD for phase in self.phases):
             self.completed[worker] = self.slowest
+        self.phases[worker] = Phase.EXPECTED
+        return self.completed[worker]
+
+    def join(self, worker: int, clock: int | None = None) -> None:
+        """A worker is here and waits.
+
+        Args:
+            worker: who.
+            clock: steps that it has completed, where it knows that better.
+        """
+        self.expect(worker)
+        if clock is not None:
+            self.completed[worker] = clock
         self.phases[worker] = Phase.WAITING
 
     def complete(self, worker: int) -> None:

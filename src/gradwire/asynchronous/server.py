@@ -96,15 +96,34 @@ class Server:
 
     # Messages ----------------------------------------------------------------------------------------------------
 
-    def join(self, worker: int) -> list[Grant]:
-        """A worker is here, for the first time or again, with nothing under way; return who may compute now.
+    def expect(self, worker: int) -> int:
+        """A worker is on its way, with nothing under way: others wait for it. Return the steps it has completed here.
+
+        For a worker of several servers, which joins with a clock that all of them agree to.
 
         Raises:
             PushError: a worker that this server does not have.
         """
         self._require_known(worker)
         self._granted[worker] = None
-        self.clocks.join(worker)
+        return self.clocks.expect(worker)
+
+    def join(self, worker: int, clock: int | None = None) -> list[Grant]:
+        """A worker is here, for the first time or again, with nothing under way; return who may compute now.
+
+        Args:
+            worker: who.
+            clock: steps that it has completed, where it knows better than this server, which may be one of several
+                and may have been restored from a snapshot.
+
+        Raises:
+            PushError: a worker that this server does not have, or a clock below 0.
+        """
+        self._require_known(worker)
+        if clock is not None and clock < 0:
+            raise PushError(f"worker {worker} says that it has completed {clock} steps: clocks are 0 or more")
+        self._granted[worker] = None
+        self.clocks.join(worker, clock)
         return self._grants()
 
     def receive(self, push: Push) -> Receipt:

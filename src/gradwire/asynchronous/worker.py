@@ -26,13 +26,12 @@ class _Pushed(NamedTuple):
     memory: ErrorMemory | None
 
 
-class Worker:
-    """Computes pushes, and keeps what its codec lost until the server has applied it.
+class Pusher:
+    """Makes pushes of what was computed, and keeps what its codec lost until the server has applied it.
 
     A push that was refused, or was lost with a server, is taken back: the memory is that of before.
 
     Args:
-        work: what is computed.
         like: the server's parameters, or tensors like them.
         sending, seed: as the server has them.
 
@@ -40,35 +39,24 @@ class Worker:
         memory: of what pushes that were applied did not say; None before the first, and without memory.
     """
 
-    def __init__(
-        self,
-        work: Work,
-        like: Mapping[str, Tensor],
-        *,
-        sending: Sending | None = None,
-        seed: int = 0,
-    ) -> None:
-        self.work, self.names, self.sending, self.seed = work, Names(like), sending or Sending(), seed
+    def __init__(self, like: Mapping[str, Tensor], *, sending: Sending | None = None, seed: int = 0) -> None:
+        self.names, self.sending, self.seed = Names(like), sending or Sending(), seed
         self.memory: ErrorMemory | None = None
         self._pushed: _Pushed | None = None
         self._life, self._refusals = 0, 0
 
-    def compute(self, grant: Grant, values: Tensor) -> Push:
-        """Return the push that was granted.
+    def push_of(self, grant: Grant, g: Tensor, loss: float, seconds: float) -> Push:
+        """Return the push of what was computed for a grant that this worker has settled.
 
         Args:
             grant: from the server.
-            values: (d,) its parameters as they came with it.
+            g: (d,) what was computed.
+            loss: for the record.
+            seconds: that it took.
 
         Raises:
-            StateError: a server that was restored from an older snapshot than one that this worker has seen.
-            StepError: a gradient that is not finite, or other tensors than the server's. Nothing is remembered of it.
+            StepError: g is not finite. Nothing is remembered of it.
         """
-        self._settle(grant)
-        begun = time.perf_counter()
-        result = self.work(self.names.named(values), grant)
-        seconds = time.perf_counter() - begun
-        g = self.names.flat(result.gradient)
         if not bool(g.isfinite().all()):
             raise StepError(
                 f"what worker {grant.worker} computed for push {grant.number} is not finite, and nothing was pushed: "
@@ -76,7 +64,7 @@ class Worker:
             )
         wire, memory = self.sending.send(g, self.memory, push_key(self.seed, grant))
         self._pushed = _Pushed(grant, memory)
-        return Push(grant, wire, self.names.fingerprint, result.loss, seconds)
+        return Push(grant, wire, self.names.fingerprint, loss, seconds)
 
     def refused(self, grant: Grant, reason: str) -> bool:
         """Hear that a push was refused; return whether to join again, which is not so where it was an older one.
@@ -95,8 +83,12 @@ class Worker:
             raise PushError(f"{self._refusals} pushes in a row were refused; the last: {reason}")
         return True
 
-    def _settle(self, grant: Grant) -> None:
-        """Find out from the next grant's number whether the last push was applied."""
+    def settle(self, grant: Grant) -> None:
+        """Find out from the next grant's number whether the last push was applied.
+
+        Raises:
+            StateError: a server that was restored from an older snapshot than one that this worker has seen.
+        """
         if grant.life < self._life:
             raise StateError(
                 f"the server came back as it was before its restart {self._life}, at version {grant.version}: restore "
@@ -106,3 +98,40 @@ class Worker:
         if self._pushed is not None and grant.number > self._pushed.grant.number:
             self.memory, self._refusals = self._pushed.memory, 0
         self._pushed = None
+
+
+class Worker(Pusher):
+    """A pusher with what it computes.
+
+    Args:
+        work: what is computed.
+        like, sending, seed: as `Pusher` takes them.
+    """
+
+    def __init__(
+        self,
+        work: Work,
+        like: Mapping[str, Tensor],
+        *,
+        sending: Sending | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(like, sending=sending, seed=seed)
+        self.work = work
+
+    def compute(self, grant: Grant, values: Tensor) -> Push:
+        """Return the push that was granted.
+
+        Args:
+            grant: from the server.
+            values: (d,) its parameters as they came with it.
+
+        Raises:
+            StateError: a server that was restored from an older snapshot than one that this worker has seen.
+            StepError: a gradient that is not finite, or other tensors than the server's. Nothing is remembered of it.
+        """
+        self.settle(grant)
+        begun = time.perf_counter()
+        result = self.work(self.names.named(values), grant)
+        seconds = time.perf_counter() - begun
+        return self.push_of(grant, self.names.flat(result.gradient), result.loss, seconds)

@@ -18,16 +18,17 @@ from typing import Any, Protocol
 
 from gradwire.bench import storage, verdict
 from gradwire.bench.environment import environment
+from gradwire.bench.merging import merge
 from gradwire.bench.net import Network
 from gradwire.bench.news import News, read_news
 from gradwire.bench.plan import Options, Plan, make_network, make_plan
 from gradwire.bench.ranks import RankFailure, run_ranks
-from gradwire.bench.results import Comparison, Evaluation, Run, Split, Wire, mean
+from gradwire.bench.results import Comparison, Run
 from gradwire.bench.run_folder import prepare_folder, slug, store_run, stored_runs
 from gradwire.bench.slow import parse_slow
 from gradwire.bench.task import count
+from gradwire.bench.trainer import Job
 from gradwire.bench.warm import WarmHosts
-from gradwire.bench.worker import Job
 
 
 class View(Protocol):
@@ -211,30 +212,3 @@ def run_deadline(plan: Plan) -> float:
     if plan.seconds is not None:
         return 3 * plan.seconds + 10 * plan.deadline_s
     return (plan.steps or 1) * plan.deadline_s + 10 * plan.deadline_s
-
-
-def merge(method: str, seed: int, ranks: list[dict[str, Any]]) -> Run:
-    """Make one run of what its ranks wrote: means over ranks, and times by the slowest."""
-
-    def over_ranks(name: str) -> float:
-        return mean(float(rank[name]) for rank in ranks)
-
-    def columns(name: str) -> list[tuple[float, ...]]:
-        return list(zip(*(rank[name] for rank in ranks), strict=True))
-
-    total, framing, payload, buffers = (over_ranks(n) for n in ("total", "framing", "payload", "buffers"))
-    wire = Wire(total, framing, payload, buffers, total - framing - payload - buffers, over_ranks("setup"))
-    split = Split(*(over_ranks(f.name) for f in dataclasses.fields(Split)))
-    return Run(
-        method=method,
-        seed=seed,
-        label=ranks[0]["label"],
-        losses=[mean(losses) for losses in columns("losses")],
-        times_s=[max(times) for times in columns("times_s")],
-        tx_bytes=[mean(sent) for sent in columns("tx_bytes")],
-        evaluations=[Evaluation(*evaluation) for evaluation in ranks[0]["evaluations"]],
-        wire=wire,
-        split=split,
-        residual_norm=ranks[0]["residual_norm"],
-        report=ranks[0]["report"],
-    )

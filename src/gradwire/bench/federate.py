@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from gradwire.bench.environment import machine
-from gradwire.bench.storage import plain, write_atomically
+from gradwire.bench.federation_results import Evaluation, Own, Results
 from gradwire.bench.task import Examples, Task, TaskError, count
 from gradwire.bench.tasks import make_task
 from gradwire.core.errors import CompositionError, FederationError
@@ -22,7 +21,6 @@ from gradwire.core.key import Key
 from gradwire.federated import SGD, Client, Conditions, Federation, Round, Server, Simulation
 from gradwire.federated.names import parse_method, parse_partition
 
-SCHEMA = 1
 MOST_FAILURES = 10
 """Rounds in a row below the quorum, after which a run is given up."""
 MOST_SHOWN = 200
@@ -74,52 +72,6 @@ class Options:
     slow: float = 0.0
     seed: int = 0
     out: Path = Path("federate-report")
-
-
-class Evaluation(NamedTuple):
-    """The metric on held-out data after so many rounds, with the bytes that all clients sent and received by then."""
-
-    rounds: int
-    value: float
-    sent_bytes: int
-    received_bytes: int
-
-
-class Own(NamedTuple):
-    """A client at the end.
-
-    Attributes:
-        client: its number.
-        examples: how many it has.
-        labels: how many different labels those have; None where they have none.
-        rounds: how many it took part in.
-        sent_bytes: in all of them.
-        loss: of the final model on its own examples.
-        accuracy: likewise, in percent; None where there are no labels.
-    """
-
-    client: int
-    examples: int
-    labels: int | None
-    rounds: int
-    sent_bytes: int
-    loss: float
-    accuracy: float | None
-
-
-@dataclass
-class Results:
-    """What a run came to; `failures` are the rounds that had to be drawn anew, each with its reason."""
-
-    task: dict[str, Any]
-    options: dict[str, Any]
-    environment: dict[str, Any]
-    rounds: list[Round]
-    failures: list[str]
-    evaluations: list[Evaluation]
-    clients: list[Own]
-    seconds: float = 0.0
-    schema: int = SCHEMA
 
 
 class News(NamedTuple):
@@ -297,12 +249,3 @@ def _accuracy(outputs: Tensor, labels: Tensor) -> float | None:
     if outputs.dim() != 2 or outputs.shape[0] != labels.shape[0]:
         return None
     return 100 * float((outputs.argmax(dim=1) == labels).float().mean())
-
-
-def save(results: Results, path: Path) -> None:
-    """Write `results.json`."""
-    data = {"kind": "federation", **{f.name: getattr(results, f.name) for f in dataclasses.fields(results)}}
-    data["rounds"] = [dataclasses.asdict(done) for done in results.rounds]
-    data["evaluations"] = [evaluation._asdict() for evaluation in results.evaluations]
-    data["clients"] = [own._asdict() for own in results.clients]
-    write_atomically(path, json.dumps(plain(data), indent=1))

@@ -1,4 +1,5 @@
-"""What keeps the ranks of a comparison together: PyTorch's hooks, gradwire's methods, or `gradwire.sync`."""
+"""What keeps the ranks of a comparison together: PyTorch's hooks, gradwire's, or optimizers that speak seldom or never
+wait."""
 
 from __future__ import annotations
 
@@ -14,8 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 import gradwire
+from gradwire.asynchronous import is_asynchronous
+from gradwire.asynchronous import parse as parse_asynchronous
 from gradwire.bench.torch_hooks import attach_torch, parse_torch, predicted_bytes
-from gradwire.sync import Gossip, is_sync
+from gradwire.sync import is_sync
 from gradwire.sync import parse as parse_sync
 
 
@@ -63,6 +66,10 @@ class Side(ABC):
 
     def link_changed(self) -> None:
         """The link has got its rate; every rank calls this."""
+        return
+
+    def begin(self) -> None:
+        """Training begins: what was sent until now is not counted."""
         return
 
     def step_done(self) -> None:
@@ -162,8 +169,7 @@ class SyncSide(Side):
     def __init__(self, model: nn.Module, inner: Optimizer, spec: str) -> None:
         self._synchronised = parse_sync(spec).optimizer(inner, model)
         super().__init__(model, self._synchronised)
-        averager = getattr(self._synchronised, "averaging", None)
-        self.averages_to_evaluate = isinstance(averager, Gossip)  # no rank knows the average of all
+        self.averages_to_evaluate = self._synchronised.averages_to_evaluate
         self._not_trained = 0
         self.label = self._synchronised.described()
 
@@ -196,9 +202,49 @@ class SyncSide(Side):
         self._synchronised.close()
 
 
+class UnwaitingSide(Side):
+    """An optimizer of `gradwire.asynchronous`, without DDP. Gradients are clipped by each rank's own norm."""
+
+    def __init__(self, model: nn.Module, inner: Optimizer, spec: str) -> None:
+        recipe = parse_asynchronous(spec)
+        self._pushed, self._steps_a_push = recipe.optimizer(inner, model), recipe.options.get("H", 1)
+        super().__init__(model, self._pushed)
+        self.label = self._pushed.described()
+        self._sent_before = 0
+
+    def begin(self) -> None:
+        """Leave out the parameters that were handed over at first."""
+        self._sent_before = self._pushed.sent_bytes
+
+    @property
+    def made(self) -> int:
+        """Steps that all ranks have made together, as far as this one knows."""
+        return self._pushed.version * self._steps_a_push
+
+    def codec_cpu_s(self) -> float:
+        """CPU seconds of coding pushes; what servers spend on decoding them is not told apart."""
+        return self._pushed.coded_s
+
+    def exposed_in_steps_s(self) -> float:
+        """Pushes and pulls."""
+        return self._pushed.waited_s
+
+    def predicted_bytes(self) -> float:
+        """Payloads of pushes, and parameters sent to others."""
+        return float(self._pushed.sent_bytes - self._sent_before)
+
+    def finish(self) -> None:
+        """Wait for all ranks."""
+        self._pushed.finish()
+
+    def close(self) -> None:
+        """Let go of servers."""
+        self._pushed.close()
+
+
 def wrap(model: nn.Module, spec: str, bucket_mb: float) -> nn.Module:
     """The model as its method wants it: in DDP, or as it is."""
-    if is_sync(spec):
+    if is_sync(spec) or is_asynchronous(spec):
         return model
     needed = parse_torch(spec).bucket_mb if spec.startswith("torch:") else None
     return DistributedDataParallel(model, bucket_cap_mb=needed or bucket_mb)
@@ -206,6 +252,8 @@ def wrap(model: nn.Module, spec: str, bucket_mb: float) -> nn.Module:
 
 def attach(model: nn.Module, optimizer: Optimizer, spec: str) -> Side:
     """Put a method on a model that `wrap` returned, and on its optimizer."""
+    if is_asynchronous(spec):
+        return UnwaitingSide(model, optimizer, spec)
     if not isinstance(model, DistributedDataParallel):
         return SyncSide(model, optimizer, spec)
     side = TorchSide if spec.startswith("torch:") else GradwireSide
@@ -222,5 +270,7 @@ def check_method(spec: str, hosts: int) -> None:
         parse_torch(spec)
     elif is_sync(spec):
         parse_sync(spec)
+    elif is_asynchronous(spec):
+        parse_asynchronous(spec)
     else:
         gradwire.parse(spec).require_ranks(hosts)

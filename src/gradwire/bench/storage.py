@@ -12,10 +12,25 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
+from gradwire.bench.readers import (
+    Read,
+    amount,
+    facts,
+    fields,
+    flag,
+    listed,
+    mapping,
+    measured,
+    number,
+    optional,
+    refuse,
+    text,
+    whole,
+)
 from gradwire.bench.results import (
     SCHEMA,
     Comparison,
@@ -30,158 +45,70 @@ from gradwire.bench.results import (
     summarise,
 )
 
-LARGEST = 1e100
-"""No figure of a training is beyond it, and sums of smaller ones do not overflow."""
-
 # ------------------------------------------------------------------------------------------- checking
-
-Read = Callable[[Any, str], Any]
-"""Turns a plain value into what it should be; told where it stands, for the sentence that refuses it."""
-
-
-def _refuse(where: str, wanted: str, value: object) -> ResultsError:
-    shown = repr(value)
-    return ResultsError(f"{where} should be {wanted}, not {shown if len(shown) <= 40 else shown[:40] + '...'}")
-
-
-def _text(value: Any, where: str) -> str:
-    if not isinstance(value, str):
-        raise _refuse(where, "a text", value)
-    return value.encode(errors="replace").decode()  # half a surrogate pair could not be written again
-
-
-def _flag(value: Any, where: str) -> bool:
-    if not isinstance(value, bool):
-        raise _refuse(where, "true or false", value)
-    return value
-
-
-def _number(value: Any, where: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= LARGEST:
-        raise _refuse(where, "a number", value)
-    return float(value)
-
-
-def _amount(value: Any, where: str) -> float:
-    if _number(value, where) < 0:
-        raise _refuse(where, "a number that is not negative", value)
-    return float(value)
-
-
-def _measured(value: Any, where: str) -> float:
-    """A loss or a metric: None stands for what was not finite, and what is beyond all reason counts as infinite."""
-    if value is None or (isinstance(value, float) and math.isnan(value)):
-        return math.nan
-    if isinstance(value, int | float) and abs(value) > LARGEST:
-        return math.inf if value > 0 else -math.inf
-    return _number(value, where)
-
-
-def _whole(least: int) -> Read:
-    def read(value: Any, where: str) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= LARGEST:
-            raise _refuse(where, f"a whole number from {least}", value)
-        return value
-
-    return read
-
-
-def _optional(read: Read) -> Read:
-    return lambda value, where: None if value is None else read(value, where)
-
-
-def _list(read: Read) -> Read:
-    def read_all(value: Any, where: str) -> list[Any]:
-        if not isinstance(value, list):
-            raise _refuse(where, "a list", value)
-        return [read(item, f"{where}[{i}]") for i, item in enumerate(cast(list[Any], value))]
-
-    return read_all
-
-
-def _mapping(value: Any, where: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise _refuse(where, "a mapping", value)
-    return cast(dict[str, Any], value)
-
-
-def _fields(
-    value: Any, where: str, readers: Mapping[str, Read], optional: frozenset[str] = frozenset()
-) -> dict[str, Any]:
-    """Read the named fields of a mapping; those that may be left out are left out."""
-    data = _mapping(value, where)
-    missing = [name for name in readers if name not in data and name not in optional]
-    if missing:
-        raise ResultsError(f"{where} has no {missing[0]!r}")
-    return {name: read(data[name], f"{where}.{name}") for name, read in readers.items() if name in data}
 
 
 def _status(value: Any, where: str) -> str:
     if value not in ("finished", "failed"):
-        raise _refuse(where, "'finished' or 'failed'", value)
+        raise refuse(where, "'finished' or 'failed'", value)
     return value
 
 
 def _target(value: Any, where: str) -> str | None:
-    return check_target(_optional(_text)(value, where))
+    return check_target(optional(text)(value, where))
 
 
 def _evaluation(value: Any, where: str) -> Evaluation:
     if not isinstance(value, list) or len(cast(list[Any], value)) != 3:
-        raise _refuse(where, "a list of steps, seconds and a value", value)
+        raise refuse(where, "a list of steps, seconds and a value", value)
     steps, time_s, metric = cast(list[Any], value)
-    return Evaluation(_whole(0)(steps, where), _amount(time_s, where), _measured(metric, where))
+    return Evaluation(whole(0)(steps, where), amount(time_s, where), measured(metric, where))
 
 
 def _wire(value: Any, where: str) -> Wire:
     # what the counters saw beyond the prediction, `other`, is negative where they saw less
-    return Wire(**_fields(value, where, {f.name: _number for f in dataclasses.fields(Wire)}))
+    return Wire(**fields(value, where, {f.name: number for f in dataclasses.fields(Wire)}))
 
 
 def _split(value: Any, where: str) -> Split:
-    return Split(**_fields(value, where, {f.name: _amount for f in dataclasses.fields(Split)}))
-
-
-def _facts(readers: Mapping[str, Read], optional: frozenset[str] = frozenset()) -> Read:
-    """A mapping of which the report needs some fields; the others are kept as they are."""
-    return lambda value, where: _mapping(value, where) | _fields(value, where, readers, optional)
+    return Split(**fields(value, where, {f.name: amount for f in dataclasses.fields(Split)}))
 
 
 RUN: Mapping[str, Read] = {
-    "method": _text,
-    "seed": _whole(0),
+    "method": text,
+    "seed": whole(0),
     "status": _status,
-    "reason": _text,
-    "label": _text,
-    "losses": _list(_measured),
-    "times_s": _list(_amount),
-    "tx_bytes": _list(_amount),
-    "evaluations": _list(_evaluation),
+    "reason": text,
+    "label": text,
+    "losses": listed(measured),
+    "times_s": listed(amount),
+    "tx_bytes": listed(amount),
+    "evaluations": listed(_evaluation),
     "wire": _wire,
     "split": _split,
-    "residual_norm": _optional(_number),
-    "report": _optional(_facts({"verdict": _text})),
-    "conditions": _mapping,
-    "line_cores": _optional(_amount),
-    "line_missed": _whole(0),
+    "residual_norm": optional(number),
+    "report": optional(facts({"verdict": text})),
+    "conditions": mapping,
+    "line_cores": optional(amount),
+    "line_missed": whole(0),
 }
 
 TASK: Mapping[str, Read] = {
-    "name": _text, "description": _text, "parameters": _whole(1), "metric_name": _text, "higher_is_better": _flag,
+    "name": text, "description": text, "parameters": whole(1), "metric_name": text, "higher_is_better": flag,
 }  # fmt: skip
 
 OPTIONS: Mapping[str, Read] = {
-    "hosts": _whole(1), "rate": _text, "steps": _optional(_whole(1)), "minutes": _optional(_amount),
-    "bucket_mb": _amount, "rates": _list(_text), "delay": _text, "loss": _text, "slow": _list(_text),
+    "hosts": whole(1), "rate": text, "steps": optional(whole(1)), "minutes": optional(amount),
+    "bucket_mb": amount, "rates": listed(text), "delay": text, "loss": text, "slow": listed(text),
 }  # fmt: skip
 
 ENVIRONMENT: Mapping[str, Read] = dict.fromkeys(
-    ("processor", "system", "python", "torch", "gradwire", "network", "network_mode", "created", "command"), _text
+    ("processor", "system", "python", "torch", "gradwire", "network", "network_mode", "created", "command"), text
 )
 
 
 def _run(value: Any, where: str) -> Run:
-    run = Run(**_fields(value, where, RUN, frozenset(RUN) - {"method", "seed", "status"}))
+    run = Run(**fields(value, where, RUN, frozenset(RUN) - {"method", "seed", "status"}))
     if not len(run.losses) == len(run.times_s) == len(run.tx_bytes):
         raise ResultsError(
             f"{where} has {len(run.losses)} losses, {len(run.times_s)} times and {len(run.tx_bytes)} byte counts; "
@@ -191,14 +118,14 @@ def _run(value: Any, where: str) -> Run:
 
 
 COMPARISON: Mapping[str, Read] = {
-    "task": _facts(TASK, frozenset({"parameters"})),
-    "options": _facts(OPTIONS, frozenset({"rates", "delay", "loss", "slow"})),
-    "environment": _facts(ENVIRONMENT, frozenset({"network_mode"})),
-    "smoothing": _whole(1),
+    "task": facts(TASK, frozenset({"parameters"})),
+    "options": facts(OPTIONS, frozenset({"rates", "delay", "loss", "slow"})),
+    "environment": facts(ENVIRONMENT, frozenset({"network_mode"})),
+    "smoothing": whole(1),
     "target": _target,
-    "runs": _list(_run),
-    "tolerance": _amount,
-    "schema": _whole(1),
+    "runs": listed(_run),
+    "tolerance": amount,
+    "schema": whole(1),
 }
 
 # -------------------------------------------------------------------------------------------- storing
@@ -234,10 +161,10 @@ def load(path: Path) -> Comparison:
     """
     try:
         data = read_json(path)
-        schema = _whole(1)(_mapping(data, "the file").get("schema"), "schema")
+        schema = whole(1)(mapping(data, "the file").get("schema"), "schema")
         if schema > SCHEMA:
             raise ResultsError(f"it has schema {schema}, newer than {SCHEMA}: update gradwire")
-        return Comparison(**_fields(data, "results", COMPARISON, frozenset({"tolerance"})))
+        return Comparison(**fields(data, "results", COMPARISON, frozenset({"tolerance"})))
     except FileNotFoundError as error:
         raise ResultsError(f"{path} does not exist: run gradwire compare --out {path.parent} first") from error
     except ResultsError as error:

@@ -14,232 +14,18 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from gradwire import kernels
-from gradwire.bench.news import News, write_news
-from gradwire.bench.sides import Side, attach, wrap
-from gradwire.bench.slow import SlowProcessor
+from gradwire.bench.apart import ApartTrainer
+from gradwire.bench.sides import Side, UnwaitingSide, attach, wrap
 from gradwire.bench.task import Task, TaskError
 from gradwire.bench.tasks import make_task
-from gradwire.bench.wire import WireMeter, WireReading
-
-AGREE_EVERY = 10
-REPORT_EVERY_S = 0.25
-SETTLE_S = 0.15
-
-
-@dataclass(frozen=True)
-class Job:
-    """What a rank is to do.
-
-    Attributes:
-        method: a spec.
-        seed: decides weights and data.
-        task: name of the task.
-        text: folder of the bytes task, or None.
-        steps: how many to make, or None to go by time.
-        seconds: of training time, or None to go by steps.
-        bucket_mb: DDP's bucket size.
-        evaluate_every: steps between evaluations, or None for the task's own.
-        deadline_s: how long a collective may take.
-        folder: where the ranks meet and leave their results.
-        token: marks the news of this run, as no line of the task's own output does.
-        slow: how many times slower each rank's processor is.
-    """
-
-    method: str
-    seed: int
-    task: str
-    text: str | None
-    steps: int | None
-    seconds: float | None
-    bucket_mb: float
-    evaluate_every: int | None
-    deadline_s: float
-    folder: str
-    token: str = ""
-    slow: Sequence[float] = ()
-
-
-@dataclass
-class Log:
-    """What a rank saw, step by step."""
-
-    losses: list[float] = field(default_factory=list[float])
-    times_s: list[float] = field(default_factory=list[float])
-    tx_bytes: list[int] = field(default_factory=list[int])
-    evaluations: list[tuple[int, float, float]] = field(default_factory=list[tuple[int, float, float]])
-    compute_s: float = 0.0
-    encode_s: float = 0.0
-    wait_s: float = 0.0
-    codec_cpu_s: float = 0.0
-    cpu_s: float = 0.0
-    payload: float = 0.0
-    buffers: float = 0.0
-    total: int = 0
-    framing: int = 0
-    setup: int = 0
-    label: str = ""
-    residual_norm: float | None = None
-    report: dict[str, Any] | None = None
-
-
-# -------------------------------------------------------------------------------------------- training
-
-
-class LastGradient:
-    """Notes when the latest gradient of the backward pass was accumulated."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.at = 0.0
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self._note)
-
-    def _note(self, _: torch.Tensor) -> None:
-        self.at = time.perf_counter()
-
-
-class Trainer:
-    """Makes steps with the clock running, and everything else with the clock stopped."""
-
-    def __init__(self, job: Job, task: Task, side: Side, meter: WireMeter):
-        self.job, self.task, self.side, self.meter = job, task, side, meter
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.base_lrs = [group["lr"] for group in side.optimizer.param_groups]
-        self.processor = SlowProcessor(job.slow[self.rank] if job.slow else 1.0)
-        self.processor.watch(task.model)  # before the next line: a gradient has come once it was slept for
-        self.gradient = LastGradient(task.model)
-        self.log = Log(label=side.label)
-        self.uncounted = WireReading(0, 0, 0, 0)
-        self.elapsed_s = 0.0
-        self.exposed_s = 0.0
-        self.agreed_s = 0.0
-        self.reported_s = 0.0
-
-    def train(self) -> Log:
-        """Train until the budget is spent; fill the log."""
-        every = self.job.evaluate_every or self.task.evaluate_every
-        start = self._settled()
-        step = 0
-        while not self._spent(step):
-            self._step(step, start)
-            step += 1
-            self._agree(step)
-            if self._spent(step):
-                self._finish()
-            if step % every == 0 and not self._spent(step):
-                self._evaluate(step)
-        self._count(self._settled().since(start).since(self.uncounted), step)
-        self._evaluate(step)
-        return self.log
-
-    def _spent(self, step: int) -> bool:
-        if self.job.steps is not None:
-            return step >= self.job.steps
-        return self.agreed_s >= (self.job.seconds or 0)
-
-    def _progress(self, step: int) -> float:
-        return step / self.job.steps if self.job.steps else self.agreed_s / (self.job.seconds or 1)
-
-    def _agree(self, step: int) -> None:
-        """Going by time, rank 0's clock decides for all, so that learning rates and the end are the same."""
-        if self.job.steps is None and step % AGREE_EVERY == 0:
-            clock = torch.tensor([self.elapsed_s], dtype=torch.float64)
-            dist.broadcast(clock, 0)
-            self.agreed_s = float(clock)
-
-    def _step(self, step: int, start_reading: WireReading) -> None:
-        factor = self.task.schedule(step, self._progress(step))
-        for group, lr in zip(self.side.optimizer.param_groups, self.base_lrs, strict=True):
-            group["lr"] = lr * factor
-        cpu_before = time.process_time()
-
-        self.processor.begin()
-        begun = time.perf_counter()
-        inputs, targets = self.task.batch(step, self.rank, self.world_size)
-        self.side.optimizer.zero_grad(set_to_none=True)
-        loss = self.task.loss(self.side.model(inputs), targets)
-        self.processor.pay()
-        loss.backward()
-        reduced = time.perf_counter()
-        if self.task.clip_norm is not None:
-            nn.utils.clip_grad_norm_(self.task.model.parameters(), self.task.clip_norm)
-        self.side.optimizer.step()
-        self.processor.pay()
-        ended = time.perf_counter()
-
-        self.elapsed_s += ended - begun
-        self.log.cpu_s += time.process_time() - cpu_before
-        self.side.step_done()
-        self.exposed_s += max(0.0, reduced - self.gradient.at)
-        self.log.losses.append(float(loss.detach()))
-        self.log.times_s.append(self.elapsed_s)
-        self.log.tx_bytes.append(self.meter.read().since(start_reading).since(self.uncounted).tx_bytes)
-        self._report(step + 1)
-
-    def _finish(self) -> None:
-        """Have all ranks end with one model; the last step takes as much longer."""
-        begun = time.perf_counter()
-        self.side.finish()
-        took = time.perf_counter() - begun
-        self.elapsed_s += took
-        self.exposed_s += took
-        self.log.times_s[-1] = self.elapsed_s
-
-    def _evaluate(self, step: int) -> None:
-        """Evaluate on rank 0 while the others wait, so that all start the next step together.
-
-        Where ranks have to average for it, what they send is taken off what is counted, as its time is off the clock.
-        """
-        before = self._settled() if self.side.averages_to_evaluate else None
-        with self.side.evaluating():
-            if before is not None:
-                self.uncounted = self._settled().since(before).plus(self.uncounted)
-            if self.rank == 0:
-                self.task.model.eval()
-                with torch.no_grad():
-                    value = float(self.task.metric(self.task.model))
-                self.task.model.train()
-                self.log.evaluations.append((step, self.elapsed_s, value))
-            dist.barrier()
-
-    def _settled(self) -> WireReading:
-        """Counters once nothing is under way any more: what is in a queue has not been counted yet."""
-        dist.barrier()
-        time.sleep(SETTLE_S)
-        return self.meter.read()
-
-    def _count(self, sent: WireReading, steps: int) -> None:
-        self.log.total = sent.tx_bytes
-        self.log.framing = sent.tx_bytes - sent.payload_tx_bytes
-        self.log.payload, self.log.buffers = self.side.predicted_bytes(), self.side.buffer_bytes(steps)
-        log = self.log
-        self.exposed_s += self.side.exposed_in_steps_s()
-        log.codec_cpu_s = self.side.codec_cpu_s()
-        log.compute_s = self.elapsed_s - self.exposed_s
-        log.encode_s = self.side.exposed_encode_s(self.exposed_s)
-        log.wait_s = self.exposed_s - log.encode_s
-        self.log.residual_norm = self.side.residual_norm()
-        self.log.report = self.side.report()
-
-    def _report(self, step: int) -> None:
-        now = time.perf_counter()
-        if self.rank == 0 and now - self.reported_s > REPORT_EVERY_S:
-            self.reported_s = now
-            news = News(step, self.log.losses[-1], self.elapsed_s, self.log.tx_bytes[-1])
-            print(write_news(news, self.job.token), flush=True)
-
-
-# --------------------------------------------------------------------------------------------- process
+from gradwire.bench.trainer import SETTLE_S, Job, Log, Trainer
+from gradwire.bench.wire import WireMeter
 
 
 def join_group(job: Job) -> None:
@@ -254,6 +40,13 @@ def join_group(job: Job) -> None:
 def warm_kernels() -> None:
     """Compile what is compiled on first use, off the clock."""
     kernels.warm_up()
+
+
+def trainer(job: Job, task: Task, side: Side, meter: WireMeter) -> Trainer:
+    """The trainer that suits a method."""
+    if isinstance(side, UnwaitingSide):
+        return ApartTrainer(job, task, side, meter)
+    return Trainer(job, task, side, meter)
 
 
 def run(job: Job) -> Log:
@@ -274,7 +67,7 @@ def run(job: Job) -> Log:
     meter.pace()
     side.link_changed()
     try:
-        log = Trainer(job, task, side, meter).train()
+        log = trainer(job, task, side, meter).train()
     finally:
         side.close()
     log.setup = setup

@@ -11,6 +11,7 @@ from rich.console import Console
 
 if TYPE_CHECKING:
     from gradwire.bench.federate import News, Options, Run
+    from gradwire.bench.federation_results import Results
     from gradwire.cli.lines import Lines
 
 OK, INTERRUPTED = 0, 130
@@ -97,7 +98,8 @@ def run_federate(arguments: argparse.Namespace, console: Console) -> int:
     """`gradwire federate`."""
     import torch  # takes seconds: --help should not wait for it
 
-    from gradwire.bench.federate import Run, save
+    from gradwire.bench.federate import Run
+    from gradwire.bench.federation_results import save
     from gradwire.cli.lines import lines, say
 
     options = _options(arguments)
@@ -121,12 +123,18 @@ def run_federate(arguments: argparse.Namespace, console: Console) -> int:
 
 def _write(run: Run, console: Console) -> None:
     """Keep and show what is known, also of a run that was cut short."""
-    from gradwire.bench.federate import save
+    from gradwire.bench.federation_results import save
+
+    results = run.finish()
+    save(results, run.options.out / "results.json")
+    show(results, run.options.out, console)
+
+
+def show(results: Results, folder: Path, console: Console) -> None:
+    """Write the page of a federation's results, and say what they came to."""
     from gradwire.cli.lines import say
     from gradwire.report.federation import findings, headline, write_federation_report
 
-    results, folder = run.finish(), run.options.out
-    save(results, folder / "results.json")
     write_federation_report(results, folder / "report.html")
     say(console, (f"\n{headline(results)}", "bold"))
     for finding in findings(results):

@@ -62,11 +62,12 @@ def run_methods(arguments: argparse.Namespace, console: Console) -> int:
     """`gradwire methods [SPEC ...]`."""
     import gradwire
     from gradwire import spec
+    from gradwire.asynchronous import methods as asynchronous_methods
     from gradwire.sync import spec as sync_spec
 
     if arguments.spec:
         for text in arguments.spec:
-            meaning = gradwire.sync.parse(text) if gradwire.sync.is_sync(text) else gradwire.parse(text)
+            meaning = _meaning(text)
             console.print(f"{text}  =  {meaning!r}", highlight=False, soft_wrap=True)
         return OK
     table = Table(box=None, header_style="bold")
@@ -81,7 +82,20 @@ def run_methods(arguments: argparse.Namespace, console: Console) -> int:
     _print_grammar(spec, console)
     console.print(_sync_table())
     _print_grammar(sync_spec, console)
+    console.print(_asynchronous_table())
+    _print_grammar(asynchronous_methods, console)
     return OK
+
+
+def _meaning(text: str) -> object:
+    """What a spec of any language makes."""
+    import gradwire
+
+    if gradwire.sync.is_sync(text):
+        return gradwire.sync.parse(text)
+    if gradwire.asynchronous.is_asynchronous(text):
+        return gradwire.asynchronous.parse(text)
+    return gradwire.parse(text)
 
 
 def _print_grammar(module: ModuleType, console: Console) -> None:
@@ -93,15 +107,30 @@ def _sync_table() -> Table:
     """What `gradwire.sync` has; `compare` takes these too."""
     from gradwire.sync.methods import METHODS
 
-    table = Table(box=None, header_style="bold", title="Fewer synchronisations", title_justify="left")
-    for heading in ("method", "what ranks do", "for example", "options and their defaults"):
-        table.add_column(heading, overflow="fold", no_wrap=heading == "method")
+    table = _methods_table("Fewer synchronisations")
     shared: dict[str, Option] = {}
     for name, method in METHODS.items():
         shared |= method.shared
         own = {option: found for option, found in method.options.items() if option not in method.shared}
         table.add_row(name, method.summary, method.example, escape(_described(own)))
     table.caption = escape(f"Whatever has windows of H steps also takes {_described(shared)}.")
+    return table
+
+
+def _asynchronous_table() -> Table:
+    """What `gradwire.asynchronous` has; `compare` takes these too."""
+    from gradwire.asynchronous.methods import METHODS
+
+    table = _methods_table("Ranks that do not wait")
+    for name, method in METHODS.items():
+        table.add_row(name, method.summary, method.example, escape(_described(method.options)))
+    return table
+
+
+def _methods_table(title: str) -> Table:
+    table = Table(box=None, header_style="bold", title=title, title_justify="left")
+    for heading in ("method", "what ranks do", "for example", "options and their defaults"):
+        table.add_column(heading, overflow="fold", no_wrap=heading == "method")
     return table
 
 

@@ -206,11 +206,16 @@ def run_compare(arguments: argparse.Namespace, console: Console) -> int:
 
 def run_report(arguments: argparse.Namespace, console: Console) -> int:
     """`gradwire report DIR`."""
-    from gradwire.bench import compare, storage, verdict
+    from gradwire.bench import compare, federation_results, storage, verdict
+    from gradwire.cli import federate
     from gradwire.cli.console import show_table
 
     folder: Path = arguments.folder.parent if arguments.folder.name == "results.json" else arguments.folder
-    comparison = storage.load(folder / "results.json")
+    results = folder / "results.json"
+    if federation_results.is_federation(results):
+        federate.show(federation_results.load(results), folder, console)
+        return OK
+    comparison = storage.load(results)
     compare.write_derived(comparison, folder)
     show_table(console, comparison, verdict.judge(comparison))
     _write_report(comparison, folder, console)

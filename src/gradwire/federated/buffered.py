@@ -13,8 +13,8 @@ from gradwire.core.errors import CompositionError, FederationError, StateError
 from gradwire.core.key import Key
 from gradwire.federated.aggregation import require_rows
 from gradwire.federated.checks import Rows
-from gradwire.federated.client import Assignment, Plan, Update
-from gradwire.federated.global_model import GlobalModel, Settings
+from gradwire.federated.client import Assignment, Update
+from gradwire.federated.global_model import GlobalModel, HasModel, Settings
 from gradwire.federated.sampling import generator
 
 
@@ -52,7 +52,7 @@ class _Buffer:
     received_bytes: int = 0
 
 
-class BufferedServer:
+class BufferedServer(HasModel):
     """A server that waits for K updates and for no client (Nguyen et al. 2022, FedBuff).
 
         x += lr 1/K sum_i s(tau_i) (y_i - x_i),    s(tau) = 1 / sqrt(1 + tau)
@@ -94,23 +94,13 @@ class BufferedServer:
                 f"a buffer of {buffer} updates of {clients} clients, most_stale={most_stale}: give positive numbers"
             )
         self.clients, self.buffer, self.most_stale = clients, buffer, most_stale
-        self._global = GlobalModel(model, **settings)
+        super().__init__(GlobalModel(model, **settings))
         require_rows(self._global.aggregation, buffer)
         if self._global.shared:
             raise CompositionError(f"{self.plan.method} shares more than the model, which needs rounds: take Server")
         self.steps, self._started = 0, 0
         self._training: dict[int, int] = {}
         self._waiting = _Buffer()
-
-    @property
-    def plan(self) -> Plan:
-        """What clients need to know."""
-        return self._global.plan
-
-    @property
-    def model(self) -> nn.Module:
-        """The global model, alive: look at it and change nothing."""
-        return self._global.flat.module
 
     def start(self) -> Assignment:
         """Draw a client that is not training, uniformly; its update is one of round `steps`, as it is now.

@@ -6,11 +6,14 @@ import copy
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import nn
 
+from gradwire.codecs.error_memory import ErrorMemory
 from gradwire.core.errors import GradwireError
 from gradwire.federated.client import Assignment, Done, Federation, Kept, Plan, train
 from gradwire.federated.flat import FlatModel
+from gradwire.federated.methods import Vectors
 
 
 class Job(NamedTuple):
@@ -25,6 +28,19 @@ class Job(NamedTuple):
     task: Assignment
     kept: Kept
     share: float = 1.0
+
+    def on(self, device: torch.device) -> Job:
+        """The same job with its tensors on a device."""
+        task, kept = self.task, self.kept
+        task = task._replace(
+            model=task.model.to(device), buffers=task.buffers.to(device), shared=_on(task.shared, device)
+        )
+        memories = {name: ErrorMemory(memory.owed.to(device)) for name, memory in kept.memories.items()}
+        return self._replace(task=task, kept=Kept(_on(kept.vectors, device), memories))
+
+
+def _on(vectors: Vectors, device: torch.device) -> Vectors:
+    return {name: vector.to(device) for name, vector in vectors.items()}
 
 
 class Lost(NamedTuple):
@@ -55,9 +71,14 @@ class Place:
     def __init__(self, model: nn.Module, federation: Federation) -> None:
         self._model, self._federation = FlatModel(copy.deepcopy(model)), federation
 
+    @property
+    def fingerprint(self) -> str:
+        """Of the model."""
+        return self._model.fingerprint
+
     def do(self, plan: Plan, job: Job) -> Outcome:
         """Do a job; whatever a client's code raises loses that client and no other."""
-        client = job.task.client
+        client, job = job.task.client, job.on(self._model.values.device)
         try:
             return train(plan, job.task, self._federation.client(client), job.kept, self._model, job.share)
         except GradwireError as error:

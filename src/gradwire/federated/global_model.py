@@ -168,3 +168,20 @@ class GlobalModel:
         self.broadcast.known, self.broadcast.version = found["known"], saved["version"]
         self.broadcast.seen = {int(client): int(version) for client, version in saved["seen"]}
         self.plan = replace(self.plan, seed=saved["seed"])
+
+
+class HasModel:
+    """A server around a global model."""
+
+    def __init__(self, model: GlobalModel) -> None:
+        self._global = model
+
+    @property
+    def plan(self) -> Plan:
+        """What clients need to know."""
+        return self._global.plan
+
+    @property
+    def model(self) -> nn.Module:
+        """The global model, alive: look at it between steps and change nothing."""
+        return self._global.flat.module

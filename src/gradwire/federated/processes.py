@@ -1,14 +1,14 @@
 """Clients that train in processes of their own, several at once.
 
-What goes between this process and its workers is pickled, as `multiprocessing` does: both are this program, on this
-machine. Nothing that comes from elsewhere takes this way.
+Jobs and outcomes go between this process and its workers as bytes of plain numbers and tensors (`records`). Only what a
+worker is started with (how to make its model and its clients, and the plan) is handed over as `multiprocessing` does
+that: it has to be importable, and comes from this program alone.
 """
 
 from __future__ import annotations
 
 import contextlib
 import multiprocessing
-import pickle
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -20,6 +20,8 @@ from torch import nn
 from gradwire.core.errors import CompositionError, FederationError
 from gradwire.federated.client import Federation, Plan
 from gradwire.federated.engines import Job, Lost, Outcome, Place
+from gradwire.federated.packing import pack, unpack
+from gradwire.federated.records import job_of, of_job, of_outcome, outcome_of
 
 Make = Callable[[], tuple[nn.Module, Federation]]
 STARTED = "started"
@@ -41,10 +43,12 @@ class Processes:
     """Trains clients in workers, each with one thread of torch; results are those of `InProcess` with one thread.
 
     A worker that dies loses the client that it trained, which the round reports by name, and a new one takes its place.
+    Workers start with the first round, since they are told the plan then, and anew where the plan has changed.
 
     Args:
         make: called once in each worker; returns a model with the structure of the server's, and the federation. It
-            must be importable: a function of a module, or a `functools.partial` of one.
+            must be importable: a function of a module, or a `functools.partial` of one. So must be what the plan is
+            made of, where you have written it yourself.
         workers: how many at once, 1 or more.
         deadline_s: how long a client may take; its worker is killed then.
 
@@ -55,13 +59,22 @@ class Processes:
     def __init__(self, make: Make, workers: int, deadline_s: float = 600.0) -> None:
         if workers < 1 or not deadline_s > 0:
             raise CompositionError(f"{workers} workers with {deadline_s} s a client: give one at least, and some time")
-        self._make, self._deadline_s = make, deadline_s
-        self._workers = [self._start() for _ in range(workers)]
+        self._make, self._deadline_s, self._count = make, deadline_s, workers
+        self._plan: Plan | None = None
+        self._workers: list[_Worker] = []
 
-    def _start(self) -> _Worker:
+    def _require_workers(self, plan: Plan) -> None:
+        if not self._count:
+            raise FederationError("these workers are closed: make a new Processes")
+        if plan != self._plan:
+            self._end_all()
+            self._workers = [self._start(plan) for _ in range(self._count)]
+            self._plan = plan
+
+    def _start(self, plan: Plan) -> _Worker:
         context = multiprocessing.get_context("spawn")
         here, there = context.Pipe()
-        process = context.Process(target=_work, args=(there, self._make), daemon=True)
+        process = context.Process(target=_work, args=(there, self._make, plan), daemon=True)
         process.start()
         there.close()
         return _Worker(process, here)
@@ -72,53 +85,56 @@ class Processes:
         Raises:
             FederationError: the engine is closed, or a worker could not be started.
         """
-        if not self._workers:
-            raise FederationError("these workers are closed: make a new Processes")
+        self._require_workers(plan)
         waiting = list(reversed(jobs))
         try:
             for place in range(len(self._workers)):
-                self._hand_out(place, plan, waiting)
+                self._hand_out(place, waiting)
             while busy := self._busy():
                 ready = wait(list(busy), self._deadline_s)
                 for connection in ready or list(busy):
                     place = busy[connection]  # pyright: ignore[reportArgumentType]
-                    yield self._outcome(place, late=not ready)
-                    self._hand_out(place, plan, waiting)
+                    yield self._outcome(place, plan, late=not ready)
+                    self._hand_out(place, waiting)
         finally:  # where nobody wants the other outcomes, the next run must not find them
             for place in self._busy().values():
-                self._replace(place)
+                self._replace(place, plan)
 
     def _busy(self) -> dict[Connection, int]:
         """Places of the workers that train somebody, by connection."""
         return {worker.connection: i for i, worker in enumerate(self._workers) if worker.client is not None}
 
-    def _hand_out(self, place: int, plan: Plan, waiting: list[Job]) -> None:
+    def _hand_out(self, place: int, waiting: list[Job]) -> None:
         if not waiting:
             return
         job, worker = waiting.pop(), self._workers[place]
         _await_start(worker)
         worker.client = job.task.client
         with contextlib.suppress(OSError):  # a worker that is dead by now shows when its answer is read
-            worker.connection.send_bytes(pickle.dumps((plan, job)))
+            worker.connection.send_bytes(pack(of_job(job)))
 
-    def _outcome(self, place: int, *, late: bool) -> Outcome:
+    def _outcome(self, place: int, plan: Plan, *, late: bool) -> Outcome:
         """What a worker has to say; where it is dead or late, another one takes its place."""
         worker = self._workers[place]
         client, worker.client = worker.client or 0, None
         if not late:
             with contextlib.suppress(EOFError, OSError):
-                return pickle.loads(worker.connection.recv_bytes())
-        self._replace(place)
+                return outcome_of(unpack(worker.connection.recv_bytes()))
+        self._replace(place, plan)
         if late:
             return Lost(client, f"client {client} took longer than {self._deadline_s:g} s, and its worker was killed")
         return Lost(client, f"client {client}'s worker died with status {worker.process.exitcode}")
 
-    def _replace(self, place: int) -> None:
+    def _replace(self, place: int, plan: Plan) -> None:
         _end(self._workers[place])
-        self._workers[place] = self._start()
+        self._workers[place] = self._start(plan)
 
     def close(self) -> None:
         """End the workers."""
+        self._count, self._plan = 0, None
+        self._end_all()
+
+    def _end_all(self) -> None:
         workers, self._workers = self._workers, []
         for worker in workers:
             worker.connection.close()
@@ -147,7 +163,7 @@ def _end(worker: _Worker) -> None:
         worker.process.join()
 
 
-def _work(connection: Connection, make: Make) -> None:
+def _work(connection: Connection, make: Make, plan: Plan) -> None:
     """The life of a worker: a job, its outcome, and again, until nobody asks any more."""
     torch.set_num_threads(1)
     try:
@@ -158,7 +174,7 @@ def _work(connection: Connection, make: Make) -> None:
     connection.send_bytes(STARTED.encode())
     while True:
         try:
-            plan, job = pickle.loads(connection.recv_bytes())
+            job = job_of(unpack(connection.recv_bytes()))
         except (EOFError, OSError, KeyboardInterrupt):
             return
-        connection.send_bytes(pickle.dumps(place.do(plan, job)))
+        connection.send_bytes(pack(of_outcome(place.do(plan, job))))

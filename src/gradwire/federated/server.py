@@ -12,8 +12,8 @@ from gradwire.core.errors import CompositionError, FederationError, StateError
 from gradwire.core.key import Key
 from gradwire.federated.aggregation import require_rows
 from gradwire.federated.checks import Rows
-from gradwire.federated.client import Assignment, Plan, Update
-from gradwire.federated.global_model import GlobalModel, Settings
+from gradwire.federated.client import Assignment, Update
+from gradwire.federated.global_model import GlobalModel, HasModel, Settings
 from gradwire.federated.sampling import Sampling, Uniform, shares_of
 
 
@@ -48,7 +48,7 @@ class _Open:
     dropped: dict[int, str] = field(default_factory=dict[int, str])
 
 
-class Server:
+class Server(HasModel):
     """A global model, and rounds in which some clients change it. It does no I/O and knows no client's data.
 
         for assignment in server.begin():
@@ -97,7 +97,7 @@ class Server:
         self.clients = clients
         self.sampling = Uniform(sample) if isinstance(sample, int) else sample
         self.quorum = quorum
-        self._global = GlobalModel(model, **settings)
+        super().__init__(GlobalModel(model, **settings))
         self.round, self._attempt = 0, 0
         self._open: _Open | None = None
         self._require_fitting()
@@ -110,16 +110,6 @@ class Server:
                 f"a quorum of {self.quorum} among {self.sampling.count} clients a round: it is 1 at least and no "
                 "larger than the sample"
             )
-
-    @property
-    def plan(self) -> Plan:
-        """What clients need to know."""
-        return self._global.plan
-
-    @property
-    def model(self) -> nn.Module:
-        """The global model, alive: look at it between rounds and change nothing."""
-        return self._global.flat.module
 
     @property
     def shared(self) -> dict[str, Tensor]:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 from pathlib import Path
-from string import Template
 
-from gradwire.bench.federate import Evaluation, Own, Results
+from gradwire.bench.federation_results import Evaluation, Own, Results
 from gradwire.bench.storage import write_atomically
 from gradwire.report import text
 from gradwire.report.axes import NARROW, WIDE
 from gradwire.report.charts import LineChart, Point, Series
-from gradwire.report.page import definitions, html_table, resource
+from gradwire.report.page import definitions, framed, html_table
 
 
 def write_federation_report(results: Results, path: Path) -> None:
@@ -23,10 +22,10 @@ def write_federation_report(results: Results, path: Path) -> None:
 def render(results: Results) -> str:
     """The report as HTML."""
     metric = str(results.task["metric_name"])
-    return Template(resource("federation.html")).substitute(
-        style=resource("style.css"),
-        script=resource("script.js"),
-        title=html.escape(f"gradwire federate: {results.task['name']}"),
+    return framed(
+        "federate",
+        str(results.task["name"]),
+        "federation.html",
         headline=html.escape(headline(results)),
         lede=html.escape(lede(results)),
         findings=_findings(results),

@@ -60,14 +60,14 @@ def write_report(comparison: Comparison, path: Path) -> None:
 def render(comparison: Comparison) -> str:
     """The report as HTML."""
     rows, verdict = summarise(comparison), judge(comparison)
-    template = Template(resource("template.html"))
-    return template.substitute(
-        style=resource("style.css"),
-        script=resource("script.js"),
-        title=html.escape(f"gradwire compare: {comparison.task['name']}"),
+    return framed(
+        "compare",
+        str(comparison.task["name"]),
+        "comparison.html",
         headline=html.escape(verdict.headline),
         lede=html.escape(lede(comparison)),
         findings=_findings(verdict),
+        conditions=definitions(_conditions(comparison)),
         legend=_legend(comparison),
         loss_time=_lines(comparison, "s"),
         loss_bytes=_lines(comparison, "bytes"),
@@ -76,8 +76,32 @@ def render(comparison: Comparison) -> str:
         wire=_wire_table(rows),
         failures=_failures(rows),
         columns=definitions(COLUMNS),
-        conditions=definitions(_conditions(comparison)),
         notes=html.escape(f"{target_note(comparison)} {verdict.learned_text}".strip()),
+    )
+
+
+def framed(
+    command: str, task: str, body: str, *, headline: str, lede: str, findings: str, conditions: str, **parts: str
+) -> str:
+    """A page of a command: what all pages have, around a template of this one's own.
+
+    Args:
+        command: whose page it is.
+        task: its name, for the title.
+        body: the template's file.
+        headline, lede, findings, conditions: of every page, as HTML.
+        parts: what the template has besides, as HTML.
+    """
+    return Template(resource("frame.html")).substitute(
+        style=resource("style.css"),
+        script=resource("script.js"),
+        command=command,
+        title=html.escape(f"gradwire {command}: {task}"),
+        headline=headline,
+        lede=lede,
+        findings=findings,
+        conditions=conditions,
+        body=Template(resource(body)).substitute(parts),
     )
 
 

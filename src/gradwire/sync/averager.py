@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from torch import nn
 
@@ -18,6 +18,9 @@ class Averager(Protocol):
     A state is taken up in two parts, so that nothing is changed where any part of a checkpoint is refused: `checked`
     raises `StateError` or returns what `take_up` wants, and `take_up` cannot fail.
     """
+
+    averages_to_evaluate: ClassVar[bool]
+    """Whether `evaluating` communicates, since no rank knows what all agree on."""
 
     @property
     def model(self) -> nn.Module:

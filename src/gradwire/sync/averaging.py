@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -325,6 +325,9 @@ class Averaging:
 
     def _copies(self) -> dict[str, Tensor]:
         return {name: fragment.copies[name] for fragment in self.fragments for name in fragment.parameters}
+
+    averages_to_evaluate: ClassVar[bool] = False
+    """All ranks have what is evaluated already."""
 
     def evaluating(self) -> AbstractContextManager[None]:
         """In a `with` block the model has the global copy; afterwards this rank's own parameters are back.

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, Self, Unpack
+from typing import Any, ClassVar, Self, Unpack
 
 import torch.distributed as dist
 from torch import nn
@@ -125,6 +125,9 @@ class Hierarchical:
     def _begin_anew_below(self, number: int) -> None:
         for level in self.levels[:number]:
             level.begin_anew()
+
+    averages_to_evaluate: ClassVar[bool] = False
+    """All ranks have what is evaluated already."""
 
     def evaluating(self) -> AbstractContextManager[None]:
         """In a `with` block the model is what all ranks agreed on last. See `Averaging.evaluating`."""

@@ -65,6 +65,11 @@ class AveragingOptimizer(Wrapper):
         """What averages."""
         return self._averager
 
+    @property
+    def averages_to_evaluate(self) -> bool:
+        """Whether `evaluating` communicates."""
+        return self.averaging.averages_to_evaluate
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.inner!r}, {self.averaging!r})"
 

@@ -6,7 +6,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypedDict, cast
+from typing import Any, TypedDict, TypeVar, cast
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -26,6 +26,9 @@ from gradwire.sync.moments import Moments
 from gradwire.sync.optimizers import DeMo, Dion, OneBitAdam, SharedOptimizer, ZeroOneAdam
 from gradwire.sync.outer import BMUF, DiLoCo, Mean, Outer, SlowMo
 from gradwire.sync.schedules import Constant, DriftTriggered, Increasing, Schedule
+
+F = TypeVar("F")
+R = TypeVar("R")
 
 Synchronised = AveragingOptimizer | SharedOptimizer
 """An optimizer that keeps the models of all ranks together."""
@@ -63,6 +66,12 @@ class SyncMethod(ABC):
     @abstractmethod
     def optimizer(self, given: Mapping[str, Any], inner: Optimizer, model: nn.Module, where: Where) -> Synchronised:
         """Return the optimizer to step in place of `inner`."""
+
+
+def _parted(given: Mapping[str, Any], frame: type[F], rule: Callable[..., R]) -> tuple[F, R]:
+    """Make a method's frame of the options that are the frame's, and its rule of the others."""
+    own = {name: value for name, value in given.items() if name in options_of(frame)}
+    return frame(**own), rule(**{name: value for name, value in given.items() if name not in own})
 
 
 # ------------------------------------------------------------------------------------------- windows
@@ -128,9 +137,8 @@ class Windowed(SyncMethod):
         self._made(given)
 
     def _made(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        own = {name: value for name, value in given.items() if name in self.shared}
-        rule = self._rule(**{name: value for name, value in given.items() if name not in own})
-        return Windows(**own).arguments() | {"outer": rule}
+        windows, rule = _parted(given, Windows, self._rule)
+        return windows.arguments() | {"outer": rule}
 
     def optimizer(self, given: Mapping[str, Any], inner: Optimizer, model: nn.Module, where: Where) -> LocalSGD:
         """Wrap the inner optimizer."""
@@ -164,8 +172,7 @@ class Gossiping(SyncMethod):
         named_graph(rounds.graph, 4)
 
     def _made(self, given: Mapping[str, Any]) -> tuple[Rounds, Method]:
-        own = {name: value for name, value in given.items() if name in options_of(Rounds)}
-        return Rounds(**own), self._rule(**{name: value for name, value in given.items() if name not in own})
+        return _parted(given, Rounds, self._rule)
 
     def optimizer(
         self, given: Mapping[str, Any], inner: Optimizer, model: nn.Module, where: Where

@@ -19,8 +19,7 @@ from typing import Any, Unpack
 from torch import nn
 from torch.optim import Optimizer
 
-from gradwire.core.errors import SpecError
-from gradwire.core.options import REQUIRED, convert, meant, require_choice
+from gradwire.core.method_spec import name_of, read
 from gradwire.sync.methods import METHODS, Synchronised, SyncMethod, Where
 
 
@@ -56,7 +55,7 @@ def is_sync(spec: str) -> bool:
     >>> is_sync("local:H=8"), is_sync("int4")
     (True, False)
     """
-    return spec.split(":")[0].split(",")[0].strip() in METHODS
+    return name_of(spec) in METHODS
 
 
 def parse(spec: str) -> Recipe:
@@ -73,52 +72,5 @@ def parse(spec: str) -> Recipe:
         ...
     gradwire.core.errors.CompositionError: every=0: a window has at least one step, so give 1 or more
     """
-    name, _, text = spec.strip().partition(":")
-    if name not in METHODS:
-        raise SpecError(f"{spec!r} is no method of gradwire.sync: {meant(name, METHODS)}")
-    method = METHODS[name]
-    given = _given(spec, method, text)
-    for option, (_, default) in method.options.items():
-        if default is REQUIRED and option not in given:
-            raise SpecError(f"{name!r} needs its {option}, in {spec!r}: write it as in {method.example!r}")
-    method.check(given)
+    method, given = read(spec, METHODS, "gradwire.sync")
     return Recipe(spec, method, given)
-
-
-def _given(spec: str, method: SyncMethod, text: str) -> dict[str, Any]:
-    """The options that are written, converted."""
-    given: dict[str, Any] = {}
-    for number, item in enumerate(_items(spec, text)):
-        name, equals, value = item.partition("=")
-        if not equals and number == 0:
-            name, value = method.main, item
-        if not value:
-            raise SpecError(
-                f"cannot read {item!r} in {spec!r}: an option is written name=value, as in {method.example!r}"
-            )
-        if name not in method.options:
-            raise SpecError(f"{name!r} is no option in {spec!r}: {meant(name, method.options)}")
-        if name in given:
-            raise SpecError(f"{name!r} is given twice in {spec!r}")
-        kind = method.options[name].kind
-        require_choice(spec, name, value, kind)
-        given[name] = convert(spec, name, value, kind)
-    return given
-
-
-def _items(spec: str, text: str) -> list[str]:
-    """Cut at commas that no parentheses enclose, and take away the parentheses around values."""
-    items, depth = [""], 0
-    for character in text:
-        depth += {"(": 1, ")": -1}.get(character, 0)
-        if depth < 0:
-            break
-        if character == "," and not depth:
-            items.append("")
-        else:
-            items[-1] += character
-    if depth:
-        raise SpecError(f"parentheses do not match in {spec!r}: they enclose a value, as in outer=(int4,node=2)")
-    return [
-        item.strip().replace("=(", "=", 1).removesuffix(")") if "=(" in item else item.strip() for item in items if text
-    ]

@@ -1,7 +1,8 @@
 """Real processes on one machine: a server and its workers over shared memory, and Hogwild! without a server."""
 
+from gradwire.asynchronous.job import Job
 from gradwire.asynchronous.processes.hogwild import hogwild
-from gradwire.asynchronous.processes.job import Job, Outcome
+from gradwire.asynchronous.processes.job import Outcome
 from gradwire.asynchronous.processes.running import Running, run
 
 __all__ = ["Job", "Outcome", "Running", "hogwild", "run"]

@@ -13,9 +13,10 @@ import torch
 
 from gradwire.asynchronous import snapshots
 from gradwire.asynchronous.clocks import Phase
+from gradwire.asynchronous.job import Job
 from gradwire.asynchronous.messages import Grant, Push
-from gradwire.asynchronous.processes.job import Job, Shared
-from gradwire.asynchronous.processes.wire import LONGEST, Kind, Message, pack, plain, unpack
+from gradwire.asynchronous.processes.job import Shared
+from gradwire.asynchronous.wire import LONGEST, Kind, Message, pack, plain, unpack
 from gradwire.core.errors import CommunicationError, PushError
 
 _TICK_S = 0.2

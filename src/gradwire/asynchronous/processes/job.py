@@ -1,80 +1,14 @@
-"""What a server's process and its workers' are to do, and what came of it."""
+"""What the processes of a job share, and what came of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from gradwire.asynchronous.lengths import Fixed, Length
-from gradwire.asynchronous.pace import Free, Pace
-from gradwire.asynchronous.rules import Rule
-from gradwire.asynchronous.server import Server
+from gradwire.asynchronous.job import Job
 from gradwire.asynchronous.simulation import Applied
-from gradwire.asynchronous.work import Work
-from gradwire.core.errors import CompositionError
-from gradwire.sending import Sending
-
-FREE, ONE_STEP, PLAIN = Free(), Fixed(), Sending()
-
-
-@dataclass(frozen=True)
-class Job:
-    """Training by a server's process and one process for each worker.
-
-    Args:
-        parameters: what the server begins with, by name.
-        rule: as `Server` takes it.
-        work: called in worker w's own process as work(w), returns what that one computes with. It must be a function
-            that a new process can import, since it is started by `spawn`.
-        workers: n.
-        pushes: the run ends once so many were applied.
-        pace, length, sending, seed: as `Server` takes them.
-        folder: for snapshots. With one, a server that dies is started again from the newest.
-        snapshot_every: updates between snapshots.
-        patience_s: seconds until a worker that never came is taken for dead, and until a worker gives up a server that
-            is not there.
-
-    Raises:
-        CompositionError: a number out of range.
-    """
-
-    parameters: Mapping[str, Tensor]
-    rule: Rule
-    work: Callable[[int], Work]
-    workers: int
-    pushes: int
-    pace: Pace = FREE
-    length: Length = ONE_STEP
-    sending: Sending = PLAIN
-    seed: int = 0
-    folder: Path | None = None
-    snapshot_every: int = 100
-    patience_s: float = 120.0
-
-    def __post_init__(self) -> None:
-        if self.pushes < 1 or self.snapshot_every < 1 or not self.patience_s > 0:
-            raise CompositionError(
-                f"a run of {self.pushes} pushes with snapshots every {self.snapshot_every} and a patience of "
-                f"{self.patience_s} s: give 1 or more of each"
-            )
-        self.server()
-
-    def server(self) -> Server:
-        """A new server."""
-        return Server(
-            self.parameters,
-            self.rule,
-            workers=self.workers,
-            pace=self.pace,
-            length=self.length,
-            sending=self.sending,
-            seed=self.seed,
-        )
 
 
 class Shared(NamedTuple):

@@ -8,9 +8,10 @@ import time
 
 import torch
 
+from gradwire.asynchronous.job import Job
 from gradwire.asynchronous.messages import Grant
-from gradwire.asynchronous.processes.job import Job, Shared
-from gradwire.asynchronous.processes.wire import LONGEST, Kind, Message, pack, plain, unpack
+from gradwire.asynchronous.processes.job import Shared
+from gradwire.asynchronous.wire import LONGEST, Kind, Message, pack, plain, unpack
 from gradwire.asynchronous.worker import Worker
 from gradwire.core.errors import CommunicationError
 

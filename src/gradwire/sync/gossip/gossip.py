@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -198,6 +198,9 @@ class Gossip:
             self._remember_the_same()
             self.buffers.average_()
         self.since, self._synced = 0, self.steps
+
+    averages_to_evaluate: ClassVar[bool] = True
+    """No rank knows the average of all before they communicate."""
 
     def evaluating(self) -> AbstractContextManager[None]:
         """In a `with` block the model has the average of all ranks; afterwards this rank's own parameters are back.

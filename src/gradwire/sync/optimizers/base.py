@@ -11,7 +11,7 @@ import contextlib
 from abc import abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, TypedDict, Unpack, overload
+from typing import Any, ClassVar, NamedTuple, TypedDict, Unpack, overload
 
 import torch
 import torch.distributed as dist
@@ -268,6 +268,9 @@ class SharedOptimizer(ScaledOptimizer):
     def sync(self) -> None:
         """Have all ranks end with the same model; they have it after every step, where an optimizer does not differ."""
         return
+
+    averages_to_evaluate: ClassVar[bool] = False
+    """All ranks have what is evaluated already."""
 
     def evaluating(self) -> AbstractContextManager[None]:
         """In a `with` block the model is the one that all ranks agreed on last."""

@@ -1,7 +1,7 @@
-"""Messages of a fixed form between a server's process and its workers'. Tensors lie in shared memory beside them.
+"""Messages of a fixed form between a server and its workers: numbers, and a sentence where a push was refused.
 
-Each is one packet of a Unix socket: the fields of `_FORM`, and behind them a sentence where a push was refused. Nothing
-is unpickled.
+On one machine each is one packet of a Unix socket, and tensors lie in shared memory beside it; between machines tensors
+follow their message (`sockets.frames`). Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -24,13 +24,19 @@ class Kind(IntEnum):
     JOIN = 1
     """worker to server: I am here."""
     PUSH = 2
-    """worker to server: its payload lies in this worker's row of `Shared.up`."""
+    """worker to server, with the payload."""
     GRANT = 3
-    """server to worker: the parameters lie in this worker's row of `Shared.down`."""
+    """server to worker, with the parameters as they are now."""
     REFUSED = 4
     """server to worker, with the reason."""
     STOP = 5
     """server to worker: all is done."""
+    LOOK = 6
+    """worker to server: what are the parameters now? It is no request to compute."""
+    VALUES = 7
+    """server to worker, after LOOK."""
+    LEAVE = 8
+    """worker to server: I compute no more, so nobody need wait for me; I may still LOOK."""
 
 
 class Message(NamedTuple):

@@ -1,0 +1,1 @@
+"""Ten clients with points of their own train one classifier on Flower."""

@@ -1,0 +1,155 @@
+"""The client's side on Flower: a ClientApp that trains what a `FederatedStrategy` asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flwr.app import Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+from torch import nn
+
+from gradwire.adapters.flower.content import MESSAGE, WHO, Order, order_of, read, settings_of, write
+from gradwire.adapters.flower.memory import propose, recall
+from gradwire.core.errors import FederationError, GradwireError
+from gradwire.federated.client import Client, Done, Federation, Kept, Plan
+from gradwire.federated.engines import Job, Lost, Outcome, Place
+from gradwire.federated.local import SGD
+from gradwire.federated.methods import FedAvg, Method
+from gradwire.federated.packing import Record
+from gradwire.federated.records import of_outcome
+from gradwire.sending import Sending
+
+Number = Callable[[Context], int]
+
+
+def partition_id(context: Context) -> int:
+    """Return which client a node is: the `partition-id` of its configuration.
+
+    Raises:
+        FederationError: it has none, or one that is no whole number of 0 or more.
+    """
+    found = context.node_config.get("partition-id")
+    try:
+        number = int(found) if isinstance(found, int | str) else -1
+    except ValueError:
+        number = -1
+    if number < 0:
+        raise FederationError(
+            f"a node with partition-id {found!r} does not know which client it is: start it by "
+            "flower-supernode --node-config 'partition-id=0', with a number from 0 of its own"
+        )
+    return number
+
+
+@dataclass(frozen=True)
+class _Node:
+    """What a node does with messages. It holds nothing between them: Flower's state does."""
+
+    model: Callable[[], nn.Module]
+    clients: Federation | Callable[[Context], Client]
+    local: SGD
+    method: Method
+    update: Sending
+    number: Number
+
+    def who(self, message: Message, context: Context) -> Message:
+        """Answer which client this is."""
+        try:
+            numbers: dict[str, Any] = {"client": self.number(context)}
+        except GradwireError as error:
+            numbers = {"lost": str(error)}
+        return Message(write(RecordDict(), MESSAGE, Record(numbers, {})), reply_to=message)
+
+    def train(self, message: Message, context: Context) -> Message:
+        """Do what an order asks for, and answer with an update or with why there is none."""
+        numbers: dict[str, Any] = {}
+        try:
+            order = order_of(read(message.content, MESSAGE))
+            numbers["token"] = order.token
+            outcome = self._outcome(order, context, numbers)
+        except GradwireError as error:
+            outcome = Lost(0, str(error))
+        record = of_outcome(outcome)
+        return Message(
+            write(RecordDict(), MESSAGE, Record({**record.numbers, **numbers}, record.tensors)), reply_to=message
+        )
+
+    def _outcome(self, order: Order, context: Context, numbers: dict[str, Any]) -> Outcome:
+        """Train; what the client keeps of it stays in the node's state and is in no answer."""
+        task = order.task
+        if task.client != self.number(context):
+            raise FederationError(f"an order for client {task.client} came to client {self.number(context)}")
+        place = Place(self.model(), self._federation(context, task.client))
+        plan = Plan(self.method, self.local, self.update, order.seed, place.fingerprint)
+        _require_agreement(plan, order)
+        recalled = recall(context.state, order.taken)
+        if recalled.lost and task.shared:
+            raise FederationError(
+                f"client {task.client} has lost what it kept in round {order.taken}, which {self.method} cannot do "
+                "without: begin a new federation"
+            )
+        numbers["forgot"] = recalled.lost and self.update.decay is not None
+        outcome = place.do(plan, Job(task, recalled.kept))
+        if isinstance(outcome, Lost):
+            return outcome
+        propose(context.state, task.round, outcome.kept)
+        return Done(outcome.update, Kept())
+
+    def _federation(self, context: Context, client: int) -> Federation:
+        if isinstance(self.clients, Federation):
+            if client >= self.clients.clients:
+                raise FederationError(f"client {client} is none of this federation's {self.clients.clients}")
+            return self.clients
+        own = self.clients
+        return Federation(client + 1, lambda _: own(context))
+
+
+def _require_agreement(plan: Plan, order: Order) -> None:
+    for name, here in settings_of(plan).items():
+        there = order.settings.get(name)
+        if there != here:
+            raise FederationError(
+                f"the server has {name} {there} and client {order.task.client} has {here}: give both the same settings"
+            )
+
+
+def client_app(
+    model: Callable[[], nn.Module],
+    clients: Federation | Callable[[Context], Client],
+    *,
+    local: SGD,
+    method: Method | None = None,
+    update: str | Sending = "none",
+    number: Number = partition_id,
+    mods: Sequence[Any] = (),
+) -> ClientApp:
+    """Return a ClientApp that trains by `gradwire.federated.train`, for a `FederatedStrategy`.
+
+    What a client keeps (error memory, a control variate) lies in the state that Flower holds for its node, in two
+    versions: an update that was refused or lost, or whose round was given up, costs nothing of it. Flower gives a node
+    new state in every run. Where a run goes on from a saved server, error memory therefore begins anew, which the
+    strategy warns of, and clients with control variates refuse to go on.
+
+    Args:
+        model: makes a model with the structure of the server's.
+        clients: all clients by number; or what makes this node's own one, where a node has no other's data.
+        local, method, update: as the `Server` has them. The strategy sends along what it has, and clients that have
+            something else take no part.
+        number: which client a node is; its `partition-id` by default.
+        mods: of Flower, around the training.
+
+    Raises:
+        SpecError, CompositionError: an `update` that cannot be read.
+
+    >>> import torch
+    >>> app = client_app(lambda: torch.nn.Linear(1, 1), Federation(2, lambda i: Client(1, loss)), local=SGD(lr=0.1))
+    >>> type(app).__name__
+    'ClientApp'
+    """
+    node = _Node(model, clients, local, method or FedAvg(), Sending.of(update), number)
+    app = ClientApp()
+    app.train(mods=list(mods))(node.train)
+    app.query(WHO.partition(".")[2])(node.who)
+    return app

@@ -1,0 +1,175 @@
+"""Hogwild! for a training script: the ranks of one machine step one copy of the model in shared memory."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import socket
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from gradwire.asynchronous.names import Names
+from gradwire.asynchronous.together import Together
+from gradwire.core.errors import AttachError, StepError
+from gradwire.session.names import named
+from gradwire.sync.alike import require_same_start
+from gradwire.sync.wrapper import Wrapper
+
+_MEMORY = Path("/dev/shm")
+
+
+class HogwildOptimizer(Wrapper):
+    """Steps an inner optimizer whose parameters all ranks of this machine share, without locks (Recht et al. 2011).
+
+    Each of n ranks makes steps of lr / n, so n of them move as far as one synchronous step of the mean, and learning
+    rates need no change. Nothing is sent. Each rank's optimizer has a state of its own. What is atomic and what is not
+    is said at `gradwire.asynchronous.processes.hogwild`; it is for sparse updates, which seldom meet.
+
+    Args:
+        inner: the optimizer of this rank. From now on only this one steps it.
+        model: alike on all ranks, on the CPU.
+        group: the ranks; the default group by default.
+        deadline_s: seconds to wait for the others at the beginning and the end.
+
+    Attributes:
+        version: steps that all ranks have made, as far as this one has seen.
+
+    Raises:
+        AttachError: ranks on several machines, a model that is not on the CPU, or different models.
+        CommunicationError: a rank that does not come.
+
+    Example:
+        optimizer = HogwildOptimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    """
+
+    def __init__(
+        self, inner: Optimizer, model: nn.Module, group: dist.ProcessGroup | None = None, *, deadline_s: float = 600.0
+    ) -> None:
+        self.model = model
+        self._parameters = named(model)
+        if any(parameter.device.type != "cpu" for parameter in self._parameters.values()):
+            raise AttachError("Hogwild! shares the memory of the CPU: have the model there, or push to servers (asgd)")
+        self._together = Together("HogwildOptimizer", group, deadline_s)
+        self.rank = dist.get_rank(group)
+        names = Names(self._parameters)
+        self._require_one_machine()
+        require_same_start("Hogwild!", self._parameters, self._together)
+        values, self._counts = self._mapped(names.flat(self._parameters), dist.get_world_size(group))
+        for name, shared in names.named(values).items():
+            self._parameters[name].data = shared
+        super().__init__(inner)
+        self._is_open = True
+
+    def _require_one_machine(self) -> None:
+        machines = {str(name) for name in self._together.say(_machine())}
+        if len(machines) > 1:
+            raise AttachError(f"Hogwild! shares one machine's memory, and ranks are on {len(machines)} machines: push "
+                              "to servers instead (asgd, ssp or dcasgd)")  # fmt: skip
+
+    def _mapped(self, values: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
+        """One copy of the values, and of a count for each rank, in memory that all ranks map."""
+        path = _MEMORY / f"gradwire-{self._together.say(secrets.token_hex(8))[0]}"
+        counts_at = -(-values.nbytes // 64) * 64  # counts begin in a cache line of their own
+        nbytes = counts_at + 64 * ranks
+        if self.rank == 0:
+            path.touch(mode=0o600, exist_ok=False)
+            torch.from_file(str(path), shared=True, size=nbytes, dtype=torch.uint8).zero_()
+        self._together.say("memory is made")
+        memory = torch.from_file(str(path), shared=True, size=nbytes, dtype=torch.uint8)
+        shared = memory[: values.nbytes].view(values.dtype)
+        if self.rank == 0:
+            shared.copy_(values)
+        self._together.say("memory is mapped")
+        if self.rank == 0:
+            path.unlink()  # it lives as long as a process maps it
+        return shared, memory[counts_at:].view(torch.int64)[:: 64 // 8]
+
+    def step(self, closure: Any = None) -> Any:
+        """Step the inner optimizer on what all ranks share; return the loss.
+
+        Raises:
+            StepError: after `finish` or `close`.
+        """
+        if not self._is_open:
+            raise StepError("this optimizer has finished: make a new one to go on from the model as it is")
+        return super().step(closure)
+
+    def step_inner(self, closure: Any) -> Any:
+        """The inner optimizer's step, with a share of its learning rates."""
+        rates = [group["lr"] for group in self.inner.param_groups]
+        try:
+            for group, rate in zip(self.inner.param_groups, rates, strict=True):
+                group["lr"] = rate / self._counts.numel()
+            return super().step_inner(closure)
+        finally:
+            for group, rate in zip(self.inner.param_groups, rates, strict=True):
+                group["lr"] = rate
+
+    def after_step(self) -> None:
+        """Count."""
+        self._counts[self.rank] += 1
+
+    @property
+    def version(self) -> int:
+        """Steps that all ranks have made."""
+        return int(self._counts.sum())
+
+    @property
+    def sent_bytes(self) -> int:
+        """Nothing."""
+        return 0
+
+    @property
+    def waited_s(self) -> float:
+        """Nobody waits."""
+        return 0.0
+
+    @property
+    def coded_s(self) -> float:
+        """Nothing is coded."""
+        return 0.0
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Generator[None]:
+        """In a `with` block the model is a copy of what is shared as it is now; others go on without it."""
+        shared = {name: parameter.data for name, parameter in self._parameters.items()}
+        try:
+            self._own_copies()
+            yield
+        finally:
+            for name, parameter in self._parameters.items():
+                parameter.data = shared[name]
+
+    def _own_copies(self) -> None:
+        for parameter in self._parameters.values():
+            parameter.data = parameter.data.clone()
+
+    def described(self) -> str:
+        """What this is, in a line."""
+        return f"{type(self.inner).__name__} on shared memory"
+
+    def finish(self) -> None:
+        """End training on all ranks, each of which calls this: afterwards each has a copy of its own of one model.
+
+        Raises:
+            CommunicationError: a rank that does not come.
+        """
+        self._together.say("has stepped")
+        self._own_copies()
+        self.close()
+
+    def close(self) -> None:
+        """Step no more."""
+        self._is_open = False
+
+
+def _machine() -> str:
+    """What tells one running system from another."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return boot.read_text() if boot.exists() else socket.gethostname()

@@ -1,0 +1,230 @@
+"""The spec language of `gradwire.asynchronous`: `ssp:4`, `dcasgd:2`, `asgd:rate=hyperbolic,update=topk:0.05`.
+
+    spec    = name [":" item {"," item}]
+    item    = option "=" value, or first of all the value of the name's main option: `ssp:4`
+    value   = text, or "(" text ")" where the text has commas of its own: `update=(topk:0.05,decay=0.9)`
+
+`update` says how pushes travel, by a codec's spec, and `H` how many local steps are made between two pushes. `hogwild`
+has no server and no messages: the ranks must be processes of one machine, which change one copy of the model in shared
+memory.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Unpack
+
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from gradwire.asynchronous.hogwild_optimizer import HogwildOptimizer
+from gradwire.asynchronous.lengths import Fixed, Length
+from gradwire.asynchronous.optimizer import AsynchronousOptimizer, Where
+from gradwire.asynchronous.pace import Bounded, Free, Pace
+from gradwire.asynchronous.rates import Constant, Hyperbolic, Inverse, Rate, RootHyperbolic
+from gradwire.asynchronous.rules import ASGD, AdaptiveDCASGD, Rule
+from gradwire.core.method_spec import name_of, read
+from gradwire.core.options import Option, options_of
+from gradwire.sending import Sending
+
+Unwaiting = AsynchronousOptimizer | HogwildOptimizer
+"""An optimizer whose ranks do not wait for each other."""
+
+_RATES: Mapping[str, Rate] = {
+    "constant": Constant(),
+    "inverse": Inverse(),
+    "hyperbolic": Hyperbolic(),
+    "root": RootHyperbolic(),
+}
+
+
+class AsyncMethod(ABC):
+    """A name of this language and what it makes.
+
+    Attributes:
+        summary: what is computed.
+        example: a spec that works.
+        main: the option whose value may stand alone behind the colon.
+        options: what may be written, by name.
+    """
+
+    summary: str
+    example: str
+    main: str
+    options: Mapping[str, Option]
+
+    @abstractmethod
+    def check(self, given: Mapping[str, Any]) -> None:
+        """Refuse options that do not fit together."""
+
+    @abstractmethod
+    def optimizer(self, given: Mapping[str, Any], inner: Optimizer, model: nn.Module, where: Where) -> Unwaiting:
+        """Return the optimizer to step in place of `inner`."""
+
+
+@dataclass(frozen=True)
+class Pushing:
+    """Options of every method that pushes to servers."""
+
+    update: str = "none"
+    H: int = 1
+
+    @property
+    def sending(self) -> Sending:
+        """How pushes travel."""
+        return Sending.of(self.update)
+
+    @property
+    def length(self) -> Length:
+        """Local steps between pushes."""
+        return Fixed(self.H)
+
+
+@dataclass(frozen=True)
+class Plain(Pushing):
+    """Options of `asgd`, see `ASGD`."""
+
+    rate: Literal["constant", "inverse", "hyperbolic", "root"] = "constant"
+
+    @property
+    def pace(self) -> Pace:
+        """Nobody waits."""
+        return Free()
+
+    def rule(self, workers: int) -> Rule:
+        """A step of the mean."""
+        return ASGD(1 / workers, _RATES[self.rate])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stale(Plain):
+    """Options of `ssp`, see `Bounded`."""
+
+    staleness: int
+
+    @property
+    def pace(self) -> Pace:
+        """Within the bound."""
+        return Bounded(self.staleness)
+
+
+@dataclass(frozen=True)
+class Compensated(Pushing):
+    """Options of `dcasgd`, see `AdaptiveDCASGD`.
+
+    What is pushed is a step and no gradient, eta times as long with SGD. Compensation by g*g / sqrt(v) is of the length
+    of g, so it is right for steps of any length, where that of DC-ASGD-c would depend on eta.
+    """
+
+    strength: float = 2.0
+    decay: float = 0.95
+
+    @property
+    def pace(self) -> Pace:
+        """Nobody waits."""
+        return Free()
+
+    def rule(self, workers: int) -> Rule:
+        """A compensated step of the mean."""
+        return AdaptiveDCASGD(1 / workers, self.strength, self.decay)
+
+
+class Served(AsyncMethod):
+    """A method whose ranks push to servers."""
+
+    def __init__(self, kind: type[Plain | Compensated], summary: str, example: str, main: str) -> None:
+        self._kind, self.summary, self.example, self.main = kind, summary, example, main
+        self.options = options_of(kind)
+
+    def check(self, given: Mapping[str, Any]) -> None:
+        """Make every part, for two workers."""
+        _parts(self._kind(**given), workers=2)
+
+    def optimizer(
+        self, given: Mapping[str, Any], inner: Optimizer, model: nn.Module, where: Where
+    ) -> AsynchronousOptimizer:
+        """Wrap the inner optimizer."""
+        workers = dist.get_world_size(where.get("group"))
+        rule, pace, length, sending = _parts(self._kind(**given), workers)
+        return AsynchronousOptimizer(inner, model, rule, pace=pace, length=length, sending=sending, **where)
+
+
+def _parts(made: Plain | Compensated, workers: int) -> tuple[Rule, Pace, Length, Sending]:
+    """What options say, for so many workers."""
+    return made.rule(workers), made.pace, made.length, made.sending
+
+
+class SharedMemory(AsyncMethod):
+    """A method whose ranks change one copy of the model."""
+
+    summary = "Hogwild!: processes of one machine change one model without locks"
+    example, main = "hogwild", ""
+    options: Mapping[str, Option] = {}
+
+    def check(self, given: Mapping[str, Any]) -> None:
+        """There is nothing to be written."""
+
+    def optimizer(self, given: Mapping[str, Any], inner: Optimizer, model: nn.Module, where: Where) -> HogwildOptimizer:
+        """Put the model into shared memory."""
+        return HogwildOptimizer(inner, model, where.get("group"), deadline_s=where.get("deadline_s", 600.0))
+
+
+METHODS: Mapping[str, AsyncMethod] = {
+    "asgd": Served(Plain, "asynchronous SGD: nobody waits for anybody", "asgd:rate=hyperbolic", "rate"),
+    "ssp": Served(Stale, "bounded staleness: nobody is more than s + 1 pushes ahead", "ssp:4", "staleness"),
+    "dcasgd": Served(Compensated, "asynchronous, and compensated for staleness", "dcasgd:0.5", "strength"),
+    "hogwild": SharedMemory(),
+}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A spec that was read.
+
+    >>> parse("ssp:4,update=(topk:0.1,decay=0.5)").options
+    {'staleness': 4, 'update': 'topk:0.1,decay=0.5'}
+    """
+
+    spec: str
+    method: AsyncMethod = field(repr=False)
+    options: Mapping[str, Any]
+
+    def optimizer(self, inner: Optimizer, model: nn.Module, **where: Unpack[Where]) -> Unwaiting:
+        """Return the optimizer to step in place of `inner`; `finish` it in the end.
+
+        Args:
+            inner: the script's own optimizer of the model.
+            model: alike on all ranks, and not wrapped in `DistributedDataParallel`.
+            where: `group`, `seed`, `deadline_s` and `address` of `AsynchronousOptimizer`.
+
+        Raises:
+            GradwireError: as the class that the spec names.
+        """
+        return self.method.optimizer(self.options, inner, model, where)
+
+
+def is_asynchronous(spec: str) -> bool:
+    """Whether a spec is of this language.
+
+    >>> is_asynchronous("ssp:4"), is_asynchronous("local:H=8")
+    (True, False)
+    """
+    return name_of(spec) in METHODS
+
+
+def parse(spec: str) -> Recipe:
+    """Read a spec.
+
+    Raises:
+        SpecError: an unknown name or option, or a value that cannot be read.
+        CompositionError: options that cannot be.
+
+    >>> parse("ssp:-1")
+    Traceback (most recent call last):
+        ...
+    gradwire.core.errors.CompositionError: a staleness of -1: it is 0, which is synchronous, or more
+    """
+    return Recipe(spec, *read(spec, METHODS, "gradwire.asynchronous"))

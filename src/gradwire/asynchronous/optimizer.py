@@ -1,0 +1,255 @@
+"""An optimizer whose steps are pushed to servers, for a training script of ranks that do not wait for each other."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, TypedDict
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from gradwire.asynchronous.lengths import Fixed, Length
+from gradwire.asynchronous.names import Names
+from gradwire.asynchronous.pace import Free, Pace
+from gradwire.asynchronous.parts import named as named_part
+from gradwire.asynchronous.parts import seed_of, sizes
+from gradwire.asynchronous.remote_servers import Connection, Granted, RemoteServers
+from gradwire.asynchronous.rules import ASGD, Rule
+from gradwire.asynchronous.server import Server
+from gradwire.asynchronous.sockets.frames import SECRET
+from gradwire.asynchronous.sockets.host import Host
+from gradwire.asynchronous.sockets.line import Far
+from gradwire.asynchronous.together import Together
+from gradwire.core.errors import CommunicationError, StepError
+from gradwire.sending import Sending
+from gradwire.session.names import named
+from gradwire.sync.alike import require_same_start
+from gradwire.sync.lent import lent, write_
+from gradwire.sync.wrapper import Wrapper
+
+
+class Where(TypedDict, total=False):
+    """What every method may be told beside its spec, see `AsynchronousOptimizer`."""
+
+    group: dist.ProcessGroup | None
+    seed: int
+    deadline_s: float
+    address: str | None
+
+
+class AsynchronousOptimizer(Wrapper):
+    """Steps an inner optimizer, and pushes what the step changed to servers that add it to everybody's parameters.
+
+        loop: inner step from w_pulled to w_after; push w_pulled - w_after; go on from what the servers have now
+
+    Every rank of the process group is a worker, and a server of an even part of the parameters beside. So a rank sends
+    as much as in a ring all-reduce: (n - 1) / n of the parameters as pushes, and as much to the workers that pull its
+    part. Ranks step as often as each can. What they push is scaled by the rule: `ASGD(1 / n)`, the default, makes n
+    pushes move as far as one synchronous step of the mean.
+
+    Buffers, such as running statistics, are not pushed: each rank has its own. A rank that ends takes its part with it,
+    and all others raise; `gradwire.asynchronous.processes` and Ray are for workers that come and go. A checkpoint is
+    the model after `finish` and the inner optimizer's state: servers' memory and what codecs owe begin anew.
+
+    Args:
+        inner: the optimizer of this rank. From now on only this one steps it.
+        model: alike on all ranks, and not wrapped in `DistributedDataParallel`.
+        rule: what becomes of a push, alike on all ranks.
+        pace: who may start when; free by default.
+        length: local steps between pushes; 1 by default.
+        sending: how pushes travel. Parameters travel as they are.
+        group: the ranks; the default group by default.
+        seed: of what codecs draw at random.
+        deadline_s: seconds to wait for an answer. Under a bound it may be as long as the slowest worker's step.
+        address: of this machine, as the others reach it; by default the one by which it reaches MASTER_ADDR.
+
+    Attributes:
+        version: updates that had been made when this rank was last told, by the server of the first part.
+        waited_s: seconds spent in pushes and pulls so far.
+
+    Raises:
+        AttachError: ranks that begin with different models or settings.
+        CommunicationError: a rank that does not come or cannot be reached.
+
+    Example:
+        optimizer = AsynchronousOptimizer(torch.optim.SGD(model.parameters(), 0.1), model, pace=Bounded(4))
+        while optimizer.version < pushes:
+            ...; optimizer.step()
+        optimizer.finish()
+    """
+
+    def __init__(
+        self,
+        inner: Optimizer,
+        model: nn.Module,
+        rule: Rule | None = None,
+        *,
+        pace: Pace | None = None,
+        length: Length | None = None,
+        sending: Sending | None = None,
+        group: dist.ProcessGroup | None = None,
+        seed: int = 0,
+        deadline_s: float = 600.0,
+        address: str | None = None,
+    ) -> None:
+        self.model, self.deadline_s, self.waited_s = model, deadline_s, 0.0
+        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        self._parameters = named(model)
+        self._names = Names(self._parameters)
+        self._together = Together("AsynchronousOptimizer", group, deadline_s)
+        rule, sending = rule or ASGD(1 / self.world_size), sending or Sending()
+        parts = [part.clone() for part in self._flat().split(sizes(self._names.numel, self.world_size))]
+        settings = f"{rule!r}, {pace!r}, {length!r}, {sending!r}, seed {seed}"
+        require_same_start(settings, self._parameters, self._together)
+        server = Server(
+            named_part(parts[self.rank]),
+            rule,
+            workers=self.world_size,
+            pace=pace or Free(),
+            length=length or Fixed(),
+            sending=sending,
+            seed=seed_of(seed, self.rank),
+        )
+        self._host, connections = self._connected(server, max(part.nbytes for part in parts), address)
+        self._servers = RemoteServers(
+            connections, parts, self.rank, sending=sending, seed=seed, deadline_s=self.deadline_s
+        )
+        super().__init__(inner)
+        self._described = f"{type(inner).__name__} pushed by {settings}"
+        self._is_open = True
+        self._pull(self._servers.join())
+
+    def _connected(self, server: Server, most: int, address: str | None) -> tuple[Host, list[Connection]]:
+        """This rank's server, and connections to those of all ranks."""
+        secret = bytes.fromhex(self._together.say(secrets.token_hex(SECRET))[0])
+        host = Host(server, address or _own_address(), secret)
+        connections: list[Connection] = []
+        try:
+            for rank, there in enumerate(self._together.say(list(host.address))):
+                connections.append(host.near() if rank == self.rank else self._far(rank, there, secret, most))
+        except BaseException:
+            host.close()
+            raise
+        return host, connections
+
+    def _far(self, rank: int, there: Sequence[Any], secret: bytes, most: int) -> Far:
+        name, port = there
+        try:
+            return Far((str(name), int(port)), secret, most, self.deadline_s)
+        except OSError as error:
+            raise CommunicationError(
+                f"rank {self.rank} cannot reach rank {rank}'s server at {name}:{port} ({error}): pass address= where a "
+                "host has several",
+                (rank,),
+            ) from error
+
+    # Steps -------------------------------------------------------------------------------------------------------
+
+    def step(self, closure: Any = None) -> Any:
+        """Step the inner optimizer, push where that is due, and go on from what the servers have; return the loss.
+
+        Raises:
+            StepError: a change that is not finite, or after `finish` or `close`. Nothing was pushed then.
+            CommunicationError: a rank that has ended or does not answer.
+        """
+        self._require_open()
+        return super().step(closure)
+
+    def after_step(self) -> None:
+        """Push, if enough local steps were made."""
+        self._since += 1
+        if self._since < self._granted.steps:
+            return
+        begun = time.perf_counter()
+        self._pull(self._servers.push(self._granted.values - self._flat(), 0.0, begun - self._began_s))
+        self.waited_s += time.perf_counter() - begun
+
+    def _pull(self, granted: Granted) -> None:
+        self._granted, self._since = granted, 0
+        write_(self._parameters, self._names.named(granted.values))
+        self._began_s = time.perf_counter()
+
+    def _flat(self) -> Tensor:
+        return self._names.flat(self._parameters).cpu()
+
+    def _require_open(self) -> None:
+        if not self._is_open:
+            raise StepError("this optimizer has finished: make a new one to go on from the model as it is")
+
+    @property
+    def version(self) -> int:
+        """Updates that had been made when this rank was last told."""
+        return self._granted.version
+
+    @property
+    def sent_bytes(self) -> int:
+        """What this rank has sent to others so far: pushes, and parameters of its own part."""
+        pushed = sum(sent for server, sent in enumerate(self._servers.sent_bytes) if server != self.rank)
+        return pushed + self._host.sent_bytes
+
+    @property
+    def coded_s(self) -> float:
+        """Processor time that this rank has spent on coding its pushes so far."""
+        return self._servers.coded_s
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """In a `with` block the model is what the servers have now; afterwards this rank's own parameters are back."""
+        self._require_open()
+        return lent(self._parameters, self._names.named(self._servers.look()))
+
+    def described(self) -> str:
+        """What this is, in a line."""
+        return self._described
+
+    # The end -----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """End training on all ranks, each of which calls this: afterwards they have the same model, and no servers.
+
+        A rank that is here is waited for by nobody; it waits for the others. What it computed since its last push is
+        lost.
+
+        Raises:
+            CommunicationError: a rank that does not come or has ended.
+        """
+        self._require_open()
+        self._servers.leave()
+        self._together.say("has pushed")
+        write_(self._parameters, self._names.named(self._servers.look()))
+        self._together.say("has the model")
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the servers; other ranks that still train raise. A second call does nothing."""
+        if self._is_open:
+            self._is_open = False
+            self._servers.close()
+            self._host.close()
+
+
+def _own_address() -> str:
+    """The address of this machine by which it would reach the master.
+
+    Raises:
+        CommunicationError: no MASTER_ADDR, or no way there.
+    """
+    master = os.environ.get("MASTER_ADDR")
+    if master is None:
+        raise CommunicationError("MASTER_ADDR is not set: pass address=, the one of this machine that others reach")
+    try:
+        family, kind, _, _, there = socket.getaddrinfo(master, 1, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:  # UDP: connecting sends nothing
+            probe.connect(there)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise CommunicationError(
+            f"MASTER_ADDR={master} cannot be reached from here ({error}): pass address="
+        ) from error

@@ -1,0 +1,78 @@
+"""From messages to calls of the server's core, and from its grants to messages: what every transport has in common."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from gradwire.asynchronous.messages import Grant, Push
+from gradwire.asynchronous.server import Server
+from gradwire.asynchronous.wire import Kind, Message, plain
+from gradwire.core.errors import PushError
+
+NOTHING = torch.empty(0, dtype=torch.uint8)
+
+
+class Line(Protocol):
+    """A way to one worker."""
+
+    def say(self, message: Message, data: Tensor) -> None:
+        """Send a message with bytes; a worker that has just died is no error here, since its end is heard next."""
+        ...
+
+
+class Reception:
+    """Knows on which line each worker is. It does no I/O: a transport calls `hear` and `hang_up`, one at a time.
+
+    Args:
+        server: whose messages these are.
+    """
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+        self._lines: dict[int, Line] = {}
+
+    @property
+    def workers(self) -> list[int]:
+        """Who is here."""
+        return sorted(self._lines)
+
+    def hear(self, line: Line, message: Message, data: Tensor) -> None:
+        """Do what a worker asks for, and tell those whom it concerns."""
+        try:
+            if message.kind is Kind.JOIN:
+                self._join(line, message.grant.worker)
+            elif message.kind is Kind.PUSH:
+                self._receive(message, data)
+            elif message.kind is Kind.LEAVE:
+                self._grant(self.server.leave(message.grant.worker))
+            elif message.kind is Kind.LOOK:
+                line.say(message._replace(kind=Kind.VALUES), self._values())
+        except PushError as error:
+            line.say(message._replace(kind=Kind.REFUSED, text=str(error)), NOTHING)
+
+    def hang_up(self, line: Line) -> None:
+        """A line has ended: its worker counts no more, and those who waited for it go on."""
+        for worker in [worker for worker, known in self._lines.items() if known is line]:
+            del self._lines[worker]
+            self._grant(self.server.leave(worker))
+
+    def _join(self, line: Line, worker: int) -> None:
+        grants = self.server.join(worker)
+        self._lines[worker] = line
+        self._grant(grants)
+
+    def _receive(self, message: Message, data: Tensor) -> None:
+        push = Push(message.grant, data, message.fingerprint, message.loss, message.seconds)
+        self._grant(self.server.receive(push).grants)
+
+    def _grant(self, grants: Sequence[Grant]) -> None:
+        for grant in grants:
+            self._lines[grant.worker].say(plain(Kind.GRANT, grant.worker)._replace(grant=grant), self._values())
+
+    def _values(self) -> Tensor:
+        """A copy of the parameters as bytes: the server goes on while they are sent."""
+        return self.server.values.cpu().clone().view(torch.uint8)

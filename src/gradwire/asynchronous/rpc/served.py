@@ -1,0 +1,129 @@
+"""What processes may call of each other: functions that rpc finds by their names, and the desk behind them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import rpc
+from torch.distributed.rpc.functions import async_execution
+
+from gradwire.asynchronous.several.client import Line
+from gradwire.asynchronous.several.desk import Desk, Status
+from gradwire.asynchronous.several.journal import Row
+from gradwire.asynchronous.several.messages import Answer, Ask
+from gradwire.core.errors import CommunicationError
+
+FOREVER = 0.0
+"""As a timeout of rpc: a worker may wait at a server for as long as its bound says."""
+
+
+class Served:
+    """A desk whose callers are threads of rpc; one at a time gets in."""
+
+    def __init__(self, desk: Desk) -> None:
+        self._desk, self._lock = desk, threading.RLock()
+        self.failure = ""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `finish` was called."""
+        return self._desk.is_done
+
+    def ask(self, ask: Ask) -> torch.futures.Future[Answer]:
+        """Answer a worker, at once or later."""
+        answered: torch.futures.Future[Answer] = torch.futures.Future()
+        with self._lock:
+            try:
+                self._desk.ask(ask, answered.set_result)
+            except OSError as error:
+                self.failure = f"{type(error).__name__}: {error}"
+                raise
+        return answered
+
+    def look(self, dead: Sequence[int]) -> Status:
+        """As the desk's.
+
+        Raises:
+            CommunicationError: a snapshot could not be written.
+        """
+        with self._lock:
+            if self.failure:
+                raise CommunicationError(self.failure)
+            return self._desk.look(dead)
+
+    def finish(self) -> tuple[Tensor, list[Row], Status]:
+        """As the desk's."""
+        with self._lock:
+            return self._desk.finish()
+
+
+class Here:
+    """What this process is: a server with its desk, or a worker with those who want to know of its end."""
+
+    served: Served | None = None
+    ended: torch.futures.Future[None] | None = None
+
+
+HERE = Here()
+"""rpc calls functions and not objects, so that what they are about must be found from the module."""
+
+
+def desk() -> Served:
+    """This process's desk.
+
+    Raises:
+        CommunicationError: it is none of a server.
+    """
+    if HERE.served is None:
+        raise CommunicationError("this process is no server: give all processes the same number of servers")
+    return HERE.served
+
+
+@async_execution
+def ask(question: Ask) -> torch.futures.Future[Answer]:
+    """At a server: answer a worker."""
+    return desk().ask(question)
+
+
+def look(dead: Sequence[int]) -> Status:
+    """At a server: hear who is dead, and say how far it is."""
+    return desk().look(dead)
+
+
+def finish() -> tuple[Tensor, list[Row], Status]:
+    """At a server: end."""
+    return desk().finish()
+
+
+@async_execution
+def end_of_worker() -> torch.futures.Future[None]:
+    """At a worker: answered when it ends, so that a call that fails says that it died."""
+    if HERE.ended is None:
+        HERE.ended = torch.futures.Future()
+    return HERE.ended
+
+
+def line_to(name: str) -> Line:
+    """Return a line to the server of that name."""
+
+    def send(question: Ask) -> Future[Answer]:
+        answered: Future[Answer] = Future()
+
+        def hear(heard: torch.futures.Future[Any]) -> None:
+            try:
+                answered.set_result(heard.value())
+            except Exception as error:  # whatever rpc makes of a process that is gone
+                answered.set_exception(error)
+
+        try:
+            rpc.rpc_async(name, ask, args=(question,), timeout=FOREVER).add_done_callback(hear)
+        except RuntimeError as error:
+            answered.set_exception(error)
+        return answered
+
+    return send

@@ -1,0 +1,56 @@
+"""What the server of each part keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from gradwire.asynchronous.job import Job
+from gradwire.asynchronous.names import Names
+from gradwire.asynchronous.parts import seed_of, sizes
+from gradwire.asynchronous.server import Server
+
+
+def named_parts(like: Mapping[str, Tensor], servers: int) -> list[dict[str, Tensor]]:
+    """Return for each part the one tensor (d_p,) that its server keeps.
+
+    Its name tells the model and the elements, so that what is meant for another server or model is refused.
+
+    Args:
+        like: all parameters, by name. In their order they are one vector, which is cut as evenly as can be.
+        servers: S.
+
+    Raises:
+        CompositionError: no server, or more of them than parameters.
+
+    >>> import torch
+    >>> for part in named_parts({"x": torch.zeros(2), "y": torch.ones(3)}, 2):
+    ...     [(name, tensor)] = part.items()
+    ...     print(name.split(" of ")[0], tensor)
+    elements 0 to 3 tensor([0., 0., 1.])
+    elements 3 to 5 tensor([1., 1.])
+    """
+    names, found, begin = Names(like), list[dict[str, Tensor]](), 0
+    for piece in names.flat(like).split(sizes(names.numel, servers)):
+        end = begin + piece.numel()
+        found.append({f"elements {begin} to {end} of {names.numel} of {names.fingerprint}": piece})
+        begin = end
+    return found
+
+
+def server_of(job: Job, part: int, servers: int) -> Server:
+    """Return the core of a part's server, as the job begins.
+
+    Raises:
+        CompositionError: as `named_parts` and `Server`.
+    """
+    return Server(
+        named_parts(job.parameters, servers)[part],
+        job.rule,
+        workers=job.workers,
+        pace=job.pace,
+        length=job.length,
+        sending=job.sending,
+        seed=seed_of(job.seed, part),
+    )

@@ -1,0 +1,1 @@
+"""Servers and workers that talk over TCP, between machines."""

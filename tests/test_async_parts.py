@@ -1,0 +1,392 @@
+"""Parameters over several servers: random schedules of failures, and what a worker makes of servers that disagree."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import part_cases
+from async_cases import START, optimum, quadratic
+from gradwire import CommunicationError, CompositionError, PushError, StateError, StepError
+from gradwire.asynchronous import ASGD, Bounded, Grant, Matched, Result, Sending, Server, Worker
+from gradwire.asynchronous.job import Job
+from gradwire.asynchronous.several import (
+    Answer,
+    Ask,
+    Asked,
+    Client,
+    Desk,
+    Journal,
+    PartedWorker,
+    Row,
+    Said,
+    named_parts,
+    server_of,
+)
+from gradwire.codecs import QSGD, TopK
+
+Heard = list[Answer]
+
+
+def even(worker: int) -> Any:
+    return quadratic
+
+
+def job_of(**settings: Any) -> Job:
+    return Job(
+        START, ASGD(0.05), even, workers=settings.pop("workers", 2), pushes=settings.pop("pushes", 10**6), **settings
+    )
+
+
+class Bench:
+    """Desks and workers that hand messages to each other at once, in the order in which they were sent."""
+
+    def __init__(self, job: Job, servers: int, work: Any = quadratic) -> None:
+        self.job = job
+        self.desks = [Desk(job, part, servers) for part in range(servers)]
+        self.workers = [
+            PartedWorker(number, work, START, servers=servers, sending=job.sending, seed=job.seed, process=number)
+            for number in range(job.workers)
+        ]
+        self.open: list[Ask] = []
+        self.heard: list[tuple[Ask, Answer]] = []
+
+    def begin(self) -> None:
+        for worker in self.workers:
+            self.open += worker.begin()
+
+    def turn(self) -> None:
+        """Deliver all questions, then all answers."""
+        asks, self.open = self.open, []
+        for ask in asks:
+            self.desks[ask.server].ask(ask, functools.partial(self._hear, ask))
+        heard, self.heard = self.heard, []
+        for ask, answer in heard:
+            self.open += self.workers[ask.worker].hear(ask, answer)
+
+    def _hear(self, ask: Ask, answer: Answer) -> None:
+        self.heard.append((ask, answer))
+
+    def values(self) -> Tensor:
+        return torch.cat([desk.server.values for desk in self.desks])
+
+
+# Random schedules -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_random_schedules_keep_their_promises(block: int) -> None:
+    for seed in range(50 * block, 50 * (block + 1)):
+        part_cases.check(seed)
+
+
+@pytest.mark.parametrize(
+    ("desk", "what"),
+    [(part_cases.Own, "wait for ever|0 at"), (part_cases.Trusting, "counted twice|is not push|parameters lack")],
+)
+def test_the_watch_sees_servers_that_break_their_promises(desk: type[part_cases.MemoryDesk], what: str) -> None:
+    def check_all() -> None:
+        for seed in range(100):
+            part_cases.check(seed, desk)
+
+    with pytest.raises(part_cases.Broken, match=what):
+        check_all()
+
+
+def test_servers_with_clocks_of_their_own_would_wait_for_each_other_in_a_circle() -> None:
+    """The schedule in which it was found; with the workers' own clocks it goes on."""
+    with pytest.raises(part_cases.Broken, match="wait for ever"):
+        part_cases.check(1, part_cases.Own)
+    part_cases.check(1)
+
+
+# Parts ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("servers", [1, 2, 3, 8])
+def test_parts_are_even_and_put_together_again(servers: int) -> None:
+    start = {"x": torch.arange(5.0), "y": torch.arange(3.0)}
+    parts = [part for one in named_parts(start, servers) for part in one.values()]
+    assert torch.cat(parts).tolist() == [0, 1, 2, 3, 4, 0, 1, 2]
+    assert {len(part) for part in parts} <= {8 // servers, 8 // servers + 1}
+    with pytest.raises(CompositionError, match="9 servers for 8 parameters"):
+        named_parts(start, 9)
+
+
+def test_one_server_of_all_is_the_server() -> None:
+    job = job_of(workers=1)
+    bench, server, worker = Bench(job, 1), job.server(), Worker(quadratic, START)
+    bench.begin()
+    [grant] = server.join(0)
+    for _ in range(6):
+        bench.turn()
+    for _ in range(bench.desks[0].server.version):
+        [grant] = server.receive(worker.compute(grant, server.values.clone())).grants
+    assert server.version > 2
+    assert torch.equal(bench.values(), server.values)
+
+
+def test_parts_of_one_push_draw_different_bits() -> None:
+    """Three equal parts of equal numbers: rounded at random, they differ."""
+    start = {"x": torch.zeros(96)}
+    job = Job(start, ASGD(1.0), even, workers=1, pushes=9, sending=Sending(QSGD(3)))
+
+    def third(parameters: Mapping[str, Tensor], grant: Grant) -> Result:
+        return Result({"x": torch.linspace(0, 1, 32).repeat(3)}, 0.0)
+
+    worker = PartedWorker(0, third, start, servers=3, sending=job.sending)
+    asks = list(worker.begin())
+    asks = [join for ask in asks for join in worker.hear(ask, Answer(Said.HERE))]
+    granted = Answer(Said.GRANTED, Grant(0, 0, 0, 0, 1), torch.zeros(32))
+    pushes = [one.push for ask in asks for one in worker.hear(ask, granted)]
+    wires = [push.wire.tolist() for push in pushes if push is not None]
+    assert len(wires) == 3
+    assert wires[0] != wires[1] != wires[2] != wires[0]
+
+
+def test_a_push_at_the_wrong_server_is_refused() -> None:
+    bench = Bench(job_of(workers=1), 2)
+    bench.begin()
+    bench.turn()
+    bench.turn()
+    [first, second] = bench.open
+    heard: Heard = []
+    bench.desks[0].ask(second._replace(serial=9), heard.append)
+    assert "of another model" in heard[0].text
+    assert first.push is not None
+    bench.desks[0].ask(first._replace(worker=1, push=first.push), heard.append)
+    assert "worker 1 sent a push of worker 0" in heard[1].text
+    assert bench.desks[0].server.version == 0
+
+
+# Servers that disagree ------------------------------------------------------------------------------------------
+
+
+def test_a_push_refused_at_one_server_is_taken_back_there_alone() -> None:
+    """Its memory there is that of before, its part has an update less, and both go on."""
+    bench = Bench(job_of(workers=1, sending=Sending(TopK(0.25), decay=1.0)), 2)
+    bench.begin()
+    for _ in range(3):
+        bench.turn()
+    pushers = [seat.pusher for seat in bench.workers[0]._seats]  # pyright: ignore[reportPrivateUsage]
+    damaged = bench.open[1]
+    assert damaged.push is not None
+    bench.open[1] = damaged._replace(push=damaged.push._replace(fingerprint=1))
+    before = pushers[1].memory
+    for _ in range(3):
+        bench.turn()
+    assert [desk.server.version for desk in bench.desks] == [3, 2]
+    assert [desk.server.clocks.completed for desk in bench.desks] == [[3], [3]]
+    assert pushers[1].memory is not None
+    assert pushers[1].memory is not before
+    for _ in range(200):
+        bench.turn()
+    versions = [desk.server.version for desk in bench.desks]
+    assert versions[0] == versions[1] + 1
+    best = torch.cat([tensor.reshape(-1) for tensor in optimum(0).values()])
+    assert (bench.values() - best).abs().max() < 0.05
+
+
+def test_the_fewest_steps_are_agreed_to_and_every_server_finds_the_same_speed() -> None:
+    made: list[int] = []
+
+    def counted(parameters: Mapping[str, Tensor], grant: Grant) -> Result:
+        made.append(grant.steps)
+        time.sleep(0.01)
+        return quadratic(parameters, grant)
+
+    worker = PartedWorker(0, counted, START, servers=2)
+    asks = [join for ask in worker.begin() for join in worker.hear(ask, Answer(Said.HERE))]
+    answers = [Answer(Said.GRANTED, Grant(0, 4, 9, 0, steps), torch.ones(4, dtype=torch.float64)) for steps in (8, 2)]
+    pushes = [one.push for ask, answer in zip(asks, answers, strict=True) for one in worker.hear(ask, answer)]
+    assert made == [2]
+    speeds = [push.grant.steps / push.seconds for push in pushes if push is not None]
+    assert speeds[0] == pytest.approx(speeds[1])
+    assert speeds[0] < 2 / 0.01
+
+
+def test_matched_steps_over_two_servers_stay_alike() -> None:
+    bench = Bench(job_of(length=Matched(8), pace=Bounded(0)), 2)
+    bench.begin()
+    for _ in range(20):
+        bench.turn()
+    speeds = [desk.server.state_dict()["speeds"] for desk in bench.desks]
+    assert speeds[0] == pytest.approx(speeds[1])
+
+
+def test_a_server_that_comes_back_as_it_was_before_its_restart_is_told() -> None:
+    worker = PartedWorker(0, quadratic, START, servers=1)
+    [join] = [join for ask in worker.begin() for join in worker.hear(ask, Answer(Said.HERE))]
+    values = torch.ones(8, dtype=torch.float64)
+    [push] = worker.hear(join, Answer(Said.GRANTED, Grant(0, 9, 9, 1, 1), values))
+    with pytest.raises(StateError, match="as it was before its restart 1, at version 3"):
+        worker.hear(push, Answer(Said.GRANTED, Grant(0, 3, 3, 0, 1), values))
+
+
+def test_a_worker_that_holds_a_grant_sees_that_its_server_was_restarted(tmp_path: Path) -> None:
+    """Others wait for it there, so it joins at once, and not when its push is refused."""
+    job = job_of(workers=1, folder=tmp_path)
+    first, heard = Desk(job, 0, 2), Heard()
+    worker = PartedWorker(0, quadratic, START, servers=2)
+    hellos = worker.begin()
+    first.ask(hellos[0], heard.append)
+    asks = [join for ask in hellos for join in worker.hear(ask, heard[0])]
+    first.ask(asks[0], heard.append)
+    assert worker.hear(asks[0], heard[1]) == []  # the other server has not granted anything yet
+    [look] = worker.look()
+    first.ask(look, heard.append)
+    assert worker.hear(look, heard[2]) == []
+    [look] = worker.look()
+    Desk(job, 0, 2, was_restarted=True).ask(look, heard.append)
+    [join] = worker.hear(look, heard[3])
+    assert (join.kind, join.server) == (Asked.JOIN, 0)
+
+
+def test_what_is_not_finite_is_sent_to_none() -> None:
+    def broken(parameters: Mapping[str, Tensor], grant: Grant) -> Result:
+        return Result({name: tensor * float("nan") for name, tensor in parameters.items()}, 0.0)
+
+    bench = Bench(job_of(workers=1), 2, broken)
+    bench.begin()
+    bench.turn()
+    with pytest.raises(StepError, match="not finite"):
+        bench.turn()
+
+
+def test_a_second_process_takes_a_workers_place() -> None:
+    """The first hears that it is gone, and neither waits for ever nor counts."""
+    bench = Bench(job_of(workers=1), 2)
+    bench.begin()
+    for _ in range(2):
+        bench.turn()
+    old = list(bench.open)
+    second = PartedWorker(0, quadratic, START, servers=2, process=77)
+    asks, heard = second.begin(), Heard()
+    for ask in asks:
+        bench.desks[ask.server].ask(ask, heard.append)
+    for ask in old:
+        bench.desks[ask.server].ask(ask, heard.append)
+    assert [answer.kind for answer in heard] == [Said.HERE, Said.HERE, Said.GONE, Said.GONE]
+    assert [ask.kind for ask in bench.workers[0].hear(old[0], heard[2])] == [Asked.HELLO] * 2
+    assert [desk.server.version for desk in bench.desks] == [0, 0]
+
+
+def test_an_unknown_worker_is_told() -> None:
+    desk = Desk(job_of(), 0, 2)
+    heard: Heard = []
+    desk.ask(Ask(Asked.HELLO, 0, 7, process=1, serial=1), heard.append)
+    assert heard[0].text == "worker 7 is unknown: this server has workers 0 to 1"
+    worker = PartedWorker(7, quadratic, START, servers=1)
+    with pytest.raises(PushError, match="worker 7 is unknown"):
+        worker.hear(worker.begin()[0], heard[0])
+
+
+def test_a_clock_below_zero_is_refused() -> None:
+    with pytest.raises(PushError, match="clocks are 0 or more"):
+        server_of(job_of(), 0, 2).join(0, -1)
+
+
+def test_who_never_came_is_not_waited_for() -> None:
+    now = [0.0]
+    job = job_of(pace=Bounded(0), patience_s=5.0)
+    desk = Desk(job, 0, 1, clock=lambda: now[0])
+    worker = PartedWorker(0, quadratic, START, servers=1, process=1)
+    heard: Heard = []
+    [ask] = worker.begin()
+    for _ in range(2):  # hello, and join
+        desk.ask(ask, heard.append)
+        [ask] = worker.hear(ask, heard[-1])
+    desk.ask(ask, heard.append)  # its first push; for the second it has to wait
+    assert len(heard) == 2
+    desk.look()
+    assert len(heard) == 2
+    now[0] = 6.0
+    desk.look()
+    assert [answer.kind for answer in heard] == [Said.HERE, Said.GRANTED, Said.GRANTED]
+
+
+# Snapshots and journals -----------------------------------------------------------------------------------------
+
+
+def test_a_desk_goes_on_from_its_folder(tmp_path: Path) -> None:
+    job = job_of(workers=1, folder=tmp_path, snapshot_every=2)
+    bench = Bench(job, 2)
+    bench.begin()
+    for _ in range(5):
+        bench.turn()
+    assert [desk.server.version for desk in bench.desks] == [3, 3]
+    again = Desk(job, 1, 2, was_restarted=True)
+    assert (again.server.version, again.server.life) == (2, 1)
+    assert [row.version for row in again.journal.rows()] == [0, 1, 2]
+    assert again.finish()[2] == (2, 1)
+    with pytest.raises(StateError, match="was restarted and finds no snapshot in"):
+        Desk(job_of(workers=1, folder=tmp_path / "empty"), 0, 2, was_restarted=True)
+    with pytest.raises(StateError):
+        Desk(job_of(workers=3, folder=tmp_path), 0, 2)
+
+
+def test_a_row_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    row = Row(1.5, 0, 1, 2, 3, 4, 0.25)
+    Journal(path).add(row)
+    with path.open("ab") as file:
+        file.write(b"half a row")
+    journal = Journal(path)
+    journal.add(row._replace(version=4))
+    assert Journal(path).rows() == [row, row._replace(version=4)]
+
+
+# Lines ----------------------------------------------------------------------------------------------------------
+
+
+def direct(desk: Desk, fails: list[int]) -> Any:
+    """A line to a desk in this process whose first questions fail."""
+
+    def line(ask: Ask) -> Future[Answer]:
+        answered: Future[Answer] = Future()
+        if fails:
+            fails.pop()
+            answered.set_exception(OSError("connection refused"))
+        else:
+            desk.ask(ask, answered.set_result)
+        return answered
+
+    return line
+
+
+def test_a_client_asks_again_until_its_servers_are_there() -> None:
+    job = job_of(workers=1, pushes=20)
+    desks = [Desk(job, part, 2) for part in range(2)]
+    worker = PartedWorker(0, quadratic, START, servers=2)
+
+    def line(ask: Ask) -> Future[Answer]:
+        if min(desk.server.version for desk in desks) >= job.pushes:
+            for desk in desks:
+                desk.finish()
+        return direct(desks[ask.server], [])(ask)
+
+    flaky = direct(desks[0], [1, 2, 3])
+    Client(worker, [lambda ask: flaky(ask) if desks[0].server.version < 3 else line(ask), line], 20.0).run()
+    assert [desk.server.version for desk in desks] == [20, 20]
+
+
+def test_a_client_gives_up_a_server_that_is_not_there() -> None:
+    desk = Desk(job_of(workers=1), 1, 2)
+    worker = PartedWorker(0, quadratic, START, servers=2)
+    with pytest.raises(CommunicationError, match=r"worker 0 finds no server 0 after . s: .*connection refused"):
+        Client(worker, [direct(desk, [0] * 100), direct(desk, [])], 0.3).run()
+
+
+def test_a_single_server_takes_clocks_too() -> None:
+    server = Server(START, ASGD(0.1), workers=2, pace=Bounded(0))
+    assert server.expect(0) == 0
+    assert server.join(0, 5) == []
+    assert [grant.worker for grant in server.join(1, 5)] == [0, 1]
