@@ -374,7 +374,7 @@ def test_a_resume_from_a_distributed_checkpoint_is_exact(spec: str, tmp_path: Pa
     again = run("distributed_load", 3, spec=spec, folder=str(tmp_path))
     assert [one["digest"] for one in again] == [one["digest"] for one in whole]
     assert {one["step"] for one in again} == {12}
-    assert all("saved by another method" in one["said"] or "Missing key" in one["said"] for one in again)
+    assert all("saved by another method" in one["said"] for one in again)
 
 
 @pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 4)])

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from gradwire.adapters.ddp import attach_ddp
 from gradwire.adapters.fsdp2.attach import attach_fsdp2
@@ -17,6 +16,9 @@ from gradwire.codecs import Codec
 from gradwire.core.errors import AttachError
 from gradwire.reducers.base import Reducer
 from gradwire.session import DEADLINE_S
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def attach(

@@ -5,17 +5,15 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from gradwire.adapters.fsdp2.form import ReplicaForm, ShardedForm, tensors_of
 from gradwire.adapters.fsdp2.gather import GatherPort, parameter_codec
 from gradwire.adapters.fsdp2.groups import Group, groups_of
 from gradwire.adapters.fsdp2.port import ReplicaPort, ScatterPort
-from gradwire.adapters.fsdp2.stateful import Stateful
 from gradwire.adapters.handle import Handle
 from gradwire.codecs import Codec
 from gradwire.core.errors import AttachError, StateError
@@ -23,6 +21,11 @@ from gradwire.reducers.base import Reducer
 from gradwire.session import Session
 from gradwire.session.agreement import is_alike
 from gradwire.session.lane import Lane
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from gradwire.adapters.fsdp2.stateful import Stateful
 
 WHAT = "gradwire.attach"
 
@@ -132,6 +135,8 @@ class ShardedHandle(Handle):
             dcp.save({"model": model.state_dict(), "gradwire": handle.stateful()}, checkpoint_id=folder)
             dcp.load({"model": model.state_dict(), "gradwire": handle.stateful(folder)}, checkpoint_id=folder)
         """
+        from gradwire.adapters.fsdp2.stateful import Stateful  # what it imports would make `import gradwire` slow
+
         if self._mesh is None:
             raise StateError("with replicate= save by gradwire.save, into a folder for each shard")
         return Stateful(self.session, self._mesh, checkpoint)

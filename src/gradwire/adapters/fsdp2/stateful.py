@@ -7,12 +7,13 @@ every rank writes and reads its own row, and a run with another number of ranks 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, zeros
 
@@ -22,7 +23,7 @@ from gradwire.core.saved_schema import VERSION, Saved
 from gradwire.drivers.interpreter import ask
 from gradwire.session import Session
 
-_HEAD, _SCALE = "head", "scale"
+_HEAD, _SCALE, _ELEMENT = "head", "scale", "element:"
 
 
 class Stateful:
@@ -34,12 +35,13 @@ class Stateful:
         checkpoint: the folder that will be loaded from; None to save.
 
     Raises:
-        StateError: a method that remembers something else than a value for each element.
+        StateError: a method that remembers something else than a value for each element, or a checkpoint of another.
     """
 
     def __init__(self, session: Session, mesh: DeviceMesh, checkpoint: str | Path | None = None) -> None:
         self._session, self._mesh = session, mesh
-        self._saved_by = session.transport.world_size if checkpoint is None else _ranks_of(Path(checkpoint))
+        keys = _rows(session.state_dict()).keys()
+        self._saved_by = session.transport.world_size if checkpoint is None else _ranks_of(Path(checkpoint), keys)
 
     def state_dict(self) -> dict[str, Tensor]:
         """This rank's part of what all ranks save, or the tensors that a load fills."""
@@ -88,7 +90,7 @@ def _rows(saved: Saved) -> dict[str, Tensor]:
     rows: dict[str, Tensor] = {}
     for name, leaves in saved["parameters"].items():
         for path, pieces in leaves.items():
-            if not path.startswith("element:"):
+            if not path.startswith(_ELEMENT):
                 raise StateError(f"{saved['reducer'][:80]} remembers more than an element's value: use gradwire.save")
             ordered = sorted(pieces, key=lambda piece: piece["start"])
             rows[f"{path} of {name}"] = torch.cat([piece["values"] for piece in ordered])
@@ -100,24 +102,17 @@ def _number(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
 
 
-def _ranks_of(folder: Path) -> int:
-    """How many ranks have saved, which is said by the shapes in PyTorch's own list of a checkpoint.
+def _ranks_of(folder: Path, keys: Collection[str]) -> int:
+    """How many ranks have saved these keys, which is said by the shapes in PyTorch's own list of a checkpoint.
 
     Raises:
-        StateError: there is nothing of gradwire's in it that was sharded over ranks.
+        StateError: there is nothing of gradwire's in it, or what another method remembers.
     """
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-
     metadata: Any = FileSystemReader(folder).read_metadata()
     found: Mapping[str, Any] = metadata.state_dict_metadata
-    for key, what in found.items():
-        if "element:" in key and " of " in key:
-            return int(what.size[0])
-    return _saved_without_memory(found, folder)
-
-
-def _saved_without_memory(found: Mapping[str, Any], folder: Path) -> int:
-    """Where nothing is owed the number of ranks does not matter."""
-    if any(key.endswith(f".{_HEAD}") for key in found):
-        return 1
-    raise StateError(f"{folder} has nothing of gradwire's in it: save handle.stateful() with the model")
+    if not any(key.split(".")[-1] == _HEAD for key in found):
+        raise StateError(f"{folder} has nothing of gradwire's in it: save handle.stateful() with the model")
+    saved = {key[key.index(_ELEMENT) :]: what for key, what in found.items() if _ELEMENT in key}
+    if saved.keys() != set(keys):
+        raise StateError(f"{folder} was saved by another method, or of another model: attach as it was, then load")
+    return next((int(what.size[0]) for what in saved.values()), 1)  # where nothing is owed it does not matter
