@@ -76,7 +76,7 @@ JOBS: dict[str, tuple[int, dict[str, Job]]] = {
 def outcomes(kind: str) -> list[dict[str, Any]]:
     """What every rank saw of all of these cases."""
     ranks, jobs = JOBS[kind]
-    return run("many", ranks, jobs=jobs, deadline_s=400)
+    return run("many", ranks, jobs=jobs, deadline_s=280)
 
 
 # The mean ---------------------------------------------------------------------------------------------------------
