@@ -74,14 +74,14 @@ class Watched(Server):
         own, slowest = self.books.clocks[worker], self.books.slowest
         return own - slowest <= self.staleness and own // self.every <= slowest // self.every
 
-    def join(self, worker: int) -> list[Grant]:
+    def join(self, worker: int, clock: int | None = None) -> list[Grant]:
         books = self.books
         if worker not in books.alive and books.alive:
             books.clocks[worker] = books.slowest
         books.alive.add(worker)
         books.here.add(worker)
         books.computing.discard(worker)
-        return self.looked_at(super().join(worker))
+        return self.looked_at(super().join(worker, clock))
 
     def leave(self, worker: int) -> list[Grant]:
         for known in (self.books.alive, self.books.here, self.books.computing):
