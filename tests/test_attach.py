@@ -106,7 +106,9 @@ def other_parallelism(kind: str) -> nn.Module:
         return replicate(nn.Linear(2, 2))
     if kind == "FSDP1":
         return FullyShardedDataParallel(nn.Linear(2, 2), device_id=torch.device("cpu"))
-    return fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (1,)))  # pyright: ignore[reportReturnType]
+    model = nn.Sequential(nn.Linear(2, 2))
+    fully_shard(model[0], mesh=init_device_mesh("cpu", (1,)))
+    return model
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -115,7 +117,8 @@ def test_other_ways_to_train_in_parallel_are_told_what_to_do_meanwhile(kind: str
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PyTorch's own, about shards of one rank
         model = other_parallelism(kind)
-    with pytest.raises(AttachError, match=f"{kind}.*does not serve yet.*DistributedDataParallel instead"):
+    instead = {"FSDP1": "fully_shard", "FSDP2": "give it to fully_shard too", "replicate": "DistributedDataParallel"}
+    with pytest.raises(AttachError, match=f"{kind}.*{instead[kind]}"):
         gradwire.attach(model, "none")  # type: ignore[arg-type]
 
 

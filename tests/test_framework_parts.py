@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from gradwire.adapters.ddp import Handle
 from gradwire.adapters.frameworks import attach_if_distributed, beside, load_if_there, require
+from gradwire.adapters.handle import Handle
 
 
 @pytest.fixture

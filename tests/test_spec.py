@@ -173,7 +173,8 @@ MEANT = {
 ADVISED = {
     "takes it as 'local:H=8,outer=int4'": ("localsgd:4", "local_sgd", "DiLoCo", "post_localSGD", "local:H=8"),
     "it is an optimizer of": ("dion:16", "0/1-adam"),
-    "sharded models are not served yet": ("fsdp", "fully_shard", "deepspeed", "zero3"),
+    "otherwise than by fully_shard": ("fsdp1", "deepspeed", "zero3"),
+    "attached to as they are": ("fsdp", "fully_shard", "hsdp"),
     "one bit is 'sign'": ("int1", "int0", "int16", "uint1"),
     "the optimizer to you": ("adam", "muon"),
     "int4,warmup=100": ("warmup", "warmup:100"),

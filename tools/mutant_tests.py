@@ -30,6 +30,8 @@ OPTIMIZERS: tuple[Stage, ...] = (("tests/test_optimizers.py", "-k", "not process
 ELASTIC: Stage = ("tests/test_elastic.py",)
 UNCHANGED: Stage = ("tests/test_run.py", "-k", "unchanged_script")
 GOSSIP: Stage = ("tests/test_gossip.py",)
+FSDP2: Stage = ("tests/test_fsdp2.py",)
+PARTS: Stage = ("tests/test_parts.py",)
 FLOWER: Stage = ("tests/test_flower.py",)
 
 FILES: dict[str, tuple[Stage, ...]] = {
@@ -64,6 +66,18 @@ FILES: dict[str, tuple[Stage, ...]] = {
     ),
     "drivers/window.py": (("src/gradwire/drivers/window.py", *ARITHMETIC), REPORT),
     "session/checkpoint.py": (("src/gradwire/session/checkpoint.py", "tests/test_handle.py"), CHECKPOINT),
+    "adapters/attach.py": ((*FSDP2, "-k", "gathers_no"), ATTACHED),
+    "adapters/handle.py": (("tests/test_handle.py",), ONE_RANK),
+    "adapters/fsdp2/attach.py": ((*FSDP2, "-k", "told_why or twice"), (*FSDP2, "-k", "copies"), FSDP2),
+    "adapters/fsdp2/comm.py": (FSDP2,),
+    "adapters/fsdp2/form.py": ((*FSDP2, "-k", "half or alike"), FSDP2),
+    "adapters/fsdp2/gather.py": ((*FSDP2, "-k", "spoil"), FSDP2),
+    "adapters/fsdp2/groups.py": ((*FSDP2, "-k", "told_why or twice"), FSDP2),
+    "adapters/fsdp2/port.py": (FSDP2,),
+    "adapters/fsdp2/rows.py": (FSDP2,),
+    "adapters/fsdp2/stateful.py": ((*FSDP2, "-k", "distributed"),),
+    "drivers/parts.py": (PARTS, FSDP2),
+    "session/form.py": (("tests/test_session.py",), (*FSDP2, "-k", "apart")),
     "adapters/buckets.py": (("src/gradwire/adapters/buckets.py", "tests/test_buckets.py"),),
     "adapters/communication.py": (("tests/test_handle.py",), ONE_RANK, ATTACHED, DDP),
     "session/lane.py": (

@@ -5,8 +5,9 @@ handle = gradwire.attach(ddp, "int4")
 """
 
 from gradwire import asynchronous, federated, sync
-from gradwire.adapters.ddp import Handle, attach
+from gradwire.adapters.attach import attach
 from gradwire.adapters.drift import watch_drift
+from gradwire.adapters.handle import Handle
 from gradwire.codecs.error_memory import ErrorMemory, compress
 from gradwire.core.errors import (
     AttachError,

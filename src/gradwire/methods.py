@@ -320,9 +320,14 @@ advise(
     ),
 )
 advise(
-    "sharded models are not served yet, so attach a method such as 'int4' to a DistributedDataParallel model",
-    *("fsdp", "fsdp1", "fsdp2", "fully_shard", "hsdp", "zero", "zero1", "zero2", "zero3", "zero++", "deepspeed"),
-    *("megatron", "tensor_parallel", "pipeline"),
+    "models that are sharded otherwise than by fully_shard (docs/fsdp2.md) are not served, so attach a method such as "
+    "'int4' to a DistributedDataParallel model",
+    *("fsdp1", "zero", "zero1", "zero2", "zero3", "deepspeed", "megatron", "tensor_parallel", "pipeline"),
+)
+advise(
+    "models of fully_shard are attached to as they are, by a method such as 'int8', and parameters='int8' compresses "
+    "what they gather (docs/fsdp2.md)",
+    *("fsdp", "fsdp2", "fully_shard", "hsdp", "zero++", "qsdp", "sdp4bit"),
 )
 advise(
     "neighbours mix models and not gradients, which gradwire.sync.Gossip does (docs/gossip.md); `gradwire compare` "

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from gradwire.adapters.ddp import Handle
 from gradwire.adapters.frameworks import attach_if_distributed, load_if_there, require
+from gradwire.adapters.handle import Handle
 from gradwire.core.errors import AttachError
 from gradwire.reducers.base import Reducer
 from gradwire.session.checkpoint import save

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.adapters.ddp import Handle
+from gradwire.adapters.handle import Handle
 from gradwire.adapters.unchanged import uncompiled
 from gradwire.core.errors import AttachError
 from gradwire.session.drift import check_drift, require_reaction

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.adapters.ddp import Handle, attach
+from gradwire.adapters.attach import attach
 from gradwire.adapters.drift import watch_drift
+from gradwire.adapters.handle import Handle
 from gradwire.core import save_folder
 from gradwire.core.errors import AttachError, StateError
 from gradwire.reducers.base import Reducer

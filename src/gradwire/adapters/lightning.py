@@ -12,8 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from gradwire.adapters.ddp import Handle
 from gradwire.adapters.frameworks import attach_if_distributed, beside, load_if_there, require
+from gradwire.adapters.handle import Handle
 from gradwire.reducers.base import Reducer
 from gradwire.session.checkpoint import save
 

@@ -56,7 +56,7 @@ def _require_unchanged(ddp: DistributedDataParallel, given: dict[str, Tensor]) -
             )
 
 
-def check(ddp: DistributedDataParallel) -> None:
+def check(ddp: nn.Module) -> None:
     """Refuse a model that cannot be served.
 
     Raises:
@@ -65,7 +65,7 @@ def check(ddp: DistributedDataParallel) -> None:
     for name, module in [("", ddp), *getattr(ddp, "module", ddp).named_modules()]:
         if (served_not := _other_parallelism(module)) is not None:
             raise AttachError(f"{served_not}{f' (at {name!r})' if name else ''}")
-    if not isinstance(ddp, DistributedDataParallel):  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not isinstance(ddp, DistributedDataParallel):
         if isinstance(getattr(ddp, "_orig_mod", None), DistributedDataParallel):
             raise AttachError("attach to the DistributedDataParallel model itself, before or after torch.compile")
         raise AttachError(f"attach wants a DistributedDataParallel model, got {type(ddp).__name__}; wrap it first")
@@ -83,17 +83,13 @@ def check(ddp: DistributedDataParallel) -> None:
             require_served(name, parameter.dtype, parameter.device)
 
 
-_INSTEAD = (
-    "which gradwire does not serve yet; if it fits on each device, wrap the module in DistributedDataParallel instead "
-    "and attach to that; if not, train without gradwire and halve what gradients send by "
-)
 _UNSERVED = {
     "ReplicateModule": "this model was given to `replicate`, which gradwire does not serve yet; "
     "wrap the module in DistributedDataParallel instead, which trains the same way, and attach to that",
-    "FSDPModule": f"this model was given to `fully_shard` (FSDP2), {_INSTEAD}"
-    "fully_shard(..., mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))",
-    "FullyShardedDataParallel": f"this model is in FullyShardedDataParallel (FSDP1), {_INSTEAD}"
-    "mixed_precision=MixedPrecision(reduce_dtype=torch.bfloat16)",
+    "FSDPModule": "a part of this model was given to `fully_shard` (FSDP2), and the model itself was not: give it to "
+    "fully_shard too, without DistributedDataParallel around it, and attach to it",
+    "FullyShardedDataParallel": "this model is in FullyShardedDataParallel (FSDP1), which is not served; give "
+    "the module to fully_shard (FSDP2) instead and attach to that, or wrap it in DistributedDataParallel if it fits",
 }
 """What to do about models of other ways to train in parallel, by the class that gives them away."""
 

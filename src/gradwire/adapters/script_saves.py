@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.adapters.ddp import Handle
 from gradwire.adapters.frameworks import beside
+from gradwire.adapters.handle import Handle
 from gradwire.adapters.unchanged import uncompiled
 from gradwire.core import save_folder
 from gradwire.core.errors import StateError

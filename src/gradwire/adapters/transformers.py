@@ -11,8 +11,8 @@ import functools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gradwire.adapters.ddp import Handle
 from gradwire.adapters.frameworks import attach_if_distributed, load_if_there, require
+from gradwire.adapters.handle import Handle
 from gradwire.reducers.base import Reducer
 from gradwire.session.checkpoint import save
 

@@ -16,7 +16,8 @@ from typing import Any, cast
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.adapters.ddp import Handle, attach
+from gradwire.adapters.attach import attach
+from gradwire.adapters.handle import Handle
 from gradwire.core.figures import si_bytes, significant
 
 Say = Callable[[str], None]

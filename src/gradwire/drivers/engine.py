@@ -65,7 +65,7 @@ class Stats(Traffic):
 
 
 @dataclass(eq=False)
-class _Slot:
+class Slot:
     """A unit with its buffer, its state and how much of its gradient is here."""
 
     unit: Unit
@@ -75,6 +75,7 @@ class _Slot:
 
     @property
     def grain(self) -> Grain:
+        """The unit's."""
         return self.unit.grain
 
 
@@ -94,7 +95,7 @@ class Engine:
         self.index = 0
         self.stats = Stats()
         self.dense_bytes = sum(unit.grain.numel * unit.grain.dtype.itemsize for unit in plan.units)
-        self._slots: list[_Slot] = [self._slot(unit) for unit in plan.units]
+        self._slots: list[Slot] = [self._slot(unit) for unit in plan.units]
         self._waves = plan.positions
         self._interpreter = Interpreter[Reduced](transport, self.stats)
         self._script: Script[list[Reduced]] | None = None
@@ -108,10 +109,12 @@ class Engine:
         """Where the step now under way stands."""
         return Step(self.index, self.transport.rank, self.transport.world_size, self.seed)
 
-    def _slot(self, unit: Unit) -> _Slot:
-        grain, reducer = unit
-        x = torch.empty(grain.numel, dtype=_buffer_dtype(unit), device=grain.device)
-        return _Slot(unit, reducer.init(grain, self.step()), x)
+    def _slot(self, unit: Unit) -> Slot:
+        return Slot(unit, unit.reducer.init(unit.grain, self.step()), self.buffer_for(unit))
+
+    def buffer_for(self, unit: Unit) -> Tensor:
+        """Memory for a unit's gradient."""
+        return torch.empty(unit.grain.numel, dtype=_buffer_dtype(unit), device=unit.grain.device)
 
     def begin(self, sink: Sink | None = None) -> None:
         """Get ready for a step's gradients.
@@ -186,8 +189,11 @@ class Engine:
         slots = [self._slots[i] for i in self._waves[wave]]
         if any(slot.missing for slot in slots):
             return None
-        step = self.step()
-        return [_program(slot, step) for slot in slots]
+        return [self.program(i) for i in self._waves[wave]]
+
+    def program(self, unit: int) -> Program:
+        """The program of a unit whose gradient is in its buffer."""
+        return _program(self._slots[unit], self.step())
 
     def _ended(self, unit: int, result: Reduced) -> Reduced:
         """Give a mean away, if somebody wants it at once."""
@@ -213,7 +219,7 @@ class Engine:
             self.stats.bad_steps += 1
             return
         for slot, new in zip(self._slots, fresh, strict=True):
-            slot.x = _spare(slot.state, new, slot.x)
+            slot.x = spare_buffer(slot.state, new, slot.x)
             slot.state = new
 
     def forget(self) -> None:
@@ -275,7 +281,7 @@ class Engine:
                     _restore(slot.grain, leaf, was.tensor, names, self.transport.rank)
 
 
-def _program(slot: _Slot, step: Step) -> Program:
+def _program(slot: Slot, step: Step) -> Program:
     """The program of a unit's gradient, and of what is carried over from another method."""
     grain, reducer = slot.unit
     state, carried = slot.state, slot.state.get(CARRIED)
@@ -294,7 +300,7 @@ def _buffer_dtype(unit: Unit) -> torch.dtype:
     return torch.float32 if keeps else unit.grain.dtype
 
 
-def _spare(old: State, new: State, x: Tensor) -> Tensor:
+def spare_buffer(old: State, new: State, x: Tensor) -> Tensor:
     """The buffer for the next gradient: `x`, or where a state kept that, the tensor it took the place of."""
     before = dict(walk(old))
     for path, leaf in walk(new):

@@ -18,6 +18,8 @@ ranks were sent the same and a tensor without data (`meta`) has its branch too.
   a median is not, nor is a choice by distances.
 - `carries_momentum`: what is sent contains momentum already, which nobody should add again.
 - `sums_in_halves`: sums over ranks are rounded to 16 bits, and estimates that are never corrected would drift by it.
+- `ends_alike`: every rank ends with the same result, bit for bit. What a model is trained by must say so, else replicas
+  would drift apart without a word.
 - `scatters`: each rank ends with its own shard of the mean only, the elements `owned`: what sharded training needs. It
   is called the mean all the same.
 - `shows_non_finite`: what is not finite on any rank shows in the mean that *every* rank ends with, so that nobody need
@@ -117,9 +119,28 @@ class Reducer(ABC):
         """Whether each rank ends with its own shard of the mean only."""
         return False
 
+    @property
+    def ends_alike(self) -> bool:
+        """Whether every rank ends with the same result, bit for bit: where all its parts do."""
+        return all(part.ends_alike for part in _parts(vars(self).values()))
+
     def owned(self, grain: Grain, step: Step) -> slice:
         """Return which elements of the grain this rank's result holds: all of them, or the rank's shard."""
         return slice(0, grain.numel)
+
+    def scattered(self) -> Reducer:
+        """Return the reducer that leaves each rank with its shard of what this one computes, without the rest.
+
+        Shards are those of `Shards(numel, ranks)`, whatever the codec is: what sharded training has already cut.
+
+        Raises:
+            CompositionError: there is none.
+
+        >>> from gradwire.spec import parse
+        >>> parse("int8,ef=off").scattered()
+        ShardwiseScatterReduce(codec=BlockInt(bits=8, block=256, stochastic=False))
+        """
+        raise CompositionError(f"{self} cannot be stopped halfway, when each rank has its shard of the mean")
 
     @property
     def carries_momentum(self) -> bool:
@@ -273,6 +294,20 @@ def require_whole(reducer: Reducer, what: str) -> Reducer:
     return reducer
 
 
+def require_alike(reducer: Reducer) -> Reducer:
+    """Return a reducer, if every rank ends with the same result.
+
+    Raises:
+        CompositionError: one whose results differ between ranks, so that models trained by them would drift apart.
+    """
+    if not (reducer.ends_alike or reducer.scatters):
+        raise CompositionError(
+            f"{type(reducer).__name__} ends with another result on each rank, and replicas that are trained by these "
+            "drift apart: gossip belongs into gradwire.sync.Gossip, which mixes parameters"
+        )
+    return reducer
+
+
 def _parts(values: Iterable[object]) -> Iterator[Reducer]:
     """The reducers among some values, in tuples too."""
     for value in values:
@@ -330,6 +365,10 @@ class Wrapper(Reducer):
     def repeatable(self) -> bool:
         """The inner reducer's."""
         return self.inner.repeatable
+
+    def scattered(self) -> Reducer:
+        """The same wrapper around what the inner reducer has for it."""
+        return self.around(self.inner.scattered())
 
     def init(self, grain: Grain, step: Step) -> State:
         """The inner reducer's."""

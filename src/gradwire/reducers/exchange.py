@@ -17,6 +17,7 @@ from gradwire.core.grain import Grain
 from gradwire.core.payload import Payload
 from gradwire.core.state import State
 from gradwire.reducers.base import Program, Reduced, Reducer, Step
+from gradwire.reducers.scatter_reduce import ShardwiseScatterReduce
 from gradwire.reducers.sent import SentAll, SentPayload
 from gradwire.reducers.sharding import Encode, sum_dtype
 
@@ -70,6 +71,10 @@ class AllReduce(Reducer):
         """The codec's."""
         return self.codec.shows_non_finite
 
+    def scattered(self) -> Reducer:
+        """The scatter-reduce of the same codec."""
+        return ShardwiseScatterReduce(self.codec)
+
     def init(self, grain: Grain, step: Step) -> State:
         """Nothing to remember."""
         return State()
@@ -122,6 +127,10 @@ class AllGather(Reducer):
     def shows_non_finite(self) -> bool:
         """The codec's."""
         return self.codec.shows_non_finite
+
+    def scattered(self) -> Reducer:
+        """The scatter-reduce of the same codec."""
+        return ShardwiseScatterReduce(self.codec)
 
     def init(self, grain: Grain, step: Step) -> State:
         """Nothing to remember."""

@@ -11,6 +11,7 @@ from gradwire.core import collective
 from gradwire.core.grain import Grain
 from gradwire.core.state import State
 from gradwire.reducers.base import Program, Reduced, Reducer, Step, Wrapper, as_reducer
+from gradwire.reducers.scatter_reduce import Scatter
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,16 @@ class Guard(Wrapper):
     def around(self, inner: Reducer) -> Reducer:
         """The same around another reducer."""
         return Guard(inner)
+
+    def scattered(self) -> Reducer:
+        """The same around the inner reducer's half; that half alone where nothing needs to be guarded.
+
+        What remembers nothing has nothing to protect, and a codec that shows what is not finite shows it to the owner
+        of the shard, as sharded training without compression would. So no flag is sent then.
+        """
+        inner = self.inner.scattered()
+        shows = isinstance(inner, Scatter) and inner.codec.shows_non_finite
+        return inner if shows else self.around(inner)
 
     def reduce(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:
         """The inner program, then one flag where the mean would not tell."""

@@ -99,6 +99,11 @@ class Partition(Reducer):
                 return reducer.assign(parameter)
         return self.default.assign(parameter)
 
+    def scattered(self) -> Reducer:
+        """The same policy over what its reducers have for it."""
+        rules = tuple((condition, reducer.scattered()) for condition, reducer in self.rules)
+        return Partition(rules, self.default.scattered())
+
     def unmet(self, names: Collection[str]) -> list[str]:
         """Its own globs that meet none of `names`, and those of its parts."""
         globs = [condition for condition, _ in self.rules if isinstance(condition, str)]

@@ -39,6 +39,11 @@ class Scatter(Reducer):
         return True
 
     @property
+    def ends_alike(self) -> bool:
+        """No: each rank with its own shard."""
+        return False
+
+    @property
     def lossless(self) -> bool:
         """The codec's."""
         return self.codec.lossless

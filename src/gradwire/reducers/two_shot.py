@@ -49,6 +49,10 @@ class _Halves(Reducer):
         """Where the second encoding loses nothing, or the owner keeps what it lost."""
         return self.gather.conserves
 
+    def scattered(self) -> Reducer:
+        """The first half, in shards that are coded one by one."""
+        return ShardwiseScatterReduce(self.codec)
+
     def init(self, grain: Grain, step: Step) -> State:
         """The owner's residual: zeros, one for each element of the shard."""
         return self.gather.init(grain, step)

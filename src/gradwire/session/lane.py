@@ -188,6 +188,17 @@ class Lane:
         """
         if self.driver.is_here():
             return job()
+        self.failures.begin()
+        answer = self.do(job, where)
+        self.failures.end()
+        return answer
+
+    def do(self, job: Callable[[], T], where: str) -> T:
+        """The same as a part of a step, which others have been told that this rank is in.
+
+        Raises:
+            CommunicationError: as `call`.
+        """
         answers: list[T] = []
         done = threading.Event()
 
@@ -198,10 +209,8 @@ class Lane:
                 self.fail(error, where)
             done.set()
 
-        self.failures.begin()
         self.driver.run(guarded)
         failure = self.wait(done, where)
-        self.failures.end()
         if (error := self.poison or failure) is not None:
             raise error
         self.driver.order()

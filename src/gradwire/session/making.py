@@ -11,14 +11,14 @@ from gradwire.core.grain import ParameterSpec
 from gradwire.drivers.checked import Checked
 from gradwire.drivers.engine import Engine
 from gradwire.drivers.measure import measured
-from gradwire.drivers.plan import Plan, plan
+from gradwire.drivers.plan import Plan
 from gradwire.drivers.process_group import GroupTransport
 from gradwire.drivers.warm import warm_up
 from gradwire.reducers.base import Reducer
 from gradwire.session.agreement import Configuration, configuration, is_alike, tell_the_difference
+from gradwire.session.form import Form
 from gradwire.session.lane import Lane
 from gradwire.session.together import Together
-from gradwire.spec import as_method
 
 
 class Maker:
@@ -31,6 +31,7 @@ class Maker:
         grain_numel: elements of a grain at most, or None.
         checksum: whether payloads travel with one.
         what: the call that errors speak of.
+        form: how tensors become grains.
     """
 
     def __init__(
@@ -42,9 +43,11 @@ class Maker:
         grain_numel: int | None,
         checksum: bool,
         what: str,
+        form: Form,
     ) -> None:
         self._lane, self._transport, self._specs = lane, transport, specs
         self._grain_numel, self._checksum, self._what = grain_numel, checksum, what
+        self._form = form
         self._device = specs[0].device
 
     def first(self, reducer: Reducer, seed: int) -> Engine:
@@ -93,13 +96,15 @@ class Maker:
     def _configuration(self, reducer: Reducer, seed: int, since: str = "") -> Configuration:
         """What must be the same on all ranks."""
         method = f"{reducer!r}{since}, seed={seed}, checksum={self._checksum}"
+        if self._form.says:
+            method = f"{method}, {self._form.says}"
         return configuration(method, self._specs, self._plan(reducer))
 
     def _is_alike(self, digest: int, where: str) -> bool:
         return self._lane.call(lambda: is_alike(digest, self._transport, self._device), where)
 
     def _plan(self, reducer: Reducer) -> Plan:
-        return plan(self._specs, reducer, self._grain_numel)
+        return self._form.plan(self._specs, reducer, self._grain_numel)
 
     def _measured(self, reducer: Reducer, where: str) -> Plan:
         """The plan, once groups are made and the link was measured for what wants to know it."""
@@ -114,11 +119,11 @@ class Maker:
         """An engine, with all that is compiled ready."""
         warm_up(planned.units, self._transport.world_size)
         checked = Checked(self._transport, self._lane.failures.ranks) if self._checksum else self._transport
-        return Engine(planned, checked, seed)
+        return self._form.engine(planned, checked, seed)
 
     def _proposed(self, method: Reducer | str, now: Reducer) -> Reducer:
         """The reducer of another method, if it can take over here."""
-        reducer = as_method(method)
+        reducer = self._form.method(method)
         reducer.require_ranks(self._transport.world_size)
         if reducer.private or now.private:
             raise AttachError(

@@ -137,6 +137,8 @@ class Report:
             return f"it is too early to say: ask again after {START_UP + FEWEST_STEPS} steps"
         if self.sent_bytes > (1 + SAME_BYTES) * self.dense_bytes:
             return self._sends_more()
+        if self.times is None and _about(self.sent_bytes, self.dense_bytes):
+            return f"saves nothing: it sends what {self.dense_name} sends"
         if self.times is None:
             return f"sends {_factor(self.dense_bytes, self.sent_bytes)} less than {self.dense_name}; {_NO_TIMES}"
         return _judged(self, self.times)
@@ -162,7 +164,7 @@ class Report:
         return _text(self)
 
 
-_NO_TIMES = "its time is not measured on a GPU"
+_NO_TIMES = "what time that saves is not estimated on a GPU or with FSDP2"
 
 
 def observed(

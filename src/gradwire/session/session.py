@@ -28,12 +28,12 @@ from gradwire.drivers.process_group import GroupTransport
 from gradwire.drivers.traced import Traced
 from gradwire.drivers.window import Window
 from gradwire.reducers.base import Reducer
+from gradwire.session.form import WHOLE, Form
 from gradwire.session.lane import INTERRUPTED_S, Lane, group_of
 from gradwire.session.making import Maker
 from gradwire.session.names import Names, named, require_served
 from gradwire.session.reduction import Reduction
 from gradwire.session.report import NON_FINITE, Report, observed
-from gradwire.spec import as_method
 
 DEADLINE_S = 300.0
 BUCKET_BYTES = 25 << 20
@@ -63,6 +63,7 @@ class Session:
         lane: communication that others have made and use too, whose group and deadline count then. It is not closed
             with the session, and the link is not timed, since others may be using it.
         what: the call that errors speak of.
+        form: how tensors become grains; ports that do not deliver whole ones have one of their own.
 
     Attributes:
         expects_non_finite: set it where a loss scaler is at work that scales nothing of what is combined here: then no
@@ -97,9 +98,10 @@ class Session:
         checksum: bool = False,
         lane: Lane | None = None,
         what: str = "gradwire.Session",
+        form: Form = WHOLE,
     ) -> None:
-        self.method, self.reducer = _text(method), as_method(method)
-        self.seed = seed
+        self.method, self.reducer = _text(method), form.method(method)
+        self.seed, self._fed_by = seed, form.fed_by
         self._scaler, self.scale = scaler, 1.0
         specs = [ParameterSpec(name, tuple(t.shape), t.dtype, t.device) for name, t in named(tensors).items()]
         self._specs, self._trained = {spec.name: spec for spec in specs}, Names()
@@ -118,9 +120,11 @@ class Session:
         if lane is None:
             _sessions.add(self)
         try:
-            self._maker = Maker(self.lane, transport, specs, grain_numel=grain_numel, checksum=checksum, what=what)
+            self._maker = Maker(
+                self.lane, transport, specs, grain_numel=grain_numel, checksum=checksum, what=what, form=form
+            )
             self.engine, self.window = self._maker.first(self.reducer, seed), Window(BUCKET_BYTES)
-            self._link = self.measure_link() if lane is None else None
+            self._link = self.measure_link() if lane is None and form.times_link else None
         except BaseException:
             self.close(at_once=True)
             raise
@@ -199,9 +203,11 @@ class Session:
             # every tensor that was delivered holds its mean now
 
         Raises:
-            StepError: a step is under way already, or the session is closed.
+            StepError: a step is under way already, the session is closed, or it is that of a sharded model.
             CommunicationError: an earlier step failed.
         """
+        if self._fed_by:
+            raise StepError(f"this session is fed by {self._fed_by}: make a gradwire.Session of your own for tensors")
         return SessionStep(self)
 
     def begin(self) -> None:

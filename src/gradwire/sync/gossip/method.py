@@ -85,6 +85,11 @@ class OnGraph(Reducer):
         """No: a round brings ranks nearer to the mean."""
         return False
 
+    @property
+    def ends_alike(self) -> bool:
+        """No: each rank with a model of its own."""
+        return False
+
     def require_ranks(self, world_size: int) -> None:
         """Refuse a number of ranks that is not the graph's.
 

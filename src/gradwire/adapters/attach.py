@@ -1,0 +1,85 @@
+"""`attach`: any reducer as the communication of a model that is trained in parallel already."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from gradwire.adapters.ddp import attach_ddp
+from gradwire.adapters.fsdp2.attach import attach_fsdp2
+from gradwire.adapters.fsdp2.groups import is_fsdp2
+from gradwire.adapters.handle import Handle
+from gradwire.codecs import Codec
+from gradwire.core.errors import AttachError
+from gradwire.reducers.base import Reducer
+from gradwire.session import DEADLINE_S
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def attach(
+    model: nn.Module,
+    reducer: Reducer | str,
+    *,
+    parameters: Codec | str | None = None,
+    replicate: DeviceMesh | dist.ProcessGroup | None = None,
+    seed: int = 0,
+    deadline_s: float = DEADLINE_S,
+    grain_numel: int | None = None,
+    scaler: torch.amp.GradScaler | None = None,
+    checksum: bool = False,
+) -> Handle:
+    """Let `reducer` combine the gradients of `model` from the next backward pass on.
+
+    The model is a `DistributedDataParallel`, or the root of one that was given to FSDP2's `fully_shard`. Call it on
+    every rank, after the model is made and before the first step. Communication goes over a process group of its own
+    with the same ranks.
+
+    Args:
+        model: the model.
+        reducer: a reducer, or a spec such as `"topk:0.01"`. FSDP2 wants each rank to have its shard of the mean, so
+            there it must be one that can be stopped there.
+        parameters: with FSDP2, a codec such as `"int8"` that parameters are gathered in; the shards, which optimizers
+            work on, stay as they are. None: FSDP2 gathers them as it does alone.
+        replicate: with FSDP2 over a mesh of one dimension, the ranks that have the same shard of other copies of the
+            model. Then `reducer` is any method, and averages between these; inside a copy FSDP2 reduces as it does
+            alone. Save one folder for each shard.
+        seed: of all random choices, the same on every rank.
+        deadline_s: seconds after which a silent rank is an error.
+        grain_numel: elements that are encoded together at most (default: a quarter of the model, up to 2^20).
+        scaler: the loss scaler of the training loop, if it has one: gradients, and so residuals, are in its units, and
+            when the scale changes residuals are multiplied accordingly.
+        checksum: send a CRC-32 with each payload of an all-gather or an all-to-all. A rank that gets a damaged one
+            raises `PayloadError` with the sender, and the others are told. Sums are not covered. On a CPU only; it
+            takes about a nanosecond a byte, and 4 bytes a message that statistics do not count. Without checksums a
+            damaged payload decodes to something else, alike on all ranks that got it; with `node=` these are the ranks
+            of one node, which then differ from the others.
+
+    Returns:
+        A handle with statistics, state and `close`. What the method compiles is compiled by then.
+
+    Raises:
+        AttachError: a model that cannot be served, with the reason.
+        CommunicationError: a rank that did not attach within `deadline_s`, by its number.
+        SpecError, CompositionError: a method that cannot be built, or that does not fit the model.
+
+    Example:
+        handle = gradwire.attach(ddp, "int4")
+        handle = gradwire.attach(fully_shard(model), "int8", parameters="int8")
+    """
+    options: dict[str, Any] = {
+        "seed": seed,
+        "deadline_s": deadline_s,
+        "grain_numel": grain_numel,
+        "scaler": scaler,
+        "checksum": checksum,
+    }
+    if is_fsdp2(model):
+        return attach_fsdp2(model, reducer, parameters, replicate, **options)
+    if parameters is not None or replicate is not None:
+        raise AttachError("parameters= and replicate= are for models of fully_shard: leave them out")
+    return attach_ddp(model, reducer, **options)

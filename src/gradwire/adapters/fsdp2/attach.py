@@ -1,0 +1,151 @@
+"""`attach` for FSDP2: a session in the form of a sharded model, and the ports that feed it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch.distributed as dist
+from torch import nn
+
+from gradwire.adapters.fsdp2.form import ReplicaForm, ShardedForm, tensors_of
+from gradwire.adapters.fsdp2.gather import GatherPort, parameter_codec
+from gradwire.adapters.fsdp2.groups import Group, groups_of
+from gradwire.adapters.fsdp2.port import ReplicaPort, ScatterPort
+from gradwire.adapters.handle import Handle
+from gradwire.codecs import Codec
+from gradwire.core.errors import AttachError, StateError
+from gradwire.reducers.base import Reducer
+from gradwire.session import Session
+from gradwire.session.agreement import is_alike
+from gradwire.session.lane import Lane
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from gradwire.adapters.fsdp2.stateful import Stateful
+
+WHAT = "gradwire.attach"
+
+
+class Port(Protocol):
+    """What takes the place of a kind of FSDP2's collectives."""
+
+    def install(self) -> None:
+        """Take over."""
+        ...
+
+    def remove(self) -> None:
+        """Give back, if it had taken over."""
+        ...
+
+
+def attach_fsdp2(
+    model: nn.Module, reducer: Reducer | str, parameters: Codec | str | None, replicate: Any, **options: Any
+) -> Handle:
+    """Let `reducer` reduce the gradients of `model`, see `gradwire.attach`.
+
+    Args:
+        model: the root of a model that `fully_shard` was called on.
+        reducer: the method.
+        parameters: the codec that parameters are gathered in, or None.
+        replicate: a mesh of one dimension or a process group: ranks that have the same shard; or None.
+        options: of the session.
+    """
+    groups = groups_of(model)
+    codec = None if parameters is None else parameter_codec(parameters)
+    says, shards = f"parameters={codec!r}", groups[0].shard_group
+    if replicate is None:
+        form = ShardedForm(groups, range(shards.size()), says)
+        session = Session(tensors_of(groups), reducer, group=shards, what=WHAT, form=form, **options)
+        ports: list[Port] = [ScatterPort(session, model, groups)]
+    else:
+        row = shards.rank()
+        form = ReplicaForm(groups, range(row, row + 1), f"{says}, shard {row} of {shards.size()}")
+        session = Session(tensors_of(groups), reducer, group=_group(replicate), what=WHAT, form=form, **options)
+        ports = [ReplicaPort(session, model, groups)]
+    try:
+        if replicate is not None:
+            _require_replicas(session, groups)
+        if codec is not None:
+            lane = None if replicate is None else Lane(shards, groups[0].device, session.lane.deadline_s, WHAT)
+            ports.append(GatherPort(session, groups, codec, lane))
+        for port in ports:
+            port.install()
+    except BaseException:
+        _remove(ports)
+        session.close(at_once=True)
+        raise
+    return ShardedHandle(session, ports, groups[0].mesh if replicate is None else None)
+
+
+def _group(given: Any) -> dist.ProcessGroup:
+    """The process group that is meant by a mesh of one dimension, or the group itself.
+
+    Raises:
+        AttachError: a mesh of several dimensions.
+    """
+    if isinstance(given, dist.ProcessGroup):
+        return given
+    if given.ndim != 1:
+        raise AttachError(f'replicate= is a mesh of {given.ndim} dimensions: pass one of them, as mesh["replicate"]')
+    return given.get_group()
+
+
+def _require_replicas(session: Session, groups: Sequence[Group]) -> None:
+    """Refuse replicas that begin with other parameters: FSDP2 knows nothing of replicas and has not made them equal."""
+    digest = hashlib.blake2b(digest_size=7)
+    for group in groups:
+        for parameter in group.parameters:
+            digest.update(parameter.local_bytes())
+    number = int.from_bytes(digest.digest(), "little")
+    where = f" in {WHAT}"
+    if not session.lane.call(lambda: is_alike(number, session.transport, groups[0].device), where):
+        raise AttachError(
+            "ranks of replicate= have other parameters than each other: begin from one seed or checkpoint"
+        )
+
+
+def _remove(ports: list[Port]) -> None:
+    for port in ports:
+        port.remove()
+
+
+class ShardedHandle(Handle):
+    """The running communication of a model of FSDP2. After `close` the model communicates as it does alone."""
+
+    def __init__(self, session: Session, ports: list[Port], mesh: DeviceMesh | None) -> None:
+        super().__init__(session)
+        self._ports, self._mesh = ports, mesh
+
+    def stateful(self, checkpoint: str | Path | None = None) -> Stateful:
+        """Return what `torch.distributed.checkpoint` saves and loads, beside the model and the optimizer.
+
+        With as many ranks as saved a resume is exact; with another number each gets the mean of what was owed.
+
+        Args:
+            checkpoint: to load, the folder that is loaded from; None to save.
+
+        Raises:
+            StateError: with `replicate=`, for which `gradwire.save` is there, or a folder without such a state.
+
+        Example:
+            dcp.save({"model": model.state_dict(), "gradwire": handle.stateful()}, checkpoint_id=folder)
+            dcp.load({"model": model.state_dict(), "gradwire": handle.stateful(folder)}, checkpoint_id=folder)
+        """
+        from gradwire.adapters.fsdp2.stateful import Stateful  # what it imports would make `import gradwire` slow
+
+        if self._mesh is None:
+            raise StateError("with replicate= save by gradwire.save, into a folder for each shard")
+        return Stateful(self.session, self._mesh, checkpoint)
+
+    def close(self, at_once: bool = False) -> None:
+        """Give the model's communication back to FSDP2, and stop, see `Handle.close`."""
+        _remove(self._ports)
+        super().close(at_once)
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        _remove(self._ports)
+        super().__exit__(kind, error, trace)

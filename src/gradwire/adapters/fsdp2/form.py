@@ -1,0 +1,92 @@
+"""The forms of sessions over sharded models: grains are columns of rows of chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from gradwire.adapters.fsdp2.groups import Group, ShardedParameter
+from gradwire.core.errors import CompositionError
+from gradwire.core.grain import ParameterSpec
+from gradwire.drivers.interpreter import Transport
+from gradwire.drivers.parts import Chunked, InParts, PartPlan, plan_parts
+from gradwire.drivers.plan import Plan
+from gradwire.reducers.base import Reducer, require_alike
+from gradwire.session.form import Form
+from gradwire.spec import as_method
+
+
+class PartForm(Form):
+    """Parts are groups of parameters.
+
+    Args:
+        groups: of the model.
+        rows: which of a parameter's chunks are reduced.
+        says: what else must be the same on all ranks.
+    """
+
+    times_link = False
+    fed_by = "the backward pass of a sharded model"
+
+    def __init__(self, groups: Sequence[Group], rows: range, says: str) -> None:
+        self._parts = [[(p.name, p.chunk) for p in group.trained] for group in groups]
+        self._rows, self.says = rows, says
+
+    def plan(self, specs: Sequence[ParameterSpec], reducer: Reducer, grain_numel: int | None) -> Plan:
+        """Return the columns of all groups."""
+        named = {spec.name: spec for spec in specs}
+        parts = [[Chunked(named[name], chunk) for name, chunk in part] for part in self._parts]
+        return plan_parts(parts, reducer, self._rows, grain_numel)
+
+    def engine(self, planned: Plan, transport: Transport, seed: int) -> InParts:
+        """Return what runs the groups one by one."""
+        assert isinstance(planned, PartPlan)
+        return InParts(planned, transport, seed)
+
+
+class ReplicaForm(PartForm):
+    """One row, the shard that this rank and its replicas have; each of them gets all of its mean."""
+
+    def method(self, given: Reducer | str) -> Reducer:
+        """Return a method that leaves replicas as they were to each other: the same.
+
+        Raises:
+            SpecError, CompositionError: a method that cannot be read, or that does not.
+        """
+        return require_alike(as_method(given))
+
+
+class ShardedForm(PartForm):
+    """All rows; each rank gets its own one of the mean."""
+
+    def method(self, given: Reducer | str) -> Reducer:
+        """Return the half of a method that leaves each rank with its shard.
+
+        Raises:
+            SpecError, CompositionError: a method that cannot be read, or one without that half.
+        """
+        whole = as_method(given)
+        try:
+            return whole if whole.scatters else whole.scattered()
+        except CompositionError as error:
+            raise CompositionError(
+                f"FSDP2 needs a method that ends with shards of the mean, and {_short(given)} has no such half: use "
+                "int8, int4, fp8, sign, topk:0.01, qsgd:15, bf16 or none; options ef= and residual=bf16 are served"
+            ) from error
+
+
+def tensors_of(groups: Sequence[Group]) -> dict[str, Tensor]:
+    """The trained parameters as tensors that take no memory. Sums are taken in float32, whatever gradients come in."""
+    return {p.name: _like(p, group.device) for group in groups for p in group.trained}
+
+
+def _like(parameter: ShardedParameter, device: torch.device) -> Tensor:
+    wide = parameter.shard.dtype == torch.float64
+    return torch.empty((), dtype=torch.float64 if wide else torch.float32, device=device).expand(parameter.shape)
+
+
+def _short(given: Reducer | str) -> str:
+    text = given if isinstance(given, str) else repr(given)
+    return repr(text) if len(text) <= 60 else type(given).__name__

@@ -1,0 +1,240 @@
+"""FSDP2's all-gathers of parameters, in the payloads of a codec. The shards that optimizers see stay as they are."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gradwire.adapters.fsdp2.comm import ParameterGather
+from gradwire.adapters.fsdp2.groups import Group, ShardedParameter
+from gradwire.codecs import Codec
+from gradwire.codecs.base import layout_of
+from gradwire.core.collective import AllGather
+from gradwire.core.errors import AttachError, StepError
+from gradwire.core.key import Key
+from gradwire.core.payload import Layout
+from gradwire.drivers.groups import destroy
+from gradwire.drivers.interpreter import ask
+from gradwire.drivers.parts import InParts
+from gradwire.drivers.process_group import GroupTransport
+from gradwire.session import Session
+from gradwire.session.lane import Lane
+from gradwire.spec import as_codec
+
+SMALLEST_CHUNK = 256
+"""Elements of a chunk from which on it is coded: below that there is little to save."""
+
+WORST_ERROR = 0.3
+"""What a codec for parameters may be off by at most, as a part of their norm: int4 is off by 0.12, sign by 0.6."""
+
+
+def parameter_codec(given: Codec | str) -> Codec:
+    """Return the codec that is meant.
+
+    Raises:
+        SpecError, CompositionError: as `as_codec`.
+        AttachError: one that would spoil parameters, for which nothing is ever made good.
+
+    >>> parameter_codec("int8")
+    BlockInt(bits=8, block=256, stochastic=False)
+    """
+    codec = as_codec(given)
+    x = torch.randn(4096, generator=torch.Generator().manual_seed(0))
+    key = Key(0, 0, "parameters", "probe", 0)
+    off = float((codec.decode(codec.encode(x, key), like=x, key=key) - x).norm() / x.norm())
+    if off > WORST_ERROR:
+        raise AttachError(
+            f"parameters={given!r} would change parameters by {off:.0%} of their norm: use int8, int4, fp8 or bf16"
+        )
+    return codec
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """One parameter's chunk.
+
+    Attributes:
+        name: of the parameter.
+        dtype: that FSDP2 gathers it in.
+        begin, nbytes: where it lies in FSDP2's row, in bytes.
+        at, sent: where it lies in the row that is sent.
+        layout: of the payload; None: sent as it is.
+    """
+
+    name: str
+    dtype: torch.dtype
+    begin: int
+    nbytes: int
+    at: int
+    sent: int
+    layout: Layout | None
+
+    def given(self, row: Tensor) -> Tensor:
+        """The chunk in a row of FSDP2's, as bytes."""
+        return row[self.begin : self.begin + self.nbytes]
+
+    def wire(self, row: Tensor) -> Tensor:
+        """The chunk in a row that is sent."""
+        return row[self.at : self.at + self.sent]
+
+
+class GatherPort:
+    """Takes the place of a model's all-gathers.
+
+    Every rank decodes what all have sent, its own chunks too, so all compute with the same bits. Vectors, whole numbers
+    and small chunks travel as they are. Random rounding is drawn from a key of the step, so that a parameter that is
+    gathered again in the backward pass is the same one.
+
+    Args:
+        session: whose step it is, and whose statistics count.
+        groups: of the model.
+        codec: of what travels.
+        lane: between the ranks that share the model, where that is not the session's.
+    """
+
+    def __init__(self, session: Session, groups: list[Group], codec: Codec, lane: Lane | None = None) -> None:
+        self._session, self._groups, self._codec = session, groups, codec
+        self._own, self._lane = lane, lane or session.lane
+        self._transport = lane.transport() if lane else session.transport
+        self._layouts = [tuple(_pieces(group, codec)) for group in groups]
+        self._before: list[Any] = []
+
+    def install(self) -> None:
+        """Have FSDP2 gather by this port."""
+        for part, group in enumerate(self._groups):
+            self._before.append(group.held._all_gather_comm)
+            group.module.set_custom_all_gather(self._comm(part))
+
+    def remove(self) -> None:
+        """Have FSDP2 gather as it did before."""
+        for group, before in zip(self._groups, self._before, strict=False):
+            group.module.set_custom_all_gather(before)
+        self._before = []
+        if self._own is not None:
+            lane, self._own = self._own, None
+            lane.close(functools.partial(_destroy, self._transport, lane))
+
+    def _comm(self, part: int) -> ParameterGather:
+        return ParameterGather(lambda output, given, group: self.gather(part, output, given, group))
+
+    @property
+    def _engine(self) -> InParts:
+        engine = self._session.engine
+        assert isinstance(engine, InParts)
+        return engine
+
+    @torch.no_grad()
+    def gather(self, part: int, output: Tensor, given: Tensor, group: dist.ProcessGroup) -> None:
+        """Gather a group's parameters.
+
+        Args:
+            part: which one.
+            output: gets all ranks' rows, 1-d.
+            given: this rank's row, 1-d; it may lie in `output`.
+            group: of FSDP2.
+        """
+        pieces, ranks = self._layouts[part], self._transport.world_size
+        if group.size() != ranks:  # resharded after the forward pass over fewer ranks, which are near each other
+            dist.all_gather_single(output, given, group=group)
+            return
+        if given.nbytes != pieces[-1].begin + pieces[-1].nbytes:
+            raise StepError(
+                f"FSDP2 gathers {given.nbytes} bytes where {pieces[-1].begin + pieces[-1].nbytes} were expected: give "
+                "parameters their dtypes before attach"
+            )
+        if not any(piece.layout for piece in pieces):
+            dist.all_gather_single(output, given, group=group)
+            self._count(given.nbytes, given.nbytes)
+            return
+        row = self._encoded(given.view(torch.uint8), pieces)
+        rows = self._exchanged(row)
+        self._decode(rows, output.view(torch.uint8).view(ranks, -1), pieces)
+        self._count(row.nbytes, given.nbytes)
+
+    def _exchanged(self, row: Tensor) -> Tensor:
+        """All ranks' rows."""
+        session, engine, lane = self._session, self._engine, self._lane
+        lane.require_sound()
+        run = lane.do if session.window.under_way else lane.call
+        transport = self._transport if self._own else engine.transport
+        began = time.perf_counter()
+        rows = run(lambda: ask(AllGather(row), transport), session.where())
+        engine.stats.wait_s += time.perf_counter() - began
+        return rows
+
+    def _count(self, sent: int, dense: int) -> None:
+        stats, others = self._engine.stats, self._transport.world_size - 1
+        stats.payload_bytes += sent
+        stats.wire_bytes += others * sent
+        self._engine.count_dense(0, others * dense)
+
+    @torch.inference_mode(False)
+    def _encoded(self, given: Tensor, pieces: tuple[_Piece, ...]) -> Tensor:
+        """The row that is sent."""
+        began, last = time.thread_time(), pieces[-1]
+        row = torch.zeros(_up(last.at + last.sent), dtype=torch.uint8, device=given.device)
+        for piece in pieces:
+            if piece.layout is None:
+                piece.wire(row).copy_(piece.given(given))
+                continue
+            values = _as(piece.given(given), piece.dtype).float()
+            self._codec.encode_into(values, self._key(piece.name), piece.layout.views(piece.wire(row)))
+        self._engine.stats.encode_s += time.thread_time() - began
+        return row
+
+    def _decode(self, rows: Tensor, output: Tensor, pieces: tuple[_Piece, ...]) -> None:
+        """Write all ranks' rows."""
+        began = time.thread_time()
+        for rank, (row, into) in enumerate(zip(rows, output, strict=True)):
+            for piece in pieces:
+                if piece.layout is None:
+                    piece.given(into).copy_(piece.wire(row))
+                    continue
+                values = torch.empty(piece.nbytes // piece.dtype.itemsize, device=rows.device)
+                payload = piece.layout.views(piece.wire(row))
+                self._codec.decode_into(payload, values, self._key(piece.name, rank))
+                piece.given(into).copy_(values.to(piece.dtype).view(torch.uint8))
+        self._engine.stats.encode_s += time.thread_time() - began
+
+    def _key(self, name: str, rank: int | None = None) -> Key:
+        session = self._session
+        mine = self._transport.rank if rank is None else rank
+        return Key(session.seed, self._engine.index, name, "parameters", mine)
+
+
+def _destroy(transport: GroupTransport, lane: Lane) -> None:
+    transport.close()
+    destroy(lane.group)
+
+
+def _as(chunk: Tensor, dtype: torch.dtype) -> Tensor:
+    """Bytes as values; a copy where they do not begin at a multiple of their size."""
+    aligned = chunk.storage_offset() % dtype.itemsize == 0
+    return (chunk if aligned else chunk.clone()).view(dtype)
+
+
+def _pieces(group: Group, codec: Codec) -> Iterator[_Piece]:
+    begin = at = 0
+    for parameter in group.parameters:
+        nbytes = parameter.chunk * parameter.gathered.itemsize
+        layout = layout_of(codec, parameter.chunk, torch.float32) if _is_coded(parameter) else None
+        sent = layout.nbytes if layout else nbytes
+        yield _Piece(parameter.name, parameter.gathered, begin, nbytes, at, sent, layout)
+        begin, at = begin + nbytes, _up(at + sent)
+
+
+def _is_coded(parameter: ShardedParameter) -> bool:
+    """Whether it is worth it, and does no harm: vectors are few, and biases and norms want to be exact."""
+    return parameter.gathered.is_floating_point and len(parameter.shape) > 1 and parameter.chunk >= SMALLEST_CHUNK
+
+
+def _up(nbytes: int) -> int:
+    """The next multiple of what views of any dtype want."""
+    return -(-nbytes // 16) * 16

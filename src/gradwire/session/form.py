@@ -1,0 +1,57 @@
+"""How a session's tensors become grains, and what runs them: whole ones, which is the rule, or rows of shards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gradwire.core.grain import ParameterSpec
+from gradwire.drivers.engine import Engine
+from gradwire.drivers.interpreter import Transport
+from gradwire.drivers.plan import Plan, plan
+from gradwire.reducers.base import Reducer, require_alike
+from gradwire.spec import as_method
+
+
+class Form:
+    """Every rank has all tensors, and wants all of their means.
+
+    Attributes:
+        times_link: whether a report estimates the step without the method, for which the link is timed.
+        fed_by: who delivers tensors, where it is not the caller of `step` and `reduce_`.
+        says: what must be the same on all ranks beside the method.
+    """
+
+    times_link = True
+    fed_by = ""
+    says = ""
+
+    def method(self, given: Reducer | str) -> Reducer:
+        """Return the reducer that is meant.
+
+        Raises:
+            SpecError, CompositionError: as `as_method`.
+        """
+        return as_method(given)
+
+    def plan(self, specs: Sequence[ParameterSpec], reducer: Reducer, grain_numel: int | None) -> Plan:
+        """Return the grains."""
+        return plan(specs, reducer, grain_numel)
+
+    def engine(self, planned: Plan, transport: Transport, seed: int) -> Engine:
+        """Return what runs the plan."""
+        return Engine(planned, transport, seed)
+
+
+class _Alike(Form):
+    """The same for what replicas of a model are trained by."""
+
+    def method(self, given: Reducer | str) -> Reducer:
+        """Return the reducer that is meant.
+
+        Raises:
+            SpecError, CompositionError: as `as_method`, or one whose results differ between ranks.
+        """
+        return require_alike(super().method(given))
+
+
+WHOLE, ALIKE = Form(), _Alike()

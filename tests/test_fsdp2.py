@@ -1,0 +1,431 @@
+"""`attach` on models of FSDP2, on real processes over Gloo."""
+
+import functools
+import tempfile
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import gradwire
+from fsdp2_cases import VARIANTS
+from gradwire.bench.ranks import run_function
+from gradwire.core import registry
+from gradwire.core.errors import AttachError, CompositionError
+from gradwire.sync.gossip import DPSGD, Complete, OnGraph
+
+CASES = str(Path(__file__).with_name("fsdp2_cases.py"))
+INT8, TOPK, SIGN = "int8", "topk:0.1", "sign"
+RESUMED = ((INT8, None), (TOPK, "int8"), (SIGN, None), ("int8,stochastic=on,ef=off", "int8,stochastic=on"))
+COMPRESSED = ("resharded", "bf16 sums", "frozen", "tied", "checkpointed", "offloaded", "accumulated bf16", "clipped")
+METHODS = ("int4", "fp8", SIGN, TOPK, "qsgd:15", "bf16", "int8,ef=off", "int4,residual=bf16")
+CONSERVED = (INT8, TOPK, SIGN, "topk:0.1,exchange=twoshot")
+GATHERED = (("int8", None), ("int4", None), ("fp8", "bfloat16"), ("int8,stochastic=on", None))
+
+Job = tuple[str, dict[str, Any]]
+
+
+def run(case: str, ranks: int, deadline_s: float = 120, **arguments: Any) -> list[Any]:
+    return run_function(f"{CASES}:{case}", ranks, arguments, deadline_s)
+
+
+def against(variant: str, spec: str, steps: int) -> Job:
+    """A run beside one of FSDP2 alone."""
+    return "against_plain", {"variant": variant, "spec": spec, "steps": steps}
+
+
+JOBS: dict[str, tuple[int, dict[str, Job]]] = {
+    "plain": (3, {variant: against(variant, "none", 20) for variant in VARIANTS}),
+    "variants": (2, {variant: against(variant, INT8, 12) for variant in COMPRESSED}),
+    "methods": (2, {spec: against("plain", spec, 12) for spec in METHODS}),
+    "conserved": (3, {spec: ("conserved", {"spec": spec, "skip": False}) for spec in CONSERVED}),
+    "skipped": (2, {spec: ("conserved", {"spec": spec, "skip": True}) for spec in CONSERVED}),
+    "gathered": (2, {p: ("gathered", {"parameters": p, "dtype": d}) for p, d in GATHERED}),
+    "others": (
+        2,
+        {
+            **{f"infinite {s}": ("infinite_step", {"spec": s}) for s in (TOPK, INT8)},
+            "unused": ("unused", {"spec": TOPK}),
+            "zeros": ("disagreeing", {"zeros": True}),
+            "changed": ("changed", {}),
+            "closed": ("closed", {}),
+            "broken off": ("broken_off", {}),
+            "premultiplied": against("premultiplied", "none", 6),
+        },
+    ),
+    "copies": (
+        4,
+        {
+            "none": ("copies", {"spec": "none", "parameters": None}),
+            "fp16": ("copies", {"spec": "none", "parameters": None, "fp16": True}),
+            "int4": ("copies", {"spec": "int4", "parameters": "int8"}),
+            "differ": ("copies_that_differ", {}),
+        },
+    ),
+}
+"""Cases that one set of processes runs, with how many ranks."""
+
+
+@functools.cache
+def outcomes(kind: str) -> list[dict[str, Any]]:
+    """What every rank saw of all of these cases."""
+    ranks, jobs = JOBS[kind]
+    return run("many", ranks, jobs=jobs, deadline_s=280)
+
+
+# The mean ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_without_compression_training_is_that_of_fsdp2_to_rounding(variant: str) -> None:
+    """Sums are taken in float32, in rank order; FSDP2's own are rounded to the dtype of its reductions."""
+    rounding = {"bf16 sums": 0.02, "fp16 sums": 1e-3}.get(variant, 2e-6)
+    for outcome in outcomes("plain"):
+        found = outcome[variant]
+        assert found["moved"] > 5  # times their largest element: they were trained
+        assert found["off"] <= rounding
+        assert found["steps"] == (6 if variant.startswith("accumulated") else 20)
+
+
+@pytest.mark.parametrize("variant", COMPRESSED)
+def test_every_way_to_shard_trains_with_a_quarter_of_the_bytes(variant: str) -> None:
+    for outcome in outcomes("variants"):
+        found = outcome[variant]
+        plain, own = found["losses"]
+        assert own == pytest.approx(plain, rel=0.03)
+        sent, dense = found["sent"]
+        assert dense > sent * (1.9 if "sums" in variant else 3.7)
+        assert found["norm"] > 0
+    assert len({outcome[variant]["digest"] for outcome in outcomes("variants")}) == 1
+
+
+@pytest.mark.parametrize("spec", METHODS)
+def test_methods_train(spec: str) -> None:
+    remembers = "ef=off" not in spec and spec[:4] not in ("qsgd", "bf16")
+    for outcome in outcomes("methods"):
+        plain, own = outcome[spec]["losses"]
+        assert plain < 2.6  # from 3.8
+        assert own < 3.1
+        sent, dense = outcome[spec]["sent"]
+        assert sent < 0.55 * dense
+        assert (outcome[spec]["norm"] > 0) == remembers
+
+
+@pytest.mark.parametrize("kind", ["conserved", "skipped"])
+@pytest.mark.parametrize("spec", CONSERVED)
+def test_what_arrives_and_what_is_owed_is_what_was_given(spec: str, kind: str) -> None:
+    """Where every rank leaves a block out in some steps as well."""
+    for outcome in outcomes(kind):
+        found = outcome[spec]
+        rounding = 9 * 10 * torch.finfo(torch.float32).eps * found["size"]
+        assert found["owed"] > 10 * rounding
+        assert found["off"] <= rounding
+
+
+def test_a_factor_that_gloo_cannot_multiply_by_is_served() -> None:
+    """FSDP2 alone asks for `set_force_sum_reduction_for_comms` there."""
+    for outcome in outcomes("others"):
+        assert outcome["premultiplied"]["off"] <= 2e-6
+
+
+# Unused parameters ------------------------------------------------------------------------------------------------
+
+
+def test_an_unused_parameter_has_no_gradient_and_owes_what_it_owed() -> None:
+    for outcome in outcomes("others"):
+        steps = outcome["unused"]["found"]
+        for i, step in enumerate(steps):
+            idle = "right" if i % 2 == 0 else "left"
+            assert sorted(step["gone"]) == [f"{idle}.bias", f"{idle}.weight"]
+        owed = [step["owed"] for step in steps]
+        assert owed[1]["left.weight"] == owed[0]["left.weight"] > 0
+        assert owed[2]["right.bias"] == owed[1]["right.bias"] > 0
+        assert owed[2]["left.weight"] != owed[1]["left.weight"]
+
+
+def test_parameters_that_only_some_ranks_use_count_as_zeros_where_asked() -> None:
+    assert [outcome["zeros"] for outcome in outcomes("others")] == ["both", "both"]
+
+
+def test_parameters_that_only_some_ranks_use_are_told_on_all() -> None:
+    for said in run("disagreeing", 2, zeros=False):
+        assert "set_reduce_scatter_unused_params(True)" in said
+
+
+# Parameters -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("parameters", "dtype"), GATHERED)
+def test_ranks_compute_with_the_same_coded_parameters_and_keep_their_own(parameters: str, dtype: str | None) -> None:
+    found = [outcome[parameters] for outcome in outcomes("gathered")]
+    assert len({one["bits"] for one in found}) == 1
+    assert len({one["digest"] for one in found}) == 1
+    worst = {"int4": 0.08, "fp8": 0.03}.get(parameters, 0.008)
+    for one in found:
+        assert one["kept"]
+        assert one["losses"][-1] < one["losses"][0] - 1
+        for name, off in one["off"].items():
+            if name.endswith(("up.weight", "down.weight")):
+                assert 0.001 < off < worst
+            else:
+                assert off < 0.003  # vectors are only cast, where FSDP2 casts them
+        if dtype is None:
+            assert one["ratio"] > (5 if parameters == "int4" else 3.5)
+
+
+# State ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("spec", "parameters"), RESUMED)
+def test_a_resume_is_exact(spec: str, parameters: str | None) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        arguments: dict[str, Any] = {"spec": spec, "parameters": parameters, "folder": folder}
+        whole, again = run("save_and_go_on", 3, **arguments), run("resume", 3, **arguments)
+    assert whole == again
+    assert len(set(whole)) == 1
+
+
+@pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 3)])
+def test_another_number_of_ranks_owes_the_same_mean(before: int, after: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        first = run("owed_before_saving", before, spec=TOPK, folder=folder)[0]
+        found = run("owed_after_loading", after, spec=TOPK, folder=folder)
+    for outcome in found:
+        assert outcome["digest"] == found[0]["digest"]
+        for name, owed in first.items():
+            torch.testing.assert_close(torch.tensor(outcome["owed"][name]), torch.tensor(owed), atol=1e-6, rtol=1e-5)
+    assert max(abs(value) for owed in first.values() for value in owed) > 0.01
+
+
+def test_an_infinite_step_is_skipped_everywhere_and_forgotten() -> None:
+    for spec in (TOPK, INT8):
+        first, second = (outcome[f"infinite {spec}"] for outcome in outcomes("others"))
+        assert first == second
+        assert first == {"moved": [True] * 3 + [False] + [True] * 2, "scale": 512.0, "bad": 1, "finite": True}
+
+
+def test_another_method_in_mid_run_takes_over_what_is_owed() -> None:
+    for outcome in outcomes("others"):
+        found = outcome["changed"]
+        assert found["carried"] == pytest.approx(found["before"], rel=1e-6)
+        assert found["after"] == 0
+
+
+def test_a_closed_handle_leaves_fsdp2_as_it_was() -> None:
+    assert [outcome["closed"] for outcome in outcomes("others")] == [{"same": True, "steps": 5}] * 2
+
+
+# Errors -----------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_found_out_in_the_first_backward_pass_is_told_on_every_rank() -> None:
+    for said in run("sharded_later", 2):
+        assert "attach to the root" in said[0]
+        assert "fully_shard was called after attach" in said[1]
+        assert "'blocks.2.up.weight' requires a gradient now" in said[2]
+
+
+def test_a_rank_that_fails_is_named_to_those_that_wait_for_it(tmp_path: Path) -> None:
+    waiting, _ = run("failing", 2, folder=str(tmp_path))
+    assert "rank 1 failed with ValueError: no more data" in waiting["said"]
+    assert waiting["waited"] < 10
+
+
+def alone(layer: Callable[[], nn.Module] = lambda: nn.Linear(4, 4), **options: Any) -> Any:
+    """A sharded model of one rank."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch's own, about shards of one rank
+        return fully_shard(layer(), mesh=init_device_mesh("cpu", (1,)), **options)
+
+
+def over_two_dimensions() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
+        return fully_shard(nn.Linear(4, 4), mesh=mesh)
+
+
+def frozen() -> nn.Module:
+    return nn.Linear(4, 4).requires_grad_(False)
+
+
+def with_gradient() -> Any:
+    model = alone()
+    model(torch.ones(1, 4)).sum().backward()
+    return model
+
+
+def on_meta() -> Any:
+    with torch.device("meta"):
+        return alone()
+
+
+def communicating() -> Any:
+    class Theirs:
+        """Somebody else's."""
+
+        def __init__(self) -> None:
+            self.allocate = torch.empty
+
+    model = alone()
+    model.set_custom_reduce_scatter(Theirs())
+    return model
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "two dimensions": (over_two_dimensions, r'mesh of two dimensions.*mesh\["shard"\].*replicate='),
+    "nothing trained": (lambda: alone(frozen), "no parameter of this model requires a gradient"),
+    "after a backward pass": (with_gradient, "'weight' has a gradient already: attach before the first backward"),
+    "meta": (on_meta, "'weight' is on the meta device"),
+    "other communication": (communicating, "communicates by Theirs already: close the handle of an earlier attach"),
+    "a dtype": (lambda: alone(lambda: nn.Linear(4, 4, dtype=torch.complex64)), "'weight' has dtype torch.complex64"),
+}
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("kind", REFUSED)
+def test_models_that_cannot_be_served_are_told_why(kind: str) -> None:
+    make, said = REFUSED[kind]
+    model = make()
+    before = [(g._reduce_scatter_comm, g._all_gather_comm) for g in model._get_fsdp_state()._fsdp_param_groups]
+    with pytest.raises(AttachError, match=said):
+        gradwire.attach(model, "int8", parameters="int8")
+    assert before == [(g._reduce_scatter_comm, g._all_gather_comm) for g in model._get_fsdp_state()._fsdp_param_groups]
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_attaching_twice_is_refused_until_the_first_handle_is_closed() -> None:
+    model = alone()
+    with gradwire.attach(model, "int8"), pytest.raises(AttachError, match="GradientScatter already"):
+        gradwire.attach(model, "int8")
+    gradwire.attach(model, "int8").close()
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("spec", ["powersgd:2", "median", "int4,warmup=3", "int4,node=1", "topk:0.1,ef=ef21"])
+def test_methods_without_a_scatter_half_are_told_which_have_one(spec: str) -> None:
+    with pytest.raises(CompositionError, match=r"needs a method that ends with shards.*use int8, int4"):
+        gradwire.attach(alone(), spec)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("parameters", ["sign", "topk:0.1"])
+def test_codecs_that_would_spoil_parameters_are_refused(parameters: str) -> None:
+    with pytest.raises(AttachError, match=r"would change parameters by \d+% of their norm: use int8"):
+        gradwire.attach(alone(), "int8", parameters=parameters)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_ddp_gathers_no_parameters() -> None:
+    with pytest.raises(AttachError, match="parameters= and replicate= are for models of fully_shard"):
+        gradwire.attach(nn.parallel.DistributedDataParallel(nn.Linear(2, 2)), "int8", parameters="int8")
+
+
+# Copies of a sharded model ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "rounding"), [("none", 2e-6), ("fp16", 1e-3)])
+def test_copies_are_averaged_as_over_a_mesh_of_two_dimensions(kind: str, rounding: float) -> None:
+    for outcome in outcomes("copies"):
+        assert outcome[kind]["off"] <= rounding
+        sent, dense = outcome[kind]["sent"]
+        assert sent == (dense if kind == "none" else 2 * dense)
+    assert len({outcome[kind]["apart"] for outcome in outcomes("copies")}) == 2  # once the handle is closed
+
+
+def test_copies_are_averaged_by_a_method_and_their_parameters_gathered_by_a_codec() -> None:
+    for outcome in outcomes("copies"):
+        plain, own = outcome["int4"]["losses"]
+        assert own == pytest.approx(plain, rel=0.01)
+        assert 0 < outcome["int4"]["off"] < 0.2
+        assert outcome["int4"]["norm"] > 0
+        sent, dense = outcome["int4"]["sent"]
+        assert dense > 2.5 * sent
+
+
+def test_copies_resume_exactly_from_a_folder_for_each_shard(tmp_path: Path) -> None:
+    whole, again = (run("copies_resumed", 4, spec="int4", folder=str(tmp_path), again=a) for a in (False, True))
+    assert whole == again
+    assert len(set(whole)) == 1
+
+
+def test_copies_that_are_none_are_told_why() -> None:
+    for outcome in outcomes("copies"):
+        two, differ, low_rank, shards = outcome["differ"]
+        assert "replicate= is a mesh of 2 dimensions" in two
+        assert "ranks of replicate= have other parameters than each other" in differ
+        assert "low rank wants whole matrices: use int4" in low_rank
+        assert "shard 0 of 2" in shards
+        assert "shard 1 of 2" in shards
+
+
+# Checkpoints of PyTorch's -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", [TOPK, "int4,residual=bf16", "int8,stochastic=on,ef=off"])
+def test_a_resume_from_a_distributed_checkpoint_is_exact(spec: str, tmp_path: Path) -> None:
+    whole = run("distributed_save", 3, spec=spec, folder=str(tmp_path))
+    again = run("distributed_load", 3, spec=spec, folder=str(tmp_path))
+    assert [one["digest"] for one in again] == [one["digest"] for one in whole]
+    assert {one["step"] for one in again} == {12}
+    assert all("saved by another method" in one["said"] for one in again)
+
+
+@pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 4)])
+def test_a_distributed_checkpoint_owes_the_same_mean_on_other_ranks(before: int, after: int, tmp_path: Path) -> None:
+    first = run("distributed_save", before, spec=TOPK, folder=str(tmp_path))[0]["owed"]
+    found = run("distributed_load", after, spec=TOPK, folder=str(tmp_path))
+    assert len({one["digest"] for one in found}) == 1
+    for one in found:
+        for name, owed in first.items():
+            torch.testing.assert_close(torch.tensor(one["owed"][name]), torch.tensor(owed), atol=1e-6, rtol=1e-5)
+    assert max(abs(value) for owed in first.values() for value in owed) > 0.01
+
+
+# Beside FSDP2 -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", ["int4", TOPK])
+def test_a_zero_redundancy_optimizer_resumes_exactly(spec: str, tmp_path: Path) -> None:
+    whole, again = (run("zero_redundancy", 2, spec=spec, folder=str(tmp_path), again=a) for a in (False, True))
+    assert len({one["digest"] for one in (*whole, *again)}) == 1
+    for one in whole:
+        assert one["ratio"] > 3
+        assert one["held"] < 1.5 * one["numel"]  # of the two moments of all parameters
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("sharded", [True, False])
+def test_what_ends_apart_on_each_rank_is_refused(sharded: bool) -> None:
+    gossip = OnGraph(Complete(1), DPSGD())
+    model = alone() if sharded else nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
+    with pytest.raises(CompositionError, match=r"drift apart|no such half"):
+        gradwire.attach(model, gossip)
+    with gradwire.attach(model, "int8") as handle, pytest.raises(CompositionError, match=r"drift apart|no such half"):
+        handle.change(gossip)
+
+
+def test_only_what_ends_alike_says_so() -> None:
+    examples = [spec for method in registry.methods().values() for spec in method.examples]
+    assert all(gradwire.parse(spec).ends_alike for spec in examples)
+    assert len(examples) > 20
+    assert not gradwire.parse("int8").scattered().ends_alike
+    assert not OnGraph(Complete(1), DPSGD()).ends_alike
+
+
+def test_the_page_runs() -> None:
+    assert run("page", 2) == [3, 3]
+
+
+def test_a_backward_pass_that_breaks_off_leaves_what_is_owed_as_it_was() -> None:
+    found = [outcome["broken off"] for outcome in outcomes("others")]
+    assert [one["kept"] for one in found] == [True, True]
+    assert [one["steps"] for one in found] == [6, 6]
+    assert found[0]["digest"] == found[1]["digest"]
+    assert "StepError: this session is fed by the backward pass of a sharded model" in found[0]["said"]
