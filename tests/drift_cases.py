@@ -12,6 +12,10 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire
 
 
+def attached(ddp: DistributedDataParallel, check_every: int, on_drift: str) -> gradwire.Handle:
+    return gradwire.attach(ddp, "int4", check_every=check_every, on_drift=on_drift)
+
+
 def drift(rank: int, world_size: int, on_drift: str, check_every: int, steps: int, micro: int = 1) -> dict[str, Any]:
     """Train; what was warned of, whether parameters are equal in the end, and why it stopped."""
     torch.manual_seed(0)
@@ -19,9 +23,8 @@ def drift(rank: int, world_size: int, on_drift: str, check_every: int, steps: in
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
     data = torch.Generator().manual_seed(rank)
     done, stopped = 0, ""
-    with warnings.catch_warnings(record=True) as given, gradwire.attach(ddp, "int4") as handle:
+    with warnings.catch_warnings(record=True) as given, attached(ddp, check_every, on_drift) as handle:
         warnings.simplefilter("always")
-        gradwire.watch_drift(ddp, handle, check_every, on_drift)
         try:
             for _ in range(steps):
                 optimizer.zero_grad()

@@ -53,7 +53,9 @@ def test_a_warning_changes_nothing() -> None:
 @pytest.mark.usefixtures("one_rank")
 def test_what_cannot_be_watched_is_refused() -> None:
     ddp = DistributedDataParallel(nn.Linear(3, 2))
-    with gradwire.attach(ddp, "int4") as handle:
+    with pytest.raises(gradwire.AttachError, match="check_every=0"):
+        gradwire.attach(ddp, "int4", check_every=0)
+    with gradwire.attach(ddp, "int4") as handle:  # nothing was attached before
         with pytest.raises(gradwire.AttachError, match="wants a DistributedDataParallel model, got Linear"):
             gradwire.watch_drift(ddp.module, handle, 10)
         with pytest.raises(gradwire.AttachError, match="check_every=0"):

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from gradwire.adapters.ddp import attach_ddp
+from gradwire.adapters.drift import require_watchable, watch_drift
 from gradwire.adapters.fsdp2.attach import attach_fsdp2
 from gradwire.adapters.fsdp2.groups import is_fsdp2
 from gradwire.adapters.handle import Handle
@@ -32,6 +33,8 @@ def attach(
     grain_numel: int | None = None,
     scaler: torch.amp.GradScaler | None = None,
     checksum: bool = False,
+    check_every: int | None = None,
+    on_drift: str = "warn",
 ) -> Handle:
     """Let `reducer` combine the gradients of `model` from the next backward pass on.
 
@@ -58,6 +61,8 @@ def attach(
             takes about a nanosecond a byte, and 4 bytes a message that statistics do not count. Without checksums a
             damaged payload decodes to something else, alike on all ranks that got it; with `node=` these are the ranks
             of one node, which then differ from the others.
+        check_every: steps between two comparisons of the parameters of all ranks, and
+        on_drift: what happens where they differ, as for `gradwire.watch_drift`; for DDP. None: they are not compared.
 
     Returns:
         A handle with statistics, state and `close`. What the method compiles is compiled by then.
@@ -79,7 +84,14 @@ def attach(
         "checksum": checksum,
     }
     if is_fsdp2(model):
+        if check_every is not None:
+            raise AttachError("check_every= is for DDP: of a sharded model no two ranks have the same parameters")
         return attach_fsdp2(model, reducer, parameters, replicate, **options)
     if parameters is not None or replicate is not None:
         raise AttachError("parameters= and replicate= are for models of fully_shard: leave them out")
-    return attach_ddp(model, reducer, **options)
+    if check_every is None:
+        return attach_ddp(model, reducer, **options)
+    require_watchable(model, check_every, on_drift)
+    handle = attach_ddp(model, reducer, **options)
+    watch_drift(model, handle, check_every, on_drift)
+    return handle

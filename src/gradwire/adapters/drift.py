@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.adapters.handle import Handle
-from gradwire.adapters.unchanged import uncompiled
+from gradwire.adapters.uncompiled import uncompiled
 from gradwire.core.errors import AttachError
 from gradwire.session.drift import check_drift, require_reaction
 
@@ -30,12 +30,7 @@ def watch_drift(model: nn.Module, handle: Handle, check_every: int, on_drift: st
     Example:
         gradwire.watch_drift(ddp, handle, check_every=1000, on_drift="repair")
     """
-    ddp = getattr(model, "_orig_mod", model)
-    if not isinstance(ddp, DistributedDataParallel):
-        raise AttachError(f"watch_drift wants a DistributedDataParallel model, got {type(ddp).__name__}")
-    if check_every < 1:
-        raise AttachError(f"check_every={check_every}: parameters are compared every 1, 2, 3 or more steps")
-    require_reaction(on_drift)
+    ddp = require_watchable(model, check_every, on_drift)
     steps, begins = 0, True
 
     @uncompiled
@@ -50,3 +45,18 @@ def watch_drift(model: nn.Module, handle: Handle, check_every: int, on_drift: st
         steps += begins
 
     ddp.register_forward_pre_hook(before)
+
+
+def require_watchable(model: nn.Module, check_every: int, on_drift: str) -> DistributedDataParallel:
+    """Return the `DistributedDataParallel` model whose parameters can be compared.
+
+    Raises:
+        AttachError: as `watch_drift`.
+    """
+    ddp = getattr(model, "_orig_mod", model)
+    if not isinstance(ddp, DistributedDataParallel):
+        raise AttachError(f"watch_drift wants a DistributedDataParallel model, got {type(ddp).__name__}")
+    if check_every < 1:
+        raise AttachError(f"check_every={check_every}: parameters are compared every 1, 2, 3 or more steps")
+    require_reaction(on_drift)
+    return ddp

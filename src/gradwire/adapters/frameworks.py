@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.adapters.attach import attach
-from gradwire.adapters.drift import watch_drift
+from gradwire.adapters.fsdp2.groups import is_fsdp2
 from gradwire.adapters.handle import Handle
 from gradwire.core import save_folder
 from gradwire.core.errors import AttachError, StateError
@@ -59,29 +59,23 @@ def _numbers(version: str) -> tuple[int, ...]:
     return int(first), int("".join(letter for letter in second.split("rc")[0] if letter.isdigit()) or 0)
 
 
-def attach_if_distributed(
-    model: nn.Module, method: Reducer | str, check_every: int | None = None, on_drift: str = "warn", **options: Any
-) -> Handle | None:
+def attach_if_distributed(model: nn.Module, method: Reducer | str, **options: Any) -> Handle | None:
     """Attach to a model as a framework has wrapped it; None, and a warning, where training is not distributed.
 
     Args:
         model: the outermost module, compiled or not.
         method: as for `gradwire.attach`, and so are the options.
-        check_every, on_drift: as for `gradwire.watch_drift`, if parameters are to be compared.
 
     Raises:
         AttachError: the framework distributes the model in another way.
     """
     model = getattr(model, "_orig_mod", model)
     alone = not dist.is_initialized() or dist.get_world_size() == 1
-    if alone and not isinstance(model, DistributedDataParallel):
+    if alone and not (isinstance(model, DistributedDataParallel) or is_fsdp2(model)):
         text = "training is not distributed, so gradwire does nothing here: start it with torchrun on several ranks"
         warnings.warn(text, stacklevel=3)
         return None
-    handle = attach(model, method, **options)  # type: ignore[arg-type] - it refuses what is none
-    if check_every is not None:
-        watch_drift(model, handle, check_every, on_drift)
-    return handle
+    return attach(model, method, **options)  # type: ignore[arg-type] - it refuses what is none
 
 
 def load_if_there(folder: Path, handle: Handle, checkpoint: object) -> None:

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.adapters.frameworks import beside
 from gradwire.adapters.handle import Handle
-from gradwire.adapters.unchanged import uncompiled
+from gradwire.adapters.uncompiled import uncompiled
 from gradwire.core import save_folder
 from gradwire.core.errors import StateError
 from gradwire.session.checkpoint import load, save

@@ -11,13 +11,14 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Generator
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.adapters.attach import attach
 from gradwire.adapters.handle import Handle
+from gradwire.adapters.uncompiled import uncompiled
 from gradwire.core.figures import si_bytes, significant
 
 Say = Callable[[str], None]
@@ -114,11 +115,6 @@ def _saved(name: str, handle: Handle) -> str:
         f"{name}: {handle.method} sent {sent} in {stats.steps} steps where {report.dense_name} sends {dense} "
         f"({factor} times less); {report.verdict}"
     )
-
-
-def uncompiled(hook: Callable[..., None]) -> Callable[..., None]:
-    """A hook as it is, also where the call that it belongs to is compiled."""
-    return cast(Callable[..., None], torch.compiler.disable(hook))
 
 
 @contextlib.contextmanager
