@@ -315,8 +315,13 @@ def _result(pending: Pending) -> Script[Tensor]:
     return result
 
 
-def run(script: Script[T]) -> T:
-    """Drive a script to its end, waiting where it waits: what a rank alone in its process does."""
+def run(script: Script[T], waited: Callable[[float], None] = lambda _: None) -> T:
+    """Drive a script to its end, waiting where it waits: what a rank alone in its process does.
+
+    Args:
+        script: to be driven.
+        waited: told the seconds of each wait.
+    """
     answer: Tensor | None = None
     while True:
         try:
@@ -324,7 +329,9 @@ def run(script: Script[T]) -> T:
         except StopIteration as end:
             return end.value
         assert pending is not None, "a wave is not ready, and nobody is there to make it so"
+        began = time.perf_counter()
         answer = pending.wait()
+        waited(time.perf_counter() - began)
 
 
 def script_of(program: Program[T], transport: Transport) -> Script[T]:

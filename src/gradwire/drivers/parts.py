@@ -11,7 +11,6 @@ State is by name and element as everywhere, so it outlives the cut.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -23,7 +22,7 @@ from gradwire.core.errors import CompositionError
 from gradwire.core.grain import Grain, ParameterSpec, Segment
 from gradwire.core.state import State, walk
 from gradwire.drivers.engine import Engine, Slot, spare_buffer
-from gradwire.drivers.interpreter import Pending, Script, Transport
+from gradwire.drivers.interpreter import Transport, run
 from gradwire.drivers.plan import Plan, Unit, Wave, grain_size
 from gradwire.reducers.base import Program, Reduced, Reducer
 
@@ -223,7 +222,7 @@ class InParts(Engine):
             self._let_go(self._slots[units[place]], result.state)
             return result._replace(mean=result.mean.new_empty(0))
 
-        results = self._driven(self._interpreter.script(len(waves), programs, ended))
+        results = run(self._interpreter.script(len(waves), programs, ended), self._count_wait)
         self._done.update(zip(units, results, strict=True))
 
     def buffer_for(self, unit: Unit) -> Tensor:
@@ -235,18 +234,8 @@ class InParts(Engine):
         if all(leaf.tensor.data_ptr() != slot.x.data_ptr() for _, leaf in walk(new)):
             slot.x = self.buffer_for(slot.unit)
 
-    def _driven(self, script: Script[list[Reduced]]) -> list[Reduced]:
-        """Run a script to its end, and count what it waits."""
-        answer: Tensor | None = None
-        while True:
-            try:
-                pending: Pending | None = script.send(answer)
-            except StopIteration as end:
-                return end.value
-            assert pending is not None, "every unit of a part is here"
-            began = time.perf_counter()
-            answer = pending.wait()
-            self.stats.wait_s += time.perf_counter() - began
+    def _count_wait(self, seconds: float) -> None:
+        self.stats.wait_s += seconds
 
     def finish(self) -> None:
         """End the step, and count it."""
