@@ -32,14 +32,12 @@ lint: $(READY)
 types: $(READY)
 	$(BIN)/pyright
 
-# Tests that time ranks, make networks or end processes at a deadline have the machine to themselves; all others share
-# the cores, each file in one process.
-ALONE  := $(wildcard $(addprefix tests/test_,async_processes.py async_ray.py async_rpc.py compare.py crossover.py delay.py \
-	elastic.py engine.py failures.py faults.py federated_processes.py flower_simulation.py measure.py net.py routes.py run_report.py \
-	session.py slow.py unwaiting.py warm.py))
+# Tests that time ranks or make networks have the machine to themselves; all others share the cores, each file in one
+# process, doctests last, which are short.
+ALONE  := $(addprefix tests/test_,compare.py crossover.py delay.py measure.py net.py routes.py run_report.py slow.py)
 
 unit: $(READY)
-	$(BIN)/python -m pytest --numprocesses auto --dist loadfile tests src $(addprefix --ignore=,$(ALONE))
+	$(BIN)/python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder tests src $(addprefix --ignore=,$(ALONE))
 	$(BIN)/python -m pytest $(ALONE)
 
 # The laws whose promises are bits, once more on a plain processor.
