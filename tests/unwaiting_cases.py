@@ -57,6 +57,7 @@ def no_staleness(rank: int, world_size: int) -> float:
             nn.utils.vector_to_parameters((mean / world_size).float(), list(reference.parameters()))
         worst = max(worst, float((flat(network) - flat(reference)).abs().max()))
     optimizer.finish()
+    optimizer.close()
     return worst
 
 
@@ -74,6 +75,7 @@ def uneven(rank: int, world_size: int, spec: str) -> dict[str, Any]:
         seen = flat(network)
     again = flat(network)
     optimizer.finish()
+    optimizer.close()
     return {
         "steps": steps,
         "first": first,
@@ -114,6 +116,7 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
         optimizer.step()
     except StepError as error:
         said["finished"] = str(error)
+    optimizer.close()
     return said
 
 

@@ -193,7 +193,7 @@ class Recipe:
     options: Mapping[str, Any]
 
     def optimizer(self, inner: Optimizer, model: nn.Module, **where: Unpack[Where]) -> Unwaiting:
-        """Return the optimizer to step in place of `inner`; `finish` it in the end.
+        """Return the optimizer to step in place of `inner`; `finish` and `close` it in the end.
 
         Args:
             inner: the script's own optimizer of the model.

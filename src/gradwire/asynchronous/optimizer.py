@@ -83,6 +83,7 @@ class AsynchronousOptimizer(Wrapper):
         while optimizer.version < pushes:
             ...; optimizer.step()
         optimizer.finish()
+        optimizer.close()
     """
 
     def __init__(
@@ -123,7 +124,7 @@ class AsynchronousOptimizer(Wrapper):
         )
         super().__init__(inner)
         self._described = f"{type(inner).__name__} pushed by {settings}"
-        self._is_open = True
+        self._is_open = self._steps = True
         self._pull(self._servers.join())
 
     def _connected(self, server: Server, most: int, address: str | None) -> tuple[Host, list[Connection]]:
@@ -180,7 +181,7 @@ class AsynchronousOptimizer(Wrapper):
         return self._names.flat(self._parameters).cpu()
 
     def _require_open(self) -> None:
-        if not self._is_open:
+        if not self._steps:
             raise StepError("this optimizer has finished: make a new one to go on from the model as it is")
 
     @property
@@ -212,10 +213,10 @@ class AsynchronousOptimizer(Wrapper):
 
     @torch.no_grad()
     def finish(self) -> None:
-        """End training on all ranks, each of which calls this: afterwards they have the same model, and no servers.
+        """End training on all ranks, each of which calls this: afterwards they have the same model, and step no more.
 
         A rank that is here is waited for by nobody; it waits for the others. What it computed since its last push is
-        lost.
+        lost. Connections stay until `close`.
 
         Raises:
             CommunicationError: a rank that does not come or has ended.
@@ -225,10 +226,11 @@ class AsynchronousOptimizer(Wrapper):
         self._together.say("has pushed")
         write_(self._parameters, self._names.named(self._servers.look()))
         self._together.say("has the model")
-        self.close()
+        self._steps = False
 
     def close(self) -> None:
         """Let go of the servers; other ranks that still train raise. A second call does nothing."""
+        self._steps = False
         if self._is_open:
             self._is_open = False
             self._servers.close()
