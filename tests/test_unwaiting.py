@@ -26,6 +26,7 @@ from gradwire.bench.ranks import run_function
 from gradwire.sending import Sending
 
 RANKS = 3
+PART = {"part": torch.zeros(4)}
 SECRET_OF_RUN = bytes(range(SECRET))
 
 
@@ -164,7 +165,7 @@ class Heard:
 
 
 def server(workers: int = 2) -> Server:
-    return Server({"part": torch.zeros(4)}, ASGD(0.5), workers=workers)
+    return Server(PART, ASGD(0.5), workers=workers)
 
 
 def test_refused_pushes_change_nothing_and_are_told() -> None:
@@ -186,7 +187,7 @@ def test_refused_pushes_change_nothing_and_are_told() -> None:
 
 def test_whoever_hangs_up_frees_the_others() -> None:
     first, second = Heard(), Heard()
-    reception = Reception(Server({"part": torch.zeros(4)}, ASGD(0.5), workers=2, pace=Bounded(0)))
+    reception = Reception(Server(PART, ASGD(0.5), workers=2, pace=Bounded(0)))
     reception.hear(first, plain(Kind.JOIN, 0), NOTHING)
     reception.hear(second, plain(Kind.JOIN, 1), NOTHING)
     push = Message(Kind.PUSH, first.said[-1].message.grant, reception.server.names.fingerprint)
@@ -217,7 +218,7 @@ def test_strangers_and_noise_are_cut_off_and_others_are_served() -> None:
                 stranger.sendall(first)
                 assert stranger.recv(1) == b""
         far = Far(host.address, SECRET_OF_RUN, 16, 10.0)
-        worker = RemoteServers([far], [torch.zeros(4)], 0, sending=Sending(), seed=0, deadline_s=10.0)
+        worker = RemoteServers([far], [PART], 0, sending=Sending(), seed=0, deadline_s=10.0)
         worker.join()
         granted = worker.push(torch.tensor([2.0, 0.0, 0.0, 0.0]), 0.0, 0.1)
         assert granted.values.tolist() == [-1.0, 0.0, 0.0, 0.0]
@@ -228,7 +229,7 @@ def test_strangers_and_noise_are_cut_off_and_others_are_served() -> None:
 def test_a_server_that_is_silent_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         far = Far(silent.getsockname()[:2], SECRET_OF_RUN, 16, 10.0)
-        worker = RemoteServers([far], [torch.zeros(4)], 0, sending=Sending(), seed=0, deadline_s=0.2)
+        worker = RemoteServers([far], [PART], 0, sending=Sending(), seed=0, deadline_s=0.2)
         with pytest.raises(CommunicationError, match=r"server 0, in rank 0's process, is silent for 0.2 s"):
             worker.join()
         worker.close()

@@ -41,6 +41,11 @@ class Names:
         digest = hashlib.blake2b(told.encode(), digest_size=8).digest()
         self.fingerprint = int.from_bytes(digest, "little") >> 1
 
+    @property
+    def nbytes(self) -> int:
+        """Of the vector."""
+        return self.numel * self.dtype.itemsize
+
     def flat(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """Return a new vector (d,) of the tensors' elements.
 

@@ -18,11 +18,11 @@ from torch.optim import Optimizer
 from gradwire.asynchronous.lengths import Fixed, Length
 from gradwire.asynchronous.names import Names
 from gradwire.asynchronous.pace import Free, Pace
-from gradwire.asynchronous.parts import named as named_part
-from gradwire.asynchronous.parts import seed_of, sizes
+from gradwire.asynchronous.parts import seed_of
 from gradwire.asynchronous.remote_servers import Connection, Granted, RemoteServers
 from gradwire.asynchronous.rules import ASGD, Rule
 from gradwire.asynchronous.server import Server
+from gradwire.asynchronous.several.cut import named_parts
 from gradwire.asynchronous.sockets.frames import SECRET
 from gradwire.asynchronous.sockets.host import Host
 from gradwire.asynchronous.sockets.line import Far
@@ -106,11 +106,11 @@ class AsynchronousOptimizer(Wrapper):
         self._names = Names(self._parameters)
         self._together = Together("AsynchronousOptimizer", group, deadline_s)
         rule, sending = rule or ASGD(1 / self.world_size), sending or Sending()
-        parts = [part.clone() for part in self._flat().split(sizes(self._names.numel, self.world_size))]
+        parts = named_parts(self._names.named(self._flat()), self.world_size)
         settings = f"{rule!r}, {pace!r}, {length!r}, {sending!r}, seed {seed}"
         require_same_start(settings, self._parameters, self._together)
         server = Server(
-            named_part(parts[self.rank]),
+            parts[self.rank],
             rule,
             workers=self.world_size,
             pace=pace or Free(),
@@ -118,7 +118,8 @@ class AsynchronousOptimizer(Wrapper):
             sending=sending,
             seed=seed_of(seed, self.rank),
         )
-        self._host, connections = self._connected(server, max(part.nbytes for part in parts), address)
+        most = max(Names(part).nbytes for part in parts)
+        self._host, connections = self._connected(server, most, address)
         self._servers = RemoteServers(
             connections, parts, self.rank, sending=sending, seed=seed, deadline_s=self.deadline_s
         )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from gradwire.core.errors import CompositionError
 
 
@@ -19,11 +17,6 @@ def sizes(numel: int, servers: int) -> list[int]:
     if not 1 <= servers <= numel:
         raise CompositionError(f"{servers} servers for {numel} parameters: give 1 or more, and no more than parameters")
     return [numel // servers + (part < numel % servers) for part in range(servers)]
-
-
-def named(part: Tensor) -> dict[str, Tensor]:
-    """A part as the one tensor that its server keeps."""
-    return {"part": part}
 
 
 def seed_of(seed: int, part: int) -> int:

@@ -8,19 +8,19 @@ on.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from gradwire.asynchronous.messages import Grant
-from gradwire.asynchronous.parts import named, seed_of
+from gradwire.asynchronous.parts import seed_of
 from gradwire.asynchronous.reception import NOTHING
 from gradwire.asynchronous.sockets.frames import Frame
 from gradwire.asynchronous.wire import Kind, Message, plain
-from gradwire.asynchronous.worker import Pusher
-from gradwire.core.errors import CommunicationError, StepError
+from gradwire.asynchronous.worker import Pusher, require_finite
+from gradwire.core.errors import CommunicationError
 from gradwire.sending import Sending
 
 
@@ -59,7 +59,7 @@ class RemoteServers:
 
     Args:
         connections: to the servers, in the order of their parts.
-        parts: tensors like theirs, in the same order.
+        parts: what each of them keeps, by name, in the same order (`several.cut.named_parts`).
         worker: this one's number.
         sending, seed: as the servers have them.
         deadline_s: seconds to wait for an answer. Under a bound the answer may wait for the slowest worker.
@@ -72,7 +72,7 @@ class RemoteServers:
     def __init__(
         self,
         connections: Sequence[Connection],
-        parts: Sequence[Tensor],
+        parts: Sequence[Mapping[str, Tensor]],
         worker: int,
         *,
         sending: Sending,
@@ -81,10 +81,8 @@ class RemoteServers:
     ) -> None:
         self.worker, self.deadline_s = worker, deadline_s
         self.sent_bytes, self.coded_s = [0] * len(connections), 0.0
-        self._connections, self._parts = connections, parts
-        self._pushers = [
-            Pusher(named(like), sending=sending, seed=seed_of(seed, part)) for part, like in enumerate(parts)
-        ]
+        self._connections = connections
+        self._pushers = [Pusher(like, sending=sending, seed=seed_of(seed, part)) for part, like in enumerate(parts)]
         self._grants: list[Grant] = []
 
     def join(self) -> Granted:
@@ -109,10 +107,9 @@ class RemoteServers:
             StepError: what is not finite. Nothing was pushed then.
             CommunicationError: a server that does not answer, or refuses.
         """
-        if not bool(change.isfinite().all()):
-            raise StepError("what this worker computed is not finite, and nothing was pushed: lower the learning rates")
+        require_finite(change, self._grants[0])
         steps = min(grant.steps for grant in self._grants)
-        changes = change.split([part.numel() for part in self._parts])
+        changes = change.split([pusher.names.numel for pusher in self._pushers])
         for server, (pusher, grant, part) in enumerate(zip(self._pushers, self._grants, changes, strict=True)):
             begun = time.thread_time()
             push = pusher.push_of(grant, part, loss, seconds)
@@ -147,12 +144,12 @@ class RemoteServers:
         return Granted(values, self._grants[0].version, min(grant.steps for grant in self._grants))
 
     def _values(self, server: int, frame: Frame) -> Tensor:
-        like = self._parts[server]
-        if frame.data.numel() != like.nbytes:
+        names = self._pushers[server].names
+        if frame.data.numel() != names.nbytes:
             raise CommunicationError(
-                f"server {server} sent {frame.data.numel()} bytes of parameters, not {like.nbytes}"
+                f"server {server} sent {frame.data.numel()} bytes of parameters, not {names.nbytes}"
             )
-        return frame.data.view(like.dtype)
+        return frame.data.view(names.dtype)
 
     def _send(self, server: int, message: Message, data: Tensor) -> None:
         try:

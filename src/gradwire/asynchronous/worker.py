@@ -50,18 +50,10 @@ class Pusher:
 
         Args:
             grant: from the server.
-            g: (d,) what was computed.
+            g: (d,) what was computed; finite, see `require_finite`.
             loss: for the record.
             seconds: that it took.
-
-        Raises:
-            StepError: g is not finite. Nothing is remembered of it.
         """
-        if not bool(g.isfinite().all()):
-            raise StepError(
-                f"what worker {grant.worker} computed for push {grant.number} is not finite, and nothing was pushed: "
-                "lower the learning rates"
-            )
         wire, memory = self.sending.send(g, self.memory, push_key(self.seed, grant))
         self._pushed = _Pushed(grant, memory)
         return Push(grant, wire, self.names.fingerprint, loss, seconds)
@@ -134,4 +126,19 @@ class Worker(Pusher):
         begun = time.perf_counter()
         result = self.work(self.names.named(values), grant)
         seconds = time.perf_counter() - begun
-        return self.push_of(grant, self.names.flat(result.gradient), result.loss, seconds)
+        g = self.names.flat(result.gradient)
+        require_finite(g, grant)
+        return self.push_of(grant, g, result.loss, seconds)
+
+
+def require_finite(g: Tensor, grant: Grant) -> None:
+    """Refuse to push what was computed for a grant, if any number in it is none.
+
+    Raises:
+        StepError: g is not finite.
+    """
+    if not bool(g.isfinite().all()):
+        raise StepError(
+            f"what worker {grant.worker} computed for push {grant.number} is not finite, and nothing was pushed: "
+            "lower the learning rates"
+        )

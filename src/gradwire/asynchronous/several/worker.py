@@ -16,8 +16,8 @@ from gradwire.asynchronous.parts import seed_of
 from gradwire.asynchronous.several.cut import named_parts
 from gradwire.asynchronous.several.messages import Answer, Ask, Asked, Said
 from gradwire.asynchronous.work import Work
-from gradwire.asynchronous.worker import Pusher
-from gradwire.core.errors import PushError, StepError
+from gradwire.asynchronous.worker import Pusher, require_finite
+from gradwire.core.errors import PushError
 from gradwire.sending import Sending
 
 
@@ -180,11 +180,7 @@ class PartedWorker:
         result = self.work(self.names.named(torch.cat([values for _, values in held])), grant)
         seconds = (time.perf_counter() - begun) / grant.steps
         g = self.names.flat(result.gradient)
-        if not bool(g.isfinite().all()):
-            raise StepError(
-                f"what worker {self.number} computed for push {grant.number} is not finite, and nothing was pushed: "
-                "lower the learning rates"
-            )
+        require_finite(g, grant)
         self.clock = (self.clock or 0) + 1
         parts = g.split([values.numel() for _, values in held])
         return [

@@ -7,8 +7,6 @@ import contextlib
 import hmac
 import queue
 import threading
-from collections.abc import Callable
-from concurrent.futures import Future
 from typing import Any
 
 from torch import Tensor
@@ -66,15 +64,6 @@ class Host:
     def hang_up(self, line: Line) -> None:
         """Tell the core's thread that a line has ended."""
         self._loop.call_soon_threadsafe(self._reception.hang_up, line)
-
-    def workers(self) -> list[int]:
-        """Who is here."""
-        return self._ask(lambda: self._reception.workers)
-
-    def _ask(self, question: Callable[[], Any]) -> Any:
-        answer: Future[Any] = Future()
-        self._loop.call_soon_threadsafe(lambda: answer.set_result(question()))
-        return answer.result()
 
     def _call(self, coroutine: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
