@@ -170,7 +170,7 @@ FILES: dict[str, tuple[Stage, ...]] = {
         ("tests/test_frameworks.py", "-k", "accelerate"),
     ),
     "adapters/drift.py": (("tests/test_drift.py",),),
-    "adapters/uncompiled.py": (("tests/test_run.py", "-k", "compiled"),),
+    "adapters/uncompiled.py": (("tests/test_run.py", "-k", "compiled"), ("tests/test_drift.py",)),
     "adapters/frameworks.py": (("src/gradwire/adapters/frameworks.py", "tests/test_framework_parts.py"),),
     "adapters/lightning.py": (("tests/test_frameworks.py", "-k", "lightning"),),
     "adapters/script_saves.py": (("tests/test_script_saves.py",), UNCHANGED),

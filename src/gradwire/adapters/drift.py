@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.adapters.handle import Handle
-from gradwire.adapters.uncompiled import uncompiled
+from gradwire.adapters.uncompiled import before_passes
 from gradwire.core.errors import AttachError
 from gradwire.session.drift import check_drift, require_reaction
 
@@ -33,18 +32,16 @@ def watch_drift(model: nn.Module, handle: Handle, check_every: int, on_drift: st
     ddp = require_watchable(model, check_every, on_drift)
     steps, begins = 0, True
 
-    @uncompiled
-    def before(*_: object) -> None:
+    def before() -> None:
         nonlocal steps, begins
-        ended_early = ddp._join_config.enable  # pyright: ignore[reportPrivateUsage] - some ranks come no more
-        if not torch.is_grad_enabled() or ended_early or not handle.session.is_open:
+        if not handle.session.is_open:
             return
         if begins and steps and steps % check_every == 0:
             check_drift(handle, ddp.module, on_drift)
         begins = ddp.require_backward_grad_sync  # else another pass belongs to the same step
         steps += begins
 
-    ddp.register_forward_pre_hook(before)
+    before_passes(ddp, before)
 
 
 def require_watchable(model: nn.Module, check_every: int, on_drift: str) -> DistributedDataParallel:

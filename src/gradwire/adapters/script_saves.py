@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.adapters.frameworks import beside
 from gradwire.adapters.handle import Handle
-from gradwire.adapters.uncompiled import uncompiled
+from gradwire.adapters.uncompiled import before_passes
 from gradwire.core import save_folder
 from gradwire.core.errors import StateError
 from gradwire.session.checkpoint import load, save
@@ -57,14 +57,7 @@ class ScriptSaves:
         name = "" if not self._followed else f"-{len(self._followed)}"
         self._followed.append((handle, name))
         self._take_up(handle, name)
-
-        @uncompiled
-        def before(*_: object) -> None:
-            ended_early = ddp._join_config.enable  # pyright: ignore[reportPrivateUsage] - some ranks come no more
-            if torch.is_grad_enabled() and not ended_early:
-                self.catch_up()
-
-        ddp.register_forward_pre_hook(before)
+        before_passes(ddp, self.catch_up)
 
     def catch_up(self) -> None:
         """Save every rank's states where a rank's script has saved since the last look. Every rank must call it."""
