@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradwire.asynchronous.names import Names
-from gradwire.asynchronous.together import Together
+from gradwire.asynchronous.together import together
 from gradwire.core.errors import AttachError, StepError
 from gradwire.session.names import named
 from gradwire.sync.alike import require_same_start
@@ -55,7 +55,7 @@ class HogwildOptimizer(Wrapper):
         self._parameters = named(model)
         if any(parameter.device.type != "cpu" for parameter in self._parameters.values()):
             raise AttachError("Hogwild! shares the memory of the CPU: have the model there, or push to servers (asgd)")
-        self._together = Together("HogwildOptimizer", group, deadline_s)
+        self._together = together("HogwildOptimizer", group, deadline_s)
         self.rank = dist.get_rank(group)
         names = Names(self._parameters)
         self._require_one_machine()

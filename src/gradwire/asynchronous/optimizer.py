@@ -26,7 +26,7 @@ from gradwire.asynchronous.several.cut import named_parts
 from gradwire.asynchronous.sockets.frames import SECRET
 from gradwire.asynchronous.sockets.host import Host
 from gradwire.asynchronous.sockets.line import Far
-from gradwire.asynchronous.together import Together
+from gradwire.asynchronous.together import together
 from gradwire.core.errors import CommunicationError, StepError
 from gradwire.sending import Sending
 from gradwire.session.names import named
@@ -104,7 +104,7 @@ class AsynchronousOptimizer(Wrapper):
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self._parameters = named(model)
         self._names = Names(self._parameters)
-        self._together = Together("AsynchronousOptimizer", group, deadline_s)
+        self._together = together("AsynchronousOptimizer", group, deadline_s)
         rule, sending = rule or ASGD(1 / self.world_size), sending or Sending()
         parts = named_parts(self._names.named(self._flat()), self.world_size)
         settings = f"{rule!r}, {pace!r}, {length!r}, {sending!r}, seed {seed}"

@@ -1,4 +1,4 @@
-"""What all ranks of a session do together or not at all, agreed upon through the store and not by collectives."""
+"""What ranks do together or not at all, agreed upon through the store and not by collectives."""
 
 from __future__ import annotations
 
@@ -7,6 +7,14 @@ from typing import Any, NamedTuple
 
 from gradwire.core.errors import GradwireError
 from gradwire.session.lane import Lane
+from gradwire.session.meeting import Meeting
+
+
+class TimedMeeting(NamedTuple):
+    """A meeting of ranks that have no lane, and the seconds that a rank is waited for."""
+
+    meeting: Meeting
+    deadline_s: float
 
 
 class Outcome(NamedTuple):
@@ -17,17 +25,17 @@ class Outcome(NamedTuple):
 
 
 class Together:
-    """The ranks of a lane, of which each makes the same call.
+    """Ranks, of which each makes the same call.
 
     Args:
         call: what they do, for errors.
-        lane: whose ranks.
+        place: the lane or the meeting whose ranks they are.
         failure: what is raised on the others where one rank fails.
     """
 
-    def __init__(self, call: str, lane: Lane, failure: type[GradwireError]) -> None:
-        self.call, self._lane, self._failure = call, lane, failure
-        self.rank, self.ranks = lane.meeting.rank, lane.meeting.ranks
+    def __init__(self, call: str, place: Lane | TimedMeeting, failure: type[GradwireError]) -> None:
+        self.call, self._place, self._failure = call, place, failure
+        self.rank, self.ranks = place.meeting.rank, place.meeting.ranks
 
     @property
     def world_size(self) -> int:
@@ -40,7 +48,7 @@ class Together:
         Raises:
             CommunicationError: a rank that did not come, or called something else.
         """
-        return self._lane.meeting.exchange(self.call, words, self._lane.deadline_s)
+        return self._place.meeting.exchange(self.call, words, self._place.deadline_s)
 
     def attempt(
         self,

@@ -4,28 +4,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn, Protocol
+from typing import NoReturn
 
 from torch import Tensor
 
 from gradwire.core.errors import AttachError
 from gradwire.session.drift import digest
+from gradwire.session.together import Together
 
 
-class Ranks(Protocol):
-    """Those who begin together, such as `gradwire.session.together.Together`."""
-
-    @property
-    def ranks(self) -> Sequence[int]:
-        """What errors call them."""
-        ...
-
-    def say(self, words: Any) -> list[Any]:
-        """Return what all of them say, in their order."""
-        ...
-
-
-def require_same_start(settings: str, tensors: Mapping[str, Tensor], ranks: Ranks) -> None:
+def require_same_start(settings: str, tensors: Mapping[str, Tensor], ranks: Together) -> None:
     """Refuse settings or values that differ between ranks.
 
     Raises:
