@@ -11,7 +11,7 @@ memory.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Unpack
@@ -26,7 +26,7 @@ from gradwire.asynchronous.optimizer import AsynchronousOptimizer, Where
 from gradwire.asynchronous.pace import Bounded, Free, Pace
 from gradwire.asynchronous.rates import Constant, Hyperbolic, Inverse, Rate, RootHyperbolic
 from gradwire.asynchronous.rules import ASGD, AdaptiveDCASGD, Rule
-from gradwire.core.method_spec import name_of, read
+from gradwire.core.method_spec import SpecMethod, name_of, read
 from gradwire.core.options import Option, options_of
 from gradwire.sending import Sending
 
@@ -41,24 +41,8 @@ _RATES: Mapping[str, Rate] = {
 }
 
 
-class AsyncMethod(ABC):
-    """A name of this language and what it makes.
-
-    Attributes:
-        summary: what is computed.
-        example: a spec that works.
-        main: the option whose value may stand alone behind the colon.
-        options: what may be written, by name.
-    """
-
-    summary: str
-    example: str
-    main: str
-    options: Mapping[str, Option]
-
-    @abstractmethod
-    def check(self, given: Mapping[str, Any]) -> None:
-        """Refuse options that do not fit together."""
+class AsyncMethod(SpecMethod):
+    """A method of this language."""
 
     @abstractmethod
     def optimizer(self, given: Mapping[str, Any], inner: Optimizer, model: nn.Module, where: Where) -> Unwaiting:

@@ -2,37 +2,35 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from gradwire.core.errors import SpecError
 from gradwire.core.options import REQUIRED, Option, convert, meant, require_choice
 
 
-class Written(Protocol):
-    """A method as far as its spec goes.
+class SpecMethod(ABC):
+    """A name of a spec language and what it makes.
 
     Attributes:
+        summary: what is computed.
         example: a spec that works.
         main: the option whose value may stand alone behind the colon.
         options: what may be written, by name.
     """
 
-    @property
-    def example(self) -> str: ...  # noqa: D102
+    summary: str
+    example: str
+    main: str
+    options: Mapping[str, Option]
 
-    @property
-    def main(self) -> str: ...  # noqa: D102
-
-    @property
-    def options(self) -> Mapping[str, Option]: ...  # noqa: D102
-
+    @abstractmethod
     def check(self, given: Mapping[str, Any]) -> None:
-        """Refuse options that do not fit together."""
-        ...
+        """Refuse options that do not fit together, as far as that can be told without ranks."""
 
 
-M = TypeVar("M", bound=Written)
+M = TypeVar("M", bound=SpecMethod)
 
 
 def name_of(spec: str) -> str:
@@ -68,7 +66,7 @@ def read(spec: str, methods: Mapping[str, M], module: str) -> tuple[M, dict[str,
     return method, given
 
 
-def _given(spec: str, method: Written, text: str) -> dict[str, Any]:
+def _given(spec: str, method: SpecMethod, text: str) -> dict[str, Any]:
     """The options that are written, converted."""
     given: dict[str, Any] = {}
     for number, item in enumerate(_items(spec, text)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypedDict, TypeVar, cast
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradwire.core.errors import SpecError
+from gradwire.core.method_spec import SpecMethod
 from gradwire.core.options import Option, convert, options_of
 from gradwire.session.names import named
 from gradwire.spec import as_method
@@ -42,26 +43,14 @@ class Where(TypedDict, total=False):
     deadline_s: float
 
 
-class SyncMethod(ABC):
-    """A name of this language and what it makes.
+class SyncMethod(SpecMethod):
+    """A method of this language.
 
     Attributes:
-        summary: what is computed.
-        example: a spec that works.
-        main: the option whose value may stand alone behind the colon.
-        options: what may be written, by name.
-        shared: those of them that several methods have.
+        shared: those of its options that several methods have.
     """
 
-    summary: str
-    example: str
-    main: str
-    options: Mapping[str, Option]
     shared: Mapping[str, Option] = {}
-
-    @abstractmethod
-    def check(self, given: Mapping[str, Any]) -> None:
-        """Refuse options that do not fit together, as far as that can be told without ranks."""
 
     @abstractmethod
     def optimizer(self, given: Mapping[str, Any], inner: Optimizer, model: nn.Module, where: Where) -> Synchronised:
