@@ -1,11 +1,8 @@
 """A saved state as a file of plain numbers, in the safetensors format: nothing in it can be executed.
 
-    8 bytes     length of the header, little-endian
-    header      JSON: {"__metadata__": {"gradwire": HEAD}, NAME: {"dtype", "shape", "data_offsets"}, ...}
-    data        the tensors' bytes, one behind the other
-
-HEAD is the JSON of everything in the saved state but its parameters. A NAME is `path@start@parameter`, as in
-`element:residual@0@layer.weight`. Any reader of safetensors shows what is in such a file.
+The text in its header (`gradwire.core.tensor_table`) is the JSON of everything in the saved state but its parameters.
+A tensor's name is `path@start@parameter`, as in `element:residual@0@layer.weight`. Any reader of safetensors shows what
+is in such a file.
 """
 
 from __future__ import annotations
@@ -23,9 +20,9 @@ from torch import Tensor
 
 from gradwire.core.errors import StateError
 from gradwire.core.saved_schema import Saved
+from gradwire.core.tensor_table import LENGTH, header_of, read_header
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _LONGEST_HEADER = 100_000_000  # bytes; as the format says
 
 
@@ -46,7 +43,7 @@ def write(path: Path, saved: Mapping[str, Any]) -> Written:
     header = _header(saved, tensors)
     digest = hashlib.sha256()
     with path.open("wb") as file:
-        for part in (len(header).to_bytes(8, "little"), header, *map(_bytes, tensors.values())):
+        for part in (len(header).to_bytes(LENGTH, "little"), header, *map(_bytes, tensors.values())):
             file.write(part)
             digest.update(part)
         file.flush()
@@ -76,13 +73,7 @@ def _tensors(saved: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
 
 def _header(saved: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bytes:
     head = json.dumps({key: value for key, value in saved.items() if key != "parameters"})
-    table: dict[str, Any] = {"__metadata__": {"gradwire": head}}
-    at = 0
-    for name, tensor in tensors.items():
-        end = at + tensor.nbytes
-        table[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}
-        at = end
-    text = json.dumps(table).encode()
+    text = header_of(head, tensors, _DTYPES)
     return text + b" " * (-len(text) % 8)
 
 
@@ -95,14 +86,14 @@ def _read(file: BufferedReader, path: Path, expected: Written) -> Saved:
     if size != expected.size:
         raise StateError(f"{path} has {size} bytes and was written with {expected.size}: copy it anew")
     digest = hashlib.sha256()
-    first = file.read(8)
+    first = file.read(LENGTH)
     length = int.from_bytes(first, "little")
-    if length > min(size - 8, _LONGEST_HEADER):
+    if length > min(size - LENGTH, _LONGEST_HEADER):
         raise StateError(f"{path} is no file of gradwire's: its header would be longer than the file")
     text = file.read(length)
     digest.update(first + text)
     try:
-        saved, tensors = _empty(text, size - 8 - length)
+        saved, tensors = _empty(text, size - LENGTH - length)
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise StateError(f"{path} is no file of gradwire's: {error!r} in its header") from error
     for tensor in tensors:
@@ -115,21 +106,13 @@ def _read(file: BufferedReader, path: Path, expected: Written) -> Saved:
 
 def _empty(text: bytes, nbytes: int) -> tuple[Saved, list[Tensor]]:
     """The state that a header describes, and its tensors in the order of their bytes, still to be read."""
-    table: dict[str, Any] = json.loads(text)
-    saved: Saved = json.loads(table.pop("__metadata__")["gradwire"])
+    head, places = read_header(text, nbytes, _DTYPES)
+    saved: Saved = json.loads(head)
     parameters: dict[str, dict[str, list[dict[str, Any]]]] = {}
     tensors: list[Tensor] = []
-    at = 0
-    for key, entry in table.items():
+    for key, place in places.items():
         path, start, name = key.split("@", 2)
-        begin, end = entry["data_offsets"]
-        shape = torch.Size(entry["shape"])
-        if begin != at or end - begin != shape.numel() * _DTYPES[entry["dtype"]].itemsize or end > nbytes:
-            raise ValueError(f"the place of {key!r}")
-        tensors.append(torch.empty(shape, dtype=_DTYPES[entry["dtype"]]))
+        tensors.append(torch.empty(place.shape, dtype=place.dtype))
         piece = {"start": int(start), "values": tensors[-1]}
         parameters.setdefault(name, {}).setdefault(path, []).append(piece)
-        at = end
-    if at != nbytes:
-        raise ValueError("bytes of no tensor")
     return {**saved, "parameters": parameters}, tensors

@@ -1,27 +1,23 @@
 """Numbers and flat tensors as one run of bytes, and back. Nothing in it can be executed.
 
-The layout is that of the safetensors format:
-
-    8 bytes     length of the header, little-endian
-    header      JSON: {"__metadata__": {"gradwire": NUMBERS}, NAME: {"dtype", "shape", "data_offsets"}, ...}
-    data        the tensors' bytes, one behind the other
+The layout is that of the safetensors format (`gradwire.core.tensor_table`). The text in its header is the JSON of the
+numbers.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gradwire.core.errors import FederationError
+from gradwire.core.tensor_table import LENGTH, Place, header_of, read_header
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "U8": torch.uint8}
 """Of all tensors that travel."""
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_LENGTH = 8  # bytes that say how long the header is
 
 
 class Record(NamedTuple):
@@ -39,15 +35,9 @@ class Record(NamedTuple):
 def pack(record: Record) -> bytes:
     """Return the bytes of a record."""
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in record.tensors.items()}
-    table: dict[str, Any] = {"__metadata__": {"gradwire": json.dumps(record.numbers)}}
-    at = 0
-    for name, tensor in tensors.items():
-        span = [at, at + tensor.nbytes]
-        table[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": span}
-        at = span[1]
-    header = json.dumps(table).encode()
+    header = header_of(json.dumps(record.numbers), tensors, DTYPES)
     data = [tensor.view(torch.uint8).numpy().data for tensor in tensors.values()]
-    return b"".join([len(header).to_bytes(_LENGTH, "little"), header, *data])
+    return b"".join([len(header).to_bytes(LENGTH, "little"), header, *data])
 
 
 def unpack(packed: bytes) -> Record:
@@ -78,25 +68,15 @@ def checked(read: Callable[[Any], Record], what: Any) -> Record:
 
 
 def _unpack(packed: bytes) -> Record:
-    start = _LENGTH + int.from_bytes(packed[:_LENGTH], "little")
+    start = LENGTH + int.from_bytes(packed[:LENGTH], "little")
     if start > len(packed):
         raise ValueError("its header is longer than all of it")
-    table: dict[str, Any] = json.loads(packed[_LENGTH:start])
-    numbers: dict[str, Any] = dict(json.loads(table.pop("__metadata__")["gradwire"]))
-    tensors: dict[str, Tensor] = {}
-    at = start
-    for name, entry in table.items():
-        tensors[name] = _tensor(packed, start, at, entry)
-        at += tensors[name].nbytes
-    if at != len(packed):
-        raise ValueError("bytes of no tensor")
-    return Record(numbers, tensors)
+    numbers, places = read_header(packed[LENGTH:start], len(packed) - start, DTYPES)
+    data = memoryview(packed)[start:]
+    return Record(dict(json.loads(numbers)), {name: _tensor(data, place) for name, place in places.items()})
 
 
-def _tensor(packed: bytes, start: int, at: int, entry: Mapping[str, Any]) -> Tensor:
-    """The tensor of an entry, whose bytes are to begin at `at`; those of the first one begin at `start`."""
-    dtype, (numel,) = DTYPES[entry["dtype"]], entry["shape"]
-    end = at + numel * dtype.itemsize
-    if entry["data_offsets"] != [at - start, end - start] or not at <= end <= len(packed):
-        raise ValueError("the place of a tensor")
-    return torch.frombuffer(bytearray(packed[at:end]), dtype=dtype) if numel else torch.empty(0, dtype=dtype)
+def _tensor(data: memoryview, place: Place) -> Tensor:
+    (numel,) = place.shape
+    content = bytearray(data[place.begin : place.end])
+    return torch.frombuffer(content, dtype=place.dtype) if numel else torch.empty(0, dtype=place.dtype)
