@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire
+from case_sets import many_of
 from gradwire.core.collective import AllReduce as SumRequest
 from gradwire.core.grain import Grain
 from gradwire.core.state import State
@@ -362,11 +363,4 @@ def rank_dies(rank: int, world_size: int) -> dict[str, Any]:
     return {}
 
 
-def many(rank: int, world_size: int, jobs: dict[str, tuple[str, dict[str, Any]]]) -> dict[str, Any]:
-    """Several cases in one set of processes, since starting those takes longer than most cases do."""
-    out: dict[str, Any] = {}
-    for name, (case, arguments) in jobs.items():
-        print("case", name, flush=True)
-        dist.barrier()
-        out[name] = globals()[case](rank, world_size, **arguments)
-    return out
+many = many_of(globals())

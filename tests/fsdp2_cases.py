@@ -18,6 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.utils.checkpoint import checkpoint
 
 import gradwire
+from case_sets import many_of
 
 DEADLINE_S = 30.0
 
@@ -490,14 +491,7 @@ def failing(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     return {}
 
 
-def many(rank: int, world_size: int, jobs: dict[str, tuple[str, dict[str, Any]]]) -> dict[str, Any]:
-    """Several cases in one set of processes."""
-    out: dict[str, Any] = {}
-    for name, (case, arguments) in jobs.items():
-        print("case", name, flush=True)
-        dist.barrier()
-        out[name] = globals()[case](rank, world_size, **arguments)
-    return out
+many = many_of(globals())
 
 
 # Copies of a sharded model -----------------------------------------------------------------------------------------
