@@ -87,6 +87,10 @@ FILES: dict[str, tuple[Stage, ...]] = {
         DDP,
     ),
     "session/drift.py": (("src/gradwire/session/drift.py", "tests/test_drift.py"),),
+    "session/fingerprints.py": (
+        ("src/gradwire/session/fingerprints.py", "tests/test_drift.py"),
+        (SYNC, "-k", "differ"),
+    ),
     "session/agreement.py": (("src/gradwire/session/agreement.py", "tests/test_session.py"),),
     "session/making.py": (("tests/test_session.py",), ATTACHED),
     "session/names.py": (("src/gradwire/session/names.py", "tests/test_session.py"), ONE_RANK),

@@ -6,7 +6,6 @@ between unlike processors parameters may drift apart by a last bit a step, and n
 
 from __future__ import annotations
 
-import hashlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,19 +16,10 @@ from torch import Tensor, nn
 
 from gradwire.core.errors import AttachError, DriftError, DriftWarning
 from gradwire.session.checkpoint import Holder
+from gradwire.session.fingerprints import Fingerprints
 from gradwire.session.names import named
 from gradwire.session.session import Session
 from gradwire.session.together import Together
-
-
-def digest(tensor: Tensor) -> str:
-    """A fingerprint of the bits of a tensor, 8 bytes as text.
-
-    >>> digest(torch.tensor([0.0])) == digest(torch.tensor([-0.0]))
-    False
-    """
-    data = tensor.detach().reshape(-1).contiguous().cpu().view(torch.uint8).numpy()
-    return hashlib.blake2b(data.tobytes(), digest_size=8).hexdigest()
 
 
 def check_drift(
@@ -60,22 +50,16 @@ def check_drift(
     session = holder if isinstance(holder, Session) else holder.session
     given = {name: tensor.detach() for name, tensor in named(tensors).items()}
     ranks = Together("gradwire.check_drift", session.lane, DriftError)
-    digests = {name: digest(tensor) for name, tensor in given.items()}
-    whole = hashlib.blake2b(repr(digests).encode(), digest_size=8).hexdigest()
-    if len(set(ranks.say(whole))) == 1:
+    fingerprints = Fingerprints(given)
+    if len(set(ranks.say(fingerprints.whole))) == 1:
         return None
-    listed = ranks.say(digests)
-    differing = [name for name in given if len({its.get(name) for its in listed}) > 1]
+    differing = {name: rank for name, rank in fingerprints.differences(ranks).items() if name in given}
     if not differing:
         raise DriftError("ranks have their tensors in different orders: give check_drift the same model on all ranks")
-    text = f"parameter {_where(differing[0], listed, ranks.ranks)} after step {session.engine.index}"
-    react(session, [given[name] for name in differing], text)
-    return differing[0]
-
-
-def _where(name: str, listed: Sequence[Mapping[str, str]], ranks: Sequence[int]) -> str:
-    other = next(rank for rank, its in zip(ranks, listed, strict=True) if its.get(name) != listed[0].get(name))
-    return f"{name!r} is not the same on rank {other} as on rank {ranks[0]}"
+    first, other = next(iter(differing.items()))
+    where = f"{first!r} is not the same on rank {other} as on rank {ranks.ranks[0]}"
+    react(session, [given[name] for name in differing], f"parameter {where} after step {session.engine.index}")
+    return first
 
 
 def _warn(session: Session, tensors: Sequence[Tensor], text: str) -> None:

@@ -1,0 +1,53 @@
+"""Fingerprints of tensors, by which ranks find out whether theirs have the same bits."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from gradwire.session.together import Together
+
+
+def digest(tensor: Tensor) -> str:
+    """A fingerprint of the bits of a tensor, 8 bytes as text.
+
+    >>> digest(torch.tensor([0.0])) == digest(torch.tensor([-0.0]))
+    False
+    """
+    return _digest(tensor.detach().reshape(-1).contiguous().cpu().view(torch.uint8).numpy().tobytes())
+
+
+class Fingerprints:
+    """Those of some tensors.
+
+    Attributes:
+        each: of every tensor, by name.
+        whole: one of all of them, with their names and their order.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self.each = {name: digest(tensor) for name, tensor in tensors.items()}
+        self.whole = _digest(repr(self.each).encode())
+
+    def differences(self, ranks: Together) -> dict[str, int]:
+        """Tell all fingerprints to each other, and return the names of the tensors that differ.
+
+        Each comes with the first rank on which it is not the same as on the first of all ranks.
+
+        Raises:
+            CommunicationError: a rank that did not come.
+        """
+        found: dict[str, int] = {}
+        listed = ranks.say(self.each)
+        for name in dict.fromkeys(name for its in listed for name in its):
+            differing = (n for n, its in zip(ranks.ranks, listed, strict=True) if its.get(name) != listed[0].get(name))
+            if (rank := next(differing, None)) is not None:
+                found[name] = rank
+        return found
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=8).hexdigest()
