@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from gradwire import AttachError, CommunicationError, StepError
 from gradwire.asynchronous import AsynchronousOptimizer, Bounded, HogwildOptimizer, Sending, parse
+from gradwire.asynchronous.remote_servers import Granted, RemoteServers
 from gradwire.codecs import TopK
 from sync_cases import flat
 
@@ -44,10 +46,20 @@ def local_step(network: nn.Module, inner: torch.optim.Optimizer, step: int, rank
 
 
 def no_staleness(rank: int, world_size: int) -> float:
-    """How far ranks that wait for all others are from the mean of what all inner optimizers would do."""
+    """How far ranks that wait for all others are from the mean of what all inner optimizers would do.
+
+    The last one joins late, when the others could have pushed.
+    """
     network, reference = model(), model()
+    join = RemoteServers.join
+
+    def late(servers: RemoteServers) -> Granted:
+        time.sleep(0.5 * (rank == world_size - 1))
+        return join(servers)
+
     theirs, worst = sgd(reference), 0.0
-    optimizer = AsynchronousOptimizer(sgd(network), network, pace=Bounded(0), deadline_s=DEADLINE_S)
+    with patch.object(RemoteServers, "join", late):
+        optimizer = AsynchronousOptimizer(sgd(network), network, pace=Bounded(0), deadline_s=DEADLINE_S)
     for step in range(6):
         local_step(network, optimizer, step, rank)
         local_step(reference, theirs, step, rank)

@@ -126,7 +126,9 @@ class AsynchronousOptimizer(Wrapper):
         super().__init__(inner)
         self._described = f"{type(inner).__name__} pushed by {settings}"
         self._is_open = self._steps = True
-        self._pull(self._servers.join())
+        granted = self._servers.join()
+        self._together.say("has joined")  # whoever joined later would begin with what the others have pushed by then
+        self._pull(granted)
 
     def _connected(self, server: Server, most: int, address: str | None) -> tuple[Host, list[Connection]]:
         """This rank's server, and connections to those of all ranks."""
