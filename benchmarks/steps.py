@@ -19,9 +19,9 @@ from torch import nn
 
 from common import network_arguments, save_result, take_turns
 from gradwire import kernels
+from gradwire.bench.engines import Replicated
 from gradwire.bench.net import Network
 from gradwire.bench.ranks import run_function
-from gradwire.bench.sides import attach, wrap
 from gradwire.bench.tasks import make_task
 
 DEFAULT = ["torch:noop", "torch:powersgd:4", "torch:fp16", "int4", "sign", "topk:0.01", "powersgd:4"]
@@ -34,8 +34,9 @@ class Training:
 
     def __init__(self, method: str, task_name: str, bucket_mb: float) -> None:
         self.task = make_task(task_name, 0)
-        model = wrap(self.task.model, method, bucket_mb)
-        self.side = attach(model, self.task.optimizer(self.task.model.parameters()), method)
+        engine = Replicated()
+        model = engine.wrap(self.task.model, method, bucket_mb)
+        self.side = engine.attach(model, self.task.optimizer(self.task.model.parameters()), method)
         self.index, self.times_s = 0, list[float]()
 
     def step(self) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradwire import parse
-from gradwire.bench.plan import check_method
+from gradwire.bench.engines import Replicated
 from gradwire.codecs import BF16, BlockInt, Identity, TopK
 from gradwire.core.collective import AllGather as Gather
 from gradwire.core.collective import AllReduce as Sum
@@ -374,7 +374,7 @@ def test_nodes_that_do_not_divide_the_ranks_are_refused(ranks: int, wrapped: Cal
         with pytest.raises(CompositionError, match=f"4 ranks a node do not divide the {ranks} ranks of this run"):
             start()
     with pytest.raises(CompositionError, match="4 ranks a node"):
-        check_method("int4,node=4", ranks)
+        Replicated().check("int4,node=4", ranks)
     reducer.require_ranks(8)
 
 

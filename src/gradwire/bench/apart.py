@@ -77,5 +77,5 @@ class ApartTrainer(Trainer):
             for kept in [*self._kept, _Kept(self.job.steps or self._made, self.elapsed_s, last)]:
                 for parameter, value in zip(self.task.model.parameters(), kept.values, strict=True):
                     parameter.copy_(value)
-                self.log.evaluations.append((kept.step, kept.time_s, self._metric()))
+                self.log.evaluations.append((kept.step, kept.time_s, self._metric(self.task.model)))
         dist.barrier()

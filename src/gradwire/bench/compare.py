@@ -202,6 +202,7 @@ def make_job(plan: Plan, method: str, seed: int, place: Path) -> Job:
         evaluate_every=plan.evaluate_every,
         deadline_s=plan.deadline_s,
         folder=str(place.resolve()),
+        engine=options.engine,
         token=secrets.token_hex(8),
         slow=parse_slow(options.slow, options.hosts),
     )

@@ -10,24 +10,38 @@ from typing import Any, Literal
 import torch
 
 from gradwire.bench import results
+from gradwire.bench.engines import DDP, FSDP2, make_engine
 from gradwire.bench.environment import processor
 from gradwire.bench.net import Network, parse_delay, parse_loss, parse_rate
-from gradwire.bench.sides import check_method
 from gradwire.bench.slow import parse_slow
 from gradwire.bench.task import Task, count
 from gradwire.bench.tasks import make_task
 from gradwire.bench.user_tasks import check_one_step
 from gradwire.core.errors import GradwireError
 
-DEFAULT_METHODS = (
-    "torch:fp32",
-    "torch:fp16",
-    "torch:powersgd:4",
-    "torch:noop",
-    "int4",
-    "powersgd:8,factors=fp16",
-    "topk:0.01",
-)
+DEFAULT_METHODS = {
+    DDP: (
+        "torch:fp32",
+        "torch:fp16",
+        "torch:powersgd:4",
+        "torch:noop",
+        "int4",
+        "powersgd:8,factors=fp16",
+        "topk:0.01",
+    ),
+    FSDP2: (
+        "torch:fp32",
+        "torch:bf16",
+        "torch:noop",
+        "none,parameters=none",
+        "int8",
+        "int8,parameters=int8",
+        "int4,parameters=int8",
+    ),
+}
+
+BUCKET_MB = 25.0
+"""DDP's own choice."""
 
 NetworkMode = Literal["auto", "root", "user", "paced"]
 
@@ -42,7 +56,8 @@ class Options:
 
     Attributes:
         task: "digits", "bytes" or "package.module:function".
-        methods: gradwire specs and `torch:` methods, in the order to show.
+        methods: gradwire specs and `torch:` methods, in the order to show; if empty, `DEFAULT_METHODS` of the engine.
+        engine: what holds the model together: "ddp" or "fsdp2".
         hosts: number of ranks, one a host.
         rate: of every link, such as "100mbit".
         rates: of each host's link, instead of one rate for all.
@@ -63,7 +78,8 @@ class Options:
     """
 
     task: str = "bytes"
-    methods: tuple[str, ...] = DEFAULT_METHODS
+    methods: tuple[str, ...] = ()
+    engine: str = DDP
     hosts: int = 4
     rate: str = "100mbit"
     rates: tuple[str, ...] = ()
@@ -74,13 +90,17 @@ class Options:
     steps: int | None = None
     minutes: float | None = None
     seeds: int = 1
-    bucket_mb: float = 25.0
+    bucket_mb: float = BUCKET_MB
     out: Path = Path("compare-report")
     text: Path | None = None
     network: NetworkMode = "auto"
     deadline_s: float | None = None
     evaluate_every: int | None = None
     fresh: bool = False
+
+    def __post_init__(self) -> None:
+        """Fill in the methods."""
+        object.__setattr__(self, "methods", self.methods or DEFAULT_METHODS.get(self.engine, ()))
 
 
 @dataclass(frozen=True)
@@ -125,7 +145,7 @@ class Plan:
             "network": ", ".join([mode, *_weather(options)]),
             "processor": ", ".join([processor(), *_slow_hosts(options)]),
             "torch": str(torch.__version__),
-        }
+        } | ({} if options.engine == DDP else {"engine": options.engine})
 
 
 def make_plan(options: Options) -> Plan:
@@ -136,8 +156,9 @@ def make_plan(options: Options) -> Plan:
     """
     _check_numbers(options)
     results.check_target(options.target)
+    engine = make_engine(options.engine)
     for method in options.methods:
-        check_method(method, options.hosts)
+        engine.check(method, options.hosts)
     _check_target_method(options)
     task = make_task(options.task, 0, options.text)
     check_one_step(task, options.task, options.hosts)
@@ -170,8 +191,10 @@ def _check_numbers(options: Options) -> None:
     ):
         if value is not None and not 0 < value <= MOST[name]:
             raise CompareError(f"{name} must be a positive number of at most {MOST[name]:,.0f}, not {value}")
-    if len(set(options.methods)) != len(options.methods) or not options.methods:
-        raise CompareError("--methods: name each method once, and at least one")
+    if len(set(options.methods)) != len(options.methods):
+        raise CompareError("--methods: name each method once")
+    if options.engine != DDP and options.bucket_mb != BUCKET_MB:
+        raise CompareError(f"--bucket-mb is for --engine ddp: {options.engine} has no buckets")
     try:
         make_network(options)
         parse_slow(options.slow, options.hosts)

@@ -48,7 +48,8 @@ def stored_runs(folder: Path, cells: Iterable[tuple[str, int]], conditions: Mapp
         run = read_run(path)
         if run is None or run.method != method or run.status != "finished":
             continue
-        differing = [key for key, value in conditions.items() if run.conditions.get(key) != value]
+        keys = [*conditions, *(key for key in run.conditions if key not in conditions)]
+        differing = [key for key in keys if run.conditions.get(key) != conditions.get(key)]
         if differing:
             raise CompareError(_clash(folder, run, conditions, differing))
         kept.append(run)
@@ -64,7 +65,7 @@ def read_run(path: Path) -> Run | None:
 
 
 def _clash(folder: Path, run: Run, conditions: Mapping[str, Any], differing: list[str]) -> str:
-    changes = "; ".join(f"{key} was {run.conditions.get(key)!r}, is {conditions[key]!r}" for key in differing)
+    changes = "; ".join(f"{key} was {run.conditions.get(key)!r}, is {conditions.get(key)!r}" for key in differing)
     return (
         f"{folder} holds runs made under other conditions ({changes}). "
         "Give another --out to keep them, or --fresh to replace them."

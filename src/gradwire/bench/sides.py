@@ -15,10 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 import gradwire
-from gradwire.asynchronous import is_asynchronous
 from gradwire.asynchronous import parse as parse_asynchronous
 from gradwire.bench.torch_hooks import attach_torch, parse_torch, predicted_bytes
-from gradwire.sync import is_sync
 from gradwire.sync import parse as parse_sync
 
 
@@ -76,12 +74,15 @@ class Side(ABC):
         """A training step is over."""
         return
 
+    reduces_behind_gradients = True
+    """Whether a gradient comes first and is reduced afterwards, so that what follows the last one is communication."""
+
     averages_to_evaluate = False
     """Whether ranks have to communicate for `evaluating`."""
 
-    def evaluating(self) -> AbstractContextManager[Any]:
-        """While the model is evaluated it is the one that all ranks agreed on last. Every rank calls this."""
-        return contextlib.nullcontext()
+    def evaluating(self) -> AbstractContextManager[nn.Module]:
+        """The model to evaluate, meanwhile: the one that all ranks agreed on last. Every rank calls this."""
+        return contextlib.nullcontext(self.model)
 
     def finish(self) -> None:
         """Training is over: all ranks have the same model afterwards."""
@@ -98,6 +99,10 @@ class DDPSide(Side):
     def __init__(self, ddp: DistributedDataParallel, optimizer: Optimizer) -> None:
         super().__init__(ddp, optimizer)
         self.ddp = ddp
+
+    def evaluating(self) -> AbstractContextManager[nn.Module]:
+        """Without DDP, which would communicate."""
+        return contextlib.nullcontext(self.ddp.module)
 
     def buffer_bytes(self, steps: int) -> float:
         """A broadcast delivers the buffers to n - 1 ranks, whoever passes them on: the mean rank sends (n - 1) / n."""
@@ -186,12 +191,12 @@ class SyncSide(Side):
         return float(self._synchronised.stats().wire_bytes - self._not_trained)
 
     @contextlib.contextmanager
-    def evaluating(self) -> Generator[None]:
+    def evaluating(self) -> Generator[nn.Module]:
         """The global copy, where ranks have other models in mid-window."""
         before = self._synchronised.stats()
         with self._synchronised.evaluating():
             self._not_trained += self._synchronised.stats().wire_bytes - before.wire_bytes
-            yield
+            yield self.model
 
     def finish(self) -> None:
         """Average what is left of the last window."""
@@ -240,37 +245,3 @@ class UnwaitingSide(Side):
     def close(self) -> None:
         """Let go of servers."""
         self._pushed.close()
-
-
-def wrap(model: nn.Module, spec: str, bucket_mb: float) -> nn.Module:
-    """The model as its method wants it: in DDP, or as it is."""
-    if is_sync(spec) or is_asynchronous(spec):
-        return model
-    needed = parse_torch(spec).bucket_mb if spec.startswith("torch:") else None
-    return DistributedDataParallel(model, bucket_cap_mb=needed or bucket_mb)
-
-
-def attach(model: nn.Module, optimizer: Optimizer, spec: str) -> Side:
-    """Put a method on a model that `wrap` returned, and on its optimizer."""
-    if is_asynchronous(spec):
-        return UnwaitingSide(model, optimizer, spec)
-    if not isinstance(model, DistributedDataParallel):
-        return SyncSide(model, optimizer, spec)
-    side = TorchSide if spec.startswith("torch:") else GradwireSide
-    return side(model, optimizer, spec)
-
-
-def check_method(spec: str, hosts: int) -> None:
-    """Refuse a spec that names no method, or one that wants more hosts, before anything is started.
-
-    Raises:
-        GradwireError: which says what is wrong with it.
-    """
-    if spec.startswith("torch:"):
-        parse_torch(spec)
-    elif is_sync(spec):
-        parse_sync(spec)
-    elif is_asynchronous(spec):
-        parse_asynchronous(spec)
-    else:
-        gradwire.parse(spec).require_ranks(hosts)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from gradwire.bench.engines import DDP
 from gradwire.bench.news import News, write_news
 from gradwire.bench.sides import Side
 from gradwire.bench.slow import SlowProcessor
@@ -33,6 +34,7 @@ class Job:
         text: folder of the bytes task, or None.
         steps: how many to make, or None to go by time.
         seconds: of training time, or None to go by steps.
+        engine: what holds the model together, of `engines.ENGINES`.
         bucket_mb: DDP's bucket size.
         evaluate_every: steps between evaluations, or None for the task's own.
         deadline_s: how long a collective may take.
@@ -51,6 +53,7 @@ class Job:
     evaluate_every: int | None
     deadline_s: float
     folder: str
+    engine: str = DDP
     token: str = ""
     slow: Sequence[float] = ()
 
@@ -83,13 +86,17 @@ class LastGradient:
     """Notes when the latest gradient of the backward pass was accumulated."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.at = 0.0
+        self._at = 0.0
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._note)
 
     def _note(self, _: torch.Tensor) -> None:
-        self.at = time.perf_counter()
+        self._at = time.perf_counter()
+
+    def exposed_s(self, reduced: float) -> float:
+        """Seconds of a backward pass that followed it, given when the pass was over."""
+        return max(0.0, reduced - self._at)
 
 
 class Trainer:
@@ -101,7 +108,7 @@ class Trainer:
         self.base_lrs = [group["lr"] for group in side.optimizer.param_groups]
         self.processor = SlowProcessor(job.slow[self.rank] if job.slow else 1.0)
         self.processor.watch(task.model)  # before the next line: a gradient has come once it was slept for
-        self.gradient = LastGradient(task.model)
+        self.gradient = LastGradient(task.model) if side.reduces_behind_gradients else None
         self.log = Log(label=side.label)
         self.uncounted = WireReading(0, 0, 0, 0)
         self.elapsed_s = 0.0
@@ -173,7 +180,7 @@ class Trainer:
         self.elapsed_s += ended - begun
         self.log.cpu_s += time.process_time() - cpu_before
         self.side.step_done()
-        self.exposed_s += max(0.0, reduced - self.gradient.at)
+        self.exposed_s += self.gradient.exposed_s(reduced) if self.gradient else 0.0
         self.log.losses.append(float(loss.detach()))
         self.log.times_s.append(self.elapsed_s)
         self.log.tx_bytes.append(self.meter.read().since(start_reading).since(self.uncounted).tx_bytes)
@@ -194,19 +201,19 @@ class Trainer:
         Where ranks have to average for it, what they send is taken off what is counted, as its time is off the clock.
         """
         before = self._settled() if self.side.averages_to_evaluate else None
-        with self.side.evaluating():
+        with self.side.evaluating() as model:
             if before is not None:
                 self.uncounted = self._settled().since(before).plus(self.uncounted)
             if self.rank == 0:
-                self.log.evaluations.append((step, self.elapsed_s, self._metric()))
+                self.log.evaluations.append((step, self.elapsed_s, self._metric(model)))
             dist.barrier()
 
-    def _metric(self) -> float:
-        """The metric of the model as it is now."""
-        self.task.model.eval()
+    def _metric(self, model: nn.Module) -> float:
+        """The metric of a model as it is now."""
+        model.eval()
         with torch.no_grad():
-            value = float(self.task.metric(self.task.model))
-        self.task.model.train()
+            value = float(self.task.metric(model))
+        model.train()
         return value
 
     def _settled(self) -> WireReading:

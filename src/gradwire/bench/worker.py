@@ -21,7 +21,8 @@ import torch.distributed as dist
 
 from gradwire import kernels
 from gradwire.bench.apart import ApartTrainer
-from gradwire.bench.sides import Side, UnwaitingSide, attach, wrap
+from gradwire.bench.engines import make_engine
+from gradwire.bench.sides import Side, UnwaitingSide
 from gradwire.bench.task import Task, TaskError
 from gradwire.bench.tasks import make_task
 from gradwire.bench.trainer import SETTLE_S, Job, Log, Trainer
@@ -57,11 +58,12 @@ def run(job: Job) -> Log:
     meter = WireMeter.from_environment()
     dist.barrier()
     before = meter.read()
-    model = wrap(task.model, job.method, job.bucket_mb)
+    engine = make_engine(job.engine)
+    model = engine.wrap(task.model, job.method, job.bucket_mb)
     dist.barrier()
     time.sleep(SETTLE_S)
     setup = meter.read().since(before).payload_tx_bytes
-    side = attach(model, task.optimizer(p for p in model.parameters() if p.requires_grad), job.method)
+    side = engine.attach(model, task.optimizer(p for p in model.parameters() if p.requires_grad), job.method)
     if not job.method.startswith("torch:"):
         warm_kernels()
     meter.pace()

@@ -27,6 +27,9 @@ methods
   torch:powersgd:R      PyTorch's PowerSGD hook of rank R, in one bucket (it crashes with two on Gloo)
   torch:noop            sends nothing: the floor that computation sets
 
+  under --engine fsdp2: gradwire specs that can end with shards, and torch:fp32, :bf16 (which computes in bfloat16,
+  too) and :noop. What follows ",parameters=" is the codec that parameters are gathered in: int8,parameters=int8
+
 tasks
   bytes                 a byte-level GPT of 1.85 M parameters on the standard library's sources, or on --text
   digits                8x8 handwritten digits, a small convolutional net
@@ -43,6 +46,7 @@ examples
   gradwire compare
   gradwire compare --methods torch:fp32 torch:fp16 int4 --rate 1gbit --seeds 3
   gradwire compare --task digits --minutes 0.5 --target metric:98
+  gradwire compare --engine fsdp2 --rate 1gbit
   gradwire compare --task mine.train:task --hosts 2 --steps 100 --out mine-report
 
 A comparison that was interrupted goes on where it stopped when the same command is given again.
@@ -96,6 +100,12 @@ def _add_compare(compare: argparse.ArgumentParser) -> None:
     )
     what.add_argument(
         "--methods", nargs="+", metavar="SPEC", help="methods, in the order to show (default: a good selection)"
+    )
+    what.add_argument(
+        "--engine",
+        choices=("ddp", "fsdp2"),
+        default="ddp",
+        help="what holds the model together over the ranks (default: ddp)",
     )
     what.add_argument(
         "--text",
@@ -171,7 +181,8 @@ def run_compare(arguments: argparse.Namespace, console: Console) -> int:
 
     options = plan.Options(
         task=arguments.task,
-        methods=tuple(arguments.methods or plan.DEFAULT_METHODS),
+        methods=tuple(arguments.methods or ()),
+        engine=arguments.engine,
         hosts=arguments.hosts,
         rate=arguments.rate,
         rates=tuple(arguments.rates.split(",")) if arguments.rates is not None else (),

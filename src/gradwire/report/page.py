@@ -166,10 +166,24 @@ def _conditions(comparison: Comparison) -> list[tuple[str, str]]:
          f"Python {environment['python']}, {environment['system']}"),
         ("task", f"{comparison.task['description']}; {length} a run; the same seeds, weights and batches for "
          "each method"),
-        ("buckets", f"{options['bucket_mb']:g} MB; one single bucket for torch:powersgd, which crashes on Gloo with "
-         "two"),
+        _engine(options),
         ("made", f"{environment['created']} by {environment['command']}"),
     ]  # fmt: skip
+
+
+def _engine(options: Mapping[str, Any]) -> tuple[str, str]:
+    """What held the model together. Results from before there was a choice are of DDP."""
+    if options.get("engine", "ddp") == "ddp":
+        return (
+            "buckets",
+            f"{options['bucket_mb']:g} MB; one single bucket for torch:powersgd, which crashes on Gloo with two",
+        )
+    return (
+        "engine",
+        "FSDP2: a group for each element of the model's module lists, and one for what is left. On a CPU it hides "
+        "nothing behind computing: encode and wait are what its gathers and reductions take, compute is the rest. "
+        "torch:bf16 computes in bfloat16, too; all others compute in float32",
+    )
 
 
 def _line_note(comparison: Comparison) -> str:

@@ -67,14 +67,23 @@ class ShardedForm(PartForm):
         Raises:
             SpecError, CompositionError: a method that cannot be read, or one without that half.
         """
-        whole = as_method(given)
-        try:
-            return whole if whole.scatters else whole.scattered()
-        except CompositionError as error:
-            raise CompositionError(
-                f"FSDP2 needs a method that ends with shards of the mean, and {_short(given)} has no such half: use "
-                "int8, int4, fp8, sign, topk:0.01, qsgd:15, bf16 or none; options ef= and residual=bf16 are served"
-            ) from error
+        return sharded_method(given)
+
+
+def sharded_method(given: Reducer | str) -> Reducer:
+    """Return the half of a method that leaves each rank with its shard of the mean.
+
+    Raises:
+        SpecError, CompositionError: a method that cannot be read, or one without that half.
+    """
+    whole = as_method(given)
+    try:
+        return whole if whole.scatters else whole.scattered()
+    except CompositionError as error:
+        raise CompositionError(
+            f"FSDP2 needs a method that ends with shards of the mean, and {_short(given)} has no such half: use "
+            "int8, int4, fp8, sign, topk:0.01, qsgd:15, bf16 or none; options ef= and residual=bf16 are served"
+        ) from error
 
 
 def tensors_of(groups: Sequence[Group]) -> dict[str, Tensor]:
