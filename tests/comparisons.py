@@ -1,4 +1,4 @@
-"""Comparisons made by hand: runs whose figures are known, with nothing run."""
+"""Comparisons made by hand, whose figures are known with nothing run; and someone who watches a real one."""
 
 from __future__ import annotations
 
@@ -53,3 +53,21 @@ def comparison(*runs: Run, target: str | None = None, hosts: int = 2, **changes:
         "runs": list(runs),
     }
     return Comparison(**(made | changes))
+
+
+class Silent:
+    """Watches a comparison, and keeps which runs began and finished."""
+
+    def __init__(self) -> None:
+        self.begun: list[str] = []
+        self.finished: list[Run] = []
+
+    def begin(self, plan: object, network: str, kept: object) -> None: ...
+
+    def start(self, method: str, seed: int) -> None:
+        self.begun.append(f"{method} {seed}")
+
+    def news(self, method: str, seed: int, news: object) -> None: ...
+
+    def finish(self, run: Run) -> None:
+        self.finished.append(run)

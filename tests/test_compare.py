@@ -15,6 +15,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from comparisons import Silent
 from gradwire.bench import compare, net, results, run_folder, storage, tasks, torch_hooks, user_tasks
 from gradwire.bench.environment import environment
 from gradwire.bench.news import News, read_news, write_news
@@ -118,22 +119,6 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (tmp_path / "gradwire_leaves.py").write_text("import sys; sys.exit(3)")
     monkeypatch.syspath_prepend(str(tmp_path))
     return "gradwire_toy"
-
-
-class Silent:
-    def __init__(self) -> None:
-        self.begun: list[str] = []
-        self.finished: list[Run] = []
-
-    def begin(self, plan: object, network: str, kept: object) -> None: ...
-
-    def start(self, method: str, seed: int) -> None:
-        self.begun.append(f"{method} {seed}")
-
-    def news(self, method: str, seed: int, news: object) -> None: ...
-
-    def finish(self, run: Run) -> None:
-        self.finished.append(run)
 
 
 # ------------------------------------------------------------------------------------------- refusals

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from comparisons import Silent
 from gradwire.bench import compare
 from gradwire.bench.plan import CompareError, Options, make_plan
 from gradwire.bench.results import Comparison, Run
@@ -49,13 +50,6 @@ def task(seed):
     options = {"higher_is_better": False, "clip_norm": 1.0, "evaluate_every": 4}
     return Task(net, batch, nn.functional.cross_entropy, metric, **options)
 """
-
-
-class Unseen:
-    def begin(self, *_: object) -> None: ...
-    def start(self, *_: object) -> None: ...
-    def news(self, *_: object) -> None: ...
-    def finish(self, *_: object) -> None: ...
 
 
 @pytest.fixture
@@ -116,7 +110,7 @@ METHODS = ("torch:fp32", "torch:bf16", "torch:noop", "none,parameters=none", "in
 
 
 def run(options: Options) -> tuple[Comparison, dict[str, Run]]:
-    comparison = compare.compare(options, Unseen())
+    comparison = compare.compare(options, Silent())
     for one in comparison.runs:
         assert one.status == "finished", one.reason
     return comparison, {one.method: one for one in comparison.runs}
@@ -154,7 +148,7 @@ def test_shards_train_as_replicas_do_and_predict_what_they_send(task: str, tmp_p
     assert "FSDP2: a group for each element" in page
     assert "buckets" not in page
     with pytest.raises(CompareError, match=r"engine was 'fsdp2', is None"):
-        compare.compare(dataclasses.replace(options, engine="ddp", methods=("torch:fp32",)), Unseen())
+        compare.compare(dataclasses.replace(options, engine="ddp", methods=("torch:fp32",)), Silent())
 
 
 def test_a_slow_host_is_slow_in_shards_too(task: str, tmp_path: Path) -> None:
