@@ -14,15 +14,36 @@ from gradwire.core.payload import Field, Layout, Payload
 from gradwire.kernels import lowrank, quantise
 
 
+class _Elements(Codec):
+    """Every element travels for itself, as a number of the payload's dtype."""
+
+    additive: ClassVar[bool] = True
+
+    def encode_into(self, x: Tensor, key: Key, out: Payload) -> None:
+        """Copy, rounded where the payload is narrower."""
+        out[0].copy_(x)
+
+    def encode_divided_into(self, x: Tensor, divisor: int, key: Key, out: Payload) -> None:
+        """Divide straight into the payload."""
+        torch.div(x, divisor, out=out[0])
+
+    def decode_into(self, payload: Payload, out: Tensor, key: Key) -> None:
+        """Copy."""
+        out.copy_(payload[0])
+
+    def accumulate(self, payload: Payload, into: Tensor, key: Key, alpha: float = 1.0) -> None:
+        """into += alpha * payload, in the precision of `into`."""
+        lowrank.add_scaled_(into, payload[0], alpha)
+
+
 @dataclass(frozen=True)
-class Identity(Codec):
+class Identity(_Elements):
     """Send the gradient as it is: payload = x, in x's own dtype. The baseline, on the same path as all others.
 
     >>> Identity().payload_bytes(10)
     40
     """
 
-    additive: ClassVar[bool] = True
     lossless: ClassVar[bool] = True
 
     @property
@@ -34,27 +55,10 @@ class Identity(Codec):
         """`numel` elements of the gradient's dtype."""
         return Layout((Field(dtype, numel),))
 
-    def encode_into(self, x: Tensor, key: Key, out: Payload) -> None:
-        """Copy."""
-        out[0].copy_(x)
 
-    def encode_divided_into(self, x: Tensor, divisor: int, key: Key, out: Payload) -> None:
-        """Divide straight into the payload."""
-        torch.div(x, divisor, out=out[0])
-
-    def decode_into(self, payload: Payload, out: Tensor, key: Key) -> None:
-        """Copy."""
-        out.copy_(payload[0])
-
-    def accumulate(self, payload: Payload, into: Tensor, key: Key, alpha: float = 1.0) -> None:
-        """into += alpha * payload."""
-        lowrank.add_scaled_(into, payload[0], alpha)
-
-
-class _Cast(Codec):
+class _Cast(_Elements):
     """Round to the nearest value of a 16-bit format."""
 
-    additive: ClassVar[bool] = True
     dtype: ClassVar[torch.dtype]
 
     @property
@@ -65,22 +69,6 @@ class _Cast(Codec):
     def layout(self, numel: int, dtype: torch.dtype = torch.float32) -> Layout:
         """`numel` 16-bit elements."""
         return Layout((Field(self.dtype, numel),))
-
-    def encode_into(self, x: Tensor, key: Key, out: Payload) -> None:
-        """Cast."""
-        out[0].copy_(x)
-
-    def encode_divided_into(self, x: Tensor, divisor: int, key: Key, out: Payload) -> None:
-        """Divide straight into the payload."""
-        torch.div(x, divisor, out=out[0])
-
-    def decode_into(self, payload: Payload, out: Tensor, key: Key) -> None:
-        """Cast back."""
-        out.copy_(payload[0])
-
-    def accumulate(self, payload: Payload, into: Tensor, key: Key, alpha: float = 1.0) -> None:
-        """into += alpha * payload, in the precision of `into`."""
-        lowrank.add_scaled_(into, payload[0], alpha)
 
 
 @dataclass(frozen=True)

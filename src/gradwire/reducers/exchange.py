@@ -23,43 +23,15 @@ from gradwire.reducers.sharding import Encode, sum_dtype
 
 
 @dataclass(frozen=True)
-class AllReduce(Reducer):
-    """mean = decode(sum over ranks of encode(x / n)): payloads ride one all-reduce.
-
-    For additive codecs. Dividing comes before encoding, so that half precision overflows only where the mean does.
-    Bytes a rank sends: 2 (n - 1)/n payloads on a ring.
-
-    Args:
-        codec: an additive codec (`Identity`, `FP16`, `BF16`, `RandomK`).
-
-    Raises:
-        CompositionError: a codec whose payloads cannot be added.
-
-    >>> from gradwire.codecs import Identity
-    >>> AllReduce(Identity())
-    AllReduce(codec=Identity())
-    """
+class _OfCodec(Reducer):
+    """An exchange of whole payloads of a codec."""
 
     codec: Codec
-
-    def __post_init__(self) -> None:
-        if not self.codec.additive:
-            fit = "TwoShot" if self.codec.granularity else "SparseTwoShot"
-            raise CompositionError(
-                f"payloads of {self.codec} cannot be added, so they cannot ride an all-reduce: use exchange=twoshot "
-                f"({fit}) or exchange=allgather (AllGather)"
-            )
 
     @property
     def lossless(self) -> bool:
         """The codec's."""
         return self.codec.lossless
-
-    @property
-    def sums_in_halves(self) -> bool:
-        """Where the codec's payload is of 16 bits."""
-        fields = self.codec.layout(1).fields
-        return any(field.dtype.is_floating_point and field.dtype.itemsize < 4 for field in fields)
 
     @property
     def payload_share(self) -> float:
@@ -82,6 +54,39 @@ class AllReduce(Reducer):
     def contraction(self, grain: Grain) -> float | None:
         """The codec's."""
         return self.codec.contraction(grain.numel)
+
+
+@dataclass(frozen=True)
+class AllReduce(_OfCodec):
+    """mean = decode(sum over ranks of encode(x / n)): payloads ride one all-reduce.
+
+    For additive codecs. Dividing comes before encoding, so that half precision overflows only where the mean does.
+    Bytes a rank sends: 2 (n - 1)/n payloads on a ring.
+
+    Args:
+        codec: an additive codec (`Identity`, `FP16`, `BF16`, `RandomK`).
+
+    Raises:
+        CompositionError: a codec whose payloads cannot be added.
+
+    >>> from gradwire.codecs import Identity
+    >>> AllReduce(Identity())
+    AllReduce(codec=Identity())
+    """
+
+    def __post_init__(self) -> None:
+        if not self.codec.additive:
+            fit = "TwoShot" if self.codec.granularity else "SparseTwoShot"
+            raise CompositionError(
+                f"payloads of {self.codec} cannot be added, so they cannot ride an all-reduce: use exchange=twoshot "
+                f"({fit}) or exchange=allgather (AllGather)"
+            )
+
+    @property
+    def sums_in_halves(self) -> bool:
+        """Where the codec's payload is of 16 bits."""
+        fields = self.codec.layout(1).fields
+        return any(field.dtype.is_floating_point and field.dtype.itemsize < 4 for field in fields)
 
     def reduce(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:
         """One all-reduce."""
@@ -101,7 +106,7 @@ class AllReduce(Reducer):
 
 
 @dataclass(frozen=True)
-class AllGather(Reducer):
+class AllGather(_OfCodec):
     """mean = 1/n sum over ranks, in rank order, of decode(encode(x_rank)): every payload goes to every rank.
 
     For any codec. The sum runs in rank order on every rank, so the mean is the same bit for bit. Bytes a rank
@@ -110,35 +115,6 @@ class AllGather(Reducer):
     Args:
         codec: any codec.
     """
-
-    codec: Codec
-
-    @property
-    def lossless(self) -> bool:
-        """The codec's."""
-        return self.codec.lossless
-
-    @property
-    def payload_share(self) -> float:
-        """The codec's."""
-        return payload_share(self.codec)
-
-    @property
-    def shows_non_finite(self) -> bool:
-        """The codec's."""
-        return self.codec.shows_non_finite
-
-    def scattered(self) -> Reducer:
-        """The scatter-reduce of the same codec."""
-        return ShardwiseScatterReduce(self.codec)
-
-    def init(self, grain: Grain, step: Step) -> State:
-        """Nothing to remember."""
-        return State()
-
-    def contraction(self, grain: Grain) -> float | None:
-        """The codec's."""
-        return self.codec.contraction(grain.numel)
 
     def absolute_error(self, grain: Grain) -> float | None:
         """The codec's."""
