@@ -21,7 +21,7 @@ from torch import Tensor
 
 import gradwire
 from common import final_metric, save_result, training
-from gradwire.bench.results import smooth
+from gradwire.bench.figures import smooth
 from gradwire.bench.tasks import make_task
 from gradwire.drivers.virtual import VirtualRanks
 

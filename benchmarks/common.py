@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 from gradwire.bench.tasks import Task
-from gradwire.core.collective import AllGather, AllReduce, AllToAll, Collective, SendRecv
+from gradwire.core.collective import AllGather, AllReduce, AllToAll, Collective
+from gradwire.core.messages import SendRecv
 from gradwire.drivers.interpreter import Answer
 from gradwire.drivers.virtual import Gradients, VirtualRanks
 

@@ -22,12 +22,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from common import save_result
-from gradwire.bench import results
+from gradwire.bench import figures
 from gradwire.bench.compare import compare
+from gradwire.bench.figures import Hit, mean
 from gradwire.bench.net import parse_rate
 from gradwire.bench.news import News
 from gradwire.bench.plan import Options, Plan
-from gradwire.bench.results import Comparison, Hit, Run, mean
+from gradwire.bench.results import Comparison, Run
 
 FP32, FLOOR = "torch:fp32", "torch:noop"
 FREE = "10gbit"
@@ -96,7 +97,7 @@ class Targets(NamedTuple):
 def targets(baseline: Comparison) -> Targets:
     """What fp32 ends at, made easier by the tolerance."""
     ease = -baseline.tolerance if baseline.task["higher_is_better"] else baseline.tolerance
-    losses = {run.seed: results.target_loss(baseline, run.seed) for run in baseline.finished(FP32)}
+    losses = {run.seed: figures.target_loss(baseline, run.seed) for run in baseline.finished(FP32)}
     metrics = {run.seed: run.evaluations[-1].value for run in baseline.finished(FP32)}
     return Targets(
         {seed: loss for seed, loss in losses.items() if loss is not None},
@@ -107,8 +108,8 @@ def targets(baseline: Comparison) -> Targets:
 def row(entry: Entry, found: Comparison, target: Targets, window: int, floor_s: dict[int, float]) -> Row:
     """What the seeds of a method come to."""
     runs, better = found.finished(entry.method), found.task["higher_is_better"]
-    hits = [results.hit_of_metric(run, target.metric[run.seed], higher_is_better=better) for run in runs]
-    losses = [results.hit_of_loss(run, target.loss[run.seed], window) for run in runs]
+    hits = [figures.hit_of_metric(run, target.metric[run.seed], higher_is_better=better) for run in runs]
+    losses = [figures.hit_of_loss(run, target.loss[run.seed], window) for run in runs]
 
     def ratios(hits: list[Hit | None]) -> list[float | None]:
         return [hit.time_s / floor_s[run.seed] if hit else None for run, hit in zip(runs, hits, strict=True)]

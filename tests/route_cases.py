@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire.codecs import BlockInt, Identity, TopK
-from gradwire.core.collective import Expected, Message, SendRecv
 from gradwire.core.grain import flat_grain
+from gradwire.core.messages import Expected, Message, SendRecv
 from gradwire.drivers import measure
 from gradwire.drivers.interpreter import coalesced, run_program
 from gradwire.drivers.process_group import GroupTransport

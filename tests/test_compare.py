@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 
 from comparisons import Silent
-from gradwire.bench import compare, net, results, run_folder, storage, tasks, torch_hooks, user_tasks
+from gradwire.bench import compare, figures, net, run_folder, storage, tasks, torch_hooks, user_tasks
 from gradwire.bench.environment import environment
 from gradwire.bench.news import News, read_news, write_news
 from gradwire.bench.plan import CompareError, Options, make_plan
@@ -419,7 +419,7 @@ def test_a_comparison_from_end_to_end(toy: str, tmp_path: Path, capsys: pytest.C
     methods = ["torch:fp32", "torch:powersgd:1", "torch:noop", *ours]
     assert cli.main([*argv, "--methods", *methods, "--out", str(out)]) == 0
     comparison = storage.load(out / "results.json")
-    fp32, powersgd, noop, int4, local, demo, gossip, ssp, hogwild = results.summarise(comparison)
+    fp32, powersgd, noop, int4, local, demo, gossip, ssp, hogwild = figures.summarise(comparison)
     thrice = int4.wire.payload * 3 / 8  # twice in eight steps, and once more in the end, which ranks agree on
     assert abs(local.wire.payload - thrice) < 4
     for row in (fp32, powersgd, int4, local, demo, gossip, ssp):

@@ -17,7 +17,8 @@ from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUs
 
 import gradwire
 from gradwire import parse
-from gradwire.core.collective import Agree, AllGather, AllReduce, Axis, Collective, Total
+from gradwire.core.agreement import Agree, Total
+from gradwire.core.collective import AllGather, AllReduce, Axis, Collective
 from gradwire.core.errors import CommunicationError
 from gradwire.core.program import Program, along, once
 from gradwire.drivers.cost import MetaTransport, parameter_specs

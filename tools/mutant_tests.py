@@ -194,8 +194,8 @@ FILES: dict[str, tuple[Stage, ...]] = {
     "adapters/power_sgd_memory.py": (("tests/test_saved.py",), HOOKS),
     "session/report.py": (("src/gradwire/session/report.py", *ARITHMETIC), REPORT),
     "core/saved.py": (("tests/test_saved.py",), (STATE,), CHECKPOINT),
-    "bench/results.py": (
-        ("src/gradwire/bench/results.py", "tests/test_results.py", "tests/test_verdict.py", "tests/test_storage.py"),
+    "bench/figures.py": (
+        ("src/gradwire/bench/figures.py", "tests/test_results.py", "tests/test_verdict.py", "tests/test_storage.py"),
     ),
 }
 

@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gradwire import cost, parse
 from gradwire.bench.tasks import make_task
 from gradwire.cli.main import main
-from gradwire.core.collective import AllGather, Collective, Total
+from gradwire.core.agreement import Total
+from gradwire.core.collective import AllGather, Collective
 from gradwire.core.grain import ParameterSpec
 from gradwire.core.program import Program
 from gradwire.drivers.cost import Cost, MetaTransport

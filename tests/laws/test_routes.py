@@ -13,10 +13,11 @@ from gradwire.bench.engines import Replicated
 from gradwire.codecs import BF16, BlockInt, Identity, TopK
 from gradwire.core.collective import AllGather as Gather
 from gradwire.core.collective import AllReduce as Sum
-from gradwire.core.collective import AllToAll, Axis, Expected, Message, SendRecv
+from gradwire.core.collective import AllToAll, Axis
 from gradwire.core.errors import CompositionError
 from gradwire.core.grain import Grain, ParameterSpec, flat_grain
 from gradwire.core.link import Link
+from gradwire.core.messages import Expected, Message, SendRecv
 from gradwire.core.state import State, walk
 from gradwire.drivers.cost import cost
 from gradwire.drivers.interpreter import sent_bytes
@@ -42,8 +43,9 @@ from gradwire.reducers import (
     WarmUp,
 )
 from gradwire.reducers.auto import Curve, Point
-from gradwire.reducers.routes import Route, direct_scatter, double_tree, power_of_two, ring_scatter, shards
+from gradwire.reducers.routes import Route, direct_scatter, power_of_two, ring_scatter, shards
 from gradwire.reducers.sent import SentAll
+from gradwire.reducers.tree_route import double_tree
 
 from . import checks
 from .subjects import CPU, DTYPES, sample

@@ -23,8 +23,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from gradwire.bench.figures import bytes_per_step, mean, paired, target_hit
 from gradwire.bench.net import parse_rate
-from gradwire.bench.results import FP32, Comparison, bytes_per_step, mean, paired, target_hit
+from gradwire.bench.results import FP32, Comparison
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from gradwire.bench.results import FP32, Comparison, Run, Spread, mean, metric_gaps, paired
+from gradwire.bench.figures import Spread, mean, metric_gaps, paired
+from gradwire.bench.results import FP32, Comparison, Run
 
 LEAST_NOISES = 5.0
 """A loss that fell by fewer standard deviations of the fall has not been shown to fall."""

@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from gradwire.bench.results import Evaluation, Run, Split, Wire, mean
+from gradwire.bench.figures import mean
+from gradwire.bench.results import Evaluation, Run, Split, Wire
 
 Ranks = Sequence[dict[str, Any]]
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from gradwire.bench import results
+from gradwire.bench import figures
 from gradwire.bench.engines import DDP, FSDP2, make_engine
 from gradwire.bench.environment import processor
 from gradwire.bench.net import Network, parse_delay, parse_loss, parse_rate
@@ -155,7 +155,7 @@ def make_plan(options: Options) -> Plan:
         GradwireError: a method, the task or an option is wrong; the message says which and what to do.
     """
     _check_numbers(options)
-    results.check_target(options.target)
+    figures.check_target(options.target)
     engine = make_engine(options.engine)
     for method in options.methods:
         engine.check(method, options.hosts)

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
+from gradwire.bench.figures import Row, Spread, check_target, summarise
 from gradwire.bench.readers import (
     Read,
     amount,
@@ -31,19 +32,7 @@ from gradwire.bench.readers import (
     text,
     whole,
 )
-from gradwire.bench.results import (
-    SCHEMA,
-    Comparison,
-    Evaluation,
-    ResultsError,
-    Row,
-    Run,
-    Split,
-    Spread,
-    Wire,
-    check_target,
-    summarise,
-)
+from gradwire.bench.results import SCHEMA, Comparison, Evaluation, ResultsError, Run, Split, Wire
 
 # ------------------------------------------------------------------------------------------- checking
 

@@ -18,7 +18,8 @@ from typing import Any
 
 from gradwire.bench.crossover import measured_rate, method_pays_below
 from gradwire.bench.evidence import Learning, baseline_learning, hardly_learned, not_finite, shortfall
-from gradwire.bench.results import FLOOR, FP32, Comparison, Row, Run, Spread, paired, summarise, target_hit
+from gradwire.bench.figures import Row, Spread, paired, summarise, target_hit
+from gradwire.bench.results import FLOOR, FP32, Comparison, Run
 from gradwire.bench.storage import plain, write_atomically
 
 FARTHEST = 100.0

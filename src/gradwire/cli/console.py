@@ -10,9 +10,10 @@ from rich.table import Table
 from rich.text import Text
 
 from gradwire.bench.evidence import not_finite
+from gradwire.bench.figures import Row, summarise
 from gradwire.bench.news import News
 from gradwire.bench.plan import Plan
-from gradwire.bench.results import FLOOR, Comparison, Row, Run, summarise
+from gradwire.bench.results import FLOOR, Comparison, Run
 from gradwire.bench.verdict import Verdict
 from gradwire.cli.lines import Bar, Lines, Plain, say
 from gradwire.report import text

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal, NamedTuple, Self
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
@@ -98,7 +98,7 @@ class Collective(ABC):
     def on(self, axis: Axis) -> Self:
         """Return what a program that knows only a sub-group asks for, as a request to the whole world.
 
-        >>> inner = SendRecv(torch.zeros(0), axis=Axis(2))
+        >>> inner = AllGather(torch.zeros(0), axis=Axis(2))
         >>> inner.on(Axis(4, 8)).axis
         Axis(size=2, stride=8)
         """
@@ -313,177 +313,3 @@ class AllToAllV(Collective):
     def wire_bytes(self, ranks: int) -> int:
         """All rows but this rank's own."""
         return self.nbytes - self.sends[self.place]
-
-
-class Message(NamedTuple):
-    """A 1-d tensor for rank `to`."""
-
-    to: int
-    tensor: Tensor
-
-
-class Expected(NamedTuple):
-    """`numel` elements from rank `source`."""
-
-    source: int
-    numel: int
-
-
-@dataclass(frozen=True, eq=False)
-class SendRecv(Collective):
-    """One round of messages between pairs: send `sends`, receive `receives`, all at once; either may be empty.
-
-    The result is 1-d, of the dtype and device of `like`: what was received, end to end in the order of `receives`.
-    Every rank yields every round, if only with nothing to send, so that rounds stand at one place in the order of all
-    ranks; a message is sent and received in the same round, and those of one pair keep their order. What is sent
-    must not be changed before the round ends.
-    """
-
-    verb = "send_recv"
-
-    like: Tensor
-    sends: tuple[Message, ...] = ()
-    receives: tuple[Expected, ...] = ()
-    axis: Axis | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that this rank sends."""
-        return sum(message.tensor.nbytes for message in self.sends)
-
-    @property
-    def kind(self) -> Hashable:
-        """Dtype and axis."""
-        return SendRecv, self.like.dtype, self.axis
-
-    @classmethod
-    def joined(cls, requests: Sequence[Self]) -> SendRecv:
-        """One round of all messages, each for itself: two for one rank need not be joined where they arrive."""
-        sends = tuple(message for request in requests for message in request.sends)
-        receives = tuple(expected for request in requests for expected in request.receives)
-        return SendRecv(requests[0].like, sends, receives, requests[0].axis)
-
-    @property
-    def length(self) -> int:
-        """Elements that are received."""
-        return sum(expected.numel for expected in self.receives)
-
-    def received(self, part: Tensor) -> Tensor:
-        """What was received, end to end."""
-        return part
-
-    def wire_bytes(self, ranks: int) -> int:
-        """The messages."""
-        return self.nbytes
-
-
-@dataclass(frozen=True, eq=False)
-class Agree(Collective):
-    """Whether `flag` (a 0-d bool tensor) is true on any rank; always of all ranks.
-
-    All of a step's `Agree`s travel as one collective once every program of the step has reached its own, so
-    they cost one latency a step; a program should yield it last.
-    """
-
-    verb = "all_reduce"
-
-    flag: Tensor
-    axis: Axis | None = field(default=None, init=False)
-
-    @property
-    def nbytes(self) -> int:
-        """One byte."""
-        return torch.uint8.itemsize
-
-    @property
-    def kind(self) -> Hashable:
-        """All travel as one."""
-        return Agree
-
-    @classmethod
-    def joined(cls, requests: Sequence[Self]) -> AllReduce:
-        """The maximum of all flags as bytes."""
-        return AllReduce(torch.cat([request.flag.view(1).to(torch.uint8) for request in requests]), "max", True)
-
-    @property
-    def length(self) -> int:
-        """One flag."""
-        return 1
-
-    def received(self, part: Tensor) -> Tensor:
-        """The flag of all ranks."""
-        return part.view(()).bool()
-
-    def wire_bytes(self, ranks: int) -> int:
-        """What a ring sends."""
-        return ring_bytes(self.nbytes, ranks)
-
-    def on(self, axis: Axis) -> Agree:
-        """The same: all ranks agree."""
-        return self
-
-
-@dataclass(frozen=True, eq=False)
-class Total(Collective):
-    """Sum of `tensor`, float64 and small, over all grains of the step whose programs give an equal `of`.
-
-    What a rule must know of the whole gradient (its norm, the distances between ranks) while a program sees one grain
-    of it. With `over` "grains" the sum is of this rank's grains alone and costs no bytes; with "ranks" it runs over all
-    ranks' as well and is the same on each bit for bit: grains in planned order, then ranks in theirs. Like `Agree`, a
-    program waits for it until all programs of the step have come so far, and those of a step travel as one collective.
-    `of` is usually the reducer; a program that asks twice tells its stages apart by it.
-    """
-
-    verb = "all_gather"
-
-    tensor: Tensor
-    of: Hashable
-    over: Literal["grains", "ranks"] = "ranks"
-    axis: Axis | None = field(default=None, init=False)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that this rank hands over, where the sum runs over ranks."""
-        return self.tensor.nbytes
-
-    @property
-    def kind(self) -> Hashable:
-        """Over what is summed, and of whom: totals of one kind are added up."""
-        return self.over, self.of
-
-    @classmethod
-    def added(cls, totals: Sequence[Total]) -> Total:
-        """The sum of one rank's totals of one kind, which stand in the order of its grains."""
-        tensor = totals[0].tensor
-        for total in totals[1:]:
-            tensor = tensor + total.tensor
-        return Total(tensor, totals[0].of, totals[0].over)
-
-    def gathered(self) -> AllGather:
-        """What all ranks need to add up theirs."""
-        return AllGather(self.tensor.contiguous().view(-1).view(torch.uint8))
-
-    @classmethod
-    def joined(cls, requests: Sequence[Self]) -> AllGather:
-        """The sum over the requests, as bytes: what every rank needs of this one."""
-        return cls.added(requests).gathered()
-
-    @property
-    def length(self) -> int:
-        """Bytes of a row."""
-        return self.tensor.nbytes
-
-    def received(self, part: Tensor) -> Tensor:
-        """The rows of all ranks, added in their order."""
-        first, *others = by_rank(part.contiguous().view(self.tensor.dtype))
-        for row in others:
-            first = first + row
-        return first.view(self.tensor.shape)
-
-    def wire_bytes(self, ranks: int) -> int:
-        """The sum, to every other rank, if it runs over ranks."""
-        return (ranks - 1) * self.nbytes if self.over == "ranks" else 0
-
-    def on(self, axis: Axis) -> Total:
-        """The same: a sum over ranks is one over all of them."""
-        return self

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.core.collective import Agree, AllGather, AllReduce, AllToAll, AllToAllV, Axis, Collective, SendRecv, Total
+from gradwire.core.agreement import Agree, Total
+from gradwire.core.collective import AllGather, AllReduce, AllToAll, AllToAllV, Axis, Collective
 from gradwire.core.errors import CompositionError
 from gradwire.core.grain import Grain, ParameterSpec
+from gradwire.core.messages import SendRecv
 from gradwire.core.program import asking
 from gradwire.drivers.interpreter import Answer, Interpreter, run, sent_bytes, served
 from gradwire.drivers.plan import Unit, Wave, plan

@@ -21,7 +21,8 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
-from gradwire.core.collective import Agree, Collective, Total
+from gradwire.core.agreement import Agree, Total
+from gradwire.core.collective import Collective
 from gradwire.core.errors import CommunicationError
 from gradwire.core.program import Ended, Program, advance, once
 

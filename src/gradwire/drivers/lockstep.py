@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from gradwire.core import saved
-from gradwire.core.collective import AllGather, AllReduce, AllToAll, AllToAllV, Collective, SendRecv
+from gradwire.core.collective import AllGather, AllReduce, AllToAll, AllToAllV, Collective
 from gradwire.core.errors import CommunicationError
 from gradwire.core.grain import Grain
+from gradwire.core.messages import SendRecv
 from gradwire.core.program import Program
 from gradwire.core.state import State
 from gradwire.drivers.interpreter import Interpreter, Pending, Script, is_here, served

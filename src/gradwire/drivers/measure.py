@@ -12,7 +12,8 @@ from torch import Tensor
 
 from gradwire import reducers
 from gradwire.codecs import Identity
-from gradwire.core.collective import Agree, AllReduce, Axis
+from gradwire.core.agreement import Agree
+from gradwire.core.collective import AllReduce, Axis
 from gradwire.core.grain import flat_grain
 from gradwire.core.link import Link
 from gradwire.core.program import along

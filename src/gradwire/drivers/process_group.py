@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.core.collective import AllGather, AllReduce, AllToAll, AllToAllV, Axis, Collective, SendRecv
+from gradwire.core.collective import AllGather, AllReduce, AllToAll, AllToAllV, Axis, Collective
 from gradwire.core.errors import ConnectionLost
+from gradwire.core.messages import SendRecv
 from gradwire.drivers.groups import deadline_of, destroy, new_group
 from gradwire.drivers.interpreter import Pending, served
 

@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from gradwire.core.collective import AllGather, AllToAll, AllToAllV, Axis, Collective, SendRecv
+from gradwire.core.collective import AllGather, AllToAll, AllToAllV, Axis, Collective
 from gradwire.core.grain import Grain
 from gradwire.core.link import Link
+from gradwire.core.messages import SendRecv
 from gradwire.drivers.cost import MetaTransport, Parameters, meta_specs, require_world
 from gradwire.drivers.interpreter import Interpreter, Script, sent_bytes
 from gradwire.drivers.lockstep import Meeting, VirtualTransport, together

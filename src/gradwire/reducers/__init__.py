@@ -18,13 +18,14 @@ from gradwire.reducers.majority_vote import MajorityVote
 from gradwire.reducers.momentum_correction import DGC, MomentumCorrection
 from gradwire.reducers.partition import Partition, is_vector
 from gradwire.reducers.power_sgd import PowerSGD
-from gradwire.reducers.routes import Direct, RecursiveHalvingDoubling, Ring, Tree
+from gradwire.reducers.routes import Direct, RecursiveHalvingDoubling, Ring
 from gradwire.reducers.scaled_fp16 import ScaledFP16
 from gradwire.reducers.scatter_reduce import Scatter, ScatterReduce, ShardwiseScatterReduce, scatter_reduce
 from gradwire.reducers.scheduled import Scheduled
 from gradwire.reducers.sketch import Sketch
 from gradwire.reducers.svd import SVD
 from gradwire.reducers.ternary_sum import TernarySum
+from gradwire.reducers.tree_route import Tree
 from gradwire.reducers.two_shot import SparseTwoShot, TwoShot, two_shot
 from gradwire.reducers.warm_up import WarmUp
 from gradwire.reducers.worker_momentum import WorkerMomentum

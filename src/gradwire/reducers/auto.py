@@ -12,7 +12,8 @@ from gradwire.core.errors import CompositionError
 from gradwire.core.link import Link
 from gradwire.reducers.base import Step
 from gradwire.reducers.exchange import AllReduce
-from gradwire.reducers.routes import Direct, RecursiveHalvingDoubling, Ring, Route, Total, Tree
+from gradwire.reducers.routes import Direct, RecursiveHalvingDoubling, Ring, Route, Total
+from gradwire.reducers.tree_route import Tree
 
 WORTHWHILE = 0.95
 """Share of the backend's time that a route must stay below to be chosen: what is nearer, noise decides."""

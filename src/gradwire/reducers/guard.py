@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from gradwire import kernels
-from gradwire.core import collective
+from gradwire.core import agreement
 from gradwire.core.grain import Grain
 from gradwire.core.state import State
 from gradwire.reducers.base import Program, Reduced, Reducer, Step, Wrapper, as_reducer
@@ -68,7 +68,7 @@ class Guard(Wrapper):
         reduced = yield from self.inner.reduce(grain, x, state, step)
         # A finite gradient may still overflow on its way (fp16): the mean, alike on all ranks, shows it.
         bad = bad.logical_or(kernels.all_finite(reduced.mean).logical_not())
-        agreed = (yield collective.Agree(bad)).view(())
+        agreed = (yield agreement.Agree(bad)).view(())
         return _flagged(reduced, agreed)
 
 

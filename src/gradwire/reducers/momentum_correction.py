@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gradwire.codecs.topk import TopK, check_density
-from gradwire.core import collective
+from gradwire.core import agreement
 from gradwire.core.errors import CompositionError
 from gradwire.core.grain import Grain, ParameterSpec, flat_grain
 from gradwire.core.state import Leaf, State
@@ -102,7 +102,7 @@ class MomentumCorrection(Wrapper):
         inner = state.part("inner")
         u = x.float().view(-1)
         if self.clip:
-            square = yield collective.Total(
+            square = yield agreement.Total(
                 torch.linalg.vector_norm(u).double().square(), of=(self, "norm"), over="grains"
             )
             u.mul_(_clipping(square, self.clip / step.world_size**0.5))

@@ -10,16 +10,8 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from gradwire.bench.results import (
-    FLOOR,
-    FP32,
-    Comparison,
-    Row,
-    mean,
-    smooth,
-    summarise,
-    target_loss,
-)
+from gradwire.bench.figures import Row, mean, smooth, summarise, target_loss
+from gradwire.bench.results import FLOOR, FP32, Comparison
 from gradwire.bench.storage import write_atomically
 from gradwire.bench.verdict import Finding, Verdict, judge
 from gradwire.report import text

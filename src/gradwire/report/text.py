@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from gradwire.bench.results import Row, Spread
+from gradwire.bench.figures import Row, Spread
 from gradwire.bench.verdict import Kind
 from gradwire.core.figures import NOTHING as NOTHING
 from gradwire.core.figures import milliseconds as milliseconds

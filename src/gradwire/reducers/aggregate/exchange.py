@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gradwire.codecs.base import Codec, layout_of
-from gradwire.core import collective
+from gradwire.core import agreement, collective
 from gradwire.core.collective import Collective
 from gradwire.core.errors import CompositionError
 from gradwire.core.grain import Grain
@@ -106,7 +106,7 @@ class Sharded(Aggregate):
         values = shards.values(received, x.dtype).to(sum_dtype(x.dtype))
         rows, distances = _remembering(values, state), None
         if self.rule.geometric:
-            distances = yield collective.Total(robust.squared_distances(rows), of=self)
+            distances = yield agreement.Total(robust.squared_distances(rows), of=self)
         combined = self.rule.combine(rows, distances)
         gathered = yield collective.AllGather(combined.to(x.dtype).view(torch.uint8))
         return Reduced(shards.joined(gathered, like=x), SentAll(), _remembered(combined, state))
@@ -168,7 +168,7 @@ class Gathered(Aggregate):
         if self.rule.geometric:
             mine = robust.squared_distances(rows)
             del rows  # what waits for the other grains should be small
-            distances = yield collective.Total(mine, of=self, over="grains")
+            distances = yield agreement.Total(mine, of=self, over="grains")
             rows = self._decoded(grain, received, layout, like, step)
         return self.rule.combine(rows, distances)
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from gradwire.core import collective
+from gradwire.core import agreement, collective
 from gradwire.core.errors import CompositionError
 from gradwire.core.grain import Grain
 from gradwire.core.state import State
@@ -82,7 +82,7 @@ class PrivateMean(Reducer):
         """The norm, then one all-reduce."""
         n = step.world_size
         y = x.reshape(-1).to(torch.promote_types(x.dtype, torch.float32))
-        square = yield collective.Total(robust.products(y.view(1, -1)), of=self, over="grains")
+        square = yield agreement.Total(robust.products(y.view(1, -1)), of=self, over="grains")
         y = y * (self._clipping(square.view(())) / n).to(y.dtype)
         add_noise(y, self.noise * self.clip / math.sqrt(n) / n)
         total = yield collective.AllReduce(y, consumable=True)

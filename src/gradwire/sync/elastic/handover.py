@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradwire.core.collective import Expected, Message, SendRecv
 from gradwire.core.errors import PayloadError
+from gradwire.core.messages import Expected, Message, SendRecv
 from gradwire.drivers.interpreter import ask
 from gradwire.drivers.process_group import GroupTransport
 

@@ -10,9 +10,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gradwire.core.collective import Collective, Expected, Message, SendRecv
+from gradwire.core.collective import Collective
 from gradwire.core.errors import CompositionError
 from gradwire.core.grain import Grain
+from gradwire.core.messages import Expected, Message, SendRecv
 from gradwire.core.state import State
 from gradwire.reducers.base import Program, Reduced, Reducer, Step
 from gradwire.reducers.sent import SentAll

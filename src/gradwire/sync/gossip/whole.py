@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from gradwire.core.collective import AllReduce, Total
+from gradwire.core.agreement import Total
+from gradwire.core.collective import AllReduce
 from gradwire.core.program import Program
 from gradwire.core.state import State
 from gradwire.sync.gossip.method import Method

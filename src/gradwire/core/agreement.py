@@ -1,0 +1,124 @@
+"""What all ranks of a step find out together, whatever the axes of its exchanges: a flag, and sums of squares."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Self
+
+import torch
+from torch import Tensor
+
+from gradwire.core.collective import AllGather, AllReduce, Axis, Collective, by_rank, ring_bytes
+
+
+@dataclass(frozen=True, eq=False)
+class Agree(Collective):
+    """Whether `flag` (a 0-d bool tensor) is true on any rank; always of all ranks.
+
+    All of a step's `Agree`s travel as one collective once every program of the step has reached its own, so
+    they cost one latency a step; a program should yield it last.
+    """
+
+    verb = "all_reduce"
+
+    flag: Tensor
+    axis: Axis | None = field(default=None, init=False)
+
+    @property
+    def nbytes(self) -> int:
+        """One byte."""
+        return torch.uint8.itemsize
+
+    @property
+    def kind(self) -> Hashable:
+        """All travel as one."""
+        return Agree
+
+    @classmethod
+    def joined(cls, requests: Sequence[Self]) -> AllReduce:
+        """The maximum of all flags as bytes."""
+        return AllReduce(torch.cat([request.flag.view(1).to(torch.uint8) for request in requests]), "max", True)
+
+    @property
+    def length(self) -> int:
+        """One flag."""
+        return 1
+
+    def received(self, part: Tensor) -> Tensor:
+        """The flag of all ranks."""
+        return part.view(()).bool()
+
+    def wire_bytes(self, ranks: int) -> int:
+        """What a ring sends."""
+        return ring_bytes(self.nbytes, ranks)
+
+    def on(self, axis: Axis) -> Agree:
+        """The same: all ranks agree."""
+        return self
+
+
+@dataclass(frozen=True, eq=False)
+class Total(Collective):
+    """Sum of `tensor`, float64 and small, over all grains of the step whose programs give an equal `of`.
+
+    What a rule must know of the whole gradient (its norm, the distances between ranks) while a program sees one grain
+    of it. With `over` "grains" the sum is of this rank's grains alone and costs no bytes; with "ranks" it runs over all
+    ranks' as well and is the same on each bit for bit: grains in planned order, then ranks in theirs. Like `Agree`, a
+    program waits for it until all programs of the step have come so far, and those of a step travel as one collective.
+    `of` is usually the reducer; a program that asks twice tells its stages apart by it.
+    """
+
+    verb = "all_gather"
+
+    tensor: Tensor
+    of: Hashable
+    over: Literal["grains", "ranks"] = "ranks"
+    axis: Axis | None = field(default=None, init=False)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this rank hands over, where the sum runs over ranks."""
+        return self.tensor.nbytes
+
+    @property
+    def kind(self) -> Hashable:
+        """Over what is summed, and of whom: totals of one kind are added up."""
+        return self.over, self.of
+
+    @classmethod
+    def added(cls, totals: Sequence[Total]) -> Total:
+        """The sum of one rank's totals of one kind, which stand in the order of its grains."""
+        tensor = totals[0].tensor
+        for total in totals[1:]:
+            tensor = tensor + total.tensor
+        return Total(tensor, totals[0].of, totals[0].over)
+
+    def gathered(self) -> AllGather:
+        """What all ranks need to add up theirs."""
+        return AllGather(self.tensor.contiguous().view(-1).view(torch.uint8))
+
+    @classmethod
+    def joined(cls, requests: Sequence[Self]) -> AllGather:
+        """The sum over the requests, as bytes: what every rank needs of this one."""
+        return cls.added(requests).gathered()
+
+    @property
+    def length(self) -> int:
+        """Bytes of a row."""
+        return self.tensor.nbytes
+
+    def received(self, part: Tensor) -> Tensor:
+        """The rows of all ranks, added in their order."""
+        first, *others = by_rank(part.contiguous().view(self.tensor.dtype))
+        for row in others:
+            first = first + row
+        return first.view(self.tensor.shape)
+
+    def wire_bytes(self, ranks: int) -> int:
+        """The sum, to every other rank, if it runs over ranks."""
+        return (ranks - 1) * self.nbytes if self.over == "ranks" else 0
+
+    def on(self, axis: Axis) -> Total:
+        """The same: a sum over ranks is one over all of them."""
+        return self
