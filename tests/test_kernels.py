@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import math
 import os
+import re
 import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
-from types import ModuleType
-from typing import cast
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,9 +21,13 @@ from torch import Tensor
 
 from gradwire import kernels
 from gradwire.core.errors import PayloadError, SpecError
-from gradwire.kernels import pool, reference, robust
+from gradwire.kernels import dispatch
+from gradwire.kernels.runtime import pool
+from kernel_sets import everything_in
 
-cpu = cast(ModuleType, pytest.importorskip("gradwire.kernels.cpu", exc_type=ImportError))
+pytest.importorskip("numba")
+selection_on_cpu = importlib.import_module("gradwire.kernels.selection.cpu")
+reference, cpu = everything_in("reference"), everything_in("cpu")
 
 CPU = torch.device("cpu")
 HUGE = 300_001  # above the pool's threshold, and odd
@@ -617,20 +622,21 @@ def test_numba_is_imported_at_first_use_and_not_if_unwanted() -> None:
 
 
 def test_a_misspelt_choice_of_kernels_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for uncached in (kernels._cpu_kernels, kernels._cuda_kernels, robust._cpu_kernels):  # pyright: ignore[reportPrivateUsage]
+    uncached = dispatch.implementations.__wrapped__
+    for kind in ("cpu", "cuda"):
         for choice in ("refrence", "numba", "1"):
             monkeypatch.setenv("GRADWIRE_KERNELS", choice)
             with pytest.raises(SpecError, match=f"GRADWIRE_KERNELS='{choice}' names no kernels: set it to 'reference'"):
-                uncached.__wrapped__()
-    for choice, wanted in (("auto", cpu), ("", cpu), ("reference", None)):
+                uncached("gradwire.kernels.selection", kind)
+    for choice, wanted in (("auto", selection_on_cpu), ("", selection_on_cpu), ("reference", None)):
         monkeypatch.setenv("GRADWIRE_KERNELS", choice)
-        assert kernels._cpu_kernels.__wrapped__() is wanted  # pyright: ignore[reportPrivateUsage]
+        assert uncached("gradwire.kernels.selection", "cpu") is wanted
 
 
 def test_missing_numba_is_told_once_and_only_for_large_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRADWIRE_KERNELS", "auto")
-    monkeypatch.setattr(kernels, "_cpu_kernels", lambda: None)
-    kernels._warn_slow.cache_clear()  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(dispatch, "implementations", lambda _package, _kind: None)  # pyright: ignore[reportUnknownLambdaType]
+    dispatch.warn_slow.cache_clear()
     kernels.topk_indices(torch.ones(10), 1)
     with pytest.warns(kernels.SlowKernelsWarning, match="numba"):
         kernels.all_finite(torch.ones(HUGE))
@@ -639,13 +645,15 @@ def test_missing_numba_is_told_once_and_only_for_large_tensors(monkeypatch: pyte
         kernels.all_finite(torch.ones(HUGE))
 
 
-def test_both_offer_the_same() -> None:
-    public = set(kernels.__all__) - {
-        "SlowKernelsWarning",
-        "warm_up",
-        "packed_nbytes",
-        "qsgd_bits",
-        "check_indices",
-    }
-    assert all(hasattr(cpu, name) and hasattr(reference, name) for name in public)
-    kernels.warm_up()
+@pytest.mark.parametrize("kernel", dispatch.KERNELS, ids=lambda kernel: kernel.name)
+def test_what_a_kernel_declares_is_there_and_nothing_else(kernel: dispatch.Kernel[..., object]) -> None:
+    for kind in ("cpu", "cuda", "meta"):
+        file = Path(importlib.import_module(kernel.package).__file__ or "").parent / f"{kind}.py"
+        functions = re.findall(r"^(?:def |from .* import )(.*)$", file.read_text(), re.M) if file.exists() else []
+        there = any(re.search(rf"\b{kernel.name}\b", line.split("(")[0]) for line in functions)
+        assert there == (kind in kernel.devices)
+
+
+def test_kernels_have_different_names() -> None:
+    names = [kernel.name for kernel in dispatch.KERNELS]
+    assert len(names) == len(set(names))

@@ -20,7 +20,7 @@ from gradwire.core.state import Leaf, State
 from gradwire.drivers.lockstep import Lockstep
 from gradwire.drivers.virtual import VirtualRanks
 from gradwire.kernels import indices as places
-from gradwire.kernels import reference_indices as reference
+from gradwire.kernels.indices import reference
 from gradwire.reducers import (
     DGC,
     AdaptiveThreshold,

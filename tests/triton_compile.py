@@ -66,9 +66,11 @@ def compiled(kernel: Any, positional: tuple[Any, ...], named: dict[str, Any]) ->
 
 
 def run_all() -> None:
-    """Call every function of `gradwire.kernels.cuda` once or a few times."""
+    """Call every function of the families' `cuda` modules once or a few times."""
     from gradwire import kernels
-    from gradwire.kernels import cuda
+    from kernel_sets import everything_in
+
+    cuda = everything_in("cuda")
 
     cpu, x = torch.device("cpu"), torch.zeros(NUMEL)
     cuda.uniform(3, NUMEL, cpu)
@@ -88,17 +90,14 @@ def run_all() -> None:
         cuda.sign_accumulate(packed, scales, block, x)
         cuda.qsgd_encode(x, levels, block, 1, packed, scales, keep=True)
         cuda.qsgd_accumulate(packed, scales, levels, block, x)
-    packed, scales = torch.zeros(4, NUMEL // 2 + 1, dtype=torch.uint8), torch.zeros(4, NUMEL // 256 + 1)
-    cuda.block_int_reduce(packed, scales, 4, 256, x, 4, None, packed[0], scales[0], NUMEL, 0.25)
-    values, indices = torch.zeros(2, 500, dtype=torch.bfloat16), torch.zeros(2, 500, dtype=torch.int32)
-    cuda.topk_feedback(x, x.clone(), 0.9, values[0], indices[0])
+    values, indices = torch.zeros(500, dtype=torch.bfloat16), torch.zeros(500, dtype=torch.int32)
+    cuda.topk_encode_keeping(x, values, indices)
     cuda.topk_indices(x, 100)
-    cuda.gather(x, indices[0], x[: indices.shape[1]].clone())
-    cuda.scatter_add_(x, indices[0], values[0])
-    cuda.scatter_add_rows_(x, indices, values)
+    cuda.gather(x, indices, x[: indices.numel()].clone())
+    cuda.scatter_add_(x, indices, values)
     for rank in (4, 32):
-        cuda.matrices.orthonormalise(torch.zeros(2, rank, 3000))
-    cuda.matrices.low_rank_(torch.zeros(2, 300, 500), torch.zeros(2, 4, 300), torch.zeros(2, 4, 500), 0.5, add=True)
+        cuda.orthonormalise(torch.zeros(2, rank, 3000))
+    cuda.low_rank_(torch.zeros(2, 300, 500), torch.zeros(2, 4, 300), torch.zeros(2, 4, 500), 0.5, add=True)
 
 
 def main() -> None:

@@ -1,0 +1,1 @@
+"""What kernels for GPUs share: how they are started, and tiles."""
