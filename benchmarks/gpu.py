@@ -186,9 +186,9 @@ def block_int(x: Tensor) -> Iterator[Case]:
             lambda b=bits, p=p, s=s: reference.block_int_decode(p, s, b, 256, into),
         )
         yield Case(
-            f"block_int_accumulate {bits}",
+            f"block_int_decode {bits}, added",
             least + 4 * x.numel(),
-            lambda b=bits, p=p, s=s: kernels.block_int_accumulate(p, s, b, 256, into),
+            lambda b=bits, p=p, s=s: kernels.block_int_decode(p, s, b, 256, into, 1.0),
         )
 
 
@@ -202,7 +202,7 @@ def norms(x: Tensor) -> Iterator[Case]:
         lambda: kernels.sign_encode(x, 4096, p, s),
         lambda: reference.sign_encode(x, 4096, p, s),
     )
-    yield Case("sign_accumulate", least + 4 * x.numel(), lambda: kernels.sign_accumulate(p, s, 4096, into))
+    yield Case("sign_decode, added", least + 4 * x.numel(), lambda: kernels.sign_decode(p, s, 4096, into, 1.0))
     for levels in (1, 15, 255):
         q, t = wire(x, kernels.qsgd_bits(levels), 512)
         least = 4 * x.numel() + q.numel() + 4 * t.numel()
@@ -213,9 +213,9 @@ def norms(x: Tensor) -> Iterator[Case]:
             lambda a=levels, q=q, t=t: reference.qsgd_encode(x, a, 512, 1, q, t),
         )
         yield Case(
-            f"qsgd_accumulate {levels}",
+            f"qsgd_decode {levels}, added",
             least + 4 * x.numel(),
-            lambda a=levels, q=q, t=t: kernels.qsgd_accumulate(q, t, a, 512, into),
+            lambda a=levels, q=q, t=t: kernels.qsgd_decode(q, t, a, 512, into, 1.0),
         )
 
 

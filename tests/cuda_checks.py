@@ -114,7 +114,7 @@ def check_block_int(device: torch.device, x: Tensor, bits: int, block: int, key:
     mine[0].fill_(7)
     cuda.block_int_encode(y, bits, block, key, *mine, keep=True)
     left = x.clone()
-    reference.block_int_accumulate(*theirs, bits, block, left, -1.0)
+    reference.block_int_decode(*theirs, bits, block, left, -1.0)
     assert_same(mine[0], theirs[0])
     assert_same(y, left)
     assert_untouched(*behind)
@@ -123,8 +123,8 @@ def check_block_int(device: torch.device, x: Tensor, bits: int, block: int, key:
     reference.block_int_decode(*theirs, bits, block, decoded)
     assert_same(out, decoded)
     into, sum_ = x.to(device, copy=True), x.clone()
-    cuda.block_int_accumulate(*mine, bits, block, into, -0.3)
-    reference.block_int_accumulate(*theirs, bits, block, sum_, -0.3)
+    cuda.block_int_decode(*mine, bits, block, into, -0.3)
+    reference.block_int_decode(*theirs, bits, block, sum_, -0.3)
     assert_same(into, sum_)
 
 
@@ -141,7 +141,7 @@ def check_sign(device: torch.device, x: Tensor, block: int) -> None:
     torch.testing.assert_close(mine[1].cpu(), theirs[1], rtol=1e-6, atol=1e-44, equal_nan=True)
     y, left = x.to(device, copy=True), x.clone()
     cuda.sign_encode(y, block, *mine, keep=True)
-    reference.sign_accumulate(*on_cpu(mine), block, left, -1.0)
+    reference.sign_decode(*on_cpu(mine), block, left, -1.0)
     assert_same(y, left)
     assert_untouched(*behind)
     out, decoded = torch.full_like(x, 9.0, device=device), torch.full_like(x, 8.0)
@@ -149,8 +149,8 @@ def check_sign(device: torch.device, x: Tensor, block: int) -> None:
     reference.sign_decode(*on_cpu(mine), block, decoded)
     assert_same(out, decoded)
     into, sum_ = x.to(device, copy=True), x.clone()
-    cuda.sign_accumulate(*mine, block, into, 0.3)
-    reference.sign_accumulate(*on_cpu(mine), block, sum_, 0.3)
+    cuda.sign_decode(*mine, block, into, 0.3)
+    reference.sign_decode(*on_cpu(mine), block, sum_, 0.3)
     assert_same(into, sum_)
 
 
@@ -170,7 +170,7 @@ def check_qsgd(device: torch.device, x: Tensor, levels: int, block: int, key: in
     assert alike.double().mean() > 0.9 or not x.numel()
     y, left = x.to(device, copy=True), x.clone()
     cuda.qsgd_encode(y, levels, block, key, *mine, keep=True)
-    reference.qsgd_accumulate(*on_cpu(mine), levels, block, left, -1.0)
+    reference.qsgd_decode(*on_cpu(mine), levels, block, left, -1.0)
     assert_same(y, left)
     assert_untouched(*behind)
     out, decoded = torch.full_like(x, 9.0, device=device), torch.full_like(x, 8.0)
@@ -178,8 +178,8 @@ def check_qsgd(device: torch.device, x: Tensor, levels: int, block: int, key: in
     reference.qsgd_decode(*on_cpu(mine), levels, block, decoded)
     assert_same(out, decoded)
     into, sum_ = x.to(device, copy=True), x.clone()
-    cuda.qsgd_accumulate(*mine, levels, block, into, 0.3)
-    reference.qsgd_accumulate(*on_cpu(mine), levels, block, sum_, 0.3)
+    cuda.qsgd_decode(*mine, levels, block, into, 0.3)
+    reference.qsgd_decode(*on_cpu(mine), levels, block, sum_, 0.3)
     assert_same(into, sum_)
 
 

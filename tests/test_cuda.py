@@ -135,7 +135,7 @@ def test_no_kernel_waits_for_the_device() -> None:
         packed = torch.empty(kernels.packed_nbytes(x.numel(), 5), dtype=torch.uint8, device=GPU)
         scales = torch.empty(-(-x.numel() // block), device=GPU)
         kernels.block_int_encode(x, 5, block, 1, packed, scales)
-        kernels.block_int_accumulate(packed, scales, 5, block, x)
+        kernels.block_int_decode(packed, scales, 5, block, x, 1.0)
         kernels.qsgd_encode(x, 15, block, 1, packed, scales)
         kernels.qsgd_decode(packed, scales, 15, block, x)
         bits = packed[: kernels.packed_nbytes(x.numel(), 1)]

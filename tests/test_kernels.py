@@ -364,8 +364,8 @@ def check_block_int(x: Tensor, bits: int, block: int, key: int | None) -> None:
     assert_same(a, b)
     for alpha in (1.0, -0.3):
         a, b = x.clone(), x.clone()
-        kernels.block_int_accumulate(*mine, bits, block, a, alpha)
-        reference.block_int_accumulate(*mine, bits, block, b, alpha)
+        kernels.block_int_decode(*mine, bits, block, a, alpha)
+        reference.block_int_decode(*mine, bits, block, b, alpha)
         assert_same(a, b)
 
 
@@ -406,7 +406,7 @@ def test_stochastic_rounding_is_unbiased(bits: int) -> None:
     mean = torch.zeros_like(x)
     for key in range(draws):
         kernels.block_int_encode(x, bits, 256, key, packed, scales)
-        kernels.block_int_accumulate(packed, scales, bits, 256, mean, 1 / draws)
+        kernels.block_int_decode(packed, scales, bits, 256, mean, 1 / draws)
     step = scales.repeat_interleave(256) / (2 ** (bits - 1) - 1)
     error = (mean - x) / (step * 0.5 / math.sqrt(draws))  # half a step is the most a draw deviates
     assert error.abs().max() < 5.5
@@ -425,8 +425,8 @@ def check_sign(x: Tensor, block: int) -> None:
     assert_same(a, b)
     assert_same(a >= 0, (x >= 0) | (a == 0))
     a, b = x.clone(), x.clone()
-    kernels.sign_accumulate(*mine, block, a, 0.3)
-    reference.sign_accumulate(*mine, block, b, 0.3)
+    kernels.sign_decode(*mine, block, a, 0.3)
+    reference.sign_decode(*mine, block, b, 0.3)
     assert_same(a, b)
 
 
@@ -468,8 +468,8 @@ def check_qsgd(x: Tensor, levels: int, block: int, key: int) -> None:
     reference.qsgd_decode(*mine, levels, block, b)
     assert_same(a, b)
     a, b = x.clone(), x.clone()
-    kernels.qsgd_accumulate(*mine, levels, block, a, 0.3)
-    reference.qsgd_accumulate(*mine, levels, block, b, 0.3)
+    kernels.qsgd_decode(*mine, levels, block, a, 0.3)
+    reference.qsgd_decode(*mine, levels, block, b, 0.3)
     assert_same(a, b)
 
 
@@ -543,15 +543,15 @@ def test_meta_tensors_go_through() -> None:
     for bits, block in ((4, 256), (5, 8)):
         packed, scales = (t.to("meta") for t in wire(1000, bits, block))
         kernels.block_int_encode(x, bits, block, 1, packed, scales)
-        kernels.block_int_accumulate(packed, scales, bits, block, x)
+        kernels.block_int_decode(packed, scales, bits, block, x, 1.0)
         kernels.block_int_decode(packed, scales, bits, block, x)
     packed, scales = (t.to("meta") for t in wire(1000, 1, 8))
     kernels.sign_encode(x, 8, packed, scales)
-    kernels.sign_accumulate(packed, scales, 8, x)
+    kernels.sign_decode(packed, scales, 8, x, 1.0)
     kernels.sign_decode(packed, scales, 8, x)
     packed, scales = (t.to("meta") for t in wire(1000, 9, 8))
     kernels.qsgd_encode(x, 255, 8, 1, packed, scales)
-    kernels.qsgd_accumulate(packed, scales, 255, 8, x)
+    kernels.qsgd_decode(packed, scales, 255, 8, x, 1.0)
     kernels.qsgd_decode(packed, scales, 255, 8, x)
 
 
@@ -571,7 +571,7 @@ def test_misuse_is_told() -> None:
     with pytest.raises(ValueError, match="bits 9"):
         kernels.block_int_encode(x, 9, 8, None, packed, scales)
     with pytest.raises(PayloadError, match="packed has 7"):
-        kernels.block_int_accumulate(packed[:7], scales, 4, 8, x)
+        kernels.block_int_decode(packed[:7], scales, 4, 8, x, 1.0)
     with pytest.raises(PayloadError, match="scales has 1"):
         kernels.sign_decode(packed[:2], scales[:1], 8, x)
     with pytest.raises(PayloadError):

@@ -58,7 +58,7 @@ class Family:
 
     def accumulated(self, module: Any, wire: list[Tensor], into: Tensor, alpha: float) -> Tensor:
         out = into.clone()
-        getattr(module, f"{self.name}_accumulate")(*wire, *self.options, out, alpha)
+        getattr(module, f"{self.name}_decode")(*wire, *self.options, out, alpha)
         return out
 
 

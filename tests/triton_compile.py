@@ -84,12 +84,12 @@ def run_all() -> None:
     for bits, block, key in ((4, 256, None), (8, 256, 1), (3, 24, None), (4, 65536, None)):
         packed, scales = torch.zeros(kernels.packed_nbytes(NUMEL, bits), dtype=torch.uint8), x[: -(-NUMEL // block)]
         cuda.block_int_encode(x, bits, block, key, packed, scales, keep=True)
-        cuda.block_int_accumulate(packed, scales, bits, block, x)
+        cuda.block_int_decode(packed, scales, bits, block, x, 1.0)
     for levels, block in ((255, 512), (15, 65536)):
         cuda.sign_encode(x, block, packed, scales, keep=True)
-        cuda.sign_accumulate(packed, scales, block, x)
+        cuda.sign_decode(packed, scales, block, x, 1.0)
         cuda.qsgd_encode(x, levels, block, 1, packed, scales, keep=True)
-        cuda.qsgd_accumulate(packed, scales, levels, block, x)
+        cuda.qsgd_decode(packed, scales, levels, block, x, 1.0)
     values, indices = torch.zeros(500, dtype=torch.bfloat16), torch.zeros(500, dtype=torch.int32)
     cuda.topk_encode_keeping(x, values, indices)
     cuda.topk_indices(x, 100)

@@ -81,7 +81,7 @@ class AffineInt(Float32Codec):
     def accumulate32(self, payload: Payload, into: Tensor, key: Key, alpha: float) -> None:
         """into += alpha * s (q - z), in one pass."""
         scales, zeros, levels = payload
-        kernels.affine_accumulate(scales, zeros, levels, self.block, into, alpha)
+        kernels.affine_decode(scales, zeros, levels, self.block, into, alpha)
 
     def contraction(self, numel: int) -> float | None:
         """1 - block / 255^2, since the largest magnitude is at least 127.5 s."""

@@ -79,7 +79,7 @@ class FP8(Float32Codec):
 
     def accumulate32(self, payload: Payload, into: Tensor, key: Key, alpha: float) -> None:
         """One pass."""
-        kernels.float8_accumulate(payload[1], payload[0], self._float8, self.block, into, alpha)
+        kernels.float8_decode(payload[1], payload[0], self._float8, self.block, into, alpha)
 
     def contraction(self, numel: int) -> float | None:
         """1 - r^2 - block (h / max)^2: the errors of the large elements, and of those below the least normal one."""

@@ -67,7 +67,7 @@ class Natural(Float32Codec):
 
     def accumulate32(self, payload: Payload, into: Tensor, key: Key, alpha: float) -> None:
         """One pass."""
-        kernels.natural_accumulate(payload[0], payload[1], into, alpha)
+        kernels.natural_decode(payload[0], payload[1], into, alpha)
 
     def contraction(self, numel: int) -> float | None:
         """7/8 in the mean over keys, for normal numbers."""

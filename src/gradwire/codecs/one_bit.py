@@ -70,7 +70,7 @@ class OneBit(Float32Codec):
 
     def accumulate32(self, payload: Payload, into: Tensor, key: Key, alpha: float) -> None:
         """One pass."""
-        kernels.one_bit_accumulate(payload[1], payload[0], self.block, into, alpha)
+        kernels.one_bit_decode(payload[1], payload[0], self.block, into, alpha)
 
     def contraction(self, numel: int) -> float | None:
         """1 / block, the worst case: a single positive entry among zeros."""

@@ -102,4 +102,4 @@ class TernGrad(Float32Codec):
 
     def accumulate32(self, payload: Payload, into: Tensor, key: Key, alpha: float) -> None:
         """One pass."""
-        kernels.ternary_accumulate(payload[1], payload[0], self.block, self.digits, into, alpha)
+        kernels.ternary_decode(payload[1], payload[0], self.block, self.digits, into, alpha)

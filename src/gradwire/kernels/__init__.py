@@ -26,37 +26,33 @@ block starts at a byte, and the last one may be short.
 from __future__ import annotations
 
 from gradwire.kernels import indices, low_rank, robust
-from gradwire.kernels.affine import affine_accumulate, affine_decode, affine_encode
-from gradwire.kernels.block_int import block_int_accumulate, block_int_decode, block_int_encode
+from gradwire.kernels.affine import affine_decode, affine_encode
+from gradwire.kernels.block_int import block_int_decode, block_int_encode
 from gradwire.kernels.dispatch import SlowKernelsWarning
 from gradwire.kernels.floats import (
     FLOAT8,
     bfloat16_encode,
-    float8_accumulate,
     float8_decode,
     float8_encode,
-    natural_accumulate,
     natural_decode,
     natural_encode,
 )
 from gradwire.kernels.memory import add_bf16_, add_scaled_, round_bf16
 from gradwire.kernels.packing import CODE_DTYPES, pack_bits, packed_nbytes, unpack_bits
-from gradwire.kernels.qsgd import qsgd_accumulate, qsgd_bits, qsgd_decode, qsgd_encode
+from gradwire.kernels.qsgd import qsgd_bits, qsgd_decode, qsgd_encode
 from gradwire.kernels.random import gaussian, permuted_indices, stratified_indices, uniform
 from gradwire.kernels.selection import all_finite, at_least, topk, topk_encode_keeping, topk_indices
 from gradwire.kernels.sign import (
     MOST_VOTERS,
     majority,
-    one_bit_accumulate,
     one_bit_decode,
     one_bit_encode,
-    sign_accumulate,
     sign_decode,
     sign_encode,
 )
 from gradwire.kernels.sketch import count_sketch, count_unsketch
 from gradwire.kernels.sparse import check_indices, gather, scatter_, scatter_add_
-from gradwire.kernels.ternary import ternary_accumulate, ternary_decode, ternary_encode, ternary_scales
+from gradwire.kernels.ternary import ternary_decode, ternary_encode, ternary_scales
 from gradwire.kernels.transforms import combine_rows, hadamard_accumulate, hadamard_encode, topk_rows
 from gradwire.kernels.warm import warm_up
 
@@ -67,20 +63,17 @@ __all__ = [
     "SlowKernelsWarning",
     "add_bf16_",
     "add_scaled_",
-    "affine_accumulate",
     "affine_decode",
     "affine_encode",
     "all_finite",
     "at_least",
     "bfloat16_encode",
-    "block_int_accumulate",
     "block_int_decode",
     "block_int_encode",
     "check_indices",
     "combine_rows",
     "count_sketch",
     "count_unsketch",
-    "float8_accumulate",
     "float8_decode",
     "float8_encode",
     "gather",
@@ -90,16 +83,13 @@ __all__ = [
     "indices",
     "low_rank",
     "majority",
-    "natural_accumulate",
     "natural_decode",
     "natural_encode",
-    "one_bit_accumulate",
     "one_bit_decode",
     "one_bit_encode",
     "pack_bits",
     "packed_nbytes",
     "permuted_indices",
-    "qsgd_accumulate",
     "qsgd_bits",
     "qsgd_decode",
     "qsgd_encode",
@@ -107,11 +97,9 @@ __all__ = [
     "round_bf16",
     "scatter_",
     "scatter_add_",
-    "sign_accumulate",
     "sign_decode",
     "sign_encode",
     "stratified_indices",
-    "ternary_accumulate",
     "ternary_decode",
     "ternary_encode",
     "ternary_scales",

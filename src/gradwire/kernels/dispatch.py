@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import importlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Generic, ParamSpec, TypeVar, cast
 
@@ -42,10 +42,12 @@ class Kernel(Generic[P, R_co]):
     Args:
         reference: the function in plain torch, in the module `reference` of a family.
         devices: the types of device for which modules of the family hold a function of the same name.
+        in_torch: those of them where that function is made of torch's operators too, but of others than the reference.
     """
 
-    def __init__(self, reference: Callable[P, R_co], *devices: str) -> None:
+    def __init__(self, reference: Callable[P, R_co], *devices: str, in_torch: Sequence[str] = ()) -> None:
         self.reference = reference
+        self.in_torch = frozenset(in_torch)
         self.devices = devices
         self.name = reference.__name__
         self.package = reference.__module__.rpartition(".")[0]
@@ -77,7 +79,7 @@ class Kernel(Generic[P, R_co]):
 
 
 KERNELS: list[Kernel[..., object]] = []
-"""All kernels, in the order of their families."""
+"""All kernels of the families that are imported."""
 
 
 @functools.cache
@@ -107,13 +109,15 @@ def warn_slow(kind: str) -> None:
 
 
 def implementation_table() -> list[tuple[str, str, str, str]]:
-    """Family, kernel, and in what it runs on a CPU and on a GPU, a row for each kernel.
+    """Return a row for each kernel: its family, its name, and what it runs in on a CPU and on a GPU.
 
     >>> [row for row in implementation_table() if row[1].startswith("ternary_enc")]
     [('ternary', 'ternary_encode', 'numba', 'torch')]
     """
-    return [(kernel.family, kernel.name, _runs_in(kernel, "cpu"), _runs_in(kernel, "cuda")) for kernel in KERNELS]
+    rows = [(kernel.family, kernel.name, _runs_in(kernel, "cpu"), _runs_in(kernel, "cuda")) for kernel in KERNELS]
+    return sorted(rows)
 
 
 def _runs_in(kernel: Kernel[..., object], kind: str) -> str:
-    return COMPILERS[kind] if kind in kernel.devices else "torch"
+    compiled = kind in kernel.devices and kind not in kernel.in_torch
+    return COMPILERS[kind] if compiled else "torch"

@@ -102,7 +102,7 @@ class _Digits(Codec):
         kernels.ternary_decode(payload[0], self._ones(out), self.inner.block, self.inner.digits, out)
 
     def accumulate(self, payload: Payload, into: Tensor, key: Key, alpha: float = 1.0) -> None:
-        kernels.ternary_accumulate(payload[0], self._ones(into), self.inner.block, self.inner.digits, into, alpha)
+        kernels.ternary_decode(payload[0], self._ones(into), self.inner.block, self.inner.digits, into, alpha)
 
     def _ones(self, x: Tensor) -> Tensor:
         return torch.ones(-(-x.numel() // self.inner.block), dtype=torch.float32, device=x.device)

@@ -10,11 +10,9 @@ from gradwire.kernels.block_checks import block_count, require_fields
 from gradwire.kernels.dispatch import Kernel
 
 __all__ = [
-    "affine_accumulate",
     "affine_decode",
     "affine_encode",
 ]
-_affine_accumulate = Kernel(reference.affine_accumulate, "cpu")
 _affine_decode = Kernel(reference.affine_decode, "cpu")
 _affine_encode = Kernel(reference.affine_encode, "cpu")
 
@@ -58,15 +56,13 @@ def affine_encode(x: Tensor, block: int, scales: Tensor, zeros: Tensor, levels: 
     _affine_encode.on(x.device, x.numel())(x, block, scales, zeros, levels)
 
 
-def affine_accumulate(
-    scales: Tensor, zeros: Tensor, levels: Tensor, block: int, into: Tensor, alpha: float = 1.0
+def affine_decode(
+    scales: Tensor, zeros: Tensor, levels: Tensor, block: int, out: Tensor, weight: float | None = None
 ) -> None:
-    """into += alpha * (s * (q - z)). Raises PayloadError for a size that does not fit."""
-    _check_affine(into, block, scales, zeros, levels)
-    _affine_accumulate.on(into.device, into.numel())(scales, zeros, levels, block, into, alpha)
+    """out = s * (q - z); with a weight, out += weight * that.
 
-
-def affine_decode(scales: Tensor, zeros: Tensor, levels: Tensor, block: int, out: Tensor) -> None:
-    """out = s * (q - z). Raises as `affine_accumulate`."""
+    Raises:
+        PayloadError: a size that does not fit.
+    """
     _check_affine(out, block, scales, zeros, levels)
-    _affine_decode.on(out.device, out.numel())(scales, zeros, levels, block, out)
+    _affine_decode.on(out.device, out.numel())(scales, zeros, levels, block, out, weight)

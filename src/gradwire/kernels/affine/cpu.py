@@ -137,24 +137,15 @@ def _affine_decode(into, block, scales, zeros, levels, alpha, overwrite):
     fence()
 
 
-def _affine_into(scales: Tensor, zeros: Tensor, levels: Tensor, block: int, into: Tensor, alpha: float | None) -> None:
-    s, z, q, o, factor = array_of(scales), array_of(zeros), array_of(levels), array_of(into), np.float32(alpha or 0.0)
+def affine_decode(
+    scales: Tensor, zeros: Tensor, levels: Tensor, block: int, out: Tensor, weight: float | None = None
+) -> None:
+    """See `gradwire.kernels.affine_decode`."""
+    s, z, q, o, factor = array_of(scales), array_of(zeros), array_of(levels), array_of(out), np.float32(weight or 0.0)
     if not o.size:
         return
     spread_over_threads(
         o.size,
         block or 1,
-        lambda i, j: functools.partial(_affine_decode, *_affine_part(i, j, o, block, s, z, q), factor, alpha is None),
+        lambda i, j: functools.partial(_affine_decode, *_affine_part(i, j, o, block, s, z, q), factor, weight is None),
     )
-
-
-def affine_accumulate(
-    scales: Tensor, zeros: Tensor, levels: Tensor, block: int, into: Tensor, alpha: float = 1.0
-) -> None:
-    """See `gradwire.kernels.affine_accumulate`."""
-    _affine_into(scales, zeros, levels, block, into, alpha)
-
-
-def affine_decode(scales: Tensor, zeros: Tensor, levels: Tensor, block: int, out: Tensor) -> None:
-    """See `gradwire.kernels.affine_decode`."""
-    _affine_into(scales, zeros, levels, block, out, None)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from gradwire.kernels.runtime.torch_blocks import rows_of_blocks
+from gradwire.kernels.runtime.torch_blocks import deliver, rows_of_blocks
 
 AFFINE_LEVELS = 255
 _AFFINE_PIECE = 1 << 14
@@ -55,15 +55,9 @@ def _affine_values(scales: Tensor, zeros: Tensor, levels: Tensor, block: int) ->
         yield part, values.view(-1)[: part.stop - part.start]
 
 
-def affine_accumulate(
-    scales: Tensor, zeros: Tensor, levels: Tensor, block: int, into: Tensor, alpha: float = 1.0
+def affine_decode(
+    scales: Tensor, zeros: Tensor, levels: Tensor, block: int, out: Tensor, weight: float | None = None
 ) -> None:
-    """See `gradwire.kernels.affine_accumulate`."""
-    for part, values in _affine_values(scales, zeros, levels, block):
-        into[part].add_(values.mul_(alpha))
-
-
-def affine_decode(scales: Tensor, zeros: Tensor, levels: Tensor, block: int, out: Tensor) -> None:
     """See `gradwire.kernels.affine_decode`."""
     for part, values in _affine_values(scales, zeros, levels, block):
-        out[part].copy_(values)
+        deliver(values, out[part], weight)

@@ -10,11 +10,9 @@ from gradwire.kernels.checks import require_range
 from gradwire.kernels.dispatch import Kernel
 
 __all__ = [
-    "block_int_accumulate",
     "block_int_decode",
     "block_int_encode",
 ]
-_block_int_accumulate = Kernel(reference.block_int_accumulate, "cpu", "cuda")
 _block_int_decode = Kernel(reference.block_int_decode, "cpu", "cuda")
 _block_int_encode = Kernel(reference.block_int_encode, "cpu", "cuda")
 
@@ -55,22 +53,15 @@ def block_int_encode(
     _block_int_encode.on(x.device, x.numel())(x, bits, block, key, packed, scales, keep)
 
 
-def block_int_accumulate(
-    packed: Tensor, scales: Tensor, bits: int, block: int, into: Tensor, alpha: float = 1.0
+def block_int_decode(
+    packed: Tensor, scales: Tensor, bits: int, block: int, out: Tensor, weight: float | None = None
 ) -> None:
-    """into += alpha * (q * (scale / L)), the inverse of `block_int_encode`; one pass.
+    """out = q * (scale / L), the inverse of `block_int_encode`; with a weight, out += weight * that; one pass.
 
     Raises:
         ValueError: bits or block out of range.
         PayloadError: a size that does not fit.
     """
     require_range("bits", bits, 2, 8)
-    require_blocks(into, packed, scales, bits, block)
-    _block_int_accumulate.on(into.device, into.numel())(packed, scales, bits, block, into, alpha)
-
-
-def block_int_decode(packed: Tensor, scales: Tensor, bits: int, block: int, out: Tensor) -> None:
-    """out = q * (scale / L). Raises as `block_int_accumulate`."""
-    require_range("bits", bits, 2, 8)
     require_blocks(out, packed, scales, bits, block)
-    _block_int_decode.on(out.device, out.numel())(packed, scales, bits, block, out)
+    _block_int_decode.on(out.device, out.numel())(packed, scales, bits, block, out, weight)

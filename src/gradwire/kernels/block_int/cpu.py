@@ -131,13 +131,8 @@ def _block_int_decode(packed, scales, bits, block, into, alpha, overwrite):
     fence()
 
 
-def block_int_accumulate(
-    packed: Tensor, scales: Tensor, bits: int, block: int, into: Tensor, alpha: float = 1.0
+def block_int_decode(
+    packed: Tensor, scales: Tensor, bits: int, block: int, out: Tensor, weight: float | None = None
 ) -> None:
-    """See `gradwire.kernels.block_int_accumulate`."""
-    decode_blocks(_block_int_decode, packed, scales, bits, bits, block, into, alpha)
-
-
-def block_int_decode(packed: Tensor, scales: Tensor, bits: int, block: int, out: Tensor) -> None:
     """See `gradwire.kernels.block_int_decode`."""
-    decode_blocks(_block_int_decode, packed, scales, bits, bits, block, out, None)
+    decode_blocks(_block_int_decode, packed, scales, bits, bits, block, out, weight)

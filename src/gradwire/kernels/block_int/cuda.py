@@ -80,13 +80,8 @@ def block_int_encode(
     )
 
 
-def block_int_accumulate(
-    packed: Tensor, scales: Tensor, bits: int, block: int, into: Tensor, alpha: float = 1.0
+def block_int_decode(
+    packed: Tensor, scales: Tensor, bits: int, block: int, out: Tensor, weight: float | None = None
 ) -> None:
-    """See `gradwire.kernels.block_int_accumulate`."""
-    decode_blocks(INTEGER, packed, scales, bits, 2 ** (bits - 1) - 1, block, into, alpha)
-
-
-def block_int_decode(packed: Tensor, scales: Tensor, bits: int, block: int, out: Tensor) -> None:
     """See `gradwire.kernels.block_int_decode`."""
-    decode_blocks(INTEGER, packed, scales, bits, 2 ** (bits - 1) - 1, block, out, None)
+    decode_blocks(INTEGER, packed, scales, bits, 2 ** (bits - 1) - 1, block, out, weight)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from gradwire.kernels.packing.reference import pack_bits, unpack_bits
 from gradwire.kernels.random.reference import uniform
-from gradwire.kernels.runtime.torch_blocks import for_each_element, inverse_of, magnitude_bits, rows_of_blocks
+from gradwire.kernels.runtime.torch_blocks import deliver, for_each_element, inverse_of, magnitude_bits, rows_of_blocks
 
 
 def block_int_encode(
@@ -26,7 +26,7 @@ def block_int_encode(
     pack_bits((q + levels).to(torch.int32), bits, packed)
     scales.copy_(stored)
     if keep:
-        block_int_accumulate(packed, scales, bits, block, x, -1.0)
+        block_int_decode(packed, scales, bits, block, x, -1.0)
 
 
 def _block_int_values(packed: Tensor, scales: Tensor, bits: int, block: int, numel: int) -> Tensor:
@@ -36,13 +36,8 @@ def _block_int_values(packed: Tensor, scales: Tensor, bits: int, block: int, num
     return q * for_each_element(step, block, numel)
 
 
-def block_int_accumulate(
-    packed: Tensor, scales: Tensor, bits: int, block: int, into: Tensor, alpha: float = 1.0
+def block_int_decode(
+    packed: Tensor, scales: Tensor, bits: int, block: int, out: Tensor, weight: float | None = None
 ) -> None:
-    """See `gradwire.kernels.block_int_accumulate`."""
-    into.add_(_block_int_values(packed, scales, bits, block, into.numel()) * alpha)
-
-
-def block_int_decode(packed: Tensor, scales: Tensor, bits: int, block: int, out: Tensor) -> None:
     """See `gradwire.kernels.block_int_decode`."""
-    out.copy_(_block_int_values(packed, scales, bits, block, out.numel()))
+    deliver(_block_int_values(packed, scales, bits, block, out.numel()), out, weight)

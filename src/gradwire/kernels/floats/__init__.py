@@ -13,18 +13,14 @@ from gradwire.kernels.packing import packed_nbytes
 __all__ = [
     "FLOAT8",
     "bfloat16_encode",
-    "float8_accumulate",
     "float8_decode",
     "float8_encode",
-    "natural_accumulate",
     "natural_decode",
     "natural_encode",
 ]
 _bfloat16_encode = Kernel(reference.bfloat16_encode, "cpu")
-_float8_accumulate = Kernel(reference.float8_accumulate, "cpu")
 _float8_decode = Kernel(reference.float8_decode, "cpu")
 _float8_encode = Kernel(reference.float8_encode, "cpu")
-_natural_accumulate = Kernel(reference.natural_accumulate, "cpu")
 _natural_decode = Kernel(reference.natural_decode, "cpu")
 _natural_encode = Kernel(reference.natural_encode, "cpu")
 FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -67,23 +63,16 @@ def float8_encode(x: Tensor, dtype: torch.dtype, block: int, codes: Tensor, expo
     _float8_encode.on(x.device, x.numel())(x, dtype, block, codes, exponents)
 
 
-def float8_accumulate(
-    codes: Tensor, exponents: Tensor, dtype: torch.dtype, block: int, into: Tensor, alpha: float = 1.0
+def float8_decode(
+    codes: Tensor, exponents: Tensor, dtype: torch.dtype, block: int, out: Tensor, weight: float | None = None
 ) -> None:
-    """into += alpha * (code * 2^(e - 127)). Raises PayloadError for a size that does not fit."""
-    require_fields(
-        into,
-        block,
-        codes=(codes, torch.uint8, into.numel()),
-        exponents=(exponents, torch.uint8, block_count(into, block)),
-    )
-    _float8_accumulate.on(into.device, into.numel())(codes, exponents, dtype, block, into, alpha)
+    """out = code * 2^(e - 127); with a weight, out += weight * that.
 
-
-def float8_decode(codes: Tensor, exponents: Tensor, dtype: torch.dtype, block: int, out: Tensor) -> None:
-    """out = code * 2^(e - 127). Raises as `float8_accumulate`."""
+    Raises:
+        PayloadError: a size that does not fit.
+    """
     _check_float8(out, block, codes, exponents)
-    _float8_decode.on(out.device, out.numel())(codes, exponents, dtype, block, out)
+    _float8_decode.on(out.device, out.numel())(codes, exponents, dtype, block, out, weight)
 
 
 def natural_encode(x: Tensor, key: int, exponents: Tensor, signs: Tensor) -> None:
@@ -123,16 +112,14 @@ def _check_natural(x: Tensor, exponents: Tensor, signs: Tensor) -> None:
     require_fields(x, 8, exponents=(exponents, torch.uint8, x.numel()), signs=(signs, torch.uint8, packed))
 
 
-def natural_accumulate(exponents: Tensor, signs: Tensor, into: Tensor, alpha: float = 1.0) -> None:
-    """into += alpha * sign * 2^(e - 127), 0 where e = 0. Raises PayloadError for a size that does not fit."""
-    _check_natural(into, exponents, signs)
-    _natural_accumulate.on(into.device, into.numel())(exponents, signs, into, alpha)
+def natural_decode(exponents: Tensor, signs: Tensor, out: Tensor, weight: float | None = None) -> None:
+    """out = sign * 2^(e - 127), 0 where e = 0; with a weight, out += weight * that.
 
-
-def natural_decode(exponents: Tensor, signs: Tensor, out: Tensor) -> None:
-    """out = sign * 2^(e - 127), 0 where e = 0. Raises as `natural_accumulate`."""
+    Raises:
+        PayloadError: a size that does not fit.
+    """
     _check_natural(out, exponents, signs)
-    _natural_decode.on(out.device, out.numel())(exponents, signs, out)
+    _natural_decode.on(out.device, out.numel())(exponents, signs, out, weight)
 
 
 def bfloat16_encode(x: Tensor, key: int, out: Tensor) -> None:

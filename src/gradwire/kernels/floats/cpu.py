@@ -108,31 +108,20 @@ def _mantissa(dtype: torch.dtype) -> int:
     return 3 if dtype == torch.float8_e4m3fn else 2
 
 
-def _float8_into(
-    codes: Tensor, exponents: Tensor, dtype: torch.dtype, block: int, into: Tensor, alpha: float | None
+def float8_decode(
+    codes: Tensor, exponents: Tensor, dtype: torch.dtype, block: int, out: Tensor, weight: float | None = None
 ) -> None:
-    c, e, o, factor = array_of(codes), array_of(exponents), array_of(into), np.float32(alpha or 0.0)
+    """See `gradwire.kernels.float8_decode`."""
+    c, e, o, factor = array_of(codes), array_of(exponents), array_of(out), np.float32(weight or 0.0)
     spread_over_threads(
         o.size,
         block,
         lambda i, j: functools.partial(
             _float8_decode,
             *(c[i:j], e[i // block : -(-j // block)], _mantissa(dtype), block),
-            *(o[i:j], factor, alpha is None),
+            *(o[i:j], factor, weight is None),
         ),
     )
-
-
-def float8_accumulate(
-    codes: Tensor, exponents: Tensor, dtype: torch.dtype, block: int, into: Tensor, alpha: float = 1.0
-) -> None:
-    """See `gradwire.kernels.float8_accumulate`."""
-    _float8_into(codes, exponents, dtype, block, into, alpha)
-
-
-def float8_decode(codes: Tensor, exponents: Tensor, dtype: torch.dtype, block: int, out: Tensor) -> None:
-    """See `gradwire.kernels.float8_decode`."""
-    _float8_into(codes, exponents, dtype, block, out, None)
 
 
 @compiled("void(uint32[::1], int64, int64, int64, uint8[::1], uint8[::1])")
@@ -179,23 +168,14 @@ def _natural_decode(exponents, signs, into, alpha, overwrite):
     fence()
 
 
-def _natural_into(exponents: Tensor, signs: Tensor, into: Tensor, alpha: float | None) -> None:
-    e, s, o, factor = array_of(exponents), array_of(signs), array_of(into), np.float32(alpha or 0.0)
+def natural_decode(exponents: Tensor, signs: Tensor, out: Tensor, weight: float | None = None) -> None:
+    """See `gradwire.kernels.natural_decode`."""
+    e, s, o, factor = array_of(exponents), array_of(signs), array_of(out), np.float32(weight or 0.0)
     spread_over_threads(
         o.size,
         8,
-        lambda i, j: functools.partial(_natural_decode, e[i:j], s[i // 8 :], o[i:j], factor, alpha is None),
+        lambda i, j: functools.partial(_natural_decode, e[i:j], s[i // 8 :], o[i:j], factor, weight is None),
     )
-
-
-def natural_accumulate(exponents: Tensor, signs: Tensor, into: Tensor, alpha: float = 1.0) -> None:
-    """See `gradwire.kernels.natural_accumulate`."""
-    _natural_into(exponents, signs, into, alpha)
-
-
-def natural_decode(exponents: Tensor, signs: Tensor, out: Tensor) -> None:
-    """See `gradwire.kernels.natural_decode`."""
-    _natural_into(exponents, signs, out, None)
 
 
 @compiled("void(uint32[::1], int64, int64, int64, uint16[::1])")

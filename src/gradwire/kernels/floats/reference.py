@@ -7,7 +7,13 @@ from torch import Tensor
 
 from gradwire.kernels.packing.reference import pack_bits, unpack_bits
 from gradwire.kernels.random.reference import uniform
-from gradwire.kernels.runtime.torch_blocks import floats_of_bits, for_each_element, magnitude_bits, rows_of_blocks
+from gradwire.kernels.runtime.torch_blocks import (
+    deliver,
+    floats_of_bits,
+    for_each_element,
+    magnitude_bits,
+    rows_of_blocks,
+)
 
 BROKEN = 255
 """The exponent byte of a block that holds NaN or infinity."""
@@ -36,16 +42,11 @@ def _float8_values(codes: Tensor, exponents: Tensor, dtype: torch.dtype, block: 
     return values * for_each_element(float8_scales(exponents), block, codes.numel())
 
 
-def float8_accumulate(
-    codes: Tensor, exponents: Tensor, dtype: torch.dtype, block: int, into: Tensor, alpha: float = 1.0
+def float8_decode(
+    codes: Tensor, exponents: Tensor, dtype: torch.dtype, block: int, out: Tensor, weight: float | None = None
 ) -> None:
-    """See `gradwire.kernels.float8_accumulate`."""
-    into.add_(_float8_values(codes, exponents, dtype, block) * alpha)
-
-
-def float8_decode(codes: Tensor, exponents: Tensor, dtype: torch.dtype, block: int, out: Tensor) -> None:
     """See `gradwire.kernels.float8_decode`."""
-    out.copy_(_float8_values(codes, exponents, dtype, block))
+    deliver(_float8_values(codes, exponents, dtype, block), out, weight)
 
 
 def natural_encode(x: Tensor, key: int, exponents: Tensor, signs: Tensor) -> None:
@@ -63,14 +64,9 @@ def _natural_values(exponents: Tensor, signs: Tensor) -> Tensor:
     return floats_of_bits(torch.where(negative, magnitude - (1 << 31), magnitude))
 
 
-def natural_accumulate(exponents: Tensor, signs: Tensor, into: Tensor, alpha: float = 1.0) -> None:
-    """See `gradwire.kernels.natural_accumulate`."""
-    into.add_(_natural_values(exponents, signs) * alpha)
-
-
-def natural_decode(exponents: Tensor, signs: Tensor, out: Tensor) -> None:
+def natural_decode(exponents: Tensor, signs: Tensor, out: Tensor, weight: float | None = None) -> None:
     """See `gradwire.kernels.natural_decode`."""
-    out.copy_(_natural_values(exponents, signs))
+    deliver(_natural_values(exponents, signs), out, weight)
 
 
 def bfloat16_encode(x: Tensor, key: int, out: Tensor) -> None:

@@ -32,9 +32,9 @@ __all__ = [
 _inner_products = Kernel(reference.inner_products, "meta")
 _orthonormalise = Kernel(reference.orthonormalise, "cpu", "cuda", "meta")
 _low_rank_ = Kernel(reference.low_rank_, "cpu", "cuda", "meta")
-_project_columns = Kernel(reference.project_columns, "cpu", "cuda", "meta")
-_project_rows = Kernel(reference.project_rows, "cpu", "cuda", "meta")
-_subtract_low_rank_ = Kernel(reference.subtract_low_rank_, "cpu", "cuda", "meta")
+_project_columns = Kernel(reference.project_columns, "cpu", "meta")
+_project_rows = Kernel(reference.project_rows, "cpu", "meta")
+_subtract_low_rank_ = Kernel(reference.subtract_low_rank_, "cpu", "cuda", "meta", in_torch=("cuda",))
 _unit_rows_ = Kernel(reference.unit_rows_, "cpu")
 
 

@@ -60,16 +60,6 @@ def subtract_low_rank_(x: Tensor, Pt: Tensor, Qt: Tensor, scale: float) -> None:
     x.baddbmm_(Pt.mT, Qt, alpha=-scale)
 
 
-def project_columns(M: Tensor, Qt: Tensor) -> Tensor:
-    """See `gradwire.kernels.low_rank.project_columns`."""
-    return torch.bmm(Qt.contiguous(), M.mT)
-
-
-def project_rows(Pt: Tensor, M: Tensor) -> Tensor:
-    """See `gradwire.kernels.low_rank.project_rows`."""
-    return torch.bmm(Pt.contiguous(), M)
-
-
 @triton.jit
 def _halved(x, HALF: tl.constexpr, R: tl.constexpr):
     """The upper half of the lanes added to the lower: (2 HALF, R) to (HALF, R)."""

@@ -10,12 +10,10 @@ from gradwire.kernels.dispatch import Kernel
 from gradwire.kernels.qsgd import reference
 
 __all__ = [
-    "qsgd_accumulate",
     "qsgd_bits",
     "qsgd_decode",
     "qsgd_encode",
 ]
-_qsgd_accumulate = Kernel(reference.qsgd_accumulate, "cpu", "cuda")
 _qsgd_decode = Kernel(reference.qsgd_decode, "cpu", "cuda")
 _qsgd_encode = Kernel(reference.qsgd_encode, "cpu", "cuda")
 
@@ -68,20 +66,15 @@ def qsgd_encode(
     _qsgd_encode.on(x.device, x.numel())(x, levels, block, key, packed, norms, keep)
 
 
-def qsgd_accumulate(packed: Tensor, norms: Tensor, levels: int, block: int, into: Tensor, alpha: float = 1.0) -> None:
-    """into += alpha * sign * level * (norm / levels); one pass.
+def qsgd_decode(
+    packed: Tensor, norms: Tensor, levels: int, block: int, out: Tensor, weight: float | None = None
+) -> None:
+    """out = sign * level * (norm / levels); with a weight, out += weight * that; one pass.
 
     Raises:
         ValueError: levels or block out of range.
         PayloadError: a size that does not fit.
     """
     require_range("levels", levels, 1, 32767)
-    require_blocks(into, packed, norms, qsgd_bits(levels), block)
-    _qsgd_accumulate.on(into.device, into.numel())(packed, norms, levels, block, into, alpha)
-
-
-def qsgd_decode(packed: Tensor, norms: Tensor, levels: int, block: int, out: Tensor) -> None:
-    """out = sign * level * (norm / levels). Raises as `qsgd_accumulate`."""
-    require_range("levels", levels, 1, 32767)
     require_blocks(out, packed, norms, qsgd_bits(levels), block)
-    _qsgd_decode.on(out.device, out.numel())(packed, norms, levels, block, out)
+    _qsgd_decode.on(out.device, out.numel())(packed, norms, levels, block, out, weight)

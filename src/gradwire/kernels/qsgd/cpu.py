@@ -102,7 +102,7 @@ def qsgd_encode(
         ]
     )
     if keep:
-        qsgd_accumulate(packed, norms, levels, block, x, -1.0)
+        qsgd_decode(packed, norms, levels, block, x, -1.0)
 
 
 @inline
@@ -138,11 +138,8 @@ def _qsgd_decode(packed, norms, levels, block, into, alpha, overwrite):
     fence()
 
 
-def qsgd_accumulate(packed: Tensor, norms: Tensor, levels: int, block: int, into: Tensor, alpha: float = 1.0) -> None:
-    """See `gradwire.kernels.qsgd_accumulate`."""
-    decode_blocks(_qsgd_decode, packed, norms, levels.bit_length() + 1, levels, block, into, alpha)
-
-
-def qsgd_decode(packed: Tensor, norms: Tensor, levels: int, block: int, out: Tensor) -> None:
+def qsgd_decode(
+    packed: Tensor, norms: Tensor, levels: int, block: int, out: Tensor, weight: float | None = None
+) -> None:
     """See `gradwire.kernels.qsgd_decode`."""
-    decode_blocks(_qsgd_decode, packed, norms, levels.bit_length() + 1, levels, block, out, None)
+    decode_blocks(_qsgd_decode, packed, norms, levels.bit_length() + 1, levels, block, out, weight)

@@ -79,11 +79,8 @@ def qsgd_encode(
     )
 
 
-def qsgd_accumulate(packed: Tensor, norms: Tensor, levels: int, block: int, into: Tensor, alpha: float = 1.0) -> None:
-    """See `gradwire.kernels.qsgd_accumulate`."""
-    decode_blocks(NORM, packed, norms, levels.bit_length() + 1, levels, block, into, alpha)
-
-
-def qsgd_decode(packed: Tensor, norms: Tensor, levels: int, block: int, out: Tensor) -> None:
+def qsgd_decode(
+    packed: Tensor, norms: Tensor, levels: int, block: int, out: Tensor, weight: float | None = None
+) -> None:
     """See `gradwire.kernels.qsgd_decode`."""
-    decode_blocks(NORM, packed, norms, levels.bit_length() + 1, levels, block, out, None)
+    decode_blocks(NORM, packed, norms, levels.bit_length() + 1, levels, block, out, weight)

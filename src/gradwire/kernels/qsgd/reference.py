@@ -7,7 +7,7 @@ from torch import Tensor
 
 from gradwire.kernels.packing.reference import pack_bits, unpack_bits
 from gradwire.kernels.random.reference import uniform
-from gradwire.kernels.runtime.torch_blocks import for_each_element, inverse_of, rows_of_blocks
+from gradwire.kernels.runtime.torch_blocks import deliver, for_each_element, inverse_of, rows_of_blocks
 
 
 def qsgd_encode(
@@ -24,7 +24,7 @@ def qsgd_encode(
     pack_bits(level | (negative << levels.bit_length()), levels.bit_length() + 1, packed)
     norms.copy_(stored)
     if keep:
-        qsgd_accumulate(packed, norms, levels, block, x, -1.0)
+        qsgd_decode(packed, norms, levels, block, x, -1.0)
 
 
 def _qsgd_values(packed: Tensor, norms: Tensor, levels: int, block: int, numel: int) -> Tensor:
@@ -35,11 +35,8 @@ def _qsgd_values(packed: Tensor, norms: Tensor, levels: int, block: int, numel: 
     return torch.where(code >> level_bits != 0, -value, value)
 
 
-def qsgd_accumulate(packed: Tensor, norms: Tensor, levels: int, block: int, into: Tensor, alpha: float = 1.0) -> None:
-    """See `gradwire.kernels.qsgd_accumulate`."""
-    into.add_(_qsgd_values(packed, norms, levels, block, into.numel()) * alpha)
-
-
-def qsgd_decode(packed: Tensor, norms: Tensor, levels: int, block: int, out: Tensor) -> None:
+def qsgd_decode(
+    packed: Tensor, norms: Tensor, levels: int, block: int, out: Tensor, weight: float | None = None
+) -> None:
     """See `gradwire.kernels.qsgd_decode`."""
-    out.copy_(_qsgd_values(packed, norms, levels, block, out.numel()))
+    deliver(_qsgd_values(packed, norms, levels, block, out.numel()), out, weight)

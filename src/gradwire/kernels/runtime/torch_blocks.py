@@ -65,3 +65,11 @@ def add_segments(total: Tensor, products: Tensor) -> Tensor:
     for segment in lanes[..., 0].unbind(-1):
         total = total + segment
     return total
+
+
+def deliver(values: Tensor, out: Tensor, weight: float | None) -> None:
+    """out = values; with a weight out += weight * values, where the product is rounded, then the sum."""
+    if weight is None:
+        out.copy_(values)
+    else:
+        out.add_(values * weight)

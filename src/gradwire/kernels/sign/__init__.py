@@ -14,18 +14,14 @@ from gradwire.kernels.sign import reference
 __all__ = [
     "MOST_VOTERS",
     "majority",
-    "one_bit_accumulate",
     "one_bit_decode",
     "one_bit_encode",
-    "sign_accumulate",
     "sign_decode",
     "sign_encode",
 ]
 _majority = Kernel(reference.majority, "cpu")
-_one_bit_accumulate = Kernel(reference.one_bit_accumulate, "cpu")
 _one_bit_decode = Kernel(reference.one_bit_decode, "cpu")
 _one_bit_encode = Kernel(reference.one_bit_encode, "cpu")
-_sign_accumulate = Kernel(reference.sign_accumulate, "cpu", "cuda")
 _sign_decode = Kernel(reference.sign_decode, "cpu", "cuda")
 _sign_encode = Kernel(reference.sign_encode, "cpu", "cuda")
 
@@ -55,21 +51,15 @@ def sign_encode(x: Tensor, block: int, packed: Tensor, scales: Tensor, keep: boo
     _sign_encode.on(x.device, x.numel())(x, block, packed, scales, keep)
 
 
-def sign_accumulate(packed: Tensor, scales: Tensor, block: int, into: Tensor, alpha: float = 1.0) -> None:
-    """into += alpha * (scale where the bit is 1, else -scale); one pass.
+def sign_decode(packed: Tensor, scales: Tensor, block: int, out: Tensor, weight: float | None = None) -> None:
+    """out = scale where the bit is 1, else -scale; with a weight, out += weight * that; one pass.
 
     Raises:
         ValueError: block out of range.
         PayloadError: a size that does not fit.
     """
-    require_blocks(into, packed, scales, 1, block)
-    _sign_accumulate.on(into.device, into.numel())(packed, scales, block, into, alpha)
-
-
-def sign_decode(packed: Tensor, scales: Tensor, block: int, out: Tensor) -> None:
-    """out = scale where the bit is 1, else -scale. Raises as `sign_accumulate`."""
     require_blocks(out, packed, scales, 1, block)
-    _sign_decode.on(out.device, out.numel())(packed, scales, block, out)
+    _sign_decode.on(out.device, out.numel())(packed, scales, block, out, weight)
 
 
 MOST_VOTERS = 127
@@ -109,16 +99,15 @@ def one_bit_encode(x: Tensor, block: int, packed: Tensor, means: Tensor) -> None
     _one_bit_encode.on(x.device, x.numel())(x, block, packed, means)
 
 
-def one_bit_accumulate(packed: Tensor, means: Tensor, block: int, into: Tensor, alpha: float = 1.0) -> None:
-    """into += alpha * (the upper mean where the bit is 1, else the lower). PayloadError if a size does not fit."""
-    _check_one_bit(into, block, packed, means)
-    _one_bit_accumulate.on(into.device, into.numel())(packed, means, block, into, alpha)
+def one_bit_decode(packed: Tensor, means: Tensor, block: int, out: Tensor, weight: float | None = None) -> None:
+    """out = the upper mean where the bit is 1, else the lower; with a weight, out += weight * that; one pass.
 
-
-def one_bit_decode(packed: Tensor, means: Tensor, block: int, out: Tensor) -> None:
-    """out = the upper mean where the bit is 1, else the lower. Raises as `one_bit_accumulate`."""
+    Raises:
+        ValueError: a block that is no multiple of 8.
+        PayloadError: a size that does not fit.
+    """
     _check_one_bit(out, block, packed, means)
-    _one_bit_decode.on(out.device, out.numel())(packed, means, block, out)
+    _one_bit_decode.on(out.device, out.numel())(packed, means, block, out, weight)
 
 
 def majority(ballots: Tensor, casting: int, out: Tensor) -> None:

@@ -23,14 +23,12 @@ from gradwire.kernels.runtime.tiles import (
     tile_of_blocks,
 )
 from gradwire.kernels.runtime.vectors import fence, use_widest_vectors
-from gradwire.kernels.sign.one_bit_cpu import majority, one_bit_accumulate, one_bit_decode, one_bit_encode
+from gradwire.kernels.sign.one_bit_cpu import majority, one_bit_decode, one_bit_encode
 
 __all__ = [
     "majority",
-    "one_bit_accumulate",
     "one_bit_decode",
     "one_bit_encode",
-    "sign_accumulate",
     "sign_decode",
     "sign_encode",
 ]
@@ -85,11 +83,6 @@ def _sign_decode(packed, scales, bits, block, into, alpha, overwrite):
     fence()
 
 
-def sign_accumulate(packed: Tensor, scales: Tensor, block: int, into: Tensor, alpha: float = 1.0) -> None:
-    """See `gradwire.kernels.sign_accumulate`."""
-    decode_blocks(_sign_decode, packed, scales, 1, 1, block, into, alpha)
-
-
-def sign_decode(packed: Tensor, scales: Tensor, block: int, out: Tensor) -> None:
+def sign_decode(packed: Tensor, scales: Tensor, block: int, out: Tensor, weight: float | None = None) -> None:
     """See `gradwire.kernels.sign_decode`."""
-    decode_blocks(_sign_decode, packed, scales, 1, 1, block, out, None)
+    decode_blocks(_sign_decode, packed, scales, 1, 1, block, out, weight)

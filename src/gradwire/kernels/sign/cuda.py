@@ -60,11 +60,6 @@ def sign_encode(x: Tensor, block: int, packed: Tensor, scales: Tensor, keep: boo
     )
 
 
-def sign_accumulate(packed: Tensor, scales: Tensor, block: int, into: Tensor, alpha: float = 1.0) -> None:
-    """See `gradwire.kernels.sign_accumulate`."""
-    decode_blocks(SIGN, packed, scales, 1, 1, block, into, alpha)
-
-
-def sign_decode(packed: Tensor, scales: Tensor, block: int, out: Tensor) -> None:
+def sign_decode(packed: Tensor, scales: Tensor, block: int, out: Tensor, weight: float | None = None) -> None:
     """See `gradwire.kernels.sign_decode`."""
-    decode_blocks(SIGN, packed, scales, 1, 1, block, out, None)
+    decode_blocks(SIGN, packed, scales, 1, 1, block, out, weight)

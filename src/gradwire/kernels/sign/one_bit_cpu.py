@@ -92,27 +92,18 @@ def _one_bit_decode(packed, means, block, into, alpha, overwrite):
     fence()
 
 
-def _one_bit_into(packed: Tensor, means: Tensor, block: int, into: Tensor, alpha: float | None) -> None:
-    p, m, o, factor = array_of(packed), array_of(means), array_of(into), np.float32(alpha or 0.0)
+def one_bit_decode(packed: Tensor, means: Tensor, block: int, out: Tensor, weight: float | None = None) -> None:
+    """See `gradwire.kernels.one_bit_decode`."""
+    p, m, o, factor = array_of(packed), array_of(means), array_of(out), np.float32(weight or 0.0)
     spread_over_threads(
         o.size,
         block,
         lambda i, j: functools.partial(
             _one_bit_decode,
             *(p[i // 8 :], m[2 * (i // block) : -2 * (-j // block)], block),
-            *(o[i:j], factor, alpha is None),
+            *(o[i:j], factor, weight is None),
         ),
     )
-
-
-def one_bit_accumulate(packed: Tensor, means: Tensor, block: int, into: Tensor, alpha: float = 1.0) -> None:
-    """See `gradwire.kernels.one_bit_accumulate`."""
-    _one_bit_into(packed, means, block, into, alpha)
-
-
-def one_bit_decode(packed: Tensor, means: Tensor, block: int, out: Tensor) -> None:
-    """See `gradwire.kernels.one_bit_decode`."""
-    _one_bit_into(packed, means, block, out, None)
 
 
 @inline

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gradwire.kernels.packing.reference import pack_bits, unpack_bits
-from gradwire.kernels.runtime.torch_blocks import block_numels, for_each_element, rows_of_blocks
+from gradwire.kernels.runtime.torch_blocks import block_numels, deliver, for_each_element, rows_of_blocks
 
 
 def sign_encode(x: Tensor, block: int, packed: Tensor, scales: Tensor, keep: bool = False) -> None:
@@ -15,7 +15,7 @@ def sign_encode(x: Tensor, block: int, packed: Tensor, scales: Tensor, keep: boo
     scales.copy_(total / block_numels(x.numel(), scales, block))
     pack_bits(x >= 0, 1, packed)
     if keep:
-        sign_accumulate(packed, scales, block, x, -1.0)
+        sign_decode(packed, scales, block, x, -1.0)
 
 
 def _sign_values(packed: Tensor, scales: Tensor, block: int, numel: int) -> Tensor:
@@ -23,14 +23,9 @@ def _sign_values(packed: Tensor, scales: Tensor, block: int, numel: int) -> Tens
     return torch.where(unpack_bits(packed, 1, numel) != 0, each, -each)
 
 
-def sign_accumulate(packed: Tensor, scales: Tensor, block: int, into: Tensor, alpha: float = 1.0) -> None:
-    """See `gradwire.kernels.sign_accumulate`."""
-    into.add_(_sign_values(packed, scales, block, into.numel()) * alpha)
-
-
-def sign_decode(packed: Tensor, scales: Tensor, block: int, out: Tensor) -> None:
+def sign_decode(packed: Tensor, scales: Tensor, block: int, out: Tensor, weight: float | None = None) -> None:
     """See `gradwire.kernels.sign_decode`."""
-    out.copy_(_sign_values(packed, scales, block, out.numel()))
+    deliver(_sign_values(packed, scales, block, out.numel()), out, weight)
 
 
 def one_bit_encode(x: Tensor, block: int, packed: Tensor, means: Tensor) -> None:
@@ -48,14 +43,9 @@ def _one_bit_values(packed: Tensor, means: Tensor, block: int, numel: int) -> Te
     return torch.where(unpack_bits(packed, 1, numel) != 0, up, down)
 
 
-def one_bit_accumulate(packed: Tensor, means: Tensor, block: int, into: Tensor, alpha: float = 1.0) -> None:
-    """See `gradwire.kernels.one_bit_accumulate`."""
-    into.add_(_one_bit_values(packed, means, block, into.numel()) * alpha)
-
-
-def one_bit_decode(packed: Tensor, means: Tensor, block: int, out: Tensor) -> None:
+def one_bit_decode(packed: Tensor, means: Tensor, block: int, out: Tensor, weight: float | None = None) -> None:
     """See `gradwire.kernels.one_bit_decode`."""
-    out.copy_(_one_bit_values(packed, means, block, out.numel()))
+    deliver(_one_bit_values(packed, means, block, out.numel()), out, weight)
 
 
 def majority(ballots: Tensor, casting: int, out: Tensor) -> None:

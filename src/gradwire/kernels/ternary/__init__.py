@@ -11,12 +11,10 @@ from gradwire.kernels.dispatch import Kernel
 from gradwire.kernels.ternary import reference
 
 __all__ = [
-    "ternary_accumulate",
     "ternary_decode",
     "ternary_encode",
     "ternary_scales",
 ]
-_ternary_accumulate = Kernel(reference.ternary_accumulate, "cpu")
 _ternary_decode = Kernel(reference.ternary_decode, "cpu")
 _ternary_encode = Kernel(reference.ternary_encode, "cpu")
 _ternary_scales = Kernel(reference.ternary_scales, "cpu")
@@ -94,15 +92,14 @@ def ternary_encode(
     _ternary_encode.on(x.device, x.numel())(x, scales, key, block, digits, packed, clip)
 
 
-def ternary_accumulate(
-    packed: Tensor, scales: Tensor, block: int, digits: int, into: Tensor, alpha: float = 1.0
+def ternary_decode(
+    packed: Tensor, scales: Tensor, block: int, digits: int, out: Tensor, weight: float | None = None
 ) -> None:
-    """into += alpha * (t * s). Raises PayloadError for a size that does not fit, else as `ternary_encode`."""
-    _check_ternary(into, scales, block, digits, packed)
-    _ternary_accumulate.on(into.device, into.numel())(packed, scales, block, digits, into, alpha)
+    """out = t * s; with a weight, out += weight * that.
 
-
-def ternary_decode(packed: Tensor, scales: Tensor, block: int, digits: int, out: Tensor) -> None:
-    """out = t * s. Raises as `ternary_accumulate`."""
+    Raises:
+        ValueError: digits or block out of range.
+        PayloadError: a size that does not fit.
+    """
     _check_ternary(out, scales, block, digits, packed)
-    _ternary_decode.on(out.device, out.numel())(packed, scales, block, digits, out)
+    _ternary_decode.on(out.device, out.numel())(packed, scales, block, digits, out, weight)

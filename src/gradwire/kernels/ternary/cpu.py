@@ -150,26 +150,17 @@ def _unpack_digits(packed, first, nbytes, digits, rest, scale, values, start):
             values[np.uintp(at + j)] = np.float32(np.int32(digit) - np.int32(1)) * scale
 
 
-def _ternary_into(packed: Tensor, scales: Tensor, block: int, digits: int, into: Tensor, alpha: float | None) -> None:
-    p, s, o, factor = array_of(packed), array_of(scales), array_of(into), np.float32(alpha or 0.0)
+def ternary_decode(
+    packed: Tensor, scales: Tensor, block: int, digits: int, out: Tensor, weight: float | None = None
+) -> None:
+    """See `gradwire.kernels.ternary_decode`."""
+    p, s, o, factor = array_of(packed), array_of(scales), array_of(out), np.float32(weight or 0.0)
     spread_over_threads(
         o.size,
         block,
         lambda i, j: functools.partial(
             _ternary_decode,
             *(p[i // digits : -(-j // digits)], s[i // block : -(-j // block)], block, digits),
-            *(o[i:j], factor, alpha is None),
+            *(o[i:j], factor, weight is None),
         ),
     )
-
-
-def ternary_accumulate(
-    packed: Tensor, scales: Tensor, block: int, digits: int, into: Tensor, alpha: float = 1.0
-) -> None:
-    """See `gradwire.kernels.ternary_accumulate`."""
-    _ternary_into(packed, scales, block, digits, into, alpha)
-
-
-def ternary_decode(packed: Tensor, scales: Tensor, block: int, digits: int, out: Tensor) -> None:
-    """See `gradwire.kernels.ternary_decode`."""
-    _ternary_into(packed, scales, block, digits, out, None)

@@ -7,7 +7,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from gradwire.kernels.random.reference import uniform
-from gradwire.kernels.runtime.torch_blocks import block_numels, for_each_element, magnitude_bits, rows_of_blocks
+from gradwire.kernels.runtime.torch_blocks import (
+    block_numels,
+    deliver,
+    for_each_element,
+    magnitude_bits,
+    rows_of_blocks,
+)
 
 
 def ternary_scales(x: Tensor, clip: float, block: int, scales: Tensor) -> None:
@@ -60,13 +66,8 @@ def _ternary_values(packed: Tensor, scales: Tensor, block: int, digits: int, num
     return (torch.cat([whole, rest]) - 1).to(torch.float32) * for_each_element(scales, block, numel)
 
 
-def ternary_accumulate(
-    packed: Tensor, scales: Tensor, block: int, digits: int, into: Tensor, alpha: float = 1.0
+def ternary_decode(
+    packed: Tensor, scales: Tensor, block: int, digits: int, out: Tensor, weight: float | None = None
 ) -> None:
-    """See `gradwire.kernels.ternary_accumulate`."""
-    into.add_(_ternary_values(packed, scales, block, digits, into.numel()) * alpha)
-
-
-def ternary_decode(packed: Tensor, scales: Tensor, block: int, digits: int, out: Tensor) -> None:
     """See `gradwire.kernels.ternary_decode`."""
-    out.copy_(_ternary_values(packed, scales, block, digits, out.numel()))
+    deliver(_ternary_values(packed, scales, block, digits, out.numel()), out, weight)
