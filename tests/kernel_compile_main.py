@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import time
+from typing import Any
 
 import torch
 from numba.core import event
@@ -28,17 +29,18 @@ class Compilations(event.Listener):
     def __init__(self) -> None:
         self.names: list[str] = []
 
-    def on_start(self, event: event.Event) -> None:
+    def on_start(self, event: Any) -> None:
         self.names.append(f"{event.data['dispatcher'].py_func.__qualname__}{event.data['args']}")
 
-    def on_end(self, event: event.Event) -> None:
+    def on_end(self, event: Any) -> None:
         pass
 
 
 def overloads() -> dict[str, int]:
     from gradwire.kernels.runtime.compiling import COMPILED
 
-    return {kernel.__qualname__: len(kernel._dispatcher.overloads) for kernel in COMPILED}  # pyright: ignore[reportPrivateUsage]
+    kernels: list[Any] = list(COMPILED)
+    return {kernel.__qualname__: len(kernel._dispatcher.overloads) for kernel in kernels}
 
 
 def main() -> None:

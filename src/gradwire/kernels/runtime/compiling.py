@@ -21,6 +21,7 @@ from typing import Any
 
 import numba
 import numpy as np
+from numba.core.compiler_lock import global_compiler_lock
 from torch import Tensor
 
 from gradwire.kernels.runtime import team
@@ -46,13 +47,17 @@ sum_in_any_order: Callable[[Callable[..., Any]], Callable[..., Any]] = numba.nji
 def digest_of_sources() -> str:
     """A digest of all files in `gradwire.kernels`: constants and functions that a kernel takes in are in one of them.
 
-    Finding out which would save little, since what is compiled is thrown away by developers only.
+    Finding out which would save little, since only developers change any.
     """
-    root = pathlib.Path(__file__).parents[1]
+    return digest_of(pathlib.Path(__file__).parents[1])
+
+
+def digest_of(folder: pathlib.Path) -> str:
+    """A digest of the names and contents of all Python files in a folder and those below."""
     digest = hashlib.sha256()
-    for file in sorted(root.rglob("*.py")):
+    for file in sorted(folder.rglob("*.py")):
         content = file.read_bytes()
-        digest.update(f"{file.relative_to(root).as_posix()} {len(content)}\n".encode() + content)
+        digest.update(f"{file.relative_to(folder).as_posix()} {len(content)}\n".encode() + content)
     return digest.hexdigest()[:8]
 
 
@@ -83,11 +88,12 @@ class CompiledKernel:
 
         From then on numba converts numbers of other types, where it would compile the kernel once more for them.
         """
-        if not self._dispatcher.overloads:
-            with _file_lock(self._dispatcher.stats.cache_path):
-                self._dispatcher.compile(self._signature)
-            self._dispatcher.disable_compile()
-        self._ready = True
+        with global_compiler_lock:  # two threads may want it first
+            if not self._dispatcher.overloads:
+                with _file_lock(self._dispatcher.stats.cache_path):
+                    self._dispatcher.compile(self._signature)
+                self._dispatcher.disable_compile()
+            self._ready = True
 
     def __call__(self, *args: Any) -> Any:
         """Call the kernel, which compiles or loads it first where that was not done."""
