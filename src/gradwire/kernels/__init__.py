@@ -38,7 +38,7 @@ from gradwire.kernels.floats import (
     natural_encode,
 )
 from gradwire.kernels.memory import add_bf16_, add_scaled_, round_bf16
-from gradwire.kernels.packing import CODE_DTYPES, pack_bits, packed_nbytes, unpack_bits
+from gradwire.kernels.packing import pack_bits, packed_nbytes, unpack_bits
 from gradwire.kernels.qsgd import qsgd_bits, qsgd_decode, qsgd_encode
 from gradwire.kernels.random import gaussian, permuted_indices, stratified_indices, uniform
 from gradwire.kernels.selection import all_finite, at_least, topk, topk_encode_keeping, topk_indices
@@ -57,7 +57,6 @@ from gradwire.kernels.transforms import combine_rows, hadamard_accumulate, hadam
 from gradwire.kernels.warm import warm_up
 
 __all__ = [
-    "CODE_DTYPES",
     "FLOAT8",
     "MOST_VOTERS",
     "SlowKernelsWarning",

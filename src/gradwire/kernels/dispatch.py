@@ -104,7 +104,7 @@ def warn_slow(kind: str) -> None:
         f"{compiler} is not installed, so compression on {place} runs in plain torch, {factor} slower: "
         f"`pip install {compiler}`, or set GRADWIRE_KERNELS=reference to say that this is meant",
         SlowKernelsWarning,
-        stacklevel=5,
+        stacklevel=4,
     )
 
 

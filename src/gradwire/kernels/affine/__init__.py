@@ -13,6 +13,7 @@ __all__ = [
     "affine_decode",
     "affine_encode",
 ]
+
 _affine_decode = Kernel(reference.affine_decode, "cpu")
 _affine_encode = Kernel(reference.affine_encode, "cpu")
 

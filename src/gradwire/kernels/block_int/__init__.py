@@ -13,6 +13,7 @@ __all__ = [
     "block_int_decode",
     "block_int_encode",
 ]
+
 _block_int_decode = Kernel(reference.block_int_decode, "cpu", "cuda")
 _block_int_encode = Kernel(reference.block_int_encode, "cpu", "cuda")
 

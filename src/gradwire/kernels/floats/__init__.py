@@ -18,6 +18,7 @@ __all__ = [
     "natural_decode",
     "natural_encode",
 ]
+
 _bfloat16_encode = Kernel(reference.bfloat16_encode, "cpu")
 _float8_decode = Kernel(reference.float8_decode, "cpu")
 _float8_encode = Kernel(reference.float8_encode, "cpu")

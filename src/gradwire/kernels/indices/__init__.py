@@ -65,6 +65,7 @@ __all__ = [
     "stream_words",
     "used_nbytes",
 ]
+
 _encode = Kernel(reference.encode, "cpu")
 _encode_rice = Kernel(reference.encode_rice, "cpu")
 _decode = Kernel(reference.decode, "cpu")

@@ -29,6 +29,7 @@ __all__ = [
     "subtract_low_rank_",
     "unit_rows_",
 ]
+
 _inner_products = Kernel(reference.inner_products, "meta")
 _orthonormalise = Kernel(reference.orthonormalise, "cpu", "cuda", "meta")
 _low_rank_ = Kernel(reference.low_rank_, "cpu", "cuda", "meta")

@@ -129,7 +129,7 @@ fill_product, _fill_fused = _filling(()), _filling(FUSED)
 
 @compiled("void(float32[:,:,::1], boolean, float32[:,:,::1], float32[:,:,::1], int64, int64, float32, boolean)")
 def _low_rank(P, by_row, Q, out, start, stop, alpha, add):
-    """Rows of products: see `_fill`."""
+    """Rows of products: see `_filling`."""
     fill_product(P, by_row, Q, out, start, stop, alpha, add)
 
 

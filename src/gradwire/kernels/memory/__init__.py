@@ -13,6 +13,7 @@ __all__ = [
     "add_scaled_",
     "round_bf16",
 ]
+
 _add_scaled_ = Kernel(reference.add_scaled_, "cpu")
 _add_bf16_ = Kernel(reference.add_bf16_, "cpu")
 _round_bf16 = Kernel(reference.round_bf16, "cpu")

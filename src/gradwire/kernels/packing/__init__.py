@@ -10,14 +10,13 @@ from gradwire.kernels.dispatch import Kernel
 from gradwire.kernels.packing import reference
 
 __all__ = [
-    "CODE_DTYPES",
     "pack_bits",
     "packed_nbytes",
     "unpack_bits",
 ]
+
 _pack_bits = Kernel(reference.pack_bits, "cpu", "cuda")
 _unpack_bits = Kernel(reference.unpack_bits, "cpu", "cuda")
-CODE_DTYPES = {8: torch.uint8, 16: torch.int32}
 
 
 def packed_nbytes(numel: int, bits: int) -> int:
@@ -30,7 +29,7 @@ def packed_nbytes(numel: int, bits: int) -> int:
 
 
 def _code_dtype(bits: int) -> torch.dtype:
-    return CODE_DTYPES[8 if bits <= 8 else 16]
+    return torch.uint8 if bits <= 8 else torch.int32
 
 
 def pack_bits(codes: Tensor, bits: int, out: Tensor) -> None:

@@ -109,7 +109,7 @@ def pack_one_by_one(codes, bits, out):
 
 @inline
 def unpack_codes(packed, bits, codes):
-    """Unpack into uint8 codes: the inverse of `_pack`."""
+    """Unpack into uint8 codes: the inverse of `pack_codes`."""
     use_widest_vectors()
     whole = codes.size // 8 * 8
     if bits == 8:

@@ -14,6 +14,7 @@ __all__ = [
     "qsgd_decode",
     "qsgd_encode",
 ]
+
 _qsgd_decode = Kernel(reference.qsgd_decode, "cpu", "cuda")
 _qsgd_encode = Kernel(reference.qsgd_encode, "cpu", "cuda")
 

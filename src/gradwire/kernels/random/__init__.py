@@ -15,6 +15,7 @@ __all__ = [
     "stratified_indices",
     "uniform",
 ]
+
 _gaussian = Kernel(reference.gaussian, "cpu")
 _permuted_indices = Kernel(reference.permuted_indices, "cpu", "cuda")
 _stratified_indices = Kernel(reference.stratified_indices, "cpu", "cuda")

@@ -20,6 +20,7 @@ from gradwire.kernels.robust import reference
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
 __all__ = [
     "mean_around_median",
     "products",
@@ -27,6 +28,7 @@ __all__ = [
     "trimmed_mean",
     "weighted_sum",
 ]
+
 _mean_around_median = Kernel(reference.mean_around_median, "cpu")
 _products = Kernel(reference.products, "cpu")
 _squared_distances = Kernel(reference.squared_distances, "cpu")

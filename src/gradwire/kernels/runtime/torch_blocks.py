@@ -1,4 +1,10 @@
-"""What several references share, in plain torch: blocks as rows, the bits of floats, sums in a fixed order."""
+"""What several references share, in plain torch: blocks as rows, the bits of floats, sums in a fixed order.
+
+References hold for any device, `meta` included: no shape depends on data and nothing is read back to the host. Formulas
+are spelled so that each float operation is one correctly rounded float32 operation; kernels in other languages repeat
+them and agree bit for bit. Divisors are tensors on purpose: torch divides by a Python number on CUDA as a
+multiplication by its reciprocal.
+"""
 
 from __future__ import annotations
 

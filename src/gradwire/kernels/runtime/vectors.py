@@ -225,7 +225,7 @@ def close_up_16(context, source, start, mask, out, at):
 
 @vector_intrinsic
 def close_up_places_16(context, first, mask, out, at):
-    """As `_close_up_16`, of the numbers from `first` on."""
+    """As `close_up_16`, of the numbers from `first` on."""
 
     def generate(context, builder, signature, args):
         words = ir.VectorType(ir.IntType(32), 16)

@@ -16,6 +16,7 @@ __all__ = [
     "topk_encode_keeping",
     "topk_indices",
 ]
+
 _all_finite = Kernel(reference.all_finite, "cpu", "cuda")
 _topk_encode_keeping = Kernel(reference.topk_encode_keeping, "cpu", "cuda")
 _at_least = Kernel(reference.at_least, "cpu")

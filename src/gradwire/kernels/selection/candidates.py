@@ -39,7 +39,7 @@ RUN = 64
 
 @inline
 def bound_of(least):
-    """What bits without their sign are to be compared with, so that all NaN are one: as if they were `_magnitude`."""
+    """What bits without their sign are to be compared with, so that all NaN are one: as if they were `magnitude_of`."""
     if least <= 0x7F800000:
         return np.uint32(least)
     return np.uint32(0x7F800001 if least <= CANONICAL_NAN else 0x80000000)

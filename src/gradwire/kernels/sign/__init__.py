@@ -19,6 +19,7 @@ __all__ = [
     "sign_decode",
     "sign_encode",
 ]
+
 _majority = Kernel(reference.majority, "cpu")
 _one_bit_decode = Kernel(reference.one_bit_decode, "cpu")
 _one_bit_encode = Kernel(reference.one_bit_encode, "cpu")

@@ -108,7 +108,7 @@ def one_bit_decode(packed: Tensor, means: Tensor, block: int, out: Tensor, weigh
 
 @inline
 def _bytes_of_bits(byte):
-    """Bit i of a byte in byte i of a word: see `cpu._unpack`."""
+    """Bit i of a byte in byte i of a word: see `packing.cpu.unpack_codes`."""
     w = (np.uint64(byte) * np.uint64(0x0101010101010101)) & np.uint64(0x8040201008040201)
     return ((w + np.uint64(0x00406070787C7E7F)) >> np.uint64(7)) & np.uint64(0x0101010101010101)
 

@@ -12,6 +12,7 @@ __all__ = [
     "count_sketch",
     "count_unsketch",
 ]
+
 _count_sketch = Kernel(reference.count_sketch, "cpu")
 _count_unsketch = Kernel(reference.count_unsketch, "cpu")
 

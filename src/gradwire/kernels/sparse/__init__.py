@@ -16,6 +16,7 @@ __all__ = [
     "scatter_",
     "scatter_add_",
 ]
+
 _indices_within = Kernel(reference.indices_within, "cpu")
 _gather = Kernel(reference.gather, "cpu", "cuda")
 _scatter_ = Kernel(reference.scatter_, "cpu", "cuda")

@@ -15,6 +15,7 @@ __all__ = [
     "ternary_encode",
     "ternary_scales",
 ]
+
 _ternary_decode = Kernel(reference.ternary_decode, "cpu")
 _ternary_encode = Kernel(reference.ternary_encode, "cpu")
 _ternary_scales = Kernel(reference.ternary_scales, "cpu")

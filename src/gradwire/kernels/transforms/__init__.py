@@ -14,6 +14,7 @@ __all__ = [
     "hadamard_encode",
     "topk_rows",
 ]
+
 _combine_rows = Kernel(reference.combine_rows, "cpu")
 _hadamard_accumulate = Kernel(reference.hadamard_accumulate, "cpu")
 _hadamard_encode = Kernel(reference.hadamard_encode, "cpu")
