@@ -27,8 +27,8 @@ from torch.optim.swa_utils import AveragedModel
 import gradwire
 from gradwire.bench.ranks import RankFailure, loopback_environments, run_function
 from gradwire.core.errors import AttachError, CommunicationError, ConnectionLost
-from gradwire.kernels import warm_up
 from gradwire.session.failures import Answer, FailureBoard
+from kernel_sets import everything_in
 
 FILE = Path(__file__).with_name("attach_cases.py")
 SOURCES = sorted(Path(gradwire.__file__).parent.rglob("*.py"))
@@ -356,7 +356,7 @@ def test_no_source_executes_what_it_reads() -> None:
 @pytest.mark.parametrize("spec", ["int4", "topk:0.01", "powersgd:2", "qsgd:15", "sign"])
 def test_after_attach_a_step_compiles_nothing(spec: str) -> None:
     compiling = pytest.importorskip("gradwire.kernels.runtime.compiling")
-    warm_up()  # which imports them all
+    everything_in("cpu")  # imports them all
     kernels = compiling.COMPILED
     for kernel in kernels:
         kernel._ready = False
