@@ -44,6 +44,8 @@ def block_int_encode(
         ValueError: bits, block or a size that does not fit.
         TypeError: x is not float32.
 
+    >>> import torch
+    >>> from gradwire.kernels import unpack_bits
     >>> packed, scales = torch.empty(2, dtype=torch.uint8), torch.empty(1)
     >>> block_int_encode(torch.tensor([0.0, 7.0, -3.0, 1.4]), 4, 8, None, packed, scales)
     >>> unpack_bits(packed, 4, 4), scales

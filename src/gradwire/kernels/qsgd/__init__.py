@@ -57,6 +57,8 @@ def qsgd_encode(
     References:
         Alistarh et al. 2017, "QSGD", section 3.1.
 
+    >>> import torch
+    >>> from gradwire.kernels import unpack_bits
     >>> packed, norms = torch.empty(1, dtype=torch.uint8), torch.empty(1)
     >>> qsgd_encode(torch.tensor([-2.0, 0.0]), 4, 8, 0, packed, norms)
     >>> unpack_bits(packed, 4, 2).tolist(), norms.tolist()  # level 4, negative
