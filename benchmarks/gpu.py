@@ -17,6 +17,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,12 +25,15 @@ from torch import Tensor
 
 from common import save_result
 from gradwire import kernels
-from gradwire.kernels import fused, matrices, reference
+from gradwire.kernels import low_rank
+from gradwire.kernels.dispatch import KERNELS
 
 ROUNDS = 50
 WARM_UP = 5
 NUMELS = (1 << 20, 25_000_000)
 Run = Callable[[], object]
+
+reference = SimpleNamespace(**{kernel.name: kernel.reference for kernel in KERNELS})
 
 
 @dataclass(frozen=True)
@@ -96,9 +100,9 @@ def sparse(x: Tensor, k: int) -> Iterator[Case]:
     sent, places = torch.empty_like(values), torch.empty_like(indices)
     sector = 32  # what a scattered access moves
     yield Case(
-        "topk_feedback 0.01",
-        12 * n + 8 * k,
-        lambda: fused.topk_feedback(x, residual, 1.0, sent, places),
+        "topk_encode_keeping 0.01",
+        4 * n + 8 * k,
+        lambda: kernels.topk_encode_keeping(residual.copy_(x), sent, places),
     )
     yield Case(
         "gather 0.01",
@@ -113,14 +117,6 @@ def sparse(x: Tensor, k: int) -> Iterator[Case]:
         lambda: kernels.scatter_add_(into, indices, values),
         torch_name="index_add_",
         torch_run=lambda: into.index_add_(0, indices, values),
-    )
-    rows, numbers = indices.expand(8, -1).contiguous(), values.expand(8, -1).contiguous()
-    yield Case(
-        "scatter_add_rows_ 8 x 0.01",
-        8 * (8 + 2 * sector) * k,
-        lambda: fused.scatter_add_rows_(into, rows, numbers),
-        torch_name="8 index_add_",
-        torch_run=lambda: [into.index_add_(0, indices, values) for _ in range(8)],
     )
     yield Case(
         "permuted_indices 0.01",
@@ -190,24 +186,10 @@ def block_int(x: Tensor) -> Iterator[Case]:
             lambda b=bits, p=p, s=s: reference.block_int_decode(p, s, b, 256, into),
         )
         yield Case(
-            f"block_int_accumulate {bits}",
+            f"block_int_decode {bits}, added",
             least + 4 * x.numel(),
-            lambda b=bits, p=p, s=s: kernels.block_int_accumulate(p, s, b, 256, into),
+            lambda b=bits, p=p, s=s: kernels.block_int_decode(p, s, b, 256, into, 1.0),
         )
-
-
-def sums(x: Tensor) -> Iterator[Case]:
-    """The owner's part of a two-shot among eight, of a shard of x."""
-    shard = x[: x.numel() // 8].contiguous()
-    owner, ranks = torch.zeros_like(shard), 8
-    p, s = wire(shard, 4, 256)
-    kernels.block_int_encode(shard, 4, 256, None, p, s)
-    received, scales = p.expand(ranks, -1).contiguous(), s.expand(ranks, -1).contiguous()
-    yield Case(
-        "block_int_reduce 8 x 4",
-        (ranks + 1) * (p.numel() + 4 * s.numel()) + 8 * shard.numel(),
-        lambda: fused.block_int_reduce(received, scales, 4, 256, owner, 4, None, p, s, shard.numel(), 1 / ranks),
-    )
 
 
 def norms(x: Tensor) -> Iterator[Case]:
@@ -220,7 +202,7 @@ def norms(x: Tensor) -> Iterator[Case]:
         lambda: kernels.sign_encode(x, 4096, p, s),
         lambda: reference.sign_encode(x, 4096, p, s),
     )
-    yield Case("sign_accumulate", least + 4 * x.numel(), lambda: kernels.sign_accumulate(p, s, 4096, into))
+    yield Case("sign_decode, added", least + 4 * x.numel(), lambda: kernels.sign_decode(p, s, 4096, into, 1.0))
     for levels in (1, 15, 255):
         q, t = wire(x, kernels.qsgd_bits(levels), 512)
         least = 4 * x.numel() + q.numel() + 4 * t.numel()
@@ -231,9 +213,9 @@ def norms(x: Tensor) -> Iterator[Case]:
             lambda a=levels, q=q, t=t: reference.qsgd_encode(x, a, 512, 1, q, t),
         )
         yield Case(
-            f"qsgd_accumulate {levels}",
+            f"qsgd_decode {levels}, added",
             least + 4 * x.numel(),
-            lambda a=levels, q=q, t=t: kernels.qsgd_accumulate(q, t, a, 512, into),
+            lambda a=levels, q=q, t=t: kernels.qsgd_decode(q, t, a, 512, into, 1.0),
         )
 
 
@@ -245,7 +227,7 @@ def factors(x: Tensor) -> Iterator[Case]:
         yield Case(
             f"orthonormalise {batch} x {rank} x 4096",
             8 * a.numel(),
-            lambda a=a: matrices.orthonormalise(a),
+            lambda a=a: low_rank.orthonormalise(a),
             torch_name="linalg.qr",
             torch_run=functools.partial(torch.linalg.qr, a.mT.contiguous()),
         )
@@ -254,7 +236,7 @@ def factors(x: Tensor) -> Iterator[Case]:
         yield Case(
             f"low_rank_ {rank} x 4096",
             4 * out.numel(),
-            lambda out=out, Pt=Pt, a=a: matrices.low_rank_(out, Pt, a[:1]),
+            lambda out=out, Pt=Pt, a=a: low_rank.low_rank_(out, Pt, a[:1]),
             torch_name="bmm",
             torch_run=lambda out=out, Pt=Pt, a=a: torch.bmm(Pt.mT, a[:1], out=out),
         )
@@ -303,7 +285,7 @@ def measure(numel: int, only: str) -> dict[str, Any]:
     print(f"\n{numel:,} float32; a copy takes {copy_ms:.3f} ms, {nbytes / copy_ms / 1e6:,.0f} GB/s")
     print(f"{'kernel':32} {'ms':>8} {'copies':>7} {'share':>6} {'reference':>10} {'torch':>10}")
     rows: list[dict[str, Any]] = []
-    for cases in (selection, packing, block_int, sums, norms, factors):
+    for cases in (selection, packing, block_int, norms, factors):
         for case in cases(x):
             if only in case.name:
                 rows.append(row(case, copy_ms, nbytes))

@@ -66,8 +66,8 @@ def rounding(x: Tensor) -> Iterator[Case]:
             lambda b=bits, p=p, s=s: kernels.block_int_encode(x, b, 256, 1, p, s),
         )
         yield (
-            f"block_int_accumulate {bits}",
-            lambda b=bits, p=p, s=s: kernels.block_int_accumulate(p, s, b, 256, into),
+            f"block_int_decode {bits}, added",
+            lambda b=bits, p=p, s=s: kernels.block_int_decode(p, s, b, 256, into, 1.0),
         )
         yield (
             f"block_int_decode {bits}",
@@ -75,14 +75,14 @@ def rounding(x: Tensor) -> Iterator[Case]:
         )
     p1, s1 = wire(x, 1, 4096)
     yield "sign_encode", lambda: kernels.sign_encode(x, 4096, p1, s1)
-    yield "sign_accumulate", lambda: kernels.sign_accumulate(p1, s1, 4096, into)
+    yield "sign_decode, added", lambda: kernels.sign_decode(p1, s1, 4096, into, 1.0)
     yield "sign_decode", lambda: kernels.sign_decode(p1, s1, 4096, into)
     for levels in (1, 7, 15, 127, 255):
         p, s = wire(x, kernels.qsgd_bits(levels), 512)
         yield f"qsgd_encode {levels}", lambda a=levels, p=p, s=s: kernels.qsgd_encode(x, a, 512, 1, p, s)
         yield (
-            f"qsgd_accumulate {levels}",
-            lambda a=levels, p=p, s=s: kernels.qsgd_accumulate(p, s, a, 512, into),
+            f"qsgd_decode {levels}, added",
+            lambda a=levels, p=p, s=s: kernels.qsgd_decode(p, s, a, 512, into, 1.0),
         )
         yield f"qsgd_decode {levels}", lambda a=levels, p=p, s=s: kernels.qsgd_decode(p, s, a, 512, into)
 

@@ -1,6 +1,6 @@
 """What every Triton kernel must do, on any device: in the interpreter on CPU tensors, and on a GPU.
 
-Each check runs a kernel on `device` and compares with `gradwire.kernels.reference` on the CPU.
+Each check runs a kernel on `device` and compares with the reference on the CPU.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from gradwire import kernels
-from gradwire.kernels import reference, reference_matrices
+from kernel_sets import everything_in
 
-cuda = pytest.importorskip("gradwire.kernels.cuda", reason="triton cannot be imported", exc_type=ImportError)
+pytest.importorskip("gradwire.kernels.triton.tiles", reason="triton cannot be imported", exc_type=ImportError)
+reference, cuda = everything_in("reference"), everything_in("cuda")
 
 KINDS = ("normal", "heavy", "constant", "zeros", "denormal", "spike", "integers", "huge values", "not finite")
 Wire = tuple[Tensor, Tensor]
@@ -113,7 +114,7 @@ def check_block_int(device: torch.device, x: Tensor, bits: int, block: int, key:
     mine[0].fill_(7)
     cuda.block_int_encode(y, bits, block, key, *mine, keep=True)
     left = x.clone()
-    reference.block_int_accumulate(*theirs, bits, block, left, -1.0)
+    reference.block_int_decode(*theirs, bits, block, left, -1.0)
     assert_same(mine[0], theirs[0])
     assert_same(y, left)
     assert_untouched(*behind)
@@ -122,8 +123,8 @@ def check_block_int(device: torch.device, x: Tensor, bits: int, block: int, key:
     reference.block_int_decode(*theirs, bits, block, decoded)
     assert_same(out, decoded)
     into, sum_ = x.to(device, copy=True), x.clone()
-    cuda.block_int_accumulate(*mine, bits, block, into, -0.3)
-    reference.block_int_accumulate(*theirs, bits, block, sum_, -0.3)
+    cuda.block_int_decode(*mine, bits, block, into, -0.3)
+    reference.block_int_decode(*theirs, bits, block, sum_, -0.3)
     assert_same(into, sum_)
 
 
@@ -140,7 +141,7 @@ def check_sign(device: torch.device, x: Tensor, block: int) -> None:
     torch.testing.assert_close(mine[1].cpu(), theirs[1], rtol=1e-6, atol=1e-44, equal_nan=True)
     y, left = x.to(device, copy=True), x.clone()
     cuda.sign_encode(y, block, *mine, keep=True)
-    reference.sign_accumulate(*on_cpu(mine), block, left, -1.0)
+    reference.sign_decode(*on_cpu(mine), block, left, -1.0)
     assert_same(y, left)
     assert_untouched(*behind)
     out, decoded = torch.full_like(x, 9.0, device=device), torch.full_like(x, 8.0)
@@ -148,8 +149,8 @@ def check_sign(device: torch.device, x: Tensor, block: int) -> None:
     reference.sign_decode(*on_cpu(mine), block, decoded)
     assert_same(out, decoded)
     into, sum_ = x.to(device, copy=True), x.clone()
-    cuda.sign_accumulate(*mine, block, into, 0.3)
-    reference.sign_accumulate(*on_cpu(mine), block, sum_, 0.3)
+    cuda.sign_decode(*mine, block, into, 0.3)
+    reference.sign_decode(*on_cpu(mine), block, sum_, 0.3)
     assert_same(into, sum_)
 
 
@@ -169,7 +170,7 @@ def check_qsgd(device: torch.device, x: Tensor, levels: int, block: int, key: in
     assert alike.double().mean() > 0.9 or not x.numel()
     y, left = x.to(device, copy=True), x.clone()
     cuda.qsgd_encode(y, levels, block, key, *mine, keep=True)
-    reference.qsgd_accumulate(*on_cpu(mine), levels, block, left, -1.0)
+    reference.qsgd_decode(*on_cpu(mine), levels, block, left, -1.0)
     assert_same(y, left)
     assert_untouched(*behind)
     out, decoded = torch.full_like(x, 9.0, device=device), torch.full_like(x, 8.0)
@@ -177,36 +178,9 @@ def check_qsgd(device: torch.device, x: Tensor, levels: int, block: int, key: in
     reference.qsgd_decode(*on_cpu(mine), levels, block, decoded)
     assert_same(out, decoded)
     into, sum_ = x.to(device, copy=True), x.clone()
-    cuda.qsgd_accumulate(*mine, levels, block, into, 0.3)
-    reference.qsgd_accumulate(*on_cpu(mine), levels, block, sum_, 0.3)
+    cuda.qsgd_decode(*mine, levels, block, into, 0.3)
+    reference.qsgd_decode(*on_cpu(mine), levels, block, sum_, 0.3)
     assert_same(into, sum_)
-
-
-def check_reduce(
-    device: torch.device, numel: int, bits: int, block: int, out_bits: int, key: int | None, owes: bool
-) -> None:
-    rows, kinds = 3, ("normal", "spike", "heavy")
-    packed = torch.zeros(rows, kernels.packed_nbytes(numel, bits) + 3, dtype=torch.uint8)[:, :-3]
-    scales = torch.zeros(rows, -(-numel // block) + 2)[:, :-2]
-    y = torch.zeros(numel)
-    for row, kind in enumerate(kinds):
-        reference.block_int_encode(sample(kind, numel, row), bits, block, None, packed[row], scales[row])
-        reference.block_int_accumulate(packed[row], scales[row], bits, block, y, 1 / rows)
-    owner = sample("normal", numel, 9) if owes else None
-    mine_owner = None if owner is None else owner.to(device, copy=True)
-    if owner is not None:
-        y += owner
-    theirs, _ = wire(numel, out_bits, block, torch.device("cpu"))
-    mine, behind = wire(numel, out_bits, block, device)
-    reference.block_int_encode(y, out_bits, block, key, *theirs)
-    received = (packed.to(device), scales.to(device))
-    cuda.block_int_reduce(*received, bits, block, mine_owner, out_bits, key, *mine, numel, 1 / rows)
-    for a, b in zip(mine, theirs, strict=True):
-        assert_same(a, b)
-    assert_untouched(*behind)
-    if mine_owner is not None:
-        reference.block_int_accumulate(*theirs, out_bits, block, y, -1.0)
-        assert_same(mine_owner, y)
 
 
 # Selection
@@ -233,33 +207,15 @@ def check_topk(device: torch.device, x: Tensor, k: int) -> None:
     assert_untouched(behind_values, behind_indices)
 
 
-def check_feedback(device: torch.device, x: Tensor, k: int, dtype: torch.dtype) -> None:
-    residual = sample("normal", x.numel(), 3) * 0.5
-    y = x + residual * 0.75
-    expected = reference.topk_indices(y, k)
-    values, indices = torch.empty(k, dtype=dtype, device=device), torch.empty(k, dtype=torch.int32, device=device)
-    left = residual.to(device, copy=True)
-    cuda.topk_feedback(x.to(device), left, 0.75, values, indices)
-    assert_same(indices, expected)
-    assert_same(values, y[expected.long()].to(dtype))
-    y[expected.long()] -= y[expected.long()].to(dtype).float()
-    assert_same(left, y)
-
-
-def check_sparse(device: torch.device, x: Tensor, k: int, rows: int) -> None:
+def check_sparse(device: torch.device, x: Tensor, k: int) -> None:
     generator = torch.Generator().manual_seed(k)
-    indices = torch.stack([torch.randperm(x.numel(), generator=generator)[:k].sort().values for _ in range(rows)]).int()
-    values = torch.randn(rows, k, generator=generator)
-    assert_same(gathered(x.to(device), indices[0].to(device)), x[indices[0].long()])
+    indices = torch.randperm(x.numel(), generator=generator)[:k].sort().values.int()
+    values = torch.randn(k, generator=generator)
+    assert_same(gathered(x.to(device), indices.to(device)), x[indices.long()])
     for numbers in (values, values.half()):
         into, sum_ = x.to(device, copy=True), x.clone()
-        cuda.scatter_add_(into, indices[0].to(device), numbers[0].to(device), -0.3)
-        reference.scatter_add_(sum_, indices[0], numbers[0], -0.3)
-        assert_same(into, sum_)
-        into, sum_ = x.to(device, copy=True), x.clone()
-        cuda.scatter_add_rows_(into, indices.to(device), numbers.to(device), 0.3)
-        for row, number in zip(indices, numbers, strict=True):
-            reference.scatter_add_(sum_, row, number, 0.3)
+        cuda.scatter_add_(into, indices.to(device), numbers.to(device), -0.3)
+        reference.scatter_add_(sum_, indices, numbers, -0.3)
         assert_same(into, sum_)
 
 
@@ -268,7 +224,6 @@ def check_damaged_indices(device: torch.device) -> None:
     into, behind = guarded(100, torch.float32, device)
     bad = torch.tensor([-1, 3, 100, 2**31 - 1], dtype=torch.int32, device=device)
     cuda.scatter_add_(into, bad, torch.ones(4, device=device))
-    cuda.scatter_add_rows_(into, bad.view(1, -1), torch.ones(1, 4, device=device))
     assert_untouched(behind)
     assert gathered(into, bad).isnan().tolist() == [True, False, True, True]
 
@@ -283,11 +238,11 @@ def check_matrices(device: torch.device, batch: int, rows: int, columns: int, ra
     for alpha, add in ((1.0, False), (-1 / 3, True)):
         out = torch.randn(batch, rows, columns, generator=generator)
         expected, found = out.clone(), out.to(device)
-        reference_matrices.low_rank_(expected, Pt, Qt, alpha, add)
-        cuda.matrices.low_rank_(found, Pt.to(device), Qt.to(device), alpha, add)
+        reference.low_rank_(expected, Pt, Qt, alpha, add)
+        cuda.low_rank_(found, Pt.to(device), Qt.to(device), alpha, add)
         assert torch.equal(found.cpu(), expected)
     if rank <= rows:
-        assert torch.equal(cuda.matrices.orthonormalise(Pt.to(device)).cpu(), reference_matrices.orthonormalise(Pt))
+        assert torch.equal(cuda.orthonormalise(Pt.to(device)).cpu(), reference.orthonormalise(Pt))
 
 
 def check_degenerate(device: torch.device) -> None:
@@ -296,7 +251,7 @@ def check_degenerate(device: torch.device) -> None:
     a[0, 2] = 2 * a[0, 0] - a[0, 1]
     a[1] = 0
     a[2, 1, 3] = float("nan")
-    q = cuda.matrices.orthonormalise(a.to(device)).cpu()
-    assert torch.equal(q[:2], reference_matrices.orthonormalise(a)[:2])
+    q = cuda.orthonormalise(a.to(device)).cpu()
+    assert torch.equal(q[:2], reference.orthonormalise(a)[:2])
     assert q[0].square().sum(1).round(decimals=3).tolist() == [1, 1, 0, 1]
     assert not q[2].isfinite().all()

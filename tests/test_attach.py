@@ -28,6 +28,7 @@ import gradwire
 from gradwire.bench.ranks import RankFailure, loopback_environments, run_function
 from gradwire.core.errors import AttachError, CommunicationError, ConnectionLost
 from gradwire.session.failures import Answer, FailureBoard
+from kernel_sets import everything_in
 
 FILE = Path(__file__).with_name("attach_cases.py")
 SOURCES = sorted(Path(gradwire.__file__).parent.rglob("*.py"))
@@ -354,8 +355,9 @@ def test_no_source_executes_what_it_reads() -> None:
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("spec", ["int4", "topk:0.01", "powersgd:2", "qsgd:15", "sign"])
 def test_after_attach_a_step_compiles_nothing(spec: str) -> None:
-    cpu = pytest.importorskip("gradwire.kernels.cpu")
-    kernels = [k for k in gc.get_objects() if type(k) is cpu._Kernel]
+    compiling = pytest.importorskip("gradwire.kernels.runtime.compiling")
+    everything_in("cpu")  # imports them all
+    kernels = compiling.COMPILED
     for kernel in kernels:
         kernel._ready = False
     ddp = DDP(nn.Sequential(nn.Linear(600, 600), nn.Linear(600, 30)))

@@ -13,6 +13,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire
 from gradwire import kernels
+from gradwire.kernels import low_rank
+from gradwire.kernels.dispatch import KERNELS
 from gradwire.session.lane import SideStream
 
 if not torch.cuda.is_available():
@@ -39,7 +41,9 @@ def unwaiting() -> Iterator[None]:
 
 
 def test_tensors_on_the_gpu_take_the_triton_kernels() -> None:
-    assert kernels._kernels(GPU, 1) is check.cuda  # pyright: ignore[reportPrivateUsage]
+    for kernel in KERNELS:
+        if "cuda" in kernel.devices:
+            assert kernel.on(GPU, 1) is getattr(check.cuda, kernel.name)
 
 
 @pytest.mark.parametrize(("numel", "start"), [(0, 0), (9001, 0), (HUGE, 2**32 - HUGE)])
@@ -101,22 +105,10 @@ def test_selection_of_many(kind: str) -> None:
     check.check_topk(GPU, sample(kind, HUGE), HUGE // 100)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_error_feedback_over_topk(dtype: torch.dtype) -> None:
-    check.check_feedback(GPU, sample("normal", HUGE), HUGE // 100, dtype)
-
-
 def test_sparse_sums() -> None:
     for k in (0, 1, 3000):
-        check.check_sparse(GPU, sample("normal", 210_001), k, rows=8)
+        check.check_sparse(GPU, sample("normal", 210_001), k)
     check.check_damaged_indices(GPU)
-
-
-@pytest.mark.parametrize(("bits", "out_bits", "key"), [(4, 4, None), (3, 8, 5), (8, 2, None)])
-@pytest.mark.parametrize("owes", [True, False])
-def test_two_shot(bits: int, out_bits: int, key: int | None, owes: bool) -> None:
-    for numel, block in ((1, 8), (100_001, 24), (HUGE, 256), (100_001, 4096)):
-        check.check_reduce(GPU, numel, bits, block, out_bits, key, owes)
 
 
 @pytest.mark.parametrize(
@@ -132,12 +124,10 @@ def test_orthonormalise_degenerate_matrices() -> None:
 
 @pytest.mark.usefixtures("unwaiting")
 def test_no_kernel_waits_for_the_device() -> None:
-    x, cuda = torch.zeros(100_001, device=GPU), check.cuda
-    k = 1000
+    x, k = torch.zeros(100_001, device=GPU), 1000
     indices = kernels.topk_indices(x, k)
     kernels.scatter_add_(x, indices, kernels.gather(x, indices))
-    cuda.scatter_add_rows_(x, indices.view(2, -1), torch.zeros(2, k // 2, device=GPU))
-    cuda.topk_feedback(x, torch.zeros_like(x), 1.0, torch.empty(k, device=GPU), indices)
+    kernels.topk_encode_keeping(x, torch.empty(k, device=GPU), indices)
     kernels.permuted_indices(1, x.numel(), k, GPU)
     kernels.uniform(1, 1000, GPU)
     kernels.all_finite(x)
@@ -145,13 +135,13 @@ def test_no_kernel_waits_for_the_device() -> None:
         packed = torch.empty(kernels.packed_nbytes(x.numel(), 5), dtype=torch.uint8, device=GPU)
         scales = torch.empty(-(-x.numel() // block), device=GPU)
         kernels.block_int_encode(x, 5, block, 1, packed, scales)
-        kernels.block_int_accumulate(packed, scales, 5, block, x)
+        kernels.block_int_decode(packed, scales, 5, block, x, 1.0)
         kernels.qsgd_encode(x, 15, block, 1, packed, scales)
         kernels.qsgd_decode(packed, scales, 15, block, x)
         bits = packed[: kernels.packed_nbytes(x.numel(), 1)]
         kernels.sign_encode(x, block, bits, scales)
         kernels.sign_decode(bits, scales, block, x)
-    cuda.matrices.orthonormalise(torch.ones(2, 4, 1000, device=GPU))
+    low_rank.orthonormalise(torch.ones(2, 4, 1000, device=GPU))
 
 
 # The side stream

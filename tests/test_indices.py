@@ -6,7 +6,6 @@ import functools
 import math
 from collections.abc import Iterator
 from types import ModuleType
-from typing import cast
 
 import pytest
 import torch
@@ -20,9 +19,10 @@ from gradwire.codecs import BlockInt, Chain, Codec, TopK
 from gradwire.core.errors import CompositionError, PayloadError
 from gradwire.core.key import Key
 from gradwire.kernels import indices as places
-from gradwire.kernels import reference_indices as reference
+from kernel_sets import everything_in
 
-cpu = cast(ModuleType, pytest.importorskip("gradwire.kernels.cpu_indices", exc_type=ImportError))
+pytest.importorskip("numba")
+reference, cpu = everything_in("reference"), everything_in("cpu")
 
 STREAMS: tuple[places.Format, ...] = ("elias-fano", "rice", "bitmap")
 few = settings(max_examples=100, deadline=None)

@@ -16,6 +16,7 @@ from gradwire.cli.main import main
 from gradwire.core.grain import ParameterSpec
 from gradwire.core.link import Link
 from gradwire.drivers.timing import step_s
+from gradwire.kernels.dispatch import KERNELS
 from gradwire.spec import described_options
 
 ROOT = Path(__file__).parents[1]
@@ -140,3 +141,16 @@ def test_the_command_says_a_misspelt_method_in_one_line(capsys: pytest.CaptureFi
     for command in (["methods", "4bit"], ["cost", "4bit"], ["compare", "--methods", "4bit"]):
         assert main(command) == 2
         assert capsys.readouterr().err == "gradwire: unknown method '4bit' in '4bit': did you mean 'int4'?\n"
+
+
+def test_the_table_of_kernels_says_what_each_runs_in(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["methods", "--kernels"]) == 0
+    rows = [row.split() for row in capsys.readouterr().out.splitlines()]
+    assert ["block_int", "block_int_encode", "numba", "Triton"] in rows
+    assert ["ternary", "ternary_encode", "numba", "torch"] in rows
+    assert {row[1] for row in rows if len(row) == 4} >= {kernel.name for kernel in KERNELS}
+
+
+def test_the_table_of_kernels_takes_no_spec(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["methods", "--kernels", "int4"]) != 0
+    assert "give no SPEC with it" in capsys.readouterr().err

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import math
 import os
+import re
 import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
-from types import ModuleType
-from typing import cast
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,9 +21,13 @@ from torch import Tensor
 
 from gradwire import kernels
 from gradwire.core.errors import PayloadError, SpecError
-from gradwire.kernels import pool, reference, robust
+from gradwire.kernels import dispatch
+from gradwire.kernels.runtime import pool
+from kernel_sets import everything_in
 
-cpu = cast(ModuleType, pytest.importorskip("gradwire.kernels.cpu", exc_type=ImportError))
+pytest.importorskip("numba")
+selection_on_cpu = importlib.import_module("gradwire.kernels.selection.cpu")
+reference, cpu = everything_in("reference"), everything_in("cpu")
 
 CPU = torch.device("cpu")
 HUGE = 300_001  # above the pool's threshold, and odd
@@ -359,8 +364,8 @@ def check_block_int(x: Tensor, bits: int, block: int, key: int | None) -> None:
     assert_same(a, b)
     for alpha in (1.0, -0.3):
         a, b = x.clone(), x.clone()
-        kernels.block_int_accumulate(*mine, bits, block, a, alpha)
-        reference.block_int_accumulate(*mine, bits, block, b, alpha)
+        kernels.block_int_decode(*mine, bits, block, a, alpha)
+        reference.block_int_decode(*mine, bits, block, b, alpha)
         assert_same(a, b)
 
 
@@ -401,7 +406,7 @@ def test_stochastic_rounding_is_unbiased(bits: int) -> None:
     mean = torch.zeros_like(x)
     for key in range(draws):
         kernels.block_int_encode(x, bits, 256, key, packed, scales)
-        kernels.block_int_accumulate(packed, scales, bits, 256, mean, 1 / draws)
+        kernels.block_int_decode(packed, scales, bits, 256, mean, 1 / draws)
     step = scales.repeat_interleave(256) / (2 ** (bits - 1) - 1)
     error = (mean - x) / (step * 0.5 / math.sqrt(draws))  # half a step is the most a draw deviates
     assert error.abs().max() < 5.5
@@ -420,8 +425,8 @@ def check_sign(x: Tensor, block: int) -> None:
     assert_same(a, b)
     assert_same(a >= 0, (x >= 0) | (a == 0))
     a, b = x.clone(), x.clone()
-    kernels.sign_accumulate(*mine, block, a, 0.3)
-    reference.sign_accumulate(*mine, block, b, 0.3)
+    kernels.sign_decode(*mine, block, a, 0.3)
+    reference.sign_decode(*mine, block, b, 0.3)
     assert_same(a, b)
 
 
@@ -463,8 +468,8 @@ def check_qsgd(x: Tensor, levels: int, block: int, key: int) -> None:
     reference.qsgd_decode(*mine, levels, block, b)
     assert_same(a, b)
     a, b = x.clone(), x.clone()
-    kernels.qsgd_accumulate(*mine, levels, block, a, 0.3)
-    reference.qsgd_accumulate(*mine, levels, block, b, 0.3)
+    kernels.qsgd_decode(*mine, levels, block, a, 0.3)
+    reference.qsgd_decode(*mine, levels, block, b, 0.3)
     assert_same(a, b)
 
 
@@ -538,15 +543,15 @@ def test_meta_tensors_go_through() -> None:
     for bits, block in ((4, 256), (5, 8)):
         packed, scales = (t.to("meta") for t in wire(1000, bits, block))
         kernels.block_int_encode(x, bits, block, 1, packed, scales)
-        kernels.block_int_accumulate(packed, scales, bits, block, x)
+        kernels.block_int_decode(packed, scales, bits, block, x, 1.0)
         kernels.block_int_decode(packed, scales, bits, block, x)
     packed, scales = (t.to("meta") for t in wire(1000, 1, 8))
     kernels.sign_encode(x, 8, packed, scales)
-    kernels.sign_accumulate(packed, scales, 8, x)
+    kernels.sign_decode(packed, scales, 8, x, 1.0)
     kernels.sign_decode(packed, scales, 8, x)
     packed, scales = (t.to("meta") for t in wire(1000, 9, 8))
     kernels.qsgd_encode(x, 255, 8, 1, packed, scales)
-    kernels.qsgd_accumulate(packed, scales, 255, 8, x)
+    kernels.qsgd_decode(packed, scales, 255, 8, x, 1.0)
     kernels.qsgd_decode(packed, scales, 255, 8, x)
 
 
@@ -566,7 +571,7 @@ def test_misuse_is_told() -> None:
     with pytest.raises(ValueError, match="bits 9"):
         kernels.block_int_encode(x, 9, 8, None, packed, scales)
     with pytest.raises(PayloadError, match="packed has 7"):
-        kernels.block_int_accumulate(packed[:7], scales, 4, 8, x)
+        kernels.block_int_decode(packed[:7], scales, 4, 8, x, 1.0)
     with pytest.raises(PayloadError, match="scales has 1"):
         kernels.sign_decode(packed[:2], scales[:1], 8, x)
     with pytest.raises(PayloadError):
@@ -617,20 +622,21 @@ def test_numba_is_imported_at_first_use_and_not_if_unwanted() -> None:
 
 
 def test_a_misspelt_choice_of_kernels_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for uncached in (kernels._cpu_kernels, kernels._cuda_kernels, robust._cpu_kernels):  # pyright: ignore[reportPrivateUsage]
+    uncached = dispatch.implementations.__wrapped__
+    for kind in ("cpu", "cuda"):
         for choice in ("refrence", "numba", "1"):
             monkeypatch.setenv("GRADWIRE_KERNELS", choice)
             with pytest.raises(SpecError, match=f"GRADWIRE_KERNELS='{choice}' names no kernels: set it to 'reference'"):
-                uncached.__wrapped__()
-    for choice, wanted in (("auto", cpu), ("", cpu), ("reference", None)):
+                uncached("gradwire.kernels.selection", kind)
+    for choice, wanted in (("auto", selection_on_cpu), ("", selection_on_cpu), ("reference", None)):
         monkeypatch.setenv("GRADWIRE_KERNELS", choice)
-        assert kernels._cpu_kernels.__wrapped__() is wanted  # pyright: ignore[reportPrivateUsage]
+        assert uncached("gradwire.kernels.selection", "cpu") is wanted
 
 
 def test_missing_numba_is_told_once_and_only_for_large_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRADWIRE_KERNELS", "auto")
-    monkeypatch.setattr(kernels, "_cpu_kernels", lambda: None)
-    kernels._warn_slow.cache_clear()  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(dispatch, "implementations", lambda _package, _kind: None)  # pyright: ignore[reportUnknownLambdaType]
+    dispatch.warn_slow.cache_clear()
     kernels.topk_indices(torch.ones(10), 1)
     with pytest.warns(kernels.SlowKernelsWarning, match="numba"):
         kernels.all_finite(torch.ones(HUGE))
@@ -639,13 +645,15 @@ def test_missing_numba_is_told_once_and_only_for_large_tensors(monkeypatch: pyte
         kernels.all_finite(torch.ones(HUGE))
 
 
-def test_both_offer_the_same() -> None:
-    public = set(kernels.__all__) - {
-        "SlowKernelsWarning",
-        "warm_up",
-        "packed_nbytes",
-        "qsgd_bits",
-        "check_indices",
-    }
-    assert all(hasattr(cpu, name) and hasattr(reference, name) for name in public)
-    kernels.warm_up()
+@pytest.mark.parametrize("kernel", dispatch.KERNELS, ids=lambda kernel: kernel.name)
+def test_what_a_kernel_declares_is_there_and_nothing_else(kernel: dispatch.Kernel[..., object]) -> None:
+    for kind in ("cpu", "cuda", "meta"):
+        file = Path(importlib.import_module(kernel.package).__file__ or "").parent / f"{kind}.py"
+        functions = re.findall(r"^(?:def |from .* import )(.*)$", file.read_text(), re.M) if file.exists() else []
+        there = any(re.search(rf"\b{kernel.name}\b", line.split("(")[0]) for line in functions)
+        assert there == (kind in kernel.devices)
+
+
+def test_kernels_have_different_names() -> None:
+    names = [kernel.name for kernel in dispatch.KERNELS]
+    assert len(names) == len(set(names))

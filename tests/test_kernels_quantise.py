@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import ModuleType
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -14,11 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from gradwire import kernels
 from gradwire.core.errors import PayloadError
-from gradwire.kernels import packed_nbytes, quantise, reference, reference_quantise, unpack_bits
+from gradwire.kernels import packed_nbytes, unpack_bits
+from kernel_sets import everything_in
 from test_kernels import HUGE, assert_same, sample, tensors
 
-cpu = cast(ModuleType, pytest.importorskip("gradwire.kernels.cpu_quantise", exc_type=ImportError))
+pytest.importorskip("numba")
+reference = everything_in("reference")
 
 keys = st.integers(0, 2**64 - 1)
 few = settings(max_examples=30, deadline=None)
@@ -56,7 +58,7 @@ class Family:
 
     def accumulated(self, module: Any, wire: list[Tensor], into: Tensor, alpha: float) -> Tensor:
         out = into.clone()
-        getattr(module, f"{self.name}_accumulate")(*wire, *self.options, out, alpha)
+        getattr(module, f"{self.name}_decode")(*wire, *self.options, out, alpha)
         return out
 
 
@@ -68,7 +70,7 @@ def blocks(numel: int, block: int) -> int:
 
 
 def float8(name: str, block: int) -> Family:
-    dtype = quantise.FLOAT8[name]
+    dtype = kernels.FLOAT8[name]
     return Family(
         "float8",
         lambda n: [(U8, n), (U8, blocks(n, block))],
@@ -117,7 +119,7 @@ NATURAL = Family(
     lambda m, x, key, w: m.natural_encode(x, key, *w),
 )
 FAMILIES = [
-    *(float8(name, block) for name in quantise.FLOAT8 for block in (8, 256)),
+    *(float8(name, block) for name in kernels.FLOAT8 for block in (8, 256)),
     NATURAL,
     *(ternary(clip, block, digits) for clip in (1.0, math.inf) for block, digits in ((40, 4), (40, 5), (6560, 5))),
     one_bit(8),
@@ -129,18 +131,16 @@ each_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f"{f.nam
 
 def check_agreement(family: Family, x: Tensor, key: int) -> None:
     mine, theirs = family.wire(x.numel()), family.wire(x.numel())
-    family.encode(quantise, x, key, mine)
-    family.encode(reference_quantise, x, key, theirs)
+    family.encode(kernels, x, key, mine)
+    family.encode(reference, x, key, theirs)
     for a, b in zip(mine, theirs, strict=True):
         if family.exact or (a.dtype == torch.uint8 and family.name == "one_bit"):
             assert_same(a, b)
         elif a.dtype == torch.float32:
             torch.testing.assert_close(a, b, rtol=2**-23, atol=2e-45, equal_nan=True)
-    assert_same(family.decoded(quantise, mine, x.numel()), family.decoded(reference_quantise, mine, x.numel()))
+    assert_same(family.decoded(kernels, mine, x.numel()), family.decoded(reference, mine, x.numel()))
     for alpha in (1.0, -0.3):
-        assert_same(
-            family.accumulated(quantise, mine, x, alpha), family.accumulated(reference_quantise, mine, x, alpha)
-        )
+        assert_same(family.accumulated(kernels, mine, x, alpha), family.accumulated(reference, mine, x, alpha))
 
 
 @each_family
@@ -162,7 +162,7 @@ def test_numba_agrees_with_torch_on_many(family: Family, kind: str) -> None:
 def test_what_is_not_finite_shows_where_it_is_and_in_no_other_block(family: Family, bad: float) -> None:
     x = sample("normal", 7000)
     x[6700] = bad
-    for module in (quantise, reference_quantise):
+    for module in (kernels, reference):
         wire = family.wire(x.numel())
         family.encode(module, x, 1, wire)
         finite = family.decoded(module, wire, x.numel()).isfinite()
@@ -177,29 +177,29 @@ def test_a_wire_of_another_size_is_refused(family: Family) -> None:
         wire = family.wire(1000)
         wire[damaged] = wire[damaged][:-1]
         with pytest.raises(PayloadError, match="needed"):
-            family.decoded(quantise, wire, 1000)
+            family.decoded(kernels, wire, 1000)
 
 
-@pytest.mark.parametrize("name", quantise.FLOAT8)
+@pytest.mark.parametrize("name", kernels.FLOAT8)
 def test_every_number_of_a_format_is_kept_and_what_lies_between_goes_to_the_nearest(name: str) -> None:
-    dtype = quantise.FLOAT8[name]
+    dtype = kernels.FLOAT8[name]
     numbers = torch.arange(256, dtype=torch.uint8).view(dtype).float()
     numbers = numbers[numbers.isfinite()].sort().values
     between = (numbers[1:] + numbers[:-1]) / 2
     x = torch.cat([numbers, torch.nextafter(between, numbers[1:]), torch.nextafter(between, numbers[:-1])])
     family = float8(name, 4096)
     wire = family.wire(x.numel())
-    family.encode(quantise, x, 0, wire)
+    family.encode(kernels, x, 0, wire)
     assert wire[1].tolist() == [127]  # scale 1
-    assert torch.equal(family.decoded(quantise, wire, x.numel()), torch.cat([numbers, numbers[1:], numbers[:-1]]))
+    assert torch.equal(family.decoded(kernels, wire, x.numel()), torch.cat([numbers, numbers[1:], numbers[:-1]]))
 
 
-@pytest.mark.parametrize("name", quantise.FLOAT8)
+@pytest.mark.parametrize("name", kernels.FLOAT8)
 @given(largest=st.floats(2.0**-100, 2.0**127, width=32))
 def test_no_float8_saturates_and_half_the_range_is_used(name: str, largest: float) -> None:
-    most = torch.finfo(quantise.FLOAT8[name]).max
+    most = torch.finfo(kernels.FLOAT8[name]).max
     codes, exponents = float8(name, 8).wire(1)
-    quantise.float8_encode(torch.tensor([largest]), quantise.FLOAT8[name], 8, codes, exponents)
+    kernels.float8_encode(torch.tensor([largest]), kernels.FLOAT8[name], 8, codes, exponents)
     assert most / 2 < largest * 2.0 ** (127 - int(exponents)) <= most
 
 
@@ -207,8 +207,8 @@ def test_no_float8_saturates_and_half_the_range_is_used(name: str, largest: floa
 @given(x=tensors, key=keys)
 def test_natural_takes_a_neighbouring_power_of_two(x: Tensor, key: int) -> None:
     wire = NATURAL.wire(x.numel())
-    NATURAL.encode(quantise, x, key, wire)
-    y = NATURAL.decoded(quantise, wire, x.numel())
+    NATURAL.encode(kernels, x, key, wire)
+    y = NATURAL.decoded(kernels, wire, x.numel())
     assert bool((y.sign() * x.sign() >= 0).all())
     normal = x.abs() >= torch.finfo(torch.float32).tiny
     below = torch.exp2(torch.frexp(x[normal].double()).exponent - 1.0)
@@ -222,8 +222,8 @@ def test_natural_at_the_ends_of_float32() -> None:
     x = torch.tensor([0.0, -0.0, 3.4e38, -3.4e38, math.inf, -math.inf])
     for key in range(20):
         wire = NATURAL.wire(x.numel())
-        NATURAL.encode(quantise, x, key, wire)
-        y = NATURAL.decoded(quantise, wire, x.numel())
+        NATURAL.encode(kernels, x, key, wire)
+        y = NATURAL.decoded(kernels, wire, x.numel())
         assert_same(y, torch.tensor([0.0, -0.0, 2.0**127, -(2.0**127), math.inf, -math.inf]))
 
 
@@ -236,13 +236,13 @@ def test_subnormal_numbers_are_rounded_without_bias() -> None:
 
 def _natural(x: Tensor, key: int) -> Tensor:
     wire = NATURAL.wire(x.numel())
-    NATURAL.encode(quantise, x, key, wire)
-    return NATURAL.decoded(quantise, wire, x.numel())
+    NATURAL.encode(kernels, x, key, wire)
+    return NATURAL.decoded(kernels, wire, x.numel())
 
 
 def _bfloat16(x: Tensor, key: int) -> Tensor:
     out = torch.empty(x.numel(), dtype=torch.bfloat16)
-    quantise.bfloat16_encode(x, key, out)
+    kernels.bfloat16_encode(x, key, out)
     return out.float()
 
 
@@ -250,8 +250,8 @@ def _bfloat16(x: Tensor, key: int) -> Tensor:
 @given(x=tensors, key=keys)
 def test_stochastic_bfloat16(x: Tensor, key: int) -> None:
     mine, theirs = (torch.empty(x.numel(), dtype=torch.bfloat16) for _ in range(2))
-    quantise.bfloat16_encode(x, key, mine)
-    reference_quantise.bfloat16_encode(x, key, theirs)
+    kernels.bfloat16_encode(x, key, mine)
+    reference.bfloat16_encode(x, key, theirs)
     assert torch.equal(mine.view(torch.int16), theirs.view(torch.int16))
     below = (x.view(torch.int32) & -65536).view(torch.float32)
     above = ((x.view(torch.int32) & -65536) + 65536).view(torch.float32)
@@ -274,7 +274,7 @@ def test_ternary_digits_lie_as_described(digits: int, base: int, numel: int) -> 
     x = sample("integers", numel)
     scales = torch.full((blocks(numel, 40),), 1e-9)  # all but zeros go to +-s whatever is drawn
     packed = torch.empty(-(-numel // digits), dtype=torch.uint8)
-    quantise.ternary_encode(x, scales, 1, 40, digits, packed)
+    kernels.ternary_encode(x, scales, 1, 40, digits, packed)
     wanted: list[int] = []
     for part in x.split(40):
         nbytes = -(-part.numel() // digits)
@@ -286,7 +286,7 @@ def test_ternary_digits_lie_as_described(digits: int, base: int, numel: int) -> 
 def test_a_clipped_ternary_scale_is_so_many_root_mean_squares() -> None:
     x = torch.cat([sample("heavy", 40), torch.full((40,), -0.7), torch.zeros(40)])
     scales = torch.empty(3)
-    quantise.ternary_scales(x, 2.5, 40, scales)
+    kernels.ternary_scales(x, 2.5, 40, scales)
     rms = float(x[:40].double().square().mean().sqrt())
     assert rms * 2.5 < float(x[:40].abs().max())
     torch.testing.assert_close(scales, torch.tensor([2.5 * rms, 0.7, 0.0]), rtol=1e-6, atol=0)
@@ -300,7 +300,7 @@ def test_the_majority_is_that_of_most(voters: int) -> None:
     votes = torch.stack([unpack_bits(ballot, 1, 40_000) for ballot in ballots]).int()
     for casting in {0, voters - 1}:
         double = 2 * votes.sum(0) + votes[casting]
-        for module in (quantise, reference_quantise):
+        for module in (kernels, reference):
             out = torch.full((5000,), 0xA5, dtype=torch.uint8)
             module.majority(ballots, casting, out)
             assert torch.equal(unpack_bits(out, 1, 40_000).bool(), double > voters)
@@ -310,15 +310,15 @@ def test_the_majority_is_that_of_most(voters: int) -> None:
 def test_the_majority_of_many() -> None:
     ballots = torch.randint(256, (3, HUGE), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
     mine, theirs = torch.empty(HUGE, dtype=torch.uint8), torch.empty(HUGE, dtype=torch.uint8)
-    quantise.majority(ballots, 1, mine)
-    reference_quantise.majority(ballots, 1, theirs)
+    kernels.majority(ballots, 1, mine)
+    reference.majority(ballots, 1, theirs)
     assert torch.equal(mine, theirs)
 
 
 @pytest.mark.parametrize("casting", [-1, 3])
 def test_only_a_voter_breaks_ties(casting: int) -> None:
     with pytest.raises(ValueError, match="casting"):
-        quantise.majority(torch.zeros(3, 2, dtype=torch.uint8), casting, torch.empty(2, dtype=torch.uint8))
+        kernels.majority(torch.zeros(3, 2, dtype=torch.uint8), casting, torch.empty(2, dtype=torch.uint8))
 
 
 @few
@@ -326,17 +326,10 @@ def test_only_a_voter_breaks_ties(casting: int) -> None:
 def test_an_affine_grid_holds_zero_and_both_ends(x: Tensor, block: int) -> None:
     family = affine(block)
     wire = family.wire(x.numel())
-    family.encode(quantise, x, 0, wire)
-    y = family.decoded(quantise, wire, x.numel())
+    family.encode(kernels, x, 0, wire)
+    y = family.decoded(kernels, wire, x.numel())
     assert not y[x == 0].any()
     step = wire[0].repeat_interleave(block or x.numel())[: x.numel()].double()
     slack = 255 * 2.0**-22 * step + 255 * 2.0**-149
     assert bool(((x.double() - y.double()).abs() <= step * 1.0 + slack).all())
     assert bool(((x.double() - y.double()).abs() <= 0.5 * step + slack)[(x >= 0) & (y < x.max())].all())
-
-
-def test_both_offer_the_same() -> None:
-    public = set(quantise.__all__) - {"FLOAT8", "MOST_VOTERS", "warm_up"}
-    assert all(hasattr(cpu, name) and hasattr(reference_quantise, name) for name in public)
-    assert not public & set(vars(reference))
-    quantise.warm_up()

@@ -6,7 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradwire.kernels import cpu_lowrank, lowrank, reference_lowrank
+from gradwire import kernels
+from gradwire.kernels import low_rank
+from kernel_sets import everything_in
+
+cpu_lowrank, reference_lowrank = everything_in("cpu"), everything_in("reference")
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -38,9 +42,9 @@ def test_unit_rows_keep_what_is_not_finite() -> None:
 
 def test_wrong_tensors_are_refused() -> None:
     with pytest.raises(TypeError, match="float32"):
-        lowrank.unit_rows_(torch.zeros(2, 2, dtype=torch.float64), 1)
+        low_rank.unit_rows_(torch.zeros(2, 2, dtype=torch.float64), 1)
     with pytest.raises(ValueError, match="contiguous"):
-        lowrank.unit_rows_(torch.zeros(2, 3).mT, 1)
+        low_rank.unit_rows_(torch.zeros(2, 3).mT, 1)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 5])
@@ -64,8 +68,8 @@ def test_a_heavy_hitter_is_found(rows: int) -> None:
     x = normal(20_000)
     x[[5, 19_999]] = torch.tensor([80.0, -90.0])
     sketch, out = torch.empty(rows, 2000), torch.empty(20_000)
-    lowrank.count_sketch(x, 3, sketch)
-    lowrank.count_unsketch(sketch, 3, out)
+    kernels.count_sketch(x, 3, sketch)
+    kernels.count_unsketch(sketch, 3, out)
     bound = float(x.norm()) * (8 / 2000) ** 0.5
     assert bool(((out - x)[[5, 19_999]].abs() <= bound).all())
     if rows > 1:
@@ -87,7 +91,7 @@ def test_hashes_spread_evenly_and_signs_balance() -> None:
     """Chi-square of 256 columns over 2^18 elements, and the sum of signs, within 5.5 standard deviations."""
     numel, columns = 1 << 18, 256
     counts, signs = torch.empty(3, columns), torch.empty(3, 1)
-    lowrank.count_sketch(torch.ones(numel), 11, signs)
+    kernels.count_sketch(torch.ones(numel), 11, signs)
     assert bool((signs.abs() <= 5.5 * numel**0.5).all())
     for j, words in enumerate(reference_lowrank.sketch_words(11, 3)):
         column, _ = reference_lowrank.hashed(numel, columns, words, torch.device("cpu"))
@@ -143,7 +147,7 @@ def test_rounding_to_bf16_is_unbiased() -> None:
     out = torch.empty(50, dtype=torch.bfloat16)
     total = torch.zeros(50, dtype=torch.float64)
     for bits in range(draws):
-        lowrank.round_bf16(x, bits, out)
+        kernels.round_bf16(x, bits, out)
         total += out.double()
     # Each draw is off by less than a spacing, 2^-7 |x|; 5.5 standard deviations of the mean.
     assert bool(((total / draws - x.double()).abs() <= 5.5 * 2.0**-7 * x.abs() / 2 / draws**0.5).all())

@@ -10,7 +10,11 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from gradwire.kernels import cpu_matrices, matrices, reference_matrices
+from gradwire import kernels
+from gradwire.kernels import low_rank
+from kernel_sets import everything_in
+
+cpu_matrices, reference_matrices = everything_in("cpu"), everything_in("reference")
 
 SHAPES = [
     (1, 1, 1, 1),
@@ -54,7 +58,7 @@ def test_products_have_the_bits_of_the_reference(
     Pt, Qt, out = drawn(batch, rank, rows), drawn(batch, rank, columns, seed=1), drawn(batch, rows, columns, seed=2)
     expected = out.clone()
     reference_matrices.low_rank_(expected, Pt, Qt, alpha, add)
-    matrices.low_rank_(out, Pt, Qt, alpha, add)
+    low_rank.low_rank_(out, Pt, Qt, alpha, add)
     assert same_bits(out, expected)
     exact = torch.bmm(Pt.mT.double(), Qt.double()) * alpha + (drawn(batch, rows, columns, seed=2) if add else 0.0)
     torch.testing.assert_close(out.double(), exact, rtol=1e-4, atol=1e-5)
@@ -74,9 +78,9 @@ def test_nothing_depends_on_addresses_strides_or_threads(threads: int) -> None:
     M, Pt, Qt = drawn(2, 700, 500), drawn(2, 3, 700), drawn(2, 3, 500, seed=1)
 
     def all_of(M: Tensor, Pt: Tensor, Qt: Tensor) -> list[Tensor]:
-        vectors, out = matrices.orthonormalise(Pt), M.clone()
-        matrices.low_rank_(out, Pt, Qt, -0.3, add=True)
-        return [out, vectors, matrices.project_columns(M, Qt), matrices.project_rows(Pt, M)]
+        vectors, out = low_rank.orthonormalise(Pt), M.clone()
+        low_rank.low_rank_(out, Pt, Qt, -0.3, add=True)
+        return [out, vectors, low_rank.project_columns(M, Qt), low_rank.project_rows(Pt, M)]
 
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -92,7 +96,7 @@ def test_nothing_depends_on_addresses_strides_or_threads(threads: int) -> None:
 def test_orthonormal_rows_have_the_bits_of_the_reference(batch: int, rank: int, length: int) -> None:
     """And they are orthonormal to the rounding of sums of so many products, and span what Householder's rows span."""
     vectors = drawn(batch, rank, length, seed=rank)
-    found = matrices.orthonormalise(vectors)
+    found = low_rank.orthonormalise(vectors)
     assert same_bits(found, reference_matrices.orthonormalise(vectors))
     q, bound = found.double(), 8 * math.sqrt(rank) * torch.finfo(torch.float32).eps
     assert (q @ q.mT - torch.eye(rank)).abs().max() < bound
@@ -111,7 +115,7 @@ def degenerate() -> Tensor:
 
 def test_dependent_rows_vanish_and_what_is_not_finite_stays_so() -> None:
     vectors = degenerate()
-    q = matrices.orthonormalise(vectors)
+    q = low_rank.orthonormalise(vectors)
     assert same_bits(q[:2], reference_matrices.orthonormalise(vectors)[:2])
     assert q[0].square().sum(1).round(decimals=3).tolist() == [1, 1, 0, 1]
     assert not q[1].any()
@@ -121,7 +125,7 @@ def test_dependent_rows_vanish_and_what_is_not_finite_stays_so() -> None:
 
 def test_inner_products_are_those_of_the_gram_matrix() -> None:
     a, b = drawn(2, 3, 2100), drawn(2, 3, 2100, seed=1)
-    torch.testing.assert_close(matrices.products(a, b), (a.double() * b.double()).sum(2))
+    torch.testing.assert_close(low_rank.products(a, b), (a.double() * b.double()).sum(2))
 
 
 def test_gaussian_numbers_have_the_bits_of_the_reference_and_are_normal() -> None:
@@ -130,31 +134,31 @@ def test_gaussian_numbers_have_the_bits_of_the_reference_and_are_normal() -> Non
     assert same_bits(x[:100], cpu_matrices.gaussian(12345, 100))
     assert not same_bits(x[:100], cpu_matrices.gaussian(12346, 100))
     assert stats.kstest(x.numpy(), "norm").pvalue > 0.01
-    assert matrices.gaussian(1, (2, 3), torch.device("meta")).shape == (2, 3)
+    assert kernels.gaussian(1, (2, 3), torch.device("meta")).shape == (2, 3)
 
 
 def test_misuse_is_told() -> None:
     M, factor = torch.zeros(1, 4, 6), torch.zeros(1, 2, 6)
     with pytest.raises(ValueError, match="rank <= length"):
-        matrices.orthonormalise(torch.zeros(1, 4, 3))
+        low_rank.orthonormalise(torch.zeros(1, 4, 3))
     with pytest.raises(ValueError, match="contiguous"):
-        matrices.project_columns(M.mT, torch.zeros(1, 2, 4))
+        low_rank.project_columns(M.mT, torch.zeros(1, 2, 4))
     with pytest.raises(ValueError, match="is needed"):
-        matrices.project_rows(factor, M)
+        low_rank.project_rows(factor, M)
     with pytest.raises(ValueError, match="have no product"):
-        matrices.low_rank_(M, torch.zeros(1, 3, 4), factor)
+        low_rank.low_rank_(M, torch.zeros(1, 3, 4), factor)
     with pytest.raises(TypeError, match="float32 only"):
-        matrices.project_columns(M, factor.double())
+        low_rank.project_columns(M, factor.double())
 
 
 def test_without_data_the_shapes_are_the_same() -> None:
     M, Pt, Qt = drawn(2, 6, 5), drawn(2, 3, 6, seed=1), drawn(2, 3, 5, seed=2)
     calls: list[tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = [
-        (matrices.project_columns, (M, Qt)),
-        (matrices.project_rows, (Pt, M)),
-        (matrices.low_rank, (Pt, Qt)),
-        (matrices.products, (Qt, Qt)),
-        (matrices.orthonormalise, (Qt,)),
+        (low_rank.project_columns, (M, Qt)),
+        (low_rank.project_rows, (Pt, M)),
+        (low_rank.low_rank, (Pt, Qt)),
+        (low_rank.products, (Qt, Qt)),
+        (low_rank.orthonormalise, (Qt,)),
     ]
     for kernel, tensors in calls:
         real, shape = kernel(*tensors), kernel(*(tensor.to("meta") for tensor in tensors))

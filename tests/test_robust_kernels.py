@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradwire.kernels import cpu_robust as cpu
-from gradwire.kernels import reference_robust as reference
+from gradwire.kernels.robust import cpu, reference
 
 SHAPES = [(n, m) for n in (1, 2, 3, 5, 8, 13, 33) for m in (0, 1, 127, 129, 1000)]
 each_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)

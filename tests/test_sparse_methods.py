@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from gradwire import parse
+from gradwire import kernels, parse
 from gradwire.codecs import Threshold, TopK
 from gradwire.core import saved
 from gradwire.core.errors import CompositionError, PayloadError
@@ -19,8 +19,7 @@ from gradwire.core.key import Key
 from gradwire.core.state import Leaf, State
 from gradwire.drivers.lockstep import Lockstep
 from gradwire.drivers.virtual import VirtualRanks
-from gradwire.kernels import indices as places
-from gradwire.kernels import reference_indices as reference
+from gradwire.kernels.selection import reference
 from gradwire.reducers import (
     DGC,
     AdaptiveThreshold,
@@ -58,7 +57,7 @@ def test_at_least_takes_all_or_the_largest(numel: int, tau: float, share: float,
     x, most = (normal(numel, seed) * 2).round() / 2, round(share * numel)
     order = torch.sort(x.abs(), descending=True, stable=True).indices[:most]
     want = order[x.abs()[order] >= tau].sort().values
-    for module in (places, reference):
+    for module in (kernels, reference):
         values = torch.empty(most)
         indices = module.at_least(x, torch.tensor(tau), values)
         assert indices[: want.numel()].tolist() == want.tolist()
@@ -69,7 +68,7 @@ def test_at_least_takes_all_or_the_largest(numel: int, tau: float, share: float,
 
 def test_nan_is_above_every_threshold() -> None:
     x = torch.tensor([1.0, float("nan"), float("inf"), 0.0])
-    for module in (places, reference):
+    for module in (kernels, reference):
         values = torch.empty(3)
         indices = module.at_least(x, torch.tensor(5.0), values)
         assert indices.tolist()[:2] == [1, 2]

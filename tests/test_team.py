@@ -17,10 +17,12 @@ import torch
 
 from gradwire import kernels
 from gradwire.codecs import TernGrad
-from gradwire.kernels import pool, reference
+from gradwire.kernels.runtime import pool
+from kernel_sets import everything_in
 
-cpu = cast(ModuleType, pytest.importorskip("gradwire.kernels.cpu", exc_type=ImportError))
-team = cast(ModuleType, pytest.importorskip("gradwire.kernels.team", exc_type=ImportError))
+compiling = cast(ModuleType, pytest.importorskip("gradwire.kernels.runtime.compiling", exc_type=ImportError))
+reference = everything_in("reference")
+team = cast(ModuleType, pytest.importorskip("gradwire.kernels.runtime.team", exc_type=ImportError))
 if not team.available():
     pytest.skip("this platform's OpenMP has no GOMP_parallel", allow_module_level=True)
 
@@ -45,7 +47,7 @@ def add(x: Any, first: int, weight: float, odd: bool, out: Any) -> int:
     return first + int(odd)
 
 
-KERNEL = cpu._kernel("int64(float32[:, ::1], int64, float32, boolean, float64[::1])")(add)
+KERNEL = compiling.compiled("int64(float32[:, ::1], int64, float32, boolean, float64[::1])")(add)
 
 
 def calls(firsts: list[int]) -> tuple[list[Any], list[Any]]:

@@ -15,7 +15,9 @@ import pytest
 import torch
 
 from gradwire import kernels
-from gradwire.kernels import fused, matrices, pool, reference
+from gradwire.kernels import dispatch
+from gradwire.kernels.dispatch import Kernel
+from gradwire.kernels.runtime.pool import SERIAL_NUMEL
 
 pytest.importorskip("triton", reason="triton cannot be imported, so there are no kernels for GPUs to test")
 
@@ -53,7 +55,8 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def test_every_kernel_compiles_for_hopper_and_keeps_to_registers(compiled: list[dict[str, Any]]) -> None:
-    sources = (HERE.parent / "src/gradwire/kernels/cuda").glob("*.py")
+    folder = HERE.parent / "src/gradwire/kernels"
+    sources = [*folder.glob("*/cuda.py"), *folder.glob("triton/*.py")]
     started = {name for path in sources for name in re.findall(r"launch\(\s*(_\w+),", path.read_text())}
     assert {facts["kernel"] for facts in compiled} == started
     assert [facts["kernel"] for facts in compiled if facts["stack_bytes"]] == []
@@ -76,38 +79,43 @@ def test_block_kernels_read_16_bytes_at_a_time_though_the_size_is_odd(compiled: 
 @pytest.fixture
 def any_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Whatever the environment of the tests asks for."""
-    kernels._cuda_kernels.cache_clear()  # pyright: ignore[reportPrivateUsage]
+    dispatch.implementations.cache_clear()
     monkeypatch.setenv("GRADWIRE_KERNELS", "auto")
     yield
-    getattr(kernels._cuda_kernels, "cache_clear", lambda: None)()  # pyright: ignore[reportPrivateUsage]
+    getattr(dispatch.implementations, "cache_clear", lambda: None)()
+
+
+def kernel_named(name: str) -> Kernel[..., object]:
+    [found] = [kernel for kernel in dispatch.KERNELS if kernel.name == name]
+    return found
 
 
 @pytest.mark.usefixtures("any_kernels")
-def test_gpus_get_all_that_cpus_get() -> None:
-    module = kernels._kernels(torch.device("cuda"), 1)  # pyright: ignore[reportPrivateUsage]
-    assert module.__name__ == "gradwire.kernels.cuda"
-    others = {"SlowKernelsWarning", "warm_up", "packed_nbytes", "qsgd_bits", "check_indices"}
-    assert (set(kernels.__all__) - others) | set(fused.__all__) == set(module.__all__) - {"matrices"}
-    assert set(matrices.__all__) - others - {"gaussian", "low_rank", "products"} == {
-        name for name in matrices.__all__ if hasattr(module.matrices, name)
-    }
+def test_gpus_get_the_kernels_that_are_declared_and_no_others() -> None:
+    gpu, found = torch.device("cuda"), set[str]()
+    for kernel in dispatch.KERNELS:
+        module = dispatch.implementations(kernel.package, "cuda")
+        assert hasattr(module, kernel.name) == ("cuda" in kernel.devices), kernel.name
+        found |= {kernel.name} if kernel.on(gpu, 1) is not kernel.reference else set()
+    assert {"topk", "pack_bits", "block_int_encode", "sign_decode", "qsgd_encode", "uniform", "orthonormalise"} <= found
 
 
 @pytest.mark.usefixtures("any_kernels")
 def test_missing_triton_is_told_once_and_only_for_large_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu, huge = torch.device("cuda"), pool.SERIAL_NUMEL + 1
-    monkeypatch.setattr(kernels, "_cuda_kernels", lambda: None)
-    kernels._warn_without_triton.cache_clear()  # pyright: ignore[reportPrivateUsage]
-    assert kernels._kernels(gpu, 10) is reference  # pyright: ignore[reportPrivateUsage]
+    gpu, huge, kernel = torch.device("cuda"), SERIAL_NUMEL + 1, kernel_named("topk")
+    monkeypatch.setattr(dispatch, "implementations", lambda _package, _kind: None)  # pyright: ignore[reportUnknownLambdaType]
+    dispatch.warn_slow.cache_clear()
+    assert kernel.on(gpu, 10) is kernel.reference
+    assert kernel_named("float8_encode").on(gpu, huge) is kernel_named("float8_encode").reference  # Triton has none
     with pytest.warns(kernels.SlowKernelsWarning, match="triton"):
-        assert kernels._kernels(gpu, huge) is reference  # pyright: ignore[reportPrivateUsage]
-    assert kernels._kernels(gpu, huge) is reference  # pyright: ignore[reportPrivateUsage]
+        assert kernel.on(gpu, huge) is kernel.reference
+    assert kernel.on(gpu, huge) is kernel.reference
 
 
 def test_triton_is_imported_at_first_use_and_not_if_unwanted() -> None:
     code = (
-        "import sys, torch; from gradwire import kernels; print('triton' in sys.modules); "
-        "kernels._kernels(torch.device('cuda'), 1); print('triton' in sys.modules)"
+        "import sys, torch; from gradwire.kernels.dispatch import KERNELS; print('triton' in sys.modules); "
+        "[kernel.on(torch.device('cuda'), 1) for kernel in KERNELS]; print('triton' in sys.modules)"
     )
     assert in_child(["-c", code], GRADWIRE_KERNELS="auto").split() == ["False", "True"]
     assert in_child(["-c", code], GRADWIRE_KERNELS="reference").split() == ["False", "False"]

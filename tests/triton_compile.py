@@ -66,9 +66,11 @@ def compiled(kernel: Any, positional: tuple[Any, ...], named: dict[str, Any]) ->
 
 
 def run_all() -> None:
-    """Call every function of `gradwire.kernels.cuda` once or a few times."""
+    """Call every function of the families' `cuda` modules once or a few times."""
     from gradwire import kernels
-    from gradwire.kernels import cuda
+    from kernel_sets import everything_in
+
+    cuda = everything_in("cuda")
 
     cpu, x = torch.device("cpu"), torch.zeros(NUMEL)
     cuda.uniform(3, NUMEL, cpu)
@@ -82,23 +84,20 @@ def run_all() -> None:
     for bits, block, key in ((4, 256, None), (8, 256, 1), (3, 24, None), (4, 65536, None)):
         packed, scales = torch.zeros(kernels.packed_nbytes(NUMEL, bits), dtype=torch.uint8), x[: -(-NUMEL // block)]
         cuda.block_int_encode(x, bits, block, key, packed, scales, keep=True)
-        cuda.block_int_accumulate(packed, scales, bits, block, x)
+        cuda.block_int_decode(packed, scales, bits, block, x, 1.0)
     for levels, block in ((255, 512), (15, 65536)):
         cuda.sign_encode(x, block, packed, scales, keep=True)
-        cuda.sign_accumulate(packed, scales, block, x)
+        cuda.sign_decode(packed, scales, block, x, 1.0)
         cuda.qsgd_encode(x, levels, block, 1, packed, scales, keep=True)
-        cuda.qsgd_accumulate(packed, scales, levels, block, x)
-    packed, scales = torch.zeros(4, NUMEL // 2 + 1, dtype=torch.uint8), torch.zeros(4, NUMEL // 256 + 1)
-    cuda.block_int_reduce(packed, scales, 4, 256, x, 4, None, packed[0], scales[0], NUMEL, 0.25)
-    values, indices = torch.zeros(2, 500, dtype=torch.bfloat16), torch.zeros(2, 500, dtype=torch.int32)
-    cuda.topk_feedback(x, x.clone(), 0.9, values[0], indices[0])
+        cuda.qsgd_decode(packed, scales, levels, block, x, 1.0)
+    values, indices = torch.zeros(500, dtype=torch.bfloat16), torch.zeros(500, dtype=torch.int32)
+    cuda.topk_encode_keeping(x, values, indices)
     cuda.topk_indices(x, 100)
-    cuda.gather(x, indices[0], x[: indices.shape[1]].clone())
-    cuda.scatter_add_(x, indices[0], values[0])
-    cuda.scatter_add_rows_(x, indices, values)
+    cuda.gather(x, indices, x[: indices.numel()].clone())
+    cuda.scatter_add_(x, indices, values)
     for rank in (4, 32):
-        cuda.matrices.orthonormalise(torch.zeros(2, rank, 3000))
-    cuda.matrices.low_rank_(torch.zeros(2, 300, 500), torch.zeros(2, 4, 300), torch.zeros(2, 4, 500), 0.5, add=True)
+        cuda.orthonormalise(torch.zeros(2, rank, 3000))
+    cuda.low_rank_(torch.zeros(2, 300, 500), torch.zeros(2, 4, 300), torch.zeros(2, 4, 500), 0.5, add=True)
 
 
 def main() -> None:

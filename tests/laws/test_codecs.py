@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gradwire import kernels
 from gradwire.codecs import BlockInt, Chain, Codec, TopK
 from gradwire.core.errors import CompositionError
 from gradwire.core.key import Key
+from gradwire.kernels import dispatch
 
 from . import checks
 from .subjects import DTYPES, HUGE, KINDS, bits, codecs, dtypes, sample, seeds, tensors
@@ -122,10 +122,14 @@ def check_kernels_agree(codec: Codec, x: Tensor, key: Key) -> None:
     assert bool(((y.double() - z.double()).abs() <= level * (1 + 8 * u) + 4 * u * y.double().abs()).all())
 
 
+def no_implementations(_package: str, _kind: str) -> None:
+    return None
+
+
 def on_reference(call: Callable[[], T]) -> T:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GRADWIRE_KERNELS", "reference")
-        patch.setattr(kernels, "_cpu_kernels", lambda: None)
+        patch.setattr(dispatch, "implementations", no_implementations)
         return call()
 
 

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from gradwire.cli.kernel_table import kernel_table
 from gradwire.core.errors import SpecError
 from gradwire.core.link import Link
 from gradwire.core.options import Option
@@ -43,6 +44,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Add both to the command line."""
     methods = commands.add_parser("methods", help="list the methods and their options")
     methods.add_argument("spec", nargs="*", metavar="SPEC", help="show what these specs become instead")
+    methods.add_argument("--kernels", action="store_true", help="show what each kernel runs in instead")
     methods.set_defaults(run=run_methods)
     cost = commands.add_parser("cost", help="bytes that methods send each step, without sending them")
     cost.add_argument("methods", nargs="+", metavar="SPEC")
@@ -59,12 +61,17 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run_methods(arguments: argparse.Namespace, console: Console) -> int:
-    """`gradwire methods [SPEC ...]`."""
+    """`gradwire methods [SPEC ...]`, `gradwire methods --kernels`."""
     import gradwire
     from gradwire import spec
     from gradwire.asynchronous import methods as asynchronous_methods
     from gradwire.sync import spec as sync_spec
 
+    if arguments.kernels:
+        if arguments.spec:
+            raise SpecError("--kernels shows all kernels, whatever the method: give no SPEC with it")
+        console.print(kernel_table())
+        return OK
     if arguments.spec:
         for text in arguments.spec:
             meaning = _meaning(text)

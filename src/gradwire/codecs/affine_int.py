@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gradwire import kernels
 from gradwire.codecs.base import Float32Codec, as_float32
 from gradwire.core.errors import CompositionError
 from gradwire.core.key import Key
 from gradwire.core.payload import Field, Layout, Payload
-from gradwire.kernels import quantise
 
 LEVELS = 255
 
@@ -71,17 +71,17 @@ class AffineInt(Float32Codec):
     def encode_into(self, x: Tensor, key: Key, out: Payload) -> None:
         """Extremes, then rounding."""
         scales, zeros, levels = out
-        quantise.affine_encode(as_float32(x), self.block, scales, zeros, levels)
+        kernels.affine_encode(as_float32(x), self.block, scales, zeros, levels)
 
     def decode32(self, payload: Payload, out: Tensor, key: Key) -> None:
         """s (q - z), in one pass."""
         scales, zeros, levels = payload
-        quantise.affine_decode(scales, zeros, levels, self.block, out)
+        kernels.affine_decode(scales, zeros, levels, self.block, out)
 
     def accumulate32(self, payload: Payload, into: Tensor, key: Key, alpha: float) -> None:
         """into += alpha * s (q - z), in one pass."""
         scales, zeros, levels = payload
-        quantise.affine_accumulate(scales, zeros, levels, self.block, into, alpha)
+        kernels.affine_decode(scales, zeros, levels, self.block, into, alpha)
 
     def contraction(self, numel: int) -> float | None:
         """1 - block / 255^2, since the largest magnitude is at least 127.5 s."""

@@ -33,10 +33,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from gradwire import kernels
 from gradwire.core.errors import CompositionError, PayloadError
 from gradwire.core.key import Key
 from gradwire.core.payload import Field, Layout, Payload
-from gradwire.kernels import lowrank
 
 SUPPORTED_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
@@ -103,7 +103,7 @@ class Codec(ABC):
         """into += alpha * decode(payload). `into` is 1-d and is changed in place."""
         decoded = torch.empty_like(into)
         self.decode_into(payload, decoded, key)
-        lowrank.add_scaled_(into, decoded, alpha)
+        kernels.add_scaled_(into, decoded, alpha)
 
     def contraction(self, numel: int) -> float | None:
         """Return delta in E||C(x) - x||^2 <= (1 - delta)||x||^2, or None where there is no such bound."""

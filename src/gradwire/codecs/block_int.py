@@ -93,7 +93,7 @@ class BlockInt(Float32Codec):
 
     def accumulate32(self, payload: Payload, into: Tensor, key: Key, alpha: float) -> None:
         """One pass."""
-        kernels.block_int_accumulate(payload[1], payload[0], self.bits, self.block, into, alpha)
+        kernels.block_int_decode(payload[1], payload[0], self.bits, self.block, into, alpha)
 
     def contraction(self, numel: int) -> float | None:
         """max(1/block, 1 - block / (4 L^2)) with nearest rounding."""

@@ -8,10 +8,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from gradwire import kernels
 from gradwire.codecs.base import Codec, as_float32
 from gradwire.core.key import Key
 from gradwire.core.payload import Field, Layout, Payload
-from gradwire.kernels import lowrank, quantise
 
 
 class _Elements(Codec):
@@ -33,7 +33,7 @@ class _Elements(Codec):
 
     def accumulate(self, payload: Payload, into: Tensor, key: Key, alpha: float = 1.0) -> None:
         """into += alpha * payload, in the precision of `into`."""
-        lowrank.add_scaled_(into, payload[0], alpha)
+        kernels.add_scaled_(into, payload[0], alpha)
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class StochasticBF16(Codec):
 
     def encode_into(self, x: Tensor, key: Key, out: Payload) -> None:
         """One pass."""
-        quantise.bfloat16_encode(as_float32(x), key.bits, out[0])
+        kernels.bfloat16_encode(as_float32(x), key.bits, out[0])
 
     def decode_into(self, payload: Payload, out: Tensor, key: Key) -> None:
         """Cast back."""
@@ -143,7 +143,7 @@ class StochasticBF16(Codec):
 
     def accumulate(self, payload: Payload, into: Tensor, key: Key, alpha: float = 1.0) -> None:
         """into += alpha * payload, in the precision of `into`."""
-        lowrank.add_scaled_(into, payload[0], alpha)
+        kernels.add_scaled_(into, payload[0], alpha)
 
     def contraction(self, numel: int) -> float | None:
         """1 - 2^-16, for normal numbers."""

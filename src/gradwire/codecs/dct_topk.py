@@ -18,7 +18,7 @@ from gradwire.codecs.topk import VALUE_DTYPES, check_density, kept
 from gradwire.core.errors import CompositionError
 from gradwire.core.key import Key
 from gradwire.core.payload import Field, Layout, Payload
-from gradwire.kernels import lowrank, matrices
+from gradwire.kernels import low_rank
 
 TILE_NUMEL = 1 << 16
 """Elements that are transformed at a time: they stay in the second cache, and nothing of x's size is made."""
@@ -95,8 +95,8 @@ class DCTTopK(Float32Codec):
         )
         for (first, stop), tile in self._tiles(as_float32(x)):
             part = slice(first * self.kept, stop * self.kept)
-            coefficients = matrices.low_rank(tile.mT[None], basis.mT.contiguous()[None])[0]
-            lowrank.topk_rows(coefficients, self.kept, values[part], codes[part])
+            coefficients = low_rank.low_rank(tile.mT[None], basis.mT.contiguous()[None])[0]
+            kernels.topk_rows(coefficients, self.kept, values[part], codes[part])
         if values is not out[0]:
             out[0].copy_(values)
         kernels.pack_bits(codes, self._bits, out[1])
@@ -118,8 +118,8 @@ class DCTTopK(Float32Codec):
             first, rows = start // self.chunk, -(-piece.numel() // self.chunk)
             part = slice(first * self.kept, (first + rows) * self.kept)
             tile = scratch[: rows * self.chunk]
-            lowrank.combine_rows(values[part], codes[part], basis, tile.view(rows, self.chunk))
-            lowrank.add_scaled_(piece, tile[: piece.numel()], alpha)
+            kernels.combine_rows(values[part], codes[part], basis, tile.view(rows, self.chunk))
+            kernels.add_scaled_(piece, tile[: piece.numel()], alpha)
 
     def contraction(self, numel: int) -> float | None:
         """k / chunk, less what the transform and 16-bit values round away; fp16 may overflow and promises nothing."""

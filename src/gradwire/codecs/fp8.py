@@ -8,12 +8,12 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from gradwire import kernels
 from gradwire.codecs.base import Float32Codec, as_float32
 from gradwire.codecs.sign import check_block
 from gradwire.core.errors import CompositionError
 from gradwire.core.key import Key
 from gradwire.core.payload import Field, Layout, Payload
-from gradwire.kernels import quantise
 
 Format = Literal["e4m3", "e5m2"]
 
@@ -67,19 +67,19 @@ class FP8(Float32Codec):
 
     @property
     def _float8(self) -> torch.dtype:
-        return quantise.FLOAT8[self.format]
+        return kernels.FLOAT8[self.format]
 
     def encode_into(self, x: Tensor, key: Key, out: Payload) -> None:
         """One pass."""
-        quantise.float8_encode(as_float32(x), self._float8, self.block, out[1], out[0])
+        kernels.float8_encode(as_float32(x), self._float8, self.block, out[1], out[0])
 
     def decode32(self, payload: Payload, out: Tensor, key: Key) -> None:
         """One pass."""
-        quantise.float8_decode(payload[1], payload[0], self._float8, self.block, out)
+        kernels.float8_decode(payload[1], payload[0], self._float8, self.block, out)
 
     def accumulate32(self, payload: Payload, into: Tensor, key: Key, alpha: float) -> None:
         """One pass."""
-        quantise.float8_accumulate(payload[1], payload[0], self._float8, self.block, into, alpha)
+        kernels.float8_decode(payload[1], payload[0], self._float8, self.block, into, alpha)
 
     def contraction(self, numel: int) -> float | None:
         """1 - r^2 - block (h / max)^2: the errors of the large elements, and of those below the least normal one."""

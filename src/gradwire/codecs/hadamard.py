@@ -14,7 +14,6 @@ from gradwire.codecs.topk import check_density, kept
 from gradwire.core.errors import CompositionError
 from gradwire.core.key import Key
 from gradwire.core.payload import Field, Layout, Payload
-from gradwire.kernels import lowrank
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,7 @@ class Hadamard(Float32Codec):
         """Transform block by block."""
         numel = x.numel()
         rows = self._rows(numel, key, x.device)
-        lowrank.hadamard_encode(as_float32(x), self._block(numel), key.shared.bits, rows, out[0])
+        kernels.hadamard_encode(as_float32(x), self._block(numel), key.shared.bits, rows, out[0])
 
     def encode_divided_into(self, x: Tensor, divisor: int, key: Key, out: Payload) -> None:
         """Divide only what is kept."""
@@ -92,7 +91,7 @@ class Hadamard(Float32Codec):
         """Transform back and add."""
         numel = into.numel()
         rows = self._rows(numel, key, into.device)
-        lowrank.hadamard_accumulate(payload[0], self._block(numel), key.shared.bits, rows, into, alpha)
+        kernels.hadamard_accumulate(payload[0], self._block(numel), key.shared.bits, rows, into, alpha)
 
     def contraction(self, numel: int) -> float | None:
         """k / N, less what the transforms round away."""

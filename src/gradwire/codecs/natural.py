@@ -11,7 +11,6 @@ from gradwire import kernels
 from gradwire.codecs.base import Float32Codec, as_float32
 from gradwire.core.key import Key
 from gradwire.core.payload import Field, Layout, Payload
-from gradwire.kernels import quantise
 
 
 @dataclass(frozen=True)
@@ -60,15 +59,15 @@ class Natural(Float32Codec):
 
     def encode_into(self, x: Tensor, key: Key, out: Payload) -> None:
         """One pass."""
-        quantise.natural_encode(as_float32(x), key.bits, out[0], out[1])
+        kernels.natural_encode(as_float32(x), key.bits, out[0], out[1])
 
     def decode32(self, payload: Payload, out: Tensor, key: Key) -> None:
         """One pass."""
-        quantise.natural_decode(payload[0], payload[1], out)
+        kernels.natural_decode(payload[0], payload[1], out)
 
     def accumulate32(self, payload: Payload, into: Tensor, key: Key, alpha: float) -> None:
         """One pass."""
-        quantise.natural_accumulate(payload[0], payload[1], into, alpha)
+        kernels.natural_decode(payload[0], payload[1], into, alpha)
 
     def contraction(self, numel: int) -> float | None:
         """7/8 in the mean over keys, for normal numbers."""

@@ -13,7 +13,6 @@ from gradwire.codecs.base import Float32Codec, as_float32
 from gradwire.codecs.sign import check_block
 from gradwire.core.key import Key
 from gradwire.core.payload import Field, Layout, Payload
-from gradwire.kernels import quantise
 
 
 @dataclass(frozen=True)
@@ -63,15 +62,15 @@ class OneBit(Float32Codec):
 
     def encode_into(self, x: Tensor, key: Key, out: Payload) -> None:
         """One pass."""
-        quantise.one_bit_encode(as_float32(x), self.block, out[1], out[0])
+        kernels.one_bit_encode(as_float32(x), self.block, out[1], out[0])
 
     def decode32(self, payload: Payload, out: Tensor, key: Key) -> None:
         """One pass."""
-        quantise.one_bit_decode(payload[1], payload[0], self.block, out)
+        kernels.one_bit_decode(payload[1], payload[0], self.block, out)
 
     def accumulate32(self, payload: Payload, into: Tensor, key: Key, alpha: float) -> None:
         """One pass."""
-        quantise.one_bit_accumulate(payload[1], payload[0], self.block, into, alpha)
+        kernels.one_bit_decode(payload[1], payload[0], self.block, into, alpha)
 
     def contraction(self, numel: int) -> float | None:
         """1 / block, the worst case: a single positive entry among zeros."""

@@ -84,4 +84,4 @@ class QSGD(Float32Codec):
 
     def accumulate32(self, payload: Payload, into: Tensor, key: Key, alpha: float) -> None:
         """One pass."""
-        kernels.qsgd_accumulate(payload[1], payload[0], self.levels, self.block, into, alpha)
+        kernels.qsgd_decode(payload[1], payload[0], self.levels, self.block, into, alpha)

@@ -72,7 +72,7 @@ class Sign(Float32Codec):
 
     def accumulate32(self, payload: Payload, into: Tensor, key: Key, alpha: float) -> None:
         """One pass."""
-        kernels.sign_accumulate(payload[1], payload[0], self.block, into, alpha)
+        kernels.sign_decode(payload[1], payload[0], self.block, into, alpha)
 
     def contraction(self, numel: int) -> float | None:
         """1 / block, the worst case: a block with a single entry that is not zero."""

@@ -9,11 +9,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from gradwire import kernels
 from gradwire.codecs.base import Float32Codec, as_float32
 from gradwire.core.errors import CompositionError
 from gradwire.core.key import Key
 from gradwire.core.payload import Field, Layout, Payload
-from gradwire.kernels import quantise
 
 
 @dataclass(frozen=True)
@@ -94,12 +94,12 @@ class TernGrad(Float32Codec):
     def encode_into(self, x: Tensor, key: Key, out: Payload) -> None:
         """One pass."""
         clip = self.clip or math.inf
-        quantise.ternary_encode(as_float32(x), out[0], key.bits, self.block, self.digits, out[1], clip)
+        kernels.ternary_encode(as_float32(x), out[0], key.bits, self.block, self.digits, out[1], clip)
 
     def decode32(self, payload: Payload, out: Tensor, key: Key) -> None:
         """One pass."""
-        quantise.ternary_decode(payload[1], payload[0], self.block, self.digits, out)
+        kernels.ternary_decode(payload[1], payload[0], self.block, self.digits, out)
 
     def accumulate32(self, payload: Payload, into: Tensor, key: Key, alpha: float) -> None:
         """One pass."""
-        quantise.ternary_accumulate(payload[1], payload[0], self.block, self.digits, into, alpha)
+        kernels.ternary_decode(payload[1], payload[0], self.block, self.digits, into, alpha)

@@ -70,7 +70,7 @@ class Threshold(Float32Codec):
     def encode_above(self, x: Tensor, tau: Tensor, out: Payload) -> None:
         """Write the entries of at least `tau`, a 0-d float32 tensor: for thresholds that change."""
         x32 = as_float32(x)
-        indices = places.at_least(x32, tau, out[1])
+        indices = kernels.at_least(x32, tau, out[1])
         places.encode(indices, x.numel(), "rice", out[0], room=out[1].numel())
 
     def decode32(self, payload: Payload, out: Tensor, key: Key) -> None:

@@ -13,7 +13,6 @@ from gradwire.codecs.base import Float32Codec, as_float32
 from gradwire.core.errors import CompositionError
 from gradwire.core.key import Key
 from gradwire.core.payload import Field, Layout, Payload
-from gradwire.kernels import fused
 from gradwire.kernels import indices as places
 
 VALUE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -155,7 +154,7 @@ class TopK(Float32Codec):
             super().encode_keeping_into(x, key, out)
             return
         indices = torch.empty(out[0].numel(), dtype=torch.int32, device=x.device)
-        fused.topk_encode_keeping(x, out[0], indices)
+        kernels.topk_encode_keeping(x, out[0], indices)
         places.encode(indices, x.numel(), self.indices, out[1])
 
     def decode32(self, payload: Payload, out: Tensor, key: Key) -> None:

@@ -12,7 +12,7 @@ from gradwire.core.errors import CompositionError
 from gradwire.core.grain import Grain
 from gradwire.core.key import Key
 from gradwire.core.state import Leaf, State
-from gradwire.kernels import matrices
+from gradwire.kernels import low_rank
 from gradwire.reducers.base import Program, Reduced, Step
 from gradwire.reducers.low_rank import (
     FACTOR_DTYPES,
@@ -120,16 +120,16 @@ class ACPSGD(LowRank):
         Pt, Qt = state.tensor("Pt"), state.tensor("Qt")
         key = Key(step.seed, step.index, grain.name, "revive")
         if step.index % 2 == 0:  # steps are counted from 0 here
-            held = matrices.orthonormalise(Qt)
-            part = factor_part(matrices.project_columns(M, held), grain, step, self.factors)
+            held = low_rank.orthonormalise(Qt)
+            part = factor_part(low_rank.project_columns(M, held), grain, step, self.factors)
             found = (yield collective.AllReduce(part)).float()
-            mean, sent = matrices.low_rank(found, held), SentFactors(part, held, step.world_size)
+            mean, sent = low_rank.low_rank(found, held), SentFactors(part, held, step.world_size)
             Pt = unit_columns(found, key)
         else:
-            held = matrices.orthonormalise(Pt)
-            part = factor_part(matrices.project_rows(held, M), grain, step, self.factors)
+            held = low_rank.orthonormalise(Pt)
+            part = factor_part(low_rank.project_rows(held, M), grain, step, self.factors)
             found = (yield collective.AllReduce(part)).float()
-            mean, sent = matrices.low_rank(held, found), SentFactors(held, part, step.world_size)
+            mean, sent = low_rank.low_rank(held, found), SentFactors(held, part, step.world_size)
             Qt = unit_columns(found, key)
         return Reduced(mean.to(x.dtype).view(x.shape), sent, _state(Pt, Qt))
 

@@ -16,7 +16,6 @@ from gradwire.core import collective
 from gradwire.core.errors import CompositionError
 from gradwire.core.grain import Grain
 from gradwire.core.state import State
-from gradwire.kernels import lowrank
 from gradwire.reducers.base import Program, Reduced, Reducer, Step
 
 
@@ -99,10 +98,10 @@ class CountSketch(Reducer):
         flat = as_float32(x.reshape(-1))
         bits = step.key(grain, "hash").shared.bits
         sketch = torch.empty(self.rows, self.columns(flat.numel()), dtype=torch.float32, device=x.device)
-        lowrank.count_sketch(flat, bits, sketch)
+        kernels.count_sketch(flat, bits, sketch)
         total = yield collective.AllReduce(sketch.div_(step.world_size), consumable=True)
         mean = torch.empty(flat.numel(), dtype=torch.float32, device=x.device)
-        lowrank.count_unsketch(total.contiguous(), bits, mean)
+        kernels.count_unsketch(total.contiguous(), bits, mean)
         indices = kernels.topk_indices(mean, kept(self.density, mean.numel()))
         part = kernels.gather(flat, indices).div_(step.world_size)
         values = yield collective.AllReduce(part)

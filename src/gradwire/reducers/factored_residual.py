@@ -12,7 +12,7 @@ from gradwire.core.errors import CompositionError
 from gradwire.core.grain import Grain, ParameterSpec
 from gradwire.core.key import Key
 from gradwire.core.state import Leaf, State
-from gradwire.kernels import matrices
+from gradwire.kernels import low_rank
 from gradwire.reducers.base import Program, Reduced, Reducer, Step, require_whole
 from gradwire.reducers.error_feedback import ErrorFeedback
 from gradwire.reducers.low_rank import drawn, gains, unit_columns
@@ -95,11 +95,11 @@ class FactoredErrorFeedback(ErrorFeedback):
         """The inner program on X + P Q^T."""
         Pt, Qt = state.tensor("Pt"), state.tensor("Qt")
         y = x.float().view(grain.shape)
-        matrices.low_rank_(y, Pt, Qt, self.decay, add=True)
+        low_rank.low_rank_(y, Pt, Qt, self.decay, add=True)
         reduced = yield from self.inner.reduce_keeping(grain, y, state.part("inner"), step)
         start = unit_columns(Qt, Key(step.seed, step.index, grain.name, "residual"))
-        found = matrices.orthonormalise(matrices.project_columns(y, start))
-        new = self._state(found, matrices.project_rows(found, y), reduced.state)
+        found = low_rank.orthonormalise(low_rank.project_columns(y, start))
+        new = self._state(found, low_rank.project_rows(found, y), reduced.state)
         return Reduced(reduced.mean.to(x.dtype).view(x.shape), reduced.sent, new, reduced.bad)
 
     def _state(self, Pt: Tensor, Qt: Tensor, inner: State) -> State:

@@ -12,7 +12,7 @@ from gradwire.core.errors import CompositionError
 from gradwire.core.grain import Grain
 from gradwire.core.key import Key
 from gradwire.core.state import Leaf, State
-from gradwire.kernels import matrices
+from gradwire.kernels import low_rank
 from gradwire.reducers.base import Program, Reduced, Step
 from gradwire.reducers.low_rank import LowRank, SentFactors, check_rank, drawn, factor_part, unit_columns
 
@@ -74,11 +74,11 @@ class GradZip(LowRank):
     def reduce(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:
         """Two all-reduces: of P, then of Q."""
         M = x.view(grain.shape).float()
-        Pt_part = factor_part(matrices.project_columns(M, self._solved(state.tensor("Qt"))), grain, step)
+        Pt_part = factor_part(low_rank.project_columns(M, self._solved(state.tensor("Qt"))), grain, step)
         Pt = (yield collective.AllReduce(Pt_part, consumable=True)).float()
-        Qt_part = factor_part(matrices.project_rows(self._solved(Pt), M), grain, step)
+        Qt_part = factor_part(low_rank.project_rows(self._solved(Pt), M), grain, step)
         Qt = (yield collective.AllReduce(Qt_part)).float()
-        mean = matrices.low_rank(Pt, Qt).to(x.dtype).view(x.shape)
+        mean = low_rank.low_rank(Pt, Qt).to(x.dtype).view(x.shape)
         key = Key(step.seed, step.index, grain.name, "revive")
         return Reduced(mean, SentFactors(Pt, Qt_part, step.world_size), State(Qt=Leaf(unit_columns(Qt, key), "matrix")))
 

@@ -8,11 +8,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from gradwire import kernels
 from gradwire.core.errors import CompositionError
 from gradwire.core.grain import Grain, flat_grain, matrix_grain
 from gradwire.core.key import Key
 from gradwire.core.state import Leaf, State
-from gradwire.kernels import lowrank
 from gradwire.reducers.base import Program, Reduced, Reducer, Step, Wrapper, require_linear, require_whole
 from gradwire.reducers.error_feedback import ErrorFeedback
 
@@ -59,7 +59,7 @@ class LeanErrorFeedback(ErrorFeedback):
         """The inner program on x + e."""
         residual, inner = state.tensor("residual"), state.part("inner")
         y = x.float()
-        lowrank.add_bf16_(y.view(-1), residual, self.decay)
+        kernels.add_bf16_(y.view(-1), residual, self.decay)
         reduced = yield from self.inner.reduce(grain, y, inner, step)
         reduced.sent.subtract_from(y.view(grain.shape))
         new = State(residual=Leaf(_rounded(y.view(-1), step.key(grain, "residual")), "element", owed=True))
@@ -69,7 +69,7 @@ class LeanErrorFeedback(ErrorFeedback):
 
 def _rounded(y: Tensor, key: Key) -> Tensor:
     out = torch.empty(y.shape, dtype=torch.bfloat16, device=y.device)
-    lowrank.round_bf16(y, key.bits, out)
+    kernels.round_bf16(y, key.bits, out)
     return out
 
 

@@ -8,11 +8,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from gradwire import kernels
 from gradwire.codecs.cast import Identity
 from gradwire.core.errors import CompositionError
 from gradwire.core.grain import Grain, ParameterSpec
 from gradwire.core.key import Key
-from gradwire.kernels import lowrank, matrices
+from gradwire.kernels import low_rank
 from gradwire.reducers.base import Reducer, Step
 from gradwire.reducers.exchange import AllReduce
 
@@ -54,21 +55,21 @@ class SentFactors:
         """x -= scale * P Q^T."""
         Pt, Qt = self.Pt.float(), self.Qt.float()
         if x.dtype == torch.float32 and x.is_contiguous():
-            matrices.subtract_low_rank_(x, Pt, Qt, self.scale)
+            low_rank.subtract_low_rank_(x, Pt, Qt, self.scale)
         else:
-            x.sub_(matrices.low_rank(Pt, Qt) * self.scale)
+            x.sub_(low_rank.low_rank(Pt, Qt) * self.scale)
 
 
 def drawn(grain: Grain, rank: int, length: int, key: Key) -> Tensor:
     """A factor to begin with, transposed: (batch, rank, length) Gaussian numbers, the same on every rank."""
     batch, rows, columns = grain.shape
-    return matrices.gaussian(key.bits, (batch, min(rank, rows, columns), length), grain.device)
+    return kernels.gaussian(key.bits, (batch, min(rank, rows, columns), length), grain.device)
 
 
 def unit_columns(Qt: Tensor, key: Key) -> Tensor:
     """Q transposed, (batch, rank, columns), with scaled columns; those of zeros are redrawn, or they would stay."""
     scaled = Qt.clone(memory_format=torch.contiguous_format)
-    lowrank.unit_rows_(scaled.view(-1, Qt.shape[2]), key.bits)
+    low_rank.unit_rows_(scaled.view(-1, Qt.shape[2]), key.bits)
     return scaled
 
 

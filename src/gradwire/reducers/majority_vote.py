@@ -8,12 +8,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from gradwire import kernels
 from gradwire.codecs import Sign
 from gradwire.codecs.sign import check_block
 from gradwire.core import collective
 from gradwire.core.grain import Grain
 from gradwire.core.state import State
-from gradwire.kernels import quantise
 from gradwire.reducers.base import Program, Reduced, Reducer, Step
 from gradwire.reducers.sharding import CutPayload, Shards
 
@@ -87,5 +87,5 @@ def _count(received: Tensor, cut: CutPayload, step: Step) -> Tensor:
     rows = [cut.row.views(row) for row in received]
     ordered, n = torch.stack([row[0] for row in rows]).sort(0).values, len(rows)
     scales.copy_(ordered[(n - 1) // 2] * 0.5 + ordered[n // 2] * 0.5)
-    quantise.majority(torch.stack([row[1] for row in rows]), step.index % step.world_size, bits)
+    kernels.majority(torch.stack([row[1] for row in rows]), step.index % step.world_size, bits)
     return wire

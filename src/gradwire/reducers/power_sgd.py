@@ -16,7 +16,7 @@ from gradwire.core.errors import CompositionError
 from gradwire.core.grain import Grain, flat_grain
 from gradwire.core.key import Key
 from gradwire.core.state import Leaf, State
-from gradwire.kernels import matrices
+from gradwire.kernels import low_rank
 from gradwire.reducers.base import Program, Reduced, Step
 from gradwire.reducers.low_rank import (
     FACTOR_DTYPES,
@@ -68,7 +68,7 @@ class PowerSGD(LowRank):
     the bytes of 16 bits. Here nothing is lost: what the second rounding takes from its shard of Q the shard's owner
     owes, as a multiple of P. Matrices of one shape are one batch.
 
-    P is made orthonormal by `kernels.matrices.orthonormalise`, finite for rank-deficient and all-zero matrices. Between
+    P is made orthonormal by `kernels.low_rank.orthonormalise`, finite for rank-deficient and all-zero matrices. Between
     steps each column of Q is scaled by a power of two to a largest magnitude in [1, 2): that changes no span, and MQ
     then is of the size of M and not of its square, which half precision may not hold. Columns that vanish are redrawn
     from the key, so a layer whose gradient was zero gets through when it comes back. Parameters too small to gain go
@@ -153,15 +153,15 @@ class PowerSGD(LowRank):
             again = unit_columns(found.Qt.mean, Key(step.seed, step.index, grain.name, f"iteration {i}"))
             found = yield from self._iterate(M, again, grain, step)
         Pt, Qt = found
-        mean = matrices.low_rank(Pt, Qt.mean).to(x.dtype).view(x.shape)
+        mean = low_rank.low_rank(Pt, Qt.mean).to(x.dtype).view(x.shape)
         sent = SentFactors(Pt, Qt.part, Qt.scale) if self.sent == "local" else SentFactors(Pt, Qt.mean)
         return Reduced(mean, sent, self._next(start, Qt.mean, grain, step))
 
     def _iterate(self, M: Tensor, Qt: Tensor, grain: Grain, step: Step) -> Generator[Collective, Tensor, _Factors]:
         """One step of subspace iteration on the mean of M."""
-        MQt = yield from self._mean_of_columns(matrices.project_columns(M, Qt), grain, step)
-        Pt = matrices.orthonormalise(MQt)
-        return _Factors(Pt, (yield from self._shared(matrices.project_rows(Pt, M), grain, step)))
+        MQt = yield from self._mean_of_columns(low_rank.project_columns(M, Qt), grain, step)
+        Pt = low_rank.orthonormalise(MQt)
+        return _Factors(Pt, (yield from self._shared(low_rank.project_rows(Pt, M), grain, step)))
 
     def _mean_of_columns(self, MQt: Tensor, grain: Grain, step: Step) -> Generator[Collective, Tensor, Tensor]:
         """The mean of M Q transposed, of which nobody owes what rounding takes. `MQt` is used up."""
@@ -202,7 +202,7 @@ class PowerSGD(LowRank):
             return State()
         fresh = unit_columns(Qt, Key(step.seed, step.index, grain.name, "revive"))
         if self.momentum:
-            agrees = matrices.products(fresh, start) >= 0
+            agrees = low_rank.products(fresh, start) >= 0
             start = torch.where(agrees[:, :, None], start, -start)
             fresh = fresh.mul_(1.0 - self.momentum).add_(start.mul_(self.momentum))
         return State(Qt=Leaf(fresh, "matrix"))

@@ -8,12 +8,13 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from gradwire import kernels
 from gradwire.codecs.cast import Identity
 from gradwire.core import collective
 from gradwire.core.grain import Grain, ParameterSpec
 from gradwire.core.key import Key
 from gradwire.core.state import State
-from gradwire.kernels import matrices
+from gradwire.kernels import low_rank
 from gradwire.reducers.base import Program, Reduced, Reducer, Step
 from gradwire.reducers.exchange import AllReduce
 from gradwire.reducers.low_rank import SentFactors, check_rank, factor_part
@@ -78,12 +79,12 @@ class Sketch(Reducer):
         M = x.view(grain.shape).float()
         St = directions(step.key(grain, "sketch").shared, grain.shape[2], self.rank, x.device)
         St = St.expand(grain.shape[0], -1, -1)
-        part = factor_part(matrices.project_columns(M, St), grain, step)
+        part = factor_part(low_rank.project_columns(M, St), grain, step)
         MSt = (yield collective.AllReduce(part)).float()
-        mean = matrices.low_rank(MSt, St).to(x.dtype).view(x.shape)
+        mean = low_rank.low_rank(MSt, St).to(x.dtype).view(x.shape)
         return Reduced(mean, SentFactors(part, St, step.world_size), state)
 
 
 def directions(key: Key, columns: int, rank: int, device: torch.device) -> Tensor:
     """S transposed, (min(rank, columns), columns): orthonormal rows, uniform over subspaces, as Gaussian ones are."""
-    return matrices.orthonormalise(matrices.gaussian(key.bits, (1, min(rank, columns), columns), device))[0]
+    return low_rank.orthonormalise(kernels.gaussian(key.bits, (1, min(rank, columns), columns), device))[0]

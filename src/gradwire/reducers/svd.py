@@ -11,7 +11,7 @@ from gradwire.core import collective
 from gradwire.core.grain import Grain
 from gradwire.core.payload import Field, Layout, Payload
 from gradwire.core.state import State
-from gradwire.kernels import matrices
+from gradwire.kernels import low_rank
 from gradwire.reducers.base import Program, Reduced, Step
 from gradwire.reducers.low_rank import LowRank, SentFactors, check_rank, wire_dtype
 
@@ -65,7 +65,7 @@ class SVD(LowRank):
         mean = torch.zeros(grain.shape, dtype=torch.float32, device=x.device)
         for row in collective.by_rank(rows):
             Pt, Qt = _factors(layout.views(row), grain)
-            matrices.low_rank_(mean, Pt.float(), Qt.float(), 1.0 / step.world_size, add=True)
+            low_rank.low_rank_(mean, Pt.float(), Qt.float(), 1.0 / step.world_size, add=True)
         return Reduced(mean.to(x.dtype).view(x.shape), SentFactors(*own), state)
 
     def _layout(self, grain: Grain) -> Layout:

@@ -16,7 +16,6 @@ from gradwire.core.grain import Grain
 from gradwire.core.key import Key
 from gradwire.core.payload import Field, Layout, Payload
 from gradwire.core.state import State
-from gradwire.kernels import quantise
 from gradwire.reducers.base import Program, Reduced, Reducer, Step
 from gradwire.reducers.sent import SentPayload
 from gradwire.reducers.sharding import CutPayload, Shards
@@ -72,7 +71,7 @@ class TernarySum(Reducer):
         shards = Shards(flat.numel(), n, self.block)
         first, second = (CutPayload(c, shards, torch.float32) for c in (_Digits(codec), _Sums(n)))
         fields, (packed,) = first.empty(flat.device)
-        quantise.ternary_encode(flat, scales, key.bits, codec.block, codec.digits, packed)
+        kernels.ternary_encode(flat, scales, key.bits, codec.block, codec.digits, packed)
         received = yield collective.AllToAll(first.rows(fields))
         gathered = yield collective.AllGather(_add(received, first, second, step))
         mean = torch.empty(flat.numel(), dtype=torch.float32, device=flat.device)
@@ -83,7 +82,7 @@ class TernarySum(Reducer):
     def _scales(self, flat: Tensor) -> Tensor:
         """Of each block; infinity where it is not finite, since a backend's maximum may pass over NaN."""
         scales = torch.empty(-(-flat.numel() // self.block), dtype=torch.float32, device=flat.device)
-        quantise.ternary_scales(flat, self.clip or math.inf, self.block, scales)
+        kernels.ternary_scales(flat, self.clip or math.inf, self.block, scales)
         return torch.where(torch.isfinite(scales), scales, float("inf"))
 
 
@@ -97,13 +96,13 @@ class _Digits(Codec):
         return Layout(self.inner.layout(numel, dtype).fields[1:])
 
     def encode_into(self, x: Tensor, key: Key, out: Payload) -> None:
-        quantise.ternary_encode(x, self._ones(x), key.bits, self.inner.block, self.inner.digits, out[0])
+        kernels.ternary_encode(x, self._ones(x), key.bits, self.inner.block, self.inner.digits, out[0])
 
     def decode_into(self, payload: Payload, out: Tensor, key: Key) -> None:
-        quantise.ternary_decode(payload[0], self._ones(out), self.inner.block, self.inner.digits, out)
+        kernels.ternary_decode(payload[0], self._ones(out), self.inner.block, self.inner.digits, out)
 
     def accumulate(self, payload: Payload, into: Tensor, key: Key, alpha: float = 1.0) -> None:
-        quantise.ternary_accumulate(payload[0], self._ones(into), self.inner.block, self.inner.digits, into, alpha)
+        kernels.ternary_decode(payload[0], self._ones(into), self.inner.block, self.inner.digits, into, alpha)
 
     def _ones(self, x: Tensor) -> Tensor:
         return torch.ones(-(-x.numel() // self.inner.block), dtype=torch.float32, device=x.device)

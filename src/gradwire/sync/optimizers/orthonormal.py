@@ -14,7 +14,7 @@ from gradwire.core.errors import CompositionError
 from gradwire.core.grain import Grain
 from gradwire.core.key import Key
 from gradwire.core.state import Leaf, State
-from gradwire.kernels import matrices
+from gradwire.kernels import low_rank
 from gradwire.kernels.rounding import square_root
 from gradwire.reducers.base import Program, Reduced, Step
 from gradwire.reducers.low_rank import LowRank, SentFactors, check_rank, drawn, factor_part, unit_columns
@@ -100,14 +100,14 @@ class OrthonormalMomentum(LowRank):
     def reduce(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:
         """Two all-reduces, of P and of R."""
         B = x.float().view(grain.shape).add_(state.tensor("momentum").view(grain.shape))
-        BQt = matrices.project_columns(B, state.tensor("Qt"))
-        Pt = matrices.orthonormalise((yield collective.AllReduce(factor_part(BQt, grain, step))).float())
-        Rt = (yield collective.AllReduce(factor_part(matrices.project_rows(Pt, B), grain, step))).float()
-        matrices.subtract_low_rank_(B, Pt, Rt, 1.0 - self.momentum)
-        Qt = matrices.orthonormalise(Rt) if self.right == "orthonormal" else unit_length(Rt)
+        BQt = low_rank.project_columns(B, state.tensor("Qt"))
+        Pt = low_rank.orthonormalise((yield collective.AllReduce(factor_part(BQt, grain, step))).float())
+        Rt = (yield collective.AllReduce(factor_part(low_rank.project_rows(Pt, B), grain, step))).float()
+        low_rank.subtract_low_rank_(B, Pt, Rt, 1.0 - self.momentum)
+        Qt = low_rank.orthonormalise(Rt) if self.right == "orthonormal" else unit_length(Rt)
         result = torch.empty_like(B)
         _, rows, columns = grain.shape
-        matrices.low_rank_(result, Pt, Qt, math.sqrt(rows / columns))
+        low_rank.low_rank_(result, Pt, Qt, math.sqrt(rows / columns))
         fresh = unit_columns(Rt, Key(step.seed, step.index, grain.name, "revive"))
         return Reduced(result.to(x.dtype).view(x.shape), SentFactors(Pt, Rt), _state(B.view(-1), fresh))
 
@@ -119,7 +119,7 @@ def unit_length(vectors: Tensor) -> Tensor:
     tensor([[[0.6000, 0.8000],
              [0.0000, 0.0000]]])
     """
-    length = square_root(matrices.products(vectors, vectors))
+    length = square_root(low_rank.products(vectors, vectors))
     return (vectors.double() / torch.where(length == 0, 1.0, length)[:, :, None]).float()
 
 

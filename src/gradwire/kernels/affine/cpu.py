@@ -1,0 +1,151 @@
+# pyright: basic
+"""Affine integers on CPUs, in numba."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from gradwire.kernels.affine.reference import AFFINE_LEVELS
+from gradwire.kernels.runtime import pool
+from gradwire.kernels.runtime.compiling import array_of, compiled, inline
+from gradwire.kernels.runtime.tiles import (
+    CHUNK,
+    PAST_CACHES,
+    TILE,
+    Array,
+    delivered,
+    end_of_block,
+    prefetch_range,
+    spread_over_threads,
+)
+from gradwire.kernels.runtime.vectors import fence, use_widest_vectors
+
+
+@inline
+def _ordered(bits):
+    """The bits of a float32 as an integer that orders as it does, NaN beyond infinity; its own inverse."""
+    return np.int32(bits ^ np.int32(np.int32(bits >> np.int32(31)) & np.int32(0x7FFFFFFF)))
+
+
+@inline
+def _extremes(bits, start, stop):
+    """The lowest and the highest of a block in `_ordered`'s order, 0 among them."""
+    use_widest_vectors()
+    low, high = np.int32(0), np.int32(0)
+    for i in range(start, stop):  # a minimum of integers needs no leave to be reordered
+        order = _ordered(bits[np.uintp(i)])
+        low, high = min(low, order), max(high, order)
+    return low, high
+
+
+@compiled("void(int32[::1], int32[::1])")
+def _affine_extremes(bits, extremes):
+    extremes[0], extremes[1] = _extremes(bits, 0, bits.size)
+
+
+@inline
+def _affine_grid(low, high, pair):
+    """s = (high - low) / 255 and z = round(-low / s), as in the reference; `pair` is a scratch of two integers."""
+    largest = np.int32(0x7F7FFFFF)
+    if high > largest or np.int32(~low) > largest:
+        return np.float32(np.nan), np.float32(0)
+    pair[0], pair[1] = _ordered(low), _ordered(high)
+    ends, count = pair.view(np.float32), np.float32(AFFINE_LEVELS)
+    scale = ends[1] / count - ends[0] / count
+    if scale == np.float32(0):
+        return scale, np.float32(0)
+    return scale, min(max(np.rint(-ends[0] / scale), np.float32(0)), count)
+
+
+@inline
+def _affine_round(x, start, stop, scale, zero, levels, ahead):
+    use_widest_vectors()
+    if scale == np.float32(0) or not np.isfinite(scale):
+        levels[start:stop] = np.uint8(0)
+        return
+    for chunk in range(start, stop, CHUNK):
+        end = min(chunk + CHUNK, stop)
+        prefetch_range(x, chunk + ahead, end + ahead)
+        for i in range(chunk, end):
+            q = np.int32(np.rint(x[np.uintp(i)] / scale) + zero)
+            levels[np.uintp(i)] = np.uint8(max(min(q, np.int32(AFFINE_LEVELS)), np.int32(0)))
+
+
+@compiled("void(float32[::1], int64, float32[::1], uint8[::1], uint8[::1])")
+def _affine_encode(x, block, scales, zeros, levels):
+    use_widest_vectors()
+    bits, pair = x.view(np.int32), np.empty(2, np.int32)
+    for start in range(0, x.size, block):
+        stop, b = min(start + block, x.size), np.uintp(start // block)
+        low, high = _extremes(bits, start, stop)
+        scale, zero = _affine_grid(low, high, pair)
+        scales[b], zeros[b] = scale, np.uint8(zero)
+        _affine_round(x, start, stop, scale, zero, levels, stop - start)
+
+
+@compiled("void(float32[::1], int32[:, ::1], float32[::1], uint8[::1], uint8[::1])")
+def _affine_encode_whole(x, extremes, scales, zeros, levels):
+    """A piece of a tensor that is one block, given the extremes of all pieces."""
+    scale, zero = _affine_grid(extremes[:, 0].min(), extremes[:, 1].max(), np.empty(2, np.int32))
+    scales[0], zeros[0] = scale, np.uint8(zero)
+    for stop in range(x.size, 0, -TILE):  # from the end, which the extremes were sought in last and caches still hold
+        start = max(stop - TILE, 0)
+        _affine_round(x, start, stop, scale, zero, levels, -TILE)
+
+
+def affine_encode(x: Tensor, block: int, scales: Tensor, zeros: Tensor, levels: Tensor) -> None:
+    """See `gradwire.kernels.affine_encode`."""
+    a, s, z, q = array_of(x), array_of(scales), array_of(zeros), array_of(levels)
+    if not a.size:
+        return
+    if block:
+        spread_over_threads(
+            a.size, block, lambda i, j: functools.partial(_affine_encode, *_affine_part(i, j, a, block, s, z, q))
+        )
+        return
+    cuts = pool.chunks(a.size)
+    found, bits = np.empty((len(cuts), 2), np.int32), a.view(np.int32)
+    pool.run([functools.partial(_affine_extremes, bits[i:j], found[n]) for n, (i, j) in enumerate(cuts)])
+    spread_over_threads(a.size, 1, lambda i, j: functools.partial(_affine_encode_whole, a[i:j], found, s, z, q[i:j]))
+
+
+def _affine_part(i: int, j: int, a: Array, block: int, s: Array, z: Array, q: Array) -> tuple[Any, ...]:
+    """The elements [i, j), what a block is there, and its scales, zero points and levels."""
+    if not block:
+        return a[i:j], a.size, s, z, q[i:j]
+    blocks = slice(i // block, -(-j // block))
+    return a[i:j], block, s[blocks], z[blocks], q[i:j]
+
+
+@compiled("void(float32[::1], int64, float32[::1], uint8[::1], uint8[::1], float32, boolean)")
+def _affine_decode(into, block, scales, zeros, levels, alpha, overwrite):
+    use_widest_vectors()
+    values, past_caches = np.empty(TILE, np.float32), into.size >= PAST_CACHES
+    for origin in range(0, into.size, TILE):
+        piece, codes, start, sent = into[origin : origin + TILE], levels[origin : origin + TILE], 0, 0
+        while start < piece.size:
+            b, stop = np.uintp((origin + start) // block), end_of_block(start, origin, block, piece.size)
+            scale, zero = scales[b], np.int32(zeros[b])
+            for i in range(start, stop):
+                values[np.uintp(i)] = np.float32(np.int32(codes[np.uintp(i)]) - zero) * scale
+            start = stop
+            sent = delivered(values, piece, sent, stop, alpha, overwrite, past_caches)
+    fence()
+
+
+def affine_decode(
+    scales: Tensor, zeros: Tensor, levels: Tensor, block: int, out: Tensor, weight: float | None = None
+) -> None:
+    """See `gradwire.kernels.affine_decode`."""
+    s, z, q, o, factor = array_of(scales), array_of(zeros), array_of(levels), array_of(out), np.float32(weight or 0.0)
+    if not o.size:
+        return
+    spread_over_threads(
+        o.size,
+        block or 1,
+        lambda i, j: functools.partial(_affine_decode, *_affine_part(i, j, o, block, s, z, q), factor, weight is None),
+    )

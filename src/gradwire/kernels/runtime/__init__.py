@@ -1,0 +1,1 @@
+"""How kernels run: which are chosen, compiling, threads, vectors. Families of kernels stand on it."""

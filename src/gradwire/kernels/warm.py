@@ -1,0 +1,20 @@
+"""Compiling every kernel before the first step needs it."""
+
+from __future__ import annotations
+
+from gradwire.kernels.dispatch import KERNELS, implementations
+
+
+def warm_up() -> None:
+    """Compile every kernel for CPUs with its signature, or load it from disk, so that no training step does.
+
+    Does nothing where numba is missing or unwanted. Triton compiles for the shapes that it meets, so kernels for GPUs
+    are compiled in the first steps.
+    """
+    packages = {kernel.package for kernel in KERNELS if "cpu" in kernel.devices}
+    if any(implementations(package, "cpu") is None for package in sorted(packages)):
+        return
+    from gradwire.kernels.runtime.compiling import COMPILED
+
+    for kernel in COMPILED:
+        kernel.compile()
