@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from gradwire.advice import ADVICE
 from gradwire.codecs import (
     BF16,
     FP8,
@@ -286,86 +287,5 @@ _METHODS = (
 
 for _method in _METHODS:
     register(_method)
-
-# Names that people look for and that are no methods here.
-advise(
-    "models are averaged by gradwire.sync, and `gradwire compare` takes it as 'local:H=8,outer=int4', an average of "
-    "which costs what 'int4' does",
-    *(
-        "local",
-        "localsgd",
-        "post_localsgd",
-        "diloco",
-        "streaming_diloco",
-        "open_diloco",
-        "slowmo",
-        "bmuf",
-        "sparseloco",
-    ),
-    "easgd",
-)
-advise(
-    "federations have a server and no ranks: use gradwire.federated, or `gradwire federate --method fedavg`",
-    *(
-        "fedavg",
-        "fedprox",
-        "fednova",
-        "scaffold",
-        "fedavgm",
-        "fedadam",
-        "fedyogi",
-        "fedadagrad",
-        "fedbuff",
-        "federated",
-    ),
-)
-advise(
-    "models that are sharded otherwise than by fully_shard (docs/fsdp2.md) are not served, so attach a method such as "
-    "'int4' to a DistributedDataParallel model",
-    *("fsdp1", "zero", "zero1", "zero2", "zero3", "deepspeed", "megatron", "tensor_parallel", "pipeline"),
-)
-advise(
-    "models of fully_shard are attached to as they are, by a method such as 'int8', and parameters='int8' compresses "
-    "what they gather (docs/fsdp2.md)",
-    *("fsdp", "fsdp2", "fully_shard", "hsdp", "zero++", "qsdp", "sdp4bit"),
-)
-advise(
-    "neighbours mix models and not gradients, which gradwire.sync.Gossip does (docs/gossip.md); `gradwire compare` "
-    "takes it as 'gossip:ring'",
-    *("gossip", "choco", "choco_sgd", "dpsgd", "d_psgd", "sgp", "decentralized", "decentralised"),
-)
-advise(
-    "ranks that do not wait push to servers, which gradwire.asynchronous does (docs/asynchronous.md); `gradwire "
-    "compare` takes it as 'ssp:4'",
-    *("ssp", "asgd", "async", "async_sgd", "asynchronous", "dcasgd", "dc_asgd", "hogwild", "bounded_staleness"),
-)
-advise(
-    "gossip that waits for nobody is not served; 'sgp:one-peer' of gradwire.sync, which `gradwire compare` takes, "
-    "waits least",
-    "adpsgd",
-)
-advise(
-    "integers have 2 to 8 bits ('int2' to 'int8'), one bit is 'sign', and sixteen bits are 'fp16' or 'bf16'",
-    *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (0, 1, *range(9, 17), 32, 64)),
-    *(f"{bits}bit" for bits in range(9, 16)),
-)
-advise(
-    "gradients hardly shrink by byte compressors, so gradwire has none: 'fp16' sends half and 'int8' a quarter",
-    *("gzip", "zlib", "zstd", "lz4", "huffman", "entropy", "lossless"),
-)
-advise(
-    "a spec says what is sent and leaves the optimizer to you, so name a method such as 'int4' or 'topk:0.01'",
-    *("sgd", "adam", "adamw", "lamb", "lion", "muon", "adafactor"),
-)
-advise(
-    "it is an optimizer of gradwire.sync.optimizers, which `gradwire compare` takes as in 'dion:16,lr=0.01'",
-    *("dion", "orth_dion", "zero_one_adam", "01adam"),
-)
-advise(
-    "gradwire uses the backend of DDP's process group, so name what it shall send, such as 'int4'",
-    *("nccl", "gloo", "mpi", "ucc", "ddp", "horovod"),
-)
-advise(
-    "error feedback is an option, as in 'qsgd:15,ef=on' or 'topk:0.01,ef=ef21', and biased methods have it already",
-    *("error_feedback", "feedback", "residual", "ef21", "ef_sgd", "memory"),
-)
+for _advice, _names in ADVICE.items():
+    advise(_advice, *_names.split())
