@@ -148,6 +148,10 @@ class DGC(Wrapper):
     Raises:
         CompositionError: a value out of range.
 
+    References:
+        Lin, Han, Mao, Wang & Dally 2018, "Deep gradient compression: reducing the communication bandwidth for
+        distributed training".
+
     >>> DGC(0.01, ramp=100).inner.inner.serving(250)
     AllGather(codec=TopK(density=0.015625, values='fp32', indices='auto'))
     """

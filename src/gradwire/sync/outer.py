@@ -63,7 +63,11 @@ def _require_positive(name: str, value: float) -> None:
 
 @dataclass(frozen=True)
 class Mean(Outer):
-    """x = x_0 + d, the mean of all ranks' parameters (Stich 2019, algorithm 1)."""
+    """x = x_0 + d, the mean of all ranks' parameters (Stich 2019, algorithm 1).
+
+    References:
+        Stich 2019, "Local SGD converges fast and communicates little".
+    """
 
     def move_(self, x: Tensor, d: Tensor, memory: Memory, rates: Rates) -> None:
         """Add the mean change."""
@@ -76,6 +80,9 @@ class DiLoCo(Outer):
 
     This is `torch.optim.SGD` on the gradient -d, to rounding (Douillard et al. 2023, algorithm 1, with the outer
     optimizer that the paper recommends).
+
+    References:
+        Douillard et al. 2023, "DiLoCo: distributed low-communication training of language models".
 
     >>> x, d, rule = torch.zeros(1), torch.ones(1), DiLoCo(lr=0.5, momentum=0.5)
     >>> rule.move_(x, d, rule.memory(x), Rates(0.1, 0.1)); x
@@ -113,6 +120,10 @@ class SlowMo(Outer):
     before. Ranks use the largest gamma of all, per parameter group, so that a scheduler that lags behind on one rank
     does not bring their global copies apart. Where gamma is 0 the mean is taken and v stays.
 
+    References:
+        Wang, Tantia, Ballas & Rabbat 2020, "SlowMo: improving communication-efficient distributed SGD with slow
+        momentum".
+
     >>> x, d, rule = torch.zeros(1), torch.ones(1), SlowMo(beta=0.5)
     >>> memory = rule.memory(x)
     >>> for _ in range(2): rule.move_(x, d, memory, Rates(0.1, 0.1))
@@ -148,6 +159,10 @@ class BMUF(Outer):
 
     Blockwise model update filtering (Chen & Huo 2016; d is their G, taken from what the window began with).
     A usual momentum is 1 - 1/n for n ranks.
+
+    References:
+        Chen & Huo 2016, "Scalable training of deep learning machines by incremental block training with intra-block
+        parallel optimization and blockwise model-update filtering".
 
     >>> x, d, rule = torch.zeros(1), torch.ones(1), BMUF(momentum=0.5, nesterov=False)
     >>> memory = rule.memory(x)
