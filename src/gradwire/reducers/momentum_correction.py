@@ -166,6 +166,11 @@ class DGC(Wrapper):
 
     def __post_init__(self) -> None:
         check_density(self.density)
+        if self.ramp and self.density >= max(DENSITIES):
+            raise CompositionError(
+                f"ramp={self.ramp} comes down from a density of {max(DENSITIES)}, and {self.density} is not below it: "
+                "leave ramp out"
+            )
         _ = self.inner
 
     @functools.cached_property
