@@ -26,6 +26,7 @@ from gradwire.asynchronous.optimizer import AsynchronousOptimizer, Where
 from gradwire.asynchronous.pace import Bounded, Free, Pace
 from gradwire.asynchronous.rates import Constant, Hyperbolic, Inverse, Rate, RootHyperbolic
 from gradwire.asynchronous.rules import ASGD, AdaptiveDCASGD, Rule
+from gradwire.core.errors import SpecError
 from gradwire.core.method_spec import SpecMethod, name_of, read
 from gradwire.core.options import Option, options_of
 from gradwire.core.uses import Special, Study, Use
@@ -107,6 +108,10 @@ class Compensated(Pushing):
     strength: float = 2.0
     decay: float = 0.95
 
+    def __post_init__(self) -> None:
+        if self.strength == 0:
+            raise SpecError("a strength of 0 compensates nothing, which is 'asgd': write that, or a strength above 0")
+
     @property
     def pace(self) -> Pace:
         """Nobody waits."""
@@ -125,15 +130,8 @@ class Served(AsyncMethod):
     def __init__(
         self, kind: type[Plain | Compensated], build: type, summary: str, example: str, main: str, use: Use
     ) -> None:
-        self._kind, self.build, self.summary, self.example, self.main, self.use = (
-            kind,
-            build,
-            summary,
-            example,
-            main,
-            use,
-        )
-        self.options = options_of(kind)
+        self._kind, self.build, self.options = kind, build, options_of(kind)
+        self.summary, self.example, self.main, self.use = summary, example, main, use
 
     def check(self, given: Mapping[str, Any]) -> None:
         """Make every part, for two workers."""

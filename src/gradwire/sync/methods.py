@@ -88,6 +88,19 @@ class Windows:
             raise SpecError("windows grow by last= and double_after= together, as in local:H=2,last=16,double_after=50")
         if self.last is not None and self.drift is not None:
             raise SpecError("a window is ended by drift= or grows up to last=: leave one of them out")
+        self._require_effect()
+
+    def _require_effect(self) -> None:
+        """Refuse what would change nothing."""
+        if self.last == self.H:
+            raise SpecError(f"windows of H={self.H} steps do not grow to last={self.last}: make last= larger")
+        if self.drift is not None and self.H == 1:
+            raise SpecError("drift= ends windows early, and a window of H=1 step cannot end earlier: make H larger")
+        if self.merge == "progress" and not self.delay:
+            raise SpecError(
+                "merge=progress keeps what a rank changes while an average is under way, which is nothing without a "
+                "delay: add delay=1, or leave merge out"
+            )
 
     def arguments(self) -> dict[str, Any]:
         """What `LocalSGD` is made with.
@@ -129,6 +142,10 @@ class Windowed(SyncMethod):
 
     def _made(self, given: Mapping[str, Any]) -> dict[str, Any]:
         windows, rule = _parted(given, Windows, self._rule)
+        if windows.warmup and windows.H == 1 and windows.last is None and isinstance(rule, Mean):
+            raise SpecError(
+                "warmup= makes windows of one step first, which H=1 has anyway: make H larger, or leave it out"
+            )
         return windows.arguments() | {"outer": rule}
 
     def optimizer(self, given: Mapping[str, Any], inner: Optimizer, model: nn.Module, where: Where) -> LocalSGD:

@@ -61,6 +61,11 @@ def _require_positive(name: str, value: float) -> None:
         raise CompositionError(f"{name}={value}: give a number above 0")
 
 
+def _require_momentum(momentum: float, nesterov: bool) -> None:
+    if not (momentum or nesterov):
+        raise CompositionError("nesterov is about momentum, and momentum=0 is none: leave nesterov out")
+
+
 @dataclass(frozen=True)
 class Mean(Outer):
     """x = x_0 + d, the mean of all ranks' parameters (Stich 2019, algorithm 1).
@@ -96,6 +101,7 @@ class DiLoCo(Outer):
     def __post_init__(self) -> None:
         _require_positive("lr", self.lr)
         _require_fraction("momentum", self.momentum)
+        _require_momentum(self.momentum, self.nesterov)
 
     def memory(self, x: Tensor) -> Memory:
         """A momentum of zeros, if there is to be any."""
@@ -178,6 +184,7 @@ class BMUF(Outer):
     def __post_init__(self) -> None:
         _require_positive("lr", self.lr)
         _require_fraction("momentum", self.momentum)
+        _require_momentum(self.momentum, self.nesterov)
 
     def memory(self, x: Tensor) -> Memory:
         """A momentum of zeros."""
