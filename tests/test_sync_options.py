@@ -28,7 +28,8 @@ BASES = {
     "diloco": "diloco:H=4",
     "slowmo": "slowmo:H=4",
     "bmuf": "bmuf:H=4,momentum=0.5",
-    "zerooneadam": "zerooneadam:var_freeze_step=2,local_step_scaler=2",
+    "zerooneadam": "zerooneadam:var_freeze_step=8,local_step_scaler=2",
+    "dion": "dion:4,lr=0.01",
     "onebitadam": "onebitadam:freeze_step=4",
 }
 VALUES = {
@@ -45,6 +46,7 @@ VALUES = {
     "adam": ("0.weight",),
     "adam_share": ("0.5,adam=0.weight",),
     "var_freeze_step": ("6",),
+    "chunk": ("8",),
 }
 """Values of options whose kind does not tell them, with other options where they need some."""
 NUMBERS = {int: ("2", "3"), float: ("0.5", "0.001")}
