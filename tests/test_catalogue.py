@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -85,8 +84,7 @@ def places(use: Recommended) -> Iterator[str]:
     """What stands at each place that a recommended method refers to."""
     for where in use.measured:
         path, _, address = where.partition("#")
-        text = (ROOT / path).read_text()
-        yield section(text, address) if address else rounded(json.loads(text))
+        yield section((ROOT / path).read_text(), address)
 
 
 def section(text: str, address: str) -> str:
@@ -98,14 +96,6 @@ def section(text: str, address: str) -> str:
     rank = lines[first].split()[0]
     rest = (i for i in range(first + 1, len(lines)) if re.match(rf"#{{1,{len(rank)}}} ", lines[i]))
     return "\n".join(lines[first : next(rest, len(lines))])
-
-
-def rounded(results: object) -> str:
-    """All means of a file of results, to two decimals."""
-    if isinstance(results, dict):
-        own = [f"{value:.2f}" for key, value in results.items() if key == "mean" and isinstance(value, float)]  # type: ignore[reportUnknownVariableType]
-        return " ".join([*own, *(rounded(value) for value in results.values())])  # type: ignore[reportUnknownVariableType]
-    return ""
 
 
 @pytest.mark.parametrize("each", RECOMMENDED, ids=lambda each: each.name)

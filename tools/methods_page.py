@@ -27,7 +27,7 @@ case is known in which one of them is the best.
 
 SECTIONS: dict[type[Use], str] = {
     Recommended: "Take one of these. All figures were measured, where the last line of each says.",
-    Special: "Each of these is for a case of its own. Without that case, one of the four above serves better.",
+    Special: "Each of these is for a case of its own. Without that case, one of those above serves better.",
     Study: "What is known of each says why it is not above: it lost more, or was not measured in training.",
 }
 
@@ -125,10 +125,8 @@ def _paper(entry: Entry) -> str:
 
 
 def _title(where: str) -> str:
-    """The heading that an address is of; the name of a file of results."""
+    """The heading that an address is of."""
     path, _, address = where.partition("#")
-    if not address:
-        return Path(path).name
     return next(text for text in headings(ROOT / path) if anchor(text) == address)
 
 
@@ -147,7 +145,7 @@ def anchor(heading: str) -> str:
 
 
 def _relative(where: str) -> str:
-    return where.removeprefix("docs/") if where.startswith("docs/") else f"../{where}"
+    return where.removeprefix("docs/")
 
 
 if __name__ == "__main__":

@@ -79,7 +79,7 @@ def catalogue() -> tuple[Entry, ...]:
     """Return every method of every language: recommended ones first, then those for special cases, then for study.
 
     >>> [entry.name for entry in catalogue() if isinstance(entry.use, Recommended)]
-    ['int4', 'int8', 'powersgd', 'local']
+    ['int4', 'powersgd', 'local']
     """
     entries = [*_gradient_entries(), *_synchronised_entries(), *_unwaiting_entries()]
     return tuple(sorted(entries, key=lambda entry: USES.index(type(entry.use))))

@@ -57,6 +57,7 @@ __all__ = ["methods", "register"]
 
 _AT_20 = "docs/results.md#ten-methods-at-20-mbits"
 _AT_100 = "docs/results.md#ten-methods-at-100-mbits"
+_FSDP2 = "docs/results.md#fsdp2-nine-methods-at-100-mbits"
 _DIGITS = "docs/results.md#digits-ten-methods-at-20-and-100-mbits"
 
 _ROUTES = tuple(f"none,exchange={route}" for route in ("direct", "ring", "tree", "rhd"))
@@ -224,10 +225,11 @@ _METHODS = (
         "int4,node=2",
         use=Recommended(
             "int4",
-            "100 Mbit/s and slower: fp32's loss 4.2 times sooner at 100 Mbit/s, 5.8 times at 20",
-            "any model: begin with it",
-            "byte-GPT: held-out loss 2.402 ± 0.020, fp32 2.409 ± 0.023; digits: accuracy 98.98, fp32 99.35",
-            (_AT_20, _AT_100, _DIGITS),
+            "100 Mbit/s and slower: fp32's loss 4.2 times sooner at 100 Mbit/s (under FSDP2 3.6), 5.8 times at 20",
+            'any model: begin with it; under FSDP2 with parameters="int8"',
+            "byte-GPT: held-out loss 2.402 ± 0.020, fp32 2.409 ± 0.023; under FSDP2 2.602 ± 0.009, fp32 2.617 ± 0.043; "
+            "digits: accuracy 98.98, fp32 99.35",
+            (_AT_20, _AT_100, _FSDP2, _DIGITS),
         ),
     ),
     _integers(5, use=Study("between int4 and int8; not measured in training")),
@@ -236,12 +238,8 @@ _METHODS = (
     _integers(
         8,
         "int8",
-        use=Recommended(
-            "int8",
-            "FSDP2 on any link: a step 3.2 times shorter at 100 Mbit/s; and wherever int4 loses too much",
-            'models of FSDP2, with parameters="int8"',
-            "byte-GPT, one seed: held-out loss 2.6009, fp32 2.5987; digits: accuracy 98.89, fp32 99.00",
-            ("docs/fsdp2.md#measured", "benchmarks/results/accuracy_digits_2026-11-21.json"),
+        use=Special(
+            "where int4 loses too much; digits: accuracy 0.1 points below 99.0; what FSDP2 gathers (parameters=)"
         ),
     ),
     Method(

@@ -15,7 +15,7 @@ class Recommended:
         link: the links that it is for, and what it gained there.
         model: the models that it is for.
         cost: what it ended at, beside what uncompressed training ended at.
-        measured: where all these figures stand: pages of the docs with a heading, `docs/page.md#heading`, or results.
+        measured: where all these figures stand: pages of the docs with a heading, `docs/page.md#heading`.
     """
 
     spec: str
