@@ -67,12 +67,8 @@ def tried() -> Iterator[Tried]:
         for option, found in method.options.items():
             values, any_will_do = values_of(option, found)
             base = without(BASES[name], option)
-            if base is not None:
-                yield Tried(
-                    BASES[name],
-                    tuple(f"{base}{option}={v}" for v in values if readable(f"{base}{option}={v}")),
-                    any_will_do,
-                )
+            specs = (f"{base}{option}={value}" for value in values)
+            yield Tried(BASES[name], tuple(spec for spec in specs if readable(spec)), any_will_do)
 
 
 def values_of(option: str, found: Option) -> tuple[tuple[str, ...], bool]:
