@@ -28,7 +28,7 @@ BASES = {
     "diloco": "diloco:H=4",
     "slowmo": "slowmo:H=4",
     "bmuf": "bmuf:H=4,momentum=0.5",
-    "zerooneadam": "zerooneadam:var_freeze_step=8,local_step_scaler=2",
+    "zerooneadam": "zerooneadam:var_freeze_step=4,local_step_scaler=1",
     "dion": "dion:4,lr=0.01",
     "onebitadam": "onebitadam:freeze_step=4",
 }
