@@ -26,7 +26,9 @@ from torch.optim.swa_utils import AveragedModel
 
 import gradwire
 from gradwire.bench.ranks import RankFailure, loopback_environments, run_function
+from gradwire.codecs import Identity
 from gradwire.core.errors import AttachError, CommunicationError, ConnectionLost
+from gradwire.reducers import AllReduce, Hierarchical
 from gradwire.session.failures import Answer, FailureBoard
 from kernel_sets import everything_in
 
@@ -133,7 +135,7 @@ def in_use() -> tuple[int, int, int]:
 
 def attach_and_drop(close: bool) -> None:
     ddp = DDP(nn.Linear(4, 4))
-    handle = gradwire.attach(ddp, "none,node=1")
+    handle = gradwire.attach(ddp, Hierarchical(AllReduce(Identity()), 1))
     ddp(torch.ones(2, 4)).sum().backward()
     if close:
         handle.close()

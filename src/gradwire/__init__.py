@@ -8,6 +8,7 @@ from gradwire import asynchronous, federated, sync
 from gradwire.adapters.attach import attach
 from gradwire.adapters.drift import watch_drift
 from gradwire.adapters.handle import Handle
+from gradwire.catalogue import catalogue
 from gradwire.codecs.error_memory import ErrorMemory, compress
 from gradwire.core.errors import (
     AttachError,
@@ -63,6 +64,7 @@ __all__ = [
     "StepError",
     "asynchronous",
     "attach",
+    "catalogue",
     "check_drift",
     "compress",
     "cost",

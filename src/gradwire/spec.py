@@ -1,4 +1,4 @@
-"""The spec language that Python and the command line share: `topk:0.01+int8,values=bf16,warmup=100`.
+"""The spec language that Python and the command line share: `topk:0.01+int8,exchange=twoshot,warmup=100`.
 
     spec    = method {"+" method} {"," option "=" value}
     method  = name [":" argument]
@@ -9,7 +9,7 @@ that the first keeps. Options are the first method's own, and these, which every
     exchange=allreduce|allgather|allgatherv|twoshot  how payloads become a mean
     exchange=direct|ring|tree|rhd|auto      an all-reduce by another route; auto measures which is fastest
     node=RANKS                              uncompressed inside nodes of so many ranks, the method between them;
-                                            the number must divide that of the ranks
+                                            the number must divide that of the ranks, and 1 is no node
     ef=on|off, decay=FLOAT                  error feedback; `on` scales an unbiased codec to a contraction
     ef=ef21                                 differences to an estimate that ranks keep, in place of a residual
     residual=fp32|bf16|factored:RANK        what its memory is kept in
@@ -19,6 +19,7 @@ that the first keeps. Options are the first method's own, and these, which every
     guard=on|off                            handling of non-finite gradients
     weights=FLOAT/FLOAT/...                 a weight for each rank
 
+What would change nothing is refused: memory where all is sent (`none,ef=on`), vectors that are uncompressed anyway.
 A rule stands before the codec whose payloads it combines, without error feedback: `krum:1+int8,ef=off`.
 """
 
@@ -28,7 +29,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from gradwire.codecs import Chain, Codec, Identity
+from gradwire.codecs import Chain, Codec
 from gradwire.codecs.error_memory import require_contraction, require_decay
 from gradwire.codecs.scaled import contracting
 from gradwire.core.errors import CompositionError, SpecError
@@ -59,6 +60,14 @@ from gradwire.reducers import (
 )
 from gradwire.reducers.aggregate import Gathered, PrivateMean, Rule, Sharded, Weighted
 from gradwire.reducers.base import as_reducer
+from gradwire.reducers.without_effect import (
+    PLAIN,
+    require_loss,
+    require_memory,
+    require_room,
+    require_vectors,
+    require_warming,
+)
 
 EXCHANGES: Mapping[str, Callable[[Codec], Reducer]] = {
     "allreduce": AllReduce,
@@ -196,8 +205,12 @@ def parse_codec(spec: str) -> tuple[Codec, float | None]:
     codec, feedback = _whole_codec(spec, parts, built), common.get("ef", parts[0].method.feedback)
     if feedback == "ef21":
         raise SpecError(f"ef=ef21 in {spec!r} is for exchanges among ranks: take ef=on")
-    if not feedback or codec.lossless:
+    if not feedback:
+        if "decay" in common:
+            raise SpecError(f"decay in {spec!r} is an option of error feedback, and there is none: add ef=on")
         return codec, None
+    if codec.lossless:
+        raise CompositionError(f"ef=on in {spec!r} has nothing to remember, since all is sent: leave it out")
     codec = contracting(codec)
     require_contraction(codec)
     require_decay(common.get("decay", 1.0))
@@ -315,8 +328,10 @@ def _reducer(spec: str, parts: list[_Part], built: list[Any], common: dict[str, 
     exchange = common.get("exchange") or ("allgather" if len(parts) > 1 else parts[0].method.exchange)
     if exchange not in EXCHANGES:
         raise SpecError(f"unknown exchange {exchange!r} in {spec!r}: {meant(exchange, EXCHANGES)}")
+    if exchange == "allgatherv":
+        require_room(spec, codec)
     made = EXCHANGES[exchange](codec)
-    return Hierarchical(made, common["node"]) if "node" in common else made
+    return Hierarchical(made, common["node"]) if common.get("node", 1) != 1 else made
 
 
 def _codec(spec: str, built: list[Any]) -> Codec:
@@ -336,8 +351,11 @@ def _fed(spec: str, reducer: Reducer, common: dict[str, Any]) -> Reducer:
     if common.get("ef") == "ef21":
         if lost := [name for name in ("residual", "decay") if name in common]:
             raise SpecError(f"{lost[0]} in {spec!r} is an option of ef=on: ef21 keeps estimates and owes nothing")
-        return EF21(reducer)
+        made = EF21(reducer)
+        require_loss(spec, reducer, "ef=ef21")
+        return made
     residual, decay = common.get("residual", "fp32"), common.get("decay", 1.0)
+    require_loss(spec, reducer, "ef=on")
     kind, _, rank = residual.partition(":")
     if kind == "factored":
         return FactoredErrorFeedback(reducer, decay, convert(spec, "residual", rank, int))
@@ -362,14 +380,17 @@ def _wrap(spec: str, reducer: Reducer, method: Method, common: dict[str, Any]) -
         reducer = _fed(spec, reducer, common)
     elif lost := [name for name in ("residual", "decay") if name in common]:
         raise SpecError(f"{lost[0]} in {spec!r} is an option of error feedback, and there is none: add ef=on")
+    else:
+        require_memory(spec, reducer)
     transparent = _needs_no_guard(reducer)
-    plain = AllReduce(Identity())
     if not common.get("vectors", True):
-        reducer = Partition(((is_vector, plain),), reducer)
+        require_vectors(spec, reducer)
+        reducer = Partition(((is_vector, PLAIN),), reducer)
     if common.get("warmup"):
-        reducer = WarmUp(plain, reducer, common["warmup"])
+        require_warming(spec, reducer)
+        reducer = WarmUp(PLAIN, reducer, common["warmup"])
     if "weights" in common:
         reducer = Weighted(reducer, _weights(spec, common["weights"]))
-    if "worker_momentum" in common:
+    if common.get("worker_momentum"):
         reducer = WorkerMomentum(reducer, common["worker_momentum"])
     return Guard(reducer) if common.get("guard", not transparent) else reducer

@@ -397,6 +397,7 @@ MISREMEMBERING = [
     Pair(ErrorFeedback(Gathered(LinearKrum(1), SPARSE)), Sharded(Krum(1))),
     Pair(LeanErrorFeedback(Gathered(LinearKrum(1), SPARSE)), Sharded(Krum(1))),
     Pair(EF21(Gathered(LinearGeometricMedian(), SPARSE)), Sharded(GeometricMedian())),
+    Pair(EF21(Sharded(LinearMedian())), Sharded(Median())),
     Pair(ErrorFeedback(BlindWarmUp(PLAIN, Gathered(Median(), SPARSE), 0)), Sharded(Median())),
     Pair(MomentumCorrection(Gathered(LinearMedian(), SPARSE), 0.0), Sharded(Median())),
     Pair(CountsAllAsSent(AllGather(SPARSE)), PLAIN),
@@ -420,7 +421,7 @@ def test_the_next_rule_that_is_not_linear_is_found(monkeypatch: pytest.MonkeyPat
     method = Method("middle", LinearMedian, "broken", "own", examples=("middle",))
     monkeypatch.setitem(vars(__import__("gradwire.core.registry", fromlist=["_methods"]))["_methods"], "middle", method)
     found = pairs.__wrapped__()
-    for spec in ("middle,ef=ef21", "middle+int4", "middle+topk:0.01"):
+    for spec in ("middle+int4", "middle+int4,ef=ef21", "middle+topk:0.01"):
         with pytest.raises(AssertionError, match="short by"):
             check_delivers(found[spec])
 

@@ -44,6 +44,9 @@ class HogwildOptimizer(Wrapper):
         AttachError: ranks on several machines, a model that is not on the CPU, or different models.
         CommunicationError: a rank that does not come.
 
+    References:
+        Recht, Re, Wright & Niu 2011, "Hogwild!: a lock-free approach to parallelizing stochastic gradient descent".
+
     Example:
         optimizer = HogwildOptimizer(torch.optim.SGD(model.parameters(), 0.1), model)
     """

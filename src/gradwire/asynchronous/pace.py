@@ -46,6 +46,9 @@ class Bounded(Pace):
     Raises:
         CompositionError: a negative s.
 
+    References:
+        Ho et al. 2013, "More effective distributed ML via a stale synchronous parallel parameter server".
+
     >>> pace = Bounded(2)
     >>> pace.may_start(own=5, slowest=3), pace.may_start(own=5, slowest=2)
     (True, False)

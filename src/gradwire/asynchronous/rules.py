@@ -138,6 +138,9 @@ class AdaptiveDCASGD(Rule):
     Raises:
         CompositionError: a number out of range.
 
+    References:
+        Zheng et al. 2017, "Asynchronous stochastic gradient descent with delay compensation".
+
     >>> w = torch.tensor([1.0])
     >>> rule = AdaptiveDCASGD(0.1, strength=1.0, decay=0.0)
     >>> rule.move_(w, torch.tensor([2.0]), torch.tensor([0.0]), rule.memory(w), Moment(1, 1)); w  # 1 - 0.1 (2 + 4 / 2)

@@ -8,18 +8,14 @@ import platform
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from gradwire.cli.kernel_table import kernel_table
 from gradwire.core.errors import SpecError
 from gradwire.core.link import Link
-from gradwire.core.options import Option
-from gradwire.core.registry import Method
 
 if TYPE_CHECKING:
     from torch import nn
@@ -42,8 +38,8 @@ def versions() -> str:
 
 def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage]
     """Add both to the command line."""
-    methods = commands.add_parser("methods", help="list the methods and their options")
-    methods.add_argument("spec", nargs="*", metavar="SPEC", help="show what these specs become instead")
+    methods = commands.add_parser("methods", help="list the methods: those for most users first, each with its options")
+    methods.add_argument("spec", nargs="*", metavar="SPEC", help="show these methods whole, or what these specs become")
     methods.add_argument("--kernels", action="store_true", help="show what each kernel runs in instead")
     methods.set_defaults(run=run_methods)
     cost = commands.add_parser("cost", help="bytes that methods send each step, without sending them")
@@ -62,35 +58,21 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run_methods(arguments: argparse.Namespace, console: Console) -> int:
     """`gradwire methods [SPEC ...]`, `gradwire methods --kernels`."""
-    import gradwire
-    from gradwire import spec
-    from gradwire.asynchronous import methods as asynchronous_methods
-    from gradwire.sync import spec as sync_spec
+    from gradwire.catalogue import entry, is_method
+    from gradwire.cli.catalogue import print_catalogue, print_entry
 
     if arguments.kernels:
         if arguments.spec:
             raise SpecError("--kernels shows all kernels, whatever the method: give no SPEC with it")
         console.print(kernel_table())
         return OK
-    if arguments.spec:
-        for text in arguments.spec:
-            meaning = _meaning(text)
-            console.print(f"{text}  =  {meaning!r}", highlight=False, soft_wrap=True)
-        return OK
-    table = Table(box=None, header_style="bold")
-    for heading in ("method", "what is sent", "exchange", "error feedback", "ranks", "options and their defaults"):
-        table.add_column(heading, overflow="fold", no_wrap=heading == "method")
-    for method in gradwire.methods().values():
-        name = f"{method.name}:{method.argument.upper()}" if method.argument else method.name
-        feedback, options = "yes" if method.feedback else "", ", ".join(spec.described_options(method))
-        table.add_row(name, method.summary, method.exchange, feedback, _ranks(method), escape(options))
-    table.caption = "Of several choices the first is the default."
-    console.print(table)
-    _print_grammar(spec, console)
-    console.print(_sync_table())
-    _print_grammar(sync_spec, console)
-    console.print(_asynchronous_table())
-    _print_grammar(asynchronous_methods, console)
+    if not arguments.spec:
+        print_catalogue(console)
+    for text in arguments.spec:
+        if is_method(text):
+            print_entry(entry(text), console)
+        else:
+            console.print(f"{text}  =  {_meaning(text)!r}", highlight=False, soft_wrap=True)
     return OK
 
 
@@ -103,56 +85,6 @@ def _meaning(text: str) -> object:
     if gradwire.asynchronous.is_asynchronous(text):
         return gradwire.asynchronous.parse(text)
     return gradwire.parse(text)
-
-
-def _print_grammar(module: ModuleType, console: Console) -> None:
-    grammar = (module.__doc__ or "").split("\n\n", 1)[1]
-    console.print(f"\n{grammar.strip()}\n", highlight=False, markup=False)
-
-
-def _sync_table() -> Table:
-    """What `gradwire.sync` has; `compare` takes these too."""
-    from gradwire.sync.methods import METHODS
-
-    table = _methods_table("Fewer synchronisations")
-    shared: dict[str, Option] = {}
-    for name, method in METHODS.items():
-        shared |= method.shared
-        own = {option: found for option, found in method.options.items() if option not in method.shared}
-        table.add_row(name, method.summary, method.example, escape(_described(own)))
-    table.caption = escape(f"Whatever has windows of H steps also takes {_described(shared)}.")
-    return table
-
-
-def _asynchronous_table() -> Table:
-    """What `gradwire.asynchronous` has; `compare` takes these too."""
-    from gradwire.asynchronous.methods import METHODS
-
-    table = _methods_table("Ranks that do not wait")
-    for name, method in METHODS.items():
-        table.add_row(name, method.summary, method.example, escape(_described(method.options)))
-    return table
-
-
-def _methods_table(title: str) -> Table:
-    table = Table(box=None, header_style="bold", title=title, title_justify="left")
-    for heading in ("method", "what ranks do", "for example", "options and their defaults"):
-        table.add_column(heading, overflow="fold", no_wrap=heading == "method")
-    return table
-
-
-def _described(options: Mapping[str, Option]) -> str:
-    return ", ".join(f"{name}={option.described}" for name, option in options.items())
-
-
-def _ranks(method: Method) -> str:
-    """How many ranks a method needs at least, where one is not enough."""
-    import gradwire
-
-    for example in method.examples[:1]:
-        if (fewest := gradwire.parse(example).fewest_ranks) > 1:
-            return f"{fewest} for {example}"
-    return ""
 
 
 def run_cost(arguments: argparse.Namespace, console: Console) -> int:

@@ -51,7 +51,8 @@ class Chain(Float32Codec):
         second: a quantiser of flat values (`BlockInt`, `QSGD`, `Sign`, a cast).
 
     Raises:
-        CompositionError: where `first` is no sparsifier or `second` is one.
+        CompositionError: where `first` is no sparsifier or `second` is one; a `second` that loses nothing, or a `first`
+            that would send values in another precision: both would change nothing.
 
     >>> from gradwire.codecs import BlockInt, TopK
     >>> Chain(TopK(0.01), BlockInt(8)).payload_bytes(100_000)  # 1000 bytes, 4 scales, 1080 bytes of indices
@@ -69,6 +70,15 @@ class Chain(Float32Codec):
             )
         if isinstance(self.second, Sparsifier):
             raise CompositionError(f"{self.second} sparsifies again: multiply the densities instead")
+        if self.second.lossless:
+            raise CompositionError(
+                f"{self.second} sends the kept values as they are: leave it out, which does the same"
+            )
+        values = getattr(self.first, "values", "fp32")
+        if values != "fp32":
+            raise CompositionError(
+                f"values={values} of {self.first} changes nothing, since {self.second} sends the values: leave it out"
+            )
 
     @property
     def shows_non_finite(self) -> bool:

@@ -31,6 +31,10 @@ class QSGD(Float32Codec):
     Raises:
         CompositionError: levels or block out of range.
 
+    References:
+        Alistarh, Grubic, Li, Tomioka & Vojnovic 2017, "QSGD: communication-efficient SGD via gradient quantization and
+        encoding".
+
     >>> QSGD(levels=15, block=512).payload_bytes(512)  # 512 * 5 bits, a norm, padding
     328
     """

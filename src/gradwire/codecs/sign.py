@@ -28,6 +28,9 @@ class Sign(Float32Codec):
     Raises:
         CompositionError: a block that is not a positive multiple of 8.
 
+    References:
+        Karimireddy, Rebjock, Stich & Jaggi 2019, "Error feedback fixes SignSGD and other gradient compression schemes".
+
     >>> Sign(block=4096).payload_bytes(8192)
     1032
     """

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from gradwire.core.errors import SpecError
 from gradwire.core.options import REQUIRED, Option, convert, meant, require_choice
+from gradwire.core.uses import Use
 
 
 class SpecMethod(ABC):
@@ -16,13 +17,19 @@ class SpecMethod(ABC):
     Attributes:
         summary: what is computed.
         example: a spec that works.
+        use: what the method is for.
+        exchange: how what ranks send becomes a result.
         main: the option whose value may stand alone behind the colon.
+        build: what computes it; its documentation names the paper.
         options: what may be written, by name.
     """
 
     summary: str
     example: str
+    use: Use
+    exchange: str
     main: str
+    build: type
     options: Mapping[str, Option]
 
     @abstractmethod

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from gradwire.core.uses import Study, Use
+
 Exchange = Literal["allreduce", "allgather", "twoshot", "own"]
 
 
@@ -20,7 +22,8 @@ class Method:
     `build` takes the method's own options as keywords. `argument` is the option that may follow the name after a
     colon. `exchange` and `feedback` are what suit it when a spec does not say; "own" marks a reducer with messages of
     its own. `examples` are the specs under which laws and benchmarks run. `synonyms` are other names under which people
-    look for it: no spec may use them, but errors lead from them to `name`.
+    look for it: no spec may use them, but errors lead from them to `name`. `use` says what the method is for: it orders
+    `gradwire methods` and docs/methods.md.
     """
 
     name: str
@@ -32,6 +35,7 @@ class Method:
     fixed: Mapping[str, Any] = field(default_factory=dict[str, Any])
     examples: tuple[str, ...] = ()
     synonyms: tuple[str, ...] = ()
+    use: Use = field(default_factory=Study)
 
 
 _methods: dict[str, Method] = {}

@@ -148,6 +148,10 @@ class DGC(Wrapper):
     Raises:
         CompositionError: a value out of range.
 
+    References:
+        Lin, Han, Mao, Wang & Dally 2018, "Deep gradient compression: reducing the communication bandwidth for
+        distributed training".
+
     >>> DGC(0.01, ramp=100).inner.inner.serving(250)
     AllGather(codec=TopK(density=0.015625, values='fp32', indices='auto'))
     """
@@ -162,6 +166,11 @@ class DGC(Wrapper):
 
     def __post_init__(self) -> None:
         check_density(self.density)
+        if self.ramp and self.density >= max(DENSITIES):
+            raise CompositionError(
+                f"ramp={self.ramp} comes down from a density of {max(DENSITIES)}, and {self.density} is not below it: "
+                "leave ramp out"
+            )
         _ = self.inner
 
     @functools.cached_property

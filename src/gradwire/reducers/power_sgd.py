@@ -89,6 +89,10 @@ class PowerSGD(LowRank):
         CompositionError: rank or iterations below 1, a rate that is not positive, momentum out of range or without
             warm start, unknown `sent` or `factors`.
 
+    References:
+        Vogels, Karimireddy & Jaggi 2019, "PowerSGD: practical low-rank gradient compression for distributed
+        optimization".
+
     >>> from gradwire.core.grain import ParameterSpec
     >>> PowerSGD(rank=2).assign(ParameterSpec("bias", (64,), torch.float32, torch.device("cpu")))
     AllReduce(codec=Identity())

@@ -34,6 +34,9 @@ class SVD(LowRank):
     Raises:
         CompositionError: rank below 1, or a rate that is not positive.
 
+    References:
+        Eckart & Young 1936, "The approximation of one matrix by another of lower rank".
+
     >>> from gradwire.core.grain import ParameterSpec
     >>> SVD(2).assign(ParameterSpec("bias", (64,), torch.float32, torch.device("cpu")))
     AllReduce(codec=Identity())

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from gradwire.core.errors import SpecError
 from gradwire.core.method_spec import SpecMethod
 from gradwire.core.options import Option, convert, options_of
+from gradwire.core.uses import Recommended, Special, Study, Use
 from gradwire.session.names import named
 from gradwire.spec import as_method
 from gradwire.sync.averaging_options import Merge
@@ -87,6 +88,19 @@ class Windows:
             raise SpecError("windows grow by last= and double_after= together, as in local:H=2,last=16,double_after=50")
         if self.last is not None and self.drift is not None:
             raise SpecError("a window is ended by drift= or grows up to last=: leave one of them out")
+        self._require_effect()
+
+    def _require_effect(self) -> None:
+        """Refuse what would change nothing."""
+        if self.last == self.H:
+            raise SpecError(f"windows of H={self.H} steps do not grow to last={self.last}: make last= larger")
+        if self.drift is not None and self.H == 1:
+            raise SpecError("drift= ends windows early, and a window of H=1 step cannot end earlier: make H larger")
+        if self.merge == "progress" and not self.delay:
+            raise SpecError(
+                "merge=progress keeps what a rank changes while an average is under way, which is nothing without a "
+                "delay: add delay=1, or leave merge out"
+            )
 
     def arguments(self) -> dict[str, Any]:
         """What `LocalSGD` is made with.
@@ -114,10 +128,11 @@ class Windows:
 class Windowed(SyncMethod):
     """A method whose windows end with the outer step `rule`."""
 
-    main = "H"
+    main, exchange = "H", "that of outer="
 
-    def __init__(self, rule: type[Outer], summary: str, example: str) -> None:
-        self._rule, self.summary, self.example = rule, summary, example
+    def __init__(self, rule: type[Outer], summary: str, example: str, use: Use) -> None:
+        self._rule, self.summary, self.example, self.use = rule, summary, example, use
+        self.build = rule
         self.shared = options_of(Windows)
         self.options = self.shared | options_of(rule)
 
@@ -127,6 +142,10 @@ class Windowed(SyncMethod):
 
     def _made(self, given: Mapping[str, Any]) -> dict[str, Any]:
         windows, rule = _parted(given, Windows, self._rule)
+        if windows.warmup and windows.H == 1 and windows.last is None and isinstance(rule, Mean):
+            raise SpecError(
+                "warmup= makes windows of one step first, which H=1 has anyway: make H larger, or leave it out"
+            )
         return windows.arguments() | {"outer": rule}
 
     def optimizer(self, given: Mapping[str, Any], inner: Optimizer, model: nn.Module, where: Where) -> LocalSGD:
@@ -149,10 +168,11 @@ class Rounds:
 class Gossiping(SyncMethod):
     """A method by which ranks mix their models with those of their neighbours."""
 
-    main = "graph"
+    main, exchange = "graph", "neighbours"
 
-    def __init__(self, rule: type[Method], summary: str, example: str) -> None:
-        self._rule, self.summary, self.example = rule, summary, example
+    def __init__(self, rule: type[Method], summary: str, example: str, use: Use) -> None:
+        self._rule, self.summary, self.example, self.use = rule, summary, example, use
+        self.build = rule
         self.options = options_of(Rounds) | options_of(rule)
 
     def check(self, given: Mapping[str, Any]) -> None:
@@ -178,8 +198,11 @@ class Gossiping(SyncMethod):
 class Replacing(SyncMethod):
     """A method that is an optimizer of its own, in place of the script's."""
 
-    def __init__(self, kind: type[SharedOptimizer], summary: str, example: str, main: str) -> None:
-        self._kind, self.summary, self.example, self.main = kind, summary, example, main
+    exchange = "own"
+
+    def __init__(self, kind: type[SharedOptimizer], summary: str, example: str, main: str, use: Use) -> None:
+        self._kind, self.summary, self.example, self.main, self.use = kind, summary, example, main, use
+        self.build = kind
         self.options = options_of(kind)
 
     def check(self, given: Mapping[str, Any]) -> None:
@@ -209,17 +232,81 @@ def _groups(inner: Optimizer, model: nn.Module, taken: list[str]) -> Iterator[di
 
 
 METHODS: Mapping[str, SyncMethod] = {
-    "local": Windowed(Mean, "the mean of all models, every H steps", "local:H=8"),
-    "diloco": Windowed(DiLoCo, "an outer step with Nesterov momentum, every H steps", "diloco:H=20,outer=topk:0.02"),
-    "slowmo": Windowed(SlowMo, "slow momentum around windows of H steps", "slowmo:H=12,beta=0.5"),
-    "bmuf": Windowed(BMUF, "blockwise model update filtering, every H steps", "bmuf:H=8,momentum=0.5"),
-    "gossip": Gossiping(DPSGD, "D-PSGD: models are mixed with those of neighbours", "gossip:ring"),
-    "sgp": Gossiping(SGP, "stochastic gradient push, along edges that go one way", "sgp:one-peer"),
-    "choco": Gossiping(CHOCO, "CHOCO-SGD: gossip by compressed messages", "choco:ring,codec=topk:0.1,gamma=0.3"),
-    "onebitadam": Replacing(OneBitAdam, "Adam, later with a frozen variance and momentum in one bit",
-                            "onebitadam:freeze_step=50", "freeze_step"),
-    "zerooneadam": Replacing(ZeroOneAdam, "0/1 Adam: a variance refreshed ever more rarely, and local steps",
-                             "zerooneadam:var_freeze_step=50,local_step_scaler=50", "var_freeze_step"),
-    "demo": Replacing(DeMo, "the fast components of momentum, by DCT", "demo:lr=0.0003", "density"),
-    "dion": Replacing(Dion, "low-rank orthonormalised updates", "dion:16,lr=0.01", "rank"),
-}  # fmt: skip
+    "local": Windowed(
+        Mean,
+        "the mean of all models, every H steps",
+        "local:H=8",
+        Recommended(
+            "local:H=2,last=8,double_after=50,outer=topk:0.05+int4,delay=1,merge=progress",
+            "20 Mbit/s and slower: fp32's loss after 1.32 times what a free link takes, at 5 Mbit/s and 50 ms, "
+            "with outer=topk:0.02+int4, after 1.83 times",
+            "models that fit on each rank",
+            "byte-GPT, 200 and 222 steps: held-out loss 2.413 and 2.414, fp32 2.408 after 150",
+            ("docs/results.md#how-soon-fp32s-loss-is-reached-from-100-to-5-mbits",),
+        ),
+    ),
+    "diloco": Windowed(
+        DiLoCo,
+        "an outer step with Nesterov momentum, every H steps",
+        "diloco:H=20,outer=topk:0.02",
+        Special("windows of many steps, whose mean change wants momentum"),
+    ),
+    "slowmo": Windowed(
+        SlowMo,
+        "slow momentum around windows of H steps",
+        "slowmo:H=12,beta=0.5",
+        Study("momentum in units of the inner learning rate; diloco needs none"),
+    ),
+    "bmuf": Windowed(
+        BMUF,
+        "blockwise model update filtering, every H steps",
+        "bmuf:H=8,momentum=0.5",
+        Study("the momentum that diloco took up later"),
+    ),
+    "gossip": Gossiping(
+        DPSGD,
+        "D-PSGD: models are mixed with those of neighbours",
+        "gossip:ring",
+        Special("many ranks of which each has fast links to few"),
+    ),
+    "sgp": Gossiping(
+        SGP,
+        "stochastic gradient push, along edges that go one way",
+        "sgp:one-peer",
+        Special("gossip where one message a round must do, or edges go one way"),
+    ),
+    "choco": Gossiping(
+        CHOCO,
+        "CHOCO-SGD: gossip by compressed messages",
+        "choco:ring,codec=topk:0.1,gamma=0.3",
+        Special("gossip over slow links"),
+    ),
+    "onebitadam": Replacing(
+        OneBitAdam,
+        "Adam, later with a frozen variance and momentum in one bit",
+        "onebitadam:freeze_step=50",
+        "freeze_step",
+        Study("byte-GPT: held-out loss 2.602 after 120 steps, AdamW 2.567 (one seed)"),
+    ),
+    "zerooneadam": Replacing(
+        ZeroOneAdam,
+        "0/1 Adam: a variance refreshed ever more rarely, and local steps",
+        "zerooneadam:var_freeze_step=50,local_step_scaler=50",
+        "var_freeze_step",
+        Study("onebitadam with local steps; not measured in training"),
+    ),
+    "demo": Replacing(
+        DeMo,
+        "the fast components of momentum, by DCT",
+        "demo:lr=0.0003",
+        "density",
+        Study("byte-GPT: held-out loss 2.720 after 120 steps, AdamW 2.567 (one seed)"),
+    ),
+    "dion": Replacing(
+        Dion,
+        "low-rank orthonormalised updates",
+        "dion:16,lr=0.01",
+        "rank",
+        Special("an optimizer to train by; byte-GPT: held-out loss 2.486 after 120 steps, AdamW 2.567 (one seed)"),
+    ),
+}

@@ -61,9 +61,18 @@ def _require_positive(name: str, value: float) -> None:
         raise CompositionError(f"{name}={value}: give a number above 0")
 
 
+def _require_momentum(momentum: float, nesterov: bool) -> None:
+    if not (momentum or nesterov):
+        raise CompositionError("nesterov is about momentum, and momentum=0 is none: leave nesterov out")
+
+
 @dataclass(frozen=True)
 class Mean(Outer):
-    """x = x_0 + d, the mean of all ranks' parameters (Stich 2019, algorithm 1)."""
+    """x = x_0 + d, the mean of all ranks' parameters (Stich 2019, algorithm 1).
+
+    References:
+        Stich 2019, "Local SGD converges fast and communicates little".
+    """
 
     def move_(self, x: Tensor, d: Tensor, memory: Memory, rates: Rates) -> None:
         """Add the mean change."""
@@ -77,6 +86,9 @@ class DiLoCo(Outer):
     This is `torch.optim.SGD` on the gradient -d, to rounding (Douillard et al. 2023, algorithm 1, with the outer
     optimizer that the paper recommends).
 
+    References:
+        Douillard et al. 2023, "DiLoCo: distributed low-communication training of language models".
+
     >>> x, d, rule = torch.zeros(1), torch.ones(1), DiLoCo(lr=0.5, momentum=0.5)
     >>> rule.move_(x, d, rule.memory(x), Rates(0.1, 0.1)); x
     tensor([0.7500])
@@ -89,6 +101,7 @@ class DiLoCo(Outer):
     def __post_init__(self) -> None:
         _require_positive("lr", self.lr)
         _require_fraction("momentum", self.momentum)
+        _require_momentum(self.momentum, self.nesterov)
 
     def memory(self, x: Tensor) -> Memory:
         """A momentum of zeros, if there is to be any."""
@@ -112,6 +125,10 @@ class SlowMo(Outer):
     What is kept is v = -gamma u, so v = (beta gamma / gamma') v + d and x = x_0 + alpha v, with gamma' of the window
     before. Ranks use the largest gamma of all, per parameter group, so that a scheduler that lags behind on one rank
     does not bring their global copies apart. Where gamma is 0 the mean is taken and v stays.
+
+    References:
+        Wang, Tantia, Ballas & Rabbat 2020, "SlowMo: improving communication-efficient distributed SGD with slow
+        momentum".
 
     >>> x, d, rule = torch.zeros(1), torch.ones(1), SlowMo(beta=0.5)
     >>> memory = rule.memory(x)
@@ -149,6 +166,10 @@ class BMUF(Outer):
     Blockwise model update filtering (Chen & Huo 2016; d is their G, taken from what the window began with).
     A usual momentum is 1 - 1/n for n ranks.
 
+    References:
+        Chen & Huo 2016, "Scalable training of deep learning machines by incremental block training with intra-block
+        parallel optimization and blockwise model-update filtering".
+
     >>> x, d, rule = torch.zeros(1), torch.ones(1), BMUF(momentum=0.5, nesterov=False)
     >>> memory = rule.memory(x)
     >>> for _ in range(2): rule.move_(x, d, memory, Rates(0.1, 0.1))
@@ -163,6 +184,7 @@ class BMUF(Outer):
     def __post_init__(self) -> None:
         _require_positive("lr", self.lr)
         _require_fraction("momentum", self.momentum)
+        _require_momentum(self.momentum, self.nesterov)
 
     def memory(self, x: Tensor) -> Memory:
         """A momentum of zeros."""

@@ -65,6 +65,10 @@ class MultiKrum(Krum):
 
     Raises:
         CompositionError: a negative number; at the first step, too few ranks.
+
+    References:
+        Blanchard, El Mhamdi, Guerraoui & Stainer 2017, "Machine learning with adversaries: Byzantine tolerant gradient
+        descent".
     """
 
     keep: int = 0

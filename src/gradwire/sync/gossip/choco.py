@@ -49,6 +49,10 @@ class CHOCO(Method):
     Raises:
         SpecError: a spec that names no codec.
         CompositionError: a codec that is no contraction, or a gamma out of range.
+
+    References:
+        Koloskova, Stich & Jaggi 2019, "Decentralized stochastic optimization and gossip algorithms with compressed
+        communication".
     """
 
     codec: Codec | str

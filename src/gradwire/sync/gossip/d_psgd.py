@@ -26,6 +26,10 @@ class DPSGD(Method):
     by 1 - the graph's spectral gap in a round. Nothing is remembered; a rank sends its parameters to each neighbour.
 
     The graph must be fixed, symmetric, doubly stochastic and connected.
+
+    References:
+        Lian, Zhang, Zhang, Hsieh, Zhang & Liu 2017, "Can decentralized algorithms outperform centralized algorithms? A
+        case study for decentralized parallel stochastic gradient descent".
     """
 
     def require(self, graph: Graph) -> None:

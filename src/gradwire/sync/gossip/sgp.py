@@ -34,6 +34,9 @@ class SGP(Method):
 
     The columns of the graph's matrix must sum to 1, every rank must keep a part, and the edges of all rounds together
     must connect all ranks.
+
+    References:
+        Assran, Loizou, Ballas & Rabbat 2019, "Stochastic gradient push for distributed deep learning".
     """
 
     def require(self, graph: Graph) -> None:
