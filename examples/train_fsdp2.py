@@ -3,9 +3,12 @@
 gradwire run --method int4 --nproc 2 examples/train_fsdp2.py
 """
 
+# pyright: reportPrivateImportUsage=false
+
 import argparse
 import hashlib
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,7 +44,7 @@ def main() -> None:
     begin = 0
     if arguments.resume is not None:
         names, moments = get_state_dict(model, optimizer)
-        state = {"model": names, "optimizer": moments, "step": 0}
+        state: dict[str, Any] = {"model": names, "optimizer": moments, "step": 0}
         dcp.load(state, checkpoint_id=arguments.resume)
         set_state_dict(model, optimizer, model_state_dict=names, optim_state_dict=moments)
         begin = state["step"]
@@ -59,7 +62,7 @@ def main() -> None:
             state = {"model": names, "optimizer": moments, "step": step + 1}
             dcp.save(state, checkpoint_id=arguments.folder / f"step-{step + 1}")
 
-    whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    whole: dict[str, Any] = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     vector = nn.utils.parameters_to_vector(whole.values())
     print(f"rank {rank} has parameters {hashlib.sha256(vector.numpy().tobytes()).hexdigest()}", flush=True)
     dist.destroy_process_group()

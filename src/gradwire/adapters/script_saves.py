@@ -100,7 +100,8 @@ class ScriptSaves:
         for place in range(max(map(len, written))):
             self._save(own[min(place, len(own) - 1)], [followed for followed in open_now if followed in current])
         if len(current) < len(self._followed):
-            self._say_once(f"{checkpoint_of(own[0])} has nothing beside it: steps went by before ranks could ask each other")
+            late = "steps went by before ranks could ask each other"
+            self._say_once(f"{checkpoint_of(own[0])} has nothing beside it: {late}")
 
     @property
     def _open_now(self) -> list[Followed]:
@@ -143,7 +144,7 @@ class ScriptSaves:
         storage_writer: object = None,
         *,
         checkpoint_id: object = None,
-        process_group: object = None,
+        process_group: dist.ProcessGroup | None = None,
         no_dist: bool = False,
         **_: object,
     ) -> None:
@@ -154,7 +155,7 @@ class ScriptSaves:
             self._say_once("a checkpoint is not in a folder, so what is owed is not saved with it")
         elif threading.get_ident() != self._thread:
             self._say_once("a checkpoint is saved by another thread, so what is owed is not saved with it")
-        elif no_dist or process_group not in (None, dist.group.WORLD):  # some ranks may not have called it
+        elif no_dist or dist.get_world_size(process_group) < dist.get_world_size():  # some ranks may not have called it
             self._note(states)
         else:
             self._save(states[0], models)

@@ -1,9 +1,9 @@
 """Scripts that know nothing of gradwire: every model that they train in parallel is attached to.
 
 `DistributedDataParallel` itself is changed for a while, so it does not matter how a script imports it or derives from
-it; `fully_shard` wherever it can be imported from. A model is attached to when it is called with gradients for the
-first time: by then the script has made its `GradScaler`, has registered a communication hook if it wants one of its own,
-and has sharded all that it shards.
+it; `fully_shard` is changed wherever it can be imported from. A model is attached to when it is called with gradients
+for the first time: by then the script has made its `GradScaler`, has registered a communication hook if it wants one of
+its own, and has sharded all that it shards.
 """
 
 from __future__ import annotations
@@ -93,7 +93,8 @@ class Unchanged:
 
     def _attach(self, model: nn.Module) -> None:
         """Attach to a model on every rank, and say so."""
-        options, gathered = {"scaler": self._scaler(), **self._options}, ""
+        options: dict[str, Any] = {"scaler": self._scaler(), **self._options}
+        gathered = ""
         if self._parameters is not None and is_fsdp2(model):
             options["parameters"], gathered = self._parameters, f", gathered in {self._parameters}"
         try:
@@ -114,8 +115,8 @@ class Unchanged:
         if self._parameters is not None and not is_fsdp2(model) and not self._said_of_parameters:
             self._said_of_parameters = True
             self._say(
-                f"--parameters {self._parameters} is for models of {FSDP2}: {_name(model)} is in {DDP}, where every rank "
-                "has all parameters and nothing is gathered"
+                f"--parameters {self._parameters} is for models of {FSDP2}: {_name(model)} is in {DDP}, where every "
+                "rank has all parameters and nothing is gathered"
             )
 
     def _scaler(self) -> torch.amp.GradScaler | None:

@@ -25,8 +25,8 @@ def before_passes(model: nn.Module, act: Callable[[], None]) -> None:
 
     @uncompiled
     def before(*_: object) -> None:
-        joins = isinstance(model, DistributedDataParallel)
-        ended_early = joins and model._join_config.enable  # pyright: ignore[reportPrivateUsage]
+        ddp = model if isinstance(model, DistributedDataParallel) else None
+        ended_early = ddp is not None and ddp._join_config.enable  # pyright: ignore[reportPrivateUsage]
         if torch.is_grad_enabled() and not ended_early:
             act()
 
