@@ -105,6 +105,7 @@ FILES: dict[str, tuple[Stage, ...]] = {
         DDP,
     ),
     "session/together.py": (CHECKPOINT,),
+    "session/watching.py": (("src/gradwire/session/watching.py", "tests/test_drift.py"),),
     "sync/alike.py": ((SYNC, "-k", "differ"),),
     "sync/averaging.py": WINDOWS,
     "sync/averaging_options.py": WINDOWS,
