@@ -155,6 +155,8 @@ def resumed(rank: int, world_size: int, folder: str, way: str) -> dict[str, Any]
         with watched(said, follow):
             trained = Trained()
             load(trained, place)
+            if rank == 0 and way == "file":
+                torch.save({}, Path(folder) / "again")  # before the first pass
             trained.train(STEPS // 2, STEPS)
             digests.append(digest(trained.net))
     return {"digests": digests, "said": said, "there": sorted(found.name for found in Path(folder).glob("*gradwire*"))}

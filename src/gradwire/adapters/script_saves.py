@@ -31,10 +31,17 @@ from gradwire.session.together import Together
 
 
 class Followed(NamedTuple):
-    """A model's handle, and what is added to the names of its folders: nothing for the first model of all ranks."""
+    """A model of the script.
+
+    Attributes:
+        handle: of it.
+        suffix: what is added to the names of its folders: nothing for the first model of all ranks.
+        begin: the step that it began at.
+    """
 
     handle: Handle
     suffix: str
+    begin: int
 
     @property
     def step(self) -> int:
@@ -80,9 +87,10 @@ class ScriptSaves:
         """Take up the states of what the script has loaded, and look for saves before each pass through a model."""
         count, ranks = len(self._followed), handle.session.lane.meeting.ranks
         part = "" if len(ranks) == dist.get_world_size() else f"-from-rank-{ranks[0]}"
-        followed = Followed(handle, (f"-{count}" if count else "") + part)
-        self._followed.append(followed)
+        followed = Followed(handle, (f"-{count}" if count else "") + part, 0)
         self._take_up(followed)
+        self._followed.append(followed._replace(begin=followed.step))
+        self.catch_up()  # this pass has begun already
         before_passes(model, self.catch_up)
 
     def catch_up(self) -> None:
@@ -92,7 +100,8 @@ class ScriptSaves:
             return
         ranks = Together("saving beside a checkpoint", open_now[0].handle.session.lane, StateError)
         mine = [(str(path), steps) for path, steps in self._written]
-        said = ranks.say({"written": mine, "steps": [followed.step for followed in self._followed]})
+        steps, begins = [one.step for one in self._followed], [one.begin for one in self._followed]
+        said = ranks.say({"written": mine, "steps": steps, "begins": begins})
         current = [followed for at, followed in enumerate(self._followed) if not any(_moved(one, at) for one in said)]
         written = [[Path(path) for path, _ in one["written"]] for one in said]
         own = written[ranks.rank] or next(filter(None, written))
@@ -172,12 +181,10 @@ class ScriptSaves:
 
 def _moved(said: dict[str, Any], at: int) -> bool:
     """Whether a rank has saved before a step that its model number `at` has ended by now."""
-    return any(_step(said["steps"], at) != _step(steps, at) for _, steps in said["written"])
-
-
-def _step(steps: list[int], at: int) -> int:
-    """Finished steps of a model: none for one that came later."""
-    return steps[at] if at < len(steps) else 0
+    now, begins = said["steps"], said["begins"]
+    if at >= len(now):  # it has no such model
+        return False
+    return any(now[at] != (steps[at] if at < len(steps) else begins[at]) for _, steps in said["written"])
 
 
 def _any_rank(mine: bool, handle: Handle) -> bool:
