@@ -287,6 +287,16 @@ def test_parameters_of_ddp_are_told_of_once(
     assert len(said) == 5
 
 
+def test_ranks_are_started_with_the_same_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Any] = []
+    monkeypatch.setattr(importlib.import_module("torch.distributed.run"), "run", started.append)
+    words = ["--method", "int4", "--seed", "7", "--parameters", "int8", "--deadline", "9.0", "--no-states"]
+    assert main(["run", *words, "--nproc", "3", EXAMPLE, "--steps", "2"]) == 0
+    (given,) = started
+    assert given.nproc_per_node == "3"
+    assert [given.training_script, *given.training_script_args] == ["gradwire", "run", *words, EXAMPLE, "--steps", "2"]
+
+
 @pytest.mark.parametrize(("codec", "sentence"), [("sign", "would change parameters by"), ("int4000", "int4000")])
 def test_a_codec_that_will_not_do_is_refused_before_anything_is_started(
     codec: str, sentence: str, capsys: pytest.CaptureFixture[str]
