@@ -51,7 +51,7 @@ class Subject(NamedTuple):
 
 PARTS = "tests/test_framework_parts.py"
 SUBJECTS = (
-    Subject("DistributedDataParallel", None, (("tests/test_attach.py", "tests/test_ddp.py"),)),
+    Subject("DistributedDataParallel", None, (("tests/test_ddp.py",),)),
     Subject("FSDP2", None, (("tests/test_fsdp2.py",),)),
     Subject("`gradwire run`, DDP", None, (("tests/test_run.py", "tests/test_script_saves.py"),)),
     Subject("`gradwire run`, FSDP2", None, (("tests/test_run_fsdp2.py",),)),
@@ -158,10 +158,16 @@ def table(found: Sequence[Mapping[str, Any]]) -> str:
             figures = [str(row[key]) if tried else "not tried" for key in Counts._fields]
             where = [row["framework"] or "", _torch(one), row["backend"]]
             lines.append(_line([row["name"], *where, *figures, row["date"]]))
+        there = {row["name"] for row in one["rows"]}
+        lines += [_untried(subject.name, _torch(one)) for subject in SUBJECTS if subject.name not in there]
     if not any(_torch(one).startswith(f"{oldest()}.") for one in found):
-        lines.append(_line(["all of them", "", f"{oldest()}, the oldest", BACKEND, *["not tried"] * 3, ""]))
-    lines.append(_line(["all of them", "", "any", UNTRIED_BACKEND, *["not tried"] * 3, ""]))
+        lines.append(_untried("all of them", f"{oldest()}, the oldest"))
+    lines.append(_untried("all of them", "any", UNTRIED_BACKEND))
     return "\n".join(lines)
+
+
+def _untried(name: str, torch: str, backend: str = BACKEND) -> str:
+    return _line([name, "", torch, backend, *["not tried"] * len(Counts._fields), ""])
 
 
 def _line(cells: Iterable[str]) -> str:
