@@ -41,3 +41,47 @@ def drift(rank: int, world_size: int, on_drift: str, check_every: int, steps: in
             gradwire.check_drift(handle, ddp.module, "repair")
             left = gradwire.check_drift(handle, ddp.module)
     return {"drifts": drifts, "left": left, "stopped": stopped, "done": done}
+
+
+def session_drift(
+    rank: int, world_size: int, on_drift: str, steps: int, by_name: bool = False, spoiled: bool = False
+) -> dict[str, Any]:
+    """The same in a loop of one's own, with a forward pass before the step begins; or with an element spoiled once."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(64, 300), nn.Tanh(), nn.Linear(300, 5))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    tensors = dict(net.named_parameters()) if by_name else net
+    data = torch.Generator().manual_seed(rank)
+    done, stopped = 0, ""
+    with warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always")
+        session = gradwire.Session(tensors, "int4", check_every=4, on_drift=on_drift)
+        try:
+            for step in range(steps):
+                optimizer.zero_grad()
+                loss = net(torch.randn(16, 64, generator=data)).square().mean()
+                with session.step() as under_way:
+                    loss.backward()
+                    for name, parameter in net.named_parameters():
+                        assert parameter.grad is not None
+                        under_way.deliver(name, parameter.grad)
+                optimizer.step()
+                done += 1
+                if spoiled and rank == 1 and step == 4:
+                    with torch.no_grad():
+                        net.get_parameter("2.bias")[3] += 1e-3
+        except gradwire.DriftError as error:
+            stopped = str(error)
+        drifts = [str(one.message) for one in given if isinstance(one.message, gradwire.DriftWarning)]
+        left = gradwire.check_drift(session, net)
+        session.close()
+    return {"drifts": drifts, "left": left, "stopped": stopped, "done": done}
+
+
+def sessions_apart(rank: int, world_size: int) -> str:
+    """Ranks that would compare at other steps."""
+    try:
+        gradwire.Session(nn.Linear(3, 2), "int4", check_every=4 + rank, deadline_s=30)
+    except gradwire.AttachError as error:
+        return str(error)
+    return ""

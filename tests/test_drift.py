@@ -50,6 +50,55 @@ def test_a_warning_changes_nothing() -> None:
         assert rank["done"] == 13
 
 
+def run_session(environments: Any, on_drift: str, **words: Any) -> list[dict[str, Any]]:
+    arguments = {"on_drift": on_drift, "steps": 13, **words}
+    return run_function(f"{CASES}:session_drift", 2, arguments, 180, environments=environments)
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_session_repairs_what_drifted(by_name: bool) -> None:
+    for rank in run_session(UNLIKE, "repair", by_name=by_name):
+        assert [text.split(";")[0] for text in rank["drifts"]] == [f"{FIRST} {step}" for step in (4, 8, 12)]
+        assert rank["done"] == 13
+
+
+def test_what_a_session_repaired_stays_so_on_processors_alike() -> None:
+    for rank in run_session(ALIKE, "repair", spoiled=True):
+        (said,) = rank["drifts"]
+        assert said.startswith("parameter '2.bias' is not the same on rank 1 as on rank 0 after step 8; all ranks have")
+        assert rank["left"] is None
+    for rank in run_session(ALIKE, "stop"):
+        assert rank == {"drifts": [], "left": None, "stopped": "", "done": 13}
+
+
+def test_a_session_stops_where_that_is_wanted() -> None:
+    for rank in run_session(ALIKE, "stop", spoiled=True):
+        assert "'2.bias' is not the same on rank 1 as on rank 0 after step 8: go on from" in rank["stopped"]
+        assert rank["done"] == 7
+        assert rank["left"] == "2.bias"
+
+
+def test_sessions_that_would_compare_at_other_steps_are_refused() -> None:
+    for said in run_function(f"{CASES}:sessions_apart", 2, {}, 60):
+        assert "check_every=4" in said
+        assert "check_every=5" in said
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_what_a_session_cannot_watch_is_refused() -> None:
+    model = nn.Linear(3, 2)
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"check_every": 0}, "check_every=0: parameters are compared every 1, 2, 3 or more steps"),
+        ({"check_every": 5, "on_drift": "mend"}, "on_drift='mend' is unknown: choose one of warn, stop, repair"),
+    ]
+    for words, sentence in refused:
+        with pytest.raises(gradwire.AttachError, match=sentence):
+            gradwire.Session(model, "int4", **words)
+    with pytest.raises(gradwire.AttachError, match="'w' requires no gradient, so it is no parameter"):
+        gradwire.Session({"w": torch.ones(2)}, "int4", check_every=5)
+    gradwire.Session({"w": torch.ones(2)}, "int4").close()
+
+
 @pytest.mark.usefixtures("one_rank")
 def test_what_cannot_be_watched_is_refused() -> None:
     ddp = DistributedDataParallel(nn.Linear(3, 2))

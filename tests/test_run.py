@@ -77,7 +77,8 @@ def test_a_script_without_a_model_keeps_its_status(
     assert run_here(tmp_path / "script.py", text, monkeypatch) == status
     said = capsys.readouterr().err
     if text == "pass":
-        assert said == "gradwire: the script made no DistributedDataParallel model, so nothing was compressed\n"
+        why = "the script made no model of DistributedDataParallel or fully_shard"
+        assert said == f"gradwire: {why}, so nothing was compressed\n"
     assert ("no\n" in said) == ("'no'" in text)
 
 
@@ -126,7 +127,7 @@ class TestModels:
                 ddp(torch.ones(1, 3))
             assert not said
             assert unchanged.summary() == [
-                "the script made a DistributedDataParallel model and did not train it: nothing was compressed"
+                "the script made a model of DistributedDataParallel and did not train it: nothing was compressed"
             ]
             scaler.scale(ddp(torch.ones(1, 3)).sum()).backward()
         assert DistributedDataParallel.__init__ is plain

@@ -31,6 +31,7 @@ ELASTIC: Stage = ("tests/test_elastic.py",)
 UNCHANGED: Stage = ("tests/test_run.py", "-k", "unchanged_script")
 GOSSIP: Stage = ("tests/test_gossip.py",)
 FSDP2: Stage = ("tests/test_fsdp2.py",)
+RUN_FSDP2: Stage = ("tests/test_run_fsdp2.py",)
 PARTS: Stage = ("tests/test_parts.py",)
 FLOWER: Stage = ("tests/test_flower.py",)
 
@@ -74,6 +75,7 @@ FILES: dict[str, tuple[Stage, ...]] = {
     "adapters/fsdp2/gather.py": ((*FSDP2, "-k", "spoil"), FSDP2),
     "adapters/fsdp2/groups.py": ((*FSDP2, "-k", "told_why or twice"), FSDP2),
     "adapters/fsdp2/port.py": (FSDP2,),
+    "adapters/fsdp2/roots.py": ((*RUN_FSDP2, "-k", "place or root"), RUN_FSDP2),
     "adapters/fsdp2/rows.py": (FSDP2,),
     "adapters/fsdp2/stateful.py": ((*FSDP2, "-k", "distributed"),),
     "drivers/parts.py": (PARTS, FSDP2),
@@ -103,6 +105,7 @@ FILES: dict[str, tuple[Stage, ...]] = {
         DDP,
     ),
     "session/together.py": (CHECKPOINT,),
+    "session/watching.py": (("src/gradwire/session/watching.py", "tests/test_drift.py"),),
     "sync/alike.py": ((SYNC, "-k", "differ"),),
     "sync/averaging.py": WINDOWS,
     "sync/averaging_options.py": WINDOWS,
@@ -177,10 +180,12 @@ FILES: dict[str, tuple[Stage, ...]] = {
     "adapters/uncompiled.py": (("tests/test_run.py", "-k", "compiled"), ("tests/test_drift.py",)),
     "adapters/frameworks.py": (("src/gradwire/adapters/frameworks.py", "tests/test_framework_parts.py"),),
     "adapters/lightning.py": (("tests/test_frameworks.py", "-k", "lightning"),),
-    "adapters/script_saves.py": (("tests/test_script_saves.py",), UNCHANGED),
+    "adapters/script_places.py": (("src/gradwire/adapters/script_places.py",), (*RUN_FSDP2, "-k", "way")),
+    "adapters/script_saves.py": (("tests/test_script_saves.py",), RUN_FSDP2, UNCHANGED),
     "adapters/transformers.py": (("tests/test_frameworks.py", "-k", "transformers"),),
     "adapters/unchanged.py": (
         ("tests/test_run.py", "-k", "TestModels"),
+        (*RUN_FSDP2, "-k", "not resume and not ranks"),
         ("tests/test_run.py", "-k", "unchanged_script"),
     ),
     "adapters/models.py": (("src/gradwire/adapters/models.py", "tests/test_handle.py"), ONE_RANK, DDP),

@@ -8,7 +8,8 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire.adapters.handle import Handle
 from gradwire.adapters.uncompiled import before_passes
 from gradwire.core.errors import AttachError
-from gradwire.session.drift import check_drift, require_reaction
+from gradwire.session.drift import check_drift
+from gradwire.session.watching import require_rhythm
 
 
 def watch_drift(model: nn.Module, handle: Handle, check_every: int, on_drift: str = "warn") -> None:
@@ -53,7 +54,5 @@ def require_watchable(model: nn.Module, check_every: int, on_drift: str) -> Dist
     ddp = getattr(model, "_orig_mod", model)
     if not isinstance(ddp, DistributedDataParallel):
         raise AttachError(f"watch_drift wants a DistributedDataParallel model, got {type(ddp).__name__}")
-    if check_every < 1:
-        raise AttachError(f"check_every={check_every}: parameters are compared every 1, 2, 3 or more steps")
-    require_reaction(on_drift)
+    require_rhythm(check_every, on_drift)
     return ddp

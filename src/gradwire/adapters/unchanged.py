@@ -1,8 +1,9 @@
-"""Scripts that know nothing of gradwire: every `DistributedDataParallel` model that they make is attached to.
+"""Scripts that know nothing of gradwire: every model that they train in parallel is attached to.
 
-The class itself is changed for a while, so it does not matter how a script imports it or derives from it. A model is
-attached to when it is called with gradients for the first time: by then the script has made its `GradScaler`, and has
-registered a communication hook if it wants one of its own.
+`DistributedDataParallel` itself is changed for a while, so it does not matter how a script imports it or derives from
+it; `fully_shard` is changed wherever it can be imported from. A model is attached to when it is called with gradients
+for the first time: by then the script has made its `GradScaler`, has registered a communication hook if it wants one of
+its own, and has sharded all that it shards.
 """
 
 from __future__ import annotations
@@ -14,15 +15,21 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.adapters.attach import attach
+from gradwire.adapters.fsdp2.groups import is_fsdp2
+from gradwire.adapters.fsdp2.roots import Roots
 from gradwire.adapters.handle import Handle
 from gradwire.adapters.uncompiled import uncompiled
+from gradwire.core.errors import GradwireError
 from gradwire.core.figures import si_bytes, significant
 
 Say = Callable[[str], None]
 """Tells people a sentence."""
+
+DDP, FSDP1, FSDP2 = "DistributedDataParallel", "FullyShardedDataParallel", "fully_shard"
 
 
 class Unchanged:
@@ -31,11 +38,12 @@ class Unchanged:
     Args:
         method: a spec, such as `"int4"`.
         say: is told what is attached to.
+        parameters: the codec that models of `fully_shard` gather parameters in; None: as FSDP2 does alone.
         options: further arguments of `gradwire.attach`.
 
     Attributes:
-        made: how many models the script has made.
         handles: one for each model that was trained, with the model's name.
+        refused: why a model of the script could not be attached to, if so. The script was given it too.
 
     Example:
         with Unchanged("int4", print).watching() as unchanged:
@@ -43,28 +51,37 @@ class Unchanged:
         print(unchanged.summary())
     """
 
-    def __init__(self, method: str, say: Say, **options: Any) -> None:
-        self.made = 0
+    def __init__(self, method: str, say: Say, *, parameters: str | None = None, **options: Any) -> None:
         self.handles: list[tuple[str, Handle]] = []
-        self._method, self._say, self._options = method, say, options
+        self.refused: GradwireError | None = None
+        self._method, self._say, self._parameters, self._options = method, say, parameters, options
         self._scalers: weakref.WeakSet[torch.amp.GradScaler] = weakref.WeakSet()
-        self._attached: list[Callable[[DistributedDataParallel, Handle], None]] = []
+        self._attached: list[Callable[[nn.Module, Handle], None]] = []
+        self._made, self._roots = {DDP: 0, FSDP1: 0}, Roots(self._attach)
+        self._said_of_parameters = False
 
-    def on_attach(self, react: Callable[[DistributedDataParallel, Handle], None]) -> None:
+    def on_attach(self, react: Callable[[nn.Module, Handle], None]) -> None:
         """Have a function called with every model and its handle, before the model's first step."""
         self._attached.append(react)
 
     @contextlib.contextmanager
     def watching(self) -> Generator[Unchanged]:
         """Attach to whatever models are made inside; the classes are as they were afterwards."""
+        from torch.distributed.fsdp import FullyShardedDataParallel  # most of a second, for this command alone
+
         with (
-            _after_making(DistributedDataParallel, self._note_model),
+            _after_making(DistributedDataParallel, self._note_wrapped),
+            _after_making(FullyShardedDataParallel, lambda _: self._count(FSDP1)),
             _after_making(torch.amp.GradScaler, self._scalers.add),
+            self._roots.watching(),
         ):
             yield self
 
-    def _note_model(self, ddp: DistributedDataParallel) -> None:
-        self.made += 1
+    def _count(self, kind: str) -> None:
+        self._made[kind] += 1
+
+    def _note_wrapped(self, ddp: DistributedDataParallel) -> None:
+        self._count(DDP)
 
         @uncompiled
         def first_call(*_: object) -> None:
@@ -74,15 +91,33 @@ class Unchanged:
 
         waiting = ddp.register_forward_pre_hook(first_call)
 
-    def _attach(self, ddp: DistributedDataParallel) -> None:
-        handle = attach(ddp, self._method, scaler=self._scaler(), **self._options)
-        name = type(ddp.module).__name__
-        self.handles.append((name, handle))
+    def _attach(self, model: nn.Module) -> None:
+        """Attach to a model on every rank, and say so."""
+        options: dict[str, Any] = {"scaler": self._scaler(), **self._options}
+        gathered = ""
+        if self._parameters is not None and is_fsdp2(model):
+            options["parameters"], gathered = self._parameters, f", gathered in {self._parameters}"
+        try:
+            handle = attach(model, self._method, **options)
+        except GradwireError as error:
+            self.refused = error
+            raise
+        self.handles.append((_name(model), handle))
         for react in self._attached:
-            react(ddp, handle)
-        numel = sum(p.numel() for p in ddp.module.parameters() if p.requires_grad)
-        ranks = handle.session.transport.world_size
-        self._say(f"{self._method} is attached to {name}: {numel:,} parameters, {_ranks(ranks)}")
+            react(model, handle)
+        numel = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        ranks = _ranks(handle.session.transport.world_size)
+        self._say(f"{self._method} is attached to {_name(model)}: {numel:,} parameters{gathered}, {ranks}")
+        self._say_of_parameters(model)
+
+    def _say_of_parameters(self, model: nn.Module) -> None:
+        """Say once that there is nothing to gather."""
+        if self._parameters is not None and not is_fsdp2(model) and not self._said_of_parameters:
+            self._said_of_parameters = True
+            self._say(
+                f"--parameters {self._parameters} is for models of {FSDP2}: {_name(model)} is in {DDP}, where every "
+                "rank has all parameters and nothing is gathered"
+            )
 
     def _scaler(self) -> torch.amp.GradScaler | None:
         """The loss scaler of the script, where it is clear which one that is."""
@@ -93,11 +128,23 @@ class Unchanged:
 
     def summary(self) -> list[str]:
         """What was saved, a sentence a model; or why nothing was."""
-        if not self.made:
-            return ["the script made no DistributedDataParallel model, so nothing was compressed"]
-        if not self.handles:
-            return ["the script made a DistributedDataParallel model and did not train it: nothing was compressed"]
-        return [_saved(name, handle) for name, handle in self.handles]
+        if self.handles:
+            return [_saved(name, handle) for name, handle in self.handles]
+        if self.refused is not None:
+            return [f"nothing was compressed: {self.refused}"]
+        made = [kind for kind, count in ((DDP, self._made[DDP]), (FSDP2, self._roots.sharded)) if count]
+        if made:
+            return [f"the script made a model of {' and of '.join(made)} and did not train it: nothing was compressed"]
+        if self._made[FSDP1]:
+            return [f"{FSDP1} (FSDP1) is not served, so nothing was compressed: give the module to {FSDP2} instead"]
+        return [f"the script made no model of {DDP} or {FSDP2}, so nothing was compressed"]
+
+
+def _name(model: nn.Module) -> str:
+    """What the script calls the class of a model: FSDP2 makes a class of its own for each, with `FSDP` in front."""
+    if isinstance(model, DistributedDataParallel):
+        return type(model.module).__name__
+    return type(model).__name__.removeprefix("FSDP")
 
 
 def _ranks(count: int) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import cast
 
 import torch
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -14,18 +15,19 @@ def uncompiled(hook: Callable[..., None]) -> Callable[..., None]:
     return cast(Callable[..., None], torch.compiler.disable(hook))
 
 
-def before_passes(ddp: DistributedDataParallel, act: Callable[[], None]) -> None:
+def before_passes(model: nn.Module, act: Callable[[], None]) -> None:
     """Have something done before each pass that computes gradients; not in `ddp.join()`, where some ranks come no more.
 
     Args:
-        ddp: the model, whose calls may be compiled.
+        model: a `DistributedDataParallel` model or the root of a sharded one, whose calls may be compiled.
         act: what is done, on every rank at the same place.
     """
 
     @uncompiled
     def before(*_: object) -> None:
-        ended_early = ddp._join_config.enable  # pyright: ignore[reportPrivateUsage]
+        ddp = model if isinstance(model, DistributedDataParallel) else None
+        ended_early = ddp is not None and ddp._join_config.enable  # pyright: ignore[reportPrivateUsage]
         if torch.is_grad_enabled() and not ended_early:
             act()
 
-    ddp.register_forward_pre_hook(before)
+    model.register_forward_pre_hook(before)

@@ -20,6 +20,7 @@ examples
   gradwire run --method int4 --nproc 2 train.py --epochs 3
   torchrun --nproc-per-node 8 -m gradwire run --method powersgd:8,factors=fp16 train.py
   gradwire run --method int4 --nproc 2 -m package.train --epochs 3
+  gradwire run --method int8 --parameters int8 --nproc 4 train_fsdp2.py
 
 Whatever follows the script is the script's own. So is the status; with --nproc it is that of the first rank to fail.
 """
@@ -29,13 +30,16 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Add it to the command line."""
     run = commands.add_parser(
         "run",
-        help="run a DistributedDataParallel training script as it is, and compress its gradients",
-        description="Run a training script as it is, and let a method combine the gradients of every "
-        "DistributedDataParallel model that it trains.",
+        help="run a training script as it is, and compress the gradients of its DDP or FSDP2 models",
+        description="Run a training script as it is, and let a method combine the gradients of every model of "
+        "DistributedDataParallel or fully_shard (FSDP2) that it trains.",
         epilog=RUN_HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     run.add_argument("--method", required=True, metavar="SPEC", help="what combines gradients: int4, topk:0.01, ...")
+    run.add_argument(
+        "--parameters", metavar="SPEC", help="what models of fully_shard gather parameters in: int8, int4, fp8, bf16"
+    )
     run.add_argument(
         "--nproc", type=int, metavar="N", help="start N ranks on this machine (default: this process is a rank)"
     )
@@ -47,7 +51,8 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--no-states",
         dest="states",
         action="store_false",
-        help="leave no FILE.gradwire beside each FILE that torch.save writes, and look for none",
+        help="leave no FILE.gradwire beside each FILE that torch.save writes and no gradwire in the checkpoints of "
+        "torch.distributed.checkpoint, and look for none",
     )
     run.add_argument("-m", dest="module", action="store_true", help="the script is the name of a module")
     run.add_argument("script", metavar="SCRIPT", help="the training script")
@@ -58,9 +63,12 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run_script(arguments: argparse.Namespace, _: Console) -> int:
     """`gradwire run --method SPEC [--nproc N] SCRIPT ...`."""
     import gradwire
+    from gradwire.adapters.fsdp2.gather import parameter_codec
     from gradwire.core.errors import SpecError
 
     gradwire.parse(arguments.method)  # refuses what cannot be built before anything is started
+    if arguments.parameters is not None:
+        parameter_codec(arguments.parameters)
     if not arguments.module and not Path(arguments.script).is_file():
         raise SpecError(f"there is no script {arguments.script}: give its path, or -m and the name of a module")
     if arguments.nproc is None:
@@ -76,6 +84,7 @@ def _start_ranks(arguments: argparse.Namespace) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     options = ["--method", arguments.method, "--seed", str(arguments.seed)]
+    options += ["--parameters", arguments.parameters] if arguments.parameters is not None else []
     options += ["--deadline", str(arguments.deadline)] if arguments.deadline is not None else []
     options += [] if arguments.states else ["--no-states"]
     options += ["-m"] if arguments.module else []
@@ -94,13 +103,17 @@ def _ended(status: int) -> str:
 
 
 def _as_rank(arguments: argparse.Namespace) -> int:
-    """Run the script in this process, and say on rank 0 what was attached to and saved."""
+    """Run the script in this process, and say on rank 0 what was attached to and saved.
+
+    Raises:
+        GradwireError: a model of the script could not be attached to.
+    """
     from gradwire.adapters.script_saves import ScriptSaves
     from gradwire.adapters.unchanged import Unchanged
 
     say = _say if os.environ.get("RANK", "0") == "0" else _be_silent
     options = {"deadline_s": arguments.deadline} if arguments.deadline is not None else {}
-    unchanged = Unchanged(arguments.method, say, seed=arguments.seed, **options)
+    unchanged = Unchanged(arguments.method, say, parameters=arguments.parameters, seed=arguments.seed, **options)
     following = contextlib.nullcontext()
     if arguments.states:
         saves = ScriptSaves(say)
@@ -115,6 +128,8 @@ def _as_rank(arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         raise
     except BaseException as error:
+        if error is unchanged.refused:  # the script is not at fault: its place in it says nothing
+            raise
         trace = _from_script(error.__traceback__, arguments.script)
         sys.excepthook(type(error), error.with_traceback(trace), trace)
         return FAILED

@@ -32,6 +32,7 @@ class Maker:
         checksum: whether payloads travel with one.
         what: the call that errors speak of.
         form: how tensors become grains.
+        watch: what else must be the same on all ranks.
     """
 
     def __init__(
@@ -44,10 +45,11 @@ class Maker:
         checksum: bool,
         what: str,
         form: Form,
+        watch: str = "",
     ) -> None:
         self._lane, self._transport, self._specs = lane, transport, specs
         self._grain_numel, self._checksum, self._what = grain_numel, checksum, what
-        self._form = form
+        self._form, self._says = form, [says for says in (form.says, watch) if says]
         self._device = specs[0].device
 
     def first(self, reducer: Reducer, seed: int) -> Engine:
@@ -95,10 +97,8 @@ class Maker:
 
     def _configuration(self, reducer: Reducer, seed: int, since: str = "") -> Configuration:
         """What must be the same on all ranks."""
-        method = f"{reducer!r}{since}, seed={seed}, checksum={self._checksum}"
-        if self._form.says:
-            method = f"{method}, {self._form.says}"
-        return configuration(method, self._specs, self._plan(reducer))
+        method = [f"{reducer!r}{since}, seed={seed}, checksum={self._checksum}", *self._says]
+        return configuration(", ".join(method), self._specs, self._plan(reducer))
 
     def _is_alike(self, digest: int, where: str) -> bool:
         return self._lane.call(lambda: is_alike(digest, self._transport, self._device), where)

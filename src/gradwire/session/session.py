@@ -11,6 +11,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,9 @@ from gradwire.session.making import Maker
 from gradwire.session.names import Names, named, require_served
 from gradwire.session.reduction import Reduction
 from gradwire.session.report import NON_FINITE, Report, observed
+
+if TYPE_CHECKING:
+    from gradwire.session.watching import Watch
 
 DEADLINE_S = 300.0
 BUCKET_BYTES = 25 << 20
@@ -64,6 +68,10 @@ class Session:
             with the session, and the link is not timed, since others may be using it.
         what: the call that errors speak of.
         form: how tensors become grains; ports that do not deliver whole ones have one of their own.
+        check_every: steps between two comparisons of the parameters of all ranks, which are `tensors` then: a model, or
+            parameters by name. A comparison is made at the end of a step, of what the optimizer has made of the steps
+            before; it reads all parameters and takes a few words through the store. None: they are not compared.
+        on_drift: what happens where they differ, "warn", "stop" or "repair", see `gradwire.check_drift`.
 
     Attributes:
         expects_non_finite: set it where a loss scaler is at work that scales nothing of what is combined here: then no
@@ -75,7 +83,7 @@ class Session:
         SpecError, CompositionError: a method that cannot be built.
 
     Example:
-        session = gradwire.Session(model, "int4")
+        session = gradwire.Session(model, "int4", check_every=1000, on_drift="repair")
         for inputs, targets in loader:
             optimizer.zero_grad()
             loss_of(model(inputs), targets).backward()
@@ -99,6 +107,8 @@ class Session:
         lane: Lane | None = None,
         what: str = "gradwire.Session",
         form: Form = WHOLE,
+        check_every: int | None = None,
+        on_drift: str = "warn",
     ) -> None:
         self.method, self.reducer = _text(method), form.method(method)
         self.seed, self._fed_by = seed, form.fed_by
@@ -107,6 +117,7 @@ class Session:
         self._specs, self._trained = {spec.name: spec for spec in specs}, Names()
         self._device = specs[0].device if specs else torch.device("cpu")
         _refuse_what_cannot_be_served(specs, checksum)
+        self._watch = None if check_every is None else _watch(tensors, check_every, on_drift)
         self._in_use = threading.Lock()
         self._warned_of_non_finite = False
         self.expects_non_finite = False
@@ -121,7 +132,14 @@ class Session:
             _sessions.add(self)
         try:
             self._maker = Maker(
-                self.lane, transport, specs, grain_numel=grain_numel, checksum=checksum, what=what, form=form
+                self.lane,
+                transport,
+                specs,
+                grain_numel=grain_numel,
+                checksum=checksum,
+                what=what,
+                form=form,
+                watch="" if self._watch is None else self._watch.says,
             )
             self.engine, self.window = self._maker.first(self.reducer, seed), Window(BUCKET_BYTES)
             self._link = self.measure_link() if lane is None and form.times_link else None
@@ -266,6 +284,15 @@ class Session:
     def where(self) -> str:
         """The step at hand, as training loops count them."""
         return f" in step {self.engine.index}"
+
+    def look_for_drift(self) -> None:
+        """Compare parameters between ranks, where that is wanted and it is time; every rank's step has ended.
+
+        Raises:
+            DriftError: they differ, and are to stop.
+        """
+        if self._watch is not None:
+            self._watch.step_ended(self)
 
     def warn_of_non_finite(self) -> None:
         """Say once that a gradient was not finite, where no loss scaler is known that would skip such steps."""
@@ -531,6 +558,8 @@ class SessionStep:
             self._delivered, self._copies = {}, {}  # whoever keeps the step keeps no gradients with it
             session.lane.failures.end()
             session.vacate()
+        if error is None:
+            session.look_for_drift()
 
     def go_on(self) -> None:
         """All tensors are delivered: run to the end while the caller does other things, until the block ends.
@@ -589,6 +618,12 @@ def _refuse_what_cannot_be_served(specs: Sequence[ParameterSpec], checksum: bool
             raise AttachError(f"{spec.name!r} lies on {spec.device} and others on {device}: make a session for each")
     if checksum and device.type != "cpu":
         raise AttachError(f"checksums are made on a CPU, and the tensors lie on {device}: leave checksum out")
+
+
+def _watch(tensors: Tensors, check_every: int, on_drift: str) -> Watch:
+    from gradwire.session.watching import watch  # which knows sessions
+
+    return watch(tensors, check_every, on_drift)
 
 
 def _text(method: Reducer | str) -> str:
