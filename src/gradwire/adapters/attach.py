@@ -11,7 +11,7 @@ from torch import nn
 from gradwire.adapters.ddp import attach_ddp
 from gradwire.adapters.drift import require_watchable, watch_drift
 from gradwire.adapters.fsdp2.attach import attach_fsdp2
-from gradwire.adapters.fsdp2.groups import is_fsdp2
+from gradwire.session.names import is_fsdp2
 from gradwire.adapters.handle import Handle
 from gradwire.codecs import Codec
 from gradwire.core.errors import AttachError

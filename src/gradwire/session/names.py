@@ -54,6 +54,32 @@ def require_served(name: str, dtype: torch.dtype, device: torch.device) -> None:
         raise AttachError(f"parameter {name!r} is on {device}; supported devices are cpu and cuda")
 
 
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether a tensor is a `DTensor`, of which this rank holds a part; found without importing it."""
+    return hasattr(tensor, "to_local")
+
+
+def is_fsdp2(module: object) -> bool:
+    """Whether `fully_shard` was called on a module; found without importing it."""
+    return any(
+        c.__name__ == "FSDPModule" and c.__module__.startswith("torch.distributed.") for c in type(module).__mro__
+    )
+
+
+def require_whole(tensors: Mapping[str, Tensor], what: str) -> None:
+    """Refuse tensors that are sharded.
+
+    Raises:
+        AttachError: with the first one, and what serves such models.
+    """
+    for name, tensor in tensors.items():
+        if is_sharded(tensor):
+            raise AttachError(
+                f"{name!r} is sharded over ranks, and {what} wants whole tensors: models of fully_shard are served by "
+                "gradwire.attach, and by gradwire.sync.LocalSGD and Averaging"
+            )
+
+
 class Names:
     """The trained parameters of a model by canonical name: looked at in every step, named anew only after a change."""
 

@@ -22,6 +22,7 @@ from gradwire.sync.averaging import Averaging
 from gradwire.sync.averaging_options import Options
 from gradwire.sync.scaling import require_groups
 from gradwire.sync.schedules import Schedule
+from gradwire.sync.shards import reshard_
 from gradwire.sync.wrapper import Wrapper
 
 _KEY = "sync"
@@ -244,6 +245,7 @@ class LocalSGD(AveragingOptimizer):
         method: Reducer | str = "none",
         **options: Unpack[Options],
     ) -> None:
+        reshard_(model)
         _require_of_model(inner.param_groups, model)  # before anything that would have to be closed is made
         averaging = Averaging(model, every, method, optimizer=inner, what="gradwire.sync.LocalSGD", **options)
         super().__init__(inner, averaging)
