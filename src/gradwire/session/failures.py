@@ -156,7 +156,7 @@ class FailureBoard:
         return error
 
     def tell(self, error: BaseException) -> None:
-        """Tell the other ranks that this one has failed, be it by an error of other ranks that these know nothing of."""
+        """Tell the other ranks that this one has failed, be it by what ranks of another group have done."""
         self.leave_word(error)
         self._set(_ALARM, str(self.rank))
 

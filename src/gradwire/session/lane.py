@@ -168,7 +168,7 @@ class Lane:
         return self.poison
 
     def give_up(self, error: BaseException) -> None:
-        """Refuse further steps after an error that arose elsewhere, and tell the other ranks, if nothing failed here."""
+        """Refuse further steps after an error that arose elsewhere, and tell the other ranks of it."""
         if self.poison is None and self.failures.error is None:
             self.failures.tell(error)
             self.poison = error

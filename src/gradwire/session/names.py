@@ -66,18 +66,18 @@ def is_fsdp2(module: object) -> bool:
     )
 
 
-def require_whole(tensors: Mapping[str, Tensor], what: str) -> None:
-    """Refuse tensors that are sharded.
+def require_whole(tensors: nn.Module | Mapping[str, Tensor], what: str) -> None:
+    """Refuse a model or tensors of which this rank holds shards.
 
     Raises:
-        AttachError: with the first one, and what serves such models.
+        AttachError: with what serves such models.
     """
-    for name, tensor in tensors.items():
-        if is_sharded(tensor):
-            raise AttachError(
-                f"{name!r} is sharded over ranks, and {what} wants whole tensors: models of fully_shard are served by "
-                "gradwire.attach, and by gradwire.sync.LocalSGD and Averaging"
-            )
+    of_fsdp2 = isinstance(tensors, nn.Module) and any(map(is_fsdp2, tensors.modules()))
+    if of_fsdp2 or any(map(is_sharded, named(tensors).values())):
+        raise AttachError(
+            f"{what} wants whole tensors, and these are shards: a model of fully_shard is served by gradwire.attach, "
+            "and by gradwire.sync.LocalSGD, Averaging and Hierarchical"
+        )
 
 
 class Names:

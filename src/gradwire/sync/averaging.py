@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gradwire.core.collective import AllReduce
-from gradwire.core.errors import AttachError, StepError
+from gradwire.core.errors import AttachError, StateError, StepError
 from gradwire.core.saved import Loaded
 from gradwire.drivers.engine import Stats
 from gradwire.drivers.interpreter import ask
@@ -52,8 +52,9 @@ class Averaging:
     what that rank has of it.
 
     Args:
-        model: alike on all ranks when this is made. Load checkpoints afterwards. It may be sharded by `fully_shard` over
-            the ranks of a copy; then `group` are ranks that hold the same shard, and what is kept has a shard's size.
+        model: alike on all ranks when this is made. Load checkpoints afterwards. It may be sharded by `fully_shard`,
+            each copy over ranks of its own: then `group` are ranks that hold the same shard, and what is kept has the
+            size of a shard.
         every: steps of a window, or a `Schedule`.
         method: how what changed travels: a reducer, or a spec such as `"int4"`. Error feedback works.
         outer: the outer step, such as `DiLoCo()`.
@@ -377,7 +378,8 @@ class Averaging:
     def _head(self) -> dict[str, Any]:
         """What a state must have in common with whoever loads it."""
         member = {"rank": self._transport.rank, "world_size": self._transport.world_size}
-        return {"version": VERSION, "settings": self.settings, **member}
+        shard = {"shard": self.shards.number} if self.shards.says else {}
+        return {"version": VERSION, "settings": self.settings, **member, **shard}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on exactly where `state_dict` was called, on the same rank. Load this rank's model and optimizer too.
@@ -419,7 +421,15 @@ class Averaging:
         Raises:
             StateError: states of another form, or from within a window.
         """
-        return resharded(states, self._head(), self.is_at_once)
+        return resharded([states[place] for place in self.same_shard(states)], self._head(), self.is_at_once)
+
+    def same_shard(self, states: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Which of the states of all ranks are of ranks that held this one's shard."""
+        return [place for place, state in enumerate(states) if state.get("shard", 0) == self.shards.number]
+
+    def together(self, call: str) -> Together:
+        """All ranks that have a part in this: those of all shards."""
+        return self.shards.together(call, self._lane, StateError)
 
     # Ending ------------------------------------------------------------------------------------------------------
 

@@ -341,47 +341,53 @@ def _require_others(group: dist.ProcessGroup, shards: dist.ProcessGroup) -> None
         )
 
 
-# Tensors of an inner optimizer ------------------------------------------------------------------------------------
+# What an optimizer remembers --------------------------------------------------------------------------------------
+
+State = Mapping[Any, Any]
+"""By the number of a parameter, what is remembered of it by name; as `Optimizer.state_dict` has it."""
 
 
-def held_state(state: Mapping[int, Mapping[str, Any]], parameters: Sequence[Tensor]) -> dict[int, dict[str, Any]]:
+def held_state(state: State, parameters: Sequence[Tensor]) -> State:
     """What an optimizer remembers, with what this rank holds in the place of each `DTensor`.
-
-    Args:
-        state: as `Optimizer.state_dict` has it, by the parameters' numbers.
-        parameters: in their order.
 
     Raises:
         StateError: something that is placed otherwise than its parameter.
     """
+    return _of_each(state, parameters, _held)
+
+
+def sharded_state(state: State, parameters: Sequence[Tensor]) -> State:
+    """The reverse of `held_state`: a tensor of a shard's shape becomes a `DTensor` like its parameter."""
+    return _of_each(state, parameters, _sharded)
+
+
+def _of_each(state: State, parameters: Sequence[Tensor], act: Callable[[str, Any, Tensor], Any]) -> State:
+    if not any(map(is_sharded, parameters)):
+        return state
     return {
-        number: {key: _held(value, parameters[number], key) for key, value in its.items()}
+        number: {key: act(key, value, parameters[number]) for key, value in its.items()}
         for number, its in state.items()
     }
 
 
-def _held(value: Any, parameter: Tensor, key: str) -> Any:
+def _held(key: str, value: Any, parameter: Tensor) -> Any:
     if not isinstance(value, Tensor) or not is_sharded(value):
         return value
-    its, other = [(t.device_mesh, t.placements, t.shape) for t in (value, parameter)]  # pyright: ignore[reportAttributeAccessIssue, reportUnknownVariableType, reportUnknownMemberType]
-    if its != other:
+    its, wanted = _placed(value), _placed(parameter)
+    if its != wanted:
         raise StateError(
-            f"the inner optimizer's {key!r} is not sharded as its parameter is, so its state cannot be kept by shards: "
-            "save it by torch.distributed.checkpoint, and optimizer.averaging by gradwire.save"
+            f"the inner optimizer's {key!r} is not sharded as its parameter is, so it cannot be kept shard by shard: "
+            "save the inner optimizer by torch.distributed.checkpoint, and optimizer.averaging by gradwire.save"
         )
     return local(value)
 
 
-def sharded_state(state: Mapping[int, Mapping[str, Any]], parameters: Sequence[Tensor]) -> dict[int, dict[str, Any]]:
-    """The reverse of `held_state`: a tensor of a shard's shape is a `DTensor` like its parameter."""
-    return {
-        number: {key: _sharded(value, parameters[number]) for key, value in its.items()}
-        for number, its in state.items()
-    }
+def _placed(tensor: Any) -> tuple[Any, ...]:
+    return tensor.device_mesh, tensor.placements, tensor.shape
 
 
-def _sharded(value: Any, parameter: Tensor) -> Any:
+def _sharded(key: str, value: Any, parameter: Tensor) -> Any:
     if not isinstance(value, Tensor) or is_sharded(value) or not is_sharded(parameter):
         return value
     mine = local(parameter)
-    return like(parameter, value.to(mine.device)) if value.shape == mine.shape and value.dim() else value
+    return like(parameter, value.to(mine.device)) if value.dim() and value.shape == mine.shape else value
