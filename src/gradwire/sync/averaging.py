@@ -137,7 +137,7 @@ class Averaging:
 
         def make() -> None:
             for names in split(list(parameters), fragments):
-                part = {name: p for name in names if local(p := parameters[name]).numel()}
+                part = self.shards.held({name: parameters[name] for name in names})
                 session = Session(
                     travelling(part, averages_moments),
                     method,

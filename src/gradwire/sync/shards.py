@@ -84,6 +84,14 @@ class Whole:
         """Of sessions over this rank's shard."""
         return Form()
 
+    def held(self, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Those of which this rank has any element.
+
+        Raises:
+            AttachError: there is none.
+        """
+        return parameters
+
     def attempt(self, act: Callable[[], None]) -> None:
         """Do something; where it fails on one rank of the copy, it raises on all of them."""
         act()
@@ -158,6 +166,22 @@ class Sharded(Whole):
     def form(self) -> Form:
         """One that says which shard it is, so that ranks with others are told."""
         return _OfShard(f"shard {self.number} of {self.total}")
+
+    def held(self, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Those of which this rank has any element: FSDP2 leaves the last ranks without one where rows are few.
+
+        Raises:
+            AttachError: there is none.
+        """
+        found = {name: parameter for name, parameter in parameters.items() if local(parameter).numel()}
+        if not found:
+            first, *others = parameters
+            raise AttachError(
+                f"shard {self.number} of {self.total} holds no element of {first!r}"
+                f"{f' and {len(others)} more' if others else ''}, so it has nothing to average: shard the model over "
+                "fewer ranks, or make fewer fragments="
+            )
+        return found
 
     def attempt(self, act: Callable[[], None]) -> None:
         """Do something on all ranks of the copy; where one fails, all raise.
