@@ -295,6 +295,7 @@ def _let_go(lane: Lane, transport: GroupTransport) -> None:
 def _destroy(lane: Lane, transport: GroupTransport) -> None:
     transport.close()
     destroy(lane.group)
+    del lane.group  # its connections are closed once nobody has it any more, which tells the others
 
 
 # What is served ---------------------------------------------------------------------------------------------------
