@@ -11,25 +11,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gradwire.core.collective import AllReduce
 from gradwire.core.errors import AttachError, StateError, StepError
 from gradwire.core.saved import Loaded
 from gradwire.drivers.engine import Stats
-from gradwire.drivers.interpreter import ask
 from gradwire.reducers.base import Reducer
 from gradwire.session import DEADLINE_S, Session
 from gradwire.session.names import named
 from gradwire.session.together import Together
 from gradwire.sync.alike import require_same_start
+from gradwire.sync.all_ranks import AllRanks
 from gradwire.sync.averaging_options import Merge, require_optimizer, require_windows
 from gradwire.sync.averaging_state import VERSION, check_state, resharded
 from gradwire.sync.buffers import Buffers, Policy, persistent_buffers, require_policy
+from gradwire.sync.copies import shards_of
 from gradwire.sync.fragment import MOMENT, Fragment, split, travelling
 from gradwire.sync.lent import lent
 from gradwire.sync.moments import Moments, first_moments, forget_, require_moments
 from gradwire.sync.outer import Mean, Outer
 from gradwire.sync.schedules import Schedule, as_schedule
-from gradwire.sync.shards import like, local, reshard_, shards_of
+from gradwire.sync.shards import like, local, reshard_
 
 
 class Checked(NamedTuple):
@@ -127,7 +127,7 @@ class Averaging:
         require_windows(self.schedule, warmup, fragments, delay, self.merge)
         require_optimizer(optimizer, moments, self.outer)
         self.settings = f"outer={self.outer}, fragments={fragments}, buffers={buffers!r}, moments={moments!r}"
-        self.steps = self.since = self._synced = self._asked_bytes = 0
+        self.steps = self.since = self._synced = 0
         self.fragments: list[Fragment] = []
         reshard_(model)
         parameters = named(model)
@@ -159,10 +159,11 @@ class Averaging:
         except BaseException:
             self.close()
             raise
-        self._transport, self._lane = self.session.transport, self.session.lane
-        self._device = local(next(iter(parameters.values()))).device
-        rank = self._transport.rank * self.shards.total + self.shards.number
-        self.buffers = Buffers(model, buffers, self._ask, rank, self._transport.world_size * self.shards.total)
+        self._lane = self.session.lane
+        self._ranks = ranks = AllRanks(self.session, self.shards, local(next(iter(parameters.values()))).device)
+        self.buffers = Buffers(
+            model, buffers, lambda request: ranks.ask(request, self._where()), ranks.rank, ranks.world_size
+        )
 
     def __repr__(self) -> str:
         return f"Averaging({self.settings}, every={self.schedule}, step={self.steps}, by {self.session.reducer!r})"
@@ -179,7 +180,10 @@ class Averaging:
     def stats(self) -> Stats:
         """Return bytes and times so far, over all fragments, buffers and what ranks agreed on."""
         summed = Stats.summed(fragment.session.stats() for fragment in self.fragments)
-        return dataclasses.replace(summed, wire_bytes=summed.wire_bytes + self._asked_bytes)
+        return dataclasses.replace(summed, wire_bytes=summed.wire_bytes + self._ranks.sent_bytes)
+
+    def _where(self) -> str:
+        return f" in step {self.steps}"
 
     # Steps -------------------------------------------------------------------------------------------------------
 
@@ -219,7 +223,8 @@ class Averaging:
     def _is_over(self) -> bool:
         if self.since >= self._length:
             return True
-        return self.schedule.limit is not None and self._drift() > self.schedule.limit
+        limit = self.schedule.limit
+        return limit is not None and self._ranks.drift(self.fragments, self._where()) > limit
 
     def _beginning(self, ended: bool) -> list[Fragment]:
         """The fragments whose average begins after this step; the last one's with the window's end."""
@@ -258,6 +263,11 @@ class Averaging:
         if self.moments == "reset" and not is_warm_up:
             forget_(self._moments(fragment).values())
 
+    def _rates(self) -> dict[str, float]:
+        if self.optimizer is None or not self.outer.needs_rates:
+            return {}
+        return self._ranks.rates(self.optimizer, self.fragments, self._where())
+
     def _travelling_moments(self, fragment: Fragment) -> dict[str, Tensor]:
         return self._moments(fragment) if fragment.with_moments else {}
 
@@ -277,7 +287,7 @@ class Averaging:
         with self.shards.passing_on(self._lane):
             for fragment in self.fragments:
                 self._end(fragment)
-            if self._agreed([self._apart()])[0]:
+            if self._ranks.largest([self._apart()], self._where())[0]:
                 for fragment in self.fragments:
                     fragment.begin(self.steps, self._travelling_moments(fragment), self._rates())
                     self._end(fragment, own=0.0)
@@ -305,38 +315,6 @@ class Averaging:
             fragment.begin_anew()
         self.buffers.begin_anew()
         self.since, self._synced = 0, self.steps
-
-    # What ranks agree on ------------------------------------------------------------------------------------------
-
-    def _where(self) -> str:
-        return f" in step {self.steps}"
-
-    def _ask(self, request: AllReduce) -> Tensor:
-        """Over all ranks: those that hold the same shard, and then those of each copy."""
-        self._asked_bytes += request.wire_bytes(self._transport.world_size) + self.shards.wire_bytes(request)
-        between = self._lane.call(lambda: ask(request, self._transport), self._where())
-        return self.shards.ask(dataclasses.replace(request, tensor=between), self._where())
-
-    def _agreed(self, values: Sequence[float]) -> list[float]:
-        """The largest that any rank has of each number."""
-        return self._ask(AllReduce(torch.tensor(values, dtype=torch.float64, device=self._device), "max")).tolist()
-
-    @torch.no_grad()
-    def _drift(self) -> float:
-        """|x - x_0| / |x_0|, the largest of all ranks."""
-        squares = torch.tensor([fragment.moved() for fragment in self.fragments], dtype=torch.float64)
-        request = AllReduce(squares.sum(0).to(self._device))
-        moved, whole = self.shards.ask(request, self._where()).tolist()
-        return self._agreed([(moved / whole) ** 0.5 if whole else 0.0])[0]
-
-    def _rates(self) -> dict[str, float]:
-        """The learning rate of each parameter, the largest that any rank has in its parameter group."""
-        if self.optimizer is None or not self.outer.needs_rates:
-            return {}
-        groups = self.optimizer.param_groups
-        rates = self._agreed([float(group["lr"]) for group in groups])
-        of = {id(p): rate for group, rate in zip(groups, rates, strict=True) for p in group["params"]}
-        return {name: of[id(p)] for part in self.fragments for name, p in part.parameters.items() if id(p) in of}
 
     # The global copy ----------------------------------------------------------------------------------------------
 
@@ -377,7 +355,8 @@ class Averaging:
 
     def _head(self) -> dict[str, Any]:
         """What a state must have in common with whoever loads it."""
-        member = {"rank": self._transport.rank, "world_size": self._transport.world_size}
+        transport = self.session.transport
+        member = {"rank": transport.rank, "world_size": transport.world_size}
         shard = {"shard": self.shards.number} if self.shards.says else {}
         return {"version": VERSION, "settings": self.settings, **member, **shard}
 
