@@ -1,8 +1,9 @@
 """What each rank does in the tests of `gradwire.sync` over sharded models: two copies on two ranks each."""
 
 import contextlib
+import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -356,35 +357,42 @@ def skipped(rank: int, infinite: bool) -> dict[str, Any]:
     }
 
 
-def failing(rank: int, world_size: int, folder: str, inside: bool) -> dict[str, Any]:
-    """One rank fails, before its backward pass or in its inner optimizer's last step of a window."""
+def failing(rank: int, world_size: int, folder: str, how: str) -> dict[str, Any]:
+    """Rank 1 fails before a backward pass or in the last step of a window, or is silent there."""
     began, said = [time.monotonic()], ""
     try:
-        _fails_at(rank, inside, began)
+        _fails(rank, how, began, Path(folder))
     except (ValueError, RuntimeError) as error:
         said = f"{type(error).__name__}: {error}"
     waited = time.monotonic() - began[0]
-    (Path(folder) / f"{inside}{rank}").touch()
-    while inside and len(list(Path(folder).glob(f"{inside}*"))) < world_size:
-        time.sleep(0.05)
+    (Path(folder) / str(rank)).touch()
+    if how == "in a step":
+        _wait_for(world_size, Path(folder))
     return {"said": said, "waited": waited}
 
 
-def _fails_at(rank: int, inside: bool, began: list[float]) -> None:
+def _wait_for(ranks: int, folder: Path) -> None:
+    while len(list(folder.glob("*"))) < ranks:
+        time.sleep(0.05)
+
+
+def _fails(rank: int, how: str, began: list[float], folder: Path) -> None:
     mesh = two_dimensions()
     net = sharded(mesh, Net())
-    with LocalSGD(adam(net), net, **settings(mesh, "int8")) as optimizer:
+    patience: dict[str, Any] = {"deadline_s": 4.0} if how == "silent" else {}
+    with LocalSGD(adam(net), net, **settings(mesh, "int8") | patience) as optimizer:
         train(net, optimizer, rank, 0, 7)
         began[0] = time.monotonic()
-        if rank == 1 and inside:
-            optimizer.inner.register_step_pre_hook(_fails)
-        elif rank == 1:
+        if rank == 1 and how == "before":
             raise ValueError("no more data")
-        train(net, optimizer, rank, 7, 12)
-
-
-def _fails(*unused: object) -> None:
-    raise ValueError("no more memory")
+        loss_of(net, *next(batches(rank, 8, 7))).backward()
+        if rank == 1 and how == "silent":
+            _wait_for(3, folder)
+        elif rank == 1:
+            raise ValueError("no more memory")
+        else:
+            optimizer.step()
+            train(net, optimizer, rank, 8, 9)
 
 
 # What else a model has ---------------------------------------------------------------------------------------------
@@ -503,13 +511,7 @@ def crossed() -> dist.ProcessGroup:
 def page(rank: int, world_size: int) -> int:
     """The page's block for sharded models, on as many ranks as it wants."""
     text = (Path(__file__).parents[1] / "docs" / "sync.md").read_text(encoding="utf-8")
-    names: dict[str, Any] = {}
-    for code in blocks(text.partition("## Sharded models")[2].partition("\n## ")[0]):
-        exec(code, names)
+    (code,) = re.findall(r"```python\n(.*?)```", text.partition("## Sharded models")[2], re.DOTALL)[:1]
+    names: dict[str, Any] = {"torch": torch, "dist": dist, "gradwire": gradwire}
+    exec(code, names)
     return int(names["optimizer"].averaging.steps)
-
-
-def blocks(text: str) -> Iterator[str]:
-    """Python's."""
-    for piece in text.split("```python\n")[1:]:
-        yield piece.partition("```")[0]

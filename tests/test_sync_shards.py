@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -139,15 +140,25 @@ def test_a_step_that_a_scaler_skips_on_one_rank_is_skipped_by_its_copy_and_count
     assert len({one["digest"] for one in found}) == len(without) == len({found[0]["digest"]} - without) == 1
 
 
-@pytest.mark.parametrize("inside", [True, False])
-def test_a_rank_that_fails_keeps_nobody_waiting(inside: bool, tmp_path: Path) -> None:
-    """By itself in an average, others of its copy where FSDP2 waits for it."""
-    found = run("failing", folder=str(tmp_path), inside=inside)
-    assert all(one["said"] for one in found)
+@pytest.mark.parametrize("how", ["in a step", "before"])
+def test_a_rank_that_fails_keeps_nobody_waiting(how: str, tmp_path: Path) -> None:
+    """In a step nobody else has failed; before a backward pass FSDP2 waits for it as well."""
+    found = run("failing", folder=str(tmp_path), how=how)
     assert found[1]["said"].startswith("ValueError")
     assert max(one["waited"] for one in found) < 20
-    if inside:
-        assert all("rank 1 failed with ValueError: no more memory" in found[rank]["said"] for rank in (0, 2, 3))
+    others = [found[rank]["said"] for rank in (0, 2, 3)]
+    assert all(others)
+    assert "rank 1 failed with ValueError: no more" in others[-1]
+    if how == "in a step":
+        assert all("rank 1 failed with ValueError: no more memory" in said for said in others)
+
+
+def test_a_silent_rank_is_an_error_on_all_ranks_after_the_deadline(tmp_path: Path) -> None:
+    found = run("failing", folder=str(tmp_path), how="silent")
+    assert all(one["said"].startswith("CommunicationError") for rank, one in enumerate(found) if rank != 1)
+    assert "rank 1" in found[0]["said"]
+    assert "rank 1" in found[3]["said"]
+    assert max(one["waited"] for one in found) < 25
 
 
 # What else a model has ----------------------------------------------------------------------------------------------
@@ -201,10 +212,12 @@ REFUSED = {
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_is_not_served_is_told_on_every_rank(what: str) -> None:
-    import re
-
     for outcome in outcomes("refused"):
         said = outcome["refused"][what]
         expected = REFUSED[what].replace("[", r"\[").replace("(", r"\(").replace(")", r"\)")
         assert re.search(expected, said), said
         assert said.startswith("AttachError")
+
+
+def test_the_page_runs_on_two_copies() -> None:
+    assert run("page") == [20] * 4

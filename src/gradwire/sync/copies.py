@@ -225,9 +225,7 @@ class Sharded(Whole):
 
 
 class _OfShard(Form):
-    """Whole tensors, which are the same shard on all ranks."""
-
-    times_link = True
+    """Tensors that are the same shard on all ranks."""
 
     def __init__(self, says: str) -> None:
         self.says = says
