@@ -359,16 +359,20 @@ def skipped(rank: int, infinite: bool) -> dict[str, Any]:
 
 def failing(rank: int, world_size: int, folder: str, how: str) -> dict[str, Any]:
     """Rank 1 fails before a backward pass or in the last step of a window, or is silent there."""
-    began, said = [time.monotonic()], ""
+    times, said = list[float](), ""
     try:
-        _fails(rank, how, began, Path(folder))
+        _fails(rank, how, times, Path(folder))
     except (ValueError, RuntimeError) as error:
+        times.append(time.monotonic())
         said = f"{type(error).__name__}: {error}"
-    waited = time.monotonic() - began[0]
-    (Path(folder) / str(rank)).touch()
+    _here(Path(folder), rank)
     if how == "in a step":
         _wait_for(world_size, Path(folder))
-    return {"said": said, "waited": waited}
+    return {"said": said, "waited": times[1] - times[0] if said else 0.0}
+
+
+def _here(folder: Path, rank: int) -> None:
+    (folder / str(rank)).touch()
 
 
 def _wait_for(ranks: int, folder: Path) -> None:
@@ -376,13 +380,13 @@ def _wait_for(ranks: int, folder: Path) -> None:
         time.sleep(0.05)
 
 
-def _fails(rank: int, how: str, began: list[float], folder: Path) -> None:
+def _fails(rank: int, how: str, times: list[float], folder: Path) -> None:
     mesh = two_dimensions()
     net = sharded(mesh, Net())
     patience: dict[str, Any] = {"deadline_s": 4.0} if how == "silent" else {}
     with LocalSGD(adam(net), net, **settings(mesh, "int8") | patience) as optimizer:
         train(net, optimizer, rank, 0, 7)
-        began[0] = time.monotonic()
+        times.append(time.monotonic())
         if rank == 1 and how == "before":
             raise ValueError("no more data")
         loss_of(net, *next(batches(rank, 8, 7))).backward()
@@ -391,7 +395,13 @@ def _fails(rank: int, how: str, began: list[float], folder: Path) -> None:
         elif rank == 1:
             raise ValueError("no more memory")
         else:
-            optimizer.step()
+            try:
+                optimizer.step()
+            except gradwire.CommunicationError:
+                times.append(time.monotonic())
+                _here(folder, rank)
+                _wait_for(4 if how == "in a step" else 3, folder)  # nobody closes anything before all have been told
+                raise
             train(net, optimizer, rank, 8, 9)
 
 
