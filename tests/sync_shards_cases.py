@@ -15,6 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 import fsdp2_cases
 import gradwire
+from case_sets import many_of
 from fsdp2_cases import Block, Net, batches, error_of, frozen, loss_of, shard, two_dimensions, whole
 from gradwire.sync import (
     BMUF,
@@ -98,20 +99,10 @@ def far(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
     return max(float((found[name] - wanted[name]).abs().max()) for name in found if found[name].numel())
 
 
-def many(rank: int, world_size: int, jobs: dict[str, tuple[str, dict[str, Any]]]) -> dict[str, Any]:
-    """Several cases in one set of processes."""
-    out: dict[str, Any] = {}
-    for name, (case, arguments) in jobs.items():
-        print("case", name, flush=True)
-        dist.barrier()
-        out[name] = globals()[case](rank, **arguments)
-    return out
-
-
 # The same as whole models --------------------------------------------------------------------------------------
 
 
-def as_whole(rank: int, name: str) -> dict[str, Any]:
+def as_whole(rank: int, world_size: int, name: str) -> dict[str, Any]:
     """How far sharded copies are from whole ones that are fed the same data, in mid-window and at the end."""
     mesh = two_dimensions()
     net, plain = sharded(mesh), Net().double()
@@ -140,7 +131,7 @@ def as_whole(rank: int, name: str) -> dict[str, Any]:
     return found
 
 
-def coded(rank: int, name: str) -> dict[str, Any]:
+def coded(rank: int, world_size: int, name: str) -> dict[str, Any]:
     """How far shards are from what a session over this rank's shards makes of the same windows, by hand."""
     mesh = two_dimensions()
     net, plain = sharded(mesh), sharded(mesh)
@@ -164,7 +155,7 @@ def coded(rank: int, name: str) -> dict[str, Any]:
     return {"far": far(locals_of(net), x), "owed": owed, "norm": norm, "digest": fsdp2_cases.digest(net)}
 
 
-def ways(rank: int, variant: str) -> dict[str, Any]:
+def ways(rank: int, world_size: int, variant: str) -> dict[str, Any]:
     """Whatever FSDP2 does within a copy: after three windows copies are equal, and learn."""
     mesh = two_dimensions()
     nets: dict[str, Callable[[], Net]] = {
@@ -194,7 +185,7 @@ def ways(rank: int, variant: str) -> dict[str, Any]:
 # Memory --------------------------------------------------------------------------------------------------------
 
 
-def sizes(rank: int) -> dict[str, int]:
+def sizes(rank: int, world_size: int) -> dict[str, int]:
     """Elements that are kept on this rank, and those of the model."""
     mesh = two_dimensions()
     net = sharded(mesh, Net())
@@ -298,7 +289,7 @@ def damaged(rank: int, world_size: int, folder: str) -> list[str]:
 # What one rank sees ----------------------------------------------------------------------------------------------
 
 
-def not_finite(rank: int, name: str) -> dict[str, Any]:
+def not_finite(rank: int, world_size: int, name: str) -> dict[str, Any]:
     """One rank's shard is not finite at a window's end; all ranks are told, give it up, and go on."""
     mesh = two_dimensions()
     net = sharded(mesh, Net())
@@ -328,7 +319,7 @@ def locals_like(optimizer: LocalSGD) -> dict[str, Tensor]:
     return {key: cast(Any, value).to_local() for key, value in optimizer.averaging.global_copy().items()}
 
 
-def skipped(rank: int, infinite: bool) -> dict[str, Any]:
+def skipped(rank: int, world_size: int, infinite: bool) -> dict[str, Any]:
     """A scaler finds an infinity on one rank: its copy makes no step, and windows end together."""
     mesh = two_dimensions()
     net, plain = sharded(mesh), Net().double()
@@ -408,7 +399,7 @@ def _fails(rank: int, how: str, times: list[float], folder: Path) -> None:
 # What else a model has ---------------------------------------------------------------------------------------------
 
 
-def buffers(rank: int) -> dict[str, Any]:
+def buffers(rank: int, world_size: int) -> dict[str, Any]:
     """Running means of BatchNorm under each policy: what ranks had, and what they have after `sync`."""
     found: dict[str, Any] = {}
     for policy in ("average", "rank0", "own"):
@@ -427,7 +418,7 @@ def buffers(rank: int) -> dict[str, Any]:
     return found
 
 
-def evaluated(rank: int) -> dict[str, Any]:
+def evaluated(rank: int, world_size: int) -> dict[str, Any]:
     """The global copy is what is evaluated in mid-window, and the model trains on as if nothing had been."""
     mesh = two_dimensions()
     net, undisturbed = sharded(mesh), sharded(mesh)
@@ -447,7 +438,7 @@ def evaluated(rank: int) -> dict[str, Any]:
     return {"losses": losses, "own": own, "far": far(whole(net), whole(undisturbed))}
 
 
-def hierarchy(rank: int) -> dict[str, Any]:
+def hierarchy(rank: int, world_size: int) -> dict[str, Any]:
     """Levels over a mesh of three dimensions are those of whole models; and a spec makes an optimizer."""
     found: dict[str, Any] = {}
     for name, sizes in {"nodes": (2, 1, 2), "places": (2, 2, 1)}.items():
@@ -479,7 +470,7 @@ def hierarchy(rank: int) -> dict[str, Any]:
 # What is refused ---------------------------------------------------------------------------------------------------
 
 
-def refused(rank: int) -> dict[str, str]:
+def refused(rank: int, world_size: int) -> dict[str, str]:
     """What is said of groups and models that cannot be served, on every rank."""
     mesh = two_dimensions()
     between: dict[str, Any] = {"deadline_s": DEADLINE_S}
@@ -525,3 +516,6 @@ def page(rank: int, world_size: int) -> int:
     names: dict[str, Any] = {"torch": torch, "dist": dist, "gradwire": gradwire}
     exec(code, names)
     return int(names["optimizer"].averaging.steps)
+
+
+many = many_of(globals())
