@@ -120,7 +120,7 @@ def main() -> None:
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/indices_DATE.json")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    places.warm_up()
+    kernels.warm_up()
     rows = measure()
     if arguments.save:
         print("wrote", save_result("indices", {"rows": rows}))

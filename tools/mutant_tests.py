@@ -32,6 +32,7 @@ UNCHANGED: Stage = ("tests/test_run.py", "-k", "unchanged_script")
 GOSSIP: Stage = ("tests/test_gossip.py",)
 FSDP2: Stage = ("tests/test_fsdp2.py",)
 RUN_FSDP2: Stage = ("tests/test_run_fsdp2.py",)
+SHARDS: Stage = ("tests/test_sync_shards.py",)
 PARTS: Stage = ("tests/test_parts.py",)
 FLOWER: Stage = ("tests/test_flower.py",)
 
@@ -107,10 +108,12 @@ FILES: dict[str, tuple[Stage, ...]] = {
     "session/together.py": (CHECKPOINT,),
     "session/watching.py": (("src/gradwire/session/watching.py", "tests/test_drift.py"),),
     "sync/alike.py": ((SYNC, "-k", "differ"),),
+    "sync/all_ranks.py": (*WINDOWS, SHARDS),
     "sync/averaging.py": WINDOWS,
     "sync/averaging_options.py": WINDOWS,
     "sync/averaging_state.py": WINDOWS,
     "sync/buffers.py": WINDOWS,
+    "sync/copies.py": ((*SHARDS, "-k", "not_served"), SHARDS),
     "sync/fragment.py": (("src/gradwire/sync/fragment.py",), *WINDOWS),
     "sync/global_copy.py": (*WINDOWS, ELASTIC),
     "sync/elastic/attempt.py": (ELASTIC,),
@@ -145,6 +148,7 @@ FILES: dict[str, tuple[Stage, ...]] = {
     "sync/post_local.py": (("tests/test_post_local.py",),),
     "sync/scaling.py": ((SYNC, "-k", "scaler"), *OPTIMIZERS),
     "sync/schedules.py": (("src/gradwire/sync/schedules.py",), *WINDOWS),
+    "sync/shards.py": ((*SHARDS, "-k", "mid_window or evaluated"), SHARDS),
     "sync/spec.py": (("src/gradwire/sync/spec.py", "tests/test_sync_spec.py"),),
     "sync/wrapper.py": (*WINDOWS, ("tests/test_post_local.py",)),
     "sync/optimizers/arithmetic.py": (("src/gradwire/sync/optimizers/arithmetic.py",), *OPTIMIZERS),

@@ -11,12 +11,12 @@ from torch import nn
 from gradwire.adapters.ddp import attach_ddp
 from gradwire.adapters.drift import require_watchable, watch_drift
 from gradwire.adapters.fsdp2.attach import attach_fsdp2
-from gradwire.adapters.fsdp2.groups import is_fsdp2
 from gradwire.adapters.handle import Handle
 from gradwire.codecs import Codec
 from gradwire.core.errors import AttachError
 from gradwire.reducers.base import Reducer
 from gradwire.session import DEADLINE_S
+from gradwire.session.names import is_fsdp2
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -12,12 +12,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.adapters.attach import attach
-from gradwire.adapters.fsdp2.groups import is_fsdp2
 from gradwire.adapters.handle import Handle
 from gradwire.core import save_folder
 from gradwire.core.errors import AttachError, StateError
 from gradwire.reducers.base import Reducer
 from gradwire.session.checkpoint import load
+from gradwire.session.names import is_fsdp2
 from gradwire.session.together import Together
 
 SUFFIX = ".gradwire"

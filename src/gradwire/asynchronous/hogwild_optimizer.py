@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from gradwire.asynchronous.names import Names
 from gradwire.asynchronous.together import together
 from gradwire.core.errors import AttachError, StepError
-from gradwire.session.names import named
+from gradwire.session.names import named, require_whole
 from gradwire.sync.alike import require_same_start
 from gradwire.sync.wrapper import Wrapper
 
@@ -55,6 +55,7 @@ class HogwildOptimizer(Wrapper):
         self, inner: Optimizer, model: nn.Module, group: dist.ProcessGroup | None = None, *, deadline_s: float = 600.0
     ) -> None:
         self.model = model
+        require_whole(model, "HogwildOptimizer")
         self._parameters = named(model)
         if any(parameter.device.type != "cpu" for parameter in self._parameters.values()):
             raise AttachError("Hogwild! shares the memory of the CPU: have the model there, or push to servers (asgd)")

@@ -29,7 +29,7 @@ from gradwire.asynchronous.sockets.line import Far
 from gradwire.asynchronous.together import together
 from gradwire.core.errors import CommunicationError, StepError
 from gradwire.sending import Sending
-from gradwire.session.names import named
+from gradwire.session.names import named, require_whole
 from gradwire.sync.alike import require_same_start
 from gradwire.sync.lent import lent, write_
 from gradwire.sync.wrapper import Wrapper
@@ -102,6 +102,7 @@ class AsynchronousOptimizer(Wrapper):
     ) -> None:
         self.model, self.deadline_s, self.waited_s = model, deadline_s, 0.0
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        require_whole(model, "AsynchronousOptimizer")
         self._parameters = named(model)
         self._names = Names(self._parameters)
         self._together = together("AsynchronousOptimizer", group, deadline_s)

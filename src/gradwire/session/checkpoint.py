@@ -75,24 +75,34 @@ class Savable(Protocol):
         ...
 
 
+@runtime_checkable
+class Meeting(Protocol):
+    """What has ranks in several groups, as averages of sharded models: all of them save and load together."""
+
+    def together(self, call: str) -> Together:
+        """All these ranks, for a call that each of them makes."""
+        ...
+
+
 def _session_of(holder: Holder | Savable | Session) -> Session:
     return holder if isinstance(holder, Session) else holder.session
 
 
-def _together(call: str, session: Session) -> Together:
+def _together(call: str, handle: Holder | Savable | Session) -> Together:
+    session = _session_of(handle)
     if not session.is_open:
         raise StateError(f"{call}: this session is closed; save and load before close()")
     group_store()  # else nobody can be met
-    return Together(call, session.lane, StateError)
+    return handle.together(call) if isinstance(handle, Meeting) else Together(call, session.lane, StateError)
 
 
-def _packed(handle: Holder | Savable | Session) -> Saved:
+def _packed(handle: Holder | Savable | Session, ranks: Together) -> Saved:
     """This rank's state in the form of `gradwire.core.saved`; what is more than a session's is a tree of its own."""
     session = _session_of(handle)
     if not isinstance(handle, Savable):
         return session.state_dict()
     tree, tensors = taken_apart(handle.state_dict())
-    where = {"rank": session.transport.rank, "world_size": session.transport.world_size}
+    where = {"rank": ranks.rank, "world_size": ranks.world_size}
     head = {"version": VERSION, "reducer": handle.kind, "step": handle.steps, "seed": session.seed, "scale": 1.0}
     pieces = {name: {"matrix:value": [{"start": 0, "values": tensor}]} for name, tensor in tensors.items()}
     return {**head, **where, "parameters": pieces, TREE: tree}
@@ -129,8 +139,8 @@ def save(folder: str | Path, handle: Holder | Savable | Session) -> None:
         torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, folder / f"{rank}.pt")
         gradwire.save(folder / "gradwire", handle)
     """
-    session, here = _session_of(handle), Path(folder)
-    ranks, state = _together("gradwire.save", session), _packed(handle)
+    here, ranks = Path(folder), _together("gradwire.save", handle)
+    state = _packed(handle, ranks)
     head = {key: state[key] for key in SHARED}
     last = max(save_folder.numbers(here), default=0)
     said = ranks.say({"head": head, "last": last, "token": save_folder.new_token()})
@@ -180,7 +190,7 @@ def load(folder: str | Path, handle: Holder | Savable | Session) -> int:
         step = gradwire.load(folder / "gradwire", handle)
     """
     session, here = _session_of(handle), Path(folder)
-    ranks = _together("gradwire.load", session)
+    ranks = _together("gradwire.load", handle)
     found = save_folder.manifests(here)
     latest = max(save_folder.numbers(here), default=0)
     seen = [_offer(manifest, here, ranks) for manifest in found]

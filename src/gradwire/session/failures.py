@@ -150,11 +150,15 @@ class FailureBoard:
         if isinstance(error, ConnectionLost):
             return self._looked_into(error, where)
         if not isinstance(error, CommunicationError):  # those are the consequences of another rank's
-            self.leave_word(error)
-            self._set(_ALARM, str(self.rank))
+            self.tell(error)
         with self._lock:
             self.error = self.error or error
         return error
+
+    def tell(self, error: BaseException) -> None:
+        """Tell the other ranks that this one has failed, be it by what ranks of another group have done."""
+        self.leave_word(error)
+        self._set(_ALARM, str(self.rank))
 
     def leave_word(self, error: BaseException) -> None:
         """Write down why this rank is about to end, for others that will wonder; raise no alarm."""

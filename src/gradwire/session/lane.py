@@ -167,6 +167,12 @@ class Lane:
         self.poison = self.failures.explain(error, where)
         return self.poison
 
+    def give_up(self, error: BaseException) -> None:
+        """Refuse further steps after an error that arose elsewhere, and tell the other ranks of it."""
+        if self.poison is None and self.failures.error is None:
+            self.failures.tell(error)
+            self.poison = error
+
     def require_sound(self) -> None:
         """Refuse another step once communication has failed.
 

@@ -54,6 +54,32 @@ def require_served(name: str, dtype: torch.dtype, device: torch.device) -> None:
         raise AttachError(f"parameter {name!r} is on {device}; supported devices are cpu and cuda")
 
 
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether a tensor is a `DTensor`, of which this rank holds a part; found without importing it."""
+    return hasattr(tensor, "to_local")
+
+
+def is_fsdp2(module: object) -> bool:
+    """Whether `fully_shard` was called on a module; found without importing it."""
+    return any(
+        c.__name__ == "FSDPModule" and c.__module__.startswith("torch.distributed.") for c in type(module).__mro__
+    )
+
+
+def require_whole(tensors: nn.Module | Mapping[str, Tensor], what: str) -> None:
+    """Refuse a model or tensors of which this rank holds shards.
+
+    Raises:
+        AttachError: with what serves such models.
+    """
+    of_fsdp2 = isinstance(tensors, nn.Module) and any(map(is_fsdp2, tensors.modules()))
+    if of_fsdp2 or any(map(is_sharded, named(tensors).values())):
+        raise AttachError(
+            f"{what} wants whole tensors, and these are shards: a model of fully_shard is served by gradwire.attach, "
+            "and by gradwire.sync.LocalSGD, Averaging and Hierarchical"
+        )
+
+
 class Names:
     """The trained parameters of a model by canonical name: looked at in every step, named anew only after a change."""
 

@@ -32,7 +32,7 @@ from gradwire.reducers.base import Reducer
 from gradwire.session.form import WHOLE, Form
 from gradwire.session.lane import INTERRUPTED_S, Lane, group_of
 from gradwire.session.making import Maker
-from gradwire.session.names import Names, named, require_served
+from gradwire.session.names import Names, named, require_served, require_whole
 from gradwire.session.reduction import Reduction
 from gradwire.session.report import NON_FINITE, Report, observed
 
@@ -113,6 +113,7 @@ class Session:
         self.method, self.reducer = _text(method), form.method(method)
         self.seed, self._fed_by = seed, form.fed_by
         self._scaler, self.scale = scaler, 1.0
+        require_whole(tensors, what)
         specs = [ParameterSpec(name, tuple(t.shape), t.dtype, t.device) for name, t in named(tensors).items()]
         self._specs, self._trained = {spec.name: spec for spec in specs}, Names()
         self._device = specs[0].device if specs else torch.device("cpu")

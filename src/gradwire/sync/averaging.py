@@ -11,24 +11,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gradwire.core.collective import AllReduce
-from gradwire.core.errors import AttachError, StepError
+from gradwire.core.errors import AttachError, StateError, StepError
 from gradwire.core.saved import Loaded
 from gradwire.drivers.engine import Stats
-from gradwire.drivers.interpreter import ask
 from gradwire.reducers.base import Reducer
 from gradwire.session import DEADLINE_S, Session
 from gradwire.session.names import named
 from gradwire.session.together import Together
 from gradwire.sync.alike import require_same_start
+from gradwire.sync.all_ranks import AllRanks
 from gradwire.sync.averaging_options import Merge, require_optimizer, require_windows
 from gradwire.sync.averaging_state import VERSION, check_state, resharded
 from gradwire.sync.buffers import Buffers, Policy, persistent_buffers, require_policy
-from gradwire.sync.fragment import Fragment, split, travelling
+from gradwire.sync.copies import shards_of
+from gradwire.sync.fragment import MOMENT, Fragment, split, travelling
 from gradwire.sync.lent import lent
 from gradwire.sync.moments import Moments, first_moments, forget_, require_moments
 from gradwire.sync.outer import Mean, Outer
 from gradwire.sync.schedules import Schedule, as_schedule
+from gradwire.sync.shards import like, local, reshard_
 
 
 class Checked(NamedTuple):
@@ -51,7 +52,9 @@ class Averaging:
     what that rank has of it.
 
     Args:
-        model: alike on all ranks when this is made. Load checkpoints afterwards.
+        model: alike on all ranks when this is made. Load checkpoints afterwards. It may be sharded by `fully_shard`,
+            each copy over ranks of its own: then `group` are ranks that hold the same shard, and what is kept has the
+            size of a shard.
         every: steps of a window, or a `Schedule`.
         method: how what changed travels: a reducer, or a spec such as `"int4"`. Error feedback works.
         outer: the outer step, such as `DiLoCo()`.
@@ -67,7 +70,7 @@ class Averaging:
         optimizer: that trains the model on this rank. Needed for `SlowMo`, and where moments are averaged or reset.
         moments: "own", "average" or "reset": what becomes of the optimizer's first moments at a window's end, see
             `gradwire.sync.moments.Moments`.
-        group: whose ranks; None for the default group.
+        group: whose ranks; None for the default group. Of a sharded model `mesh["replicate"].get_group()`.
         seed: of all random choices, the same on every rank.
         deadline_s: seconds after which a silent rank is an error.
         what: the call that errors speak of.
@@ -78,7 +81,8 @@ class Averaging:
 
     Raises:
         CompositionError: a window of no steps, more fragments than layers, and other settings that fit nothing.
-        AttachError: models or settings that differ between ranks, by name; or no process group.
+        AttachError: models or settings that differ between ranks, by name; no process group; a sharded model with a
+            group of ranks that hold different shards, or that is sharded over a mesh of two dimensions.
         SpecError: a method that cannot be built.
         CommunicationError: a rank that did not come within `deadline_s`, by its number.
 
@@ -123,12 +127,17 @@ class Averaging:
         require_windows(self.schedule, warmup, fragments, delay, self.merge)
         require_optimizer(optimizer, moments, self.outer)
         self.settings = f"outer={self.outer}, fragments={fragments}, buffers={buffers!r}, moments={moments!r}"
-        self.steps = self.since = self._synced = self._asked_bytes = 0
+        self.steps = self.since = self._synced = 0
         self.fragments: list[Fragment] = []
+        reshard_(model)
         parameters = named(model)
-        try:
+        self._names = [*parameters, *(MOMENT + name for name in parameters)]
+        self.shards = shards_of(model, group, deadline_s, what)
+        self.settings += self.shards.says
+
+        def make() -> None:
             for names in split(list(parameters), fragments):
-                part = {name: parameters[name] for name in names}
+                part = self.shards.held({name: parameters[name] for name in names})
                 session = Session(
                     travelling(part, averages_moments),
                     method,
@@ -137,16 +146,24 @@ class Averaging:
                     deadline_s=deadline_s,
                     lane=self.fragments[0].session.lane if self.fragments else None,
                     what=what,
+                    form=self.shards.form,
                 )
                 self.fragments.append(Fragment(part, self.outer, session, averages_moments))
-            self._transport, self._lane = self.session.transport, self.session.lane
-            self._device = next(iter(parameters.values())).device
-            compared = parameters | (persistent_buffers(model) if buffers != "own" else {})
-            require_same_start(self._whole_text(), compared, Together(what, self._lane, AttachError))
+            compared = {name: local(parameter) for name, parameter in parameters.items()}
+            compared |= persistent_buffers(model) if buffers != "own" else {}
+            require_same_start(self._whole_text(), compared, Together(what, self.session.lane, AttachError))
+
+        try:
+            self.shards.require_alike(f"{self._whole_text()}, method={method!r}")
+            self.shards.attempt(make)
         except BaseException:
             self.close()
             raise
-        self.buffers = Buffers(model, buffers, self._ask, self._transport.rank, self._transport.world_size)
+        self._lane = self.session.lane
+        self._ranks = ranks = AllRanks(self.session, self.shards, local(next(iter(parameters.values()))).device)
+        self.buffers = Buffers(
+            model, buffers, lambda request: ranks.ask(request, self._where()), ranks.rank, ranks.world_size
+        )
 
     def __repr__(self) -> str:
         return f"Averaging({self.settings}, every={self.schedule}, step={self.steps}, by {self.session.reducer!r})"
@@ -163,7 +180,10 @@ class Averaging:
     def stats(self) -> Stats:
         """Return bytes and times so far, over all fragments, buffers and what ranks agreed on."""
         summed = Stats.summed(fragment.session.stats() for fragment in self.fragments)
-        return dataclasses.replace(summed, wire_bytes=summed.wire_bytes + self._asked_bytes)
+        return dataclasses.replace(summed, wire_bytes=summed.wire_bytes + self._ranks.sent_bytes)
+
+    def _where(self) -> str:
+        return f" in step {self.steps}"
 
     # Steps -------------------------------------------------------------------------------------------------------
 
@@ -180,13 +200,14 @@ class Averaging:
             CommunicationError: a rank failed or fell silent, by its number.
         """
         self.steps, self.since = self.steps + 1, self.since + 1
-        self._end_those_due()
-        ended = self._is_over()
-        for fragment in self.fragments if ended and self._is_warm_up else self._beginning(ended):
-            self._begin(fragment)
-        if ended:
-            self.since = 0
-            self.buffers.average_()
+        with self.shards.passing_on(self._lane):
+            self._end_those_due()
+            ended = self._is_over()
+            for fragment in self.fragments if ended and self._is_warm_up else self._beginning(ended):
+                self._begin(fragment)
+            if ended:
+                self.since = 0
+                self.buffers.average_()
         return ended
 
     @property
@@ -202,7 +223,8 @@ class Averaging:
     def _is_over(self) -> bool:
         if self.since >= self._length:
             return True
-        return self.schedule.limit is not None and self._drift() > self.schedule.limit
+        limit = self.schedule.limit
+        return limit is not None and self._ranks.drift(self.fragments, self._where()) > limit
 
     def _beginning(self, ended: bool) -> list[Fragment]:
         """The fragments whose average begins after this step; the last one's with the window's end."""
@@ -230,15 +252,21 @@ class Averaging:
         if not fragment.is_under_way:
             return
         is_warm_up = fragment.due <= self.warmup
-        fragment.end(plainly=is_warm_up)
+        fragment.end(is_warm_up, lambda name: self.shards.first(name, self._names, self._where()))
         moments = self._travelling_moments(fragment)
         if fragment.sent:
             fragment.merge_progress(moments)
         else:
             share = 0.0 if self.merge == "progress" else self.merge
             fragment.merge(moments, share if own is None else own)
+        reshard_(self.model)
         if self.moments == "reset" and not is_warm_up:
             forget_(self._moments(fragment).values())
+
+    def _rates(self) -> dict[str, float]:
+        if self.optimizer is None or not self.outer.needs_rates:
+            return {}
+        return self._ranks.rates(self.optimizer, self.fragments, self._where())
 
     def _travelling_moments(self, fragment: Fragment) -> dict[str, Tensor]:
         return self._moments(fragment) if fragment.with_moments else {}
@@ -256,13 +284,14 @@ class Averaging:
         Raises:
             StepError, CommunicationError: as `step`.
         """
-        for fragment in self.fragments:
-            self._end(fragment)
-        if self._agreed([self._apart()])[0]:
+        with self.shards.passing_on(self._lane):
             for fragment in self.fragments:
-                fragment.begin(self.steps, self._travelling_moments(fragment), self._rates())
-                self._end(fragment, own=0.0)
-            self.buffers.average_()
+                self._end(fragment)
+            if self._ranks.largest([self._apart()], self._where())[0]:
+                for fragment in self.fragments:
+                    fragment.begin(self.steps, self._travelling_moments(fragment), self._rates())
+                    self._end(fragment, own=0.0)
+                self.buffers.average_()
         self.since, self._synced = 0, self.steps
 
     def _apart(self) -> float:
@@ -287,41 +316,12 @@ class Averaging:
         self.buffers.begin_anew()
         self.since, self._synced = 0, self.steps
 
-    # What ranks agree on ------------------------------------------------------------------------------------------
-
-    def _ask(self, request: AllReduce) -> Tensor:
-        self._asked_bytes += request.wire_bytes(self._transport.world_size)
-        return self._lane.call(lambda: ask(request, self._transport), f" in step {self.steps}")
-
-    def _agreed(self, values: Sequence[float]) -> list[float]:
-        """The largest that any rank has of each number."""
-        return self._ask(AllReduce(torch.tensor(values, dtype=torch.float64, device=self._device), "max")).tolist()
-
-    @torch.no_grad()
-    def _drift(self) -> float:
-        """|x - x_0| / |x_0|, the largest of all ranks."""
-        moved = whole = 0.0
-        for fragment in self.fragments:
-            for name, parameter in fragment.parameters.items():
-                start = fragment.start(name).double()
-                moved += float((parameter.double() - start).square().sum())
-                whole += float(start.square().sum())
-        return self._agreed([(moved / whole) ** 0.5 if whole else 0.0])[0]
-
-    def _rates(self) -> dict[str, float]:
-        """The learning rate of each parameter, the largest that any rank has in its parameter group."""
-        if self.optimizer is None or not self.outer.needs_rates:
-            return {}
-        groups = self.optimizer.param_groups
-        rates = self._agreed([float(group["lr"]) for group in groups])
-        of = {id(p): rate for group, rate in zip(groups, rates, strict=True) for p in group["params"]}
-        return {name: of[id(p)] for part in self.fragments for name, p in part.parameters.items() if id(p) in of}
-
     # The global copy ----------------------------------------------------------------------------------------------
 
     def global_copy(self) -> dict[str, Tensor]:
-        """What all ranks agreed on last, by parameter; copies, in 32 bits at least."""
-        return {name: copy.clone() for name, copy in self._copies().items()}
+        """What all ranks agreed on last, by parameter; copies, in 32 bits at least. Of a sharded model `DTensor`s."""
+        parameters = {name: p for fragment in self.fragments for name, p in fragment.parameters.items()}
+        return {name: like(parameters[name], copy.clone()) for name, copy in self._copies().items()}
 
     def _copies(self) -> dict[str, Tensor]:
         return {name: fragment.copies[name] for fragment in self.fragments for name in fragment.parameters}
@@ -335,7 +335,7 @@ class Averaging:
         Evaluate so in mid-window: all ranks measure the same model. Nothing is communicated. Buffers stay as they are.
         """
         parameters = {name: p for fragment in self.fragments for name, p in fragment.parameters.items()}
-        return lent(parameters, self._copies())
+        return lent(parameters, self._copies(), lambda: reshard_(self.model))
 
     # State -------------------------------------------------------------------------------------------------------
 
@@ -355,8 +355,10 @@ class Averaging:
 
     def _head(self) -> dict[str, Any]:
         """What a state must have in common with whoever loads it."""
-        member = {"rank": self._transport.rank, "world_size": self._transport.world_size}
-        return {"version": VERSION, "settings": self.settings, **member}
+        transport = self.session.transport
+        member = {"rank": transport.rank, "world_size": transport.world_size}
+        shard = {"shard": self.shards.number} if self.shards.says else {}
+        return {"version": VERSION, "settings": self.settings, **member, **shard}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on exactly where `state_dict` was called, on the same rank. Load this rank's model and optimizer too.
@@ -398,7 +400,15 @@ class Averaging:
         Raises:
             StateError: states of another form, or from within a window.
         """
-        return resharded(states, self._head(), self.is_at_once)
+        return resharded([states[place] for place in self.same_shard(states)], self._head(), self.is_at_once)
+
+    def same_shard(self, states: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Which of the states of all ranks are of ranks that held this one's shard."""
+        return [place for place, state in enumerate(states) if state.get("shard", 0) == self.shards.number]
+
+    def together(self, call: str) -> Together:
+        """All ranks that have a part in this: those of all shards."""
+        return self.shards.together(call, self._lane, StateError)
 
     # Ending ------------------------------------------------------------------------------------------------------
 
@@ -406,6 +416,7 @@ class Averaging:
         """Stop communicating; a second call does nothing. What is under way is forgotten: call `sync` before."""
         for fragment in reversed(self.fragments):  # the first one's session has made the lane
             fragment.session.close()
+        self.shards.close()
 
     def __enter__(self) -> Averaging:
         return self
@@ -413,4 +424,5 @@ class Averaging:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
             self._lane.failures.leave_word(error)
+            self.shards.leave_word(error)
         self.close()

@@ -24,6 +24,7 @@ _FRAGMENT: Mapping[str, type] = {
 _REMEDIES = {
     "version": "load it with the version of gradwire that wrote it",
     "settings": "make it with the settings it was saved with, or begin anew from the saved model",
+    "shard": "each rank loads what was saved of the shard that it holds",
     "rank": "each rank loads what the same rank saved",
     "world_size": "for another number of ranks call sync() before saving, and begin anew from that model",
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,8 +12,9 @@ from gradwire.core.errors import CompositionError
 from gradwire.core.saved import Loaded
 from gradwire.session import Session, SessionStep
 from gradwire.sync.buffers import require_alike
-from gradwire.sync.global_copy import GlobalCopy, require_finite, wide
+from gradwire.sync.global_copy import GlobalCopy, not_finite, require_finite, wide
 from gradwire.sync.outer import Outer, Rates
+from gradwire.sync.shards import local
 
 MOMENT = "first moment of "
 """What stands before a parameter's name in the name of its first moment."""
@@ -124,18 +125,23 @@ class Fragment(GlobalCopy):
             step.__exit__(None, None, None)
 
     @torch.no_grad()
-    def end(self, plainly: bool) -> None:
+    def end(self, plainly: bool, of_copy: Callable[[str | None], str | None] = lambda name: name) -> None:
         """Take the mean up into the global copy.
 
         Args:
             plainly: whether the mean itself is taken, without the outer step.
+            of_copy: given the first mean of this rank that is not finite, returns the first one of its whole copy.
 
         Raises:
             StepError: on every rank, where the mean is not finite. The global copy is left as it was.
         """
         self.wait()
         deltas, self.deltas = self.deltas, {}
-        require_finite(deltas)
+        mine = not_finite(deltas)
+        found = of_copy(mine)
+        if found is not None and mine is None:  # nobody takes this mean, so what was sent of it is owed still
+            self.session.lane.call(self.session.engine.forget, self.session.where())
+        require_finite(found)
         if not plainly:
             self.move_(deltas, self._rates_of)
         for name, delta in deltas.items():
@@ -172,7 +178,16 @@ class Fragment(GlobalCopy):
     def _here(self, moments: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """What this rank has of all that travels: parameters, and first moments of any fragment that are among them."""
         mine = {MOMENT + name: moment for name, moment in moments.items() if name in self.parameters}
-        return dict(self.parameters) | mine
+        return {name: local(tensor) for name, tensor in (dict(self.parameters) | mine).items()}
+
+    def moved(self) -> tuple[float, float]:
+        """|x - x_0|^2 and |x_0|^2 over what this rank holds."""
+        moved = whole = 0.0
+        for name, parameter in self.parameters.items():
+            start = self.start(name).double()
+            moved += float((local(parameter).double() - start).square().sum())
+            whole += float(start.square().sum())
+        return moved, whole
 
     # State -------------------------------------------------------------------------------------------------------
 
@@ -222,9 +237,8 @@ class Fragment(GlobalCopy):
 
 def travelling(parameters: Mapping[str, Tensor], with_moments: bool) -> dict[str, Tensor]:
     """Tensors like those that are sent, for a session."""
-    sent = {
-        name: torch.empty_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for name, p in parameters.items()
-    }
+    held = {name: local(parameter) for name, parameter in parameters.items()}
+    sent = {name: torch.empty_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for name, p in held.items()}
     return sent | ({MOMENT + name: tensor for name, tensor in sent.items()} if with_moments else {})
 
 

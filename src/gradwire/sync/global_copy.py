@@ -9,20 +9,21 @@ from torch import Tensor
 
 from gradwire.core.errors import StepError
 from gradwire.sync.outer import Memory, Outer, Rates
+from gradwire.sync.shards import local
 
 _SAME_RATES = Rates(1.0, 1.0)
 
 
 def wide(tensor: Tensor) -> Tensor:
-    """A copy in 32 bits at least: in 16 an outer step would be lost in rounding."""
-    return tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32), copy=True)
+    """A copy of what this rank holds, in 32 bits at least: in 16 an outer step would be lost in rounding."""
+    return local(tensor).detach().to(torch.promote_types(tensor.dtype, torch.float32), copy=True)
 
 
 class GlobalCopy:
     """What all ranks had of named parameters at a window's beginning, and what the outer step remembers of them.
 
     Args:
-        parameters: those of the model, alive.
+        parameters: those of the model, alive. Of one that is sharded, what this rank holds of it counts.
         outer: what the copy becomes.
         device: where copies and memory lie; None for where each parameter is.
 
@@ -64,24 +65,31 @@ class GlobalCopy:
     def write(self) -> None:
         """Give the parameters the global copy."""
         for name, parameter in self.parameters.items():
-            parameter.copy_(self.copies[name])
+            local(parameter).copy_(self.copies[name])
 
     @torch.no_grad()
     def begin_anew(self) -> None:
         """Take what the parameters are now for the global copy."""
         for name, parameter in self.parameters.items():
-            self.copies[name].copy_(parameter)
+            self.copies[name].copy_(local(parameter))
 
 
-def require_finite(means: Mapping[str, Tensor]) -> None:
-    """Refuse a mean that is not finite, alike on all ranks.
+def not_finite(means: Mapping[str, Tensor]) -> str | None:
+    """The name of the first mean that is not finite, if there is one: alike on all ranks that have the same means."""
+    return next((name for name, mean in means.items() if not torch.isfinite(mean).all()), None)
+
+
+def require_finite(name: str | None) -> None:
+    """Refuse a mean that is not finite.
+
+    Args:
+        name: what `not_finite` has found.
 
     Raises:
-        StepError: with the name of the first such tensor.
+        StepError: with the name.
     """
-    for name, mean in means.items():
-        if not torch.isfinite(mean).all():
-            raise StepError(
-                f"{name!r} is not finite on some rank at the end of a window; the global copy still has what all ranks "
-                "began the window with"
-            )
+    if name is not None:
+        raise StepError(
+            f"{name!r} is not finite on some rank at the end of a window; the global copy still has what all ranks "
+            "began the window with"
+        )

@@ -19,6 +19,7 @@ from gradwire.drivers.engine import Stats
 from gradwire.reducers.base import Reducer
 from gradwire.session import DEADLINE_S, Session
 from gradwire.session.lane import group_of
+from gradwire.session.together import Together
 from gradwire.sync.averaging import Averaging, Checked
 from gradwire.sync.averaging_options import Options
 
@@ -179,6 +180,10 @@ class Hierarchical:
     def steps(self) -> int:
         """Those of the run so far."""
         return self.levels[-1].steps
+
+    def together(self, call: str) -> Together:
+        """All ranks that have a part in this: those of the last level."""
+        return self.levels[-1].together(call)
 
     def resharded(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Refuse: with another number of ranks the groups of small levels are others.

@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 
 import torch
 from torch import Tensor
+
+from gradwire.sync.shards import local
 
 
 @torch.no_grad()
 def write_(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
     """Copy values into parameters of the same names; values of other names are left out."""
     for name, parameter in parameters.items():
-        parameter.copy_(values[name])
+        local(parameter).copy_(values[name])
 
 
 @contextlib.contextmanager
-def lent(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> Generator[None]:
+def lent(
+    parameters: Mapping[str, Tensor], values: Mapping[str, Tensor], written: Callable[[], None] = lambda: None
+) -> Generator[None]:
     """In a `with` block parameters have these values; afterwards they have what they had before.
+
+    Args:
+        parameters: of a model.
+        values: by the same names.
+        written: is called after each change.
 
     >>> x = torch.zeros(1)
     >>> with lent({"x": x}, {"x": torch.ones(1)}): print(x)
@@ -26,9 +35,11 @@ def lent(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> Gene
     >>> x
     tensor([0.])
     """
-    own = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    own = {name: local(parameter).detach().clone() for name, parameter in parameters.items()}
     try:
         write_(parameters, values)
+        written()
         yield
     finally:
         write_(parameters, own)
+        written()

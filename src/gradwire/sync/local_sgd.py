@@ -16,12 +16,14 @@ from gradwire.core.errors import AttachError, StateError, StepError
 from gradwire.drivers.engine import Stats
 from gradwire.reducers.base import Reducer
 from gradwire.session import Session
-from gradwire.session.checkpoint import Savable
+from gradwire.session.checkpoint import Meeting, Savable
+from gradwire.session.together import Together
 from gradwire.sync.averager import Averager
 from gradwire.sync.averaging import Averaging
 from gradwire.sync.averaging_options import Options
 from gradwire.sync.scaling import require_groups
 from gradwire.sync.schedules import Schedule
+from gradwire.sync.shards import held_state, reshard_, sharded_state
 from gradwire.sync.wrapper import Wrapper
 
 _KEY = "sync"
@@ -131,8 +133,15 @@ class AveragingOptimizer(Wrapper):
         return f"{type(self.inner).__name__} in {self.averaging!r}"
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's state, and under "sync" that of averaging; save one a rank, with its model."""
-        return {**self.inner.state_dict(), _KEY: self.averaging.state_dict()}
+        """The inner optimizer's state, and under "sync" that of averaging; save one a rank, with its model.
+
+        Of a sharded model it has what this rank holds, in plain tensors.
+        """
+        inner = self.inner.state_dict()
+        return {**inner, "state": held_state(inner["state"], self._in_order()), _KEY: self.averaging.state_dict()}
+
+    def _in_order(self) -> list[Tensor]:
+        return [parameter for group in self.inner.param_groups for parameter in group["params"]]
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on exactly where `state_dict` was called. Load this rank's model too.
@@ -160,7 +169,7 @@ class AveragingOptimizer(Wrapper):
     def take_up(self, checked: tuple[dict[str, Any], Any]) -> None:
         """Go on from what `checked` returned."""
         inner, averaging = checked
-        self.inner.load_state_dict(inner)
+        self.inner.load_state_dict({**inner, "state": sharded_state(inner["state"], self._in_order())})
         self.averaging.take_up(averaging)
         self._share()
 
@@ -191,8 +200,19 @@ class AveragingOptimizer(Wrapper):
         Raises:
             StateError: as the averager's.
         """
-        whole = self._savable.resharded([state[_KEY] for state in states])
-        return {**states[self.session.transport.rank % len(states)], _KEY: whole}
+        synced = [state[_KEY] for state in states]
+        whole = self._savable.resharded(synced)
+        of = self.averaging.same_shard(synced) if isinstance(self.averaging, Averaging) else range(len(states))
+        return {**states[of[self.session.transport.rank % len(of)]], _KEY: whole}
+
+    def together(self, call: str) -> Together:
+        """All ranks that have a part in this."""
+        averaging = self._savable
+        return (
+            averaging.together(call)
+            if isinstance(averaging, Meeting)
+            else Together(call, self.session.lane, StateError)
+        )
 
     def close(self) -> None:
         """Stop communicating and let go of the inner optimizer; a second call does nothing."""
@@ -244,6 +264,7 @@ class LocalSGD(AveragingOptimizer):
         method: Reducer | str = "none",
         **options: Unpack[Options],
     ) -> None:
+        reshard_(model)
         _require_of_model(inner.param_groups, model)  # before anything that would have to be closed is made
         averaging = Averaging(model, every, method, optimizer=inner, what="gradwire.sync.LocalSGD", **options)
         super().__init__(inner, averaging)

@@ -212,6 +212,7 @@ class GatherPort:
 def _destroy(transport: GroupTransport, lane: Lane) -> None:
     transport.close()
     destroy(lane.group)
+    del lane.group  # its connections are closed once nobody has it any more, which tells the others
 
 
 def _as(chunk: Tensor, dtype: torch.dtype) -> Tensor:

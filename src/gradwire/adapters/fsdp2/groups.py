@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gradwire.core.errors import AttachError
-from gradwire.session.names import canonical_name, require_apart, require_served
+from gradwire.session.names import canonical_name, is_fsdp2, require_apart, require_served
 
 PYTORCH = "2.13"
 """The version whose parameter groups this module reads."""
@@ -112,13 +112,6 @@ class Group:
     def device(self) -> torch.device:
         """Where it computes."""
         return self.held.device
-
-
-def is_fsdp2(module: object) -> bool:
-    """Whether `fully_shard` was called on a module; found without importing it."""
-    return any(
-        c.__name__ == "FSDPModule" and c.__module__.startswith("torch.distributed.") for c in type(module).__mro__
-    )
 
 
 def groups_of(model: nn.Module) -> list[Group]:

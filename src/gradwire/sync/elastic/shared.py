@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from gradwire.core.errors import StateError
 from gradwire.core.grain import ParameterSpec
 from gradwire.reducers.base import Reducer
-from gradwire.session.names import named
+from gradwire.session.names import named, require_whole
 from gradwire.spec import as_method
 from gradwire.sync.buffers import persistent_buffers, require_alike
 from gradwire.sync.elastic.link import CPU
@@ -81,6 +81,7 @@ class Shared:
     """
 
     def __init__(self, model: nn.Module, reducer: Reducer, outer: Outer) -> None:
+        require_whole(model, "gradwire.sync.Elastic")
         buffers = persistent_buffers(model)
         averaged = {name: buffer for name, buffer in buffers.items() if buffer.is_floating_point()}
         self.parts = [Part(GlobalCopy(named(model), outer, CPU), reducer)]

@@ -20,7 +20,7 @@ from gradwire.sync.elastic.protocol import Decision, Round
 from gradwire.sync.elastic.pulse import Pulse
 from gradwire.sync.elastic.rounds import Behind, Rounds
 from gradwire.sync.elastic.shared import Shared
-from gradwire.sync.global_copy import require_finite
+from gradwire.sync.global_copy import not_finite, require_finite
 
 _VOIDS = 8
 """After so many rounds in a row that came to nothing, the link is to blame and not the workers."""
@@ -181,7 +181,7 @@ class Worker:
             parts = [part.changes() for part in self.shared.parts]
             used[0].mean_(parts, window)
             for means in parts:
-                require_finite(means)
+                require_finite(not_finite(means))
             return parts
 
         def call_off() -> None:

@@ -22,7 +22,7 @@ from gradwire.drivers.interpreter import Interpreter, ask, run
 from gradwire.drivers.virtual import gathered
 from gradwire.session import DEADLINE_S, Session
 from gradwire.session.lane import group_of
-from gradwire.session.names import named
+from gradwire.session.names import named, require_whole
 from gradwire.session.together import Together
 from gradwire.sync.alike import require_same_start
 from gradwire.sync.averaging_state import check_head
@@ -110,6 +110,7 @@ class Gossip:
         self.settings = f"graph={self.graph}, method={self.method}, buffers={buffers!r}"
         self.steps = self.since = self._synced = 0
         self.model = model
+        require_whole(model, what)
         self.parameters = named(model)
         reducer = OnGraph(self.graph, self.method)
         self.session = Session(

@@ -26,7 +26,7 @@ from gradwire.drivers.engine import Stats
 from gradwire.reducers.base import Reducer
 from gradwire.session import Session
 from gradwire.session.lane import Lane
-from gradwire.session.names import named
+from gradwire.session.names import named, require_whole
 from gradwire.sync.scaling import ScaledOptimizer, require_groups
 
 Params = nn.Module | ParamsT
@@ -82,6 +82,8 @@ class SharedOptimizer(ScaledOptimizer):
         self, params: Params, defaults: dict[str, Any], method: Reducer | str, **options: Unpack[SessionOptions]
     ) -> None:
         self._is_made = False
+        if isinstance(params, nn.Module):
+            require_whole(params, type(self).__name__)
         super().__init__(list(named(params).items()) if isinstance(params, nn.Module) else params, defaults)
         self._names = _names(self.param_groups)
         for entry in self.entries():
