@@ -85,3 +85,14 @@ def sessions_apart(rank: int, world_size: int) -> str:
     except gradwire.AttachError as error:
         return str(error)
     return ""
+
+
+def other_names(rank: int, world_size: int) -> str:
+    """What is said where one rank has a tensor that the other lacks."""
+    with gradwire.Session({"w": torch.zeros(3)}, "none") as session:
+        tensors = {"w": torch.zeros(3)} | ({"extra": torch.zeros(3)} if rank else {})
+        try:
+            gradwire.check_drift(session, tensors, "repair")
+        except gradwire.DriftError as error:
+            return str(error)
+    return ""

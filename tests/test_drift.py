@@ -84,6 +84,11 @@ def test_sessions_that_would_compare_at_other_steps_are_refused() -> None:
         assert "check_every=5" in said
 
 
+def test_a_tensor_that_one_rank_lacks_is_told_to_all_at_once() -> None:
+    told = run_function(f"{CASES}:other_names", 2, {}, 60)
+    assert told == ["'extra' is not on all ranks: give check_drift the same model on all ranks"] * 2
+
+
 @pytest.mark.usefixtures("one_rank")
 def test_what_a_session_cannot_watch_is_refused() -> None:
     model = nn.Linear(3, 2)

@@ -38,7 +38,7 @@ def check_drift(
             memories stay as they are, so ranks drift on, and are to be checked again.
 
     Raises:
-        DriftError: ranks differ, and are to stop.
+        DriftError: ranks differ, and are to stop; or they have tensors of other names or in another order.
         CommunicationError: a rank that did not come within the session's deadline.
         AttachError: `on_drift` is none of these words.
 
@@ -53,10 +53,13 @@ def check_drift(
     fingerprints = Fingerprints(given)
     if len(set(ranks.say(fingerprints.whole))) == 1:
         return None
-    differing = {name: rank for name, rank in fingerprints.differences(ranks).items() if name in given}
+    differing = fingerprints.differences(ranks)
     if not differing:
         raise DriftError("ranks have their tensors in different orders: give check_drift the same model on all ranks")
-    first, other = next(iter(differing.items()))
+    for name, difference in differing.items():
+        if not difference.everywhere:
+            raise DriftError(f"{name!r} is not on all ranks: give check_drift the same model on all ranks")
+    first, (other, _) = next(iter(differing.items()))
     where = f"{first!r} is not the same on rank {other} as on rank {ranks.ranks[0]}"
     react(session, [given[name] for name in differing], f"parameter {where} after step {session.engine.index}")
     return first

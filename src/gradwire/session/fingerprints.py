@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +21,18 @@ def digest(tensor: Tensor) -> str:
     return _digest(tensor.detach().reshape(-1).contiguous().cpu().view(torch.uint8).numpy().tobytes())
 
 
+class Difference(NamedTuple):
+    """How a tensor differs between ranks.
+
+    Attributes:
+        rank: the first one on which it is not the same as on the first of all ranks.
+        everywhere: whether all ranks have a tensor of that name.
+    """
+
+    rank: int
+    everywhere: bool
+
+
 class Fingerprints:
     """Those of some tensors.
 
@@ -32,20 +45,18 @@ class Fingerprints:
         self.each = {name: digest(tensor) for name, tensor in tensors.items()}
         self.whole = _digest(repr(self.each).encode())
 
-    def differences(self, ranks: Together) -> dict[str, int]:
-        """Tell all fingerprints to each other, and return the names of the tensors that differ.
-
-        Each comes with the first rank on which it is not the same as on the first of all ranks.
+    def differences(self, ranks: Together) -> dict[str, Difference]:
+        """Tell all fingerprints to each other, and return the tensors that differ, by name, alike on all ranks.
 
         Raises:
             CommunicationError: a rank that did not come.
         """
-        found: dict[str, int] = {}
+        found: dict[str, Difference] = {}
         listed = ranks.say(self.each)
         for name in dict.fromkeys(name for its in listed for name in its):
             differing = (n for n, its in zip(ranks.ranks, listed, strict=True) if its.get(name) != listed[0].get(name))
             if (rank := next(differing, None)) is not None:
-                found[name] = rank
+                found[name] = Difference(rank, all(name in its for its in listed))
         return found
 
 
