@@ -98,6 +98,7 @@ FILES: dict[str, tuple[Stage, ...]] = {
     "session/making.py": (("tests/test_session.py",), ATTACHED),
     "session/names.py": (("src/gradwire/session/names.py", "tests/test_session.py"), ONE_RANK),
     "session/reduction.py": (("tests/test_session.py", "tests/test_handle.py"), REPORT),
+    "session/step.py": (("tests/test_session.py", "tests/test_handle.py"), ONE_RANK, ATTACHED),
     "session/session.py": (
         ("src/gradwire/session/session.py", "tests/test_session.py", "tests/test_handle.py"),
         ONE_RANK,

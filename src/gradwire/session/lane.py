@@ -255,3 +255,13 @@ class Lane:
             patience_s = min(patience_s, INTERRUPTED_S if interrupted else FAILED_S)
         self.failures.close(min(patience_s, FAILED_S))
         self.driver.close(patience_s, at_end)
+
+    def let_go(self, transport: GroupTransport, patience_s: float = FAILED_S) -> None:
+        """End the threads, the last of which closes the one transport that used the lane, and destroys the group."""
+
+        def destroy() -> None:
+            transport.close()
+            groups.destroy(self.group)
+            del self.group  # its connections are closed once nobody has it any more, which tells the others
+
+        self.close(destroy, patience_s)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from gradwire.codecs.base import SUPPORTED_DTYPES
 from gradwire.core.errors import AttachError
+from gradwire.core.grain import ParameterSpec
 
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 """What `torch.compile`, `checkpoint_wrapper` and FSDP put into names, each a component of its own."""
@@ -52,6 +53,24 @@ def require_served(name: str, dtype: torch.dtype, device: torch.device) -> None:
         raise AttachError(f"parameter {name!r} has dtype {dtype}; supported are {names}")
     if device.type not in ("cpu", "cuda"):
         raise AttachError(f"parameter {name!r} is on {device}; supported devices are cpu and cuda")
+
+
+def require_all_served(specs: Sequence[ParameterSpec], checksum: bool) -> None:
+    """Refuse tensors that no session can take.
+
+    Raises:
+        AttachError: none at all, of a dtype or on a device that is not served, on several devices, or with checksums
+            elsewhere than on a CPU.
+    """
+    if not specs:
+        raise AttachError("there is nothing to combine: no tensor, or no parameter that requires a gradient")
+    device = specs[0].device
+    for spec in specs:
+        require_served(spec.name, spec.dtype, spec.device)
+        if spec.device != device:
+            raise AttachError(f"{spec.name!r} lies on {spec.device} and others on {device}: make a session for each")
+    if checksum and device.type != "cpu":
+        raise AttachError(f"checksums are made on a CPU, and the tensors lie on {device}: leave checksum out")
 
 
 def is_sharded(tensor: Tensor) -> bool:

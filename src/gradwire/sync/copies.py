@@ -8,7 +8,6 @@ here, over a group of their own. The ranks of a shard know the same already, so 
 from __future__ import annotations
 
 import contextlib
-import functools
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
@@ -19,11 +18,10 @@ from torch import Tensor, nn
 
 from gradwire.core.collective import AllReduce
 from gradwire.core.errors import AttachError, GradwireError, StepError
-from gradwire.drivers.groups import destroy, listed
+from gradwire.drivers.groups import listed
 from gradwire.drivers.interpreter import ask
-from gradwire.drivers.process_group import GroupTransport
 from gradwire.session.form import Form
-from gradwire.session.lane import FAILED_S, Lane, group_of
+from gradwire.session.lane import Lane, group_of
 from gradwire.session.names import is_sharded, named
 from gradwire.session.together import Together
 from gradwire.sync.shards import local
@@ -121,7 +119,7 @@ class Sharded(Whole):
         self._what, self._device = what, device
         self._lane = Lane(group, device, deadline_s, what)
         self._transport = self._lane.transport()
-        self._finalizer = weakref.finalize(self, _let_go, self._lane, self._transport)
+        self._finalizer = weakref.finalize(self, self._lane.let_go, self._transport)
         self._finalizer.atexit = False
 
     @property
@@ -250,17 +248,6 @@ class _AllCopies(Together):
     def say(self, words: Any) -> list[Any]:
         """What all ranks say, copy by copy."""
         return [its for copy in super().say(self._inside.say(words)) for its in copy]
-
-
-def _let_go(lane: Lane, transport: GroupTransport) -> None:
-    """End the threads of a lane, the last of which destroys its groups."""
-    lane.close(functools.partial(_destroy, lane, transport), FAILED_S)
-
-
-def _destroy(lane: Lane, transport: GroupTransport) -> None:
-    transport.close()
-    destroy(lane.group)
-    del lane.group  # its connections are closed once nobody has it any more, which tells the others
 
 
 # What is served ---------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,10 +19,8 @@ from gradwire.core.collective import AllGather
 from gradwire.core.errors import AttachError, StepError
 from gradwire.core.key import Key
 from gradwire.core.payload import Layout
-from gradwire.drivers.groups import destroy
 from gradwire.drivers.interpreter import ask
 from gradwire.drivers.parts import InParts
-from gradwire.drivers.process_group import GroupTransport
 from gradwire.session import Session
 from gradwire.session.lane import Lane
 from gradwire.spec import as_codec
@@ -119,7 +116,7 @@ class GatherPort:
         self._before = []
         if self._own is not None:
             lane, self._own = self._own, None
-            lane.close(functools.partial(_destroy, self._transport, lane))
+            lane.let_go(self._transport)
 
     def _comm(self, part: int) -> ParameterGather:
         return ParameterGather(lambda output, given, group: self.gather(part, output, given, group))
@@ -207,12 +204,6 @@ class GatherPort:
         session = self._session
         mine = self._transport.rank if rank is None else rank
         return Key(session.seed, self._engine.index, name, "parameters", mine)
-
-
-def _destroy(transport: GroupTransport, lane: Lane) -> None:
-    transport.close()
-    destroy(lane.group)
-    del lane.group  # its connections are closed once nobody has it any more, which tells the others
 
 
 def _as(chunk: Tensor, dtype: torch.dtype) -> Tensor:
