@@ -22,7 +22,7 @@ class Handle:
 
     @property
     def reducer(self) -> Reducer:
-        """The method."""
+        """The method that combines gradients."""
         return self.session.reducer
 
     @property

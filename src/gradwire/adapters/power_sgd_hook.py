@@ -92,7 +92,7 @@ class PowerSGDState:
 
     @property
     def iter(self) -> int:
-        """Finished steps."""
+        """How many steps have ended."""
         if self._session is not None:
             return self._session.engine.index
         return self._pending.iter if self._pending else 0

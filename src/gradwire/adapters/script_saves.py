@@ -45,7 +45,7 @@ class Followed(NamedTuple):
 
     @property
     def step(self) -> int:
-        """Finished steps."""
+        """How many steps have ended."""
         return self.handle.session.engine.index
 
     def folder(self, states: Path) -> Path:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from gradwire.asynchronous.names import Names
 from gradwire.asynchronous.together import together
@@ -115,8 +116,8 @@ class HogwildOptimizer(Wrapper):
             for group, rate in zip(self.inner.param_groups, rates, strict=True):
                 group["lr"] = rate
 
+    @override
     def after_step(self) -> None:
-        """Count."""
         self._counts[self.rank] += 1
 
     @property
@@ -126,17 +127,17 @@ class HogwildOptimizer(Wrapper):
 
     @property
     def sent_bytes(self) -> int:
-        """Nothing."""
+        """Nothing is sent: 0 bytes."""
         return 0
 
     @property
     def waited_s(self) -> float:
-        """Nobody waits."""
+        """Nobody waits: 0 seconds."""
         return 0.0
 
     @property
     def coded_s(self) -> float:
-        """Nothing is coded."""
+        """Nothing is coded: 0 seconds."""
         return 0.0
 
     @contextlib.contextmanager
@@ -169,7 +170,7 @@ class HogwildOptimizer(Wrapper):
         self.close()
 
     def close(self) -> None:
-        """Step no more."""
+        """End the steps of this rank."""
         self._is_open = False
 
 

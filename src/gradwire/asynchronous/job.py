@@ -62,7 +62,7 @@ class Job:
         self.server()
 
     def server(self) -> Server:
-        """A new server."""
+        """A new server with the job's settings."""
         return Server(
             self.parameters,
             self.rule,

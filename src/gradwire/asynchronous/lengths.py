@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from typing_extensions import override
+
 from gradwire.core.errors import CompositionError
 
 
@@ -38,8 +40,8 @@ class Fixed(Length):
     def __post_init__(self) -> None:
         _require_steps(self.steps)
 
+    @override
     def of(self, worker: int, speeds: Sequence[float]) -> int:
-        """H."""
         return self.steps
 
 

@@ -19,6 +19,7 @@ from typing import Any, Literal, Unpack
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from gradwire.asynchronous.hogwild_optimizer import HogwildOptimizer
 from gradwire.asynchronous.lengths import Fixed, Length
@@ -60,7 +61,7 @@ class Pushing:
 
     @property
     def sending(self) -> Sending:
-        """How pushes travel."""
+        """How pushes travel to the server."""
         return Sending.of(self.update)
 
     @property
@@ -77,7 +78,7 @@ class Plain(Pushing):
 
     @property
     def pace(self) -> Pace:
-        """Nobody waits."""
+        """Nobody waits for anybody."""
         return Free()
 
     def rule(self, workers: int) -> Rule:
@@ -92,8 +93,8 @@ class Stale(Plain):
     staleness: int
 
     @property
+    @override
     def pace(self) -> Pace:
-        """Within the bound."""
         return Bounded(self.staleness)
 
 
@@ -114,7 +115,7 @@ class Compensated(Pushing):
 
     @property
     def pace(self) -> Pace:
-        """Nobody waits."""
+        """Nobody waits for anybody."""
         return Free()
 
     def rule(self, workers: int) -> Rule:

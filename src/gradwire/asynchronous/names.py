@@ -43,7 +43,7 @@ class Names:
 
     @property
     def nbytes(self) -> int:
-        """Of the vector."""
+        """How many bytes the vector has."""
         return self.numel * self.dtype.itemsize
 
     def flat(self, tensors: Mapping[str, Tensor]) -> Tensor:

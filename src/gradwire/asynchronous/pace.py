@@ -5,6 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
+from typing_extensions import override
+
 from gradwire.core.errors import CompositionError
 
 
@@ -29,8 +31,8 @@ class Free(Pace):
     True
     """
 
+    @override
     def may_start(self, own: int, slowest: int) -> bool:
-        """Always."""
         return True
 
 
@@ -60,8 +62,8 @@ class Bounded(Pace):
         if self.staleness < 0:
             raise CompositionError(f"a staleness of {self.staleness}: it is 0, which is synchronous, or more")
 
+    @override
     def may_start(self, own: int, slowest: int) -> bool:
-        """Within the bound."""
         return own - slowest <= self.staleness
 
 

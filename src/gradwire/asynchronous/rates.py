@@ -6,6 +6,8 @@ import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
+from typing_extensions import override
+
 from gradwire.core.errors import CompositionError
 
 
@@ -25,8 +27,8 @@ class Constant(Rate):
     1.0
     """
 
+    @override
     def factor(self, tau: int) -> float:
-        """1."""
         return 1.0
 
 
@@ -89,6 +91,6 @@ class Geometric(Rate):
         if not 0 < self.base <= 1:
             raise CompositionError(f"a base of {self.base}: rates fall with staleness where it lies in (0, 1]")
 
+    @override
     def factor(self, tau: int) -> float:
-        """base^tau."""
         return self.base**tau

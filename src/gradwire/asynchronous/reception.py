@@ -37,7 +37,7 @@ class Reception:
 
     @property
     def workers(self) -> list[int]:
-        """Who is here."""
+        """The workers that are here."""
         return sorted(self._lines)
 
     def hear(self, line: Line, message: Message, data: Tensor) -> None:

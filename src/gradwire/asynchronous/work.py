@@ -46,7 +46,7 @@ class Gradient:
         self.model, self.loss = model, loss
 
     def __call__(self, parameters: Mapping[str, Tensor], grant: Grant) -> Result:
-        """Compute a push."""
+        """Compute what is pushed for a grant."""
         trained = trained_of(self.model)
         load(trained, parameters)
         self.model.zero_grad(set_to_none=True)

@@ -39,7 +39,7 @@ class View(Protocol):
         ...
 
     def start(self, method: str, seed: int) -> None:
-        """A run starts."""
+        """A run of the comparison starts."""
         ...
 
     def news(self, method: str, seed: int, news: News) -> None:

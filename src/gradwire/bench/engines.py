@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from typing_extensions import override
 
 import gradwire
 from gradwire.asynchronous import is_asynchronous
@@ -48,8 +49,8 @@ class Engine(ABC):
 class Replicated(Engine):
     """Every rank has the whole model: in DDP, or as it is where ranks do not meet in every step."""
 
+    @override
     def check(self, spec: str, hosts: int) -> None:
-        """Read it."""
         if spec.startswith("torch:"):
             parse_torch(spec)
         elif is_sync(spec):

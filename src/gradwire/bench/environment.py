@@ -39,7 +39,7 @@ def environment(network: Network) -> dict[str, Any]:
 
 
 def machine() -> dict[str, Any]:
-    """Hardware and versions."""
+    """What hardware and versions these are."""
     return {
         "processor": processor(),
         "system": f"{platform.system()} {platform.release()}",

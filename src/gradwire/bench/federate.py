@@ -90,7 +90,7 @@ class Shares:
         self.examples = examples_of(task, options.task)
 
     def __call__(self, i: int) -> Client:
-        """Client i."""
+        """The share of client i."""
         own = self.parts[i]
         per_epoch = -(-own.numel() // self.options.batch)
 

@@ -136,7 +136,7 @@ def is_federation(path: Path) -> bool:
 
 
 def save(results: Results, path: Path) -> None:
-    """Write `results.json`."""
+    """Write `results.json` as a whole."""
     data = {"kind": KIND, **{f.name: getattr(results, f.name) for f in dataclasses.fields(results)}}
     data["rounds"] = [dataclasses.asdict(done) for done in results.rounds]
     data["evaluations"] = [evaluation._asdict() for evaluation in results.evaluations]

@@ -26,14 +26,14 @@ def refuse(where: str, wanted: str, value: object) -> ResultsError:
 
 
 def text(value: Any, where: str) -> str:
-    """A text."""
+    """Read a text, or refuse."""
     if not isinstance(value, str):
         raise refuse(where, "a text", value)
     return value.encode(errors="replace").decode()  # half a surrogate pair could not be written again
 
 
 def flag(value: Any, where: str) -> bool:
-    """True or false."""
+    """Read true or false, or refuse."""
     if not isinstance(value, bool):
         raise refuse(where, "true or false", value)
     return value
@@ -90,7 +90,7 @@ def listed(read: Read) -> Read:
 
 
 def mapping(value: Any, where: str) -> dict[str, Any]:
-    """A mapping."""
+    """Read a mapping, or refuse."""
     if not isinstance(value, dict):
         raise refuse(where, "a mapping", value)
     return cast(dict[str, Any], value)

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from typing_extensions import override
 
 import gradwire
 from gradwire.adapters.fsdp2.form import sharded_method
@@ -122,12 +123,12 @@ class AloneSide(Side):
 
     label = LABELS[FLOOR]
 
+    @override
     def codec_cpu_s(self) -> float:
-        """Nothing is coded."""
         return 0.0
 
+    @override
     def predicted_bytes(self) -> float:
-        """Nothing is sent."""
         return 0.0
 
 
@@ -171,8 +172,8 @@ class ShardedSide(Side):
         """Norm of this rank's residual."""
         return self._handle.residual_norm() if self._handle else None
 
+    @override
     def report(self) -> dict[str, Any] | None:
-        """The handle's own."""
         return self._handle.report().as_dict() if self._handle else None
 
     @contextlib.contextmanager

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from typing_extensions import override
 
 import gradwire
 from gradwire.asynchronous import parse as parse_asynchronous
@@ -155,8 +156,8 @@ class GradwireSide(DDPSide):
         """Norm of this rank's residual."""
         return self._handle.residual_norm()
 
+    @override
     def report(self) -> dict[str, Any]:
-        """The handle's own."""
         return self._handle.report().as_dict()
 
     def link_changed(self) -> None:
@@ -230,8 +231,8 @@ class UnwaitingSide(Side):
         """CPU seconds of coding pushes; what servers spend on decoding them is not told apart."""
         return self._pushed.coded_s
 
+    @override
     def exposed_in_steps_s(self) -> float:
-        """Pushes and pulls."""
         return self._pushed.waited_s
 
     def predicted_bytes(self) -> float:

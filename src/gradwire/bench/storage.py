@@ -135,7 +135,7 @@ def run_from_json(data: object) -> Run:
 
 
 def save(comparison: Comparison, path: Path) -> None:
-    """Write `results.json`."""
+    """Write `results.json` as a whole."""
     data = {f.name: getattr(comparison, f.name) for f in dataclasses.fields(comparison) if f.name != "runs"}
     data["runs"] = [run_to_json(run) for run in comparison.runs]
     write_atomically(path, json.dumps(plain(data), indent=1))

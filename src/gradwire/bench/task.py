@@ -104,7 +104,7 @@ class Task:
 
 
 def count(model: nn.Module) -> int:
-    """Number of parameters."""
+    """How many parameters a model has."""
     return sum(p.numel() for p in model.parameters())
 
 

@@ -313,5 +313,5 @@ def to_json(verdict: Verdict) -> dict[str, Any]:
 
 
 def write(verdict: Verdict, path: Path) -> None:
-    """Write `verdict.json`."""
+    """Write `verdict.json` as a whole."""
     write_atomically(path, json.dumps(to_json(verdict), indent=1))

@@ -38,7 +38,7 @@ class Remaining:
         self._share = 0.0
 
     def start(self, method: str, seed: int) -> None:
-        """A run begins."""
+        """Begin to show a run."""
         self._method, self._first, self._share = method, None, 0.0
 
     def news(self, news: News) -> float:
@@ -100,7 +100,7 @@ class ConsoleView:
             self._lines = Bar(self._console)
 
     def start(self, method: str, seed: int) -> None:
-        """A run begins."""
+        """Begin to show a run."""
         if self._remaining:
             self._remaining.start(method, seed)
         self._show(method, seed, "starting", 0.0)

@@ -95,7 +95,7 @@ def _options(arguments: argparse.Namespace) -> Options:
 
 
 def run_federate(arguments: argparse.Namespace, console: Console) -> int:
-    """`gradwire federate`."""
+    """Run `gradwire federate` and return its exit status."""
     import torch  # takes seconds: --help should not wait for it
 
     from gradwire.bench.federate import Run

@@ -38,7 +38,7 @@ class Plain:
             say(self._console, f"  {head}  {detail}")
 
     def close(self) -> None:
-        """Nothing to do."""
+        """Lines need no clearing up."""
 
 
 class Bar:
@@ -55,7 +55,7 @@ class Bar:
         self._progress.start()
 
     def show(self, head: str, detail: str, done: float, total: float) -> None:
-        """Move the bar."""
+        """Move the bar to where the work is."""
         self._progress.update(self._task, completed=done, total=total, head=head, detail=detail)
 
     def close(self) -> None:

@@ -174,7 +174,7 @@ def _add_network(compare: argparse.ArgumentParser) -> None:
 
 
 def run_compare(arguments: argparse.Namespace, console: Console) -> int:
-    """`gradwire compare`."""
+    """Run `gradwire compare` and return its exit status."""
     from gradwire.bench import compare, plan, verdict  # torch takes seconds to import: --help should not wait for it
     from gradwire.cli.console import ConsoleView, show_table
     from gradwire.cli.lines import say
@@ -217,7 +217,7 @@ def run_compare(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def run_report(arguments: argparse.Namespace, console: Console) -> int:
-    """`gradwire report DIR`."""
+    """Run `gradwire report DIR` and return its exit status."""
     from gradwire.bench import compare, federation_results, storage, verdict
     from gradwire.cli import federate
     from gradwire.cli.console import show_table
@@ -243,7 +243,7 @@ def _write_report(comparison: Comparison, folder: Path, console: Console) -> Non
 
 
 def run_clean(arguments: argparse.Namespace, console: Console) -> int:
-    """`gradwire net clean`."""
+    """Run `gradwire net clean` and return its exit status."""
     from gradwire.bench import net
 
     for line in net.clean() or ["nothing to clean"]:

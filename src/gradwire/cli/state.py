@@ -23,7 +23,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run_state(arguments: argparse.Namespace, console: Console) -> int:
-    """`gradwire state FOLDER`."""
+    """Run `gradwire state FOLDER` and return its exit status."""
     from gradwire.core import save_folder
 
     save_folder.newest(arguments.folder)  # refuses a folder without any

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from gradwire import kernels
 from gradwire.codecs.base import Float32Codec, as_float32
@@ -68,8 +69,8 @@ class AffineInt(Float32Codec):
     def _size(self, numel: int) -> int:
         return self.block or max(1, numel)
 
+    @override
     def encode_into(self, x: Tensor, key: Key, out: Payload) -> None:
-        """Extremes, then rounding."""
         scales, zeros, levels = out
         kernels.affine_encode(as_float32(x), self.block, scales, zeros, levels)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from gradwire import kernels
 from gradwire.codecs.base import Float32Codec, as_float32
@@ -55,8 +56,8 @@ class BlockInt(Float32Codec):
         return True
 
     @property
+    @override
     def keyed(self) -> bool:
-        """Where stochastic."""
         return self.stochastic
 
     @property
@@ -65,8 +66,8 @@ class BlockInt(Float32Codec):
         return self.stochastic
 
     @property
+    @override
     def granularity(self) -> int:
-        """A block."""
         return self.block
 
     def layout(self, numel: int, dtype: torch.dtype = torch.float32) -> Layout:
@@ -74,25 +75,25 @@ class BlockInt(Float32Codec):
         packed = kernels.packed_nbytes(numel, self.bits)
         return Layout((Field(torch.float32, -(-numel // self.block)), Field(torch.uint8, packed)))
 
+    @override
     def encode_into(self, x: Tensor, key: Key, out: Payload) -> None:
-        """One pass."""
         bits = key.bits if self.stochastic else None
         kernels.block_int_encode(as_float32(x), self.bits, self.block, bits, out[1], out[0])
 
+    @override
     def encode_keeping_into(self, x: Tensor, key: Key, out: Payload) -> None:
-        """One pass."""
         if x.dtype != torch.float32:
             super().encode_keeping_into(x, key, out)
             return
         bits = key.bits if self.stochastic else None
         kernels.block_int_encode(x, self.bits, self.block, bits, out[1], out[0], keep=True)
 
+    @override
     def decode32(self, payload: Payload, out: Tensor, key: Key) -> None:
-        """One pass."""
         kernels.block_int_decode(payload[1], payload[0], self.bits, self.block, out)
 
+    @override
     def accumulate32(self, payload: Payload, into: Tensor, key: Key, alpha: float) -> None:
-        """One pass."""
         kernels.block_int_decode(payload[1], payload[0], self.bits, self.block, into, alpha)
 
     def contraction(self, numel: int) -> float | None:

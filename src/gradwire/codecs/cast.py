@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from gradwire import kernels
 from gradwire.codecs.base import Codec, as_float32
@@ -27,8 +28,8 @@ class _Elements(Codec):
         """Divide straight into the payload."""
         torch.div(x, divisor, out=out[0])
 
+    @override
     def decode_into(self, payload: Payload, out: Tensor, key: Key) -> None:
-        """Copy."""
         out.copy_(payload[0])
 
     def accumulate(self, payload: Payload, into: Tensor, key: Key, alpha: float = 1.0) -> None:
@@ -66,8 +67,8 @@ class _Cast(_Elements):
         """True: every element travels for itself."""
         return True
 
+    @override
     def layout(self, numel: int, dtype: torch.dtype = torch.float32) -> Layout:
-        """`numel` 16-bit elements."""
         return Layout((Field(self.dtype, numel),))
 
 
@@ -121,24 +122,24 @@ class StochasticBF16(Codec):
         return True
 
     @property
+    @override
     def unbiased(self) -> bool:
-        """True."""
         return True
 
     def omega(self) -> float | None:
         """p (1 - p) of the spacing squared, 2^-14 x^2 at most."""
         return 2.0**-16
 
+    @override
     def layout(self, numel: int, dtype: torch.dtype = torch.float32) -> Layout:
-        """`numel` 16-bit elements."""
         return Layout((Field(torch.bfloat16, numel),))
 
+    @override
     def encode_into(self, x: Tensor, key: Key, out: Payload) -> None:
-        """One pass."""
         kernels.bfloat16_encode(as_float32(x), key.bits, out[0])
 
+    @override
     def decode_into(self, payload: Payload, out: Tensor, key: Key) -> None:
-        """Cast back."""
         out.copy_(payload[0])
 
     def accumulate(self, payload: Payload, into: Tensor, key: Key, alpha: float = 1.0) -> None:

@@ -7,6 +7,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from gradwire.codecs.base import Codec, Float32Codec
 from gradwire.core.errors import CompositionError
@@ -113,8 +114,8 @@ class Chain(Float32Codec):
         assert isinstance(self.first, Sparsifier)
         return Layout(self.second.layout(self._kept(numel)).fields + self.first.place_fields(numel))
 
+    @override
     def encode_into(self, x: Tensor, key: Key, out: Payload) -> None:
-        """Split, then quantise."""
         assert isinstance(self.first, Sparsifier)
         values, place = self.first.split(x, key)
         quantised = len(out) - len(place)

@@ -7,6 +7,7 @@ from typing import Literal, get_args
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from gradwire import kernels
 from gradwire.codecs.base import Float32Codec, as_float32
@@ -57,8 +58,8 @@ class FP8(Float32Codec):
         check_block(self.block)
 
     @property
+    @override
     def granularity(self) -> int:
-        """A block."""
         return self.block
 
     def layout(self, numel: int, dtype: torch.dtype = torch.float32) -> Layout:
@@ -69,16 +70,16 @@ class FP8(Float32Codec):
     def _float8(self) -> torch.dtype:
         return kernels.FLOAT8[self.format]
 
+    @override
     def encode_into(self, x: Tensor, key: Key, out: Payload) -> None:
-        """One pass."""
         kernels.float8_encode(as_float32(x), self._float8, self.block, out[1], out[0])
 
+    @override
     def decode32(self, payload: Payload, out: Tensor, key: Key) -> None:
-        """One pass."""
         kernels.float8_decode(payload[1], payload[0], self._float8, self.block, out)
 
+    @override
     def accumulate32(self, payload: Payload, into: Tensor, key: Key, alpha: float) -> None:
-        """One pass."""
         kernels.float8_decode(payload[1], payload[0], self._float8, self.block, into, alpha)
 
     def contraction(self, numel: int) -> float | None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from gradwire import kernels
 from gradwire.codecs.base import Float32Codec, as_float32
@@ -40,8 +41,8 @@ class Natural(Float32Codec):
         return True
 
     @property
+    @override
     def unbiased(self) -> bool:
-        """True."""
         return True
 
     @property
@@ -49,24 +50,24 @@ class Natural(Float32Codec):
         """8: the signs of a byte."""
         return 8
 
+    @override
     def omega(self) -> float | None:
-        """1/8."""
         return 0.125
 
     def layout(self, numel: int, dtype: torch.dtype = torch.float32) -> Layout:
         """A byte of exponent an element, then packed signs."""
         return Layout((Field(torch.uint8, numel), Field(torch.uint8, kernels.packed_nbytes(numel, 1))))
 
+    @override
     def encode_into(self, x: Tensor, key: Key, out: Payload) -> None:
-        """One pass."""
         kernels.natural_encode(as_float32(x), key.bits, out[0], out[1])
 
+    @override
     def decode32(self, payload: Payload, out: Tensor, key: Key) -> None:
-        """One pass."""
         kernels.natural_decode(payload[0], payload[1], out)
 
+    @override
     def accumulate32(self, payload: Payload, into: Tensor, key: Key, alpha: float) -> None:
-        """One pass."""
         kernels.natural_decode(payload[0], payload[1], into, alpha)
 
     def contraction(self, numel: int) -> float | None:

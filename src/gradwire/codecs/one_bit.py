@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from gradwire import kernels
 from gradwire.codecs.base import Float32Codec, as_float32
@@ -51,8 +52,8 @@ class OneBit(Float32Codec):
         check_block(self.block)
 
     @property
+    @override
     def granularity(self) -> int:
-        """A block."""
         return self.block
 
     def layout(self, numel: int, dtype: torch.dtype = torch.float32) -> Layout:
@@ -60,16 +61,16 @@ class OneBit(Float32Codec):
         blocks = -(-numel // self.block)
         return Layout((Field(torch.float32, 2 * blocks), Field(torch.uint8, kernels.packed_nbytes(numel, 1))))
 
+    @override
     def encode_into(self, x: Tensor, key: Key, out: Payload) -> None:
-        """One pass."""
         kernels.one_bit_encode(as_float32(x), self.block, out[1], out[0])
 
+    @override
     def decode32(self, payload: Payload, out: Tensor, key: Key) -> None:
-        """One pass."""
         kernels.one_bit_decode(payload[1], payload[0], self.block, out)
 
+    @override
     def accumulate32(self, payload: Payload, into: Tensor, key: Key, alpha: float) -> None:
-        """One pass."""
         kernels.one_bit_decode(payload[1], payload[0], self.block, into, alpha)
 
     def contraction(self, numel: int) -> float | None:

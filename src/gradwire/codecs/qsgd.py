@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from gradwire import kernels
 from gradwire.codecs.base import Float32Codec, as_float32
@@ -60,13 +61,13 @@ class QSGD(Float32Codec):
         return True
 
     @property
+    @override
     def unbiased(self) -> bool:
-        """True."""
         return True
 
     @property
+    @override
     def granularity(self) -> int:
-        """A block."""
         return self.block
 
     def omega(self) -> float | None:
@@ -82,10 +83,10 @@ class QSGD(Float32Codec):
         """One pass for the norm, one to round."""
         kernels.qsgd_encode(as_float32(x), self.levels, self.block, key.bits, out[1], out[0])
 
+    @override
     def decode32(self, payload: Payload, out: Tensor, key: Key) -> None:
-        """One pass."""
         kernels.qsgd_decode(payload[1], payload[0], self.levels, self.block, out)
 
+    @override
     def accumulate32(self, payload: Payload, into: Tensor, key: Key, alpha: float) -> None:
-        """One pass."""
         kernels.qsgd_decode(payload[1], payload[0], self.levels, self.block, into, alpha)

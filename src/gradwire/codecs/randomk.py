@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from gradwire import kernels
 from gradwire.codecs.base import Float32Codec, as_float32
@@ -62,8 +63,8 @@ class RandomK(Float32Codec):
         """0: coordinates fall unevenly over shards."""
         return 0
 
+    @override
     def layout(self, numel: int, dtype: torch.dtype = torch.float32) -> Layout:
-        """k float32 values."""
         return Layout((Field(torch.float32, kept(self.density, numel)),))
 
     def _indices(self, numel: int, key: Key, device: torch.device) -> Tensor:
@@ -93,8 +94,8 @@ class RandomK(Float32Codec):
         """out = 0 but out[coordinates of the key] = values."""
         kernels.scatter_(out, self._indices(out.numel(), key, out.device), values)
 
+    @override
     def encode_into(self, x: Tensor, key: Key, out: Payload) -> None:
-        """Gather."""
         kernels.gather(as_float32(x), self._indices(x.numel(), key, x.device), out[0])
         if self.scaled:
             out[0].mul_(self._scale(x.numel()))
@@ -104,12 +105,12 @@ class RandomK(Float32Codec):
         self.encode_into(x, key, out)
         out[0].div_(divisor)
 
+    @override
     def decode32(self, payload: Payload, out: Tensor, key: Key) -> None:
-        """One pass."""
         self.place(payload[0], (), out, key)
 
+    @override
     def accumulate32(self, payload: Payload, into: Tensor, key: Key, alpha: float) -> None:
-        """Scatter-add: O(k)."""
         self.scatter(payload[0], (), into, key, alpha)
 
     def contraction(self, numel: int) -> float | None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from gradwire.codecs.base import Codec
 from gradwire.core.errors import CompositionError
@@ -52,35 +53,35 @@ class Scaled(Codec):
         return 1.0 / (1.0 + omega)
 
     @property
+    @override
     def keyed(self) -> bool:
-        """The codec's."""
         return self.codec.keyed
 
     @property
+    @override
     def granularity(self) -> int:
-        """The codec's."""
         return self.codec.granularity
 
     @property
     def order_free(self) -> bool:  # type: ignore[override]
-        """The codec's."""
+        """Whether the inner codec is."""
         return self.codec.order_free
 
+    @override
     def layout(self, numel: int, dtype: torch.dtype = torch.float32) -> Layout:
-        """The codec's."""
         return self.codec.layout(numel, dtype)
 
+    @override
     def encode_into(self, x: Tensor, key: Key, out: Payload) -> None:
-        """The codec's."""
         self.codec.encode_into(x, key, out)
 
+    @override
     def decode_into(self, payload: Payload, out: Tensor, key: Key) -> None:
-        """The codec's, multiplied."""
         self.codec.decode_into(payload, out, key)
         out.mul_(self.factor)
 
+    @override
     def accumulate(self, payload: Payload, into: Tensor, key: Key, alpha: float = 1.0) -> None:
-        """The codec's, multiplied."""
         self.codec.accumulate(payload, into, key, alpha * self.factor)
 
     def contraction(self, numel: int) -> float | None:

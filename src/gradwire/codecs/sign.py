@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from gradwire import kernels
 from gradwire.codecs.base import Float32Codec, as_float32
@@ -48,33 +49,33 @@ class Sign(Float32Codec):
         return True
 
     @property
+    @override
     def granularity(self) -> int:
-        """A block."""
         return self.block
 
+    @override
     def layout(self, numel: int, dtype: torch.dtype = torch.float32) -> Layout:
-        """Scales, then bits."""
         return Layout(
             (Field(torch.float32, -(-numel // self.block)), Field(torch.uint8, kernels.packed_nbytes(numel, 1)))
         )
 
+    @override
     def encode_into(self, x: Tensor, key: Key, out: Payload) -> None:
-        """One pass."""
         kernels.sign_encode(as_float32(x), self.block, out[1], out[0])
 
+    @override
     def encode_keeping_into(self, x: Tensor, key: Key, out: Payload) -> None:
-        """One pass."""
         if x.dtype != torch.float32:
             super().encode_keeping_into(x, key, out)
             return
         kernels.sign_encode(x, self.block, out[1], out[0], keep=True)
 
+    @override
     def decode32(self, payload: Payload, out: Tensor, key: Key) -> None:
-        """One pass."""
         kernels.sign_decode(payload[1], payload[0], self.block, out)
 
+    @override
     def accumulate32(self, payload: Payload, into: Tensor, key: Key, alpha: float) -> None:
-        """One pass."""
         kernels.sign_decode(payload[1], payload[0], self.block, into, alpha)
 
     def contraction(self, numel: int) -> float | None:

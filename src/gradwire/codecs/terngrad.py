@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from gradwire import kernels
 from gradwire.codecs.base import Float32Codec, as_float32
@@ -65,8 +66,8 @@ class TernGrad(Float32Codec):
         return True
 
     @property
+    @override
     def unbiased(self) -> bool:
-        """Only without clipping."""
         return self.clip == 0
 
     @property
@@ -75,8 +76,8 @@ class TernGrad(Float32Codec):
         return replace(self, clip=0.0)
 
     @property
+    @override
     def granularity(self) -> int:
-        """A block."""
         return self.block
 
     def omega(self) -> float | None:
@@ -91,15 +92,15 @@ class TernGrad(Float32Codec):
         """Scales, then packed digits."""
         return Layout((Field(torch.float32, -(-numel // self.block)), Field(torch.uint8, -(-numel // self.digits))))
 
+    @override
     def encode_into(self, x: Tensor, key: Key, out: Payload) -> None:
-        """One pass."""
         clip = self.clip or math.inf
         kernels.ternary_encode(as_float32(x), out[0], key.bits, self.block, self.digits, out[1], clip)
 
+    @override
     def decode32(self, payload: Payload, out: Tensor, key: Key) -> None:
-        """One pass."""
         kernels.ternary_decode(payload[1], payload[0], self.block, self.digits, out)
 
+    @override
     def accumulate32(self, payload: Payload, into: Tensor, key: Key, alpha: float) -> None:
-        """One pass."""
         kernels.ternary_decode(payload[1], payload[0], self.block, self.digits, into, alpha)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from gradwire import kernels
 from gradwire.codecs.base import Float32Codec, as_float32
@@ -58,13 +59,13 @@ class Threshold(Float32Codec):
         """0: the entries kept fall unevenly over shards."""
         return 0
 
+    @override
     def layout(self, numel: int, dtype: torch.dtype = torch.float32) -> Layout:
-        """Indices, then values."""
         k = kept(self.cap, numel)
         return Layout((places.field("rice", numel, k), Field(torch.float32, k)))
 
+    @override
     def encode_into(self, x: Tensor, key: Key, out: Payload) -> None:
-        """Select by tau."""
         self.encode_above(x, torch.full((), self.tau, dtype=torch.float32, device=x.device), out)
 
     def encode_above(self, x: Tensor, tau: Tensor, out: Payload) -> None:
@@ -73,13 +74,13 @@ class Threshold(Float32Codec):
         indices = kernels.at_least(x32, tau, out[1])
         places.encode(indices, x.numel(), "rice", out[0], room=out[1].numel())
 
+    @override
     def decode32(self, payload: Payload, out: Tensor, key: Key) -> None:
-        """One pass."""
         indices = places.decode(payload[0], out.numel(), payload[1].numel(), "rice", fewer=True)
         kernels.scatter_(out, indices, payload[1][: indices.numel()])
 
+    @override
     def accumulate32(self, payload: Payload, into: Tensor, key: Key, alpha: float) -> None:
-        """Scatter-add: O(k)."""
         if not into.numel():
             return
         indices = places.decode(payload[0], into.numel(), payload[1].numel(), "rice", fewer=True)
@@ -89,8 +90,8 @@ class Threshold(Float32Codec):
             indices.clamp_(max=into.numel() - 1)
         kernels.scatter_add_(into, indices, values, alpha, distinct=into.device.type == "cpu")
 
+    @override
     def absolute_error(self, numel: int) -> float | None:
-        """tau."""
         return self.tau
 
     def used_bytes(self, payload: Payload, numel: int, dtype: torch.dtype = torch.float32) -> int:

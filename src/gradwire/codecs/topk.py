@@ -7,6 +7,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from gradwire import kernels
 from gradwire.codecs.base import Float32Codec, as_float32
@@ -96,8 +97,8 @@ class TopK(Float32Codec):
         """0: the entries kept fall unevenly over shards."""
         return 0
 
+    @override
     def layout(self, numel: int, dtype: torch.dtype = torch.float32) -> Layout:
-        """Values, then indices."""
         return Layout((Field(VALUE_DTYPES[self.values], kept(self.density, numel)), *self.place_fields(numel)))
 
     def place_fields(self, numel: int) -> tuple[Field, ...]:
@@ -157,12 +158,12 @@ class TopK(Float32Codec):
         kernels.topk_encode_keeping(x, out[0], indices)
         places.encode(indices, x.numel(), self.indices, out[1])
 
+    @override
     def decode32(self, payload: Payload, out: Tensor, key: Key) -> None:
-        """One pass."""
         self.place(payload[0].float(), payload[1:], out, key)
 
+    @override
     def accumulate32(self, payload: Payload, into: Tensor, key: Key, alpha: float) -> None:
-        """Scatter-add: O(k)."""
         self.scatter(payload[0].float(), payload[1:], into, key, alpha)
 
     def contraction(self, numel: int) -> float | None:

@@ -8,6 +8,7 @@ from typing import Literal, Self
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from gradwire.core.collective import AllGather, AllReduce, Axis, Collective, by_rank, ring_bytes
 
@@ -26,8 +27,8 @@ class Agree(Collective):
     axis: Axis | None = field(default=None, init=False)
 
     @property
+    @override
     def nbytes(self) -> int:
-        """One byte."""
         return torch.uint8.itemsize
 
     @property
@@ -41,8 +42,8 @@ class Agree(Collective):
         return AllReduce(torch.cat([request.flag.view(1).to(torch.uint8) for request in requests]), "max", True)
 
     @property
+    @override
     def length(self) -> int:
-        """One flag."""
         return 1
 
     def received(self, part: Tensor) -> Tensor:

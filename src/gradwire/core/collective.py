@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from gradwire.core.errors import PayloadError
 
@@ -163,8 +164,8 @@ class AllReduce(Collective):
         return AllReduce(flat, first.op, True, first.axis)
 
     @property
+    @override
     def length(self) -> int:
-        """All elements."""
         return self.tensor.numel()
 
     def received(self, part: Tensor) -> Tensor:
@@ -189,8 +190,8 @@ class _Rows(Collective):
         return self.tensor.nbytes
 
     @property
+    @override
     def kind(self) -> Hashable:
-        """Dtype and axis."""
         return type(self), self.tensor.dtype, self.axis
 
     @classmethod
@@ -278,8 +279,8 @@ class AllToAllV(Collective):
         return self.tensor.nbytes
 
     @property
+    @override
     def kind(self) -> Hashable:
-        """The axis."""
         return AllToAllV, self.axis
 
     @classmethod

@@ -22,7 +22,7 @@ class ParameterSpec(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
+        """How many elements it has."""
         return torch.Size(self.shape).numel()
 
     @property
@@ -59,7 +59,7 @@ class Grain:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
+        """How many elements it has."""
         return torch.Size(self.shape).numel()
 
 

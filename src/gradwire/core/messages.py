@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Self
 
 from torch import Tensor
+from typing_extensions import override
 
 from gradwire.core.collective import Axis, Collective
 
@@ -48,8 +49,8 @@ class SendRecv(Collective):
         return sum(message.tensor.nbytes for message in self.sends)
 
     @property
+    @override
     def kind(self) -> Hashable:
-        """Dtype and axis."""
         return SendRecv, self.like.dtype, self.axis
 
     @classmethod
@@ -68,6 +69,6 @@ class SendRecv(Collective):
         """What was received, end to end."""
         return part
 
+    @override
     def wire_bytes(self, ranks: int) -> int:
-        """The messages."""
         return self.nbytes

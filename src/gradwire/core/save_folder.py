@@ -51,7 +51,7 @@ class Manifest:
 
     @property
     def world_size(self) -> int:
-        """Ranks that saved."""
+        """How many ranks have saved."""
         return len(self.files)
 
     @property

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
 
 from gradwire.core.agreement import Agree, Total
 from gradwire.core.collective import AllGather, AllReduce, AllToAll, AllToAllV, Axis, Collective
@@ -263,8 +264,8 @@ class _Flags(Agree):
     times: int = 1
 
     @property
+    @override
     def nbytes(self) -> int:
-        """A byte each."""
         return self.times
 
     @classmethod
@@ -274,8 +275,8 @@ class _Flags(Agree):
         return AllReduce(requests[0].flag.new_empty(flags, dtype=torch.uint8), "max", True)
 
     @property
+    @override
     def length(self) -> int:
-        """The flags."""
         return self.times
 
     def received(self, part: Tensor) -> Tensor:
@@ -303,7 +304,7 @@ class MetaTransport:
     requests: list[Collective] = field(default_factory=list[Collective])
 
     def issue(self, request: Collective) -> Answer:
-        """Note a request."""
+        """Note what a request would send."""
         self.requests.append(request)
         return Answer(self.answer(request))
 
@@ -313,7 +314,7 @@ class MetaTransport:
         return method(request)
 
     def all_reduce(self, request: AllReduce) -> Tensor:
-        """The same shape."""
+        """A result of the same shape."""
         return request.tensor
 
     def all_gather(self, request: AllGather) -> Tensor:
@@ -322,15 +323,15 @@ class MetaTransport:
         return request.tensor.new_empty((ranks, request.length))
 
     def all_to_all(self, request: AllToAll) -> Tensor:
-        """The same shape."""
+        """A result of the same shape."""
         return request.tensor
 
     def all_to_all_v(self, request: AllToAllV) -> Tensor:
-        """What is received."""
+        """A result of the size that is received."""
         return request.tensor.new_empty(request.length)
 
     def send_recv(self, request: SendRecv) -> Tensor:
-        """What is received."""
+        """A result of the size that is received."""
         return request.like.new_empty(request.length)
 
 

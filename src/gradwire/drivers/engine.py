@@ -75,7 +75,7 @@ class Slot:
 
     @property
     def grain(self) -> Grain:
-        """The unit's."""
+        """The grain of the slot's unit."""
         return self.unit.grain
 
 

@@ -112,11 +112,11 @@ class Never:
     real: bool
 
     def is_here(self) -> bool:
-        """Never."""
+        """It is never here."""
         return False
 
     def wait(self) -> Tensor:
-        """Wait for ever."""
+        """Wait for ever, as for a rank that is silent."""
         assert self.real, "a virtual rank cannot wait for ever"
         while True:
             time.sleep(3600)

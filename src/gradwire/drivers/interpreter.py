@@ -51,7 +51,7 @@ class Answer(NamedTuple):
     result: Tensor
 
     def wait(self) -> Tensor:
-        """Return it."""
+        """Return the result, which is there already."""
         return self.result
 
 
@@ -60,7 +60,7 @@ class Transport(Protocol):
 
     @property
     def rank(self) -> int:
-        """This rank."""
+        """This rank's number in the group."""
         ...
 
     @property
@@ -85,12 +85,12 @@ class WrappedTransport:
 
     @property
     def rank(self) -> int:
-        """The inner one's."""
+        """What the inner transport says."""
         return self.inner.rank
 
     @property
     def world_size(self) -> int:
-        """The inner one's."""
+        """What the inner transport says."""
         return self.inner.world_size
 
 

@@ -97,7 +97,7 @@ class GroupTransport:
         return _Started(works, result, _described(request), began, self._watcher)
 
     def all_reduce(self, request: AllReduce) -> Issued:
-        """In place."""
+        """Combine in place, and return the tensor."""
         buffer = request.tensor
         if not buffer.numel():  # backends differ on what they make of nothing
             return [], buffer

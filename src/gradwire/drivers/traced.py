@@ -33,7 +33,7 @@ class Span(NamedTuple):
 
     @property
     def length_s(self) -> float:
-        """Seconds."""
+        """How many seconds it took."""
         return self.ended_s - self.began_s
 
 
@@ -71,7 +71,7 @@ class Traced(WrappedTransport):
         self._codes_since = None
 
     def issue(self, request: Collective) -> Pending:
-        """Start a collective."""
+        """Start a collective, and note when."""
         what = type(request).__name__
         self.coded(what)
         began_s = self.clock()

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from gradwire.core.errors import CompositionError
 from gradwire.kernels import robust
@@ -57,12 +58,12 @@ class WeightedMean(Aggregation):
     """
 
     @property
+    @override
     def weighted(self) -> bool:
-        """True."""
         return True
 
+    @override
     def combine(self, rows: Tensor, shares: Sequence[float], last: Tensor | None) -> Tensor:
-        """The weighted sum."""
         out = torch.empty(rows.shape[1], dtype=rows.dtype, device=rows.device)
         robust.weighted_sum(rows, torch.tensor(shares, dtype=torch.float64, device=rows.device), out)
         return out
@@ -85,8 +86,8 @@ class ByRule(Aggregation):
         return self.rule.fewest_ranks
 
     @property
+    @override
     def remembers(self) -> bool:
-        """The rule's."""
         return self.rule.remembers
 
     def combine(self, rows: Tensor, shares: Sequence[float], last: Tensor | None) -> Tensor:
@@ -110,8 +111,8 @@ class Private(Aggregation):
     rule: PrivateMean
 
     @property
+    @override
     def private(self) -> bool:
-        """True."""
         return True
 
     def combine(self, rows: Tensor, shares: Sequence[float], last: Tensor | None) -> Tensor:

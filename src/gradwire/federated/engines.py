@@ -73,7 +73,7 @@ class Place:
 
     @property
     def fingerprint(self) -> str:
-        """Of the model."""
+        """Fingerprint of the model's names and shapes."""
         return self._model.fingerprint
 
     def do(self, plan: Plan, job: Job) -> Outcome:
@@ -102,4 +102,4 @@ class InProcess:
             yield self._place.do(plan, job)
 
     def close(self) -> None:
-        """Nothing to free."""
+        """There is nothing to free."""

@@ -16,6 +16,7 @@ from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from gradwire.core.errors import CompositionError
 from gradwire.federated.local import SGD, normaliser
@@ -188,8 +189,8 @@ class Scaffold(Method):
 
     weighted: ClassVar[bool] = False
 
+    @override
     def shared(self, x: Tensor) -> dict[str, Tensor]:
-        """c = 0."""
         return {CONTROL: torch.zeros_like(x)}
 
     def direction_(self, g: Tensor, y: Tensor, x: Tensor, shared: Vectors, kept: Vectors) -> Tensor:

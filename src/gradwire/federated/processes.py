@@ -130,7 +130,7 @@ class Processes:
         self._workers[place] = self._start(plan)
 
     def close(self) -> None:
-        """End the workers."""
+        """End all worker processes."""
         self._count, self._plan = 0, None
         self._end_all()
 

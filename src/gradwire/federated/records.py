@@ -176,7 +176,7 @@ class Look:
         return self._good(name, found, isinstance(found, int | float) and _is_double(found))
 
     def text(self, name: str) -> str:
-        """A string."""
+        """Return the string of that name."""
         found = self._record.numbers.get(name)
         return self._good(name, found, isinstance(found, str))
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from typing_extensions import override
 
 from gradwire.core.errors import CompositionError
 from gradwire.core.key import Key
@@ -81,8 +82,8 @@ class Uniform(Sampling):
 
     count: int
 
+    @override
     def draw(self, clients: int, key: Key) -> list[int]:
-        """Without replacement."""
         return sorted(generator(key).choice(clients, self.count, replace=False, shuffle=False).tolist())
 
 
@@ -111,8 +112,8 @@ class ByWeight(Sampling):
             raise CompositionError(f"a sample of {self.count} clients, of which {usable} have a weight above 0")
 
     @property
+    @override
     def by_weight(self) -> bool:
-        """True."""
         return True
 
     def require(self, clients: int) -> None:
@@ -121,7 +122,7 @@ class ByWeight(Sampling):
         if len(self.weights) != clients:
             raise CompositionError(f"{len(self.weights)} weights for {clients} clients: give one a client")
 
+    @override
     def draw(self, clients: int, key: Key) -> list[int]:
-        """Without replacement."""
         shares = np.asarray(shares_of(self.weights))
         return sorted(generator(key).choice(clients, self.count, replace=False, p=shares / shares.sum()).tolist())

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from torch import Tensor
+from typing_extensions import override
 
 from gradwire.core import collective
 from gradwire.core.errors import CompositionError
@@ -96,8 +97,8 @@ class ACPSGD(LowRank):
         return True
 
     @property
+    @override
     def share(self) -> float:
-        """Half: one factor."""
         return 0.5
 
     def init(self, grain: Grain, step: Step) -> State:

@@ -7,6 +7,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from gradwire.codecs.cast import BF16, Identity
 from gradwire.core import collective
@@ -72,8 +73,8 @@ class AdaptivePrecision(Reducer):
         """True: no such range fits, and every element travels for itself."""
         return True
 
+    @override
     def init(self, grain: Grain, step: Step) -> State:
-        """Nothing to remember."""
         return State()
 
     def reduce(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from gradwire import kernels
 from gradwire.codecs.base import as_float32
@@ -70,8 +71,8 @@ class AdaptiveThreshold(Reducer):
             tau=Leaf(torch.zeros(len(grain.segments), dtype=torch.float32, device=grain.device), "segment", scaled=True)
         )
 
+    @override
     def reduce(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:
-        """One all-gather."""
         flat, key, n, codec = x.reshape(-1), step.key(grain), step.world_size, self.codec
         x32 = as_float32(flat)
         tau, state = self._follow(grain, x32, state, step)

@@ -39,6 +39,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple, Protocol, cast
 
 from torch import Tensor
+from typing_extensions import override
 
 from gradwire.core import program
 from gradwire.core.collective import Axis
@@ -323,63 +324,63 @@ class Wrapper(Reducer):
     inner: Reducer
 
     @property
+    @override
     def scope(self) -> Literal["flat", "tensor"]:
-        """The inner reducer's."""
         return self.inner.scope
 
     @property
+    @override
     def lossless(self) -> bool:
-        """The inner reducer's."""
         return self.inner.lossless
 
     @property
+    @override
     def shows_non_finite(self) -> bool:
-        """The inner reducer's."""
         return self.inner.shows_non_finite
 
     @property
+    @override
     def scatters(self) -> bool:
-        """The inner reducer's."""
         return self.inner.scatters
 
+    @override
     def owned(self, grain: Grain, step: Step) -> slice:
-        """The inner reducer's."""
         return self.inner.owned(grain, step)
 
     @property
+    @override
     def averages(self) -> bool:
-        """The inner reducer's."""
         return self.inner.averages
 
     @property
+    @override
     def linear(self) -> bool:
-        """The inner reducer's."""
         return self.inner.linear
 
     @property
+    @override
     def fewest_ranks(self) -> int:
-        """The inner reducer's."""
         return self.inner.fewest_ranks
 
     @property
+    @override
     def repeatable(self) -> bool:
-        """The inner reducer's."""
         return self.inner.repeatable
 
     def scattered(self) -> Reducer:
         """The same wrapper around what the inner reducer has for it."""
         return self.around(self.inner.scattered())
 
+    @override
     def init(self, grain: Grain, step: Step) -> State:
-        """The inner reducer's."""
         return self.inner.init(grain, step)
 
+    @override
     def contraction(self, grain: Grain) -> float | None:
-        """The inner reducer's."""
         return self.inner.contraction(grain)
 
+    @override
     def absolute_error(self, grain: Grain) -> float | None:
-        """The inner reducer's."""
         return self.inner.absolute_error(grain)
 
     def assign(self, parameter: ParameterSpec) -> Reducer:

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from gradwire import kernels
 from gradwire.codecs.base import as_float32
@@ -85,8 +86,8 @@ class CountSketch(Reducer):
         """Columns of the sketch of a tensor."""
         return math.ceil(self.width * kept(self.density, numel))
 
+    @override
     def init(self, grain: Grain, step: Step) -> State:
-        """Nothing to remember."""
         return State()
 
     def contraction(self, grain: Grain) -> float | None:

@@ -67,7 +67,7 @@ class ErrorFeedback(Wrapper):
 
     @property
     def conserves(self) -> bool:  # type: ignore[override]
-        """Only without decay."""
+        """It does so only without decay."""
         return self.inner.conserves and self.decay == 1.0
 
     def around(self, inner: Reducer) -> Reducer:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from typing_extensions import override
 
 from gradwire.codecs.base import Codec, layout_of, payload_share
 from gradwire.core import collective
@@ -29,30 +30,30 @@ class _OfCodec(Reducer):
     codec: Codec
 
     @property
+    @override
     def lossless(self) -> bool:
-        """The codec's."""
         return self.codec.lossless
 
     @property
+    @override
     def payload_share(self) -> float:
-        """The codec's."""
         return payload_share(self.codec)
 
     @property
+    @override
     def shows_non_finite(self) -> bool:
-        """The codec's."""
         return self.codec.shows_non_finite
 
     def scattered(self) -> Reducer:
         """The scatter-reduce of the same codec."""
         return ShardwiseScatterReduce(self.codec)
 
+    @override
     def init(self, grain: Grain, step: Step) -> State:
-        """Nothing to remember."""
         return State()
 
+    @override
     def contraction(self, grain: Grain) -> float | None:
-        """The codec's."""
         return self.codec.contraction(grain.numel)
 
 
@@ -88,8 +89,8 @@ class AllReduce(_OfCodec):
         fields = self.codec.layout(1).fields
         return any(field.dtype.is_floating_point and field.dtype.itemsize < 4 for field in fields)
 
+    @override
     def reduce(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:
-        """One all-reduce."""
         key = step.key(grain)
         layout = layout_of(self.codec, x.numel(), x.dtype)
         payload = layout.views(layout.empty(x.device))
@@ -116,12 +117,12 @@ class AllGather(_OfCodec):
         codec: any codec.
     """
 
+    @override
     def absolute_error(self, grain: Grain) -> float | None:
-        """The codec's."""
         return self.codec.absolute_error(grain.numel)
 
+    @override
     def reduce(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:
-        """One all-gather."""
         return self._program(grain, x, state, step, self.codec.encode_into)
 
     def reduce_keeping(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:

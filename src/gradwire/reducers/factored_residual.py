@@ -7,6 +7,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from gradwire.core.errors import CompositionError
 from gradwire.core.grain import Grain, ParameterSpec
@@ -61,8 +62,8 @@ class FactoredErrorFeedback(ErrorFeedback):
             raise CompositionError(f"a residual of rank {self.rank} remembers nothing: give 1 or more, or ef=off")
 
     @property
+    @override
     def scope(self) -> Literal["flat", "tensor"]:
-        """Matrices."""
         return "tensor"
 
     @property

@@ -37,12 +37,12 @@ class Guard(Wrapper):
 
     @property
     def consumes(self) -> bool:  # type: ignore[override]
-        """The inner reducer's."""
+        """What the inner reducer says."""
         return self.inner.consumes
 
     @property
     def conserves(self) -> bool:  # type: ignore[override]
-        """The inner reducer's."""
+        """What the inner reducer says."""
         return self.inner.conserves
 
     def around(self, inner: Reducer) -> Reducer:

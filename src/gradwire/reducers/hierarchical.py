@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from gradwire.core import collective
 from gradwire.core.collective import Axis, Collective
@@ -92,18 +93,18 @@ class Hierarchical(Reducer):
             raise CompositionError(f"{self.inter} reduces whole matrices, and nodes are given shards: take a codec")
 
     @property
+    @override
     def lossless(self) -> bool:
-        """The inner reducer's."""
         return self.inter.lossless
 
     @property
     def conserves(self) -> bool:  # type: ignore[override]
-        """The inner reducer's."""
+        """What the inner reducer says."""
         return self.inter.conserves
 
     @property
+    @override
     def rank_multiple(self) -> int:
-        """Whole nodes."""
         return self.node_size
 
     def axes(self, world_size: int) -> tuple[Axis, Axis]:

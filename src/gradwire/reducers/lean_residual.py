@@ -80,7 +80,7 @@ class _SentEstimate:
     minus_h: Tensor
 
     def subtract_from(self, x: Tensor) -> None:
-        """x -= h."""
+        """Subtract the estimate: x -= h."""
         x.add_(self.minus_h.view(x.shape))
 
 

@@ -7,6 +7,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from gradwire import kernels
 from gradwire.codecs.cast import Identity
@@ -28,8 +29,8 @@ class LowRank(Reducer):
     min_compression_rate: float
 
     @property
+    @override
     def scope(self) -> Literal["flat", "tensor"]:
-        """Matrices."""
         return "tensor"
 
     @property

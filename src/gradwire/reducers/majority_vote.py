@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from gradwire import kernels
 from gradwire.codecs import Sign
@@ -64,12 +65,12 @@ class MajorityVote(Reducer):
         """False: a vote is no mean, and weights would mean nothing to it."""
         return False
 
+    @override
     def init(self, grain: Grain, step: Step) -> State:
-        """Nothing to remember."""
         return State()
 
+    @override
     def reduce(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:
-        """All-to-all, count, all-gather."""
         codec, flat, n = Sign(self.block), x.reshape(-1), step.world_size
         key, cut = step.key(grain), CutPayload(codec, Shards(flat.numel(), n, self.block), torch.float32)
         rows, sent = cut.encode(flat, key, codec.encode_into)

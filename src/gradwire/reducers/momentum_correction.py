@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from gradwire.codecs.topk import TopK, check_density
 from gradwire.core import agreement
@@ -184,10 +185,10 @@ class DGC(Wrapper):
         """The inner reducer alone: there is nothing else here."""
         return inner
 
+    @override
     def assign(self, parameter: ParameterSpec) -> Reducer:
-        """Itself."""
         return self
 
+    @override
     def reduce(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:
-        """The inner program."""
         return (yield from self.inner.reduce(grain, x, state, step))

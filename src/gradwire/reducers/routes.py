@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from torch import Tensor
+from typing_extensions import override
 
 from gradwire.core.collective import Collective
 from gradwire.core.link import Link
@@ -127,8 +128,8 @@ class Direct(Route):
     6.002
     """
 
+    @override
     def add_up(self, buffer: Tensor, step: Step) -> Generator[Collective, Tensor, None]:
-        """Scatter-reduce, then gather."""
         yield from direct_scatter(buffer, step)
         yield from direct_gather(buffer, step)
 
@@ -181,8 +182,8 @@ class Ring(Route):
     6.006
     """
 
+    @override
     def add_up(self, buffer: Tensor, step: Step) -> Generator[Collective, Tensor, None]:
-        """Scatter-reduce, then gather."""
         yield from ring_scatter(buffer, step)
         yield from ring_gather(buffer, step)
 

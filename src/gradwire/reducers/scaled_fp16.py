@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from gradwire.core import collective
 from gradwire.core.grain import Grain
@@ -40,8 +41,8 @@ class ScaledFP16(Reducer):
     tensor([2.0009e-09, 2.0002e-12])
     """
 
+    @override
     def init(self, grain: Grain, step: Step) -> State:
-        """Nothing to remember."""
         return State()
 
     def reduce(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from gradwire.codecs.base import Codec
 from gradwire.core import collective
@@ -34,8 +35,8 @@ class Scatter(Reducer):
     codec: Codec
 
     @property
+    @override
     def scatters(self) -> bool:
-        """True."""
         return True
 
     @property
@@ -44,8 +45,8 @@ class Scatter(Reducer):
         return False
 
     @property
+    @override
     def lossless(self) -> bool:
-        """The codec's."""
         return self.codec.lossless
 
     @abstractmethod
@@ -56,20 +57,20 @@ class Scatter(Reducer):
     def sharded(self, numel: int, world_size: int, dtype: torch.dtype) -> ShardedPayload:
         """Return how its payloads are made."""
 
+    @override
     def owned(self, grain: Grain, step: Step) -> slice:
-        """The rank's shard."""
         return self.shards(grain.numel, step.world_size).of(step.rank)
 
+    @override
     def init(self, grain: Grain, step: Step) -> State:
-        """Nothing to remember."""
         return State()
 
+    @override
     def contraction(self, grain: Grain) -> float | None:
-        """The codec's."""
         return self.codec.contraction(grain.numel)
 
+    @override
     def reduce(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:
-        """All-to-all and sum."""
         return self._program(grain, x, state, step, self.codec.encode_into)
 
     def reduce_keeping(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:
@@ -119,8 +120,8 @@ class ScatterReduce(Scatter):
         """Cut at multiples of the unit and of the codec's granularity."""
         return Shards(numel, world_size, math.lcm(self.unit, self.codec.granularity))
 
+    @override
     def sharded(self, numel: int, world_size: int, dtype: torch.dtype) -> CutPayload:
-        """One payload."""
         return CutPayload(self.codec, self.shards(numel, world_size), dtype)
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from torch import Tensor
+from typing_extensions import override
 
 from gradwire.core.errors import CompositionError
 from gradwire.core.grain import Grain, flat_grain
@@ -91,12 +92,12 @@ class Scheduled(Reducer):
         """Where all stages are."""
         return all(reducer.lossless for _, reducer in self.stages)
 
+    @override
     def init(self, grain: Grain, step: Step) -> State:
-        """Nothing to remember."""
         return State()
 
+    @override
     def contraction(self, grain: Grain) -> float | None:
-        """The weakest stage's."""
         deltas = [reducer.contraction(grain) for _, reducer in self.stages]
         return None if None in deltas else min(delta for delta in deltas if delta is not None)
 

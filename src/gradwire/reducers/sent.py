@@ -30,5 +30,5 @@ class SentAll:
     """A tensor that was sent without loss."""
 
     def subtract_from(self, x: Tensor) -> None:
-        """x = 0."""
+        """Set x to zero: all of it was sent."""
         x.zero_()

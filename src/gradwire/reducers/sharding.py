@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from typing_extensions import override
 
 from gradwire.codecs.base import Codec, layout_of
 from gradwire.core import collective
@@ -216,8 +217,8 @@ class ShardPayloads(ShardedPayload):
         layout = layout_of(self.codec, self.shards.size_of(rank), self.dtype)
         return layout.views(row[: layout.nbytes])
 
+    @override
     def decode_into(self, rows: Tensor, out: Tensor, key: Key) -> None:
-        """Shard by shard."""
         for rank, row in enumerate(collective.by_rank(rows)):
             self.codec.decode_into(self.payload(row, rank), out[self.shards.of(rank)], key.with_(rank=rank))
 

@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from gradwire import kernels
 from gradwire.codecs.cast import Identity
@@ -57,8 +58,8 @@ class Sketch(Reducer):
         check_rank(self.rank, 1.0)
 
     @property
+    @override
     def scope(self) -> Literal["flat", "tensor"]:
-        """Matrices."""
         return "tensor"
 
     def assign(self, parameter: ParameterSpec) -> Reducer:
@@ -66,16 +67,16 @@ class Sketch(Reducer):
         compresses = len(parameter.shape) > 1 and parameter.numel > 0 and self.rank < parameter.matrix_shape[1]
         return self if compresses else AllReduce(Identity())
 
+    @override
     def init(self, grain: Grain, step: Step) -> State:
-        """Nothing to remember."""
         return State()
 
     def contraction(self, grain: Grain) -> float | None:
         """r / columns, in expectation over S."""
         return min(1.0, self.rank / max(1, grain.shape[-1]))
 
+    @override
     def reduce(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:
-        """One all-reduce."""
         M = x.view(grain.shape).float()
         St = directions(step.key(grain, "sketch").shared, grain.shape[2], self.rank, x.device)
         St = St.expand(grain.shape[0], -1, -1)

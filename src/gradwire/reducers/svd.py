@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from gradwire.core import collective
 from gradwire.core.grain import Grain
@@ -48,8 +49,8 @@ class SVD(LowRank):
     def __post_init__(self) -> None:
         check_rank(self.rank, self.min_compression_rate)
 
+    @override
     def init(self, grain: Grain, step: Step) -> State:
-        """Nothing to remember."""
         return State()
 
     def contraction(self, grain: Grain) -> float | None:
@@ -57,8 +58,8 @@ class SVD(LowRank):
         share = min(1.0, self.rank / max(1, min(grain.shape[-2:])))
         return share if wire_dtype(grain.dtype) == torch.float32 else share / 2
 
+    @override
     def reduce(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:
-        """One all-gather."""
         layout = self._layout(grain)
         wire = layout.empty(x.device)
         own = _factors(layout.views(wire), grain)
@@ -72,7 +73,7 @@ class SVD(LowRank):
         return Reduced(mean.to(x.dtype).view(x.shape), SentFactors(*own), state)
 
     def _layout(self, grain: Grain) -> Layout:
-        """P^T, then Q^T."""
+        """First P^T, and then Q^T."""
         batch, rows, columns = grain.shape
         rank, dtype = min(self.rank, rows, columns), wire_dtype(grain.dtype)
         return Layout((Field(dtype, batch * rows * rank), Field(dtype, batch * rank * columns)))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from gradwire import kernels
 from gradwire.codecs import TernGrad
@@ -59,8 +60,8 @@ class TernarySum(Reducer):
     def _codec(self) -> TernGrad:
         return TernGrad(self.clip, self.block)
 
+    @override
     def init(self, grain: Grain, step: Step) -> State:
-        """Nothing to remember."""
         return State()
 
     def reduce(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:

@@ -7,6 +7,7 @@ from abc import abstractmethod
 from dataclasses import dataclass
 
 from torch import Tensor
+from typing_extensions import override
 
 from gradwire.codecs.base import Codec, payload_share
 from gradwire.core.errors import CompositionError
@@ -27,7 +28,7 @@ class _Halves(Reducer):
     @property
     @abstractmethod
     def scatter(self) -> Scatter:
-        """The first half."""
+        """The program of the first half."""
 
     @property
     @abstractmethod
@@ -35,8 +36,8 @@ class _Halves(Reducer):
         """The second half, with the owner's residual."""
 
     @property
+    @override
     def payload_share(self) -> float:
-        """The first codec's."""
         return payload_share(self.codec)
 
     @property
@@ -61,8 +62,8 @@ class _Halves(Reducer):
         """The first half's: the second's error stays with the owner."""
         return self.scatter.contraction(grain)
 
+    @override
     def reduce(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:
-        """All-to-all, sum, all-gather."""
         return self._program(grain, x, state, step, keeping=False)
 
     def reduce_keeping(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:

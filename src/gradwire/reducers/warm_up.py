@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from torch import Tensor
+from typing_extensions import override
 
 from gradwire.core.errors import CompositionError
 from gradwire.core.grain import Grain, ParameterSpec
@@ -41,7 +42,7 @@ class WarmUp(Reducer):
 
     @property
     def consumes(self) -> bool:  # type: ignore[override]
-        """Where either does."""
+        """It does where either of the two does."""
         return self.before.consumes or self.after.consumes
 
     @property
@@ -55,23 +56,23 @@ class WarmUp(Reducer):
         return "tensor" if "tensor" in (self.before.scope, self.after.scope) else "flat"
 
     @property
+    @override
     def shows_non_finite(self) -> bool:
-        """Where both do."""
         return self.before.shows_non_finite and self.after.shows_non_finite
 
     @property
+    @override
     def lossless(self) -> bool:
-        """Where both are."""
         return self.before.lossless and self.after.lossless
 
     @property
+    @override
     def averages(self) -> bool:
-        """Where both do."""
         return self.before.averages and self.after.averages
 
     @property
+    @override
     def linear(self) -> bool:
-        """Where both are."""
         return self.before.linear and self.after.linear
 
     @property
@@ -80,8 +81,8 @@ class WarmUp(Reducer):
         return max(self.before.fewest_ranks, self.after.fewest_ranks)
 
     @property
+    @override
     def repeatable(self) -> bool:
-        """Where both are."""
         return self.before.repeatable and self.after.repeatable
 
     def assign(self, parameter: ParameterSpec) -> Reducer:
@@ -97,8 +98,8 @@ class WarmUp(Reducer):
         known = [delta for delta in deltas if delta is not None]
         return min(known) if len(known) == len(deltas) else None
 
+    @override
     def init(self, grain: Grain, step: Step) -> State:
-        """Both states."""
         return State(before=self.before.init(grain, step), after=self.after.init(grain, step))
 
     def reduce(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from gradwire import kernels
 from gradwire.core.errors import CompositionError
@@ -56,8 +57,8 @@ class WorkerMomentum(Wrapper):
     conserves: ClassVar[bool] = False  # what m will add later is owed to nobody yet
 
     @property
+    @override
     def carries_momentum(self) -> bool:
-        """True."""
         return True
 
     @property

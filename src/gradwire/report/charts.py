@@ -65,7 +65,7 @@ class LineChart:
     nothing: str = "No loss was finite."
 
     def svg(self, frame: Frame) -> str:
-        """Draw it."""
+        """Draw the chart, as SVG."""
         if not any(math.isfinite(point.y) for series in self.series for point in series.points):
             return self._empty(frame)
         x, y, labels = self._axes(frame)

@@ -28,7 +28,7 @@ def tag(name: str, content: str = "", **attributes: object) -> str:
 
 
 def label(text: str, x: float, y: float, **attributes: object) -> str:
-    """A text element."""
+    """A text element of SVG, escaped."""
     return tag("text", html.escape(text), x=x, y=y, **attributes)
 
 

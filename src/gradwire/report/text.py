@@ -28,7 +28,7 @@ def seconds(value: float | None) -> str:
 
 
 def times(value: float | None) -> str:
-    """A ratio: 4.2x."""
+    """A ratio as people read it: 4.2x."""
     return NOTHING if value is None else f"{significant(value, 2 if value < 10 else 3)}×"
 
 
@@ -48,7 +48,7 @@ def spread(value: Spread | None, digits: int = 4) -> str:
 
 
 def gap(value: float | None) -> str:
-    """A signed difference."""
+    """A difference, always with its sign."""
     if value is None:
         return NOTHING
     return f"{value:+.3f}"

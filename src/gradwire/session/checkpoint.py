@@ -26,7 +26,7 @@ class Holder(Protocol):
 
     @property
     def session(self) -> Session:
-        """The session."""
+        """The session whose state is saved."""
         ...
 
 
@@ -46,16 +46,16 @@ class Savable(Protocol):
 
     @property
     def kind(self) -> str:
-        """See the class."""
+        """What the class says of it."""
         ...
 
     @property
     def steps(self) -> int:
-        """See the class."""
+        """What the class says of it."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state."""
+        """This rank's state in tensors, numbers and strings."""
         ...
 
     def checked(self, state: Mapping[str, Any]) -> Any:

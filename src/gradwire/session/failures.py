@@ -135,7 +135,7 @@ class FailureBoard:
         self._doing, self._since = _IDLE, time.monotonic()
 
     def close(self, timeout_s: float) -> None:
-        """End the thread."""
+        """End the thread that watches for alarms."""
         self._stop.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout_s)

@@ -34,7 +34,7 @@ class Form:
         return as_method(given)
 
     def plan(self, specs: Sequence[ParameterSpec], reducer: Reducer, grain_numel: int | None) -> Plan:
-        """Return the grains."""
+        """Return the grains that the tensors are cut into."""
         return plan(specs, reducer, grain_numel)
 
     def engine(self, planned: Plan, transport: Transport, seed: int) -> Engine:

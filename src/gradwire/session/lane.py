@@ -61,7 +61,7 @@ class CommunicationThread:
             self._at_end()
 
     def run(self, job: Callable[[], None]) -> None:
-        """Queue a job."""
+        """Queue a job; it runs after those before it."""
         self._work.put(job)
 
     def is_here(self) -> bool:

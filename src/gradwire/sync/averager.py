@@ -56,7 +56,7 @@ class Averager(Protocol):
         ...
 
     def close(self) -> None:
-        """Stop communicating."""
+        """Stop communicating, for good."""
         ...
 
     def __exit__(

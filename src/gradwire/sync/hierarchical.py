@@ -197,7 +197,7 @@ class Hierarchical:
         )
 
     def close(self) -> None:
-        """Close all levels."""
+        """Stop communicating at all levels."""
         for level in self.levels:
             level.close()
 

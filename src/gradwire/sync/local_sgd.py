@@ -11,6 +11,7 @@ from typing import Any, Self, Unpack, cast
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from gradwire.core.errors import AttachError, StateError, StepError
 from gradwire.drivers.engine import Stats
@@ -64,12 +65,12 @@ class AveragingOptimizer(Wrapper):
 
     @property
     def averaging(self) -> Averager:
-        """What averages."""
+        """What averages the models of all ranks."""
         return self._averager
 
     @property
     def averages_to_evaluate(self) -> bool:
-        """Whether `evaluating` communicates."""
+        """Whether ranks communicate for `evaluating`."""
         return self.averaging.averages_to_evaluate
 
     def __repr__(self) -> str:
@@ -98,8 +99,8 @@ class AveragingOptimizer(Wrapper):
         finally:
             self._steps_inner = False
 
+    @override
     def after_step(self) -> None:
-        """The averager's step."""
         begun = time.perf_counter()
         self.averaging.step()
         self._exposed_s += time.perf_counter() - begun

@@ -5,6 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
+from typing_extensions import override
+
 from gradwire.core.errors import CompositionError
 
 
@@ -45,8 +47,8 @@ class Constant(Schedule):
     def __post_init__(self) -> None:
         require_steps("every", self.every)
 
+    @override
     def length(self, steps: int) -> int:
-        """`every`."""
         return self.every
 
 
@@ -95,12 +97,12 @@ class DriftTriggered(Schedule):
             raise CompositionError(f"drift={self.drift}: give a number above 0, such as 0.01")
 
     @property
+    @override
     def limit(self) -> float | None:
-        """`drift`."""
         return self.drift
 
+    @override
     def length(self, steps: int) -> int:
-        """`most`."""
         return self.most
 
 

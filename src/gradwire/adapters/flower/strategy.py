@@ -189,7 +189,7 @@ class FederatedStrategy(Strategy):
         return []
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """Nothing."""
+        """Nothing is aggregated of evaluations."""
         return None
 
     # State -------------------------------------------------------------------------------------------------------

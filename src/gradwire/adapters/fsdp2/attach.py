@@ -34,7 +34,7 @@ class Port(Protocol):
     """What takes the place of a kind of FSDP2's collectives."""
 
     def install(self) -> None:
-        """Take over."""
+        """Take the place of FSDP2's own."""
         ...
 
     def remove(self) -> None:

@@ -156,7 +156,7 @@ class GatherPort:
         self._count(row.nbytes, given.nbytes)
 
     def _exchanged(self, row: Tensor) -> Tensor:
-        """All ranks' rows."""
+        """Return the rows of all ranks."""
         session, engine, lane = self._session, self._engine, self._lane
         lane.require_sound()
         run = lane.do if session.window.under_way else lane.call

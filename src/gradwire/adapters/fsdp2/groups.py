@@ -90,7 +90,7 @@ class Group:
 
     @property
     def scatter(self) -> Any:
-        """Its reduce-scatter."""
+        """What scatters its reduced gradients."""
         return self.held._reduce_scatter_comm
 
     @property
@@ -110,7 +110,7 @@ class Group:
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
+        """The device that it computes on."""
         return self.held.device
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ReduceOp  # pyright: ignore[reportPrivateImportUsage]
 from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
 
 from gradwire.adapters.communication import queue_callback
 from gradwire.adapters.fsdp2.comm import GradientScatter
@@ -212,8 +213,8 @@ class ScatterPort(GradientPort):
         """By the one that was there."""
         group.module.set_custom_reduce_scatter(self._before.pop(id(group)))
 
+    @override
     def dense_wire_bytes(self, nbytes: int) -> int:
-        """A reduce-scatter's."""
         return nbytes * (self._rows - 1) // self._rows
 
     def _factor(self, group: Group, op: Any) -> float:
@@ -240,12 +241,12 @@ class ReplicaPort(GradientPort):
 
         group.module.set_all_reduce_hook(reduce)
 
+    @override
     def give_back(self, group: Group) -> None:
-        """None."""
         group.module.set_all_reduce_hook(None)
 
+    @override
     def dense_wire_bytes(self, nbytes: int) -> int:
-        """An all-reduce's."""
         return ring_bytes(nbytes, self._session.transport.world_size)
 
 

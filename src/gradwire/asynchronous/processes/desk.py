@@ -152,7 +152,7 @@ class Desk:
 
 
 def serve(job: Job, shared: Shared, path: str, gone: Sequence[int]) -> None:
-    """The server's process."""
+    """Run the server, as the main function of its process."""
     torch.set_num_threads(1)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(path)

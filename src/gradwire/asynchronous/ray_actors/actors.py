@@ -35,7 +35,7 @@ class ServerActor:
         self._failure = ""
 
     async def pid(self) -> int:
-        """Of this process."""
+        """The number of this process."""
         return os.getpid()
 
     async def ask(self, packed: Packed) -> Packed:

@@ -57,7 +57,7 @@ class Served:
             return self._desk.look(dead)
 
     def finish(self) -> tuple[Tensor, list[Row], Status]:
-        """As the desk's."""
+        """What the desk's `finish` does."""
         with self._lock:
             return self._desk.finish()
 

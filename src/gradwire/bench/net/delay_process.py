@@ -87,7 +87,7 @@ class DelayProcess:
         return (said.decode(errors="replace").strip().splitlines() or [""])[-1]
 
     def close(self) -> None:
-        """End it."""
+        """End the process, and wait for it."""
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):

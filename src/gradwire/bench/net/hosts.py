@@ -158,7 +158,7 @@ class Loopback:
         self._port = port
 
     def command(self, rank: int, argv: Sequence[str]) -> list[str]:
-        """As it is."""
+        """The command as it is."""
         return list(argv)
 
     def environment(self, rank: int) -> dict[str, str]:
@@ -170,7 +170,7 @@ class Loopback:
         return environment | {"GRADWIRE_WIRE": f"sockets:{bytes_per_s:.0f}"}
 
     def line_use(self) -> None:
-        """There is none."""
+        """There is no delay line."""
 
     def close(self) -> None:
-        """Nothing was made."""
+        """Nothing was made that has to go."""

@@ -98,7 +98,6 @@ def _affine_encode_whole(x, extremes, scales, zeros, levels):
 
 
 def affine_encode(x: Tensor, block: int, scales: Tensor, zeros: Tensor, levels: Tensor) -> None:
-    """See `gradwire.kernels.affine_encode`."""
     a, s, z, q = array_of(x), array_of(scales), array_of(zeros), array_of(levels)
     if not a.size:
         return
@@ -140,7 +139,6 @@ def _affine_decode(into, block, scales, zeros, levels, alpha, overwrite):
 def affine_decode(
     scales: Tensor, zeros: Tensor, levels: Tensor, block: int, out: Tensor, weight: float | None = None
 ) -> None:
-    """See `gradwire.kernels.affine_decode`."""
     s, z, q, o, factor = array_of(scales), array_of(zeros), array_of(levels), array_of(out), np.float32(weight or 0.0)
     if not o.size:
         return

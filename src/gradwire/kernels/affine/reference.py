@@ -28,7 +28,6 @@ def _affine_rows(piece: Tensor, block: int) -> Tensor:
 
 
 def affine_encode(x: Tensor, block: int, scales: Tensor, zeros: Tensor, levels: Tensor) -> None:
-    """See `gradwire.kernels.affine_encode`."""
     extremes = torch.zeros(2, scales.numel(), dtype=torch.float32, device=x.device)
     for part, blocks in _affine_pieces(x.numel(), block):
         rows = _affine_rows(x[part], block)
@@ -58,6 +57,5 @@ def _affine_values(scales: Tensor, zeros: Tensor, levels: Tensor, block: int) ->
 def affine_decode(
     scales: Tensor, zeros: Tensor, levels: Tensor, block: int, out: Tensor, weight: float | None = None
 ) -> None:
-    """See `gradwire.kernels.affine_decode`."""
     for part, values in _affine_values(scales, zeros, levels, block):
         deliver(values, out[part], weight)

@@ -96,7 +96,6 @@ def _block_int_encode(x, bits, block, stochastic, k0, k1, first, packed, scales,
 def block_int_encode(
     x: Tensor, bits: int, block: int, key: int | None, packed: Tensor, scales: Tensor, keep: bool = False
 ) -> None:
-    """See `gradwire.kernels.block_int_encode`."""
     a, p, s = array_of(x), array_of(packed), array_of(scales)
     words = (0, 0) if key is None else uniform_words(key)
     pool.run(
@@ -134,5 +133,4 @@ def _block_int_decode(packed, scales, bits, block, into, alpha, overwrite):
 def block_int_decode(
     packed: Tensor, scales: Tensor, bits: int, block: int, out: Tensor, weight: float | None = None
 ) -> None:
-    """See `gradwire.kernels.block_int_decode`."""
     decode_blocks(_block_int_decode, packed, scales, bits, bits, block, out, weight)

@@ -63,7 +63,6 @@ def _block_int_encode(
 def block_int_encode(
     x: Tensor, bits: int, block: int, key: int | None, packed: Tensor, scales: Tensor, keep: bool = False
 ) -> None:
-    """See `gradwire.kernels.block_int_encode`."""
     tiles = tiling(x.numel(), block)
     given = given_largest(x, tiles)
     words = (0, 0) if key is None else signed(uniform_words(key))
@@ -83,5 +82,4 @@ def block_int_encode(
 def block_int_decode(
     packed: Tensor, scales: Tensor, bits: int, block: int, out: Tensor, weight: float | None = None
 ) -> None:
-    """See `gradwire.kernels.block_int_decode`."""
     decode_blocks(INTEGER, packed, scales, bits, 2 ** (bits - 1) - 1, block, out, weight)

@@ -13,7 +13,6 @@ from gradwire.kernels.runtime.torch_blocks import deliver, for_each_element, inv
 def block_int_encode(
     x: Tensor, bits: int, block: int, key: int | None, packed: Tensor, scales: Tensor, keep: bool = False
 ) -> None:
-    """See `gradwire.kernels.block_int_encode`."""
     levels = 2 ** (bits - 1) - 1
     largest = rows_of_blocks(magnitude_bits(x), block).amax(1).view(torch.float32)
     inverse, usable, stored = inverse_of(largest, levels)
@@ -39,5 +38,4 @@ def _block_int_values(packed: Tensor, scales: Tensor, bits: int, block: int, num
 def block_int_decode(
     packed: Tensor, scales: Tensor, bits: int, block: int, out: Tensor, weight: float | None = None
 ) -> None:
-    """See `gradwire.kernels.block_int_decode`."""
     deliver(_block_int_values(packed, scales, bits, block, out.numel()), out, weight)

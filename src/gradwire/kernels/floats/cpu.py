@@ -66,7 +66,6 @@ def _float8_encode(x, mantissa, block, codes, exponents):
 
 
 def float8_encode(x: Tensor, dtype: torch.dtype, block: int, codes: Tensor, exponents: Tensor) -> None:
-    """See `gradwire.kernels.float8_encode`."""
     a, c, e, mantissa = array_of(x), array_of(codes), array_of(exponents), _mantissa(dtype)
     spread_over_threads(
         a.size,
@@ -111,7 +110,6 @@ def _mantissa(dtype: torch.dtype) -> int:
 def float8_decode(
     codes: Tensor, exponents: Tensor, dtype: torch.dtype, block: int, out: Tensor, weight: float | None = None
 ) -> None:
-    """See `gradwire.kernels.float8_decode`."""
     c, e, o, factor = array_of(codes), array_of(exponents), array_of(out), np.float32(weight or 0.0)
     spread_over_threads(
         o.size,
@@ -145,7 +143,6 @@ def _natural_encode(raw, first, k0, k1, exponents, signs):
 
 
 def natural_encode(x: Tensor, key: int, exponents: Tensor, signs: Tensor) -> None:
-    """See `gradwire.kernels.natural_encode`."""
     raw, e, s, words = raw_bits_of(x), array_of(exponents), array_of(signs), uniform_words(key)
     spread_over_threads(
         raw.size, 8, lambda i, j: functools.partial(_natural_encode, raw[i:j], i, *words, e[i:j], s[i // 8 :])
@@ -169,7 +166,6 @@ def _natural_decode(exponents, signs, into, alpha, overwrite):
 
 
 def natural_decode(exponents: Tensor, signs: Tensor, out: Tensor, weight: float | None = None) -> None:
-    """See `gradwire.kernels.natural_decode`."""
     e, s, o, factor = array_of(exponents), array_of(signs), array_of(out), np.float32(weight or 0.0)
     spread_over_threads(
         o.size,
@@ -196,6 +192,5 @@ def _bfloat16_encode(raw, first, k0, k1, out):
 
 
 def bfloat16_encode(x: Tensor, key: int, out: Tensor) -> None:
-    """See `gradwire.kernels.bfloat16_encode`."""
     raw, o, words = raw_bits_of(x), out.view(torch.int16).numpy().view(np.uint16), uniform_words(key)
     spread_over_threads(raw.size, 1, lambda i, j: functools.partial(_bfloat16_encode, raw[i:j], i, *words, o[i:j]))

@@ -20,7 +20,6 @@ BROKEN = 255
 
 
 def float8_encode(x: Tensor, dtype: torch.dtype, block: int, codes: Tensor, exponents: Tensor) -> None:
-    """See `gradwire.kernels.float8_encode`."""
     top = 8 if dtype == torch.float8_e4m3fn else 15
     largest = rows_of_blocks(magnitude_bits(x), block).amax(1).to(torch.int64)
     fits = largest < 0x7F800000
@@ -45,12 +44,10 @@ def _float8_values(codes: Tensor, exponents: Tensor, dtype: torch.dtype, block: 
 def float8_decode(
     codes: Tensor, exponents: Tensor, dtype: torch.dtype, block: int, out: Tensor, weight: float | None = None
 ) -> None:
-    """See `gradwire.kernels.float8_decode`."""
     deliver(_float8_values(codes, exponents, dtype, block), out, weight)
 
 
 def natural_encode(x: Tensor, key: int, exponents: Tensor, signs: Tensor) -> None:
-    """See `gradwire.kernels.natural_encode`."""
     magnitude = magnitude_bits(x).to(torch.int64)
     word = (uniform(key, x.numel(), x.device) * 2.0**23).to(torch.int64)
     rounded = ((magnitude + word) >> 23).clamp(max=254)
@@ -65,12 +62,10 @@ def _natural_values(exponents: Tensor, signs: Tensor) -> Tensor:
 
 
 def natural_decode(exponents: Tensor, signs: Tensor, out: Tensor, weight: float | None = None) -> None:
-    """See `gradwire.kernels.natural_decode`."""
     deliver(_natural_values(exponents, signs), out, weight)
 
 
 def bfloat16_encode(x: Tensor, key: int, out: Tensor) -> None:
-    """See `gradwire.kernels.bfloat16_encode`."""
     magnitude = magnitude_bits(x).to(torch.int64)
     word = (uniform(key, x.numel(), x.device) * 2.0**16).to(torch.int64)
     kept = torch.where(magnitude < 0x7F800000, (magnitude + word) >> 16, magnitude >> 16)

@@ -143,7 +143,7 @@ def _write_all(
 
 
 def encode(indices: Tensor, numel: int, bits: int, out: Tensor) -> bool:
-    """Elias-Fano."""
+    """Write indices in Elias-Fano's code."""
     whole, cuts = array_of(indices), _cuts(indices.numel())
     if whole[-1] >= numel:
         return False

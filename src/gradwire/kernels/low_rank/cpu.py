@@ -57,7 +57,6 @@ def _unit_rows(Q, raw, columns, k0, k1):
 
 
 def unit_rows_(Q: Tensor, bits: int) -> None:
-    """See `gradwire.kernels.unit_rows_`."""
     q = array_of(Q.view(-1))
     if q.size:
         _unit_rows(q, q.view(np.uint32), Q.shape[1], *uniform_words(bits))
@@ -158,7 +157,6 @@ def _project_columns(M, Q, out, start, stop):
 
 
 def project_columns(M: Tensor, Qt: Tensor) -> Tensor:
-    """See `gradwire.kernels.low_rank.project_columns`."""
     batch, rows, columns = M.shape
     out = torch.empty(batch, Qt.shape[1], rows, dtype=torch.float32)
     arrays = (array_of(M), array_of(Qt.contiguous()), array_of(out))
@@ -244,7 +242,6 @@ def _project_rows(P, M, out, start, stop):
 
 
 def project_rows(Pt: Tensor, M: Tensor) -> Tensor:
-    """See `gradwire.kernels.low_rank.project_rows`."""
     batch, rows, columns = M.shape
     out = torch.zeros(batch, Pt.shape[1], columns, dtype=torch.float32)
     arrays = (array_of(Pt.contiguous()), array_of(M), array_of(out))
@@ -309,7 +306,6 @@ def _orthonormalise(A, scratch, out, tolerance, again):
 
 
 def orthonormalise(vectors: Tensor) -> Tensor:
-    """See `gradwire.kernels.low_rank.orthonormalise`."""
     scratch, out = torch.empty_like(vectors), torch.empty_like(vectors)
     arrays = [(array_of(vectors[i:j]), array_of(scratch[i:j]), array_of(out[i:j])) for i, j in _matrices(vectors)]
     pool.run([functools.partial(_orthonormalise, *pieces, *TOLERANCES) for pieces in arrays])

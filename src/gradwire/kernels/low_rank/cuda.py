@@ -46,7 +46,6 @@ def _low_rank(p, q, out, rows, columns, rank, alpha, ADD: tl.constexpr, ROWS: tl
 
 
 def low_rank_(out: Tensor, Pt: Tensor, Qt: Tensor, alpha: float, add: bool) -> None:
-    """See `gradwire.kernels.low_rank.low_rank_`."""
     batch, rows, columns = out.shape
     grid = (ceil_div(columns, COLUMNS), ceil_div(rows, ROWS), batch)
     tensors = (Pt.contiguous(), Qt.contiguous(), out)
@@ -56,7 +55,6 @@ def low_rank_(out: Tensor, Pt: Tensor, Qt: Tensor, alpha: float, add: bool) -> N
 
 
 def subtract_low_rank_(x: Tensor, Pt: Tensor, Qt: Tensor, scale: float) -> None:
-    """See `gradwire.kernels.low_rank.subtract_low_rank_`."""
     x.baddbmm_(Pt.mT, Qt, alpha=-scale)
 
 
@@ -135,7 +133,6 @@ def _round(a: Tensor, tolerance: float) -> Tensor:
 
 
 def orthonormalise(vectors: Tensor) -> Tensor:
-    """See `gradwire.kernels.low_rank.orthonormalise`."""
     for tolerance in TOLERANCES:
         vectors = _round(vectors, tolerance)
     return vectors

@@ -10,28 +10,24 @@ from torch import Tensor
 
 
 def low_rank_(out: Tensor, Pt: Tensor, Qt: Tensor, alpha: float, add: bool) -> None:
-    """See `gradwire.kernels.low_rank.low_rank_`."""
+    """Allocate nothing: the result is written to `out`."""
 
 
 def subtract_low_rank_(x: Tensor, Pt: Tensor, Qt: Tensor, scale: float) -> None:
-    """See `gradwire.kernels.low_rank.subtract_low_rank_`."""
+    """Allocate nothing: the result is written to `x`."""
 
 
 def project_columns(M: Tensor, Qt: Tensor) -> Tensor:
-    """See `gradwire.kernels.low_rank.project_columns`."""
     return M.new_empty(M.shape[0], Qt.shape[1], M.shape[1])
 
 
 def project_rows(Pt: Tensor, M: Tensor) -> Tensor:
-    """See `gradwire.kernels.low_rank.project_rows`."""
     return M.new_empty(M.shape[0], Pt.shape[1], M.shape[2])
 
 
 def inner_products(a: Tensor, b: Tensor) -> Tensor:
-    """See `gradwire.kernels.low_rank.products`."""
     return a.new_empty(a.shape[:2], dtype=torch.float64)
 
 
 def orthonormalise(vectors: Tensor) -> Tensor:
-    """See `gradwire.kernels.low_rank.orthonormalise`."""
     return torch.empty_like(vectors)

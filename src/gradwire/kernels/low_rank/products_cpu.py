@@ -140,12 +140,10 @@ def _low_rank_fused(P, by_row, Q, out, start, stop, alpha, add):
 
 
 def low_rank_(out: Tensor, Pt: Tensor, Qt: Tensor, alpha: float, add: bool) -> None:
-    """See `gradwire.kernels.low_rank.low_rank_`."""
     _run(_low_rank, out, Pt, Qt, alpha, add)
 
 
 def subtract_low_rank_(x: Tensor, Pt: Tensor, Qt: Tensor, scale: float) -> None:
-    """See `gradwire.kernels.low_rank.subtract_low_rank_`."""
     _run(_low_rank_fused, x, Pt, Qt, -scale, True)
 
 

@@ -34,7 +34,6 @@ _ALIGNMENT = 64
 
 
 def low_rank_(out: Tensor, Pt: Tensor, Qt: Tensor, alpha: float, add: bool) -> None:
-    """See `gradwire.kernels.low_rank.low_rank_`."""
     batch, rows, columns = out.shape
     size = max(1, _TILE_NUMEL // max(1, batch * columns))
     scale = torch.tensor(alpha, dtype=torch.float32, device=out.device)
@@ -51,17 +50,14 @@ def low_rank_(out: Tensor, Pt: Tensor, Qt: Tensor, alpha: float, add: bool) -> N
 
 
 def subtract_low_rank_(x: Tensor, Pt: Tensor, Qt: Tensor, scale: float) -> None:
-    """See `gradwire.kernels.low_rank.subtract_low_rank_`."""
     low_rank_(x, Pt, Qt, -scale, add=True)
 
 
 def project_columns(M: Tensor, Qt: Tensor) -> Tensor:
-    """See `gradwire.kernels.low_rank.project_columns`."""
     return torch.bmm(_placed(Qt), _placed(M).mT)
 
 
 def project_rows(Pt: Tensor, M: Tensor) -> Tensor:
-    """See `gradwire.kernels.low_rank.project_rows`."""
     return torch.bmm(_placed(Pt), _placed(M))
 
 
@@ -73,7 +69,6 @@ def _placed(x: Tensor) -> Tensor:
 
 
 def orthonormalise(vectors: Tensor) -> Tensor:
-    """See `gradwire.kernels.low_rank.orthonormalise`."""
     for tolerance in TOLERANCES:
         vectors = _orthonormal_round(vectors, tolerance)
     return vectors

@@ -29,7 +29,6 @@ def _add_bf16(x, r, alpha):
 
 
 def add_bf16_(x: Tensor, r: Tensor, alpha: float) -> None:
-    """See `gradwire.kernels.add_bf16_`."""
     a, h = array_of(x), array_of(r.view(torch.int16)).view(np.uint16)
     pool.run([functools.partial(_add_bf16, a[i:j], h[i:j], np.float32(alpha)) for i, j in pool.chunks(x.numel())])
 
@@ -41,7 +40,6 @@ def _add_scaled(into, x, alpha):
 
 
 def add_scaled_(into: Tensor, x: Tensor, alpha: float) -> None:
-    """See `gradwire.kernels.add_scaled_`."""
     a, b = array_of(into.view(-1)), array_of(x.view(-1))
     tasks = [functools.partial(_add_scaled, a[i:j], b[i:j], np.float32(alpha)) for i, j in pool.chunks(into.numel())]
     pool.run(tasks)
@@ -61,6 +59,5 @@ def _round_bf16(raw, out, first, k0, k1):
 
 
 def round_bf16(x: Tensor, bits: int, out: Tensor) -> None:
-    """See `gradwire.kernels.round_bf16`."""
     raw, h, words = array_of(x).view(np.uint32), array_of(out.view(torch.int16)).view(np.uint16), uniform_words(bits)
     pool.run([functools.partial(_round_bf16, raw[i:j], h[i:j], i, *words) for i, j in pool.chunks(x.numel())])

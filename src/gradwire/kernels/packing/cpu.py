@@ -221,14 +221,12 @@ def _unpack_wide(packed, bits, codes):
 
 
 def pack_bits(codes: Tensor, bits: int, out: Tensor) -> None:
-    """See `gradwire.kernels.pack_bits`."""
     kernel = _pack_narrow if codes.dtype == torch.uint8 else _pack_wide
     c, o = array_of(codes), array_of(out)
     pool.run([functools.partial(kernel, c[i:j], bits, o[i * bits // 8 :]) for i, j in pool.chunks(codes.numel(), 8)])
 
 
 def unpack_bits(packed: Tensor, bits: int, numel: int) -> Tensor:
-    """See `gradwire.kernels.unpack_bits`."""
     codes = torch.empty(numel, dtype=torch.uint8 if bits <= 8 else torch.int32)
     kernel = _unpack_narrow if bits <= 8 else _unpack_wide
     p, c = array_of(packed), array_of(codes)

@@ -24,7 +24,6 @@ def _pack_bits(codes, packed, numel, TILE: tl.constexpr, BITS: tl.constexpr, BYT
 
 
 def pack_bits(codes: Tensor, bits: int, out: Tensor) -> None:
-    """See `gradwire.kernels.pack_bits`."""
     numel = codes.numel()
     launch(_pack_bits, ceil_div(numel, TILE), codes.device, codes, out, numel, TILE=TILE, **codes_meta(bits))
 
@@ -41,7 +40,6 @@ def _unpack_bits(packed, codes, numel, TILE: tl.constexpr, BITS: tl.constexpr, B
 
 
 def unpack_bits(packed: Tensor, bits: int, numel: int) -> Tensor:
-    """See `gradwire.kernels.unpack_bits`."""
     codes = torch.empty(numel, dtype=torch.uint8 if bits <= 8 else torch.int32, device=packed.device)
     launch(_unpack_bits, ceil_div(numel, TILE), packed.device, packed, codes, numel, TILE=TILE, **codes_meta(bits))
     return codes

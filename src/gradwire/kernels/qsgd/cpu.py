@@ -88,7 +88,6 @@ def _qsgd_encode(x, levels, block, k0, k1, first, packed, norms):
 def qsgd_encode(
     x: Tensor, levels: int, block: int, key: int, packed: Tensor, norms: Tensor, keep: bool = False
 ) -> None:
-    """See `gradwire.kernels.qsgd_encode`."""
     bits, words = levels.bit_length() + 1, uniform_words(key)
     a, p, s = array_of(x), array_of(packed), array_of(norms)
     pool.run(
@@ -141,5 +140,4 @@ def _qsgd_decode(packed, norms, levels, block, into, alpha, overwrite):
 def qsgd_decode(
     packed: Tensor, norms: Tensor, levels: int, block: int, out: Tensor, weight: float | None = None
 ) -> None:
-    """See `gradwire.kernels.qsgd_decode`."""
     decode_blocks(_qsgd_decode, packed, norms, levels.bit_length() + 1, levels, block, out, weight)

@@ -63,7 +63,6 @@ def _qsgd_encode(
 def qsgd_encode(
     x: Tensor, levels: int, block: int, key: int, packed: Tensor, norms: Tensor, keep: bool = False
 ) -> None:
-    """See `gradwire.kernels.qsgd_encode`."""
     tiles = tiling(x.numel(), block)
     given = given_sum(x, tiles, squares=True)
     launch(
@@ -82,5 +81,4 @@ def qsgd_encode(
 def qsgd_decode(
     packed: Tensor, norms: Tensor, levels: int, block: int, out: Tensor, weight: float | None = None
 ) -> None:
-    """See `gradwire.kernels.qsgd_decode`."""
     decode_blocks(NORM, packed, norms, levels.bit_length() + 1, levels, block, out, weight)

@@ -13,7 +13,6 @@ from gradwire.kernels.runtime.torch_blocks import deliver, for_each_element, inv
 def qsgd_encode(
     x: Tensor, levels: int, block: int, key: int, packed: Tensor, norms: Tensor, keep: bool = False
 ) -> None:
-    """See `gradwire.kernels.qsgd_encode`."""
     squares = rows_of_blocks(x, block).to(torch.float64).square().sum(1)
     inverse, usable, stored = inverse_of(squares.sqrt().to(torch.float32), levels)
     scaled = x.abs() * for_each_element(inverse, block, x.numel())
@@ -38,5 +37,4 @@ def _qsgd_values(packed: Tensor, norms: Tensor, levels: int, block: int, numel: 
 def qsgd_decode(
     packed: Tensor, norms: Tensor, levels: int, block: int, out: Tensor, weight: float | None = None
 ) -> None:
-    """See `gradwire.kernels.qsgd_decode`."""
     deliver(_qsgd_values(packed, norms, levels, block, out.numel()), out, weight)

@@ -55,7 +55,6 @@ def _uniform(out, start, k0, k1):
 
 
 def uniform(bits: int, numel: int, device: torch.device, start: int = 0) -> Tensor:
-    """See `gradwire.kernels.uniform`."""
     out = torch.empty(numel, dtype=torch.float32)
     o, (k0, k1) = array_of(out), uniform_words(bits)
     pool.run([functools.partial(_uniform, o[i:j], start + i, k0, k1) for i, j in pool.chunks(numel)])
@@ -106,7 +105,6 @@ def _permuted_indices(out, first, numel, a, b, walks, words):
 
 
 def permuted_indices(bits: int, numel: int, k: int, device: torch.device) -> Tensor:
-    """See `gradwire.kernels.permuted_indices`."""
     out = torch.empty(k, dtype=torch.int32)
     o, words = array_of(out), np.array(permutation_words(bits), np.uint32)
     a, b, walks = permutation_domain(numel)
@@ -131,7 +129,6 @@ def _stratified_indices(out, begin, numel, k, size, longer, w0, w1, turn, first)
 
 
 def stratified_indices(bits: int, numel: int, k: int, device: torch.device) -> Tensor:
-    """See `gradwire.kernels.stratified_indices`."""
     out = torch.empty(k, dtype=torch.int32)
     if k:
         o, words = array_of(out), strata(bits, numel, k)
@@ -174,7 +171,6 @@ def _gaussian(out, first, k0, k1):
 
 
 def gaussian(bits: int, numel: int) -> Tensor:
-    """See `gradwire.kernels.low_rank.gaussian`."""
     out, words = torch.empty(numel, dtype=torch.float32), uniform_words(bits)
     o, chunks = array_of(out), pool.chunks(numel, 1, 8)
     pool.run([functools.partial(_gaussian, o[i:j], i, *words) for i, j in chunks])

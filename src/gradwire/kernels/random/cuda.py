@@ -22,7 +22,6 @@ def _uniform(out, numel, first, k0, k1, TILE: tl.constexpr):
 
 
 def uniform(bits: int, numel: int, device: torch.device, start: int = 0) -> Tensor:
-    """See `gradwire.kernels.uniform`."""
     out = torch.empty(numel, dtype=torch.float32, device=device)
     first, k0, k1 = signed([start, *uniform_words(bits)])
     launch(_uniform, ceil_div(numel, TILE), device, out, numel, first, k0, k1, TILE=TILE)
@@ -90,7 +89,6 @@ def _stratified_indices(out, k, numel, size, longer, w0, w1, turn, first, TILE: 
 
 
 def stratified_indices(bits: int, numel: int, k: int, device: torch.device) -> Tensor:
-    """See `gradwire.kernels.stratified_indices`."""
     out = torch.empty(k, dtype=torch.int32, device=device)
     if k:
         words, tile = signed(strata(bits, numel, k)), 1024

@@ -128,7 +128,6 @@ SQRT_HALF = 0.7071067811865476
 
 
 def gaussian(bits: int, numel: int) -> Tensor:
-    """See `gradwire.kernels.low_rank.gaussian`."""
     u = uniform(bits, numel, torch.device("cpu")).double() + 2.0**-25
     q = u - 0.5
     centre = 0.180625 - q * q

@@ -74,7 +74,6 @@ def _trimmed_mean(rows, begin, end, trim, network, out):
 
 
 def trimmed_mean(rows: Tensor, trim: int, out: Tensor) -> None:
-    """See `gradwire.kernels.robust.trimmed_mean`."""
     x, o, network = array_of(rows), array_of(out), _network(rows.shape[0])
     pieces = pool.chunks(out.numel(), _TILE)
     pool.run([functools.partial(_trimmed_mean, x, i, j, trim, network, o) for i, j in pieces])
@@ -103,7 +102,6 @@ def _mean_around_median(rows, begin, end, keep, network, out):
 
 
 def mean_around_median(rows: Tensor, keep: int, out: Tensor) -> None:
-    """See `gradwire.kernels.robust.mean_around_median`."""
     x, o, network = array_of(rows), array_of(out), _network(rows.shape[0])
     pieces = pool.chunks(out.numel(), _TILE)
     pool.run([functools.partial(_mean_around_median, x, i, j, keep, network, o) for i, j in pieces])
@@ -173,13 +171,11 @@ def _added_up(kernel, rows: Tensor) -> Tensor:
 
 
 def squared_distances(rows: Tensor) -> Tensor:
-    """See `gradwire.kernels.robust.squared_distances`."""
     upper = _added_up(_squared_distances, rows)
     return upper + upper.T
 
 
 def products(rows: Tensor) -> Tensor:
-    """See `gradwire.kernels.robust.products`."""
     upper = _added_up(_products, rows)
     return upper + upper.triu(1).T
 
@@ -200,6 +196,5 @@ def _weighted_sum(rows, begin, end, weights, out):
 
 
 def weighted_sum(rows: Tensor, weights: Tensor, out: Tensor) -> None:
-    """See `gradwire.kernels.robust.weighted_sum`."""
     x, o, c = array_of(rows), array_of(out), array_of(weights.contiguous())
     pool.run([functools.partial(_weighted_sum, x, i, j, c, o) for i, j in pool.chunks(out.numel(), _TILE)])

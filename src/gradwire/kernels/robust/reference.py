@@ -16,7 +16,6 @@ _CHUNK = 1 << 15
 
 
 def squared_distances(rows: Tensor) -> Tensor:
-    """See `gradwire.kernels.robust.squared_distances`."""
     n = rows.shape[0]
     out = torch.zeros(n, n, dtype=torch.float64, device=rows.device)
     for start, stop in _chunks(rows):
@@ -28,7 +27,6 @@ def squared_distances(rows: Tensor) -> Tensor:
 
 
 def products(rows: Tensor) -> Tensor:
-    """See `gradwire.kernels.robust.products`."""
     n = rows.shape[0]
     out = torch.zeros(n, n, dtype=torch.float64, device=rows.device)
     for start, stop in _chunks(rows):
@@ -39,7 +37,6 @@ def products(rows: Tensor) -> Tensor:
 
 
 def trimmed_mean(rows: Tensor, trim: int, out: Tensor) -> None:
-    """See `gradwire.kernels.robust.trimmed_mean`."""
     n = rows.shape[0]
     for start, stop in _chunks(rows):
         ordered = _ordered(rows[:, start:stop])
@@ -47,7 +44,6 @@ def trimmed_mean(rows: Tensor, trim: int, out: Tensor) -> None:
 
 
 def mean_around_median(rows: Tensor, keep: int, out: Tensor) -> None:
-    """See `gradwire.kernels.robust.mean_around_median`."""
     n = rows.shape[0]
     for start, stop in _chunks(rows):
         v = _ordered(rows[:, start:stop])
@@ -63,7 +59,6 @@ def mean_around_median(rows: Tensor, keep: int, out: Tensor) -> None:
 
 
 def weighted_sum(rows: Tensor, weights: Tensor, out: Tensor) -> None:
-    """See `gradwire.kernels.robust.weighted_sum`."""
     for start, stop in _chunks(rows):
         terms = rows[:, start:stop].double() * weights[:, None]
         out[start:stop] = _in_turn(torch.where(weights[:, None] == 0, torch.zeros_like(terms), terms))

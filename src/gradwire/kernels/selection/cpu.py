@@ -38,7 +38,6 @@ def _largest_raw(raw):
 
 
 def all_finite(x: Tensor) -> Tensor:
-    """See `gradwire.kernels.all_finite`."""
     raw = raw_bits_of(x).reshape(-1)
     largest = pool.run([functools.partial(_largest_raw, raw[i:j]) for i, j in pool.chunks(raw.size)])
     return torch.tensor(int(max(largest)) < 0x7F800000)
@@ -123,7 +122,6 @@ def _can_be_written(values: Tensor) -> bool:
 
 
 def topk_indices(x: Tensor, k: int) -> Tensor:
-    """See `gradwire.kernels.topk_indices`."""
     return topk(x, k)[0]
 
 
@@ -224,6 +222,5 @@ def at_least(x: Tensor, tau: Tensor, values: Tensor) -> Tensor:
 
 
 def topk_encode_keeping(x: Tensor, values: Tensor, indices: Tensor) -> None:
-    """See `gradwire.kernels.topk_encode_keeping`."""
     indices.copy_(topk(x, indices.numel(), values)[0])
     scatter_add_(x, indices, values, -1.0, distinct=True)

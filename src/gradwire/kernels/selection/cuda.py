@@ -32,7 +32,6 @@ def _all_finite(x, out, numel, TILE: tl.constexpr):
 
 
 def all_finite(x: Tensor) -> Tensor:
-    """See `gradwire.kernels.all_finite`."""
     out = torch.ones((), dtype=torch.uint8, device=x.device)
     launch(_all_finite, ceil_div(x.numel(), TILE), x.device, x, out, x.numel(), TILE=TILE)
     return out.view(torch.bool)
@@ -161,7 +160,6 @@ def _select(x: Tensor, counts: Tensor, k: int, indices: Tensor, values: Tensor |
 
 
 def topk_indices(x: Tensor, k: int) -> Tensor:
-    """See `gradwire.kernels.topk_indices`."""
     indices = torch.empty(k, dtype=torch.int32, device=x.device)
     if k:
         _select(x, _count(x, k), k, indices, None)
@@ -169,14 +167,12 @@ def topk_indices(x: Tensor, k: int) -> Tensor:
 
 
 def topk_encode_keeping(x: Tensor, values: Tensor, indices: Tensor) -> None:
-    """See `gradwire.kernels.topk_encode_keeping`."""
     k = indices.numel()
     if k:
         _select(x, _count(x, k), k, indices, values)
 
 
 def topk(x: Tensor, k: int, values: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """See `gradwire.kernels.topk`."""
     indices = topk_indices(x, k)
     found = (
         torch.empty(k, dtype=torch.float32, device=x.device)

@@ -30,7 +30,6 @@ def topk_indices(x: Tensor, k: int) -> Tensor:
 
 
 def topk(x: Tensor, k: int, values: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """See `gradwire.kernels.topk`."""
     indices = topk_indices(x, k)
     found = x.index_select(0, indices)
     return indices, found if values is None else values.copy_(found)
@@ -56,6 +55,5 @@ def at_least(x: Tensor, tau: Tensor, values: Tensor) -> Tensor:
 
 
 def topk_encode_keeping(x: Tensor, values: Tensor, indices: Tensor) -> None:
-    """See `gradwire.kernels.topk_encode_keeping`."""
     indices.copy_(topk(x, indices.numel(), values)[0])
     scatter_add_(x, indices, values, -1.0, distinct=True)

@@ -59,7 +59,6 @@ def _sign_encode(x, block, packed, scales, keep):
 
 
 def sign_encode(x: Tensor, block: int, packed: Tensor, scales: Tensor, keep: bool = False) -> None:
-    """See `gradwire.kernels.sign_encode`."""
     a, p, s = array_of(x), array_of(packed), array_of(scales)
     pool.run(
         [
@@ -84,5 +83,4 @@ def _sign_decode(packed, scales, bits, block, into, alpha, overwrite):
 
 
 def sign_decode(packed: Tensor, scales: Tensor, block: int, out: Tensor, weight: float | None = None) -> None:
-    """See `gradwire.kernels.sign_decode`."""
     decode_blocks(_sign_decode, packed, scales, 1, 1, block, out, weight)

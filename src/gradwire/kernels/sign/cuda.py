@@ -46,7 +46,6 @@ def _sign_encode(
 
 
 def sign_encode(x: Tensor, block: int, packed: Tensor, scales: Tensor, keep: bool = False) -> None:
-    """See `gradwire.kernels.sign_encode`."""
     tiles = tiling(x.numel(), block)
     given = given_sum(x, tiles, squares=False)
     launch(
@@ -61,5 +60,4 @@ def sign_encode(x: Tensor, block: int, packed: Tensor, scales: Tensor, keep: boo
 
 
 def sign_decode(packed: Tensor, scales: Tensor, block: int, out: Tensor, weight: float | None = None) -> None:
-    """See `gradwire.kernels.sign_decode`."""
     decode_blocks(SIGN, packed, scales, 1, 1, block, out, weight)

@@ -66,7 +66,6 @@ def _one_bit_encode(x, block, packed, means):
 
 
 def one_bit_encode(x: Tensor, block: int, packed: Tensor, means: Tensor) -> None:
-    """See `gradwire.kernels.one_bit_encode`."""
     a, p, m = array_of(x), array_of(packed), array_of(means)
     spread_over_threads(
         a.size,
@@ -93,7 +92,6 @@ def _one_bit_decode(packed, means, block, into, alpha, overwrite):
 
 
 def one_bit_decode(packed: Tensor, means: Tensor, block: int, out: Tensor, weight: float | None = None) -> None:
-    """See `gradwire.kernels.one_bit_decode`."""
     p, m, o, factor = array_of(packed), array_of(means), array_of(out), np.float32(weight or 0.0)
     spread_over_threads(
         o.size,

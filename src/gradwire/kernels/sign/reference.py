@@ -10,7 +10,6 @@ from gradwire.kernels.runtime.torch_blocks import block_numels, deliver, for_eac
 
 
 def sign_encode(x: Tensor, block: int, packed: Tensor, scales: Tensor, keep: bool = False) -> None:
-    """See `gradwire.kernels.sign_encode`."""
     total = rows_of_blocks(x, block).abs().sum(1, dtype=torch.float64)
     scales.copy_(total / block_numels(x.numel(), scales, block))
     pack_bits(x >= 0, 1, packed)
@@ -24,12 +23,10 @@ def _sign_values(packed: Tensor, scales: Tensor, block: int, numel: int) -> Tens
 
 
 def sign_decode(packed: Tensor, scales: Tensor, block: int, out: Tensor, weight: float | None = None) -> None:
-    """See `gradwire.kernels.sign_decode`."""
     deliver(_sign_values(packed, scales, block, out.numel()), out, weight)
 
 
 def one_bit_encode(x: Tensor, block: int, packed: Tensor, means: Tensor) -> None:
-    """See `gradwire.kernels.one_bit_encode`."""
     up = x >= 0
     for column, part in enumerate((up, ~up)):
         total = rows_of_blocks(torch.where(part, x, 0.0), block).sum(1, dtype=torch.float64)
@@ -44,12 +41,10 @@ def _one_bit_values(packed: Tensor, means: Tensor, block: int, numel: int) -> Te
 
 
 def one_bit_decode(packed: Tensor, means: Tensor, block: int, out: Tensor, weight: float | None = None) -> None:
-    """See `gradwire.kernels.one_bit_decode`."""
     deliver(_one_bit_values(packed, means, block, out.numel()), out, weight)
 
 
 def majority(ballots: Tensor, casting: int, out: Tensor) -> None:
-    """See `gradwire.kernels.majority`."""
     voters, nbytes = ballots.shape
     votes = torch.zeros(8 * nbytes, dtype=torch.int32, device=ballots.device)
     for voter, ballot in enumerate(ballots):

@@ -38,7 +38,6 @@ def _count_sketch(x, row, k0, k1):
 
 
 def count_sketch(x: Tensor, bits: int, sketch: Tensor) -> None:
-    """See `gradwire.kernels.count_sketch`."""
     rows = zip(array_of(sketch), sketch_words(bits, sketch.shape[0]), strict=True)
     tasks = [functools.partial(_count_sketch, array_of(x), row, *words) for row, words in rows]
     _run(tasks, x.numel())
@@ -102,6 +101,5 @@ def _count_unsketch(sketch, keys, first, out):
 
 
 def count_unsketch(sketch: Tensor, bits: int, out: Tensor) -> None:
-    """See `gradwire.kernels.count_unsketch`."""
     s, o, keys = array_of(sketch), array_of(out), np.array(sketch_words(bits, sketch.shape[0]), np.uint32)
     pool.run([functools.partial(_count_unsketch, s, keys, i, o[i:j]) for i, j in pool.chunks(out.numel())])

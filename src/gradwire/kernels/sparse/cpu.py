@@ -23,7 +23,6 @@ def _gather(x, indices, out):
 
 
 def gather(x: Tensor, indices: Tensor, out: Tensor) -> None:
-    """See `gradwire.kernels.gather`."""
     source, at, o = array_of(x), array_of(indices), array_of(out)
     pool.run(
         [

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def gather(x: Tensor, indices: Tensor, out: Tensor) -> None:
-    """out = x[indices]."""
+    """Return x[indices], in the order of the indices."""
     torch.index_select(x.detach(), 0, indices, out=out)
 
 

@@ -42,7 +42,6 @@ def _ternary_scales(x, clip, block, scales):
 
 
 def ternary_scales(x: Tensor, clip: float, block: int, scales: Tensor) -> None:
-    """See `gradwire.kernels.ternary_scales`."""
     a, s = array_of(x), array_of(scales)
     spread_over_threads(
         a.size,
@@ -104,7 +103,6 @@ def _pack_digits(scratch, nbytes, digits, packed, start):
 def ternary_encode(
     x: Tensor, scales: Tensor, key: int, block: int, digits: int, packed: Tensor, clip: float | None = None
 ) -> None:
-    """See `gradwire.kernels.ternary_encode`."""
     a, s, p, words = array_of(x), array_of(scales), array_of(packed), uniform_words(key)
     spread_over_threads(
         a.size,
@@ -153,7 +151,6 @@ def _unpack_digits(packed, first, nbytes, digits, rest, scale, values, start):
 def ternary_decode(
     packed: Tensor, scales: Tensor, block: int, digits: int, out: Tensor, weight: float | None = None
 ) -> None:
-    """See `gradwire.kernels.ternary_decode`."""
     p, s, o, factor = array_of(packed), array_of(scales), array_of(out), np.float32(weight or 0.0)
     spread_over_threads(
         o.size,

@@ -17,7 +17,6 @@ from gradwire.kernels.runtime.torch_blocks import (
 
 
 def ternary_scales(x: Tensor, clip: float, block: int, scales: Tensor) -> None:
-    """See `gradwire.kernels.ternary_scales`."""
     largest = rows_of_blocks(magnitude_bits(x), block).amax(1).view(torch.float32)
     squares = rows_of_blocks(x, block).to(torch.float64).square().sum(1)
     limit = ((squares / block_numels(x.numel(), scales, block)).sqrt() * clip).to(torch.float32)
@@ -28,7 +27,6 @@ def ternary_scales(x: Tensor, clip: float, block: int, scales: Tensor) -> None:
 def ternary_encode(
     x: Tensor, scales: Tensor, key: int, block: int, digits: int, packed: Tensor, clip: float | None = None
 ) -> None:
-    """See `gradwire.kernels.ternary_encode`."""
     if clip is not None:
         ternary_scales(x, clip, block, scales)
     inverse = torch.ones_like(scales) / scales
@@ -69,5 +67,4 @@ def _ternary_values(packed: Tensor, scales: Tensor, block: int, digits: int, num
 def ternary_decode(
     packed: Tensor, scales: Tensor, block: int, digits: int, out: Tensor, weight: float | None = None
 ) -> None:
-    """See `gradwire.kernels.ternary_decode`."""
     deliver(_ternary_values(packed, scales, block, digits, out.numel()), out, weight)

@@ -42,7 +42,6 @@ def _topk_rows(x, raw, k, values, codes):
 
 
 def topk_rows(x: Tensor, k: int, values: Tensor, codes: Tensor) -> None:
-    """See `gradwire.kernels.topk_rows`."""
     a, v, c = array_of(x), array_of(values), array_of(codes)
     raw, columns = a.view(np.uint32), x.shape[1]
     rows = [(i // columns, j // columns) for i, j in pool.chunks(x.numel(), columns)]
@@ -62,7 +61,6 @@ def _combine_rows(values, codes, basis, out):
 
 
 def combine_rows(values: Tensor, codes: Tensor, basis: Tensor, out: Tensor) -> None:
-    """See `gradwire.kernels.combine_rows`."""
     v, c, b, o = array_of(values), array_of(codes), array_of(basis), array_of(out)
     k, columns = values.numel() // max(1, out.shape[0]), out.shape[1]
     rows = [(i // columns, j // columns) for i, j in pool.chunks(out.numel(), columns)]
@@ -128,7 +126,6 @@ def _hadamard_encode(x, block, first, k0, k1, chosen, scale, out):
 
 
 def hadamard_encode(x: Tensor, block: int, bits: int, chosen: Tensor, out: Tensor) -> None:
-    """See `gradwire.kernels.hadamard_encode`."""
     a, c, o, (k0, k1) = array_of(x), array_of(chosen), array_of(out), uniform_words(bits)
     scale, k = np.float32(block**-0.5), chosen.numel()
     tasks = [
@@ -155,7 +152,6 @@ def _hadamard_accumulate(values, block, first, k0, k1, chosen, scale, into, alph
 
 
 def hadamard_accumulate(values: Tensor, block: int, bits: int, chosen: Tensor, into: Tensor, alpha: float) -> None:
-    """See `gradwire.kernels.hadamard_accumulate`."""
     v, c, o, (k0, k1) = array_of(values), array_of(chosen), array_of(into), uniform_words(bits)
     scale, k, run = np.float32(block**-0.5), chosen.numel(), _hadamard_accumulate
     factor = np.float32(alpha)

@@ -37,7 +37,7 @@ def each(row):
 
 @triton.jit
 def row_sum(tile):
-    """Sums of rows."""
+    """Add up each row of a tile."""
     return tl.sum(tl.sum(tile, 2), 1)
 
 

@@ -76,7 +76,7 @@ class Tiling:
 
     @property
     def programs(self) -> int:
-        """One a tile."""
+        """How many programs run: one for each tile."""
         return ceil_div(self.blocks, self.rows) * self.parts
 
     @property

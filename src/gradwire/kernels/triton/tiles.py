@@ -14,7 +14,7 @@ import triton.language as tl
 
 @triton.jit
 def mix(x):
-    """lowbias32 of uint32."""
+    """Mix the bits of a uint32 by lowbias32."""
     x = x ^ (x >> 16)
     x = x * 0x7FEB352D
     x = x ^ (x >> 15)

@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from gradwire.core import collective
 from gradwire.core.grain import Grain
@@ -48,13 +49,13 @@ class Adasum(Reducer):
     conserves: ClassVar[bool] = False
 
     @property
+    @override
     def averages(self) -> bool:
-        """False."""
         return False
 
     @property
+    @override
     def scope(self) -> Literal["flat", "tensor"]:
-        """Whole parameters."""
         return "tensor"
 
     @property
@@ -62,8 +63,8 @@ class Adasum(Reducer):
         """True: gradients travel as they are."""
         return True
 
+    @override
     def init(self, grain: Grain, step: Step) -> State:
-        """Nothing to remember."""
         return State()
 
     def contraction(self, grain: Grain) -> float | None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from gradwire.kernels import robust
 from gradwire.reducers.aggregate.rule import Rule, TolerantRule
@@ -25,8 +26,8 @@ class Median(Rule):
     tensor([1., 6.])
     """
 
+    @override
     def tolerates(self, n: int) -> int:
-        """A minority."""
         return (n - 1) // 2
 
     def reach(self, n: int) -> float:

@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from gradwire.codecs.base import Codec, layout_of
 from gradwire.core import agreement, collective
@@ -36,13 +37,13 @@ class Aggregate(Reducer):
         return False
 
     @property
+    @override
     def linear(self) -> bool:
-        """The rule's."""
         return self.rule.linear
 
     @property
+    @override
     def fewest_ranks(self) -> int:
-        """The rule's."""
         return self.rule.fewest_ranks
 
     def init(self, grain: Grain, step: Step) -> State:
@@ -139,12 +140,12 @@ class Gathered(Aggregate):
             raise CompositionError(f"{self.rule} keeps its last result by shards: use it without a codec, as Sharded")
 
     @property
+    @override
     def lossless(self) -> bool:
-        """The codec's."""
         return self.codec.lossless
 
+    @override
     def contraction(self, grain: Grain) -> float | None:
-        """The codec's."""
         return self.codec.contraction(grain.numel)
 
     def _columns(self, grain: Grain, step: Step) -> int:

@@ -13,6 +13,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from gradwire.core.errors import CompositionError
 from gradwire.kernels.rounding import square_root
@@ -55,8 +56,8 @@ class GeometricMedian(GeometricRule):
         if not 0 < self.smoothing < math.inf:
             raise CompositionError(f"rfa with smoothing {self.smoothing}: it must be positive, e.g. 1e-6")
 
+    @override
     def tolerates(self, n: int) -> int:
-        """A minority."""
         return (n - 1) // 2
 
     def reach(self, n: int) -> float:
@@ -120,8 +121,8 @@ class CenteredClipping(GeometricRule):
         if self.iterations < 1:
             raise CompositionError(f"clip with {self.iterations} iterations: it must be 1 or more")
 
+    @override
     def tolerates(self, n: int) -> int:
-        """A minority."""
         return (n - 1) // 2
 
     def reach(self, n: int) -> None:

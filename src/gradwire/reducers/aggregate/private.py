@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from gradwire.core import agreement, collective
 from gradwire.core.errors import CompositionError
@@ -65,17 +66,17 @@ class PrivateMean(Reducer):
         return False
 
     @property
+    @override
     def repeatable(self) -> bool:
-        """Only without noise."""
         return self.noise == 0
 
     @property
+    @override
     def private(self) -> bool:
-        """True."""
         return True
 
+    @override
     def init(self, grain: Grain, step: Step) -> State:
-        """Nothing to remember."""
         return State()
 
     def reduce(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:

@@ -103,7 +103,7 @@ class Weighted(Wrapper):
 
     @property
     def consumes(self) -> bool:  # type: ignore[override]
-        """The inner reducer's."""
+        """What the inner reducer says."""
         return self.inner.consumes
 
     def around(self, inner: Reducer) -> Reducer:

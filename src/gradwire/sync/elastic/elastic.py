@@ -168,7 +168,7 @@ class Elastic:
 
     @property
     def name(self) -> str:
-        """Of this worker."""
+        """The name of this worker."""
         return self._pulse.name
 
     @property

@@ -62,7 +62,7 @@ class Part(NamedTuple):
     reducer: Reducer
 
     def specs(self) -> list[ParameterSpec]:
-        """What travels."""
+        """The tensors that travel, as they are planned."""
         return [ParameterSpec(name, tuple(t.shape), t.dtype, CPU) for name, t in self.copy.copies.items()]
 
     def changes(self) -> dict[str, Tensor]:

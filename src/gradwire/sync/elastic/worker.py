@@ -83,12 +83,12 @@ class Worker:
 
     @property
     def number(self) -> int:
-        """This worker's."""
+        """The number of this worker."""
         return self._pulse.number
 
     @property
     def sent_bytes(self) -> int:
-        """Sent for averages."""
+        """Bytes that were sent for averages."""
         return self._retired_bytes + (self._link.sent_bytes if self._link else 0)
 
     @property

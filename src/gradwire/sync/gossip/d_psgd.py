@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torch import Tensor
+from typing_extensions import override
 
 from gradwire.core.grain import Grain
 from gradwire.core.state import State
@@ -36,8 +37,8 @@ class DPSGD(Method):
         """Symmetric and doubly stochastic."""
         require_averaging(graph, "D-PSGD")
 
+    @override
     def begin(self, grain: Grain, x: Tensor) -> State:
-        """Nothing."""
         return State()
 
     def mix(self, links: Links, grain: Grain, x: Tensor, state: State, step: Step) -> Mixed:

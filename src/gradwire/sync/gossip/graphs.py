@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from gradwire.core.errors import CompositionError
 
@@ -196,8 +197,8 @@ class Complete(_OfRanks):
         CompositionError: less than one rank.
     """
 
+    @override
     def targets(self, rank: int, number: int) -> Collection[int]:
-        """All others."""
         return set(range(self.ranks)) - {rank}
 
 
@@ -315,6 +316,6 @@ class Weighted(Graph):
         """Those that give weight to it."""
         return [to for to, _ in self.links(rank, number).targets]
 
+    @override
     def weights(self, number: int) -> Tensor:
-        """The matrix."""
         return torch.tensor(self.matrix, dtype=torch.float64)

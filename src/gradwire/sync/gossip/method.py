@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from gradwire.core.collective import Collective
 from gradwire.core.errors import CompositionError
@@ -107,8 +108,8 @@ class OnGraph(Reducer):
         """What is remembered where all ranks have zeros."""
         return self.method.begin(grain, torch.zeros(grain.numel, dtype=grain.dtype, device=grain.device))
 
+    @override
     def reduce(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:
-        """One round."""
         links = self.graph.links(step.rank, step.index)
         result, new = yield from self.method.mix(links, grain, x.reshape(-1), state, step)
         return Reduced(result.view(x.shape), SentAll(), new)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from gradwire.core.grain import Grain
 from gradwire.core.state import Leaf, State
@@ -39,8 +40,8 @@ class SGP(Method):
         Assran, Loizou, Ballas & Rabbat 2019, "Stochastic gradient push for distributed deep learning".
     """
 
+    @override
     def require(self, graph: Graph) -> None:
-        """Column stochastic."""
         require_pushing(graph, "SGP")
 
     def begin(self, grain: Grain, x: Tensor) -> State:
@@ -66,8 +67,8 @@ class SGP(Method):
         """x_i, with w_i behind it."""
         return torch.cat([x + state.tensor("bias"), state.tensor("weight")[:1]])
 
+    @override
     def average(self, total: Tensor, ranks: int) -> Tensor:
-        """sum(x) / sum(w)."""
         # Times the reciprocal, since a division by a number is that on a GPU and a division on a CPU.
         return total[:-1].mul_(1.0 / float(total[-1]))
 

@@ -283,7 +283,7 @@ class SharedOptimizer(ScaledOptimizer):
         return f"{type(self).__name__} by {self.session.reducer!r}"
 
     def close(self) -> None:
-        """Stop communicating."""
+        """Stop communicating, for good."""
         self.session.close()
 
 

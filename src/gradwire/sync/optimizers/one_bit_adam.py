@@ -6,6 +6,7 @@ from typing import Unpack
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from gradwire.codecs.cast import Identity
 from gradwire.core.errors import StepError
@@ -125,8 +126,8 @@ class OneBitAdam(SharedOptimizer):
         mix_(momentum, gradient, entry.group["betas"][0])
         return momentum
 
+    @override
     def update(self, entry: Entry, result: Tensor) -> None:
-        """Adam's step."""
         _, parameter, group = entry
         state, count = self.state[parameter], group["variance_step"]
         if self._was_frozen:

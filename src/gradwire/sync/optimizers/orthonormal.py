@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from gradwire.core import collective
 from gradwire.core.errors import CompositionError
@@ -83,8 +84,8 @@ class OrthonormalMomentum(LowRank):
         return False
 
     @property
+    @override
     def carries_momentum(self) -> bool:
-        """True."""
         return True
 
     @property

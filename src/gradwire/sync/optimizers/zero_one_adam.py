@@ -8,6 +8,7 @@ from typing import Any, Unpack
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from gradwire import kernels
 from gradwire.core.errors import StateError
@@ -176,8 +177,8 @@ class ZeroOneAdam(SharedOptimizer):
         else:
             self._go_on_alone(gradients)
 
+    @override
     def count(self) -> None:
-        """Count a refresh."""
         super().count()
         for group in self.param_groups:
             group["variance_step"] += 1
