@@ -91,8 +91,12 @@ def require_whole(tensors: nn.Module | Mapping[str, Tensor], what: str) -> None:
     Raises:
         AttachError: with what serves such models.
     """
-    of_fsdp2 = isinstance(tensors, nn.Module) and any(map(is_fsdp2, tensors.modules()))
-    if of_fsdp2 or any(map(is_sharded, named(tensors).values())):
+    if isinstance(tensors, nn.Module):
+        shards = any(map(is_fsdp2, tensors.modules()))
+        held = [parameter for parameter in tensors.parameters() if parameter.requires_grad]
+    else:
+        shards, held = False, list(tensors.values())
+    if shards or any(map(is_sharded, held)):
         raise AttachError(
             f"{what} wants whole tensors, and these are shards: a model of fully_shard is served by gradwire.attach, "
             "and by gradwire.sync.LocalSGD, Averaging and Hierarchical"
