@@ -23,7 +23,10 @@ $(READY): pyproject.toml constraints.txt tools/system-packages
 compare: $(READY)
 	$(BIN)/gradwire compare --out compare-report $(ARGS)
 
-test: lint types plain unit
+# One core checks types while the other one begins with the tests.
+test: lint
+	$(MAKE) --jobs=2 --output-sync types plain
+	$(MAKE) unit
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire.bench.wire import WireMeter
+from gradwire.kernels.warm import import_for_cpu
 
 
 def load(target: str) -> Callable[..., Any]:
@@ -39,8 +40,11 @@ def load(target: str) -> Callable[..., Any]:
 
 
 def prepare() -> None:
-    """Get a warm process ready, for which the imports above are most of the work."""
+    """Get a warm process ready: import what most functions need, and PyTorch only on the way. Starts no thread."""
+    torch.set_num_threads(1)
     importlib.import_module("torch.nn.parallel")
+    importlib.import_module("torch._dynamo")  # the first step of an optimizer would, which takes a second
+    import_for_cpu()
     gc.freeze()  # a child that collects garbage would copy every page of what is here
 
 

@@ -5,14 +5,19 @@ from __future__ import annotations
 from gradwire.kernels.dispatch import KERNELS, implementations
 
 
+def import_for_cpu() -> bool:
+    """Import all kernels for CPUs, compiling none; return whether they can be had, which takes numba."""
+    packages = {kernel.package for kernel in KERNELS if "cpu" in kernel.devices}
+    return all([implementations(package, "cpu") is not None for package in sorted(packages)])
+
+
 def warm_up() -> None:
     """Compile every kernel for CPUs with its signature, or load it from disk, so that no training step does.
 
     Does nothing where numba is missing or unwanted. Triton compiles for the shapes that it meets, so kernels for GPUs
     are compiled in the first steps.
     """
-    packages = {kernel.package for kernel in KERNELS if "cpu" in kernel.devices}
-    if any(implementations(package, "cpu") is None for package in sorted(packages)):
+    if not import_for_cpu():
         return
     from gradwire.kernels.runtime.compiling import COMPILED
 
