@@ -8,7 +8,7 @@ from gradwire.kernels.dispatch import KERNELS, implementations
 def import_for_cpu() -> bool:
     """Import all kernels for CPUs, compiling none; return whether they can be had, which takes numba."""
     packages = {kernel.package for kernel in KERNELS if "cpu" in kernel.devices}
-    return all([implementations(package, "cpu") is not None for package in sorted(packages)])
+    return None not in [implementations(package, "cpu") for package in sorted(packages)]
 
 
 def warm_up() -> None:
