@@ -40,8 +40,13 @@ def against(variant: str, spec: str, steps: int) -> Job:
     return "against_plain", {"variant": variant, "spec": spec, "steps": steps}
 
 
+def steps_of(variant: str) -> int:
+    """Twenty where steps are few or small, or where rounding could add up; nine elsewhere."""
+    return 20 if variant.startswith(("plain", "adamw", "accumulated", "clipped")) else 9
+
+
 JOBS: dict[str, tuple[int, dict[str, Job]]] = {
-    "plain": (3, {variant: against(variant, "none", 20) for variant in VARIANTS}),
+    "plain": (3, {variant: against(variant, "none", steps_of(variant)) for variant in VARIANTS}),
     "variants": (2, {variant: against(variant, INT8, 12) for variant in COMPRESSED}),
     "methods": (2, {spec: against("plain", spec, 12) for spec in METHODS}),
     "conserved": (3, {spec: ("conserved", {"spec": spec, "skip": False}) for spec in CONSERVED}),
@@ -90,7 +95,7 @@ def test_without_compression_training_is_that_of_fsdp2_to_rounding(variant: str)
         found = outcome[variant]
         assert found["moved"] > 5  # times their largest element: they were trained
         assert found["off"] <= rounding
-        assert found["steps"] == (6 if variant.startswith("accumulated") else 20)
+        assert found["steps"] == steps_of(variant) // (3 if variant.startswith("accumulated") else 1)
 
 
 @pytest.mark.parametrize("variant", COMPRESSED)
