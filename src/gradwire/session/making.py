@@ -134,7 +134,7 @@ class Maker:
 
     def _successor(self, planned: Plan, old: Engine) -> Engine:
         """The engine that follows."""
-        self._lane.driver.order()  # behind the last step
+        self._lane.executor.order()  # behind the last step
         engine, transport = self._engine(planned, old.seed), self._transport
         engine.set_states(carry_over(old.states(), engine.states(), transport.rank, transport.world_size))
         engine.index = old.index
