@@ -129,8 +129,8 @@ def test_options() -> None:
 def test_a_policy_tells_which_names_it_serves_nobody_by() -> None:
     rules = (("*.bias", AllReduce(BF16())), ("embde*", AllReduce(BF16())))
     policy = Guard(Partition(rules, default=AllGather(TopK(0.1))))
-    assert policy.unmet(["embed.weight", "head.bias"]) == ["embde*"]
-    assert parse("sign,vectors=off").unmet([]) == []
+    assert policy.unmatched_globs(["embed.weight", "head.bias"]) == ["embde*"]
+    assert parse("sign,vectors=off").unmatched_globs([]) == []
 
 
 def test_only_what_shows_a_nan_by_itself_goes_unguarded() -> None:

@@ -208,12 +208,12 @@ class Mutant(Wrapper):
     inner: Reducer
 
     @property
-    def consumes(self) -> bool:  # type: ignore[override]
-        return self.inner.consumes
+    def keeps_input(self) -> bool:  # type: ignore[override]
+        return self.inner.keeps_input
 
     @property
-    def conserves(self) -> bool:  # type: ignore[override]
-        return self.inner.conserves
+    def conserves_sum(self) -> bool:  # type: ignore[override]
+        return self.inner.conserves_sum
 
     def around(self, inner: Reducer) -> Reducer:
         return type(self)(inner)

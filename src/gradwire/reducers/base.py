@@ -6,9 +6,9 @@ A reducer does no I/O and holds no state: a driver performs what it yields, on o
 state it returns once the whole step is known to be good. Programs never branch on the value of a tensor, unless all
 ranks were sent the same and a tensor without data (`meta`) has its branch too.
 
-- `reduce` must leave `x` as it is unless the reducer declares `consumes`, in which case `x` is the reducer's to
+- `reduce` must leave `x` as it is unless the reducer declares `keeps_input`, in which case `x` is the reducer's to
   keep (error feedback makes it the new residual).
-- `conserves`: sum over ranks of (x + e) + n * sum of owners' residuals = n * mean + the same of the new state.
+- `conserves_sum`: sum over ranks of (x + e) + n * sum of owners' residuals = n * mean + the same of the new state.
 - `keyed`: what is sent is drawn from a key, other than by a codec that says so; `contraction` then holds in the mean
   over keys.
 - `averages`: the result is the mean over ranks of what they sent. Rules that are no mean (a median, a weighted or a
@@ -17,7 +17,7 @@ ranks were sent the same and a tensor without data (`meta`) has its branch too.
   what the whole would have become. Error feedback and EF21 send in parts. A mean is linear, and so is a weighted mean;
   a median is not, nor is a choice by distances.
 - `carries_momentum`: what is sent contains momentum already, which nobody should add again.
-- `sums_in_halves`: sums over ranks are rounded to 16 bits, and estimates that are never corrected would drift by it.
+- `sums_in_16_bits`: sums over ranks are rounded to 16 bits, and estimates that are never corrected would drift by it.
 - `ends_alike`: every rank ends with the same result, bit for bit. What a model is trained by must say so, else replicas
   would drift apart without a word.
 - `scatters`: each rank ends with its own shard of the mean only, the elements `owned`: what sharded training needs. It
@@ -91,8 +91,8 @@ Program = program.Program[Reduced]
 class Reducer(ABC):
     """A way to combine one tensor of every rank into their mean. See the module's text for the contract."""
 
-    consumes: ClassVar[bool] = False
-    conserves: ClassVar[bool] = True
+    keeps_input: ClassVar[bool] = False
+    conserves_sum: ClassVar[bool] = True
     keyed: ClassVar[bool] = False
 
     @property
@@ -149,9 +149,9 @@ class Reducer(ABC):
         return any(part.carries_momentum for part in _parts(vars(self).values()))
 
     @property
-    def sums_in_halves(self) -> bool:
+    def sums_in_16_bits(self) -> bool:
         """Whether sums over ranks are rounded to 16 bits, of which no rank's residual knows: in one of its parts."""
-        return any(part.sums_in_halves for part in _parts(vars(self).values()))
+        return any(part.sums_in_16_bits for part in _parts(vars(self).values()))
 
     @property
     def payload_share(self) -> float:
@@ -233,9 +233,9 @@ class Reducer(ABC):
         """Return the reducer that serves `parameter`."""
         return self
 
-    def unmet(self, names: Collection[str]) -> list[str]:
+    def unmatched_globs(self, names: Collection[str]) -> list[str]:
         """The globs in its parts' rules that meet none of the parameters called `names`: most likely misspelt."""
-        return [glob for part in _parts(vars(self).values()) for glob in part.unmet(names)]
+        return [glob for part in _parts(vars(self).values()) for glob in part.unmatched_globs(names)]
 
     def axes(self, world_size: int) -> tuple[Axis, ...]:
         """Sub-groups of ranks that the program and its parts communicate on, so that they can be made beforehand."""

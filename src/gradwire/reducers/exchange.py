@@ -84,7 +84,7 @@ class AllReduce(_OfCodec):
             )
 
     @property
-    def sums_in_halves(self) -> bool:
+    def sums_in_16_bits(self) -> bool:
         """Where the codec's payload is of 16 bits."""
         fields = self.codec.layout(1).fields
         return any(field.dtype.is_floating_point and field.dtype.itemsize < 4 for field in fields)

@@ -67,7 +67,7 @@ class FactoredErrorFeedback(ErrorFeedback):
         return "tensor"
 
     @property
-    def conserves(self) -> bool:  # type: ignore[override]
+    def conserves_sum(self) -> bool:  # type: ignore[override]
         """False: what factors do not say is lost."""
         return False
 

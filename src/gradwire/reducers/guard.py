@@ -36,14 +36,14 @@ class Guard(Wrapper):
         as_reducer(self.inner)
 
     @property
-    def consumes(self) -> bool:  # type: ignore[override]
+    def keeps_input(self) -> bool:  # type: ignore[override]
         """What the inner reducer says."""
-        return self.inner.consumes
+        return self.inner.keeps_input
 
     @property
-    def conserves(self) -> bool:  # type: ignore[override]
+    def conserves_sum(self) -> bool:  # type: ignore[override]
         """What the inner reducer says."""
-        return self.inner.conserves
+        return self.inner.conserves_sum
 
     def around(self, inner: Reducer) -> Reducer:
         """The same around another reducer."""

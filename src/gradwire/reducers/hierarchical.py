@@ -77,12 +77,12 @@ class Hierarchical(Reducer):
     inter: Reducer
     node_size: int
 
-    consumes: ClassVar[bool] = False
+    keeps_input: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if self.node_size < 1:
             raise CompositionError(f"node_size {self.node_size} is below 1; write how many ranks share a node")
-        if self.inter.consumes:
+        if self.inter.keeps_input:
             raise CompositionError(
                 f"{self.inter} keeps a residual of its shard alone: write ErrorFeedback(Hierarchical(...)) instead"
             )
@@ -98,9 +98,9 @@ class Hierarchical(Reducer):
         return self.inter.lossless
 
     @property
-    def conserves(self) -> bool:  # type: ignore[override]
+    def conserves_sum(self) -> bool:  # type: ignore[override]
         """What the inner reducer says."""
-        return self.inter.conserves
+        return self.inter.conserves_sum
 
     @property
     @override

@@ -42,7 +42,7 @@ class LeanErrorFeedback(ErrorFeedback):
     """
 
     @property
-    def conserves(self) -> bool:  # type: ignore[override]
+    def conserves_sum(self) -> bool:  # type: ignore[override]
         """False: only on average."""
         return False
 
@@ -109,7 +109,7 @@ class EF21(Wrapper):
         inner: a reducer whose codec is a contraction, and whose sums are float32.
 
     Raises:
-        CompositionError: an inner reducer that is no contraction, that is not `linear`, that itself consumes its input,
+        CompositionError: an inner reducer that is no contraction, that is not `linear`, that itself keeps its input,
             that `scatters`, or that sums in 16 bits.
 
     References:
@@ -129,18 +129,18 @@ class EF21(Wrapper):
 
     inner: Reducer
 
-    consumes: ClassVar[bool] = True
-    conserves: ClassVar[bool] = False
+    keeps_input: ClassVar[bool] = True
+    conserves_sum: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        if self.inner.consumes:
+        if self.inner.keeps_input:
             raise CompositionError(f"{self.inner} keeps its own residual; one memory is enough")
         require_linear(self.inner, "EF21")
         require_whole(self.inner, "EF21's estimate of it")
         probe = matrix_grain(1024, 1024) if self.inner.scope == "tensor" else flat_grain(1 << 20)
         if not self.inner.contraction(probe):
             raise CompositionError(f"EF21 over {self.inner} would not converge, since it is no contraction")
-        if self.inner.sums_in_halves:
+        if self.inner.sums_in_16_bits:
             raise CompositionError(
                 f"EF21 over {self.inner} would drift, since it sums in 16 bits: take ef=on, or factors=int8"
             )

@@ -65,11 +65,11 @@ class MomentumCorrection(Wrapper):
     momentum: float = 0.9
     clip: float = 0.0
 
-    consumes: ClassVar[bool] = True
-    conserves: ClassVar[bool] = False  # what u will add later is owed to nobody yet
+    keeps_input: ClassVar[bool] = True
+    conserves_sum: ClassVar[bool] = False  # what u will add later is owed to nobody yet
 
     def __post_init__(self) -> None:
-        if self.inner.consumes:
+        if self.inner.keeps_input:
             raise CompositionError(f"{self.inner} keeps its own residual; momentum correction keeps one already")
         if not self.inner.lossless:
             require_linear(self.inner, "momentum correction")
@@ -162,8 +162,8 @@ class DGC(Wrapper):
     clip: float = 0.0
     ramp: int = 0
 
-    consumes: ClassVar[bool] = True
-    conserves: ClassVar[bool] = False
+    keeps_input: ClassVar[bool] = True
+    conserves_sum: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_density(self.density)

@@ -45,14 +45,14 @@ class Partition(Reducer):
         return f"Partition(rules=({rules},), default={self.default!r})"
 
     @property
-    def conserves(self) -> bool:  # type: ignore[override]
+    def conserves_sum(self) -> bool:  # type: ignore[override]
         """Where all its reducers do."""
-        return all(reducer.conserves for reducer in self._reducers())
+        return all(reducer.conserves_sum for reducer in self._reducers())
 
     @property
-    def consumes(self) -> bool:  # type: ignore[override]
+    def keeps_input(self) -> bool:  # type: ignore[override]
         """Where one of its reducers does."""
-        return any(reducer.consumes for reducer in self._reducers())
+        return any(reducer.keeps_input for reducer in self._reducers())
 
     @property
     def shows_non_finite(self) -> bool:
@@ -104,11 +104,11 @@ class Partition(Reducer):
         rules = tuple((condition, reducer.scattered()) for condition, reducer in self.rules)
         return Partition(rules, self.default.scattered())
 
-    def unmet(self, names: Collection[str]) -> list[str]:
+    def unmatched_globs(self, names: Collection[str]) -> list[str]:
         """Its own globs that meet none of `names`, and those of its parts."""
         globs = [condition for condition, _ in self.rules if isinstance(condition, str)]
         own = [glob for glob in globs if not any(fnmatch.fnmatchcase(name, glob) for name in names)]
-        return own + super().unmet(names)
+        return own + super().unmatched_globs(names)
 
     def init(self, grain: Grain, step: Step) -> State:
         """Never called: a plan asks `assign` first."""

@@ -120,7 +120,7 @@ class PowerSGD(LowRank):
             raise CompositionError(f"factors {self.factors!r} is none of {', '.join(FACTOR_DTYPES | FACTOR_BITS)}")
 
     @property
-    def sums_in_halves(self) -> bool:
+    def sums_in_16_bits(self) -> bool:
         """Where the factors are of 16 bits."""
         return FACTOR_DTYPES.get(self.factors) is not None
 

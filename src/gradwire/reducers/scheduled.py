@@ -43,7 +43,7 @@ class Scheduled(Reducer):
         for _, reducer in self.stages:
             require_whole(reducer, "a schedule")
             ranks = reducer.rank_multiple * max(2, reducer.fewest_ranks)
-            if reducer.consumes or reducer.init(flat_grain(8), Step(0, 0, ranks)):
+            if reducer.keeps_input or reducer.init(flat_grain(8), Step(0, 0, ranks)):
                 raise CompositionError(
                     f"{reducer} keeps state, which would be left behind when its stage ends: put error feedback around "
                     "the schedule, or use WarmUp"
@@ -58,9 +58,9 @@ class Scheduled(Reducer):
         return self.stages[-1][1]
 
     @property
-    def conserves(self) -> bool:  # type: ignore[override]
+    def conserves_sum(self) -> bool:  # type: ignore[override]
         """Where all stages do."""
-        return all(reducer.conserves for _, reducer in self.stages)
+        return all(reducer.conserves_sum for _, reducer in self.stages)
 
     @property
     def averages(self) -> bool:

@@ -46,9 +46,9 @@ class _Halves(Reducer):
         return self.codec.lossless and self.second.lossless
 
     @property
-    def conserves(self) -> bool:  # type: ignore[override]
+    def conserves_sum(self) -> bool:  # type: ignore[override]
         """Where the second encoding loses nothing, or the owner keeps what it lost."""
-        return self.gather.conserves
+        return self.gather.conserves_sum
 
     def scattered(self) -> Reducer:
         """The first half, in shards that are coded one by one."""
@@ -96,7 +96,7 @@ class TwoShot(_Halves):
 
     Args:
         codec: of the first shot; its tensor must be divisible into shards.
-        second: of the second shot; by default the first codec's `of_means`: the same, but for clipping.
+        second: of the second shot; by default the first codec's `second_shot_codec`: the same, but for clipping.
 
     Raises:
         CompositionError: a codec that cannot be cut into shards of equal payloads.
@@ -112,7 +112,7 @@ class TwoShot(_Halves):
     # For `repr` and equality the second codec must be the one used, so it is resolved once, here.
     def __post_init__(self) -> None:
         if self.second is None:  # pyright: ignore[reportUnnecessaryComparison]
-            object.__setattr__(self, "second", self.codec.of_means)
+            object.__setattr__(self, "second", self.codec.second_shot_codec)
         require_cuttable(self.codec)
         require_cuttable(self.second)
 
@@ -181,7 +181,7 @@ class SparseTwoShot(_Halves):
             raise CompositionError(
                 f"payloads of {self.codec} can be added, which costs no second shot: use exchange=allreduce (AllReduce)"
             )
-        if not (self.gather.conserves or self.second.unbiased):
+        if not (self.gather.conserves_sum or self.second.unbiased):
             raise CompositionError(
                 f"{self.second} is no contraction, so a shard's owner could not keep what it loses in the second shot: "
                 "use bf16 or fp32 values, or exchange=allgather (AllGather)"

@@ -41,14 +41,14 @@ class WarmUp(Reducer):
             raise CompositionError(f"a warm-up of {self.steps} steps: it must be 0 or more")
 
     @property
-    def consumes(self) -> bool:  # type: ignore[override]
+    def keeps_input(self) -> bool:  # type: ignore[override]
         """It does where either of the two does."""
-        return self.before.consumes or self.after.consumes
+        return self.before.keeps_input or self.after.keeps_input
 
     @property
-    def conserves(self) -> bool:  # type: ignore[override]
+    def conserves_sum(self) -> bool:  # type: ignore[override]
         """Where both do: before the switch the later state is empty, and after it the earlier's stays behind."""
-        return self.before.conserves and self.after.conserves
+        return self.before.conserves_sum and self.after.conserves_sum
 
     @property
     def scope(self) -> Literal["flat", "tensor"]:
@@ -105,7 +105,7 @@ class WarmUp(Reducer):
     def reduce(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:
         """The program of the one that serves this step."""
         name, reducer = self._serving(step)
-        if not reducer.consumes:
+        if not reducer.keeps_input:
             x = x.to(grain.dtype)  # a driver's buffer is float32 where the other one keeps it: send no more than came
         reduced = yield from reducer.reduce(grain, x, state.part(name), step)
         return reduced._replace(state=State({**state, name: reduced.state}))

@@ -29,7 +29,7 @@ class Aggregate(Reducer):
     """A reducer whose result is what a rule makes of all ranks' tensors, and no mean."""
 
     rule: Rule
-    conserves: ClassVar[bool] = False
+    conserves_sum: ClassVar[bool] = False
 
     @property
     def averages(self) -> bool:

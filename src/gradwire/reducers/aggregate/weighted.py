@@ -83,7 +83,7 @@ class Weighted(Wrapper):
     inner: Reducer
     weights: Weights | tuple[float, ...]
 
-    conserves = False
+    conserves_sum = False
 
     def __post_init__(self) -> None:
         if not self.inner.averages:
@@ -102,9 +102,9 @@ class Weighted(Wrapper):
         return False
 
     @property
-    def consumes(self) -> bool:  # type: ignore[override]
+    def keeps_input(self) -> bool:  # type: ignore[override]
         """What the inner reducer says."""
-        return self.inner.consumes
+        return self.inner.keeps_input
 
     def around(self, inner: Reducer) -> Reducer:
         """The same around another reducer."""
@@ -116,7 +116,7 @@ class Weighted(Wrapper):
         Raises:
             CompositionError: unless error feedback is inside.
         """
-        if not self.inner.consumes:
+        if not self.inner.keeps_input:
             raise CompositionError("weights go outside error feedback: write Weighted(ErrorFeedback(...), weights)")
         return self.inner.contraction(grain)
 
@@ -139,7 +139,7 @@ class Weighted(Wrapper):
         factors = [step.world_size * value / sum(values) for value in values]
         scale = factors[step.rank]
         if x.dtype != torch.float16:  # float32 has the room that a weight needs
-            y = x.mul_(scale) if self.inner.consumes else x * scale
+            y = x.mul_(scale) if self.inner.keeps_input else x * scale
             return (yield from self.inner.reduce(grain, y, state, step))
         if state:  # what is remembered must not change its unit with the weights
             reduced = yield from self.inner.reduce(grain, x.float() * scale, state, step)
