@@ -16,7 +16,7 @@ from gradwire.core.grain import Grain, flat_grain
 from gradwire.core.key import Key
 from gradwire.core.payload import Payload
 from gradwire.drivers.lockstep import Lockstep
-from gradwire.reducers import AllGather, AllReduce, Reducer, TwoShot
+from gradwire.reducers import AllGatherExchange, AllReduceExchange, Reducer, TwoShot
 from gradwire.reducers.aggregate import Sharded
 
 from . import checks
@@ -219,7 +219,7 @@ class KeepsKeys(Codec):
 @pytest.mark.parametrize("codec", [c for c in codecs() if c.keyed and not c.additive], ids=repr)
 def test_every_rounding_has_a_key_of_its_own(codec: Codec) -> None:
     """Reusing the key of the first shot in the second would correlate their errors."""
-    for exchange in (TwoShot, AllGather):
+    for exchange in (TwoShot, AllGatherExchange):
         if exchange is TwoShot and not codec.granularity:
             continue
         keeper = KeepsKeys(codec)
@@ -319,4 +319,4 @@ def test_an_exchange_says_what_it_conserves() -> None:
         if codec.granularity:
             assert TwoShot(codec).conserves_sum == (codec.lossless or codec.contraction(1) is not None)
         if codec.additive:
-            assert AllReduce(codec).conserves_sum
+            assert AllReduceExchange(codec).conserves_sum

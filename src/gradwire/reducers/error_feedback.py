@@ -40,10 +40,10 @@ class ErrorFeedback(Wrapper):
         schemes", Algorithm 1.
 
     >>> from gradwire.codecs import QSGD, TopK
-    >>> from gradwire.reducers import AllGather
-    >>> ErrorFeedback(AllGather(TopK(0.01)))
-    ErrorFeedback(inner=AllGather(codec=TopK(density=0.01, values='fp32', indices='auto')), decay=1.0)
-    >>> ErrorFeedback(AllGather(QSGD(15)))
+    >>> from gradwire.reducers import AllGatherExchange
+    >>> ErrorFeedback(AllGatherExchange(TopK(0.01)))
+    ErrorFeedback(inner=AllGatherExchange(codec=TopK(density=0.01, values='fp32', indices='auto')), decay=1.0)
+    >>> ErrorFeedback(AllGatherExchange(QSGD(15)))
     Traceback (most recent call last):
         ...
     gradwire.core.errors.CompositionError: ...

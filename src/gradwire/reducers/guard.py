@@ -25,9 +25,9 @@ class Guard(Wrapper):
     tells every rank the same, and nothing is sent to agree on it.
 
     >>> from gradwire.codecs import TopK
-    >>> from gradwire.reducers import AllGather
-    >>> Guard(AllGather(TopK(0.5))).inner
-    AllGather(codec=TopK(density=0.5, values='fp32', indices='auto'))
+    >>> from gradwire.reducers import AllGatherExchange
+    >>> Guard(AllGatherExchange(TopK(0.5))).inner
+    AllGatherExchange(codec=TopK(density=0.5, values='fp32', indices='auto'))
     """
 
     inner: Reducer

@@ -36,9 +36,9 @@ class LeanErrorFeedback(ErrorFeedback):
         CompositionError: as `ErrorFeedback`.
 
     >>> from gradwire.codecs import TopK
-    >>> from gradwire.reducers import AllGather
-    >>> LeanErrorFeedback(AllGather(TopK(0.01)))
-    LeanErrorFeedback(inner=AllGather(codec=TopK(density=0.01, values='fp32', indices='auto')), decay=1.0)
+    >>> from gradwire.reducers import AllGatherExchange
+    >>> LeanErrorFeedback(AllGatherExchange(TopK(0.01)))
+    LeanErrorFeedback(inner=AllGatherExchange(codec=TopK(density=0.01, values='fp32', indices='auto')), decay=1.0)
     """
 
     @property
@@ -121,8 +121,8 @@ class EF21(Wrapper):
     >>> from gradwire import Lockstep
     >>> from gradwire.codecs import TopK
     >>> from gradwire.core.grain import flat_grain
-    >>> from gradwire.reducers import AllGather
-    >>> ranks = Lockstep(EF21(AllGather(TopK(0.5))), flat_grain(4), world_size=2)
+    >>> from gradwire.reducers import AllGatherExchange
+    >>> ranks = Lockstep(EF21(AllGatherExchange(TopK(0.5))), flat_grain(4), world_size=2)
     >>> [ranks.step([torch.tensor([4.0, 1.0, 2.0, 3.0])] * 2)[0].tolist() for _ in range(2)]
     [[4.0, 0.0, 0.0, 3.0], [4.0, 1.0, 2.0, 3.0]]
     """

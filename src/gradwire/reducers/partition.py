@@ -29,11 +29,11 @@ class Partition(Reducer):
         default: serves what no rule names.
 
     >>> from gradwire.codecs import BF16, TopK
-    >>> from gradwire.reducers import AllGather, AllReduce, is_vector
+    >>> from gradwire.reducers import AllGatherExchange, AllReduceExchange, is_vector
     >>> import torch
-    >>> policy = Partition(((is_vector, AllReduce(BF16())),), default=AllGather(TopK(0.1)))
+    >>> policy = Partition(((is_vector, AllReduceExchange(BF16())),), default=AllGatherExchange(TopK(0.1)))
     >>> policy.assign(ParameterSpec("bias", (64,), torch.float32, torch.device("cpu")))
-    AllReduce(codec=BF16())
+    AllReduceExchange(codec=BF16())
     """
 
     rules: tuple[tuple[Condition, Reducer], ...]

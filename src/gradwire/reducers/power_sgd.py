@@ -95,7 +95,7 @@ class PowerSGD(LowRank):
 
     >>> from gradwire.core.grain import ParameterSpec
     >>> PowerSGD(rank=2).assign(ParameterSpec("bias", (64,), torch.float32, torch.device("cpu")))
-    AllReduce(codec=Identity())
+    AllReduceExchange(codec=Identity())
     """
 
     rank: int = 4

@@ -19,8 +19,8 @@ class Scheduled(Reducer):
     """`stages[0]` for its number of steps, then the next; the last one for ever.
 
     Stages remember nothing, so the residual of an `ErrorFeedback` or `MomentumCorrection` around all of them goes on
-    through every change: `WarmUp` is for reducers with states of their own. Which stage serves depends on the step's
-    number alone, so all ranks change together.
+    through every change: `CompressionWarmUp` is for reducers with states of their own. Which stage serves depends on
+    the step's number alone, so all ranks change together.
 
     Args:
         stages: pairs of (steps, reducer). The last one's number is not read.
@@ -29,8 +29,8 @@ class Scheduled(Reducer):
         CompositionError: no stages, a negative number of steps, or a stage that keeps state or `scatters`.
 
     >>> from gradwire.codecs import TopK
-    >>> from gradwire.reducers import AllGather
-    >>> schedule = Scheduled(((10, AllGather(TopK(0.25))), (0, AllGather(TopK(0.01)))))
+    >>> from gradwire.reducers import AllGatherExchange
+    >>> schedule = Scheduled(((10, AllGatherExchange(TopK(0.25))), (0, AllGatherExchange(TopK(0.01)))))
     >>> schedule.serving(9).codec.density, schedule.serving(10).codec.density
     (0.25, 0.01)
     """
@@ -46,7 +46,7 @@ class Scheduled(Reducer):
             if reducer.keeps_input or reducer.init(flat_grain(8), Step(0, 0, ranks)):
                 raise CompositionError(
                     f"{reducer} keeps state, which would be left behind when its stage ends: put error feedback around "
-                    "the schedule, or use WarmUp"
+                    "the schedule, or use CompressionWarmUp"
                 )
 
     def serving(self, index: int) -> Reducer:

@@ -151,8 +151,8 @@ class SparseTwoShot(_Halves):
         y = mean_i decode(C(x_i)) + s,    mean = decode(C2(y)),    s' = y - mean
 
     Each shard sends its own largest k/n (see `ShardwiseScatterReduce`). Where a few shards hold most of a gradient,
-    they take more steps to drain than with `AllGather`, whose n - 1 payloads a rank are as many bytes at two ranks and
-    more from three on.
+    they take more steps to drain than with `AllGatherExchange`, whose n - 1 payloads a rank are as many bytes at two
+    ranks and more from three on.
 
     Args:
         codec: of the first shot: `TopK`, or a `Chain` of it. It needs no `granularity`.
@@ -179,12 +179,13 @@ class SparseTwoShot(_Halves):
             object.__setattr__(self, "second", self.codec)
         if self.codec.additive:
             raise CompositionError(
-                f"payloads of {self.codec} can be added, which costs no second shot: use exchange=allreduce (AllReduce)"
+                f"payloads of {self.codec} can be added, which costs no second shot: use exchange=allreduce "
+                "(AllReduceExchange)"
             )
         if not (self.gather.conserves_sum or self.second.unbiased):
             raise CompositionError(
                 f"{self.second} is no contraction, so a shard's owner could not keep what it loses in the second shot: "
-                "use bf16 or fp32 values, or exchange=allgather (AllGather)"
+                "use bf16 or fp32 values, or exchange=allgather (AllGatherExchange)"
             )
 
     @property

@@ -74,8 +74,8 @@ class Weighted(Wrapper):
     >>> from gradwire.codecs import Identity
     >>> from gradwire.core.grain import flat_grain
     >>> from gradwire.drivers.lockstep import Lockstep
-    >>> from gradwire.reducers import AllReduce
-    >>> ranks = Lockstep(Weighted(AllReduce(Identity()), (3, 1)), flat_grain(1), world_size=2)
+    >>> from gradwire.reducers import AllReduceExchange
+    >>> ranks = Lockstep(Weighted(AllReduceExchange(Identity()), (3, 1)), flat_grain(1), world_size=2)
     >>> ranks.step([torch.tensor([4.0]), torch.tensor([8.0])])[0]
     tensor([5.])
     """

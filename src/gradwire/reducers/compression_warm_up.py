@@ -15,7 +15,7 @@ from gradwire.reducers.base import Program, Reducer, Step, require_whole
 
 
 @dataclass(frozen=True)
-class WarmUp(Reducer):
+class CompressionWarmUp(Reducer):
     """`before` for the first `steps` steps, then `after`, each with its own state.
 
     Early gradients change direction quickly, which compression with memory takes badly (PowerSGD's `start_iter`, the
@@ -87,7 +87,7 @@ class WarmUp(Reducer):
 
     def assign(self, parameter: ParameterSpec) -> Reducer:
         """The same warm-up between what the two assign."""
-        return WarmUp(self.before.assign(parameter), self.after.assign(parameter), self.steps)
+        return CompressionWarmUp(self.before.assign(parameter), self.after.assign(parameter), self.steps)
 
     def _serving(self, step: Step) -> tuple[str, Reducer]:
         return ("before", self.before) if step.index < self.steps else ("after", self.after)
