@@ -249,14 +249,6 @@ class Spied(Wrapper):
         """What all ranks asked for, rank by rank."""
         return [request for of_rank in self.asked.values() for request in of_rank]
 
-    @property
-    def keeps_input(self) -> bool:  # type: ignore[override]
-        return self.inner.keeps_input
-
-    @property
-    def conserves_sum(self) -> bool:  # type: ignore[override]
-        return self.inner.conserves_sum
-
     def around(self, inner: Reducer) -> Reducer:
         return Spied(inner, self.asked)
 

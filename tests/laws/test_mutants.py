@@ -207,14 +207,6 @@ class Mutant(Wrapper):
 
     inner: Reducer
 
-    @property
-    def keeps_input(self) -> bool:  # type: ignore[override]
-        return self.inner.keeps_input
-
-    @property
-    def conserves_sum(self) -> bool:  # type: ignore[override]
-        return self.inner.conserves_sum
-
     def around(self, inner: Reducer) -> Reducer:
         return type(self)(inner)
 

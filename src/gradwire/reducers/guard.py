@@ -35,16 +35,6 @@ class Guard(Wrapper):
     def __post_init__(self) -> None:
         as_reducer(self.inner)
 
-    @property
-    def keeps_input(self) -> bool:  # type: ignore[override]
-        """What the inner reducer says."""
-        return self.inner.keeps_input
-
-    @property
-    def conserves_sum(self) -> bool:  # type: ignore[override]
-        """What the inner reducer says."""
-        return self.inner.conserves_sum
-
     def around(self, inner: Reducer) -> Reducer:
         """The same around another reducer."""
         return Guard(inner)

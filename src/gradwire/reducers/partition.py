@@ -44,54 +44,6 @@ class Partition(Reducer):
         rules = ", ".join(f"({_named(condition)}, {reducer!r})" for condition, reducer in self.rules)
         return f"Partition(rules=({rules},), default={self.default!r})"
 
-    @property
-    def conserves_sum(self) -> bool:  # type: ignore[override]
-        """Where all its reducers do."""
-        return all(reducer.conserves_sum for reducer in self._reducers())
-
-    @property
-    def keeps_input(self) -> bool:  # type: ignore[override]
-        """Where one of its reducers does."""
-        return any(reducer.keeps_input for reducer in self._reducers())
-
-    @property
-    def shows_non_finite(self) -> bool:
-        """Where all its reducers do."""
-        return all(reducer.shows_non_finite for reducer in self._reducers())
-
-    @property
-    def lossless(self) -> bool:
-        """Where all its reducers are."""
-        return all(reducer.lossless for reducer in self._reducers())
-
-    @property
-    def averages(self) -> bool:
-        """Where all its reducers do."""
-        return all(reducer.averages for reducer in self._reducers())
-
-    @property
-    def linear(self) -> bool:
-        """Where all its reducers are."""
-        return all(reducer.linear for reducer in self._reducers())
-
-    @property
-    def fewest_ranks(self) -> int:
-        """The most that one of its reducers needs."""
-        return max(reducer.fewest_ranks for reducer in self._reducers())
-
-    @property
-    def repeatable(self) -> bool:
-        """Where all its reducers are."""
-        return all(reducer.repeatable for reducer in self._reducers())
-
-    def _reducers(self) -> tuple[Reducer, ...]:
-        return (*(reducer for _, reducer in self.rules), self.default)
-
-    def contraction(self, grain: Grain) -> float | None:
-        """The weakest of its reducers'."""
-        deltas = [reducer.contraction(grain) for reducer in self._reducers()]
-        return None if None in deltas else min(delta for delta in deltas if delta is not None)
-
     def assign(self, parameter: ParameterSpec) -> Reducer:
         """The reducer of the first rule that matches."""
         for condition, reducer in self.rules:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from torch import Tensor
 from typing_extensions import override
@@ -58,48 +57,13 @@ class Scheduled(Reducer):
         return self.stages[-1][1]
 
     @property
-    def conserves_sum(self) -> bool:  # type: ignore[override]
-        """Where all stages do."""
-        return all(reducer.conserves_sum for _, reducer in self.stages)
-
-    @property
-    def averages(self) -> bool:
-        """Where all stages do."""
-        return all(reducer.averages for _, reducer in self.stages)
-
-    @property
-    def linear(self) -> bool:
-        """Where all stages are."""
-        return all(reducer.linear for _, reducer in self.stages)
-
-    @property
-    def repeatable(self) -> bool:
-        """Where all stages are."""
-        return all(reducer.repeatable for _, reducer in self.stages)
-
-    @property
-    def fewest_ranks(self) -> int:
-        """What the most demanding stage needs."""
-        return max(reducer.fewest_ranks for _, reducer in self.stages)
-
-    @property
-    def scope(self) -> Literal["flat", "tensor"]:
-        """A matrix at a time where a stage asks for it."""
-        return "tensor" if any(reducer.scope == "tensor" for _, reducer in self.stages) else "flat"
-
-    @property
-    def lossless(self) -> bool:
-        """Where all stages are."""
-        return all(reducer.lossless for _, reducer in self.stages)
+    def shows_non_finite(self) -> bool:
+        """False, whatever its stages say: the ranks agree on a flag."""
+        return False
 
     @override
     def init(self, grain: Grain, step: Step) -> State:
         return State()
-
-    @override
-    def contraction(self, grain: Grain) -> float | None:
-        deltas = [reducer.contraction(grain) for _, reducer in self.stages]
-        return None if None in deltas else min(delta for delta in deltas if delta is not None)
 
     def reduce(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:
         """The program of the stage that serves this step."""

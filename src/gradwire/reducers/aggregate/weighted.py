@@ -101,11 +101,6 @@ class Weighted(Wrapper):
         """False: error feedback must not think that there is nothing to it."""
         return False
 
-    @property
-    def keeps_input(self) -> bool:  # type: ignore[override]
-        """What the inner reducer says."""
-        return self.inner.keeps_input
-
     def around(self, inner: Reducer) -> Reducer:
         """The same around another reducer."""
         return Weighted(inner, self.weights)
