@@ -30,7 +30,7 @@ from torch.nn import functional
 
 from common import save_result
 from gradwire.core.key import Key
-from gradwire.federated import SGD, Client, Federation, FedProx, InProcess, Plan, Server, Simulation
+from gradwire.federated import SGD, Client, Federation, FedProx, InProcess, Server, Simulation, Terms
 from gradwire.federated.engines import Job, Lost, Outcome
 from gradwire.federated.sampling import generator
 from pages import DOCS, markdown, shown, write
@@ -72,9 +72,9 @@ class Stragglers(InProcess):
         super().__init__(model, federation)
         self.slow, self.dropped = slow, dropped
 
-    def run(self, plan: Plan, jobs: Sequence[Job]) -> Iterator[Outcome]:
+    def run(self, terms: Terms, jobs: Sequence[Job]) -> Iterator[Outcome]:
         """Draw the stragglers of the round, then train."""
-        draw = generator(Key(plan.seed, jobs[0].task.round, "stragglers"))
+        draw = generator(Key(terms.seed, jobs[0].task.round, "stragglers"))
         slow = set(draw.permutation(len(jobs))[: round(self.slow * len(jobs))].tolist())
         epochs = draw.integers(1, EPOCHS, len(jobs)).tolist()
         for place, job in enumerate(jobs):
@@ -82,7 +82,7 @@ class Stragglers(InProcess):
                 yield Lost(job.task.client, "a straggler")
             else:
                 share = epochs[place] / EPOCHS if place in slow else 1.0
-                yield from super().run(plan, [job._replace(share=share)])
+                yield from super().run(terms, [job._replace(share=share)])
 
 
 class Setting(NamedTuple):

@@ -235,7 +235,7 @@ class Subject:
         units = plan(model, gradwire.parse(spec)).units
         self.stages = stages_of(steps)
         self.exchange = Alone([Unit(grain, exchange_of(reducer)) for grain, reducer in units])
-        self.fed = Alone(units) if any(reducer.consumes for _, reducer in units) else None
+        self.fed = Alone(units) if any(reducer.keeps_input for _, reducer in units) else None
         if self.fed is not None:
             self.fed.start()
         self.residuals: list[float] = []

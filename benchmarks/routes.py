@@ -28,7 +28,7 @@ from gradwire.core.state import State
 from gradwire.drivers.interpreter import run_program
 from gradwire.drivers.measure import measured
 from gradwire.drivers.process_group import GroupTransport
-from gradwire.reducers import AllReduce, Auto, Reduced, Step
+from gradwire.reducers import AllReduceExchange, Auto, Reduced, Step
 from gradwire.reducers.routes import direct_scatter, ring_scatter
 from gradwire.reducers.sent import SentAll
 
@@ -79,8 +79,8 @@ def on_rank(rank: int, world_size: int, largest: int) -> dict[str, Any]:
     }
 
 
-def name(reducer: AllReduce) -> str:
-    return "gloo" if type(reducer) is AllReduce else type(reducer).__name__
+def name(reducer: AllReduceExchange) -> str:
+    return "gloo" if type(reducer) is AllReduceExchange else type(reducer).__name__
 
 
 def timed(sample: Sample, contestants: Contestants) -> dict[str, list[float]]:
@@ -102,7 +102,7 @@ def reductions(auto: Auto, nbytes: int, transport: GroupTransport) -> Contestant
     plain = x.clone()
     grain, step = flat_grain(x.numel()), Step(0, transport.rank, transport.world_size)
 
-    def by(reducer: AllReduce) -> Callable[[], object]:
+    def by(reducer: AllReduceExchange) -> Callable[[], object]:
         return lambda: run_program(reducer.reduce(grain, x, State(), step), transport)
 
     def plainly() -> None:

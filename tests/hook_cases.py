@@ -18,7 +18,7 @@ import gradwire
 from gradwire import hooks as ours
 from gradwire.core.grain import Grain
 from gradwire.core.state import State, walk
-from gradwire.reducers import AllReduce, Program, Step
+from gradwire.reducers import AllReduceExchange, Program, Step
 
 STEPS = 20
 MANY = 0.004  # megabytes: a bucket for about every layer
@@ -378,7 +378,7 @@ class UnluckyError(ValueError):
     """Raised inside a reducer."""
 
 
-class Failing(AllReduce):
+class Failing(AllReduceExchange):
     """Fails on rank 1 in the third step."""
 
     def reduce(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:
@@ -391,7 +391,7 @@ def failure(rank: int) -> str:
     """What the training loop sees when a program fails on one rank."""
     from gradwire.adapters import hooks
 
-    hooks.AllReduce = Failing  # type: ignore[misc]
+    hooks.AllReduceExchange = Failing  # type: ignore[misc]
     try:
         trained(rank, (None, ours.allreduce_hook))
     except Exception as error:

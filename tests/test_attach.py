@@ -28,7 +28,7 @@ import gradwire
 from gradwire.bench.ranks import RankFailure, loopback_environments, run_function
 from gradwire.codecs import Identity
 from gradwire.core.errors import AttachError, CommunicationError, ConnectionLost
-from gradwire.reducers import AllReduce, Hierarchical
+from gradwire.reducers import AllReduceExchange, Hierarchical
 from gradwire.session.failures import Answer, FailureBoard
 from kernel_sets import everything_in
 
@@ -135,7 +135,7 @@ def in_use() -> tuple[int, int, int]:
 
 def attach_and_drop(close: bool) -> None:
     ddp = DDP(nn.Linear(4, 4))
-    handle = gradwire.attach(ddp, Hierarchical(AllReduce(Identity()), 1))
+    handle = gradwire.attach(ddp, Hierarchical(AllReduceExchange(Identity()), 1))
     ddp(torch.ones(2, 4)).sum().backward()
     if close:
         handle.close()
@@ -212,7 +212,7 @@ def test_a_rank_that_does_not_attach_or_sleeps_past_the_deadline_is_named() -> N
         assert "deadline_s=1)" in found["absent"]["text"]
         assert found["asleep"]["ranks"] == [2], found
         assert "rank 2 answers, but has handed over no gradients for" in found["asleep"]["text"]
-        assert "in step 2, deadline_s=3: AllReduce of 144 bytes failed after 3." in found["asleep"]["text"]
+        assert "in step 2, deadline_s=3: AllReduceExchange of 144 bytes failed after 3." in found["asleep"]["text"]
         assert found["asleep"]["s"] < 8
     assert last["asleep"]["ranks"] == [2], last
     assert "gave up on this rank (2)" in last["asleep"]["text"]
@@ -268,7 +268,7 @@ def error_after(body: Any) -> BaseException:
     store = PrefixStore(f"gradwire/failure/{group.group_name}", default)
     for key in ("alarm", "error", "1"):
         store.set(key, body)
-    error = board.explain(ConnectionLost("AllReduce", 1.0, RuntimeError("lost")))
+    error = board.explain(ConnectionLost("AllReduceExchange", 1.0, RuntimeError("lost")))
     board.close(5)
     return error
 

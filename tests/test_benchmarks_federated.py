@@ -48,9 +48,9 @@ def test_an_exact_share_of_devices_are_stragglers_and_the_same_for_all_methods(b
     server = Server(torch.nn.Linear(60, 10), 30, sample=10, local=SGD(0.01))
     jobs = [Job(task, Kept()) for task in server.begin()]
     lost, late = set[int](), set[int]()
-    for outcome in fedprox.Stragglers(server.model, federation, slow, dropped=True).run(server.plan, jobs):
+    for outcome in fedprox.Stragglers(server.model, federation, slow, dropped=True).run(server.terms, jobs):
         lost |= {outcome.client} if isinstance(outcome, Lost) else set()
-    for outcome in fedprox.Stragglers(server.model, federation, slow, dropped=False).run(server.plan, jobs):
+    for outcome in fedprox.Stragglers(server.model, federation, slow, dropped=False).run(server.terms, jobs):
         assert isinstance(outcome, Done)
         whole = 20 * math.ceil(outcome.update.examples / 10)
         late |= {outcome.update.client} if outcome.update.steps < whole else set()

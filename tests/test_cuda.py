@@ -148,9 +148,9 @@ def test_no_kernel_waits_for_the_device() -> None:
 
 
 def test_jobs_on_the_side_stream_see_what_came_before_and_are_seen_by_what_waits() -> None:
-    driver, main = SideStream(GPU), torch.cuda.current_stream(GPU)
+    executor, main = SideStream(GPU), torch.cuda.current_stream(GPU)
     x, streams = torch.zeros(1 << 24, device=GPU), list[torch.cuda.Stream]()
-    future = driver.future()
+    future = executor.future()
 
     def job() -> None:
         streams.append(torch.cuda.current_stream(GPU))
@@ -159,12 +159,12 @@ def test_jobs_on_the_side_stream_see_what_came_before_and_are_seen_by_what_waits
 
     torch.cuda._sleep(20_000_000)  # pyright: ignore[reportPrivateUsage]  # about 10 ms, so that order shows
     x.fill_(3.0)
-    driver.run(job)
+    executor.run(job)
     assert streams[0] != main
     assert bool((future.wait() == 6.0).all())
-    driver.order()
+    executor.order()
     assert bool((x * 2 == 6.0).all())
-    driver.close(timeout_s=5.0)
+    executor.close(timeout_s=5.0)
 
 
 # DDP over NCCL

@@ -14,7 +14,7 @@ from gradwire.codecs import BF16, QSGD, BlockInt, Chain, Codec, Identity, OneBit
 from gradwire.codecs.error_memory import compress_into
 from gradwire.core.grain import flat_grain
 from gradwire.core.key import Key
-from gradwire.reducers import AllGather, ErrorFeedback
+from gradwire.reducers import AllGatherExchange, ErrorFeedback
 
 CODECS: list[Codec] = [
     *(BlockInt(4), BlockInt(2, block=16), TopK(0.05), Chain(TopK(0.1), BlockInt(8)), Sign(64), OneBit(64), BF16()),
@@ -47,7 +47,7 @@ def test_what_was_given_is_what_arrived_and_what_is_owed(codec: Codec) -> None:
 @pytest.mark.parametrize("codec", CODECS, ids=repr)
 def test_it_is_the_error_feedback_of_an_exchange_bit_for_bit(codec: Codec, decay: float, dtype: torch.dtype) -> None:
     """One rank's all-gather sends itself what the memory sends."""
-    lockstep = Lockstep(ErrorFeedback(AllGather(codec), decay), flat_grain(NUMEL, dtype=dtype), world_size=1)
+    lockstep = Lockstep(ErrorFeedback(AllGatherExchange(codec), decay), flat_grain(NUMEL, dtype=dtype), world_size=1)
     memory = ErrorMemory.zeros(NUMEL)
     for step in range(5):
         x, key = tensor(step, dtype), Key(step=step, name="x", rank=0)
@@ -89,7 +89,7 @@ def test_the_payload_can_be_written_into_a_buffer_that_is_sent() -> None:
 @pytest.mark.parametrize("codec", [QSGD(15), TernGrad(), BlockInt(4, stochastic=True)], ids=repr)
 def test_what_error_feedback_refuses_memory_refuses_too(codec: Codec) -> None:
     with pytest.raises(CompositionError, match="would grow without bound, since it is no contraction"):
-        ErrorFeedback(AllGather(codec))
+        ErrorFeedback(AllGatherExchange(codec))
     with pytest.raises(
         CompositionError, match=r"error memory of .* would grow without bound, since it is no contraction"
     ):
@@ -99,7 +99,7 @@ def test_what_error_feedback_refuses_memory_refuses_too(codec: Codec) -> None:
 @pytest.mark.parametrize("decay", [0.0, -1.0, 1.5, float("nan")])
 def test_a_decay_out_of_range_is_refused_by_both(decay: float) -> None:
     with pytest.raises(CompositionError, match=r"is outside \(0, 1\]"):
-        ErrorFeedback(AllGather(TopK(0.1)), decay)
+        ErrorFeedback(AllGatherExchange(TopK(0.1)), decay)
     with pytest.raises(CompositionError, match=r"is outside \(0, 1\]"):
         compress(TopK(0.1), tensor(0), ErrorMemory.zeros(NUMEL), Key(), decay=decay)
 

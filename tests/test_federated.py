@@ -48,7 +48,7 @@ class OneRound:
         self.tasks = self.server.begin()
         model, federation = FlatModel(Point()), quadratics()
         self.updates = [
-            train(self.server.plan, task, federation.client(task.client), Kept(), model).update for task in self.tasks
+            train(self.server.terms, task, federation.client(task.client), Kept(), model).update for task in self.tasks
         ]
 
 
@@ -210,7 +210,7 @@ def test_clients_that_fail_are_dropped_by_name_and_the_round_goes_on() -> None:
     model = FlatModel(Point())
     for task in tasks:
         if task.client in done.clients:
-            wanted.server.receive(train(wanted.server.plan, task, whole.client(task.client), Kept(), model).update)
+            wanted.server.receive(train(wanted.server.terms, task, whole.client(task.client), Kept(), model).update)
     wanted.server.end()
     assert torch.equal(vector(server), vector(wanted.server))
 

@@ -36,7 +36,7 @@ def server(**settings: Any) -> BufferedServer:
 
 
 def update_of(buffered: BufferedServer, task: Assignment) -> Update:
-    return train(buffered.plan, task, quadratics().client(task.client), Kept(), FlatModel(Point())).update
+    return train(buffered.terms, task, quadratics().client(task.client), Kept(), FlatModel(Point())).update
 
 
 def test_a_step_is_the_formula() -> None:

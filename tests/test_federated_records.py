@@ -36,7 +36,7 @@ def trained() -> tuple[Job, Done]:
     place = Place(small_model(), simulation.federation)
     kept = simulation._kept[3]  # pyright: ignore[reportPrivateUsage]
     job = Job(server.begin()[3], kept, 0.5)
-    outcome = place.do(server.plan, job)
+    outcome = place.do(server.terms, job)
     assert isinstance(outcome, Done)
     return job, outcome
 

@@ -64,7 +64,7 @@ def test_compressed_updates_lose_nothing_over_rounds(update: str) -> None:
     total = torch.zeros(3, dtype=torch.float64)
     for _ in range(15):
         for task in server.begin():
-            done = train(server.plan, task, federation.client(task.client), kept[task.client], model)
+            done = train(server.terms, task, federation.client(task.client), kept[task.client], model)
             total += shares[task.client] * (model.values - task.model).double()
             server.receive(done.update)
             kept[task.client] = done.kept

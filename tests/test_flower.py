@@ -66,7 +66,7 @@ def test_what_is_lost_after_training_costs_no_memory(run: str) -> None:
     strategy, grid = on_flower(**RUNS[run])
 
     def lose(node: int, message: Message, reply: Message | None) -> list[Message]:
-        key = Key(strategy.server.plan.seed, strategy.server.round, "federated.weather", rank=node - FIRST)
+        key = Key(strategy.server.terms.seed, strategy.server.round, "federated.weather", rank=node - FIRST)
         return [reply] if reply and weather.share(key) else []
 
     grid.fault = lose

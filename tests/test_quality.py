@@ -18,7 +18,7 @@ import gradwire
 from gradwire.codecs import QSGD, TopK
 from gradwire.core.grain import ParameterSpec
 from gradwire.drivers.plan import Unit, plan
-from gradwire.reducers import AllGather, Reducer
+from gradwire.reducers import AllGatherExchange, Reducer
 
 ROOT = Path(__file__).parents[1]
 MODEL = [ParameterSpec("w", (40, 100), torch.float32, torch.device("cpu"))]
@@ -65,8 +65,10 @@ def test_what_top_k_loses_is_what_it_leaves_out(quality: ModuleType) -> None:
     assert 3.2 < found["bits"] <= found["buffer_bits"] < 3.2 + 0.6  # values, and log2 C(4000, 400) / 4000 = 0.47
 
 
-@pytest.mark.parametrize("honest", [AllGather(TopK(0.1)), AllGather(QSGD(15))], ids=repr)
-@pytest.mark.parametrize("boastful", [AllGather(BoastfulTopK(0.1)), AllGather(BoastfulQSGD(15))], ids=repr)
+@pytest.mark.parametrize("honest", [AllGatherExchange(TopK(0.1)), AllGatherExchange(QSGD(15))], ids=repr)
+@pytest.mark.parametrize(
+    "boastful", [AllGatherExchange(BoastfulTopK(0.1)), AllGatherExchange(BoastfulQSGD(15))], ids=repr
+)
 def test_who_loses_more_than_is_declared_is_named(quality: ModuleType, honest: Reducer, boastful: Reducer) -> None:
     for reducer, flagged in ((honest, 0), (boastful, 1)):
         subject = quality.Alone(plan(MODEL, reducer).units)

@@ -19,6 +19,7 @@ from gradwire.drivers.lockstep import Meeting, VirtualTransport, run_lockstep, t
 from gradwire.drivers.plan import plan
 from gradwire.reducers import (
     EF21,
+    CompressionWarmUp,
     ErrorFeedback,
     Gather,
     Guard,
@@ -34,7 +35,6 @@ from gradwire.reducers import (
     SparseTwoShot,
     Step,
     TwoShot,
-    WarmUp,
     WorkerMomentum,
     scatter_reduce,
 )
@@ -313,7 +313,7 @@ def test_what_needs_the_whole_mean_refuses_a_shard_of_it() -> None:
         lambda: Hierarchical(half, 2),
         lambda: EF21(half),
         lambda: WorkerMomentum(half),
-        lambda: WarmUp(half, half, 1),
+        lambda: CompressionWarmUp(half, half, 1),
         lambda: Scheduled(stages),
     ):
         with pytest.raises(CompositionError, match=r"its own shard of the mean, .* needs all of it"):

@@ -394,7 +394,7 @@ def test_a_gradient_that_is_not_finite_is_warned_about_once(session: Session) ->
 
 def test_a_forgotten_session_lets_go(one_rank: None) -> None:
     made = Session({"a": torch.zeros(3)}, "none", deadline_s=5)
-    thread = made.lane.driver._thread  # type: ignore[union-attr]
+    thread = made.lane.executor._thread  # type: ignore[union-attr]
     del made
     thread.join(10)
     assert not thread.is_alive()

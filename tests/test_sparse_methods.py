@@ -23,7 +23,7 @@ from gradwire.kernels.selection import reference
 from gradwire.reducers import (
     DGC,
     AdaptiveThreshold,
-    AllGather,
+    AllGatherExchange,
     ErrorFeedback,
     MomentumCorrection,
     Scheduled,
@@ -164,7 +164,7 @@ def by_the_book(gs: list[Tensor], k: int, m: float) -> tuple[list[Tensor], Tenso
 def test_dgc_is_the_papers() -> None:
     grain, m = flat_grain(500), 0.9
     gs = [normal(500, seed) for seed in range(12)]
-    lockstep = Lockstep(MomentumCorrection(AllGather(TopK(0.02)), m), grain, 1)
+    lockstep = Lockstep(MomentumCorrection(AllGatherExchange(TopK(0.02)), m), grain, 1)
     updates = [lockstep.step([g])[0] for g in gs]
     want, u, v = by_the_book(gs, 10, m)
     for got, update in zip(updates, want, strict=True):
@@ -175,7 +175,7 @@ def test_dgc_is_the_papers() -> None:
 
 def test_masking_leaves_alone_what_waits_and_what_never_had_a_gradient() -> None:
     """Entry 0 is sent each step, 1 waits with its momentum, 2 has its first gradient after five steps."""
-    reducer = MomentumCorrection(AllGather(TopK(1 / 3)), momentum=0.5)
+    reducer = MomentumCorrection(AllGatherExchange(TopK(1 / 3)), momentum=0.5)
     ranks = Lockstep(reducer, flat_grain(3), 1)
     waits, late = [0.0, 0.0], [0.0, 0.0]  # u and v of the entries 1 and 2
     for step in range(10):
@@ -191,7 +191,7 @@ def test_masking_leaves_alone_what_waits_and_what_never_had_a_gradient() -> None
 
 def test_a_velocity_that_cancels_to_the_last_bit_is_forgotten() -> None:
     """2, then -3 with m = 0.5: v = 2 + (1 - 3) = 0 and u = -2, of which nothing was sent; u is taken for sent."""
-    ranks = Lockstep(MomentumCorrection(AllGather(TopK(0.5)), momentum=0.5), flat_grain(2), 1)
+    ranks = Lockstep(MomentumCorrection(AllGatherExchange(TopK(0.5)), momentum=0.5), flat_grain(2), 1)
     for gradient in (2.0, -3.0):
         ranks.step([torch.tensor([100.0, gradient])])
     assert leaf(ranks.states[0], "velocity").tolist() == leaf(ranks.states[0], "residual").tolist() == [0.0, 0.0]
@@ -201,7 +201,10 @@ def test_without_momentum_it_is_error_feedback() -> None:
     grain = flat_grain(300)
     ours, theirs = (
         Lockstep(reducer, grain, 3)
-        for reducer in (MomentumCorrection(AllGather(TopK(0.1)), 0.0), ErrorFeedback(AllGather(TopK(0.1))))
+        for reducer in (
+            MomentumCorrection(AllGatherExchange(TopK(0.1)), 0.0),
+            ErrorFeedback(AllGatherExchange(TopK(0.1))),
+        )
     )
     for step in range(5):
         xs = [normal(300, 3 * step + rank) for rank in range(3)]
@@ -210,7 +213,7 @@ def test_without_momentum_it_is_error_feedback() -> None:
 
 def test_clipping_bounds_what_is_added() -> None:
     grain, ranks = flat_grain(400), 4
-    lockstep = Lockstep(MomentumCorrection(AllGather(TopK(1.0)), 0.0, clip=2.0), grain, ranks)
+    lockstep = Lockstep(MomentumCorrection(AllGatherExchange(TopK(1.0)), 0.0, clip=2.0), grain, ranks)
     large, small = [100 * normal(400, rank) for rank in range(ranks)], [1e-3 * normal(400, r) for r in range(ranks)]
     want = sum(x / x.norm() * 2.0 / ranks**0.5 for x in large) / ranks
     torch.testing.assert_close(lockstep.step(large)[0], want)
@@ -221,7 +224,7 @@ def test_clipping_bounds_what_is_added() -> None:
 def test_clipping_sees_the_whole_gradient_and_not_a_grain() -> None:
     """Two layers in grains of their own: both are scaled by the norm of the two together."""
     model, ranks = nn.ModuleDict({"a": nn.Linear(20, 5, bias=False), "b": nn.Linear(5, 8, bias=False)}), 4
-    clipped = MomentumCorrection(AllGather(TopK(1.0)), 0.0, clip=2.0)
+    clipped = MomentumCorrection(AllGatherExchange(TopK(1.0)), 0.0, clip=2.0)
     virtual = VirtualRanks(clipped, model, ranks, grain_numel=50)
     assert len(virtual.units) > 2
     large, small = [100 * normal(100, rank) for rank in range(ranks)], [normal(40, 9 + rank) for rank in range(ranks)]
@@ -253,15 +256,15 @@ def test_a_step_rolled_back_leaves_momentum_as_it_was() -> None:
 
 def test_parts_that_do_not_fit_are_refused() -> None:
     with pytest.raises(CompositionError, match="keeps one already"):
-        MomentumCorrection(ErrorFeedback(AllGather(TopK(0.1))))
+        MomentumCorrection(ErrorFeedback(AllGatherExchange(TopK(0.1))))
     with pytest.raises(CompositionError, match="elementwise contraction"):
-        MomentumCorrection(AllGather(TopK(0.1, "fp16")))
+        MomentumCorrection(AllGatherExchange(TopK(0.1, "fp16")))
     with pytest.raises(CompositionError, match="momentum"):
         parse("dgc:0.1,momentum=1")
     with pytest.raises(CompositionError, match="clip"):
         parse("dgc:0.1,clip=-1")
-    with pytest.raises(CompositionError, match="WarmUp"):
-        Scheduled(((3, AllGather(TopK(0.1))), (0, SparseTwoShot(TopK(0.1)))))
+    with pytest.raises(CompositionError, match="CompressionWarmUp"):
+        Scheduled(((3, AllGatherExchange(TopK(0.1))), (0, SparseTwoShot(TopK(0.1)))))
     with pytest.raises(CompositionError, match="at least one stage"):
         Scheduled(())
 

@@ -16,36 +16,36 @@ from gradwire.core.grain import flat_grain
 from gradwire.core.registry import fold
 from gradwire.reducers import (
     EF21,
-    AllGather,
-    AllReduce,
+    AllGatherExchange,
+    AllReduceExchange,
+    CompressionWarmUp,
     ErrorFeedback,
     Guard,
     Partition,
     PowerSGD,
     SparseTwoShot,
     TwoShot,
-    WarmUp,
 )
 
 
 def test_a_bare_name_gets_what_suits_it() -> None:
-    assert parse("topk:0.25") == Guard(ErrorFeedback(AllGather(TopK(0.25))))
-    assert parse("bf16") == AllReduce(BF16())
+    assert parse("topk:0.25") == Guard(ErrorFeedback(AllGatherExchange(TopK(0.25))))
+    assert parse("bf16") == AllReduceExchange(BF16())
     assert parse("int4") == Guard(ErrorFeedback(TwoShot(BlockInt(4))))
     assert parse("qsgd:7") == Guard(TwoShot(QSGD(7)))
     assert parse("powersgd:2") == Guard(ErrorFeedback(PowerSGD(2)))
-    assert parse(" topk:0.1+int8 ") == Guard(ErrorFeedback(AllGather(Chain(TopK(0.1), BlockInt(8)))))
+    assert parse(" topk:0.1+int8 ") == Guard(ErrorFeedback(AllGatherExchange(Chain(TopK(0.1), BlockInt(8)))))
 
 
 def test_error_feedback_makes_a_contraction_of_an_unbiased_codec_whose_variance_is_known() -> None:
     assert parse("qsgd:7,ef=on") == Guard(ErrorFeedback(TwoShot(Scaled(QSGD(7)))))
-    assert parse("terngrad:0,ef=on,exchange=allgather") == Guard(ErrorFeedback(AllGather(Scaled(TernGrad(0)))))
+    assert parse("terngrad:0,ef=on,exchange=allgather") == Guard(ErrorFeedback(AllGatherExchange(Scaled(TernGrad(0)))))
     assert parse("natural,ef=on") == Guard(ErrorFeedback(TwoShot(Natural())))  # one already
     assert parse("qsgd:7,ef=off") == parse("qsgd:7") == Guard(TwoShot(QSGD(7)))
 
 
 def test_estimates_in_place_of_a_residual() -> None:
-    assert parse("topk:0.01,ef=ef21") == Guard(EF21(AllGather(TopK(0.01))))
+    assert parse("topk:0.01,ef=ef21") == Guard(EF21(AllGatherExchange(TopK(0.01))))
     assert parse("qsgd:7,ef=ef21") == Guard(EF21(TwoShot(Scaled(QSGD(7)))))
     for option in ("residual=bf16", "decay=0.9"):
         with pytest.raises(SpecError, match="ef21 keeps estimates"):
@@ -114,12 +114,12 @@ def test_two_shot_is_the_one_that_suits_the_codec() -> None:
 
 
 def test_options() -> None:
-    assert parse("topk,density=0.1,values=bf16") == Guard(ErrorFeedback(AllGather(TopK(0.1, "bf16"))))
-    assert parse("int8,exchange=allgather,ef=off,guard=off") == AllGather(BlockInt(8))
+    assert parse("topk,density=0.1,values=bf16") == Guard(ErrorFeedback(AllGatherExchange(TopK(0.1, "bf16"))))
+    assert parse("int8,exchange=allgather,ef=off,guard=off") == AllGatherExchange(BlockInt(8))
     assert parse("int8:64,decay=0.9") == Guard(ErrorFeedback(TwoShot(BlockInt(8, 64)), 0.9))
     warm = parse("sign,warmup=3")
     assert isinstance(warm, Guard)
-    assert isinstance(warm.inner, WarmUp)
+    assert isinstance(warm.inner, CompressionWarmUp)
     assert warm.inner.steps == 3
     policy = parse("sign,vectors=off")
     assert isinstance(policy, Guard)
@@ -127,15 +127,15 @@ def test_options() -> None:
 
 
 def test_a_policy_tells_which_names_it_serves_nobody_by() -> None:
-    rules = (("*.bias", AllReduce(BF16())), ("embde*", AllReduce(BF16())))
-    policy = Guard(Partition(rules, default=AllGather(TopK(0.1))))
-    assert policy.unmet(["embed.weight", "head.bias"]) == ["embde*"]
-    assert parse("sign,vectors=off").unmet([]) == []
+    rules = (("*.bias", AllReduceExchange(BF16())), ("embde*", AllReduceExchange(BF16())))
+    policy = Guard(Partition(rules, default=AllGatherExchange(TopK(0.1))))
+    assert policy.unmatched_globs(["embed.weight", "head.bias"]) == ["embde*"]
+    assert parse("sign,vectors=off").unmatched_globs([]) == []
 
 
 def test_only_what_shows_a_nan_by_itself_goes_unguarded() -> None:
     """Random-k may leave the NaN out, so it is guarded even without error feedback."""
-    assert parse("randomk:0.2,scaled=on,ef=off") == Guard(AllReduce(RandomK(0.2, scaled=True)))
+    assert parse("randomk:0.2,scaled=on,ef=off") == Guard(AllReduceExchange(RandomK(0.2, scaled=True)))
 
 
 @pytest.mark.parametrize("spec", [s for m in gradwire.methods().values() for s in m.examples])
@@ -325,10 +325,10 @@ def test_what_does_not_fit_together(spec: str, remedy: str) -> None:
 
 def test_the_same_by_hand() -> None:
     with pytest.raises(CompositionError, match="use exchange=twoshot"):
-        AllReduce(TopK(0.1))
+        AllReduceExchange(TopK(0.1))
     with pytest.raises(CompositionError, match="use SparseTwoShot"):
         TwoShot(TopK(0.1))
     with pytest.raises(CompositionError, match="no contraction"):
-        ErrorFeedback(AllGather(QSGD(15)))
+        ErrorFeedback(AllGatherExchange(QSGD(15)))
     with pytest.raises(CompositionError, match="one error feedback is enough"):
-        ErrorFeedback(ErrorFeedback(AllGather(TopK(0.1))))
+        ErrorFeedback(ErrorFeedback(AllGatherExchange(TopK(0.1))))

@@ -38,10 +38,11 @@ from gradwire.core.registry import Method, hints, nearest
 from gradwire.methods import methods
 from gradwire.reducers import (
     EF21,
-    AllGather,
-    AllGatherV,
-    AllReduce,
+    AllGatherExchange,
+    AllGatherVExchange,
+    AllReduceExchange,
     Auto,
+    CompressionWarmUp,
     Direct,
     ErrorFeedback,
     FactoredErrorFeedback,
@@ -53,7 +54,6 @@ from gradwire.reducers import (
     Reducer,
     Ring,
     Tree,
-    WarmUp,
     WorkerMomentum,
     is_vector,
     two_shot,
@@ -70,9 +70,9 @@ from gradwire.reducers.without_effect import (
 )
 
 EXCHANGES: Mapping[str, Callable[[Codec], Reducer]] = {
-    "allreduce": AllReduce,
-    "allgather": AllGather,
-    "allgatherv": AllGatherV,
+    "allreduce": AllReduceExchange,
+    "allgather": AllGatherExchange,
+    "allgatherv": AllGatherVExchange,
     "twoshot": two_shot,
     "direct": Direct,
     "ring": Ring,
@@ -123,10 +123,10 @@ def parse(spec: str) -> Reducer:
         SpecError: an unknown method or option, or a value that cannot be read, with the nearest name.
         CompositionError: parts that do not fit together.
 
-    >>> parse("topk:0.01")
-    Guard(inner=ErrorFeedback(inner=AllGather(codec=TopK(density=0.01, values='fp32', indices='auto')), decay=1.0))
+    >>> parse("sign")
+    Guard(inner=ErrorFeedback(inner=TwoShot(codec=Sign(block=4096), second=Sign(block=4096)), decay=1.0))
     >>> parse("fp16")
-    AllReduce(codec=FP16())
+    AllReduceExchange(codec=FP16())
     >>> parse("topc:0.01")
     Traceback (most recent call last):
         ...
@@ -367,7 +367,9 @@ def _fed(spec: str, reducer: Reducer, common: dict[str, Any]) -> Reducer:
 def _needs_no_guard(reducer: Reducer) -> bool:
     """Where each element travels for itself a NaN reaches the mean unaided; a rule leaves a bad gradient out."""
     exchange = reducer.inter if isinstance(reducer, Hierarchical) else reducer
-    return isinstance(exchange, Sharded) or (isinstance(exchange, AllReduce) and exchange.codec.granularity == 1)
+    return isinstance(exchange, Sharded) or (
+        isinstance(exchange, AllReduceExchange) and exchange.codec.granularity == 1
+    )
 
 
 def _wrap(spec: str, reducer: Reducer, method: Method, common: dict[str, Any]) -> Reducer:
@@ -388,7 +390,7 @@ def _wrap(spec: str, reducer: Reducer, method: Method, common: dict[str, Any]) -
         reducer = Partition(((is_vector, PLAIN),), reducer)
     if common.get("warmup"):
         require_warming(spec, reducer)
-        reducer = WarmUp(PLAIN, reducer, common["warmup"])
+        reducer = CompressionWarmUp(PLAIN, reducer, common["warmup"])
     if "weights" in common:
         reducer = Weighted(reducer, _weights(spec, common["weights"]))
     if common.get("worker_momentum"):

@@ -249,14 +249,6 @@ class Spied(Wrapper):
         """What all ranks asked for, rank by rank."""
         return [request for of_rank in self.asked.values() for request in of_rank]
 
-    @property
-    def consumes(self) -> bool:  # type: ignore[override]
-        return self.inner.consumes
-
-    @property
-    def conserves(self) -> bool:  # type: ignore[override]
-        return self.inner.conserves
-
     def around(self, inner: Reducer) -> Reducer:
         return Spied(inner, self.asked)
 
@@ -284,8 +276,8 @@ def check_means(results: Sequence[Reduced], xs: Sequence[Tensor]) -> None:
 
 
 def check_leaves_input(reducer: Reducer, grain: Grain, xs: Sequence[Tensor]) -> None:
-    """A reducer that does not declare `consumes` leaves its input alone, also once it has finished."""
-    assert not reducer.consumes
+    """A reducer that does not declare `keeps_input` leaves its input alone, also once it has finished."""
+    assert not reducer.keeps_input
     ranks = [Step(0, rank, len(xs)) for rank in range(len(xs))]
     before = [bits(x).clone() for x in xs]
     states = [reducer.init(grain, step) for step in ranks]
@@ -323,14 +315,14 @@ def check_conservation(ranks: Lockstep, xs: Sequence[Tensor]) -> list[Reduced]:
     Without error feedback a rank's own loss is forgotten by choice, and what it `sent` takes the place of x + e.
     """
     assert isinstance(ranks.reducer, Spied)
-    assert ranks.reducer.conserves
+    assert ranks.reducer.conserves_sum
     n, grain = len(xs), ranks.grain
     before = owed(ranks.states, grain)
     results = ranks.reduce(xs)
     after = owed(ranks.states, grain)
     ys = [x.double().view(-1) + e for x, e in zip(xs, before.e, strict=True)]
     sent = [_sent(result, y, grain) for result, y in zip(results, ys, strict=True)]
-    given = ys if ranks.reducer.consumes else sent
+    given = ys if ranks.reducer.keeps_input else sent
     mean = results[0].mean.double().view(-1)
     lost = sum(given) + n * (before.s - after.s) - n * mean - sum(after.e)
     # Every quantity below is rounded at most once per rank and a few times more, in the coarsest precision at work.

@@ -11,7 +11,7 @@ from gradwire.codecs import Codec, Threshold, TopK
 from gradwire.core.collective import AllGather as Gather
 from gradwire.core.grain import ParameterSpec, flat_grain
 from gradwire.core.state import walk
-from gradwire.reducers import AllGather, AllGatherV, ErrorFeedback
+from gradwire.reducers import AllGatherExchange, AllGatherVExchange, ErrorFeedback
 
 from .checks import Spied, check_conservation, check_non_finite
 from .subjects import CPU, DTYPES, bits, codecs, sample
@@ -22,7 +22,7 @@ from .subjects import CPU, DTYPES, bits, codecs, sample
 def test_the_mean_is_that_of_an_all_gather(codec: Codec, dtype: torch.dtype) -> None:
     grain = flat_grain(2571, dtype=dtype)
     xs = [sample(kind, grain.shape, dtype, seed=1) for kind in ("normal", "sparse", "zeros")]
-    short, whole = (Lockstep(exchange(codec), grain, 3) for exchange in (AllGatherV, AllGather))
+    short, whole = (Lockstep(exchange(codec), grain, 3) for exchange in (AllGatherVExchange, AllGatherExchange))
     for mean, want in zip(short.step(xs), whole.step(xs), strict=True):
         assert torch.equal(bits(mean), bits(want))
 
@@ -41,11 +41,11 @@ def test_only_what_the_fullest_payload_uses_travels() -> None:
     xs = [torch.zeros(10_000), torch.zeros(10_000)]
     xs[0][:5], xs[1][::500] = 1.0, 2.0
     grain, whole = flat_grain(10_000), Threshold(0.5).payload_bytes(10_000)
-    size = gathered_bytes(Lockstep(Spied(ErrorFeedback(AllGatherV(Threshold(0.5)))), grain, 2), xs)
+    size = gathered_bytes(Lockstep(Spied(ErrorFeedback(AllGatherVExchange(Threshold(0.5)))), grain, 2), xs)
     values_begin = Threshold(0.5).layout(10_000).offsets[1]
     assert values_begin < size <= values_begin + 4 * 20 < whole
     nothing = [torch.zeros(10_000)] * 2
-    assert gathered_bytes(Lockstep(Spied(AllGatherV(Threshold(0.5))), grain, 2), nothing) <= values_begin
+    assert gathered_bytes(Lockstep(Spied(AllGatherVExchange(Threshold(0.5))), grain, 2), nothing) <= values_begin
 
 
 def test_residuals_are_those_of_an_all_gather_and_bad_steps_leave_none() -> None:

@@ -13,8 +13,9 @@ from gradwire.core.grain import ParameterSpec, flat_grain, matrix_grain
 from gradwire.core.state import walk
 from gradwire.reducers import (
     EF21,
-    AllGather,
-    AllReduce,
+    AllGatherExchange,
+    AllReduceExchange,
+    CompressionWarmUp,
     ErrorFeedback,
     FactoredErrorFeedback,
     Guard,
@@ -23,7 +24,6 @@ from gradwire.reducers import (
     PowerSGD,
     Reducer,
     TwoShot,
-    WarmUp,
 )
 
 from .checks import Z, check_means, check_non_finite, norm
@@ -41,7 +41,9 @@ def test_a_factored_residual_takes_two_factors() -> None:
     reducer = parse("topk:0.1,residual=factored:2")
     sizes = [leaf.tensor.numel() for _, leaf in walk(Lockstep(reducer, matrix_grain(30, 50, batch=3), 1).states[0])]
     assert sum(sizes) == 3 * (30 + 50) * 2
-    assert reducer.assign(ParameterSpec("b", (30,), torch.float32, CPU)) == Guard(ErrorFeedback(AllGather(TopK(0.1))))
+    assert reducer.assign(ParameterSpec("b", (30,), torch.float32, CPU)) == Guard(
+        ErrorFeedback(AllGatherExchange(TopK(0.1)))
+    )
     for wrong, why in (
         ("factored:0", "remembers nothing"),
         ("factored:x", "whole number"),
@@ -53,7 +55,7 @@ def test_a_factored_residual_takes_two_factors() -> None:
 
 def test_factors_keep_a_projection_of_the_residual() -> None:
     """What is lost is orthogonal to what is kept; of full rank, nothing is."""
-    grain, inner, x = matrix_grain(20, 30), AllGather(TopK(0.02)), sample("normal", (1, 20, 30), seed=3)
+    grain, inner, x = matrix_grain(20, 30), AllGatherExchange(TopK(0.02)), sample("normal", (1, 20, 30), seed=3)
     ranks = Lockstep(FactoredErrorFeedback(inner, rank=2), grain, 1)
     (result,) = ranks.reduce([x])
     left = x.clone()
@@ -80,15 +82,15 @@ def test_small_gradients_are_not_lost_on_a_large_residual() -> None:
     """Rounded to nearest, adding 1 to 300 in bfloat16 gives 300 for ever; stochastically it counts on average."""
     x, steps = torch.ones(4000), 1000
     x[0] = 1e6  # top-k sends nothing else
-    off = total_owed(LeanErrorFeedback(AllGather(TopK(1 / 4000))), x, steps)[1:]
+    off = total_owed(LeanErrorFeedback(AllGatherExchange(TopK(1 / 4000))), x, steps)[1:]
     # Each step rounds up to steps by a spacing of 2^-7 of them at most, so by half that with a standard deviation
     deviation = 2.0**-7 * steps / 2 * steps**0.5
     assert abs(float(off.mean())) <= Z * deviation / off.numel() ** 0.5
-    assert norm(total_owed(ErrorFeedback(AllGather(TopK(1 / 4000))), x, 10)[1:]) == 0
+    assert norm(total_owed(ErrorFeedback(AllGatherExchange(TopK(1 / 4000))), x, 10)[1:]) == 0
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("inner", [AllGather(TopK(0.1)), TwoShot(BlockInt(4)), PowerSGD(2)], ids=repr)
+@pytest.mark.parametrize("inner", [AllGatherExchange(TopK(0.1)), TwoShot(BlockInt(4)), PowerSGD(2)], ids=repr)
 def test_estimates_find_a_gradient_that_stays(inner: Reducer, dtype: torch.dtype) -> None:
     grain = grain_for(inner, 500, dtype)
     xs = [sample("normal", grain.shape, dtype, seed) for seed in (1, 2, 3)]
@@ -104,7 +106,7 @@ def test_estimates_find_a_gradient_that_stays(inner: Reducer, dtype: torch.dtype
 
 
 def test_a_bad_step_leaves_estimates_alone() -> None:
-    reducer, grain = Guard(EF21(AllGather(TopK(0.1)))), matrix_grain(10, 10)
+    reducer, grain = Guard(EF21(AllGatherExchange(TopK(0.1)))), matrix_grain(10, 10)
     clean = [sample("normal", grain.shape, seed=seed) for seed in (1, 2)]
     bad = [x.clone() for x in clean]
     bad[1].view(-1)[5] = float("inf")
@@ -113,17 +115,19 @@ def test_a_bad_step_leaves_estimates_alone() -> None:
 
 def test_estimates_refuse_what_error_feedback_refuses() -> None:
     with pytest.raises(CompositionError, match="contraction"):
-        EF21(AllGather(QSGD(15)))
+        EF21(AllGatherExchange(QSGD(15)))
     with pytest.raises(CompositionError, match="one memory"):
-        EF21(ErrorFeedback(AllGather(TopK(0.1))))
-    halves = AllReduce(BF16()), PowerSGD(2, factors="bf16")
-    for inner in (*halves, Hierarchical(halves[0], 2), WarmUp(PowerSGD(2, factors="fp16"), halves[1], 3)):
+        EF21(ErrorFeedback(AllGatherExchange(TopK(0.1))))
+    halves = AllReduceExchange(BF16()), PowerSGD(2, factors="bf16")
+    for inner in (*halves, Hierarchical(halves[0], 2), CompressionWarmUp(PowerSGD(2, factors="fp16"), halves[1], 3)):
         with pytest.raises(CompositionError, match="sums in 16 bits"):
             EF21(inner)
 
 
 @pytest.mark.parametrize(
-    "inner", [AllReduce(Identity()), Hierarchical(AllGather(TopK(0.1)), 2), AllGather(TopK(0.1))], ids=repr
+    "inner",
+    [AllReduceExchange(Identity()), Hierarchical(AllGatherExchange(TopK(0.1)), 2), AllGatherExchange(TopK(0.1))],
+    ids=repr,
 )
 def test_estimates_find_a_constant_gradient_through_any_exchange(inner: Reducer) -> None:
     generator = torch.Generator().manual_seed(0)

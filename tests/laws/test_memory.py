@@ -98,10 +98,10 @@ def pairs() -> dict[str, Pair]:
     seen: set[Reducer] = set()
     for head, *options in spelled():
         reducer = parsed(head, *options, "guard=off")
-        if reducer is None or not reducer.consumes or not reducer.repeatable or reducer in seen:
+        if reducer is None or not reducer.keeps_input or not reducer.repeatable or reducer in seen:
             continue
         inner = reducer.inner if isinstance(reducer, WorkerMomentum) else reducer
-        if not (inner.consumes or inner.lossless):
+        if not (inner.keeps_input or inner.lossless):
             continue  # nobody keeps what its codec loses
         rule = parsed(head.split("+")[0], "ef=off", "guard=off")
         assert rule is not None or inner.averages
@@ -177,7 +177,7 @@ def owed_at_most(reducer: Reducer, grain: Grain, ranks: int, size: float) -> flo
     """
     within = [part for part in parts(reducer) if isinstance(part, Reducer)]
     late = sum(part.momentum / (1 - part.momentum) for part in within if isinstance(part, WorkerMomentum))
-    kept = next((part for part in within if not part.consumes), reducer)
+    kept = next((part for part in within if not part.keeps_input), reducer)
     drawn = 3.0 if kept.keyed or any(codec.keyed for codec in codecs_of(kept)) else 1.0
     residual = residual_at_most(kept, grain, size)
     seconds = [second for part in within if isinstance(second := getattr(part, "second", None), Codec)]
@@ -204,12 +204,12 @@ def sums_to(delta: float | None) -> float:
 
 def lossless(reducer: Reducer) -> bool:
     """Whether nothing inside loses anything."""
-    return all(part.lossless for part in parts(reducer) if isinstance(part, Reducer) and not part.consumes)
+    return all(part.lossless for part in parts(reducer) if isinstance(part, Reducer) and not part.keeps_input)
 
 
 def rounding_error(reducer: Reducer, ranks: int) -> float:
     """Relative, a step: sums, factors and estimates in float32, or sums in 16 bits, which no residual knows of."""
-    return (ranks + 16) * (2.0**-9 if reducer.sums_in_halves else 2.0**-24)
+    return (ranks + 16) * (2.0**-9 if reducer.sums_in_16_bits else 2.0**-24)
 
 
 PAIRS = pairs()
@@ -226,7 +226,7 @@ def memories() -> set[type[Wrapper]]:
     while waiting:
         kind = waiting.pop()
         waiting += kind.__subclasses__()
-        if kind.__module__.startswith("gradwire.") and kind.consumes is True:
+        if kind.__module__.startswith("gradwire.") and kind.keeps_input is True:
             found.add(kind)
     return found
 

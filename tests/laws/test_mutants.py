@@ -20,8 +20,9 @@ from gradwire.core.state import Leaf, State, replace_leaves
 from gradwire.drivers.lockstep import Lockstep
 from gradwire.reducers import (
     EF21,
-    AllGather,
-    AllReduce,
+    AllGatherExchange,
+    AllReduceExchange,
+    CompressionWarmUp,
     ErrorFeedback,
     LeanErrorFeedback,
     MomentumCorrection,
@@ -29,7 +30,6 @@ from gradwire.reducers import (
     Reducer,
     Step,
     TwoShot,
-    WarmUp,
     WorkerMomentum,
     Wrapper,
 )
@@ -207,14 +207,6 @@ class Mutant(Wrapper):
 
     inner: Reducer
 
-    @property
-    def consumes(self) -> bool:  # type: ignore[override]
-        return self.inner.consumes
-
-    @property
-    def conserves(self) -> bool:  # type: ignore[override]
-        return self.inner.conserves
-
     def around(self, inner: Reducer) -> Reducer:
         return type(self)(inner)
 
@@ -270,7 +262,7 @@ class Copies(Mutant):
 
 GRAIN = flat_grain(600)
 XS = [sample("normal", (600,), seed=seed) for seed in range(3)]
-TOP, INT = ErrorFeedback(AllGather(TopK(0.1))), ErrorFeedback(TwoShot(BlockInt(4)))
+TOP, INT = ErrorFeedback(AllGatherExchange(TopK(0.1))), ErrorFeedback(TwoShot(BlockInt(4)))
 
 
 @pytest.mark.parametrize("reducer", [Forgets(TOP), Forgets(INT), ForgetsTheOwner(INT)], ids=repr)
@@ -287,9 +279,9 @@ def test_ranks_that_disagree_fail() -> None:
 
 
 def test_a_reducer_that_overwrites_its_input_fails() -> None:
-    checks.check_leaves_input(AllGather(TopK(0.1)), GRAIN, XS)
+    checks.check_leaves_input(AllGatherExchange(TopK(0.1)), GRAIN, XS)
     with pytest.raises(AssertionError, match="changed its input"):
-        checks.check_leaves_input(Overwrites(AllGather(TopK(0.1))), GRAIN, [x.clone() for x in XS])
+        checks.check_leaves_input(Overwrites(AllGatherExchange(TopK(0.1))), GRAIN, [x.clone() for x in XS])
 
 
 def test_error_feedback_without_a_guard_fails() -> None:
@@ -333,7 +325,7 @@ class LinearAdasum(Adasum):
 
 
 @dataclass(frozen=True)
-class BlindWarmUp(WarmUp):
+class BlindWarmUp(CompressionWarmUp):
     """Does not ask its parts whether they are linear."""
 
     linear = True  # type: ignore[assignment]
@@ -386,7 +378,7 @@ class AveragesTooLittle(WorkerMomentum):
 
 
 SPARSE, QUANTISED = TopK(0.05), BlockInt(4)
-PLAIN = AllReduce(Identity())
+PLAIN = AllReduceExchange(Identity())
 MISREMEMBERING = [
     Pair(EF21(Sharded(LinearMedian())), Sharded(Median())),
     Pair(EF21(Sharded(LinearKrum(1))), Sharded(Krum(1))),
@@ -400,13 +392,13 @@ MISREMEMBERING = [
     Pair(EF21(Sharded(LinearMedian())), Sharded(Median())),
     Pair(ErrorFeedback(BlindWarmUp(PLAIN, Gathered(Median(), SPARSE), 0)), Sharded(Median())),
     Pair(MomentumCorrection(Gathered(LinearMedian(), SPARSE), 0.0), Sharded(Median())),
-    Pair(CountsAllAsSent(AllGather(SPARSE)), PLAIN),
+    Pair(CountsAllAsSent(AllGatherExchange(SPARSE)), PLAIN),
     Pair(CountsAllAsSent(TwoShot(QUANTISED)), PLAIN),
-    Pair(CountsNothingAsSent(AllGather(SPARSE)), PLAIN),
-    Pair(FadesUnsaid(AllGather(SPARSE)), PLAIN),
-    Pair(ForgetsTheMean(AllGather(SPARSE)), PLAIN),
+    Pair(CountsNothingAsSent(AllGatherExchange(SPARSE)), PLAIN),
+    Pair(FadesUnsaid(AllGatherExchange(SPARSE)), PLAIN),
+    Pair(ForgetsTheMean(AllGatherExchange(SPARSE)), PLAIN),
     Pair(AveragesTooLittle(PLAIN), PLAIN),
-    Pair(ErrorFeedback(AllGather(QUANTISED), decay=0.5), PLAIN),
+    Pair(ErrorFeedback(AllGatherExchange(QUANTISED), decay=0.5), PLAIN),
 ]
 
 

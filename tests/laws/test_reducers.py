@@ -16,7 +16,7 @@ from gradwire.core.grain import Grain, flat_grain
 from gradwire.core.key import Key
 from gradwire.core.payload import Payload
 from gradwire.drivers.lockstep import Lockstep
-from gradwire.reducers import AllGather, AllReduce, Reducer, TwoShot
+from gradwire.reducers import AllGatherExchange, AllReduceExchange, Reducer, TwoShot
 from gradwire.reducers.aggregate import Sharded
 
 from . import checks
@@ -67,7 +67,7 @@ def test_one_mean_and_nothing_lost(
     lockstep = Lockstep(spied, grain, ranks, seed=seed)
     for step in range(2):
         xs = inputs(grain, ranks, kind, seed + 10 * step)
-        results = checks.check_conservation(lockstep, xs) if reducer.conserves else lockstep.reduce(xs)
+        results = checks.check_conservation(lockstep, xs) if reducer.conserves_sum else lockstep.reduce(xs)
         checks.check_means(results, xs)
 
 
@@ -78,7 +78,7 @@ def test_a_huge_grain(reducer: Reducer, dtype: torch.dtype) -> None:
     ranks = ranks_for(reducer, 3)
     lockstep = Lockstep(spied, grain, ranks)
     xs = inputs(grain, ranks, "heavy", 1)
-    results = checks.check_conservation(lockstep, xs) if reducer.conserves else lockstep.reduce(xs)
+    results = checks.check_conservation(lockstep, xs) if reducer.conserves_sum else lockstep.reduce(xs)
     checks.check_means(results, xs)
 
 
@@ -87,7 +87,7 @@ EXCHANGES = list(
         part
         for reducer in REDUCERS.values()
         for part in parts(reducer)
-        if isinstance(part, Reducer) and not part.consumes
+        if isinstance(part, Reducer) and not part.keeps_input
     )
 )
 each_exchange = pytest.mark.parametrize("reducer", EXCHANGES, ids=repr)
@@ -101,7 +101,7 @@ def test_what_is_not_consumed_is_left_alone(
     grain = grain_for(reducer, numel, dtype)
     xs = inputs(grain, ranks_for(reducer, 3), kind, seed)
     checks.check_leaves_input(reducer, grain, xs)
-    if reducer.conserves:
+    if reducer.conserves_sum:
         checks.check_conservation(Lockstep(checks.Spied(reducer), grain, len(xs)), xs)
 
 
@@ -219,7 +219,7 @@ class KeepsKeys(Codec):
 @pytest.mark.parametrize("codec", [c for c in codecs() if c.keyed and not c.additive], ids=repr)
 def test_every_rounding_has_a_key_of_its_own(codec: Codec) -> None:
     """Reusing the key of the first shot in the second would correlate their errors."""
-    for exchange in (TwoShot, AllGather):
+    for exchange in (TwoShot, AllGatherExchange):
         if exchange is TwoShot and not codec.granularity:
             continue
         keeper = KeepsKeys(codec)
@@ -232,7 +232,7 @@ def test_every_rounding_has_a_key_of_its_own(codec: Codec) -> None:
 UNBIASED = {
     spec: r
     for spec, r in REDUCERS.items()
-    if r.averages and not r.consumes and codecs_of(r) and all(c.unbiased for c in codecs_of(r))
+    if r.averages and not r.keeps_input and codecs_of(r) and all(c.unbiased for c in codecs_of(r))
 }
 
 
@@ -253,7 +253,7 @@ def test_means_of_unbiased_codecs_are_unbiased(reducer: Reducer) -> None:
     assert bool((seen.mean(0).abs() <= checks.Z * seen.std(0) / steps**0.5 + rounding).all())
 
 
-FED = {spec: r for spec, r in REDUCERS.items() if r.consumes}
+FED = {spec: r for spec, r in REDUCERS.items() if r.keeps_input}
 
 
 @pytest.mark.parametrize("reducer", FED.values(), ids=FED.keys())
@@ -317,6 +317,6 @@ def test_too_few_ranks_are_refused(reducer: Reducer) -> None:
 def test_an_exchange_says_what_it_conserves() -> None:
     for codec in codecs():
         if codec.granularity:
-            assert TwoShot(codec).conserves == (codec.lossless or codec.contraction(1) is not None)
+            assert TwoShot(codec).conserves_sum == (codec.lossless or codec.contraction(1) is not None)
         if codec.additive:
-            assert AllReduce(codec).conserves
+            assert AllReduceExchange(codec).conserves_sum

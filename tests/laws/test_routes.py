@@ -24,9 +24,10 @@ from gradwire.drivers.interpreter import sent_bytes
 from gradwire.drivers.lockstep import Lockstep, perform, run_lockstep
 from gradwire.drivers.timing import reduction_s, step_s
 from gradwire.reducers import (
-    AllGather,
-    AllReduce,
+    AllGatherExchange,
+    AllReduceExchange,
     Auto,
+    CompressionWarmUp,
     Direct,
     ErrorFeedback,
     Guard,
@@ -40,7 +41,6 @@ from gradwire.reducers import (
     Step,
     Tree,
     TwoShot,
-    WarmUp,
 )
 from gradwire.reducers.auto import Curve, Point
 from gradwire.reducers.routes import Route, direct_scatter, power_of_two, ring_scatter, shards
@@ -117,12 +117,12 @@ def test_bytes_of_exchanges(ranks: int) -> None:
     for codec in (BlockInt(4), Identity()):
         payload = codec.payload_bytes(numel)
         assert wire(TwoShot(codec), ranks, numel) == pytest.approx(2 * (ranks - 1) / ranks * payload, rel=0.03)
-        assert wire(AllGather(codec), ranks, numel) == (ranks - 1) * payload
+        assert wire(AllGatherExchange(codec), ranks, numel) == (ranks - 1) * payload
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8, 16, 32, 64])
-@pytest.mark.parametrize("exchange", [TwoShot, AllGather])
-def test_bytes_that_virtual_ranks_send(exchange: type[TwoShot | AllGather], ranks: int) -> None:
+@pytest.mark.parametrize("exchange", [TwoShot, AllGatherExchange])
+def test_bytes_that_virtual_ranks_send(exchange: type[TwoShot | AllGatherExchange], ranks: int) -> None:
     """The same from what programs really hand over in lockstep."""
     numel, codec = 1 << 18, BlockInt(4)
     spied = checks.Spied(exchange(codec))
@@ -217,7 +217,7 @@ def test_auto_goes_by_its_curves() -> None:
     auto = Auto(Identity(), curves)
     assert auto.choose(10) == RecursiveHalvingDoubling(Identity())
     check_is_mean(auto, 3, flat_grain(100))
-    assert Auto(Identity()).choose(10) == AllReduce(Identity())
+    assert Auto(Identity()).choose(10) == AllReduceExchange(Identity())
     assert repr(auto) == repr(Auto(Identity()))
     with pytest.raises(CompositionError, match="candidates"):
         Auto(Identity(), curves[:2])
@@ -226,7 +226,7 @@ def test_auto_goes_by_its_curves() -> None:
 
 
 @pytest.mark.parametrize("route", [Direct, Ring, RecursiveHalvingDoubling, Tree, Auto])
-def test_payloads_that_cannot_be_added_are_refused(route: type[AllReduce]) -> None:
+def test_payloads_that_cannot_be_added_are_refused(route: type[AllReduceExchange]) -> None:
     with pytest.raises(CompositionError, match="cannot be added"):
         route(BlockInt(4))
 
@@ -237,7 +237,7 @@ MESHES = [(1, 2), (1, 3), (2, 1), (2, 2), (2, 3), (3, 2), (4, 2), (2, 4)]
 """(nodes, ranks of a node)."""
 
 INTERS: list[Reducer] = [
-    AllReduce(Identity()),
+    AllReduceExchange(Identity()),
     Ring(Identity()),
     Tree(Identity()),
     RecursiveHalvingDoubling(Identity()),
@@ -278,10 +278,10 @@ def test_two_levels_make_the_mean(nodes: int, places: int, inter: Reducer, numel
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_two_levels_in_any_dtype(dtype: torch.dtype) -> None:
-    check_is_mean(Hierarchical(AllReduce(Identity()), 3), 6, flat_grain(700, dtype=dtype))
+    check_is_mean(Hierarchical(AllReduceExchange(Identity()), 3), 6, flat_grain(700, dtype=dtype))
 
 
-LOSSY = [AllGather(TopK(0.1)), AllGather(BlockInt(4)), TwoShot(BlockInt(4)), AllReduce(BF16())]
+LOSSY = [AllGatherExchange(TopK(0.1)), AllGatherExchange(BlockInt(4)), TwoShot(BlockInt(4)), AllReduceExchange(BF16())]
 
 
 @pytest.mark.parametrize(("nodes", "places"), MESHES)
@@ -356,9 +356,9 @@ def test_between_nodes_travels_only_a_share() -> None:
 IN_NODES: dict[str, Callable[[Reducer], Reducer]] = {
     "alone": lambda inner: inner,
     "guarded": Guard,
-    "warmed up": lambda inner: WarmUp(AllReduce(Identity()), inner, 3),
-    "in a policy": lambda inner: Partition((("*bias", AllReduce(Identity())),), inner),
-    "in a rule of a policy": lambda inner: Partition((("w", inner),), AllReduce(Identity())),
+    "warmed up": lambda inner: CompressionWarmUp(AllReduceExchange(Identity()), inner, 3),
+    "in a policy": lambda inner: Partition((("*bias", AllReduceExchange(Identity())),), inner),
+    "in a rule of a policy": lambda inner: Partition((("w", inner),), AllReduceExchange(Identity())),
 }
 
 
@@ -392,7 +392,7 @@ def test_bytes_inside_nodes_are_told_apart() -> None:
 
 def test_what_makes_no_hierarchy_is_refused() -> None:
     with pytest.raises(CompositionError, match="ErrorFeedback\\(Hierarchical"):
-        Hierarchical(ErrorFeedback(AllGather(TopK(0.1))), 2)
+        Hierarchical(ErrorFeedback(AllGatherExchange(TopK(0.1))), 2)
     with pytest.raises(CompositionError, match="below 1"):
         parse("int4,node=0")
     with pytest.raises(ValueError, match="no node"):

@@ -21,8 +21,9 @@ from gradwire.drivers.lockstep import Lockstep
 from gradwire.drivers.virtual import VirtualRanks
 from gradwire.reducers import (
     EF21,
-    AllGather,
-    AllReduce,
+    AllGatherExchange,
+    AllReduceExchange,
+    CompressionWarmUp,
     ErrorFeedback,
     FactoredErrorFeedback,
     Guard,
@@ -32,7 +33,6 @@ from gradwire.reducers import (
     Reducer,
     Scheduled,
     TwoShot,
-    WarmUp,
 )
 from gradwire.reducers.aggregate import (
     Adasum,
@@ -140,7 +140,7 @@ def test_bad_gradients_move_the_result_within_reach(rule: Rule, attack: Callable
 def test_the_mean_has_no_such_reach() -> None:
     good = around(6, seed=5)
     center = torch.stack(good).double().mean(0)
-    seen = Lockstep(AllReduce(Identity()), flat_grain(NUMEL), 7).step([-1e6 * good[0], *good])[0]
+    seen = Lockstep(AllReduceExchange(Identity()), flat_grain(NUMEL), 7).step([-1e6 * good[0], *good])[0]
     assert checks.norm(seen - center) > 1e5
 
 
@@ -311,10 +311,10 @@ def test_specs_of_rules_over_codecs(spec: str) -> None:
 EVERY_WRAPPER: dict[str, Callable[[Reducer], Reducer]] = {
     "alone": lambda inner: inner,
     "guard": Guard,
-    "warm-up": lambda inner: WarmUp(AllReduce(Identity()), inner, 3),
-    "schedule": lambda inner: Scheduled(((3, AllReduce(Identity())), (0, inner))),
-    "policy": lambda inner: Partition((("*bias", AllReduce(Identity())),), inner),
-    "rule of a policy": lambda inner: Partition((("*bias", inner),), AllGather(TopK(0.1))),
+    "warm-up": lambda inner: CompressionWarmUp(AllReduceExchange(Identity()), inner, 3),
+    "schedule": lambda inner: Scheduled(((3, AllReduceExchange(Identity())), (0, inner))),
+    "policy": lambda inner: Partition((("*bias", AllReduceExchange(Identity())),), inner),
+    "rule of a policy": lambda inner: Partition((("*bias", inner),), AllGatherExchange(TopK(0.1))),
 }
 
 
@@ -463,7 +463,7 @@ def test_epsilon_without_the_library_says_what_to_install(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("values", [(1.0, 1.0, 1.0), (3.0, 0.0, 1.0), (1e-3, 5.0, 1e3)])
 def test_the_weighted_mean_is_its_definition_at_the_bytes_of_a_mean(values: tuple[float, ...]) -> None:
-    xs, plain = around(3, seed=1, spread=1.0), AllReduce(Identity())
+    xs, plain = around(3, seed=1, spread=1.0), AllReduceExchange(Identity())
     reducer, grain = Weighted(plain, values), flat_grain(NUMEL)
     seen = Lockstep(reducer, grain, 3).step(xs)[0].double()
     want = sum(w * x.double() for w, x in zip(values, xs, strict=True)) / sum(values)
@@ -485,7 +485,7 @@ def test_a_weighted_mean_overflows_only_where_it_does_not_fit(spec: str, dtype: 
 
 def test_weights_may_change_from_step_to_step() -> None:
     weights = Weights([1, 1])
-    ranks = Lockstep(Weighted(AllReduce(Identity()), weights), flat_grain(1), 2)
+    ranks = Lockstep(Weighted(AllReduceExchange(Identity()), weights), flat_grain(1), 2)
     xs, before = [torch.tensor([4.0]), torch.tensor([8.0])], repr(ranks.reducer)
     assert ranks.step(xs)[0].item() == 6.0
     weights.set([3, 1])
@@ -512,9 +512,9 @@ def test_what_is_owed_in_float16_outlives_a_change_of_weights() -> None:
 
 
 def test_weights_go_outside_error_feedback() -> None:
-    fed = ErrorFeedback(AllGather(TopK(0.1)))
+    fed = ErrorFeedback(AllGatherExchange(TopK(0.1)))
     with pytest.raises(CompositionError, match="Weighted\\(ErrorFeedback"):
-        ErrorFeedback(Weighted(AllGather(TopK(0.1)), (1, 2)))
+        ErrorFeedback(Weighted(AllGatherExchange(TopK(0.1)), (1, 2)))
     with pytest.raises(CompositionError, match="2 weights for 3 ranks"):
         Lockstep(Weighted(fed, (1, 2)), flat_grain(10), 3)
     ranks, total = Lockstep(Weighted(fed, (1.0, 3.0)), flat_grain(NUMEL), 2), torch.zeros(NUMEL, dtype=torch.float64)

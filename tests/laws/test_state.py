@@ -134,7 +134,7 @@ def test_no_number_of_ranks_is_refused(number: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("reducer", "AllReduce()"), ("seed", 7), ("scale", 2.0), ("step", 99), ("world_size", 4)]
+    ("key", "value"), [("reducer", "AllReduceExchange()"), ("seed", 7), ("scale", 2.0), ("step", 99), ("world_size", 4)]
 )
 def test_states_of_different_runs_are_refused(key: str, value: object) -> None:
     lockstep = ran(gradwire.parse("int4"), two_parameters(gradwire.parse("int4")), 3)

@@ -16,15 +16,15 @@ from gradwire.core.grain import flat_grain
 from gradwire.drivers.lockstep import Lockstep
 from gradwire.reducers import (
     DGC,
-    AllGather,
-    AllReduce,
+    AllGatherExchange,
+    AllReduceExchange,
+    CompressionWarmUp,
     ErrorFeedback,
     Guard,
     MomentumCorrection,
     Partition,
     Reducer,
     Step,
-    WarmUp,
     WorkerMomentum,
 )
 
@@ -46,7 +46,9 @@ def averages(steps: int) -> list[Tensor]:
     return found
 
 
-@pytest.mark.parametrize("inner", [AllReduce(Identity()), ErrorFeedback(AllGather(TopK(1.0)))], ids=repr)
+@pytest.mark.parametrize(
+    "inner", [AllReduceExchange(Identity()), ErrorFeedback(AllGatherExchange(TopK(1.0)))], ids=repr
+)
 def test_the_mean_is_that_of_the_averages(inner: Reducer) -> None:
     """Over what leaves its input alone and over what keeps it."""
     lockstep = Lockstep(WorkerMomentum(inner, MOMENTUM), flat_grain(NUMEL), RANKS)
@@ -58,7 +60,7 @@ def test_the_mean_is_that_of_the_averages(inner: Reducer) -> None:
 
 def test_error_feedback_owes_averages() -> None:
     """What was delivered and what is owed add up to the averages of all steps."""
-    lockstep = Lockstep(WorkerMomentum(ErrorFeedback(AllGather(TopK(0.1))), MOMENTUM), flat_grain(NUMEL), RANKS)
+    lockstep = Lockstep(WorkerMomentum(ErrorFeedback(AllGatherExchange(TopK(0.1))), MOMENTUM), flat_grain(NUMEL), RANKS)
     delivered = torch.zeros(NUMEL, dtype=torch.float64)
     for step in range(6):
         delivered += lockstep.step(gradients(step))[0].double()
@@ -109,7 +111,7 @@ def test_large_numbers_of_opposite_signs() -> None:
 
 def test_the_noise_of_ranks_shrinks_as_said() -> None:
     """By sqrt((1 - m) / (1 + m)): a third at 0.8."""
-    lockstep = Lockstep(WorkerMomentum(AllReduce(Identity()), MOMENTUM), flat_grain(NUMEL), RANKS)
+    lockstep = Lockstep(WorkerMomentum(AllReduceExchange(Identity()), MOMENTUM), flat_grain(NUMEL), RANKS)
     for step in range(400):
         lockstep.step(gradients(step))
     spread = torch.stack([state.tensor("average") for state in lockstep.states]).std()
@@ -118,8 +120,17 @@ def test_the_noise_of_ranks_shrinks_as_said() -> None:
 
 def test_momentum_is_never_taken_twice() -> None:
     """Whatever lies between the two."""
-    for inner in (DGC(0.01), MomentumCorrection(AllGather(TopK(0.1))), WorkerMomentum(AllReduce(Identity()))):
-        for wrapped in (inner, Guard(inner), WarmUp(AllReduce(Identity()), inner, 2), Partition((), inner)):
+    for inner in (
+        DGC(0.01),
+        MomentumCorrection(AllGatherExchange(TopK(0.1))),
+        WorkerMomentum(AllReduceExchange(Identity())),
+    ):
+        for wrapped in (
+            inner,
+            Guard(inner),
+            CompressionWarmUp(AllReduceExchange(Identity()), inner, 2),
+            Partition((), inner),
+        ):
             with pytest.raises(CompositionError, match="momentum of its own"):
                 WorkerMomentum(wrapped)
     assert WorkerMomentum(DGC(0.01, momentum=0.0)).carries_momentum
@@ -127,7 +138,7 @@ def test_momentum_is_never_taken_twice() -> None:
 
 def test_it_is_an_option_of_every_method_without_momentum() -> None:
     assert gradwire.parse("topk:0.1,worker_momentum=0.9") == Guard(
-        WorkerMomentum(ErrorFeedback(AllGather(TopK(0.1))), 0.9)
+        WorkerMomentum(ErrorFeedback(AllGatherExchange(TopK(0.1))), 0.9)
     )
     with pytest.raises(CompositionError, match=r"outside \[0, 1\)"):
         gradwire.parse("krum:1,worker_momentum=1")

@@ -83,7 +83,7 @@ class BucketPort(ABC):
         """
         if not self._step.buckets:  # else the step at hand will say it at its end
             self.lane.begin()
-        future: torch.futures.Future[Tensor] = self.lane.driver.future()
+        future: torch.futures.Future[Tensor] = self.lane.executor.future()
         step, last = self._step, bucket.is_last()
         step.buckets.append(bucket)
         step.watch(bucket.parameters())
@@ -92,7 +92,7 @@ class BucketPort(ABC):
         if last:
             self._step = BucketStep()
             queue_callback(lambda: self._end(step))
-        self.lane.driver.run(lambda: self._guarded(step, count, last))
+        self.lane.executor.run(lambda: self._guarded(step, count, last))
         return future
 
     def _guarded(self, step: BucketStep, count: int, last: bool) -> None:

@@ -17,7 +17,7 @@ from torch.distributed import GradBucket  # pyright: ignore[reportPrivateImportU
 from gradwire.adapters.communication import BucketPort
 from gradwire.codecs import BF16, FP16, AffineInt, Identity
 from gradwire.drivers.groups import deadline_of
-from gradwire.reducers import AllGather, AllReduce, Reducer
+from gradwire.reducers import AllGatherExchange, AllReduceExchange, Reducer
 from gradwire.session import Session
 from gradwire.session.lane import Lane, group_of
 
@@ -107,7 +107,7 @@ def allreduce_hook(process_group: dist.ProcessGroup, bucket: GradBucket) -> torc
     Example:
         ddp.register_comm_hook(None, gradwire.hooks.allreduce_hook)
     """
-    return _reduce(process_group, bucket, AllReduce(Identity()))
+    return _reduce(process_group, bucket, AllReduceExchange(Identity()))
 
 
 def fp16_compress_hook(process_group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -122,7 +122,7 @@ def fp16_compress_hook(process_group: dist.ProcessGroup, bucket: GradBucket) -> 
     Example:
         ddp.register_comm_hook(None, gradwire.hooks.fp16_compress_hook)
     """
-    return _reduce(process_group, bucket, AllReduce(FP16()))
+    return _reduce(process_group, bucket, AllReduceExchange(FP16()))
 
 
 def bf16_compress_hook(process_group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -135,7 +135,7 @@ def bf16_compress_hook(process_group: dist.ProcessGroup, bucket: GradBucket) -> 
     Example:
         ddp.register_comm_hook(None, gradwire.hooks.bf16_compress_hook)
     """
-    return _reduce(process_group, bucket, AllReduce(BF16()))
+    return _reduce(process_group, bucket, AllReduceExchange(BF16()))
 
 
 # DDP refuses hooks of PyTorch's own name without NCCL, for what those need; this one needs a backend that adds bf16.
@@ -157,7 +157,7 @@ def quantization_pertensor_hook(
     Example:
         ddp.register_comm_hook(None, gradwire.hooks.quantization_pertensor_hook)
     """
-    return _reduce(process_group, bucket, AllGather(AffineInt()))
+    return _reduce(process_group, bucket, AllGatherExchange(AffineInt()))
 
 
 def quantization_perchannel_hook(
@@ -173,7 +173,7 @@ def quantization_perchannel_hook(
     Example:
         ddp.register_comm_hook(None, gradwire.hooks.quantization_perchannel_hook)
     """
-    return _reduce(process_group, bucket, AllGather(AffineInt(bucket_size)))
+    return _reduce(process_group, bucket, AllGatherExchange(AffineInt(bucket_size)))
 
 
 def noop_hook(_: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

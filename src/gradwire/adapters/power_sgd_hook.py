@@ -24,7 +24,7 @@ from gradwire.core.errors import AttachError
 from gradwire.core.grain import ParameterSpec
 from gradwire.drivers.engine import Stats
 from gradwire.drivers.plan import Unit
-from gradwire.reducers import AllReduce, ErrorFeedback, Guard, PowerSGD, Reducer, WarmUp
+from gradwire.reducers import AllReduceExchange, CompressionWarmUp, ErrorFeedback, Guard, PowerSGD, Reducer
 from gradwire.session import Session
 
 # `register_comm_hook` reads the annotations of a hook, so this module must not postpone them.
@@ -102,7 +102,7 @@ class PowerSGDState:
         compressed: Reducer = PowerSGD(self.matrix_approximation_rank, min_compression_rate)
         if self.use_error_feedback:
             compressed = ErrorFeedback(compressed)
-        return Guard(WarmUp(AllReduce(Identity()), compressed, self.start_powerSGD_iter))
+        return Guard(CompressionWarmUp(AllReduceExchange(Identity()), compressed, self.start_powerSGD_iter))
 
     def compression_stats(self) -> tuple[float, int, int]:
         """Return (rate, elements before compression, elements after it) of all PowerSGD steps so far."""

@@ -14,6 +14,7 @@ from gradwire.asynchronous.names import Names
 from gradwire.asynchronous.pace import Free, Pace
 from gradwire.asynchronous.rules import Moment, Rule
 from gradwire.core.errors import CompositionError, PayloadError, PushError, StateError
+from gradwire.core.renamed import same
 from gradwire.core.saved_schema import VERSION, check_state, is_count
 from gradwire.sending import Sending
 
@@ -240,7 +241,7 @@ class Server:
             StateError: the state of another model or of other settings, or what is no such state. Nothing is changed.
         """
         state = check_state(saved)
-        if state["reducer"] != self._settings():
+        if not same(state["reducer"], self._settings()):
             raise StateError(f"the saved state is that of {state['reducer'][:200]}, and this is {self._settings()}")
         found = _vectors_like(state["parameters"].get(_SERVER, {}), self._vectors())
         clocks = self.clocks.checked(_mapping(state, "clocks"))

@@ -70,8 +70,8 @@ class Codec(ABC):
         return 1
 
     @property
-    def of_means(self) -> Codec:
-        """The codec for means of what this one sent: itself, but for what should be done to a gradient once."""
+    def second_shot_codec(self) -> Codec:
+        """What the second half of a two-shot encodes the mean with: itself, but for what is done to a gradient once."""
         return self
 
     @abstractmethod

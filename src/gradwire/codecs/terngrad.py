@@ -71,7 +71,7 @@ class TernGrad(Float32Codec):
         return self.clip == 0
 
     @property
-    def of_means(self) -> TernGrad:
+    def second_shot_codec(self) -> TernGrad:
         """The same without clipping."""
         return replace(self, clip=0.0)
 

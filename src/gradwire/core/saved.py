@@ -19,6 +19,7 @@ from torch import Tensor
 
 from gradwire.core.errors import ShardsElsewhereError, StateError
 from gradwire.core.grain import Grain
+from gradwire.core.renamed import same
 from gradwire.core.saved_schema import VERSION, Parameters, Pieces, Saved, check_parameters, check_state, check_together
 from gradwire.core.state import CARRIED, Leaf, State, carried_leaf, replace_leaves, walk
 
@@ -65,7 +66,7 @@ def unpack(saved: object, grains: Grains, member: Member) -> Loaded:
     """
     state = check_state(saved)
     for key, value in member._asdict().items():
-        if state[key] != value:
+        if not same(state[key], value):
             raise StateError(f"the saved state has {key} {state[key]!r}, this run {value!r}; {_REMEDIES[key]}")
     states = load_all(grains, state["parameters"], member.rank)
     return Loaded(int(state["step"]), int(state["seed"]), float(state["scale"]), states)

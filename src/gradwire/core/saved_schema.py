@@ -58,7 +58,7 @@ def check_state(saved: object) -> Mapping[str, Any]:
     Raises:
         StateError: with what is missing or wrong, and where.
 
-    >>> check_state({"version": 1, "reducer": "AllReduce"})
+    >>> check_state({"version": 1, "reducer": "AllReduceExchange"})
     Traceback (most recent call last):
         ...
     gradwire.core.errors.StateError: the saved state has no 'step': pass what state_dict() returned

@@ -296,7 +296,7 @@ def _program(slot: Slot, step: Step) -> Program:
 
 def _buffer_dtype(unit: Unit) -> torch.dtype:
     """Residuals are float32 whatever the gradients are, so a reducer that keeps its input gets float32."""
-    keeps = unit.reducer.consumes and unit.grain.dtype != torch.float64
+    keeps = unit.reducer.keeps_input and unit.grain.dtype != torch.float64
     return torch.float32 if keeps else unit.grain.dtype
 
 

@@ -146,6 +146,6 @@ def all_reduce_link(bench: Bench, dense_bytes: int) -> Link | None:
 def _least_s(nbytes: int, bench: Bench, rounds: int) -> float:
     """Seconds of an all-reduce on the slowest rank, in the best round: what disturbs the others is not the link's."""
     x = torch.zeros(nbytes // 4, dtype=torch.float32, device=bench.device)
-    times = [seconds(reducers.AllReduce(Identity()), x, bench) for _ in range(rounds)]
+    times = [seconds(reducers.AllReduceExchange(Identity()), x, bench) for _ in range(rounds)]
     mine = torch.tensor(times, dtype=torch.float64, device=bench.device)
     return float(ask(AllReduce(mine, "max"), bench.transport).min())

@@ -7,7 +7,7 @@ runs all of it on one machine.
 
 from gradwire.federated.buffered import BufferedServer
 from gradwire.federated.buffered_simulation import BufferedSimulation
-from gradwire.federated.client import Assignment, Client, Federation, Plan, Update, train
+from gradwire.federated.client import Assignment, Client, Federation, Terms, Update, train
 from gradwire.federated.engines import InProcess
 from gradwire.federated.local import SGD
 from gradwire.federated.methods import FedAvg, FedNova, FedProx, Method, Scaffold
@@ -37,7 +37,6 @@ __all__ = [
     "InProcess",
     "Mean",
     "Method",
-    "Plan",
     "Processes",
     "Round",
     "Scaffold",
@@ -45,6 +44,7 @@ __all__ = [
     "Server",
     "ServerStep",
     "Simulation",
+    "Terms",
     "Uniform",
     "Update",
     "train",

@@ -97,7 +97,7 @@ class BufferedServer(HasModel):
         super().__init__(GlobalModel(model, **settings))
         require_rows(self._global.aggregation, buffer)
         if self._global.shared:
-            raise CompositionError(f"{self.plan.method} shares more than the model, which needs rounds: take Server")
+            raise CompositionError(f"{self.terms.method} shares more than the model, which needs rounds: take Server")
         self.steps, self._started = 0, 0
         self._training: dict[int, int] = {}
         self._waiting = _Buffer()
@@ -110,7 +110,7 @@ class BufferedServer(HasModel):
         """
         if len(self._training) >= self.clients:
             raise FederationError(f"all {self.clients} clients are training: receive or drop one first")
-        draw = generator(Key(self.plan.seed, self._started, "federated.start"))
+        draw = generator(Key(self.terms.seed, self._started, "federated.start"))
         client = int(draw.integers(self.clients))
         while client in self._training:
             client = int(draw.integers(self.clients))

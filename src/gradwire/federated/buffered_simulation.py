@@ -108,13 +108,13 @@ class BufferedSimulation:
     def _start(self) -> None:
         task = self.server.start()
         self._started += 1
-        key = Key(self.server.plan.seed, self._started, "federated.weather", rank=task.client)
+        key = Key(self.server.terms.seed, self._started, "federated.weather", rank=task.client)
         share = self._conditions.share(key)
         takes_s = self._duration(task.client, key.with_(stage="duration"))
         if not 0 <= takes_s < math.inf:
             raise FederationError(f"client {task.client} would take {takes_s} s: give a duration of 0 or more")
         if share:
-            outcome = self._place.do(self.server.plan, Job(task, self._kept.get(task.client, Kept()), share))
+            outcome = self._place.do(self.server.terms, Job(task, self._kept.get(task.client, Kept()), share))
         else:
             outcome = Lost(task.client, f"client {task.client} was lost")
         heapq.heappush(self._flying, _Arrival(self.now_s + takes_s, self._started, outcome))

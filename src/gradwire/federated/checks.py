@@ -9,7 +9,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from gradwire.core.errors import FederationError, PayloadError
-from gradwire.federated.client import Plan, Update
+from gradwire.federated.client import Terms, Update
 
 MOST_STEPS = 1_000_000
 """Local steps beyond which a number is no number of steps."""
@@ -35,12 +35,12 @@ class Rows(NamedTuple):
     nbytes: int
 
 
-def rows_of(update: Update, plan: Plan, like: Mapping[str, Tensor], buffers: Tensor) -> Rows:
+def rows_of(update: Update, terms: Terms, like: Mapping[str, Tensor], buffers: Tensor) -> Rows:
     """Decode an update.
 
     Args:
         update: of a client that was drawn.
-        plan: as the client had it.
+        terms: as the client had it.
         like: the server's vectors by name: those that a client sends changes of.
         buffers: of the server's model.
 
@@ -49,7 +49,7 @@ def rows_of(update: Update, plan: Plan, like: Mapping[str, Tensor], buffers: Ten
             steps.
     """
     client = update.client
-    if update.fingerprint != plan.fingerprint:
+    if update.fingerprint != terms.fingerprint:
         raise FederationError(
             f"client {client} sends an update of another model, with other names, shapes or dtypes: it is left out"
         )
@@ -57,7 +57,7 @@ def rows_of(update: Update, plan: Plan, like: Mapping[str, Tensor], buffers: Ten
         raise FederationError(f"client {client} claims {update.examples} examples: its update is left out")
     if not 1 <= update.steps <= MOST_STEPS:
         raise FederationError(f"client {client} claims {update.steps} local steps: its update is left out")
-    vectors = _decoded(update, plan, like)
+    vectors = _decoded(update, terms, like)
     if update.buffers.shape != buffers.shape or update.buffers.dtype != buffers.dtype:
         raise FederationError(f"client {client} sends buffers of another model: its update is left out")
     change = update.buffers.to(buffers.device) - buffers
@@ -67,7 +67,7 @@ def rows_of(update: Update, plan: Plan, like: Mapping[str, Tensor], buffers: Ten
     return Rows(vectors, change, update.examples, update.steps, update.loss, update.nbytes)
 
 
-def _decoded(update: Update, plan: Plan, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _decoded(update: Update, terms: Terms, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
     if set(update.wires) != set(like):
         raise FederationError(
             f"client {update.client} sends {sorted(update.wires)} where {sorted(like)} is wanted: it trains by another "
@@ -75,9 +75,9 @@ def _decoded(update: Update, plan: Plan, like: Mapping[str, Tensor]) -> dict[str
         )
     vectors: dict[str, Tensor] = {}
     for name, vector in like.items():
-        key = plan.key(update.client, update.round, name)
+        key = terms.key(update.client, update.round, name)
         try:
-            vectors[name] = plan.update.receive(update.wires[name].to(vector.device), vector, key)
+            vectors[name] = terms.update.receive(update.wires[name].to(vector.device), vector, key)
         except PayloadError as error:
             raise FederationError(f"client {update.client}'s update is left out as damaged: {error}") from error
     return vectors

@@ -72,7 +72,7 @@ class Federation:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Terms:
     """What server and clients agree on before the first round.
 
     Attributes:
@@ -121,7 +121,7 @@ class Update(NamedTuple):
         fingerprint: of the model that was trained.
         examples: n_k.
         steps: local steps made.
-        wires: bytes of each vector, as the plan's `update` makes them.
+        wires: bytes of each vector, as the terms' `update` makes them.
         buffers: of the trained model, float64.
         loss: the mean training loss of its local steps.
     """
@@ -164,13 +164,13 @@ class Done(NamedTuple):
     kept: Kept
 
 
-def train(plan: Plan, task: Assignment, client: Client, kept: Kept, model: FlatModel, share: float = 1.0) -> Done:
+def train(terms: Terms, task: Assignment, client: Client, kept: Kept, model: FlatModel, share: float = 1.0) -> Done:
     """Do a client's part of a round in `model`, whatever it held before.
 
     Random layers draw from a key of their own, and the global generators are as they were afterwards.
 
     Args:
-        plan: as the server has it.
+        terms: as the server has it.
         task: from the server.
         client: its data.
         kept: from its last round.
@@ -182,22 +182,22 @@ def train(plan: Plan, task: Assignment, client: Client, kept: Kept, model: FlatM
     """
     if not client.examples > 0:
         raise FederationError(f"client {task.client} has no examples: leave it out of the federation")
-    steps = max(1, round(share * (client.steps or plan.local.steps)))
+    steps = max(1, round(share * (client.steps or terms.local.steps)))
     model.values.copy_(task.model)
     model.load_buffers(task.buffers)
-    loss = _local_steps(plan, task, client, kept, model, steps)
+    loss = _local_steps(terms, task, client, kept, model, steps)
     if not bool(model.values.isfinite().all()):
         raise FederationError(
             f"client {task.client}'s model is not finite after {steps} local steps of round {task.round}: lower the "
             "local lr, or look at its data"
         )
-    work = Work(task.model, model.values, steps, plan.local, task.shared, kept.vectors)
-    message = plan.method.message(work)
+    work = Work(task.model, model.values, steps, terms.local, task.shared, kept.vectors)
+    message = terms.method.message(work)
     wires: dict[str, Tensor] = {}
     memories: dict[str, ErrorMemory] = {}
     for name, vector in message.sent.items():
-        key = plan.key(task.client, task.round, name)
-        wires[name], memory = plan.update.send(vector, kept.memories.get(name), key)
+        key = terms.key(task.client, task.round, name)
+        wires[name], memory = terms.update.send(vector, kept.memories.get(name), key)
         memories |= {} if memory is None else {name: memory}
     update = Update(
         *(task.client, task.round, model.fingerprint, client.examples, steps, wires, model.buffers(), loss),
@@ -217,10 +217,10 @@ def _drawing_from(key: Key, device: torch.device) -> Generator[None]:
         yield
 
 
-def _local_steps(plan: Plan, task: Assignment, client: Client, kept: Kept, model: FlatModel, steps: int) -> float:
+def _local_steps(terms: Terms, task: Assignment, client: Client, kept: Kept, model: FlatModel, steps: int) -> float:
     """Train; return the mean loss."""
-    key = Key(plan.seed, task.round, "federated.client", rank=task.client)
-    y, g, local = model.values, model.gradient, plan.local
+    key = Key(terms.seed, task.round, "federated.client", rank=task.client)
+    y, g, local = model.values, model.gradient, terms.local
     velocity = torch.zeros_like(g) if local.momentum else None
     total = torch.zeros((), dtype=y.dtype, device=y.device)
     model.module.train()
@@ -231,7 +231,7 @@ def _local_steps(plan: Plan, task: Assignment, client: Client, kept: Kept, model
             loss.backward()
             with torch.no_grad():
                 total += loss.detach()
-                d = plan.method.direction_(g, y, task.model, task.shared, kept.vectors)
+                d = terms.method.direction_(g, y, task.model, task.shared, kept.vectors)
                 d = d.add_(y, alpha=local.weight_decay) if local.weight_decay else d
                 d = d if velocity is None else velocity.mul_(local.momentum).add_(d)
                 y.add_(d, alpha=-local.lr)

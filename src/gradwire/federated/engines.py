@@ -11,7 +11,7 @@ from torch import nn
 
 from gradwire.codecs.error_memory import ErrorMemory
 from gradwire.core.errors import GradwireError
-from gradwire.federated.client import Assignment, Done, Federation, Kept, Plan, train
+from gradwire.federated.client import Assignment, Done, Federation, Kept, Terms, train
 from gradwire.federated.flat import FlatModel
 from gradwire.federated.methods import Vectors
 
@@ -56,7 +56,7 @@ Outcome = Done | Lost
 class Engine(Protocol):
     """Runs the jobs of a round; yields one outcome for each, in any order."""
 
-    def run(self, plan: Plan, jobs: Sequence[Job]) -> Iterator[Outcome]:
+    def run(self, terms: Terms, jobs: Sequence[Job]) -> Iterator[Outcome]:
         """Train the clients of `jobs`."""
         ...
 
@@ -76,11 +76,11 @@ class Place:
         """Fingerprint of the model's names and shapes."""
         return self._model.fingerprint
 
-    def do(self, plan: Plan, job: Job) -> Outcome:
+    def do(self, terms: Terms, job: Job) -> Outcome:
         """Do a job; whatever a client's code raises loses that client and no other."""
         client, job = job.task.client, job.on(self._model.values.device)
         try:
-            return train(plan, job.task, self._federation.client(client), job.kept, self._model, job.share)
+            return train(terms, job.task, self._federation.client(client), job.kept, self._model, job.share)
         except GradwireError as error:
             return Lost(client, str(error))
         except Exception as error:
@@ -96,10 +96,10 @@ class InProcess:
     def __init__(self, model: nn.Module, federation: Federation) -> None:
         self._place = Place(model, federation)
 
-    def run(self, plan: Plan, jobs: Sequence[Job]) -> Iterator[Outcome]:
+    def run(self, terms: Terms, jobs: Sequence[Job]) -> Iterator[Outcome]:
         """One job after another."""
         for job in jobs:
-            yield self._place.do(plan, job)
+            yield self._place.do(terms, job)
 
     def close(self) -> None:
         """There is nothing to free."""

@@ -14,7 +14,7 @@ from gradwire.core.errors import CompositionError, FederationError
 from gradwire.federated.aggregation import Aggregation, as_aggregation
 from gradwire.federated.broadcast import Broadcast
 from gradwire.federated.checks import Rows, rows_of
-from gradwire.federated.client import Assignment, Plan, Update
+from gradwire.federated.client import Assignment, Terms, Update
 from gradwire.federated.flat import FlatModel
 from gradwire.federated.local import SGD
 from gradwire.federated.methods import MODEL, FedAvg, Method
@@ -44,7 +44,7 @@ class GlobalModel:
     It draws nobody and waits for nobody: servers do. For the arguments see `Settings`.
 
     Attributes:
-        plan: what clients need to know.
+        terms: what clients need to know.
         flat: the model.
         shared: what the method shares with clients besides the model.
         broadcast: what clients know.
@@ -64,8 +64,8 @@ class GlobalModel:
     ) -> None:
         self.optimizer, self.aggregation = optimizer or Mean(), as_aggregation(aggregate)
         self.flat = FlatModel(copy.deepcopy(model))
-        self.plan = Plan(method or FedAvg(), local, Sending.of(update), seed, self.flat.fingerprint)
-        self.shared = self.plan.method.shared(self.flat.values)
+        self.terms = Terms(method or FedAvg(), local, Sending.of(update), seed, self.flat.fingerprint)
+        self.shared = self.terms.method.shared(self.flat.values)
         self._memory = self.optimizer.memory(self.flat.values)
         self._last: dict[str, Tensor] = {}
         self.broadcast = Broadcast(Sending.of(broadcast), self.vectors())
@@ -95,7 +95,7 @@ class GlobalModel:
         Raises:
             FederationError: as `checks.rows_of`.
         """
-        return rows_of(update, self.plan, self.vectors(), self.flat.buffers())
+        return rows_of(update, self.terms, self.vectors(), self.flat.buffers())
 
     @torch.no_grad()
     def step(self, rows: Sequence[Rows], shares: Sequence[float], fraction: float) -> None:
@@ -116,13 +116,13 @@ class GlobalModel:
             raise FederationError(
                 f"the mean {bad[0]} is not finite, though each update is: nothing was applied; lower the learning rates"
             )
-        change = self.plan.method.change(means[MODEL], self.plan.local, [row.steps for row in rows], shares)
+        change = self.terms.method.change(means[MODEL], self.terms.local, [row.steps for row in rows], shares)
         self.optimizer.move_(self.flat.values, change, self._memory)
-        self.shared = self.plan.method.share(self.shared, means, fraction)
+        self.shared = self.terms.method.share(self.shared, means, fraction)
         if BUFFERS in means:
             self.flat.load_buffers(self.flat.buffers() + means[BUFFERS])
         self._last = means if self.aggregation.remembers else {}
-        self.broadcast.publish(self.vectors(), self.plan.seed)
+        self.broadcast.publish(self.vectors(), self.terms.seed)
 
     def _combined(self, rows: Sequence[Tensor], shares: Sequence[float], name: str) -> Tensor:
         return self.aggregation.combine(torch.stack(list(rows)), shares, self._last.get(name))
@@ -130,9 +130,9 @@ class GlobalModel:
     # State -------------------------------------------------------------------------------------------------------
 
     def _settings(self) -> dict[str, str]:
-        parts = {"method": self.plan.method, "local": self.plan.local, "update": self.plan.update}
+        parts = {"method": self.terms.method, "local": self.terms.local, "update": self.terms.update}
         parts |= {"optimizer": self.optimizer, "aggregate": self.aggregation, "broadcast": self.broadcast.sending}
-        return {name: repr(part) for name, part in parts.items()} | {"model": self.plan.fingerprint}
+        return {name: repr(part) for name, part in parts.items()} | {"model": self.terms.fingerprint}
 
     def _tensors(self) -> dict[str, dict[str, Tensor]]:
         return {
@@ -146,7 +146,7 @@ class GlobalModel:
     def state_dict(self, settings: Mapping[str, object], numbers: Mapping[str, int]) -> dict[str, Any]:
         """All of it, with the settings and numbers of the server whose model it is; tensors are copies."""
         seen = [list(pair) for pair in self.broadcast.seen.items()]
-        own = {"seed": self.plan.seed, "version": self.broadcast.version, "seen": seen}
+        own = {"seed": self.terms.seed, "version": self.broadcast.version, "seen": seen}
         named = self._settings() | {name: repr(value) for name, value in settings.items()}
         return {"settings": named, **numbers, **own, **{name: cloned(group) for name, group in self._tensors().items()}}
 
@@ -167,7 +167,7 @@ class GlobalModel:
         self.shared, self._memory, self._last = found["shared"], found["optimizer"], found["last"]
         self.broadcast.known, self.broadcast.version = found["known"], saved["version"]
         self.broadcast.seen = {int(client): int(version) for client, version in saved["seen"]}
-        self.plan = replace(self.plan, seed=saved["seed"])
+        self.terms = replace(self.terms, seed=saved["seed"])
 
 
 class HasModel:
@@ -177,9 +177,9 @@ class HasModel:
         self._global = model
 
     @property
-    def plan(self) -> Plan:
+    def terms(self) -> Terms:
         """What clients need to know."""
-        return self._global.plan
+        return self._global.terms
 
     @property
     def model(self) -> nn.Module:

@@ -1,7 +1,7 @@
 """Clients that train in processes of their own, several at once.
 
 Jobs and outcomes go between this process and its workers as bytes of plain numbers and tensors (`records`). Only what a
-worker is started with (how to make its model and its clients, and the plan) is handed over as `multiprocessing` does
+worker is started with (how to make its model and its clients, and the terms) is handed over as `multiprocessing` does
 that: it has to be importable, and comes from this program alone.
 """
 
@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from gradwire.core.errors import CompositionError, FederationError
-from gradwire.federated.client import Federation, Plan
+from gradwire.federated.client import Federation, Terms
 from gradwire.federated.engines import Job, Lost, Outcome, Place
 from gradwire.federated.packing import pack, unpack
 from gradwire.federated.records import job_of, of_job, of_outcome, outcome_of
@@ -43,11 +43,11 @@ class Processes:
     """Trains clients in workers, each with one thread of torch; results are those of `InProcess` with one thread.
 
     A worker that dies loses the client that it trained, which the round reports by name, and a new one takes its place.
-    Workers start with the first round, since they are told the plan then, and anew where the plan has changed.
+    Workers start with the first round, since they are told the terms then, and anew where they have changed.
 
     Args:
         make: called once in each worker; returns a model with the structure of the server's, and the federation. It
-            must be importable: a function of a module, or a `functools.partial` of one. So must be what the plan is
+            must be importable: a function of a module, or a `functools.partial` of one. So must be what the terms are
             made of, where you have written it yourself.
         workers: how many at once, 1 or more.
         deadline_s: how long a client may take; its worker is killed then.
@@ -60,32 +60,32 @@ class Processes:
         if workers < 1 or not deadline_s > 0:
             raise CompositionError(f"{workers} workers with {deadline_s} s a client: give one at least, and some time")
         self._make, self._deadline_s, self._count = make, deadline_s, workers
-        self._plan: Plan | None = None
+        self._terms: Terms | None = None
         self._workers: list[_Worker] = []
 
-    def _require_workers(self, plan: Plan) -> None:
+    def _require_workers(self, terms: Terms) -> None:
         if not self._count:
             raise FederationError("these workers are closed: make a new Processes")
-        if plan != self._plan:
+        if terms != self._terms:
             self._end_all()
-            self._workers = [self._start(plan) for _ in range(self._count)]
-            self._plan = plan
+            self._workers = [self._start(terms) for _ in range(self._count)]
+            self._terms = terms
 
-    def _start(self, plan: Plan) -> _Worker:
+    def _start(self, terms: Terms) -> _Worker:
         context = multiprocessing.get_context("spawn")
         here, there = context.Pipe()
-        process = context.Process(target=_work, args=(there, self._make, plan), daemon=True)
+        process = context.Process(target=_work, args=(there, self._make, terms), daemon=True)
         process.start()
         there.close()
         return _Worker(process, here)
 
-    def run(self, plan: Plan, jobs: Sequence[Job]) -> Iterator[Outcome]:
+    def run(self, terms: Terms, jobs: Sequence[Job]) -> Iterator[Outcome]:
         """Hand jobs out as workers get free; yield outcomes as they come.
 
         Raises:
             FederationError: the engine is closed, or a worker could not be started.
         """
-        self._require_workers(plan)
+        self._require_workers(terms)
         waiting = list(reversed(jobs))
         try:
             for place in range(len(self._workers)):
@@ -94,11 +94,11 @@ class Processes:
                 ready = wait(list(busy), self._deadline_s)
                 for connection in ready or list(busy):
                     place = busy[connection]  # pyright: ignore[reportArgumentType]
-                    yield self._outcome(place, plan, late=not ready)
+                    yield self._outcome(place, terms, late=not ready)
                     self._hand_out(place, waiting)
         finally:  # where nobody wants the other outcomes, the next run must not find them
             for place in self._busy().values():
-                self._replace(place, plan)
+                self._replace(place, terms)
 
     def _busy(self) -> dict[Connection, int]:
         """Places of the workers that train somebody, by connection."""
@@ -113,25 +113,25 @@ class Processes:
         with contextlib.suppress(OSError):  # a worker that is dead by now shows when its answer is read
             worker.connection.send_bytes(pack(of_job(job)))
 
-    def _outcome(self, place: int, plan: Plan, *, late: bool) -> Outcome:
+    def _outcome(self, place: int, terms: Terms, *, late: bool) -> Outcome:
         """What a worker has to say; where it is dead or late, another one takes its place."""
         worker = self._workers[place]
         client, worker.client = worker.client or 0, None
         if not late:
             with contextlib.suppress(EOFError, OSError):
                 return outcome_of(unpack(worker.connection.recv_bytes()))
-        self._replace(place, plan)
+        self._replace(place, terms)
         if late:
             return Lost(client, f"client {client} took longer than {self._deadline_s:g} s, and its worker was killed")
         return Lost(client, f"client {client}'s worker died with status {worker.process.exitcode}")
 
-    def _replace(self, place: int, plan: Plan) -> None:
+    def _replace(self, place: int, terms: Terms) -> None:
         _end(self._workers[place])
-        self._workers[place] = self._start(plan)
+        self._workers[place] = self._start(terms)
 
     def close(self) -> None:
         """End all worker processes."""
-        self._count, self._plan = 0, None
+        self._count, self._terms = 0, None
         self._end_all()
 
     def _end_all(self) -> None:
@@ -163,7 +163,7 @@ def _end(worker: _Worker) -> None:
         worker.process.join()
 
 
-def _work(connection: Connection, make: Make, plan: Plan) -> None:
+def _work(connection: Connection, make: Make, terms: Terms) -> None:
     """The life of a worker: a job, its outcome, and again, until nobody asks any more."""
     torch.set_num_threads(1)
     try:
@@ -177,4 +177,4 @@ def _work(connection: Connection, make: Make, plan: Plan) -> None:
             job = job_of(unpack(connection.recv_bytes()))
         except (EOFError, OSError, KeyboardInterrupt):
             return
-        connection.send_bytes(pack(of_outcome(place.do(plan, job))))
+        connection.send_bytes(pack(of_outcome(place.do(terms, job))))

@@ -126,7 +126,7 @@ class Server(HasModel):
         """
         if self._open is not None:
             raise FederationError(f"round {self.round} is open: call end() or abandon() before the next begin()")
-        key = Key(self.plan.seed, self.round, "federated.sample", str(self._attempt))
+        key = Key(self.terms.seed, self.round, "federated.sample", str(self._attempt))
         drawn = self.sampling.draw(self.clients, key)
         self._open = _Open(frozenset(drawn), {client: self._global.bytes_to(client) for client in drawn})
         for client in drawn:
@@ -203,7 +203,7 @@ class Server(HasModel):
         )
 
     def _shares(self, rows: Sequence[Rows]) -> list[float]:
-        weighted = self.plan.method.weighted and self._global.aggregation.weighted and not self.sampling.by_weight
+        weighted = self.terms.method.weighted and self._global.aggregation.weighted and not self.sampling.by_weight
         return shares_of([row.examples if weighted else 1.0 for row in rows])
 
     def _report(self, opened: _Open, shares: Sequence[float]) -> Round:

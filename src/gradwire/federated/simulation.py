@@ -123,7 +123,7 @@ class Simulation:
     def _trained(self, tasks: list[Assignment]) -> dict[int, Kept]:
         """Have the clients train and the server receive; return what they will keep if the round holds."""
         kept: dict[int, Kept] = {}
-        for outcome in self.engine.run(self.server.plan, self._jobs(tasks)):
+        for outcome in self.engine.run(self.server.terms, self._jobs(tasks)):
             if isinstance(outcome, Lost):
                 self.server.drop(outcome.client, outcome.reason)
                 continue
@@ -138,7 +138,9 @@ class Simulation:
     def _jobs(self, tasks: list[Assignment]) -> list[Job]:
         jobs: list[Job] = []
         for task in tasks:
-            share = self.conditions.share(Key(self.server.plan.seed, task.round, "federated.weather", rank=task.client))
+            share = self.conditions.share(
+                Key(self.server.terms.seed, task.round, "federated.weather", rank=task.client)
+            )
             if share:
                 jobs.append(Job(task, self._kept.get(task.client, Kept()), share))
             else:

@@ -8,6 +8,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from gradwire.core.errors import StateError
+from gradwire.core.renamed import same
 
 Group = Mapping[str, Tensor]
 Filled = dict[str, dict[str, Tensor]]
@@ -34,7 +35,7 @@ def filled(
     """
     theirs = _mapping(saved, "settings")
     for name, value in settings.items():
-        if theirs.get(name) != value:
+        if not same(theirs.get(name), value):
             raise StateError(
                 f"the saved state is of a server with {name} {_short(theirs.get(name))}, and here it is {_short(value)}"
             )

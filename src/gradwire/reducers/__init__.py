@@ -5,9 +5,10 @@ from gradwire.reducers.adaptive_precision import AdaptivePrecision
 from gradwire.reducers.adaptive_threshold import AdaptiveThreshold
 from gradwire.reducers.auto import Auto
 from gradwire.reducers.base import Program, Reduced, Reducer, Sent, Step, Wrapper
+from gradwire.reducers.compression_warm_up import CompressionWarmUp
 from gradwire.reducers.count_sketch import CountSketch
 from gradwire.reducers.error_feedback import ErrorFeedback
-from gradwire.reducers.exchange import AllGather, AllGatherV, AllReduce
+from gradwire.reducers.exchange import AllGatherExchange, AllGatherVExchange, AllReduceExchange
 from gradwire.reducers.factored_residual import FactoredErrorFeedback
 from gradwire.reducers.gather import Gather, ShardGather, ShardwiseGather, Whole
 from gradwire.reducers.gradzip import GradZip
@@ -27,7 +28,6 @@ from gradwire.reducers.svd import SVD
 from gradwire.reducers.ternary_sum import TernarySum
 from gradwire.reducers.tree_route import Tree
 from gradwire.reducers.two_shot import SparseTwoShot, TwoShot, two_shot
-from gradwire.reducers.warm_up import WarmUp
 from gradwire.reducers.worker_momentum import WorkerMomentum
 
 __all__ = [
@@ -37,10 +37,11 @@ __all__ = [
     "SVD",
     "AdaptivePrecision",
     "AdaptiveThreshold",
-    "AllGather",
-    "AllGatherV",
-    "AllReduce",
+    "AllGatherExchange",
+    "AllGatherVExchange",
+    "AllReduceExchange",
     "Auto",
+    "CompressionWarmUp",
     "CountSketch",
     "Direct",
     "ErrorFeedback",
@@ -73,7 +74,6 @@ __all__ = [
     "TernarySum",
     "Tree",
     "TwoShot",
-    "WarmUp",
     "Whole",
     "WorkerMomentum",
     "Wrapper",

@@ -87,7 +87,7 @@ class ACPSGD(LowRank):
             )
 
     @property
-    def sums_in_halves(self) -> bool:
+    def sums_in_16_bits(self) -> bool:
         """Where the factors are of 16 bits."""
         return FACTOR_DTYPES[self.factors] is not None
 

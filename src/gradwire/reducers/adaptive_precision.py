@@ -15,7 +15,7 @@ from gradwire.core.errors import CompositionError
 from gradwire.core.grain import Grain
 from gradwire.core.state import State
 from gradwire.reducers.base import Program, Reducer, Step
-from gradwire.reducers.exchange import AllReduce
+from gradwire.reducers.exchange import AllReduceExchange
 from gradwire.reducers.scaled_fp16 import largest_magnitude, mean_of_halves, scales
 
 SMALLEST_NORMAL = 2.0**-14
@@ -83,7 +83,7 @@ class AdaptivePrecision(Reducer):
         ranges = yield collective.AllReduce(_measured(flat, grain), op="max", consumable=True)
         if _fits(ranges, step.world_size):
             return (yield from mean_of_halves(x, ranges[:1], state, step))
-        return (yield from AllReduce(WIDE[self.wide]()).reduce(grain, x, state, step))
+        return (yield from AllReduceExchange(WIDE[self.wide]()).reduce(grain, x, state, step))
 
 
 def _measured(flat: Tensor, grain: Grain) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from gradwire.core.errors import CompositionError
 from gradwire.core.link import Link
 from gradwire.reducers.base import Step
-from gradwire.reducers.exchange import AllReduce
+from gradwire.reducers.exchange import AllReduceExchange
 from gradwire.reducers.routes import Direct, RecursiveHalvingDoubling, Ring, Route, Total
 from gradwire.reducers.tree_route import Tree
 
@@ -64,7 +64,7 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class Auto(AllReduce):
+class Auto(AllReduceExchange):
     """Whichever of the backend's all-reduce and the routes takes the least time for the size of the payload.
 
     `gradwire.attach` measures every candidate once on its own group and the ranks agree on the slowest rank's times, so
@@ -82,7 +82,7 @@ class Auto(AllReduce):
     >>> flat, steep = Curve((Point(0, 2.0), Point(10, 2.1))), Curve((Point(0, 1.0), Point(10, 9.0)))
     >>> auto = Auto(Identity(), (flat, steep, flat, flat, flat))
     >>> auto.choose(1), auto.choose(1000)
-    (Direct(codec=Identity()), AllReduce(codec=Identity()))
+    (Direct(codec=Identity()), AllReduceExchange(codec=Identity()))
     """
 
     curves: tuple[Curve, ...] = field(default=(), repr=False)
@@ -93,12 +93,12 @@ class Auto(AllReduce):
             raise CompositionError(f"{len(self.curves)} curves for {len(self.candidates)} candidates: measure them all")
 
     @property
-    def candidates(self) -> tuple[AllReduce, ...]:
+    def candidates(self) -> tuple[AllReduceExchange, ...]:
         """What is chosen from, the backend's own first."""
         routes: tuple[type[Route], ...] = (Direct, Ring, RecursiveHalvingDoubling, Tree)
-        return (AllReduce(self.codec), *(route(self.codec) for route in routes))
+        return (AllReduceExchange(self.codec), *(route(self.codec) for route in routes))
 
-    def choose(self, nbytes: int) -> AllReduce:
+    def choose(self, nbytes: int) -> AllReduceExchange:
         """The fastest route for a payload of `nbytes`, where it is a twentieth faster than the backend's own."""
         if not self.curves:
             return self.candidates[0]

@@ -6,9 +6,13 @@ A reducer does no I/O and holds no state: a driver performs what it yields, on o
 state it returns once the whole step is known to be good. Programs never branch on the value of a tensor, unless all
 ranks were sent the same and a tensor without data (`meta`) has its branch too.
 
-- `reduce` must leave `x` as it is unless the reducer declares `consumes`, in which case `x` is the reducer's to
+What a reducer says of itself are its traits. One that is made of others, its `children`, says what they say, unless it
+declares something else: all of them for what must hold everywhere, any for what is enough in one place, the largest or
+the least of numbers. So a wrapper states what it changes and nothing else.
+
+- `reduce` must leave `x` as it is unless the reducer declares `keeps_input`, in which case `x` is the reducer's to
   keep (error feedback makes it the new residual).
-- `conserves`: sum over ranks of (x + e) + n * sum of owners' residuals = n * mean + the same of the new state.
+- `conserves_sum`: sum over ranks of (x + e) + n * sum of owners' residuals = n * mean + the same of the new state.
 - `keyed`: what is sent is drawn from a key, other than by a codec that says so; `contraction` then holds in the mean
   over keys.
 - `averages`: the result is the mean over ranks of what they sent. Rules that are no mean (a median, a weighted or a
@@ -17,7 +21,7 @@ ranks were sent the same and a tensor without data (`meta`) has its branch too.
   what the whole would have become. Error feedback and EF21 send in parts. A mean is linear, and so is a weighted mean;
   a median is not, nor is a choice by distances.
 - `carries_momentum`: what is sent contains momentum already, which nobody should add again.
-- `sums_in_halves`: sums over ranks are rounded to 16 bits, and estimates that are never corrected would drift by it.
+- `sums_in_16_bits`: sums over ranks are rounded to 16 bits, and estimates that are never corrected would drift by it.
 - `ends_alike`: every rank ends with the same result, bit for bit. What a model is trained by must say so, else replicas
   would drift apart without a word.
 - `scatters`: each rank ends with its own shard of the mean only, the elements `owned`: what sharded training needs. It
@@ -34,7 +38,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple, Protocol, cast
 
@@ -88,42 +92,66 @@ Program = program.Program[Reduced]
 """What `reduce` returns."""
 
 
+class _OfChildren:
+    """A trait that a class declares by a value, and that is asked of a reducer's children where it declares none."""
+
+    def __init__(self, fold: Callable[[Iterable[bool]], bool]) -> None:
+        self._fold = fold
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, reducer: Reducer | None, kind: type) -> bool:
+        children = () if reducer is None else reducer.children()
+        return self._fold(getattr(child, self._name) for child in children)
+
+
 class Reducer(ABC):
     """A way to combine one tensor of every rank into their mean. See the module's text for the contract."""
 
-    consumes: ClassVar[bool] = False
-    conserves: ClassVar[bool] = True
-    keyed: ClassVar[bool] = False
+    keeps_input: ClassVar[bool] = cast(bool, _OfChildren(any))
+    conserves_sum: ClassVar[bool] = cast(bool, _OfChildren(all))
+    keyed: ClassVar[bool] = cast(bool, _OfChildren(any))
+
+    def children(self) -> tuple[Reducer, ...]:
+        """The reducers that this one is made of, in the order of its attributes.
+
+        >>> from gradwire.spec import parse
+        >>> [type(child).__name__ for child in parse("int4,ef=off").children()]
+        ['TwoShot']
+        """
+        return tuple(_reducers_among(vars(self).values()))
 
     @property
     def scope(self) -> Literal["flat", "tensor"]:
         """Elementwise on a flat grain, or one matrix (or a batch of equal ones) at a time."""
-        return "flat"
+        return "tensor" if any(child.scope == "tensor" for child in self.children()) else "flat"
 
     @property
     def lossless(self) -> bool:
         """Whether nothing is lost, so that error feedback would have nothing to do."""
-        return False
+        return self._all(lambda child: child.lossless)
 
     @property
     def averages(self) -> bool:
         """Whether the result is the mean over ranks of what they sent."""
-        return True
+        return all(child.averages for child in self.children())
 
     @property
     def linear(self) -> bool:
         """Whether results of what is sent in parts add up to the result of the whole: a mean's do."""
-        return self.averages
+        children = self.children()
+        return all(child.linear for child in children) if children else self.averages
 
     @property
     def scatters(self) -> bool:
         """Whether each rank ends with its own shard of the mean only."""
-        return False
+        return any(child.scatters for child in self.children())
 
     @property
     def ends_alike(self) -> bool:
-        """Whether every rank ends with the same result, bit for bit: where all its parts do."""
-        return all(part.ends_alike for part in _parts(vars(self).values()))
+        """Whether every rank ends with the same result, bit for bit."""
+        return all(child.ends_alike for child in self.children())
 
     def owned(self, grain: Grain, step: Step) -> slice:
         """Return which elements of the grain this rank's result holds: all of them, or the rank's shard."""
@@ -145,41 +173,41 @@ class Reducer(ABC):
 
     @property
     def carries_momentum(self) -> bool:
-        """Whether momentum is added before sending: in one of its parts."""
-        return any(part.carries_momentum for part in _parts(vars(self).values()))
+        """Whether momentum is added before sending."""
+        return any(child.carries_momentum for child in self.children())
 
     @property
-    def sums_in_halves(self) -> bool:
-        """Whether sums over ranks are rounded to 16 bits, of which no rank's residual knows: in one of its parts."""
-        return any(part.sums_in_halves for part in _parts(vars(self).values()))
+    def sums_in_16_bits(self) -> bool:
+        """Whether sums over ranks are rounded to 16 bits, of which no rank's residual knows."""
+        return any(child.sums_in_16_bits for child in self.children())
 
     @property
     def payload_share(self) -> float:
-        """About how many bytes a payload has for a byte of float32 gradient: the largest of its parts', 0 if unknown.
+        """About how many bytes a payload has for a byte of float32 gradient: the largest share, 0 if unknown.
 
         Where it is large, a small model is cut into more grains (`drivers.plan`).
         """
-        return max((part.payload_share for part in _parts(vars(self).values())), default=0.0)
+        return max((child.payload_share for child in self.children()), default=0.0)
 
     @property
     def fewest_ranks(self) -> int:
         """Ranks that it needs at least."""
-        return 1
+        return max((child.fewest_ranks for child in self.children()), default=1)
 
     @property
     def rank_multiple(self) -> int:
-        """The number of ranks must be a multiple of this: of what all its parts ask for."""
-        return math.lcm(*(part.rank_multiple for part in _parts(vars(self).values())))
+        """The number of ranks must be a multiple of this."""
+        return math.lcm(*(child.rank_multiple for child in self.children()))
 
     @property
     def repeatable(self) -> bool:
         """Whether a run with the same seed is the same run."""
-        return True
+        return all(child.repeatable for child in self.children())
 
     @property
     def private(self) -> bool:
-        """Whether noise hides what a rank contributes, in one of its parts: its steps are accounted for together."""
-        return any(part.private for part in _parts(vars(self).values()))
+        """Whether noise hides what a rank contributes: its steps are accounted for together."""
+        return any(child.private for child in self.children())
 
     def require_ranks(self, world_size: int) -> None:
         """Refuse a number of ranks that this reducer cannot serve.
@@ -219,11 +247,19 @@ class Reducer(ABC):
     @property
     def shows_non_finite(self) -> bool:
         """Whether a NaN or an infinity on any rank always makes the mean non-finite on all of them."""
-        return False
+        return self._all(lambda child: child.shows_non_finite)
+
+    def _all(self, trait: Callable[[Reducer], bool]) -> bool:
+        """Whether all children say so; where there are none, no."""
+        children = self.children()
+        return bool(children) and all(map(trait, children))
 
     def contraction(self, grain: Grain) -> float | None:
-        """Return delta in E||sent - x||^2 <= (1 - delta)||x||^2, or None where there is no such bound."""
-        return None
+        """Return delta in E||sent - x||^2 <= (1 - delta)||x||^2, or None where there is no such bound.
+
+        Of several children it is the weakest one's.
+        """
+        return weakest(child.contraction(grain) for child in self.children())
 
     def absolute_error(self, grain: Grain) -> float | None:
         """Return a bound on what is left of each element, as `Codec.absolute_error` has it, or None."""
@@ -233,13 +269,13 @@ class Reducer(ABC):
         """Return the reducer that serves `parameter`."""
         return self
 
-    def unmet(self, names: Collection[str]) -> list[str]:
-        """The globs in its parts' rules that meet none of the parameters called `names`: most likely misspelt."""
-        return [glob for part in _parts(vars(self).values()) for glob in part.unmet(names)]
+    def unmatched_globs(self, names: Collection[str]) -> list[str]:
+        """The globs in its rules that meet none of the parameters called `names`: most likely misspelt."""
+        return [glob for child in self.children() for glob in child.unmatched_globs(names)]
 
     def axes(self, world_size: int) -> tuple[Axis, ...]:
-        """Sub-groups of ranks that the program and its parts communicate on, so that they can be made beforehand."""
-        found = (axis for part in _parts(vars(self).values()) for axis in part.axes(world_size))
+        """Sub-groups of ranks that the program communicates on, so that they can be made beforehand."""
+        found = (axis for child in self.children() for axis in child.axes(world_size))
         return tuple(dict.fromkeys(found))
 
 
@@ -309,13 +345,23 @@ def require_alike(reducer: Reducer) -> Reducer:
     return reducer
 
 
-def _parts(values: Iterable[object]) -> Iterator[Reducer]:
-    """The reducers among some values, in tuples too."""
+def weakest(bounds: Iterable[float | None]) -> float | None:
+    """Return the least of some bounds, or None where one of them is none or there are none at all.
+
+    >>> weakest([0.5, 0.25]), weakest([0.5, None]), weakest([])
+    (0.25, None, None)
+    """
+    known = list(bounds)
+    return min((bound for bound in known if bound is not None), default=None) if None not in known else None
+
+
+def _reducers_among(values: Iterable[object]) -> Iterator[Reducer]:
+    """The reducers among some values, in tuples and lists too."""
     for value in values:
         if isinstance(value, Reducer):
             yield value
-        elif isinstance(value, tuple):
-            yield from _parts(cast(tuple[object, ...], value))
+        elif isinstance(value, tuple | list):
+            yield from _reducers_among(cast(Sequence[object], value))
 
 
 class Wrapper(Reducer):
@@ -323,49 +369,9 @@ class Wrapper(Reducer):
 
     inner: Reducer
 
-    @property
-    @override
-    def scope(self) -> Literal["flat", "tensor"]:
-        return self.inner.scope
-
-    @property
-    @override
-    def lossless(self) -> bool:
-        return self.inner.lossless
-
-    @property
-    @override
-    def shows_non_finite(self) -> bool:
-        return self.inner.shows_non_finite
-
-    @property
-    @override
-    def scatters(self) -> bool:
-        return self.inner.scatters
-
     @override
     def owned(self, grain: Grain, step: Step) -> slice:
         return self.inner.owned(grain, step)
-
-    @property
-    @override
-    def averages(self) -> bool:
-        return self.inner.averages
-
-    @property
-    @override
-    def linear(self) -> bool:
-        return self.inner.linear
-
-    @property
-    @override
-    def fewest_ranks(self) -> int:
-        return self.inner.fewest_ranks
-
-    @property
-    @override
-    def repeatable(self) -> bool:
-        return self.inner.repeatable
 
     def scattered(self) -> Reducer:
         """The same wrapper around what the inner reducer has for it."""
@@ -374,10 +380,6 @@ class Wrapper(Reducer):
     @override
     def init(self, grain: Grain, step: Step) -> State:
         return self.inner.init(grain, step)
-
-    @override
-    def contraction(self, grain: Grain) -> float | None:
-        return self.inner.contraction(grain)
 
     @override
     def absolute_error(self, grain: Grain) -> float | None:

@@ -33,17 +33,17 @@ class ErrorFeedback(Wrapper):
 
     Raises:
         CompositionError: an inner reducer that is no contraction, that loses something and is not `linear`, or that
-            itself consumes its input.
+            itself keeps its input.
 
     References:
         Karimireddy, Rebjock, Stich & Jaggi 2019, "Error feedback fixes SignSGD and other gradient compression
         schemes", Algorithm 1.
 
     >>> from gradwire.codecs import QSGD, TopK
-    >>> from gradwire.reducers import AllGather
-    >>> ErrorFeedback(AllGather(TopK(0.01)))
-    ErrorFeedback(inner=AllGather(codec=TopK(density=0.01, values='fp32', indices='auto')), decay=1.0)
-    >>> ErrorFeedback(AllGather(QSGD(15)))
+    >>> from gradwire.reducers import AllGatherExchange
+    >>> ErrorFeedback(AllGatherExchange(TopK(0.01)))
+    ErrorFeedback(inner=AllGatherExchange(codec=TopK(density=0.01, values='fp32', indices='auto')), decay=1.0)
+    >>> ErrorFeedback(AllGatherExchange(QSGD(15)))
     Traceback (most recent call last):
         ...
     gradwire.core.errors.CompositionError: ...
@@ -52,10 +52,10 @@ class ErrorFeedback(Wrapper):
     inner: Reducer
     decay: float = 1.0
 
-    consumes: ClassVar[bool] = True
+    keeps_input: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if as_reducer(self.inner).consumes:
+        if as_reducer(self.inner).keeps_input:
             raise CompositionError(f"{self.inner} keeps its own residual; one error feedback is enough")
         require_decay(self.decay)
         if not self.inner.lossless:
@@ -66,9 +66,9 @@ class ErrorFeedback(Wrapper):
         require_bounded(*bounds, f"error feedback over {self.inner}", without)
 
     @property
-    def conserves(self) -> bool:  # type: ignore[override]
+    def conserves_sum(self) -> bool:  # type: ignore[override]
         """It does so only without decay."""
-        return self.inner.conserves and self.decay == 1.0
+        return self.inner.conserves_sum and self.decay == 1.0
 
     def around(self, inner: Reducer) -> Reducer:
         """The same around another reducer; where that loses nothing, that reducer alone."""

@@ -58,7 +58,7 @@ class _OfCodec(Reducer):
 
 
 @dataclass(frozen=True)
-class AllReduce(_OfCodec):
+class AllReduceExchange(_OfCodec):
     """mean = decode(sum over ranks of encode(x / n)): payloads ride one all-reduce.
 
     For additive codecs. Dividing comes before encoding, so that half precision overflows only where the mean does.
@@ -71,8 +71,8 @@ class AllReduce(_OfCodec):
         CompositionError: a codec whose payloads cannot be added.
 
     >>> from gradwire.codecs import Identity
-    >>> AllReduce(Identity())
-    AllReduce(codec=Identity())
+    >>> AllReduceExchange(Identity())
+    AllReduceExchange(codec=Identity())
     """
 
     def __post_init__(self) -> None:
@@ -80,11 +80,11 @@ class AllReduce(_OfCodec):
             fit = "TwoShot" if self.codec.granularity else "SparseTwoShot"
             raise CompositionError(
                 f"payloads of {self.codec} cannot be added, so they cannot ride an all-reduce: use exchange=twoshot "
-                f"({fit}) or exchange=allgather (AllGather)"
+                f"({fit}) or exchange=allgather (AllGatherExchange)"
             )
 
     @property
-    def sums_in_halves(self) -> bool:
+    def sums_in_16_bits(self) -> bool:
         """Where the codec's payload is of 16 bits."""
         fields = self.codec.layout(1).fields
         return any(field.dtype.is_floating_point and field.dtype.itemsize < 4 for field in fields)
@@ -107,7 +107,7 @@ class AllReduce(_OfCodec):
 
 
 @dataclass(frozen=True)
-class AllGather(_OfCodec):
+class AllGatherExchange(_OfCodec):
     """mean = 1/n sum over ranks, in rank order, of decode(encode(x_rank)): every payload goes to every rank.
 
     For any codec. The sum runs in rank order on every rank, so the mean is the same bit for bit. Bytes a rank
@@ -147,18 +147,18 @@ class AllGather(_OfCodec):
 
 
 @dataclass(frozen=True)
-class AllGatherV(AllGather):
-    """`AllGather` of as many bytes as the fullest payload uses, for codecs whose payloads have room to spare.
+class AllGatherVExchange(AllGatherExchange):
+    """`AllGatherExchange` of as many bytes as the fullest payload uses, for codecs whose payloads have room to spare.
 
     A `Threshold` reserves room for `cap` of the entries and fills it seldom; behind what is used all is zero
     (`Codec.used_bytes`). The ranks agree on the largest used size by an all-reduce of 8 bytes first, which is one
-    latency more, and put the zeros back: the mean is `AllGather`'s bit for bit. On a GPU the host waits for the size.
-    Bytes a rank sends: n - 1 times the largest used size; without data (`gradwire cost`) the whole payload's, which is
-    the most it can be.
+    latency more, and put the zeros back: the mean is `AllGatherExchange`'s bit for bit. On a GPU the host waits for the
+    size. Bytes a rank sends: n - 1 times the largest used size; without data (`gradwire cost`) the whole payload's,
+    which is the most it can be.
 
     >>> from gradwire.codecs import Threshold
-    >>> AllGatherV(Threshold(0.01))
-    AllGatherV(codec=Threshold(tau=0.01, cap=0.05))
+    >>> AllGatherVExchange(Threshold(0.01))
+    AllGatherVExchange(codec=Threshold(tau=0.01, cap=0.05))
     """
 
     def _gathered(self, wire: Tensor, payload: Payload, x: Tensor) -> Generator[Collective, Tensor, Tensor]:

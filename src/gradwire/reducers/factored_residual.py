@@ -47,9 +47,9 @@ class FactoredErrorFeedback(ErrorFeedback):
         Vogels, Karimireddy & Jaggi 2019, "PowerSGD", Algorithm 1, for the iteration.
 
     >>> from gradwire.codecs import TopK
-    >>> from gradwire.reducers import AllGather
+    >>> from gradwire.reducers import AllGatherExchange
     >>> parameter = ParameterSpec("bias", (64,), torch.float32, torch.device("cpu"))
-    >>> type(FactoredErrorFeedback(AllGather(TopK(0.01)), rank=8).assign(parameter)).__name__
+    >>> type(FactoredErrorFeedback(AllGatherExchange(TopK(0.01)), rank=8).assign(parameter)).__name__
     'ErrorFeedback'
     """
 
@@ -67,7 +67,7 @@ class FactoredErrorFeedback(ErrorFeedback):
         return "tensor"
 
     @property
-    def conserves(self) -> bool:  # type: ignore[override]
+    def conserves_sum(self) -> bool:  # type: ignore[override]
         """False: what factors do not say is lost."""
         return False
 

@@ -48,7 +48,7 @@ class ShardGather(ABC):
         return not self.codec.lossless and self.codec.contraction(1) is not None
 
     @property
-    def conserves(self) -> bool:
+    def conserves_sum(self) -> bool:
         """Whether the encoding loses nothing, or the owner keeps what it lost."""
         return self.codec.lossless or self.owes
 

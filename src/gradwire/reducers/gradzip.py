@@ -48,7 +48,7 @@ class GradZip(LowRank):
 
     >>> from gradwire.core.grain import ParameterSpec
     >>> GradZip(2).assign(ParameterSpec("bias", (64,), torch.float32, torch.device("cpu")))
-    AllReduce(codec=Identity())
+    AllReduceExchange(codec=Identity())
     """
 
     rank: int = 4

@@ -25,25 +25,15 @@ class Guard(Wrapper):
     tells every rank the same, and nothing is sent to agree on it.
 
     >>> from gradwire.codecs import TopK
-    >>> from gradwire.reducers import AllGather
-    >>> Guard(AllGather(TopK(0.5))).inner
-    AllGather(codec=TopK(density=0.5, values='fp32', indices='auto'))
+    >>> from gradwire.reducers import AllGatherExchange
+    >>> Guard(AllGatherExchange(TopK(0.5))).inner
+    AllGatherExchange(codec=TopK(density=0.5, values='fp32', indices='auto'))
     """
 
     inner: Reducer
 
     def __post_init__(self) -> None:
         as_reducer(self.inner)
-
-    @property
-    def consumes(self) -> bool:  # type: ignore[override]
-        """What the inner reducer says."""
-        return self.inner.consumes
-
-    @property
-    def conserves(self) -> bool:  # type: ignore[override]
-        """What the inner reducer says."""
-        return self.inner.conserves
 
     def around(self, inner: Reducer) -> Reducer:
         """The same around another reducer."""

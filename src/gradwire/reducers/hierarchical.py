@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from gradwire.core.errors import CompositionError
 from gradwire.core.grain import Grain, Segment
 from gradwire.core.program import along
 from gradwire.core.state import Leaf, State, replace_leaves
-from gradwire.reducers.base import Program, Reduced, Reducer, Sent, Step, require_whole
+from gradwire.reducers.base import Program, Reduced, Reducer, Sent, Step, require_whole, weakest
 from gradwire.reducers.sharding import Shards, sum_dtype
 
 _ALIGNED = 256
@@ -77,12 +76,10 @@ class Hierarchical(Reducer):
     inter: Reducer
     node_size: int
 
-    consumes: ClassVar[bool] = False
-
     def __post_init__(self) -> None:
         if self.node_size < 1:
             raise CompositionError(f"node_size {self.node_size} is below 1; write how many ranks share a node")
-        if self.inter.consumes:
+        if self.inter.keeps_input:
             raise CompositionError(
                 f"{self.inter} keeps a residual of its shard alone: write ErrorFeedback(Hierarchical(...)) instead"
             )
@@ -93,14 +90,9 @@ class Hierarchical(Reducer):
             raise CompositionError(f"{self.inter} reduces whole matrices, and nodes are given shards: take a codec")
 
     @property
-    @override
-    def lossless(self) -> bool:
-        return self.inter.lossless
-
-    @property
-    def conserves(self) -> bool:  # type: ignore[override]
-        """What the inner reducer says."""
-        return self.inter.conserves
+    def shows_non_finite(self) -> bool:
+        """False: what a node's sum makes of it is not relied on, and the ranks agree on a flag."""
+        return False
 
     @property
     @override
@@ -119,9 +111,7 @@ class Hierarchical(Reducer):
     def contraction(self, grain: Grain) -> float | None:
         """The inner reducer's, of a shard or of all: it holds for the sum of a node's ranks, not for each rank."""
         shard = _shards(grain.numel, self.node_size).size
-        deltas = [self.inter.contraction(_part(grain, 0, numel)) for numel in {shard, grain.numel}]
-        known = [delta for delta in deltas if delta is not None]
-        return min(known) if len(known) == len(deltas) else None
+        return weakest(self.inter.contraction(_part(grain, 0, numel)) for numel in {shard, grain.numel})
 
     def init(self, grain: Grain, step: Step) -> State:
         """The inner state of this rank's shard."""

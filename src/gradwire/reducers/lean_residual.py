@@ -36,13 +36,13 @@ class LeanErrorFeedback(ErrorFeedback):
         CompositionError: as `ErrorFeedback`.
 
     >>> from gradwire.codecs import TopK
-    >>> from gradwire.reducers import AllGather
-    >>> LeanErrorFeedback(AllGather(TopK(0.01)))
-    LeanErrorFeedback(inner=AllGather(codec=TopK(density=0.01, values='fp32', indices='auto')), decay=1.0)
+    >>> from gradwire.reducers import AllGatherExchange
+    >>> LeanErrorFeedback(AllGatherExchange(TopK(0.01)))
+    LeanErrorFeedback(inner=AllGatherExchange(codec=TopK(density=0.01, values='fp32', indices='auto')), decay=1.0)
     """
 
     @property
-    def conserves(self) -> bool:  # type: ignore[override]
+    def conserves_sum(self) -> bool:  # type: ignore[override]
         """False: only on average."""
         return False
 
@@ -109,7 +109,7 @@ class EF21(Wrapper):
         inner: a reducer whose codec is a contraction, and whose sums are float32.
 
     Raises:
-        CompositionError: an inner reducer that is no contraction, that is not `linear`, that itself consumes its input,
+        CompositionError: an inner reducer that is no contraction, that is not `linear`, that itself keeps its input,
             that `scatters`, or that sums in 16 bits.
 
     References:
@@ -121,26 +121,26 @@ class EF21(Wrapper):
     >>> from gradwire import Lockstep
     >>> from gradwire.codecs import TopK
     >>> from gradwire.core.grain import flat_grain
-    >>> from gradwire.reducers import AllGather
-    >>> ranks = Lockstep(EF21(AllGather(TopK(0.5))), flat_grain(4), world_size=2)
+    >>> from gradwire.reducers import AllGatherExchange
+    >>> ranks = Lockstep(EF21(AllGatherExchange(TopK(0.5))), flat_grain(4), world_size=2)
     >>> [ranks.step([torch.tensor([4.0, 1.0, 2.0, 3.0])] * 2)[0].tolist() for _ in range(2)]
     [[4.0, 0.0, 0.0, 3.0], [4.0, 1.0, 2.0, 3.0]]
     """
 
     inner: Reducer
 
-    consumes: ClassVar[bool] = True
-    conserves: ClassVar[bool] = False
+    keeps_input: ClassVar[bool] = True
+    conserves_sum: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        if self.inner.consumes:
+        if self.inner.keeps_input:
             raise CompositionError(f"{self.inner} keeps its own residual; one memory is enough")
         require_linear(self.inner, "EF21")
         require_whole(self.inner, "EF21's estimate of it")
         probe = matrix_grain(1024, 1024) if self.inner.scope == "tensor" else flat_grain(1 << 20)
         if not self.inner.contraction(probe):
             raise CompositionError(f"EF21 over {self.inner} would not converge, since it is no contraction")
-        if self.inner.sums_in_halves:
+        if self.inner.sums_in_16_bits:
             raise CompositionError(
                 f"EF21 over {self.inner} would drift, since it sums in 16 bits: take ef=on, or factors=int8"
             )

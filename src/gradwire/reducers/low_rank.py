@@ -16,7 +16,7 @@ from gradwire.core.grain import Grain, ParameterSpec
 from gradwire.core.key import Key
 from gradwire.kernels import low_rank
 from gradwire.reducers.base import Reducer, Step
-from gradwire.reducers.exchange import AllReduce
+from gradwire.reducers.exchange import AllReduceExchange
 
 FACTOR_DTYPES = {"own": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 """What factors travel in, by its name in a spec; None is `wire_dtype`'s choice."""
@@ -41,7 +41,7 @@ class LowRank(Reducer):
     def assign(self, parameter: ParameterSpec) -> Reducer:
         """Itself for matrices that gain by it, else an uncompressed all-reduce."""
         rate = self.min_compression_rate * self.share
-        return self if gains(parameter, self.rank, rate) else AllReduce(Identity())
+        return self if gains(parameter, self.rank, rate) else AllReduceExchange(Identity())
 
 
 @dataclass(frozen=True, eq=False)

@@ -55,7 +55,7 @@ class MajorityVote(Reducer):
 
     block: int = 4096
 
-    conserves: ClassVar[bool] = False
+    conserves_sum: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_block(self.block)

@@ -16,7 +16,7 @@ from gradwire.core.errors import CompositionError
 from gradwire.core.grain import Grain, ParameterSpec, flat_grain
 from gradwire.core.state import Leaf, State
 from gradwire.reducers.base import Program, Reduced, Reducer, Step, Wrapper, require_linear
-from gradwire.reducers.exchange import AllGather
+from gradwire.reducers.exchange import AllGatherExchange
 from gradwire.reducers.scheduled import Scheduled
 
 DENSITIES = (0.25, 0.0625, 0.015625, 0.004)
@@ -44,7 +44,7 @@ class MomentumCorrection(Wrapper):
     Owned state: `x` becomes the new u, and v takes turns with a scratch tensor, so nothing of their size is allocated.
 
     Args:
-        inner: a contraction that keeps no residual: `AllGather(TopK(...))`, or a `Scheduled` one.
+        inner: a contraction that keeps no residual: `AllGatherExchange(TopK(...))`, or a `Scheduled` one.
         momentum: m, in [0, 1). With 0 this is error feedback.
         clip: sqrt(n) times the largest norm of one rank's gradient; 0 clips nothing.
 
@@ -57,7 +57,7 @@ class MomentumCorrection(Wrapper):
         distributed training", Sections 3.2 and 3.3.
 
     >>> from gradwire.codecs import TopK
-    >>> MomentumCorrection(AllGather(TopK(0.01))).momentum
+    >>> MomentumCorrection(AllGatherExchange(TopK(0.01))).momentum
     0.9
     """
 
@@ -65,11 +65,11 @@ class MomentumCorrection(Wrapper):
     momentum: float = 0.9
     clip: float = 0.0
 
-    consumes: ClassVar[bool] = True
-    conserves: ClassVar[bool] = False  # what u will add later is owed to nobody yet
+    keeps_input: ClassVar[bool] = True
+    conserves_sum: ClassVar[bool] = False  # what u will add later is owed to nobody yet
 
     def __post_init__(self) -> None:
-        if self.inner.consumes:
+        if self.inner.keeps_input:
             raise CompositionError(f"{self.inner} keeps its own residual; momentum correction keeps one already")
         if not self.inner.lossless:
             require_linear(self.inner, "momentum correction")
@@ -80,7 +80,7 @@ class MomentumCorrection(Wrapper):
         if self.inner.scope == "tensor" or not self.inner.contraction(flat_grain(1 << 20)):
             raise CompositionError(
                 f"momentum correction over {self.inner} is not possible: it takes an elementwise contraction, e.g. "
-                "AllGather(TopK(0.01))"
+                "AllGatherExchange(TopK(0.01))"
             )
 
     @property
@@ -154,7 +154,7 @@ class DGC(Wrapper):
         distributed training".
 
     >>> DGC(0.01, ramp=100).inner.inner.serving(250)
-    AllGather(codec=TopK(density=0.015625, values='fp32', indices='auto'))
+    AllGatherExchange(codec=TopK(density=0.015625, values='fp32', indices='auto'))
     """
 
     density: float = 0.001
@@ -162,8 +162,8 @@ class DGC(Wrapper):
     clip: float = 0.0
     ramp: int = 0
 
-    consumes: ClassVar[bool] = True
-    conserves: ClassVar[bool] = False
+    keeps_input: ClassVar[bool] = True
+    conserves_sum: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_density(self.density)
@@ -177,8 +177,12 @@ class DGC(Wrapper):
     @functools.cached_property
     def inner(self) -> MomentumCorrection:  # type: ignore[override]
         """The parts it is made of."""
-        ramp = [(self.ramp, AllGather(TopK(density))) for density in DENSITIES if self.ramp and density > self.density]
-        schedule = Scheduled((*ramp, (0, AllGather(TopK(self.density)))))
+        ramp = [
+            (self.ramp, AllGatherExchange(TopK(density)))
+            for density in DENSITIES
+            if self.ramp and density > self.density
+        ]
+        schedule = Scheduled((*ramp, (0, AllGatherExchange(TopK(self.density)))))
         return MomentumCorrection(schedule, self.momentum, self.clip)
 
     def around(self, inner: Reducer) -> Reducer:

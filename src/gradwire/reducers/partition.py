@@ -29,11 +29,11 @@ class Partition(Reducer):
         default: serves what no rule names.
 
     >>> from gradwire.codecs import BF16, TopK
-    >>> from gradwire.reducers import AllGather, AllReduce, is_vector
+    >>> from gradwire.reducers import AllGatherExchange, AllReduceExchange, is_vector
     >>> import torch
-    >>> policy = Partition(((is_vector, AllReduce(BF16())),), default=AllGather(TopK(0.1)))
+    >>> policy = Partition(((is_vector, AllReduceExchange(BF16())),), default=AllGatherExchange(TopK(0.1)))
     >>> policy.assign(ParameterSpec("bias", (64,), torch.float32, torch.device("cpu")))
-    AllReduce(codec=BF16())
+    AllReduceExchange(codec=BF16())
     """
 
     rules: tuple[tuple[Condition, Reducer], ...]
@@ -43,54 +43,6 @@ class Partition(Reducer):
         """The same in every process, as ranks compare it: functions are written by their names."""
         rules = ", ".join(f"({_named(condition)}, {reducer!r})" for condition, reducer in self.rules)
         return f"Partition(rules=({rules},), default={self.default!r})"
-
-    @property
-    def conserves(self) -> bool:  # type: ignore[override]
-        """Where all its reducers do."""
-        return all(reducer.conserves for reducer in self._reducers())
-
-    @property
-    def consumes(self) -> bool:  # type: ignore[override]
-        """Where one of its reducers does."""
-        return any(reducer.consumes for reducer in self._reducers())
-
-    @property
-    def shows_non_finite(self) -> bool:
-        """Where all its reducers do."""
-        return all(reducer.shows_non_finite for reducer in self._reducers())
-
-    @property
-    def lossless(self) -> bool:
-        """Where all its reducers are."""
-        return all(reducer.lossless for reducer in self._reducers())
-
-    @property
-    def averages(self) -> bool:
-        """Where all its reducers do."""
-        return all(reducer.averages for reducer in self._reducers())
-
-    @property
-    def linear(self) -> bool:
-        """Where all its reducers are."""
-        return all(reducer.linear for reducer in self._reducers())
-
-    @property
-    def fewest_ranks(self) -> int:
-        """The most that one of its reducers needs."""
-        return max(reducer.fewest_ranks for reducer in self._reducers())
-
-    @property
-    def repeatable(self) -> bool:
-        """Where all its reducers are."""
-        return all(reducer.repeatable for reducer in self._reducers())
-
-    def _reducers(self) -> tuple[Reducer, ...]:
-        return (*(reducer for _, reducer in self.rules), self.default)
-
-    def contraction(self, grain: Grain) -> float | None:
-        """The weakest of its reducers'."""
-        deltas = [reducer.contraction(grain) for reducer in self._reducers()]
-        return None if None in deltas else min(delta for delta in deltas if delta is not None)
 
     def assign(self, parameter: ParameterSpec) -> Reducer:
         """The reducer of the first rule that matches."""
@@ -104,11 +56,11 @@ class Partition(Reducer):
         rules = tuple((condition, reducer.scattered()) for condition, reducer in self.rules)
         return Partition(rules, self.default.scattered())
 
-    def unmet(self, names: Collection[str]) -> list[str]:
+    def unmatched_globs(self, names: Collection[str]) -> list[str]:
         """Its own globs that meet none of `names`, and those of its parts."""
         globs = [condition for condition, _ in self.rules if isinstance(condition, str)]
         own = [glob for glob in globs if not any(fnmatch.fnmatchcase(name, glob) for name in names)]
-        return own + super().unmet(names)
+        return own + super().unmatched_globs(names)
 
     def init(self, grain: Grain, step: Step) -> State:
         """Never called: a plan asks `assign` first."""

@@ -95,7 +95,7 @@ class PowerSGD(LowRank):
 
     >>> from gradwire.core.grain import ParameterSpec
     >>> PowerSGD(rank=2).assign(ParameterSpec("bias", (64,), torch.float32, torch.device("cpu")))
-    AllReduce(codec=Identity())
+    AllReduceExchange(codec=Identity())
     """
 
     rank: int = 4
@@ -120,7 +120,7 @@ class PowerSGD(LowRank):
             raise CompositionError(f"factors {self.factors!r} is none of {', '.join(FACTOR_DTYPES | FACTOR_BITS)}")
 
     @property
-    def sums_in_halves(self) -> bool:
+    def sums_in_16_bits(self) -> bool:
         """Where the factors are of 16 bits."""
         return FACTOR_DTYPES.get(self.factors) is not None
 

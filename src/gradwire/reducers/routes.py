@@ -25,7 +25,7 @@ from gradwire.core.collective import Collective
 from gradwire.core.link import Link
 from gradwire.core.messages import Expected, Message, SendRecv
 from gradwire.reducers.base import Step
-from gradwire.reducers.exchange import AllReduce
+from gradwire.reducers.exchange import AllReduceExchange
 
 Total = Generator[Collective, Tensor, Tensor]
 
@@ -52,7 +52,7 @@ def _from(rank: int, like: Tensor) -> tuple[Expected, ...]:
 
 # A codec that loses something needs its payload to tell what was sent, so only a lossless one's is worked on in place.
 @dataclass(frozen=True)
-class Route(AllReduce):
+class Route(AllReduceExchange):
     """An all-reduce by messages between pairs: mean = decode(sum over ranks of encode(x / n)).
 
     Args:

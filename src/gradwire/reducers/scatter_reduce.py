@@ -172,7 +172,7 @@ def require_cuttable(codec: Codec) -> None:
     if not codec.granularity:
         raise CompositionError(
             f"payloads of {codec} cannot be cut into shards: use SparseTwoShot (exchange=twoshot), which codes "
-            "each shard by itself, or AllGather (exchange=allgather)"
+            "each shard by itself, or AllGatherExchange (exchange=allgather)"
         )
 
 

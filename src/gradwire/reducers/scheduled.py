@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from torch import Tensor
 from typing_extensions import override
@@ -19,8 +18,8 @@ class Scheduled(Reducer):
     """`stages[0]` for its number of steps, then the next; the last one for ever.
 
     Stages remember nothing, so the residual of an `ErrorFeedback` or `MomentumCorrection` around all of them goes on
-    through every change: `WarmUp` is for reducers with states of their own. Which stage serves depends on the step's
-    number alone, so all ranks change together.
+    through every change: `CompressionWarmUp` is for reducers with states of their own. Which stage serves depends on
+    the step's number alone, so all ranks change together.
 
     Args:
         stages: pairs of (steps, reducer). The last one's number is not read.
@@ -29,8 +28,8 @@ class Scheduled(Reducer):
         CompositionError: no stages, a negative number of steps, or a stage that keeps state or `scatters`.
 
     >>> from gradwire.codecs import TopK
-    >>> from gradwire.reducers import AllGather
-    >>> schedule = Scheduled(((10, AllGather(TopK(0.25))), (0, AllGather(TopK(0.01)))))
+    >>> from gradwire.reducers import AllGatherExchange
+    >>> schedule = Scheduled(((10, AllGatherExchange(TopK(0.25))), (0, AllGatherExchange(TopK(0.01)))))
     >>> schedule.serving(9).codec.density, schedule.serving(10).codec.density
     (0.25, 0.01)
     """
@@ -43,10 +42,10 @@ class Scheduled(Reducer):
         for _, reducer in self.stages:
             require_whole(reducer, "a schedule")
             ranks = reducer.rank_multiple * max(2, reducer.fewest_ranks)
-            if reducer.consumes or reducer.init(flat_grain(8), Step(0, 0, ranks)):
+            if reducer.keeps_input or reducer.init(flat_grain(8), Step(0, 0, ranks)):
                 raise CompositionError(
                     f"{reducer} keeps state, which would be left behind when its stage ends: put error feedback around "
-                    "the schedule, or use WarmUp"
+                    "the schedule, or use CompressionWarmUp"
                 )
 
     def serving(self, index: int) -> Reducer:
@@ -58,48 +57,13 @@ class Scheduled(Reducer):
         return self.stages[-1][1]
 
     @property
-    def conserves(self) -> bool:  # type: ignore[override]
-        """Where all stages do."""
-        return all(reducer.conserves for _, reducer in self.stages)
-
-    @property
-    def averages(self) -> bool:
-        """Where all stages do."""
-        return all(reducer.averages for _, reducer in self.stages)
-
-    @property
-    def linear(self) -> bool:
-        """Where all stages are."""
-        return all(reducer.linear for _, reducer in self.stages)
-
-    @property
-    def repeatable(self) -> bool:
-        """Where all stages are."""
-        return all(reducer.repeatable for _, reducer in self.stages)
-
-    @property
-    def fewest_ranks(self) -> int:
-        """What the most demanding stage needs."""
-        return max(reducer.fewest_ranks for _, reducer in self.stages)
-
-    @property
-    def scope(self) -> Literal["flat", "tensor"]:
-        """A matrix at a time where a stage asks for it."""
-        return "tensor" if any(reducer.scope == "tensor" for _, reducer in self.stages) else "flat"
-
-    @property
-    def lossless(self) -> bool:
-        """Where all stages are."""
-        return all(reducer.lossless for _, reducer in self.stages)
+    def shows_non_finite(self) -> bool:
+        """False, whatever its stages say: the ranks agree on a flag."""
+        return False
 
     @override
     def init(self, grain: Grain, step: Step) -> State:
         return State()
-
-    @override
-    def contraction(self, grain: Grain) -> float | None:
-        deltas = [reducer.contraction(grain) for _, reducer in self.stages]
-        return None if None in deltas else min(delta for delta in deltas if delta is not None)
 
     def reduce(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:
         """The program of the stage that serves this step."""

@@ -17,7 +17,7 @@ from gradwire.core.key import Key
 from gradwire.core.state import State
 from gradwire.kernels import low_rank
 from gradwire.reducers.base import Program, Reduced, Reducer, Step
-from gradwire.reducers.exchange import AllReduce
+from gradwire.reducers.exchange import AllReduceExchange
 from gradwire.reducers.low_rank import SentFactors, check_rank, factor_part
 
 
@@ -65,7 +65,7 @@ class Sketch(Reducer):
     def assign(self, parameter: ParameterSpec) -> Reducer:
         """Itself for matrices of more than r columns, else an uncompressed all-reduce."""
         compresses = len(parameter.shape) > 1 and parameter.numel > 0 and self.rank < parameter.matrix_shape[1]
-        return self if compresses else AllReduce(Identity())
+        return self if compresses else AllReduceExchange(Identity())
 
     @override
     def init(self, grain: Grain, step: Step) -> State:

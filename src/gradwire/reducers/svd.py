@@ -40,7 +40,7 @@ class SVD(LowRank):
 
     >>> from gradwire.core.grain import ParameterSpec
     >>> SVD(2).assign(ParameterSpec("bias", (64,), torch.float32, torch.device("cpu")))
-    AllReduce(codec=Identity())
+    AllReduceExchange(codec=Identity())
     """
 
     rank: int = 4

@@ -46,9 +46,9 @@ class _Halves(Reducer):
         return self.codec.lossless and self.second.lossless
 
     @property
-    def conserves(self) -> bool:  # type: ignore[override]
+    def conserves_sum(self) -> bool:  # type: ignore[override]
         """Where the second encoding loses nothing, or the owner keeps what it lost."""
-        return self.gather.conserves
+        return self.gather.conserves_sum
 
     def scattered(self) -> Reducer:
         """The first half, in shards that are coded one by one."""
@@ -96,7 +96,7 @@ class TwoShot(_Halves):
 
     Args:
         codec: of the first shot; its tensor must be divisible into shards.
-        second: of the second shot; by default the first codec's `of_means`: the same, but for clipping.
+        second: of the second shot; by default the first codec's `second_shot_codec`: the same, but for clipping.
 
     Raises:
         CompositionError: a codec that cannot be cut into shards of equal payloads.
@@ -112,7 +112,7 @@ class TwoShot(_Halves):
     # For `repr` and equality the second codec must be the one used, so it is resolved once, here.
     def __post_init__(self) -> None:
         if self.second is None:  # pyright: ignore[reportUnnecessaryComparison]
-            object.__setattr__(self, "second", self.codec.of_means)
+            object.__setattr__(self, "second", self.codec.second_shot_codec)
         require_cuttable(self.codec)
         require_cuttable(self.second)
 
@@ -151,8 +151,8 @@ class SparseTwoShot(_Halves):
         y = mean_i decode(C(x_i)) + s,    mean = decode(C2(y)),    s' = y - mean
 
     Each shard sends its own largest k/n (see `ShardwiseScatterReduce`). Where a few shards hold most of a gradient,
-    they take more steps to drain than with `AllGather`, whose n - 1 payloads a rank are as many bytes at two ranks and
-    more from three on.
+    they take more steps to drain than with `AllGatherExchange`, whose n - 1 payloads a rank are as many bytes at two
+    ranks and more from three on.
 
     Args:
         codec: of the first shot: `TopK`, or a `Chain` of it. It needs no `granularity`.
@@ -179,12 +179,13 @@ class SparseTwoShot(_Halves):
             object.__setattr__(self, "second", self.codec)
         if self.codec.additive:
             raise CompositionError(
-                f"payloads of {self.codec} can be added, which costs no second shot: use exchange=allreduce (AllReduce)"
+                f"payloads of {self.codec} can be added, which costs no second shot: use exchange=allreduce "
+                "(AllReduceExchange)"
             )
-        if not (self.gather.conserves or self.second.unbiased):
+        if not (self.gather.conserves_sum or self.second.unbiased):
             raise CompositionError(
                 f"{self.second} is no contraction, so a shard's owner could not keep what it loses in the second shot: "
-                "use bf16 or fp32 values, or exchange=allgather (AllGather)"
+                "use bf16 or fp32 values, or exchange=allgather (AllGatherExchange)"
             )
 
     @property

@@ -13,10 +13,10 @@ from gradwire.codecs.base import Codec
 from gradwire.core.errors import CompositionError
 from gradwire.core.grain import ParameterSpec
 from gradwire.reducers.base import Reducer
-from gradwire.reducers.exchange import AllReduce
+from gradwire.reducers.exchange import AllReduceExchange
 from gradwire.reducers.power_sgd import PowerSGD
 
-PLAIN = AllReduce(Identity())
+PLAIN = AllReduceExchange(Identity())
 """What warm-ups and vectors are sent by: the gradient as it is."""
 _VECTOR = ParameterSpec("bias", (1 << 20,), torch.float32, torch.device("cpu"))
 

@@ -53,8 +53,8 @@ class WorkerMomentum(Wrapper):
     inner: Reducer
     momentum: float = 0.9
 
-    consumes: ClassVar[bool] = True
-    conserves: ClassVar[bool] = False  # what m will add later is owed to nobody yet
+    keeps_input: ClassVar[bool] = True
+    conserves_sum: ClassVar[bool] = False  # what m will add later is owed to nobody yet
 
     @property
     @override
@@ -94,7 +94,7 @@ class WorkerMomentum(Wrapper):
         """An average of zeros beside the inner state."""
         return self._state(
             torch.zeros(grain.numel, dtype=torch.float32, device=grain.device),
-            torch.zeros(grain.numel if self.inner.consumes else 0, dtype=torch.float32, device=grain.device),
+            torch.zeros(grain.numel if self.inner.keeps_input else 0, dtype=torch.float32, device=grain.device),
             self.inner.init(grain, step),
         )
 
@@ -107,7 +107,7 @@ class WorkerMomentum(Wrapper):
         old, scratch, inner = state.tensor("average"), state.tensor("scratch"), state.part("inner")
         y = x.float()
         flat = y.view(-1)
-        if self.inner.consumes:
+        if self.inner.keeps_input:
             average = torch.mul(old, self.momentum, out=scratch).add_(flat, alpha=1 - self.momentum)
             flat.copy_(average)
             scratch = old

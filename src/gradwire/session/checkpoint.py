@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from gradwire.core import save_folder
 from gradwire.core.errors import ShardsElsewhereError, StateError
+from gradwire.core.renamed import same
 from gradwire.core.reshard import reshard, with_all_owned
 from gradwire.core.save_folder import Manifest, file_name
 from gradwire.core.saved import Loaded
@@ -287,7 +288,7 @@ def _offer(manifest: Manifest, here: Path, ranks: Together) -> Offer:
 
 def _checked(handle: Savable, manifest: Manifest, here: Path, ranks: Together) -> Any:
     """What a rank takes up of more than a session."""
-    if manifest.head["reducer"] != handle.kind:
+    if not same(manifest.head["reducer"], handle.kind):
         raise StateError(
             f"the save is that of {manifest.head['reducer']}, and this is {handle.kind}: make it as it was"
         )

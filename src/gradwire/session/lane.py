@@ -136,6 +136,9 @@ class Lane:
         group: whose ranks communicate.
         device: of the gradients; on a CPU a thread drives programs, on a GPU a side stream.
         deadline_s: seconds after which a silent rank is an error.
+
+    Attributes:
+        executor: runs jobs in the order in which they were given.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, deadline_s: float, what: str) -> None:
@@ -143,7 +146,7 @@ class Lane:
         self.group = groups.new_group(group, dist.get_process_group_ranks(group), deadline_s, what)
         self.deadline_s = deadline_s
         self.failures = FailureBoard(self.group, deadline_s)
-        self.driver = SideStream(device) if device.type == "cuda" else CommunicationThread()
+        self.executor = SideStream(device) if device.type == "cuda" else CommunicationThread()
         self.poison: BaseException | None = None
         self.ports: dict[Hashable, Any] = {}
         store, name = group_store(), self.group.group_name
@@ -192,7 +195,7 @@ class Lane:
         Raises:
             CommunicationError: a rank is at fault; or what the job raises itself.
         """
-        if self.driver.is_here():
+        if self.executor.is_here():
             return job()
         self.failures.begin()
         answer = self.do(job, where)
@@ -215,11 +218,11 @@ class Lane:
                 self.fail(error, where)
             done.set()
 
-        self.driver.run(guarded)
+        self.executor.run(guarded)
         failure = self.wait(done, where)
         if (error := self.poison or failure) is not None:
             raise error
-        self.driver.order()
+        self.executor.order()
         return answers[0]
 
     def wait(self, ended: threading.Event, where: str) -> BaseException | None:
@@ -254,7 +257,7 @@ class Lane:
             interrupted = not isinstance(self.poison or self.failures.error, Exception)
             patience_s = min(patience_s, INTERRUPTED_S if interrupted else FAILED_S)
         self.failures.close(min(patience_s, FAILED_S))
-        self.driver.close(patience_s, at_end)
+        self.executor.close(patience_s, at_end)
 
     def let_go(self, transport: GroupTransport, patience_s: float = FAILED_S) -> None:
         """End the threads, the last of which closes the one transport that used the lane, and destroys the group."""

@@ -108,7 +108,7 @@ class Maker:
 
     def _measured(self, reducer: Reducer, where: str) -> Plan:
         """The plan, once groups are made and the link was measured for what wants to know it."""
-        for glob in reducer.unmet({spec.name for spec in self._specs}):
+        for glob in reducer.unmatched_globs({spec.name for spec in self._specs}):
             said = f"no trained parameter has a name like {glob!r}: that rule of the policy serves none"
             warnings.warn(said, stacklevel=6)
         transport = self._transport
@@ -134,7 +134,7 @@ class Maker:
 
     def _successor(self, planned: Plan, old: Engine) -> Engine:
         """The engine that follows."""
-        self._lane.driver.order()  # behind the last step
+        self._lane.executor.order()  # behind the last step
         engine, transport = self._engine(planned, old.seed), self._transport
         engine.set_states(carry_over(old.states(), engine.states(), transport.rank, transport.world_size))
         engine.index = old.index

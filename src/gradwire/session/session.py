@@ -231,7 +231,7 @@ class Session:
         self._require_open()
         self.window.begin()
         if (growth := self._growth_of_scale()) != 1.0:
-            self.lane.driver.run(lambda: self.engine.rescale(growth))
+            self.lane.executor.run(lambda: self.engine.rescale(growth))
 
     @property
     def is_open(self) -> bool:
@@ -460,7 +460,7 @@ def _let_go(lane: Lane, transport: GroupTransport, at_once: bool) -> None:
 
 def _leave(lane: Lane, transport: GroupTransport, at_once: bool) -> None:
     """Let go of what a session has for itself on a lane that others use: once its jobs are done."""
-    lane.driver.run(transport.close)
+    lane.executor.run(transport.close)
 
 
 @atexit.register

@@ -126,7 +126,7 @@ class SessionStep:
                 except BaseException as error:
                     self._error = self._session.lane.fail(error, self._session.where())
 
-        self._session.lane.driver.run(guarded)
+        self._session.lane.executor.run(guarded)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         session = self._session
@@ -164,7 +164,7 @@ class SessionStep:
             session.reduction.end()
 
         self._run(finish)
-        session.lane.driver.run(self._done.set)
+        session.lane.executor.run(self._done.set)
 
     def _wait(self) -> None:
         """Run to the end, and raise what went wrong."""
@@ -174,4 +174,4 @@ class SessionStep:
         failure = session.lane.wait(done, session.where())
         if (error := self._error or failure) is not None:
             raise error
-        session.lane.driver.order()
+        session.lane.executor.order()

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from gradwire.core.errors import StateError
+from gradwire.core.renamed import same
 from gradwire.core.reshard import reshard
 
 VERSION = 1
@@ -57,7 +58,7 @@ def check_head(state: Mapping[str, Any], here: Mapping[str, Any], body: Mapping[
         if key not in state:
             raise StateError(f"the saved state of gradwire.sync has no {key!r}: pass what state_dict() returned")
     for key, value in here.items():
-        if state[key] != value:
+        if not same(state[key], value):
             raise StateError(f"the saved state has {key} {state[key]!r}, this run {value!r}; {_REMEDIES[key]}")
     for key, kind in body.items():
         if not isinstance(state[key], kind) or (kind is int and cast(int, state[key]) < 0):

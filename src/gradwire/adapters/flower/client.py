@@ -13,7 +13,7 @@ from torch import nn
 from gradwire.adapters.flower.content import MESSAGE, WHO, Order, order_of, read, settings_of, write
 from gradwire.adapters.flower.memory import propose, recall
 from gradwire.core.errors import FederationError, GradwireError
-from gradwire.federated.client import Client, Done, Federation, Kept, Plan
+from gradwire.federated.client import Client, Done, Federation, Kept, Terms
 from gradwire.federated.engines import Job, Lost, Outcome, Place
 from gradwire.federated.local import SGD
 from gradwire.federated.methods import FedAvg, Method
@@ -82,8 +82,8 @@ class _Node:
         if task.client != self.number(context):
             raise FederationError(f"an order for client {task.client} came to client {self.number(context)}")
         place = Place(self.model(), self._federation(context, task.client))
-        plan = Plan(self.method, self.local, self.update, order.seed, place.fingerprint)
-        _require_agreement(plan, order)
+        terms = Terms(self.method, self.local, self.update, order.seed, place.fingerprint)
+        _require_agreement(terms, order)
         recalled = recall(context.state, order.taken)
         if recalled.lost and task.shared:
             raise FederationError(
@@ -91,7 +91,7 @@ class _Node:
                 "without: begin a new federation"
             )
         numbers["forgot"] = recalled.lost and self.update.decay is not None
-        outcome = place.do(plan, Job(task, recalled.kept))
+        outcome = place.do(terms, Job(task, recalled.kept))
         if isinstance(outcome, Lost):
             return outcome
         propose(context.state, task.round, outcome.kept)
@@ -106,8 +106,8 @@ class _Node:
         return Federation(client + 1, lambda _: own(context))
 
 
-def _require_agreement(plan: Plan, order: Order) -> None:
-    for name, here in settings_of(plan).items():
+def _require_agreement(terms: Terms, order: Order) -> None:
+    for name, here in settings_of(terms).items():
         there = order.settings.get(name)
         if there != here:
             raise FederationError(

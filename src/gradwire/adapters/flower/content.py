@@ -16,7 +16,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 from torch import Tensor
 
 from gradwire.core.errors import FederationError
-from gradwire.federated.client import Assignment, Plan
+from gradwire.federated.client import Assignment, Terms
 from gradwire.federated.packing import Record, checked
 from gradwire.federated.records import Look, assignment_of, joined, of_assignment, part
 
@@ -86,7 +86,7 @@ class Order(NamedTuple):
         token: of the round; the answer has to repeat it.
         taken: the last round whose update of this client was taken up, None where none ever was.
         seed: of the run.
-        settings: of the plan, as text, which have to be the client's own.
+        settings: of the terms, as text, which have to be the client's own.
     """
 
     task: Assignment
@@ -96,10 +96,10 @@ class Order(NamedTuple):
     settings: dict[str, str]
 
 
-def settings_of(plan: Plan) -> dict[str, str]:
+def settings_of(terms: Terms) -> dict[str, str]:
     """What server and clients have to agree on, as text."""
-    parts = {"method": plan.method, "local": plan.local, "update": plan.update}
-    return {**{name: repr(part) for name, part in parts.items()}, "model": plan.fingerprint}
+    parts = {"method": terms.method, "local": terms.local, "update": terms.update}
+    return {**{name: repr(part) for name, part in parts.items()}, "model": terms.fingerprint}
 
 
 def of_order(order: Order) -> Record:

@@ -69,7 +69,7 @@ class FederatedStrategy(Strategy):
 
     def summary(self) -> None:
         """Log what clients and server agree on."""
-        for name, text in settings_of(self.server.plan).items():
+        for name, text in settings_of(self.server.terms).items():
             LOG.info("\t├── %s: %s", name, text)
 
     def start(
@@ -128,8 +128,8 @@ class FederatedStrategy(Strategy):
         return messages
 
     def _order(self, task: Assignment) -> Order:
-        plan = self.server.plan
-        return Order(task, self._token, self._taken.get(task.client), plan.seed, settings_of(plan))
+        terms = self.server.terms
+        return Order(task, self._token, self._taken.get(task.client), terms.seed, settings_of(terms))
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]

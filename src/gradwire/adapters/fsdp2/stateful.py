@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Shard, zeros
 
 from gradwire.core.collective import AllReduce
 from gradwire.core.errors import StateError
+from gradwire.core.renamed import with_former_names
 from gradwire.core.saved_schema import VERSION, Saved
 from gradwire.drivers.interpreter import ask
 from gradwire.session import Session
@@ -65,7 +66,7 @@ class Stateful:
         """
         session, head = self._session, [int(value) for value in state[_HEAD]]
         mine = session.state_dict()
-        if head[0] != VERSION or head[4] != _number(mine["reducer"]):
+        if head[0] != VERSION or head[4] not in _numbers(mine["reducer"]):
             raise StateError("the checkpoint was saved by another method, or version: attach as it was, then load")
         parameters: dict[str, dict[str, Any]] = {}
         for key, row in _rows(mine).items():
@@ -100,6 +101,11 @@ def _rows(saved: Saved) -> dict[str, Tensor]:
 def _number(text: str) -> int:
     """A number that stands for a text."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
+
+
+def _numbers(text: str) -> set[int]:
+    """Those that a saved text may have where it says the same: classes may have had other names."""
+    return {_number(text), _number(with_former_names(text))}
 
 
 def _ranks_of(folder: Path, keys: Collection[str]) -> int:

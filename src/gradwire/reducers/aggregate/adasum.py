@@ -46,7 +46,7 @@ class Adasum(Reducer):
     tensor([[[3., 0.]]])
     """
 
-    conserves: ClassVar[bool] = False
+    conserves_sum: ClassVar[bool] = False
 
     @property
     @override

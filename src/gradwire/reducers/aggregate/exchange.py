@@ -29,7 +29,7 @@ class Aggregate(Reducer):
     """A reducer whose result is what a rule makes of all ranks' tensors, and no mean."""
 
     rule: Rule
-    conserves: ClassVar[bool] = False
+    conserves_sum: ClassVar[bool] = False
 
     @property
     def averages(self) -> bool:
@@ -117,9 +117,10 @@ class Sharded(Aggregate):
 class Gathered(Aggregate):
     """Every payload goes to every rank, which decodes them all and applies the rule: a rule over any codec.
 
-    As `AllGather`, n - 1 payloads a rank, so it suits sparse payloads and few ranks. Every rank has all rows of a grain
-    at hand while it combines them: n tensors of a grain's size, decoded a second time by geometric rules, which wait
-    for the distances over all grains of the step (with no further bytes), so that only payloads are kept meanwhile.
+    As `AllGatherExchange`, n - 1 payloads a rank, so it suits sparse payloads and few ranks. Every rank has all rows of
+    a grain at hand while it combines them: n tensors of a grain's size, decoded a second time by geometric rules, which
+    wait for the distances over all grains of the step (with no further bytes), so that only payloads are kept
+    meanwhile.
 
     What a codec loses is lost, since error feedback needs a `linear` rule, so the codec should lose little (`FP16`,
     `BlockInt(8)`): most of what rules see of top-k payloads are zeros, and the median of those is zero.

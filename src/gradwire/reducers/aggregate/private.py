@@ -52,7 +52,7 @@ class PrivateMean(Reducer):
     clip: float
     noise: float = 1.0
 
-    conserves: ClassVar[bool] = False
+    conserves_sum: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if not 0 < self.clip < math.inf:

@@ -74,8 +74,8 @@ class Weighted(Wrapper):
     >>> from gradwire.codecs import Identity
     >>> from gradwire.core.grain import flat_grain
     >>> from gradwire.drivers.lockstep import Lockstep
-    >>> from gradwire.reducers import AllReduce
-    >>> ranks = Lockstep(Weighted(AllReduce(Identity()), (3, 1)), flat_grain(1), world_size=2)
+    >>> from gradwire.reducers import AllReduceExchange
+    >>> ranks = Lockstep(Weighted(AllReduceExchange(Identity()), (3, 1)), flat_grain(1), world_size=2)
     >>> ranks.step([torch.tensor([4.0]), torch.tensor([8.0])])[0]
     tensor([5.])
     """
@@ -83,7 +83,7 @@ class Weighted(Wrapper):
     inner: Reducer
     weights: Weights | tuple[float, ...]
 
-    conserves = False
+    conserves_sum = False
 
     def __post_init__(self) -> None:
         if not self.inner.averages:
@@ -101,11 +101,6 @@ class Weighted(Wrapper):
         """False: error feedback must not think that there is nothing to it."""
         return False
 
-    @property
-    def consumes(self) -> bool:  # type: ignore[override]
-        """What the inner reducer says."""
-        return self.inner.consumes
-
     def around(self, inner: Reducer) -> Reducer:
         """The same around another reducer."""
         return Weighted(inner, self.weights)
@@ -116,7 +111,7 @@ class Weighted(Wrapper):
         Raises:
             CompositionError: unless error feedback is inside.
         """
-        if not self.inner.consumes:
+        if not self.inner.keeps_input:
             raise CompositionError("weights go outside error feedback: write Weighted(ErrorFeedback(...), weights)")
         return self.inner.contraction(grain)
 
@@ -139,7 +134,7 @@ class Weighted(Wrapper):
         factors = [step.world_size * value / sum(values) for value in values]
         scale = factors[step.rank]
         if x.dtype != torch.float16:  # float32 has the room that a weight needs
-            y = x.mul_(scale) if self.inner.consumes else x * scale
+            y = x.mul_(scale) if self.inner.keeps_input else x * scale
             return (yield from self.inner.reduce(grain, y, state, step))
         if state:  # what is remembered must not change its unit with the weights
             reduced = yield from self.inner.reduce(grain, x.float() * scale, state, step)

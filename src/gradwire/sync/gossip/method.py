@@ -74,7 +74,7 @@ class OnGraph(Reducer):
     tensor([4., 3., 6., 5.])
     """
 
-    conserves: ClassVar[bool] = False
+    conserves_sum: ClassVar[bool] = False
 
     graph: Graph
     method: Method

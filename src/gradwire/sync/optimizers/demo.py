@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gradwire.codecs.dct_topk import DCTTopK
 from gradwire.reducers.error_feedback import ErrorFeedback
-from gradwire.reducers.exchange import AllGather
+from gradwire.reducers.exchange import AllGatherExchange
 from gradwire.reducers.guard import Guard
 from gradwire.sync.optimizers.arithmetic import check_rate, decay_
 from gradwire.sync.optimizers.base import Entry, Params, SessionOptions, SharedOptimizer
@@ -23,7 +23,7 @@ class DeMo(SharedOptimizer):
         m_i = momentum * m_i + g_i,   q_i = top-k of DCT(m_i),   m_i = m_i - q_i,   x -= lr * sign(mean_i q_i)
 
     What is taken out is subtracted, so this is error feedback that forgets: m_i is the residual of
-    `ErrorFeedback(AllGather(DCTTopK(density, chunk)), decay=momentum)`. The session keeps it.
+    `ErrorFeedback(AllGatherExchange(DCTTopK(density, chunk)), decay=momentum)`. The session keeps it.
 
     Where it deviates: chunks run along the flat parameters and not over tiles of a matrix in both dimensions, see
     `DCTTopK`. All ranks decode in one fixed order, so signs are the same on all of them.
@@ -70,7 +70,7 @@ class DeMo(SharedOptimizer):
         **options: Unpack[SessionOptions],
     ) -> None:
         check_rate(lr, weight_decay)
-        carrier = Guard(ErrorFeedback(AllGather(DCTTopK(density, chunk, values)), decay=momentum))
+        carrier = Guard(ErrorFeedback(AllGatherExchange(DCTTopK(density, chunk, values)), decay=momentum))
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "step": 0}, carrier, **options)
 
     def fresh(self, entry: Entry) -> dict[str, Tensor]:

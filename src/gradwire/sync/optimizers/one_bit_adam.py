@@ -11,8 +11,8 @@ from typing_extensions import override
 from gradwire.codecs.cast import Identity
 from gradwire.core.errors import StepError
 from gradwire.reducers.base import Reducer
-from gradwire.reducers.exchange import AllReduce
-from gradwire.reducers.warm_up import WarmUp
+from gradwire.reducers.compression_warm_up import CompressionWarmUp
+from gradwire.reducers.exchange import AllReduceExchange
 from gradwire.spec import as_method
 from gradwire.sync.optimizers.arithmetic import adam_state, adam_step_, adam_update_, check_adam, check_rate, mix_
 from gradwire.sync.optimizers.base import Entry, Params, SessionOptions, SharedOptimizer
@@ -87,7 +87,7 @@ class OneBitAdam(SharedOptimizer):
             raise ValueError(f"freeze_step {freeze_step} is below 1: the variance needs at least one step")
         self.freeze_step = freeze_step
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "step": 0, "variance_step": 0}
-        carrier = WarmUp(AllReduce(Identity()), as_method(method), freeze_step)
+        carrier = CompressionWarmUp(AllReduceExchange(Identity()), as_method(method), freeze_step)
         super().__init__(params, defaults, carrier, **options)
 
     _was_frozen = False

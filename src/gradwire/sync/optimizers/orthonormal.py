@@ -68,8 +68,8 @@ class OrthonormalMomentum(LowRank):
     right: Literal["normalised", "orthonormal"] = "normalised"
     min_compression_rate: ClassVar[float] = 1.0  # type: ignore[misc]
 
-    consumes: ClassVar[bool] = True
-    conserves: ClassVar[bool] = False  # what was used stays in part, and lengths are lost
+    keeps_input: ClassVar[bool] = True
+    conserves_sum: ClassVar[bool] = False  # what was used stays in part, and lengths are lost
 
     def __post_init__(self) -> None:
         check_rank(self.rank, 1.0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from torch import Tensor
 from typing_extensions import override
@@ -15,11 +14,12 @@ from gradwire.reducers.base import Program, Reducer, Step, require_whole
 
 
 @dataclass(frozen=True)
-class WarmUp(Reducer):
+class CompressionWarmUp(Reducer):
     """`before` for the first `steps` steps, then `after`, each with its own state.
 
     Early gradients change direction quickly, which compression with memory takes badly (PowerSGD's `start_iter`, the
-    warm-up of 1-bit Adam).
+    warm-up of 1-bit Adam). What was sent is conserved where both conserve it: the later state is empty before the
+    switch, and the earlier one stays as it is after it.
 
     Args:
         before: usually uncompressed or 16 bits.
@@ -40,63 +40,12 @@ class WarmUp(Reducer):
         if self.steps < 0:
             raise CompositionError(f"a warm-up of {self.steps} steps: it must be 0 or more")
 
-    @property
-    def consumes(self) -> bool:  # type: ignore[override]
-        """It does where either of the two does."""
-        return self.before.consumes or self.after.consumes
-
-    @property
-    def conserves(self) -> bool:  # type: ignore[override]
-        """Where both do: before the switch the later state is empty, and after it the earlier's stays behind."""
-        return self.before.conserves and self.after.conserves
-
-    @property
-    def scope(self) -> Literal["flat", "tensor"]:
-        """A matrix at a time where either asks for it: an elementwise reducer takes any shape."""
-        return "tensor" if "tensor" in (self.before.scope, self.after.scope) else "flat"
-
-    @property
-    @override
-    def shows_non_finite(self) -> bool:
-        return self.before.shows_non_finite and self.after.shows_non_finite
-
-    @property
-    @override
-    def lossless(self) -> bool:
-        return self.before.lossless and self.after.lossless
-
-    @property
-    @override
-    def averages(self) -> bool:
-        return self.before.averages and self.after.averages
-
-    @property
-    @override
-    def linear(self) -> bool:
-        return self.before.linear and self.after.linear
-
-    @property
-    def fewest_ranks(self) -> int:
-        """What the more demanding needs."""
-        return max(self.before.fewest_ranks, self.after.fewest_ranks)
-
-    @property
-    @override
-    def repeatable(self) -> bool:
-        return self.before.repeatable and self.after.repeatable
-
     def assign(self, parameter: ParameterSpec) -> Reducer:
         """The same warm-up between what the two assign."""
-        return WarmUp(self.before.assign(parameter), self.after.assign(parameter), self.steps)
+        return CompressionWarmUp(self.before.assign(parameter), self.after.assign(parameter), self.steps)
 
     def _serving(self, step: Step) -> tuple[str, Reducer]:
         return ("before", self.before) if step.index < self.steps else ("after", self.after)
-
-    def contraction(self, grain: Grain) -> float | None:
-        """The weaker of the two."""
-        deltas = [self.before.contraction(grain), self.after.contraction(grain)]
-        known = [delta for delta in deltas if delta is not None]
-        return min(known) if len(known) == len(deltas) else None
 
     @override
     def init(self, grain: Grain, step: Step) -> State:
@@ -105,7 +54,7 @@ class WarmUp(Reducer):
     def reduce(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:
         """The program of the one that serves this step."""
         name, reducer = self._serving(step)
-        if not reducer.consumes:
+        if not reducer.keeps_input:
             x = x.to(grain.dtype)  # a driver's buffer is float32 where the other one keeps it: send no more than came
         reduced = yield from reducer.reduce(grain, x, state.part(name), step)
         return reduced._replace(state=State({**state, name: reduced.state}))

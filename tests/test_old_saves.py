@@ -1,0 +1,112 @@
+"""What older versions saved is taken up: classes that had other names then are known by them.
+
+`tests/golden/saves` holds a save of each of these, made by one rank before exchanges and warm-ups had their names of
+today. None is ever written again: what is saved today is in the other tests.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gradwire
+from gradwire import reducers
+from gradwire.core import save_folder
+from gradwire.core.errors import StateError
+from gradwire.core.renamed import FORMER_NAMES, with_former_names, with_names_of_today
+from gradwire.core.tree import taken_apart
+from gradwire.session import Session
+from gradwire.session.checkpoint import Savable
+from laws.damage import difference
+
+SAVES = Path(__file__).with_name("golden") / "saves"
+STEPS = 4
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+METHODS = {
+    "int4": "int4",
+    "powersgd": "powersgd:2",
+    "topk": "topk:0.01",
+    "topk-warmup": "topk:0.1,warmup=2",
+    "threshold": "threshold:0.01,exchange=allgatherv",
+    "int4-matrices": "int4,vectors=off",
+    "dgc": "dgc:0.05",
+}
+
+
+def tensors(seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {"a": torch.randn(24, generator=generator), "b": torch.randn(4, 6, generator=generator)}
+
+
+def diloco(model: nn.Module) -> gradwire.sync.LocalSGD:
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    outer = gradwire.sync.DiLoCo()
+    return gradwire.sync.LocalSGD(inner, model, every=2, method="topk:0.1,warmup=1", outer=outer, deadline_s=10)
+
+
+def one_bit_adam(model: nn.Module) -> gradwire.sync.optimizers.OneBitAdam:
+    return gradwire.sync.optimizers.OneBitAdam(model, freeze_step=2, deadline_s=10)
+
+
+OPTIMIZERS = {"diloco": diloco, "onebit_adam": one_bit_adam}
+
+
+def trained(optimizer: torch.optim.Optimizer, model: nn.Module, steps: int) -> None:
+    for number in range(steps):
+        optimizer.zero_grad()
+        model(torch.ones(2, 4) * (number + 1)).square().sum().backward()
+        optimizer.step()
+
+
+def file_of(name: str) -> save_folder.Manifest:
+    (manifest,) = save_folder.manifests(SAVES / name)
+    return manifest
+
+
+@pytest.mark.parametrize(("name", "spec"), METHODS.items(), ids=METHODS)
+def test_a_session_takes_up_what_an_older_version_saved(name: str, spec: str) -> None:
+    saved = file_of(name).read(SAVES / name, 0)
+    with Session(tensors(0), spec, deadline_s=10) as session:
+        assert gradwire.load(SAVES / name, session) == STEPS
+        here = session.state_dict()
+        assert here.pop("reducer") == with_names_of_today(saved.pop("reducer")) == repr(session.reducer)
+        assert difference(here, saved) is None
+        session.reduce_(tensors(STEPS))
+        assert session.state_dict()["step"] == STEPS + 1
+
+
+@pytest.mark.parametrize(("name", "make"), OPTIMIZERS.items(), ids=OPTIMIZERS)
+def test_an_optimizer_takes_up_what_an_older_version_saved(
+    name: str, make: Callable[[nn.Module], gradwire.sync.LocalSGD]
+) -> None:
+    model, saved = nn.Linear(4, 3), file_of(name).read(SAVES / name, 0)
+    optimizer = make(model)
+    assert isinstance(optimizer, Savable)
+    assert gradwire.load(SAVES / name, optimizer) == 5
+    assert optimizer.kind == with_names_of_today(saved["reducer"])
+    _, found = taken_apart(optimizer.state_dict())
+    for key, leaves in saved["parameters"].items():
+        assert torch.equal(found.pop(key), leaves["matrix:value"][0]["values"])
+    assert not found
+    trained(optimizer, model, 2)
+    optimizer.close()
+
+
+def test_a_save_of_another_method_is_refused_still() -> None:
+    with Session(tensors(0), "topk:0.02", deadline_s=10) as session:
+        with pytest.raises(StateError, match="attach with the spec it was saved with"):
+            gradwire.load(SAVES / "topk", session)
+        assert session.engine.index == 0
+
+
+def test_every_former_name_is_read_and_no_class_has_it() -> None:
+    saved = " ".join(str(file_of(path.name).head["reducer"]) for path in SAVES.iterdir())
+    for former, today in FORMER_NAMES.items():
+        assert f"{former}(" in saved
+        assert not hasattr(reducers, former)
+        assert hasattr(reducers, today)
+    assert with_former_names(with_names_of_today(saved)) == saved != with_names_of_today(saved)
