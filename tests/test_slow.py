@@ -25,6 +25,7 @@ from gradwire.bench.slow import SlowProcessor, parse_slow
 from gradwire.bench.storage import load, save
 from gradwire.cli.console import ConsoleView
 from gradwire.cli.main import parser
+from gradwire.cli.option_arguments import read_options
 from gradwire.core.errors import NetworkError
 from gradwire.report.page import render
 
@@ -119,13 +120,9 @@ def test_a_comparison_refuses_what_cannot_be_emulated(changes: dict[str, Any], s
 
 def test_the_command_line_knows_unequal_hosts_and_the_internet():
     words = ["compare", "--rates", "100mbit,20mbit", "--delay", "50ms", "--loss", "0.1%", "--slow", "0:4x", "1:2x"]
-    given = vars(parser().parse_args(words))
-    assert [given[name] for name in ("rates", "delay", "loss", "slow")] == [
-        "100mbit,20mbit",
-        "50ms",
-        "0.1%",
-        ["0:4x", "1:2x"],
-    ]
+    given = read_options(parser().parse_args(words), CompareOptions)
+    assert given.rates == ("100mbit", "20mbit")
+    assert (given.delay, given.loss, given.slow) == ("50ms", "0.1%", ("0:4x", "1:2x"))
 
 
 def test_runs_under_other_delays_losses_rates_or_slow_hosts_are_not_mixed():
