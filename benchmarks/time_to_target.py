@@ -24,10 +24,11 @@ from typing import Any, NamedTuple
 from common import save_result
 from gradwire.bench import figures
 from gradwire.bench.compare import compare
+from gradwire.bench.compare_options import CompareOptions
 from gradwire.bench.figures import Hit, mean
 from gradwire.bench.net import parse_rate
 from gradwire.bench.news import News
-from gradwire.bench.plan import Options, Plan
+from gradwire.bench.plan import ComparisonPlan
 from gradwire.bench.results import Comparison, Run
 
 FP32, FLOOR = "torch:fp32", "torch:noop"
@@ -57,7 +58,7 @@ class Row(NamedTuple):
 class Quiet:
     """Says one line a run."""
 
-    def begin(self, plan: Plan, network: str, kept: Sequence[tuple[str, int]]) -> None:
+    def begin(self, plan: ComparisonPlan, network: str, kept: Sequence[tuple[str, int]]) -> None:
         """Say where runs train."""
         print(f"# {network}; {len(kept)} runs are there already", flush=True)
 
@@ -82,7 +83,7 @@ def entries(texts: Sequence[str], steps: int) -> list[Entry]:
     return found
 
 
-def trained(options: Options, methods: Sequence[str], steps: int, out: Path) -> Comparison:
+def trained(options: CompareOptions, methods: Sequence[str], steps: int, out: Path) -> Comparison:
     """Runs of these methods for so many steps; those that are there already are not made again."""
     return compare(dataclasses.replace(options, methods=tuple(methods), steps=steps, out=out), Quiet())
 
@@ -129,7 +130,7 @@ def row(entry: Entry, found: Comparison, target: Targets, window: int, floor_s: 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Train what is missing; return the figures."""
-    plain = Options(
+    plain = CompareOptions(
         task=arguments.task, hosts=arguments.hosts, seeds=arguments.seeds, rate=FREE, bucket_mb=1.0, evaluate_every=10
     )
     base = trained(plain, [FP32], arguments.steps, arguments.out / "fp32")

@@ -17,9 +17,10 @@ from rich.console import Console
 
 from comparisons import Silent
 from gradwire.bench import compare, figures, net, run_folder, storage, tasks, torch_hooks, user_tasks
+from gradwire.bench.compare_options import CompareError, CompareOptions
 from gradwire.bench.environment import environment
 from gradwire.bench.news import News, read_news, write_news
-from gradwire.bench.plan import CompareError, Options, make_plan
+from gradwire.bench.plan import make_plan
 from gradwire.bench.results import Comparison, Evaluation, Run, Split, Wire
 from gradwire.bench.task import Task, TaskError
 from gradwire.cli import main as cli
@@ -127,33 +128,33 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (Options(steps=5, minutes=1), "not both"),
-        (Options(hosts=0), "--hosts"),
-        (Options(seeds=0), "--seeds"),
-        (Options(minutes=-1), "--minutes"),
-        (Options(bucket_mb=float("nan")), "--bucket-mb"),
-        (Options(rate="fast"), "rate"),
-        (Options(rate="9" * 400 + "mbit"), "from 1kbit to 10tbit"),
-        (Options(rate="0." + "0" * 400 + "1mbit"), "from 1kbit to 10tbit"),
-        (Options(steps=10**400), "--steps"),
-        (Options(steps=0), "--steps"),
-        (Options(seeds=10**9), "--seeds"),
-        (Options(minutes=1e308), "--minutes"),
-        (Options(deadline_s=float("inf")), "--deadline"),
-        (Options(evaluate_every=-1), "evaluate_every"),
-        (Options(target="metric:nan"), "--target"),
-        (Options(methods=("int4", "int4")), "once"),
-        (Options(methods=("torch:fp23",)), "torch:fp32"),
-        (Options(methods=("torch:powersgd",)), "rank"),
-        (Options(methods=("torch:fp32:2",)), "no argument"),
-        (Options(methods=("topq:0.01",)), "topk"),
-        (Options(methods=("local:H=0",)), "at least one step"),
-        (Options(methods=("diloco:H=8,outer=topq:0.01",)), "topk"),
-        (Options(target="method:int8", methods=("torch:fp32",)), "not among"),
-        (Options(target="low"), "--target"),
+        (CompareOptions(steps=5, minutes=1), "not both"),
+        (CompareOptions(hosts=0), "--hosts"),
+        (CompareOptions(seeds=0), "--seeds"),
+        (CompareOptions(minutes=-1), "--minutes"),
+        (CompareOptions(bucket_mb=float("nan")), "--bucket-mb"),
+        (CompareOptions(rate="fast"), "rate"),
+        (CompareOptions(rate="9" * 400 + "mbit"), "from 1kbit to 10tbit"),
+        (CompareOptions(rate="0." + "0" * 400 + "1mbit"), "from 1kbit to 10tbit"),
+        (CompareOptions(steps=10**400), "--steps"),
+        (CompareOptions(steps=0), "--steps"),
+        (CompareOptions(seeds=10**9), "--seeds"),
+        (CompareOptions(minutes=1e308), "--minutes"),
+        (CompareOptions(deadline_s=float("inf")), "--deadline"),
+        (CompareOptions(evaluate_every=-1), "evaluate_every"),
+        (CompareOptions(target="metric:nan"), "--target"),
+        (CompareOptions(methods=("int4", "int4")), "once"),
+        (CompareOptions(methods=("torch:fp23",)), "torch:fp32"),
+        (CompareOptions(methods=("torch:powersgd",)), "rank"),
+        (CompareOptions(methods=("torch:fp32:2",)), "no argument"),
+        (CompareOptions(methods=("topq:0.01",)), "topk"),
+        (CompareOptions(methods=("local:H=0",)), "at least one step"),
+        (CompareOptions(methods=("diloco:H=8,outer=topq:0.01",)), "topk"),
+        (CompareOptions(target="method:int8", methods=("torch:fp32",)), "not among"),
+        (CompareOptions(target="low"), "--target"),
     ],
 )
-def test_nonsense_is_refused_before_anything_starts(options: Options, said: str):
+def test_nonsense_is_refused_before_anything_starts(options: CompareOptions, said: str):
     with pytest.raises((CompareError, SpecError, ValueError), match=re.escape(said)):
         make_plan(options)
 
@@ -183,7 +184,7 @@ def test_nonsense_is_refused_before_anything_starts(options: Options, said: str)
 )
 def test_a_task_that_cannot_be_trained_is_refused(toy: str, name: str, said: str):
     with pytest.raises(TaskError, match=said):
-        make_plan(Options(task=name, methods=("torch:fp32",), hosts=2))
+        make_plan(CompareOptions(task=name, methods=("torch:fp32",), hosts=2))
 
 
 def test_text_must_be_a_folder_with_text(tmp_path: Path):
@@ -192,7 +193,7 @@ def test_text_must_be_a_folder_with_text(tmp_path: Path):
     with pytest.raises(TaskError, match="at least"):
         tasks.load_corpus(tmp_path)
     with pytest.raises(TaskError, match="reads no text"):
-        make_plan(Options(task="digits", methods=("torch:fp32",), hosts=2, text=tmp_path))
+        make_plan(CompareOptions(task="digits", methods=("torch:fp32",), hosts=2, text=tmp_path))
 
 
 # ---------------------------------------------------------------------------------------------- tasks
@@ -260,7 +261,7 @@ def once(plan: object, network: object, warm: object, method: str, seed: int, *_
     return fake_run(method, seed)
 
 
-def toy_options(tmp_path: Path, **changes: Any) -> Options:
+def toy_options(tmp_path: Path, **changes: Any) -> CompareOptions:
     defaults: dict[str, Any] = {
         "task": "gradwire_toy:task",
         "methods": ("torch:fp32", "torch:fp16"),
@@ -268,7 +269,7 @@ def toy_options(tmp_path: Path, **changes: Any) -> Options:
         "steps": 3,
         "out": tmp_path / "out",
     }
-    return Options(**(defaults | changes))
+    return CompareOptions(**(defaults | changes))
 
 
 def test_seeds_are_outermost_and_finished_runs_are_not_run_again(toy: str, tmp_path: Path, staged: Callable[..., None]):
@@ -486,7 +487,7 @@ def test_names_are_shown_as_they_are_and_output_that_looks_like_news_is_none(
 def test_a_bar_shows_names_as_they_are():
     console = Console(file=StringIO(), force_terminal=True, width=120)
     bar = ConsoleView(console)
-    bar.begin(make_plan(Options(task="digits", methods=("torch:fp32",), hosts=2)), "a network [/x]", [])
+    bar.begin(make_plan(CompareOptions(task="digits", methods=("torch:fp32",), hosts=2)), "a network [/x]", [])
     bar.news("[/x]", 0, News(1, 2.0, 0.1, 5.0))
     bar.close()
     assert "[/x]" in console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]

@@ -13,7 +13,8 @@ from torch import nn
 
 from comparisons import Silent
 from gradwire.bench import compare
-from gradwire.bench.plan import CompareError, Options, make_plan
+from gradwire.bench.compare_options import CompareError, CompareOptions
+from gradwire.bench.plan import make_plan
 from gradwire.bench.results import Comparison, Run
 from gradwire.bench.sharded import blocks
 from gradwire.core.errors import CompositionError, GradwireError
@@ -79,25 +80,25 @@ def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 )
 def test_methods_without_shards_are_refused_before_anything_starts(method: str, said: str) -> None:
     with pytest.raises(GradwireError, match=re.escape(said)):
-        make_plan(Options(engine="fsdp2", methods=(method,)))
+        make_plan(CompareOptions(engine="fsdp2", methods=(method,)))
 
 
 def test_buckets_and_other_engines_are_refused() -> None:
     with pytest.raises(CompareError, match="fsdp2 has no buckets"):
-        make_plan(Options(engine="fsdp2", bucket_mb=1.0))
+        make_plan(CompareOptions(engine="fsdp2", bucket_mb=1.0))
     with pytest.raises(GradwireError, match="no engine 'zero': there are ddp and fsdp2"):
-        make_plan(Options(engine="zero"))
+        make_plan(CompareOptions(engine="zero"))  # pyright: ignore[reportArgumentType]
 
 
 def test_what_ddp_takes_has_no_codec_for_parameters() -> None:
     with pytest.raises((GradwireError, CompositionError), match="parameters"):
-        make_plan(Options(methods=("int8,parameters=int8",)))
+        make_plan(CompareOptions(methods=("int8,parameters=int8",)))
 
 
 def test_each_engine_has_its_own_selection() -> None:
-    assert "torch:fp16" in Options().methods
-    assert "int8,parameters=int8" in Options(engine="fsdp2").methods
-    assert make_plan(Options(engine="fsdp2", task="digits")).grid[0] == ("torch:fp32", 0)
+    assert "torch:fp16" in CompareOptions().methods
+    assert "int8,parameters=int8" in CompareOptions(engine="fsdp2").methods
+    assert make_plan(CompareOptions(engine="fsdp2", task="digits")).grid[0] == ("torch:fp32", 0)
 
 
 def test_blocks_are_the_elements_of_the_outermost_lists() -> None:
@@ -109,7 +110,7 @@ def test_blocks_are_the_elements_of_the_outermost_lists() -> None:
 METHODS = ("torch:fp32", "torch:bf16", "torch:noop", "none,parameters=none", "int8,parameters=int8")
 
 
-def run(options: Options) -> tuple[Comparison, dict[str, Run]]:
+def run(options: CompareOptions) -> tuple[Comparison, dict[str, Run]]:
     comparison = compare.compare(options, Silent())
     for one in comparison.runs:
         assert one.status == "finished", one.reason
@@ -122,7 +123,7 @@ def values(run: Run) -> list[float]:
 
 def test_shards_train_as_replicas_do_and_predict_what_they_send(task: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    options = Options(task, METHODS, "fsdp2", hosts=2, rate="1gbit", steps=10, out=out)
+    options = CompareOptions(task, METHODS, "fsdp2", hosts=2, rate="1gbit", steps=10, out=out)
     comparison, sharded = run(options)
     _, replicated = run(dataclasses.replace(options, engine="ddp", methods=("torch:fp32",), out=tmp_path / "ddp"))
 
@@ -154,7 +155,7 @@ def test_shards_train_as_replicas_do_and_predict_what_they_send(task: str, tmp_p
 def test_a_slow_host_is_slow_in_shards_too(task: str, tmp_path: Path) -> None:
     def compute_s(**changes: Any) -> float:
         place = tmp_path / str(len(changes))
-        options = Options(task, ("torch:fp32",), "fsdp2", hosts=2, rate="1gbit", steps=10, out=place, **changes)
+        options = CompareOptions(task, ("torch:fp32",), "fsdp2", hosts=2, rate="1gbit", steps=10, out=place, **changes)
         return run(options)[1]["torch:fp32"].times_s[-1]
 
     assert compute_s(slow=("1:20x",)) > 3 * compute_s()

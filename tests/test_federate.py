@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from gradwire.bench import federate, federation_results
-from gradwire.bench.federate import Options, Run
+from gradwire.bench.federate import Run
+from gradwire.bench.federate_options import FederateOptions
 from gradwire.bench.task import TaskError
 from gradwire.cli import main as cli
 from gradwire.core.errors import CompositionError, FederationError, SpecError
@@ -70,7 +71,7 @@ def test_a_page_can_be_made_again_of_the_results(tmp_path: Path, capsys: pytest.
 def test_results_that_are_none_are_one_sentence(
     change: dict[str, object], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    federation_results.save(Run(Options(clients=3, sample=1, out=tmp_path)).results, tmp_path / "results.json")
+    federation_results.save(Run(FederateOptions(clients=3, sample=1, out=tmp_path)).results, tmp_path / "results.json")
     data = json.loads((tmp_path / "results.json").read_text())
     (tmp_path / "results.json").write_text(json.dumps(data | change))
     assert cli.main(["report", str(tmp_path)]) == 2
@@ -81,7 +82,7 @@ def test_results_that_are_none_are_one_sentence(
     ("given", "says"),
     [
         (["--sample", "200"], "larger than the federation of 12"),
-        (["--clients", "0"], "--clients 0"),
+        (["--clients", "0"], "--clients must be at least 1, and at most 1,000,000,000, not 0"),
         (["--clients", "1439", "--sample", "4"], "1438 examples for 1439 clients"),
         (["--partition", "dirichlet:x"], "alpha='x' in 'dirichlet:x': expected a number"),
         (["--partition", "dirichelt"], "did you mean 'dirichlet'"),
@@ -105,7 +106,7 @@ def test_a_wrong_command_line_is_one_sentence(
 
 
 def test_a_federation_that_never_comes_together_fails_and_says_why(tmp_path: Path) -> None:
-    run = federate.Run(Options(clients=12, sample=4, epochs=1, rounds=2, drop=1.0, out=tmp_path))
+    run = federate.Run(FederateOptions(clients=12, sample=4, epochs=1, rounds=2, drop=1.0, out=tmp_path))
     with pytest.raises(FederationError, match="has 0 updates of 4 clients"):
         run.train(lambda news: None)
     results = run.finish()

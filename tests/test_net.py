@@ -92,7 +92,7 @@ def fail_on_one(rank: int, world_size: int) -> None:
 
 TRANSFER = """
 import json, os, socket, sys, time
-from gradwire.bench.wire import WireMeter
+from gradwire.bench.wire import FRAMING_BYTES, WireMeter
 rank, size, address = int(os.environ["RANK"]), int(sys.argv[1]), ("10.77.0.1", 5000)
 meter = WireMeter.from_environment()
 before = meter.read()
@@ -117,7 +117,8 @@ else:
 seconds = time.perf_counter() - start
 time.sleep(0.1)
 wire = meter.read().since(before)
-print(json.dumps([seconds, wire.payload_tx_bytes, wire.payload_rx_bytes]))
+received = wire.rx_bytes - FRAMING_BYTES * wire.rx_packets
+print(json.dumps([seconds, wire.payload_tx_bytes, received]))
 """
 
 

@@ -15,10 +15,12 @@ from route_cases import HALVES, digest, tensor
 CASES = str(Path(__file__).with_name("route_cases.py"))
 SPECS = [f"none,exchange={route}" for route in ("direct", "ring", "tree", "rhd")]
 NODES = ["none,exchange=twoshot", "int4,node=2,guard=off,ef=off", "bf16,node=2,exchange=ring", "none,node=2"]
+RULES = ["krum:0", "rfa"]
+"""What needs totals of the step."""
 NUMELS = [0, 1, 7, 300_001]
 
 
-@pytest.mark.parametrize(("ranks", "specs"), [(3, SPECS), (4, SPECS + NODES)])
+@pytest.mark.parametrize(("ranks", "specs"), [(3, SPECS), (4, SPECS + NODES), (4, RULES)])
 def test_processes_have_the_mean_of_virtual_ranks(ranks: int, specs: list[str]) -> None:
     """Sums run in one order whatever carries the messages."""
     by_rank = run_function(f"{CASES}:means", ranks, {"specs": specs, "numels": NUMELS}, 90)

@@ -18,12 +18,14 @@ from torch import nn
 
 from comparisons import comparison, run
 from gradwire.bench import compare, crossover
-from gradwire.bench.plan import CompareError, Options, make_plan
+from gradwire.bench.compare_options import CompareError, CompareOptions
+from gradwire.bench.plan import make_plan
 from gradwire.bench.results import Run
 from gradwire.bench.slow import SlowProcessor, parse_slow
 from gradwire.bench.storage import load, save
 from gradwire.cli.console import ConsoleView
 from gradwire.cli.main import parser
+from gradwire.cli.option_arguments import read_options
 from gradwire.core.errors import NetworkError
 from gradwire.report.page import render
 
@@ -113,25 +115,21 @@ def test_slow_hosts_that_make_no_sense_are_refused(texts: list[str], said: str):
 )
 def test_a_comparison_refuses_what_cannot_be_emulated(changes: dict[str, Any], said: str):
     with pytest.raises(CompareError, match=said):
-        make_plan(Options(task="digits", **changes))
+        make_plan(CompareOptions(task="digits", **changes))
 
 
 def test_the_command_line_knows_unequal_hosts_and_the_internet():
     words = ["compare", "--rates", "100mbit,20mbit", "--delay", "50ms", "--loss", "0.1%", "--slow", "0:4x", "1:2x"]
-    given = vars(parser().parse_args(words))
-    assert [given[name] for name in ("rates", "delay", "loss", "slow")] == [
-        "100mbit,20mbit",
-        "50ms",
-        "0.1%",
-        ["0:4x", "1:2x"],
-    ]
+    given = read_options(parser().parse_args(words), CompareOptions)
+    assert given.rates == ("100mbit", "20mbit")
+    assert (given.delay, given.loss, given.slow) == ("50ms", "0.1%", ("0:4x", "1:2x"))
 
 
 def test_runs_under_other_delays_losses_rates_or_slow_hosts_are_not_mixed():
-    plain = make_plan(Options(task="digits")).conditions("user")
+    plain = make_plan(CompareOptions(task="digits")).conditions("user")
     assert plain["network"] == "user"  # as in folders from before there were delays
     for changes in ({"delay": "5ms"}, {"loss": "1%"}, {"rates": ("1mbit",) * 4}, {"slow": ("1:2x",)}):
-        options = Options(task="digits", **changes)  # pyright: ignore[reportArgumentType]
+        options = CompareOptions(task="digits", **changes)  # pyright: ignore[reportArgumentType]
         assert make_plan(options).conditions("user") != plain
 
 
@@ -141,7 +139,7 @@ def test_a_comparison_over_a_delay_with_a_slow_host(tmp_path: Path):
     """Ten steps whose reduction takes a round trip at least, on two hosts, one of which sleeps nine times its work."""
 
     def compared(**changes: Any) -> Run:
-        options = Options(task="digits", methods=("torch:fp32",), hosts=2, steps=10, network="user", **changes)
+        options = CompareOptions(task="digits", methods=("torch:fp32",), hosts=2, steps=10, network="user", **changes)
         return compare.compare(options, ConsoleView(Console(file=StringIO()))).runs[0]
 
     try:

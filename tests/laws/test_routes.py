@@ -22,7 +22,7 @@ from gradwire.core.state import State, walk
 from gradwire.drivers.cost import cost
 from gradwire.drivers.interpreter import sent_bytes
 from gradwire.drivers.lockstep import Lockstep, perform, run_lockstep
-from gradwire.drivers.timing import reduction_s, step_s
+from gradwire.drivers.timing import Links, step_s
 from gradwire.reducers import (
     AllGatherExchange,
     AllReduceExchange,
@@ -142,11 +142,17 @@ def test_routes_send_the_least_bytes(ranks: int) -> None:
     assert sum(tree) == 2 * (ranks - 1) * 4 * numel  # every edge carries its half up and down
 
 
+def grain_s(reducer: Reducer, numel: int, ranks: int, link: Link, links: Links | None = None) -> float:
+    """Seconds of a step of one grain."""
+    spec = ParameterSpec("x", (numel,), torch.float32, torch.device("meta"))
+    return step_s(reducer, [spec], ranks, link, links, grain_numel=numel)
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8, 16])
 @pytest.mark.parametrize("route", ROUTES[:3], ids=repr)
 def test_formulas_are_what_programs_take(route: Route, ranks: int) -> None:
     numel, link = 1 << 12, Link(1e-4, 1e-8)
-    simulated = reduction_s(route, flat_grain(numel, device="meta"), ranks, link)
+    simulated = grain_s(route, numel, ranks, link)
     assert simulated == pytest.approx(route.time_s(4 * numel, ranks, link), rel=1e-9)
 
 
@@ -155,22 +161,22 @@ def test_formulas_are_what_programs_take(route: Route, ranks: int) -> None:
 def test_formulas_bound_what_programs_take(route: Route, ranks: int) -> None:
     """Where ranks are no power of two, some have less to do; shards differ by one element."""
     numel, link = 1 << 12, Link(1e-4, 1e-8)
-    simulated = reduction_s(route, flat_grain(numel, device="meta"), ranks, link)
+    simulated = grain_s(route, numel, ranks, link)
     assert 0 < simulated <= route.time_s(4 * numel, ranks, link) * (1 + 2 * ranks / numel)
 
 
 def test_latency_of_a_tree_grows_with_the_logarithm() -> None:
-    link, grain = Link(1.0, 0.0), flat_grain(100, device="meta")
-    times = {ranks: reduction_s(Tree(Identity()), grain, ranks, link) for ranks in (4, 16, 64)}
+    link, numel = Link(1.0, 0.0), 100
+    times = {ranks: grain_s(Tree(Identity()), numel, ranks, link) for ranks in (4, 16, 64)}
     assert times[64] - times[16] == times[16] - times[4] <= 4
-    assert reduction_s(Ring(Identity()), grain, 64, link) == 126
+    assert grain_s(Ring(Identity()), numel, 64, link) == 126
 
 
 def test_a_fast_axis_inside_nodes_pays() -> None:
-    slow, fast, grain = Link(1e-3, 1e-7), Link(1e-5, 1e-10), flat_grain(1 << 16, device="meta")
-    flat = reduction_s(TwoShot(BlockInt(4)), grain, 8, slow)
+    slow, fast, numel = Link(1e-3, 1e-7), Link(1e-5, 1e-10), 1 << 16
+    flat = grain_s(TwoShot(BlockInt(4)), numel, 8, slow)
     nodes = Hierarchical(TwoShot(BlockInt(4)), node_size=4)
-    assert reduction_s(nodes, grain, 8, slow, {nodes.axes(8)[0]: fast}) < 0.6 * flat
+    assert grain_s(nodes, numel, 8, slow, {nodes.axes(8)[0]: fast}) < 0.6 * flat
 
 
 @pytest.mark.parametrize(

@@ -17,11 +17,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from gradwire.bench import storage, verdict
+from gradwire.bench.compare_options import CompareOptions
 from gradwire.bench.environment import environment
 from gradwire.bench.merging import merge
 from gradwire.bench.net import Network
 from gradwire.bench.news import News, read_news
-from gradwire.bench.plan import Options, Plan, make_network, make_plan
+from gradwire.bench.option_fields import stored
+from gradwire.bench.plan import ComparisonPlan, make_network, make_plan
 from gradwire.bench.ranks import RankFailure, run_ranks
 from gradwire.bench.results import Comparison, Run
 from gradwire.bench.run_folder import prepare_folder, slug, store_run, stored_runs
@@ -34,7 +36,7 @@ from gradwire.bench.warm import WarmHosts
 class View(Protocol):
     """Someone who watches a comparison."""
 
-    def begin(self, plan: Plan, network: str, kept: Sequence[tuple[str, int]]) -> None:
+    def begin(self, plan: ComparisonPlan, network: str, kept: Sequence[tuple[str, int]]) -> None:
         """Runs are about to start; those `kept` are there already, as (method, seed)."""
         ...
 
@@ -54,7 +56,7 @@ class View(Protocol):
 # ------------------------------------------------------------------------------------------- comparing
 
 
-def compare(options: Options, view: View) -> Comparison:
+def compare(options: CompareOptions, view: View) -> Comparison:
     """Run a comparison, or what is left of it, and store runs, results and tables in its folder.
 
     Args:
@@ -99,21 +101,13 @@ def write_derived(comparison: Comparison, folder: Path) -> None:
     verdict.write(verdict.judge(comparison), folder / "verdict.json")
 
 
-def _place(plan: Plan, cell: tuple[str, int]) -> tuple[int, int]:
+def _place(plan: ComparisonPlan, cell: tuple[str, int]) -> tuple[int, int]:
     return plan.options.methods.index(cell[0]), cell[1]
 
 
-def assemble(plan: Plan, network: Network, runs: list[Run]) -> Comparison:
+def assemble(plan: ComparisonPlan, network: Network, runs: list[Run]) -> Comparison:
     """Put runs and their conditions together."""
-    task, options = plan.task, dataclasses.asdict(plan.options)
-    options |= {
-        "out": str(plan.options.out),
-        "text": str(plan.options.text) if plan.options.text else None,
-        "steps": plan.steps,
-        "evaluate_every": plan.evaluate_every,
-        "deadline_s": plan.deadline_s,
-    }
-    del options["fresh"]
+    task = plan.task
     return Comparison(
         task={
             "name": plan.options.task,
@@ -122,22 +116,22 @@ def assemble(plan: Plan, network: Network, runs: list[Run]) -> Comparison:
             "metric_name": task.metric_name,
             "higher_is_better": task.higher_is_better,
         },
-        options=options,
+        options=stored(plan.options),
         environment=environment(network),
         smoothing=plan.smoothing,
-        target=plan.target,
+        target=plan.options.target,
         runs=runs,
     )
 
 
-def warm_hosts(plan: Plan, network: Network, folder: Path) -> WarmHosts:
+def warm_hosts(plan: ComparisonPlan, network: Network, folder: Path) -> WarmHosts:
     """Processes that make every run of this comparison start at once."""
     options = plan.options
     return WarmHosts(network, options.hosts, options.task, options.text, folder / "logs")
 
 
 def run_beside_line(
-    plan: Plan, network: Network, warm: WarmHosts, method: str, seed: int, folder: Path, view: View
+    plan: ComparisonPlan, network: Network, warm: WarmHosts, method: str, seed: int, folder: Path, view: View
 ) -> Run:
     """`run_once`, with what the network's delay line has used meanwhile."""
     before, begun = network.line_use(), time.monotonic()
@@ -149,7 +143,9 @@ def run_beside_line(
     return dataclasses.replace(run, line_cores=cores, line_missed=after.missed - before.missed)
 
 
-def run_once(plan: Plan, network: Network, warm: WarmHosts, method: str, seed: int, folder: Path, view: View) -> Run:
+def run_once(
+    plan: ComparisonPlan, network: Network, warm: WarmHosts, method: str, seed: int, folder: Path, view: View
+) -> Run:
     """Train with one method and one seed on every host; a failure becomes a failed `Run`."""
     place = folder / "logs" / f"{slug(method)}-seed{seed}"
     shutil.rmtree(place, ignore_errors=True)
@@ -188,7 +184,7 @@ def _written(place: Path, rank: int) -> dict[str, Any]:
         raise RankFailure(text, rank, 0) from error
 
 
-def make_job(plan: Plan, method: str, seed: int, place: Path) -> Job:
+def make_job(plan: ComparisonPlan, method: str, seed: int, place: Path) -> Job:
     """What each rank of a run is told."""
     options = plan.options
     return Job(
@@ -196,7 +192,7 @@ def make_job(plan: Plan, method: str, seed: int, place: Path) -> Job:
         seed=seed,
         task=options.task,
         text=str(options.text.resolve()) if options.text else None,
-        steps=plan.steps,
+        steps=options.steps,
         seconds=plan.seconds,
         bucket_mb=options.bucket_mb,
         evaluate_every=plan.evaluate_every,
@@ -208,8 +204,8 @@ def make_job(plan: Plan, method: str, seed: int, place: Path) -> Job:
     )
 
 
-def run_deadline(plan: Plan) -> float:
+def run_deadline(plan: ComparisonPlan) -> float:
     """Upper limit on a whole run; a rank that hangs is found by its peers' collectives long before."""
     if plan.seconds is not None:
         return 3 * plan.seconds + 10 * plan.deadline_s
-    return (plan.steps or 1) * plan.deadline_s + 10 * plan.deadline_s
+    return (plan.options.steps or 1) * plan.deadline_s + 10 * plan.deadline_s

@@ -16,13 +16,13 @@ from typing_extensions import override
 import gradwire
 from gradwire.asynchronous import is_asynchronous
 from gradwire.asynchronous import parse as parse_asynchronous
+from gradwire.bench.compare_options import DDP, FSDP2
 from gradwire.bench.sides import GradwireSide, Side, SyncSide, TorchSide, UnwaitingSide
 from gradwire.bench.torch_hooks import parse_torch
 from gradwire.core.errors import SpecError
 from gradwire.sync import is_sync
 from gradwire.sync import parse as parse_sync
 
-DDP, FSDP2 = "ddp", "fsdp2"
 ENGINES = (DDP, FSDP2)
 
 

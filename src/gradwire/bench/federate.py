@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from gradwire.bench.environment import machine
+from gradwire.bench.federate_options import FederateOptions
 from gradwire.bench.federation_results import Evaluation, Own, Results
+from gradwire.bench.option_fields import check_fields, stored
 from gradwire.bench.task import Examples, Task, TaskError, count
 from gradwire.bench.tasks import make_task
 from gradwire.core.errors import CompositionError, FederationError
@@ -27,53 +26,6 @@ MOST_SHOWN = 200
 """Clients whose own examples the final model is tried on."""
 
 
-@dataclass(frozen=True)
-class Options:
-    """What to train, with whom, and how.
-
-    Attributes:
-        task: "digits", "bytes" or "package.module:function".
-        text: folder of the bytes task.
-        clients: how many there are.
-        sample: how many train in a round.
-        partition: "even", "dirichlet:ALPHA", "shards:NUMBER" or "quantity:ALPHA".
-        rounds: how many.
-        method: such as "fednova" or "fedprox:0.1+fedadam:0.03".
-        update: how clients' updates travel: a codec's spec.
-        broadcast: how the server's changes travel.
-        aggregate: "mean", or a rule such as "trimmed:1".
-        quorum: updates that a round needs at least.
-        lr: of the local steps.
-        momentum: of the local steps.
-        epochs: of each client over its own examples in a round.
-        batch: examples of a local step.
-        drop: the probability that a client is lost in a round.
-        slow: the probability that it is a straggler.
-        seed: of weights, partition, sampling and batches.
-        out: output folder.
-    """
-
-    task: str = "digits"
-    text: Path | None = None
-    clients: int = 100
-    sample: int = 10
-    partition: str = "dirichlet:0.3"
-    rounds: int = 50
-    method: str = "fedavg"
-    update: str = "none"
-    broadcast: str = "none"
-    aggregate: str = "mean"
-    quorum: int = 1
-    lr: float = 0.1
-    momentum: float = 0.0
-    epochs: int = 5
-    batch: int = 10
-    drop: float = 0.0
-    slow: float = 0.0
-    seed: int = 0
-    out: Path = Path("federate-report")
-
-
 class News(NamedTuple):
     """How far a run has come."""
 
@@ -85,7 +37,7 @@ class News(NamedTuple):
 class Shares:
     """Makes the clients of a task: client i has the examples `parts[i]`."""
 
-    def __init__(self, task: Task, parts: list[Tensor], options: Options) -> None:
+    def __init__(self, task: Task, parts: list[Tensor], options: FederateOptions) -> None:
         self.task, self.parts, self.options = task, parts, options
         self.examples = examples_of(task, options.task)
 
@@ -122,13 +74,13 @@ def examples_of(task: Task, name: str) -> Examples:
     return task.examples
 
 
-def prepare(options: Options) -> tuple[Task, Shares, Simulation]:
+def prepare(options: FederateOptions) -> tuple[Task, Shares, Simulation]:
     """Check all options and make what they name.
 
     Raises:
         GradwireError: an option that makes no sense; the message says which.
     """
-    _check_numbers(options)
+    check_fields(options, CompositionError)
     task = make_task(options.task, options.seed, options.text)
     examples = examples_of(task, options.task)
     known = examples.count if examples.labels is None else examples.labels
@@ -152,12 +104,6 @@ def prepare(options: Options) -> tuple[Task, Shares, Simulation]:
     return task, shares, Simulation(server, Federation(options.clients, shares), conditions=conditions)
 
 
-def _check_numbers(options: Options) -> None:
-    for name in ("clients", "sample", "rounds", "epochs", "batch"):
-        if not 1 <= getattr(options, name) <= 10**9:
-            raise CompositionError(f"--{name} {getattr(options, name)}: give a whole number from 1 to 10^9")
-
-
 class Run:
     """A run that can be watched, and stopped between two rounds.
 
@@ -168,14 +114,14 @@ class Run:
         results: what is known by now.
     """
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: FederateOptions) -> None:
         self.options = options
         self.task, self.shares, self.simulation = prepare(options)
         facts = {name: getattr(self.task, name) for name in ("metric_name", "higher_is_better")}
         size = f"{options.task}: {count(self.task.model):,} parameters, {self.shares.examples.count:,} examples"
         self.results = Results(
             task={"name": options.task, "description": size, **facts},
-            options={**dataclasses.asdict(options), "out": str(options.out), "text": str(options.text or "")},
+            options=stored(options),
             environment=machine(),
             rounds=[],
             failures=[],

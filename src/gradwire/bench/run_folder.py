@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gradwire.bench import storage
-from gradwire.bench.plan import CompareError
+from gradwire.bench.compare_options import CompareError
 from gradwire.bench.results import ResultsError, Run
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gradwire.bench.engines import DDP
+from gradwire.bench.compare_options import DDP
 from gradwire.bench.news import News, write_news
 from gradwire.bench.sides import Side
 from gradwire.bench.slow import SlowProcessor

@@ -48,11 +48,6 @@ class WireReading(NamedTuple):
         """What was sent without its framing; an acknowledgement is framing only and so counts nothing."""
         return self.tx_bytes - FRAMING_BYTES * self.tx_packets
 
-    @property
-    def payload_rx_bytes(self) -> int:
-        """What was received without its framing."""
-        return self.rx_bytes - FRAMING_BYTES * self.rx_packets
-
 
 class _Counter(Protocol):
     def read(self) -> WireReading: ...

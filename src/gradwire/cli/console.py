@@ -12,7 +12,7 @@ from rich.text import Text
 from gradwire.bench.evidence import not_finite
 from gradwire.bench.figures import Row, summarise
 from gradwire.bench.news import News
-from gradwire.bench.plan import Plan
+from gradwire.bench.plan import ComparisonPlan
 from gradwire.bench.results import FLOOR, Comparison, Run
 from gradwire.bench.verdict import Verdict
 from gradwire.cli.lines import Bar, Lines, Plain, say
@@ -29,7 +29,7 @@ class Remaining:
     average. The time until a run's first news is no part of the guess: the first run waits for the hosts to start.
     """
 
-    def __init__(self, plan: Plan, done: Sequence[tuple[str, int]]) -> None:
+    def __init__(self, plan: ComparisonPlan, done: Sequence[tuple[str, int]]) -> None:
         self._left = [cell for cell in plan.grid if cell not in done]
         self._plan = plan
         self._known: dict[str, float] = {}
@@ -43,8 +43,8 @@ class Remaining:
 
     def news(self, news: News) -> float:
         """The run has come a little further; returns the share of it that is done, from 0 to 1."""
-        if self._plan.steps is not None:
-            self._share = news.step / self._plan.steps
+        if self._plan.options.steps is not None:
+            self._share = news.step / self._plan.options.steps
         else:
             self._share = min(1.0, news.time_s / (self._plan.seconds or 1))
         if self._first is None:
@@ -87,11 +87,11 @@ class ConsoleView:
         self._total = 0
         self._done = 0
 
-    def begin(self, plan: Plan, network: str, kept: Sequence[tuple[str, int]]) -> None:
+    def begin(self, plan: ComparisonPlan, network: str, kept: Sequence[tuple[str, int]]) -> None:
         """Say what is going to happen."""
         self._total, self._done = len(plan.grid), len(kept)
         self._remaining = Remaining(plan, kept)
-        length = f"{plan.steps} steps" if plan.steps else f"{plan.options.minutes:g} minutes"
+        length = f"{plan.options.steps} steps" if plan.options.steps else f"{plan.options.minutes:g} minutes"
         say(self._console, (plan.options.task, "bold"), f": {plan.task.description}")
         say(self._console, (network, "dim"))
         resumed = f", {len(kept)} of them from an earlier run" if kept else ""

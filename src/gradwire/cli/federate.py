@@ -9,8 +9,11 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from gradwire.bench.federate_options import FederateOptions
+from gradwire.cli.option_arguments import add_options, read_options
+
 if TYPE_CHECKING:
-    from gradwire.bench.federate import News, Options, Run
+    from gradwire.bench.federate import News, Run
     from gradwire.bench.federation_results import Results
     from gradwire.cli.lines import Lines
 
@@ -48,50 +51,8 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         epilog=HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    what = parser.add_argument_group("what to train")
-    what.add_argument("--task", default="digits", metavar="TASK", help="as in compare (default: digits)")
-    what.add_argument("--text", type=Path, metavar="FOLDER", help="folder of text for the bytes task")
-    what.add_argument("--rounds", type=int, default=50, metavar="N", help="(default: 50)")
-    what.add_argument("--method", default="fedavg", metavar="METHOD", help="(default: fedavg)")
-    what.add_argument("--seed", type=int, default=0, metavar="N", help="of all that is drawn (default: 0)")
-    _add_clients(parser.add_argument_group("the clients"))
-    sent = parser.add_argument_group("what is sent")
-    sent.add_argument("--update", default="none", metavar="SPEC", help="clients' updates (default: none)")
-    sent.add_argument("--broadcast", default="none", metavar="SPEC", help="the server's changes (default: none)")
-    sent.add_argument("--aggregate", default="mean", metavar="RULE", help="what updates become (default: mean)")
-    sent.add_argument("--quorum", type=int, default=1, metavar="N", help="updates a round needs (default: 1)")
-    sent.add_argument(
-        "--out",
-        type=Path,
-        default=Path("federate-report"),
-        metavar="DIR",
-        help="output folder (default: federate-report)",
-    )
+    add_options(parser, FederateOptions)
     parser.set_defaults(run=run_federate)
-
-
-def _add_clients(clients: argparse._ArgumentGroup) -> None:  # pyright: ignore[reportPrivateUsage]
-    clients.add_argument("--clients", type=int, default=100, metavar="N", help="how many (default: 100)")
-    clients.add_argument("--sample", type=int, default=10, metavar="N", help="of a round (default: 10)")
-    clients.add_argument(
-        "--partition", default="dirichlet:0.3", metavar="PARTITION", help="of the data (default: dirichlet:0.3)"
-    )
-    clients.add_argument("--lr", type=float, default=0.1, metavar="LR", help="of local steps (default: 0.1)")
-    clients.add_argument("--momentum", type=float, default=0.0, metavar="M", help="of local steps (default: 0)")
-    clients.add_argument("--epochs", type=int, default=5, metavar="N", help="over own data in a round (default: 5)")
-    clients.add_argument("--batch", type=int, default=10, metavar="N", help="examples of a local step (default: 10)")
-    clients.add_argument("--drop", type=float, default=0.0, metavar="P", help="probability of being lost (default: 0)")
-    clients.add_argument(
-        "--slow", type=float, default=0.0, metavar="P", help="probability of making fewer local steps (default: 0)"
-    )
-
-
-def _options(arguments: argparse.Namespace) -> Options:
-    from dataclasses import fields
-
-    from gradwire.bench.federate import Options
-
-    return Options(**{field.name: getattr(arguments, field.name) for field in fields(Options)})
 
 
 def run_federate(arguments: argparse.Namespace, console: Console) -> int:
@@ -102,7 +63,7 @@ def run_federate(arguments: argparse.Namespace, console: Console) -> int:
     from gradwire.bench.federation_results import save
     from gradwire.cli.lines import lines, say
 
-    options = _options(arguments)
+    options = read_options(arguments, FederateOptions)
     torch.set_num_threads(1)  # batches of a client are small: more threads cost more than they give
     run = Run(options)
     save(run.results, options.out / "results.json")  # whether the folder can be written shows before the work

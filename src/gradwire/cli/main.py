@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from gradwire.bench.compare_options import CompareOptions
 from gradwire.cli import federate, inform, run, state, store
+from gradwire.cli.option_arguments import add_options, read_options
 from gradwire.core.errors import GradwireError
 
 if TYPE_CHECKING:
@@ -71,14 +73,16 @@ def parser() -> argparse.ArgumentParser:
     )
     root.add_argument("--version", action=_Version, help="show the versions of gradwire and of what it runs on")
     commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    _add_compare(commands.add_parser(
+    compare = commands.add_parser(
         "compare",
         help="train with several methods on an emulated slow network, and report the time to the same loss",
         description="Train one task with several methods on an emulated slow network, and report what each sends, "
         "where its time goes, and how soon it reaches the same loss.",
         epilog=METHODS_HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    ))  # fmt: skip
+    )
+    add_options(compare, CompareOptions)
+    compare.set_defaults(run=run_compare)
     report = commands.add_parser("report", help="rebuild report and tables from a folder's results.json")
     report.add_argument("folder", type=Path, metavar="DIR", help="output folder of gradwire compare")
     report.set_defaults(run=run_report)
@@ -93,113 +97,13 @@ def parser() -> argparse.ArgumentParser:
     return root
 
 
-def _add_compare(compare: argparse.ArgumentParser) -> None:
-    what = compare.add_argument_group("what to train")
-    what.add_argument(
-        "--task", default="bytes", metavar="TASK", help="digits, bytes, or package.module:function (default: bytes)"
-    )
-    what.add_argument(
-        "--methods", nargs="+", metavar="SPEC", help="methods, in the order to show (default: a good selection)"
-    )
-    what.add_argument(
-        "--engine",
-        choices=("ddp", "fsdp2"),
-        default="ddp",
-        help="what holds the model together over the ranks (default: ddp)",
-    )
-    what.add_argument(
-        "--text",
-        type=Path,
-        metavar="FOLDER",
-        help="folder of text for the bytes task (default: Python's standard library)",
-    )
-    length = what.add_mutually_exclusive_group()
-    length.add_argument("--steps", type=int, metavar="N", help="steps of each run (default: the task's own number)")
-    length.add_argument("--minutes", type=float, metavar="M", help="train each method for M minutes instead")
-    what.add_argument(
-        "--seeds",
-        type=int,
-        default=1,
-        metavar="N",
-        help="runs of each method, each with its own weights and data order (default: 1)",
-    )
-    what.add_argument("--bucket-mb", type=float, default=25.0, metavar="MB", help="DDP's bucket size (default: 25)")
-    _add_network(compare)
-    compare.set_defaults(run=run_compare)
-
-
-def _add_network(compare: argparse.ArgumentParser) -> None:
-    where = compare.add_argument_group("the network")
-    where.add_argument("--hosts", type=int, default=4, metavar="N", help="hosts, one rank each (default: 4)")
-    rates = where.add_mutually_exclusive_group()
-    rates.add_argument(
-        "--rate", default="100mbit", metavar="RATE", help="of every link: 100mbit, 1gbit, ... (default: 100mbit)"
-    )
-    rates.add_argument("--rates", metavar="RATE,RATE,...", help="of each host's link: 100mbit,20mbit,...")
-    where.add_argument(
-        "--delay", default="0", metavar="TIME", help="of a round trip between two hosts, as ping shows it: 50ms"
-    )
-    where.add_argument(
-        "--loss", default="0", metavar="SHARE", help="of frames between two hosts, in each direction: 0.1%%"
-    )
-    where.add_argument(
-        "--slow", nargs="+", default=[], metavar="HOST:FACTOR", help="hosts that compute slower, counted from 0: 3:4x"
-    )
-    where.add_argument(
-        "--network",
-        choices=("auto", "root", "user", "paced"),
-        default="auto",
-        help="namespaces made as root or as a user, or paced sockets, an approximation (default: the best that works)",
-    )
-    where.add_argument(
-        "--deadline",
-        type=float,
-        metavar="S",
-        help="seconds a rank may keep the others waiting (default: from model and rate)",
-    )
-    result = compare.add_argument_group("the result")
-    result.add_argument(
-        "--target",
-        metavar="TARGET",
-        help="what time-to-target means (default: the task's own, or the loss torch:fp32 ends at)",
-    )
-    result.add_argument(
-        "--out",
-        type=Path,
-        default=Path("compare-report"),
-        metavar="DIR",
-        help="output folder (default: compare-report)",
-    )
-    result.add_argument("--fresh", action="store_true", help="forget the runs that the output folder holds")
-
-
 def run_compare(arguments: argparse.Namespace, console: Console) -> int:
     """Run `gradwire compare` and return its exit status."""
-    from gradwire.bench import compare, plan, verdict  # torch takes seconds to import: --help should not wait for it
+    from gradwire.bench import compare, verdict  # torch takes seconds to import: --help should not wait for it
     from gradwire.cli.console import ConsoleView, show_table
     from gradwire.cli.lines import say
 
-    options = plan.Options(
-        task=arguments.task,
-        methods=tuple(arguments.methods or ()),
-        engine=arguments.engine,
-        hosts=arguments.hosts,
-        rate=arguments.rate,
-        rates=tuple(arguments.rates.split(",")) if arguments.rates is not None else (),
-        delay=arguments.delay,
-        loss=arguments.loss,
-        slow=tuple(arguments.slow),
-        target=arguments.target,
-        steps=arguments.steps,
-        minutes=arguments.minutes,
-        seeds=arguments.seeds,
-        bucket_mb=arguments.bucket_mb,
-        out=arguments.out,
-        text=arguments.text,
-        network=arguments.network,
-        deadline_s=arguments.deadline,
-        fresh=arguments.fresh,
-    )
+    options = read_options(arguments, CompareOptions)
     view = ConsoleView(console)
     try:
         comparison = compare.compare(options, view)

@@ -342,7 +342,10 @@ def script_of(program: Program[T], transport: Transport) -> Script[T]:
 
 
 def run_program(program: Program[T], transport: Transport) -> T:
-    """Run one program by itself to its end: what tests, benchmarks and one-off reductions want."""
+    """Run one program by itself to its end: what tests, benchmarks and one-off reductions want.
+
+    The step is of this program alone, so what it asks of the whole step (`Total`, `Agree`) is about its own grain.
+    """
     return run(script_of(program, transport))
 
 

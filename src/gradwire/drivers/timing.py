@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from gradwire.core.collective import AllGather, AllToAll, AllToAllV, Axis, Collective
-from gradwire.core.grain import Grain
 from gradwire.core.link import Link
 from gradwire.core.messages import SendRecv
 from gradwire.drivers.cost import MetaTransport, Parameters, meta_specs, require_world
@@ -54,13 +53,6 @@ def step_s(
     require_world(reducer, world_size)
     planned = plan(meta_specs(model), reducer, grain_numel)
     return _seconds(planned.units, Clocks(world_size, link, links or {}), step)
-
-
-def reduction_s(
-    reducer: Reducer, grain: Grain, world_size: int, link: Link, links: Links | None = None, step: int = 0
-) -> float:
-    """Seconds until the last rank has the mean of one grain, whose device is "meta", in a step of that grain alone."""
-    return _seconds([Unit(grain, reducer)], Clocks(world_size, link, links or {}), step)
 
 
 def _seconds(units: Sequence[Unit], clocks: Clocks, index: int) -> float:

@@ -1,0 +1,114 @@
+"""The options of `gradwire compare`. Nothing here needs torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from gradwire.bench.option_fields import AtLeast, Positive, option
+from gradwire.core.errors import GradwireError
+
+DDP, FSDP2 = "ddp", "fsdp2"
+
+DEFAULT_METHODS = {
+    DDP: (
+        "torch:fp32",
+        "torch:fp16",
+        "torch:powersgd:4",
+        "torch:noop",
+        "int4",
+        "powersgd:8,factors=fp16",
+        "topk:0.01",
+    ),
+    FSDP2: (
+        "torch:fp32",
+        "torch:bf16",
+        "torch:noop",
+        "none,parameters=none",
+        "int8",
+        "int8,parameters=int8",
+        "int4,parameters=int8",
+    ),
+}
+
+BUCKET_MB = 25.0
+"""DDP's own choice."""
+
+TRAINED, NETWORK, RESULT = "what to train", "the network", "the result"
+
+
+class CompareError(GradwireError, ValueError):
+    """Options that make no comparison, or that clash with what an output folder already holds."""
+
+
+@dataclass(frozen=True)
+class CompareOptions:
+    """What to compare, and under which conditions. Each field says what it is, and `gradwire compare --help` shows it.
+
+    `methods` are gradwire specs and `torch:` methods; where there are none, they are `DEFAULT_METHODS` of the engine.
+
+    >>> CompareOptions(task="digits", rate="1gbit").methods[0]
+    'torch:fp32'
+    """
+
+    task: str = option(
+        "bytes", "digits, bytes, or package.module:function", group=TRAINED, metavar="TASK", condition="task"
+    )
+    methods: tuple[str, ...] = option(
+        (), "methods, in the order to show", group=TRAINED, metavar="SPEC", unset="a good selection"
+    )
+    engine: Literal["ddp", "fsdp2"] = option(DDP, "what holds the model together over the ranks", group=TRAINED)
+    text: Path | None = option(
+        None, "folder of text for the bytes task", group=TRAINED, metavar="FOLDER", unset="Python's standard library"
+    )
+    steps: int | None = option(
+        None, "steps of each run", group=TRAINED, metavar="N", unset="the task's own number",
+        limits=AtLeast(1, most=10**9), condition="steps",
+    )  # fmt: skip
+    minutes: float | None = option(
+        None, "train each method for M minutes instead", group=TRAINED, metavar="M",
+        limits=Positive(most=1e6), instead_of="steps", condition="minutes",
+    )  # fmt: skip
+    seeds: int = option(
+        1, "runs of each method, each with its own weights and data order", group=TRAINED, metavar="N",
+        limits=AtLeast(1, most=1000),
+    )  # fmt: skip
+    bucket_mb: float = option(
+        BUCKET_MB, "DDP's bucket size", group=TRAINED, metavar="MB",
+        limits=Positive(most=1e6), condition="bucket size (MB)",
+    )  # fmt: skip
+    hosts: int = option(
+        4, "hosts, one rank each", group=NETWORK, metavar="N", limits=AtLeast(1), condition="hosts"
+    )  # fmt: skip
+    rate: str = option("100mbit", "of every link: 100mbit, 1gbit, ...", group=NETWORK, metavar="RATE")
+    rates: tuple[str, ...] = option(
+        (), "of each host's link: 100mbit,20mbit,...", group=NETWORK, metavar="RATE,RATE,...",
+        separator=",", instead_of="rate",
+    )  # fmt: skip
+    delay: str = option("0", "of a round trip between two hosts, as ping shows it: 50ms", group=NETWORK, metavar="TIME")
+    loss: str = option("0", "of frames between two hosts, in each direction: 0.1%", group=NETWORK, metavar="SHARE")
+    slow: tuple[str, ...] = option(
+        (), "hosts that compute slower, counted from 0: 3:4x", group=NETWORK, metavar="HOST:FACTOR"
+    )
+    network: Literal["auto", "root", "user", "paced"] = option(
+        "auto", "namespaces made as root or as a user, or paced sockets, an approximation", group=NETWORK,
+        unset="the best that works",
+    )  # fmt: skip
+    deadline_s: float | None = option(
+        None, "seconds a rank may keep the others waiting", group=NETWORK, metavar="S", flag="--deadline",
+        unset="from model and rate", limits=Positive(most=1e6),
+    )  # fmt: skip
+    target: str | None = option(
+        None, "what time-to-target means", group=RESULT, metavar="TARGET",
+        unset="the task's own, or the loss torch:fp32 ends at",
+    )  # fmt: skip
+    out: Path = option(Path("compare-report"), "output folder", group=RESULT, metavar="DIR")
+    fresh: bool = option(False, "forget the runs that the output folder holds", group=RESULT, kept=False)
+    evaluate_every: int | None = option(
+        None, "steps between evaluations", unset="the task's own number", limits=AtLeast(1), condition="evaluate every"
+    )
+
+    def __post_init__(self) -> None:
+        """Fill in the methods."""
+        object.__setattr__(self, "methods", self.methods or DEFAULT_METHODS.get(self.engine, ()))
