@@ -12,17 +12,7 @@ from torch import Tensor
 from gradwire.kernels.affine.reference import AFFINE_LEVELS
 from gradwire.kernels.runtime import pool
 from gradwire.kernels.runtime.compiling import array_of, compiled, inline
-from gradwire.kernels.runtime.tiles import (
-    CHUNK,
-    PAST_CACHES,
-    TILE,
-    Array,
-    delivered,
-    end_of_block,
-    prefetch_range,
-    spread_over_threads,
-)
-from gradwire.kernels.runtime.vectors import fence, use_widest_vectors
+from gradwire.kernels.runtime.tiles import Array, deliver, spread_over_threads
 
 
 @inline
@@ -34,7 +24,6 @@ def _ordered(bits):
 @inline
 def _extremes(bits, start, stop):
     """The lowest and the highest of a block in `_ordered`'s order, 0 among them."""
-    use_widest_vectors()
     low, high = np.int32(0), np.int32(0)
     for i in range(start, stop):  # a minimum of integers needs no leave to be reordered
         order = _ordered(bits[np.uintp(i)])
@@ -62,29 +51,24 @@ def _affine_grid(low, high, pair):
 
 
 @inline
-def _affine_round(x, start, stop, scale, zero, levels, ahead):
-    use_widest_vectors()
+def _affine_round(x, start, stop, scale, zero, levels):
     if scale == np.float32(0) or not np.isfinite(scale):
         levels[start:stop] = np.uint8(0)
         return
-    for chunk in range(start, stop, CHUNK):
-        end = min(chunk + CHUNK, stop)
-        prefetch_range(x, chunk + ahead, end + ahead)
-        for i in range(chunk, end):
-            q = np.int32(np.rint(x[np.uintp(i)] / scale) + zero)
-            levels[np.uintp(i)] = np.uint8(max(min(q, np.int32(AFFINE_LEVELS)), np.int32(0)))
+    for i in range(start, stop):
+        q = np.int32(np.rint(x[np.uintp(i)] / scale) + zero)
+        levels[np.uintp(i)] = np.uint8(max(min(q, np.int32(AFFINE_LEVELS)), np.int32(0)))
 
 
 @compiled("void(float32[::1], int64, float32[::1], uint8[::1], uint8[::1])")
 def _affine_encode(x, block, scales, zeros, levels):
-    use_widest_vectors()
     bits, pair = x.view(np.int32), np.empty(2, np.int32)
     for start in range(0, x.size, block):
         stop, b = min(start + block, x.size), np.uintp(start // block)
         low, high = _extremes(bits, start, stop)
         scale, zero = _affine_grid(low, high, pair)
         scales[b], zeros[b] = scale, np.uint8(zero)
-        _affine_round(x, start, stop, scale, zero, levels, stop - start)
+        _affine_round(x, start, stop, scale, zero, levels)
 
 
 @compiled("void(float32[::1], int32[:, ::1], float32[::1], uint8[::1], uint8[::1])")
@@ -92,9 +76,7 @@ def _affine_encode_whole(x, extremes, scales, zeros, levels):
     """A piece of a tensor that is one block, given the extremes of all pieces."""
     scale, zero = _affine_grid(extremes[:, 0].min(), extremes[:, 1].max(), np.empty(2, np.int32))
     scales[0], zeros[0] = scale, np.uint8(zero)
-    for stop in range(x.size, 0, -TILE):  # from the end, which the extremes were sought in last and caches still hold
-        start = max(stop - TILE, 0)
-        _affine_round(x, start, stop, scale, zero, levels, -TILE)
+    _affine_round(x, 0, x.size, scale, zero, levels)
 
 
 def affine_encode(x: Tensor, block: int, scales: Tensor, zeros: Tensor, levels: Tensor) -> None:
@@ -122,18 +104,12 @@ def _affine_part(i: int, j: int, a: Array, block: int, s: Array, z: Array, q: Ar
 
 @compiled("void(float32[::1], int64, float32[::1], uint8[::1], uint8[::1], float32, boolean)")
 def _affine_decode(into, block, scales, zeros, levels, alpha, overwrite):
-    use_widest_vectors()
-    values, past_caches = np.empty(TILE, np.float32), into.size >= PAST_CACHES
-    for origin in range(0, into.size, TILE):
-        piece, codes, start, sent = into[origin : origin + TILE], levels[origin : origin + TILE], 0, 0
-        while start < piece.size:
-            b, stop = np.uintp((origin + start) // block), end_of_block(start, origin, block, piece.size)
-            scale, zero = scales[b], np.int32(zeros[b])
-            for i in range(start, stop):
-                values[np.uintp(i)] = np.float32(np.int32(codes[np.uintp(i)]) - zero) * scale
-            start = stop
-            sent = delivered(values, piece, sent, stop, alpha, overwrite, past_caches)
-    fence()
+    for start in range(0, into.size, block):
+        stop, b = min(start + block, into.size), np.uintp(start // block)
+        scale, zero = scales[b], np.int32(zeros[b])
+        for i in range(start, stop):
+            value = np.float32(np.int32(levels[np.uintp(i)]) - zero) * scale
+            deliver(value, into, np.uintp(i), alpha, overwrite)
 
 
 def affine_decode(

@@ -14,48 +14,35 @@ from gradwire.kernels.random.reference import uniform_words
 from gradwire.kernels.runtime import pool
 from gradwire.kernels.runtime.compiling import array_of, compiled, inline
 from gradwire.kernels.runtime.tiles import (
-    CHUNK,
-    PAST_CACHES,
     TILE,
     decode_blocks,
-    delivered,
+    deliver,
     end_of_block,
     max_magnitude,
-    prefetch_range,
     tile_of_blocks,
 )
-from gradwire.kernels.runtime.vectors import fence, use_widest_vectors
 
 
 @inline
 def _quantise(x, start, stop, inverse, levels, codes):
-    use_widest_vectors()
     # A product is at most levels * (1 + 2^-23), which rounds to levels: nothing to clamp.
-    for chunk in range(start, stop, CHUNK):
-        end = min(chunk + CHUNK, stop)
-        prefetch_range(x, chunk + (stop - start), end + (stop - start))
-        for i in range(chunk, end):
-            codes[np.uintp(i)] = np.uint8(np.int32(np.rint(x[np.uintp(i)] * inverse)) + levels)
+    for i in range(start, stop):
+        codes[np.uintp(i)] = np.uint8(np.int32(np.rint(x[np.uintp(i)] * inverse)) + levels)
 
 
 @inline
 def _quantise_randomly(x, start, stop, inverse, levels, codes, first, k0, k1):
-    use_widest_vectors()
     counter = np.uint32(first + start)
-    for chunk in range(start, stop, CHUNK):
-        end = min(chunk + CHUNK, stop)
-        prefetch_range(x, chunk + (stop - start), end + (stop - start))
-        for i in range(chunk, end):
-            u = uniform_at(counter, k0, k1)
-            counter = np.uint32(counter + np.uint32(1))
-            q = np.int32(np.floor(x[np.uintp(i)] * inverse + u))
-            q = max(min(q, levels), np.int32(-levels))
-            codes[np.uintp(i)] = np.uint8(q + levels)
+    for i in range(start, stop):
+        u = uniform_at(counter, k0, k1)
+        counter = np.uint32(counter + np.uint32(1))
+        q = np.int32(np.floor(x[np.uintp(i)] * inverse + u))
+        q = max(min(q, levels), np.int32(-levels))
+        codes[np.uintp(i)] = np.uint8(q + levels)
 
 
 @inline
 def _subtract_decoded(x, start, stop, scale, levels, codes):
-    use_widest_vectors()
     # As _block_int_decode spells it, so that what is left is the same bit for bit.
     step, zero = scale / np.float32(levels), np.float32(levels)
     for i in range(start, stop):
@@ -64,7 +51,6 @@ def _subtract_decoded(x, start, stop, scale, levels, codes):
 
 @compiled("void(float32[::1], int64, int64, boolean, int64, int64, int64, uint8[::1], float32[::1], boolean)")
 def _block_int_encode(x, bits, block, stochastic, k0, k1, first, packed, scales, keep):
-    use_widest_vectors()
     levels = np.int32((1 << (bits - 1)) - 1)
     k0, k1 = np.uint32(k0), np.uint32(k1)
     scales_raw, tile = scales.view(np.uint32), tile_of_blocks(block)
@@ -112,11 +98,9 @@ def block_int_encode(
 
 @compiled("void(uint8[::1], float32[::1], int64, int64, float32[::1], float32, boolean)")
 def _block_int_decode(packed, scales, bits, block, into, alpha, overwrite):
-    use_widest_vectors()
-    levels, past_caches = np.float32((1 << (bits - 1)) - 1), into.size >= PAST_CACHES
-    scratch, values = np.empty(TILE, np.uint8), np.empty(TILE, np.float32)
+    levels, scratch = np.float32((1 << (bits - 1)) - 1), np.empty(TILE, np.uint8)
     for origin in range(0, into.size, TILE):
-        piece, start, sent = into[origin : origin + TILE], 0, 0
+        piece, start = into[origin : origin + TILE], 0
         codes = (packed[origin:] if bits == 8 else scratch)[: piece.size]
         if bits != 8:
             unpack_codes(packed[origin // 8 * bits :], bits, codes)
@@ -124,10 +108,9 @@ def _block_int_decode(packed, scales, bits, block, into, alpha, overwrite):
             step = scales[np.uintp((origin + start) // block)] / levels
             stop = end_of_block(start, origin, block, piece.size)
             for i in range(start, stop):
-                values[np.uintp(i)] = (np.float32(np.int32(codes[np.uintp(i)])) - levels) * step
+                value = (np.float32(np.int32(codes[np.uintp(i)])) - levels) * step
+                deliver(value, piece, np.uintp(i), alpha, overwrite)
             start = stop
-            sent = delivered(values, piece, sent, stop, alpha, overwrite, past_caches)
-    fence()
 
 
 def block_int_decode(

@@ -14,25 +14,13 @@ from gradwire.kernels.packing.cpu import pack_below, unpack_codes
 from gradwire.kernels.random.cpu import word_at
 from gradwire.kernels.random.reference import uniform_words
 from gradwire.kernels.runtime.compiling import array_of, compiled, raw_bits_of
-from gradwire.kernels.runtime.tiles import (
-    AHEAD,
-    CHUNK,
-    PAST_CACHES,
-    TILE,
-    deliver,
-    delivered,
-    end_of_block,
-    max_magnitude,
-    prefetch_range,
-    spread_over_threads,
-)
-from gradwire.kernels.runtime.vectors import bits_of, fence, float_of, use_widest_vectors
+from gradwire.kernels.runtime.tiles import TILE, deliver, max_magnitude, spread_over_threads
+from gradwire.kernels.runtime.vectors import bits_of, float_of
 
 
 @compiled("void(float32[::1], int64, int64, uint8[::1], uint8[::1])")
 def _float8_encode(x, mantissa, block, codes, exponents):
     """`mantissa` is 3 for e4m3 and 2 for e5m2."""
-    use_widest_vectors()
     bias = 7 if mantissa == 3 else 15
     top, shift = 8 if mantissa == 3 else 15, np.uint32(23 - mantissa)
     half, offset = np.uint32((1 << (22 - mantissa)) - 1), np.uint32((127 - bias) << mantissa)
@@ -52,17 +40,14 @@ def _float8_encode(x, mantissa, block, codes, exponents):
             continue
         exponents[b] = np.uint8(exponent)
         inverse = np.float32(2.0 ** (127 - exponent))
-        for chunk in range(start, stop, CHUNK):
-            end = min(chunk + CHUNK, stop)
-            prefetch_range(x, chunk + block, end + block)
-            for i in range(chunk, end):
-                value = abs(x[np.uintp(i)]) * inverse
-                v = bits_of(value)
-                even = np.uint32(np.uint32(v >> shift) & np.uint32(1))
-                large = np.uint32(np.uint32(np.uint32(np.uint32(v + half) + even) >> shift) - offset)
-                small = np.uint32(bits_of(value + anchor) - anchor_bits)
-                sign = np.uint32(np.uint32(raw[np.uintp(i)] >> np.uint32(24)) & np.uint32(0x80))
-                codes[np.uintp(i)] = np.uint8(np.uint32((large if v >= normal else small) | sign))
+        for i in range(start, stop):
+            value = abs(x[np.uintp(i)]) * inverse
+            v = bits_of(value)
+            even = np.uint32(np.uint32(v >> shift) & np.uint32(1))
+            large = np.uint32(np.uint32(np.uint32(np.uint32(v + half) + even) >> shift) - offset)
+            small = np.uint32(bits_of(value + anchor) - anchor_bits)
+            sign = np.uint32(np.uint32(raw[np.uintp(i)] >> np.uint32(24)) & np.uint32(0x80))
+            codes[np.uintp(i)] = np.uint8(np.uint32((large if v >= normal else small) | sign))
 
 
 def float8_encode(x: Tensor, dtype: torch.dtype, block: int, codes: Tensor, exponents: Tensor) -> None:
@@ -76,31 +61,23 @@ def float8_encode(x: Tensor, dtype: torch.dtype, block: int, codes: Tensor, expo
 
 @compiled("void(uint8[::1], uint8[::1], int64, int64, float32[::1], float32, boolean)")
 def _float8_decode(codes, exponents, mantissa, block, into, alpha, overwrite):
-    use_widest_vectors()
     # Arithmetic on the bits: to look codes up in a table takes three times as long.
     bias = 7 if mantissa == 3 else 15
     shift, offset = np.uint32(23 - mantissa), np.uint32((127 - bias) << 23)
     normal, special = np.uint32(1 << mantissa), np.uint32(0x7F if mantissa == 3 else 0x7C)
     least = np.float32(2.0 ** (1 - bias - mantissa))
-    values, past_caches = np.empty(TILE, np.float32), into.size >= PAST_CACHES
-    for origin in range(0, into.size, TILE):
-        piece, code, start, sent = into[origin : origin + TILE], codes[origin : origin + TILE], 0, 0
-        while start < piece.size:
-            stop = end_of_block(start, origin, block, piece.size)
-            scale = float_of(np.uint32(np.uint32(exponents[np.uintp((origin + start) // block)]) << np.uint32(23)))
-            for i in range(start, stop):
-                whole = np.uint32(code[np.uintp(i)])
-                magnitude = np.uint32(whole & np.uint32(0x7F))
-                bits = np.uint32(magnitude << shift)
-                small = bits_of(np.float32(np.int32(magnitude)) * least)
-                broken = np.uint32(bits | np.uint32(0x7F800000))  # infinity or NaN, as far as the format has them
-                bits = np.uint32(bits + offset) if magnitude >= normal else small
-                bits = broken if magnitude >= special else bits
-                sign = np.uint32(np.uint32(whole & np.uint32(0x80)) << np.uint32(24))
-                values[np.uintp(i)] = float_of(np.uint32(bits | sign)) * scale
-            start = stop
-            sent = delivered(values, piece, sent, stop, alpha, overwrite, past_caches)
-    fence()
+    for start in range(0, into.size, block):
+        scale = float_of(np.uint32(np.uint32(exponents[np.uintp(start // block)]) << np.uint32(23)))
+        for i in range(start, min(start + block, into.size)):
+            whole = np.uint32(codes[np.uintp(i)])
+            magnitude = np.uint32(whole & np.uint32(0x7F))
+            bits = np.uint32(magnitude << shift)
+            small = bits_of(np.float32(np.int32(magnitude)) * least)
+            broken = np.uint32(bits | np.uint32(0x7F800000))  # infinity or NaN, as far as the format has them
+            bits = np.uint32(bits + offset) if magnitude >= normal else small
+            bits = broken if magnitude >= special else bits
+            sign = np.uint32(np.uint32(whole & np.uint32(0x80)) << np.uint32(24))
+            deliver(float_of(np.uint32(bits | sign)) * scale, into, np.uintp(i), alpha, overwrite)
 
 
 def _mantissa(dtype: torch.dtype) -> int:
@@ -124,20 +101,14 @@ def float8_decode(
 
 @compiled("void(uint32[::1], int64, int64, int64, uint8[::1], uint8[::1])")
 def _natural_encode(raw, first, k0, k1, exponents, signs):
-    use_widest_vectors()
     k0, k1, counter = np.uint32(k0), np.uint32(k1), np.uint32(first)
-    words = np.empty(TILE, np.uint32)
     for origin in range(0, raw.size, TILE):
         piece, out = raw[origin : origin + TILE], exponents[origin : origin + TILE]
-        for chunk in range(0, piece.size, CHUNK):
-            end = min(chunk + CHUNK, piece.size)
-            prefetch_range(piece, chunk + TILE, end + TILE)
-            for i in range(chunk, end):
-                words[np.uintp(i)] = np.uint32(word_at(counter, k0, k1) >> np.uint32(9))
-                counter = np.uint32(counter + np.uint32(1))
         for i in range(piece.size):
+            word = np.uint32(word_at(counter, k0, k1) >> np.uint32(9))
+            counter = np.uint32(counter + np.uint32(1))
             magnitude = np.uint32(piece[i] & np.uint32(0x7FFFFFFF))
-            rounded = min(np.uint32(np.uint32(magnitude + words[i]) >> np.uint32(23)), np.uint32(254))
+            rounded = min(np.uint32(np.uint32(magnitude + word) >> np.uint32(23)), np.uint32(254))
             out[i] = np.uint8(rounded if magnitude < np.uint32(0x7F800000) else np.uint32(255))
         pack_below(piece.view(np.int32), np.int32(0), signs[origin // 8 :])
 
@@ -151,18 +122,15 @@ def natural_encode(x: Tensor, key: int, exponents: Tensor, signs: Tensor) -> Non
 
 @compiled("void(uint8[::1], uint8[::1], float32[::1], float32, boolean)")
 def _natural_decode(exponents, signs, into, alpha, overwrite):
-    use_widest_vectors()
-    scratch, values, past_caches = np.empty(TILE, np.uint8), np.empty(TILE, np.float32), into.size >= PAST_CACHES
-    values_raw = values.view(np.uint32)
+    scratch = np.empty(TILE, np.uint8)
     for origin in range(0, into.size, TILE):
         piece, codes = into[origin : origin + TILE], exponents[origin : origin + TILE]
         negative = scratch[: piece.size]
         unpack_codes(signs[origin // 8 :], 1, negative)
         for i in range(piece.size):
             magnitude = np.uint32(np.uint32(codes[i]) << np.uint32(23))
-            values_raw[i] = np.uint32(magnitude | np.uint32(np.uint32(negative[i]) << np.uint32(31)))
-        deliver(values, piece, 0, piece.size, alpha, overwrite, past_caches)
-    fence()
+            bits = np.uint32(magnitude | np.uint32(np.uint32(negative[i]) << np.uint32(31)))
+            deliver(float_of(bits), piece, i, alpha, overwrite)
 
 
 def natural_decode(exponents: Tensor, signs: Tensor, out: Tensor, weight: float | None = None) -> None:
@@ -176,19 +144,15 @@ def natural_decode(exponents: Tensor, signs: Tensor, out: Tensor, weight: float 
 
 @compiled("void(uint32[::1], int64, int64, int64, uint16[::1])")
 def _bfloat16_encode(raw, first, k0, k1, out):
-    use_widest_vectors()
     k0, k1, counter = np.uint32(k0), np.uint32(k1), np.uint32(first)
-    for chunk in range(0, raw.size, CHUNK):
-        end = min(chunk + CHUNK, raw.size)
-        prefetch_range(raw, chunk + AHEAD, end + AHEAD)
-        for i in range(chunk, end):
-            word = np.uint32(word_at(counter, k0, k1) >> np.uint32(16))
-            counter = np.uint32(counter + np.uint32(1))
-            magnitude = np.uint32(raw[np.uintp(i)] & np.uint32(0x7FFFFFFF))
-            broken = magnitude >= np.uint32(0x7F800000)
-            quiet = np.uint32(0x40) if magnitude > np.uint32(0x7F800000) else np.uint32(0)
-            kept = np.uint32(raw[np.uintp(i)] if broken else np.uint32(raw[np.uintp(i)] + word))
-            out[np.uintp(i)] = np.uint16(np.uint32(np.uint32(kept >> np.uint32(16)) | quiet))
+    for i in range(raw.size):
+        word = np.uint32(word_at(counter, k0, k1) >> np.uint32(16))
+        counter = np.uint32(counter + np.uint32(1))
+        magnitude = np.uint32(raw[i] & np.uint32(0x7FFFFFFF))
+        broken = magnitude >= np.uint32(0x7F800000)
+        quiet = np.uint32(0x40) if magnitude > np.uint32(0x7F800000) else np.uint32(0)
+        kept = np.uint32(raw[i] if broken else np.uint32(raw[i] + word))
+        out[i] = np.uint16(np.uint32(np.uint32(kept >> np.uint32(16)) | quiet))
 
 
 def bfloat16_encode(x: Tensor, key: int, out: Tensor) -> None:

@@ -19,13 +19,7 @@ from gradwire.kernels.packing.cpu import pack_codes, pack_one_by_one, unpack_cod
 from gradwire.kernels.runtime import pool
 from gradwire.kernels.runtime.compiling import array_of, compiled, inline
 from gradwire.kernels.runtime.tiles import RANDOM_ACCESS_WEIGHT
-from gradwire.kernels.runtime.vectors import (
-    COMPRESSES,
-    close_up_places_16,
-    count_ones,
-    trailing_zeros,
-    use_widest_vectors,
-)
+from gradwire.kernels.runtime.vectors import count_ones, trailing_zeros
 
 _TILE = 1024
 """Indices coded at a time: a multiple of 64, so that low bits end with a word."""
@@ -45,7 +39,6 @@ def _words(packed: Tensor) -> np.ndarray:
 @compiled("void(int32[::1], int64, int64, int64[::1], int64[::1])")
 def _high_sums(indices, begin, stop, tried, sums):
     """The sum of gap >> b of indices[begin:stop], for each b tried."""
-    use_widest_vectors()
     for t in range(tried.size):
         shift = np.int32(tried[t])
         total = np.int64(indices[0] >> shift) if begin == 0 and stop > 0 else 0
@@ -58,7 +51,6 @@ def _high_sums(indices, begin, stop, tried, sums):
 @inline
 def _split(indices, origin, gaps, bits, lows, steps):
     """Low parts from `origin` on, and how far each high part ends from the one before; false where they do not rise."""
-    use_widest_vectors()
     mask, shift, falls, skip = np.int32((1 << bits) - 1), np.int32(bits), np.int32(0), 0
     if origin == 0:  # nothing stands before the first
         first = indices[0]
@@ -78,7 +70,6 @@ def _split(indices, origin, gaps, bits, lows, steps):
 
 @inline
 def _sum_of(steps):
-    use_widest_vectors()
     total = 0
     for i in range(steps.size):
         total += np.int64(steps[np.uintp(i)])
@@ -92,7 +83,6 @@ def _write(indices, begin, stop, bits, gaps, before, out, shared):
     `before` is where the high part before them ends. The first word of high parts, which others may write to as well,
     is returned instead: `shared` becomes that word's place and its bits.
     """
-    use_widest_vectors()
     start, packed = indices.size * bits, out.view(np.uint8)
     narrow, lows, steps = np.empty(_TILE, np.uint8), np.empty(_TILE, np.int32), np.empty(_TILE, np.int32)
     position = start + before
@@ -182,7 +172,6 @@ def encode_rice(indices: Tensor, numel: int, bits: int, out: Tensor) -> bool:
 @inline
 def _read_lows(words, bits, begin, narrow, lows):
     """The low parts from `begin`, a multiple of 8, on, of which the words hold as many as are wanted."""
-    use_widest_vectors()
     if bits == 0:
         for i in range(lows.size):
             lows[np.uintp(i)] = np.int32(0)
@@ -211,7 +200,6 @@ def _word_of_highs(words, w, start, before):
 @compiled("boolean(uint64[::1], int64, boolean, int64, int64, int64[:, ::1])")
 def _starts(words, bits, gaps, count, piece, starts):
     """For each piece, where the high part before it ends, and the index before it; false where there are too few."""
-    use_widest_vectors()
     start, seen, i = count * bits, 0, 0
     w = start >> 6
     word, sum_ = _word_of_highs(words, w, start, -1), 0
@@ -246,7 +234,6 @@ def _starts(words, bits, gaps, count, piece, starts):
 @compiled("boolean(uint64[::1], int64, boolean, int64, int64, int64, int64[::1], int32[::1])")
 def _read(words, bits, gaps, numel, begin, stop, since, out):
     """Read indices[begin:stop]; false where they are not there, do not increase or point outside."""
-    use_widest_vectors()
     start, before, previous = out.size * bits, since[0], since[1]
     places, narrow, lows = np.empty(_TILE + 128, np.int32), np.empty(_TILE, np.uint8), np.empty(_TILE, np.int32)
     w, n = (start + before + 1) >> 6, np.uintp(0)
@@ -257,16 +244,10 @@ def _read(words, bits, gaps, numel, begin, stop, since, out):
             if w >= words.size:
                 return False
             word, base = _word_of_highs(words, w, start, before), w * 64 - start
-            if COMPRESSES:
-                for lane in range(0, 64, 16):
-                    mask = np.uint16(word >> np.uint64(lane))
-                    close_up_places_16(np.int32(base + lane), mask, places, n)
-                    n += np.uintp(count_ones(np.uint64(mask)))
-            else:
-                while word != np.uint64(0):
-                    places[n] = np.int32(base + np.int64(trailing_zeros(word)))
-                    word &= word - np.uint64(1)
-                    n += np.uintp(1)
+            while word != np.uint64(0):
+                places[n] = np.int32(base + np.int64(trailing_zeros(word)))
+                word &= word - np.uint64(1)
+                n += np.uintp(1)
             w += 1
         _read_lows(words, bits, i, narrow, lows[:size])
         for j in range(size):

@@ -13,7 +13,7 @@ from numba import types
 from numba.core import cgutils
 from torch import Tensor
 
-from gradwire.kernels.low_rank.products_cpu import WIDE, WIDTH, cut_rows, fill_product, low_rank_, subtract_low_rank_
+from gradwire.kernels.low_rank.products_cpu import WIDTH, cut_rows, fill_product, low_rank_, subtract_low_rank_
 from gradwire.kernels.low_rank.reference import TOLERANCES
 from gradwire.kernels.random.cpu import uniform_at
 from gradwire.kernels.random.reference import uniform_words
@@ -34,7 +34,7 @@ from gradwire.kernels.runtime.sums import (
 )
 from gradwire.kernels.runtime.tiles import max_magnitude
 from gradwire.kernels.runtime.torch_blocks import LANES, SEGMENT
-from gradwire.kernels.runtime.vectors import in_every_lane, use_widest_vectors, vector_intrinsic
+from gradwire.kernels.runtime.vectors import in_every_lane, vector_intrinsic
 
 __all__ = ["low_rank_", "orthonormalise", "project_columns", "project_rows", "subtract_low_rank_", "unit_rows_"]
 
@@ -62,11 +62,11 @@ def unit_rows_(Q: Tensor, bits: int) -> None:
         _unit_rows(q, q.view(np.uint32), Q.shape[1], *uniform_words(bits))
 
 
-_OUTER_PANEL = 64 if WIDE else 16
-"""Columns whose sums for four rows of P^T M do, and fewer where there are fewer registers."""
+_OUTER_PANEL = 16
+"""Columns whose sums for four rows of P^T M fill half of the registers of AVX2: see `products_cpu`."""
 
-_DOTS = 4 if WIDE else 2
-"""Rows of Q^T whose products with two rows of M fill half of the registers."""
+_DOTS = 2
+"""Rows of Q^T whose products with two rows of M do."""
 
 _ROWS = 32
 """Rows of M that are added up before their sum is added to P^T M: a panel of them stays in the nearest cache."""
@@ -119,7 +119,6 @@ _dots_2_many, _dots_2_one, _dots_1_many, _dots_1_one = (_dots_of(rows, rank) for
 @compiled("void(float32[:,:,::1], float32[:,:,::1], float32[:,:,::1], int64, int64)")
 def _project_columns(M, Q, out, start, stop):
     """Products of rows [start, stop) of all matrices, which lie end to end, with the vectors of Q^T."""
-    use_widest_vectors()
     rows, columns, rank = M.shape[1], M.shape[2], Q.shape[1]
     whole = columns // WIDTH * WIDTH
     m, q, o = M.reshape(-1), Q.reshape(-1), out.reshape(-1)
@@ -207,7 +206,6 @@ _outer_of_4, _outer_of_1 = _outer_of(4), _outer_of(1)
 @compiled("void(float32[:,:,::1], float32[:,:,::1], float32[:,:,::1], int64, int64)")
 def _project_rows(P, M, out, start, stop):
     """Panels [start, stop) of all matrices: those of the first, then those of the second, ..."""
-    use_widest_vectors()
     rank, rows, columns = P.shape[1], M.shape[1], M.shape[2]
     panels = (columns + _OUTER_PANEL - 1) // _OUTER_PANEL
     p, m, o = P.reshape(-1), M.reshape(-1), out.reshape(-1)

@@ -23,17 +23,12 @@ from gradwire.kernels.runtime.sums import (
     store_vector,
     zero_sums,
 )
-from gradwire.kernels.runtime.vectors import in_every_lane, target_has, use_widest_vectors, vector_intrinsic
+from gradwire.kernels.runtime.vectors import in_every_lane, vector_intrinsic
 
-WIDE = target_has("avx512f")
-"""Whether there are 32 registers of 16 lanes; else 16 of 8 at most. Sums that do not fit into them cost twice the time.
-How many sums are made at once decides nothing about their bits."""
-
-_PANEL = 64 if WIDE else 32
-"""Columns whose sums for two rows of a product fill half of the registers."""
-
-_NEAR = 4096
-"""Elements of Q that stay in the nearest cache while rows of P Q^T pass."""
+_PANEL = 32
+"""Columns whose sums for two rows of a product fill half of the registers of AVX2, sixteen of 8 lanes. Sums that do not
+fit take twice the time; twice as many, which fit into those of AVX-512, gain nothing. How many sums are made at once
+decides nothing about their bits."""
 
 WIDTH = 16
 
@@ -85,14 +80,13 @@ def _filling(flags: tuple[str, ...]) -> Any:
     @inline
     def fill(P, by_row, Q, out, start, stop, alpha, add):
         """Rows [start, stop) of all products, which lie end to end. P stands row by row, or transposed."""
-        use_widest_vectors()
         rank, rows, columns = Q.shape[1], out.shape[1], out.shape[2]
         panels, whole = (columns + _PANEL - 1) // _PANEL, columns // _PANEL
         size = rank * _PANEL
         # Panels and factors are copied side by side: rows that are a power of two apart would share places in a cache.
         near, factors = np.zeros(panels * size, np.float32), np.empty(2 * rank, np.float32)
         scratch = np.empty(_PANEL, np.float32)
-        block, flat = max(1, _NEAR // size), out.reshape(-1)
+        flat = out.reshape(-1)
         row = start
         while row < stop:
             b = row // rows
@@ -100,25 +94,23 @@ def _filling(flags: tuple[str, ...]) -> Any:
             for k in range(rank):
                 for j in range(columns):
                     near[j // _PANEL * size + k * _PANEL + j % _PANEL] = Q[b, k, j]
-            for first in range(0, panels, block):
-                last = min(first + block, panels)
-                for pair in range(row, end, 2):
-                    i, taken = pair - b * rows, min(2, end - pair)
+            for pair in range(row, end, 2):
+                i, taken = pair - b * rows, min(2, end - pair)
+                for y in range(taken):
+                    for k in range(rank):
+                        factors[y * rank + k] = P[b, i + y, k] if by_row else P[b, k, i + y]
+                for panel in range(whole):
+                    at = pair * columns + panel * _PANEL
+                    if taken == 2:
+                        two_rows(factors, rank, near, panel * size, rank, flat, at, columns, alpha, add)
+                    else:
+                        one_row(factors, rank, near, panel * size, rank, flat, at, columns, alpha, add)
+                if panels > whole:
                     for y in range(taken):
-                        for k in range(rank):
-                            factors[y * rank + k] = P[b, i + y, k] if by_row else P[b, k, i + y]
-                    for panel in range(first, min(last, whole)):
-                        at = pair * columns + panel * _PANEL
-                        if taken == 2:
-                            two_rows(factors, rank, near, panel * size, rank, flat, at, columns, alpha, add)
-                        else:
-                            one_row(factors, rank, near, panel * size, rank, flat, at, columns, alpha, add)
-                    if last > whole:
-                        for y in range(taken):
-                            one_row(factors[y * rank :], rank, near, whole * size, rank, scratch, 0, 0, alpha, False)
-                            tail = out[b, i + y, whole * _PANEL :]
-                            for j in range(tail.size):
-                                tail[j] = tail[j] + scratch[j] if add else scratch[j]
+                        one_row(factors[y * rank :], rank, near, whole * size, rank, scratch, 0, 0, alpha, False)
+                        tail = out[b, i + y, whole * _PANEL :]
+                        for j in range(tail.size):
+                            tail[j] = tail[j] + scratch[j] if add else scratch[j]
             row = end
 
     return fill

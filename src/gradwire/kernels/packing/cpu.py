@@ -14,7 +14,7 @@ from torch import Tensor
 from gradwire.kernels.runtime import pool
 from gradwire.kernels.runtime.compiling import array_of, compiled, inline
 from gradwire.kernels.runtime.tiles import TILE
-from gradwire.kernels.runtime.vectors import at_least_8, below_8, choose_8, load_word, store_word, use_widest_vectors
+from gradwire.kernels.runtime.vectors import at_least_8, below_8, choose_8, load_word, store_word
 
 # Packing ----------------------------------------------------------------------------------------------------
 
@@ -22,26 +22,10 @@ from gradwire.kernels.runtime.vectors import at_least_8, below_8, choose_8, load
 @inline
 def pack_codes(codes, bits, out):
     """Pack uint8 codes, which may be changed: whole groups of eight with word arithmetic, the rest bit by bit."""
-    use_widest_vectors()
     whole = codes.size // 8 * 8
     if bits == 8:
         for j in range(whole):
             out[j] = codes[j]
-    elif bits == 4:
-        pairs = codes[:whole].view(np.uint16)
-        for j in range(pairs.size):
-            out[j] = np.uint8(np.uint16(pairs[j] | np.uint16(pairs[j] >> np.uint16(4))))
-    elif bits == 2:
-        fours = codes[:whole].view(np.uint32)
-        for j in range(fours.size):
-            w = fours[j]
-            w = np.uint32(w | np.uint32(w >> np.uint32(6)))
-            out[j] = np.uint8(np.uint32(w | np.uint32(w >> np.uint32(12))))
-    elif bits == 1:
-        eights = codes[:whole].view(np.uint64)
-        for j in range(eights.size):
-            # The multiplier moves bit 0 of byte i to bit 56 + i; no two products meet, so nothing carries.
-            out[j] = np.uint8((eights[j] * np.uint64(0x0102040810204080)) >> np.uint64(56))
     else:
         _pack_eights(codes[:whole].view(np.uint64), bits, out)
     pack_one_by_one(codes[whole:], bits, out[whole // 8 * bits :])
@@ -54,7 +38,6 @@ def _pack_eights(eights, bits, out):
     Words are closed in place, as vectors, and written whole: each overwrites what the one before has too much, and
     the last ones, which must not, are written byte by byte.
     """
-    use_widest_vectors()
     gap = np.uint64(8 - bits)
     for j in range(eights.size):
         w = eights[j]
@@ -72,7 +55,6 @@ def _pack_eights(eights, bits, out):
 @inline
 def pack_wide_eights(codes, bits, out):
     """Pack eight codes of 9 to 16 bits at a time, four to a word."""
-    use_widest_vectors()
     half, b = np.uint64(4 * bits), np.uint64(bits)
     for j in range(codes.size // 8):
         low = high = np.uint64(0)
@@ -93,7 +75,6 @@ def pack_wide_eights(codes, bits, out):
 @inline
 def pack_one_by_one(codes, bits, out):
     """Pack codes of any width, one after the other."""
-    use_widest_vectors()
     word, filled, at = np.uint64(0), 0, 0
     for i in range(codes.size):
         word |= np.uint64(codes[i]) << np.uint64(filled)
@@ -110,28 +91,10 @@ def pack_one_by_one(codes, bits, out):
 @inline
 def unpack_codes(packed, bits, codes):
     """Unpack into uint8 codes: the inverse of `pack_codes`."""
-    use_widest_vectors()
     whole = codes.size // 8 * 8
     if bits == 8:
         for j in range(whole):
             codes[j] = packed[j]
-    elif bits == 4:
-        pairs = codes[:whole].view(np.uint16)
-        for j in range(pairs.size):
-            w = np.uint16(packed[j])
-            pairs[j] = np.uint16(np.uint16(w | np.uint16(w << np.uint16(4))) & np.uint16(0x0F0F))
-    elif bits == 2:
-        fours = codes[:whole].view(np.uint32)
-        for j in range(fours.size):
-            w = np.uint32(packed[j])
-            w = np.uint32(w | np.uint32(w << np.uint32(12)))
-            fours[j] = np.uint32(np.uint32(w | np.uint32(w << np.uint32(6))) & np.uint32(0x03030303))
-    elif bits == 1:
-        eights = codes[:whole].view(np.uint64)
-        for j in range(eights.size):
-            # Byte i keeps bit i of the copy it is given; adding 128 minus that bit carries it to the top.
-            w = (np.uint64(packed[j]) * np.uint64(0x0101010101010101)) & np.uint64(0x8040201008040201)
-            eights[j] = ((w + np.uint64(0x00406070787C7E7F)) >> np.uint64(7)) & np.uint64(0x0101010101010101)
     else:
         _unpack_eights(packed, bits, codes[:whole].view(np.uint64))
     unpack_one_by_one(packed[whole // 8 * bits :], bits, codes[whole:])
@@ -139,7 +102,6 @@ def unpack_codes(packed, bits, codes):
 
 @inline
 def _unpack_eights(packed, bits, eights):
-    use_widest_vectors()
     gap = np.uint64(8 - bits)
     fours = np.uint64((1 << (4 * bits)) - 1)
     twos = np.uint64(((1 << (2 * bits)) - 1) * 0x0000000100000001)
@@ -162,7 +124,6 @@ def _unpack_eights(packed, bits, eights):
 @inline
 def unpack_wide_eights(packed, bits, codes):
     """Unpack codes of 9 to 16 bits, eight at a time."""
-    use_widest_vectors()
     half, b, mask = np.uint64(4 * bits), np.uint64(bits), np.uint64((1 << bits) - 1)
     for j in range(codes.size // 8):
         low = high = np.uint64(0)
@@ -182,7 +143,6 @@ def unpack_wide_eights(packed, bits, codes):
 @inline
 def unpack_one_by_one(packed, bits, codes):
     """Unpack codes of any width, one after the other."""
-    use_widest_vectors()
     word, filled, at = np.uint64(0), 0, 0
     mask = np.uint64((1 << bits) - 1)
     for i in range(codes.size):
@@ -197,7 +157,6 @@ def unpack_one_by_one(packed, bits, codes):
 
 @compiled("void(uint8[::1], int64, uint8[::1])")
 def _pack_narrow(codes, bits, out):
-    use_widest_vectors()
     scratch = np.empty(min(TILE, codes.size), np.uint8)
     for start in range(0, codes.size, TILE):
         piece = codes[start : start + TILE]
@@ -239,7 +198,6 @@ def _packer(mask: Any, holds: Callable[..., Any]) -> Any:
 
     @inline
     def pack(x, bound, out):
-        use_widest_vectors()
         whole = x.size // 8
         for j in range(whole):
             out[j] = mask(x, np.uintp(8 * j), bound)
@@ -259,7 +217,6 @@ pack_below = _packer(below_8, inline(lambda value, bound: value < bound))
 @inline
 def choose_by_bits(bits, start, stop, up, down, out):
     """out[i] = up where bit i is 1, else down, for i in [start, stop); start is a multiple of 8."""
-    use_widest_vectors()
     whole = stop // 8 * 8
     for i in range(start, whole, 8):
         choose_8(out, np.uintp(i), bits[np.uintp(i >> 3)], up, down)

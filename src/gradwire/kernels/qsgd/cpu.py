@@ -14,17 +14,13 @@ from gradwire.kernels.random.reference import uniform_words
 from gradwire.kernels.runtime import pool
 from gradwire.kernels.runtime.compiling import array_of, compiled, inline
 from gradwire.kernels.runtime.tiles import (
-    CHUNK,
-    PAST_CACHES,
     TILE,
     decode_blocks,
-    delivered,
+    deliver,
     end_of_block,
-    prefetch_range,
     sum_squares,
     tile_of_blocks,
 )
-from gradwire.kernels.runtime.vectors import fence, use_widest_vectors
 
 
 @inline
@@ -47,22 +43,17 @@ def _qsgd_norm(x, start, stop, levels):
 
 @inline
 def _qsgd_codes(x, start, stop, inverse, levels, sign_shift, codes, first, k0, k1):
-    use_widest_vectors()
     counter = np.uint32(first + start)
-    for chunk in range(start, stop, CHUNK):
-        end = min(chunk + CHUNK, stop)
-        prefetch_range(x, chunk + (stop - start), end + (stop - start))
-        for i in range(chunk, end):
-            u = uniform_at(counter, k0, k1)
-            counter = np.uint32(counter + np.uint32(1))
-            level = min(np.int32(abs(x[np.uintp(i)]) * inverse + u), levels)
-            negative = np.int32(x[np.uintp(i)] < np.float32(0))
-            codes[np.uintp(i)] = np.int32(level | np.int32(negative << sign_shift))
+    for i in range(start, stop):
+        u = uniform_at(counter, k0, k1)
+        counter = np.uint32(counter + np.uint32(1))
+        level = min(np.int32(abs(x[np.uintp(i)]) * inverse + u), levels)
+        negative = np.int32(x[np.uintp(i)] < np.float32(0))
+        codes[np.uintp(i)] = np.int32(level | np.int32(negative << sign_shift))
 
 
 @compiled("void(float32[::1], int64, int64, int64, int64, int64, uint8[::1], float32[::1])")
 def _qsgd_encode(x, levels, block, k0, k1, first, packed, norms):
-    use_widest_vectors()
     k0, k1, most, shift = np.uint32(k0), np.uint32(k1), np.int32(levels), np.int32(_level_bits(levels))
     bits, tile = _level_bits(levels) + 1, tile_of_blocks(block)
     narrow, wide = np.empty(tile, np.uint8), np.empty(tile, np.int32)
@@ -105,22 +96,19 @@ def qsgd_encode(
 
 
 @inline
-def _qsgd_values(codes, start, stop, mask, step, values):
-    use_widest_vectors()
+def _deliver_levels(codes, start, stop, mask, step, into, alpha, overwrite):
     for i in range(start, stop):
         code = np.int32(codes[np.uintp(i)])
         value = np.float32(np.int32(code & mask)) * step
-        values[np.uintp(i)] = -value if code > mask else value
+        deliver(-value if code > mask else value, into, np.uintp(i), alpha, overwrite)
 
 
 @compiled("void(uint8[::1], float32[::1], int64, int64, float32[::1], float32, boolean)")
 def _qsgd_decode(packed, norms, levels, block, into, alpha, overwrite):
-    use_widest_vectors()
     bits, mask = _level_bits(levels) + 1, np.int32((1 << _level_bits(levels)) - 1)
-    narrow, wide, values = np.empty(TILE, np.uint8), np.empty(TILE, np.int32), np.empty(TILE, np.float32)
-    past_caches = into.size >= PAST_CACHES
+    narrow, wide = np.empty(TILE, np.uint8), np.empty(TILE, np.int32)
     for origin in range(0, into.size, TILE):
-        piece, start, sent = into[origin : origin + TILE], 0, 0
+        piece, start = into[origin : origin + TILE], 0
         if bits <= 8:
             unpack_codes(packed[origin // 8 * bits :], bits, narrow[: piece.size])
         else:
@@ -129,12 +117,10 @@ def _qsgd_decode(packed, norms, levels, block, into, alpha, overwrite):
             step = norms[np.uintp((origin + start) // block)] / np.float32(levels)
             stop = end_of_block(start, origin, block, piece.size)
             if bits <= 8:
-                _qsgd_values(narrow, start, stop, mask, step, values)
+                _deliver_levels(narrow, start, stop, mask, step, piece, alpha, overwrite)
             else:
-                _qsgd_values(wide, start, stop, mask, step, values)
+                _deliver_levels(wide, start, stop, mask, step, piece, alpha, overwrite)
             start = stop
-            sent = delivered(values, piece, sent, stop, alpha, overwrite, past_caches)
-    fence()
 
 
 def qsgd_decode(

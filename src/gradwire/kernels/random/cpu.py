@@ -24,7 +24,6 @@ from gradwire.kernels.random.reference import (
 from gradwire.kernels.runtime import pool
 from gradwire.kernels.runtime.compiling import array_of, compiled, inline
 from gradwire.kernels.runtime.tiles import RANDOM_ACCESS_WEIGHT
-from gradwire.kernels.runtime.vectors import use_widest_vectors
 
 
 @inline
@@ -47,7 +46,6 @@ def uniform_at(counter, k0, k1):
 
 @compiled("void(float32[::1], int64, int64, int64)")
 def _uniform(out, start, k0, k1):
-    use_widest_vectors()
     k0, k1, counter = np.uint32(k0), np.uint32(k1), np.uint32(start)
     for i in range(out.size):
         out[i] = uniform_at(counter, k0, k1)
@@ -88,7 +86,6 @@ def _feistel(x, a, b, w0, w1, w2, w3, w4, w5):
 
 @compiled("void(int32[::1], int64, int64, int64, int64, int64, uint32[::1])")
 def _permuted_indices(out, first, numel, a, b, walks, words):
-    use_widest_vectors()
     a, b, n = np.uint32(a), np.uint32(b), np.uint32(numel)
     # Names and no array, whose entries would be read again after every write.
     w0, w1, w2, w3, w4, w5 = words[0], words[1], words[2], words[3], words[4], words[5]
@@ -115,7 +112,6 @@ def permuted_indices(bits: int, numel: int, k: int, device: torch.device) -> Ten
 
 @compiled("void(int32[::1], int64, int64, int64, int64, int64, int64, int64, int64, int64)")
 def _stratified_indices(out, begin, numel, k, size, longer, w0, w1, turn, first):
-    use_widest_vectors()
     w0, w1, n, k = np.uint32(w0), np.uint32(w1), np.uint32(numel), np.uint32(k)
     size, longer, turn, at = np.uint32(size), np.uint32(longer), np.uint32(turn), np.uint32(begin)
     first = np.uint32(first)

@@ -12,17 +12,13 @@ from gradwire.kernels.packing.cpu import choose_by_bits, pack_at_least
 from gradwire.kernels.runtime import pool
 from gradwire.kernels.runtime.compiling import array_of, compiled
 from gradwire.kernels.runtime.tiles import (
-    CHUNK,
-    PAST_CACHES,
     TILE,
     decode_blocks,
-    delivered,
+    deliver,
     end_of_block,
-    prefetch_range,
     sum_magnitudes,
     tile_of_blocks,
 )
-from gradwire.kernels.runtime.vectors import fence, use_widest_vectors
 from gradwire.kernels.sign.one_bit_cpu import majority, one_bit_decode, one_bit_encode
 
 __all__ = [
@@ -36,7 +32,6 @@ __all__ = [
 
 @compiled("void(float32[::1], int64, uint8[::1], float32[::1], boolean)")
 def _sign_encode(x, block, packed, scales, keep):
-    use_widest_vectors()
     tile = tile_of_blocks(block)
     values = np.empty(tile, np.float32)
     for origin in range(0, x.size, tile):
@@ -44,12 +39,7 @@ def _sign_encode(x, block, packed, scales, keep):
         pack_at_least(piece, np.float32(0), bits)  # a 1 for -0.0 too, and none for NaN
         for start in range(0, piece.size, block):
             stop, b = min(start + block, piece.size), np.uintp((origin + start) // block)
-            total = 0.0
-            for chunk in range(start, stop, CHUNK):
-                end = min(chunk + CHUNK, stop)
-                prefetch_range(piece, chunk + tile, end + tile)
-                total += sum_magnitudes(piece, chunk, end)
-            up = np.float32(total / np.float64(stop - start))
+            up = np.float32(sum_magnitudes(piece, start, stop) / np.float64(stop - start))
             scales[b] = up
             if keep:
                 choose_by_bits(bits, start, stop, up, -up, values)
@@ -70,16 +60,15 @@ def sign_encode(x: Tensor, block: int, packed: Tensor, scales: Tensor, keep: boo
 
 @compiled("void(uint8[::1], float32[::1], int64, int64, float32[::1], float32, boolean)")
 def _sign_decode(packed, scales, bits, block, into, alpha, overwrite):
-    use_widest_vectors()
-    values, past_caches = np.empty(TILE, np.float32), into.size >= PAST_CACHES
+    values = np.empty(TILE, np.float32)
     for origin in range(0, into.size, TILE):
-        piece, start, sent = into[origin : origin + TILE], 0, 0
+        piece, start = into[origin : origin + TILE], 0
         while start < piece.size:
             up, stop = scales[np.uintp((origin + start) // block)], end_of_block(start, origin, block, piece.size)
             choose_by_bits(packed[origin // 8 :], start, stop, up, -up, values)
             start = stop
-            sent = delivered(values, piece, sent, stop, alpha, overwrite, past_caches)
-    fence()
+        for i in range(piece.size):
+            deliver(values[i], piece, i, alpha, overwrite)
 
 
 def sign_decode(packed: Tensor, scales: Tensor, block: int, out: Tensor, weight: float | None = None) -> None:

@@ -11,22 +11,18 @@ from torch import Tensor
 from gradwire.kernels.packing.cpu import choose_by_bits, pack_at_least
 from gradwire.kernels.runtime.compiling import array_of, compiled, inline, sum_in_any_order
 from gradwire.kernels.runtime.tiles import (
-    CHUNK,
-    PAST_CACHES,
     TILE,
-    delivered,
+    deliver,
     end_of_block,
-    prefetch_range,
     spread_over_threads,
     tile_of_blocks,
 )
-from gradwire.kernels.runtime.vectors import bits_of, count_ones, fence, float_of, use_widest_vectors
+from gradwire.kernels.runtime.vectors import bits_of, count_ones, float_of
 
 
 @sum_in_any_order
 def _sums_of_halves(x, start, stop):
     """The sum of those that are at least 0, and of all others."""
-    use_widest_vectors()
     up = down = 0.0
     for i in range(start, stop):
         # Masks and no choices: of two on one condition LLVM makes a branch, which takes three times as long.
@@ -39,7 +35,6 @@ def _sums_of_halves(x, start, stop):
 
 @sum_in_any_order
 def _count_ones(bits, start, stop):
-    use_widest_vectors()
     count = 0
     for j in range(start, stop):
         count += np.int64(count_ones(np.uint64(bits[np.uintp(j)])))
@@ -48,19 +43,13 @@ def _count_ones(bits, start, stop):
 
 @compiled("void(float32[::1], int64, uint8[::1], float32[::1])")
 def _one_bit_encode(x, block, packed, means):
-    use_widest_vectors()
     tile = tile_of_blocks(block)
     for origin in range(0, x.size, tile):
         piece, bits = x[origin : origin + tile], packed[origin // 8 :]
         pack_at_least(piece, np.float32(0), bits)
         for start in range(0, piece.size, block):
             stop, b = min(start + block, piece.size), (origin + start) // block
-            count, up, down = _count_ones(bits, start // 8, -(-stop // 8)), 0.0, 0.0
-            for chunk in range(start, stop, CHUNK):
-                end = min(chunk + CHUNK, stop)
-                prefetch_range(piece, chunk + tile, end + tile)
-                sums = _sums_of_halves(piece, chunk, end)
-                up, down = up + sums[0], down + sums[1]
+            count, (up, down) = _count_ones(bits, start // 8, -(-stop // 8)), _sums_of_halves(piece, start, stop)
             means[np.uintp(2 * b)] = np.float32(up / np.float64(max(count, 1)))
             means[np.uintp(2 * b + 1)] = np.float32(down / np.float64(max(stop - start - count, 1)))
 
@@ -78,17 +67,16 @@ def one_bit_encode(x: Tensor, block: int, packed: Tensor, means: Tensor) -> None
 
 @compiled("void(uint8[::1], float32[::1], int64, float32[::1], float32, boolean)")
 def _one_bit_decode(packed, means, block, into, alpha, overwrite):
-    use_widest_vectors()
-    values, past_caches = np.empty(TILE, np.float32), into.size >= PAST_CACHES
+    values = np.empty(TILE, np.float32)
     for origin in range(0, into.size, TILE):
-        piece, start, sent = into[origin : origin + TILE], 0, 0
+        piece, start = into[origin : origin + TILE], 0
         while start < piece.size:
             b, stop = (origin + start) // block, end_of_block(start, origin, block, piece.size)
             up, down = means[np.uintp(2 * b)], means[np.uintp(2 * b + 1)]
             choose_by_bits(packed[origin // 8 :], start, stop, up, down, values)
             start = stop
-            sent = delivered(values, piece, sent, stop, alpha, overwrite, past_caches)
-    fence()
+        for i in range(piece.size):
+            deliver(values[i], piece, i, alpha, overwrite)
 
 
 def one_bit_decode(packed: Tensor, means: Tensor, block: int, out: Tensor, weight: float | None = None) -> None:
@@ -113,7 +101,6 @@ def _bytes_of_bits(byte):
 
 @compiled("void(uint8[:, ::1], int64, int64, int64, uint8[::1])")
 def _majority(ballots, casting, start, stop, out):
-    use_widest_vectors()
     voters = ballots.shape[0]
     # A byte that counts more than `voters` reaches 128 with this added.
     margin = np.uint64(127 - voters) * np.uint64(0x0101010101010101)

@@ -12,16 +12,11 @@ from gradwire.kernels.random.cpu import uniform_at
 from gradwire.kernels.random.reference import uniform_words
 from gradwire.kernels.runtime.compiling import array_of, compiled, inline
 from gradwire.kernels.runtime.tiles import (
-    CHUNK,
-    PAST_CACHES,
     deliver,
     max_magnitude,
-    prefetch_range,
     spread_over_threads,
     sum_squares,
-    tile_of_blocks,
 )
-from gradwire.kernels.runtime.vectors import fence, use_widest_vectors
 
 
 @inline
@@ -53,7 +48,6 @@ def ternary_scales(x: Tensor, clip: float, block: int, scales: Tensor) -> None:
 @compiled("void(float32[::1], float32[::1], float64, int64, int64, int64, int64, int64, uint8[::1])")
 def _ternary_encode(x, scales, clip, first, k0, k1, block, digits, packed):
     """`clip` is negative where the scales are given."""
-    use_widest_vectors()
     k0, k1 = np.uint32(k0), np.uint32(k1)
     counter = np.uint32(first)
     scratch = np.empty(block, np.uint8)
@@ -63,17 +57,14 @@ def _ternary_encode(x, scales, clip, first, k0, k1, block, digits, packed):
             _write_scale(x, start, stop, clip, scales, np.uintp(start // block))
         inverse = np.float32(1) / scales[np.uintp(start // block)]
         inverse = inverse if np.isfinite(inverse) else np.float32(0)
-        for chunk in range(start, stop, CHUNK):
-            end = min(chunk + CHUNK, stop)
-            prefetch_range(x, chunk + block, end + block)
-            for i in range(chunk, end):
-                u = uniform_at(counter, k0, k1)
-                counter = np.uint32(counter + np.uint32(1))
-                value = x[np.uintp(i)]
-                hit = np.int32(abs(value) * inverse + u >= np.float32(1))
-                negative = np.int32(value < np.float32(0))
-                digit = np.int32(np.int32(1) + hit) - np.int32(np.int32(2) * (hit & negative))
-                scratch[np.uintp(i - start)] = np.uint8(digit)
+        for i in range(start, stop):
+            u = uniform_at(counter, k0, k1)
+            counter = np.uint32(counter + np.uint32(1))
+            value = x[np.uintp(i)]
+            hit = np.int32(abs(value) * inverse + u >= np.float32(1))
+            negative = np.int32(value < np.float32(0))
+            digit = np.int32(np.int32(1) + hit) - np.int32(np.int32(2) * (hit & negative))
+            scratch[np.uintp(i - start)] = np.uint8(digit)
         nbytes = -(-(stop - start) // digits)
         for i in range(stop - start, nbytes * digits):
             scratch[np.uintp(i)] = np.uint8(0)
@@ -83,7 +74,6 @@ def _ternary_encode(x, scales, clip, first, k0, k1, block, digits, packed):
 @inline
 def _pack_digits(scratch, nbytes, digits, packed, start):
     """packed[start + j] = the sum over planes p of base^p scratch[p nbytes + j]."""
-    use_widest_vectors()
     one, two, three, four = np.uintp(nbytes), np.uintp(2 * nbytes), np.uintp(3 * nbytes), np.uintp(4 * nbytes)
     if digits == 4:
         for j in range(nbytes):
@@ -117,22 +107,18 @@ def ternary_encode(
 
 @compiled("void(uint8[::1], float32[::1], int64, int64, float32[::1], float32, boolean)")
 def _ternary_decode(packed, scales, block, digits, into, alpha, overwrite):
-    tile, past_caches = tile_of_blocks(block), into.size >= PAST_CACHES
-    rest, values = np.empty(block // digits, np.uint16), np.empty(tile, np.float32)
-    for origin in range(0, into.size, tile):
-        piece = into[origin : origin + tile]
-        for start in range(0, piece.size, block):
-            nbytes = -(-min(block, piece.size - start) // digits)
-            scale = scales[np.uintp((origin + start) // block)]
-            _unpack_digits(packed, (origin + start) // digits, nbytes, digits, rest, scale, values, start)
-        deliver(values, piece, 0, piece.size, alpha, overwrite, past_caches)
-    fence()
+    rest, values = np.empty(block // digits, np.uint16), np.empty(block, np.float32)
+    for start in range(0, into.size, block):
+        piece = into[start : start + block]
+        scale = scales[np.uintp(start // block)]
+        _unpack_digits(packed, start // digits, -(-piece.size // digits), digits, rest, scale, values)
+        for i in range(piece.size):
+            deliver(values[i], piece, i, alpha, overwrite)
 
 
 @inline
-def _unpack_digits(packed, first, nbytes, digits, rest, scale, values, start):
-    """values[start + p nbytes + j] = scale times digit p of byte j, less 1."""
-    use_widest_vectors()
+def _unpack_digits(packed, first, nbytes, digits, rest, scale, values):
+    """values[p nbytes + j] = scale times digit p of byte j, less 1."""
     for j in range(nbytes):
         rest[j] = np.uint16(packed[np.uintp(first + j)])
     # rest // 3 of a byte is (171 * rest) >> 9; rest // 4 is rest >> 2
@@ -140,7 +126,7 @@ def _unpack_digits(packed, first, nbytes, digits, rest, scale, values, start):
     if digits == 4:
         base, factor, shift = np.uint16(4), np.uint16(1), np.uint16(2)
     for plane in range(digits):
-        at = start + plane * nbytes
+        at = plane * nbytes
         for j in range(nbytes):
             quotient = np.uint16(np.uint16(rest[j] * factor) >> shift)
             digit = np.uint16(rest[j] - np.uint16(quotient * base))
