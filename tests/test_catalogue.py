@@ -6,18 +6,33 @@ import io
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
 import gradwire
 import methods_page
 from gradwire.asynchronous.methods import METHODS as UNWAITING
-from gradwire.catalogue import Entry, Recommended, Special, Study, catalogue, entry, facts
+from gradwire.catalogue import (
+    COMPILER_TITLES,
+    GRADIENTS,
+    KERNELS_ON,
+    Entry,
+    Recommended,
+    Special,
+    Study,
+    catalogue,
+    entry,
+    facts,
+)
 from gradwire.cli.catalogue import print_catalogue, print_entry
 from gradwire.cli.inform import run_methods
 from gradwire.cli.main import main, parser
 from gradwire.core.errors import SpecError
+from gradwire.drivers.virtual import VirtualRanks
+from gradwire.kernels.dispatch import Kernel, implementation_table
 from gradwire.spec import described_options
 from gradwire.sync.methods import METHODS as SYNCHRONISED
 
@@ -75,6 +90,54 @@ def test_no_reason_is_said_of_nothing() -> None:
 def test_an_unknown_name_is_answered_with_the_nearest() -> None:
     with pytest.raises(SpecError, match="did you mean 'krum'"):
         entry("krumm")
+
+
+# Kernels
+
+
+@pytest.mark.parametrize("each", [each for each in ENTRIES if each.language is GRADIENTS], ids=lambda each: each.name)
+def test_the_kernels_told_are_those_that_run(each: Entry, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In steps of another model, with whatever kernels there are here."""
+    ran: set[str] = set()
+    on = Kernel[Any, Any].on
+
+    def noted(self: Kernel[Any, Any], device: torch.device, numel: int) -> Any:
+        ran.add(f"{self.family}.{self.name}")
+        return on(self, device, numel)
+
+    monkeypatch.setattr(Kernel, "on", noted)
+    reducer, model = gradwire.parse(each.example), torch.nn.Linear(60, 50)
+    ranks = VirtualRanks(reducer, model, max(3, reducer.fewest_ranks))
+    for step in range(2):
+        torch.manual_seed(step)
+        ranks.step(
+            [{name: torch.randn_like(p) for name, p in model.named_parameters()} for _ in range(ranks.world_size)]
+        )
+    for name in KERNELS_ON:
+        assert set(re.findall(r"\w+\.\w+", facts(each)[name])) == ran
+
+
+def test_each_kernel_is_told_to_run_in_what_the_table_of_kernels_says() -> None:
+    table = {f"{family}.{name}": titles for family, name, *titles in implementation_table()}
+    told: set[str] = set()
+    for each in ENTRIES:
+        for i, name in enumerate(KERNELS_ON):
+            for compiler, kernels in re.findall(r"(\w+): ([\w., ]+)", facts(each).get(name, "")):
+                found = [kernel for kernel in kernels.split(", ") if "." in kernel]
+                assert all(COMPILER_TITLES[table[kernel][i]] == compiler for kernel in found)
+                told.update(found)
+    assert len(told) > 40
+
+
+def test_the_page_tells_of_kernels_in_short() -> None:
+    rows = {row.split("`")[1]: row for row in methods_page.page().splitlines() if row.startswith("| `")}
+    for each in ENTRIES:
+        if not isinstance(each.use, Recommended):
+            assert f"| {methods_page.compilers(facts(each))} |" in rows[each.written]
+    assert "| numba; Triton and torch |" in rows["topk:DENSITY"]
+    assert "| numba; torch |" in rows["krum:BAD"]
+    assert "| torch; torch |" in rows["none"]
+    assert "| those of codec= |" in rows["choco:GRAPH"]
 
 
 # What was measured

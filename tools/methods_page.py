@@ -7,11 +7,22 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 
-from gradwire.catalogue import LANGUAGES, Entry, Language, Recommended, Special, Study, Use, catalogue, facts
+from gradwire.catalogue import (
+    KERNELS_ON,
+    LANGUAGES,
+    Entry,
+    Language,
+    Recommended,
+    Special,
+    Study,
+    Use,
+    catalogue,
+    facts,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "methods.md"
@@ -34,9 +45,19 @@ SECTIONS: dict[type[Use], str] = {
 LEGEND = """\
 Of several choices the first is the default. An exchange called `own` is of messages that belong to the method; the
 others are in [exchanges.md](exchanges.md). A method with error feedback has none where a spec says `ef=off`. Ranks are
-the fewest that the example needs."""
+the fewest that the example needs. Kernels are what the method's kernels are written in on a CPU, and after the
+semicolon on CUDA; `torch` is plain PyTorch. `gradwire methods NAME` names them one by one."""
 
-HEADINGS = ("method", "what is sent", "for", "exchange", "error feedback", "ranks", "options and their defaults")
+HEADINGS = (
+    "method",
+    "what is sent",
+    "for",
+    "exchange",
+    "error feedback",
+    "ranks",
+    "kernels",
+    "options and their defaults",
+)
 
 
 def page() -> str:
@@ -79,8 +100,21 @@ def _cells(entry: Entry) -> list[str]:
         entry.exchange,
         "yes" if entry.feedback else "",
         told.get("fewest ranks", ""),
+        compilers(told),
         _codes(entry.options) + (" and those of windows" if entry.shared else ""),
     ]
+
+
+def compilers(told: Mapping[str, str]) -> str:
+    """What kernels are written in, without their names: on a CPU, and on CUDA.
+
+    >>> compilers({"kernels on a CPU": "numba: a, b", "kernels on CUDA": "Triton: a; torch: b"})
+    'numba; Triton and torch'
+    """
+    said = [told[name] for name in KERNELS_ON if name in told]
+    if any(text.startswith("those of") for text in said):
+        return said[0]
+    return "; ".join(" and ".join(re.findall(r"(?:^|; )(\w+):", text)) for text in said).replace("none", "torch")
 
 
 def _row(cells: Iterable[str]) -> str:

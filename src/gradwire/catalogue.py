@@ -6,11 +6,15 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import ModuleType
+
+import torch
+from torch import nn
 
 from gradwire import spec as gradient_spec
 from gradwire.asynchronous import methods as unwaiting
@@ -18,11 +22,25 @@ from gradwire.core.errors import SpecError
 from gradwire.core.options import Option, meant
 from gradwire.core.registry import Method
 from gradwire.core.uses import USES, Recommended, Special, Study, Use
+from gradwire.drivers.virtual import VirtualRanks
+from gradwire.kernels.dispatch import Kernel, recorded
 from gradwire.methods import methods
 from gradwire.sync import methods as synchronised
 from gradwire.sync import spec as sync_spec
 
-__all__ = ["LANGUAGES", "Entry", "Language", "Recommended", "Special", "Study", "Use", "catalogue", "entry", "facts"]
+__all__ = [
+    "LANGUAGES",
+    "Entry",
+    "Language",
+    "Recommended",
+    "Special",
+    "Study",
+    "Use",
+    "catalogue",
+    "entry",
+    "facts",
+    "listed",
+]
 
 
 @dataclass(frozen=True)
@@ -195,10 +213,20 @@ def _paper(method: Method | synchronised.SyncMethod | unwaiting.AsyncMethod) -> 
 def facts(entry: Entry) -> dict[str, str]:
     """Return all that is known of a method, by what is told; what does not apply is left out.
 
+    The kernels of a method of gradients are those that two steps of its example ask for on virtual ranks. These steps
+    take up to half a second, and `listed` does without them. Kernels that belong to an optimizer are not told.
+
     >>> from gradwire.catalogue import entry
     >>> facts(entry("trimmed"))["fewest ranks"]
     '3 for trimmed:1'
+    >>> facts(entry("sign"))["kernels on CUDA"]
+    'Triton: selection.all_finite, sign.sign_decode, sign.sign_encode'
     """
+    return listed(entry) | _kernel_facts(entry)
+
+
+def listed(entry: Entry) -> dict[str, str]:
+    """Return what is known of a method without a step of it."""
     found = {
         "what is sent": entry.summary,
         "written": entry.written,
@@ -226,3 +254,45 @@ def _use(use: Use) -> dict[str, str]:
             "measured": ", ".join(use.measured),
         }
     return {"for": use.case} if isinstance(use, Special) else {"known": use.reason}
+
+
+# Kernels -----------------------------------------------------------------------------------------------------
+
+KERNELS_ON = {"kernels on a CPU": "cpu", "kernels on CUDA": "cuda"}
+"""What is told of kernels, and the type of device of each."""
+
+COMPILER_TITLES = {"numba": "numba", "triton": "Triton", "torch": "torch"}
+NO_KERNELS = "none: operators of torch do all"
+CODED_BY = ("outer", "update", "method", "codec")
+"""Options of other languages that name the method or the codec by which messages are coded."""
+
+
+def _kernel_facts(entry: Entry) -> dict[str, str]:
+    if entry.language is not GRADIENTS:
+        taken = {
+            option.partition("=")[0] for option in (*entry.options, *(entry.language.shared if entry.shared else ()))
+        }
+        return {name: f"those of {option}=" for option in CODED_BY if option in taken for name in KERNELS_ON}
+    asked = _kernels_asked_for(entry.example)
+    return {name: _run_in(asked, kind) for name, kind in KERNELS_ON.items()}
+
+
+def _run_in(asked: frozenset[Kernel[..., object]], kind: str) -> str:
+    """The names of kernels, by what they run in on a type of device."""
+    names: dict[str, list[str]] = {title: [] for title in COMPILER_TITLES.values()}
+    for kernel in sorted(asked, key=lambda kernel: (kernel.family, kernel.name)):
+        names[COMPILER_TITLES[kernel.runs_in(kind)]].append(f"{kernel.family}.{kernel.name}")
+    return "; ".join(f"{title}: {', '.join(found)}" for title, found in names.items() if found) or NO_KERNELS
+
+
+@functools.cache
+def _kernels_asked_for(spec: str) -> frozenset[Kernel[..., object]]:
+    """The kernels that two steps of a matrix and a vector ask for: the second step uses what the first remembers."""
+    reducer, model = gradient_spec.parse(spec), nn.Linear(32, 36)
+    world_size = max(2, reducer.fewest_ranks)
+    gradients = {name: torch.ones_like(parameter) for name, parameter in model.named_parameters()}
+    with recorded() as asked:
+        ranks = VirtualRanks(reducer, model, world_size)
+        for _ in range(2):
+            ranks.step([gradients] * world_size)
+    return frozenset(asked)

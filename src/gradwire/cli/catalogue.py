@@ -11,7 +11,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from gradwire.catalogue import LANGUAGES, Entry, Language, catalogue, facts
+from gradwire.catalogue import LANGUAGES, Entry, Language, catalogue, facts, listed
 
 
 def print_catalogue(console: Console) -> None:
@@ -20,7 +20,7 @@ def print_catalogue(console: Console) -> None:
         console.print(Text(f"{title}\n", style="bold underline"))
         for entry in entries:
             console.print(Text.assemble((entry.written, "bold"), "  ", entry.summary))
-            console.print(_rows({name: facts(entry)[name] for name in facts(entry) if name not in _ABRIDGED}))
+            console.print(_rows({name: text for name, text in listed(entry).items() if name not in _ABRIDGED}))
             console.print()
     console.print(
         "Of several choices the first is the default. `gradwire methods NAME` shows one method whole.\n",

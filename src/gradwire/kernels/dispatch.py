@@ -14,10 +14,12 @@ Triton lead to the reference.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextvars import ContextVar
 from types import ModuleType
 from typing import Generic, ParamSpec, TypeVar, cast
 
@@ -58,6 +60,10 @@ class Kernel(Generic[P, R_co]):
         """The name of the folder."""
         return self.package.rpartition(".")[2]
 
+    def runs_in(self, kind: str) -> str:
+        """What it is written in for a type of device that has a compiler: "numba", "triton", or else "torch"."""
+        return COMPILERS[kind] if kind in self.devices and kind not in self.in_torch else "torch"
+
     def on(self, device: torch.device, numel: int) -> Callable[P, R_co]:
         """The fastest implementation for tensors of `numel` elements on a device.
 
@@ -67,6 +73,9 @@ class Kernel(Generic[P, R_co]):
         Raises:
             SpecError: GRADWIRE_KERNELS names no kernels.
         """
+        if (asked := _asked.get()) is not None:
+            asked.add(self)
+            return self.reference
         kind = device.type
         if kind not in self.devices:
             return self.reference
@@ -80,6 +89,27 @@ class Kernel(Generic[P, R_co]):
 
 KERNELS: list[Kernel[..., object]] = []
 """All kernels of the families that are imported."""
+
+
+_asked: ContextVar[set[Kernel[..., object]] | None] = ContextVar("_asked", default=None)
+
+
+@contextlib.contextmanager
+def recorded() -> Generator[set[Kernel[..., object]]]:
+    """Collect the kernels that are asked for meanwhile; the references answer, so that nothing is compiled for it.
+
+    >>> from gradwire.kernels import random
+    >>> with recorded() as asked:
+    ...     numbers = random.uniform(7, 5, torch.device("cpu"))
+    >>> [kernel.name for kernel in asked]
+    ['uniform']
+    """
+    asked: set[Kernel[..., object]] = set()
+    token = _asked.set(asked)
+    try:
+        yield asked
+    finally:
+        _asked.reset(token)
 
 
 @functools.cache
@@ -114,10 +144,4 @@ def implementation_table() -> list[tuple[str, str, str, str]]:
     >>> [row for row in implementation_table() if row[1].startswith("ternary_enc")]
     [('ternary', 'ternary_encode', 'numba', 'torch')]
     """
-    rows = [(kernel.family, kernel.name, _runs_in(kernel, "cpu"), _runs_in(kernel, "cuda")) for kernel in KERNELS]
-    return sorted(rows)
-
-
-def _runs_in(kernel: Kernel[..., object], kind: str) -> str:
-    compiled = kind in kernel.devices and kind not in kernel.in_torch
-    return COMPILERS[kind] if compiled else "torch"
+    return sorted((kernel.family, kernel.name, kernel.runs_in("cpu"), kernel.runs_in("cuda")) for kernel in KERNELS)
