@@ -212,7 +212,7 @@ def test_a_rank_that_does_not_attach_or_sleeps_past_the_deadline_is_named() -> N
         assert "deadline_s=1)" in found["absent"]["text"]
         assert found["asleep"]["ranks"] == [2], found
         assert "rank 2 answers, but has handed over no gradients for" in found["asleep"]["text"]
-        assert "in step 2, deadline_s=3: AllReduceExchange of 144 bytes failed after 3." in found["asleep"]["text"]
+        assert "in step 2, deadline_s=3: AllReduce of 144 bytes failed after 3." in found["asleep"]["text"]
         assert found["asleep"]["s"] < 8
     assert last["asleep"]["ranks"] == [2], last
     assert "gave up on this rank (2)" in last["asleep"]["text"]
@@ -268,7 +268,7 @@ def error_after(body: Any) -> BaseException:
     store = PrefixStore(f"gradwire/failure/{group.group_name}", default)
     for key in ("alarm", "error", "1"):
         store.set(key, body)
-    error = board.explain(ConnectionLost("AllReduceExchange", 1.0, RuntimeError("lost")))
+    error = board.explain(ConnectionLost("AllReduce", 1.0, RuntimeError("lost")))
     board.close(5)
     return error
 
