@@ -74,7 +74,7 @@ def attach(
 
     Example:
         handle = gradwire.attach(ddp, "int4")
-        handle = gradwire.attach(fully_shard(model), "int8", parameters="int8")
+        handle = gradwire.attach(fully_shard(model), "int4", parameters="int8")
     """
     options: dict[str, Any] = {
         "seed": seed,

@@ -20,7 +20,7 @@ examples
   gradwire run --method int4 --nproc 2 train.py --epochs 3
   torchrun --nproc-per-node 8 -m gradwire run --method powersgd:8,factors=fp16 train.py
   gradwire run --method int4 --nproc 2 -m package.train --epochs 3
-  gradwire run --method int8 --parameters int8 --nproc 4 train_fsdp2.py
+  gradwire run --method int4 --parameters int8 --nproc 4 train_fsdp2.py
 
 Whatever follows the script is the script's own. So is the status; with --nproc it is that of the first rank to fail.
 """
