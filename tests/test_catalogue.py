@@ -176,7 +176,7 @@ OPTIONS = {"0.02"}
 
 
 def test_what_is_told_of_the_others_was_measured() -> None:
-    pages = [page for page in (ROOT / "docs").glob("*.md") if page.name != "methods.md"]
+    pages = [page for page in (ROOT / "docs").rglob("*.md") if page.name != "methods.md"]
     found = {figure for page in pages for figure in FIGURE.findall(page.read_text())}
     told = {
         figure

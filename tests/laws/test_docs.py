@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import gradwire
+import methods_page
 from gradwire import hooks
 from gradwire.codecs import Codec
 from gradwire.core import registry
@@ -89,6 +90,31 @@ def test_links_of_the_readme_work_away_from_the_repository() -> None:
     for link in links:
         assert link.startswith(home), link
         assert (ROOT / link.removeprefix(home)).is_file(), link
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").rglob("*.md")), ids=lambda page: page.stem)
+def test_links_between_pages_lead_to_what_is_there(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if not link.startswith("http"):
+            path, _, address = link.partition("#")
+            target = (page.parent / path).resolve() if path else page
+            assert target.exists(), link
+            assert not address or address in map(methods_page.anchor, methods_page.headings(target)), link
+
+
+def test_the_log_lists_its_pages() -> None:
+    listed = re.findall(r"\]\(log/(\w+)\.md\)", (ROOT / "docs" / "log.md").read_text())
+    assert sorted(listed) == sorted(page.stem for page in (ROOT / "docs" / "log").glob("*.md"))
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "log").glob("*.md")), ids=lambda page: page.stem)
+def test_each_finding_of_the_log_has_a_date_and_begins_with_its_conclusion(page: Path) -> None:
+    findings = re.findall(r"^##+ (.*)\n\n(.*)", page.read_text(), re.MULTILINE)
+    findings = [(title, first) for title, first in findings if not first.startswith("#")]
+    assert findings
+    for title, first in findings:
+        assert re.search(r"\(\d{4}-\d\d-\d\d(, \d{4}-\d\d-\d\d)*\)$", title), title
+        assert first.startswith("**"), title
 
 
 @pytest.mark.parametrize("path", ["README.md", "src/gradwire/hooks.py"])

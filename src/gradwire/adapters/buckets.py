@@ -15,7 +15,7 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel
 
 PIECES = 16
-"""Buckets to cut a model into. Each costs a call of the hook, and twice as many hid no more (docs/log.md)."""
+"""Buckets to cut a model into. Each costs a call of the hook, and twice as many hid no more (docs/log/overlap.md)."""
 
 SMALLEST_BYTES = 1 << 18
 
