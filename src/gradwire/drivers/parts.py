@@ -218,9 +218,9 @@ class InParts(Engine):
             return [self.program(unit) for unit in waves[wave]]
 
         def ended(place: int, result: Reduced) -> Reduced:
-            sink(units[place], result.mean.reshape(-1))
+            sink(units[place], result.value.reshape(-1))
             self._let_go(self._slots[units[place]], result.state)
-            return result._replace(mean=result.mean.new_empty(0))
+            return result._replace(value=result.value.new_empty(0))
 
         results = run(self._interpreter.script(len(waves), programs, ended), self._count_wait)
         self._done.update(zip(units, results, strict=True))

@@ -76,7 +76,7 @@ class VirtualRanks(VirtualStates):
         return [[(unit.grain, states[rank]) for unit, states in units] for rank in range(self.world_size)]
 
     def _write(self, grain: Grain, reduced: Reduced) -> None:
-        mean = reduced.mean.reshape(-1)
+        mean = reduced.value.reshape(-1)
         for name, start, numel, offset in grain.segments:
             parameter = self.model.get_parameter(name)
             if parameter.grad is None:
