@@ -62,8 +62,8 @@ FILES: dict[str, tuple[Stage, ...]] = {
     "drivers/timing.py": (("src/gradwire/drivers/timing.py", "tests/laws/test_routes.py"),),
     "drivers/traced.py": (("src/gradwire/drivers/traced.py", "tests/test_interpreter.py"),),
     "drivers/virtual.py": (("src/gradwire/drivers/virtual.py", ENGINE), ("tests/laws/test_rules.py",)),
-    "drivers/warm.py": (
-        ("src/gradwire/drivers/warm.py", "tests/test_warm.py"),
+    "drivers/dry_run.py": (
+        ("src/gradwire/drivers/dry_run.py", "tests/test_dry_run.py"),
         ("tests/test_attach.py", "-k", "compiles"),
     ),
     "drivers/window.py": (("src/gradwire/drivers/window.py", *ARITHMETIC), REPORT),
