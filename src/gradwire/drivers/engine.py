@@ -96,7 +96,7 @@ class Engine:
         self.stats = Stats()
         self.dense_bytes = sum(unit.grain.numel * unit.grain.dtype.itemsize for unit in plan.units)
         self._slots: list[Slot] = [self._slot(unit) for unit in plan.units]
-        self._waves = plan.positions
+        self._waves = plan.unit_numbers
         self._interpreter = Interpreter[Reduced](transport, self.stats)
         self._script: Script[list[Reduced]] | None = None
         self._waits_for: Pending | None = None

@@ -66,7 +66,7 @@ class VirtualRanks(VirtualStates):
             grain, reducer = self.units[i]
             return reducer.reduce(grain, gathered(grain, gradients), self.states[i][rank], step)
 
-        return [[program(i) for i in wave] for wave in self.plan.positions]
+        return [[program(i) for i in wave] for wave in self.plan.unit_numbers]
 
     def _take_up(self, states: Sequence[Sequence[State]]) -> None:
         self.states = [list(of_unit) for of_unit in zip(*states, strict=True)]

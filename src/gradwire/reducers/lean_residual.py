@@ -69,7 +69,7 @@ class LeanErrorFeedback(ErrorFeedback):
 
 def _rounded(y: Tensor, key: Key) -> Tensor:
     out = torch.empty(y.shape, dtype=torch.bfloat16, device=y.device)
-    kernels.round_bf16(y, key.bits, out)
+    kernels.round_bf16(y, key.stream_seed, out)
     return out
 
 
