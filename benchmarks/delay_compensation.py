@@ -46,7 +46,7 @@ PLOTTED = ("ASGD", "ASGD, lr / (1 + tau)", "DC-ASGD-c, 0.5", "DC-ASGD-a, 0.5")
 def gaussian(seed: int, parameters: Mapping[str, Tensor], grant: Grant) -> Result:
     """-log likelihood of one example of N(x, 1), whose mean is 0."""
     key = Key(seed=seed, step=grant.number, name="example", rank=grant.worker)
-    example = torch.randn(20, generator=torch.Generator().manual_seed(key.bits >> 1), dtype=torch.float64)
+    example = torch.randn(20, generator=torch.Generator().manual_seed(key.stream_seed >> 1), dtype=torch.float64)
     return Result({"x": parameters["x"] - example}, float(parameters["x"].square().mean()) / 2)
 
 

@@ -43,7 +43,7 @@ def pass_over(w: Any, columns: Any, labels: Any, order: Any, lr: float) -> None:
 @functools.cache
 def sparse_data() -> tuple[Tensor, Tensor]:
     """Columns (EXAMPLES, NONZEROS), drawn so that some are frequent, and noisy labels of a hidden model, +1 or -1."""
-    draw = np.random.default_rng(Key(name="sparse").bits)
+    draw = np.random.default_rng(Key(name="sparse").stream_seed)
     columns = (FEATURES * draw.random((EXAMPLES, NONZEROS)) ** 2).astype(np.int32)
     margins = draw.standard_normal(FEATURES)[columns].sum(1) / math.sqrt(NONZEROS)
     labels = np.where(draw.random(EXAMPLES) < 1 / (1 + np.exp(-4 * margins)), 1.0, -1.0)
@@ -55,7 +55,7 @@ def sparse_work(parameters: Mapping[str, Tensor], process: int, processes: int) 
     w, columns, labels = (parameters[name].numpy() for name in ("w", "columns", "labels"))
     mine = np.arange(process, EXAMPLES, processes)
     pass_over(w.copy(), columns, labels, mine[:10], RATE)
-    orders = [np.random.default_rng(Key(step=n, rank=process).bits).permutation(mine) for n in range(EPOCHS)]
+    orders = [np.random.default_rng(Key(step=n, rank=process).stream_seed).permutation(mine) for n in range(EPOCHS)]
     pieces = [piece for order in orders for piece in np.array_split(order, LOOKS)]
     parameters["ready"][process] = 1
     while int(parameters["ready"].sum()) < processes:

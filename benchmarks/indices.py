@@ -22,7 +22,7 @@ from torch import Tensor
 from common import save_result
 from gradwire import kernels
 from gradwire.bench.tasks import Task, make_task
-from gradwire.kernels import indices as places
+from gradwire.kernels import indices as index_coding
 
 DENSITIES = (0.0001, 0.001, 0.01, 0.1)
 ROUNDS = 30
@@ -78,18 +78,18 @@ def best_ns(run: Callable[[], object], count: int) -> float:
     return 1e9 * min(times) / count
 
 
-def row(indices: Tensor, numel: int, format_: places.Format) -> dict[str, float]:
+def row(indices: Tensor, numel: int, format_: index_coding.Format) -> dict[str, float]:
     """The figures of one format."""
     count = indices.numel()
-    where = places.field(format_, numel, count)
+    where = index_coding.field(format_, numel, count)
     packed = torch.empty(where.numel, dtype=where.dtype)
-    encode_ns = best_ns(lambda: places.encode(indices, numel, format_, packed), count)
-    assert torch.equal(places.decode(packed, numel, count, format_), indices)
+    encode_ns = best_ns(lambda: index_coding.encode(indices, numel, format_, packed), count)
+    assert torch.equal(index_coding.decode(packed, numel, count, format_), indices)
     return {
         "bits": round(8 * packed.nbytes / count, 3),
-        "used_bits": round(8 * places.used_nbytes(packed, numel, count, format_) / count, 3),
+        "used_bits": round(8 * index_coding.used_nbytes(packed, numel, count, format_) / count, 3),
         "encode_ns": round(encode_ns, 2),
-        "decode_ns": round(best_ns(lambda: places.decode(packed, numel, count, format_), count), 2),
+        "decode_ns": round(best_ns(lambda: index_coding.decode(packed, numel, count, format_), count), 2),
     }
 
 
@@ -102,7 +102,7 @@ def measure() -> list[dict[str, Any]]:
             x = source(density)
             count = round(density * x.numel())
             indices, worth = kernels.topk_indices(x, count), entropy(x.numel(), count)
-            for format_ in places.FORMATS:
+            for format_ in index_coding.FORMATS:
                 found = row(indices, x.numel(), format_)
                 rows.append({"positions": name, "numel": x.numel(), "count": count, "format": format_, **found})
                 rows[-1]["entropy_bits"] = round(worth, 3)

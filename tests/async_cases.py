@@ -30,7 +30,7 @@ def quadratic(parameters: Mapping[str, Tensor], grant: Grant) -> Result:
 def gaussian(parameters: Mapping[str, Tensor], grant: Grant) -> Result:
     """-log likelihood of an example of N(x, 1): at the optimum, 0, a gradient's square is the Hessian on average."""
     key = Key(seed=3, step=grant.number, name="example", rank=grant.worker)
-    generator = torch.Generator().manual_seed(key.bits >> 1)
+    generator = torch.Generator().manual_seed(key.stream_seed >> 1)
     example = torch.randn(parameters["x"].shape, generator=generator, dtype=torch.float64)
     return Result({"x": parameters["x"] - example}, 0.0)
 

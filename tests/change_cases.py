@@ -164,16 +164,16 @@ def making_fails(training: Training, here: bool) -> None:
     """The last rank has no room for the new engine."""
     from gradwire.session import making
 
-    works = making.warm_up
+    works = making.dry_run
 
     def fails(*_: object) -> None:
         raise MemoryError("no room")
 
-    making.warm_up = fails if here else works  # type: ignore[assignment]
+    making.dry_run = fails if here else works  # type: ignore[assignment]
     try:
         training.change("topk:0.1")
     finally:
-        making.warm_up = works
+        making.dry_run = works
 
 
 def within_backward(training: Training) -> None:

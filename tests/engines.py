@@ -83,7 +83,7 @@ def run_step(engine: Engine, gradients: Gradients, release: bool = True) -> list
             engine.deliver(i, 0, flat[:half])
             engine.pump()
         engine.finish()
-        means = [engine.mean(i).clone() for i in range(len(engine.plan.units))]
+        means = [engine.value(i).clone() for i in range(len(engine.plan.units))]
         if release:
             engine.release()
         return means

@@ -58,7 +58,7 @@ class Rank:
 
     def finish(self) -> None:
         self.engine.finish()
-        self.means.append([self.engine.mean(i).clone() for i in range(len(self.engine.plan.units))])
+        self.means.append([self.engine.value(i).clone() for i in range(len(self.engine.plan.units))])
         self.engine.release()
         self.saves.append(self.save())
 

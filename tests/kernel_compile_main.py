@@ -14,8 +14,8 @@ import torch
 import gradwire
 from gradwire import kernels
 from gradwire.core.grain import ParameterSpec
+from gradwire.drivers.dry_run import dry_run
 from gradwire.drivers.plan import plan
-from gradwire.drivers.warm import warm_up as make_steps
 
 CPU, RANKS = torch.device("cpu"), 8  # enough for the most demanding rule, and even, for nodes
 MODEL = [ParameterSpec("weight", (700, 600), torch.float32, CPU), ParameterSpec("bias", (600,), torch.float32, CPU)]
@@ -35,7 +35,7 @@ def main() -> None:
     seen = first = overloads()
     steps: dict[str, list[str]] = {}
     for spec in [spec for method in gradwire.methods().values() for spec in method.examples]:
-        make_steps(plan(MODEL, gradwire.parse(spec)).units, RANKS)
+        dry_run(plan(MODEL, gradwire.parse(spec)).units, RANKS)
         before, seen = seen, overloads()
         steps[spec] = [name for name, count in seen.items() if count != before.get(name)]
     print(json.dumps({"kernels": first, "steps": steps}))

@@ -43,7 +43,7 @@ def means(spec: str, shapes: tuple[tuple[int, ...], ...], steps: int) -> list[in
         for unit, (grain, _) in enumerate(engine.plan.units):
             engine.deliver(unit, 0, torch.rand(grain.numel, generator=generator) - 0.4)
         engine.finish()
-        found.append(digest([engine.mean(unit) for unit in range(len(engine.plan.units))]))
+        found.append(digest([engine.value(unit) for unit in range(len(engine.plan.units))]))
     engine.settle()
     return found
 

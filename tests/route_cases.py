@@ -52,9 +52,9 @@ def means(rank: int, world_size: int, specs: list[str], numels: list[int]) -> di
     batching._is_gloo = False  # pyright: ignore[reportPrivateUsage]
     found: dict[str, Any] = {}
     for spec in specs:
-        found[f"{spec} batched"] = digest(reduced(parse(spec), tensor(rank, numels[-1]), batching).mean)
+        found[f"{spec} batched"] = digest(reduced(parse(spec), tensor(rank, numels[-1]), batching).value)
         for numel in numels:
-            found[f"{spec} {numel}"] = digest(reduced(parse(spec), tensor(rank, numel), transport).mean)
+            found[f"{spec} {numel}"] = digest(reduced(parse(spec), tensor(rank, numel), transport).value)
     return found
 
 
@@ -70,7 +70,7 @@ def shards(rank: int, world_size: int, numel: int) -> dict[str, str]:
     group = dist.group.WORLD
     assert isinstance(group, dist.ProcessGroup)
     transport = GroupTransport(group)
-    return {name: digest(reduced(half, tensor(rank, numel), transport).mean) for name, half in HALVES.items()}
+    return {name: digest(reduced(half, tensor(rank, numel), transport).value) for name, half in HALVES.items()}
 
 
 def joined(rank: int, world_size: int) -> list[list[float]]:

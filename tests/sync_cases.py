@@ -561,10 +561,10 @@ def _grains(averaging: Averaging, network: nn.Module) -> list[Tensor]:
     sizes = {name: parameter.numel() for name, parameter in network.named_parameters()}
     at = dict(zip(sizes, itertools.accumulate([0, *sizes.values()]), strict=False))
     found: dict[int, list[Tensor]] = {}
-    for name, places in averaging.session.engine.plan.places.items():
-        for place in places:
-            begin = at[name] + place.start
-            found.setdefault(place.unit, []).append(torch.arange(begin, begin + place.numel))
+    for name, slices in averaging.session.engine.plan.slices.items():
+        for unit, start, numel, _ in slices:
+            begin = at[name] + start
+            found.setdefault(unit, []).append(torch.arange(begin, begin + numel))
     return [torch.cat(parts) for parts in found.values()]
 
 

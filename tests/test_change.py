@@ -53,8 +53,8 @@ def gradients(ranks: int, step: int) -> list[dict[str, Tensor]]:
 def by_name(engine: Engine, flats: list[Tensor]) -> dict[str, Tensor]:
     """What units have, by parameter."""
     found = {name: torch.zeros(p.numel(), dtype=torch.float64) for name, p in Net().named_parameters()}
-    for name, places in engine.plan.places.items():
-        for unit, start, numel, offset in places:
+    for name, slices in engine.plan.slices.items():
+        for unit, start, numel, offset in slices:
             found[name][start : start + numel] += flats[unit][offset : offset + numel]
     return found
 

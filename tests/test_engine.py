@@ -111,10 +111,10 @@ def test_times_of_an_engine_lie_within_those_of_its_thread() -> None:
 def test_means_are_those_of_the_step_at_hand() -> None:
     (engine,) = Engines(parse("none"), model(), 1, grain_numel=GRAIN).ranks
     run_step(engine, drawn(0, 1)[0], release=False)
-    assert engine.mean(0).numel() == engine.plan.units[0].grain.numel
+    assert engine.value(0).numel() == engine.plan.units[0].grain.numel
     engine.begin()
     with pytest.raises(IndexError):
-        engine.mean(0)
+        engine.value(0)
 
 
 def test_means_are_given_away_as_soon_as_they_are_known_and_not_kept() -> None:
@@ -133,8 +133,8 @@ def test_means_are_given_away_as_soon_as_they_are_known_and_not_kept() -> None:
         assert before[-1]  # the first ones are known before the last gradients come
         given.finish()
     for i in range(len(given.plan.units)):
-        assert torch.equal(found[i], kept.mean(i))
-        assert not given.mean(i).numel()
+        assert torch.equal(found[i], kept.value(i))
+        assert not given.value(i).numel()
 
 
 def test_a_bad_step_is_known_as_soon_as_it_ends() -> None:

@@ -16,7 +16,7 @@ from gradwire.codecs.error_memory import ErrorMemory
 from gradwire.core.errors import FederationError
 from gradwire.federated import Assignment, Scaffold, Server
 from gradwire.federated.client import Done, Kept
-from gradwire.federated.engines import Job, Lost, Place
+from gradwire.federated.engines import Job, LocalTrainer, Lost
 from gradwire.federated.packing import Record, pack, unpack
 from gradwire.federated.records import (
     job_of,
@@ -33,10 +33,10 @@ def trained() -> tuple[Job, Done]:
     simulation = on_classifier(sample=12, method=Scaffold(), update="topk:0.2")
     simulation.round()
     server: Server = simulation.server
-    place = Place(small_model(), simulation.federation)
+    trainer = LocalTrainer(small_model(), simulation.federation)
     kept = simulation._kept[3]  # pyright: ignore[reportPrivateUsage]
     job = Job(server.begin()[3], kept, 0.5)
-    outcome = place.do(server.terms, job)
+    outcome = trainer.do(server.terms, job)
     assert isinstance(outcome, Done)
     return job, outcome
 

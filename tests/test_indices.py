@@ -18,13 +18,13 @@ from gradwire.bench.tasks import make_task
 from gradwire.codecs import BlockInt, Chain, Codec, TopK
 from gradwire.core.errors import CompositionError, PayloadError
 from gradwire.core.key import Key
-from gradwire.kernels import indices as places
+from gradwire.kernels import indices as index_coding
 from kernel_sets import everything_in
 
 pytest.importorskip("numba")
 reference, cpu = everything_in("reference"), everything_in("cpu")
 
-STREAMS: tuple[places.Format, ...] = ("elias-fano", "rice", "bitmap")
+STREAMS: tuple[index_coding.Format, ...] = ("elias-fano", "rice", "bitmap")
 few = settings(max_examples=100, deadline=None)
 
 
@@ -58,10 +58,10 @@ def entropy(numel: int, count: int) -> float:
     return sets / math.log(2) / count
 
 
-def encoded(indices: Tensor, numel: int, format_: places.Format) -> Tensor:
-    where = places.field(format_, numel, indices.numel())
+def encoded(indices: Tensor, numel: int, format_: index_coding.Format) -> Tensor:
+    where = index_coding.field(format_, numel, indices.numel())
     packed = torch.full((where.numel,), -1, dtype=where.dtype)  # rubbish, so that what is not written is found
-    places.encode(indices, numel, format_, packed)
+    index_coding.encode(indices, numel, format_, packed)
     return packed
 
 
@@ -97,7 +97,7 @@ def test_what_rice_uses_is_nearer_still() -> None:
     """One part in a hundred above the entropy at 1%, and the words behind it are zero."""
     numel, count = 1 << 20, 10_486
     packed = encoded(uniform(numel, count), numel, "rice")
-    used = places.used_nbytes(packed, numel, count, "rice")
+    used = index_coding.used_nbytes(packed, numel, count, "rice")
     assert used * 8 <= 1.01 * entropy(numel, count) * count
     assert used < packed.nbytes
     assert not bool(packed[used // 8 :].any())
@@ -116,7 +116,7 @@ def test_the_capacity_suffices_for_the_worst(size: tuple[int, float]) -> None:
     for indices in (start, end, ends):
         for format_ in STREAMS:
             packed = encoded(indices.int(), numel, format_)
-            assert torch.equal(places.decode(packed, numel, count, format_), indices.int())
+            assert torch.equal(index_coding.decode(packed, numel, count, format_), indices.int())
 
 
 # Meaning
@@ -131,14 +131,14 @@ def test_both_kernels_write_and_read_the_same(size: tuple[int, float], seed: int
         packed = encoded(indices, numel, format_)
         if not count:
             continue
-        again, bits = torch.empty_like(packed), 0 if format_ == "bitmap" else places.low_bits(numel, count)
+        again, bits = torch.empty_like(packed), 0 if format_ == "bitmap" else index_coding.low_bits(numel, count)
         (reference.encode_rice if format_ == "rice" else reference.encode)(indices, numel, bits, again)
         assert torch.equal(packed, again)
         read = reference.decode_rice if format_ == "rice" else reference.decode
         back, sound = read(packed, numel, count, bits)
         assert bool(sound)
         assert torch.equal(back, indices)
-        assert torch.equal(places.decode(packed, numel, count, format_), indices)
+        assert torch.equal(index_coding.decode(packed, numel, count, format_), indices)
 
 
 @few
@@ -150,9 +150,9 @@ def test_rice_holds_fewer_than_it_could(numel: int, some: float, seed: int) -> N
     indices = torch.cat([uniform(numel, held, seed), torch.full((capacity - held,), numel, dtype=torch.int32)])
     packed = encoded(indices, numel, "rice")
     again = torch.empty_like(packed)
-    reference.encode_rice(indices, numel, places.low_bits(numel, capacity), again)
+    reference.encode_rice(indices, numel, index_coding.low_bits(numel, capacity), again)
     assert torch.equal(packed, again)
-    assert torch.equal(places.decode(packed, numel, capacity, "rice", fewer=True), indices[:held])
+    assert torch.equal(index_coding.decode(packed, numel, capacity, "rice", fewer=True), indices[:held])
     back, sound = reference.decode_rice(packed, numel, capacity, 0)
     assert bool(sound)
     assert torch.equal(back, indices)
@@ -187,25 +187,25 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.mark.parametrize("threads", [2, 3, 7, 16], indirect=True)
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("format_", STREAMS)
-def test_many_threads_write_and_read_the_same(format_: places.Format) -> None:
+def test_many_threads_write_and_read_the_same(format_: index_coding.Format) -> None:
     """Each a piece of a stream: large ones, that threads share."""
     for numel, count in ((1_000_003, 20_000), (300_000, 60_001), (70_000, 70_000)):
         indices = uniform(numel, count, seed=count)
         packed = encoded(indices, numel, format_)
         again = torch.empty_like(packed)
-        bits = 0 if format_ == "bitmap" else places.low_bits(numel, count)
+        bits = 0 if format_ == "bitmap" else index_coding.low_bits(numel, count)
         (reference.encode_rice if format_ == "rice" else reference.encode)(indices, numel, bits, again)
         assert torch.equal(packed, again)
-        assert torch.equal(places.decode(packed, numel, count, format_), indices)
+        assert torch.equal(index_coding.decode(packed, numel, count, format_), indices)
 
 
 # Damage
 
 
-def guarded_decode(module: ModuleType, packed: Tensor, numel: int, count: int, format_: places.Format) -> bool:
+def guarded_decode(module: ModuleType, packed: Tensor, numel: int, count: int, format_: index_coding.Format) -> bool:
     """Decode with a kernel, and check what it says is sound."""
     read = module.decode_rice if format_ == "rice" else module.decode
-    indices, sound = read(packed, numel, count, 0 if format_ == "bitmap" else places.low_bits(numel, count))
+    indices, sound = read(packed, numel, count, 0 if format_ == "bitmap" else index_coding.low_bits(numel, count))
     if bool(sound):
         held = indices[indices < numel]
         assert bool((indices[held.numel() :] == numel).all())
@@ -223,7 +223,7 @@ def guarded_decode(module: ModuleType, packed: Tensor, numel: int, count: int, f
     rubbish=st.sampled_from(["all", "a word", "a bit", "header"]),
 )
 def test_rubbish_is_refused_or_is_indices(
-    numel: int, density: float, format_: places.Format, seed: int, rubbish: str
+    numel: int, density: float, format_: index_coding.Format, seed: int, rubbish: str
 ) -> None:
     count, generator = round(numel * density), torch.Generator().manual_seed(seed)
     packed = encoded(uniform(numel, count, seed), numel, format_)
@@ -239,24 +239,24 @@ def test_rubbish_is_refused_or_is_indices(
     assert verdicts[0] == verdicts[1]
     if not verdicts[0]:
         with pytest.raises(PayloadError, match="damaged"):
-            places.decode(packed, numel, count, format_)
+            index_coding.decode(packed, numel, count, format_)
 
 
 @pytest.mark.parametrize("format_", STREAMS)
-def test_sizes_that_do_not_fit_are_refused(format_: places.Format) -> None:
+def test_sizes_that_do_not_fit_are_refused(format_: index_coding.Format) -> None:
     packed = encoded(uniform(1000, 50), 1000, format_)
     for wrong in (packed[:-1], torch.cat([packed, packed[:1]])):
         with pytest.raises(PayloadError, match="needed"):
-            places.decode(wrong, 1000, 50, format_)
+            index_coding.decode(wrong, 1000, 50, format_)
     with pytest.raises(TypeError, match="int64"):
-        places.decode(packed.int(), 1000, 50, format_)
+        index_coding.decode(packed.int(), 1000, 50, format_)
 
 
 @pytest.mark.parametrize("format_", STREAMS)
 @pytest.mark.parametrize(
     "bad", [[5, 3, 9], [1, 1, 2], [-4, 2, 3], [1, 2, 2**31 - 1], [1, 2, 101], [0, 1, -(2**31)], [99, -(2**31) + 9, 5]]
 )
-def test_indices_that_cannot_be_coded_are_refused(format_: places.Format, bad: list[int]) -> None:
+def test_indices_that_cannot_be_coded_are_refused(format_: index_coding.Format, bad: list[int]) -> None:
     indices = torch.tensor(bad, dtype=torch.int32)
     with pytest.raises(ValueError, match="must increase"):
         encoded(indices, 100, format_)
@@ -273,8 +273,8 @@ def test_a_header_that_holds_fewer_is_refused_by_topk() -> None:
 # Codecs
 
 
-@pytest.mark.parametrize("format_", places.FORMATS)
-def test_topk_in_every_format(format_: places.Format) -> None:
+@pytest.mark.parametrize("format_", index_coding.FORMATS)
+def test_topk_in_every_format(format_: index_coding.Format) -> None:
     x = torch.randn(5000, generator=torch.Generator().manual_seed(1))
     for density in (0.0001, 0.01, 0.5, 1.0):
         codec = TopK(density, indices=format_)

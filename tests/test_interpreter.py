@@ -136,7 +136,7 @@ class PlainLoop:
         self.engine.finish()
         for i, unit in enumerate(self.engine.plan.units):
             for name, start, numel, offset in unit.grain.segments:
-                self._gradient(name)[start : start + numel] = self.engine.mean(i)[offset : offset + numel]
+                self._gradient(name)[start : start + numel] = self.engine.value(i)[offset : offset + numel]
         self.engine.release()
 
     def _gradient(self, name: str) -> Tensor:

@@ -35,19 +35,19 @@ FIELDS: dict[str, list[Any]] = {
 
 @pytest.mark.parametrize(("key", "bits"), OLDER)
 def test_keys_of_older_runs_have_the_bits_they_had(key: Key, bits: int) -> None:
-    assert key.bits == bits
+    assert key.stream_seed == bits
 
 
 def test_keys_that_differ_anywhere_have_other_bits() -> None:
     keys = [Key(**dict(zip(FIELDS, values, strict=True))) for values in itertools.product(*FIELDS.values())]
-    assert len({key.bits for key in keys}) == len(keys) == 2**5 * 27
+    assert len({key.stream_seed for key in keys}) == len(keys) == 2**5 * 27
 
 
 def test_what_stands_in_one_field_is_not_taken_for_another() -> None:
     passages: list[dict[str, Any]] = [{"layer": "None|1"}, {"layer": "1", "micro_batch": 1}, {"layer": "forward|1|"}]
     keys = [Key(**passage) for passage in passages]
     keys += [Key(name="forward|1|x"), Key(layer="x", micro_batch=1, direction="forward")]
-    assert len({key.bits for key in keys}) == len(keys)
+    assert len({key.stream_seed for key in keys}) == len(keys)
 
 
 @pytest.mark.parametrize("change", [{"layer": "b"}, {"micro_batch": 1}, {"direction": "backward"}], ids=str)

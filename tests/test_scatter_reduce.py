@@ -132,8 +132,8 @@ def test_each_rank_ends_with_its_shard_of_the_mean(half: Scatter, numel: int, ra
     sizes = (torch.stack(xs).abs() + torch.stack(lost).abs()).sum(0)
     rounding = 4 * (ranks + 2) * torch.finfo(torch.float32).eps * sizes
     for result, here in zip(results, owned(half, grain, ranks), strict=True):
-        assert result.mean.shape == (here.stop - here.start,)
-        assert bool(((mean - error)[here] - result.mean.double()).abs().le(rounding[here]).all())
+        assert result.value.shape == (here.stop - here.start,)
+        assert bool(((mean - error)[here] - result.value.double()).abs().le(rounding[here]).all())
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
@@ -181,7 +181,7 @@ def test_keeping_in_one_pass_is_subtracting_afterwards(half: Scatter) -> None:
     for x, mine, result, other in zip(xs, left, results, kept, strict=True):
         result.sent.subtract_from(x)
         assert torch.equal(x, mine)
-        assert torch.equal(result.mean, other.mean)
+        assert torch.equal(result.value, other.value)
 
 
 @pytest.mark.parametrize("half", CONTRACTIONS, ids=repr)
@@ -239,7 +239,7 @@ def test_a_guard_tells_every_rank_of_a_value_in_another_ranks_shard(half: Scatte
     assert bool(plain.step(spoiled)[1].isfinite().all())
     results = guarded.reduce(spoiled)
     assert all(result.bad is not None and bool(result.bad) for result in results)
-    assert all(bool(result.mean.isnan().all()) for result in results)
+    assert all(bool(result.value.isnan().all()) for result in results)
     after = [[state.tensor("residual")] if "residual" in state else [] for state in guarded.states]
     assert all(torch.equal(a, b) for old, new in zip(before, after, strict=True) for a, b in zip(old, new, strict=True))
     assert all(bool(shard.isfinite().all()) for shard in guarded.step(clean))
@@ -299,7 +299,7 @@ def test_a_two_shot_is_its_halves_one_after_the_other(exchange: TwoShot | Sparse
 def test_one_rank_runs_a_half_through_the_interpreter_alone() -> None:
     x, grain, step = torch.tensor([1.0, 2.0, 3.0]), flat_grain(3), Step(0, 0, 1)
     result = run_program(ScatterReduce(Identity()).reduce(grain, x, State(), step), VirtualTransport(Meeting(1), 0))
-    assert torch.equal(result.mean, x)
+    assert torch.equal(result.value, x)
 
 
 # Refusals ---------------------------------------------------------------------------------------------------------

@@ -121,7 +121,7 @@ def test_an_adaptive_threshold_sends_its_density() -> None:
     shares: list[float] = []
     for step in range(300):
         (result,) = lockstep.reduce([normal(grain.numel, step)])
-        shares.append(float((result.mean != 0).float().mean()))
+        shares.append(float((result.value != 0).float().mean()))
     # A sample's share is off by 1/sqrt(32), less by averaging over the 20 steps that tau remembers and the 100 here;
     # what is left is for tau's lag behind residuals, which have settled after a few 1/density steps.
     assert 0.8 * density <= sum(shares[200:]) / 100 <= 1.2 * density

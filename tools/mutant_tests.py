@@ -62,8 +62,8 @@ FILES: dict[str, tuple[Stage, ...]] = {
     "drivers/timing.py": (("src/gradwire/drivers/timing.py", "tests/laws/test_routes.py"),),
     "drivers/traced.py": (("src/gradwire/drivers/traced.py", "tests/test_interpreter.py"),),
     "drivers/virtual.py": (("src/gradwire/drivers/virtual.py", ENGINE), ("tests/laws/test_rules.py",)),
-    "drivers/warm.py": (
-        ("src/gradwire/drivers/warm.py", "tests/test_warm.py"),
+    "drivers/dry_run.py": (
+        ("src/gradwire/drivers/dry_run.py", "tests/test_dry_run.py"),
         ("tests/test_attach.py", "-k", "compiles"),
     ),
     "drivers/window.py": (("src/gradwire/drivers/window.py", *ARITHMETIC), REPORT),
@@ -90,6 +90,8 @@ FILES: dict[str, tuple[Stage, ...]] = {
         DDP,
     ),
     "session/drift.py": (("src/gradwire/session/drift.py", "tests/test_drift.py"),),
+    "session/ending.py": (("tests/test_session.py",), ATTACHED),
+    "session/figures.py": (("src/gradwire/session/figures.py", *ARITHMETIC), REPORT),
     "session/fingerprints.py": (
         ("src/gradwire/session/fingerprints.py", "tests/test_drift.py"),
         (SYNC, "-k", "differ"),
@@ -112,6 +114,7 @@ FILES: dict[str, tuple[Stage, ...]] = {
     "sync/all_ranks.py": (*WINDOWS, SHARDS),
     "sync/averaging.py": WINDOWS,
     "sync/averaging_options.py": WINDOWS,
+    "sync/averaging_saved.py": WINDOWS,
     "sync/averaging_state.py": WINDOWS,
     "sync/buffers.py": WINDOWS,
     "sync/copies.py": ((*SHARDS, "-k", "not_served"), SHARDS),

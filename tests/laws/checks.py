@@ -271,8 +271,8 @@ class Spied(Wrapper):
 def check_means(results: Sequence[Reduced], xs: Sequence[Tensor]) -> None:
     """Every rank has the same mean bit for bit, in the shape and dtype of its tensor."""
     for result, x in zip(results, xs, strict=True):
-        assert (result.mean.shape, result.mean.dtype) == (x.shape, x.dtype)
-        assert torch.equal(bits(result.mean), bits(results[0].mean)), "ranks disagree on the mean"
+        assert (result.value.shape, result.value.dtype) == (x.shape, x.dtype)
+        assert torch.equal(bits(result.value), bits(results[0].value)), "ranks disagree on the mean"
 
 
 def check_leaves_input(reducer: Reducer, grain: Grain, xs: Sequence[Tensor]) -> None:
@@ -323,7 +323,7 @@ def check_conservation(ranks: Lockstep, xs: Sequence[Tensor]) -> list[Reduced]:
     ys = [x.double().view(-1) + e for x, e in zip(xs, before.e, strict=True)]
     sent = [_sent(result, y, grain) for result, y in zip(results, ys, strict=True)]
     given = ys if ranks.reducer.keeps_input else sent
-    mean = results[0].mean.double().view(-1)
+    mean = results[0].value.double().view(-1)
     lost = sum(given) + n * (before.s - after.s) - n * mean - sum(after.e)
     # Every quantity below is rounded at most once per rank and a few times more, in the coarsest precision at work.
     sizes = sum(t.abs() for t in (*ys, *sent, *before.e, *after.e)) + n * (mean.abs() + before.s.abs() + after.s.abs())
@@ -362,7 +362,7 @@ def check_left_out(ranks: Lockstep, clean: Sequence[Tensor], bad: Sequence[Tenso
     ranks.step(clean)
     results = ranks.reduce(bad)
     check_means(results, bad)
-    for tensors in (*([result.mean] for result in results), *(flatten(state).values() for state in ranks.states)):
+    for tensors in (*([result.value] for result in results), *(flatten(state).values() for state in ranks.states)):
         assert all(bool(torch.isfinite(tensor).all()) for tensor in tensors), "a bad gradient came through"
 
 

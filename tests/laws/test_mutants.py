@@ -239,7 +239,7 @@ class Disagrees(Mutant):
 
     def reduce(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:
         reduced = yield from self.inner.reduce(grain, x, state, step)
-        return reduced._replace(mean=reduced.mean * (1 + step.rank * 2.0**-23))
+        return reduced._replace(value=reduced.value * (1 + step.rank * 2.0**-23))
 
 
 @dataclass(frozen=True)

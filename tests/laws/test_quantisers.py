@@ -99,13 +99,13 @@ def check_majority(ranks: Lockstep, xs: Sequence[Tensor]) -> Tensor:
     checks.check_means(results, xs)
     up = torch.stack([x >= 0 for x in xs]).int()
     won = 2 * up.sum(0) + up[casting] > n
-    assert torch.equal(results[0].mean >= 0, won | (results[0].mean == 0)), "not the majority"
+    assert torch.equal(results[0].value >= 0, won | (results[0].value == 0)), "not the majority"
     sizes = torch.stack([torch.stack([part.double().abs().mean() for part in x.split(block)]) for x in xs])
     sizes = sizes.quantile(0.5, 0)
     want = sizes.repeat_interleave(block)[: won.numel()]
-    u = checks.unit_roundoff(results[0].mean.dtype)
-    assert bool(((results[0].mean.double().abs() - want).abs() <= (n + 4) * u * want).all())
-    return results[0].mean
+    u = checks.unit_roundoff(results[0].value.dtype)
+    assert bool(((results[0].value.double().abs() - want).abs() <= (n + 4) * u * want).all())
+    return results[0].value
 
 
 def test_no_rank_sways_the_size_of_a_vote() -> None:
@@ -146,10 +146,10 @@ def test_ternary_sums_are_the_mean_of_what_was_sent(numel: int, ranks: int) -> N
         left = x.clone()
         result.sent.subtract_from(left)
         sent.append(x.double() - left.double())
-    mean = results[0].mean.double()
+    mean = results[0].value.double()
     sizes = torch.stack(xs).double().abs().sum(0) + torch.stack(sent).abs().sum(0)
     assert bool(((mean - sum(sent) / ranks).abs() <= 4 * checks.unit_roundoff() * sizes).all())
-    steps = results[0].mean.view(-1)[mean != 0].split(40)
+    steps = results[0].value.view(-1)[mean != 0].split(40)
     assert all(bool(torch.isfinite(step).all()) for step in steps)
 
 

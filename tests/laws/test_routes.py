@@ -72,7 +72,7 @@ def check_is_mean(reducer: Reducer, ranks: int, grain: Grain) -> None:
     want = sum(x.double() for x in xs) / ranks
     sizes = sum(x.double().abs() for x in xs) / ranks
     u, tiny = checks.unit_roundoff(grain.dtype), torch.finfo(grain.dtype).tiny
-    assert bool(((results[0].mean.double() - want).abs() <= (ranks + 2) * u * sizes + ranks * tiny).all())
+    assert bool(((results[0].value.double() - want).abs() <= (ranks + 2) * u * sizes + ranks * tiny).all())
 
 
 @each_route
@@ -97,7 +97,7 @@ def test_a_scatter_leaves_each_rank_its_shard_of_the_sum(scatter: type, ranks: i
         shard = yield from scatter(xs[rank].clone(), Step(0, rank, ranks))
         return Reduced(shard, SentAll(), State())
 
-    found = torch.cat([reduced.mean for reduced in run_lockstep([program(rank) for rank in range(ranks)])])
+    found = torch.cat([reduced.value for reduced in run_lockstep([program(rank) for rank in range(ranks)])])
     sizes = sum(x.abs() for x in xs)
     assert bool(((found.double() - sum(x.double() for x in xs)).abs() <= ranks * checks.unit_roundoff() * sizes).all())
 

@@ -95,7 +95,7 @@ class Applied(NamedTuple):
 
 
 @dataclass
-class _Place:
+class _WorkerState:
     """What the simulation knows of a worker."""
 
     is_up: bool = True
@@ -145,8 +145,8 @@ class Simulation:
             )
         self.server, self.workers, self.machines, self.faults = server, workers, machines, faults or Faults()
         self.now_s, self.history, self.refused = 0.0, list[Applied](), list[str]()
-        self._random = random.Random(Key(seed=seed, name="simulation").bits)
-        self._places = [_Place() for _ in workers]
+        self._random = random.Random(Key(seed=seed, name="simulation").stream_seed)
+        self._states = [_WorkerState() for _ in workers]
         self._is_up, self._saved = True, server.state_dict()
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._count = 0
@@ -190,15 +190,15 @@ class Simulation:
     # At a worker -------------------------------------------------------------------------------------------------
 
     def _start(self, grant: Grant, values: Tensor) -> None:
-        place = self._places[grant.worker]
-        if not place.is_up or grant.life != self.server.life:
+        state = self._states[grant.worker]
+        if not state.is_up or grant.life != self.server.life:
             return
-        place.grant = grant
+        state.grant = grant
         seconds = self._lasting(grant.worker, self.machines[grant.worker].step_s * grant.steps)
         self._at(self.now_s + seconds, self._finish, grant, values, seconds)
 
     def _finish(self, grant: Grant, values: Tensor, seconds: float) -> None:
-        if self._places[grant.worker].grant is not grant:
+        if self._states[grant.worker].grant is not grant:
             return  # it died meanwhile, or was told to start anew
         push = self.workers[grant.worker].compute(grant, values)._replace(seconds=seconds)
         self._send(grant.worker, self._receive, push)
@@ -206,13 +206,13 @@ class Simulation:
             self._at(self.now_s + self._lasting(grant.worker, 2 * seconds), self._receive, push)
 
     def _refuse(self, grant: Grant, reason: str) -> None:
-        place = self._places[grant.worker]
-        if place.grant == grant and self.workers[grant.worker].refused(grant, reason):
-            place.grant = None
+        state = self._states[grant.worker]
+        if state.grant == grant and self.workers[grant.worker].refused(grant, reason):
+            state.grant = None
             self._send(grant.worker, self._join, grant.worker)
 
     def _die(self, worker: int) -> None:
-        self._places[worker] = _Place(is_up=False)
+        self._states[worker] = _WorkerState(is_up=False)
         self._miss(worker)
 
     def _miss(self, worker: int) -> None:
@@ -221,7 +221,7 @@ class Simulation:
         self._at(self.now_s + longest_s + self.faults.detection_s, self._detect, worker)
 
     def _return(self, worker: int) -> None:
-        self._places[worker] = _Place()
+        self._states[worker] = _WorkerState()
         self._send(worker, self._join, worker)
 
     # At the server -----------------------------------------------------------------------------------------------
@@ -235,7 +235,7 @@ class Simulation:
             self._grant(self.server.join(worker))
 
     def _detect(self, worker: int) -> None:
-        if self._is_up and not self._places[worker].is_up:
+        if self._is_up and not self._states[worker].is_up:
             self._grant(self.server.leave(worker))
 
     def _receive(self, push: Push) -> None:
@@ -265,9 +265,9 @@ class Simulation:
         self.server.begin_life()
         self._saved = self.server.state_dict()
         self.history = [one for one in self.history if one.version < self.server.version]
-        for worker, place in enumerate(self._places):
-            place.grant = None
-            if place.is_up:
+        for worker, state in enumerate(self._states):
+            state.grant = None
+            if state.is_up:
                 self._send(worker, self._join, worker)
             else:
                 self._miss(worker)

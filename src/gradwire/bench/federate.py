@@ -57,7 +57,7 @@ class Shares:
 
 
 def _generator(key: Key) -> torch.Generator:
-    return torch.Generator().manual_seed(key.bits >> 1)
+    return torch.Generator().manual_seed(key.stream_seed >> 1)
 
 
 def examples_of(task: Task, name: str) -> Examples:

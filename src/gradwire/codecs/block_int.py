@@ -77,16 +77,16 @@ class BlockInt(Float32Codec):
 
     @override
     def encode_into(self, x: Tensor, key: Key, out: Payload) -> None:
-        bits = key.bits if self.stochastic else None
-        kernels.block_int_encode(as_float32(x), self.bits, self.block, bits, out[1], out[0])
+        seed = key.stream_seed if self.stochastic else None
+        kernels.block_int_encode(as_float32(x), self.bits, self.block, seed, out[1], out[0])
 
     @override
     def encode_keeping_into(self, x: Tensor, key: Key, out: Payload) -> None:
         if x.dtype != torch.float32:
             super().encode_keeping_into(x, key, out)
             return
-        bits = key.bits if self.stochastic else None
-        kernels.block_int_encode(x, self.bits, self.block, bits, out[1], out[0], keep=True)
+        seed = key.stream_seed if self.stochastic else None
+        kernels.block_int_encode(x, self.bits, self.block, seed, out[1], out[0], keep=True)
 
     @override
     def decode32(self, payload: Payload, out: Tensor, key: Key) -> None:

@@ -136,7 +136,7 @@ class StochasticBF16(Codec):
 
     @override
     def encode_into(self, x: Tensor, key: Key, out: Payload) -> None:
-        kernels.bfloat16_encode(as_float32(x), key.bits, out[0])
+        kernels.bfloat16_encode(as_float32(x), key.stream_seed, out[0])
 
     @override
     def decode_into(self, payload: Payload, out: Tensor, key: Key) -> None:

@@ -23,20 +23,20 @@ class Sparsifier(Protocol):
         """Return the kept values and the tensors that place them."""
         ...
 
-    def place_fields(self, numel: int) -> tuple[Field, ...]:
+    def position_fields(self, numel: int) -> tuple[Field, ...]:
         """Return the fields of the tensors that place the values."""
         ...
 
-    def unused_place_bytes(self, place: Payload, numel: int) -> int:
+    def unused_position_bytes(self, positions: Payload, numel: int) -> int:
         """Return how many bytes at the end of what places the values are zero by format."""
         ...
 
-    def scatter(self, values: Tensor, place: Payload, into: Tensor, key: Key, alpha: float) -> None:
-        """into[place] += alpha * values."""
+    def scatter(self, values: Tensor, positions: Payload, into: Tensor, key: Key, alpha: float) -> None:
+        """into[positions] += alpha * values."""
         ...
 
-    def place(self, values: Tensor, place: Payload, out: Tensor, key: Key) -> None:
-        """out = 0 but out[place] = values."""
+    def place(self, values: Tensor, positions: Payload, out: Tensor, key: Key) -> None:
+        """out = 0 but out[positions] = values."""
         ...
 
 
@@ -112,43 +112,43 @@ class Chain(Float32Codec):
     def layout(self, numel: int, dtype: torch.dtype = torch.float32) -> Layout:
         """The quantiser's fields, then what places the values."""
         assert isinstance(self.first, Sparsifier)
-        return Layout(self.second.layout(self._kept(numel)).fields + self.first.place_fields(numel))
+        return Layout(self.second.layout(self._kept(numel)).fields + self.first.position_fields(numel))
 
     @override
     def encode_into(self, x: Tensor, key: Key, out: Payload) -> None:
         assert isinstance(self.first, Sparsifier)
-        values, place = self.first.split(x, key)
-        quantised = len(out) - len(place)
+        values, positions = self.first.split(x, key)
+        quantised = len(out) - len(positions)
         self.second.encode_into(values, _second(key), out[:quantised])
-        for target, source in zip(out[quantised:], place, strict=True):
+        for target, source in zip(out[quantised:], positions, strict=True):
             target.copy_(source)
 
     def decode32(self, payload: Payload, out: Tensor, key: Key) -> None:
         """Dequantise the kept values, then place them."""
         assert isinstance(self.first, Sparsifier)
-        values, place = self._dequantised(payload, out, key)
-        self.first.place(values, place, out, key)
+        values, positions = self._dequantised(payload, out, key)
+        self.first.place(values, positions, out, key)
 
     def accumulate32(self, payload: Payload, into: Tensor, key: Key, alpha: float) -> None:
         """Dequantise the kept values, then scatter-add them."""
         assert isinstance(self.first, Sparsifier)
-        values, place = self._dequantised(payload, into, key)
-        self.first.scatter(values, place, into, key, alpha)
+        values, positions = self._dequantised(payload, into, key)
+        self.first.scatter(values, positions, into, key, alpha)
 
     def _dequantised(self, payload: Payload, like: Tensor, key: Key) -> tuple[Tensor, Payload]:
         """The kept values, and what places them."""
         assert isinstance(self.first, Sparsifier)
-        quantised = len(payload) - len(self.first.place_fields(like.numel()))
+        quantised = len(payload) - len(self.first.position_fields(like.numel()))
         values = torch.empty(self._kept(like.numel()), dtype=torch.float32, device=like.device)
         self.second.decode_into(payload[:quantised], values, _second(key))
         return values, payload[quantised:]
 
     def used_bytes(self, payload: Payload, numel: int, dtype: torch.dtype = torch.float32) -> int:
-        """All but what the sparsifier leaves unused at the end of its places."""
+        """All but what the sparsifier leaves unused at the end of its positions."""
         assert isinstance(self.first, Sparsifier)
-        place = payload[len(payload) - len(self.first.place_fields(numel)) :]
+        positions = payload[len(payload) - len(self.first.position_fields(numel)) :]
         layout = self.layout(numel, dtype)
-        unused = self.first.unused_place_bytes(place, numel)
+        unused = self.first.unused_position_bytes(positions, numel)
         return layout.offsets[-1] + layout.fields[-1].nbytes - unused if unused else layout.nbytes
 
     def contraction(self, numel: int) -> float | None:

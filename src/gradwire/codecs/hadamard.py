@@ -69,7 +69,7 @@ class Hadamard(Float32Codec):
 
     def _rows(self, numel: int, key: Key, device: torch.device) -> Tensor:
         block = self._block(numel)
-        return kernels.permuted_indices(key.shared.bits, block, kept(self.density, block), device)
+        return kernels.permuted_indices(key.shared.stream_seed, block, kept(self.density, block), device)
 
     def layout(self, numel: int, dtype: torch.dtype = torch.float32) -> Layout:
         """k float32 numbers a block."""
@@ -80,7 +80,7 @@ class Hadamard(Float32Codec):
         """Transform block by block."""
         numel = x.numel()
         rows = self._rows(numel, key, x.device)
-        kernels.hadamard_encode(as_float32(x), self._block(numel), key.shared.bits, rows, out[0])
+        kernels.hadamard_encode(as_float32(x), self._block(numel), key.shared.stream_seed, rows, out[0])
 
     def encode_divided_into(self, x: Tensor, divisor: int, key: Key, out: Payload) -> None:
         """Divide only what is kept."""
@@ -91,7 +91,7 @@ class Hadamard(Float32Codec):
         """Transform back and add."""
         numel = into.numel()
         rows = self._rows(numel, key, into.device)
-        kernels.hadamard_accumulate(payload[0], self._block(numel), key.shared.bits, rows, into, alpha)
+        kernels.hadamard_accumulate(payload[0], self._block(numel), key.shared.stream_seed, rows, into, alpha)
 
     def contraction(self, numel: int) -> float | None:
         """k / N, less what the transforms round away."""

@@ -60,7 +60,7 @@ class Natural(Float32Codec):
 
     @override
     def encode_into(self, x: Tensor, key: Key, out: Payload) -> None:
-        kernels.natural_encode(as_float32(x), key.bits, out[0], out[1])
+        kernels.natural_encode(as_float32(x), key.stream_seed, out[0], out[1])
 
     @override
     def decode32(self, payload: Payload, out: Tensor, key: Key) -> None:

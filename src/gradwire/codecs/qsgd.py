@@ -81,7 +81,7 @@ class QSGD(Float32Codec):
 
     def encode_into(self, x: Tensor, key: Key, out: Payload) -> None:
         """One pass for the norm, one to round."""
-        kernels.qsgd_encode(as_float32(x), self.levels, self.block, key.bits, out[1], out[0])
+        kernels.qsgd_encode(as_float32(x), self.levels, self.block, key.stream_seed, out[1], out[0])
 
     @override
     def decode32(self, payload: Payload, out: Tensor, key: Key) -> None:

@@ -68,7 +68,7 @@ class RandomK(Float32Codec):
         return Layout((Field(torch.float32, kept(self.density, numel)),))
 
     def _indices(self, numel: int, key: Key, device: torch.device) -> Tensor:
-        return kernels.stratified_indices(key.shared.bits, numel, kept(self.density, numel), device)
+        return kernels.stratified_indices(key.shared.stream_seed, numel, kept(self.density, numel), device)
 
     def split(self, x: Tensor, key: Key) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return the kept values in float32; nothing is needed to place them but the key."""
@@ -78,19 +78,19 @@ class RandomK(Float32Codec):
     def _scale(self, numel: int) -> float:
         return numel / kept(self.density, numel) if numel else 1.0
 
-    def place_fields(self, numel: int) -> tuple[Field, ...]:
+    def position_fields(self, numel: int) -> tuple[Field, ...]:
         """None: the key says where."""
         return ()
 
-    def unused_place_bytes(self, place: Payload, numel: int) -> int:
+    def unused_position_bytes(self, positions: Payload, numel: int) -> int:
         """Nothing: no bytes place the values."""
         return 0
 
-    def scatter(self, values: Tensor, place: Payload, into: Tensor, key: Key, alpha: float) -> None:
+    def scatter(self, values: Tensor, positions: Payload, into: Tensor, key: Key, alpha: float) -> None:
         """into[coordinates of the key] += alpha * values."""
         kernels.scatter_add_(into, self._indices(into.numel(), key, into.device), values, alpha, distinct=True)
 
-    def place(self, values: Tensor, place: Payload, out: Tensor, key: Key) -> None:
+    def place(self, values: Tensor, positions: Payload, out: Tensor, key: Key) -> None:
         """out = 0 but out[coordinates of the key] = values."""
         kernels.scatter_(out, self._indices(out.numel(), key, out.device), values)
 

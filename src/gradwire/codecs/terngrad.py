@@ -95,7 +95,7 @@ class TernGrad(Float32Codec):
     @override
     def encode_into(self, x: Tensor, key: Key, out: Payload) -> None:
         clip = self.clip or math.inf
-        kernels.ternary_encode(as_float32(x), out[0], key.bits, self.block, self.digits, out[1], clip)
+        kernels.ternary_encode(as_float32(x), out[0], key.stream_seed, self.block, self.digits, out[1], clip)
 
     @override
     def decode32(self, payload: Payload, out: Tensor, key: Key) -> None:

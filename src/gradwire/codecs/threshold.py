@@ -15,7 +15,7 @@ from gradwire.codecs.topk import check_density, kept
 from gradwire.core.errors import CompositionError
 from gradwire.core.key import Key
 from gradwire.core.payload import Field, Layout, Payload
-from gradwire.kernels import indices as places
+from gradwire.kernels import indices as index_coding
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Threshold(Float32Codec):
     @override
     def layout(self, numel: int, dtype: torch.dtype = torch.float32) -> Layout:
         k = kept(self.cap, numel)
-        return Layout((places.field("rice", numel, k), Field(torch.float32, k)))
+        return Layout((index_coding.field("rice", numel, k), Field(torch.float32, k)))
 
     @override
     def encode_into(self, x: Tensor, key: Key, out: Payload) -> None:
@@ -72,20 +72,20 @@ class Threshold(Float32Codec):
         """Write the entries of at least `tau`, a 0-d float32 tensor: for thresholds that change."""
         x32 = as_float32(x)
         indices = kernels.at_least(x32, tau, out[1])
-        places.encode(indices, x.numel(), "rice", out[0], room=out[1].numel())
+        index_coding.encode(indices, x.numel(), "rice", out[0], room=out[1].numel())
 
     @override
     def decode32(self, payload: Payload, out: Tensor, key: Key) -> None:
-        indices = places.decode(payload[0], out.numel(), payload[1].numel(), "rice", fewer=True)
+        indices = index_coding.decode(payload[0], out.numel(), payload[1].numel(), "rice", fewer=True)
         kernels.scatter_(out, indices, payload[1][: indices.numel()])
 
     @override
     def accumulate32(self, payload: Payload, into: Tensor, key: Key, alpha: float) -> None:
         if not into.numel():
             return
-        indices = places.decode(payload[0], into.numel(), payload[1].numel(), "rice", fewer=True)
+        indices = index_coding.decode(payload[0], into.numel(), payload[1].numel(), "rice", fewer=True)
         values = payload[1][: indices.numel()]
-        if into.device.type != "cpu":  # places that hold none add zero to the last entry, and nothing is read
+        if into.device.type != "cpu":  # positions that hold none add zero to the last entry, and nothing is read
             values = values.masked_fill(indices == into.numel(), 0.0)
             indices.clamp_(max=into.numel() - 1)
         kernels.scatter_add_(into, indices, values, alpha, distinct=into.device.type == "cpu")
@@ -99,4 +99,4 @@ class Threshold(Float32Codec):
         layout = self.layout(numel, dtype)
         if not numel:
             return layout.nbytes
-        return min(layout.nbytes, layout.offsets[1] + 4 * places.held(payload[0]))
+        return min(layout.nbytes, layout.offsets[1] + 4 * index_coding.held(payload[0]))

@@ -14,7 +14,7 @@ from gradwire.codecs.base import Float32Codec, as_float32
 from gradwire.core.errors import CompositionError
 from gradwire.core.key import Key
 from gradwire.core.payload import Field, Layout, Payload
-from gradwire.kernels import indices as places
+from gradwire.kernels import indices as index_coding
 
 VALUE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -46,8 +46,8 @@ def check_indices_format(name: str) -> None:
     Raises:
         CompositionError: naming those there are.
     """
-    if name not in places.FORMATS:
-        raise CompositionError(f"indices {name!r} is none of {', '.join(places.FORMATS)}")
+    if name not in index_coding.FORMATS:
+        raise CompositionError(f"indices {name!r} is none of {', '.join(index_coding.FORMATS)}")
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class TopK(Float32Codec):
 
     density: float = 0.01
     values: Literal["fp32", "bf16", "fp16"] = "fp32"
-    indices: places.Format = "auto"
+    indices: index_coding.Format = "auto"
 
     def __post_init__(self) -> None:
         check_density(self.density)
@@ -99,11 +99,11 @@ class TopK(Float32Codec):
 
     @override
     def layout(self, numel: int, dtype: torch.dtype = torch.float32) -> Layout:
-        return Layout((Field(VALUE_DTYPES[self.values], kept(self.density, numel)), *self.place_fields(numel)))
+        return Layout((Field(VALUE_DTYPES[self.values], kept(self.density, numel)), *self.position_fields(numel)))
 
-    def place_fields(self, numel: int) -> tuple[Field, ...]:
+    def position_fields(self, numel: int) -> tuple[Field, ...]:
         """Fields of the tensors that place the values."""
-        return (places.field(self.indices, numel, kept(self.density, numel)),)
+        return (index_coding.field(self.indices, numel, kept(self.density, numel)),)
 
     def select(self, x32: Tensor) -> tuple[Tensor, Tensor]:
         """Return the indices of the entries kept, (k,) int32, increasing, and these entries, (k,) float32."""
@@ -113,33 +113,35 @@ class TopK(Float32Codec):
         """Return the kept values in float32 and the tensors that place them: what `Chain` builds on."""
         x32 = as_float32(x)
         indices, values = self.select(x32)
-        (field,) = self.place_fields(x.numel())
-        place = torch.empty(field.numel, dtype=field.dtype, device=x.device)
-        places.encode(indices, x.numel(), self.indices, place)
-        return values, (place,)
+        (field,) = self.position_fields(x.numel())
+        positions = torch.empty(field.numel, dtype=field.dtype, device=x.device)
+        index_coding.encode(indices, x.numel(), self.indices, positions)
+        return values, (positions,)
 
-    def scatter(self, values: Tensor, place: Payload, into: Tensor, key: Key, alpha: float) -> None:
-        """into[place] += alpha * values, after checking the indices.
+    def scatter(self, values: Tensor, positions: Payload, into: Tensor, key: Key, alpha: float) -> None:
+        """into[positions] += alpha * values, after checking the indices.
 
         Raises:
             PayloadError: indices that are damaged, or an index outside the tensor.
         """
-        kernels.scatter_add_(into, self._places(place, into.numel(), values.numel()), values, alpha, distinct=True)
+        kernels.scatter_add_(into, self._indices(positions, into.numel(), values.numel()), values, alpha, distinct=True)
 
-    def place(self, values: Tensor, place: Payload, out: Tensor, key: Key) -> None:
-        """out = 0 but out[place] = values. Raises as `scatter`."""
-        kernels.scatter_(out, self._places(place, out.numel(), values.numel()), values)
+    def place(self, values: Tensor, positions: Payload, out: Tensor, key: Key) -> None:
+        """out = 0 but out[positions] = values. Raises as `scatter`."""
+        kernels.scatter_(out, self._indices(positions, out.numel(), values.numel()), values)
 
-    def _places(self, place: Payload, numel: int, count: int) -> Tensor:
-        return places.decode(place[0], numel, count, self.indices)
+    def _indices(self, positions: Payload, numel: int, count: int) -> Tensor:
+        return index_coding.decode(positions[0], numel, count, self.indices)
 
-    def unused_place_bytes(self, place: Payload, numel: int) -> int:
+    def unused_position_bytes(self, positions: Payload, numel: int) -> int:
         """What the indices leave unused of their capacity."""
-        return place[0].nbytes - places.used_nbytes(place[0], numel, kept(self.density, numel), self.indices)
+        return positions[0].nbytes - index_coding.used_nbytes(
+            positions[0], numel, kept(self.density, numel), self.indices
+        )
 
     def used_bytes(self, payload: Payload, numel: int, dtype: torch.dtype = torch.float32) -> int:
         """Up to the end of the indices' used part."""
-        unused = self.unused_place_bytes(payload[1:], numel)
+        unused = self.unused_position_bytes(payload[1:], numel)
         layout = self.layout(numel, dtype)
         return layout.offsets[1] + layout.fields[1].nbytes - unused if unused else layout.nbytes
 
@@ -147,7 +149,7 @@ class TopK(Float32Codec):
         """Select, gather, code the indices."""
         x32 = as_float32(x)
         indices, _ = kernels.topk(x32, out[0].numel(), out[0])
-        places.encode(indices, x.numel(), self.indices, out[1])
+        index_coding.encode(indices, x.numel(), self.indices, out[1])
 
     def encode_keeping_into(self, x: Tensor, key: Key, out: Payload) -> None:
         """Select, then take what is sent out of `x`: the indices need not be decoded again."""
@@ -156,7 +158,7 @@ class TopK(Float32Codec):
             return
         indices = torch.empty(out[0].numel(), dtype=torch.int32, device=x.device)
         kernels.topk_encode_keeping(x, out[0], indices)
-        places.encode(indices, x.numel(), self.indices, out[1])
+        index_coding.encode(indices, x.numel(), self.indices, out[1])
 
     @override
     def decode32(self, payload: Payload, out: Tensor, key: Key) -> None:

@@ -20,7 +20,7 @@ class Key:
     """The name of a stream of random bits: (seed, step, name, stage, rank), and (layer, micro_batch, direction).
 
     Two keys that differ anywhere give independent streams, and equal keys give equal bits on every machine,
-    process and device: `bits` is BLAKE2b of the fields, and the kernels expand it with a counter-based
+    process and device: `stream_seed` is BLAKE2b of the fields, and the kernels expand it with a counter-based
     generator. Each stage of rounding has a `stage` of its own, since a reused one correlates errors.
 
     Tensors that pass a layer several times in a step, such as activations and their gradients in a pipeline, are told
@@ -39,12 +39,12 @@ class Key:
     Raises:
         CompositionError: another direction, or a negative micro-batch.
 
-    >>> Key(seed=1, step=5, name="w").bits == Key(seed=1, step=5, name="w").bits
+    >>> Key(seed=1, step=5, name="w").stream_seed == Key(seed=1, step=5, name="w").stream_seed
     True
-    >>> Key(seed=1, step=5, name="w").bits == Key(seed=1, step=6, name="w").bits
+    >>> Key(seed=1, step=5, name="w").stream_seed == Key(seed=1, step=6, name="w").stream_seed
     False
     >>> forward = Key(seed=1, step=5, layer="blocks.3", micro_batch=0, direction="forward")
-    >>> forward.bits == forward.with_(direction="backward").bits
+    >>> forward.stream_seed == forward.with_(direction="backward").stream_seed
     False
     """
 
@@ -64,8 +64,8 @@ class Key:
             raise CompositionError(f"micro-batch {self.micro_batch} of a key: they are counted from 0")
 
     @property
-    def bits(self) -> int:
-        """64 bits that depend on every field."""
+    def stream_seed(self) -> int:
+        """The seed of the key's stream: 64 bits that depend on every field."""
         text = f"{self.seed}|{self.step}|{self.name}|{self.stage}|{self.rank}"
         digest = hashlib.blake2b(text.encode(), digest_size=8, person=self._passage())
         return int.from_bytes(digest.digest(), "little")

@@ -69,14 +69,14 @@ class Layout:
         return _align(self.offsets[-1] + self.fields[-1].nbytes, ALIGNMENT)
 
     @functools.cached_property
-    def _places(self) -> tuple[tuple[int, int, torch.dtype], ...]:
+    def _spans(self) -> tuple[tuple[int, int, torch.dtype], ...]:
         ends = [at + field.nbytes for at, field in zip(self.offsets, self.fields, strict=True)]
         return tuple(zip(self.offsets, ends, (field.dtype for field in self.fields), strict=True))
 
     @functools.cached_property
     def _gaps(self) -> tuple[tuple[int, int], ...]:
         starts = [*self.offsets[1:], self.nbytes]
-        ends = [end for _, end, _ in self._places]
+        ends = [end for _, end, _ in self._spans]
         return tuple([(end, start) for end, start in zip(ends, starts, strict=True) if end < start])
 
     def empty(self, device: torch.device, rows: int | None = None) -> Tensor:
@@ -102,4 +102,4 @@ class Layout:
             )
         if not self.nbytes:  # a row of nothing may start anywhere, and views of other dtypes want their alignment
             wire = wire.new_empty(0)
-        return tuple([wire[start:stop].view(dtype) for start, stop, dtype in self._places])
+        return tuple([wire[start:stop].view(dtype) for start, stop, dtype in self._spans])

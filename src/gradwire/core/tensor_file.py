@@ -106,13 +106,13 @@ def _read(file: BufferedReader, path: Path, expected: Written) -> Saved:
 
 def _empty(text: bytes, nbytes: int) -> tuple[Saved, list[Tensor]]:
     """The state that a header describes, and its tensors in the order of their bytes, still to be read."""
-    head, places = read_header(text, nbytes, _DTYPES)
+    head, entries = read_header(text, nbytes, _DTYPES)
     saved: Saved = json.loads(head)
     parameters: dict[str, dict[str, list[dict[str, Any]]]] = {}
     tensors: list[Tensor] = []
-    for key, place in places.items():
+    for key, entry in entries.items():
         path, start, name = key.split("@", 2)
-        tensors.append(torch.empty(place.shape, dtype=place.dtype))
+        tensors.append(torch.empty(entry.shape, dtype=entry.dtype))
         piece = {"start": int(start), "values": tensors[-1]}
         parameters.setdefault(name, {}).setdefault(path, []).append(piece)
     return {**saved, "parameters": parameters}, tensors

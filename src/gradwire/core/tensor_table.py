@@ -18,7 +18,7 @@ from torch import Tensor
 LENGTH = 8  # bytes that say how long the header is
 
 
-class Place(NamedTuple):
+class TableEntry(NamedTuple):
     """A tensor whose bytes are data[begin:end]."""
 
     dtype: torch.dtype
@@ -39,27 +39,27 @@ def header_of(text: str, tensors: Mapping[str, Tensor], dtypes: Mapping[str, tor
     return json.dumps(table).encode()
 
 
-def read_header(header: bytes, nbytes: int, dtypes: Mapping[str, torch.dtype]) -> tuple[str, dict[str, Place]]:
-    """Return the text and the places of a header, in the order of the tensors, which fill `nbytes` without a gap.
+def read_header(header: bytes, nbytes: int, dtypes: Mapping[str, torch.dtype]) -> tuple[str, dict[str, TableEntry]]:
+    """Return the text and the entries of a header, in the order of the tensors, which fill `nbytes` without a gap.
 
     Raises:
         KeyError, ValueError, TypeError, AttributeError, RuntimeError, RecursionError: it is none of `header_of`.
 
     >>> dtypes = {"F32": torch.float32}
     >>> read_header(header_of("text", {"x": torch.zeros(2, 3)}, dtypes), 24, dtypes)
-    ('text', {'x': Place(dtype=torch.float32, shape=torch.Size([2, 3]), begin=0, end=24)})
+    ('text', {'x': TableEntry(dtype=torch.float32, shape=torch.Size([2, 3]), begin=0, end=24)})
     """
     table: dict[str, Any] = json.loads(header)
     text = table.pop("__metadata__")["gradwire"]
-    places: dict[str, Place] = {}
+    entries: dict[str, TableEntry] = {}
     at = 0
     for name, entry in table.items():
         dtype, shape = dtypes[entry["dtype"]], torch.Size(entry["shape"])
         end = at + math.prod(shape) * dtype.itemsize
         if entry["data_offsets"] != [at, end] or not at <= end <= nbytes:
             raise ValueError(f"the place of {name!r}")
-        places[name] = Place(dtype, shape, at, end)
+        entries[name] = TableEntry(dtype, shape, at, end)
         at = end
     if at != nbytes:
         raise ValueError("bytes of no tensor")
-    return text, places
+    return text, entries

@@ -96,7 +96,7 @@ class Engine:
         self.stats = Stats()
         self.dense_bytes = sum(unit.grain.numel * unit.grain.dtype.itemsize for unit in plan.units)
         self._slots: list[Slot] = [self._slot(unit) for unit in plan.units]
-        self._waves = plan.positions
+        self._waves = plan.unit_numbers
         self._interpreter = Interpreter[Reduced](transport, self.stats)
         self._script: Script[list[Reduced]] | None = None
         self._waits_for: Pending | None = None
@@ -196,15 +196,15 @@ class Engine:
         return _program(self._slots[unit], self.step())
 
     def _ended(self, unit: int, result: Reduced) -> Reduced:
-        """Give a mean away, if somebody wants it at once."""
+        """Give a value away, if somebody wants it at once."""
         if self._sink is None:
             return result
-        self._sink(unit, result.mean.reshape(-1))
-        return result._replace(mean=result.mean.new_empty(0))
+        self._sink(unit, result.value.reshape(-1))
+        return result._replace(value=result.value.new_empty(0))
 
-    def mean(self, unit: int) -> Tensor:
-        """The mean of a unit's grain after `finish`, 1-d, where the step has no sink."""
-        return self._results[unit].mean.reshape(-1)
+    def value(self, unit: int) -> Tensor:
+        """What became of a unit's grain after `finish`, 1-d, where the step has no sink."""
+        return self._results[unit].value.reshape(-1)
 
     def release(self) -> None:
         """Forget the results, once the means are written where they belong."""

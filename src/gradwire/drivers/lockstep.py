@@ -318,7 +318,7 @@ class Lockstep(VirtualStates):
 
     def step(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Reduce one tensor per rank; return every rank's mean and keep the new states, unless the step is bad."""
-        return [reduced.mean for reduced in self.reduce(tensors)]
+        return [reduced.value for reduced in self.reduce(tensors)]
 
     def reduce(self, tensors: Sequence[Tensor]) -> list[Reduced]:
         """Do a step and return all that the programs returned. The tensors given are left as they are."""

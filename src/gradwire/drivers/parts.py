@@ -155,8 +155,8 @@ def _columns(units: Iterable[_Open], first: int) -> Iterator[Columns]:
 def _grain(unit: _Open, rows: range) -> Grain:
     """The rows of a unit, end to end."""
     segments: list[Segment] = []
-    for place, row in enumerate(rows):
-        at = place * unit.width
+    for number, row in enumerate(rows):
+        at = number * unit.width
         for (spec, chunk), start, numel in unit.columns:
             begin = row * chunk + start
             if here := max(0, min(numel, spec.numel - begin)):
@@ -217,10 +217,10 @@ class InParts(Engine):
                 fill(unit, slot.x)
             return [self.program(unit) for unit in waves[wave]]
 
-        def ended(place: int, result: Reduced) -> Reduced:
-            sink(units[place], result.mean.reshape(-1))
-            self._let_go(self._slots[units[place]], result.state)
-            return result._replace(mean=result.mean.new_empty(0))
+        def ended(number: int, result: Reduced) -> Reduced:
+            sink(units[number], result.value.reshape(-1))
+            self._let_go(self._slots[units[number]], result.state)
+            return result._replace(value=result.value.new_empty(0))
 
         results = run(self._interpreter.script(len(waves), programs, ended), self._count_wait)
         self._done.update(zip(units, results, strict=True))

@@ -56,8 +56,11 @@ class Unit(NamedTuple):
     reducer: Reducer
 
 
-class Place(NamedTuple):
-    """Where a part of a parameter lives: `numel` elements from `start` on, in a unit's grain from `offset` on."""
+class GrainSlice(NamedTuple):
+    """Where a part of a parameter lives: `numel` elements from `start` on, in a unit's grain from `offset` on.
+
+    What a `Segment` says of a grain, said of a parameter.
+    """
 
     unit: int
     start: int
@@ -65,18 +68,18 @@ class Place(NamedTuple):
     offset: int
 
 
-def within(pieces: Iterable[Place], begin: int, numel: int) -> list[Place]:
+def within(slices: Iterable[GrainSlice], begin: int, numel: int) -> list[GrainSlice]:
     """Where elements [begin, begin + numel) of a parameter live, counted from `begin`.
 
-    >>> within([Place(0, 0, 10, 100), Place(1, 10, 10, 0)], begin=8, numel=5)
-    [Place(unit=0, start=0, numel=2, offset=108), Place(unit=1, start=2, numel=3, offset=0)]
+    >>> within([GrainSlice(0, 0, 10, 100), GrainSlice(1, 10, 10, 0)], begin=8, numel=5)
+    [GrainSlice(unit=0, start=0, numel=2, offset=108), GrainSlice(unit=1, start=2, numel=3, offset=0)]
     """
-    places: list[Place] = []
-    for unit, start, size, offset in pieces:
+    found: list[GrainSlice] = []
+    for unit, start, size, offset in slices:
         low, high = max(begin, start), min(begin + numel, start + size)
         if low < high:
-            places.append(Place(unit, low - begin, high - low, offset + low - start))
-    return places
+            found.append(GrainSlice(unit, low - begin, high - low, offset + low - start))
+    return found
 
 
 Wave = tuple[Unit, ...]
@@ -94,17 +97,17 @@ class Plan:
         return tuple(unit for wave in self.waves for unit in wave)
 
     @property
-    def places(self) -> dict[str, list[Place]]:
+    def slices(self) -> dict[str, list[GrainSlice]]:
         """Where each parameter lives, by name."""
-        places: dict[str, list[Place]] = {}
+        slices: dict[str, list[GrainSlice]] = {}
         for i, (grain, _) in enumerate(self.units):
             for name, start, numel, offset in grain.segments:
-                places.setdefault(name, []).append(Place(i, start, numel, offset))
-        return places
+                slices.setdefault(name, []).append(GrainSlice(i, start, numel, offset))
+        return slices
 
     @functools.cached_property
-    def positions(self) -> tuple[range, ...]:
-        """Where each wave's units stand among all."""
+    def unit_numbers(self) -> tuple[range, ...]:
+        """The numbers of each wave's units, counted over all waves."""
         ends = list(itertools.accumulate(len(wave) for wave in self.waves))
         return tuple(range(end - len(wave), end) for end, wave in zip(ends, self.waves, strict=True))
 

@@ -66,7 +66,7 @@ class VirtualRanks(VirtualStates):
             grain, reducer = self.units[i]
             return reducer.reduce(grain, gathered(grain, gradients), self.states[i][rank], step)
 
-        return [[program(i) for i in wave] for wave in self.plan.positions]
+        return [[program(i) for i in wave] for wave in self.plan.unit_numbers]
 
     def _take_up(self, states: Sequence[Sequence[State]]) -> None:
         self.states = [list(of_unit) for of_unit in zip(*states, strict=True)]
@@ -76,7 +76,7 @@ class VirtualRanks(VirtualStates):
         return [[(unit.grain, states[rank]) for unit, states in units] for rank in range(self.world_size)]
 
     def _write(self, grain: Grain, reduced: Reduced) -> None:
-        mean = reduced.mean.reshape(-1)
+        mean = reduced.value.reshape(-1)
         for name, start, numel, offset in grain.segments:
             parameter = self.model.get_parameter(name)
             if parameter.grad is None:

@@ -11,7 +11,7 @@ from gradwire.core.errors import CompositionError, FederationError
 from gradwire.core.key import Key
 from gradwire.federated.buffered import BufferedServer, Step
 from gradwire.federated.client import Federation, Kept
-from gradwire.federated.engines import Job, Lost, Outcome, Place
+from gradwire.federated.engines import Job, LocalTrainer, Lost, Outcome
 from gradwire.federated.sampling import generator
 from gradwire.federated.simulation import Conditions
 
@@ -80,7 +80,7 @@ class BufferedSimulation:
         self.server, self.concurrency = server, concurrency
         self.now_s = 0.0
         self._duration, self._conditions = duration, conditions or Conditions()
-        self._place = Place(server.model, federation)
+        self._trainer = LocalTrainer(server.model, federation)
         self._kept: dict[int, Kept] = {}
         self._flying: list[_Arrival] = []
         self._started = 0
@@ -114,7 +114,7 @@ class BufferedSimulation:
         if not 0 <= takes_s < math.inf:
             raise FederationError(f"client {task.client} would take {takes_s} s: give a duration of 0 or more")
         if share:
-            outcome = self._place.do(self.server.terms, Job(task, self._kept.get(task.client, Kept()), share))
+            outcome = self._trainer.do(self.server.terms, Job(task, self._kept.get(task.client, Kept()), share))
         else:
             outcome = Lost(task.client, f"client {task.client} was lost")
         heapq.heappush(self._flying, _Arrival(self.now_s + takes_s, self._started, outcome))

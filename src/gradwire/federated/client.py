@@ -209,7 +209,7 @@ def train(terms: Terms, task: Assignment, client: Client, kept: Kept, model: Fla
 def _drawing_from(key: Key, device: torch.device) -> Generator[None]:
     """Have layers such as dropout draw from a key; PyTorch's generators are afterwards as they were."""
     # `torch.manual_seed` would also queue a call for each kind of accelerator, for ever where there is none.
-    seed = key.bits >> 1
+    seed = key.stream_seed >> 1
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.default_generator.manual_seed(seed)
         if device.type == "cuda":

@@ -65,7 +65,7 @@ class Engine(Protocol):
         ...
 
 
-class Place:
+class LocalTrainer:
     """One model to train in, one client after another."""
 
     def __init__(self, model: nn.Module, federation: Federation) -> None:
@@ -94,12 +94,12 @@ class InProcess:
     """
 
     def __init__(self, model: nn.Module, federation: Federation) -> None:
-        self._place = Place(model, federation)
+        self._trainer = LocalTrainer(model, federation)
 
     def run(self, terms: Terms, jobs: Sequence[Job]) -> Iterator[Outcome]:
         """One job after another."""
         for job in jobs:
-            yield self._place.do(terms, job)
+            yield self._trainer.do(terms, job)
 
     def close(self) -> None:
         """There is nothing to free."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gradwire.core.errors import FederationError
-from gradwire.core.tensor_table import LENGTH, Place, header_of, read_header
+from gradwire.core.tensor_table import LENGTH, TableEntry, header_of, read_header
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "U8": torch.uint8}
 """Of all tensors that travel."""
@@ -71,12 +71,12 @@ def _unpack(packed: bytes) -> Record:
     start = LENGTH + int.from_bytes(packed[:LENGTH], "little")
     if start > len(packed):
         raise ValueError("its header is longer than all of it")
-    numbers, places = read_header(packed[LENGTH:start], len(packed) - start, DTYPES)
+    numbers, entries = read_header(packed[LENGTH:start], len(packed) - start, DTYPES)
     data = memoryview(packed)[start:]
-    return Record(dict(json.loads(numbers)), {name: _tensor(data, place) for name, place in places.items()})
+    return Record(dict(json.loads(numbers)), {name: _tensor(data, entry) for name, entry in entries.items()})
 
 
-def _tensor(data: memoryview, place: Place) -> Tensor:
-    (numel,) = place.shape
-    content = bytearray(data[place.begin : place.end])
-    return torch.frombuffer(content, dtype=place.dtype) if numel else torch.empty(0, dtype=place.dtype)
+def _tensor(data: memoryview, entry: TableEntry) -> Tensor:
+    (numel,) = entry.shape
+    content = bytearray(data[entry.begin : entry.end])
+    return torch.frombuffer(content, dtype=entry.dtype) if numel else torch.empty(0, dtype=entry.dtype)

@@ -19,7 +19,7 @@ from torch import nn
 
 from gradwire.core.errors import CompositionError, FederationError
 from gradwire.federated.client import Federation, Terms
-from gradwire.federated.engines import Job, Lost, Outcome, Place
+from gradwire.federated.engines import Job, LocalTrainer, Lost, Outcome
 from gradwire.federated.packing import pack, unpack
 from gradwire.federated.records import job_of, of_job, of_outcome, outcome_of
 
@@ -167,7 +167,7 @@ def _work(connection: Connection, make: Make, terms: Terms) -> None:
     """The life of a worker: a job, its outcome, and again, until nobody asks any more."""
     torch.set_num_threads(1)
     try:
-        place = Place(*make())
+        trainer = LocalTrainer(*make())
     except Exception as error:
         connection.send_bytes(f"{type(error).__name__}: {error}".encode())
         return
@@ -177,4 +177,4 @@ def _work(connection: Connection, make: Make, terms: Terms) -> None:
             job = job_of(unpack(connection.recv_bytes()))
         except (EOFError, OSError, KeyboardInterrupt):
             return
-        connection.send_bytes(pack(of_outcome(place.do(terms, job))))
+        connection.send_bytes(pack(of_outcome(trainer.do(terms, job))))

@@ -16,7 +16,7 @@ from gradwire.core.key import Key
 
 def generator(key: Key) -> np.random.Generator:
     """A generator that a key names: equal keys draw alike on every machine."""
-    return np.random.Generator(np.random.Philox(key.bits))
+    return np.random.Generator(np.random.Philox(key.stream_seed))
 
 
 def shares_of(weights: Sequence[float]) -> list[float]:

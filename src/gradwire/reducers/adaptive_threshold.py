@@ -101,5 +101,5 @@ class AdaptiveThreshold(Reducer):
     def _quantile(self, grain: Grain, x32: Tensor, step: Step) -> Tensor:
         size = min(x32.numel(), max(SAMPLE, round(TAIL / self.density)))
         key = step.key(grain, "sample")
-        sample = kernels.gather(x32, kernels.permuted_indices(key.bits, x32.numel(), size, x32.device)).abs_()
+        sample = kernels.gather(x32, kernels.permuted_indices(key.stream_seed, x32.numel(), size, x32.device)).abs_()
         return sample.topk(kept(self.density, size)).values[-1]

@@ -1,4 +1,4 @@
-"""The contract of a reducer: a program that yields collectives and returns the mean.
+"""The contract of a reducer: a program that yields collectives and returns what becomes of all ranks' tensors.
 
     received = yield collective.AllToAll(wire)
 
@@ -15,8 +15,8 @@ the least of numbers. So a wrapper states what it changes and nothing else.
 - `conserves_sum`: sum over ranks of (x + e) + n * sum of owners' residuals = n * mean + the same of the new state.
 - `keyed`: what is sent is drawn from a key, other than by a codec that says so; `contraction` then holds in the mean
   over keys.
-- `averages`: the result is the mean over ranks of what they sent. Rules that are no mean (a median, a weighted or a
-  private mean) say no, and state what holds for them instead; it is still called the mean where drivers speak of it.
+- `averages`: the value is the mean over ranks of what they sent. Rules that are no mean (a median, a weighted or a
+  private mean) say no, and state what holds for them instead.
 - `linear`: the result is linear in what the ranks sent, so that what is sent in parts, over several steps, adds up to
   what the whole would have become. Error feedback and EF21 send in parts. A mean is linear, and so is a weighted mean;
   a median is not, nor is a choice by distances.
@@ -24,8 +24,7 @@ the least of numbers. So a wrapper states what it changes and nothing else.
 - `sums_in_16_bits`: sums over ranks are rounded to 16 bits, and estimates that are never corrected would drift by it.
 - `ends_alike`: every rank ends with the same result, bit for bit. What a model is trained by must say so, else replicas
   would drift apart without a word.
-- `scatters`: each rank ends with its own shard of the mean only, the elements `owned`: what sharded training needs. It
-  is called the mean all the same.
+- `scatters`: each rank ends with its own shard of the value only, the elements `owned`: what sharded training needs.
 - `shows_non_finite`: what is not finite on any rank shows in the mean that *every* rank ends with, so that nobody need
   agree on it. What `scatters` can never say so, since no rank sees the whole mean.
 - `fewest_ranks`, `rank_multiple`: a rule may need several ranks to make sense, and nodes of m ranks need a multiple of
@@ -76,13 +75,17 @@ class Sent(Protocol):
 
 
 class Reduced(NamedTuple):
-    """What a program returns: the mean (the same on every rank, but where it `scatters`), what was sent, the new state.
+    """What a program returns.
+
+    `value` is the mean over ranks where the reducer `averages`, and elsewhere what it makes of all ranks' tensors: the
+    same on every rank where it `ends_alike`, and this rank's shard where it `scatters`. `sent` is what this rank sent,
+    and `state` the new state.
 
     `bad` is None, or a 0-d bool tensor, the same on every rank, that is true where the step must not be kept: the
     driver then forgets the new state of every grain of the step.
     """
 
-    mean: Tensor
+    value: Tensor
     sent: Sent
     state: State
     bad: Tensor | None = None
@@ -107,7 +110,7 @@ class _OfChildren:
 
 
 class Reducer(ABC):
-    """A way to combine one tensor of every rank into their mean. See the module's text for the contract."""
+    """A way to combine one tensor of every rank, most often into their mean. The module's text has the contract."""
 
     keeps_input: ClassVar[bool] = cast(bool, _OfChildren(any))
     conserves_sum: ClassVar[bool] = cast(bool, _OfChildren(all))
@@ -232,7 +235,7 @@ class Reducer(ABC):
 
     @abstractmethod
     def reduce(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:
-        """Return the program that combines `x`, this rank's tensor, into the mean over ranks."""
+        """Return the program that combines `x`, this rank's tensor, with those of all ranks."""
 
     def reduce_keeping(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:
         """The same program, which leaves in `x` what this rank did not send: x -= sent.

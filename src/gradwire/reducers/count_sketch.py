@@ -97,12 +97,12 @@ class CountSketch(Reducer):
     def reduce(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:
         """Two all-reduces: of sketches, then of exact values."""
         flat = as_float32(x.reshape(-1))
-        bits = step.key(grain, "hash").shared.bits
+        seed = step.key(grain, "hash").shared.stream_seed
         sketch = torch.empty(self.rows, self.columns(flat.numel()), dtype=torch.float32, device=x.device)
-        kernels.count_sketch(flat, bits, sketch)
+        kernels.count_sketch(flat, seed, sketch)
         total = yield collective.AllReduce(sketch.div_(step.world_size), consumable=True)
         mean = torch.empty(flat.numel(), dtype=torch.float32, device=x.device)
-        kernels.count_unsketch(total.contiguous(), bits, mean)
+        kernels.count_unsketch(total.contiguous(), seed, mean)
         indices = kernels.topk_indices(mean, kept(self.density, mean.numel()))
         part = kernels.gather(flat, indices).div_(step.world_size)
         values = yield collective.AllReduce(part)

@@ -85,4 +85,4 @@ class ErrorFeedback(Wrapper):
         y = add_owed_(x.float(), state.tensor("residual"), self.decay)
         reduced = yield from self.inner.reduce_keeping(grain, y, inner, step)
         new = State(residual=Leaf(y.view(-1), "element", owed=True), inner=reduced.state)
-        return Reduced(reduced.mean.to(x.dtype), reduced.sent, new, reduced.bad)
+        return Reduced(reduced.value.to(x.dtype), reduced.sent, new, reduced.bad)

@@ -101,7 +101,7 @@ class FactoredErrorFeedback(ErrorFeedback):
         start = unit_columns(Qt, Key(step.seed, step.index, grain.name, "residual"))
         found = low_rank.orthonormalise(low_rank.project_columns(y, start))
         new = self._state(found, low_rank.project_rows(found, y), reduced.state)
-        return Reduced(reduced.mean.to(x.dtype).view(x.shape), reduced.sent, new, reduced.bad)
+        return Reduced(reduced.value.to(x.dtype).view(x.shape), reduced.sent, new, reduced.bad)
 
     def _state(self, Pt: Tensor, Qt: Tensor, inner: State) -> State:
         return State(Pt=Leaf(Pt, "matrix"), Qt=Leaf(Qt, "matrix", scaled=True), inner=inner)

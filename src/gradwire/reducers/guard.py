@@ -53,11 +53,11 @@ class Guard(Wrapper):
         """The inner program, then one flag where the mean would not tell."""
         if self.inner.shows_non_finite:
             reduced = yield from self.inner.reduce(grain, x, state, step)
-            return _flagged(reduced, kernels.all_finite(reduced.mean).logical_not())
+            return _flagged(reduced, kernels.all_finite(reduced.value).logical_not())
         bad = kernels.all_finite(x).logical_not()
         reduced = yield from self.inner.reduce(grain, x, state, step)
         # A finite gradient may still overflow on its way (fp16): the mean, alike on all ranks, shows it.
-        bad = bad.logical_or(kernels.all_finite(reduced.mean).logical_not())
+        bad = bad.logical_or(kernels.all_finite(reduced.value).logical_not())
         agreed = (yield agreement.Agree(bad)).view(())
         return _flagged(reduced, agreed)
 
@@ -66,7 +66,7 @@ def _flagged(reduced: Reduced, bad: Tensor) -> Reduced:
     """The same result, poisoned and flagged where `bad` or what was reduced says so."""
     if reduced.bad is not None:
         bad = bad.logical_or(reduced.bad)
-    return reduced._replace(mean=poison(reduced.mean, bad), bad=bad)
+    return reduced._replace(value=poison(reduced.value, bad), bad=bad)
 
 
 def poison(mean: Tensor, bad: Tensor) -> Tensor:

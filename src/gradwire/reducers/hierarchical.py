@@ -126,7 +126,7 @@ class Hierarchical(Reducer):
         y = yield from _node_mean(x.reshape(-1), shards, intra, step)
         program = self.inter.reduce(part, y, state, self._inner_step(step))
         reduced = yield from along(program, between) if intra.size > 1 else program
-        mean = yield from _joined(reduced.mean, x, shards, intra)
+        mean = yield from _joined(reduced.value, x, shards, intra)
         sent = SentShard(shard, y, reduced.sent, intra.size)
         return Reduced(mean.view(x.shape), sent, self._placed(reduced.state, shard.start, step), reduced.bad)
 

@@ -64,12 +64,12 @@ class LeanErrorFeedback(ErrorFeedback):
         reduced.sent.subtract_from(y.view(grain.shape))
         new = State(residual=Leaf(_rounded(y.view(-1), step.key(grain, "residual")), "element", owed=True))
         new["inner"] = reduced.state
-        return Reduced(reduced.mean.to(x.dtype), reduced.sent, new, reduced.bad)
+        return Reduced(reduced.value.to(x.dtype), reduced.sent, new, reduced.bad)
 
 
 def _rounded(y: Tensor, key: Key) -> Tensor:
     out = torch.empty(y.shape, dtype=torch.bfloat16, device=y.device)
-    kernels.round_bf16(y, key.bits, out)
+    kernels.round_bf16(y, key.stream_seed, out)
     return out
 
 
@@ -165,7 +165,7 @@ class EF21(Wrapper):
         new_h.copy_(off)
         reduced.sent.subtract_from(new_h.view(grain.shape))
         new_h.sub_(off).add_(minus_h)
-        total = reduced.mean.view(-1).add_(mean)
+        total = reduced.value.view(-1).add_(mean)
         off.copy_(total)  # a guard may write over what is returned
         new = _estimates(new_h, off, mean, reduced.state)
         return Reduced(total.to(x.dtype).view(x.shape), _SentEstimate(new_h), new, reduced.bad)

@@ -64,13 +64,13 @@ class SentFactors:
 def drawn(grain: Grain, rank: int, length: int, key: Key) -> Tensor:
     """A factor to begin with, transposed: (batch, rank, length) Gaussian numbers, the same on every rank."""
     batch, rows, columns = grain.shape
-    return kernels.gaussian(key.bits, (batch, min(rank, rows, columns), length), grain.device)
+    return kernels.gaussian(key.stream_seed, (batch, min(rank, rows, columns), length), grain.device)
 
 
 def unit_columns(Qt: Tensor, key: Key) -> Tensor:
     """Q transposed, (batch, rank, columns), with scaled columns; those of zeros are redrawn, or they would stay."""
     scaled = Qt.clone(memory_format=torch.contiguous_format)
-    low_rank.unit_rows_(scaled.view(-1, Qt.shape[2]), key.bits)
+    low_rank.unit_rows_(scaled.view(-1, Qt.shape[2]), key.stream_seed)
     return scaled
 
 

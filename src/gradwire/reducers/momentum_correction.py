@@ -112,7 +112,7 @@ class MomentumCorrection(Wrapper):
         reduced = yield from self.inner.reduce(grain, y.view(grain.shape), inner, step)
         reduced.sent.subtract_from(y.view(grain.shape))
         u.masked_fill_(y == 0, 0.0)
-        return Reduced(reduced.mean.to(x.dtype), reduced.sent, _state(u, y, old_v, reduced.state), reduced.bad)
+        return Reduced(reduced.value.to(x.dtype), reduced.sent, _state(u, y, old_v, reduced.state), reduced.bad)
 
 
 def _state(u: Tensor, v: Tensor, scratch: Tensor, inner: State) -> State:

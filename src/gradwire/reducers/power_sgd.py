@@ -174,7 +174,7 @@ class PowerSGD(LowRank):
         # Columns of M Q differ in size, so each wants scales of its own: blocks run along them.
         flat = flat_grain(MQt.numel(), f"{grain.name} P", device=str(MQt.device))
         reduced = yield from self._integers.reduce(flat, MQt.view(-1), State(), step)
-        return reduced.mean.view(MQt.shape)
+        return reduced.value.view(MQt.shape)
 
     def _shared(self, Qt: Tensor, grain: Grain, step: Step) -> Generator[Collective, Tensor, _Shared]:
         """The mean of Q transposed, and this rank's part in it. `Qt` is used up."""
@@ -187,7 +187,7 @@ class PowerSGD(LowRank):
         # What an owner owes is of this step's P and of no use to the next one's: this rank has not sent it.
         mine = left[exchange.shards(left.numel(), step.world_size).of(step.rank)]
         mine.add_(reduced.state.tensor("owner")[: mine.numel()], alpha=step.world_size)
-        return _Shared(reduced.mean.view(Qt.shape), Qt.sub_(left.view(Qt.shape)), 1.0)
+        return _Shared(reduced.value.view(Qt.shape), Qt.sub_(left.view(Qt.shape)), 1.0)
 
     @property
     def _integers(self) -> TwoShot:

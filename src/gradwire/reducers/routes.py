@@ -111,10 +111,10 @@ def _others(rank: int, n: int) -> list[int]:
     return [(rank + i) % n for i in range(1, n)]
 
 
-def _put(received: Tensor, places: Sequence[Tensor]) -> None:
-    if places:
-        for place, piece in zip(places, received.split([p.numel() for p in places]), strict=True):
-            place.copy_(piece)
+def _put(received: Tensor, targets: Sequence[Tensor]) -> None:
+    if targets:
+        for target, piece in zip(targets, received.split([t.numel() for t in targets]), strict=True):
+            target.copy_(piece)
 
 
 @dataclass(frozen=True)

@@ -88,4 +88,4 @@ class Sketch(Reducer):
 
 def directions(key: Key, columns: int, rank: int, device: torch.device) -> Tensor:
     """S transposed, (min(rank, columns), columns): orthonormal rows, uniform over subspaces, as Gaussian ones are."""
-    return low_rank.orthonormalise(kernels.gaussian(key.bits, (1, min(rank, columns), columns), device))[0]
+    return low_rank.orthonormalise(kernels.gaussian(key.stream_seed, (1, min(rank, columns), columns), device))[0]

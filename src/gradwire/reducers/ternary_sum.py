@@ -72,7 +72,7 @@ class TernarySum(Reducer):
         shards = Shards(flat.numel(), n, self.block)
         first, second = (CutPayload(c, shards, torch.float32) for c in (_Digits(codec), _Sums(n)))
         fields, (packed,) = first.empty(flat.device)
-        kernels.ternary_encode(flat, scales, key.bits, codec.block, codec.digits, packed)
+        kernels.ternary_encode(flat, scales, key.stream_seed, codec.block, codec.digits, packed)
         received = yield collective.AllToAll(first.rows(fields))
         gathered = yield collective.AllGather(_add(received, first, second, step))
         mean = torch.empty(flat.numel(), dtype=torch.float32, device=flat.device)
@@ -97,7 +97,7 @@ class _Digits(Codec):
         return Layout(self.inner.layout(numel, dtype).fields[1:])
 
     def encode_into(self, x: Tensor, key: Key, out: Payload) -> None:
-        kernels.ternary_encode(x, self._ones(x), key.bits, self.inner.block, self.inner.digits, out[0])
+        kernels.ternary_encode(x, self._ones(x), key.stream_seed, self.inner.block, self.inner.digits, out[0])
 
     def decode_into(self, payload: Payload, out: Tensor, key: Key) -> None:
         kernels.ternary_decode(payload[0], self._ones(out), self.inner.block, self.inner.digits, out)

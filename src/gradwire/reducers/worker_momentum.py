@@ -116,9 +116,9 @@ class WorkerMomentum(Wrapper):
             y = y.to(grain.dtype)  # a driver's buffer is float32 where this keeps it: send no more than came
         reduced = yield from self.inner.reduce(grain, y, inner, step)
         average.nan_to_num_(0.0, 0.0, 0.0)
-        bad = kernels.all_finite(reduced.mean).logical_not()
+        bad = kernels.all_finite(reduced.value).logical_not()
         return Reduced(
-            reduced.mean.to(x.dtype),
+            reduced.value.to(x.dtype),
             reduced.sent,
             self._state(average, scratch, reduced.state),
             bad if reduced.bad is None else bad.logical_or(reduced.bad),

@@ -9,11 +9,11 @@ from gradwire.core.carry import carry_over
 from gradwire.core.errors import AttachError
 from gradwire.core.grain import ParameterSpec
 from gradwire.drivers.checked import Checked
+from gradwire.drivers.dry_run import dry_run
 from gradwire.drivers.engine import Engine
 from gradwire.drivers.measure import measured
 from gradwire.drivers.plan import Plan
 from gradwire.drivers.process_group import GroupTransport
-from gradwire.drivers.warm import warm_up
 from gradwire.reducers.base import Reducer
 from gradwire.session.agreement import Configuration, configuration, is_alike, tell_the_difference
 from gradwire.session.form import Form
@@ -117,7 +117,7 @@ class Maker:
 
     def _engine(self, planned: Plan, seed: int) -> Engine:
         """An engine, with all that is compiled ready."""
-        warm_up(planned.units, self._transport.world_size)
+        dry_run(planned.units, self._transport.world_size)
         checked = Checked(self._transport, self._lane.failures.ranks) if self._checksum else self._transport
         return self._form.engine(planned, checked, seed)
 

@@ -29,7 +29,7 @@ class Reduction:
 
     def __init__(self, engine: Engine, window: Window) -> None:
         self.engine, self.window = engine, window
-        self._places = engine.plan.places
+        self._slices = engine.plan.slices
         self._targets: dict[int, list[_Target]] = {}
         self._is_open = False
         self._first = True
@@ -53,7 +53,7 @@ class Reduction:
         if self.window.wants_norm:
             self.window.gradient(flat, self._first, scale)
         self._first = False
-        for unit, start, numel, offset in within(self._places[name], begin, flat.numel()):
+        for unit, start, numel, offset in within(self._slices[name], begin, flat.numel()):
             piece = flat[start : start + numel]
             self.engine.deliver(unit, offset, piece)
             self._targets.setdefault(unit, []).append(_Target(piece, offset))

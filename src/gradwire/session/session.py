@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
-import dataclasses
 import threading
 import warnings
-import weakref
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
@@ -17,20 +14,16 @@ from torch import Tensor, nn
 from gradwire.core import saved
 from gradwire.core.errors import NonFiniteWarning, StepError
 from gradwire.core.grain import ParameterSpec
-from gradwire.core.link import Link
-from gradwire.core.state import walk
-from gradwire.drivers.engine import Stats
-from gradwire.drivers.measure import Bench, all_reduce_link
-from gradwire.drivers.process_group import GroupTransport
-from gradwire.drivers.traced import Traced
 from gradwire.drivers.window import Window
 from gradwire.reducers.base import Reducer
+from gradwire.session.ending import Ending
+from gradwire.session.figures import Figures
 from gradwire.session.form import WHOLE, Form
-from gradwire.session.lane import INTERRUPTED_S, Lane, group_of
+from gradwire.session.lane import Lane, group_of
 from gradwire.session.making import Maker
 from gradwire.session.names import Names, named, require_all_served, require_whole
 from gradwire.session.reduction import Reduction
-from gradwire.session.report import NON_FINITE, Report, observed
+from gradwire.session.report import NON_FINITE
 from gradwire.session.step import SessionStep
 
 if TYPE_CHECKING:
@@ -44,7 +37,7 @@ Tensors = nn.Module | Mapping[str, Tensor]
 """A model, whose trained parameters count, or tensors by name."""
 
 
-class Session:
+class Session(Figures):
     """Combines named tensors of all ranks of a process group by a method, step after step.
 
     Every rank makes one at the same place, with the same method and tensors of the same names, shapes and dtypes; what
@@ -123,11 +116,7 @@ class Session:
         self.reducer.require_ranks(group.size())
         self.lane = lane or Lane(group, self._device, deadline_s, what)
         self.transport = transport = self.lane.transport()
-        # A session that is forgotten lets go as well: nothing that its threads run for good refers to it.
-        self._finalizer = weakref.finalize(self, _leave if lane else _let_go, self.lane, transport, at_once=True)
-        self._finalizer.atexit = False  # `_close_all` knows what may still be torn down then
-        if lane is None:
-            _sessions.add(self)
+        self._ending = Ending(self, self.lane, transport, shares_lane=lane is not None)
         try:
             self._maker = Maker(
                 self.lane,
@@ -236,7 +225,7 @@ class Session:
     @property
     def is_open(self) -> bool:
         """Whether `close` has not been called."""
-        return self._finalizer.alive
+        return not self._ending.has_come
 
     def _require_open(self) -> None:
         if not self.is_open:
@@ -302,74 +291,6 @@ class Session:
             self._warned_of_non_finite = True
             warnings.warn(NonFiniteWarning(NON_FINITE), stacklevel=2)
 
-    # Figures -----------------------------------------------------------------------------------------------------
-
-    def report(self) -> Report:
-        """Return what the method costs and saves on this rank, over the last hundred steps and without start-up.
-
-        Ranks may ask whenever they like: nothing is communicated. See `Report` for what its figures mean.
-
-        Example:
-            print(session.report())                # for people
-            session.report().as_dict()["saved_ms"] # for programs
-        """
-        owed = self.residual_norm() / self.scale
-        return observed(self.engine, self.window, self._link, self.method, self.reducer.averages, owed)
-
-    def measure_link(self) -> Link | None:
-        """Measure again how long an uncompressed all-reduce takes, since links change; at the beginning that was done.
-
-        Every rank must call it at the same place, between two steps. Takes up to half a second.
-
-        Raises:
-            StepError: a step is under way.
-            CommunicationError: a rank failed or fell silent, by its number.
-        """
-        self.occupy()
-        try:
-            bench = Bench(self.transport, self._device)
-            where = " in measure_link"
-            self._link = self.lane.call(lambda: all_reduce_link(bench, self.engine.dense_bytes), where)
-        finally:
-            self.vacate()
-        return self._link
-
-    def trace(self) -> Traced:
-        """Keep spans of all that communication does on this rank from the next step on; return what holds them.
-
-        A span is a collective under way, a wait for one, or coding between them; `write_chrome_trace` of
-        `gradwire.drivers.traced` writes them for Perfetto. Keeping one costs some microseconds. Clear `spans` now and
-        then in a long run.
-
-        Raises:
-            StepError: a step is under way.
-
-        Example:
-            traced = session.trace()
-            ...  # some steps
-            print(sum(span.length_s for span in traced.spans if span.kind == "wait"))
-        """
-        self.occupy()
-        try:
-            return self.engine.trace()
-        finally:
-            self.vacate()
-
-    def stats(self) -> Stats:
-        """Return bytes and times so far, those of the step that has just ended among them."""
-        self.engine.settle()
-        return dataclasses.replace(self.engine.stats)
-
-    def residual_norm(self) -> float:
-        """Return the Euclidean norm of all that this rank owes: its residuals, and its shards' as an owner."""
-        squares = [
-            float(leaf.tensor.double().square().sum())
-            for _, state in self.engine.states()
-            for _, leaf in walk(state)
-            if leaf.owed
-        ]
-        return sum(squares) ** 0.5
-
     # State -------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> saved.Saved:
@@ -416,9 +337,7 @@ class Session:
             at_once: do not wait for a step that is under way, as after an interrupt. A thread that is stuck in it ends
                 at `deadline_s`, or with the process.
         """
-        if (finalizer := self._finalizer.detach()) is not None:
-            _sessions.discard(self)
-            finalizer[1](*finalizer[2], at_once=at_once)
+        self._ending.come(at_once)
 
     def __enter__(self) -> Session:
         return self
@@ -448,23 +367,3 @@ def _watch(tensors: Tensors, check_every: int, on_drift: str) -> Watch:
 
 def _text(method: Reducer | str) -> str:
     return method if isinstance(method, str) else repr(method)
-
-
-_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
-
-
-def _let_go(lane: Lane, transport: GroupTransport, at_once: bool) -> None:
-    """End the lane of a session, after the step that is under way or at once."""
-    lane.let_go(transport, INTERRUPTED_S if at_once else lane.deadline_s + 10.0)
-
-
-def _leave(lane: Lane, transport: GroupTransport, at_once: bool) -> None:
-    """Let go of what a session has for itself on a lane that others use: once its jobs are done."""
-    lane.executor.run(transport.close)
-
-
-@atexit.register
-def _close_all() -> None:
-    """Join communication threads before the interpreter takes their process groups apart."""
-    for session in list(_sessions):
-        session.lane.close()

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from gradwire.core.errors import AttachError, StateError, StepError
-from gradwire.core.saved import Loaded
 from gradwire.drivers.engine import Stats
 from gradwire.reducers.base import Reducer
 from gradwire.session import DEADLINE_S, Session
@@ -21,7 +19,7 @@ from gradwire.session.together import Together
 from gradwire.sync.alike import require_same_start
 from gradwire.sync.all_ranks import AllRanks
 from gradwire.sync.averaging_options import Merge, require_optimizer, require_windows
-from gradwire.sync.averaging_state import VERSION, check_state, resharded
+from gradwire.sync.averaging_saved import AveragingState
 from gradwire.sync.buffers import Buffers, Policy, persistent_buffers, require_policy
 from gradwire.sync.copies import shards_of
 from gradwire.sync.fragment import MOMENT, Fragment, split, travelling
@@ -32,14 +30,7 @@ from gradwire.sync.schedules import Schedule, as_schedule
 from gradwire.sync.shards import like, local, reshard_
 
 
-class Checked(NamedTuple):
-    """A saved state that belongs here, with what each fragment's session makes of it."""
-
-    saved: Mapping[str, Any]
-    loaded: list[Loaded]
-
-
-class Averaging:
+class Averaging(AveragingState):
     """Has ranks train alone for windows of steps, and averages their parameters at the end of each.
 
     Call `step` after each step of the optimizer, on every rank. With x_0 what all ranks began the window with and x_H
@@ -336,75 +327,6 @@ class Averaging:
         """
         parameters = {name: p for fragment in self.fragments for name, p in fragment.parameters.items()}
         return lent(parameters, self._copies(), lambda: reshard_(self.model))
-
-    # State -------------------------------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's state in tensors, numbers and strings; save one a rank, next to this rank's model and optimizer.
-
-        An average that is under way is waited for, and saved as received. Nothing else is communicated.
-        """
-        return {
-            **self._head(),
-            "steps": self.steps,
-            "since": self.since,
-            "synced": self._synced,
-            "fragments": [fragment.state_dict() for fragment in self.fragments],
-            "buffers": self.buffers.state_dict(),
-        }
-
-    def _head(self) -> dict[str, Any]:
-        """What a state must have in common with whoever loads it."""
-        transport = self.session.transport
-        member = {"rank": transport.rank, "world_size": transport.world_size}
-        shard = {"shard": self.shards.number} if self.shards.says else {}
-        return {"version": VERSION, "settings": self.settings, **member, **shard}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on exactly where `state_dict` was called, on the same rank. Load this rank's model and optimizer too.
-
-        Raises:
-            StateError: a damaged state, or one of another method, model, rank or world size; nothing is changed then.
-        """
-        self.take_up(self.checked(state))
-
-    def checked(self, state: Mapping[str, Any]) -> Checked:
-        """Return a saved state for `take_up`; until then nothing is changed.
-
-        Raises:
-            StateError: as `load_state_dict`.
-        """
-        check_state(state, self._head())
-        loaded = [own.unpacked(its) for own, its in zip(self.fragments, state["fragments"], strict=True)]
-        self.buffers.check(state["buffers"])
-        return Checked(state, loaded)
-
-    def take_up(self, checked: Checked) -> None:
-        """Go on from what `checked` returned."""
-        saved, loaded = checked
-        for own, its, session in zip(self.fragments, saved["fragments"], loaded, strict=True):
-            own.take_up(its, session)
-        self.buffers.take_up(saved["buffers"])
-        self.steps, self.since, self._synced = (int(saved[key]) for key in ("steps", "since", "synced"))
-
-    @property
-    def kind(self) -> str:
-        """What must be alike in a run that goes on from a save."""
-        return f"Averaging({self.settings}, by {self.session.reducer!r})"
-
-    def resharded(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """This rank's state from those of all ranks of another run, at a place where these had the same model.
-
-        What ranks owe is conserved in the mean over ranks, see `gradwire.reshard`.
-
-        Raises:
-            StateError: states of another form, or from within a window.
-        """
-        return resharded([states[place] for place in self.same_shard(states)], self._head(), self.is_at_once)
-
-    def same_shard(self, states: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Which of the states of all ranks are of ranks that held this one's shard."""
-        return [place for place, state in enumerate(states) if state.get("shard", 0) == self.shards.number]
 
     def together(self, call: str) -> Together:
         """All ranks that have a part in this: those of all shards."""

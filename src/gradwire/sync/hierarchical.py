@@ -20,8 +20,9 @@ from gradwire.reducers.base import Reducer
 from gradwire.session import DEADLINE_S, Session
 from gradwire.session.lane import group_of
 from gradwire.session.together import Together
-from gradwire.sync.averaging import Averaging, Checked
+from gradwire.sync.averaging import Averaging
 from gradwire.sync.averaging_options import Options
+from gradwire.sync.averaging_saved import Checked
 
 _SHARED = ("buffers", "optimizer", "moments", "seed", "deadline_s")
 """Options of all levels; the others are those of the last one."""

@@ -14,7 +14,7 @@ from gradwire.adapters.flower.content import MESSAGE, WHO, Order, order_of, read
 from gradwire.adapters.flower.memory import propose, recall
 from gradwire.core.errors import FederationError, GradwireError
 from gradwire.federated.client import Client, Done, Federation, Kept, Terms
-from gradwire.federated.engines import Job, Lost, Outcome, Place
+from gradwire.federated.engines import Job, LocalTrainer, Lost, Outcome
 from gradwire.federated.local import SGD
 from gradwire.federated.methods import FedAvg, Method
 from gradwire.federated.packing import Record
@@ -81,8 +81,8 @@ class _Node:
         task = order.task
         if task.client != self.number(context):
             raise FederationError(f"an order for client {task.client} came to client {self.number(context)}")
-        place = Place(self.model(), self._federation(context, task.client))
-        terms = Terms(self.method, self.local, self.update, order.seed, place.fingerprint)
+        trainer = LocalTrainer(self.model(), self._federation(context, task.client))
+        terms = Terms(self.method, self.local, self.update, order.seed, trainer.fingerprint)
         _require_agreement(terms, order)
         recalled = recall(context.state, order.taken)
         if recalled.lost and task.shared:
@@ -91,7 +91,7 @@ class _Node:
                 "without: begin a new federation"
             )
         numbers["forgot"] = recalled.lost and self.update.decay is not None
-        outcome = place.do(terms, Job(task, recalled.kept))
+        outcome = trainer.do(terms, Job(task, recalled.kept))
         if isinstance(outcome, Lost):
             return outcome
         propose(context.state, task.round, outcome.kept)

@@ -54,7 +54,7 @@ def parameter_codec(given: Codec | str) -> Codec:
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _Chunk:
     """One parameter's chunk.
 
     Attributes:
@@ -100,7 +100,7 @@ class GatherPort:
         self._session, self._groups, self._codec = session, groups, codec
         self._own, self._lane = lane, lane or session.lane
         self._transport = lane.transport() if lane else session.transport
-        self._layouts = [tuple(_pieces(group, codec)) for group in groups]
+        self._layouts = [tuple(_chunks(group, codec)) for group in groups]
         self._before: list[Any] = []
 
     def install(self) -> None:
@@ -137,22 +137,22 @@ class GatherPort:
             given: this rank's row, 1-d; it may lie in `output`.
             group: of FSDP2.
         """
-        pieces, ranks = self._layouts[part], self._transport.world_size
+        chunks, ranks = self._layouts[part], self._transport.world_size
         if group.size() != ranks:  # resharded after the forward pass over fewer ranks, which are near each other
             dist.all_gather_single(output, given, group=group)
             return
-        if given.nbytes != pieces[-1].begin + pieces[-1].nbytes:
+        if given.nbytes != chunks[-1].begin + chunks[-1].nbytes:
             raise StepError(
-                f"FSDP2 gathers {given.nbytes} bytes where {pieces[-1].begin + pieces[-1].nbytes} were expected: give "
+                f"FSDP2 gathers {given.nbytes} bytes where {chunks[-1].begin + chunks[-1].nbytes} were expected: give "
                 "parameters their dtypes before attach"
             )
-        if not any(piece.layout for piece in pieces):
+        if not any(chunk.layout for chunk in chunks):
             dist.all_gather_single(output, given, group=group)
             self._count(given.nbytes, given.nbytes)
             return
-        row = self._encoded(given.view(torch.uint8), pieces)
+        row = self._encoded(given.view(torch.uint8), chunks)
         rows = self._exchanged(row)
-        self._decode(rows, output.view(torch.uint8).view(ranks, -1), pieces)
+        self._decode(rows, output.view(torch.uint8).view(ranks, -1), chunks)
         self._count(row.nbytes, given.nbytes)
 
     def _exchanged(self, row: Tensor) -> Tensor:
@@ -173,31 +173,31 @@ class GatherPort:
         self._engine.count_dense(0, others * dense)
 
     @torch.inference_mode(False)
-    def _encoded(self, given: Tensor, pieces: tuple[_Piece, ...]) -> Tensor:
+    def _encoded(self, given: Tensor, chunks: tuple[_Chunk, ...]) -> Tensor:
         """The row that is sent."""
-        began, last = time.thread_time(), pieces[-1]
+        began, last = time.thread_time(), chunks[-1]
         row = torch.zeros(_up(last.at + last.sent), dtype=torch.uint8, device=given.device)
-        for piece in pieces:
-            if piece.layout is None:
-                piece.wire(row).copy_(piece.given(given))
+        for chunk in chunks:
+            if chunk.layout is None:
+                chunk.wire(row).copy_(chunk.given(given))
                 continue
-            values = _as(piece.given(given), piece.dtype).float()
-            self._codec.encode_into(values, self._key(piece.name), piece.layout.views(piece.wire(row)))
+            values = _as(chunk.given(given), chunk.dtype).float()
+            self._codec.encode_into(values, self._key(chunk.name), chunk.layout.views(chunk.wire(row)))
         self._engine.stats.encode_s += time.thread_time() - began
         return row
 
-    def _decode(self, rows: Tensor, output: Tensor, pieces: tuple[_Piece, ...]) -> None:
+    def _decode(self, rows: Tensor, output: Tensor, chunks: tuple[_Chunk, ...]) -> None:
         """Write all ranks' rows."""
         began = time.thread_time()
         for rank, (row, into) in enumerate(zip(rows, output, strict=True)):
-            for piece in pieces:
-                if piece.layout is None:
-                    piece.given(into).copy_(piece.wire(row))
+            for chunk in chunks:
+                if chunk.layout is None:
+                    chunk.given(into).copy_(chunk.wire(row))
                     continue
-                values = torch.empty(piece.nbytes // piece.dtype.itemsize, device=rows.device)
-                payload = piece.layout.views(piece.wire(row))
-                self._codec.decode_into(payload, values, self._key(piece.name, rank))
-                piece.given(into).copy_(values.to(piece.dtype).view(torch.uint8))
+                values = torch.empty(chunk.nbytes // chunk.dtype.itemsize, device=rows.device)
+                payload = chunk.layout.views(chunk.wire(row))
+                self._codec.decode_into(payload, values, self._key(chunk.name, rank))
+                chunk.given(into).copy_(values.to(chunk.dtype).view(torch.uint8))
         self._engine.stats.encode_s += time.thread_time() - began
 
     def _key(self, name: str, rank: int | None = None) -> Key:
@@ -212,13 +212,13 @@ def _as(chunk: Tensor, dtype: torch.dtype) -> Tensor:
     return (chunk if aligned else chunk.clone()).view(dtype)
 
 
-def _pieces(group: Group, codec: Codec) -> Iterator[_Piece]:
+def _chunks(group: Group, codec: Codec) -> Iterator[_Chunk]:
     begin = at = 0
     for parameter in group.parameters:
         nbytes = parameter.chunk * parameter.gathered.itemsize
         layout = layout_of(codec, parameter.chunk, torch.float32) if _is_coded(parameter) else None
         sent = layout.nbytes if layout else nbytes
-        yield _Piece(parameter.name, parameter.gathered, begin, nbytes, at, sent, layout)
+        yield _Chunk(parameter.name, parameter.gathered, begin, nbytes, at, sent, layout)
         begin, at = begin + nbytes, _up(at + sent)
 
 

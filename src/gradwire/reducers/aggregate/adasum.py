@@ -107,7 +107,7 @@ def _share(both: Tensor, square: Tensor) -> Tensor:
     return (1.0 - both / (2.0 * torch.where(nothing, 1.0, square)))[..., None].masked_fill(nothing[..., None], 1.0)
 
 
-def _pieces(grain: Grain, step: Step) -> Iterator[tuple[int, int, int]]:
+def _layer_columns(grain: Grain, step: Step) -> Iterator[tuple[int, int, int]]:
     """Yield (layer, start, stop) of the columns of this rank's shard that each layer has."""
     owned = Shards(grain.numel, step.world_size).of(step.rank)
     for layer, segment in enumerate(grain.segments):
@@ -120,7 +120,7 @@ def _layer_products(rows: Tensor, grain: Grain, step: Step) -> Tensor:
     """What this rank's shard adds to the products of each layer: (layers, n, n)."""
     n = step.world_size
     products = torch.zeros(len(grain.segments), n, n, dtype=torch.float64, device=rows.device)
-    for layer, start, stop in _pieces(grain, step):
+    for layer, start, stop in _layer_columns(grain, step):
         products[layer] = robust.products(rows[:, start:stop].contiguous())
     return products
 
@@ -128,6 +128,6 @@ def _layer_products(rows: Tensor, grain: Grain, step: Step) -> Tensor:
 def _combine(rows: Tensor, coefficients: Tensor, grain: Grain, step: Step) -> Tensor:
     """This rank's shard of the result."""
     out = torch.zeros(rows.shape[1], dtype=rows.dtype, device=rows.device)
-    for layer, start, stop in _pieces(grain, step):
+    for layer, start, stop in _layer_columns(grain, step):
         robust.weighted_sum(rows[:, start:stop].contiguous(), coefficients[layer], out[start:stop])
     return out

@@ -138,7 +138,7 @@ class Weighted(Wrapper):
             return (yield from self.inner.reduce(grain, y, state, step))
         if state:  # what is remembered must not change its unit with the weights
             reduced = yield from self.inner.reduce(grain, x.float() * scale, state, step)
-            return reduced._replace(mean=reduced.mean.to(x.dtype))
+            return reduced._replace(value=reduced.value.to(x.dtype))
         room = 2.0 ** -math.ceil(math.log2(max(factors)))
         reduced = yield from self.inner.reduce(grain, x * (scale * room), state, step)
-        return reduced._replace(mean=reduced.mean / room)
+        return reduced._replace(value=reduced.value / room)

@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 
 from gradwire.core.grain import ParameterSpec
+from gradwire.drivers.dry_run import dry_run
 from gradwire.drivers.engine import Engine
 from gradwire.drivers.groups import group_apart
 from gradwire.drivers.measure import measured
 from gradwire.drivers.plan import plan
 from gradwire.drivers.process_group import GroupTransport
-from gradwire.drivers.warm import warm_up
 from gradwire.drivers.window import Window
 from gradwire.reducers.base import Reducer
 from gradwire.session.reduction import Reduction
@@ -57,7 +57,7 @@ class Averages:
     ) -> None:
         self.rank, self.ranks = transport.rank, transport.world_size
         planned = plan(specs, measured(reducer, transport, CPU))
-        warm_up(planned.units, transport.world_size)
+        dry_run(planned.units, transport.world_size)
         self.engine = Engine(planned, transport, seed)
         owed.into(self.engine, self.rank, self.ranks)
 

@@ -238,7 +238,7 @@ class Gossip:
     def _run(self, program: Callable[[int, Tensor], Program[T]], tensors: Mapping[str, Tensor]) -> list[T]:
         """Run a program for each grain of the parameters, in the session's order; return what each returned."""
         engine = self.session.engine
-        units, waves = engine.plan.units, engine.plan.positions
+        units, waves = engine.plan.units, engine.plan.unit_numbers
 
         def start(wave: int) -> list[Program[T]]:
             return [program(unit, gathered(units[unit].grain, tensors)) for unit in waves[wave]]

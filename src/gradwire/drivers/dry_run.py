@@ -1,4 +1,4 @@
-"""Compiling and loading the kernels that a plan uses, before the first step needs them."""
+"""A dry run of what a plan uses, before the first step: so kernels are compiled or loaded when that needs them."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ STEPS = (0, 1, 1 << 20)
 """The first step, one with a state behind it, and one after all schedules."""
 
 
-def warm_up(units: Iterable[Unit], world_size: int) -> None:
+def dry_run(units: Iterable[Unit], world_size: int) -> None:
     """Run each distinct reducer of `units` on made-up gradients, on virtual ranks: all that is compiled is then ready.
 
     Nothing is sent and no state is touched. With compiled kernels on disk it takes a fraction of a second.
 
     >>> from gradwire.spec import parse
-    >>> warm_up([Unit(flat_grain(10), parse("int4"))], world_size=2)
+    >>> dry_run([Unit(flat_grain(10), parse("int4"))], world_size=2)
     """
     for grain, reducer in _distinct(units, world_size):
         try:
@@ -54,10 +54,10 @@ def _smaller(grain: Grain, most: int) -> Grain:
     """A grain of the same kind with no more than about so many elements."""
     device = str(grain.device)
     if len(grain.shape) == 1:
-        return flat_grain(max(1, min(grain.numel, most)), "warm-up", grain.dtype, device)
+        return flat_grain(max(1, min(grain.numel, most)), "dry-run", grain.dtype, device)
     batch, rows, columns = grain.shape
     rows = max(1, min(rows, most // max(1, columns)))
-    return matrix_grain(rows, columns, max(1, min(batch, 2)), "warm-up", grain.dtype, device)
+    return matrix_grain(rows, columns, max(1, min(batch, 2)), "dry-run", grain.dtype, device)
 
 
 def _virtual_ranks(reducer: Reducer, world_size: int) -> int:

@@ -1,0 +1,107 @@
+"""What a session tells of its communication: bytes, times, the link, and what is owed."""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+
+import torch
+
+from gradwire.core.link import Link
+from gradwire.core.state import walk
+from gradwire.drivers.engine import Engine, Stats
+from gradwire.drivers.measure import Bench, all_reduce_link
+from gradwire.drivers.process_group import GroupTransport
+from gradwire.drivers.traced import Traced
+from gradwire.drivers.window import Window
+from gradwire.reducers.base import Reducer
+from gradwire.session.lane import Lane
+from gradwire.session.report import Report, observed
+
+
+class Figures(ABC):
+    """The figures of a session, which has the attributes below and lets one at a time do something with them."""
+
+    lane: Lane
+    transport: GroupTransport
+    method: str
+    reducer: Reducer
+    engine: Engine
+    window: Window
+    scale: float
+    _device: torch.device
+    _link: Link | None
+
+    @abstractmethod
+    def occupy(self) -> None:
+        """Have the session for one step."""
+
+    @abstractmethod
+    def vacate(self) -> None:
+        """Let others have it."""
+
+    def report(self) -> Report:
+        """Return what the method costs and saves on this rank, over the last hundred steps and without start-up.
+
+        Ranks may ask whenever they like: nothing is communicated. See `Report` for what its figures mean.
+
+        Example:
+            print(session.report())                # for people
+            session.report().as_dict()["saved_ms"] # for programs
+        """
+        owed = self.residual_norm() / self.scale
+        return observed(self.engine, self.window, self._link, self.method, self.reducer.averages, owed)
+
+    def measure_link(self) -> Link | None:
+        """Measure again how long an uncompressed all-reduce takes, since links change; at the beginning that was done.
+
+        Every rank must call it at the same place, between two steps. Takes up to half a second.
+
+        Raises:
+            StepError: a step is under way.
+            CommunicationError: a rank failed or fell silent, by its number.
+        """
+        self.occupy()
+        try:
+            bench = Bench(self.transport, self._device)
+            where = " in measure_link"
+            self._link = self.lane.call(lambda: all_reduce_link(bench, self.engine.dense_bytes), where)
+        finally:
+            self.vacate()
+        return self._link
+
+    def trace(self) -> Traced:
+        """Keep spans of all that communication does on this rank from the next step on; return what holds them.
+
+        A span is a collective under way, a wait for one, or coding between them; `write_chrome_trace` of
+        `gradwire.drivers.traced` writes them for Perfetto. Keeping one costs some microseconds. Clear `spans` now and
+        then in a long run.
+
+        Raises:
+            StepError: a step is under way.
+
+        Example:
+            traced = session.trace()
+            ...  # some steps
+            print(sum(span.length_s for span in traced.spans if span.kind == "wait"))
+        """
+        self.occupy()
+        try:
+            return self.engine.trace()
+        finally:
+            self.vacate()
+
+    def stats(self) -> Stats:
+        """Return bytes and times so far, those of the step that has just ended among them."""
+        self.engine.settle()
+        return dataclasses.replace(self.engine.stats)
+
+    def residual_norm(self) -> float:
+        """Return the Euclidean norm of all that this rank owes: its residuals, and its shards' as an owner."""
+        squares = [
+            float(leaf.tensor.double().square().sum())
+            for _, state in self.engine.states()
+            for _, leaf in walk(state)
+            if leaf.owed
+        ]
+        return sum(squares) ** 0.5
