@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 
 from comparisons import Silent
-from gradwire.bench import compare, figures, net, run_folder, storage, tasks, torch_hooks, user_tasks
+from gradwire.bench import compare, figures, merging, net, run_folder, storage, tasks, torch_hooks, user_tasks
 from gradwire.bench.compare_options import CompareError, CompareOptions
 from gradwire.bench.environment import environment
 from gradwire.bench.news import News, read_news, write_news
@@ -520,7 +520,7 @@ def test_ranks_whose_losses_cancel_have_no_mean_and_no_exception():
         ("total", "framing", "payload", "buffers", "setup", "compute_s", "encode_s", "wait_s", "codec_cpu_s", "cpu_s"),
         0,
     )
-    merged = compare.merge("int4", 0, [rank | zeros, rank | zeros | {"losses": [float("-inf")]}])
+    merged = merging.merge("int4", 0, [rank | zeros, rank | zeros | {"losses": [float("-inf")]}])
     assert merged.losses[0] != merged.losses[0]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from gradwire.bench.storage import write_atomically
 from gradwire.report import text
 from gradwire.report.axes import NARROW, WIDE
 from gradwire.report.charts import LineChart, Point, Series
-from gradwire.report.page import definitions, framed, html_table
+from gradwire.report.template import rendered
 
 
 def write_federation_report(results: Results, path: Path) -> None:
@@ -21,23 +20,24 @@ def write_federation_report(results: Results, path: Path) -> None:
 
 def render(results: Results) -> str:
     """The report as HTML."""
-    metric = str(results.task["metric_name"])
-    return framed(
-        "federate",
-        str(results.task["name"]),
+    metric, own = str(results.task["metric_name"]), _own_name(results.clients)
+    return rendered(
         "federation.html",
-        headline=html.escape(headline(results)),
-        lede=html.escape(lede(results)),
-        findings=_findings(results),
-        metric=html.escape(metric[:1].upper() + metric[1:]),
-        own=html.escape(_own_name(results.clients)),
+        command="federate",
+        task=results.task["name"],
+        headline=headline(results),
+        lede=lede(results),
+        findings=[("caveat", finding) for finding in findings(results)],
+        metric=metric,
+        own=own,
         metric_rounds=_drawn(f"{metric} against rounds", _by_rounds(results), "rounds", "rounds"),
         metric_bytes=_drawn(f"{metric} against bytes", _by_bytes(results), "bytes", "bytes of all clients (log scale)"),
         loss_rounds=_drawn("training loss against rounds", _losses(results), "rounds", "rounds"),
-        by_client=_drawn(f"{_own_name(results.clients)} by client", _by_client(results.clients), "clients", "clients"),
-        table=_table(results.clients),
-        failures=_failures(results.failures),
-        conditions=definitions(_conditions(results)),
+        by_client=_drawn(f"{own} by client", _by_client(results.clients), "clients", "clients"),
+        headings=("client", "examples", "labels", "rounds", "sent", "own loss", "own accuracy %"),
+        rows=[("", _cells(client)) for client in results.clients],
+        failed=[("", failure) for failure in results.failures],
+        conditions=_conditions(results),
     )
 
 
@@ -81,11 +81,6 @@ def findings(results: Results) -> list[str]:
     return found
 
 
-def _findings(results: Results) -> str:
-    items = "".join(f'<li class="caveat">{html.escape(finding)}</li>' for finding in findings(results))
-    return f'<ul class="findings">{items}</ul>' if items else ""
-
-
 def _own_name(clients: Sequence[Own]) -> str:
     return "Accuracy %" if _have_accuracy(clients) else "Loss"
 
@@ -97,9 +92,9 @@ def _have_accuracy(clients: Sequence[Own]) -> bool:
 # --------------------------------------------------------------------------------------------- charts
 
 
-def _drawn(title: str, series: list[Series], unit: str, x_title: str) -> str:
+def _drawn(title: str, series: list[Series], unit: str, x_title: str) -> tuple[str, str]:
     chart = LineChart(title, series, unit, x_title, nothing="There is no finite value.")
-    return f'<div class="wide">{chart.svg(WIDE)}</div><div class="narrow">{chart.svg(NARROW)}</div>'
+    return chart.svg(WIDE), chart.svg(NARROW)
 
 
 def _point(x: float, y: float) -> Point:
@@ -134,31 +129,16 @@ def _by_client(clients: Sequence[Own]) -> list[Series]:
 # --------------------------------------------------------------------------------------------- tables
 
 
-def _table(clients: Sequence[Own]) -> str:
-    names = ["client", "examples", "labels", "rounds", "sent", "own loss", "own accuracy %"]
-    body = [
-        (
-            [
-                str(own.client),
-                f"{own.examples:,}",
-                text.NOTHING if own.labels is None else str(own.labels),
-                str(own.rounds),
-                text.si_bytes(own.sent_bytes),
-                text.significant(own.loss, 3),
-                text.NOTHING if own.accuracy is None else text.significant(own.accuracy, 3),
-            ],
-            "",
-        )
-        for own in clients
+def _cells(own: Own) -> list[str]:
+    return [
+        str(own.client),
+        f"{own.examples:,}",
+        text.NOTHING if own.labels is None else str(own.labels),
+        str(own.rounds),
+        text.si_bytes(own.sent_bytes),
+        text.significant(own.loss, 3),
+        text.NOTHING if own.accuracy is None else text.significant(own.accuracy, 3),
     ]
-    return html_table(names, body)
-
-
-def _failures(failures: Sequence[str]) -> str:
-    if not failures:
-        return ""
-    items = "".join(f"<pre>{html.escape(failure)}</pre>" for failure in failures)
-    return f'<section class="failures"><h2>Rounds drawn anew</h2>{items}</section>'
 
 
 def _conditions(results: Results) -> list[tuple[str, str]]:

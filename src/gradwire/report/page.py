@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import html
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from importlib import resources
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from string import Template
 from typing import Any
 
 from gradwire.bench.figures import Row, mean, smooth, summarise, target_loss
 from gradwire.bench.results import FLOOR, FP32, Comparison
 from gradwire.bench.storage import write_atomically
-from gradwire.bench.verdict import Finding, Verdict, judge
+from gradwire.bench.verdict import Verdict, judge
 from gradwire.report import text
 from gradwire.report.axes import NARROW, WIDE
 from gradwire.report.bars import Bar, bar_svg
 from gradwire.report.charts import LineChart, Point, Series
+from gradwire.report.template import rendered
 
 COLOURS = 7
 
@@ -52,54 +50,26 @@ def write_report(comparison: Comparison, path: Path) -> None:
 def render(comparison: Comparison) -> str:
     """The report as HTML."""
     rows, verdict = summarise(comparison), judge(comparison)
-    return framed(
-        "compare",
-        str(comparison.task["name"]),
+    return rendered(
         "comparison.html",
-        headline=html.escape(verdict.headline),
-        lede=html.escape(lede(comparison)),
+        command="compare",
+        task=comparison.task["name"],
+        headline=verdict.headline,
+        lede=lede(comparison),
         findings=_findings(verdict),
-        conditions=definitions(_conditions(comparison)),
+        conditions=_conditions(comparison),
         legend=_legend(comparison),
         loss_time=_lines(comparison, "s"),
         loss_bytes=_lines(comparison, "bytes"),
         bars=_bars(rows),
-        table=_table(rows, comparison, verdict),
-        wire=_wire_table(rows),
-        failures=_failures(rows),
-        columns=definitions(COLUMNS),
-        notes=html.escape(f"{target_note(comparison)} {verdict.learned_text}".strip()),
+        headings=headings(comparison),
+        rows=[(row.label, [row.method, *cells(row, verdict)]) for row in rows],
+        wire_headings=WIRE_HEADINGS,
+        wire_rows=[("", _wire_cells(row)) for row in rows if row.bytes_per_step is not None],
+        failed=[(row.method, row.failure) for row in rows if row.failure],
+        columns=COLUMNS,
+        notes=f"{target_note(comparison)} {verdict.learned_text}".strip(),
     )
-
-
-def framed(
-    command: str, task: str, body: str, *, headline: str, lede: str, findings: str, conditions: str, **parts: str
-) -> str:
-    """A page of a command: what all pages have, around a template of this one's own.
-
-    Args:
-        command: whose page it is.
-        task: its name, for the title.
-        body: the template's file.
-        headline, lede, findings, conditions: of every page, as HTML.
-        parts: what the template has besides, as HTML.
-    """
-    return Template(resource("frame.html")).substitute(
-        style=resource("style.css"),
-        script=resource("script.js"),
-        command=command,
-        title=html.escape(f"gradwire {command}: {task}"),
-        headline=headline,
-        lede=lede,
-        findings=findings,
-        conditions=conditions,
-        body=Template(resource(body)).substitute(parts),
-    )
-
-
-def resource(name: str) -> str:
-    """A file of this package as text."""
-    return resources.files("gradwire.report").joinpath(name).read_text(encoding="utf-8")
 
 
 # ---------------------------------------------------------------------------------------------- words
@@ -123,15 +93,10 @@ def _links(options: Mapping[str, Any]) -> str:
     return links + (f", slow hosts {', '.join(options['slow'])}" if options.get("slow") else "")
 
 
-def _findings(verdict: Verdict) -> str:
-    """What was found beyond the headline, as a list; empty where there is nothing to say."""
-    items = [f"<li>{html.escape(verdict.pays)}</li>"] if verdict.pays else []
-    items += [_finding(finding) for finding in verdict.findings]
-    return f'<ul class="findings">{"".join(items)}</ul>' if items else ""
-
-
-def _finding(finding: Finding) -> str:
-    return f'<li class="{"forbids" if finding.forbids else "caveat"}">{html.escape(finding.text)}</li>'
+def _findings(verdict: Verdict) -> list[tuple[str, str]]:
+    """What was found beyond the headline, each with its class."""
+    found = [("forbids" if finding.forbids else "caveat", finding.text) for finding in verdict.findings]
+    return [("", verdict.pays), *found] if verdict.pays else found
 
 
 def target_note(comparison: Comparison) -> str:
@@ -210,7 +175,7 @@ def tones(comparison: Comparison) -> dict[str, str]:
     return colours | {FP32: "tone-base", FLOOR: "tone-floor"}
 
 
-def _lines(comparison: Comparison, unit: str) -> str:
+def _lines(comparison: Comparison, unit: str) -> tuple[str, str]:
     colours = tones(comparison)
     series = [
         Series(method, colours[method], _points(comparison, method, unit))
@@ -226,7 +191,7 @@ def _lines(comparison: Comparison, unit: str) -> str:
         target=_shown_target(comparison),
         y_top=_y_top(comparison),
     )
-    return f'<div class="wide">{chart.svg(WIDE)}</div><div class="narrow">{chart.svg(NARROW)}</div>'
+    return chart.svg(WIDE), chart.svg(NARROW)
 
 
 def _points(comparison: Comparison, method: str, unit: str) -> list[Point]:
@@ -262,7 +227,7 @@ def _y_top(comparison: Comparison) -> float | None:
     return min(max(map(max, rests)), start + 10 * (start - min(map(min, rests))))
 
 
-def _bars(rows: Sequence[Row]) -> str:
+def _bars(rows: Sequence[Row]) -> tuple[str, str]:
     bars = [
         Bar(row.method, (row.compute_ms, row.encode_ms or 0.0, row.wait_ms or 0.0))
         for row in rows
@@ -270,20 +235,15 @@ def _bars(rows: Sequence[Row]) -> str:
     ]
     floor = next((row.step_ms for row in rows if row.method == FLOOR), None)
     title = "Where the time of a step went"
-    wide = bar_svg(title, bars, floor, width=1096)
-    narrow = bar_svg(title, bars, floor, width=350)
-    return f'<div class="wide">{wide}</div><div class="narrow">{narrow}</div>'
+    return bar_svg(title, bars, floor, width=1096), bar_svg(title, bars, floor, width=350)
 
 
-def _legend(comparison: Comparison) -> str:
+def _legend(comparison: Comparison) -> list[tuple[str, str]]:
+    """Methods whose lines are drawn, each with its colour."""
     colours = tones(comparison)
-    buttons = [
-        f'<button type="button" class="{colours[m]}" data-name="{html.escape(m)}" aria-pressed="true">'
-        f"<i></i>{html.escape(m)}</button>"
-        for m in comparison.methods
-        if m != FLOOR and comparison.finished(m)
+    return [
+        (method, colours[method]) for method in comparison.methods if method != FLOOR and comparison.finished(method)
     ]
-    return "".join(buttons)
 
 
 # --------------------------------------------------------------------------------------------- tables
@@ -317,55 +277,14 @@ def headings(comparison: Comparison) -> list[str]:
     ]  # fmt: skip
 
 
-def _table(rows: Sequence[Row], comparison: Comparison, verdict: Verdict) -> str:
-    body = [([row.method, *cells(row, verdict)], row.label) for row in rows]
-    return html_table(headings(comparison), body)
+WIRE_HEADINGS = (
+    "method", "predicted payload", "DDP's buffers", "anything else", "off by", "framing", "total", "before step 1",
+)  # fmt: skip
 
 
-def _wire_table(rows: Sequence[Row]) -> str:
-    names = [
-        "method",
-        "predicted payload",
-        "DDP's buffers",
-        "anything else",
-        "off by",
-        "framing",
-        "total",
-        "before step 1",
-    ]
-    body: list[tuple[list[str], str]] = []
-    for row in rows:
-        if row.bytes_per_step is None:
-            continue
-        wire, surprise = row.wire, row.wire.surprise
-        off = text.NOTHING if surprise is None else f"{100 * surprise:+.2f} %"
-        sizes = (wire.payload, wire.buffers, wire.other)
-        rest = (wire.framing, wire.total, wire.setup)
-        body.append(([row.method, *map(text.si_bytes, sizes), off, *map(text.si_bytes, rest)], ""))
-    return html_table(names, body)
-
-
-def html_table(names: Sequence[str], body: Iterable[tuple[Sequence[str], str]]) -> str:
-    """A table: headings, and rows with what shows over their first cell."""
-    head = "".join(f'<th scope="col">{html.escape(name)}</th>' for name in names)
-    lines: list[str] = []
-    for (first, *rest), tip in body:
-        title = f' title="{html.escape(tip)}"' if tip else ""
-        values = "".join(f"<td>{html.escape(value)}</td>" for value in rest)
-        lines.append(f'<tr><th scope="row"{title}>{html.escape(first)}</th>{values}</tr>')
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
-
-
-def _failures(rows: Sequence[Row]) -> str:
-    failed = [row for row in rows if row.failure]
-    if not failed:
-        return ""
-    items = "".join(f"<h3>{html.escape(row.method)}</h3><pre>{html.escape(row.failure)}</pre>" for row in failed)
-    return f'<section class="failures"><h2>What failed</h2>{items}</section>'
-
-
-def definitions(pairs: Iterable[tuple[str, Any]]) -> str:
-    """Terms and what they mean, as the items of a list."""
-    return "".join(
-        f"<div><dt>{html.escape(name)}</dt><dd>{html.escape(str(value))}</dd></div>" for name, value in pairs
-    )
+def _wire_cells(row: Row) -> list[str]:
+    wire, surprise = row.wire, row.wire.surprise
+    off = text.NOTHING if surprise is None else f"{100 * surprise:+.2f} %"
+    sizes = (wire.payload, wire.buffers, wire.other)
+    rest = (wire.framing, wire.total, wire.setup)
+    return [row.method, *map(text.si_bytes, sizes), off, *map(text.si_bytes, rest)]
