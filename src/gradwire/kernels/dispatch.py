@@ -100,7 +100,7 @@ def recorded() -> Generator[set[Kernel[..., object]]]:
 
     >>> from gradwire.kernels import random
     >>> with recorded() as asked:
-    ...     numbers = random.gaussian(7, 5)
+    ...     numbers = random.gaussian(7, (5,), torch.device("cpu"))
     >>> [kernel.name for kernel in asked]
     ['gaussian']
     """

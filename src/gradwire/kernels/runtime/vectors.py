@@ -85,7 +85,7 @@ def _word_at_byte(context: _Values, builder: _Values, kind: _Values, array: _Val
 
 @vector_intrinsic
 def load_word(context, packed, at):
-    """Eight bytes as a word, the first the lowest. Read and written byte by byte, a step of `int4` codes 15% longer."""
+    """Eight bytes as a word, the first the lowest. Byte by byte, a step of `int4` codes a fifth longer."""
 
     def generate(context, builder, signature, args):
         return builder.load(_word_at_byte(context, builder, packed, *args), align=1)
