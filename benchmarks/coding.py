@@ -166,7 +166,8 @@ def main() -> None:
     if arguments.save:
         from common import save_result
 
-        print("wrote", save_result("coding", {"trees": arguments.trees, "rows": rows}))
+        figures = {"trees": [Path(tree).name for tree in arguments.trees], "threads": arguments.threads, "rows": rows}
+        print("wrote", save_result("coding", figures))
 
 
 if __name__ == "__main__":

@@ -126,14 +126,6 @@ def sparse(x: Tensor, k: int) -> Iterator[Case]:
         "randperm",
         lambda: torch.randperm(n, device=x.device)[:k],
     )
-    yield Case(
-        "uniform",
-        4 * n,
-        lambda: kernels.uniform(1, n, x.device),
-        lambda: reference.uniform(1, n, x.device),
-        "rand",
-        lambda: torch.rand(n, device=x.device),
-    )
 
 
 def packing(x: Tensor) -> Iterator[Case]:

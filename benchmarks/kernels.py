@@ -41,7 +41,6 @@ def selection(x: Tensor) -> Iterator[Case]:
     yield "check_indices 0.01", lambda: kernels.check_indices(indices, n)
     yield "scatter_add_ 0.01", lambda: kernels.scatter_add_(into, indices, values)
     yield "permuted_indices 0.01", lambda: kernels.permuted_indices(1, n, k, cpu)
-    yield "uniform", lambda: kernels.uniform(1, n, cpu)
 
 
 def packing(x: Tensor) -> Iterator[Case]:

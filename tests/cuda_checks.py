@@ -67,10 +67,6 @@ def assert_untouched(*behind: Tensor) -> None:
 # Random bits and packing
 
 
-def check_uniform(device: torch.device, key: int, numel: int, start: int) -> None:
-    assert_same(cuda.uniform(key, numel, device, start), reference.uniform(key, numel, torch.device("cpu"), start))
-
-
 def check_permutation(device: torch.device, key: int, numel: int, k: int) -> None:
     drawn = cuda.permuted_indices(key, numel, k, device)
     assert_same(drawn, reference.permuted_indices(key, numel, k, torch.device("cpu")))

@@ -46,11 +46,6 @@ def test_tensors_on_the_gpu_take_the_triton_kernels() -> None:
             assert kernel.on(GPU, 1) is getattr(check.cuda, kernel.name)
 
 
-@pytest.mark.parametrize(("numel", "start"), [(0, 0), (9001, 0), (HUGE, 2**32 - HUGE)])
-def test_uniform(numel: int, start: int) -> None:
-    check.check_uniform(GPU, 2**63 + 12345, numel, start)
-
-
 @pytest.mark.parametrize("numel", [1, 5, 4099, HUGE, 46_340**2 + 1, 2**31 - 1])
 def test_permuted_indices(numel: int) -> None:
     check.check_permutation(GPU, 11, numel, min(numel, 100_001))
@@ -129,7 +124,6 @@ def test_no_kernel_waits_for_the_device() -> None:
     kernels.scatter_add_(x, indices, kernels.gather(x, indices))
     kernels.topk_encode_keeping(x, torch.empty(k, device=GPU), indices)
     kernels.permuted_indices(1, x.numel(), k, GPU)
-    kernels.uniform(1, 1000, GPU)
     kernels.all_finite(x)
     for block in (256, 8192):
         packed = torch.empty(kernels.packed_nbytes(x.numel(), 5), dtype=torch.uint8, device=GPU)

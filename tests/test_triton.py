@@ -97,7 +97,7 @@ def test_gpus_get_the_kernels_that_are_declared_and_no_others() -> None:
         module = dispatch.implementations(kernel.package, "cuda")
         assert hasattr(module, kernel.name) == ("cuda" in kernel.devices), kernel.name
         found |= {kernel.name} if kernel.on(gpu, 1) is not kernel.reference else set()
-    assert {"topk", "pack_bits", "block_int_encode", "sign_decode", "qsgd_encode", "uniform", "orthonormalise"} <= found
+    assert {"topk", "pack_bits", "block_int_encode", "sign_decode", "qsgd_encode", "orthonormalise"} <= found
 
 
 @pytest.mark.usefixtures("any_kernels")

@@ -21,12 +21,6 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("key", [0, 2**63 + 12345])
-@pytest.mark.parametrize(("numel", "start"), [(0, 0), (1, 1), (9001, 0), (4096, 2**32 - 4096), (5, 2**31 - 2)])
-def test_uniform(key: int, numel: int, start: int) -> None:
-    check.check_uniform(CPU, key, numel, start)
-
-
 @pytest.mark.parametrize("numel", [1, 2, 5, 101, 4099, 46_340**2 + 1, 2**31 - 1])
 def test_permuted_indices(numel: int) -> None:
     check.check_permutation(CPU, 11, numel, min(numel, 1500))

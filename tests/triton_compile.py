@@ -73,7 +73,6 @@ def run_all() -> None:
     cuda = everything_in("cuda")
 
     cpu, x = torch.device("cpu"), torch.zeros(NUMEL)
-    cuda.uniform(3, NUMEL, cpu)
     cuda.permuted_indices(3, NUMEL, 1000, cpu)
     cuda.stratified_indices(3, NUMEL, 1000, cpu)
     cuda.all_finite(x)

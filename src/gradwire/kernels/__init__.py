@@ -40,10 +40,9 @@ from gradwire.kernels.floats import (
 from gradwire.kernels.memory import add_bf16_, add_scaled_, round_bf16
 from gradwire.kernels.packing import pack_bits, packed_nbytes, unpack_bits
 from gradwire.kernels.qsgd import qsgd_bits, qsgd_decode, qsgd_encode
-from gradwire.kernels.random import gaussian, permuted_indices, stratified_indices, uniform
+from gradwire.kernels.random import gaussian, permuted_indices, stratified_indices
 from gradwire.kernels.selection import all_finite, at_least, topk, topk_encode_keeping, topk_indices
 from gradwire.kernels.sign import (
-    MOST_VOTERS,
     majority,
     one_bit_decode,
     one_bit_encode,
@@ -58,7 +57,6 @@ from gradwire.kernels.warm import warm_up
 
 __all__ = [
     "FLOAT8",
-    "MOST_VOTERS",
     "SlowKernelsWarning",
     "add_bf16_",
     "add_scaled_",
@@ -106,7 +104,6 @@ __all__ = [
     "topk_encode_keeping",
     "topk_indices",
     "topk_rows",
-    "uniform",
     "unpack_bits",
     "warm_up",
 ]

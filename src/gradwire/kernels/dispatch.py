@@ -100,9 +100,9 @@ def recorded() -> Generator[set[Kernel[..., object]]]:
 
     >>> from gradwire.kernels import random
     >>> with recorded() as asked:
-    ...     numbers = random.uniform(7, 5, torch.device("cpu"))
+    ...     numbers = random.gaussian(7, (5,), torch.device("cpu"))
     >>> [kernel.name for kernel in asked]
-    ['uniform']
+    ['gaussian']
     """
     asked: set[Kernel[..., object]] = set()
     token = _asked.set(asked)

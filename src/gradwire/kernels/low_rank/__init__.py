@@ -43,7 +43,7 @@ def unit_rows_(Q: Tensor, bits: int) -> None:
     """Scale each row to a largest magnitude in [1, 2) by a power of two, which rounds nothing, in place.
 
     A row of zeros is redrawn: element i of the matrix, counted row by row, becomes 2 u_i - 1 with u =
-    `kernels.uniform(bits)`. Rows that are not finite stay so.
+    `random.reference.uniform(bits)`. Rows that are not finite stay so.
 
     Args:
         Q: (rows, columns) float32, contiguous, changed in place.

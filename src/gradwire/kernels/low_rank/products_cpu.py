@@ -34,7 +34,11 @@ WIDTH = 16
 
 
 def _product_of(rows: int, flags: tuple[str, ...] = ()) -> Any:
-    """A function that writes `rows` rows of a panel of P Q^T; a row's factors lie `step` after those of the last."""
+    """A function that writes `rows` rows of a panel of P Q^T; a row's factors lie `step` after those of the last.
+
+    Two rows at a time share what is loaded of Q. One at a time, here and in M Q, a step of `powersgd:8` on large
+    matrices codes 5% longer with AVX-512 and 25% longer with AVX2.
+    """
 
     @vector_intrinsic
     def product(context, p, step, q, panel, rank, out, at, out_step, alpha, add):

@@ -67,8 +67,8 @@ def add_scaled_(into: Tensor, x: Tensor, alpha: float = 1.0) -> None:
 def round_bf16(x: Tensor, bits: int, out: Tensor) -> None:
     """Round stochastically to bfloat16: up, away from zero, with a chance of the part that is cut. Unbiased.
 
-    With m_i the bits of x_i as an integer and u = `kernels.uniform(bits)`: (m_i + floor(2^16 u_i)) >> 16. What would
-    overflow is cut instead; infinity and NaN stay so.
+    With m_i the bits of x_i as an integer and u = `random.reference.uniform(bits)`: (m_i + floor(2^16 u_i)) >> 16. What
+    would overflow is cut instead; infinity and NaN stay so.
 
     Args:
         x: (numel,) float32.

@@ -13,19 +13,13 @@ from gradwire.kernels.random.cpu import mix
 from gradwire.kernels.random.reference import uniform_words
 from gradwire.kernels.runtime import pool
 from gradwire.kernels.runtime.compiling import array_of, compiled
-from gradwire.kernels.runtime.tiles import SMALL_TILE
+from gradwire.kernels.runtime.vectors import float_of
 
 
 @compiled("void(float32[::1], uint16[::1], float32)")
 def _add_bf16(x, r, alpha):
-    scratch = np.empty(SMALL_TILE, np.uint32)
-    terms = scratch.view(np.float32)
-    for start in range(0, x.size, SMALL_TILE):
-        into, halves = x[start : start + SMALL_TILE], r[start : start + SMALL_TILE]
-        for i in range(into.size):
-            scratch[i] = np.uint32(np.uint32(halves[i]) << np.uint32(16))
-        for i in range(into.size):
-            into[i] += terms[i] * alpha
+    for i in range(x.size):
+        x[i] += float_of(np.uint32(np.uint32(r[i]) << np.uint32(16))) * alpha
 
 
 def add_bf16_(x: Tensor, r: Tensor, alpha: float) -> None:

@@ -1,4 +1,4 @@
-"""Random numbers that depend on a key and a place alone, the same on every device: uniform, normal, and indices."""
+"""Random numbers that depend on a key and a place alone, the same on every device: normal ones, and indices."""
 
 from __future__ import annotations
 
@@ -13,38 +13,11 @@ __all__ = [
     "gaussian",
     "permuted_indices",
     "stratified_indices",
-    "uniform",
 ]
 
 _gaussian = Kernel(reference.gaussian, "cpu")
 _permuted_indices = Kernel(reference.permuted_indices, "cpu", "cuda")
 _stratified_indices = Kernel(reference.stratified_indices, "cpu", "cuda")
-_uniform = Kernel(reference.uniform, "cpu", "cuda")
-
-
-def uniform(bits: int, numel: int, device: torch.device, start: int = 0) -> Tensor:
-    """Draw (numel,) float32 uniform in [0, 1): element i depends on `bits` and start + i alone.
-
-    Counter-based, and the same on every device. With c = start + i:
-
-        z_j = splitmix64's j-th output from seed `bits`;  k0, k1 = low and high half of z_1
-        mix(x): x ^= x >> 16; x *= 0x7feb352d; x ^= x >> 15; x *= 0x846ca68b; x ^= x >> 16   (mod 2^32)
-        u = (mix(mix(c ^ k0) ^ k1) >> 8) * 2^-24
-
-    Raises:
-        ValueError: start + numel beyond 2^32, where the counter would repeat.
-
-    References:
-        `mix` is lowbias32 of Wellons, "Prospecting for hash functions" (2018); splitmix64 is of Steele, Lea &
-        Flood 2014, "Fast splittable pseudorandom number generators".
-
-    >>> cpu = torch.device("cpu")
-    >>> bool((uniform(7, 5, cpu)[2:] == uniform(7, 3, cpu, start=2)).all())
-    True
-    """
-    require_range("start", start, 0, 2**32)
-    require_range("numel", numel, 0, 2**32 - start)
-    return _uniform.on(device, numel)(bits, numel, device, start)
 
 
 def permuted_indices(bits: int, numel: int, k: int, device: torch.device) -> Tensor:

@@ -28,7 +28,7 @@ from gradwire.kernels.runtime.tiles import RANDOM_ACCESS_WEIGHT
 
 @inline
 def mix(x):
-    """The hash of `gradwire.kernels.uniform`."""
+    """The hash of `random.reference.uniform`."""
     x = np.uint32(x ^ (x >> np.uint32(16)))
     x = np.uint32(x * np.uint32(0x7FEB352D))
     x = np.uint32(x ^ (x >> np.uint32(15)))
@@ -38,25 +38,10 @@ def mix(x):
 
 @inline
 def uniform_at(counter, k0, k1):
-    """Element `counter` of `gradwire.kernels.uniform`."""
+    """Element `counter` of `random.reference.uniform`."""
     word = mix(np.uint32(mix(np.uint32(counter ^ k0)) ^ k1))
     # By way of int32: few processors turn unsigned vectors into floats.
     return np.float32(np.int32(word >> np.uint32(8))) * np.float32(2.0**-24)
-
-
-@compiled("void(float32[::1], int64, int64, int64)")
-def _uniform(out, start, k0, k1):
-    k0, k1, counter = np.uint32(k0), np.uint32(k1), np.uint32(start)
-    for i in range(out.size):
-        out[i] = uniform_at(counter, k0, k1)
-        counter = np.uint32(counter + np.uint32(1))
-
-
-def uniform(bits: int, numel: int, device: torch.device, start: int = 0) -> Tensor:
-    out = torch.empty(numel, dtype=torch.float32)
-    o, (k0, k1) = array_of(out), uniform_words(bits)
-    pool.run([functools.partial(_uniform, o[i:j], start + i, k0, k1) for i, j in pool.chunks(numel)])
-    return out
 
 
 @inline

@@ -1,5 +1,5 @@
 # pyright: basic, reportGeneralTypeIssues=false, reportAssignmentType=false, reportOperatorIssue=false
-"""Random bits from counters: `uniform`, `permuted_indices` and `stratified_indices`."""
+"""Random indices from counters: `permuted_indices` and `stratified_indices`."""
 
 from __future__ import annotations
 
@@ -8,24 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gradwire.kernels.random.reference import permutation_domain, permutation_words, strata, uniform_words
-from gradwire.kernels.triton.launch import TILE, ceil_div, launch, signed
-from gradwire.kernels.triton.tiles import mix, uniform_at, word
-
-
-@triton.jit(do_not_specialize=["first", "k0", "k1"])
-def _uniform(out, numel, first, k0, k1, TILE: tl.constexpr):
-    start = tl.program_id(0).to(tl.int64) * TILE
-    local = tl.arange(0, TILE)
-    counter = word(first) + start.to(tl.uint32) + local.to(tl.uint32)
-    tl.store(out + start + local, uniform_at(counter, word(k0), word(k1)), mask=local < numel - start)
-
-
-def uniform(bits: int, numel: int, device: torch.device, start: int = 0) -> Tensor:
-    out = torch.empty(numel, dtype=torch.float32, device=device)
-    first, k0, k1 = signed([start, *uniform_words(bits)])
-    launch(_uniform, ceil_div(numel, TILE), device, out, numel, first, k0, k1, TILE=TILE)
-    return out
+from gradwire.kernels.random.reference import permutation_domain, permutation_words, strata
+from gradwire.kernels.triton.launch import ceil_div, launch, signed
+from gradwire.kernels.triton.tiles import mix, word
 
 
 @triton.jit

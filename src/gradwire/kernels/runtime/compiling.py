@@ -74,7 +74,7 @@ class CompiledKernel:
     def __init__(self, function: Callable[..., Any], signature: str) -> None:
         functools.update_wrapper(self, function)
         function.__qualname__ += "_" + digest_of_sources()
-        self._signature = signature
+        self.signature = signature
         try:
             self._dispatcher: Any = numba.njit(cache=True, **_OPTIONS)(function)
         except RuntimeError:  # nowhere to write
@@ -91,7 +91,7 @@ class CompiledKernel:
         with global_compiler_lock:  # two threads may want it first
             if not self._dispatcher.overloads:
                 with _file_lock(self._dispatcher.stats.cache_path):
-                    self._dispatcher.compile(self._signature)
+                    self._dispatcher.compile(self.signature)
                 self._dispatcher.disable_compile()
             self._ready = True
 

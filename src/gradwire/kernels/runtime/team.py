@@ -4,6 +4,8 @@
 Between two operators torch's OpenMP threads wait busily for a while. Threads of our own would have to be woken for each
 tensor, which takes as long as coding a small one, and would share the processors with those that wait. OpenMP asks for
 a C function of one pointer: `Entry` makes one that unpacks a table of arguments, a row for each call.
+
+With two threads and grains of 2^20 elements a step of `int4` or `sign` codes for 1.5 times as long on threads of ours.
 """
 
 from __future__ import annotations

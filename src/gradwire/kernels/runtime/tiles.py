@@ -95,7 +95,6 @@ def sum_squares(x, start, stop):
     return total
 
 
-SMALL_TILE = 1024
 Array = np.ndarray[Any, Any]
 
 

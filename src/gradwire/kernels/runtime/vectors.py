@@ -13,7 +13,8 @@ from numba.np.arrayobj import make_array
 
 # A comparison of a vector gives a bit a lane, which is how bits lie in a packed byte. Loops that say so are not
 # recognised, so these are spelled in LLVM's vectors: instructions of their own where a processor has masks, and
-# lowered to others everywhere else. Places are not checked: there must be as many elements as lanes.
+# lowered to others everywhere else. Places are not checked: there must be as many elements as lanes. With loops over
+# elements instead a step of `sign` codes for 1.5 times as long.
 _Values = Any  # of llvmlite, which has no types
 
 
@@ -84,7 +85,7 @@ def _word_at_byte(context: _Values, builder: _Values, kind: _Values, array: _Val
 
 @vector_intrinsic
 def load_word(context, packed, at):
-    """Eight bytes as a word, the first the lowest."""
+    """Eight bytes as a word, the first the lowest. Byte by byte, a step of `int4` codes a fifth longer."""
 
     def generate(context, builder, signature, args):
         return builder.load(_word_at_byte(context, builder, packed, *args), align=1)

@@ -20,8 +20,8 @@ _count_unsketch = Kernel(reference.count_unsketch, "cpu")
 def count_sketch(x: Tensor, bits: int, sketch: Tensor) -> None:
     """sketch[j, h_j(i)] = sum over i, in order, of s_j(i) * x[i] (Charikar, Chen & Farach-Colton 2002).
 
-    Column and sign of element i in row j are computed on the fly from one word, with `mix` as in `kernels.uniform` and
-    k the words of splitmix64 from seed `bits`, two a row:
+    Column and sign of element i in row j are computed on the fly from one word, with `mix` as in
+    `random.reference.uniform` and k the words of splitmix64 from seed `bits`, two a row:
 
         w = mix(mix(i ^ k_2j) ^ k_2j+1)
         s_j(i) = -1 where w is odd, else 1;   h_j(i) = floor((w >> 1) * columns / 2^31)

@@ -11,8 +11,9 @@ from torch import Tensor
 from gradwire.kernels.random.cpu import mix
 from gradwire.kernels.runtime import pool
 from gradwire.kernels.runtime.compiling import array_of, compiled, inline
-from gradwire.kernels.runtime.tiles import SMALL_TILE
 from gradwire.kernels.sketch.reference import sketch_words
+
+SMALL_TILE = 1024
 
 
 @inline

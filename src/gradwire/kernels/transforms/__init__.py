@@ -82,7 +82,7 @@ def _require_rows(x: Tensor, k: int, values: Tensor, codes: Tensor) -> None:
 def hadamard_encode(x: Tensor, block: int, bits: int, chosen: Tensor, out: Tensor) -> None:
     """For every block of x: out = (H D x)[chosen] / sqrt(block), H the Hadamard matrix in Sylvester's order, D signs.
 
-    D_i is 1 where u_i < 1/2, u = `kernels.uniform(bits)`, else -1. The last block is filled up with zeros.
+    D_i is 1 where u_i < 1/2, u = `random.reference.uniform(bits)`, else -1. The last block is filled up with zeros.
 
     Args:
         x: (numel,) float32.
