@@ -33,7 +33,8 @@ INTRODUCTION = """\
 `python tools/methods_page.py` makes this page of the lists in which methods are registered. `gradwire methods` shows
 the same on a terminal, `gradwire methods int4` shows one method whole, and `gradwire.catalogue()` returns it in Python.
 Methods for most users come first, then those for special cases, then those for study: these are kept and tested, and no
-case is known in which one of them is the best.
+case is known in which one of them is the best. Methods of federations, such as FedAvg,
+are on [a page of their own](federated.md).
 """
 
 SECTIONS: dict[type[Use], str] = {

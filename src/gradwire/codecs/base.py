@@ -16,7 +16,6 @@ group, no hidden randomness. It declares what it is, so that nonsense is refused
   field of its units end to end, and decoding needs no key, so payloads are cut at multiples of it. 0 means that a
   tensor cannot be cut into shards of equal payloads (top-k).
 - `layout(numel, dtype)`: the exact wire format, so `payload_bytes` is a fact and no estimate.
-
 - `shows_non_finite`: a NaN or an infinity in the tensor always makes the decoded tensor non-finite somewhere.
 
 `encode_into` must not change its input; `encode_keeping_into` leaves in it what was not sent. Inputs are 1-d and
@@ -214,6 +213,16 @@ def check_dtype(dtype: torch.dtype) -> None:
     if dtype not in SUPPORTED_DTYPES:
         names = ", ".join(str(d).removeprefix("torch.") for d in SUPPORTED_DTYPES)
         raise CompositionError(f"gradients of {dtype} cannot be coded; supported are {names}")
+
+
+def check_block(block: int) -> None:
+    """Refuse a block that is not a positive multiple of 8.
+
+    Raises:
+        CompositionError: naming what is allowed.
+    """
+    if block < 8 or block % 8:
+        raise CompositionError(f"block {block} is not a positive multiple of 8, so bits would not fill whole bytes")
 
 
 def as_float32(x: Tensor) -> Tensor:

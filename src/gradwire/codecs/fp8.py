@@ -10,8 +10,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from gradwire import kernels
-from gradwire.codecs.base import Float32Codec, as_float32
-from gradwire.codecs.sign import check_block
+from gradwire.codecs.base import Float32Codec, as_float32, check_block
 from gradwire.core.errors import CompositionError
 from gradwire.core.key import Key
 from gradwire.core.payload import Field, Layout, Payload

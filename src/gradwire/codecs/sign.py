@@ -10,8 +10,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from gradwire import kernels
-from gradwire.codecs.base import Float32Codec, as_float32
-from gradwire.core.errors import CompositionError
+from gradwire.codecs.base import Float32Codec, as_float32, check_block
 from gradwire.core.key import Key
 from gradwire.core.payload import Field, Layout, Payload
 
@@ -81,13 +80,3 @@ class Sign(Float32Codec):
     def contraction(self, numel: int) -> float | None:
         """1 / block, the worst case: a block with a single entry that is not zero."""
         return 1.0 / max(1, min(self.block, numel))
-
-
-def check_block(block: int) -> None:
-    """Refuse a block that is not a positive multiple of 8.
-
-    Raises:
-        CompositionError: naming what is allowed.
-    """
-    if block < 8 or block % 8:
-        raise CompositionError(f"block {block} is not a positive multiple of 8, so bits would not fill whole bytes")

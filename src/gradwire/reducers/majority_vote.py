@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from gradwire import kernels
 from gradwire.codecs import Sign
-from gradwire.codecs.sign import check_block
+from gradwire.codecs.base import check_block
 from gradwire.core import collective
 from gradwire.core.grain import Grain
 from gradwire.core.state import State

@@ -29,8 +29,9 @@ SAME_BYTES = 0.02
 """What flags and headers add to a method that sends whole or half gradients, at most, as a part of them."""
 
 NON_FINITE = (
-    "a gradient was not finite on some rank, so the mean is NaN on all of them, and an optimizer that uses it spoils "
-    "the model: pass attach the training loop's GradScaler (scaler=), which skips such steps, or skip them yourself"
+    "a gradient was not finite on some rank, so the mean is NaN on all of them unless the method is a rule that leaves "
+    "it out, and an optimizer that uses NaN spoils the model: pass attach or Session the training loop's GradScaler "
+    "(scaler=), which skips such steps, or skip them yourself"
 )
 _SHORT = {torch.float32: "fp32", torch.float64: "fp64", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
