@@ -19,7 +19,7 @@ from gradwire.drivers.plan import plan
 
 CPU, RANKS = torch.device("cpu"), 8  # enough for the most demanding rule, and even, for nodes
 MODEL = [ParameterSpec("weight", (700, 600), torch.float32, CPU), ParameterSpec("bias", (600,), torch.float32, CPU)]
-"""Large enough for what only large tensors take: several threads, samples, stores past the caches."""
+"""Large enough for what only large tensors take: several threads, samples."""
 
 
 def overloads() -> dict[str, int]:

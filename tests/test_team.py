@@ -97,7 +97,7 @@ def test_many_threads_may_ask_at_once() -> None:
 
 
 @pytest.mark.parametrize("offset", range(17))
-def test_what_is_stored_past_the_caches_lands_wherever_it_begins(offset: int) -> None:
+def test_what_is_decoded_lands_wherever_it_begins(offset: int) -> None:
     x = torch.randn(4 * HUGE, generator=torch.Generator().manual_seed(offset))
     packed, scales = torch.empty(4 * HUGE, dtype=torch.uint8), torch.empty(-(-4 * HUGE // 256))
     kernels.block_int_encode(x, 8, 256, None, packed, scales)
@@ -110,7 +110,7 @@ def test_what_is_stored_past_the_caches_lands_wherever_it_begins(offset: int) ->
     assert whole[offset + 4 * HUGE :].eq(7).all()
 
 
-def test_what_begins_between_floats_is_written_all_the_same() -> None:
+def test_an_output_that_begins_between_floats_is_written_all_the_same() -> None:
     numel = 4 * HUGE
     out = torch.frombuffer(bytearray(4 * numel + 1), dtype=torch.float32, offset=1, count=numel)
     kernels.scatter_(out, torch.tensor([7], dtype=torch.int32), torch.ones(1))

@@ -54,8 +54,8 @@ def main() -> None:
     """Compile, and print the size of each kernel's code."""
     wanted = sys.argv[1] if len(sys.argv) > 1 else ""
     warm.import_for_cpu()
-    every: list[Any] = [*compiling.COMPILED]
-    kernels = [kernel for kernel in every if wanted in kernel.__qualname__]
+    compiled: list[Any] = list(compiling.COMPILED)
+    kernels = [kernel for kernel in compiled if wanted in kernel.__qualname__]
     for kernel in kernels:
         print(f"{kernel.__wrapped__.__name__:28s} {len(arm_code(ir_of(kernel))):7d} bytes", flush=True)
     print(f"{len(kernels)} kernels compile for {TRIPLE}")
