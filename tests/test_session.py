@@ -329,7 +329,7 @@ def test_what_fails_while_a_session_is_made_is_told_to_others(one_rank: None, mo
         raise MemoryError("no room")
 
     monkeypatch.setattr(FailureBoard, "explain", explain)
-    monkeypatch.setattr("gradwire.session.making.warm_up", fails)
+    monkeypatch.setattr("gradwire.session.making.dry_run", fails)
     with pytest.raises(MemoryError, match="no room"):
         Session({"a": torch.zeros(3)}, "none", deadline_s=5)
     assert [type(error) for error in told] == [MemoryError]
