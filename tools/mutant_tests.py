@@ -198,10 +198,11 @@ FILES: dict[str, tuple[Stage, ...]] = {
     ),
     "adapters/models.py": (("src/gradwire/adapters/models.py", "tests/test_handle.py"), ONE_RANK, DDP),
     "adapters/post_local_hook.py": (("src/gradwire/adapters/post_local_hook.py", "tests/test_post_local.py"),),
-    "adapters/power_sgd_hook.py": (
-        ("src/gradwire/adapters/power_sgd_hook.py", "tests/test_handle.py", "tests/test_saved.py"),
+    "adapters/power_sgd_state.py": (
+        ("src/gradwire/adapters/power_sgd_state.py", "tests/test_handle.py", "tests/test_saved.py"),
         HOOKS,
     ),
+    "adapters/power_sgd_factors.py": (("tests/test_handle.py", "tests/test_saved.py"), HOOKS),
     "adapters/power_sgd_layout.py": (("tests/test_handle.py", "tests/test_saved.py"), HOOKS),
     "adapters/power_sgd_port.py": (("tests/test_handle.py", "tests/test_saved.py"), HOOKS),
     "adapters/power_sgd_memory.py": (("tests/test_saved.py",), HOOKS),

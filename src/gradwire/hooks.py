@@ -22,7 +22,8 @@ from gradwire.adapters.hooks import (
     quantization_pertensor_hook,
 )
 from gradwire.adapters.post_local_hook import PostLocalSGDState, post_localSGD_hook
-from gradwire.adapters.power_sgd_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
+from gradwire.adapters.power_sgd_hook import batched_powerSGD_hook, powerSGD_hook
+from gradwire.adapters.power_sgd_state import PowerSGDState
 from gradwire.sync.post_local import PeriodicModelAverager, PostLocalSGDOptimizer
 
 __all__ = [

@@ -20,7 +20,7 @@ from gradwire.session import Session
 from gradwire.session.lane import Lane
 
 if TYPE_CHECKING:
-    from gradwire.adapters.power_sgd_hook import PowerSGDState
+    from gradwire.adapters.power_sgd_state import PowerSGDState
 
 
 class PowerPort(BucketPort):
