@@ -50,7 +50,7 @@ class Codec(ABC):
 
     @property
     def shows_non_finite(self) -> bool:
-        """Whether a NaN or an infinity that goes in always comes out as one, so that nobody else need look for it."""
+        """Whether a NaN or an infinity that goes in always comes out as one, so that no other check is needed."""
         return self.lossless
 
     @property
@@ -70,7 +70,7 @@ class Codec(ABC):
 
     @property
     def second_shot_codec(self) -> Codec:
-        """What the second half of a two-shot encodes the mean with: itself, but for what is done to a gradient once."""
+        """The codec with which the second half of a two-shot encodes the mean: mostly this one itself."""
         return self
 
     @abstractmethod
@@ -90,9 +90,9 @@ class Codec(ABC):
         self.encode_into(x / divisor, key, out)
 
     def encode_keeping_into(self, x: Tensor, key: Key, out: Payload) -> None:
-        """Write the payload of `x` into `out` and leave in `x` what that does not say: x -= decode(payload).
+        """Write the payload of `x` into `out` and leave the error of the payload in `x`: x -= decode(payload).
 
-        What error feedback does with every gradient, so codecs do it in the same pass where they can: `x` is 1-d,
+        Error feedback does this with every gradient, so codecs do it in the same pass where they can: `x` is 1-d,
         contiguous and float32 or float64.
         """
         self.encode_into(x, key, out)
@@ -113,10 +113,10 @@ class Codec(ABC):
         return 0.0 if self.lossless else None
 
     def absolute_error(self, numel: int) -> float | None:
-        """Return a such that C(x) - x is at most a in each element, or, where C(x) is all that fits, as a contraction.
+        """Largest absolute error of an element, for codecs without a relative bound; None where there is no such bound.
 
-        In a formula, with delta the share of elements that fit: ||C(x) - x||^2 <= max(numel a^2, (1 - delta) ||x||^2).
-        None where there is no such bound. A contraction needs none.
+        A payload that has no room for all elements is a contraction instead, with delta the share of elements that fit:
+        ||C(x) - x||^2 <= max(numel a^2, (1 - delta) ||x||^2) for the returned a. A contraction needs no such bound.
         """
         return None
 
@@ -125,7 +125,7 @@ class Codec(ABC):
         return self.layout(numel, dtype).nbytes
 
     def used_bytes(self, payload: Payload, numel: int, dtype: torch.dtype = torch.float32) -> int:
-        """Leading bytes of the wire that say something: behind them all is zero.
+        """Number of leading bytes of the wire that are used: all bytes behind them are zero.
 
         Collectives move whole buffers, whose sizes both sides know beforehand. A channel that can send less may cut the
         wire here, if its receiver puts the zeros back. Reads the payload's tensors.
@@ -142,7 +142,7 @@ class Codec(ABC):
         return payload
 
     def decode(self, payload: Payload, like: Tensor, key: Key | None = None) -> Tensor:
-        """Return what `payload` says, in the shape and dtype of `like`.
+        """Return the tensor that `payload` decodes to, in the shape and dtype of `like`.
 
         Raises:
             PayloadError: a payload that this codec did not make for a tensor of that size.
@@ -162,7 +162,7 @@ class Codec(ABC):
 
 @functools.lru_cache(maxsize=4096)
 def layout_of(codec: Codec, numel: int, dtype: torch.dtype) -> Layout:
-    """`codec.layout(numel, dtype)`, kept: each step asks for the same few."""
+    """Cached `codec.layout(numel, dtype)`: every step asks for the same few layouts."""
     return codec.layout(numel, dtype)
 
 
@@ -177,14 +177,14 @@ def payload_share(codec: Codec) -> float:
 
 
 class Float32Codec(Codec):
-    """A codec whose kernels work in float32: what is decoded for another dtype goes by way of float32."""
+    """A codec whose kernels work in float32: tensors of another dtype are decoded to float32 first."""
 
     @abstractmethod
     def accumulate32(self, payload: Payload, into: Tensor, key: Key, alpha: float) -> None:
         """into += alpha * decode(payload), `into` float32."""
 
     def decode32(self, payload: Payload, out: Tensor, key: Key) -> None:
-        """Overwrite `out`, float32. This one suits what is zero but where the payload speaks."""
+        """Overwrite `out`, float32. This default suits sparse payloads: it fills with zeros and accumulates."""
         self.accumulate32(payload, out.zero_(), key, 1.0)
 
     def decode_into(self, payload: Payload, out: Tensor, key: Key) -> None:

@@ -44,8 +44,8 @@ class Sparsifier(Protocol):
 class Chain(Float32Codec):
     """`second` applied to the values that `first` keeps; both savings.
 
-    A product of contractions: delta = delta_first * delta_second, since what the quantiser loses is lost only of
-    what was kept. Error feedback sees what the whole chain decodes to.
+    A product of contractions: delta = delta_first * delta_second, since the quantiser loses only a part of what was
+    kept. Error feedback sees what the whole chain decodes to.
 
     Args:
         first: a sparsifier (`TopK`, `RandomK`).

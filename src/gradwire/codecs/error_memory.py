@@ -2,8 +2,8 @@
 
     y = x + decay * e,    payload = C(y),    e' = y - decode(payload)
 
-So a worker that pushes to a server, or a stage of a pipeline that sends activations, can have what error feedback is in
-a reducer (Seide et al. 2014; Karimireddy et al. 2019, Algorithm 1). `ErrorFeedback` is a user of it.
+So a worker that pushes to a server, or a stage of a pipeline that sends activations, can have the same error feedback
+as a reducer (Seide et al. 2014; Karimireddy et al. 2019, Algorithm 1). `ErrorFeedback` is a user of it.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ class ErrorMemory:
 def compress(
     codec: Codec, x: Tensor, memory: ErrorMemory, key: Key, *, decay: float = 1.0
 ) -> tuple[Payload, ErrorMemory]:
-    """Return the payload of x + decay * e, and the memory of what it does not say: e' = y - decode(payload).
+    """Return the payload of y = x + decay * e, and the memory of its error: e' = y - decode(payload).
 
-    `x` and `memory` are left as they are, so a payload that did not arrive is taken back by keeping the old memory. The
-    same goes for a tensor that is not finite: what came of it would stay in the new memory for good. One tensor of the
-    size of `x` is allocated, the new memory.
+    `x` and `memory` are left as they are, so a payload that did not arrive is taken back by keeping the old memory. Do
+    the same for a tensor that is not finite: its values would stay in the new memory for ever. One tensor of the size
+    of `x` is allocated, the new memory.
 
     Args:
         codec: a contraction, e.g. `TopK(0.01)` or `BlockInt(4)`.

@@ -22,11 +22,11 @@ from gradwire.kernels import indices as index_coding
 class Threshold(Float32Codec):
     """Keep the entries with |x| >= tau; where more than cap * d are that large, the cap * d largest of them.
 
-    How many they are is not known beforehand, and both sides of a collective must know a payload's size. So it has room
-    for k = max(1, round(cap * d)) entries: indices as a `rice` stream, which says how many it holds, then that many
-    values, then zeros, which a channel may leave out (`used_bytes`). Entries that do not fit are left to error
-    feedback, as those below tau are: what is left is below tau everywhere, or, where the payload is full, the whole
-    was a contraction with delta = k/d. Finding the entries is one reading pass where they fit.
+    The number of these entries is not known beforehand, and both sides of a collective must know a payload's size. So
+    it has room for k = max(1, round(cap * d)) entries: indices as a `rice` stream, which says how many it holds, then
+    that many values, then zeros, which a channel may leave out (`used_bytes`). Entries that do not fit are left to
+    error feedback, as those below tau are: what is left is below tau everywhere, or, where the payload is full, the
+    whole was a contraction with delta = k/d. Finding the entries is one reading pass where they fit.
 
     Args:
         tau: the least magnitude sent, at least 0, in the units of what is reduced: under loss scaling, scaled ones.
@@ -85,7 +85,7 @@ class Threshold(Float32Codec):
             return
         indices = index_coding.decode(payload[0], into.numel(), payload[1].numel(), "rice", fewer=True)
         values = payload[1][: indices.numel()]
-        if into.device.type != "cpu":  # positions that hold none add zero to the last entry, and nothing is read
+        if into.device.type != "cpu":  # positions without an entry add zero to the last entry, and nothing is read
             values = values.masked_fill(indices == into.numel(), 0.0)
             indices.clamp_(max=into.numel() - 1)
         kernels.scatter_add_(into, indices, values, alpha, distinct=into.device.type == "cpu")

@@ -56,8 +56,9 @@ class TopK(Float32Codec):
 
     A contraction with delta = k/d (Stich, Cordonnier & Jaggi 2018, "Sparsified SGD with memory", Lemma A.1).
     Biased, so it wants error feedback. Payload: k values, then their k indices, coded as
-    `gradwire.kernels.indices` says: 8.6 bits an index at a density of 1%, where a set of positions is worth 8.1 and
-    int32 takes 32. The payload's size depends on d alone; `used_bytes` says how much of it a channel must carry.
+    `gradwire.kernels.indices` says: 8.6 bits an index at a density of 1%, where the entropy of the positions is 8.1
+    bits and int32 takes 32. The payload's size depends on d alone; `used_bytes` says how much of it a channel must
+    carry.
 
     Args:
         density: fraction of entries sent, in (0, 1].

@@ -15,7 +15,7 @@ from gradwire.core.collective import AllGather, AllReduce, Axis, Collective, by_
 
 @dataclass(frozen=True, eq=False)
 class Agree(Collective):
-    """Whether `flag` (a 0-d bool tensor) is true on any rank; always of all ranks.
+    """Whether `flag` (a 0-d bool tensor) is true on any rank. It is always asked of all ranks.
 
     All of a step's `Agree`s travel as one collective once every program of the step has reached its own, so
     they cost one latency a step; a program should yield it last.
@@ -63,11 +63,12 @@ class Agree(Collective):
 class Total(Collective):
     """Sum of `tensor`, float64 and small, over all grains of the step whose programs give an equal `of`.
 
-    What a rule must know of the whole gradient (its norm, the distances between ranks) while a program sees one grain
-    of it. With `over` "grains" the sum is of this rank's grains alone and costs no bytes; with "ranks" it runs over all
-    ranks' as well and is the same on each bit for bit: grains in planned order, then ranks in theirs. Like `Agree`, a
-    program waits for it until all programs of the step have come so far, and those of a step travel as one collective.
-    `of` is usually the reducer; a program that asks twice tells its stages apart by it.
+    A rule may need a number of the whole gradient (its norm, the distances between ranks), and its program sees only
+    one grain: it asks for the number by this request. With `over` "grains" the sum is of this rank's grains alone and
+    costs no bytes; with "ranks" it runs over all ranks' as well and is the same on each bit for bit: grains in planned
+    order, then ranks in theirs. Like `Agree`, a program waits for it until all programs of the step have come so far,
+    and those of a step travel as one collective. `of` is usually the reducer; a program that asks twice tells its
+    stages apart by it.
     """
 
     verb = "all_gather"
@@ -84,7 +85,7 @@ class Total(Collective):
 
     @property
     def kind(self) -> Hashable:
-        """Over what is summed, and of whom: totals of one kind are added up."""
+        """Identity of a sum, by its scope and its owner: totals of one kind are added up."""
         return self.over, self.of
 
     @classmethod

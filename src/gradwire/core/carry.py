@@ -28,7 +28,8 @@ def carry_over(old: Grains, new: Grains, rank: int, world_size: int) -> list[Sta
         e'_i = e_i + n * s_i     where this rank owns element i and owes s_i of the mean, else e_i
 
     A new state with a residual has it added there. One without gets a leaf `CARRIED`, which the next step adds to the
-    gradient. Both are decided by what is remembered and never by its values, so alike on all ranks.
+    gradient. Which of the two it is depends on the form of the state and never on its values, so it is the same on all
+    ranks.
 
     Args:
         old: what this rank remembers under the old method.

@@ -238,7 +238,7 @@ class AllToAllV(Collective):
 
     `tensor` is a 1-d uint8 buffer of all rows, end to end. So is the result: row i of it is from rank i. Both ends know
     how long each row is, as in `torch.distributed.all_to_all_single`; ranks that do not know ask for the sizes first,
-    by an `AllToAll`. Every rank yields it, if only with nothing to send and to receive.
+    by an `AllToAll`. Every rank yields it, even where it has nothing to send and nothing to receive.
 
     Args:
         tensor: the rows for all ranks that take part, the one for this rank included.

@@ -24,7 +24,7 @@ class Key:
     generator. Each stage of rounding has a `stage` of its own, since a reused one correlates errors.
 
     Tensors that pass a layer several times in a step, such as activations and their gradients in a pipeline, are told
-    apart by the last three fields. A key that leaves them out has the bits it had before there were any.
+    apart by the last three fields. A key without them has the same bits as before these fields existed.
 
     Args:
         seed: of the run.

@@ -31,7 +31,7 @@ class SendRecv(Collective):
     """One round of messages between pairs: send `sends`, receive `receives`, all at once; either may be empty.
 
     The result is 1-d, of the dtype and device of `like`: what was received, end to end in the order of `receives`.
-    Every rank yields every round, if only with nothing to send, so that rounds stand at one place in the order of all
+    Every rank yields every round, even with nothing to send, so that a round has the same place in the order of all
     ranks; a message is sent and received in the same round, and those of one pair keep their order. What is sent
     must not be changed before the round ends.
     """

@@ -2,8 +2,8 @@
 
     received = yield collective.AllToAll(rows)
 
-A program does no I/O. Drivers advance it, all of them through `drivers.interpreter`; here stands how, and how a program
-is made of another one.
+A program does no I/O. All drivers advance it through `drivers.interpreter`. This module has the functions for that, and
+those that make a program of another one.
 """
 
 from __future__ import annotations

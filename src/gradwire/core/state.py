@@ -1,7 +1,7 @@
 """What a reducer remembers between steps: a tree of tensors, each of which knows how it belongs to parameters.
 
-A state is consumed and returned by a program; a driver commits it once the whole step is known to be good, so
-rolling a step back is forgetting the new state. Saved states are keyed by parameter name, whatever grains and
+A program takes a state and returns a new one. A driver commits the new state once the whole step is known to be
+good; to roll a step back it forgets the new state. Saved states are keyed by parameter name, whatever grains and
 buckets a run had, and load with `weights_only=True`.
 """
 
@@ -21,7 +21,7 @@ from gradwire.core.grain import Grain
 Kind = Literal["element", "owned", "matrix", "segment", "scratch"]
 
 CARRIED = "carried"
-"""The leaf of what was owed under another method: it is added to the next gradient, and gone once that step is kept."""
+"""Name of the leaf of what was owed under another method: it is added to the next gradient, then dropped."""
 
 ALIGNMENT = 64
 """Bytes at whose multiples a tensor of state begins: what PyTorch's own allocations on a CPU keep to."""
