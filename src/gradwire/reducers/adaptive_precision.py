@@ -70,7 +70,7 @@ class AdaptivePrecision(Reducer):
 
     @property
     def shows_non_finite(self) -> bool:
-        """True: no such range fits, and every element travels for itself."""
+        """True: the range of such a gradient fits nothing, and each element is sent for itself."""
         return True
 
     @override
@@ -98,7 +98,7 @@ def _measured(flat: Tensor, grain: Grain) -> Tensor:
 
 
 def _fits(ranges: Tensor, world_size: int) -> bool:
-    """Whether fp16 does, from agreed maxima; without data it is taken to."""
+    """Whether fp16 fits, from agreed maxima; True for tensors without data."""
     if ranges.is_meta:
         return True
     scale, _ = scales(ranges[:1])

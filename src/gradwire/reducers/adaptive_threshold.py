@@ -58,7 +58,7 @@ class AdaptiveThreshold(Reducer):
 
     @property
     def codec(self) -> Threshold:
-        """What payloads are written and read with; its own tau says nothing."""
+        """The codec that writes and reads payloads; its own tau is not used."""
         return Threshold(0.0, cap=min(1.0, 2 * self.density))
 
     def contraction(self, grain: Grain) -> float | None:

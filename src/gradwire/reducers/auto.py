@@ -16,7 +16,7 @@ from gradwire.reducers.routes import Direct, RecursiveHalvingDoubling, Ring, Rou
 from gradwire.reducers.tree_route import Tree
 
 WORTHWHILE = 0.95
-"""Share of the backend's time that a route must stay below to be chosen: what is nearer, noise decides."""
+"""Share of the backend's time that a route must stay below to be chosen: between nearer times noise would decide."""
 
 
 class Point(NamedTuple):
@@ -30,8 +30,8 @@ class Point(NamedTuple):
 class Curve:
     """Time by size: alpha + beta * bytes, with an alpha and a beta for each stretch between measured points.
 
-    One alpha and one beta a route are not enough: Gloo changes its algorithm with the size, and flows begin to meet at
-    a receiver once they fill its queue.
+    One alpha and one beta for each route are not enough: Gloo changes its algorithm with the size, and flows begin to
+    meet at a receiver once they fill its queue.
 
     Args:
         points: two or more, by rising size.

@@ -6,9 +6,10 @@ A reducer does no I/O and holds no state: a driver performs what it yields, on o
 state it returns once the whole step is known to be good. Programs never branch on the value of a tensor, unless all
 ranks were sent the same and a tensor without data (`meta`) has its branch too.
 
-What a reducer says of itself are its traits. One that is made of others, its `children`, says what they say, unless it
-declares something else: all of them for what must hold everywhere, any for what is enough in one place, the largest or
-the least of numbers. So a wrapper states what it changes and nothing else.
+A reducer declares traits. The traits of one that is made of others, its `children`, follow from theirs, unless it
+declares something else. A trait that must hold everywhere is true where it is true for all children, and a trait that
+is enough in one place where it is true for any child. Of numbers the largest or the least counts. So a wrapper states
+what it changes and nothing else.
 
 - `reduce` must leave `x` as it is unless the reducer declares `keeps_input`, in which case `x` is the reducer's to
   keep (error feedback makes it the new residual).
@@ -54,7 +55,7 @@ from gradwire.core.state import State
 
 @dataclass(frozen=True)
 class Step:
-    """Where a program runs: which step, which rank of how many, and the run's seed."""
+    """Where a program runs: the step, the rank, the number of ranks, and the seed of the run."""
 
     index: int
     rank: int
@@ -181,7 +182,7 @@ class Reducer(ABC):
 
     @property
     def sums_in_16_bits(self) -> bool:
-        """Whether sums over ranks are rounded to 16 bits, of which no rank's residual knows."""
+        """Whether sums over ranks are rounded to 16 bits: an error that no rank's residual contains."""
         return any(child.sums_in_16_bits for child in self.children())
 
     @property
@@ -273,7 +274,7 @@ class Reducer(ABC):
         return self
 
     def unmatched_globs(self, names: Collection[str]) -> list[str]:
-        """The globs in its rules that meet none of the parameters called `names`: most likely misspelt."""
+        """The globs in its rules that match none of the parameters called `names`: most likely misspelt."""
         return [glob for child in self.children() for glob in child.unmatched_globs(names)]
 
     def axes(self, world_size: int) -> tuple[Axis, ...]:
@@ -299,7 +300,7 @@ def as_reducer(given: object) -> Reducer:
 
 
 def require_linear(inner: Reducer, memory: str) -> None:
-    """Refuse memory of what was not sent around a result that is not linear in what was sent.
+    """Refuse error memory around a reducer whose result is not linear in what was sent.
 
     Args:
         inner: what the memory goes around.

@@ -21,16 +21,17 @@ from gradwire.reducers.low_rank import drawn, gains, unit_columns
 
 @dataclass(frozen=True)
 class FactoredErrorFeedback(ErrorFeedback):
-    """Error feedback that remembers of each matrix's residual E what two factors of rank r say, and loses the rest.
+    """Error feedback that keeps each matrix's residual E as two factors of rank r, and loses the rest of it.
 
         Y = X + decay * P Q^T,   E = Y - sent(Y),   P' = orthogonalise(E Q),   Q' = E^T P'
 
-    One step of subspace iteration on E, begun where the last one ended, as in PowerSGD but on each rank for itself and
-    with nothing sent. (rows + columns) r floats take the place of rows * columns. P' Q'^T = P' P'^T E is a projection
-    of E, so the residual is bounded as without factors; but what lies outside its span is lost at once: nothing is
-    conserved, and the residual of top-k, which is of full rank, is kept in part only. On the digits task with
-    `topk:0.01` (4 ranks, 3 seeds, 99.2% uncompressed) accuracy was 95.3% without error feedback, 96.0% with rank 4,
-    97.2% with rank 8 and 98.4% with all of the residual: take `residual=bf16` first, this where half is too much.
+    This is one step of subspace iteration on E, which begins where the last one ended, as in PowerSGD. But each rank
+    does it for itself, and sends nothing. (rows + columns) r floats take the place of rows * columns. P' Q'^T = P' P'^T
+    E is a projection of E, so the residual is bounded as without factors; but what lies outside its span is lost at
+    once: nothing is conserved, and the residual of top-k, which is of full rank, is kept in part only. On the digits
+    task with `topk:0.01` (4 ranks, 3 seeds, 99.2% uncompressed) accuracy was 95.3% without error feedback, 96.0% with
+    rank 4, 97.2% with rank 8 and 98.4% with all of the residual: take `residual=bf16` first, this where half is too
+    much.
 
     Parameters whose factors would be no smaller have an ordinary residual. After a change of the world size every rank
     owes what rank 0 owed.

@@ -42,15 +42,15 @@ class Guard(Wrapper):
     def scattered(self) -> Reducer:
         """The same around the inner reducer's half; that half alone where nothing needs to be guarded.
 
-        What remembers nothing has nothing to protect, and a codec that shows what is not finite shows it to the owner
-        of the shard, as sharded training without compression would. So no flag is sent then.
+        A reducer without memory has nothing to protect. If its codec also shows what is not finite, the owner of the
+        shard sees it, as in sharded training without compression, so no flag is sent.
         """
         inner = self.inner.scattered()
         shows = isinstance(inner, Scatter) and inner.codec.shows_non_finite
         return inner if shows else self.around(inner)
 
     def reduce(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:
-        """The inner program, then one flag where the mean would not tell."""
+        """The inner program, and then one flag, where the mean alone does not tell."""
         if self.inner.shows_non_finite:
             reduced = yield from self.inner.reduce(grain, x, state, step)
             return _flagged(reduced, kernels.all_finite(reduced.value).logical_not())

@@ -53,9 +53,9 @@ class Hierarchical(Reducer):
         y_i = mean over the node of x[shard i],    z_i = inter(y_i over nodes),    mean = (z_0, ..., z_{m - 1})
 
     Bytes a rank sends inside its node: 2 (m - 1)/m gradients; between nodes: what `inter` sends of 1/m. Compression
-    belongs on the slow axis only, so the fast one carries the gradient's own dtype. What `inter` loses of y_i, the
-    rank that encoded it owes m times, and other ranks owe nothing: summed over a node this is error feedback on the
-    node's sum, so it is as stable as `inter` alone. Nodes of one leave `inter` alone. In a run of one node nothing is
+    belongs on the slow axis only, so the fast one carries the gradient's own dtype. The rank that encoded y_i owes m
+    times what `inter` lost of it, and other ranks owe nothing: summed over a node this is error feedback on the node's
+    sum, so it is as stable as `inter` alone. Nodes of one leave `inter` alone. In a run of one node nothing is
     compressed, since nothing leaves it.
 
     Args:
@@ -91,7 +91,7 @@ class Hierarchical(Reducer):
 
     @property
     def shows_non_finite(self) -> bool:
-        """False: what a node's sum makes of it is not relied on, and the ranks agree on a flag."""
+        """False: it does not rely on what the sum of a node makes of a NaN, so the ranks agree on a flag."""
         return False
 
     @property
@@ -160,7 +160,7 @@ def _part(grain: Grain, start: int, numel: int) -> Grain:
 
 
 def _shards(numel: int, places: int) -> Shards:
-    """The cut among the places of a node: one place serves all as it is."""
+    """The cut among the ranks of a node, aligned where there are several; a single rank has the whole."""
     return Shards(numel, places, _ALIGNED if places > 1 else 1)
 
 

@@ -23,10 +23,10 @@ class LeanErrorFeedback(ErrorFeedback):
 
         y = x + decay * e,   e' = round(y - sent(y)),   E[round(z)] = z
 
-    Rounding to nearest would lose the same way again and again: what a small gradient adds to a residual 256 times as
-    large would vanish every time. Stochastic rounding keeps it in expectation, so what is owed is conserved on average
-    and not to the last bit. Its error, at most 2^-7 of an element, is an unbiased noise of the compression, a fraction
-    of 2^-14 of its energy at most.
+    Rounding to nearest would make the same error again and again: a small gradient that is added to a residual 256
+    times as large would vanish every time. Stochastic rounding keeps it in expectation, so what is owed is conserved on
+    average and not to the last bit. Its error, at most 2^-7 of an element, is an unbiased noise of the compression, a
+    fraction of 2^-14 of its energy at most.
 
     Args:
         inner: a reducer whose codec is a contraction.
@@ -86,7 +86,7 @@ class _SentEstimate:
 
 @dataclass(frozen=True)
 class EF21(Wrapper):
-    """Each rank keeps an estimate h of its own gradient, which all know the mean of, and sends what it is off by.
+    """Each rank keeps an estimate h of its own gradient, and sends the compressed error of it; all know the mean of h.
 
         c = C(x - h),   h' = h + c,   mean' = mean + mean over ranks of c
 

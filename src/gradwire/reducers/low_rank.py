@@ -1,4 +1,4 @@
-"""What methods of low rank share: which matrices they take, how factors travel and begin, and what was sent."""
+"""What methods of low rank share: which matrices they take, how factors are sent and begin, and what was sent."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gradwire.reducers.base import Reducer, Step
 from gradwire.reducers.exchange import AllReduceExchange
 
 FACTOR_DTYPES = {"own": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""What factors travel in, by its name in a spec; None is `wire_dtype`'s choice."""
+"""The dtype in which factors are sent, by its name in a spec; None is `wire_dtype`'s choice."""
 
 
 class LowRank(Reducer):
@@ -75,12 +75,12 @@ def unit_columns(Qt: Tensor, key: Key) -> Tensor:
 
 
 def factor_part(factor: Tensor, grain: Grain, step: Step, factors: str = "own") -> Tensor:
-    """This rank's part of a sum that is the mean, in what it travels in. `factor` is used up."""
+    """This rank's part of a sum that is the mean, in the dtype that is sent. `factor` is overwritten."""
     return factor.div_(step.world_size).to(FACTOR_DTYPES[factors] or wire_dtype(grain.dtype))
 
 
 def wire_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What factors travel in: 16-bit gradients' own dtype, else float32."""
+    """The dtype in which factors are sent: that of 16-bit gradients, else float32."""
     return dtype if dtype.itemsize == 2 else torch.float32
 
 

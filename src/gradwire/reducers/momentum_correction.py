@@ -1,4 +1,4 @@
-"""Deep Gradient Compression: momentum that is kept where gradients wait, so that waiting does not dilute it."""
+"""Deep Gradient Compression: momentum is kept where gradients wait, so that waiting does not weaken it."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class Partition(Reducer):
         return Partition(rules, self.default.scattered())
 
     def unmatched_globs(self, names: Collection[str]) -> list[str]:
-        """Its own globs that meet none of `names`, and those of its parts."""
+        """Its own globs that match none of `names`, and those of its parts."""
         globs = [condition for condition, _ in self.rules if isinstance(condition, str)]
         own = [glob for glob in globs if not any(fnmatch.fnmatchcase(name, glob) for name in names)]
         return own + super().unmatched_globs(names)

@@ -126,7 +126,7 @@ class PowerSGD(LowRank):
 
     @property
     def shows_non_finite(self) -> bool:
-        """Where its factors do: what is not finite in M is not finite in a column of P^T M, whatever P is."""
+        """True where its factors do: what is not finite in M is not finite in a column of P^T M, whatever P is."""
         return self.factors not in FACTOR_BITS or self._integers.shows_non_finite
 
     def init(self, grain: Grain, step: Step) -> State:
@@ -139,8 +139,8 @@ class PowerSGD(LowRank):
         """1 / min(rows, columns) once Q has found the leading direction; no bound holds for a single step of it.
 
         Error feedback is part of the method and proven with it (Vogels 2019, Section 3); this is the bound of the
-        best rank-1 approximation. Of quantised factors it is that times the quantiser's: P has orthonormal columns, so
-        what Q loses the approximation loses.
+        best rank-1 approximation. With quantised factors it is that bound times the quantiser's: P has orthonormal
+        columns, so the approximation loses exactly what Q loses.
         """
         best = min(1.0, 1.0 / max(1, min(grain.shape[-2:])))
         if self.factors not in FACTOR_BITS:
@@ -168,7 +168,7 @@ class PowerSGD(LowRank):
         return _Factors(Pt, (yield from self._shared(low_rank.project_rows(Pt, M), grain, step)))
 
     def _mean_of_columns(self, MQt: Tensor, grain: Grain, step: Step) -> Generator[Collective, Tensor, Tensor]:
-        """The mean of M Q transposed, of which nobody owes what rounding takes. `MQt` is used up."""
+        """The mean of M Q transposed; nobody owes what rounding loses of it. `MQt` is overwritten."""
         if self.factors not in FACTOR_BITS:
             return (yield collective.AllReduce(factor_part(MQt, grain, step, self.factors), consumable=True)).float()
         # Columns of M Q differ in size, so each wants scales of its own: blocks run along them.
@@ -177,7 +177,7 @@ class PowerSGD(LowRank):
         return reduced.value.view(MQt.shape)
 
     def _shared(self, Qt: Tensor, grain: Grain, step: Step) -> Generator[Collective, Tensor, _Shared]:
-        """The mean of Q transposed, and this rank's part in it. `Qt` is used up."""
+        """The mean of Q transposed, and this rank's part in it. `Qt` is overwritten."""
         if self.factors not in FACTOR_BITS:
             part = factor_part(Qt, grain, step, self.factors)
             return _Shared((yield collective.AllReduce(part)).float(), part, step.world_size)

@@ -8,7 +8,7 @@ rank has the same mean bit for bit. With M bytes, n ranks, a latency of alpha an
     Ring                        2 (n - 1) alpha          + 2 (n - 1)/n M beta
     Tree                        (2 log2(n) + C) alpha    + 2 M beta and a little   C chunks
 
-What the formulas leave out, flows that meet at a receiver and processors that are shared, is why `Auto` measures.
+The formulas do not contain flows that meet at a receiver, nor processors that are shared: that is why `Auto` measures.
 """
 
 from __future__ import annotations
@@ -121,7 +121,8 @@ def _put(received: Tensor, targets: Sequence[Tensor]) -> None:
 class Direct(Route):
     """Each shard straight to its owner, each sum straight to all: two rounds of n - 1 messages.
 
-    What two-shot does, without recoding. The fewest rounds there are; large messages meet at their receivers.
+    It does what two-shot does, but encodes only once. No route has fewer rounds, but large messages meet at their
+    receivers.
 
     >>> from gradwire.codecs import Identity
     >>> Direct(Identity()).time_s(4_000_000, 4, Link(0.001, 1e-6))

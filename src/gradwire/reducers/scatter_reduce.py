@@ -1,4 +1,4 @@
-"""The first half of a two-shot: each rank ends with its own shard of the mean. What sharded training needs, alone."""
+"""The first half of a two-shot: each rank ends with its own shard of the mean, as sharded training wants it."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ class ShardwiseScatterReduce(Scatter):
     codec: Codec
 
     def contraction(self, grain: Grain) -> float | None:
-        """Half the codec's on the whole: k is rounded in every shard.
+        """Half of the codec's contraction for the whole tensor, since k is rounded in every shard.
 
         With z = density * d, max(1, round(z)) is at least 2/3 z in a shard and at most 4/3 z (or 1) on the whole.
         """

@@ -1,4 +1,4 @@
-"""What a rank's contribution decodes to on the other side, for exchanges: a payload, or all of it."""
+"""What the other side decodes of a rank's contribution, for exchanges: a payload's values, or all of the tensor."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ Encode = Callable[[Tensor, Key, Payload], None]
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What sums over ranks of tensors of `dtype` are taken in: float32, and for float64 that.
+    """The dtype in which tensors of `dtype` are summed over ranks: float64 for float64, else float32.
 
     >>> sum_dtype(torch.bfloat16)
     torch.float32
@@ -75,7 +75,7 @@ class Shards:
         return owned.stop - owned.start
 
     def padded(self, shard: Tensor) -> Tensor:
-        """One rank's shard with zeros behind the tensor's end; itself where none are missing."""
+        """One rank's shard, filled up with zeros behind the end of the tensor; itself where it is full."""
         return pad(shard, (0, self.size - shard.numel())) if shard.numel() < self.size else shard
 
     def rows(self, x: Tensor) -> Tensor:
@@ -112,7 +112,7 @@ class ShardedPayload(ABC):
 
     @abstractmethod
     def encode(self, x: Tensor, key: Key, encode: Encode) -> tuple[Tensor, Sent]:
-        """Return the rows of `x`, 1-d, shape (count, nbytes), and what they say, for error feedback."""
+        """Return the rows of `x`, 1-d, shape (count, nbytes), and what they decode to, for error feedback."""
 
     @abstractmethod
     def payload(self, row: Tensor, rank: int) -> Payload:
@@ -120,14 +120,14 @@ class ShardedPayload(ABC):
 
     @abstractmethod
     def decode_into(self, rows: Tensor, out: Tensor, key: Key) -> None:
-        """Overwrite `out`, 1-d, with what the rows of all owners say, each encoded with its owner's `key`."""
+        """Overwrite `out`, 1-d, with the values of the rows of all owners, each encoded with its owner's `key`."""
 
     def shard_key(self, key: Key, rank: int) -> Key:
         """The key that `encode` codes a rank's shard with, given that of the whole tensor."""
         return key
 
     def accumulate(self, row: Tensor, rank: int, into: Tensor, key: Key, alpha: float) -> None:
-        """into += alpha * what a row of `encode` says of a rank's shard; `key` is what it was encoded with."""
+        """into += alpha * the values of a row of `encode` for a rank's shard, which was encoded with `key`."""
         self.codec.accumulate(self.payload(row, rank), into, self.shard_key(key, rank), alpha=alpha)
 
     def empty_row(self, device: torch.device) -> Tensor:

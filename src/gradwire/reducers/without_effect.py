@@ -1,7 +1,7 @@
-"""What would change nothing: a spec that asks for it is refused, with what to do.
+"""Options that would change nothing: a spec with one of them is refused, with a sentence that says what to do.
 
-Whoever writes an option expects something of it, and would look for that in vain. A value that says what is so anyway,
-such as `warmup=0` or `node=1`, asks for nothing and is taken.
+A user who writes an option expects an effect. A value that asks for no effect, such as `warmup=0` or `node=1`, is
+accepted.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from gradwire.reducers.exchange import AllReduceExchange
 from gradwire.reducers.power_sgd import PowerSGD
 
 PLAIN = AllReduceExchange(Identity())
-"""What warm-ups and vectors are sent by: the gradient as it is."""
+"""The reducer of warm-ups and vectors: it sends the gradient as it is."""
 _VECTOR = ParameterSpec("bias", (1 << 20,), torch.float32, torch.device("cpu"))
 
 
@@ -57,7 +57,7 @@ def require_vectors(spec: str, reducer: Reducer) -> None:
 
 
 def require_memory(spec: str, reducer: Reducer) -> None:
-    """Refuse to say what error feedback takes for sent where there is none.
+    """Refuse `sent=` where there is no error feedback.
 
     Raises:
         CompositionError: `PowerSGD` with another `sent` than its own.
@@ -70,7 +70,7 @@ def require_memory(spec: str, reducer: Reducer) -> None:
 
 
 def require_room(spec: str, codec: Codec) -> None:
-    """Refuse to agree on how full payloads are where all are full.
+    """Refuse `allgatherv` where all payloads are full.
 
     Raises:
         CompositionError: a codec that uses all bytes of every payload.

@@ -20,7 +20,7 @@ from gradwire.reducers.base import Program, Reduced, Reducer, Step, Wrapper, req
 class WorkerMomentum(Wrapper):
     """Reduce a moving average of this rank's gradients:  m = momentum * m + (1 - momentum) * g.
 
-    The noise of a batch averages out before anything looks at the gradient. Rules against bad gradients choose by
+    The noise of a batch averages out before a rule sees the gradient. Rules against bad gradients choose by
     distances, which noise blurs: the noise of m is sqrt((1 - momentum) / (1 + momentum)) of that of g, while a bad
     rank's direction, which does not average out, stands apart. Over `EF21` it is EF21-SGDM, whose error does not grow
     with the noise of small batches.

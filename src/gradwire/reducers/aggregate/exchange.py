@@ -1,4 +1,4 @@
-"""Exchanges under a rule: who gets which columns of the n gradients, and how the result reaches everybody."""
+"""Exchanges with a rule: which rank gets which columns of the n gradients, and how the result reaches all ranks."""
 
 from __future__ import annotations
 

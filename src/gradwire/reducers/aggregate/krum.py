@@ -15,7 +15,7 @@ from gradwire.reducers.aggregate.rule import GeometricRule, Rule, TolerantRule, 
 
 @dataclass(frozen=True)
 class Krum(TolerantRule, GeometricRule):
-    """The one gradient whose n - bad - 2 nearest are nearest (Blanchard et al. 2017).
+    """The one gradient with the least sum of squared distances to its n - bad - 2 nearest (Blanchard et al. 2017).
 
         score(i) = sum of |x_i - x_j|^2 over the n - bad - 2 nearest j,    result = x_i of the least score
 
