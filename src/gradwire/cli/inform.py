@@ -51,7 +51,9 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     cost.add_argument(
         "--rate", default=None, metavar="RATE", help="also the time that links of this rate take: 100mbit"
     )
-    cost.add_argument("--latency", type=float, metavar="MS", help="of a message, with --rate (default: 0.1 ms)")
+    cost.add_argument(
+        "--latency", type=float, metavar="MS", help="of each message, in the times that --rate tells (default: 0.1 ms)"
+    )
     cost.add_argument("--step", type=int, default=1_000_000, metavar="N", help="which step (default: past any warm-up)")
     cost.set_defaults(run=run_cost)
 
@@ -139,7 +141,7 @@ def _costs(reducers: Mapping[str, Reducer], model: nn.Module, hosts: int, step: 
     costs = {spec: gradwire.cost(reducer, model, hosts, step=step) for spec, reducer in reducers.items()}
     nodes = any(found.inside_bytes for found in costs.values())
     sent = ["sent between nodes", "sent inside nodes"] if nodes else ["sent a step"]
-    table = _table(*sent, "ratio", "payload", "collectives", *(["ms at the link's rate"] if link else []))
+    table = _table(*sent, "ratio", "payload", "collectives", *(["ms on the link"] if link else []))
     dense = gradwire.cost(gradwire.parse("none"), model, hosts).wire_bytes
     for spec, found in costs.items():
         inside = [f"{found.inside_bytes:,} B"] if nodes else []

@@ -12,7 +12,7 @@ from torch import Tensor
 from gradwire.kernels.affine.reference import AFFINE_LEVELS
 from gradwire.kernels.runtime import pool
 from gradwire.kernels.runtime.compiling import array_of, compiled, inline
-from gradwire.kernels.runtime.tiles import Array, deliver, spread_over_threads
+from gradwire.kernels.runtime.tiles import Array, spread_over_threads, write_or_add_at
 
 
 @inline
@@ -109,7 +109,7 @@ def _affine_decode(into, block, scales, zeros, levels, alpha, overwrite):
         scale, zero = scales[b], np.int32(zeros[b])
         for i in range(start, stop):
             value = np.float32(np.int32(levels[np.uintp(i)]) - zero) * scale
-            deliver(value, into, np.uintp(i), alpha, overwrite)
+            write_or_add_at(value, into, np.uintp(i), alpha, overwrite)
 
 
 def affine_decode(

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from gradwire.kernels.runtime.torch_blocks import deliver, rows_of_blocks
+from gradwire.kernels.runtime.torch_blocks import rows_of_blocks, write_or_add
 
 AFFINE_LEVELS = 255
 _AFFINE_PIECE = 1 << 14
@@ -58,4 +58,4 @@ def affine_decode(
     scales: Tensor, zeros: Tensor, levels: Tensor, block: int, out: Tensor, weight: float | None = None
 ) -> None:
     for part, values in _affine_values(scales, zeros, levels, block):
-        deliver(values, out[part], weight)
+        write_or_add(values, out[part], weight)

@@ -16,10 +16,10 @@ from gradwire.kernels.runtime.compiling import array_of, compiled, inline
 from gradwire.kernels.runtime.tiles import (
     TILE,
     decode_blocks,
-    deliver,
     end_of_block,
     max_magnitude,
     tile_of_blocks,
+    write_or_add_at,
 )
 
 
@@ -51,6 +51,8 @@ def _subtract_decoded(x, start, stop, scale, levels, codes):
 
 @compiled("void(float32[::1], int64, int64, boolean, int64, int64, int64, uint8[::1], float32[::1], boolean)")
 def _block_int_encode(x, bits, block, stochastic, k0, k1, first, packed, scales, keep):
+    # `first` is the number of x[0] in the whole tensor, which random numbers are counted by. A tile is a multiple of 8
+    # elements, so its codes begin at a whole byte: elements come to `origin`, bytes to origin / 8 * bits.
     levels = np.int32((1 << (bits - 1)) - 1)
     k0, k1 = np.uint32(k0), np.uint32(k1)
     scales_raw, tile = scales.view(np.uint32), tile_of_blocks(block)
@@ -109,7 +111,7 @@ def _block_int_decode(packed, scales, bits, block, into, alpha, overwrite):
             stop = end_of_block(start, origin, block, piece.size)
             for i in range(start, stop):
                 value = (np.float32(np.int32(codes[np.uintp(i)])) - levels) * step
-                deliver(value, piece, np.uintp(i), alpha, overwrite)
+                write_or_add_at(value, piece, np.uintp(i), alpha, overwrite)
             start = stop
 
 

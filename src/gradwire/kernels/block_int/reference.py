@@ -7,7 +7,13 @@ from torch import Tensor
 
 from gradwire.kernels.packing.reference import pack_bits, unpack_bits
 from gradwire.kernels.random.reference import uniform
-from gradwire.kernels.runtime.torch_blocks import deliver, for_each_element, inverse_of, magnitude_bits, rows_of_blocks
+from gradwire.kernels.runtime.torch_blocks import (
+    for_each_element,
+    inverse_of,
+    magnitude_bits,
+    rows_of_blocks,
+    write_or_add,
+)
 
 
 def block_int_encode(
@@ -38,4 +44,4 @@ def _block_int_values(packed: Tensor, scales: Tensor, bits: int, block: int, num
 def block_int_decode(
     packed: Tensor, scales: Tensor, bits: int, block: int, out: Tensor, weight: float | None = None
 ) -> None:
-    deliver(_block_int_values(packed, scales, bits, block, out.numel()), out, weight)
+    write_or_add(_block_int_values(packed, scales, bits, block, out.numel()), out, weight)

@@ -14,7 +14,7 @@ from gradwire.kernels.packing.cpu import pack_below, unpack_codes
 from gradwire.kernels.random.cpu import word_at
 from gradwire.kernels.random.reference import uniform_words
 from gradwire.kernels.runtime.compiling import array_of, compiled, raw_bits_of
-from gradwire.kernels.runtime.tiles import TILE, deliver, max_magnitude, spread_over_threads
+from gradwire.kernels.runtime.tiles import TILE, max_magnitude, spread_over_threads, write_or_add_at
 from gradwire.kernels.runtime.vectors import bits_of, float_of
 
 
@@ -77,7 +77,7 @@ def _float8_decode(codes, exponents, mantissa, block, into, alpha, overwrite):
             bits = np.uint32(bits + offset) if magnitude >= normal else small
             bits = broken if magnitude >= special else bits
             sign = np.uint32(np.uint32(whole & np.uint32(0x80)) << np.uint32(24))
-            deliver(float_of(np.uint32(bits | sign)) * scale, into, np.uintp(i), alpha, overwrite)
+            write_or_add_at(float_of(np.uint32(bits | sign)) * scale, into, np.uintp(i), alpha, overwrite)
 
 
 def _mantissa(dtype: torch.dtype) -> int:
@@ -130,7 +130,7 @@ def _natural_decode(exponents, signs, into, alpha, overwrite):
         for i in range(piece.size):
             magnitude = np.uint32(np.uint32(codes[i]) << np.uint32(23))
             bits = np.uint32(magnitude | np.uint32(np.uint32(negative[i]) << np.uint32(31)))
-            deliver(float_of(bits), piece, i, alpha, overwrite)
+            write_or_add_at(float_of(bits), piece, i, alpha, overwrite)
 
 
 def natural_decode(exponents: Tensor, signs: Tensor, out: Tensor, weight: float | None = None) -> None:

@@ -8,11 +8,11 @@ from torch import Tensor
 from gradwire.kernels.packing.reference import pack_bits, unpack_bits
 from gradwire.kernels.random.reference import uniform
 from gradwire.kernels.runtime.torch_blocks import (
-    deliver,
     floats_of_bits,
     for_each_element,
     magnitude_bits,
     rows_of_blocks,
+    write_or_add,
 )
 
 BROKEN = 255
@@ -44,7 +44,7 @@ def _float8_values(codes: Tensor, exponents: Tensor, dtype: torch.dtype, block: 
 def float8_decode(
     codes: Tensor, exponents: Tensor, dtype: torch.dtype, block: int, out: Tensor, weight: float | None = None
 ) -> None:
-    deliver(_float8_values(codes, exponents, dtype, block), out, weight)
+    write_or_add(_float8_values(codes, exponents, dtype, block), out, weight)
 
 
 def natural_encode(x: Tensor, key: int, exponents: Tensor, signs: Tensor) -> None:
@@ -62,7 +62,7 @@ def _natural_values(exponents: Tensor, signs: Tensor) -> Tensor:
 
 
 def natural_decode(exponents: Tensor, signs: Tensor, out: Tensor, weight: float | None = None) -> None:
-    deliver(_natural_values(exponents, signs), out, weight)
+    write_or_add(_natural_values(exponents, signs), out, weight)
 
 
 def bfloat16_encode(x: Tensor, key: int, out: Tensor) -> None:

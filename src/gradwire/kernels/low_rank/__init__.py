@@ -39,22 +39,22 @@ _subtract_low_rank_ = Kernel(reference.subtract_low_rank_, "cpu", "cuda", "meta"
 _unit_rows_ = Kernel(reference.unit_rows_, "cpu")
 
 
-def unit_rows_(Q: Tensor, bits: int) -> None:
+def unit_rows_(Q: Tensor, seed: int) -> None:
     """Scale each row to a largest magnitude in [1, 2) by a power of two, which rounds nothing, in place.
 
     A row of zeros is redrawn: element i of the matrix, counted row by row, becomes 2 u_i - 1 with u =
-    `random.reference.uniform(bits)`. Rows that are not finite stay so.
+    `random.reference.uniform(seed)`. Rows that are not finite stay so.
 
     Args:
         Q: (rows, columns) float32, contiguous, changed in place.
-        bits: the key.
+        seed: the key.
 
     Raises:
         TypeError: not float32.
         ValueError: not 2-d and contiguous.
 
     >>> Q = torch.tensor([[0.0, -6.0], [0.0, 0.0]])
-    >>> unit_rows_(Q, bits=1)
+    >>> unit_rows_(Q, seed=1)
     >>> Q[0], bool((Q[1] != 0).any())
     (tensor([ 0.0000, -1.5000]), True)
     """
@@ -62,7 +62,7 @@ def unit_rows_(Q: Tensor, bits: int) -> None:
         raise TypeError(f"Q is {Q.dtype}, and kernels take torch.float32 only")
     if Q.ndim != 2 or not Q.is_contiguous():
         raise ValueError(f"Q has shape {tuple(Q.shape)} and strides {Q.stride()}; pass a contiguous matrix")
-    _unit_rows_.on(Q.device, Q.numel())(Q, bits)
+    _unit_rows_.on(Q.device, Q.numel())(Q, seed)
 
 
 LARGEST_RANK = 64

@@ -56,10 +56,10 @@ def _unit_rows(Q, raw, columns, k0, k1):
                 Q[i] = Q[i] * scale
 
 
-def unit_rows_(Q: Tensor, bits: int) -> None:
+def unit_rows_(Q: Tensor, seed: int) -> None:
     q = array_of(Q.view(-1))
     if q.size:
-        _unit_rows(q, q.view(np.uint32), Q.shape[1], *uniform_words(bits))
+        _unit_rows(q, q.view(np.uint32), Q.shape[1], *uniform_words(seed))
 
 
 _OUTER_PANEL = 16

@@ -15,12 +15,12 @@ from gradwire.kernels.rounding import square_root
 from gradwire.kernels.runtime.torch_blocks import add_segments
 
 
-def unit_rows_(Q: Tensor, bits: int) -> None:
+def unit_rows_(Q: Tensor, seed: int) -> None:
     """Scale by the power of two that brings a row's largest magnitude to [1, 2); redraw rows of zeros."""
     largest = Q.abs().amax(1, keepdim=True)
     exponent = largest.view(torch.int32) >> 23
     scale = ((254 - exponent).clamp(1, 254) << 23).view(torch.float32)
-    fresh = uniform(bits, Q.numel(), Q.device).view(Q.shape) * 2 - 1
+    fresh = uniform(seed, Q.numel(), Q.device).view(Q.shape) * 2 - 1
     Q.copy_(torch.where(largest == 0, fresh, Q * scale))
 
 

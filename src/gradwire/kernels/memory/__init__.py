@@ -64,15 +64,15 @@ def add_scaled_(into: Tensor, x: Tensor, alpha: float = 1.0) -> None:
     add(into, x, alpha)
 
 
-def round_bf16(x: Tensor, bits: int, out: Tensor) -> None:
+def round_bf16(x: Tensor, seed: int, out: Tensor) -> None:
     """Round stochastically to bfloat16: up, away from zero, with a chance of the part that is cut. Unbiased.
 
-    With m_i the bits of x_i as an integer and u = `random.reference.uniform(bits)`: (m_i + floor(2^16 u_i)) >> 16. What
+    With m_i the bits of x_i as an integer and u = `random.reference.uniform(seed)`: (m_i + floor(2^16 u_i)) >> 16. What
     would overflow is cut instead; infinity and NaN stay so.
 
     Args:
         x: (numel,) float32.
-        bits: the key.
+        seed: the key.
         out: (numel,) bfloat16, written.
 
     Raises:
@@ -85,7 +85,7 @@ def round_bf16(x: Tensor, bits: int, out: Tensor) -> None:
     tensor([ 1.0000, -2.5000], dtype=torch.bfloat16)
     """
     _require_half(x, out)
-    _round_bf16.on(x.device, x.numel())(x, bits, out)
+    _round_bf16.on(x.device, x.numel())(x, seed, out)
 
 
 def _require_half(x: Tensor, half: Tensor) -> None:

@@ -52,6 +52,6 @@ def _round_bf16(raw, out, first, k0, k1):
         out[i] = np.uint16(up if finite else cut | quiet)
 
 
-def round_bf16(x: Tensor, bits: int, out: Tensor) -> None:
-    raw, h, words = array_of(x).view(np.uint32), array_of(out.view(torch.int16)).view(np.uint16), uniform_words(bits)
+def round_bf16(x: Tensor, seed: int, out: Tensor) -> None:
+    raw, h, words = array_of(x).view(np.uint32), array_of(out.view(torch.int16)).view(np.uint16), uniform_words(seed)
     pool.run([functools.partial(_round_bf16, raw[i:j], h[i:j], i, *words) for i, j in pool.chunks(x.numel())])

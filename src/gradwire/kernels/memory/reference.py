@@ -21,11 +21,11 @@ def add_scaled_(into: Tensor, x: Tensor, alpha: float) -> None:
         piece.add_(part.to(into.dtype) * alpha)
 
 
-def round_bf16(x: Tensor, bits: int, out: Tensor) -> None:
+def round_bf16(x: Tensor, seed: int, out: Tensor) -> None:
     """Add sixteen random bits below the last one that is kept, and cut."""
     raw = x.view(torch.int32).to(torch.int64)
     cut = raw >> 16
-    up = (raw + (uniform(bits, x.numel(), x.device) * 65536).to(torch.int64)) >> 16
+    up = (raw + (uniform(seed, x.numel(), x.device) * 65536).to(torch.int64)) >> 16
     overflows = ((up & 0x7F80) == 0x7F80) | ~torch.isfinite(x)
     cut = torch.where(x.isnan(), cut | 0x40, cut)  # a NaN whose upper bits are zero would become infinity
     out.view(torch.int16).copy_(torch.where(overflows, cut, up))

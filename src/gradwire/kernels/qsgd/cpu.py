@@ -16,10 +16,10 @@ from gradwire.kernels.runtime.compiling import array_of, compiled, inline
 from gradwire.kernels.runtime.tiles import (
     TILE,
     decode_blocks,
-    deliver,
     end_of_block,
     sum_squares,
     tile_of_blocks,
+    write_or_add_at,
 )
 
 
@@ -96,11 +96,11 @@ def qsgd_encode(
 
 
 @inline
-def _deliver_levels(codes, start, stop, mask, step, into, alpha, overwrite):
+def _write_levels(codes, start, stop, mask, step, into, alpha, overwrite):
     for i in range(start, stop):
         code = np.int32(codes[np.uintp(i)])
         value = np.float32(np.int32(code & mask)) * step
-        deliver(-value if code > mask else value, into, np.uintp(i), alpha, overwrite)
+        write_or_add_at(-value if code > mask else value, into, np.uintp(i), alpha, overwrite)
 
 
 @compiled("void(uint8[::1], float32[::1], int64, int64, float32[::1], float32, boolean)")
@@ -117,9 +117,9 @@ def _qsgd_decode(packed, norms, levels, block, into, alpha, overwrite):
             step = norms[np.uintp((origin + start) // block)] / np.float32(levels)
             stop = end_of_block(start, origin, block, piece.size)
             if bits <= 8:
-                _deliver_levels(narrow, start, stop, mask, step, piece, alpha, overwrite)
+                _write_levels(narrow, start, stop, mask, step, piece, alpha, overwrite)
             else:
-                _deliver_levels(wide, start, stop, mask, step, piece, alpha, overwrite)
+                _write_levels(wide, start, stop, mask, step, piece, alpha, overwrite)
             start = stop
 
 

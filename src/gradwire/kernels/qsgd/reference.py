@@ -7,7 +7,7 @@ from torch import Tensor
 
 from gradwire.kernels.packing.reference import pack_bits, unpack_bits
 from gradwire.kernels.random.reference import uniform
-from gradwire.kernels.runtime.torch_blocks import deliver, for_each_element, inverse_of, rows_of_blocks
+from gradwire.kernels.runtime.torch_blocks import for_each_element, inverse_of, rows_of_blocks, write_or_add
 
 
 def qsgd_encode(
@@ -37,4 +37,4 @@ def _qsgd_values(packed: Tensor, norms: Tensor, levels: int, block: int, numel: 
 def qsgd_decode(
     packed: Tensor, norms: Tensor, levels: int, block: int, out: Tensor, weight: float | None = None
 ) -> None:
-    deliver(_qsgd_values(packed, norms, levels, block, out.numel()), out, weight)
+    write_or_add(_qsgd_values(packed, norms, levels, block, out.numel()), out, weight)

@@ -20,7 +20,7 @@ _permuted_indices = Kernel(reference.permuted_indices, "cpu", "cuda")
 _stratified_indices = Kernel(reference.stratified_indices, "cpu", "cuda")
 
 
-def permuted_indices(bits: int, numel: int, k: int, device: torch.device) -> Tensor:
+def permuted_indices(seed: int, numel: int, k: int, device: torch.device) -> Tensor:
     """The first k values of a keyed permutation of range(numel): k distinct indices, int32, in O(k) memory.
 
     A Feistel network of six rounds on a grid of a by b points, a = ceil(sqrt(numel)), b = ceil(numel / a).
@@ -35,7 +35,7 @@ def permuted_indices(bits: int, numel: int, k: int, device: torch.device) -> Ten
     2^-64 at most, is x - numel.
 
     Args:
-        bits: the key, 64 bits.
+        seed: the key, 64 bits.
         numel: size of the range, below 2^31.
         k: 0 to numel.
         device: where to.
@@ -48,10 +48,10 @@ def permuted_indices(bits: int, numel: int, k: int, device: torch.device) -> Ten
     """
     require_range("numel", numel, 0, 2**31 - 1)
     require_range("k", k, 0, numel)
-    return _permuted_indices.on(device, k)(bits, numel, k, device)
+    return _permuted_indices.on(device, k)(seed, numel, k, device)
 
 
-def stratified_indices(bits: int, numel: int, k: int, device: torch.device) -> Tensor:
+def stratified_indices(seed: int, numel: int, k: int, device: torch.device) -> Tensor:
     """One index of each of k strata of a turned circle of numel: (k,) int32, increasing, and each is as likely.
 
     The first numel mod k strata have ceil(numel / k) neighbours each, the others floor(numel / k). Of stratum j it is
@@ -63,7 +63,7 @@ def stratified_indices(bits: int, numel: int, k: int, device: torch.device) -> T
     in one pass over memory.
 
     Args:
-        bits: the key, 64 bits.
+        seed: the key, 64 bits.
         numel: size of the range, below 2^31.
         k: 0 to numel.
         device: where to.
@@ -76,20 +76,20 @@ def stratified_indices(bits: int, numel: int, k: int, device: torch.device) -> T
     """
     require_range("numel", numel, 0, 2**31 - 1)
     require_range("k", k, 0, numel)
-    return _stratified_indices.on(device, k)(bits, numel, k, device)
+    return _stratified_indices.on(device, k)(seed, numel, k, device)
 
 
-def gaussian(bits: int, shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """Standard normal numbers that depend on `bits` and their places alone, the same bits on every processor.
+def gaussian(seed: int, shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """Standard normal numbers that depend on `seed` and their places alone, the same bits on every processor.
 
-        x_i = Phi^-1(u_i + 2^-25),   u_i = uniform(bits)_i
+        x_i = Phi^-1(u_i + 2^-25),   u_i = uniform(seed)_i
 
     The inverse of the normal distribution function is that of Wichura 1988 (PPND7, relative error below 1e-7), with
     additions, multiplications, divisions, square roots and a logarithm made of these, all in float64. Magnitudes end
     at 5.4. Drawn on the CPU, so that every device gets the same; a device of `meta` gets no numbers.
 
     Args:
-        bits: the key, 64 bits.
+        seed: the key, 64 bits.
         shape: of the result.
         device: where to.
 
@@ -102,5 +102,5 @@ def gaussian(bits: int, shape: tuple[int, ...], device: torch.device) -> Tensor:
     if device.type == "meta":
         return torch.empty(shape, dtype=torch.float32, device=device)
     numel = torch.Size(shape).numel()
-    drawn = _gaussian.on(torch.device("cpu"), numel)(bits, numel)
+    drawn = _gaussian.on(torch.device("cpu"), numel)(seed, numel)
     return drawn.view(shape).to(device)

@@ -86,9 +86,9 @@ def _permuted_indices(out, first, numel, a, b, walks, words):
         out[i] = np.int32(x if x < n else x - n)
 
 
-def permuted_indices(bits: int, numel: int, k: int, device: torch.device) -> Tensor:
+def permuted_indices(seed: int, numel: int, k: int, device: torch.device) -> Tensor:
     out = torch.empty(k, dtype=torch.int32)
-    o, words = array_of(out), np.array(permutation_words(bits), np.uint32)
+    o, words = array_of(out), np.array(permutation_words(seed), np.uint32)
     a, b, walks = permutation_domain(numel)
     cuts = pool.chunks(k, weight=RANDOM_ACCESS_WEIGHT)
     pool.run([functools.partial(_permuted_indices, o[i:j], i, numel, a, b, walks, words) for i, j in cuts])
@@ -109,10 +109,10 @@ def _stratified_indices(out, begin, numel, k, size, longer, w0, w1, turn, first)
         out[i] = np.int32(_add_modulo(place, turn, n))
 
 
-def stratified_indices(bits: int, numel: int, k: int, device: torch.device) -> Tensor:
+def stratified_indices(seed: int, numel: int, k: int, device: torch.device) -> Tensor:
     out = torch.empty(k, dtype=torch.int32)
     if k:
-        o, words = array_of(out), strata(bits, numel, k)
+        o, words = array_of(out), strata(seed, numel, k)
         cuts = pool.chunks(k, weight=RANDOM_ACCESS_WEIGHT)
         pool.run([functools.partial(_stratified_indices, o[i:j], i, numel, k, *words) for i, j in cuts])
     return out
@@ -151,8 +151,8 @@ def _gaussian(out, first, k0, k1):
             out[i] = -far if q < 0 else far
 
 
-def gaussian(bits: int, numel: int) -> Tensor:
-    out, words = torch.empty(numel, dtype=torch.float32), uniform_words(bits)
+def gaussian(seed: int, numel: int) -> Tensor:
+    out, words = torch.empty(numel, dtype=torch.float32), uniform_words(seed)
     o, chunks = array_of(out), pool.chunks(numel, 1, 8)
     pool.run([functools.partial(_gaussian, o[i:j], i, *words) for i, j in chunks])
     return out

@@ -54,11 +54,11 @@ def _permuted_indices(out, k, numel, a, b, walks, w0, w1, w2, w3, w4, w5, TILE: 
     tl.store(out + at, tl.where(x < n, x, x - n).to(tl.int32), mask=at < k)
 
 
-def permuted_indices(bits: int, numel: int, k: int, device: torch.device) -> Tensor:
+def permuted_indices(seed: int, numel: int, k: int, device: torch.device) -> Tensor:
     """See `gradwire.kernels.permuted_indices`. Walking goes on only in tiles where a point is still outside."""
     out = torch.empty(k, dtype=torch.int32, device=device)
     a, b, walks = permutation_domain(numel)
-    words, tile = signed(permutation_words(bits)), 1024
+    words, tile = signed(permutation_words(seed)), 1024
     launch(_permuted_indices, ceil_div(k, tile), device, out, k, numel, a, b, walks, *words, TILE=tile, num_warps=4)
     return out
 
@@ -73,9 +73,9 @@ def _stratified_indices(out, k, numel, size, longer, w0, w1, turn, first, TILE: 
     tl.store(out + at, _add_modulo(place, word(turn), word(numel)).to(tl.int32), mask=at < k)
 
 
-def stratified_indices(bits: int, numel: int, k: int, device: torch.device) -> Tensor:
+def stratified_indices(seed: int, numel: int, k: int, device: torch.device) -> Tensor:
     out = torch.empty(k, dtype=torch.int32, device=device)
     if k:
-        words, tile = signed(strata(bits, numel, k)), 1024
+        words, tile = signed(strata(seed, numel, k)), 1024
         launch(_stratified_indices, ceil_div(k, tile), device, out, k, numel, *words, TILE=tile, num_warps=4)
     return out

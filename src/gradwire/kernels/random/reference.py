@@ -14,11 +14,11 @@ MASK32 = 0xFFFFFFFF
 PERMUTATION_ROUNDS = 6
 
 
-def key_words(bits: int, count: int) -> list[int]:
-    """Return `count` 32-bit words from splitmix64 seeded with `bits`, the low half of each output first."""
+def key_words(seed: int, count: int) -> list[int]:
+    """Return `count` 32-bit words from splitmix64 seeded with `seed`, the low half of each output first."""
     words: list[int] = []
     for j in range(1, -(-count // 2) + 1):
-        z = (bits + j * 0x9E3779B97F4A7C15) % (1 << 64)
+        z = (seed + j * 0x9E3779B97F4A7C15) % (1 << 64)
         z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) % (1 << 64)
         z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) % (1 << 64)
         z ^= z >> 31
@@ -26,14 +26,14 @@ def key_words(bits: int, count: int) -> list[int]:
     return words[:count]
 
 
-def uniform_words(bits: int) -> list[int]:
+def uniform_words(seed: int) -> list[int]:
     """The two words that key `uniform`."""
-    return key_words(bits, 2)
+    return key_words(seed, 2)
 
 
-def permutation_words(bits: int) -> list[int]:
+def permutation_words(seed: int) -> list[int]:
     """The words that key the rounds of `permuted_indices`, none of them shared with `uniform`."""
-    return key_words(bits, 2 + PERMUTATION_ROUNDS)[2:]
+    return key_words(seed, 2 + PERMUTATION_ROUNDS)[2:]
 
 
 T = TypeVar("T", Tensor, int)
@@ -49,13 +49,13 @@ def mix(x: T) -> T:
     return x ^ (x >> 16)
 
 
-def uniform(bits: int, numel: int, device: torch.device, start: int = 0) -> Tensor:
-    """Draw (numel,) float32 uniform in [0, 1): element i depends on `bits` and start + i alone.
+def uniform(seed: int, numel: int, device: torch.device, start: int = 0) -> Tensor:
+    """Draw (numel,) float32 uniform in [0, 1): element i depends on `seed` and start + i alone.
 
     Counter-based, and the same on every device; kernels that draw do so in their own loops. With c = start + i, below
     2^32:
 
-        z_j = splitmix64's j-th output from seed `bits`;  k0, k1 = low and high half of z_1
+        z_j = splitmix64's j-th output from seed `seed`;  k0, k1 = low and high half of z_1
         mix(x): x ^= x >> 16; x *= 0x7feb352d; x ^= x >> 15; x *= 0x846ca68b; x ^= x >> 16   (mod 2^32)
         u = (mix(mix(c ^ k0) ^ k1) >> 8) * 2^-24
 
@@ -67,7 +67,7 @@ def uniform(bits: int, numel: int, device: torch.device, start: int = 0) -> Tens
     >>> bool((uniform(7, 5, cpu)[2:] == uniform(7, 3, cpu, start=2)).all())
     True
     """
-    k0, k1 = uniform_words(bits)
+    k0, k1 = uniform_words(seed)
     counter = torch.arange(start, start + numel, device=device, dtype=torch.int64)
     return (mix(mix(counter ^ k0) ^ k1) >> 8).to(torch.float32) * 2.0**-24
 
@@ -86,10 +86,10 @@ def permutation_domain(numel: int) -> tuple[int, int, int]:
     return a, b, min(excess, walks)
 
 
-def permuted_indices(bits: int, numel: int, k: int, device: torch.device) -> Tensor:
+def permuted_indices(seed: int, numel: int, k: int, device: torch.device) -> Tensor:
     """The first k values of a Feistel permutation."""
     a, b, walks = permutation_domain(numel)
-    words = permutation_words(bits)
+    words = permutation_words(seed)
     x = _feistel(torch.arange(k, device=device, dtype=torch.int64), a, b, words)
     for _ in range(walks):
         x = torch.where(x < numel, x, _feistel(x, a, b, words))
@@ -106,13 +106,13 @@ def _feistel(x: Tensor, a: int, b: int, words: list[int]) -> Tensor:
     return left * b + right
 
 
-def strata(bits: int, numel: int, k: int) -> tuple[int, int, int, int, int, int]:
+def strata(seed: int, numel: int, k: int) -> tuple[int, int, int, int, int, int]:
     """Return what `stratified_indices` of k > 0 are made of: (size, longer, w0, w1, turn, first).
 
     There are `longer` strata of size + 1 and then some of `size`; `turn` is by how much the circle is turned; `first`
     is the first stratum whose index comes to lie behind the end, that is at the beginning.
     """
-    w0, w1, *halves = key_words(bits, 2 + PERMUTATION_ROUNDS + 4)[2 + PERMUTATION_ROUNDS :]
+    w0, w1, *halves = key_words(seed, 2 + PERMUTATION_ROUNDS + 4)[2 + PERMUTATION_ROUNDS :]
     turn = ((halves[1] << 32 | halves[0]) * numel) >> 64
     size, longer = divmod(numel, k)
     end = numel - turn
@@ -124,11 +124,11 @@ def strata(bits: int, numel: int, k: int) -> tuple[int, int, int, int, int, int]
     return size, longer, w0, w1, turn, first
 
 
-def stratified_indices(bits: int, numel: int, k: int, device: torch.device) -> Tensor:
+def stratified_indices(seed: int, numel: int, k: int, device: torch.device) -> Tensor:
     """One of each stratum, in increasing order."""
     if k == 0:
         return torch.empty(0, dtype=torch.int32, device=device)
-    size, longer, w0, w1, turn, first = strata(bits, numel, k)
+    size, longer, w0, w1, turn, first = strata(seed, numel, k)
     stratum = torch.arange(first, first + k, device=device, dtype=torch.int64) % k
     within = mix(mix(stratum ^ w0) ^ w1) * (size + (stratum < longer)) >> 32
     return ((stratum * size + stratum.clamp(max=longer) + within + turn) % numel).to(torch.int32)
@@ -143,8 +143,8 @@ LOG_2 = 0.6931471805599453
 SQRT_HALF = 0.7071067811865476
 
 
-def gaussian(bits: int, numel: int) -> Tensor:
-    u = uniform(bits, numel, torch.device("cpu")).double() + 2.0**-25
+def gaussian(seed: int, numel: int) -> Tensor:
+    u = uniform(seed, numel, torch.device("cpu")).double() + 2.0**-25
     q = u - 0.5
     centre = 0.180625 - q * q
     near = q * _polynomial(CENTRE[0], centre) / _polynomial(CENTRE[1], centre)

@@ -1,5 +1,5 @@
 # pyright: basic
-"""What kernels of blocks share: tiles, largest magnitudes and sums of blocks, and how decoded values are delivered.
+"""What kernels of blocks share: tiles, largest magnitudes and sums of blocks, and how decoded values are written.
 
 Codes pass through a scratch of one tile, which stays in the nearest cache, and are packed from there eight at a time.
 """
@@ -42,7 +42,7 @@ def tile_of_blocks(block):
 
 
 @inline
-def deliver(value, into, i, alpha, overwrite):
+def write_or_add_at(value, into, i, alpha, overwrite):
     """into[i] += alpha * value, where the product is rounded first, or into[i] = value."""
     into[i] = value if overwrite else into[i] + value * alpha
 

@@ -73,7 +73,7 @@ def add_segments(total: Tensor, products: Tensor) -> Tensor:
     return total
 
 
-def deliver(values: Tensor, out: Tensor, weight: float | None) -> None:
+def write_or_add(values: Tensor, out: Tensor, weight: float | None) -> None:
     """out = values; with a weight out += weight * values, where the product is rounded, then the sum."""
     if weight is None:
         out.copy_(values)

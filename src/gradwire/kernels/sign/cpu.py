@@ -14,10 +14,10 @@ from gradwire.kernels.runtime.compiling import array_of, compiled
 from gradwire.kernels.runtime.tiles import (
     TILE,
     decode_blocks,
-    deliver,
     end_of_block,
     sum_magnitudes,
     tile_of_blocks,
+    write_or_add_at,
 )
 from gradwire.kernels.sign.one_bit_cpu import majority, one_bit_decode, one_bit_encode
 
@@ -68,7 +68,7 @@ def _sign_decode(packed, scales, bits, block, into, alpha, overwrite):
             choose_by_bits(packed[origin // 8 :], start, stop, up, -up, values)
             start = stop
         for i in range(piece.size):
-            deliver(values[i], piece, i, alpha, overwrite)
+            write_or_add_at(values[i], piece, i, alpha, overwrite)
 
 
 def sign_decode(packed: Tensor, scales: Tensor, block: int, out: Tensor, weight: float | None = None) -> None:

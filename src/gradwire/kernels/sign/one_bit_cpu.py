@@ -12,10 +12,10 @@ from gradwire.kernels.packing.cpu import choose_by_bits, pack_at_least
 from gradwire.kernels.runtime.compiling import array_of, compiled, inline, sum_in_any_order
 from gradwire.kernels.runtime.tiles import (
     TILE,
-    deliver,
     end_of_block,
     spread_over_threads,
     tile_of_blocks,
+    write_or_add_at,
 )
 from gradwire.kernels.runtime.vectors import bits_of, count_ones, float_of
 
@@ -76,7 +76,7 @@ def _one_bit_decode(packed, means, block, into, alpha, overwrite):
             choose_by_bits(packed[origin // 8 :], start, stop, up, down, values)
             start = stop
         for i in range(piece.size):
-            deliver(values[i], piece, i, alpha, overwrite)
+            write_or_add_at(values[i], piece, i, alpha, overwrite)
 
 
 def one_bit_decode(packed: Tensor, means: Tensor, block: int, out: Tensor, weight: float | None = None) -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gradwire.kernels.packing.reference import pack_bits, unpack_bits
-from gradwire.kernels.runtime.torch_blocks import block_numels, deliver, for_each_element, rows_of_blocks
+from gradwire.kernels.runtime.torch_blocks import block_numels, for_each_element, rows_of_blocks, write_or_add
 
 
 def sign_encode(x: Tensor, block: int, packed: Tensor, scales: Tensor, keep: bool = False) -> None:
@@ -23,7 +23,7 @@ def _sign_values(packed: Tensor, scales: Tensor, block: int, numel: int) -> Tens
 
 
 def sign_decode(packed: Tensor, scales: Tensor, block: int, out: Tensor, weight: float | None = None) -> None:
-    deliver(_sign_values(packed, scales, block, out.numel()), out, weight)
+    write_or_add(_sign_values(packed, scales, block, out.numel()), out, weight)
 
 
 def one_bit_encode(x: Tensor, block: int, packed: Tensor, means: Tensor) -> None:
@@ -41,7 +41,7 @@ def _one_bit_values(packed: Tensor, means: Tensor, block: int, numel: int) -> Te
 
 
 def one_bit_decode(packed: Tensor, means: Tensor, block: int, out: Tensor, weight: float | None = None) -> None:
-    deliver(_one_bit_values(packed, means, block, out.numel()), out, weight)
+    write_or_add(_one_bit_values(packed, means, block, out.numel()), out, weight)
 
 
 def majority(ballots: Tensor, casting: int, out: Tensor) -> None:

@@ -17,18 +17,18 @@ _count_sketch = Kernel(reference.count_sketch, "cpu")
 _count_unsketch = Kernel(reference.count_unsketch, "cpu")
 
 
-def count_sketch(x: Tensor, bits: int, sketch: Tensor) -> None:
+def count_sketch(x: Tensor, seed: int, sketch: Tensor) -> None:
     """sketch[j, h_j(i)] = sum over i, in order, of s_j(i) * x[i] (Charikar, Chen & Farach-Colton 2002).
 
     Column and sign of element i in row j are computed on the fly from one word, with `mix` as in
-    `random.reference.uniform` and k the words of splitmix64 from seed `bits`, two a row:
+    `random.reference.uniform` and k the words of splitmix64 from seed `seed`, two a row:
 
         w = mix(mix(i ^ k_2j) ^ k_2j+1)
         s_j(i) = -1 where w is odd, else 1;   h_j(i) = floor((w >> 1) * columns / 2^31)
 
     Args:
         x: (numel,), numel below 2^31.
-        bits: the key.
+        seed: the key.
         sketch: (rows, columns) float32, contiguous, written; at least one column unless `x` is empty.
 
     Raises:
@@ -41,10 +41,10 @@ def count_sketch(x: Tensor, bits: int, sketch: Tensor) -> None:
     tensor([5., 5., 5.])
     """
     _require_sketch(x, sketch)
-    _count_sketch.on(x.device, x.numel())(x, bits, sketch)
+    _count_sketch.on(x.device, x.numel())(x, seed, sketch)
 
 
-def count_unsketch(sketch: Tensor, bits: int, out: Tensor) -> None:
+def count_unsketch(sketch: Tensor, seed: int, out: Tensor) -> None:
     """out[i] = median over rows j of s_j(i) * sketch[j, h_j(i)], NaN where one of them is.
 
     The error of an estimate is beyond |x| sqrt(8 / columns) with a chance that falls exponentially in the number of
@@ -52,7 +52,7 @@ def count_unsketch(sketch: Tensor, bits: int, out: Tensor) -> None:
 
     Args:
         sketch: (rows, columns) float32, rows odd.
-        bits: the key that sketched it.
+        seed: the key that sketched it.
         out: (numel,) float32, written.
 
     Raises:
@@ -66,7 +66,7 @@ def count_unsketch(sketch: Tensor, bits: int, out: Tensor) -> None:
     tensor(5.)
     """
     _require_sketch(out, sketch)
-    _count_unsketch.on(out.device, out.numel())(sketch, bits, out)
+    _count_unsketch.on(out.device, out.numel())(sketch, seed, out)
 
 
 def _require_sketch(x: Tensor, sketch: Tensor) -> None:

@@ -38,8 +38,8 @@ def _count_sketch(x, row, k0, k1):
             row[tile[i] >> np.uint32(1)] += -value if tile[i] & np.uint32(1) else value
 
 
-def count_sketch(x: Tensor, bits: int, sketch: Tensor) -> None:
-    rows = zip(array_of(sketch), sketch_words(bits, sketch.shape[0]), strict=True)
+def count_sketch(x: Tensor, seed: int, sketch: Tensor) -> None:
+    rows = zip(array_of(sketch), sketch_words(seed, sketch.shape[0]), strict=True)
     tasks = [functools.partial(_count_sketch, array_of(x), row, *words) for row, words in rows]
     _run(tasks, x.numel())
 
@@ -101,6 +101,6 @@ def _count_unsketch(sketch, keys, first, out):
                 out[start + i] = _median(values)
 
 
-def count_unsketch(sketch: Tensor, bits: int, out: Tensor) -> None:
-    s, o, keys = array_of(sketch), array_of(out), np.array(sketch_words(bits, sketch.shape[0]), np.uint32)
+def count_unsketch(sketch: Tensor, seed: int, out: Tensor) -> None:
+    s, o, keys = array_of(sketch), array_of(out), np.array(sketch_words(seed, sketch.shape[0]), np.uint32)
     pool.run([functools.partial(_count_unsketch, s, keys, i, o[i:j]) for i, j in pool.chunks(out.numel())])

@@ -12,10 +12,10 @@ from gradwire.kernels.random.cpu import uniform_at
 from gradwire.kernels.random.reference import uniform_words
 from gradwire.kernels.runtime.compiling import array_of, compiled, inline
 from gradwire.kernels.runtime.tiles import (
-    deliver,
     max_magnitude,
     spread_over_threads,
     sum_squares,
+    write_or_add_at,
 )
 
 
@@ -113,7 +113,7 @@ def _ternary_decode(packed, scales, block, digits, into, alpha, overwrite):
         scale = scales[np.uintp(start // block)]
         _unpack_digits(packed, start // digits, -(-piece.size // digits), digits, rest, scale, values)
         for i in range(piece.size):
-            deliver(values[i], piece, i, alpha, overwrite)
+            write_or_add_at(values[i], piece, i, alpha, overwrite)
 
 
 @inline

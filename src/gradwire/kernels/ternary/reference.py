@@ -9,10 +9,10 @@ from torch.nn.functional import pad
 from gradwire.kernels.random.reference import uniform
 from gradwire.kernels.runtime.torch_blocks import (
     block_numels,
-    deliver,
     for_each_element,
     magnitude_bits,
     rows_of_blocks,
+    write_or_add,
 )
 
 
@@ -67,4 +67,4 @@ def _ternary_values(packed: Tensor, scales: Tensor, block: int, digits: int, num
 def ternary_decode(
     packed: Tensor, scales: Tensor, block: int, digits: int, out: Tensor, weight: float | None = None
 ) -> None:
-    deliver(_ternary_values(packed, scales, block, digits, out.numel()), out, weight)
+    write_or_add(_ternary_values(packed, scales, block, digits, out.numel()), out, weight)

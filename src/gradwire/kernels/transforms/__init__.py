@@ -79,15 +79,15 @@ def _require_rows(x: Tensor, k: int, values: Tensor, codes: Tensor) -> None:
         raise ValueError(f"{k} of {x.shape[1]} columns of {x.shape[0]} rows: values and codes have another size")
 
 
-def hadamard_encode(x: Tensor, block: int, bits: int, chosen: Tensor, out: Tensor) -> None:
+def hadamard_encode(x: Tensor, block: int, seed: int, chosen: Tensor, out: Tensor) -> None:
     """For every block of x: out = (H D x)[chosen] / sqrt(block), H the Hadamard matrix in Sylvester's order, D signs.
 
-    D_i is 1 where u_i < 1/2, u = `random.reference.uniform(bits)`, else -1. The last block is filled up with zeros.
+    D_i is 1 where u_i < 1/2, u = `random.reference.uniform(seed)`, else -1. The last block is filled up with zeros.
 
     Args:
         x: (numel,) float32.
         block: a power of two.
-        bits: the key of the signs.
+        seed: the key of the signs.
         chosen: (k,) int32, rows of H that are kept: each below `block`, the caller's duty.
         out: (ceil(numel / block) * k,) float32, written.
 
@@ -101,18 +101,18 @@ def hadamard_encode(x: Tensor, block: int, bits: int, chosen: Tensor, out: Tenso
     2.0
     """
     _require_blocks(x, block, chosen, out)
-    _hadamard_encode.on(x.device, x.numel())(x, block, bits, chosen, out)
+    _hadamard_encode.on(x.device, x.numel())(x, block, seed, chosen, out)
 
 
 def hadamard_accumulate(
-    values: Tensor, block: int, bits: int, chosen: Tensor, into: Tensor, alpha: float = 1.0
+    values: Tensor, block: int, seed: int, chosen: Tensor, into: Tensor, alpha: float = 1.0
 ) -> None:
     """For every block: into += alpha * D H z / sqrt(block), z the values at `chosen` and zero elsewhere.
 
     Args:
         values: what `hadamard_encode` writes.
         block: a power of two.
-        bits: the key of the signs.
+        seed: the key of the signs.
         chosen: (k,) int32, distinct.
         into: (numel,) float32, changed in place.
         alpha: rounded to float32.
@@ -128,7 +128,7 @@ def hadamard_accumulate(
     tensor([0., 0., 0., 0.])
     """
     _require_blocks(into, block, chosen, values)
-    _hadamard_accumulate.on(into.device, into.numel())(values, block, bits, chosen, into, alpha)
+    _hadamard_accumulate.on(into.device, into.numel())(values, block, seed, chosen, into, alpha)
 
 
 def _require_blocks(x: Tensor, block: int, chosen: Tensor, values: Tensor) -> None:

@@ -125,8 +125,8 @@ def _hadamard_encode(x, block, first, k0, k1, chosen, scale, out):
             target[j] = scratch[chosen[j]] * scale
 
 
-def hadamard_encode(x: Tensor, block: int, bits: int, chosen: Tensor, out: Tensor) -> None:
-    a, c, o, (k0, k1) = array_of(x), array_of(chosen), array_of(out), uniform_words(bits)
+def hadamard_encode(x: Tensor, block: int, seed: int, chosen: Tensor, out: Tensor) -> None:
+    a, c, o, (k0, k1) = array_of(x), array_of(chosen), array_of(out), uniform_words(seed)
     scale, k = np.float32(block**-0.5), chosen.numel()
     tasks = [
         functools.partial(_hadamard_encode, a[i:j], block, i, k0, k1, c, scale, o[i // block * k : -(-j // block) * k])
@@ -151,8 +151,8 @@ def _hadamard_accumulate(values, block, first, k0, k1, chosen, scale, into, alph
             piece[i] += scratch[i] * scale * alpha
 
 
-def hadamard_accumulate(values: Tensor, block: int, bits: int, chosen: Tensor, into: Tensor, alpha: float) -> None:
-    v, c, o, (k0, k1) = array_of(values), array_of(chosen), array_of(into), uniform_words(bits)
+def hadamard_accumulate(values: Tensor, block: int, seed: int, chosen: Tensor, into: Tensor, alpha: float) -> None:
+    v, c, o, (k0, k1) = array_of(values), array_of(chosen), array_of(into), uniform_words(seed)
     scale, k, run = np.float32(block**-0.5), chosen.numel(), _hadamard_accumulate
     factor = np.float32(alpha)
     tasks = [

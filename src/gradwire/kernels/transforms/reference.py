@@ -27,9 +27,9 @@ def combine_rows(values: Tensor, codes: Tensor, basis: Tensor, out: Tensor) -> N
         out.add_(v[:, j : j + 1] * basis[c[:, j]])
 
 
-def _signs(bits: int, numel: int, device: torch.device) -> Tensor:
-    """1 where uniform(bits) is below a half, else -1."""
-    return torch.where(uniform(bits, numel, device) < 0.5, 1.0, -1.0)
+def _signs(seed: int, numel: int, device: torch.device) -> Tensor:
+    """1 where uniform(seed) is below a half, else -1."""
+    return torch.where(uniform(seed, numel, device) < 0.5, 1.0, -1.0)
 
 
 def _hadamard(x: Tensor) -> Tensor:
@@ -43,15 +43,15 @@ def _hadamard(x: Tensor) -> Tensor:
     return x.view(rows, size)
 
 
-def hadamard_encode(x: Tensor, block: int, bits: int, chosen: Tensor, out: Tensor) -> None:
+def hadamard_encode(x: Tensor, block: int, seed: int, chosen: Tensor, out: Tensor) -> None:
     """Signs, transform, scale, select."""
-    signed = pad(x * _signs(bits, x.numel(), x.device), (0, -x.numel() % block)).view(-1, block)
+    signed = pad(x * _signs(seed, x.numel(), x.device), (0, -x.numel() % block)).view(-1, block)
     out.view(signed.shape[0], chosen.numel()).copy_(_hadamard(signed)[:, chosen.long()] * block**-0.5)
 
 
-def hadamard_accumulate(values: Tensor, block: int, bits: int, chosen: Tensor, into: Tensor, alpha: float) -> None:
+def hadamard_accumulate(values: Tensor, block: int, seed: int, chosen: Tensor, into: Tensor, alpha: float) -> None:
     """Place, transform, scale, signs."""
     spread = torch.zeros(-(-into.numel() // block), block, dtype=torch.float32, device=into.device)
     spread[:, chosen.long()] = values.view(spread.shape[0], chosen.numel())
-    signed = (_hadamard(spread) * block**-0.5).view(-1)[: into.numel()] * _signs(bits, into.numel(), into.device)
+    signed = (_hadamard(spread) * block**-0.5).view(-1)[: into.numel()] * _signs(seed, into.numel(), into.device)
     into.add_(signed * alpha)
