@@ -60,7 +60,7 @@ def as_task(made: object, name: str) -> Task:
     if not isinstance(made, Task):
         raise TaskError(
             f"task {name} returned {type(made).__name__}; "
-            "return a gradwire.bench.tasks.Task, or (model, batch, loss, metric)"
+            "return a gradwire.bench.task.Task, or (model, batch, loss, metric)"
         )
     if not isinstance(cast(object, made.model), nn.Module):
         raise TaskError(f"task {name}: the model is {type(made.model).__name__}, not a torch.nn.Module")

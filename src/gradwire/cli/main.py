@@ -35,7 +35,7 @@ methods
 tasks
   bytes                 a byte-level GPT of 1.85 M parameters on the standard library's sources, or on --text
   digits                8x8 handwritten digits, a small convolutional net
-  package.module:name   your own: a function of a seed that returns a gradwire.bench.tasks.Task,
+  package.module:name   your own: a function of a seed that returns a gradwire.bench.task.Task,
                         or (model, batch, loss, metric)
 
 targets

@@ -17,6 +17,10 @@ group, no hidden randomness. It declares what it is, so that nonsense is refused
   tensor cannot be cut into shards of equal payloads (top-k).
 - `layout(numel, dtype)`: the exact wire format, so `payload_bytes` is a fact and no estimate.
 - `shows_non_finite`: a NaN or an infinity in the tensor always makes the decoded tensor non-finite somewhere.
+- `absolute_error(numel)`: of a codec that is no contraction, a bound on the error of each element, or None.
+
+Four members may be overridden besides: `second_shot_codec` (what a mean is encoded with, where that is another codec),
+`encode_divided_into`, `accumulate` (by default it decodes into a tensor of its own), and `used_bytes`.
 
 `encode_into` must not change its input; `encode_keeping_into` leaves in it what was not sent. Inputs are 1-d and
 contiguous; reducers flatten.

@@ -63,7 +63,11 @@ def decode_blocks(
     into: Tensor,
     alpha: float | None,
 ) -> None:
-    """Spread a decoder over the pool, cut at blocks; overwrite where alpha is None."""
+    """Spread a decoder over the pool, cut at blocks; overwrite where alpha is None.
+
+    `kernel` is called as kernel(packed, scales, parameter, block, into, alpha, overwrite). `bits` are those of a code,
+    by which `packed` is cut; `parameter` is what the kernel wants to know of its codes, such as their bits or levels.
+    """
     p, s, o, factor = array_of(packed), array_of(scales), array_of(into), np.float32(alpha or 0.0)
     pool.run(
         [
@@ -99,5 +103,5 @@ Array = np.ndarray[Any, Any]
 
 
 def spread_over_threads(numel: int, granule: int, task: Callable[[int, int], functools.partial[Any]]) -> None:
-    """Run `task(start, stop)` over the pool."""
+    """Run the calls that `task(start, stop)` returns over the pool, for pieces cut at multiples of `granule`."""
     pool.run([task(i, j) for i, j in pool.chunks(numel, granule)])
