@@ -23,6 +23,7 @@ from gradwire.asynchronous.sockets.host import Host
 from gradwire.asynchronous.sockets.line import Far
 from gradwire.asynchronous.wire import Kind, Message, plain
 from gradwire.bench.ranks import run_function
+from gradwire.core.errors import StepError
 from gradwire.sending import Sending
 
 RANKS = 3
@@ -246,3 +247,24 @@ def test_a_frame_that_ends_early_is_no_frame() -> None:
 def test_lengths_are_looked_at_before_anything_is_allocated() -> None:
     with pytest.raises(CommunicationError, match="are the most"):
         lengths_of(head_of(plain(Kind.JOIN, 0), 17)[:HEAD], 16)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("with_closure", [False, True])
+def test_hogwild_keeps_what_is_not_finite_from_the_shared_model(with_closure: bool) -> None:
+    model = nn.Linear(3, 2)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    optimizer = parse("hogwild").optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+
+    def closure() -> torch.Tensor:
+        loss = model(torch.full((1, 3), float("nan"))).sum()
+        loss.backward()
+        return loss
+
+    if not with_closure:
+        closure()
+    with pytest.raises(StepError, match=r"the gradient of 'weight' is not finite.*lower the learning rates"):
+        optimizer.step(closure if with_closure else None)
+    assert all(torch.equal(now, then) for now, then in zip(model.parameters(), before, strict=True))
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    optimizer.close()

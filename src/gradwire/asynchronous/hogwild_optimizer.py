@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import socket
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +99,7 @@ class HogwildOptimizer(Wrapper):
         """Step the inner optimizer on what all ranks share; return the loss.
 
         Raises:
-            StepError: after `finish` or `close`.
+            StepError: after `finish` or `close`, or a gradient that is not finite; the model is as it was then.
         """
         if not self._is_open:
             raise StepError("this optimizer has finished: make a new one to go on from the model as it is")
@@ -107,14 +107,32 @@ class HogwildOptimizer(Wrapper):
 
     def step_inner(self, closure: Any) -> Any:
         """The inner optimizer's step, with a share of its learning rates."""
+        if closure is None:
+            self._require_finite()
         rates = [group["lr"] for group in self.inner.param_groups]
         try:
             for group, rate in zip(self.inner.param_groups, rates, strict=True):
                 group["lr"] = rate / self._counts.numel()
-            return super().step_inner(closure)
+            return super().step_inner(None if closure is None else lambda: self._finite_after(closure))
         finally:
             for group, rate in zip(self.inner.param_groups, rates, strict=True):
                 group["lr"] = rate
+
+    def _finite_after(self, closure: Callable[[], Any]) -> Any:
+        loss = closure()
+        self._require_finite()
+        return loss
+
+    def _require_finite(self) -> None:
+        """Nothing but finite gradients may change what all ranks share: nobody could take the change back."""
+        for name, parameter in self._parameters.items():
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            values = gradient.coalesce().values() if gradient.is_sparse else gradient
+            if not bool(values.isfinite().all()):
+                raise StepError(f"the gradient of {name!r} is not finite, and the model that all ranks share was left "
+                                "as it is: lower the learning rates")  # fmt: skip
 
     @override
     def after_step(self) -> None:
