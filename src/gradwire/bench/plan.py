@@ -39,7 +39,7 @@ class ComparisonPlan:
 
     @property
     def evaluate_every(self) -> int:
-        """Steps between evaluations."""
+        """Steps between two evaluations."""
         assert self.options.evaluate_every is not None, "a plan has filled it in"
         return self.options.evaluate_every
 

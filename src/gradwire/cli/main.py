@@ -1,4 +1,4 @@
-"""The `gradwire` command."""
+"""The `gradwire` command: its parser, and what runs each part of it."""
 
 from __future__ import annotations
 

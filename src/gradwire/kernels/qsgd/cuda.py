@@ -1,5 +1,5 @@
 # pyright: basic, reportGeneralTypeIssues=false, reportAssignmentType=false, reportOperatorIssue=false
-"""QSGD on GPUs."""
+"""QSGD on GPUs, in Triton."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # pyright: basic, reportGeneralTypeIssues=false, reportAssignmentType=false, reportOperatorIssue=false
-"""Signs on GPUs."""
+"""Signs on GPUs, in Triton."""
 
 from __future__ import annotations
 
