@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from typing import Any
 
@@ -56,16 +57,12 @@ def write_chosen(raw, start, word, first, indices, values, n):
     return n
 
 
-@compiled("int64(uint32[::1], int64, int64, int32[::1], uint32[::1])")
+@compiled("void(uint32[::1], int64, int64, int32[::1], uint32[::1])")
 def _write_from(raw, first, least, indices, values):
-    """Write elements of magnitude `least` or more, and where they are; return how many, or -1 where room is short."""
-    n, whole, room, bound = np.uintp(0), raw.size // RUN * RUN, np.uintp(indices.size), bound_of(least)
+    """Write elements of magnitude `least` or more, and where they are: there is room for just these."""
+    n, whole, bound = np.uintp(0), raw.size // RUN * RUN, bound_of(least)
     for start in range(0, raw.size, RUN):
-        word = mask_of_64(raw, start, whole, bound)
-        if n + np.uintp(count_ones(word)) > room:
-            return -1
-        n = write_chosen(raw, start, word, first, indices, values, n)
-    return np.int64(n)
+        n = write_chosen(raw, start, mask_of_64(raw, start, whole, bound), first, indices, values, n)
 
 
 @compiled("void(uint32[::1], int64, int64, int64, int32[::1], uint32[::1])")
@@ -139,19 +136,21 @@ def guessed_least(raw: Words, k: int) -> int:
     return max(1, kth_largest(sample, min(sample.size, int(mean + 6 * deviation + 2))))
 
 
-def candidates_from(
-    raw: Words, cuts: list[pool.Chunk], least: int, room: int | None = None
-) -> list[tuple[Words, Words]] | None:
-    """Indices and bits of elements of magnitude `least` or more, by piece; None where a piece has more than `room`.
+def candidates_from(pieces: list[Words], least: int, counts: list[int]) -> list[tuple[Words, Words]]:
+    """Indices and bits of elements of magnitude `least` or more, by piece, when `counts_from` has counted them.
 
-    What is reserved for a piece is as large as the piece. The system gives memory only where something is written.
+    Counting first costs a pass over memory, and nothing is reserved that is not needed.
     """
-    sizes = [j - i if room is None else min(j - i, room) for i, j in cuts]
-    buffers = [(new_words(size).view(np.int32), new_words(size)) for size in sizes]
+    starts = itertools.accumulate((piece.size for piece in pieces[:-1]), initial=0)
+    found = [(new_words(n).view(np.int32), new_words(n)) for n in counts]
     tasks = [
-        functools.partial(_write_from, raw[i:j], i, least, *both) for (i, j), both in zip(cuts, buffers, strict=True)
+        functools.partial(_write_from, piece, start, least, *buffers)
+        for piece, start, buffers in zip(pieces, starts, found, strict=True)
     ]
-    counts = pool.run(tasks)
-    if min(counts) < 0:
-        return None
-    return [(places[:n], words[:n]) for (places, words), n in zip(buffers, counts, strict=True)]
+    pool.run(tasks, numel=sum(piece.size for piece in pieces))
+    return found
+
+
+def magnitudes_of_all(pieces: list[Words]) -> Words:
+    """The magnitudes of several pieces, one after the other; new."""
+    return magnitudes_of(pieces[0]) if len(pieces) == 1 else np.concatenate([magnitudes_of(piece) for piece in pieces])

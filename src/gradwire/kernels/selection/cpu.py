@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from gradwire.kernels.selection.candidates import (
     guessed_least,
     kth_largest,
     magnitudes_of,
+    magnitudes_of_all,
     write_largest,
 )
 from gradwire.kernels.sparse.cpu import scatter_add_
@@ -38,11 +40,12 @@ def all_finite(x: Tensor) -> Tensor:
 
 
 def topk(x: Tensor, k: int, values: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    chosen = _chosen(raw_bits_of(x), k)
     values = torch.empty(k, dtype=torch.float32) if values is None else values
     direct = values.dtype == torch.float32 and values.is_contiguous()
     indices, found = torch.empty(k, dtype=torch.int32), values if direct else torch.empty(k, dtype=torch.float32)
     if k:
-        _write_largest(raw_bits_of(x), array_of(indices), raw_bits_of(found))
+        _write(chosen, array_of(indices), raw_bits_of(found))
     if not direct:
         values.copy_(found)
     return indices, values
@@ -52,37 +55,54 @@ def topk_indices(x: Tensor, k: int) -> Tensor:
     return topk(x, k)[0]
 
 
-def _write_largest(raw: Words, indices: Words, values: Words) -> None:
-    """Write as many of the largest as there is room for: those among the candidates above a magnitude that is guessed.
+class _Chosen(NamedTuple):
+    """Pieces of words that hold the largest, the least of these, and where each piece's words are in the tensor.
+
+    Without `places` the pieces are the tensor itself.
+    """
+
+    pieces: list[Words]
+    threshold: int
+    places: list[Words] | None = None
+
+
+def _chosen(raw: Words, k: int) -> _Chosen:
+    """The k largest are among the candidates above a magnitude that is guessed; where these are few, they are kept.
 
     Where that guess was wrong, and where there is little to look through, all are candidates.
     """
-    k, cuts = indices.size, pool.chunks(raw.size)
-    pieces = [raw[i:j] for i, j in cuts]
+    pieces = [raw[i:j] for i, j in pool.chunks(raw.size)]
+    if not 0 < k < raw.size:
+        return _Chosen(pieces, 0)
     if raw.size >= SAMPLED and 2 * k <= raw.size:
         least = guessed_least(raw, k)
-        candidates = candidates_from(raw, cuts, least) or []
-        found = sum(words.size for _, words in candidates)
-        if found >= k:
-            _write_from_candidates(candidates, indices, values)
-            return
+        counts = counts_from(pieces, least)
+        if sum(counts) >= k:
+            candidates = candidates_from(pieces, least, counts)
+            words, places = [each for _, each in candidates], [each for each, _ in candidates]
+            if sum(counts) <= raw.size // _FEW:
+                return _Chosen(words, kth_largest(magnitudes_of_all(words), k), places)
+            del candidates, places  # before there is a copy of the words
+            return _Chosen(pieces, kth_largest(magnitudes_of_all(words), k))
         if least == 1:  # a sparse tensor, whose k-th largest is 0
-            _write_those_from(pieces, 0, indices, values)
-            return
-    _write_those_from(pieces, kth_largest(magnitudes_of(raw), k), indices, values)
+            return _Chosen(pieces, 0)
+    return _Chosen(pieces, kth_largest(magnitudes_of(raw), k))
 
 
-def _write_from_candidates(candidates: list[tuple[Words, Words]], indices: Words, values: Words) -> None:
-    magnitudes = np.concatenate([magnitudes_of(words) for _, words in candidates])
-    shares = _write_those_from(
-        [words for _, words in candidates], kth_largest(magnitudes, indices.size), indices, values, together=False
-    )
-    for (places, _), share in zip(candidates, shares, strict=True):
-        indices[share] = places[indices[share]]
+_FEW = 8
+"""Candidates that are no more than this part of a tensor are kept: they take less memory than the tensor."""
+
+
+def _write(chosen: _Chosen, indices: Words, values: Words) -> None:
+    """Write as many of the largest as there is room for, and where they are."""
+    shares = _write_those_from(chosen.pieces, chosen.threshold, indices, values, together=chosen.places is None)
+    if chosen.places is not None:
+        for places, share in zip(chosen.places, shares, strict=True):
+            indices[share] = places[indices[share]]
 
 
 def _write_those_from(
-    pieces: list[Words], threshold: int, indices: Words, values: Words, together: bool = True
+    pieces: list[Words], threshold: int, indices: Words, values: Words, together: bool
 ) -> list[slice]:
     """Write the largest, of which `threshold` is the least; return which of all each piece has written.
 
@@ -101,14 +121,16 @@ def _write_those_from(
 
 
 def at_least(x: Tensor, tau: Tensor, values: Tensor) -> Tensor:
-    """One pass; where there are too many, the largest of all are the largest of those above tau."""
+    """Where there are too many, the largest of all are the largest of those above tau."""
     raw, most = raw_bits_of(x), values.numel()
     if not raw.size:
         return torch.empty(0, dtype=torch.int32)
     least = int(min(raw_bits_of(tau.reshape(1))[0] & 0x7FFFFFFF, CANONICAL_NAN))
-    candidates = candidates_from(raw, pool.chunks(raw.size), least, most)
-    if candidates is None or sum(words.size for _, words in candidates) > most:
+    pieces = [raw[i:j] for i, j in pool.chunks(raw.size)]
+    counts = counts_from(pieces, least)
+    if sum(counts) > most:
         return topk(x, most, values)[0]
+    candidates = candidates_from(pieces, least, counts)
     indices = np.concatenate([places for places, _ in candidates])
     raw_bits_of(values)[: indices.size] = np.concatenate([words for _, words in candidates])
     values[indices.size :] = 0
