@@ -62,9 +62,9 @@ def short(parameters: Mapping[str, Tensor], grant: Grant) -> Result:
 
 
 def kills(folder: Path) -> dict[str, Any]:
-    """A worker is killed, then a server."""
+    """A worker is killed; then a server, between its snapshots at 64 and 128 pushes, so that some pushes are lost."""
     job = Job(
-        START, ASGD(1 / 16), counting, workers=WORKERS, pushes=240, pace=Bounded(4), folder=folder, snapshot_every=10
+        START, ASGD(1 / 16), counting, workers=WORKERS, pushes=240, pace=Bounded(4), folder=folder, snapshot_every=64
     )
     with Running(job, servers=2) as running:
         running.wait_for(20, DEADLINE_S)

@@ -45,6 +45,28 @@ def test_everyone_hears_everyone_in_rank_order() -> None:
     assert met(*map(thrice, range(4))) == [[[[rank, turn] for rank in range(4)] for turn in range(3)]] * 4
 
 
+class Late(Meeting):
+    """Sees what it waits for 0.3 s after that has come."""
+
+    @staticmethod
+    def _until(come: Callable[[], bool], end: float) -> bool:
+        came = Meeting._until(come, end)
+        time.sleep(0.3)
+        return came
+
+
+def test_the_lead_stays_until_all_have_read_what_it_told() -> None:
+    """The store may live in its process, which may end as soon as this has returned."""
+    store, heard = HashStore(), list[Any]()
+    late = threading.Thread(target=lambda: heard.append(Late(store, "test", 1, range(2)).exchange("save", 1, 30)))
+    began_s = time.monotonic()
+    late.start()
+    assert Meeting(store, "test", 0, range(2)).exchange("save", 0, 30) == [0, 1]
+    assert time.monotonic() - began_s > 0.6  # it came 0.3 s late, and read 0.3 s late
+    late.join(30)
+    assert heard == [[0, 1]]
+
+
 def test_a_rank_that_stays_away_is_named_to_all_who_came() -> None:
     told = met(says(0, deadline_s=0.3), says(1), lambda _: "away")
     assert told[0] == told[1] == "rank 2 has not come to save within 0.3 s: every rank must call it"

@@ -67,9 +67,18 @@ class Meeting:
         self._store.set(f"{number}/all", json.dumps(answer))
         for rank in range(len(self.ranks)):
             self._store.delete_key(f"{number}/{rank}")
-        if not isinstance(answer, str):  # everyone who has come here has read what was told before
-            self._store.delete_key(f"{number - 1}/all")
+        if not isinstance(answer, str):
+            self._stay(number)
         return answer
+
+    def _stay(self, number: int) -> None:
+        """Wait until all have read what was told: the store often lives in this process, which may end after this.
+
+        A rank that has come and does not read has ended meanwhile, and is not waited for any longer than a few seconds.
+        """
+        self._until(lambda: self._store.add(f"{number}/read", 0) >= len(self.ranks) - 1, time.monotonic() + _GRACE_S)
+        for key in ("all", "read"):  # everyone who has come here has read what was told before
+            self._store.delete_key(f"{number - 1}/{key}")
 
     def _heard(self, number: int, call: str, deadline_s: float) -> list[Any] | str:
         end, said = time.monotonic() + deadline_s, list[Any]()
@@ -92,7 +101,9 @@ class Meeting:
         self._store.set(f"{self._number}/{self.rank}", text)
         if not self._until(lambda: self._store.check([answer]), time.monotonic() + wait_s):
             return f"rank {self.ranks[0]} has not answered in {call} within {wait_s:g} s"
-        return json.loads(self._store.get(answer))
+        told = self._store.get(answer)
+        self._store.add(f"{self._number}/read", 1)
+        return json.loads(told)
 
     def _is_open(self) -> bool:
         """Whether the lead has opened a meeting that this rank has not been at, and that has not ended without it."""
