@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -129,6 +129,9 @@ def _followed(watch: _Watch) -> None:
             if not served.desk().is_done:  # it may have gone once all was done
                 raise
         time.sleep(_TICK_S)
+    end_s = time.monotonic() + _LINGER_S
+    while not served.HERE.is_released and time.monotonic() < end_s:  # its last answer may be under way still
+        time.sleep(_TICK_S)
 
 
 def _led(job: Job, servers: int, watch: _Watch, deadline_s: float) -> Outcome:
@@ -141,6 +144,9 @@ def _led(job: Job, servers: int, watch: _Watch, deadline_s: float) -> Outcome:
         time.sleep(_TICK_S)
     lost = tuple(watch.dead())
     found = [_called(part, served.finish) for part in range(servers)]
+    for part in range(1, servers):
+        with suppress(CommunicationError):  # it may be gone before it has answered this
+            _called(part, served.release)
     journals = [rows for _, rows, _ in found]
     histories = [history(rows, status.version) for _, rows, status in found]
     flat = torch.cat([values for values, *_ in found])

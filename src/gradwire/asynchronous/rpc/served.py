@@ -67,6 +67,7 @@ class Here:
 
     served: Served | None = None
     ended: torch.futures.Future[None] | None = None
+    is_released = False
 
 
 HERE = Here()
@@ -98,6 +99,11 @@ def look(dead: Sequence[int]) -> Status:
 def finish() -> tuple[Tensor, list[Row], Status]:
     """At a server: end."""
     return desk().finish()
+
+
+def release() -> None:
+    """At a server: what it answered to `finish` has come, so it may go."""
+    HERE.is_released = True
 
 
 @async_execution
