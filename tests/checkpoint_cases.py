@@ -5,6 +5,7 @@ import os
 import signal
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -216,6 +217,12 @@ class Faults:
         if self.rank:
             manifest.unlink()
         self.tell("no manifest", self.load)
+        manifest.write_bytes(kept_manifest)
+        if self.rank:
+            (found,) = save_folder.manifests(self.home)
+            save_folder.finish(self.home, replace(found, run=save_folder.Run("theirs", "another model's", "int4")))
+        self.tell("another's", self.save)
+        assert save_folder.numbers(self.home) == [number], "somebody else's save is gone"
         manifest.write_bytes(kept_manifest)
 
 

@@ -247,6 +247,8 @@ def check_degenerate(device: torch.device) -> None:
     a[0, 2] = 2 * a[0, 0] - a[0, 1]
     a[1] = 0
     a[2, 1, 3] = float("nan")
+    small = a[:1] * torch.tensor([2.0**-120, 2.0**-127, 1.0, 2.0**100])[None, :, None]
+    assert torch.equal(cuda.orthonormalise(small.to(device)).cpu(), reference.orthonormalise(small))
     q = cuda.orthonormalise(a.to(device)).cpu()
     assert torch.equal(q[:2], reference.orthonormalise(a)[:2])
     assert q[0].square().sum(1).round(decimals=3).tolist() == [1, 1, 0, 1]

@@ -87,6 +87,21 @@ def sessions_apart(rank: int, world_size: int) -> str:
     return ""
 
 
+def other_forms(
+    rank: int, world_size: int, forms: list[tuple[list[int], str]], on_drift: str
+) -> tuple[str, list[float]]:
+    """What is said where a rank's tensor has another shape or dtype, and what the tensor holds then."""
+    shape, dtype = forms[rank]
+    tensor = torch.full(shape, 1.0 * rank, dtype=getattr(torch, dtype))
+    with gradwire.Session({"w": torch.zeros(3)}, "none") as session, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        try:
+            gradwire.check_drift(session, {"same": torch.ones(2), "w": tensor}, on_drift)
+        except gradwire.DriftError as error:
+            return str(error), tensor.flatten().tolist()
+    return "", tensor.flatten().tolist()
+
+
 def other_names(rank: int, world_size: int) -> str:
     """What is said where one rank has a tensor that the other lacks."""
     with gradwire.Session({"w": torch.zeros(3)}, "none") as session:

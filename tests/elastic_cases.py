@@ -21,6 +21,7 @@ from torch.nn import functional
 from gradwire.bench.tasks import load_digits
 from gradwire.drivers.process_group import GroupTransport
 from gradwire.sync import DiLoCo, Elastic
+from gradwire.sync.elastic.link import GroupLine
 from gradwire.sync.elastic.rounds import Rounds
 
 BATCH = 32
@@ -76,7 +77,9 @@ def main(words: str) -> None:
     plan = json.loads(words)
     say(pid=os.getpid())
     if plan.get("dies"):
-        die_at(**plan["dies"])
+        signal_at(signal.SIGKILL, **plan["dies"])
+    if plan.get("stops"):
+        signal_at(signal.SIGSTOP, **plan["stops"])
     model = network(plan["model_seed"])
     options: dict[str, Any] = {"every": 5, "deadline_s": 20.0, "lost_after_s": 1.5, **plan["options"]}
     with Elastic(model, outer=DiLoCo(), store=plan["store"], run=plan["run"], name=plan["name"], **options) as elastic:
@@ -104,41 +107,47 @@ def main(words: str) -> None:
         )  # fmt: skip
 
 
-# Where to die ---------------------------------------------------------------------------------------------------------
+# Where to die, and where to stop --------------------------------------------------------------------------------------
 
 
-def die_at(kind: str, number: float) -> None:
-    """Have this process killed by SIGKILL.
+def signal_at(sent: signal.Signals, kind: str, number: float) -> None:
+    """Have this process killed by SIGKILL, or stopped by SIGSTOP.
 
     Args:
+        sent: the signal.
         kind: "time", so many seconds from now; "before" or "after" the `number`-th line that it says in a round's log;
-            "issue", before its `number`-th collective.
+            "issue", before its `number`-th collective; "connect", before it connects for the `number`-th time;
+            "end", once it has averaged its last window.
         number: see there.
     """
+
+    def act() -> None:
+        os.kill(os.getpid(), sent)
+
     if kind == "time":
-        timer = threading.Timer(number, _die)
+        timer = threading.Timer(number, act)
         timer.daemon = True
         timer.start()
     elif kind == "issue":
-        GroupTransport.issue = _counted(GroupTransport.issue, int(number), dies_before=True)
+        GroupTransport.issue = _counted(GroupTransport.issue, int(number), act, is_before=True)
+    elif kind == "connect":
+        GroupLine.connected = _counted(GroupLine.connected, int(number), act, is_before=True)
+    elif kind == "end":
+        Elastic.close = _counted(Elastic.close, 1, act, is_before=True)
     else:
-        Rounds.say = _counted(Rounds.say, int(number), dies_before=kind == "before")
+        Rounds.say = _counted(Rounds.say, int(number), act, is_before=kind == "before")
 
 
-def _die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _counted(act: Callable[..., Any], number: int, dies_before: bool) -> Callable[..., Any]:
+def _counted(done: Callable[..., Any], number: int, act: Callable[[], None], is_before: bool) -> Callable[..., Any]:
     left = [number]
 
     def counted(*given: Any) -> Any:
         left[0] -= 1
-        if left[0] == 0 and dies_before:
-            _die()
-        result = act(*given)
-        if left[0] == 0:
-            _die()
+        if left[0] == 0 and is_before:
+            act()
+        result = done(*given)
+        if left[0] == 0 and not is_before:
+            act()
         return result
 
     return counted

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -28,6 +29,23 @@ class Death(NamedTuple):
     kind: str
     number: float
     back_after_s: float
+
+
+class Stop(NamedTuple):
+    """Where a worker is stopped by SIGSTOP, and when it is continued.
+
+    Attributes:
+        slot: the worker.
+        kind: see `elastic_cases.signal_at`.
+        number: likewise.
+        until: "soon": before it is taken for lost; "lost": after it; "over": once all others have ended; "killed": once
+            the others have gone on for two windows and were killed.
+    """
+
+    slot: int
+    kind: str
+    number: float
+    until: str
 
 
 class Process:
@@ -58,6 +76,17 @@ class Process:
 
     def kill(self, number: int = signal.SIGKILL) -> None:
         os.kill(self.pid, number)
+
+    @property
+    def is_stopped(self) -> bool:
+        with contextlib.suppress(OSError, StopIteration):
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+        return False
+
+    @property
+    def windows(self) -> int:
+        """The last one that it has told of."""
+        return max((words["windows"] for words in self.said if "windows" in words), default=0)
 
     def close(self) -> None:
         self.process.kill()
@@ -141,6 +170,17 @@ def plan_of(seed: int, slots: int, span_s: float) -> list[Death]:
     return deaths
 
 
+def stop_of(seed: int, slots: int, span_s: float) -> Stop:
+    """One worker, stopped anywhere."""
+    generator = random.Random(seed)
+    kind = generator.choice(("time", "before", "after", "issue", "connect", "end"))
+    number = {"time": generator.uniform(0.1, span_s), "connect": generator.randint(1, 3)}.get(kind)
+    until = generator.choice(("soon", "lost", "over", "over", "killed"))
+    if kind == "end" and until == "killed":
+        until = "over"  # nobody goes on after it
+    return Stop(generator.randrange(slots), kind, number or generator.randint(1, 60), until)
+
+
 class Outcome(NamedTuple):
     """How a run went; its loss is that at a fixed number of samples, between those of two windows."""
 
@@ -188,16 +228,109 @@ def run_of(crew: Crew, name: str, deaths: Sequence[Death], slots: int, plan: Map
     return _checked(name, everyone, plan["samples"], time.monotonic() - began, killed)
 
 
-def _checked(name: str, everyone: Sequence[Process], samples: int, seconds: float, killed: int) -> Outcome:
-    said = [words for process in everyone for words in process.said if words.get("kind") == "average"]
+class Wake:
+    """Continues one stopped worker when its time has come."""
+
+    def __init__(self, stop: Stop, everyone: Sequence[Process], lost_after_s: float) -> None:
+        self._stop, self._me = stop, everyone[stop.slot]
+        self._others = [each for each in everyone if each is not self._me]
+        self._after_s = {"soon": 0.3 * lost_after_s, "lost": 2.0 * lost_after_s}.get(stop.until)
+        self._since: float | None = None
+        self._windows = 0
+        self.was_stopped = self.is_done = False
+
+    def look(self) -> None:
+        if not self.was_stopped and self._me.is_stopped:
+            self.was_stopped, self._since = True, time.monotonic()
+            self._windows = max(each.windows for each in self._others)
+        if not self.was_stopped or self.is_done or self._since is None:
+            return
+        running = [each for each in self._others if each.process.poll() is None]
+        if self._after_s is not None:
+            due = time.monotonic() > self._since + self._after_s
+        elif self._stop.until == "killed" and running:
+            if max(each.windows for each in running) >= self._windows + 2:
+                for each in running:
+                    with contextlib.suppress(ProcessLookupError):  # it has just ended
+                        each.kill()
+            return
+        else:
+            due = not running
+        if due:
+            self.is_done = True
+            self._me.kill(signal.SIGCONT)
+
+
+class StoppedOutcome(NamedTuple):
+    """How a run ended whose workers were stopped.
+
+    Attributes:
+        finished: how many workers have the run's last model.
+        refused: how many were told that the run is over.
+        was_stopped: whether a worker was stopped before it had ended.
+        seconds: how long it took.
+    """
+
+    finished: int
+    refused: int
+    was_stopped: bool
+    seconds: float
+
+
+def stopped_run_of(crew: Crew, name: str, stop: Stop, slots: int, plan: Mapping[str, Any]) -> StoppedOutcome:
+    """Run to the end while a worker is stopped and continued; check that no two differ and that all end well.
+
+    Raises:
+        AssertionError: two workers differ after some window or at the end, one ends badly, or the run hangs.
+    """
+    began, everyone = time.monotonic(), list[Process]()
+    try:
+        for slot in range(slots):
+            stops = {"kind": stop.kind, "number": stop.number} if slot == stop.slot else None
+            everyone.append(crew.start(slot, run=name, name=f"w{slot}", stops=stops, **plan))
+        wake = Wake(stop, everyone, plan["options"]["lost_after_s"])
+        while any(each.process.poll() is None for each in everyone):
+            assert time.monotonic() < began + PATIENCE_S, f"{name} hangs: {[each.said[-2:] for each in everyone]}"
+            for each in everyone:
+                each.pump()
+            wake.look()
+            time.sleep(0.005)
+        for each in everyone:
+            each.pump()
+        statuses = [each.process.returncode for each in everyone]
+        for each, status in zip(everyone, statuses, strict=True):
+            killed = status == -signal.SIGKILL and stop.until == "killed" and each is not everyone[stop.slot]
+            refused = status == 1 and OVER in crew.tail(each)
+            assert status == 0 or killed or refused, f"{name}: a worker ended with {status}: {crew.tail(each)}"
+        ends = _ends_alike(name, everyone)
+        assert ends or stop.until == "killed", f"{name}: nobody came to the end"
+        return StoppedOutcome(len(ends), statuses.count(1), wake.was_stopped, time.monotonic() - began)
+    finally:
+        for each in everyone:
+            each.close()
+
+
+def _ends_alike(name: str, everyone: Sequence[Process]) -> list[dict[str, Any]]:
+    """What workers said at the end; no two differ, neither then nor after any window."""
+    _by_window(name, everyone)
+    ends = [words for process in everyone for words in process.said if "ended" in words]
+    assert len({(words["digest"], words["samples"]) for words in ends}) <= 1, f"{name}: {ends}"
+    return ends
+
+
+def _by_window(name: str, everyone: Sequence[Process]) -> dict[int, dict[str, Any]]:
+    """What workers said after each window, which is the same on all of them."""
     by_window: dict[int, dict[str, Any]] = {}
-    for words in said:
+    for words in (words for process in everyone for words in process.said if words.get("kind") == "average"):
         first = by_window.setdefault(words["windows"], words)
         for key in ("digest", "samples", "loss"):
             assert first[key] == words[key], f"{name}: workers differ in {key} after window {words['windows']}"
-    ends = [words for process in everyone for words in process.said if "ended" in words]
+    return by_window
+
+
+def _checked(name: str, everyone: Sequence[Process], samples: int, seconds: float, killed: int) -> Outcome:
+    by_window, ends = _by_window(name, everyone), _ends_alike(name, everyone)
     assert ends, f"{name}: nobody came to the end: {[process.said[-2:] for process in everyone]}"
-    assert len({(words["digest"], words["samples"]) for words in ends}) == 1, f"{name}: {ends}"
     changes = max((words["changes"] for words in ends), key=len)
     lost = sum(len(change["lost"]) for change in changes)
     joined = sum(len(change["joined"]) for change in changes if change["kind"] != "founding")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -53,6 +55,29 @@ def save_on_one_rank(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     alone = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
     dist.init_process_group("gloo", store=alone, rank=0, world_size=1)  # for who ends this process
     return {"before": before, "norms": norms, "last": last, "said": said}
+
+
+def save_unevenly(rank: int, world_size: int, folder: str) -> list[float]:
+    """Rank 0 saves the model, by a name that is there for a moment, and each rank its own random numbers."""
+    here, norms = Path(folder), list[float]()
+    saves, unchanged = ScriptSaves(lambda _: None), Unchanged("topk:0.05", lambda _: None)
+    unchanged.on_attach(saves.follow)
+    with unchanged.watching(), saves.watching():
+        model = made(0)
+        for number in range(3):
+            step(model, number, rank)
+            torch.save({}, here / f"random-{rank}.pt")
+            if rank == 0:
+                torch.save({"at": number}, here / "model.tmp")
+                os.replace(here / "model.tmp", here / "model.pt")
+            norms.append(unchanged.handles[0][1].residual_norm())
+        step(model, 3, rank)
+        if rank == 0:
+            shutil.move(here / "model.pt", here / "best.pt")
+        step(model, 4, rank)
+    for _, handle in unchanged.handles:
+        handle.close()
+    return norms
 
 
 def load_again(rank: int, world_size: int, folder: str, names: list[str]) -> dict[str, Any]:

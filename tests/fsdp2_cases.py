@@ -436,6 +436,46 @@ def gathered(rank: int, world_size: int, parameters: str, dtype: str | None) -> 
     return {"off": off, "kept": kept, "bits": bits, "losses": losses, "ratio": stats.ratio, "digest": digest(net)}
 
 
+class Attention(nn.Module):
+    """Scores of 96 places, a mask of minus infinity, and one that is far below zero in the last rows alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.scores = nn.Linear(96, 96)
+        self.mask = nn.Parameter(torch.full((96, 96), float("-inf")).triu(1), requires_grad=False)
+        far = torch.randn(96, 96)
+        far[90:, 1:] = torch.finfo(torch.float32).min
+        self.far = nn.Parameter(far, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Shares of the places, of which none is masked by both."""
+        return (self.scores(x) + self.mask).softmax(-1) @ (self.scores(x) + self.far).softmax(-1).mT
+
+
+def masked(rank: int, world_size: int, parameters: str) -> dict[str, Any]:
+    """How parameters that codecs cannot say are gathered, and what that costs once they are finite again."""
+    net = cast(Any, fully_shard(Attention(), mesh=init_device_mesh("cpu", (world_size,))))
+    masters = whole(net)
+    with gradwire.attach(net, "int8", parameters=parameters, deadline_s=DEADLINE_S) as handle:
+        loss = net(torch.ones(96, 96)).square().sum()
+        loss.backward()
+        net.unshard()
+        same = {name: torch.equal(value, masters[name]) for name, value in net.named_parameters()}
+        net.reshard()
+        sent = []
+        for finite in (False, True):
+            if finite:
+                for mask in (net.mask, net.far):
+                    mask.data.to_local().clamp_(-1.0, 1.0)
+            before = handle.stats().payload_bytes
+            net.unshard()
+            net.reshard()
+            sent.append(handle.stats().payload_bytes - before)
+        gradients = [float(p.grad.full_tensor().norm()) for p in net.parameters() if p.grad is not None]
+    return {"same": same, "loss": float(loss), "sent": sent, "gradients": gradients}
+
+
 def sharded_later(rank: int, world_size: int) -> list[str]:
     """Models that are another one by the time they are trained; and a model below the root."""
     said: list[str] = []

@@ -1,6 +1,8 @@
 """What each rank does in the tests of `handle.report()`."""
 
+import functools
 import json
+import statistics
 import time
 import warnings
 from collections.abc import Sequence
@@ -84,16 +86,25 @@ def shown(rank: int, world_size: int, jobs: list[tuple[str, dict[str, Any]]]) ->
     return [globals()[case](rank, world_size, **arguments) for case, arguments in jobs]
 
 
-def measured_step_ms(rank: int, world_size: int, specs: list[str]) -> dict[str, Any]:
-    """Steps on a slow link: what the report estimates, beside what a clock outside of it sees."""
-    out: dict[str, Any] = {}
-    for spec in specs:
-        torch.manual_seed(0)
-        ddp = DDP(nn.Sequential(*(nn.Linear(256, 256) for _ in range(4))), bucket_cap_mb=0.3)
-        with gradwire.attach(ddp, spec, deadline_s=60) as handle:
-            train(ddp, 6, 256)
+def _wait(seconds: float, *_: object) -> None:
+    time.sleep(seconds)
+
+
+def beside_plain_steps(rank: int, world_size: int, spec: str, late_s: float) -> dict[str, Any]:
+    """Steps of DDP alone and of a method in turn, where the last rank is late: the report, and the truth."""
+    models = [nn.Sequential(*(nn.Linear(256, 256) for _ in range(4))) for _ in range(2)]
+    plain, mine = (DDP(model) for model in models)
+    if rank == world_size - 1:
+        for model in models:
+            model.register_forward_pre_hook(functools.partial(_wait, late_s))
+    with gradwire.attach(mine, spec, deadline_s=60) as handle:
+        train(plain, 4, 256)
+        train(mine, 6, 256)
+        plain_s: list[float] = []
+        for _ in range(3):
+            train(plain, 1, 256)
             began = time.perf_counter()
-            train(ddp, 12, 256)
-            seen_ms = 1000 * (time.perf_counter() - began) / 12
-            out[spec] = {"seen_ms": seen_ms, **handle.report().as_dict()}
-    return out
+            train(plain, 4, 256)
+            plain_s.append((time.perf_counter() - began) / 4)
+            train(mine, 5, 256)
+        return {"plain_s": statistics.median(plain_s), **handle.report().as_dict()}

@@ -1,19 +1,24 @@
 """`gradwire.save` and `gradwire.load`: exact, complete or not there, and never a hang. Real ranks over Gloo."""
 
+import dataclasses
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import gradwire
 from gradwire.bench.ranks import RankFailure, run_function
 from gradwire.core import save_folder, tensor_file
 from gradwire.core.errors import StateError
 from gradwire.core.grain import flat_grain
+from gradwire.hooks import PeriodicModelAverager, PostLocalSGDOptimizer
 from gradwire.session.checkpoint import Offer, Shelf, choose
+from gradwire.session.meeting import group_store
 from laws.damage import difference
 
 CASES = str(Path(__file__).with_name("checkpoint_cases.py"))
@@ -117,6 +122,7 @@ def test_every_fault_is_told_to_every_rank_and_changes_nothing(tmp_path: Path) -
         assert "rank 1 finds no rank1.safetensors" in told["missing"]
         assert "copy it from the host" in told["missing"]
         assert "rank 1 finds no gradwire-1/manifest.json" in told["no manifest"]
+        assert "host1 holds what a run of another model has saved (gradwire-1, step 2)" in told["another's"]
         assert told["step"] == 2
     assert "rank 1 has not come to gradwire.save within 2 s" in one["lead alone"]
     assert "rank 0 has not come to gradwire.save within 7 s" in other["without lead"]
@@ -130,6 +136,135 @@ def in_order(state: dict[str, Any]) -> dict[str, Any]:
 # Choosing, without ranks --------------------------------------------------------------------------------------------
 
 OLD, NEW = Offer(1, "x", 10, 2, []), Offer(2, "y", 20, 2, [])
+
+
+def plain(model: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def session_of(model: nn.Module, spec: str = "topk:0.5") -> gradwire.Session:
+    return gradwire.Session(model, spec, deadline_s=10)
+
+
+def stepped(session: gradwire.Session, model: nn.Module) -> gradwire.Session:
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    session.reduce_(model)
+    return session
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_second_handle_does_not_delete_what_the_first_has_saved(tmp_path: Path) -> None:
+    """A generator and a discriminator, also of the same shapes, that take turns in one folder."""
+    for others in (nn.Linear(4, 3), nn.Linear(5, 3)):
+        folder, model = tmp_path / str(others.in_features), nn.Linear(4, 3)
+        with session_of(model) as first, session_of(others) as second:
+            for _ in range(2):
+                gradwire.save(folder, stepped(first, model))
+                with pytest.raises(
+                    StateError, match=r"holds what another handle of this process has saved .*a folder of"
+                ):
+                    gradwire.save(folder, stepped(second, others))
+            assert [found.step for found in save_folder.manifests(folder)] == [2]
+            gradwire.save(folder, second, overwrite=True)
+            with pytest.raises(StateError, match="another handle"):
+                gradwire.save(folder, first)
+
+
+def forgotten(folder: Path) -> None:
+    """As if another process had saved what is there."""
+    for found in save_folder.manifests(folder):
+        assert found.run is not None
+        save_folder.finish(folder, dataclasses.replace(found, run=found.run._replace(id="another run's")))
+
+
+REPLACED: dict[str, tuple[nn.Module, str, bool, str | None]] = {
+    "the same again, from scratch": (nn.Linear(4, 3), "topk:0.5", False, None),
+    "resumed after a change": (nn.Linear(4, 3), "int8", True, None),
+    "another model": (nn.Linear(5, 3), "topk:0.5", False, "what a run of another model has saved"),
+    "more layers": (nn.Sequential(nn.Linear(4, 3)), "topk:0.5", False, "what a run of another model has saved"),
+    "another method": (nn.Linear(4, 3), "int4", False, "what a run with another method has saved .*began with .*TopK"),
+}
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("kind", REPLACED)
+def test_which_saves_a_later_run_replaces(kind: str, tmp_path: Path) -> None:
+    model, (other, spec, loads, said) = nn.Linear(4, 3), REPLACED[kind]
+    with session_of(model) as session:
+        gradwire.save(tmp_path, stepped(session, model))
+        session.change("int8")  # the run is the same one, and goes on from its save with that method
+        gradwire.save(tmp_path, stepped(session, model))
+    forgotten(tmp_path)
+    with session_of(other, spec) as session:
+        if loads:
+            assert gradwire.load(tmp_path, session) == 2
+        stepped(session, other)
+        if said is None:
+            gradwire.save(tmp_path, session)
+        else:
+            with pytest.raises(StateError, match=f"holds {said}"):
+                gradwire.save(tmp_path, session)
+            assert save_folder.newest(tmp_path).step == 2
+            gradwire.save(tmp_path, session, overwrite=True)
+        (left,) = save_folder.manifests(tmp_path)
+        assert left.step == session.engine.index
+        assert left.run is not None
+        assert (left.run.id == "another run's") == loads
+        assert ("TopK" in left.run.method) == (kind != "another method")
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_save_of_an_older_version_is_replaced(tmp_path: Path) -> None:
+    """It does not say of which run it is."""
+    model = nn.Linear(4, 3)
+    with session_of(model) as session:
+        gradwire.save(tmp_path, stepped(session, model))
+        old = dataclasses.replace(save_folder.newest(tmp_path), run=None)
+        save_folder.finish(tmp_path, old)
+        assert "run" not in json.loads((tmp_path / "gradwire-1" / "manifest.json").read_text())
+        with session_of(model, "int4") as other:
+            gradwire.save(tmp_path, other)
+    assert save_folder.newest(tmp_path).number == 2
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_closed_handle_leaves_its_folder_to_the_next_one(tmp_path: Path) -> None:
+    model = nn.Linear(4, 3)
+    for number in (1, 2, 3):
+        with session_of(model) as session:
+            gradwire.save(tmp_path, session)
+        assert save_folder.newest(tmp_path).number == number
+
+
+def kept_otherwise() -> dict[str, tuple[Callable[[nn.Module], Any], str]]:
+    """What `save` and `load` refuse, and what they say to do."""
+    return {
+        "elastic": (lambda model: gradwire.sync.Elastic(model, store=group_store()), "begin again with resume="),
+        "asgd": (
+            lambda model: gradwire.asynchronous.AsynchronousOptimizer(plain(model), model, address="127.0.0.1"),
+            r"call finish\(\) on all ranks",
+        ),
+        "hogwild": (lambda model: gradwire.asynchronous.HogwildOptimizer(plain(model), model), "each rank's inner"),
+        "post-local": (
+            lambda model: PostLocalSGDOptimizer(plain(model), PeriodicModelAverager(2)),
+            r"state_dict\(\) is all there is",
+        ),
+        "model": (lambda model: model, "give it what gradwire.attach returned"),
+    }
+
+
+@pytest.mark.parametrize("kind", kept_otherwise())
+def test_what_has_no_state_of_each_rank_is_refused_with_how_it_is_kept(
+    kind: str, tmp_path: Path, one_rank: None
+) -> None:
+    make, said = kept_otherwise()[kind]
+    handle = make(nn.Linear(4, 3))
+    for call in (gradwire.save, gradwire.load):
+        with pytest.raises(StateError, match=rf"gradwire\.{call.__name__} takes no .*{said}"):
+            call(tmp_path / "here", handle)
+    assert not (tmp_path / "here").exists()
+    getattr(handle, "close", lambda: None)()
 
 
 def test_the_newest_save_that_all_ranks_have_is_chosen() -> None:
@@ -186,11 +321,25 @@ def test_every_cut_and_every_changed_byte_is_refused(tmp_path: Path) -> None:
                 tensor_file.read(path, expected)
 
 
+def test_a_header_that_readers_refuse_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, state = tmp_path / "f", a_state()
+    written = tensor_file.write(path, state)
+    length = int.from_bytes(path.read_bytes()[:8], "little")
+    monkeypatch.setattr(tensor_file, "_LONGEST_HEADER", length)
+    assert tensor_file.write(path, state) == written
+    path.unlink()
+    monkeypatch.setattr(tensor_file, "_LONGEST_HEADER", length - 1)
+    with pytest.raises(StateError, match=f"take {length} bytes, and readers of safetensors take at most {length - 1}"):
+        tensor_file.write(path, state)
+    assert not path.exists()
+
+
 def test_a_damaged_manifest_is_no_save(tmp_path: Path) -> None:
     manifest = save_folder.Manifest(1, "t", {}, ())
     state = a_state()
     files = (save_folder.write_rank(tmp_path, 1, state),) * 2
-    manifest = save_folder.Manifest(1, "t", {key: state[key] for key in save_folder.SHARED}, files)
+    run = save_folder.Run("id", "tensors", "int4")
+    manifest = save_folder.Manifest(1, "t", {key: state[key] for key in save_folder.SHARED}, files, run)
     save_folder.finish(tmp_path, manifest)
     path = tmp_path / "gradwire-1" / "manifest.json"
     good = path.read_text()

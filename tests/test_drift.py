@@ -89,6 +89,24 @@ def test_a_tensor_that_one_rank_lacks_is_told_to_all_at_once() -> None:
     assert told == ["'extra' is not on all ranks: give check_drift the same model on all ranks"] * 2
 
 
+@pytest.mark.parametrize(
+    ("usual", "other", "said"),
+    [
+        (((4,), "float32"), ((6,), "float32"), "(4,) of float32 on ranks 0 and 2, and (6,) of float32"),
+        (((2, 3), "float32"), ((3, 2), "float32"), "(2, 3) of float32 on ranks 0 and 2, and (3, 2) of float32"),
+        (((4,), "float16"), ((4,), "bfloat16"), "(4,) of float16 on ranks 0 and 2, and (4,) of bfloat16"),
+        (((0,), "float32"), ((0, 2), "float32"), "(0,) of float32 on ranks 0 and 2, and (0, 2) of float32"),
+    ],
+)
+@pytest.mark.parametrize("on_drift", ["repair", "warn"])
+def test_a_tensor_of_another_shape_is_refused_and_left(usual: Any, other: Any, said: str, on_drift: str) -> None:
+    """Also where its bits are the same."""
+    arguments = {"forms": [usual, other, usual], "on_drift": on_drift}
+    for rank, (sentence, values) in enumerate(run_function(f"{CASES}:other_forms", 3, arguments, 60)):
+        assert sentence == f"'w' is {said} on rank 1: give check_drift the same model on all ranks"
+        assert set(values) <= {float(rank)}
+
+
 @pytest.mark.usefixtures("one_rank")
 def test_what_a_session_cannot_watch_is_refused() -> None:
     model = nn.Linear(3, 2)

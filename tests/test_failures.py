@@ -63,6 +63,66 @@ def test_what_a_rank_is_to_raise_is_the_first_error_of_it(board: FailureBoard) -
     assert board.error is first
 
 
+def test_a_pass_may_be_left_by_all_and_not_by_one(board: FailureBoard) -> None:
+    """Ranks 1 and 2 are played: each writes down which pass it has left, and what it had started."""
+    board.enter_pass()
+    board.count()
+    board.waits = True
+
+    def alone() -> bool:
+        return board._is_left_alone()  # pyright: ignore[reportPrivateUsage]
+
+    def leaves(rank: int, words: str) -> None:
+        board._store.set(f"left/{rank}", words)  # pyright: ignore[reportPrivateUsage]
+
+    assert not alone()
+    for words in ("[0, 0]", "[1, 1]", "[2, 1]", "no numbers", "[]", '["x", 1]'):
+        leaves(1, words)
+        assert not alone(), words
+    leaves(1, "[1, 0]")
+    assert alone()
+    board.waits = False
+    assert not alone()
+    board.leave_pass(ValueError("mine"))
+    leaves(2, "[0, 0]")
+    board.deadline_s = 0.2
+    with pytest.raises(CommunicationError, match="did not answer"):
+        board.wait_for_leaving()
+
+
+def test_a_rank_goes_on_once_all_have_left_the_pass(board: FailureBoard) -> None:
+    board.enter_pass()
+    board.leave_pass(ValueError("mine"))
+    for rank in (1, 2):
+        board._store.set(f"left/{rank}", "[1, 0]")  # pyright: ignore[reportPrivateUsage]
+    board.wait_for_leaving()
+    assert board.error is None
+
+
+@pytest.mark.parametrize(("started", "ranks"), [(5, (2,)), (6, ())])
+def test_who_left_a_pass_is_at_fault_where_others_have_started_more_in_it(
+    board: FailureBoard, started: int, ranks: tuple[int, ...]
+) -> None:
+    left = Answer(2, "training", 1.0, started, False, "ValueError", "left", "")
+    for answer in (Answer(1, "training", 1.0, 6, True), left):
+        board._store.set(str(answer.rank), answer.to_json())  # pyright: ignore[reportPrivateUsage]
+    for _ in range(6):
+        board.count()
+    found = board._conclusion(None, "")  # pyright: ignore[reportPrivateUsage]
+    assert isinstance(found, CommunicationError)
+    assert found.ranks == ranks
+    assert ("rank 2 failed with ValueError: left" in str(found)) == bool(ranks)
+
+
+def test_a_rank_that_left_a_pass_in_which_others_wait_is_told_what_it_did(board: FailureBoard) -> None:
+    board.enter_pass()
+    board.leave_pass(ValueError("mine"))
+    for rank in (1, 2):
+        board._store.set(str(rank), Answer(rank, "training", 1.0, 1, True).to_json())  # pyright: ignore[reportPrivateUsage]
+    found = board._conclusion(None, "")  # pyright: ignore[reportPrivateUsage]
+    assert "the other ranks wait in a pass that this rank (0) left: ValueError: mine" in str(found)
+
+
 def test_a_job_that_never_ends_is_an_error_after_the_deadline(group: dist.ProcessGroup) -> None:
     lane, ended = Lane(group, torch.device("cpu"), 10, "a test"), threading.Event()
     lane.deadline_s = -4.5  # five seconds are added to it

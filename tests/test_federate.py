@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from gradwire.bench.task import TaskError
 from gradwire.cli import main as cli
 from gradwire.core.errors import CompositionError, FederationError, SpecError
 from gradwire.federated.names import parse_method, parse_partition
+from gradwire.reducers.aggregate import epsilon
 from gradwire.report.federation import findings, render
 
 SMALL = ["--clients", "12", "--sample", "4", "--epochs", "1", "--batch", "30"]
@@ -136,3 +138,44 @@ def test_numbers_out_of_range_are_refused_by_name() -> None:
         parse_partition("quantity:0")
     with pytest.raises(SpecError, match="a whole number"):
         parse_partition("shards:1.5")
+
+
+def test_a_private_federation_tells_its_epsilon_and_goes_on_without_clients(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One client is expected in a round, so about a third of the rounds are empty."""
+    given = ["--clients", "12", "--sample", "1", "--epochs", "1", "--batch", "60", "--rounds", "12", "--quorum", "0"]
+    private = ["--sampling", "poisson", "--aggregate", "dp:0.1,noise=0.5", "--delta", "0.001", "--seed", "2"]
+    assert cli.main(["federate", *given, *private, "--out", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    results = federation_results.load(tmp_path / "results.json")
+    want = epsilon(0.5, 12, 0.001, 1 / 12)
+    sentence = f"After 12 rounds epsilon is {want:.3g} at delta 0.001, for adding or removing one client."
+    assert results.privacy is not None
+    assert results.privacy.startswith(sentence)
+    assert sentence in " ".join(said.split())
+    assert sentence in (tmp_path / "report.html").read_text()
+    assert "about 1 a round" in (tmp_path / "report.html").read_text()
+    numbers = {len(done.clients) for done in results.rounds}
+    assert len(results.rounds) == 12
+    assert len(numbers) > 1
+    assert all(math.isnan(done.loss) == (not done.clients) for done in results.rounds)
+    data = json.loads((tmp_path / "results.json").read_text())
+    del data["privacy"]  # as results were before there was such a sentence
+    (tmp_path / "results.json").write_text(json.dumps(data))
+    assert federation_results.load(tmp_path / "results.json").privacy is None
+
+
+def test_without_a_private_mean_nothing_is_said_of_privacy() -> None:
+    run = Run(FederateOptions(clients=12, sample=4, rounds=1, epochs=1, batch=30))
+    assert run.simulation.server.quorum == run.results.options["quorum"] == 1
+    assert run.finish().privacy is None
+    fixed = Run(FederateOptions(clients=12, sample=4, rounds=1, epochs=1, batch=30, aggregate="dp:1"))
+    assert "for replacing one client by another" in str(fixed.finish().privacy)
+
+
+def test_a_poisson_sample_larger_than_the_federation_is_refused() -> None:
+    with pytest.raises(CompositionError, match="a sample of 13 clients is larger than the federation of 12"):
+        Run(FederateOptions(clients=12, sample=13, sampling="poisson"))
+    with pytest.raises(CompositionError, match="a quorum of 2 with a private mean"):
+        Run(FederateOptions(clients=12, sample=4, aggregate="dp:1", quorum=2))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import multiprocessing
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -74,12 +77,42 @@ def test_workers_that_cannot_be_made_are_told_of() -> None:
     simulation = on_classifier()
     simulation.engine = Processes(fails, workers=1)
     try:
-        with pytest.raises(FederationError, match="could not be started: FileNotFoundError: data of client 3"):
-            simulation.round()
+        for _ in range(2):
+            with pytest.raises(FederationError, match="could not be started: FileNotFoundError: data of client 3"):
+                simulation.round()
     finally:
         simulation.close()
     simulation.engine = Simulation(simulation.server, classifier(12)).engine
     assert len(simulation.round().clients) == 4  # the round that failed was given up
+
+
+def dies_once(folder: str) -> tuple[nn.Module, Federation]:
+    """Whoever is first to come dies."""
+    with contextlib.suppress(FileExistsError):
+        (Path(folder) / "was here").touch(exist_ok=False)
+        os._exit(3)
+    return small(12)
+
+
+def test_a_worker_that_could_not_be_started_is_started_in_the_next_round(tmp_path: Path) -> None:
+    here, there = on_classifier(), on_classifier()
+    engine = there.engine = Processes(functools.partial(dies_once, str(tmp_path)), workers=1)
+    try:
+        with pytest.raises(
+            FederationError, match="could not be started: it died with status 3; see what it has printed"
+        ):
+            there.round()
+        here.server.begin()
+        here.server.abandon()
+        assert there.round().clients == here.round().clients
+        for process in multiprocessing.active_children():  # while nobody trains, which loses no client
+            process.kill()
+            process.join()
+        assert there.round().dropped == here.round().dropped == {}
+        assert state_bits(here.server) == state_bits(there.server)
+    finally:
+        engine.close()
+    assert not multiprocessing.active_children()
 
 
 def test_no_workers_are_refused() -> None:

@@ -1,6 +1,7 @@
 """`attach` on models of FSDP2, on real processes over Gloo."""
 
 import functools
+import math
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -184,6 +185,19 @@ def test_ranks_compute_with_the_same_coded_parameters_and_keep_their_own(paramet
             assert one["ratio"] > (5 if parameters == "int4" else 3.5)
 
 
+@pytest.mark.parametrize("parameters", ["int8", "bf16"])
+def test_parameters_that_are_not_finite_are_gathered_as_they_are(parameters: str) -> None:
+    """A mask of minus infinity on all ranks, and one that overflows in the codec on the last rank alone."""
+    plain = 96 * 96 * 4 // 3
+    for one in run("masked", 3, parameters=parameters):
+        assert one["same"] == {"scores.weight": False, "scores.bias": True, "mask": True, "far": True}
+        assert math.isfinite(one["loss"])
+        assert all(0 < norm < math.inf for norm in one["gradients"])
+        with_masks, without = one["sent"]
+        assert with_masks - without == 2 * plain
+        assert without < 3 * plain * (0.3 if parameters == "int8" else 0.55)
+
+
 # State ------------------------------------------------------------------------------------------------------------
 
 
@@ -247,6 +261,39 @@ def alone(layer: Callable[[], nn.Module] = lambda: nn.Linear(4, 4), **options: A
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PyTorch's own, about shards of one rank
         return fully_shard(layer(), mesh=init_device_mesh("cpu", (1,)), **options)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("divisor", [None, 4.0])
+@pytest.mark.parametrize("changed", [False, True])
+def test_one_rank_is_delivered_what_it_owes(changed: bool, divisor: float | None) -> None:
+    """FSDP2 scatters nothing there. What a run of more ranks owed, resharded, must arrive all the same."""
+
+    def passed(model: Any, factor: float) -> torch.Tensor:
+        model.zero_grad()
+        x = torch.linspace(-1, 1, 24).view(6, 4)
+        (model(x).square().sum() * factor).backward()
+        return torch.cat([parameter.grad.to_local().reshape(-1) for parameter in model.parameters()])
+
+    model: Any = alone()
+    with gradwire.attach(model, "topk:0.2", deadline_s=10) as handle:
+        for _ in range(3):
+            passed(model, 1.0)
+        state = handle.state_dict()
+    whole = {name: leaves["element:residual"] for name, leaves in state["parameters"].items()}
+    owed = torch.cat([piece["values"] for name in ("weight", "bias") for piece in whole[name]])
+    assert owed.norm() > 1
+    model.zero_grad()
+    if divisor is not None:
+        model.set_gradient_divide_factor(divisor)
+    with gradwire.attach(model, "topk:0.2", deadline_s=10) as handle:
+        handle.load_state_dict(state)
+        if changed:
+            handle.change("none")
+        came = torch.stack([passed(model, 0.0) for _ in range(1 if changed else 6)]).sum(0)
+        assert handle.residual_norm() == 0.0
+        assert torch.allclose(came, owed / (divisor or 1.0), rtol=1e-6, atol=0)
+        assert handle.stats().steps == (1 if changed else 6)
 
 
 def over_two_dimensions() -> Any:

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from gradwire import kernels
 from gradwire.bench.tasks import make_task
-from gradwire.codecs import BlockInt, Chain, Codec, TopK
+from gradwire.codecs import BlockInt, Chain, Codec, RandomK, Threshold, TopK
 from gradwire.core.errors import CompositionError, PayloadError
 from gradwire.core.key import Key
 from gradwire.kernels import indices as index_coding
+from gradwire.kernels.indices import REACH
 from kernel_sets import everything_in
 
 pytest.importorskip("numba")
@@ -156,6 +157,14 @@ def test_rice_holds_fewer_than_it_could(numel: int, some: float, seed: int) -> N
     back, sound = reference.decode_rice(packed, numel, capacity, 0)
     assert bool(sound)
     assert torch.equal(back, indices)
+
+
+@pytest.mark.parametrize("codec", [TopK(0.01), TopK(0.01, indices="int32"), Threshold(0.1), RandomK(0.01)])
+def test_what_indices_of_32_bits_do_not_reach_is_refused(codec: Codec) -> None:
+    """An index that overflows would name another element. Only sizes are computed here."""
+    assert codec.layout(REACH).nbytes > 0
+    with pytest.raises(CompositionError, match=f"a tensor of {REACH + 1} elements cannot be sent by indices"):
+        codec.layout(REACH + 1)
 
 
 def test_a_bitmap_is_one() -> None:

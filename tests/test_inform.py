@@ -102,6 +102,26 @@ def test_the_cost_command_agrees(capsys: pytest.CaptureFixture[str]) -> None:
         assert f"{gradwire.cost(spec, make_task('digits', 0).model, 3, step=1_000_000).wire_bytes:,} B" in said
 
 
+def test_methods_may_stand_behind_the_hosts(capsys: pytest.CaptureFixture[str]) -> None:
+    printed: list[str] = []
+    for arguments in (
+        ["--hosts", "8", "none", "int4"],
+        ["none", "int4", "--hosts", "8"],
+        ["none", "--hosts", "8", "int4"],
+    ):
+        assert main(["cost", *arguments]) == 0
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1] == printed[2]
+    for arguments, remedy in {
+        ("--hosts", "8"): "name at least one method",
+        ("--hosts", "four", "none"): "--hosts four is no number of ranks",
+        ("none", "--hosts", "-1"): "there must be at least 1",
+        ("none", "--hosts", "2", "for"): "unknown method 'for'",
+    }.items():
+        assert main(["cost", *arguments]) == 2
+        assert remedy in capsys.readouterr().err
+
+
 def test_the_command_says_a_misspelt_method_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     for command in (["methods", "4bit"], ["cost", "4bit"], ["compare", "--methods", "4bit"]):
         assert main(command) == 2

@@ -123,6 +123,27 @@ def test_dependent_rows_vanish_and_what_is_not_finite_stays_so() -> None:
     torch.testing.assert_close(vectors[0] @ q[0].T @ q[0], vectors[0], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("exponent", [-140, -100, -20, 60, 100])
+def test_orthonormal_rows_do_not_depend_on_lengths(exponent: int) -> None:
+    """Each row times a power of two of its own: the same bits, also where 1 / what is left of a row leaves float32."""
+    vectors = (drawn(2, 4, 300) * 2**18).round()  # multiples of 1, so that scaling is exact far down
+    vectors[:, 1] = vectors[:, 0]
+    vectors[:, 1, 7] += 2**8
+    sizes = torch.tensor([2.0**exponent, 2.0**exponent, 1.0, 2.0 ** (exponent // 2)])[None, :, None]
+    for module in (cpu_matrices, reference_matrices):
+        expected = module.orthonormalise(vectors)
+        assert expected.square().sum(2).round(decimals=3).eq(1).all()
+        assert same_bits(module.orthonormalise(vectors * sizes), expected)
+
+
+def test_rows_of_subnormal_numbers_are_zero() -> None:
+    """As they are on processors that take subnormal numbers for zero."""
+    vectors = drawn(1, 3, 200)
+    vectors[0, 1] = vectors[0, 1].sign() * 2.0**-127
+    for module in (cpu_matrices, reference_matrices):
+        assert module.orthonormalise(vectors)[0].square().sum(1).round(decimals=3).tolist() == [1, 0, 1]
+
+
 def test_inner_products_are_those_of_the_gram_matrix() -> None:
     a, b = drawn(2, 3, 2100), drawn(2, 3, 2100, seed=1)
     torch.testing.assert_close(low_rank.products(a, b), (a.double() * b.double()).sum(2))

@@ -267,7 +267,7 @@ def test_a_crash_inside_the_block_leaves_nothing(mode: Literal["root", "user"]):
 @pytest.mark.parametrize("error", [KeyboardInterrupt, NetworkError])
 def test_an_interrupted_set_up_leaves_nothing(monkeypatch: pytest.MonkeyPatch, error: type[BaseException]):
     needs("user")
-    before = signal.getsignal(signal.SIGTERM)
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)]
     real_run = subprocess.run
 
     def interrupted(argv: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
@@ -281,7 +281,7 @@ def test_an_interrupted_set_up_leaves_nothing(monkeypatch: pytest.MonkeyPatch, e
     mine = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     names = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in mine]
     assert not [name for name in names if b"gradwire-net" in name]
-    assert signal.getsignal(signal.SIGTERM) == before
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)] == before
 
 
 CREATOR = """
@@ -343,13 +343,13 @@ def test_clean_removes_what_a_killed_creator_left_and_nothing_else():
 
 @SECONDS
 @pytest.mark.net
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_signal_takes_the_network_down(number: signal.Signals):
     needs("user")
     with creator() as (process, tag):
         process.send_signal(number)
         status = process.wait(timeout=20)
-        assert status == (143 if number == signal.SIGTERM else -signal.SIGINT)
+        assert status == (-signal.SIGINT if number == signal.SIGINT else 128 + number)
         assert not alive(tag), described(alive(tag))
 
 

@@ -1,9 +1,11 @@
 """What older versions saved is taken up: classes that had other names then are known by them.
 
 `tests/golden/saves` holds a save of each of these, made by one rank before exchanges and warm-ups had their names of
-today. None is ever written again: what is saved today is in the other tests.
+today, or before a gossip was saved with its counts. None is ever written again: what is saved today is in the other
+tests.
 """
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -94,6 +96,33 @@ def test_an_optimizer_takes_up_what_an_older_version_saved(
     assert not found
     trained(optimizer, model, 2)
     optimizer.close()
+
+
+def gossip(model: nn.Module, every: int) -> gradwire.sync.Gossip:
+    method = gradwire.sync.CHOCO("topk:0.25", 0.5)
+    return gradwire.sync.Gossip(model, "ring", method, every=every, deadline_s=10)
+
+
+@pytest.mark.parametrize(("name", "every", "rounds", "steps"), [("gossip", 1, 5, 5), ("gossip-windows", 3, 2, 6)])
+def test_a_gossip_takes_up_the_session_that_older_versions_saved(
+    name: str, every: int, rounds: int, steps: int
+) -> None:
+    """Of windows of three steps, a warning says that those since the last round are not known."""
+    model, saved = nn.Linear(4, 3), file_of(name).read(SAVES / name, 0)
+    assert saved["step"] == rounds
+    with gossip(model, every) as here, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert gradwire.load(SAVES / name, here) == here.steps == steps
+        assert ["without the steps since its last round" in str(said.message) for said in caught] == [True] * (
+            every > 1
+        )
+        assert difference(here.session.state_dict(), saved) is None
+        assert [here.step() for _ in range(every)] == [False] * (every - 1) + [True]
+
+    with gossip(nn.Linear(4, 2), every) as other, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(StateError):
+            gradwire.load(SAVES / name, other)
 
 
 def test_a_save_of_another_method_is_refused_still() -> None:

@@ -390,7 +390,7 @@ def test_a_save_of_something_else_is_refused(tmp_path: Path) -> None:
     with gradwire.Session(network, "none") as session:
         with pytest.raises(StateError, match="the saved state has reducer"):
             gradwire.load(tmp_path, session)
-        gradwire.save(tmp_path, session)
+        gradwire.save(tmp_path, session, overwrite=True)
     other = made("demo", network)
     with pytest.raises(StateError, match="make it as it was"):
         gradwire.load(tmp_path, other)

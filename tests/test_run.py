@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import subprocess
@@ -98,6 +99,124 @@ def test_an_exception_is_shown_from_the_script_on(
     assert error.__traceback__ is trace
     assert trace.tb_frame.f_code.co_filename == str(script)
     assert capsys.readouterr().err == ""
+
+
+WORDS = [
+    ["--n", "3"],
+    ["--n=3", "--no", "-n", "3", "-1"],
+    ["--method", "x", "--help", "-h", "-m"],
+    ["--", "--nproc", "9", "--"],
+    ["--rdzv", "x", "--node", "--standalone"],
+    ["--s", "a b", ""],
+]
+
+
+@pytest.mark.parametrize("words", WORDS)
+def test_what_follows_the_script_is_the_script_s_own(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "script.py"
+    assert run_here(script, f"import sys\nassert sys.argv[1:] == {words}", monkeypatch, *words) == 0
+    started: list[Any] = []
+    monkeypatch.setattr(importlib.import_module("torch.distributed.run"), "run", started.append)
+    assert main(["run", "--method", "int4", "--nproc", "2", "--", str(script), *words]) == 0
+    (given,) = started
+    assert given.training_script_args == ["run", "--method", "int4", "--seed", "0", str(script), *words]
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--npro", "2", "--method", "int4", EXAMPLE], "required: --method"),
+        (["--npro=2", "--method", "int4", EXAMPLE], "unrecognized arguments: --npro=2"),
+        (["--meth", "int4", EXAMPLE], "required: --method"),
+        (["--method", "int4"], "required: SCRIPT"),
+    ],
+)
+def test_abbreviations_of_options_are_refused(
+    words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["run", *words])
+    assert left.value.code == 2
+    assert sentence in capsys.readouterr().err
+
+
+STARTS = """
+import os, sys, torch, torch.distributed as dist, torch.multiprocessing as mp
+from torch import nn, save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+def work(rank, folder, kind):
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    layer = nn.Linear(8, 300)
+    sharded = kind == "fsdp2"
+    model = fully_shard(layer, mesh=init_device_mesh("cpu", (2,))) if sharded else DistributedDataParallel(layer)
+    for step in range(3):
+        model(torch.randn(4, 8)).square().sum().backward()
+    if rank == 0:
+        save({}, f"{folder}/tmp")
+        os.replace(f"{folder}/tmp", f"{folder}/last.pt")
+    dist.destroy_process_group()
+
+class Own(mp.get_context("spawn").Process):
+    def run(self):
+        pass
+
+if __name__ == "__main__":
+    folder, kind = sys.argv[1:]
+    if kind == "fsdp2":
+        mp.spawn(work, args=(folder, kind), nprocs=2)
+    elif kind == "own":
+        process = Own()
+        process.start()
+        process.join()
+    elif kind == "fork":
+        mp.start_processes(work, args=(folder, kind), nprocs=2, start_method=kind)
+    else:
+        data = torch.utils.data.DataLoader(range(4), num_workers=1)
+        context = mp.get_context(kind.removeprefix("Process "))
+        processes = [context.Process(target=work, args=(rank, folder, kind)) for rank in range(2)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+        assert [process.exitcode for process in processes] == [0, 0]
+        assert len(list(data)) == 4
+"""
+
+
+def started(kind: str, tmp_path: Path) -> list[str]:
+    """What is said of a script that starts processes."""
+    (tmp_path / "starts.py").write_text(STARTS)
+    environment = {name: value for name, value in os.environ.items() if name != "RANK"} | SETTINGS
+    command = [sys.executable, *RUN, str(tmp_path / "starts.py"), str(tmp_path), kind]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return [line for line in ended.stderr.splitlines() if line.startswith("gradwire: ")]
+
+
+@pytest.mark.parametrize("kind", ["fsdp2", "fork", "Process spawn"])
+def test_processes_that_a_script_starts_are_served(kind: str, tmp_path: Path) -> None:
+    attached, sent, first = started(kind, tmp_path)
+    assert re.fullmatch(r"gradwire: int4 is attached to Linear: 2,700 parameters, 2 ranks", attached)
+    assert re.match(r"gradwire: Linear: int4 sent .* in 3 steps where fp32 sends", sent)
+    assert first == (
+        "gradwire: the script made no model of DistributedDataParallel or fully_shard in its first process; of the 2 "
+        "processes that it started, each that made one says what it sent"
+    )
+    states = tmp_path / "last.pt.gradwire" / "gradwire-1"
+    assert sorted(path.name for path in states.iterdir()) == ["manifest.json", "rank0.safetensors", "rank1.safetensors"]
+
+
+def test_processes_that_cannot_be_served_are_told_of(tmp_path: Path) -> None:
+    assert started("own", tmp_path) == [
+        "gradwire: the script made no model of DistributedDataParallel or fully_shard in its first process, and "
+        "processes that have a run() of their own are not served: let their class have no run() of its own but a "
+        "target=, or call gradwire.attach in them"
+    ]
 
 
 @pytest.mark.parametrize(

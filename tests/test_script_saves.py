@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from gradwire.bench.ranks import run_function
 
@@ -53,3 +55,38 @@ def test_states_are_those_of_the_file_that_was_loaded_last(
 
 def test_a_script_that_loads_nothing_begins_with_nothing_owed(saved: tuple[Path, list[dict[str, Any]]]) -> None:
     assert loaded(saved[0]) == [{"norms": [0.0, 0.0], "said": []}] * 2
+
+
+@pytest.fixture(scope="module")
+def unevenly(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[float]]]:
+    folder = tmp_path_factory.mktemp("unevenly")
+    return folder, run_function(f"{CASES}:save_unevenly", 2, {"folder": str(folder)}, 120)
+
+
+@pytest.mark.parametrize("names", [["best.pt"], ["best.pt", "random-{rank}.pt"], ["random-{rank}.pt", "best.pt"]])
+def test_a_rank_that_saves_more_than_others_saves_for_all(
+    names: list[str], unevenly: tuple[Path, list[list[float]]]
+) -> None:
+    folder, norms = unevenly
+    assert not (folder / "model.tmp.gradwire").exists()
+    assert not (folder / "model.pt.gradwire").exists()
+    for rank, again in enumerate(loaded(folder, *names)):
+        assert again["norms"][0] == pytest.approx(norms[rank][2], rel=1e-6)
+        assert again["said"][0].startswith("goes on at step 3 with what was owed when")
+
+
+def test_a_checkpoint_of_another_save_on_one_rank_is_taken_up_by_none(
+    unevenly: tuple[Path, list[list[float]]], tmp_path: Path
+) -> None:
+    shutil.copytree(unevenly[0], tmp_path / "run")
+    torch.save({"at": 7}, tmp_path / "run" / "other.pt")
+    shutil.copytree(tmp_path / "run" / "best.pt.gradwire", tmp_path / "run" / "other.pt.gradwire")
+    (tmp_path / "run" / "own-0.pt").symlink_to("best.pt")
+    (tmp_path / "run" / "own-1.pt").symlink_to("other.pt")
+    for again in loaded(tmp_path / "run", "own-{rank}.pt"):
+        assert again["norms"] == [0.0, 0.0]
+        other = tmp_path / "run" / "other.pt"
+        assert again["said"] == [
+            f"{other} is another file than the one that the states in {other}.gradwire were saved with: "
+            "training goes on with nothing owed"
+        ]

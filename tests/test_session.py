@@ -361,7 +361,7 @@ def test_a_model_is_named_again_only_after_a_change(one_rank: None, monkeypatch:
         made.reduce_(network)
         assert len(asked) == 6
         network.bias.requires_grad_(False)
-        with pytest.raises(StepError, match="'bias' was not delivered"):
+        with pytest.raises(StepError, match="'bias' requires no gradient any more"):
             made.reduce_(network)
 
 

@@ -60,6 +60,15 @@ def test_windows_may_grow_or_end_early(model: nn.Module) -> None:
             assert optimizer.averaging.schedule == schedule
 
 
+def test_a_window_that_ends_by_drift_says_nothing_else(model: nn.Module) -> None:
+    """PyTorch would warn of a number that is read with its gradient; warnings are errors here."""
+    for optimizer in made("local:H=64,drift=0.01", model):
+        assert isinstance(optimizer, LocalSGD)
+        model(torch.ones(2, 40)).square().sum().backward()
+        optimizer.step()
+        assert optimizer.averaging.session.engine.index == 1
+
+
 def test_an_optimizer_takes_over_what_the_scripts_own_was_told(model: nn.Module) -> None:
     first, last = model.children()
     groups = [{"params": first.parameters(), "lr": 0.5}, {"params": last.parameters(), "weight_decay": 0.125}]

@@ -13,17 +13,16 @@ import pytest
 import torch
 from torch import nn
 
-from gradwire import CommunicationError, SpecError
+from gradwire import CommunicationError, SpecError, StepError
 from gradwire.asynchronous import ASGD, Bounded, Server, is_asynchronous, parse
 from gradwire.asynchronous.methods import METHODS
 from gradwire.asynchronous.reception import NOTHING, Reception
 from gradwire.asynchronous.remote_servers import RemoteServers
-from gradwire.asynchronous.sockets.frames import HEAD, SECRET, Frame, head_of, lengths_of, receive
+from gradwire.asynchronous.sockets.frames import HEAD, SECRET, VERSION, Frame, head_of, lengths_of, receive, send
 from gradwire.asynchronous.sockets.host import Host
 from gradwire.asynchronous.sockets.line import Far
 from gradwire.asynchronous.wire import Kind, Message, plain
 from gradwire.bench.ranks import run_function
-from gradwire.core.errors import StepError
 from gradwire.sending import Sending
 
 RANKS = 3
@@ -70,6 +69,7 @@ def test_other_models_and_numbers_that_are_not_finite_are_refused() -> None:
     for said in on_ranks("refusals"):
         assert "differs between rank 0 and rank" in said["AsynchronousOptimizer"]
         assert "differs between rank 0 and rank" in said["HogwildOptimizer"]
+        assert f"frames of version {VERSION + 1}, and rank 0 has" in said["frames"], "before anybody connects"
         assert "not finite, and nothing was pushed" in said["nan"]
         assert said["untouched"] == "True"
         assert "has finished" in said["finished"]
@@ -213,7 +213,7 @@ def test_strangers_and_noise_are_cut_off_and_others_are_served() -> None:
         for first in (
             b"x" * SECRET,
             SECRET_OF_RUN + b"\xff" * HEAD,
-            SECRET_OF_RUN + (3).to_bytes(4, "little") + bytes(7),
+            SECRET_OF_RUN + (3).to_bytes(4, "little") + bytes(HEAD - 4 + 3),
         ):
             with socket.create_connection(host.address, timeout=10) as stranger:
                 stranger.sendall(first)
@@ -247,6 +247,42 @@ def test_a_frame_that_ends_early_is_no_frame() -> None:
 def test_lengths_are_looked_at_before_anything_is_allocated() -> None:
     with pytest.raises(CommunicationError, match="are the most"):
         lengths_of(head_of(plain(Kind.JOIN, 0), 17)[:HEAD], 16)
+
+
+LARGE = 5 << 30
+"""Bytes of a part that no 32 bits can count. Memory that is never touched costs nothing."""
+
+
+class Stream:
+    """A socket as far as frames use it: what is sent can be read, but large data only in its length."""
+
+    def __init__(self) -> None:
+        self.kept, self.large = bytearray(), 0
+
+    def sendall(self, data: bytes | memoryview) -> None:
+        if len(data) < LARGE:
+            self.kept += data
+        else:
+            self.large += len(data)
+
+    def recv_into(self, into: memoryview) -> int:
+        come = min(len(into), len(self.kept) or self.large, 1 << 30)
+        if self.kept:
+            into[:come], self.kept = self.kept[:come], self.kept[come:]
+        else:
+            self.large -= come
+        return come
+
+
+def test_a_part_of_more_than_four_gibibytes_has_a_frame() -> None:
+    stream: Any = Stream()
+    said = plain(Kind.PUSH, 3)
+    send(stream, said, torch.empty(LARGE, dtype=torch.uint8))
+    frame = receive(stream, LARGE)
+    assert (frame.message, frame.data.numel(), stream.large) == (said, LARGE, 0)
+    send(stream, said, torch.empty(LARGE, dtype=torch.uint8))
+    with pytest.raises(CommunicationError, match=f"{LARGE} bytes, where 4096 and {LARGE - 1} are the most"):
+        receive(stream, LARGE - 1)
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -277,6 +277,15 @@ def test_a_metric_that_is_no_number_is_not_finite():
     assert evidence.not_finite(run(FLOOR, losses=(math.nan,))) is None
 
 
+def test_a_metric_that_is_no_number_is_not_called_a_loss():
+    bad = dataclasses.replace(run(FP32, losses=FALLING), evaluations=[Evaluation(31, 4.0, math.nan)])
+    judged = judge(comparison(bad, run("int4", losses=FALLING)))
+    assert judged.alarm
+    assert judged.unsound is Kind.METRIC_NOT_FINITE
+    assert judged.headline == "No conclusion: the metric of torch:fp32 is not finite"
+    assert judged.findings[0].text == "torch:fp32, seed 0: the metric is not finite."
+
+
 # -------------------------------------------------------------------------------------------- in words
 
 

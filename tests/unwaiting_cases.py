@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from gradwire import AttachError, CommunicationError, StepError
 from gradwire.asynchronous import AsynchronousOptimizer, Bounded, HogwildOptimizer, Sending, parse
 from gradwire.asynchronous.remote_servers import Granted, RemoteServers
+from gradwire.asynchronous.sockets import frames
 from gradwire.codecs import TopK
 from sync_cases import flat
 
@@ -100,7 +101,7 @@ def uneven(rank: int, world_size: int, spec: str) -> dict[str, Any]:
 
 
 def refusals(rank: int, world_size: int) -> dict[str, str]:
-    """What is said of other models, of numbers that are not finite, and of steps after the end."""
+    """What is said of other models, of other frames, of numbers that are not finite, and of steps after the end."""
     said: dict[str, str] = {}
     network = model()
     with torch.no_grad():
@@ -111,6 +112,12 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
         except AttachError as error:
             said[kind.__name__] = str(error)
     network = model()
+    version = frames.VERSION + (rank == world_size - 1)
+    with patch("gradwire.asynchronous.optimizer.FRAMES", version):
+        try:
+            AsynchronousOptimizer(sgd(network), network, deadline_s=DEADLINE_S)
+        except AttachError as error:
+            said["frames"] = str(error)
     sending = Sending(TopK(0.5), 1.0)
     optimizer = AsynchronousOptimizer(sgd(network), network, sending=sending, deadline_s=DEADLINE_S)
     before = flat(network)

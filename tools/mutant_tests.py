@@ -21,6 +21,9 @@ ARITHMETIC: Stage = ("tests/test_run_report.py", "-k", WITHOUT_RANKS)
 ROUTES: Stage = ("tests/test_routes.py",)
 COST: Stage = ("tests/laws/test_cost.py",)
 CHECKPOINT: Stage = ("tests/test_checkpoint.py",)
+GOING_ON: Stage = ("tests/test_going_on.py",)
+
+EXCEPTIONS = "tests/test_exceptions.py"
 
 SYNC = "tests/test_sync.py"
 ALONE = "not ranks and not processors and not mesh and not momentum and not nodes and not differ and not scaler"
@@ -28,7 +31,11 @@ ALONE = "not ranks and not processors and not mesh and not momentum and not node
 WINDOWS: tuple[Stage, ...] = ((SYNC, "-k", ALONE), (SYNC, "-k", "not processors"))
 OPTIMIZERS: tuple[Stage, ...] = (("tests/test_optimizers.py", "-k", "not processors"),)
 ELASTIC: Stage = ("tests/test_elastic.py",)
+SCRIPT_SAVES: Stage = ("tests/test_script_saves.py",)
+ELASTIC_STOPS: Stage = ("tests/test_elastic_stops.py", "-m", "not slow", "-k", "not processes and not finished_run")
 UNCHANGED: Stage = ("tests/test_run.py", "-k", "unchanged_script")
+MOMENTS: Stage = ("tests/test_moments.py",)
+UNFREEZING: Stage = ("tests/test_unfreezing.py",)
 GOSSIP: Stage = ("tests/test_gossip.py",)
 FSDP2: Stage = ("tests/test_fsdp2.py",)
 RUN_FSDP2: Stage = ("tests/test_run_fsdp2.py",)
@@ -55,9 +62,9 @@ FILES: dict[str, tuple[Stage, ...]] = {
     "drivers/measure.py": (
         ("tests/test_measure.py",),
         (*ROUTES, "-k", "measures"),
-        ("tests/test_run_report.py", "-k", "link and not slow_link"),
     ),
     "drivers/plan.py": (("src/gradwire/drivers/plan.py", "tests/test_plan.py", ENGINE),),
+    "drivers/probing.py": (("src/gradwire/drivers/probing.py", "tests/test_probing.py"),),
     "drivers/process_group.py": (("tests/test_interpreter.py", "tests/test_handle.py"), ROUTES, HOOKS, DDP),
     "drivers/timing.py": (("src/gradwire/drivers/timing.py", "tests/laws/test_routes.py"),),
     "drivers/traced.py": (("src/gradwire/drivers/traced.py", "tests/test_interpreter.py"),),
@@ -67,7 +74,8 @@ FILES: dict[str, tuple[Stage, ...]] = {
         ("tests/test_attach.py", "-k", "compiles"),
     ),
     "drivers/window.py": (("src/gradwire/drivers/window.py", *ARITHMETIC), REPORT),
-    "session/checkpoint.py": (("src/gradwire/session/checkpoint.py", "tests/test_handle.py"), CHECKPOINT),
+    "session/checkpoint.py": (("src/gradwire/session/checkpoint.py", "tests/test_handle.py"), CHECKPOINT, GOING_ON),
+    "session/saved_runs.py": (CHECKPOINT,),
     "adapters/attach.py": ((*FSDP2, "-k", "gathers_no"), ATTACHED),
     "adapters/handle.py": (("tests/test_handle.py",), ONE_RANK),
     "adapters/fsdp2/attach.py": ((*FSDP2, "-k", "told_why or twice"), (*FSDP2, "-k", "copies"), FSDP2),
@@ -75,14 +83,14 @@ FILES: dict[str, tuple[Stage, ...]] = {
     "adapters/fsdp2/form.py": ((*FSDP2, "-k", "half or alike"), FSDP2),
     "adapters/fsdp2/gather.py": ((*FSDP2, "-k", "spoil"), FSDP2),
     "adapters/fsdp2/groups.py": ((*FSDP2, "-k", "told_why or twice"), FSDP2),
-    "adapters/fsdp2/port.py": (FSDP2,),
+    "adapters/fsdp2/port.py": ((EXCEPTIONS, "-k", "fsdp2"), FSDP2),
     "adapters/fsdp2/roots.py": ((*RUN_FSDP2, "-k", "place or root"), RUN_FSDP2),
     "adapters/fsdp2/rows.py": (FSDP2,),
     "adapters/fsdp2/stateful.py": ((*FSDP2, "-k", "distributed"),),
     "drivers/parts.py": (PARTS, FSDP2),
     "session/form.py": (("tests/test_session.py",), (*FSDP2, "-k", "apart")),
     "adapters/buckets.py": (("src/gradwire/adapters/buckets.py", "tests/test_buckets.py"),),
-    "adapters/communication.py": (("tests/test_handle.py",), ONE_RANK, ATTACHED, DDP),
+    "adapters/communication.py": (("tests/test_handle.py",), (EXCEPTIONS, "-k", "Attached"), ONE_RANK, ATTACHED, DDP),
     "session/lane.py": (
         ("tests/test_failures.py", "tests/test_handle.py", "tests/test_session.py"),
         ONE_RANK,
@@ -98,9 +106,14 @@ FILES: dict[str, tuple[Stage, ...]] = {
     ),
     "session/agreement.py": (("src/gradwire/session/agreement.py", "tests/test_session.py"),),
     "session/making.py": (("tests/test_session.py",), ATTACHED),
-    "session/names.py": (("src/gradwire/session/names.py", "tests/test_session.py"), ONE_RANK),
+    "session/names.py": (("src/gradwire/session/names.py", "tests/test_session.py"), ONE_RANK, UNFREEZING),
     "session/reduction.py": (("tests/test_session.py", "tests/test_handle.py"), REPORT),
-    "session/step.py": (("tests/test_session.py", "tests/test_handle.py"), ONE_RANK, ATTACHED),
+    "session/step.py": (
+        ("tests/test_session.py", "tests/test_handle.py"),
+        (EXCEPTIONS, "-k", "Steps"),
+        ONE_RANK,
+        ATTACHED,
+    ),
     "session/session.py": (
         ("src/gradwire/session/session.py", "tests/test_session.py", "tests/test_handle.py"),
         ONE_RANK,
@@ -112,51 +125,51 @@ FILES: dict[str, tuple[Stage, ...]] = {
     "session/watching.py": (("src/gradwire/session/watching.py", "tests/test_drift.py"),),
     "sync/alike.py": ((SYNC, "-k", "differ"),),
     "sync/all_ranks.py": (*WINDOWS, SHARDS),
-    "sync/averaging.py": WINDOWS,
+    "sync/averaging.py": (*WINDOWS, MOMENTS, UNFREEZING),
     "sync/averaging_options.py": WINDOWS,
-    "sync/averaging_saved.py": WINDOWS,
-    "sync/averaging_state.py": WINDOWS,
+    "sync/averaging_saved.py": (*WINDOWS, MOMENTS, GOING_ON),
+    "sync/averaging_state.py": (*WINDOWS, MOMENTS),
     "sync/buffers.py": WINDOWS,
-    "sync/copies.py": ((*SHARDS, "-k", "not_served"), SHARDS),
-    "sync/fragment.py": (("src/gradwire/sync/fragment.py",), *WINDOWS),
+    "sync/copies.py": ((*SHARDS, "-k", "not_served"), (EXCEPTIONS, "-k", "Local or Levels"), SHARDS),
+    "sync/fragment.py": (("src/gradwire/sync/fragment.py",), *WINDOWS, MOMENTS),
     "sync/global_copy.py": (*WINDOWS, ELASTIC),
-    "sync/elastic/attempt.py": (ELASTIC,),
+    "sync/elastic/attempt.py": (ELASTIC, ("tests/test_exit.py",)),
     "sync/elastic/change.py": (ELASTIC,),
-    "sync/elastic/elastic.py": (ELASTIC,),
+    "sync/elastic/elastic.py": (ELASTIC, UNFREEZING),
     "sync/elastic/handover.py": (ELASTIC,),
     "sync/elastic/hands.py": (ELASTIC,),
     "sync/elastic/link.py": (ELASTIC,),
     "sync/elastic/messages.py": (ELASTIC,),
     "sync/elastic/owed.py": (ELASTIC,),
-    "sync/elastic/protocol.py": (ELASTIC,),
-    "sync/elastic/pulse.py": (ELASTIC,),
-    "sync/elastic/rounds.py": (ELASTIC,),
+    "sync/elastic/protocol.py": (ELASTIC_STOPS, ELASTIC),
+    "sync/elastic/pulse.py": (ELASTIC_STOPS, ELASTIC),
+    "sync/elastic/rounds.py": (ELASTIC_STOPS, ELASTIC),
     "sync/elastic/shared.py": (ELASTIC,),
     "sync/elastic/store.py": (ELASTIC,),
-    "sync/elastic/worker.py": (ELASTIC,),
+    "sync/elastic/worker.py": (ELASTIC_STOPS, ELASTIC),
     "sync/gossip/checks.py": (GOSSIP,),
     "sync/gossip/choco.py": (GOSSIP,),
     "sync/gossip/d_psgd.py": (GOSSIP,),
-    "sync/gossip/gossip.py": (GOSSIP,),
+    "sync/gossip/gossip.py": (GOSSIP, GOING_ON, UNFREEZING),
     "sync/gossip/graphs.py": (GOSSIP,),
     "sync/gossip/method.py": (GOSSIP,),
     "sync/gossip/naming.py": (GOSSIP,),
     "sync/gossip/sgp.py": (GOSSIP,),
     "sync/gossip/whole.py": (GOSSIP,),
-    "sync/hierarchical.py": WINDOWS,
+    "sync/hierarchical.py": (*WINDOWS, GOING_ON, (EXCEPTIONS, "-k", "Levels")),
     "sync/lent.py": (("src/gradwire/sync/lent.py",),),
-    "sync/local_sgd.py": WINDOWS,
-    "sync/methods.py": (("tests/test_sync_spec.py",),),
-    "sync/moments.py": WINDOWS,
+    "sync/local_sgd.py": (*WINDOWS, GOING_ON, UNFREEZING),
+    "sync/methods.py": (("tests/test_sync_spec.py",), UNFREEZING),
+    "sync/moments.py": (("src/gradwire/sync/moments.py",), *WINDOWS, MOMENTS),
     "sync/outer.py": (("src/gradwire/sync/outer.py",), *WINDOWS),
-    "sync/post_local.py": (("tests/test_post_local.py",),),
+    "sync/post_local.py": (("tests/test_post_local.py",), UNFREEZING),
     "sync/scaling.py": ((SYNC, "-k", "scaler"), *OPTIMIZERS),
     "sync/schedules.py": (("src/gradwire/sync/schedules.py",), *WINDOWS),
     "sync/shards.py": ((*SHARDS, "-k", "mid_window or evaluated"), SHARDS),
     "sync/spec.py": (("src/gradwire/sync/spec.py", "tests/test_sync_spec.py"),),
-    "sync/wrapper.py": (*WINDOWS, ("tests/test_post_local.py",)),
+    "sync/wrapper.py": (*WINDOWS, ("tests/test_post_local.py",), UNFREEZING),
     "sync/optimizers/arithmetic.py": (("src/gradwire/sync/optimizers/arithmetic.py",), *OPTIMIZERS),
-    "sync/optimizers/base.py": OPTIMIZERS,
+    "sync/optimizers/base.py": (*OPTIMIZERS, UNFREEZING),
     "sync/optimizers/demo.py": OPTIMIZERS,
     "sync/optimizers/dion.py": OPTIMIZERS,
     "sync/optimizers/one_bit_adam.py": OPTIMIZERS,
@@ -176,7 +189,12 @@ FILES: dict[str, tuple[Stage, ...]] = {
         HOOKS,
         DDP,
     ),
-    "session/failures.py": (("tests/test_failures.py",), ATTACHED, ("tests/test_ddp.py", "-k", "exception")),
+    "session/failures.py": (
+        ("tests/test_failures.py",),
+        ATTACHED,
+        ("tests/test_ddp.py", "-k", "exception"),
+        (EXCEPTIONS, "-k", "fsdp2"),
+    ),
     "adapters/hooks.py": (("tests/test_hook_sessions.py", "tests/test_handle.py"), HOOKS),
     "session/meeting.py": (("tests/test_meeting.py",), CHECKPOINT),
     "adapters/__init__.py": (("src/gradwire/adapters/__init__.py",),),
@@ -188,8 +206,18 @@ FILES: dict[str, tuple[Stage, ...]] = {
     "adapters/uncompiled.py": (("tests/test_run.py", "-k", "compiled"), ("tests/test_drift.py",)),
     "adapters/frameworks.py": (("src/gradwire/adapters/frameworks.py", "tests/test_framework_parts.py"),),
     "adapters/lightning.py": (("tests/test_frameworks.py", "-k", "lightning"),),
-    "adapters/script_places.py": (("src/gradwire/adapters/script_places.py",), (*RUN_FSDP2, "-k", "way")),
-    "adapters/script_saves.py": (("tests/test_script_saves.py",), RUN_FSDP2, UNCHANGED),
+    "adapters/script_loads.py": (
+        ("src/gradwire/adapters/script_loads.py", "tests/test_script_follow.py"),
+        SCRIPT_SAVES,
+    ),
+    "adapters/script_moves.py": (("tests/test_script_follow.py",), SCRIPT_SAVES),
+    "adapters/script_places.py": (
+        ("src/gradwire/adapters/script_places.py", "tests/test_script_follow.py"),
+        (*RUN_FSDP2, "-k", "way"),
+    ),
+    "adapters/script_saves.py": (("tests/test_script_follow.py",), SCRIPT_SAVES, RUN_FSDP2, UNCHANGED),
+    "adapters/told.py": (("tests/test_script_follow.py",), ("tests/test_run.py", "-k", "processes")),
+    "adapters/watched.py": (("tests/test_run.py", "-k", "processes"), UNCHANGED),
     "adapters/transformers.py": (("tests/test_frameworks.py", "-k", "transformers"),),
     "adapters/unchanged.py": (
         ("tests/test_run.py", "-k", "TestModels"),
@@ -206,6 +234,8 @@ FILES: dict[str, tuple[Stage, ...]] = {
     "adapters/power_sgd_layout.py": (("tests/test_handle.py", "tests/test_saved.py"), HOOKS),
     "adapters/power_sgd_port.py": (("tests/test_handle.py", "tests/test_saved.py"), HOOKS),
     "adapters/power_sgd_memory.py": (("tests/test_saved.py",), HOOKS),
+    "session/estimate.py": (("src/gradwire/session/estimate.py", *ARITHMETIC), ("tests/test_probing.py",)),
+    "session/step_times.py": (("src/gradwire/session/step_times.py", *ARITHMETIC), ("tests/test_probing.py",)),
     "session/report.py": (("src/gradwire/session/report.py", *ARITHMETIC), REPORT),
     "core/saved.py": (("tests/test_saved.py",), (STATE,), CHECKPOINT),
     "bench/figures.py": (

@@ -53,7 +53,11 @@ PARTS = "tests/test_framework_parts.py"
 SUBJECTS = (
     Subject("DistributedDataParallel", None, (("tests/test_ddp.py",),)),
     Subject("FSDP2", None, (("tests/test_fsdp2.py",),)),
-    Subject("`gradwire run`, DDP", None, (("tests/test_run.py", "tests/test_script_saves.py"),)),
+    Subject(
+        "`gradwire run`, DDP",
+        None,
+        (("tests/test_run.py", "tests/test_script_saves.py", "tests/test_script_follow.py"),),
+    ),
     Subject("`gradwire run`, FSDP2", None, (("tests/test_run_fsdp2.py",),)),
     Subject("Accelerate", "accelerate", (("tests/test_frameworks.py", PARTS, "-k", "accelerat"),)),
     Subject("Transformers", "transformers", (("tests/test_frameworks.py", PARTS, "-k", "transformers or trainer"),)),

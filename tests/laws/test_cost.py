@@ -16,11 +16,13 @@ from gradwire.cli.main import main
 from gradwire.core.agreement import Total
 from gradwire.core.collective import AllGather, Collective
 from gradwire.core.grain import ParameterSpec
+from gradwire.core.link import Link
 from gradwire.core.program import Program
-from gradwire.drivers.cost import Cost, MetaTransport
-from gradwire.drivers.interpreter import Interpreter, run, sent_bytes
-from gradwire.drivers.lockstep import Lockstep
+from gradwire.drivers.cost import Cost, MetaTransport, meta_program
+from gradwire.drivers.interpreter import Interpreter, Script, run, sent_bytes
+from gradwire.drivers.lockstep import Lockstep, VirtualTransport, together
 from gradwire.drivers.plan import plan
+from gradwire.drivers.timing import Clocks, step_s
 from gradwire.reducers import Reducer
 from gradwire.reducers.base import Reduced, Step
 
@@ -125,6 +127,30 @@ def test_what_is_priced_once_costs_what_all_of_it_does(spec: str, grains: int, m
     assert found == unshortened(reducer, model, ranks, ranks - 1, 7)
 
 
+LINK = Link(1e-3, 1e-8)
+
+
+def unshortened_s(reducer: Reducer, model: list[ParameterSpec], ranks: int, index: int) -> float:
+    """The seconds as they are defined: the program of every grain of every rank runs."""
+    units, clocks = plan(model, reducer, LAYER_GRAINS).units, Clocks(ranks, LINK, {})
+
+    def script(rank: int) -> Script[list[Reduced]]:
+        step = Step(index, rank, ranks)
+        interpreter = Interpreter[Reduced](VirtualTransport(clocks, rank), window=1)
+        return interpreter.script(len(units), lambda i: [meta_program(units[i], step)])
+
+    together([script(rank) for rank in range(ranks)])
+    return max(clocks.now)
+
+
+@pytest.mark.parametrize("spec", [*REDUCERS, *MORE, "none,exchange=tree"])
+def test_what_is_timed_once_takes_as_long_as_all_of_it_does(spec: str) -> None:
+    reducer, model = parse(spec), layers(3)
+    ranks = ranks_for(reducer, 6)
+    found = step_s(reducer, model, ranks, LINK, step=7, grain_numel=LAYER_GRAINS)
+    assert found == unshortened_s(reducer, model, ranks, 7)
+
+
 class Operations(TorchDispatchMode):
     """Counts the operations on tensors."""
 
@@ -137,14 +163,26 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def operations(spec: str, model: list[ParameterSpec], ranks: int) -> int:
+def operations(spec: str, model: list[ParameterSpec], ranks: int, priced: Callable[..., object] = cost) -> int:
     """How many operations it takes to price a step."""
     with Operations() as counted:
-        cost(spec, model, ranks, grain_numel=1600)
+        priced(spec, model, ranks, grain_numel=1600)
     return counted.count
 
 
-@pytest.mark.parametrize("spec", ["none", "int4", "topk:0.01", "powersgd:2,factors=fp16", "int4,node=8"])
+PRICED = ("none", "int4", "topk:0.01", "powersgd:2,factors=fp16", "int4,node=8")
+
+
+@pytest.mark.parametrize("spec", ["int4", "topk:0.01", "powersgd:2,factors=fp16", "adasum"])
+def test_what_timing_takes_hardly_grows_with_equal_layers(spec: str) -> None:
+    def timed(spec: str, model: list[ParameterSpec], ranks: int, grain_numel: int) -> float:
+        return step_s(spec, model, ranks, LINK, grain_numel=grain_numel)
+
+    few, many = ([ParameterSpec(f"{i}", (80, 80), torch.float32, META) for i in range(n)] for n in (4, 40))
+    assert operations(spec, many, 8, timed) < 3 * operations(spec, few, 8, timed), "only what is sent is done ten times"
+
+
+@pytest.mark.parametrize("spec", PRICED)
 def test_what_pricing_takes_grows_neither_with_equal_layers_nor_with_ranks(spec: str) -> None:
     few, many = ([ParameterSpec(f"{i}", (80, 80), torch.float32, META) for i in range(n)] for n in (4, 40))
     taken = operations(spec, few, 8)

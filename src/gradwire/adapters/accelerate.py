@@ -75,7 +75,7 @@ def _taken(accelerator: Accelerator) -> set[str]:
 def _follow_checkpoints(accelerator: Accelerator, handle: Handle, folder: str) -> None:
     def save_states(models: list[Any], weights: list[Any], output_dir: str) -> None:
         if handle.session.is_open:
-            save(Path(output_dir) / folder, handle)
+            save(Path(output_dir) / folder, handle, overwrite=True)  # as the checkpoint around it is
 
     def load_states(models: list[Any], input_dir: str) -> None:
         load_if_there(Path(input_dir) / folder, handle, input_dir)

@@ -14,6 +14,8 @@ from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
+from gradwire.drivers.window import DDP_CAPS, Caps
+
 PIECES = 16
 """Buckets to cut a model into. Each costs a call of the hook, and twice as many hid no more (docs/log/overlap.md)."""
 
@@ -27,6 +29,12 @@ def bucket_bytes(model_bytes: int) -> int:
     (262144, 500000)
     """
     return max(SMALLEST_BYTES, model_bytes // PIECES)
+
+
+def caps_of(ddp: DistributedDataParallel) -> Caps:
+    """Bytes that end a bucket of `ddp` as it is: its first one is small where the user has not said otherwise."""
+    others = ddp.bucket_bytes_cap
+    return Caps(DDP_CAPS.first if getattr(ddp, "bucket_bytes_cap_default", False) else others, others)
 
 
 def deliver_in_pieces(ddp: DistributedDataParallel, nbytes: int) -> None:

@@ -8,18 +8,44 @@ import torch
 from torch import Tensor
 from torch.distributed import GradBucket  # pyright: ignore[reportPrivateImportUsage]
 
+from gradwire.core.errors import StepError
 from gradwire.session.lane import Lane
 
 # Hooks are made of these, and `register_comm_hook` reads annotations, so this module does not postpone them.
 
 
-def queue_callback(callback: Callable[[], None]) -> None:
-    """Call `callback` at the end of the backward pass now running, in the order of queueing."""
+def queue_callback(callback: Callable[[], None]) -> bool:
+    """Call `callback` at the end of the backward pass now running, in the order of queueing; return whether one is."""
     try:
         torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
     except RuntimeError:
         # Outside a backward pass, as DDP's join() calls hooks for ranks that have run out of input.
-        return
+        return False
+    return True
+
+
+class _PassWatch:
+    """A callback that autograd drops without having called it, where an exception ends the backward pass."""
+
+    def __init__(self, broken_off: Callable[[], None]) -> None:
+        self._broken_off: Callable[[], None] | None = broken_off
+
+    def __call__(self) -> None:
+        self._broken_off = None
+
+    def __del__(self) -> None:
+        if self._broken_off is not None:
+            self._broken_off()
+
+
+def watch_pass(broken_off: Callable[[], None]) -> None:
+    """Have `broken_off` called if an exception ends the backward pass now running, before the caller of it sees that.
+
+    A pass inside of another one, of a reentrant checkpoint, is watched for itself: call this at each place that counts.
+    """
+    watch = _PassWatch(broken_off)
+    if not queue_callback(watch):
+        watch()
 
 
 class BucketStep:
@@ -31,6 +57,8 @@ class BucketStep:
         self.before: dict[Tensor, tuple[Tensor | None, int]] = {}
         self.ended = threading.Event()
         self.error: BaseException | None = None
+        self.where = ""
+        self.is_broken_off = False
 
     def watch(self, parameters: Iterable[Tensor]) -> None:
         """Note the gradients of these parameters before DDP writes their means."""
@@ -57,10 +85,15 @@ def _same(now: tuple[Tensor | None, int], gradient: Tensor | None, version: int)
 
 
 class BucketPort(ABC):
-    """Follows DDP's buckets through a lane, step by step. Subclasses say what is done with them."""
+    """Follows DDP's buckets through a lane, step by step. Subclasses say what is done with them.
+
+    Attributes:
+        broken_off: what ended a backward pass of which buckets had come, if one was ended so.
+    """
 
     def __init__(self, lane: Lane) -> None:
         self.lane = lane
+        self.broken_off: BaseException | None = None
         self._step = BucketStep()
 
     @abstractmethod
@@ -83,8 +116,10 @@ class BucketPort(ABC):
         """
         if not self._step.buckets:  # else the step at hand will say it at its end
             self.lane.begin()
+            self._step.where = self.where()
         future: torch.futures.Future[Tensor] = self.lane.executor.future()
         step, last = self._step, bucket.is_last()
+        watch_pass(lambda: self._broken_off(step))
         step.buckets.append(bucket)
         step.watch(bucket.parameters())
         step.futures.append(future)
@@ -104,6 +139,26 @@ class BucketPort(ABC):
                 step.error = self.lane.fail(error, self.where())
         if last or step.error is not None:
             _resolve(step)
+
+    def _broken_off(self, step: BucketStep) -> None:
+        """Tell the other ranks, which wait for buckets of this pass, or will for the next: DDP cannot go on here."""
+        if not step.is_broken_off:
+            step.is_broken_off, self._step = True, BucketStep()
+            error = StepError(
+                f"an exception ended the backward pass{step.where} after {len(step.buckets)} of its buckets, as the "
+                "output of this rank shows: restart from a checkpoint, since DDP cannot go on from there"
+            )
+            self.broken_off = step.error = step.error or self.lane.fail(error, step.where)
+            self.lane.failures.end()
+
+    def require_whole_passes(self) -> None:
+        """Refuse another pass after one that broke off, which DDP would refuse for reasons that are none.
+
+        Raises:
+            StepError: an exception ended a backward pass.
+        """
+        if self.broken_off is not None:
+            raise self.broken_off
 
     def _end(self, step: BucketStep) -> None:
         """Wait, and raise what went wrong as itself: DDP would turn an exception in a future into another."""

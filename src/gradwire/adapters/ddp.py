@@ -14,14 +14,15 @@ from torch import Tensor, nn
 from torch.distributed import GradBucket  # pyright: ignore[reportPrivateImportUsage]
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.adapters.buckets import bucket_bytes, deliver_in_pieces
+from gradwire.adapters.buckets import bucket_bytes, caps_of, deliver_in_pieces
 from gradwire.adapters.communication import BucketPort, BucketStep, queue_callback
 from gradwire.adapters.handle import Handle
-from gradwire.adapters.models import check, trained
+from gradwire.adapters.models import check, planned, trained
+from gradwire.adapters.uncompiled import before_passes
 from gradwire.core.errors import AttachError
 from gradwire.reducers.base import Reducer
 from gradwire.session import Session
-from gradwire.session.form import ALIKE
+from gradwire.session.form import Alike
 
 # `register_comm_hook` reads the annotations of the hook, so this module must not postpone them.
 
@@ -39,11 +40,13 @@ def attach_ddp(ddp: nn.Module, reducer: Reducer | str, **options: Any) -> Handle
     assert ddp.process_group is not None, "DDP over a device mesh has no group of its own yet"
     names = trained(ddp)
     tensors = {name: parameter for parameter, name in names.items()}
-    session = Session(tensors, reducer, group=ddp.process_group, what="gradwire.attach", form=ALIKE, **options)
+    form = Alike(caps_of(ddp))
+    session = Session(tensors, reducer, group=ddp.process_group, what="gradwire.attach", form=form, **options)
     port = _Port(session, names, ddp)
     try:
         deliver_in_pieces(ddp, bucket_bytes(session.engine.dense_bytes))
         ddp.register_comm_hook(None, port.on_bucket)
+        before_passes(ddp, port.require_whole_passes)
     except BaseException:
         session.close(at_once=True)
         raise
@@ -56,8 +59,8 @@ class _Port(BucketPort):
     def __init__(self, session: Session, names: dict[Tensor, str], ddp: DistributedDataParallel) -> None:
         super().__init__(session.lane)
         self._session, self._names = session, names
+        self._model, self._trained = ddp.module, planned(ddp)
         self._finds_unused = bool(getattr(ddp, "find_unused_parameters", False))
-        session.window.bucket_bytes = ddp.bucket_bytes_cap  # as DDP alone would have them
 
     def on_bucket(self, state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """DDP's communication hook: hand the bucket over and return at once."""
@@ -65,9 +68,15 @@ class _Port(BucketPort):
         if not session.is_open:
             raise AttachError("this handle is closed, and DDP cannot forget a hook: make a new DDP")
         if not self._step.buckets:
+            self._trained.of(self._model)
             session.begin()
         session.window.ready(time.perf_counter(), bucket.buffer().nbytes)
         return self.hook(bucket)
+
+    def require_whole_passes(self) -> None:
+        """Refuse another pass after one that broke off, until the handle is closed."""
+        if self._session.is_open:
+            super().require_whole_passes()
 
     def where(self) -> str:
         """The step at hand, as training loops count them."""

@@ -73,7 +73,7 @@ class GradwireCallback(Callback):
             plain_save(checkpoint, filepath, *rest, **named)
             whole = "optimizer_states" in checkpoint  # else only the model's weights were wanted
             if whole and self.handle is not None and self.handle.session.is_open:
-                save(beside(filepath), self.handle)
+                save(beside(filepath), self.handle, overwrite=True)  # as the file beside it is
 
         def remove_too(filepath: str | Path) -> None:
             folder = beside(filepath)

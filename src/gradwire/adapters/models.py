@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 from gradwire.core.errors import AttachError
-from gradwire.session.names import canonical_name, require_apart, require_served
+from gradwire.session.names import TrainedParameters, canonical_name, named, require_apart, require_served
 
 _HOLDERS = (DistributedDataParallel, nn.DataParallel, AveragedModel)
 """Modules that hold another one under the name `module`, which a model may also give to a part of its own."""
@@ -29,6 +29,13 @@ def trained(ddp: DistributedDataParallel) -> dict[Tensor, str]:
     short = {name: canonical_name(_without_holders(name, holders)) for name in trained}
     require_apart(short)
     return {parameter: short[name] for name, parameter in trained.items()}
+
+
+def planned(ddp: DistributedDataParallel) -> TrainedParameters:
+    """Those that may require gradients in a step: what DDP communicates, and what it was told to ignore."""
+    ignored: set[str] = set(getattr(ddp, "parameters_to_ignore", ()))
+    others = {canonical_name(name): p for name, p in ddp.module.named_parameters() if name in ignored}
+    return TrainedParameters("gradwire.attach", {**named(ddp.module), **others})
 
 
 def _without_holders(name: str, holders: Iterable[str]) -> str:

@@ -64,7 +64,7 @@ class PowerPort(BucketPort):
     def _made(self, buckets: Sequence[GradBucket]) -> Session:
         self._layout = self.lay_out(buckets)
         session = self.session = Session(self._layout.tensors, self.reducer, lane=self.lane, what="a PowerSGD hook")
-        session.window.bucket_bytes = 0  # each bucket for itself
+        session.window.caps = None  # each bucket for itself
         if (memory := self._state.pending()) is not None:
             self.load(session, memory)
         session.begin()

@@ -104,4 +104,5 @@ class GradwireCallback(TrainerCallback):
         """Save every rank's state into the checkpoint that the trainer has just made."""
         if self.handle is not None:
             run = self._trainer._get_output_dir(trial=None)  # pyright: ignore[reportPrivateUsage]
-            save(Path(run) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}" / FOLDER, self.handle)
+            checkpoint = Path(run) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+            save(checkpoint / FOLDER, self.handle, overwrite=True)  # as the checkpoint around it is

@@ -126,6 +126,11 @@ class Unchanged:
             self._say(f"{len(enabled)} GradScalers: none is followed, so what is owed is wrong when a scale changes")
         return enabled[0] if len(enabled) == 1 else None
 
+    @property
+    def made(self) -> bool:
+        """Whether a model was made."""
+        return bool(self.handles or self.refused or self._roots.sharded or any(self._made.values()))
+
     def summary(self) -> list[str]:
         """What was saved, a sentence a model; or why nothing was."""
         if self.handles:

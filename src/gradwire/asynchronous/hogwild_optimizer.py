@@ -7,7 +7,7 @@ import secrets
 import socket
 from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -20,12 +20,13 @@ from gradwire.asynchronous.together import together
 from gradwire.core.errors import AttachError, StepError
 from gradwire.session.names import named, require_whole
 from gradwire.sync.alike import require_same_start
-from gradwire.sync.wrapper import Wrapper
+from gradwire.sync.global_copy import not_finite
+from gradwire.sync.wrapper import ModelWrapper
 
 _MEMORY = Path("/dev/shm")
 
 
-class HogwildOptimizer(Wrapper):
+class HogwildOptimizer(ModelWrapper):
     """Steps an inner optimizer whose parameters all ranks of this machine share, without locks (Recht et al. 2011).
 
     Each of n ranks makes steps of lr / n, so n of them move as far as one synchronous step of the mean, and learning
@@ -42,7 +43,8 @@ class HogwildOptimizer(Wrapper):
         version: steps that all ranks have made, as far as this one has seen.
 
     Raises:
-        AttachError: ranks on several machines, a model that is not on the CPU, or different models.
+        AttachError: ranks on several machines, a model that is not on the CPU, different models, or a parameter of the
+            optimizer that the model has not.
         CommunicationError: a rank that does not come.
 
     References:
@@ -57,6 +59,7 @@ class HogwildOptimizer(Wrapper):
     ) -> None:
         self.model = model
         require_whole(model, "HogwildOptimizer")
+        super().__init__(inner, model)
         self._parameters = named(model)
         if any(parameter.device.type != "cpu" for parameter in self._parameters.values()):
             raise AttachError("Hogwild! shares the memory of the CPU: have the model there, or push to servers (asgd)")
@@ -68,7 +71,6 @@ class HogwildOptimizer(Wrapper):
         values, self._counts = self._mapped(names.flat(self._parameters), dist.get_world_size(group))
         for name, shared in names.named(values).items():
             self._parameters[name].data = shared
-        super().__init__(inner)
         self._is_open = True
 
     def _require_one_machine(self) -> None:
@@ -99,7 +101,8 @@ class HogwildOptimizer(Wrapper):
         """Step the inner optimizer on what all ranks share; return the loss.
 
         Raises:
-            StepError: after `finish` or `close`, or a gradient that is not finite; the model is as it was then.
+            StepError: after `finish` or `close`, a gradient that is not finite, or a parameter that requires gradients
+                and did not when this was made; the model is as it was then.
         """
         if not self._is_open:
             raise StepError("this optimizer has finished: make a new one to go on from the model as it is")
@@ -125,14 +128,11 @@ class HogwildOptimizer(Wrapper):
 
     def _require_finite(self) -> None:
         """Nothing but finite gradients may change what all ranks share: nobody could take the change back."""
-        for name, parameter in self._parameters.items():
-            gradient = parameter.grad
-            if gradient is None:
-                continue
-            values = gradient.coalesce().values() if gradient.is_sparse else gradient
-            if not bool(values.isfinite().all()):
-                raise StepError(f"the gradient of {name!r} is not finite, and the model that all ranks share was left "
-                                "as it is: lower the learning rates")  # fmt: skip
+        gradients = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
+        name = not_finite({name: g.coalesce().values() if g.is_sparse else g for name, g in gradients.items()})
+        if name is not None:
+            raise StepError(f"the gradient of {name!r} is not finite, and the model that all ranks share was left "
+                            "as it is: lower the learning rates")  # fmt: skip
 
     @override
     def after_step(self) -> None:
@@ -177,12 +177,19 @@ class HogwildOptimizer(Wrapper):
         """What this is, in a line."""
         return f"{type(self.inner).__name__} on shared memory"
 
+    kept_by: ClassVar[str] = (
+        "ranks step the model that they share without waiting for each other; call finish() on all ranks, save the "
+        "model and each rank's inner optimizer's state, and make a new one to go on"
+    )
+    """What `gradwire.save` and `gradwire.load` say of it."""
+
     def finish(self) -> None:
         """End training on all ranks, each of which calls this: afterwards each has a copy of its own of one model.
 
         Raises:
             CommunicationError: a rank that does not come.
         """
+        self.require_planned()
         self._together.say("has stepped")
         self._own_copies()
         self.close()

@@ -8,7 +8,7 @@ import socket
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any, TypedDict
+from typing import Any, ClassVar, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from gradwire.asynchronous.rules import ASGD, Rule
 from gradwire.asynchronous.server import Server
 from gradwire.asynchronous.several.cut import named_parts
 from gradwire.asynchronous.sockets.frames import SECRET
+from gradwire.asynchronous.sockets.frames import VERSION as FRAMES
 from gradwire.asynchronous.sockets.host import Host
 from gradwire.asynchronous.sockets.line import Far
 from gradwire.asynchronous.together import together
@@ -32,7 +33,7 @@ from gradwire.sending import Sending
 from gradwire.session.names import named, require_whole
 from gradwire.sync.alike import require_same_start
 from gradwire.sync.lent import lent, write_
-from gradwire.sync.wrapper import Wrapper
+from gradwire.sync.wrapper import ModelWrapper
 
 
 class Where(TypedDict, total=False):
@@ -44,7 +45,7 @@ class Where(TypedDict, total=False):
     address: str | None
 
 
-class AsynchronousOptimizer(Wrapper):
+class AsynchronousOptimizer(ModelWrapper):
     """Steps an inner optimizer, and pushes what the step changed to servers that add it to everybody's parameters.
 
         loop: inner step from w_pulled to w_after; push w_pulled - w_after; go on from what the servers have now
@@ -75,7 +76,8 @@ class AsynchronousOptimizer(Wrapper):
         waited_s: seconds spent in pushes and pulls so far.
 
     Raises:
-        AttachError: ranks that begin with different models or settings.
+        AttachError: ranks that begin with different models or settings, or a parameter of the optimizer that the model
+            has not.
         CommunicationError: a rank that does not come or cannot be reached.
 
     Example:
@@ -103,13 +105,14 @@ class AsynchronousOptimizer(Wrapper):
         self.model, self.deadline_s, self.waited_s = model, deadline_s, 0.0
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         require_whole(model, "AsynchronousOptimizer")
+        super().__init__(inner, model)
         self._parameters = named(model)
         self._names = Names(self._parameters)
         self._together = together("AsynchronousOptimizer", group, deadline_s)
         rule, sending = rule or ASGD(1 / self.world_size), sending or Sending()
         parts = named_parts(self._names.named(self._flat()), self.world_size)
         settings = f"{rule!r}, {pace!r}, {length!r}, {sending!r}, seed {seed}"
-        require_same_start(settings, self._parameters, self._together)
+        require_same_start(f"{settings}, frames of version {FRAMES}", self._parameters, self._together)
         server = Server(
             parts[self.rank],
             rule,
@@ -124,7 +127,6 @@ class AsynchronousOptimizer(Wrapper):
         self._servers = RemoteServers(
             connections, parts, self.rank, sending=sending, seed=seed, deadline_s=self.deadline_s
         )
-        super().__init__(inner)
         self._described = f"{type(inner).__name__} pushed by {settings}"
         self._is_open = self._steps = True
         granted = self._servers.join()
@@ -161,7 +163,8 @@ class AsynchronousOptimizer(Wrapper):
         """Step the inner optimizer, push where that is due, and go on from what the servers have; return the loss.
 
         Raises:
-            StepError: a change that is not finite, or after `finish` or `close`. Nothing was pushed then.
+            StepError: a change that is not finite, a parameter that requires gradients and did not when this was made,
+                or after `finish` or `close`. Nothing was pushed then.
             CommunicationError: a rank that has ended or does not answer.
         """
         self._require_open()
@@ -215,6 +218,12 @@ class AsynchronousOptimizer(Wrapper):
 
     # The end -----------------------------------------------------------------------------------------------------
 
+    kept_by: ClassVar[str] = (
+        "its parameters are on the servers of all ranks, which do not stop at one step; call finish() on all ranks, "
+        "save the model and the inner optimizer's state, and make a new one to go on"
+    )
+    """What `gradwire.save` and `gradwire.load` say of it."""
+
     @torch.no_grad()
     def finish(self) -> None:
         """End training on all ranks, each of which calls this: afterwards they have the same model, and step no more.
@@ -226,6 +235,7 @@ class AsynchronousOptimizer(Wrapper):
             CommunicationError: a rank that does not come or has ended.
         """
         self._require_open()
+        self.require_planned()
         self._servers.leave()
         self._together.say("has pushed")
         write_(self._parameters, self._names.named(self._servers.look()))

@@ -17,8 +17,9 @@ from gradwire.bench.task import Examples, Task, TaskError, count
 from gradwire.bench.tasks import make_task
 from gradwire.core.errors import CompositionError, FederationError
 from gradwire.core.key import Key
-from gradwire.federated import SGD, Client, Conditions, Federation, Round, Server, Simulation
+from gradwire.federated import SGD, Client, Conditions, Federation, Poisson, Round, Server, Simulation, Uniform
 from gradwire.federated.names import parse_method, parse_partition
+from gradwire.federated.sampling import Sampling
 
 MOST_FAILURES = 10
 """Rounds in a row below the quorum, after which a run is given up."""
@@ -90,7 +91,7 @@ def prepare(options: FederateOptions) -> tuple[Task, Shares, Simulation]:
     server = Server(
         task.model,
         options.clients,
-        sample=options.sample,
+        sample=sampling_of(options),
         local=SGD(options.lr, momentum=options.momentum),
         method=method,
         optimizer=optimizer,
@@ -102,6 +103,17 @@ def prepare(options: FederateOptions) -> tuple[Task, Shares, Simulation]:
     )
     conditions = Conditions(options.drop, options.slow)
     return task, shares, Simulation(server, Federation(options.clients, shares), conditions=conditions)
+
+
+def sampling_of(options: FederateOptions) -> Sampling:
+    """How the clients of a round are drawn.
+
+    Raises:
+        CompositionError: a sample larger than the federation.
+    """
+    fixed = Uniform(options.sample)
+    fixed.require(options.clients)
+    return Poisson(options.sample / options.clients) if options.sampling == "poisson" else fixed
 
 
 class Run:
@@ -121,7 +133,7 @@ class Run:
         size = f"{options.task}: {count(self.task.model):,} parameters, {self.shares.examples.count:,} examples"
         self.results = Results(
             task={"name": options.task, "description": size, **facts},
-            options=stored(options),
+            options=stored(options) | {"quorum": self.simulation.server.quorum},
             environment=machine(),
             rounds=[],
             failures=[],
@@ -168,10 +180,25 @@ class Run:
 
     @torch.no_grad()
     def finish(self) -> Results:
-        """Try the model on clients' own examples; return all results."""
+        """Try the model on clients' own examples, and tell what privacy costs; return all results."""
+        self.results.privacy = self._privacy()
         shown = range(0, self.options.clients, -(-self.options.clients // MOST_SHOWN))
         self.results.clients = [self._own(client) for client in shown]
         return self.results
+
+    def _privacy(self) -> str | None:
+        """What is known of a client by those who see the models, in a sentence; None where nothing hides it."""
+        server, delta = self.simulation.server, self.options.delta
+        if not server.private:
+            return None
+        try:
+            epsilon = f"epsilon is {server.epsilon(delta):.3g}"
+        except CompositionError as error:
+            epsilon = f"epsilon is not known ({error})"
+        return (
+            f"After {server.round} rounds {epsilon} at delta {delta:g}, for {server.sampling.neighbours}. That is for "
+            "the models: losses, bytes and clients on this page are not noisy."
+        )
 
     def _own(self, client: int) -> Own:
         part, examples = self.shares.parts[client], self.shares.examples

@@ -62,7 +62,10 @@ class Own(NamedTuple):
 
 @dataclass
 class Results:
-    """What a run came to; `failures` are the rounds that had to be drawn anew, each with its reason."""
+    """What a run came to; `failures` are the rounds that had to be drawn anew, each with its reason.
+
+    `privacy` says in a sentence what a private mean hides; it is None under any other aggregation.
+    """
 
     task: dict[str, Any]
     options: dict[str, Any]
@@ -72,6 +75,7 @@ class Results:
     evaluations: list[Evaluation]
     clients: list[Own]
     seconds: float = 0.0
+    privacy: str | None = None
     schema: int = SCHEMA
 
 
@@ -122,6 +126,7 @@ RESULTS: Mapping[str, Read] = {
     "evaluations": listed(lambda value, where: Evaluation(**fields(value, where, EVALUATION))),
     "clients": listed(lambda value, where: Own(**fields(value, where, OWN))),
     "seconds": amount,
+    "privacy": optional(text),
     "schema": whole(1),
 }
 
@@ -152,7 +157,7 @@ def load(path: Path) -> Results:
         OSError: it cannot be read.
     """
     try:
-        results = Results(**fields(read_json(path), "results", RESULTS))
+        results = Results(**fields(read_json(path), "results", RESULTS, optional=frozenset({"privacy"})))
         if results.schema > SCHEMA:
             raise ResultsError(f"it has schema {results.schema}, newer than {SCHEMA}: update gradwire")
         if not results.evaluations:

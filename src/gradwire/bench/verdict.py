@@ -34,6 +34,7 @@ class Kind(enum.Enum):
     HARDLY_LEARNED = "hardly learned"
     TARGET_AT_START = "target at the start"
     NOT_FINITE = "not finite"
+    METRIC_NOT_FINITE = "metric not finite"
     FAILED = "failed"
     NOT_REACHED = "not reached"
     WORSE_METRIC = "worse metric"
@@ -44,7 +45,7 @@ class Kind(enum.Enum):
 CAVEATS = frozenset({Kind.ONE_SEED})
 """Findings that a reader should know of, but that leave a headline standing."""
 
-ALARMS = frozenset({Kind.NOT_FINITE, Kind.FAILED})
+ALARMS = frozenset({Kind.NOT_FINITE, Kind.METRIC_NOT_FINITE, Kind.FAILED})
 """Findings for which the command ends with a status other than 0."""
 
 
@@ -123,7 +124,8 @@ def _of_runs(comparison: Comparison, row: Row) -> Iterable[Finding]:
         yield Finding(Kind.FAILED, row.method, f"{row.method} failed: {row.failure.splitlines()[0]}")
     for run in comparison.finished(row.method):
         if said := not_finite(run):
-            yield Finding(Kind.NOT_FINITE, row.method, f"{row.method}, seed {run.seed}: {said}.")
+            kind = Kind.METRIC_NOT_FINITE if all(map(math.isfinite, run.losses)) else Kind.NOT_FINITE
+            yield Finding(kind, row.method, f"{row.method}, seed {run.seed}: {said}.")
 
 
 def _of_method(comparison: Comparison, row: Row) -> Iterable[Finding]:
@@ -171,7 +173,7 @@ class Verdict:
 
     @property
     def alarm(self) -> bool:
-        """Whether a run failed or a loss was not finite."""
+        """Whether a run failed, or a loss or a metric was not finite."""
         return any(finding.kind in ALARMS for finding in self.findings)
 
     @property
@@ -226,6 +228,7 @@ NO_CONCLUSION: dict[Kind | None, str] = {
     Kind.HARDLY_LEARNED: f"the loss of {FP32} hardly fell",
     Kind.TARGET_AT_START: "the target is reached at the start",
     Kind.NOT_FINITE: f"a loss of {FP32} is not finite",
+    Kind.METRIC_NOT_FINITE: f"the metric of {FP32} is not finite",
     Kind.FAILED: f"{FP32} failed",
     None: f"no method reached the target and ended as well as {FP32}",
 }

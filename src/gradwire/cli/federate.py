@@ -39,6 +39,7 @@ examples
   gradwire federate
   gradwire federate --method fednova --update topk:0.05 --aggregate trimmed:1
   gradwire federate --method scaffold --partition shards:2 --drop 0.1 --slow 0.3
+  gradwire federate --sample 50 --sampling poisson --aggregate dp:0.5,noise=2
 """
 
 
@@ -115,7 +116,8 @@ class _View:
 
         done = news.round.number + 1
         left = (time.monotonic() - self._start) / done * (self._rounds - done)
-        detail = f"loss {news.round.loss:.3f}  {self._metric} {news.value:.4g}  {text.si_bytes(news.sent_bytes)} sent"
+        loss = f"loss {news.round.loss:.3f}" if news.round.clients else "no client took part"
+        detail = f"{loss}  {self._metric} {news.value:.4g}  {text.si_bytes(news.sent_bytes)} sent"
         detail += f"  {len(news.round.dropped)} dropped" if news.round.dropped else ""
         detail += f"  {text.seconds(max(1.0, left))} left" if done < self._rounds else ""
         self._lines.show(f"round {done} of {self._rounds}", detail, done, self._rounds)

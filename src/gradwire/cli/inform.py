@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import platform
+import re
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -43,11 +45,11 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     methods.add_argument("--kernels", action="store_true", help="show what each kernel runs in instead")
     methods.set_defaults(run=run_methods)
     cost = commands.add_parser("cost", help="bytes that methods send each step, without sending them")
-    cost.add_argument("methods", nargs="+", metavar="SPEC")
+    cost.add_argument("methods", nargs="*", metavar="SPEC")
     cost.add_argument("--task", default="bytes", metavar="TASK", help="whose model (default: bytes)")
     cost.add_argument("--text", type=Path, default=None, metavar="FOLDER", help="text of the bytes task")
     hosts = "ranks (default: 4); several numbers show how bytes grow with them"
-    cost.add_argument("--hosts", type=int, nargs="+", default=[4], metavar="N", help=hosts)
+    cost.add_argument("--hosts", nargs="+", default=["4"], metavar="N", help=hosts)
     cost.add_argument(
         "--rate", default=None, metavar="RATE", help="also the time that links of this rate take: 100mbit"
     )
@@ -96,19 +98,31 @@ def run_cost(arguments: argparse.Namespace, console: Console) -> int:
 
     link = _link(arguments.rate, arguments.latency)
     model = make_task(arguments.task, 0, arguments.text).model
-    reducers = {spec: gradwire.parse(spec) for spec in arguments.methods}
-    if min(arguments.hosts) < 1:
-        raise SpecError(f"--hosts {min(arguments.hosts)}: there must be at least 1")
-    if arguments.rate and len(arguments.hosts) > 1:
+    hosts, behind = _hosts(arguments.hosts)
+    reducers = {spec: gradwire.parse(spec) for spec in [*arguments.methods, *behind]}
+    if not reducers:
+        raise SpecError("name at least one method, such as: gradwire cost int4")
+    if arguments.rate and len(hosts) > 1:
         raise SpecError("--rate tells times for one number of --hosts; give one")
     for reducer in reducers.values():
-        for ranks in arguments.hosts:
+        for ranks in hosts:
             reducer.require_ranks(ranks)
-    if len(arguments.hosts) > 1:
-        console.print(_growth(reducers, model, arguments.hosts, arguments.step))
+    if len(hosts) > 1:
+        console.print(_growth(reducers, model, hosts, arguments.step))
     else:
-        console.print(_costs(reducers, model, arguments.hosts[0], arguments.step, link))
+        console.print(_costs(reducers, model, hosts[0], arguments.step, link))
     return OK
+
+
+def _hosts(given: Sequence[str]) -> tuple[list[int], list[str]]:
+    """The numbers that follow --hosts, and the specs that follow these: argparse cannot tell one from the other."""
+    numbers = list(itertools.takewhile(lambda text: re.fullmatch(r"[+-]?\d+", text), given))
+    if not numbers:
+        raise SpecError(f"--hosts {given[0]} is no number of ranks: give one or several, such as --hosts 4")
+    hosts = [int(text) for text in numbers]
+    if min(hosts) < 1:
+        raise SpecError(f"--hosts {min(hosts)}: there must be at least 1")
+    return hosts, list(given[len(hosts) :])
 
 
 def _table(*headings: str) -> Table:

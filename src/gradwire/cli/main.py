@@ -164,8 +164,8 @@ def _console() -> Console:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status.
 
-    0 is success, 1 a failed method, a loss that is not finite or anything else that went wrong, 2 a wrong command
-    line, 130 an interrupt.
+    0 is success, 1 a failed method, a loss or a metric that is not finite or anything else that went wrong, 2 a wrong
+    command line, 130 an interrupt.
     """
     arguments = parser().parse_args(argv)
     run: Callable[[argparse.Namespace, Console], int] = arguments.run

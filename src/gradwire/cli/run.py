@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import os
 import runpy
 import signal
 import sys
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from rich.console import Console
 
@@ -21,6 +20,7 @@ examples
   torchrun --nproc-per-node 8 -m gradwire run --method powersgd:8,factors=fp16 train.py
   gradwire run --method int4 --nproc 2 -m package.train --epochs 3
   gradwire run --method int4 --parameters int8 --nproc 4 train_fsdp2.py
+  gradwire run --method int4 train_that_spawns.py
 
 Whatever follows the script is the script's own. So is the status; with --nproc it is that of the first rank to fail.
 """
@@ -35,6 +35,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "DistributedDataParallel or fully_shard (FSDP2) that it trains.",
         epilog=RUN_HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,  # else what follows the script is searched for abbreviations of these options
     )
     run.add_argument("--method", required=True, metavar="SPEC", help="what combines gradients: int4, topk:0.01, ...")
     run.add_argument(
@@ -51,13 +52,21 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--no-states",
         dest="states",
         action="store_false",
-        help="leave no FILE.gradwire beside each FILE that torch.save writes and no gradwire in the checkpoints of "
+        help="leave no FILE.gradwire beside each FILE that the script saves and no gradwire in the checkpoints of "
         "torch.distributed.checkpoint, and look for none",
     )
     run.add_argument("-m", dest="module", action="store_true", help="the script is the name of a module")
-    run.add_argument("script", metavar="SCRIPT", help="the training script")
-    run.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="the script's own arguments")
+    run.add_argument(
+        "script", nargs=argparse.PARSER, action=_Script, metavar="SCRIPT", help="the training script, and its arguments"
+    )
     run.set_defaults(run=run_script)
+
+
+class _Script(argparse.Action):
+    """Takes the script and whatever follows it, a first `--` included: a positional of its own would lose that one."""
+
+    def __call__(self, _: object, namespace: argparse.Namespace, values: Any, __: object = None) -> None:
+        namespace.script, *namespace.arguments = values[1:] if values[0] == "--" and len(values) > 1 else values
 
 
 def run_script(arguments: argparse.Namespace, _: Console) -> int:
@@ -88,9 +97,11 @@ def _start_ranks(arguments: argparse.Namespace) -> int:
     options += ["--deadline", str(arguments.deadline)] if arguments.deadline is not None else []
     options += [] if arguments.states else ["--no-states"]
     options += ["-m"] if arguments.module else []
-    ranks = ["--standalone", "--nproc-per-node", str(arguments.nproc), "-m", "gradwire", "run"]
+    given = torchrun.parse_args(["--standalone", "--nproc-per-node", str(arguments.nproc), "-m", "gradwire"])
+    # Not parsed: torchrun would search them for abbreviations of its own options.
+    given.training_script_args = ["run", *options, arguments.script, *arguments.arguments]
     try:
-        torchrun.run(torchrun.parse_args([*ranks, *options, arguments.script, *arguments.arguments]))
+        torchrun.run(given)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         _say(f"rank {rank} was the first to fail, {_ended(failure.exitcode)}")
@@ -108,33 +119,26 @@ def _as_rank(arguments: argparse.Namespace) -> int:
     Raises:
         GradwireError: a model of the script could not be attached to.
     """
-    from gradwire.adapters.script_saves import ScriptSaves
-    from gradwire.adapters.unchanged import Unchanged
+    from gradwire.adapters.watched import Watch, Watched
 
-    say = _say if os.environ.get("RANK", "0") == "0" else _be_silent
-    options = {"deadline_s": arguments.deadline} if arguments.deadline is not None else {}
-    unchanged = Unchanged(arguments.method, say, parameters=arguments.parameters, seed=arguments.seed, **options)
-    following = contextlib.nullcontext()
-    if arguments.states:
-        saves = ScriptSaves(say)
-        unchanged.on_attach(saves.follow)
-        following = saves.watching()
-    status = OK
+    given = {} if arguments.deadline is None else {"deadline_s": arguments.deadline}
+    watch = Watch(arguments.method, arguments.parameters, arguments.seed, states=arguments.states, **given)
+    watched, status = Watched(watch), OK
     try:
-        with unchanged.watching(), following:
+        with watched.watching():
             _execute(arguments)
     except SystemExit as left:
         status = _status(left)
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        if error is unchanged.refused:  # the script is not at fault: its place in it says nothing
+        if error is watched.unchanged.refused:  # the script is not at fault: its place in it says nothing
             raise
         trace = _from_script(error.__traceback__, arguments.script)
         sys.excepthook(type(error), error.with_traceback(trace), trace)
         return FAILED
-    for sentence in unchanged.summary():
-        say(sentence)
+    for sentence in watched.summary():
+        watched.say(sentence)
     return status
 
 
@@ -171,7 +175,3 @@ def _from_script(trace: TracebackType | None, script: str) -> TracebackType | No
 
 def _say(sentence: str) -> None:
     print(f"gradwire: {sentence}", file=sys.stderr, flush=True)
-
-
-def _be_silent(sentence: str) -> None:
-    pass

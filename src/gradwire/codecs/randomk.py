@@ -14,6 +14,7 @@ from gradwire.codecs.base import Float32Codec, as_float32
 from gradwire.codecs.topk import check_density, kept
 from gradwire.core.key import Key
 from gradwire.core.payload import Field, Layout, Payload
+from gradwire.kernels.indices import require_reach
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ class RandomK(Float32Codec):
 
     @override
     def layout(self, numel: int, dtype: torch.dtype = torch.float32) -> Layout:
+        require_reach(numel)
         return Layout((Field(torch.float32, kept(self.density, numel)),))
 
     def _indices(self, numel: int, key: Key, device: torch.device) -> Tensor:

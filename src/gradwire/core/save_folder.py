@@ -19,7 +19,7 @@ import secrets
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from gradwire.core import tensor_file
 from gradwire.core.errors import StateError
@@ -33,6 +33,20 @@ _MANIFEST = "manifest.json"
 FORMAT = 1
 
 
+class Run(NamedTuple):
+    """Which run a save is of.
+
+    Attributes:
+        id: drawn for its first save, and taken over by whoever loads one of its saves.
+        tensors: a digest of what its tensors are called.
+        method: that it began with.
+    """
+
+    id: str
+    tensors: str
+    method: str
+
+
 @dataclass(frozen=True)
 class Manifest:
     """What belongs to a save.
@@ -42,12 +56,16 @@ class Manifest:
         token: drawn for each save, so that saves of different runs under one number are told apart.
         head: what the states of all ranks have in common: reducer, step, seed, scale, world size.
         files: size and digest of each rank's file, in rank order.
+        run: that it is of; None where an older version has saved.
+        checkpoint: size and digest of the file of somebody else's that the states belong to; None: nobody told.
     """
 
     number: int
     token: str
     head: Mapping[str, Any]
     files: tuple[Written, ...]
+    run: Run | None = None
+    checkpoint: Written | None = None
 
     @property
     def world_size(self) -> int:
@@ -121,13 +139,29 @@ def _manifest(folder: Path, number: int) -> Manifest | None:
     """A save's manifest, if it was finished."""
     try:
         text: Any = json.loads((place(folder, number) / _MANIFEST).read_text(encoding="utf-8"))
-        token, head, files = text["token"], text["head"], text["files"]
+        token, head, files, checkpoint = text["token"], text["head"], text["files"], text.get("checkpoint")
         right = text["format"] == FORMAT and isinstance(token, str) and set(head) == set(SHARED)
         right = right and is_count(head["step"]) and head["world_size"] == len(files) > 0
-        right = right and all(is_count(size) and isinstance(sha256, str) for size, sha256 in files)
+        written = [*files, checkpoint] if checkpoint is not None else files
+        right = right and all(is_count(size) and isinstance(sha256, str) for size, sha256 in written)
+        run = _run(text["run"]) if "run" in text else None
     except (OSError, ValueError, KeyError, TypeError, RuntimeError):
         return None
-    return Manifest(number, token, head, tuple(Written(*file) for file in files)) if right else None
+    if not right:
+        return None
+    belongs = checkpoint and Written(*checkpoint)
+    return Manifest(number, token, head, tuple(Written(*file) for file in files), run, belongs)
+
+
+def _run(parts: Any) -> Run:
+    """The run that a manifest names.
+
+    Raises:
+        ValueError, TypeError: it names none.
+    """
+    if not all(isinstance(part, str) for part in parts):
+        raise TypeError("a run has a part that is no text")
+    return Run(*parts)
 
 
 def write_rank(folder: Path, number: int, saved: Saved) -> Written:
@@ -150,6 +184,8 @@ def finish(folder: Path, manifest: Manifest) -> None:
         OSError: as the file system says.
     """
     text = {"format": FORMAT, "token": manifest.token, "head": dict(manifest.head), "files": manifest.files}
+    text |= {} if manifest.run is None else {"run": manifest.run}
+    text |= {} if manifest.checkpoint is None else {"checkpoint": manifest.checkpoint}
     with _replacing(place(folder, manifest.number) / _MANIFEST) as part, part.open("w", encoding="utf-8") as file:
         json.dump(text, file, indent=1)
         file.flush()
@@ -208,7 +244,7 @@ def reshard_folder(folder: Path, world_size: int) -> Manifest:
     number = numbers(folder)[-1] + 1
     files = tuple(write_rank(folder, number, state) for state in states)
     head = {key: states[0][key] for key in SHARED}
-    made = Manifest(number, new_token(), head, files)
+    made = Manifest(number, new_token(), head, files, manifest.run, manifest.checkpoint)
     finish(folder, made)
     return made
 

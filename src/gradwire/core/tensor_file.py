@@ -37,10 +37,16 @@ def write(path: Path, saved: Mapping[str, Any]) -> Written:
     """Write a saved state to a new file and wait until it is on the disk.
 
     Raises:
+        StateError: a header that readers would refuse.
         OSError: as the file system says.
     """
     tensors = dict(_tensors(saved))
     header = _header(saved, tensors)
+    if len(header) > _LONGEST_HEADER:
+        raise StateError(
+            f"the numbers and names of this state take {len(header)} bytes, and readers of safetensors take at most "
+            f"{_LONGEST_HEADER}: keep large tensors of whole numbers in your own checkpoint"
+        )
     digest = hashlib.sha256()
     with path.open("wb") as file:
         for part in (len(header).to_bytes(LENGTH, "little"), header, *map(_bytes, tensors.values())):

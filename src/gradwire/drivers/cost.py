@@ -16,7 +16,7 @@ from typing_extensions import override
 from gradwire.core.agreement import Agree, Total
 from gradwire.core.collective import AllGather, AllReduce, AllToAll, AllToAllV, Axis, Collective
 from gradwire.core.errors import CompositionError
-from gradwire.core.grain import Grain, ParameterSpec
+from gradwire.core.grain import ParameterSpec
 from gradwire.core.messages import SendRecv
 from gradwire.core.program import asking
 from gradwire.drivers.interpreter import Answer, Interpreter, run, sent_bytes, served
@@ -162,12 +162,24 @@ def _distinct(waves: Iterable[Wave]) -> list[_Waves]:
     reducers: list[Reducer] = []
     found: dict[Hashable, _Waves] = {}
     for wave in waves:
-        forms = [(_number(unit.reducer, reducers), *_form(unit.grain)) for unit in wave]
+        forms = [form_of(unit, reducers) for unit in wave]
         counts, first = Counter(forms), dict(zip(reversed(forms), reversed(wave), strict=True))
         alike = frozenset(counts.items())
         known = found.get(alike) or _Waves([(first[form], copies) for form, copies in counts.items()], 0)
         found[alike] = known._replace(times=known.times + 1)
     return list(found.values())
+
+
+def form_of(unit: Unit, reducers: list[Reducer]) -> Hashable:
+    """All of a unit that decides what its program asks for. Units of equal forms ask for the same things.
+
+    Args:
+        unit: which.
+        reducers: those of the units before, to which that of this one is added where it is new.
+    """
+    grain = unit.grain
+    cut = tuple((segment.numel, segment.offset) for segment in grain.segments)
+    return _number(unit.reducer, reducers), grain.shape, grain.dtype, grain.device, cut
 
 
 def _number(reducer: Reducer, known: list[Reducer]) -> int:
@@ -179,10 +191,6 @@ def _number(reducer: Reducer, known: list[Reducer]) -> int:
     return len(known) - 1
 
 
-def _form(grain: Grain) -> tuple[Hashable, ...]:
-    return grain.shape, grain.dtype, grain.device, tuple((segment.numel, segment.offset) for segment in grain.segments)
-
-
 def _run(waves: Sequence[_Waves], transport: MetaTransport, index: int) -> None:
     """Run a step of one rank whose gradients have no data; each wave and unit stands for as many equal ones."""
     step = Step(index, transport.rank, transport.world_size)
@@ -190,14 +198,15 @@ def _run(waves: Sequence[_Waves], transport: MetaTransport, index: int) -> None:
     def programs(number: int) -> list[Program]:
         units, times = waves[number]
         return [
-            asking(_program(unit, step), functools.partial(_repeated, copies=copies, times=times))
+            asking(meta_program(unit, step), functools.partial(_repeated, copies=copies, times=times))
             for unit, copies in units
         ]
 
     run(Interpreter[Reduced](transport).script(len(waves), programs))
 
 
-def _program(unit: Unit, step: Step) -> Program:
+def meta_program(unit: Unit, step: Step) -> Program:
+    """The program of a unit whose gradient has a shape and no data."""
     grain, reducer = unit
     x = torch.empty(grain.shape, dtype=grain.dtype, device="meta")
     return reducer.reduce(grain, x, reducer.init(grain, step), step)

@@ -18,6 +18,9 @@ from torch.distributed import distributed_c10d as c10d
 
 from gradwire.core.errors import CommunicationError
 
+CONNECT_S = 10.0
+"""How long a process that has said it is here gets to connect."""
+
 _LONGEST_PAUSE_S = 0.05
 _GIVEN_UP = "given up"
 
@@ -53,7 +56,9 @@ def new_group(parent: dist.ProcessGroup, ranks: Sequence[int], deadline_s: float
         ) from error
 
 
-def group_apart(store: Store, rank: int, world_size: int, deadline_s: float) -> dist.ProcessGroup:
+def group_apart(
+    store: Store, rank: int, world_size: int, deadline_s: float, connect_s: float = CONNECT_S
+) -> dist.ProcessGroup:
     """Return a Gloo group that no default group knows of: its ranks are numbers of its own.
 
     It is for processes that come and go, since those of a default group can only end together. Let go of it by
@@ -63,21 +68,24 @@ def group_apart(store: Store, rank: int, world_size: int, deadline_s: float) -> 
         store: used for no other group, see `PrefixStore`. Waits in it block other users of the same connection.
         rank: of this process in the new group.
         world_size: how many ranks it has.
-        deadline_s: seconds to wait for the others, and the new group's patience.
+        deadline_s: the new group's patience.
+        connect_s: how long to wait for each of the others while they are being connected, which nobody can break off;
+            `deadline_s` if that is less.
 
     Raises:
         CommunicationError: they could not be connected.
     """
-    began = time.monotonic()
+    began, connect_s = time.monotonic(), min(connect_s, deadline_s)
     try:
-        gloo = dist.ProcessGroupGloo(PrefixStore("cpu", store), rank, world_size, timeout=timedelta(seconds=deadline_s))
+        gloo = dist.ProcessGroupGloo(PrefixStore("cpu", store), rank, world_size, timeout=timedelta(seconds=connect_s))
     except RuntimeError as error:
         waited = time.monotonic() - began
         raise CommunicationError(
-            f"{world_size} processes could not be connected (after {waited:.1f} s, with deadline_s={deadline_s:g}): "
+            f"{world_size} processes could not be connected (after {waited:.1f} s, of {connect_s:g} s for each): "
             "one ended meanwhile, or a host cannot be reached on the interface that GLOO_SOCKET_IFNAME names; PyTorch "
             f"says: {first_line(error)}"
         ) from error
+    gloo._set_default_timeout(timedelta(seconds=deadline_s))
     gloo._set_sequence_number_for_group()
     group = dist.ProcessGroup(store, rank, world_size)
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)  # pyright: ignore[reportPrivateUsage]
@@ -105,6 +113,15 @@ def listed(ranks: Sequence[int]) -> str:
     """
     *most, last = map(str, ranks)
     return f"{', '.join(most)} and {last}" if most else last
+
+
+def ranks_named(ranks: Sequence[int]) -> str:
+    """Return ranks with the word before them.
+
+    >>> ranks_named([1]), ranks_named([0, 2])
+    ('rank 1', 'ranks 0 and 2')
+    """
+    return f"rank{'s' * (len(ranks) > 1)} {listed(ranks)}"
 
 
 def first_line(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""Times on the group at hand: of routes, so that `Auto` can choose; of an all-reduce, which reports compare with."""
+"""Times of routes on the group at hand, so that `Auto` can choose."""
 
 from __future__ import annotations
 
@@ -10,12 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gradwire import reducers
-from gradwire.codecs import Identity
 from gradwire.core.agreement import Agree
 from gradwire.core.collective import AllReduce, Axis
 from gradwire.core.grain import flat_grain
-from gradwire.core.link import Link
 from gradwire.core.program import along
 from gradwire.core.state import State
 from gradwire.drivers.interpreter import Transport, ask, run_program
@@ -115,37 +112,3 @@ def seconds(reducer: Reducer, x: Tensor, bench: Bench, burst: int = 1) -> float:
     if x.device.type == "cuda":
         torch.cuda.synchronize(x.device)
     return (time.perf_counter() - start) / burst
-
-
-PROBE_S = 0.03
-PROBE_BYTES = (1 << 14, 1 << 16, 1 << 18, 1 << 20)
-
-
-def all_reduce_link(bench: Bench, dense_bytes: int) -> Link | None:
-    """How long an uncompressed all-reduce of so many bytes takes while nothing else is under way, alike on every rank.
-
-    All ranks begin together, so no time is spent on waiting for slower ones. alpha is the least time of the smallest
-    all-reduce. beta is that of the first size that takes `PROBE_S`, or of the largest there is use for: that of all
-    gradients, `dense_bytes`. All of it takes half a second on a slow link and a tenth on a fast one. One rank has no
-    link: None.
-
-    Every rank must call it at the same place.
-    """
-    if bench.transport.world_size == 1:
-        return None
-    _least_s(4, bench, 1)  # makes connections
-    least_s, took_s, nbytes = _least_s(4, bench, 5), 0.0, 0
-    for nbytes in PROBE_BYTES:
-        took_s = _least_s(nbytes, bench, 2)
-        if took_s - least_s >= PROBE_S or nbytes >= dense_bytes:
-            break
-    took_s = min(took_s, _least_s(nbytes, bench, 3))
-    return Link(least_s, max(took_s - least_s, 1e-6) / nbytes)
-
-
-def _least_s(nbytes: int, bench: Bench, rounds: int) -> float:
-    """Seconds of an all-reduce on the slowest rank, in the best round: what disturbs the others is not the link's."""
-    x = torch.zeros(nbytes // 4, dtype=torch.float32, device=bench.device)
-    times = [seconds(reducers.AllReduceExchange(Identity()), x, bench) for _ in range(rounds)]
-    mine = torch.tensor(times, dtype=torch.float64, device=bench.device)
-    return float(ask(AllReduce(mine, "max"), bench.transport).min())

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import torch
 from torch import Tensor
 
 from gradwire.core.collective import AllGather, AllToAll, AllToAllV, Axis, Collective
 from gradwire.core.link import Link
 from gradwire.core.messages import SendRecv
-from gradwire.drivers.cost import MetaTransport, Parameters, meta_specs, require_world
-from gradwire.drivers.interpreter import Interpreter, Script, sent_bytes
+from gradwire.core.program import Program, asking, once
+from gradwire.drivers.cost import MetaTransport, Parameters, form_of, meta_program, meta_specs, require_world
+from gradwire.drivers.interpreter import Interpreter, Script, run_program, sent_bytes
 from gradwire.drivers.lockstep import Meeting, VirtualTransport, together
 from gradwire.drivers.plan import Unit, plan
-from gradwire.reducers.base import Program, Reduced, Reducer, Step
+from gradwire.reducers.base import Reducer, Step
 from gradwire.spec import as_method
 
 Links = Mapping[Axis, Link]
@@ -39,7 +39,8 @@ def step_s(
     Args:
         reducer: what serves the model, or a spec.
         model: whose gradients, as in `cost`.
-        world_size: ranks; all of their programs run, so time grows with it.
+        world_size: ranks. Each is simulated, so the time that this takes grows with their number. It hardly grows with
+            the model: what units ask for that are equal but for names is found out once.
         link: of every rank to every other.
         links: of those axes that have another, such as a fast one inside nodes.
         step: which.
@@ -57,19 +58,36 @@ def step_s(
 
 def _seconds(units: Sequence[Unit], clocks: Clocks, index: int) -> float:
     """Seconds of a step whose units follow one another."""
+    reducers: list[Reducer] = []
+    forms = [form_of(unit, reducers) for unit in units]
+    distinct = dict(zip(forms, units, strict=True))
 
-    def script(rank: int) -> Script[list[Reduced]]:
+    def script(rank: int) -> Script[list[None]]:
         step = Step(index, rank, clocks.world_size)
-
-        def programs(unit: int) -> list[Program]:
-            grain, reducer = units[unit]
-            x = torch.empty(grain.shape, dtype=grain.dtype, device="meta")
-            return [reducer.reduce(grain, x, reducer.init(grain, step), step)]
-
-        return Interpreter[Reduced](VirtualTransport(clocks, rank), window=1).script(len(units), programs)
+        asked = {form: _asked(unit, step) for form, unit in distinct.items()}
+        interpreter = Interpreter[None](VirtualTransport(clocks, rank), window=1)
+        return interpreter.script(len(units), lambda unit: [_asking_again(asked[forms[unit]])])
 
     together([script(rank) for rank in range(clocks.world_size)])
     return max(clocks.now)
+
+
+def _asked(unit: Unit, step: Step) -> list[Collective]:
+    """All that the program of a unit asks for, which is what the programs of all equal units ask for."""
+    asked: list[Collective] = []
+
+    def note(request: Collective) -> Collective:
+        asked.append(request)
+        return request
+
+    run_program(asking(meta_program(unit, step), note), MetaTransport(step.world_size, step.rank))
+    return asked
+
+
+def _asking_again(requests: Sequence[Collective]) -> Program[None]:
+    """A program that asks for what another one has asked for, and computes nothing."""
+    for request in requests:
+        yield from once(request)
 
 
 class Clocks(Meeting):

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from gradwire.core.link import Link
 from gradwire.drivers.engine import Stats
 
 START_UP = 5
@@ -18,6 +17,30 @@ START_UP = 5
 STEPS = 100
 NORM_EVERY = 20
 """Steps between two norms of the gradient: each costs one pass over it, which is a hundredth of a step's coding."""
+
+
+class Caps(NamedTuple):
+    """Bytes that end a bucket of DDP: its first one, and the others.
+
+    >>> Caps(10, 25).split(70)
+    [10, 25, 25, 10]
+    """
+
+    first: int
+    others: int
+
+    def split(self, nbytes: int) -> list[int]:
+        """Sizes of the buckets that so many bytes make, one at least."""
+        sizes, left = list[int](), nbytes
+        while left > 0 or not sizes:
+            cap = max(self.others if sizes else self.first, 4)
+            sizes.append(min(cap, left))
+            left -= sizes[-1]
+        return sizes
+
+
+DDP_CAPS = Caps(1 << 20, 25 << 20)
+"""What DDP takes by default."""
 
 
 class Ready(NamedTuple):
@@ -43,8 +66,8 @@ class Window:
     """The last `STEPS` steps, without the first `START_UP` ones after it was made.
 
     Args:
-        bucket_bytes: gradients count as complete when so many are, since DDP, which a report compares with, would send
-            them as one. With 0 whatever comes is a bucket.
+        caps: gradients count as complete when so many are, since DDP, which a report compares with, would send them as
+            one. None: whatever comes is a bucket.
 
     Attributes:
         last_ready_s: when the last bucket was complete.
@@ -56,8 +79,8 @@ class Window:
         window.end(time.perf_counter(), stats)               # once its means are written
     """
 
-    def __init__(self, bucket_bytes: int = 0) -> None:
-        self.bucket_bytes = bucket_bytes
+    def __init__(self, caps: Caps | None = None) -> None:
+        self.caps = caps
         self.samples: deque[Sample] = deque(maxlen=STEPS)
         self.last_ready_s = 0.0
         self.under_way = False
@@ -76,7 +99,7 @@ class Window:
     def ready(self, now_s: float, nbytes: int) -> None:
         """Gradients are complete: a bucket's, or some of it."""
         self.last_ready_s, self._bytes = now_s, self._bytes + nbytes
-        if self._bytes >= self.bucket_bytes:
+        if self.caps is None or self._bytes >= (self.caps.others if self._buckets else self.caps.first):
             self._fill_bucket()
 
     def _fill_bucket(self) -> None:
@@ -129,23 +152,31 @@ def _norm_dtype(bucket: Tensor) -> torch.dtype:
     return torch.float64 if bucket.dtype == torch.float64 else torch.float32
 
 
-def exposed_s(buckets: Sequence[Ready], link: Link, share: float = 1.0) -> float:
+def exposed_s(
+    buckets: Sequence[Ready], seconds: Callable[[float], float], share: float = 1.0, cold_s: float = 0.0
+) -> float:
     """Seconds from the last bucket to the end of its all-reduce, where each bucket follows the one before it.
 
-    end_i = max(end_{i-1}, at_i) + alpha + share * nbytes_i * beta
+    Buckets that are complete before the one ahead of them has ended travel without a break. A run of them that begins
+    at s ends at s + seconds(share * bytes so far).
 
     Args:
         buckets: of one step, in order; the last one is complete at 0.
-        link: how long an all-reduce of so many bytes takes.
+        seconds: how long an all-reduce of so many bytes takes.
         share: what part of the bytes is sent.
+        cold_s: how much longer the first run takes, since the link was idle before it.
 
-    >>> link = Link(0.001, 1e-6)
-    >>> round(exposed_s([Ready(-1.0, 500_000), Ready(0.0, 100_000)], link), 3)  # the first is hidden
+    >>> def seconds(nbytes):
+    ...     return 0.001 + 1e-6 * nbytes
+    >>> round(exposed_s([Ready(-1.0, 500_000), Ready(0.0, 100_000)], seconds), 3)  # the first is hidden
     0.101
-    >>> round(exposed_s([Ready(-0.1, 500_000), Ready(0.0, 100_000)], link), 3)  # the first ends 0.401 late
-    0.502
+    >>> round(exposed_s([Ready(-0.1, 500_000), Ready(0.0, 100_000)], seconds), 3)  # both travel without a break
+    0.501
     """
-    end = -math.inf
+    begin, sent, end = -math.inf, 0.0, -math.inf
     for at_s, nbytes in buckets:
-        end = max(end, at_s) + link.seconds(share * nbytes)
+        if at_s > end:
+            begin, sent = at_s + (cold_s if end == -math.inf else 0.0), 0.0
+        sent += share * nbytes
+        end = begin + seconds(sent)
     return max(end, 0.0)

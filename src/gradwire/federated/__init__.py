@@ -13,7 +13,7 @@ from gradwire.federated.local import SGD
 from gradwire.federated.methods import FedAvg, FedNova, FedProx, Method, Scaffold
 from gradwire.federated.optimizers import FedAdagrad, FedAdam, FedAvgM, FedYogi, Mean, ServerStep
 from gradwire.federated.processes import Processes
-from gradwire.federated.sampling import ByWeight, Uniform
+from gradwire.federated.sampling import ByWeight, Poisson, Uniform
 from gradwire.federated.server import Round, Server
 from gradwire.federated.simulation import Conditions, Simulation
 from gradwire.sending import Sending
@@ -37,6 +37,7 @@ __all__ = [
     "InProcess",
     "Mean",
     "Method",
+    "Poisson",
     "Processes",
     "Round",
     "Scaffold",

@@ -40,20 +40,32 @@ class Aggregation(ABC):
         return False
 
     @property
+    def noise(self) -> float | None:
+        """Sigma of the noise that hides a client, in units of what one client may add; None where there is none."""
+        return None
+
+    @property
     def private(self) -> bool:
         """Whether it hides that a client took part."""
-        return False
+        return self.noise is not None
 
     @abstractmethod
-    def combine(self, rows: Tensor, shares: Sequence[float], last: Tensor | None) -> Tensor:
-        """Return what the rows become, (numel,); shares sum to 1."""
+    def combine(self, rows: Tensor, shares: Sequence[float], last: Tensor | None, expected: float) -> Tensor:
+        """Return what the rows become, (numel,).
+
+        Args:
+            rows: (n, numel), one a client; none at all for a private aggregation alone.
+            shares: what each counts for, summing to 1.
+            last: the last result, where that is remembered.
+            expected: how many rows were expected before anybody was drawn.
+        """
 
 
 @dataclass(frozen=True)
 class WeightedMean(Aggregation):
     """sum_i p_i x_i, summed in float64 in the order of the clients.
 
-    >>> WeightedMean().combine(torch.tensor([[1.0], [5.0]]), [0.75, 0.25], None)
+    >>> WeightedMean().combine(torch.tensor([[1.0], [5.0]]), [0.75, 0.25], None, 2)
     tensor([2.])
     """
 
@@ -63,7 +75,7 @@ class WeightedMean(Aggregation):
         return True
 
     @override
-    def combine(self, rows: Tensor, shares: Sequence[float], last: Tensor | None) -> Tensor:
+    def combine(self, rows: Tensor, shares: Sequence[float], last: Tensor | None, expected: float) -> Tensor:
         out = torch.empty(rows.shape[1], dtype=rows.dtype, device=rows.device)
         robust.weighted_sum(rows, torch.tensor(shares, dtype=torch.float64, device=rows.device), out)
         return out
@@ -74,7 +86,7 @@ class ByRule(Aggregation):
     """What a rule makes of the rows: a median, a trimmed mean, Krum's choice.
 
     >>> from gradwire.reducers.aggregate import Median
-    >>> ByRule(Median()).combine(torch.tensor([[1.0], [2.0], [900.0]]), [1 / 3] * 3, None)
+    >>> ByRule(Median()).combine(torch.tensor([[1.0], [2.0], [900.0]]), [1 / 3] * 3, None, 3)
     tensor([2.])
     """
 
@@ -90,7 +102,7 @@ class ByRule(Aggregation):
     def remembers(self) -> bool:
         return self.rule.remembers
 
-    def combine(self, rows: Tensor, shares: Sequence[float], last: Tensor | None) -> Tensor:
+    def combine(self, rows: Tensor, shares: Sequence[float], last: Tensor | None, expected: float) -> Tensor:
         """The rule on whole rows."""
         if self.rule.remembers:
             before = torch.zeros_like(rows[0]) if last is None else last
@@ -100,24 +112,29 @@ class ByRule(Aggregation):
 
 @dataclass(frozen=True)
 class Private(Aggregation):
-    """1/n sum_i x_i min(1, clip / |x_i|) + N(0, (noise clip / n)^2): the central form of `PrivateMean`.
+    """1/(q W) sum_i x_i min(1, clip / |x_i|) + N(0, (noise clip / (q W))^2): `PrivateMean.mean_of`.
 
-    The server adds the noise, from the system's entropy, so clients trust it with their clipped updates. What is
-    private is a client's whole part in a round, towards whoever sees the models; `gradwire.reducers.aggregate.epsilon`
-    tells what a number of rounds costs. Its `sampling` is for clients that are drawn one by one; a sample of fixed
-    size is not quite that.
+    q W is the number of clients that is expected in a round (`Sampling.expected`), or FedBuff's K, and not how many
+    send something. So a client that was not drawn, fails or is refused adds nothing, and changes nothing else. The
+    server adds the noise, from the system's entropy, so clients trust it with their updates. What is private is a
+    client's whole part in all rounds, towards whoever sees the models; `Server.epsilon` says how well it is hidden.
     """
 
     rule: PrivateMean
 
     @property
     @override
-    def private(self) -> bool:
-        return True
+    def fewest(self) -> int:
+        return 0
 
-    def combine(self, rows: Tensor, shares: Sequence[float], last: Tensor | None) -> Tensor:
+    @property
+    @override
+    def noise(self) -> float:
+        return self.rule.noise
+
+    def combine(self, rows: Tensor, shares: Sequence[float], last: Tensor | None, expected: float) -> Tensor:
         """The noisy mean of the clipped rows."""
-        return self.rule.mean_of(rows)
+        return self.rule.mean_of(rows, expected)
 
 
 def as_aggregation(given: str | Rule | PrivateMean | Aggregation | None) -> Aggregation:
@@ -134,13 +151,13 @@ def as_aggregation(given: str | Rule | PrivateMean | Aggregation | None) -> Aggr
     return Private(rule) if isinstance(rule, PrivateMean) else ByRule(rule)
 
 
-def require_rows(aggregation: Aggregation, sample: int) -> None:
-    """Refuse a sample that is too small for its rule.
+def require_rows(aggregation: Aggregation, sample: float) -> None:
+    """Refuse a sample, or the expected size of one, that is too small for its rule.
 
     Raises:
         CompositionError: with how many clients it needs.
     """
     if sample < aggregation.fewest:
         raise CompositionError(
-            f"{aggregation} needs {aggregation.fewest} clients a round and would get {sample}: draw a larger sample"
+            f"{aggregation} needs {aggregation.fewest} clients a round and would get {sample:g}: draw a larger sample"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Unpack
@@ -16,6 +17,8 @@ from gradwire.federated.checks import Rows
 from gradwire.federated.client import Assignment, Update
 from gradwire.federated.global_model import GlobalModel, HasModel, Settings
 from gradwire.federated.sampling import generator
+from gradwire.federated.states import require_pairs
+from gradwire.reducers.aggregate import epsilon_of_replacing
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ class _Buffer:
 
 
 class BufferedServer(HasModel):
-    """A server that waits for K updates and for no client (Nguyen et al. 2022, FedBuff).
+    """A server that waits for K updates and for no client (Nguyen et al. 2022, Algorithm 1, FedBuff).
 
         x += lr 1/K sum_i s(tau_i) (y_i - x_i),    s(tau) = 1 / sqrt(1 + tau)
 
@@ -62,6 +65,10 @@ class BufferedServer(HasModel):
 
         task = server.start()           # as many at once as you like
         step = server.receive(update)   # a Step where it was the K-th update, else None
+
+    Algorithm 1 has no s; it is the paper's scaling by staleness, which its experiments use. Here it is always on. A
+    client that trains is not drawn a second time, and where the paper's clients turn up by themselves, `start` draws
+    one. A rule (`aggregate=`) sees updates that are scaled already, so a private mean clips s(tau_i) (y_i - x_i).
 
     Running statistics move towards what a client has of them, by the same factor.
 
@@ -101,18 +108,25 @@ class BufferedServer(HasModel):
         self.steps, self._started = 0, 0
         self._training: dict[int, int] = {}
         self._waiting = _Buffer()
+        self._used: Counter[int] = Counter()
+        self._uncounted = 0
 
     def start(self) -> Assignment:
         """Draw a client that is not training, uniformly; its update is one of round `steps`, as it is now.
 
+        With a private mean nobody starts again before the step that has the last update, so that no client is in one
+        step twice.
+
         Raises:
-            FederationError: all clients are training.
+            FederationError: all clients are training, or wait for that step.
         """
-        if len(self._training) >= self.clients:
-            raise FederationError(f"all {self.clients} clients are training: receive or drop one first")
+        busy = self._training.keys() | (self._waiting.clients if self.private else [])
+        if len(busy) >= self.clients:
+            waiting = " or wait for the next step" if len(busy) > len(self._training) else ""
+            raise FederationError(f"all {self.clients} clients are training{waiting}: receive or drop one first")
         draw = generator(Key(self.terms.seed, self._started, "federated.start"))
         client = int(draw.integers(self.clients))
-        while client in self._training:
+        while client in busy:
             client = int(draw.integers(self.clients))
         self._started += 1
         self._training[client] = self.steps
@@ -153,8 +167,10 @@ class BufferedServer(HasModel):
     def _step(self) -> Step:
         full, self._waiting = self._waiting, _Buffer()
         shares = [1 / self.buffer] * self.buffer
-        self._global.step(full.rows, shares, self.buffer / self.clients)
+        self._global.step(full.rows, shares, self.buffer / self.clients, self.buffer)
         self.steps += 1
+        if self.private:
+            self._used.update(full.clients)
         return Step(
             number=self.steps - 1,
             clients=tuple(full.clients),
@@ -164,6 +180,24 @@ class BufferedServer(HasModel):
             sent_bytes=sum(row.nbytes for row in full.rows),
             received_bytes=full.received_bytes,
         )
+
+    def epsilon(self, delta: float) -> float:
+        """Return epsilon of the steps made so far: their models are (epsilon, delta)-private for each client.
+
+        What cannot be told apart are two federations in which one client is another one and all else is alike, also
+        which clients begin and when their updates come: data must have no part in that. A step always is of K updates,
+        with one of a client at most, so that the mean moves by 2 clip / K. Steps count in which the client took part
+        that took part in most. FedBuff draws nobody from all, so sampling gains nothing. Clients that are there in one
+        federation alone can be told apart, since without one update all later ones fall into other buffers.
+
+        Args:
+            delta: well below 1 / clients.
+
+        Raises:
+            CompositionError: no private mean, dp-accounting is not installed, or a delta outside of (0, 1).
+        """
+        steps = self._uncounted + max(self._used.values(), default=0)
+        return epsilon_of_replacing(self._noise(), steps, delta)
 
     def _settings(self) -> dict[str, object]:
         return {"clients": self.clients, "buffer": self.buffer, "most_stale": self.most_stale}
@@ -176,7 +210,10 @@ class BufferedServer(HasModel):
         """
         if self._waiting.rows:
             raise StateError(f"{len(self._waiting.rows)} updates wait in the buffer: save after a step")
-        return self._global.state_dict(self._settings(), {"steps": self.steps, "started": self._started})
+        saved = self._global.state_dict(self._settings(), {"steps": self.steps, "started": self._started})
+        if self.private:
+            saved |= {"used": [list(pair) for pair in self._used.items()], "uncounted": self._uncounted}
+        return saved
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was called, with nobody training.
@@ -184,9 +221,23 @@ class BufferedServer(HasModel):
         Raises:
             StateError: as `Server.load_state_dict`. Nothing is changed.
         """
+        used, uncounted = self._saved_use(saved)
         self._global.load_state_dict(saved, self._settings(), ("steps", "started"))
         self.steps, self._started = saved["steps"], saved["started"]
+        self._used, self._uncounted = used, uncounted
         self._training, self._waiting = {}, _Buffer()
+
+    def _saved_use(self, saved: Mapping[str, Any]) -> tuple[Counter[int], int]:
+        if not self.private:
+            return Counter(), 0
+        if "used" not in saved:
+            # Older versions did not count. There a client could fill a whole buffer, and so move its mean by 2 clip,
+            # K times as far as in a step of today, which costs as much as K^2 of these steps.
+            return Counter(), int(saved.get("steps", 0)) * self.buffer**2
+        require_pairs(saved["used"], "used")
+        if not isinstance(saved.get("uncounted"), int):
+            raise StateError("the saved state has no 'uncounted': it is none of a server's")
+        return Counter({int(client): int(steps) for client, steps in saved["used"]}), saved["uncounted"]
 
 
 def _scaled(rows: Rows, factor: float) -> Rows:

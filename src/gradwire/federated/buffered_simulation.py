@@ -51,7 +51,8 @@ class BufferedSimulation:
         now_s: the clock.
 
     Raises:
-        CompositionError: a federation of another size, or a concurrency beyond it.
+        CompositionError: a federation of another size, or a concurrency beyond it; with a private mean one beyond
+            those whose updates do not wait in the buffer.
 
     >>> import torch
     >>> from gradwire.federated import SGD, Client
@@ -76,6 +77,11 @@ class BufferedSimulation:
             raise CompositionError(
                 f"a federation of {federation.clients} clients, a server of {server.clients} and {concurrency} clients "
                 "at once: give both one number, and train no more at once than that"
+            )
+        if server.private and concurrency + server.buffer > server.clients + 1:
+            raise CompositionError(
+                f"{concurrency} clients at once and a buffer of {server.buffer} of a federation of {server.clients}: "
+                "with a private mean those whose updates wait begin nothing, so have fewer at once, or a smaller buffer"
             )
         self.server, self.concurrency = server, concurrency
         self.now_s = 0.0

@@ -98,34 +98,47 @@ class GlobalModel:
         return rows_of(update, self.terms, self.vectors(), self.flat.buffers())
 
     @torch.no_grad()
-    def step(self, rows: Sequence[Rows], shares: Sequence[float], fraction: float) -> None:
+    def step(self, rows: Sequence[Rows], shares: Sequence[float], fraction: float, expected: float) -> None:
         """Make one step of what clients sent.
 
         Args:
-            rows: one a client.
+            rows: one a client; none at all under a private aggregation alone.
             shares: what each counts for, summing to 1.
             fraction: of all clients that these are.
+            expected: how many were expected before anybody was drawn.
 
         Raises:
             FederationError: their mean is not finite. Nothing is changed.
         """
-        means = {name: self._combined([row.vectors[name] for row in rows], shares, name) for name in rows[0].vectors}
-        if rows[0].buffers.numel():
-            means[BUFFERS] = self._combined([row.buffers for row in rows], shares, BUFFERS)
+        means = {
+            name: self._combined([row.vectors[name] for row in rows], shares, expected, name, like)
+            for name, like in self.vectors().items()
+        }
+        if (buffers := self.flat.buffers()).numel():
+            means[BUFFERS] = self._combined([row.buffers for row in rows], shares, expected, BUFFERS, buffers)
         if bad := [name for name, mean in means.items() if not bool(mean.isfinite().all())]:
             raise FederationError(
                 f"the mean {bad[0]} is not finite, though each update is: nothing was applied; lower the learning rates"
             )
-        change = self.terms.method.change(means[MODEL], self.terms.local, [row.steps for row in rows], shares)
+        change = self._change(means[MODEL], [row.steps for row in rows], shares)
         self.optimizer.move_(self.flat.values, change, self._memory)
         self.shared = self.terms.method.share(self.shared, means, fraction)
         if BUFFERS in means:
-            self.flat.load_buffers(self.flat.buffers() + means[BUFFERS])
+            self.flat.load_buffers(buffers + means[BUFFERS])
         self._last = means if self.aggregation.remembers else {}
         self.broadcast.publish(self.vectors(), self.terms.seed)
 
-    def _combined(self, rows: Sequence[Tensor], shares: Sequence[float], name: str) -> Tensor:
-        return self.aggregation.combine(torch.stack(list(rows)), shares, self._last.get(name))
+    def _combined(
+        self, rows: Sequence[Tensor], shares: Sequence[float], expected: float, name: str, like: Tensor
+    ) -> Tensor:
+        stacked = torch.stack(list(rows)) if rows else like.new_empty((0, like.numel()))
+        return self.aggregation.combine(stacked, shares, self._last.get(name), expected)
+
+    def _change(self, mean: Tensor, steps: Sequence[int], shares: Sequence[float]) -> Tensor:
+        # How many steps clients made would tell of them without noise: a private mean knows only what was agreed on.
+        if self.aggregation.private:
+            steps, shares = [self.terms.local.steps], [1.0]
+        return self.terms.method.change(mean, self.terms.local, steps, shares)
 
     # State -------------------------------------------------------------------------------------------------------
 
@@ -185,3 +198,14 @@ class HasModel:
     def model(self) -> nn.Module:
         """The global model, alive: look at it between steps and change nothing."""
         return self._global.flat.module
+
+    @property
+    def private(self) -> bool:
+        """Whether noise hides what a client had to do with the models."""
+        return self._global.aggregation.private
+
+    def _noise(self) -> float:
+        """Sigma of the private aggregation."""
+        if (noise := self._global.aggregation.noise) is None:
+            raise CompositionError(f'{self._global.aggregation} hides no client: take aggregate="dp:CLIP"')
+        return noise

@@ -12,6 +12,9 @@ from gradwire.core.errors import CompositionError
 class SGD:
     """Local steps: v = momentum v + g + weight_decay y; y -= lr v, from v = 0 in every round.
 
+    Without momentum and decay this is ClientUpdate of McMahan et al. 2017 (Algorithm 1). A method changes g first
+    (`Method.direction_`): a proximal term and control variates are therefore part of the momentum.
+
     Args:
         lr: eta_l, above 0.
         steps: in a round, where a client does not say how many it makes.
@@ -40,7 +43,7 @@ class SGD:
 
 @functools.lru_cache(maxsize=4096)
 def normaliser(local: SGD, mu: float, steps: int) -> float:
-    """Return |a|_1, with x - y = lr sum_k a_k g_k after `steps` local steps (Wang et al. 2020, FedNova).
+    """Return |a|_1, with x - y = lr sum_k a_k g_k after `steps` local steps (Wang et al. 2020, section 4).
 
     a_k is how far y has moved, in units of -lr, after g_k = 1 alone: the impulse response of the local steps, which are
     linear in the gradients whatever these are. In closed form it is, with tau = steps, rho = momentum, alpha = lr mu,
@@ -49,7 +52,8 @@ def normaliser(local: SGD, mu: float, steps: int) -> float:
         [tau - rho (1 - rho^tau) / (1 - rho)] / (1 - rho) with momentum,
         [1 - (1 - alpha)^tau] / alpha                     with a proximal term,
 
-    and what follows from the recursion where there are both. Weight decay counts as a part of the gradients.
+    (the paper's examples) and what follows from the recursion where there are both, of which the paper says nothing.
+    Weight decay counts as a part of the gradients.
 
     >>> normaliser(SGD(0.1), 0.0, 7), normaliser(SGD(0.1, momentum=0.5), 0.0, 2)
     (7.0, 2.5)

@@ -94,6 +94,10 @@ class Method(ABC):
 class FedAvg(Method):
     """y -= lr g;  x += sum_i p_i (y_i - x), p_i by numbers of examples (McMahan et al. 2017, Algorithm 1).
 
+    p_i = n_i / sum of the n_j of those clients whose updates are here, as in the paper's last version. The paper counts
+    local work in epochs E over batches of size B; here it is counted in steps (`Client.steps`). A client that fails is
+    left out of the mean, of which the paper says nothing.
+
     Clients that make more steps pull harder: on F_i = |x - e_i|^2 / 2 it ends at weights p_i (1 - (1 - lr)^tau_i) of
     the e_i, and not at p_i.
 
@@ -111,8 +115,14 @@ class FedAvg(Method):
 class FedProx(FedAvg):
     """y -= lr (g + mu (y - x)), averaged as by `FedAvg`: clients stay near the global model (Li et al. 2020).
 
-    The paper solves min F_i(y) + mu/2 |y - x|^2 inexactly; these are SGD's steps on it. On quadratic clients as in
-    `FedAvg` it ends at weights p_i (1 - (1 - lr (1 + mu))^tau_i).
+    Algorithm 2 of the paper has clients minimise h_i(y) = F_i(y) + mu/2 |y - x|^2 inexactly; these are SGD's steps on
+    it. On quadratic clients as in `FedAvg` it ends at weights p_i (1 - (1 - lr (1 + mu))^tau_i).
+
+    Who takes part differs. Algorithm 2 draws client i with probability p_i, and all who were drawn count alike. By
+    default clients are drawn uniformly here and count by their examples, which is what the authors' code does; both
+    have the same mean where the number of examples of a sample hardly varies. `sample=ByWeight(K, examples)` is
+    Algorithm 2, but that nobody is drawn twice in a round. As in the paper a straggler's partial work counts, and gamma
+    is the share of its steps that it makes (`Conditions`).
 
     Args:
         mu: 0 or more; 0 is `FedAvg`.
@@ -136,13 +146,19 @@ class FedProx(FedAvg):
 
 @dataclass(frozen=True)
 class FedNova(FedProx):
-    """x += tau_eff sum_i p_i (y_i - x) / |a_i|_1,  tau_eff = sum_i p_i |a_i|_1 (Wang et al. 2020).
+    """x += tau_eff sum_i p_i (y_i - x) / |a_i|_1,  tau_eff = sum_i p_i |a_i|_1 (Wang et al. 2020, section 5).
 
     |a_i|_1 is how far a client's steps reach (`local.normaliser`): tau_i for SGD, more with momentum, less with a
     proximal term. So clients that make more steps pull no harder, as long as they make small ones: quadratic clients
     end at `FedAvg`'s weights over |a_i|_1. The quotient is what clients send, so that error memory is owed in units
-    that do not depend on a round's steps; the server computes |a_i|_1 from tau_i by itself. The paper leaves tau_eff
-    open; with this one the mean step is as long as `FedAvg`'s.
+    that do not depend on a round's steps; the server computes |a_i|_1 from tau_i by itself.
+
+    The paper leaves tau_eff open. This one keeps the mean step as long as `FedAvg`'s or `FedProx`'s. So does the
+    authors' code without a proximal term. With one it takes sum_i p_i tau_i, which is longer: it makes up for how much
+    shorter mu makes the steps. The limit is the same. Where there are a proximal term and momentum, the authors' code
+    adds 1 to their |a_i|_1 a second time in each step; here it is exact. Under a private mean (`aggregate="dp:1"`)
+    tau_eff is that of `SGD.steps`, since the clients' own numbers are not noisy. The paper's momentum of the server is
+    `FedAvgM`.
 
     Args:
         mu: of a proximal term in the local steps, 0 for none.
@@ -178,6 +194,9 @@ class Scaffold(Method):
     S are the clients that took part, N is all of them; clients count alike. Quadratic clients end at the optimum of
     their mean, however many steps each makes. With local momentum |a_i|_1 (`local.normaliser`) stands for tau_i, so
     that c_i' still is a mean of gradients; the paper has none. eta_g of the paper is the `lr` of the server's `Mean`.
+    The paper has one number of steps K for all clients, and no weights of examples. Its option I, a gradient of all of
+    a client's data at x, is not here. Where both are compressed (`update=`), the server's c is no longer exactly the
+    mean of the c_i: it lacks what clients still owe.
 
     A client keeps its c_i, a vector as long as the model, from the first round that it takes part in, and sends the
     change of it beside that of the model: twice `FedAvg`'s bytes in both directions.

@@ -43,10 +43,13 @@ class ServerStep(ABC):
 
 @dataclass(frozen=True)
 class Mean(ServerStep):
-    """x += lr d: with lr = 1 the mean of the clients' models (McMahan et al. 2017, FedAvg).
+    """x += lr d: with lr = 1 the mean of the clients' models (McMahan et al. 2017, Algorithm 1).
+
+    Another lr is eta_g of SCAFFOLD (Karimireddy et al. 2020, Algorithm 1) and of FedBuff (Nguyen et al. 2022,
+    Algorithm 1), and the server's SGD of Reddi et al. 2021 (Algorithm 1, FedOpt).
 
     Args:
-        lr: the server's learning rate, eta_g of SCAFFOLD.
+        lr: the server's learning rate.
 
     Raises:
         CompositionError: an lr that is not above 0.
@@ -61,7 +64,10 @@ class Mean(ServerStep):
 
 @dataclass(frozen=True)
 class FedAvgM(ServerStep):
-    """v = momentum v + d; x += lr v (Hsu, Qi & Brown 2019, "Measuring the effects of non-identical data distribution").
+    """v = momentum v + d; x += lr v (Hsu, Qi & Brown 2019, their update of FedAvgM, which has no number).
+
+    The paper has no `lr`: it is 1 there. Its change has the opposite sign, which comes to the same. As far as we know,
+    its experiments took Nesterov's form of momentum; this is the plain form of its text.
 
     Args:
         lr: the server's learning rate; effective steps are 1 / (1 - momentum) times as long.
@@ -69,6 +75,10 @@ class FedAvgM(ServerStep):
 
     Raises:
         CompositionError: a number out of range.
+
+    References:
+        Hsu, Qi & Brown 2019, "Measuring the effects of non-identical data distribution for federated visual
+        classification".
 
     >>> x, d, rule = torch.zeros(1), torch.ones(1), FedAvgM(lr=1.0, momentum=0.5)
     >>> memory = rule.memory(x)
@@ -93,9 +103,11 @@ class FedAvgM(ServerStep):
 class Adaptive(ServerStep):
     """m = beta1 m + (1 - beta1) d;  v as the subclass says;  x += lr m / (sqrt(v) + tau).
 
-    Algorithm 2 of Reddi et al. 2021, with v = tau^2 and m = 0 before the first round and without the bias correction
-    that Adam has elsewhere. `tau` bounds how far a coordinate that hardly changes is scaled up, so it belongs to the
-    size of d: the paper finds 1e-3 good in most of its tasks.
+    Algorithm 2 of Reddi et al. 2021, with v = tau^2 (the least that it allows) and m = 0 before the first round and
+    without the bias correction that Adam has elsewhere. `tau` bounds how far a coordinate that hardly changes is scaled
+    up, so it belongs to the size of d: the paper finds 1e-3 good in most of its tasks. Algorithm 2 has d as the plain
+    mean over the clients of a round. Here it is what the method makes of them: with `FedAvg` they count by examples, as
+    we believe they do in the paper's experiments.
 
     Args:
         lr: the server's learning rate.
@@ -130,7 +142,9 @@ class Adaptive(ServerStep):
 
 @dataclass(frozen=True)
 class FedAdagrad(Adaptive):
-    """v = v + d^2 in the step of `Adaptive`; the paper takes beta1 = 0 for it.
+    """v = v + d^2 in the step of `Adaptive` (Reddi et al. 2021, Algorithm 2, line for FedAdagrad).
+
+    The paper takes beta1 = 0 for it in all experiments, and so does the default.
 
     >>> x, rule = torch.zeros(1), FedAdagrad(lr=1.0, beta1=0.0, tau=1.0)
     >>> rule.move_(x, torch.tensor([1.0]), rule.memory(x)); x
@@ -147,7 +161,7 @@ class FedAdagrad(Adaptive):
 
 @dataclass(frozen=True)
 class FedAdam(Adaptive):
-    """v = beta2 v + (1 - beta2) d^2 in the step of `Adaptive`.
+    """v = beta2 v + (1 - beta2) d^2 in the step of `Adaptive` (Reddi et al. 2021, Algorithm 2, line for FedAdam).
 
     >>> x, rule = torch.zeros(1), FedAdam(lr=1.0, beta1=0.0, beta2=0.0, tau=1.0)
     >>> rule.move_(x, torch.tensor([3.0]), rule.memory(x)); x
@@ -162,7 +176,7 @@ class FedAdam(Adaptive):
 
 @dataclass(frozen=True)
 class FedYogi(Adaptive):
-    """v = v - (1 - beta2) d^2 sign(v - d^2) in the step of `Adaptive`.
+    """v = v - (1 - beta2) d^2 sign(v - d^2) in the step of `Adaptive` (Reddi et al. 2021, Algorithm 2, for FedYogi).
 
     >>> x, rule = torch.zeros(1), FedYogi(lr=1.0, beta1=0.0, beta2=0.0, tau=1.0)
     >>> rule.move_(x, torch.tensor([2.0]), rule.memory(x)); x  # v = 1 + 4

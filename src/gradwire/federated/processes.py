@@ -43,6 +43,7 @@ class Processes:
     """Trains clients in workers, each with one thread of torch; results are those of `InProcess` with one thread.
 
     A worker that dies loses the client that it trained, which the round reports by name, and a new one takes its place.
+    One that cannot be started ends the round with an error; the next round starts it anew.
     Workers start with the first round, since they are told the terms then, and anew where they have changed.
 
     Args:
@@ -68,8 +69,12 @@ class Processes:
             raise FederationError("these workers are closed: make a new Processes")
         if terms != self._terms:
             self._end_all()
-            self._workers = [self._start(terms) for _ in range(self._count)]
             self._terms = terms
+        for place, worker in enumerate(self._workers):
+            if not worker.process.is_alive():
+                self._replace(place, terms)
+        while len(self._workers) < self._count:
+            self._workers.append(self._start(terms))
 
     def _start(self, terms: Terms) -> _Worker:
         context = multiprocessing.get_context("spawn")
@@ -151,7 +156,9 @@ def _await_start(worker: _Worker) -> None:
     with contextlib.suppress(EOFError, OSError):
         told = worker.connection.recv_bytes().decode() if worker.connection.poll(START_S) else "it took too long"
     if told != STARTED:
-        raise FederationError(f"a worker could not be started: {told or 'it died; see what it has printed'}")
+        _end(worker)
+        told = told or f"it died with status {worker.process.exitcode}; see what it has printed"
+        raise FederationError(f"a worker could not be started: {told}")
     worker.started = True
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Unpack
@@ -23,9 +25,10 @@ class Round:
 
     Attributes:
         number: from 0.
-        clients: whose updates were taken up, in ascending order.
+        clients: whose updates were taken up, in ascending order; under a private mean there may be none.
         dropped: why the others' were not, by client.
-        loss: the mean training loss of the local steps, over those clients.
+        loss: the mean training loss of the local steps, over those clients; NaN where there are none. No noise hides a
+            client in it.
         sent_bytes: from the clients to the server, by client.
         received_bytes: from the server to the clients, by client; those that were dropped had received the model too.
     """
@@ -66,7 +69,8 @@ class Server(HasModel):
         model: the global model begins as a copy of it.
         clients: N, how many there are.
         sample: how many clients a round has, or a `Sampling`.
-        quorum: updates that a round needs at least; a rule may need more.
+        quorum: updates that a round needs at least, 1 by default; a rule may need more. A private mean takes what
+            comes, and a quorum is refused, since a round that is given up would tell how many clients there were.
         local: an `SGD`, the clients' local steps.
         method: what clients and server compute; `FedAvg()` by default.
         optimizer: what the server makes of the mean change, a `ServerStep`; `Mean()` by default.
@@ -74,7 +78,7 @@ class Server(HasModel):
         broadcast: how the server's changes travel, likewise.
         aggregate: "mean", or a rule such as "trimmed:1" or "dp:1". Memory of what a codec lost and rules that leave
             rows out do not make up for each other: what a rule leaves out is lost.
-        seed: of everything that is drawn at random.
+        seed: of everything that is drawn at random, but for what makes a mean private: its noise, and who takes part.
 
     Attributes:
         round: the number of the round that is open or comes next.
@@ -91,25 +95,34 @@ class Server(HasModel):
         clients: int,
         *,
         sample: int | Sampling,
-        quorum: int = 1,
+        quorum: int | None = None,
         **settings: Unpack[Settings],
     ) -> None:
         self.clients = clients
         self.sampling = Uniform(sample) if isinstance(sample, int) else sample
-        self.quorum = quorum
         super().__init__(GlobalModel(model, **settings))
+        self.quorum = self._quorum_of(quorum)
         self.round, self._attempt = 0, 0
         self._open: _Open | None = None
         self._require_fitting()
 
     def _require_fitting(self) -> None:
         self.sampling.require(self.clients)
-        require_rows(self._global.aggregation, self.sampling.count)
-        if not 1 <= self.quorum <= self.sampling.count:
+        require_rows(self._global.aggregation, self.sampling.expected(self.clients))
+        most = self.sampling.most(self.clients)
+        if not self.private and not 1 <= self.quorum <= most:
             raise CompositionError(
-                f"a quorum of {self.quorum} among {self.sampling.count} clients a round: it is 1 at least and no "
-                "larger than the sample"
+                f"a quorum of {self.quorum} among {most} clients a round: it is 1 at least and no larger than the "
+                "sample"
             )
+
+    def _quorum_of(self, given: int | None) -> int:
+        if self.private and given not in (None, 0):
+            raise CompositionError(
+                f"a quorum of {given} with a private mean, where a round that is given up tells how many clients there "
+                "were: leave quorum out"
+            )
+        return (0 if self.private else 1) if given is None else given
 
     @property
     def shared(self) -> dict[str, Tensor]:
@@ -126,7 +139,9 @@ class Server(HasModel):
         """
         if self._open is not None:
             raise FederationError(f"round {self.round} is open: call end() or abandon() before the next begin()")
-        key = Key(self.terms.seed, self.round, "federated.sample", str(self._attempt))
+        # Clients know the seed. Sampling hides them only from those who cannot draw the sample again.
+        seed = secrets.randbits(63) if self.private else self.terms.seed
+        key = Key(seed, self.round, "federated.sample", str(self._attempt))
         drawn = self.sampling.draw(self.clients, key)
         self._open = _Open(frozenset(drawn), {client: self._global.bytes_to(client) for client in drawn})
         for client in drawn:
@@ -177,7 +192,7 @@ class Server(HasModel):
         rows = [opened.rows[client] for client in sorted(opened.rows)]
         shares = self._shares(rows)
         try:
-            self._global.step(rows, shares, len(rows) / self.clients)
+            self._global.step(rows, shares, len(rows) / self.clients, self.sampling.expected(self.clients))
         except FederationError:
             self.abandon()
             raise
@@ -204,24 +219,43 @@ class Server(HasModel):
 
     def _shares(self, rows: Sequence[Rows]) -> list[float]:
         weighted = self.terms.method.weighted and self._global.aggregation.weighted and not self.sampling.by_weight
-        return shares_of([row.examples if weighted else 1.0 for row in rows])
+        return shares_of([row.examples if weighted else 1.0 for row in rows]) if rows else []
 
     def _report(self, opened: _Open, shares: Sequence[float]) -> Round:
         clients = sorted(opened.rows)
         missing = opened.clients - opened.rows.keys()
+        losses = [share * opened.rows[client].loss for share, client in zip(shares, clients, strict=True)]
         return Round(
             number=self.round,
             clients=tuple(clients),
             dropped={client: opened.dropped.get(client, "sent nothing") for client in sorted(missing)},
-            loss=sum(share * opened.rows[client].loss for share, client in zip(shares, clients, strict=True)),
+            loss=sum(losses) if losses else math.nan,
             sent_bytes={client: opened.rows[client].nbytes for client in clients},
             received_bytes=opened.received_bytes,
         )
 
+    def epsilon(self, delta: float) -> float:
+        """Return epsilon of the rounds made so far: their models are (epsilon, delta)-private for each client.
+
+        What cannot be told apart are two federations of `clients` numbers that differ by `sampling.neighbours`. With
+        `Poisson` a client is there in one of them alone. With a sample of one size one client is another one in them;
+        this counts each sigma for half, as the mean moves by twice as much. `ByWeight` gains nothing by sampling.
+        Rounds that are empty count, and those that were given up do not: nobody saw a model of them.
+
+        Args:
+            delta: well below 1 / clients.
+
+        Raises:
+            CompositionError: no private mean, dp-accounting is not installed, or a delta outside of (0, 1).
+        """
+        return self.sampling.epsilon(self._noise(), self.round, delta, self.clients)
+
     # State -------------------------------------------------------------------------------------------------------
 
     def _settings(self) -> dict[str, object]:
-        return {"sample": self.sampling, "clients": self.clients, "quorum": self.quorum}
+        # Older versions saved a quorum of private means too, which no longer means anything.
+        quorum = {} if self.private else {"quorum": self.quorum}
+        return {"sample": self.sampling, "clients": self.clients, **quorum}
 
     def state_dict(self) -> dict[str, Any]:
         """All that the next round depends on, in tensors, numbers and strings; tensors are copies.

@@ -42,14 +42,20 @@ def filled(
     for name in numbers:
         if not isinstance(saved.get(name), int):
             raise StateError(f"the saved state has no {name!r}: it is none of a server's")
-    _require_pairs(saved.get("seen"))
+    require_pairs(saved.get("seen"), "seen")
     return {name: group_like(_mapping(saved, name), group, name) for name, group in like.items()}
 
 
-def _require_pairs(seen: object) -> None:
-    pairs = cast(list[Any], seen) if isinstance(seen, list) else [None]
-    if not all(isinstance(pair, list) and len(cast(list[Any], pair)) == 2 for pair in pairs):
-        raise StateError("the saved 'seen' are no pairs of a client and a version")
+def require_pairs(saved: object, what: str) -> None:
+    """Refuse a saved value that is no list of pairs of a client and a number.
+
+    Raises:
+        StateError: it is something else.
+    """
+    pairs = cast(list[Any], saved) if isinstance(saved, list) else [None]
+    whole = [isinstance(pair, list) and [type(n) for n in cast(list[Any], pair)] == [int, int] for pair in pairs]
+    if not all(whole):
+        raise StateError(f"the saved {what!r} are no pairs of a client and a whole number")
 
 
 def group_like(found: Mapping[str, Any], like: Group, what: str) -> dict[str, Tensor]:

@@ -51,14 +51,14 @@ class Curve:
         if len(sizes) < 2 or sizes != sorted(set(sizes)):
             raise CompositionError(f"a curve needs two or more sizes that rise, not {sizes}")
 
-    def link(self, nbytes: int) -> Link:
+    def link(self, nbytes: float) -> Link:
         """The alpha and beta that hold for `nbytes`; the outer stretches go on for ever."""
         pairs = list(pairwise(self.points))
         low, high = next((pair for pair in pairs if nbytes < pair[1].nbytes), pairs[-1])
         beta = (high.seconds - low.seconds) / (high.nbytes - low.nbytes)
         return Link(low.seconds - beta * low.nbytes, beta)
 
-    def seconds(self, nbytes: int) -> float:
+    def seconds(self, nbytes: float) -> float:
         """Predicted time of `nbytes`."""
         return self.link(nbytes).seconds(nbytes)
 

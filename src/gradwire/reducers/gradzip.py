@@ -87,7 +87,7 @@ class GradZip(LowRank):
         Dt = Ft.double()
         gram = Dt @ Dt.mT
         diagonal = gram.diagonal(dim1=1, dim2=2)
-        # A factor of zeros would leave nothing to invert.
-        a = (self.regularisation * diagonal.mean(1)).clamp_min(torch.finfo(torch.float32).tiny)
+        # A factor of zeros would leave nothing to invert; 1 / (2 sqrt(a)), the most of the result, fits float32.
+        a = (self.regularisation * diagonal.mean(1)).clamp_min(torch.finfo(torch.float32).tiny ** 2)
         inverse = torch.linalg.inv_ex(gram + torch.diag_embed(a[:, None].expand_as(diagonal))).inverse
         return (inverse @ Dt).float()

@@ -57,8 +57,9 @@ def headline(results: Results) -> str:
 def lede(results: Results) -> str:
     """What was done, in one sentence."""
     options = results.options
+    about = "about " if options.get("sampling") == "poisson" else ""
     return (
-        f"{results.task['description']}; {options['clients']} clients, {options['sample']} a "
+        f"{results.task['description']}; {options['clients']} clients, {about}{options['sample']} a "
         f"round, partition {options['partition']}, method {options['method']}, updates {options['update']}, aggregate "
         f"{options['aggregate']}."
     )
@@ -73,7 +74,9 @@ def findings(results: Results) -> list[str]:
         found.append(f"{dropped} of {dropped + sent} clients that were drawn sent nothing that counted.")
     if results.failures:
         found.append(f"{text.counted(len(results.failures), 'round')} had to be drawn anew: {results.failures[0]}")
-    if results.options["aggregate"] != "mean" and results.options["update"] != "none":
+    if results.privacy is not None:
+        found.append(results.privacy)
+    elif results.options["aggregate"] != "mean" and results.options["update"] != "none":
         found.append(
             f"{results.options['aggregate']} leaves out what few clients agree on, which is much of compressed "
             "updates: error memory does not bring that back."

@@ -6,18 +6,19 @@ import socket
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 from gradwire.core import save_folder
 from gradwire.core.errors import ShardsElsewhereError, StateError
 from gradwire.core.renamed import same
 from gradwire.core.reshard import reshard, with_all_owned
-from gradwire.core.save_folder import Manifest, file_name
+from gradwire.core.save_folder import Manifest, Run, file_name
 from gradwire.core.saved import Loaded
 from gradwire.core.saved_schema import SHARED, TREE, VERSION, Saved
 from gradwire.core.tensor_file import Written
 from gradwire.core.tree import put_together, taken_apart
 from gradwire.session.meeting import group_store
+from gradwire.session.saved_runs import remember, run_of, stranger
 from gradwire.session.session import Session
 from gradwire.session.together import Together
 
@@ -77,6 +78,23 @@ class Savable(Protocol):
 
 
 @runtime_checkable
+class OnceASession(Savable, Protocol):
+    """What older versions saved as its session alone, as `gradwire.sync.Gossip`."""
+
+    def of_session(self, saved: Saved) -> Mapping[str, Any]:
+        """Return the state for `checked` that goes on from what was saved of the session."""
+        ...
+
+
+@runtime_checkable
+class KeptOtherwise(Protocol):
+    """What `save` refuses, since no fixed set of ranks holds its state, as a `gradwire.sync.Elastic`."""
+
+    kept_by: ClassVar[str]
+    """How it is kept, for the error."""
+
+
+@runtime_checkable
 class Meeting(Protocol):
     """What has ranks in several groups, as averages of sharded models: all of them save and load together."""
 
@@ -89,7 +107,24 @@ def _session_of(holder: Holder | Savable | Session) -> Session:
     return holder if isinstance(holder, Session) else holder.session
 
 
+def _require_savable(call: str, handle: object) -> None:
+    """Refuse what holds no session, alike on all ranks.
+
+    Raises:
+        StateError: with how it is kept, or with what can be given.
+    """
+    kind = type(handle).__name__
+    if isinstance(handle, KeptOtherwise):
+        raise StateError(f"{call} takes no {kind}: {handle.kept_by}")
+    if not isinstance(handle, Session) and not isinstance(getattr(handle, "session", None), Session):
+        raise StateError(
+            f"{call} takes no {kind}: give it what gradwire.attach returned, a Session, or an optimizer or average of "
+            "gradwire.sync"
+        )
+
+
 def _together(call: str, handle: Holder | Savable | Session) -> Together:
+    _require_savable(call, handle)
     session = _session_of(handle)
     if not session.is_open:
         raise StateError(f"{call}: this session is closed; save and load before close()")
@@ -121,19 +156,32 @@ def _tree(saved: Mapping[str, Any]) -> Mapping[str, Any]:
     return put_together(saved[TREE], tensors)
 
 
-def save(folder: str | Path, handle: Holder | Savable | Session) -> None:
+def save(
+    folder: str | Path,
+    handle: Holder | Savable | Session,
+    *,
+    overwrite: bool = False,
+    checkpoint: Written | None = None,
+) -> None:
     """Save what every rank's `handle` remembers, one file a rank, next to your own checkpoint.
 
     Every rank must call it, between two steps. The folder may be one that all ranks share, or each host may have its
     own. What the folder held stays until the new save is complete on every rank, and is removed then; a save that was
     interrupted is never loaded. Files are in the safetensors format: numbers and text, nothing that is executed.
 
+    Give each handle a folder of its own, since a folder keeps one save. What this run has saved or loaded is replaced,
+    and so is what was saved by an earlier run of the same model that began with the same method.
+
     Args:
         folder: where to; it is made where it is missing.
         handle: what `gradwire.attach` returned, a `Session`, or an optimizer or average of `gradwire.sync`.
+        overwrite: replace whatever the folder holds, also what another handle has saved.
+        checkpoint: size and digest of a file that the states belong to, for the manifest; the same on all ranks that
+            share the folder.
 
     Raises:
-        StateError: a rank could not write its file (the message says which and why), or the ranks are not at one step.
+        StateError: a rank could not write its file (the message says which and why), the ranks are not at one step, the
+            folder holds what another handle has saved, or a `handle` that is kept in another way.
         CommunicationError: a rank did not call it within the deadline that `attach` was given.
 
     Example:
@@ -141,12 +189,18 @@ def save(folder: str | Path, handle: Holder | Savable | Session) -> None:
         gradwire.save(folder / "gradwire", handle)
     """
     here, ranks = Path(folder), _together("gradwire.save", handle)
-    state = _packed(handle, ranks)
+    session, state = _session_of(handle), _packed(handle, ranks)
     head = {key: state[key] for key in SHARED}
     last = max(save_folder.numbers(here), default=0)
-    said = ranks.say({"head": head, "last": last, "token": save_folder.new_token()})
+    run = run_of(session, handle.kind if isinstance(handle, Savable) else session.begun_with)
+    other = None if overwrite else stranger(save_folder.manifests(here), session, run, ranks.world_size)
+    kept = None if other is None else f"{here} holds {other}"
+    said = ranks.say({"head": head, "last": last, "token": save_folder.new_token(), "run": run, "kept": kept})
     _require_one_step({rank: words["head"] for rank, words in zip(ranks.ranks, said, strict=True)})
+    _require_own_folder([words["kept"] for words in said])
     number, token = 1 + max(words["last"] for words in said), said[0]["token"]
+    run = Run(*said[0]["run"])
+    run = run._replace(id=run.id or token)
 
     def write() -> Written:
         return save_folder.write_rank(here, number, state)
@@ -155,8 +209,9 @@ def save(folder: str | Path, handle: Holder | Savable | Session) -> None:
         save_folder.remove(here, number)
 
     files = ranks.attempt(write, give_up, words=list).words
-    manifest = Manifest(number, token, head, tuple(Written(*file) for file in files))
+    manifest = Manifest(number, token, head, tuple(Written(*file) for file in files), run, checkpoint)
     ranks.attempt(lambda: save_folder.finish(here, manifest), give_up)
+    remember(session, run)
     save_folder.remove_before(here, number)
 
 
@@ -190,8 +245,8 @@ def load(folder: str | Path, handle: Holder | Savable | Session) -> int:
         handle = gradwire.attach(ddp, "int4")
         step = gradwire.load(folder / "gradwire", handle)
     """
-    session, here = _session_of(handle), Path(folder)
     ranks = _together("gradwire.load", handle)
+    session, here = _session_of(handle), Path(folder)
     found = save_folder.manifests(here)
     latest = max(save_folder.numbers(here), default=0)
     seen = [_offer(manifest, here, ranks) for manifest in found]
@@ -204,8 +259,10 @@ def load(folder: str | Path, handle: Holder | Savable | Session) -> int:
     (manifest,) = [m for m in found if (m.number, m.token) == (chosen.number, chosen.token)]
     if isinstance(handle, Savable):
         handle.take_up(ranks.attempt(lambda: _checked(handle, manifest, here, ranks)).own)
-    else:
-        session.take_up(ranks.attempt(lambda: _unpacked(session, manifest, here, ranks)).own)
+        remember(session, manifest.run)
+        return handle.steps
+    session.take_up(ranks.attempt(lambda: _unpacked(session, manifest, here, ranks)).own)
+    remember(session, manifest.run)
     return chosen.step
 
 
@@ -288,6 +345,8 @@ def _offer(manifest: Manifest, here: Path, ranks: Together) -> Offer:
 
 def _checked(handle: Savable, manifest: Manifest, here: Path, ranks: Together) -> Any:
     """What a rank takes up of more than a session."""
+    if isinstance(handle, OnceASession) and same(manifest.head["reducer"], repr(handle.session.reducer)):
+        return handle.checked(handle.of_session(manifest.read(here, ranks.rank)))
     if not same(manifest.head["reducer"], handle.kind):
         raise StateError(
             f"the save is that of {manifest.head['reducer']}, and this is {handle.kind}: make it as it was"
@@ -314,6 +373,15 @@ def _state(manifest: Manifest, here: Path, ranks: Together) -> Saved:
     if manifest.world_size == ranks.world_size:
         return manifest.read(here, ranks.rank)
     return reshard([manifest.read(here, rank) for rank in range(manifest.world_size)], ranks.world_size)[ranks.rank]
+
+
+def _require_own_folder(kept: Sequence[str | None]) -> None:
+    """Refuse to save where a rank's folder holds what another handle has saved."""
+    if (found := next(filter(None, kept), None)) is not None:
+        raise StateError(
+            f"{found}, which this save would remove: give each handle a folder of its own, or pass overwrite=True to "
+            "gradwire.save"
+        )
 
 
 def _require_one_step(heads: Mapping[int, Mapping[str, Any]]) -> None:

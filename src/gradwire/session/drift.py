@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gradwire.core.errors import AttachError, DriftError, DriftWarning
+from gradwire.drivers.groups import ranks_named
 from gradwire.session.checkpoint import Holder
 from gradwire.session.fingerprints import Fingerprints
 from gradwire.session.names import named
@@ -38,7 +39,8 @@ def check_drift(
             memories stay as they are, so ranks drift on, and are to be checked again.
 
     Raises:
-        DriftError: ranks differ, and are to stop; or they have tensors of other names or in another order.
+        DriftError: ranks differ, and are to stop; or they have tensors of other names, shapes or dtypes, or in another
+            order.
         CommunicationError: a rank that did not come within the session's deadline.
         AttachError: `on_drift` is none of these words.
 
@@ -59,8 +61,11 @@ def check_drift(
     for name, difference in differing.items():
         if not difference.everywhere:
             raise DriftError(f"{name!r} is not on all ranks: give check_drift the same model on all ranks")
-    first, (other, _) = next(iter(differing.items()))
-    where = f"{first!r} is not the same on rank {other} as on rank {ranks.ranks[0]}"
+        if len(difference.forms) > 1:
+            forms = ", and ".join(f"{form} on {ranks_named(those)}" for form, those in difference.forms.items())
+            raise DriftError(f"{name!r} is {forms}: give check_drift the same model on all ranks")
+    first, difference = next(iter(differing.items()))
+    where = f"{first!r} is not the same on rank {difference.rank} as on rank {ranks.ranks[0]}"
     react(session, [given[name] for name in differing], f"parameter {where} after step {session.engine.index}")
     return first
 

@@ -4,6 +4,7 @@ A rank whose collective fails raises an alarm in the rendezvous store. Each rank
 also a rank that computes, or sleeps, answers with what it is doing. From the answers all ranks conclude the same:
 
     a rank that failed by itself    it is at fault, and its error is passed on as text
+    a rank that left a pass         the same, where others wait in that pass; where all have left it they go on
     a rank that does not answer     it has ended, or its host cannot be reached
     a rank that trains no more      it is alive, but handed over no gradients for so long
     a rank that is stuck            it trains, but has started fewer collectives than others, and waits for none
@@ -16,14 +17,14 @@ import json
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
 from gradwire.core.errors import CommunicationError, ConnectionLost
-from gradwire.drivers.groups import listed
+from gradwire.drivers.groups import listed, ranks_named
 
 TICK_S = 0.5
 """Between two looks for an alarm."""
@@ -36,7 +37,7 @@ _PAUSE_S = 0.02
 _LIMIT = 8000
 """Characters of a text that are passed on."""
 
-_ALARM = "alarm"
+_ALARM, _LEFT = "alarm", "left"
 _FAILED, _WAITED, _BROKEN, _TRAINING, _IDLE = "failed", "waited", "broken", "training", "idle"
 _DEEDS = (_FAILED, _WAITED, _BROKEN, _TRAINING, _IDLE)
 
@@ -52,7 +53,7 @@ class Answer:
         seconds: for how long.
         started: how many collectives it has started.
         waits: whether it waits for one.
-        type: of the error, where it failed.
+        type: of the error, where it failed or left a pass.
         message: of the error.
         traceback: of the error.
     """
@@ -92,6 +93,26 @@ class Answer:
         return cls(rank, doing, seconds, started, waits, *texts)
 
 
+def _described(error: BaseException) -> tuple[str, str, str]:
+    """Type, message and traceback."""
+    return type(error).__name__, str(error), "".join(traceback.format_exception(error))[-_LIMIT:]
+
+
+def _left(answers: Collection[Answer]) -> list[Answer]:
+    """Ranks that have left a pass, and have started less than others, which wait in it."""
+    furthest = max(answer.started for answer in answers)
+    return [answer for answer in answers if answer.type and answer.started < furthest]
+
+
+def _two_numbers(raw: bytes) -> tuple[int, int]:
+    """Those of a rank that has left a pass; of what is no message of gradwire's, numbers that say nothing."""
+    try:
+        number, started = json.loads(raw)
+        return int(number), int(started)
+    except (ValueError, TypeError, RecursionError):
+        return -1, 0
+
+
 def _text(value: object) -> str:
     """A text without what would move a terminal's cursor."""
     if not isinstance(value, str):
@@ -117,6 +138,8 @@ class FailureBoard:
         self._doing, self._since = _IDLE, time.monotonic()
         self._started = 0
         self.waits = False
+        self._pass = 0
+        self._left: BaseException | None = None
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="gradwire-watch", daemon=True)
@@ -134,6 +157,53 @@ class FailureBoard:
         """Note that it has ended."""
         self._doing, self._since = _IDLE, time.monotonic()
 
+    # Passes ------------------------------------------------------------------------------------------------------
+
+    def enter_pass(self) -> None:
+        """Note that another pass begins, which every rank has: all start the same collectives in it, or leave it."""
+        self._pass += 1
+
+    def leave_pass(self, error: BaseException) -> None:
+        """Tell the other ranks that this one starts no more collectives in the pass at hand.
+
+        Where others have started more of them, that is a failure of this rank by `error`. Where all leave it alike,
+        they go on.
+        """
+        self._left = error
+        self._set(f"{_LEFT}/{self.rank}", json.dumps([self._pass, self._started]))
+
+    def end_pass(self) -> None:
+        """Note that a pass has ended well: what left one before it has done no harm."""
+        self._left = None
+
+    def wait_for_leaving(self) -> None:
+        """Wait until all ranks have left the pass that this one has left: what they start then is paired again.
+
+        Raises:
+            CommunicationError: they wait in that pass, or did not leave it within the deadline.
+        """
+        end = time.monotonic() + self.deadline_s
+        while self.error is None and not all(self._left_by(rank) is not None for rank in self.ranks):
+            if time.monotonic() > end:
+                self._looked_into(None, "")
+            time.sleep(_PAUSE_S)
+        if self.error is not None:
+            raise self.error
+
+    def _left_by(self, rank: int) -> int | None:
+        """How many collectives a rank had started when it left the pass at hand; None where it has not."""
+        if not self._store.check([f"{_LEFT}/{rank}"]):
+            return None
+        number, started = _two_numbers(self._store.get(f"{_LEFT}/{rank}"))
+        return started if number >= self._pass else None
+
+    def _is_left_alone(self) -> bool:
+        """Whether this rank waits for a collective that another one left the pass before."""
+        if not self.waits or not self._pass:
+            return False
+        left = [self._left_by(rank) for rank in self.ranks if rank != self.rank]
+        return any(started is not None and started < self._started for started in left)
+
     def close(self, timeout_s: float) -> None:
         """End the thread that watches for alarms."""
         self._stop.set()
@@ -149,7 +219,7 @@ class FailureBoard:
         """
         if isinstance(error, ConnectionLost):
             return self._looked_into(error, where)
-        if not isinstance(error, CommunicationError):  # those are the consequences of another rank's
+        if self.error is None or not isinstance(error, CommunicationError):  # else others know what it follows from
             self.tell(error)
         with self._lock:
             self.error = self.error or error
@@ -162,14 +232,12 @@ class FailureBoard:
 
     def leave_word(self, error: BaseException) -> None:
         """Write down why this rank is about to end, for others that will wonder; raise no alarm."""
-        text = "".join(traceback.format_exception(error))
-        answer = Answer(self.rank, _FAILED, 0.0, self._started, False, type(error).__name__, str(error), text[-_LIMIT:])
-        self._set(str(self.rank), answer.to_json())
+        self._set(str(self.rank), Answer(self.rank, _FAILED, 0.0, self._started, False, *_described(error)).to_json())
 
     def _watch(self) -> None:
         while not self._stop.wait(TICK_S):
             try:
-                alarm = self._store.check([_ALARM])
+                alarm = self._store.check([_ALARM]) or self._is_left_alone()
             except Exception:
                 return  # the store went with who held it; connections that break will say so
             if alarm:
@@ -197,15 +265,20 @@ class FailureBoard:
         except _Damaged as damaged:
             return damaged.error
         failed = [answer for answer in answers.values() if answer.doing == _FAILED and answer.rank != self.rank]
-        if failed:
-            return _passed_on(failed[0])
+        left = _left(answers.values())
+        if others := failed or [answer for answer in left if answer.rank != self.rank]:
+            return _passed_on(others[0])
+        if left:
+            text = f"the other ranks wait in a pass that this rank ({self.rank}) left: {own.type}: {own.message}"
+            return CommunicationError(text, (self.rank,))
         return self._blamed(answers, self._waited(lost, where))
 
     def _answer(self, lost: ConnectionLost | None) -> Answer:
+        left = () if self._left is None else _described(self._left)
         if lost is None:
-            return Answer(self.rank, self._doing, time.monotonic() - self._since, self._started, self.waits)
+            return Answer(self.rank, self._doing, time.monotonic() - self._since, self._started, self.waits, *left)
         late = lost.waited_s >= 0.9 * self.deadline_s
-        return Answer(self.rank, _WAITED if late else _BROKEN, lost.waited_s, self._started, True)
+        return Answer(self.rank, _WAITED if late else _BROKEN, lost.waited_s, self._started, True, *left)
 
     def _collect(self, answers: dict[int, Answer]) -> None:
         """Read answers as they come, until all are here or the time is over."""
@@ -237,7 +310,7 @@ class FailureBoard:
             r for r, answer in answers.items() if waits and answer.doing == _IDLE and 2 * answer.seconds > max(waits)
         ]
         if silent:
-            text = f"{_ranks(silent)} did not answer: it has ended, or its host cannot be reached"
+            text = f"{ranks_named(silent)} did not answer: it has ended, or its host cannot be reached"
             return CommunicationError(f"{text}; look at its output first.{waited}", silent)
         if self.rank in idle:
             seconds = answers[self.rank].seconds
@@ -245,14 +318,14 @@ class FailureBoard:
             return CommunicationError(f"{text} {seconds:.0f} s with deadline_s={self.deadline_s:g}{_PATIENCE}", idle)
         if idle:
             seconds = max(answers[rank].seconds for rank in idle)
-            text = f"{_ranks(idle)} answers, but has handed over no gradients for {seconds:.0f} s{_PATIENCE}"
+            text = f"{ranks_named(idle)} answers, but has handed over no gradients for {seconds:.0f} s{_PATIENCE}"
             return CommunicationError(text + waited, idle)
         furthest = max(answer.started for answer in answers.values())
         busy = [(rank, each) for rank, each in answers.items() if each.doing == _TRAINING and not each.waits]
         stuck = [rank for rank, each in busy if each.started < furthest]
         if stuck:
-            text = f"{_ranks(stuck)} answers, but is stuck: it has started {answers[stuck[0]].started} collectives and "
-            return CommunicationError(f"{text}others {furthest}.{waited}", stuck)
+            text = f"{ranks_named(stuck)} answers, but is stuck: it has started {answers[stuck[0]].started} collectives"
+            return CommunicationError(f"{text} and others {furthest}.{waited}", stuck)
         broke = any(answer.doing == _BROKEN for answer in answers.values())
         link = "broke" if broke else f"is down, or slower than deadline_s={self.deadline_s:g} allows"
         return CommunicationError(f"no rank has failed, but the link between some of them {link}.{waited}")
@@ -292,7 +365,3 @@ def _passed_on(answer: Answer) -> CommunicationError:
     error = CommunicationError(said, (answer.rank,))
     error.add_note(f"gradwire passed this on from rank {answer.rank}, where it was raised as:\n{answer.traceback}")
     return error
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {listed(ranks)}"

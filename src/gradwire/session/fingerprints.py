@@ -27,22 +27,24 @@ class Difference(NamedTuple):
     Attributes:
         rank: the first one on which it is not the same as on the first of all ranks.
         everywhere: whether all ranks have a tensor of that name.
+        forms: shape and dtype as text, with the ranks that have a tensor of that form.
     """
 
     rank: int
     everywhere: bool
+    forms: dict[str, list[int]]
 
 
 class Fingerprints:
     """Those of some tensors.
 
     Attributes:
-        each: of every tensor, by name.
+        each: of every tensor, by name: its shape and dtype, and the fingerprint of its bits.
         whole: one of all of them, with their names and their order.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self.each = {name: digest(tensor) for name, tensor in tensors.items()}
+        self.each = {name: [_form(tensor), digest(tensor)] for name, tensor in tensors.items()}
         self.whole = _digest(repr(self.each).encode())
 
     def differences(self, ranks: Together) -> dict[str, Difference]:
@@ -56,8 +58,16 @@ class Fingerprints:
         for name in dict.fromkeys(name for its in listed for name in its):
             differing = (n for n, its in zip(ranks.ranks, listed, strict=True) if its.get(name) != listed[0].get(name))
             if (rank := next(differing, None)) is not None:
-                found[name] = Difference(rank, all(name in its for its in listed))
+                forms: dict[str, list[int]] = {}
+                for one, its in zip(ranks.ranks, listed, strict=True):
+                    if name in its:
+                        forms.setdefault(its[name][0], []).append(one)
+                found[name] = Difference(rank, all(name in its for its in listed), forms)
         return found
+
+
+def _form(tensor: Tensor) -> str:
+    return f"{tuple(tensor.shape)} of {str(tensor.dtype).removeprefix('torch.')}"
 
 
 def _digest(content: bytes) -> str:

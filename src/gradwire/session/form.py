@@ -8,6 +8,7 @@ from gradwire.core.grain import ParameterSpec
 from gradwire.drivers.engine import Engine
 from gradwire.drivers.interpreter import Transport
 from gradwire.drivers.plan import Plan, plan
+from gradwire.drivers.window import DDP_CAPS, Caps
 from gradwire.reducers.base import Reducer, require_alike
 from gradwire.spec import as_method
 
@@ -17,11 +18,13 @@ class Form:
 
     Attributes:
         times_link: whether a report estimates the step without the method, for which the link is timed.
+        caps: of the buckets that DDP would send without the method.
         fed_by: who delivers tensors, where it is not the caller of `step` and `reduce_`.
         says: what must be the same on all ranks beside the method.
     """
 
     times_link = True
+    caps = DDP_CAPS
     fed_by = ""
     says = ""
 
@@ -42,8 +45,15 @@ class Form:
         return Engine(planned, transport, seed)
 
 
-class _Alike(Form):
-    """The same for what replicas of a model are trained by."""
+class Alike(Form):
+    """The same for what replicas of a model are trained by.
+
+    Args:
+        caps: of DDP's buckets.
+    """
+
+    def __init__(self, caps: Caps) -> None:
+        self.caps = caps
 
     def method(self, given: Reducer | str) -> Reducer:
         """Return the reducer that is meant.
@@ -54,4 +64,4 @@ class _Alike(Form):
         return require_alike(super().method(given))
 
 
-WHOLE, ALIKE = Form(), _Alike()
+WHOLE = Form()

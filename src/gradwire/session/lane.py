@@ -5,10 +5,11 @@ A `Lane` is one order for all collectives of a process group.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Generator, Hashable
 from typing import Any, TypeVar
 
 import torch
@@ -176,6 +177,15 @@ class Lane:
             self.failures.tell(error)
             self.poison = error
 
+    @contextlib.contextmanager
+    def telling(self) -> Generator[None]:
+        """Tell the other ranks what is raised inside: they wait for this rank, or will."""
+        try:
+            yield
+        except BaseException as error:
+            self.give_up(error)
+            raise
+
     def require_sound(self) -> None:
         """Refuse another step once communication has failed.
 
@@ -238,7 +248,7 @@ class Lane:
                     )
         except BaseException as interrupt:
             self.poison = interrupt
-            self.failures.leave_word(interrupt)
+            self.failures.tell(interrupt)
             raise
         if not ended.is_set():
             self.poison = self.failures.error

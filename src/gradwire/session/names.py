@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from gradwire.codecs.base import SUPPORTED_DTYPES
-from gradwire.core.errors import AttachError
+from gradwire.core.errors import AttachError, StepError
 from gradwire.core.grain import ParameterSpec
 
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
@@ -103,25 +103,76 @@ def require_whole(tensors: nn.Module | Mapping[str, Tensor], what: str) -> None:
         )
 
 
-class Names:
-    """The trained parameters of a model by canonical name: looked at in every step, named anew only after a change."""
+class TrainedParameters:
+    """The trained parameters of a model, in every step: those that communication was planned for, and no others.
 
-    def __init__(self) -> None:
+    Args:
+        what: what planned it, for errors.
+        planned: by canonical name the parameters themselves, or None where any tensor of that name will do.
+    """
+
+    def __init__(self, what: str, planned: Mapping[str, Tensor | None]) -> None:
+        self._what, self._planned = what, planned
         self._found: tuple[int, ...] = ()
         self._named: dict[str, Tensor] = {}
+
+    @classmethod
+    def of_now(cls, what: str, model: nn.Module) -> TrainedParameters:
+        """Those that a model trains now."""
+        return cls(what, dict(named(model)))
 
     def of(self, model: nn.Module) -> dict[str, Tensor]:
         """Name every parameter that requires a gradient, tied ones once.
 
         Raises:
+            StepError: one that was not planned, such as that of a layer that was unfrozen or replaced since.
             AttachError: two that would share a name.
         """
         # Naming takes three times as long as this look. What is named is kept, so no other tensor has its `id`.
         found = tuple(map(id, _trained(model)))
         if found != self._found:
-            self._named = named(model)
-            self._found = found
+            now = named(model)
+            for name, parameter in now.items():
+                self._require_planned(name, parameter)
+            self._named, self._found = now, found
         return self._named
+
+    def all_of(self, model: nn.Module) -> dict[str, Tensor]:
+        """The same of a model that trains all of them.
+
+        Raises:
+            StepError: as `of`, or one that was frozen since.
+        """
+        now = self.of(model)
+        if frozen := next((name for name in self._planned if name not in now), None):
+            raise StepError(
+                f"{frozen!r} requires no gradient any more and did when {self._what} planned what ranks exchange: let "
+                "it require one and give it a learning rate of 0, or make another session"
+            )
+        return now
+
+    def has(self, parameter: Tensor) -> bool:
+        """Whether a parameter was planned for, be it frozen by now."""
+        return any(parameter is planned for planned in self._planned.values())
+
+    def _require_planned(self, name: str, parameter: Tensor) -> None:
+        if name not in self._planned:
+            raise unplanned(name, self._what)
+        planned = self._planned[name]
+        if planned is not None and planned is not parameter:
+            raise StepError(
+                f"{name!r} is another tensor than when {self._what} planned what ranks exchange: close that and call "
+                f"{self._what} again after the replacement, with a new DistributedDataParallel where there is one"
+            )
+
+
+def unplanned(name: str, what: str) -> StepError:
+    """What is raised where a layer was unfrozen in mid-run."""
+    return StepError(
+        f"{name!r} requires a gradient now and did not when {what} planned what ranks exchange: close that and call "
+        f"{what} again after the unfreezing, with a new DistributedDataParallel where there is one, or let the layer "
+        "require gradients from the beginning, with a learning rate of 0 until it is to be trained"
+    )
 
 
 def _trained(model: nn.Module) -> Iterator[Tensor]:

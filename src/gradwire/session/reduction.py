@@ -11,6 +11,7 @@ from gradwire.core.errors import StepError
 from gradwire.drivers.engine import Engine
 from gradwire.drivers.plan import within
 from gradwire.drivers.window import Window
+from gradwire.session.step_times import StepBoard
 
 
 class _Target(NamedTuple):
@@ -24,11 +25,12 @@ class Reduction:
     """Feeds an engine with named tensors, step after step: `begin`, `put` each, `finish`, `end`.
 
     A mean is written over its tensor as soon as it is known, while others are still on their way. What is called in the
-    wrong order raises `StepError`; after `end` nothing of the step is held any more.
+    wrong order raises `StepError`; after `end` nothing of the step is held any more. Where there is a board the other
+    ranks are told how long steps take.
     """
 
-    def __init__(self, engine: Engine, window: Window) -> None:
-        self.engine, self.window = engine, window
+    def __init__(self, engine: Engine, window: Window, board: StepBoard | None = None) -> None:
+        self.engine, self.window, self._board = engine, window, board
         self._slices = engine.plan.slices
         self._targets: dict[int, list[_Target]] = {}
         self._is_open = False
@@ -80,6 +82,8 @@ class Reduction:
         ended_s = time.perf_counter()
         self.engine.stats.exposed_s += ended_s - self.window.last_ready_s
         self.window.end(ended_s, self.engine.stats)
+        if self._board is not None:
+            self._board.tell(self.window, self.engine.index)
 
     def _require(self, is_open: bool, otherwise: str) -> None:
         if self._is_open != is_open:

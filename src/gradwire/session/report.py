@@ -16,10 +16,12 @@ from torch import Tensor
 
 from gradwire.core.collective import ring_bytes
 from gradwire.core.figures import milliseconds, si_bits_per_s, si_bytes, significant
-from gradwire.core.link import Link
 from gradwire.core.state import walk
 from gradwire.drivers.engine import Engine
-from gradwire.drivers.window import START_UP, Sample, Window, exposed_s
+from gradwire.drivers.probing import ReductionTimes
+from gradwire.drivers.window import START_UP, Window
+from gradwire.session.estimate import Times, summarise
+from gradwire.session.step_times import ToldSteps
 
 FEWEST_STEPS = 5
 """Steps that a verdict is given for at least."""
@@ -37,42 +39,27 @@ _SHORT = {torch.float32: "fp32", torch.float64: "fp64", torch.float16: "fp16", t
 
 
 @dataclass(frozen=True)
-class Times:
-    """Milliseconds of one step on this rank, medians over the window.
-
-    Attributes:
-        step_ms: from the end of one step to the end of the next: computing, data and all.
-        exposed_ms: from the last gradient to the end of the step: communication that the backward pass did not hide.
-        encode_ms: CPU time of encoding and decoding, hidden or not.
-        wait_ms: waiting for collectives, hidden or not: for the link, and for slower ranks.
-        dense_step_ms: the step as it would be without compression, estimated.
-        half_step_ms: the step as it would be with half of the bytes, estimated; what that casting costs is left out.
-    """
-
-    step_ms: float
-    exposed_ms: float
-    encode_ms: float
-    wait_ms: float
-    dense_step_ms: float
-    half_step_ms: float
-
-
-@dataclass(frozen=True)
 class Report:
     """What a method costs and saves on this rank, over the last steps and without start-up.
 
     `str(report)` is for people, `report.as_dict()` for programs, `report.verdict` is the conclusion in one sentence.
 
-    The uncompressed step is an estimate. `attach` measures how long an all-reduce of b bytes takes on the idle link,
-    alpha + b * beta, with all ranks beginning together. Each bucket of DDP is then assumed to be reduced after the one
-    before it, and not before its gradients are there. What then ends after the last gradient takes the place of what is
-    exposed now, and the rest of the step is assumed to stay as it is:
+    The uncompressed step is an estimate. `attach` times all-reduces of b bytes on the idle link, t(b), up to all
+    gradients where a few seconds allow for it, in the buckets that DDP makes, and after a pause too. Each bucket of the
+    step is then assumed to be reduced after the one before it, and not before its gradients are there. What then ends
+    after the last gradient takes the place of what communication takes now, and the rest of the step is assumed to stay
+    as it is:
 
-        end_i = max(end_{i-1}, ready_i) + alpha + bytes_i * beta
-        dense step = step - least exposed + (end_last - ready_last)
+        end_i = t(bytes of buckets 1 to i)               while buckets follow each other without a break
+        dense step = median(step - communication) + (end_last - ready_last)
 
-    The estimate knows of no waiting for slower ranks, so what it replaces must be free of it too: the least exposed
-    time is the first decile of the window, while `step` is the median.
+    Waiting for slower ranks is no communication. What it took in a step is the least exposed time over ranks, which
+    tell each other of their steps through the store that they met at; the buckets are those of the slowest rank.
+
+    How far t(b) may be from the truth follows from how much its repetitions differ, and from how far it had to be drawn
+    out beyond the sizes that were timed. Coding may have made computing longer, where both want the same cores. Where
+    the uncompressed step may be a tenth longer or shorter, or where other ranks have told nothing, the verdict says
+    that it cannot tell.
 
     Attributes:
         method: spec or reducer.
@@ -85,7 +72,8 @@ class Report:
         dense_bytes: a step, that a ring all-reduce of the uncompressed gradients sends.
         dense_name: the type of uncompressed gradients, such as "fp32".
         times: of a step; None before there are steps, with one rank, and on a GPU, where nothing waits for the device.
-        link_bits_per_s: rate of the link as an uncompressed all-reduce finds it; None with one rank.
+        link_bits_per_s: what each rank sends in a second while all gradients are all-reduced uncompressed, latency and
+            lost frames included; None with one rank.
         link_latency_ms: of the smallest all-reduce.
         residual_norm: of all that this rank owes; None for a method that owes nothing.
         gradient_norm: of this rank's gradient, in one of the last steps; None before it was taken.
@@ -153,6 +141,8 @@ class Report:
         """The same as plain numbers and strings, `times` among the rest; what is not known is None."""
         plain = asdict(self)
         times = plain.pop("times") or dict.fromkeys(Times.__dataclass_fields__)
+        if times["dense_high_ms"] == math.inf:
+            times["dense_high_ms"] = None
         derived = {
             "saved_bytes": self.saved_bytes,
             "saved_ms": self.saved_ms,
@@ -169,26 +159,40 @@ _NO_TIMES = "what time that saves is not estimated on a GPU or with FSDP2"
 
 
 def observed(
-    engine: Engine, window: Window, link: Link | None, method: str, averages: bool, residual_norm: float
+    engine: Engine,
+    window: Window,
+    link: ReductionTimes | None,
+    others: Sequence[ToldSteps] | None,
+    method: str,
+    averages: bool,
+    residual_norm: float,
 ) -> Report:
-    """Return the report of an engine that a window has watched; `link` is as `all_reduce_link` found it."""
+    """Return the report of an engine that a window has watched.
+
+    Args:
+        engine, window: of this rank.
+        link: as `reduction_times` found it.
+        others: what the other ranks have told of their steps; None if that is not known.
+        method, averages: of the session.
+        residual_norm: without the loss scale.
+    """
     samples, world_size = list(window.samples), engine.transport.world_size
     grains, leaves = [u.grain for u in engine.plan.units], [leaf for _, s in engine.states() for _, leaf in walk(s)]
     on_cpu = all(grain.device.type == "cpu" for grain in grains)
-    wire_share = ring_bytes(1000, world_size) / 1000
+    first = engine.index - len(samples)
     return Report(
         method=method,
         rank=engine.transport.rank,
         ranks=world_size,
-        first_step=engine.index - len(samples),
+        first_step=first,
         steps=len(samples),
         bad_steps=engine.stats.bad_steps,
         sent_bytes=_mean([sample.sent_bytes for sample in samples]),
         dense_bytes=_mean([sample.dense_bytes for sample in samples]),
         dense_name=_dtype_name({grain.dtype for grain in grains}),
-        times=summarise(samples, link) if link and samples and on_cpu else None,
-        link_bits_per_s=8 * wire_share / link.beta_s_per_byte if link else None,
-        link_latency_ms=1000 * link.alpha_s if link else None,
+        times=summarise(samples, first, link, others) if link and samples and on_cpu else None,
+        link_bits_per_s=8 * ring_bytes(link.nbytes, world_size) / link.seconds if link else None,
+        link_latency_ms=1000 * link.least_s if link else None,
         residual_norm=residual_norm if any(leaf.owed for leaf in leaves) else None,
         gradient_norm=None if window.found_bad() else window.gradient_norm(),
         state_bytes=_held_bytes(leaf.tensor for leaf in leaves),
@@ -213,31 +217,6 @@ def _held_bytes(tensors: Iterable[Tensor]) -> int:
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-def summarise(samples: Sequence[Sample], link: Link) -> Times:
-    """Medians of a window's times, and the uncompressed step over `link`; one sample at least.
-
-    >>> from gradwire.drivers.window import Ready
-    >>> sample = Sample(0.5, 0.2, 0.05, 0.1, 10, 80, (Ready(0.0, 100_000),))
-    >>> times = summarise([sample], Link(0.001, 1e-5))
-    >>> round(times.dense_step_ms)  # 300 that are not exposed, and an all-reduce of 1001
-    1301
-    """
-    step_ms, least_s = _median_ms([s.step_s for s in samples]), sorted(s.exposed_s for s in samples)[len(samples) // 10]
-    hidden_ms = step_ms - 1000 * least_s
-    return Times(
-        step_ms=step_ms,
-        exposed_ms=_median_ms([s.exposed_s for s in samples]),
-        encode_ms=_median_ms([s.encode_s for s in samples]),
-        wait_ms=_median_ms([s.wait_s for s in samples]),
-        dense_step_ms=hidden_ms + _median_ms([exposed_s(s.buckets, link) for s in samples]),
-        half_step_ms=hidden_ms + _median_ms([exposed_s(s.buckets, link, 0.5) for s in samples]),
-    )
-
-
-def _median_ms(seconds: Sequence[float]) -> float:
-    return 1000 * statistics.median(seconds)
-
-
 def _judged(report: Report, times: Times) -> str:
     """The verdict where all times are known: against the uncompressed step, then against half of its bytes."""
     dense, saved_ms = report.dense_name, times.dense_step_ms - times.step_ms
@@ -247,7 +226,9 @@ def _judged(report: Report, times: Times) -> str:
     better = f"use fp16, which saves about {_rounded(by_half_ms)} ms a step" if by_half_ms > margin_ms else "use none"
     if _about(report.sent_bytes, report.dense_bytes):
         said = f"saves nothing: it sends what {dense} sends"
-        return f"{said}; {better}" if by_half_ms > margin_ms else said
+        return f"{said}; {better}" if by_half_ms > margin_ms and times.tells else said
+    if not times.tells:
+        return _unsure(dense, times, margin_ms)
     if saved_ms <= margin_ms:
         how = f"its step is as long as that of {dense}"
         if saved_ms < -margin_ms:
@@ -257,6 +238,21 @@ def _judged(report: Report, times: Times) -> str:
     if by_half_ms >= saved_ms - margin_ms:
         return f"{said}, but fp16 saves as much and loses less: use fp16"
     return f"{said}: {_factor(times.dense_step_ms, times.step_ms)} as many steps as {dense} in the same time"
+
+
+def _unsure(dense: str, times: Times, margin_ms: float) -> str:
+    """The verdict where the uncompressed step is not known well enough."""
+    said = "cannot tell what it saves"
+    if times.dense_low_ms > times.step_ms + margin_ms:
+        said = "pays on this link, but cannot tell how much it saves"
+    elif times.dense_high_ms < times.step_ms - margin_ms:
+        said = "does not pay on this link, but cannot tell what it costs"
+    return f"{said}: the {dense} step is estimated at {_between(times)}; measure it with gradwire compare"
+
+
+def _between(times: Times) -> str:
+    low, high = milliseconds(times.dense_low_ms), milliseconds(times.dense_high_ms)
+    return f"{low} to {high} ms" if math.isfinite(times.dense_high_ms) else f"{low} ms or more"
 
 
 def _about(value: float, other: float) -> bool:
@@ -306,12 +302,13 @@ def _time_rows(report: Report) -> list[Row]:
     if times is None:
         return []
     link = f"{si_bits_per_s(report.link_bits_per_s or 0.0)}, {milliseconds(report.link_latency_ms)} ms a call"
+    estimated = "estimated" if times.tells else f"estimated, {_between(times)}"
     rows = [
         ("step", times.step_ms, ""),
         ("  exposed", times.exposed_ms, "from the last gradient to the end of the step"),
         ("  encoding", times.encode_ms, "CPU time, partly beside the backward pass"),
         ("  waiting", times.wait_ms, "for the link and slower ranks, partly beside the backward pass"),
-        (f"{report.dense_name} step", times.dense_step_ms, f"estimated for this link: {link}"),
+        (f"{report.dense_name} step", times.dense_step_ms, f"{estimated}: gradients at {link}"),
     ]
     if report.dense_name == "fp32":
         rows.append(("fp16 step", times.half_step_ms, "estimated likewise"))

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from gradwire.core import saved
 from gradwire.core.errors import NonFiniteWarning, StepError
 from gradwire.core.grain import ParameterSpec
+from gradwire.core.save_folder import Run
 from gradwire.drivers.window import Window
 from gradwire.reducers.base import Reducer
 from gradwire.session.ending import Ending
@@ -21,17 +22,17 @@ from gradwire.session.figures import Figures
 from gradwire.session.form import WHOLE, Form
 from gradwire.session.lane import Lane, group_of
 from gradwire.session.making import Maker
-from gradwire.session.names import Names, named, require_all_served, require_whole
+from gradwire.session.meeting import group_store
+from gradwire.session.names import TrainedParameters, named, require_all_served, require_whole
 from gradwire.session.reduction import Reduction
 from gradwire.session.report import NON_FINITE
 from gradwire.session.step import SessionStep
+from gradwire.session.step_times import StepBoard
 
 if TYPE_CHECKING:
     from gradwire.session.watching import Watch
 
 DEADLINE_S = 300.0
-BUCKET_BYTES = 25 << 20
-"""What DDP sends as one by default."""
 
 Tensors = nn.Module | Mapping[str, Tensor]
 """A model, whose trained parameters count, or tensors by name."""
@@ -64,6 +65,8 @@ class Session(Figures):
         on_drift: what happens where they differ, "warn", "stop" or "repair", see `gradwire.check_drift`.
 
     Attributes:
+        begun_with: the method before any `change`, and what else the form says.
+        saved_as: the run that its saves are of; None before `gradwire.save` and `gradwire.load`.
         expects_non_finite: set it where a loss scaler is at work that scales nothing of what is combined here: then no
             `NonFiniteWarning` is given.
 
@@ -81,6 +84,8 @@ class Session(Figures):
             optimizer.step()
         session.close()
     """
+
+    saved_as: Run | None
 
     @torch.inference_mode(False)  # else no step outside of it could write to what is made here
     def __init__(
@@ -101,11 +106,14 @@ class Session(Figures):
         on_drift: str = "warn",
     ) -> None:
         self.method, self.reducer = _text(method), form.method(method)
+        self.begun_with = ", ".join(filter(None, (repr(self.reducer), form.says)))
+        self.saved_as = None
         self.seed, self._fed_by = seed, form.fed_by
         self._scaler, self.scale = scaler, 1.0
         require_whole(tensors, what)
         specs = [ParameterSpec(name, tuple(t.shape), t.dtype, t.device) for name, t in named(tensors).items()]
-        self._specs, self._trained = {spec.name: spec for spec in specs}, Names()
+        self._specs = {spec.name: spec for spec in specs}
+        self._trained = TrainedParameters(what, dict.fromkeys(self._specs))
         self._device = specs[0].device if specs else torch.device("cpu")
         require_all_served(specs, checksum)
         self._watch = None if check_every is None else _watch(tensors, check_every, on_drift)
@@ -116,6 +124,7 @@ class Session(Figures):
         self.reducer.require_ranks(group.size())
         self.lane = lane or Lane(group, self._device, deadline_s, what)
         self.transport = transport = self.lane.transport()
+        self._link_times, self._board = None, None
         self._ending = Ending(self, self.lane, transport, shares_lane=lane is not None)
         try:
             self._maker = Maker(
@@ -128,12 +137,13 @@ class Session(Figures):
                 form=form,
                 watch="" if self._watch is None else self._watch.says,
             )
-            self.engine, self.window = self._maker.first(self.reducer, seed), Window(BUCKET_BYTES)
-            self._link = self.measure_link() if lane is None and form.times_link else None
+            self.engine, self.window = self._maker.first(self.reducer, seed), Window(form.caps)
+            if lane is None and form.times_link and self.measure_link() and self._device.type == "cpu":
+                self._board = StepBoard(group_store(), self.lane.group.group_name, group.rank(), group.size())
         except BaseException:
             self.close(at_once=True)
             raise
-        self.reduction = Reduction(self.engine, self.window)
+        self.reduction = Reduction(self.engine, self.window, self._board)
 
     def __repr__(self) -> str:
         return f"Session({self.reducer!r}, grains={len(self.engine.plan.units)}, step={self.engine.index})"
@@ -176,8 +186,8 @@ class Session(Figures):
                 raise StepError("a step of this session is under way: change the method between two steps")
             self.lane.require_sound()
             self.reducer, self.engine = self._maker.next(method, self.reducer, self.engine)
-            self.method, self.window = _text(method), Window(self.window.bucket_bytes)
-            self.reduction = Reduction(self.engine, self.window)
+            self.method, self.window = _text(method), Window(self.window.caps)
+            self.reduction = Reduction(self.engine, self.window, self._board)
         finally:
             self.vacate()
 
@@ -191,11 +201,14 @@ class Session(Figures):
 
         Raises:
             StepError: a tensor is missing, unknown, or of another shape, dtype or device than planned; a step is under
-                way already, in another thread too; or the session is closed. Nothing is communicated then.
+                way already, in another thread too; or the session is closed. Nothing is communicated then and no step
+                has begun: the other ranks wait until this one calls it with the right tensors.
             CommunicationError: a rank failed or fell silent, by its number.
         """
-        given = _gradients(self._trained.of(tensors)) if isinstance(tensors, nn.Module) else dict(tensors)
-        with self.step() as step:
+        given = _gradients(self._trained.all_of(tensors)) if isinstance(tensors, nn.Module) else dict(tensors)
+        step = self.step()
+        step.require_fit(given)
+        with step:
             step.deliver_all(given)
 
     def step(self) -> SessionStep:

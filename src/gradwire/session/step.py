@@ -18,7 +18,13 @@ if TYPE_CHECKING:
 
 
 class SessionStep:
-    """A step on its way. Its `with` block ends when every tensor that was delivered holds its mean."""
+    """A step on its way. Its `with` block ends when every tensor that was delivered holds its mean.
+
+    An exception that leaves the block ends communication on all ranks, wherever in the block it arose: the others wait
+    for this step, or will, and must not take a later one of this rank for it. They raise a `CommunicationError` with
+    the rank and its exception, and this rank's next step raises one too. What the step would have kept (residuals) is
+    forgotten.
+    """
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -50,7 +56,8 @@ class SessionStep:
             StepError: an unknown name, a tensor that was delivered already, or one of another shape, dtype or device
                 than planned; or the step is not under way. The tensors delivered before stay delivered.
         """
-        self._check(name, tensor)
+        self._require_under_way()
+        self._require_fit(name, tensor)
         self._hand_over(name, tensor)
 
     def deliver_all(self, tensors: Mapping[str, Tensor]) -> None:
@@ -59,11 +66,20 @@ class SessionStep:
         Raises:
             StepError: as `deliver`, or a tensor that is missing. None is delivered then.
         """
-        for name, tensor in tensors.items():
-            self._check(name, tensor)
-        self._require_all(tensors)
+        self._require_under_way()
+        self.require_fit(tensors)
         for name in reversed(list(self._session.names)):
             self._hand_over(name, tensors[name])
+
+    def require_fit(self, tensors: Mapping[str, Tensor]) -> None:
+        """Refuse tensors that `deliver_all` would refuse; may be asked before the step begins.
+
+        Raises:
+            StepError: as `deliver_all`.
+        """
+        for name, tensor in tensors.items():
+            self._require_fit(name, tensor)
+        self._require_all(tensors)
 
     def _hand_over(self, name: str, tensor: Tensor) -> None:
         self._delivered[name] = tensor
@@ -93,9 +109,11 @@ class SessionStep:
             with torch.inference_mode() if tensor.is_inference() else contextlib.nullcontext():
                 tensor.detach().copy_(flat.view(tensor.shape))
 
-    def _check(self, name: str, tensor: Tensor) -> None:
+    def _require_under_way(self) -> None:
         if not self._entered:
             raise StepError('a step is not under way: deliver inside of "with session.step() as step:"')
+
+    def _require_fit(self, name: str, tensor: Tensor) -> None:
         spec = self._session.planned(name)
         if name in self._delivered:
             raise StepError(f"{name!r} was delivered already in this step")
@@ -132,11 +150,11 @@ class SessionStep:
         session = self._session
         self._entered, self._ended = False, True
         try:
-            if error is None:
+            if error is not None:
+                session.lane.fail(error, session.where())
+            else:
                 self._wait()
                 session.warn_of_non_finite()
-            elif self._delivered:  # others may wait for what this rank does not deliver any more
-                session.lane.fail(error, session.where())
         except StepError as left_out:
             session.lane.fail(left_out, session.where())
             raise

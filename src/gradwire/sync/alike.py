@@ -24,9 +24,9 @@ def require_same_start(settings: str, tensors: Mapping[str, Tensor], ranks: Toge
         return
     if not (differing := fingerprints.differences(ranks)):
         raise AttachError("ranks have their tensors in different orders: begin with the same model on all ranks")
-    name, (rank, _) = next(iter(differing.items()))
+    name, difference = next(iter(differing.items()))
     raise AttachError(
-        f"{name!r} differs between rank {ranks.ranks[0]} and rank {rank}: begin with the same model on all "
+        f"{name!r} differs between rank {ranks.ranks[0]} and rank {difference.rank}: begin with the same model on all "
         "ranks (by a seed where processors are alike, or by a broadcast), and load checkpoints after"
     )
 

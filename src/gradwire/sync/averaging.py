@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import ClassVar
 
@@ -14,7 +15,7 @@ from gradwire.core.errors import AttachError, StateError, StepError
 from gradwire.drivers.engine import Stats
 from gradwire.reducers.base import Reducer
 from gradwire.session import DEADLINE_S, Session
-from gradwire.session.names import named
+from gradwire.session.names import TrainedParameters, named
 from gradwire.session.together import Together
 from gradwire.sync.alike import require_same_start
 from gradwire.sync.all_ranks import AllRanks
@@ -22,12 +23,23 @@ from gradwire.sync.averaging_options import Merge, require_optimizer, require_wi
 from gradwire.sync.averaging_saved import AveragingState
 from gradwire.sync.buffers import Buffers, Policy, persistent_buffers, require_policy
 from gradwire.sync.copies import shards_of
-from gradwire.sync.fragment import MOMENT, Fragment, split, travelling
+from gradwire.sync.fragment import Fragment, require_finite_means, split, travelling
 from gradwire.sync.lent import lent
-from gradwire.sync.moments import Moments, first_moments, forget_, require_moments
+from gradwire.sync.moments import (
+    FIRST,
+    SECOND,
+    Moments,
+    first_moments,
+    forget_,
+    has_second_moments,
+    require_moments,
+    take_,
+    travelling_moments,
+)
 from gradwire.sync.outer import Mean, Outer
 from gradwire.sync.schedules import Schedule, as_schedule
 from gradwire.sync.shards import like, local, reshard_
+from gradwire.sync.wrapper import require_of_model
 
 
 class Averaging(AveragingState):
@@ -59,7 +71,7 @@ class Averaging(AveragingState):
             changed since the average began, so that no step is lost (Sun et al. 2024, CO2).
         buffers: "average", "rank0" or "own", see `gradwire.sync.buffers.Policy`.
         optimizer: that trains the model on this rank. Needed for `SlowMo`, and where moments are averaged or reset.
-        moments: "own", "average" or "reset": what becomes of the optimizer's first moments at a window's end, see
+        moments: "own", "average" or "reset": what becomes of the optimizer's moments at a window's end, see
             `gradwire.sync.moments.Moments`.
         group: whose ranks; None for the default group. Of a sharded model `mesh["replicate"].get_group()`.
         seed: of all random choices, the same on every rank.
@@ -69,11 +81,14 @@ class Averaging(AveragingState):
     Attributes:
         steps: those of the run so far.
         since: those of the window so far.
+        fragments: the parts in which the model is averaged.
+        seconds: of each the second moments of its parameters, where these travel; else empty.
 
     Raises:
         CompositionError: a window of no steps, more fragments than layers, and other settings that fit nothing.
-        AttachError: models or settings that differ between ranks, by name; no process group; a sharded model with a
-            group of ranks that hold different shards, or that is sharded over a mesh of two dimensions.
+        AttachError: models or settings that differ between ranks, by name; no process group; an optimizer of another
+            model; a sharded model with a group of ranks that hold different shards, or that is sharded over a mesh of
+            two dimensions.
         SpecError: a method that cannot be built.
         CommunicationError: a rank that did not come within `deadline_s`, by its number.
 
@@ -112,7 +127,6 @@ class Averaging(AveragingState):
         self.merge: Merge = (0.5 if delay else 0.0) if merge is None else merge
         self.model, self.optimizer = model, optimizer
         self.moments: Moments = moments
-        averages_moments = moments == "average"
         require_policy(buffers)
         require_moments(moments)
         require_windows(self.schedule, warmup, fragments, delay, self.merge)
@@ -120,26 +134,37 @@ class Averaging(AveragingState):
         self.settings = f"outer={self.outer}, fragments={fragments}, buffers={buffers!r}, moments={moments!r}"
         self.steps = self.since = self._synced = 0
         self.fragments: list[Fragment] = []
+        self.seconds: list[Fragment] = []
         reshard_(model)
+        if optimizer is not None:
+            require_of_model(optimizer, model)
         parameters = named(model)
-        self._names = [*parameters, *(MOMENT + name for name in parameters)]
+        self._names = [kind + name for kind in ("", FIRST, SECOND) for name in parameters]
+        self._trained = TrainedParameters(what, parameters)
         self.shards = shards_of(model, group, deadline_s, what)
         self.settings += self.shards.says
 
+        def fragment(part: Mapping[str, Tensor], moments: Mapping[str, Tensor]) -> Fragment:
+            session = Session(
+                travelling({**part, **moments}),
+                method,
+                group=group,
+                seed=seed,
+                deadline_s=deadline_s,
+                lane=self.fragments[0].session.lane if self.fragments else None,
+                what=what,
+                form=self.shards.form,
+            )
+            return Fragment(part, self.outer, session, moments)
+
         def make() -> None:
+            averages = optimizer if moments == "average" else None
             for names in split(list(parameters), fragments):
                 part = self.shards.held({name: parameters[name] for name in names})
-                session = Session(
-                    travelling(part, averages_moments),
-                    method,
-                    group=group,
-                    seed=seed,
-                    deadline_s=deadline_s,
-                    lane=self.fragments[0].session.lane if self.fragments else None,
-                    what=what,
-                    form=self.shards.form,
-                )
-                self.fragments.append(Fragment(part, self.outer, session, averages_moments))
+                firsts = {FIRST + name: parameter for name, parameter in part.items()} if averages else {}
+                self.fragments.append(fragment(part, firsts))
+                if averages and has_second_moments(averages):
+                    self.seconds.append(fragment({}, {SECOND + name: p for name, p in part.items()}))
             compared = {name: local(parameter) for name, parameter in parameters.items()}
             compared |= persistent_buffers(model) if buffers != "own" else {}
             require_same_start(self._whole_text(), compared, Together(what, self.session.lane, AttachError))
@@ -170,7 +195,7 @@ class Averaging(AveragingState):
 
     def stats(self) -> Stats:
         """Return bytes and times so far, over all fragments, buffers and what ranks agreed on."""
-        summed = Stats.summed(fragment.session.stats() for fragment in self.fragments)
+        summed = Stats.summed(part.session.stats() for part in (*self.fragments, *self.seconds))
         return dataclasses.replace(summed, wire_bytes=summed.wire_bytes + self._ranks.sent_bytes)
 
     def _where(self) -> str:
@@ -187,11 +212,13 @@ class Averaging(AveragingState):
             Whether a window has ended.
 
         Raises:
-            StepError: a parameter is not finite on some rank, on all of them; or this was closed.
+            StepError: a parameter is not finite on some rank, on all of them; a parameter of this rank requires
+                gradients that did not when this was made, and nothing is counted or sent then; or this was closed.
             CommunicationError: a rank failed or fell silent, by its number.
         """
+        self._require_planned()
         self.steps, self.since = self.steps + 1, self.since + 1
-        with self.shards.passing_on(self._lane):
+        with self.telling():
             self._end_those_due()
             ended = self._is_over()
             for fragment in self.fragments if ended and self._is_warm_up else self._beginning(ended):
@@ -200,6 +227,14 @@ class Averaging(AveragingState):
                 self.since = 0
                 self.buffers.average_()
         return ended
+
+    def telling(self) -> AbstractContextManager[None]:
+        """In a `with` block: tell the other ranks what is raised inside, see `Whole.telling`."""
+        return self.shards.telling(self._lane)
+
+    def _require_planned(self) -> None:
+        reshard_(self.model)  # else parameters that FSDP2 has gathered stand in the place of its own
+        self._trained.of(self.model)
 
     @property
     def _is_warm_up(self) -> bool:
@@ -228,11 +263,18 @@ class Averaging(AveragingState):
     def _begin(self, fragment: Fragment) -> None:
         self._end(fragment)  # where it is still under way: two averages of one tensor would mix
         delay = 0 if self._is_warm_up else self.delay
-        keeps = self.merge == "progress" and delay > 0
-        moments = self._travelling_moments(fragment)
-        fragment.begin(self.steps + delay, moments, self._rates(), keeps_progress=keeps)
+        self._send(fragment, self.steps + delay, keeps_progress=self.merge == "progress" and delay > 0)
         if not delay:
             self._end(fragment)
+
+    def _send(self, fragment: Fragment, due: int, *, keeps_progress: bool = False) -> None:
+        moments, rates = self._travelling_moments(fragment), self._rates()
+        for part in self._parts(fragment):
+            part.begin(due, moments, rates, keeps_progress=keeps_progress)
+
+    def _parts(self, fragment: Fragment) -> list[Fragment]:
+        """A fragment, and the second moments of its parameters where these travel."""
+        return [fragment, *self.seconds[(at := self.fragments.index(fragment)) : at + 1]]
 
     def _end_those_due(self) -> None:
         for fragment in self.fragments:
@@ -242,17 +284,23 @@ class Averaging(AveragingState):
     def _end(self, fragment: Fragment, own: float | None = None) -> None:
         if not fragment.is_under_way:
             return
-        is_warm_up = fragment.due <= self.warmup
-        fragment.end(is_warm_up, lambda name: self.shards.first(name, self._names, self._where()))
-        moments = self._travelling_moments(fragment)
-        if fragment.sent:
-            fragment.merge_progress(moments)
-        else:
-            share = 0.0 if self.merge == "progress" else self.merge
-            fragment.merge(moments, share if own is None else own)
+        is_warm_up, parts = fragment.due <= self.warmup, self._parts(fragment)
+        require_finite_means(parts, lambda name: self.shards.first(name, self._names, self._where()))
+        came = {name for part in parts for name in part.deltas}
+        moments = {name: its for name, its in self._travelling_moments(fragment).items() if name in came}
+        for part in parts:
+            keeps_progress = bool(part.sent)
+            part.end(is_warm_up)
+            if keeps_progress:
+                part.merge_progress(moments)
+            else:
+                share = 0.0 if self.merge == "progress" else self.merge
+                part.merge(moments, share if own is None else own)
+        if moments and self.optimizer is not None:
+            take_(self.optimizer, fragment.parameters, moments)
         reshard_(self.model)
-        if self.moments == "reset" and not is_warm_up:
-            forget_(self._moments(fragment).values())
+        if self.moments == "reset" and not is_warm_up and self.optimizer is not None:
+            forget_(first_moments(self.optimizer, fragment.parameters).values())
 
     def _rates(self) -> dict[str, float]:
         if self.optimizer is None or not self.outer.needs_rates:
@@ -260,11 +308,10 @@ class Averaging(AveragingState):
         return self._ranks.rates(self.optimizer, self.fragments, self._where())
 
     def _travelling_moments(self, fragment: Fragment) -> dict[str, Tensor]:
-        return self._moments(fragment) if fragment.with_moments else {}
-
-    def _moments(self, fragment: Fragment) -> dict[str, Tensor]:
-        assert self.optimizer is not None
-        return first_moments(self.optimizer, fragment.parameters)
+        """Those of this rank, by the names under which they travel."""
+        if self.moments != "average" or self.optimizer is None:
+            return {}
+        return travelling_moments(self.optimizer, fragment.parameters, bool(self.seconds))
 
     def sync(self) -> None:
         """Average now, whatever is left of the window: afterwards all ranks have the same model.
@@ -275,12 +322,13 @@ class Averaging(AveragingState):
         Raises:
             StepError, CommunicationError: as `step`.
         """
-        with self.shards.passing_on(self._lane):
+        self._require_planned()
+        with self.telling():
             for fragment in self.fragments:
                 self._end(fragment)
             if self._ranks.largest([self._apart()], self._where())[0]:
                 for fragment in self.fragments:
-                    fragment.begin(self.steps, self._travelling_moments(fragment), self._rates())
+                    self._send(fragment, self.steps)
                     self._end(fragment, own=0.0)
                 self.buffers.average_()
         self.since, self._synced = 0, self.steps
@@ -336,8 +384,8 @@ class Averaging(AveragingState):
 
     def close(self) -> None:
         """Stop communicating; a second call does nothing. What is under way is forgotten: call `sync` before."""
-        for fragment in reversed(self.fragments):  # the first one's session has made the lane
-            fragment.session.close()
+        for part in (*self.seconds, *reversed(self.fragments)):  # the first one's session has made the lane
+            part.session.close()
         self.shards.close()
 
     def __enter__(self) -> Averaging:

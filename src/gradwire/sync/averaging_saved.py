@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from gradwire.core.saved import Loaded
 from gradwire.session import Session
-from gradwire.sync.averaging_state import VERSION, check_state, resharded
+from gradwire.sync.averaging_state import SECONDS, VERSION, check_state, resharded
 from gradwire.sync.buffers import Buffers
 from gradwire.sync.copies import Whole
 from gradwire.sync.fragment import Fragment
@@ -19,6 +19,7 @@ class Checked(NamedTuple):
 
     saved: Mapping[str, Any]
     loaded: list[Loaded]
+    seconds: list[Loaded]
 
 
 class AveragingState(ABC):
@@ -28,6 +29,7 @@ class AveragingState(ABC):
     steps: int
     since: int
     fragments: list[Fragment]
+    seconds: list[Fragment]
     buffers: Buffers
     shards: Whole
     _synced: int
@@ -53,6 +55,7 @@ class AveragingState(ABC):
             "since": self.since,
             "synced": self._synced,
             "fragments": [fragment.state_dict() for fragment in self.fragments],
+            **({SECONDS: [second.state_dict() for second in self.seconds]} if self.seconds else {}),
             "buffers": self.buffers.state_dict(),
         }
 
@@ -79,13 +82,17 @@ class AveragingState(ABC):
         """
         check_state(state, self._head())
         loaded = [own.unpacked(its) for own, its in zip(self.fragments, state["fragments"], strict=True)]
+        # Saves of version 0.2 and before have none: the first average then begins from zeros.
+        seconds = [own.unpacked(its) for own, its in zip(self.seconds, state.get(SECONDS, ()), strict=False)]
         self.buffers.check(state["buffers"])
-        return Checked(state, loaded)
+        return Checked(state, loaded, seconds)
 
     def take_up(self, checked: Checked) -> None:
         """Go on from what `checked` returned."""
-        saved, loaded = checked
+        saved, loaded, seconds = checked
         for own, its, session in zip(self.fragments, saved["fragments"], loaded, strict=True):
+            own.take_up(its, session)
+        for own, its, session in zip(self.seconds, saved.get(SECONDS, ()), seconds, strict=False):
             own.take_up(its, session)
         self.buffers.take_up(saved["buffers"])
         self.steps, self.since, self._synced = (int(saved[key]) for key in ("steps", "since", "synced"))

@@ -10,6 +10,8 @@ from gradwire.core.renamed import same
 from gradwire.core.reshard import reshard
 
 VERSION = 1
+SECONDS = "seconds"
+"""The key of second moments that travel, a fragment each; a state without any does not have it."""
 
 _BODY: Mapping[str, type] = {"steps": int, "since": int, "synced": int, "fragments": list, "buffers": Mapping}
 _FRAGMENT: Mapping[str, type] = {
@@ -42,7 +44,10 @@ def check_state(state: Mapping[str, Any], here: Mapping[str, Any]) -> None:
         StateError: with what is missing or differs.
     """
     check_head(state, here, _BODY)
-    for number, fragment in enumerate(state["fragments"]):
+    seconds = state.get(SECONDS, state["fragments"])
+    if not isinstance(seconds, list) or len(cast("list[Any]", seconds)) != len(state["fragments"]):
+        raise StateError(f"the saved state's {SECONDS!r} is damaged: pass what state_dict() returned")
+    for number, fragment in enumerate([*state["fragments"], *cast("list[Any]", state.get(SECONDS, []))]):
         for key, kind in _FRAGMENT.items():
             if not isinstance(fragment, Mapping) or not isinstance(cast(Any, fragment).get(key), kind):
                 raise StateError(f"{key!r} of fragment {number} of the saved state is damaged or missing")
@@ -85,9 +90,11 @@ def resharded(states: Sequence[Mapping[str, Any]], here: Mapping[str, Any], is_a
                 f"{here['world_size']} cannot take up: call sync() before gradwire.save, or load with as many ranks"
             )
     first = states[0]
-    sessions = zip(*([fragment["session"] for fragment in state["fragments"]] for state in states), strict=True)
-    fragments = [
-        {**fragment, "session": reshard(list(owed), here["world_size"])[here["rank"]]}
-        for fragment, owed in zip(first["fragments"], sessions, strict=True)
-    ]
-    return {**first, **here, "since": 0, "synced": first["steps"], "fragments": fragments}
+    parts: dict[str, Any] = {}
+    for key in ("fragments", *((SECONDS,) if SECONDS in first else ())):
+        sessions = zip(*([part["session"] for part in state[key]] for state in states), strict=True)
+        parts[key] = [
+            {**part, "session": reshard(list(owed), here["world_size"])[here["rank"]]}
+            for part, owed in zip(first[key], sessions, strict=True)
+        ]
+    return {**first, **here, "since": 0, "synced": first["steps"], **parts}

@@ -81,9 +81,25 @@ class Whole:
         """What a rank sends for that."""
         return 0
 
-    def passing_on(self, lane: Lane) -> contextlib.AbstractContextManager[None]:
-        """In a `with` block an error that ends communication on one lane of this rank ends it on the other one too."""
-        return contextlib.nullcontext()
+    @property
+    def lanes(self) -> tuple[Lane, ...]:
+        """Those over which the ranks of the copy communicate."""
+        return ()
+
+    @contextlib.contextmanager
+    def telling(self, lane: Lane) -> Generator[None]:
+        """Tell the other ranks what is raised inside, on all lanes of this rank: they wait for it, or will.
+
+        A `StepError` is raised on all ranks anyway, and ends nothing.
+        """
+        try:
+            yield
+        except StepError:
+            raise
+        except BaseException as error:
+            for each in (lane, *self.lanes):
+                each.give_up(error)
+            raise
 
     def together(self, call: str, lane: Lane, failure: type[GradwireError]) -> Together:
         """The ranks of all copies."""
@@ -194,20 +210,10 @@ class Sharded(Whole):
         """What a rank sends for that."""
         return request.wire_bytes(self.total)
 
-    @contextlib.contextmanager
-    def passing_on(self, lane: Lane) -> Generator[None]:
-        """In a `with` block an error that ends communication on one lane of this rank ends it on the other one too.
-
-        A `StepError` is raised on all ranks anyway, and ends nothing.
-        """
-        try:
-            yield
-        except StepError:
-            raise
-        except BaseException as error:
-            for each in (lane, self._lane):
-                each.give_up(error)
-            raise
+    @property
+    def lanes(self) -> tuple[Lane, ...]:
+        """Those over which the ranks of the copy communicate."""
+        return (self._lane,)
 
     def together(self, call: str, lane: Lane, failure: type[GradwireError]) -> Together:
         """The ranks of all copies, copy by copy."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,9 +16,6 @@ from gradwire.sync.buffers import require_alike
 from gradwire.sync.global_copy import GlobalCopy, not_finite, require_finite, wide
 from gradwire.sync.outer import Outer, Rates
 from gradwire.sync.shards import local
-
-MOMENT = "first moment of "
-"""What stands before a parameter's name in the name of its first moment."""
 
 
 def layers_of(names: Sequence[str]) -> list[list[str]]:
@@ -61,8 +59,8 @@ class Fragment(GlobalCopy):
     Args:
         parameters: those of the model, alive.
         outer: what the global copy becomes.
-        session: over `travelling(parameters)`.
-        with_moments: whether first moments travel too.
+        session: over `travelling(parameters | moments)`.
+        moments: what of an optimizer travels too, by name, each with the parameter that it is like.
 
     Attributes:
         copies: the global copy of each tensor, the same bits on all ranks.
@@ -73,11 +71,12 @@ class Fragment(GlobalCopy):
         due: after which step it is taken up.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], outer: Outer, session: Session, with_moments: bool) -> None:
+    def __init__(
+        self, parameters: Mapping[str, Tensor], outer: Outer, session: Session, moments: Mapping[str, Tensor]
+    ) -> None:
         super().__init__(parameters, outer)
-        self.session, self.with_moments = session, with_moments
-        if with_moments:
-            self.copies.update({MOMENT + name: torch.zeros_like(copy) for name, copy in self.copies.items()})
+        self.session = session
+        self.copies.update({name: torch.zeros_like(wide(like)) for name, like in moments.items()})
         self.rates: dict[str, float] = {}
         self.rates_before: dict[str, float] = {}
         self.deltas: dict[str, Tensor] = {}
@@ -100,22 +99,24 @@ class Fragment(GlobalCopy):
 
         Args:
             due: after which step of the run it is taken up.
-            moments: the first moments of this rank, by parameter; what is missing counts as zeros.
+            moments: of this rank, by the names under which they travel, those of other fragments too; what is missing
+                counts as zeros.
             rates: inner learning rates by parameter, alike on all ranks.
             keeps_progress: whether `merge_progress` will take it up, and not `merge`.
         """
         deltas = self.changes()
-        if self.with_moments:
-            for name in self.parameters:
-                copy = self.copies[MOMENT + name]
+        for name, copy in self.copies.items():
+            if name not in self.parameters:
                 mine = wide(moments[name]).to(copy.dtype) if name in moments else torch.zeros_like(copy)
-                deltas[MOMENT + name] = mine.sub_(copy)
+                deltas[name] = mine.sub_(copy)
         if keeps_progress:
             self.sent = {name: wide(tensor) for name, tensor in self._here(moments).items()}
         step = self.session.step()
-        step.__enter__()
-        step.deliver_all(deltas)
-        step.go_on()
+        with contextlib.ExitStack() as told:
+            told.enter_context(step)
+            step.deliver_all(deltas)
+            step.go_on()
+            told.pop_all()  # it ends in `wait`
         self._step, self.deltas, self.due, self.rates = step, deltas, due, dict(rates)
 
     def wait(self) -> None:
@@ -124,24 +125,20 @@ class Fragment(GlobalCopy):
             step, self._step = self._step, None
             step.__exit__(None, None, None)
 
+    def drop(self, is_owed: bool) -> None:
+        """Forget an average that is under way; what was sent for it is owed still, if so."""
+        self.deltas = {}
+        if is_owed:
+            self.session.lane.call(self.session.engine.forget, self.session.where())
+
     @torch.no_grad()
-    def end(self, plainly: bool, of_copy: Callable[[str | None], str | None] = lambda name: name) -> None:
-        """Take the mean up into the global copy.
+    def end(self, plainly: bool) -> None:
+        """Take the mean up into the global copy, after `require_finite_means`.
 
         Args:
             plainly: whether the mean itself is taken, without the outer step.
-            of_copy: given the first mean of this rank that is not finite, returns the first one of its whole copy.
-
-        Raises:
-            StepError: on every rank, where the mean is not finite. The global copy is left as it was.
         """
-        self.wait()
         deltas, self.deltas = self.deltas, {}
-        mine = not_finite(deltas)
-        found = of_copy(mine)
-        if found is not None and mine is None:  # nobody takes this mean, so what was sent of it is owed still
-            self.session.lane.call(self.session.engine.forget, self.session.where())
-        require_finite(found)
         if not plainly:
             self.move_(deltas, self._rates_of)
         for name, delta in deltas.items():
@@ -158,7 +155,7 @@ class Fragment(GlobalCopy):
         """Write the global copy over what this rank has, of which a share `own` stays.
 
         Args:
-            moments: first moments by parameter, of any fragment.
+            moments: as `begin` takes them; those that are not among them are left alone.
             own: 0 where nothing stays.
         """
         for name, tensor in self._here(moments).items():
@@ -167,7 +164,11 @@ class Fragment(GlobalCopy):
 
     @torch.no_grad()
     def merge_progress(self, moments: Mapping[str, Tensor]) -> None:
-        """Write the global copy over what this rank has, and add what this rank has changed since the average began."""
+        """Write the global copy over what this rank has, and add what this rank has changed since the average began.
+
+        Args:
+            moments: as `merge` takes them.
+        """
         for name, tensor in self._here(moments).items():
             mine = wide(tensor)
             if name in self.sent:  # a first moment that there was none of has changed from zeros
@@ -176,8 +177,8 @@ class Fragment(GlobalCopy):
         self.sent = {}
 
     def _here(self, moments: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What this rank has of all that travels: parameters, and first moments of any fragment that are among them."""
-        mine = {MOMENT + name: moment for name, moment in moments.items() if name in self.parameters}
+        """What this rank has of all that travels: parameters, and moments of any fragment that are among them."""
+        mine = {name: moment for name, moment in moments.items() if name in self.copies}
         return {name: local(tensor) for name, tensor in (dict(self.parameters) | mine).items()}
 
     def moved(self) -> tuple[float, float]:
@@ -185,7 +186,7 @@ class Fragment(GlobalCopy):
         moved = whole = 0.0
         for name, parameter in self.parameters.items():
             start = self.start(name).double()
-            moved += float((local(parameter).double() - start).square().sum())
+            moved += float((local(parameter.detach()).double() - start).square().sum())
             whole += float(start.square().sum())
         return moved, whole
 
@@ -235,11 +236,30 @@ class Fragment(GlobalCopy):
         self.due = int(saved["due"])
 
 
-def travelling(parameters: Mapping[str, Tensor], with_moments: bool) -> dict[str, Tensor]:
+def require_finite_means(parts: Sequence[Fragment], of_copy: Callable[[str | None], str | None]) -> None:
+    """Wait for means that are under way, and refuse all of them where one is not finite.
+
+    Args:
+        parts: whose means are taken up together.
+        of_copy: given the first mean of this rank that is not finite, returns the first one of its whole copy.
+
+    Raises:
+        StepError: on every rank, where a mean is not finite. Global copies are left as they were.
+    """
+    for part in parts:
+        part.wait()
+    mine = not_finite({name: delta for part in parts for name, delta in part.deltas.items()})
+    found = of_copy(mine)
+    if found is not None:
+        for part in parts:
+            part.drop(is_owed=mine is None)  # nobody takes this mean
+    require_finite(found)
+
+
+def travelling(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Tensors like those that are sent, for a session."""
-    held = {name: local(parameter) for name, parameter in parameters.items()}
-    sent = {name: torch.empty_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for name, p in held.items()}
-    return sent | ({MOMENT + name: tensor for name, tensor in sent.items()} if with_moments else {})
+    held = {name: local(tensor) for name, tensor in tensors.items()}
+    return {name: torch.empty_like(t, dtype=torch.promote_types(t.dtype, torch.float32)) for name, t in held.items()}
 
 
 def _cloned(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

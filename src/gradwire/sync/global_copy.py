@@ -74,9 +74,9 @@ class GlobalCopy:
             self.copies[name].copy_(local(parameter))
 
 
-def not_finite(means: Mapping[str, Tensor]) -> str | None:
-    """The name of the first mean that is not finite, if there is one: alike on all ranks that have the same means."""
-    return next((name for name, mean in means.items() if not torch.isfinite(mean).all()), None)
+def not_finite(tensors: Mapping[str, Tensor]) -> str | None:
+    """The name of the first tensor that is not finite, if there is one: alike on all ranks that have the same ones."""
+    return next((name for name, tensor in tensors.items() if not torch.isfinite(tensor).all()), None)
 
 
 def require_finite(name: str | None) -> None:

@@ -114,15 +114,25 @@ class Hierarchical:
             StepError, CommunicationError: as `Averaging.step`.
         """
         ended = False
-        for number, level in enumerate(self.levels):
-            ended = level.step()
-            self._begin_anew_below(number if ended else 0)
+        with self._telling():
+            for number, level in enumerate(self.levels):
+                ended = level.step()
+                self._begin_anew_below(number if ended else 0)
         return ended
 
     def sync(self) -> None:
         """Average over all ranks now: afterwards they have the same model. See `Averaging.sync`."""
-        self.levels[-1].sync()
-        self._begin_anew_below(len(self.levels) - 1)
+        with self._telling():
+            self.levels[-1].sync()
+            self._begin_anew_below(len(self.levels) - 1)
+
+    @contextlib.contextmanager
+    def _telling(self) -> Generator[None]:
+        """Tell the ranks of all levels what is raised inside: those of larger groups wait for this rank, too."""
+        with contextlib.ExitStack() as all_levels:
+            for level in self.levels:
+                all_levels.enter_context(level.telling())
+            yield
 
     def _begin_anew_below(self, number: int) -> None:
         for level in self.levels[:number]:

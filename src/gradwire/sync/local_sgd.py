@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Self, Unpack, cast
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from gradwire.core.errors import AttachError, StateError, StepError
+from gradwire.core.errors import StateError, StepError
 from gradwire.drivers.engine import Stats
 from gradwire.reducers.base import Reducer
 from gradwire.session import Session
@@ -25,13 +25,13 @@ from gradwire.sync.averaging_options import Options
 from gradwire.sync.scaling import require_groups
 from gradwire.sync.schedules import Schedule
 from gradwire.sync.shards import held_state, reshard_, sharded_state
-from gradwire.sync.wrapper import Wrapper
+from gradwire.sync.wrapper import ModelWrapper
 
 _KEY = "sync"
 """Where the state of averaging lies in the optimizer's state."""
 
 
-class AveragingOptimizer(Wrapper):
+class AveragingOptimizer(ModelWrapper):
     """Steps an inner optimizer, and has an averager do its part after each step.
 
     A real optimizer: parameter groups and state are those of the inner one, so schedulers, hooks and closures work as
@@ -55,10 +55,9 @@ class AveragingOptimizer(Wrapper):
     """
 
     def __init__(self, inner: Optimizer, averaging: Averager) -> None:
-        _require_of_model(inner.param_groups, averaging.model)
         self._averager = averaging
-        self._trained = {id(parameter) for parameter in averaging.model.parameters() if parameter.requires_grad}
-        super().__init__(inner)
+        reshard_(averaging.model)
+        super().__init__(inner, averaging.model)
         self._steps_inner = False
         self._exposed_s = 0.0
         self._guard = inner.register_step_pre_hook(self._require_own_step)
@@ -87,7 +86,9 @@ class AveragingOptimizer(Wrapper):
         """Step the inner optimizer, and average where a window ends; return what it returns.
 
         Raises:
-            StepError, CommunicationError: as `Averaging.step`.
+            StepError: a parameter requires gradients that did not when this was made, and as `Averaging.step`. For a
+                parameter that was unfrozen nothing is changed.
+            CommunicationError: as `Averaging.step`.
         """
         return super().step(closure)
 
@@ -105,17 +106,10 @@ class AveragingOptimizer(Wrapper):
         self.averaging.step()
         self._exposed_s += time.perf_counter() - begun
 
-    def require_fit(self, parameters: Iterable[Tensor]) -> None:
-        """Refuse what is not averaged.
-
-        Raises:
-            AttachError: a parameter that was not trained when this was made.
-        """
-        if any(id(parameter) not in self._trained for parameter in parameters):
-            raise AttachError(
-                f"a parameter of the new group was not trained when {type(self).__name__} was made, so ranks would not "
-                "average it: make it require gradients before"
-            )
+    @override
+    def require_planned(self) -> None:
+        reshard_(self.averaging.model)
+        super().require_planned()
 
     def sync(self) -> None:
         """Average now: afterwards all ranks have the same model. See `Averaging.sync`."""
@@ -265,8 +259,6 @@ class LocalSGD(AveragingOptimizer):
         method: Reducer | str = "none",
         **options: Unpack[Options],
     ) -> None:
-        reshard_(model)
-        _require_of_model(inner.param_groups, model)  # before anything that would have to be closed is made
         averaging = Averaging(model, every, method, optimizer=inner, what="gradwire.sync.LocalSGD", **options)
         super().__init__(inner, averaging)
 
@@ -274,14 +266,3 @@ class LocalSGD(AveragingOptimizer):
     def averaging(self) -> Averaging:
         """The averages of all ranks' models."""
         return cast(Averaging, self._averager)
-
-
-def _require_of_model(groups: list[dict[str, Any]], model: nn.Module) -> None:
-    known = {id(parameter) for parameter in model.parameters()}
-    for number, group in enumerate(groups):
-        for position, parameter in enumerate(cast("list[Tensor]", group["params"])):
-            if id(parameter) not in known:
-                raise AttachError(
-                    f"parameter {position} of group {number} of the inner optimizer, of shape "
-                    f"{tuple(parameter.shape)}, is none of the model's: ranks would not average it"
-                )

@@ -28,6 +28,7 @@ from gradwire.sync.moments import Moments
 from gradwire.sync.optimizers import DeMo, Dion, OneBitAdam, SharedOptimizer, ZeroOneAdam
 from gradwire.sync.outer import BMUF, DiLoCo, Mean, Outer, SlowMo
 from gradwire.sync.schedules import Constant, DriftTriggered, Increasing, Schedule
+from gradwire.sync.wrapper import require_of_model
 
 F = TypeVar("F")
 R = TypeVar("R")
@@ -213,8 +214,11 @@ class Replacing(SyncMethod):
         """Make it with the groups of the inner one."""
         taken = [name for name in _TAKEN_OVER if name in inspect.signature(self._kind).parameters and name not in given]
         make = cast(Callable[..., SharedOptimizer], self._kind)
+        require_of_model(inner, model)
         groups = list(_groups(inner, model, taken))
-        return make(groups, **{name: groups[0][name] for name in taken if name in groups[0]}, **given, **where)
+        made = make(groups, **{name: groups[0][name] for name in taken if name in groups[0]}, **given, **where)
+        made.follow(model)
+        return made
 
 
 _TAKEN_OVER = ("lr", "weight_decay", "betas", "eps")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch.distributed as dist
 from torch import Tensor
@@ -47,8 +47,9 @@ class PeriodicModelAverager(ModelAverager):
 
     Arguments are PyTorch's, and so are the steps it averages in: `warmup_steps`, `warmup_steps + period` and so on,
     counted from 0. What differs: all given parameters that require gradients are averaged, also those without a
-    gradient on this rank (PyTorch leaves them out, so that ranks with different unused layers mix up tensors), each
-    in its own memory and dtype; and a rank that does not come is named.
+    gradient on this rank (PyTorch leaves them out, so that ranks with different unused layers mix up tensors) and
+    those that were frozen since the last average, each in its own memory and dtype; and a rank that does not come is
+    named.
 
     Args:
         period: steps from one average to the next.
@@ -79,6 +80,7 @@ class PeriodicModelAverager(ModelAverager):
             )
         self.period, self.warmup_steps = period, warmup_steps
         self._session: Session | None = None
+        self._apart: set[int] = set()  # what was trained at any time since the last average, be it frozen by now
 
     def average_parameters(self, params: Params) -> None:
         """Count a step, and average in place where it is due.
@@ -87,10 +89,13 @@ class PeriodicModelAverager(ModelAverager):
             AttachError: parameters that differ between ranks.
             CommunicationError: a rank failed or did not come, by its number.
         """
-        due = self.step >= self.warmup_steps and (self.step - self.warmup_steps) % self.period == 0
-        if due:
-            named = {str(number): tensor for number, tensor in enumerate(_trained(params))}
+        given = _all(params)
+        self._apart |= {key for key, parameter in given.items() if parameter.requires_grad}
+        if self.step >= self.warmup_steps and (self.step - self.warmup_steps) % self.period == 0:
+            changed = [parameter.detach() for key, parameter in given.items() if key in self._apart]
+            named = {str(number): tensor for number, tensor in enumerate(changed)}
             self._session_for(named).reduce_(named)
+            self._apart = set()
         self.step += 1
 
     def _session_for(self, tensors: Mapping[str, Tensor]) -> Session:
@@ -108,13 +113,13 @@ class PeriodicModelAverager(ModelAverager):
         return self._session
 
 
-def _trained(params: Params) -> list[Tensor]:
+def _all(params: Params) -> dict[int, Tensor]:
+    """What is given, each tensor once, by its `id`."""
     found: dict[int, Tensor] = {}
     for given in params:
         for parameter in cast("list[Tensor]", given["params"]) if isinstance(given, dict) else [given]:
-            if parameter.requires_grad:
-                found[id(parameter)] = parameter.detach()
-    return list(found.values())
+            found[id(parameter)] = parameter
+    return found
 
 
 class PostLocalSGDOptimizer(Wrapper):
@@ -145,6 +150,9 @@ class PostLocalSGDOptimizer(Wrapper):
     def after_step(self) -> None:
         """Average, where it is due."""
         self.averager.average_parameters(params=self.param_groups)
+
+    kept_by: ClassVar[str] = "its state_dict() is all there is to keep, so save that of each rank beside its model"
+    """What `gradwire.save` and `gradwire.load` say of it."""
 
     def state_dict(self) -> dict[str, Any]:
         """The local optimizer's state, and under "step" how many steps the averager has counted."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gradwire.core.errors import AttachError
+from gradwire.session.names import TrainedParameters
 from gradwire.sync.scaling import ScaledOptimizer
 
 
@@ -62,3 +64,65 @@ class Wrapper(ScaledOptimizer):
         self.require_fit(each[1] if isinstance(each, tuple) else each for each in given)
         self.inner.add_param_group({**param_group, "params": given})
         self._share()
+
+
+class ModelWrapper(Wrapper):
+    """A wrapper around an optimizer of a model whose trained parameters ranks exchange as planned when this is made.
+
+    Args:
+        inner: the optimizer that this rank trains with.
+        model: whose parameters it trains, all of them or some.
+
+    Raises:
+        AttachError: a parameter of the optimizer that the model has not.
+    """
+
+    def __init__(self, inner: Optimizer, model: nn.Module) -> None:
+        require_of_model(inner, model)
+        self._model, self._trained = model, TrainedParameters.of_now(type(self).__name__, model)
+        super().__init__(inner)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step the inner optimizer, do what comes after it, and return what it returned.
+
+        Raises:
+            StepError: a parameter requires gradients that did not when this was made. Nothing is changed then.
+        """
+        self.require_planned()
+        return super().step(closure)
+
+    def require_planned(self) -> None:
+        """Refuse a model that trains what ranks do not exchange.
+
+        Raises:
+            StepError: with the parameter's name.
+        """
+        self._trained.of(self._model)
+
+    def require_fit(self, parameters: Iterable[Tensor]) -> None:
+        """Refuse what ranks do not exchange.
+
+        Raises:
+            AttachError: a parameter that was not trained when this was made.
+        """
+        if not all(map(self._trained.has, parameters)):
+            raise AttachError(
+                f"a parameter of the new group was not trained when {type(self).__name__} was made, so ranks would not "
+                "exchange it: make it require gradients before"
+            )
+
+
+def require_of_model(optimizer: Optimizer, model: nn.Module) -> None:
+    """Refuse an optimizer of another model.
+
+    Raises:
+        AttachError: a parameter of the optimizer that the model has not.
+    """
+    known = {id(parameter) for parameter in model.parameters()}
+    for number, group in enumerate(optimizer.param_groups):
+        for position, parameter in enumerate(cast("list[Tensor]", group["params"])):
+            if id(parameter) not in known:
+                raise AttachError(
+                    f"parameter {position} of group {number} of the inner optimizer, of shape "
+                    f"{tuple(parameter.shape)}, is none of the model's: ranks would not exchange it"
+                )

@@ -13,7 +13,7 @@ from torch import nn
 from gradwire.adapters.fsdp2.form import ReplicaForm, ShardedForm, tensors_of
 from gradwire.adapters.fsdp2.gather import GatherPort, parameter_codec
 from gradwire.adapters.fsdp2.groups import Group, groups_of
-from gradwire.adapters.fsdp2.port import ReplicaPort, ScatterPort
+from gradwire.adapters.fsdp2.port import AlonePort, ReplicaPort, ScatterPort
 from gradwire.adapters.handle import Handle
 from gradwire.codecs import Codec
 from gradwire.core.errors import AttachError, StateError
@@ -60,7 +60,8 @@ def attach_fsdp2(
     if replicate is None:
         form = ShardedForm(groups, range(shards.size()), says)
         session = Session(tensors_of(groups), reducer, group=shards, what=WHAT, form=form, **options)
-        ports: list[Port] = [ScatterPort(session, model, groups)]
+        scatter = ScatterPort if shards.size() > 1 else AlonePort
+        ports: list[Port] = [scatter(session, model, groups)]
     else:
         row = shards.rank()
         form = ReplicaForm(groups, range(row, row + 1), f"{says}, shard {row} of {shards.size()}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gradwire import kernels
 from gradwire.adapters.fsdp2.comm import ParameterGather
 from gradwire.adapters.fsdp2.groups import Group, ShardedParameter
 from gradwire.codecs import Codec
@@ -81,6 +82,10 @@ class _Chunk:
         """The chunk in a row that is sent."""
         return row[self.at : self.at + self.sent]
 
+    def values(self, row: Tensor) -> Tensor:
+        """The chunk in a row of FSDP2's, as the codec takes it."""
+        return _as(self.given(row), self.dtype).float()
+
 
 class GatherPort:
     """Takes the place of a model's all-gathers.
@@ -88,6 +93,9 @@ class GatherPort:
     Every rank decodes what all have sent, its own chunks too, so all compute with the same bits. Vectors, whole numbers
     and small chunks travel as they are. Random rounding is drawn from a key of the step, so that a parameter that is
     gathered again in the backward pass is the same one.
+
+    A row ends with a byte for each chunk that is coded: 1 where this rank's does not come out finite, as of a mask that
+    holds minus infinity. All ranks read the bytes of all, so they agree which parameters to gather again, as they are.
 
     Args:
         session: whose step it is, and whose statistics count.
@@ -150,10 +158,16 @@ class GatherPort:
             dist.all_gather_single(output, given, group=group)
             self._count(given.nbytes, given.nbytes)
             return
-        row = self._encoded(given.view(torch.uint8), chunks)
+        plain, into = given.view(torch.uint8), output.view(torch.uint8).view(ranks, -1)
+        row = self._encoded(plain, chunks)
         rows = self._exchanged(row)
-        self._decode(rows, output.view(torch.uint8).view(ranks, -1), chunks)
-        self._count(row.nbytes, given.nbytes)
+        spoiled = _spoiled(rows, chunks)
+        # Before anything is written, since `given` may lie in `output`.
+        exact = self._exchanged(_joined(plain, spoiled)) if spoiled else None
+        self._decode(rows, into, [chunk for chunk in chunks if chunk not in spoiled])
+        if exact is not None:
+            _split(exact, into, spoiled)
+        self._count(row.nbytes + (0 if exact is None else exact[0].nbytes), given.nbytes)
 
     def _exchanged(self, row: Tensor) -> Tensor:
         """Return the rows of all ranks."""
@@ -175,18 +189,21 @@ class GatherPort:
     @torch.inference_mode(False)
     def _encoded(self, given: Tensor, chunks: tuple[_Chunk, ...]) -> Tensor:
         """The row that is sent."""
-        began, last = time.thread_time(), chunks[-1]
-        row = torch.zeros(_up(last.at + last.sent), dtype=torch.uint8, device=given.device)
+        began, marks = time.thread_time(), iter(_marks(chunks))
+        row = torch.zeros(_row_nbytes(chunks), dtype=torch.uint8, device=given.device)
         for chunk in chunks:
             if chunk.layout is None:
                 chunk.wire(row).copy_(chunk.given(given))
                 continue
-            values = _as(chunk.given(given), chunk.dtype).float()
-            self._codec.encode_into(values, self._key(chunk.name), chunk.layout.views(chunk.wire(row)))
+            values, payload, key = chunk.values(given), chunk.layout.views(chunk.wire(row)), self._key(chunk.name)
+            self._codec.encode_into(values, key, payload)
+            # What goes in may be finite and beyond what the codec can say.
+            comes_out = self._decoded(chunk, row, key)
+            row[next(marks)] = (kernels.all_finite(values) & kernels.all_finite(comes_out)).logical_not()
         self._engine.stats.encode_s += time.thread_time() - began
         return row
 
-    def _decode(self, rows: Tensor, output: Tensor, chunks: tuple[_Chunk, ...]) -> None:
+    def _decode(self, rows: Tensor, output: Tensor, chunks: Sequence[_Chunk]) -> None:
         """Write all ranks' rows."""
         began = time.thread_time()
         for rank, (row, into) in enumerate(zip(rows, output, strict=True)):
@@ -194,11 +211,15 @@ class GatherPort:
                 if chunk.layout is None:
                     chunk.given(into).copy_(chunk.wire(row))
                     continue
-                values = torch.empty(chunk.nbytes // chunk.dtype.itemsize, device=rows.device)
-                payload = chunk.layout.views(chunk.wire(row))
-                self._codec.decode_into(payload, values, self._key(chunk.name, rank))
-                chunk.given(into).copy_(values.to(chunk.dtype).view(torch.uint8))
+                chunk.given(into).copy_(self._decoded(chunk, row, self._key(chunk.name, rank)).view(torch.uint8))
         self._engine.stats.encode_s += time.thread_time() - began
+
+    def _decoded(self, chunk: _Chunk, row: Tensor, key: Key) -> Tensor:
+        """A coded chunk of a row that is sent, in the dtype that FSDP2 gathers it in."""
+        assert chunk.layout is not None
+        values = torch.empty(chunk.nbytes // chunk.dtype.itemsize, device=row.device)
+        self._codec.decode_into(chunk.layout.views(chunk.wire(row)), values, key)
+        return values.to(chunk.dtype)
 
     def _key(self, name: str, rank: int | None = None) -> Key:
         session = self._session
@@ -220,6 +241,38 @@ def _chunks(group: Group, codec: Codec) -> Iterator[_Chunk]:
         sent = layout.nbytes if layout else nbytes
         yield _Chunk(parameter.name, parameter.gathered, begin, nbytes, at, sent, layout)
         begin, at = begin + nbytes, _up(at + sent)
+
+
+def _marks(chunks: Sequence[_Chunk]) -> range:
+    """Where in a row the bytes are that tell which of the coded chunks do not come out finite."""
+    begin = _up(chunks[-1].at + chunks[-1].sent)
+    return range(begin, begin + sum(chunk.layout is not None for chunk in chunks))
+
+
+def _row_nbytes(chunks: Sequence[_Chunk]) -> int:
+    return _up(_marks(chunks).stop)
+
+
+def _spoiled(rows: Tensor, chunks: Sequence[_Chunk]) -> list[_Chunk]:
+    """The coded chunks that do not come out finite on some rank: alike on all ranks, which have the same rows."""
+    marks = _marks(chunks)
+    coded = (chunk for chunk in chunks if chunk.layout is not None)
+    told = rows[:, marks.start : marks.stop].amax(0).tolist()
+    return [chunk for chunk, mark in zip(coded, told, strict=True) if mark]
+
+
+def _joined(given: Tensor, chunks: Sequence[_Chunk]) -> Tensor:
+    """The chunks in a row of FSDP2's, one after the other."""
+    return torch.cat([chunk.given(given) for chunk in chunks])
+
+
+def _split(rows: Tensor, output: Tensor, chunks: Sequence[_Chunk]) -> None:
+    """Write what `_joined` has joined on each rank."""
+    for row, into in zip(rows, output, strict=True):
+        begin = 0
+        for chunk in chunks:
+            chunk.given(into).copy_(row[begin : begin + chunk.nbytes])
+            begin += chunk.nbytes
 
 
 def _is_coded(parameter: ShardedParameter) -> bool:

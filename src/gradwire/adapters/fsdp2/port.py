@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 import time
 from abc import ABC, abstractmethod
 from typing import Any
@@ -13,15 +14,17 @@ from torch.distributed import ReduceOp  # pyright: ignore[reportPrivateImportUsa
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from gradwire.adapters.communication import queue_callback
+from gradwire.adapters.communication import queue_callback, watch_pass
 from gradwire.adapters.fsdp2.comm import GradientScatter
 from gradwire.adapters.fsdp2.groups import Group, ShardedParameter, held_groups, root_state
 from gradwire.adapters.fsdp2.rows import Rows, by_unit
+from gradwire.adapters.uncompiled import uncompiled
 from gradwire.core.collective import ring_bytes
 from gradwire.core.errors import StepError
 from gradwire.drivers.parts import InParts
 from gradwire.session import Session
 from gradwire.session.agreement import is_alike
+from gradwire.session.names import unplanned
 
 
 class GradientPort(ABC):
@@ -38,7 +41,8 @@ class GradientPort(ABC):
         self._session, self._model, self._groups, self._rows = session, model, groups, rows
         self._watched = [Watched(group) for group in groups]
         self._is_open = False  # a step, from the first group of a backward pass to its end
-        self._hook: RemovableHandle | None = None
+        self._hooks: list[RemovableHandle] = []
+        self._is_left, self._is_ended = False, True  # of the pass that a forward pass of the root began last
         self._arrived: list[tuple[int, tuple[str, ...]]] = []
         self._checked = False
 
@@ -55,15 +59,18 @@ class GradientPort(ABC):
         for part, (group, watched) in enumerate(zip(self._groups, self._watched, strict=True)):
             self.take(part, group)
             watched.begin()
-        self._hook = self._model.register_forward_pre_hook(self._before_forward)
+        self._hooks = [
+            self._model.register_forward_pre_hook(uncompiled(self._before_forward)),
+            self._model.register_forward_hook(uncompiled(self._after_forward), always_call=True),
+        ]
 
     def remove(self) -> None:
         """Have FSDP2 reduce as it did before."""
         for group, watched in zip(self._groups, self._watched, strict=True):
             if watched.end():
                 self.give_back(group)
-        if self._hook is not None:
-            self._hook.remove()
+        while self._hooks:
+            self._hooks.pop().remove()
 
     @property
     def _engine(self) -> InParts:
@@ -87,9 +94,7 @@ class GradientPort(ABC):
         present = self._watched[part].present
         layout = Rows(given, output, [(p.name, p.chunk) for p in present], self._rows)
         if unknown := next((p for p in present if not p.trained), None):
-            raise self._failed(
-                StepError(f"{unknown.name!r} requires a gradient now, and did not at attach: close, and attach again")
-            )
+            raise self._failed(unplanned(unknown.name, "gradwire.attach"))
         layout.require_whole(self._failed)
         self._arrived.append((part, tuple(layout.begins)))
         columns = by_unit(engine.parts.columns[part])
@@ -129,13 +134,40 @@ class GradientPort(ABC):
             session.vacate()
             raise
         self._is_open, self._arrived = True, []
+        watch_pass(self._broken_off)
         queue_callback(self._end)
 
     def _before_forward(self, module: nn.Module, inputs: object) -> None:
-        """Forget a step whose backward pass broke off: its end has not come, and will not."""
-        if self._is_open and torch._C._current_graph_task_id() == -1:  # pyright: ignore[reportPrivateUsage]
+        """Enter another pass, as all ranks do: where an exception ended the last one, once all of them have left it.
+
+        Else FSDP2 would pair its collectives of this pass with theirs of that one.
+        """
+        if torch._C._current_graph_task_id() != -1 or not torch.is_grad_enabled():  # pyright: ignore[reportPrivateUsage]
+            return
+        board = self._session.lane.failures
+        if self._is_left:
+            board.wait_for_leaving()
+        elif not self._is_ended:  # as where gradients are accumulated, and where an exception came between passes
+            board.leave_pass(StepError("another forward pass began before a backward pass had reduced gradients"))
+        board.enter_pass()
+        self._is_left = self._is_ended = False
+
+    def _after_forward(self, module: nn.Module, inputs: object, output: object) -> None:
+        """Notice where the forward pass was ended by an exception."""
+        error = sys.exc_info()[1]
+        if error is not None and output is None and torch.is_grad_enabled():
+            self._leave_pass(error)
+
+    def _broken_off(self) -> None:
+        """Forget a step whose backward pass an exception ended."""
+        if self._is_open:
             self._engine.forget()
             self._leave()
+            self._leave_pass(StepError("an exception ended the backward pass, as the output of this rank shows"))
+
+    def _leave_pass(self, error: BaseException) -> None:
+        self._is_left = True
+        self._session.lane.failures.leave_pass(error)
 
     def _leave(self) -> None:
         self._is_open = False
@@ -154,6 +186,8 @@ class GradientPort(ABC):
                         "model.set_reduce_scatter_unused_params(True), which counts unused ones as zeros"
                     )
                 )
+            self._is_ended = True
+            session.lane.failures.end_pass()
             session.window.last_ready_s = time.perf_counter()
             session.window.end(time.perf_counter(), engine.stats)
         finally:
@@ -248,6 +282,18 @@ class ReplicaPort(GradientPort):
     @override
     def dense_wire_bytes(self, nbytes: int) -> int:
         return ring_bytes(nbytes, self._session.transport.world_size)
+
+
+class AlonePort(ReplicaPort):
+    """Reduces where one rank has the whole model: FSDP2 leaves its reduce-scatter out there, and what is owed stays."""
+
+    @override
+    def take(self, part: int, group: Group) -> None:
+        def reduce(shard: Tensor) -> None:
+            divisor = group.divisor or 1.0  # FSDP2 has divided by it already, and what is owed is of whole gradients
+            self.reduce(part, shard, shard.mul_(divisor), 1.0 / divisor)
+
+        group.module.set_all_reduce_hook(reduce)
 
 
 class Watched:

@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from gradwire.adapters.fsdp2.groups import is_fsdp2
+from gradwire.adapters.told import replaced
 from gradwire.adapters.uncompiled import uncompiled
 
 PLACES = (
@@ -52,7 +53,7 @@ class Roots:
 
     @contextlib.contextmanager
     def watching(self) -> Generator[None]:
-        """Note what is sharded inside, wherever `fully_shard` is imported from then on."""
+        """Note what is sharded inside, wherever `fully_shard` was imported from or is from then on."""
         held = [place for name in PLACES if (place := _found(name)) is not None]
         plain = vars(held[0])["fully_shard"]
 
@@ -62,13 +63,8 @@ class Roots:
             self._note([module] if isinstance(module, nn.Module) else module)
             return sharded
 
-        for place in held:
-            vars(place)["fully_shard"] = noting
-        try:
+        with replaced(plain, noting, held):
             yield
-        finally:
-            for place in held:
-                vars(place)["fully_shard"] = plain
 
     def _note(self, modules: Iterable[nn.Module]) -> None:
         self.sharded += 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -107,9 +107,7 @@ class _Watch:
 
     def linger(self) -> None:
         """Wait until workers have heard that all is done: an answer that is under way must not be cut off."""
-        end_s = time.monotonic() + _LINGER_S
-        while len(self.dead()) < len(self._ends) and time.monotonic() < end_s:
-            time.sleep(_TICK_S)
+        _linger(lambda: len(self.dead()) == len(self._ends))
 
     def require_lead(self) -> None:
         """Find out whether rank 0 is still there.
@@ -129,8 +127,13 @@ def _followed(watch: _Watch) -> None:
             if not served.desk().is_done:  # it may have gone once all was done
                 raise
         time.sleep(_TICK_S)
+    _linger(lambda: served.HERE.is_released)  # the last answer to rank 0 may be under way still
+
+
+def _linger(done: Callable[[], bool]) -> None:
+    """Wait until it is `done`, but no longer than a few seconds: an answer may wait for a process that has died."""
     end_s = time.monotonic() + _LINGER_S
-    while not served.HERE.is_released and time.monotonic() < end_s:  # its last answer may be under way still
+    while not done() and time.monotonic() < end_s:
         time.sleep(_TICK_S)
 
 

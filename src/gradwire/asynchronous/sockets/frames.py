@@ -1,5 +1,8 @@
 """Messages on a stream: two lengths, the message in its fixed form, and the bytes of one tensor behind it.
 
+A message is at most `LONGEST` bytes, so 4 bytes say its length; a part of the parameters may be of any size, so 8 bytes
+say that of the data. Both ends must have the same `VERSION`, which ranks compare before they connect.
+
 Who connects first says a secret that the ranks of a run share, so that strangers are not heard. Lengths are checked
 before anything is allocated, and what arrives is numbers: nothing is unpickled or executed.
 """
@@ -17,7 +20,10 @@ from torch import Tensor
 from gradwire.asynchronous.wire import LONGEST, Message, pack, unpack
 from gradwire.core.errors import CommunicationError
 
-_LENGTHS = struct.Struct("<II")
+VERSION = 2
+"""Of this form; 1 had 4 bytes for the length of the data."""
+
+_LENGTHS = struct.Struct("<IQ")
 HEAD = _LENGTHS.size
 SECRET = 16
 """Bytes of the secret."""
@@ -77,9 +83,9 @@ def receive(line: socket.socket, most: int) -> Frame:
         CommunicationError: what is no frame.
         OSError: the connection has ended, or was silent for longer than its timeout.
     """
-    message, data = lengths_of(bytes(_exactly(line, HEAD)), most)
-    packed = bytes(_exactly(line, message))
-    return Frame(unpack(packed), _tensor(_exactly(line, data)))
+    message, data = lengths_of(bytes(view_of(_exactly(line, HEAD))), most)
+    packed = bytes(view_of(_exactly(line, message)))
+    return Frame(unpack(packed), _exactly(line, data))
 
 
 def send(line: socket.socket, message: Message, data: Tensor) -> None:
@@ -92,9 +98,9 @@ def send(line: socket.socket, message: Message, data: Tensor) -> None:
     line.sendall(view_of(data))
 
 
-def _exactly(line: socket.socket, nbytes: int) -> bytearray:
-    buffer = bytearray(nbytes)
-    view, come = memoryview(buffer), 0
+def _exactly(line: socket.socket, nbytes: int) -> Tensor:
+    buffer = torch.empty(nbytes, dtype=torch.uint8)  # not filled with zeros before it is filled
+    view, come = view_of(buffer), 0
     while come < nbytes:
         more = line.recv_into(view[come:])
         if not more:

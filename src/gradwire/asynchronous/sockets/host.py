@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import hmac
 import queue
@@ -47,6 +48,7 @@ class Host:
             self._end()
             raise CommunicationError(f"no server can listen at {address}: {error.strerror or error}") from error
         self.address: tuple[str, int] = self._listener.sockets[0].getsockname()[:2]
+        atexit.register(self.close)  # a thread that computes while Python ends would abort the process
 
     @property
     def sent_bytes(self) -> int:
@@ -86,6 +88,7 @@ class Host:
 
     def close(self) -> None:
         """Cut all lines; a second call does nothing."""
+        atexit.unregister(self.close)
         if not self._loop.is_closed():
             self._call(self._cut())
             self._end()

@@ -17,7 +17,16 @@ from typing import Literal
 from gradwire.bench.net.delay_process import LineUse
 from gradwire.bench.net.hosts import Hosts, Loopback, Namespaces
 from gradwire.bench.net.links import MTU, Links
-from gradwire.bench.net.processes import TAG, clean, exit_on_signal, identity_of, kill, tagged_processes, undisturbed
+from gradwire.bench.net.processes import (
+    ENDING,
+    TAG,
+    clean,
+    exit_on_signal,
+    identity_of,
+    kill,
+    tagged_processes,
+    undisturbed,
+)
 from gradwire.bench.net.units import format_rate, parse_delay, parse_loss, parse_rate
 from gradwire.bench.ranks import free_port
 from gradwire.core.errors import NetworkError
@@ -44,7 +53,7 @@ class Network:
       kernel makes up for late timers (on a busy machine up to a third too fast), and receiving is not limited.
 
     Leaving the block kills every process still running on the hosts and removes the network; so do Ctrl-C,
-    SIGTERM and the end of the interpreter, during set-up too.
+    SIGTERM, SIGHUP (a terminal that is closed) and the end of the interpreter, during set-up too.
 
     Args:
         hosts: how many, from 1 to 1000.
@@ -106,7 +115,7 @@ class Network:
         self._made: Hosts | None = None
         self._tag = ""
         self._creator = 0
-        self._restore_sigterm = False
+        self._handled: list[signal.Signals] = []
 
     def __enter__(self) -> Network:
         if self._made is not None:
@@ -114,7 +123,7 @@ class Network:
         clean()
         self._creator = os.getpid()
         self._tag = f"{identity_of(self._creator)}:{next(_serial)}"
-        self._sigterm_as_exit()
+        self._signals_as_exit()
         try:
             self._made = self._make()
             atexit.register(self._close)
@@ -191,16 +200,17 @@ class Network:
                 kill(lambda: (pid for pid, tag in tagged_processes() if tag == self._tag))
                 self._made = None
         finally:
-            if self._restore_sigterm:
-                signal.signal(signal.SIGTERM, signal.SIG_DFL)
-                self._restore_sigterm = False
+            while self._handled:
+                signal.signal(self._handled.pop(), signal.SIG_DFL)
 
-    def _sigterm_as_exit(self) -> None:
-        """Let SIGTERM unwind the stack, so that `__exit__` runs, unless the program handles it already."""
-        in_main = threading.current_thread() is threading.main_thread()
-        if in_main and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, exit_on_signal)
-            self._restore_sigterm = True
+    def _signals_as_exit(self) -> None:
+        """Let signals unwind the stack, so that `__exit__` runs, unless the program handles or ignores them already."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in ENDING:
+            if signal.getsignal(number) == signal.SIG_DFL:
+                signal.signal(number, exit_on_signal)
+                self._handled.append(number)
 
 
 def _rates(hosts: int, rate: str | Sequence[str] | None) -> list[float | None]:

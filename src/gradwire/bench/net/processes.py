@@ -15,6 +15,9 @@ from types import FrameType
 TAG = "GRADWIRE_NET"
 """The variable that names a process's network."""
 
+ENDING = (signal.SIGTERM, signal.SIGHUP)
+"""What ends a program at once unless it says otherwise; a terminal that is closed sends SIGHUP."""
+
 
 def clean() -> list[str]:
     """Kill what networks of dead creators have left behind and return a line about each.
@@ -45,14 +48,13 @@ def exit_on_signal(number: int, frame: FrameType | None) -> None:
 
 @contextlib.contextmanager
 def undisturbed() -> Generator[None]:
-    """Put off SIGINT and SIGTERM until the block is done: a half torn down network helps nobody."""
+    """Put off SIGINT, SIGTERM and SIGHUP until the block is done: a half torn down network helps nobody."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     came: list[int] = []
     old = {
-        number: signal.signal(number, lambda number, frame: came.append(number))
-        for number in (signal.SIGINT, signal.SIGTERM)
+        number: signal.signal(number, lambda number, frame: came.append(number)) for number in (signal.SIGINT, *ENDING)
     }
     try:
         yield

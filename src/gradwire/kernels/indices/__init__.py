@@ -43,7 +43,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from gradwire.core.errors import PayloadError
+from gradwire.core.errors import CompositionError, PayloadError
 from gradwire.core.payload import Field
 from gradwire.kernels.dispatch import Kernel
 from gradwire.kernels.indices import reference
@@ -53,6 +53,7 @@ __all__ = [
     "FORMATS",
     "HEADER_PAYS",
     "MAX_BITS",
+    "REACH",
     "WORD",
     "Format",
     "decode",
@@ -61,6 +62,7 @@ __all__ = [
     "held",
     "low_bits",
     "nwords",
+    "require_reach",
     "resolve",
     "stream_words",
     "used_nbytes",
@@ -74,6 +76,8 @@ Format = Literal["auto", "int32", "elias-fano", "rice", "bitmap"]
 FORMATS: tuple[Format, ...] = ("auto", "int32", "elias-fano", "rice", "bitmap")
 WORD = 64
 MAX_BITS = 31
+REACH = 2**31 - 1
+"""The most elements of a tensor whose places are int32."""
 HEADER_PAYS = 100
 """Words of a stream from which on a header costs 1% or less, where Rice can be 5% shorter."""
 
@@ -125,8 +129,26 @@ def nwords(format_: Format, numel: int, count: int) -> int:
     return stream + 1 if resolved == "rice" else stream
 
 
+def require_reach(numel: int) -> None:
+    """Refuse a tensor some of whose elements no index could name.
+
+    Raises:
+        CompositionError: more than 2^31 - 1 elements.
+    """
+    if numel > REACH:
+        raise CompositionError(
+            f"a tensor of {numel} elements cannot be sent by indices, which have 32 bits and reach {REACH} elements: "
+            "cut it into parts, or use a codec without indices, such as int4"
+        )
+
+
 def field(format_: Format, numel: int, count: int) -> Field:
-    """The field of a payload that holds `count` indices below `numel`."""
+    """The field of a payload that holds `count` indices below `numel`.
+
+    Raises:
+        CompositionError: as `require_reach`.
+    """
+    require_reach(numel)
     resolved = resolve(format_, numel, count)
     return Field(torch.int32 if resolved == "int32" else torch.int64, nwords(resolved, numel, count))
 

@@ -215,8 +215,9 @@ def orthonormalise(vectors: Tensor) -> Tensor:
     Two rounds of Cholesky QR: with A of shape (rank, length) and G = A A^T in float64, the Cholesky factorisation
     G = R^T R gives R^-T A; the second round takes the error of the first to float32's own. Sums run over 32 lanes
     within segments of 1024 elements, so their order depends on the length alone. A row that depends on those before it
-    up to 2^-20 of its length becomes zero, so rank-deficient and all-zero matrices stay finite. Matrices that are not
-    finite give results that are not.
+    up to 2^-20 of its length becomes zero, so rank-deficient and all-zero matrices stay finite. Rows are scaled by
+    powers of two first, so their lengths change no bit of the result; a row of subnormal numbers counts as zero.
+    Matrices that are not finite give results that are not.
 
     Args:
         vectors: (batch, rank, length) float32, rank <= length.

@@ -42,13 +42,18 @@ __all__ = ["low_rank_", "orthonormalise", "project_columns", "project_rows", "su
 # Factors ----------------------------------------------------------------------------------------------------
 
 
+@inline
+def _unit_scale(largest):
+    """The power of two that brings a magnitude, given by its bits, to [1, 2), as near as float32 has one."""
+    return np.float32(math.ldexp(1.0, min(max(254 - int(largest >> np.uint32(23)), 1), 254) - 127))
+
+
 @compiled("void(float32[::1], uint32[::1], int64, int64, int64)")
 def _unit_rows(Q, raw, columns, k0, k1):
     k0, k1 = np.uint32(k0), np.uint32(k1)
     for start in range(0, Q.size, columns):
         largest = max_magnitude(raw, start, start + columns)
-        exponent = min(max(254 - int(largest >> np.uint32(23)), 1), 254) - 127
-        scale = np.float32(math.ldexp(1.0, exponent))
+        scale = _unit_scale(largest)
         for i in range(start, start + columns):
             if largest == 0:
                 Q[i] = uniform_at(np.uint32(i), k0, k1) * np.float32(2.0) - np.float32(1.0)
@@ -275,6 +280,16 @@ def _eliminate(gram, w, tolerance):
 
 
 @inline
+def _size_rows(a, raw, length, out):
+    """Write rows of length `length` at a largest magnitude in [1, 2), those of subnormal numbers as zero."""
+    for start in range(0, a.size, length):
+        largest = max_magnitude(raw, start, start + length)
+        scale = _unit_scale(largest) if largest >> np.uint32(23) else np.float32(0.0)
+        for i in range(start, start + length):
+            out[i] = a[i] * scale
+
+
+@inline
 def _orthonormal_round(A, weights, out, tolerance):
     rank, length = A.shape[1], A.shape[2]
     width = (length + LANES - 1) // LANES * LANES
@@ -295,18 +310,23 @@ def _orthonormal_round(A, weights, out, tolerance):
     fill_product(weights, False, A, out, 0, A.shape[0] * rank, np.float32(1.0), False)
 
 
-@compiled("void(float32[:,:,::1], float32[:,:,::1], float32[:,:,::1], float64, float64)")
-def _orthonormalise(A, scratch, out, tolerance, again):
+@compiled("void(float32[:,:,::1], uint32[::1], float32[:,:,::1], float32[:,:,::1], float64, float64)")
+def _orthonormalise(A, raw, scratch, out, tolerance, again):
     """Two rounds of Cholesky QR."""
     weights = np.empty((A.shape[0], A.shape[1], A.shape[1]), np.float32)
-    _orthonormal_round(A, weights, scratch, tolerance)
+    _size_rows(A.reshape(-1), raw, A.shape[2], out.reshape(-1))
+    _orthonormal_round(out, weights, scratch, tolerance)
     _orthonormal_round(scratch, weights, out, again)
 
 
 def orthonormalise(vectors: Tensor) -> Tensor:
     scratch, out = torch.empty_like(vectors), torch.empty_like(vectors)
-    arrays = [(array_of(vectors[i:j]), array_of(scratch[i:j]), array_of(out[i:j])) for i, j in _matrices(vectors)]
-    pool.run([functools.partial(_orthonormalise, *pieces, *TOLERANCES) for pieces in arrays])
+    jobs = []
+    for i, j in _matrices(vectors):
+        a = array_of(vectors[i:j])
+        arrays = (a, a.reshape(-1).view(np.uint32), array_of(scratch[i:j]), array_of(out[i:j]))
+        jobs.append(functools.partial(_orthonormalise, *arrays, *TOLERANCES))
+    pool.run(jobs)
     return out
 
 

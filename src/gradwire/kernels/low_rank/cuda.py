@@ -58,6 +58,25 @@ def subtract_low_rank_(x: Tensor, Pt: Tensor, Qt: Tensor, scale: float) -> None:
     x.baddbmm_(Pt.mT, Qt, alpha=-scale)
 
 
+@triton.jit(do_not_specialize=["length"])
+def _size_rows(a, out, length, TILE: tl.constexpr):
+    """A row at a largest magnitude in [1, 2), one of subnormal numbers as zero."""
+    row = tl.program_id(0).to(tl.int64)
+    a += row * length
+    out += row * length
+    largest = tl.zeros([TILE], tl.int32)
+    for start in range(0, length, TILE):
+        at = start + tl.arange(0, TILE)
+        x = tl.load(a + at, mask=at < length, other=0.0)
+        largest = tl.maximum(largest, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    exponent = tl.max(largest, 0) >> 23
+    bits = tl.where(exponent == 0, 0, tl.maximum(254 - exponent, 1) << 23)
+    scale = bits.to(tl.float32, bitcast=True)
+    for start in range(0, length, TILE):
+        at = start + tl.arange(0, TILE)
+        tl.store(out + at, tl.load(a + at, mask=at < length, other=0.0) * scale, mask=at < length)
+
+
 @triton.jit
 def _halved(x, HALF: tl.constexpr, R: tl.constexpr):
     """The upper half of the lanes added to the lower: (2 HALF, R) to (HALF, R)."""
@@ -133,6 +152,10 @@ def _round(a: Tensor, tolerance: float) -> Tensor:
 
 
 def orthonormalise(vectors: Tensor) -> Tensor:
+    batch, rank, length = vectors.shape
+    sized = torch.empty_like(vectors)
+    launch(_size_rows, batch * rank, vectors.device, vectors, sized, length, TILE=SEGMENT, num_warps=4)
+    vectors = sized
     for tolerance in TOLERANCES:
         vectors = _round(vectors, tolerance)
     return vectors

@@ -18,10 +18,18 @@ from gradwire.kernels.runtime.torch_blocks import add_segments
 def unit_rows_(Q: Tensor, seed: int) -> None:
     """Scale by the power of two that brings a row's largest magnitude to [1, 2); redraw rows of zeros."""
     largest = Q.abs().amax(1, keepdim=True)
-    exponent = largest.view(torch.int32) >> 23
-    scale = ((254 - exponent).clamp(1, 254) << 23).view(torch.float32)
     fresh = uniform(seed, Q.numel(), Q.device).view(Q.shape) * 2 - 1
-    Q.copy_(torch.where(largest == 0, fresh, Q * scale))
+    Q.copy_(torch.where(largest == 0, fresh, Q * _unit_scale(_exponent(largest))))
+
+
+def _exponent(magnitude: Tensor) -> Tensor:
+    """The exponent's bits of magnitudes: 0 for zero and subnormal numbers, 255 for what is not finite."""
+    return magnitude.view(torch.int32) >> 23
+
+
+def _unit_scale(exponent: Tensor) -> Tensor:
+    """The power of two that brings a magnitude to [1, 2), as near as float32 has one."""
+    return ((254 - exponent).clamp(1, 254) << 23).view(torch.float32)
 
 
 TOLERANCES = (2.0**-40, 0.25)
@@ -69,9 +77,19 @@ def _placed(x: Tensor) -> Tensor:
 
 
 def orthonormalise(vectors: Tensor) -> Tensor:
+    vectors = _sized_rows(vectors)
     for tolerance in TOLERANCES:
         vectors = _orthonormal_round(vectors, tolerance)
     return vectors
+
+
+def _sized_rows(a: Tensor) -> Tensor:
+    """Rows at a largest magnitude in [1, 2), as `unit_rows_` makes them: else 1 / length may overflow float32.
+
+    Rows of subnormal numbers become zero, because some processors read them as zero.
+    """
+    exponent = _exponent(a.abs().amax(2, keepdim=True))
+    return a * torch.where(exponent == 0, 0.0, _unit_scale(exponent))
 
 
 def _orthonormal_round(a: Tensor, tolerance: float) -> Tensor:

@@ -30,14 +30,15 @@ __all__ = [
 ]
 
 _mean_around_median = Kernel(reference.mean_around_median, "cpu")
-_products = Kernel(reference.products, "cpu")
-_squared_distances = Kernel(reference.squared_distances, "cpu")
+_products = Kernel(reference.products, "cpu", "meta")
+_squared_distances = Kernel(reference.squared_distances, "cpu", "meta")
 _trimmed_mean = Kernel(reference.trimmed_mean, "cpu")
 _weighted_sum = Kernel(reference.weighted_sum, "cpu")
 
 
 def _picked(kernel: Kernel[P, R], rows: Tensor) -> Callable[P, R]:
-    return kernel.on(rows.device, rows.numel()) if rows.dtype == torch.float32 else kernel.reference
+    made_for = rows.dtype == torch.float32 or rows.is_meta
+    return kernel.on(rows.device, rows.numel()) if made_for else kernel.reference
 
 
 def squared_distances(rows: Tensor) -> Tensor:

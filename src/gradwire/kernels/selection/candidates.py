@@ -90,6 +90,11 @@ def _count_from(raw, least):
     return np.int64(count)
 
 
+def pieces_of(raw: Words) -> list[Words]:
+    """The pieces of a tensor that threads look through, in order."""
+    return [raw[i:j] for i, j in pool.chunks(raw.size)]
+
+
 def counts_from(pieces: list[Words], least: int) -> list[int]:
     """How many of each piece are of magnitude `least` or more."""
     tasks = [functools.partial(_count_from, piece, least) for piece in pieces]

@@ -23,6 +23,7 @@ from gradwire.kernels.selection.candidates import (
     kth_largest,
     magnitudes_of,
     magnitudes_of_all,
+    pieces_of,
     write_largest,
 )
 from gradwire.kernels.sparse.cpu import scatter_add_
@@ -35,7 +36,7 @@ def _largest_raw(raw):
 
 def all_finite(x: Tensor) -> Tensor:
     raw = raw_bits_of(x).reshape(-1)
-    largest = pool.run([functools.partial(_largest_raw, raw[i:j]) for i, j in pool.chunks(raw.size)])
+    largest = pool.run([functools.partial(_largest_raw, piece) for piece in pieces_of(raw)])
     return torch.tensor(int(max(largest)) < 0x7F800000)
 
 
@@ -55,6 +56,10 @@ def topk_indices(x: Tensor, k: int) -> Tensor:
     return topk(x, k)[0]
 
 
+_FEW = 8
+"""Candidates that are no more than this part of a tensor are kept: they take less memory than the tensor."""
+
+
 class _Chosen(NamedTuple):
     """Pieces of words that hold the largest, the least of these, and where each piece's words are in the tensor.
 
@@ -71,7 +76,7 @@ def _chosen(raw: Words, k: int) -> _Chosen:
 
     Where that guess was wrong, and where there is little to look through, all are candidates.
     """
-    pieces = [raw[i:j] for i, j in pool.chunks(raw.size)]
+    pieces = pieces_of(raw)
     if not 0 < k < raw.size:
         return _Chosen(pieces, 0)
     if raw.size >= SAMPLED and 2 * k <= raw.size:
@@ -87,10 +92,6 @@ def _chosen(raw: Words, k: int) -> _Chosen:
         if least == 1:  # a sparse tensor, whose k-th largest is 0
             return _Chosen(pieces, 0)
     return _Chosen(pieces, kth_largest(magnitudes_of(raw), k))
-
-
-_FEW = 8
-"""Candidates that are no more than this part of a tensor are kept: they take less memory than the tensor."""
 
 
 def _write(chosen: _Chosen, indices: Words, values: Words) -> None:
@@ -126,7 +127,7 @@ def at_least(x: Tensor, tau: Tensor, values: Tensor) -> Tensor:
     if not raw.size:
         return torch.empty(0, dtype=torch.int32)
     least = int(min(raw_bits_of(tau.reshape(1))[0] & 0x7FFFFFFF, CANONICAL_NAN))
-    pieces = [raw[i:j] for i, j in pool.chunks(raw.size)]
+    pieces = pieces_of(raw)
     counts = counts_from(pieces, least)
     if sum(counts) > most:
         return topk(x, most, values)[0]

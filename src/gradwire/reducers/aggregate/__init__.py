@@ -5,7 +5,7 @@ from gradwire.reducers.aggregate.coordinate import Median, TrimmedMean
 from gradwire.reducers.aggregate.exchange import Aggregate, Gathered, Sharded
 from gradwire.reducers.aggregate.geometric import CenteredClipping, GeometricMedian
 from gradwire.reducers.aggregate.krum import Bulyan, Krum, MultiKrum
-from gradwire.reducers.aggregate.private import PrivateMean, epsilon
+from gradwire.reducers.aggregate.private import PrivateMean, epsilon, epsilon_of_replacing
 from gradwire.reducers.aggregate.rule import GeometricRule, Rule
 from gradwire.reducers.aggregate.weighted import Weighted, Weights
 
@@ -27,4 +27,5 @@ __all__ = [
     "Weighted",
     "Weights",
     "epsilon",
+    "epsilon_of_replacing",
 ]

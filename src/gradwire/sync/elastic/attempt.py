@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
+import weakref
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from gradwire.core.errors import CommunicationError
+from gradwire.drivers.groups import CONNECT_S
 
 T = TypeVar("T")
 
@@ -16,19 +19,27 @@ _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.005, 0.25
 _GRACE_S = 1.0
 """What a job that was called off gets to end by itself."""
 
+_AT_EXIT_S = 2 * CONNECT_S
+"""What it gets as Python ends: what cannot be broken off is connecting, which has a deadline of its own."""
+
 
 class Attempt(Generic[T]):
     """A job in a thread of its own, from now on.
 
+    Python ends once all jobs have: a thread whose wait inside of Gloo is over while Python ends aborts the process.
+
     Args:
         job: must change nothing that matters unless its result is used.
+        call_off: breaks what the job waits for, or will wait for; called from another thread.
     """
 
-    def __init__(self, job: Callable[[], T]) -> None:
-        self._job, self._ended = job, threading.Event()
+    def __init__(self, job: Callable[[], T], call_off: Callable[[], None]) -> None:
+        self._job, self._call_off, self._ended = job, call_off, threading.Event()
         self._result: list[T] = []
         self._error: BaseException | None = None
-        threading.Thread(target=self._run, name="gradwire-attempt", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="gradwire-attempt", daemon=True)
+        self._thread.start()
+        _under_way.add(self)
 
     @torch.no_grad()
     def _run(self) -> None:
@@ -38,12 +49,12 @@ class Attempt(Generic[T]):
             self._error = error
         self._ended.set()
 
-    def result(self, worthwhile: Callable[[], bool], call_off: Callable[[], None]) -> T:
+    def result(self, worthwhile: Callable[[], bool]) -> T:
         """Wait for the job's result.
 
         Args:
-            worthwhile: asked now and then; once it says no, the job is called off.
-            call_off: breaks what the job waits for, in this thread. Where the job does not end then, it is left alone.
+            worthwhile: asked now and then; once it says no, the job is called off. Where it does not end then, it is
+                left alone.
 
         Raises:
             CommunicationError: the job was called off; or what it has raised.
@@ -55,9 +66,30 @@ class Attempt(Generic[T]):
                     raise CommunicationError("another worker has given up")
                 pause = min(2 * pause, _LONGEST_PAUSE_S)
         except BaseException:
-            call_off()
+            self.call_off()
             self._ended.wait(_GRACE_S)
             raise
         if self._error is not None:
             raise self._error
         return self._result[0]
+
+    def call_off(self) -> None:
+        """Have the job end, unless it has ended."""
+        if not self._ended.is_set():
+            self._call_off()
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for the end of its thread."""
+        self._thread.join(timeout_s)
+
+
+_under_way: weakref.WeakSet[Attempt[Any]] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_all() -> None:
+    left = list(_under_way)
+    for attempt in left:
+        attempt.call_off()
+    for attempt in left:
+        attempt.join(_AT_EXIT_S)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Mapping
-from typing import Any, get_args
+from typing import Any, ClassVar, get_args
 
 from torch import Tensor, nn
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
@@ -12,6 +12,7 @@ from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 from gradwire.core.errors import CompositionError, StepError
 from gradwire.reducers.base import Reducer
 from gradwire.session import DEADLINE_S
+from gradwire.session.names import TrainedParameters
 from gradwire.spec import as_method
 from gradwire.sync.elastic.change import Change, change_of
 from gradwire.sync.elastic.owed import Owed
@@ -106,6 +107,7 @@ class Elastic:
         needs = Needs(least, least if begin_with is None else begin_with)
         _require_settings(self.schedule, self.outer, reducer, lost, needs)
         shared = Shared(model, reducer, self.outer)
+        self._model, self._trained = model, TrainedParameters.of_now("gradwire.sync.Elastic", model)
         owed = _resumed(resume, shared) if resume is not None else Owed()
         self.settings = f"{reducer!r}, every={self.schedule}, outer={self.outer}, lost={lost!r}, seed={seed}"
         self.left, self.changes = False, list[Change]()
@@ -137,10 +139,12 @@ class Elastic:
             Whether a window has ended. The model is the global copy then, the same bits on all workers.
 
         Raises:
-            StepError: a parameter is not finite on some worker, on all of them; or this worker has left.
+            StepError: a parameter is not finite on some worker, on all of them; a parameter of this worker requires
+                gradients that did not when this was made, and nothing is counted then; or this worker has left.
             CommunicationError: too few workers, a store that is out of reach, or a link that breaks again and again.
         """
         self._require_member()
+        self._trained.of(self._model)
         self._pulse.require_sound()
         self._since, self._samples = self._since + 1, self._samples + samples
         if self._since < self.schedule.length(self._worker.shared.counts.depth):
@@ -255,6 +259,12 @@ class Elastic:
         self.close()
 
     # State --------------------------------------------------------------------------------------------------------
+
+    kept_by: ClassVar[str] = (
+        "its workers come and go, so no file belongs to each of them; save the state_dict() of one worker, or of each, "
+        "and begin again with resume="
+    )
+    """What `gradwire.save` and `gradwire.load` say of it."""
 
     def state_dict(self) -> dict[str, Any]:
         """What a run needs to begin again with `resume=`, in tensors, numbers and strings.

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from gradwire.core.errors import CommunicationError
+from gradwire.drivers.process_group import GroupTransport
 from gradwire.sync.elastic.attempt import Attempt
 from gradwire.sync.elastic.handover import receive, send
-from gradwire.sync.elastic.link import Link, connected
+from gradwire.sync.elastic.link import GroupLine, Link
 from gradwire.sync.elastic.pulse import Pulse
 from gradwire.sync.elastic.rounds import Rounds
+
+T = TypeVar("T")
 
 
 class Hands:
@@ -39,26 +43,17 @@ class Hands:
     def give_copy(self, payload: Tensor, others: Sequence[int]) -> int:
         """Give others the global copy, all at once; return how many have it."""
         self._rounds.hands(payload.numel())
-        attempts = {other: Attempt(self._giving(payload, other)) for other in others}
+        attempts = {other: self._giving(payload, other) for other in others}
         handed = 0
         for other, attempt in attempts.items():
             with contextlib.suppress(CommunicationError):
-                attempt.result(lambda other=other: self._pulse.alive(other), _nothing)
+                attempt.result(lambda other=other: self._pulse.alive(other))
                 handed += 1
         self.sent_bytes += handed * payload.numel()
         return handed
 
-    def _giving(self, payload: Tensor, other: int) -> Callable[[], None]:
-        name, pair = f"{self._rounds.name}/to/{other}", (self._pulse.number, other)
-
-        def job() -> None:
-            transport = connected(self._store, name, pair, self._pulse.number, self._deadline_s)
-            try:
-                send(payload, transport, 1)
-            finally:
-                transport.group.abort()
-
-        return job
+    def _giving(self, payload: Tensor, other: int) -> Attempt[None]:
+        return self._over_line(other, (self._pulse.number, other), lambda transport: send(payload, transport, 1))
 
     def copy_from(self, source: int) -> Tensor:
         """The global copy as a payload.
@@ -66,17 +61,22 @@ class Hands:
         Raises:
             CommunicationError: the source was lost.
         """
-        nbytes = self._rounds.handed()
-        name, pair = f"{self._rounds.name}/to/{self._pulse.number}", (source, self._pulse.number)
+        nbytes, empty, me = self._rounds.handed(), torch.empty(0, dtype=torch.uint8), self._pulse.number
+        taking = self._over_line(me, (source, me), lambda transport: receive(empty, nbytes, transport, 0))
+        return taking.result(lambda: self._pulse.alive(source))
 
-        def job() -> Tensor:
-            transport = connected(self._store, name, pair, self._pulse.number, self._deadline_s)
+    def _over_line(self, newcomer: int, pair: tuple[int, int], act: Callable[[GroupTransport], T]) -> Attempt[T]:
+        """Connect a pair of which one is a newcomer, and do something over the line, which is closed after it."""
+        name, line = f"{self._rounds.name}/to/{newcomer}", GroupLine()
+
+        def job() -> T:
+            transport = line.connected(self._store, name, pair, self._pulse.number, self._deadline_s)
             try:
-                return receive(torch.empty(0, dtype=torch.uint8), nbytes, transport, 0)
+                return act(transport)
             finally:
-                transport.group.abort()
+                line.close()
 
-        return Attempt(job).result(lambda: self._pulse.alive(source), _nothing)
+        return Attempt(job, line.close)
 
     # What is owed -------------------------------------------------------------------------------------------------
 
@@ -98,11 +98,7 @@ class Hands:
 
     def _done(self, job: Callable[[], None], other: int, link: Link) -> bool:
         try:
-            Attempt(job).result(lambda: self._pulse.alive(other), link.close)
+            Attempt(job, link.close).result(lambda: self._pulse.alive(other))
         except CommunicationError:
             return False
         return True
-
-
-def _nothing() -> None:
-    """How a job is called off that has a deadline of its own."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 
+from gradwire.core.errors import CommunicationError
 from gradwire.core.grain import ParameterSpec
 from gradwire.drivers.dry_run import dry_run
 from gradwire.drivers.engine import Engine
@@ -20,25 +22,50 @@ from gradwire.drivers.window import Window
 from gradwire.reducers.base import Reducer
 from gradwire.session.reduction import Reduction
 from gradwire.sync.elastic.owed import Owed, owed_norm
+from gradwire.sync.elastic.store import reaching
 
 CPU = torch.device("cpu")
 
 
-def connected(store: Store, name: str, workers: Sequence[int], me: int, deadline_s: float) -> GroupTransport:
-    """Connect this worker to others over a process group of their own.
+class GroupLine:
+    """A group between workers, which may be closed by another thread, also before it is there.
 
     Args:
-        store: a client of the run's keys. Another connection is made of it: who connects waits in the store.
-        name: of the group, used for no other.
-        workers: of the group, in its order.
-        me: this worker.
-        deadline_s: the group's patience.
-
-    Raises:
-        CommunicationError: they could not be connected.
+        transport: over the group, if it is there already.
     """
-    apart = PrefixStore(name, store.clone())  # pyright: ignore[reportAttributeAccessIssue]
-    return GroupTransport(group_apart(apart, workers.index(me), len(workers), deadline_s))
+
+    def __init__(self, transport: GroupTransport | None = None) -> None:
+        self._lock, self._transport, self._is_closed = threading.Lock(), transport, False
+
+    def connected(self, store: Store, name: str, workers: Sequence[int], me: int, deadline_s: float) -> GroupTransport:
+        """Connect this worker to others over a process group of their own.
+
+        Args:
+            store: a client of the run's keys. Another connection is made of it: who connects waits in the store.
+            name: of the group, used for no other.
+            workers: of the group, in its order.
+            me: this worker.
+            deadline_s: the group's patience.
+
+        Raises:
+            CommunicationError: they could not be connected, or this was closed meanwhile.
+        """
+        with reaching():
+            apart = PrefixStore(name, store.clone())  # pyright: ignore[reportAttributeAccessIssue]
+        transport = GroupTransport(group_apart(apart, workers.index(me), len(workers), deadline_s))
+        with self._lock:
+            self._transport = transport
+        if self._is_closed:
+            transport.group.abort()
+            raise CommunicationError("the workers were connected too late")
+        return transport
+
+    def close(self) -> None:
+        """Break all connections: whoever still waits in them fails at once."""
+        with self._lock:
+            self._is_closed = True
+        if self._transport is not None:
+            self._transport.group.abort()
 
 
 class Averages:
@@ -69,7 +96,7 @@ class Averages:
             window: its number in the run, which random choices and schedules of methods go by.
         """
         self.engine.index = window
-        reduction = Reduction(self.engine, Window(1))
+        reduction = Reduction(self.engine, Window())
         reduction.begin()
         for name in reversed(list(tensors)):
             reduction.put(name, tensors[name].view(-1))
@@ -126,8 +153,8 @@ class Link:
         return sum(averages.engine.stats.wire_bytes for averages in self.averages)
 
     def close(self) -> None:
-        """Break all connections: whoever still waits in them fails at once."""
-        self.transport.group.abort()
+        """Break all connections, see `GroupLine`."""
+        GroupLine(self.transport).close()
 
 
 def digest_of(parts: Iterable[Mapping[str, Tensor]]) -> str:

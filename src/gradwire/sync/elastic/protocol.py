@@ -4,14 +4,17 @@ The end of a window is a *round*. A round has a log in the store, to which worke
 lines one order, so whoever reads the same log concludes the same:
 
     came      a worker is here, with the global copy that it has. Lines after the first `closed` do not count.
-    closed    the list is closed: those who came before it are the round's workers
+    closed    the list is closed: those who came before it are the round's workers. It does not count before somebody
+              has come who has the run's newest copy
     has       a trainer holds the whole mean (as a run is founded, the first model), and has changed nothing yet
     void      a worker gives up, since another one failed: does not count once all trainers have said `has`
 
 A round in which every trainer said `has`, of the same mean, is *committed*: each survivor holds what it needs to go on.
 A round that was given up before that is *void*: nobody has changed anything, and all come to the next round with what
 they had. So no worker can have taken a mean that another one has not. A round's `Head` is what is known as it opens,
-and follows from the round before. Lines are JSON; nothing in them is executed.
+and follows from the round before. It names the newest copy, and only who has that one may train on: a worker that was
+away meanwhile is handed the newest copy, however many others have an older one. Lines are JSON; nothing in them is
+executed.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ class Decision:
         kind: "founding": the source's model becomes the run's. "average": of what the trainers' windows changed.
             "discard": the trainers go back to the global copy.
         source: who hands the global copy to others.
-        trainers: those who have the newest copy, in order; as a run is founded, all.
+        trainers: those who have the head's copy, in order; as a run is founded, all.
         newcomers: those who will be handed the new one.
         leaving: trainers whose last window this is. One that is trained once more is nobody's last.
         lost: expected workers that did not come.
@@ -59,6 +62,15 @@ class Decision:
         return tuple(worker for worker in self.trainers if worker not in self.leaving)
 
 
+def holders(head: Head, came: Mapping[int, Came]) -> tuple[int, ...]:
+    """Those of the workers that came who have the head's copy, in order; before a run is founded, all.
+
+    >>> holders(Head(8, 7), {n: Came(n, "abc"[n], copy=5 + n) for n in range(3)})
+    (2,)
+    """
+    return tuple(sorted(worker for worker, each in came.items() if each.copy == head.copy))
+
+
 def decided(head: Head, came: Mapping[int, Came], lost: Lost) -> Decision:
     """What a round is about whose list is closed.
 
@@ -70,11 +82,10 @@ def decided(head: Head, came: Mapping[int, Came], lost: Lost) -> Decision:
     >>> decided(head, came, "discard").kind
     'discard'
     """
-    newest = max(each.copy for each in came.values())
-    if newest == NO_COPY:
+    if head.copy == NO_COPY:
         source = min(came.values(), key=lambda each: (-each.windows, each.worker)).worker
         return Decision("founding", source, tuple(sorted(came)), (), (), {}, head.round, 0, 0)
-    trainers = tuple(sorted(worker for worker, each in came.items() if each.copy == newest))
+    trainers = holders(head, came)
     missing = {worker: member for worker, member in head.expected.items() if worker not in came}
     all_lost = {**head.lost, **missing}
     averages = lost == "keep" or not all_lost
@@ -86,7 +97,7 @@ def decided(head: Head, came: Mapping[int, Came], lost: Lost) -> Decision:
         newcomers=tuple(sorted(came.keys() - set(trainers))),
         leaving=leaving,
         lost=all_lost,
-        copy=head.round if averages else newest,
+        copy=head.round if averages else head.copy,
         steps=sum(came[worker].steps for worker in trainers) if averages else 0,
         samples=sum(came[worker].samples for worker in trainers) if averages else 0,
     )
@@ -120,7 +131,7 @@ def may_close(head: Head, came: Mapping[int, Came], needs: Needs, alive: Callabl
     """
     if head.copy == NO_COPY:
         return len(came) >= needs.begin_with
-    if len(came) < needs.least or all(each.copy == NO_COPY for each in came.values()):
+    if len(came) < needs.least or not holders(head, came):
         return False
     return late or not any(alive(worker) for worker in head.expected if worker not in came)
 
@@ -176,7 +187,8 @@ def _after_line(now: Round, line: Mapping[str, Any], digests: dict[int, str], lo
         if says == "came":
             came = came_of(line)
             return now._replace(came={**now.came, came.worker: came})
-        return now._replace(decision=decided(now.head, now.came, lost)) if says == "closed" and now.came else now
+        closes = says == "closed" and holders(now.head, now.came)
+        return now._replace(decision=decided(now.head, now.came, lost)) if closes else now
     if says == "hands" and line["by"] == decision.source:
         return now._replace(handed=typed(line, "bytes", int))
     if now.state != "open":

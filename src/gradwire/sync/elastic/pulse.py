@@ -45,7 +45,7 @@ class Pulse:
         with reaching():
             self.number = self._store.add("workers", 1) - 1
             self._store.set(f"gone/{self.number}", "")
-            self._store.add(f"beat/{self.number}", 1)
+            self.beat()
             self._take_name()
             self._look()
         self._thread = threading.Thread(target=self._run, name="gradwire-pulse", daemon=True)
@@ -59,11 +59,28 @@ class Pulse:
             self._store.set(f"gone/{int(self._store.get(key))}", "replaced")
         self._store.set(key, str(self.number))
 
+    def beat(self) -> None:
+        """Give a sign of life now: others that took this worker for lost are to see at once that it is not."""
+        with reaching():
+            self._store.add(f"beat/{self.number}", 1)
+
     def alive(self, worker: int) -> bool:
-        """Whether a worker has given a sign of life of late, or was not looked for yet."""
+        """Whether a worker has given a sign of life of late, or was not looked for yet.
+
+        Raises:
+            CommunicationError: the store is out of reach.
+        """
         if worker in self._gone:
             return False
-        return worker not in self._seen or self._seen[worker][1] < _LOOKS
+        before, looks = self._seen.get(worker, (b"", 0))
+        if looks < _LOOKS:
+            return True
+        with reaching():
+            count = self._store.get(f"beat/{worker}")
+        if count == before:
+            return False
+        self._seen[worker] = count, 0  # it was asleep and has come back since the last look
+        return True
 
     def require_sound(self) -> None:
         """Refuse to go on where the store is out of reach, or another worker has this one's name.
@@ -81,8 +98,8 @@ class Pulse:
     def _run(self) -> None:
         while not self._stop.wait(self._lost_after_s / _LOOKS):
             try:
+                self.beat()
                 with reaching():
-                    self._store.add(f"beat/{self.number}", 1)
                     self._look()
             except CommunicationError as error:
                 self._error = error

@@ -18,13 +18,16 @@ from gradwire.sync.elastic.messages import (
     has_line,
     void_line,
 )
-from gradwire.sync.elastic.protocol import Lost, Needs, Round, following, may_close, read
+from gradwire.sync.elastic.protocol import Lost, Needs, Round, following, holders, may_close, read
 from gradwire.sync.elastic.pulse import Pulse
 from gradwire.sync.elastic.store import reaching
 
 _NOW = "now"
 _KEPT = 3
 """Logs of so many rounds stay in the store: whoever reads the newest head may be that far behind."""
+
+_ABSENT = "absent"
+"""No log is this: comparing with it returns what there is, and leaves alone what is not."""
 
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
 
@@ -67,9 +70,9 @@ class Rounds:
 
     def now(self) -> Round:
         """What the log says."""
-        with reaching():
-            log = self._store.get(self.name) if self._store.check([self.name]) else b""
-        return read(self.head, log, self._lost)
+        with reaching():  # not `get`, which waits for a log that was deleted
+            log = self._store.compare_set(self.name, _ABSENT, _ABSENT)
+        return read(self.head, b"" if log == _ABSENT.encode() else log, self._lost)
 
     def say(self, line: str) -> None:
         """Append a line to the log."""
@@ -87,6 +90,7 @@ class Rounds:
         while True:
             began = time.monotonic()
             self.head = self._newest()
+            self._pulse.beat()
             self.say(came_line(came))
             closed = self._until(_is_closed, lambda now, began=began: self._close(now, came, began))
             if came.worker in closed.members:
@@ -95,24 +99,27 @@ class Rounds:
 
     def _close(self, now: Round, came: Came, began: float) -> None:
         """Close the list, if it may be; refuse to wait for ever."""
-        waited = time.monotonic() - began
-        newcomer = came.copy == NO_COPY and self.head.copy != NO_COPY
-        late = waited > self._deadline_s
-        if not newcomer and may_close(now.head, now.came, self._needs, self._pulse.alive, late):
+        waited, holds = time.monotonic() - began, came.copy == self.head.copy
+        if holds and may_close(now.head, now.came, self._needs, self._pulse.alive, waited > self._deadline_s):
             self.say(closed_line(came.worker))
-        elif waited > (self._join_s if newcomer else self._deadline_s):
-            raise CommunicationError(self._too_few(now, waited))
-        elif newcomer and not any(map(self._pulse.alive, self.head.expected)):
-            raise CommunicationError(
-                "nobody who has the model of this run is there any more: it has ended, or was lost with its last "
-                "worker. Begin another run (run=), with resume= where a state was saved"
-            )
+            return
+        is_late = waited > (self._deadline_s if holds else self._join_s)
+        is_over = not holds and not self._holder_may_come(now)
+        if (is_late or is_over) and self._newest().round == self.head.round:  # else it was asleep, and others went on
+            raise CommunicationError(_over(came) if is_over else self._too_few(now, waited))
+
+    def _holder_may_come(self, now: Round) -> bool:
+        """Whether somebody is there who has the newest copy, or may have it."""
+        has_come = holders(self.head, now.came)
+        # One that was too late for a round that came to nothing has it as well.
+        others = [*has_come, *({*self.head.expected, *self.head.lost} - now.came.keys())]
+        return any(map(self._pulse.alive, others))
 
     def _too_few(self, now: Round, waited_s: float) -> str:
         names = [came.name for came in now.came.values()]
         founding = self.head.copy == NO_COPY
         wanted = f"begin_with={self._needs.begin_with}" if founding else f"least={self._needs.least}"
-        if all(came.copy == NO_COPY for came in now.came.values()) and not founding:
+        if not holders(self.head, now.came):
             return f"no worker that has the run's model has come within {waited_s:.0f} s: look at their outputs"
         return (
             f"{wanted} asks for more workers than have come within {waited_s:.0f} s ({', '.join(sorted(names))}): "
@@ -169,7 +176,7 @@ class Rounds:
         """Read the log again and again. A wait inside the store would not see who is lost.
 
         Raises:
-            Behind: others are two rounds further, and may have deleted the log.
+            Behind: others are two rounds further, or have deleted the log.
         """
         pause = _SHORTEST_PAUSE_S
         while not done(now := self.now()):
@@ -179,8 +186,22 @@ class Rounds:
             meanwhile(now)
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
+        if self._newest().round > self.head.round + _KEPT:
+            # The log may have been deleted, and begun anew by stragglers.
+            with reaching():
+                self._store.delete_key(self.name)
+            raise Behind(f"the run is long past round {self.head.round}, which this worker was at")
         return now
 
 
 def _is_closed(now: Round) -> bool:
     return now.decision is not None
+
+
+def _over(came: Came) -> str:
+    """What a worker is told where nobody has the newest copy any more."""
+    own = f"; this worker's own state_dict() is of window {came.windows}, since which the run has gone on without it"
+    return (
+        "nobody who has the model of this run is there any more: it has ended, or was lost with its last worker. "
+        f"Begin another run (run=), with resume= where a state was saved{own if came.copy != NO_COPY else ''}"
+    )

@@ -13,7 +13,7 @@ from gradwire.core.errors import CommunicationError
 from gradwire.sync.elastic.attempt import Attempt
 from gradwire.sync.elastic.handover import packed, unpacked
 from gradwire.sync.elastic.hands import Hands
-from gradwire.sync.elastic.link import Averages, Link, connected, digest_of
+from gradwire.sync.elastic.link import Averages, GroupLine, Link, digest_of
 from gradwire.sync.elastic.messages import NO_COPY, Came
 from gradwire.sync.elastic.owed import Owed
 from gradwire.sync.elastic.protocol import Decision, Round
@@ -173,38 +173,37 @@ class Worker:
         """The mean of each part among the trainers."""
         if self._link is not None and self._link.workers != decision.trainers:
             self._unlink()
-        name, old, used = f"{self._rounds.name}/average", self._link, list[Link]()
-        owed, window = self._owed, self.shared.counts.windows
+        name, line, old, owed = f"{self._rounds.name}/average", self._line(), self._link, self._owed
+        made, window = list[Link](), self.shared.counts.windows
 
         def job() -> list[dict[str, Tensor]]:
-            used.append(old or self._linked(name, decision, owed))
+            made.append(old or self._linked(line, name, decision, owed))
             parts = [part.changes() for part in self.shared.parts]
-            used[0].mean_(parts, window)
+            made[0].mean_(parts, window)
             for means in parts:
                 require_finite(not_finite(means))
             return parts
 
-        def call_off() -> None:
-            for link in used:
-                link.close()
-
         try:
-            parts = Attempt(job).result(self._is_open, call_off)
+            parts = Attempt(job, line.close).result(self._is_open)
         except BaseException:
-            call_off()
+            line.close()
             self._unlink()
             raise
-        self._link = used[0]
+        self._link = made[0]
         return parts
+
+    def _line(self) -> GroupLine:
+        return GroupLine(self._link.transport if self._link else None)
 
     def _is_open(self) -> bool:
         """Whether the round may still be committed; makes it void where a trainer is lost."""
         now = self._rounds.now()
         self._rounds.watch(now)
-        return now.state == "open"
+        return now.state == "open" and now.decision is not None  # else the log was deleted while this worker was asleep
 
-    def _linked(self, name: str, decision: Decision, owed: Owed) -> Link:
-        transport = connected(self._store, name, decision.trainers, self.number, self._settings.deadline_s)
+    def _linked(self, line: GroupLine, name: str, decision: Decision, owed: Owed) -> Link:
+        transport = line.connected(self._store, name, decision.trainers, self.number, self._settings.deadline_s)
         averages = [
             Averages(transport, part.specs(), part.reducer, self._settings.seed, Owed() if i else owed)
             for i, part in enumerate(self.shared.parts)

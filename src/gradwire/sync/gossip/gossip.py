@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from gradwire import kernels
 from gradwire.core.collective import AllReduce
-from gradwire.core.errors import AttachError, CompositionError, StepError
+from gradwire.core.errors import AttachError, CompositionError, StateError, StepError
 from gradwire.core.grain import Grain
 from gradwire.core.program import Program
 from gradwire.core.saved import Loaded
@@ -22,7 +23,7 @@ from gradwire.drivers.interpreter import Interpreter, ask, run
 from gradwire.drivers.virtual import gathered
 from gradwire.session import DEADLINE_S, Session
 from gradwire.session.lane import group_of
-from gradwire.session.names import named, require_whole
+from gradwire.session.names import TrainedParameters, named, require_whole
 from gradwire.session.together import Together
 from gradwire.sync.alike import require_same_start
 from gradwire.sync.averaging_state import check_head
@@ -112,9 +113,10 @@ class Gossip:
         self.model = model
         require_whole(model, what)
         self.parameters = named(model)
+        self._trained = TrainedParameters(what, self.parameters)
         reducer = OnGraph(self.graph, self.method)
         self.session = Session(
-            travelling(self.parameters, False), reducer, group=group, seed=seed, deadline_s=deadline_s, what=what
+            travelling(self.parameters), reducer, group=group, seed=seed, deadline_s=deadline_s, what=what
         )
         self._lane, self._transport = self.session.lane, self.session.transport
         self._ranks = self._transport.world_size
@@ -149,13 +151,16 @@ class Gossip:
             Whether there was a round.
 
         Raises:
-            StepError: a parameter of this rank is not finite, and nothing was sent of it; or this was closed.
+            StepError: a parameter of this rank is not finite, or requires gradients and did not when this was made, and
+                nothing was sent of it; or this was closed.
             CommunicationError: a rank failed (where its parameters are not finite, too) or fell silent, by its number.
         """
         self._require_open()
+        self._trained.of(self.model)
         ended = self.since + 1 >= self.schedule.length(self.steps - self.since)
         if ended:
-            self._mix()
+            with self._lane.telling():
+                self._mix()
         self.steps, self.since = self.steps + 1, 0 if ended else self.since + 1
         return ended
 
@@ -193,11 +198,13 @@ class Gossip:
             StepError, CommunicationError: as `step`.
         """
         self._require_open()
+        self._trained.of(self.model)
         steps = torch.tensor(float(self.steps - self._synced), dtype=torch.float64, device=self._device)
-        if float(self._ask(AllReduce(steps, "max"))):
-            write_(self.parameters, self._average())
-            self._remember_the_same()
-            self.buffers.average_()
+        with self._lane.telling():
+            if float(self._ask(AllReduce(steps, "max"))):
+                write_(self.parameters, self._average())
+                self._remember_the_same()
+                self.buffers.average_()
         self.since, self._synced = 0, self.steps
 
     averages_to_evaluate: ClassVar[bool] = True
@@ -314,6 +321,38 @@ class Gossip:
         self.session.take_up(loaded)
         self.buffers.take_up(saved["buffers"])
         self.steps, self.since, self._synced = (int(saved[key]) for key in ("steps", "since", "synced"))
+
+    @property
+    def kind(self) -> str:
+        """What must be alike in a run that goes on from a save."""
+        return f"Gossip({self.settings})"
+
+    def resharded(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Refuse: with another number of ranks the graph is another, and each rank of the save had its own model.
+
+        Raises:
+            StateError: always, with what to do.
+        """
+        raise StateError(
+            f"the {len(states)} ranks of the save each had a model of their own: call sync() before saving, and begin "
+            "anew from that model"
+        )
+
+    def of_session(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """The state for `checked` from that of the session alone, which is all that older versions saved.
+
+        A round was made at the end of each window, so windows of one step are exact. Of longer ones nobody knows how
+        many steps had been made since the last round, and a warning says so.
+        """
+        steps = 0
+        for _ in range(int(saved["step"])):
+            steps += self.schedule.length(steps)
+        if self.schedule.length(steps) > 1:
+            text = (
+                f"an older version saved this gossip without the steps since its last round, which were lost: {steps}"
+            )
+            warnings.warn(f"{text} steps are taken up, and a window begins", stacklevel=2)
+        return {**self.state_dict(), "steps": steps, "since": 0, "synced": 0, "session": saved}
 
     def close(self) -> None:
         """Stop communicating; a second call does nothing."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import abstractmethod
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, NamedTuple, TypedDict, Unpack, overload
 
@@ -26,7 +26,7 @@ from gradwire.drivers.engine import Stats
 from gradwire.reducers.base import Reducer
 from gradwire.session import Session
 from gradwire.session.lane import Lane
-from gradwire.session.names import named, require_whole
+from gradwire.session.names import TrainedParameters, named, require_whole
 from gradwire.sync.scaling import ScaledOptimizer, require_groups
 
 Params = nn.Module | ParamsT
@@ -84,6 +84,9 @@ class SharedOptimizer(ScaledOptimizer):
         self._is_made = False
         if isinstance(params, nn.Module):
             require_whole(params, type(self).__name__)
+        self._follows: tuple[nn.Module, TrainedParameters] | None = None
+        if isinstance(params, nn.Module):
+            self.follow(params)
         super().__init__(list(named(params).items()) if isinstance(params, nn.Module) else params, defaults)
         self._names = _names(self.param_groups)
         for entry in self.entries():
@@ -92,6 +95,13 @@ class SharedOptimizer(ScaledOptimizer):
             self.state[parameter] = self.fresh(entry)
         self.session = Session(self.tensors(), method, what=type(self).__name__, **options)
         self._is_made = True
+
+    def follow(self, model: nn.Module) -> None:
+        """Refuse steps, from now on, while the model trains a parameter that it does not train now.
+
+        An optimizer that is given a model does so by itself; one that is given parameters knows of no others.
+        """
+        self._follows = model, TrainedParameters.of_now(type(self).__name__, model)
 
     def tensors(self) -> dict[str, Tensor]:
         """The parameters by name, as a session wants them."""
@@ -147,9 +157,13 @@ class SharedOptimizer(ScaledOptimizer):
             closure: computes the loss and its gradients, where given, and returns the loss.
 
         Raises:
-            StepError: a sparse gradient, or a session that is closed.
+            StepError: a sparse gradient, a parameter that requires gradients and did not when this was made, or a
+                session that is closed.
             CommunicationError: a rank failed or fell silent, by its number.
         """
+        if self._follows is not None:
+            model, trained = self._follows
+            trained.of(model)
         loss = None
         with self.telling():
             if closure is not None:
@@ -159,15 +173,9 @@ class SharedOptimizer(ScaledOptimizer):
             self.make_step()
         return loss
 
-    @contextlib.contextmanager
-    def telling(self) -> Generator[None]:
+    def telling(self) -> AbstractContextManager[None]:
         """Tell the other ranks what is raised inside, also before the session's step, where they would wait for it."""
-        try:
-            yield
-        except BaseException as error:
-            if self.session.lane.poison is None:
-                self.session.lane.fail(error, self.session.where())
-            raise
+        return self.session.lane.telling()
 
     def make_step(self) -> None:
         """Do one step with the gradients that are there."""

@@ -1,0 +1,73 @@
+"""Scripts that end while a thread of gradwire's is inside of C++: `exit_cases.py CASE`.
+
+Each leaves Python while its thread still computes or waits, and has Python take a while to end (`Slow`), so that the
+thread comes back while the interpreter is being taken apart. Where nobody waits for it, that aborts the process.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gradwire import CommunicationError
+from gradwire.asynchronous import ASGD
+from gradwire.asynchronous.reception import NOTHING, Reception
+from gradwire.asynchronous.server import Server
+from gradwire.asynchronous.sockets.host import Host
+from gradwire.asynchronous.wire import Kind, Message, plain
+from gradwire.sync.elastic.attempt import Attempt
+from gradwire.sync.elastic.link import GroupLine
+
+BUSY_S, SLOW_S = 1.0, 4.0
+
+
+class Slow:
+    """Is destroyed with this module, and takes its time."""
+
+    def __del__(self, sleep: Any = time.sleep) -> None:
+        sleep(SLOW_S)
+
+
+slow = Slow()
+
+
+def connecting() -> None:
+    """A peer never comes, and is given up."""
+    store: Any = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    line = GroupLine()
+    attempt = Attempt(lambda: line.connected(store, "group", (0, 1), 0, 2 * BUSY_S), line.close)
+    try:
+        attempt.result(lambda: False)
+    except CommunicationError:
+        print("given up", flush=True)
+
+
+def serving() -> None:
+    """A server computes for somebody, and nobody has closed it."""
+    began = threading.Event()
+
+    def hear(self: Reception, line: Any, message: Message, data: torch.Tensor) -> None:
+        began.set()
+        end, product = time.monotonic() + BUSY_S, torch.ones(1024, 1024)
+        while time.monotonic() < end:
+            product = product @ product / 1024
+
+    Reception.hear = hear
+    core = Server({"part": torch.zeros(8)}, ASGD(1.0), workers=1)
+    host = Host(core, "127.0.0.1", b"s" * 32)
+    host.near().send(plain(Kind.LOOK, 0), NOTHING)
+    began.wait()
+    print("computing", flush=True)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    {"connecting": connecting, "serving": serving}[sys.argv[1]]()
+    if sys.argv[2] == "raises":
+        raise ValueError("the script's own")
+    sys.exit(int(sys.argv[2]))
