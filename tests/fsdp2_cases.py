@@ -477,7 +477,7 @@ def masked(rank: int, world_size: int, parameters: str) -> dict[str, Any]:
 
 
 def sharded_later(rank: int, world_size: int) -> list[str]:
-    """Models that are another one by the time they are trained; and a model below the root."""
+    """Models that are another one by the time they are trained; one below the root; and one that has a handle."""
     said: list[str] = []
     mesh = init_device_mesh("cpu", (world_size,))
     net = Net()
@@ -495,6 +495,9 @@ def sharded_later(rank: int, world_size: int) -> list[str]:
     with contextlib.suppress(gradwire.GradwireError), gradwire.attach(net, "int8", deadline_s=DEADLINE_S):
         net.requires_grad_(True)
         said.append(error_of(lambda: backward(net, rank)))
+    net = shard(Net(), mesh)
+    with gradwire.attach(net, "int8", deadline_s=DEADLINE_S):
+        said.append(error_of(lambda: gradwire.attach(net, "int8", deadline_s=DEADLINE_S)))
     return said
 
 

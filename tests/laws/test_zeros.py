@@ -90,7 +90,7 @@ def test_methods_with_memory_are_found() -> None:
 @pytest.mark.parametrize("right", ["normalised", "orthonormal"])
 def test_orthonormal_momentum_stays_finite(right: Literal["normalised", "orthonormal"]) -> None:
     """Its result has the length of a full step however short the momentum is."""
-    check_stays_finite(OrthonormalMomentum(4, 0.8, right), 1e-20, ZEROS)
+    check_stays_finite(OrthonormalMomentum(4, 0.8, right), 1e-36, ZEROS)
 
 
 @pytest.mark.parametrize("name", METHODS)
