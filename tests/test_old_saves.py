@@ -1,8 +1,8 @@
 """What older versions saved is taken up: classes that had other names then are known by them.
 
 `tests/golden/saves` holds a save of each of these, made by one rank before exchanges and warm-ups had their names of
-today, or before a gossip was saved with its counts. None is ever written again: what is saved today is in the other
-tests.
+today, before a gossip was saved with its counts, or before fragments were dealt out by their bytes. None is ever
+written again: what is saved today is in the other tests.
 """
 
 import warnings
@@ -21,6 +21,7 @@ from gradwire.core.renamed import FORMER_NAMES, with_former_names, with_names_of
 from gradwire.core.tree import taken_apart
 from gradwire.session import Session
 from gradwire.session.checkpoint import Savable
+from gradwire.sync.averaging_options import Options
 from laws.damage import difference
 
 SAVES = Path(__file__).with_name("golden") / "saves"
@@ -98,6 +99,47 @@ def test_an_optimizer_takes_up_what_an_older_version_saved(
     optimizer.close()
 
 
+def norms() -> nn.Sequential:
+    return nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 3))
+
+
+def streaming(model: nn.Module, fragments: int = 2) -> gradwire.sync.LocalSGD:
+    inner, outer = torch.optim.SGD(model.parameters(), lr=0.01), gradwire.sync.DiLoCo()
+    options: Options = {"outer": outer, "fragments": fragments, "delay": 1, "deadline_s": 10}
+    return gradwire.sync.LocalSGD(inner, model, every=4, method="topk:0.2", **options)
+
+
+def parts(optimizer: gradwire.sync.LocalSGD) -> list[set[str]]:
+    return [{name.rpartition(".")[0] for name in fragment.parameters} for fragment in optimizer.averaging.fragments]
+
+
+def test_fragments_go_on_as_they_were_dealt_out() -> None:
+    """They were every second layer, which is all of one kind here."""
+    model, saved = norms(), file_of("streaming").read(SAVES / "streaming", 0)
+    optimizer = streaming(model)
+    assert parts(optimizer) == [{"1", "2"}, {"0", "3"}]
+    assert gradwire.load(SAVES / "streaming", optimizer) == 6
+    assert parts(optimizer) == [{"0", "2"}, {"1", "3"}]
+    _, found = taken_apart(optimizer.state_dict())
+    for key, leaves in saved["parameters"].items():
+        assert torch.equal(found.pop(key), leaves["matrix:value"][0]["values"])
+    assert not found
+    trained(optimizer, model, 8)
+    again = streaming(norms())
+    again.load_state_dict(optimizer.state_dict())
+    assert parts(again) == [{"0", "2"}, {"1", "3"}]
+    optimizer.close()
+    again.close()
+
+
+def test_fragments_of_another_model_are_refused() -> None:
+    optimizer = streaming(nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 5)))
+    with pytest.raises(StateError, match=r"global copy of '3\.weight'"):
+        gradwire.load(SAVES / "streaming", optimizer)
+    assert parts(optimizer) == [{"2", "3"}, {"0", "1"}]
+    optimizer.close()
+
+
 def gossip(model: nn.Module, every: int) -> gradwire.sync.Gossip:
     method = gradwire.sync.CHOCO("topk:0.25", 0.5)
     return gradwire.sync.Gossip(model, "ring", method, every=every, deadline_s=10)
@@ -133,7 +175,8 @@ def test_a_save_of_another_method_is_refused_still() -> None:
 
 
 def test_every_former_name_is_read_and_no_class_has_it() -> None:
-    saved = " ".join(str(file_of(path.name).head["reducer"]) for path in SAVES.iterdir())
+    folders = [path for path in SAVES.iterdir() if path.name != "streaming"]  # made with the names of today
+    saved = " ".join(str(file_of(path.name).head["reducer"]) for path in folders)
     for former, today in FORMER_NAMES.items():
         assert f"{former}(" in saved
         assert not hasattr(reducers, former)

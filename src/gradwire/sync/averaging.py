@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from typing_extensions import override
 
 from gradwire.core.errors import AttachError, StateError, StepError
 from gradwire.drivers.engine import Stats
@@ -63,8 +64,8 @@ class Averaging(AveragingState):
         outer: the outer step, such as `DiLoCo()`.
         warmup: so many steps of the run are windows of one step, without the outer step. With `every=` after it, this
             is post-local SGD (Lin et al. 2020).
-        fragments: the model is averaged in so many parts, each at a time of its own in the window (Streaming DiLoCo,
-            Douillard et al. 2025).
+        fragments: the model is averaged in so many parts of about equally many bytes, each at a time of its own in the
+            window (Streaming DiLoCo, Douillard et al. 2025).
         delay: steps that go on while an average is under way. It is taken up after them.
         merge: the share that stays of what a rank has by then; the rest is the global copy's. 0.5 where there is a
             delay, and else 0. "progress" is another rule: the rank goes on from the global copy plus all that it has
@@ -83,6 +84,7 @@ class Averaging(AveragingState):
         since: those of the window so far.
         fragments: the parts in which the model is averaged.
         seconds: of each the second moments of its parameters, where these travel; else empty.
+        replaced: fragments in whose place a save has put others; they are closed with the rest.
 
     Raises:
         CompositionError: a window of no steps, more fragments than layers, and other settings that fit nothing.
@@ -135,6 +137,7 @@ class Averaging(AveragingState):
         self.steps = self.since = self._synced = 0
         self.fragments: list[Fragment] = []
         self.seconds: list[Fragment] = []
+        self.replaced: list[Fragment] = []
         reshard_(model)
         if optimizer is not None:
             require_of_model(optimizer, model)
@@ -144,9 +147,9 @@ class Averaging(AveragingState):
         self.shards = shards_of(model, group, deadline_s, what)
         self.settings += self.shards.says
 
-        def fragment(part: Mapping[str, Tensor], moments: Mapping[str, Tensor]) -> Fragment:
-            session = Session(
-                travelling({**part, **moments}),
+        def session(tensors: Mapping[str, Tensor]) -> Session:
+            return Session(
+                travelling(tensors),
                 method,
                 group=group,
                 seed=seed,
@@ -155,16 +158,12 @@ class Averaging(AveragingState):
                 what=what,
                 form=self.shards.form,
             )
-            return Fragment(part, self.outer, session, moments)
+
+        self._new_session = session
 
         def make() -> None:
-            averages = optimizer if moments == "average" else None
-            for names in split(list(parameters), fragments):
-                part = self.shards.held({name: parameters[name] for name in names})
-                firsts = {FIRST + name: parameter for name, parameter in part.items()} if averages else {}
-                self.fragments.append(fragment(part, firsts))
-                if averages and has_second_moments(averages):
-                    self.seconds.append(fragment({}, {SECOND + name: p for name, p in part.items()}))
+            for names in split({name: p.numel() * p.element_size() for name, p in parameters.items()}, fragments):
+                self._add(self.fragments, self.seconds, names)
             compared = {name: local(parameter) for name, parameter in parameters.items()}
             compared |= persistent_buffers(model) if buffers != "own" else {}
             require_same_start(self._whole_text(), compared, Together(what, self.session.lane, AttachError))
@@ -181,8 +180,27 @@ class Averaging(AveragingState):
             model, buffers, lambda request: ranks.ask(request, self._where()), ranks.rank, ranks.world_size
         )
 
+    def _add(self, fragments: list[Fragment], seconds: list[Fragment], names: Collection[str]) -> None:
+        """Make the fragment of some parameters, and that of their second moments where these travel."""
+        part = self.shards.held({name: parameter for name, parameter in named(self.model).items() if name in names})
+        averages = self.optimizer if self.moments == "average" else None
+        firsts = {FIRST + name: parameter for name, parameter in part.items()} if averages else {}
+        fragments.append(Fragment(part, self.outer, self._new_session({**part, **firsts}), firsts))
+        if averages and has_second_moments(averages):
+            roots = {SECOND + name: parameter for name, parameter in part.items()}
+            seconds.append(Fragment({}, self.outer, self._new_session(roots), roots))
+
+    @override
+    def dealt_out(self, parts: Sequence[Collection[str]]) -> tuple[list[Fragment], list[Fragment]]:
+        fragments, seconds = list[Fragment](), list[Fragment]()
+        for names in parts:
+            self._add(fragments, seconds, names)
+        return fragments, seconds
+
     def __repr__(self) -> str:
-        return f"Averaging({self.settings}, every={self.schedule}, step={self.steps}, by {self.session.reducer!r})"
+        peak = f" (largest {self.peak_share:.0%} of the bytes)" if len(self.fragments) > 1 else ""
+        settings = self.settings.replace(", buffers=", f"{peak}, buffers=", 1)
+        return f"Averaging({settings}, every={self.schedule}, step={self.steps}, by {self.session.reducer!r})"
 
     def _whole_text(self) -> str:
         """All settings, which must be the same on all ranks."""
@@ -192,6 +210,12 @@ class Averaging(AveragingState):
     def session(self) -> Session:
         """The session of the first fragment: its `report()` tells what averaging costs."""
         return self.fragments[0].session
+
+    @property
+    def peak_share(self) -> float:
+        """The part of all bytes that travels at once: that of the largest fragment. 1 / fragments is the least."""
+        sizes = [sum(copy.nbytes for copy in fragment.copies.values()) for fragment in self.fragments]
+        return max(sizes) / max(sum(sizes), 1)
 
     def stats(self) -> Stats:
         """Return bytes and times so far, over all fragments, buffers and what ranks agreed on."""
@@ -384,7 +408,7 @@ class Averaging(AveragingState):
 
     def close(self) -> None:
         """Stop communicating; a second call does nothing. What is under way is forgotten: call `sync` before."""
-        for part in (*self.seconds, *reversed(self.fragments)):  # the first one's session has made the lane
+        for part in (*self.seconds, *reversed(self.fragments), *reversed(self.replaced)):  # the first one has the lane
             part.session.close()
         self.shards.close()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from gradwire.core.saved import Loaded
@@ -15,11 +15,13 @@ from gradwire.sync.fragment import Fragment
 
 
 class Checked(NamedTuple):
-    """A saved state that belongs here, with what each fragment's session makes of it."""
+    """A saved state that belongs here, the fragments that go on from it, and what their sessions make of it."""
 
     saved: Mapping[str, Any]
+    fragments: list[Fragment]
+    seconds: list[Fragment]
     loaded: list[Loaded]
-    seconds: list[Loaded]
+    loaded_seconds: list[Loaded]
 
 
 class AveragingState(ABC):
@@ -32,7 +34,12 @@ class AveragingState(ABC):
     seconds: list[Fragment]
     buffers: Buffers
     shards: Whole
+    replaced: list[Fragment]
     _synced: int
+
+    @abstractmethod
+    def dealt_out(self, parts: Sequence[Collection[str]]) -> tuple[list[Fragment], list[Fragment]]:
+        """Make the fragments of other parts of the model, and those of second moments, on all ranks at once."""
 
     @property
     @abstractmethod
@@ -81,18 +88,33 @@ class AveragingState(ABC):
             StateError: as `load_state_dict`.
         """
         check_state(state, self._head())
-        loaded = [own.unpacked(its) for own, its in zip(self.fragments, state["fragments"], strict=True)]
+        fragments, seconds = self._as_saved(state)
+        loaded = [own.unpacked(its) for own, its in zip(fragments, state["fragments"], strict=True)]
         # Saves of version 0.2 and before have none: the first average then begins from zeros.
-        seconds = [own.unpacked(its) for own, its in zip(self.seconds, state.get(SECONDS, ()), strict=False)]
+        second = [own.unpacked(its) for own, its in zip(seconds, state.get(SECONDS, ()), strict=False)]
         self.buffers.check(state["buffers"])
-        return Checked(state, loaded, seconds)
+        return Checked(state, fragments, seconds, loaded, second)
+
+    def _as_saved(self, state: Mapping[str, Any]) -> tuple[list[Fragment], list[Fragment]]:
+        """The fragments at hand, and where the save was made with other ones, new ones like those.
+
+        Versions up to 0.3 dealt layers out in turn, whatever their bytes. All ranks load such a save at the same time.
+        """
+        dealt = [set(fragment.parameters) for fragment in self.fragments]
+        here = set[str]().union(*dealt)
+        saved = [here.intersection(part["copies"]) for part in state["fragments"]]
+        is_of_this_model = len(saved) == len(dealt) and all(saved) and set[str]().union(*saved) == here
+        return self.dealt_out(saved) if is_of_this_model and saved != dealt else (self.fragments, self.seconds)
 
     def take_up(self, checked: Checked) -> None:
         """Go on from what `checked` returned."""
-        saved, loaded, seconds = checked
+        saved, fragments, seconds, loaded, second = checked
+        if fragments is not self.fragments:
+            self.replaced += [*self.seconds, *self.fragments]
+            self.fragments, self.seconds = fragments, seconds
         for own, its, session in zip(self.fragments, saved["fragments"], loaded, strict=True):
             own.take_up(its, session)
-        for own, its, session in zip(self.seconds, saved.get(SECONDS, ()), seconds, strict=False):
+        for own, its, session in zip(self.seconds, saved.get(SECONDS, ()), second, strict=False):
             own.take_up(its, session)
         self.buffers.take_up(saved["buffers"])
         self.steps, self.since, self._synced = (int(saved[key]) for key in ("steps", "since", "synced"))
