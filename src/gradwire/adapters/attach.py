@@ -35,6 +35,7 @@ def attach(
     checksum: bool = False,
     check_every: int | None = None,
     on_drift: str = "warn",
+    on_non_finite: str = "warn",
 ) -> Handle:
     """Let `reducer` combine the gradients of `model` from the next backward pass on.
 
@@ -63,6 +64,10 @@ def attach(
             of one node, which then differ from the others.
         check_every: steps between two comparisons of the parameters of all ranks, and
         on_drift: what happens where they differ, as for `gradwire.watch_drift`; for DDP. None: they are not compared.
+        on_non_finite: what happens where the mean of a step is not finite, and no loss scaler is there to skip it.
+            "warn": a `NonFiniteWarning` says once whose gradient it was, and the optimizer gets NaN. "skip": `.grad` of
+            all parameters is None after such a pass, on every rank, so that optimizers do nothing, and what the method
+            remembers is as it was before. The report counts these steps. Not with `replicate=`.
 
     Returns:
         A handle with statistics, state and `close`. What the method compiles is compiled by then.
@@ -82,6 +87,7 @@ def attach(
         "grain_numel": grain_numel,
         "scaler": scaler,
         "checksum": checksum,
+        "on_non_finite": on_non_finite,
     }
     if is_fsdp2(model):
         if check_every is not None:

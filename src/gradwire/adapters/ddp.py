@@ -104,8 +104,15 @@ class _Port(BucketPort):
     def after_backward(self, step: BucketStep) -> None:
         """Before DDP writes gradients: look again once it has, where it may keep some of them back."""
         self._session.warn_of_non_finite()
-        if self._finds_unused:
+        if self._session.skipped:
+            queue_callback(self._drop_gradients)
+        elif self._finds_unused:
             queue_callback(lambda: self._take_back_unused(step))
+
+    def _drop_gradients(self) -> None:
+        """Have the optimizer skip a step whose means are not finite."""
+        for parameter in self._names:
+            parameter.grad = None
 
     def _take_back_unused(self, step: BucketStep) -> None:
         """Where no rank used a parameter DDP leaves its gradient as it was: the mean was dropped and is owed still."""

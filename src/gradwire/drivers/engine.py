@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gradwire import kernels
 from gradwire.core.collective import ring_bytes
 from gradwire.core.grain import Grain
 from gradwire.core.state import CARRIED, Leaf, State, carried_leaf, walk
@@ -21,7 +22,7 @@ from gradwire.drivers.interpreter import Interpreter, Pending, Script, Traffic, 
 from gradwire.drivers.plan import Plan, Unit
 from gradwire.drivers.traced import Traced
 from gradwire.reducers.base import Program, Reduced, Step
-from gradwire.reducers.guard import Guard
+from gradwire.reducers.guard import Guard, flagged_by_result
 
 Sink = Callable[[int, Tensor], None]
 """Takes a unit's mean."""
@@ -36,7 +37,7 @@ class Stats(Traffic):
         wire_bytes: sent, as payloads and the algorithm of each collective predict.
         encode_s: CPU time in programs (encoding, decoding, summing).
         wait_s: waiting for collectives.
-        steps: finished steps, and `bad_steps` those that were rolled back.
+        steps: finished steps, and `bad_steps` those whose means were not finite and whose new states were forgotten.
         dense_bytes: the gradients' own size, per step times steps.
         dense_wire_bytes: what a ring all-reduce of the uncompressed gradients would have sent.
         exposed_s: between the last bucket's delivery and the end of the step: what the backward pass did not hide.
@@ -86,9 +87,16 @@ class Engine:
         plan: waves of units.
         transport: issues collectives.
         seed: of all keys.
+
+    Attributes:
+        guards: whether a mean that is not finite is found in every step, whatever the method is.
+        not_finite: the first parameter whose gradient was not finite on this rank, if any was; not looked for on a GPU,
+            which would have to be waited for.
     """
 
     def __init__(self, plan: Plan, transport: Transport, seed: int = 0) -> None:
+        self.guards = False
+        self.not_finite: str | None = None
         self.plan = plan
         self.transport = transport
         self.seed = seed
@@ -193,7 +201,10 @@ class Engine:
 
     def program(self, unit: int) -> Program:
         """The program of a unit whose gradient is in its buffer."""
-        return _program(self._slots[unit], self.step())
+        slot = self._slots[unit]
+        if self.not_finite is None and slot.grain.device.type == "cpu" and not bool(kernels.all_finite(slot.x)):
+            self.not_finite = _first_not_finite(slot)
+        return _program(slot, self.step(), self.guards)
 
     def _ended(self, unit: int, result: Reduced) -> Reduced:
         """Give a value away, if somebody wants it at once."""
@@ -225,6 +236,10 @@ class Engine:
     def forget(self) -> None:
         """Forget the new states of a step whose means nobody has taken, and what is left of one that broke off."""
         self._fresh, self._script, self._waits_for, self._results = None, None, None, []
+
+    def last_was_bad(self) -> bool:
+        """Whether the last step's mean was not finite, as far as its programs told; on a GPU this waits for it."""
+        return self._is_bad()
 
     def _is_bad(self) -> bool:
         return bool(self._flags) and bool(torch.stack(self._flags).any())
@@ -281,17 +296,28 @@ class Engine:
                     _restore(slot.grain, leaf, was.tensor, names, self.transport.rank)
 
 
-def _program(slot: Slot, step: Step) -> Program:
+def _first_not_finite(slot: Slot) -> str:
+    """The first parameter of a slot whose gradient has a value that is not finite."""
+    for segment in slot.grain.segments:
+        if not bool(slot.x[segment.offset : segment.offset + segment.numel].isfinite().all()):
+            return segment.name
+    return slot.grain.name
+
+
+def _program(slot: Slot, step: Step, guards: bool) -> Program:
     """The program of a unit's gradient, and of what is carried over from another method."""
     grain, reducer = slot.unit
     state, carried = slot.state, slot.state.get(CARRIED)
+    if guards and reducer.averages and not isinstance(reducer, Guard):
+        reducer = Guard(reducer)
     if isinstance(carried, Leaf):
         slot.x.add_(carried.tensor)
         state = State({name: node for name, node in state.items() if name != CARRIED})
         # A step that the optimizer skips must not be taken for the one in which it arrived. Rules leave out what is not
         # finite on one rank, and go on doing so.
-        reducer = Guard(reducer) if reducer.averages else reducer
-    return reducer.reduce(grain, slot.x.view(grain.shape), state, step)
+        reducer = Guard(reducer) if reducer.averages and not isinstance(reducer, Guard) else reducer
+    program = reducer.reduce(grain, slot.x.view(grain.shape), state, step)
+    return program if reducer.averages or not guards else flagged_by_result(program)
 
 
 def _buffer_dtype(unit: Unit) -> torch.dtype:

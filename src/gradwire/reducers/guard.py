@@ -69,6 +69,15 @@ def _flagged(reduced: Reduced, bad: Tensor) -> Reduced:
     return reduced._replace(value=poison(reduced.value, bad), bad=bad)
 
 
+def flagged_by_result(program: Program) -> Program:
+    """The same program, whose step is not kept where its result is not finite; that must be alike on all ranks.
+
+    For rules, which leave out what is not finite on few ranks, and may be left with nothing else.
+    """
+    reduced = yield from program
+    return _flagged(reduced, kernels.all_finite(reduced.value).logical_not())
+
+
 def poison(mean: Tensor, bad: Tensor) -> Tensor:
     """Fill `mean` with NaN where the 0-d flag `bad` is set, and return it."""
     if mean.device.type == "cpu":  # the flag can be looked at here without waiting for a device

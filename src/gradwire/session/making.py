@@ -32,7 +32,8 @@ class Maker:
         checksum: whether payloads travel with one.
         what: the call that errors speak of.
         form: how tensors become grains.
-        watch: what else must be the same on all ranks.
+        says: what else must be the same on all ranks.
+        guards: whether means that are not finite are found in every step, see `Engine`.
     """
 
     def __init__(
@@ -45,11 +46,13 @@ class Maker:
         checksum: bool,
         what: str,
         form: Form,
-        watch: str = "",
+        says: str = "",
+        guards: bool = False,
     ) -> None:
         self._lane, self._transport, self._specs = lane, transport, specs
         self._grain_numel, self._checksum, self._what = grain_numel, checksum, what
-        self._form, self._says = form, [says for says in (form.says, watch) if says]
+        self._form, self._says = form, [text for text in (form.says, says) if text]
+        self._guards = guards
         self._device = specs[0].device
 
     def first(self, reducer: Reducer, seed: int) -> Engine:
@@ -119,7 +122,9 @@ class Maker:
         """An engine, with all that is compiled ready."""
         dry_run(planned.units, self._transport.world_size)
         checked = Checked(self._transport, self._lane.failures.ranks) if self._checksum else self._transport
-        return self._form.engine(planned, checked, seed)
+        engine = self._form.engine(planned, checked, seed)
+        engine.guards = self._guards
+        return engine
 
     def _proposed(self, method: Reducer | str, now: Reducer) -> Reducer:
         """The reducer of another method, if it can take over here."""

@@ -30,11 +30,6 @@ MARGIN = 0.05
 SAME_BYTES = 0.02
 """What flags and headers add to a method that sends whole or half gradients, at most, as a part of them."""
 
-NON_FINITE = (
-    "a gradient was not finite on some rank, so the mean is NaN on all of them unless the method is a rule that leaves "
-    "it out, and an optimizer that uses NaN spoils the model: pass attach or Session the training loop's GradScaler "
-    "(scaler=), which skips such steps, or skip them yourself"
-)
 _SHORT = {torch.float32: "fp32", torch.float64: "fp64", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
@@ -67,7 +62,8 @@ class Report:
         ranks: of how many.
         first_step: of the window, counted from 0.
         steps: in the window.
-        bad_steps: since `attach`, that were rolled back because a gradient was not finite.
+        bad_steps: since `attach`, whose mean was not finite, so that what they would have kept was forgotten. With
+            `on_non_finite="skip"` the optimizer has skipped them.
         sent_bytes: a step, as payloads and the algorithm of each collective predict.
         dense_bytes: a step, that a ring all-reduce of the uncompressed gradients sends.
         dense_name: the type of uncompressed gradients, such as "fp32".
@@ -333,7 +329,7 @@ def _norm_rows(report: Report) -> list[Row]:
     elif report.residual_norm is not None:
         rows.append(("residual", significant(report.residual_norm, 3), "its norm; the gradient's is not known yet"))
     if report.bad_steps:
-        rows.append(("bad steps", f"{report.bad_steps}", "rolled back, since a gradient was not finite"))
+        rows.append(("not finite", f"{report.bad_steps}", "steps whose mean was NaN: nothing of them is remembered"))
     return rows
 
 

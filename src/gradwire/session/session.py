@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,8 +24,8 @@ from gradwire.session.lane import Lane, group_of
 from gradwire.session.making import Maker
 from gradwire.session.meeting import group_store
 from gradwire.session.names import TrainedParameters, named, require_all_served, require_whole
+from gradwire.session.non_finite import Culprits, require_reaction, warning_text
 from gradwire.session.reduction import Reduction
-from gradwire.session.report import NON_FINITE
 from gradwire.session.step import SessionStep
 from gradwire.session.step_times import StepBoard
 
@@ -63,6 +63,11 @@ class Session(Figures):
             parameters by name. A comparison is made at the end of a step, of what the optimizer has made of the steps
             before; it reads all parameters and takes a few words through the store. None: they are not compared.
         on_drift: what happens where they differ, "warn", "stop" or "repair", see `gradwire.check_drift`.
+        on_non_finite: what happens where the mean of a step is not finite, and no `scaler` is there to skip the step.
+            "warn": a `NonFiniteWarning`, once; the optimizer gets NaN. "skip": the optimizer gets nothing. After
+            `reduce_(model)` gradients are None then, on every rank, and what the session remembers is as it was before
+            the step. Named tensors hold NaN, and `skipped` tells. Methods that do not send a flag anyway look at the
+            mean once more, and for a sharded model send a flag; on a GPU the end of a step waits for the device.
 
     Attributes:
         begun_with: the method before any `change`, and what else the form says.
@@ -104,7 +109,10 @@ class Session(Figures):
         form: Form = WHOLE,
         check_every: int | None = None,
         on_drift: str = "warn",
+        on_non_finite: str = "warn",
     ) -> None:
+        require_reaction(on_non_finite, scaler)
+        self.on_non_finite = on_non_finite
         self.method, self.reducer = _text(method), form.method(method)
         self.begun_with = ", ".join(filter(None, (repr(self.reducer), form.says)))
         self.saved_as = None
@@ -135,15 +143,25 @@ class Session(Figures):
                 checksum=checksum,
                 what=what,
                 form=form,
-                watch="" if self._watch is None else self._watch.says,
+                says=", ".join(self._settings()),
+                guards=on_non_finite == "skip",
             )
             self.engine, self.window = self._maker.first(self.reducer, seed), Window(form.caps)
+            place = self.lane.group.group_name
             if lane is None and form.times_link and self.measure_link() and self._device.type == "cpu":
-                self._board = StepBoard(group_store(), self.lane.group.group_name, group.rank(), group.size())
+                self._board = StepBoard(group_store(), place, group.rank(), group.size())
+            self._culprits = Culprits(group_store(), f"{place}/{next(iter(self._specs))}", group.rank())
         except BaseException:
             self.close(at_once=True)
             raise
         self.reduction = Reduction(self.engine, self.window, self._board)
+
+    def _settings(self) -> Iterator[str]:
+        """What must be the same on all ranks besides the method."""
+        if self._watch is not None:
+            yield self._watch.says
+        if self.on_non_finite != "warn":
+            yield f"on_non_finite={self.on_non_finite!r}"
 
     def __repr__(self) -> str:
         return f"Session({self.reducer!r}, grains={len(self.engine.plan.units)}, step={self.engine.index})"
@@ -210,6 +228,9 @@ class Session(Figures):
         step.require_fit(given)
         with step:
             step.deliver_all(given)
+        if self.skipped and isinstance(tensors, nn.Module):
+            for parameter in self._trained.all_of(tensors).values():
+                parameter.grad = None
 
     def step(self) -> SessionStep:
         """Begin a step whose tensors come one by one; use it in a `with` block, whose end waits for the results.
@@ -294,15 +315,24 @@ class Session(Figures):
         if self._watch is not None:
             self._watch.step_ended(self)
 
+    @property
+    def skipped(self) -> bool:
+        """Whether the optimizer is to skip the last step, since its mean is not finite; alike on all ranks.
+
+        False unless `on_non_finite` is "skip".
+        """
+        return self.on_non_finite == "skip" and self.engine.last_was_bad()
+
     def warn_of_non_finite(self) -> None:
         """Say once that a gradient was not finite, where no loss scaler is known that would skip such steps."""
         scaled = self._scaler is not None and self._scaler.is_enabled()
         if scaled or self.expects_non_finite or self._warned_of_non_finite:
             return
-        norm_is_known = self._device.type == "cpu"  # a GPU would be waited for
-        if self.engine.found_bad() or (norm_is_known and self.window.found_bad()):
+        engine, norm_is_known = self.engine, self._device.type == "cpu"  # a GPU would be waited for
+        if engine.not_finite or self.skipped or engine.found_bad() or (norm_is_known and self.window.found_bad()):
             self._warned_of_non_finite = True
-            warnings.warn(NonFiniteWarning(NON_FINITE), stacklevel=2)
+            culprit = self._culprits.first(engine.index - 1, engine.not_finite)
+            warnings.warn(NonFiniteWarning(warning_text(culprit, self.on_non_finite)), stacklevel=2)
 
     # State -------------------------------------------------------------------------------------------------------
 

@@ -54,6 +54,10 @@ def attach_fsdp2(
         replicate: a mesh of one dimension or a process group: ranks that have the same shard; or None.
         options: of the session.
     """
+    if replicate is not None and options.get("on_non_finite") == "skip":
+        raise AttachError(
+            'on_non_finite="skip" does not go with replicate=: ranks that hold other shards would not hear of it'
+        )
     groups = groups_of(model)
     codec = None if parameters is None else parameter_codec(parameters)
     says, shards = f"parameters={codec!r}", groups[0].shard_group

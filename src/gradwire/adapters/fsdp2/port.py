@@ -193,6 +193,10 @@ class GradientPort(ABC):
         finally:
             self._leave()
         session.warn_of_non_finite()
+        if session.skipped:
+            for group in self._groups:
+                for parameter in group.trained:
+                    parameter.shard.grad = None
 
     def _finish(self) -> bool:
         """End the engine's step; return whether all ranks reduced the same."""
