@@ -78,6 +78,14 @@ def test_a_checkpoint_s_states_are_taken_up(handle: Handle, tmp_path: Path) -> N
     assert handle.residual_norm() == owed
 
 
+def test_a_checkpoint_of_another_method_says_how_to_go_on(handle: Handle, tmp_path: Path) -> None:
+    gradwire.save(tmp_path, handle)
+    with gradwire.attach(DistributedDataParallel(nn.Linear(3, 2)), "int4") as other:
+        with pytest.raises(gradwire.StateError, match=r"then call change\(\); .* with nothing owed, delete"):
+            load_if_there(tmp_path, other, "new.ckpt")
+        assert other.residual_norm() == 0
+
+
 def test_a_link_leads_to_the_states_of_what_it_points_to(tmp_path: Path) -> None:
     (tmp_path / "last.ckpt").symlink_to("step=3.ckpt")
     assert beside(tmp_path / "last.ckpt") == tmp_path / "step=3.ckpt.gradwire"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -108,6 +110,15 @@ def test_a_parameter_in_many_pieces_comes_back_whole() -> None:
             handle.close()
     for found in gradients[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found, gradients[0], strict=True))
+
+
+def test_a_checkpointer_that_keeps_one_of_each_name_is_refused(tmp_path: Path) -> None:
+    dcp: Any = importlib.import_module("torch.distributed.checkpoint")
+    with gradwire.attach(DDP(nn.Linear(4, 4)), "int4") as handle:
+        for given in (handle, handle.session):
+            with pytest.raises((StateError, dcp.CheckpointException), match=r"pass handle\.stateful\(\) of a model"):
+                dcp.save({"gradwire": given}, checkpoint_id=tmp_path / "checkpoint")
+        assert handle.state_dict()["step"] == 0
 
 
 def test_one_rank_loads_what_it_saved_or_says_what_it_does_not_find(tmp_path: Path) -> None:

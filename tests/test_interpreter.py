@@ -323,7 +323,7 @@ def test_a_trace_has_a_span_for_every_wait_and_for_all_coding(tmp_path: Path) ->
     coded = sum(span.length_s for span in traced.spans if span.kind == "code")
     waited = sum(span.length_s for span in traced.spans if span.kind == "wait")
     assert coded + waited <= traced.spans[-1].ended_s - traced.spans[0].began_s
-    write_chrome_trace(tmp_path / "trace.json", [traced.spans, [Span("wait", "AllReduce", 1.0, 2.0, 4)]])
+    write_chrome_trace(str(tmp_path / "trace.json"), [traced.spans, [Span("wait", "AllReduce", 1.0, 2.0, 4)]])
     text = (tmp_path / "trace.json").read_text()
     assert text.count('"ph": "X"') == 9
     assert '"pid": 1, "tid": "wait", "ts": 1000000.0, "dur": 1000000.0' in text

@@ -93,7 +93,10 @@ def load_if_there(folder: Path, handle: Handle, checkpoint: object) -> None:
     """
     ranks = Together("loading a checkpoint", handle.session.lane, StateError)
     if any(ranks.say(bool(save_folder.manifests(folder)))):
-        load(folder, handle)
+        try:
+            load(folder, handle)
+        except StateError as error:
+            raise StateError(f"{error}. To go on with nothing owed, delete {folder}") from error
     elif ranks.rank == 0:
         text = f"the checkpoint {checkpoint} has no state of gradwire's: training goes on with nothing owed"
         warnings.warn(text, stacklevel=3)

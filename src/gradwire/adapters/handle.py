@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+
 from gradwire.core import saved
 from gradwire.core.link import Link
 from gradwire.drivers.engine import Stats
 from gradwire.reducers.base import Reducer
 from gradwire.session import Session
+from gradwire.session.own_file import require_own_file
 from gradwire.session.report import Report
 
 
@@ -79,7 +82,11 @@ class Handle:
 
         Resuming with the same world size is exact; for another, pass all ranks' states to `gradwire.reshard`.
         `gradwire.save` and `gradwire.load` do all of it, files included.
+
+        Raises:
+            StateError: asked for by `torch.distributed.checkpoint`, which would keep what one rank has.
         """
+        require_own_file(sys._getframe(1))  # pyright: ignore[reportPrivateUsage]
         return self.session.state_dict()
 
     def load_state_dict(self, state: saved.Saved) -> None:

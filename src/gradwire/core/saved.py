@@ -45,7 +45,7 @@ class Loaded(NamedTuple):
 
 
 _REMEDIES = {
-    "reducer": "attach with the spec it was saved with, or begin without it",
+    "reducer": "attach with the spec it was saved with, load, and then call change(); or begin without it",
     "rank": "each rank loads what the same rank saved",
     "world_size": "pass all ranks' states to gradwire.reshard",
 }

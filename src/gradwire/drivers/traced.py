@@ -112,7 +112,7 @@ class _Watched:
         return result
 
 
-def write_chrome_trace(path: Path, ranks: Iterable[Iterable[Span]]) -> None:
+def write_chrome_trace(path: Path | str, ranks: Iterable[Iterable[Span]]) -> None:
     """Write the spans of all ranks for `chrome://tracing` or Perfetto: a process a rank, a line a kind."""
     events = [
         {
@@ -127,4 +127,4 @@ def write_chrome_trace(path: Path, ranks: Iterable[Iterable[Span]]) -> None:
         for rank, spans in enumerate(ranks)
         for span in spans
     ]
-    path.write_text(json.dumps({"traceEvents": events}))
+    Path(path).write_text(json.dumps({"traceEvents": events}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -25,6 +26,7 @@ from gradwire.session.making import Maker
 from gradwire.session.meeting import group_store
 from gradwire.session.names import TrainedParameters, named, require_all_served, require_whole
 from gradwire.session.non_finite import Culprits, require_reaction, warning_text
+from gradwire.session.own_file import require_own_file
 from gradwire.session.reduction import Reduction
 from gradwire.session.step import SessionStep
 from gradwire.session.step_times import StepBoard
@@ -341,7 +343,11 @@ class Session(Figures):
 
         Resuming with the same world size is exact; for another, pass all ranks' states to `gradwire.reshard`.
         `gradwire.save` and `gradwire.load` do all of it, files included.
+
+        Raises:
+            StateError: asked for by `torch.distributed.checkpoint`, which would keep what one rank has.
         """
+        require_own_file(sys._getframe(1))  # pyright: ignore[reportPrivateUsage]
         where = {"step": self.engine.index, "seed": self.seed}
         return saved.pack(self.engine.states(), self._member(), scale=self.scale, **where)
 
