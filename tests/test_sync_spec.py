@@ -53,6 +53,8 @@ def test_windows_are_made_as_written(model: nn.Module) -> None:
 def test_windows_may_grow_or_end_early(model: nn.Module) -> None:
     for spec, schedule in {
         "local:2,last=16,double_after=50": Increasing(2, 16, 50),
+        "local:2,last=16,double_after=25%,steps=150": Increasing(2, 16, 38),
+        "local:2,last=16,double_after=25%,steps=1500": Increasing(2, 16, 375),
         "local:H=64,drift=0.01": DriftTriggered(0.01, 64),
     }.items():
         for optimizer in made(spec, model):
@@ -102,6 +104,12 @@ def test_parentheses_enclose_what_has_commas() -> None:
         ("local:H=8,outer=int4)", "parentheses do not match"),
         ("local:H=8,outer=int9", "unknown method 'int9'"),
         ("local:H=2,last=16", "last= and double_after= together"),
+        ("local:H=2,last=16,double_after=25%", r"tell how long that is, as in double_after=25%,steps=1000"),
+        ("local:H=8,warmup=5%", r"tell how long that is, as in warmup=5%,steps=1000"),
+        ("local:H=8,warmup=101%,steps=50", "give 0% to 100% of one step or more"),
+        ("local:H=8,warmup=5%,steps=0", "give 0% to 100% of one step or more"),
+        ("local:H=8,warmup=some", "a number of steps, or a percentage of steps="),
+        ("local:H=8,steps=100", "tells what percentages are of"),
         ("local:H=8,moments=mine", "known are own, average"),
         ("onebitadam", "needs its freeze_step"),
         ("demo:method=int4", "known are"),

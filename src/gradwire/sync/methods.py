@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -70,14 +71,18 @@ def _parted(given: Mapping[str, Any], frame: type[F], rule: Callable[..., R]) ->
 
 @dataclass(frozen=True)
 class Windows:
-    """Options of every method that averages at the end of windows; see `Averaging` and the module's text."""
+    """Options of every method that averages at the end of windows; see `Averaging` and the module's text.
+
+    `double_after` and `warmup` are numbers of steps, or percentages of the run's `steps`.
+    """
 
     H: int = 8
     last: int | None = None
-    double_after: int | None = None
+    double_after: str | None = None
     drift: float | None = None
+    steps: int | None = None
     outer: str = "none"
-    warmup: int = 0
+    warmup: str = "0"
     fragments: int = 1
     delay: int = 0
     merge: str | None = None
@@ -95,6 +100,8 @@ class Windows:
         """Refuse what would change nothing."""
         if self.last == self.H:
             raise SpecError(f"windows of H={self.H} steps do not grow to last={self.last}: make last= larger")
+        if self.steps is not None and "%" not in f"{self.double_after} {self.warmup}":
+            raise SpecError(f"steps={self.steps} tells what percentages are of, as in double_after=25%: leave it out")
         if self.drift is not None and self.H == 1:
             raise SpecError("drift= ends windows early, and a window of H=1 step cannot end earlier: make H larger")
         if self.merge == "progress" and not self.delay:
@@ -109,9 +116,22 @@ class Windows:
         Raises:
             GradwireError: a method, a schedule or a number that cannot be.
         """
-        same = ("warmup", "fragments", "delay", "buffers", "moments")
-        given = {name: getattr(self, name) for name in same}
-        return given | {"every": self._schedule(), "method": as_method(self.outer), "merge": self._merge()}
+        given = {name: getattr(self, name) for name in ("fragments", "delay", "buffers", "moments")}
+        given |= {"every": self._schedule(), "method": as_method(self.outer), "merge": self._merge()}
+        return given | {"warmup": self._of_run("warmup", self.warmup)}
+
+    def _of_run(self, name: str, text: str) -> int:
+        """A number of steps that was written as one, or as a percentage of the run's, rounded up."""
+        is_share = text.endswith("%")
+        wanted = "a number of steps, or a percentage of steps=, such as 25%"
+        number = convert(f"{name}={text}", name, text.removesuffix("%"), float if is_share else int, wanted)
+        if not is_share:
+            return number
+        if self.steps is None:
+            raise SpecError(f"{name}={text} is a part of the run: tell how long that is, as in {name}={text},steps=1000")
+        if not (0 <= number <= 100 and self.steps > 0):
+            raise SpecError(f"{name}={text},steps={self.steps}: give 0% to 100% of one step or more")
+        return math.ceil(number * self.steps / 100)
 
     def _merge(self) -> Merge | None:
         if self.merge is None or self.merge == "progress":
@@ -122,7 +142,7 @@ class Windows:
         if self.drift is not None:
             return DriftTriggered(self.drift, self.H)
         if self.last is not None and self.double_after is not None:
-            return Increasing(self.H, self.last, self.double_after)
+            return Increasing(self.H, self.last, self._of_run("double_after", self.double_after))
         return Constant(self.H)
 
 
