@@ -128,7 +128,8 @@ class Windows:
         if not is_share:
             return number
         if self.steps is None:
-            raise SpecError(f"{name}={text} is a part of the run: tell how long that is, as in {name}={text},steps=1000")
+            said = f"{name}={text},steps=1000"
+            raise SpecError(f"{name}={text} is a part of the run: tell how long that is, as in {said}")
         if not (0 <= number <= 100 and self.steps > 0):
             raise SpecError(f"{name}={text},steps={self.steps}: give 0% to 100% of one step or more")
         return math.ceil(number * self.steps / 100)

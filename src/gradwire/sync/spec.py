@@ -6,8 +6,9 @@
 
 `H` is `every=` in Python. `outer` is `method=`: a spec of `gradwire.parse` for what carries the changes of a window,
 which travel uncompressed without it. `last=` and `double_after=` make windows grow from `H` steps, `drift=` ends them
-early. `double_after=` and `warmup=` may be percentages of `steps=`, the length of the run. All other options are named as in Python. An optimizer that takes the place of the script's own takes over its
-learning rate, weight decay, betas and eps, as far as it has such options and they are not written.
+early. `double_after=` and `warmup=` may be percentages of `steps=`, the length of the run. All other options are named
+as in Python. An optimizer that takes the place of the script's own takes over its learning rate, weight decay, betas
+and eps, as far as it has such options and they are not written.
 """
 
 from __future__ import annotations
