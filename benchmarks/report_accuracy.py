@@ -112,6 +112,7 @@ def on_rank(rank: int, world_size: int, width: int, slower: float, rounds: int, 
     began = time.perf_counter()
     with gradwire.attach(mine.ddp, method, deadline_s=120) as handle:
         attached_s = time.perf_counter() - began
+        mine.processor.watch_coding(handle.session.engine)
         for training in (plain, mine):  # buckets are rebuilt, kernels loaded
             training.turn(6)
         steps: list[float] = []

@@ -16,6 +16,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
+import gradwire
 from comparisons import comparison, run
 from gradwire.bench import compare, crossover
 from gradwire.bench.compare_options import CompareError, CompareOptions
@@ -50,6 +51,27 @@ def test_a_slow_processor_takes_its_factor_of_what_was_computed():
     begun = time.perf_counter()
     processor.pay()
     assert time.perf_counter() - begun < 0.05
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_what_a_slow_processor_codes_is_slept_for_where_it_is_coded():
+    """So messages leave later, the report counts it as coding, and the step is not charged with it once more."""
+    processor = SlowProcessor(4)
+    given = {"a": torch.randn(3_000_000)}
+    with gradwire.Session(given, "int4", deadline_s=30) as session:
+        session.reduce_(given)
+        before = session.stats().encode_s
+        processor.watch_coding(session.engine)
+        processor.begin()
+        begun, cpu = time.perf_counter(), time.process_time()
+        session.reduce_(given)
+        seconds, used = time.perf_counter() - begun, time.process_time() - cpu
+        coded = session.stats().encode_s - before
+    assert 4 * used > coded > 2 * used
+    assert seconds > 0.9 * coded
+    begun = time.perf_counter()
+    processor.pay()
+    assert time.perf_counter() - begun < 3 * used - 0.5 * coded
 
 
 def test_gradients_of_a_slow_processor_come_as_late_as_they_would():

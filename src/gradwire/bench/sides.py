@@ -17,6 +17,7 @@ from typing_extensions import override
 
 import gradwire
 from gradwire.asynchronous import parse as parse_asynchronous
+from gradwire.bench.slow import SlowProcessor
 from gradwire.bench.torch_hooks import attach_torch, parse_torch, predicted_bytes
 from gradwire.sync import parse as parse_sync
 
@@ -65,6 +66,10 @@ class Side(ABC):
 
     def link_changed(self) -> None:
         """The link has got its rate; every rank calls this."""
+        return
+
+    def slow_down(self, processor: SlowProcessor) -> None:
+        """Have coding take as long as on an emulated processor, where it would not be noticed otherwise."""
         return
 
     def begin(self) -> None:
@@ -163,6 +168,10 @@ class GradwireSide(DDPSide):
     def link_changed(self) -> None:
         """Measure again: paced connections were not slow yet when the handle was made."""
         self._handle.measure_link()
+
+    @override
+    def slow_down(self, processor: SlowProcessor) -> None:
+        processor.watch_coding(self._handle.session.engine)
 
     def close(self) -> None:
         """Join its thread before the group goes away."""

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from gradwire.drivers.engine import Engine
+
 MOST = 1000.0
 _LEAST_SLEEP_S = 1e-3
 
@@ -47,15 +49,17 @@ class SlowProcessor:
 
     For each second of processor time that the process uses, whichever thread uses it, the thread that trains sleeps for
     factor - 1 seconds, in small portions: after the forward pass, before each gradient is handed over, and at the end
-    of a step. So computing and coding take as much longer for every method, gradients come as late as they would, and
-    the cores of this machine stay free for the other hosts. What does not get slower is the kernel, and each message
-    once it is coded. What a thread of its own codes after the last gradient is paid for at the end of the step.
+    of a step. Coding of a session that is watched is slept for by the thread that codes, before it sends. So computing
+    and coding take as much longer for every method, gradients and messages come as late as they would, and the cores of
+    this machine stay free for the other hosts. What does not get slower is the kernel. What another thread codes after
+    the last gradient, as of hooks that are not gradwire's, is paid for at the end of the step.
     """
 
     def __init__(self, factor: float) -> None:
         self._factor = factor
         self._seen_s = 0.0
         self._owed_s = 0.0
+        self._paid_s = 0.0  # of processor time, by threads that code
 
     def watch(self, model: nn.Module) -> None:
         """Sleep before gradients of a model are handed over."""
@@ -66,16 +70,30 @@ class SlowProcessor:
     def _on_gradient(self, _: torch.Tensor) -> None:
         self.pay()
 
+    def watch_coding(self, engine: Engine) -> None:
+        """Sleep for what an engine codes, where it codes."""
+        if self._factor > 1:
+            engine.slow_down(self._coded)
+
+    def _coded(self, seconds: float) -> float:
+        self._paid_s += seconds
+        time.sleep((self._factor - 1) * seconds)
+        return self._factor * seconds
+
     def begin(self) -> None:
         """A step begins; what was done since the last one was off the clock."""
-        self._seen_s = time.process_time()
+        self._seen_s = self._unpaid_s()
 
     def pay(self) -> None:
         """Sleep for what was computed since the last call."""
-        now = time.process_time()
+        now = self._unpaid_s()
         self._owed_s += (self._factor - 1) * (now - self._seen_s)
         self._seen_s = now
         if self._owed_s > _LEAST_SLEEP_S:
             begun = time.perf_counter()
             time.sleep(self._owed_s)
             self._owed_s -= time.perf_counter() - begun  # a sleep is always a little longer: the next one is shorter
+
+    def _unpaid_s(self) -> float:
+        """Processor time so far, less what threads that code have slept for."""
+        return time.process_time() - self._paid_s

@@ -107,6 +107,7 @@ class Trainer:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.base_lrs = [group["lr"] for group in side.optimizer.param_groups]
         self.processor = SlowProcessor(job.slow[self.rank] if job.slow else 1.0)
+        side.slow_down(self.processor)
         self.processor.watch(task.model)  # before the next line: a gradient has come once it was slept for
         self.gradient = LastGradient(task.model) if side.reduces_behind_gradients else None
         self.log = Log(label=side.label)

@@ -145,6 +145,13 @@ class Engine:
         self.transport = self._interpreter.transport = traced = Traced(inner)
         return traced
 
+    def slow_down(self, coded: Callable[[float], float]) -> None:
+        """Have coding take longer: `coded` is given the CPU seconds of each piece, and returns what it has made of it.
+
+        For emulated hosts. It is called on the thread that codes, before anything is sent.
+        """
+        self._interpreter.coded = coded
+
     def deliver(self, unit: int, offset: int, gradient: Tensor) -> None:
         """Copy `gradient`, 1-d, to `offset` in the buffer of a unit."""
         slot = self._slots[unit]

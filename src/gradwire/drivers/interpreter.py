@@ -187,9 +187,13 @@ class Interpreter(Generic[T]):
         transport: issues collectives.
         traffic: is told what was sent and how long coding took.
         window: how many waves may be in flight.
+
+    Attributes:
+        coded: is told the CPU seconds of each piece of coding, before what it made is sent; returns what counts.
     """
 
     def __init__(self, transport: Transport, traffic: Traffic | None = None, window: int = WINDOW) -> None:
+        self.coded: Callable[[float], float] = float
         self.transport = transport
         self.traffic = traffic or Traffic()
         self._window = window
@@ -257,7 +261,7 @@ class Interpreter(Generic[T]):
             else:
                 requests.append((i, turn))
         batches = coalesced(requests)
-        self.traffic.encode_s += time.thread_time() - began
+        self.traffic.encode_s += self.coded(time.thread_time() - began)
         run.pending = [(batch, self._issued(batch)) for batch in batches]
         if run.pending:
             self._in_flight.append(run)
