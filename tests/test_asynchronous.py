@@ -20,6 +20,7 @@ from gradwire.asynchronous import (
     ASGD,
     DCASGD,
     AdaptiveDCASGD,
+    AsynchronousOptimizer,
     Barriers,
     Bounded,
     DelayedNesterov,
@@ -533,3 +534,23 @@ def test_the_page_runs() -> None:
     blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     assert len(blocks) == 3
     exec("".join(blocks), {})
+
+
+# Coding -----------------------------------------------------------------------------------------------------------
+
+
+def test_what_coding_compiles_is_ready_before_the_first_step(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the very length of each server's part, since some kernels are for long vectors only."""
+    coded: list[int] = []
+    encode = BlockInt.encode_into
+
+    def noted(self: BlockInt, x: Tensor, *rest: Any) -> None:
+        coded.append(x.numel())
+        encode(self, x, *rest)
+
+    monkeypatch.setattr(BlockInt, "encode_into", noted)
+    layer = nn.Linear(40, 40)
+    inner = torch.optim.SGD(layer.parameters(), 0.1)
+    optimizer = AsynchronousOptimizer(inner, layer, sending=Sending(BlockInt(4)), deadline_s=20)
+    assert coded == [40 * 41]
+    optimizer.close()

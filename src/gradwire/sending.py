@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -83,6 +84,16 @@ class Sending:
         out = torch.empty(like.numel(), dtype=dtype, device=like.device)
         self.codec.decode_into(layout_of(self.codec, like.numel(), dtype).views(wire), out, key)
         return out.to(like.dtype)
+
+    def warm_up(self, likes: Iterable[Tensor]) -> None:
+        """Send zeros from here to here, so that what coding vectors like these compiles is ready before the first step.
+
+        >>> Sending.of("int4").warm_up([torch.zeros(100)])
+        """
+        for numel, dtype in {(like.numel(), like.dtype) for like in likes}:
+            zeros = torch.zeros(numel, dtype=dtype)
+            wire, _ = self.send(zeros, None, Key())
+            self.receive(wire, zeros, Key())
 
     def nbytes(self, like: Tensor) -> int:
         """Bytes of a vector like `like`."""

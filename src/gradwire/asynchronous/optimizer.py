@@ -127,6 +127,7 @@ class AsynchronousOptimizer(ModelWrapper):
         self._servers = RemoteServers(
             connections, parts, self.rank, sending=sending, seed=seed, deadline_s=self.deadline_s
         )
+        sending.warm_up(Names(part).flat(part) for part in parts)
         self._described = f"{type(inner).__name__} pushed by {settings}"
         self._is_open = self._steps = True
         granted = self._servers.join()
