@@ -36,7 +36,7 @@ def dion(network: nn.Module, **more: Any) -> Dion:
     return Dion(network, 1e-2, weight_decay=0.1, rank=4, **more)
 
 
-def orth_dion(network: nn.Module, **more: Any) -> Dion:
+def dion_orthonormal(network: nn.Module, **more: Any) -> Dion:
     return Dion(network, 1e-2, rank=4, right="orthonormal", adam=("0.*",), **more)
 
 
@@ -73,7 +73,7 @@ LOSSY: dict[str, Make] = {
     "zero_one_adam": zero_one_adam,
     "demo": demo,
     "dion": dion,
-    "orth_dion": orth_dion,
+    "dion_orthonormal": dion_orthonormal,
 }
 LOSSLESS: dict[str, Make] = {
     **LOSSY,
