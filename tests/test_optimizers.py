@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from gradwire.bench.ranks import run_function
 from gradwire.codecs.dct_topk import cosines
 from gradwire.core.grain import matrix_grain
 from gradwire.sync.optimizers import DeMo, Dion, OneBitAdam, OrthonormalMomentum, SharedOptimizer, ZeroOneAdam
+from gradwire.sync.optimizers.zero_one_adam import local_steps
 from optimizer_cases import DEADLINE_S, LOSSY, STEPS, digest, give_gradients, model
 from processors import PLAIN, WITHOUT_NUMBA
 
@@ -118,6 +121,20 @@ def test_another_number_of_ranks_goes_on_with_what_was_owed(name: str) -> None:
 @each
 def test_they_compose_with_slow_averaging(name: str) -> None:
     assert run("with_slow_averaging", 2)[0][name] == [step % 4 == 3 for step in range(STEPS)]
+
+
+def test_0_1_adam_has_no_local_steps_where_its_page_says() -> None:
+    """With the defaults, from the freeze on."""
+    freeze, scaler, clipper = (
+        inspect.signature(ZeroOneAdam).parameters[name].default
+        for name in ("var_freeze_step", "local_step_scaler", "local_step_clipper")
+    )
+    lengths = [local_steps(step, freeze, scaler, clipper) for step in range(freeze - 2, freeze + 5 * scaler)]
+    first = next(i for i, length in enumerate(lengths) if length > 1) + freeze - 2
+    page = (Path(__file__).parents[1] / "docs" / "optimizers.md").read_text()
+    assert f"With the defaults ({freeze:,} and {scaler:,}) there are no local steps before step {first:,}" in page
+    assert f"before step {first:,}" in (ZeroOneAdam.__doc__ or "")
+    assert [length for length, _ in itertools.groupby(lengths)] == [1, 2, 4, 8, 16]
 
 
 @each_size

@@ -26,7 +26,8 @@ class SGP(Method):
         x_i <- sum over j of P[i, j] (x_j + u_j),    w_i <- sum over j of P[i, j] w_j,    z_i = x_i / w_i
 
     Columns of P sum to 1, so sums over ranks stay as they are, and all z_i come together at sum(x) / sum(w), the mean.
-    Without weights they would come together at a mean in which ranks count by how much others listen to them.
+    Without weights ranks would not come together: rank i would end at w_i times the mean, with the w_i that weights
+    come to, more than 1 where a rank is sent more than it gives away.
 
     What is kept is b_i = x_i - z_i, since x_i + u_i is then the parameters plus b_i, whatever optimizer has moved them.
     The weight travels as one more element of the parameters. What a rank keeps is what it has less what it sends, each
