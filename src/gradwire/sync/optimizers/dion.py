@@ -18,7 +18,7 @@ from gradwire.sync.optimizers.orthonormal import OrthonormalMomentum, Orthonorma
 
 
 class Dion(SharedOptimizer):
-    """Distributed orthonormalised updates (Ahn, Xu et al. 2025).
+    """Distributed orthonormalised updates (Ahn, Xu et al. 2025, Algorithm 1, for ranks with momenta of their own).
 
     A matrix X of shape (rows, columns) moves along the strongest `rank` directions of momentum B = M + G, by steps of
     one length in each of them. With Q of the last step:
@@ -31,10 +31,10 @@ class Dion(SharedOptimizer):
 
     Adam takes three kinds of parameters, with the mean of the ranks' gradients and at the rate `adam_share * lr`: those
     of one dimension; those with a name in `adam`; and matrices whose two factors are no smaller than themselves, where
-    rows * columns <= rank * (rows + columns). So the third kind begins at half the full rank for a square matrix.
-    The authors know no third kind: they take min(rank, rows, columns) columns of every matrix, up to its full rank.
-    `every_matrix=True` does the same, and then a matrix of small sides or of full rank sends up to twice its own size.
-    The authors leave embeddings and output layers to Adam, which `adam` does by their names.
+    rows * columns <= rank * (rows + columns). So the third kind begins at half the full rank for a square matrix. Where
+    it deviates: the authors know no third kind; they take min(rank, rows, columns) columns of every matrix, up to its
+    full rank. `every_matrix=True` does the same, and then a matrix of small sides or of full rank sends up to twice its
+    own size. The authors leave embeddings and output layers to Adam, which `adam` does by their names.
 
     Args:
         params: a model, or parameters, named parameters or groups; float32.
@@ -56,7 +56,7 @@ class Dion(SharedOptimizer):
         AttachError: as `gradwire.Session`, which also warns of a glob that meets no name.
 
     References:
-        Ahn, Xu et al. 2025, "Dion: distributed orthonormalized updates";
+        Ahn, Xu et al. 2025, "Dion: distributed orthonormalized updates", arXiv:2504.05295;
         Nakamori et al. 2026, "Orth-Dion: eliminating geometric mismatch in distributed low-rank spectral optimization",
         arXiv:2605.16341, of which it has the orthonormal right factor alone.
 
