@@ -40,6 +40,11 @@ def dion_orthonormal(network: nn.Module, **more: Any) -> Dion:
     return Dion(network, 1e-2, rank=4, right="orthonormal", adam=("0.*",), **more)
 
 
+def dion_every_matrix(network: nn.Module, **more: Any) -> Dion:
+    """Of full rank in both matrices."""
+    return Dion(network, 1e-2, rank=30, every_matrix=True, **more)
+
+
 def zero_one_adam(network: nn.Module, **more: Any) -> ZeroOneAdam:
     """Refreshes in steps 0, 1, 2 and 4, exchanges in 3 and 5, then two steps alone, an exchange, and one alone."""
     return ZeroOneAdam(network, 1e-2, weight_decay=0.1, method="sign:64", **policy(1), **more)
@@ -74,6 +79,7 @@ LOSSY: dict[str, Make] = {
     "demo": demo,
     "dion": dion,
     "dion_orthonormal": dion_orthonormal,
+    "dion_every_matrix": dion_every_matrix,
 }
 LOSSLESS: dict[str, Make] = {
     **LOSSY,

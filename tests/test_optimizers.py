@@ -352,6 +352,12 @@ def test_dion_leaves_to_adam_what_its_text_says(every_matrix: bool) -> None:
     optimizer.close()
 
 
+def test_the_reducer_of_dion_is_called_what_saves_of_before_call_it() -> None:
+    optimizer = Dion(model(), rank=4, deadline_s=DEADLINE_S)
+    assert "default=OrthonormalMomentum(rank=4, momentum=0.95, right='normalised'))" in optimizer.kind
+    optimizer.close()
+
+
 def by_adam(optimizer: Dion) -> list[str]:
     return [name for name, parameter, _ in optimizer.entries() if optimizer.state[parameter]]
 

@@ -141,7 +141,7 @@ class DGC(Wrapper):
     gradient, then, where too many entries exceed it, exact top-k of those. So does the selection that every top-k here
     goes through (`kernels.topk_indices`), and its result is the exact top-k always: a sample of four thousand elements
     only guesses where candidates begin, and where it guesses wrong all elements are counted. The paper takes top-k of
-    each layer, and this of each grain. Its warm-up is of the density alone, by steps and not by epochs.
+    each layer, and this of each grain. The warm-up here is of the density alone, by steps and not by epochs.
 
     Args:
         density: the fraction sent in the end, in (0, 1].
