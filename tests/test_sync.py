@@ -69,19 +69,19 @@ def test_outer_steps_are_those_of_the_papers(outer: str, ranks: int) -> None:
 
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_bmuf_keeps_the_look_ahead_of_the_papers_global_model(nesterov: bool) -> None:
-    """Next to the paper's two models: W, and what the next block begins with."""
+    """Next to the paper's two models: the global one, and what the next block begins with."""
     momentum, lr, rule = 0.75, 0.5, BMUF(0.75, 0.5, nesterov)
     generator = torch.Generator().manual_seed(0)
-    x, W, begun, D = (torch.zeros(5, dtype=torch.float64) for _ in range(4))
+    x, global_model, begun, filtered = (torch.zeros(5, dtype=torch.float64) for _ in range(4))
     memory = rule.memory(x)
     for _ in range(6):
         ends = begun + torch.randn(5, generator=generator, dtype=torch.float64)  # the mean of all ranks
         rule.move_(x, ends - x, memory, Rates(0.1, 0.1))
-        D = momentum * D + lr * (ends - begun)
-        W = W + D
-        begun = W + momentum * D if nesterov else W
+        filtered = momentum * filtered + lr * (ends - begun)
+        global_model = global_model + filtered
+        begun = global_model + momentum * filtered if nesterov else global_model
         torch.testing.assert_close(x, begun)
-    assert (float((x - W).abs().max()) > 0.1) == nesterov
+    assert (float((x - global_model).abs().max()) > 0.1) == nesterov
 
 
 @RANKS
