@@ -51,7 +51,7 @@ class DCTTopK(Float32Codec):
         CompositionError: density, chunk or values out of range.
 
     References:
-        Peng, Quesnelle & Kingma 2024, "DeMo: decoupled momentum optimization".
+        Peng, Quesnelle & Kingma 2024, "DeMo: decoupled momentum optimization", arXiv:2411.19870.
 
     >>> codec = DCTTopK(1 / 8, chunk=8)
     >>> codec.decode(codec.encode(torch.ones(8)), torch.ones(8)).round(decimals=4)
