@@ -36,8 +36,13 @@ def dion(network: nn.Module, **more: Any) -> Dion:
     return Dion(network, 1e-2, weight_decay=0.1, rank=4, **more)
 
 
-def orth_dion(network: nn.Module, **more: Any) -> Dion:
+def dion_orthonormal(network: nn.Module, **more: Any) -> Dion:
     return Dion(network, 1e-2, rank=4, right="orthonormal", adam=("0.*",), **more)
+
+
+def dion_every_matrix(network: nn.Module, **more: Any) -> Dion:
+    """Of full rank in both matrices."""
+    return Dion(network, 1e-2, rank=30, every_matrix=True, **more)
 
 
 def zero_one_adam(network: nn.Module, **more: Any) -> ZeroOneAdam:
@@ -73,7 +78,8 @@ LOSSY: dict[str, Make] = {
     "zero_one_adam": zero_one_adam,
     "demo": demo,
     "dion": dion,
-    "orth_dion": orth_dion,
+    "dion_orthonormal": dion_orthonormal,
+    "dion_every_matrix": dion_every_matrix,
 }
 LOSSLESS: dict[str, Make] = {
     **LOSSY,

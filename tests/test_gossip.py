@@ -183,8 +183,8 @@ def test_pushed_values_come_to_the_exact_mean(on: Graph) -> None:
     assert sum(float(state.tensor("weight")[0]) for state in ranks.states) == pytest.approx(on.ranks, abs=1e-13)
 
 
-def test_without_weights_pushed_values_come_to_another_mean() -> None:
-    """What is left of x_i without a division counts ranks by how much they are heard, and differs between ranks."""
+def test_without_weights_ranks_end_at_different_multiples_of_the_mean() -> None:
+    """Without a division rank i ends at w_i times the mean, so ranks do not come together."""
     xs = starts(DIRECTED.ranks)
     ranks = virtual(DIRECTED, SGP())
     rounds(ranks, xs, 400)

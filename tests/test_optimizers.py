@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from gradwire.bench.ranks import run_function
 from gradwire.codecs.dct_topk import cosines
 from gradwire.core.grain import matrix_grain
 from gradwire.sync.optimizers import DeMo, Dion, OneBitAdam, OrthonormalMomentum, SharedOptimizer, ZeroOneAdam
+from gradwire.sync.optimizers.zero_one_adam import local_steps
 from optimizer_cases import DEADLINE_S, LOSSY, STEPS, digest, give_gradients, model
 from processors import PLAIN, WITHOUT_NUMBA
 
@@ -104,7 +107,7 @@ def test_bytes_are_counted() -> None:
     dense = zero_one["ratio"] * zero_one["bytes"]
     assert zero_one["bytes"] < dense * (4 / 7 + 0.1)
     assert found["demo"]["ratio"] > 4
-    assert 1.5 < found["dion"]["ratio"] < found["orth_dion"]["ratio"] * 3
+    assert 1.5 < found["dion"]["ratio"] < found["dion_orthonormal"]["ratio"] * 3
 
 
 @each
@@ -112,12 +115,26 @@ def test_another_number_of_ranks_goes_on_with_what_was_owed(name: str) -> None:
     for rank in run("resharded", 2):
         difference, largest = rank[name]
         assert difference <= 1e-6
-        assert largest > 0 or name == "orth_dion"  # which leaves this weight to Adam
+        assert largest > 0 or name == "dion_orthonormal"  # which leaves this weight to Adam
 
 
 @each
 def test_they_compose_with_slow_averaging(name: str) -> None:
     assert run("with_slow_averaging", 2)[0][name] == [step % 4 == 3 for step in range(STEPS)]
+
+
+def test_0_1_adam_has_no_local_steps_where_its_page_says() -> None:
+    """With the defaults, from the freeze on."""
+    freeze, scaler, clipper = (
+        inspect.signature(ZeroOneAdam).parameters[name].default
+        for name in ("var_freeze_step", "local_step_scaler", "local_step_clipper")
+    )
+    lengths = [local_steps(step, freeze, scaler, clipper) for step in range(freeze - 2, freeze + 5 * scaler)]
+    first = next(i for i, length in enumerate(lengths) if length > 1) + freeze - 2
+    page = (Path(__file__).parents[1] / "docs" / "optimizers.md").read_text()
+    assert f"With the defaults ({freeze:,} and {scaler:,}) there are no local steps before step {first:,}" in page
+    assert f"before step {first:,}" in (ZeroOneAdam.__doc__ or "")
+    assert [length for length, _ in itertools.groupby(lengths)] == [1, 2, 4, 8, 16]
 
 
 @each_size
@@ -269,11 +286,16 @@ def test_demo_is_its_algorithm() -> None:
 
 
 @pytest.mark.parametrize("right", ["normalised", "orthonormal"])
-def test_dion_is_its_algorithm(right: Any) -> None:
-    """The factors' signs and order are free, their product is not; so the reference uses LAPACK's QR."""
-    rows, columns, rank, momentum = 24, 12, 3, 0.9
+@pytest.mark.parametrize("rank", [3, 10, 12, 99])
+def test_dion_is_its_algorithm(right: Any, rank: int) -> None:
+    """The factors' signs and order are free, their product is not; so the reference uses LAPACK's QR.
+
+    With `every_matrix` up to the full rank, 12, which stands for all larger ones, as in the authors' code.
+    """
+    rows, columns, momentum = 24, 12, 0.9
     weight = nn.Parameter(torch.zeros(rows, columns))
-    optimizer = Dion([("w", weight)], 0.1, momentum, rank=rank, right=right, deadline_s=DEADLINE_S)
+    every = rank > 3
+    optimizer = Dion([("w", weight)], 0.1, momentum, rank=rank, right=right, every_matrix=every, deadline_s=DEADLINE_S)
     (_, state), *_ = optimizer.session.engine.states()
     right_factor = state.tensor("Qt")[0].double().T
     kept, moved = torch.zeros(2, rows, columns, dtype=torch.float64)
@@ -299,7 +321,7 @@ def oriented_qr(R: Tensor) -> Tensor:
     return Q * triangle.diagonal().sign()
 
 
-def test_orth_dion_has_singular_values_of_one() -> None:
+def test_orthonormal_right_factors_have_singular_values_of_one() -> None:
     found: dict[str, Tensor] = {}
     for right in ("normalised", "orthonormal"):
         ranks = Lockstep(OrthonormalMomentum(4, right=right), matrix_grain(20, 20), world_size=2)
@@ -313,9 +335,31 @@ def test_orth_dion_has_singular_values_of_one() -> None:
 def test_dion_leaves_to_adam_what_is_small_or_named() -> None:
     network = model()
     optimizer = Dion(network, rank=4, adam=("2.*",), deadline_s=DEADLINE_S)
-    by_adam = [name for name, parameter, _ in optimizer.entries() if optimizer.state[parameter]]
-    assert by_adam == ["0.bias", "2.weight", "2.bias", "3.weight", "3.bias"]
+    assert by_adam(optimizer) == ["0.bias", "2.weight", "2.bias", "3.weight", "3.bias"]
     optimizer.close()
+
+
+@pytest.mark.parametrize("every_matrix", [False, True])
+def test_dion_leaves_to_adam_what_its_text_says(every_matrix: bool) -> None:
+    """Matrices whose two factors are no smaller than themselves, or with `every_matrix` none."""
+    shapes = [(rows, columns) for rows in (2, 7, 8, 9, 100) for columns in (1, 3, 8, 9, 64)]
+    parameters = [(f"{shape}", nn.Parameter(torch.zeros(shape))) for shape in shapes]
+    parameters += [("vector", nn.Parameter(torch.zeros(100))), ("named", nn.Parameter(torch.zeros(100, 100)))]
+    optimizer = Dion(parameters, rank=4, every_matrix=every_matrix, adam=("named",), deadline_s=DEADLINE_S)
+    wide = [f"{(m, n)}" for m, n in shapes if m * n <= 4 * (m + n)]
+    assert 0 < len(wide) < len(shapes)
+    assert by_adam(optimizer) == [*([] if every_matrix else wide), "vector", "named"]
+    optimizer.close()
+
+
+def test_the_reducer_of_dion_is_called_what_saves_of_before_call_it() -> None:
+    optimizer = Dion(model(), rank=4, deadline_s=DEADLINE_S)
+    assert "default=OrthonormalMomentum(rank=4, momentum=0.95, right='normalised'))" in optimizer.kind
+    optimizer.close()
+
+
+def by_adam(optimizer: Dion) -> list[str]:
+    return [name for name, parameter, _ in optimizer.entries() if optimizer.state[parameter]]
 
 
 def test_a_layer_without_gradients_gets_through_when_they_come_back() -> None:

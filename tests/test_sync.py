@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from gradwire import AttachError, CompositionError, StateError, StepError
 from gradwire.bench.ranks import run_function
-from gradwire.sync import Averaging, DiLoCo, DriftTriggered, Hierarchical, Increasing, LocalSGD, SlowMo
+from gradwire.sync import BMUF, Averaging, DiLoCo, DriftTriggered, Hierarchical, Increasing, LocalSGD, SlowMo
 from gradwire.sync.outer import Rates
 
 CASES = str(Path(__file__).with_name("sync_cases.py"))
@@ -65,6 +65,23 @@ def test_no_step_is_lost_where_progress_is_kept(ranks: int) -> None:
 @pytest.mark.parametrize("outer", ["mean", "diloco", "slowmo", "bmuf"])
 def test_outer_steps_are_those_of_the_papers(outer: str, ranks: int) -> None:
     assert all(found[outer] < 1e-12 for found in run("by_hand", ranks))
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_bmuf_keeps_the_look_ahead_of_the_papers_global_model(nesterov: bool) -> None:
+    """Next to the paper's two models: the global one, and what the next block begins with."""
+    momentum, lr, rule = 0.75, 0.5, BMUF(0.75, 0.5, nesterov)
+    generator = torch.Generator().manual_seed(0)
+    x, global_model, begun, filtered = (torch.zeros(5, dtype=torch.float64) for _ in range(4))
+    memory = rule.memory(x)
+    for _ in range(6):
+        ends = begun + torch.randn(5, generator=generator, dtype=torch.float64)  # the mean of all ranks
+        rule.move_(x, ends - x, memory, Rates(0.1, 0.1))
+        filtered = momentum * filtered + lr * (ends - begun)
+        global_model = global_model + filtered
+        begun = global_model + momentum * filtered if nesterov else global_model
+        torch.testing.assert_close(x, begun)
+    assert (float((x - global_model).abs().max()) > 0.1) == nesterov
 
 
 @RANKS

@@ -146,6 +146,7 @@ def _markdown(grammar: str) -> str:
 
 def _papers() -> Iterator[str]:
     yield "## Papers\n"
+    yield "[differences.md](differences.md) says where a method is not what its paper has.\n"
     for paper, entries in groupby(sorted(_with_papers(), key=_paper), key=_paper):
         yield f"- {_codes(entry.name for entry in entries)}: {paper}"
     yield ""

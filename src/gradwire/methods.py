@@ -370,7 +370,7 @@ _METHODS = (
     _rule(
         "adasum",
         Adasum,
-        "between mean and sum, by angle",
+        "the mean of parallel gradients, the sum of orthogonal ones",
         None,
         "adasum",
         synonyms=("adaptive_sum",),

@@ -393,7 +393,42 @@ def test_adasum_is_its_definition_layer_by_layer(n: int) -> None:
     torch.testing.assert_close(seen.double(), want, rtol=1e-5, atol=1e-5)
 
 
-def test_adasum_lies_between_the_mean_and_the_sum() -> None:
+def pair_at(cosine: float, ratio: float) -> tuple[Tensor, Tensor]:
+    """Two vectors at an angle, the second one `ratio` times as long as the first."""
+    sine = (1 - cosine**2) ** 0.5
+    return torch.tensor([[[1.0, 0.0, 0.0]]]), ratio * torch.tensor([[[cosine, sine, 0.0]]])
+
+
+@pytest.mark.parametrize("ratio", [1.0, 0.7, 5.0])
+@pytest.mark.parametrize("cosine", [-1.0, -0.99, -0.8, -0.5, -0.1, 0.0, 0.1, 0.5, 0.9, 1.0])
+def test_adasum_of_two_is_as_long_as_its_text_says(cosine: float, ratio: float) -> None:
+    a, b = pair_at(cosine, ratio)
+    seen = Lockstep(Adasum(), matrix_grain(1, 3), 2).step([a, b])[0]
+    square = (1 + ratio**2) * (1 - 3 * cosine**2 / 4) + ratio * cosine**3 / 2
+    assert float(seen.square().sum()) == pytest.approx(square, abs=1e-5)
+    assert square <= 1 + ratio**2
+    length, mean, total = (float(x.norm()) for x in (seen, (a + b) / 2, a + b))
+    assert mean - 1e-6 <= length
+    if cosine >= 0:
+        assert length <= total + 1e-6
+    elif ratio == 1.0:
+        assert length == pytest.approx((1 - cosine / 2) * total, abs=1e-5)
+    if abs(cosine) == 1.0:
+        torch.testing.assert_close(seen, (a + b) / 2)
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 5, 8])
+@pytest.mark.parametrize("lean", [-1.0, -0.3, 0.0, 1.0])
+def test_adasum_is_no_longer_than_gradients_at_right_angles_would_be(n: int, lean: float) -> None:
+    """At obtuse angles as well: every second gradient leans against the others, or all lean the same way."""
+    common = normal((1, 5, 8), 99)
+    for seed in range(20):
+        xs = [normal((1, 5, 8), 100 * seed + i) + lean * common * (-1) ** i for i in range(n)]
+        seen = Lockstep(Adasum(), matrix_grain(5, 8), n).step(xs)[0]
+        assert float(seen.square().sum()) <= sum(float(x.square().sum()) for x in xs) * (1 + 1e-6)
+
+
+def test_adasum_of_parallel_gradients_is_their_mean_and_of_orthogonal_ones_their_sum() -> None:
     x = normal((1, 6, 6), 1)
     assert torch.equal(Lockstep(Adasum(), matrix_grain(6, 6), 4).step([x] * 4)[0], x)
     apart = [torch.zeros(1, 6, 6).index_fill(1, torch.tensor([i]), 1.0 + i) for i in range(4)]

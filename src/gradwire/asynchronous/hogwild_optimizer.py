@@ -29,9 +29,11 @@ _MEMORY = Path("/dev/shm")
 class HogwildOptimizer(ModelWrapper):
     """Steps an inner optimizer whose parameters all ranks of this machine share, without locks (Recht et al. 2011).
 
-    Each of n ranks makes steps of lr / n, so n of them move as far as one synchronous step of the mean, and learning
-    rates need no change. Nothing is sent. Each rank's optimizer has a state of its own. What is atomic and what is not
-    is said at `gradwire.asynchronous.processes.hogwild`; it is for sparse updates, which seldom meet.
+    Algorithm 1 of the paper is this for plain SGD with sparse gradients. Where it deviates: any optimizer makes the
+    step, and dense gradients, which write all elements, are possible. Each of n ranks makes steps of lr / n, so n of
+    them move as far as one synchronous step of the mean, and learning rates need no change. Nothing is sent. Each
+    rank's optimizer has a state of its own. What is atomic and what is not is said at
+    `gradwire.asynchronous.processes.hogwild`; it is for sparse updates, which seldom meet.
 
     Args:
         inner: the optimizer of this rank. From now on only this one steps it.

@@ -40,6 +40,9 @@ class Free(Pace):
 class Bounded(Pace):
     """Bounded staleness, SSP: own - slowest <= s, so completed steps differ by s + 1 at most (Ho et al. 2013).
 
+    Section 2 of the paper. Where it deviates: there a worker reads from a cache until that is more than s clocks old;
+    here it pulls what the servers have now after each of its pushes.
+
     With s = 0 all workers compute each step from the same parameters, as synchronous training does.
 
     Args:

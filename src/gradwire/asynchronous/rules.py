@@ -66,6 +66,8 @@ class Rule(ABC):
 class ASGD(Rule):
     """w -= lr factor(tau) g: plain asynchronous SGD, or with a rate that falls with staleness.
 
+    The plain rule is of no paper in particular; `Inverse` is that of Zhang, Gupta, Lian & Liu 2016.
+
     Args:
         lr: eta, above 0. Pushes are added and not averaged: n workers at rate eta / n move as one at rate eta.
         rate: e.g. `Inverse()`.
@@ -125,7 +127,7 @@ class DCASGD(Rule):
 
 @dataclass(frozen=True)
 class AdaptiveDCASGD(Rule):
-    """DC-ASGD whose lambda falls where gradients are large (Zheng et al. 2017, DC-ASGD-a), elementwise:
+    """DC-ASGD whose lambda falls where gradients are large (Zheng et al. 2017, Algorithm 2, DC-ASGD-a), elementwise:
 
         v = decay v + (1 - decay) g*g
         w -= lr (g + lambda_0 / sqrt(v + 1e-7) g*g*(w - w_pulled))

@@ -25,7 +25,8 @@ class AffineInt(Float32Codec):
 
         s = (high - low) / 255,   z = round(-low / s),   q = round(x / s) + z,   decoded: s (q - z)
 
-    This is the grid of `torch.quantize_per_tensor` with a min-max observer (Jacob et al. 2018, Section 2.1). It uses
+    This is the grid of `torch.quantize_per_tensor` with a min-max observer (Jacob et al. 2018, Section 2.1). Where it
+    deviates: there the grid is that of a trained layer, found once; here each block of each gradient has one. It uses
     one-sided gradients better than `BlockInt`, whose grid is symmetric. Every error is at most |x| and s / 2, so
     delta >= 1 - block / 255^2. A block with a NaN or an infinity decodes to no finite value.
 

@@ -25,6 +25,8 @@ class BlockInt(Float32Codec):
 
     Sums of such integers overflow and scales differ, so payloads never ride a plain all-reduce: use two-shot.
 
+    No paper has quite this: integers with a scale for each block are common practice.
+
     Args:
         bits: 2 to 8.
         block: elements that share a scale; a multiple of 8.

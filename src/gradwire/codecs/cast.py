@@ -39,7 +39,7 @@ class _Elements(Codec):
 
 @dataclass(frozen=True)
 class Identity(_Elements):
-    """Send the gradient as it is: payload = x, in x's own dtype. The baseline, on the same path as all others.
+    """Send the gradient as it is: payload = x, in x's own dtype. The baseline, of no paper, on the path of all others.
 
     >>> Identity().payload_bytes(10)
     40
@@ -77,7 +77,7 @@ class FP16(_Cast):
     """Cast to IEEE half precision: 2 bytes an element, 11 significant bits, range 6e-8 to 65504.
 
     Not a contraction: values below 6e-8 vanish and values above 65504 overflow to infinity, which the guard
-    reports as it does any other.
+    reports as it does any other. No paper has it as a method of its own.
 
     >>> FP16().payload_bytes(10)
     24
@@ -91,7 +91,7 @@ class BF16(_Cast):
     """Cast to bfloat16: 2 bytes an element, float32's range with 8 significant bits.
 
     delta = 1 - 2^-18 for normal numbers: the relative error of each element is at most 2^-9. Numbers below
-    float32's smallest normal are kept as far as bfloat16's subnormals reach.
+    float32's smallest normal are kept as far as bfloat16's subnormals reach. No paper has it as a method of its own.
 
     >>> BF16().payload_bytes(10)
     24
@@ -110,7 +110,7 @@ class StochasticBF16(Codec):
 
     Relative errors are below 2^-7 and their variance at most x^2 2^-16, so it is a contraction too. Not additive: an
     all-reduce would round its sums to nearest, and no longer be unbiased; two-shot and all-gather sum in float32.
-    Magnitudes beyond the largest bfloat16 may overflow, as in `BF16`.
+    Magnitudes beyond the largest bfloat16 may overflow, as in `BF16`. No paper has it as a method of its own.
 
     >>> StochasticBF16().payload_bytes(10)
     24

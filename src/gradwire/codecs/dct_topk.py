@@ -38,8 +38,9 @@ class DCTTopK(Float32Codec):
     Payload: for each chunk in turn k values; then k indices a chunk of log2(chunk) bits, packed side by side. The last
     chunk is filled up with zeros.
 
-    Deviation from DeMo: its chunks are tiles of a matrix, transformed in both dimensions, and it sends the sign of what
-    is decoded in place of the mean; here chunks run along the flat tensor, and means are means.
+    Where it deviates from DeMo, Algorithm 1: there chunks are tiles of a matrix, transformed in both dimensions, and
+    here they run along the flat tensor. DeMo sends coefficients with their magnitudes, as this does; the signs are
+    those of its step, which every rank takes of what it has decoded. Here a mean is a mean. See `DeMo` for the rest.
 
     Args:
         density: fraction of coefficients sent, in (0, 1].
@@ -50,7 +51,7 @@ class DCTTopK(Float32Codec):
         CompositionError: density, chunk or values out of range.
 
     References:
-        Peng, Quesnelle & Kingma 2024, "DeMo: decoupled momentum optimization".
+        Peng, Quesnelle & Kingma 2024, "DeMo: decoupled momentum optimization", arXiv:2411.19870.
 
     >>> codec = DCTTopK(1 / 8, chunk=8)
     >>> codec.decode(codec.encode(torch.ones(8)), torch.ones(8)).round(decimals=4)

@@ -23,8 +23,9 @@ class FP8(Float32Codec):
     """Cast to an 8-bit float after division by the least power of two that makes the block fit.
 
     s = 2^k with max|x| / s in (max/2, max], max = 448 (e4m3) or 57344 (e5m2); decodes to s fp8(x / s), rounded to
-    nearest. Nothing saturates, and being powers of two, scales take a byte and lose nothing. (The OCP microscaling
-    formats take k = floor(log2 max|x|) - floor(log2 max), so that the largest elements may saturate by an eighth.)
+    nearest. Nothing saturates, and being powers of two, scales take a byte and lose nothing. Where it
+    deviates: the OCP microscaling formats take k = floor(log2 max|x|) - floor(log2 max), so that the largest elements
+    may saturate by an eighth, and blocks of 32; Micikevicius et al. 2022 leave scales open.
     Bytes travel as uint8: Gloo refuses tensors of 8-bit floats, and their sums would not fit in the format.
 
     Relative errors are at most r = 2^-4 (e4m3) or 2^-3 (e5m2) while x / s is a normal number of the format, and below

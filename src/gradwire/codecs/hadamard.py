@@ -24,9 +24,10 @@ class Hadamard(Float32Codec):
     and that changes each step; every block has signs of its own. Decodes to D H^T y / sqrt(N): a projection, hence a
     contraction with delta = k / N in expectation. Linear, so payloads ride an all-reduce and carry numbers only.
 
-    Random-k keeps as much in expectation, but all or nothing of each entry. Here each entry is seen a little in every
-    step, and one large entry cannot be missed: the error of a block hardly depends on the draw. It costs log2(N)
-    additions an element, and never a matrix.
+    Where it deviates: Tropp's transform is scaled up by sqrt(N / k), which makes it unbiased, and this one is not,
+    which makes it a projection. Random-k keeps as much in expectation, but all or nothing of each entry. Here each
+    entry is seen a little in every step, and one large entry cannot be missed: the error of a block hardly depends on
+    the draw. It costs log2(N) additions an element, and never a matrix.
 
     Args:
         density: fraction of numbers sent, in (0, 1].

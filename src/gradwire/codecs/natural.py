@@ -18,15 +18,16 @@ from gradwire.core.payload import Field, Layout, Payload
 class Natural(Float32Codec):
     """Round each element at random to the power of two below or above: its sign and exponent, 9 bits.
 
-    For 2^a <= |x| < 2^(a+1), C(x) = sign(x) 2^(a+1) with probability |x| / 2^a - 1, else sign(x) 2^a. Unbiased with
-    E (C(x) - x)^2 <= x^2 / 8 (Horvath et al. 2019), elementwise and without any scale. Less than one, that
-    is also a contraction with delta = 7/8, so a two-shot owner keeps what the second rounding lost.
+    For 2^a <= |x| < 2^(a+1), C(x) = sign(x) 2^(a+1) with probability |x| / 2^a - 1, else sign(x) 2^a. Unbiased with E
+    (C(x) - x)^2 <= x^2 / 8 (Horvath et al. 2019, section 2, Definition 1), elementwise and without any scale. Less than
+    one, that is also a contraction with delta = 7/8, so a two-shot owner keeps what the second rounding lost.
 
     At the ends of float32: zeros are exact, subnormal numbers become 0 or 2^-126 without bias (but with a relative
     variance beyond 1/8), and numbers above 2^127 become 2^127, since 2^128 is no float32. NaN and infinity become
     infinity of the same sign. Of float16, numbers above 32768 may be rounded up to 65536, which is infinite there.
 
-    The paper's wire is 9 bits an element; here exponents and signs are two fields, so that both fill whole bytes.
+    Where it deviates: the paper's wire is 9 bits an element; here exponents and signs are two fields, so that both fill
+    whole bytes.
 
     References:
         Horvath, Ho, Horvath, Sahu, Canini & Richtarik 2019, "Natural compression for distributed deep learning".

@@ -23,6 +23,7 @@ class QSGD(Float32Codec):
 
     Unbiased, with variance E||Q(x) - x||^2 <= min(d/s^2, sqrt(d)/s) ||x||^2 for blocks of d elements (Alistarh et
     al. 2017, "QSGD", Lemma 3.1). A level and a sign take ceil(log2(s + 1)) + 1 bits, really packed.
+    Where it deviates: the paper codes levels by Elias' code, whose length varies; here all have as many bits.
 
     Args:
         levels: s, at least 1 and at most 32767.

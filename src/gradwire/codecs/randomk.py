@@ -22,9 +22,10 @@ class RandomK(Float32Codec):
     """Keep k = max(1, round(density * d)) coordinates drawn with a shared key: one of each of k runs of neighbours.
 
     All ranks draw the same coordinates, so payloads are additive and carry values only, in the order of coordinates.
-    Each coordinate is drawn with probability k/d, which is all that is asked for by the proof that it is, unscaled, a
-    contraction with delta = k/d in expectation (Stich et al. 2018, Lemma A.1); with `scaled=True` values are scaled
-    by d/k, which is unbiased with variance d/k - 1 and must not be wrapped in error feedback. Runs
+    Where it deviates: the paper's rand_k draws all sets of k alike, and each rank draws for itself. Here each
+    coordinate is drawn with probability k/d, which is all that is asked for by the proof that it is, unscaled, a
+    contraction with delta = k/d in expectation (Stich et al. 2018, Lemma A.1); with `scaled=True` values are scaled by
+    d/k, which is unbiased with variance d/k - 1 and must not be wrapped in error feedback. Runs
     (`gradwire.kernels.stratified_indices`) make choosing and placing one pass over memory each.
 
     Args:

@@ -20,7 +20,8 @@ class Sign(Float32Codec):
     """sign(x) * mean|x| per block: one bit an element, eight to a byte, and a float32 scale a block.
 
     A contraction with delta = ||x||_1^2 / (d ||x||_2^2) >= 1/block (Karimireddy et al. 2019, "Error feedback
-    fixes SignSGD", Lemma 8, applied to each block). Biased, so it needs error feedback. Zero counts as positive.
+    fixes SignSGD", Lemma 8, applied to each block). Biased, so it needs error feedback. Where it deviates: the paper
+    has one scale for all elements, and here zero counts as positive.
 
     Args:
         block: elements that share a scale; a multiple of 8.

@@ -28,6 +28,9 @@ class Threshold(Float32Codec):
     error feedback, as those below tau are: what is left is below tau everywhere, or, where the payload is full, the
     whole was a contraction with delta = k/d. Finding the entries is one reading pass where they fit.
 
+    Where it deviates: Strom 2015 sends +tau or -tau for an entry, in one word with its index, and keeps the rest of it;
+    here its value is sent, as by the hard threshold of Sahu et al. 2021, who have no cap.
+
     Args:
         tau: the least magnitude sent, at least 0, in the units of what is reduced: under loss scaling, scaled ones.
         cap: the largest fraction of entries sent, in (0, 1].

@@ -54,11 +54,12 @@ def check_indices_format(name: str) -> None:
 class TopK(Float32Codec):
     """Keep the k = max(1, round(density * d)) entries of largest magnitude, exactly; ties go to the lowest index.
 
-    A contraction with delta = k/d (Stich, Cordonnier & Jaggi 2018, "Sparsified SGD with memory", Lemma A.1).
-    Biased, so it wants error feedback. Payload: k values, then their k indices, coded as
-    `gradwire.kernels.indices` says: 8.6 bits an index at a density of 1%, where the entropy of the positions is 8.1
-    bits and int32 takes 32. The payload's size depends on d alone; `used_bytes` says how much of it a channel must
-    carry.
+    A contraction with delta = k/d (Stich, Cordonnier & Jaggi 2018, "Sparsified SGD with memory", Lemma A.1). Biased, so
+    it wants error feedback. Where it deviates from gradient dropping (Aji & Heafield 2017, Algorithm 1): they estimate
+    a threshold from a sample of the gradient; here exactly k entries of each grain are sent. Payload: k values, then
+    their k indices, coded as `gradwire.kernels.indices` says: 8.6 bits an index at a density of 1%, where the entropy
+    of the positions is 8.1 bits and int32 takes 32. The payload's size depends on d alone; `used_bytes` says how much
+    of it a channel must carry.
 
     Args:
         density: fraction of entries sent, in (0, 1].

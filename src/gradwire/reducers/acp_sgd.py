@@ -45,7 +45,8 @@ class ACPSGD(LowRank):
     with the same bytes and of rank 4 at 2.51 with half of them. It can pay only where what a step waits for is the
     number of its collectives.
 
-    Whether a step is odd is told by its number alone. Both factors are kept, so a step that is not kept, after a
+    Where it deviates: bytes, memory and the choice of matrices are those of `PowerSGD` here. Whether a step is odd is
+    told by its number alone. Both factors are kept, so a step that is not kept, after a
     gradient that was not finite, only makes the next one hold an older factor. As in `PowerSGD` matrices of one shape
     are one batch, columns of a factor are scaled by powers of two between steps, and those that vanish are redrawn
     from the key. Factors of 16-bit gradients travel in the gradients' dtype, others as float32, or all as `factors`

@@ -45,6 +45,9 @@ class AdaptivePrecision(Reducer):
     On a GPU the host waits for its result, since the format of what is sent depends on it. Bytes without data
     (`gradwire cost`) are those of fp16. Not a contraction: a rank whose gradient is far below the others' loses it.
 
+    Where it deviates: the paper scales the loss by one factor, so that few gradients underflow. To measure each grain
+    and to choose its format by what was measured is of no paper.
+
     Args:
         wide: what a grain travels in that does not fit: "fp32", as it is (gradients of 16 bits stay so), or "bf16",
             which every backend that gradwire knows sums: Gloo, and NCCL since 2.10.

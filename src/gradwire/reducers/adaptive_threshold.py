@@ -36,6 +36,9 @@ class AdaptiveThreshold(Reducer):
     room for twice the density (`Threshold`); what does not fit waits in error feedback. While residuals build up, in
     the first few 1/density steps, tau lags behind and up to twice the density is sent.
 
+    Where it deviates: the paper finds tau anew from a sample in each step, and top-k of what exceeds it where that is
+    too much. The moving average and the cap are of no paper.
+
     Args:
         density: the fraction of entries to send, on average, in (0, 1].
         memory: of the moving average, in [0, 1).

@@ -51,7 +51,8 @@ class CountSketch(Reducer):
     entries never being less likely, so that k/d is a contraction in expectation over hashes, for ranks that agree. As
     for every choice made on the mean, no bound holds for a rank whose large entries others cancel.
 
-    Deviation: the paper fetches exact values of P k candidates and keeps k of them; here all that is fetched is kept.
+    Where it deviates: the paper fetches exact values of P k candidates and keeps k of them; here all that is fetched is
+    kept.
 
     Args:
         density: k = max(1, round(density * d)) entries are kept.

@@ -22,6 +22,9 @@ class ErrorFeedback(Wrapper):
     What `gradwire.compress` does with a codec alone, around an exchange: the exchange's encoder takes from y what it
     sends, and leaves the new residual.
 
+    Where it deviates: in the paper y is lr * x + e and is itself the step. Here e is in units of gradients, and any
+    optimizer makes the step, so what waits is scaled by the learning rate of the step in which it is sent.
+
     Needs a contraction: over anything else the residual grows without bound. It also needs a result that is linear in
     what is sent: a rule such as the median drops parts of payloads that this rank counts as sent. Residuals are float32
     even for gradients in half precision. Owned state: the tensor `x` becomes the new residual, so nothing of its size

@@ -31,8 +31,8 @@ class GradZip(LowRank):
     the same; with it nothing has to be made orthonormal, and directions weaker than the regularisation shrink, which
     error feedback sends later. Bytes: (rows + columns) * rank floats.
 
-    Deviation: factors are regularised relative to their size, so that no constant has to fit the gradients' scale, and
-    P, which follows from Q, is not kept between steps.
+    Where it deviates: factors are regularised relative to their size, so that no constant has to fit the gradients'
+    scale, and P, which follows from Q, is not kept between steps.
 
     Args:
         rank: r, at least 1.

@@ -21,15 +21,15 @@ from gradwire.reducers.sharding import CutPayload, Shards
 
 @dataclass(frozen=True)
 class MajorityVote(Reducer):
-    """mean_j = s sign(sum over ranks of sign(x_j)): one bit an element each way (Bernstein et al. 2018, 2019).
+    """mean_j = s sign(sum over ranks of sign(x_j)): one bit an element each way (Bernstein et al. 2018, Algorithm 3).
 
     Rank j counts the votes of shard j (all-to-all of packed signs) and sends their majority to all (all-gather).
 
-    The papers leave two rules open. Here zero votes for +, as in `Sign`, so keep parameters whose gradients are mostly
-    zeros (embeddings) out of it by a `Partition`. Where an even number of ranks is split, rank (step mod n) decides: no
-    sign and no rank is favoured, and nothing is drawn. The papers step by +-1 and leave the size to the learning rate;
-    here s is the median over ranks of mean|x| over the block, so that a rate meant for SGD fits. That is a float32 a
-    block each way, 1.008 bits an element with the default block.
+    Where it deviates: the papers leave two rules open. Here zero votes for +, as in `Sign`, so keep parameters whose
+    gradients are mostly zeros (embeddings) out of it by a `Partition`. Where an even number of ranks is split, rank
+    (step mod n) decides: no sign and no rank is favoured, and nothing is drawn. The papers step by +-1 and leave the
+    size to the learning rate; here s is the median over ranks of mean|x| over the block, so that a rate meant for SGD
+    fits. That is a float32 a block each way, 1.008 bits an element with the default block.
 
     It conserves nothing and is not the mean, nor does it contract: what it keeps instead is that the sign of every
     element is that of most ranks, and that no rank, however large its gradient, has more than one vote on it. Nor has

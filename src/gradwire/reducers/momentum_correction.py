@@ -135,10 +135,13 @@ class DGC(Wrapper):
     """Deep Gradient Compression as its paper has it: `MomentumCorrection` of top-k, with a density that ramps down.
 
     The first steps send 25%, 6.25%, 1.5625% and 0.4% of the entries (those of these that are above `density`), `ramp`
-    steps each: an epoch in the paper (Section 3.3). The paper selects in two stages, to save time: a threshold sampled
-    from 0.1 to 1% of the gradient, then, where too many entries exceed it, exact top-k of those. So does the selection
-    that every top-k here goes through (`kernels.topk_indices`), and its result is the exact top-k always: a sample of
-    four thousand elements only guesses where candidates begin, and where it guesses wrong all elements are counted.
+    steps each: an epoch in the paper (Section 3.3).
+
+    Where it deviates: the paper selects in two stages, to save time: a threshold sampled from 0.1 to 1% of the
+    gradient, then, where too many entries exceed it, exact top-k of those. So does the selection that every top-k here
+    goes through (`kernels.topk_indices`), and its result is the exact top-k always: a sample of four thousand elements
+    only guesses where candidates begin, and where it guesses wrong all elements are counted. The paper takes top-k of
+    each layer, and this of each grain. The warm-up here is of the density alone, by steps and not by epochs.
 
     Args:
         density: the fraction sent in the end, in (0, 1].

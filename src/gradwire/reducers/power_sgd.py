@@ -59,7 +59,8 @@ class PowerSGD(LowRank):
 
     What this rank sent is P Q_local^T, so error feedback keeps M - P Q_local^T: the mean of what was sent *is* the
     mean, and of the difference between a rank's gradient and the mean only what lies outside the span of P is kept.
-    The authors' code and PyTorch keep M - P Q^T, all of it, which owes the same in sum: that is `sent="mean"`. Bytes:
+    Where it deviates: the authors' code and PyTorch keep M - P Q^T, all of it, which owes the same in sum: that is
+    `sent="mean"`. Q is scaled between steps, and `momentum` and `factors` are of no paper (see below). Bytes:
     (rows + columns) * rank floats an iteration. Factors of 16-bit gradients travel in the gradients' dtype, others as
     float32, or all as `factors` says; all arithmetic is float32. In 16 bits twice the rank costs the same: rounding P
     is harmless, since every rank orthogonalises the same sum, what rounding takes from its part of Q a rank owes, and

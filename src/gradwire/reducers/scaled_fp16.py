@@ -34,6 +34,8 @@ class ScaledFP16(Reducer):
     gradients are: plain fp16 loses what is below 6e-8. Powers of two round nothing; k is at most 126, so that both
     powers are float32. Not a contraction: a rank whose gradient is far below the others' loses it.
 
+    It is of no paper. Loss scaling (Micikevicius et al. 2018) has one factor for all gradients, found by trial.
+
     >>> from gradwire.core.grain import flat_grain
     >>> from gradwire.drivers.lockstep import Lockstep
     >>> ranks = Lockstep(ScaledFP16(), flat_grain(2), world_size=2)

@@ -34,7 +34,7 @@ class Sketch(Reducer):
     gradient that it does not see would pile up. (A Gaussian S decoded with its transpose is no contraction: its
     eigenvalues are about columns / r.) Linear, so the mean of what is sent is the mean. Nothing is kept between steps
     and nothing depends on past gradients. Matrices of equal shape share S. Parameters with fewer than two dimensions
-    or no more than r columns go uncompressed; for flat tensors there is `Hadamard`.
+    or no more than r columns go uncompressed; for flat tensors there is `Hadamard`. No paper has it as a method.
 
     Args:
         rank: r, at least 1.

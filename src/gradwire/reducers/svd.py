@@ -23,10 +23,11 @@ class SVD(LowRank):
 
         mean = 1/n sum over ranks, in rank order, of (U_r S_r) V_r^T
 
-    The optimum of Eckart & Young 1936 for every single rank, and the yardstick that PowerSGD approaches; the mean has
-    rank n r at most. Deterministic, a contraction with delta = r / min(rows, columns), since the r largest of so many
-    squared singular values are at least their share. A full decomposition takes hundreds of times as long as a step
-    of PowerSGD: this is for tables of quality, not for training. Bytes a rank sends: (n - 1) (rows + columns) r floats.
+    No paper has it as a method: it is the optimum of Eckart & Young 1936 for every single rank, and the yardstick that
+    PowerSGD approaches; the mean has rank n r at most. Deterministic, a contraction with delta = r / min(rows,
+    columns), since the r largest of so many squared singular values are at least their share. A full decomposition
+    takes hundreds of times as long as a step of PowerSGD: this is for tables of quality, not for training. Bytes a rank
+    sends: (n - 1) (rows + columns) r floats.
 
     Args:
         rank: r, at least 1.

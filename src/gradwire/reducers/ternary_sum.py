@@ -24,13 +24,14 @@ from gradwire.reducers.sharding import CutPayload, Shards
 
 @dataclass(frozen=True)
 class TernarySum(Reducer):
-    """mean = s/n sum over ranks of t, with t_i in {-1, 0, 1} and s the same for all (Wen et al. 2017, scaler sharing).
+    """mean = s/n sum over ranks of t, with t_i in {-1, 0, 1} and s the same for all (Wen et al. 2017, section 3).
 
     The largest scale of each block is agreed on (an all-reduce of maxima), so that digits add up as integers. Rank j
     sums shard j's digits (all-to-all, 1.6 bits an element) and sends the sums to all (all-gather,
     ceil(log2(2n + 1)) bits an element), exactly: unlike a two-shot `TernGrad`, nothing is rounded a second time.
 
-    Unbiased for gradients clipped to the largest of the ranks' bounds, where the paper clips each to its own. Sums
+    It is the paper's scaler sharing. Where it deviates: it is unbiased for gradients clipped to the largest of the
+    ranks' bounds, where the paper clips each to its own; scales are of blocks and not of layers. Sums
     ride no all-reduce of bytes, which would send 8 bits where 3 are needed for three ranks.
 
     Args:

@@ -68,7 +68,7 @@ def _require_momentum(momentum: float, nesterov: bool) -> None:
 
 @dataclass(frozen=True)
 class Mean(Outer):
-    """x = x_0 + d, the mean of all ranks' parameters (Stich 2019, algorithm 1).
+    """x = x_0 + d, the mean of all ranks' parameters (Stich 2019, Algorithm 1).
 
     References:
         Stich 2019, "Local SGD converges fast and communicates little".
@@ -83,7 +83,7 @@ class Mean(Outer):
 class DiLoCo(Outer):
     """b = momentum b + d; x = x_0 + lr (d + momentum b), or x_0 + lr b without Nesterov's look ahead.
 
-    This is `torch.optim.SGD` on the gradient -d, to rounding (Douillard et al. 2023, algorithm 1, with the outer
+    This is `torch.optim.SGD` on the gradient -d, to rounding (Douillard et al. 2023, Algorithm 1, with the outer
     optimizer that the paper recommends).
 
     References:
@@ -122,9 +122,10 @@ class DiLoCo(Outer):
 class SlowMo(Outer):
     """u = beta u - d / gamma; x = x_0 - alpha gamma u, gamma the inner learning rate (Wang et al. 2020).
 
-    What is kept is v = -gamma u, so v = (beta gamma / gamma') v + d and x = x_0 + alpha v, with gamma' of the window
-    before. Ranks use the largest gamma of all, per parameter group, so that a scheduler that lags behind on one rank
-    does not bring their global copies apart. Where gamma is 0 the mean is taken and v stays.
+    Algorithm 1 of the paper. Where it deviates: what is kept is v = -gamma u, so v = (beta gamma / gamma') v + d and x
+    = x_0 + alpha v, with gamma' of the window before. Ranks use the largest gamma of all, per parameter group, so that
+    a scheduler that lags behind on one rank does not bring their global copies apart. Where gamma is 0 the mean is
+    taken and v stays.
 
     References:
         Wang, Tantia, Ballas & Rabbat 2020, "SlowMo: improving communication-efficient distributed SGD with slow
@@ -163,8 +164,14 @@ class SlowMo(Outer):
 class BMUF(Outer):
     """D = momentum D + lr d; x = x_0 + D, or with Nesterov's look ahead x = x_0 + lr d + momentum D.
 
-    Blockwise model update filtering (Chen & Huo 2016; d is their G, taken from what the window began with).
-    A usual momentum is 1 - 1/n for n ranks.
+    Blockwise model update filtering (Chen & Huo 2016; d is their G, taken from what the window began with, and lr their
+    block learning rate). A usual momentum is 1 - 1/n for n ranks. Without `nesterov` it is their classical block
+    momentum, where W(t) = W(t-1) + D is both the global model and what the next block begins with.
+
+    Where it deviates: with `nesterov` the paper keeps two models, W(t) = W(t-1) + D and the look-ahead
+    W(t) + momentum D with which the next block begins. Here x is the look-ahead alone, as in fairseq's BMUF. Blocks are
+    trained alike, but what `sync()` and `evaluating()` give is a step of momentum D ahead of the paper's global model.
+    A momentum that changes between blocks, which the paper allows, is not possible here.
 
     References:
         Chen & Huo 2016, "Scalable training of deep learning machines by incremental block training with intra-block

@@ -1,4 +1,4 @@
-"""Adasum: gradients that agree are averaged, gradients at right angles are added."""
+"""Adasum: gradients on one line are averaged, gradients at right angles are added."""
 
 from __future__ import annotations
 
@@ -26,9 +26,22 @@ class Adasum(Reducer):
 
         a (+) b = a (1 - a.b / 2|a|^2) + b (1 - a.b / 2|b|^2)
 
-    Parallel gradients give their mean, orthogonal ones their sum, so the result lies between the mean and n times it:
-    learning rates are those of a single rank. A zero gradient leaves the other as it is. The tree halves the ranks, the
-    lower half the larger, and every layer (parameter) has coefficients of its own.
+    That is the mean of a and b, and half of what each has at right angles to the other. So two gradients on one line,
+    in the same or in opposite directions, give their mean, and orthogonal ones their sum. At any angle, with c the
+    cosine of it,
+
+        |a (+) b|^2 = (|a|^2 + |b|^2) (1 - 3 c^2 / 4) + |a| |b| c^3 / 2,   |a + b| / 2 <= |a (+) b|
+
+    The first is at most |a|^2 + |b|^2, and so in a whole tree |result|^2 <= sum_i |x_i|^2: learning rates are those of
+    a single rank. At acute angles the length lies between those of the mean and of the sum. At obtuse angles the sum
+    is short, and the result may be longer than it: 1 - c/2 times as long, up to 1.5, where |a| = |b|.
+
+    A zero gradient leaves the other as it is. The tree halves the ranks, the lower half the larger, and every layer
+    (parameter) has coefficients of its own.
+
+    Where it deviates: the authors' code, in Horovod, wants a number of ranks that is a power of two, and here any will
+    do; of three ranks the third counts as much as both others together. Horovod's optimizers combine the steps that
+    ranks have made of their gradients, and here gradients are combined.
 
     Since all nodes of the tree are combinations of the n gradients, it is evaluated on each layer's n x n products: an
     all-to-all of shards, an all-gather of the products, and one of the result; 2 (n - 1)/n tensors a rank and 8 n^2

@@ -29,12 +29,12 @@ class GeometricMedian(GeometricRule):
 
         v = sum_i b_i x_i / sum_i b_i,    b_i = 1 / max(smoothing, |x_i - v|)
 
-    Tolerates any minority. The paper makes 3 iterations, each a round of communication; here they cost nothing on the
-    wire. The paper starts from the mean, which outliers take along: with three of seven gradients 1.7e7 away, three
-    iterations end 3.5e5 away. Here the start is the mean of the majority that is nearest to the medoid (the gradient
-    with the least sum of distances), and since no step of Weiszfeld's increases that sum, the result is bounded however
-    few the iterations. What is a million times farther from the medoid than that majority, beyond what products in
-    float64 resolve, is left out.
+    Tolerates any minority. Where it deviates: the paper makes 3 iterations, each a round of communication; here they
+    cost nothing on the wire. The paper starts from the mean, which outliers take along: with three of seven gradients
+    1.7e7 away, three iterations end 3.5e5 away. Here the start is the mean of the majority that is nearest to the
+    medoid (the gradient with the least sum of distances), and since no step of Weiszfeld's increases that sum, the
+    result is bounded however few the iterations. What is a million times farther from the medoid than that majority,
+    beyond what products in float64 resolve, is left out.
 
     Args:
         iterations: at least 1.
@@ -94,8 +94,9 @@ class CenteredClipping(GeometricRule):
 
         v' = v + 1/n sum_i (x_i - v) min(1, radius / |x_i - v|),    from the last step's result, at first 0
 
-    A bad gradient moves the result by radius / n at most, a whole step by radius per iteration. The paper feeds it
-    workers' momenta, which vary less than gradients; it wants a radius of about the distance between good ones.
+    A bad gradient moves the result by radius / n at most, a whole step by radius per iteration. It wants a radius of
+    about the distance between good gradients. Where it deviates: the paper feeds it workers' momenta, which vary less
+    than gradients; here that is `worker_momentum=`, which is off by default.
 
     State: the last result, each rank that of its shard.
 

@@ -15,12 +15,13 @@ from gradwire.reducers.aggregate.rule import GeometricRule, Rule, TolerantRule, 
 
 @dataclass(frozen=True)
 class Krum(TolerantRule, GeometricRule):
-    """The one gradient with the least sum of squared distances to its n - bad - 2 nearest (Blanchard et al. 2017).
+    """The gradient with the least squared distances to its n - bad - 2 nearest (Blanchard et al. 2017, section 4).
 
         score(i) = sum of |x_i - x_j|^2 over the n - bad - 2 nearest j,    result = x_i of the least score
 
     With few neighbours scores are often equal (each of two that are mutually nearest has the other's): then the one
-    that is nearer to all wins, and after that the lower rank. One worker's gradient has its full noise: expect slower
+    that is nearer to all wins, and after that the lower rank. Where it deviates: in the paper the lower rank wins at
+    once. One worker's gradient has its full noise: expect slower
     training than with a mean of many, which `MultiKrum` gives.
 
     Args:
@@ -96,8 +97,8 @@ class Bulyan(TolerantRule, Rule):
     values the beta = theta - 2 bad nearest to their median are averaged (El Mhamdi et al. 2018). A gradient
     near enough for Krum can still be far at one coordinate, which the second part undoes.
 
-    Where so few are left that Krum's r - bad - 2 neighbours (of r) would be none, the nearest one counts: the paper
-    leaves this open.
+    Where it deviates: where so few are left that Krum's r - bad - 2 neighbours (of r) would be none, the nearest one
+    counts: the paper leaves this open.
 
     Args:
         bad: f, with n >= 4 * bad + 3.

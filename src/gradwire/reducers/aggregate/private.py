@@ -26,6 +26,7 @@ _CHUNK = 1 << 16
 class PrivateMean(Reducer):
     """mean = 1/n sum_i x_i min(1, clip / |x_i|) + N(0, (noise * clip / n)^2) (McMahan et al. 2018, Algorithm 1).
 
+    Where it deviates: there users are drawn, with weights by their examples; here all ranks take part and count alike.
     n is the number of ranks, which is fixed while a run goes on. So a worker moves the mean by C / n at most (their
     Lemma 1, with the denominator q W = n), and `epsilon` is for runs that differ by one worker's gradients being there
     or being zeros. A server whose clients come and go has `mean_of`.

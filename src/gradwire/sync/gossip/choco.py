@@ -23,8 +23,7 @@ from gradwire.sync.gossip.method import Method, Mixed, add_differences_, heard
 
 @dataclass(frozen=True)
 class CHOCO(Method):
-    """CHOCO-SGD (Koloskova, Stich & Jaggi 2019, "Decentralized stochastic optimization and gossip algorithms with
-    compressed communication").
+    """CHOCO-SGD (Koloskova, Stich & Jaggi 2019, Algorithm 2).
 
     Every rank i has an x_hat_i that its neighbours know: the sum of all that it has sent. After a local step
 
@@ -35,9 +34,13 @@ class CHOCO(Method):
     exact mean, at a linear rate for a small enough gamma. Mixing C(x_j) without memory ends at the size of C's error.
 
     A rank keeps x_hat_i and d_i = the sum above, which is updated by what travels: d_i += sum of W[i, j] (q_j - q_i).
-    So memory is two copies of the model, however many neighbours there are. The paper keeps the sum of W[i, j] x_hat_j
-    in place of d_i, which is as large as the model: its rounding errors add up, and x_i follows them. Those of
-    d_i are as small as the differences between ranks.
+    So memory is two copies of the model, however many neighbours there are.
+
+    Where it deviates: in the paper every x_hat_i is 0 at first, so the first rounds send the model itself, and until
+    x_hat_i has caught up most of it is missing there. Here all ranks begin with the same model and know it, so
+    x_hat_i = x_i and d_i = 0 at first, and only what local steps have changed is ever sent. The paper's form with
+    little memory keeps the sum of W[i, j] x_hat_j in place of d_i, which is as large as the model: its rounding errors
+    add up, and x_i follows them. Those of d_i are as small as the differences between ranks.
 
     The graph must be fixed, symmetric, doubly stochastic and connected.
 

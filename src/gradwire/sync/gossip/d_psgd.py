@@ -17,7 +17,7 @@ from gradwire.sync.gossip.method import Method, Mixed, add_differences_, heard
 
 @dataclass(frozen=True)
 class DPSGD(Method):
-    """Decentralised parallel SGD (Lian et al. 2017, "Can decentralized algorithms outperform centralized algorithms?").
+    """Decentralised parallel SGD (Lian et al. 2017, Algorithm 1).
 
     After a local step, rank i has
 
@@ -25,6 +25,10 @@ class DPSGD(Method):
 
     which is the row of W times all x, as rows sum to 1. The mean of all ranks stays as it is, and differences shrink
     by 1 - the graph's spectral gap in a round. Nothing is remembered; a rank sends its parameters to each neighbour.
+
+    Where it deviates: the paper mixes what ranks had before the step, and then makes the step on the mixture, with the
+    gradient at what the rank had. So sending may go on while the gradient is computed. Here the step is made first and
+    its result is mixed, since the step belongs to an optimizer of any kind.
 
     The graph must be fixed, symmetric, doubly stochastic and connected.
 

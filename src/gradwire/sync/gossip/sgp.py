@@ -18,7 +18,7 @@ from gradwire.sync.gossip.method import Method, Mixed, heard
 
 @dataclass(frozen=True)
 class SGP(Method):
-    """Stochastic gradient push (Assran et al. 2019, "Stochastic gradient push for distributed deep learning").
+    """Stochastic gradient push (Assran et al. 2019, Algorithm 1).
 
     Rank i keeps x_i and a weight w_i, 1 at first, and trains the model z_i = x_i / w_i. A local step that moved the
     model by u_i moves x_i by as much, and then
@@ -26,12 +26,13 @@ class SGP(Method):
         x_i <- sum over j of P[i, j] (x_j + u_j),    w_i <- sum over j of P[i, j] w_j,    z_i = x_i / w_i
 
     Columns of P sum to 1, so sums over ranks stay as they are, and all z_i come together at sum(x) / sum(w), the mean.
-    Without weights they would come together at a mean in which ranks count by how much others listen to them.
+    Without weights ranks would not come together: rank i would end at w_i times the mean, with the w_i that weights
+    come to, more than 1 where a rank is sent more than it gives away.
 
     What is kept is b_i = x_i - z_i, since x_i + u_i is then the parameters plus b_i, whatever optimizer has moved them.
-    The weight travels as one more element of the parameters. What a rank keeps is what it has less what it sends, each
-    part rounded as its receiver rounds it, and not P[i, i] times what it has: rounded columns of P do not quite sum to
-    1, and by so much all ranks' models would grow or shrink in every round.
+    The weight travels as one more element of the parameters. Where it deviates: what a rank keeps is what it has less
+    what it sends, each part rounded as its receiver rounds it, and not P[i, i] times what it has: rounded columns of P
+    do not quite sum to 1, and by so much all ranks' models would grow or shrink in every round.
 
     The columns of the graph's matrix must sum to 1, every rank must keep a part, and the edges of all rounds together
     must connect all ranks.

@@ -15,7 +15,7 @@ from gradwire.sync.optimizers.base import Entry, Params, SessionOptions, SharedO
 
 
 class DeMo(SharedOptimizer):
-    """Decoupled momentum (Peng, Quesnelle & Kingma 2024, with the sign of Signum as step).
+    """Decoupled momentum (Peng, Quesnelle & Kingma 2024, Algorithm 1, with the sign of Signum as step).
 
     Every rank i has a momentum of its own. It takes out of it the largest coefficients of a cosine transform, chunk by
     chunk, and all ranks step by the sign of the mean of what was taken out:
@@ -25,8 +25,17 @@ class DeMo(SharedOptimizer):
     What is taken out is subtracted, so this is error feedback that forgets: m_i is the residual of
     `ErrorFeedback(AllGatherExchange(DCTTopK(density, chunk)), decay=momentum)`. The session keeps it.
 
-    Where it deviates: chunks run along the flat parameters and not over tiles of a matrix in both dimensions, see
-    `DCTTopK`. All ranks decode in one fixed order, so signs are the same on all of them.
+    Where it deviates from the authors' code:
+
+    - There a coefficient is averaged over the ranks that sent it, here over all ranks: one that few ranks sent weighs
+      less in the sign of an element.
+    - There the momentum adds up lr * g_i, here g_i. The steps are the same as long as lr is: a sign has no size. Where
+      a schedule changes lr, theirs counts a gradient by the rate of its own step, and this one counts all alike.
+    - There a matrix is cut into tiles of 64 x 64, transformed in both dimensions, and 32 coefficients of a tile are
+      sent, 1/128 of them; of a vector 32 of 64. Here chunks of 64 run along the flat parameters, and 4 of each are
+      sent, 1/16. `density=1/128` sends no less than one of a chunk, so take `chunk=128` with it.
+    - Here coefficients travel in bfloat16 and indices in 6 bits; there both travel as they are in memory. Here all
+      ranks decode in one fixed order, so that signs are the same on all of them.
 
     Every element moves by `lr` in every step, so rates are those of Signum or Lion: a third to a tenth of AdamW's.
 
@@ -46,7 +55,7 @@ class DeMo(SharedOptimizer):
         AttachError: as `gradwire.Session`.
 
     References:
-        Peng, Quesnelle & Kingma 2024, "DeMo: decoupled momentum optimization".
+        Peng, Quesnelle & Kingma 2024, "DeMo: decoupled momentum optimization", arXiv:2411.19870.
 
     Example:
         optimizer = DeMo(model, lr=3e-4)

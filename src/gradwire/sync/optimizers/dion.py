@@ -14,11 +14,11 @@ from gradwire.reducers.guard import Guard
 from gradwire.reducers.partition import Partition
 from gradwire.sync.optimizers.arithmetic import adam_state, adam_update_, check_adam, check_rate, decay_
 from gradwire.sync.optimizers.base import Entry, Params, SessionOptions, SharedOptimizer
-from gradwire.sync.optimizers.orthonormal import OrthonormalMomentum
+from gradwire.sync.optimizers.orthonormal import OrthonormalMomentum, OrthonormalMomentumOfAll
 
 
 class Dion(SharedOptimizer):
-    """Distributed orthonormalised updates (Ahn, Xu et al. 2025).
+    """Distributed orthonormalised updates (Ahn, Xu et al. 2025, Algorithm 1, for ranks with momenta of their own).
 
     A matrix X of shape (rows, columns) moves along the strongest `rank` directions of momentum B = M + G, by steps of
     one length in each of them. With Q of the last step:
@@ -29,8 +29,12 @@ class Dion(SharedOptimizer):
     Only factors travel, (rows + columns) * rank floats; see `OrthonormalMomentum`, the reducer that does it. It keeps
     M_i and Q in the session. A parameter of more dimensions is the matrix of its first one by all others.
 
-    What is no matrix, has no side longer than `rank`, or has a name in `adam`, goes to Adam with the mean of the ranks'
-    gradients, at the rate `adam_share * lr`. The authors leave embeddings and output layers to Adam.
+    Adam takes three kinds of parameters, with the mean of the ranks' gradients and at the rate `adam_share * lr`: those
+    of one dimension; those with a name in `adam`; and matrices whose two factors are no smaller than themselves, where
+    rows * columns <= rank * (rows + columns). So the third kind begins at half the full rank for a square matrix. Where
+    it deviates: the authors know no third kind; they take min(rank, rows, columns) columns of every matrix, up to its
+    full rank. `every_matrix=True` does the same, and then a matrix of small sides or of full rank sends up to twice its
+    own size. The authors leave embeddings and output layers to Adam, which `adam` does by their names.
 
     Args:
         params: a model, or parameters, named parameters or groups; float32.
@@ -38,8 +42,9 @@ class Dion(SharedOptimizer):
         momentum: share of what a step has used that stays in the momentum, in [0, 1).
         weight_decay: decoupled: x *= 1 - lr * weight_decay before the step.
         rank: columns of the factors; the authors take a quarter to a sixteenth of the width.
-        right: "normalised", or "orthonormal" for Orth-Dion (Nakamori et al. 2026): Q is an orthonormal basis of what R
-            spans.
+        right: "normalised", or "orthonormal": Q is an orthonormal basis of what R spans, as in Orth-Dion (Nakamori et
+            al. 2026). All else stays Dion's, which Orth-Dion's is not: see `OrthonormalMomentum`.
+        every_matrix: whether matrices go to Adam whose factors are no smaller than themselves (False), or none (True).
         adam: globs on names of parameters that Adam takes, such as `("embed*", "head.*")`.
         adam_share: Adam's learning rate by `lr`.
         betas, eps: Adam's.
@@ -51,8 +56,9 @@ class Dion(SharedOptimizer):
         AttachError: as `gradwire.Session`, which also warns of a glob that meets no name.
 
     References:
-        Ahn, Xu et al. 2025, "Dion: distributed orthonormalized updates";
-        Nakamori et al. 2026, "Orth-Dion: eliminating geometric mismatch in distributed low-rank spectral optimization".
+        Ahn, Xu et al. 2025, "Dion: distributed orthonormalized updates", arXiv:2504.05295;
+        Nakamori et al. 2026, "Orth-Dion: eliminating geometric mismatch in distributed low-rank spectral optimization",
+        arXiv:2605.16341, of which it has the orthonormal right factor alone.
 
     Example:
         optimizer = Dion(model, lr=0.01, rank=64, adam=("embed*",))
@@ -72,6 +78,7 @@ class Dion(SharedOptimizer):
         *,
         rank: int,
         right: Literal["normalised", "orthonormal"] = "normalised",
+        every_matrix: bool = False,
         adam: Sequence[str] = (),
         adam_share: float = 0.1,
         betas: tuple[float, float] = (0.9, 0.999),
@@ -83,7 +90,7 @@ class Dion(SharedOptimizer):
         if not adam_share >= 0:
             raise ValueError(f"adam_share {adam_share} is negative")
         dense = AllReduceExchange(Identity())
-        orthonormal = OrthonormalMomentum(rank, momentum, right)
+        orthonormal = (OrthonormalMomentumOfAll if every_matrix else OrthonormalMomentum)(rank, momentum, right)
         self._policy = Partition(tuple((glob, dense) for glob in adam), orthonormal)
         self._adam_share = adam_share
         defaults = {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps, "step": 0}

@@ -35,9 +35,9 @@ class OneBitAdam(SharedOptimizer):
 
     Before the freeze it is PyTorch's `AdamW`, to rounding (`Adam`, without weight decay).
 
-    Where the frozen variance is zero, as of a row of an embedding that never occurred, nothing moves: a sign has no
-    zero, and Adam would divide the noise by eps. The authors have the user give a mask instead. The paper's Adam has no
-    bias correction, and here it goes on after the freeze as it was before.
+    Where it deviates: where the frozen variance is zero, as of a row of an embedding that never occurred, nothing
+    moves: a sign has no zero, and Adam would divide the noise by eps. The authors have the user give a mask instead.
+    The paper's Adam has no bias correction, and here it goes on after the freeze as it was before.
 
     How long to warm up: until the variance has settled. A variance frozen while
     the learning rate still rises, or while gradients still change in size, does not suit what follows.

@@ -10,14 +10,16 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from gradwire.codecs.cast import Identity
 from gradwire.core import collective
 from gradwire.core.errors import CompositionError
-from gradwire.core.grain import Grain
+from gradwire.core.grain import Grain, ParameterSpec
 from gradwire.core.key import Key
 from gradwire.core.state import Leaf, State
 from gradwire.kernels import low_rank
 from gradwire.kernels.rounding import square_root
-from gradwire.reducers.base import Program, Reduced, Step
+from gradwire.reducers.base import Program, Reduced, Reducer, Step
+from gradwire.reducers.exchange import AllReduceExchange
 from gradwire.reducers.low_rank import LowRank, SentFactors, check_rank, drawn, factor_part, unit_columns
 
 
@@ -31,29 +33,32 @@ class OrthonormalMomentum(LowRank):
         B_i = M_i + G_i,   P = orth(mean_i B_i Q),   R = mean_i B_i^T P,   M_i = B_i - (1 - momentum) P R^T
         Q = R with columns of length 1,   result = sqrt(rows / columns) P Q^T
 
-    With `right="orthonormal"` Q is an orthonormal basis of what R spans (Nakamori et al. 2026, Orth-Dion): all singular
-    values of P Q^T are then 1, where normalised columns let them reach sqrt(rank).
+    With `right="orthonormal"` Q is an orthonormal basis of what R spans: all singular values of P Q^T are then 1, where
+    normalised columns let them reach sqrt(rank). That is the right factor of Orth-Dion (Nakamori et al. 2026), and the
+    one thing that is taken from it. Its momentum is another one, R_i = beta (B_i - P P^T B_i), which keeps nothing of
+    what a step has used, and its update has no sqrt(rows / columns).
 
     The mean of the momenta is what one process would have that saw the mean gradient, since everything that is
     exchanged is linear in B_i. The result is no mean and not linear. Bytes: (rows + columns) * rank floats.
 
     Between steps columns of Q are scaled by powers of two, which P does not depend on, and columns of zeros are redrawn
-    from the key, so a layer whose gradient was zero gets through when it comes back. Parameters too small to gain go
-    uncompressed, as means.
+    from the key, so a layer whose gradient was zero gets through when it comes back. What is no matrix, and a matrix
+    whose factors are no smaller than itself, rows * columns <= rank * (rows + columns), go uncompressed, as means.
 
     Owned state: `x` becomes the new momentum.
 
     Args:
         rank: columns of the factors, at least 1.
         momentum: share of what a step has used that stays in the momentum, in [0, 1).
-        right: "normalised" (Dion) or "orthonormal" (Orth-Dion).
+        right: "normalised" (Dion) or "orthonormal" (Dion with orthonormal right factors).
 
     Raises:
         CompositionError: rank below 1, momentum out of range, or an unknown `right`.
 
     References:
         Ahn, Xu et al. 2025, "Dion: distributed orthonormalized updates";
-        Nakamori et al. 2026, "Orth-Dion: eliminating geometric mismatch in distributed low-rank spectral optimization".
+        Nakamori et al. 2026, "Orth-Dion: eliminating geometric mismatch in distributed low-rank spectral optimization",
+        arXiv:2605.16341, of which it has the orthonormal right factor alone.
 
     >>> from gradwire.core.grain import matrix_grain
     >>> from gradwire.drivers.lockstep import Lockstep
@@ -111,6 +116,21 @@ class OrthonormalMomentum(LowRank):
         low_rank.low_rank_(result, Pt, Qt, math.sqrt(rows / columns))
         fresh = unit_columns(Rt, Key(step.seed, step.index, grain.name, "revive"))
         return Reduced(result.to(x.dtype).view(x.shape), SentFactors(Pt, Rt), _state(B.view(-1), fresh))
+
+
+class OrthonormalMomentumOfAll(OrthonormalMomentum):
+    """`OrthonormalMomentum` of every matrix, with min(rank, rows, columns) columns, as Dion's authors have it.
+
+    A class of its own and no option of the other one, whose `repr` saved states hold.
+
+    >>> from gradwire.core.grain import ParameterSpec
+    >>> OrthonormalMomentumOfAll(16).assign(ParameterSpec("w", (24, 12), torch.float32, torch.device("cpu")))
+    OrthonormalMomentumOfAll(rank=16, momentum=0.95, right='normalised')
+    """
+
+    @override
+    def assign(self, parameter: ParameterSpec) -> Reducer:
+        return self if len(parameter.shape) > 1 else AllReduceExchange(Identity())
 
 
 def unit_length(vectors: Tensor) -> Tensor:

@@ -46,8 +46,8 @@ def refreshes_variance(step: int, var_freeze_step: int, var_update_scaler: int) 
 def local_steps(step: int, var_freeze_step: int, local_step_scaler: int, local_step_clipper: int) -> int:
     """Steps from one exchange to the next, at a step counted from 0.
 
-    It is 1 until `var_freeze_step`, doubles after every `local_step_scaler` steps from there on, and is
-    `local_step_clipper` at most.
+    It is 1 until `var_freeze_step` and for `local_step_scaler` steps more, then doubles, and again after every
+    `local_step_scaler` steps, and is `local_step_clipper` at most.
 
     >>> [local_steps(step, 4, 3, 6) for step in range(16)]
     [1, 1, 1, 1, 1, 1, 1, 2, 2, 2, 4, 4, 4, 6, 6, 6]
@@ -57,7 +57,7 @@ def local_steps(step: int, var_freeze_step: int, local_step_scaler: int, local_s
 
 
 class ZeroOneAdam(SharedOptimizer):
-    """0/1 Adam (Lu et al. 2022).
+    """0/1 Adam (Lu et al. 2022, Algorithm 1).
 
     With v the variance, D = sqrt(v) + eps and r the learning rate, each with Adam's bias correction, a rank i with the
     gradient g_i does one of three things:
@@ -72,7 +72,8 @@ class ZeroOneAdam(SharedOptimizer):
 
     Until `var_freeze_step` the variance is refreshed in the steps of `refreshes_variance`, and every other step is an
     exchange. From then on the variance stays, and exchanges come every `local_steps` steps, where those in between send
-    nothing. Parameters are alike on all ranks after every step but those.
+    nothing. That is every step for the first `local_step_scaler` steps: with the defaults, which are DeepSpeed's, there
+    are no local steps before step 132,678. Parameters are alike on all ranks after every step but those.
 
     Where it deviates from the paper: a refresh sends gradients alone and not the buffer too, since the momentum is
     known from them, and it comes before the step and not after it, as in Adam; bias is corrected; a is kept where
@@ -92,7 +93,7 @@ class ZeroOneAdam(SharedOptimizer):
         var_freeze_step: steps after which the variance stays, at least 1; usually when the learning rate has stopped
             rising.
         var_update_scaler: refreshes at one interval before it doubles (the paper's kappa).
-        local_step_scaler: steps at one interval of exchanges before it doubles.
+        local_step_scaler: steps at one interval of exchanges before it doubles, of which the first is 1.
         local_step_clipper: the longest interval of exchanges in steps (the paper's H); 1 for no local steps.
         method: C, a reducer or a spec. With `"none"` buffers travel as they are.
         options: `group`, `seed`, `deadline_s`, `grain_numel`, `checksum`, `lane` of `gradwire.Session`.
