@@ -551,6 +551,6 @@ def test_what_coding_compiles_is_ready_before_the_first_step(one_rank: None, mon
     monkeypatch.setattr(BlockInt, "encode_into", noted)
     layer = nn.Linear(40, 40)
     inner = torch.optim.SGD(layer.parameters(), 0.1)
-    optimizer = AsynchronousOptimizer(inner, layer, sending=Sending(BlockInt(4)), deadline_s=20)
+    optimizer = AsynchronousOptimizer(inner, layer, sending=Sending(BlockInt(4)), address="127.0.0.1")
     assert coded == [40 * 41]
     optimizer.close()
