@@ -1,0 +1,126 @@
+"""Which window, outer learning rate and outer momentum DiLoCo wants, in short runs and in long ones.
+
+Two ranks train the byte-level GPT over the loopback interface, without a limit on the link: what is measured is the
+held-out loss after so many steps, and nothing of time. Seeds are paired. The first stage trains every setting once for
+few steps. The second one trains the best of them with several seeds for more steps, beside all-reduce in every step,
+plain averaging, and the paper's own setting (Douillard et al. 2023: rate 0.7, Nesterov momentum 0.9).
+
+    python benchmarks/outer_settings.py --screen 300 --long 1000 --seeds 3 --save
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+import gradwire
+from common import save_result
+from gradwire.bench.ranks import run_function
+from gradwire.bench.tasks import make_task
+from gradwire.sync import parse
+
+RANKS = 2
+WINDOWS, RATES, MOMENTA = (10, 30), (0.4, 0.7, 1.0), (0.0, 0.5, 0.9)
+ALL_REDUCE = "all-reduce"
+EVALUATIONS = 10
+
+
+def diloco(H: int, rate: float, momentum: float) -> str:
+    """Its spec."""
+    return f"diloco:H={H},lr={rate:g},momentum={momentum:g}"
+
+
+PAPER = [diloco(H, 0.7, 0.9) for H in WINDOWS]
+MEANS = [f"local:H={H}" for H in WINDOWS]
+
+
+# On the ranks -------------------------------------------------------------------------------------------------------
+
+
+def trained(rank: int, world_size: int, method: str, seed: int, steps: int) -> list[tuple[int, float]]:
+    """Steps and held-out losses of the model that all ranks agreed on last, as one rank sees it."""
+    task = make_task("bytes", seed, None)
+    inner = task.optimizer(task.model.parameters())
+    optimizer: Any = inner if method == ALL_REDUCE else parse(method).optimizer(inner, task.model)
+    session = gradwire.Session(task.model, "none") if method == ALL_REDUCE else None
+    rates = [group["lr"] for group in inner.param_groups]
+    curve: list[tuple[int, float]] = []
+    for step in range(steps):
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate * task.schedule(step, step / steps)
+        inputs, targets = task.batch(step, rank, world_size)
+        optimizer.zero_grad()
+        task.loss(task.model(inputs), targets).backward()
+        if session is not None:
+            session.reduce_(task.model)
+        if task.clip_norm is not None:
+            nn.utils.clip_grad_norm_(task.model.parameters(), task.clip_norm)
+        optimizer.step()
+        if (step + 1) % max(steps // EVALUATIONS, 1) == 0:
+            if session is None and step + 1 == steps:
+                optimizer.sync()
+            view: AbstractContextManager[object] = nullcontext() if session else optimizer.evaluating()
+            with view, torch.no_grad():
+                curve.append((step + 1, float(task.metric(task.model))))
+    (session or optimizer).close()
+    return curve
+
+
+# Here ---------------------------------------------------------------------------------------------------------------
+
+
+def measured(methods: Sequence[str], seeds: int, steps: int) -> dict[str, dict[str, Any]]:
+    """Train each method with each seed; print a line of each."""
+    rows: dict[str, dict[str, Any]] = {}
+    for method in methods:
+        curves: list[list[tuple[int, float]]] = []
+        for seed in range(seeds):
+            arguments = {"method": method, "seed": seed, "steps": steps}
+            curves.append(run_function(f"{__file__}:trained", RANKS, arguments, 60 + 2.0 * steps)[0])
+        ends = [curve[-1][1] for curve in curves]
+        spread = statistics.stdev(ends) if seeds > 1 else None
+        rows[method] = {"loss": statistics.fmean(ends), "spread": spread, "losses": ends, "curves": curves}
+        said = "" if spread is None else f" ± {spread:.3f}"
+        print(f"{steps:5} steps  {method:34} {rows[method]['loss']:.3f}{said}", flush=True)
+    return rows
+
+
+def survivors(rows: dict[str, dict[str, Any]], count: int) -> list[str]:
+    """The settings of DiLoCo that ended best, apart from the paper's."""
+    found = [method for method in rows if method.startswith("diloco") and method not in PAPER]
+    return sorted(found, key=lambda method: rows[method]["loss"])[:count]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run both stages, print, and save if asked to."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--screen", type=int, default=300, metavar="STEPS", help="of the first stage")
+    parser.add_argument("--long", type=int, default=1000, metavar="STEPS", help="of the second stage")
+    parser.add_argument("--seeds", type=int, default=3, help="of the second stage")
+    parser.add_argument("--survivors", type=int, default=4)
+    parser.add_argument(
+        "--methods", nargs="+", help="of the second stage; there is no first one then"
+    )
+    parser.add_argument("--save", action="store_true", help="write a dated file into benchmarks/results")
+    options = parser.parse_args(arguments)
+    stages: dict[str, Any] = {}
+    chosen = options.methods
+    if chosen is None:
+        every = [diloco(H, rate, momentum) for H in WINDOWS for rate in RATES for momentum in MOMENTA]
+        stages["screen"] = measured([ALL_REDUCE, *MEANS, *every], 1, options.screen)
+        chosen = [ALL_REDUCE, *MEANS, *PAPER, *survivors(stages["screen"], options.survivors)]
+    if options.long:
+        stages["long"] = measured(chosen, options.seeds, options.long)
+    if options.save:
+        steps = {"screen": options.screen, "long": options.long}
+        print(save_result("outer_settings", {"ranks": RANKS, "steps": steps, "stages": stages}))
+
+
+if __name__ == "__main__":
+    main()
