@@ -68,6 +68,13 @@ def test_outer_steps_are_those_of_the_papers(outer: str, ranks: int) -> None:
 
 
 @RANKS
+def test_progress_one_window_late_is_cocod_sgd(ranks: int) -> None:
+    for found in run("cocod_by_hand", ranks):
+        assert len(found) == 5
+        assert max(found) < 1e-12
+
+
+@RANKS
 def test_sparseloco_is_a_residual_that_decays_and_a_plain_outer_step(ranks: int) -> None:
     for found in run("sparseloco", ranks):
         assert found["far"] < 1e-5
