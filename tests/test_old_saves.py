@@ -1,10 +1,11 @@
 """What older versions saved is taken up: classes that had other names then are known by them.
 
 `tests/golden/saves` holds a save of each of these, made by one rank before exchanges and warm-ups had their names of
-today, or before a gossip was saved with its counts. None is ever written again: what is saved today is in the other
-tests.
+today, before a gossip was saved with its counts, or before a clip said what it was of. None is ever written again:
+what is saved today is in the other tests.
 """
 
+import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -36,6 +37,7 @@ METHODS = {
     "threshold": "threshold:0.01,exchange=allgatherv",
     "int4-matrices": "int4,vectors=off",
     "dgc": "dgc:0.05",
+    "dgc-clip": "dgc:0.05,clip=0.5",
 }
 
 
@@ -123,6 +125,16 @@ def test_a_gossip_takes_up_the_session_that_older_versions_saved(
         warnings.simplefilter("ignore")
         with pytest.raises(StateError):
             gradwire.load(SAVES / name, other)
+
+
+def test_a_run_that_begins_anew_takes_the_place_of_one_whose_clip_was_of_something_else(tmp_path: Path) -> None:
+    shutil.copytree(SAVES / "dgc-clip", tmp_path, dirs_exist_ok=True)
+    with Session(tensors(0), "dgc:0.05,clip=0.5", deadline_s=10) as session:
+        gradwire.save(tmp_path, session)
+        assert "clip_of='mean'" in session.state_dict()["reducer"]
+    other = Session(tensors(0), "dgc:0.05,clip=0.7", deadline_s=10)
+    with other, pytest.raises(StateError, match="another method"):
+        gradwire.save(tmp_path, other)
 
 
 def test_a_save_of_another_method_is_refused_still() -> None:
