@@ -7,7 +7,7 @@ import functools
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
@@ -25,6 +25,7 @@ from gradwire.asynchronous import (
     DelayedNesterov,
     Faults,
     Fixed,
+    Free,
     Geometric,
     Gradient,
     Grant,
@@ -33,9 +34,11 @@ from gradwire.asynchronous import (
     LocalSteps,
     Machine,
     Matched,
+    Pace,
     Push,
     Rate,
     Receipt,
+    Relative,
     Result,
     RootHyperbolic,
     Rule,
@@ -45,6 +48,7 @@ from gradwire.asynchronous import (
     Worker,
     snapshots,
 )
+from gradwire.asynchronous.methods import Plain
 from gradwire.asynchronous.rules import Moment
 from gradwire.asynchronous.work import trained_of
 from gradwire.codecs import BlockInt, TopK
@@ -83,6 +87,50 @@ def test_rates_fall_with_staleness(rate: Rate, wanted: list[float]) -> None:
         expected = w - eta * g
         ASGD(0.1, rate).move_(w, g, w, {}, Moment(20, tau))
         torch.testing.assert_close(w, expected, rtol=0, atol=1e-15)
+
+
+@pytest.mark.parametrize("workers", [1, 4, 16])
+def test_the_rate_of_zhang_et_al_divides_by_staleness_alone(workers: int) -> None:
+    """alpha_0 / tau: as many pushes as workers, at the staleness that they measured, are one step at alpha_0."""
+    w, g = torch.zeros(1, dtype=DOUBLE), torch.ones(1, dtype=DOUBLE)
+    for version in range(workers):
+        ASGD(0.5, Inverse()).move_(w, g, w, {}, Moment(version, workers))
+    assert float(w) == pytest.approx(-0.5)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4, 16])
+@pytest.mark.parametrize("rate", get_args(get_type_hints(Plain)["rate"]))
+def test_n_pushes_of_a_spec_move_as_far_as_one_step(rate: Any, workers: int) -> None:
+    """Where workers are equally fast, and where they wait; those of a slow one are shortened, and none is longer."""
+    rule, even = Plain(rate=rate).rule(workers), [1.0 + 1e-3 * worker for worker in range(workers)]
+
+    def by(staleness: int) -> float:
+        w = torch.zeros(1, dtype=DOUBLE)
+        rule.move_(w, torch.ones(1, dtype=DOUBLE), w, {}, Moment(99, staleness))
+        return -workers * float(w)
+
+    def moved(seconds: list[float], pace: Pace) -> float:
+        start = {"x": torch.zeros(1, dtype=DOUBLE)}
+        push = Result({"x": torch.ones(1, dtype=DOUBLE)}, loss=0.0)
+        run = simulation(rule, seconds, lambda parameters, grant: push, start, pace=pace)
+        run.run(pushes=10 * workers)
+        before = float(run.server.values)
+        run.run(pushes=50 * workers)
+        return (before - float(run.server.values)) / 50
+
+    assert [by(staleness) for staleness in range(workers)] == pytest.approx([1.0] * workers)
+    assert moved(even, Free()) == pytest.approx(1.0, rel=0.005)
+    assert moved(even, Bounded(0)) == pytest.approx(1.0)
+    assert moved([4.0, *even[1:]], Bounded(4)) == pytest.approx(1.0, abs=1e-3)
+    assert 0.8 < moved([4.0, *even[1:]], Free()) <= 1.0 + 1e-9
+    inverse = max(1, workers - 1) / (2 * workers - 1)
+    falls = {"constant": 1.0, "inverse": inverse, "hyperbolic": 0.5, "root": 0.5**0.5}
+    assert by(2 * workers - 1) == pytest.approx(falls[rate])
+
+
+def test_a_usual_staleness_is_none_below_0() -> None:
+    with pytest.raises(CompositionError, match="0 or more"):
+        Relative(Hyperbolic(), -1)
 
 
 def test_delay_compensation_is_the_papers() -> None:

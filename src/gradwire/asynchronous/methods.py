@@ -25,8 +25,8 @@ from gradwire.asynchronous.hogwild_optimizer import HogwildOptimizer
 from gradwire.asynchronous.lengths import Fixed, Length
 from gradwire.asynchronous.optimizer import AsynchronousOptimizer, Where
 from gradwire.asynchronous.pace import Bounded, Free, Pace
-from gradwire.asynchronous.rates import Constant, Hyperbolic, Inverse, Rate, RootHyperbolic
-from gradwire.asynchronous.rules import ASGD, AdaptiveDCASGD, Rule
+from gradwire.asynchronous.rates import Hyperbolic, Inverse, Rate, Relative, RootHyperbolic
+from gradwire.asynchronous.rules import ASGD, CONSTANT, AdaptiveDCASGD, Rule
 from gradwire.core.errors import SpecError
 from gradwire.core.method_spec import SpecMethod, name_of, read
 from gradwire.core.options import Option, options_of
@@ -36,8 +36,7 @@ from gradwire.sending import Sending
 Unwaiting = AsynchronousOptimizer | HogwildOptimizer
 """An optimizer whose ranks do not wait for each other."""
 
-_RATES: Mapping[str, Rate] = {
-    "constant": Constant(),
+_FALLING: Mapping[str, Rate] = {
     "inverse": Inverse(),
     "hyperbolic": Hyperbolic(),
     "root": RootHyperbolic(),
@@ -72,7 +71,12 @@ class Pushing:
 
 @dataclass(frozen=True)
 class Plain(Pushing):
-    """Options of `asgd`, see `ASGD`."""
+    """Options of `asgd`, see `ASGD`.
+
+        w -= 1/n min(1, f(tau) / f(n - 1)) g
+
+    So n pushes at the usual staleness of n - 1 move as far as one synchronous step, whatever f is, see `Relative`.
+    """
 
     rate: Literal["constant", "inverse", "hyperbolic", "root"] = "constant"
 
@@ -82,8 +86,9 @@ class Plain(Pushing):
         return Free()
 
     def rule(self, workers: int) -> Rule:
-        """A step of the mean."""
-        return ASGD(1 / workers, _RATES[self.rate])
+        """The n-th part of a step of the mean."""
+        falling = _FALLING.get(self.rate)
+        return ASGD(1 / workers, CONSTANT if falling is None else Relative(falling, workers - 1))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -68,7 +68,8 @@ class ASGD(Rule):
 
     Args:
         lr: eta, above 0. Pushes are added and not averaged: n workers at rate eta / n move as one at rate eta.
-        rate: e.g. `Inverse()`.
+        rate: e.g. `Inverse()`. A rate that falls as 1 / tau divides by about n itself, so it goes with eta, or with
+            eta / n where it is `Relative` to the usual staleness n - 1.
 
     Raises:
         CompositionError: a rate that is not positive.
