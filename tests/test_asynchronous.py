@@ -48,11 +48,12 @@ from gradwire.asynchronous import (
     Worker,
     snapshots,
 )
-from gradwire.asynchronous.methods import Plain
+from gradwire.asynchronous.methods import Compensated, Plain
 from gradwire.asynchronous.rules import Moment
 from gradwire.asynchronous.work import trained_of
 from gradwire.codecs import BlockInt, TopK
 from gradwire.core.key import Key
+from gradwire.core.renamed import with_former_names
 from gradwire.sync import DiLoCo
 from gradwire.sync.outer import Rates
 
@@ -152,6 +153,56 @@ def test_adaptive_delay_compensation_is_the_papers() -> None:
             for a, b, c, v in zip(expected, g, pulled, square, strict=True)
         ]
     assert w.tolist() == pytest.approx(expected, abs=1e-12)
+
+
+def compensated(scale: float, dtype: torch.dtype, rule: Rule) -> Tensor:
+    """What the last of five pushes of that scale makes of w = 0, where w_pulled was elsewhere."""
+    pulled = vectors(1)[0].to(dtype)
+    w, memory = torch.zeros_like(pulled), rule.memory(pulled)
+    for version, g in enumerate(vectors(5)):
+        w.zero_()
+        rule.move_(w, g.to(dtype) * scale, pulled, memory, Moment(version, 2))
+    return w
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, DOUBLE])
+def test_compensation_is_the_same_share_of_pushes_of_any_length(dtype: torch.dtype) -> None:
+    """Exactly so for powers of two, from 2^-40 = 9e-13 to 2^13 = 8192."""
+    rule = Compensated(strength=0.5).rule(4)
+    want = compensated(1.0, dtype, rule)
+    plain = compensated(1.0, dtype, ASGD(0.25))
+    assert float((want - plain).norm() / plain.norm()) > 0.1
+    for power in range(-40, 14):
+        assert torch.equal(compensated(2.0**power, dtype, rule), want * 2.0**power)
+    for power in range(-12, 5):
+        torch.testing.assert_close(compensated(10.0**power, dtype, rule) / 10.0**power, want, rtol=1e-5, atol=1e-7)
+
+
+def test_compensation_of_nothing_is_nothing_and_none_overflows() -> None:
+    rule, zero = Compensated(strength=2.0).rule(1), torch.zeros(4)
+    memory = rule.memory(zero)
+    w = torch.tensor([1.0, -2.0, 0.0, 1e30])
+    rule.move_(w, zero, w - 1.0, memory, Moment(0, 1))
+    assert w.tolist() == pytest.approx([1.0, -2.0, 0.0, 1e30])
+    w, g = torch.zeros(4), torch.tensor([1e30, 1e-30, 0.0, -3e-23])
+    for version in range(3):
+        rule.move_(w, g, w - 1.0, memory, Moment(version, 1))
+        assert bool(w.isfinite().all())
+        assert bool(memory["mean_square"].isfinite().all())
+    assert w[2] == 0
+    with pytest.raises(CompositionError, match="epsilon"):
+        AdaptiveDCASGD(0.1, epsilon=-1.0)
+
+
+def test_a_server_of_before_goes_on_with_the_epsilon_that_it_had() -> None:
+    """It was always 1e-7, and no snapshot said so."""
+    old, new = (Server(START, AdaptiveDCASGD(0.25, 0.5), workers=1) for _ in range(2))
+    saved = old.state_dict()
+    saved["reducer"] = with_former_names(saved["reducer"])
+    assert "AdaptiveDCASGD(lr=0.25, strength=0.5, decay=0.95)" in saved["reducer"]
+    new.load_state_dict(saved)
+    with pytest.raises(StateError, match=r"this is .*epsilon=0\.0"):
+        Server(START, AdaptiveDCASGD(0.25, 0.5, epsilon=0.0), workers=1).load_state_dict(saved)
 
 
 def test_fresh_gradients_need_no_compensation() -> None:

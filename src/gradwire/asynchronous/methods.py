@@ -108,7 +108,8 @@ class Compensated(Pushing):
     """Options of `dcasgd`, see `AdaptiveDCASGD`.
 
     What is pushed is a step and no gradient, eta times as long with SGD. Compensation by g*g / sqrt(v) is of the length
-    of g, so it is right for steps of any length, where that of DC-ASGD-c would depend on eta.
+    of g, so it is right for steps of any length, where that of DC-ASGD-c would depend on eta. That takes an epsilon of
+    0: the paper's 1e-7 is for squares of gradients, and would leave little of the compensation of short steps.
     """
 
     strength: float = 2.0
@@ -125,7 +126,7 @@ class Compensated(Pushing):
 
     def rule(self, workers: int) -> Rule:
         """A compensated step of the mean."""
-        return AdaptiveDCASGD(1 / workers, self.strength, self.decay)
+        return AdaptiveDCASGD(1 / workers, self.strength, self.decay, epsilon=0.0)
 
 
 class Served(AsyncMethod):

@@ -5,7 +5,8 @@ line, and nothing else has to be done: every comparison with what was saved goes
 
 A setting that means something else today has another form in texts: `clip=` of momentum correction was that of a sum
 up to version 0.2.0, where `clip_of=` was not written. A save goes on with what it was made with, so texts that differ
-in `clip_of` alone are `alike`, and `gradwire.reducers.as_saved` makes the reducer that a save means.
+in `clip_of` alone are `alike`, and `gradwire.reducers.as_saved` makes the reducer that a save means. The epsilon of
+`AdaptiveDCASGD` was always 1e-7, and not written.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ FORMER_NAMES = {
 
 _CALL = re.compile(r"\b(" + "|".join(FORMER_NAMES) + r")(?=\()")
 _CLIP = re.compile(r"(momentum=[^,()]+, clip=([^,()]+))(?=[,)])(?!, clip_of=)")
+_EPSILON = re.compile(r"(?<=\bAdaptiveDCASGD)(\(lr=[^,()]+, strength=[^,()]+, decay=[^,()]+)\)")
 _CLIP_OF = re.compile(r"(?<=, clip=)([^,()]+), clip_of='(mean|sum)'")
 
 
@@ -34,6 +36,7 @@ def with_names_of_today(text: str) -> str:
     "DGC(density=0.01, momentum=0.9, clip=2.0, clip_of='sum', ramp=0)"
     """
     text = _CALL.sub(lambda found: FORMER_NAMES[found[1]], text)
+    text = _EPSILON.sub(r"\1, epsilon=1e-07)", text)
     return _CLIP.sub(lambda found: f"{found[1]}, clip_of='{'sum' if float(found[2]) else 'mean'}'", text)
 
 
@@ -45,6 +48,7 @@ def with_former_names(text: str) -> str:
     """
     for former, today in FORMER_NAMES.items():
         text = re.sub(rf"\b{today}(?=\()", former, text)
+    text = re.sub(r"(\bAdaptiveDCASGD\([^()]*), epsilon=1e-07\)", r"\1)", text)
     return _CLIP_OF.sub(lambda found: found[0] if float(found[1]) and found[2] == "mean" else found[1], text)
 
 
