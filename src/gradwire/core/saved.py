@@ -80,8 +80,9 @@ def unpack(saved: object, grains: Grains, member: Member) -> Loaded:
 
 
 def reducer_of(saved: object) -> str:
-    """The text of the reducer that a saved state was made with; empty where there is none."""
-    found = cast("Mapping[str, object]", saved).get("reducer") if isinstance(saved, Mapping) else None
+    """The text of the reducer that a saved state, or those of all ranks, were made with; empty where there is none."""
+    first = next(iter(cast("Sequence[object]", saved)), None) if isinstance(saved, Sequence) else saved
+    found = cast("Mapping[str, object]", first).get("reducer") if isinstance(first, Mapping) else None
     return found if isinstance(found, str) else ""
 
 

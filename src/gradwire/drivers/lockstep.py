@@ -291,7 +291,7 @@ class VirtualStates(ABC):
         Raises:
             StateError: states that are damaged or do not belong here; nothing is changed then.
         """
-        made_of = as_saved(self.reducer, saved.reducer_of(states[0]) if isinstance(states, Sequence) and states else "")
+        made_of = as_saved(self.reducer, saved.reducer_of(states))
         loaded = saved.unpack_all(states, self._grains(), made_of(self.reducer))
         self._serve_by(made_of)
         self.index, self.seed = loaded[0].step, loaded[0].seed
