@@ -104,9 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--long", type=int, default=1000, metavar="STEPS", help="of the second stage")
     parser.add_argument("--seeds", type=int, default=3, help="of the second stage")
     parser.add_argument("--survivors", type=int, default=4)
-    parser.add_argument(
-        "--methods", nargs="+", help="of the second stage; there is no first one then"
-    )
+    parser.add_argument("--methods", nargs="+", help="of the second stage; there is no first one then")
     parser.add_argument("--save", action="store_true", help="write a dated file into benchmarks/results")
     options = parser.parse_args(arguments)
     stages: dict[str, Any] = {}

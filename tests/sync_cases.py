@@ -192,6 +192,29 @@ def by_hand(rank: int, world_size: int) -> dict[str, float]:
     return found
 
 
+def cocod_by_hand(rank: int, world_size: int) -> list[float]:
+    """How far `merge="progress"`, one window late, is from CoCoD-SGD (Shen et al. 2019, Algorithm 1) at each round.
+
+    While k local steps are made from x_i, the mean of all x_i is on its way; then x_i = that mean + what they changed.
+    """
+    period, found = 3, list[float]()
+    network, other = model(), model()
+    inner, began = sgd(other), flat(other)
+    with wrapped(sgd, network, {"every": period, "delay": period, "merge": "progress"}) as optimizer:
+        for step in range(5 * period):
+            for trains, it in ((network, optimizer), (other, inner)):
+                it.zero_grad()
+                loss_of(trains, step, rank).backward()
+                it.step()
+            if step % period == period - 1:
+                mean = began.clone()
+                dist.all_reduce(mean)
+                began = mean / world_size + (flat(other) - began)
+                nn.utils.vector_to_parameters(began.clone(), other.parameters())
+                found.append(far(network, other))
+    return found
+
+
 def _sgd_step(x: Tensor, mean: Tensor, kept: dict[str, Tensor]) -> Tensor:
     gradient = x - mean
     kept["b"] = 0.9 * kept["b"] + gradient if kept else gradient

@@ -1,4 +1,4 @@
-"""Servers and workers that do not wait: rules against their formulas, bounds, what counts once, and exact restores."""
+"""Servers and workers that do not wait: bounds, what counts once, and exact restores."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import ssp_cases
-from async_cases import START, gaussian, loss_of, model, optimum, quadratic, simulation
+from async_cases import START, loss_of, model, optimum, quadratic, simulation
 from gradwire import CompositionError, PushError, StateError, StepError
 from gradwire.asynchronous import (
     ASGD,
@@ -29,143 +29,28 @@ from gradwire.asynchronous import (
     Geometric,
     Gradient,
     Grant,
-    Hyperbolic,
-    Inverse,
     LocalSteps,
     Machine,
     Matched,
     Push,
-    Rate,
     Receipt,
     Result,
-    RootHyperbolic,
-    Rule,
     Sending,
     Server,
     Simulation,
     Worker,
     snapshots,
 )
-from gradwire.asynchronous.rules import Moment
 from gradwire.asynchronous.work import trained_of
 from gradwire.codecs import BlockInt, TopK
 from gradwire.core.key import Key
-from gradwire.sync import DiLoCo
-from gradwire.sync.outer import Rates
 
 DOUBLE = torch.float64
-
-
-def vectors(count: int) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(count)
-    return [torch.randn(50, generator=generator, dtype=DOUBLE) for _ in range(count)]
 
 
 def vectors_of(saved: Any) -> Any:
     """The vectors in a server's state."""
     return saved["parameters"]["server"]
-
-
-# Rules ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("rate", "wanted"),
-    [
-        (Inverse(), [0.1, 0.1, 0.05, 0.1 / 16]),
-        (Hyperbolic(), [0.1, 0.05, 0.1 / 3, 0.1 / 17]),
-        (RootHyperbolic(), [0.1, 0.1 / 2**0.5, 0.1 / 3**0.5, 0.1 / 17**0.5]),
-        (Geometric(0.9), [0.1, 0.09, 0.081, 0.1 * 0.9**16]),
-    ],
-)
-def test_rates_fall_with_staleness(rate: Rate, wanted: list[float]) -> None:
-    for tau, eta in zip((0, 1, 2, 16), wanted, strict=True):
-        w, g = vectors(2)
-        expected = w - eta * g
-        ASGD(0.1, rate).move_(w, g, w, {}, Moment(20, tau))
-        torch.testing.assert_close(w, expected, rtol=0, atol=1e-15)
-
-
-def test_delay_compensation_is_the_papers() -> None:
-    w, g, pulled = vectors(3)
-    expected = [float(a - 0.3 * (b + 0.04 * b * b * (a - c))) for a, b, c in zip(w, g, pulled, strict=True)]
-    DCASGD(0.3, 0.04).move_(w, g, pulled, {}, Moment(5, 2))
-    assert w.tolist() == pytest.approx(expected, abs=1e-15)
-
-
-def test_adaptive_delay_compensation_is_the_papers() -> None:
-    w, pulled = vectors(2)
-    rule = AdaptiveDCASGD(0.3, 2.0, 0.95)
-    memory, expected, square = rule.memory(w), w.tolist(), [0.0] * 50
-    for version, g in enumerate(vectors(4)):
-        rule.move_(w, g, pulled, memory, Moment(version, 2))
-        square = [0.95 * v + (1 - 0.95) * float(b) ** 2 for v, b in zip(square, g, strict=True)]
-        expected = [
-            a - 0.3 * (float(b) + 2.0 / (v + 1e-7) ** 0.5 * float(b) ** 2 * (a - float(c)))
-            for a, b, c, v in zip(expected, g, pulled, square, strict=True)
-        ]
-    assert w.tolist() == pytest.approx(expected, abs=1e-12)
-
-
-def test_fresh_gradients_need_no_compensation() -> None:
-    for rule in (DCASGD(0.1, 5.0), AdaptiveDCASGD(0.1)):
-        w, g = vectors(2)
-        expected = w - 0.1 * g
-        rule.move_(w, g, w.clone(), rule.memory(w), Moment(0, 0))
-        torch.testing.assert_close(w, expected, rtol=0, atol=1e-15)
-
-
-@pytest.mark.parametrize("spread", [0.0, 0.1, 0.25])
-def test_delayed_nesterov_is_diloco_of_the_mean_of_n_pushes(spread: float) -> None:
-    """With the same g in each push; c only says when momentum is applied, so N pushes move w as far."""
-    rule, outer = DelayedNesterov(every=4, lr=0.7, momentum=0.9, spread=spread), DiLoCo(0.7, 0.9)
-    w, x = vectors(1)[0], vectors(1)[0]
-    memory, theirs, behind = rule.memory(w), outer.memory(x), torch.zeros_like(x)
-    for turn, g in enumerate(vectors(3)):
-        for push in range(4):
-            rule.move_(w, g, w, memory, Moment(4 * turn + push, 3))
-        before = theirs["momentum"].clone()
-        outer.move_(x, -g, theirs, Rates(0.1, 0.1))
-        # the pushes between have the share c of the momentum of before
-        behind += 0.7 * 0.9 * 3 * spread * (theirs["momentum"] - before)
-        torch.testing.assert_close(w, x - behind, rtol=0, atol=1e-13)
-
-
-@pytest.mark.parametrize(("every", "c"), [(1, 0.0), (3, 0.0), (4, 0.1), (4, 0.25)])
-def test_delayed_nesterov_is_algorithm_3_of_its_paper(every: int, c: float) -> None:
-    """Number by number, with another g in each push, written as Liu et al. 2024 have it."""
-    beta, lr = 0.9, 0.7
-    rule, w, _ = DelayedNesterov(every, lr, beta, spread=c), *vectors(2)
-    memory, theta = rule.memory(w), w.tolist()
-    momentum, gathered = [0.0] * len(theta), [0.0] * len(theta)
-    for t, g in enumerate(vectors(3 * every + 1)):
-        rule.move_(w, g, w, memory, Moment(t, 2))
-        for i, own in enumerate(g.tolist()):
-            gathered[i] += own
-            if (t + 1) % every == 0:
-                momentum[i] = beta * momentum[i] + gathered[i] / every
-                theta[i] -= lr * ((1 - c * every + c) * beta * momentum[i] + own / every)
-                gathered[i] = 0.0
-            else:
-                theta[i] -= lr * (c * beta * momentum[i] + own / every)
-    assert w.tolist() == pytest.approx(theta, rel=1e-12)
-
-
-def noisy_loss(rule: Rule, staleness: int, pushes: int = 1200) -> float:
-    """The loss at the end, with that staleness for every push."""
-    start = {"x": torch.full((20,), 2.0, dtype=DOUBLE)}
-    run = simulation(rule, [1.0] * (staleness + 1), gaussian, start)
-    run.run(pushes=pushes)
-    assert {one.staleness for one in run.history[staleness + 1 :]} == {staleness}
-    return float(run.server.values.square().mean() / 2)
-
-
-@pytest.mark.parametrize("staleness", [8, 16, 32])
-def test_delay_compensation_converges_where_plain_asgd_diverges(staleness: int) -> None:
-    """A convex problem whose squared gradients are its Hessian on average; 2 is the loss at the start."""
-    assert noisy_loss(ASGD(0.2), staleness) > 1e3
-    assert noisy_loss(DCASGD(0.2, 0.5), staleness) < 0.2
-    assert noisy_loss(AdaptiveDCASGD(0.2, 0.5), staleness) < 0.2
 
 
 # Bounds ---------------------------------------------------------------------------------------------------------

@@ -1,10 +1,12 @@
 """What older versions saved is taken up: classes that had other names then are known by them.
 
 `tests/golden/saves` holds a save of each of these, made by one rank before exchanges and warm-ups had their names of
-today, before a gossip was saved with its counts, or before fragments were dealt out by their bytes. None is ever
-written again: what is saved today is in the other tests.
+today, before a gossip was saved with its counts, before a clip said what it was of, or before fragments were dealt out
+by their bytes. None is ever written again: what is saved today is in the other tests.
 """
 
+import hashlib
+import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -12,9 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import gradwire
 from gradwire import reducers
+from gradwire.adapters.fsdp2.stateful import Stateful
 from gradwire.core import save_folder
 from gradwire.core.errors import StateError
 from gradwire.core.renamed import FORMER_NAMES, with_former_names, with_names_of_today
@@ -37,6 +41,7 @@ METHODS = {
     "threshold": "threshold:0.01,exchange=allgatherv",
     "int4-matrices": "int4,vectors=off",
     "dgc": "dgc:0.05",
+    "dgc-clip": "dgc:0.05,clip=0.5",
 }
 
 
@@ -165,6 +170,48 @@ def test_a_gossip_takes_up_the_session_that_older_versions_saved(
         warnings.simplefilter("ignore")
         with pytest.raises(StateError):
             gradwire.load(SAVES / name, other)
+
+
+def test_a_run_that_begins_anew_takes_the_place_of_one_whose_clip_was_of_something_else(tmp_path: Path) -> None:
+    shutil.copytree(SAVES / "dgc-clip", tmp_path, dirs_exist_ok=True)
+    with Session(tensors(0), "dgc:0.05,clip=0.5", deadline_s=10) as session:
+        gradwire.save(tmp_path, session)
+        assert "clip_of='mean'" in session.state_dict()["reducer"]
+    other = Session(tensors(0), "dgc:0.05,clip=0.7", deadline_s=10)
+    with other, pytest.raises(StateError, match="another method"):
+        gradwire.save(tmp_path, other)
+
+
+def test_an_average_goes_on_with_what_its_clip_was_of(tmp_path: Path) -> None:
+    def made(method: str) -> gradwire.sync.LocalSGD:
+        model = nn.Linear(4, 3)
+        return gradwire.sync.LocalSGD(torch.optim.SGD(model.parameters(), 0.1), model, 2, method=method, deadline_s=10)
+
+    with made("dgc:0.5,clip=0.5,clip_of=sum") as old:
+        gradwire.save(tmp_path, old)
+    with made("dgc:0.5,clip=0.5") as new:
+        gradwire.load(tmp_path, new)
+        assert new.kind == old.kind
+        assert "clip_of='sum'" in new.kind
+
+
+def test_a_checkpoint_of_torch_says_its_method_by_a_number_and_clips_as_it_did() -> None:
+    """In `torch.distributed.checkpoint` a text is known by its hash: that of a text without `clip_of=` is taken up."""
+    mesh = init_device_mesh("cpu", (1,))
+    with Session(tensors(0), "dgc:0.05,clip=0.5,clip_of=sum", deadline_s=10) as old:
+        old.reduce_(tensors(1))
+        saved, text = Stateful(old, mesh).state_dict(), with_former_names(repr(old.reducer))
+        wanted = repr(old.reducer)
+    assert "clip=0.5, ramp=0" in text
+    saved["head"][4] = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
+    with Session(tensors(0), "dgc:0.05,clip=0.5", deadline_s=10) as session:
+        Stateful(session, mesh).load_state_dict(saved)
+        assert repr(session.reducer) == wanted
+        assert session.state_dict()["step"] == 1
+    with Session(tensors(0), "dgc:0.05,clip=0.7", deadline_s=10) as other:
+        with_another = Stateful(other, mesh)
+        with pytest.raises(StateError, match="another method"):
+            with_another.load_state_dict(saved)
 
 
 def test_a_save_of_another_method_is_refused_still() -> None:

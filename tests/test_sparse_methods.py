@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +14,10 @@ from torch import Tensor, nn
 from gradwire import kernels, parse
 from gradwire.codecs import Threshold, TopK
 from gradwire.core import saved
-from gradwire.core.errors import CompositionError, PayloadError
+from gradwire.core.errors import CompositionError, PayloadError, StateError
 from gradwire.core.grain import Grain, Segment, flat_grain
 from gradwire.core.key import Key
+from gradwire.core.renamed import with_former_names
 from gradwire.core.state import Leaf, State
 from gradwire.drivers.lockstep import Lockstep
 from gradwire.drivers.virtual import VirtualRanks
@@ -215,10 +217,61 @@ def test_clipping_bounds_what_is_added() -> None:
     grain, ranks = flat_grain(400), 4
     lockstep = Lockstep(MomentumCorrection(AllGatherExchange(TopK(1.0)), 0.0, clip=2.0), grain, ranks)
     large, small = [100 * normal(400, rank) for rank in range(ranks)], [1e-3 * normal(400, r) for r in range(ranks)]
-    want = sum(x / x.norm() * 2.0 / ranks**0.5 for x in large) / ranks
+    want = sum(x / x.norm() * 2.0 * ranks**0.5 for x in large) / ranks
     torch.testing.assert_close(lockstep.step(large)[0], want)
     torch.testing.assert_close(lockstep.step(small)[0], torch.stack(small).mean(0))
     assert not bool(lockstep.step([torch.zeros(400)] * ranks)[0].any())
+
+
+def dense(**settings: Any) -> MomentumCorrection:
+    """Clipping alone: everything is sent, without momentum."""
+    return MomentumCorrection(AllGatherExchange(TopK(1.0)), 0.0, **settings)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8, 32])
+def test_a_clip_is_the_norm_at_which_independent_gradients_begin_to_be_clipped(ranks: int) -> None:
+    xs = [normal(10_000, rank) for rank in range(ranks)]
+    mean = torch.stack(xs).mean(0)
+    for share in (0.5, 1.0, 2.0):
+        lockstep = Lockstep(dense(clip=share * float(mean.norm())), flat_grain(10_000), ranks)
+        assert float(lockstep.step(xs)[0].norm() / mean.norm()) == pytest.approx(min(1.0, share), rel=0.03)
+
+
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_clipping_is_algorithm_4_of_the_paper(ranks: int) -> None:
+    """Parts that are divided by n are clipped at threshold / sqrt(n), and added up."""
+    xs, threshold = [3.0 ** (rank % 3) * normal(400, rank) for rank in range(ranks)], 30.0
+    parts = [x / ranks for x in xs]
+    want = sum(part * min(1.0, threshold * ranks**-0.5 / float(part.norm())) for part in parts)
+    torch.testing.assert_close(Lockstep(dense(clip=threshold), flat_grain(400), ranks).step(xs)[0], want)
+
+
+def test_a_save_goes_on_with_what_its_clip_was_of() -> None:
+    """Up to version 0.2.0 `clip` was that of a sum, and no save said so."""
+    grain, ranks = flat_grain(400), 4
+    schedule = [[normal(400, 10 * step + rank) for rank in range(ranks)] for step in range(4)]
+
+    def made(spec: str) -> Lockstep:
+        return Lockstep(parse(spec), grain, ranks)
+
+    first = made("dgc:0.1,clip=2,clip_of=sum")
+    for xs in schedule[:2]:
+        first.step(xs)
+    states = [state | {"reducer": with_former_names(state["reducer"])} for state in first.state_dicts()]
+    assert states[0]["reducer"] == "Guard(inner=DGC(density=0.1, momentum=0.9, clip=2.0, ramp=0))"
+    later = made("dgc:0.1,clip=2")
+    later.load_state_dicts(states)
+    assert repr(later.reducer) == repr(first.reducer)
+    again = made("dgc:0.1,clip=2")
+    again.load_state_dicts(later.state_dicts())
+    other = made("dgc:0.1,clip=2")
+    for xs in schedule[2:]:
+        want = first.step(xs)[0]
+        assert torch.equal(later.step(xs)[0], want)
+        assert torch.equal(again.step(xs)[0], want)
+        assert not torch.equal(other.step(xs)[0], want)
+    with pytest.raises(StateError, match="clip=3"):
+        made("dgc:0.1,clip=3").load_state_dicts(states)
 
 
 def test_clipping_sees_the_whole_gradient_and_not_a_grain() -> None:
@@ -233,7 +286,7 @@ def test_clipping_sees_the_whole_gradient_and_not_a_grain() -> None:
     norms = [math.hypot(*(float(g.norm()) for g in gradients.values())) for gradients in own]
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None
-        want = sum(g[name] * 2.0 / ranks**0.5 / norm for g, norm in zip(own, norms, strict=True)) / ranks
+        want = sum(g[name] * 2.0 * ranks**0.5 / norm for g, norm in zip(own, norms, strict=True)) / ranks
         torch.testing.assert_close(parameter.grad, want)
 
 
@@ -263,6 +316,8 @@ def test_parts_that_do_not_fit_are_refused() -> None:
         parse("dgc:0.1,momentum=1")
     with pytest.raises(CompositionError, match="clip"):
         parse("dgc:0.1,clip=-1")
+    with pytest.raises(CompositionError, match="says nothing without clip="):
+        parse("dgc:0.1,clip_of=sum")
     with pytest.raises(CompositionError, match="CompressionWarmUp"):
         Scheduled(((3, AllGatherExchange(TopK(0.1))), (0, SparseTwoShot(TopK(0.1)))))
     with pytest.raises(CompositionError, match="at least one stage"):

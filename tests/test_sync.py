@@ -85,6 +85,13 @@ def test_bmuf_keeps_the_look_ahead_of_the_papers_global_model(nesterov: bool) ->
 
 
 @RANKS
+def test_progress_one_window_late_is_cocod_sgd(ranks: int) -> None:
+    for found in run("cocod_by_hand", ranks):
+        assert len(found) == 5
+        assert max(found) < 1e-12
+
+
+@RANKS
 def test_sparseloco_is_a_residual_that_decays_and_a_plain_outer_step(ranks: int) -> None:
     for found in run("sparseloco", ranks):
         assert found["far"] < 1e-5

@@ -7,7 +7,7 @@ from gradwire.asynchronous.messages import Grant, Push, Receipt
 from gradwire.asynchronous.methods import Recipe, is_asynchronous, parse
 from gradwire.asynchronous.optimizer import AsynchronousOptimizer
 from gradwire.asynchronous.pace import Barriers, Bounded, Free, Pace
-from gradwire.asynchronous.rates import Constant, Geometric, Hyperbolic, Inverse, Rate, RootHyperbolic
+from gradwire.asynchronous.rates import Constant, Geometric, Hyperbolic, Inverse, Rate, Relative, RootHyperbolic
 from gradwire.asynchronous.rules import ASGD, DCASGD, AdaptiveDCASGD, DelayedNesterov, Rule
 from gradwire.asynchronous.server import Server
 from gradwire.asynchronous.simulation import Applied, Faults, Machine, Simulation
@@ -43,6 +43,7 @@ __all__ = [
     "Rate",
     "Receipt",
     "Recipe",
+    "Relative",
     "Result",
     "RootHyperbolic",
     "Rule",

@@ -10,9 +10,9 @@ refuses whatever has another form, and this module what does not belong to the m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -36,12 +36,19 @@ class Member(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """What a saved state says, ready to be taken up: states in the order of the grains they were loaded for."""
+    """What a saved state says, ready to be taken up.
+
+    Attributes:
+        step, seed, scale: as saved.
+        states: in the order of the grains they were loaded for.
+        reducer: the text of the one it was made with.
+    """
 
     step: int
     seed: int
     scale: float
     states: list[State]
+    reducer: str = ""
 
 
 _REMEDIES = {
@@ -69,7 +76,14 @@ def unpack(saved: object, grains: Grains, member: Member) -> Loaded:
         if not same(state[key], value):
             raise StateError(f"the saved state has {key} {state[key]!r}, this run {value!r}; {_REMEDIES[key]}")
     states = load_all(grains, state["parameters"], member.rank)
-    return Loaded(int(state["step"]), int(state["seed"]), float(state["scale"]), states)
+    return Loaded(int(state["step"]), int(state["seed"]), float(state["scale"]), states, state["reducer"])
+
+
+def reducer_of(saved: object) -> str:
+    """The text of the reducer that a saved state, or those of all ranks, were made with; empty where there is none."""
+    first = next(iter(cast("Sequence[object]", saved)), None) if isinstance(saved, Sequence) else saved
+    found = cast("Mapping[str, object]", first).get("reducer") if isinstance(first, Mapping) else None
+    return found if isinstance(found, str) else ""
 
 
 def pack_all(ranks: Sequence[Grains], reducer: object, *, step: int, seed: int) -> list[Saved]:

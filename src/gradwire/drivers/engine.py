@@ -7,6 +7,7 @@ a GPU is found out at the next step and costs no waiting inside this one.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from gradwire.core.state import CARRIED, Leaf, State, carried_leaf, walk
 from gradwire.drivers.interpreter import Interpreter, Pending, Script, Traffic, Transport
 from gradwire.drivers.plan import Plan, Unit
 from gradwire.drivers.traced import Traced
-from gradwire.reducers.base import Program, Reduced, Step
+from gradwire.reducers.base import Program, Reduced, Reducer, Step
 from gradwire.reducers.guard import Guard, flagged_by_result
 
 Sink = Callable[[int, Tensor], None]
@@ -279,6 +280,13 @@ class Engine:
         self.settle()
         for slot, state in zip(self._slots, states, strict=True):
             slot.state = state
+
+    def serve_by(self, made_of: Callable[[Reducer], Reducer]) -> None:
+        """Serve every unit by what `made_of` makes of its reducer; states of the two have the same form."""
+        waves = [tuple(unit._replace(reducer=made_of(unit.reducer)) for unit in wave) for wave in self.plan.waves]
+        self.plan = dataclasses.replace(self.plan, waves=tuple(waves))
+        for slot, unit in zip(self._slots, self.plan.units, strict=True):
+            slot.unit = unit
 
     def rescale(self, factor: float) -> None:
         """Multiply what is in the gradients' units: these are new ones from this step on."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -19,6 +19,7 @@ from gradwire.core.messages import SendRecv
 from gradwire.core.program import Program
 from gradwire.core.state import State
 from gradwire.drivers.interpreter import Interpreter, Pending, Script, is_here, served
+from gradwire.reducers.as_saved import as_saved
 from gradwire.reducers.base import Reduced, Reducer, Step
 
 T = TypeVar("T")
@@ -269,6 +270,10 @@ class VirtualStates(ABC):
     def _grains(self) -> list[saved.Grains]:
         """Every rank's grains with their states."""
 
+    def _serve_by(self, made_of: Callable[[Reducer], Reducer]) -> None:
+        """Go on with what `made_of` makes of reducers, whose states have the same form."""
+        self.reducer = made_of(self.reducer)
+
     @abstractmethod
     def _take_up(self, states: Sequence[Sequence[State]]) -> None:
         """Go on with other states: of each rank those of its grains."""
@@ -286,7 +291,9 @@ class VirtualStates(ABC):
         Raises:
             StateError: states that are damaged or do not belong here; nothing is changed then.
         """
-        loaded = saved.unpack_all(states, self._grains(), self.reducer)
+        made_of = as_saved(self.reducer, saved.reducer_of(states))
+        loaded = saved.unpack_all(states, self._grains(), made_of(self.reducer))
+        self._serve_by(made_of)
         self.index, self.seed = loaded[0].step, loaded[0].seed
         self._take_up([rank.states for rank in loaded])
 

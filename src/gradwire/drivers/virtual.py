@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from gradwire.core import saved
 from gradwire.core.grain import Grain
@@ -67,6 +68,11 @@ class VirtualRanks(VirtualStates):
             return reducer.reduce(grain, gathered(grain, gradients), self.states[i][rank], step)
 
         return [[program(i) for i in wave] for wave in self.plan.unit_numbers]
+
+    @override
+    def _serve_by(self, made_of: Callable[[Reducer], Reducer]) -> None:
+        super()._serve_by(made_of)
+        self.units = tuple(unit._replace(reducer=made_of(unit.reducer)) for unit in self.units)
 
     def _take_up(self, states: Sequence[Sequence[State]]) -> None:
         self.states = [list(of_unit) for of_unit in zip(*states, strict=True)]

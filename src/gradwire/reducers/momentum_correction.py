@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -18,6 +19,9 @@ from gradwire.core.state import Leaf, State
 from gradwire.reducers.base import Program, Reduced, Reducer, Step, Wrapper, require_linear
 from gradwire.reducers.exchange import AllGatherExchange
 from gradwire.reducers.scheduled import Scheduled
+
+ClipOf = Literal["mean", "sum"]
+"""Of which combination of the ranks' gradients `clip` is the largest norm."""
 
 DENSITIES = (0.25, 0.0625, 0.015625, 0.004)
 """What the paper warms up with, an epoch each, before 0.001."""
@@ -35,22 +39,32 @@ class MomentumCorrection(Wrapper):
     nothing was sent, u is zero too, unless the two cancelled to the last bit: then that momentum is forgotten, which
     keeping apart would cost a pass over memory each step.
 
-    With `clip`, each of n ranks scales its own gradient before adding it, so that its norm is at most clip / sqrt(n)
-    (local gradient clipping, Section 3.2: independent gradients of n ranks sum to sqrt(n) times the norm of one). The
-    norm is that of all gradients which this reducer serves, whatever their grains. It is taken of the rank's own
-    gradient, which is not divided by n. The norm of the mean is therefore at most clip / sqrt(n), and about clip / n
-    where gradients are independent.
+    With `clip`, each of n ranks scales its own gradient g_k before adding it (local gradient clipping, Section 3.2):
+
+        g_k = g_k * min(1, bound / |g_k|),   bound = clip sqrt(n)
+
+    so that `clip` is the largest norm of the mean where gradients are independent, as in training without compression.
+    In the paper n parts nabla_k are summed, |nabla_k| <= clip / sqrt(n), since n independent parts of norm b sum to a
+    norm of b sqrt(n). These parts are divided by n already: nabla_k = g_k / n in Section 3.2 and in Algorithms 1 and 4,
+    where a node adds up 1 / (n b) of each of its b examples' gradients. Here the mean is taken after clipping, so the
+    bound of g_k is n times that of nabla_k: n clip / sqrt(n). Where all gradients are equal the mean's norm may reach
+    clip sqrt(n), in the paper too. The norm |g_k| is that of all gradients which this reducer serves, whatever their
+    grains.
+
+    With `clip_of="sum"` the bound is clip / sqrt(n), n times smaller: then `clip` is the threshold of a sum of whole
+    gradients. So it was up to version 0.2.0, and what was saved then goes on so.
 
     Owned state: `x` becomes the new u, and v takes turns with a scratch tensor, so nothing of their size is allocated.
 
     Args:
         inner: a contraction that keeps no residual: `AllGatherExchange(TopK(...))`, or a `Scheduled` one.
         momentum: m, in [0, 1). With 0 this is error feedback.
-        clip: sqrt(n) times the largest norm of one rank's gradient; 0 clips nothing.
+        clip: the threshold of the combined gradient's norm; 0 clips nothing.
+        clip_of: what is so combined: "mean", or "sum".
 
     Raises:
         CompositionError: an inner reducer that is no contraction, that loses something and is not `linear`, or that
-            keeps its input; momentum or clip out of range.
+            keeps its input; momentum or clip out of range; `clip_of` of something else, or without `clip`.
 
     References:
         Lin, Han, Mao, Wang & Dally 2018, "Deep gradient compression: reducing the communication bandwidth for
@@ -64,6 +78,7 @@ class MomentumCorrection(Wrapper):
     inner: Reducer
     momentum: float = 0.9
     clip: float = 0.0
+    clip_of: ClipOf = "mean"
 
     keeps_input: ClassVar[bool] = True
     conserves_sum: ClassVar[bool] = False  # what u will add later is owed to nobody yet
@@ -77,6 +92,10 @@ class MomentumCorrection(Wrapper):
             raise CompositionError(f"momentum {self.momentum} is outside [0, 1)")
         if not self.clip >= 0.0:
             raise CompositionError(f"clip {self.clip} is no norm: it must be positive, or 0 for none")
+        if self.clip_of not in get_args(ClipOf):
+            raise CompositionError(f"clip_of={self.clip_of!r}: a clip is that of the 'mean' or of the 'sum'")
+        if self.clip_of != "mean" and not self.clip:
+            raise CompositionError(f"clip_of={self.clip_of} says nothing without clip=: give a clip, or leave it out")
         if self.inner.scope == "tensor" or not self.inner.contraction(flat_grain(1 << 20)):
             raise CompositionError(
                 f"momentum correction over {self.inner} is not possible: it takes an elementwise contraction, e.g. "
@@ -90,7 +109,12 @@ class MomentumCorrection(Wrapper):
 
     def around(self, inner: Reducer) -> Reducer:
         """The same around another reducer."""
-        return MomentumCorrection(inner, self.momentum, self.clip)
+        return dataclasses.replace(self, inner=inner)
+
+    def _bound(self, world_size: int) -> float:
+        """The largest norm of one rank's gradient."""
+        root = world_size**0.5
+        return self.clip * root if self.clip_of == "mean" else self.clip / root
 
     def init(self, grain: Grain, step: Step) -> State:
         """u and v of zeros, and room for the next v."""
@@ -106,7 +130,7 @@ class MomentumCorrection(Wrapper):
             square = yield agreement.Total(
                 torch.linalg.vector_norm(u).double().square(), of=(self, "norm"), over="grains"
             )
-            u.mul_(_clipping(square, self.clip / step.world_size**0.5))
+            u.mul_(_clipping(square, self._bound(step.world_size)))
         u.add_(old_u, alpha=self.momentum)
         torch.add(old_v, u, out=y)
         reduced = yield from self.inner.reduce(grain, y.view(grain.shape), inner, step)
@@ -146,7 +170,8 @@ class DGC(Wrapper):
     Args:
         density: the fraction sent in the end, in (0, 1].
         momentum: of the correction; give the optimizer none.
-        clip: see `MomentumCorrection`.
+        clip: the threshold of the mean gradient's norm, see `MomentumCorrection`; 0 clips nothing.
+        clip_of: see `MomentumCorrection`.
         ramp: steps at each of the warm-up's densities; 0 for no warm-up.
 
     Raises:
@@ -163,6 +188,7 @@ class DGC(Wrapper):
     density: float = 0.001
     momentum: float = 0.9
     clip: float = 0.0
+    clip_of: ClipOf = dataclasses.field(default="mean", kw_only=True)
     ramp: int = 0
 
     keeps_input: ClassVar[bool] = True
@@ -186,7 +212,7 @@ class DGC(Wrapper):
             if self.ramp and density > self.density
         ]
         schedule = Scheduled((*ramp, (0, AllGatherExchange(TopK(self.density)))))
-        return MomentumCorrection(schedule, self.momentum, self.clip)
+        return MomentumCorrection(schedule, self.momentum, self.clip, self.clip_of)
 
     def around(self, inner: Reducer) -> Reducer:
         """The inner reducer alone: there is nothing else here."""

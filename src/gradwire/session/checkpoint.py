@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 from gradwire.core import save_folder
 from gradwire.core.errors import ShardsElsewhereError, StateError
-from gradwire.core.renamed import same
+from gradwire.core.renamed import alike
 from gradwire.core.reshard import reshard, with_all_owned
 from gradwire.core.save_folder import Manifest, Run, file_name
 from gradwire.core.saved import Loaded
@@ -345,9 +345,9 @@ def _offer(manifest: Manifest, here: Path, ranks: Together) -> Offer:
 
 def _checked(handle: Savable, manifest: Manifest, here: Path, ranks: Together) -> Any:
     """What a rank takes up of more than a session."""
-    if isinstance(handle, OnceASession) and same(manifest.head["reducer"], repr(handle.session.reducer)):
+    if isinstance(handle, OnceASession) and alike(manifest.head["reducer"], repr(handle.session.reducer)):
         return handle.checked(handle.of_session(manifest.read(here, ranks.rank)))
-    if not same(manifest.head["reducer"], handle.kind):
+    if not alike(manifest.head["reducer"], handle.kind):
         raise StateError(
             f"the save is that of {manifest.head['reducer']}, and this is {handle.kind}: make it as it was"
         )

@@ -6,6 +6,7 @@ import hashlib
 import weakref
 from collections.abc import Iterable
 
+from gradwire.core.renamed import alike
 from gradwire.core.save_folder import Manifest, Run
 from gradwire.session.session import Session
 
@@ -50,6 +51,6 @@ def stranger(found: Iterable[Manifest], session: Session, run: Run, world_size: 
             return f"what another handle of this process has saved ({where})"
         if its.tensors != run.tensors:
             return f"what a run of another model has saved ({where})"
-        if its.method != run.method and manifest.world_size == world_size:
+        if not alike(its.method, run.method) and manifest.world_size == world_size:
             return f"what a run with another method has saved ({where}; it began with {its.method})"
     return None

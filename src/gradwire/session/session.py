@@ -17,6 +17,7 @@ from gradwire.core.errors import NonFiniteWarning, StepError
 from gradwire.core.grain import ParameterSpec
 from gradwire.core.save_folder import Run
 from gradwire.drivers.window import Window
+from gradwire.reducers.as_saved import as_saved
 from gradwire.reducers.base import Reducer
 from gradwire.session.ending import Ending
 from gradwire.session.figures import Figures
@@ -349,13 +350,13 @@ class Session(Figures):
         """
         require_own_file(sys._getframe(1))  # pyright: ignore[reportPrivateUsage]
         where = {"step": self.engine.index, "seed": self.seed}
-        return saved.pack(self.engine.states(), self._member(), scale=self.scale, **where)
+        return saved.pack(self.engine.states(), self._member(self.reducer), scale=self.scale, **where)
 
-    def _member(self) -> saved.Member:
-        return saved.Member(repr(self.reducer), self.transport.rank, self.transport.world_size)
+    def _member(self, reducer: Reducer) -> saved.Member:
+        return saved.Member(repr(reducer), self.transport.rank, self.transport.world_size)
 
     def load_state_dict(self, state: saved.Saved) -> None:
-        """Take up a saved state.
+        """Take up a saved state, and what its method's `clip` was of.
 
         Raises:
             StateError: a damaged state, or one of another version, method, rank, world size or model; nothing is
@@ -369,10 +370,14 @@ class Session(Figures):
         Raises:
             StateError: as `load_state_dict`.
         """
-        return saved.unpack(state, self.engine.states(), self._member())
+        text = saved.reducer_of(state)
+        return saved.unpack(state, self.engine.states(), self._member(as_saved(self.reducer, text)(self.reducer)))
 
     def take_up(self, loaded: saved.Loaded) -> None:
         """Go on from what `unpacked` returned."""
+        served = as_saved(self.reducer, loaded.reducer)
+        self.reducer = served(self.reducer)
+        self.engine.serve_by(served)
         self.engine.set_states(loaded.states)
         self.engine.index, self.scale = loaded.step, loaded.scale
         self.seed = self.engine.seed = loaded.seed

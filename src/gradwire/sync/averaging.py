@@ -69,7 +69,8 @@ class Averaging(AveragingState):
         delay: steps that go on while an average is under way. It is taken up after them.
         merge: the share that stays of what a rank has by then; the rest is the global copy's. 0.5 where there is a
             delay, and else 0. "progress" is another rule: the rank goes on from the global copy plus all that it has
-            changed since the average began, so that no step is lost (Sun et al. 2024, CO2).
+            changed since the average began, so that no step is lost. With a delay as long as the window and the plain
+            mean this is CoCoD-SGD (Shen et al. 2019, Algorithm 1).
         buffers: "average", "rank0" or "own", see `gradwire.sync.buffers.Policy`.
         optimizer: that trains the model on this rank. Needed for `SlowMo`, and where moments are averaged or reset.
         moments: "own", "average" or "reset": what becomes of the optimizer's moments at a window's end, see

@@ -22,6 +22,8 @@ from gradwire.core.errors import StateError
 from gradwire.core.renamed import with_former_names
 from gradwire.core.saved_schema import VERSION, Saved
 from gradwire.drivers.interpreter import ask
+from gradwire.reducers.as_saved import could_be_saved
+from gradwire.reducers.base import Reducer
 from gradwire.session import Session
 
 _HEAD, _SCALE, _ELEMENT = "head", "scale", "element:"
@@ -66,14 +68,15 @@ class Stateful:
         """
         session, head = self._session, [int(value) for value in state[_HEAD]]
         mine = session.state_dict()
-        if head[0] != VERSION or head[4] not in _numbers(mine["reducer"]):
+        reducer = _texts(session.reducer).get(head[4])
+        if head[0] != VERSION or reducer is None:
             raise StateError("the checkpoint was saved by another method, or version: attach as it was, then load")
         parameters: dict[str, dict[str, Any]] = {}
         for key, row in _rows(mine).items():
             path, _, name = key.partition(" of ")
             values = self._mean(cast(DTensor, state[key]).to_local(), row)
             parameters.setdefault(name, {})[path] = [{"start": 0, "values": values}]
-        said = {"step": head[1], "seed": head[2], "scale": float(state[_SCALE])}
+        said = {"step": head[1], "seed": head[2], "scale": float(state[_SCALE]), "reducer": reducer}
         session.load_state_dict({**mine, **said, "parameters": parameters})
 
     def _mean(self, rows: Tensor, like: Tensor) -> Tensor:
@@ -103,9 +106,10 @@ def _number(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
 
 
-def _numbers(text: str) -> set[int]:
-    """Those that a saved text may have where it says the same: classes may have had other names."""
-    return {_number(text), _number(with_former_names(text))}
+def _texts(reducer: Reducer) -> dict[int, str]:
+    """The texts of what a session with this reducer can go on from, by their numbers: classes had other names."""
+    texts = [repr(made) for made in could_be_saved(reducer)]
+    return {_number(said): text for text in texts for said in (text, with_former_names(text))}
 
 
 def _ranks_of(folder: Path, keys: Collection[str]) -> int:
