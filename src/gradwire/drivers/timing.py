@@ -46,6 +46,7 @@ def step_s(
         step: which.
         grain_numel: as in `plan`.
 
+    >>> import torch
     >>> model = torch.nn.Linear(1000, 999)
     >>> round(step_s("none,exchange=ring", model, 4, Link(0.001, 1e-6), grain_numel=1 << 20), 3)
     6.006
