@@ -43,6 +43,9 @@ WARM_S, COLD_S = 0.2, 0.5
 as warm and as cold after these; what a pause of `PAUSE_S` costs is measured."""
 NEAR_S = 0.003
 """Latency of the smallest all-reduce below which cold windows are not looked at: they hold what such a link carries."""
+REST_S = 0.03
+"""Between two repetitions on links with a delay, as computing is between steps: without it the quickest ranks begin
+while the others still end, and where links are unequal a mean comes out 2% longer."""
 
 
 class Probe(NamedTuple):
@@ -132,6 +135,7 @@ def reduction_times(bench: Bench, nbytes: int, caps: Caps = DDP_CAPS) -> Reducti
     prober = _Prober(bench, caps)
     prober.repeat(LEAST_BYTES, 1)  # makes connections
     least_s, sizes = min(prober.repeat(LEAST_BYTES, 4)), _sizes(nbytes)
+    prober.rest_s = REST_S if least_s >= NEAR_S else 0.0
     for size in sizes:
         if prober.found() and not prober.can_afford(_at_most_s(prober, size, least_s)):
             middle = 2 * prober.found()[-1].nbytes
@@ -170,22 +174,25 @@ class _Prober:
         self._bench, self._caps = bench, caps
         self._began_s, self._spent_s = time.perf_counter(), 0.0
         self.times: dict[int, list[float]] = {}
+        self.rest_s = 0.0
 
     def can_afford(self, seconds: float) -> bool:
         """Whether there is time for one that is not counted and three that are, of such a length."""
         return self._spent_s + (1 + LEAST_COUNTED) * seconds <= BUDGET_S
 
-    def repeat(self, nbytes: int, count: int, pause_s: float = 0.0) -> list[float]:
+    def repeat(self, nbytes: int, count: int, cold_after_s: float | None = None) -> list[float]:
         """Reduce so often after one that is not counted, and note how long each took, the mean over ranks.
+
+        What took place with cold windows, each time after so long a pause, is returned and not noted.
 
         The first one makes windows and buffers warm, and takes up that ranks do not come together.
         """
-        sizes = self._caps.split(nbytes)
+        sizes, pause_s = self._caps.split(nbytes), self.rest_s if cold_after_s is None else cold_after_s
         ends = [self._reduced(sizes, pause_s) for _ in range(count + 1)]
         mine = [after - before - pause_s for before, after in pairwise(ends)]
         *agreed, spent_s = self._mean([*mine, time.perf_counter() - self._began_s])
         self._spent_s = spent_s
-        if not pause_s:
+        if cold_after_s is None:
             self.times.setdefault(nbytes, []).extend(agreed)
         return agreed
 
