@@ -107,6 +107,26 @@ def test_links_between_pages_lead_to_what_is_there(page: Path) -> None:
             check_link(link, page)
 
 
+PAGES_OF_FIGURES = ["README.md", "docs/results.md", "docs/asynchronous.md", "docs/quality.md"]
+
+
+@pytest.mark.parametrize("page", PAGES_OF_FIGURES)
+def test_tables_of_figures_name_the_run_that_made_them(page: str) -> None:
+    """In the section that a table is in: a file or a script of benchmarks, a command, or the page of results."""
+    source = r"benchmarks/\w|results\.md|`gradwire \w+ -|`make compare`|tests/\w+\.py"
+    sections = re.split(r"(?m)^(?=##+ )", (ROOT / page).read_text())
+    tables = [section for section in sections if re.search(r"\|\s*-+:\s*\|", section)]
+    assert tables
+    assert [section.splitlines()[0] for section in tables if not re.search(source, section)] == []
+
+
+def test_files_of_benchmarks_that_are_named_exist() -> None:
+    pages = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
+    named = {name.rstrip(".") for page in pages for name in re.findall(r"benchmarks/[\w./*-]+", page.read_text())}
+    assert len(named) > 20
+    assert [name for name in sorted(named) if not any(ROOT.glob(name))] == []
+
+
 def test_the_log_lists_its_pages() -> None:
     listed = re.findall(r"\]\(log/(\w+)\.md\)", (ROOT / "docs" / "log.md").read_text())
     assert sorted(listed) == sorted(page.stem for page in (ROOT / "docs" / "log").glob("*.md"))
