@@ -93,6 +93,8 @@ class Run:
         times_s: seconds of training after each step, by the slowest rank; evaluation and set-up are off the clock.
         tx_bytes: bytes sent after each step, framing included, the mean over ranks.
         evaluations: the metric along the way; the last one is at the end.
+        metric_values: the metric at the end of each held-out example, whose mean the last evaluation is; empty where
+            the task gives one number for all.
         wire: itemised bytes.
         split: itemised seconds.
         residual_norm: norm of what error feedback still owes at the end, where there is any.
@@ -111,6 +113,7 @@ class Run:
     times_s: list[float] = field(default_factory=list[float])
     tx_bytes: list[float] = field(default_factory=list[float])
     evaluations: list[Evaluation] = field(default_factory=list[Evaluation])
+    metric_values: list[float] = field(default_factory=list[float])
     wire: Wire = Wire()
     split: Split = Split()
     residual_norm: float | None = None
