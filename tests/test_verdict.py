@@ -167,7 +167,7 @@ def test_a_training_loss_that_ends_higher_is_told_of_and_leaves_the_headline():
     runs += [run("int4", seed, losses=(*higher[:-1], higher[-1] + 0.001 * seed), step_s=0.5) for seed in range(3)]
     judged = judge(comparison(*runs, target="1.2"))
     assert kinds(judged) == [(Kind.WORSE_LOSS, "int4")]
-    assert judged.findings[0].text.startswith("By training loss, int4 ends 0.051 worse than torch:fp32 (1.023)")
+    assert judged.findings[0].text.startswith("By training loss, int4 ends 5 % above torch:fp32 (1.023), where 0.")
     assert judged.best == "int4"
     one = loss_shortfall(comparison(runs[0], runs[3]), "int4")
     assert one is not None

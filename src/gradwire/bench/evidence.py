@@ -177,13 +177,21 @@ def shortfall(comparison: Comparison, method: str) -> Shortfall | None:
 
 
 def loss_shortfall(comparison: Comparison, method: str) -> Shortfall | None:
-    """How far a method's smoothed training loss ends above fp32's; None without a pair of runs."""
+    """How far a method's smoothed training loss ends above fp32's, as log(mine / fp32's); None without a pair of runs.
+
+    Seeds that end at a high loss differ more than those that end at a low one, and logarithms take that away. Where a
+    loss is not positive it is the difference over the mean of fp32's.
+    """
     pairs, window = paired(comparison, comparison.finished(method), FP32), comparison.smoothing
     if not pairs:
         return None
-    gaps = [final_loss(mine, window) - final_loss(base, window) for mine, base in pairs]
-    baseline = mean(final_loss(base, window) for _, base in pairs)
-    return Shortfall(estimate(gaps), baseline, len(pairs), 0, comparison.tolerance * abs(baseline))
+    ends = [(final_loss(mine, window), final_loss(base, window)) for mine, base in pairs]
+    baseline = mean(base for _, base in ends)
+    if all(loss > 0 for pair in ends for loss in pair):
+        gaps = [math.log(mine / base) for mine, base in ends]
+    else:
+        gaps = [(mine - base) / (abs(baseline) or 1.0) for mine, base in ends]
+    return Shortfall(estimate(gaps), baseline, len(pairs), 0, comparison.tolerance)
 
 
 def told_apart(comparison: Comparison, method: str) -> bool:

@@ -93,8 +93,6 @@ class Run:
         times_s: seconds of training after each step, by the slowest rank; evaluation and set-up are off the clock.
         tx_bytes: bytes sent after each step, framing included, the mean over ranks.
         evaluations: the metric along the way; the last one is at the end.
-        metric_values: the metric at the end of each held-out example, whose mean the last evaluation is; empty where
-            the task gives one number for all.
         wire: itemised bytes.
         split: itemised seconds.
         residual_norm: norm of what error feedback still owes at the end, where there is any.
@@ -102,6 +100,8 @@ class Run:
         conditions: the options and versions it ran under, compared before it is reused.
         line_cores: processor time of the network's delay line over the time of the run; None where there is none.
         line_missed: frames that the delay line was too slow to take.
+        metric_values: the metric at the end of each held-out example, whose mean the last evaluation is; empty where
+            the task gives one number for all.
     """
 
     method: str
@@ -113,7 +113,6 @@ class Run:
     times_s: list[float] = field(default_factory=list[float])
     tx_bytes: list[float] = field(default_factory=list[float])
     evaluations: list[Evaluation] = field(default_factory=list[Evaluation])
-    metric_values: list[float] = field(default_factory=list[float])
     wire: Wire = Wire()
     split: Split = Split()
     residual_norm: float | None = None
@@ -121,6 +120,7 @@ class Run:
     conditions: dict[str, Any] = field(default_factory=dict[str, Any])
     line_cores: float | None = None
     line_missed: int = 0
+    metric_values: list[float] = field(default_factory=list[float])
 
     @property
     def steps(self) -> int:

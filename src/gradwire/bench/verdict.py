@@ -177,7 +177,12 @@ def _of_method(comparison: Comparison, row: Row) -> Iterable[Finding]:
         yield Finding(Kind.PERHAPS_WORSE, row.method, text)
     loss = loss_shortfall(comparison, row.method)
     if loss is not None and loss.is_worse:
-        yield Finding(Kind.WORSE_LOSS, row.method, f"By training loss, {row.method} {_worse(loss)}.")
+        above, least = (100 * math.expm1(part) for part in (loss.worse_by.mean, loss.worse_by.detectable))
+        text = (
+            f"By training loss, {row.method} ends {above:.2g} % above {FP32} ({loss.baseline:.4g}), where "
+            f"{least:.2g} % are told from chance with {loss.seeds} seeds."
+        )
+        yield Finding(Kind.WORSE_LOSS, row.method, text)
 
 
 def _worse(found: Shortfall) -> str:
