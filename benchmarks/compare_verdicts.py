@@ -32,9 +32,11 @@ from gradwire.bench.tasks import make_task
 from gradwire.bench.verdict import Kind, Verdict, judge
 from gradwire.drivers.virtual import VirtualRanks
 
-WORSE = "sign"
+WORSE = "randomk:0.25"
 RANKS = 2
 SEEDS = 5
+BEFOREHAND = 2
+"""Comparisons with other seeds that tell beforehand how much worse `WORSE` is."""
 STEPS, SMOOTHING = 200, 20
 FOUND = (Kind.WORSE_METRIC, Kind.WORSE_LOSS)
 """Findings that claim a difference."""
@@ -115,11 +117,13 @@ def measured(comparisons: int, processes: int) -> dict[str, Any]:
             return list(run([method] * number, range(first, first + number)))
 
         wanted = SEEDS * comparisons
-        known_base, known = runs("none", 10_000, 4 * SEEDS), runs(WORSE, 10_000, 4 * SEEDS)
-        parts = [slice(SEEDS * i, SEEDS * (i + 1)) for i in range(4)]
+        known_base, known = runs("none", 10_000, BEFOREHAND * SEEDS), runs(WORSE, 10_000, BEFOREHAND * SEEDS)
+        parts = [slice(SEEDS * i, SEEDS * (i + 1)) for i in range(BEFOREHAND)]
         beforehand = [shortfall(compared(known_base[p], known[p], "other"), "other") for p in parts]
         errors = [in_errors(found) for found in beforehand if found]
-        print(f"{WORSE}: {statistics.fmean(errors):.2f} standard errors worse with four times {SEEDS} other seeds")
+        print(
+            f"{WORSE}: {statistics.fmean(errors):.2f} standard errors worse with {BEFOREHAND} times {SEEDS} other seeds"
+        )
         base, again, worse = runs("none", 0, wanted), runs("none", 5_000, wanted), runs(WORSE, 0, wanted)
     print(f"       worse by, in standard errors, claimed; accuracy %, {SEEDS} seeds")
     parts = [slice(SEEDS * i, SEEDS * (i + 1)) for i in range(comparisons)]
