@@ -262,9 +262,8 @@ VERDICTS = {
     "it is too early to say: ask again after 10 steps": a_report(steps=FEWEST_STEPS - 1),
     "it is too early to say: ask again after 10 windows": a_report(steps=FEWEST_STEPS - 1, period="window"),
     "saves about 300 ms a step: 4.0 times as many steps as DDP in fp32 in the same time": a_report(period="window"),
-    "saves about 150 ms a step, but DDP in fp16 or bf16 saves as much and loses less: use DDP in fp16 or bf16": a_report(
-        with_steps(250, 400, 252), period="window"
-    ),
+    "saves about 150 ms a step, but DDP in fp16 or bf16 saves as much and loses less: use DDP in fp16 or "
+    "bf16": a_report(with_steps(250, 400, 252), period="window"),
     "does not pay on this link: its step is about 20 ms longer than that of DDP in fp32; use DDP": a_report(
         with_steps(100, 80, 78), period="window"
     ),

@@ -335,7 +335,7 @@ def _reducer(spec: str, parts: list[_Part], built: list[Any], common: dict[str, 
         return built[0]
     codec = _codec(spec, built)
     if common.get("ef"):
-        codec = contracting(codec)
+        codec = called(contracting(codec), str(codec))
     exchange = common.get("exchange") or ("allgather" if len(parts) > 1 else parts[0].method.exchange)
     if exchange not in EXCHANGES:
         raise SpecError(f"unknown exchange {exchange!r} in {spec!r}: {meant(exchange, EXCHANGES)}")
@@ -350,7 +350,7 @@ def _codec(spec: str, built: list[Any]) -> Codec:
     for part in built:
         if not isinstance(part, Codec):
             raise SpecError(f"{spec!r}: only codecs can follow a '+', and {type(part).__name__} is none")
-    return functools.reduce(Chain, built)
+    return called(functools.reduce(Chain, built), "+".join(map(str, built)))
 
 
 def _weights(spec: str, text: str) -> tuple[float, ...]:
