@@ -34,7 +34,7 @@ def tiny(rank: int, world_size: int) -> dict[str, Any]:
     return {"text": str(report), **report.as_dict()}
 
 
-def windows(rank: int, world_size: int, specs: list[str]) -> list[dict[str, Any]]:
+def windows(rank: int, world_size: int, specs: list[str]) -> dict[str, Any]:
     """Reports of methods that combine models."""
     found: list[dict[str, Any]] = []
     for spec in specs:
@@ -49,7 +49,7 @@ def windows(rank: int, world_size: int, specs: list[str]) -> list[dict[str, Any]
         gradient_bytes = sum(p.nbytes for p in model.parameters())
         found.append({"gradient_bytes": gradient_bytes, **optimizer.session.report().as_dict()})
         optimizer.close()
-    return found
+    return {"reports": found}
 
 
 def figures(rank: int, world_size: int, spec: str, steps: int, width: int, deadline_s: float) -> dict[str, Any]:

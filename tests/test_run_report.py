@@ -401,7 +401,8 @@ def test_a_model_of_108_parameters_saves_nothing_and_the_report_says_so_once() -
 
 
 def test_a_report_of_averaged_models_has_the_spec_and_compares_with_ddp_in_every_step() -> None:
-    for averaged, gossip, parts in outcomes()["windows"]:
+    for outcome in outcomes()["windows"]:
+        averaged, gossip, parts = outcome["reports"]
         dense = averaged["gradient_bytes"]  # 2 (n - 1) / n with two ranks
         assert [found["method"] for found in (averaged, gossip, parts)] == [
             *("local:H=4,outer=int4", "gossip:ring", "local:H=4,fragments=2"),

@@ -105,8 +105,13 @@ class Pace:
 
 def _spread(sample: Sample, steps: float, buckets: tuple[Ready, ...]) -> Sample:
     """A window's sample as that of one of its steps, in which DDP would send all gradients."""
-    seconds = (s / steps for s in (sample.step_s, sample.exposed_s, sample.encode_s, sample.wait_s))
-    return Sample(*seconds, sample.sent_bytes, sample.dense_bytes, buckets)
+    return sample._replace(
+        step_s=sample.step_s / steps,
+        exposed_s=sample.exposed_s / steps,
+        encode_s=sample.encode_s / steps,
+        wait_s=sample.wait_s / steps,
+        buckets=buckets,
+    )
 
 
 def _partly_hidden(times: Times, all_ms: float, half_ms: float) -> Times:
