@@ -31,7 +31,7 @@ STILL_LEARNING = 0.2
 """Where the last quarter of a run brings more than this share of the loss's whole fall, the run has not come to an end:
 a straight line has a quarter."""
 
-CLEARLY_SOONER = 1.25
+CLEARLY_SOONER = 1.5
 """Where every seed is sooner, or every seed later, by this factor, no statistics are needed to see it."""
 
 

@@ -37,6 +37,10 @@ FARTHEST = 5.0
 a warning: as many times as `docs/results.md` checks."""
 
 
+ENOUGH_SEEDS = 5
+"""Seeds that are advised: with fewer, Student's t is so large that only large differences are told from chance."""
+
+
 class Kind(enum.Enum):
     """What a finding is about; the value is what a table's cell has room for."""
 
@@ -98,7 +102,7 @@ def _of_comparison(comparison: Comparison) -> Iterable[Finding]:
         yield Finding(Kind.NO_BASELINE, None, text)
     seeds = {run.seed for run in comparison.runs}
     if len(seeds) == 1:
-        text = "One seed was run: what another would give is not known. --seeds 3 tells."
+        text = f"One seed was run: what another would give is not known. --seeds {ENOUGH_SEEDS} tells."
         yield Finding(Kind.ONE_SEED, None, text)
 
 
@@ -201,7 +205,7 @@ def _error(found: Shortfall) -> str:
 def _what_tells(found: Shortfall) -> str:
     """What to do about a difference that may be chance."""
     if found.seeds == 1:
-        return "another seed may give another result, and --seeds 5 tells"
+        return f"another seed may give another result, and --seeds {ENOUGH_SEEDS} tells"
     return f"only {found.worse_by.detectable:.2g} or more would be told from it, and more seeds tell more (--seeds)"
 
 
@@ -300,8 +304,9 @@ class Verdict:
             return f"{text}; what chance does to that is not known."
         if found.seeds == 1:
             return f"{text}, with a standard error of {_error(found)}; what another seed would give is not known."
-        least = max(found.worse_by.detectable, found.least)
-        return f"{text}, with a standard error of {_error(found)}; {least:.2g} worse or more would have been found."
+        least = f"{max(found.worse_by.detectable, found.least):.2g} worse or more would have been found"
+        more = f", and less with --seeds {ENOUGH_SEEDS}" if found.seeds < ENOUGH_SEEDS else ""
+        return f"{text}, with a standard error of {_error(found)}; {least}{more}."
 
     @property
     def beyond_headline(self) -> tuple[str, ...]:
