@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gradwire.bench.tasks import Task
+from gradwire.bench.task import Task, measure
 from gradwire.core.collective import AllGather, AllReduce, AllToAll, Collective
 from gradwire.core.messages import SendRecv
 from gradwire.drivers.interpreter import Answer
@@ -104,9 +104,7 @@ def rank_gradients(task: Task, optimizer: torch.optim.Optimizer, step: int, rank
 
 def final_metric(task: Task) -> float:
     """The metric of the trained model."""
-    task.model.eval()
-    with torch.no_grad():
-        return float(task.metric(task.model))
+    return measure(task.metric, task.model.eval()).value
 
 
 def processor() -> str:

@@ -64,20 +64,28 @@ class Way(NamedTuple):
 def made(method: str, task: Any, processor: SlowProcessor, share: float) -> Way:
     """A way to train by name, for as many examples as every other."""
     model, inner, most = task.model, task.optimizer(task.model.parameters()), math.ceil(BATCHES / RANKS / share)
+
+    def has_steps(steps: int) -> bool:
+        return steps < most
+
     if method == "DDP":
         processor.watch(model)
-        return Way(DistributedDataParallel(model), inner.step, lambda steps: steps < most, lambda: None)
+        return Way(DistributedDataParallel(model), inner.step, has_steps, lambda: None)
     if method.startswith("int4"):
         processor.watch(model)
         ddp = DistributedDataParallel(model)
         handle = gradwire.attach(ddp, method)
         processor.watch_coding(handle.session.engine)
-        return Way(ddp, inner.step, lambda steps: steps < most, handle.close)
+        return Way(ddp, inner.step, has_steps, handle.close)
     if method.startswith("local"):
         averaged: Any = gradwire.sync.parse(method).optimizer(inner, model)
-        return Way(model, averaged.step, lambda steps: steps < most, averaged.sync)
+        return Way(model, averaged.step, has_steps, averaged.sync)
     pushed: Any = gradwire.asynchronous.parse(method).optimizer(inner, model)
-    return Way(model, pushed.step, lambda _: pushed.version < BATCHES, pushed.finish)
+
+    def has_pushes(steps: int) -> bool:
+        return pushed.version < BATCHES
+
+    return Way(model, pushed.step, has_pushes, pushed.finish)
 
 
 def on_rank(rank: int, world_size: int, method: str, seed: int) -> dict[str, Any]:

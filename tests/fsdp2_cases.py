@@ -209,8 +209,9 @@ def against_plain(rank: int, world_size: int, variant: str, spec: str, steps: in
     losses = train(plain, rank, steps, variant)
     with gradwire.attach(ours, spec, deadline_s=DEADLINE_S, grain_numel=1000) as handle:
         own = train(ours, rank, steps, variant)
-        stats, norm = handle.stats(), handle.residual_norm()
+        stats, norm, report = handle.stats(), handle.residual_norm(), str(handle.report())
     return {
+        "report": report,
         "off": off_by(ours, plain),
         "moved": off_by(plain, VARIANTS.get(variant, VARIANTS["plain"])()),
         "losses": [losses[-1], own[-1]],

@@ -86,6 +86,7 @@ def trained(rank: int, world_size: int, way: str, method: str, on_non_finite: st
     model, session, after_backward = WAYS[way](method, on_non_finite)
     optimizer = torch.optim.AdamW(model.parameters(), 0.01, weight_decay=0.1)
     found: dict[str, Any] = {"skipped": []}
+    before = after = list[str]()
     with session, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", gradwire.NonFiniteWarning)
         for number in range(STEPS):
@@ -120,7 +121,11 @@ def _break(model: nn.Module, loss: Tensor) -> None:
     if hasattr(parameter, "to_local"):
         (loss * float("nan")).backward()
         return
-    with parameter.register_hook(lambda gradient: gradient * float("inf")):
+
+    def spoilt(gradient: Tensor) -> Tensor:
+        return gradient * float("inf")
+
+    with parameter.register_hook(spoilt):
         loss.backward()
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire
+import gradwire.sync
 
 
 def train(ddp: nn.Module, steps: int, width: int, factor: float = 1.0, poisoned: Sequence[int] = ()) -> None:
@@ -31,6 +32,24 @@ def tiny(rank: int, world_size: int) -> dict[str, Any]:
         train(ddp, 12, 8)
         report = handle.report()
     return {"text": str(report), **report.as_dict()}
+
+
+def windows(rank: int, world_size: int, specs: list[str]) -> dict[str, Any]:
+    """Reports of methods that combine models."""
+    found: list[dict[str, Any]] = []
+    for spec in specs:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+        inner = torch.optim.SGD(model.parameters(), lr=0.01)
+        optimizer = gradwire.sync.parse(spec).optimizer(inner, model, deadline_s=60)
+        for _ in range(60):
+            optimizer.zero_grad()
+            model(torch.randn(8, 64)).square().mean().backward()
+            optimizer.step()
+        gradient_bytes = sum(p.nbytes for p in model.parameters())
+        found.append({"gradient_bytes": gradient_bytes, **optimizer.session.report().as_dict()})
+        optimizer.close()
+    return {"reports": found}
 
 
 def figures(rank: int, world_size: int, spec: str, steps: int, width: int, deadline_s: float) -> dict[str, Any]:

@@ -514,7 +514,7 @@ def test_a_task_that_ends_the_process_is_a_failed_run(toy: str, tmp_path: Path, 
 def test_ranks_whose_losses_cancel_have_no_mean_and_no_exception():
     rank = {
         "label": "", "losses": [float("inf")], "times_s": [1.0], "tx_bytes": [1], "evaluations": [[1, 1.0, 2.0]],
-        "residual_norm": None, "report": None, "apart": False,
+        "metric_values": [], "residual_norm": None, "report": None, "apart": False,
     }  # fmt: skip
     zeros = dict.fromkeys(
         ("total", "framing", "payload", "buffers", "setup", "compute_s", "encode_s", "wait_s", "codec_cpu_s", "cpu_s"),

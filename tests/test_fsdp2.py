@@ -121,6 +121,7 @@ def test_methods_train(spec: str) -> None:
         sent, dense = outcome[spec]["sent"]
         assert sent < 0.55 * dense
         assert (outcome[spec]["norm"] > 0) == remembers
+        assert outcome[spec]["report"].count("not counted: parameters, which FSDP2 gathers as they are") >= 1
 
 
 @pytest.mark.parametrize("kind", ["conserved", "skipped"])
@@ -400,6 +401,8 @@ def test_copies_are_averaged_by_a_method_and_their_parameters_gathered_by_a_code
         assert outcome["int4"]["norm"] > 0
         sent, dense = outcome["int4"]["sent"]
         assert dense > 2.5 * sent
+        assert "not counted: what FSDP2 reduces among the shards of a copy" in outcome["int4"]["report"]
+        assert "FSDP2 gathers" not in outcome["int4"]["report"]
 
 
 def test_copies_resume_exactly_from_a_folder_for_each_shard(tmp_path: Path) -> None:

@@ -243,4 +243,4 @@ def test_the_end_is_the_last_of_any_number_of_evaluations():
     assert (base.metric.mean, row.metric.mean) == (70.0, 64.0)
     found = shortfall(both, "int4")
     assert found is not None
-    assert (found.worse_by, found.baseline) == (6.0, 70.0)
+    assert (found.worse_by.mean, found.baseline) == (6.0, 70.0)

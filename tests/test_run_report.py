@@ -23,6 +23,7 @@ from gradwire.drivers.engine import Stats
 from gradwire.drivers.probing import Probe, ReductionTimes
 from gradwire.drivers.window import NORM_EVERY, START_UP, STEPS, Caps, Ready, Sample, Window, exposed_s
 from gradwire.session.estimate import Times, summarise
+from gradwire.session.pace import Pace
 from gradwire.session.report import FEWEST_STEPS, Report
 from gradwire.session.step_times import StepBoard, ToldSteps
 
@@ -259,6 +260,18 @@ VERDICTS = {
     "does not pay on this link, but cannot tell what it costs: the fp32 step is estimated at 30 to 90 ms; measure it "
     "with gradwire compare": a_report(with_steps(100, 60, 50, 30, 90)),
     "it is too early to say: ask again after 10 steps": a_report(steps=FEWEST_STEPS - 1),
+    "it is too early to say: ask again after 10 windows": a_report(steps=FEWEST_STEPS - 1, period="window"),
+    "saves about 300 ms a step: 4.0 times as many steps as DDP in fp32 in the same time": a_report(period="window"),
+    "saves about 150 ms a step, but DDP in fp16 or bf16 saves as much and loses less: use DDP in fp16 or "
+    "bf16": a_report(with_steps(250, 400, 252), period="window"),
+    "does not pay on this link: its step is about 20 ms longer than that of DDP in fp32; use DDP": a_report(
+        with_steps(100, 80, 78), period="window"
+    ),
+    "saves nothing: it sends 22.4 MB a step where DDP in fp32 sends 11.2 MB; use DDP": a_report(
+        sent_bytes=22.4e6, period="round"
+    ),
+    "cannot tell what it saves: the step of DDP in fp32 is estimated at 90 to 400 ms; measure it with gradwire "
+    "compare": a_report(with_steps(100, 200, 150, 90, 400), period="window"),
     "there is one rank: nothing is sent, and nothing can be saved": a_report(ranks=1, sent_bytes=0.0, dense_bytes=0.0),
 }
 
@@ -277,6 +290,67 @@ def test_without_times_the_verdict_speaks_of_bytes() -> None:
     assert "waiting" not in str(report)
 
 
+def test_a_large_residual_gets_a_word() -> None:
+    large = a_report(residual_norm=2.35)
+    assert large.advice is not None
+    assert large.advice.startswith(
+        "the residual is 4.7 times as large as a gradient, so what is sent is that many steps"
+    )
+    assert str(large).splitlines()[-1].startswith("  The residual is 4.7 times")
+    assert "warmup=" in large.advice
+    assert large.as_dict()["advice"] == large.advice
+    assert a_report().advice is None
+    assert "what a window changes" in str(a_report(residual_norm=2.35, period="window"))
+
+
+def test_what_is_not_counted_is_said_in_the_table_and_in_the_verdict() -> None:
+    report = dataclasses.replace(a_report(sent_bytes=11.2e6, uncounted="gathers of parameters"), times=None)
+    assert report.verdict == "saves nothing: it sends what fp32 sends (not counted: gathers of parameters)"
+    assert "not counted: gathers of parameters" in str(report).partition("Saves")[0]
+    less = dataclasses.replace(report, sent_bytes=1e6)
+    assert "less than fp32 (not counted: gathers of parameters)" in less.verdict
+
+
+def test_where_models_are_combined_figures_are_those_of_a_step_and_are_called_so() -> None:
+    text = str(a_report(period="window", steps_a_period=8.0, method="local:H=8,outer=int4"))
+    head = text.splitlines()[0]
+    assert head == "gradwire report: local:H=8,outer=int4, rank 0 of 4, windows 5 to 104 of 8 steps"
+    assert "1.45 MB  a step, 11.6 MB a window; DDP in fp32 sends 11.2 MB in every step" in text
+    assert "fp32 DDP step" in text
+    assert "fp16, bf16 DDP step" in text
+    assert "400 ms at the end of a window" in text
+
+
+def test_windows_are_compared_with_ddp_in_every_step() -> None:
+    """Four steps of 200 ms and an average of 400; DDP would take 1001 ms in each, and can hide 200 of them."""
+    pace = Pace.of("window", {"w": torch.zeros(250_000)})
+    for _ in range(8):
+        pace.ended(4)
+    samples = [Sample(1.2, 0.4, 0.04, 0.4, 4000, 8, (Ready(0.0, 10**6),))] * 8
+    times = pace.times(samples, 5, LINK, [ToldSteps(5, (0.4,) * 8, 0.04, (Ready(0.0, 10**6),))])
+    assert times is not None
+    assert pace.sent_bytes(samples) == 1000
+    assert times.step_ms == pytest.approx(300)
+    assert times.exposed_ms == pytest.approx(100)
+    assert times.dense_high_ms == pytest.approx(200 + 1001)
+    assert times.dense_low_ms == pytest.approx(1001 - 10)  # coding may have taken 10 of a step
+    assert times.dense_step_ms == pytest.approx(1101)
+    assert times.half_step_ms == pytest.approx((501 + 701) / 2, abs=1)
+    assert times.tells
+    assert dataclasses.replace(pace, waits=False).times(samples, 5, LINK, None) is None
+
+
+def test_windows_of_several_lengths_count_by_their_own() -> None:
+    pace = Pace.of("window", {"w": torch.zeros(250_000)})
+    samples = [Sample(0.2 * h + 0.4, 0.4, 0.0, 0.4, 4000, 8, (Ready(0.0, 10**6),)) for h in (1, 2, 4, 8)]
+    for length in (1, 1, 2, 4, 8):  # the first one was start-up
+        pace.ended(length)
+    times = pace.times(samples, 5, LINK, [ToldSteps(5, (0.4,) * 4, 0.0, (Ready(0.0, 10**6),))])
+    assert times is not None
+    assert times.dense_high_ms == pytest.approx(1201)
+    assert pace.steps == 16
+
+
 def test_the_text_is_a_table_whose_columns_line_up() -> None:
     head, blank, *rows, empty, verdict = str(a_report()).splitlines()
     assert head == "gradwire report: int4, rank 0 of 4, steps 5 to 104"
@@ -293,7 +367,7 @@ def test_what_is_not_known_is_none_in_the_mapping() -> None:
     plain = dataclasses.replace(a_report(), times=None, gradient_norm=None).as_dict()
     assert {name for name, value in plain.items() if value is None} == {
         *(field.name for field in dataclasses.fields(Times)),
-        *("gradient_norm", "residual_ratio", "saved_ms"),
+        *("gradient_norm", "residual_ratio", "saved_ms", "advice"),
     }
     assert json.loads(json.dumps(plain, allow_nan=False)) == plain
 
@@ -302,6 +376,7 @@ def test_what_is_not_known_is_none_in_the_mapping() -> None:
 
 JOBS = {
     "tiny": ("tiny", {}),
+    "windows": ("windows", {"specs": ["local:H=4,outer=int4", "gossip:ring", "local:H=4,fragments=2"]}),
     "int4": ("figures", {"spec": "int4", "steps": 20, "width": 64, "deadline_s": 60}),
     "none": ("figures", {"spec": "none", "steps": 20, "width": 64, "deadline_s": 60}),
     "nan int4": ("non_finite", {"spec": "int4", "scaled": False, "steps": [7, 8]}),
@@ -323,6 +398,24 @@ def test_a_model_of_108_parameters_saves_nothing_and_the_report_says_so_once() -
         assert (outcome["sent_bytes"], outcome["dense_bytes"], outcome["saved_bytes"]) == (528, 432, -96)
         assert outcome["text"].count("aves nothing") == 1
         assert not any(line.split()[:1] == ["saved"] for line in outcome["text"].splitlines())
+
+
+def test_a_report_of_averaged_models_has_the_spec_and_compares_with_ddp_in_every_step() -> None:
+    for outcome in outcomes()["windows"]:
+        averaged, gossip, parts = outcome["reports"]
+        dense = averaged["gradient_bytes"]  # 2 (n - 1) / n with two ranks
+        assert [found["method"] for found in (averaged, gossip, parts)] == [
+            *("local:H=4,outer=int4", "gossip:ring", "local:H=4,fragments=2"),
+        ]  # fmt: skip
+        assert (averaged["period"], averaged["steps_a_period"]) == ("window", 4)
+        assert (gossip["period"], gossip["steps_a_period"]) == ("round", 1)
+        assert averaged["dense_bytes"] == gossip["dense_bytes"] == parts["dense_bytes"] == dense
+        assert parts["sent_bytes"] == pytest.approx(dense / 4)
+        assert averaged["sent_bytes"] == pytest.approx(dense / 4 / 8, rel=0.1)
+        assert averaged["step_ms"] > 0
+        assert parts["step_ms"] is None
+        assert "DDP in fp32" in averaged["verdict"]
+        assert "none" not in averaged["verdict"]
 
 
 def test_a_report_tells_the_same_as_the_other_figures_of_the_run() -> None:

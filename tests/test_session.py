@@ -75,7 +75,7 @@ def test_ranks_that_differ_are_told_in_what_and_which() -> None:
         assert "'y' (2, 3) torch.float16 on cpu on rank 2" in told["dtype"]
         assert "number 0 is 'y'" in told["order"]
         assert "number 1 is nothing on rank 2, and 'y'" in told["fewer"]
-        assert "the method: rank 2 has" in told["method"]
+        assert "the method: rank 2 has int8, seed=0, checksum=False, and rank 0 has int4, seed=0" in told["method"]
         assert "grain_numel=" in told["grains"]
 
 

@@ -332,3 +332,33 @@ def test_the_same_by_hand() -> None:
         ErrorFeedback(AllGatherExchange(QSGD(15)))
     with pytest.raises(CompositionError, match="one error feedback is enough"):
         ErrorFeedback(ErrorFeedback(AllGatherExchange(TopK(0.1))))
+
+
+# --------------------------------------------------------------------------------- what methods are called
+
+
+@pytest.mark.parametrize("spec", ["int4", "topk:0.01+int8", "none,exchange=ring", "powersgd:4,warmup=9", "trimmed:1"])
+def test_a_method_is_called_by_its_spec(spec: str):
+    method = parse(spec)
+    assert str(method) == f"{method}" == spec
+    assert repr(method) != spec
+
+
+def test_what_no_spec_named_is_called_by_its_repr():
+    by_hand = Guard(ErrorFeedback(TwoShot(BlockInt(4))))
+    assert by_hand == parse("int4")
+    assert str(by_hand) == repr(by_hand) == repr(parse("int4"))
+    guard = parse("int4")
+    assert isinstance(guard, Guard)
+    assert str(dataclasses.replace(guard, inner=parse("fp16"))) == "Guard(inner=AllReduceExchange(codec=FP16()))"
+
+
+def test_refusals_name_the_parts_of_a_spec_as_they_are_written():
+    with pytest.raises(CompositionError, match=re.escape("payloads of topk:0.1 cannot be added")):
+        parse("topk:0.1,exchange=allreduce")
+    with pytest.raises(CompositionError, match=re.escape("payloads of topk:0.1+int8 cannot be added")):
+        parse("topk:0.1+int8,exchange=allreduce")
+    with pytest.raises(CompositionError, match="payloads of terngrad:0 cannot be added"):
+        parse("terngrad:0,ef=on,exchange=allreduce")
+    with pytest.raises(CompositionError, match=re.escape("dgc:0.01 keeps its own residual")):
+        parse("dgc:0.01,ef=on")

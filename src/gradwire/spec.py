@@ -35,6 +35,7 @@ from gradwire.codecs.scaled import contracting
 from gradwire.core.errors import CompositionError, SpecError
 from gradwire.core.options import REQUIRED, SWITCH, convert, meant, options_of
 from gradwire.core.registry import Method, hints, nearest
+from gradwire.core.spoken import Spoken, called
 from gradwire.methods import methods
 from gradwire.reducers import (
     EF21,
@@ -135,7 +136,13 @@ def parse(spec: str) -> Reducer:
     parts, built, common = _read_parts(spec)
     reducer = _reducer(spec, parts, built, common)
     coding = parts[1] if isinstance(reducer, Gathered) else parts[0]
-    return _wrap(spec, reducer, coding.method, common)
+    head = "+".join(_written(part) for part in parts)
+    given = "".join(f",{name}={common[name]}" for name in ("exchange", "node") if name in common)
+    return called(_wrap(spec, called(reducer, head + given), coding.method, common), spec)
+
+
+def _written(part: _Part) -> str:
+    return part.method.name if part.argument is None else f"{part.method.name}:{part.argument}"
 
 
 def as_method(given: Reducer | str) -> Reducer:
@@ -164,7 +171,7 @@ def as_codec(given: Codec | str) -> Codec:
     parts, built, common = _read_parts(given)
     for name in common:
         raise SpecError(f"{name} in {given!r} is an option of exchanges, and a codec alone has none: leave it out")
-    return _whole_codec(given, parts, built)
+    return called(_whole_codec(given, parts, built), given)
 
 
 def _whole_codec(spec: str, parts: list[_Part], built: list[Any]) -> Codec:
@@ -182,7 +189,11 @@ def _read_parts(spec: str) -> tuple[list[_Part], list[Any], dict[str, Any]]:
         for name, option in _COMMON.items()
         if name in options
     }
-    return parts, [_build(spec, part, options if i == 0 else {}) for i, part in enumerate(parts)], common
+    built = [_build(spec, part, options if i == 0 else {}) for i, part in enumerate(parts)]
+    for part, made in zip(parts, built, strict=True):
+        if isinstance(made, Spoken):
+            called(made, _written(part))
+    return parts, built, common
 
 
 def parse_codec(spec: str) -> tuple[Codec, float | None]:
@@ -324,7 +335,7 @@ def _reducer(spec: str, parts: list[_Part], built: list[Any], common: dict[str, 
         return built[0]
     codec = _codec(spec, built)
     if common.get("ef"):
-        codec = contracting(codec)
+        codec = called(contracting(codec), str(codec))
     exchange = common.get("exchange") or ("allgather" if len(parts) > 1 else parts[0].method.exchange)
     if exchange not in EXCHANGES:
         raise SpecError(f"unknown exchange {exchange!r} in {spec!r}: {meant(exchange, EXCHANGES)}")
@@ -339,7 +350,7 @@ def _codec(spec: str, built: list[Any]) -> Codec:
     for part in built:
         if not isinstance(part, Codec):
             raise SpecError(f"{spec!r}: only codecs can follow a '+', and {type(part).__name__} is none")
-    return functools.reduce(Chain, built)
+    return called(functools.reduce(Chain, built), "+".join(map(str, built)))
 
 
 def _weights(spec: str, text: str) -> tuple[float, ...]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from gradwire.bench.figures import Spread, mean, metric_gaps, paired
+from gradwire.bench.chance import Estimate, estimate, with_both_errors
+from gradwire.bench.figures import example_gaps, final_loss, mean, paired, speed_ups
 from gradwire.bench.results import FP32, Comparison, Run
 
 LEAST_NOISES = 5.0
@@ -15,10 +16,23 @@ LEAST_TOLERANCES = 4.0
 """A relative target must lie within this fraction of the fall, else it is reached by not learning."""
 
 ONE_SEED_SHARE = 0.01
-"""With one seed, a final metric this share of the baseline's worse counts as worse: no spread can be measured."""
+"""With one seed, a method that ends worse by at most this share of the baseline's figure counts as its equal."""
 
 LEAST_SHARE = 0.001
-"""A final metric that is worse by less than this share of the baseline's is as good, however near seeds lie."""
+"""With several seeds, a difference below this share of the baseline's figure is none that matters."""
+
+NO_SIGN = 2.0
+"""A method that ends worse by at most so many standard errors shows no sign of being worse."""
+
+LEAST_WINDOWS = 5
+"""Runs shorter than this many times the steps that losses are means of have no beginning and no end to compare."""
+
+STILL_LEARNING = 0.2
+"""Where the last quarter of a run brings more than this share of the loss's whole fall, the run has not come to an end:
+a straight line has a quarter."""
+
+CLEARLY_SOONER = 1.5
+"""Where every seed is sooner, or every seed later, by this factor, no statistics are needed to see it."""
 
 
 # -------------------------------------------------------------------------------------------- learning
@@ -81,39 +95,110 @@ def baseline_learning(comparison: Comparison) -> Learning | None:
     return min(found, key=lambda one: one.in_noises, default=None)
 
 
-# ------------------------------------------------------------------------------------------ end metric
+class Shortness(NamedTuple):
+    """How short the baseline's runs are.
+
+    Attributes:
+        steps: of the shortest run.
+        least: steps that a run needs, given how many its losses are means of.
+        late: share of the loss's fall that the last quarter of a run brought, the largest over seeds.
+    """
+
+    steps: int
+    least: int
+    late: float
+
+    @property
+    def too_short(self) -> bool:
+        """Whether nothing can be concluded from so short a run."""
+        return self.steps < self.least or self.late > STILL_LEARNING
+
+
+def shortness(comparison: Comparison) -> Shortness | None:
+    """How short fp32's runs are; None if it has not finished."""
+    runs, window = comparison.finished(FP32), comparison.smoothing
+    if not runs:
+        return None
+    return Shortness(min(run.steps for run in runs), LEAST_WINDOWS * window, max(_late(run, window) for run in runs))
+
+
+def _late(run: Run, window: int) -> float:
+    """The share of a loss's fall that lies in the last quarter of the run; 0 where it did not fall."""
+    found, before = learning(run, window), run.losses[: -(run.steps // 4) or None]
+    width = max(1, min(window, run.steps // 2))
+    return (mean(before[-width:]) - found.end) / found.fall if found.fall > 0 else 0.0
+
+
+# -------------------------------------------------------------------------------------------- the ends
 
 
 class Shortfall(NamedTuple):
-    """How much worse a method ends than fp32 by the metric, and how much of that seeds explain.
+    """How much worse a method ends than fp32, and what chance does to that.
 
     Attributes:
-        worse_by: mean over seeds; negative where the method ends better.
-        allowed: standard deviation of fp32's metric over these seeds, or with one seed a share of it.
-        baseline: mean of fp32's metric.
+        worse_by: mean over seeds, which are paired, and its standard error; negative where the method ends better.
+        baseline: mean of fp32's figure.
         seeds: how many both have finished.
+        examples: held out that both were evaluated on; 0 where they are not known one by one.
+        least: a difference that does not matter, however sure it is.
     """
 
-    worse_by: float
-    allowed: float
+    worse_by: Estimate
     baseline: float
     seeds: int
+    examples: int
+    least: float
+
+    @property
+    def is_worse(self) -> bool:
+        """Whether it is told from chance that the method ends worse.
+
+        Two models of one seed may well differ although their methods do not, so several seeds are needed.
+        """
+        return self.seeds > 1 and self.worse_by.mean > max(self.worse_by.detectable, self.least)
+
+    @property
+    def no_sign(self) -> bool:
+        """Whether there is no sign that the method ends worse."""
+        return self.worse_by.mean <= max(NO_SIGN * (self.worse_by.error or 0.0), self.least)
 
 
 def shortfall(comparison: Comparison, method: str) -> Shortfall | None:
-    """How much worse a method ends than fp32; None where there is no pair of final metrics.
-
-    What seeds explain is fp32's spread alone: a method that varies more than the baseline is not excused by it.
-    """
-    runs = comparison.finished(method)
-    gaps = metric_gaps(comparison, runs)
-    ends = [pair.base.evaluations[-1].value for pair in paired(comparison, runs, FP32) if pair.base.evaluations]
-    spread = Spread.of(ends)
-    if not gaps or spread is None:
-        return None
-    share = LEAST_SHARE if len(gaps) > 1 else ONE_SEED_SHARE
+    """How much worse a method ends than fp32 by the metric; None where there is no pair of final metrics."""
     sign = -1 if comparison.task["higher_is_better"] else 1
-    return Shortfall(sign * mean(gaps), max(spread.std, share * abs(spread.mean)), spread.mean, len(gaps))
+    pairs = [p for p in paired(comparison, comparison.finished(method), FP32) if all(r.evaluations for r in p)]
+    if not pairs:
+        return None
+    ends = [(sign * mine.evaluations[-1].value, sign * base.evaluations[-1].value) for mine, base in pairs]
+    baseline, share = sign * mean(base for _, base in ends), LEAST_SHARE if len(pairs) > 1 else ONE_SEED_SHARE
+    by_example = [sign * gap for gap in example_gaps(pairs)]
+    worse_by = with_both_errors(estimate([mine - base for mine, base in ends]), estimate(by_example or [0.0]))
+    return Shortfall(worse_by, baseline, len(pairs), len(by_example), share * abs(baseline))
+
+
+def loss_shortfall(comparison: Comparison, method: str) -> Shortfall | None:
+    """How far a method's smoothed training loss ends above fp32's, as log(mine / fp32's); None without a pair of runs.
+
+    Seeds that end at a high loss differ more than those that end at a low one, and logarithms take that away. Where a
+    loss is not positive it is the difference over the mean of fp32's.
+    """
+    pairs, window = paired(comparison, comparison.finished(method), FP32), comparison.smoothing
+    if not pairs:
+        return None
+    ends = [(final_loss(mine, window), final_loss(base, window)) for mine, base in pairs]
+    baseline = mean(base for _, base in ends)
+    if all(loss > 0 for pair in ends for loss in pair):
+        gaps = [math.log(mine / base) for mine, base in ends]
+    else:
+        gaps = [(mine - base) / (abs(baseline) or 1.0) for mine, base in ends]
+    return Shortfall(estimate(gaps), baseline, len(pairs), 0, comparison.tolerance)
+
+
+def told_apart(comparison: Comparison, method: str) -> bool:
+    """Whether a method's time to the target differs from fp32's by more than chance, over the seeds that reach it."""
+    ratios = speed_ups(comparison, comparison.finished(method), FP32)
+    clear = bool(ratios) and (min(ratios) > CLEARLY_SOONER or max(ratios) < 1 / CLEARLY_SOONER)
+    return clear or (len(ratios) > 1 and estimate([math.log(ratio) for ratio in ratios]).stands_out)
 
 
 # ----------------------------------------------------------------------------------------- finiteness

@@ -13,7 +13,7 @@ from gradwire.bench.environment import machine
 from gradwire.bench.federate_options import FederateOptions
 from gradwire.bench.federation_results import Evaluation, Own, Results
 from gradwire.bench.option_fields import check_fields, stored
-from gradwire.bench.task import Examples, Task, TaskError, count
+from gradwire.bench.task import Examples, Task, TaskError, count, measure
 from gradwire.bench.tasks import make_task
 from gradwire.core.errors import CompositionError, FederationError
 from gradwire.core.key import Key
@@ -176,7 +176,7 @@ class Run:
     @torch.no_grad()
     def _evaluate(self, rounds: int) -> None:
         model = self.simulation.server.model.eval()
-        self.results.evaluations.append(Evaluation(rounds, float(self.task.metric(model)), *self._bytes))
+        self.results.evaluations.append(Evaluation(rounds, measure(self.task.metric, model).value, *self._bytes))
 
     @torch.no_grad()
     def finish(self) -> Results:

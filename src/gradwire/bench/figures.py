@@ -231,8 +231,8 @@ def _accuracy(comparison: Comparison, runs: list[Run]) -> dict[str, Any]:
         "loss": Spread.of(final_loss(run, comparison.smoothing) for run in runs),
         "target_s": Spread.of(hit.time_s for hit in hits),
         "reached": len(hits),
-        "speed_up": speed_up(comparison, runs, FP32),
-        "speed_up_16bit": speed_up(comparison, runs, sixteen_bit(comparison)),
+        "speed_up": Spread.of(speed_ups(comparison, runs, FP32)),
+        "speed_up_16bit": Spread.of(speed_ups(comparison, runs, sixteen_bit(comparison))),
     }
 
 
@@ -243,6 +243,20 @@ def metric_gaps(comparison: Comparison, runs: Iterable[Run]) -> list[float]:
         for mine, base in paired(comparison, runs, FP32)
         if mine.evaluations and base.evaluations
     ]
+
+
+def example_gaps(pairs: Sequence[Pair]) -> list[float]:
+    """Final metric minus the baseline's of each held-out example, the mean over pairs of runs.
+
+    Both runs of a pair were evaluated on the same examples, so what makes an example hard for either cancels.
+
+    Returns:
+        One gap for each example; none where a run has no metrics of single examples, or not as many as the others.
+    """
+    if len({len(run.metric_values) for pair in pairs for run in pair}) != 1:
+        return []
+    gaps = [[a - b for a, b in zip(mine.metric_values, base.metric_values, strict=True)] for mine, base in pairs]
+    return [mean(of_one) for of_one in zip(*gaps, strict=True)]
 
 
 def sixteen_bit(comparison: Comparison) -> str | None:
@@ -263,11 +277,11 @@ def paired(comparison: Comparison, runs: Iterable[Run], baseline: str | None) ->
     return [Pair(run, base) for run, base in found if base is not None]
 
 
-def speed_up(comparison: Comparison, runs: Iterable[Run], baseline: str | None) -> Spread | None:
+def speed_ups(comparison: Comparison, runs: Iterable[Run], baseline: str | None) -> list[float]:
     """Iso-accuracy speed-up: the baseline's time to the target over a method's, for each seed that both reached."""
     ratios: list[float] = []
     for pair in paired(comparison, runs, baseline):
         base, mine = target_hit(comparison, pair.base), target_hit(comparison, pair.mine)
         if base and mine and base.time_s and mine.time_s:
             ratios.append(base.time_s / mine.time_s)
-    return Spread.of(ratios)
+    return ratios

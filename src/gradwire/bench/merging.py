@@ -34,6 +34,7 @@ def merge(method: str, seed: int, ranks: Ranks) -> Run:
         label=ranks[0]["label"],
         **course._asdict(),
         evaluations=[Evaluation(*evaluation) for evaluation in ranks[0]["evaluations"]],
+        metric_values=ranks[0]["metric_values"],
         wire=Wire(total, framing, payload, buffers, total - framing - payload - buffers, over_ranks("setup")),
         split=Split(*(over_ranks(f.name) for f in dataclasses.fields(Split))),
         residual_norm=ranks[0]["residual_norm"],

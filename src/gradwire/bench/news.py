@@ -14,7 +14,7 @@ class News(NamedTuple):
 
     Attributes:
         step: steps made.
-        loss: rank 0's training loss.
+        loss: rank 0's training loss, in a comparison the mean over as many steps as its losses are smoothed over.
         time_s: seconds of training.
         tx_bytes: bytes rank 0 has sent.
     """

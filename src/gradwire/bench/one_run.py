@@ -96,6 +96,7 @@ def make_job(plan: ComparisonPlan, method: str, seed: int, place: Path) -> Job:
         engine=options.engine,
         token=secrets.token_hex(8),
         slow=parse_slow(options.slow, options.hosts),
+        smoothing=plan.smoothing,
     )
 
 

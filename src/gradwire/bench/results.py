@@ -100,6 +100,8 @@ class Run:
         conditions: the options and versions it ran under, compared before it is reused.
         line_cores: processor time of the network's delay line over the time of the run; None where there is none.
         line_missed: frames that the delay line was too slow to take.
+        metric_values: the metric at the end of each held-out example, whose mean the last evaluation is; empty where
+            the task gives one number for all.
     """
 
     method: str
@@ -118,6 +120,7 @@ class Run:
     conditions: dict[str, Any] = field(default_factory=dict[str, Any])
     line_cores: float | None = None
     line_missed: int = 0
+    metric_values: list[float] = field(default_factory=list[float])
 
     @property
     def steps(self) -> int:

@@ -73,6 +73,7 @@ RUN: Mapping[str, Read] = {
     "times_s": listed(amount),
     "tx_bytes": listed(amount),
     "evaluations": listed(_evaluation),
+    "metric_values": listed(measured),
     "wire": _wire,
     "split": _split,
     "residual_norm": optional(number),

@@ -6,7 +6,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from gradwire.core.errors import GradwireError
 
 Batch = Callable[[int, int, int], tuple[Any, Any]]
 Loss = Callable[[Any, Any], Tensor]
-Metric = Callable[[nn.Module], float]
+Metric = Callable[[nn.Module], float | Tensor]
 Optimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 Schedule = Callable[[int, float], float]
 
@@ -72,7 +72,9 @@ class Task:
         model: fresh, initialised from the seed alone.
         batch: `(step, rank, world_size) -> (inputs, targets)`, deterministic.
         loss: `(outputs, targets) -> scalar`.
-        metric: evaluates a model on held-out data.
+        metric: evaluates a model on held-out data: a number, or a tensor with a number for each held-out example, such
+            as 100 where it is right and 0 where it is wrong. Its mean is the metric then, and its spread tells what
+            chance does to it.
         metric_name: what the metric is called in tables, with its unit where it has one.
         higher_is_better: direction of the metric.
         optimizer: builds the optimizer from the parameters.
@@ -101,6 +103,36 @@ class Task:
     description: str = ""
     fingerprint: str = ""
     examples: Examples | None = None
+
+
+MOST_VALUES = 10_000
+"""Single values of a metric that are kept of a run; of more examples, means over neighbours are."""
+
+
+class Measured(NamedTuple):
+    """A metric, and that of each held-out example where the task tells it."""
+
+    value: float
+    by_example: list[float]
+
+
+@torch.no_grad()
+def measure(metric: Metric, model: nn.Module) -> Measured:
+    """Evaluate a model as it is.
+
+    Example:
+        >>> measure(lambda model: torch.tensor([100.0, 0.0, 100.0, 100.0]), nn.Identity())
+        Measured(value=75.0, by_example=[100.0, 0.0, 100.0, 100.0])
+        >>> measure(lambda model: 75.0, nn.Identity())
+        Measured(value=75.0, by_example=[])
+    """
+    found = metric(model)
+    if not isinstance(found, Tensor) or found.numel() < 2:
+        return Measured(float(found), [])
+    values = found.detach().double().flatten().cpu()
+    parts = values.tensor_split(MOST_VALUES) if values.numel() > MOST_VALUES else [values]
+    kept = values if len(parts) == 1 else torch.stack([part.mean() for part in parts])
+    return Measured(float(values.mean()), kept.tolist())
 
 
 def count(model: nn.Module) -> int:

@@ -10,7 +10,8 @@ A task of your own is a function that takes a seed and returns a `Task`, or the 
         return model, batch, loss, metric
 
 where `batch(step, rank, world_size)` gives `(inputs, targets)`, `loss(outputs, targets)` a scalar, and
-`metric(model)` a float on held-out data. Run it with `gradwire compare --task package.module:mine`.
+`metric(model)` a float on held-out data, or a tensor with a value for each held-out example: the metric is their mean,
+and `compare` knows then what chance does to it. Run it with `gradwire compare --task package.module:mine`.
 """
 
 from __future__ import annotations
@@ -109,9 +110,9 @@ def digits(seed: int, *, batch_per_rank: int = 32) -> Task:
     def chosen_digits(indices: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         return shift(data.train_images[indices], generator), data.train_labels[indices]
 
-    def accuracy(model: nn.Module) -> float:
+    def accuracy(model: nn.Module) -> Tensor:
         hits = model(data.test_images).argmax(dim=1) == data.test_labels
-        return 100 * hits.float().mean().item()
+        return 100.0 * hits
 
     return Task(
         model=model,
@@ -281,16 +282,16 @@ def byte_gpt(seed: int, text: Path | None = None, *, batch_per_rank: int = 2, co
     def passages(indices: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         return windows(corpus.train, indices * context, context)
 
-    def held_out_loss(model: nn.Module) -> float:
+    def held_out_losses(model: nn.Module) -> Tensor:
         starts = torch.linspace(0, len(corpus.held_out) - context - 1, 64).long()
         inputs, targets = windows(corpus.held_out, starts, context)
-        return flat_cross_entropy(model(inputs), targets).item()
+        return functional.cross_entropy(model(inputs).transpose(1, 2), targets, reduction="none").mean(dim=1)
 
     return Task(
         model=model,
         batch=batch,
         loss=flat_cross_entropy,
-        metric=held_out_loss,
+        metric=held_out_losses,
         metric_name="held-out nats/byte",
         higher_is_better=False,
         optimizer=lambda p: torch.optim.AdamW(p, lr=2e-3, betas=(0.9, 0.95), weight_decay=0.1),

@@ -12,10 +12,11 @@ import torch.distributed as dist
 from torch import nn
 
 from gradwire.bench.compare_options import DDP
+from gradwire.bench.figures import mean
 from gradwire.bench.news import News, write_news
 from gradwire.bench.sides import Side
 from gradwire.bench.slow import SlowProcessor
-from gradwire.bench.task import Task
+from gradwire.bench.task import Task, measure
 from gradwire.bench.wire import WireMeter, WireReading
 
 AGREE_EVERY = 10
@@ -41,6 +42,7 @@ class Job:
         folder: where the ranks meet and leave their results.
         token: marks the news of this run, as no line of the task's own output does.
         slow: how many times slower each rank's processor is.
+        smoothing: steps that the losses it tells of are means of.
     """
 
     method: str
@@ -56,6 +58,7 @@ class Job:
     engine: str = DDP
     token: str = ""
     slow: Sequence[float] = ()
+    smoothing: int = 1
 
 
 @dataclass
@@ -66,6 +69,7 @@ class Log:
     times_s: list[float] = field(default_factory=list[float])
     tx_bytes: list[int] = field(default_factory=list[int])
     evaluations: list[tuple[int, float, float]] = field(default_factory=list[tuple[int, float, float]])
+    metric_values: list[float] = field(default_factory=list[float])
     compute_s: float = 0.0
     encode_s: float = 0.0
     wait_s: float = 0.0
@@ -210,10 +214,9 @@ class Trainer:
             dist.barrier()
 
     def _metric(self, model: nn.Module) -> float:
-        """The metric of a model as it is now."""
+        """The metric of a model as it is now; what it is of single examples is kept of the last model."""
         model.eval()
-        with torch.no_grad():
-            value = float(self.task.metric(model))
+        value, self.log.metric_values = measure(self.task.metric, model)
         model.train()
         return value
 
@@ -240,5 +243,6 @@ class Trainer:
         now = time.perf_counter()
         if self.rank == 0 and now - self.reported_s > REPORT_EVERY_S:
             self.reported_s = now
-            news = News(step, self.log.losses[-1], self.elapsed_s, self.log.tx_bytes[-1])
+            loss = mean(self.log.losses[-self.job.smoothing :])
+            news = News(step, loss, self.elapsed_s, self.log.tx_bytes[-1])
             print(write_news(news, self.job.token), flush=True)

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gradwire.bench.evidence import not_finite
-from gradwire.bench.figures import Row, summarise
+from gradwire.bench.figures import Row, final_loss, summarise
 from gradwire.bench.news import News
 from gradwire.bench.plan import ComparisonPlan
 from gradwire.bench.results import FLOOR, Comparison, Run
@@ -86,10 +86,11 @@ class ConsoleView:
         self._remaining: Remaining | None = None
         self._total = 0
         self._done = 0
+        self._smoothing = 1
 
     def begin(self, plan: ComparisonPlan, network: str, kept: Sequence[tuple[str, int]]) -> None:
         """Say what is going to happen."""
-        self._total, self._done = len(plan.grid), len(kept)
+        self._total, self._done, self._smoothing = len(plan.grid), len(kept), plan.smoothing
         self._remaining = Remaining(plan, kept)
         length = f"{plan.options.steps} steps" if plan.options.steps else f"{plan.options.minutes:g} minutes"
         say(self._console, (plan.options.task, "bold"), f": {plan.task.description}")
@@ -122,7 +123,7 @@ class ConsoleView:
             return
         step_ms = 1000 * run.times_s[-1] / run.steps
         sent = text.si_bytes(run.wire.total / run.steps)
-        loss = f"loss {run.losses[-1]:.3f}, " if run.method != FLOOR else ""
+        loss = f"loss {final_loss(run, self._smoothing):.3f}, " if run.method != FLOOR else ""
         figures = f"{loss}{text.milliseconds(step_ms)} ms and {sent} a step"
         say(self._console, "  ", ("✓", "green"), f" {run.method} seed {run.seed}: {run.steps} steps, {figures}")
         if run.report:
@@ -156,11 +157,11 @@ def show_table(console: Console, comparison: Comparison, verdict: Verdict) -> No
 
 
 def show_verdict(console: Console, verdict: Verdict) -> None:
-    """Print the headline, the bandwidth below which it holds, and every finding."""
+    """Print the headline, what else is to be said of the best method, and every finding."""
     console.print()
     say(console, (verdict.headline, "bold"))
-    if verdict.pays:
-        say(console, verdict.pays)
+    for said in verdict.beyond_headline:
+        say(console, said)
     for finding in verdict.findings:
         say(console, ("✗ ", "red") if finding.forbids else ("! ", "yellow"), finding.text)
 

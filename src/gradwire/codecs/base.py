@@ -40,11 +40,12 @@ from gradwire import kernels
 from gradwire.core.errors import CompositionError, PayloadError
 from gradwire.core.key import Key
 from gradwire.core.payload import Field, Layout, Payload
+from gradwire.core.spoken import Spoken
 
 SUPPORTED_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
-class Codec(ABC):
+class Codec(Spoken, ABC):
     """One tensor to one payload and back. See the module's text for the contract."""
 
     additive: ClassVar[bool] = False

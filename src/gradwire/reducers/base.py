@@ -50,6 +50,7 @@ from gradwire.core.collective import Axis
 from gradwire.core.errors import CompositionError
 from gradwire.core.grain import Grain, ParameterSpec
 from gradwire.core.key import Key
+from gradwire.core.spoken import Spoken
 from gradwire.core.state import State
 
 
@@ -110,7 +111,7 @@ class _OfChildren:
         return self._fold(getattr(child, self._name) for child in children)
 
 
-class Reducer(ABC):
+class Reducer(Spoken, ABC):
     """A way to combine one tensor of every rank, most often into their mean. The module's text has the contract."""
 
     keeps_input: ClassVar[bool] = cast(bool, _OfChildren(any))

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from gradwire.report.axes import Axis, Frame, byte_labels, number_labels
-from gradwire.report.svg import LABEL_GAP, Box, free_place, label, shortened, tag, width_of
+from gradwire.report.room import Placed, Room
+from gradwire.report.svg import LABEL_GAP, Box, label, shortened, tag, width_of
 from gradwire.report.text import significant
 
 MOST_NAMES = 7
@@ -77,8 +78,7 @@ class LineChart:
             tag("clipPath", inside, id=clip),
             *self._grid(frame, x, y, labels),
             tag("g", lines, clip_path=f"url(#{clip})"),
-            *self._target(x, y),
-            *self._names(x, y),
+            *self._labels(x, y),
             tag("line", class_="cross", x1=0, x2=0, y1=y.end, y2=y.start),
         ]
         return tag(
@@ -151,27 +151,33 @@ class LineChart:
             yield tag("circle", class_="dot", cx=x(points[0].x), cy=y(points[0].y), r=2.0)
         yield tag("polyline", class_="line", points=" ".join(f"{x(p.x):.1f},{y(p.y):.1f}" for p in points))
 
-    def _target_note(self, x: Axis, y: Axis) -> tuple[str, Box] | None:
-        """What is written on the line of the target, and where; None where the line is outside the plot."""
-        if self.target is None or not y.low < self.target < y.high:
-            return None
-        text = f"target {significant(self.target, 3)}"
-        return text, Box(x.start + 6, max(y.end, y(self.target) - 17), width_of(text))
+    def _labels(self, x: Axis, y: Axis) -> Iterable[str]:
+        """The target and the lines' names, none of them on a line or on another label."""
+        room = Room(x.start, y.end, x.end + 24, y.start)
+        for series in self.series:
+            for points in stretches(thin(series.points)):
+                room.take_line([(x(point.x), y(point.y)) for point in points])
+        yield from self._target(x, y, room)
+        yield from self._names(x, y, room)
 
-    def _target(self, x: Axis, y: Axis) -> Iterable[str]:
-        note = self._target_note(x, y)
-        if note is None or self.target is None:
+    def _target(self, x: Axis, y: Axis, room: Room) -> Iterable[str]:
+        """The line of the target, what it is, and where each line reaches it."""
+        if self.target is None or not y.low < self.target < y.high:
             return
         height = y(self.target)
+        room.take_line([(x.start, height), (x.end, height)])
         yield tag("line", class_="target", x1=x.start, x2=x.end, y1=height, y2=height)
-        yield label(note[0], note[1].left, note[1].top + 11, class_="note")
-        for series in self.series:
-            hit = next((p for p in series.points if p.y <= self.target), None)
-            if hit is not None:
-                dot = tag("circle", class_="dot", cx=x(hit.x), cy=height, r=3.5)
-                yield tag("g", dot, class_=f"series {series.tone}", data_name=series.name)
+        hits = [(s, p) for s in self.series for p in [p for p in s.points if p.y <= self.target][:1]]
+        for series, hit in hits:
+            room.take_line([(x(hit.x) - 4, height - 4), (x(hit.x) + 4, height + 4)])
+            dot = tag("circle", class_="dot", cx=x(hit.x), cy=height, r=3.5)
+            yield tag("g", dot, class_=f"series {series.tone}", data_name=series.name)
+        text = f"target {significant(self.target, 3)}"
+        placed = room.place(Box(x.start + 6, height - 19, width_of(text)))
+        if placed is not None:
+            yield label(text, placed.box.left, placed.box.top + 11, class_="note")
 
-    def _names(self, x: Axis, y: Axis) -> Iterable[str]:
+    def _names(self, x: Axis, y: Axis, room: Room) -> Iterable[str]:
         """Write each line's name below its end, or as near to it as there is room inside the plot.
 
         More than `MOST_NAMES` would not fit there, nor does one that finds no room; the legend has them too.
@@ -180,18 +186,22 @@ class LineChart:
             return
         ends = [(s, p) for s in self.series for p in [p for p in s.points if math.isfinite(p.y)][-1:]]
         ends.sort(key=lambda item: y(item[1].y))
-        note = self._target_note(x, y)
-        taken = [note[1]] if note else []
         for series, point in ends:
             shown = shortened(series.name, (x.end - x.start) / 2)
-            width = width_of(shown)
-            left = max(min(x(point.x) - width / 2, x.end + 24 - width), x.start)
-            box = free_place(Box(left, y(point.y) + 7, width), taken, y.end, y.start)
-            if box is None:
-                continue
-            taken.append(box)
-            name = label(shown, box.left + width / 2, box.top + 11, class_="name middle")
-            yield tag("g", name, class_=f"series {series.tone}", data_name=series.name)
+            at, width = (x(point.x), min(max(y(point.y), y.end), y.start)), width_of(shown)
+            placed = room.place(Box(at[0] - width / 2, at[1] + 7, width), at)
+            if placed is not None:
+                yield tag("g", _named(shown, placed), class_=f"series {series.tone}", data_name=series.name)
+
+
+def _named(text: str, placed: Placed) -> str:
+    """A label, with the line that joins it to what it names where that is not near."""
+    box = placed.box
+    name = label(text, box.left + box.width / 2, box.top + 11, class_="name middle")
+    if placed.leader is None:
+        return name
+    (x1, y1), (x2, y2) = placed.leader
+    return tag("line", class_="leader", x1=x1, y1=y1, x2=x2, y2=y2) + name
 
 
 def stretches(points: Sequence[Point]) -> list[list[Point]]:

@@ -38,7 +38,8 @@ COLUMNS = (
     ("overhead", "All CPU time of the codec, hidden or not, over compute. For PyTorch's hooks: CPU time in the hook "
      "and its callbacks."),
     ("final", "The metric on held-out data at the end: mean ± standard deviation over seeds."),
-    ("gap", "Final metric minus torch:fp32's, seeds paired."),
+    ("gap", "Final metric minus torch:fp32's, seeds paired, ± its standard error over seeds and held-out examples "
+     "where it is known: a gap of twice that much may well be chance."),
 )  # fmt: skip
 
 
@@ -96,7 +97,7 @@ def _links(options: Mapping[str, Any]) -> str:
 def _findings(verdict: Verdict) -> list[tuple[str, str]]:
     """What was found beyond the headline, each with its class."""
     found = [("forbids" if finding.forbids else "caveat", finding.text) for finding in verdict.findings]
-    return [("", verdict.pays), *found] if verdict.pays else found
+    return [*(("", said) for said in verdict.beyond_headline), *found]
 
 
 def target_note(comparison: Comparison) -> str:
@@ -265,7 +266,7 @@ def cells(row: Row, verdict: Verdict) -> list[str]:
         text.milliseconds(row.wait_ms),
         text.percent(row.overhead_percent),
         text.spread(row.metric),
-        text.gap(row.metric_gap),
+        text.gap(row.metric_gap, ends.worse_by.error if (ends := verdict.ends.get(row.method)) else None),
     ]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable
 from typing import NamedTuple
 
 LABEL_GAP = 15
@@ -59,26 +58,3 @@ class Box(NamedTuple):
         """Whether two labels would be hard to read."""
         beside = self.left + self.width + 6 < other.left or other.left + other.width + 6 < self.left
         return not beside and abs(self.top - other.top) < LABEL_GAP
-
-
-def free_place(box: Box, taken: Iterable[Box], top: float, bottom: float) -> Box | None:
-    """The nearest place straight below or above a box that overlaps none of those taken, between two heights.
-
-    Returns:
-        The box moved; None where there is no room left.
-
-    Example:
-        >>> free_place(Box(0, 0, 50), [Box(10, 5, 50)], top=0, bottom=100)
-        Box(left=0, top=20, width=50)
-        >>> free_place(Box(0, 0, 50), [Box(10, 5, 50)], top=0, bottom=20) is None
-        True
-    """
-    others = list(taken)
-    wanted = min(max(box.top, top), bottom - LABEL_GAP)
-    edges = [edge for other in others for edge in (other.top + LABEL_GAP, other.top - LABEL_GAP)]
-    # downwards first: losses fall, so that is where nothing else is
-    for place in sorted([wanted, *edges], key=lambda edge: (abs(edge - wanted), -edge)):
-        moved = box._replace(top=place)
-        if top <= place <= bottom - LABEL_GAP and not any(map(moved.overlaps, others)):
-            return moved
-    return None

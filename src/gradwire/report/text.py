@@ -47,11 +47,16 @@ def spread(value: Spread | None, digits: int = 4) -> str:
     return f"{text} ± {significant(value.std, 2)}" if value.std else text
 
 
-def gap(value: float | None) -> str:
-    """A difference, always with its sign."""
+def gap(value: float | None, error: float | None = None) -> str:
+    """A difference, always with its sign, and its standard error where it is known.
+
+    Example:
+        >>> gap(0.25), gap(-0.25, 0.0912)
+        ('+0.250', '-0.250 ± 0.091')
+    """
     if value is None:
         return NOTHING
-    return f"{value:+.3f}"
+    return f"{value:+.3f} ± {significant(error, 2)}" if error else f"{value:+.3f}"
 
 
 def speed_up(value: Spread | None, why_not: Kind | None) -> str:

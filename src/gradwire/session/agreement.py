@@ -18,9 +18,13 @@ from gradwire.session.together import Together
 
 
 class Configuration(NamedTuple):
-    """What one rank is about to do: its method with all that belongs to it, its tensors, and its grains, as texts."""
+    """What one rank is about to do: its method with all that belongs to it, its tensors, and its grains, as texts.
+
+    `spec` is what people call the method.
+    """
 
     method: str
+    spec: str
     tensors: tuple[str, ...]
     grains: str
 
@@ -31,11 +35,11 @@ class Configuration(NamedTuple):
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
 
 
-def configuration(method: str, specs: Sequence[ParameterSpec], planned: Plan) -> Configuration:
+def configuration(method: str, spec: str, specs: Sequence[ParameterSpec], planned: Plan) -> Configuration:
     """Return what must be the same on all ranks. Of a device only its kind: ranks of one host have different ones."""
     tensors = [f"{s.name!r} {tuple(s.shape)} {s.dtype} on {s.device.type}" for s in specs]
     grains = [(g.segments, g.shape, g.dtype, g.device.type, reducer) for g, reducer in planned.units]
-    return Configuration(method, tuple(tensors), repr(grains))
+    return Configuration(method, spec, tuple(tensors), repr(grains))
 
 
 def is_alike(digest: int, transport: Transport, device: torch.device) -> bool:
@@ -50,20 +54,24 @@ def tell_the_difference(mine: Configuration, ranks: Together) -> None:
     Raises:
         AttachError: on every rank.
     """
-    said = ranks.say({"method": mine.method, "tensors": mine.tensors})
+    said = ranks.say({"method": mine.method, "spec": mine.spec, "tensors": mine.tensors})
     raise AttachError(f"ranks disagree on {difference(said, ranks.ranks)}")
 
 
 def difference(said: Sequence[dict[str, Any]], ranks: Sequence[int]) -> str:
     """What the words of some `ranks` differ in first, from those of the first one.
 
-    >>> difference([{"method": "a", "tensors": ["x"]}, {"method": "a", "tensors": ["x", "y"]}], [0, 1])
+    >>> one, other = {"method": "AllReduceExchange(FP16())", "spec": "fp16"}, {"method": "...", "spec": "bf16"}
+    >>> difference([one, other], [0, 1])
+    'the method: rank 1 has bf16, and rank 0 has fp16'
+    >>> difference([one | {"tensors": ["x"]}, one | {"tensors": ["x", "y"]}], [0, 1])
     'the tensors: number 1 is y on rank 1, and nothing on rank 0'
     """
     first, *others = said
     for rank, words in zip(ranks[1:], others, strict=True):
         if words["method"] != first["method"]:
-            return f"the method: rank {rank} has {words['method']}, and rank {ranks[0]} has {first['method']}"
+            shown = "spec" if words["spec"] != first["spec"] else "method"
+            return f"the method: rank {rank} has {words[shown]}, and rank {ranks[0]} has {first[shown]}"
         for i, (theirs, its) in enumerate(itertools.zip_longest(words["tensors"], first["tensors"], fillvalue=None)):
             if theirs != its:
                 other, own = theirs or "nothing", its or "nothing"

@@ -17,6 +17,7 @@ from gradwire.drivers.traced import Traced
 from gradwire.drivers.window import DDP_CAPS, Window
 from gradwire.reducers.base import Reducer
 from gradwire.session.lane import Lane
+from gradwire.session.pace import Pace
 from gradwire.session.report import Report, observed
 from gradwire.session.step_times import StepBoard
 
@@ -34,6 +35,10 @@ class Figures(ABC):
     _device: torch.device
     _link_times: ReductionTimes | None
     _board: StepBoard | None
+    pace: Pace | None = None
+    """Set by what combines models with this session."""
+    uncounted: str = ""
+    """What a report says that it does not count."""
 
     @abstractmethod
     def occupy(self) -> None:
@@ -56,7 +61,8 @@ class Figures(ABC):
         owed = self.residual_norm() / self.scale
         others = self._board.read() if self._board else None
         times = self._link_times
-        return observed(self.engine, self.window, times, others, self.method, self.reducer.averages, owed)
+        averages = self.reducer.averages
+        return observed(self.engine, self.window, times, others, self.method, averages, owed, self.pace, self.uncounted)
 
     def measure_link(self) -> Link | None:
         """Measure again how long an uncompressed all-reduce takes, since links change; at the beginning that was done.

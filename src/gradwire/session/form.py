@@ -21,12 +21,14 @@ class Form:
         caps: of the buckets that DDP would send without the method.
         fed_by: who delivers tensors, where it is not the caller of `step` and `reduce_`.
         says: what must be the same on all ranks beside the method.
+        uncounted: what is sent beside the method, which nobody counts.
     """
 
     times_link = True
     caps = DDP_CAPS
     fed_by = ""
     says = ""
+    uncounted = ""
 
     def method(self, given: Reducer | str) -> Reducer:
         """Return the reducer that is meant.

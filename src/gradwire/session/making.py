@@ -100,8 +100,8 @@ class Maker:
 
     def _configuration(self, reducer: Reducer, seed: int, since: str = "") -> Configuration:
         """What must be the same on all ranks."""
-        method = [f"{reducer!r}{since}, seed={seed}, checksum={self._checksum}", *self._says]
-        return configuration(", ".join(method), self._specs, self._plan(reducer))
+        rest = ", ".join([f"{since}, seed={seed}, checksum={self._checksum}", *self._says])
+        return configuration(f"{reducer!r}{rest}", f"{reducer}{rest}", self._specs, self._plan(reducer))
 
     def _is_alike(self, digest: int, where: str) -> bool:
         return self._lane.call(lambda: is_alike(digest, self._transport, self._device), where)

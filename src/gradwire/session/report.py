@@ -21,12 +21,15 @@ from gradwire.drivers.engine import Engine
 from gradwire.drivers.probing import ReductionTimes
 from gradwire.drivers.window import START_UP, Window
 from gradwire.session.estimate import Times, summarise
+from gradwire.session.pace import Pace
 from gradwire.session.step_times import ToldSteps
 
 FEWEST_STEPS = 5
 """Steps that a verdict is given for at least."""
 MARGIN = 0.05
 """Part of a step that two methods must differ by: below that the estimate does not tell them apart."""
+LARGE_RESIDUAL = 3.0
+"""Times the norm of a gradient from which on a report says a word about what is owed."""
 SAME_BYTES = 0.02
 """What flags and headers add to a method that sends whole or half gradients, at most, as a part of them."""
 
@@ -76,6 +79,11 @@ class Report:
         state_bytes: memory of residuals, factors and whatever else is remembered between steps.
         buffer_bytes: memory that gradients are copied to.
         averages: whether the method computes a mean, as uncompressed training does, and not another rule.
+        period: "step" where gradients are combined; "window" or "round" where models are, every few steps. Bytes and
+            times are those of a step of training then, and DDP, which combines gradients in each, is what they are
+            compared with (see `gradwire.session.pace`); `first_step` and `steps` count windows.
+        steps_a_period: steps of training in a window, the mean.
+        uncounted: what is sent beside the method and not counted, as the end of a sentence; empty if nothing is.
     """
 
     method: str
@@ -95,6 +103,19 @@ class Report:
     state_bytes: int
     buffer_bytes: int
     averages: bool = True
+    period: str = "step"
+    steps_a_period: float = 1.0
+    uncounted: str = ""
+
+    @property
+    def replaces_ddp(self) -> bool:
+        """Whether models are combined, where DDP would combine gradients."""
+        return self.period != "step"
+
+    @property
+    def dense(self) -> str:
+        """Uncompressed training, as sentences call it."""
+        return f"DDP in {self.dense_name}" if self.replaces_ddp else self.dense_name
 
     @property
     def saved_bytes(self) -> float:
@@ -119,18 +140,38 @@ class Report:
         if self.ranks == 1:
             return "there is one rank: nothing is sent, and nothing can be saved"
         if self.steps < FEWEST_STEPS:
-            return f"it is too early to say: ask again after {START_UP + FEWEST_STEPS} steps"
+            return f"it is too early to say: ask again after {START_UP + FEWEST_STEPS} {self.period}s"
         if self.sent_bytes > (1 + SAME_BYTES) * self.dense_bytes:
             return self._sends_more()
         if self.times is None and _about(self.sent_bytes, self.dense_bytes):
-            return f"saves nothing: it sends what {self.dense_name} sends"
+            return f"saves nothing: it sends what {self.dense} sends{self._without}"
         if self.times is None:
-            return f"sends {_factor(self.dense_bytes, self.sent_bytes)} less than {self.dense_name}; {_NO_TIMES}"
+            less = f"sends {_factor(self.dense_bytes, self.sent_bytes)} less than {self.dense}{self._without}"
+            return f"{less}; {_NO_TIMES_OF_MODELS if self.replaces_ddp else _NO_TIMES}"
         return _judged(self, self.times)
+
+    @property
+    def _without(self) -> str:
+        return f" (not counted: {self.uncounted})" if self.uncounted else ""
+
+    @property
+    def advice(self) -> str | None:
+        """What a large residual means, and what to do; None where it is not large."""
+        ratio = self.residual_ratio
+        if ratio is None or ratio < LARGE_RESIDUAL:
+            return None
+        what = f"what a {self.period} changes" if self.replaces_ddp else "a gradient"
+        return (
+            f"the residual is {significant(ratio, 2)} times as large as {what}, so what is sent is that many "
+            f"{self.period}s late, and comes in bursts. Where training is worse than without compression, send more (a "
+            "larger k, more bits), begin with warmup=, forget with decay=0.9, or clip gradients"
+        )
 
     def _sends_more(self) -> str:
         sent, dense = si_bytes(self.sent_bytes), si_bytes(self.dense_bytes)
-        said = f"saves nothing: it sends {sent} a step where {self.dense_name} sends {dense}"
+        said = f"saves nothing: it sends {sent} a step where {self.dense} sends {dense}{self._without}"
+        if self.replaces_ddp:
+            return f"{said}; use DDP"
         return f"{said}; use none" if self.averages else said
 
     def as_dict(self) -> dict[str, Any]:
@@ -144,6 +185,7 @@ class Report:
             "saved_ms": self.saved_ms,
             "residual_ratio": self.residual_ratio,
             "verdict": self.verdict,
+            "advice": self.advice,
         }
         return plain | times | derived
 
@@ -152,6 +194,9 @@ class Report:
 
 
 _NO_TIMES = "what time that saves is not estimated on a GPU or with FSDP2"
+_NO_TIMES_OF_MODELS = (
+    "what time that saves is not estimated on a GPU, with shards, fragments, levels, averaged moments or a delay"
+)
 
 
 def observed(
@@ -162,6 +207,8 @@ def observed(
     method: str,
     averages: bool,
     residual_norm: float,
+    pace: Pace | None = None,
+    uncounted: str = "",
 ) -> Report:
     """Return the report of an engine that a window has watched.
 
@@ -171,11 +218,14 @@ def observed(
         others: what the other ranks have told of their steps; None if that is not known.
         method, averages: of the session.
         residual_norm: without the loss scale.
+        pace: of a session that combines models, and not gradients.
+        uncounted: see `Report`.
     """
     samples, world_size = list(window.samples), engine.transport.world_size
     grains, leaves = [u.grain for u in engine.plan.units], [leaf for _, s in engine.states() for _, leaf in walk(s)]
     on_cpu = all(grain.device.type == "cpu" for grain in grains)
     first = engine.index - len(samples)
+    times_of = pace.times if pace else summarise
     return Report(
         method=method,
         rank=engine.transport.rank,
@@ -183,10 +233,10 @@ def observed(
         first_step=first,
         steps=len(samples),
         bad_steps=engine.stats.bad_steps,
-        sent_bytes=_mean([sample.sent_bytes for sample in samples]),
-        dense_bytes=_mean([sample.dense_bytes for sample in samples]),
-        dense_name=_dtype_name({grain.dtype for grain in grains}),
-        times=summarise(samples, first, link, others) if link and samples and on_cpu else None,
+        sent_bytes=pace.sent_bytes(samples) if pace else _mean([sample.sent_bytes for sample in samples]),
+        dense_bytes=ring_bytes(pace.gradient_bytes, world_size) if pace else _mean([s.dense_bytes for s in samples]),
+        dense_name=_dtype_name(pace.dtypes if pace else {grain.dtype for grain in grains}),
+        times=times_of(samples, first, link, others) if link and samples and on_cpu else None,
         link_bits_per_s=8 * ring_bytes(link.nbytes, world_size) / link.seconds if link else None,
         link_latency_ms=1000 * link.least_s if link else None,
         residual_norm=residual_norm if any(leaf.owed for leaf in leaves) else None,
@@ -194,6 +244,9 @@ def observed(
         state_bytes=_held_bytes(leaf.tensor for leaf in leaves),
         buffer_bytes=_held_bytes(engine.buffers()),
         averages=averages,
+        period=pace.period if pace else "step",
+        steps_a_period=pace.steps_a_period if pace else 1.0,
+        uncounted=uncounted,
     )
 
 
@@ -215,16 +268,19 @@ def _held_bytes(tensors: Iterable[Tensor]) -> int:
 
 def _judged(report: Report, times: Times) -> str:
     """The verdict where all times are known: against the uncompressed step, then against half of its bytes."""
-    dense, saved_ms = report.dense_name, times.dense_step_ms - times.step_ms
+    dense, saved_ms = report.dense, times.dense_step_ms - times.step_ms
+    none, half = ("DDP", "DDP in fp16 or bf16") if report.replaces_ddp else ("none", "fp16")
     margin_ms = MARGIN * min(times.step_ms, times.dense_step_ms)
-    to_halve = dense == "fp32" and report.averages and not _about(report.sent_bytes, report.dense_bytes / 2)
+    to_halve = report.dense_name == "fp32" and report.averages and not _about(report.sent_bytes, report.dense_bytes / 2)
     by_half_ms = times.dense_step_ms - times.half_step_ms if to_halve else -math.inf
-    better = f"use fp16, which saves about {_rounded(by_half_ms)} ms a step" if by_half_ms > margin_ms else "use none"
+    better = (
+        f"use {half}, which saves about {_rounded(by_half_ms)} ms a step" if by_half_ms > margin_ms else f"use {none}"
+    )
     if _about(report.sent_bytes, report.dense_bytes):
         said = f"saves nothing: it sends what {dense} sends"
         return f"{said}; {better}" if by_half_ms > margin_ms and times.tells else said
     if not times.tells:
-        return _unsure(dense, times, margin_ms)
+        return _unsure(f"step of {dense}" if report.replaces_ddp else f"{dense} step", times, margin_ms)
     if saved_ms <= margin_ms:
         how = f"its step is as long as that of {dense}"
         if saved_ms < -margin_ms:
@@ -232,18 +288,18 @@ def _judged(report: Report, times: Times) -> str:
         return f"does not pay on this link: {how}" + (f"; {better}" if report.averages else "")
     said = f"saves about {_rounded(saved_ms)} ms a step"
     if by_half_ms >= saved_ms - margin_ms:
-        return f"{said}, but fp16 saves as much and loses less: use fp16"
+        return f"{said}, but {half} saves as much and loses less: use {half}"
     return f"{said}: {_factor(times.dense_step_ms, times.step_ms)} as many steps as {dense} in the same time"
 
 
-def _unsure(dense: str, times: Times, margin_ms: float) -> str:
+def _unsure(step: str, times: Times, margin_ms: float) -> str:
     """The verdict where the uncompressed step is not known well enough."""
     said = "cannot tell what it saves"
     if times.dense_low_ms > times.step_ms + margin_ms:
         said = "pays on this link, but cannot tell how much it saves"
     elif times.dense_high_ms < times.step_ms - margin_ms:
         said = "does not pay on this link, but cannot tell what it costs"
-    return f"{said}: the {dense} step is estimated at {_between(times)}; measure it with gradwire compare"
+    return f"{said}: the {step} is estimated at {_between(times)}; measure it with gradwire compare"
 
 
 def _between(times: Times) -> str:
@@ -272,7 +328,9 @@ Row = tuple[str, str, str]
 
 def _text(report: Report) -> str:
     last = report.first_step + report.steps - 1
-    window = f"steps {report.first_step} to {last}" if report.steps else "no step measured yet"
+    window = f"{report.period}s {report.first_step} to {last}" if report.steps else f"no {report.period} measured yet"
+    if report.replaces_ddp and report.steps:
+        window += f" of {report.steps_a_period:.3g} steps"
     rows = [*_time_rows(report), *_byte_rows(report), *_norm_rows(report), *_memory_rows(report)]
     names, numbers, units = (
         max((len(column) for column in columns), default=0)
@@ -282,7 +340,8 @@ def _text(report: Report) -> str:
     for name, value, meaning in rows:
         line = f"  {name:{names}}  {_number(value):>{numbers}} {_unit(value):{units}}  {meaning}"
         lines.append(line.rstrip())
-    return "\n".join([*lines, "", f"  {report.verdict[0].upper()}{report.verdict[1:]}."])
+    said = [f"  {text[0].upper()}{text[1:]}." for text in (report.verdict, report.advice) if text]
+    return "\n".join([*lines, "", *said])
 
 
 def _number(value: str) -> str:
@@ -299,35 +358,57 @@ def _time_rows(report: Report) -> list[Row]:
         return []
     link = f"{si_bits_per_s(report.link_bits_per_s or 0.0)}, {milliseconds(report.link_latency_ms)} ms a call"
     estimated = "estimated" if times.tells else f"estimated, {_between(times)}"
-    rows = [
-        ("step", times.step_ms, ""),
-        ("  exposed", times.exposed_ms, "from the last gradient to the end of the step"),
-        ("  encoding", times.encode_ms, "CPU time, partly beside the backward pass"),
-        ("  waiting", times.wait_ms, "for the link and slower ranks, partly beside the backward pass"),
-        (f"{report.dense_name} step", times.dense_step_ms, f"{estimated}: gradients at {link}"),
-    ]
+    if report.replaces_ddp:
+        rows = [
+            ("step", times.step_ms, f"the mean over a {report.period}, as the next three"),
+            ("  exposed", times.exposed_ms, f"{_whole(report, times.exposed_ms)} at the end of a {report.period}"),
+            ("  encoding", times.encode_ms, "CPU time"),
+            ("  waiting", times.wait_ms, "for the link and slower ranks"),
+            (f"{report.dense_name} DDP step", times.dense_step_ms, f"{estimated}, half hidden: gradients at {link}"),
+        ]
+    else:
+        rows = [
+            ("step", times.step_ms, ""),
+            ("  exposed", times.exposed_ms, "from the last gradient to the end of the step"),
+            ("  encoding", times.encode_ms, "CPU time, partly beside the backward pass"),
+            ("  waiting", times.wait_ms, "for the link and slower ranks, partly beside the backward pass"),
+            (f"{report.dense_name} step", times.dense_step_ms, f"{estimated}: gradients at {link}"),
+        ]
     if report.dense_name == "fp32":
-        rows.append(("fp16 step", times.half_step_ms, "estimated likewise"))
+        name = "fp16, bf16 DDP step" if report.replaces_ddp else "fp16 step"
+        rows.append((name, times.half_step_ms, "estimated likewise"))
     return [(name, f"{milliseconds(ms)} ms", meaning) for name, ms, meaning in rows]
 
 
 def _byte_rows(report: Report) -> list[Row]:
     if not report.steps or report.ranks == 1:
         return []
-    rows = [("sent", si_bytes(report.sent_bytes), f"a step; {report.dense_name} sends {si_bytes(report.dense_bytes)}")]
+    what = f"a step; {report.dense} sends {si_bytes(report.dense_bytes)}"
+    if report.replaces_ddp:
+        whole = si_bytes(report.sent_bytes * report.steps_a_period)
+        what = f"a step, {whole} a {report.period}; {report.dense} sends {si_bytes(report.dense_bytes)} in every step"
+    rows = [("sent", si_bytes(report.sent_bytes), what)]
+    if report.uncounted:
+        rows.append(("", "", f"not counted: {report.uncounted}"))
     if report.saved_bytes > 0:
         less = f"a step: {_factor(report.dense_bytes, report.sent_bytes)} less"
         rows.append(("saved", si_bytes(report.saved_bytes), less))
     return rows
 
 
+def _whole(report: Report, ms: float) -> str:
+    """What a step's share of a window's milliseconds is of the whole window."""
+    return f"{milliseconds(ms * report.steps_a_period)} ms"
+
+
 def _norm_rows(report: Report) -> list[Row]:
     rows: list[Row] = []
+    whose = f"a {report.period}'s change's" if report.replaces_ddp else "the gradient's"
     if report.residual_norm is not None and report.residual_ratio is not None:
         norms = f"{significant(report.residual_norm, 3)} against {significant(report.gradient_norm or 0.0, 3)}"
-        rows.append(("residual", f"{significant(report.residual_ratio, 2)} x", f"the gradient's norm: {norms}"))
+        rows.append(("residual", f"{significant(report.residual_ratio, 2)} x", f"{whose} norm: {norms}"))
     elif report.residual_norm is not None:
-        rows.append(("residual", significant(report.residual_norm, 3), "its norm; the gradient's is not known yet"))
+        rows.append(("residual", significant(report.residual_norm, 3), f"its norm; {whose} is not known yet"))
     if report.bad_steps:
         rows.append(("not finite", f"{report.bad_steps}", "steps whose mean was NaN: nothing of them is remembered"))
     return rows

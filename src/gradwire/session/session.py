@@ -116,7 +116,8 @@ class Session(Figures):
     ) -> None:
         require_reaction(on_non_finite, scaler)
         self.on_non_finite = on_non_finite
-        self.method, self.reducer = _text(method), form.method(method)
+        self.reducer, self.uncounted = form.method(method), form.uncounted
+        self.method = str(method)
         self.begun_with = ", ".join(filter(None, (repr(self.reducer), form.says)))
         self.saved_as = None
         self.seed, self._fed_by = seed, form.fed_by
@@ -207,7 +208,7 @@ class Session(Figures):
                 raise StepError("a step of this session is under way: change the method between two steps")
             self.lane.require_sound()
             self.reducer, self.engine = self._maker.next(method, self.reducer, self.engine)
-            self.method, self.window = _text(method), Window(self.window.caps)
+            self.method, self.window = str(method), Window(self.window.caps)
             self.reduction = Reduction(self.engine, self.window, self._board)
         finally:
             self.vacate()
@@ -417,7 +418,3 @@ def _watch(tensors: Tensors, check_every: int, on_drift: str) -> Watch:
     from gradwire.session.watching import watch  # which knows sessions
 
     return watch(tensors, check_every, on_drift)
-
-
-def _text(method: Reducer | str) -> str:
-    return method if isinstance(method, str) else repr(method)

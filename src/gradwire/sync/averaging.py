@@ -17,6 +17,7 @@ from gradwire.drivers.engine import Stats
 from gradwire.reducers.base import Reducer
 from gradwire.session import DEADLINE_S, Session
 from gradwire.session.names import TrainedParameters, named
+from gradwire.session.pace import Pace
 from gradwire.session.together import Together
 from gradwire.sync.alike import require_same_start
 from gradwire.sync.all_ranks import AllRanks
@@ -176,6 +177,8 @@ class Averaging(AveragingState):
             self.close()
             raise
         self._lane = self.session.lane
+        self.pace = self.session.pace = Pace.of("window", parameters, waits=not delay)
+        self.pace.others = [part.session for part in self.parts[1:]]
         self._ranks = ranks = AllRanks(self.session, self.shards, local(next(iter(parameters.values()))).device)
         self.buffers = Buffers(
             model, buffers, lambda request: ranks.ask(request, self._where()), ranks.rank, ranks.world_size
@@ -209,7 +212,7 @@ class Averaging(AveragingState):
 
     @property
     def session(self) -> Session:
-        """The session of the first fragment: its `report()` tells what averaging costs."""
+        """The session of the first fragment: its `report()` tells what averaging costs, all fragments together."""
         return self.fragments[0].session
 
     @property
@@ -218,9 +221,14 @@ class Averaging(AveragingState):
         sizes = [sum(copy.nbytes for copy in fragment.copies.values()) for fragment in self.fragments]
         return max(sizes) / max(sum(sizes), 1)
 
+    @property
+    def parts(self) -> list[Fragment]:
+        """All that is averaged, each with a session of its own."""
+        return [*self.fragments, *self.seconds]
+
     def stats(self) -> Stats:
         """Return bytes and times so far, over all fragments, buffers and what ranks agreed on."""
-        summed = Stats.summed(part.session.stats() for part in (*self.fragments, *self.seconds))
+        summed = Stats.summed(part.session.stats() for part in self.parts)
         return dataclasses.replace(summed, wire_bytes=summed.wire_bytes + self._ranks.sent_bytes)
 
     def _where(self) -> str:
@@ -249,6 +257,7 @@ class Averaging(AveragingState):
             for fragment in self.fragments if ended and self._is_warm_up else self._beginning(ended):
                 self._begin(fragment)
             if ended:
+                self.pace.ended(self.since)
                 self.since = 0
                 self.buffers.average_()
         return ended
@@ -355,6 +364,7 @@ class Averaging(AveragingState):
                 for fragment in self.fragments:
                     self._send(fragment, self.steps)
                     self._end(fragment, own=0.0)
+                self.pace.ended(self.since)
                 self.buffers.average_()
         self.since, self._synced = 0, self.steps
 

@@ -57,6 +57,8 @@ class Hierarchical:
         if not all(level.is_at_once for level in levels[:-1]):
             raise CompositionError("only the last level of a hierarchy may have fragments=, delay= or merge=")
         self.levels = levels
+        pace = levels[-1].pace
+        pace.others = [*pace.others, *(part.session for level in levels[:-1] for part in level.parts)]
 
     @classmethod
     def over(

@@ -47,7 +47,9 @@ class Recipe:
         Raises:
             GradwireError: as the class that the spec names.
         """
-        return self.method.optimizer(self.options, inner, model, where)
+        made = self.method.optimizer(self.options, inner, model, where)
+        made.session.method = self.spec
+        return made
 
 
 def is_sync(spec: str) -> bool:

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 WHAT = "gradwire.attach"
 
+GATHERS = "parameters, which FSDP2 gathers as they are (parameters= compresses and counts them)"
+"""What reports do not count where no codec gathers parameters."""
+
 
 class Port(Protocol):
     """What takes the place of a kind of FSDP2's collectives."""
@@ -62,13 +65,14 @@ def attach_fsdp2(
     codec = None if parameters is None else parameter_codec(parameters)
     says, shards = f"parameters={codec!r}", groups[0].shard_group
     if replicate is None:
-        form = ShardedForm(groups, range(shards.size()), says)
+        form = ShardedForm(groups, range(shards.size()), says, "" if codec else GATHERS)
         session = Session(tensors_of(groups), reducer, group=shards, what=WHAT, form=form, **options)
         scatter = ScatterPort if shards.size() > 1 else AlonePort
         ports: list[Port] = [scatter(session, model, groups)]
     else:
         row = shards.rank()
-        form = ReplicaForm(groups, range(row, row + 1), f"{says}, shard {row} of {shards.size()}")
+        inside = "what FSDP2 reduces among the shards of a copy" + ("" if codec else f", and {GATHERS}")
+        form = ReplicaForm(groups, range(row, row + 1), f"{says}, shard {row} of {shards.size()}", inside)
         session = Session(tensors_of(groups), reducer, group=_group(replicate), what=WHAT, form=form, **options)
         ports = [ReplicaPort(session, model, groups)]
     try:

@@ -10,6 +10,7 @@ from torch import Tensor
 from gradwire.adapters.fsdp2.groups import Group, ShardedParameter
 from gradwire.core.errors import CompositionError
 from gradwire.core.grain import ParameterSpec
+from gradwire.core.spoken import called
 from gradwire.drivers.interpreter import Transport
 from gradwire.drivers.parts import Chunked, InParts, PartPlan, plan_parts
 from gradwire.drivers.plan import Plan
@@ -25,14 +26,15 @@ class PartForm(Form):
         groups: of the model.
         rows: which of a parameter's chunks are reduced.
         says: what else must be the same on all ranks.
+        uncounted: what FSDP2 sends by itself.
     """
 
     times_link = False
     fed_by = "the backward pass of a sharded model"
 
-    def __init__(self, groups: Sequence[Group], rows: range, says: str) -> None:
+    def __init__(self, groups: Sequence[Group], rows: range, says: str, uncounted: str = "") -> None:
         self._parts = [[(p.name, p.chunk) for p in group.trained] for group in groups]
-        self._rows, self.says = rows, says
+        self._rows, self.says, self.uncounted = rows, says, uncounted
 
     def plan(self, specs: Sequence[ParameterSpec], reducer: Reducer, grain_numel: int | None) -> Plan:
         """Return the columns of all groups."""
@@ -78,7 +80,7 @@ def sharded_method(given: Reducer | str) -> Reducer:
     """
     whole = as_method(given)
     try:
-        return whole if whole.scatters else whole.scattered()
+        return whole if whole.scatters else called(whole.scattered(), str(whole))
     except CompositionError as error:
         raise CompositionError(
             f"FSDP2 needs a method that ends with shards of the mean, and {_short(given)} has no such half: use "
@@ -97,5 +99,5 @@ def _like(parameter: ShardedParameter, device: torch.device) -> Tensor:
 
 
 def _short(given: Reducer | str) -> str:
-    text = given if isinstance(given, str) else repr(given)
+    text = str(given)
     return repr(text) if len(text) <= 60 else type(given).__name__

@@ -24,6 +24,7 @@ from gradwire.drivers.virtual import gathered
 from gradwire.session import DEADLINE_S, Session
 from gradwire.session.lane import group_of
 from gradwire.session.names import TrainedParameters, named, require_whole
+from gradwire.session.pace import Pace
 from gradwire.session.together import Together
 from gradwire.sync.alike import require_same_start
 from gradwire.sync.averaging_state import check_head
@@ -135,6 +136,8 @@ class Gossip:
         except BaseException:
             self.close()
             raise
+        self.session.pace = self.pace = Pace.of("round", self.parameters)
+        self.session.method = f"gossip by {self.method} on {self.graph}"
         self.buffers = Buffers(model, buffers, self._ask, self._transport.rank, self._ranks)
 
     def __repr__(self) -> str:
@@ -161,6 +164,7 @@ class Gossip:
         if ended:
             with self._lane.telling():
                 self._mix()
+            self.pace.ended(self.since + 1)
         self.steps, self.since = self.steps + 1, 0 if ended else self.since + 1
         return ended
 
