@@ -302,8 +302,8 @@ class Verdict:
         text = f"By {self.metric}, {self.best} ends {how} {FP32}{'' if gap else ' does'} ({found.baseline:.4g})"
         if found.worse_by.error is None:
             return (
-                f"{text}; what chance does to that is not known. More seeds tell, or a task whose metric is a tensor with "
-                "a value for each held-out example."
+                f"{text}; what chance does to that is not known. More seeds tell, or a task whose metric is a tensor "
+                "with a value for each held-out example."
             )
         if found.seeds == 1:
             return f"{text}, with a standard error of {_error(found)}; what another seed would give is not known."
