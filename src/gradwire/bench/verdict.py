@@ -301,7 +301,10 @@ class Verdict:
         how = f"{abs(gap):.2g} {'worse' if gap > 0 else 'better'} than" if gap else "where"
         text = f"By {self.metric}, {self.best} ends {how} {FP32}{'' if gap else ' does'} ({found.baseline:.4g})"
         if found.worse_by.error is None:
-            return f"{text}; what chance does to that is not known."
+            return (
+                f"{text}; what chance does to that is not known. More seeds tell, or a task whose metric is a tensor "
+                "with a value for each held-out example."
+            )
         if found.seeds == 1:
             return f"{text}, with a standard error of {_error(found)}; what another seed would give is not known."
         least = f"{max(found.worse_by.detectable, found.least):.2g} worse or more would have been found"

@@ -18,6 +18,9 @@ STEP = 2
 LEADER = 16.0
 """Pixels between a label and what it names from which on a line joins them."""
 
+DETOUR = 60.0
+"""Pixels that a label may be farther away for a line to it; else its colour alone tells what it names."""
+
 Spot = tuple[float, float]
 """A point of the drawing, (x, y) in pixels."""
 
@@ -80,18 +83,28 @@ class Room:
         Returns:
             The place; None where there is no room left.
         """
-        free = [box for box in self._places(wanted) if self._is_free(box)]
-        placed = [Placed(box, _leader(box, named)) for box in free]
-        clear = (p for p in placed if p.leader is None or not any(_crosses(p.leader, box) for box in self._labels))
-        # where every line to it would cross a label, its colour has to tell what it names
-        best = next(clear, placed[0]._replace(leader=None) if placed else None)
+        best = self._best(wanted, named)
         if best is not None:
             self._labels.append(best.box)
             self.take_line(best.leader or [])
         return best
 
-    def _places(self, wanted: Box) -> Iterable[Box]:
-        """All places inside the plot, the nearest first; upwards counts twice, since losses fall from there."""
+    def _best(self, wanted: Box, named: Spot | None) -> Placed | None:
+        """The nearest free place to which a line crosses no label; or without a line, if that is much nearer."""
+        unjoined: tuple[float, Placed] | None = None
+        for far, box in self._places(wanted):
+            if unjoined and far > unjoined[0] + DETOUR:
+                break
+            if not self._is_free(box):
+                continue
+            leader = _leader(box, named)
+            if leader is None or not any(_crosses(leader, label) for label in self._labels):
+                return Placed(box, leader)
+            unjoined = unjoined or (far, Placed(box, None))
+        return unjoined[1] if unjoined else None
+
+    def _places(self, wanted: Box) -> Iterable[tuple[float, Box]]:
+        """How far away each place inside the plot is, the nearest first; upwards counts twice, since losses fall."""
         last_x, last_y = self._right - wanted.width, self._bottom - LABEL_GAP
         x, y = min(max(wanted.left, self._left), last_x), min(max(wanted.top, self._top), last_y)
         if last_x < self._left or last_y < self._top:
@@ -100,7 +113,7 @@ class Room:
         xs = [x + step * i for i in range(-math.floor((x - self._left) / step), math.floor((last_x - x) / step) + 1)]
         ys = [y + step * i for i in range(-math.floor((y - self._top) / step), math.floor((last_y - y) / step) + 1)]
         places = [(math.hypot(left - x, max(top - y, 2 * (y - top))), left, top) for left in xs for top in ys]
-        return (Box(left, top, wanted.width) for _, left, top in sorted(places))
+        return ((far, Box(left, top, wanted.width)) for far, left, top in sorted(places))
 
     def _is_free(self, box: Box) -> bool:
         if any(map(box.overlaps, self._labels)):
