@@ -13,7 +13,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -72,6 +72,8 @@ class ReductionTimes:
         >>> times = ReductionTimes(300, 0.1, (Probe(100, 1.0, 0.1), Probe(200, 2.0, 0.1)), cold_s=0.5)
         >>> times.curve.seconds(150), times.cold_after(1.0), times.cold_after(0.1)
         (1.5, (0.5, 0.0), (0.0, 0.0))
+        >>> ReductionTimes(200, 0.1, (Probe(100, 3.0, 0.1), Probe(200, 2.0, 0.1))).curve.seconds(100)
+        2.0
     """
 
     nbytes: int
@@ -82,9 +84,14 @@ class ReductionTimes:
 
     @property
     def curve(self) -> Curve:
-        """Seconds by size; beyond the last probe as between the last two."""
-        least = Point(LEAST_BYTES, min(self.least_s, self.probes[0].seconds))
-        return Curve((least, *(Point(probe.nbytes, probe.seconds) for probe in self.probes)))
+        """Seconds by size; beyond the last probe as between the last two.
+
+        Fewer bytes take no longer than more: where they did, something else had the processor or the link meanwhile.
+        """
+        sizes = [LEAST_BYTES, *(probe.nbytes for probe in self.probes)]
+        longest_first = [*(probe.seconds for probe in reversed(self.probes)), self.least_s]
+        seconds = reversed([*accumulate(longest_first, min)])
+        return Curve(tuple(map(Point, sizes, seconds)))
 
     @property
     def seconds(self) -> float:
