@@ -45,18 +45,18 @@ class Report:
     The uncompressed step is an estimate. `attach` times all-reduces of b bytes on the idle link, t(b), up to all
     gradients where a few seconds allow for it, in the buckets that DDP makes, and after a pause too. Each bucket of the
     step is then assumed to be reduced after the one before it, and not before its gradients are there. What then ends
-    after the last gradient takes the place of what communication takes now, and the rest of the step is assumed to stay
-    as it is:
+    after the last gradient takes the place of what communication takes now. The rest of the step is assumed to stay as
+    it is, but for coding: where it wants the cores of computing, computing is shorter without it by all it took, and
+    else by nothing, so half of it is assumed:
 
         end_i = t(bytes of buckets 1 to i)               while buckets follow each other without a break
-        dense step = median(step - communication) + (end_last - ready_last)
+        dense step = median(step - communication) - coding / 2 + (end_last - ready_last)
 
     Waiting for slower ranks is no communication. What it took in a step is the least exposed time over ranks, which
     tell each other of their steps through the store that they met at; the buckets are those of the slowest rank.
 
     How far t(b) may be from the truth follows from how much its repetitions differ, and from how far it had to be drawn
-    out beyond the sizes that were timed. Coding may have made computing longer, where both want the same cores. Where
-    the uncompressed step may be a tenth longer or shorter, or where other ranks have told nothing, the verdict says
+    out beyond the sizes that were timed, and from how long coding takes. Where the uncompressed step may be a tenth longer or shorter, or where other ranks have told nothing, the verdict says
     that it cannot tell.
 
     Attributes:
