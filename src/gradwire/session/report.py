@@ -56,8 +56,8 @@ class Report:
     tell each other of their steps through the store that they met at; the buckets are those of the slowest rank.
 
     How far t(b) may be from the truth follows from how much its repetitions differ, and from how far it had to be drawn
-    out beyond the sizes that were timed, and from how long coding takes. Where the uncompressed step may be a tenth longer or shorter, or where other ranks have told nothing, the verdict says
-    that it cannot tell.
+    out beyond the sizes that were timed. Where the uncompressed step may be a tenth longer or shorter, by that and by
+    coding, or where other ranks have told nothing, the verdict says that it cannot tell.
 
     Attributes:
         method: spec or reducer.
