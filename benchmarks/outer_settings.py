@@ -22,6 +22,7 @@ from torch import nn
 import gradwire
 from common import save_result
 from gradwire.bench.ranks import run_function
+from gradwire.bench.task import measure
 from gradwire.bench.tasks import make_task
 from gradwire.sync import parse
 
@@ -67,7 +68,7 @@ def trained(rank: int, world_size: int, method: str, seed: int, steps: int) -> l
                 optimizer.sync()
             view: AbstractContextManager[object] = nullcontext() if session else optimizer.evaluating()
             with view, torch.no_grad():
-                curve.append((step + 1, float(task.metric(task.model))))
+                curve.append((step + 1, measure(task.metric, task.model).value))
     (session or optimizer).close()
     return curve
 

@@ -25,6 +25,7 @@ import gradwire
 from common import save_result
 from gradwire.bench.ranks import run_function
 from gradwire.bench.slow import SlowProcessor
+from gradwire.bench.task import measure
 from gradwire.bench.tasks import make_task
 
 RANKS, SLOWER, BATCH, TARGET, WINDOW = 3, 4.0, 32, 0.25, 60
@@ -111,7 +112,7 @@ def on_rank(rank: int, world_size: int, method: str, seed: int) -> dict[str, Any
         trained.append((time.perf_counter() - began, float(loss.detach()), mine / BATCH))
     way.end()
     task.model.eval()
-    return {"trained": trained, "metric": float(task.metric(task.model))}
+    return {"trained": trained, "metric": measure(task.metric, task.model).value}
 
 
 # Here ---------------------------------------------------------------------------------------------------------------
