@@ -107,7 +107,7 @@ def test_links_between_pages_lead_to_what_is_there(page: Path) -> None:
             check_link(link, page)
 
 
-PAGES_OF_FIGURES = ["README.md", "docs/results.md", "docs/asynchronous.md", "docs/quality.md"]
+PAGES_OF_FIGURES = ["README.md", "docs/results.md", "docs/asynchronous.md", "docs/quality.md", "docs/slow_hosts.md"]
 
 
 @pytest.mark.parametrize("page", PAGES_OF_FIGURES)
