@@ -50,7 +50,7 @@ def test_methods_that_should_be_the_same_are(ranks: int) -> None:
         assert found["streaming"] == 0
         assert found["moved"] > 1e-2
         assert found["other"] > 1e-3
-        assert found["fragments"] > 1e-5
+        assert found["fragments"] > 1e-6  # in float64: rounding is 1e-15
 
 
 @RANKS

@@ -37,6 +37,8 @@ VALUES = {
     "last": ("8,double_after=4",),
     "double_after": ("2,last=8",),
     "drift": ("0.0001",),
+    "warmup": ("2", "20%,steps=10"),
+    "steps": ("10,warmup=20%",),
     "outer": ("int4", "topk:0.1"),
     "delay": ("1", "1,merge=progress"),
     "merge": ("0.5",),
