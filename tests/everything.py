@@ -70,9 +70,9 @@ def everything() -> Iterator[Trained]:
     yield Trained("attach int4", _attached("int4"))
     yield Trained("fsdp2 int4", _sharded("int4"))
     for method in SYNCHRONISED.values():
-        yield Trained(f"sync {method.example}", _synchronised(method.example))
+        yield Trained(f"sync {method.example}", _by_spec(sync.parse, method.example, "sync"))
     for method in UNWAITING.values():
-        yield Trained(f"asynchronous {method.example}", _unwaiting(method.example))
+        yield Trained(f"asynchronous {method.example}", _by_spec(asynchronous.parse, method.example, "finish"))
     yield Trained("averaging", _averaging)
     yield Trained("hierarchical", _hierarchical)
     yield Trained("gossip", _gossip)
@@ -122,20 +122,13 @@ def _sharded(spec: str) -> Callable[[nn.Module, OptimizerOf], Running]:
 # Models, and optimizers in place of one's own ---------------------------------------------------------------------
 
 
-def _synchronised(spec: str) -> Callable[[nn.Module, OptimizerOf], Running]:
+def _by_spec(parse: Callable[[str], Any], spec: str, end: str) -> Callable[[nn.Module, OptimizerOf], Running]:
+    """An optimizer by its spec, whose method `end` leaves all ranks with the same model."""
+
     def make(model: nn.Module, optimizer_of: OptimizerOf) -> Running:
         inner = optimizer_of(model)
-        optimizer = sync.parse(spec).optimizer(inner, model, deadline_s=DEADLINE_S)
-        return Running(model, inner, optimizer, optimizer.step, optimizer.sync, optimizer.close)
-
-    return make
-
-
-def _unwaiting(spec: str) -> Callable[[nn.Module, OptimizerOf], Running]:
-    def make(model: nn.Module, optimizer_of: OptimizerOf) -> Running:
-        inner = optimizer_of(model)
-        optimizer = asynchronous.parse(spec).optimizer(inner, model, deadline_s=DEADLINE_S)
-        return Running(model, inner, optimizer, optimizer.step, optimizer.finish, optimizer.close)
+        optimizer = parse(spec).optimizer(inner, model, deadline_s=DEADLINE_S)
+        return Running(model, inner, optimizer, optimizer.step, getattr(optimizer, end), optimizer.close)
 
     return make
 

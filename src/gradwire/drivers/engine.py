@@ -234,7 +234,7 @@ class Engine:
         fresh, self._fresh = self._fresh, None
         if fresh is None:
             return
-        if self._is_bad():
+        if self.last_was_bad():
             self.stats.bad_steps += 1
             return
         for slot, new in zip(self._slots, fresh, strict=True):
@@ -247,15 +247,12 @@ class Engine:
 
     def last_was_bad(self) -> bool:
         """Whether the last step's mean was not finite, as far as its programs told; on a GPU this waits for it."""
-        return self._is_bad()
-
-    def _is_bad(self) -> bool:
         return bool(self._flags) and bool(torch.stack(self._flags).any())
 
     def found_bad(self) -> bool:
         """Whether any step was bad, as far as is known without waiting: on a GPU the last one is not known yet."""
         known = self._fresh is not None and all(flag.device.type == "cpu" for flag in self._flags)
-        return self.stats.bad_steps > 0 or (known and self._is_bad())
+        return self.stats.bad_steps > 0 or (known and self.last_was_bad())
 
     def buffers(self) -> list[Tensor]:
         """The memory that gradients are copied to."""
@@ -323,14 +320,13 @@ def _program(slot: Slot, step: Step, guards: bool) -> Program:
     """The program of a unit's gradient, and of what is carried over from another method."""
     grain, reducer = slot.unit
     state, carried = slot.state, slot.state.get(CARRIED)
-    if guards and reducer.averages and not isinstance(reducer, Guard):
-        reducer = Guard(reducer)
     if isinstance(carried, Leaf):
         slot.x.add_(carried.tensor)
         state = State({name: node for name, node in state.items() if name != CARRIED})
-        # A step that the optimizer skips must not be taken for the one in which it arrived. Rules leave out what is not
-        # finite on one rank, and go on doing so.
-        reducer = Guard(reducer) if reducer.averages and not isinstance(reducer, Guard) else reducer
+    # A step that the optimizer skips must not be taken for the one in which what is carried arrived. Rules leave out
+    # what is not finite on one rank, and go on doing so.
+    if (guards or carried is not None) and reducer.averages and not isinstance(reducer, Guard):
+        reducer = Guard(reducer)
     program = reducer.reduce(grain, slot.x.view(grain.shape), state, step)
     return program if reducer.averages or not guards else flagged_by_result(program)
 
