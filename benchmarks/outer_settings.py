@@ -83,7 +83,7 @@ def measured(methods: Sequence[str], seeds: int, steps: int) -> dict[str, dict[s
         curves: list[list[tuple[int, float]]] = []
         for seed in range(seeds):
             arguments = {"method": method, "seed": seed, "steps": steps}
-            curves.append(run_function(f"{__file__}:trained", RANKS, arguments, 60 + 2.0 * steps)[0])
+            curves.append(run_function(f"{__file__}:trained", RANKS, arguments, 120 + 10.0 * steps)[0])
         ends = [curve[-1][1] for curve in curves]
         spread = statistics.stdev(ends) if seeds > 1 else None
         rows[method] = {"loss": statistics.fmean(ends), "spread": spread, "losses": ends, "curves": curves}
@@ -106,19 +106,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, default=3, help="of the second stage")
     parser.add_argument("--survivors", type=int, default=4)
     parser.add_argument("--methods", nargs="+", help="of the second stage; there is no first one then")
-    parser.add_argument("--save", action="store_true", help="write a dated file into benchmarks/results")
+    parser.add_argument("--also", nargs="+", default=[], metavar="SPEC", help="more methods of the second stage")
+    parser.add_argument("--save", metavar="NAME", help="write benchmarks/results/NAME_<date>.json after each stage")
     options = parser.parse_args(arguments)
+    steps = {"screen": options.screen, "long": options.long}
     stages: dict[str, Any] = {}
     chosen = options.methods
+
+    def save() -> None:
+        if options.save:
+            print(save_result(options.save, {"ranks": RANKS, "steps": steps, "stages": stages}), flush=True)
+
     if chosen is None:
         every = [diloco(H, rate, momentum) for H in WINDOWS for rate in RATES for momentum in MOMENTA]
         stages["screen"] = measured([ALL_REDUCE, *MEANS, *every], 1, options.screen)
+        save()
         chosen = [ALL_REDUCE, *MEANS, *PAPER, *survivors(stages["screen"], options.survivors)]
     if options.long:
-        stages["long"] = measured(chosen, options.seeds, options.long)
-    if options.save:
-        steps = {"screen": options.screen, "long": options.long}
-        print(save_result("outer_settings", {"ranks": RANKS, "steps": steps, "stages": stages}))
+        stages["long"] = measured([*chosen, *options.also], options.seeds, options.long)
+        save()
 
 
 if __name__ == "__main__":
