@@ -1,8 +1,10 @@
 # Two commands do everything, each with its own set-up: `make compare` runs the main job, `make test` the tests.
+# `make test` draws from each product of parameters, as by SEED if that is given; `make test-all` runs the whole.
 
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
+MAIN   := $(VENV)/.main
 READY  := $(VENV)/.ready
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
@@ -10,18 +12,29 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --con
 # depend on it. One thread, since MKL and OpenMP divide work by their number.
 PLAIN  := ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE OMP_NUM_THREADS=1 NUMBA_CPU_NAME=x86-64 NUMBA_CPU_FEATURES=+sse2
 
-.PHONY: compare test lint types unit plain mutants clean
+CASES  := drawn
+PYTEST := $(BIN)/python -m pytest --cases $(CASES) $(if $(SEED),--seed $(SEED))
+
+.PHONY: compare test test-all lint types unit plain mutants clean
 .DEFAULT_GOAL := test
 
-$(READY): pyproject.toml constraints.txt tools/system-packages
+# What the main job needs comes first and alone; the tests add what they need to the same environment.
+$(MAIN): pyproject.toml constraints.txt tools/system-packages
 	tools/system-packages
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) torch
+	$(PIP) --editable '.[compare]'
+	touch $(MAIN)
+
+$(READY): $(MAIN)
 	$(PIP) --editable '.[dev]'
 	touch $(READY)
 
-compare: $(READY)
+compare: $(MAIN)
 	$(BIN)/gradwire compare --out compare-report $(ARGS)
+
+test-all:
+	$(MAKE) CASES=all test
 
 # One core checks types while the other one begins with the tests.
 test: lint
@@ -40,12 +53,12 @@ types: $(READY)
 ALONE  := $(addprefix tests/test_,compare.py compare_sharded.py crossover.py delay.py measure.py net.py routes.py run_report.py slow.py)
 
 unit: $(READY)
-	$(BIN)/python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder tests src $(addprefix --ignore=,$(ALONE))
-	$(BIN)/python -m pytest $(ALONE)
+	$(PYTEST) --numprocesses auto --dist loadfile --no-loadscope-reorder tests src $(addprefix --ignore=,$(ALONE))
+	$(PYTEST) $(ALONE)
 
 # The laws whose promises are bits, once more on a plain processor.
 plain: $(READY)
-	$(PLAIN) $(BIN)/python -m pytest --numprocesses auto $(addprefix tests/,laws/test_golden.py laws/test_state.py \
+	$(PLAIN) $(PYTEST) --numprocesses auto $(addprefix tests/,laws/test_golden.py laws/test_state.py \
 		laws/test_power_sgd.py laws/test_acp_sgd.py laws/test_reducers.py test_matrices.py test_robust_kernels.py \
 		test_lowrank_kernels.py laws/test_zeros.py)
 

@@ -148,6 +148,16 @@ def test_six_of_500_examples_are_no_difference():
     assert not nested.is_worse  # not with one seed
 
 
+def test_with_one_seed_a_large_difference_is_not_put_down_to_the_examples():
+    few, many = set(range(10)), set(range(110))
+    found = judge(comparison(by_example(FP32, 0, few), by_example("int4", 0, many, 0.5)))
+    assert kinds(found)[0] == (Kind.PERHAPS_WORSE, "int4")
+    said = "Which examples were held out does not explain 11 standard errors; the seed may, and --seeds 5 tells"
+    assert said in found.findings[0].text
+    small = judge(comparison(by_example(FP32, 0, few), by_example("int4", 0, set(range(18)), 0.5)))
+    assert "That may be chance: another seed may give another result" in small.findings[0].text
+
+
 def test_the_errors_of_seeds_and_of_examples_add_up():
     base = [by_example(FP32, seed, {1, 2, 3}) for seed in range(3)]
     mine = [by_example("int4", seed, {1, 2, 3 + seed}) for seed in range(3)]

@@ -8,6 +8,7 @@ that belongs to its file fails, or hangs. One that no test could catch, since it
     tools/mutants.py --list          which mutants are drawn
     tools/mutants.py                 run their tests, in a copy of the tree
     tools/mutants.py --only 3 17     these two
+    tools/mutants.py --cases drawn   with the tests that `make test` runs, and not with all
 """
 
 from __future__ import annotations
@@ -294,16 +295,17 @@ class Copy:
     """A copy of the tree, in which one file at a time is changed. Compiled kernels come along, and stay."""
 
     root: Path
+    cases: str
     caught_by: set[str] = field(default_factory=set[str])
 
     @classmethod
-    def of(cls, source: Path, to: Path) -> Copy:
-        """Copy what tests need."""
-        for name in ("src", "tests", "docs", "benchmarks"):
+    def of(cls, source: Path, to: Path, cases: str) -> Copy:
+        """Copy what tests need; `cases` are "all" or "drawn", as for pytest."""
+        for name in ("src", "tests", "docs", "benchmarks", "tools"):
             shutil.copytree(source / name, to / name, dirs_exist_ok=True)
-        for name in ("pyproject.toml", "README.md"):
+        for name in ("pyproject.toml", "README.md", "conftest.py"):
             shutil.copy2(source / name, to / name)
-        return cls(to)
+        return cls(to, cases)
 
     @contextlib.contextmanager
     def changed(self, mutant: Mutant) -> Generator[None]:
@@ -327,7 +329,8 @@ class Copy:
         return self._failure(tuple(named)) if named else None
 
     def _failure(self, stage: Stage) -> str | None:
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *stage]
+        arguments = ["-x", "-q", "-p", "no:cacheprovider", "--cases", self.cases]
+        command = [sys.executable, "-m", "pytest", *arguments, *stage]
         path = os.pathsep.join(filter(None, [str(self.root / "src"), os.environ.get("PYTHONPATH")]))
         environment = {**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
         with subprocess.Popen(
@@ -345,6 +348,8 @@ class Copy:
                 os.killpg(process.pid, signal.SIGKILL)
                 return f"no end within {LIMIT_S:.0f} s"
         if process.returncode == 0:
+            return None
+        if process.returncode == 5 and self.cases == "drawn":  # all of the stage's tests are for the long command
             return None
         if process.returncode == 5:
             raise SystemExit(f"no test matches {' '.join(stage)}")
@@ -371,6 +376,7 @@ def main() -> int:
     parser.add_argument("--only", type=int, nargs="+", metavar="I", help="run these of the list")
     parser.add_argument("--seed", type=int, default=SEED, help="of the draw")
     parser.add_argument("--count", type=int, default=COUNT, help="how many to draw")
+    parser.add_argument("--cases", choices=("all", "drawn"), default="all", help="of the tests that run")
     parser.add_argument("--copy", type=Path, help="where to copy the tree to, and leave it (default: a folder in /tmp)")
     arguments = parser.parse_args()
     drawn = list(enumerate(draw(arguments.count, arguments.seed)))
@@ -381,7 +387,7 @@ def main() -> int:
     print("| | where | change | caught by | s |\n|---|---|---|---|---|", flush=True)
     survived = 0
     with tempfile.TemporaryDirectory() as temporary:
-        copy = Copy.of(ROOT, arguments.copy or Path(temporary))
+        copy = Copy.of(ROOT, arguments.copy or Path(temporary), arguments.cases)
         for i, mutant in drawn:
             began = time.monotonic()
             said = judged(mutant, copy)

@@ -41,6 +41,10 @@ ENOUGH_SEEDS = 5
 """Seeds that are advised: with fewer, Student's t is so large that only large differences are told from chance."""
 
 
+FAR = 5.0
+"""Standard errors over the held-out examples that those examples do not explain."""
+
+
 class Kind(enum.Enum):
     """What a finding is about; the value is what a table's cell has room for."""
 
@@ -177,7 +181,7 @@ def _of_method(comparison: Comparison, row: Row) -> Iterable[Finding]:
     elif found.is_worse:
         yield Finding(Kind.WORSE_METRIC, row.method, f"By {name}, {row.method} {_worse(found)}.")
     elif math.isfinite(found.worse_by.mean) and not found.no_sign:
-        text = f"By {name}, {row.method} {_worse(found)}. That may be chance: {_what_tells(found)}."
+        text = f"By {name}, {row.method} {_worse(found)}. {_what_tells(found)}."
         yield Finding(Kind.PERHAPS_WORSE, row.method, text)
     loss = loss_shortfall(comparison, row.method)
     if loss is not None and loss.is_worse:
@@ -203,10 +207,15 @@ def _error(found: Shortfall) -> str:
 
 
 def _what_tells(found: Shortfall) -> str:
-    """What to do about a difference that may be chance."""
-    if found.seeds == 1:
-        return f"another seed may give another result, and --seeds {ENOUGH_SEEDS} tells"
-    return f"only {found.worse_by.detectable:.2g} or more would be told from it, and more seeds tell more (--seeds)"
+    """What a difference that is not told from chance may be, and what to do."""
+    if found.seeds > 1:
+        told = f"only {found.worse_by.detectable:.2g} or more would be told from it"
+        return f"That may be chance: {told}, and more seeds tell more (--seeds)"
+    error = found.worse_by.error
+    if error and found.worse_by.mean > FAR * error:
+        errors = f"{found.worse_by.mean / error:.0f} standard errors"
+        return f"Which examples were held out does not explain {errors}; the seed may, and --seeds {ENOUGH_SEEDS} tells"
+    return f"That may be chance: another seed may give another result, and --seeds {ENOUGH_SEEDS} tells"
 
 
 # --------------------------------------------------------------------------------------------- verdict
