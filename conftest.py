@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,13 +34,13 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.option.cases == "all":
         return
-    tests: dict[str, list[pytest.Item]] = defaultdict(list)
+    seed, tests = config.option.seed, defaultdict[str, list[pytest.Item]](list)
     for item in items:
         tests[item.nodeid.partition("[")[0]].append(item)
-    kept, known = set[str](), always()
+    one = _OneValue(seed, items)
+    kept = always().intersection(item.nodeid for item in items)
     for name, cases in tests.items():
-        kept |= {item.nodeid for item in _drawn(cases, f"{config.option.seed} {name}")}
-    kept |= known & {item.nodeid for item in items}
+        kept |= {item.nodeid for item in _drawn([item for item in cases if one.has(item)], f"{seed} {name}")}
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in kept])
     items[:] = [item for item in items if item.nodeid in kept]
 
@@ -45,11 +49,41 @@ def _drawn(cases: list[pytest.Item], seed: str) -> list[pytest.Item]:
     """The cases of one test that run."""
     cases = [item for item in cases if item.get_closest_marker("long") is None]
     marker = cases[0].get_closest_marker("draw") if cases else None
-    # pytest's own `indices` number the cases and not the values, which all cases share as objects
-    specs = [vars(item).get("callspec") for item in cases]
-    values = [{name: id(value) for name, value in spec.params.items()} if spec else {} for spec in specs]
     if marker is not None:
-        return [cases[place] for place in some(values, marker.args[0], seed)]
+        return [cases[place] for place in some(cases, marker.args[0], seed)]
+    # pytest's own `indices` number the cases and not the values, which all cases share as objects
+    values = [{name: id(value) for name, value in parameters(item).items()} for item in cases]
     if values and len(values[0]) > 1:
         return [cases[place] for place in covering(values, seed)]
     return cases
+
+
+class _OneValue:
+    """What the marker `one_of` leaves of each file: one value of the parameter that it names."""
+
+    def __init__(self, seed: int, items: list[pytest.Item]) -> None:
+        values: dict[tuple[Path, str], list[Any]] = defaultdict(list)
+        for item in items:
+            if (marker := item.get_closest_marker("one_of")) and marker.args[0] in (given := parameters(item)):
+                values[item.path, marker.args[0]].append(given[marker.args[0]])
+        draw = random.Random(f"{seed} one_of")
+        self._kept = {place: draw.choice(list(dict.fromkeys(found))) for place, found in values.items()}
+
+    def has(self, item: pytest.Item) -> bool:
+        marker = item.get_closest_marker("one_of")
+        given = parameters(item)
+        if marker is None or marker.args[0] not in given:
+            return True
+        return given[marker.args[0]] == self._kept[item.path, marker.args[0]]
+
+
+def parameters(item: pytest.Item) -> Mapping[str, Any]:
+    """The parameters of a case, by name."""
+    spec = vars(item).get("callspec")
+    return spec.params if spec else {}
+
+
+@pytest.fixture(scope="module")
+def asked(request: pytest.FixtureRequest) -> list[Mapping[str, Any]]:
+    """The parameters of the cases that run in this file: for set-ups that serve many cases at once."""
+    return [parameters(item) for item in request.session.items if item.path == request.path]

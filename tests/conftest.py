@@ -16,10 +16,17 @@ settings.register_profile(
 )
 # HYPOTHESIS_PROFILE=nightly pytest tests/laws: more than 200,000 examples in all, other ones each time.
 settings.register_profile("nightly", max_examples=700, deadline=None, suppress_health_check=slow_is_fine)
+# of --cases drawn: few examples, other ones with each seed
+settings.register_profile("drawn", max_examples=5, deadline=None, database=None, suppress_health_check=slow_is_fine)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 # Laws run on small tensors, where a second thread costs more than it gives.
 torch.set_num_threads(1)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.cases == "drawn" and "HYPOTHESIS_PROFILE" not in os.environ:
+        settings.load_profile("drawn")
 
 
 @pytest.fixture

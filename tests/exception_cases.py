@@ -353,17 +353,16 @@ PORTS: dict[str, type[Port]] = {
 }
 
 
-def cells(rank: int, world_size: int, port: str, points: list[str], raising: list[int]) -> dict[str, dict[str, Any]]:
-    """Train with one rank that raises at a point, for each point and each of these ranks; -1 stands for all ranks."""
+def cells(rank: int, world_size: int, port: str, cells: list[tuple[str, int]]) -> dict[str, dict[str, Any]]:
+    """Train with one rank that raises at a point, for each such point and rank; -1 stands for all ranks."""
     found: dict[str, dict[str, Any]] = {}
-    for point in points:
-        for who in raising:
-            fuse = Fuse()
-            made = PORTS[port](fuse)
-            found[f"{point} {who}"] = cell(made, point if who in (rank, -1) else "")
-            meet(f"{port} {point} {who}", world_size)
-            with contextlib.suppress(gradwire.GradwireError):
-                made.close()
+    for point, who in cells:
+        fuse = Fuse()
+        made = PORTS[port](fuse)
+        found[f"{point} {who}"] = cell(made, point if who in (rank, -1) else "")
+        meet(f"{port} {point} {who}", world_size)
+        with contextlib.suppress(gradwire.GradwireError):
+            made.close()
     return found
 
 

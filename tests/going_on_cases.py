@@ -66,14 +66,14 @@ def cases() -> Iterator[Trained]:
 # Two runs ---------------------------------------------------------------------------------------------------------
 
 
-def without_break(rank: int, world_size: int, folder: str) -> dict[str, dict[str, Any]]:
-    """Train by everything, save after seven steps and go on: what each has at the end."""
-    return {trained.name: _tried(_saved, trained, rank, folder) for trained in cases()}
+def without_break(rank: int, world_size: int, folder: str, names: list[str]) -> dict[str, dict[str, Any]]:
+    """Train by each of these, save after seven steps and go on: what each has at the end."""
+    return {trained.name: _tried(_saved, trained, rank, folder) for trained in cases() if trained.name in names}
 
 
-def taken_up(rank: int, world_size: int, folder: str) -> dict[str, dict[str, Any]]:
+def taken_up(rank: int, world_size: int, folder: str, names: list[str]) -> dict[str, dict[str, Any]]:
     """Load what was saved, and do the steps that are left."""
-    return {trained.name: _tried(_loaded, trained, rank, folder) for trained in cases()}
+    return {trained.name: _tried(_loaded, trained, rank, folder) for trained in cases() if trained.name in names}
 
 
 def _tried(act: Act, trained: Trained, rank: int, folder: str) -> dict[str, Any]:

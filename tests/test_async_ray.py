@@ -33,6 +33,7 @@ def rows(plain: list[list[Any]]) -> list[Row]:
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.long
 def test_a_killed_worker_and_a_killed_server_and_each_push_counts_once(tmp_path: Path) -> None:
     script = Script(tmp_path / "log", "tests/ray_main.py", tmp_path / "snapshots", **RAY)
     [said] = said_by([script], DEADLINE_S)

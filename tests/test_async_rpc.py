@@ -64,6 +64,7 @@ def test_a_killed_worker_is_missed_and_the_others_go_on(tmp_path: Path) -> None:
     assert min(found["parameters"]["first"][:2]) > 10  # beyond the bound of 4
 
 
+@pytest.mark.long
 def test_a_killed_server_ends_the_run_and_its_snapshots_go_on(tmp_path: Path) -> None:
     folder = tmp_path / "snapshots"
     journal = folder / "part-1-of-2" / "journal"

@@ -2,6 +2,7 @@
 
 import functools
 import tempfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +42,12 @@ def long_name(spec: str, steps: int, variant: str) -> str:
     return f"{spec} {variant} {steps}"
 
 
-def jobs(ranks: int) -> dict[str, Job]:
+def jobs(ranks: int, asked: list[Mapping[str, Any]]) -> dict[str, Job]:
     """All cases that one set of processes runs, by name."""
     long_runs: dict[str, Job] = {
-        long_name(spec, steps, variant): ("long_run", {"spec": spec, "steps": steps, "variant": variant})
-        for spec, n, steps, variant in LONG_RUNS
-        if n == ranks
+        long_name(case["spec"], case["steps"], case["variant"]): ("long_run", {**case})
+        for case in ({**case} for case in asked if "variant" in case)
+        if case.pop("ranks") == ranks
     }
     if ranks == 3:
         return {**long_runs, "subgroup": ("subgroup", {"spec": INT4})}
@@ -61,10 +62,13 @@ def jobs(ranks: int) -> dict[str, Job]:
     return {**long_runs, **comebacks, **loops, **others}
 
 
-@functools.cache
-def outcomes(ranks: int) -> list[dict[str, Any]]:
-    """What every rank saw of all of `jobs(ranks)`."""
-    return run("many", ranks, jobs=jobs(ranks), deadline_s=240)
+Outcomes = Callable[[int], list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def outcomes(asked: list[Mapping[str, Any]]) -> Outcomes:
+    """What every rank saw of all `jobs` of so many ranks."""
+    return functools.cache(lambda ranks: run("many", ranks, jobs=jobs(ranks, asked), deadline_s=240))
 
 
 @functools.cache
@@ -82,7 +86,10 @@ def resumed(ranks: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 
 
 @pytest.mark.parametrize(("spec", "ranks", "steps", "variant"), LONG_RUNS)
-def test_many_steps_end_with_equal_parameters(spec: str, ranks: int, steps: int, variant: str) -> None:
+@pytest.mark.draw(3)
+def test_many_steps_end_with_equal_parameters(
+    spec: str, ranks: int, steps: int, variant: str, outcomes: Outcomes
+) -> None:
     results = [outcome[long_name(spec, steps, variant)] for outcome in outcomes(ranks)]
     assert {r["steps"] for r in results} == {steps}
     assert len({r["digest"] for r in results}) == 1
@@ -90,13 +97,14 @@ def test_many_steps_end_with_equal_parameters(spec: str, ranks: int, steps: int,
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("spec", RESUMED)
+@pytest.mark.one_of("ranks")
 def test_a_resume_is_exact(spec: str, ranks: int) -> None:
     whole, again = ([outcome[spec]["digests"] for outcome in run] for run in resumed(ranks))
     assert again == whole
     assert len({tuple(digests) for digests in whole}) == 1
 
 
-def test_an_infinite_step_is_skipped_everywhere_and_forgotten() -> None:
+def test_an_infinite_step_is_skipped_everywhere_and_forgotten(outcomes: Outcomes) -> None:
     first, second = (outcome["infinite"] for outcome in outcomes(2))
     for spec in INFINITE:
         one, other = first[spec], second[spec]
@@ -106,7 +114,7 @@ def test_an_infinite_step_is_skipped_everywhere_and_forgotten() -> None:
         assert one["residual_finite"], spec
 
 
-def test_unused_branches_owe_alike_however_gradients_are_zeroed() -> None:
+def test_unused_branches_owe_alike_however_gradients_are_zeroed(outcomes: Outcomes) -> None:
     for outcome in outcomes(2):
         digests, residuals = outcome["zeroed"]["digests"], outcome["zeroed"]["residuals"]
         assert digests[0] == digests[1]
@@ -114,7 +122,7 @@ def test_unused_branches_owe_alike_however_gradients_are_zeroed() -> None:
 
 
 @pytest.mark.parametrize("spec", COMEBACKS)
-def test_a_layer_without_gradient_comes_back(spec: str) -> None:
+def test_a_layer_without_gradient_comes_back(spec: str, outcomes: Outcomes) -> None:
     for outcome in outcomes(2):
         norms = outcome[f"zero {spec}"]["norms"]
         assert norms[:10] == [0.0] * 10
@@ -132,26 +140,26 @@ def test_an_exception_in_a_reducer_is_raised_there_and_named_on_the_other_ranks(
         assert result["after"] in ("CommunicationError", "RuntimeError")
 
 
-def test_awkward_models_work() -> None:
+def test_awkward_models_work(outcomes: Outcomes) -> None:
     one, other = (outcome["awkward"] for outcome in outcomes(2))
     assert one == other
     assert list(one) == AWKWARD
 
 
 @pytest.mark.parametrize("spec", [INT4, POWER])
-def test_no_sync_join_and_a_second_model(spec: str) -> None:
+def test_no_sync_join_and_a_second_model(spec: str, outcomes: Outcomes) -> None:
     one, other = (outcome[f"loops {spec}"] for outcome in outcomes(2))
     assert one == other
     assert one["synced"] == 4
 
 
-def test_a_group_that_is_not_the_world() -> None:
+def test_a_group_that_is_not_the_world(outcomes: Outcomes) -> None:
     _, one, other = (outcome["subgroup"] for outcome in outcomes(3))
     assert one == other
     assert one["digest"]
 
 
-def test_what_cannot_be_served_is_refused_with_the_reason() -> None:
+def test_what_cannot_be_served_is_refused_with_the_reason(outcomes: Outcomes) -> None:
     for outcome in outcomes(2):
         refused = outcome["refusals"]
         assert "DistributedDataParallel" in refused["no ddp"]

@@ -56,6 +56,7 @@ def run_session(environments: Any, on_drift: str, **words: Any) -> list[dict[str
 
 
 @pytest.mark.parametrize("by_name", [False, True])
+@pytest.mark.draw(1)
 def test_a_session_repairs_what_drifted(by_name: bool) -> None:
     for rank in run_session(UNLIKE, "repair", by_name=by_name):
         assert [text.split(";")[0] for text in rank["drifts"]] == [f"{FIRST} {step}" for step in (4, 8, 12)]
@@ -99,6 +100,7 @@ def test_a_tensor_that_one_rank_lacks_is_told_to_all_at_once() -> None:
     ],
 )
 @pytest.mark.parametrize("on_drift", ["repair", "warn"])
+@pytest.mark.draw(3)
 def test_a_tensor_of_another_shape_is_refused_and_left(usual: Any, other: Any, said: str, on_drift: str) -> None:
     """Also where its bits are the same."""
     arguments = {"forms": [usual, other, usual], "on_drift": on_drift}

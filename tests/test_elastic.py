@@ -631,6 +631,7 @@ def plan_for(samples: int, **options: Any) -> dict[str, Any]:
         ("none", "discard", [Death(0, "before", 14, 0.0), Death(2, "issue", 12, 0.1)]),
     ],
 )
+@pytest.mark.draw(1)
 def test_workers_that_are_killed_come_back(method: str, lost: str, deaths: list[Death], crew: Crew) -> None:
     found = run_of(crew, f"killed {lost}", deaths, 3, plan_for(16_000, method=method, lost=lost))
     assert found.killed == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -72,15 +73,23 @@ def ranks_of(port: str) -> int:
     return 4 if port == "Levels" else 2
 
 
-@functools.cache
-def outcomes(port: str) -> list[dict[str, dict[str, Any]]]:
-    points = [*TOLD.get(port, []), *GO_ON[port]]
-    return run_function(f"{CASES}:cells", ranks_of(port), {"port": port, "points": points, "raising": [0, 1]}, 280)
+Outcomes = Callable[[str], list[dict[str, dict[str, Any]]]]
+"""What each rank of a port saw, by the point and by who raised there."""
+
+
+@pytest.fixture(scope="module")
+def outcomes(asked: list[Mapping[str, Any]]) -> Outcomes:
+    @functools.cache
+    def of_port(port: str) -> list[dict[str, dict[str, Any]]]:
+        cells = [(case["point"], case["who"]) for case in asked if case.get("port") == port]
+        return run_function(f"{CASES}:cells", ranks_of(port), {"port": port, "cells": cells}, 280)
+
+    return of_port
 
 
 @pytest.mark.parametrize("who", [0, 1])
 @pytest.mark.parametrize(("port", "point"), [(port, point) for port, points in TOLD.items() for point in points])
-def test_the_others_are_told_by_the_next_step(port: str, point: str, who: int) -> None:
+def test_the_others_are_told_by_the_next_step(port: str, point: str, who: int, outcomes: Outcomes) -> None:
     every = [outcome[f"{point} {who}"] for outcome in outcomes(port)]
     made = every[who]["made"]  # a window ends a step later
     assert every[who]["raised"], "the exception did not come"
@@ -100,7 +109,7 @@ def test_the_others_are_told_by_the_next_step(port: str, point: str, who: int) -
 
 @pytest.mark.parametrize("who", [0, 1])
 @pytest.mark.parametrize(("port", "point"), [(port, point) for port, points in GO_ON.items() for point in points])
-def test_a_rank_that_has_begun_nothing_goes_on_in_step(port: str, point: str, who: int) -> None:
+def test_a_rank_that_has_begun_nothing_goes_on_in_step(port: str, point: str, who: int, outcomes: Outcomes) -> None:
     found = [outcome[f"{point} {who}"] for outcome in outcomes(port)]
     assert [one["told"] for one in found] == [""] * ranks_of(port)
     assert [one["made"] for one in found] == [STEPS] * ranks_of(port)
@@ -119,13 +128,13 @@ def test_ranks_of_fsdp2_that_leave_a_pass_alike_go_on_in_pairs() -> None:
 
 @functools.cache
 def left_alike() -> list[dict[str, dict[str, Any]]]:
-    given = {"port": "OfFSDP2", "points": ["forward", "loss", "between"], "raising": [-1]}
+    given = {"port": "OfFSDP2", "cells": [(point, -1) for point in ("forward", "loss", "between")]}
     return run_function(f"{CASES}:cells", 2, given, 120)
 
 
 def test_a_rank_of_fsdp2_makes_no_step_with_those_that_wait_in_a_gather() -> None:
     """FSDP2 alone ends that wait; meanwhile nothing is gathered for another pass."""
-    given = {"port": "OfFSDP2", "points": ["forward"], "raising": [1]}
+    given = {"port": "OfFSDP2", "cells": [("forward", 1)]}
     waited, left = (outcome["forward 1"] for outcome in run_function(f"{CASES}:cells", 2, given, 120))
     assert waited["made"] == left["made"] == BAD
     assert "Timed out waiting" in waited["told"]

@@ -72,6 +72,7 @@ def test_adding_one_client_costs_what_distributions_of_losses_say(
 
 
 @pytest.mark.parametrize(("sigma", "steps", "delta", "q"), SETTINGS)
+@pytest.mark.draw(1)
 def test_replacing_one_client_costs_what_independent_accountants_say(
     sigma: float, steps: int, delta: float, q: float
 ) -> None:

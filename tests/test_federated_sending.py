@@ -75,6 +75,7 @@ def test_compressed_updates_lose_nothing_over_rounds(update: str) -> None:
 
 @pytest.mark.parametrize("method", [FedAvg(), FedNova(), Scaffold()])
 @pytest.mark.parametrize("way", ["update", "broadcast"])
+@pytest.mark.draw(3)
 def test_compression_does_not_move_the_limit_by_much(method: Any, way: str) -> None:
     exact, compressed = (
         on_quadratics(torch.float32, method=method),

@@ -22,6 +22,7 @@ def example(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("example")
+@pytest.mark.long
 def test_flower_equals_one_process(tmp_path: Path) -> None:
     """10 clients, 20 rounds, FedNova with a quarter of each update and error memory."""
     from points.server_app import server

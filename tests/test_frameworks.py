@@ -23,6 +23,7 @@ STATES = {
 
 
 @pytest.mark.parametrize("framework", CHECKPOINTS)
+@pytest.mark.draw(1)
 def test_an_example_sends_little_and_resumes_exactly(framework: str, tmp_path: Path) -> None:
     pytest.importorskip(framework)
     example = str(EXAMPLES / f"train_{framework}.py")

@@ -5,6 +5,7 @@ Two ranks train by everything there is, seven steps of twelve, save, and go on. 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +27,15 @@ Ended = list[dict[str, dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> tuple[Ended, Ended]:
+def ended(tmp_path_factory: pytest.TempPathFactory, asked: list[Mapping[str, Any]]) -> tuple[Ended, Ended]:
     """What each rank has at the end, without a break and with one."""
-    folder = str(tmp_path_factory.mktemp("saved"))
-    whole, again = (
-        run_function(f"{CASES}:{case}", RANKS, {"folder": folder}, DEADLINE_S) for case in ("without_break", "taken_up")
-    )
+    given = {"folder": str(tmp_path_factory.mktemp("saved")), "names": [case["name"] for case in asked]}
+    whole, again = (run_function(f"{CASES}:{case}", RANKS, given, DEADLINE_S) for case in ("without_break", "taken_up"))
     return whole, again
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith(REFUSED)])
+@pytest.mark.draw(16)
 def test_a_run_that_is_taken_up_ends_with_the_same_bits(name: str, ended: tuple[Ended, Ended]) -> None:
     for whole, again in zip(*ended, strict=True):
         assert whole[name].keys() == {"own", "end", "moved"}, whole[name]

@@ -34,6 +34,7 @@ def told() -> dict[str, Any]:
 
 
 @pytest.mark.timeout(1200)  # where nothing is compiled yet: a minute of compiling, on a core that others leave alone
+@pytest.mark.long
 def test_after_warm_up_no_method_compiles_anything(told: dict[str, Any]) -> None:
     assert len(told["kernels"]) > 60
     assert {spec: compiled for spec, compiled in told["steps"].items() if compiled} == {}
@@ -41,6 +42,7 @@ def test_after_warm_up_no_method_compiles_anything(told: dict[str, Any]) -> None
 
 
 @pytest.mark.timeout(1200)
+@pytest.mark.long
 def test_warm_up_compiles_every_kernel_for_its_signature_alone(told: dict[str, Any]) -> None:
     assert {name: count for name, count in told["kernels"].items() if count != 1} == {}
 

@@ -156,7 +156,7 @@ def test_a_rank_that_does_not_come_is_named() -> None:
 # One rank, in this process ----------------------------------------------------------------------------------------
 
 
-pytestmark = pytest.mark.usefixtures("one_rank")
+pytestmark = [pytest.mark.usefixtures("one_rank"), pytest.mark.one_of("ranks")]
 
 
 def made(name: str, network: nn.Module, **more: Any) -> SharedOptimizer:

@@ -199,6 +199,7 @@ def started(kind: str, tmp_path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", ["fsdp2", "fork", "Process spawn"])
+@pytest.mark.draw(1)
 def test_processes_that_a_script_starts_are_served(kind: str, tmp_path: Path) -> None:
     attached, sent, first = started(kind, tmp_path)
     assert re.fullmatch(r"gradwire: int4 is attached to Linear: 2,700 parameters, 2 ranks", attached)

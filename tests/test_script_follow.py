@@ -193,6 +193,7 @@ WAYS: dict[str, Callable[[Script, Path, Between], Path]] = {
 
 @pytest.mark.parametrize("when", ["at once", "a step later"])
 @pytest.mark.parametrize("name", WAYS)
+@pytest.mark.draw(10)
 def test_states_go_where_the_checkpoint_goes(
     name: str, when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,6 +24,8 @@ from gradwire.session import names
 from gradwire.session.failures import FailureBoard
 
 CASES = str(Path(__file__).with_name("session_cases.py"))
+
+pytestmark = pytest.mark.one_of("ranks")
 SPECS = ["int4", "topk:0.01", "powersgd:4", "median", "dp:1,noise=0"]
 PRIVATE = "dp:1"
 

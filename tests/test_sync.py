@@ -22,6 +22,8 @@ from gradwire.sync.outer import Rates
 
 CASES = str(Path(__file__).with_name("sync_cases.py"))
 RANKS = pytest.mark.parametrize("ranks", [2, 3])
+
+pytestmark = pytest.mark.one_of("ranks")
 METHODS = [
     *("local", "int4", "sparse", "powersgd", "warm", "diloco", "slowmo", "bmuf"),
     *("moments", "forgetful", "streaming", "late", "progress"),

@@ -40,7 +40,7 @@ def covering(cases: Sequence[Case], seed: str) -> list[int]:
     return sorted(drawn)
 
 
-def some(cases: Sequence[Case], count: int, seed: str) -> list[int]:
+def some(cases: Sequence[object], count: int, seed: str) -> list[int]:
     """Places of `count` cases, or of all where there are no more."""
     return sorted(random.Random(seed).sample(range(len(cases)), min(count, len(cases))))
 

@@ -72,12 +72,14 @@ each_with_memory = pytest.mark.parametrize("reducer", WITH_MEMORY.values(), ids=
 
 
 @each_with_memory
+@pytest.mark.draw(10)
 def test_what_is_remembered_stays_finite(reducer: Reducer) -> None:
     check_stays_finite(reducer, 1.0, ZEROS)
 
 
 @each_with_memory
 @pytest.mark.usefixtures("flushing")
+@pytest.mark.draw(10)
 def test_what_is_remembered_stays_finite_where_subnormal_numbers_are_zero(reducer: Reducer) -> None:
     check_stays_finite(reducer, 1e-36, 40)
 
