@@ -68,7 +68,12 @@ Outcomes = Callable[[int], list[dict[str, Any]]]
 @pytest.fixture(scope="module")
 def outcomes(asked: list[Mapping[str, Any]]) -> Outcomes:
     """What every rank saw of all `jobs` of so many ranks."""
-    return functools.cache(lambda ranks: run("many", ranks, jobs=jobs(ranks, asked), deadline_s=240))
+
+    @functools.cache
+    def of_ranks(ranks: int) -> list[dict[str, Any]]:
+        return run("many", ranks, jobs=jobs(ranks, asked), deadline_s=240)
+
+    return of_ranks
 
 
 @functools.cache
