@@ -11,9 +11,12 @@ plain averaging, and the paper's own setting (Douillard et al. 2023: rate 0.7, N
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +28,8 @@ from gradwire.bench.ranks import run_function
 from gradwire.bench.task import measure
 from gradwire.bench.tasks import make_task
 from gradwire.sync import parse
+from pages import DOCS, markdown, write
+from plots import Line, Panel, figure
 
 RANKS = 2
 WINDOWS, RATES, MOMENTA = (10, 30), (0.4, 0.7, 1.0), (0.0, 0.5, 0.9)
@@ -76,9 +81,8 @@ def trained(rank: int, world_size: int, method: str, seed: int, steps: int) -> l
 # Here ---------------------------------------------------------------------------------------------------------------
 
 
-def measured(methods: Sequence[str], seeds: int, steps: int) -> dict[str, dict[str, Any]]:
+def measured(methods: Sequence[str], seeds: int, steps: int) -> Iterator[tuple[str, dict[str, Any]]]:
     """Train each method with each seed; print a line of each."""
-    rows: dict[str, dict[str, Any]] = {}
     for method in methods:
         curves: list[list[tuple[int, float]]] = []
         for seed in range(seeds):
@@ -86,16 +90,60 @@ def measured(methods: Sequence[str], seeds: int, steps: int) -> dict[str, dict[s
             curves.append(run_function(f"{__file__}:trained", RANKS, arguments, 120 + 10.0 * steps)[0])
         ends = [curve[-1][1] for curve in curves]
         spread = statistics.stdev(ends) if seeds > 1 else None
-        rows[method] = {"loss": statistics.fmean(ends), "spread": spread, "losses": ends, "curves": curves}
+        row = {"loss": statistics.fmean(ends), "spread": spread, "losses": ends, "curves": curves}
         said = "" if spread is None else f" ± {spread:.3f}"
-        print(f"{steps:5} steps  {method:34} {rows[method]['loss']:.3f}{said}", flush=True)
-    return rows
+        print(f"{steps:5} steps  {method:34} {row['loss']:.3f}{said}", flush=True)
+        yield method, row
 
 
 def survivors(rows: dict[str, dict[str, Any]], count: int) -> list[str]:
     """The settings of DiLoCo that ended best, apart from the paper's."""
     found = [method for method in rows if method.startswith("diloco") and method not in PAPER]
     return sorted(found, key=lambda method: rows[method]["loss"])[:count]
+
+
+# Page ---------------------------------------------------------------------------------------------------------------
+
+
+def means(row: dict[str, Any]) -> list[tuple[float, float]]:
+    """Steps, and the held-out loss at these as the mean over seeds."""
+    return [(points[0][0], statistics.fmean(loss for _, loss in points)) for points in zip(*row["curves"], strict=True)]
+
+
+def above(row: dict[str, Any], base: dict[str, Any]) -> str:
+    """How much higher a method ends than all-reduce with the same seeds, and the standard error of that."""
+    gaps = [mine - other for mine, other in zip(row["losses"], base["losses"], strict=True)]
+    return f"{statistics.fmean(gaps):+.3f} ± {statistics.stdev(gaps) / math.sqrt(len(gaps)):.3f}"
+
+
+def show(path: Path) -> None:
+    """Write both stages of a result into docs/results.md, and the curves beside it."""
+    found = json.loads(path.read_text())
+    screen, long = found["stages"]["screen"], found["stages"]["long"]
+    head = ["window, outer rate", *(f"momentum {momentum:g}" for momentum in MOMENTA)]
+    rows = [
+        [f"H={H}, {rate:g}", *(f"{screen[diloco(H, rate, momentum)]['loss']:.3f}" for momentum in MOMENTA)]
+        for H in WINDOWS
+        for rate in RATES
+    ]
+    alone = ", ".join(f"`{name}` {screen[name]['loss']:.3f}" for name in [ALL_REDUCE, *MEANS])
+    marks = [mark for mark, _ in means(long[ALL_REDUCE])]
+    places = [0, len(marks) // 2 - 1, len(marks) - 1]
+    columns = ["method", *(f"after {marks[place]:.0f} steps" for place in places), "above all-reduce at the end"]
+    table = [
+        [f"`{name}`", *(f"{means(row)[place][1]:.3f}" for place in places), above(row, long[ALL_REDUCE])]
+        for name, row in long.items()
+    ]
+    steps, seeds = found["steps"], len(next(iter(long.values()))["losses"])
+    said = (
+        f"Held-out loss after {steps['screen']} steps, one seed ({alone}):\n\n{markdown(head, rows)}\n\n"
+        f"The best of these, {seeds} seeds; the gap to all-reduce is paired by seed, with its standard error:\n\n"
+        f"{markdown(columns, table)}\n\nFigures: `benchmarks/results/{path.name}`."
+    )
+    write("results.md", "outer_settings.py", said)
+    lines = [Line(name, means(row), dots=True) for name, row in long.items()]
+    panel = Panel("Held-out loss, mean over seeds", "steps", lines, high=max(means(r)[1][1] for r in long.values()))
+    (DOCS / "outer_settings.svg").write_text(figure("DiLoCo's outer rate and momentum over steps", [panel]))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -107,24 +155,31 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--survivors", type=int, default=4)
     parser.add_argument("--methods", nargs="+", help="of the second stage; there is no first one then")
     parser.add_argument("--also", nargs="+", default=[], metavar="SPEC", help="more methods of the second stage")
-    parser.add_argument("--save", metavar="NAME", help="write benchmarks/results/NAME_<date>.json after each stage")
+    parser.add_argument("--save", metavar="NAME", help="write benchmarks/results/NAME_<date>.json after each method")
+    parser.add_argument(
+        "--page", type=Path, metavar="FILE", help="put a result into docs/results.md, and train nothing"
+    )
     options = parser.parse_args(arguments)
+    if options.page:
+        show(options.page)
+        return
     steps = {"screen": options.screen, "long": options.long}
-    stages: dict[str, Any] = {}
+    stages: dict[str, dict[str, dict[str, Any]]] = {}
     chosen = options.methods
 
-    def save() -> None:
-        if options.save:
-            print(save_result(options.save, {"ranks": RANKS, "steps": steps, "stages": stages}), flush=True)
+    def fill(stage: str, methods: Sequence[str], seeds: int) -> None:
+        stages[stage] = {}
+        for method, row in measured(methods, seeds, steps[stage]):
+            stages[stage][method] = row
+            if options.save:
+                save_result(options.save, {"ranks": RANKS, "steps": steps, "stages": stages})
 
     if chosen is None:
         every = [diloco(H, rate, momentum) for H in WINDOWS for rate in RATES for momentum in MOMENTA]
-        stages["screen"] = measured([ALL_REDUCE, *MEANS, *every], 1, options.screen)
-        save()
+        fill("screen", [ALL_REDUCE, *MEANS, *every], 1)
         chosen = [ALL_REDUCE, *MEANS, *PAPER, *survivors(stages["screen"], options.survivors)]
     if options.long:
-        stages["long"] = measured([*chosen, *options.also], options.seeds, options.long)
-        save()
+        fill("long", [*chosen, *options.also], options.seeds)
 
 
 if __name__ == "__main__":
