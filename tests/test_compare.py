@@ -514,7 +514,7 @@ def test_a_task_that_ends_the_process_is_a_failed_run(toy: str, tmp_path: Path, 
 def test_ranks_whose_losses_cancel_have_no_mean_and_no_exception():
     rank = {
         "label": "", "losses": [float("inf")], "times_s": [1.0], "tx_bytes": [1], "evaluations": [[1, 1.0, 2.0]],
-        "metric_values": [], "residual_norm": None, "report": None, "apart": False,
+        "metric_values": [], "residual_norm": None, "report": None, "apart": False, "timed_steps": None,
     }  # fmt: skip
     zeros = dict.fromkeys(
         ("total", "framing", "payload", "buffers", "setup", "compute_s", "encode_s", "wait_s", "codec_cpu_s", "cpu_s"),
@@ -530,7 +530,7 @@ def test_a_run_file_that_is_damaged_is_made_again(tmp_path: Path):
     assert run_folder.read_run(tmp_path / "runs" / "int4-seed0.json") == fake_run("int4", 0)
     for damage in (b"", b"\xff\x00", b"[]", b'{"method": 3}', b"[" * 99_999):
         (tmp_path / "runs" / "int4-seed0.json").write_bytes(damage)
-        assert run_folder.stored_runs(tmp_path, [("int4", 0)], {}) == []
+        assert run_folder.stored_runs(tmp_path, [("int4", 0)], lambda method: {}) == []
 
 
 # ------------------------------------------------------------------------------------------ the rest

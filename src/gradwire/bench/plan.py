@@ -14,7 +14,9 @@ from gradwire.bench.engines import make_engine
 from gradwire.bench.environment import processor
 from gradwire.bench.net import Network, parse_delay, parse_loss, parse_rate
 from gradwire.bench.option_fields import check_fields, conditions
+from gradwire.bench.results import BASELINES
 from gradwire.bench.slow import parse_slow
+from gradwire.bench.step_time import LEAST, WARM_UP
 from gradwire.bench.task import Task, count
 from gradwire.bench.tasks import make_task
 from gradwire.bench.user_tasks import check_one_step
@@ -55,17 +57,25 @@ class ComparisonPlan:
         steps = self.options.steps
         return 20 if steps is None else min(50, max(10, steps // 10), steps)
 
-    def conditions(self, mode: str) -> dict[str, Any]:
-        """What two runs must share to be compared; a stored run is reused only if all of it agrees."""
+    def estimates_time(self, method: str) -> bool:
+        """Whether a method is timed over some steps only: its steps are alike, and no loss depends on the links."""
         options = self.options
-        return {
+        long_enough = options.steps is not None and options.steps > WARM_UP + LEAST
+        return method in BASELINES and long_enough and not options.whole_baselines
+
+    def conditions(self, mode: str, method: str) -> dict[str, Any]:
+        """What a run was made under; a stored one is reused only if all of it agrees."""
+        options = self.options
+        made = {
             **conditions(options),
             "data": self.task.fingerprint,
             "rate": ",".join(options.rates) or options.rate,
             "network": ", ".join([mode, *_weather(options)]),
             "processor": ", ".join([processor(), *_slow_hosts(options)]),
             "torch": str(torch.__version__),
-        } | ({} if options.engine == DDP else {"engine": options.engine})
+        }
+        made |= {} if options.engine == DDP else {"engine": options.engine}
+        return made | ({"times": "estimated from some steps"} if self.estimates_time(method) else {})
 
 
 def make_plan(options: CompareOptions) -> ComparisonPlan:
@@ -97,6 +107,8 @@ def _check(options: CompareOptions) -> None:
     check_fields(options, CompareError)
     if len(set(options.methods)) != len(options.methods):
         raise CompareError("--methods: name each method once")
+    if options.whole_baselines and options.minutes is not None:
+        raise CompareError("--whole-baselines is for --steps: with --minutes every run is whole")
     if options.engine != DDP and options.bucket_mb != BUCKET_MB:
         raise CompareError(f"--bucket-mb is for --engine ddp: {options.engine} has no buckets")
     try:

@@ -14,6 +14,7 @@ FRAMING_BYTES = 66
 """Ethernet (14), IPv4 (20) and TCP with timestamps (32): what each packet carries besides its payload."""
 
 _SO_MAX_PACING_RATE = 47
+_UNPACED = 2**64 - 1
 _TCP_INFO_BYTES = 216
 # offsets in the kernel's struct tcp_info, which only ever grows at its end
 _BYTES_RECEIVED, _SEGMENTS, _BYTES_SENT = 128, 136, 200
@@ -52,6 +53,7 @@ class WireReading(NamedTuple):
 class _Counter(Protocol):
     def read(self) -> WireReading: ...
     def pace(self) -> None: ...
+    def lift(self) -> None: ...
 
 
 class WireMeter:
@@ -95,6 +97,10 @@ class WireMeter:
         """
         self._counter.pace()
 
+    def lift(self) -> None:
+        """Take the limit of `pace` off again, for what is not measured."""
+        self._counter.lift()
+
 
 class _Interface:
     """Counters of a network interface.
@@ -117,6 +123,9 @@ class _Interface:
     def pace(self) -> None:
         """Nothing to do: the link is limited."""
 
+    def lift(self) -> None:
+        """Nothing to do: whoever made the link lifts its limit."""
+
 
 class _Sockets:
     """Counters of this process's TCP connections; one that has closed keeps what was last seen of it."""
@@ -134,8 +143,15 @@ class _Sockets:
 
     def pace(self) -> None:
         """Give each connection to a peer an equal share of the rate, so that together they obey it."""
-        if self._bytes_per_s == float("inf"):
-            return
+        if self._bytes_per_s != float("inf"):
+            self._set_pace(self._bytes_per_s)
+
+    def lift(self) -> None:
+        """Let each connection send as fast as it can."""
+        self._set_pace(None)
+
+    def _set_pace(self, bytes_per_s: float | None) -> None:
+        """Limit what all connections to peers send together; None for no limit."""
         with contextlib.ExitStack() as stack:
             peers = [
                 stack.enter_context(socket.socket(fileno=os.dup(connection.fileno())))
@@ -143,8 +159,8 @@ class _Sockets:
                 if self._store_port not in (connection.getsockname()[1], connection.getpeername()[1])
             ]
             for peer in peers:
-                share = struct.pack("Q", max(1, int(self._bytes_per_s / len(peers))))
-                peer.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, share)
+                share = _UNPACED if bytes_per_s is None else max(1, int(bytes_per_s / len(peers)))
+                peer.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, struct.pack("Q", share))
 
 
 def _connections() -> Iterator[tuple[int, socket.socket]]:
