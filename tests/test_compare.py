@@ -23,6 +23,7 @@ from gradwire.bench.news import News, read_news, write_news
 from gradwire.bench.plan import make_plan
 from gradwire.bench.results import Comparison, Evaluation, Run, Split, Wire
 from gradwire.bench.task import Task, TaskError
+from gradwire.bench.wire import WireMeter
 from gradwire.cli import main as cli
 from gradwire.cli.console import ConsoleView
 from gradwire.core.errors import SpecError
@@ -194,6 +195,28 @@ def test_text_must_be_a_folder_with_text(tmp_path: Path):
         tasks.load_corpus(tmp_path)
     with pytest.raises(TaskError, match="reads no text"):
         make_plan(CompareOptions(task="digits", methods=("torch:fp32",), hosts=2, text=tmp_path))
+
+
+def test_models_are_evaluated_along_the_way_where_the_target_asks_for_it():
+    def every(**changes: Any) -> int:
+        return make_plan(CompareOptions(task="digits", methods=("torch:fp32",), hosts=2, **changes)).evaluate_every
+
+    assert every(steps=80) == 80
+    assert every(steps=80, target="0.5") == 80
+    assert every(steps=80, target="metric:90") == 10
+    assert every(steps=800, target="metric:90") == tasks.digits(0).evaluate_every
+    assert every(minutes=1) == tasks.digits(0).evaluate_every
+    assert every(steps=80, evaluate_every=7) == 7
+
+
+def test_a_link_is_timed_again_only_where_pacing_made_it_slower(monkeypatch: pytest.MonkeyPatch):
+    def paced(wire: str) -> bool:
+        monkeypatch.setenv("GRADWIRE_WIRE", wire)
+        return WireMeter.from_environment().pace()
+
+    assert paced("sockets:1000000")
+    assert not paced("sockets:inf")
+    assert not paced("interface:lo")
 
 
 # ---------------------------------------------------------------------------------------------- tasks

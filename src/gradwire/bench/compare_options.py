@@ -110,8 +110,9 @@ class CompareOptions:
     out: Path = option(Path("compare-report"), "output folder", group=RESULT, metavar="DIR")
     fresh: bool = option(False, "forget the runs that the output folder holds", group=RESULT, kept=False)
     evaluate_every: int | None = option(
-        None, "steps between evaluations", unset="the task's own number", limits=AtLeast(1), condition="evaluate every"
-    )
+        None, "steps between evaluations", unset="the task's own number for a target by the metric, else only the end",
+        limits=AtLeast(1), condition="evaluate every",
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         """Fill in the methods."""

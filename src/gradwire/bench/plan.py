@@ -18,7 +18,7 @@ from gradwire.bench.results import BASELINES
 from gradwire.bench.slow import parse_slow
 from gradwire.bench.step_time import LEAST, WARM_UP
 from gradwire.bench.task import Task, count
-from gradwire.bench.tasks import make_task
+from gradwire.bench.tasks import BUILT_IN, make_task
 from gradwire.bench.user_tasks import check_one_step
 
 
@@ -91,14 +91,16 @@ def make_plan(options: CompareOptions) -> ComparisonPlan:
         engine.check(method, options.hosts)
     _check_target_method(options)
     task = make_task(options.task, 0, options.text)
-    check_one_step(task, options.task, options.hosts)
+    if options.task not in BUILT_IN:
+        check_one_step(task, options.task, options.hosts)
     steps = None if options.minutes else options.steps or task.steps
+    target = options.target or (None if task.target is None else str(task.target))
     filled = dataclasses.replace(
         options,
         steps=steps,
-        evaluate_every=options.evaluate_every or _evaluation_interval(task, steps),
+        evaluate_every=options.evaluate_every or _evaluation_interval(task, steps, target),
         deadline_s=options.deadline_s or _deadline(options, task),
-        target=options.target or (None if task.target is None else str(task.target)),
+        target=target,
     )
     return ComparisonPlan(filled, task)
 
@@ -147,8 +149,12 @@ def _check_target_method(options: CompareOptions) -> None:
         raise CompareError(f"--target {target}: {setter!r} is not among the methods: {' '.join(options.methods)}")
 
 
-def _evaluation_interval(task: Task, steps: int | None) -> int:
-    return task.evaluate_every if steps is None else min(task.evaluate_every, max(1, steps // 8))
+def _evaluation_interval(task: Task, steps: int | None, target: str | None) -> int:
+    """Steps between evaluations: only a target by the metric needs one before the end, and they take long."""
+    if steps is None:
+        return task.evaluate_every
+    by_metric = target is not None and target.startswith("metric:")
+    return min(task.evaluate_every, max(1, steps // 8)) if by_metric else steps
 
 
 def _deadline(options: CompareOptions, task: Task) -> float:

@@ -52,7 +52,7 @@ class WireReading(NamedTuple):
 
 class _Counter(Protocol):
     def read(self) -> WireReading: ...
-    def pace(self) -> None: ...
+    def pace(self) -> bool: ...
     def lift(self) -> None: ...
 
 
@@ -90,12 +90,12 @@ class WireMeter:
         """Return the counters as they stand now."""
         return self._counter.read()
 
-    def pace(self) -> None:
+    def pace(self) -> bool:
         """Slow this process's connections down to its rate; call it after the process groups exist.
 
-        Does nothing where the link itself is limited.
+        Does nothing where the link itself is limited. Returns whether connections are slower than before.
         """
-        self._counter.pace()
+        return self._counter.pace()
 
     def lift(self) -> None:
         """Take the limit of `pace` off again, for what is not measured."""
@@ -120,8 +120,9 @@ class _Interface:
                 return WireReading(fields[8], rx_bytes, fields[9], rx_packets)
         raise ValueError(f"no interface {self._name!r} here: does this process run on a host of the network?")
 
-    def pace(self) -> None:
+    def pace(self) -> bool:
         """Nothing to do: the link is limited."""
+        return False
 
     def lift(self) -> None:
         """Nothing to do: whoever made the link lifts its limit."""
@@ -141,10 +142,12 @@ class _Sockets:
         columns = zip(WireReading(0, 0, 0, 0), *self._seen.values(), strict=True)
         return WireReading(*(sum(column) for column in columns))
 
-    def pace(self) -> None:
+    def pace(self) -> bool:
         """Give each connection to a peer an equal share of the rate, so that together they obey it."""
-        if self._bytes_per_s != float("inf"):
-            self._set_pace(self._bytes_per_s)
+        if self._bytes_per_s == float("inf"):
+            return False
+        self._set_pace(self._bytes_per_s)
+        return True
 
     def lift(self) -> None:
         """Let each connection send as fast as it can."""
