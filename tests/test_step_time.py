@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import random
+import socket
 import subprocess
 import sys
 import time
@@ -27,6 +28,7 @@ from gradwire.bench.results import Evaluation, ResultsError, Run
 from gradwire.bench.run_folder import prepare_folder, store_run, stored_runs
 from gradwire.bench.step_time import LEAST, PRECISION, WARM_UP, extended, is_known, step_time
 from gradwire.bench.verdict import judge, to_json
+from gradwire.bench.wire import WireMeter
 from gradwire.cli import main as cli
 from gradwire.cli.console import ConsoleView, show_table
 from gradwire.core.errors import NetworkError
@@ -255,6 +257,25 @@ def test_losses_are_those_of_the_whole_run_to_the_last_bit(
         assert one.wire.total == pytest.approx(other.wire.total, rel=0.1)
     for one in found.runs[:-1]:
         assert one.times_s == extended(one.times_s[:TIMED], 20)
+
+
+def test_a_paced_rank_lifts_its_own_limit(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("GRADWIRE_WIRE", "sockets:1000000")
+    meter, max_pacing_rate = WireMeter.from_environment(), 47
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as one,
+        server.accept()[0] as other,
+    ):
+
+        def limits() -> list[int]:
+            each = (end.getsockopt(socket.SOL_SOCKET, max_pacing_rate, 8) for end in (one, other))
+            return [int.from_bytes(limit, sys.byteorder) for limit in each]
+
+        meter.pace()
+        assert sum(limits()) <= 1000000
+        meter.lift()
+        assert limits() == [2**64 - 1] * 2
 
 
 TALKS = """
