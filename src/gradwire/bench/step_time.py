@@ -21,8 +21,8 @@ def step_time(times_s: Sequence[float]) -> Estimate:
     """Seconds of a step after the warm-up, by the times at which steps ended: their mean and its standard error.
 
     Example:
-        >>> step_time([5.0, 6.0, 7.0, 8.5, 10.0])
-        Estimate(mean=1.3333333333333333, error=0.1666666666666666, freedom=2)
+        >>> step_time([5.0, 6.0, 7.0, 9.0])
+        Estimate(mean=1.5, error=0.5, freedom=1)
     """
     return estimate([later - earlier for earlier, later in pairwise(times_s[WARM_UP - 1 :])])
 
