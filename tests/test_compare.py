@@ -23,6 +23,7 @@ from gradwire.bench.news import News, read_news, write_news
 from gradwire.bench.plan import make_plan
 from gradwire.bench.results import Comparison, Evaluation, Run, Split, Wire
 from gradwire.bench.task import Task, TaskError
+from gradwire.bench.wire import WireMeter
 from gradwire.cli import main as cli
 from gradwire.cli.console import ConsoleView
 from gradwire.core.errors import SpecError
@@ -194,6 +195,28 @@ def test_text_must_be_a_folder_with_text(tmp_path: Path):
         tasks.load_corpus(tmp_path)
     with pytest.raises(TaskError, match="reads no text"):
         make_plan(CompareOptions(task="digits", methods=("torch:fp32",), hosts=2, text=tmp_path))
+
+
+def test_models_are_evaluated_along_the_way_where_the_target_asks_for_it():
+    def every(**changes: Any) -> int:
+        return make_plan(CompareOptions(task="digits", methods=("torch:fp32",), hosts=2, **changes)).evaluate_every
+
+    assert every(steps=80) == 80
+    assert every(steps=80, target="0.5") == 80
+    assert every(steps=80, target="metric:90") == 10
+    assert every(steps=800, target="metric:90") == tasks.digits(0).evaluate_every
+    assert every(minutes=1) == tasks.digits(0).evaluate_every
+    assert every(steps=80, evaluate_every=7) == 7
+
+
+def test_a_link_is_timed_again_only_where_pacing_made_it_slower(monkeypatch: pytest.MonkeyPatch):
+    def paced(wire: str) -> bool:
+        monkeypatch.setenv("GRADWIRE_WIRE", wire)
+        return WireMeter.from_environment().pace()
+
+    assert paced("sockets:1000000")
+    assert not paced("sockets:inf")
+    assert not paced("interface:lo")
 
 
 # ---------------------------------------------------------------------------------------------- tasks
@@ -514,7 +537,7 @@ def test_a_task_that_ends_the_process_is_a_failed_run(toy: str, tmp_path: Path, 
 def test_ranks_whose_losses_cancel_have_no_mean_and_no_exception():
     rank = {
         "label": "", "losses": [float("inf")], "times_s": [1.0], "tx_bytes": [1], "evaluations": [[1, 1.0, 2.0]],
-        "metric_values": [], "residual_norm": None, "report": None, "apart": False,
+        "metric_values": [], "residual_norm": None, "report": None, "apart": False, "timed_steps": None,
     }  # fmt: skip
     zeros = dict.fromkeys(
         ("total", "framing", "payload", "buffers", "setup", "compute_s", "encode_s", "wait_s", "codec_cpu_s", "cpu_s"),
@@ -530,7 +553,7 @@ def test_a_run_file_that_is_damaged_is_made_again(tmp_path: Path):
     assert run_folder.read_run(tmp_path / "runs" / "int4-seed0.json") == fake_run("int4", 0)
     for damage in (b"", b"\xff\x00", b"[]", b'{"method": 3}', b"[" * 99_999):
         (tmp_path / "runs" / "int4-seed0.json").write_bytes(damage)
-        assert run_folder.stored_runs(tmp_path, [("int4", 0)], {}) == []
+        assert run_folder.stored_runs(tmp_path, [("int4", 0)], lambda method: {}) == []
 
 
 # ------------------------------------------------------------------------------------------ the rest

@@ -148,11 +148,11 @@ def test_the_command_line_knows_unequal_hosts_and_the_internet():
 
 
 def test_runs_under_other_delays_losses_rates_or_slow_hosts_are_not_mixed():
-    plain = make_plan(CompareOptions(task="digits")).conditions("user")
+    plain = make_plan(CompareOptions(task="digits")).conditions("user", "none")
     assert plain["network"] == "user"  # as in folders from before there were delays
     for changes in ({"delay": "5ms"}, {"loss": "1%"}, {"rates": ("1mbit",) * 4}, {"slow": ("1:2x",)}):
         options = CompareOptions(task="digits", **changes)  # pyright: ignore[reportArgumentType]
-        assert make_plan(options).conditions("user") != plain
+        assert make_plan(options).conditions("user", "none") != plain
 
 
 @pytest.mark.net

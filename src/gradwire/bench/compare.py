@@ -17,6 +17,7 @@ from gradwire.bench import storage, verdict
 from gradwire.bench.compare_options import CompareOptions
 from gradwire.bench.environment import environment
 from gradwire.bench.net import Network
+from gradwire.bench.net.delay_process import LineUse
 from gradwire.bench.news import News
 from gradwire.bench.one_run import run_once
 from gradwire.bench.option_fields import stored
@@ -67,8 +68,7 @@ def compare(options: CompareOptions, view: View) -> Comparison:
     plan = make_plan(options)
     folder = prepare_folder(options.out, fresh=options.fresh)
     with make_network(options) as network:
-        conditions = plan.conditions(network.mode)
-        kept = stored_runs(folder, plan.grid, conditions)
+        kept = stored_runs(folder, plan.grid, lambda method: plan.conditions(network.mode, method))
         view.begin(plan, network.description, [(run.method, run.seed) for run in kept])
         runs = {(run.method, run.seed): run for run in kept}
         missing = [cell for cell in plan.grid if cell not in runs]
@@ -78,7 +78,7 @@ def compare(options: CompareOptions, view: View) -> Comparison:
                 view.start(method, seed)
                 assert warm is not None
                 run = run_beside_line(plan, network, warm, method, seed, folder, view)
-                run = dataclasses.replace(run, conditions=conditions)
+                run = dataclasses.replace(run, conditions=plan.conditions(network.mode, method))
                 store_run(folder, run)
                 runs[method, seed] = run
                 view.finish(run)
@@ -127,11 +127,23 @@ def warm_hosts(plan: ComparisonPlan, network: Network, folder: Path) -> WarmHost
 def run_beside_line(
     plan: ComparisonPlan, network: Network, warm: WarmHosts, method: str, seed: int, folder: Path, view: View
 ) -> Run:
-    """`run_once`, with what the network's delay line has used meanwhile."""
-    before, begun = network.line_use(), time.monotonic()
-    run = run_once(plan, network, warm, method, seed, folder, lambda news: view.news(method, seed, news))
-    after, seconds = network.line_use(), time.monotonic() - begun
+    """`run_once`, with what the network's delay line has used as long as the links had their limits."""
+    uses = [_line_use(network)]
+
+    def lift() -> None:
+        uses.append(_line_use(network))
+        network.lift()
+
+    run = run_once(plan, network, warm, method, seed, folder, lambda news: view.news(method, seed, news), lift)
+    uses.append(_line_use(network))
+    network.limit()
+    (begun, before), (ended, after) = uses[:2]
     if before is None or after is None:
         return run
-    cores = (after.cpu_s - before.cpu_s) / seconds
+    cores = (after.cpu_s - before.cpu_s) / (ended - begun)
     return dataclasses.replace(run, line_cores=cores, line_missed=after.missed - before.missed)
+
+
+def _line_use(network: Network) -> tuple[float, LineUse | None]:
+    """What the network's delay line has used, and when that was."""
+    return time.monotonic(), network.line_use()

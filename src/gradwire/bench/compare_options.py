@@ -74,6 +74,10 @@ class CompareOptions:
         1, "runs of each method, each with its own weights and data order", group=TRAINED, metavar="N",
         limits=AtLeast(1, most=1000),
     )  # fmt: skip
+    whole_baselines: bool = option(
+        False, "make every step of torch:fp32, :fp16 and :bf16 on these links; without it, once the time of a step is "
+        "known to 2 %, the rest is trained without a limit on the links, and its time is estimated", group=TRAINED,
+    )  # fmt: skip
     bucket_mb: float = option(
         BUCKET_MB, "DDP's bucket size", group=TRAINED, metavar="MB",
         limits=Positive(most=1e6), condition="bucket size (MB)",
@@ -106,8 +110,9 @@ class CompareOptions:
     out: Path = option(Path("compare-report"), "output folder", group=RESULT, metavar="DIR")
     fresh: bool = option(False, "forget the runs that the output folder holds", group=RESULT, kept=False)
     evaluate_every: int | None = option(
-        None, "steps between evaluations", unset="the task's own number", limits=AtLeast(1), condition="evaluate every"
-    )
+        None, "steps between evaluations", unset="the task's own number for a target by the metric, else only the end",
+        limits=AtLeast(1), condition="evaluate every",
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         """Fill in the methods."""

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from gradwire.bench.chance import Estimate, estimate, with_both_errors
 from gradwire.bench.figures import example_gaps, final_loss, mean, paired, speed_ups
 from gradwire.bench.results import FP32, Comparison, Run
+from gradwire.bench.step_time import step_time
 
 LEAST_NOISES = 5.0
 """A loss that fell by fewer standard deviations of the fall has not been shown to fall."""
@@ -199,6 +200,42 @@ def told_apart(comparison: Comparison, method: str) -> bool:
     ratios = speed_ups(comparison, comparison.finished(method), FP32)
     clear = bool(ratios) and (min(ratios) > CLEARLY_SOONER or max(ratios) < 1 / CLEARLY_SOONER)
     return clear or (len(ratios) > 1 and estimate([math.log(ratio) for ratio in ratios]).stands_out)
+
+
+# ------------------------------------------------------------------------------------ estimated times
+
+
+class TimedInPart(NamedTuple):
+    """A method whose times are estimated, in one run at least, from those steps that were timed.
+
+    Attributes:
+        method: its spec.
+        timed_steps: the fewest of a run.
+        steps: that such a run made.
+        error: standard error of the time of a step over that time, the largest of a run.
+    """
+
+    method: str
+    timed_steps: int
+    steps: int
+    error: float
+
+
+def timed_in_part(comparison: Comparison) -> tuple[TimedInPart, ...]:
+    """The methods whose times are estimated."""
+    found: list[TimedInPart] = []
+    for method in comparison.methods:
+        runs = [run for run in comparison.finished(method) if run.timed_steps is not None]
+        if runs:
+            timed_steps, steps = min((run.timed_steps or 0, run.steps) for run in runs)
+            found.append(TimedInPart(method, timed_steps, steps, max(map(_time_error, runs))))
+    return tuple(found)
+
+
+def _time_error(run: Run) -> float:
+    """Standard error of the time of a step, over that time."""
+    found = step_time(run.times_s[: run.timed_steps])
+    return (found.error or 0.0) / found.mean if found.mean else 0.0
 
 
 # ----------------------------------------------------------------------------------------- finiteness

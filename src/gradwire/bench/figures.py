@@ -149,6 +149,8 @@ class Row:
         speed_up: fp32's time to the target over this method's, over paired seeds.
         speed_up_16bit: the same against the 16-bit baseline.
         wire: itemised bytes of a step.
+        timed_steps: of the fewest steps that tell the time of a run whose other steps were not timed; None where all
+            runs were timed as a whole.
     """
 
     method: str
@@ -170,6 +172,7 @@ class Row:
     speed_up: Spread | None = None
     speed_up_16bit: Spread | None = None
     wire: Wire = field(default_factory=Wire)
+    timed_steps: int | None = None
 
 
 def summarise(comparison: Comparison) -> list[Row]:
@@ -207,6 +210,7 @@ def _costs(comparison: Comparison, runs: list[Run]) -> dict[str, Any]:
         "wait_ms": max(0.0, step_ms - compute_ms - encode_ms),
         "overhead_percent": 100 * per_step_ms("codec_cpu_s") / compute_ms if compute_ms else None,
         "wire": _wire_per_step(runs),
+        "timed_steps": min((run.timed_steps for run in runs if run.timed_steps is not None), default=None),
     }
 
 

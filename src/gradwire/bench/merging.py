@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from gradwire.bench.figures import mean
 from gradwire.bench.results import Evaluation, Run, Split, Wire
+from gradwire.bench.step_time import extended
 
 Ranks = Sequence[dict[str, Any]]
 
@@ -26,9 +27,9 @@ def merge(method: str, seed: int, ranks: Ranks) -> Run:
     def over_ranks(name: str) -> float:
         return mean(float(rank[name]) for rank in ranks)
 
-    course = _interleaved(ranks) if ranks[0]["apart"] else _in_step(ranks)
+    course, timed = _interleaved(ranks) if ranks[0]["apart"] else _in_step(ranks), ranks[0]["timed_steps"]
     total, framing, payload, buffers = (over_ranks(n) for n in ("total", "framing", "payload", "buffers"))
-    return Run(
+    run = Run(
         method=method,
         seed=seed,
         label=ranks[0]["label"],
@@ -39,6 +40,27 @@ def merge(method: str, seed: int, ranks: Ranks) -> Run:
         split=Split(*(over_ranks(f.name) for f in dataclasses.fields(Split))),
         residual_norm=ranks[0]["residual_norm"],
         report=ranks[0]["report"],
+    )
+    return run if timed is None else estimated(run, timed)
+
+
+def estimated(run: Run, timed: int) -> Run:
+    """A run of which only the first `timed` steps were timed and counted: what all would have taken and sent.
+
+    Every step sends as much. A step takes what those after the warm-up took in the mean, and has the same parts.
+    """
+    times_s = extended(run.times_s[:timed], run.steps)
+    longer, more = times_s[-1] / times_s[timed - 1], run.steps / timed
+    seconds = {name: longer * value for name, value in dataclasses.asdict(run.split).items()}
+    sent = {name: more * value for name, value in dataclasses.asdict(run.wire).items()} | {"setup": run.wire.setup}
+    return dataclasses.replace(
+        run,
+        timed_steps=timed,
+        times_s=times_s,
+        tx_bytes=extended(run.tx_bytes[:timed], run.steps),
+        evaluations=[one._replace(time_s=times_s[one.steps - 1]) for one in run.evaluations],
+        wire=Wire(**sent),
+        split=Split(**seconds),
     )
 
 

@@ -30,6 +30,11 @@ def write_news(news: News, token: str) -> str:
     return f"{PROGRESS}{token} {json.dumps(news)}"
 
 
+def write_timed(token: str) -> str:
+    """The line that says that the time of a step is known, and that the links may lose their limits."""
+    return f"{PROGRESS}{token} timed"
+
+
 def read_news(line: str, token: str) -> News | None:
     """The news that a line of output holds; None for what a task has printed.
 

@@ -12,12 +12,13 @@ from typing import Any
 
 from gradwire.bench.merging import merge
 from gradwire.bench.net import Network
-from gradwire.bench.news import News, read_news
+from gradwire.bench.news import News, read_news, write_timed
 from gradwire.bench.plan import ComparisonPlan
 from gradwire.bench.ranks import RankFailure, run_ranks
 from gradwire.bench.results import Run
 from gradwire.bench.run_folder import slug
 from gradwire.bench.slow import parse_slow
+from gradwire.bench.step_time import PRECISION
 from gradwire.bench.trainer import Job
 from gradwire.bench.warm import WarmHosts
 
@@ -30,6 +31,7 @@ def run_once(
     seed: int,
     folder: Path,
     tell: Callable[[News], None],
+    lift: Callable[[], None],
 ) -> Run:
     """Train with one method and one seed on every host; a failure becomes a failed `Run`.
 
@@ -41,6 +43,7 @@ def run_once(
         seed: of weights and of the order of the data.
         folder: of the comparison.
         tell: told how far the run has come.
+        lift: called once the rest of the run is to be trained without a limit on the links.
     """
     place = folder / "logs" / f"{slug(method)}-seed{seed}"
     shutil.rmtree(place, ignore_errors=True)
@@ -53,6 +56,8 @@ def run_once(
     def on_line(rank: int, line: str) -> None:
         if rank == 0 and (news := read_news(line, mine.token)):
             tell(news)
+        elif rank == 0 and line == write_timed(mine.token):
+            lift()
 
     try:
         run_ranks(
@@ -97,6 +102,7 @@ def make_job(plan: ComparisonPlan, method: str, seed: int, place: Path) -> Job:
         token=secrets.token_hex(8),
         slow=parse_slow(options.slow, options.hosts),
         smoothing=plan.smoothing,
+        precision=PRECISION if plan.estimates_time(method) else None,
     )
 
 

@@ -14,9 +14,11 @@ from gradwire.bench.engines import make_engine
 from gradwire.bench.environment import processor
 from gradwire.bench.net import Network, parse_delay, parse_loss, parse_rate
 from gradwire.bench.option_fields import check_fields, conditions
+from gradwire.bench.results import BASELINES
 from gradwire.bench.slow import parse_slow
+from gradwire.bench.step_time import LEAST, WARM_UP
 from gradwire.bench.task import Task, count
-from gradwire.bench.tasks import make_task
+from gradwire.bench.tasks import BUILT_IN, make_task
 from gradwire.bench.user_tasks import check_one_step
 
 
@@ -55,17 +57,25 @@ class ComparisonPlan:
         steps = self.options.steps
         return 20 if steps is None else min(50, max(10, steps // 10), steps)
 
-    def conditions(self, mode: str) -> dict[str, Any]:
-        """What two runs must share to be compared; a stored run is reused only if all of it agrees."""
+    def estimates_time(self, method: str) -> bool:
+        """Whether a method is timed over some steps only: its steps are alike, and no loss depends on the links."""
         options = self.options
-        return {
+        long_enough = options.steps is not None and options.steps > WARM_UP + LEAST
+        return method in BASELINES and long_enough and not options.whole_baselines
+
+    def conditions(self, mode: str, method: str) -> dict[str, Any]:
+        """What a run was made under; a stored one is reused only if all of it agrees."""
+        options = self.options
+        made = {
             **conditions(options),
             "data": self.task.fingerprint,
             "rate": ",".join(options.rates) or options.rate,
             "network": ", ".join([mode, *_weather(options)]),
             "processor": ", ".join([processor(), *_slow_hosts(options)]),
             "torch": str(torch.__version__),
-        } | ({} if options.engine == DDP else {"engine": options.engine})
+        }
+        made |= {} if options.engine == DDP else {"engine": options.engine}
+        return made | ({"times": "estimated from some steps"} if self.estimates_time(method) else {})
 
 
 def make_plan(options: CompareOptions) -> ComparisonPlan:
@@ -81,14 +91,16 @@ def make_plan(options: CompareOptions) -> ComparisonPlan:
         engine.check(method, options.hosts)
     _check_target_method(options)
     task = make_task(options.task, 0, options.text)
-    check_one_step(task, options.task, options.hosts)
+    if options.task not in BUILT_IN:
+        check_one_step(task, options.task, options.hosts)
     steps = None if options.minutes else options.steps or task.steps
+    target = options.target or (None if task.target is None else str(task.target))
     filled = dataclasses.replace(
         options,
         steps=steps,
-        evaluate_every=options.evaluate_every or _evaluation_interval(task, steps),
+        evaluate_every=options.evaluate_every or _evaluation_interval(task, steps, target),
         deadline_s=options.deadline_s or _deadline(options, task),
-        target=options.target or (None if task.target is None else str(task.target)),
+        target=target,
     )
     return ComparisonPlan(filled, task)
 
@@ -97,6 +109,8 @@ def _check(options: CompareOptions) -> None:
     check_fields(options, CompareError)
     if len(set(options.methods)) != len(options.methods):
         raise CompareError("--methods: name each method once")
+    if options.whole_baselines and options.minutes is not None:
+        raise CompareError("--whole-baselines is for --steps: with --minutes every run is whole")
     if options.engine != DDP and options.bucket_mb != BUCKET_MB:
         raise CompareError(f"--bucket-mb is for --engine ddp: {options.engine} has no buckets")
     try:
@@ -135,8 +149,12 @@ def _check_target_method(options: CompareOptions) -> None:
         raise CompareError(f"--target {target}: {setter!r} is not among the methods: {' '.join(options.methods)}")
 
 
-def _evaluation_interval(task: Task, steps: int | None) -> int:
-    return task.evaluate_every if steps is None else min(task.evaluate_every, max(1, steps // 8))
+def _evaluation_interval(task: Task, steps: int | None, target: str | None) -> int:
+    """Steps between evaluations: only a target by the metric needs one before the end, and they take long."""
+    if steps is None:
+        return task.evaluate_every
+    by_metric = target is not None and target.startswith("metric:")
+    return min(task.evaluate_every, max(1, steps // 8)) if by_metric else steps
 
 
 def _deadline(options: CompareOptions, task: Task) -> float:

@@ -18,6 +18,8 @@ SCHEMA = 1
 FP32 = "torch:fp32"
 FLOOR = "torch:noop"
 SIXTEEN_BIT = ("torch:fp16", "torch:bf16")
+BASELINES = (FP32, *SIXTEEN_BIT)
+"""They send as much in every step, and their losses are the same whatever the link is."""
 
 
 class ResultsError(GradwireError, ValueError):
@@ -102,6 +104,8 @@ class Run:
         line_missed: frames that the delay line was too slow to take.
         metric_values: the metric at the end of each held-out example, whose mean the last evaluation is; empty where
             the task gives one number for all.
+        timed_steps: how many steps were made on the links and timed, where the others were made without a limit on the
+            links: their `times_s` and `tx_bytes`, `wire` and `split` are estimated. None where all were.
     """
 
     method: str
@@ -121,6 +125,7 @@ class Run:
     line_cores: float | None = None
     line_missed: int = 0
     metric_values: list[float] = field(default_factory=list[float])
+    timed_steps: int | None = None
 
     @property
     def steps(self) -> int:

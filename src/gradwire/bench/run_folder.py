@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +36,10 @@ def store_run(folder: Path, run: Run) -> None:
     storage.write_atomically(path, json.dumps(storage.run_to_json(run)))
 
 
-def stored_runs(folder: Path, cells: Iterable[tuple[str, int]], conditions: Mapping[str, Any]) -> list[Run]:
-    """Finished runs that a folder holds, of these (method, seed).
+def stored_runs(
+    folder: Path, cells: Iterable[tuple[str, int]], conditions_of: Callable[[str], Mapping[str, Any]]
+) -> list[Run]:
+    """Finished runs that a folder holds, of these (method, seed), each under the conditions of its method.
 
     Raises:
         CompareError: a stored run was made under other conditions; the message says which.
@@ -48,6 +50,7 @@ def stored_runs(folder: Path, cells: Iterable[tuple[str, int]], conditions: Mapp
         run = read_run(path)
         if run is None or run.method != method or run.status != "finished":
             continue
+        conditions = conditions_of(method)
         keys = [*conditions, *(key for key in run.conditions if key not in conditions)]
         differing = [key for key in keys if run.conditions.get(key) != conditions.get(key)]
         if differing:

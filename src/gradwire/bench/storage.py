@@ -33,6 +33,7 @@ from gradwire.bench.readers import (
     whole,
 )
 from gradwire.bench.results import SCHEMA, Comparison, Evaluation, ResultsError, Run, Split, Wire
+from gradwire.bench.step_time import WARM_UP
 
 # ------------------------------------------------------------------------------------------- checking
 
@@ -81,6 +82,7 @@ RUN: Mapping[str, Read] = {
     "conditions": mapping,
     "line_cores": optional(amount),
     "line_missed": whole(0),
+    "timed_steps": optional(whole(WARM_UP + 2)),
 }
 
 TASK: Mapping[str, Read] = {
@@ -104,6 +106,8 @@ def _run(value: Any, where: str) -> Run:
             f"{where} has {len(run.losses)} losses, {len(run.times_s)} times and {len(run.tx_bytes)} byte counts; "
             "there should be one of each for every step"
         )
+    if run.timed_steps is not None and run.timed_steps > run.steps:
+        raise ResultsError(f"{where} has {run.timed_steps} timed steps of {run.steps}")
     return run
 
 

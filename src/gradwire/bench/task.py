@@ -81,7 +81,8 @@ class Task:
         schedule: `(step, progress) -> factor` on the learning rate.
         clip_norm: limit on the norm of the averaged gradient, or None.
         steps: how long a comparison trains by default.
-        evaluate_every: steps between two evaluations, off the clock.
+        evaluate_every: steps between two evaluations, off the clock, where the target is a value of the metric. A
+            comparison by training loss evaluates at the end only.
         target: training loss that counts as reached, or None for the loss that fp32 ends at.
         description: one line for the report.
         fingerprint: identifies the data, so that a resumed comparison notices when it changed.

@@ -13,9 +13,10 @@ from torch import nn
 
 from gradwire.bench.compare_options import DDP
 from gradwire.bench.figures import mean
-from gradwire.bench.news import News, write_news
+from gradwire.bench.news import News, write_news, write_timed
 from gradwire.bench.sides import Side
 from gradwire.bench.slow import SlowProcessor
+from gradwire.bench.step_time import LEAST, WARM_UP, is_known
 from gradwire.bench.task import Task, measure
 from gradwire.bench.wire import WireMeter, WireReading
 
@@ -43,6 +44,8 @@ class Job:
         token: marks the news of this run, as no line of the task's own output does.
         slow: how many times slower each rank's processor is.
         smoothing: steps that the losses it tells of are means of.
+        precision: to which share of it the time of a step is to be known before the rest is trained without a limit on
+            the links; None where every step is timed.
     """
 
     method: str
@@ -59,11 +62,15 @@ class Job:
     token: str = ""
     slow: Sequence[float] = ()
     smoothing: int = 1
+    precision: float | None = None
 
 
 @dataclass
 class Log:
-    """What a rank saw, step by step; `apart` where ranks did not step together."""
+    """What a rank saw, step by step; `apart` where ranks did not step together.
+
+    Where not all steps were timed, sums of seconds and bytes are those of `timed_steps`.
+    """
 
     losses: list[float] = field(default_factory=list[float])
     times_s: list[float] = field(default_factory=list[float])
@@ -84,6 +91,7 @@ class Log:
     residual_norm: float | None = None
     report: dict[str, Any] | None = None
     apart: bool = False
+    timed_steps: int | None = None
 
 
 class LastGradient:
@@ -118,6 +126,7 @@ class Trainer:
         self.uncounted = WireReading(0, 0, 0, 0)
         self.elapsed_s = 0.0
         self.exposed_s = 0.0
+        self.cpu_s = 0.0
         self.agreed_s = 0.0
         self.reported_s = 0.0
 
@@ -133,15 +142,35 @@ class Trainer:
             self._agree(step)
             if self._spent(step):
                 self._finish()
+            elif self._time_is_known():
+                self._lift(start, step)
             if step % every == 0 and not self._spent(step):
                 self._evaluate(step)
         self._end(start, step)
         return self.log
 
     def _end(self, start: WireReading, steps: int) -> None:
-        """Count what was sent, and evaluate the model that came of it."""
-        self._count(self._settled().since(start).since(self.uncounted), steps)
+        """Count what was sent, unless that was done, and evaluate the model that came of it."""
+        if self.log.timed_steps is None:
+            self._count(self._settled().since(start).since(self.uncounted), steps)
         self._evaluate(steps)
+
+    def _time_is_known(self) -> bool:
+        """Whether the rest need not be timed. Rank 0 decides for all, in steps where it might be so."""
+        precision, times_s = self.job.precision, self.log.times_s
+        if precision is None or self.log.timed_steps is not None or len(times_s) < WARM_UP + LEAST:
+            return False
+        known = torch.tensor([is_known(times_s, precision)], dtype=torch.uint8)
+        dist.broadcast(known, 0)
+        return bool(known)
+
+    def _lift(self, start: WireReading, steps: int) -> None:
+        """Count what the timed steps took, and have the rest trained without a limit on the links."""
+        self._count(self._settled().since(start).since(self.uncounted), steps)
+        self.log.timed_steps = steps
+        self.meter.lift()
+        if self.rank == 0:
+            print(write_timed(self.job.token), flush=True)
 
     def _spent(self, step: int) -> bool:
         if self.job.steps is not None:
@@ -183,7 +212,7 @@ class Trainer:
         ended = time.perf_counter()
 
         self.elapsed_s += ended - begun
-        self.log.cpu_s += time.process_time() - cpu_before
+        self.cpu_s += time.process_time() - cpu_before
         self.side.step_done()
         self.exposed_s += self.gradient.exposed_s(reduced) if self.gradient else 0.0
         self.log.losses.append(float(loss.detach()))
@@ -232,6 +261,7 @@ class Trainer:
         self.log.payload, self.log.buffers = self.side.predicted_bytes(), self.side.buffer_bytes(steps)
         log = self.log
         self.exposed_s += self.side.exposed_in_steps_s()
+        log.cpu_s = self.cpu_s
         log.codec_cpu_s = self.side.codec_cpu_s()
         log.compute_s = self.elapsed_s - self.exposed_s
         log.encode_s = self.side.exposed_encode_s(self.exposed_s)

@@ -20,12 +20,14 @@ from gradwire.bench.crossover import measured_rate, method_pays_below
 from gradwire.bench.evidence import (
     Learning,
     Shortfall,
+    TimedInPart,
     baseline_learning,
     hardly_learned,
     loss_shortfall,
     not_finite,
     shortfall,
     shortness,
+    timed_in_part,
     told_apart,
 )
 from gradwire.bench.figures import Row, Spread, paired, summarise, target_hit
@@ -236,6 +238,7 @@ class Verdict:
         pays_below: bit/s below which it reaches the target before fp32; see `crossover.pays_below`.
         measured_at: bit/s of the links it was measured on.
         seeds: how many both it and fp32 have finished.
+        timed_in_part: the methods whose times are estimated.
     """
 
     findings: tuple[Finding, ...]
@@ -248,6 +251,7 @@ class Verdict:
     pays_below: float | None = None
     measured_at: float | None = None
     seeds: int = 0
+    timed_in_part: tuple[TimedInPart, ...] = ()
 
     @property
     def alarm(self) -> bool:
@@ -393,6 +397,7 @@ def judge(comparison: Comparison) -> Verdict:
         baseline_learning(comparison),
         ends={row.method: found for row in learners if (found := shortfall(comparison, row.method))},
         metric=comparison.task["metric_name"],
+        timed_in_part=timed_in_part(comparison),
     )
     best = _best([row for row in learners if not verdict.why_not(row.method)])
     if best is None:
@@ -446,6 +451,7 @@ def to_json(verdict: Verdict) -> dict[str, Any]:
         "pays_beyond_what_was_measured": verdict.extrapolated,
         "pays": verdict.pays,
         "baseline_loss": learned._asdict() | {"fall_in_noises": learned.in_noises} if learned else None,
+        "timed_in_part": [found._asdict() for found in verdict.timed_in_part],
         "alarm": verdict.alarm,
         "findings": [{"kind": f.kind.value, "method": f.method, "text": f.text} for f in verdict.findings],
     })  # fmt: skip

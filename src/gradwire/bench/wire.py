@@ -14,6 +14,7 @@ FRAMING_BYTES = 66
 """Ethernet (14), IPv4 (20) and TCP with timestamps (32): what each packet carries besides its payload."""
 
 _SO_MAX_PACING_RATE = 47
+_UNPACED = 2**64 - 1
 _TCP_INFO_BYTES = 216
 # offsets in the kernel's struct tcp_info, which only ever grows at its end
 _BYTES_RECEIVED, _SEGMENTS, _BYTES_SENT = 128, 136, 200
@@ -51,7 +52,8 @@ class WireReading(NamedTuple):
 
 class _Counter(Protocol):
     def read(self) -> WireReading: ...
-    def pace(self) -> None: ...
+    def pace(self) -> bool: ...
+    def lift(self) -> None: ...
 
 
 class WireMeter:
@@ -88,12 +90,16 @@ class WireMeter:
         """Return the counters as they stand now."""
         return self._counter.read()
 
-    def pace(self) -> None:
+    def pace(self) -> bool:
         """Slow this process's connections down to its rate; call it after the process groups exist.
 
-        Does nothing where the link itself is limited.
+        Does nothing where the link itself is limited. Returns whether connections are slower than before.
         """
-        self._counter.pace()
+        return self._counter.pace()
+
+    def lift(self) -> None:
+        """Take the limit of `pace` off again, for what is not measured."""
+        self._counter.lift()
 
 
 class _Interface:
@@ -114,8 +120,12 @@ class _Interface:
                 return WireReading(fields[8], rx_bytes, fields[9], rx_packets)
         raise ValueError(f"no interface {self._name!r} here: does this process run on a host of the network?")
 
-    def pace(self) -> None:
+    def pace(self) -> bool:
         """Nothing to do: the link is limited."""
+        return False
+
+    def lift(self) -> None:
+        """Nothing to do: whoever made the link lifts its limit."""
 
 
 class _Sockets:
@@ -132,10 +142,19 @@ class _Sockets:
         columns = zip(WireReading(0, 0, 0, 0), *self._seen.values(), strict=True)
         return WireReading(*(sum(column) for column in columns))
 
-    def pace(self) -> None:
+    def pace(self) -> bool:
         """Give each connection to a peer an equal share of the rate, so that together they obey it."""
         if self._bytes_per_s == float("inf"):
-            return
+            return False
+        self._set_pace(self._bytes_per_s)
+        return True
+
+    def lift(self) -> None:
+        """Let each connection send as fast as it can."""
+        self._set_pace(None)
+
+    def _set_pace(self, bytes_per_s: float | None) -> None:
+        """Limit what all connections to peers send together; None for no limit."""
         with contextlib.ExitStack() as stack:
             peers = [
                 stack.enter_context(socket.socket(fileno=os.dup(connection.fileno())))
@@ -143,8 +162,8 @@ class _Sockets:
                 if self._store_port not in (connection.getsockname()[1], connection.getpeername()[1])
             ]
             for peer in peers:
-                share = struct.pack("Q", max(1, int(self._bytes_per_s / len(peers))))
-                peer.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, share)
+                share = _UNPACED if bytes_per_s is None else max(1, int(bytes_per_s / len(peers)))
+                peer.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, struct.pack("Q", share))
 
 
 def _connections() -> Iterator[tuple[int, socket.socket]]:

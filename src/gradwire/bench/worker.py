@@ -66,8 +66,8 @@ def run(job: Job) -> Log:
     side = engine.attach(model, task.optimizer(p for p in model.parameters() if p.requires_grad), job.method)
     if not job.method.startswith("torch:"):
         warm_kernels()
-    meter.pace()
-    side.link_changed()
+    if meter.pace():
+        side.link_changed()
     try:
         log = trainer(job, task, side, meter).train()
     finally:

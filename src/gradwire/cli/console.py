@@ -17,7 +17,7 @@ from gradwire.bench.results import FLOOR, Comparison, Run
 from gradwire.bench.verdict import Verdict
 from gradwire.cli.lines import Bar, Lines, Plain, say
 from gradwire.report import text
-from gradwire.report.page import cells, headings, target_note
+from gradwire.report.page import cells, headings, notes
 
 BETWEEN_RUNS_S = 3.0
 
@@ -124,7 +124,8 @@ class ConsoleView:
         step_ms = 1000 * run.times_s[-1] / run.steps
         sent = text.si_bytes(run.wire.total / run.steps)
         loss = f"loss {final_loss(run, self._smoothing):.3f}, " if run.method != FLOOR else ""
-        figures = f"{loss}{text.milliseconds(step_ms)} ms and {sent} a step"
+        timed = f", timed over the first {run.timed_steps} steps" if run.timed_steps is not None else ""
+        figures = f"{loss}{text.milliseconds(step_ms)} ms and {sent} a step{timed}"
         say(self._console, "  ", ("✓", "green"), f" {run.method} seed {run.seed}: {run.steps} steps, {figures}")
         if run.report:
             say(self._console, "    ", (f"handle.report(): {run.report['verdict']}", "dim"))
@@ -151,7 +152,7 @@ def show_table(console: Console, comparison: Comparison, verdict: Verdict) -> No
         table.add_row(name, *map(Text, cells(row, verdict)))
     console.print()
     console.print(table)
-    say(console, (f"{target_note(comparison)} {verdict.learned_text}".strip(), "dim"))
+    say(console, (notes(comparison, verdict), "dim"))
     show_verdict(console, verdict)
     show_failures(console, rows)
 

@@ -23,7 +23,7 @@ COLUMNS = (
     ("method", "A gradwire spec, or a hook of PyTorch's own (torch:…). torch:noop sends nothing: its time is the "
      "floor that computation sets, and its ranks train alone, so it has no accuracy."),
     ("to target", "Seconds of training until the smoothed training loss (or the metric, if the target names one) first "
-     "reaches the target."),
+     "reaches the target; ≈ where that is estimated from the steps that were timed."),
     ("vs fp32, vs 16 bit", "Iso-accuracy speed-up: the baseline's time to the target over this method's, mean "
      "over paired seeds with the range in brackets. Where the evidence does not carry one, the reason instead."),
     ("sent a step", "Bytes a rank sends in a step, counted at its network interface, packet headers and "
@@ -69,7 +69,7 @@ def render(comparison: Comparison) -> str:
         wire_rows=[("", _wire_cells(row)) for row in rows if row.bytes_per_step is not None],
         failed=[(row.method, row.failure) for row in rows if row.failure],
         columns=COLUMNS,
-        notes=f"{target_note(comparison)} {verdict.learned_text}".strip(),
+        notes=notes(comparison, verdict),
     )
 
 
@@ -111,6 +111,27 @@ def target_note(comparison: Comparison) -> str:
         setter = FP32 if target is None else target.removeprefix("method:")
         what = f"the loss that {setter} ends at with the same seed, to {100 * comparison.tolerance:g} %"
     return f"Target: {what}. Losses are trailing means over {comparison.smoothing} steps and all ranks."
+
+
+def estimate_note(verdict: Verdict) -> str:
+    """Which times are estimated, from what and how well; empty where all are measured."""
+    found = verdict.timed_in_part
+    if not found:
+        return ""
+    each = "; ".join(
+        f"{one.method} is timed over its first {one.timed_steps} of {one.steps} steps, which tells the time of a step "
+        f"with a standard error of {text.percent(100 * one.error)}"
+        for one in found
+    )
+    return (
+        f"≈ marks an estimated time: {each}. The other steps were trained without a limit on the links: losses do "
+        "not depend on those. --whole-baselines makes every step on the links."
+    )
+
+
+def notes(comparison: Comparison, verdict: Verdict) -> str:
+    """What stands below the figures: the target, what was learned, and which times are estimated."""
+    return " ".join(said for said in (target_note(comparison), verdict.learned_text, estimate_note(verdict)) if said)
 
 
 def _conditions(comparison: Comparison) -> list[tuple[str, str]]:
@@ -260,7 +281,7 @@ def cells(row: Row, verdict: Verdict) -> list[str]:
         *(text.speed_up(gain, why_not) for gain in gains),
         text.si_bytes(row.bytes_per_step),
         text.times(row.ratio),
-        text.milliseconds(row.step_ms),
+        text.estimated(row, text.milliseconds(row.step_ms)),
         text.milliseconds(row.compute_ms),
         text.milliseconds(row.encode_ms),
         text.milliseconds(row.wait_ms),

@@ -77,8 +77,13 @@ def target_time(row: Row) -> str:
         return NOTHING
     if row.target_s is None:
         return "not reached"
-    text = seconds(row.target_s.mean)
+    text = estimated(row, seconds(row.target_s.mean))
     return text if row.reached == row.seeds else f"{text} ({row.reached} of {row.seeds})"
+
+
+def estimated(row: Row, text: str) -> str:
+    """A time of a method, with a mark where it is estimated from some of the steps."""
+    return text if row.timed_steps is None else f"≈ {text}"
 
 
 def counted(number: int, noun: str) -> str:

@@ -12,7 +12,8 @@ cut there, so that what is lost is what would be lost on a wire. The time is cou
 kernel saw the frame, so a late turn on a busy processor is made up for.
 
 It speaks with its creator by two pipes: it writes "ready", and for each line it reads it writes how much processor
-time it has used and how many frames it was too slow for. It ends with its input.
+time it has used and how many frames it was too slow for. A line with two numbers changes delay and loss before that. It
+ends with its input.
 """
 
 from __future__ import annotations
@@ -219,12 +220,22 @@ class Line:
 
     def _answer(self) -> bool:
         """Tell what was used; False once nobody can ask any more."""
-        if not os.read(0, 1 << 16):
+        question = os.read(0, 1 << 16)
+        if not question:
             return False
+        if change := question.split():
+            self._change(*map(float, change))
         for port in self._ports:  # reading them sets the kernel's counters back
             self._missed += struct.unpack("II", port.getsockopt(_SOL_PACKET, _PACKET_STATISTICS, 8))[1]
         print(time.process_time(), self._missed, flush=True)
         return True
+
+    def _change(self, delay_s: float, loss: float) -> None:
+        """Hold frames for another time, and lose another share of them; those that are held leave in their order."""
+        if delay_s < self._delay_s:
+            now = time.monotonic()
+            self._held = deque((min(when, now + delay_s), port, frame) for when, port, frame in self._held)
+        self._delay_s, self._losses = delay_s, Losses(loss) if loss else None
 
     def _receive(self, ranks: Sequence[int]) -> None:
         arrived: list[Held] = []

@@ -65,9 +65,21 @@ class DelayProcess:
         Raises:
             NetworkError: it has ended, or does not answer.
         """
+        return self._ask("")
+
+    def limit(self, links: Links) -> None:
+        """Have it hold and lose frames as these links do, from now on.
+
+        Raises:
+            NetworkError: it has ended, or does not answer.
+        """
+        self._ask(f"{links.delay_s / 2} {links.loss}")
+
+    def _ask(self, question: str) -> LineUse:
+        """Write it a line, and read what it has used."""
         assert self._process.stdin is not None
         try:
-            self._process.stdin.write(b"\n")
+            self._process.stdin.write(f"{question}\n".encode())
             cpu_s, missed = self._line().split()
             return LineUse(float(cpu_s), int(missed))
         except (OSError, ValueError) as error:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from gradwire.bench.net.delay_process import DelayProcess, LineUse
-from gradwire.bench.net.links import QUIET, Links, address, host_script, switch_script
+from gradwire.bench.net.links import QUIET, Links, address, host_limits, host_script, switch_limits, switch_script
 from gradwire.bench.net.processes import TAG, all_processes, kill
 from gradwire.bench.ranks import loopback_environments
 from gradwire.core.errors import NetworkError
@@ -31,6 +31,10 @@ class Hosts(Protocol):
 
     def line_use(self) -> LineUse | None:
         """What the delay line has used so far; None where there is none."""
+        ...
+
+    def limit(self, links: Links) -> None:
+        """Have the links as these are from now on, in what slows them."""
         ...
 
     def close(self) -> None:
@@ -120,6 +124,14 @@ class Namespaces:
         """What the delay line has used so far; None where there is none."""
         return self._line.use() if self._line else None
 
+    def limit(self, links: Links) -> None:
+        """Change the links' limits while they are in use."""
+        self._script(0, switch_limits(links))
+        for rank in range(self._hosts):
+            self._script(rank + 1, host_limits(rank, links))
+        if self._line is not None:
+            self._line.limit(links)
+
     def _processes(self) -> Iterator[int]:
         holders = {holder.pid for holder in self._holders}
         for pid in all_processes():
@@ -171,6 +183,9 @@ class Loopback:
 
     def line_use(self) -> None:
         """There is no delay line."""
+
+    def limit(self, links: Links) -> None:
+        """Ranks pace themselves, and lift that themselves."""
 
     def close(self) -> None:
         """Nothing was made that has to go."""

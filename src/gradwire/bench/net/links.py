@@ -40,6 +40,14 @@ class Links:
         """How long the queue of a link is: as long as a round trip, as routers have it, and 50 ms at least."""
         return max(_QUEUE_S, self.delay_s)
 
+    def lifted(self) -> Links:
+        """The same links with nothing that makes them slow: faster than a machine moves frames."""
+        rates = [rate if rate is None else max(rate, _LIFTED_BITS_PER_S) for rate in self.rates_bits_per_s]
+        return Links(rates)
+
+
+_LIFTED_BITS_PER_S = 1e11
+
 
 # Counters must see our traffic only, so nothing may speak unasked.
 QUIET = [
@@ -75,6 +83,16 @@ def host_script(rank: int, links: Links) -> list[str]:
         # list is not ours to change. A kernel without cubic keeps its default.
         "ip route replace 10.77.0.0/16 dev eth0 congctl cubic || :",
     ]
+
+
+def switch_limits(links: Links) -> list[str]:
+    """Return the commands that limit what leaves the switch."""
+    return [line for rank in range(len(links.rates_bits_per_s)) for line in _shape(f"port{rank}", rank, links)]
+
+
+def host_limits(rank: int, links: Links) -> list[str]:
+    """Return the commands that limit what leaves a host."""
+    return _shape("eth0", rank, links)
 
 
 def address(rank: int) -> str:
@@ -118,7 +136,10 @@ _MAX_QUEUE_BYTES = 2**32 - 1  # tc holds it in 32 bits
 
 
 def _shape(interface: str, rank: int, links: Links) -> list[str]:
-    """Return the commands that limit what leaves by an end of a rank's link."""
+    """Return the commands that limit what leaves by an end of a rank's link, or change the limit that is there.
+
+    A change keeps what is in the queue.
+    """
     rate_bits_per_s = links.rates_bits_per_s[rank]
     if rate_bits_per_s is None:
         return []
@@ -129,7 +150,7 @@ def _shape(interface: str, rank: int, links: Links) -> list[str]:
     limit_bytes = min(max(bytes_per_s * links.queue_s, _MIN_QUEUE_BYTES) + burst_bytes, _MAX_QUEUE_BYTES)
     return [
         f"ip link set {interface} gso_max_segs {frames}",
-        f"tc qdisc add dev {interface} root tbf rate {rate_bits_per_s:.0f}bit burst {burst_bytes:.0f} "
+        f"tc qdisc replace dev {interface} root tbf rate {rate_bits_per_s:.0f}bit burst {burst_bytes:.0f} "
         f"limit {limit_bytes:.0f}",
     ]
 

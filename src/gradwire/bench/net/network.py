@@ -113,6 +113,7 @@ class Network:
             )
         self._port = port
         self._made: Hosts | None = None
+        self._lifted = False
         self._tag = ""
         self._creator = 0
         self._handled: list[signal.Signals] = []
@@ -157,6 +158,20 @@ class Network:
             NetworkError: the network does not exist, or its delay line has failed.
         """
         return self._host(0).line_use()
+
+    def lift(self) -> None:
+        """Take rate, delay and loss off the links until `limit`, for what is not measured.
+
+        Ranks on paced sockets do it themselves, by `WireMeter.lift`.
+        """
+        self._host(0).limit(self._links.lifted())
+        self._lifted = True
+
+    def limit(self) -> None:
+        """Have the links as they were before `lift`; nothing to do where they are."""
+        if self._lifted:
+            self._host(0).limit(self._links)
+            self._lifted = False
 
     def _host(self, rank: int) -> Hosts:
         if self._made is None:
