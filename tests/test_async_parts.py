@@ -83,6 +83,7 @@ class Bench:
 
 
 @pytest.mark.parametrize("block", range(4))
+@pytest.mark.draw(1)
 def test_random_schedules_keep_their_promises(block: int) -> None:
     for seed in range(50 * block, 50 * (block + 1)):
         part_cases.check(seed)

@@ -63,6 +63,7 @@ def test_a_killed_worker_and_a_killed_server_and_each_push_counts_once(tmp_path:
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.long
 def test_the_example_runs_as_it_is(tmp_path: Path) -> None:
     [said] = said_by([Script(tmp_path / "log", ROOT / "examples" / "ray_servers.py", **RAY)], DEADLINE_S)
     words = said.splitlines()[-1].split()

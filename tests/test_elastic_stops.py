@@ -180,7 +180,7 @@ def test_processes_that_are_stopped_never_differ(stop: Stop, crew: Crew) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, 40, 10))
-@pytest.mark.draw(1)
+@pytest.mark.long
 def test_processes_that_are_stopped_by_a_seed_never_differ(first: int, crew: Crew) -> None:
     for seed in range(first, first + 10):
         stopped_run_of(crew, f"seed {seed}", stop_of(seed, 3, 3.0), 3, PLAN)

@@ -42,7 +42,7 @@ def run(case: str, ranks: int, **arguments: Any) -> list[Any]:
 
 @functools.cache
 def on_different_processors() -> list[Any]:
-    return run_function(f"{CASES}:alike", 3, {}, 120, environments=PROCESSORS)
+    return run_function(f"{CASES}:alike", 3, {}, 240, environments=PROCESSORS)
 
 
 @each_size

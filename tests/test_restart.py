@@ -20,6 +20,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.long
 def test_a_run_that_torchrun_restarts_ends_as_one_that_was_not_disturbed(tmp_path: Path) -> None:
     whole, restarted = tmp_path / "whole", tmp_path / "restarted"
     for folder in (whole, restarted):

@@ -38,6 +38,7 @@ def run(case: str, ranks: int, folder: Path) -> list[Any]:
 # The example ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_an_unchanged_script_sends_little_and_resumes_exactly(tmp_path: Path) -> None:
     whole = run_two([*RUN, EXAMPLE, "--folder", str(tmp_path)], tmp_path / "whole")
     assert len(whole.parameters) == 2

@@ -145,7 +145,7 @@ def unshortened_s(reducer: Reducer, model: list[ParameterSpec], ranks: int, inde
 
 
 @pytest.mark.parametrize("spec", [*REDUCERS, *MORE, "none,exchange=tree"])
-@pytest.mark.draw(8)
+@pytest.mark.draw(4)
 def test_what_is_timed_once_takes_as_long_as_all_of_it_does(spec: str) -> None:
     reducer, model = parse(spec), layers(3)
     ranks = ranks_for(reducer, 6)
