@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import gradwire
 from gradwire.bench.ranks import run_function
 
