@@ -98,6 +98,8 @@ def test_parentheses_enclose_what_has_commas() -> None:
         ("local:h=8", "did you mean 'H'?"),
         ("local:H=eight", "expected a whole number"),
         ("local:H=8,H=9", "given twice"),
+        ("local:8,H=9", "given twice"),
+        ("local:", "nothing stands after the colon"),
         ("local:8,9", "an option is written name=value"),
         ("local:H=", "an option is written name=value"),
         ("local:H=8,outer=(int4", "parentheses do not match"),

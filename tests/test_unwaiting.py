@@ -123,7 +123,7 @@ def test_the_example_of_every_method_trains(name: str, network: nn.Linear, monke
         ("asgd:H=0", "give 1 or more"),
         ("asgd:update=nonsense", "nonsense"),
         ("dcasgd:-2", "0 or more"),
-        ("hogwild:4", "option"),
+        ("hogwild:4", "nothing after a colon"),
         ("async:4", "known are asgd, ssp, dcasgd, hogwild"),
     ],
 )
