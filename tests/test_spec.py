@@ -1,4 +1,4 @@
-"""The spec language: what reads, and what is refused with a sentence that helps."""
+"""Specs: what reads, what is equal, and what is refused with a sentence that helps."""
 
 from __future__ import annotations
 
@@ -490,7 +490,7 @@ def shown() -> set[str]:
     found: set[str] = set()
     for path in (ROOT / "README.md", *pages):
         quoted = re.findall(r"[`\"' ]((?:torch[.:])?[a-z]\w*(?:[:,+=][^\s`\"'|]+)?)[`\"' ]", path.read_text())
-        found |= {spec for spec in quoted if re.search(r"[:,+.][^A-Z]", spec)}
+        found |= {spec for spec in quoted if re.search(r"[:,+.][^A-Z.]", spec)}
     return {spec for spec in found if grammar.name_of(spec) in registry.table()} - REFUSED
 
 

@@ -1,4 +1,4 @@
-"""The spec language of `gradwire.sync`: what reads, what is refused, and what comes of it."""
+"""Specs of `gradwire.sync`: what reads, what is refused, and what comes of it."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_numbers_that_make_no_sense_are_refused(spec: str) -> None:
         parse(spec)
 
 
-def test_reducers_are_another_language() -> None:
+def test_reducers_serve_elsewhere() -> None:
     assert [is_sync(spec) for spec in ("int4", "topk:0.01+int8", "torch:fp32", "local", " demo:0.1")] == [
         False,
         False,

@@ -132,7 +132,7 @@ def test_what_cannot_be_read_is_said(spec: str, said: str) -> None:
         parse(spec)
 
 
-def test_languages_do_not_overlap() -> None:
+def test_names_do_not_overlap() -> None:
     assert [is_asynchronous(spec) for spec in ("ssp:2", " hogwild", "local:H=2", "topk:0.1")] == [
         True,
         True,

@@ -52,7 +52,7 @@ class Entry:
     """A method.
 
     Attributes:
-        name: of the spec language.
+        name: what its specs begin with.
         written: the name with what may follow it, in capitals: "topk:DENSITY".
         example: a spec that works.
         summary: what is sent, or what ranks do.

@@ -1,7 +1,7 @@
 """How the parts of a spec become one reducer: `topk:0.01+int8,exchange=twoshot,warmup=100`.
 
-The value after the colon is the first method's main number (density, levels, rank, block). A second method quantises
-the values that the first keeps. Options are the first method's own, and these, which every method has:
+A second method quantises the values that the first keeps. Options are the first method's own, and these, which every
+method has:
 
     exchange=allreduce|allgather|allgatherv|twoshot  how payloads become a mean
     exchange=direct|ring|tree|rhd|auto      an all-reduce by another route; auto measures which is fastest
