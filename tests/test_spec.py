@@ -449,6 +449,13 @@ def test_a_spec_in_the_wrong_place_is_answered_with_the_right_call(spec: str, ca
         as_method(spec)
 
 
+def test_attach_answers_with_wrap(one_rank: None) -> None:
+    ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+    for spec, example in {"local:8": "local:8", "locl:8": "local:H=8", "ssp:4": "ssp:4"}.items():
+        with pytest.raises(SpecError, match=re.escape(f'gradwire.wrap(optimizer, model, "{example}")')):
+            gradwire.attach(ddp, spec)
+
+
 @pytest.mark.parametrize(
     ("spec", "call"),
     [

@@ -142,7 +142,7 @@ def for_shards(
     if not isinstance(given, ForShards):
         return as_method(given), parameters
     if parameters is not None:
-        raise SpecError(f"parameters={parameters!r} is given twice: once in the spec, once beside it")
+        raise SpecError(f"parameters={parameters} is given twice: once in the spec, once beside it")
     return given
 
 
