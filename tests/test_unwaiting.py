@@ -124,6 +124,7 @@ def test_the_example_of_every_method_trains(name: str, network: nn.Linear, monke
         ("asgd:update=nonsense", "nonsense"),
         ("dcasgd:-2", "0 or more"),
         ("hogwild:4", "nothing after a colon"),
+        ("hogwild,H=4", "it has none"),
         ("async:4", "known are asgd, ssp, dcasgd, hogwild"),
     ],
 )

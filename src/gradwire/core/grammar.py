@@ -13,13 +13,15 @@ first method; in federations those of the method that they follow.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from gradwire.core.errors import SpecError
 from gradwire.core.nearest import meant
-from gradwire.core.options import REQUIRED, Option, convert
+from gradwire.core.options import REQUIRED, convert
+from gradwire.core.registry import Method, SpecMethod
 
 
 class Part(NamedTuple):
@@ -36,25 +38,6 @@ class Part(NamedTuple):
     name: str
     value: str | None
     options: dict[str, str]
-
-
-class Readable(Protocol):
-    """What has to be known of a method to read its options."""
-
-    @property
-    def argument(self) -> str | None:
-        """The option whose value may stand alone after the colon."""
-        ...
-
-    @property
-    def example(self) -> str:
-        """A spec that works."""
-        ...
-
-    @property
-    def options(self) -> Mapping[str, Option]:
-        """What may be written, by name."""
-        ...
 
 
 def name_of(spec: str) -> str:
@@ -129,22 +112,17 @@ def _part(spec: str, text: str, items: Iterable[str] = ()) -> Part:
 def _unbracketed(text: str) -> str:
     """Without brackets that enclose all of it. `torch:fp16` is what `torch.fp16` was written as."""
     text = re.sub("^torch:", "torch.", text.strip())
-    inner = text[1:-1]
-    if text[:1] == "(" and text[-1:] == ")" and _closes(inner):
-        return _unbracketed(inner)
-    return text
-
-
-def _closes(text: str) -> bool:
-    try:
-        split(text, ",")
-    except SpecError:
-        return False
-    return True
+    depths = [*itertools.accumulate({"(": 1, ")": -1}.get(character, 0) for character in text)]
+    is_enclosed = text[:1] == "(" and text[-1:] == ")" and 0 not in depths[:-1]
+    return _unbracketed(text[1:-1]) if is_enclosed else text
 
 
 def arguments(
-    spec: str, part: Part, method: Readable, also: Iterable[str] = (), synonyms: Mapping[str, str] | None = None
+    spec: str,
+    part: Part,
+    method: Method | SpecMethod,
+    also: Iterable[str] = (),
+    synonyms: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Return the options of a method that are written, converted.
 
@@ -163,7 +141,8 @@ def arguments(
         given = _with_argument(spec, part, method)
     for option in given:
         if option not in known:
-            hint = meant(option, [*known, *also], synonyms)
+            names = [*known, *also]
+            hint = meant(option, names, synonyms) if names else "it has none"
             hint = meant(option, [*known, *also], synonyms)
             raise SpecError(f"{name!r} has no option {option!r}, in {spec!r}: {hint}")
     for option, (_, default) in known.items():
@@ -172,7 +151,7 @@ def arguments(
     return {option: convert(spec, option, text, known[option].kind) for option, text in given.items()}
 
 
-def _with_argument(spec: str, part: Part, method: Readable) -> dict[str, str]:
+def _with_argument(spec: str, part: Part, method: Method | SpecMethod) -> dict[str, str]:
     """All that is written by name, and what follows the colon by its name."""
     if method.argument is None:
         raise SpecError(f"{part.name!r} takes nothing after a colon, in {spec!r}: write {part.name!r}")
