@@ -75,7 +75,7 @@ def run_script(arguments: argparse.Namespace, _: Console) -> int:
     from gradwire.core.errors import SpecError
     from gradwire.spec import for_shards
 
-    _, codec = for_shards(arguments.method, arguments.parameters)  # refuses what cannot be built before anything starts
+    codec = for_shards(arguments.method, arguments.parameters)[1]  # refuses what cannot be built before anything starts
     if codec is not None:
         parameter_codec(codec)
     if not arguments.module and not Path(arguments.script).is_file():
