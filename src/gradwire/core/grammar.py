@@ -143,7 +143,6 @@ def arguments(
         if option not in known:
             names = [*known, *also]
             hint = meant(option, names, synonyms) if names else "it has none"
-            hint = meant(option, [*known, *also], synonyms)
             raise SpecError(f"{name!r} has no option {option!r}, in {spec!r}: {hint}")
     for option, (_, default) in known.items():
         if default is REQUIRED and option not in given:
