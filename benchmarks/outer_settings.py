@@ -27,7 +27,6 @@ from common import save_result
 from gradwire.bench.ranks import run_function
 from gradwire.bench.task import measure
 from gradwire.bench.tasks import make_task
-from gradwire.sync import parse
 from pages import DOCS, markdown, write
 from plots import Line, Panel, figure
 
@@ -53,7 +52,7 @@ def trained(rank: int, world_size: int, method: str, seed: int, steps: int) -> l
     """Steps and held-out losses of the model that all ranks agreed on last, as one rank sees it."""
     task = make_task("bytes", seed, None)
     inner = task.optimizer(task.model.parameters())
-    optimizer: Any = inner if method == ALL_REDUCE else parse(method).optimizer(inner, task.model)
+    optimizer: Any = inner if method == ALL_REDUCE else gradwire.wrap(inner, task.model, method)
     session = gradwire.Session(task.model, "none") if method == ALL_REDUCE else None
     rates = [group["lr"] for group in inner.param_groups]
     curve: list[tuple[int, float]] = []

@@ -79,9 +79,9 @@ def made(method: str, task: Any, processor: SlowProcessor, share: float) -> Way:
         processor.watch_coding(handle.session.engine)
         return Way(ddp, inner.step, has_steps, handle.close)
     if method.startswith("local"):
-        averaged: Any = gradwire.sync.parse(method).optimizer(inner, model)
+        averaged: Any = gradwire.wrap(inner, model, method)
         return Way(model, averaged.step, has_steps, averaged.sync)
-    pushed: Any = gradwire.asynchronous.parse(method).optimizer(inner, model)
+    pushed: Any = gradwire.wrap(inner, model, method)
 
     def has_pushes(steps: int) -> bool:
         return pushed.version < BATCHES

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 import gradwire
-from gradwire import asynchronous, sync
+from gradwire import sync
 from gradwire.asynchronous.methods import METHODS as UNWAITING
 from gradwire.hooks import PeriodicModelAverager, PostLocalSGDOptimizer
 from gradwire.session.meeting import group_store
@@ -62,7 +62,7 @@ class Trained:
 
 
 def everything() -> Iterator[Trained]:
-    """Every method of every spec language by its own example, and what has no spec."""
+    """Every method by its own example, and what has no spec."""
     for name, method in gradwire.methods().items():
         spec = method.examples[0] if method.examples else name
         if gradwire.parse(spec).fewest_ranks <= RANKS:
@@ -70,9 +70,9 @@ def everything() -> Iterator[Trained]:
     yield Trained("attach int4", _attached("int4"))
     yield Trained("fsdp2 int4", _sharded("int4"))
     for method in SYNCHRONISED.values():
-        yield Trained(f"sync {method.example}", _by_spec(sync.parse, method.example, "sync"))
+        yield Trained(f"sync {method.example}", _by_spec(method.example, "sync"))
     for method in UNWAITING.values():
-        yield Trained(f"asynchronous {method.example}", _by_spec(asynchronous.parse, method.example, "finish"))
+        yield Trained(f"asynchronous {method.example}", _by_spec(method.example, "finish"))
     yield Trained("averaging", _averaging)
     yield Trained("hierarchical", _hierarchical)
     yield Trained("gossip", _gossip)
@@ -122,12 +122,12 @@ def _sharded(spec: str) -> Callable[[nn.Module, OptimizerOf], Running]:
 # Models, and optimizers in place of one's own ---------------------------------------------------------------------
 
 
-def _by_spec(parse: Callable[[str], Any], spec: str, end: str) -> Callable[[nn.Module, OptimizerOf], Running]:
+def _by_spec(spec: str, end: str) -> Callable[[nn.Module, OptimizerOf], Running]:
     """An optimizer by its spec, whose method `end` leaves all ranks with the same model."""
 
     def make(model: nn.Module, optimizer_of: OptimizerOf) -> Running:
         inner = optimizer_of(model)
-        optimizer = parse(spec).optimizer(inner, model, deadline_s=DEADLINE_S)
+        optimizer = gradwire.wrap(inner, model, spec, deadline_s=DEADLINE_S)
         return Running(model, inner, optimizer, optimizer.step, getattr(optimizer, end), optimizer.close)
 
     return make

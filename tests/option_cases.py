@@ -13,12 +13,11 @@ import torch
 from torch import Tensor, nn
 
 import gradwire
+from gradwire.composition import EXCHANGES
 from gradwire.core.errors import CompositionError, SpecError
-from gradwire.core.options import options_of
 from gradwire.core.registry import Method
 from gradwire.drivers.virtual import Gradients, VirtualRanks
 from gradwire.reducers import Reducer
-from gradwire.spec import EXCHANGES
 
 RANKS, STEPS, BAD_STEP, WIDE_STEP = 6, 5, 3, 2
 
@@ -147,8 +146,8 @@ def tried() -> Iterator[Tried]:
 def own_options(head: str) -> Iterator[Tried]:
     """A method's own options."""
     method = gradwire.methods()[re.split(r"[+:,]", head)[0]]
-    for name, option in options_of(method.build).items():
-        if name in method.fixed or (name == method.argument and ":" in head) or f",{name}=" in head:
+    for name, option in method.options.items():
+        if (name == method.argument and ":" in head) or f",{name}=" in head:
             continue
         if typing.get_origin(option.kind) is Literal:
             # Where the default chooses among the others, it is one of them.

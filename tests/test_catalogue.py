@@ -17,7 +17,6 @@ import methods_page
 from gradwire.asynchronous.methods import METHODS as UNWAITING
 from gradwire.catalogue import (
     COMPILER_TITLES,
-    GRADIENTS,
     KERNELS_ON,
     Entry,
     Recommended,
@@ -31,9 +30,10 @@ from gradwire.cli.catalogue import print_catalogue, print_entry
 from gradwire.cli.inform import run_methods
 from gradwire.cli.main import main, parser
 from gradwire.core.errors import SpecError
+from gradwire.core.options import described
+from gradwire.core.places import EVERY_STEP
 from gradwire.drivers.virtual import VirtualRanks
 from gradwire.kernels.dispatch import Kernel, implementation_table
-from gradwire.spec import described_options
 from gradwire.sync.methods import METHODS as SYNCHRONISED
 
 ROOT = Path(__file__).parents[1]
@@ -44,11 +44,6 @@ FIGURE = re.compile(r"\d+\.\d+")
 
 def names(use: type) -> list[str]:
     return [each.name for each in ENTRIES if isinstance(each.use, use)]
-
-
-def parsed(spec: str) -> object:
-    read = gradwire.sync.parse if gradwire.sync.is_sync(spec) else gradwire.parse
-    return (gradwire.asynchronous.parse if gradwire.asynchronous.is_asynchronous(spec) else read)(spec)
 
 
 def words(use: Recommended | Special | Study) -> str:
@@ -73,11 +68,11 @@ def test_the_first_are_few_and_the_last_are_for_study() -> None:
 
 @pytest.mark.parametrize("each", ENTRIES, ids=lambda each: each.name)
 def test_an_entry_says_what_its_method_is(each: Entry) -> None:
-    assert parsed(each.example)
+    assert gradwire.parse(each.example)
     assert words(each.use)
     if each.name in gradwire.methods():
         method = gradwire.methods()[each.name]
-        assert list(each.options) == described_options(method)
+        assert each.options == described(method.options)
         assert (each.summary, each.exchange, each.feedback) == (method.summary, method.exchange, method.feedback)
         assert gradwire.parse(each.example).fewest_ranks == each.fewest_ranks
 
@@ -95,7 +90,7 @@ def test_an_unknown_name_is_answered_with_the_nearest() -> None:
 # Kernels
 
 
-@pytest.mark.parametrize("each", [each for each in ENTRIES if each.language is GRADIENTS], ids=lambda each: each.name)
+@pytest.mark.parametrize("each", [each for each in ENTRIES if each.place is EVERY_STEP], ids=lambda each: each.name)
 def test_the_kernels_told_are_those_that_run(each: Entry, monkeypatch: pytest.MonkeyPatch) -> None:
     """In steps of another model, with whatever kernels there are here."""
     ran: set[str] = set()
@@ -164,7 +159,7 @@ def section(text: str, address: str) -> str:
 @pytest.mark.parametrize("each", RECOMMENDED, ids=lambda each: each.name)
 def test_what_is_recommended_was_measured_where_it_says(each: Entry) -> None:
     assert isinstance(each.use, Recommended)
-    assert parsed(each.use.spec)
+    assert gradwire.parse(each.use.spec)
     found = set(FIGURE.findall(" ".join(places(each.use))))
     told = FIGURE.findall(words(each.use).replace(each.use.spec, ""))
     assert len(told) >= 4

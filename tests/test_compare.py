@@ -15,6 +15,7 @@ import pytest
 import torch
 from rich.console import Console
 
+import gradwire
 from comparisons import Silent
 from gradwire.bench import compare, figures, merging, net, run_folder, storage, tasks, torch_hooks, user_tasks
 from gradwire.bench.compare_options import CompareError, CompareOptions
@@ -145,9 +146,12 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         (CompareOptions(evaluate_every=-1), "evaluate_every"),
         (CompareOptions(target="metric:nan"), "--target"),
         (CompareOptions(methods=("int4", "int4")), "once"),
-        (CompareOptions(methods=("torch:fp23",)), "torch:fp32"),
+        (CompareOptions(methods=("torch:fp23",)), "torch.fp32"),
         (CompareOptions(methods=("torch:powersgd",)), "rank"),
-        (CompareOptions(methods=("torch:fp32:2",)), "no argument"),
+        (CompareOptions(methods=("torch:fp32:2",)), "nothing after a colon"),
+        (CompareOptions(methods=("torch.noop", "torch:noop")), "once"),
+        (CompareOptions(methods=("fedavg",)), "gradwire federate --method fedavg"),
+        (CompareOptions(methods=("int4,parameters=int8",)), "--engine fsdp2"),
         (CompareOptions(methods=("topq:0.01",)), "topk"),
         (CompareOptions(methods=("local:H=0",)), "at least one step"),
         (CompareOptions(methods=("diloco:H=8,outer=topq:0.01",)), "topk"),
@@ -359,8 +363,7 @@ def test_a_folder_that_cannot_be_written_is_one_sentence(toy: str, tmp_path: Pat
 def test_misuse_is_one_sentence_and_status_2(capsys: pytest.CaptureFixture[str]):
     assert cli.main(["compare", "--methods", "torch:fp23"]) == 2
     assert capsys.readouterr().err == (
-        "gradwire: no method 'torch:fp23': did you mean torch:fp32? There are torch:fp32, torch:fp16, "
-        "torch:bf16, torch:powersgd, torch:noop\n"
+        "gradwire: unknown method 'torch.fp23' in 'torch:fp23': did you mean 'torch.fp32'?\n"
     )
 
 
@@ -371,7 +374,7 @@ def test_what_pytorchs_methods_send_is_predicted():
     model = torch.nn.Linear(100, 50)
     dense = 4 * 5050 * 1.5
     predicted = {
-        spec: torch_hooks.predicted_bytes(torch_hooks.parse_torch(spec), model, 5, 4)
+        spec: torch_hooks.predicted_bytes(gradwire.parse(spec), model, 5, 4)
         for spec in ("torch:fp32", "torch:fp16", "torch:noop", "torch:powersgd:4")
     }
     factors = 4 * (150 * 4 + 50) * 1.5

@@ -73,7 +73,7 @@ def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         ("powersgd:4", "FSDP2 needs a method that ends with shards"),
         ("int8,parameters=sign", "would change parameters by"),
         ("int8,parameters=topk:0.01", "would change parameters by"),
-        ("int8,parameters=", "a method's name is missing"),
+        ("int8,parameters=", "an option is written name=value"),
         ("parameters=int8", "parameters"),
         ("int8,parameters=int9000", "int9000"),
     ],

@@ -90,7 +90,7 @@ def test_results_that_are_none_are_one_sentence(
         (["--partition", "dirichelt"], "did you mean 'dirichlet'"),
         (["--method", "fedavg+fedprox"], "two of one kind"),
         (["--method", "fedadam:0.1,rate=2"], "'fedadam' has no option 'rate'"),
-        (["--method", "fedavg:1"], "'fedavg' has no option '1'"),
+        (["--method", "fedavg:1"], "'fedavg' takes nothing after a colon"),
         (["--update", "powersgd:2"], "no codec"),
         (["--aggregate", "krum:2"], "needs 7 clients a round"),
         (["--drop", "2"], "a probability"),

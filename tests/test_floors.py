@@ -16,7 +16,7 @@ FLOORS = (
     ("kernels",),
     ("codecs",),
     ("reducers",),
-    ("advice",),
+    ("advice", "baselines", "composition"),
     ("methods", "spec"),
     ("sending",),
     ("drivers",),

@@ -18,7 +18,7 @@ import gradwire
 from fsdp2_cases import VARIANTS
 from gradwire.bench.ranks import run_function
 from gradwire.core import registry
-from gradwire.core.errors import AttachError, CompositionError
+from gradwire.core.errors import AttachError, CompositionError, SpecError
 from gradwire.sync.gossip import DPSGD, Complete, OnGraph
 
 CASES = str(Path(__file__).with_name("fsdp2_cases.py"))
@@ -373,14 +373,27 @@ def test_methods_without_a_scatter_half_are_told_which_have_one(spec: str) -> No
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("parameters", ["sign", "topk:0.1"])
 def test_codecs_that_would_spoil_parameters_are_refused(parameters: str) -> None:
-    with pytest.raises(AttachError, match=r"would change parameters by \d+% of their norm: use int8"):
-        gradwire.attach(alone(), "int8", parameters=parameters)
+    for spec, beside in (("int8", parameters), (f"int8,parameters={parameters}", None)):
+        with pytest.raises(AttachError, match=r"would change parameters by \d+% of their norm: use int8"):
+            gradwire.attach(alone(), spec, parameters=beside)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_spec_may_say_what_parameters_are_gathered_in() -> None:
+    said = []
+    for spec, beside in (("int4", "int8"), ("int4,parameters=int8", None), ("int4", None)):
+        with gradwire.attach(alone(), spec, parameters=beside) as handle:
+            said.append((handle.reducer, str(handle.reducer), handle.report().uncounted))
+    assert said[0] == said[1] != said[2]
+    with pytest.raises(SpecError, match="given twice"):
+        gradwire.attach(alone(), "int4,parameters=int8", parameters="int8")
 
 
 @pytest.mark.usefixtures("one_rank")
 def test_ddp_gathers_no_parameters() -> None:
-    with pytest.raises(AttachError, match="parameters= and replicate= are for models of fully_shard"):
-        gradwire.attach(nn.parallel.DistributedDataParallel(nn.Linear(2, 2)), "int8", parameters="int8")
+    for spec, beside in (("int8", "int8"), ("int8,parameters=int8", None)):
+        with pytest.raises(AttachError, match="parameters= and replicate= are for models of fully_shard"):
+            gradwire.attach(nn.parallel.DistributedDataParallel(nn.Linear(2, 2)), spec, parameters=beside)
 
 
 # Copies of a sharded model ----------------------------------------------------------------------------------------

@@ -14,9 +14,9 @@ import gradwire
 from gradwire.cli.main import main
 from gradwire.core.grain import ParameterSpec
 from gradwire.core.link import Link
+from gradwire.core.options import described
 from gradwire.drivers.timing import step_s
 from gradwire.kernels.dispatch import KERNELS
-from gradwire.spec import described_options
 
 ROOT = Path(__file__).parents[1]
 
@@ -39,7 +39,7 @@ def test_version_is_the_package_s_own(capsys: pytest.CaptureFixture[str]) -> Non
 def test_a_default_that_is_shown_is_the_default(name: str) -> None:
     """Written out, the options build what the bare name does."""
     method = gradwire.methods()[name]
-    shown = [option.split("|")[0] for option in described_options(method)]
+    shown = [option.split("|")[0] for option in described(method.options)]
     needed = [f.name for f in dataclasses.fields(method.build) if f.default is dataclasses.MISSING and f.init]  # type: ignore[arg-type]
     given = {f"{option}=FLOAT": f"{option}=1.5" for option in needed}
     bare = ",".join([name, *(given[option] for option in shown if option in given)])

@@ -1,9 +1,10 @@
-"""The spec language: what reads, and what is refused with a sentence that helps."""
+"""Specs: what reads, what is equal, and what is refused with a sentence that helps."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,9 +12,9 @@ import torch
 import gradwire
 from gradwire import CompositionError, Lockstep, SpecError, methods, parse
 from gradwire.codecs import BF16, QSGD, BlockInt, Chain, Natural, RandomK, Scaled, TernGrad, TopK
-from gradwire.core import registry
+from gradwire.core import grammar, registry
 from gradwire.core.grain import flat_grain
-from gradwire.core.registry import fold
+from gradwire.core.nearest import fold
 from gradwire.reducers import (
     EF21,
     AllGatherExchange,
@@ -26,6 +27,9 @@ from gradwire.reducers import (
     SparseTwoShot,
     TwoShot,
 )
+from gradwire.spec import as_method
+
+ROOT = Path(__file__).parents[1]
 
 
 def test_a_bare_name_gets_what_suits_it() -> None:
@@ -144,11 +148,6 @@ def test_every_example_reads_and_prints(spec: str) -> None:
     assert parse(spec) == parse(spec)
 
 
-def test_pytorchs_hooks_are_the_comparisons_own() -> None:
-    with pytest.raises(SpecError, match="gradwire compare"):
-        parse("torch:fp16")
-
-
 MEANT = {
     "topk": ("topc:0.01", "top-k:0.01", "topK", "Top_K", "TOPK", "topk0.01", "sparsify"),
     "randomk": ("randk:0.1", "random-k", "rand"),
@@ -160,7 +159,13 @@ MEANT = {
     "bf16": ("bfloat16",),
     "none": ("fp32", "float32", "allreduce"),
     "sign": ("1bit", "signsgd", "1-bit"),
-    "onebit": ("onebitadam", "1bit-adam"),
+    "onebit": ("one-bit", "1bit-adam"),
+    "onebitadam": ("one_bit_adam", "OneBitAdam"),
+    "local": ("locl:8", "Local"),
+    "diloco": ("DiLoCo:20",),
+    "ssp": ("SSP:4",),
+    "fedadam": ("fed_adam:0.1",),
+    "torch.fp32": ("torch:fp23", "torch.fp33"),
     "terngrad": ("ternary", "terngard"),
     "dgc": ("dgcc:0.001", "deep_gradient_compression"),
     "fp8": ("e5m2", "float8"),
@@ -171,8 +176,8 @@ MEANT = {
 """By method: what people write who mean it."""
 
 ADVISED = {
-    "takes it as 'local:H=8,outer=int4'": ("localsgd:4", "local_sgd", "DiLoCo", "post_localSGD", "local:H=8"),
-    "it is an optimizer of": ("dion:16", "0/1-adam"),
+    "gradwire.wrap(optimizer, model, 'local:8,outer=int4')": ("localsgd:4", "local_sgd", "post_localSGD"),
+    "it is an optimizer": ("0/1-adam", "orth-dion"),
     "otherwise than by fully_shard": ("fsdp1", "deepspeed", "zero3"),
     "attached to as they are": ("fsdp", "fully_shard", "hsdp"),
     "one bit is 'sign'": ("int1", "int0", "int16", "uint1"),
@@ -214,7 +219,7 @@ def test_what_is_no_method_is_answered_with_what_to_do(spec: str, advice: str) -
             "topk:much",
             "int4,bits=5",
             "topk,exchange=x",
-            "torch:fp16",
+            "torch:powersgd",
         ),
     ],
 )
@@ -230,9 +235,8 @@ def test_what_errors_recommend_can_be_built() -> None:
     recommended = {spec for text in texts for spec in re.findall(r"'([a-z][^' ]*)'", text) if spec not in names}
     assert len(recommended) > 40
     for spec in recommended:
-        read = gradwire.sync.parse if gradwire.sync.is_sync(spec) else gradwire.parse
-        read = gradwire.asynchronous.parse if gradwire.asynchronous.is_asynchronous(spec) else read
-        read(spec if spec not in ("clip", "dp") else f"{spec}:1")
+        bare = registry.table().get(spec)
+        parse(bare.example if bare else spec)
 
 
 def test_a_name_has_one_meaning() -> None:
@@ -275,12 +279,18 @@ def test_unknown_options(spec: str, nearest: str) -> None:
         ("topk:", "density"),
         ("", "a method's name is missing"),
         ("topk:0.1+", "a method's name is missing"),
-        ("torch:powersgd:4", "did you mean 'powersgd'?"),
+        ("torch:powersgd:0", "a rank of at least 1"),
+        ("torch:fp16:4", "nothing after a colon"),
         ("fp16:2", "nothing after a colon"),
         ("topk,exchange=allgathr", "allgather"),
         ("powersgd:4+int8", "messages of its own"),
         ("powersgd:4,exchange=twoshot", "messages of its own"),
         ("topk:0.1+powersgd", "only codecs"),
+        ("topk:0.1+local:8", "no codec"),
+        ("int4,parameters=local:8", "no codec"),
+        ("int4,parameters=int8,parameters=int4", "twice"),
+        ("topk:density=0.1,density=0.2", "twice"),
+        ("topk:0.1,(ef=on", "parentheses do not match"),
         ("topk:0.1,density=0.2", "twice"),
         ("topk,density=0.1,density=0.2", "twice"),
     ],
@@ -362,3 +372,137 @@ def test_refusals_name_the_parts_of_a_spec_as_they_are_written():
         parse("terngrad:0,ef=on,exchange=allreduce")
     with pytest.raises(CompositionError, match=re.escape("dgc:0.01 keeps its own residual")):
         parse("dgc:0.01,ef=on")
+
+
+# ---------------------------------------------------------------------------- one grammar, whatever the method
+
+
+def spelled(name: str) -> list[str]:
+    """The ways to write the example of a method whose main number is written after the colon."""
+    method = registry.table()[name]
+    (first, *others) = grammar.read(method.example, joins=isinstance(method, registry.Method))
+    assert not others
+    options = dict(first.options)
+    value = options.pop(method.argument or "", None) if first.value is None else first.value
+    rest = "".join(f",{option}=({text})" for option, text in options.items())
+    if value is None:
+        return [f"{name}{rest}", f" ({name}{rest}) "]
+    named = f"{method.argument}={value}"
+    return [f"{name}:{value}{rest}", f"{name}:{named}{rest}", f"{name},{named}{rest}", f"{name}{rest},{named}"]
+
+
+@pytest.mark.parametrize("name", registry.table())
+def test_equal_spellings_mean_the_same(name: str) -> None:
+    """The main number after the colon, by name after the colon, and by name after a comma."""
+    wanted = parse(registry.table()[name].example)
+    assert [parse(spec) for spec in spelled(name)] == [wanted] * len(spelled(name))
+
+
+def test_brackets_enclose_what_is_a_spec_itself() -> None:
+    assert parse("local:8,outer=(int4,node=2)").options == {"H": 8, "outer": "int4,node=2"}
+    assert parse("local:8,outer=((int4))") == parse("local,H=8,outer=int4") == parse("local:H=(8),outer=int4")
+    assert parse("topk:0.1+(int8:64)") == parse("topk:0.1+int8:64") == parse("topk:0.1+int8:block=64")
+    assert parse("topk:0.1+(qsgd:15),ef=off") == parse("(topk:0.1,ef=off)+qsgd:15")
+    assert parse("local:outer=topk:0.1+int4").options == {"outer": "topk:0.1+int4"}
+
+
+def test_the_options_of_a_second_codec_stand_in_brackets() -> None:
+    made = parse("topk:0.1+(int8,stochastic=on),ef=off")
+    assert made == Guard(AllGatherExchange(Chain(TopK(0.1), BlockInt(8, stochastic=True))))
+
+
+@pytest.mark.parametrize("kind", ["fp32", "fp16", "bf16", "powersgd:4", "noop"])
+def test_pytorchs_own_have_an_old_name(kind: str) -> None:
+    assert parse(f"torch:{kind}") == parse(f"torch.{kind}")
+
+
+def test_parameters_are_a_codec_of_their_own() -> None:
+    made = parse("int4,parameters=(int8,stochastic=on),ef=off")
+    assert made == (parse("int4,ef=off"), BlockInt(8, stochastic=True))
+    assert str(made.gradients) == "int4,ef=off"
+    with pytest.warns(FutureWarning, match=re.escape("int4,parameters=(int8,stochastic=on),ef=off")):
+        assert parse("int4,parameters=int8,stochastic=on,ef=off") == made
+
+
+# -------------------------------------------------------------------------------------- where a method serves
+
+
+def test_what_a_spec_means_knows_where_it_serves() -> None:
+    for name, method in registry.table().items():
+        assert parse(method.example).place is method.place, name
+
+
+@pytest.mark.parametrize(
+    ("spec", "call"),
+    [
+        ("local:8", 'gradwire.wrap(optimizer, model, "local:8")'),
+        ("ssp:4", 'gradwire.wrap(optimizer, model, "ssp:4")'),
+        ("locl:8", 'gradwire.wrap(optimizer, model, "local:H=8")'),
+        ("fedprox:0.1", "gradwire federate --method fedprox:0.1"),
+        ("torch:powersgd:4", "only `gradwire compare` takes: did you mean 'powersgd'?"),
+        ("torch.noop", "only `gradwire compare` takes"),
+        ("int4,parameters=int8", "fully_shard"),
+    ],
+)
+def test_a_spec_in_the_wrong_place_is_answered_with_the_right_call(spec: str, call: str) -> None:
+    with pytest.raises(SpecError, match=re.escape(call)):
+        as_method(spec)
+
+
+def test_attach_answers_with_wrap(one_rank: None) -> None:
+    ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+    for spec, example in {"local:8": "local:8", "locl:8": "local:H=8", "ssp:4": "ssp:4"}.items():
+        with pytest.raises(SpecError, match=re.escape(f'gradwire.wrap(optimizer, model, "{example}")')):
+            gradwire.attach(ddp, spec)
+
+
+@pytest.mark.parametrize(
+    ("spec", "call"),
+    [
+        ("int4", 'gradwire.attach(ddp, "int4")'),
+        ("itn4", 'gradwire.attach(ddp, "int4")'),
+        ("locl:8", "did you mean 'local'?"),
+        ("fedavg", "gradwire federate --method fedavg"),
+        ("torch.fp16", "gradwire compare --methods torch.fp32 torch.fp16"),
+    ],
+)
+def test_wrap_refuses_what_does_not_go_with_an_optimizer(spec: str, call: str) -> None:
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(SpecError, match=re.escape(call)):
+        gradwire.wrap(torch.optim.SGD(model.parameters()), model, spec)
+
+
+def test_wrap_takes_what_parse_makes_and_no_other_thing(one_rank: None) -> None:
+    model = torch.nn.Linear(2, 2)
+    inner = torch.optim.SGD(model.parameters())
+    optimizer = gradwire.wrap(inner, model, parse("local:8,outer=int4"))
+    assert optimizer.session.method == "local:8,outer=int4"
+    optimizer.close()
+    with pytest.raises(SpecError, match="does not go with the optimizer"):
+        gradwire.wrap(inner, model, parse("int4"))
+    with pytest.raises(SpecError, match="address= is for workers that do not wait"):
+        gradwire.wrap(inner, model, "local:8", address="127.0.0.1")
+
+
+# ------------------------------------------------------------------------------------- every spec that is shown
+
+
+REFUSED = {"none,ef=on", "int8,stochastic=on"}
+"""Shown as what is refused; the second is a codec, which has no error feedback."""
+
+
+def shown() -> set[str]:
+    """Whatever is written like a spec and begins with a method's name, in README, docs and examples."""
+    pages = [*(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.py"), *(ROOT / "examples").rglob("*.md")]
+    found: set[str] = set()
+    for path in (ROOT / "README.md", *pages):
+        quoted = re.findall(r"[`\"' ]((?:torch[.:])?[a-z]\w*(?:[:,+=][^\s`\"'|]+)?)[`\"' ]", path.read_text())
+        found |= {spec for spec in quoted if re.search(r"[:,+.][^A-Z.]", spec)}
+    return {spec for spec in found if grammar.name_of(spec) in registry.table()} - REFUSED
+
+
+def test_every_spec_that_is_shown_is_read() -> None:
+    specs = shown()
+    assert len(specs) > 80
+    for spec in specs:
+        parse(spec)

@@ -87,7 +87,7 @@ def values_of(option: str, found: Option) -> tuple[tuple[str, ...], bool]:
 def without(spec: str, option: str) -> str:
     """A spec without an option, ready for another one."""
     name, _, text = spec.partition(":")
-    items = [item if "=" in item else f"{METHODS[name].main}={item}" for item in text.split(",") if item]
+    items = [item if "=" in item else f"{METHODS[name].argument}={item}" for item in text.split(",") if item]
     kept = [item for item in items if item.partition("=")[0] != option]
     return f"{name}:{''.join(f'{item},' for item in kept)}"
 
@@ -135,9 +135,8 @@ REFUSED = {
 
 @pytest.mark.parametrize(("spec", "remedy"), REFUSED.items())
 def test_what_would_do_nothing_is_refused_with_what_to_do(spec: str, remedy: str) -> None:
-    read = gradwire.asynchronous.parse if gradwire.asynchronous.is_asynchronous(spec) else gradwire.sync.parse
     with pytest.raises((SpecError, CompositionError), match=re.escape(remedy)) as raised:
-        read(spec)
+        gradwire.parse(spec)
     assert len(str(raised.value)) < 240
 
 

@@ -1,4 +1,4 @@
-"""The spec language of `gradwire.sync`: what reads, what is refused, and what comes of it."""
+"""Specs of `gradwire.sync`: what reads, what is refused, and what comes of it."""
 
 from __future__ import annotations
 
@@ -98,6 +98,8 @@ def test_parentheses_enclose_what_has_commas() -> None:
         ("local:h=8", "did you mean 'H'?"),
         ("local:H=eight", "expected a whole number"),
         ("local:H=8,H=9", "given twice"),
+        ("local:8,H=9", "given twice"),
+        ("local:", "nothing stands after the colon"),
         ("local:8,9", "an option is written name=value"),
         ("local:H=", "an option is written name=value"),
         ("local:H=8,outer=(int4", "parentheses do not match"),
@@ -127,7 +129,7 @@ def test_numbers_that_make_no_sense_are_refused(spec: str) -> None:
         parse(spec)
 
 
-def test_reducers_are_another_language() -> None:
+def test_reducers_serve_elsewhere() -> None:
     assert [is_sync(spec) for spec in ("int4", "topk:0.01+int8", "torch:fp32", "local", " demo:0.1")] == [
         False,
         False,

@@ -123,7 +123,8 @@ def test_the_example_of_every_method_trains(name: str, network: nn.Linear, monke
         ("asgd:H=0", "give 1 or more"),
         ("asgd:update=nonsense", "nonsense"),
         ("dcasgd:-2", "0 or more"),
-        ("hogwild:4", "option"),
+        ("hogwild:4", "nothing after a colon"),
+        ("hogwild,H=4", "it has none"),
         ("async:4", "known are asgd, ssp, dcasgd, hogwild"),
     ],
 )
@@ -132,7 +133,7 @@ def test_what_cannot_be_read_is_said(spec: str, said: str) -> None:
         parse(spec)
 
 
-def test_languages_do_not_overlap() -> None:
+def test_names_do_not_overlap() -> None:
     assert [is_asynchronous(spec) for spec in ("ssp:2", " hogwild", "local:H=2", "topk:0.1")] == [
         True,
         True,

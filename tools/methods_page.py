@@ -12,10 +12,11 @@ from itertools import groupby
 from pathlib import Path
 
 from gradwire.catalogue import (
+    GRAMMAR,
     KERNELS_ON,
-    LANGUAGES,
+    SHARED,
+    TEXTS,
     Entry,
-    Language,
     Recommended,
     Special,
     Study,
@@ -23,6 +24,7 @@ from gradwire.catalogue import (
     catalogue,
     facts,
 )
+from gradwire.core.places import WINDOWS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "methods.md"
@@ -63,7 +65,7 @@ HEADINGS = (
 
 def page() -> str:
     """Return the page."""
-    return "\n".join([INTRODUCTION, *_sections(), *_languages(), *_papers()])
+    return "\n".join([INTRODUCTION, *_sections(), *_grammar(), *_papers()])
 
 
 def _sections() -> Iterator[str]:
@@ -78,7 +80,7 @@ def _sections() -> Iterator[str]:
 
 def _recommended(entry: Entry) -> str:
     """A section of its own."""
-    left_out = ("written", "for example", "read by", "place", "paper", "write")
+    left_out = ("written", "for example", "taken by", "place", "paper", "write")
     assert isinstance(entry.use, Recommended)
     shown = {name: text for name, text in facts(entry).items() if name not in left_out}
     shown |= {"measured": ", ".join(f"[{_title(where)}]({_relative(where)})" for where in entry.use.measured)}
@@ -126,14 +128,12 @@ def _codes(texts: Iterable[str]) -> str:
     return ", ".join(f"`{text}`" for text in texts)
 
 
-def _languages() -> Iterator[str]:
-    yield "## What may be written\n"
-    yield from map(_language, LANGUAGES)
-
-
-def _language(language: Language) -> str:
-    shared = f"\nWhatever has windows of H steps takes {_codes(language.shared)}.\n" if language.shared else ""
-    return f"### {language.title}: `{language.parse}`\n\n{_markdown(language.grammar)}\n{shared}"
+def _grammar() -> Iterator[str]:
+    yield f"## What may be written\n\n{_markdown(GRAMMAR)}\n"
+    for place, text in TEXTS.items():
+        yield f"### {place.title}: `{place.call_of('SPEC')}`\n\n{_markdown(text)}\n"
+        if place is WINDOWS:
+            yield f"Whatever has windows of H steps takes {_codes(SHARED)}.\n"
 
 
 def _markdown(grammar: str) -> str:

@@ -77,6 +77,7 @@ FILES: dict[str, tuple[Stage, ...]] = {
     "session/checkpoint.py": (("src/gradwire/session/checkpoint.py", "tests/test_handle.py"), CHECKPOINT, GOING_ON),
     "session/saved_runs.py": (CHECKPOINT,),
     "adapters/attach.py": ((*FSDP2, "-k", "gathers_no"), ATTACHED),
+    "adapters/wrap.py": (("src/gradwire/adapters/wrap.py",), ("tests/test_spec.py", "-k", "wrap")),
     "adapters/handle.py": (("tests/test_handle.py",), ONE_RANK),
     "adapters/fsdp2/attach.py": ((*FSDP2, "-k", "told_why or twice"), (*FSDP2, "-k", "copies"), FSDP2),
     "adapters/fsdp2/comm.py": (FSDP2,),

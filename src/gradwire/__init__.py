@@ -8,6 +8,7 @@ from gradwire import asynchronous, federated, sync
 from gradwire.adapters.attach import attach
 from gradwire.adapters.drift import watch_drift
 from gradwire.adapters.handle import Handle
+from gradwire.adapters.wrap import wrap
 from gradwire.catalogue import catalogue
 from gradwire.codecs.error_memory import ErrorMemory, compress
 from gradwire.core.errors import (
@@ -76,4 +77,5 @@ __all__ = [
     "save",
     "sync",
     "watch_drift",
+    "wrap",
 ]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 _MODELS = (
-    "models are averaged by gradwire.sync, and `gradwire compare` takes it as 'local:H=8,outer=int4', an average of "
-    "which costs what 'int4' does"
+    "models are averaged by gradwire.wrap(optimizer, model, 'local:8,outer=int4'), and `gradwire compare` takes that "
+    "spec as well"
 )
 _FEDERATIONS = "federations have a server and no ranks: use gradwire.federated, or `gradwire federate --method fedavg`"
 _SHARDED_OTHERWISE = (
@@ -18,22 +18,17 @@ _FULLY_SHARD = (
     "what they gather (docs/fsdp2.md)"
 )
 _NEIGHBOURS = (
-    "neighbours mix models and not gradients, which gradwire.sync.Gossip does (docs/gossip.md); `gradwire compare` "
-    "takes it as 'gossip:ring'"
+    "neighbours mix models and not gradients: gradwire.wrap(optimizer, model, 'gossip:ring') does that (docs/gossip.md)"
 )
-_SERVERS = (
-    "ranks that do not wait push to servers, which gradwire.asynchronous does (docs/asynchronous.md); `gradwire "
-    "compare` takes it as 'ssp:4'"
-)
+_SERVERS = "ranks that do not wait push to servers, by gradwire.wrap(optimizer, model, 'ssp:4') (docs/asynchronous.md)"
 _UNWAITING_GOSSIP = (
-    "gossip that waits for nobody is not served; 'sgp:one-peer' of gradwire.sync, which `gradwire compare` takes, "
-    "waits least"
+    "gossip that waits for nobody is not served; gradwire.wrap(optimizer, model, 'sgp:one-peer') waits least"
 )
 _OTHER_WIDTHS = "integers have 2 to 8 bits ('int2' to 'int8'), one bit is 'sign', and sixteen bits are 'fp16' or 'bf16'"
 _BYTES = "gradients hardly shrink by byte compressors, so gradwire has none: 'fp16' sends half and 'int8' a quarter"
 _OPTIMIZERS = "a spec says what is sent and leaves the optimizer to you, so name a method such as 'int4' or 'topk:0.01'"
 _SHARED_OPTIMIZERS = (
-    "it is an optimizer of gradwire.sync.optimizers, which `gradwire compare` takes as in 'dion:16,lr=0.01'"
+    "it is an optimizer, and gradwire.wrap(optimizer, model, 'dion:16,lr=0.01') puts it in place of yours"
 )
 _BACKENDS = "gradwire uses the backend of DDP's process group, so name what it shall send, such as 'int4'"
 _FEEDBACK = (
@@ -41,12 +36,12 @@ _FEEDBACK = (
 )
 
 ADVICE: Mapping[str, str] = {
-    _MODELS: "local localsgd post_localsgd diloco streaming_diloco open_diloco slowmo bmuf sparseloco easgd",
-    _FEDERATIONS: "fedavg fedprox fednova scaffold fedavgm fedadam fedyogi fedadagrad fedbuff federated",
+    _MODELS: "localsgd post_localsgd streaming_diloco open_diloco sparseloco easgd",
+    _FEDERATIONS: "fedbuff federated",
     _SHARDED_OTHERWISE: "fsdp1 zero zero1 zero2 zero3 deepspeed megatron tensor_parallel pipeline",
     _FULLY_SHARD: "fsdp fsdp2 fully_shard hsdp zero++ qsdp sdp4bit",
-    _NEIGHBOURS: "gossip choco choco_sgd dpsgd d_psgd sgp decentralized decentralised",
-    _SERVERS: "ssp asgd async async_sgd asynchronous dcasgd dc_asgd hogwild bounded_staleness",
+    _NEIGHBOURS: "choco_sgd dpsgd d_psgd decentralized decentralised",
+    _SERVERS: "async async_sgd asynchronous bounded_staleness",
     _UNWAITING_GOSSIP: "adpsgd",
     _OTHER_WIDTHS: " ".join(
         [
@@ -56,7 +51,7 @@ ADVICE: Mapping[str, str] = {
     ),
     _BYTES: "gzip zlib zstd lz4 huffman entropy lossless",
     _OPTIMIZERS: "sgd adam adamw lamb lion muon adafactor",
-    _SHARED_OPTIMIZERS: "dion orth_dion zero_one_adam 01adam",
+    _SHARED_OPTIMIZERS: "orth_dion 01adam",
     _BACKENDS: "nccl gloo mpi ucc ddp horovod",
     _FEEDBACK: "error_feedback feedback residual ef21 ef_sgd memory",
 }

@@ -1,4 +1,4 @@
-"""Every method gradwire offers, one line each."""
+"""Every method of gradients, one line each."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from gradwire.advice import ADVICE
+from gradwire.baselines import TORCH
 from gradwire.codecs import (
     BF16,
     FP8,
@@ -25,7 +26,7 @@ from gradwire.codecs import (
     Threshold,
     TopK,
 )
-from gradwire.core.registry import Method, advise, methods, register
+from gradwire.core.registry import Method, advise, methods, register, register_all
 from gradwire.core.uses import Recommended, Special, Study, Use
 from gradwire.reducers import (
     ACPSGD,
@@ -191,7 +192,7 @@ _METHODS = (
     Method(
         *("onebit", OneBit, "one bit and a mean on either side of zero", "twoshot", True, "block"),
         examples=("onebit",),
-        synonyms=("1bit_sgd", "onebit_sgd", "1bit_adam", "onebit_adam", "1bit_lamb"),
+        synonyms=("1bit_sgd", "onebit_sgd", "1bit_adam", "1bit_lamb"),
         use=Study("one bit and two means; digits: accuracy 97.59, fp32 99.16"),
     ),
     Method(
@@ -318,7 +319,7 @@ _METHODS = (
     Method(
         *("dct_topk", DCTTopK, "largest coefficients of cosine transforms", "allgather", True, "density"),
         examples=("dct_topk:0.0625,residual=bf16",),
-        synonyms=("dct", "cosine", "fft", "demo"),
+        synonyms=("dct", "cosine", "fft"),
         use=Study("what the optimizer demo selects by; not measured as a method of gradients"),
     ),
     # rules that guard against bad gradients, and other results than a mean
@@ -385,5 +386,6 @@ _METHODS = (
 
 for _method in _METHODS:
     register(_method)
+register_all(TORCH)
 for _advice, _names in ADVICE.items():
     advise(_advice, *_names.split())

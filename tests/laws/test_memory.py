@@ -26,13 +26,13 @@ from torch import Tensor
 
 import gradwire
 from gradwire.codecs import Codec
+from gradwire.composition import EXCHANGES, RESIDUALS
 from gradwire.core.errors import CompositionError, SpecError
 from gradwire.core.grain import Grain, flat_grain, matrix_grain
 from gradwire.core.registry import Method
 from gradwire.drivers.lockstep import Lockstep
 from gradwire.reducers import DGC, MomentumCorrection, Reducer, WorkerMomentum, Wrapper
 from gradwire.reducers.aggregate import Rule
-from gradwire.spec import EXCHANGES, RESIDUALS
 
 from . import checks
 from .subjects import codecs_of, normal, parts, ranks_for, specs

@@ -17,6 +17,7 @@ from gradwire.core.errors import AttachError
 from gradwire.reducers.base import Reducer
 from gradwire.session import DEADLINE_S
 from gradwire.session.names import is_fsdp2
+from gradwire.spec import ForShards, for_shards
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 def attach(
     model: nn.Module,
-    reducer: Reducer | str,
+    reducer: Reducer | ForShards | str,
     *,
     parameters: Codec | str | None = None,
     replicate: DeviceMesh | dist.ProcessGroup | None = None,
@@ -47,8 +48,8 @@ def attach(
         model: the model.
         reducer: a reducer, or a spec such as `"topk:0.01"`. FSDP2 wants each rank to have its shard of the mean, so
             there it must be one that can be stopped there.
-        parameters: with FSDP2, a codec such as `"int8"` that parameters are gathered in; the shards, which optimizers
-            work on, stay as they are. None: FSDP2 gathers them as it does alone.
+        parameters: with FSDP2, a codec such as `"int8"` that parameters are gathered in, which a spec may say as well;
+            the shards, which optimizers work on, stay as they are. None: FSDP2 gathers them as it does alone.
         replicate: with FSDP2 over a mesh of one dimension, the ranks that have the same shard of other copies of the
             model. Then `reducer` is any method, and averages between these; inside a copy FSDP2 reduces as it does
             alone. Save one folder for each shard.
@@ -79,8 +80,9 @@ def attach(
 
     Example:
         handle = gradwire.attach(ddp, "int4")
-        handle = gradwire.attach(fully_shard(model), "int4", parameters="int8")
+        handle = gradwire.attach(fully_shard(model), "int4,parameters=int8")
     """
+    reducer, parameters = for_shards(reducer, parameters)
     options: dict[str, Any] = {
         "seed": seed,
         "deadline_s": deadline_s,

@@ -4,7 +4,7 @@ from gradwire.asynchronous import snapshots
 from gradwire.asynchronous.hogwild_optimizer import HogwildOptimizer
 from gradwire.asynchronous.lengths import Fixed, Length, Matched
 from gradwire.asynchronous.messages import Grant, Push, Receipt
-from gradwire.asynchronous.methods import Recipe, is_asynchronous, parse
+from gradwire.asynchronous.methods import is_asynchronous, parse
 from gradwire.asynchronous.optimizer import AsynchronousOptimizer
 from gradwire.asynchronous.pace import Barriers, Bounded, Free, Pace
 from gradwire.asynchronous.rates import Constant, Geometric, Hyperbolic, Inverse, Rate, Relative, RootHyperbolic
@@ -13,6 +13,7 @@ from gradwire.asynchronous.server import Server
 from gradwire.asynchronous.simulation import Applied, Faults, Machine, Simulation
 from gradwire.asynchronous.work import Gradient, LocalSteps, Result, Work
 from gradwire.asynchronous.worker import Worker
+from gradwire.core.recipe import Recipe
 from gradwire.sending import Sending
 
 __all__ = [

@@ -1,8 +1,4 @@
-"""The spec language of `gradwire.asynchronous`: `ssp:4`, `dcasgd:2`, `asgd:rate=hyperbolic,update=topk:0.05`.
-
-    spec    = name [":" item {"," item}]
-    item    = option "=" value, or first of all the value of the name's main option: `ssp:4`
-    value   = text, or "(" text ")" where the text has commas of its own: `update=(topk:0.05,decay=0.9)`
+"""Specs of methods whose ranks do not wait: `ssp:4`, `dcasgd:2`, `asgd:rate=hyperbolic,update=topk:0.05`.
 
 `update` says how pushes travel, by a codec's spec, and `H` how many local steps are made between two pushes. `hogwild`
 has no server and no messages: the ranks must be processes of one machine, which change one copy of the model in shared
@@ -11,16 +7,16 @@ memory.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal, Unpack
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from gradwire import spec as language
 from gradwire.asynchronous.hogwild_optimizer import HogwildOptimizer
 from gradwire.asynchronous.lengths import Fixed, Length
 from gradwire.asynchronous.optimizer import AsynchronousOptimizer, Where
@@ -28,8 +24,12 @@ from gradwire.asynchronous.pace import Bounded, Free, Pace
 from gradwire.asynchronous.rates import Hyperbolic, Inverse, Rate, Relative, RootHyperbolic
 from gradwire.asynchronous.rules import ASGD, CONSTANT, AdaptiveDCASGD, Rule
 from gradwire.core.errors import SpecError
-from gradwire.core.method_spec import SpecMethod, name_of, read
+from gradwire.core.grammar import name_of
+from gradwire.core.nearest import meant
 from gradwire.core.options import Option, options_of
+from gradwire.core.places import UNWAITING
+from gradwire.core.recipe import OptimizerMethod, Recipe
+from gradwire.core.registry import register_all
 from gradwire.core.uses import Special, Study, Use
 from gradwire.sending import Sending
 
@@ -43,12 +43,10 @@ _FALLING: Mapping[str, Rate] = {
 }
 
 
-class AsyncMethod(SpecMethod):
-    """A method of this language."""
+class AsyncMethod(OptimizerMethod[Unwaiting]):
+    """A method of ranks that do not wait for each other."""
 
-    @abstractmethod
-    def optimizer(self, given: Mapping[str, Any], inner: Optimizer, model: nn.Module, where: Where) -> Unwaiting:
-        """Return the optimizer to step in place of `inner`."""
+    place = UNWAITING
 
 
 @dataclass(frozen=True)
@@ -135,10 +133,10 @@ class Served(AsyncMethod):
     exchange = "servers"
 
     def __init__(
-        self, kind: type[Plain | Compensated], build: type, summary: str, example: str, main: str, use: Use
+        self, kind: type[Plain | Compensated], build: type, summary: str, example: str, argument: str, use: Use
     ) -> None:
         self._kind, self.build, self.options = kind, build, options_of(kind)
-        self.summary, self.example, self.main, self.use = summary, example, main, use
+        self.summary, self.example, self.argument, self.use = summary, example, argument, use
 
     def check(self, given: Mapping[str, Any]) -> None:
         """Make every part, for two workers."""
@@ -162,7 +160,7 @@ class SharedMemory(AsyncMethod):
     """A method whose ranks change one copy of the model."""
 
     summary = "Hogwild!: processes of one machine change one model without locks"
-    example, main, build, exchange = "hogwild", "", HogwildOptimizer, "shared memory"
+    example, argument, build, exchange = "hogwild", None, HogwildOptimizer, "shared memory"
     use: Use = Special("processes of one machine, and gradients that touch few parameters each")
     options: Mapping[str, Option] = {}
 
@@ -203,34 +201,11 @@ METHODS: Mapping[str, AsyncMethod] = {
 }
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """A spec that was read.
-
-    >>> parse("ssp:4,update=(topk:0.1,decay=0.5)").options
-    {'staleness': 4, 'update': 'topk:0.1,decay=0.5'}
-    """
-
-    spec: str
-    method: AsyncMethod = field(repr=False)
-    options: Mapping[str, Any]
-
-    def optimizer(self, inner: Optimizer, model: nn.Module, **where: Unpack[Where]) -> Unwaiting:
-        """Return the optimizer to step in place of `inner`; `finish` and `close` it in the end.
-
-        Args:
-            inner: the script's own optimizer of the model.
-            model: alike on all ranks, and not wrapped in `DistributedDataParallel`.
-            where: `group`, `seed`, `deadline_s` and `address` of `AsynchronousOptimizer`.
-
-        Raises:
-            GradwireError: as the class that the spec names.
-        """
-        return self.method.optimizer(self.options, inner, model, where)
+register_all(METHODS)
 
 
 def is_asynchronous(spec: str) -> bool:
-    """Whether a spec is of this language.
+    """Whether a spec is of a method of `gradwire.asynchronous`.
 
     >>> is_asynchronous("ssp:4"), is_asynchronous("local:H=8")
     (True, False)
@@ -238,8 +213,8 @@ def is_asynchronous(spec: str) -> bool:
     return name_of(spec) in METHODS
 
 
-def parse(spec: str) -> Recipe:
-    """Read a spec.
+def parse(spec: str) -> Recipe[Unwaiting]:
+    """Read a spec by `gradwire.parse`, and refuse other methods than those of `gradwire.asynchronous`.
 
     Raises:
         SpecError: an unknown name or option, or a value that cannot be read.
@@ -250,4 +225,6 @@ def parse(spec: str) -> Recipe:
         ...
     gradwire.core.errors.CompositionError: a staleness of -1: it is 0, which is synchronous, or more
     """
-    return Recipe(spec, *read(spec, METHODS, "gradwire.asynchronous"))
+    if not is_asynchronous(spec):
+        raise SpecError(f"{spec!r} is no method of gradwire.asynchronous: {meant(name_of(spec), METHODS)}")
+    return language.parse(spec)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -46,7 +47,8 @@ class CompareError(GradwireError, ValueError):
 class CompareOptions:
     """What to compare, and under which conditions. Each field says what it is, and `gradwire compare --help` shows it.
 
-    `methods` are gradwire specs and `torch:` methods; where there are none, they are `DEFAULT_METHODS` of the engine.
+    `methods` are specs, those of PyTorch's own methods (`torch.fp32`) among them; where there are none, they are
+    `DEFAULT_METHODS` of the engine.
 
     >>> CompareOptions(task="digits", rate="1gbit").methods[0]
     'torch:fp32'
@@ -115,5 +117,7 @@ class CompareOptions:
     )  # fmt: skip
 
     def __post_init__(self) -> None:
-        """Fill in the methods."""
-        object.__setattr__(self, "methods", self.methods or DEFAULT_METHODS.get(self.engine, ()))
+        """Fill in the methods. Results call PyTorch's own by `torch:`, whichever way they are written."""
+        methods = self.methods or DEFAULT_METHODS.get(self.engine, ())
+        object.__setattr__(self, "methods", tuple(re.sub(r"^torch\.", "torch:", spec) for spec in methods))
+        object.__setattr__(self, "target", self.target and self.target.replace("method:torch.", "method:torch:"))

@@ -7,6 +7,7 @@ the method on it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -14,14 +15,12 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 import gradwire
-from gradwire.asynchronous import is_asynchronous
-from gradwire.asynchronous import parse as parse_asynchronous
 from gradwire.bench.compare_options import DDP, FSDP2
 from gradwire.bench.sides import GradwireSide, Side, SyncSide, TorchSide, UnwaitingSide
-from gradwire.bench.torch_hooks import parse_torch
+from gradwire.bench.torch_hooks import bucket_mb as bucket_mb_of
 from gradwire.core.errors import SpecError
-from gradwire.sync import is_sync
-from gradwire.sync import parse as parse_sync
+from gradwire.core.places import BASELINES, EVERY_STEP, UNWAITING, WINDOWS, require_place
+from gradwire.spec import as_method, find
 
 ENGINES = (DDP, FSDP2)
 
@@ -51,29 +50,23 @@ class Replicated(Engine):
 
     @override
     def check(self, spec: str, hosts: int) -> None:
-        if spec.startswith("torch:"):
-            parse_torch(spec)
-        elif is_sync(spec):
-            parse_sync(spec)
-        elif is_asynchronous(spec):
-            parse_asynchronous(spec)
-        else:
-            gradwire.parse(spec).require_ranks(hosts)
+        made = gradwire.parse(spec)
+        require_place(spec, made.place, EVERY_STEP, WINDOWS, UNWAITING, BASELINES)
+        if made.place is EVERY_STEP:
+            as_method(spec).require_ranks(hosts)
 
     def wrap(self, model: nn.Module, spec: str, bucket_mb: float) -> nn.Module:
         """In DDP with this size of buckets, or with the one that the method needs."""
-        if is_sync(spec) or is_asynchronous(spec):
+        made = gradwire.parse(spec)
+        if made.place in (WINDOWS, UNWAITING):
             return model
-        needed = parse_torch(spec).bucket_mb if spec.startswith("torch:") else None
+        needed = bucket_mb_of(made) if made.place is BASELINES else None
         return DistributedDataParallel(model, bucket_cap_mb=needed or bucket_mb)
 
     def attach(self, model: nn.Module, optimizer: Optimizer, spec: str) -> Side:
         """By a communication hook, or by an optimizer around the task's own."""
-        if is_asynchronous(spec):
-            return UnwaitingSide(model, optimizer, spec)
-        if not isinstance(model, DistributedDataParallel):
-            return SyncSide(model, optimizer, spec)
-        side = TorchSide if spec.startswith("torch:") else GradwireSide
+        sides = {EVERY_STEP: GradwireSide, WINDOWS: SyncSide, UNWAITING: UnwaitingSide, BASELINES: TorchSide}
+        side: type[Any] = sides[find(spec).place]
         return side(model, optimizer, spec)
 
 

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import time
 from collections.abc import Callable, Generator, Iterator
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -20,14 +20,12 @@ from typing_extensions import override
 import gradwire
 from gradwire.adapters.fsdp2.form import sharded_method
 from gradwire.adapters.fsdp2.gather import parameter_codec
-from gradwire.asynchronous import is_asynchronous
 from gradwire.bench.engines import Engine
 from gradwire.bench.results import FLOOR, FP32
 from gradwire.bench.sides import Side
 from gradwire.core.errors import SpecError
-from gradwire.sync import is_sync
-
-PARAMETERS = "parameters="
+from gradwire.core.places import BASELINES, UNWAITING, WINDOWS
+from gradwire.spec import find, for_shards
 
 BF16 = "torch:bf16"
 
@@ -36,28 +34,6 @@ LABELS = {
     BF16: "fully_shard, MixedPrecisionPolicy(param_dtype=bfloat16, reduce_dtype=bfloat16)",
     FLOOR: "nothing is sent, each rank trains its own whole model",
 }
-
-
-class Method(NamedTuple):
-    """What a comparison over FSDP2 takes for a method.
-
-    Attributes:
-        gradients: the spec that reduces gradients.
-        parameters: the codec that parameters are gathered in; None: as they are.
-    """
-
-    gradients: str
-    parameters: str | None
-
-
-def split(spec: str) -> Method:
-    """Read what `parameters=` says. It comes last, and what follows is the codec's.
-
-    >>> split("int8,ef=off,parameters=int8,stochastic=on")
-    Method(gradients='int8,ef=off', parameters='int8,stochastic=on')
-    """
-    gradients, found, parameters = spec.partition(f",{PARAMETERS}")
-    return Method(gradients, parameters if found else None)
 
 
 class Sharded(Engine):
@@ -71,19 +47,19 @@ class Sharded(Engine):
 
     def check(self, spec: str, hosts: int) -> None:
         """Read it; only methods with shards in the middle are served."""
-        if spec.startswith("torch:"):
-            if spec not in LABELS:
-                raise SpecError(
-                    f"{spec} is not for --engine fsdp2, which has {', '.join(LABELS)}"
-                    + (": fp16 needs a gradient scaler, which a comparison has none of" if "fp16" in spec else "")
-                )
-            return
-        if is_sync(spec) or is_asynchronous(spec):
+        place = find(spec).place
+        if place is BASELINES and spec not in LABELS:
+            raise SpecError(
+                f"{spec} is not for --engine fsdp2, which has {', '.join(LABELS)}"
+                + (": fp16 needs a gradient scaler, which a comparison has none of" if "fp16" in spec else "")
+            )
+        if place in (WINDOWS, UNWAITING):
             raise SpecError(f"{spec} is not for --engine fsdp2 but for --engine ddp: its ranks have whole models")
-        method = split(spec)
-        sharded_method(method.gradients).require_ranks(hosts)
-        if method.parameters is not None:
-            parameter_codec(method.parameters)
+        if place is not BASELINES:
+            gradients, parameters = for_shards(spec)
+            sharded_method(gradients).require_ranks(hosts)
+            if parameters is not None:
+                parameter_codec(parameters)
 
     def wrap(self, model: nn.Module, spec: str, bucket_mb: float) -> nn.Module:
         """In shards over all ranks; the floor as it is. There are no buckets."""
@@ -147,12 +123,12 @@ class ShardedSide(Side):
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, spec: str, whole: nn.Module) -> None:
         super().__init__(model, optimizer)
-        self._whole, self._method = whole, split(spec)
+        self._whole = whole
         self._clock = CommunicationClock()
         self._handle = None
         self.label = LABELS.get(spec, "")
         if spec not in LABELS:
-            gradients, parameters = self._method
+            gradients, parameters = for_shards(spec)
             self._handle = gradwire.attach(model, gradients, parameters=parameters)
             self.label = repr(self._handle.reducer) + (f", parameters in {parameters}" if parameters else "")
 

@@ -16,10 +16,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 import gradwire
-from gradwire.asynchronous import parse as parse_asynchronous
 from gradwire.bench.slow import SlowProcessor
-from gradwire.bench.torch_hooks import attach_torch, parse_torch, predicted_bytes
-from gradwire.sync import parse as parse_sync
+from gradwire.bench.torch_hooks import attach_torch, predicted_bytes
 
 
 class Side(ABC):
@@ -121,7 +119,7 @@ class TorchSide(DDPSide):
 
     def __init__(self, ddp: DistributedDataParallel, optimizer: Optimizer, spec: str) -> None:
         super().__init__(ddp, optimizer)
-        self._method = parse_torch(spec)
+        self._method = gradwire.parse(spec)
         self.label = self._method.label
         self._clock = attach_torch(ddp, self._method)
         self._steps = 0
@@ -182,7 +180,7 @@ class SyncSide(Side):
     """An optimizer of `gradwire.sync`, on a model without DDP. Gradients are clipped by each rank's own norm."""
 
     def __init__(self, model: nn.Module, inner: Optimizer, spec: str) -> None:
-        self._synchronised = parse_sync(spec).optimizer(inner, model)
+        self._synchronised = gradwire.wrap(inner, model, spec)
         super().__init__(model, self._synchronised)
         self.averages_to_evaluate = self._synchronised.averages_to_evaluate
         self._not_trained = 0
@@ -221,8 +219,8 @@ class UnwaitingSide(Side):
     """An optimizer of `gradwire.asynchronous`, without DDP. Gradients are clipped by each rank's own norm."""
 
     def __init__(self, model: nn.Module, inner: Optimizer, spec: str) -> None:
-        recipe = parse_asynchronous(spec)
-        self._pushed, self._steps_a_push = recipe.optimizer(inner, model), recipe.options.get("H", 1)
+        recipe = gradwire.parse(spec)
+        self._pushed, self._steps_a_push = gradwire.wrap(inner, model, recipe), recipe.options.get("H", 1)
         super().__init__(model, self._pushed)
         self.label = self._pushed.described()
         self._sent_before = 0

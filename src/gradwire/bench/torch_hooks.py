@@ -1,12 +1,10 @@
-"""PyTorch's own communication hooks as peers in a comparison: `torch:fp32`, `torch:powersgd:4` and so on.
+"""PyTorch's own communication hooks as peers in a comparison: `torch.fp32`, `torch.powersgd:4` and so on.
 
 No postponed annotations in this module: DDP inspects the annotations of a hook and refuses strings.
 """
 
-import difflib
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -15,65 +13,15 @@ from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.core.errors import SpecError
+from gradwire.baselines import POWERSGD_START, TorchMethod
 
 ONE_BUCKET_MB = 100_000.0
 """PyTorch's PowerSGD hook crashes on Gloo as soon as there are two buckets; this is room for any model."""
 
-POWERSGD_START = 2
-"""Steps that PowerSGD makes uncompressed: PyTorch refuses fewer while it warm-starts and feeds errors back."""
 
-
-@dataclass(frozen=True)
-class TorchMethod:
-    """One of PyTorch's methods.
-
-    Attributes:
-        kind: fp32, fp16, bf16, powersgd or noop.
-        rank: of PowerSGD.
-    """
-
-    kind: str
-    rank: int = 0
-
-    @property
-    def label(self) -> str:
-        """What it is, in words."""
-        return {
-            "fp32": "DistributedDataParallel, no hook",
-            "fp16": "default_hooks.fp16_compress_hook",
-            "bf16": "default_hooks.bf16_compress_hook",
-            "noop": "debugging_hooks.noop_hook: nothing is sent, each rank trains alone",
-            "powersgd": f"powerSGD_hook, rank {self.rank}, start_powerSGD_iter={POWERSGD_START}, one bucket",
-        }[self.kind]
-
-    @property
-    def bucket_mb(self) -> float | None:
-        """Bucket size that it needs, or None if any will do."""
-        return ONE_BUCKET_MB if self.kind == "powersgd" else None
-
-
-KINDS = ("fp32", "fp16", "bf16", "powersgd", "noop")
-
-
-def parse_torch(spec: str) -> TorchMethod:
-    """Read `torch:fp32`, `torch:fp16`, `torch:bf16`, `torch:powersgd:R` or `torch:noop`.
-
-    Example:
-        >>> parse_torch("torch:powersgd:4")
-        TorchMethod(kind='powersgd', rank=4)
-    """
-    kind, _, argument = spec.removeprefix("torch:").partition(":")
-    if kind not in KINDS:
-        near = difflib.get_close_matches(kind, KINDS, n=1, cutoff=0.0)[0]
-        raise SpecError(f"no method {spec!r}: did you mean torch:{near}? There are torch:" + ", torch:".join(KINDS))
-    if kind != "powersgd":
-        if argument:
-            raise SpecError(f"torch:{kind} takes no argument, not {argument!r}")
-        return TorchMethod(kind)
-    if not argument.isdigit() or int(argument) < 1:
-        raise SpecError(f"{spec!r}: PowerSGD wants a rank of at least 1, as in torch:powersgd:4")
-    return TorchMethod(kind, int(argument))
+def bucket_mb(method: TorchMethod) -> float | None:
+    """Bucket size that a method needs, or None if any will do."""
+    return ONE_BUCKET_MB if method.kind == "powersgd" else None
 
 
 class HookClock:

@@ -11,7 +11,9 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from gradwire.catalogue import LANGUAGES, Entry, Language, catalogue, facts, listed
+from gradwire.catalogue import GRAMMAR, SHARED, TEXTS, Entry, catalogue, facts, listed
+from gradwire.core.places import BASELINES, CLIENTS, WINDOWS
+from gradwire.core.registry import table
 
 
 def print_catalogue(console: Console) -> None:
@@ -26,14 +28,23 @@ def print_catalogue(console: Console) -> None:
         "Of several choices the first is the default. `gradwire methods NAME` shows one method whole.\n",
         highlight=False,
     )
-    for language in LANGUAGES:
-        console.print(Text(f"{language.title}: specs of {language.parse}\n", style="bold"))
-        for block in _blocks(language):
-            console.print(block)
-            console.print()
+    _print_text(console, "What may be written", GRAMMAR)
+    for place, text in TEXTS.items():
+        shared = f"\n\nWhatever has windows of H steps takes {', '.join(SHARED)}." if place is WINDOWS else ""
+        _print_text(console, f"{place.title}: {place.call_of('SPEC')}", text + shared)
+    for place in (CLIENTS, BASELINES):
+        names = ", ".join(name for name, method in table().items() if method.place is place)
+        _print_text(console, f"{place.title}: {place.call_of('SPEC')}", names)
 
 
-_ABRIDGED = ("what is sent", "written", "for example", "read by", "place", "shared options", "paper")
+def _print_text(console: Console, title: str, text: str) -> None:
+    console.print(Text(f"{title}\n", style="bold"))
+    for block in _blocks(text):
+        console.print(block)
+        console.print()
+
+
+_ABRIDGED = ("what is sent", "written", "for example", "taken by", "place", "shared options", "paper")
 """What the list leaves to the page of one method, or says otherwise."""
 
 
@@ -53,16 +64,11 @@ def _rows(found: Mapping[str, str]) -> RenderableType:
     return Padding(table, (0, 0, 0, 4))
 
 
-def _blocks(language: Language) -> Iterator[RenderableType]:
-    """The paragraphs of a grammar, as wide as there is room."""
-    for paragraph in language.grammar.split("\n\n"):
+def _blocks(text: str) -> Iterator[RenderableType]:
+    """Paragraphs, as wide as there is room."""
+    for paragraph in text.split("\n\n"):
         lines = paragraph.splitlines()
-        if lines[0].startswith("    "):
-            yield _rows(_definitions(lines))
-        else:
-            yield Text(" ".join(lines))
-    if language.shared:
-        yield Text(f"Whatever has windows of H steps takes {', '.join(language.shared)}.")
+        yield _rows(_definitions(lines)) if lines[0].startswith("    ") else Text(" ".join(lines))
 
 
 def _definitions(lines: list[str]) -> dict[str, str]:

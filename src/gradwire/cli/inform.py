@@ -62,7 +62,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run_methods(arguments: argparse.Namespace, console: Console) -> int:
     """`gradwire methods [SPEC ...]`, `gradwire methods --kernels`."""
-    from gradwire.catalogue import entry, is_method
+    import gradwire
     from gradwire.cli.catalogue import print_catalogue, print_entry
 
     if arguments.kernels:
@@ -72,34 +72,24 @@ def run_methods(arguments: argparse.Namespace, console: Console) -> int:
         return OK
     if not arguments.spec:
         print_catalogue(console)
+    entries = {entry.name: entry for entry in gradwire.catalogue()} if arguments.spec else {}
     for text in arguments.spec:
-        if is_method(text):
-            print_entry(entry(text), console)
+        if text in entries:
+            print_entry(entries[text], console)
         else:
-            console.print(f"{text}  =  {_meaning(text)!r}", highlight=False, soft_wrap=True)
+            console.print(f"{text}  =  {gradwire.parse(text)!r}", highlight=False, soft_wrap=True)
     return OK
-
-
-def _meaning(text: str) -> object:
-    """What a spec of any language makes."""
-    import gradwire
-
-    if gradwire.sync.is_sync(text):
-        return gradwire.sync.parse(text)
-    if gradwire.asynchronous.is_asynchronous(text):
-        return gradwire.asynchronous.parse(text)
-    return gradwire.parse(text)
 
 
 def run_cost(arguments: argparse.Namespace, console: Console) -> int:
     """`gradwire cost SPEC ...`."""
-    import gradwire
     from gradwire.bench.tasks import make_task
+    from gradwire.spec import as_method
 
     link = _link(arguments.rate, arguments.latency)
     model = make_task(arguments.task, 0, arguments.text).model
     hosts, behind = _hosts(arguments.hosts)
-    reducers = {spec: gradwire.parse(spec) for spec in [*arguments.methods, *behind]}
+    reducers = {spec: as_method(spec) for spec in [*arguments.methods, *behind]}
     if not reducers:
         raise SpecError("name at least one method, such as: gradwire cost int4")
     if arguments.rate and len(hosts) > 1:

@@ -24,13 +24,15 @@ OK, FAILED, MISUSED, INTERRUPTED = 0, 1, 2, 130
 METHODS_HELP = """\
 methods
   gradwire specs        int4, int8, topk:0.01, topk:0.01+int8, powersgd:4, sign, fp16, ...
-  torch:fp32            DistributedDataParallel as it is
-  torch:fp16, :bf16     PyTorch's half-precision hooks
-  torch:powersgd:R      PyTorch's PowerSGD hook of rank R, in one bucket (it crashes with two on Gloo)
-  torch:noop            sends nothing: the floor that computation sets
+  torch.fp32            DistributedDataParallel as it is
+  torch.fp16, .bf16     PyTorch's half-precision hooks
+  torch.powersgd:R      PyTorch's PowerSGD hook of rank R, in one bucket (it crashes with two on Gloo)
+  torch.noop            sends nothing: the floor that computation sets
 
-  under --engine fsdp2: gradwire specs that can end with shards, and torch:fp32, :bf16 (which computes in bfloat16,
-  too) and :noop. What follows ",parameters=" is the codec that parameters are gathered in: int8,parameters=int8
+  Results call PyTorch's own torch:fp32 and so on, which may be written as well.
+
+  under --engine fsdp2: gradwire specs that can end with shards, and torch.fp32, .bf16 (which computes in bfloat16,
+  too) and .noop. parameters= is the codec that parameters are gathered in: int8,parameters=int8
 
 tasks
   bytes                 a byte-level GPT of 1.85 M parameters on the standard library's sources, or on --text
@@ -39,14 +41,14 @@ tasks
                         or (model, batch, loss, metric)
 
 targets
-  (none)                the training loss torch:fp32 ends at, seed by seed
+  (none)                the training loss torch.fp32 ends at, seed by seed
   2.1                   this training loss
   metric:98             this value of the metric on held-out data
-  method:SPEC           the training loss this method ends at, such as method:torch:powersgd:4
+  method:SPEC           the training loss this method ends at, such as method:torch.powersgd:4
 
 examples
   gradwire compare
-  gradwire compare --methods torch:fp32 torch:fp16 int4 --rate 1gbit --seeds 3
+  gradwire compare --methods torch.fp32 torch.fp16 int4 --rate 1gbit --seeds 3
   gradwire compare --task digits --minutes 0.5 --target metric:98
   gradwire compare --engine fsdp2 --rate 1gbit
   gradwire compare --task mine.train:task --hosts 2 --steps 100 --out mine-report

@@ -71,13 +71,13 @@ class _Script(argparse.Action):
 
 def run_script(arguments: argparse.Namespace, _: Console) -> int:
     """`gradwire run --method SPEC [--nproc N] SCRIPT ...`."""
-    import gradwire
     from gradwire.adapters.fsdp2.gather import parameter_codec
     from gradwire.core.errors import SpecError
+    from gradwire.spec import for_shards
 
-    gradwire.parse(arguments.method)  # refuses what cannot be built before anything is started
-    if arguments.parameters is not None:
-        parameter_codec(arguments.parameters)
+    codec = for_shards(arguments.method, arguments.parameters)[1]  # refuses what cannot be built before anything starts
+    if codec is not None:
+        parameter_codec(codec)
     if not arguments.module and not Path(arguments.script).is_file():
         raise SpecError(f"there is no script {arguments.script}: give its path, or -m and the name of a module")
     if arguments.nproc is None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import inspect
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import is_dataclass
 from typing import Any, Literal, NamedTuple, cast
 
 from gradwire.core.errors import SpecError
-from gradwire.core.registry import nearest
+from gradwire.core.nearest import meant
 
 SWITCH = {"on": True, "off": False, "true": True, "false": False}
 _WANTED: Mapping[Any, str] = {bool: "on or off", int: "a whole number", float: "a number"}
@@ -116,13 +116,12 @@ def require_choice(spec: str, name: str, text: str, kind: Any) -> None:
         raise SpecError(f"{name}={text!r} in {spec!r}: {meant(text, typing.get_args(kind))}")
 
 
-def meant(name: str, known: Iterable[str], synonyms: Mapping[str, str] | None = None) -> str:
-    """Return which of a few names is meant, or all of them, as the end of an error.
+def described(options: Mapping[str, Option]) -> tuple[str, ...]:
+    """Return options as they are written, with their defaults, and choices where there are few.
 
-    >>> meant("densty", ["density", "values"])
-    "did you mean 'density'?"
+    The first of several choices is the default; a type in capitals stands where there is none.
+
+    >>> described({"density": Option(float, 0.0625), "values": Option(Literal["fp32", "bf16"], "fp32")})
+    ('density=0.0625', 'values=fp32|bf16')
     """
-    names = list(known)
-    others = {synonym: name for synonym, name in (synonyms or {}).items() if name in names}
-    close = nearest(name, {**others, **{n: n for n in names}})
-    return f"did you mean {close!r}?" if close else f"known are {', '.join(names)}"
+    return tuple(f"{name}={option.described}" for name, option in options.items())

@@ -1,15 +1,17 @@
-"""The list of methods: the one place where a codec or reducer is made known.
+"""The table of methods: the one place where a name that a spec may begin with is made known.
 
 The laws, the benchmarks, the command line and the docs iterate over this registry; nothing else lists names.
 """
 
 from __future__ import annotations
 
-import difflib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
+from gradwire.core.options import Option, options_of
+from gradwire.core.places import EVERY_STEP, Place
 from gradwire.core.uses import Study, Use
 
 Exchange = Literal["allreduce", "allgather", "twoshot", "own"]
@@ -17,7 +19,7 @@ Exchange = Literal["allreduce", "allgather", "twoshot", "own"]
 
 @dataclass(frozen=True)
 class Method:
-    """A name of the spec language and what it builds.
+    """A name whose spec makes a reducer, and what builds its part of that.
 
     `build` takes the method's own options as keywords. `argument` is the option that may follow the name after a
     colon. `exchange` and `feedback` are what suit it when a spec does not say; "own" marks a reducer with messages of
@@ -37,25 +39,80 @@ class Method:
     synonyms: tuple[str, ...] = ()
     use: Use = field(default_factory=Study)
 
+    place: ClassVar[Place] = EVERY_STEP
 
-_methods: dict[str, Method] = {}
+    @property
+    def example(self) -> str:
+        """A spec that works."""
+        return self.examples[0] if self.examples else self.name
+
+    @property
+    def options(self) -> Mapping[str, Option]:
+        """The method's own options, by name."""
+        return {name: option for name, option in options_of(self.build).items() if name not in self.fixed}
+
+
+class SpecMethod(ABC):
+    """A name whose spec makes something else than a reducer.
+
+    Attributes:
+        summary: what is computed.
+        example: a spec that works.
+        use: what the method is for.
+        exchange: how what ranks send becomes a result.
+        argument: the option whose value may stand alone behind the colon, if there is one.
+        build: what computes it; its documentation names the paper.
+        options: what may be written, by name.
+        place: where it serves.
+    """
+
+    summary: str
+    example: str
+    use: Use = Study()
+    exchange: str = "own"
+    argument: str | None
+    build: Callable[..., Any]
+    options: Mapping[str, Option]
+    place: Place
+
+    @abstractmethod
+    def made(self, spec: str) -> Any:
+        """Return what a spec that begins with this name stands for."""
+
+
+_methods: dict[str, Method | SpecMethod] = {}
 _advice: dict[str, str] = {}
 
 
 def register(method: Method) -> None:
-    """Make a method known. A name can be taken once.
+    """Make a method of gradients known. A name can be taken once.
 
     Raises:
         ValueError: the name is taken.
     """
-    if method.name in _methods:
-        raise ValueError(f"the method name {method.name!r} is taken by {_methods[method.name].build}")
-    _methods[method.name] = method
+    register_all({method.name: method})
+
+
+def register_all(found: Mapping[str, Method | SpecMethod]) -> None:
+    """Make methods known by their names. A name can be taken once.
+
+    Raises:
+        ValueError: a name is taken.
+    """
+    for name, method in found.items():
+        if name in _methods:
+            raise ValueError(f"the method name {name!r} is taken by {_methods[name].build}")
+        _methods[name] = method
+
+
+def table() -> Mapping[str, Method | SpecMethod]:
+    """Return every known method by name, in the order of registration."""
+    return dict(_methods)
 
 
 def methods() -> Mapping[str, Method]:
-    """Return every known method by name, in the order of registration."""
-    return dict(_methods)
+    """Return the methods that make reducers by name, in the order of registration."""
+    return {name: method for name, method in _methods.items() if isinstance(method, Method)}
 
 
 def advise(advice: str, *names: str) -> None:
@@ -63,28 +120,16 @@ def advise(advice: str, *names: str) -> None:
     _advice.update(dict.fromkeys(names, advice))
 
 
-def hints() -> Mapping[str, str]:
-    """Return what to tell those who use a name that is not quite a method's: by name, synonym and advised name."""
-    aliases = {alias: method.name for method in _methods.values() for alias in (method.name, *method.synonyms)}
-    return {**_advice, **{alias: f"did you mean {name!r}?" for alias, name in aliases.items()}}
+def hints(*wanted: Place) -> Mapping[str, str]:
+    """Return what to tell those who use a name that is not quite a method's: by name, synonym and advised name.
 
-
-def nearest(name: str, meanings: Mapping[str, str]) -> str | None:
-    """Return the meaning of the key that is nearest to `name`; None where none is near.
-
-    A key that differs in case and punctuation only is nearest, then the one that is spelled most alike.
-
-    >>> nearest("Top_K", {"topk": "largest", "randomk": "random"})
-    'largest'
-    >>> nearest("rndomk", {"topk": "largest", "randomk": "random"})
-    'random'
+    Args:
+        wanted: where a method has to serve; of those that serve elsewhere it is told what takes them.
     """
-    folded = {fold(key): meaning for key, meaning in meanings.items()}
-    wanted = fold(name)
-    close = [wanted] if wanted in folded else difflib.get_close_matches(wanted, folded, n=1, cutoff=0.6)
-    return folded[close[0]] if close else None
-
-
-def fold(name: str) -> str:
-    """Return the letters and digits of a name, in lower case: names that agree in them are the same to a reader."""
-    return "".join(c for c in name.lower() if c.isalnum())
+    said = dict(_advice)
+    for name, method in _methods.items():
+        meant = f"did you mean {name!r}?"
+        if wanted and method.place not in wanted:
+            meant = f"did you mean {name!r}, which is for {method.place.call_of(method.example)}?"
+        said |= dict.fromkeys((name, *(method.synonyms if isinstance(method, Method) else ())), meant)
+    return said

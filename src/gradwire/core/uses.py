@@ -1,4 +1,4 @@
-"""What a method is for: most users, a case of its own, or study. Every method of every spec language says it."""
+"""What a method is for: most users, a case of its own, or study. Every method says it."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ from gradwire.federated.client import Assignment, Client, Federation, Terms, Upd
 from gradwire.federated.engines import InProcess
 from gradwire.federated.local import SGD
 from gradwire.federated.methods import FedAvg, FedNova, FedProx, Method, Scaffold
+from gradwire.federated.names import Named
 from gradwire.federated.optimizers import FedAdagrad, FedAdam, FedAvgM, FedYogi, Mean, ServerStep
 from gradwire.federated.processes import Processes
 from gradwire.federated.sampling import ByWeight, Poisson, Uniform
@@ -37,6 +38,7 @@ __all__ = [
     "InProcess",
     "Mean",
     "Method",
+    "Named",
     "Poisson",
     "Processes",
     "Round",

@@ -1,12 +1,19 @@
-"""Methods and partitions by name, as the command line has them: `fedprox:0.1+fedadam:0.03`, `dirichlet:0.3`."""
+"""Specs of methods and partitions of federations: `fedprox:0.1+fedadam:0.03`, `dirichlet:0.3`."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from typing_extensions import override
+
 from gradwire.core.errors import SpecError
-from gradwire.core.options import convert, meant, options_of
+from gradwire.core.grammar import arguments, read, split
+from gradwire.core.nearest import meant
+from gradwire.core.options import options_of
+from gradwire.core.places import CLIENTS
+from gradwire.core.registry import SpecMethod, register_all
 from gradwire.federated.methods import FedAvg, FedNova, FedProx, Method, Scaffold
 from gradwire.federated.optimizers import FedAdagrad, FedAdam, FedAvgM, FedYogi, Mean, ServerStep
 from gradwire.federated.partition import Dirichlet, Even, Partition, Quantity, Shards
@@ -38,9 +45,32 @@ class Named(NamedTuple):
     method: Method
     optimizer: ServerStep
 
+    place = CLIENTS
+
+
+class _ClientMethod(SpecMethod):
+    """A name of what clients do or of a step of the server, or of a partition; its first option is the argument."""
+
+    place = CLIENTS
+
+    def __init__(self, name: str, build: Callable[..., Any]) -> None:
+        self.build, self.options, self.example = build, options_of(build), name
+        self.argument = next(iter(self.options), None)
+        self.summary = (inspect.getdoc(build) or "").partition("\n")[0]
+
+    @override
+    def made(self, spec: str) -> Named:
+        return parse_method(spec)
+
+
+_METHODS = {name: _ClientMethod(name, build) for name, build in {**METHODS, **STEPS}.items()}
+_PARTITIONS = {name: _ClientMethod(name, build) for name, build in PARTITIONS.items()}
+# A step of "mean" is what there is without one. Alone the name would be taken for the mean of gradients.
+register_all({name: method for name, method in _METHODS.items() if name != "mean"})
+
 
 def parse_method(text: str) -> Named:
-    """Read a method, a step of the server, or both joined by "+"; each may have options after a colon.
+    """Read a method, a step of the server, or both joined by "+". Options after a comma are those of what precedes.
 
     Raises:
         SpecError: a name or an option that there is not, two of one kind, or a number that cannot be read.
@@ -51,7 +81,7 @@ def parse_method(text: str) -> Named:
     >>> parse_method("fednova")
     Named(method=FedNova(mu=0.0), optimizer=Mean(lr=1.0))
     """
-    built = [_built(part, {**METHODS, **STEPS}, text) for part in text.split("+")]
+    built = [_built(piece, _METHODS, text) for piece in split(text, "+")]
     methods = [part for part in built if isinstance(part, Method)]
     steps = [part for part in built if isinstance(part, ServerStep)]
     if len(methods) > 1 or len(steps) > 1:
@@ -70,21 +100,12 @@ def parse_partition(text: str) -> Partition:
     >>> parse_partition("dirichlet:0.3")
     Dirichlet(alpha=0.3)
     """
-    return _built(text, PARTITIONS, text)
+    return _built(text, _PARTITIONS, text)
 
 
-def _built(part: str, known: Mapping[str, Callable[..., Any]], text: str) -> Any:
-    """What one name with its options builds; a first value without a name is that of the first option."""
-    name, _, written = part.strip().partition(":")
-    if name not in known:
-        raise SpecError(f"unknown name {name!r} in {text!r}: {meant(name, known)}")
-    options = options_of(known[name])
-    given: dict[str, Any] = {}
-    for item in written.split(",") if written else []:
-        option, equals, value = item.partition("=")
-        if not equals and not given and options:
-            option, value = next(iter(options)), item
-        if option not in options:
-            raise SpecError(f"{name!r} has no option {option!r}, in {text!r}: {meant(option, options)}")
-        given[option] = convert(text, option, value, options[option].kind)
-    return known[name](**given)
+def _built(piece: str, known: Mapping[str, _ClientMethod], text: str) -> Any:
+    """What one name with its options builds."""
+    (part,) = read(piece, joins=False)
+    if part.name not in known:
+        raise SpecError(f"unknown name {part.name!r} in {text!r}: {meant(part.name, known)}")
+    return known[part.name].build(**arguments(text, part, known[part.name]))

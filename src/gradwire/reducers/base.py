@@ -50,6 +50,7 @@ from gradwire.core.collective import Axis
 from gradwire.core.errors import CompositionError
 from gradwire.core.grain import Grain, ParameterSpec
 from gradwire.core.key import Key
+from gradwire.core.places import EVERY_STEP, Place
 from gradwire.core.spoken import Spoken
 from gradwire.core.state import State
 
@@ -117,6 +118,7 @@ class Reducer(Spoken, ABC):
     keeps_input: ClassVar[bool] = cast(bool, _OfChildren(any))
     conserves_sum: ClassVar[bool] = cast(bool, _OfChildren(all))
     keyed: ClassVar[bool] = cast(bool, _OfChildren(any))
+    place: ClassVar[Place] = EVERY_STEP
 
     def children(self) -> tuple[Reducer, ...]:
         """The reducers that this one is made of, in the order of its attributes.

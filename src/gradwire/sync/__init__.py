@@ -4,6 +4,7 @@
 part of the update rule.
 """
 
+from gradwire.core.recipe import Recipe
 from gradwire.sync import gossip, optimizers
 from gradwire.sync.averager import Averager
 from gradwire.sync.averaging import Averaging
@@ -14,7 +15,7 @@ from gradwire.sync.hierarchical import Hierarchical
 from gradwire.sync.local_sgd import AveragingOptimizer, LocalSGD
 from gradwire.sync.outer import BMUF, DiLoCo, Mean, Outer, Rates, SlowMo
 from gradwire.sync.schedules import Constant, DriftTriggered, Increasing, Schedule
-from gradwire.sync.spec import Recipe, is_sync, parse
+from gradwire.sync.spec import is_sync, parse
 
 __all__ = [
     "BMUF",

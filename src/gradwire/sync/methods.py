@@ -1,10 +1,9 @@
-"""The list of methods of `gradwire.sync`: the one place where a name of its spec language is made known."""
+"""The methods of `gradwire.sync`: the one place where a name is made known whose spec goes with the optimizer."""
 
 from __future__ import annotations
 
 import inspect
 import math
-from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypedDict, TypeVar, cast
@@ -12,10 +11,13 @@ from typing import Any, TypedDict, TypeVar, cast
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from gradwire.core.errors import SpecError
-from gradwire.core.method_spec import SpecMethod
 from gradwire.core.options import Option, convert, options_of
+from gradwire.core.places import WINDOWS
+from gradwire.core.recipe import OptimizerMethod
+from gradwire.core.registry import register_all
 from gradwire.core.uses import Recommended, Special, Study, Use
 from gradwire.session.names import named
 from gradwire.spec import as_method
@@ -46,18 +48,19 @@ class Where(TypedDict, total=False):
     deadline_s: float
 
 
-class SyncMethod(SpecMethod):
-    """A method of this language.
+class SyncMethod(OptimizerMethod[Synchronised]):
+    """A method of ranks that keep their models together.
 
     Attributes:
         shared: those of its options that several methods have.
     """
 
+    place = WINDOWS
     shared: Mapping[str, Option] = {}
 
-    @abstractmethod
-    def optimizer(self, given: Mapping[str, Any], inner: Optimizer, model: nn.Module, where: Where) -> Synchronised:
-        """Return the optimizer to step in place of `inner`."""
+    @override
+    def say(self, spec: str, made: Synchronised) -> None:
+        made.session.method = spec
 
 
 def _parted(given: Mapping[str, Any], frame: type[F], rule: Callable[..., R]) -> tuple[F, R]:
@@ -150,7 +153,7 @@ class Windows:
 class Windowed(SyncMethod):
     """A method whose windows end with the outer step `rule`."""
 
-    main, exchange = "H", "that of outer="
+    argument, exchange = "H", "that of outer="
 
     def __init__(self, rule: type[Outer], summary: str, example: str, use: Use) -> None:
         self._rule, self.summary, self.example, self.use = rule, summary, example, use
@@ -190,7 +193,7 @@ class Rounds:
 class Gossiping(SyncMethod):
     """A method by which ranks mix their models with those of their neighbours."""
 
-    main, exchange = "graph", "neighbours"
+    argument, exchange = "graph", "neighbours"
 
     def __init__(self, rule: type[Method], summary: str, example: str, use: Use) -> None:
         self._rule, self.summary, self.example, self.use = rule, summary, example, use
@@ -222,8 +225,8 @@ class Replacing(SyncMethod):
 
     exchange = "own"
 
-    def __init__(self, kind: type[SharedOptimizer], summary: str, example: str, main: str, use: Use) -> None:
-        self._kind, self.summary, self.example, self.main, self.use = kind, summary, example, main, use
+    def __init__(self, kind: type[SharedOptimizer], summary: str, example: str, argument: str, use: Use) -> None:
+        self._kind, self.summary, self.example, self.argument, self.use = kind, summary, example, argument, use
         self.build = kind
         self.options = options_of(kind)
 
@@ -338,3 +341,5 @@ METHODS: Mapping[str, SyncMethod] = {
         Special("an optimizer to train by; byte-GPT: held-out loss 2.486 after 120 steps, AdamW 2.567 (one seed)"),
     ),
 }
+
+register_all(METHODS)

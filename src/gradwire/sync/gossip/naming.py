@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from gradwire.core.errors import CompositionError
-from gradwire.core.registry import nearest
+from gradwire.core.nearest import nearest
 from gradwire.sync.gossip.d_psgd import DPSGD
 from gradwire.sync.gossip.graphs import Complete, Exponential, Graph, OnePeerExponential, Ring, Torus
 from gradwire.sync.gossip.method import Method
