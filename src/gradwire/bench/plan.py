@@ -14,7 +14,7 @@ from gradwire.bench.engines import make_engine
 from gradwire.bench.environment import processor
 from gradwire.bench.net import Network, parse_delay, parse_loss, parse_rate
 from gradwire.bench.option_fields import check_fields, conditions
-from gradwire.bench.results import BASELINES
+from gradwire.bench.results import DENSE_BASELINES
 from gradwire.bench.slow import parse_slow
 from gradwire.bench.step_time import LEAST, WARM_UP
 from gradwire.bench.task import Task, count
@@ -61,7 +61,7 @@ class ComparisonPlan:
         """Whether a method is timed over some steps only: its steps are alike, and no loss depends on the links."""
         options = self.options
         long_enough = options.steps is not None and options.steps > WARM_UP + LEAST
-        return method in BASELINES and long_enough and not options.whole_baselines
+        return method in DENSE_BASELINES and long_enough and not options.whole_baselines
 
     def conditions(self, mode: str, method: str) -> dict[str, Any]:
         """What a run was made under; a stored one is reused only if all of it agrees."""
