@@ -34,6 +34,7 @@ RANKS = 2
 WINDOWS, RATES, MOMENTA = (10, 30), (0.4, 0.7, 1.0), (0.0, 0.5, 0.9)
 ALL_REDUCE = "all-reduce"
 EVALUATIONS = 10
+GAP = "above all-reduce at the end"
 
 
 def diloco(H: int, rate: float, momentum: float) -> str:
@@ -128,16 +129,19 @@ def show(path: Path) -> None:
     alone = ", ".join(f"`{name}` {screen[name]['loss']:.3f}" for name in [ALL_REDUCE, *MEANS])
     marks = [mark for mark, _ in means(long[ALL_REDUCE])]
     places = [0, len(marks) // 2 - 1, len(marks) - 1]
-    columns = ["method", *(f"after {marks[place]:.0f} steps" for place in places), "above all-reduce at the end"]
+    columns = ["method", *(f"after {marks[place]:.0f} steps" for place in places), GAP]
     table = [
         [f"`{name}`", *(f"{means(row)[place][1]:.3f}" for place in places), above(row, long[ALL_REDUCE])]
         for name, row in long.items()
     ]
+    short = found["stages"]["short"]  # of --methods, with as many seeds
+    ends = [[f"`{name}`", f"{row['loss']:.3f}", above(row, short[ALL_REDUCE])] for name, row in short.items()]
     steps, seeds = found["steps"], len(next(iter(long.values()))["losses"])
     said = (
         f"Held-out loss after {steps['screen']} steps, one seed ({alone}):\n\n{markdown(head, rows)}\n\n"
         f"The best of these, {seeds} seeds; the gap to all-reduce is paired by seed, with its standard error:\n\n"
-        f"{markdown(columns, table)}\n\nFigures: `benchmarks/results/{path.name}`."
+        f"{markdown(columns, table)}\n\nRuns that are {steps['short']} steps long:\n\n"
+        f"{markdown(['method', 'held-out loss', GAP], ends)}\n\nFigures: `benchmarks/results/{path.name}`."
     )
     write("results.md", "outer_settings.py", said)
     lines = [Line(name, means(row), dots=True) for name, row in long.items()]

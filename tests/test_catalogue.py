@@ -1,4 +1,4 @@
-"""The catalogue, `gradwire methods`, docs/methods.md and the README agree, and the figures in them were measured."""
+"""The catalogue, `gradwire methods`, docs/methods.md and docs/specs.md agree, and the figures in them were measured."""
 
 from __future__ import annotations
 
@@ -262,9 +262,9 @@ def test_links_of_the_page_lead_somewhere() -> None:
         assert not address or address in map(methods_page.anchor, methods_page.headings(target)), link
 
 
-def test_the_readme_shows_what_is_recommended() -> None:
-    text = (ROOT / "README.md").read_text()
-    table = text[text.index("| spec | link |") : text.index("There are over fifty more")]
+def test_the_page_of_specs_shows_what_is_recommended() -> None:
+    text = (ROOT / "docs" / "specs.md").read_text()
+    table = text[text.index("| spec | link |") : text.index("`double_after=50` is for")]
     rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in table.splitlines()[2:] if row]
     assert [row[0].strip("`") for row in rows] != []
     by_spec = {row[0].strip("`"): row for row in rows}

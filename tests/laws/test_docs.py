@@ -1,4 +1,4 @@
-"""The docs are true: the codec that `docs/extending.md` shows passes the laws, and the README's specs can be built."""
+"""The docs are true: the codec that `docs/extending.md` shows passes the laws, and the specs of pages can be built."""
 
 import re
 import sys
@@ -72,9 +72,9 @@ def test_examples_of_parts_run(block: str) -> None:
     exec(block, {})
 
 
-def test_every_spec_of_the_readme_can_be_built() -> None:
+def test_every_spec_of_the_page_can_be_built() -> None:
     """Those of its table are in `tests/test_catalogue.py`."""
-    text = (ROOT / "README.md").read_text()
+    text = (ROOT / "docs" / "specs.md").read_text()
     options = text[text.index("Options follow commas") : text.index("In Python the parts compose directly")]
     specs = [spec for spec in re.findall(r"`([^`]+)`", options) if spec[0].isalpha()]
     assert len(specs) >= 10
@@ -145,7 +145,7 @@ def test_each_finding_of_the_log_has_a_date_and_begins_with_its_conclusion(page:
         assert first.startswith("**"), title
 
 
-@pytest.mark.parametrize("path", ["README.md", "src/gradwire/hooks.py"])
+@pytest.mark.parametrize("path", ["docs/hooks.md", "src/gradwire/hooks.py"])
 def test_the_power_sgd_example_compresses_from_the_first_step(path: str) -> None:
     calls = re.findall(r"^(?!-).*(PowerSGDState\(.*rank=4.*\))$", (ROOT / path).read_text(), re.MULTILINE)
     assert [eval(call, {"PowerSGDState": hooks.PowerSGDState}).start_powerSGD_iter for call in calls] == [0]
