@@ -144,7 +144,7 @@ def show(path: Path) -> None:
         f"{markdown(['method', 'held-out loss', GAP], ends)}\n\nFigures: `benchmarks/results/{path.name}`."
     )
     write("results.md", "outer_settings.py", said)
-    lines = [Line(name, means(row), dots=True) for name, row in long.items()]
+    lines = [Line(name if len(name) < 60 else f"{name[:40]}…", means(row), dots=True) for name, row in long.items()]
     panel = Panel("Held-out loss, mean over seeds", "steps", lines, high=max(means(r)[1][1] for r in long.values()))
     (DOCS / "outer_settings.svg").write_text(figure("DiLoCo's outer rate and momentum over steps", [panel]))
 
