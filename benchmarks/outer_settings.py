@@ -139,7 +139,7 @@ def show(path: Path) -> None:
     steps, seeds = found["steps"], len(next(iter(long.values()))["losses"])
     said = (
         f"Held-out loss after {steps['screen']} steps, one seed ({alone}):\n\n{markdown(head, rows)}\n\n"
-        f"Longer runs of some of these, {seeds} seeds; the gap to all-reduce is paired by seed, with its standard error:\n\n"
+        f"Longer runs, {seeds} seeds; the gap to all-reduce is paired by seed, with its standard error:\n\n"
         f"{markdown(columns, table)}\n\nRuns that are {steps['short']} steps long:\n\n"
         f"{markdown(['method', 'held-out loss', GAP], ends)}\n\nFigures: `benchmarks/results/{path.name}`."
     )
