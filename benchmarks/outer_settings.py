@@ -3,9 +3,11 @@
 Two ranks train the byte-level GPT over the loopback interface, without a limit on the link: what is measured is the
 held-out loss after so many steps, and nothing of time. Seeds are paired. The first stage trains every setting once for
 few steps. The second one trains the best of them with several seeds for more steps, beside all-reduce in every step,
-plain averaging, and the paper's own setting (Douillard et al. 2023: rate 0.7, Nesterov momentum 0.9).
+plain averaging, and the paper's own setting (Douillard et al. 2023: rate 0.7, Nesterov momentum 0.9). Methods of
+`--also` come with these, and in a third stage of few steps.
 
-    python benchmarks/outer_settings.py --screen 300 --long 1000 --seeds 3 --save
+    python benchmarks/outer_settings.py --long 1500 --also "local:H=2,last=8,double_after=27%,steps={steps}" --save NAME
+    python benchmarks/outer_settings.py --page benchmarks/results/NAME_2026-11-23.json
 """
 
 from __future__ import annotations
@@ -117,7 +119,7 @@ def above(row: dict[str, Any], base: dict[str, Any]) -> str:
 
 
 def show(path: Path) -> None:
-    """Write both stages of a result into docs/results.md, and the curves beside it."""
+    """Write all stages of a result into docs/results.md, and the curves beside it."""
     found = json.loads(path.read_text())
     screen, long = found["stages"]["screen"], found["stages"]["long"]
     head = ["window, outer rate", *(f"momentum {momentum:g}" for momentum in MOMENTA)]
@@ -134,7 +136,7 @@ def show(path: Path) -> None:
         [f"`{name}`", *(f"{means(row)[place][1]:.3f}" for place in places), above(row, long[ALL_REDUCE])]
         for name, row in long.items()
     ]
-    short = found["stages"]["short"]  # of --methods, with as many seeds
+    short = found["stages"]["short"]
     ends = [[f"`{name}`", f"{row['loss']:.3f}", above(row, short[ALL_REDUCE])] for name, row in short.items()]
     steps, seeds = found["steps"], len(next(iter(long.values()))["losses"])
     said = (
@@ -150,14 +152,17 @@ def show(path: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run both stages, print, and save if asked to."""
+    """Run the stages, print, and save if asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--screen", type=int, default=300, metavar="STEPS", help="of the first stage")
     parser.add_argument("--long", type=int, default=1000, metavar="STEPS", help="of the second stage")
     parser.add_argument("--seeds", type=int, default=3, help="of the second stage")
     parser.add_argument("--survivors", type=int, default=4)
     parser.add_argument("--methods", nargs="+", help="of the second stage; there is no first one then")
-    parser.add_argument("--also", nargs="+", default=[], metavar="SPEC", help="more methods of the second stage")
+    parser.add_argument("--short", type=int, default=150, metavar="STEPS", help="of the third stage")
+    parser.add_argument(
+        "--also", nargs="+", default=[], metavar="SPEC", help="more methods; {steps} in a spec is the length of the run"
+    )
     parser.add_argument("--save", metavar="NAME", help="write benchmarks/results/NAME_<date>.json after each method")
     parser.add_argument(
         "--page", type=Path, metavar="FILE", help="put a result into docs/results.md, and train nothing"
@@ -166,7 +171,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.page:
         show(options.page)
         return
-    steps = {"screen": options.screen, "long": options.long}
+    steps = {"screen": options.screen, "long": options.long, "short": options.short}
     stages: dict[str, dict[str, dict[str, Any]]] = {}
     chosen = options.methods
 
@@ -182,7 +187,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         fill("screen", [ALL_REDUCE, *MEANS, *every], 1)
         chosen = [ALL_REDUCE, *MEANS, *PAPER, *survivors(stages["screen"], options.survivors)]
     if options.long:
-        fill("long", [*chosen, *options.also], options.seeds)
+        fill("long", [*chosen, *(spec.format(steps=options.long) for spec in options.also)], options.seeds)
+    if options.also:
+        fill("short", [ALL_REDUCE, *(spec.format(steps=options.short) for spec in options.also)], options.seeds)
 
 
 if __name__ == "__main__":
