@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gradwire
 from ddp_cases import digest
+from gradwire.session.feed import Piece
 
 WIDTH = 256
 """A layer's weight is 256 KiB: a bucket of its own, at the least size that buckets are made."""
@@ -92,17 +93,17 @@ def variants(rank: int, world_size: int) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _count_buckets(handle: gradwire.Handle, buckets: list[int]) -> None:
+def _count_buckets(handle: gradwire.Session, buckets: list[int]) -> None:
     """Note after each step how many buckets it had."""
-    reduction = handle.session.reduction
-    begin, pump = reduction.begin, reduction.pump
+    feed = handle.feed
+    begin, put = feed.open, feed.put
 
-    def begun() -> None:
+    def opened() -> None:
         buckets.append(0)
         begin()
 
-    def pumped() -> None:
+    def counted(pieces: Iterable[Piece]) -> None:
         buckets[-1] += 1
-        pump()
+        put(pieces)
 
-    reduction.begin, reduction.pump = begun, pumped  # type: ignore[method-assign]
+    feed.open, feed.put = opened, counted  # type: ignore[method-assign]

@@ -164,7 +164,7 @@ def full_disk(*_: object) -> None:
 class Faults:
     """Two ranks with a folder each, and what they are told of what goes wrong."""
 
-    def __init__(self, rank: int, home: Path, handle: gradwire.Handle) -> None:
+    def __init__(self, rank: int, home: Path, handle: gradwire.Session) -> None:
         self.rank, self.home, self.handle = rank, home, handle
         self.told: dict[str, str] = {}
 

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire
 
 
-def attached(ddp: DistributedDataParallel, check_every: int, on_drift: str) -> gradwire.Handle:
+def attached(ddp: DistributedDataParallel, check_every: int, on_drift: str) -> gradwire.Session:
     return gradwire.attach(ddp, "int4", check_every=check_every, on_drift=on_drift)
 
 

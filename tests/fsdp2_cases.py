@@ -252,7 +252,7 @@ def conserved(rank: int, world_size: int, spec: str, skip: bool) -> dict[str, An
     }
 
 
-def owed_by_name(handle: gradwire.Handle, like: dict[str, Tensor]) -> dict[str, Tensor]:
+def owed_by_name(handle: gradwire.Session, like: dict[str, Tensor]) -> dict[str, Tensor]:
     """What this rank owes, in the shape of parameters."""
     found = {name: torch.zeros(value.numel()) for name, value in like.items()}
     for name, leaves in handle.state_dict()["parameters"].items():

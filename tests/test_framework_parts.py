@@ -14,11 +14,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire.adapters.frameworks import attach_if_distributed, beside, load_if_there, require
-from gradwire.adapters.handle import Handle
+from gradwire.session import Session
 
 
 @pytest.fixture
-def handle(one_rank: None) -> Iterator[Handle]:
+def handle(one_rank: None) -> Iterator[Session]:
     with gradwire.attach(DistributedDataParallel(nn.Linear(3, 2)), "topk:0.2") as handle:
         yield handle
 
@@ -60,12 +60,12 @@ def test_one_rank_without_a_wrapper_is_alone_and_with_one_is_served() -> None:
     handle.close()
 
 
-def test_a_checkpoint_made_without_gradwire_is_warned_of(handle: Handle, tmp_path: Path) -> None:
+def test_a_checkpoint_made_without_gradwire_is_warned_of(handle: Session, tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=r"the checkpoint old.ckpt has no state of gradwire's: training goes on"):
         load_if_there(tmp_path / "nothing", handle, "old.ckpt")
 
 
-def test_a_checkpoint_s_states_are_taken_up(handle: Handle, tmp_path: Path) -> None:
+def test_a_checkpoint_s_states_are_taken_up(handle: Session, tmp_path: Path) -> None:
     handle.session.reduce_({"weight": torch.ones(2, 3), "bias": torch.ones(2)})
     owed = handle.residual_norm()
     assert owed > 0
@@ -78,7 +78,7 @@ def test_a_checkpoint_s_states_are_taken_up(handle: Handle, tmp_path: Path) -> N
     assert handle.residual_norm() == owed
 
 
-def test_a_checkpoint_of_another_method_says_how_to_go_on(handle: Handle, tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_method_says_how_to_go_on(handle: Session, tmp_path: Path) -> None:
     gradwire.save(tmp_path, handle)
     with gradwire.attach(DistributedDataParallel(nn.Linear(3, 2)), "int4") as other:
         with pytest.raises(gradwire.StateError, match=r"then call change\(\); .* with nothing owed, delete"):

@@ -11,8 +11,9 @@ from torch import Tensor
 from gradwire.core.errors import CompositionError
 from gradwire.core.grain import ParameterSpec
 from gradwire.core.state import walk
+from gradwire.drivers.engine import Engine
 from gradwire.drivers.lockstep import Meeting, VirtualTransport
-from gradwire.drivers.parts import Chunked, InParts, plan_parts
+from gradwire.drivers.parts import Chunked, plan_parts
 from gradwire.reducers import Partition, is_vector
 from gradwire.spec import parse
 
@@ -24,10 +25,10 @@ def chunked(name: str, shape: tuple[int, ...], ranks: int) -> Chunked:
     return Chunked(ParameterSpec(name, shape, torch.float32, CPU), rows * torch.Size(shape[1:]).numel())
 
 
-def engine(spec: str, ranks: int = 1, grain_numel: int | None = None) -> InParts:
+def engine(spec: str, ranks: int = 1, grain_numel: int | None = None) -> Engine:
     parts = [[chunked("a", (5, 3), ranks), chunked("b", (7,), ranks)], [chunked("c", (4, 4), ranks)]]
     plan = plan_parts(parts, parse(spec).scattered(), range(ranks), grain_numel)
-    return InParts(plan, VirtualTransport(Meeting(ranks), 0))
+    return Engine(plan, VirtualTransport(Meeting(ranks), 0))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
@@ -77,23 +78,23 @@ def test_whole_matrices_are_refused() -> None:
         plan_parts([[chunked("a", (64, 64), 2)]], parse("powersgd:2"), range(1))
 
 
-def reduced(engine: InParts, part: int, value: float) -> list[Tensor]:
+def reduced(engine: Engine, part: int, value: float) -> list[Tensor]:
     """Reduce a part whose gradients are all the same; return the means."""
     return run(engine, part, lambda x: x.fill_(value))
 
 
-def run(engine: InParts, part: int, fill: Callable[[Tensor], Tensor]) -> list[Tensor]:
+def run(engine: Engine, part: int, fill: Callable[[Tensor], Tensor]) -> list[Tensor]:
     """Reduce a part; return the means."""
     means: list[Tensor] = []
 
     def filled(unit: int, x: Tensor) -> None:
         fill(x)
 
-    engine.run(part, filled, lambda unit, mean: means.append(mean.clone()))
+    engine.run_part(part, filled, lambda unit, mean: means.append(mean.clone()))
     return means
 
 
-def owed(engine: InParts) -> list[float]:
+def owed(engine: Engine) -> list[float]:
     return [float(leaf.tensor.abs().sum()) for _, state in engine.states() for _, leaf in walk(state)]
 
 
@@ -155,7 +156,7 @@ def test_memory_for_gradients_lasts_no_longer_than_their_part_unless_it_is_kept(
 def test_nothing_is_owed_of_padding() -> None:
     """A sign has no zero: of what is not there it would keep what its scale makes of it."""
     padded = plan_parts([[chunked("a", (5, 3), 2)]], parse("sign"), range(1, 2))
-    e = InParts(padded, VirtualTransport(Meeting(1), 0))
+    e = Engine(padded, VirtualTransport(Meeting(1), 0))
     for _ in range(2):
         e.begin()
         run(e, 0, lambda x: x.copy_(torch.tensor([3.0, -1, 2, 1, 1, 1, 0, 0, 0])))

@@ -45,13 +45,13 @@ def test_five_lines_train_and_three_resume(
     exec(after(diff), names)
     torch.save(model.state_dict(), "checkpoint/model.pt")
     handle = names["handle"]
-    assert isinstance(handle, gradwire.Handle)
+    assert isinstance(handle, gradwire.Session)
     assert ("gradwire report: int4" in capsys.readouterr().out) == ("print(handle.report())" in diff)
     handle.close()
     names["gradwire"] = gradwire
     exec(resume, names)
     resumed = names["handle"]
-    assert isinstance(resumed, gradwire.Handle)
+    assert isinstance(resumed, gradwire.Session)
     assert names["step"] == len(data)
     assert resumed is not handle
     resumed.close()

@@ -254,7 +254,7 @@ class TestModels:
         assert said == ["int4 is attached to Linear: 8 parameters, 1 rank, so nothing is sent"]
         ((name, handle),) = unchanged.handles
         assert (name, handle.method) == ("Linear", "int4")
-        assert handle.session.scale == 8.0
+        assert handle.feed.scale == 8.0
         assert unchanged.summary() == [
             "Linear: int4 sent nothing in 1 steps; there is one rank: nothing is sent, and nothing can be saved"
         ]

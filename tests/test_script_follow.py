@@ -22,13 +22,13 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.adapters.handle import Handle
 from gradwire.adapters.script_loads import shapes_in
 from gradwire.adapters.script_moves import Move, Moves
 from gradwire.adapters.script_places import fingerprint
 from gradwire.adapters.script_saves import ScriptSaves
 from gradwire.adapters.unchanged import Unchanged
 from gradwire.core import save_folder
+from gradwire.session import Session
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 dcp: Any = importlib.import_module("torch.distributed.checkpoint")
@@ -48,7 +48,7 @@ class Script:
         unchanged.on_attach(lambda _, handle: self.norms.append(handle.residual_norm()))
 
     @property
-    def handle(self) -> Handle:
+    def handle(self) -> Session:
         """Of the model."""
         ((_, handle),) = self._unchanged.handles
         return handle

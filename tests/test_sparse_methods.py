@@ -279,7 +279,7 @@ def test_clipping_sees_the_whole_gradient_and_not_a_grain() -> None:
     model, ranks = nn.ModuleDict({"a": nn.Linear(20, 5, bias=False), "b": nn.Linear(5, 8, bias=False)}), 4
     clipped = MomentumCorrection(AllGatherExchange(TopK(1.0)), 0.0, clip=2.0)
     virtual = VirtualRanks(clipped, model, ranks, grain_numel=50)
-    assert len(virtual.units) > 2
+    assert len(virtual.plan.units) > 2
     large, small = [100 * normal(100, rank) for rank in range(ranks)], [normal(40, 9 + rank) for rank in range(ranks)]
     own = [{"a.weight": a.view(5, 20), "b.weight": b.view(8, 5)} for a, b in zip(large, small, strict=True)]
     virtual.step(own)

@@ -1,13 +1,12 @@
 """gradwire: train PyTorch models over networks slower than their processors.
 
 ddp = DistributedDataParallel(model)
-handle = gradwire.attach(ddp, "int4")
+session = gradwire.attach(ddp, "int4")
 """
 
 from gradwire import asynchronous, federated, sync
 from gradwire.adapters.attach import attach
 from gradwire.adapters.drift import watch_drift
-from gradwire.adapters.handle import Handle
 from gradwire.adapters.wrap import wrap
 from gradwire.catalogue import catalogue
 from gradwire.codecs.error_memory import ErrorMemory, compress
@@ -38,6 +37,8 @@ from gradwire.session.drift import check_drift
 from gradwire.session.report import Report
 from gradwire.spec import parse
 
+Handle = Session  # what `attach` returned before it returned a session, in scripts of then
+
 __version__ = "0.2.0"
 
 __all__ = [
@@ -50,7 +51,6 @@ __all__ = [
     "ErrorMemory",
     "FederationError",
     "GradwireError",
-    "Handle",
     "Lockstep",
     "NetworkError",
     "NonFiniteWarning",

@@ -173,7 +173,7 @@ def test_a_rule_sees_the_whole_model_however_it_is_cut(spec: str) -> None:
     for grain_numel in (50, 10_000):
         model = small_model()
         ranks = VirtualRanks(gradwire.parse(spec), model, n, grain_numel=grain_numel)
-        assert (len(ranks.units) > 5) == (grain_numel == 50)
+        assert (len(ranks.plan.units) > 5) == (grain_numel == 50)
         for step in range(2):
             ranks.step(
                 [

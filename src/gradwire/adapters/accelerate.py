@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from gradwire.adapters.frameworks import attach_if_distributed, load_if_there, require
-from gradwire.adapters.handle import Handle
 from gradwire.core.errors import AttachError
 from gradwire.reducers.base import Reducer
+from gradwire.session import Session
 from gradwire.session.checkpoint import save
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ _TAKEN = "_gradwire_folders"
 
 def attach(
     accelerator: Accelerator, model: nn.Module, method: Reducer | str, *, folder: str = "gradwire", **options: Any
-) -> Handle | None:
+) -> Session | None:
     """Let a method combine the gradients of a prepared model, and save its state with Accelerate's checkpoints.
 
     Call it on every rank, after `accelerator.prepare` and before `accelerator.load_state`. From then on
@@ -72,9 +72,9 @@ def _taken(accelerator: Accelerator) -> set[str]:
     return getattr(accelerator, _TAKEN)
 
 
-def _follow_checkpoints(accelerator: Accelerator, handle: Handle, folder: str) -> None:
+def _follow_checkpoints(accelerator: Accelerator, handle: Session, folder: str) -> None:
     def save_states(models: list[Any], weights: list[Any], output_dir: str) -> None:
-        if handle.session.is_open:
+        if handle.is_open:
             save(Path(output_dir) / folder, handle, overwrite=True)  # as the checkpoint around it is
 
     def load_states(models: list[Any], input_dir: str) -> None:

@@ -11,11 +11,10 @@ from torch import nn
 from gradwire.adapters.ddp import attach_ddp
 from gradwire.adapters.drift import require_watchable, watch_drift
 from gradwire.adapters.fsdp2.attach import attach_fsdp2
-from gradwire.adapters.handle import Handle
 from gradwire.codecs import Codec
 from gradwire.core.errors import AttachError
 from gradwire.reducers.base import Reducer
-from gradwire.session import DEADLINE_S
+from gradwire.session import DEADLINE_S, Session
 from gradwire.session.names import is_fsdp2
 from gradwire.spec import ForShards, for_shards
 
@@ -37,7 +36,7 @@ def attach(
     check_every: int | None = None,
     on_drift: str = "warn",
     on_non_finite: str = "warn",
-) -> Handle:
+) -> Session:
     """Let `reducer` combine the gradients of `model` from the next backward pass on.
 
     The model is a `DistributedDataParallel`, or the root of one that was given to FSDP2's `fully_shard`. Call it on

@@ -5,7 +5,6 @@ their order and their state belong to a `Session`. On a CPU one communication th
 on a GPU the hook drives it inline on a side stream.
 """
 
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -16,18 +15,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.adapters.buckets import bucket_bytes, caps_of, deliver_in_pieces
 from gradwire.adapters.communication import BucketPort, BucketStep, queue_callback
-from gradwire.adapters.handle import Handle
 from gradwire.adapters.models import check, planned, trained
 from gradwire.adapters.uncompiled import before_passes
 from gradwire.core.errors import AttachError
 from gradwire.reducers.base import Reducer
 from gradwire.session import Session
+from gradwire.session.feed import Piece
 from gradwire.session.form import Alike
 
 # `register_comm_hook` reads the annotations of the hook, so this module must not postpone them.
 
 
-def attach_ddp(ddp: nn.Module, reducer: Reducer | str, **options: Any) -> Handle:
+def attach_ddp(ddp: nn.Module, reducer: Reducer | str, **options: Any) -> Session:
     """Let `reducer` combine the gradients of `ddp`, see `gradwire.attach`.
 
     Args:
@@ -50,7 +49,7 @@ def attach_ddp(ddp: nn.Module, reducer: Reducer | str, **options: Any) -> Handle
     except BaseException:
         session.close(at_once=True)
         raise
-    return Handle(session)
+    return session
 
 
 class _Port(BucketPort):
@@ -69,8 +68,8 @@ class _Port(BucketPort):
             raise AttachError("this handle is closed, and DDP cannot forget a hook: make a new DDP")
         if not self._step.buckets:
             self._trained.of(self._model)
-            session.begin()
-        session.window.ready(time.perf_counter(), bucket.buffer().nbytes)
+            session.feed.open()
+        session.feed.ready(bucket.buffer().nbytes)
         return self.hook(bucket)
 
     def require_whole_passes(self) -> None:
@@ -80,25 +79,19 @@ class _Port(BucketPort):
 
     def where(self) -> str:
         """The step at hand, as training loops count them."""
-        return self._session.where()
+        return self._session.feed.where()
 
     def work(self, buckets: Sequence[GradBucket], last: bool) -> None:
         """Deliver the newest bucket's gradients; after the last, all buckets hold their means."""
-        reduction = self._session.reduction
-        if len(buckets) == 1:
-            reduction.begin()
-        for name, gradient in self._gradients(buckets[-1]):
-            reduction.put(name, gradient, self._session.scale)
-        reduction.pump()
+        self._session.feed.put(self._gradients(buckets[-1]))
         if last:
-            reduction.finish()
-            reduction.end()
+            self._session.feed.end()
 
-    def _gradients(self, bucket: GradBucket) -> Iterator[tuple[str, Tensor]]:
+    def _gradients(self, bucket: GradBucket) -> Iterator[Piece]:
         """Cut a bucket into the gradients of its parameters, 1-d."""
         flat, at = bucket.buffer(), 0
         for parameter in bucket.parameters():
-            yield self._names[parameter], flat[at : at + parameter.numel()]
+            yield Piece(self._names[parameter], flat[at : at + parameter.numel()])
             at += parameter.numel()
 
     def after_backward(self, step: BucketStep) -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.adapters.handle import Handle
 from gradwire.adapters.uncompiled import before_passes
 from gradwire.core.errors import AttachError
+from gradwire.session import Session
 from gradwire.session.drift import check_drift
 from gradwire.session.watching import require_rhythm
 
 
-def watch_drift(model: nn.Module, handle: Handle, check_every: int, on_drift: str = "warn") -> None:
+def watch_drift(model: nn.Module, handle: Session, check_every: int, on_drift: str = "warn") -> None:
     """Have `gradwire.check_drift` called before the first pass of every so many steps, on the model's parameters.
 
     Call it on every rank, after `attach`. In `ddp.join()`, where some ranks come no more, nothing is compared.
@@ -35,7 +35,7 @@ def watch_drift(model: nn.Module, handle: Handle, check_every: int, on_drift: st
 
     def before() -> None:
         nonlocal steps, begins
-        if not handle.session.is_open:
+        if not handle.is_open:
             return
         if begins and steps and steps % check_every == 0:
             check_drift(handle, ddp.module, on_drift)

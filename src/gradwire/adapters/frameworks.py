@@ -12,10 +12,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.adapters.attach import attach
-from gradwire.adapters.handle import Handle
 from gradwire.core import save_folder
 from gradwire.core.errors import AttachError, StateError
 from gradwire.reducers.base import Reducer
+from gradwire.session import Session
 from gradwire.session.checkpoint import load
 from gradwire.session.names import is_fsdp2
 from gradwire.session.together import Together
@@ -59,7 +59,7 @@ def _numbers(version: str) -> tuple[int, ...]:
     return int(first), int("".join(letter for letter in second.split("rc")[0] if letter.isdigit()) or 0)
 
 
-def attach_if_distributed(model: nn.Module, method: Reducer | str, **options: Any) -> Handle | None:
+def attach_if_distributed(model: nn.Module, method: Reducer | str, **options: Any) -> Session | None:
     """Attach to a model as a framework has wrapped it; None, and a warning, where training is not distributed.
 
     Args:
@@ -78,7 +78,7 @@ def attach_if_distributed(model: nn.Module, method: Reducer | str, **options: An
     return attach(model, method, **options)  # type: ignore[arg-type] - it refuses what is none
 
 
-def load_if_there(folder: Path, handle: Handle, checkpoint: object) -> None:
+def load_if_there(folder: Path, handle: Session, checkpoint: object) -> None:
     """Take up what was saved with a checkpoint; a warning where that was made without gradwire.
 
     Every rank must call it. Where some ranks find a save and others do not, it is missed on those.
@@ -91,7 +91,7 @@ def load_if_there(folder: Path, handle: Handle, checkpoint: object) -> None:
     Raises:
         StateError: as `gradwire.load`.
     """
-    ranks = Together("loading a checkpoint", handle.session.lane, StateError)
+    ranks = Together("loading a checkpoint", handle.lane, StateError)
     if any(ranks.say(bool(save_folder.manifests(folder)))):
         try:
             load(folder, handle)

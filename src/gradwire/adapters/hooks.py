@@ -4,7 +4,6 @@ Each hook names a reducer; sessions run that over the buckets of whoever registe
 share a lane: one group of its own, since DDP issues collectives on the user's, and one order for all buckets.
 """
 
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,6 +18,7 @@ from gradwire.codecs import BF16, FP16, AffineInt, Identity
 from gradwire.drivers.groups import deadline_of
 from gradwire.reducers import AllGatherExchange, AllReduceExchange, Reducer
 from gradwire.session import Session
+from gradwire.session.feed import Piece
 from gradwire.session.lane import Lane, group_of
 
 # `register_comm_hook` reads the annotations of a hook, so this module must not postpone them.
@@ -62,14 +62,11 @@ class _EachBucket(BucketPort):
     def work(self, buckets: Sequence[GradBucket], last: bool) -> None:
         """Reduce the newest bucket from beginning to end."""
         flat = buckets[-1].buffer()
-        session = self._session(flat)
-        session.begin()
-        session.window.ready(time.perf_counter(), flat.nbytes)
-        reduction = session.reduction
-        reduction.begin()
-        reduction.put(_NAME, flat)
-        reduction.finish()
-        reduction.end()
+        feed = self._session(flat).feed
+        feed.open()
+        feed.ready(flat.nbytes)
+        feed.put([Piece(_NAME, flat)])
+        feed.end()
         if last:
             self._forget()
 

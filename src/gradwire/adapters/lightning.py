@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from gradwire.adapters.frameworks import attach_if_distributed, beside, load_if_there, require
-from gradwire.adapters.handle import Handle
 from gradwire.reducers.base import Reducer
+from gradwire.session import Session
 from gradwire.session.checkpoint import save
 
 LEAST = "2.6"
@@ -46,7 +46,7 @@ class GradwireCallback(Callback):
     """
 
     def __init__(self, method: Reducer | str, **options: Any) -> None:
-        self.handle: Handle | None = None
+        self.handle: Session | None = None
         self._method, self._options = method, options
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -72,7 +72,7 @@ class GradwireCallback(Callback):
         def save_too(checkpoint: dict[str, Any], filepath: str | Path, *rest: Any, **named: Any) -> None:
             plain_save(checkpoint, filepath, *rest, **named)
             whole = "optimizer_states" in checkpoint  # else only the model's weights were wanted
-            if whole and self.handle is not None and self.handle.session.is_open:
+            if whole and self.handle is not None and self.handle.is_open:
                 save(beside(filepath), self.handle, overwrite=True)  # as the file beside it is
 
         def remove_too(filepath: str | Path) -> None:

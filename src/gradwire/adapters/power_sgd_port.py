@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,7 +16,9 @@ from gradwire.core import saved
 from gradwire.core.state import walk
 from gradwire.reducers import Reducer
 from gradwire.session import Session
+from gradwire.session.feed import Piece
 from gradwire.session.lane import Lane
+from gradwire.session.states import take_up
 
 if TYPE_CHECKING:
     from gradwire.adapters.power_sgd_state import PowerSGDState
@@ -37,8 +38,8 @@ class PowerPort(BucketPort):
         """Hand a bucket over and return at once."""
         if self.session is not None:
             if not self._step.buckets:
-                self.session.begin()
-            self.session.window.ready(time.perf_counter(), bucket.buffer().nbytes)
+                self.session.feed.open()
+            self.session.feed.ready(bucket.buffer().nbytes)
         return super().hook(bucket)
 
     def work(self, buckets: Sequence[GradBucket], last: bool) -> None:
@@ -50,14 +51,16 @@ class PowerPort(BucketPort):
         arrived = buckets if waits else buckets[-1:]
         session = self.session or self._made(buckets)
         if arrived[0] is buckets[0]:
-            self._begin(session, buckets, compressing)
-        for bucket in arrived:
-            for (name, begin), gradient in self._layout.pieces(bucket):
-                session.reduction.put(name, gradient, begin=begin)
-        session.reduction.pump()
+            if compressing:
+                _set_factors(session, self._state.draw(self._layout, buckets))
+            session.feed.put(self._padding(session))
+        session.feed.put(
+            Piece(name, gradient, begin)
+            for bucket in arrived
+            for (name, begin), gradient in self._layout.pieces(bucket)
+        )
         if last:
-            session.reduction.finish()
-            session.reduction.end()
+            session.feed.end()
             if compressing:
                 self._state.count(session.engine.plan.units)
 
@@ -67,17 +70,15 @@ class PowerPort(BucketPort):
         session.window.caps = None  # each bucket for itself
         if (memory := self._state.pending()) is not None:
             self.load(session, memory)
-        session.begin()
-        session.window.ready(time.perf_counter(), sum(bucket.buffer().nbytes for bucket in buckets))
+        session.feed.open()
+        session.feed.ready(sum(bucket.buffer().nbytes for bucket in buckets))
         return session
 
-    def _begin(self, session: Session, buckets: Sequence[GradBucket], compressing: bool) -> None:
-        session.reduction.begin()
-        if compressing:
-            _set_factors(session, self._state.draw(self._layout, buckets))
+    def _padding(self, session: Session) -> Iterator[Piece]:
+        """Zeros that make squares of the vectors."""
         for name, begin, numel in self._layout.padding:
-            spec = session.planned(name)
-            session.reduction.put(name, torch.zeros(numel, dtype=spec.dtype, device=spec.device), begin=begin)
+            spec = session.feed.planned(name)
+            yield Piece(name, torch.zeros(numel, dtype=spec.dtype, device=spec.device), begin)
 
     def load(self, session: Session, memory: Memory) -> None:
         """Take up saved states.
@@ -89,7 +90,7 @@ class PowerPort(BucketPort):
         engine, unstarted = session.engine, memory.iter == 0 and not memory.parameters
         rank = session.transport.rank
         states = engine.initial_states() if unstarted else saved.load_all(engine.states(), memory.parameters, rank)
-        session.take_up(saved.Loaded(memory.iter, session.seed, session.scale, states))
+        take_up(session, saved.Loaded(memory.iter, session.seed, session.feed.scale, states))
 
     def after_backward(self, step: BucketStep) -> None:
         """Once DDP has written gradients: where it left one as it was, the mean was dropped and is owed still."""

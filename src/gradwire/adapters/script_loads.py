@@ -9,12 +9,12 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from gradwire.adapters.handle import Handle
 from gradwire.adapters.script_places import checkpoint_of, fingerprint
 from gradwire.core import save_folder
 from gradwire.core.errors import StateError
 from gradwire.core.state import walk
 from gradwire.core.tensor_file import Written
+from gradwire.session import Session
 from gradwire.session.checkpoint import load
 from gradwire.session.together import Together
 
@@ -36,7 +36,7 @@ class Followed(NamedTuple):
         shapes: of its parameters, by name.
     """
 
-    handle: Handle
+    handle: Session
     suffix: str
     begin: int
     shapes: Shapes
@@ -44,12 +44,12 @@ class Followed(NamedTuple):
     @property
     def step(self) -> int:
         """How many steps have ended."""
-        return self.handle.session.engine.index
+        return self.handle.engine.index
 
     @property
     def remembers(self) -> bool:
         """Whether its method has anything to go on with."""
-        leaves = (leaf for _, state in self.handle.session.engine.states() for _, leaf in walk(state))
+        leaves = (leaf for _, state in self.handle.engine.states() for _, leaf in walk(state))
         return any(leaf.kind != "scratch" for leaf in leaves)
 
     def folder(self, states: Path) -> Path:
@@ -119,7 +119,7 @@ class Loads:
 
     def take_up(self, followed: Followed) -> None:
         """Load the states of what the script loaded last, or say that they are not there. Every rank must call it."""
-        ranks = Together("loading beside a checkpoint", followed.handle.session.lane, StateError)
+        ranks = Together("loading beside a checkpoint", followed.handle.lane, StateError)
         mine = [offer for loaded in self._loaded if (offer := _offer(loaded, followed)) is not None]
         said = ranks.say({"offers": [list(offer) for offer in mine], "lack": self._lack(followed)})
         lack = next((words["lack"] for words in said if words["lack"]), None)

@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gradwire.adapters.handle import Handle
 from gradwire.adapters.script_loads import Followed, Loads, shapes_in
 from gradwire.adapters.script_moves import Moves
 from gradwire.adapters.script_places import beside_file, checkpoint_of, file_of, fingerprint, inside_checkpoint
@@ -30,6 +29,7 @@ from gradwire.adapters.uncompiled import before_passes
 from gradwire.core import save_folder
 from gradwire.core.errors import StateError
 from gradwire.core.tensor_file import Written
+from gradwire.session import Session
 from gradwire.session.checkpoint import save
 from gradwire.session.together import Together
 
@@ -107,9 +107,9 @@ class ScriptSaves:
             told(package, "load_model", after=self._loaded_into),
         ]
 
-    def follow(self, model: nn.Module, handle: Handle) -> None:
+    def follow(self, model: nn.Module, handle: Session) -> None:
         """Take up the states of what the script has loaded, and look for saves before each pass through a model."""
-        count, ranks = len(self._followed), handle.session.lane.meeting.ranks
+        count, ranks = len(self._followed), handle.lane.meeting.ranks
         part = "" if len(ranks) == dist.get_world_size() else f"-from-rank-{ranks[0]}"
         followed = Followed(handle, (f"-{count}" if count else "") + part, 0, shapes_in(model))
         self._thread = threading.get_ident()
@@ -124,7 +124,7 @@ class ScriptSaves:
         news = bool(self._saved or self._moves)
         if not open_now or not dist.is_initialized() or not _any_rank(news, open_now[0].handle):
             return
-        ranks = Together("saving beside a checkpoint", open_now[0].handle.session.lane, StateError)
+        ranks = Together("saving beside a checkpoint", open_now[0].handle.lane, StateError)
         steps, begins = [one.step for one in self._followed], [one.begin for one in self._followed]
         own = {"written": [list(one) for one in self._saved], "places": [list(_place(one)) for one in self._saved]}
         self._saved.clear()
@@ -145,7 +145,7 @@ class ScriptSaves:
 
     @property
     def _open_now(self) -> list[Followed]:
-        return [followed for followed in self._followed if followed.handle.session.is_open]
+        return [followed for followed in self._followed if followed.handle.is_open]
 
     def _save(self, states: Path, models: list[Followed], checkpoint: Written | None = None) -> None:
         for followed in models:
@@ -291,13 +291,12 @@ def _late(said: dict[str, Any], at: int) -> bool:
     return any(now[at] != (steps[at] if at < len(steps) else begins[at]) for _, steps in said["written"])
 
 
-def _any_rank(mine: bool, handle: Handle) -> bool:
+def _any_rank(mine: bool, handle: Session) -> bool:
     """Whether it is so on any rank, asked in the order of the session's own collectives."""
-    session = handle.session
-    flag = torch.tensor([mine], dtype=torch.uint8, device=session.engine.plan.units[0].grain.device)
+    flag = torch.tensor([mine], dtype=torch.uint8, device=handle.engine.plan.units[0].grain.device)
 
     def ask() -> None:
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=session.transport.group)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=handle.transport.group)
 
-    session.lane.call(ask, "looking for checkpoints")
+    handle.lane.call(ask, "looking for checkpoints")
     return bool(flag.item())

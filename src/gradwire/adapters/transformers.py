@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradwire.adapters.frameworks import attach_if_distributed, load_if_there, require
-from gradwire.adapters.handle import Handle
 from gradwire.reducers.base import Reducer
+from gradwire.session import Session
 from gradwire.session.checkpoint import save
 
 LEAST = "5.23"
@@ -67,7 +67,7 @@ class GradwireCallback(TrainerCallback):
     """
 
     def __init__(self, trainer: Trainer, method: Reducer | str, **options: Any) -> None:
-        self.handle: Handle | None = None
+        self.handle: Session | None = None
         self._trainer, self._method, self._options = trainer, method, options
         self._model: object = None
         self._resume_from: str | bool | None = None

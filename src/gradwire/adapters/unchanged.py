@@ -21,10 +21,10 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire.adapters.attach import attach
 from gradwire.adapters.fsdp2.groups import is_fsdp2
 from gradwire.adapters.fsdp2.roots import Roots
-from gradwire.adapters.handle import Handle
 from gradwire.adapters.uncompiled import uncompiled
 from gradwire.core.errors import GradwireError
 from gradwire.core.figures import si_bytes, significant
+from gradwire.session import Session
 
 Say = Callable[[str], None]
 """Tells people a sentence."""
@@ -52,15 +52,15 @@ class Unchanged:
     """
 
     def __init__(self, method: str, say: Say, *, parameters: str | None = None, **options: Any) -> None:
-        self.handles: list[tuple[str, Handle]] = []
+        self.handles: list[tuple[str, Session]] = []
         self.refused: GradwireError | None = None
         self._method, self._say, self._parameters, self._options = method, say, parameters, options
         self._scalers: weakref.WeakSet[torch.amp.GradScaler] = weakref.WeakSet()
-        self._attached: list[Callable[[nn.Module, Handle], None]] = []
+        self._attached: list[Callable[[nn.Module, Session], None]] = []
         self._made, self._roots = {DDP: 0, FSDP1: 0}, Roots(self._attach)
         self._said_of_parameters = False
 
-    def on_attach(self, react: Callable[[nn.Module, Handle], None]) -> None:
+    def on_attach(self, react: Callable[[nn.Module, Session], None]) -> None:
         """Have a function called with every model and its handle, before the model's first step."""
         self._attached.append(react)
 
@@ -106,7 +106,7 @@ class Unchanged:
         for react in self._attached:
             react(model, handle)
         numel = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        ranks = _ranks(handle.session.transport.world_size)
+        ranks = _ranks(handle.transport.world_size)
         self._say(f"{self._method} is attached to {_name(model)}: {numel:,} parameters{gathered}, {ranks}")
         self._say_of_parameters(model)
 
@@ -156,7 +156,7 @@ def _ranks(count: int) -> str:
     return "1 rank, so nothing is sent" if count == 1 else f"{count} ranks"
 
 
-def _saved(name: str, handle: Handle) -> str:
+def _saved(name: str, handle: Session) -> str:
     """What a method sent for one model on this rank, and what the uncompressed gradients would have taken."""
     stats, report = handle.stats(), handle.report()
     if not stats.wire_bytes:

@@ -1,13 +1,15 @@
 """Real training: a plan's units with their states, step after step.
 
 `Engine` is told of gradients as they come (`deliver`) and has an `Interpreter` run the plan's waves, in planned order,
-as far as gradients are here (`pump`). New states are kept aside until the step is known to be good (`settle`), which on
-a GPU is found out at the next step and costs no waiting inside this one.
+as far as gradients are here (`pump`). Where a plan has parts, each of them runs from beginning to end (`run_part`). New
+states are kept aside until the step is known to be good (`settle`), which on a GPU is found out at the next step and
+costs no waiting inside this one.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -15,18 +17,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradwire import kernels
 from gradwire.core.collective import ring_bytes
 from gradwire.core.grain import Grain
-from gradwire.core.state import CARRIED, Leaf, State, carried_leaf, walk
+from gradwire.core.state import State, walk
 from gradwire.drivers.interpreter import Interpreter, Pending, Script, Traffic, Transport
-from gradwire.drivers.plan import Plan, Unit
+from gradwire.drivers.plan import Plan
+from gradwire.drivers.slot import Slot
 from gradwire.drivers.traced import Traced
 from gradwire.reducers.base import Program, Reduced, Reducer, Step
-from gradwire.reducers.guard import Guard, flagged_by_result
+
+Fill = Callable[[int, Tensor], None]
+"""Writes a unit's gradient to the buffer that it is given, 1-d."""
 
 Sink = Callable[[int, Tensor], None]
-"""Takes a unit's mean."""
+"""Takes a unit's mean, 1-d; of a unit that is scattered, this rank's shard of it."""
 
 
 @dataclass
@@ -66,23 +70,10 @@ class Stats(Traffic):
         return self.dense_wire_bytes / self.wire_bytes if self.wire_bytes else 1.0
 
 
-@dataclass(eq=False)
-class Slot:
-    """A unit with its buffer, its state and how much of its gradient is here."""
-
-    unit: Unit
-    state: State
-    x: Tensor
-    missing: int = 0
-
-    @property
-    def grain(self) -> Grain:
-        """The grain of the slot's unit."""
-        return self.unit.grain
-
-
 class Engine:
     """Runs a plan, step after step. Not thread-safe: one thread drives it.
+
+    A part of a plan that does not come in a step keeps its state, and one that comes twice is reduced twice.
 
     Args:
         plan: waves of units.
@@ -104,60 +95,80 @@ class Engine:
         self.index = 0
         self.stats = Stats()
         self.dense_bytes = sum(unit.grain.numel * unit.grain.dtype.itemsize for unit in plan.units)
-        self._slots: list[Slot] = [self._slot(unit) for unit in plan.units]
-        self._waves = plan.unit_numbers
+        self._slots = [Slot(unit, state) for unit, state in zip(plan.units, self.initial_states(), strict=True)]
+        if not plan.parts:  # else memory for a whole model is what sharding saves: a buffer lasts as long as its part
+            for slot in self._slots:
+                slot.take_buffer()
         self._interpreter = Interpreter[Reduced](transport, self.stats)
         self._script: Script[list[Reduced]] | None = None
+        self._units: Sequence[int] = ()  # of the script, in its order
         self._waits_for: Pending | None = None
-        self._results: list[Reduced] = []
+        self._results: dict[int, Reduced] = {}
         self._fresh: list[State] | None = None
-        self._sink: Sink | None = None
         self._flags: list[Tensor] = []
 
     def step(self) -> Step:
         """Where the step now under way stands."""
         return Step(self.index, self.transport.rank, self.transport.world_size, self.seed)
 
-    def _slot(self, unit: Unit) -> Slot:
-        return Slot(unit, unit.reducer.init(unit.grain, self.step()), self.buffer_for(unit))
-
-    def buffer_for(self, unit: Unit) -> Tensor:
-        """Memory for a unit's gradient."""
-        return torch.empty(unit.grain.numel, dtype=_buffer_dtype(unit), device=unit.grain.device)
+    # A step ------------------------------------------------------------------------------------------------------
 
     def begin(self, sink: Sink | None = None) -> None:
-        """Get ready for a step's gradients.
+        """Get ready for a step's gradients; what is left of one that broke off is forgotten.
 
         Args:
-            sink: is given each unit's mean, 1-d, as soon as it is known, and then the engine lets go of it: so means
-                are written while others are still on their way, and never are there all at once.
+            sink: is given each unit's mean as soon as it is known, and then the engine lets go of it: so means are
+                written while others are still on their way, and never are there all at once. Parts have their own.
         """
         self.settle()
-        self._sink = sink
-        self._script = self._interpreter.script(len(self._waves), self._programs, self._ended)
-        self._waits_for = None
-        self._results = []
-        for slot in self._slots:
-            slot.missing = slot.grain.numel
+        self.forget()
+        if not self.plan.parts:
+            self._start(self.plan.unit_numbers, sink)
 
-    def trace(self) -> Traced:
-        """Keep a span of every collective, wait and piece of coding from now on, until it is called again."""
-        inner = self.transport.inner if isinstance(self.transport, Traced) else self.transport
-        self.transport = self._interpreter.transport = traced = Traced(inner)
-        return traced
+    def run_part(self, part: int, fill: Fill, sink: Sink) -> None:
+        """Reduce a part of the plan from beginning to end.
 
-    def slow_down(self, coded: Callable[[float], float]) -> None:
-        """Have coding take longer: `coded` is given the CPU seconds of each piece, and returns what it has made of it.
-
-        For emulated hosts. It is called on the thread that codes, before anything is sent.
+        Args:
+            part: which one.
+            fill: is called for each of its units, shortly before its program begins.
+            sink: as of `begin`.
         """
-        self._interpreter.coded = coded
+        waves = [self.plan.unit_numbers[wave] for wave in self.plan.parts[part]]
+        for unit in itertools.chain(*waves):
+            self._settle_again(unit)
+        self._start(waves, sink, fill)
+        self.pump()
+
+    def _start(self, waves: Sequence[Sequence[int]], sink: Sink | None, fill: Fill | None = None) -> None:
+        """Begin the script of some waves, whose gradients `fill` writes, or `deliver` brings."""
+        units = self._units = list(itertools.chain(*waves))
+
+        def programs(wave: int) -> list[Program] | None:
+            for unit in waves[wave]:
+                slot = self._slots[unit]
+                if fill is not None:
+                    slot.take_buffer()
+                    fill(unit, slot.x)
+                    slot.missing = 0
+                elif slot.missing:
+                    return None
+            return [self._program(self._slots[unit]) for unit in waves[wave]]
+
+        def ended(place: int, result: Reduced) -> Reduced:
+            if sink is None:
+                return result
+            sink(units[place], result.value.reshape(-1))
+            if self.plan.parts:
+                self._slots[units[place]].let_go(result.state)
+            return result._replace(value=result.value.new_empty(0))
+
+        for unit in units:
+            self._slots[unit].missing = self._slots[unit].grain.numel
+        self._script = self._interpreter.script(len(waves), programs, ended)
 
     def deliver(self, unit: int, offset: int, gradient: Tensor) -> None:
         """Copy `gradient`, 1-d, to `offset` in the buffer of a unit."""
-        slot = self._slots[unit]
-        slot.x[offset : offset + gradient.numel()].copy_(gradient)
-        slot.missing -= gradient.numel()
+        self._slots[unit].deliver(offset, gradient)
 
     def pump(self) -> None:
         """Do what the schedule and the gradients that are here allow."""
@@ -180,46 +191,42 @@ class Engine:
                 if self._waits_for is None:  # a wave whose gradients are still to come
                     return
         except StopIteration as end:
-            self._script, self._waits_for, self._results = None, None, end.value  # what was waited for holds the group
+            self._end_script(end.value)
+
+    def _end_script(self, results: Sequence[Reduced]) -> None:
+        self._script, self._waits_for = None, None  # what was waited for holds the group
+        self._results.update(zip(self._units, results, strict=True))
 
     def script(self) -> Script[None]:
         """Return what `pump` does once all gradients are here, as a script: who drives it does the waiting."""
         assert self._script is not None, "the step has not begun"
-        results, self._results = self._script, []
-        self._results = yield from results
-        self._script = None
+        self._end_script((yield from self._script))
 
     def finish(self) -> None:
         """End the step: all gradients are delivered. Counts it."""
         self.pump()
         assert self._script is None, "the step ended before all gradients were delivered"
-        self._fresh = [result.state for result in self._results]
-        self._flags = [result.bad.view(()) for result in self._results if result.bad is not None]
+        came = self._results
+        self._fresh = [came[i].state if i in came else slot.state for i, slot in enumerate(self._slots)]
+        self._flags = [result.bad.view(()) for result in came.values() if result.bad is not None]
         self.index += 1
         self.stats.steps += 1
-        self.stats.dense_bytes += self.dense_bytes
-        self.stats.dense_wire_bytes += ring_bytes(self.dense_bytes, self.transport.world_size)
+        if not self.plan.parts:
+            self.count_dense(self.dense_bytes, ring_bytes(self.dense_bytes, self.transport.world_size))
 
-    def _programs(self, wave: int) -> list[Program] | None:
-        """The programs of a wave, if all of its gradients are here."""
-        slots = [self._slots[i] for i in self._waves[wave]]
-        if any(slot.missing for slot in slots):
-            return None
-        return [self.program(i) for i in self._waves[wave]]
+    def count_dense(self, nbytes: int, wire_bytes: int) -> None:
+        """Note what would have been sent uncompressed: how large it is, and how many bytes of it a rank sends."""
+        self.stats.dense_bytes += nbytes
+        self.stats.dense_wire_bytes += wire_bytes
 
-    def program(self, unit: int) -> Program:
-        """The program of a unit whose gradient is in its buffer."""
-        slot = self._slots[unit]
-        if self.not_finite is None and slot.grain.device.type == "cpu" and not bool(kernels.all_finite(slot.x)):
-            self.not_finite = _first_not_finite(slot)
-        return _program(slot, self.step(), self.guards)
+    def _program(self, slot: Slot) -> Program:
+        """The program of a gradient that is in its buffer."""
+        self.not_finite = self.not_finite or slot.first_not_finite()
+        return slot.program(self.step(), self.guards)
 
-    def _ended(self, unit: int, result: Reduced) -> Reduced:
-        """Give a value away, if somebody wants it at once."""
-        if self._sink is None:
-            return result
-        self._sink(unit, result.value.reshape(-1))
-        return result._replace(value=result.value.new_empty(0))
+    def result(self, unit: int) -> Reduced:
+        """All that a unit's program returned, after `finish`; where the step has a sink, without its value."""
+        return self._results[unit]
 
     def value(self, unit: int) -> Tensor:
         """What became of a unit's grain after `finish`, 1-d, where the step has no sink."""
@@ -227,7 +234,9 @@ class Engine:
 
     def release(self) -> None:
         """Forget the results, once the means are written where they belong."""
-        self._results = []
+        self._results = {}
+
+    # What is kept ------------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
         """Keep the new states of the last step, or forget them where ranks found it bad."""
@@ -237,13 +246,26 @@ class Engine:
         if self.last_was_bad():
             self.stats.bad_steps += 1
             return
-        for slot, new in zip(self._slots, fresh, strict=True):
-            slot.x = spare_buffer(slot.state, new, slot.x)
-            slot.state = new
+        for unit, new in enumerate(fresh):
+            self._settle(unit, new)
+
+    def _settle(self, unit: int, new: State) -> None:
+        """Keep a new state, in which nothing is owed of what no parameter has: a resumed run would not have it."""
+        self._slots[unit].settle(new)
+        if (padding := self.plan.padding.get(unit)) is not None:
+            for _, leaf in walk(new):
+                if leaf.kind == "element":
+                    leaf.tensor.view(-1)[padding] = 0
+
+    def _settle_again(self, unit: int) -> None:
+        """Keep what a unit that comes a second time in one step has left of the first, unless that was bad."""
+        result = self._results.pop(unit, None)
+        if result is not None and (result.bad is None or not bool(result.bad)):
+            self._settle(unit, result.state)
 
     def forget(self) -> None:
         """Forget the new states of a step whose means nobody has taken, and what is left of one that broke off."""
-        self._fresh, self._script, self._waits_for, self._results = None, None, None, []
+        self._fresh, self._script, self._waits_for, self._results = None, None, None, {}
 
     def last_was_bad(self) -> bool:
         """Whether the last step's mean was not finite, as far as its programs told; on a GPU this waits for it."""
@@ -289,71 +311,26 @@ class Engine:
         """Multiply what is in the gradients' units: these are new ones from this step on."""
         self.settle()
         for slot in self._slots:
-            for _, leaf in walk(slot.state):
-                if leaf.owed or leaf.scaled:
-                    leaf.tensor.mul_(factor)
+            slot.rescale(factor)
 
     def take_back(self, names: set[str]) -> None:
         """Undo the last step for parameters whose mean was dropped: what they owed, they owe still."""
         old = [slot.state for slot in self._slots]
         self.settle()
         for slot, before in zip(self._slots, old, strict=True):
-            if slot.state is before:
-                continue
-            if CARRIED in before:  # gone by now, and for these it arrived nowhere
-                slot.state = State({**slot.state, CARRIED: carried_leaf(slot.grain)})
-            for path, leaf in walk(slot.state):
-                was = dict(walk(before)).get(path)
-                if was is not None and leaf.owed:
-                    _restore(slot.grain, leaf, was.tensor, names, self.transport.rank)
+            slot.take_back(before, names, self.transport.rank)
 
+    # For watching ------------------------------------------------------------------------------------------------
 
-def _first_not_finite(slot: Slot) -> str:
-    """The first parameter of a slot whose gradient has a value that is not finite."""
-    for segment in slot.grain.segments:
-        if not bool(slot.x[segment.offset : segment.offset + segment.numel].isfinite().all()):
-            return segment.name
-    return slot.grain.name
+    def trace(self) -> Traced:
+        """Keep a span of every collective, wait and piece of coding from now on, until it is called again."""
+        inner = self.transport.inner if isinstance(self.transport, Traced) else self.transport
+        self.transport = self._interpreter.transport = traced = Traced(inner)
+        return traced
 
+    def slow_down(self, coded: Callable[[float], float]) -> None:
+        """Have coding take longer: `coded` is given the CPU seconds of each piece, and returns what it has made of it.
 
-def _program(slot: Slot, step: Step, guards: bool) -> Program:
-    """The program of a unit's gradient, and of what is carried over from another method."""
-    grain, reducer = slot.unit
-    state, carried = slot.state, slot.state.get(CARRIED)
-    if isinstance(carried, Leaf):
-        slot.x.add_(carried.tensor)
-        state = State({name: node for name, node in state.items() if name != CARRIED})
-    # A step that the optimizer skips must not be taken for the one in which what is carried arrived. Rules leave out
-    # what is not finite on one rank, and go on doing so.
-    if (guards or carried is not None) and reducer.averages and not isinstance(reducer, Guard):
-        reducer = Guard(reducer)
-    program = reducer.reduce(grain, slot.x.view(grain.shape), state, step)
-    return program if reducer.averages or not guards else flagged_by_result(program)
-
-
-def _buffer_dtype(unit: Unit) -> torch.dtype:
-    """Residuals are float32 whatever the gradients are, so a reducer that keeps its input gets float32."""
-    keeps = unit.reducer.keeps_input and unit.grain.dtype != torch.float64
-    return torch.float32 if keeps else unit.grain.dtype
-
-
-def spare_buffer(old: State, new: State, x: Tensor) -> Tensor:
-    """The buffer for the next gradient: `x`, or where a state kept that, the tensor it took the place of."""
-    before = dict(walk(old))
-    for path, leaf in walk(new):
-        if leaf.tensor.data_ptr() == x.data_ptr() and leaf.tensor.numel() == x.numel():
-            was = before.get(path)
-            fits = was is not None and was.tensor.numel() == x.numel() and was.tensor.dtype == x.dtype
-            return was.tensor.view(-1) if fits and was is not None else torch.empty_like(x)
-    return x
-
-
-def _restore(grain: Grain, leaf: Leaf, old: Tensor, names: set[str], rank: int) -> None:
-    """Copy the old values of the named parameters' elements over the new ones."""
-    new, first = leaf.tensor, leaf.first(rank)
-    for segment in grain.segments:
-        if segment.name in names and leaf.kind in ("element", "owned"):
-            begin = max(segment.offset - first, 0)
-            end = min(segment.offset + segment.numel - first, new.numel())
-            if begin < end:
-                new.view(-1)[begin:end].copy_(old.view(-1)[begin:end])
+        For emulated hosts. It is called on the thread that codes, before anything is sent.
+        """
+        self._interpreter.coded = coded

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -18,9 +17,11 @@ from gradwire.core.grain import Grain
 from gradwire.core.messages import SendRecv
 from gradwire.core.program import Program
 from gradwire.core.state import State
+from gradwire.drivers.engine import Engine
 from gradwire.drivers.interpreter import Interpreter, Pending, Script, is_here, served
+from gradwire.drivers.plan import Plan, Unit
 from gradwire.reducers.as_saved import as_saved
-from gradwire.reducers.base import Reduced, Reducer, Step
+from gradwire.reducers.base import Reduced, Reducer
 
 T = TypeVar("T")
 
@@ -251,38 +252,58 @@ def perform(requests: Sequence[Collective]) -> list[Tensor]:
     return Meeting(len(requests)).perform(requests)
 
 
-class VirtualStates(ABC):
-    """What virtual ranks remember between steps: saved and loaded for all ranks at once.
+class VirtualEngines:
+    """The engines of `world_size` virtual ranks, a step at a time: what `attach` runs, where no transport is.
 
-    Attributes:
+    Args:
         reducer: what they run.
+        planned: its grains.
         world_size: how many there are.
         seed: of all keys.
-        index: the next step.
+
+    Attributes:
+        engines: of each rank.
     """
 
-    reducer: Reducer
-    world_size: int
-    seed: int
-    index: int
+    def __init__(self, reducer: Reducer, planned: Plan, world_size: int, seed: int = 0) -> None:
+        reducer.require_ranks(world_size)
+        self.reducer, self.world_size = reducer, world_size
+        self._transports = [VirtualTransport(Meeting(world_size), rank) for rank in range(world_size)]
+        self.engines = [Engine(planned, transport, seed) for transport in self._transports]
 
-    @abstractmethod
-    def _grains(self) -> list[saved.Grains]:
-        """Every rank's grains with their states."""
+    @property
+    def index(self) -> int:
+        """The next step."""
+        return self.engines[0].index
 
-    def _serve_by(self, made_of: Callable[[Reducer], Reducer]) -> None:
-        """Go on with what `made_of` makes of reducers, whose states have the same form."""
-        self.reducer = made_of(self.reducer)
+    @index.setter
+    def index(self, index: int) -> None:
+        for engine in self.engines:
+            engine.index = index
 
-    @abstractmethod
-    def _take_up(self, states: Sequence[Sequence[State]]) -> None:
-        """Go on with other states: of each rank those of its grains."""
+    @property
+    def seed(self) -> int:
+        """Of all keys."""
+        return self.engines[0].seed
 
-    def _step(self, rank: int) -> Step:
-        return Step(self.index, rank, self.world_size, self.seed)
+    def run(self, gradients: Sequence[Sequence[Tensor]]) -> None:
+        """Do a step of all ranks, from each rank's gradient of each grain. They are left as they are.
+
+        Raises:
+            AssertionError: ranks that yield different collectives, or end at different times.
+        """
+        meeting = Meeting(self.world_size)  # at the one of before a step may have broken off
+        for transport, engine, own in zip(self._transports, self.engines, gradients, strict=True):
+            transport.meeting = meeting
+            engine.begin()
+            for unit, gradient in enumerate(own):
+                engine.deliver(unit, 0, gradient.reshape(-1))
+        together([engine.script() for engine in self.engines])
+        for engine in self.engines:
+            engine.finish()
 
     def state_dicts(self) -> list[saved.Saved]:
-        """Return every rank's state as `Handle.state_dict` does: tensors, numbers and strings, by parameter name."""
+        """Return every rank's state as `Session.state_dict` does: tensors, numbers and strings, by parameter name."""
         return saved.pack_all(self._grains(), self.reducer, step=self.index, seed=self.seed)
 
     def load_state_dicts(self, states: Sequence[saved.Saved]) -> None:
@@ -293,17 +314,17 @@ class VirtualStates(ABC):
         """
         made_of = as_saved(self.reducer, saved.reducer_of(states))
         loaded = saved.unpack_all(states, self._grains(), made_of(self.reducer))
-        self._serve_by(made_of)
-        self.index, self.seed = loaded[0].step, loaded[0].seed
-        self._take_up([rank.states for rank in loaded])
+        self.reducer = made_of(self.reducer)
+        for engine, own in zip(self.engines, loaded, strict=True):
+            engine.serve_by(made_of)
+            engine.set_states(own.states)
+            engine.index, engine.seed = own.step, own.seed
+
+    def _grains(self) -> list[saved.Grains]:
+        return [engine.states() for engine in self.engines]
 
 
-def is_bad(results: Iterable[Reduced]) -> bool:
-    """Whether a step must not be kept."""
-    return any(bool(result.bad) for result in results if result.bad is not None)
-
-
-class Lockstep(VirtualStates):
+class Lockstep(VirtualEngines):
     """A reducer over `world_size` virtual ranks and one grain, with its states, a step at a time.
 
     >>> from gradwire.core.grain import flat_grain
@@ -315,36 +336,23 @@ class Lockstep(VirtualStates):
     """
 
     def __init__(self, reducer: Reducer, grain: Grain, world_size: int, seed: int = 0) -> None:
-        self.reducer = reducer
+        super().__init__(reducer, Plan(((Unit(grain, reducer),),)), world_size, seed)
         self.grain = grain
-        self.world_size = world_size
-        self.seed = seed
-        self.index = 0
-        reducer.require_ranks(world_size)
-        self.states: list[State] = [reducer.init(grain, self._step(rank)) for rank in range(world_size)]
+
+    @property
+    def states(self) -> list[State]:
+        """Every rank's state, after the last good step."""
+        return [state for ((_, state),) in self._grains()]
 
     def step(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Reduce one tensor per rank; return every rank's mean and keep the new states, unless the step is bad."""
         return [reduced.value for reduced in self.reduce(tensors)]
 
     def reduce(self, tensors: Sequence[Tensor]) -> list[Reduced]:
-        """Do a step and return all that the programs returned. The tensors given are left as they are."""
-        programs = [
-            self.reducer.reduce(self.grain, _copy(tensor), state, self._step(rank))
-            for rank, (tensor, state) in enumerate(zip(tensors, self.states, strict=True))
-        ]
-        results = run_lockstep(programs)
-        self.index += 1
-        if not is_bad(results):
-            self.states = [r.state for r in results]
-        return results
+        """Do a step and return all that the programs returned. The tensors given are left as they are.
 
-    def _take_up(self, states: Sequence[Sequence[State]]) -> None:
-        self.states = [state for rank in states for state in rank]
-
-    def _grains(self) -> list[saved.Grains]:
-        return [[(self.grain, state)] for state in self.states]
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.clone(memory_format=torch.contiguous_format)
+        Means are new tensors of the grain's dtype, as a port would write them.
+        """
+        self.run([[tensor] for tensor in tensors])
+        results = [engine.result(0) for engine in self.engines]
+        return [result._replace(value=result.value.to(self.grain.dtype, copy=True)) for result in results]

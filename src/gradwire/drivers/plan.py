@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from gradwire.core.grain import Grain, ParameterSpec, Segment
 from gradwire.reducers.base import Reducer, as_reducer, require_whole
@@ -87,9 +88,15 @@ Wave = tuple[Unit, ...]
 
 @dataclass(frozen=True)
 class Plan:
-    """All waves, in the order in which they run."""
+    """All waves, in the order in which they run.
+
+    Attributes:
+        waves: units that travel together.
+        parts: the waves of each part, where gradients come in parts; empty where they come as they are ready.
+    """
 
     waves: tuple[Wave, ...]
+    parts: tuple[range, ...] = ()
 
     @functools.cached_property
     def units(self) -> tuple[Unit, ...]:
@@ -110,6 +117,11 @@ class Plan:
         """The numbers of each wave's units, counted over all waves."""
         ends = list(itertools.accumulate(len(wave) for wave in self.waves))
         return tuple(range(end - len(wave), end) for end, wave in zip(ends, self.waves, strict=True))
+
+    @functools.cached_property
+    def padding(self) -> dict[int, Tensor]:
+        """Elements of units that no parameter has, for units with such elements."""
+        return {}
 
 
 class _Piece(NamedTuple):

@@ -20,11 +20,12 @@ from gradwire.core.tree import put_together, taken_apart
 from gradwire.session.meeting import group_store
 from gradwire.session.saved_runs import remember, run_of, stranger
 from gradwire.session.session import Session
+from gradwire.session.states import take_up, unpacked
 from gradwire.session.together import Together
 
 
 class Holder(Protocol):
-    """What holds a session, as the handle that `attach` returns."""
+    """What holds a session, as the optimizers of `gradwire.sync` do; a session is its own."""
 
     @property
     def session(self) -> Session:
@@ -103,10 +104,6 @@ class Meeting(Protocol):
         ...
 
 
-def _session_of(holder: Holder | Savable | Session) -> Session:
-    return holder if isinstance(holder, Session) else holder.session
-
-
 def _require_savable(call: str, handle: object) -> None:
     """Refuse what holds no session, alike on all ranks.
 
@@ -116,25 +113,25 @@ def _require_savable(call: str, handle: object) -> None:
     kind = type(handle).__name__
     if isinstance(handle, KeptOtherwise):
         raise StateError(f"{call} takes no {kind}: {handle.kept_by}")
-    if not isinstance(handle, Session) and not isinstance(getattr(handle, "session", None), Session):
+    if not isinstance(getattr(handle, "session", None), Session):
         raise StateError(
             f"{call} takes no {kind}: give it what gradwire.attach returned, a Session, or an optimizer or average of "
             "gradwire.sync"
         )
 
 
-def _together(call: str, handle: Holder | Savable | Session) -> Together:
+def _together(call: str, handle: Holder | Savable) -> Together:
     _require_savable(call, handle)
-    session = _session_of(handle)
+    session = handle.session
     if not session.is_open:
         raise StateError(f"{call}: this session is closed; save and load before close()")
     group_store()  # else nobody can be met
     return handle.together(call) if isinstance(handle, Meeting) else Together(call, session.lane, StateError)
 
 
-def _packed(handle: Holder | Savable | Session, ranks: Together) -> Saved:
+def _packed(handle: Holder | Savable, ranks: Together) -> Saved:
     """This rank's state in the form of `gradwire.core.saved`; what is more than a session's is a tree of its own."""
-    session = _session_of(handle)
+    session = handle.session
     if not isinstance(handle, Savable):
         return session.state_dict()
     tree, tensors = taken_apart(handle.state_dict())
@@ -158,7 +155,7 @@ def _tree(saved: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def save(
     folder: str | Path,
-    handle: Holder | Savable | Session,
+    handle: Holder | Savable,
     *,
     overwrite: bool = False,
     checkpoint: Written | None = None,
@@ -189,7 +186,7 @@ def save(
         gradwire.save(folder / "gradwire", handle)
     """
     here, ranks = Path(folder), _together("gradwire.save", handle)
-    session, state = _session_of(handle), _packed(handle, ranks)
+    session, state = handle.session, _packed(handle, ranks)
     head = {key: state[key] for key in SHARED}
     last = max(save_folder.numbers(here), default=0)
     run = run_of(session, handle.kind if isinstance(handle, Savable) else session.begun_with)
@@ -215,7 +212,7 @@ def save(
     save_folder.remove_before(here, number)
 
 
-def load(folder: str | Path, handle: Holder | Savable | Session) -> int:
+def load(folder: str | Path, handle: Holder | Savable) -> int:
     """Take up what `gradwire.save` saved, and return the step it was saved at.
 
     Every rank must call it, after `attach` and before the first step. With as many ranks as saved each needs its own
@@ -246,7 +243,7 @@ def load(folder: str | Path, handle: Holder | Savable | Session) -> int:
         step = gradwire.load(folder / "gradwire", handle)
     """
     ranks = _together("gradwire.load", handle)
-    session, here = _session_of(handle), Path(folder)
+    session, here = handle.session, Path(folder)
     found = save_folder.manifests(here)
     latest = max(save_folder.numbers(here), default=0)
     seen = [_offer(manifest, here, ranks) for manifest in found]
@@ -261,7 +258,7 @@ def load(folder: str | Path, handle: Holder | Savable | Session) -> int:
         handle.take_up(ranks.attempt(lambda: _checked(handle, manifest, here, ranks)).own)
         remember(session, manifest.run)
         return handle.steps
-    session.take_up(ranks.attempt(lambda: _unpacked(session, manifest, here, ranks)).own)
+    take_up(session, ranks.attempt(lambda: _unpacked(session, manifest, here, ranks)).own)
     remember(session, manifest.run)
     return chosen.step
 
@@ -360,12 +357,12 @@ def _unpacked(session: Session, manifest: Manifest, here: Path, ranks: Together)
     """What a rank takes up: where shards were cut otherwise, what it owns now is in the files of other ranks."""
     state = _state(manifest, here, ranks)
     try:
-        return session.unpacked(state)
+        return unpacked(session, state)
     except ShardsElsewhereError:
         if manifest.missing(here):
             raise
         states = [manifest.read(here, rank) for rank in range(manifest.world_size)]
-        return session.unpacked(with_all_owned(states, ranks.rank))
+        return unpacked(session, with_all_owned(states, ranks.rank))
 
 
 def _state(manifest: Manifest, here: Path, ranks: Together) -> Saved:

@@ -8,31 +8,51 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from gradwire.core.errors import AttachError, DriftError, DriftWarning
+from gradwire.drivers.engine import Engine
 from gradwire.drivers.groups import ranks_named
-from gradwire.session.checkpoint import Holder
+from gradwire.drivers.process_group import GroupTransport
 from gradwire.session.fingerprints import Fingerprints
+from gradwire.session.lane import Lane
 from gradwire.session.names import named
-from gradwire.session.session import Session
 from gradwire.session.together import Together
 
 
-def check_drift(
-    holder: Holder | Session, tensors: nn.Module | Mapping[str, Tensor], on_drift: str = "warn"
-) -> str | None:
+class Communicating(Protocol):
+    """What ranks compare parameters by: a session."""
+
+    lane: Lane
+    transport: GroupTransport
+
+    @property
+    def engine(self) -> Engine:
+        """Which counts steps."""
+        ...
+
+
+class Holder(Protocol):
+    """A session, or what has one, as the optimizers of `gradwire.sync`."""
+
+    @property
+    def session(self) -> Communicating:
+        """Over the ranks whose parameters are compared."""
+        ...
+
+
+def check_drift(holder: Holder, tensors: nn.Module | Mapping[str, Tensor], on_drift: str = "warn") -> str | None:
     """Compare parameters between the ranks of a session, and return the name of the first one that differs, if any.
 
     Every rank must call it at the same place, between two steps. Fingerprints of 8 bytes travel through the store;
     what takes time is reading the parameters, and on a GPU bringing them to the processor.
 
     Args:
-        holder: a session, or the handle that `gradwire.attach` returned.
+        holder: a session, as `gradwire.attach` returns one, or what has one.
         tensors: a model: its parameters that require gradients; or tensors by name.
         on_drift: what happens where ranks differ. "warn": each gives a `DriftWarning`. "stop": each raises. "repair":
             the tensors that differ become those of rank 0, bit for bit, and each gives a warning. The optimizers'
@@ -49,7 +69,7 @@ def check_drift(
             gradwire.check_drift(session, model, on_drift="repair")
     """
     react = _reaction(on_drift)
-    session = holder if isinstance(holder, Session) else holder.session
+    session = holder.session
     given = {name: tensor.detach() for name, tensor in named(tensors).items()}
     ranks = Together("gradwire.check_drift", session.lane, DriftError)
     fingerprints = Fingerprints(given)
@@ -70,15 +90,15 @@ def check_drift(
     return first
 
 
-def _warn(session: Session, tensors: Sequence[Tensor], text: str) -> None:
+def _warn(session: Communicating, tensors: Sequence[Tensor], text: str) -> None:
     warnings.warn(DriftWarning(f"{text}; on_drift='repair' would take rank 0's"), stacklevel=4)
 
 
-def _stop(session: Session, tensors: Sequence[Tensor], text: str) -> None:
+def _stop(session: Communicating, tensors: Sequence[Tensor], text: str) -> None:
     raise DriftError(f"{text}: go on from a checkpoint that all ranks load alike, or pass on_drift='repair'")
 
 
-def _repair(session: Session, tensors: Sequence[Tensor], text: str) -> None:
+def _repair(session: Communicating, tensors: Sequence[Tensor], text: str) -> None:
     """Take rank 0's, in the order of the session's own collectives."""
 
     def broadcast() -> None:
@@ -92,14 +112,14 @@ def _repair(session: Session, tensors: Sequence[Tensor], text: str) -> None:
     warnings.warn(DriftWarning(f"{text}; all ranks have rank 0's parameters now"), stacklevel=4)
 
 
-_REACTIONS: dict[str, Callable[[Session, Sequence[Tensor], str], Any]] = {
+_REACTIONS: dict[str, Callable[[Communicating, Sequence[Tensor], str], Any]] = {
     "warn": _warn,
     "stop": _stop,
     "repair": _repair,
 }
 
 
-def _reaction(word: str) -> Callable[[Session, Sequence[Tensor], str], Any]:
+def _reaction(word: str) -> Callable[[Communicating, Sequence[Tensor], str], Any]:
     if word not in _REACTIONS:
         raise AttachError(f"on_drift={word!r} is unknown: choose one of {', '.join(_REACTIONS)}")
     return _REACTIONS[word]

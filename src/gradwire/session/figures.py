@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from abc import ABC, abstractmethod
 
 import torch
 
@@ -16,22 +15,21 @@ from gradwire.drivers.process_group import GroupTransport
 from gradwire.drivers.traced import Traced
 from gradwire.drivers.window import DDP_CAPS, Window
 from gradwire.reducers.base import Reducer
+from gradwire.session.feed import Feed
 from gradwire.session.lane import Lane
 from gradwire.session.pace import Pace
 from gradwire.session.report import Report, observed
 from gradwire.session.step_times import StepBoard
 
 
-class Figures(ABC):
-    """The figures of a session, which has the attributes below and lets one at a time do something with them."""
+class Figures:
+    """The figures of a session, which has the attributes below."""
 
     lane: Lane
     transport: GroupTransport
     method: str
     reducer: Reducer
-    engine: Engine
-    window: Window
-    scale: float
+    feed: Feed
     _device: torch.device
     _link_times: ReductionTimes | None
     _board: StepBoard | None
@@ -40,13 +38,20 @@ class Figures(ABC):
     uncounted: str = ""
     """What a report says that it does not count."""
 
-    @abstractmethod
-    def occupy(self) -> None:
-        """Have the session for one step."""
+    @property
+    def engine(self) -> Engine:
+        """What runs the method's programs; another one after `change`."""
+        return self.feed.engine
 
-    @abstractmethod
-    def vacate(self) -> None:
-        """Let others have it."""
+    @property
+    def seed(self) -> int:
+        """Of all random choices."""
+        return self.feed.engine.seed
+
+    @property
+    def window(self) -> Window:
+        """Figures of the last steps."""
+        return self.feed.window
 
     def report(self) -> Report:
         """Return what the method costs and saves on this rank, over the last hundred steps and without start-up.
@@ -58,7 +63,7 @@ class Figures(ABC):
             print(session.report())                # for people
             session.report().as_dict()["saved_ms"] # for programs
         """
-        owed = self.residual_norm() / self.scale
+        owed = self.residual_norm() / self.feed.scale
         others = self._board.read() if self._board else None
         times = self._link_times
         averages = self.reducer.averages
@@ -78,13 +83,13 @@ class Figures(ABC):
             StepError: a step is under way.
             CommunicationError: a rank failed or fell silent, by its number.
         """
-        self.occupy()
+        self.feed.occupy()
         try:
             bench = Bench(self.transport, self._device)
             nbytes, caps = self.engine.dense_bytes, self.window.caps or DDP_CAPS
             self._link_times = self.lane.call(lambda: reduction_times(bench, nbytes, caps), " in measure_link")
         finally:
-            self.vacate()
+            self.feed.vacate()
         return self._link_times.link if self._link_times else None
 
     def trace(self) -> Traced:
@@ -102,11 +107,11 @@ class Figures(ABC):
             ...  # some steps
             print(sum(span.length_s for span in traced.spans if span.kind == "wait"))
         """
-        self.occupy()
+        self.feed.occupy()
         try:
             return self.engine.trace()
         finally:
-            self.vacate()
+            self.feed.vacate()
 
     def stats(self) -> Stats:
         """Return bytes and times so far, those of the step that has just ended among them."""

@@ -1,12 +1,10 @@
-"""How a session's tensors become grains, and what runs them: whole ones, which is the rule, or rows of shards."""
+"""How a session's tensors become grains: whole ones, which is the rule, or rows of shards."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from gradwire.core.grain import ParameterSpec
-from gradwire.drivers.engine import Engine
-from gradwire.drivers.interpreter import Transport
 from gradwire.drivers.plan import Plan, plan
 from gradwire.drivers.window import DDP_CAPS, Caps
 from gradwire.reducers.base import Reducer, require_alike
@@ -42,10 +40,6 @@ class Form:
         """Return the grains that the tensors are cut into."""
         return plan(specs, reducer, grain_numel)
 
-    def engine(self, planned: Plan, transport: Transport, seed: int) -> Engine:
-        """Return what runs the plan."""
-        return Engine(planned, transport, seed)
-
 
 class Alike(Form):
     """The same for what replicas of a model are trained by.
@@ -53,6 +47,8 @@ class Alike(Form):
     Args:
         caps: of DDP's buckets.
     """
+
+    fed_by = "the backward pass of a DistributedDataParallel model"
 
     def __init__(self, caps: Caps) -> None:
         self.caps = caps

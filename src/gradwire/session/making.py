@@ -122,7 +122,7 @@ class Maker:
         """An engine, with all that is compiled ready."""
         dry_run(planned.units, self._transport.world_size)
         checked = Checked(self._transport, self._lane.failures.ranks) if self._checksum else self._transport
-        engine = self._form.engine(planned, checked, seed)
+        engine = Engine(planned, checked, seed)
         engine.guards = self._guards
         return engine
 

@@ -24,7 +24,7 @@ def run_of(session: Session, method: str) -> Run:
     if session.saved_as is not None:
         return session.saved_as
     # First dimensions are left out: of a sharded model ranks have different ones.
-    told = repr([(name, session.planned(name).shape[1:]) for name in session.names])
+    told = repr([(name, session.feed.planned(name).shape[1:]) for name in session.names])
     return Run("", hashlib.blake2b(told.encode(), digest_size=8).hexdigest(), method)
 
 

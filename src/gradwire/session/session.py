@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import sys
-import threading
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -17,9 +15,9 @@ from gradwire.core.errors import NonFiniteWarning, StepError
 from gradwire.core.grain import ParameterSpec
 from gradwire.core.save_folder import Run
 from gradwire.drivers.window import Window
-from gradwire.reducers.as_saved import as_saved
 from gradwire.reducers.base import Reducer
 from gradwire.session.ending import Ending
+from gradwire.session.feed import Feed
 from gradwire.session.figures import Figures
 from gradwire.session.form import WHOLE, Form
 from gradwire.session.lane import Lane, group_of
@@ -28,12 +26,10 @@ from gradwire.session.meeting import group_store
 from gradwire.session.names import TrainedParameters, named, require_all_served, require_whole
 from gradwire.session.non_finite import Culprits, require_reaction, warning_text
 from gradwire.session.own_file import require_own_file
-from gradwire.session.reduction import Reduction
+from gradwire.session.states import packed, take_up, unpacked
 from gradwire.session.step import SessionStep
 from gradwire.session.step_times import StepBoard
-
-if TYPE_CHECKING:
-    from gradwire.session.watching import Watch
+from gradwire.session.watching import watch
 
 DEADLINE_S = 300.0
 
@@ -120,16 +116,13 @@ class Session(Figures):
         self.method = str(method)
         self.begun_with = ", ".join(filter(None, (repr(self.reducer), form.says)))
         self.saved_as = None
-        self.seed, self._fed_by = seed, form.fed_by
-        self._scaler, self.scale = scaler, 1.0
+        self._scaler, self._fed_by = scaler, form.fed_by
         require_whole(tensors, what)
         specs = [ParameterSpec(name, tuple(t.shape), t.dtype, t.device) for name, t in named(tensors).items()]
-        self._specs = {spec.name: spec for spec in specs}
-        self._trained = TrainedParameters(what, dict.fromkeys(self._specs))
+        self._trained = TrainedParameters(what, {spec.name: None for spec in specs})
         self._device = specs[0].device if specs else torch.device("cpu")
         require_all_served(specs, checksum)
-        self._watch = None if check_every is None else _watch(tensors, check_every, on_drift)
-        self._in_use = threading.Lock()
+        self._watch = None if check_every is None else watch(tensors, check_every, on_drift)
         self._warned_of_non_finite = False
         self.expects_non_finite = False
         group = group_of(lane.group if lane else group)
@@ -150,15 +143,15 @@ class Session(Figures):
                 says=", ".join(self._settings()),
                 guards=on_non_finite == "skip",
             )
-            self.engine, self.window = self._maker.first(self.reducer, seed), Window(form.caps)
+            first = self._maker.first(self.reducer, seed)
+            self.feed = Feed(first, specs, Window(form.caps), scaler, self.lane.executor.run)
             place = self.lane.group.group_name
             if lane is None and form.times_link and self.measure_link() and self._device.type == "cpu":
-                self._board = StepBoard(group_store(), place, group.rank(), group.size())
-            self._culprits = Culprits(group_store(), f"{place}/{next(iter(self._specs))}", group.rank())
+                self._board = self.feed.board = StepBoard(group_store(), place, group.rank(), group.size())
+            self._culprits = Culprits(group_store(), f"{place}/{specs[0].name}", group.rank())
         except BaseException:
             self.close(at_once=True)
             raise
-        self.reduction = Reduction(self.engine, self.window, self._board)
 
     def _settings(self) -> Iterator[str]:
         """What must be the same on all ranks besides the method."""
@@ -169,6 +162,11 @@ class Session(Figures):
 
     def __repr__(self) -> str:
         return f"Session({self.reducer!r}, grains={len(self.engine.plan.units)}, step={self.engine.index})"
+
+    @property
+    def session(self) -> Session:
+        """Itself: what `attach` returned once was a handle with a session."""
+        return self
 
     # Another method ----------------------------------------------------------------------------------------------
 
@@ -202,16 +200,16 @@ class Session(Figures):
                 ...
         """
         self._require_open()
-        self.occupy()
+        self.feed.occupy()
         try:
             if self.window.under_way:
                 raise StepError("a step of this session is under way: change the method between two steps")
             self.lane.require_sound()
-            self.reducer, self.engine = self._maker.next(method, self.reducer, self.engine)
-            self.method, self.window = str(method), Window(self.window.caps)
-            self.reduction = Reduction(self.engine, self.window, self._board)
+            self.reducer, engine = self._maker.next(method, self.reducer, self.engine)
+            self.method = str(method)
+            self.feed.serve_by(engine, Window(self.window.caps))
         finally:
-            self.vacate()
+            self.feed.vacate()
 
     # Steps -------------------------------------------------------------------------------------------------------
 
@@ -251,14 +249,13 @@ class Session(Figures):
         """
         if self._fed_by:
             raise StepError(f"this session is fed by {self._fed_by}: make a gradwire.Session of your own for tensors")
-        return SessionStep(self)
+        return SessionStep(self.feed, self.lane, lambda: self.is_open, self._step_ended)
 
-    def begin(self) -> None:
-        """Note that a step begins: for ports, in the thread of the training loop, before they hand anything over."""
-        self._require_open()
-        self.window.begin()
-        if (growth := self._growth_of_scale()) != 1.0:
-            self.lane.executor.run(lambda: self.engine.rescale(growth))
+    def _step_ended(self) -> None:
+        """What is looked at once all tensors hold their means."""
+        self.warn_of_non_finite()
+        if self._watch is not None:  # every rank's step has ended, since means are here
+            self._watch.step_ended(self)
 
     @property
     def is_open(self) -> bool:
@@ -269,55 +266,10 @@ class Session(Figures):
         if not self.is_open:
             raise StepError("this session is closed: make a new one")
 
-    def occupy(self) -> None:
-        """Have the session for one step.
-
-        Raises:
-            StepError: another one is under way.
-        """
-        if not self._in_use.acquire(blocking=False):
-            raise StepError(
-                "a step of this session is under way, here or in another thread: end it before the next one begins"
-            )
-
-    def vacate(self) -> None:
-        """Let others have it; a step that has not ended will not."""
-        self.window.under_way = False
-        self._in_use.release()
-
-    def planned(self, name: str) -> ParameterSpec:
-        """What was planned for a tensor.
-
-        Raises:
-            StepError: a name that was not planned.
-        """
-        if name not in self._specs:
-            raise StepError(f"{name!r} is none of this session's {len(self._specs)} tensors")
-        return self._specs[name]
-
     @property
     def names(self) -> Iterable[str]:
         """The planned tensors, in the order in which they were given."""
-        return self._specs
-
-    def _growth_of_scale(self) -> float:
-        """By what the loss scale has grown since the last step; a scale of powers of two makes this exact."""
-        scaler = self._scaler if self._scaler is not None and self._scaler.is_enabled() else None
-        before, self.scale = self.scale, float(scaler.get_scale()) if scaler else 1.0
-        return self.scale / before
-
-    def where(self) -> str:
-        """The step at hand, as training loops count them."""
-        return f" in step {self.engine.index}"
-
-    def look_for_drift(self) -> None:
-        """Compare parameters between ranks, where that is wanted and it is time; every rank's step has ended.
-
-        Raises:
-            DriftError: they differ, and are to stop.
-        """
-        if self._watch is not None:
-            self._watch.step_ended(self)
+        return self.feed.names
 
     @property
     def skipped(self) -> bool:
@@ -350,11 +302,7 @@ class Session(Figures):
             StateError: asked for by `torch.distributed.checkpoint`, which would keep what one rank has.
         """
         require_own_file(sys._getframe(1))  # pyright: ignore[reportPrivateUsage]
-        where = {"step": self.engine.index, "seed": self.seed}
-        return saved.pack(self.engine.states(), self._member(self.reducer), scale=self.scale, **where)
-
-    def _member(self, reducer: Reducer) -> saved.Member:
-        return saved.Member(repr(reducer), self.transport.rank, self.transport.world_size)
+        return packed(self)
 
     def load_state_dict(self, state: saved.Saved) -> None:
         """Take up a saved state, and what its method's `clip` was of.
@@ -363,25 +311,7 @@ class Session(Figures):
             StateError: a damaged state, or one of another version, method, rank, world size or model; nothing is
                 changed then.
         """
-        self.take_up(self.unpacked(state))
-
-    def unpacked(self, state: saved.Saved) -> saved.Loaded:
-        """Return what a saved state says, for `take_up`; until then nothing is changed.
-
-        Raises:
-            StateError: as `load_state_dict`.
-        """
-        text = saved.reducer_of(state)
-        return saved.unpack(state, self.engine.states(), self._member(as_saved(self.reducer, text)(self.reducer)))
-
-    def take_up(self, loaded: saved.Loaded) -> None:
-        """Go on from what `unpacked` returned."""
-        served = as_saved(self.reducer, loaded.reducer)
-        self.reducer = served(self.reducer)
-        self.engine.serve_by(served)
-        self.engine.set_states(loaded.states)
-        self.engine.index, self.scale = loaded.step, loaded.scale
-        self.seed = self.engine.seed = loaded.seed
+        take_up(self, unpacked(self, state))
 
     # Ending ------------------------------------------------------------------------------------------------------
 
@@ -412,9 +342,3 @@ def _gradients(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
             parameter.grad = torch.zeros_like(parameter)
         found[name] = parameter.grad
     return found
-
-
-def _watch(tensors: Tensors, check_every: int, on_drift: str) -> Watch:
-    from gradwire.session.watching import watch  # which knows sessions
-
-    return watch(tensors, check_every, on_drift)

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from gradwire.core.errors import StepError
-
-if TYPE_CHECKING:
-    from gradwire.session.session import Session
+from gradwire.session.feed import Feed, Piece
+from gradwire.session.lane import Lane
 
 
 class SessionStep:
@@ -24,10 +21,16 @@ class SessionStep:
     for this step, or will, and must not take a later one of this rank for it. They raise a `CommunicationError` with
     the rank and its exception, and this rank's next step raises one too. What the step would have kept (residuals) is
     forgotten.
+
+    Args:
+        feed: of the session.
+        lane: where programs run.
+        is_open: tells whether the session has not been closed.
+        when_ended: called once all tensors hold their means, outside of the step.
     """
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    def __init__(self, feed: Feed, lane: Lane, is_open: Callable[[], bool], when_ended: Callable[[], None]) -> None:
+        self._feed, self._lane, self._is_open, self._when_ended = feed, lane, is_open, when_ended
         self._delivered: dict[str, Tensor] = {}
         self._copies: dict[str, Tensor] = {}
         self._error: BaseException | None = None
@@ -35,16 +38,16 @@ class SessionStep:
         self._entered = self._ended = False
 
     def __enter__(self) -> SessionStep:
-        session = self._session
         if self._ended:
             raise StepError("a step is used once: call session.step() for another one")
-        session.occupy()
+        if not self._is_open():
+            raise StepError("this session is closed: make a new one")
+        self._feed.occupy()
         try:
-            session.begin()
-            session.lane.begin()
-            self._run(session.reduction.begin)
+            self._lane.begin()
+            self._feed.open()
         except BaseException:
-            session.vacate()
+            self._feed.vacate()
             raise
         self._entered = True
         return self
@@ -68,7 +71,7 @@ class SessionStep:
         """
         self._require_under_way()
         self.require_fit(tensors)
-        for name in reversed(list(self._session.names)):
+        for name in reversed(list(self._feed.names)):
             self._hand_over(name, tensors[name])
 
     def require_fit(self, tensors: Mapping[str, Tensor]) -> None:
@@ -83,14 +86,9 @@ class SessionStep:
 
     def _hand_over(self, name: str, tensor: Tensor) -> None:
         self._delivered[name] = tensor
-        session, flat = self._session, self._flat(name, tensor)
-        session.window.ready(time.perf_counter(), tensor.nbytes)
-
-        def put() -> None:
-            session.reduction.put(name, flat, session.scale)
-            session.reduction.pump()
-
-        self._run(put)
+        piece = Piece(name, self._flat(name, tensor))
+        self._feed.ready(tensor.nbytes)
+        self._run(lambda: self._feed.put([piece]))
 
     @torch.inference_mode(False)
     def _flat(self, name: str, tensor: Tensor) -> Tensor:
@@ -114,7 +112,7 @@ class SessionStep:
             raise StepError('a step is not under way: deliver inside of "with session.step() as step:"')
 
     def _require_fit(self, name: str, tensor: Tensor) -> None:
-        spec = self._session.planned(name)
+        spec = self._feed.planned(name)
         if name in self._delivered:
             raise StepError(f"{name!r} was delivered already in this step")
         if tensor.layout != torch.strided:
@@ -126,15 +124,15 @@ class SessionStep:
             raise StepError(f"{name!r} is {found}, and was planned as {spec.shape} {spec.dtype} on {spec.device}")
 
     def _require_all(self, names: Iterable[str]) -> None:
-        missing = set(self._session.names) - set(names)
+        missing = set(self._feed.names) - set(names)
         if missing:
-            first, *others = (name for name in self._session.names if name in missing)
+            first, *others = (name for name in self._feed.names if name in missing)
             more = f" and {len(others)} more" if others else ""
             raise StepError(f"{first!r}{more} was not delivered: every rank gives all tensors, zeros where it has none")
 
     def _run(self, job: Callable[[], None]) -> None:
         """Have a job done where programs run; after an error nothing more is done."""
-        if not self._session.is_open:
+        if not self._is_open():
             raise StepError("this session was closed while a step was under way")
 
         def guarded() -> None:
@@ -142,28 +140,26 @@ class SessionStep:
                 try:
                     job()
                 except BaseException as error:
-                    self._error = self._session.lane.fail(error, self._session.where())
+                    self._error = self._lane.fail(error, self._feed.where())
 
-        self._session.lane.executor.run(guarded)
+        self._lane.executor.run(guarded)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        session = self._session
         self._entered, self._ended = False, True
         try:
             if error is not None:
-                session.lane.fail(error, session.where())
+                self._lane.fail(error, self._feed.where())
             else:
                 self._wait()
-                session.warn_of_non_finite()
         except StepError as left_out:
-            session.lane.fail(left_out, session.where())
+            self._lane.fail(left_out, self._feed.where())
             raise
         finally:
             self._delivered, self._copies = {}, {}  # whoever keeps the step keeps no gradients with it
-            session.lane.failures.end()
-            session.vacate()
+            self._lane.failures.end()
+            self._feed.vacate()
         if error is None:
-            session.look_for_drift()
+            self._when_ended()
 
     def go_on(self) -> None:
         """All tensors are delivered: run to the end while the caller does other things, until the block ends.
@@ -174,22 +170,15 @@ class SessionStep:
         self._require_all(self._delivered)
         if self._done is not None:
             return
-        session, self._done = self._session, threading.Event()
-
-        def finish() -> None:
-            session.reduction.finish()
-            self._write_copies()
-            session.reduction.end()
-
-        self._run(finish)
-        session.lane.executor.run(self._done.set)
+        self._done = threading.Event()
+        self._run(lambda: self._feed.end(self._write_copies))
+        self._lane.executor.run(self._done.set)
 
     def _wait(self) -> None:
         """Run to the end, and raise what went wrong."""
         self.go_on()
-        session, done = self._session, self._done
-        assert done is not None
-        failure = session.lane.wait(done, session.where())
+        assert self._done is not None
+        failure = self._lane.wait(self._done, self._feed.where())
         if (error := self._error or failure) is not None:
             raise error
-        session.lane.executor.order()
+        self._lane.executor.order()

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from gradwire.core.errors import AttachError
-from gradwire.session.drift import check_drift, require_reaction
+from gradwire.session.drift import Holder, check_drift, require_reaction
 from gradwire.session.names import named
-from gradwire.session.session import Session
 
 
 def require_rhythm(check_every: int, on_drift: str) -> None:
@@ -43,10 +42,10 @@ class Watch:
         """What must be the same on all ranks."""
         return f"check_every={self.check_every}, on_drift={self.on_drift!r}"
 
-    def step_ended(self, session: Session) -> None:
+    def step_ended(self, holder: Holder) -> None:
         """Compare if it is time: a step of every rank has ended, and none is under way."""
-        if session.engine.index % self.check_every == 0:
-            check_drift(session, self.tensors, self.on_drift)
+        if holder.session.engine.index % self.check_every == 0:
+            check_drift(holder, self.tensors, self.on_drift)
 
 
 def watch(tensors: nn.Module | Mapping[str, Tensor], check_every: int, on_drift: str) -> Watch:

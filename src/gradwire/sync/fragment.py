@@ -12,6 +12,7 @@ from torch import Tensor
 from gradwire.core.errors import CompositionError
 from gradwire.core.saved import Loaded
 from gradwire.session import Session, SessionStep
+from gradwire.session.states import take_up, unpacked
 from gradwire.sync.buffers import require_alike
 from gradwire.sync.global_copy import GlobalCopy, not_finite, require_finite, wide
 from gradwire.sync.outer import Outer, Rates
@@ -144,7 +145,7 @@ class Fragment(GlobalCopy):
         """Forget an average that is under way; what was sent for it is owed still, if so."""
         self.deltas = {}
         if is_owed:
-            self.session.lane.call(self.session.engine.forget, self.session.where())
+            self.session.lane.call(self.session.feed.drop, self.session.feed.where())
 
     @torch.no_grad()
     def end(self, plainly: bool) -> None:
@@ -232,13 +233,13 @@ class Fragment(GlobalCopy):
             require_alike(f"outer state of {name!r},", memory, saved["memory"].get(name, {}))
         if saved["deltas"]:
             require_alike("mean change of", self.copies, saved["deltas"])
-        return self.session.unpacked(saved["session"])
+        return unpacked(self.session, saved["session"])
 
     @torch.no_grad()
     def take_up(self, saved: Mapping[str, Any], loaded: Loaded) -> None:
         """Go on from what `unpacked` has accepted."""
         self.wait()
-        self.session.take_up(loaded)
+        take_up(self.session, loaded)
         for name, copy in self.copies.items():
             copy.copy_(saved["copies"][name])
         for name, memory in self.memory.items():

@@ -14,7 +14,6 @@ from gradwire.adapters.fsdp2.form import ReplicaForm, ShardedForm, tensors_of
 from gradwire.adapters.fsdp2.gather import GatherPort, parameter_codec
 from gradwire.adapters.fsdp2.groups import Group, groups_of
 from gradwire.adapters.fsdp2.port import AlonePort, ReplicaPort, ScatterPort
-from gradwire.adapters.handle import Handle
 from gradwire.codecs import Codec
 from gradwire.core.errors import AttachError, StateError
 from gradwire.reducers.base import Reducer
@@ -47,7 +46,7 @@ class Port(Protocol):
 
 def attach_fsdp2(
     model: nn.Module, reducer: Reducer | str, parameters: Codec | str | None, replicate: Any, **options: Any
-) -> Handle:
+) -> ShardedSession:
     """Let `reducer` reduce the gradients of `model`, see `gradwire.attach`.
 
     Args:
@@ -66,14 +65,15 @@ def attach_fsdp2(
     says, shards = f"parameters={codec!r}", groups[0].shard_group
     if replicate is None:
         form = ShardedForm(groups, range(shards.size()), says, "" if codec else GATHERS)
-        session = Session(tensors_of(groups), reducer, group=shards, what=WHAT, form=form, **options)
+        session = ShardedSession(tensors_of(groups), reducer, group=shards, what=WHAT, form=form, **options)
         scatter = ScatterPort if shards.size() > 1 else AlonePort
         ports: list[Port] = [scatter(session, model, groups)]
     else:
         row = shards.rank()
         inside = "what FSDP2 reduces among the shards of a copy" + ("" if codec else f", and {GATHERS}")
         form = ReplicaForm(groups, range(row, row + 1), f"{says}, shard {row} of {shards.size()}", inside)
-        session = Session(tensors_of(groups), reducer, group=_group(replicate), what=WHAT, form=form, **options)
+        group = _group(replicate)
+        session = ShardedSession(tensors_of(groups), reducer, group=group, what=WHAT, form=form, **options)
         ports = [ReplicaPort(session, model, groups)]
     try:
         if replicate is not None:
@@ -81,13 +81,11 @@ def attach_fsdp2(
         if codec is not None:
             lane = None if replicate is None else Lane(shards, groups[0].device, session.lane.deadline_s, WHAT)
             ports.append(GatherPort(session, groups, codec, lane))
-        for port in ports:
-            port.install()
+        session.feed_by(ports, groups[0].mesh if replicate is None else None)
     except BaseException:
-        _remove(ports)
         session.close(at_once=True)
         raise
-    return ShardedHandle(session, ports, groups[0].mesh if replicate is None else None)
+    return session
 
 
 def _group(given: Any) -> dist.ProcessGroup:
@@ -117,17 +115,22 @@ def _require_replicas(session: Session, groups: Sequence[Group]) -> None:
         )
 
 
-def _remove(ports: list[Port]) -> None:
-    for port in ports:
-        port.remove()
+class ShardedSession(Session):
+    """The session of a model of FSDP2. After `close` the model communicates as it does alone."""
 
+    _ports: Sequence[Port] = ()
+    _mesh: DeviceMesh | None = None
 
-class ShardedHandle(Handle):
-    """The running communication of a model of FSDP2. After `close` the model communicates as it does alone."""
+    def feed_by(self, ports: list[Port], mesh: DeviceMesh | None) -> None:
+        """Have ports take the place of FSDP2's collectives.
 
-    def __init__(self, session: Session, ports: list[Port], mesh: DeviceMesh | None) -> None:
-        super().__init__(session)
+        Args:
+            ports: which.
+            mesh: of all ranks of the session, where it holds all shards of the model.
+        """
         self._ports, self._mesh = ports, mesh
+        for port in ports:
+            port.install()
 
     def stateful(self, checkpoint: str | Path | None = None) -> Stateful:
         """Return what `torch.distributed.checkpoint` saves and loads, beside the model and the optimizer.
@@ -148,13 +151,10 @@ class ShardedHandle(Handle):
 
         if self._mesh is None:
             raise StateError("with replicate= save by gradwire.save, into a folder for each shard")
-        return Stateful(self.session, self._mesh, checkpoint)
+        return Stateful(self, self._mesh, checkpoint)
 
     def close(self, at_once: bool = False) -> None:
-        """Give the model's communication back to FSDP2, and stop, see `Handle.close`."""
-        _remove(self._ports)
+        """Give the model's communication back to FSDP2, and stop, see `Session.close`."""
+        for port in self._ports:
+            port.remove()
         super().close(at_once)
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        _remove(self._ports)
-        super().__exit__(kind, error, trace)

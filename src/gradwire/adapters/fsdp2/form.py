@@ -11,9 +11,7 @@ from gradwire.adapters.fsdp2.groups import Group, ShardedParameter
 from gradwire.core.errors import CompositionError
 from gradwire.core.grain import ParameterSpec
 from gradwire.core.spoken import called
-from gradwire.drivers.interpreter import Transport
-from gradwire.drivers.parts import Chunked, InParts, PartPlan, plan_parts
-from gradwire.drivers.plan import Plan
+from gradwire.drivers.parts import Chunked, PartPlan, plan_parts
 from gradwire.reducers.base import Reducer, require_alike
 from gradwire.session.form import Form
 from gradwire.spec import as_method
@@ -36,16 +34,11 @@ class PartForm(Form):
         self._parts = [[(p.name, p.chunk) for p in group.trained] for group in groups]
         self._rows, self.says, self.uncounted = rows, says, uncounted
 
-    def plan(self, specs: Sequence[ParameterSpec], reducer: Reducer, grain_numel: int | None) -> Plan:
+    def plan(self, specs: Sequence[ParameterSpec], reducer: Reducer, grain_numel: int | None) -> PartPlan:
         """Return the columns of all groups."""
         named = {spec.name: spec for spec in specs}
         parts = [[Chunked(named[name], chunk) for name, chunk in part] for part in self._parts]
         return plan_parts(parts, reducer, self._rows, grain_numel)
-
-    def engine(self, planned: Plan, transport: Transport, seed: int) -> InParts:
-        """Return what runs the groups one by one."""
-        assert isinstance(planned, PartPlan)
-        return InParts(planned, transport, seed)
 
 
 class ReplicaForm(PartForm):

@@ -20,8 +20,8 @@ from gradwire.core.collective import AllGather
 from gradwire.core.errors import AttachError, StepError
 from gradwire.core.key import Key
 from gradwire.core.payload import Layout
+from gradwire.drivers.engine import Engine
 from gradwire.drivers.interpreter import ask
-from gradwire.drivers.parts import InParts
 from gradwire.session import Session
 from gradwire.session.lane import Lane
 from gradwire.spec import as_codec
@@ -130,10 +130,8 @@ class GatherPort:
         return ParameterGather(lambda output, given, group: self.gather(part, output, given, group))
 
     @property
-    def _engine(self) -> InParts:
-        engine = self._session.engine
-        assert isinstance(engine, InParts)
-        return engine
+    def _engine(self) -> Engine:
+        return self._session.engine
 
     @torch.no_grad()
     def gather(self, part: int, output: Tensor, given: Tensor, group: dist.ProcessGroup) -> None:
@@ -176,7 +174,7 @@ class GatherPort:
         run = lane.do if session.window.under_way else lane.call
         transport = self._transport if self._own else engine.transport
         began = time.perf_counter()
-        rows = run(lambda: ask(AllGather(row), transport), session.where())
+        rows = run(lambda: ask(AllGather(row), transport), session.feed.where())
         engine.stats.wait_s += time.perf_counter() - began
         return rows
 

@@ -21,7 +21,7 @@ from gradwire.adapters.fsdp2.rows import Rows, by_unit
 from gradwire.adapters.uncompiled import uncompiled
 from gradwire.core.collective import ring_bytes
 from gradwire.core.errors import StepError
-from gradwire.drivers.parts import InParts
+from gradwire.drivers.parts import PartPlan
 from gradwire.session import Session
 from gradwire.session.agreement import is_alike
 from gradwire.session.names import unplanned
@@ -72,12 +72,6 @@ class GradientPort(ABC):
         while self._hooks:
             self._hooks.pop().remove()
 
-    @property
-    def _engine(self) -> InParts:
-        engine = self._session.engine  # another one after `change`
-        assert isinstance(engine, InParts)
-        return engine
-
     def reduce(self, part: int, output: Tensor, given: Tensor, factor: float) -> None:
         """Reduce the gradients of a group.
 
@@ -87,7 +81,7 @@ class GradientPort(ABC):
             given: all rows, 1-d.
             factor: by which the mean is multiplied.
         """
-        began, session, engine = time.perf_counter(), self._session, self._engine
+        began, session, engine = time.perf_counter(), self._session, self._session.engine
         if not session.is_open:
             raise StepError("this handle is closed while a backward pass is under way")
         self._begin()
@@ -97,8 +91,9 @@ class GradientPort(ABC):
             raise self._failed(unplanned(unknown.name, "gradwire.attach"))
         layout.require_whole(self._failed)
         self._arrived.append((part, tuple(layout.begins)))
-        columns = by_unit(engine.parts.columns[part])
-        widths = engine.parts.widths
+        plan = engine.plan
+        assert isinstance(plan, PartPlan)
+        columns, widths = by_unit(plan.columns[part]), plan.widths
 
         def fill(unit: int, x: Tensor) -> None:
             layout.fill(x.view(-1, widths[unit]), columns[unit])
@@ -106,10 +101,8 @@ class GradientPort(ABC):
         def write(unit: int, mean: Tensor) -> None:
             layout.write(mean, columns[unit], factor)
 
-        session.window.ready(time.perf_counter(), given.nbytes)
-        if session.window.wants_norm:
-            session.window.gradient(given, len(self._arrived) == 1, session.scale)
-        session.lane.do(lambda: engine.run(part, fill, write), session.where())
+        session.feed.ready(given.nbytes)
+        session.lane.do(lambda: session.feed.put_part(part, given, fill, write), session.feed.where())
         engine.count_dense(given.nbytes, self.dense_wire_bytes(given.nbytes))
         engine.stats.exposed_s += time.perf_counter() - began
 
@@ -125,13 +118,12 @@ class GradientPort(ABC):
         if self._is_open:
             return
         self._require_same_model()
-        session.occupy()
+        session.feed.occupy()
         try:
             session.lane.begin()
-            session.begin()
-            session.lane.do(self._engine.begin, session.where())
+            session.feed.open()
         except BaseException:
-            session.vacate()
+            session.feed.vacate()
             raise
         self._is_open, self._arrived = True, []
         watch_pass(self._broken_off)
@@ -161,7 +153,7 @@ class GradientPort(ABC):
     def _broken_off(self) -> None:
         """Forget a step whose backward pass an exception ended."""
         if self._is_open:
-            self._engine.forget()
+            self._session.feed.drop()
             self._leave()
             self._leave_pass(StepError("an exception ended the backward pass, as the output of this rank shows"))
 
@@ -172,13 +164,13 @@ class GradientPort(ABC):
     def _leave(self) -> None:
         self._is_open = False
         self._session.lane.failures.end()
-        self._session.vacate()
+        self._session.feed.vacate()
 
     def _end(self) -> None:
         """End the step at the end of the backward pass."""
-        session, engine = self._session, self._engine
+        session = self._session
         try:
-            alike = session.lane.do(self._finish, session.where())
+            alike = session.lane.do(self._finish, session.feed.where())
             if not alike:
                 raise self._failed(
                     StepError(
@@ -188,8 +180,6 @@ class GradientPort(ABC):
                 )
             self._is_ended = True
             session.lane.failures.end_pass()
-            session.window.last_ready_s = time.perf_counter()
-            session.window.end(time.perf_counter(), engine.stats)
         finally:
             self._leave()
         session.warn_of_non_finite()
@@ -200,13 +190,13 @@ class GradientPort(ABC):
 
     def _finish(self) -> bool:
         """End the engine's step; return whether all ranks reduced the same."""
-        engine, device = self._engine, self._groups[0].device
+        device = self._groups[0].device
         text = repr(self._arrived).encode()
         digest = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "little")
         alike = is_alike(digest, self._session.transport, device)
-        engine.finish()
+        self._session.feed.end()
         if left := self._left_out():  # what was sent of these was dropped by all, and is owed still
-            engine.take_back(left)
+            self._session.engine.take_back(left)
         return alike
 
     def _left_out(self) -> set[str]:
@@ -218,7 +208,7 @@ class GradientPort(ABC):
 
     def _failed(self, error: StepError) -> BaseException:
         """Tell the other ranks, which would wait, and return what to raise here."""
-        return self._session.lane.fail(error, self._session.where())
+        return self._session.lane.fail(error, self._session.feed.where())
 
     def _require_same_model(self) -> None:
         """Refuse, once and for all, a model that is sharded otherwise than at `attach`."""

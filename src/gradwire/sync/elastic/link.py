@@ -18,9 +18,8 @@ from gradwire.drivers.groups import group_apart
 from gradwire.drivers.measure import measured
 from gradwire.drivers.plan import plan
 from gradwire.drivers.process_group import GroupTransport
-from gradwire.drivers.window import Window
 from gradwire.reducers.base import Reducer
-from gradwire.session.reduction import Reduction
+from gradwire.session.feed import Feed, Piece
 from gradwire.sync.elastic.owed import Owed, owed_norm
 from gradwire.sync.elastic.store import reaching
 
@@ -86,6 +85,7 @@ class Averages:
         planned = plan(specs, measured(reducer, transport, CPU))
         dry_run(planned.units, transport.world_size)
         self.engine = Engine(planned, transport, seed)
+        self._feed = Feed(self.engine, specs)
         owed.into(self.engine, self.rank, self.ranks)
 
     def mean_(self, tensors: Mapping[str, Tensor], window: int) -> None:
@@ -96,12 +96,8 @@ class Averages:
             window: its number in the run, which random choices and schedules of methods go by.
         """
         self.engine.index = window
-        reduction = Reduction(self.engine, Window())
-        reduction.begin()
-        for name in reversed(list(tensors)):
-            reduction.put(name, tensors[name].view(-1))
-        reduction.finish()
-        reduction.end()
+        self._feed.put(Piece(name, tensors[name].view(-1)) for name in reversed(list(tensors)))
+        self._feed.end()
 
     def keep(self) -> None:
         """Keep what is owed after the last mean."""
@@ -109,7 +105,7 @@ class Averages:
 
     def forget(self) -> None:
         """Owe what was owed before it."""
-        self.engine.forget()
+        self._feed.drop()
 
     def owed(self) -> Owed:
         """What this rank owes."""

@@ -25,6 +25,7 @@ from gradwire.session import DEADLINE_S, Session
 from gradwire.session.lane import group_of
 from gradwire.session.names import TrainedParameters, named, require_whole
 from gradwire.session.pace import Pace
+from gradwire.session.states import take_up, unpacked
 from gradwire.session.together import Together
 from gradwire.sync.alike import require_same_start
 from gradwire.sync.averaging_state import check_head
@@ -315,14 +316,14 @@ class Gossip:
             StateError: as `load_state_dict`.
         """
         check_head(state, self._head, _BODY)
-        loaded = self.session.unpacked(state["session"])
+        loaded = unpacked(self.session, state["session"])
         self.buffers.check(state["buffers"])
         return Checked(state, loaded)
 
     def take_up(self, checked: Checked) -> None:
         """Go on from what `checked` returned."""
         saved, loaded = checked
-        self.session.take_up(loaded)
+        take_up(self.session, loaded)
         self.buffers.take_up(saved["buffers"])
         self.steps, self.since, self._synced = (int(saved[key]) for key in ("steps", "since", "synced"))
 

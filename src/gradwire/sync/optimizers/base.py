@@ -27,6 +27,7 @@ from gradwire.reducers.base import Reducer
 from gradwire.session import Session
 from gradwire.session.lane import Lane
 from gradwire.session.names import TrainedParameters, named, require_whole
+from gradwire.session.states import take_up, unpacked
 from gradwire.sync.scaling import ScaledOptimizer, require_groups
 
 Params = nn.Module | ParamsT
@@ -247,13 +248,13 @@ class SharedOptimizer(ScaledOptimizer):
         if COMMUNICATION not in state:
             raise StateError(f"the state has no {COMMUNICATION!r}: it is not that of a {type(self).__name__}")
         require_groups(self, state)
-        return dict(state), self.session.unpacked(state[COMMUNICATION])
+        return dict(state), unpacked(self.session, state[COMMUNICATION])
 
     def take_up(self, checked: tuple[dict[str, Any], Loaded]) -> None:
         """Go on from what `checked` returned."""
         state, loaded = checked
         super().load_state_dict(state)
-        self.session.take_up(loaded)
+        take_up(self.session, loaded)
 
     @property
     def kind(self) -> str:

@@ -1,0 +1,118 @@
+"""A unit of a plan with its state, the buffer of its gradient, and how much of that is here."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gradwire import kernels
+from gradwire.core.grain import Grain
+from gradwire.core.state import CARRIED, Leaf, State, carried_leaf, walk
+from gradwire.drivers.plan import Unit
+from gradwire.reducers.base import Program, Step
+from gradwire.reducers.guard import Guard, flagged_by_result
+
+
+class Slot:
+    """What an engine keeps of one unit.
+
+    Attributes:
+        unit: a grain and its reducer.
+        state: as the last good step left it.
+        x: the gradient's buffer, 1-d, empty before `take_buffer` and after `let_go`.
+        missing: how many elements of the gradient are still to come.
+    """
+
+    def __init__(self, unit: Unit, state: State) -> None:
+        self.unit, self.state = unit, state
+        self.x = self._nothing()
+        self.missing = 0
+
+    @property
+    def grain(self) -> Grain:
+        """The grain of the slot's unit."""
+        return self.unit.grain
+
+    def _nothing(self) -> Tensor:
+        return torch.empty(0, device=self.grain.device)
+
+    def take_buffer(self) -> None:
+        """Have memory for a gradient. Residuals are float32 whatever gradients are, so what becomes one begins so."""
+        if not self.x.numel():
+            grain, reducer = self.unit
+            keeps = reducer.keeps_input and grain.dtype != torch.float64
+            self.x = torch.empty(grain.numel, dtype=torch.float32 if keeps else grain.dtype, device=grain.device)
+
+    def let_go(self, new: State) -> None:
+        """Hold memory for a gradient no longer, unless a new state is in it."""
+        if all(leaf.tensor.data_ptr() != self.x.data_ptr() for _, leaf in walk(new)):
+            self.x = self._nothing()
+
+    def deliver(self, offset: int, gradient: Tensor) -> None:
+        """Copy `gradient`, 1-d, to `offset` in the buffer."""
+        self.x[offset : offset + gradient.numel()].copy_(gradient)
+        self.missing -= gradient.numel()
+
+    def first_not_finite(self) -> str | None:
+        """The first parameter whose gradient has a value that is not finite. On a GPU None: it would be waited for."""
+        if self.grain.device.type != "cpu" or bool(kernels.all_finite(self.x)):
+            return None
+        for segment in self.grain.segments:
+            if not bool(self.x[segment.offset : segment.offset + segment.numel].isfinite().all()):
+                return segment.name
+        return self.grain.name
+
+    def program(self, step: Step, guards: bool) -> Program:
+        """The program of the gradient in the buffer, and of what is carried over from another method."""
+        grain, reducer = self.unit
+        state, carried = self.state, self.state.get(CARRIED)
+        if isinstance(carried, Leaf):
+            self.x.add_(carried.tensor)
+            state = State({name: node for name, node in state.items() if name != CARRIED})
+        # A step that the optimizer skips must not be taken for the one in which what is carried arrived. Rules leave
+        # out what is not finite on one rank, and go on doing so.
+        if (guards or carried is not None) and reducer.averages and not isinstance(reducer, Guard):
+            reducer = Guard(reducer)
+        program = reducer.reduce(grain, self.x.view(grain.shape), state, step)
+        return program if reducer.averages or not guards else flagged_by_result(program)
+
+    def settle(self, new: State) -> None:
+        """Take up the state that a good step has left."""
+        self.x, self.state = self._spare_buffer(new), new
+
+    def _spare_buffer(self, new: State) -> Tensor:
+        """The buffer for the next gradient: that of this one, or where a state kept it, what that took the place of."""
+        before, x = dict(walk(self.state)), self.x
+        for path, leaf in walk(new):
+            if leaf.tensor.data_ptr() == x.data_ptr() and leaf.tensor.numel() == x.numel():
+                was = before.get(path)
+                fits = was is not None and was.tensor.numel() == x.numel() and was.tensor.dtype == x.dtype
+                return was.tensor.view(-1) if fits and was is not None else torch.empty_like(x)
+        return x
+
+    def rescale(self, factor: float) -> None:
+        """Multiply what is in the gradients' units."""
+        for _, leaf in walk(self.state):
+            if leaf.owed or leaf.scaled:
+                leaf.tensor.mul_(factor)
+
+    def take_back(self, before: State, names: set[str], rank: int) -> None:
+        """Owe again what the state `before` the last step owed of some parameters."""
+        if self.state is before:
+            return
+        if CARRIED in before:  # gone by now, and for these it arrived nowhere
+            self.state = State({**self.state, CARRIED: carried_leaf(self.grain)})
+        for path, leaf in walk(self.state):
+            was = dict(walk(before)).get(path)
+            if was is not None and leaf.owed:
+                self._restore(leaf, was.tensor, names, rank)
+
+    def _restore(self, leaf: Leaf, old: Tensor, names: set[str], rank: int) -> None:
+        """Copy the old values of the named parameters' elements over the new ones."""
+        new, first = leaf.tensor, leaf.first(rank)
+        for segment in self.grain.segments:
+            if segment.name in names and leaf.kind in ("element", "owned"):
+                begin = max(segment.offset - first, 0)
+                end = min(segment.offset + segment.numel - first, new.numel())
+                if begin < end:
+                    new.view(-1)[begin:end].copy_(old.view(-1)[begin:end])
