@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire import AttachError, Session, SessionStep, StepError
@@ -225,6 +226,17 @@ def test_a_step_has_a_beginning_and_an_end(session: Session) -> None:
         ended.deliver("a", given["a"])
     session.reduce_(tensors())
     assert session.engine._results == {}  # pyright: ignore[reportPrivateUsage]
+
+
+def test_what_attach_returns_is_a_session_that_ddp_feeds_alone(one_rank: None) -> None:
+    with gradwire.attach(DistributedDataParallel(torch.nn.Linear(3, 2)), "int4", seed=3) as attached:
+        assert isinstance(attached, Session)
+        assert attached.session is attached  # as a handle of before had one
+        assert (attached.method, attached.seed, attached.stats().steps) == ("int4", 3, 0)
+        for call in (attached.step, lambda: attached.reduce_({"weight": torch.zeros(2, 3), "bias": torch.zeros(2)})):
+            with pytest.raises(StepError, match=r"fed by the backward pass of a DistributedDataParallel model: make a"):
+                call()
+    assert gradwire.Handle is Session
 
 
 def test_a_step_is_used_once_and_keeps_no_gradient(session: Session) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,20 +14,42 @@ from gradwire.adapters.power_sgd_layout import LayOut, Layout
 from gradwire.adapters.power_sgd_memory import Memory
 from gradwire.core import saved
 from gradwire.core.state import walk
+from gradwire.drivers.plan import Unit
 from gradwire.reducers import Reducer
 from gradwire.session import Session
 from gradwire.session.feed import Piece
 from gradwire.session.lane import Lane
 from gradwire.session.states import take_up
 
-if TYPE_CHECKING:
-    from gradwire.adapters.power_sgd_state import PowerSGDState
+
+class Settings(Protocol):
+    """What a port asks of a `PowerSGDState`."""
+
+    start_powerSGD_iter: int  # noqa: N815 - PyTorch's name
+    draw_order: list[list[str]] | None
+
+    @property
+    def iter(self) -> int:
+        """How many steps have ended."""
+        ...
+
+    def pending(self) -> Memory | None:
+        """What was loaded before the first step, once."""
+        ...
+
+    def draw(self, layout: Layout, buckets: Sequence[GradBucket]) -> dict[str, Tensor]:
+        """The factors to begin this step with, by matrix; none where those of the last step serve."""
+        ...
+
+    def count(self, units: Sequence[Unit]) -> None:
+        """Count the elements of a PowerSGD step."""
+        ...
 
 
 class PowerPort(BucketPort):
     """Follows one model: a session is made in the first step, when all buckets are known."""
 
-    def __init__(self, lane: Lane, lay_out: LayOut, reducer: Reducer, state: PowerSGDState) -> None:
+    def __init__(self, lane: Lane, lay_out: LayOut, reducer: Reducer, state: Settings) -> None:
         super().__init__(lane)
         self.lay_out, self.reducer = lay_out, reducer
         self.session: Session | None = None

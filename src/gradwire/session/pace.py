@@ -19,18 +19,24 @@ import statistics
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from gradwire.drivers.interpreter import Traffic
 from gradwire.drivers.probing import ReductionTimes
 from gradwire.drivers.window import STEPS, Ready, Sample
 from gradwire.session.estimate import Times, summarise
 from gradwire.session.step_times import ToldSteps
 
-if TYPE_CHECKING:
-    from gradwire.session.figures import Figures
+
+class Counted(Protocol):
+    """What counts its bytes: another session."""
+
+    def stats(self) -> Traffic:
+        """All that it has sent so far."""
+        ...
 
 
 @dataclass
@@ -50,7 +56,7 @@ class Pace:
     period: str
     gradient_bytes: int
     dtypes: frozenset[torch.dtype]
-    others: Sequence[Figures] = ()
+    others: Sequence[Counted] = ()
     waits: bool = True
     lengths: deque[int] = field(default_factory=lambda: deque[int](maxlen=STEPS))
     steps: int = 0
