@@ -29,7 +29,7 @@ from gradwire.bench.evidence import Shortfall, shortfall
 from gradwire.bench.results import FP32, Comparison, Evaluation, Run
 from gradwire.bench.task import measure
 from gradwire.bench.tasks import make_task
-from gradwire.bench.verdict import Kind, Verdict, judge
+from gradwire.bench.verdict import FindingKind, Verdict, judge
 from gradwire.drivers.virtual import VirtualRanks
 
 WORSE = "randomk:0.25"
@@ -38,7 +38,7 @@ SEEDS = 5
 BEFOREHAND = 2
 """Comparisons with other seeds that tell beforehand how much worse `WORSE` is."""
 STEPS, SMOOTHING = 200, 20
-FOUND = (Kind.WORSE_METRIC, Kind.WORSE_LOSS)
+FOUND = (FindingKind.WORSE_METRIC, FindingKind.WORSE_LOSS)
 """Findings that claim a difference."""
 
 
@@ -135,8 +135,8 @@ def measured(comparisons: int, processes: int) -> dict[str, Any]:
         "worse_method": WORSE,
         "beforehand_in_standard_errors": errors,
         "with_itself_found": sum(bool(one["claims"]) for one in selves),
-        "worse_found_by_metric": sum(Kind.WORSE_METRIC.value in one["claims"] for one in worses),
-        "worse_found_by_loss": sum(Kind.WORSE_LOSS.value in one["claims"] for one in worses),
+        "worse_found_by_metric": sum(FindingKind.WORSE_METRIC.value in one["claims"] for one in worses),
+        "worse_found_by_loss": sum(FindingKind.WORSE_LOSS.value in one["claims"] for one in worses),
         "with_itself": selves,
         "with_worse": worses,
     }

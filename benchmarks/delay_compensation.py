@@ -15,13 +15,13 @@ from gradwire.asynchronous import (
     ASGD,
     DCASGD,
     AdaptiveDCASGD,
+    AsynchronousSimulation,
     Grant,
     Hyperbolic,
     Machine,
+    ParameterServer,
     Result,
-    Rule,
-    Server,
-    Simulation,
+    ServerRule,
     Worker,
 )
 from gradwire.core.errors import StepError
@@ -32,7 +32,7 @@ from plots import Line, Panel, figure
 PUSHES, LAST = 2000, 500
 DIVERGED = 1e6
 RATES, STALENESS = (0.05, 0.2), (8, 16, 32)
-RULES: dict[str, Callable[[float], Rule]] = {
+RULES: dict[str, Callable[[float], ServerRule]] = {
     "ASGD": ASGD,
     "ASGD, lr / (1 + tau)": lambda lr: ASGD(lr, Hyperbolic()),
     "DC-ASGD-c, 0.5": lambda lr: DCASGD(lr, 0.5),
@@ -50,12 +50,12 @@ def gaussian(seed: int, parameters: Mapping[str, Tensor], grant: Grant) -> Resul
     return Result({"x": parameters["x"] - example}, float(parameters["x"].square().mean()) / 2)
 
 
-def losses(rule: Rule, staleness: int, seed: int) -> list[float]:
+def losses(rule: ServerRule, staleness: int, seed: int) -> list[float]:
     """The loss that each push was computed from; it ends where training has diverged."""
     start = {"x": torch.full((20,), 2.0, dtype=torch.float64)}
-    server = Server(start, rule, workers=staleness + 1)
+    server = ParameterServer(start, rule, workers=staleness + 1)
     workers = [Worker(functools.partial(gaussian, seed), start) for _ in range(server.workers)]
-    simulation = Simulation(server, workers, [Machine() for _ in workers])
+    simulation = AsynchronousSimulation(server, workers, [Machine() for _ in workers])
     with contextlib.suppress(StepError):  # a gradient that is not finite any more
         while server.version < PUSHES and (not simulation.history or simulation.history[-1].loss < DIVERGED):
             simulation.run(pushes=20)

@@ -32,14 +32,14 @@ from gradwire.bench.tasks import load_digits
 from gradwire.core.errors import FederationError
 from gradwire.core.key import Key
 from gradwire.federated import SGD, Client, Federation, Server, Simulation
-from gradwire.federated.partition import Even, Partition, Shards
+from gradwire.federated.partition import DataPartition, Even, LabelShards
 from gradwire.federated.sampling import generator
 from pages import markdown, shown, write
 
 CLIENTS, IMAGES, TARGET = 100, 14, 95.0
 RATES = (0.03, 0.1, 0.3, 1.0)
 MOST = 1500
-PARTITIONS: dict[str, Partition] = {"IID": Even(), "non-IID": Shards(2)}
+PARTITIONS: dict[str, DataPartition] = {"IID": Even(), "non-IID": LabelShards(2)}
 SAMPLES = (1, 10, 20, 50, 100)
 WORK = ((1, 14), (5, 14), (1, 5), (20, 14), (5, 5), (20, 5))
 """E and B, by the number of updates; 14 is all images of most clients."""

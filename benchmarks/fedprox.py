@@ -31,7 +31,7 @@ from torch.nn import functional
 from common import save_result
 from gradwire.core.key import Key
 from gradwire.federated import SGD, Client, Federation, FedProx, InProcess, Server, Simulation, Terms
-from gradwire.federated.engines import Job, Lost, Outcome
+from gradwire.federated.engines import ClientJob, Lost, Outcome
 from gradwire.federated.sampling import generator
 from pages import DOCS, markdown, shown, write
 from plots import Line, Panel, figure
@@ -72,7 +72,7 @@ class Stragglers(InProcess):
         super().__init__(model, federation)
         self.slow, self.dropped = slow, dropped
 
-    def run(self, terms: Terms, jobs: Sequence[Job]) -> Iterator[Outcome]:
+    def run(self, terms: Terms, jobs: Sequence[ClientJob]) -> Iterator[Outcome]:
         """Draw the stragglers of the round, then train."""
         draw = generator(Key(terms.seed, jobs[0].task.round, "stragglers"))
         slow = set(draw.permutation(len(jobs))[: round(self.slow * len(jobs))].tolist())

@@ -19,7 +19,7 @@ from torch import Tensor
 from common import save_result
 from gradwire.core.grain import flat_grain
 from gradwire.drivers.lockstep import Lockstep
-from gradwire.sync.gossip import CHOCO, DPSGD, Method, OnGraph, Ring
+from gradwire.sync.gossip import CHOCO, DPSGD, GossipMethod, OnGraph, Ring
 
 RANKS, NUMEL, SETTLED = 8, 2048, 40
 SPECS = ("int8", "int4", "int2", "qsgd:7", "topk:0.1", "topk:0.1+int4", "topk:0.01")
@@ -32,7 +32,7 @@ def apart(xs: Sequence[Tensor]) -> float:
     return math.sqrt(float((stacked - stacked.mean(0)).square().sum(1).mean()))
 
 
-def tenfold(method: Method, most: int) -> float | None:
+def tenfold(method: GossipMethod, most: int) -> float | None:
     """Rounds in which ranks come ten times nearer; None where they do not, or move apart."""
     on = OnGraph(Ring(RANKS), method)
     lockstep = Lockstep(on, flat_grain(NUMEL, dtype=torch.float64), RANKS)

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from gradwire.report.axes import Axis, number_labels
+from gradwire.report.axes import Scale, number_labels
 from gradwire.report.svg import label, tag, width_of
 
 Points = Sequence[tuple[float, float]]
@@ -91,7 +91,7 @@ def drawn(panel: Panel, tones: dict[str, str], left: float) -> Iterator[str]:
         yield from marked(line, x, y, tones.get(line.name, TONES[0]))
 
 
-def marked(line: Line, x: Axis, y: Axis, tone: str) -> Iterator[str]:
+def marked(line: Line, x: Scale, y: Scale, tone: str) -> Iterator[str]:
     """A line and its dots, kept inside the panel."""
     low, high = sorted((y.low, y.high))
     at = [(x(a), y(min(max(b, low), high))) for a, b in line.points if math.isfinite(b)]
@@ -101,17 +101,17 @@ def marked(line: Line, x: Axis, y: Axis, tone: str) -> Iterator[str]:
         yield from (tag("circle", cx=a, cy=b, r=3.2, fill=tone) for a, b in at)
 
 
-def axes(panel: Panel, left: float) -> tuple[Axis, Axis]:
+def axes(panel: Panel, left: float) -> tuple[Scale, Scale]:
     """Both, around all points; a linear y begins at 0 where it is not told to begin elsewhere."""
     points = [point for line in panel.lines for point in line.points if math.isfinite(point[1])]
     xs, ys = [a for a, _ in points], [b for _, b in points]
     low = panel.low if panel.low is not None else (0.9 * min(ys) if panel.log_y else 0.0)
     high = panel.high if panel.high is not None else 1.05 * max(ys)
-    x = Axis(min(xs) if panel.log_x else 0.0, max(xs), left + LEFT, left + WIDTH - RIGHT, panel.log_x)
-    return x, Axis(low, high, HEIGHT - BOTTOM, TOP, panel.log_y)
+    x = Scale(min(xs) if panel.log_x else 0.0, max(xs), left + LEFT, left + WIDTH - RIGHT, panel.log_x)
+    return x, Scale(low, high, HEIGHT - BOTTOM, TOP, panel.log_y)
 
 
-def ticks(axis: Axis, about: int) -> list[tuple[float, str]]:
+def ticks(axis: Scale, about: int) -> list[tuple[float, str]]:
     """Marks and how they are written."""
     values = axis.ticks(about)
     return list(

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gradwire.report.charts import Axis, label, tag
+from gradwire.report.charts import Scale, label, tag
 from gradwire.report.text import NOTHING, significant
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -142,13 +142,13 @@ def plot(found: Mapping[str, Any]) -> str:
     least = min(row["bits"] for row in rows if row["bits"])
     body = [tag("style", STYLE), tag("title", "Bits an element against relative error of every method")]
     for i, (task, part) in enumerate(tasks.items()):
-        x = Axis(0.9 * least, 1.15 * widest, LEFT, WIDTH - RIGHT, log=True)
-        y = Axis(0.0, 1.03 * largest**0.5, PANEL * (i + 1) - BOTTOM, PANEL * i + TOP)
+        x = Scale(0.9 * least, 1.15 * widest, LEFT, WIDTH - RIGHT, log=True)
+        y = Scale(0.0, 1.03 * largest**0.5, PANEL * (i + 1) - BOTTOM, PANEL * i + TOP)
         body += panel(f"{task}, in the middle of training", part["methods"], x, y)
     return tag("svg", "\n".join(body), xmlns="http://www.w3.org/2000/svg", viewBox=f"0 0 {WIDTH} {height}", role="img")
 
 
-def panel(title: str, methods: Mapping[str, Any], x: Axis, y: Axis) -> Iterator[str]:
+def panel(title: str, methods: Mapping[str, Any], x: Scale, y: Scale) -> Iterator[str]:
     """Axes, the frontier, points and names."""
     yield label(title, x.start, y.end - 14, class_="head")
     note = "filled: with error feedback; the line joins what no other method beats in both"

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.asynchronous import ASGD, AdaptiveDCASGD, Bounded, Free, Gradient, Grant, Pace, Result, Rule, Work
+from gradwire.asynchronous import ASGD, AdaptiveDCASGD, Bounded, Free, Gradient, Grant, Pace, Result, ServerRule, Work
 from gradwire.asynchronous.processes import Job, hogwild, run
 from gradwire.asynchronous.work import trained_of
 from gradwire.bench.slow import SlowProcessor
@@ -25,7 +25,7 @@ from gradwire.bench.tasks import digits
 from pages import markdown, shown
 
 WORKERS, SLOWER, TARGET, WINDOW, RATE, PUSHES = 3, 4.0, 0.25, 60, 0.3, 750
-SERVED: dict[str, tuple[Rule, Pace]] = {
+SERVED: dict[str, tuple[ServerRule, Pace]] = {
     "SSP 4": (ASGD(RATE / WORKERS), Bounded(4)),
     "ASGD": (ASGD(RATE / WORKERS), Free()),
     "DC-ASGD-a": (AdaptiveDCASGD(RATE / WORKERS), Free()),

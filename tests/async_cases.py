@@ -8,7 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradwire.asynchronous import Grant, Machine, Result, Rule, Server, Simulation, Work, Worker
+from gradwire.asynchronous import (
+    AsynchronousSimulation,
+    Grant,
+    Machine,
+    ParameterServer,
+    Result,
+    ServerRule,
+    Work,
+    Worker,
+)
 from gradwire.core.key import Key
 
 START = {"x": torch.full((4,), 3.0, dtype=torch.float64), "y": torch.ones(2, 2, dtype=torch.float64)}
@@ -36,17 +45,17 @@ def gaussian(parameters: Mapping[str, Tensor], grant: Grant) -> Result:
 
 
 def simulation(
-    rule: Rule,
+    rule: ServerRule,
     step_s: Sequence[float],
     work: Work = quadratic,
     start: Mapping[str, Tensor] = START,
     faults: Any = None,
     **settings: Any,
-) -> Simulation:
+) -> AsynchronousSimulation:
     """A server and its workers, one for each of `step_s`."""
-    server = Server(start, rule, workers=len(step_s), **settings)
+    server = ParameterServer(start, rule, workers=len(step_s), **settings)
     workers = [Worker(work, start, sending=server.sending, seed=server.seed) for _ in step_s]
-    return Simulation(server, workers, [Machine(step_s=seconds) for seconds in step_s], faults)
+    return AsynchronousSimulation(server, workers, [Machine(step_s=seconds) for seconds in step_s], faults)
 
 
 def model() -> nn.Sequential:

@@ -220,7 +220,7 @@ class Faults:
         manifest.write_bytes(kept_manifest)
         if self.rank:
             (found,) = save_folder.manifests(self.home)
-            save_folder.finish(self.home, replace(found, run=save_folder.Run("theirs", "another model's", "int4")))
+            save_folder.finish(self.home, replace(found, run=save_folder.SavedRun("theirs", "another model's", "int4")))
         self.tell("another's", self.save)
         assert save_folder.numbers(self.home) == [number], "somebody else's save is gone"
         manifest.write_bytes(kept_manifest)

@@ -1,8 +1,9 @@
 """Elastic workers under a schedule that a seed gives: they do what real ones do, but time and order are made up.
 
-Each worker is a thread with the real `Rounds`, `Pulse` and `Worker`. One thread runs at a time, and hands the turn back
-at every call of the store and at every pause. So a worker can be stopped at each of these points, as SIGSTOP would stop
-it, and continued or killed at any later moment. Only means and copies travel otherwise: over a table in memory.
+Each worker is a thread with the real `Rounds`, `Pulse` and `ElasticWorker`. One thread runs at a time, and hands the
+turn back at every call of the store and at every pause. So a worker can be stopped at each of these points, as SIGSTOP
+would stop it, and continued or killed at any later moment. Only means and copies travel otherwise: over a table in
+memory.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from gradwire.sync.elastic.owed import Owed
 from gradwire.sync.elastic.protocol import Decision, Needs
 from gradwire.sync.elastic.pulse import Pulse
 from gradwire.sync.elastic.rounds import Rounds
-from gradwire.sync.elastic.shared import Shared
-from gradwire.sync.elastic.worker import Settings, Worker
+from gradwire.sync.elastic.shared import SharedModel
+from gradwire.sync.elastic.worker import ElasticWorker, WorkerSettings
 from gradwire.sync.outer import Mean
 
 LOST_AFTER_S, DEADLINE_S, JOIN_S = 2.0, 3.0, 60.0
@@ -312,12 +313,12 @@ class _Hands:
         return self._table.board[at, "to", me]
 
 
-class _Worker(Worker):
+class _Worker(ElasticWorker):
     """The real one, but for what goes over a link."""
 
-    def __init__(self, table: Table, pulse: Pulse, rounds: Rounds, shared: Shared) -> None:
+    def __init__(self, table: Table, pulse: Pulse, rounds: Rounds, shared: SharedModel) -> None:
         store: Any = table
-        super().__init__(store, pulse, rounds, shared, Settings(0, DEADLINE_S), Owed())
+        super().__init__(store, pulse, rounds, shared, WorkerSettings(0, DEADLINE_S), Owed())
         self._table, self._hands = table, _Hands(table, pulse, rounds)  # pyright: ignore[reportAttributeAccessIssue]
 
     def _means(self, decision: Decision) -> list[dict[str, Tensor]]:
@@ -409,7 +410,7 @@ class VirtualRun:
             try:
                 rounds = Rounds(store, pulse, "keep", Needs(1, self._begin_with), DEADLINE_S, JOIN_S)
                 model = _model()
-                shared = Shared(model, as_method("none"), Mean())
+                shared = SharedModel(model, as_method("none"), Mean())
                 self._train(player, model, _Worker(self._table, pulse, rounds, shared))
             finally:
                 pulse.close(leaves=True)

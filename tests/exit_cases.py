@@ -17,9 +17,9 @@ import torch.distributed as dist
 from gradwire import CommunicationError
 from gradwire.asynchronous import ASGD
 from gradwire.asynchronous.reception import NOTHING, Reception
-from gradwire.asynchronous.server import Server
+from gradwire.asynchronous.server import ParameterServer
 from gradwire.asynchronous.sockets.host import Host
-from gradwire.asynchronous.wire import Kind, Message, plain
+from gradwire.asynchronous.wire import MessageKind, WireMessage, plain
 from gradwire.sync.elastic.attempt import Attempt
 from gradwire.sync.elastic.link import GroupLine
 
@@ -51,16 +51,16 @@ def serving() -> None:
     """A server computes for somebody, and nobody has closed it."""
     began = threading.Event()
 
-    def hear(self: Reception, line: Any, message: Message, data: torch.Tensor) -> None:
+    def hear(self: Reception, line: Any, message: WireMessage, data: torch.Tensor) -> None:
         began.set()
         end, product = time.monotonic() + BUSY_S, torch.ones(1024, 1024)
         while time.monotonic() < end:
             product = product @ product / 1024
 
     Reception.hear = hear
-    core = Server({"part": torch.zeros(8)}, ASGD(1.0), workers=1)
+    core = ParameterServer({"part": torch.zeros(8)}, ASGD(1.0), workers=1)
     host = Host(core, "127.0.0.1", b"s" * 32)
-    host.near().send(plain(Kind.LOOK, 0), NOTHING)
+    host.near().send(plain(MessageKind.LOOK, 0), NOTHING)
     began.wait()
     print("computing", flush=True)
 

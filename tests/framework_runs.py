@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import gradwire
-from gradwire.bench.ranks import loopback_environments, run_ranks
+from gradwire.bench.net.loopback import loopback_environments
+from gradwire.bench.ranks import run_ranks
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 DEADLINE_S = 240

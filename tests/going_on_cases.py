@@ -39,7 +39,7 @@ def _averaged(**options: Any) -> Callable[[nn.Module, OptimizerOf], Running]:
 
 
 def _mixed(
-    method: sync.gossip.Method, graph: str, every: int | sync.Schedule
+    method: sync.gossip.GossipMethod, graph: str, every: int | sync.Schedule
 ) -> Callable[[nn.Module, OptimizerOf], Running]:
     def make(network: nn.Module, optimizer_of: OptimizerOf) -> Running:
         inner = optimizer_of(network)

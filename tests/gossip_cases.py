@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 import gradwire
 from gradwire.sync import CHOCO, DPSGD, SGP, Gossip, Increasing
-from gradwire.sync.gossip import Graph, Method, Neighbours, OnePeerExponential, OnGraph, Ring, Weighted
+from gradwire.sync.gossip import GossipMethod, Graph, Neighbours, OnePeerExponential, OnGraph, Ring, Weighted
 from sync_cases import DEADLINE_S, adam, digest, flat, loss_of, model, sgd, told
 
 STEPS = 6
 
 
-def settings(ranks: int) -> dict[str, tuple[Graph, Method]]:
+def settings(ranks: int) -> dict[str, tuple[Graph, GossipMethod]]:
     """One of each kind, for 3 ranks."""
     return {
         "dpsgd": (Weighted([[0.5, 0.5, 0.0], [0.5, 0.25, 0.25], [0.0, 0.25, 0.75]]), DPSGD()),
@@ -111,7 +111,7 @@ def resumed(rank: int, world_size: int, folder: str) -> dict[str, list[str]]:
     return found
 
 
-def _run(rank: int, graph: Graph, method: Method, path: str | None) -> str:
+def _run(rank: int, graph: Graph, method: GossipMethod, path: str | None) -> str:
     def parts() -> tuple[nn.Module, torch.optim.Optimizer, Gossip]:
         network = model(torch.float32)
         return network, adam(network), Gossip(network, graph, method, every=Increasing(1, 2, 3), deadline_s=DEADLINE_S)

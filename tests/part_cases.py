@@ -20,7 +20,7 @@ from torch import Tensor
 from gradwire.asynchronous import ASGD, Barriers, Bounded, Grant, Result
 from gradwire.asynchronous.clocks import Phase
 from gradwire.asynchronous.job import Job
-from gradwire.asynchronous.several import Answer, Ask, Desk, Journal, PartedWorker
+from gradwire.asynchronous.several import Ask, Journal, PartedWorker, PartServer, ServerAnswer
 from gradwire.asynchronous.several.journal import history
 
 FAILURES_S = 15.0
@@ -36,7 +36,7 @@ def never(worker: int) -> Any:
     raise NotImplementedError
 
 
-class MemoryDesk(Desk):
+class MemoryDesk(PartServer):
     """Keeps snapshots in memory, which outlives its lives as a folder does."""
 
     def __init__(self, job: Job, part: int, servers: int, kept: dict[str, Any]) -> None:
@@ -57,7 +57,7 @@ class MemoryDesk(Desk):
 class Own(MemoryDesk):
     """Has clocks of its own, whatever workers say."""
 
-    def _ask(self, ask: Ask, reply: Callable[[Answer], None]) -> None:
+    def _ask(self, ask: Ask, reply: Callable[[ServerAnswer], None]) -> None:
         super()._ask(ask._replace(clock=self.server.clocks.completed[ask.worker]), reply)
 
 
@@ -198,7 +198,7 @@ class Schedule:
             if self.now_s < FAILURES_S and self.draw.random() < self.late:
                 self.soon(10 * takes_s, self.deliver, place, ask)
 
-    def hear(self, place: Process, ask: Ask, answer: Answer) -> None:
+    def hear(self, place: Process, ask: Ask, answer: ServerAnswer) -> None:
         if place.is_up:
             place.heard_s = self.now_s
             self.send(place, place.worker.hear(ask, answer))
@@ -233,7 +233,7 @@ class Schedule:
         self.watch(host)
         return None
 
-    def answer(self, host: Host, place: Process, ask: Ask, answer: Answer) -> None:
+    def answer(self, host: Host, place: Process, ask: Ask, answer: ServerAnswer) -> None:
         host.open.pop((ask.process, ask.serial), None)
         self.soon(0.1, self.hear, place, ask, answer)
 

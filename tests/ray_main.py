@@ -20,7 +20,7 @@ from torch import Tensor
 
 from gradwire import CommunicationError
 from gradwire.asynchronous import ASGD, Bounded, Grant, Result, Work
-from gradwire.asynchronous.ray_actors import Job, Running, run
+from gradwire.asynchronous.ray_actors import Job, RunningActors, run
 from gradwire.asynchronous.several import Journal
 
 DEADLINE_S = 240.0
@@ -66,7 +66,7 @@ def kills(folder: Path) -> dict[str, Any]:
     job = Job(
         START, ASGD(1 / 16), counting, workers=WORKERS, pushes=240, pace=Bounded(4), folder=folder, snapshot_every=64
     )
-    with Running(job, servers=2) as running:
+    with RunningActors(job, servers=2) as running:
         running.wait_for(20, DEADLINE_S)
         imported().kill(running.workers.handles[2])
         running.wait_for(80, DEADLINE_S)

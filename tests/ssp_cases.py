@@ -19,16 +19,16 @@ from torch import Tensor
 
 from gradwire.asynchronous import (
     ASGD,
+    AsynchronousSimulation,
     Barriers,
     Bounded,
     Faults,
     Grant,
     Machine,
+    ParameterServer,
     Push,
     Receipt,
     Result,
-    Server,
-    Simulation,
     Worker,
 )
 
@@ -59,7 +59,7 @@ class Books:
         return Books(*(copy.copy(getattr(self, part.name)) for part in fields(self)))
 
 
-class Watched(Server):
+class Watched(ParameterServer):
     """A server whose every answer is looked at."""
 
     def __init__(self, parameters: Mapping[str, Tensor], staleness: int, every: int | None, workers: int) -> None:
@@ -170,13 +170,13 @@ def faults(draw: random.Random) -> Faults:
     )
 
 
-def check(seed: int, kind: type[Watched] = Watched) -> Simulation:
+def check(seed: int, kind: type[Watched] = Watched) -> AsynchronousSimulation:
     """Run a schedule; raise `Broken` where it breaks a promise."""
     draw = random.Random(seed)
     workers, start = draw.randint(2, 6), {"x": torch.zeros(6, dtype=torch.float64)}
     server = kind(start, draw.randint(0, 4), draw.choice((None, None, 3)), workers)
     machines = [machine(draw) for _ in range(workers)]
-    simulation = Simulation(server, [Worker(pushed, start) for _ in machines], machines, faults(draw), seed)
+    simulation = AsynchronousSimulation(server, [Worker(pushed, start) for _ in machines], machines, faults(draw), seed)
     simulation.run(seconds=WINDOW_S + 7)
     before, stays = server.version, any(one.dies_at_s == math.inf or one.returns_at_s < math.inf for one in machines)
     simulation.run(pushes=2 * workers, seconds=200)

@@ -18,7 +18,7 @@ from gradwire.drivers.cost import MetaTransport
 from gradwire.drivers.faulty import Fault, Faulty
 from gradwire.drivers.interpreter import Interpreter, Script, Traffic, Transport, coalesced, run, script_of
 from gradwire.drivers.lockstep import Meeting, VirtualTransport, outcomes, run_lockstep, together
-from gradwire.drivers.timing import Clocks
+from gradwire.drivers.timing import SimulatedMeeting
 from gradwire.drivers.traced import Traced
 from row_cases import SIZES, Sizes, asked, content, expected, sent
 
@@ -107,7 +107,7 @@ def test_without_data_it_has_its_size_and_its_bytes() -> None:
 
 def seconds(requests: list[AllToAllV] | list[AllToAll]) -> list[float]:
     """When each rank has what it asks for, on links of a byte a second with a latency of 10."""
-    clocks = Clocks(len(requests), Link(10.0, 1.0), {})
+    clocks = SimulatedMeeting(len(requests), Link(10.0, 1.0), {})
     together([script_of(once(request), VirtualTransport(clocks, rank)) for rank, request in enumerate(requests)])
     return clocks.now
 

@@ -16,24 +16,24 @@ from torch import Tensor
 import part_cases
 from async_cases import START, optimum, quadratic
 from gradwire import CommunicationError, CompositionError, PushError, StateError, StepError
-from gradwire.asynchronous import ASGD, Bounded, Grant, Matched, Result, Sending, Server, Worker
+from gradwire.asynchronous import ASGD, Bounded, Grant, Matched, ParameterServer, Result, Sending, Worker
 from gradwire.asynchronous.job import Job
 from gradwire.asynchronous.several import (
-    Answer,
     Ask,
     Asked,
-    Client,
-    Desk,
     Journal,
+    JournalRow,
     PartedWorker,
-    Row,
+    PartServer,
     Said,
+    ServerAnswer,
+    WorkerClient,
     named_parts,
     server_of,
 )
 from gradwire.codecs import QSGD, TopK
 
-Heard = list[Answer]
+Heard = list[ServerAnswer]
 
 
 def even(worker: int) -> Any:
@@ -51,13 +51,13 @@ class Bench:
 
     def __init__(self, job: Job, servers: int, work: Any = quadratic) -> None:
         self.job = job
-        self.desks = [Desk(job, part, servers) for part in range(servers)]
+        self.desks = [PartServer(job, part, servers) for part in range(servers)]
         self.workers = [
             PartedWorker(number, work, START, servers=servers, sending=job.sending, seed=job.seed, process=number)
             for number in range(job.workers)
         ]
         self.open: list[Ask] = []
-        self.heard: list[tuple[Ask, Answer]] = []
+        self.heard: list[tuple[Ask, ServerAnswer]] = []
 
     def begin(self) -> None:
         for worker in self.workers:
@@ -72,7 +72,7 @@ class Bench:
         for ask, answer in heard:
             self.open += self.workers[ask.worker].hear(ask, answer)
 
-    def _hear(self, ask: Ask, answer: Answer) -> None:
+    def _hear(self, ask: Ask, answer: ServerAnswer) -> None:
         self.heard.append((ask, answer))
 
     def values(self) -> Tensor:
@@ -145,8 +145,8 @@ def test_parts_of_one_push_draw_different_bits() -> None:
 
     worker = PartedWorker(0, third, start, servers=3, sending=job.sending)
     asks = list(worker.begin())
-    asks = [join for ask in asks for join in worker.hear(ask, Answer(Said.HERE))]
-    granted = Answer(Said.GRANTED, Grant(0, 0, 0, 0, 1), torch.zeros(32))
+    asks = [join for ask in asks for join in worker.hear(ask, ServerAnswer(Said.HERE))]
+    granted = ServerAnswer(Said.GRANTED, Grant(0, 0, 0, 0, 1), torch.zeros(32))
     pushes = [one.push for ask in asks for one in worker.hear(ask, granted)]
     wires = [push.wire.tolist() for push in pushes if push is not None]
     assert len(wires) == 3
@@ -205,8 +205,10 @@ def test_the_fewest_steps_are_agreed_to_and_every_server_finds_the_same_speed() 
         return quadratic(parameters, grant)
 
     worker = PartedWorker(0, counted, START, servers=2)
-    asks = [join for ask in worker.begin() for join in worker.hear(ask, Answer(Said.HERE))]
-    answers = [Answer(Said.GRANTED, Grant(0, 4, 9, 0, steps), torch.ones(4, dtype=torch.float64)) for steps in (8, 2)]
+    asks = [join for ask in worker.begin() for join in worker.hear(ask, ServerAnswer(Said.HERE))]
+    answers = [
+        ServerAnswer(Said.GRANTED, Grant(0, 4, 9, 0, steps), torch.ones(4, dtype=torch.float64)) for steps in (8, 2)
+    ]
     pushes = [one.push for ask, answer in zip(asks, answers, strict=True) for one in worker.hear(ask, answer)]
     assert made == [2]
     speeds = [push.grant.steps / push.seconds for push in pushes if push is not None]
@@ -225,17 +227,17 @@ def test_matched_steps_over_two_servers_stay_alike() -> None:
 
 def test_a_server_that_comes_back_as_it_was_before_its_restart_is_told() -> None:
     worker = PartedWorker(0, quadratic, START, servers=1)
-    [join] = [join for ask in worker.begin() for join in worker.hear(ask, Answer(Said.HERE))]
+    [join] = [join for ask in worker.begin() for join in worker.hear(ask, ServerAnswer(Said.HERE))]
     values = torch.ones(8, dtype=torch.float64)
-    [push] = worker.hear(join, Answer(Said.GRANTED, Grant(0, 9, 9, 1, 1), values))
+    [push] = worker.hear(join, ServerAnswer(Said.GRANTED, Grant(0, 9, 9, 1, 1), values))
     with pytest.raises(StateError, match="as it was before its restart 1, at version 3"):
-        worker.hear(push, Answer(Said.GRANTED, Grant(0, 3, 3, 0, 1), values))
+        worker.hear(push, ServerAnswer(Said.GRANTED, Grant(0, 3, 3, 0, 1), values))
 
 
 def test_a_worker_that_holds_a_grant_sees_that_its_server_was_restarted(tmp_path: Path) -> None:
     """Others wait for it there, so it joins at once, and not when its push is refused."""
     job = job_of(workers=1, folder=tmp_path)
-    first, heard = Desk(job, 0, 2), Heard()
+    first, heard = PartServer(job, 0, 2), Heard()
     worker = PartedWorker(0, quadratic, START, servers=2)
     hellos = worker.begin()
     first.ask(hellos[0], heard.append)
@@ -246,7 +248,7 @@ def test_a_worker_that_holds_a_grant_sees_that_its_server_was_restarted(tmp_path
     first.ask(look, heard.append)
     assert worker.hear(look, heard[2]) == []
     [look] = worker.look()
-    Desk(job, 0, 2, was_restarted=True).ask(look, heard.append)
+    PartServer(job, 0, 2, was_restarted=True).ask(look, heard.append)
     [join] = worker.hear(look, heard[3])
     assert (join.kind, join.server) == (Asked.JOIN, 0)
 
@@ -281,7 +283,7 @@ def test_a_second_process_takes_a_workers_place() -> None:
 
 
 def test_an_unknown_worker_is_told() -> None:
-    desk = Desk(job_of(), 0, 2)
+    desk = PartServer(job_of(), 0, 2)
     heard: Heard = []
     desk.ask(Ask(Asked.HELLO, 0, 7, process=1, serial=1), heard.append)
     assert heard[0].text == "worker 7 is unknown: this server has workers 0 to 1"
@@ -298,7 +300,7 @@ def test_a_clock_below_zero_is_refused() -> None:
 def test_who_never_came_is_not_waited_for() -> None:
     now = [0.0]
     job = job_of(pace=Bounded(0), patience_s=5.0)
-    desk = Desk(job, 0, 1, clock=lambda: now[0])
+    desk = PartServer(job, 0, 1, clock=lambda: now[0])
     worker = PartedWorker(0, quadratic, START, servers=1, process=1)
     heard: Heard = []
     [ask] = worker.begin()
@@ -324,19 +326,19 @@ def test_a_desk_goes_on_from_its_folder(tmp_path: Path) -> None:
     for _ in range(5):
         bench.turn()
     assert [desk.server.version for desk in bench.desks] == [3, 3]
-    again = Desk(job, 1, 2, was_restarted=True)
+    again = PartServer(job, 1, 2, was_restarted=True)
     assert (again.server.version, again.server.life) == (2, 1)
     assert [row.version for row in again.journal.rows()] == [0, 1, 2]
     assert again.finish()[2] == (2, 1)
     with pytest.raises(StateError, match="was restarted and finds no snapshot in"):
-        Desk(job_of(workers=1, folder=tmp_path / "empty"), 0, 2, was_restarted=True)
+        PartServer(job_of(workers=1, folder=tmp_path / "empty"), 0, 2, was_restarted=True)
     with pytest.raises(StateError):
-        Desk(job_of(workers=3, folder=tmp_path), 0, 2)
+        PartServer(job_of(workers=3, folder=tmp_path), 0, 2)
 
 
 def test_a_row_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "journal"
-    row = Row(1.5, 0, 1, 2, 3, 4, 0.25)
+    row = JournalRow(1.5, 0, 1, 2, 3, 4, 0.25)
     Journal(path).add(row)
     with path.open("ab") as file:
         file.write(b"half a row")
@@ -348,11 +350,11 @@ def test_a_row_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
 # Lines ----------------------------------------------------------------------------------------------------------
 
 
-def direct(desk: Desk, fails: list[int]) -> Any:
+def direct(desk: PartServer, fails: list[int]) -> Any:
     """A line to a desk in this process whose first questions fail."""
 
-    def line(ask: Ask) -> Future[Answer]:
-        answered: Future[Answer] = Future()
+    def line(ask: Ask) -> Future[ServerAnswer]:
+        answered: Future[ServerAnswer] = Future()
         if fails:
             fails.pop()
             answered.set_exception(OSError("connection refused"))
@@ -365,29 +367,29 @@ def direct(desk: Desk, fails: list[int]) -> Any:
 
 def test_a_client_asks_again_until_its_servers_are_there() -> None:
     job = job_of(workers=1, pushes=20)
-    desks = [Desk(job, part, 2) for part in range(2)]
+    desks = [PartServer(job, part, 2) for part in range(2)]
     worker = PartedWorker(0, quadratic, START, servers=2)
 
-    def line(ask: Ask) -> Future[Answer]:
+    def line(ask: Ask) -> Future[ServerAnswer]:
         if min(desk.server.version for desk in desks) >= job.pushes:
             for desk in desks:
                 desk.finish()
         return direct(desks[ask.server], [])(ask)
 
     flaky = direct(desks[0], [1, 2, 3])
-    Client(worker, [lambda ask: flaky(ask) if desks[0].server.version < 3 else line(ask), line], 20.0).run()
+    WorkerClient(worker, [lambda ask: flaky(ask) if desks[0].server.version < 3 else line(ask), line], 20.0).run()
     assert [desk.server.version for desk in desks] == [20, 20]
 
 
 def test_a_client_gives_up_a_server_that_is_not_there() -> None:
-    desk = Desk(job_of(workers=1), 1, 2)
+    desk = PartServer(job_of(workers=1), 1, 2)
     worker = PartedWorker(0, quadratic, START, servers=2)
     with pytest.raises(CommunicationError, match=r"worker 0 finds no server 0 after . s: .*connection refused"):
-        Client(worker, [direct(desk, [0] * 100), direct(desk, [])], 0.3).run()
+        WorkerClient(worker, [direct(desk, [0] * 100), direct(desk, [])], 0.3).run()
 
 
 def test_a_single_server_takes_clocks_too() -> None:
-    server = Server(START, ASGD(0.1), workers=2, pace=Bounded(0))
+    server = ParameterServer(START, ASGD(0.1), workers=2, pace=Bounded(0))
     assert server.expect(0) == 0
     assert server.join(0, 5) == []
     assert [grant.worker for grant in server.join(1, 5)] == [0, 1]

@@ -18,10 +18,10 @@ import async_processes
 from async_cases import START, quadratic
 from gradwire import CommunicationError, CompositionError
 from gradwire.asynchronous import ASGD, Applied, Bounded, Sending, Worker
-from gradwire.asynchronous.processes import Job, Running, hogwild, run
-from gradwire.asynchronous.processes.desk import Desk
-from gradwire.asynchronous.processes.job import Shared
-from gradwire.asynchronous.wire import LONGEST, Kind, Message, pack, plain, unpack
+from gradwire.asynchronous.processes import Job, RunningProcesses, hogwild, run
+from gradwire.asynchronous.processes.desk import JobServer
+from gradwire.asynchronous.processes.job import SharedTensors
+from gradwire.asynchronous.wire import LONGEST, MessageKind, WireMessage, pack, plain, unpack
 from gradwire.codecs import TopK
 
 DEADLINE_S = 150.0
@@ -55,7 +55,7 @@ def test_a_killed_worker_frees_the_others_and_a_killed_server_comes_back(tmp_pat
         folder=tmp_path,
         snapshot_every=15,
     )
-    with Running(job) as running:
+    with RunningProcesses(job) as running:
         version = running.shared.version
         wait_for(lambda: int(version) == 4)  # both others made two pushes, and wait
         time.sleep(0.3)
@@ -77,7 +77,7 @@ def test_a_killed_worker_frees_the_others_and_a_killed_server_comes_back(tmp_pat
 
 
 def test_a_server_without_snapshots_is_missed() -> None:
-    with Running(Job(START, ASGD(0.05), async_processes.even, workers=1, pushes=10**4)) as running:
+    with RunningProcesses(Job(START, ASGD(0.05), async_processes.even, workers=1, pushes=10**4)) as running:
         assert running.server.pid is not None
         os.kill(running.server.pid, signal.SIGKILL)
         with pytest.raises(CommunicationError, match=r"the server was killed by SIGKILL at push \d+ of 10000: give"):
@@ -93,13 +93,13 @@ def test_workers_that_fail_are_named() -> None:
 
 
 @pytest.fixture
-def desk(tmp_path: Path) -> Iterator[tuple[Desk, str]]:
+def desk(tmp_path: Path) -> Iterator[tuple[JobServer, str]]:
     job = Job(START, ASGD(0.05), async_processes.even, workers=2, pushes=2)
     path = str(tmp_path / "server")
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(path)
         listener.listen()
-        made = Desk(job, Shared.of(job), listener)
+        made = JobServer(job, SharedTensors.of(job), listener)
         thread = threading.Thread(target=made.run)
         thread.start()
         yield made, path
@@ -114,21 +114,21 @@ def connected(path: str) -> socket.socket:
     return line
 
 
-def asked(line: socket.socket, message: Message) -> Message:
+def asked(line: socket.socket, message: WireMessage) -> WireMessage:
     line.send(pack(message))
     return unpack(line.recv(LONGEST))
 
 
-def test_a_repeated_push_is_applied_once(desk: tuple[Desk, str]) -> None:
+def test_a_repeated_push_is_applied_once(desk: tuple[JobServer, str]) -> None:
     server, path = desk[0].server, desk[1]
     with connected(path) as line:
-        assert asked(line, plain(Kind.JOIN, 9)).text == "worker 9 is unknown: this server has workers 0 to 1"
-        grant = asked(line, plain(Kind.JOIN, 0)).grant
+        assert asked(line, plain(MessageKind.JOIN, 9)).text == "worker 9 is unknown: this server has workers 0 to 1"
+        grant = asked(line, plain(MessageKind.JOIN, 0)).grant
         push = Worker(quadratic, START).compute(grant, server.values)
         desk[0].shared.up[0].copy_(push.wire)
-        message = Message(Kind.PUSH, grant, push.fingerprint, push.loss, push.seconds)
+        message = WireMessage(MessageKind.PUSH, grant, push.fingerprint, push.loss, push.seconds)
         second = asked(line, message)
-        assert (second.kind, second.grant.number) == (Kind.GRANT, 1)
+        assert (second.kind, second.grant.number) == (MessageKind.GRANT, 1)
         moved = server.values.clone()
         assert "push 0 of worker 0 was applied before" in asked(line, message).text
         assert torch.equal(server.values, moved)
@@ -137,7 +137,7 @@ def test_a_repeated_push_is_applied_once(desk: tuple[Desk, str]) -> None:
             other.send(b"no message")
             assert other.recv(LONGEST) == b""
         desk[0].shared.up[0].copy_(Worker(quadratic, START).compute(second.grant, server.values).wire)
-        assert asked(line, message._replace(grant=second.grant)).kind is Kind.STOP
+        assert asked(line, message._replace(grant=second.grant)).kind is MessageKind.STOP
     assert server.version == 2
 
 

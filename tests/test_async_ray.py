@@ -19,7 +19,7 @@ from gradwire import CommunicationError, CompositionError
 from gradwire.asynchronous import ASGD, Bounded, snapshots
 from gradwire.asynchronous.ray_actors import Job, actors, run, running
 from gradwire.asynchronous.ray_actors.watch import Servers
-from gradwire.asynchronous.several import Row
+from gradwire.asynchronous.several import JournalRow
 from ray_fake import FakeRay
 from scripts import ROOT, Script, said_by
 
@@ -28,8 +28,8 @@ DEADLINE_S = 560.0
 RAY = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 
 
-def rows(plain: list[list[Any]]) -> list[Row]:
-    return [Row(*fields) for fields in plain]
+def rows(plain: list[list[Any]]) -> list[JournalRow]:
+    return [JournalRow(*fields) for fields in plain]
 
 
 @pytest.mark.timeout(600)
@@ -112,7 +112,7 @@ def test_a_job_over_three_servers_is_run_to_its_last_push(fake: FakeRay) -> None
 
 
 def test_a_worker_that_died_is_left_and_started_anew(fake: FakeRay) -> None:
-    with running.Running(job_of(pace=Bounded(1), pushes=40), servers=2, worker_restarts=1) as made:
+    with running.RunningActors(job_of(pace=Bounded(1), pushes=40), servers=2, worker_restarts=1) as made:
         made.wait_for(4, 60)
         fake.kill(made.workers.handles[1])
         made.wait_for(20, 60)
@@ -124,7 +124,7 @@ def test_a_worker_that_died_is_left_and_started_anew(fake: FakeRay) -> None:
 
 
 def test_a_server_without_snapshots_is_missed(fake: FakeRay) -> None:
-    with running.Running(job_of(pushes=10**6), servers=2) as made:
+    with running.RunningActors(job_of(pushes=10**6), servers=2) as made:
         made.wait_for(4, 60)
         fake.kill(made.servers.handles[1])
         with pytest.raises(CommunicationError, match=r"server 1 died at push \d+ of 1000000: give the job a folder"):
@@ -142,7 +142,7 @@ def test_a_server_that_cannot_begin_is_told(fake: FakeRay, tmp_path: Path) -> No
 def test_a_snapshot_that_cannot_be_written_ends_the_run(
     fake: FakeRay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with running.Running(job_of(folder=tmp_path, pushes=10**6, snapshot_every=1)) as made:
+    with running.RunningActors(job_of(folder=tmp_path, pushes=10**6, snapshot_every=1)) as made:
         made.wait_for(4, 60)
 
         def full(*_: Any) -> None:

@@ -21,14 +21,14 @@ from gradwire.asynchronous import (
     Hyperbolic,
     Inverse,
     Pace,
+    ParameterServer,
     Rate,
     Relative,
     Result,
     RootHyperbolic,
-    Rule,
-    Server,
+    ServerRule,
 )
-from gradwire.asynchronous.methods import Compensated, Plain
+from gradwire.asynchronous.methods import ASGDOptions, Compensated
 from gradwire.asynchronous.rules import Moment
 from gradwire.core.renamed import with_former_names
 from gradwire.sync import DiLoCo
@@ -69,10 +69,10 @@ def test_the_rate_of_zhang_et_al_divides_by_staleness_alone(workers: int) -> Non
 
 
 @pytest.mark.parametrize("workers", [1, 2, 4, 16])
-@pytest.mark.parametrize("rate", get_args(get_type_hints(Plain)["rate"]))
+@pytest.mark.parametrize("rate", get_args(get_type_hints(ASGDOptions)["rate"]))
 def test_n_pushes_of_a_spec_move_as_far_as_one_step(rate: Any, workers: int) -> None:
     """Where workers are equally fast, and where they wait; those of a slow one are shortened, and none is longer."""
-    rule, even = Plain(rate=rate).rule(workers), [1.0 + 1e-3 * worker for worker in range(workers)]
+    rule, even = ASGDOptions(rate=rate).rule(workers), [1.0 + 1e-3 * worker for worker in range(workers)]
 
     def by(staleness: int) -> float:
         w = torch.zeros(1, dtype=DOUBLE)
@@ -124,7 +124,7 @@ def test_adaptive_delay_compensation_is_the_papers() -> None:
     assert w.tolist() == pytest.approx(expected, abs=1e-12)
 
 
-def compensated(scale: float, dtype: torch.dtype, rule: Rule) -> Tensor:
+def compensated(scale: float, dtype: torch.dtype, rule: ServerRule) -> Tensor:
     """What the last of five pushes of that scale makes of w = 0, where w_pulled was elsewhere."""
     pulled = vectors(1)[0].to(dtype)
     w, memory = torch.zeros_like(pulled), rule.memory(pulled)
@@ -165,13 +165,13 @@ def test_compensation_of_nothing_is_nothing_and_none_overflows() -> None:
 
 def test_a_server_of_before_goes_on_with_the_epsilon_that_it_had() -> None:
     """It was always 1e-7, and no snapshot said so."""
-    old, new = (Server(START, AdaptiveDCASGD(0.25, 0.5), workers=1) for _ in range(2))
+    old, new = (ParameterServer(START, AdaptiveDCASGD(0.25, 0.5), workers=1) for _ in range(2))
     saved = old.state_dict()
     saved["reducer"] = with_former_names(saved["reducer"])
     assert "AdaptiveDCASGD(lr=0.25, strength=0.5, decay=0.95)" in saved["reducer"]
     new.load_state_dict(saved)
     with pytest.raises(StateError, match=r"this is .*epsilon=0\.0"):
-        Server(START, AdaptiveDCASGD(0.25, 0.5, epsilon=0.0), workers=1).load_state_dict(saved)
+        ParameterServer(START, AdaptiveDCASGD(0.25, 0.5, epsilon=0.0), workers=1).load_state_dict(saved)
 
 
 def test_fresh_gradients_need_no_compensation() -> None:
@@ -218,7 +218,7 @@ def test_delayed_nesterov_is_algorithm_3_of_its_paper(every: int, c: float) -> N
     assert w.tolist() == pytest.approx(theta, rel=1e-12)
 
 
-def noisy_loss(rule: Rule, staleness: int, pushes: int = 1200) -> float:
+def noisy_loss(rule: ServerRule, staleness: int, pushes: int = 1200) -> float:
     """The loss at the end, with that staleness for every push."""
     start = {"x": torch.full((20,), 2.0, dtype=DOUBLE)}
     run = simulation(rule, [1.0] * (staleness + 1), gaussian, start)

@@ -21,6 +21,7 @@ from gradwire.asynchronous import (
     DCASGD,
     AdaptiveDCASGD,
     AsynchronousOptimizer,
+    AsynchronousSimulation,
     Barriers,
     Bounded,
     DelayedNesterov,
@@ -32,12 +33,11 @@ from gradwire.asynchronous import (
     LocalSteps,
     Machine,
     Matched,
+    ParameterServer,
     Push,
     Receipt,
     Result,
     Sending,
-    Server,
-    Simulation,
     Worker,
     snapshots,
 )
@@ -138,10 +138,10 @@ def test_barriers_make_all_meet() -> None:
 
 def test_local_steps_with_a_barrier_after_each_push_are_local_sgd() -> None:
     start = {name: p.detach() for name, p in trained_of(model()).items()}
-    server = Server(start, ASGD(0.5), workers=2, pace=Barriers(1), length=Fixed(3))
+    server = ParameterServer(start, ASGD(0.5), workers=2, pace=Barriers(1), length=Fixed(3))
     sgd: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = functools.partial(torch.optim.SGD, lr=0.1)
     workers = [Worker(LocalSteps(model(), loss_of, sgd), start) for _ in range(2)]
-    Simulation(server, workers, [Machine(1.0), Machine(2.0)]).run(pushes=4)
+    AsynchronousSimulation(server, workers, [Machine(1.0), Machine(2.0)]).run(pushes=4)
     networks, means = [model(), model()], list[Tensor]()
     for turn in range(2):
         for rank, network in enumerate(networks):
@@ -170,9 +170,9 @@ def test_local_steps_match_the_speed_of_workers() -> None:
 def test_gradients_of_models_train_them() -> None:
     network = model()
     start = {name: p.detach().clone() for name, p in trained_of(network).items()}
-    server = Server(start, ASGD(0.05), workers=3, pace=Bounded(2))
+    server = ParameterServer(start, ASGD(0.05), workers=3, pace=Bounded(2))
     workers = [Worker(Gradient(model(), loss_of), start) for _ in range(3)]
-    run = Simulation(server, workers, [Machine(1.0), Machine(1.3), Machine(2.0)])
+    run = AsynchronousSimulation(server, workers, [Machine(1.0), Machine(1.3), Machine(2.0)])
     run.run(pushes=150)
     losses = [one.loss for one in run.history]
     assert sum(losses[-20:]) < 0.3 * sum(losses[:20])
@@ -205,7 +205,10 @@ def test_what_a_codec_loses_is_owed_and_not_lost() -> None:
 
 def test_a_push_that_does_not_count_stays_owed() -> None:
     sending = Sending(TopK(0.25), decay=1.0)
-    server, worker = Server(START, ASGD(0.1), workers=1, sending=sending), Worker(quadratic, START, sending=sending)
+    server, worker = (
+        ParameterServer(START, ASGD(0.1), workers=1, sending=sending),
+        Worker(quadratic, START, sending=sending),
+    )
     [grant] = server.join(0)
     [second] = server.receive(worker.compute(grant, server.values)).grants
     lost = worker.compute(second, server.values)
@@ -226,7 +229,7 @@ def test_restores_are_exact() -> None:
         run = simulation(rule, [1.0, 1.7, 2.9], sending=Sending(BlockInt(4, stochastic=True)), length=Matched(4))
         run.run(pushes=20)
         saved = run.server.state_dict()
-        other = Server(START, rule, workers=3, sending=run.server.sending, length=Matched(4))
+        other = ParameterServer(START, rule, workers=3, sending=run.server.sending, length=Matched(4))
         other.load_state_dict(saved)
         pushes = list[Push]()
         kept = run.server.receive
@@ -259,7 +262,7 @@ def test_snapshots_in_a_folder(tmp_path: Path) -> None:
     assert repr(vectors_of(run.server.state_dict())) == repr(vectors_of(saved))
     assert snapshots.restore(run.server, tmp_path)
     assert run.server.life == 2  # the new life was saved at once
-    other = Server(START, ASGD(0.1), workers=2)
+    other = ParameterServer(START, ASGD(0.1), workers=2)
     with pytest.raises(StateError, match="AdaptiveDCASGD"):
         snapshots.restore(other, tmp_path)
     assert (other.version, other.life) == (0, 0)
@@ -293,14 +296,14 @@ def test_simulations_repeat_themselves() -> None:
         (lambda: Fixed(0), "0 local steps"),
         (lambda: Matched(0), "0 local steps"),
         (lambda: Sending(TopK(0.1), decay=0.0), "decay 0.0"),
-        (lambda: Server(START, ASGD(0.1), workers=0), "0 workers"),
-        (lambda: Server({}, ASGD(0.1), workers=1), "no tensors"),
-        (lambda: Server({"x": torch.zeros(2, dtype=torch.int64)}, ASGD(0.1), workers=1), "torch.int64"),
+        (lambda: ParameterServer(START, ASGD(0.1), workers=0), "0 workers"),
+        (lambda: ParameterServer({}, ASGD(0.1), workers=1), "no tensors"),
+        (lambda: ParameterServer({"x": torch.zeros(2, dtype=torch.int64)}, ASGD(0.1), workers=1), "torch.int64"),
         (lambda: Machine(step_s=0.0), "more than 0 seconds"),
         (lambda: Machine(returns_at_s=3.0), "after it has died"),
         (lambda: Faults(repeats=2.0), "lie in"),
         (lambda: Faults(restart_s=-1.0), "times are 0 or more"),
-        (lambda: Simulation(Server(START, ASGD(0.1), workers=2), [], []), "2 workers"),
+        (lambda: AsynchronousSimulation(ParameterServer(START, ASGD(0.1), workers=2), [], []), "2 workers"),
     ],
 )
 def test_nonsense_is_refused_when_it_is_made(make: Callable[[], Any], says: str) -> None:
@@ -310,9 +313,9 @@ def test_nonsense_is_refused_when_it_is_made(make: Callable[[], Any], says: str)
 
 
 @pytest.fixture
-def due() -> tuple[Server, Push]:
+def due() -> tuple[ParameterServer, Push]:
     """A server that waits for a push of worker 0, and that push."""
-    server = Server(START, AdaptiveDCASGD(0.1), workers=2)
+    server = ParameterServer(START, AdaptiveDCASGD(0.1), workers=2)
     server.join(1)
     [grant] = server.join(0)
     first = Worker(quadratic, START).compute(grant, server.values)
@@ -339,7 +342,7 @@ BAD: dict[str, tuple[Callable[[Push], Push], str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_push_that_is_refused_changes_nothing(name: str, due: tuple[Server, Push]) -> None:
+def test_a_push_that_is_refused_changes_nothing(name: str, due: tuple[ParameterServer, Push]) -> None:
     server, push = due
     before = repr(server.state_dict())
     damage, says = BAD[name]
@@ -352,7 +355,7 @@ def test_a_push_that_is_refused_changes_nothing(name: str, due: tuple[Server, Pu
         server.receive(push)
 
 
-def test_who_was_taken_for_dead_joins_again(due: tuple[Server, Push]) -> None:
+def test_who_was_taken_for_dead_joins_again(due: tuple[ParameterServer, Push]) -> None:
     server, push = due
     server.leave(0)
     with pytest.raises(PushError, match="taken for dead: have it join again"):
@@ -365,7 +368,7 @@ def test_who_was_taken_for_dead_joins_again(due: tuple[Server, Push]) -> None:
 
 
 def test_a_worker_refuses_what_is_wrong() -> None:
-    server = Server(START, ASGD(0.1), workers=1)
+    server = ParameterServer(START, ASGD(0.1), workers=1)
     [grant] = server.join(0)
     missing = Worker(lambda parameters, grant: Result({"x": parameters["x"]}, 0.0), START)
     with pytest.raises(StepError, match="tensor 'y' is missing"):
@@ -395,7 +398,9 @@ DAMAGES: list[tuple[Callable[[Any], Any], str]] = [
 
 
 @pytest.mark.parametrize(("damage", "says"), DAMAGES)
-def test_a_damaged_state_changes_nothing(damage: Callable[[Any], Any], says: str, due: tuple[Server, Push]) -> None:
+def test_a_damaged_state_changes_nothing(
+    damage: Callable[[Any], Any], says: str, due: tuple[ParameterServer, Push]
+) -> None:
     server, _ = due
     before, saved = repr(server.state_dict()), server.state_dict()
     damage(saved)
@@ -405,7 +410,7 @@ def test_a_damaged_state_changes_nothing(damage: Callable[[Any], Any], says: str
 
 
 def test_refusals_do_not_go_on_for_ever() -> None:
-    server, worker = Server(START, ASGD(0.1), workers=1), Worker(quadratic, START)
+    server, worker = ParameterServer(START, ASGD(0.1), workers=1), Worker(quadratic, START)
     [grant] = server.join(0)
     worker.compute(grant, server.values)
     assert not worker.refused(grant._replace(number=7), "an older push")

@@ -25,11 +25,12 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim.swa_utils import AveragedModel
 
 import gradwire
-from gradwire.bench.ranks import RankFailure, loopback_environments, run_function
+from gradwire.bench.net.loopback import loopback_environments
+from gradwire.bench.ranks import RankFailure, run_function
 from gradwire.codecs import Identity
 from gradwire.core.errors import AttachError, CommunicationError, ConnectionLost
 from gradwire.reducers import AllReduceExchange, Hierarchical
-from gradwire.session.failures import Answer, FailureBoard
+from gradwire.session.failures import FailureBoard, RankAnswer
 from kernel_sets import everything_in
 
 FILE = Path(__file__).with_name("attach_cases.py")
@@ -242,7 +243,7 @@ class Malicious:
         return Path.touch, (self.target,)
 
 
-GOOD = json.loads(Answer(1, "failed", 0.0, 7, False, "ValueError", "bad", "...").to_json())
+GOOD = json.loads(RankAnswer(1, "failed", 0.0, 7, False, "ValueError", "bad", "...").to_json())
 DAMAGED: dict[str, Any] = {
     "cut": json.dumps(GOOD)[:-5],
     "binary": b"\x80\x04\x95\xff\x00",

@@ -13,7 +13,7 @@ import torch
 
 from gradwire.federated import SGD, Federation, Server
 from gradwire.federated.client import Done
-from gradwire.federated.engines import Job, Lost
+from gradwire.federated.engines import ClientJob, Lost
 from gradwire.federated.simulation import Kept
 
 ROOT = Path(__file__).parents[1]
@@ -46,7 +46,7 @@ def test_an_exact_share_of_devices_are_stragglers_and_the_same_for_all_methods(b
     devices = fedprox.synthetic(1.0, 1.0, 3)
     federation = Federation(30, lambda i: fedprox.client(devices, i))
     server = Server(torch.nn.Linear(60, 10), 30, sample=10, local=SGD(0.01))
-    jobs = [Job(task, Kept()) for task in server.begin()]
+    jobs = [ClientJob(task, Kept()) for task in server.begin()]
     lost, late = set[int](), set[int]()
     for outcome in fedprox.Stragglers(server.model, federation, slow, dropped=True).run(server.terms, jobs):
         lost |= {outcome.client} if isinstance(outcome, Lost) else set()

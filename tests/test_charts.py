@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from comparisons import comparison, run
-from gradwire.report.axes import NARROW, WIDE, Axis, Frame, byte_labels, number_labels
+from gradwire.report.axes import NARROW, WIDE, DrawingSize, Scale, byte_labels, number_labels
 from gradwire.report.bars import Bar, bar_svg
 from gradwire.report.charts import LineChart, Point, Series, stretches
 from gradwire.report.page import render
@@ -72,7 +72,7 @@ values = st.floats(-1e7, 1e7, allow_subnormal=False)
 
 @given(values, st.floats(1e-4, 1e7))
 def test_no_two_marks_of_an_axis_are_written_alike_and_each_is_what_it_says(low: float, height: float):
-    axis = Axis(low, low + height, 0, 100)
+    axis = Scale(low, low + height, 0, 100)
     ticks = axis.ticks(5)
     labels = number_labels(ticks)
     assert len(set(labels)) == len(labels)
@@ -82,12 +82,12 @@ def test_no_two_marks_of_an_axis_are_written_alike_and_each_is_what_it_says(low:
 
 
 def test_losses_near_each_other_are_told_apart():
-    assert number_labels(Axis(2.34, 2.44, 0, 100).ticks(5)) == ["2.34", "2.36", "2.38", "2.40", "2.42", "2.44"]
+    assert number_labels(Scale(2.34, 2.44, 0, 100).ticks(5)) == ["2.34", "2.36", "2.38", "2.40", "2.42", "2.44"]
 
 
 @given(st.floats(1, 1e12), st.floats(1.01, 1e12))
 def test_no_two_marks_of_bytes_are_written_alike(low: float, factor: float):
-    ticks = Axis(low, low * factor, 0, 100, log=True).ticks(6)
+    ticks = Scale(low, low * factor, 0, 100, log=True).ticks(6)
     labels = byte_labels(ticks)
     assert len(set(labels)) == len(labels)
     assert 1 < len(ticks) <= 12
@@ -100,7 +100,7 @@ ends = st.lists(st.tuples(st.floats(2, 1e6), st.floats(0.01, 10)), min_size=1, m
     ends, st.one_of(st.none(), st.floats(0.01, 10)), st.sampled_from([WIDE, NARROW]), st.sampled_from(["s", "bytes"])
 )
 def test_labels_do_not_overlap_and_stay_inside(
-    found: list[tuple[float, float]], target: float | None, frame: Frame, unit: str
+    found: list[tuple[float, float]], target: float | None, frame: DrawingSize, unit: str
 ):
     boxes = texts(chart(found, target, unit).svg(frame))
     for (_, one, a), (_, other, b) in itertools.combinations(boxes, 2):
@@ -138,7 +138,7 @@ def on_a_line(svg: str) -> list[str]:
     ends, st.one_of(st.none(), st.floats(0.01, 10)), st.sampled_from([WIDE, NARROW]), st.sampled_from(["s", "bytes"])
 )
 def test_labels_do_not_stand_on_curves_nor_on_the_target(
-    found: list[tuple[float, float]], target: float | None, frame: Frame, unit: str
+    found: list[tuple[float, float]], target: float | None, frame: DrawingSize, unit: str
 ):
     assert on_a_line(chart(found, target, unit).svg(frame)) == []
 

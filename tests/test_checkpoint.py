@@ -338,7 +338,7 @@ def test_a_damaged_manifest_is_no_save(tmp_path: Path) -> None:
     manifest = save_folder.Manifest(1, "t", {}, ())
     state = a_state()
     files = (save_folder.write_rank(tmp_path, 1, state),) * 2
-    run = save_folder.Run("id", "tensors", "int4")
+    run = save_folder.SavedRun("id", "tensors", "int4")
     manifest = save_folder.Manifest(1, "t", {key: state[key] for key in save_folder.SHARED}, files, run)
     save_folder.finish(tmp_path, manifest)
     path = tmp_path / "gradwire-1" / "manifest.json"

@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from comparisons import comparison, run
-from gradwire.bench.crossover import Course, course, measured_rate, method_pays_below, pays_below
+from gradwire.bench.crossover import TargetCost, course, measured_rate, method_pays_below, pays_below
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 FALLING = tuple(4.0 - 0.1 * step for step in range(31))
 
 courses = st.builds(
-    Course,
+    TargetCost,
     steps=st.floats(1, 1e4),
     busy_s=st.floats(1e-3, 10),
     wait_s=st.floats(0, 10),
@@ -28,19 +28,19 @@ courses = st.builds(
 
 
 def test_what_waits_beyond_its_bytes_goes_on_waiting_and_what_was_hidden_stays_hidden():
-    latent = Course(steps=10, busy_s=0.1, wait_s=0.5, sent_bytes=1e6, rate=1e8)  # the bytes alone take 0.08 s
+    latent = TargetCost(steps=10, busy_s=0.1, wait_s=0.5, sent_bytes=1e6, rate=1e8)  # the bytes alone take 0.08 s
     assert latent.step_s(1e8) == pytest.approx(0.6)
     assert latent.step_s(1e7) == pytest.approx(0.1 + 0.42 + 0.8)
     assert latent.step_s(1e20) == pytest.approx(0.1 + 0.42)
     assert latent.seconds(1e8) == pytest.approx(6.0)
-    hidden = Course(steps=10, busy_s=0.1, wait_s=0.02, sent_bytes=1e6, rate=1e8)  # 0.06 s of it is hidden
+    hidden = TargetCost(steps=10, busy_s=0.1, wait_s=0.02, sent_bytes=1e6, rate=1e8)  # 0.06 s of it is hidden
     assert hidden.step_s(1e9) == pytest.approx(0.1)
     assert hidden.step_s(5e7) == pytest.approx(0.1 + 0.1)
     assert 1 / hidden.kink == pytest.approx(8e6 / 0.06)
 
 
 @given(courses, courses)
-def test_below_the_crossing_a_method_is_sooner_and_just_above_it_is_not(mine: Course, baseline: Course):
+def test_below_the_crossing_a_method_is_sooner_and_just_above_it_is_not(mine: TargetCost, baseline: TargetCost):
     rate = pays_below(mine, baseline)
     if rate is None:
         assert mine.steps * mine.sent_bytes >= baseline.steps * baseline.sent_bytes
@@ -54,31 +54,33 @@ def test_below_the_crossing_a_method_is_sooner_and_just_above_it_is_not(mine: Co
 
 
 def test_a_method_that_sends_as_much_never_pays_and_one_that_only_gains_always_does():
-    fp32 = Course(steps=100, busy_s=0.1, wait_s=0.8, sent_bytes=1e7, rate=1e8)
+    fp32 = TargetCost(steps=100, busy_s=0.1, wait_s=0.8, sent_bytes=1e7, rate=1e8)
     assert pays_below(fp32, fp32) is None
-    assert pays_below(Course(steps=200, busy_s=0.1, wait_s=0.1, sent_bytes=6e6, rate=1e8), fp32) is None
-    assert pays_below(Course(steps=100, busy_s=0.05, wait_s=0.05, sent_bytes=1e6, rate=1e8), fp32) == math.inf
+    assert pays_below(TargetCost(steps=200, busy_s=0.1, wait_s=0.1, sent_bytes=6e6, rate=1e8), fp32) is None
+    assert pays_below(TargetCost(steps=100, busy_s=0.05, wait_s=0.05, sent_bytes=1e6, rate=1e8), fp32) == math.inf
 
 
 def test_more_steps_to_the_target_cost_bandwidth():
-    fp32 = Course(steps=100, busy_s=0.1, wait_s=0.8, sent_bytes=1e7, rate=1e8)
-    small = Course(steps=100, busy_s=0.2, wait_s=0.08, sent_bytes=1e6, rate=1e8)
+    fp32 = TargetCost(steps=100, busy_s=0.1, wait_s=0.8, sent_bytes=1e7, rate=1e8)
+    small = TargetCost(steps=100, busy_s=0.2, wait_s=0.08, sent_bytes=1e6, rate=1e8)
     # 100 (0.1 + 8e7 x) = 100 (0.2 + 8e6 x)
     assert pays_below(small, fp32) == pytest.approx(7.2e7 / 0.1)
-    longer = Course(steps=150, busy_s=0.2, wait_s=0.08, sent_bytes=1e6, rate=1e8)
+    longer = TargetCost(steps=150, busy_s=0.2, wait_s=0.08, sent_bytes=1e6, rate=1e8)
     # 100 (0.1 + 8e7 x) = 150 (0.2 + 8e6 x)
     assert pays_below(longer, fp32) == pytest.approx((8e9 - 1.2e9) / 20)
 
 
 def test_a_crossing_between_two_kinks_is_found():
-    hidden = Course(steps=1, busy_s=1.0, wait_s=0.0, sent_bytes=1e9, rate=8e9)  # a second of sending, all hidden
-    latent = Course(steps=1, busy_s=0.9, wait_s=0.2, sent_bytes=1e8, rate=8e9)  # sooner only where bytes cost nothing
-    between = Course(steps=1, busy_s=0.5, wait_s=0.6, sent_bytes=1e8, rate=8e9)
+    hidden = TargetCost(steps=1, busy_s=1.0, wait_s=0.0, sent_bytes=1e9, rate=8e9)  # a second of sending, all hidden
+    latent = TargetCost(
+        steps=1, busy_s=0.9, wait_s=0.2, sent_bytes=1e8, rate=8e9
+    )  # sooner only where bytes cost nothing
+    between = TargetCost(steps=1, busy_s=0.5, wait_s=0.6, sent_bytes=1e8, rate=8e9)
     # behind by 0.1 s where the first still hides all, 1/B = 1.25e-10; from there its lead grows by 7.2e9 a unit
     for mine in (latent, between):
         assert pays_below(mine, hidden) == pytest.approx(1 / (1.25e-10 + 0.1 / 7.2e9))
-    twice = Course(steps=2, busy_s=0.5, wait_s=0.0, sent_bytes=1e8, rate=8e9)  # 1 s as well, and hides 0.1 s a step
-    late = Course(steps=1, busy_s=1.05, wait_s=0.0, sent_bytes=1e8, rate=8e9)  # behind by 0.05 s until 1.25e-10
+    twice = TargetCost(steps=2, busy_s=0.5, wait_s=0.0, sent_bytes=1e8, rate=8e9)  # 1 s as well, and hides 0.1 s a step
+    late = TargetCost(steps=1, busy_s=1.05, wait_s=0.0, sent_bytes=1e8, rate=8e9)  # behind by 0.05 s until 1.25e-10
     assert pays_below(twice, hidden) == math.inf
     assert pays_below(late, hidden) == pytest.approx(1 / (1.25e-10 + 0.05 / 8e9), rel=0.2)
 
@@ -111,11 +113,11 @@ def rows(name: str) -> dict[str, dict[str, str]]:
         return {row["method"]: row for row in csv.DictReader(file)}
 
 
-def measured(row: dict[str, str], rate: float) -> Course:
+def measured(row: dict[str, str], rate: float) -> TargetCost:
     """A method of `results.csv`, its steps to the target told by its seconds."""
     step_ms, busy_ms = float(row["step_ms"]), float(row["compute_ms"]) + float(row["encode_ms"])
     steps = float(row["target_s"]) / step_ms * 1e3
-    return Course(steps, busy_ms / 1e3, float(row["wait_ms"]) / 1e3, float(row["bytes_per_step"]), rate)
+    return TargetCost(steps, busy_ms / 1e3, float(row["wait_ms"]) / 1e3, float(row["bytes_per_step"]), rate)
 
 
 def told(known: dict[str, dict[str, str]], method: str, rate: float, other: float) -> float:

@@ -27,17 +27,26 @@ from gradwire.drivers.plan import plan
 from gradwire.spec import parse
 from gradwire.sync import DiLoCo, DriftTriggered, Elastic, SlowMo
 from gradwire.sync.elastic import handover, store
-from gradwire.sync.elastic.messages import NO_COPY, Came, Head, Member, came_line, closed_line, has_line, void_line
+from gradwire.sync.elastic.messages import (
+    NO_COPY,
+    Came,
+    ExpectedWorker,
+    Head,
+    came_line,
+    closed_line,
+    has_line,
+    void_line,
+)
 from gradwire.sync.elastic.owed import Owed
-from gradwire.sync.elastic.protocol import Needs, Round, decided, following, may_close, read
+from gradwire.sync.elastic.protocol import Needs, RoundLog, decided, following, may_close, read
 from gradwire.sync.elastic.pulse import Pulse
 from gradwire.sync.elastic.rounds import Behind, Rounds
 
 # What a log says --------------------------------------------------------------------------------------------------
 
 
-def members(*workers: int) -> dict[int, Member]:
-    return {worker: Member(f"w{worker}", worker / 8) for worker in workers}
+def members(*workers: int) -> dict[int, ExpectedWorker]:
+    return {worker: ExpectedWorker(f"w{worker}", worker / 8) for worker in workers}
 
 
 def came(worker: int, copy: int = 4, **more: Any) -> Came:
@@ -64,7 +73,7 @@ def test_a_round_is_committed_once_all_trainers_hold_the_same_mean() -> None:
     assert ended.state == "committed"
     after = following(ended)
     assert after.copy == 5
-    assert after.expected == {0: Member("w0", 0.25), 1: Member("w1", 0.5), 7: Member("w7", 0.0)}
+    assert after.expected == {0: ExpectedWorker("w0", 0.25), 1: ExpectedWorker("w1", 0.5), 7: ExpectedWorker("w7", 0.0)}
     assert not after.lost
     differing = read(HEAD, log(*lines, votes[0], has_line(0, "b", 0.25)), "keep")
     assert (differing.state, "different means" in differing.why) == ("void", True)
@@ -75,7 +84,7 @@ def test_whoever_comes_after_the_list_was_closed_is_not_on_it() -> None:
     assert ended.decision is not None
     assert ended.decision.trainers == (0,)
     assert set(ended.decision.lost) == {1, 2}
-    assert ended.decision.lost[2] == Member("w2", 0.25)
+    assert ended.decision.lost[2] == ExpectedWorker("w2", 0.25)
 
 
 def test_losses_of_void_rounds_are_not_forgotten() -> None:
@@ -174,14 +183,14 @@ class VirtualRun:
         else:
             self._end(now)
 
-    def _take_part(self, me: VirtualWorker, now: Round) -> None:
+    def _take_part(self, me: VirtualWorker, now: RoundLog) -> None:
         assert now.decision is not None
         if any(self.workers[worker].dead for worker in now.decision.trainers):
             self.logs[-1] += void_line(me.number, "somebody died")
         elif me.number in now.decision.trainers:
             self._say_once(me, "has", has_line(me.number, "mean", 0.0))
 
-    def _end(self, now: Round) -> None:
+    def _end(self, now: RoundLog) -> None:
         """All that live look at the outcome, whatever was said after it."""
         assert now.decision is not None
         for worker in self.workers:

@@ -14,12 +14,12 @@ from elastic_runs import OVER, Crew, Stop, stop_of, stopped_run_of, until
 from elastic_schedule import LOST_AFTER_S, Kill, VirtualRun, check, stops_of
 from elastic_schedule import Stop as Pause
 from gradwire import CommunicationError
-from gradwire.sync.elastic.messages import NO_COPY, Came, Head, Member, came_line, closed_line
-from gradwire.sync.elastic.protocol import Needs, Round, decided, may_close, read
+from gradwire.sync.elastic.messages import NO_COPY, Came, ExpectedWorker, Head, came_line, closed_line
+from gradwire.sync.elastic.protocol import Needs, RoundLog, decided, may_close, read
 from gradwire.sync.elastic.pulse import Pulse
 from gradwire.sync.elastic.rounds import Behind, Rounds
 
-HEAD = Head(200, 199, {0: Member("finished")})
+HEAD = Head(200, 199, {0: ExpectedWorker("finished")})
 
 
 def test_a_list_is_not_closed_before_somebody_has_the_copy_of_the_head() -> None:
@@ -109,7 +109,7 @@ class Alone:
         self.store.set("now", head.to_json())
         self.rounds = Rounds(self.store, self.pulse, "keep", Needs(), 3600.0, 3600.0)
 
-    def come(self, copy: int) -> Round:
+    def come(self, copy: int) -> RoundLog:
         return self.rounds.come(Came(self.pulse.number, "w", copy))
 
     def close(self) -> None:
@@ -124,33 +124,33 @@ def alone(request: pytest.FixtureRequest) -> Iterator[Alone]:
     made.close()
 
 
-@pytest.mark.parametrize("alone", [Head(), Head(5, 4, {1: Member("w")})], indirect=True)
+@pytest.mark.parametrize("alone", [Head(), Head(5, 4, {1: ExpectedWorker("w")})], indirect=True)
 def test_a_round_that_is_long_over_is_not_begun_anew(alone: Alone, monkeypatch: pytest.MonkeyPatch) -> None:
     """The worker sleeps after it has asked which round is the newest; the log of that is gone when it wakes up."""
-    newest, head = Head(30, 29, {0: Member("other")}).to_json(), alone.rounds.head
+    newest, head = Head(30, 29, {0: ExpectedWorker("other")}).to_json(), alone.rounds.head
     monkeypatch.setattr(alone.pulse, "beat", lambda: alone.store.set("now", newest))
     with pytest.raises(Behind):
         alone.come(head.copy)
     assert not alone.store.check([f"round/{head.round}"])
 
 
-@pytest.mark.parametrize("alone", [Head(5, 4, {1: Member("w")})], indirect=True)
+@pytest.mark.parametrize("alone", [Head(5, 4, {1: ExpectedWorker("w")})], indirect=True)
 def test_who_comes_without_the_copy_does_not_wait_for_itself(alone: Alone) -> None:
     for copy in (NO_COPY, 3):
         with pytest.raises(CommunicationError, match=OVER):
             alone.come(copy)
 
 
-@pytest.mark.parametrize("alone", [Head(5, 4, {1: Member("w")}, {0: Member("other")})], indirect=True)
+@pytest.mark.parametrize("alone", [Head(5, 4, {1: ExpectedWorker("w")}, {0: ExpectedWorker("other")})], indirect=True)
 def test_who_was_too_late_for_a_void_round_may_have_the_copy(alone: Alone) -> None:
-    now = Round(alone.rounds.head, {1: Came(1, "w")})
+    now = RoundLog(alone.rounds.head, {1: Came(1, "w")})
     assert alone.rounds._holder_may_come(now)  # pyright: ignore[reportPrivateUsage]
     alone.other.close(leaves=True)
     alone.pulse._look()  # pyright: ignore[reportPrivateUsage]
     assert not alone.rounds._holder_may_come(now)  # pyright: ignore[reportPrivateUsage]
 
 
-@pytest.mark.parametrize("alone", [Head(5, 4, {1: Member("w")})], indirect=True)
+@pytest.mark.parametrize("alone", [Head(5, 4, {1: ExpectedWorker("w")})], indirect=True)
 def test_who_comes_gives_a_sign_of_life(alone: Alone) -> None:
     before = alone.store.get("beat/1")
     assert alone.come(4).decision is not None

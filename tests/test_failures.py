@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
 from gradwire.core.errors import CommunicationError
-from gradwire.session.failures import Answer, FailureBoard
+from gradwire.session.failures import FailureBoard, RankAnswer
 from gradwire.session.lane import Lane
 
 
@@ -32,7 +32,7 @@ def board(group: dist.ProcessGroup) -> Iterator[FailureBoard]:
     made.close(5)
 
 
-def blamed(board: FailureBoard, *answers: Answer) -> CommunicationError:
+def blamed(board: FailureBoard, *answers: RankAnswer) -> CommunicationError:
     return board._blamed({answer.rank: answer for answer in answers}, " (waited)")  # pyright: ignore[reportPrivateUsage]
 
 
@@ -40,7 +40,7 @@ def blamed(board: FailureBoard, *answers: Answer) -> CommunicationError:
 def test_a_rank_is_idle_that_handed_over_nothing_for_more_than_half_of_the_wait(
     board: FailureBoard, idle_s: float, ranks: tuple[int, ...]
 ) -> None:
-    error = blamed(board, Answer(0, "waited", 10.0), Answer(1, "waited", 9.0), Answer(2, "idle", idle_s))
+    error = blamed(board, RankAnswer(0, "waited", 10.0), RankAnswer(1, "waited", 9.0), RankAnswer(2, "idle", idle_s))
     assert error.ranks == ranks
     assert ("for 6 s" in str(error) or "for 30 s" in str(error)) == bool(ranks)
 
@@ -49,8 +49,8 @@ def test_a_rank_is_idle_that_handed_over_nothing_for_more_than_half_of_the_wait(
 def test_a_rank_is_stuck_that_has_started_less_than_others_and_waits_for_nothing(
     board: FailureBoard, started: int, waits: bool, ranks: tuple[int, ...]
 ) -> None:
-    last = Answer(2, "training", 1.0, started, waits)
-    error = blamed(board, Answer(0, "training", 1.0, 6, True), Answer(1, "waited", 9.0, 5, True), last)
+    last = RankAnswer(2, "training", 1.0, started, waits)
+    error = blamed(board, RankAnswer(0, "training", 1.0, 6, True), RankAnswer(1, "waited", 9.0, 5, True), last)
     assert error.ranks == ranks
     assert ("is stuck: it has started 5 collectives and others 6" in str(error)) == bool(ranks)
 
@@ -103,8 +103,8 @@ def test_a_rank_goes_on_once_all_have_left_the_pass(board: FailureBoard) -> None
 def test_who_left_a_pass_is_at_fault_where_others_have_started_more_in_it(
     board: FailureBoard, started: int, ranks: tuple[int, ...]
 ) -> None:
-    left = Answer(2, "training", 1.0, started, False, "ValueError", "left", "")
-    for answer in (Answer(1, "training", 1.0, 6, True), left):
+    left = RankAnswer(2, "training", 1.0, started, False, "ValueError", "left", "")
+    for answer in (RankAnswer(1, "training", 1.0, 6, True), left):
         board._store.set(str(answer.rank), answer.to_json())  # pyright: ignore[reportPrivateUsage]
     for _ in range(6):
         board.count()
@@ -118,7 +118,7 @@ def test_a_rank_that_left_a_pass_in_which_others_wait_is_told_what_it_did(board:
     board.enter_pass()
     board.leave_pass(ValueError("mine"))
     for rank in (1, 2):
-        board._store.set(str(rank), Answer(rank, "training", 1.0, 1, True).to_json())  # pyright: ignore[reportPrivateUsage]
+        board._store.set(str(rank), RankAnswer(rank, "training", 1.0, 1, True).to_json())  # pyright: ignore[reportPrivateUsage]
     found = board._conclusion(None, "")  # pyright: ignore[reportPrivateUsage]
     assert "the other ranks wait in a pass that this rank (0) left: ValueError: mine" in str(found)
 

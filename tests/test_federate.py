@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from gradwire.bench import federate, federation_results
-from gradwire.bench.federate import Run
+from gradwire.bench.federate import FederationRun
 from gradwire.bench.federate_options import FederateOptions
 from gradwire.bench.task import TaskError
 from gradwire.cli import main as cli
@@ -73,7 +73,9 @@ def test_a_page_can_be_made_again_of_the_results(tmp_path: Path, capsys: pytest.
 def test_results_that_are_none_are_one_sentence(
     change: dict[str, object], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    federation_results.save(Run(FederateOptions(clients=3, sample=1, out=tmp_path)).results, tmp_path / "results.json")
+    federation_results.save(
+        FederationRun(FederateOptions(clients=3, sample=1, out=tmp_path)).results, tmp_path / "results.json"
+    )
     data = json.loads((tmp_path / "results.json").read_text())
     (tmp_path / "results.json").write_text(json.dumps(data | change))
     assert cli.main(["report", str(tmp_path)]) == 2
@@ -108,7 +110,7 @@ def test_a_wrong_command_line_is_one_sentence(
 
 
 def test_a_federation_that_never_comes_together_fails_and_says_why(tmp_path: Path) -> None:
-    run = federate.Run(FederateOptions(clients=12, sample=4, epochs=1, rounds=2, drop=1.0, out=tmp_path))
+    run = federate.FederationRun(FederateOptions(clients=12, sample=4, epochs=1, rounds=2, drop=1.0, out=tmp_path))
     with pytest.raises(FederationError, match="has 0 updates of 4 clients"):
         run.train(lambda news: None)
     results = run.finish()
@@ -167,15 +169,15 @@ def test_a_private_federation_tells_its_epsilon_and_goes_on_without_clients(
 
 
 def test_without_a_private_mean_nothing_is_said_of_privacy() -> None:
-    run = Run(FederateOptions(clients=12, sample=4, rounds=1, epochs=1, batch=30))
+    run = FederationRun(FederateOptions(clients=12, sample=4, rounds=1, epochs=1, batch=30))
     assert run.simulation.server.quorum == run.results.options["quorum"] == 1
     assert run.finish().privacy is None
-    fixed = Run(FederateOptions(clients=12, sample=4, rounds=1, epochs=1, batch=30, aggregate="dp:1"))
+    fixed = FederationRun(FederateOptions(clients=12, sample=4, rounds=1, epochs=1, batch=30, aggregate="dp:1"))
     assert "for replacing one client by another" in str(fixed.finish().privacy)
 
 
 def test_a_poisson_sample_larger_than_the_federation_is_refused() -> None:
     with pytest.raises(CompositionError, match="a sample of 13 clients is larger than the federation of 12"):
-        Run(FederateOptions(clients=12, sample=13, sampling="poisson"))
+        FederationRun(FederateOptions(clients=12, sample=13, sampling="poisson"))
     with pytest.raises(CompositionError, match="a quorum of 2 with a private mean"):
-        Run(FederateOptions(clients=12, sample=4, aggregate="dp:1", quorum=2))
+        FederationRun(FederateOptions(clients=12, sample=4, aggregate="dp:1", quorum=2))

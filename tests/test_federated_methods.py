@@ -20,19 +20,19 @@ from gradwire.federated import (
     FedAdam,
     FedAvg,
     FedAvgM,
+    FederatedMethod,
     Federation,
     FedNova,
     FedProx,
     FedYogi,
     Mean,
-    Method,
     Scaffold,
     Server,
     ServerStep,
     Simulation,
 )
 from gradwire.federated.local import normaliser
-from gradwire.federated.methods import CONTROL, MODEL, Message, Vectors, Work
+from gradwire.federated.methods import CONTROL, MODEL, ClientMessage, Vectors, Work
 
 LR, MU, ROUNDS = 0.1, 0.5, 100
 TAU = torch.arange(1, CLIENTS + 1, dtype=torch.float64)
@@ -95,7 +95,7 @@ def scaffold() -> Closed:
     return Closed(one, centres().mean(0))
 
 
-CLOSED: dict[type[Method], Callable[[], Closed]] = {
+CLOSED: dict[type[FederatedMethod], Callable[[], Closed]] = {
     FedAvg: fed_avg,
     FedProx: fed_prox,
     FedNova: fed_nova,
@@ -103,7 +103,7 @@ CLOSED: dict[type[Method], Callable[[], Closed]] = {
 }
 
 
-def check_closed_form(method: Method, closed: Callable[[], Closed]) -> None:
+def check_closed_form(method: FederatedMethod, closed: Callable[[], Closed]) -> None:
     """Rounds of some clients, and the limit with all of them, are what the arithmetic says."""
     simulation, wanted = on_quadratics(method=method, sample=4, seed=2), closed()
     x = next(simulation.server.model.parameters())
@@ -116,11 +116,11 @@ def check_closed_form(method: Method, closed: Callable[[], Closed]) -> None:
     assert (next(simulation.server.model.parameters()) - wanted.limit).abs().max() < 1e-6
 
 
-METHODS: tuple[Method, ...] = (FedAvg(), FedProx(MU), FedNova(), Scaffold())
+METHODS: tuple[FederatedMethod, ...] = (FedAvg(), FedProx(MU), FedNova(), Scaffold())
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: type(method).__name__)
-def test_quadratic_clients_converge_to_the_closed_form(method: Method) -> None:
+def test_quadratic_clients_converge_to_the_closed_form(method: FederatedMethod) -> None:
     check_closed_form(method, CLOSED[type(method)])
 
 
@@ -149,8 +149,8 @@ class ProxToZero(FedProx):
 
 
 class NovaByOneMore(FedNova):
-    def message(self, work: Work) -> Message:
-        return Message({MODEL: (work.y - work.x) / (work.steps + 1)}, {})
+    def message(self, work: Work) -> ClientMessage:
+        return ClientMessage({MODEL: (work.y - work.x) / (work.steps + 1)}, {})
 
 
 class NovaWithoutLength(FedNova):
@@ -166,10 +166,10 @@ class ScaffoldReversed(Scaffold):
 class ScaffoldWithoutServer(Scaffold):
     """c_i' = c_i + (x - y) / (tau lr), without - c."""
 
-    def message(self, work: Work) -> Message:
+    def message(self, work: Work) -> ClientMessage:
         sent, kept = super().message(work)
         off = work.shared[CONTROL]
-        return Message({MODEL: sent[MODEL], CONTROL: sent[CONTROL] + off}, {CONTROL: kept[CONTROL] + off})
+        return ClientMessage({MODEL: sent[MODEL], CONTROL: sent[CONTROL] + off}, {CONTROL: kept[CONTROL] + off})
 
 
 class ScaffoldByNumber(Scaffold):
@@ -179,7 +179,7 @@ class ScaffoldByNumber(Scaffold):
         return super().share(shared, mean, 0.9 * fraction)
 
 
-PERTURBED: tuple[tuple[Method, type[Method]], ...] = (
+PERTURBED: tuple[tuple[FederatedMethod, type[FederatedMethod]], ...] = (
     (UnweightedAvg(), FedAvg),
     (FedProx(0.001), FedAvg),
     (FedProx(MU * 1.001), FedProx),
@@ -197,7 +197,7 @@ PERTURBED: tuple[tuple[Method, type[Method]], ...] = (
 
 
 @pytest.mark.parametrize(("method", "like"), PERTURBED, ids=lambda part: getattr(part, "__name__", repr(part)))
-def test_a_perturbed_formula_fails_the_check(method: Method, like: type[Method]) -> None:
+def test_a_perturbed_formula_fails_the_check(method: FederatedMethod, like: type[FederatedMethod]) -> None:
     with pytest.raises(AssertionError):
         check_closed_form(method, CLOSED[like])
 

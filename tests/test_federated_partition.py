@@ -15,7 +15,7 @@ from gradwire.federated import (
     ByWeight,
     Uniform,
 )
-from gradwire.federated.partition import Dirichlet, Even, Partition, Quantity, Shards
+from gradwire.federated.partition import DataPartition, Dirichlet, Even, LabelShards, Quantity
 
 
 @given(st.integers(1, 60), st.integers(0, 10**6), st.data())
@@ -37,12 +37,14 @@ def test_every_client_is_drawn_as_often_as_its_weight_says() -> None:
     assert ByWeight(2, (1.0, 0.0, 2.0)).draw(3, Key()) == [0, 2]
 
 
-PARTITIONS = (Even(), Dirichlet(0.01), Dirichlet(0.3), Dirichlet(100.0), Shards(2), Quantity(0.1), Quantity(10.0))
+PARTITIONS = (Even(), Dirichlet(0.01), Dirichlet(0.3), Dirichlet(100.0), LabelShards(2), Quantity(0.1), Quantity(10.0))
 
 
 @pytest.mark.parametrize("partition", PARTITIONS, ids=repr)
 @given(clients=st.integers(1, 40), examples=st.integers(80, 300), seed=st.integers(0, 10**6))
-def test_a_partition_deals_out_every_example_once(partition: Partition, clients: int, examples: int, seed: int) -> None:
+def test_a_partition_deals_out_every_example_once(
+    partition: DataPartition, clients: int, examples: int, seed: int
+) -> None:
     labels = torch.arange(examples) * 7919 % 10
     parts = partition.split(labels, clients, Key(seed))
     assert len(parts) == clients
@@ -52,7 +54,7 @@ def test_a_partition_deals_out_every_example_once(partition: Partition, clients:
     assert all(torch.equal(one, other) for one, other in zip(parts, again, strict=True))
 
 
-def labels_of(partition: Partition, clients: int = 20) -> tuple[float, float]:
+def labels_of(partition: DataPartition, clients: int = 20) -> tuple[float, float]:
     """The mean number of labels of a client, and the ratio of the largest client to the mean one."""
     labels = torch.arange(2000) % 10
     parts = partition.split(labels, clients, Key(3))
@@ -62,10 +64,10 @@ def labels_of(partition: Partition, clients: int = 20) -> tuple[float, float]:
 
 def test_partitions_are_as_uneven_as_they_say() -> None:
     assert labels_of(Even())[0] == 10
-    assert labels_of(Shards(2))[0] <= 3
+    assert labels_of(LabelShards(2))[0] <= 3
     assert labels_of(Dirichlet(0.05))[0] < labels_of(Dirichlet(0.5))[0] < labels_of(Dirichlet(100.0))[0] == 10
     assert labels_of(Quantity(0.3))[1] > 2 > labels_of(Quantity(100.0))[1]
-    assert labels_of(Even())[1] == labels_of(Shards(2))[1] == 1
+    assert labels_of(Even())[1] == labels_of(LabelShards(2))[1] == 1
 
 
 @pytest.mark.parametrize(
@@ -73,8 +75,8 @@ def test_partitions_are_as_uneven_as_they_say() -> None:
     [
         (lambda: Even().split(5, 6, Key()), "5 examples for 6 clients"),
         (lambda: Dirichlet().split(50, 6, Key()), "by their labels"),
-        (lambda: Shards(9).split(torch.zeros(50), 6, Key()), "deal out fewer"),
-        (lambda: Shards(0), "one at least"),
+        (lambda: LabelShards(9).split(torch.zeros(50), 6, Key()), "deal out fewer"),
+        (lambda: LabelShards(0), "one at least"),
         (lambda: Dirichlet(0.0), "above 0"),
         (lambda: Quantity(float("nan")), "above 0"),
     ],

@@ -16,7 +16,7 @@ from gradwire.codecs.error_memory import ErrorMemory
 from gradwire.core.errors import FederationError
 from gradwire.federated import Assignment, Scaffold, Server
 from gradwire.federated.client import Done, Kept
-from gradwire.federated.engines import Job, LocalTrainer, Lost
+from gradwire.federated.engines import ClientJob, LocalTrainer, Lost
 from gradwire.federated.packing import Record, pack, unpack
 from gradwire.federated.records import (
     job_of,
@@ -28,14 +28,14 @@ from gradwire.federated.records import (
 )
 
 
-def trained() -> tuple[Job, Done]:
+def trained() -> tuple[ClientJob, Done]:
     """A job with memory, and what becomes of it."""
     simulation = on_classifier(sample=12, method=Scaffold(), update="topk:0.2")
     simulation.round()
     server: Server = simulation.server
     trainer = LocalTrainer(small_model(), simulation.federation)
     kept = simulation._kept[3]  # pyright: ignore[reportPrivateUsage]
-    job = Job(server.begin()[3], kept, 0.5)
+    job = ClientJob(server.begin()[3], kept, 0.5)
     outcome = trainer.do(server.terms, job)
     assert isinstance(outcome, Done)
     return job, outcome

@@ -1,9 +1,14 @@
-"""Imports only go down: each folder of the package stands on a floor and may import from lower ones."""
+"""Imports only go down: each folder of the package stands on a floor and may import from lower ones.
+
+Nor do modules import each other in circles, and a name is that of one class.
+"""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import graphlib
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -73,3 +78,41 @@ def test_imports_only_go_down(path: Path) -> None:
 
 def test_methods_do_not_know_the_language_that_names_them() -> None:
     assert not any(name.startswith("gradwire.spec") for name in imports(PACKAGE / "methods.py"))
+
+
+SHARED_NAMES = {
+    "Constant": "`gradwire.asynchronous.Constant` is a rate, `gradwire.sync.Constant` a schedule of windows",
+    "GradwireCallback": "of Lightning and of Transformers, whose users never meet the other one",
+    "Hierarchical": "a reducer, whose name stands in saved states, and `gradwire.sync.Hierarchical`",
+    "Mean": "a server's step, `gradwire.federated.Mean`, and an outer step, `gradwire.sync.Mean`",
+    "Ring": "a route, whose name stands in saved states, and a graph of `gradwire.sync.gossip`",
+    "Weighted": "a reducer, whose name stands in saved states, and a graph of `gradwire.sync.gossip`",
+}
+"""Names of two classes each, which users import from the two places that are named here."""
+
+
+def test_no_two_public_classes_have_one_name() -> None:
+    found: defaultdict[str, list[str]] = defaultdict(list)
+    for path in MODULES:
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found[node.name].append(str(path.relative_to(PACKAGE)))
+    assert {name: homes for name, homes in found.items() if len(homes) > 1 and name not in SHARED_NAMES} == {}
+    assert all(len(found[name]) == 2 for name in SHARED_NAMES), "a name is no longer shared: take it off the list"
+
+
+def test_modules_do_not_import_each_other_in_circles() -> None:
+    """Imports inside of functions and for types alone count too."""
+    names = {_dotted(path): path for path in MODULES}
+    edges = {name: {_module(target, names) for target in imports(path)} - {name, ""} for name, path in names.items()}
+    sorter = graphlib.TopologicalSorter(edges)
+    sorter.prepare()  # raises `CycleError` with the circle
+
+
+def _dotted(path: Path) -> str:
+    return ".".join(("gradwire", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__")
+
+
+def _module(target: str, names: Mapping[str, Path]) -> str:
+    """The module that a dotted name of an import belongs to, "" for the package itself."""
+    return next((name for name in (target, target.rpartition(".")[0]) if name in names), "")

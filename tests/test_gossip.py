@@ -24,8 +24,8 @@ from gradwire.sync import CHOCO, DPSGD, SGP, DriftTriggered, Gossip
 from gradwire.sync.gossip import (
     Complete,
     Exponential,
+    GossipMethod,
     Graph,
-    Method,
     Neighbours,
     OnePeerExponential,
     OnGraph,
@@ -45,7 +45,7 @@ SYMMETRIC = [Ring(2), Ring(3), Ring(8), Ring(9), Torus(2, 2), Torus(2, 3), Torus
 PUSHING = [*SYMMETRIC, DIRECTED, Exponential(6), Exponential(8), OnePeerExponential(5), OnePeerExponential(8)]
 
 
-def virtual(on: Graph, method: Method, dtype: torch.dtype = torch.float64, numel: int = NUMEL) -> Lockstep:
+def virtual(on: Graph, method: GossipMethod, dtype: torch.dtype = torch.float64, numel: int = NUMEL) -> Lockstep:
     return Lockstep(OnGraph(on, method), flat_grain(numel, dtype=dtype), on.ranks)
 
 
@@ -165,7 +165,7 @@ def test_a_complete_graph_averages() -> None:
 
 
 @pytest.mark.parametrize("method", [DPSGD(), CHOCO("none", 1.0), CHOCO("topk:0.1", 0.3)], ids=str)
-def test_ranks_that_agree_keep_what_they_have_bit_for_bit(method: Method) -> None:
+def test_ranks_that_agree_keep_what_they_have_bit_for_bit(method: GossipMethod) -> None:
     start = starts(1, torch.float32)[0]
     xs = rounds(virtual(Ring(5), method, torch.float32), [start] * 5, 50)
     assert all(torch.equal(x, start) for x in xs)
@@ -331,7 +331,7 @@ def test_rounding_of_what_ranks_know_does_not_move_the_mean() -> None:
 
 # State and bytes ------------------------------------------------------------------------------------------------------
 
-EVERY_KIND: list[tuple[Graph, Method]] = [
+EVERY_KIND: list[tuple[Graph, GossipMethod]] = [
     (Ring(4), DPSGD()),
     (Neighbours([[1, 2], [2], [3], [0]]), SGP()),
     (OnePeerExponential(4), SGP()),
@@ -341,7 +341,7 @@ EVERY_KIND: list[tuple[Graph, Method]] = [
 
 
 @pytest.mark.parametrize(("on", "method"), EVERY_KIND, ids=str)
-def test_virtual_ranks_go_on_exactly(on: Graph, method: Method) -> None:
+def test_virtual_ranks_go_on_exactly(on: Graph, method: GossipMethod) -> None:
     ranks, xs = virtual(on, method, torch.float32), starts(on.ranks, torch.float32)
     xs = rounds(ranks, xs, 5)
     other = virtual(on, method, torch.float32)
@@ -363,7 +363,7 @@ def test_virtual_ranks_go_on_exactly(on: Graph, method: Method) -> None:
     ],
     ids=str,
 )
-def test_what_a_rank_sends_is_known_beforehand(on: Graph, method: Method, nbytes: int) -> None:
+def test_what_a_rank_sends_is_known_beforehand(on: Graph, method: GossipMethod, nbytes: int) -> None:
     assert gradwire.cost(OnGraph(on, method), nn.Linear(100, 10), on.ranks).wire_bytes == nbytes
 
 
@@ -408,7 +408,7 @@ def test_graphs_that_make_no_sense_are_refused(make: Callable[[], Graph], said: 
     ],
     ids=str,
 )
-def test_graphs_on_which_averages_go_wrong_are_refused(on: Graph, said: str, method: Method) -> None:
+def test_graphs_on_which_averages_go_wrong_are_refused(on: Graph, said: str, method: GossipMethod) -> None:
     with pytest.raises(CompositionError, match=said):
         OnGraph(on, method)
 
@@ -449,7 +449,9 @@ def test_a_zero_diagonal_is_no_error_where_ranks_come_together() -> None:
         (lambda: CHOCO("terngrad", 0.5), CompositionError, "is no contraction: take D-PSGD"),
     ],
 )
-def test_codecs_that_fit_nothing_are_refused(make: Callable[[], Method], kind: type[Exception], said: str) -> None:
+def test_codecs_that_fit_nothing_are_refused(
+    make: Callable[[], GossipMethod], kind: type[Exception], said: str
+) -> None:
     with pytest.raises(kind, match=said):
         make()
 
@@ -519,7 +521,7 @@ def test_after_closing_nothing_is_done(one_rank: None) -> None:
 
 
 @pytest.mark.parametrize("method", ["dpsgd", "sgp", CHOCO("none", 1.0)], ids=str)
-def test_parameters_may_lie_in_memory_in_any_order(method: Method | str, one_rank: None) -> None:
+def test_parameters_may_lie_in_memory_in_any_order(method: GossipMethod | str, one_rank: None) -> None:
     network = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
     before = network.weight.detach().clone()
     with Gossip(network, "ring", method) as gossip:

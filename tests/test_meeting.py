@@ -10,9 +10,9 @@ from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUs
 
 from gradwire.core.errors import CommunicationError
 from gradwire.session import meeting as meeting_module
-from gradwire.session.meeting import Meeting
+from gradwire.session.meeting import GroupMeeting
 
-Turn = Callable[[Meeting], Any]
+Turn = Callable[[GroupMeeting], Any]
 
 
 def met(*ranks: Turn, called: Sequence[int] = range(10)) -> list[Any]:
@@ -21,7 +21,7 @@ def met(*ranks: Turn, called: Sequence[int] = range(10)) -> list[Any]:
 
     def act(rank: int, turn: Turn) -> None:
         try:
-            results[rank] = turn(Meeting(store, "test", rank, called[: len(ranks)]))
+            results[rank] = turn(GroupMeeting(store, "test", rank, called[: len(ranks)]))
         except CommunicationError as error:
             results[rank] = str(error)
 
@@ -45,12 +45,12 @@ def test_everyone_hears_everyone_in_rank_order() -> None:
     assert met(*map(thrice, range(4))) == [[[[rank, turn] for rank in range(4)] for turn in range(3)]] * 4
 
 
-class Late(Meeting):
+class Late(GroupMeeting):
     """Sees what it waits for 0.3 s after that has come."""
 
     @staticmethod
     def _until(come: Callable[[], bool], end: float) -> bool:
-        came = Meeting._until(come, end)
+        came = GroupMeeting._until(come, end)
         time.sleep(0.3)
         return came
 
@@ -61,7 +61,7 @@ def test_the_lead_stays_until_all_have_read_what_it_told() -> None:
     late = threading.Thread(target=lambda: heard.append(Late(store, "test", 1, range(2)).exchange("save", 1, 30)))
     began_s = time.monotonic()
     late.start()
-    assert Meeting(store, "test", 0, range(2)).exchange("save", 0, 30) == [0, 1]
+    assert GroupMeeting(store, "test", 0, range(2)).exchange("save", 0, 30) == [0, 1]
     assert time.monotonic() - began_s > 0.6  # it came 0.3 s late, and read 0.3 s late
     late.join(30)
     assert heard == [[0, 1]]
@@ -93,7 +93,7 @@ def test_ranks_that_call_different_things_are_told() -> None:
 
 def test_after_a_meeting_that_failed_the_next_one_is_held() -> None:
     def tries(first_s: float, wait_s: float) -> Turn:
-        def turn(meeting: Meeting) -> Any:
+        def turn(meeting: GroupMeeting) -> Any:
             try:
                 meeting.exchange("save", "early", first_s)
             except CommunicationError:
@@ -102,7 +102,7 @@ def test_after_a_meeting_that_failed_the_next_one_is_held() -> None:
 
         return turn
 
-    def late(meeting: Meeting) -> Any:
+    def late(meeting: GroupMeeting) -> Any:
         time.sleep(0.6)
         return meeting.exchange("save", "late", 30)
 
@@ -113,7 +113,7 @@ def test_after_a_meeting_that_failed_the_next_one_is_held() -> None:
 def test_a_meeting_that_ended_without_a_rank_is_not_open_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meeting_module, "_GRACE_S", 0.2)
     store = HashStore()
-    lead, late = (Meeting(store, "test", rank, range(2)) for rank in range(2))
+    lead, late = (GroupMeeting(store, "test", rank, range(2)) for rank in range(2))
     with pytest.raises(CommunicationError, match="rank 1 has not come to save"):
         lead.exchange("save", "early", 0.2)
     with pytest.raises(CommunicationError, match="rank 0 has not come to save"):

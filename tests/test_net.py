@@ -17,7 +17,8 @@ from typing import Any, Literal
 import pytest
 
 from gradwire.bench.net import Network, clean, parse_rate
-from gradwire.bench.ranks import RankFailure, loopback_environments, run_function, run_ranks
+from gradwire.bench.net.loopback import loopback_environments
+from gradwire.bench.ranks import RankFailure, run_function, run_ranks
 from gradwire.bench.warm import WarmProcess
 from gradwire.bench.wire import WireMeter
 from gradwire.core.errors import NetworkError

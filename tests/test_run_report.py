@@ -23,7 +23,7 @@ from gradwire.drivers.engine import Stats
 from gradwire.drivers.probing import Probe, ReductionTimes
 from gradwire.drivers.window import NORM_EVERY, START_UP, STEPS, Caps, Ready, Sample, Window, exposed_s
 from gradwire.session.estimate import Times, summarise
-from gradwire.session.pace import Pace
+from gradwire.session.pace import WindowPace
 from gradwire.session.report import FEWEST_STEPS, Report
 from gradwire.session.step_times import StepBoard, ToldSteps
 
@@ -329,7 +329,7 @@ def test_windows_are_compared_with_ddp_in_every_step() -> None:
 
     Coding takes 10 of a step, of which half is assumed to make computing longer.
     """
-    pace = Pace.of("window", {"w": torch.zeros(250_000)})
+    pace = WindowPace.of("window", {"w": torch.zeros(250_000)})
     for _ in range(8):
         pace.ended(4)
     samples = [Sample(1.2, 0.4, 0.04, 0.4, 4000, 8, (Ready(0.0, 10**6),))] * 8
@@ -347,7 +347,7 @@ def test_windows_are_compared_with_ddp_in_every_step() -> None:
 
 
 def test_windows_of_several_lengths_count_by_their_own() -> None:
-    pace = Pace.of("window", {"w": torch.zeros(250_000)})
+    pace = WindowPace.of("window", {"w": torch.zeros(250_000)})
     samples = [Sample(0.2 * h + 0.4, 0.4, 0.0, 0.4, 4000, 8, (Ready(0.0, 10**6),)) for h in (1, 2, 4, 8)]
     for length in (1, 1, 2, 4, 8):  # the first one was start-up
         pace.ended(length)

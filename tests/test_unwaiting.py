@@ -14,14 +14,14 @@ import torch
 from torch import nn
 
 from gradwire import CommunicationError, SpecError, StepError
-from gradwire.asynchronous import ASGD, Bounded, Server, is_asynchronous, parse
+from gradwire.asynchronous import ASGD, Bounded, ParameterServer, is_asynchronous, parse
 from gradwire.asynchronous.methods import METHODS
 from gradwire.asynchronous.reception import NOTHING, Reception
 from gradwire.asynchronous.remote_servers import RemoteServers
 from gradwire.asynchronous.sockets.frames import HEAD, SECRET, VERSION, Frame, head_of, lengths_of, receive, send
 from gradwire.asynchronous.sockets.host import Host
 from gradwire.asynchronous.sockets.line import Far
-from gradwire.asynchronous.wire import Kind, Message, plain
+from gradwire.asynchronous.wire import MessageKind, WireMessage, plain
 from gradwire.bench.ranks import run_function
 from gradwire.sending import Sending
 
@@ -162,25 +162,25 @@ class Heard:
     def __init__(self) -> None:
         self.said: list[Frame] = []
 
-    def say(self, message: Message, data: torch.Tensor) -> None:
+    def say(self, message: WireMessage, data: torch.Tensor) -> None:
         self.said.append(Frame(message, data))
 
 
-def server(workers: int = 2) -> Server:
-    return Server(PART, ASGD(0.5), workers=workers)
+def server(workers: int = 2) -> ParameterServer:
+    return ParameterServer(PART, ASGD(0.5), workers=workers)
 
 
 def test_refused_pushes_change_nothing_and_are_told() -> None:
     core, line = server(), Heard()
     reception = Reception(core)
-    reception.hear(line, plain(Kind.JOIN, 0), NOTHING)
+    reception.hear(line, plain(MessageKind.JOIN, 0), NOTHING)
     grant = line.said[-1].message.grant
-    push = Message(Kind.PUSH, grant, core.names.fingerprint)
+    push = WireMessage(MessageKind.PUSH, grant, core.names.fingerprint)
     reception.hear(line, push, torch.zeros(3, dtype=torch.uint8))
     reception.hear(line, push._replace(fingerprint=1), torch.ones(4).view(torch.uint8))
-    assert [frame.message.kind for frame in line.said[1:]] == [Kind.REFUSED] * 2
+    assert [frame.message.kind for frame in line.said[1:]] == [MessageKind.REFUSED] * 2
     reception.hear(line, push, torch.ones(4).view(torch.uint8))
-    assert line.said[-1].message.kind is Kind.GRANT
+    assert line.said[-1].message.kind is MessageKind.GRANT
     assert line.said[-1].data.view(torch.float32).tolist() == [-0.5] * 4
     reception.hear(line, push, torch.ones(4).view(torch.uint8))
     assert "applied before" in line.said[-1].message.text
@@ -189,19 +189,19 @@ def test_refused_pushes_change_nothing_and_are_told() -> None:
 
 def test_whoever_hangs_up_frees_the_others() -> None:
     first, second = Heard(), Heard()
-    reception = Reception(Server(PART, ASGD(0.5), workers=2, pace=Bounded(0)))
-    reception.hear(first, plain(Kind.JOIN, 0), NOTHING)
-    reception.hear(second, plain(Kind.JOIN, 1), NOTHING)
-    push = Message(Kind.PUSH, first.said[-1].message.grant, reception.server.names.fingerprint)
+    reception = Reception(ParameterServer(PART, ASGD(0.5), workers=2, pace=Bounded(0)))
+    reception.hear(first, plain(MessageKind.JOIN, 0), NOTHING)
+    reception.hear(second, plain(MessageKind.JOIN, 1), NOTHING)
+    push = WireMessage(MessageKind.PUSH, first.said[-1].message.grant, reception.server.names.fingerprint)
     reception.hear(first, push, torch.ones(4).view(torch.uint8))
     assert len(first.said) == 1
     reception.hang_up(second)
-    assert [frame.message.kind for frame in first.said] == [Kind.GRANT, Kind.GRANT]
+    assert [frame.message.kind for frame in first.said] == [MessageKind.GRANT, MessageKind.GRANT]
     assert reception.workers == [0]
 
 
 @contextlib.contextmanager
-def hosted(core: Server) -> Generator[Host]:
+def hosted(core: ParameterServer) -> Generator[Host]:
     host = Host(core, "127.0.0.1", SECRET_OF_RUN)
     try:
         yield host
@@ -239,7 +239,7 @@ def test_a_server_that_is_silent_is_named() -> None:
 
 def test_a_frame_that_ends_early_is_no_frame() -> None:
     ours, theirs = socket.socketpair()
-    theirs.sendall(head_of(plain(Kind.JOIN, 0), 8) + b"1234")
+    theirs.sendall(head_of(plain(MessageKind.JOIN, 0), 8) + b"1234")
     theirs.close()
     with ours, pytest.raises(ConnectionResetError):
         receive(ours, 8)
@@ -247,7 +247,7 @@ def test_a_frame_that_ends_early_is_no_frame() -> None:
 
 def test_lengths_are_looked_at_before_anything_is_allocated() -> None:
     with pytest.raises(CommunicationError, match="are the most"):
-        lengths_of(head_of(plain(Kind.JOIN, 0), 17)[:HEAD], 16)
+        lengths_of(head_of(plain(MessageKind.JOIN, 0), 17)[:HEAD], 16)
 
 
 LARGE = 5 << 30
@@ -277,7 +277,7 @@ class Stream:
 
 def test_a_part_of_more_than_four_gibibytes_has_a_frame() -> None:
     stream: Any = Stream()
-    said = plain(Kind.PUSH, 3)
+    said = plain(MessageKind.PUSH, 3)
     send(stream, said, torch.empty(LARGE, dtype=torch.uint8))
     frame = receive(stream, LARGE)
     assert (frame.message, frame.data.numel(), stream.large) == (said, LARGE, 0)

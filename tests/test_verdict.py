@@ -15,7 +15,7 @@ from gradwire.bench import evidence, verdict
 from gradwire.bench.chance import Estimate, estimate, students_t, with_both_errors
 from gradwire.bench.evidence import Learning, hardly_learned, learning, loss_shortfall, not_finite, shortfall
 from gradwire.bench.results import Comparison, Evaluation, Run
-from gradwire.bench.verdict import Kind, Verdict, bandwidth, judge
+from gradwire.bench.verdict import FindingKind, Verdict, bandwidth, judge
 
 FP32, FLOOR = "torch:fp32", "torch:noop"
 FALLING = tuple(1.0 + 3.0 * 0.85**step for step in range(31))
@@ -30,7 +30,7 @@ def flat(seed: int, steps: int = 60) -> tuple[float, ...]:
 FLAT = flat(3)
 
 
-def kinds(judged: Verdict) -> list[tuple[Kind, str | None]]:
+def kinds(judged: Verdict) -> list[tuple[FindingKind, str | None]]:
     return [(finding.kind, finding.method) for finding in judged.findings]
 
 
@@ -57,7 +57,7 @@ def test_a_baseline_that_learned_nothing_gives_no_headline_however_fast_the_othe
     assert judged.best is None
     assert judged.speed_up is None
     assert judged.headline == "No conclusion: the loss of torch:fp32 hardly fell"
-    assert kinds(judged) == [(Kind.HARDLY_LEARNED, FP32), (Kind.ONE_SEED, None)]
+    assert kinds(judged) == [(FindingKind.HARDLY_LEARNED, FP32), (FindingKind.ONE_SEED, None)]
     assert "times its noise" in judged.findings[0].text
 
 
@@ -69,13 +69,13 @@ def test_chance_does_not_pass_for_learning(steps: int):
 
 def test_one_seed_that_did_not_learn_is_enough():
     runs = [run(FP32, losses=FALLING), run(FP32, 1, losses=flat(4, 31)), run("int4", losses=FALLING)]
-    assert (Kind.HARDLY_LEARNED, FP32) in kinds(judge(comparison(*runs, smoothing=10)))
+    assert (FindingKind.HARDLY_LEARNED, FP32) in kinds(judge(comparison(*runs, smoothing=10)))
 
 
 def test_a_loss_that_rose_is_said_to_have_risen():
     rising = tuple(reversed(FALLING))
     (finding, *_) = judge(comparison(run(FP32, losses=rising), run("int4", losses=rising))).findings
-    assert finding.kind is Kind.HARDLY_LEARNED
+    assert finding.kind is FindingKind.HARDLY_LEARNED
     assert "it rose by 3" in finding.text
 
 
@@ -96,10 +96,10 @@ def ends(*gaps: float, better: bool = True) -> Verdict:
 @pytest.mark.parametrize("better", [True, False])
 def test_a_method_that_ends_worse_than_chance_explains_gives_no_headline(better: bool):
     judged = ends(3.0, 3.2, 3.1, 3.1, better=better)
-    assert kinds(judged) == [(Kind.WORSE_METRIC, "int4")]
+    assert kinds(judged) == [(FindingKind.WORSE_METRIC, "int4")]
     assert judged.best is None
     assert judged.headline.startswith("No conclusion: no method")
-    assert judged.why_not("int4") is Kind.WORSE_METRIC
+    assert judged.why_not("int4") is FindingKind.WORSE_METRIC
     assert judged.findings[0].text == (
         "By score, int4 ends 3.1 worse than torch:fp32 (97), with a standard error of 0.041 over 4 seeds."
     )
@@ -117,7 +117,7 @@ def test_a_method_that_ends_worse_by_what_chance_explains_is_as_good():
 
 def test_what_may_be_a_difference_or_chance_is_neither_claimed_nor_passed_over():
     judged = ends(1.0, 0.4, 0.8)
-    assert kinds(judged) == [(Kind.PERHAPS_WORSE, "int4")]
+    assert kinds(judged) == [(FindingKind.PERHAPS_WORSE, "int4")]
     assert judged.best is None
     assert "That may be chance: only 1.8 or more would be told from it" in judged.findings[0].text
 
@@ -151,7 +151,7 @@ def test_six_of_500_examples_are_no_difference():
 def test_with_one_seed_a_large_difference_is_not_put_down_to_the_examples():
     few, many = set(range(10)), set(range(110))
     found = judge(comparison(by_example(FP32, 0, few), by_example("int4", 0, many, 0.5)))
-    assert kinds(found)[0] == (Kind.PERHAPS_WORSE, "int4")
+    assert kinds(found)[0] == (FindingKind.PERHAPS_WORSE, "int4")
     said = "Which examples were held out does not explain 11 standard errors; the seed may, and --seeds 5 tells"
     assert said in found.findings[0].text
     small = judge(comparison(by_example(FP32, 0, few), by_example("int4", 0, set(range(18)), 0.5)))
@@ -176,7 +176,7 @@ def test_a_training_loss_that_ends_higher_is_told_of_and_leaves_the_headline():
     runs = [run(FP32, seed, losses=FALLING) for seed in range(3)]
     runs += [run("int4", seed, losses=(*higher[:-1], higher[-1] + 0.001 * seed), step_s=0.5) for seed in range(3)]
     judged = judge(comparison(*runs, target="1.2"))
-    assert kinds(judged) == [(Kind.WORSE_LOSS, "int4")]
+    assert kinds(judged) == [(FindingKind.WORSE_LOSS, "int4")]
     assert judged.findings[0].text.startswith("By training loss, int4 ends 5 % above torch:fp32 (1.023), where 0.")
     assert judged.best == "int4"
     one = loss_shortfall(comparison(runs[0], runs[3]), "int4")
@@ -210,7 +210,7 @@ def test_the_next_best_method_gets_the_headline_where_the_best_ends_worse():
     worse = [run("sign", seed, losses=FALLING, step_s=0.1, metric=70.0 + seed) for seed in range(2)]
     judged = judge(sound(*worse))
     assert judged.best == "int4"
-    assert kinds(judged) == [(Kind.WORSE_METRIC, "sign")]
+    assert kinds(judged) == [(FindingKind.WORSE_METRIC, "sign")]
 
 
 def test_with_one_seed_a_hundredth_of_the_metric_is_overlooked_and_no_more():
@@ -219,9 +219,9 @@ def test_with_one_seed_a_hundredth_of_the_metric_is_overlooked_and_no_more():
 
     assert once(89.2).best == "int4"
     assert once(89.2).headline.endswith("(one seed)")
-    assert kinds(once(89.2)) == [(Kind.ONE_SEED, None)]
+    assert kinds(once(89.2)) == [(FindingKind.ONE_SEED, None)]
     assert "what chance does to that is not known" in once(89.2).ends_as_well
-    assert kinds(once(89.0)) == [(Kind.PERHAPS_WORSE, "int4"), (Kind.ONE_SEED, None)]
+    assert kinds(once(89.0)) == [(FindingKind.PERHAPS_WORSE, "int4"), (FindingKind.ONE_SEED, None)]
     assert "another seed may give another result" in once(89.0).findings[0].text
 
 
@@ -232,7 +232,7 @@ def test_runs_that_are_too_short_give_no_headline_and_say_what_is_missing():
     short = [run(FP32, losses=FALLING[:20]), run("int4", losses=FALLING[:20], step_s=0.1)]
     judged = judge(comparison(*short, smoothing=10))
     assert judged.headline == "No conclusion: the runs are too short"
-    assert judged.findings[0].kind is Kind.TOO_SHORT
+    assert judged.findings[0].kind is FindingKind.TOO_SHORT
     assert "made 20 steps, and it takes 50 where losses are means over 10" in judged.findings[0].text
     assert "--steps" in judged.findings[0].text
     assert judged.pays == ""
@@ -243,7 +243,7 @@ def test_a_baseline_that_is_still_learning_gives_no_headline():
     options = {"hosts": 2, "rate": "100mbit", "steps": None, "minutes": 2.0, "bucket_mb": 25.0}
     runs = [run(FP32, losses=straight), run("int4", losses=straight, step_s=0.1)]
     judged = judge(comparison(*runs, smoothing=20, options=options))
-    assert judged.unsound is Kind.TOO_SHORT
+    assert judged.unsound is FindingKind.TOO_SHORT
     assert "brought 27 % of what its loss fell by. Train longer: --minutes." in judged.findings[0].text
     ended = (*straight, *[straight[-1]] * 100)
     assert judge(comparison(run(FP32, losses=ended), run("int4", losses=ended), smoothing=20)).best == "int4"
@@ -254,7 +254,7 @@ def test_a_loss_that_is_not_finite_is_an_alarm_and_bars_its_method():
     judged = judge(sound(burst))
     assert judged.alarm
     assert judged.best == "int4"
-    assert judged.why_not("sign") is Kind.NOT_FINITE
+    assert judged.why_not("sign") is FindingKind.NOT_FINITE
     assert "at 1 of 31 steps, first at step 21" in judged.findings[0].text
 
 
@@ -285,20 +285,20 @@ def test_what_the_floor_trains_says_nothing():
 def test_one_host_is_compared_with_nothing():
     judged = judge(sound(hosts=1))
     assert judged.headline == "No conclusion: there is only one host"
-    assert kinds(judged) == [(Kind.ONE_HOST, None)]
+    assert kinds(judged) == [(FindingKind.ONE_HOST, None)]
     assert not judged.alarm
 
 
 def test_without_a_baseline_there_is_no_conclusion():
     judged = judge(comparison(run("int4", losses=FALLING), run("int8", losses=FALLING), target="2"))
-    assert judged.unsound is Kind.NO_BASELINE
+    assert judged.unsound is FindingKind.NO_BASELINE
     assert judged.best is None
 
 
 def test_a_target_that_holds_from_the_start_tells_of_no_learning():
     loss = judge(sound(target="5"))
     metric = judge(sound(target="metric:75"))
-    assert loss.unsound is metric.unsound is Kind.TARGET_AT_START
+    assert loss.unsound is metric.unsound is FindingKind.TARGET_AT_START
     assert judge(sound(target="metric:85")).best == "int4"
 
 
@@ -313,7 +313,7 @@ def test_every_seed_must_reach_the_target():
 
 def test_a_method_without_a_metric_cannot_be_shown_to_be_as_good():
     blind = dataclasses.replace(run("int4", losses=FALLING), evaluations=[])
-    assert (Kind.NO_METRIC, "int4") in kinds(judge(comparison(run(FP32, losses=FALLING), blind)))
+    assert (FindingKind.NO_METRIC, "int4") in kinds(judge(comparison(run(FP32, losses=FALLING), blind)))
 
 
 def test_seeds_that_disagree_and_methods_that_are_slower_are_not_called_sooner():
@@ -335,7 +335,7 @@ def test_our_methods_come_before_pytorchs():
 
 
 def test_an_empty_comparison_can_be_judged():
-    assert judge(comparison()).unsound is Kind.NO_BASELINE
+    assert judge(comparison()).unsound is FindingKind.NO_BASELINE
 
 
 # --------------------------------------------------------------------------------------------- evidence
@@ -385,7 +385,7 @@ def test_a_fall_must_stand_out_from_noise_and_from_the_targets_tolerance(
 def test_a_numeric_target_has_no_tolerance_to_stand_out_from():
     slight = tuple(1.97 + 0.03 * 0.85**step for step in range(31))
     runs = [run(FP32, losses=slight), run("int4", losses=slight)]
-    assert judge(comparison(*runs)).unsound is Kind.HARDLY_LEARNED
+    assert judge(comparison(*runs)).unsound is FindingKind.HARDLY_LEARNED
     assert judge(comparison(*runs, target="1.98")).best == "int4"
 
 
@@ -421,7 +421,7 @@ def test_a_metric_that_is_no_number_is_not_called_a_loss():
     bad = dataclasses.replace(run(FP32, losses=FALLING), evaluations=[Evaluation(31, 4.0, math.nan)])
     judged = judge(comparison(bad, run("int4", losses=FALLING)))
     assert judged.alarm
-    assert judged.unsound is Kind.METRIC_NOT_FINITE
+    assert judged.unsound is FindingKind.METRIC_NOT_FINITE
     assert judged.headline == "No conclusion: the metric of torch:fp32 is not finite"
     assert judged.findings[0].text == "torch:fp32, seed 0: the metric is not finite."
 

@@ -22,7 +22,7 @@ from gradwire.drivers.cost import Cost, MetaTransport, meta_program
 from gradwire.drivers.interpreter import Interpreter, Script, run, sent_bytes
 from gradwire.drivers.lockstep import Lockstep, VirtualTransport, together
 from gradwire.drivers.plan import plan
-from gradwire.drivers.timing import Clocks, step_s
+from gradwire.drivers.timing import SimulatedMeeting, step_s
 from gradwire.reducers import Reducer
 from gradwire.reducers.base import Reduced, Step
 
@@ -133,7 +133,7 @@ LINK = Link(1e-3, 1e-8)
 
 def unshortened_s(reducer: Reducer, model: list[ParameterSpec], ranks: int, index: int) -> float:
     """The seconds as they are defined: the program of every grain of every rank runs."""
-    units, clocks = plan(model, reducer, LAYER_GRAINS).units, Clocks(ranks, LINK, {})
+    units, clocks = plan(model, reducer, LAYER_GRAINS).units, SimulatedMeeting(ranks, LINK, {})
 
     def script(rank: int) -> Script[list[Reduced]]:
         step = Step(index, rank, ranks)

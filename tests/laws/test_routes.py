@@ -42,7 +42,7 @@ from gradwire.reducers import (
     Tree,
     TwoShot,
 )
-from gradwire.reducers.auto import Curve, Point
+from gradwire.reducers.auto import Curve, TimedSize
 from gradwire.reducers.routes import Route, direct_scatter, power_of_two, ring_scatter, shards
 from gradwire.reducers.sent import SentAll
 from gradwire.reducers.tree_route import double_tree
@@ -219,7 +219,7 @@ def test_shards_are_even() -> None:
 
 
 def test_auto_goes_by_its_curves() -> None:
-    curves = tuple(Curve((Point(0, alpha), Point(1000, alpha + 1))) for alpha in (5.0, 4.0, 3.0, 1.0, 2.0))
+    curves = tuple(Curve((TimedSize(0, alpha), TimedSize(1000, alpha + 1))) for alpha in (5.0, 4.0, 3.0, 1.0, 2.0))
     auto = Auto(Identity(), curves)
     assert auto.choose(10) == RecursiveHalvingDoubling(Identity())
     check_is_mean(auto, 3, flat_grain(100))
@@ -228,7 +228,7 @@ def test_auto_goes_by_its_curves() -> None:
     with pytest.raises(CompositionError, match="candidates"):
         Auto(Identity(), curves[:2])
     with pytest.raises(CompositionError, match="rise"):
-        Curve((Point(5, 1.0), Point(5, 2.0)))
+        Curve((TimedSize(5, 1.0), TimedSize(5, 2.0)))
 
 
 @pytest.mark.parametrize("route", [Direct, Ring, RecursiveHalvingDoubling, Tree, Auto])

@@ -29,7 +29,7 @@ class Padding(NamedTuple):
     numel: int
 
 
-class Layout(NamedTuple):
+class BucketLayout(NamedTuple):
     """What is planned for the buckets of a first step: matrices in registration order, and what goes where."""
 
     specs: list[ParameterSpec]
@@ -71,16 +71,16 @@ class Layout(NamedTuple):
         return order
 
 
-LayOut = Callable[[Sequence[GradBucket]], Layout]
+LayOut = Callable[[Sequence[GradBucket]], BucketLayout]
 
 
-def by_parameter(buckets: Sequence[GradBucket]) -> Layout:
+def by_parameter(buckets: Sequence[GradBucket]) -> BucketLayout:
     """Every parameter by itself.
 
     Before DDP rebuilds them, buckets are in reverse registration order and their parameters in registration order. So
     this numbers parameters as the model does, in every run, and those numbers are the names.
     """
-    layout = Layout([], {}, [])
+    layout = BucketLayout([], {}, [])
     for bucket in reversed(buckets):
         dtype, device = bucket.buffer().dtype, bucket.buffer().device  # a wrapper may have cast them
         for parameter in bucket.parameters():
@@ -90,9 +90,9 @@ def by_parameter(buckets: Sequence[GradBucket]) -> Layout:
     return layout
 
 
-def by_bucket(buckets: Sequence[GradBucket]) -> Layout:
+def by_bucket(buckets: Sequence[GradBucket]) -> BucketLayout:
     """Each bucket of the first step as one square matrix, filled up with zeros; DDP may rebuild buckets later."""
-    layout = Layout([], {}, [])
+    layout = BucketLayout([], {}, [])
     for bucket in reversed(buckets):
         flat, at = bucket.buffer(), 0
         side = math.ceil(math.sqrt(flat.numel()))

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed import GradBucket  # pyright: ignore[reportPrivateImportUsage]
 
 from gradwire.adapters.communication import BucketPort, BucketStep, queue_callback
-from gradwire.adapters.power_sgd_layout import LayOut, Layout
+from gradwire.adapters.power_sgd_layout import BucketLayout, LayOut
 from gradwire.adapters.power_sgd_memory import Memory
 from gradwire.core import saved
 from gradwire.core.state import walk
@@ -22,7 +22,7 @@ from gradwire.session.lane import Lane
 from gradwire.session.states import take_up
 
 
-class Settings(Protocol):
+class PowerSGDSettings(Protocol):
     """What a port asks of a `PowerSGDState`."""
 
     start_powerSGD_iter: int  # noqa: N815 - PyTorch's name
@@ -37,7 +37,7 @@ class Settings(Protocol):
         """What was loaded before the first step, once."""
         ...
 
-    def draw(self, layout: Layout, buckets: Sequence[GradBucket]) -> dict[str, Tensor]:
+    def draw(self, layout: BucketLayout, buckets: Sequence[GradBucket]) -> dict[str, Tensor]:
         """The factors to begin this step with, by matrix; none where those of the last step serve."""
         ...
 
@@ -49,12 +49,12 @@ class Settings(Protocol):
 class PowerPort(BucketPort):
     """Follows one model: a session is made in the first step, when all buckets are known."""
 
-    def __init__(self, lane: Lane, lay_out: LayOut, reducer: Reducer, state: Settings) -> None:
+    def __init__(self, lane: Lane, lay_out: LayOut, reducer: Reducer, state: PowerSGDSettings) -> None:
         super().__init__(lane)
         self.lay_out, self.reducer = lay_out, reducer
         self.session: Session | None = None
         self._state = state
-        self._layout = Layout([], {}, [])
+        self._layout = BucketLayout([], {}, [])
 
     def hook(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Hand a bucket over and return at once."""

@@ -18,7 +18,7 @@ from torch.distributed import GradBucket  # pyright: ignore[reportPrivateImportU
 
 from gradwire.adapters.hooks import lane_of
 from gradwire.adapters.power_sgd_factors import initial_factors
-from gradwire.adapters.power_sgd_layout import LayOut, Layout
+from gradwire.adapters.power_sgd_layout import BucketLayout, LayOut
 from gradwire.adapters.power_sgd_memory import Memory, read_memory, write_memory
 from gradwire.adapters.power_sgd_port import PowerPort
 from gradwire.codecs import Identity
@@ -139,7 +139,7 @@ class PowerSGDState:
         memory, self._pending = self._pending, None
         return memory
 
-    def draw(self, layout: Layout, buckets: Sequence[GradBucket]) -> dict[str, Tensor]:
+    def draw(self, layout: BucketLayout, buckets: Sequence[GradBucket]) -> dict[str, Tensor]:
         """Draw Q as PyTorch does: in the first PowerSGD step, or in every one without warm start.
 
         The order in which matrices are drawn is that of the buckets of the first such step, and is kept from then on

@@ -24,7 +24,7 @@ from gradwire.adapters.unchanged import DDP, FSDP2, Unchanged
 from gradwire.session import DEADLINE_S
 
 
-class Watch(NamedTuple):
+class ScriptWatch(NamedTuple):
     """How the models of a script are trained.
 
     Attributes:
@@ -42,7 +42,7 @@ class Watch(NamedTuple):
     states: bool = True
 
 
-class Watched:
+class WatchedProcess:
     """A process: its models are attached to, its checkpoints and the processes that it starts are followed.
 
     Args:
@@ -52,7 +52,7 @@ class Watched:
         unchanged: its models.
     """
 
-    def __init__(self, watch: Watch) -> None:
+    def __init__(self, watch: ScriptWatch) -> None:
         self._watch, self._started, self._unserved = watch, 0, 0
         self._rank = int(os.environ.get("RANK", "0"))
         options = {"seed": watch.seed, "deadline_s": watch.deadline_s}
@@ -117,10 +117,10 @@ class Watched:
         if not _is_own(target):
             return target
         self._started += 1
-        return Served(target, self._watch, self)
+        return ServedProcess(target, self._watch, self)
 
 
-class Served:
+class ServedProcess:
     """What a process is to do that a script starts, with its models attached to.
 
     Args:
@@ -129,15 +129,15 @@ class Served:
         forked: the watch of the process that starts it, which is there only where it is forked.
     """
 
-    def __init__(self, work: Callable[..., Any], watch: Watch, forked: Watched | None = None) -> None:
+    def __init__(self, work: Callable[..., Any], watch: ScriptWatch, forked: WatchedProcess | None = None) -> None:
         self._work, self._watch, self._forked = work, watch, forked
 
-    def __reduce__(self) -> tuple[type[Served], tuple[Callable[..., Any], Watch]]:
-        return Served, (self._work, self._watch)
+    def __reduce__(self) -> tuple[type[ServedProcess], tuple[Callable[..., Any], ScriptWatch]]:
+        return ServedProcess, (self._work, self._watch)
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         """Do the work and return its result, with its models attached to."""
-        watched = self._forked or Watched(self._watch)
+        watched = self._forked or WatchedProcess(self._watch)
         with contextlib.nullcontext() if self._forked else watched.watching():
             result = self._work(*arguments, **options)
             watched.end()

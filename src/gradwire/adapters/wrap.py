@@ -7,14 +7,14 @@ from typing import Any, Unpack
 from torch import nn
 from torch.optim import Optimizer
 
-from gradwire.asynchronous.optimizer import Where
+from gradwire.asynchronous.optimizer import AsynchronousWhere
 from gradwire.core.errors import SpecError
 from gradwire.core.places import UNWAITING, WINDOWS, require_place
 from gradwire.core.recipe import Recipe
 from gradwire.spec import find, parse
 
 
-def wrap(optimizer: Optimizer, model: nn.Module, method: str | Recipe[Any], **where: Unpack[Where]) -> Any:
+def wrap(optimizer: Optimizer, model: nn.Module, method: str | Recipe[Any], **where: Unpack[AsynchronousWhere]) -> Any:
     """Return the optimizer to step in place of `optimizer`, by which ranks train `model` together.
 
     It serves methods that average models every few steps (`local`, `diloco`, ...) or mix them with those of neighbours

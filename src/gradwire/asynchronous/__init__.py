@@ -8,13 +8,15 @@ from gradwire.asynchronous.methods import is_asynchronous, parse
 from gradwire.asynchronous.optimizer import AsynchronousOptimizer
 from gradwire.asynchronous.pace import Barriers, Bounded, Free, Pace
 from gradwire.asynchronous.rates import Constant, Geometric, Hyperbolic, Inverse, Rate, Relative, RootHyperbolic
-from gradwire.asynchronous.rules import ASGD, DCASGD, AdaptiveDCASGD, DelayedNesterov, Rule
-from gradwire.asynchronous.server import Server
-from gradwire.asynchronous.simulation import Applied, Faults, Machine, Simulation
+from gradwire.asynchronous.rules import ASGD, DCASGD, AdaptiveDCASGD, DelayedNesterov, ServerRule
+from gradwire.asynchronous.server import ParameterServer
+from gradwire.asynchronous.simulation import Applied, AsynchronousSimulation, Faults, Machine
 from gradwire.asynchronous.work import Gradient, LocalSteps, Result, Work
 from gradwire.asynchronous.worker import Worker
 from gradwire.core.recipe import Recipe
 from gradwire.sending import Sending
+
+Rule, Server, Simulation = ServerRule, ParameterServer, AsynchronousSimulation  # their names before
 
 __all__ = [
     "ASGD",
@@ -22,6 +24,7 @@ __all__ = [
     "AdaptiveDCASGD",
     "Applied",
     "AsynchronousOptimizer",
+    "AsynchronousSimulation",
     "Barriers",
     "Bounded",
     "Constant",
@@ -40,6 +43,7 @@ __all__ = [
     "Machine",
     "Matched",
     "Pace",
+    "ParameterServer",
     "Push",
     "Rate",
     "Receipt",
@@ -47,10 +51,8 @@ __all__ = [
     "Relative",
     "Result",
     "RootHyperbolic",
-    "Rule",
     "Sending",
-    "Server",
-    "Simulation",
+    "ServerRule",
     "Work",
     "Worker",
     "is_asynchronous",

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from gradwire.asynchronous.lengths import Fixed, Length
 from gradwire.asynchronous.pace import Free, Pace
-from gradwire.asynchronous.rules import Rule
-from gradwire.asynchronous.server import Server
+from gradwire.asynchronous.rules import ServerRule
+from gradwire.asynchronous.server import ParameterServer
 from gradwire.asynchronous.work import Work
 from gradwire.core.errors import CompositionError
 from gradwire.sending import Sending
@@ -25,12 +25,12 @@ class Job:
 
     Args:
         parameters: what the server begins with, by name.
-        rule: as `Server` takes it.
+        rule: as `ParameterServer` takes it.
         work: called in worker w's own process as work(w), returns what that one computes with. A new process must be
             able to import it where processes are started by `spawn` (`processes.run`).
         workers: n.
         pushes: the run ends once so many were applied; of several servers, by each.
-        pace, length, sending, seed: as `Server` takes them.
+        pace, length, sending, seed: as `ParameterServer` takes them.
         folder: for snapshots. With one, a server that dies is started again from the newest (not by rpc).
         snapshot_every: updates between snapshots.
         patience_s: seconds until a worker that never came is taken for dead, and until a worker gives up a server that
@@ -41,7 +41,7 @@ class Job:
     """
 
     parameters: Mapping[str, Tensor]
-    rule: Rule
+    rule: ServerRule
     work: Callable[[int], Work]
     workers: int
     pushes: int
@@ -61,9 +61,9 @@ class Job:
             )
         self.server()
 
-    def server(self) -> Server:
+    def server(self) -> ParameterServer:
         """A new server with the job's settings."""
-        return Server(
+        return ParameterServer(
             self.parameters,
             self.rule,
             workers=self.workers,

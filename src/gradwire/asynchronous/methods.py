@@ -19,10 +19,10 @@ from typing_extensions import override
 from gradwire import spec as language
 from gradwire.asynchronous.hogwild_optimizer import HogwildOptimizer
 from gradwire.asynchronous.lengths import Fixed, Length
-from gradwire.asynchronous.optimizer import AsynchronousOptimizer, Where
+from gradwire.asynchronous.optimizer import AsynchronousOptimizer, AsynchronousWhere
 from gradwire.asynchronous.pace import Bounded, Free, Pace
 from gradwire.asynchronous.rates import Hyperbolic, Inverse, Rate, Relative, RootHyperbolic
-from gradwire.asynchronous.rules import ASGD, CONSTANT, AdaptiveDCASGD, Rule
+from gradwire.asynchronous.rules import ASGD, CONSTANT, AdaptiveDCASGD, ServerRule
 from gradwire.core.errors import SpecError
 from gradwire.core.grammar import name_of
 from gradwire.core.nearest import meant
@@ -68,7 +68,7 @@ class Pushing:
 
 
 @dataclass(frozen=True)
-class Plain(Pushing):
+class ASGDOptions(Pushing):
     """Options of `asgd`, see `ASGD`.
 
         w -= 1/n min(1, f(tau) / f(n - 1)) g
@@ -83,14 +83,14 @@ class Plain(Pushing):
         """Nobody waits for anybody."""
         return Free()
 
-    def rule(self, workers: int) -> Rule:
+    def rule(self, workers: int) -> ServerRule:
         """The n-th part of a step of the mean."""
         falling = _FALLING.get(self.rate)
         return ASGD(1 / workers, CONSTANT if falling is None else Relative(falling, workers - 1))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stale(Plain):
+class Stale(ASGDOptions):
     """Options of `ssp`, see `Bounded`."""
 
     staleness: int
@@ -122,18 +122,18 @@ class Compensated(Pushing):
         """Nobody waits for anybody."""
         return Free()
 
-    def rule(self, workers: int) -> Rule:
+    def rule(self, workers: int) -> ServerRule:
         """A compensated step of the mean."""
         return AdaptiveDCASGD(1 / workers, self.strength, self.decay, epsilon=0.0)
 
 
-class Served(AsyncMethod):
+class ServerMethod(AsyncMethod):
     """A method whose ranks push to servers."""
 
     exchange = "servers"
 
     def __init__(
-        self, kind: type[Plain | Compensated], build: type, summary: str, example: str, argument: str, use: Use
+        self, kind: type[ASGDOptions | Compensated], build: type, summary: str, example: str, argument: str, use: Use
     ) -> None:
         self._kind, self.build, self.options = kind, build, options_of(kind)
         self.summary, self.example, self.argument, self.use = summary, example, argument, use
@@ -143,7 +143,7 @@ class Served(AsyncMethod):
         _parts(self._kind(**given), workers=2)
 
     def optimizer(
-        self, given: Mapping[str, Any], inner: Optimizer, model: nn.Module, where: Where
+        self, given: Mapping[str, Any], inner: Optimizer, model: nn.Module, where: AsynchronousWhere
     ) -> AsynchronousOptimizer:
         """Wrap the inner optimizer."""
         workers = dist.get_world_size(where.get("group"))
@@ -151,7 +151,7 @@ class Served(AsyncMethod):
         return AsynchronousOptimizer(inner, model, rule, pace=pace, length=length, sending=sending, **where)
 
 
-def _parts(made: Plain | Compensated, workers: int) -> tuple[Rule, Pace, Length, Sending]:
+def _parts(made: ASGDOptions | Compensated, workers: int) -> tuple[ServerRule, Pace, Length, Sending]:
     """What options say, for so many workers."""
     return made.rule(workers), made.pace, made.length, made.sending
 
@@ -167,21 +167,23 @@ class SharedMemory(AsyncMethod):
     def check(self, given: Mapping[str, Any]) -> None:
         """There is nothing to be written."""
 
-    def optimizer(self, given: Mapping[str, Any], inner: Optimizer, model: nn.Module, where: Where) -> HogwildOptimizer:
+    def optimizer(
+        self, given: Mapping[str, Any], inner: Optimizer, model: nn.Module, where: AsynchronousWhere
+    ) -> HogwildOptimizer:
         """Put the model into shared memory."""
         return HogwildOptimizer(inner, model, where.get("group"), deadline_s=where.get("deadline_s", 600.0))
 
 
 METHODS: Mapping[str, AsyncMethod] = {
-    "asgd": Served(
-        Plain,
+    "asgd": ServerMethod(
+        ASGDOptions,
         ASGD,
         "asynchronous SGD: nobody waits for anybody",
         "asgd:rate=hyperbolic",
         "rate",
         Study("digits beside a slow host: accuracy 96.9, DDP 97.5 (one seed)"),
     ),
-    "ssp": Served(
+    "ssp": ServerMethod(
         Stale,
         Bounded,
         "bounded staleness: nobody is more than s + 1 pushes ahead",
@@ -189,7 +191,7 @@ METHODS: Mapping[str, AsyncMethod] = {
         "staleness",
         Special("ranks whose speed varies, with a bound on how far apart they are"),
     ),
-    "dcasgd": Served(
+    "dcasgd": ServerMethod(
         Compensated,
         AdaptiveDCASGD,
         "asynchronous, and compensated for staleness",

@@ -20,8 +20,8 @@ from gradwire.asynchronous.names import Names
 from gradwire.asynchronous.pace import Free, Pace
 from gradwire.asynchronous.parts import seed_of
 from gradwire.asynchronous.remote_servers import Connection, Granted, RemoteServers
-from gradwire.asynchronous.rules import ASGD, Rule
-from gradwire.asynchronous.server import Server
+from gradwire.asynchronous.rules import ASGD, ServerRule
+from gradwire.asynchronous.server import ParameterServer
 from gradwire.asynchronous.several.cut import named_parts
 from gradwire.asynchronous.sockets.frames import SECRET
 from gradwire.asynchronous.sockets.frames import VERSION as FRAMES
@@ -36,7 +36,7 @@ from gradwire.sync.lent import lent, write_
 from gradwire.sync.wrapper import ModelWrapper
 
 
-class Where(TypedDict, total=False):
+class AsynchronousWhere(TypedDict, total=False):
     """What every method may be told beside its spec, see `AsynchronousOptimizer`."""
 
     group: dist.ProcessGroup | None
@@ -92,7 +92,7 @@ class AsynchronousOptimizer(ModelWrapper):
         self,
         inner: Optimizer,
         model: nn.Module,
-        rule: Rule | None = None,
+        rule: ServerRule | None = None,
         *,
         pace: Pace | None = None,
         length: Length | None = None,
@@ -113,7 +113,7 @@ class AsynchronousOptimizer(ModelWrapper):
         parts = named_parts(self._names.named(self._flat()), self.world_size)
         settings = f"{rule!r}, {pace!r}, {length!r}, {sending!r}, seed {seed}"
         require_same_start(f"{settings}, frames of version {FRAMES}", self._parameters, self._together)
-        server = Server(
+        server = ParameterServer(
             parts[self.rank],
             rule,
             workers=self.world_size,
@@ -134,7 +134,7 @@ class AsynchronousOptimizer(ModelWrapper):
         self._together.say("has joined")  # whoever joined later would begin with what the others have pushed by then
         self._pull(granted)
 
-    def _connected(self, server: Server, most: int, address: str | None) -> tuple[Host, list[Connection]]:
+    def _connected(self, server: ParameterServer, most: int, address: str | None) -> tuple[Host, list[Connection]]:
         """This rank's server, and connections to those of all ranks."""
         secret = bytes.fromhex(self._together.say(secrets.token_hex(SECRET))[0])
         host = Host(server, address or _own_address(), secret)

@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 
 from gradwire.asynchronous.messages import Grant, Push
-from gradwire.asynchronous.server import Server
-from gradwire.asynchronous.wire import Kind, Message, plain
+from gradwire.asynchronous.server import ParameterServer
+from gradwire.asynchronous.wire import MessageKind, WireMessage, plain
 from gradwire.core.errors import PushError
 
 NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
-class Line(Protocol):
+class WorkerChannel(Protocol):
     """A way to one worker."""
 
-    def say(self, message: Message, data: Tensor) -> None:
+    def say(self, message: WireMessage, data: Tensor) -> None:
         """Send a message with bytes; a worker that has just died is no error here, since its end is heard next."""
         ...
 
@@ -31,47 +31,47 @@ class Reception:
         server: whose messages these are.
     """
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: ParameterServer) -> None:
         self.server = server
-        self._lines: dict[int, Line] = {}
+        self._lines: dict[int, WorkerChannel] = {}
 
     @property
     def workers(self) -> list[int]:
         """The workers that are here."""
         return sorted(self._lines)
 
-    def hear(self, line: Line, message: Message, data: Tensor) -> None:
+    def hear(self, line: WorkerChannel, message: WireMessage, data: Tensor) -> None:
         """Do what a worker asks for, and tell those whom it concerns."""
         try:
-            if message.kind is Kind.JOIN:
+            if message.kind is MessageKind.JOIN:
                 self._join(line, message.grant.worker)
-            elif message.kind is Kind.PUSH:
+            elif message.kind is MessageKind.PUSH:
                 self._receive(message, data)
-            elif message.kind is Kind.LEAVE:
+            elif message.kind is MessageKind.LEAVE:
                 self._grant(self.server.leave(message.grant.worker))
-            elif message.kind is Kind.LOOK:
-                line.say(message._replace(kind=Kind.VALUES), self._values())
+            elif message.kind is MessageKind.LOOK:
+                line.say(message._replace(kind=MessageKind.VALUES), self._values())
         except PushError as error:
-            line.say(message._replace(kind=Kind.REFUSED, text=str(error)), NOTHING)
+            line.say(message._replace(kind=MessageKind.REFUSED, text=str(error)), NOTHING)
 
-    def hang_up(self, line: Line) -> None:
+    def hang_up(self, line: WorkerChannel) -> None:
         """A line has ended: its worker counts no more, and those who waited for it go on."""
         for worker in [worker for worker, known in self._lines.items() if known is line]:
             del self._lines[worker]
             self._grant(self.server.leave(worker))
 
-    def _join(self, line: Line, worker: int) -> None:
+    def _join(self, line: WorkerChannel, worker: int) -> None:
         grants = self.server.join(worker)
         self._lines[worker] = line
         self._grant(grants)
 
-    def _receive(self, message: Message, data: Tensor) -> None:
+    def _receive(self, message: WireMessage, data: Tensor) -> None:
         push = Push(message.grant, data, message.fingerprint, message.loss, message.seconds)
         self._grant(self.server.receive(push).grants)
 
     def _grant(self, grants: Sequence[Grant]) -> None:
         for grant in grants:
-            self._lines[grant.worker].say(plain(Kind.GRANT, grant.worker)._replace(grant=grant), self._values())
+            self._lines[grant.worker].say(plain(MessageKind.GRANT, grant.worker)._replace(grant=grant), self._values())
 
     def _values(self) -> Tensor:
         """A copy of the parameters as bytes: the server goes on while they are sent."""

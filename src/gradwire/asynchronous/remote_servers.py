@@ -18,7 +18,7 @@ from gradwire.asynchronous.messages import Grant
 from gradwire.asynchronous.parts import seed_of
 from gradwire.asynchronous.reception import NOTHING
 from gradwire.asynchronous.sockets.frames import Frame
-from gradwire.asynchronous.wire import Kind, Message, plain
+from gradwire.asynchronous.wire import MessageKind, WireMessage, plain
 from gradwire.asynchronous.worker import Pusher, require_finite
 from gradwire.core.errors import CommunicationError
 from gradwire.sending import Sending
@@ -27,7 +27,7 @@ from gradwire.sending import Sending
 class Connection(Protocol):
     """A way to one server: `sockets.line.Far`, or `sockets.host.Near` to one of this process."""
 
-    def send(self, message: Message, data: Tensor) -> None:
+    def send(self, message: WireMessage, data: Tensor) -> None:
         """Send a message with bytes."""
         ...
 
@@ -92,7 +92,7 @@ class RemoteServers:
             CommunicationError: a server that does not answer, or refuses.
         """
         for server in self._servers:
-            self._send(server, plain(Kind.JOIN, self.worker), NOTHING)
+            self._send(server, plain(MessageKind.JOIN, self.worker), NOTHING)
         return self._granted()
 
     def push(self, change: Tensor, loss: float, seconds: float) -> Granted:
@@ -116,27 +116,27 @@ class RemoteServers:
             self.coded_s += time.thread_time() - begun
             # as long as the steps that this server asked for would have taken: it finds the worker's speed by them
             own_s = seconds * grant.steps / steps
-            self._send(server, Message(Kind.PUSH, grant, push.fingerprint, loss, own_s), push.wire)
+            self._send(server, WireMessage(MessageKind.PUSH, grant, push.fingerprint, loss, own_s), push.wire)
             self.sent_bytes[server] += push.wire.nbytes
         return self._granted()
 
     def leave(self) -> None:
         """Compute no more: nobody need wait for this worker, which may still `look`."""
         for server in self._servers:
-            self._send(server, plain(Kind.LEAVE, self.worker), NOTHING)
+            self._send(server, plain(MessageKind.LEAVE, self.worker), NOTHING)
 
     def look(self) -> Tensor:
         """The parameters (d,) as they are now; no server takes it for a request to compute."""
         for server in self._servers:
-            self._send(server, plain(Kind.LOOK, self.worker), NOTHING)
-        return torch.cat([self._values(server, self._heard(server, Kind.VALUES)) for server in self._servers])
+            self._send(server, plain(MessageKind.LOOK, self.worker), NOTHING)
+        return torch.cat([self._values(server, self._heard(server, MessageKind.VALUES)) for server in self._servers])
 
     @property
     def _servers(self) -> range:
         return range(len(self._connections))
 
     def _granted(self) -> Granted:
-        frames = [self._heard(server, Kind.GRANT) for server in self._servers]
+        frames = [self._heard(server, MessageKind.GRANT) for server in self._servers]
         self._grants = [frame.message.grant for frame in frames]
         for pusher, grant in zip(self._pushers, self._grants, strict=True):
             pusher.settle(grant)
@@ -151,18 +151,18 @@ class RemoteServers:
             )
         return frame.data.view(names.dtype)
 
-    def _send(self, server: int, message: Message, data: Tensor) -> None:
+    def _send(self, server: int, message: WireMessage, data: Tensor) -> None:
         try:
             self._connections[server].send(message, data)
         except OSError as error:
             raise self._lost(server, error) from error
 
-    def _heard(self, server: int, kind: Kind) -> Frame:
+    def _heard(self, server: int, kind: MessageKind) -> Frame:
         try:
             frame = self._connections[server].receive(self.deadline_s)
         except OSError as error:
             raise self._lost(server, error) from error
-        if frame.message.kind is Kind.REFUSED:
+        if frame.message.kind is MessageKind.REFUSED:
             raise CommunicationError(f"server {server} refuses worker {self.worker}: {frame.message.text}")
         if frame.message.kind is not kind:
             raise CommunicationError(f"server {server} answered {frame.message.kind.name} where {kind.name} was due")

@@ -36,7 +36,7 @@ class Moment(NamedTuple):
     staleness: int
 
 
-class Rule(ABC):
+class ServerRule(ABC):
     """A rule for the server's parameters.
 
     Attributes:
@@ -63,7 +63,7 @@ class Rule(ABC):
 
 
 @dataclass(frozen=True)
-class ASGD(Rule):
+class ASGD(ServerRule):
     """w -= lr factor(tau) g: plain asynchronous SGD, or with a rate that falls with staleness.
 
     The plain rule is of no paper in particular; `Inverse` is that of Zhang, Gupta, Lian & Liu 2016.
@@ -93,7 +93,7 @@ class ASGD(Rule):
 
 
 @dataclass(frozen=True)
-class DCASGD(Rule):
+class DCASGD(ServerRule):
     """w -= lr (g + lambda g*g*(w - w_pulled)), elementwise: delay compensation (Zheng et al. 2017, DC-ASGD-c).
 
     g*g stands for the diagonal of the Hessian, so the term in brackets is the gradient at w to first order, as far as
@@ -127,7 +127,7 @@ class DCASGD(Rule):
 
 
 @dataclass(frozen=True)
-class AdaptiveDCASGD(Rule):
+class AdaptiveDCASGD(ServerRule):
     """DC-ASGD whose lambda falls where gradients are large (Zheng et al. 2017, Algorithm 2, DC-ASGD-a), elementwise:
 
         v = decay v + (1 - decay) g*g
@@ -184,7 +184,7 @@ class AdaptiveDCASGD(Rule):
 
 
 @dataclass(frozen=True)
-class DelayedNesterov(Rule):
+class DelayedNesterov(ServerRule):
     """Asynchronous DiLoCo's outer step: momentum that moves once in N pushes (Liu et al. 2024, Algorithm 3).
 
         w -= lr (c momentum m + g / N), d += g                              for each push but the N-th,

@@ -12,7 +12,7 @@ from gradwire.asynchronous.lengths import Fixed, Length
 from gradwire.asynchronous.messages import Grant, Push, Receipt, push_key
 from gradwire.asynchronous.names import Names
 from gradwire.asynchronous.pace import Free, Pace
-from gradwire.asynchronous.rules import Moment, Rule
+from gradwire.asynchronous.rules import Moment, ServerRule
 from gradwire.core.errors import CompositionError, PayloadError, PushError, StateError
 from gradwire.core.renamed import same
 from gradwire.core.saved_schema import VERSION, check_state, is_count
@@ -22,7 +22,7 @@ _SERVER = "server"
 """The name under which vectors are saved."""
 
 
-class Server:
+class ParameterServer:
     """Parameters that workers pull and push to, each at its own pace. What drives it hands messages to and fro.
 
         grants = server.join(worker)        # each with a copy of server.values to its worker
@@ -54,7 +54,7 @@ class Server:
 
     >>> import torch
     >>> from gradwire.asynchronous import ASGD
-    >>> server = Server({"x": torch.zeros(2)}, ASGD(0.5), workers=1)
+    >>> server = ParameterServer({"x": torch.zeros(2)}, ASGD(0.5), workers=1)
     >>> [grant] = server.join(0)
     >>> wire, _ = server.sending.send(torch.ones(2), None, push_key(0, grant))
     >>> receipt = server.receive(Push(grant, wire, server.names.fingerprint, loss=1.0, seconds=0.1))
@@ -65,7 +65,7 @@ class Server:
     def __init__(
         self,
         parameters: Mapping[str, Tensor],
-        rule: Rule,
+        rule: ServerRule,
         *,
         workers: int,
         pace: Pace | None = None,

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from gradwire.asynchronous.messages import Grant, Push
-from gradwire.asynchronous.server import Server
+from gradwire.asynchronous.server import ParameterServer
 from gradwire.asynchronous.worker import Worker
 from gradwire.core.errors import CompositionError, PushError
 from gradwire.core.key import Key
@@ -102,7 +102,7 @@ class _WorkerState:
     grant: Grant | None = None
 
 
-class Simulation:
+class AsynchronousSimulation:
     """Runs a server and its workers in simulated time. The same arguments give the same run.
 
     Args:
@@ -123,9 +123,9 @@ class Simulation:
     >>> import torch
     >>> from gradwire.asynchronous import ASGD, Bounded, Result
     >>> start = {"x": torch.ones(1)}
-    >>> server = Server(start, ASGD(0.1), workers=2, pace=Bounded(1))
+    >>> server = ParameterServer(start, ASGD(0.1), workers=2, pace=Bounded(1))
     >>> workers = [Worker(lambda parameters, grant: Result(parameters, 0.0), start) for _ in range(2)]
-    >>> simulation = Simulation(server, workers, [Machine(step_s=1.0), Machine(step_s=4.0)])
+    >>> simulation = AsynchronousSimulation(server, workers, [Machine(step_s=1.0), Machine(step_s=4.0)])
     >>> simulation.run(pushes=4)
     >>> [(one.at_s, one.worker, one.staleness) for one in simulation.history]
     [(1.0, 0, 0), (2.0, 0, 0), (4.0, 1, 2), (5.0, 0, 0)]
@@ -133,7 +133,7 @@ class Simulation:
 
     def __init__(
         self,
-        server: Server,
+        server: ParameterServer,
         workers: Sequence[Worker],
         machines: Sequence[Machine],
         faults: Faults | None = None,

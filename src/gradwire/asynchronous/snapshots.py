@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gradwire.asynchronous.server import Server
+from gradwire.asynchronous.server import ParameterServer
 from gradwire.core import save_folder
 from gradwire.core.save_folder import Manifest
 from gradwire.core.saved_schema import SHARED
@@ -13,7 +13,7 @@ KEPT = 2
 """Snapshots that are kept: the newest, and the one before it."""
 
 
-def save(server: Server, folder: Path) -> None:
+def save(server: ParameterServer, folder: Path) -> None:
     """Write a snapshot behind those that are there, and remove older ones.
 
     Raises:
@@ -27,7 +27,7 @@ def save(server: Server, folder: Path) -> None:
     save_folder.remove_before(folder, number - KEPT + 1)
 
 
-def restore(server: Server, folder: Path) -> bool:
+def restore(server: ParameterServer, folder: Path) -> bool:
     """Begin a new life from the newest snapshot in the folder; return whether there was one.
 
     The new life is saved at once, so that no two lives have the same number.

@@ -7,7 +7,7 @@ import itertools
 import torch.distributed as dist
 
 from gradwire.core.errors import AttachError
-from gradwire.session.meeting import Meeting, group_store
+from gradwire.session.meeting import GroupMeeting, group_store
 from gradwire.session.together import TimedMeeting, Together
 
 _numbers = itertools.count(1)
@@ -24,5 +24,5 @@ def together(who: str, group: dist.ProcessGroup | None, deadline_s: float) -> To
     """
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     name = f"{who}/{'-'.join(map(str, ranks))}/{next(_numbers)}"
-    meeting = Meeting(group_store(), name, dist.get_rank(group), ranks)
+    meeting = GroupMeeting(group_store(), name, dist.get_rank(group), ranks)
     return Together(who, TimedMeeting(meeting, deadline_s), AttachError)

@@ -18,7 +18,7 @@ LONGEST = 4096
 """Bytes of a packet."""
 
 
-class Kind(IntEnum):
+class MessageKind(IntEnum):
     """What a message says."""
 
     JOIN = 1
@@ -39,10 +39,10 @@ class Kind(IntEnum):
     """worker to server: I compute no more, so nobody need wait for me; I may still LOOK."""
 
 
-class Message(NamedTuple):
+class WireMessage(NamedTuple):
     """One message; fields that its kind does not need are 0."""
 
-    kind: Kind
+    kind: MessageKind
     grant: Grant
     fingerprint: int = 0
     loss: float = 0.0
@@ -50,18 +50,18 @@ class Message(NamedTuple):
     text: str = ""
 
 
-def plain(kind: Kind, worker: int, text: str = "") -> Message:
+def plain(kind: MessageKind, worker: int, text: str = "") -> WireMessage:
     """A message that is about no push."""
-    return Message(kind, Grant(worker, 0, 0, 0, 0), text=text)
+    return WireMessage(kind, Grant(worker, 0, 0, 0, 0), text=text)
 
 
-def pack(message: Message) -> bytes:
+def pack(message: WireMessage) -> bytes:
     """Return the packet of a message."""
     head = _FORM.pack(message.kind, *message.grant, message.fingerprint, message.loss, message.seconds)
     return head + message.text.encode()[: LONGEST - len(head)]
 
 
-def unpack(packet: bytes) -> Message:
+def unpack(packet: bytes) -> WireMessage:
     """Return the message of a packet.
 
     Raises:
@@ -73,6 +73,8 @@ def unpack(packet: bytes) -> Message:
     try:
         kind, worker, number, version, life, steps, fingerprint, loss, seconds = _FORM.unpack_from(packet)
         grant = Grant(worker, number, version, life, steps)
-        return Message(Kind(kind), grant, fingerprint, loss, seconds, packet[_FORM.size :].decode(errors="replace"))
+        return WireMessage(
+            MessageKind(kind), grant, fingerprint, loss, seconds, packet[_FORM.size :].decode(errors="replace")
+        )
     except (struct.error, ValueError) as error:
         raise CommunicationError(f"a packet of {len(packet)} bytes that is no message: {error}") from error

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradwire.bench.sides import UnwaitingSide
 from gradwire.bench.task import Task
-from gradwire.bench.trainer import Job, Trainer
+from gradwire.bench.trainer import RankJob, Trainer
 from gradwire.bench.wire import WireMeter, WireReading
 
 
@@ -29,7 +29,7 @@ class ApartTrainer(Trainer):
     0 keeps copies of its model as it comes by the steps that are evaluated, and evaluates them once all have ended.
     """
 
-    def __init__(self, job: Job, task: Task, side: UnwaitingSide, meter: WireMeter) -> None:
+    def __init__(self, job: RankJob, task: Task, side: UnwaitingSide, meter: WireMeter) -> None:
         super().__init__(job, task, side, meter)
         self._unwaiting = side
         self._every = job.evaluate_every or task.evaluate_every

@@ -29,7 +29,7 @@ from gradwire.bench.results import FP32, Comparison
 
 
 @dataclass(frozen=True)
-class Course:
+class TargetCost:
     """What it takes a method to reach the target.
 
     Attributes:
@@ -50,7 +50,7 @@ class Course:
         """Seconds that a step would take on links of `rate` bit/s.
 
         Example:
-            >>> course = Course(steps=100, busy_s=0.1, wait_s=0.9, sent_bytes=1e7, rate=1e8)
+            >>> course = TargetCost(steps=100, busy_s=0.1, wait_s=0.9, sent_bytes=1e7, rate=1e8)
             >>> round(course.step_s(1e8), 6), round(course.step_s(5e7), 6), round(course.step_s(1e10), 6)
             (1.0, 1.8, 0.208)
         """
@@ -73,12 +73,12 @@ class Course:
     def _step_s(self, slowness: float) -> float:
         return self.busy_s + max(0.0, self.wait_s + 8 * self.sent_bytes * (slowness - 1 / self.rate))
 
-    def lead_s(self, other: Course, slowness: float) -> float:
+    def lead_s(self, other: TargetCost, slowness: float) -> float:
         """By how many seconds this course ends before another one at 1/B = `slowness`."""
         return other.steps * other._step_s(slowness) - self.steps * self._step_s(slowness)
 
 
-def pays_below(mine: Course, baseline: Course) -> float | None:
+def pays_below(mine: TargetCost, baseline: TargetCost) -> float | None:
     """The rate (bit/s) below which a method reaches the target sooner than a baseline.
 
     Returns:
@@ -86,8 +86,8 @@ def pays_below(mine: Course, baseline: Course) -> float | None:
         method sends as much on its way to the target as the baseline does.
 
     Example:
-        >>> fp32 = Course(steps=100, busy_s=0.1, wait_s=0.8, sent_bytes=1e7, rate=1e8)
-        >>> small = Course(steps=100, busy_s=0.2, wait_s=0.08, sent_bytes=1e6, rate=1e8)
+        >>> fp32 = TargetCost(steps=100, busy_s=0.1, wait_s=0.8, sent_bytes=1e7, rate=1e8)
+        >>> small = TargetCost(steps=100, busy_s=0.2, wait_s=0.08, sent_bytes=1e6, rate=1e8)
         >>> round(pays_below(small, fp32) / 1e6)
         720
     """
@@ -115,7 +115,7 @@ def measured_rate(comparison: Comparison) -> float | None:
         return None
 
 
-def course(comparison: Comparison, method: str, seeds: set[int]) -> Course | None:
+def course(comparison: Comparison, method: str, seeds: set[int]) -> TargetCost | None:
     """What it took a method to reach the target, the mean over these seeds; None if it was not reached with one."""
     runs = [run for run in comparison.finished(method) if run.seed in seeds]
     hits = [target_hit(comparison, run) for run in runs]
@@ -125,7 +125,7 @@ def course(comparison: Comparison, method: str, seeds: set[int]) -> Course | Non
         return None
     step_s = mean(run.times_s[-1] / run.steps for run in runs)
     busy_s = mean((run.split.compute_s + run.split.encode_s) / run.steps for run in runs)
-    return Course(mean(steps), busy_s, max(0.0, step_s - busy_s), sent, rate)
+    return TargetCost(mean(steps), busy_s, max(0.0, step_s - busy_s), sent, rate)
 
 
 def method_pays_below(comparison: Comparison, method: str) -> float | None:

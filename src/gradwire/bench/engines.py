@@ -6,7 +6,6 @@ the method on it.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from typing import Any
 
 from torch import nn
@@ -16,6 +15,7 @@ from typing_extensions import override
 
 import gradwire
 from gradwire.bench.compare_options import DDP, FSDP2
+from gradwire.bench.model_engine import ModelEngine
 from gradwire.bench.sides import GradwireSide, Side, SyncSide, TorchSide, UnwaitingSide
 from gradwire.bench.torch_hooks import bucket_mb as bucket_mb_of
 from gradwire.core.errors import SpecError
@@ -25,27 +25,7 @@ from gradwire.spec import as_method, find
 ENGINES = (DDP, FSDP2)
 
 
-class Engine(ABC):
-    """Makes the side of one method. An engine serves one run."""
-
-    @abstractmethod
-    def check(self, spec: str, hosts: int) -> None:
-        """Refuse a spec that names no method, or one that wants more hosts, before anything is started.
-
-        Raises:
-            GradwireError: which says what is wrong with it.
-        """
-
-    @abstractmethod
-    def wrap(self, model: nn.Module, spec: str, bucket_mb: float) -> nn.Module:
-        """The model as its method wants it, what is called in training. Every rank calls this."""
-
-    @abstractmethod
-    def attach(self, model: nn.Module, optimizer: Optimizer, spec: str) -> Side:
-        """Put a method on a model that `wrap` returned, and on its optimizer. Every rank calls this."""
-
-
-class Replicated(Engine):
+class Replicated(ModelEngine):
     """Every rank has the whole model: in DDP, or as it is where ranks do not meet in every step."""
 
     @override
@@ -70,7 +50,7 @@ class Replicated(Engine):
         return side(model, optimizer, spec)
 
 
-def make_engine(name: str) -> Engine:
+def make_engine(name: str) -> ModelEngine:
     """The engine of that name, for one run.
 
     Raises:
@@ -82,7 +62,7 @@ def make_engine(name: str) -> Engine:
     if name == DDP:
         return Replicated()
     if name == FSDP2:
-        from gradwire.bench.sharded import Sharded  # FSDP2 takes a while to import
+        from gradwire.bench.sharded import ShardedEngine  # FSDP2 takes a while to import
 
-        return Sharded()
+        return ShardedEngine()
     raise SpecError(f"no engine {name!r}: there are {' and '.join(ENGINES)}")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gradwire.bench.environment import machine
 from gradwire.bench.federate_options import FederateOptions
-from gradwire.bench.federation_results import Evaluation, Own, Results
+from gradwire.bench.federation_results import FederationEvaluation, Own, Results
 from gradwire.bench.option_fields import check_fields, stored
 from gradwire.bench.task import Examples, Task, TaskError, count, measure
 from gradwire.bench.tasks import make_task
@@ -27,7 +27,7 @@ MOST_SHOWN = 200
 """Clients whose own examples the final model is tried on."""
 
 
-class News(NamedTuple):
+class FederationNews(NamedTuple):
     """How far a run has come."""
 
     round: Round
@@ -116,7 +116,7 @@ def sampling_of(options: FederateOptions) -> Sampling:
     return Poisson(options.sample / options.clients) if options.sampling == "poisson" else fixed
 
 
-class Run:
+class FederationRun:
     """A run that can be watched, and stopped between two rounds.
 
     Args:
@@ -143,7 +143,7 @@ class Run:
         self._bytes = [0, 0]
         self._evaluate(0)
 
-    def train(self, tell: Callable[[News], None]) -> None:
+    def train(self, tell: Callable[[FederationNews], None]) -> None:
         """Make all rounds, and try the final model on clients' own examples.
 
         Raises:
@@ -158,7 +158,7 @@ class Run:
             if number % self._every() == 0 or number == self.options.rounds:
                 self._evaluate(number)
             self.results.seconds = time.monotonic() - start
-            tell(News(done, self.results.evaluations[-1].value, self._bytes[0]))
+            tell(FederationNews(done, self.results.evaluations[-1].value, self._bytes[0]))
 
     def _every(self) -> int:
         return max(1, self.options.rounds // 50)
@@ -176,7 +176,9 @@ class Run:
     @torch.no_grad()
     def _evaluate(self, rounds: int) -> None:
         model = self.simulation.server.model.eval()
-        self.results.evaluations.append(Evaluation(rounds, measure(self.task.metric, model).value, *self._bytes))
+        self.results.evaluations.append(
+            FederationEvaluation(rounds, measure(self.task.metric, model).value, *self._bytes)
+        )
 
     @torch.no_grad()
     def finish(self) -> Results:

@@ -29,7 +29,7 @@ from gradwire.federated import Round
 KIND, SCHEMA = "federation", 1
 
 
-class Evaluation(NamedTuple):
+class FederationEvaluation(NamedTuple):
     """The metric on held-out data after so many rounds, with the bytes that all clients sent and received by then."""
 
     rounds: int
@@ -72,7 +72,7 @@ class Results:
     environment: dict[str, Any]
     rounds: list[Round]
     failures: list[str]
-    evaluations: list[Evaluation]
+    evaluations: list[FederationEvaluation]
     clients: list[Own]
     seconds: float = 0.0
     privacy: str | None = None
@@ -123,7 +123,7 @@ RESULTS: Mapping[str, Read] = {
     "environment": mapping,
     "rounds": listed(_round),
     "failures": listed(text),
-    "evaluations": listed(lambda value, where: Evaluation(**fields(value, where, EVALUATION))),
+    "evaluations": listed(lambda value, where: FederationEvaluation(**fields(value, where, EVALUATION))),
     "clients": listed(lambda value, where: Own(**fields(value, where, OWN))),
     "seconds": amount,
     "privacy": optional(text),

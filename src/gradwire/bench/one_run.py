@@ -19,7 +19,7 @@ from gradwire.bench.results import Run
 from gradwire.bench.run_folder import slug
 from gradwire.bench.slow import parse_slow
 from gradwire.bench.step_time import PRECISION
-from gradwire.bench.trainer import Job
+from gradwire.bench.trainer import RankJob
 from gradwire.bench.warm import WarmHosts
 
 
@@ -84,10 +84,10 @@ def _written(place: Path, rank: int) -> dict[str, Any]:
         raise RankFailure(text, rank, 0) from error
 
 
-def make_job(plan: ComparisonPlan, method: str, seed: int, place: Path) -> Job:
+def make_job(plan: ComparisonPlan, method: str, seed: int, place: Path) -> RankJob:
     """What each rank of a run is told."""
     options = plan.options
-    return Job(
+    return RankJob(
         method=method,
         seed=seed,
         task=options.task,

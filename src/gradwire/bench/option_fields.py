@@ -69,7 +69,7 @@ class Positive:
 
 
 @dataclass(frozen=True)
-class Option:
+class OptionField:
     """What is to be known of an option beyond its name, type and default.
 
     Attributes:
@@ -98,17 +98,17 @@ class Option:
 
 
 def option(default: Any, help: str, **facts: Any) -> Any:
-    """A field of a dataclass with its default, its help, and any of the facts of an `Option`."""
-    return field(default=default, metadata={"option": Option(help, **facts)})
+    """A field of a dataclass with its default, its help, and any of the facts of an `OptionField`."""
+    return field(default=default, metadata={"option": OptionField(help, **facts)})
 
 
-def options_of(kind: type[DataclassInstance]) -> Iterator[tuple[str, Any, Option]]:
+def options_of(kind: type[DataclassInstance]) -> Iterator[tuple[str, Any, OptionField]]:
     """Yield name, default and facts of every option of a class, in order."""
     for each in fields(kind):
         yield each.name, each.default, each.metadata["option"]
 
 
-def flag_of(name: str, facts: Option) -> str:
+def flag_of(name: str, facts: OptionField) -> str:
     """What an option is called in a message: by its argument, or by its name where it has none."""
     return name if facts.group is None else facts.flag or f"--{name.replace('_', '-')}"
 

@@ -9,20 +9,18 @@ import json
 import os
 import selectors
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
+from gradwire.bench.net import Network
+from gradwire.bench.net.loopback import loopback_environments
 from gradwire.bench.warm import WarmProcess
 from gradwire.core.errors import CommunicationError
-
-if TYPE_CHECKING:
-    from gradwire.bench.net import Network
 
 _TAIL_LINES = 20
 _OTHERS_TAIL_LINES = 5
@@ -42,20 +40,6 @@ class RankFailure(CommunicationError):  # noqa: N818 - what fails is the rank
         super().__init__(message, (rank,))
         self.rank = rank
         self.status = status
-
-
-def free_port(address: str = "127.0.0.1") -> int:
-    """Return a TCP port that nobody listens on at `address` now."""
-    with socket.socket() as probe:
-        probe.bind((address, 0))
-        return int(probe.getsockname()[1])
-
-
-def loopback_environments(ranks: int, port: int | None = None) -> list[dict[str, str]]:
-    """Return, for each rank, the variables that let `ranks` processes meet on the loopback interface."""
-    port = free_port() if port is None else port
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
-    return [{**common, "RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": "0"} for rank in range(ranks)]
 
 
 def run_ranks(

@@ -20,7 +20,7 @@ from typing_extensions import override
 import gradwire
 from gradwire.adapters.fsdp2.form import sharded_method
 from gradwire.adapters.fsdp2.gather import parameter_codec
-from gradwire.bench.engines import Engine
+from gradwire.bench.model_engine import ModelEngine
 from gradwire.bench.results import FLOOR, FP32
 from gradwire.bench.sides import Side
 from gradwire.core.errors import SpecError
@@ -36,7 +36,7 @@ LABELS = {
 }
 
 
-class Sharded(Engine):
+class ShardedEngine(ModelEngine):
     """Each rank has a shard of every parameter.
 
     A group of `fully_shard` is made of each element of the model's module lists, its blocks, and one of what is left.

@@ -26,7 +26,7 @@ SETTLE_S = 0.15
 
 
 @dataclass(frozen=True)
-class Job:
+class RankJob:
     """What a rank is to do.
 
     Attributes:
@@ -114,7 +114,7 @@ class LastGradient:
 class Trainer:
     """Makes steps with the clock running, and everything else with the clock stopped."""
 
-    def __init__(self, job: Job, task: Task, side: Side, meter: WireMeter):
+    def __init__(self, job: RankJob, task: Task, side: Side, meter: WireMeter):
         self.job, self.task, self.side, self.meter = job, task, side, meter
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.base_lrs = [group["lr"] for group in side.optimizer.param_groups]

@@ -47,7 +47,7 @@ FAR = 5.0
 """Standard errors over the held-out examples that those examples do not explain."""
 
 
-class Kind(enum.Enum):
+class FindingKind(enum.Enum):
     """What a finding is about; the value is what a table's cell has room for."""
 
     ONE_HOST = "one host"
@@ -66,10 +66,10 @@ class Kind(enum.Enum):
     ONE_SEED = "one seed"
 
 
-CAVEATS = frozenset({Kind.WORSE_LOSS, Kind.ONE_SEED})
+CAVEATS = frozenset({FindingKind.WORSE_LOSS, FindingKind.ONE_SEED})
 """Findings that a reader should know of, but that leave a headline standing."""
 
-ALARMS = frozenset({Kind.NOT_FINITE, Kind.METRIC_NOT_FINITE, Kind.FAILED})
+ALARMS = frozenset({FindingKind.NOT_FINITE, FindingKind.METRIC_NOT_FINITE, FindingKind.FAILED})
 """Findings for which the command ends with a status other than 0."""
 
 
@@ -83,7 +83,7 @@ class Finding:
         text: a sentence, with figures.
     """
 
-    kind: Kind
+    kind: FindingKind
     method: str | None
     text: str
 
@@ -99,17 +99,17 @@ class Finding:
 def _of_comparison(comparison: Comparison) -> Iterable[Finding]:
     if comparison.options["hosts"] < 2:
         yield Finding(
-            Kind.ONE_HOST,
+            FindingKind.ONE_HOST,
             None,
             "There is one host, so nothing was communicated and nothing compared: --hosts 2 or more.",
         )
     if not comparison.finished(FP32):
         text = f"{FP32} has not finished, so there is nothing to compare with: have it among the methods."
-        yield Finding(Kind.NO_BASELINE, None, text)
+        yield Finding(FindingKind.NO_BASELINE, None, text)
     seeds = {run.seed for run in comparison.runs}
     if len(seeds) == 1:
         text = f"One seed was run: what another would give is not known. --seeds {ENOUGH_SEEDS} tells."
-        yield Finding(Kind.ONE_SEED, None, text)
+        yield Finding(FindingKind.ONE_SEED, None, text)
 
 
 def _of_baseline(comparison: Comparison) -> Iterable[Finding]:
@@ -119,14 +119,14 @@ def _of_baseline(comparison: Comparison) -> Iterable[Finding]:
         return
     relative = comparison.target is None or comparison.target.startswith("method:")
     if hardly_learned(found, comparison.tolerance if relative else 0.0):
-        yield Finding(Kind.HARDLY_LEARNED, FP32, _hardly_learned(found))
+        yield Finding(FindingKind.HARDLY_LEARNED, FP32, _hardly_learned(found))
         return
     if short := _too_short(comparison):
-        yield Finding(Kind.TOO_SHORT, FP32, short)
+        yield Finding(FindingKind.TOO_SHORT, FP32, short)
     hits = [(target_hit(comparison, run), run) for run in runs]
     if any(hit and hit.steps <= _first_look(comparison, run) for hit, run in hits):
         text = f"{FP32} is at the target where it is first looked at: times to the target say nothing about learning."
-        yield Finding(Kind.TARGET_AT_START, FP32, text)
+        yield Finding(FindingKind.TARGET_AT_START, FP32, text)
 
 
 def _first_look(comparison: Comparison, run: Run) -> int:
@@ -164,10 +164,10 @@ def _too_short(comparison: Comparison) -> str:
 def _of_runs(comparison: Comparison, row: Row) -> Iterable[Finding]:
     """What is wrong with the runs of any method."""
     if row.failure:
-        yield Finding(Kind.FAILED, row.method, f"{row.method} failed: {row.failure.splitlines()[0]}")
+        yield Finding(FindingKind.FAILED, row.method, f"{row.method} failed: {row.failure.splitlines()[0]}")
     for run in comparison.finished(row.method):
         if said := not_finite(run):
-            kind = Kind.METRIC_NOT_FINITE if all(map(math.isfinite, run.losses)) else Kind.NOT_FINITE
+            kind = FindingKind.METRIC_NOT_FINITE if all(map(math.isfinite, run.losses)) else FindingKind.NOT_FINITE
             yield Finding(kind, row.method, f"{row.method}, seed {run.seed}: {said}.")
 
 
@@ -176,15 +176,17 @@ def _of_method(comparison: Comparison, row: Row) -> Iterable[Finding]:
     if row.reached < row.seeds:
         some = f"reached the target with {row.reached} of {row.seeds} seeds only"
         said = some if row.reached else "did not reach the target"
-        yield Finding(Kind.NOT_REACHED, row.method, f"{row.method} {said}.")
+        yield Finding(FindingKind.NOT_REACHED, row.method, f"{row.method} {said}.")
     name, found = comparison.task["metric_name"], shortfall(comparison, row.method)
     if found is None:
-        yield Finding(Kind.NO_METRIC, row.method, f"{row.method} has no final {name} to compare with that of {FP32}.")
+        yield Finding(
+            FindingKind.NO_METRIC, row.method, f"{row.method} has no final {name} to compare with that of {FP32}."
+        )
     elif found.is_worse:
-        yield Finding(Kind.WORSE_METRIC, row.method, f"By {name}, {row.method} {_worse(found)}.")
+        yield Finding(FindingKind.WORSE_METRIC, row.method, f"By {name}, {row.method} {_worse(found)}.")
     elif math.isfinite(found.worse_by.mean) and not found.no_sign:
         text = f"By {name}, {row.method} {_worse(found)}. {_what_tells(found)}."
-        yield Finding(Kind.PERHAPS_WORSE, row.method, text)
+        yield Finding(FindingKind.PERHAPS_WORSE, row.method, text)
     loss = loss_shortfall(comparison, row.method)
     if loss is not None and loss.is_worse:
         above, least = (100 * math.expm1(part) for part in (loss.worse_by.mean, loss.worse_by.detectable))
@@ -192,7 +194,7 @@ def _of_method(comparison: Comparison, row: Row) -> Iterable[Finding]:
             f"By training loss, {row.method} ends {above:.2g} % above {FP32} ({loss.baseline:.4g}), where "
             f"{least:.2g} % are told from chance with {loss.seeds} seeds."
         )
-        yield Finding(Kind.WORSE_LOSS, row.method, text)
+        yield Finding(FindingKind.WORSE_LOSS, row.method, text)
 
 
 def _worse(found: Shortfall) -> str:
@@ -259,11 +261,11 @@ class Verdict:
         return any(finding.kind in ALARMS for finding in self.findings)
 
     @property
-    def unsound(self) -> Kind | None:
+    def unsound(self) -> FindingKind | None:
         """What forbids any conclusion, be it about the comparison or about fp32; None if nothing does."""
         return next((f.kind for f in self.findings if f.forbids and f.method in (None, FP32)), None)
 
-    def why_not(self, method: str) -> Kind | None:
+    def why_not(self, method: str) -> FindingKind | None:
         """What forbids that this method's speed-up is shown; None if it may be."""
         own = (f.kind for f in self.findings if f.forbids and f.method == method)
         return next(own, self.unsound)
@@ -335,7 +337,7 @@ class Verdict:
         found = self.learned
         if (
             found is None
-            or self.unsound is Kind.HARDLY_LEARNED
+            or self.unsound is FindingKind.HARDLY_LEARNED
             or not math.isfinite(found.fall)
             or not math.isfinite(found.noise)
         ):
@@ -344,15 +346,15 @@ class Verdict:
         return f"The loss of {FP32} went from {found.start:.4g} to {found.end:.4g}, {noises}."
 
 
-NO_CONCLUSION: dict[Kind | None, str] = {
-    Kind.ONE_HOST: "there is only one host",
-    Kind.NO_BASELINE: f"{FP32} has not finished",
-    Kind.HARDLY_LEARNED: f"the loss of {FP32} hardly fell",
-    Kind.TOO_SHORT: "the runs are too short",
-    Kind.TARGET_AT_START: "the target is reached at the start",
-    Kind.NOT_FINITE: f"a loss of {FP32} is not finite",
-    Kind.METRIC_NOT_FINITE: f"the metric of {FP32} is not finite",
-    Kind.FAILED: f"{FP32} failed",
+NO_CONCLUSION: dict[FindingKind | None, str] = {
+    FindingKind.ONE_HOST: "there is only one host",
+    FindingKind.NO_BASELINE: f"{FP32} has not finished",
+    FindingKind.HARDLY_LEARNED: f"the loss of {FP32} hardly fell",
+    FindingKind.TOO_SHORT: "the runs are too short",
+    FindingKind.TARGET_AT_START: "the target is reached at the start",
+    FindingKind.NOT_FINITE: f"a loss of {FP32} is not finite",
+    FindingKind.METRIC_NOT_FINITE: f"the metric of {FP32} is not finite",
+    FindingKind.FAILED: f"{FP32} failed",
     None: f"no method reached the target and was seen to end as well as {FP32}",
 }
 
@@ -421,7 +423,7 @@ def _findings(comparison: Comparison, rows: Sequence[Row], learners: Sequence[Ro
     findings += [finding for row in rows for finding in _of_runs(comparison, row)]
     if Verdict(tuple(findings)).unsound is None:
         findings += [finding for row in learners for finding in _of_method(comparison, row)]
-    order = list(Kind)
+    order = list(FindingKind)
     return tuple(sorted(findings, key=lambda f: (not f.forbids, f.method not in (None, FP32), order.index(f.kind))))
 
 

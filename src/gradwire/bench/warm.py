@@ -35,7 +35,7 @@ POLITE_S = 1.0
 """How long a child that is told to end may take to say where it was."""
 
 
-class Network(Protocol):
+class SwitchableNetwork(Protocol):
     """What is asked of a network."""
 
     def command(self, rank: int, argv: list[str]) -> list[str]:
@@ -129,7 +129,7 @@ class WarmHosts:
         log_dir: gets `host0.log`, ...: what the processes themselves have to say.
     """
 
-    def __init__(self, network: Network, hosts: int, task: str, text: Path | None, log_dir: Path) -> None:
+    def __init__(self, network: SwitchableNetwork, hosts: int, task: str, text: Path | None, log_dir: Path) -> None:
         self._network, self._hosts, self._log_dir = network, hosts, log_dir
         self._prepare = ["gradwire.bench.worker:prepare", task, *([str(text.resolve())] if text else [])]
         self._processes: list[WarmProcess] = []

@@ -25,11 +25,11 @@ from gradwire.bench.engines import make_engine
 from gradwire.bench.sides import Side, UnwaitingSide
 from gradwire.bench.task import Task, TaskError
 from gradwire.bench.tasks import make_task
-from gradwire.bench.trainer import SETTLE_S, Job, Log, Trainer
+from gradwire.bench.trainer import SETTLE_S, Log, RankJob, Trainer
 from gradwire.bench.wire import WireMeter
 
 
-def join_group(job: Job) -> None:
+def join_group(job: RankJob) -> None:
     """Meet the other ranks. Through a file: no port to be taken, no traffic on the wire that is measured."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     path = str(Path(job.folder) / "rendezvous")
@@ -43,14 +43,14 @@ def warm_kernels() -> None:
     kernels.warm_up()
 
 
-def trainer(job: Job, task: Task, side: Side, meter: WireMeter) -> Trainer:
+def trainer(job: RankJob, task: Task, side: Side, meter: WireMeter) -> Trainer:
     """The trainer that suits a method."""
     if isinstance(side, UnwaitingSide):
         return ApartTrainer(job, task, side, meter)
     return Trainer(job, task, side, meter)
 
 
-def run(job: Job) -> Log:
+def run(job: RankJob) -> Log:
     """Do a job on this rank."""
     torch.set_num_threads(1)  # the hosts share this machine's cores; more threads would only fight
     task = make_task(job.task, job.seed, Path(job.text) if job.text else None)
@@ -87,7 +87,7 @@ def prepare(task: str, text: str | None = None) -> None:
 
 def main(path: str) -> None:
     """Entry point: `python -m gradwire.bench.worker JOB.json`."""
-    job = Job(**json.loads(Path(path).read_text()))
+    job = RankJob(**json.loads(Path(path).read_text()))
     log = run(job)
     result = Path(job.folder) / f"rank{dist.get_rank()}.json"
     result.write_text(json.dumps(dataclasses.asdict(log)))

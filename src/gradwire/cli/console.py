@@ -15,7 +15,7 @@ from gradwire.bench.news import News
 from gradwire.bench.plan import ComparisonPlan
 from gradwire.bench.results import FLOOR, Comparison, Run
 from gradwire.bench.verdict import Verdict
-from gradwire.cli.lines import Bar, Lines, Plain, say
+from gradwire.cli.lines import Lines, PlainLines, ProgressBar, say
 from gradwire.report import text
 from gradwire.report.page import cells, headings, notes
 
@@ -82,7 +82,7 @@ class ConsoleView:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._lines: Lines = Plain(console)
+        self._lines: Lines = PlainLines(console)
         self._remaining: Remaining | None = None
         self._total = 0
         self._done = 0
@@ -98,7 +98,7 @@ class ConsoleView:
         resumed = f", {len(kept)} of them from an earlier run" if kept else ""
         say(self._console, (f"{self._total} runs of {length}{resumed}; results in {plan.options.out}", "dim"))
         if self._console.is_terminal:
-            self._lines = Bar(self._console)
+            self._lines = ProgressBar(self._console)
 
     def start(self, method: str, seed: int) -> None:
         """Begin to show a run."""

@@ -13,7 +13,7 @@ from gradwire.bench.federate_options import FederateOptions
 from gradwire.cli.option_arguments import add_options, read_options
 
 if TYPE_CHECKING:
-    from gradwire.bench.federate import News, Run
+    from gradwire.bench.federate import FederationNews, FederationRun
     from gradwire.bench.federation_results import Results
     from gradwire.cli.lines import Lines
 
@@ -60,13 +60,13 @@ def run_federate(arguments: argparse.Namespace, console: Console) -> int:
     """Run `gradwire federate` and return its exit status."""
     import torch  # takes seconds: --help should not wait for it
 
-    from gradwire.bench.federate import Run
+    from gradwire.bench.federate import FederationRun
     from gradwire.bench.federation_results import save
     from gradwire.cli.lines import lines, say
 
     options = read_options(arguments, FederateOptions)
     torch.set_num_threads(1)  # batches of a client are small: more threads cost more than they give
-    run = Run(options)
+    run = FederationRun(options)
     save(run.results, options.out / "results.json")  # whether the folder can be written shows before the work
     say(console, (str(run.results.task["description"]), "bold"))
     say(console, (f"{options.clients} clients, {options.sample} a round; results in {options.out}", "dim"))
@@ -83,7 +83,7 @@ def run_federate(arguments: argparse.Namespace, console: Console) -> int:
     return INTERRUPTED if interrupted else OK
 
 
-def _write(run: Run, console: Console) -> None:
+def _write(run: FederationRun, console: Console) -> None:
     """Keep and show what is known, also of a run that was cut short."""
     from gradwire.bench.federation_results import save
 
@@ -110,7 +110,7 @@ class _View:
     def __init__(self, lines: Lines, rounds: int, metric: str) -> None:
         self._lines, self._rounds, self._metric, self._start = lines, rounds, metric, time.monotonic()
 
-    def tell(self, news: News) -> None:
+    def tell(self, news: FederationNews) -> None:
         """A round has ended."""
         from gradwire.report import text
 

@@ -24,7 +24,7 @@ class Lines(Protocol):
         ...
 
 
-class Plain:
+class PlainLines:
     """A line every few seconds, for logs and pipes."""
 
     def __init__(self, console: Console) -> None:
@@ -41,7 +41,7 @@ class Plain:
         """Lines need no clearing up."""
 
 
-class Bar:
+class ProgressBar:
     """A bar that stays where it is, for people."""
 
     def __init__(self, console: Console) -> None:
@@ -65,7 +65,7 @@ class Bar:
 
 def lines(console: Console) -> Lines:
     """What suits the console."""
-    return Bar(console) if console.is_terminal else Plain(console)
+    return ProgressBar(console) if console.is_terminal else PlainLines(console)
 
 
 def say(console: Console, *parts: str | tuple[str, str]) -> None:

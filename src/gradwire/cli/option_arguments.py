@@ -8,7 +8,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from gradwire.bench.option_fields import Option, flag_of, options_of
+from gradwire.bench.option_fields import OptionField, flag_of, options_of
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -41,7 +41,7 @@ def read_options(arguments: argparse.Namespace, kind: type[T]) -> T:
     return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()})
 
 
-def _help(default: Any, facts: Option) -> str:
+def _help(default: Any, facts: OptionField) -> str:
     """The help of an option with what it is if it is not given, for argparse, which takes % for its own."""
     shown = f"{default:g}" if isinstance(default, float) else str(default)
     unset = facts.unset or (None if default is None or default == () or default is False else shown)
@@ -49,7 +49,7 @@ def _help(default: Any, facts: Option) -> str:
     return " ".join(word for word in words if word).replace("%", "%%")
 
 
-def _reading(annotation: Any, facts: Option) -> dict[str, Any]:
+def _reading(annotation: Any, facts: OptionField) -> dict[str, Any]:
     """How argparse reads a value of a type."""
     if get_origin(annotation) in (Union, UnionType):
         (annotation,) = (part for part in get_args(annotation) if part is not NoneType)

@@ -119,11 +119,11 @@ def _as_rank(arguments: argparse.Namespace) -> int:
     Raises:
         GradwireError: a model of the script could not be attached to.
     """
-    from gradwire.adapters.watched import Watch, Watched
+    from gradwire.adapters.watched import ScriptWatch, WatchedProcess
 
     given = {} if arguments.deadline is None else {"deadline_s": arguments.deadline}
-    watch = Watch(arguments.method, arguments.parameters, arguments.seed, states=arguments.states, **given)
-    watched, status = Watched(watch), OK
+    watch = ScriptWatch(arguments.method, arguments.parameters, arguments.seed, states=arguments.states, **given)
+    watched, status = WatchedProcess(watch), OK
     try:
         with watched.watching():
             _execute(arguments)

@@ -33,7 +33,7 @@ _MANIFEST = "manifest.json"
 FORMAT = 1
 
 
-class Run(NamedTuple):
+class SavedRun(NamedTuple):
     """Which run a save is of.
 
     Attributes:
@@ -64,7 +64,7 @@ class Manifest:
     token: str
     head: Mapping[str, Any]
     files: tuple[Written, ...]
-    run: Run | None = None
+    run: SavedRun | None = None
     checkpoint: Written | None = None
 
     @property
@@ -153,7 +153,7 @@ def _manifest(folder: Path, number: int) -> Manifest | None:
     return Manifest(number, token, head, tuple(Written(*file) for file in files), run, belongs)
 
 
-def _run(parts: Any) -> Run:
+def _run(parts: Any) -> SavedRun:
     """The run that a manifest names.
 
     Raises:
@@ -161,7 +161,7 @@ def _run(parts: Any) -> Run:
     """
     if not all(isinstance(part, str) for part in parts):
         raise TypeError("a run has a part that is no text")
-    return Run(*parts)
+    return SavedRun(*parts)
 
 
 def write_rank(folder: Path, number: int, saved: Saved) -> Written:

@@ -16,12 +16,12 @@ from gradwire.core.grain import flat_grain
 from gradwire.core.program import along
 from gradwire.core.state import State
 from gradwire.drivers.interpreter import Transport, ask, run_program
-from gradwire.reducers.auto import Auto, Curve, Point
+from gradwire.reducers.auto import Auto, Curve, TimedSize
 from gradwire.reducers.base import Program, Reducer, Step
 from gradwire.reducers.hierarchical import Hierarchical
 
 
-class Sample(NamedTuple):
+class TimedSample(NamedTuple):
     """Measure `nbytes` in `rounds`, all candidates in turn, each `burst` times in a row."""
 
     nbytes: int
@@ -30,11 +30,11 @@ class Sample(NamedTuple):
 
 
 SAMPLES = (
-    Sample(1 << 12, 18, 4),
-    Sample(1 << 14, 18, 4),
-    Sample(1 << 16, 18, 3),
-    Sample(1 << 18, 5, 1),
-    Sample(1 << 20, 3, 1),
+    TimedSample(1 << 12, 18, 4),
+    TimedSample(1 << 14, 18, 4),
+    TimedSample(1 << 16, 18, 3),
+    TimedSample(1 << 18, 5, 1),
+    TimedSample(1 << 20, 3, 1),
 )
 """Where routes change places on links of 20 Mbit/s to 1 Gbit/s. Small ones are many, since their times scatter, and in
 short bursts, since what slows a host down lasts: candidates are to share it."""
@@ -99,7 +99,7 @@ def curves(auto: Auto, bench: Bench) -> tuple[Curve, ...]:
         slowest = ask(AllReduce(mine, "max"), bench.transport)
         table.append([statistics.median(column) for column in slowest.T.tolist()])
     sizes = [sample.nbytes for sample in SAMPLES]
-    return tuple(Curve(tuple(map(Point, sizes, times))) for times in zip(*table, strict=True))
+    return tuple(Curve(tuple(map(TimedSize, sizes, times))) for times in zip(*table, strict=True))
 
 
 def seconds(reducer: Reducer, x: Tensor, bench: Bench, burst: int = 1) -> float:

@@ -23,7 +23,7 @@ from gradwire.core.link import Link
 from gradwire.drivers.interpreter import ask
 from gradwire.drivers.measure import Bench
 from gradwire.drivers.window import DDP_CAPS, Caps
-from gradwire.reducers.auto import Curve, Point
+from gradwire.reducers.auto import Curve, TimedSize
 
 BUDGET_S = 10.0
 """What all probing may take, about: ten steps, where a step takes a second. On fast links it takes a tenth of one."""
@@ -91,7 +91,7 @@ class ReductionTimes:
         sizes = [LEAST_BYTES, *(probe.nbytes for probe in self.probes)]
         longest_first = [*(probe.seconds for probe in reversed(self.probes)), self.least_s]
         seconds = reversed([*accumulate(longest_first, min)])
-        return Curve(tuple(map(Point, sizes, seconds)))
+        return Curve(tuple(map(TimedSize, sizes, seconds)))
 
     @property
     def seconds(self) -> float:

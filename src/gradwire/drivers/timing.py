@@ -54,10 +54,10 @@ def step_s(
     reducer = as_method(reducer)
     require_world(reducer, world_size)
     planned = plan(meta_specs(model), reducer, grain_numel)
-    return _seconds(planned.units, Clocks(world_size, link, links or {}), step)
+    return _seconds(planned.units, SimulatedMeeting(world_size, link, links or {}), step)
 
 
-def _seconds(units: Sequence[Unit], clocks: Clocks, index: int) -> float:
+def _seconds(units: Sequence[Unit], clocks: SimulatedMeeting, index: int) -> float:
     """Seconds of a step whose units follow one another."""
     reducers: list[Reducer] = []
     forms = [form_of(unit, reducers) for unit in units]
@@ -91,7 +91,7 @@ def _asking_again(requests: Sequence[Collective]) -> Program[None]:
         yield from once(request)
 
 
-class Clocks(Meeting):
+class SimulatedMeeting(Meeting):
     """A meeting that takes time, of ranks whose tensors have no data: `now` is each rank's clock, in seconds."""
 
     def __init__(self, world_size: int, link: Link, links: Links) -> None:

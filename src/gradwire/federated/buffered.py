@@ -13,16 +13,16 @@ from torch import Tensor, nn
 from gradwire.core.errors import CompositionError, FederationError, StateError
 from gradwire.core.key import Key
 from gradwire.federated.aggregation import require_rows
-from gradwire.federated.checks import Rows
+from gradwire.federated.checks import DecodedUpdate
 from gradwire.federated.client import Assignment, Update
-from gradwire.federated.global_model import GlobalModel, HasModel, Settings
+from gradwire.federated.global_model import GlobalModel, HasModel, ModelSettings
 from gradwire.federated.sampling import generator
 from gradwire.federated.states import require_pairs
 from gradwire.reducers.aggregate import epsilon_of_replacing
 
 
 @dataclass(frozen=True)
-class Step:
+class BufferedStep:
     """A step of the server.
 
     Attributes:
@@ -49,7 +49,7 @@ class _Buffer:
     """What has come since the last step."""
 
     clients: list[int] = field(default_factory=list[int])
-    rows: list[Rows] = field(default_factory=list[Rows])
+    rows: list[DecodedUpdate] = field(default_factory=list[DecodedUpdate])
     staleness: list[int] = field(default_factory=list[int])
     dropped: dict[int, str] = field(default_factory=dict[int, str])
     received_bytes: int = 0
@@ -94,7 +94,7 @@ class BufferedServer(HasModel):
         *,
         buffer: int,
         most_stale: int | None = None,
-        **settings: Unpack[Settings],
+        **settings: Unpack[ModelSettings],
     ) -> None:
         if buffer < 1 or clients < 1 or (most_stale is not None and most_stale < 0):
             raise CompositionError(
@@ -134,7 +134,7 @@ class BufferedServer(HasModel):
         self._global.broadcast.met(client)
         return self._global.assignments([client], self.steps)[0]
 
-    def receive(self, update: Update) -> Step | None:
+    def receive(self, update: Update) -> BufferedStep | None:
         """Take an update in; make a step where the buffer is full.
 
         Raises:
@@ -164,14 +164,14 @@ class BufferedServer(HasModel):
         if self._training.pop(client, None) is not None:
             self._waiting.dropped[client] = reason
 
-    def _step(self) -> Step:
+    def _step(self) -> BufferedStep:
         full, self._waiting = self._waiting, _Buffer()
         shares = [1 / self.buffer] * self.buffer
         self._global.step(full.rows, shares, self.buffer / self.clients, self.buffer)
         self.steps += 1
         if self.private:
             self._used.update(full.clients)
-        return Step(
+        return BufferedStep(
             number=self.steps - 1,
             clients=tuple(full.clients),
             staleness=tuple(full.staleness),
@@ -240,6 +240,6 @@ class BufferedServer(HasModel):
         return Counter({int(client): int(steps) for client, steps in saved["used"]}), saved["uncounted"]
 
 
-def _scaled(rows: Rows, factor: float) -> Rows:
+def _scaled(rows: DecodedUpdate, factor: float) -> DecodedUpdate:
     vectors: dict[str, Tensor] = {name: vector * factor for name, vector in rows.vectors.items()}
     return rows._replace(vectors=vectors, buffers=rows.buffers * factor)

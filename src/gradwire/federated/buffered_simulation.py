@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 from gradwire.core.errors import CompositionError, FederationError
 from gradwire.core.key import Key
-from gradwire.federated.buffered import BufferedServer, Step
+from gradwire.federated.buffered import BufferedServer, BufferedStep
 from gradwire.federated.client import Federation, Kept
-from gradwire.federated.engines import Job, LocalTrainer, Lost, Outcome
+from gradwire.federated.engines import ClientJob, LocalTrainer, Lost, Outcome
 from gradwire.federated.sampling import generator
 from gradwire.federated.simulation import Conditions
 
@@ -91,7 +91,7 @@ class BufferedSimulation:
         self._flying: list[_Arrival] = []
         self._started = 0
 
-    def run(self, steps: int) -> Iterator[Step]:
+    def run(self, steps: int) -> Iterator[BufferedStep]:
         """Go on until the server has made so many steps more; yield each.
 
         Raises:
@@ -120,12 +120,12 @@ class BufferedSimulation:
         if not 0 <= takes_s < math.inf:
             raise FederationError(f"client {task.client} would take {takes_s} s: give a duration of 0 or more")
         if share:
-            outcome = self._trainer.do(self.server.terms, Job(task, self._kept.get(task.client, Kept()), share))
+            outcome = self._trainer.do(self.server.terms, ClientJob(task, self._kept.get(task.client, Kept()), share))
         else:
             outcome = Lost(task.client, f"client {task.client} was lost")
         heapq.heappush(self._flying, _Arrival(self.now_s + takes_s, self._started, outcome))
 
-    def _arrive(self, outcome: Outcome) -> tuple[Step | None, str]:
+    def _arrive(self, outcome: Outcome) -> tuple[BufferedStep | None, str]:
         """Hand an outcome to the server; return the step that it made, and why it did not count."""
         if isinstance(outcome, Lost):
             self.server.drop(*outcome)

@@ -15,7 +15,7 @@ MOST_STEPS = 1_000_000
 """Local steps beyond which a number is no number of steps."""
 
 
-class Rows(NamedTuple):
+class DecodedUpdate(NamedTuple):
     """An update that was found good, decoded.
 
     Attributes:
@@ -35,7 +35,7 @@ class Rows(NamedTuple):
     nbytes: int
 
 
-def rows_of(update: Update, terms: Terms, like: Mapping[str, Tensor], buffers: Tensor) -> Rows:
+def rows_of(update: Update, terms: Terms, like: Mapping[str, Tensor], buffers: Tensor) -> DecodedUpdate:
     """Decode an update.
 
     Args:
@@ -64,7 +64,7 @@ def rows_of(update: Update, terms: Terms, like: Mapping[str, Tensor], buffers: T
     for vector in (*vectors.values(), change):
         if not bool(vector.isfinite().all()):
             raise FederationError(f"client {client} sends an update that is not finite: it is left out")
-    return Rows(vectors, change, update.examples, update.steps, update.loss, update.nbytes)
+    return DecodedUpdate(vectors, change, update.examples, update.steps, update.loss, update.nbytes)
 
 
 def _decoded(update: Update, terms: Terms, like: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ from gradwire.core.errors import CompositionError, FederationError
 from gradwire.core.key import Key
 from gradwire.federated.flat import FlatModel
 from gradwire.federated.local import SGD
-from gradwire.federated.methods import Method, Vectors, Work
+from gradwire.federated.methods import FederatedMethod, Vectors, Work
 from gradwire.sending import Sending
 
 Loss = Callable[[nn.Module, Key], Tensor]
@@ -83,7 +83,7 @@ class Terms:
         fingerprint: of the model.
     """
 
-    method: Method
+    method: FederatedMethod
     local: SGD
     update: Sending
     seed: int

@@ -16,7 +16,7 @@ from gradwire.federated.flat import FlatModel
 from gradwire.federated.methods import Vectors
 
 
-class Job(NamedTuple):
+class ClientJob(NamedTuple):
     """A client's part of a round.
 
     Attributes:
@@ -29,7 +29,7 @@ class Job(NamedTuple):
     kept: Kept
     share: float = 1.0
 
-    def on(self, device: torch.device) -> Job:
+    def on(self, device: torch.device) -> ClientJob:
         """The same job with its tensors on a device."""
         task, kept = self.task, self.kept
         task = task._replace(
@@ -53,10 +53,10 @@ class Lost(NamedTuple):
 Outcome = Done | Lost
 
 
-class Engine(Protocol):
+class ClientEngine(Protocol):
     """Runs the jobs of a round; yields one outcome for each, in any order."""
 
-    def run(self, terms: Terms, jobs: Sequence[Job]) -> Iterator[Outcome]:
+    def run(self, terms: Terms, jobs: Sequence[ClientJob]) -> Iterator[Outcome]:
         """Train the clients of `jobs`."""
         ...
 
@@ -76,7 +76,7 @@ class LocalTrainer:
         """Fingerprint of the model's names and shapes."""
         return self._model.fingerprint
 
-    def do(self, terms: Terms, job: Job) -> Outcome:
+    def do(self, terms: Terms, job: ClientJob) -> Outcome:
         """Do a job; whatever a client's code raises loses that client and no other."""
         client, job = job.task.client, job.on(self._model.values.device)
         try:
@@ -96,7 +96,7 @@ class InProcess:
     def __init__(self, model: nn.Module, federation: Federation) -> None:
         self._trainer = LocalTrainer(model, federation)
 
-    def run(self, terms: Terms, jobs: Sequence[Job]) -> Iterator[Outcome]:
+    def run(self, terms: Terms, jobs: Sequence[ClientJob]) -> Iterator[Outcome]:
         """One job after another."""
         for job in jobs:
             yield self._trainer.do(terms, job)

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from gradwire.core.errors import CompositionError, FederationError
 from gradwire.federated.aggregation import Aggregation, as_aggregation
 from gradwire.federated.broadcast import Broadcast
-from gradwire.federated.checks import Rows, rows_of
+from gradwire.federated.checks import DecodedUpdate, rows_of
 from gradwire.federated.client import Assignment, Terms, Update
 from gradwire.federated.flat import FlatModel
 from gradwire.federated.local import SGD
-from gradwire.federated.methods import MODEL, FedAvg, Method
+from gradwire.federated.methods import MODEL, FedAvg, FederatedMethod
 from gradwire.federated.optimizers import Mean, ServerStep
 from gradwire.federated.states import cloned, filled
 from gradwire.reducers.aggregate import PrivateMean, Rule
@@ -26,11 +26,11 @@ from gradwire.sending import Sending
 BUFFERS = "buffers"
 
 
-class Settings(TypedDict, total=False):
+class ModelSettings(TypedDict, total=False):
     """What every server is told of its model; `Server` says what it means. What is left out has the default."""
 
     local: Required[SGD]
-    method: Method | None
+    method: FederatedMethod | None
     optimizer: ServerStep | None
     update: str | Sending
     broadcast: str | Sending
@@ -41,7 +41,7 @@ class Settings(TypedDict, total=False):
 class GlobalModel:
     """Parameters, buffers, the server step's memory, what the method shares, and what clients know of all that.
 
-    It draws nobody and waits for nobody: servers do. For the arguments see `Settings`.
+    It draws nobody and waits for nobody: servers do. For the arguments see `ModelSettings`.
 
     Attributes:
         terms: what clients need to know.
@@ -55,7 +55,7 @@ class GlobalModel:
         model: nn.Module,
         *,
         local: SGD,
-        method: Method | None = None,
+        method: FederatedMethod | None = None,
         optimizer: ServerStep | None = None,
         update: str | Sending = "none",
         broadcast: str | Sending = "none",
@@ -89,7 +89,7 @@ class GlobalModel:
         """Bytes that a client needs to know what `assignments` says."""
         return self.broadcast.bytes_to(client) + self.flat.buffers().nbytes
 
-    def rows_of(self, update: Update) -> Rows:
+    def rows_of(self, update: Update) -> DecodedUpdate:
         """Check and decode an update.
 
         Raises:
@@ -98,7 +98,7 @@ class GlobalModel:
         return rows_of(update, self.terms, self.vectors(), self.flat.buffers())
 
     @torch.no_grad()
-    def step(self, rows: Sequence[Rows], shares: Sequence[float], fraction: float, expected: float) -> None:
+    def step(self, rows: Sequence[DecodedUpdate], shares: Sequence[float], fraction: float, expected: float) -> None:
         """Make one step of what clients sent.
 
         Args:

@@ -46,14 +46,14 @@ class Work(NamedTuple):
     kept: Vectors
 
 
-class Message(NamedTuple):
+class ClientMessage(NamedTuple):
     """What a client sends, by name, and what it keeps once the server has taken that up."""
 
     sent: dict[str, Tensor]
     kept: dict[str, Tensor]
 
 
-class Method(ABC):
+class FederatedMethod(ABC):
     """See the module's text. Changes named `MODEL` are those of the parameters.
 
     Attributes:
@@ -74,7 +74,7 @@ class Method(ABC):
         return g
 
     @abstractmethod
-    def message(self, work: Work) -> Message:
+    def message(self, work: Work) -> ClientMessage:
         """What is sent after the last local step."""
 
     def change(self, mean: Tensor, local: SGD, steps: Sequence[int], shares: Sequence[float]) -> Tensor:
@@ -91,7 +91,7 @@ class Method(ABC):
 
 
 @dataclass(frozen=True)
-class FedAvg(Method):
+class FedAvg(FederatedMethod):
     """y -= lr g;  x += sum_i p_i (y_i - x), p_i by numbers of examples (McMahan et al. 2017, Algorithm 1).
 
     p_i = n_i / sum of the n_j of those clients whose updates are here, as in the paper's last version. The paper counts
@@ -106,9 +106,9 @@ class FedAvg(Method):
         decentralized data".
     """
 
-    def message(self, work: Work) -> Message:
+    def message(self, work: Work) -> ClientMessage:
         """The change y - x."""
-        return Message({MODEL: work.y - work.x}, {})
+        return ClientMessage({MODEL: work.y - work.x}, {})
 
 
 @dataclass(frozen=True)
@@ -173,9 +173,9 @@ class FedNova(FedProx):
 
     mu: float = 0.0
 
-    def message(self, work: Work) -> Message:
+    def message(self, work: Work) -> ClientMessage:
         """The change over how far the steps reach."""
-        return Message({MODEL: (work.y - work.x) / normaliser(work.local, self.mu, work.steps)}, {})
+        return ClientMessage({MODEL: (work.y - work.x) / normaliser(work.local, self.mu, work.steps)}, {})
 
     def change(self, mean: Tensor, local: SGD, steps: Sequence[int], shares: Sequence[float]) -> Tensor:
         """tau_eff times the mean."""
@@ -184,7 +184,7 @@ class FedNova(FedProx):
 
 
 @dataclass(frozen=True)
-class Scaffold(Method):
+class Scaffold(FederatedMethod):
     """Control variates take out what clients' gradients differ by (Karimireddy et al. 2020, Algorithm 1, option II).
 
         y -= lr (g - c_i + c)
@@ -217,12 +217,12 @@ class Scaffold(Method):
         g.add_(shared[CONTROL])
         return g.sub_(kept[CONTROL]) if kept else g
 
-    def message(self, work: Work) -> Message:
+    def message(self, work: Work) -> ClientMessage:
         """The changes of y and of c_i."""
         before = kept_control(work)
         reach = work.local.lr * normaliser(work.local, 0.0, work.steps)
         after = before - work.shared[CONTROL] + (work.x - work.y) / reach
-        return Message({MODEL: work.y - work.x, CONTROL: after - before}, {CONTROL: after})
+        return ClientMessage({MODEL: work.y - work.x, CONTROL: after - before}, {CONTROL: after})
 
     def share(self, shared: dict[str, Tensor], mean: Vectors, fraction: float) -> dict[str, Tensor]:
         """c + |S|/N times the mean change of the c_i."""

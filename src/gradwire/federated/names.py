@@ -14,11 +14,11 @@ from gradwire.core.nearest import meant
 from gradwire.core.options import options_of
 from gradwire.core.places import CLIENTS
 from gradwire.core.registry import SpecMethod, register_all
-from gradwire.federated.methods import FedAvg, FedNova, FedProx, Method, Scaffold
+from gradwire.federated.methods import FedAvg, FederatedMethod, FedNova, FedProx, Scaffold
 from gradwire.federated.optimizers import FedAdagrad, FedAdam, FedAvgM, FedYogi, Mean, ServerStep
-from gradwire.federated.partition import Dirichlet, Even, Partition, Quantity, Shards
+from gradwire.federated.partition import DataPartition, Dirichlet, Even, LabelShards, Quantity
 
-METHODS: Mapping[str, Callable[..., Method]] = {
+METHODS: Mapping[str, Callable[..., FederatedMethod]] = {
     "fedavg": FedAvg,
     "fedprox": FedProx,
     "fednova": FedNova,
@@ -31,10 +31,10 @@ STEPS: Mapping[str, Callable[..., ServerStep]] = {
     "fedadam": FedAdam,
     "fedyogi": FedYogi,
 }
-PARTITIONS: Mapping[str, Callable[..., Partition]] = {
+PARTITIONS: Mapping[str, Callable[..., DataPartition]] = {
     "even": Even,
     "dirichlet": Dirichlet,
-    "shards": Shards,
+    "shards": LabelShards,
     "quantity": Quantity,
 }
 
@@ -42,7 +42,7 @@ PARTITIONS: Mapping[str, Callable[..., Partition]] = {
 class Named(NamedTuple):
     """What a name stands for: what clients do, and the server's step."""
 
-    method: Method
+    method: FederatedMethod
     optimizer: ServerStep
 
     place = CLIENTS
@@ -82,7 +82,7 @@ def parse_method(text: str) -> Named:
     Named(method=FedNova(mu=0.0), optimizer=Mean(lr=1.0))
     """
     built = [_built(piece, _METHODS, text) for piece in split(text, "+")]
-    methods = [part for part in built if isinstance(part, Method)]
+    methods = [part for part in built if isinstance(part, FederatedMethod)]
     steps = [part for part in built if isinstance(part, ServerStep)]
     if len(methods) > 1 or len(steps) > 1:
         raise SpecError(
@@ -91,7 +91,7 @@ def parse_method(text: str) -> Named:
     return Named(methods[0] if methods else FedAvg(), steps[0] if steps else Mean())
 
 
-def parse_partition(text: str) -> Partition:
+def parse_partition(text: str) -> DataPartition:
     """Read "even", "dirichlet:ALPHA", "shards:NUMBER" or "quantity:ALPHA".
 
     Raises:

@@ -20,7 +20,7 @@ from gradwire.federated.sampling import generator
 Indices = NDArray[np.int64]
 
 
-class Partition(ABC):
+class DataPartition(ABC):
     """How examples are dealt out."""
 
     needs_labels: bool = False
@@ -71,7 +71,7 @@ def _require_alpha(partition: object, alpha: float) -> None:
 
 
 @dataclass(frozen=True)
-class Even(Partition):
+class Even(DataPartition):
     """Every client gets as many examples, drawn from all alike: the IID case.
 
     >>> [part.tolist() for part in Even().split(5, 2, Key(seed=1))]
@@ -83,7 +83,7 @@ class Even(Partition):
 
 
 @dataclass(frozen=True)
-class Dirichlet(Partition):
+class Dirichlet(DataPartition):
     """Of each label, client i gets a share q_i, with q ~ Dirichlet(alpha, ..., alpha) (Yurochkin et al. 2019).
 
     Args:
@@ -115,7 +115,7 @@ def _shares(draw: np.random.Generator, alpha: float, count: int) -> NDArray[np.f
 
 
 @dataclass(frozen=True)
-class Shards(Partition):
+class LabelShards(DataPartition):
     """Examples are sorted by label and cut into `per_client` times N shards; each client gets so many of them.
 
     The pathological split of McMahan et al. 2017, section 3: with 2 most clients know two labels.
@@ -144,8 +144,11 @@ class Shards(Partition):
         return [np.concatenate([shards[i] for i in own]) for own in dealt]
 
 
+Shards = LabelShards  # its name before
+
+
 @dataclass(frozen=True)
-class Quantity(Partition):
+class Quantity(DataPartition):
     """Clients differ in how much they have and not in what: sizes ~ n Dirichlet(alpha, ..., alpha).
 
     Args:

@@ -19,7 +19,7 @@ from torch import nn
 
 from gradwire.core.errors import CompositionError, FederationError
 from gradwire.federated.client import Federation, Terms
-from gradwire.federated.engines import Job, LocalTrainer, Lost, Outcome
+from gradwire.federated.engines import ClientJob, LocalTrainer, Lost, Outcome
 from gradwire.federated.packing import pack, unpack
 from gradwire.federated.records import job_of, of_job, of_outcome, outcome_of
 
@@ -84,7 +84,7 @@ class Processes:
         there.close()
         return _Worker(process, here)
 
-    def run(self, terms: Terms, jobs: Sequence[Job]) -> Iterator[Outcome]:
+    def run(self, terms: Terms, jobs: Sequence[ClientJob]) -> Iterator[Outcome]:
         """Hand jobs out as workers get free; yield outcomes as they come.
 
         Raises:
@@ -109,7 +109,7 @@ class Processes:
         """Places of the workers that train somebody, by connection."""
         return {worker.connection: i for i, worker in enumerate(self._workers) if worker.client is not None}
 
-    def _hand_out(self, place: int, waiting: list[Job]) -> None:
+    def _hand_out(self, place: int, waiting: list[ClientJob]) -> None:
         if not waiting:
             return
         job, worker = waiting.pop(), self._workers[place]

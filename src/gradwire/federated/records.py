@@ -16,7 +16,7 @@ from torch import Tensor
 from gradwire.codecs.error_memory import ErrorMemory
 from gradwire.core.errors import FederationError
 from gradwire.federated.client import Assignment, Done, Kept, Update
-from gradwire.federated.engines import Job, Lost, Outcome
+from gradwire.federated.engines import ClientJob, Lost, Outcome
 from gradwire.federated.packing import Record
 
 _FLOATS = (torch.float32, torch.float64)
@@ -90,19 +90,19 @@ def kept_of(record: Record) -> Kept:
     return Kept(look.group("vectors", *_FLOATS), {name: ErrorMemory(owed) for name, owed in memories.items()})
 
 
-def of_job(job: Job) -> Record:
+def of_job(job: ClientJob) -> Record:
     """A client's part of a round, with what it kept."""
     return joined({"share": float(job.share)}, task=of_assignment(job.task), kept=of_kept(job.kept))
 
 
-def job_of(record: Record) -> Job:
+def job_of(record: Record) -> ClientJob:
     """The job that `of_job` was given.
 
     Raises:
         FederationError: a record of something else.
     """
     share = Look(record, "a job").number("share")
-    return Job(assignment_of(part(record, "task")), kept_of(part(record, "kept")), share)
+    return ClientJob(assignment_of(part(record, "task")), kept_of(part(record, "kept")), share)
 
 
 def of_outcome(outcome: Outcome) -> Record:

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from gradwire.core.errors import CompositionError, FederationError, StateError
 from gradwire.core.key import Key
 from gradwire.federated.aggregation import require_rows
-from gradwire.federated.checks import Rows
+from gradwire.federated.checks import DecodedUpdate
 from gradwire.federated.client import Assignment, Update
-from gradwire.federated.global_model import GlobalModel, HasModel, Settings
+from gradwire.federated.global_model import GlobalModel, HasModel, ModelSettings
 from gradwire.federated.sampling import Sampling, Uniform, shares_of
 
 
@@ -47,7 +47,7 @@ class _Open:
 
     clients: frozenset[int]
     received_bytes: dict[int, int]
-    rows: dict[int, Rows] = field(default_factory=dict[int, Rows])
+    rows: dict[int, DecodedUpdate] = field(default_factory=dict[int, DecodedUpdate])
     dropped: dict[int, str] = field(default_factory=dict[int, str])
 
 
@@ -96,7 +96,7 @@ class Server(HasModel):
         *,
         sample: int | Sampling,
         quorum: int | None = None,
-        **settings: Unpack[Settings],
+        **settings: Unpack[ModelSettings],
     ) -> None:
         self.clients = clients
         self.sampling = Uniform(sample) if isinstance(sample, int) else sample
@@ -217,7 +217,7 @@ class Server(HasModel):
             + (f" (among the reasons: {reasons})" if reasons else "")
         )
 
-    def _shares(self, rows: Sequence[Rows]) -> list[float]:
+    def _shares(self, rows: Sequence[DecodedUpdate]) -> list[float]:
         weighted = self.terms.method.weighted and self._global.aggregation.weighted and not self.sampling.by_weight
         return shares_of([row.examples if weighted else 1.0 for row in rows]) if rows else []
 

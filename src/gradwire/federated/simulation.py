@@ -10,7 +10,7 @@ from gradwire.codecs.error_memory import ErrorMemory
 from gradwire.core.errors import CompositionError, FederationError, StateError
 from gradwire.core.key import Key
 from gradwire.federated.client import Assignment, Federation, Kept
-from gradwire.federated.engines import Engine, InProcess, Job, Lost
+from gradwire.federated.engines import ClientEngine, ClientJob, InProcess, Lost
 from gradwire.federated.sampling import generator
 from gradwire.federated.server import Round, Server
 from gradwire.federated.states import cloned, group_like
@@ -81,7 +81,7 @@ class Simulation:
         server: Server,
         federation: Federation,
         *,
-        engine: Engine | None = None,
+        engine: ClientEngine | None = None,
         conditions: Conditions | None = None,
     ) -> None:
         if federation.clients != server.clients:
@@ -135,14 +135,14 @@ class Simulation:
                 self.server.drop(client, str(error))
         return kept
 
-    def _jobs(self, tasks: list[Assignment]) -> list[Job]:
-        jobs: list[Job] = []
+    def _jobs(self, tasks: list[Assignment]) -> list[ClientJob]:
+        jobs: list[ClientJob] = []
         for task in tasks:
             share = self.conditions.share(
                 Key(self.server.terms.seed, task.round, "federated.weather", rank=task.client)
             )
             if share:
-                jobs.append(Job(task, self._kept.get(task.client, Kept()), share))
+                jobs.append(ClientJob(task, self._kept.get(task.client, Kept()), share))
             else:
                 self.server.drop(task.client, f"client {task.client} was lost in round {task.round}")
         return jobs

@@ -19,7 +19,7 @@ WORTHWHILE = 0.95
 """Share of the backend's time that a route must stay below to be chosen: between nearer times noise would decide."""
 
 
-class Point(NamedTuple):
+class TimedSize(NamedTuple):
     """So many bytes took so long."""
 
     nbytes: int
@@ -39,12 +39,12 @@ class Curve:
     Raises:
         CompositionError: fewer points, or sizes that do not rise.
 
-    >>> curve = Curve((Point(0, 1.0), Point(100, 2.0), Point(200, 6.0)))
+    >>> curve = Curve((TimedSize(0, 1.0), TimedSize(100, 2.0), TimedSize(200, 6.0)))
     >>> curve.seconds(50), curve.seconds(300)
     (1.5, 10.0)
     """
 
-    points: tuple[Point, ...]
+    points: tuple[TimedSize, ...]
 
     def __post_init__(self) -> None:
         sizes = [point.nbytes for point in self.points]
@@ -79,7 +79,7 @@ class Auto(AllReduceExchange):
         CompositionError: a codec whose payloads cannot be added, or a number of curves that fits no candidates.
 
     >>> from gradwire.codecs import Identity
-    >>> flat, steep = Curve((Point(0, 2.0), Point(10, 2.1))), Curve((Point(0, 1.0), Point(10, 9.0)))
+    >>> flat, steep = Curve((TimedSize(0, 2.0), TimedSize(10, 2.1))), Curve((TimedSize(0, 1.0), TimedSize(10, 9.0)))
     >>> auto = Auto(Identity(), (flat, steep, flat, flat, flat))
     >>> auto.choose(1), auto.choose(1000)
     (Direct(codec=Identity()), AllReduceExchange(codec=Identity()))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 
-class Frame(NamedTuple):
+class DrawingSize(NamedTuple):
     """Size of a drawing and of the margins around its plot, in pixels; the left one grows with its labels."""
 
     width: int
@@ -20,12 +20,12 @@ class Frame(NamedTuple):
     bottom: int = 40
 
 
-WIDE = Frame(548, 388, left=34, right=44)
-NARROW = Frame(350, 330, left=30, right=34)
+WIDE = DrawingSize(548, 388, left=34, right=44)
+NARROW = DrawingSize(350, 330, left=30, right=34)
 
 
 @dataclass(frozen=True)
-class Axis:
+class Scale:
     """Maps values to pixels.
 
     Attributes:

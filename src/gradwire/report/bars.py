@@ -6,7 +6,7 @@ import html
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gradwire.report.axes import Axis, number_labels
+from gradwire.report.axes import Scale, number_labels
 from gradwire.report.svg import label, shortened, tag, width_of
 from gradwire.report.text import milliseconds
 
@@ -47,15 +47,15 @@ def bar_svg(title: str, bars: Sequence[Bar], floor_ms: float | None, *, width: i
     return tag("svg", "".join(body), class_="bars", viewBox=f"0 0 {width} {height}", role="img")
 
 
-def _axis(bars: Sequence[Bar], floor_ms: float | None, width: int) -> Axis:
+def _axis(bars: Sequence[Bar], floor_ms: float | None, width: int) -> Scale:
     """From zero to the longest bar, between the widest name and the widest figure."""
     longest = max([*(sum(bar.parts) for bar in bars), floor_ms or 0.0], default=0.0) or 1.0
     left = 14 + max((width_of(bar.name) for bar in bars), default=0.0)
     right = 14 + width_of(milliseconds(longest))
-    return Axis(0.0, longest, min(left, MOST_LEFT * width), width - right)
+    return Scale(0.0, longest, min(left, MOST_LEFT * width), width - right)
 
 
-def _bar(bar: Bar, x: Axis, y: float) -> tuple[str, str]:
+def _bar(bar: Bar, x: Scale, y: float) -> tuple[str, str]:
     """A bar with its name, and the figure at its end."""
     name = label(shortened(bar.name, x.start - 10), x.start - 10, y + BAR_HEIGHT - 4, class_="name end")
     pieces = [tag("g", tag("title", html.escape(bar.name)) + name)]

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from gradwire.report.axes import Axis, Frame, byte_labels, number_labels
+from gradwire.report.axes import DrawingSize, Scale, byte_labels, number_labels
 from gradwire.report.room import Placed, Room
 from gradwire.report.svg import LABEL_GAP, Box, label, shortened, tag, width_of
 from gradwire.report.text import significant
@@ -65,7 +65,7 @@ class LineChart:
     y_top: float | None = None
     nothing: str = "No loss was finite."
 
-    def svg(self, frame: Frame) -> str:
+    def svg(self, frame: DrawingSize) -> str:
         """Draw the chart, as SVG."""
         if not any(math.isfinite(point.y) for series in self.series for point in series.points):
             return self._empty(frame)
@@ -90,13 +90,13 @@ class LineChart:
             data_axis=json.dumps({"x": vars(x), "y": vars(y), "unit": self.unit}),
         )
 
-    def _empty(self, frame: Frame) -> str:
+    def _empty(self, frame: DrawingSize) -> str:
         """A sentence where there is nothing to draw."""
         said = "Nothing was sent." if self.unit == "bytes" else self.nothing
         body = tag("title", html.escape(self.title)) + label(said, frame.width / 2, 40, class_="axis middle")
         return tag("svg", body, class_="empty", viewBox=f"0 0 {frame.width} 80", role="img")
 
-    def _axes(self, frame: Frame) -> tuple[Axis, Axis, list[tuple[float, str]]]:
+    def _axes(self, frame: DrawingSize) -> tuple[Scale, Scale, list[tuple[float, str]]]:
         """Both axes, and the marks of y, whose width decides where x begins."""
         points = [p for s in self.series for p in s.points if math.isfinite(p.y)]
         y = self._y_axis(frame, min(p.low for p in points), max(p.high for p in points))
@@ -105,24 +105,24 @@ class LineChart:
         left = max([frame.left, *(12 + width_of(shown) for shown in labels)])
         return self._x_axis(frame, left, points), y, list(zip(ticks, labels, strict=True))
 
-    def _y_axis(self, frame: Frame, low: float, high: float) -> Axis:
+    def _y_axis(self, frame: DrawingSize, low: float, high: float) -> Scale:
         high = min(high, self.y_top) if self.y_top is not None and self.y_top > low else high
         # a line that does not move needs some height all the same, and one of 1e30 more than of 1
         height = max(high - low, 1e-6 * abs(high), 1e-9)
         floor = low - height * (0.06 + LABEL_GAP * self._name_rows() / frame.height)
-        return Axis(floor, low + 1.03 * height, frame.height - frame.bottom, frame.top)
+        return Scale(floor, low + 1.03 * height, frame.height - frame.bottom, frame.top)
 
-    def _x_axis(self, frame: Frame, left: float, points: Sequence[Point]) -> Axis:
+    def _x_axis(self, frame: DrawingSize, left: float, points: Sequence[Point]) -> Scale:
         log = self.unit == "bytes"
         low = max(1.0, min(p.x for p in points)) if log else 0.0
         high = max(p.x for p in points)
-        return Axis(low, high if high > low else low * 2 + 1, left, frame.width - frame.right, log)
+        return Scale(low, high if high > low else low * 2 + 1, left, frame.width - frame.right, log)
 
     def _name_rows(self) -> int:
         """Rows of names to leave room for below the lines."""
         return min(3, len(self.series)) if len(self.series) <= MOST_NAMES else 0
 
-    def _grid(self, frame: Frame, x: Axis, y: Axis, labels: Iterable[tuple[float, str]]) -> Iterable[str]:
+    def _grid(self, frame: DrawingSize, x: Scale, y: Scale, labels: Iterable[tuple[float, str]]) -> Iterable[str]:
         for value, shown in labels:
             yield tag("line", class_="grid", x1=x.start, x2=x.end, y1=y(value), y2=y(value))
             yield label(shown, x.start - 7, y(value) + 4, class_="tick end")
@@ -133,7 +133,7 @@ class LineChart:
         yield tag("line", class_="base", x1=x.start, x2=x.end, y1=y.start, y2=y.start)
         yield label(self.x_title, (x.start + x.end) / 2, y.start + 36, class_="axis middle")
 
-    def _line(self, series: Series, x: Axis, y: Axis) -> str:
+    def _line(self, series: Series, x: Scale, y: Scale) -> str:
         parts = [piece for points in stretches(thin(series.points)) for piece in self._stretch(points, x, y)]
         data = [[float(f"{p.x:.5g}"), float(f"{p.y:.5g}")] for p in thin(series.points) if math.isfinite(p.y)]
         if not data:
@@ -141,7 +141,7 @@ class LineChart:
         classes = f"series {series.tone}"
         return tag("g", "".join(parts), class_=classes, data_name=series.name, data_points=json.dumps(data))
 
-    def _stretch(self, points: Sequence[Point], x: Axis, y: Axis) -> Iterable[str]:
+    def _stretch(self, points: Sequence[Point], x: Scale, y: Scale) -> Iterable[str]:
         """A piece of a line, with the band of its seeds; a single point is a dot."""
         if any(p.high > p.low for p in points):
             upper = [f"{x(p.x):.1f},{y(p.high):.1f}" for p in points]
@@ -151,7 +151,7 @@ class LineChart:
             yield tag("circle", class_="dot", cx=x(points[0].x), cy=y(points[0].y), r=2.0)
         yield tag("polyline", class_="line", points=" ".join(f"{x(p.x):.1f},{y(p.y):.1f}" for p in points))
 
-    def _labels(self, x: Axis, y: Axis) -> Iterable[str]:
+    def _labels(self, x: Scale, y: Scale) -> Iterable[str]:
         """The target and the lines' names, none of them on a line or on another label."""
         room = Room(x.start, y.end, x.end + 24, y.start)
         for series in self.series:
@@ -160,7 +160,7 @@ class LineChart:
         yield from self._target(x, y, room)
         yield from self._names(x, y, room)
 
-    def _target(self, x: Axis, y: Axis, room: Room) -> Iterable[str]:
+    def _target(self, x: Scale, y: Scale, room: Room) -> Iterable[str]:
         """The line of the target, what it is, and where each line reaches it."""
         if self.target is None or not y.low < self.target < y.high:
             return
@@ -177,7 +177,7 @@ class LineChart:
         if placed is not None:
             yield label(text, placed.box.left, placed.box.top + 11, class_="note")
 
-    def _names(self, x: Axis, y: Axis, room: Room) -> Iterable[str]:
+    def _names(self, x: Scale, y: Scale, room: Room) -> Iterable[str]:
         """Write each line's name below its end, or as near to it as there is room inside the plot.
 
         More than `MOST_NAMES` would not fit there, nor does one that finds no room; the legend has them too.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from gradwire.bench.federation_results import Evaluation, Own, Results
+from gradwire.bench.federation_results import FederationEvaluation, Own, Results
 from gradwire.bench.storage import write_atomically
 from gradwire.report import text
 from gradwire.report.axes import NARROW, WIDE
@@ -111,7 +111,7 @@ def _by_rounds(results: Results) -> list[Series]:
 
 def _by_bytes(results: Results) -> list[Series]:
     def points(column: str) -> list[Point]:
-        known: list[Evaluation] = [at for at in results.evaluations if getattr(at, column) >= 1]
+        known: list[FederationEvaluation] = [at for at in results.evaluations if getattr(at, column) >= 1]
         return [_point(getattr(at, column), at.value) for at in known]
 
     return [Series("sent", "tone0", points("sent_bytes")), Series("received", "tone1", points("received_bytes"))]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from gradwire.bench.figures import Row, Spread
-from gradwire.bench.verdict import Kind
+from gradwire.bench.verdict import FindingKind
 from gradwire.core.figures import NOTHING as NOTHING
 from gradwire.core.figures import milliseconds as milliseconds
 from gradwire.core.figures import si_bytes as si_bytes
@@ -59,7 +59,7 @@ def gap(value: float | None, error: float | None = None) -> str:
     return f"{value:+.3f} ± {significant(error, 2)}" if error else f"{value:+.3f}"
 
 
-def speed_up(value: Spread | None, why_not: Kind | None) -> str:
+def speed_up(value: Spread | None, why_not: FindingKind | None) -> str:
     """A speed-up with its range over seeds; where none may be shown, why."""
     if why_not is not None:
         return why_not.value

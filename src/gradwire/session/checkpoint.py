@@ -12,7 +12,7 @@ from gradwire.core import save_folder
 from gradwire.core.errors import ShardsElsewhereError, StateError
 from gradwire.core.renamed import alike
 from gradwire.core.reshard import reshard, with_all_owned
-from gradwire.core.save_folder import Manifest, Run, file_name
+from gradwire.core.save_folder import Manifest, SavedRun, file_name
 from gradwire.core.saved import Loaded
 from gradwire.core.saved_schema import SHARED, TREE, VERSION, Saved
 from gradwire.core.tensor_file import Written
@@ -24,7 +24,7 @@ from gradwire.session.states import take_up, unpacked
 from gradwire.session.together import Together
 
 
-class Holder(Protocol):
+class HasSession(Protocol):
     """What holds a session, as the optimizers of `gradwire.sync` do; a session is its own."""
 
     @property
@@ -96,7 +96,7 @@ class KeptOtherwise(Protocol):
 
 
 @runtime_checkable
-class Meeting(Protocol):
+class HasSeveralGroups(Protocol):
     """What has ranks in several groups, as averages of sharded models: all of them save and load together."""
 
     def together(self, call: str) -> Together:
@@ -120,16 +120,16 @@ def _require_savable(call: str, handle: object) -> None:
         )
 
 
-def _together(call: str, handle: Holder | Savable) -> Together:
+def _together(call: str, handle: HasSession | Savable) -> Together:
     _require_savable(call, handle)
     session = handle.session
     if not session.is_open:
         raise StateError(f"{call}: this session is closed; save and load before close()")
     group_store()  # else nobody can be met
-    return handle.together(call) if isinstance(handle, Meeting) else Together(call, session.lane, StateError)
+    return handle.together(call) if isinstance(handle, HasSeveralGroups) else Together(call, session.lane, StateError)
 
 
-def _packed(handle: Holder | Savable, ranks: Together) -> Saved:
+def _packed(handle: HasSession | Savable, ranks: Together) -> Saved:
     """This rank's state in the form of `gradwire.core.saved`; what is more than a session's is a tree of its own."""
     session = handle.session
     if not isinstance(handle, Savable):
@@ -155,7 +155,7 @@ def _tree(saved: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def save(
     folder: str | Path,
-    handle: Holder | Savable,
+    handle: HasSession | Savable,
     *,
     overwrite: bool = False,
     checkpoint: Written | None = None,
@@ -196,7 +196,7 @@ def save(
     _require_one_step({rank: words["head"] for rank, words in zip(ranks.ranks, said, strict=True)})
     _require_own_folder([words["kept"] for words in said])
     number, token = 1 + max(words["last"] for words in said), said[0]["token"]
-    run = Run(*said[0]["run"])
+    run = SavedRun(*said[0]["run"])
     run = run._replace(id=run.id or token)
 
     def write() -> Written:
@@ -212,7 +212,7 @@ def save(
     save_folder.remove_before(here, number)
 
 
-def load(folder: str | Path, handle: Holder | Savable) -> int:
+def load(folder: str | Path, handle: HasSession | Savable) -> int:
     """Take up what `gradwire.save` saved, and return the step it was saved at.
 
     Every rank must call it, after `attach` and before the first step. With as many ranks as saved each needs its own

@@ -43,7 +43,7 @@ _DEEDS = (_FAILED, _WAITED, _BROKEN, _TRAINING, _IDLE)
 
 
 @dataclass(frozen=True)
-class Answer:
+class RankAnswer:
     """What one rank says of itself, as text.
 
     Attributes:
@@ -73,7 +73,7 @@ class Answer:
         return json.dumps(fields)
 
     @classmethod
-    def from_json(cls, raw: bytes | str, rank: int) -> "Answer":
+    def from_json(cls, raw: bytes | str, rank: int) -> "RankAnswer":
         """Read the answer of `rank`.
 
         Raises:
@@ -98,7 +98,7 @@ def _described(error: BaseException) -> tuple[str, str, str]:
     return type(error).__name__, str(error), "".join(traceback.format_exception(error))[-_LIMIT:]
 
 
-def _left(answers: Collection[Answer]) -> list[Answer]:
+def _left(answers: Collection[RankAnswer]) -> list[RankAnswer]:
     """Ranks that have left a pass, and have started less than others, which wait in it."""
     furthest = max(answer.started for answer in answers)
     return [answer for answer in answers if answer.type and answer.started < furthest]
@@ -232,7 +232,9 @@ class FailureBoard:
 
     def leave_word(self, error: BaseException) -> None:
         """Write down why this rank is about to end, for others that will wonder; raise no alarm."""
-        self._set(str(self.rank), Answer(self.rank, _FAILED, 0.0, self._started, False, *_described(error)).to_json())
+        self._set(
+            str(self.rank), RankAnswer(self.rank, _FAILED, 0.0, self._started, False, *_described(error)).to_json()
+        )
 
     def _watch(self) -> None:
         while not self._stop.wait(TICK_S):
@@ -259,7 +261,7 @@ class FailureBoard:
             self._store.set(_ALARM, str(self.rank))
         except Exception:
             return CommunicationError(_STORE_GONE + self._waited(lost, where))
-        answers: dict[int, Answer] = {}
+        answers: dict[int, RankAnswer] = {}
         try:
             self._collect(answers)
         except _Damaged as damaged:
@@ -273,14 +275,14 @@ class FailureBoard:
             return CommunicationError(text, (self.rank,))
         return self._blamed(answers, self._waited(lost, where))
 
-    def _answer(self, lost: ConnectionLost | None) -> Answer:
+    def _answer(self, lost: ConnectionLost | None) -> RankAnswer:
         left = () if self._left is None else _described(self._left)
         if lost is None:
-            return Answer(self.rank, self._doing, time.monotonic() - self._since, self._started, self.waits, *left)
+            return RankAnswer(self.rank, self._doing, time.monotonic() - self._since, self._started, self.waits, *left)
         late = lost.waited_s >= 0.9 * self.deadline_s
-        return Answer(self.rank, _WAITED if late else _BROKEN, lost.waited_s, self._started, True, *left)
+        return RankAnswer(self.rank, _WAITED if late else _BROKEN, lost.waited_s, self._started, True, *left)
 
-    def _collect(self, answers: dict[int, Answer]) -> None:
+    def _collect(self, answers: dict[int, RankAnswer]) -> None:
         """Read answers as they come, until all are here or the time is over."""
         end = time.monotonic() + ANSWER_S
         while len(answers) < len(self.ranks) and time.monotonic() < end:
@@ -297,13 +299,13 @@ class FailureBoard:
                 return
         time.sleep(2 * _PAUSE_S)  # let slower ranks read the last answers before a rank that holds the store ends
 
-    def _read(self, raw: bytes, rank: int) -> Answer:
+    def _read(self, raw: bytes, rank: int) -> RankAnswer:
         try:
-            return Answer.from_json(raw, rank)
+            return RankAnswer.from_json(raw, rank)
         except (ValueError, TypeError, RecursionError) as error:
             raise _Damaged(rank) from error
 
-    def _blamed(self, answers: dict[int, Answer], waited: str) -> CommunicationError:
+    def _blamed(self, answers: dict[int, RankAnswer], waited: str) -> CommunicationError:
         silent = [rank for rank in self.ranks if rank not in answers]
         waits = [answer.seconds for answer in answers.values() if answer.doing == _WAITED]
         idle = [
@@ -360,7 +362,7 @@ _STORE_GONE = (
 )
 
 
-def _passed_on(answer: Answer) -> CommunicationError:
+def _passed_on(answer: RankAnswer) -> CommunicationError:
     said = f"rank {answer.rank} failed with {answer.type}: {answer.message}"
     error = CommunicationError(said, (answer.rank,))
     error.add_note(f"gradwire passed this on from rank {answer.rank}, where it was raised as:\n{answer.traceback}")

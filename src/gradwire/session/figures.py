@@ -17,7 +17,7 @@ from gradwire.drivers.window import DDP_CAPS, Window
 from gradwire.reducers.base import Reducer
 from gradwire.session.feed import Feed
 from gradwire.session.lane import Lane
-from gradwire.session.pace import Pace
+from gradwire.session.pace import WindowPace
 from gradwire.session.report import Report, observed
 from gradwire.session.step_times import StepBoard
 
@@ -33,7 +33,7 @@ class Figures:
     _device: torch.device
     _link_times: ReductionTimes | None
     _board: StepBoard | None
-    pace: Pace | None = None
+    pace: WindowPace | None = None
     """Set by what combines models with this session."""
     uncounted: str = ""
     """What a report says that it does not count."""

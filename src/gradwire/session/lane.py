@@ -20,7 +20,7 @@ from gradwire.core.errors import AttachError, CommunicationError, ConnectionLost
 from gradwire.drivers import groups
 from gradwire.drivers.process_group import GroupTransport
 from gradwire.session.failures import FailureBoard
-from gradwire.session.meeting import Meeting, group_store
+from gradwire.session.meeting import GroupMeeting, group_store
 
 INTERRUPTED_S = 0.7
 """How long to wait for a thread after an interrupt: what it waits for may never come."""
@@ -151,7 +151,7 @@ class Lane:
         self.poison: BaseException | None = None
         self.ports: dict[Hashable, Any] = {}
         store, name = group_store(), self.group.group_name
-        self.meeting = Meeting(store, name, self.group.rank(), self.failures.ranks)
+        self.meeting = GroupMeeting(store, name, self.group.rank(), self.failures.ranks)
 
     def transport(self) -> GroupTransport:
         """A transport of this lane's group."""

@@ -22,7 +22,7 @@ _GRACE_S = 5.0
 _LONGEST_PAUSE_S = 0.05
 
 
-class Meeting:
+class GroupMeeting:
     """All ranks of a group, who meet as often as `exchange` is called.
 
     Args:

@@ -40,7 +40,7 @@ class Counted(Protocol):
 
 
 @dataclass
-class Pace:
+class WindowPace:
     """How the steps of a session that combines models lie among those of training.
 
     Attributes:
@@ -62,7 +62,7 @@ class Pace:
     steps: int = 0
 
     @classmethod
-    def of(cls, period: str, parameters: Mapping[str, Tensor], *, waits: bool = True) -> Pace:
+    def of(cls, period: str, parameters: Mapping[str, Tensor], *, waits: bool = True) -> WindowPace:
         """That of a model with these trained parameters, whose gradients have their dtypes."""
         nbytes = sum(p.numel() * p.element_size() for p in parameters.values())
         return cls(period, nbytes, frozenset(p.dtype for p in parameters.values()), waits=waits)

@@ -21,7 +21,7 @@ from gradwire.drivers.engine import Engine
 from gradwire.drivers.probing import ReductionTimes
 from gradwire.drivers.window import START_UP, Window
 from gradwire.session.estimate import Times, summarise
-from gradwire.session.pace import Pace
+from gradwire.session.pace import WindowPace
 from gradwire.session.step_times import ToldSteps
 
 FEWEST_STEPS = 5
@@ -207,7 +207,7 @@ def observed(
     method: str,
     averages: bool,
     residual_norm: float,
-    pace: Pace | None = None,
+    pace: WindowPace | None = None,
     uncounted: str = "",
 ) -> Report:
     """Return the report of an engine that a window has watched.

@@ -7,14 +7,14 @@ import weakref
 from collections.abc import Iterable
 
 from gradwire.core.renamed import alike
-from gradwire.core.save_folder import Manifest, Run
+from gradwire.core.save_folder import Manifest, SavedRun
 from gradwire.session.session import Session
 
 _SAVERS: weakref.WeakValueDictionary[str, Session] = weakref.WeakValueDictionary()
 """The sessions of this process, by the run of what they have saved or loaded."""
 
 
-def run_of(session: Session, method: str) -> Run:
+def run_of(session: Session, method: str) -> SavedRun:
     """The run that saves of a session are of; before its first one it has no id yet.
 
     Args:
@@ -25,17 +25,17 @@ def run_of(session: Session, method: str) -> Run:
         return session.saved_as
     # First dimensions are left out: of a sharded model ranks have different ones.
     told = repr([(name, session.feed.planned(name).shape[1:]) for name in session.names])
-    return Run("", hashlib.blake2b(told.encode(), digest_size=8).hexdigest(), method)
+    return SavedRun("", hashlib.blake2b(told.encode(), digest_size=8).hexdigest(), method)
 
 
-def remember(session: Session, run: Run | None) -> None:
+def remember(session: Session, run: SavedRun | None) -> None:
     """Note that a session has saved for a run, or goes on with it; None is one of an older version."""
     session.saved_as = run
     if run is not None:
         _SAVERS[run.id] = session
 
 
-def stranger(found: Iterable[Manifest], session: Session, run: Run, world_size: int) -> str | None:
+def stranger(found: Iterable[Manifest], session: Session, run: SavedRun, world_size: int) -> str | None:
     """What another handle has saved that a save of this run would remove; None where there is nothing.
 
     A run that begins anew, with the same model and method, may take the place of the one before. Methods are not

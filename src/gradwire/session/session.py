@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from gradwire.core import saved
 from gradwire.core.errors import NonFiniteWarning, StepError
 from gradwire.core.grain import ParameterSpec
-from gradwire.core.save_folder import Run
+from gradwire.core.save_folder import SavedRun
 from gradwire.drivers.window import Window
 from gradwire.reducers.base import Reducer
 from gradwire.session.ending import Ending
@@ -89,7 +89,7 @@ class Session(Figures):
         session.close()
     """
 
-    saved_as: Run | None
+    saved_as: SavedRun | None
 
     @torch.inference_mode(False)  # else no step outside of it could write to what is made here
     def __init__(

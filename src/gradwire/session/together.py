@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 
 from gradwire.core.errors import GradwireError
 from gradwire.session.lane import Lane
-from gradwire.session.meeting import Meeting
+from gradwire.session.meeting import GroupMeeting
 
 
 class TimedMeeting(NamedTuple):
     """A meeting of ranks that have no lane, and the seconds that a rank is waited for."""
 
-    meeting: Meeting
+    meeting: GroupMeeting
     deadline_s: float
 
 

@@ -24,7 +24,7 @@ def require_rhythm(check_every: int, on_drift: str) -> None:
 
 
 @dataclass(frozen=True)
-class Watch:
+class DriftWatch:
     """What is compared, and when.
 
     Attributes:
@@ -48,7 +48,7 @@ class Watch:
             check_drift(holder, self.tensors, self.on_drift)
 
 
-def watch(tensors: nn.Module | Mapping[str, Tensor], check_every: int, on_drift: str) -> Watch:
+def watch(tensors: nn.Module | Mapping[str, Tensor], check_every: int, on_drift: str) -> DriftWatch:
     """Return the watch of a session over these tensors.
 
     Args:
@@ -74,4 +74,4 @@ def watch(tensors: nn.Module | Mapping[str, Tensor], check_every: int, on_drift:
                 f"{name!r} requires no gradient, so it is no parameter that check_every= could compare: make the "
                 "session of the model or of its parameters, or call gradwire.check_drift on them"
             )
-    return Watch(tensors, check_every, on_drift)
+    return DriftWatch(tensors, check_every, on_drift)

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from gradwire.core.collective import AllReduce
 from gradwire.drivers.interpreter import ask
 from gradwire.session import Session
-from gradwire.sync.copies import Whole
+from gradwire.sync.copies import WholeCopy
 from gradwire.sync.fragment import Fragment
 
 
@@ -29,7 +29,7 @@ class AllRanks:
         sent_bytes: what this rank has sent so far.
     """
 
-    def __init__(self, session: Session, shards: Whole, device: torch.device) -> None:
+    def __init__(self, session: Session, shards: WholeCopy, device: torch.device) -> None:
         self._lane, self._transport, self._shards, self._device = session.lane, session.transport, shards, device
         self.rank = self._transport.rank * shards.total + shards.number
         self.world_size = self._transport.world_size * shards.total

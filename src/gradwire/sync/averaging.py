@@ -17,7 +17,7 @@ from gradwire.drivers.engine import Stats
 from gradwire.reducers.base import Reducer
 from gradwire.session import DEADLINE_S, Session
 from gradwire.session.names import TrainedParameters, named
-from gradwire.session.pace import Pace
+from gradwire.session.pace import WindowPace
 from gradwire.session.together import Together
 from gradwire.sync.alike import require_same_start
 from gradwire.sync.all_ranks import AllRanks
@@ -177,7 +177,7 @@ class Averaging(AveragingState):
             self.close()
             raise
         self._lane = self.session.lane
-        self.pace = self.session.pace = Pace.of("window", parameters, waits=not delay)
+        self.pace = self.session.pace = WindowPace.of("window", parameters, waits=not delay)
         self.pace.others = [part.session for part in self.parts[1:]]
         self._ranks = ranks = AllRanks(self.session, self.shards, local(next(iter(parameters.values()))).device)
         self.buffers = Buffers(

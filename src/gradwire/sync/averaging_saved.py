@@ -10,11 +10,11 @@ from gradwire.core.saved import Loaded
 from gradwire.session import Session
 from gradwire.sync.averaging_state import SECONDS, VERSION, check_state, resharded
 from gradwire.sync.buffers import Buffers
-from gradwire.sync.copies import Whole
+from gradwire.sync.copies import WholeCopy
 from gradwire.sync.fragment import Fragment
 
 
-class Checked(NamedTuple):
+class CheckedAveraging(NamedTuple):
     """A saved state that belongs here, the fragments that go on from it, and what their sessions make of it."""
 
     saved: Mapping[str, Any]
@@ -33,7 +33,7 @@ class AveragingState(ABC):
     fragments: list[Fragment]
     seconds: list[Fragment]
     buffers: Buffers
-    shards: Whole
+    shards: WholeCopy
     replaced: list[Fragment]
     _synced: int
 
@@ -81,7 +81,7 @@ class AveragingState(ABC):
         """
         self.take_up(self.checked(state))
 
-    def checked(self, state: Mapping[str, Any]) -> Checked:
+    def checked(self, state: Mapping[str, Any]) -> CheckedAveraging:
         """Return a saved state for `take_up`; until then nothing is changed.
 
         Raises:
@@ -93,7 +93,7 @@ class AveragingState(ABC):
         # Saves of version 0.2 and before have none: the first average then begins from zeros.
         second = [own.unpacked(its) for own, its in zip(seconds, state.get(SECONDS, ()), strict=False)]
         self.buffers.check(state["buffers"])
-        return Checked(state, fragments, seconds, loaded, second)
+        return CheckedAveraging(state, fragments, seconds, loaded, second)
 
     def _as_saved(self, state: Mapping[str, Any]) -> tuple[list[Fragment], list[Fragment]]:
         """The fragments at hand, and where the save was made with other ones, new ones like those.
@@ -106,7 +106,7 @@ class AveragingState(ABC):
         is_of_this_model = len(saved) == len(dealt) and all(saved) and set[str]().union(*saved) == here
         return self.dealt_out(saved) if is_of_this_model and saved != dealt else (self.fragments, self.seconds)
 
-    def take_up(self, checked: Checked) -> None:
+    def take_up(self, checked: CheckedAveraging) -> None:
         """Go on from what `checked` returned."""
         saved, fragments, seconds, loaded, second = checked
         if fragments is not self.fragments:

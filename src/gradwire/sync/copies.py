@@ -30,7 +30,7 @@ _HERE = 'group=mesh["replicate"].get_group()'
 """How the group that is wanted is usually written."""
 
 
-class Whole:
+class WholeCopy:
     """This rank alone, which has all of its copy: what it decides holds for all of it.
 
     Attributes:
@@ -114,10 +114,10 @@ class Whole:
         return
 
 
-WHOLE = Whole()
+WHOLE = WholeCopy()
 
 
-class Sharded(Whole):
+class ShardedCopy(WholeCopy):
     """The ranks of one copy of a sharded model.
 
     Args:
@@ -259,7 +259,7 @@ class _AllCopies(Together):
 # What is served ---------------------------------------------------------------------------------------------------
 
 
-def shards_of(model: nn.Module, group: dist.ProcessGroup | None, deadline_s: float, what: str) -> Whole:
+def shards_of(model: nn.Module, group: dist.ProcessGroup | None, deadline_s: float, what: str) -> WholeCopy:
     """Return who has a copy of the model together with this rank.
 
     Args:
@@ -281,7 +281,7 @@ def shards_of(model: nn.Module, group: dist.ProcessGroup | None, deadline_s: flo
     shards = meshes[0].get_group()
     _require_one_copy(dict(zip(parameters, meshes, strict=True)), shards)
     _require_others(group_of(group), shards)
-    return Sharded(shards, local(next(iter(parameters.values()))).device, deadline_s, what)
+    return ShardedCopy(shards, local(next(iter(parameters.values()))).device, deadline_s, what)
 
 
 def _require_served(name: str, parameter: Tensor) -> None:

@@ -22,7 +22,7 @@ from gradwire.session.lane import group_of
 from gradwire.session.together import Together
 from gradwire.sync.averaging import Averaging
 from gradwire.sync.averaging_options import Options
-from gradwire.sync.averaging_saved import Checked
+from gradwire.sync.averaging_saved import CheckedAveraging
 
 _SHARED = ("buffers", "optimizer", "moments", "seed", "deadline_s")
 """Options of all levels; the others are those of the last one."""
@@ -163,7 +163,7 @@ class Hierarchical:
         """
         self.take_up(self.checked(state))
 
-    def checked(self, state: Mapping[str, Any]) -> list[Checked]:
+    def checked(self, state: Mapping[str, Any]) -> list[CheckedAveraging]:
         """Return a saved state for `take_up`; until then nothing is changed.
 
         Raises:
@@ -174,7 +174,7 @@ class Hierarchical:
             raise StateError(f"this is no saved state of {len(self.levels)} levels: pass what state_dict() returned")
         return [level.checked(saved) for level, saved in zip(self.levels, levels, strict=True)]
 
-    def take_up(self, checked: Sequence[Checked]) -> None:
+    def take_up(self, checked: Sequence[CheckedAveraging]) -> None:
         """Go on from what `checked` returned."""
         for level, saved in zip(self.levels, checked, strict=True):
             level.take_up(saved)

@@ -17,7 +17,7 @@ from gradwire.core.errors import StateError, StepError
 from gradwire.drivers.engine import Stats
 from gradwire.reducers.base import Reducer
 from gradwire.session import Session
-from gradwire.session.checkpoint import Meeting, Savable
+from gradwire.session.checkpoint import HasSeveralGroups, Savable
 from gradwire.session.together import Together
 from gradwire.sync.averager import Averager
 from gradwire.sync.averaging import Averaging
@@ -205,7 +205,7 @@ class AveragingOptimizer(ModelWrapper):
         averaging = self._savable
         return (
             averaging.together(call)
-            if isinstance(averaging, Meeting)
+            if isinstance(averaging, HasSeveralGroups)
             else Together(call, self.session.lane, StateError)
         )
 

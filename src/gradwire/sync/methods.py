@@ -24,7 +24,7 @@ from gradwire.spec import as_method
 from gradwire.sync.averaging_options import Merge
 from gradwire.sync.buffers import Policy
 from gradwire.sync.gossip import CHOCO, DPSGD, SGP, Gossip
-from gradwire.sync.gossip.method import Method
+from gradwire.sync.gossip.method import GossipMethod
 from gradwire.sync.gossip.naming import graph as named_graph
 from gradwire.sync.local_sgd import AveragingOptimizer, LocalSGD
 from gradwire.sync.moments import Moments
@@ -40,7 +40,7 @@ Synchronised = AveragingOptimizer | SharedOptimizer
 """An optimizer that keeps the models of all ranks together."""
 
 
-class Where(TypedDict, total=False):
+class SyncWhere(TypedDict, total=False):
     """What every method may be told beside its spec, see `gradwire.Session`."""
 
     group: dist.ProcessGroup | None
@@ -173,7 +173,7 @@ class Windowed(SyncMethod):
             )
         return windows.arguments() | {"outer": rule}
 
-    def optimizer(self, given: Mapping[str, Any], inner: Optimizer, model: nn.Module, where: Where) -> LocalSGD:
+    def optimizer(self, given: Mapping[str, Any], inner: Optimizer, model: nn.Module, where: SyncWhere) -> LocalSGD:
         """Wrap the inner optimizer."""
         return LocalSGD(inner, model, **self._made(given), **where)
 
@@ -182,7 +182,7 @@ class Windowed(SyncMethod):
 
 
 @dataclass(frozen=True)
-class Rounds:
+class GossipOptions:
     """Options of every gossip method, see `Gossip`."""
 
     graph: str = "ring"
@@ -195,21 +195,21 @@ class Gossiping(SyncMethod):
 
     argument, exchange = "graph", "neighbours"
 
-    def __init__(self, rule: type[Method], summary: str, example: str, use: Use) -> None:
+    def __init__(self, rule: type[GossipMethod], summary: str, example: str, use: Use) -> None:
         self._rule, self.summary, self.example, self.use = rule, summary, example, use
         self.build = rule
-        self.options = options_of(Rounds) | options_of(rule)
+        self.options = options_of(GossipOptions) | options_of(rule)
 
     def check(self, given: Mapping[str, Any]) -> None:
         """Make the method, and look the graph's name up."""
         rounds, _ = self._made(given)
         named_graph(rounds.graph, 4)
 
-    def _made(self, given: Mapping[str, Any]) -> tuple[Rounds, Method]:
-        return _parted(given, Rounds, self._rule)
+    def _made(self, given: Mapping[str, Any]) -> tuple[GossipOptions, GossipMethod]:
+        return _parted(given, GossipOptions, self._rule)
 
     def optimizer(
-        self, given: Mapping[str, Any], inner: Optimizer, model: nn.Module, where: Where
+        self, given: Mapping[str, Any], inner: Optimizer, model: nn.Module, where: SyncWhere
     ) -> AveragingOptimizer:
         """Wrap the inner optimizer."""
         rounds, rule = self._made(given)
@@ -234,7 +234,9 @@ class Replacing(SyncMethod):
         """Read the method that carries messages, where one is written."""
         as_method(given.get("method", "none"))
 
-    def optimizer(self, given: Mapping[str, Any], inner: Optimizer, model: nn.Module, where: Where) -> SharedOptimizer:
+    def optimizer(
+        self, given: Mapping[str, Any], inner: Optimizer, model: nn.Module, where: SyncWhere
+    ) -> SharedOptimizer:
         """Make it with the groups of the inner one."""
         taken = [name for name in _TAKEN_OVER if name in inspect.signature(self._kind).parameters and name not in given]
         make = cast(Callable[..., SharedOptimizer], self._kind)

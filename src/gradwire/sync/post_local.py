@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from gradwire.drivers.groups import deadline_of
 from gradwire.session import Session
 from gradwire.session.lane import group_of
-from gradwire.sync.wrapper import Wrapper
+from gradwire.sync.wrapper import OptimizerWrapper
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]]
 """Parameters of a model, or parameter groups of an optimizer."""
@@ -122,7 +122,7 @@ def _all(params: Params) -> dict[int, Tensor]:
     return found
 
 
-class PostLocalSGDOptimizer(Wrapper):
+class PostLocalSGDOptimizer(OptimizerWrapper):
     """Steps a local optimizer, then calls an averager with its parameters (post-local SGD, Lin et al. 2020).
 
     Arguments, `state_dict` and its key `"step"` are PyTorch's; either loads what the other saved. What differs: it is a

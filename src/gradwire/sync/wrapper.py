@@ -14,7 +14,7 @@ from gradwire.session.names import TrainedParameters
 from gradwire.sync.scaling import ScaledOptimizer
 
 
-class Wrapper(ScaledOptimizer):
+class OptimizerWrapper(ScaledOptimizer):
     """A real optimizer: parameter groups and state are those of the inner one, so schedulers and hooks work as ever.
 
     A `GradScaler` hands it steps that it would skip elsewhere. The inner optimizer does not see those, but what comes
@@ -66,7 +66,7 @@ class Wrapper(ScaledOptimizer):
         self._share()
 
 
-class ModelWrapper(Wrapper):
+class ModelWrapper(OptimizerWrapper):
     """A wrapper around an optimizer of a model whose trained parameters ranks exchange as planned when this is made.
 
     Args:

@@ -14,9 +14,9 @@ from gradwire.adapters.flower.content import MESSAGE, WHO, Order, order_of, read
 from gradwire.adapters.flower.memory import propose, recall
 from gradwire.core.errors import FederationError, GradwireError
 from gradwire.federated.client import Client, Done, Federation, Kept, Terms
-from gradwire.federated.engines import Job, LocalTrainer, Lost, Outcome
+from gradwire.federated.engines import ClientJob, LocalTrainer, Lost, Outcome
 from gradwire.federated.local import SGD
-from gradwire.federated.methods import FedAvg, Method
+from gradwire.federated.methods import FedAvg, FederatedMethod
 from gradwire.federated.packing import Record
 from gradwire.federated.records import of_outcome
 from gradwire.sending import Sending
@@ -50,7 +50,7 @@ class _Node:
     model: Callable[[], nn.Module]
     clients: Federation | Callable[[Context], Client]
     local: SGD
-    method: Method
+    method: FederatedMethod
     update: Sending
     number: Number
 
@@ -91,7 +91,7 @@ class _Node:
                 "without: begin a new federation"
             )
         numbers["forgot"] = recalled.lost and self.update.decay is not None
-        outcome = trainer.do(terms, Job(task, recalled.kept))
+        outcome = trainer.do(terms, ClientJob(task, recalled.kept))
         if isinstance(outcome, Lost):
             return outcome
         propose(context.state, task.round, outcome.kept)
@@ -120,7 +120,7 @@ def client_app(
     clients: Federation | Callable[[Context], Client],
     *,
     local: SGD,
-    method: Method | None = None,
+    method: FederatedMethod | None = None,
     update: str | Sending = "none",
     number: Number = partition_id,
     mods: Sequence[Any] = (),

@@ -39,7 +39,7 @@ class GradientPort(ABC):
 
     def __init__(self, session: Session, model: nn.Module, groups: list[Group], rows: int) -> None:
         self._session, self._model, self._groups, self._rows = session, model, groups, rows
-        self._watched = [Watched(group) for group in groups]
+        self._watched = [WatchedGroup(group) for group in groups]
         self._is_open = False  # a step, from the first group of a backward pass to its end
         self._hooks: list[RemovableHandle] = []
         self._is_left, self._is_ended = False, True  # of the pass that a forward pass of the root began last
@@ -290,7 +290,7 @@ class AlonePort(ReplicaPort):
         group.module.set_all_reduce_hook(reduce)
 
 
-class Watched:
+class WatchedGroup:
     """A group that says which parameters lie in what it hands over."""
 
     def __init__(self, group: Group) -> None:

@@ -2,7 +2,7 @@
 
 from gradwire.asynchronous.job import Job
 from gradwire.asynchronous.processes.hogwild import hogwild
-from gradwire.asynchronous.processes.job import Outcome
-from gradwire.asynchronous.processes.running import Running, run
+from gradwire.asynchronous.processes.job import JobOutcome
+from gradwire.asynchronous.processes.running import RunningProcesses, run
 
-__all__ = ["Job", "Outcome", "Running", "hogwild", "run"]
+__all__ = ["Job", "JobOutcome", "RunningProcesses", "hogwild", "run"]

@@ -15,15 +15,15 @@ from gradwire.asynchronous import snapshots
 from gradwire.asynchronous.clocks import Phase
 from gradwire.asynchronous.job import Job
 from gradwire.asynchronous.messages import Grant, Push
-from gradwire.asynchronous.processes.job import Shared
-from gradwire.asynchronous.wire import LONGEST, Kind, Message, pack, plain, unpack
+from gradwire.asynchronous.processes.job import SharedTensors
+from gradwire.asynchronous.wire import LONGEST, MessageKind, WireMessage, pack, plain, unpack
 from gradwire.core.errors import CommunicationError, PushError
 
 _TICK_S = 0.2
 _LINGER_S = 10.0
 
 
-class Desk:
+class JobServer:
     """Serves a job until its last push.
 
     Args:
@@ -33,7 +33,7 @@ class Desk:
         gone: workers that are known to be dead.
     """
 
-    def __init__(self, job: Job, shared: Shared, listener: socket.socket, gone: Sequence[int] = ()) -> None:
+    def __init__(self, job: Job, shared: SharedTensors, listener: socket.socket, gone: Sequence[int] = ()) -> None:
         self.job, self.shared, self.server = job, shared, job.server()
         if job.folder is not None and not snapshots.restore(self.server, job.folder):
             snapshots.save(self.server, job.folder)
@@ -70,7 +70,7 @@ class Desk:
             snapshots.save(self.server, self.job.folder)
         self.shared.version.fill_(self.server.version)  # last: it says that the parameters are there
         for worker, line in self._lines.items():
-            self._send(line, plain(Kind.STOP, worker))
+            self._send(line, plain(MessageKind.STOP, worker))
 
     def _listen(self, line: socket.socket) -> None:
         if line is self._listener:
@@ -87,14 +87,14 @@ class Desk:
         else:
             self._answer(line, message)
 
-    def _answer(self, line: socket.socket, message: Message) -> None:
+    def _answer(self, line: socket.socket, message: WireMessage) -> None:
         try:
-            if message.kind is Kind.JOIN:
+            if message.kind is MessageKind.JOIN:
                 self._join(line, message.grant.worker)
-            elif message.kind is Kind.PUSH:
+            elif message.kind is MessageKind.PUSH:
                 self._receive(message)
         except PushError as error:
-            self._send(line, message._replace(kind=Kind.REFUSED, text=str(error)))
+            self._send(line, message._replace(kind=MessageKind.REFUSED, text=str(error)))
 
     def _join(self, line: socket.socket, worker: int) -> None:
         grants = self.server.join(worker)
@@ -104,7 +104,7 @@ class Desk:
         self._lines[worker] = line
         self._grant(grants)
 
-    def _receive(self, message: Message) -> None:
+    def _receive(self, message: WireMessage) -> None:
         if self.is_done:
             return
         worker, version = message.grant.worker, self.server.version
@@ -124,9 +124,9 @@ class Desk:
     def _grant(self, grants: Sequence[Grant]) -> None:
         for grant in grants:
             self.shared.down[grant.worker].copy_(self.server.values)
-            self._send(self._lines[grant.worker], Message(Kind.GRANT, grant))
+            self._send(self._lines[grant.worker], WireMessage(MessageKind.GRANT, grant))
 
-    def _send(self, line: socket.socket, message: Message) -> None:
+    def _send(self, line: socket.socket, message: WireMessage) -> None:
         with contextlib.suppress(OSError):  # a worker that has just died: its end is read next
             line.send(pack(message))
 
@@ -151,10 +151,10 @@ class Desk:
                 self._grant(self.server.leave(worker))
 
 
-def serve(job: Job, shared: Shared, path: str, gone: Sequence[int]) -> None:
+def serve(job: Job, shared: SharedTensors, path: str, gone: Sequence[int]) -> None:
     """Run the server, as the main function of its process."""
     torch.set_num_threads(1)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(path)
         listener.listen(job.workers + 1)
-        Desk(job, shared, listener, gone).run()
+        JobServer(job, shared, listener, gone).run()

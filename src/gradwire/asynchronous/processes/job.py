@@ -11,7 +11,7 @@ from gradwire.asynchronous.job import Job
 from gradwire.asynchronous.simulation import Applied
 
 
-class Shared(NamedTuple):
+class SharedTensors(NamedTuple):
     """Tensors in shared memory.
 
     Attributes:
@@ -45,7 +45,7 @@ class Shared(NamedTuple):
         return made
 
 
-class Outcome(NamedTuple):
+class JobOutcome(NamedTuple):
     """What came of a run.
 
     Attributes:

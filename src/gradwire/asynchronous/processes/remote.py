@@ -10,8 +10,8 @@ import torch
 
 from gradwire.asynchronous.job import Job
 from gradwire.asynchronous.messages import Grant
-from gradwire.asynchronous.processes.job import Shared
-from gradwire.asynchronous.wire import LONGEST, Kind, Message, pack, plain, unpack
+from gradwire.asynchronous.processes.job import SharedTensors
+from gradwire.asynchronous.wire import LONGEST, MessageKind, WireMessage, pack, plain, unpack
 from gradwire.asynchronous.worker import Worker
 from gradwire.core.errors import CommunicationError
 
@@ -28,7 +28,7 @@ class Remote:
         worker: this one's number.
     """
 
-    def __init__(self, job: Job, shared: Shared, path: str, worker: int) -> None:
+    def __init__(self, job: Job, shared: SharedTensors, path: str, worker: int) -> None:
         self.job, self.shared, self.path, self.number = job, shared, path, worker
         self.worker = Worker(job.work(worker), job.parameters, sending=job.sending, seed=job.seed)
 
@@ -50,7 +50,7 @@ class Remote:
             line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             try:
                 line.connect(self.path)
-                line.send(pack(plain(Kind.JOIN, self.number)))
+                line.send(pack(plain(MessageKind.JOIN, self.number)))
                 return line
             except OSError:
                 line.close()
@@ -62,25 +62,25 @@ class Remote:
     def _serve(self, line: socket.socket) -> bool:
         """Answer the server until it is done, which gives True, or the line breaks."""
         while (message := _received(line)) is not None:
-            if message.kind is Kind.STOP:
+            if message.kind is MessageKind.STOP:
                 return True
             _send(line, self._answer(message))
         return False
 
-    def _answer(self, message: Message) -> bytes | None:
-        if message.kind is Kind.GRANT:
+    def _answer(self, message: WireMessage) -> bytes | None:
+        if message.kind is MessageKind.GRANT:
             return pack(self._pushed(message.grant))
         again = self.worker.refused(message.grant, message.text)
-        return pack(plain(Kind.JOIN, self.number)) if again else None
+        return pack(plain(MessageKind.JOIN, self.number)) if again else None
 
-    def _pushed(self, grant: Grant) -> Message:
+    def _pushed(self, grant: Grant) -> WireMessage:
         values = self.shared.down[self.number].clone()
         push = self.worker.compute(grant, values)
         self.shared.up[self.number].copy_(push.wire)
-        return Message(Kind.PUSH, grant, push.fingerprint, push.loss, push.seconds)
+        return WireMessage(MessageKind.PUSH, grant, push.fingerprint, push.loss, push.seconds)
 
 
-def _received(line: socket.socket) -> Message | None:
+def _received(line: socket.socket) -> WireMessage | None:
     """The next message, None where the line broke."""
     try:
         packet = line.recv(LONGEST)
@@ -95,7 +95,7 @@ def _send(line: socket.socket, packet: bytes | None) -> None:
             line.send(packet)
 
 
-def work(job: Job, shared: Shared, path: str, worker: int) -> None:
+def work(job: Job, shared: SharedTensors, path: str, worker: int) -> None:
     """The process of one worker."""
     torch.set_num_threads(1)
     Remote(job, shared, path, worker).run()

@@ -13,7 +13,7 @@ from gradwire.asynchronous.job import Job
 from gradwire.asynchronous.names import Names
 from gradwire.asynchronous.processes.children import end, how_it_ended, started, wait_for_any
 from gradwire.asynchronous.processes.desk import serve
-from gradwire.asynchronous.processes.job import Outcome, Shared
+from gradwire.asynchronous.processes.job import JobOutcome, SharedTensors
 from gradwire.asynchronous.processes.remote import work
 from gradwire.asynchronous.simulation import Applied
 from gradwire.core.errors import CommunicationError
@@ -22,10 +22,10 @@ MOST_RESTARTS = 5
 _TICK_S = 0.2
 
 
-class Running:
+class RunningProcesses:
     """Processes of a job. Leaving the `with` block ends them all.
 
-        with Running(job) as running:
+        with RunningProcesses(job) as running:
             outcome = running.wait(deadline_s=600)
 
     Args:
@@ -38,7 +38,7 @@ class Running:
     """
 
     def __init__(self, job: Job) -> None:
-        self.job, self.shared = job, Shared.of(job)
+        self.job, self.shared = job, SharedTensors.of(job)
         self._home = tempfile.mkdtemp(prefix="gradwire-")  # nobody else may look into it
         self._began_s, self._restarts = time.monotonic(), 0
         self.workers: list[SpawnProcess] = []
@@ -57,7 +57,7 @@ class Running:
     def _dead(self) -> tuple[int, ...]:
         return tuple(number for number, process in enumerate(self.workers) if process.exitcode is not None)
 
-    def wait(self, deadline_s: float = 600.0) -> Outcome:
+    def wait(self, deadline_s: float = 600.0) -> JobOutcome:
         """Wait for the last push.
 
         A worker that dies is gone, and the others go on. A server that dies is started again from its newest snapshot,
@@ -106,14 +106,14 @@ class Running:
         self.close()
         raise CommunicationError(message)
 
-    def _outcome(self) -> Outcome:
+    def _outcome(self) -> JobOutcome:
         lost = tuple(number for number in self._dead() if self.workers[number].exitcode)
         history = [
             Applied(row[0] - self._began_s, *map(int, row[1:5]), row[5])  # pyright: ignore[reportCallIssue]
             for row in self.shared.log.tolist()
         ]
         parameters = Names(self.job.parameters).named(self.shared.values.clone())
-        return Outcome(parameters, history, lost, self._restarts)
+        return JobOutcome(parameters, history, lost, self._restarts)
 
     def close(self) -> None:
         """End all processes; a second call does nothing."""
@@ -127,11 +127,11 @@ class Running:
         self.close()
 
 
-def run(job: Job, deadline_s: float = 600.0) -> Outcome:
+def run(job: Job, deadline_s: float = 600.0) -> JobOutcome:
     """Run a job to its last push.
 
     Raises:
-        CommunicationError: as `Running.wait`.
+        CommunicationError: as `RunningProcesses.wait`.
     """
-    with Running(job) as running:
+    with RunningProcesses(job) as running:
         return running.wait(deadline_s)

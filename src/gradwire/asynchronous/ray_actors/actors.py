@@ -11,10 +11,10 @@ from typing import Any
 
 from gradwire.asynchronous.job import Job
 from gradwire.asynchronous.ray_actors.packing import Packed, pack_answer, pack_ask, unpack_answer, unpack_ask
-from gradwire.asynchronous.several.client import Client, Line
-from gradwire.asynchronous.several.desk import Desk
-from gradwire.asynchronous.several.journal import Row
-from gradwire.asynchronous.several.messages import Answer, Ask
+from gradwire.asynchronous.several.client import Line, WorkerClient
+from gradwire.asynchronous.several.desk import PartServer
+from gradwire.asynchronous.several.journal import JournalRow
+from gradwire.asynchronous.several.messages import Ask, ServerAnswer
 from gradwire.asynchronous.several.worker import PartedWorker
 
 
@@ -27,11 +27,11 @@ class ServerActor:
         servers: S.
 
     Raises:
-        StateError, OSError: as `Desk`.
+        StateError, OSError: as `PartServer`.
     """
 
     def __init__(self, job: Job, part: int, servers: int) -> None:
-        self._desk = Desk(job, part, servers, was_restarted=_was_restarted())
+        self._desk = PartServer(job, part, servers, was_restarted=_was_restarted())
         self._failure = ""
 
     async def pid(self) -> int:
@@ -40,7 +40,7 @@ class ServerActor:
 
     async def ask(self, packed: Packed) -> Packed:
         """Answer a worker, which may have to wait for it."""
-        answered: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        answered: asyncio.Future[ServerAnswer] = asyncio.get_running_loop().create_future()
         try:
             self._desk.ask(unpack_ask(packed), answered.set_result)
         except Exception as error:
@@ -74,7 +74,7 @@ class WorkerActor:
         """Work, with these actors as servers.
 
         Raises:
-            CommunicationError, PushError, StateError, StepError: as `Client.run`.
+            CommunicationError, PushError, StateError, StepError: as `WorkerClient.run`.
         """
         job = self._job
         worker = PartedWorker(
@@ -85,14 +85,14 @@ class WorkerActor:
             sending=job.sending,
             seed=job.seed,
         )
-        Client(worker, [line_to(server) for server in servers], job.patience_s).run()
+        WorkerClient(worker, [line_to(server) for server in servers], job.patience_s).run()
 
 
 def line_to(server: Any) -> Line:
     """Return a line to an actor that is a server."""
 
-    def ask(ask: Ask) -> Future[Answer]:
-        answered: Future[Answer] = Future()
+    def ask(ask: Ask) -> Future[ServerAnswer]:
+        answered: Future[ServerAnswer] = Future()
 
         def hear(heard: Future[Packed]) -> None:
             error = heard.exception()
@@ -107,9 +107,9 @@ def line_to(server: Any) -> Line:
     return ask
 
 
-def rows_of(plain: Sequence[Sequence[Any]]) -> list[Row]:
+def rows_of(plain: Sequence[Sequence[Any]]) -> list[JournalRow]:
     """Return a journal's rows from tuples of their fields."""
-    return [Row(*fields) for fields in plain]
+    return [JournalRow(*fields) for fields in plain]
 
 
 def _was_restarted() -> bool:

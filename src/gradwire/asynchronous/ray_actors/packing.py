@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradwire.asynchronous.messages import Grant, Push
-from gradwire.asynchronous.several.messages import Answer, Ask, Asked, Said
+from gradwire.asynchronous.several.messages import Ask, Asked, Said, ServerAnswer
 
 Packed = tuple[Any, ...]
 
@@ -33,21 +33,21 @@ def unpack_ask(packed: Packed) -> Ask:
     return Ask(Asked(kind), server, worker, process, serial, clock, push)
 
 
-def pack_answer(answer: Answer) -> Packed:
+def pack_answer(answer: ServerAnswer) -> Packed:
     """Return what `unpack_answer` takes.
 
-    >>> unpack_answer(pack_answer(Answer(Said.HERE, clock=4)))
-    Answer(kind=<Said.HERE: 1>, grant=None, values=None, text='', clock=4, life=0)
+    >>> unpack_answer(pack_answer(ServerAnswer(Said.HERE, clock=4)))
+    ServerAnswer(kind=<Said.HERE: 1>, grant=None, values=None, text='', clock=4, life=0)
     """
     grant = None if answer.grant is None else tuple(answer.grant)
     values = None if answer.values is None else answer.values.cpu().numpy()
     return (int(answer.kind), grant, values, *answer[3:])
 
 
-def unpack_answer(packed: Packed) -> Answer:
+def unpack_answer(packed: Packed) -> ServerAnswer:
     """Return the answer; its tensors are copies."""
     kind, grant, values, *rest = packed
-    return Answer(
+    return ServerAnswer(
         Said(kind), None if grant is None else Grant(*grant), None if values is None else _tensor(values), *rest
     )
 

@@ -13,7 +13,7 @@ from gradwire.asynchronous.names import Names
 from gradwire.asynchronous.parts import sizes
 from gradwire.asynchronous.ray_actors.watch import Servers, Workers
 from gradwire.asynchronous.several.journal import history
-from gradwire.asynchronous.several.outcome import Outcome
+from gradwire.asynchronous.several.outcome import ServersOutcome
 from gradwire.core.errors import CommunicationError, CompositionError
 
 
@@ -30,10 +30,10 @@ def imported_ray() -> Any:
     return ray
 
 
-class Running:
+class RunningActors:
     """Actors of a job. Leaving the `with` block ends them all.
 
-        with Running(job, servers=2) as running:
+        with RunningActors(job, servers=2) as running:
             outcome = running.wait(deadline_s=600)
 
     Args:
@@ -75,7 +75,7 @@ class Running:
         self.servers = Servers(self._ray, job, servers, server_options or {})
         self.workers = Workers(self._ray, job, self.servers.handles, worker_restarts, worker_options or {})
 
-    def wait(self, deadline_s: float = 600.0) -> Outcome:
+    def wait(self, deadline_s: float = 600.0) -> ServersOutcome:
         """Wait until every server has applied the job's pushes, and return what came of it.
 
         A worker that dies is gone, unless it may be restarted, and the others go on. A server that dies is started
@@ -127,9 +127,9 @@ class Running:
             )
         return f"push {min(self.servers.versions)} of {self.job.pushes} was the last after {deadline_s:g} s"
 
-    def _outcome(self) -> Outcome:
+    def _outcome(self) -> ServersOutcome:
         found = self.servers.finish()
-        return Outcome(
+        return ServersOutcome(
             Names(self.job.parameters).named(torch.cat([one.values for one in found])),
             [one.rows for one in found],
             [history(one.rows, one.version) for one in found],
@@ -162,14 +162,14 @@ def run(
     worker_restarts: int = 0,
     server_options: Mapping[str, Any] | None = None,
     worker_options: Mapping[str, Any] | None = None,
-) -> Outcome:
-    """Run a job on Ray to its last push; the arguments are those of `Running`.
+) -> ServersOutcome:
+    """Run a job on Ray to its last push; the arguments are those of `RunningActors`.
 
     Raises:
-        CompositionError: as `Running`.
-        CommunicationError: as `Running.wait`.
+        CompositionError: as `RunningActors`.
+        CommunicationError: as `RunningActors.wait`.
     """
-    running = Running(
+    running = RunningActors(
         job,
         servers=servers,
         worker_restarts=worker_restarts,

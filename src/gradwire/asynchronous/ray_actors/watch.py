@@ -13,7 +13,7 @@ from torch import Tensor
 from gradwire.asynchronous.job import Job
 from gradwire.asynchronous.ray_actors.actors import ServerActor, WorkerActor, rows_of
 from gradwire.asynchronous.several.desk import Status
-from gradwire.asynchronous.several.journal import Row
+from gradwire.asynchronous.several.journal import JournalRow
 from gradwire.core.errors import CommunicationError
 
 MOST_RESTARTS = 5
@@ -34,7 +34,7 @@ class Finished(NamedTuple):
     """
 
     values: Tensor
-    rows: list[Row]
+    rows: list[JournalRow]
     version: int
     restarts: int
 

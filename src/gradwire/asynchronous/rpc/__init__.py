@@ -2,6 +2,6 @@
 
 from gradwire.asynchronous.job import Job
 from gradwire.asynchronous.rpc.running import run
-from gradwire.asynchronous.several.outcome import Outcome
+from gradwire.asynchronous.several.outcome import ServersOutcome
 
-__all__ = ["Job", "Outcome", "run"]
+__all__ = ["Job", "ServersOutcome", "run"]

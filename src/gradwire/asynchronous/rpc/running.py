@@ -17,10 +17,10 @@ from gradwire.asynchronous.job import Job
 from gradwire.asynchronous.names import Names
 from gradwire.asynchronous.parts import sizes
 from gradwire.asynchronous.rpc import served
-from gradwire.asynchronous.several.client import Client
-from gradwire.asynchronous.several.desk import Desk, Status
+from gradwire.asynchronous.several.client import WorkerClient
+from gradwire.asynchronous.several.desk import PartServer, Status
 from gradwire.asynchronous.several.journal import history
-from gradwire.asynchronous.several.outcome import Outcome
+from gradwire.asynchronous.several.outcome import ServersOutcome
 from gradwire.asynchronous.several.worker import PartedWorker
 from gradwire.core.errors import CommunicationError, CompositionError
 
@@ -30,7 +30,7 @@ _LINGER_S = 10.0
 
 def run(
     job: Job, *, rank: int, servers: int = 1, address: str = "127.0.0.1:29500", deadline_s: float = 600.0
-) -> Outcome | None:
+) -> ServersOutcome | None:
     """Take part in a job; every process calls this, with the same arguments but its rank.
 
     Ranks 0 to servers - 1 are the servers, and those behind them the workers. Rank 0 waits until every server has
@@ -76,15 +76,15 @@ def _work(job: Job, rank: int, servers: int, address: str) -> None:
     worker = PartedWorker(number, job.work(number), job.parameters, servers=servers, sending=job.sending, seed=job.seed)
     ended = served.HERE.ended = torch.futures.Future()  # before anybody may ask for it
     with _joined(job, rank, servers, address):
-        Client(worker, [served.line_to(_name(part)) for part in range(servers)], job.patience_s).run()
+        WorkerClient(worker, [served.line_to(_name(part)) for part in range(servers)], job.patience_s).run()
         ended.set_result(None)
 
 
 # A server ---------------------------------------------------------------------------------------------------------
 
 
-def _serve(job: Job, rank: int, servers: int, address: str, deadline_s: float) -> Outcome | None:
-    served.HERE.served = served.Served(Desk(job, rank, servers))
+def _serve(job: Job, rank: int, servers: int, address: str, deadline_s: float) -> ServersOutcome | None:
+    served.HERE.served = served.ServedByRpc(PartServer(job, rank, servers))
     with _joined(job, rank, servers, address):
         watch = _Watch(job, servers)
         outcome = _led(job, servers, watch, deadline_s) if rank == 0 else _followed(watch)
@@ -137,7 +137,7 @@ def _linger(done: Callable[[], bool]) -> None:
         time.sleep(_TICK_S)
 
 
-def _led(job: Job, servers: int, watch: _Watch, deadline_s: float) -> Outcome:
+def _led(job: Job, servers: int, watch: _Watch, deadline_s: float) -> ServersOutcome:
     end_s = time.monotonic() + deadline_s
     while min(versions := [_looked(part, watch).version for part in range(servers)]) < job.pushes:
         if len(watch.dead()) == job.workers:
@@ -153,7 +153,7 @@ def _led(job: Job, servers: int, watch: _Watch, deadline_s: float) -> Outcome:
     journals = [rows for _, rows, _ in found]
     histories = [history(rows, status.version) for _, rows, status in found]
     flat = torch.cat([values for values, *_ in found])
-    return Outcome(Names(job.parameters).named(flat), journals, histories, lost, (0,) * servers)
+    return ServersOutcome(Names(job.parameters).named(flat), journals, histories, lost, (0,) * servers)
 
 
 def _looked(part: int, watch: _Watch) -> Status:

@@ -13,19 +13,19 @@ from torch.distributed import rpc
 from torch.distributed.rpc.functions import async_execution
 
 from gradwire.asynchronous.several.client import Line
-from gradwire.asynchronous.several.desk import Desk, Status
-from gradwire.asynchronous.several.journal import Row
-from gradwire.asynchronous.several.messages import Answer, Ask
+from gradwire.asynchronous.several.desk import PartServer, Status
+from gradwire.asynchronous.several.journal import JournalRow
+from gradwire.asynchronous.several.messages import Ask, ServerAnswer
 from gradwire.core.errors import CommunicationError
 
 FOREVER = 0.0
 """As a timeout of rpc: a worker may wait at a server for as long as its bound says."""
 
 
-class Served:
+class ServedByRpc:
     """A desk whose callers are threads of rpc; one at a time gets in."""
 
-    def __init__(self, desk: Desk) -> None:
+    def __init__(self, desk: PartServer) -> None:
         self._desk, self._lock = desk, threading.RLock()
         self.failure = ""
 
@@ -34,9 +34,9 @@ class Served:
         """Whether `finish` was called."""
         return self._desk.is_done
 
-    def ask(self, ask: Ask) -> torch.futures.Future[Answer]:
+    def ask(self, ask: Ask) -> torch.futures.Future[ServerAnswer]:
         """Answer a worker, at once or later."""
-        answered: torch.futures.Future[Answer] = torch.futures.Future()
+        answered: torch.futures.Future[ServerAnswer] = torch.futures.Future()
         with self._lock:
             try:
                 self._desk.ask(ask, answered.set_result)
@@ -56,7 +56,7 @@ class Served:
                 raise CommunicationError(self.failure)
             return self._desk.look(dead)
 
-    def finish(self) -> tuple[Tensor, list[Row], Status]:
+    def finish(self) -> tuple[Tensor, list[JournalRow], Status]:
         """What the desk's `finish` does."""
         with self._lock:
             return self._desk.finish()
@@ -65,7 +65,7 @@ class Served:
 class Here:
     """What this process is: a server with its desk, or a worker with those who want to know of its end."""
 
-    served: Served | None = None
+    served: ServedByRpc | None = None
     ended: torch.futures.Future[None] | None = None
     is_released = False
 
@@ -74,7 +74,7 @@ HERE = Here()
 """rpc calls functions and not objects, so that what they are about must be found from the module."""
 
 
-def desk() -> Served:
+def desk() -> ServedByRpc:
     """This process's desk.
 
     Raises:
@@ -86,7 +86,7 @@ def desk() -> Served:
 
 
 @async_execution
-def ask(question: Ask) -> torch.futures.Future[Answer]:
+def ask(question: Ask) -> torch.futures.Future[ServerAnswer]:
     """At a server: answer a worker."""
     return desk().ask(question)
 
@@ -96,7 +96,7 @@ def look(dead: Sequence[int]) -> Status:
     return desk().look(dead)
 
 
-def finish() -> tuple[Tensor, list[Row], Status]:
+def finish() -> tuple[Tensor, list[JournalRow], Status]:
     """At a server: end."""
     return desk().finish()
 
@@ -117,8 +117,8 @@ def end_of_worker() -> torch.futures.Future[None]:
 def line_to(name: str) -> Line:
     """Return a line to the server of that name."""
 
-    def send(question: Ask) -> Future[Answer]:
-        answered: Future[Answer] = Future()
+    def send(question: Ask) -> Future[ServerAnswer]:
+        answered: Future[ServerAnswer] = Future()
 
         def hear(heard: torch.futures.Future[Any]) -> None:
             try:

@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
-from gradwire.asynchronous.several.messages import Answer, Ask, Asked
+from gradwire.asynchronous.several.messages import Ask, Asked, ServerAnswer
 from gradwire.asynchronous.several.worker import PartedWorker
 from gradwire.core.errors import CommunicationError
 
-Line = Callable[[Ask], "Future[Answer]"]
+Line = Callable[[Ask], "Future[ServerAnswer]"]
 """Sends a question to a server. The future has its answer, or the exception by which the server was not reached."""
 
 LOOK_S = 0.5
@@ -19,7 +19,7 @@ LOOK_S = 0.5
 _AGAIN_S = 0.1
 
 
-class Client:
+class WorkerClient:
     """Works until a server says that all is done.
 
     Args:
@@ -30,7 +30,7 @@ class Client:
 
     def __init__(self, worker: PartedWorker, lines: Sequence[Line], patience_s: float) -> None:
         self.worker, self.lines, self.patience_s = worker, lines, patience_s
-        self._heard: queue.SimpleQueue[tuple[Ask, Future[Answer]]] = queue.SimpleQueue()
+        self._heard: queue.SimpleQueue[tuple[Ask, Future[ServerAnswer]]] = queue.SimpleQueue()
         self._missing_s: dict[int, float] = {}
 
     def run(self) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from gradwire.asynchronous.job import Job
 from gradwire.asynchronous.names import Names
 from gradwire.asynchronous.parts import seed_of, sizes
-from gradwire.asynchronous.server import Server
+from gradwire.asynchronous.server import ParameterServer
 
 
 def named_parts(like: Mapping[str, Tensor], servers: int) -> list[dict[str, Tensor]]:
@@ -39,13 +39,13 @@ def named_parts(like: Mapping[str, Tensor], servers: int) -> list[dict[str, Tens
     return found
 
 
-def server_of(job: Job, part: int, servers: int) -> Server:
+def server_of(job: Job, part: int, servers: int) -> ParameterServer:
     """Return the core of a part's server, as the job begins.
 
     Raises:
-        CompositionError: as `named_parts` and `Server`.
+        CompositionError: as `named_parts` and `ParameterServer`.
     """
-    return Server(
+    return ParameterServer(
         named_parts(job.parameters, servers)[part],
         job.rule,
         workers=job.workers,

@@ -14,11 +14,11 @@ from gradwire.asynchronous.clocks import Phase
 from gradwire.asynchronous.job import Job
 from gradwire.asynchronous.messages import Grant, Push
 from gradwire.asynchronous.several.cut import server_of
-from gradwire.asynchronous.several.journal import Journal, Row
-from gradwire.asynchronous.several.messages import Answer, Ask, Asked, Said
+from gradwire.asynchronous.several.journal import Journal, JournalRow
+from gradwire.asynchronous.several.messages import Ask, Asked, Said, ServerAnswer
 from gradwire.core.errors import PushError, StateError
 
-Reply = Callable[[Answer], None]
+Reply = Callable[[ServerAnswer], None]
 """Takes an answer to the worker that asked; called once."""
 
 
@@ -34,7 +34,7 @@ class Status(NamedTuple):
     life: int
 
 
-class Desk:
+class PartServer:
     """Answers workers for a part's server, keeps its journal, and writes its snapshots.
 
     Call its methods one after the other, and have replies sent in the order in which they are called.
@@ -91,13 +91,13 @@ class Desk:
             OSError: a snapshot that cannot be written.
         """
         if self.is_done:
-            return reply(Answer(Said.STOP))
+            return reply(ServerAnswer(Said.STOP))
         if not self._is_newest(ask):
-            return reply(Answer(Said.GONE))
+            return reply(ServerAnswer(Said.GONE))
         try:
             return self._ask(ask, reply)
         except PushError as error:
-            return reply(Answer(Said.REFUSED, text=str(error)))
+            return reply(ServerAnswer(Said.REFUSED, text=str(error)))
 
     def _is_newest(self, ask: Ask) -> bool:
         """Whether this is no late message: of a process that is this worker no more, or older than its last one."""
@@ -109,11 +109,11 @@ class Desk:
 
     def _ask(self, ask: Ask, reply: Reply) -> None:
         if ask.kind is Asked.LIFE:
-            reply(Answer(Said.HERE, life=self.server.life))
+            reply(ServerAnswer(Said.HERE, life=self.server.life))
         elif ask.kind is Asked.HELLO:
             clock = self.server.expect(ask.worker)
             self._dismiss(ask.worker)
-            reply(Answer(Said.HERE, clock=clock, life=self.server.life))
+            reply(ServerAnswer(Said.HERE, clock=clock, life=self.server.life))
         elif ask.kind is Asked.JOIN:
             self._join(ask, reply)
         elif ask.push is None:
@@ -123,7 +123,7 @@ class Desk:
 
     def _join(self, ask: Ask, reply: Reply) -> None:
         if self._is_dead(ask.worker):
-            return reply(Answer(Said.GONE))
+            return reply(ServerAnswer(Said.GONE))
         grants = self.server.join(ask.worker, ask.clock)
         self._wait(ask.worker, reply)
         return self._hand(grants)
@@ -134,7 +134,7 @@ class Desk:
         version = self.server.version
         receipt = self.server.receive(push)
         self.journal.add(
-            Row(time.time(), self.server.life, worker, push.grant.number, version, receipt.staleness, push.loss)
+            JournalRow(time.time(), self.server.life, worker, push.grant.number, version, receipt.staleness, push.loss)
         )
         if self.server.version % self.job.snapshot_every == 0 or self.server.version == self.job.pushes:
             self._save()  # the last one is saved at once, so that a server that was done is so when it comes back
@@ -153,12 +153,12 @@ class Desk:
         """Answer an older question of a worker that asked again."""
         older = self._waiting.pop(worker, None)
         if older is not None:
-            older(Answer(Said.GONE))
+            older(ServerAnswer(Said.GONE))
 
     def _hand(self, grants: Sequence[Grant]) -> None:
         values = self.server.values.clone() if grants else self.server.values
         for grant in grants:
-            self._waiting.pop(grant.worker)(Answer(Said.GRANTED, grant, values))
+            self._waiting.pop(grant.worker)(ServerAnswer(Said.GRANTED, grant, values))
 
     def _is_dead(self, worker: int) -> bool:
         return 0 <= worker < self.server.workers and self.server.clocks.phases[worker] is Phase.DEAD
@@ -178,11 +178,11 @@ class Desk:
         self._dismiss(worker)
         self._hand(self.server.leave(worker))
 
-    def finish(self) -> tuple[Tensor, list[Row], Status]:
+    def finish(self) -> tuple[Tensor, list[JournalRow], Status]:
         """Tell all workers that all is done; return the part's parameters, its journal, and how far it is."""
         self.is_done = True
         for worker in list(self._waiting):
-            self._waiting.pop(worker)(Answer(Said.STOP))
+            self._waiting.pop(worker)(ServerAnswer(Said.STOP))
         return self.server.values.clone(), self.journal.rows(), Status(self.server.version, self.server.life)
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 _FORM = struct.Struct("<d5qd")
 
 
-class Row(NamedTuple):
+class JournalRow(NamedTuple):
     """A push that was applied.
 
     Attributes:
@@ -42,42 +42,42 @@ class Journal:
         OSError: as the file system says.
 
     >>> journal = Journal()
-    >>> journal.add(Row(0.0, life=0, worker=1, number=0, version=0, staleness=0, loss=0.5))
+    >>> journal.add(JournalRow(0.0, life=0, worker=1, number=0, version=0, staleness=0, loss=0.5))
     >>> [(row.worker, row.loss) for row in journal.rows()]
     [(1, 0.5)]
     """
 
     def __init__(self, path: Path | None = None) -> None:
-        self.path, self._rows = path, list[Row]()
+        self.path, self._rows = path, list[JournalRow]()
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("ab") as file:
                 file.truncate(file.tell() - file.tell() % _FORM.size)
-            self._rows = [Row(*fields) for fields in _FORM.iter_unpack(path.read_bytes())]
+            self._rows = [JournalRow(*fields) for fields in _FORM.iter_unpack(path.read_bytes())]
 
-    def add(self, row: Row) -> None:
+    def add(self, row: JournalRow) -> None:
         """Append a row; it is with the operating system when this returns."""
         self._rows.append(row)
         if self.path is not None:
             with self.path.open("ab") as file:
                 file.write(_FORM.pack(*row))
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[JournalRow]:
         """All rows, in the order in which they were added."""
         return list(self._rows)
 
 
-def history(rows: Iterable[Row], version: int) -> list[Row]:
+def history(rows: Iterable[JournalRow], version: int) -> list[JournalRow]:
     """Return the rows that parameters of this version are made of.
 
     A server that was restored from a snapshot goes on at that one's version, so a row takes the place of earlier ones
     of its version and later.
 
-    >>> def row(life, version): return Row(0.0, life, 0, version, version, 0, 0.0)
+    >>> def row(life, version): return JournalRow(0.0, life, 0, version, version, 0, 0.0)
     >>> [(one.life, one.version) for one in history([row(0, 0), row(0, 1), row(0, 2), row(1, 1)], version=2)]
     [(0, 0), (1, 1)]
     """
-    found: list[Row] = []
+    found: list[JournalRow] = []
     for row in rows:
         del found[row.version :]
         found.append(row)

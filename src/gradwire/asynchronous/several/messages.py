@@ -61,7 +61,7 @@ class Said(IntEnum):
     """All is done."""
 
 
-class Answer(NamedTuple):
+class ServerAnswer(NamedTuple):
     """A server's answer; fields that its kind does not need are empty.
 
     Attributes:

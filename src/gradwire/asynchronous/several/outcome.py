@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from gradwire.asynchronous.several.journal import Row
+from gradwire.asynchronous.several.journal import JournalRow
 
 
-class Outcome(NamedTuple):
+class ServersOutcome(NamedTuple):
     """What came of a run.
 
     Attributes:
@@ -21,7 +21,7 @@ class Outcome(NamedTuple):
     """
 
     parameters: dict[str, Tensor]
-    journals: list[list[Row]]
-    histories: list[list[Row]]
+    journals: list[list[JournalRow]]
+    histories: list[list[JournalRow]]
     lost: tuple[int, ...]
     restarts: tuple[int, ...]

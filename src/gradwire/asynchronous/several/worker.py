@@ -14,7 +14,7 @@ from gradwire.asynchronous.messages import Grant, Push
 from gradwire.asynchronous.names import Names
 from gradwire.asynchronous.parts import seed_of
 from gradwire.asynchronous.several.cut import named_parts
-from gradwire.asynchronous.several.messages import Answer, Ask, Asked, Said
+from gradwire.asynchronous.several.messages import Ask, Asked, Said, ServerAnswer
 from gradwire.asynchronous.work import Work
 from gradwire.asynchronous.worker import Pusher, require_finite
 from gradwire.core.errors import PushError
@@ -103,7 +103,7 @@ class PartedWorker:
             seat.held = seat.clock = None
         return [self._ask(server, Asked.HELLO) for server in range(len(self._seats))]
 
-    def hear(self, ask: Ask, answer: Answer) -> list[Ask]:
+    def hear(self, ask: Ask, answer: ServerAnswer) -> list[Ask]:
         """Take up an answer; one to an older question says nothing any more.
 
         Raises:
@@ -147,7 +147,7 @@ class PartedWorker:
         seat.held = seat.clock = None
         return self._ask(server, Asked.HELLO if self.clock is None else Asked.JOIN)
 
-    def _here(self, ask: Ask, answer: Answer) -> list[Ask]:
+    def _here(self, ask: Ask, answer: ServerAnswer) -> list[Ask]:
         seat = self._seats[ask.server]
         if ask.kind is Asked.LIFE:
             return [] if seat.held is None or seat.held[0].life == answer.life else [self._again(ask.server)]
@@ -164,7 +164,7 @@ class PartedWorker:
         self._seats[ask.server].pusher.refused(ask.push.grant, reason)
         return [self._again(ask.server)]
 
-    def _granted(self, server: int, answer: Answer) -> list[Ask]:
+    def _granted(self, server: int, answer: ServerAnswer) -> list[Ask]:
         if answer.grant is None or answer.values is None:
             raise PushError(f"server {server} granted nothing: it and its workers must have the same version")
         self._seats[server].held = (answer.grant, answer.values)

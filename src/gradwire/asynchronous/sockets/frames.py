@@ -17,7 +17,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from gradwire.asynchronous.wire import LONGEST, Message, pack, unpack
+from gradwire.asynchronous.wire import LONGEST, WireMessage, pack, unpack
 from gradwire.core.errors import CommunicationError
 
 VERSION = 2
@@ -37,11 +37,11 @@ class Frame(NamedTuple):
         data: (b,) uint8, empty where nothing comes with it.
     """
 
-    message: Message
+    message: WireMessage
     data: Tensor
 
 
-def head_of(message: Message, nbytes: int) -> bytes:
+def head_of(message: WireMessage, nbytes: int) -> bytes:
     """Everything of a frame but its `nbytes` of data."""
     packed = pack(message)
     return _LENGTHS.pack(len(packed), nbytes) + packed
@@ -88,7 +88,7 @@ def receive(line: socket.socket, most: int) -> Frame:
     return Frame(unpack(packed), _exactly(line, data))
 
 
-def send(line: socket.socket, message: Message, data: Tensor) -> None:
+def send(line: socket.socket, message: WireMessage, data: Tensor) -> None:
     """Write a frame to a blocking socket.
 
     Raises:

@@ -12,10 +12,10 @@ from typing import Any
 
 from torch import Tensor
 
-from gradwire.asynchronous.reception import Line, Reception
-from gradwire.asynchronous.server import Server
+from gradwire.asynchronous.reception import Reception, WorkerChannel
+from gradwire.asynchronous.server import ParameterServer
 from gradwire.asynchronous.sockets.frames import SECRET, Frame, head_of, read, view_of
-from gradwire.asynchronous.wire import Message
+from gradwire.asynchronous.wire import WireMessage
 from gradwire.core.errors import CommunicationError
 
 
@@ -34,7 +34,7 @@ class Host:
         CommunicationError: an address where nobody can listen.
     """
 
-    def __init__(self, server: Server, address: str, secret: bytes) -> None:
+    def __init__(self, server: ParameterServer, address: str, secret: bytes) -> None:
         self._reception, self._secret = Reception(server), secret
         self._most = server.sending.nbytes(server.values)
         self._lines: set[_Remote] = set()
@@ -59,11 +59,11 @@ class Host:
         """A line for a worker of this process."""
         return Near(self)
 
-    def hear(self, line: Line, frame: Frame) -> None:
+    def hear(self, line: WorkerChannel, frame: Frame) -> None:
         """Hand a frame to the core's thread."""
         self._loop.call_soon_threadsafe(self._reception.hear, line, frame.message, frame.data)
 
-    def hang_up(self, line: Line) -> None:
+    def hang_up(self, line: WorkerChannel) -> None:
         """Tell the core's thread that a line has ended."""
         self._loop.call_soon_threadsafe(self._reception.hang_up, line)
 
@@ -112,7 +112,7 @@ class _Remote:
     def __init__(self, host: Host, writer: asyncio.StreamWriter) -> None:
         self._host, self._writer = host, writer
 
-    def say(self, message: Message, data: Tensor) -> None:
+    def say(self, message: WireMessage, data: Tensor) -> None:
         """Write; what the network does not take at once waits here, at most one frame a worker."""
         self._writer.write(head_of(message, data.nbytes))
         self._writer.write(view_of(data))
@@ -130,11 +130,11 @@ class Near:
         self._host = host
         self._come: queue.SimpleQueue[Frame] = queue.SimpleQueue()
 
-    def say(self, message: Message, data: Tensor) -> None:
+    def say(self, message: WireMessage, data: Tensor) -> None:
         """From the host to the worker."""
         self._come.put(Frame(message, data))
 
-    def send(self, message: Message, data: Tensor) -> None:
+    def send(self, message: WireMessage, data: Tensor) -> None:
         """From the worker to the host, which may look at `data` until it has answered."""
         self._host.hear(self, Frame(message, data))
 

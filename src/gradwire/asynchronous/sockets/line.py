@@ -7,7 +7,7 @@ import socket
 from torch import Tensor
 
 from gradwire.asynchronous.sockets.frames import Frame, receive, send
-from gradwire.asynchronous.wire import Message
+from gradwire.asynchronous.wire import WireMessage
 
 
 class Far:
@@ -29,7 +29,7 @@ class Far:
         self._line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._line.sendall(secret)
 
-    def send(self, message: Message, data: Tensor) -> None:
+    def send(self, message: WireMessage, data: Tensor) -> None:
         """From the worker to the host.
 
         Raises:

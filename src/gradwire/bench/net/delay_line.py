@@ -177,7 +177,7 @@ def _add(head: bytearray, at: int, what: int, size: int) -> None:
     head[field] = ((int.from_bytes(head[field]) + what) % (1 << 8 * size)).to_bytes(size)
 
 
-class Line:
+class DelayLine:
     """Moves frames between ports.
 
     Args:
@@ -305,7 +305,7 @@ def main(ports: str, delay_s: str, loss: str, queue_s: str) -> None:
     """Entry point: `delay_line.py PORTS DELAY_S LOSS QUEUE_S`."""
     sockets = [_open_port(f"port{rank}") for rank in range(int(ports))]
     losses = Losses(float(loss)) if float(loss) else None
-    line = Line(sockets, float(delay_s), losses, float(queue_s))
+    line = DelayLine(sockets, float(delay_s), losses, float(queue_s))
     _hurry()
     print("ready", flush=True)
     line.run()

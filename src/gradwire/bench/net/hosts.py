@@ -11,8 +11,8 @@ from typing import Protocol
 
 from gradwire.bench.net.delay_process import DelayProcess, LineUse
 from gradwire.bench.net.links import QUIET, Links, address, host_limits, host_script, switch_limits, switch_script
+from gradwire.bench.net.loopback import loopback_environments
 from gradwire.bench.net.processes import TAG, all_processes, kill
-from gradwire.bench.ranks import loopback_environments
 from gradwire.core.errors import NetworkError
 
 _TOOL_TIMEOUT_S = 20.0

@@ -17,6 +17,7 @@ from typing import Literal
 from gradwire.bench.net.delay_process import LineUse
 from gradwire.bench.net.hosts import Hosts, Loopback, Namespaces
 from gradwire.bench.net.links import MTU, Links
+from gradwire.bench.net.loopback import free_port
 from gradwire.bench.net.processes import (
     ENDING,
     TAG,
@@ -28,7 +29,6 @@ from gradwire.bench.net.processes import (
     undisturbed,
 )
 from gradwire.bench.net.units import format_rate, parse_delay, parse_loss, parse_rate
-from gradwire.bench.ranks import free_port
 from gradwire.core.errors import NetworkError
 
 Mode = Literal["root", "user", "paced"]

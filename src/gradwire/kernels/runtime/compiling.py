@@ -80,7 +80,7 @@ class CompiledKernel:
         except RuntimeError:  # nowhere to write
             self._dispatcher = numba.njit(**_OPTIONS)(function)
         self._ready = False
-        self._entry: team.Entry | None = None
+        self._entry: team.CompiledEntry | None = None
         COMPILED.append(self)
 
     def compile(self) -> None:
@@ -102,7 +102,7 @@ class CompiledKernel:
         return self._dispatcher(*args)
 
     @property
-    def at_once(self) -> team.Entry | None:
+    def at_once(self) -> team.CompiledEntry | None:
         """Several calls of it on torch's own threads, where that can be: see `team`."""
         if self._entry is None and team.available():
             self.compile()

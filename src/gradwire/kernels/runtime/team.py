@@ -3,7 +3,7 @@
 
 Between two operators torch's OpenMP threads wait busily for a while. Threads of our own would have to be woken for each
 tensor, which takes as long as coding a small one, and would share the processors with those that wait. OpenMP asks for
-a C function of one pointer: `Entry` makes one that unpacks a table of arguments, a row for each call.
+a C function of one pointer: `CompiledEntry` makes one that unpacks a table of arguments, a row for each call.
 
 With two threads and grains of 2^20 elements a step of `int4` or `sign` codes for 1.5 times as long on threads of ours.
 """
@@ -63,21 +63,21 @@ def available() -> bool:
     return not _forked and _openmp() is not None
 
 
-_entries: dict[str, Entry | None] = {}
+_entries: dict[str, CompiledEntry | None] = {}
 
 
-def entry_of(dispatcher: Any) -> Entry | None:
+def entry_of(dispatcher: Any) -> CompiledEntry | None:
     """The entry of a kernel that is compiled for one signature, or None where it returns more than a number."""
     compiled = next(iter(dispatcher.overloads.values()))  # of the signature it was declared with
     name, result = compiled.fndesc.mangled_name, compiled.signature.return_type
     with global_compiler_lock:  # two threads may want it first, and its name must be compiled once
         if name not in _entries:
             simple = isinstance(result, (types.NoneType, types.Integer, types.Boolean))
-            _entries[name] = Entry(compiled) if simple else None
+            _entries[name] = CompiledEntry(compiled) if simple else None
         return _entries[name]
 
 
-class Entry:
+class CompiledEntry:
     """A compiled kernel as OpenMP calls it: each thread takes rows of a table, and writes the results there."""
 
     def __init__(self, compiled: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from gradwire.sync.elastic.protocol import Round
+from gradwire.sync.elastic.protocol import RoundLog
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Change:
         return self.kind == "average" and not (self.joined or self.left or self.lost)
 
 
-def change_of(ended: Round, windows: int) -> Change:
+def change_of(ended: RoundLog, windows: int) -> Change:
     """What a committed round has changed, by which so many windows of the run were averaged."""
     decision, names = ended.decision, {worker: came.name for worker, came in ended.came.items()}
     assert decision is not None

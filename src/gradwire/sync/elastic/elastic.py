@@ -19,9 +19,9 @@ from gradwire.sync.elastic.owed import Owed
 from gradwire.sync.elastic.protocol import Lost, Needs
 from gradwire.sync.elastic.pulse import Pulse
 from gradwire.sync.elastic.rounds import Rounds
-from gradwire.sync.elastic.shared import Shared
+from gradwire.sync.elastic.shared import SharedModel
 from gradwire.sync.elastic.store import connected, require_alike_run
-from gradwire.sync.elastic.worker import Settings, Worker
+from gradwire.sync.elastic.worker import ElasticWorker, WorkerSettings
 from gradwire.sync.outer import Mean, Outer
 from gradwire.sync.schedules import Schedule, as_schedule
 
@@ -106,7 +106,7 @@ class Elastic:
         self.schedule, self.outer, reducer = as_schedule(every), outer or Mean(), as_method(method)
         needs = Needs(least, least if begin_with is None else begin_with)
         _require_settings(self.schedule, self.outer, reducer, lost, needs)
-        shared = Shared(model, reducer, self.outer)
+        shared = SharedModel(model, reducer, self.outer)
         self._model, self._trained = model, TrainedParameters.of_now("gradwire.sync.Elastic", model)
         owed = _resumed(resume, shared) if resume is not None else Owed()
         self.settings = f"{reducer!r}, every={self.schedule}, outer={self.outer}, lost={lost!r}, seed={seed}"
@@ -118,7 +118,7 @@ class Elastic:
         self._pulse = Pulse(client, name, lost_after_s)
         try:
             rounds = Rounds(client, self._pulse, lost, needs, deadline_s, join_s)
-            self._worker = Worker(client, self._pulse, rounds, shared, Settings(seed, deadline_s), owed)
+            self._worker = ElasticWorker(client, self._pulse, rounds, shared, WorkerSettings(seed, deadline_s), owed)
             self._members = self._end_window()
         except BaseException:
             self._pulse.close(leaves=True)
@@ -293,7 +293,7 @@ def _require_settings(schedule: Schedule, outer: Outer, reducer: Reducer, lost: 
     reducer.require_ranks(needs.least)
 
 
-def _resumed(state: Mapping[str, Any], shared: Shared) -> Owed:
+def _resumed(state: Mapping[str, Any], shared: SharedModel) -> Owed:
     """What a worker owes that begins with a saved state."""
     owed = Owed.from_state_dict(state.get("owed"))
     shared.load_state_dict(state)

@@ -14,7 +14,7 @@ from gradwire.core.errors import CommunicationError
 from gradwire.drivers.process_group import GroupTransport
 from gradwire.sync.elastic.attempt import Attempt
 from gradwire.sync.elastic.handover import receive, send
-from gradwire.sync.elastic.link import GroupLine, Link
+from gradwire.sync.elastic.link import GroupLine, WorkerLink
 from gradwire.sync.elastic.pulse import Pulse
 from gradwire.sync.elastic.rounds import Rounds
 
@@ -80,13 +80,13 @@ class Hands:
 
     # What is owed -------------------------------------------------------------------------------------------------
 
-    def give_owed(self, link: Link, mine: Sequence[Tensor], heir: int) -> None:
+    def give_owed(self, link: WorkerLink, mine: Sequence[Tensor], heir: int) -> None:
         """Give what this worker owes to another one of a link."""
         payload = torch.cat(list(mine))
         if self._done(lambda: send(payload, link.transport, link.workers.index(heir)), heir, link):
             self.sent_bytes += payload.nbytes
 
-    def owed_from(self, link: Link, mine: Sequence[Tensor], leaver: int) -> Sequence[Tensor]:
+    def owed_from(self, link: WorkerLink, mine: Sequence[Tensor], leaver: int) -> Sequence[Tensor]:
         """What a worker that leaves owes, in tensors like `mine`; nothing where it was lost meanwhile."""
         sizes = [tensor.numel() for tensor in mine]
         given: list[Tensor] = []
@@ -96,7 +96,7 @@ class Hands:
 
         return given[0].split(sizes) if self._done(job, leaver, link) else ()
 
-    def _done(self, job: Callable[[], None], other: int, link: Link) -> bool:
+    def _done(self, job: Callable[[], None], other: int, link: WorkerLink) -> bool:
         try:
             Attempt(job, link.close).result(lambda: self._pulse.alive(other))
         except CommunicationError:

@@ -116,7 +116,7 @@ class Averages:
         return owed_norm(self.engine, self.ranks)
 
 
-class Link:
+class WorkerLink:
     """The workers of one list, connected.
 
     Args:

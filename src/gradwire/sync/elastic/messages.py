@@ -35,14 +35,14 @@ class Came:
     leaving: bool = False
 
 
-class Member(NamedTuple):
+class ExpectedWorker(NamedTuple):
     """A worker that is expected: its name, and the norm of what it owes of the mean."""
 
     name: str
     owed: float = 0.0
 
 
-Members = Mapping[int, Member]
+Members = Mapping[int, ExpectedWorker]
 """By number."""
 
 
@@ -60,8 +60,8 @@ class Head:
 
     round: int = 0
     copy: int = NO_COPY
-    expected: Members = field(default_factory=dict[int, Member])
-    lost: Members = field(default_factory=dict[int, Member])
+    expected: Members = field(default_factory=dict[int, ExpectedWorker])
+    lost: Members = field(default_factory=dict[int, ExpectedWorker])
     voids: int = 0
 
     def to_json(self) -> str:
@@ -86,8 +86,8 @@ class Head:
         return head
 
 
-def _members(found: Mapping[str, Any]) -> dict[int, Member]:
-    return {int(number): Member(str(name), float(owed)) for number, (name, owed) in found.items()}
+def _members(found: Mapping[str, Any]) -> dict[int, ExpectedWorker]:
+    return {int(number): ExpectedWorker(str(name), float(owed)) for number, (name, owed) in found.items()}
 
 
 def came_line(came: Came) -> str:

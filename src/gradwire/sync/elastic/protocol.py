@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from gradwire.sync.elastic.messages import NO_COPY, Came, Head, Member, Members, came_of, parsed, typed
+from gradwire.sync.elastic.messages import NO_COPY, Came, ExpectedWorker, Head, Members, came_of, parsed, typed
 
 Lost = Literal["keep", "discard"]
 """keep: a window whose workers were lost in part is averaged among the others. discard: they train it once more."""
@@ -75,7 +75,7 @@ def decided(head: Head, came: Mapping[int, Came], lost: Lost) -> Decision:
     """What a round is about whose list is closed.
 
     >>> came = {n: Came(n, "abc"[n], copy=7 if n < 2 else NO_COPY, steps=8) for n in range(3)}
-    >>> head = Head(8, 7, {0: Member("a"), 1: Member("b"), 5: Member("f")})
+    >>> head = Head(8, 7, {0: ExpectedWorker("a"), 1: ExpectedWorker("b"), 5: ExpectedWorker("f")})
     >>> found = decided(head, came, "keep")
     >>> found.kind, found.trainers, found.newcomers, list(found.lost), found.steps
     ('average', (0, 1), (2,), [5], 16)
@@ -125,7 +125,7 @@ def may_close(head: Head, came: Mapping[int, Came], needs: Needs, alive: Callabl
         alive: whether a worker still gives signs of life.
         late: whether those who are alive have been waited for long enough.
 
-    >>> head, came = Head(1, 0, {0: Member("a"), 1: Member("b")}), {0: Came(0, "a", copy=0)}
+    >>> head, came = Head(1, 0, {0: ExpectedWorker("a"), 1: ExpectedWorker("b")}), {0: Came(0, "a", copy=0)}
     >>> [may_close(head, came, Needs(), lambda _: alive, late=False) for alive in (True, False)]
     [False, True]
     """
@@ -136,7 +136,7 @@ def may_close(head: Head, came: Mapping[int, Came], needs: Needs, alive: Callabl
     return late or not any(alive(worker) for worker in head.expected if worker not in came)
 
 
-class Round(NamedTuple):
+class RoundLog(NamedTuple):
     """What the log of a round says so far.
 
     Attributes:
@@ -163,7 +163,7 @@ class Round(NamedTuple):
         return frozenset(self.came) if self.decision else frozenset()
 
 
-def read(head: Head, log: bytes, lost: Lost) -> Round:
+def read(head: Head, log: bytes, lost: Lost) -> RoundLog:
     """What the log of a round says.
 
     Raises:
@@ -171,17 +171,17 @@ def read(head: Head, log: bytes, lost: Lost) -> Round:
 
     >>> from gradwire.sync.elastic.messages import came_line, closed_line, has_line
     >>> log = [came_line(Came(0, "a", copy=3)), closed_line(0), has_line(0, "17e5", 0.0)]
-    >>> head = Head(4, 3, {0: Member("a")})
+    >>> head = Head(4, 3, {0: ExpectedWorker("a")})
     >>> [read(head, "".join(log[:n]).encode(), "keep").state for n in (2, 3)]
     ['open', 'committed']
     """
-    now, digests = Round(head, {}), dict[int, str]()
+    now, digests = RoundLog(head, {}), dict[int, str]()
     for line in log.decode(errors="replace").splitlines():
         now = _after_line(now, parsed(line), digests, lost)
     return now
 
 
-def _after_line(now: Round, line: Mapping[str, Any], digests: dict[int, str], lost: Lost) -> Round:
+def _after_line(now: RoundLog, line: Mapping[str, Any], digests: dict[int, str], lost: Lost) -> RoundLog:
     says, decision = line["says"], now.decision
     if decision is None:
         if says == "came":
@@ -201,7 +201,7 @@ def _after_line(now: Round, line: Mapping[str, Any], digests: dict[int, str], lo
     return now
 
 
-def _voted(now: Round, decision: Decision, digests: Mapping[int, str]) -> Round:
+def _voted(now: RoundLog, decision: Decision, digests: Mapping[int, str]) -> RoundLog:
     if len(digests) < len(decision.trainers):
         return now
     if len(set(digests.values())) > 1:
@@ -209,18 +209,18 @@ def _voted(now: Round, decision: Decision, digests: Mapping[int, str]) -> Round:
     return now._replace(state="committed")
 
 
-def following(ended: Round) -> Head:
+def following(ended: RoundLog) -> Head:
     """The head of the round after one that is committed or void."""
     head, decision = ended.head, ended.decision
     assert decision is not None, "the round is still open"
-    here = {worker: Member(came.name, _owed(ended, worker)) for worker, came in ended.came.items()}
+    here = {worker: ExpectedWorker(came.name, _owed(ended, worker)) for worker, came in ended.came.items()}
     if ended.state == "void":
         return Head(head.round + 1, head.copy, here, decision.lost, head.voids + 1)
     stay = {worker: member for worker, member in here.items() if worker not in decision.leaving}
     return Head(head.round + 1, decision.copy, stay)
 
 
-def _owed(ended: Round, worker: int) -> float:
+def _owed(ended: RoundLog, worker: int) -> float:
     """What a worker owes after a round: in one that is void, what it owed before."""
-    before = ended.head.expected.get(worker, Member("")).owed
+    before = ended.head.expected.get(worker, ExpectedWorker("")).owed
     return before if ended.state == "void" else ended.owed.get(worker, 0.0)

@@ -18,7 +18,7 @@ from gradwire.sync.elastic.messages import (
     has_line,
     void_line,
 )
-from gradwire.sync.elastic.protocol import Lost, Needs, Round, following, holders, may_close, read
+from gradwire.sync.elastic.protocol import Lost, Needs, RoundLog, following, holders, may_close, read
 from gradwire.sync.elastic.pulse import Pulse
 from gradwire.sync.elastic.store import reaching
 
@@ -68,7 +68,7 @@ class Rounds:
         with reaching():
             return Head.from_json(self._store.get(_NOW))
 
-    def now(self) -> Round:
+    def now(self) -> RoundLog:
         """What the log says."""
         with reaching():  # not `get`, which waits for a log that was deleted
             log = self._store.compare_set(self.name, _ABSENT, _ABSENT)
@@ -81,7 +81,7 @@ class Rounds:
 
     # Steps of a round ---------------------------------------------------------------------------------------------
 
-    def come(self, came: Came) -> Round:
+    def come(self, came: Came) -> RoundLog:
         """Come to the newest round, and wait until its list is closed; return the round, with this worker in it.
 
         Raises:
@@ -97,7 +97,7 @@ class Rounds:
                 return closed
             self.go_on(self.outcome())  # this worker came too late for it
 
-    def _close(self, now: Round, came: Came, began: float) -> None:
+    def _close(self, now: RoundLog, came: Came, began: float) -> None:
         """Close the list, if it may be; refuse to wait for ever."""
         waited, holds = time.monotonic() - began, came.copy == self.head.copy
         if holds and may_close(now.head, now.came, self._needs, self._pulse.alive, waited > self._deadline_s):
@@ -108,14 +108,14 @@ class Rounds:
         if (is_late or is_over) and self._newest().round == self.head.round:  # else it was asleep, and others went on
             raise CommunicationError(_over(came) if is_over else self._too_few(now, waited))
 
-    def _holder_may_come(self, now: Round) -> bool:
+    def _holder_may_come(self, now: RoundLog) -> bool:
         """Whether somebody is there who has the newest copy, or may have it."""
         has_come = holders(self.head, now.came)
         # One that was too late for a round that came to nothing has it as well.
         others = [*has_come, *({*self.head.expected, *self.head.lost} - now.came.keys())]
         return any(map(self._pulse.alive, others))
 
-    def _too_few(self, now: Round, waited_s: float) -> str:
+    def _too_few(self, now: RoundLog, waited_s: float) -> str:
         names = [came.name for came in now.came.values()]
         founding = self.head.copy == NO_COPY
         wanted = f"begin_with={self._needs.begin_with}" if founding else f"least={self._needs.least}"
@@ -138,7 +138,7 @@ class Rounds:
         """Say how much each newcomer is handed."""
         self.say(hands_line(self._pulse.number, nbytes))
 
-    def outcome(self) -> Round:
+    def outcome(self) -> RoundLog:
         """Wait until the round is committed or void."""
         return self._until(lambda now: now.state != "open", self.watch)
 
@@ -152,11 +152,11 @@ class Rounds:
         assert found.handed is not None
         return found.handed
 
-    def _require_source(self, now: Round) -> None:
+    def _require_source(self, now: RoundLog) -> None:
         if now.state == "void" or now.decision is None or not self._pulse.alive(now.decision.source):
             raise CommunicationError("the worker that hands over the global copy was lost")
 
-    def watch(self, now: Round) -> None:
+    def watch(self, now: RoundLog) -> None:
         """Make the round void where one of its trainers is lost. Whoever waits for its end may do so."""
         if now.decision is None or now.state != "open":
             return
@@ -164,7 +164,7 @@ class Rounds:
         if dead:
             self.give_up(f"{now.came[dead[0]].name} gave no sign of life")
 
-    def go_on(self, ended: Round) -> None:
+    def go_on(self, ended: RoundLog) -> None:
         """Go on to the next round, after one that is committed or void."""
         before, self.head = self.head, following(ended)
         with reaching():
@@ -172,7 +172,7 @@ class Rounds:
             self._store.compare_set(_NOW, before.to_json(), self.head.to_json())
             self._store.delete_key(f"round/{before.round - _KEPT}")
 
-    def _until(self, done: Callable[[Round], bool], meanwhile: Callable[[Round], None]) -> Round:
+    def _until(self, done: Callable[[RoundLog], bool], meanwhile: Callable[[RoundLog], None]) -> RoundLog:
         """Read the log again and again. A wait inside the store would not see who is lost.
 
         Raises:
@@ -194,7 +194,7 @@ class Rounds:
         return now
 
 
-def _is_closed(now: Round) -> bool:
+def _is_closed(now: RoundLog) -> bool:
     return now.decision is not None
 
 

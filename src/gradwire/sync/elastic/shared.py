@@ -55,7 +55,7 @@ class Counts:
         )
 
 
-class Part(NamedTuple):
+class SharedPart(NamedTuple):
     """Tensors that travel in one way, with their global copy on the CPU."""
 
     copy: GlobalCopy
@@ -70,7 +70,7 @@ class Part(NamedTuple):
         return {name: change.contiguous() for name, change in self.copy.changes().items()}
 
 
-class Shared:
+class SharedModel:
     """The model's trained parameters and its buffers, with counts.
 
     Args:
@@ -84,9 +84,9 @@ class Shared:
         require_whole(model, "gradwire.sync.Elastic")
         buffers = persistent_buffers(model)
         averaged = {name: buffer for name, buffer in buffers.items() if buffer.is_floating_point()}
-        self.parts = [Part(GlobalCopy(named(model), outer, CPU), reducer)]
+        self.parts = [SharedPart(GlobalCopy(named(model), outer, CPU), reducer)]
         if averaged:
-            self.parts.append(Part(GlobalCopy(averaged, Mean(), CPU), as_method("none")))
+            self.parts.append(SharedPart(GlobalCopy(averaged, Mean(), CPU), as_method("none")))
         self._others = {name: buffer for name, buffer in buffers.items() if name not in averaged}
         self.counts = Counts()
 

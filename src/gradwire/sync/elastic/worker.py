@@ -13,20 +13,20 @@ from gradwire.core.errors import CommunicationError
 from gradwire.sync.elastic.attempt import Attempt
 from gradwire.sync.elastic.handover import packed, unpacked
 from gradwire.sync.elastic.hands import Hands
-from gradwire.sync.elastic.link import Averages, GroupLine, Link, digest_of
+from gradwire.sync.elastic.link import Averages, GroupLine, WorkerLink, digest_of
 from gradwire.sync.elastic.messages import NO_COPY, Came
 from gradwire.sync.elastic.owed import Owed
-from gradwire.sync.elastic.protocol import Decision, Round
+from gradwire.sync.elastic.protocol import Decision, RoundLog
 from gradwire.sync.elastic.pulse import Pulse
 from gradwire.sync.elastic.rounds import Behind, Rounds
-from gradwire.sync.elastic.shared import Shared
+from gradwire.sync.elastic.shared import SharedModel
 from gradwire.sync.global_copy import not_finite, require_finite
 
 _VOIDS = 8
 """After so many rounds in a row that came to nothing, the link is to blame and not the workers."""
 
 
-class Settings(NamedTuple):
+class WorkerSettings(NamedTuple):
     """Of a worker.
 
     Attributes:
@@ -54,7 +54,7 @@ class Held(NamedTuple):
         return self.means if self.copy is None else [{"copy": self.copy}]
 
 
-class Worker:
+class ElasticWorker:
     """One worker of a run.
 
     Until a round is committed nothing is changed: means are of new tensors, and what a method remembers is kept
@@ -73,11 +73,11 @@ class Worker:
     """
 
     def __init__(
-        self, store: Store, pulse: Pulse, rounds: Rounds, shared: Shared, settings: Settings, owed: Owed
+        self, store: Store, pulse: Pulse, rounds: Rounds, shared: SharedModel, settings: WorkerSettings, owed: Owed
     ) -> None:
         self._store, self._pulse, self._rounds, self.shared = store, pulse, rounds, shared
         self._settings, self._owed = settings, owed
-        self._link: Link | None = None
+        self._link: WorkerLink | None = None
         self._hands = Hands(store, pulse, rounds, settings.deadline_s)
         self._retired_bytes = 0
 
@@ -96,7 +96,7 @@ class Worker:
         """Sent to newcomers, and to who took over what this worker owed."""
         return self._hands.sent_bytes
 
-    def end_window(self, steps: int, samples: int, leaving: bool) -> Round:
+    def end_window(self, steps: int, samples: int, leaving: bool) -> RoundLog:
         """Come to rounds until one is committed with this worker in it; return it.
 
         Raises:
@@ -117,7 +117,7 @@ class Worker:
             if self._rounds.head.voids >= _VOIDS:
                 raise CommunicationError(f"{_VOIDS} averages in a row were given up, the last one since {ended.why}")
 
-    def _round(self, came: Came) -> Round:
+    def _round(self, came: Came) -> RoundLog:
         """Go through a round, to its end."""
         decision = self._rounds.come(came).decision
         assert decision is not None
@@ -125,7 +125,7 @@ class Worker:
 
     # As a trainer -------------------------------------------------------------------------------------------------
 
-    def _train(self, decision: Decision, steps: int) -> Round:
+    def _train(self, decision: Decision, steps: int) -> RoundLog:
         """Get what the round is about with the other trainers; change nothing unless all of them hold it."""
         held = Held()
         try:
@@ -174,7 +174,7 @@ class Worker:
         if self._link is not None and self._link.workers != decision.trainers:
             self._unlink()
         name, line, old, owed = f"{self._rounds.name}/average", self._line(), self._link, self._owed
-        made, window = list[Link](), self.shared.counts.windows
+        made, window = list[WorkerLink](), self.shared.counts.windows
 
         def job() -> list[dict[str, Tensor]]:
             made.append(old or self._linked(line, name, decision, owed))
@@ -202,13 +202,13 @@ class Worker:
         self._rounds.watch(now)
         return now.state == "open" and now.decision is not None  # else the log was deleted while this worker was asleep
 
-    def _linked(self, line: GroupLine, name: str, decision: Decision, owed: Owed) -> Link:
+    def _linked(self, line: GroupLine, name: str, decision: Decision, owed: Owed) -> WorkerLink:
         transport = line.connected(self._store, name, decision.trainers, self.number, self._settings.deadline_s)
         averages = [
             Averages(transport, part.specs(), part.reducer, self._settings.seed, Owed() if i else owed)
             for i, part in enumerate(self.shared.parts)
         ]
-        return Link(transport, decision.trainers, averages)
+        return WorkerLink(transport, decision.trainers, averages)
 
     def _norm(self) -> float:
         return self._link.averages[0].norm() if self._link else 0.0
@@ -246,7 +246,7 @@ class Worker:
 
     # As a newcomer ------------------------------------------------------------------------------------------------
 
-    def _join(self, decision: Decision) -> Round:
+    def _join(self, decision: Decision) -> RoundLog:
         """Be handed what the trainers have, once they have it. Where that fails this worker comes again."""
         ended = self._rounds.outcome()
         if ended.state == "committed":

@@ -13,7 +13,7 @@ from gradwire.sync.gossip.graphs import (
     Torus,
     Weighted,
 )
-from gradwire.sync.gossip.method import Method, OnGraph
+from gradwire.sync.gossip.method import GossipMethod, OnGraph
 from gradwire.sync.gossip.naming import graph
 from gradwire.sync.gossip.sgp import SGP
 
@@ -24,8 +24,8 @@ __all__ = [
     "Complete",
     "Exponential",
     "Gossip",
+    "GossipMethod",
     "Graph",
-    "Method",
     "Neighbours",
     "OnGraph",
     "OnePeerExponential",

@@ -17,12 +17,12 @@ from gradwire.core.state import Leaf, State
 from gradwire.reducers.base import Step
 from gradwire.spec import as_codec
 from gradwire.sync.gossip.checks import require_averaging
-from gradwire.sync.gossip.graphs import Graph, Links
-from gradwire.sync.gossip.method import Method, Mixed, add_differences_, heard
+from gradwire.sync.gossip.graphs import Graph, RoundLinks
+from gradwire.sync.gossip.method import GossipMethod, Mixed, add_differences_, heard
 
 
 @dataclass(frozen=True)
-class CHOCO(Method):
+class CHOCO(GossipMethod):
     """CHOCO-SGD (Koloskova, Stich & Jaggi 2019, Algorithm 2).
 
     Every rank i has an x_hat_i that its neighbours know: the sum of all that it has sent. After a local step
@@ -77,7 +77,7 @@ class CHOCO(Method):
         """All x_hat are `x`."""
         return _state(x.clone(), torch.zeros_like(x))
 
-    def mix(self, links: Links, grain: Grain, x: Tensor, state: State, step: Step) -> Mixed:
+    def mix(self, links: RoundLinks, grain: Grain, x: Tensor, state: State, step: Step) -> Mixed:
         """One round of payloads."""
         codec, key = as_codec(self.codec), step.key(grain)
         layout = layout_of(codec, x.numel(), x.dtype)

@@ -11,12 +11,12 @@ from gradwire.core.grain import Grain
 from gradwire.core.state import State
 from gradwire.reducers.base import Step
 from gradwire.sync.gossip.checks import require_averaging
-from gradwire.sync.gossip.graphs import Graph, Links
-from gradwire.sync.gossip.method import Method, Mixed, add_differences_, heard
+from gradwire.sync.gossip.graphs import Graph, RoundLinks
+from gradwire.sync.gossip.method import GossipMethod, Mixed, add_differences_, heard
 
 
 @dataclass(frozen=True)
-class DPSGD(Method):
+class DPSGD(GossipMethod):
     """Decentralised parallel SGD (Lian et al. 2017, Algorithm 1).
 
     After a local step, rank i has
@@ -45,7 +45,7 @@ class DPSGD(Method):
     def begin(self, grain: Grain, x: Tensor) -> State:
         return State()
 
-    def mix(self, links: Links, grain: Grain, x: Tensor, state: State, step: Step) -> Mixed:
+    def mix(self, links: RoundLinks, grain: Grain, x: Tensor, state: State, step: Step) -> Mixed:
         """One round of parameters."""
         theirs = yield from heard(links, x)
         return add_differences_(x.clone(), x, links, theirs), state

@@ -24,7 +24,7 @@ from gradwire.drivers.virtual import gathered
 from gradwire.session import DEADLINE_S, Session
 from gradwire.session.lane import group_of
 from gradwire.session.names import TrainedParameters, named, require_whole
-from gradwire.session.pace import Pace
+from gradwire.session.pace import WindowPace
 from gradwire.session.states import take_up, unpacked
 from gradwire.session.together import Together
 from gradwire.sync.alike import require_same_start
@@ -32,7 +32,7 @@ from gradwire.sync.averaging_state import check_head
 from gradwire.sync.buffers import Buffers, Policy, persistent_buffers, require_policy
 from gradwire.sync.fragment import travelling, wide
 from gradwire.sync.gossip.graphs import Graph
-from gradwire.sync.gossip.method import Method, OnGraph
+from gradwire.sync.gossip.method import GossipMethod, OnGraph
 from gradwire.sync.gossip.naming import graph as named_graph
 from gradwire.sync.gossip.naming import method as named_method
 from gradwire.sync.gossip.whole import apart, averaged
@@ -43,7 +43,7 @@ T = TypeVar("T")
 VERSION = 1
 
 
-class Checked(NamedTuple):
+class CheckedGossip(NamedTuple):
     """A saved state that belongs here, with what the session makes of it."""
 
     saved: Mapping[str, Any]
@@ -97,7 +97,7 @@ class Gossip:
         self,
         model: nn.Module,
         graph: Graph | str = "ring",
-        method: Method | str = "dpsgd",
+        method: GossipMethod | str = "dpsgd",
         *,
         every: int | Schedule = 1,
         buffers: Policy = "average",
@@ -137,7 +137,7 @@ class Gossip:
         except BaseException:
             self.close()
             raise
-        self.session.pace = self.pace = Pace.of("round", self.parameters)
+        self.session.pace = self.pace = WindowPace.of("round", self.parameters)
         self.session.method = f"gossip by {self.method} on {self.graph}"
         self.buffers = Buffers(model, buffers, self._ask, self._transport.rank, self._ranks)
 
@@ -309,7 +309,7 @@ class Gossip:
         """
         self.take_up(self.checked(state))
 
-    def checked(self, state: Mapping[str, Any]) -> Checked:
+    def checked(self, state: Mapping[str, Any]) -> CheckedGossip:
         """Return a saved state for `take_up`; until then nothing is changed.
 
         Raises:
@@ -318,9 +318,9 @@ class Gossip:
         check_head(state, self._head, _BODY)
         loaded = unpacked(self.session, state["session"])
         self.buffers.check(state["buffers"])
-        return Checked(state, loaded)
+        return CheckedGossip(state, loaded)
 
-    def take_up(self, checked: Checked) -> None:
+    def take_up(self, checked: CheckedGossip) -> None:
         """Go on from what `checked` returned."""
         saved, loaded = checked
         take_up(self.session, loaded)

@@ -24,7 +24,7 @@ from typing_extensions import override
 from gradwire.core.errors import CompositionError
 
 
-class Links(NamedTuple):
+class RoundLinks(NamedTuple):
     """What one rank does in a round.
 
     Attributes:
@@ -72,7 +72,7 @@ class Graph(ABC):
         """
         return tuple(self.weights(number) for number in range(self.period))
 
-    def links(self, rank: int, number: int) -> Links:
+    def links(self, rank: int, number: int) -> RoundLinks:
         """What `rank` does in round `number` of the run.
 
         >>> [to for to, weight in Ring(8).links(0, 5).targets]
@@ -81,7 +81,7 @@ class Graph(ABC):
         return self._links[number % self.period][rank]
 
     @functools.cached_property
-    def _links(self) -> list[list[Links]]:
+    def _links(self) -> list[list[RoundLinks]]:
         """Of each round of a period what each rank does."""
         return [[_links_of(matrix, rank) for rank in range(self.ranks)] for matrix in self.matrices]
 
@@ -123,13 +123,13 @@ def _pushed(targets: Sequence[Collection[int]]) -> Tensor:
     return matrix
 
 
-def _links_of(matrix: Tensor, rank: int) -> Links:
+def _links_of(matrix: Tensor, rank: int) -> RoundLinks:
     def filled(weights: Tensor) -> list[tuple[int, float]]:
         return [(other, float(weights[other])) for other in weights.nonzero().flatten().tolist() if other != rank]
 
     # Each rank begins with the next one, so that not all begin with the same.
     targets = sorted(filled(matrix[:, rank]), key=lambda target: (target[0] - rank) % len(matrix))
-    return Links(tuple(targets), tuple(filled(matrix[rank])))
+    return RoundLinks(tuple(targets), tuple(filled(matrix[rank])))
 
 
 def _require_ranks(ranks: int) -> None:

@@ -18,13 +18,13 @@ from gradwire.core.messages import Expected, Message, SendRecv
 from gradwire.core.state import State
 from gradwire.reducers.base import Program, Reduced, Reducer, Step
 from gradwire.reducers.sent import SentAll
-from gradwire.sync.gossip.graphs import Graph, Links
+from gradwire.sync.gossip.graphs import Graph, RoundLinks
 
 Mixed = Generator[Collective, Tensor, tuple[Tensor, State]]
 """A program that returns what this rank has after a round, and what it remembers."""
 
 
-class Method(ABC):
+class GossipMethod(ABC):
     """How a rank mixes its own parameters with those of its neighbours."""
 
     @abstractmethod
@@ -40,7 +40,7 @@ class Method(ABC):
         """What a rank remembers where all ranks have the same `x`, and know it."""
 
     @abstractmethod
-    def mix(self, links: Links, grain: Grain, x: Tensor, state: State, step: Step) -> Mixed:
+    def mix(self, links: RoundLinks, grain: Grain, x: Tensor, state: State, step: Step) -> Mixed:
         """Return the program of a round: `x`, 1-d, are this rank's parameters, and are left as they are."""
 
     def mass(self, x: Tensor, state: State) -> Tensor:
@@ -77,7 +77,7 @@ class OnGraph(Reducer):
     conserves_sum: ClassVar[bool] = False
 
     graph: Graph
-    method: Method
+    method: GossipMethod
 
     def __post_init__(self) -> None:
         self.method.require(self.graph)
@@ -115,7 +115,7 @@ class OnGraph(Reducer):
         return Reduced(result.view(x.shape), SentAll(), new)
 
 
-def heard(links: Links, own: Tensor) -> Generator[Collective, Tensor, Sequence[Tensor]]:
+def heard(links: RoundLinks, own: Tensor) -> Generator[Collective, Tensor, Sequence[Tensor]]:
     """Send `own`, 1-d, to all targets; return what each source has sent, of the same size, for the caller to change."""
     sends = tuple(Message(to, own) for to, _ in links.targets)
     receives = tuple(Expected(source, own.numel()) for source, _ in links.sources)
@@ -123,7 +123,7 @@ def heard(links: Links, own: Tensor) -> Generator[Collective, Tensor, Sequence[T
     return received.split([own.numel()] * len(receives)) if receives else ()
 
 
-def add_differences_(into: Tensor, own: Tensor, links: Links, theirs: Iterable[Tensor]) -> Tensor:
+def add_differences_(into: Tensor, own: Tensor, links: RoundLinks, theirs: Iterable[Tensor]) -> Tensor:
     """into += sum over sources j of W[i, j] (theirs_j - own), in their order; `theirs` are overwritten.
 
     Differences are summed and not the tensors, since weights are rounded: those of a third sum to a little more or less

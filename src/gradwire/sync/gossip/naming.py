@@ -10,7 +10,7 @@ from gradwire.core.errors import CompositionError
 from gradwire.core.nearest import nearest
 from gradwire.sync.gossip.d_psgd import DPSGD
 from gradwire.sync.gossip.graphs import Complete, Exponential, Graph, OnePeerExponential, Ring, Torus
-from gradwire.sync.gossip.method import Method
+from gradwire.sync.gossip.method import GossipMethod
 from gradwire.sync.gossip.sgp import SGP
 
 T = TypeVar("T")
@@ -34,7 +34,7 @@ def graph(name: str, ranks: int) -> Graph:
     return _meant(name, _GRAPHS, "graph", "or make one of your own by Neighbours or Weighted")(ranks)
 
 
-def method(name: str) -> Method:
+def method(name: str) -> GossipMethod:
     """The gossip method of a name: "dpsgd" or "sgp".
 
     Raises:
@@ -58,7 +58,7 @@ _GRAPHS: Mapping[str, Callable[[int], Graph]] = {
     "one-peer": OnePeerExponential,
     "complete": Complete,
 }
-_METHODS: Mapping[str, Callable[[], Method]] = {"dpsgd": DPSGD, "sgp": SGP}
+_METHODS: Mapping[str, Callable[[], GossipMethod]] = {"dpsgd": DPSGD, "sgp": SGP}
 
 
 def _meant(name: str, known: Mapping[str, T], what: str, otherwise: str) -> T:

@@ -12,12 +12,12 @@ from gradwire.core.grain import Grain
 from gradwire.core.state import Leaf, State
 from gradwire.reducers.base import Step
 from gradwire.sync.gossip.checks import require_pushing
-from gradwire.sync.gossip.graphs import Graph, Links
-from gradwire.sync.gossip.method import Method, Mixed, heard
+from gradwire.sync.gossip.graphs import Graph, RoundLinks
+from gradwire.sync.gossip.method import GossipMethod, Mixed, heard
 
 
 @dataclass(frozen=True)
-class SGP(Method):
+class SGP(GossipMethod):
     """Stochastic gradient push (Assran et al. 2019, Algorithm 1).
 
     Rank i keeps x_i and a weight w_i, 1 at first, and trains the model z_i = x_i / w_i. A local step that moved the
@@ -50,7 +50,7 @@ class SGP(Method):
         weight = torch.ones(len(grain.segments), dtype=x.dtype, device=x.device)
         return _state(torch.zeros_like(x), weight)
 
-    def mix(self, links: Links, grain: Grain, x: Tensor, state: State, step: Step) -> Mixed:
+    def mix(self, links: RoundLinks, grain: Grain, x: Tensor, state: State, step: Step) -> Mixed:
         """One round of numerators and weights."""
         own = self.mass(x, state)
         theirs = yield from heard(links, own)

@@ -8,10 +8,10 @@ from gradwire.core.agreement import Total
 from gradwire.core.collective import AllReduce
 from gradwire.core.program import Program
 from gradwire.core.state import State
-from gradwire.sync.gossip.method import Method
+from gradwire.sync.gossip.method import GossipMethod
 
 
-def averaged(method: Method, x: Tensor, state: State, ranks: int) -> Program[Tensor]:
+def averaged(method: GossipMethod, x: Tensor, state: State, ranks: int) -> Program[Tensor]:
     """The average of all ranks' `x`, 1-d, that gossip converges to: the same bits on every rank."""
     total = yield AllReduce(method.mass(x, state))
     return method.average(total, ranks)

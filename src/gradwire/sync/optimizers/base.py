@@ -48,7 +48,7 @@ class SessionOptions(TypedDict, total=False):
     lane: Lane | None
 
 
-class Entry(NamedTuple):
+class NamedParameter(NamedTuple):
     """A parameter with its name and the options of its group."""
 
     name: str
@@ -118,20 +118,20 @@ class SharedOptimizer(ScaledOptimizer):
             raise StepError("what ranks exchange was planned with the parameters given: make a new optimizer")
         super().add_param_group(param_group)
 
-    def entries(self) -> Iterator[Entry]:
+    def entries(self) -> Iterator[NamedParameter]:
         """Every parameter, in the order of the groups."""
         names = iter(self._names)
         for group in self.param_groups:
             for parameter in group["params"]:
-                yield Entry(next(names), parameter, group)
+                yield NamedParameter(next(names), parameter, group)
 
     # What an optimizer is made of --------------------------------------------------------------------------------
 
     @abstractmethod
-    def fresh(self, entry: Entry) -> dict[str, Tensor]:
+    def fresh(self, entry: NamedParameter) -> dict[str, Tensor]:
         """Return what is remembered of a parameter before the first step."""
 
-    def message(self, entry: Entry, gradient: Tensor) -> Tensor:
+    def message(self, entry: NamedParameter, gradient: Tensor) -> Tensor:
         """Return what this rank contributes: a new tensor, made without changing what is remembered.
 
         By default it is the gradient, to which the session may add momentum that it keeps.
@@ -139,7 +139,7 @@ class SharedOptimizer(ScaledOptimizer):
         return gradient.clone(memory_format=torch.contiguous_format)
 
     @abstractmethod
-    def update(self, entry: Entry, result: Tensor) -> None:
+    def update(self, entry: NamedParameter, result: Tensor) -> None:
         """Change the parameter and what is remembered of it, given what all ranks received."""
 
     # Steps -------------------------------------------------------------------------------------------------------
@@ -190,7 +190,7 @@ class SharedOptimizer(ScaledOptimizer):
             for entry in self.entries():
                 self.update(entry, messages[entry.name])
 
-    def gradient(self, entry: Entry) -> Tensor:
+    def gradient(self, entry: NamedParameter) -> Tensor:
         """A parameter's gradient: zeros where it has none, and NaN where a scaler would skip this step.
 
         Raises:

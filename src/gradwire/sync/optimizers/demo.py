@@ -11,7 +11,7 @@ from gradwire.reducers.error_feedback import ErrorFeedback
 from gradwire.reducers.exchange import AllGatherExchange
 from gradwire.reducers.guard import Guard
 from gradwire.sync.optimizers.arithmetic import check_rate, decay_
-from gradwire.sync.optimizers.base import Entry, Params, SessionOptions, SharedOptimizer
+from gradwire.sync.optimizers.base import NamedParameter, Params, SessionOptions, SharedOptimizer
 
 
 class DeMo(SharedOptimizer):
@@ -82,11 +82,11 @@ class DeMo(SharedOptimizer):
         carrier = Guard(ErrorFeedback(AllGatherExchange(DCTTopK(density, chunk, values)), decay=momentum))
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "step": 0}, carrier, **options)
 
-    def fresh(self, entry: Entry) -> dict[str, Tensor]:
+    def fresh(self, entry: NamedParameter) -> dict[str, Tensor]:
         """Nothing: the session keeps the momentum."""
         return {}
 
-    def update(self, entry: Entry, result: Tensor) -> None:
+    def update(self, entry: NamedParameter, result: Tensor) -> None:
         """A step by the sign."""
         decay_(entry.parameter, entry.group)
         entry.parameter.sub_(result.sign_().mul_(float(entry.group["lr"])))

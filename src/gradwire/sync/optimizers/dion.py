@@ -13,7 +13,7 @@ from gradwire.reducers.exchange import AllReduceExchange
 from gradwire.reducers.guard import Guard
 from gradwire.reducers.partition import Partition
 from gradwire.sync.optimizers.arithmetic import adam_state, adam_update_, check_adam, check_rate, decay_
-from gradwire.sync.optimizers.base import Entry, Params, SessionOptions, SharedOptimizer
+from gradwire.sync.optimizers.base import NamedParameter, Params, SessionOptions, SharedOptimizer
 from gradwire.sync.optimizers.orthonormal import OrthonormalMomentum, OrthonormalMomentumOfAll
 
 
@@ -101,11 +101,11 @@ class Dion(SharedOptimizer):
         spec = ParameterSpec(name, tuple(parameter.shape), parameter.dtype, parameter.device)
         return isinstance(self._policy.assign(spec), OrthonormalMomentum)
 
-    def fresh(self, entry: Entry) -> dict[str, Tensor]:
+    def fresh(self, entry: NamedParameter) -> dict[str, Tensor]:
         """Of what is Adam's, momentum and variance of zeros; the session keeps the momentum of matrices."""
         return {} if self.is_orthonormal(entry.name, entry.parameter) else adam_state(entry.parameter)
 
-    def update(self, entry: Entry, result: Tensor) -> None:
+    def update(self, entry: NamedParameter, result: Tensor) -> None:
         """A step along the direction of a matrix, or Adam's."""
         _, parameter, group = entry
         state = self.state[parameter]

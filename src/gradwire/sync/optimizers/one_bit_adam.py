@@ -15,7 +15,7 @@ from gradwire.reducers.compression_warm_up import CompressionWarmUp
 from gradwire.reducers.exchange import AllReduceExchange
 from gradwire.spec import as_method
 from gradwire.sync.optimizers.arithmetic import adam_state, adam_step_, adam_update_, check_adam, check_rate, mix_
-from gradwire.sync.optimizers.base import Entry, Params, SessionOptions, SharedOptimizer
+from gradwire.sync.optimizers.base import NamedParameter, Params, SessionOptions, SharedOptimizer
 
 
 class OneBitAdam(SharedOptimizer):
@@ -97,7 +97,7 @@ class OneBitAdam(SharedOptimizer):
         """Whether the next step's message is the momentum."""
         return self.session.engine.index >= self.freeze_step
 
-    def fresh(self, entry: Entry) -> dict[str, Tensor]:
+    def fresh(self, entry: NamedParameter) -> dict[str, Tensor]:
         """Momentum and variance of zeros."""
         return adam_state(entry.parameter)
 
@@ -118,7 +118,7 @@ class OneBitAdam(SharedOptimizer):
         for group in self.param_groups:
             group["variance_step"] += not self._was_frozen
 
-    def message(self, entry: Entry, gradient: Tensor) -> Tensor:
+    def message(self, entry: NamedParameter, gradient: Tensor) -> Tensor:
         """The gradient, and after the freeze the momentum with this rank's gradient in it."""
         if not self._was_frozen:
             return super().message(entry, gradient)
@@ -127,7 +127,7 @@ class OneBitAdam(SharedOptimizer):
         return momentum
 
     @override
-    def update(self, entry: Entry, result: Tensor) -> None:
+    def update(self, entry: NamedParameter, result: Tensor) -> None:
         _, parameter, group = entry
         state, count = self.state[parameter], group["variance_step"]
         if self._was_frozen:

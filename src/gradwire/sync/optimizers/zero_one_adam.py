@@ -26,7 +26,7 @@ from gradwire.sync.optimizers.arithmetic import (
     mix_,
     power,
 )
-from gradwire.sync.optimizers.base import Entry, Params, SessionOptions, SharedOptimizer
+from gradwire.sync.optimizers.base import NamedParameter, Params, SessionOptions, SharedOptimizer
 
 
 def refreshes_variance(step: int, var_freeze_step: int, var_update_scaler: int) -> bool:
@@ -146,7 +146,7 @@ class ZeroOneAdam(SharedOptimizer):
         shared: SessionOptions = {**options, "lane": self.session.lane}
         self.dense = Session(self.tensors(), "none", what=type(self).__name__, **shared)
 
-    def fresh(self, entry: Entry) -> dict[str, Tensor]:
+    def fresh(self, entry: NamedParameter) -> dict[str, Tensor]:
         """Momentum and variance of zeros."""
         return adam_state(entry.parameter)
 
@@ -184,7 +184,7 @@ class ZeroOneAdam(SharedOptimizer):
         for group in self.param_groups:
             group["variance_step"] += 1
 
-    def update(self, entry: Entry, result: Tensor) -> None:
+    def update(self, entry: NamedParameter, result: Tensor) -> None:
         """Adam's step with the mean gradient."""
         _, parameter, group = entry
         adam_update_(parameter, self.state[parameter], result, group, group["variance_step"])
@@ -208,7 +208,7 @@ class ZeroOneAdam(SharedOptimizer):
         for entry in self.entries():
             self._move(entry, self.state[entry.parameter]["buffer"])
 
-    def _with_this(self, entry: Entry, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    def _with_this(self, entry: NamedParameter, gradient: Tensor) -> tuple[Tensor, Tensor]:
         """Momentum and buffer with this step in them; what is remembered stays as it is."""
         state = self.state[entry.parameter]
         momentum = state["exp_avg"].clone(memory_format=torch.contiguous_format)
@@ -225,7 +225,7 @@ class ZeroOneAdam(SharedOptimizer):
         for _, parameter, group in self.entries():
             decay_(self.state[parameter].get("anchor", parameter), group)
 
-    def _move(self, entry: Entry, buffer: Tensor) -> None:
+    def _move(self, entry: NamedParameter, buffer: Tensor) -> None:
         """x = a - u / D; where the variance is zero nothing moves."""
         _, parameter, group = entry
         state = self.state[parameter]
