@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from gradwire.bench.compare_options import CompareOptions
-from gradwire.cli import federate, inform, run, state, store
+from gradwire.cli import federate, inform, net, run, state, store
 from gradwire.cli.option_arguments import add_options, read_options
 from gradwire.core.errors import GradwireError
 
@@ -88,9 +88,7 @@ def parser() -> argparse.ArgumentParser:
     report = commands.add_parser("report", help="rebuild report and tables from a folder's results.json")
     report.add_argument("folder", type=Path, metavar="DIR", help="output folder of gradwire compare")
     report.set_defaults(run=run_report)
-    net = commands.add_parser("net", help="emulated networks").add_subparsers(required=True, metavar="ACTION")
-    clean = net.add_parser("clean", help="remove what crashed comparisons have left behind")
-    clean.set_defaults(run=run_clean)
+    net.add_commands(commands)
     federate.add_command(commands)
     inform.add_commands(commands)
     run.add_commands(commands)
@@ -146,15 +144,6 @@ def _write_report(comparison: Comparison, folder: Path, console: Console) -> Non
 
     write_report(comparison, folder / "report.html")
     say(console, f"\nreport: {folder / 'report.html'}")
-
-
-def run_clean(arguments: argparse.Namespace, console: Console) -> int:
-    """Run `gradwire net clean` and return its exit status."""
-    from gradwire.bench import net
-
-    for line in net.clean() or ["nothing to clean"]:
-        console.print(line, highlight=False, soft_wrap=True)
-    return OK
 
 
 def _console() -> Console:
