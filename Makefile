@@ -62,7 +62,7 @@ plain: $(READY)
 		laws/test_power_sgd.py laws/test_acp_sgd.py laws/test_reducers.py test_matrices.py test_robust_kernels.py \
 		test_lowrank_kernels.py laws/test_zeros.py)
 
-# A hundred and sixty small faults in drivers, adapters and sync, one at a time: do tests notice? Takes more than an hour (docs/mutants.md).
+# A hundred and sixty small faults in drivers, adapters and sync, one at a time: do tests notice? Takes more than an hour (docs/building/mutants.md).
 mutants: $(READY)
 	$(BIN)/python tools/mutants.py $(ARGS)
 

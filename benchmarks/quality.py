@@ -9,7 +9,7 @@ the gradients of rank 0 as they come, cut into grains as in training, in a world
   steps before, so that a warm start and thresholds that follow are as in training.
 - All along, the method with its error feedback codes all 500 gradients: how large the residual is at each step.
 
-With --save, writes a dated result file, and from it the table of docs/quality.md and docs/quality.svg; with --docs does
+With --save, writes a dated result file, and from it the table and picture of docs/building/quality.md; with --docs does
 the latter alone, from a file. Exits with 1 where something lost more than it declares.
 """
 

@@ -1,4 +1,4 @@
-"""docs/quality.md's table and docs/quality.svg, from a result file of `quality.py`."""
+"""docs/building/quality.md's table and docs/building/quality.svg, from a result file of `quality.py`."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ GROWS = 1.1
 
 def write_page(found: Mapping[str, Any], name: str) -> None:
     """Replace the table between the page's marks, and draw the plot."""
-    page = DOCS / "quality.md"
+    page = DOCS / "building" / "quality.md"
     before, rest = page.read_text().split(BEGIN)
     _, after = rest.split(END)
     page.write_text(f"{before}{BEGIN}\n{table(found, name)}\n{END}{after}")
-    (DOCS / "quality.svg").write_text(plot(found))
+    (DOCS / "building" / "quality.svg").write_text(plot(found))
 
 
 # ------------------------------------------------------------------------------------------------- table

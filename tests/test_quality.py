@@ -109,7 +109,7 @@ def test_every_method_that_loses_something_is_measured(quality: ModuleType) -> N
 
 def test_the_page_shows_what_the_file_holds(quality: ModuleType) -> None:
     page = importlib.import_module("quality_page")
-    text = (ROOT / "docs" / "quality.md").read_text()
+    text = (ROOT / "docs" / "building" / "quality.md").read_text()
     shown = text[text.index(page.BEGIN) + len(page.BEGIN) : text.index(page.END)].strip()
     (name,) = re.findall(r"Figures: `benchmarks/results/(quality_[\d-]+\.json)`", shown)
     found = json.loads((ROOT / "benchmarks" / "results" / name).read_text())

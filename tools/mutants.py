@@ -3,7 +3,7 @@
 
 A mutant is the source with one operator, condition, constant, result or statement changed. It is *caught* if a test
 that belongs to its file fails, or hangs. One that no test could catch, since it computes the same, is listed in
-`EQUIVALENT` with the reason. `docs/mutants.md` has the results.
+`EQUIVALENT` with the reason. `docs/building/mutants.md` has the results.
 
     tools/mutants.py --list          which mutants are drawn
     tools/mutants.py                 run their tests, in a copy of the tree

@@ -107,7 +107,7 @@ def test_links_between_pages_lead_to_what_is_there(page: Path) -> None:
             check_link(link, page)
 
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "building").glob("*.md"))]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -117,6 +117,15 @@ def test_tables_of_figures_name_the_run_that_made_them(page: Path) -> None:
     sections = re.split(r"(?m)^(?=##+ )", page.read_text())
     tables = [section for section in sections if re.search(r"\|\s*-+:\s*\|", section)]
     assert [section.splitlines()[0] for section in tables if not re.search(source, section)] == []
+
+
+def test_the_index_lists_every_page() -> None:
+    docs = ROOT / "docs"
+    listed = {(docs / link).resolve() for link in re.findall(r"\]\(([^)#\s]+)\)", (docs / "README.md").read_text())}
+    pages = {page.resolve() for folder in (docs, docs / "building") for page in folder.glob("*.md")} - {
+        docs / "README.md"
+    }
+    assert pages - listed == set()
 
 
 def test_there_are_tables_of_figures() -> None:
@@ -131,11 +140,11 @@ def test_files_of_benchmarks_that_are_named_exist() -> None:
 
 
 def test_the_log_lists_its_pages() -> None:
-    listed = re.findall(r"\]\(log/(\w+)\.md\)", (ROOT / "docs" / "log.md").read_text())
-    assert sorted(listed) == sorted(page.stem for page in (ROOT / "docs" / "log").glob("*.md"))
+    listed = re.findall(r"\]\(log/(\w+)\.md\)", (ROOT / "docs" / "building" / "log.md").read_text())
+    assert sorted(listed) == sorted(page.stem for page in (ROOT / "docs" / "building" / "log").glob("*.md"))
 
 
-@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "log").glob("*.md")), ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "building" / "log").glob("*.md")), ids=lambda page: page.stem)
 def test_each_finding_of_the_log_has_a_date_and_begins_with_its_conclusion(page: Path) -> None:
     findings = re.findall(r"^##+ (.*)\n\n(.*)", page.read_text(), re.MULTILINE)
     findings = [(title, first) for title, first in findings if not first.startswith("#")]

@@ -17,7 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire.drivers.window import DDP_CAPS, Caps
 
 PIECES = 16
-"""Buckets to cut a model into. Each costs a call of the hook, and twice as many hid no more (docs/log/overlap.md)."""
+"""Buckets to cut a model into. Each costs a call of the hook, and twice as many hid no more.
+
+`docs/building/log/overlap.md` has the figures.
+"""
 
 SMALLEST_BYTES = 1 << 18
 

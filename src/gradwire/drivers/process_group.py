@@ -58,7 +58,7 @@ class GroupTransport:
 
     Gloo's all_gather moves large rows at 94% of a link's rate but takes 3.5 ms for the smallest; an all-to-all of the
     repeated row sends the same bytes, takes 0.6 ms, and on large rows loses a quarter to flows that meet at a receiver.
-    They break even at about 64 KiB a row on four hosts at 100 Mbit/s (docs/log/links.md).
+    They break even at about 64 KiB a row on four hosts at 100 Mbit/s (docs/building/log/links.md).
 
     Gloo's all_to_all takes 1.6 times as long as the same messages posted one by one where they are large (16 MB on four
     hosts at 200 Mbit/s: 839 against 535 ms; 1 MB: 47 against 37; 256 KB: 10.4 against 11.1), so large rows are posted.
