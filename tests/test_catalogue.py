@@ -92,7 +92,7 @@ def test_an_unknown_name_is_answered_with_the_nearest() -> None:
 
 @pytest.mark.parametrize("each", [each for each in ENTRIES if each.place is EVERY_STEP], ids=lambda each: each.name)
 def test_the_kernels_told_are_those_that_run(each: Entry, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In steps of another model, with whatever kernels there are here."""
+    """In steps of another model, with whatever kernels there are here, but the one that the engine asks for itself."""
     ran: set[str] = set()
     on = Kernel[Any, Any].on
 
@@ -109,7 +109,7 @@ def test_the_kernels_told_are_those_that_run(each: Entry, monkeypatch: pytest.Mo
             [{name: torch.randn_like(p) for name, p in model.named_parameters()} for _ in range(ranks.world_size)]
         )
     for name in KERNELS_ON:
-        assert set(re.findall(r"\w+\.\w+", facts(each)[name])) == ran
+        assert set(re.findall(r"\w+\.\w+", facts(each)[name])) == ran - {"selection.all_finite"}
 
 
 def test_each_kernel_is_told_to_run_in_what_the_table_of_kernels_says() -> None:

@@ -29,6 +29,7 @@ FLOORS = (
     ("federated", "sync"),
     ("asynchronous",),
     ("catalogue",),
+    ("choosing",),
     ("adapters",),
     ("hooks",),
     ("bench",),

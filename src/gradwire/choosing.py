@@ -23,7 +23,7 @@ from gradwire.core.link import Link
 from gradwire.core.registry import table
 from gradwire.drivers.timing import step_s
 
-__all__ = ["CASES", "LAYOUTS", "NEAR", "SLOW", "Case", "Fixed", "Link", "Timed", "Training", "choose"]
+__all__ = ["CASES", "LAYOUTS", "NEAR", "SLOW", "Case", "FixedCase", "Timed", "Training", "boundaries", "choose"]
 
 LAYOUTS = {
     "ddp": "every rank has the whole model and all are in one place",
@@ -56,12 +56,12 @@ MEASURED = 1 << 26
 """Parameters that are timed at most: messages of a larger model are more of the same."""
 
 
-class Fixed(NamedTuple):
+class FixedCase(NamedTuple):
     """What to take in a case that is not decided by the link.
 
     Attributes:
         layout, slow: the case; None for any.
-        take: a spec, or an object in Python.
+        take: a spec, or a call in Python.
         why: what it does about the case, and what was measured.
         page: of docs.
     """
@@ -75,39 +75,38 @@ class Fixed(NamedTuple):
     @property
     def call(self) -> str:
         """What to write."""
-        known = table().get(name_of(self.take))
-        return known.place.call_of(self.take) if known else self.take
+        return self.take if "(" in self.take else _call(self.take)
 
 
 CASES = (
-    Fixed(
+    FixedCase(
         "clients", None, "fedavg",
         "a federation: a server asks some clients a round, and each sends one update",
         "federated.md",
     ),
-    Fixed(
+    FixedCase(
         "leaving", None, "gradwire.sync.Elastic(model, optimizer, ...)",
         "models are averaged every few steps among whoever is there, and a machine that is gone holds nobody up",
         "elastic.md",
     ),
-    Fixed(
+    FixedCase(
         None, "one", "asgd",
         "ranks push gradients and do not wait: digits came to its loss in 1.2 s, where DDP took 4.9 beside a rank "
         "that is four times slower",
         "slow_hosts.md",
     ),
-    Fixed(
+    FixedCase(
         None, "any", "ssp:4",
         "ranks may be four pushes apart, so one that is late for a while holds nobody up",
         "slow_hosts.md",
     ),
-    Fixed(
+    FixedCase(
         "sites", None, "local:H=2,last=8,double_after=50,outer=topk:0.05+int4,delay=1,merge=progress",
-        "models are averaged every few steps while training goes on; with DDP inside of a site the page tells how",
+        "models are averaged every few steps while training goes on",
         "sync.md",
     ),
-    Fixed(
-        "fsdp2", None, "int4,parameters=int8",
+    FixedCase(
+        "fsdp2", None, 'gradwire.attach(model, "int4,parameters=int8")',
         "gradients are scattered in 4 bits and parameters gathered in 8",
         "fsdp2.md",
     ),
@@ -209,20 +208,20 @@ def choose(case: Case) -> Training:
     >>> choose(Case(rate=1e9, parameters=10**7, step_s=0.5)).take
     'int4'
     >>> choose(Case(rate=1e8, layout="fsdp2")).call
-    'gradwire.attach(ddp, "int4,parameters=int8")'
+    'gradwire.attach(model, "int4,parameters=int8")'
     """
     for fixed in CASES:
         if fixed.layout in (None, case.layout) and fixed.slow in (None, case.slow):
             return Training(case, fixed.take, fixed.call, fixed.why, fixed.page)
     every_step = _timed(case)
     if case.step_s is None:
-        return Training(case, None, "", _by_step_time(every_step), "compare.md", every_step)
+        return Training(case, None, "", _by_step_time(case), "compare.md", every_step)
     timed = (*every_step, _windows(every_step, case.step_s))
     best, fp32 = _best(timed, case.step_s), timed[0]
     whole, alone = case.step_s + best.link_s, case.step_s + fp32.link_s
     if best is fp32:
         why = (
-            f"fp32's gradients take {_share(fp32.link_s, alone)} of a step if nothing of that is hidden, and "
+            f"Gradients in fp32 take {_share(fp32.link_s, alone)} of a step if nothing of that is hidden, and "
             "DistributedDataParallel hides most of it: no method is worth what it loses."
         )
         return Training(case, None, "", why, "choosing.md", timed)
@@ -256,7 +255,7 @@ def _windows(every_step: Sequence[Timed], busy_s: float) -> Timed:
     """Models that are averaged in 4 bits, so seldom that it takes a tenth of a step in the mean."""
     (int4,) = (found.link_s for found in every_step if found.spec == "int4")
     window = min(LONGEST, max(2, math.ceil(int4 / (SHARE * busy_s))))
-    return Timed(f"local:{window},outer=int4", int4 / window, _loses("local"))
+    return Timed(f"local:{window},outer=int4", int4 / window, f"with other settings: {_loses('local')}")
 
 
 def _loses(name: str) -> str:
@@ -283,15 +282,27 @@ def _matrices(parameters: int) -> Sequence[ParameterSpec]:
     return [ParameterSpec(f"layer{i}.weight", (side, side), torch.float32, meta) for i in range(count)]
 
 
-def _by_step_time(every_step: Sequence[Timed]) -> str:
-    """Which method is best for which step, where nobody knows how long one takes."""
-    names = {every_step[0].spec: "PyTorch alone"}
+def boundaries(case: Case) -> dict[str, float]:
+    """Return, for each method that is taken for some step, the seconds of computing from which on that is so.
+
+    From the method of the longest steps to that of the shortest ones; the last one has no lower end.
+
+    >>> list(boundaries(Case(rate=1e9, parameters=10**7)))
+    ['none', 'fp16', 'int4', 'powersgd:8,factors=fp16', 'windows']
+    """
+    every_step = _timed(case)
     found: dict[str, float] = {}
     for busy_s in (10 ** (power / 20) for power in range(80, -80, -1)):  # 10,000 s to 0.1 ms
         best = _best((*every_step, _windows(every_step, busy_s)), busy_s).spec
-        found[names.get(best, "windows" if best.startswith("local") else best)] = busy_s
+        found["windows" if best.startswith("local") else best] = busy_s
+    return found
+
+
+def _by_step_time(case: Case) -> str:
+    """Which method is best for which step, where nobody knows how long one takes."""
+    found = boundaries(case)
     *most, last = found
-    said = ", ".join(f"{name} down to {_text(found[name])}" for name in most)
+    said = ", ".join(f"{'PyTorch alone' if name == 'none' else name} down to {_text(found[name])}" for name in most)
     return f"What is best depends on how long a step computes: {said}; {last} below. Tell it, and one is chosen."
 
 

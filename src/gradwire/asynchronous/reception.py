@@ -1,4 +1,4 @@
-"""From messages to calls of the server's core, and from its grants to messages: what every transport has in common."""
+"""From the frames of `Host` to calls of `ParameterServer`, and from its grants to frames."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def unpack(packet: bytes) -> WireMessage:
     Raises:
         CommunicationError: a packet of another form.
 
-    >>> unpack(pack(plain(Kind.JOIN, 3))).grant.worker
+    >>> unpack(pack(plain(MessageKind.JOIN, 3))).grant.worker
     3
     """
     try:

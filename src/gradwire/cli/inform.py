@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
+from gradwire.cli import choosing
 from gradwire.cli.kernel_table import kernel_table
 from gradwire.core.errors import SpecError
 from gradwire.core.link import Link
@@ -43,6 +44,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     methods = commands.add_parser("methods", help="list the methods: those for most users first, each with its options")
     methods.add_argument("spec", nargs="*", metavar="SPEC", help="show these methods whole, or what these specs become")
     methods.add_argument("--kernels", action="store_true", help="show what each kernel runs in instead")
+    choosing.add_arguments(methods)
     methods.set_defaults(run=run_methods)
     cost = commands.add_parser("cost", help="bytes that methods send each step, without sending them")
     cost.add_argument("methods", nargs="*", metavar="SPEC")
@@ -61,10 +63,15 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run_methods(arguments: argparse.Namespace, console: Console) -> int:
-    """`gradwire methods [SPEC ...]`, `gradwire methods --kernels`."""
+    """`gradwire methods [SPEC ...]`, `gradwire methods --kernels`, `gradwire methods --for RATE`."""
     import gradwire
     from gradwire.cli.catalogue import print_catalogue, print_entry
 
+    if arguments.rate:
+        if arguments.spec or arguments.kernels:
+            raise SpecError("--for says which method to take: give no SPEC and no --kernels with it")
+        choosing.print_choice(arguments, console)
+        return OK
     if arguments.kernels:
         if arguments.spec:
             raise SpecError("--kernels shows all kernels, whatever the method: give no SPEC with it")
