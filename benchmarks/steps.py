@@ -2,7 +2,7 @@
 
 Every method trains a model of its own, all in the same processes on the same emulated network, a few steps each in
 turn, so that whatever else the machine does falls on all alike. Printed: the time of a step, what it is above the
-floor (`torch:noop`, which sends nothing), and the bytes sent. The time is a median over stretches of `--stretch` steps:
+floor (`torch.noop`, which sends nothing), and the bytes sent. The time is a median over stretches of `--stretch` steps:
 methods of windows want stretches of whole windows. Evaluation and start-up are not counted.
 """
 
@@ -24,7 +24,7 @@ from gradwire.bench.net import Network
 from gradwire.bench.ranks import run_function
 from gradwire.bench.tasks import make_task
 
-DEFAULT = ["torch:noop", "torch:powersgd:4", "torch:fp16", "int4", "sign", "topk:0.01", "powersgd:4"]
+DEFAULT = ["torch.noop", "torch.powersgd:4", "torch.fp16", "int4", "sign", "topk:0.01", "powersgd:4"]
 SKIPPED = 4
 """First steps of each method that do not count: buckets are rebuilt, factors start."""
 
@@ -92,7 +92,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def show(rows: dict[str, Any]) -> None:
     """Print the table."""
-    floor = rows.get("torch:noop", {"step_s": 0.0})["step_s"]
+    floor = rows.get("torch.noop", {"step_s": 0.0})["step_s"]
     print(f"{'method':40s} {'ms a step':>10s} {'above floor':>12s} {'kB a step':>10s}")
     for method, row in rows.items():
         above = 1e3 * (row["step_s"] - floor)

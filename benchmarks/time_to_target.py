@@ -3,7 +3,7 @@
 fp32 (PyTorch's DDP) trains for --steps steps. Its ends with the same seed are the targets: the metric on held-out data,
 and the smoothed training loss, each to 0.5%. Where ranks train alone the training loss is that of their own models and
 the metric that of the global copy, so the metric decides; it is looked at every ten steps. A link without cost would
-take --steps steps of `torch:noop`, whose ranks send nothing; these are measured on the same hosts. Methods that talk
+take --steps steps of `torch.noop`, whose ranks send nothing; these are measured on the same hosts. Methods that talk
 less often need more steps, and a learning rate that falls over as many: a method is written `165=local:H=8,outer=int4`
 to train for 165 steps. Losses do not depend on the link, so fp32 trains on links without limit; its time at --rate is
 told from its bytes.
@@ -31,7 +31,7 @@ from gradwire.bench.news import News
 from gradwire.bench.plan import ComparisonPlan
 from gradwire.bench.results import Comparison, Run
 
-FP32, FLOOR = "torch:fp32", "torch:noop"
+FP32, FLOOR = "torch.fp32", "torch.noop"
 FREE = "10gbit"
 
 

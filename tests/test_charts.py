@@ -19,7 +19,7 @@ from gradwire.report.page import render
 from gradwire.report.room import LEADER, Room
 from gradwire.report.svg import LABEL_GAP, LETTER, Box
 
-NAMES = ("torch:fp32", "torch:fp16", "int4", "topk:0.05+int8", "powersgd:8,factors=fp16", "sign:64")
+NAMES = ("torch.fp32", "torch.fp16", "int4", "topk:0.05+int8", "powersgd:8,factors=fp16", "sign:64")
 
 
 class Texts(HTMLParser):
@@ -224,7 +224,7 @@ def test_a_loss_that_is_not_finite_cuts_the_line():
 )
 def test_curves_stay_inside(losses: tuple[float, ...]):
     base = tuple(loss for loss in losses for _ in range(10))
-    svg = re.findall(r"<svg.*?</svg>", render(comparison(run("torch:fp32", losses=base), run("int4", losses=base))))
+    svg = re.findall(r"<svg.*?</svg>", render(comparison(run("torch.fp32", losses=base), run("int4", losses=base))))
     wide = next(drawing for drawing in svg if 'class="chart"' in drawing)
     inside = [WIDE.top <= y <= WIDE.height - WIDE.bottom for _, y in places(wide)[2:]]
     assert len(inside) > 70
@@ -234,7 +234,7 @@ def test_curves_stay_inside(losses: tuple[float, ...]):
 def test_a_run_that_diverges_does_not_flatten_the_others():
     good = tuple(4.0 - 0.1 * step for step in range(31))
     bad = (*good[:10], *(10.0**power for power in range(21)))
-    page = render(comparison(run("torch:fp32", losses=good), run("sign", losses=bad)))
+    page = render(comparison(run("torch.fp32", losses=good), run("sign", losses=bad)))
     wide = next(drawing for drawing in re.findall(r"<svg.*?</svg>", page) if 'class="chart"' in drawing)
     line = re.findall(r'<polyline class="line" points="([^"]*)"', wide)[0].split()
     heights = [float(point.split(",")[1]) for point in line]
@@ -243,7 +243,7 @@ def test_a_run_that_diverges_does_not_flatten_the_others():
 
 
 def test_where_nothing_was_sent_a_sentence_stands():
-    page = render(comparison(run("torch:fp32", sent=0.0), run("int4", sent=0.0), hosts=1))
+    page = render(comparison(run("torch.fp32", sent=0.0), run("int4", sent=0.0), hosts=1))
     assert "Nothing was sent." in page
     assert "There is one host" in page
 

@@ -146,16 +146,16 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         (CompareOptions(evaluate_every=-1), "evaluate_every"),
         (CompareOptions(target="metric:nan"), "--target"),
         (CompareOptions(methods=("int4", "int4")), "once"),
-        (CompareOptions(methods=("torch:fp23",)), "torch.fp32"),
-        (CompareOptions(methods=("torch:powersgd",)), "rank"),
-        (CompareOptions(methods=("torch:fp32:2",)), "nothing after a colon"),
-        (CompareOptions(methods=("torch.noop", "torch:noop")), "once"),
+        (CompareOptions(methods=("torch.fp23",)), "torch.fp32"),
+        (CompareOptions(methods=("torch.powersgd",)), "rank"),
+        (CompareOptions(methods=("torch.fp32:2",)), "nothing after a colon"),
+        (CompareOptions(methods=("torch.noop", "torch.noop")), "once"),
         (CompareOptions(methods=("fedavg",)), "gradwire federate --method fedavg"),
         (CompareOptions(methods=("int4,parameters=int8",)), "--engine fsdp2"),
         (CompareOptions(methods=("topq:0.01",)), "topk"),
         (CompareOptions(methods=("local:H=0",)), "at least one step"),
         (CompareOptions(methods=("diloco:H=8,outer=topq:0.01",)), "topk"),
-        (CompareOptions(target="method:int8", methods=("torch:fp32",)), "not among"),
+        (CompareOptions(target="method:int8", methods=("torch.fp32",)), "not among"),
         (CompareOptions(target="low"), "--target"),
     ],
 )
@@ -189,7 +189,7 @@ def test_nonsense_is_refused_before_anything_starts(options: CompareOptions, sai
 )
 def test_a_task_that_cannot_be_trained_is_refused(toy: str, name: str, said: str):
     with pytest.raises(TaskError, match=said):
-        make_plan(CompareOptions(task=name, methods=("torch:fp32",), hosts=2))
+        make_plan(CompareOptions(task=name, methods=("torch.fp32",), hosts=2))
 
 
 def test_text_must_be_a_folder_with_text(tmp_path: Path):
@@ -198,12 +198,12 @@ def test_text_must_be_a_folder_with_text(tmp_path: Path):
     with pytest.raises(TaskError, match="at least"):
         tasks.load_corpus(tmp_path)
     with pytest.raises(TaskError, match="reads no text"):
-        make_plan(CompareOptions(task="digits", methods=("torch:fp32",), hosts=2, text=tmp_path))
+        make_plan(CompareOptions(task="digits", methods=("torch.fp32",), hosts=2, text=tmp_path))
 
 
 def test_models_are_evaluated_along_the_way_where_the_target_asks_for_it():
     def every(**changes: Any) -> int:
-        return make_plan(CompareOptions(task="digits", methods=("torch:fp32",), hosts=2, **changes)).evaluate_every
+        return make_plan(CompareOptions(task="digits", methods=("torch.fp32",), hosts=2, **changes)).evaluate_every
 
     assert every(steps=80) == 80
     assert every(steps=80, target="0.5") == 80
@@ -291,7 +291,7 @@ def once(plan: object, network: object, warm: object, method: str, seed: int, *_
 def toy_options(tmp_path: Path, **changes: Any) -> CompareOptions:
     defaults: dict[str, Any] = {
         "task": "gradwire_toy:task",
-        "methods": ("torch:fp32", "torch:fp16"),
+        "methods": ("torch.fp32", "torch.fp16"),
         "hosts": 2,
         "steps": 3,
         "out": tmp_path / "out",
@@ -303,11 +303,11 @@ def test_seeds_are_outermost_and_finished_runs_are_not_run_again(toy: str, tmp_p
     staged(once)
     first, second = Silent(), Silent()
     compare.compare(toy_options(tmp_path, seeds=2), first)
-    assert first.begun == ["torch:fp32 0", "torch:fp16 0", "torch:fp32 1", "torch:fp16 1"]
-    more = toy_options(tmp_path, seeds=2, methods=("torch:fp32", "torch:bf16", "torch:fp16"))
+    assert first.begun == ["torch.fp32 0", "torch.fp16 0", "torch.fp32 1", "torch.fp16 1"]
+    more = toy_options(tmp_path, seeds=2, methods=("torch.fp32", "torch.bf16", "torch.fp16"))
     comparison = compare.compare(more, second)
-    assert second.begun == ["torch:bf16 0", "torch:bf16 1"]
-    assert comparison.methods == ["torch:fp32", "torch:bf16", "torch:fp16"]
+    assert second.begun == ["torch.bf16 0", "torch.bf16 1"]
+    assert comparison.methods == ["torch.fp32", "torch.bf16", "torch.fp16"]
 
 
 def test_runs_made_under_other_conditions_are_neither_mixed_in_nor_lost(
@@ -325,27 +325,27 @@ def test_runs_made_under_other_conditions_are_neither_mixed_in_nor_lost(
 def test_one_failure_does_not_stop_the_others_and_is_tried_again(toy: str, tmp_path: Path, staged: Callable[..., None]):
     def fails(plan: object, network: object, warm: object, method: str, seed: int, *_: object) -> Run:
         bad = Run(method, seed, status="failed", reason="rank 1 was killed by SIGKILL")
-        return bad if method == "torch:fp32" else fake_run(method, seed)
+        return bad if method == "torch.fp32" else fake_run(method, seed)
 
     staged(fails)
     comparison = compare.compare(toy_options(tmp_path), Silent())
     assert [run.status for run in comparison.runs] == ["failed", "finished"]
     view = Silent()
     compare.compare(toy_options(tmp_path), view)
-    assert view.begun == ["torch:fp32 0"]
+    assert view.begun == ["torch.fp32 0"]
 
 
 def test_an_interrupt_keeps_what_is_finished(
     toy: str, tmp_path: Path, staged: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ):
     def interrupted(plan: object, network: object, warm: object, method: str, seed: int, *_: object) -> Run:
-        if method == "torch:fp16":
+        if method == "torch.fp16":
             raise KeyboardInterrupt
         return fake_run(method, seed)
 
     staged(interrupted)
     out = tmp_path / "out"
-    argv = ["compare", "--task", "gradwire_toy:task", "--methods", "torch:fp32", "torch:fp16"]
+    argv = ["compare", "--task", "gradwire_toy:task", "--methods", "torch.fp32", "torch.fp16"]
     assert cli.main([*argv, "--steps", "3", "--out", str(out)]) == 130
     assert "the same command" in capsys.readouterr().out
     assert [path.name for path in (out / "runs").glob("*.json")] == ["torch_fp32-seed0.json"]
@@ -353,7 +353,7 @@ def test_an_interrupt_keeps_what_is_finished(
 
 def test_a_folder_that_cannot_be_written_is_one_sentence(toy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "file").write_text("in the way")
-    argv = ["compare", "--task", "gradwire_toy:task", "--methods", "torch:fp32", "--steps", "1"]
+    argv = ["compare", "--task", "gradwire_toy:task", "--methods", "torch.fp32", "--steps", "1"]
     assert cli.main([*argv, "--out", str(tmp_path / "file")]) == 1
     said = capsys.readouterr().err
     assert said.count("\n") == 1
@@ -361,9 +361,9 @@ def test_a_folder_that_cannot_be_written_is_one_sentence(toy: str, tmp_path: Pat
 
 
 def test_misuse_is_one_sentence_and_status_2(capsys: pytest.CaptureFixture[str]):
-    assert cli.main(["compare", "--methods", "torch:fp23"]) == 2
+    assert cli.main(["compare", "--methods", "torch.fp23"]) == 2
     assert capsys.readouterr().err == (
-        "gradwire: unknown method 'torch.fp23' in 'torch:fp23': did you mean 'torch.fp32'?\n"
+        "gradwire: unknown method 'torch.fp23' in 'torch.fp23': did you mean 'torch.fp32'?\n"
     )
 
 
@@ -375,11 +375,11 @@ def test_what_pytorchs_methods_send_is_predicted():
     dense = 4 * 5050 * 1.5
     predicted = {
         spec: torch_hooks.predicted_bytes(gradwire.parse(spec), model, 5, 4)
-        for spec in ("torch:fp32", "torch:fp16", "torch:noop", "torch:powersgd:4")
+        for spec in ("torch.fp32", "torch.fp16", "torch.noop", "torch.powersgd:4")
     }
     factors = 4 * (150 * 4 + 50) * 1.5
     assert predicted == {
-        "torch:fp32": dense, "torch:fp16": dense / 2, "torch:noop": 0, "torch:powersgd:4": factors,
+        "torch.fp32": dense, "torch.fp16": dense / 2, "torch.noop": 0, "torch.powersgd:4": factors,
     }  # fmt: skip
 
 
@@ -419,7 +419,7 @@ def fake_comparison(*runs: Run) -> Comparison:
 def test_the_report_is_one_well_formed_file_that_loads_nothing(tmp_path: Path):
     dead = Run("sign", 0, status="failed", reason="rank 1 said <ouch>")
     comparison = fake_comparison(
-        fake_run("torch:fp32", 0), fake_run("torch:noop", 0), *(fake_run("int4", s) for s in range(3)), dead
+        fake_run("torch.fp32", 0), fake_run("torch.noop", 0), *(fake_run("int4", s) for s in range(3)), dead
     )
     write_report(comparison, tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text()
@@ -443,7 +443,7 @@ def test_a_comparison_from_end_to_end(toy: str, tmp_path: Path, capsys: pytest.C
     out = tmp_path / "out"
     argv = ["compare", "--task", "gradwire_toy:task", "--hosts", "2", "--steps", "8", "--network", "paced"]
     ours = ["int4", "local:H=3,outer=int4", "demo:0.5", "gossip:ring", "ssp:1", "hogwild"]
-    methods = ["torch:fp32", "torch:powersgd:1", "torch:noop", *ours]
+    methods = ["torch.fp32", "torch.powersgd:1", "torch.noop", *ours]
     assert cli.main([*argv, "--methods", *methods, "--out", str(out)]) == 0
     comparison = storage.load(out / "results.json")
     fp32, powersgd, noop, int4, local, demo, gossip, ssp, hogwild = figures.summarise(comparison)
@@ -464,15 +464,15 @@ def test_a_comparison_from_end_to_end(toy: str, tmp_path: Path, capsys: pytest.C
     kept = comparison.finished("int4")[0].report
     assert kept is not None
     assert kept["sent_bytes"] * 8 == comparison.finished("int4")[0].wire.payload * 1.0
-    assert comparison.finished("torch:fp32")[0].report is None
+    assert comparison.finished("torch.fp32")[0].report is None
     assert f"handle.report(): {kept['verdict']}" in capsys.readouterr().out
     assert cli.main(["report", str(out)]) == 0
-    assert "torch:powersgd:1" in capsys.readouterr().out
+    assert "torch.powersgd:1" in capsys.readouterr().out
 
 
 def test_a_rank_that_dies_is_named_with_its_last_lines(toy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     argv = ["compare", "--task", "gradwire_toy:dies", "--hosts", "2", "--steps", "8", "--network", "paced"]
-    assert cli.main([*argv, "--methods", "torch:fp32", "--out", str(tmp_path / "out")]) == 1
+    assert cli.main([*argv, "--methods", "torch.fp32", "--out", str(tmp_path / "out")]) == 1
     said = capsys.readouterr().out
     assert "rank 1 ended with status 1" in said
     assert "the disk of rank 1 is on fire" in said
@@ -501,7 +501,7 @@ def test_names_are_shown_as_they_are_and_output_that_looks_like_news_is_none(
     toy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     argv = ["compare", "--task", "gradwire_toy:in_brackets", "--hosts", "1", "--steps", "3", "--network", "paced"]
-    assert cli.main([*argv, "--methods", "torch:fp32", "--out", str(tmp_path / "[/x]")]) == 0
+    assert cli.main([*argv, "--methods", "torch.fp32", "--out", str(tmp_path / "[/x]")]) == 0
     said = capsys.readouterr().out
     assert ": [/x] [bold] <script>\n" in said
     assert "final [/x] <b>" in said
@@ -513,7 +513,7 @@ def test_names_are_shown_as_they_are_and_output_that_looks_like_news_is_none(
 def test_a_bar_shows_names_as_they_are():
     console = Console(file=StringIO(), force_terminal=True, width=120)
     bar = ConsoleView(console)
-    bar.begin(make_plan(CompareOptions(task="digits", methods=("torch:fp32",), hosts=2)), "a network [/x]", [])
+    bar.begin(make_plan(CompareOptions(task="digits", methods=("torch.fp32",), hosts=2)), "a network [/x]", [])
     bar.news("[/x]", 0, News(1, 2.0, 0.1, 5.0))
     bar.close()
     assert "[/x]" in console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
@@ -524,16 +524,16 @@ def test_a_loss_that_is_no_number_ends_with_a_cross_and_a_status_of_its_own(
 ):
     argv = ["compare", "--task", "gradwire_toy:bursts", "--hosts", "2", "--steps", "8", "--network", "paced"]
     out = tmp_path / "out"
-    assert cli.main([*argv, "--methods", "torch:fp32", "--out", str(out)]) == 1
+    assert cli.main([*argv, "--methods", "torch.fp32", "--out", str(out)]) == 1
     said = capsys.readouterr().out
-    assert "✗ torch:fp32 seed 0: the loss is not finite from step 6 on" in said
+    assert "✗ torch.fp32 seed 0: the loss is not finite from step 6 on" in said
     assert "✓" not in said
     assert json.loads((out / "verdict.json").read_text())["alarm"] is True
 
 
 def test_a_task_that_ends_the_process_is_a_failed_run(toy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     argv = ["compare", "--task", "gradwire_toy:gone", "--hosts", "1", "--steps", "8", "--network", "paced"]
-    assert cli.main([*argv, "--methods", "torch:fp32", "--out", str(tmp_path / "out")]) == 1
+    assert cli.main([*argv, "--methods", "torch.fp32", "--out", str(tmp_path / "out")]) == 1
     assert "rank 0 ended with status 0, but before it had finished" in capsys.readouterr().out
 
 

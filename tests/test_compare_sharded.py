@@ -64,10 +64,10 @@ def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     ("method", "said"),
     [
         (
-            "torch:fp16",
-            "torch:fp16 is not for --engine fsdp2, which has torch:fp32, torch:bf16, torch:noop: fp16 needs",
+            "torch.fp16",
+            "torch.fp16 is not for --engine fsdp2, which has torch.fp32, torch.bf16, torch.noop: fp16 needs",
         ),
-        ("torch:powersgd:4", "torch:powersgd:4 is not for --engine fsdp2"),
+        ("torch.powersgd:4", "torch.powersgd:4 is not for --engine fsdp2"),
         ("local:H=2", "local:H=2 is not for --engine fsdp2 but for --engine ddp"),
         ("ssp:4", "ssp:4 is not for --engine fsdp2 but for --engine ddp"),
         ("powersgd:4", "FSDP2 needs a method that ends with shards"),
@@ -96,9 +96,9 @@ def test_what_ddp_takes_has_no_codec_for_parameters() -> None:
 
 
 def test_each_engine_has_its_own_selection() -> None:
-    assert "torch:fp16" in CompareOptions().methods
+    assert "torch.fp16" in CompareOptions().methods
     assert "int8,parameters=int8" in CompareOptions(engine="fsdp2").methods
-    assert make_plan(CompareOptions(engine="fsdp2", task="digits")).grid[0] == ("torch:fp32", 0)
+    assert make_plan(CompareOptions(engine="fsdp2", task="digits")).grid[0] == ("torch.fp32", 0)
 
 
 def test_blocks_are_the_elements_of_the_outermost_lists() -> None:
@@ -107,7 +107,7 @@ def test_blocks_are_the_elements_of_the_outermost_lists() -> None:
     assert list(blocks(nn.Sequential(nn.Linear(2, 2), nn.Sequential(outer)))) == list(outer)
 
 
-METHODS = ("torch:fp32", "torch:bf16", "torch:noop", "none,parameters=none", "int8,parameters=int8")
+METHODS = ("torch.fp32", "torch.bf16", "torch.noop", "none,parameters=none", "int8,parameters=int8")
 
 
 def run(options: CompareOptions) -> tuple[Comparison, dict[str, Run]]:
@@ -125,23 +125,23 @@ def test_shards_train_as_replicas_do_and_predict_what_they_send(task: str, tmp_p
     out = tmp_path / "out"
     options = CompareOptions(task, METHODS, "fsdp2", hosts=2, rate="1gbit", steps=10, out=out)
     comparison, sharded = run(options)
-    _, replicated = run(dataclasses.replace(options, engine="ddp", methods=("torch:fp32",), out=tmp_path / "ddp"))
+    _, replicated = run(dataclasses.replace(options, engine="ddp", methods=("torch.fp32",), out=tmp_path / "ddp"))
 
-    whole = replicated["torch:fp32"]
-    for method in ("torch:fp32", "none,parameters=none"):
+    whole = replicated["torch.fp32"]
+    for method in ("torch.fp32", "none,parameters=none"):
         torch.testing.assert_close(sharded[method].losses, whole.losses, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(values(sharded[method]), values(whole), rtol=1e-4, atol=1e-5)
-    for method in ("torch:bf16", "int8,parameters=int8"):
+    for method in ("torch.bf16", "int8,parameters=int8"):
         assert sharded[method].losses != whole.losses
         torch.testing.assert_close(values(sharded[method]), values(whole), rtol=0.05, atol=0.05)
-    assert sharded["torch:noop"].losses != whole.losses
+    assert sharded["torch.noop"].losses != whole.losses
 
     fp32, bf16, noop, none, int8 = (sharded[method].wire for method in METHODS)
     for wire in (fp32, bf16, none, int8):
         assert abs(wire.other) < 0.25 * wire.payload  # the norm of gradients travels too, and this model is small
     assert fp32.payload == 2 * bf16.payload > none.payload > int8.payload
     assert noop.total < 0.05 * fp32.total
-    split = sharded["torch:fp32"].split
+    split = sharded["torch.fp32"].split
     assert split.wait_s > 0
     assert split.compute_s > 0
 
@@ -149,13 +149,13 @@ def test_shards_train_as_replicas_do_and_predict_what_they_send(task: str, tmp_p
     assert "FSDP2: a group for each element" in page
     assert "buckets" not in page
     with pytest.raises(CompareError, match=r"engine was 'fsdp2', is None"):
-        compare.compare(dataclasses.replace(options, engine="ddp", methods=("torch:fp32",)), Silent())
+        compare.compare(dataclasses.replace(options, engine="ddp", methods=("torch.fp32",)), Silent())
 
 
 def test_a_slow_host_is_slow_in_shards_too(task: str, tmp_path: Path) -> None:
     def compute_s(**changes: Any) -> float:
         place = tmp_path / str(len(changes))
-        options = CompareOptions(task, ("torch:fp32",), "fsdp2", hosts=2, rate="1gbit", steps=10, out=place, **changes)
-        return run(options)[1]["torch:fp32"].times_s[-1]
+        options = CompareOptions(task, ("torch.fp32",), "fsdp2", hosts=2, rate="1gbit", steps=10, out=place, **changes)
+        return run(options)[1]["torch.fp32"].times_s[-1]
 
     assert compute_s(slow=("1:20x",)) > 3 * compute_s()

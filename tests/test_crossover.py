@@ -86,26 +86,26 @@ def test_a_crossing_between_two_kinks_is_found():
 
 
 def test_a_course_is_read_off_the_runs_of_paired_seeds():
-    base = [run("torch:fp32", seed, losses=FALLING, step_s=2.0, sent=1e6) for seed in range(2)]
+    base = [run("torch.fp32", seed, losses=FALLING, step_s=2.0, sent=1e6) for seed in range(2)]
     mine = [run("int4", 1, losses=(*FALLING, 0.9), step_s=0.5, sent=1e5), run("int4", 7, losses=FALLING, step_s=9.0)]
     both = comparison(*base, *mine)
     # times of `run`: half of a step computes and a tenth codes; the target, 1.005, is met at step 31
-    mine_course, base_course = course(both, "int4", {1}), course(both, "torch:fp32", {0, 1})
+    mine_course, base_course = course(both, "int4", {1}), course(both, "torch.fp32", {0, 1})
     assert mine_course is not None
     assert base_course is not None
     assert dataclasses.astuple(mine_course) == pytest.approx((31, 0.3, 0.2, 1e5, 1e8))
     assert dataclasses.astuple(base_course) == pytest.approx((31, 1.2, 0.8, 1e6, 1e8))
     assert method_pays_below(both, "int4") == math.inf
-    assert method_pays_below(both, "torch:fp32") is None
+    assert method_pays_below(both, "torch.fp32") is None
 
 
 def test_without_a_target_met_or_a_rate_known_nothing_is_said():
-    runs = [run("torch:fp32", losses=FALLING), run("int4", losses=FALLING[:-5])]
+    runs = [run("torch.fp32", losses=FALLING), run("int4", losses=FALLING[:-5])]
     assert method_pays_below(comparison(*runs), "int4") is None
     assert course(comparison(), "int4", {0}) is None
     odd = comparison(*runs, options={"hosts": 2, "rate": "brisk"})
     assert measured_rate(odd) is None
-    assert course(odd, "torch:fp32", {0}) is None
+    assert course(odd, "torch.fp32", {0}) is None
 
 
 def rows(name: str) -> dict[str, dict[str, str]]:
@@ -122,12 +122,12 @@ def measured(row: dict[str, str], rate: float) -> TargetCost:
 
 def told(known: dict[str, dict[str, str]], method: str, rate: float, other: float) -> float:
     """Speed-up over fp32 at another rate than the one it was measured at."""
-    return measured(known["torch:fp32"], rate).seconds(other) / measured(known[method], rate).seconds(other)
+    return measured(known["torch.fp32"], rate).seconds(other) / measured(known[method], rate).seconds(other)
 
 
 def found(known: dict[str, dict[str, str]], method: str) -> float:
     """Speed-up over fp32 as measured."""
-    return float(known["torch:fp32"]["target_s"]) / float(known[method]["target_s"])
+    return float(known["torch.fp32"]["target_s"]) / float(known[method]["target_s"])
 
 
 def test_figures_of_one_rate_tell_the_speed_ups_of_another():

@@ -26,7 +26,7 @@ def test_smoothing_looks_back_only():
 
 
 def test_by_default_the_target_is_where_fp32_ends_within_a_tolerance():
-    slow, fast = run("torch:fp32"), run("int4", step_s=0.25, losses=(4, 3, 2, 1.004))
+    slow, fast = run("torch.fp32"), run("int4", step_s=0.25, losses=(4, 3, 2, 1.004))
     both = comparison(slow, fast)
     assert figures.target_loss(both, 0) == pytest.approx(1.005)
     (_, row) = figures.summarise(both)
@@ -37,7 +37,7 @@ def test_by_default_the_target_is_where_fp32_ends_within_a_tolerance():
 
 
 def test_a_method_can_set_the_target():
-    both = comparison(run("torch:fp32"), run("int4", losses=(4, 3, 2.5, 2)), target="method:int4")
+    both = comparison(run("torch.fp32"), run("int4", losses=(4, 3, 2.5, 2)), target="method:int4")
     fp32, int4 = figures.summarise(both)
     assert fp32.target_s is not None
     assert fp32.target_s.mean == 3.0
@@ -67,13 +67,13 @@ def test_a_metric_can_be_the_target_and_direction_counts():
 
 
 def test_a_number_can_be_the_target():
-    assert figures.target_loss(comparison(run("torch:fp32"), target="2.5"), 0) == 2.5
-    assert figures.target_loss(comparison(run("torch:fp32"), target="metric:2.5"), 0) is None
-    assert figures.target_loss(comparison(run("torch:fp32")), 1) is None
+    assert figures.target_loss(comparison(run("torch.fp32"), target="2.5"), 0) == 2.5
+    assert figures.target_loss(comparison(run("torch.fp32"), target="metric:2.5"), 0) is None
+    assert figures.target_loss(comparison(run("torch.fp32")), 1) is None
 
 
 def test_a_tolerance_is_on_the_worse_side_of_a_loss_below_zero_too():
-    below = comparison(run("torch:fp32", losses=(0, -1, -2)), run("int4", losses=(0, -1, -1.995)))
+    below = comparison(run("torch.fp32", losses=(0, -1, -2)), run("int4", losses=(0, -1, -1.995)))
     assert figures.target_loss(below, 0) == pytest.approx(-1.99)
     assert [row.reached for row in figures.summarise(below)] == [1, 1]
 
@@ -93,27 +93,27 @@ def test_a_spread_has_extremes_and_the_deviation_of_a_sample():
 
 
 def test_a_target_never_reached_is_said_so_and_not_averaged_away():
-    runs = [run("torch:fp32"), run("torch:fp32", 1), run("sign"), run("sign", 1, losses=(4, 4, 4, 4))]
+    runs = [run("torch.fp32"), run("torch.fp32", 1), run("sign"), run("sign", 1, losses=(4, 4, 4, 4))]
     _, row = figures.summarise(comparison(*runs))
     assert (row.reached, row.seeds) == (1, 2)
 
 
 def test_the_floor_has_no_accuracy():
-    _, row = figures.summarise(comparison(run("torch:fp32"), run("torch:noop")))
+    _, row = figures.summarise(comparison(run("torch.fp32"), run("torch.noop")))
     assert row.step_ms == 1000
     assert row.metric is None
     assert row.target_s is None
     assert row.ratio is None
-    assert figures.target_hit(comparison(run("torch:noop"), target="9"), run("torch:noop")) is None
+    assert figures.target_hit(comparison(run("torch.noop"), target="9"), run("torch.noop")) is None
 
 
 def test_a_ratio_is_fp32s_bytes_over_the_methods():
-    _, row = figures.summarise(comparison(run("torch:fp32", sent=100.0), run("int4", sent=12.5)))
+    _, row = figures.summarise(comparison(run("torch.fp32", sent=100.0), run("int4", sent=12.5)))
     assert row.ratio == 8.0
     assert row.bytes_per_step == 12.5
     (alone,) = figures.summarise(comparison(run("int4")))
     assert alone.ratio is None
-    _, silent = figures.summarise(comparison(run("torch:fp32"), run("int4", sent=0.0)))
+    _, silent = figures.summarise(comparison(run("torch.fp32"), run("int4", sent=0.0)))
     assert silent.ratio is None
 
 
@@ -157,14 +157,14 @@ def test_what_is_sent_before_the_first_step_is_not_divided_among_the_steps():
 
 
 def test_gaps_pair_seeds():
-    runs = [run("torch:fp32"), run("torch:fp32", 1), run("int4", 1, metric=90.5)]
+    runs = [run("torch.fp32"), run("torch.fp32", 1), run("int4", 1, metric=90.5)]
     _, row = figures.summarise(comparison(*runs))
     assert row.metric_gap == -0.5
     assert figures.metric_gaps(comparison(*runs), [run("int4", 5)]) == []
 
 
 def test_speed_ups_pair_seeds_and_leave_out_what_was_not_reached():
-    base = [run("torch:fp32", seed, step_s=step_s) for seed, step_s in enumerate((2.0, 8.0, 4.0))]
+    base = [run("torch.fp32", seed, step_s=step_s) for seed, step_s in enumerate((2.0, 8.0, 4.0))]
     mine = [run("int4", 1), run("int4", 2), run("int4", 3), run("int4", 0, losses=(4, 4, 4, 4))]
     (_, row) = figures.summarise(comparison(*base, *mine))
     assert row.speed_up == Spread(6.0, 4.0, 8.0, pytest.approx(math.sqrt(8)))  # pyright: ignore[reportArgumentType]
@@ -173,25 +173,25 @@ def test_speed_ups_pair_seeds_and_leave_out_what_was_not_reached():
 
 
 def test_the_16_bit_baseline_is_fp16_or_else_bf16():
-    half, brain = run("torch:fp16", step_s=3.0), run("torch:bf16", step_s=2.0)
-    *_, row = figures.summarise(comparison(run("torch:fp32"), brain, half, run("int4")))
+    half, brain = run("torch.fp16", step_s=3.0), run("torch.bf16", step_s=2.0)
+    *_, row = figures.summarise(comparison(run("torch.fp32"), brain, half, run("int4")))
     assert row.speed_up_16bit is not None
     assert row.speed_up_16bit.mean == 3.0
-    assert figures.sixteen_bit(comparison(brain)) == "torch:bf16"
-    assert figures.sixteen_bit(comparison(failed("torch:fp16"), brain)) == "torch:bf16"
+    assert figures.sixteen_bit(comparison(brain)) == "torch.bf16"
+    assert figures.sixteen_bit(comparison(failed("torch.fp16"), brain)) == "torch.bf16"
     assert figures.sixteen_bit(comparison(run("int4"))) is None
 
 
 def test_methods_keep_their_order_and_seeds_are_sorted():
-    mixed = comparison(run("int4", 1), run("torch:fp32"), run("int4", 0), failed("int4", 2), Run("int4", 3))
-    assert mixed.methods == ["int4", "torch:fp32"]
+    mixed = comparison(run("int4", 1), run("torch.fp32"), run("int4", 0), failed("int4", 2), Run("int4", 3))
+    assert mixed.methods == ["int4", "torch.fp32"]
     assert [one.seed for one in mixed.finished("int4")] == [0, 1]
     assert mixed.run("int4", 2) is None
 
 
 def test_a_failed_method_keeps_its_place_and_its_reason():
     dead = failed("int4")
-    row, base = figures.summarise(comparison(dead, run("torch:fp32")))
+    row, base = figures.summarise(comparison(dead, run("torch.fp32")))
     assert row.failure == dead.reason
     assert base.failure == ""
     assert row.bytes_per_step is None
@@ -200,7 +200,7 @@ def test_a_failed_method_keeps_its_place_and_its_reason():
 
 def test_a_run_without_evaluations_has_no_metric():
     blind = dataclasses.replace(run("int4"), evaluations=[])
-    _, row = figures.summarise(comparison(run("torch:fp32"), blind))
+    _, row = figures.summarise(comparison(run("torch.fp32"), blind))
     assert row.metric is None
     assert row.metric_gap is None
     assert figures.hit_of_metric(blind, 0.0, higher_is_better=True) is None
@@ -235,7 +235,7 @@ def test_the_end_is_the_last_of_any_number_of_evaluations():
     def often(method: str, *values: float) -> Run:
         return dataclasses.replace(run(method), evaluations=[Evaluation(1 + i, 1.0, v) for i, v in enumerate(values)])
 
-    both = comparison(often("torch:fp32", 1.0, 2.0, 3.0, 70.0), often("int4", 4.0, 5.0, 64.0))
+    both = comparison(often("torch.fp32", 1.0, 2.0, 3.0, 70.0), often("int4", 4.0, 5.0, 64.0))
     assert figures.metric_gaps(both, both.finished("int4")) == [-6.0]
     base, row = figures.summarise(both)
     assert base.metric is not None

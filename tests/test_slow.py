@@ -161,7 +161,7 @@ def test_a_comparison_over_a_delay_with_a_slow_host(tmp_path: Path):
     """Ten steps whose reduction takes a round trip at least, on two hosts, one of which sleeps nine times its work."""
 
     def compared(**changes: Any) -> Run:
-        options = CompareOptions(task="digits", methods=("torch:fp32",), hosts=2, steps=10, network="user", **changes)
+        options = CompareOptions(task="digits", methods=("torch.fp32",), hosts=2, steps=10, network="user", **changes)
         return compare.compare(options, ConsoleView(Console(file=StringIO()))).runs[0]
 
     try:
@@ -179,7 +179,7 @@ def test_a_comparison_over_a_delay_with_a_slow_host(tmp_path: Path):
 
 
 def internet() -> Any:
-    runs = [dataclasses.replace(run("torch:fp32"), line_cores=0.1, line_missed=2), run("int4")]
+    runs = [dataclasses.replace(run("torch.fp32"), line_cores=0.1, line_missed=2), run("int4")]
     made = comparison(*runs)
     made.options.update(rates=["100mbit", "20mbit"], delay="50ms", loss="0.1%", slow=["1:4x"])
     return made
@@ -192,9 +192,9 @@ def test_the_report_tells_links_and_slow_hosts_and_what_the_line_took(tmp_path: 
     assert "The delay line took 10 % of a core (at most 10 %), which the ranks lacked" in words
     assert "it was too slow for 2 frames, which got lost" in words
     assert "Slow hosts (1:4x) sleep in proportion" in words
-    assert "delay line" not in render(comparison(run("torch:fp32")))
+    assert "delay line" not in render(comparison(run("torch.fp32")))
 
 
 def test_unequal_links_have_no_single_rate_to_conclude_from():
-    assert crossover.measured_rate(comparison(run("torch:fp32"))) == 1e8
+    assert crossover.measured_rate(comparison(run("torch.fp32"))) == 1e8
     assert crossover.measured_rate(internet()) is None

@@ -165,7 +165,7 @@ MEANT = {
     "diloco": ("DiLoCo:20",),
     "ssp": ("SSP:4",),
     "fedadam": ("fed_adam:0.1",),
-    "torch.fp32": ("torch:fp23", "torch.fp33"),
+    "torch.fp32": ("torch.fp23", "torch.fp33"),
     "terngrad": ("ternary", "terngard"),
     "dgc": ("dgcc:0.001", "deep_gradient_compression"),
     "fp8": ("e5m2", "float8"),
@@ -219,7 +219,7 @@ def test_what_is_no_method_is_answered_with_what_to_do(spec: str, advice: str) -
             "topk:much",
             "int4,bits=5",
             "topk,exchange=x",
-            "torch:powersgd",
+            "torch.powersgd",
         ),
     ],
 )
@@ -279,8 +279,8 @@ def test_unknown_options(spec: str, nearest: str) -> None:
         ("topk:", "density"),
         ("", "a method's name is missing"),
         ("topk:0.1+", "a method's name is missing"),
-        ("torch:powersgd:0", "a rank of at least 1"),
-        ("torch:fp16:4", "nothing after a colon"),
+        ("torch.powersgd:0", "a rank of at least 1"),
+        ("torch.fp16:4", "nothing after a colon"),
         ("fp16:2", "nothing after a colon"),
         ("topk,exchange=allgathr", "allgather"),
         ("powersgd:4+int8", "messages of its own"),
@@ -413,7 +413,8 @@ def test_the_options_of_a_second_codec_stand_in_brackets() -> None:
 
 @pytest.mark.parametrize("kind", ["fp32", "fp16", "bf16", "powersgd:4", "noop"])
 def test_pytorchs_own_have_an_old_name(kind: str) -> None:
-    assert parse(f"torch:{kind}") == parse(f"torch.{kind}")
+    with pytest.warns(FutureWarning, match=f"'torch:{kind}' is written 'torch.{kind}' now"):
+        assert parse(f"torch:{kind}") == parse(f"torch.{kind}")
 
 
 def test_parameters_are_a_codec_of_their_own() -> None:
@@ -439,7 +440,7 @@ def test_what_a_spec_means_knows_where_it_serves() -> None:
         ("ssp:4", 'gradwire.wrap(optimizer, model, "ssp:4")'),
         ("locl:8", 'gradwire.wrap(optimizer, model, "local:H=8")'),
         ("fedprox:0.1", "gradwire federate --method fedprox:0.1"),
-        ("torch:powersgd:4", "only `gradwire compare` takes: did you mean 'powersgd'?"),
+        ("torch.powersgd:4", "only `gradwire compare` takes: did you mean 'powersgd'?"),
         ("torch.noop", "only `gradwire compare` takes"),
         ("int4,parameters=int8", "fully_shard"),
     ],

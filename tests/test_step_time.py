@@ -105,8 +105,8 @@ def test_a_run_that_was_timed_in_part_is_estimated_to_be_what_the_whole_run_is()
     gaps: list[float] = []
     for seed in range(200):
         seconds = simulated(STEPS, 0.05, seed)
-        whole = merging.merge("torch:fp32", 0, logs(seconds, None))
-        partly = merging.merge("torch:fp32", 0, logs(seconds, TIMED))
+        whole = merging.merge("torch.fp32", 0, logs(seconds, None))
+        partly = merging.merge("torch.fp32", 0, logs(seconds, TIMED))
         gaps.append(abs(partly.times_s[-1] / whole.times_s[-1] - 1))
         assert partly.times_s[:TIMED] == whole.times_s[:TIMED]
         assert partly.losses == whole.losses
@@ -120,24 +120,24 @@ def test_a_run_that_was_timed_in_part_is_estimated_to_be_what_the_whole_run_is()
 
 def test_what_follows_the_timed_steps_has_the_time_of_a_step():
     seconds = [3.0, 2.0, *[1.0] * (STEPS - 2)]
-    partly = merging.merge("torch:fp32", 0, logs(seconds, TIMED))
+    partly = merging.merge("torch.fp32", 0, logs(seconds, TIMED))
     assert partly.times_s == extended(ends(seconds)[:TIMED], STEPS) == pytest.approx(ends(seconds))
     assert partly.evaluations == [Evaluation(6, 9.0, 50.0), Evaluation(STEPS, 43.0, 50.0)]
     assert (partly.timed_steps, partly.wire.setup) == (TIMED, 7)
-    assert merging.merge("torch:fp32", 0, logs(seconds, None)).timed_steps is None
+    assert merging.merge("torch.fp32", 0, logs(seconds, None)).timed_steps is None
 
 
 # ------------------------------------------------------------------------------------------ the options
 
 
 def test_baselines_of_enough_steps_are_timed_in_part_and_nothing_else_is():
-    methods = ("torch:fp32", "torch:fp16", "torch:bf16", "torch:powersgd:4", "torch:noop", "int4", "none")
+    methods = ("torch.fp32", "torch.fp16", "torch.bf16", "torch.powersgd:4", "torch.noop", "int4", "none")
 
     def timed(**changes: Any) -> list[str]:
         plan = make_plan(CompareOptions(task="digits", methods=methods, hosts=2, **changes))
         return [method for method in methods if plan.estimates_time(method)]
 
-    assert timed() == ["torch:fp32", "torch:fp16", "torch:bf16"]
+    assert timed() == ["torch.fp32", "torch.fp16", "torch.bf16"]
     assert timed(steps=TIMED) == []
     assert timed(minutes=1) == []
     assert timed(whole_baselines=True) == []
@@ -152,12 +152,12 @@ def test_whole_baselines_are_refused_where_all_runs_are_whole(capsys: pytest.Cap
 
 def test_a_run_timed_in_part_is_not_taken_for_a_whole_one_nor_the_other_way_round(tmp_path: Path):
     def plan(**changes: Any):
-        return make_plan(CompareOptions(task="digits", methods=("torch:fp32", "int4"), hosts=2, **changes))
+        return make_plan(CompareOptions(task="digits", methods=("torch.fp32", "int4"), hosts=2, **changes))
 
     partly, whole = plan(), plan(whole_baselines=True)
     folder = prepare_folder(tmp_path, fresh=False)
     for made, asked in ((partly, whole), (whole, partly)):
-        for method in ("torch:fp32", "int4"):
+        for method in ("torch.fp32", "int4"):
             store_run(folder, dataclasses.replace(run(method), conditions=made.conditions("root", method)))
         assert len(stored_runs(folder, made.grid, lambda method, p=made: p.conditions("root", method))) == 2
         kept = stored_runs(folder, [("int4", 0)], lambda method, p=asked: p.conditions("root", method))
@@ -169,7 +169,7 @@ def test_a_run_timed_in_part_is_not_taken_for_a_whole_one_nor_the_other_way_roun
 # ------------------------------------------------------------------------------------- what is stored and said
 
 
-def partly(method: str = "torch:fp32", seed: int = 0) -> Run:
+def partly(method: str = "torch.fp32", seed: int = 0) -> Run:
     """A run of 20 steps that was timed over 12."""
     made = run(method, seed, losses=tuple(20.0 - i for i in range(20)))
     uneven = [0.9 if i % 2 else 1.1 for i in range(TIMED)]
@@ -199,7 +199,7 @@ def test_estimated_times_are_marked_wherever_they_are_shown(tmp_path: Path):
     verdict = judge(made)
     error = (0.1 / 0.9) * 0.3  # alternating by 0.1 s, the standard deviation over sqrt(10)
     (found,) = verdict.timed_in_part
-    assert found == TimedInPart("torch:fp32", TIMED, 20, found.error)
+    assert found == TimedInPart("torch.fp32", TIMED, 20, found.error)
     assert found.error == pytest.approx(error, rel=0.2)
     output = StringIO()
     show_table(Console(file=output, width=250), made, verdict)
@@ -216,7 +216,7 @@ def test_estimated_times_are_marked_wherever_they_are_shown(tmp_path: Path):
 
 
 def test_measured_times_are_not_marked():
-    made = comparison(run("torch:fp32"), run("int4"))
+    made = comparison(run("torch.fp32"), run("int4"))
     assert timed_in_part(made) == ()
     assert [row.timed_steps for row in summarise(made)] == [None, None]
     assert "≈ marks" not in render(made)
@@ -241,7 +241,7 @@ def test_losses_are_those_of_the_whole_run_to_the_last_bit(
     task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: Any
 ):
     monkeypatch.setattr(one_run, "PRECISION", 10.0)  # a step's time is known at once, on a busy machine too
-    baselines = {"ddp": ("torch:fp32", "torch:fp16", "torch:bf16"), "fsdp2": ("torch:fp32",)}[engine]
+    baselines = {"ddp": ("torch.fp32", "torch.fp16", "torch.bf16"), "fsdp2": ("torch.fp32",)}[engine]
     options = CompareOptions(
         task=task, methods=(*baselines, "none"), hosts=2, steps=20, rate="20mbit", network="paced",
         engine=engine, out=tmp_path / "partly",

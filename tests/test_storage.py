@@ -17,6 +17,7 @@ from rich.console import Console
 from comparisons import comparison, failed, run
 from gradwire.bench import compare, storage
 from gradwire.bench.results import Comparison, ResultsError
+from gradwire.bench.run_folder import stored_runs
 from gradwire.bench.verdict import judge
 from gradwire.cli import main as cli
 from gradwire.cli.console import show_table
@@ -24,7 +25,7 @@ from gradwire.report.page import render
 
 
 def test_comparisons_round_trip_with_losses_that_are_not_numbers(tmp_path: Path):
-    before = comparison(run("torch:fp32"), run("int4", losses=(4, math.nan, math.inf, 1)), failed("sign"))
+    before = comparison(run("torch.fp32"), run("int4", losses=(4, math.nan, math.inf, 1)), failed("sign"))
     storage.save(before, tmp_path / "results.json")
     json.loads((tmp_path / "results.json").read_text(), parse_constant=lambda name: pytest.fail(name))
     after = storage.load(tmp_path / "results.json")
@@ -32,6 +33,18 @@ def test_comparisons_round_trip_with_losses_that_are_not_numbers(tmp_path: Path)
     assert after.runs[2] == before.runs[2]
     assert math.isnan(after.runs[1].losses[1])
     assert (after.task, after.options, after.smoothing) == (before.task, before.options, before.smoothing)
+
+
+def test_what_was_stored_with_the_old_spelling_of_pytorchs_methods_is_read(tmp_path: Path):
+    data = stored()
+    data["runs"][0]["method"], data["target"] = "torch:fp32", "method:torch:fp32"
+    after = use(data, tmp_path)
+    assert after.methods == ["torch.fp32", "int4", "sign"]
+    assert after.target == "method:torch.fp32"
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    (folder / "torch_fp32-seed0.json").write_text(json.dumps(data["runs"][0]))
+    assert [run.method for run in stored_runs(tmp_path, [("torch.fp32", 0)], lambda method: {})] == ["torch.fp32"]
 
 
 def test_losses_beyond_all_reason_count_as_infinite(tmp_path: Path):
@@ -81,7 +94,7 @@ def test_what_is_not_there_is_to_be_made_first(tmp_path: Path, capsys: pytest.Ca
 
 def stored() -> dict[str, Any]:
     """The plain data of a small comparison that lacks nothing."""
-    made = comparison(run("torch:fp32", losses=(3, 2)), run("int4", losses=(3, 2)), failed("sign"))
+    made = comparison(run("torch.fp32", losses=(3, 2)), run("int4", losses=(3, 2)), failed("sign"))
     data = {name: storage.plain(value) for name, value in vars(made).items() if name != "runs"}
     return data | {"runs": [storage.run_to_json(one) for one in made.runs]}
 
@@ -117,7 +130,7 @@ JUNK: tuple[Any, ...] = (
 
 
 def test_the_data_that_is_damaged_below_was_fine(tmp_path: Path):
-    assert use(stored(), tmp_path).methods == ["torch:fp32", "int4", "sign"]
+    assert use(stored(), tmp_path).methods == ["torch.fp32", "int4", "sign"]
 
 
 @pytest.mark.parametrize("path", list(paths(stored())), ids=lambda path: ".".join(map(str, path)))
@@ -186,10 +199,10 @@ def test_a_run_that_cannot_be_read_is_none():
 
 
 def test_tables_have_a_row_a_method_and_a_row_a_step(tmp_path: Path):
-    storage.write_tables(comparison(run("torch:fp32"), run("int4", losses=(4, 3, 2, 0.5))), tmp_path)
+    storage.write_tables(comparison(run("torch.fp32"), run("int4", losses=(4, 3, 2, 0.5))), tmp_path)
     with (tmp_path / "results.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert [row["method"] for row in rows] == ["torch:fp32", "int4"]
+    assert [row["method"] for row in rows] == ["torch.fp32", "int4"]
     assert (float(rows[1]["loss"]), float(rows[1]["wire_payload_bytes"])) == (0.5, 88.0)
     with (tmp_path / "curves.csv").open() as file:
         curves = list(csv.DictReader(file))

@@ -130,7 +130,7 @@ def test_numbers_that_make_no_sense_are_refused(spec: str) -> None:
 
 
 def test_reducers_serve_elsewhere() -> None:
-    assert [is_sync(spec) for spec in ("int4", "topk:0.01+int8", "torch:fp32", "local", " demo:0.1")] == [
+    assert [is_sync(spec) for spec in ("int4", "topk:0.01+int8", "torch.fp32", "local", " demo:0.1")] == [
         False,
         False,
         False,

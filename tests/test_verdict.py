@@ -17,7 +17,7 @@ from gradwire.bench.evidence import Learning, hardly_learned, learning, loss_sho
 from gradwire.bench.results import Comparison, Evaluation, Run
 from gradwire.bench.verdict import FindingKind, Verdict, bandwidth, judge
 
-FP32, FLOOR = "torch:fp32", "torch:noop"
+FP32, FLOOR = "torch.fp32", "torch.noop"
 FALLING = tuple(1.0 + 3.0 * 0.85**step for step in range(31))
 
 
@@ -46,7 +46,7 @@ def sound(*extra: Run, method: str = "int4", seeds: int = 2, **changes: object) 
 
 def test_sound_evidence_gives_a_headline_and_no_finding():
     judged = judge(sound())
-    assert judged.headline == "int4 reaches the target 2.0 times as soon as torch:fp32 (2 seeds)"
+    assert judged.headline == "int4 reaches the target 2.0 times as soon as torch.fp32 (2 seeds)"
     assert judged.findings == ()
     assert not judged.alarm
     assert judged.best == "int4"
@@ -56,7 +56,7 @@ def test_a_baseline_that_learned_nothing_gives_no_headline_however_fast_the_othe
     judged = judge(comparison(run(FP32, losses=FLAT), run("int4", losses=FLAT, step_s=0.17), smoothing=10))
     assert judged.best is None
     assert judged.speed_up is None
-    assert judged.headline == "No conclusion: the loss of torch:fp32 hardly fell"
+    assert judged.headline == "No conclusion: the loss of torch.fp32 hardly fell"
     assert kinds(judged) == [(FindingKind.HARDLY_LEARNED, FP32), (FindingKind.ONE_SEED, None)]
     assert "times its noise" in judged.findings[0].text
 
@@ -101,7 +101,7 @@ def test_a_method_that_ends_worse_than_chance_explains_gives_no_headline(better:
     assert judged.headline.startswith("No conclusion: no method")
     assert judged.why_not("int4") is FindingKind.WORSE_METRIC
     assert judged.findings[0].text == (
-        "By score, int4 ends 3.1 worse than torch:fp32 (97), with a standard error of 0.041 over 4 seeds."
+        "By score, int4 ends 3.1 worse than torch.fp32 (97), with a standard error of 0.041 over 4 seeds."
     )
 
 
@@ -110,7 +110,7 @@ def test_a_method_that_ends_worse_by_what_chance_explains_is_as_good():
     assert judged.best == "int4"
     assert judged.findings == ()
     assert judged.ends_as_well == (
-        "By score, int4 ends 0.25 worse than torch:fp32 (97), with a standard error of 0.5 over 4 seeds; "
+        "By score, int4 ends 0.25 worse than torch.fp32 (97), with a standard error of 0.5 over 4 seeds; "
         "2.9 worse or more would have been found, and less with --seeds 5."
     )
 
@@ -177,7 +177,7 @@ def test_a_training_loss_that_ends_higher_is_told_of_and_leaves_the_headline():
     runs += [run("int4", seed, losses=(*higher[:-1], higher[-1] + 0.001 * seed), step_s=0.5) for seed in range(3)]
     judged = judge(comparison(*runs, target="1.2"))
     assert kinds(judged) == [(FindingKind.WORSE_LOSS, "int4")]
-    assert judged.findings[0].text.startswith("By training loss, int4 ends 5 % above torch:fp32 (1.023), where 0.")
+    assert judged.findings[0].text.startswith("By training loss, int4 ends 5 % above torch.fp32 (1.023), where 0.")
     assert judged.best == "int4"
     one = loss_shortfall(comparison(runs[0], runs[3]), "int4")
     assert one is not None
@@ -263,7 +263,7 @@ def test_a_baseline_that_is_not_finite_bars_every_method():
     judged = judge(comparison(run(FP32, losses=nan), run("int4", losses=FALLING)))
     assert judged.alarm
     assert judged.best is None
-    assert judged.headline == "No conclusion: a loss of torch:fp32 is not finite"
+    assert judged.headline == "No conclusion: a loss of torch.fp32 is not finite"
     assert "from step 21 on" in judged.findings[0].text
 
 
@@ -272,7 +272,7 @@ def test_a_failed_run_is_an_alarm_and_bars_its_method():
     assert judged.alarm
     assert judged.best == "int4"
     assert "rank 1 ended with status 1" in judged.findings[0].text
-    assert judge(comparison(failed(FP32), run("int4"))).headline == "No conclusion: torch:fp32 has not finished"
+    assert judge(comparison(failed(FP32), run("int4"))).headline == "No conclusion: torch.fp32 has not finished"
 
 
 def test_what_the_floor_trains_says_nothing():
@@ -322,16 +322,16 @@ def test_seeds_that_disagree_and_methods_that_are_slower_are_not_called_sooner()
     slow = [run("int4", seed, losses=FALLING, step_s=2.0) for seed in range(2)]
     alike = [run("int4", seed, losses=FALLING, step_s=0.9 + 0.05 * seed) for seed in range(2)]
     assert judge(comparison(*base, *alike)).headline == (
-        "int4 reaches the target about as soon as torch:fp32 (2 seeds)"
+        "int4 reaches the target about as soon as torch.fp32 (2 seeds)"
     )
-    assert "with some seeds before and with some after torch:fp32" in judge(comparison(*base, *mixed)).headline
-    assert judge(comparison(*base, *slow)).headline.startswith("int4 reaches the target later than torch:fp32")
+    assert "with some seeds before and with some after torch.fp32" in judge(comparison(*base, *mixed)).headline
+    assert judge(comparison(*base, *slow)).headline.startswith("int4 reaches the target later than torch.fp32")
 
 
 def test_our_methods_come_before_pytorchs():
-    theirs = [run("torch:fp16", seed, losses=FALLING, step_s=0.2) for seed in range(2)]
+    theirs = [run("torch.fp16", seed, losses=FALLING, step_s=0.2) for seed in range(2)]
     assert judge(sound(*theirs)).best == "int4"
-    assert judge(sound(method="torch:fp16")).best == "torch:fp16"
+    assert judge(sound(method="torch.fp16")).best == "torch.fp16"
 
 
 def test_an_empty_comparison_can_be_judged():
@@ -422,8 +422,8 @@ def test_a_metric_that_is_no_number_is_not_called_a_loss():
     judged = judge(comparison(bad, run("int4", losses=FALLING)))
     assert judged.alarm
     assert judged.unsound is FindingKind.METRIC_NOT_FINITE
-    assert judged.headline == "No conclusion: the metric of torch:fp32 is not finite"
-    assert judged.findings[0].text == "torch:fp32, seed 0: the metric is not finite."
+    assert judged.headline == "No conclusion: the metric of torch.fp32 is not finite"
+    assert judged.findings[0].text == "torch.fp32, seed 0: the metric is not finite."
 
 
 # -------------------------------------------------------------------------------------------- in words
@@ -436,8 +436,8 @@ def test_a_metric_that_is_no_number_is_not_called_a_loss():
         (4.9e8, "on links below 490 Mbit/s (from"),
         (6e9, "on links below 500 Mbit/s, which is 5 times what was measured (100 Mbit/s). Farther"),
         (math.inf, "on links below 500 Mbit/s, which is 5 times what was measured"),
-        (2.1e7, "int4 reaches the target before torch:fp32 on links below 21 Mbit/s (from"),
-        (3e6, "Perhaps int4 reaches the target before torch:fp32 on links below 3.0 Mbit/s, but that is more than 5"),
+        (2.1e7, "int4 reaches the target before torch.fp32 on links below 21 Mbit/s (from"),
+        (3e6, "Perhaps int4 reaches the target before torch.fp32 on links below 3.0 Mbit/s, but that is more than 5"),
         (None, "sends as much"),
     ],
 )

@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from gradwire.bench.option_fields import AtLeast, Positive, option
 from gradwire.core.errors import GradwireError
+from gradwire.core.grammar import current
 
 DDP, FSDP2 = "ddp", "fsdp2"
 
 DEFAULT_METHODS = {
     DDP: (
-        "torch:fp32",
-        "torch:fp16",
-        "torch:powersgd:4",
-        "torch:noop",
+        "torch.fp32",
+        "torch.fp16",
+        "torch.powersgd:4",
+        "torch.noop",
         "int4",
         "powersgd:8,factors=fp16",
         "topk:0.01",
     ),
     FSDP2: (
-        "torch:fp32",
-        "torch:bf16",
-        "torch:noop",
+        "torch.fp32",
+        "torch.bf16",
+        "torch.noop",
         "none,parameters=none",
         "int8",
         "int8,parameters=int8",
@@ -51,7 +51,7 @@ class CompareOptions:
     `DEFAULT_METHODS` of the engine.
 
     >>> CompareOptions(task="digits", rate="1gbit").methods[0]
-    'torch:fp32'
+    'torch.fp32'
     """
 
     task: str = option(
@@ -77,7 +77,7 @@ class CompareOptions:
         limits=AtLeast(1, most=1000),
     )  # fmt: skip
     whole_baselines: bool = option(
-        False, "make every step of torch:fp32, :fp16 and :bf16 on these links; without it, once the time of a step is "
+        False, "make every step of torch.fp32, :fp16 and :bf16 on these links; without it, once the time of a step is "
         "known to 2 %, the rest is trained without a limit on the links, and its time is estimated", group=TRAINED,
     )  # fmt: skip
     bucket_mb: float = option(
@@ -107,7 +107,7 @@ class CompareOptions:
     )  # fmt: skip
     target: str | None = option(
         None, "what time-to-target means", group=RESULT, metavar="TARGET",
-        unset="the task's own, or the loss torch:fp32 ends at",
+        unset="the task's own, or the loss torch.fp32 ends at",
     )  # fmt: skip
     out: Path = option(Path("compare-report"), "output folder", group=RESULT, metavar="DIR")
     fresh: bool = option(False, "forget the runs that the output folder holds", group=RESULT, kept=False)
@@ -117,7 +117,7 @@ class CompareOptions:
     )  # fmt: skip
 
     def __post_init__(self) -> None:
-        """Fill in the methods. Results call PyTorch's own by `torch:`, whichever way they are written."""
+        """Fill in the methods, as they are written now."""
         methods = self.methods or DEFAULT_METHODS.get(self.engine, ())
-        object.__setattr__(self, "methods", tuple(re.sub(r"^torch\.", "torch:", spec) for spec in methods))
-        object.__setattr__(self, "target", self.target and self.target.replace("method:torch.", "method:torch:"))
+        object.__setattr__(self, "methods", tuple(current(spec) for spec in methods))
+        object.__setattr__(self, "target", self.target and current(self.target))

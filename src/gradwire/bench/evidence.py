@@ -244,7 +244,7 @@ def _time_error(run: Run) -> float:
 def not_finite(run: Run) -> str | None:
     """What of a finished run is not a number, as the end of a sentence; None where all is well.
 
-    The floor, torch:noop, is not looked at: its ranks train alone, and only its times are used.
+    The floor, torch.noop, is not looked at: its ranks train alone, and only its times are used.
     """
     if not run.has_accuracy:
         return None

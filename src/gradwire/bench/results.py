@@ -15,9 +15,9 @@ from gradwire.core.errors import GradwireError
 
 SCHEMA = 1
 
-FP32 = "torch:fp32"
-FLOOR = "torch:noop"
-SIXTEEN_BIT = ("torch:fp16", "torch:bf16")
+FP32 = "torch.fp32"
+FLOOR = "torch.noop"
+SIXTEEN_BIT = ("torch.fp16", "torch.bf16")
 DENSE_BASELINES = (FP32, *SIXTEEN_BIT)
 """They send as much in every step, and their losses are the same whatever the link is."""
 

@@ -14,8 +14,8 @@ from gradwire.bench.results import ResultsError, Run
 
 
 def slug(method: str) -> str:
-    """A method's spec as a file name."""
-    return re.sub(r"[^A-Za-z0-9.=+-]", "_", method)
+    """A method's spec as a file name; runs of `torch.fp32` keep the name of when it was written `torch:fp32`."""
+    return re.sub(r"[^A-Za-z0-9.=+-]", "_", re.sub(r"^torch\.", "torch_", method))
 
 
 def prepare_folder(folder: Path, *, fresh: bool) -> Path:

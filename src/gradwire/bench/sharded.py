@@ -27,7 +27,7 @@ from gradwire.core.errors import SpecError
 from gradwire.core.places import BASELINES, UNWAITING, WINDOWS
 from gradwire.spec import find, for_shards
 
-BF16 = "torch:bf16"
+BF16 = "torch.bf16"
 
 LABELS = {
     FP32: "fully_shard, nothing compressed",

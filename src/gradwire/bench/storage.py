@@ -34,6 +34,7 @@ from gradwire.bench.readers import (
 )
 from gradwire.bench.results import SCHEMA, Comparison, Evaluation, ResultsError, Run, Split, Wire
 from gradwire.bench.step_time import WARM_UP
+from gradwire.core.grammar import renamed
 
 # ------------------------------------------------------------------------------------------- checking
 
@@ -45,7 +46,12 @@ def _status(value: Any, where: str) -> str:
 
 
 def _target(value: Any, where: str) -> str | None:
-    return check_target(optional(text)(value, where))
+    target = check_target(optional(text)(value, where))
+    return target and renamed(target)
+
+
+def _method(value: Any, where: str) -> str:
+    return renamed(text(value, where))
 
 
 def _evaluation(value: Any, where: str) -> Evaluation:
@@ -65,7 +71,7 @@ def _split(value: Any, where: str) -> Split:
 
 
 RUN: Mapping[str, Read] = {
-    "method": text,
+    "method": _method,
     "seed": whole(0),
     "status": _status,
     "reason": text,

@@ -428,7 +428,7 @@ def _findings(comparison: Comparison, rows: Sequence[Row], learners: Sequence[Ro
 
 
 def _best(rows: Sequence[Row]) -> Row | None:
-    ours = [row for row in rows if not row.method.startswith("torch:")]
+    ours = [row for row in rows if not row.method.startswith("torch.")]
     gains = [(row.speed_up.mean, row) for row in ours or rows if row.speed_up]
     return max(gains, key=lambda pair: pair[0], default=(0.0, None))[1]
 

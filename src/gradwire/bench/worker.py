@@ -64,7 +64,7 @@ def run(job: RankJob) -> Log:
     time.sleep(SETTLE_S)
     setup = meter.read().since(before).payload_tx_bytes
     side = engine.attach(model, task.optimizer(p for p in model.parameters() if p.requires_grad), job.method)
-    if not job.method.startswith("torch:"):
+    if not job.method.startswith("torch."):
         warm_kernels()
     if meter.pace():
         side.link_changed()

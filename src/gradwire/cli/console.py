@@ -148,7 +148,7 @@ def show_table(console: Console, comparison: Comparison, verdict: Verdict) -> No
     for i, name in enumerate(headings(comparison)):
         table.add_column(Text(name), justify="left" if i == 0 else "right", no_wrap=i == 0, vertical="bottom")
     for row in rows:
-        name = Text(row.method, style="" if row.method.startswith("torch:") else "bold")
+        name = Text(row.method, style="" if row.method.startswith("torch.") else "bold")
         table.add_row(name, *map(Text, cells(row, verdict)))
     console.print()
     console.print(table)

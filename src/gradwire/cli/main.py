@@ -29,8 +29,6 @@ methods
   torch.powersgd:R      PyTorch's PowerSGD hook of rank R, in one bucket (it crashes with two on Gloo)
   torch.noop            sends nothing: the floor that computation sets
 
-  Results call PyTorch's own torch:fp32 and so on, which may be written as well.
-
   under --engine fsdp2: gradwire specs that can end with shards, and torch.fp32, .bf16 (which computes in bfloat16,
   too) and .noop. parameters= is the codec that parameters are gathered in: int8,parameters=int8
 

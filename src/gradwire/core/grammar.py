@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -109,9 +110,30 @@ def _part(spec: str, text: str, items: Iterable[str] = ()) -> Part:
     return Part(head, name, _unbracketed(rest) if colon and not is_named else None, options)
 
 
+def current(spec: str) -> str:
+    """Return a spec as it is written now: PyTorch's own methods had a colon after `torch`, which is hinted at once.
+
+    >>> current("torch.fp16")
+    'torch.fp16'
+    """
+    now = renamed(spec)
+    if now != spec:
+        warnings.warn(f"{spec!r} is written {now!r} now; gradwire goes on to read both", FutureWarning, stacklevel=2)
+    return now
+
+
+def renamed(spec: str) -> str:
+    """Return a spec of an older file as it is written now, without a hint.
+
+    >>> renamed("torch:powersgd:4"), renamed("method:torch:fp16")
+    ('torch.powersgd:4', 'method:torch.fp16')
+    """
+    return re.sub(r"^(method:)?torch:", r"\1torch.", spec)
+
+
 def _unbracketed(text: str) -> str:
-    """Without brackets that enclose all of it. `torch:fp16` is what `torch.fp16` was written as."""
-    text = re.sub("^torch:", "torch.", text.strip())
+    """Without brackets that enclose all of it."""
+    text = current(text.strip())
     depths = [*itertools.accumulate({"(": 1, ")": -1}.get(character, 0) for character in text)]
     is_enclosed = text[:1] == "(" and text[-1:] == ")" and 0 not in depths[:-1]
     return _unbracketed(text[1:-1]) if is_enclosed else text

@@ -20,7 +20,7 @@ from gradwire.report.template import rendered
 COLOURS = 7
 
 COLUMNS = (
-    ("method", "A gradwire spec, or a hook of PyTorch's own (torch:…). torch:noop sends nothing: its time is the "
+    ("method", "A gradwire spec, or a hook of PyTorch's own (torch.…). torch.noop sends nothing: its time is the "
      "floor that computation sets, and its ranks train alone, so it has no accuracy."),
     ("to target", "Seconds of training until the smoothed training loss (or the metric, if the target names one) first "
      "reaches the target; ≈ where that is estimated from the steps that were timed."),
@@ -28,7 +28,7 @@ COLUMNS = (
      "over paired seeds with the range in brackets. Where the evidence does not carry one, the reason instead."),
     ("sent a step", "Bytes a rank sends in a step, counted at its network interface, packet headers and "
      "acknowledgements included. Decimal units."),
-    ("ratio", "What torch:fp32 sends over what this method sends."),
+    ("ratio", "What torch.fp32 sends over what this method sends."),
     ("ms a step", "Training time over steps, by the slowest rank, everything in it but evaluation and set-up."),
     ("compute", "From the start of a step until its last gradient, plus the optimizer: forward, backward, and whatever "
      "shares the cores with them."),
@@ -38,7 +38,7 @@ COLUMNS = (
     ("overhead", "All CPU time of the codec, hidden or not, over compute. For PyTorch's hooks: CPU time in the hook "
      "and its callbacks."),
     ("final", "The metric on held-out data at the end: mean ± standard deviation over seeds."),
-    ("gap", "Final metric minus torch:fp32's, seeds paired, ± its standard error over seeds and held-out examples "
+    ("gap", "Final metric minus torch.fp32's, seeds paired, ± its standard error over seeds and held-out examples "
      "where it is known: a gap of twice that much may well be chance."),
 )  # fmt: skip
 
@@ -155,13 +155,13 @@ def _engine(options: Mapping[str, Any]) -> tuple[str, str]:
     if options.get("engine", "ddp") == "ddp":
         return (
             "buckets",
-            f"{options['bucket_mb']:g} MB; one single bucket for torch:powersgd, which crashes on Gloo with two",
+            f"{options['bucket_mb']:g} MB; one single bucket for torch.powersgd, which crashes on Gloo with two",
         )
     return (
         "engine",
         "FSDP2: a group for each element of the model's module lists, and one for what is left. On a CPU it hides "
         "nothing behind computing: encode and wait are what its gathers and reductions take, compute is the rest. "
-        "torch:bf16 computes in bfloat16, too; all others compute in float32",
+        "torch.bf16 computes in bfloat16, too; all others compute in float32",
     )
 
 
@@ -192,7 +192,7 @@ def _slow_note(options: Mapping[str, Any]) -> str:
 def tones(comparison: Comparison) -> dict[str, str]:
     """Colour of each method: neutral for fp32 and the floor, one of the palette, then dashed, for each other."""
     others = [method for method in comparison.methods if method not in (FP32, FLOOR)]
-    ours_first = sorted(others, key=lambda method: method.startswith("torch:"))
+    ours_first = sorted(others, key=lambda method: method.startswith("torch."))
     colours = {m: f"tone{i % COLOURS}{' dashed' * (i // COLOURS % 2)}" for i, m in enumerate(ours_first)}
     return colours | {FP32: "tone-base", FLOOR: "tone-floor"}
 
