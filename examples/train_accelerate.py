@@ -31,7 +31,7 @@ def main() -> None:
     inputs = torch.randn(1280, 32)
     loader = DataLoader(TensorDataset(inputs, inputs[:, :10].argmax(1)), batch_size=32)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    handle = attach(accelerator, model, "int4")  # this line is all that gradwire needs
+    session = attach(accelerator, model, "int4")  # this line is all that gradwire needs
     begin = 0
     if arguments.resume is not None:
         accelerator.load_state(str(arguments.resume))
@@ -51,8 +51,8 @@ def main() -> None:
     rank = accelerator.process_index
     vector = nn.utils.parameters_to_vector(model.parameters())
     print(f"rank {rank} has parameters {hashlib.sha256(vector.detach().numpy().tobytes()).hexdigest()}")
-    if handle is not None:
-        stats = handle.stats()
+    if session is not None:
+        stats = session.stats()
         print(f"rank {rank} sent {stats.wire_bytes} bytes where fp32 sends {stats.dense_wire_bytes}", flush=True)
     accelerator.end_training()
 

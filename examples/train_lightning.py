@@ -66,8 +66,8 @@ def main() -> None:
     rank = trainer.global_rank
     vector = nn.utils.parameters_to_vector(model.parameters())
     print(f"rank {rank} has parameters {hashlib.sha256(vector.detach().numpy().tobytes()).hexdigest()}")
-    if callback.handle is not None:
-        stats = callback.handle.stats()
+    if callback.session is not None:
+        stats = callback.session.stats()
         print(f"rank {rank} sent {stats.wire_bytes} bytes where fp32 sends {stats.dense_wire_bytes}", flush=True)
 
 

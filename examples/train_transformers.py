@@ -60,8 +60,8 @@ def main() -> None:
     vector = nn.utils.parameters_to_vector(model.parameters())
     rank = options.process_index
     print(f"rank {rank} has parameters {hashlib.sha256(vector.detach().numpy().tobytes()).hexdigest()}")
-    if callback.handle is not None:
-        stats = callback.handle.stats()
+    if callback.session is not None:
+        stats = callback.session.stats()
         print(f"rank {rank} sent {stats.wire_bytes} bytes where fp32 sends {stats.dense_wire_bytes}", flush=True)
     trainer.accelerator.end_training()
 

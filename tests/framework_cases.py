@@ -47,10 +47,10 @@ def save_on_one_rank(rank: int, world_size: int, folder: str) -> dict[str, Any]:
             models[0](torch.ones(1, 8))
         before = sorted(path.name for path in here.iterdir())
         dist.barrier()
-        norms = [handle.residual_norm() for _, handle in unchanged.handles]
+        norms = [handle.residual_norm() for _, handle in unchanged.sessions]
         step(models[0], 1, rank)
         torch.save({}, here / f"own-{rank}.pt")
-        last = [handle.residual_norm() for _, handle in unchanged.handles]
+        last = [handle.residual_norm() for _, handle in unchanged.sessions]
         dist.destroy_process_group()
     alone = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
     dist.init_process_group("gloo", store=alone, rank=0, world_size=1)  # for who ends this process
@@ -70,12 +70,12 @@ def save_unevenly(rank: int, world_size: int, folder: str) -> list[float]:
             if rank == 0:
                 torch.save({"at": number}, here / "model.tmp")
                 os.replace(here / "model.tmp", here / "model.pt")
-            norms.append(unchanged.handles[0][1].residual_norm())
+            norms.append(unchanged.sessions[0][1].residual_norm())
         step(model, 3, rank)
         if rank == 0:
             shutil.move(here / "model.pt", here / "best.pt")
         step(model, 4, rank)
-    for _, handle in unchanged.handles:
+    for _, handle in unchanged.sessions:
         handle.close()
     return norms
 
@@ -91,6 +91,6 @@ def load_again(rank: int, world_size: int, folder: str, names: list[str]) -> dic
             torch.load(here / name.format(rank=rank))
         for model in [made(0), made(1)]:
             step(model, 5, rank)
-    for _, handle in unchanged.handles:
+    for _, handle in unchanged.sessions:
         handle.close()
     return {"norms": norms, "said": said}

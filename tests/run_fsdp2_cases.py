@@ -137,7 +137,7 @@ def watched(said: list[str], follow: bool = True, **options: Any) -> Generator[U
         if follow:
             unchanged.on_attach(saves.follow)
         yield unchanged
-    for _, handle in unchanged.handles:
+    for _, handle in unchanged.sessions:
         handle.close()
 
 
@@ -189,7 +189,7 @@ def owed_by_others(rank: int, world_size: int, folder: str) -> dict[str, Any]:
 
 def mean_owed(unchanged: Unchanged, net: nn.Module) -> dict[str, list[float]]:
     """What is owed of each parameter, the mean over ranks."""
-    ((_, handle),) = unchanged.handles
+    ((_, handle),) = unchanged.sessions
     return {name: mean_over_ranks(owed) for name, owed in owed_by_name(handle, whole(net)).items()}
 
 
@@ -216,14 +216,14 @@ def named(rank: int, world_size: int, folder: str) -> dict[str, Any]:
         first, second = Trained(), Trained()
         with torch.no_grad():
             loss_of(first.net, *next(batches(rank, 1)))
-        quiet = not unchanged.handles
+        quiet = not unchanged.sessions
         first.called = torch.compile(first.net, backend="eager")
         first.net.blocks[1](torch.ones(2, 14)).sum().backward()
         first.optimizer.zero_grad()
         for trained in (first, second):
             trained.train(0, 3)
         save_shards(first, Path(folder) / "both")
-        models = [(name, handle.stats().steps, handle.stats().ratio) for name, handle in unchanged.handles]
+        models = [(name, handle.stats().steps, handle.stats().ratio) for name, handle in unchanged.sessions]
         summary = unchanged.summary()
     there = sorted(found.name for found in (Path(folder) / "both").glob("gradwire*"))
     return {"quiet": quiet, "said": said, "models": models, "summary": summary, "there": there}

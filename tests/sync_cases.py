@@ -3,6 +3,7 @@
 import copy
 import hashlib
 import itertools
+import math
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, get_args
@@ -577,6 +578,29 @@ def sparseloco(rank: int, world_size: int) -> dict[str, float]:
         residual = optimizer.averaging.session.residual_norm()
     moved = far(network, model(torch.float32))
     return {"far": worst / moved, "owed": abs(residual - float(owed.norm())) / residual}
+
+
+def changes(rank: int, world_size: int) -> dict[str, Any]:
+    """A run that goes on with another method in its middle: what is owed before and after, and what ranks end with."""
+    network, owed = model(torch.float32), list[float]()
+    with wrapped(sgd, network, {"fragments": 2, "method": "topk:0.1"}) as optimizer:
+        for step in range(STEPS):
+            if step == STEPS // 8 * 4:  # a window has ended
+                owed.append(_owed(optimizer.averaging))
+                optimizer.change("int4")
+                owed.append(_owed(optimizer.averaging))
+            optimizer.zero_grad()
+            loss_of(network, step, rank, torch.float32).backward()
+            optimizer.step()
+        optimizer.sync()
+        report, sent = optimizer.report(), optimizer.stats().wire_bytes
+        methods = [part.session.method for part in optimizer.averaging.parts]
+    return {"owed": owed, "methods": methods, "end": digest(network.state_dict().values()), "told": report.method,
+            "sent": sent}  # fmt: skip
+
+
+def _owed(averaging: Averaging) -> float:
+    return math.hypot(*(part.session.residual_norm() for part in averaging.parts))
 
 
 def _grains(averaging: Averaging, network: nn.Module) -> list[Tensor]:

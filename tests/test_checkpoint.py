@@ -162,12 +162,12 @@ def test_a_second_handle_does_not_delete_what_the_first_has_saved(tmp_path: Path
             for _ in range(2):
                 gradwire.save(folder, stepped(first, model))
                 with pytest.raises(
-                    StateError, match=r"holds what another handle of this process has saved .*a folder of"
+                    StateError, match=r"holds what another session of this process has saved .*a folder of"
                 ):
                     gradwire.save(folder, stepped(second, others))
             assert [found.step for found in save_folder.manifests(folder)] == [2]
             gradwire.save(folder, second, overwrite=True)
-            with pytest.raises(StateError, match="another handle"):
+            with pytest.raises(StateError, match="another session"):
                 gradwire.save(folder, first)
 
 

@@ -251,7 +251,7 @@ def test_what_is_found_out_in_the_first_backward_pass_is_told_on_every_rank() ->
         assert "attach to the root" in said[0]
         assert "fully_shard was called after attach" in said[1]
         assert "'blocks.2.up.weight' requires a gradient now" in said[2]
-        assert "communicates by GradientScatter already: close the handle of an earlier attach" in said[3]
+        assert "communicates by GradientScatter already: close the session of an earlier attach" in said[3]
 
 
 def test_a_rank_that_fails_is_named_to_those_that_wait_for_it(tmp_path: Path) -> None:
@@ -339,7 +339,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "nothing trained": (lambda: alone(frozen), "no parameter of this model requires a gradient"),
     "after a backward pass": (with_gradient, "'weight' has a gradient already: attach before the first backward"),
     "meta": (on_meta, "'weight' is on the meta device"),
-    "other communication": (communicating, "communicates by Theirs already: close the handle of an earlier attach"),
+    "other communication": (communicating, "communicates by Theirs already: close the session of an earlier attach"),
     "a dtype": (lambda: alone(lambda: nn.Linear(4, 4, dtype=torch.complex64)), "'weight' has dtype torch.complex64"),
 }
 
@@ -358,7 +358,7 @@ def test_models_that_cannot_be_served_are_told_why(kind: str) -> None:
 @pytest.mark.usefixtures("one_rank")
 def test_attaching_twice_is_refused_until_the_first_handle_is_closed() -> None:
     model = alone()
-    with gradwire.attach(model, "int8"), pytest.raises(AttachError, match="close the handle of an earlier attach"):
+    with gradwire.attach(model, "int8"), pytest.raises(AttachError, match="close the session of an earlier attach"):
         gradwire.attach(model, "int8")
     gradwire.attach(model, "int8").close()
 

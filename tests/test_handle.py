@@ -30,7 +30,7 @@ def train(ddp: DDP, steps: int, factor: float = 1.0) -> None:
 def test_a_step_after_close_is_refused_in_a_sentence() -> None:
     ddp = DDP(nn.Linear(4, 4))
     gradwire.attach(ddp, "none", deadline_s=1).close()
-    with pytest.raises((AttachError, RuntimeError), match="this handle is closed"):
+    with pytest.raises((AttachError, RuntimeError), match="this session is closed"):
         train(ddp, 1)
 
 
@@ -116,7 +116,7 @@ def test_a_checkpointer_that_keeps_one_of_each_name_is_refused(tmp_path: Path) -
     dcp: Any = importlib.import_module("torch.distributed.checkpoint")
     with gradwire.attach(DDP(nn.Linear(4, 4)), "int4") as handle:
         for given in (handle, handle.session):
-            with pytest.raises((StateError, dcp.CheckpointException), match=r"pass handle\.stateful\(\) of a model"):
+            with pytest.raises((StateError, dcp.CheckpointException), match=r"pass session\.stateful\(\) of a model"):
                 dcp.save({"gradwire": given}, checkpoint_id=tmp_path / "checkpoint")
         assert handle.state_dict()["step"] == 0
 

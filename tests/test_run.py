@@ -252,7 +252,7 @@ class TestModels:
             scaler.scale(ddp(torch.ones(1, 3)).sum()).backward()
         assert DistributedDataParallel.__init__ is plain
         assert said == ["int4 is attached to Linear: 8 parameters, 1 rank, so nothing is sent"]
-        ((name, handle),) = unchanged.handles
+        ((name, handle),) = unchanged.sessions
         assert (name, handle.method) == ("Linear", "int4")
         assert handle.feed.scale == 8.0
         assert unchanged.summary() == [
@@ -270,7 +270,7 @@ class TestModels:
             ddp = Own(nn.Linear(3, 2))
             with pytest.raises(AttachError, match="has a communication hook already"):
                 ddp(torch.ones(1, 3))
-        assert not unchanged.handles
+        assert not unchanged.sessions
 
     def test_two_scalers_are_not_followed(self) -> None:
         said: list[str] = []
@@ -283,7 +283,7 @@ class TestModels:
             DistributedDataParallel(nn.Linear(3, 2))(torch.ones(1, 3)).sum().backward()
         assert len(kept) == 3
         assert said[0] == "2 GradScalers: none is followed, so what is owed is wrong when a scale changes"
-        unchanged.handles[0][1].close()
+        unchanged.sessions[0][1].close()
 
     @pytest.mark.filterwarnings("default")  # PyTorch's own, of what it imports to compile
     def test_a_compiled_model_is_attached_to(self) -> None:
@@ -291,6 +291,6 @@ class TestModels:
             compiled = torch.compile(DistributedDataParallel(nn.Linear(3, 2)), backend="eager")
             for _ in range(3):
                 compiled(torch.ones(1, 3)).sum().backward()
-        ((_, handle),) = unchanged.handles
+        ((_, handle),) = unchanged.sessions
         assert handle.stats().steps == 3
         handle.close()

@@ -118,7 +118,7 @@ def test_a_checkpoint_that_states_cannot_go_with_is_told_of_once(
     why = "is not in a folder" if kind == "elsewhere" else "is saved by another thread"
     assert said == [f"a checkpoint {why}, so what is owed is not saved with it"]
     assert not list(tmp_path.iterdir())
-    unchanged.handles[0][1].close()
+    unchanged.sessions[0][1].close()
 
 
 # Which models, and when -------------------------------------------------------------------------------------------
@@ -217,7 +217,7 @@ def test_what_cannot_be_attached_to_is_left_as_it_is(kind: str) -> None:
         assert all(type(group._reduce_scatter_comm).__name__.startswith("Default") for group in groups)
         model(torch.ones(1, 4)).sum().backward()
         assert next(model.parameters()).grad is not None
-    assert unchanged.handles == []
+    assert unchanged.sessions == []
     assert unchanged.summary()[0].startswith(f"nothing was compressed: {sentence}")
 
 

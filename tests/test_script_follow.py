@@ -50,7 +50,7 @@ class Script:
     @property
     def handle(self) -> Session:
         """Of the model."""
-        ((_, handle),) = self._unchanged.handles
+        ((_, handle),) = self._unchanged.sessions
         return handle
 
     def step(self) -> None:
@@ -72,7 +72,7 @@ def watched(method: str = "topk:0.05") -> Generator[Script]:
     unchanged.on_attach(saves.follow)
     with unchanged.watching(), saves.watching():
         yield Script(unchanged, said)
-    for _, handle in unchanged.handles:
+    for _, handle in unchanged.sessions:
         handle.close()
 
 

@@ -101,6 +101,33 @@ def test_sparseloco_is_a_residual_that_decays_and_a_plain_outer_step(ranks: int)
 
 
 @RANKS
+def test_a_run_goes_on_with_another_method_and_forgets_nothing_that_is_owed(ranks: int) -> None:
+    found = run("changes", ranks)
+    for each in found:
+        before, after = each["owed"]
+        assert before == pytest.approx(after)
+        assert before > 1e-3
+        assert each["methods"] == ["int4", "int4"]
+        assert each["told"] == "int4"
+        assert each["sent"] > 0
+    assert len({each["end"] for each in found}) == 1
+
+
+def test_the_method_does_not_change_while_an_average_is_under_way(one_rank: None) -> None:
+    network = model()
+    with LocalSGD(sgd(network), network, 2, delay=1) as optimizer:
+        for _ in range(2):
+            backward(network)
+            optimizer.step()
+        with pytest.raises(StepError, match=r"under way.*call sync\(\) before"):
+            optimizer.change("int4")
+        assert optimizer.averaging.session.method == "none"
+        optimizer.sync()
+        optimizer.change("int4")
+        assert optimizer.report().method == "int4"
+
+
+@RANKS
 @pytest.mark.parametrize("method", [*METHODS, *SCHEDULES])
 def test_global_copies_have_the_same_bits_on_all_ranks(method: str, ranks: int) -> None:
     first, *others = (found[method] for found in run("equal_copies", ranks))

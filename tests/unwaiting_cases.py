@@ -6,6 +6,7 @@ import time
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -77,18 +78,21 @@ def no_staleness(rank: int, world_size: int) -> float:
 def uneven(rank: int, world_size: int, spec: str) -> dict[str, Any]:
     """Rank 0 is slow; what each rank did, and what came of it."""
     network = model()
-    optimizer = parse(spec).optimizer(sgd(network), network, deadline_s=DEADLINE_S)
     steps, first = 0, held_out(network)
-    while optimizer.version < 80 * world_size:
-        local_step(network, optimizer, steps, rank)
-        steps += 1
-        if rank == 0:
-            time.sleep(0.05)
-    with optimizer.evaluating():
-        seen = flat(network)
-    again = flat(network)
-    optimizer.finish()
-    optimizer.close()
+    with parse(spec).optimizer(sgd(network), network, deadline_s=DEADLINE_S) as optimizer:
+        while optimizer.version < 80 * world_size:
+            local_step(network, optimizer, steps, rank)
+            steps += 1
+            if rank == 0:
+                time.sleep(0.05)
+        with optimizer.evaluating():
+            seen = flat(network)
+        again = flat(network)
+        optimizer.finish()
+    stats = optimizer.stats()
+    assert (stats.steps, stats.wire_bytes, stats.wait_s) == (steps, optimizer.sent_bytes, optimizer.waited_s)
+    with pytest.raises(StepError, match="has finished"):
+        optimizer.step()
     return {
         "steps": steps,
         "first": first,

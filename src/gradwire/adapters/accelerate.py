@@ -43,7 +43,7 @@ def attach(
         options: of `gradwire.attach`.
 
     Returns:
-        A handle, or None where training is not distributed: a warning says so then, and nothing is done.
+        A session, or None where training is not distributed: a warning says so then, and nothing is done.
 
     Raises:
         AttachError: the model is not in `DistributedDataParallel`, another model has the folder, or Accelerate is too
@@ -51,18 +51,18 @@ def attach(
 
     Example:
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-        handle = gradwire.adapters.accelerate.attach(accelerator, model, "int4")
+        session = gradwire.adapters.accelerate.attach(accelerator, model, "int4")
     """
     require("accelerate", LEAST)
     if folder in (taken := _taken(accelerator)):
         raise AttachError(
             f"another model saves its state as {folder!r}: give this one a name too, as folder='gradwire-2'"
         )
-    handle = attach_if_distributed(model, method, scaler=accelerator.scaler, **options)
-    if handle is not None:
+    session = attach_if_distributed(model, method, scaler=accelerator.scaler, **options)
+    if session is not None:
         taken.add(folder)
-        _follow_checkpoints(accelerator, handle, folder)
-    return handle
+        _follow_checkpoints(accelerator, session, folder)
+    return session
 
 
 def _taken(accelerator: Accelerator) -> set[str]:
@@ -72,13 +72,13 @@ def _taken(accelerator: Accelerator) -> set[str]:
     return getattr(accelerator, _TAKEN)
 
 
-def _follow_checkpoints(accelerator: Accelerator, handle: Session, folder: str) -> None:
+def _follow_checkpoints(accelerator: Accelerator, session: Session, folder: str) -> None:
     def save_states(models: list[Any], weights: list[Any], output_dir: str) -> None:
-        if handle.is_open:
-            save(Path(output_dir) / folder, handle, overwrite=True)  # as the checkpoint around it is
+        if session.is_open:
+            save(Path(output_dir) / folder, session, overwrite=True)  # as the checkpoint around it is
 
     def load_states(models: list[Any], input_dir: str) -> None:
-        load_if_there(Path(input_dir) / folder, handle, input_dir)
+        load_if_there(Path(input_dir) / folder, session, input_dir)
 
     accelerator.register_save_state_pre_hook(save_states)
     accelerator.register_load_state_pre_hook(load_states)

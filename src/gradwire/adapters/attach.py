@@ -70,7 +70,7 @@ def attach(
             remembers is as it was before. The report counts these steps. Not with `replicate=`.
 
     Returns:
-        A handle with statistics, state and `close`. What the method compiles is compiled by then.
+        A session with statistics, state and `close`. What the method compiles is compiled by then.
 
     Raises:
         AttachError: a model that cannot be served, with the reason.
@@ -78,8 +78,8 @@ def attach(
         SpecError, CompositionError: a method that cannot be built, or that does not fit the model.
 
     Example:
-        handle = gradwire.attach(ddp, "int4")
-        handle = gradwire.attach(fully_shard(model), "int4,parameters=int8")
+        session = gradwire.attach(ddp, "int4")
+        session = gradwire.attach(fully_shard(model), "int4,parameters=int8")
     """
     reducer, parameters = for_shards(reducer, parameters)
     options: dict[str, Any] = {
@@ -99,6 +99,6 @@ def attach(
     if check_every is None:
         return attach_ddp(model, reducer, **options)
     require_watchable(model, check_every, on_drift)
-    handle = attach_ddp(model, reducer, **options)
-    watch_drift(model, handle, check_every, on_drift)
-    return handle
+    session = attach_ddp(model, reducer, **options)
+    watch_drift(model, session, check_every, on_drift)
+    return session

@@ -65,7 +65,7 @@ class _Port(BucketPort):
         """DDP's communication hook: hand the bucket over and return at once."""
         session = self._session
         if not session.is_open:
-            raise AttachError("this handle is closed, and DDP cannot forget a hook: make a new DDP")
+            raise AttachError("this session is closed, and DDP cannot forget a hook: make a new DDP")
         if not self._step.buckets:
             self._trained.of(self._model)
             session.feed.open()
@@ -73,7 +73,7 @@ class _Port(BucketPort):
         return self.hook(bucket)
 
     def require_whole_passes(self) -> None:
-        """Refuse another pass after one that broke off, until the handle is closed."""
+        """Refuse another pass after one that broke off, until the session is closed."""
         if self._session.is_open:
             super().require_whole_passes()
 

@@ -12,14 +12,14 @@ from gradwire.session.drift import check_drift
 from gradwire.session.watching import require_rhythm
 
 
-def watch_drift(model: nn.Module, handle: Session, check_every: int, on_drift: str = "warn") -> None:
+def watch_drift(model: nn.Module, session: Session, check_every: int, on_drift: str = "warn") -> None:
     """Have `gradwire.check_drift` called before the first pass of every so many steps, on the model's parameters.
 
     Call it on every rank, after `attach`. In `ddp.join()`, where some ranks come no more, nothing is compared.
 
     Args:
         model: the `DistributedDataParallel` model, compiled or not.
-        handle: what `gradwire.attach` returned for it.
+        session: what `gradwire.attach` returned for it.
         check_every: steps between two comparisons. A comparison reads all parameters and takes a few words through
             the store.
         on_drift: "warn", "stop" or "repair", see `gradwire.check_drift`.
@@ -28,17 +28,17 @@ def watch_drift(model: nn.Module, handle: Session, check_every: int, on_drift: s
         AttachError: another kind of model, a number below 1, or another word.
 
     Example:
-        gradwire.watch_drift(ddp, handle, check_every=1000, on_drift="repair")
+        gradwire.watch_drift(ddp, session, check_every=1000, on_drift="repair")
     """
     ddp = require_watchable(model, check_every, on_drift)
     steps, begins = 0, True
 
     def before() -> None:
         nonlocal steps, begins
-        if not handle.is_open:
+        if not session.is_open:
             return
         if begins and steps and steps % check_every == 0:
-            check_drift(handle, ddp.module, on_drift)
+            check_drift(session, ddp.module, on_drift)
         begins = ddp.require_backward_grad_sync  # else another pass belongs to the same step
         steps += begins
 

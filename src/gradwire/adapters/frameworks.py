@@ -78,23 +78,23 @@ def attach_if_distributed(model: nn.Module, method: Reducer | str, **options: An
     return attach(model, method, **options)  # type: ignore[arg-type] - it refuses what is none
 
 
-def load_if_there(folder: Path, handle: Session, checkpoint: object) -> None:
+def load_if_there(folder: Path, session: Session, checkpoint: object) -> None:
     """Take up what was saved with a checkpoint; a warning where that was made without gradwire.
 
     Every rank must call it. Where some ranks find a save and others do not, it is missed on those.
 
     Args:
         folder: of the states.
-        handle: to go on.
+        session: to go on.
         checkpoint: what people call it by.
 
     Raises:
         StateError: as `gradwire.load`.
     """
-    ranks = Together("loading a checkpoint", handle.lane, StateError)
+    ranks = Together("loading a checkpoint", session.lane, StateError)
     if any(ranks.say(bool(save_folder.manifests(folder)))):
         try:
-            load(folder, handle)
+            load(folder, session)
         except StateError as error:
             raise StateError(f"{error}. To go on with nothing owed, delete {folder}") from error
     elif ranks.rank == 0:

@@ -36,7 +36,7 @@ class GradwireCallback(Callback):
         options: of `gradwire.attach`.
 
     Attributes:
-        handle: of the model that was fitted last; None before, and where training is not distributed.
+        session: of the model that was fitted last; None before, and where training is not distributed.
 
     Raises:
         AttachError: once fitting begins: the strategy is another one than `"ddp"`.
@@ -46,21 +46,26 @@ class GradwireCallback(Callback):
     """
 
     def __init__(self, method: Reducer | str, **options: Any) -> None:
-        self.handle: Session | None = None
+        self.session: Session | None = None
         self._method, self._options = method, options
+
+    @property
+    def handle(self) -> Session | None:
+        """What `session` was called once."""
+        return self.session
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach, and go on from the checkpoint that the trainer has gone on from."""
-        if self.handle is not None:  # of an earlier fit, whose model is gone
-            self.handle.close()
+        if self.session is not None:  # of an earlier fit, whose model is gone
+            self.session.close()
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         model = trainer.strategy.model
         assert model is not None
-        self.handle = attach_if_distributed(model, self._method, scaler=scaler, **self._options)
-        if self.handle is None:
+        self.session = attach_if_distributed(model, self._method, scaler=scaler, **self._options)
+        if self.session is None:
             return
         if trainer.ckpt_path is not None:
-            load_if_there(beside(trainer.ckpt_path), self.handle, trainer.ckpt_path)
+            load_if_there(beside(trainer.ckpt_path), self.session, trainer.ckpt_path)
         self._follow_checkpoints(trainer)
 
     def _follow_checkpoints(self, trainer: Trainer) -> None:
@@ -72,8 +77,8 @@ class GradwireCallback(Callback):
         def save_too(checkpoint: dict[str, Any], filepath: str | Path, *rest: Any, **named: Any) -> None:
             plain_save(checkpoint, filepath, *rest, **named)
             whole = "optimizer_states" in checkpoint  # else only the model's weights were wanted
-            if whole and self.handle is not None and self.handle.is_open:
-                save(beside(filepath), self.handle, overwrite=True)  # as the file beside it is
+            if whole and self.session is not None and self.session.is_open:
+                save(beside(filepath), self.session, overwrite=True)  # as the file beside it is
 
         def remove_too(filepath: str | Path) -> None:
             folder = beside(filepath)

@@ -30,13 +30,13 @@ class Followed(NamedTuple):
     """A model of the script.
 
     Attributes:
-        handle: of it.
+        session: of it.
         suffix: what is added to the names of its folders: nothing for the first model of all ranks.
         begin: the step that it began at.
         shapes: of its parameters, by name.
     """
 
-    handle: Session
+    session: Session
     suffix: str
     begin: int
     shapes: Shapes
@@ -44,12 +44,12 @@ class Followed(NamedTuple):
     @property
     def step(self) -> int:
         """How many steps have ended."""
-        return self.handle.engine.index
+        return self.session.engine.index
 
     @property
     def remembers(self) -> bool:
         """Whether its method has anything to go on with."""
-        leaves = (leaf for _, state in self.handle.engine.states() for _, leaf in walk(state))
+        leaves = (leaf for _, state in self.session.engine.states() for _, leaf in walk(state))
         return any(leaf.kind != "scratch" for leaf in leaves)
 
     def folder(self, states: Path) -> Path:
@@ -119,7 +119,7 @@ class Loads:
 
     def take_up(self, followed: Followed) -> None:
         """Load the states of what the script loaded last, or say that they are not there. Every rank must call it."""
-        ranks = Together("loading beside a checkpoint", followed.handle.lane, StateError)
+        ranks = Together("loading beside a checkpoint", followed.session.lane, StateError)
         mine = [offer for loaded in self._loaded if (offer := _offer(loaded, followed)) is not None]
         said = ranks.say({"offers": [list(offer) for offer in mine], "lack": self._lack(followed)})
         lack = next((words["lack"] for words in said if words["lack"]), None)
@@ -130,7 +130,7 @@ class Loads:
             lack = f"{file} is another file than the one that the states in {unfit.states} were saved with"
         elif chosen:
             states = Path(chosen[ranks.rank].states)
-            step = load(followed.folder(states), followed.handle)
+            step = load(followed.folder(states), followed.session)
             later = f"; {lack}, though it was loaded later" if lack else ""
             self._say(f"goes on at step {step} with what was owed when {checkpoint_of(states)} was saved{later}")
             return

@@ -107,11 +107,11 @@ class ScriptSaves:
             told(package, "load_model", after=self._loaded_into),
         ]
 
-    def follow(self, model: nn.Module, handle: Session) -> None:
+    def follow(self, model: nn.Module, session: Session) -> None:
         """Take up the states of what the script has loaded, and look for saves before each pass through a model."""
-        count, ranks = len(self._followed), handle.lane.meeting.ranks
+        count, ranks = len(self._followed), session.lane.meeting.ranks
         part = "" if len(ranks) == dist.get_world_size() else f"-from-rank-{ranks[0]}"
-        followed = Followed(handle, (f"-{count}" if count else "") + part, 0, shapes_in(model))
+        followed = Followed(session, (f"-{count}" if count else "") + part, 0, shapes_in(model))
         self._thread = threading.get_ident()
         self._loads.take_up(followed)
         self._followed.append(followed._replace(begin=followed.step))
@@ -122,9 +122,9 @@ class ScriptSaves:
         """Save every rank's states where a rank's script has saved since the last look. Every rank must call it."""
         open_now = self._open_now
         news = bool(self._saved or self._moves)
-        if not open_now or not dist.is_initialized() or not _any_rank(news, open_now[0].handle):
+        if not open_now or not dist.is_initialized() or not _any_rank(news, open_now[0].session):
             return
-        ranks = Together("saving beside a checkpoint", open_now[0].handle.lane, StateError)
+        ranks = Together("saving beside a checkpoint", open_now[0].session.lane, StateError)
         steps, begins = [one.step for one in self._followed], [one.begin for one in self._followed]
         own = {"written": [list(one) for one in self._saved], "places": [list(_place(one)) for one in self._saved]}
         self._saved.clear()
@@ -145,12 +145,12 @@ class ScriptSaves:
 
     @property
     def _open_now(self) -> list[Followed]:
-        return [followed for followed in self._followed if followed.handle.is_open]
+        return [followed for followed in self._followed if followed.session.is_open]
 
     def _save(self, states: Path, models: list[Followed], checkpoint: Written | None = None) -> None:
         for followed in models:
             # Replaces what is there, as the script's own file is replaced.
-            save(followed.folder(states), followed.handle, overwrite=True, checkpoint=checkpoint)
+            save(followed.folder(states), followed.session, overwrite=True, checkpoint=checkpoint)
 
     def _say_once(self, kind: str, sentence: str) -> None:
         if kind not in self._said:
@@ -291,12 +291,12 @@ def _late(said: dict[str, Any], at: int) -> bool:
     return any(now[at] != (steps[at] if at < len(steps) else begins[at]) for _, steps in said["written"])
 
 
-def _any_rank(mine: bool, handle: Session) -> bool:
+def _any_rank(mine: bool, session: Session) -> bool:
     """Whether it is so on any rank, asked in the order of the session's own collectives."""
-    flag = torch.tensor([mine], dtype=torch.uint8, device=handle.engine.plan.units[0].grain.device)
+    flag = torch.tensor([mine], dtype=torch.uint8, device=session.engine.plan.units[0].grain.device)
 
     def ask() -> None:
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=handle.transport.group)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=session.transport.group)
 
-    handle.lane.call(ask, "looking for checkpoints")
+    session.lane.call(ask, "looking for checkpoints")
     return bool(flag.item())

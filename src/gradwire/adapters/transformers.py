@@ -43,7 +43,7 @@ def attach(trainer: Trainer, method: Reducer | str, **options: Any) -> GradwireC
         options: of `gradwire.attach`.
 
     Returns:
-        The callback that does all of it, which the trainer has by then; `callback.handle` is there while it trains.
+        The callback that does all of it, which the trainer has by then; `callback.session` is there while it trains.
 
     Raises:
         AttachError: once training begins: the trainer distributes the model in another way than
@@ -63,11 +63,11 @@ class GradwireCallback(TrainerCallback):
     """What `attach` gives to a trainer.
 
     Attributes:
-        handle: of the model in training; None before training has begun, and where it is not distributed.
+        session: of the model in training; None before training has begun, and where it is not distributed.
     """
 
     def __init__(self, trainer: Trainer, method: Reducer | str, **options: Any) -> None:
-        self.handle: Session | None = None
+        self.session: Session | None = None
         self._trainer, self._method, self._options = trainer, method, options
         self._model: object = None
         self._resume_from: str | bool | None = None
@@ -80,19 +80,24 @@ class GradwireCallback(TrainerCallback):
 
         trainer.train = noted
 
+    @property
+    def handle(self) -> Session | None:
+        """What `session` was called once."""
+        return self.session
+
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Attach, and go on from the checkpoint that training goes on from. Another `train()` has the same model."""
         model = self._trainer.model_wrapped
         assert model is not None
         if model is not self._model:
-            if self.handle is not None:  # of a model that was wrapped anew, as for another size of batch
-                self.handle.close()
+            if self.session is not None:  # of a model that was wrapped anew, as for another size of batch
+                self.session.close()
             scaler = self._trainer.accelerator.scaler
-            self.handle = attach_if_distributed(model, self._method, scaler=scaler, **self._options)
+            self.session = attach_if_distributed(model, self._method, scaler=scaler, **self._options)
             self._model = model
         checkpoint = self._checkpoint(args)
-        if self.handle is not None and checkpoint is not None:
-            load_if_there(Path(checkpoint) / FOLDER, self.handle, checkpoint)
+        if self.session is not None and checkpoint is not None:
+            load_if_there(Path(checkpoint) / FOLDER, self.session, checkpoint)
 
     def _checkpoint(self, args: TrainingArguments) -> str | None:
         """The folder that training resumes from, as the trainer finds it."""
@@ -102,7 +107,7 @@ class GradwireCallback(TrainerCallback):
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Save every rank's state into the checkpoint that the trainer has just made."""
-        if self.handle is not None:
+        if self.session is not None:
             run = self._trainer._get_output_dir(trial=None)  # pyright: ignore[reportPrivateUsage]
             checkpoint = Path(run) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-            save(checkpoint / FOLDER, self.handle, overwrite=True)  # as the checkpoint around it is
+            save(checkpoint / FOLDER, self.session, overwrite=True)  # as the checkpoint around it is

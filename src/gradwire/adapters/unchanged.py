@@ -42,7 +42,7 @@ class Unchanged:
         options: further arguments of `gradwire.attach`.
 
     Attributes:
-        handles: one for each model that was trained, with the model's name.
+        sessions: one for each model that was trained, with the model's name.
         refused: why a model of the script could not be attached to, if so. The script was given it too.
 
     Example:
@@ -52,7 +52,7 @@ class Unchanged:
     """
 
     def __init__(self, method: str, say: Say, *, parameters: str | None = None, **options: Any) -> None:
-        self.handles: list[tuple[str, Session]] = []
+        self.sessions: list[tuple[str, Session]] = []
         self.refused: GradwireError | None = None
         self._method, self._say, self._parameters, self._options = method, say, parameters, options
         self._scalers: weakref.WeakSet[torch.amp.GradScaler] = weakref.WeakSet()
@@ -61,7 +61,7 @@ class Unchanged:
         self._said_of_parameters = False
 
     def on_attach(self, react: Callable[[nn.Module, Session], None]) -> None:
-        """Have a function called with every model and its handle, before the model's first step."""
+        """Have a function called with every model and its session, before the model's first step."""
         self._attached.append(react)
 
     @contextlib.contextmanager
@@ -98,15 +98,15 @@ class Unchanged:
         if self._parameters is not None and is_fsdp2(model):
             options["parameters"], gathered = self._parameters, f", gathered in {self._parameters}"
         try:
-            handle = attach(model, self._method, **options)
+            session = attach(model, self._method, **options)
         except GradwireError as error:
             self.refused = error
             raise
-        self.handles.append((_name(model), handle))
+        self.sessions.append((_name(model), session))
         for react in self._attached:
-            react(model, handle)
+            react(model, session)
         numel = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        ranks = _ranks(handle.transport.world_size)
+        ranks = _ranks(session.transport.world_size)
         self._say(f"{self._method} is attached to {_name(model)}: {numel:,} parameters{gathered}, {ranks}")
         self._say_of_parameters(model)
 
@@ -129,12 +129,12 @@ class Unchanged:
     @property
     def made(self) -> bool:
         """Whether a model was made."""
-        return bool(self.handles or self.refused or self._roots.sharded or any(self._made.values()))
+        return bool(self.sessions or self.refused or self._roots.sharded or any(self._made.values()))
 
     def summary(self) -> list[str]:
         """What was saved, a sentence a model; or why nothing was."""
-        if self.handles:
-            return [_saved(name, handle) for name, handle in self.handles]
+        if self.sessions:
+            return [_saved(name, session) for name, session in self.sessions]
         if self.refused is not None:
             return [f"nothing was compressed: {self.refused}"]
         made = [kind for kind, count in ((DDP, self._made[DDP]), (FSDP2, self._roots.sharded)) if count]
@@ -156,15 +156,15 @@ def _ranks(count: int) -> str:
     return "1 rank, so nothing is sent" if count == 1 else f"{count} ranks"
 
 
-def _saved(name: str, handle: Session) -> str:
+def _saved(name: str, session: Session) -> str:
     """What a method sent for one model on this rank, and what the uncompressed gradients would have taken."""
-    stats, report = handle.stats(), handle.report()
+    stats, report = session.stats(), session.report()
     if not stats.wire_bytes:
-        return f"{name}: {handle.method} sent nothing in {stats.steps} steps; {report.verdict}"
+        return f"{name}: {session.method} sent nothing in {stats.steps} steps; {report.verdict}"
     sent, dense = si_bytes(stats.wire_bytes), si_bytes(stats.dense_wire_bytes)
     factor = significant(stats.dense_wire_bytes / stats.wire_bytes, 2)
     return (
-        f"{name}: {handle.method} sent {sent} in {stats.steps} steps where {report.dense_name} sends {dense} "
+        f"{name}: {session.method} sent {sent} in {stats.steps} steps where {report.dense_name} sends {dense} "
         f"({factor} times less); {report.verdict}"
     )
 

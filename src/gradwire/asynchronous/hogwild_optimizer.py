@@ -17,16 +17,16 @@ from typing_extensions import override
 
 from gradwire.asynchronous.names import Names
 from gradwire.asynchronous.together import together
+from gradwire.asynchronous.unwaiting import UnwaitingOptimizer
 from gradwire.core.errors import AttachError, StepError
 from gradwire.session.names import named, require_whole
 from gradwire.sync.alike import require_same_start
 from gradwire.sync.global_copy import not_finite
-from gradwire.sync.wrapper import ModelWrapper
 
 _MEMORY = Path("/dev/shm")
 
 
-class HogwildOptimizer(ModelWrapper):
+class HogwildOptimizer(UnwaitingOptimizer):
     """Steps an inner optimizer whose parameters all ranks of this machine share, without locks (Recht et al. 2011).
 
     Algorithm 1 of the paper is this for plain SGD with sparse gradients. Where it deviates: any optimizer makes the
@@ -59,7 +59,6 @@ class HogwildOptimizer(ModelWrapper):
     def __init__(
         self, inner: Optimizer, model: nn.Module, group: dist.ProcessGroup | None = None, *, deadline_s: float = 600.0
     ) -> None:
-        self.model = model
         require_whole(model, "HogwildOptimizer")
         super().__init__(inner, model)
         self._parameters = named(model)
@@ -144,21 +143,6 @@ class HogwildOptimizer(ModelWrapper):
     def version(self) -> int:
         """Steps that all ranks have made."""
         return int(self._counts.sum())
-
-    @property
-    def sent_bytes(self) -> int:
-        """Nothing is sent: 0 bytes."""
-        return 0
-
-    @property
-    def waited_s(self) -> float:
-        """Nobody waits: 0 seconds."""
-        return 0.0
-
-    @property
-    def coded_s(self) -> float:
-        """Nothing is coded: 0 seconds."""
-        return 0.0
 
     @contextlib.contextmanager
     def evaluating(self) -> Generator[None]:

@@ -23,6 +23,7 @@ from gradwire.asynchronous.optimizer import AsynchronousOptimizer, AsynchronousW
 from gradwire.asynchronous.pace import Bounded, Free, Pace
 from gradwire.asynchronous.rates import Hyperbolic, Inverse, Rate, Relative, RootHyperbolic
 from gradwire.asynchronous.rules import ASGD, CONSTANT, AdaptiveDCASGD, ServerRule
+from gradwire.asynchronous.unwaiting import UnwaitingOptimizer
 from gradwire.core.errors import SpecError
 from gradwire.core.grammar import name_of
 from gradwire.core.nearest import meant
@@ -33,9 +34,6 @@ from gradwire.core.registry import register_all
 from gradwire.core.uses import Special, Study, Use
 from gradwire.sending import Sending
 
-Unwaiting = AsynchronousOptimizer | HogwildOptimizer
-"""An optimizer whose ranks do not wait for each other."""
-
 _FALLING: Mapping[str, Rate] = {
     "inverse": Inverse(),
     "hyperbolic": Hyperbolic(),
@@ -43,7 +41,7 @@ _FALLING: Mapping[str, Rate] = {
 }
 
 
-class AsyncMethod(OptimizerMethod[Unwaiting]):
+class AsyncMethod(OptimizerMethod[UnwaitingOptimizer]):
     """A method of ranks that do not wait for each other."""
 
     place = UNWAITING
@@ -215,7 +213,7 @@ def is_asynchronous(spec: str) -> bool:
     return name_of(spec) in METHODS
 
 
-def parse(spec: str) -> Recipe[Unwaiting]:
+def parse(spec: str) -> Recipe[UnwaitingOptimizer]:
     """Read a spec by `gradwire.parse`, and refuse other methods than those of `gradwire.asynchronous`.
 
     Raises:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from gradwire.asynchronous.lengths import Fixed, Length
 from gradwire.asynchronous.names import Names
@@ -28,12 +29,12 @@ from gradwire.asynchronous.sockets.frames import VERSION as FRAMES
 from gradwire.asynchronous.sockets.host import Host
 from gradwire.asynchronous.sockets.line import Far
 from gradwire.asynchronous.together import together
+from gradwire.asynchronous.unwaiting import UnwaitingOptimizer
 from gradwire.core.errors import CommunicationError, StepError
 from gradwire.sending import Sending
 from gradwire.session.names import named, require_whole
 from gradwire.sync.alike import require_same_start
 from gradwire.sync.lent import lent, write_
-from gradwire.sync.wrapper import ModelWrapper
 
 
 class AsynchronousWhere(TypedDict, total=False):
@@ -45,7 +46,7 @@ class AsynchronousWhere(TypedDict, total=False):
     address: str | None
 
 
-class AsynchronousOptimizer(ModelWrapper):
+class AsynchronousOptimizer(UnwaitingOptimizer):
     """Steps an inner optimizer, and pushes what the step changed to servers that add it to everybody's parameters.
 
         loop: inner step from w_pulled to w_after; push w_pulled - w_after; go on from what the servers have now
@@ -73,7 +74,6 @@ class AsynchronousOptimizer(ModelWrapper):
 
     Attributes:
         version: updates that had been made when this rank was last told, by the server of the first part.
-        waited_s: seconds spent in pushes and pulls so far.
 
     Raises:
         AttachError: ranks that begin with different models or settings, or a parameter of the optimizer that the model
@@ -102,7 +102,7 @@ class AsynchronousOptimizer(ModelWrapper):
         deadline_s: float = 600.0,
         address: str | None = None,
     ) -> None:
-        self.model, self.deadline_s, self.waited_s = model, deadline_s, 0.0
+        self.deadline_s = deadline_s
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         require_whole(model, "AsynchronousOptimizer")
         super().__init__(inner, model)
@@ -178,7 +178,7 @@ class AsynchronousOptimizer(ModelWrapper):
             return
         begun = time.perf_counter()
         self._pull(self._servers.push(self._granted.values - self._flat(), 0.0, begun - self._began_s))
-        self.waited_s += time.perf_counter() - begun
+        self._waited_s += time.perf_counter() - begun
 
     def _pull(self, granted: Granted) -> None:
         self._granted, self._since = granted, 0
@@ -193,19 +193,19 @@ class AsynchronousOptimizer(ModelWrapper):
             raise StepError("this optimizer has finished: make a new one to go on from the model as it is")
 
     @property
+    @override
     def version(self) -> int:
-        """Updates that had been made when this rank was last told."""
         return self._granted.version
 
     @property
+    @override
     def sent_bytes(self) -> int:
-        """What this rank has sent to others so far: pushes, and parameters of its own part."""
         pushed = sum(sent for server, sent in enumerate(self._servers.sent_bytes) if server != self.rank)
         return pushed + self._host.sent_bytes
 
     @property
+    @override
     def coded_s(self) -> float:
-        """Processor time that this rank has spent on coding its pushes so far."""
         return self._servers.coded_s
 
     def evaluating(self) -> AbstractContextManager[None]:

@@ -128,7 +128,7 @@ class ConsoleView:
         figures = f"{loss}{text.milliseconds(step_ms)} ms and {sent} a step{timed}"
         say(self._console, "  ", ("✓", "green"), f" {run.method} seed {run.seed}: {run.steps} steps, {figures}")
         if run.report:
-            say(self._console, "    ", (f"handle.report(): {run.report['verdict']}", "dim"))
+            say(self._console, "    ", (f"session.report(): {run.report['verdict']}", "dim"))
 
     def close(self) -> None:
         """Leave the terminal as it was."""

@@ -166,24 +166,24 @@ def save(
     own. What the folder held stays until the new save is complete on every rank, and is removed then; a save that was
     interrupted is never loaded. Files are in the safetensors format: numbers and text, nothing that is executed.
 
-    Give each handle a folder of its own, since a folder keeps one save. What this run has saved or loaded is replaced,
+    Give each session a folder of its own, since a folder keeps one save. What this run has saved or loaded is replaced,
     and so is what was saved by an earlier run of the same model that began with the same method.
 
     Args:
         folder: where to; it is made where it is missing.
         handle: what `gradwire.attach` returned, a `Session`, or an optimizer or average of `gradwire.sync`.
-        overwrite: replace whatever the folder holds, also what another handle has saved.
+        overwrite: replace whatever the folder holds, also what another session has saved.
         checkpoint: size and digest of a file that the states belong to, for the manifest; the same on all ranks that
             share the folder.
 
     Raises:
         StateError: a rank could not write its file (the message says which and why), the ranks are not at one step, the
-            folder holds what another handle has saved, or a `handle` that is kept in another way.
+            folder holds what another session has saved, or a `handle` that is kept in another way.
         CommunicationError: a rank did not call it within the deadline that `attach` was given.
 
     Example:
         torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, folder / f"{rank}.pt")
-        gradwire.save(folder / "gradwire", handle)
+        gradwire.save(folder / "gradwire", session)
     """
     here, ranks = Path(folder), _together("gradwire.save", handle)
     session, state = handle.session, _packed(handle, ranks)
@@ -239,8 +239,8 @@ def load(folder: str | Path, handle: HasSession | Savable) -> int:
         CommunicationError: a rank did not call it within the deadline that `attach` was given.
 
     Example:
-        handle = gradwire.attach(ddp, "int4")
-        step = gradwire.load(folder / "gradwire", handle)
+        session = gradwire.attach(ddp, "int4")
+        step = gradwire.load(folder / "gradwire", session)
     """
     ranks = _together("gradwire.load", handle)
     session, here = handle.session, Path(folder)
@@ -373,10 +373,10 @@ def _state(manifest: Manifest, here: Path, ranks: Together) -> Saved:
 
 
 def _require_own_folder(kept: Sequence[str | None]) -> None:
-    """Refuse to save where a rank's folder holds what another handle has saved."""
+    """Refuse to save where a rank's folder holds what another session has saved."""
     if (found := next(filter(None, kept), None)) is not None:
         raise StateError(
-            f"{found}, which this save would remove: give each handle a folder of its own, or pass overwrite=True to "
+            f"{found}, which this save would remove: give each session a folder of its own, or pass overwrite=True to "
             "gradwire.save"
         )
 

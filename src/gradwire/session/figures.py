@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Protocol
 
 import torch
 
@@ -127,3 +128,24 @@ class Figures:
             if leaf.owed
         ]
         return sum(squares) ** 0.5
+
+
+class HasFigures(Protocol):
+    """What has a session."""
+
+    @property
+    def session(self) -> Figures:
+        """The session whose report tells of all."""
+        ...
+
+
+class ReportOfSession:
+    """The report of what trains by a session, as the session gives it."""
+
+    def report(self: HasFigures) -> Report:
+        """Return what communication costs and saves in a step of training on this rank, see `Report`.
+
+        Example:
+            print(optimizer.report())
+        """
+        return self.session.report()

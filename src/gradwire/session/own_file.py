@@ -23,6 +23,6 @@ def require_own_file(caller: FrameType) -> None:
     """
     if str(caller.f_globals.get("__name__", "")).startswith(_CHECKPOINTER):
         raise StateError(
-            f"{_CHECKPOINTER} would keep the state of one rank for all of them: pass handle.stateful() of a model of "
+            f"{_CHECKPOINTER} would keep the state of one rank for all of them: pass session.stateful() of a model of "
             "fully_shard, and call gradwire.save for others"
         )

@@ -1,4 +1,4 @@
-"""What a method costs and saves in the run at hand: `handle.report()`.
+"""What a method costs and saves in the run at hand: `session.report()`.
 
 The figures of a `Window` of steps become a `Report` here, without processes and without communication.
 """

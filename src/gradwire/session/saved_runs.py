@@ -1,4 +1,4 @@
-"""Whose saves a folder holds: a new save removes the older ones, and those must not be another handle's."""
+"""Whose saves a folder holds: a new save removes the older ones, and those must not be another session's."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def remember(session: Session, run: SavedRun | None) -> None:
 
 
 def stranger(found: Iterable[Manifest], session: Session, run: SavedRun, world_size: int) -> str | None:
-    """What another handle has saved that a save of this run would remove; None where there is nothing.
+    """What another session has saved that a save of this run would remove; None where there is nothing.
 
     A run that begins anew, with the same model and method, may take the place of the one before. Methods are not
     compared with those of another number of ranks, since some of them name it.
@@ -48,7 +48,7 @@ def stranger(found: Iterable[Manifest], session: Session, run: SavedRun, world_s
         saver = _SAVERS.get(its.id)
         where = f"gradwire-{manifest.number}, step {manifest.step}"
         if saver is not None and saver is not session and saver.is_open:
-            return f"what another handle of this process has saved ({where})"
+            return f"what another session of this process has saved ({where})"
         if its.tensors != run.tensors:
             return f"what a run of another model has saved ({where})"
         if not alike(its.method, run.method) and manifest.world_size == world_size:

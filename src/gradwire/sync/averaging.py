@@ -152,7 +152,7 @@ class Averaging(AveragingState):
         def session(tensors: Mapping[str, Tensor]) -> Session:
             return Session(
                 travelling(tensors),
-                method,
+                self._method,
                 group=group,
                 seed=seed,
                 deadline_s=deadline_s,
@@ -161,7 +161,7 @@ class Averaging(AveragingState):
                 form=self.shards.form,
             )
 
-        self._new_session = session
+        self._new_session, self._method = session, method
 
         def make() -> None:
             for names in split({name: p.numel() * p.element_size() for name, p in parameters.items()}, fragments):
@@ -233,6 +233,18 @@ class Averaging(AveragingState):
 
     def _where(self) -> str:
         return f" in step {self.steps}"
+
+    def change(self, method: Reducer | str) -> None:
+        """Have what changed travel by another method, see `Session.change`. Every rank calls it between two steps.
+
+        Raises:
+            StepError: an average is under way. Nothing is changed then.
+            SpecError, CompositionError, AttachError, CommunicationError: as `Session.change`.
+        """
+        self._require_none_under_way()
+        for part in self.parts:
+            part.session.change(method)
+        self._method = method
 
     # Steps -------------------------------------------------------------------------------------------------------
 
@@ -383,12 +395,15 @@ class Averaging(AveragingState):
         Raises:
             StepError: an average is under way.
         """
-        if any(fragment.is_under_way for fragment in self.fragments):
-            raise StepError("an average is under way, of what the model was before: call sync() before")
+        self._require_none_under_way()
         for fragment in self.fragments:
             fragment.begin_anew()
         self.buffers.begin_anew()
         self.since, self._synced = 0, self.steps
+
+    def _require_none_under_way(self) -> None:
+        if any(fragment.is_under_way for fragment in self.fragments):
+            raise StepError("an average is under way, of what the model was before: call sync() before")
 
     # The global copy ----------------------------------------------------------------------------------------------
 

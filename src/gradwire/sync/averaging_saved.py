@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from gradwire.core.saved import Loaded
 from gradwire.session import Session
+from gradwire.session.figures import ReportOfSession
 from gradwire.sync.averaging_state import SECONDS, VERSION, check_state, resharded
 from gradwire.sync.buffers import Buffers
 from gradwire.sync.copies import WholeCopy
@@ -24,7 +25,7 @@ class CheckedAveraging(NamedTuple):
     loaded_seconds: list[Loaded]
 
 
-class AveragingState(ABC):
+class AveragingState(ReportOfSession, ABC):
     """The state of an `Averaging`, which has the attributes below."""
 
     settings: str

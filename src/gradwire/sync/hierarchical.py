@@ -18,6 +18,7 @@ from gradwire.drivers import groups
 from gradwire.drivers.engine import Stats
 from gradwire.reducers.base import Reducer
 from gradwire.session import DEADLINE_S, Session
+from gradwire.session.figures import ReportOfSession
 from gradwire.session.lane import group_of
 from gradwire.session.together import Together
 from gradwire.sync.averaging import Averaging
@@ -28,7 +29,7 @@ _SHARED = ("buffers", "optimizer", "moments", "seed", "deadline_s")
 """Options of all levels; the others are those of the last one."""
 
 
-class Hierarchical:
+class Hierarchical(ReportOfSession):
     """Several `Averaging`s of one model, from the smallest groups of ranks to all of them.
 
     Where the window of a larger group ends, smaller groups begin theirs anew from what it gave. Let the periods of

@@ -18,6 +18,7 @@ from gradwire.drivers.engine import Stats
 from gradwire.reducers.base import Reducer
 from gradwire.session import Session
 from gradwire.session.checkpoint import HasSeveralGroups, Savable
+from gradwire.session.figures import ReportOfSession
 from gradwire.session.together import Together
 from gradwire.sync.averager import Averager
 from gradwire.sync.averaging import Averaging
@@ -31,7 +32,7 @@ _KEY = "sync"
 """Where the state of averaging lies in the optimizer's state."""
 
 
-class AveragingOptimizer(ModelWrapper):
+class AveragingOptimizer(ReportOfSession, ModelWrapper):
     """Steps an inner optimizer, and has an averager do its part after each step.
 
     A real optimizer: parameter groups and state are those of the inner one, so schedulers, hooks and closures work as
@@ -266,3 +267,7 @@ class LocalSGD(AveragingOptimizer):
     def averaging(self) -> Averaging:
         """The averages of all ranks' models."""
         return cast(Averaging, self._averager)
+
+    def change(self, method: Reducer | str) -> None:
+        """Have what changed travel by another method, see `Averaging.change`."""
+        self.averaging.change(method)

@@ -144,8 +144,8 @@ class ShardedSession(Session):
             StateError: with `replicate=`, for which `gradwire.save` is there, or a folder without such a state.
 
         Example:
-            dcp.save({"model": model.state_dict(), "gradwire": handle.stateful()}, checkpoint_id=folder)
-            dcp.load({"model": model.state_dict(), "gradwire": handle.stateful(folder)}, checkpoint_id=folder)
+            dcp.save({"model": model.state_dict(), "gradwire": session.stateful()}, checkpoint_id=folder)
+            dcp.load({"model": model.state_dict(), "gradwire": session.stateful(folder)}, checkpoint_id=folder)
         """
         from gradwire.adapters.fsdp2.stateful import Stateful  # what it imports would make `import gradwire` slow
 

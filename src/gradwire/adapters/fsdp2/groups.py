@@ -221,11 +221,11 @@ def _check(groups: list[Group]) -> None:
         for comm in (group.held._reduce_scatter_comm, group.held._all_gather_comm):
             if not type(comm).__name__.startswith("Default"):
                 raise AttachError(
-                    f"this model communicates by {type(comm).__name__} already: close the handle of an earlier attach, "
-                    "or leave set_custom_reduce_scatter, set_custom_all_gather and their like out"
+                    f"this model communicates by {type(comm).__name__} already: close the session of an earlier "
+                    "attach, or leave set_custom_reduce_scatter, set_custom_all_gather and their like out"
                 )
         if group.held._all_reduce_hook is not None:
-            raise AttachError("this model has an all-reduce hook already: close the handle of an earlier attach first")
+            raise AttachError("this model has an all-reduce hook already: close the session of an earlier attach first")
         for parameter in group.parameters:
             if parameter.has_gradient or parameter.shard.grad is not None:
                 raise AttachError(

@@ -83,7 +83,7 @@ class GradientPort(ABC):
         """
         began, session, engine = time.perf_counter(), self._session, self._session.engine
         if not session.is_open:
-            raise StepError("this handle is closed while a backward pass is under way")
+            raise StepError("this session is closed while a backward pass is under way")
         self._begin()
         present = self._watched[part].present
         layout = Rows(given, output, [(p.name, p.chunk) for p in present], self._rows)

@@ -1,4 +1,4 @@
-"""What a sharded model's handle remembers, in checkpoints of `torch.distributed.checkpoint`.
+"""What a sharded model's session remembers, in checkpoints of `torch.distributed.checkpoint`.
 
 Each leaf of each parameter is one tensor of shape (ranks, elements), sharded over ranks along its first dimension: so
 every rank writes and reads its own row, and a run with another number of ranks can read all of them.
@@ -33,7 +33,7 @@ class Stateful:
     """What `torch.distributed.checkpoint` calls `Stateful`: it is asked for tensors, which are saved or overwritten.
 
     Args:
-        session: of the handle.
+        session: of the model.
         mesh: of one dimension, over the session's ranks in their order.
         checkpoint: the folder that will be loaded from; None to save.
 
@@ -121,7 +121,7 @@ def _ranks_of(folder: Path, keys: Collection[str]) -> int:
     metadata: Any = FileSystemReader(folder).read_metadata()
     found: Mapping[str, Any] = metadata.state_dict_metadata
     if not any(key.split(".")[-1] == _HEAD for key in found):
-        raise StateError(f"{folder} has nothing of gradwire's in it: save handle.stateful() with the model")
+        raise StateError(f"{folder} has nothing of gradwire's in it: save session.stateful() with the model")
     saved = {key[key.index(_ELEMENT) :]: what for key, what in found.items() if _ELEMENT in key}
     if saved.keys() != set(keys):
         raise StateError(f"{folder} was saved by another method, or of another model: attach as it was, then load")

@@ -22,6 +22,7 @@ from gradwire.drivers.engine import Stats
 from gradwire.drivers.interpreter import Interpreter, ask, run
 from gradwire.drivers.virtual import gathered
 from gradwire.session import DEADLINE_S, Session
+from gradwire.session.figures import ReportOfSession
 from gradwire.session.lane import group_of
 from gradwire.session.names import TrainedParameters, named, require_whole
 from gradwire.session.pace import WindowPace
@@ -50,7 +51,7 @@ class CheckedGossip(NamedTuple):
     loaded: Loaded
 
 
-class Gossip:
+class Gossip(ReportOfSession):
     """Has ranks train alone, and mixes the parameters of each with those of its neighbours in a graph.
 
     Call `step` after each step of the optimizer, on every rank. No rank hears more than its neighbours, so a step costs
@@ -75,7 +76,7 @@ class Gossip:
         parameters: those that are mixed, by name.
         steps: those of the run so far.
         since: those since the last round.
-        session: its `report()` and `stats()` tell what gossip costs.
+        session: carries the messages.
 
     Raises:
         CompositionError: a graph that is none for the method or is for other ranks, and settings that fit nothing.

@@ -11,7 +11,8 @@ import contextlib
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, NamedTuple, TypedDict, Unpack, overload
+from types import TracebackType
+from typing import Any, ClassVar, NamedTuple, Self, TypedDict, Unpack, overload
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from gradwire.core.saved import Loaded
 from gradwire.drivers.engine import Stats
 from gradwire.reducers.base import Reducer
 from gradwire.session import Session
+from gradwire.session.figures import ReportOfSession
 from gradwire.session.lane import Lane
 from gradwire.session.names import TrainedParameters, named, require_whole
 from gradwire.session.states import take_up, unpacked
@@ -56,7 +58,7 @@ class NamedParameter(NamedTuple):
     group: dict[str, Any]
 
 
-class SharedOptimizer(ScaledOptimizer):
+class SharedOptimizer(ReportOfSession, ScaledOptimizer):
     """An optimizer for loops without DDP: every rank computes gradients of its own and calls `step` at the same place.
 
     The model must be alike on every rank when the optimizer is made, and stays so bit for bit. A parameter that has no
@@ -294,6 +296,16 @@ class SharedOptimizer(ScaledOptimizer):
     def close(self) -> None:
         """Stop communicating, for good."""
         self.session.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self.session.lane.failures.leave_word(error)
+        self.close()
 
 
 def _names(groups: Iterable[Mapping[str, Any]]) -> list[str]:

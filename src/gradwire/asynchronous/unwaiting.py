@@ -1,0 +1,83 @@
+"""What the optimizers of ranks that do not wait for each other share: figures, and an end."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from contextlib import AbstractContextManager
+from typing import Any, Self
+
+from torch import nn
+from torch.optim import Optimizer
+
+from gradwire.drivers.engine import Stats
+from gradwire.sync.wrapper import ModelWrapper
+
+
+class UnwaitingOptimizer(ModelWrapper):
+    """An optimizer in whose steps no rank waits for all others. `close` it in the end, or leave a `with` block.
+
+    It has no `report()`, which would compare a step with one of DDP: ranks of different speed make different numbers of
+    steps here. `gradwire compare` trains by both, and compares the time to a loss.
+
+    Args:
+        inner: the optimizer of this rank.
+        model: whose parameters it trains.
+    """
+
+    def __init__(self, inner: Optimizer, model: nn.Module) -> None:
+        super().__init__(inner, model)
+        self.model, self._made, self._waited_s = model, 0, 0.0
+
+    def step(self, closure: Any = None) -> Any:
+        """Step the inner optimizer, do what comes after it, and return what it returned."""
+        loss = super().step(closure)
+        self._made += 1
+        return loss
+
+    @property
+    @abstractmethod
+    def version(self) -> int:
+        """Updates of all ranks, as far as this one knows."""
+
+    @property
+    def sent_bytes(self) -> int:
+        """What this rank has sent to others so far: pushes, and parameters of its own part."""
+        return 0
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds spent in pushes and pulls so far."""
+        return self._waited_s
+
+    @property
+    def coded_s(self) -> float:
+        """Processor time that this rank has spent on coding its pushes so far."""
+        return 0.0
+
+    def stats(self) -> Stats:
+        """Return bytes and times of this rank so far; its steps are those of its own."""
+        return Stats(
+            wire_bytes=self.sent_bytes,
+            encode_s=self.coded_s,
+            wait_s=self.waited_s,
+            exposed_s=self.waited_s,
+            steps=self._made,
+        )
+
+    @abstractmethod
+    def evaluating(self) -> AbstractContextManager[None]:
+        """In a `with` block the model is the one that all ranks have a part in, as it is now."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """End training on all ranks, each of which calls this: afterwards all have the same model."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the steps of this rank."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
