@@ -135,7 +135,7 @@ def signal_at(sent: signal.Signals, kind: str, number: float) -> None:
     elif kind == "end":
         Elastic.close = _counted(Elastic.close, 1, act, is_before=True)
     else:
-        Rounds.say = _counted(Rounds.say, int(number), act, is_before=kind == "before")
+        Rounds.append = _counted(Rounds.append, int(number), act, is_before=kind == "before")
 
 
 def _counted(done: Callable[..., Any], number: int, act: Callable[[], None], is_before: bool) -> Callable[..., Any]:

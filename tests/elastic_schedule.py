@@ -1,10 +1,9 @@
 """Elastic workers under a schedule that a seed gives: they do what real ones do, but time and order are made up.
 
-Each worker is a thread with the real `Rounds`, `Pulse` and `ElasticWorker`. One thread runs at a time, and hands the
-turn back at every call of the store and at every pause. So a worker can be stopped at each of these points, as SIGSTOP
-would stop it, and continued or killed at any later moment. Only means and copies travel otherwise: over a table in
-memory.
-"""
+Each worker is a thread with the real `Rounds`, `Heartbeat` and `ElasticWorker`. One thread runs at a time, and hands
+the turn back at every call of the store and at every pause. So a worker can be stopped at each of these points, as
+SIGSTOP would stop it, and continued or killed at any later moment. Only means and copies travel otherwise: over a table
+in memory."""
 
 from __future__ import annotations
 
@@ -20,12 +19,12 @@ from torch import Tensor, nn
 
 from gradwire import CommunicationError
 from gradwire.spec import as_method
-from gradwire.sync.elastic import pulse as pulse_module
+from gradwire.sync.elastic import heartbeat as pulse_module
 from gradwire.sync.elastic import rounds as rounds_module
+from gradwire.sync.elastic.heartbeat import Heartbeat
 from gradwire.sync.elastic.link import digest_of
 from gradwire.sync.elastic.owed import Owed
 from gradwire.sync.elastic.protocol import Decision, Needs
-from gradwire.sync.elastic.pulse import Pulse
 from gradwire.sync.elastic.rounds import Rounds
 from gradwire.sync.elastic.shared import SharedModel
 from gradwire.sync.elastic.worker import ElasticWorker, WorkerSettings
@@ -284,16 +283,16 @@ class _Hands:
 
     sent_bytes = 0
 
-    def __init__(self, table: Table, pulse: Pulse, rounds: Rounds) -> None:
-        self._table, self._pulse, self._rounds = table, pulse, rounds
+    def __init__(self, table: Table, heartbeat: Heartbeat, rounds: Rounds) -> None:
+        self._table, self._heartbeat, self._rounds = table, heartbeat, rounds
 
     def give_copy(self, payload: Tensor, others: Sequence[int]) -> int:
-        self._rounds.hands(payload.numel())
+        self._rounds.announce_bytes(payload.numel())
         at, handed = self._rounds.name, 0
         for other in others:
             self._table.board[at, "to", other] = payload
         for other in others:
-            while (taken := (at, "taken", other) in self._table.board) or self._pulse.alive(other):
+            while (taken := (at, "taken", other) in self._table.board) or self._heartbeat.alive(other):
                 if taken:
                     handed += 1
                     break
@@ -302,9 +301,9 @@ class _Hands:
 
     def copy_from(self, source: int) -> Tensor:
         self._rounds.handed()
-        at, me = self._rounds.name, self._pulse.number
+        at, me = self._rounds.name, self._heartbeat.number
         for _ in range(200):  # a real one waits as long while it is being connected
-            if (at, "to", me) in self._table.board or not self._pulse.alive(source):
+            if (at, "to", me) in self._table.board or not self._heartbeat.alive(source):
                 break
             _mine.thread.pause(0.05)
         if (at, "to", me) not in self._table.board:
@@ -316,10 +315,10 @@ class _Hands:
 class _Worker(ElasticWorker):
     """The real one, but for what goes over a link."""
 
-    def __init__(self, table: Table, pulse: Pulse, rounds: Rounds, shared: SharedModel) -> None:
+    def __init__(self, table: Table, heartbeat: Heartbeat, rounds: Rounds, shared: SharedModel) -> None:
         store: Any = table
-        super().__init__(store, pulse, rounds, shared, WorkerSettings(0, DEADLINE_S), Owed())
-        self._table, self._hands = table, _Hands(table, pulse, rounds)  # pyright: ignore[reportAttributeAccessIssue]
+        super().__init__(store, heartbeat, rounds, shared, WorkerSettings(0, DEADLINE_S), Owed())
+        self._table, self._transfer = table, _Hands(table, heartbeat, rounds)  # pyright: ignore[reportAttributeAccessIssue]
 
     def _means(self, decision: Decision) -> list[dict[str, Tensor]]:
         at, board = self._rounds.name, self._table.board
@@ -406,14 +405,14 @@ class VirtualRun:
         """What a script does."""
         store: Any = self._table
         try:
-            pulse = Pulse(store, f"w{player.number}", LOST_AFTER_S)
+            heartbeat = Heartbeat(store, f"w{player.number}", LOST_AFTER_S)
             try:
-                rounds = Rounds(store, pulse, "keep", Needs(1, self._begin_with), DEADLINE_S, JOIN_S)
+                rounds = Rounds(store, heartbeat, "keep", Needs(1, self._begin_with), DEADLINE_S, JOIN_S)
                 model = _model()
                 shared = SharedModel(model, as_method("none"), Mean())
-                self._train(player, model, _Worker(self._table, pulse, rounds, shared))
+                self._train(player, model, _Worker(self._table, heartbeat, rounds, shared))
             finally:
-                pulse.close(leaves=True)
+                heartbeat.close(leaves=True)
         except CommunicationError as error:
             player.error = error
 

@@ -51,16 +51,16 @@ def serving() -> None:
     """A server computes for somebody, and nobody has closed it."""
     began = threading.Event()
 
-    def hear(self: Reception, line: Any, message: WireMessage, data: torch.Tensor) -> None:
+    def receive(self: Reception, line: Any, message: WireMessage, data: torch.Tensor) -> None:
         began.set()
         end, product = time.monotonic() + BUSY_S, torch.ones(1024, 1024)
         while time.monotonic() < end:
             product = product @ product / 1024
 
-    Reception.hear = hear
+    Reception.receive = receive
     core = ParameterServer({"part": torch.zeros(8)}, ASGD(1.0), workers=1)
     host = Host(core, "127.0.0.1", b"s" * 32)
-    host.near().send(plain(MessageKind.LOOK, 0), NOTHING)
+    host.local_connection().send(plain(MessageKind.READ, 0), NOTHING)
     began.wait()
     print("computing", flush=True)
 

@@ -75,7 +75,7 @@ class Trusting(MemoryDesk):
 class Blind(PartedWorker):
     """Never looks whether a server whose grant it holds is still the same."""
 
-    def look(self) -> list[Ask]:
+    def poll(self) -> list[Ask]:
         return []
 
 
@@ -99,7 +99,7 @@ class Open(NamedTuple):
 class Host:
     """A server, its life's number, and the questions that it has not answered."""
 
-    desk: MemoryDesk
+    part_server: MemoryDesk
     kept: dict[str, Any]
     is_up: bool = True
     open: dict[tuple[int, int], tuple[Process, Ask]] = field(
@@ -111,10 +111,10 @@ class Schedule:
     """Runs one schedule in simulated time, drawn from a seed."""
 
     def __init__(
-        self, seed: int, desk: type[MemoryDesk] = MemoryDesk, worker: type[PartedWorker] = PartedWorker
+        self, seed: int, part_server: type[MemoryDesk] = MemoryDesk, worker: type[PartedWorker] = PartedWorker
     ) -> None:
         draw = self.draw = random.Random(seed)
-        self.seed, self.made, self.kind, self.now_s = seed, worker, desk, 0.0
+        self.seed, self.made, self.kind, self.now_s = seed, worker, part_server, 0.0
         self.workers, self.servers = draw.randint(2, 5), draw.randint(1, 3)
         self.bound, self.every = draw.randint(0, 3), draw.choice((None, None, 3))
         between = Bounded(self.bound)
@@ -178,13 +178,13 @@ class Schedule:
     def begin(self, number: int) -> None:
         place = self.places[number]
         self.send(place, place.worker.begin())
-        self.soon(LOOK_S, self.look, place)
+        self.soon(LOOK_S, self.poll_worker, place)
 
-    def look(self, place: Process) -> None:
+    def poll_worker(self, place: Process) -> None:
         if place.is_up:
             if self.now_s - place.heard_s > LOOK_S:
-                self.send(place, place.worker.look())
-            self.at(self.now_s + LOOK_S, self.look, place)
+                self.send(place, place.worker.poll())
+            self.at(self.now_s + LOOK_S, self.poll_worker, place)
 
     def send(self, place: Process, asks: Sequence[Ask]) -> None:
         for ask in asks:
@@ -198,10 +198,10 @@ class Schedule:
             if self.now_s < FAILURES_S and self.draw.random() < self.late:
                 self.soon(10 * takes_s, self.deliver, place, ask)
 
-    def hear(self, place: Process, ask: Ask, answer: ServerAnswer) -> None:
+    def receive(self, place: Process, ask: Ask, answer: ServerAnswer) -> None:
         if place.is_up:
             place.heard_s = self.now_s
-            self.send(place, place.worker.hear(ask, answer))
+            self.send(place, place.worker.receive(ask, answer))
 
     def miss(self, place: Process, ask: Ask) -> None:
         if place.is_up:
@@ -229,18 +229,18 @@ class Schedule:
         if not host.is_up:
             return self.soon(0.2, self.miss, place, ask)
         host.open[ask.process, ask.serial] = Open(place, ask)
-        host.desk.ask(ask, functools.partial(self.answer, host, place, ask))
+        host.part_server.ask(ask, functools.partial(self.answer, host, place, ask))
         self.watch(host)
         return None
 
     def answer(self, host: Host, place: Process, ask: Ask, answer: ServerAnswer) -> None:
         host.open.pop((ask.process, ask.serial), None)
-        self.soon(0.1, self.hear, place, ask, answer)
+        self.soon(0.1, self.receive, place, ask, answer)
 
     def poll(self, part: int) -> None:
         """Each server hears at another time who is dead."""
         if self.hosts[part].is_up:
-            self.hosts[part].desk.look(sorted(self.dead))
+            self.hosts[part].part_server.status(sorted(self.dead))
         self.soon(4 * LOOK_S, self.poll, part)
 
     def crash(self, part: int) -> None:
@@ -262,7 +262,7 @@ class Schedule:
         self.require(place.is_up, "the dead compute")
         own = place.worker.clock or 0
         for other, one in enumerate(self.places):
-            phases = {host.desk.server.clocks.phases[other] for host in self.hosts if host.is_up}
+            phases = {host.part_server.server.clocks.phases[other] for host in self.hosts if host.is_up}
             if other != number and one.is_up and one.worker.clock is not None and Phase.DEAD not in phases:
                 self.require(own - one.worker.clock <= self.bound, f"{number} at {own}, {other} at {one.worker.clock}")
         g = torch.zeros(self.numel, dtype=torch.float64)
@@ -271,28 +271,28 @@ class Schedule:
         return Result({"x": g}, 0.0)
 
     def watch(self, host: Host) -> None:
-        rows = host.desk.journal.rows()
+        rows = host.part_server.journal.rows()
         named = Counter((row.life, row.worker, row.number) for row in rows)
         self.require(max(named.values(), default=1) == 1, "a push counted twice in a life")
-        kept = history(rows, host.desk.server.version)
+        kept = history(rows, host.part_server.server.version)
         counts: Counter[int] = Counter()
         for version, row in enumerate(kept):
             self.require((row.version, row.number) == (version, counts[row.worker]), f"{row} is not push {counts}")
             counts[row.worker] += 1
         wanted = [float(counts[worker]) for worker in range(self.workers)]
-        self.require(host.desk.server.values.tolist() == wanted, "the parameters lack pushes, or have more")
+        self.require(host.part_server.server.values.tolist() == wanted, "the parameters lack pushes, or have more")
 
     def require(self, holds: bool, what: str) -> None:
         if not holds:
             raise Broken(f"schedule {self.seed}: {what}")
 
     def versions(self) -> list[int]:
-        return [host.desk.server.version for host in self.hosts]
+        return [host.part_server.server.version for host in self.hosts]
 
 
-def check(seed: int, desk: type[MemoryDesk] = MemoryDesk, worker: type[PartedWorker] = PartedWorker) -> Schedule:
+def check(seed: int, part_server: type[MemoryDesk] = MemoryDesk, worker: type[PartedWorker] = PartedWorker) -> Schedule:
     """Run a schedule; raise `Broken` where it breaks a promise."""
-    schedule = Schedule(seed, desk, worker)
+    schedule = Schedule(seed, part_server, worker)
     schedule.run(lambda: False, FAILURES_S + 10)
     wanted = [version + 3 * schedule.workers for version in schedule.versions()]
     schedule.run(lambda: all(a >= b for a, b in zip(schedule.versions(), wanted, strict=True)), FAILURES_S + 500)

@@ -51,7 +51,7 @@ class Bench:
 
     def __init__(self, job: Job, servers: int, work: Any = quadratic) -> None:
         self.job = job
-        self.desks = [PartServer(job, part, servers) for part in range(servers)]
+        self.part_servers = [PartServer(job, part, servers) for part in range(servers)]
         self.workers = [
             PartedWorker(number, work, START, servers=servers, sending=job.sending, seed=job.seed, process=number)
             for number in range(job.workers)
@@ -67,16 +67,16 @@ class Bench:
         """Deliver all questions, then all answers."""
         asks, self.open = self.open, []
         for ask in asks:
-            self.desks[ask.server].ask(ask, functools.partial(self._hear, ask))
+            self.part_servers[ask.server].ask(ask, functools.partial(self._hear, ask))
         heard, self.heard = self.heard, []
         for ask, answer in heard:
-            self.open += self.workers[ask.worker].hear(ask, answer)
+            self.open += self.workers[ask.worker].receive(ask, answer)
 
     def _hear(self, ask: Ask, answer: ServerAnswer) -> None:
         self.heard.append((ask, answer))
 
     def values(self) -> Tensor:
-        return torch.cat([desk.server.values for desk in self.desks])
+        return torch.cat([part_server.server.values for part_server in self.part_servers])
 
 
 # Random schedules -----------------------------------------------------------------------------------------------
@@ -90,13 +90,13 @@ def test_random_schedules_keep_their_promises(block: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("desk", "what"),
+    ("part_server", "what"),
     [(part_cases.Own, "wait for ever|0 at"), (part_cases.Trusting, "counted twice|is not push|parameters lack")],
 )
-def test_the_watch_sees_servers_that_break_their_promises(desk: type[part_cases.MemoryDesk], what: str) -> None:
+def test_the_watch_sees_servers_that_break_their_promises(part_server: type[part_cases.MemoryDesk], what: str) -> None:
     def check_all() -> None:
         for seed in range(100):
-            part_cases.check(seed, desk)
+            part_cases.check(seed, part_server)
 
     with pytest.raises(part_cases.Broken, match=what):
         check_all()
@@ -129,7 +129,7 @@ def test_one_server_of_all_is_the_server() -> None:
     [grant] = server.join(0)
     for _ in range(6):
         bench.turn()
-    for _ in range(bench.desks[0].server.version):
+    for _ in range(bench.part_servers[0].server.version):
         [grant] = server.receive(worker.compute(grant, server.values.clone())).grants
     assert server.version > 2
     assert torch.equal(bench.values(), server.values)
@@ -145,9 +145,9 @@ def test_parts_of_one_push_draw_different_bits() -> None:
 
     worker = PartedWorker(0, third, start, servers=3, sending=job.sending)
     asks = list(worker.begin())
-    asks = [join for ask in asks for join in worker.hear(ask, ServerAnswer(Said.HERE))]
+    asks = [join for ask in asks for join in worker.receive(ask, ServerAnswer(Said.HERE))]
     granted = ServerAnswer(Said.GRANTED, Grant(0, 0, 0, 0, 1), torch.zeros(32))
-    pushes = [one.push for ask in asks for one in worker.hear(ask, granted)]
+    pushes = [one.push for ask in asks for one in worker.receive(ask, granted)]
     wires = [push.wire.tolist() for push in pushes if push is not None]
     assert len(wires) == 3
     assert wires[0] != wires[1] != wires[2] != wires[0]
@@ -160,12 +160,12 @@ def test_a_push_at_the_wrong_server_is_refused() -> None:
     bench.turn()
     [first, second] = bench.open
     heard: Heard = []
-    bench.desks[0].ask(second._replace(serial=9), heard.append)
+    bench.part_servers[0].ask(second._replace(serial=9), heard.append)
     assert "of another model" in heard[0].text
     assert first.push is not None
-    bench.desks[0].ask(first._replace(worker=1, push=first.push), heard.append)
+    bench.part_servers[0].ask(first._replace(worker=1, push=first.push), heard.append)
     assert "worker 1 sent a push of worker 0" in heard[1].text
-    assert bench.desks[0].server.version == 0
+    assert bench.part_servers[0].server.version == 0
 
 
 # Servers that disagree ------------------------------------------------------------------------------------------
@@ -184,13 +184,13 @@ def test_a_push_refused_at_one_server_is_taken_back_there_alone() -> None:
     before = pushers[1].memory
     for _ in range(3):
         bench.turn()
-    assert [desk.server.version for desk in bench.desks] == [3, 2]
-    assert [desk.server.clocks.completed for desk in bench.desks] == [[3], [3]]
+    assert [part_server.server.version for part_server in bench.part_servers] == [3, 2]
+    assert [part_server.server.clocks.completed for part_server in bench.part_servers] == [[3], [3]]
     assert pushers[1].memory is not None
     assert pushers[1].memory is not before
     for _ in range(200):
         bench.turn()
-    versions = [desk.server.version for desk in bench.desks]
+    versions = [part_server.server.version for part_server in bench.part_servers]
     assert versions[0] == versions[1] + 1
     best = torch.cat([tensor.reshape(-1) for tensor in optimum(0).values()])
     assert (bench.values() - best).abs().max() < 0.05
@@ -205,11 +205,11 @@ def test_the_fewest_steps_are_agreed_to_and_every_server_finds_the_same_speed() 
         return quadratic(parameters, grant)
 
     worker = PartedWorker(0, counted, START, servers=2)
-    asks = [join for ask in worker.begin() for join in worker.hear(ask, ServerAnswer(Said.HERE))]
+    asks = [join for ask in worker.begin() for join in worker.receive(ask, ServerAnswer(Said.HERE))]
     answers = [
         ServerAnswer(Said.GRANTED, Grant(0, 4, 9, 0, steps), torch.ones(4, dtype=torch.float64)) for steps in (8, 2)
     ]
-    pushes = [one.push for ask, answer in zip(asks, answers, strict=True) for one in worker.hear(ask, answer)]
+    pushes = [one.push for ask, answer in zip(asks, answers, strict=True) for one in worker.receive(ask, answer)]
     assert made == [2]
     speeds = [push.grant.steps / push.seconds for push in pushes if push is not None]
     assert speeds[0] == pytest.approx(speeds[1])
@@ -221,17 +221,17 @@ def test_matched_steps_over_two_servers_stay_alike() -> None:
     bench.begin()
     for _ in range(20):
         bench.turn()
-    speeds = [desk.server.state_dict()["speeds"] for desk in bench.desks]
+    speeds = [part_server.server.state_dict()["speeds"] for part_server in bench.part_servers]
     assert speeds[0] == pytest.approx(speeds[1])
 
 
 def test_a_server_that_comes_back_as_it_was_before_its_restart_is_told() -> None:
     worker = PartedWorker(0, quadratic, START, servers=1)
-    [join] = [join for ask in worker.begin() for join in worker.hear(ask, ServerAnswer(Said.HERE))]
+    [join] = [join for ask in worker.begin() for join in worker.receive(ask, ServerAnswer(Said.HERE))]
     values = torch.ones(8, dtype=torch.float64)
-    [push] = worker.hear(join, ServerAnswer(Said.GRANTED, Grant(0, 9, 9, 1, 1), values))
+    [push] = worker.receive(join, ServerAnswer(Said.GRANTED, Grant(0, 9, 9, 1, 1), values))
     with pytest.raises(StateError, match="as it was before its restart 1, at version 3"):
-        worker.hear(push, ServerAnswer(Said.GRANTED, Grant(0, 3, 3, 0, 1), values))
+        worker.receive(push, ServerAnswer(Said.GRANTED, Grant(0, 3, 3, 0, 1), values))
 
 
 def test_a_worker_that_holds_a_grant_sees_that_its_server_was_restarted(tmp_path: Path) -> None:
@@ -241,15 +241,15 @@ def test_a_worker_that_holds_a_grant_sees_that_its_server_was_restarted(tmp_path
     worker = PartedWorker(0, quadratic, START, servers=2)
     hellos = worker.begin()
     first.ask(hellos[0], heard.append)
-    asks = [join for ask in hellos for join in worker.hear(ask, heard[0])]
+    asks = [join for ask in hellos for join in worker.receive(ask, heard[0])]
     first.ask(asks[0], heard.append)
-    assert worker.hear(asks[0], heard[1]) == []  # the other server has not granted anything yet
-    [look] = worker.look()
-    first.ask(look, heard.append)
-    assert worker.hear(look, heard[2]) == []
-    [look] = worker.look()
-    PartServer(job, 0, 2, was_restarted=True).ask(look, heard.append)
-    [join] = worker.hear(look, heard[3])
+    assert worker.receive(asks[0], heard[1]) == []  # the other server has not granted anything yet
+    [poll] = worker.poll()
+    first.ask(poll, heard.append)
+    assert worker.receive(poll, heard[2]) == []
+    [poll] = worker.poll()
+    PartServer(job, 0, 2, was_restarted=True).ask(poll, heard.append)
+    [join] = worker.receive(poll, heard[3])
     assert (join.kind, join.server) == (Asked.JOIN, 0)
 
 
@@ -274,22 +274,22 @@ def test_a_second_process_takes_a_workers_place() -> None:
     second = PartedWorker(0, quadratic, START, servers=2, process=77)
     asks, heard = second.begin(), Heard()
     for ask in asks:
-        bench.desks[ask.server].ask(ask, heard.append)
+        bench.part_servers[ask.server].ask(ask, heard.append)
     for ask in old:
-        bench.desks[ask.server].ask(ask, heard.append)
+        bench.part_servers[ask.server].ask(ask, heard.append)
     assert [answer.kind for answer in heard] == [Said.HERE, Said.HERE, Said.GONE, Said.GONE]
-    assert [ask.kind for ask in bench.workers[0].hear(old[0], heard[2])] == [Asked.HELLO] * 2
-    assert [desk.server.version for desk in bench.desks] == [0, 0]
+    assert [ask.kind for ask in bench.workers[0].receive(old[0], heard[2])] == [Asked.HELLO] * 2
+    assert [part_server.server.version for part_server in bench.part_servers] == [0, 0]
 
 
 def test_an_unknown_worker_is_told() -> None:
-    desk = PartServer(job_of(), 0, 2)
+    part_server = PartServer(job_of(), 0, 2)
     heard: Heard = []
-    desk.ask(Ask(Asked.HELLO, 0, 7, process=1, serial=1), heard.append)
+    part_server.ask(Ask(Asked.HELLO, 0, 7, process=1, serial=1), heard.append)
     assert heard[0].text == "worker 7 is unknown: this server has workers 0 to 1"
     worker = PartedWorker(7, quadratic, START, servers=1)
     with pytest.raises(PushError, match="worker 7 is unknown"):
-        worker.hear(worker.begin()[0], heard[0])
+        worker.receive(worker.begin()[0], heard[0])
 
 
 def test_a_clock_below_zero_is_refused() -> None:
@@ -300,32 +300,32 @@ def test_a_clock_below_zero_is_refused() -> None:
 def test_who_never_came_is_not_waited_for() -> None:
     now = [0.0]
     job = job_of(pace=Bounded(0), patience_s=5.0)
-    desk = PartServer(job, 0, 1, clock=lambda: now[0])
+    part_server = PartServer(job, 0, 1, clock=lambda: now[0])
     worker = PartedWorker(0, quadratic, START, servers=1, process=1)
     heard: Heard = []
     [ask] = worker.begin()
     for _ in range(2):  # hello, and join
-        desk.ask(ask, heard.append)
-        [ask] = worker.hear(ask, heard[-1])
-    desk.ask(ask, heard.append)  # its first push; for the second it has to wait
+        part_server.ask(ask, heard.append)
+        [ask] = worker.receive(ask, heard[-1])
+    part_server.ask(ask, heard.append)  # its first push; for the second it has to wait
     assert len(heard) == 2
-    desk.look()
+    part_server.status()
     assert len(heard) == 2
     now[0] = 6.0
-    desk.look()
+    part_server.status()
     assert [answer.kind for answer in heard] == [Said.HERE, Said.GRANTED, Said.GRANTED]
 
 
 # Snapshots and journals -----------------------------------------------------------------------------------------
 
 
-def test_a_desk_goes_on_from_its_folder(tmp_path: Path) -> None:
+def test_a_server_of_a_part_goes_on_from_its_folder(tmp_path: Path) -> None:
     job = job_of(workers=1, folder=tmp_path, snapshot_every=2)
     bench = Bench(job, 2)
     bench.begin()
     for _ in range(5):
         bench.turn()
-    assert [desk.server.version for desk in bench.desks] == [3, 3]
+    assert [part_server.server.version for part_server in bench.part_servers] == [3, 3]
     again = PartServer(job, 1, 2, was_restarted=True)
     assert (again.server.version, again.server.life) == (2, 1)
     assert [row.version for row in again.journal.rows()] == [0, 1, 2]
@@ -350,8 +350,8 @@ def test_a_row_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
 # Lines ----------------------------------------------------------------------------------------------------------
 
 
-def direct(desk: PartServer, fails: list[int]) -> Any:
-    """A line to a desk in this process whose first questions fail."""
+def direct(part_server: PartServer, fails: list[int]) -> Any:
+    """A line to a server in this process whose first questions fail."""
 
     def line(ask: Ask) -> Future[ServerAnswer]:
         answered: Future[ServerAnswer] = Future()
@@ -359,7 +359,7 @@ def direct(desk: PartServer, fails: list[int]) -> Any:
             fails.pop()
             answered.set_exception(OSError("connection refused"))
         else:
-            desk.ask(ask, answered.set_result)
+            part_server.ask(ask, answered.set_result)
         return answered
 
     return line
@@ -367,25 +367,26 @@ def direct(desk: PartServer, fails: list[int]) -> Any:
 
 def test_a_client_asks_again_until_its_servers_are_there() -> None:
     job = job_of(workers=1, pushes=20)
-    desks = [PartServer(job, part, 2) for part in range(2)]
+    part_servers = [PartServer(job, part, 2) for part in range(2)]
     worker = PartedWorker(0, quadratic, START, servers=2)
 
     def line(ask: Ask) -> Future[ServerAnswer]:
-        if min(desk.server.version for desk in desks) >= job.pushes:
-            for desk in desks:
-                desk.finish()
-        return direct(desks[ask.server], [])(ask)
+        if min(part_server.server.version for part_server in part_servers) >= job.pushes:
+            for part_server in part_servers:
+                part_server.finish()
+        return direct(part_servers[ask.server], [])(ask)
 
-    flaky = direct(desks[0], [1, 2, 3])
-    WorkerClient(worker, [lambda ask: flaky(ask) if desks[0].server.version < 3 else line(ask), line], 20.0).run()
-    assert [desk.server.version for desk in desks] == [20, 20]
+    flaky = direct(part_servers[0], [1, 2, 3])
+    first = part_servers[0].server
+    WorkerClient(worker, [lambda ask: flaky(ask) if first.version < 3 else line(ask), line], 20.0).run()
+    assert [part_server.server.version for part_server in part_servers] == [20, 20]
 
 
 def test_a_client_gives_up_a_server_that_is_not_there() -> None:
-    desk = PartServer(job_of(workers=1), 1, 2)
+    part_server = PartServer(job_of(workers=1), 1, 2)
     worker = PartedWorker(0, quadratic, START, servers=2)
     with pytest.raises(CommunicationError, match=r"worker 0 finds no server 0 after . s: .*connection refused"):
-        WorkerClient(worker, [direct(desk, [0] * 100), direct(desk, [])], 0.3).run()
+        WorkerClient(worker, [direct(part_server, [0] * 100), direct(part_server, [])], 0.3).run()
 
 
 def test_a_single_server_takes_clocks_too() -> None:

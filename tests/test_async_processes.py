@@ -19,8 +19,8 @@ from async_cases import START, quadratic
 from gradwire import CommunicationError, CompositionError
 from gradwire.asynchronous import ASGD, Applied, Bounded, Sending, Worker
 from gradwire.asynchronous.processes import Job, RunningProcesses, hogwild, run
-from gradwire.asynchronous.processes.desk import JobServer
 from gradwire.asynchronous.processes.job import SharedTensors
+from gradwire.asynchronous.processes.job_server import JobServer
 from gradwire.asynchronous.wire import LONGEST, MessageKind, WireMessage, pack, plain, unpack
 from gradwire.codecs import TopK
 
@@ -89,11 +89,11 @@ def test_workers_that_fail_are_named() -> None:
         run(Job(START, ASGD(0.05), async_processes.broken, workers=1, pushes=5), DEADLINE_S)
 
 
-# The desk, in a thread ------------------------------------------------------------------------------------------
+# The server of a job, in a thread ------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def desk(tmp_path: Path) -> Iterator[tuple[JobServer, str]]:
+def job_server(tmp_path: Path) -> Iterator[tuple[JobServer, str]]:
     job = Job(START, ASGD(0.05), async_processes.even, workers=2, pushes=2)
     path = str(tmp_path / "server")
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
@@ -119,13 +119,13 @@ def asked(line: socket.socket, message: WireMessage) -> WireMessage:
     return unpack(line.recv(LONGEST))
 
 
-def test_a_repeated_push_is_applied_once(desk: tuple[JobServer, str]) -> None:
-    server, path = desk[0].server, desk[1]
+def test_a_repeated_push_is_applied_once(job_server: tuple[JobServer, str]) -> None:
+    server, path = job_server[0].server, job_server[1]
     with connected(path) as line:
         assert asked(line, plain(MessageKind.JOIN, 9)).text == "worker 9 is unknown: this server has workers 0 to 1"
         grant = asked(line, plain(MessageKind.JOIN, 0)).grant
         push = Worker(quadratic, START).compute(grant, server.values)
-        desk[0].shared.up[0].copy_(push.wire)
+        job_server[0].shared.up[0].copy_(push.wire)
         message = WireMessage(MessageKind.PUSH, grant, push.fingerprint, push.loss, push.seconds)
         second = asked(line, message)
         assert (second.kind, second.grant.number) == (MessageKind.GRANT, 1)
@@ -136,7 +136,7 @@ def test_a_repeated_push_is_applied_once(desk: tuple[JobServer, str]) -> None:
         with connected(path) as other:  # what is no message costs its sender the line, and nobody else
             other.send(b"no message")
             assert other.recv(LONGEST) == b""
-        desk[0].shared.up[0].copy_(Worker(quadratic, START).compute(second.grant, server.values).wire)
+        job_server[0].shared.up[0].copy_(Worker(quadratic, START).compute(second.grant, server.values).wire)
         assert asked(line, message._replace(grant=second.grant)).kind is MessageKind.STOP
     assert server.version == 2
 

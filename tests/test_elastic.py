@@ -27,6 +27,7 @@ from gradwire.drivers.plan import plan
 from gradwire.spec import parse
 from gradwire.sync import DiLoCo, DriftTriggered, Elastic, SlowMo
 from gradwire.sync.elastic import handover, store
+from gradwire.sync.elastic.heartbeat import Heartbeat
 from gradwire.sync.elastic.messages import (
     NO_COPY,
     Came,
@@ -39,7 +40,6 @@ from gradwire.sync.elastic.messages import (
 )
 from gradwire.sync.elastic.owed import Owed
 from gradwire.sync.elastic.protocol import Needs, RoundLog, decided, following, may_close, read
-from gradwire.sync.elastic.pulse import Pulse
 from gradwire.sync.elastic.rounds import Behind, Rounds
 
 # What a log says --------------------------------------------------------------------------------------------------
@@ -593,20 +593,20 @@ def test_below_its_least_number_a_run_gives_up(team: Team) -> None:
 def test_a_name_that_is_taken_ends_who_had_it(team: Team) -> None:
     first, model = team.join(0)
     with first:
-        first._pulse._take_name()  # pyright: ignore[reportPrivateUsage]
+        first._heartbeat._take_name()  # pyright: ignore[reportPrivateUsage]
         with pytest.raises(CommunicationError, match="another worker has taken the name 'w0'"):
             train(first, model, 10_000)
 
 
 def test_a_worker_that_was_asleep_sees_that_the_run_has_gone_on(team: Team) -> None:
-    pulse = Pulse(team.store, "asleep", 5.0)
-    rounds = Rounds(team.store, pulse, "keep", Needs(1, 2), 10.0, 10.0)
-    rounds.say(came_line(came(pulse.number)))
+    heartbeat = Heartbeat(team.store, "asleep", 5.0)
+    rounds = Rounds(team.store, heartbeat, "keep", Needs(1, 2), 10.0, 10.0)
+    rounds.append(came_line(came(heartbeat.number)))
     team.store.set("now", Head(7, 6, members(3)).to_json())
     team.store.delete_key(rounds.name)
     with pytest.raises(Behind, match="past round 0"):
         rounds.outcome()
-    pulse.close(leaves=True)
+    heartbeat.close(leaves=True)
 
 
 # Processes ------------------------------------------------------------------------------------------------------------

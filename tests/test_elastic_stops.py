@@ -14,9 +14,9 @@ from elastic_runs import OVER, Crew, Stop, stop_of, stopped_run_of, until
 from elastic_schedule import LOST_AFTER_S, Kill, VirtualRun, check, stops_of
 from elastic_schedule import Stop as Pause
 from gradwire import CommunicationError
+from gradwire.sync.elastic.heartbeat import Heartbeat
 from gradwire.sync.elastic.messages import NO_COPY, Came, ExpectedWorker, Head, came_line, closed_line
 from gradwire.sync.elastic.protocol import Needs, RoundLog, decided, may_close, read
-from gradwire.sync.elastic.pulse import Pulse
 from gradwire.sync.elastic.rounds import Behind, Rounds
 
 HEAD = Head(200, 199, {0: ExpectedWorker("finished")})
@@ -85,7 +85,7 @@ def test_who_comes_back_does_not_make_the_others_give_up(monkeypatch: pytest.Mon
 
 def test_a_sign_of_life_counts_before_the_next_look() -> None:
     store: Any = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
-    one, other = Pulse(store, "one", 3600.0), Pulse(store, "other", 3600.0)
+    one, other = Heartbeat(store, "one", 3600.0), Heartbeat(store, "other", 3600.0)
     for _ in range(6):
         one._look()  # pyright: ignore[reportPrivateUsage]
     assert not one.alive(other.number)
@@ -105,16 +105,16 @@ class Alone:
 
     def __init__(self, head: Head) -> None:
         self.store: Any = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
-        self.other, self.pulse = Pulse(self.store, "other", 3600.0), Pulse(self.store, "w", 3600.0)
+        self.other, self.heartbeat = Heartbeat(self.store, "other", 3600.0), Heartbeat(self.store, "w", 3600.0)
         self.store.set("now", head.to_json())
-        self.rounds = Rounds(self.store, self.pulse, "keep", Needs(), 3600.0, 3600.0)
+        self.rounds = Rounds(self.store, self.heartbeat, "keep", Needs(), 3600.0, 3600.0)
 
     def come(self, copy: int) -> RoundLog:
-        return self.rounds.come(Came(self.pulse.number, "w", copy))
+        return self.rounds.come(Came(self.heartbeat.number, "w", copy))
 
     def close(self) -> None:
-        for pulse in (self.pulse, self.other):
-            pulse.close(leaves=True)
+        for heartbeat in (self.heartbeat, self.other):
+            heartbeat.close(leaves=True)
 
 
 @pytest.fixture
@@ -128,7 +128,7 @@ def alone(request: pytest.FixtureRequest) -> Iterator[Alone]:
 def test_a_round_that_is_long_over_is_not_begun_anew(alone: Alone, monkeypatch: pytest.MonkeyPatch) -> None:
     """The worker sleeps after it has asked which round is the newest; the log of that is gone when it wakes up."""
     newest, head = Head(30, 29, {0: ExpectedWorker("other")}).to_json(), alone.rounds.head
-    monkeypatch.setattr(alone.pulse, "beat", lambda: alone.store.set("now", newest))
+    monkeypatch.setattr(alone.heartbeat, "beat", lambda: alone.store.set("now", newest))
     with pytest.raises(Behind):
         alone.come(head.copy)
     assert not alone.store.check([f"round/{head.round}"])
@@ -146,7 +146,7 @@ def test_who_was_too_late_for_a_void_round_may_have_the_copy(alone: Alone) -> No
     now = RoundLog(alone.rounds.head, {1: Came(1, "w")})
     assert alone.rounds._holder_may_come(now)  # pyright: ignore[reportPrivateUsage]
     alone.other.close(leaves=True)
-    alone.pulse._look()  # pyright: ignore[reportPrivateUsage]
+    alone.heartbeat._look()  # pyright: ignore[reportPrivateUsage]
     assert not alone.rounds._holder_may_come(now)  # pyright: ignore[reportPrivateUsage]
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from gradwire.adapters.frameworks import attach_if_distributed, beside, load_if_there, require
+from gradwire.adapters.frameworks import attach_if_distributed, folder_beside, load_if_there, require
 from gradwire.session import Session
 
 
@@ -93,7 +93,7 @@ def test_a_checkpoint_of_another_method_says_how_to_go_on(handle: Session, tmp_p
 
 def test_a_link_leads_to_the_states_of_what_it_points_to(tmp_path: Path) -> None:
     (tmp_path / "last.ckpt").symlink_to("step=3.ckpt")
-    assert beside(tmp_path / "last.ckpt") == tmp_path / "step=3.ckpt.gradwire"
+    assert folder_beside(tmp_path / "last.ckpt") == tmp_path / "step=3.ckpt.gradwire"
 
 
 def test_two_models_of_one_accelerator_save_to_two_folders(one_rank: None) -> None:

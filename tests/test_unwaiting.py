@@ -18,9 +18,9 @@ from gradwire.asynchronous import ASGD, Bounded, ParameterServer, is_asynchronou
 from gradwire.asynchronous.methods import METHODS
 from gradwire.asynchronous.reception import NOTHING, Reception
 from gradwire.asynchronous.remote_servers import RemoteServers
+from gradwire.asynchronous.sockets.connection import RemoteConnection
 from gradwire.asynchronous.sockets.frames import HEAD, SECRET, VERSION, Frame, head_of, lengths_of, receive, send
 from gradwire.asynchronous.sockets.host import Host
-from gradwire.asynchronous.sockets.line import Far
 from gradwire.asynchronous.wire import MessageKind, WireMessage, plain
 from gradwire.bench.ranks import run_function
 from gradwire.sending import Sending
@@ -162,7 +162,7 @@ class Heard:
     def __init__(self) -> None:
         self.said: list[Frame] = []
 
-    def say(self, message: WireMessage, data: torch.Tensor) -> None:
+    def reply(self, message: WireMessage, data: torch.Tensor) -> None:
         self.said.append(Frame(message, data))
 
 
@@ -173,16 +173,16 @@ def server(workers: int = 2) -> ParameterServer:
 def test_refused_pushes_change_nothing_and_are_told() -> None:
     core, line = server(), Heard()
     reception = Reception(core)
-    reception.hear(line, plain(MessageKind.JOIN, 0), NOTHING)
+    reception.receive(line, plain(MessageKind.JOIN, 0), NOTHING)
     grant = line.said[-1].message.grant
     push = WireMessage(MessageKind.PUSH, grant, core.names.fingerprint)
-    reception.hear(line, push, torch.zeros(3, dtype=torch.uint8))
-    reception.hear(line, push._replace(fingerprint=1), torch.ones(4).view(torch.uint8))
+    reception.receive(line, push, torch.zeros(3, dtype=torch.uint8))
+    reception.receive(line, push._replace(fingerprint=1), torch.ones(4).view(torch.uint8))
     assert [frame.message.kind for frame in line.said[1:]] == [MessageKind.REFUSED] * 2
-    reception.hear(line, push, torch.ones(4).view(torch.uint8))
+    reception.receive(line, push, torch.ones(4).view(torch.uint8))
     assert line.said[-1].message.kind is MessageKind.GRANT
     assert line.said[-1].data.view(torch.float32).tolist() == [-0.5] * 4
-    reception.hear(line, push, torch.ones(4).view(torch.uint8))
+    reception.receive(line, push, torch.ones(4).view(torch.uint8))
     assert "applied before" in line.said[-1].message.text
     assert core.version == 1
 
@@ -190,12 +190,12 @@ def test_refused_pushes_change_nothing_and_are_told() -> None:
 def test_whoever_hangs_up_frees_the_others() -> None:
     first, second = Heard(), Heard()
     reception = Reception(ParameterServer(PART, ASGD(0.5), workers=2, pace=Bounded(0)))
-    reception.hear(first, plain(MessageKind.JOIN, 0), NOTHING)
-    reception.hear(second, plain(MessageKind.JOIN, 1), NOTHING)
+    reception.receive(first, plain(MessageKind.JOIN, 0), NOTHING)
+    reception.receive(second, plain(MessageKind.JOIN, 1), NOTHING)
     push = WireMessage(MessageKind.PUSH, first.said[-1].message.grant, reception.server.names.fingerprint)
-    reception.hear(first, push, torch.ones(4).view(torch.uint8))
+    reception.receive(first, push, torch.ones(4).view(torch.uint8))
     assert len(first.said) == 1
-    reception.hang_up(second)
+    reception.disconnect(second)
     assert [frame.message.kind for frame in first.said] == [MessageKind.GRANT, MessageKind.GRANT]
     assert reception.workers == [0]
 
@@ -219,18 +219,18 @@ def test_strangers_and_noise_are_cut_off_and_others_are_served() -> None:
             with socket.create_connection(host.address, timeout=10) as stranger:
                 stranger.sendall(first)
                 assert stranger.recv(1) == b""
-        far = Far(host.address, SECRET_OF_RUN, 16, 10.0)
+        far = RemoteConnection(host.address, SECRET_OF_RUN, 16, 10.0)
         worker = RemoteServers([far], [PART], 0, sending=Sending(), seed=0, deadline_s=10.0)
         worker.join()
         granted = worker.push(torch.tensor([2.0, 0.0, 0.0, 0.0]), 0.0, 0.1)
         assert granted.values.tolist() == [-1.0, 0.0, 0.0, 0.0]
-        assert worker.look().tolist() == [-1.0, 0.0, 0.0, 0.0]
+        assert worker.read().tolist() == [-1.0, 0.0, 0.0, 0.0]
         worker.close()
 
 
 def test_a_server_that_is_silent_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        far = Far(silent.getsockname()[:2], SECRET_OF_RUN, 16, 10.0)
+        far = RemoteConnection(silent.getsockname()[:2], SECRET_OF_RUN, 16, 10.0)
         worker = RemoteServers([far], [PART], 0, sending=Sending(), seed=0, deadline_s=0.2)
         with pytest.raises(CommunicationError, match=r"server 0, in rank 0's process, is silent for 0.2 s"):
             worker.join()

@@ -92,7 +92,7 @@ def load_if_there(folder: Path, session: Session, checkpoint: object) -> None:
         StateError: as `gradwire.load`.
     """
     ranks = Together("loading a checkpoint", session.lane, StateError)
-    if any(ranks.say(bool(save_folder.manifests(folder)))):
+    if any(ranks.gather(bool(save_folder.manifests(folder)))):
         try:
             load(folder, session)
         except StateError as error:
@@ -102,7 +102,7 @@ def load_if_there(folder: Path, session: Session, checkpoint: object) -> None:
         warnings.warn(text, stacklevel=3)
 
 
-def beside(checkpoint: str | Path) -> Path:
+def folder_beside(checkpoint: str | Path) -> Path:
     """The folder of states that belongs to a checkpoint file, also where that is reached by a link.
 
     >>> beside("runs/epoch=3.ckpt").name

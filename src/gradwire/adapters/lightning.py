@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from gradwire.adapters.frameworks import attach_if_distributed, beside, load_if_there, require
+from gradwire.adapters.frameworks import attach_if_distributed, folder_beside, load_if_there, require
 from gradwire.reducers.base import Reducer
 from gradwire.session import Session
 from gradwire.session.checkpoint import save
@@ -65,7 +65,7 @@ class GradwireCallback(Callback):
         if self.session is None:
             return
         if trainer.ckpt_path is not None:
-            load_if_there(beside(trainer.ckpt_path), self.session, trainer.ckpt_path)
+            load_if_there(folder_beside(trainer.ckpt_path), self.session, trainer.ckpt_path)
         self._follow_checkpoints(trainer)
 
     def _follow_checkpoints(self, trainer: Trainer) -> None:
@@ -78,10 +78,10 @@ class GradwireCallback(Callback):
             plain_save(checkpoint, filepath, *rest, **named)
             whole = "optimizer_states" in checkpoint  # else only the model's weights were wanted
             if whole and self.session is not None and self.session.is_open:
-                save(beside(filepath), self.session, overwrite=True)  # as the file beside it is
+                save(folder_beside(filepath), self.session, overwrite=True)  # as the file beside it is
 
         def remove_too(filepath: str | Path) -> None:
-            folder = beside(filepath)
+            folder = folder_beside(filepath)
             plain_remove(filepath)
             if trainer.local_rank == 0:
                 shutil.rmtree(folder, ignore_errors=True)

@@ -121,7 +121,7 @@ class Loads:
         """Load the states of what the script loaded last, or say that they are not there. Every rank must call it."""
         ranks = Together("loading beside a checkpoint", followed.session.lane, StateError)
         mine = [offer for loaded in self._loaded if (offer := _offer(loaded, followed)) is not None]
-        said = ranks.say({"offers": [list(offer) for offer in mine], "lack": self._lack(followed)})
+        said = ranks.gather({"offers": [list(offer) for offer in mine], "lack": self._lack(followed)})
         lack = next((words["lack"] for words in said if words["lack"]), None)
         chosen = _chosen([[_Offer(*offer) for offer in words["offers"]] for words in said])
         unfit = next((offer for offer in chosen if not offer.fits), None)

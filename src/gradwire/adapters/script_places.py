@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from gradwire.adapters.frameworks import SUFFIX, beside
+from gradwire.adapters.frameworks import SUFFIX, folder_beside
 from gradwire.core.tensor_file import Written
 
 INSIDE = "gradwire"
@@ -42,7 +42,7 @@ def beside_file(given: object) -> list[Path]:
     ['step-10.pt.gradwire']
     """
     path = file_of(given)
-    return [] if path is None else [beside(path)]
+    return [] if path is None else [folder_beside(path)]
 
 
 def named_entry(given: object) -> Path:

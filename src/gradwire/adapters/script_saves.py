@@ -128,7 +128,7 @@ class ScriptSaves:
         steps, begins = [one.step for one in self._followed], [one.begin for one in self._followed]
         own = {"written": [list(one) for one in self._saved], "places": [list(_place(one)) for one in self._saved]}
         self._saved.clear()
-        said = ranks.say({**own, **self._moves.words(), "steps": steps, "begins": begins})
+        said = ranks.gather({**own, **self._moves.words(), "steps": steps, "begins": begins})
         self._moves.repeat(said, ranks.rank)
         current = [followed for at, followed in enumerate(self._followed) if not any(_late(one, at) for one in said)]
         for place in _places(said, ranks.rank):

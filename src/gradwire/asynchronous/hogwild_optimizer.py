@@ -75,25 +75,25 @@ class HogwildOptimizer(UnwaitingOptimizer):
         self._is_open = True
 
     def _require_one_machine(self) -> None:
-        machines = {str(name) for name in self._together.say(_machine())}
+        machines = {str(name) for name in self._together.gather(_machine())}
         if len(machines) > 1:
             raise AttachError(f"Hogwild! shares one machine's memory, and ranks are on {len(machines)} machines: push "
                               "to servers instead (asgd, ssp or dcasgd)")  # fmt: skip
 
     def _mapped(self, values: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
         """One copy of the values, and of a count for each rank, in memory that all ranks map."""
-        path = _MEMORY / f"gradwire-{self._together.say(secrets.token_hex(8))[0]}"
+        path = _MEMORY / f"gradwire-{self._together.gather(secrets.token_hex(8))[0]}"
         counts_at = -(-values.nbytes // 64) * 64  # counts begin in a cache line of their own
         nbytes = counts_at + 64 * ranks
         if self.rank == 0:
             path.touch(mode=0o600, exist_ok=False)
             torch.from_file(str(path), shared=True, size=nbytes, dtype=torch.uint8).zero_()
-        self._together.say("memory is made")
+        self._together.gather("memory is made")
         memory = torch.from_file(str(path), shared=True, size=nbytes, dtype=torch.uint8)
         shared = memory[: values.nbytes].view(values.dtype)
         if self.rank == 0:
             shared.copy_(values)
-        self._together.say("memory is mapped")
+        self._together.gather("memory is mapped")
         if self.rank == 0:
             path.unlink()  # it lives as long as a process maps it
         return shared, memory[counts_at:].view(torch.int64)[:: 64 // 8]
@@ -176,7 +176,7 @@ class HogwildOptimizer(UnwaitingOptimizer):
             CommunicationError: a rank that does not come.
         """
         self.require_planned()
-        self._together.say("has stepped")
+        self._together.gather("has stepped")
         self._own_copies()
         self.close()
 

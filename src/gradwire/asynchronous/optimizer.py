@@ -24,17 +24,17 @@ from gradwire.asynchronous.remote_servers import Connection, Granted, RemoteServ
 from gradwire.asynchronous.rules import ASGD, ServerRule
 from gradwire.asynchronous.server import ParameterServer
 from gradwire.asynchronous.several.cut import named_parts
+from gradwire.asynchronous.sockets.connection import RemoteConnection
 from gradwire.asynchronous.sockets.frames import SECRET
 from gradwire.asynchronous.sockets.frames import VERSION as FRAMES
 from gradwire.asynchronous.sockets.host import Host
-from gradwire.asynchronous.sockets.line import Far
 from gradwire.asynchronous.together import together
 from gradwire.asynchronous.unwaiting import UnwaitingOptimizer
 from gradwire.core.errors import CommunicationError, StepError
 from gradwire.sending import Sending
 from gradwire.session.names import named, require_whole
 from gradwire.sync.alike import require_same_start
-from gradwire.sync.lent import lent, write_
+from gradwire.sync.swap import swapped, write_
 
 
 class AsynchronousWhere(TypedDict, total=False):
@@ -131,26 +131,28 @@ class AsynchronousOptimizer(UnwaitingOptimizer):
         self._described = f"{type(inner).__name__} pushed by {settings}"
         self._is_open = self._steps = True
         granted = self._servers.join()
-        self._together.say("has joined")  # whoever joined later would begin with what the others have pushed by then
+        self._together.gather("has joined")  # whoever joined later would begin with what the others have pushed by then
         self._pull(granted)
 
     def _connected(self, server: ParameterServer, most: int, address: str | None) -> tuple[Host, list[Connection]]:
         """This rank's server, and connections to those of all ranks."""
-        secret = bytes.fromhex(self._together.say(secrets.token_hex(SECRET))[0])
+        secret = bytes.fromhex(self._together.gather(secrets.token_hex(SECRET))[0])
         host = Host(server, address or _own_address(), secret)
         connections: list[Connection] = []
         try:
-            for rank, there in enumerate(self._together.say(list(host.address))):
-                connections.append(host.near() if rank == self.rank else self._far(rank, there, secret, most))
+            for rank, there in enumerate(self._together.gather(list(host.address))):
+                connections.append(
+                    host.local_connection() if rank == self.rank else self._remote_connection(rank, there, secret, most)
+                )
         except BaseException:
             host.close()
             raise
         return host, connections
 
-    def _far(self, rank: int, there: Sequence[Any], secret: bytes, most: int) -> Far:
+    def _remote_connection(self, rank: int, there: Sequence[Any], secret: bytes, most: int) -> RemoteConnection:
         name, port = there
         try:
-            return Far((str(name), int(port)), secret, most, self.deadline_s)
+            return RemoteConnection((str(name), int(port)), secret, most, self.deadline_s)
         except OSError as error:
             raise CommunicationError(
                 f"rank {self.rank} cannot reach rank {rank}'s server at {name}:{port} ({error}): pass address= where a "
@@ -211,7 +213,7 @@ class AsynchronousOptimizer(UnwaitingOptimizer):
     def evaluating(self) -> AbstractContextManager[None]:
         """In a `with` block the model is what the servers have now; afterwards this rank's own parameters are back."""
         self._require_open()
-        return lent(self._parameters, self._names.named(self._servers.look()))
+        return swapped(self._parameters, self._names.named(self._servers.read()))
 
     def described(self) -> str:
         """What this is, in a line."""
@@ -238,9 +240,9 @@ class AsynchronousOptimizer(UnwaitingOptimizer):
         self._require_open()
         self.require_planned()
         self._servers.leave()
-        self._together.say("has pushed")
-        write_(self._parameters, self._names.named(self._servers.look()))
-        self._together.say("has the model")
+        self._together.gather("has pushed")
+        write_(self._parameters, self._names.named(self._servers.read()))
+        self._together.gather("has the model")
         self._steps = False
 
     def close(self) -> None:

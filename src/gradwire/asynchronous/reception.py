@@ -19,13 +19,13 @@ NOTHING = torch.empty(0, dtype=torch.uint8)
 class WorkerChannel(Protocol):
     """A way to one worker."""
 
-    def say(self, message: WireMessage, data: Tensor) -> None:
+    def reply(self, message: WireMessage, data: Tensor) -> None:
         """Send a message with bytes; a worker that has just died is no error here, since its end is heard next."""
         ...
 
 
 class Reception:
-    """Knows on which line each worker is. It does no I/O: a transport calls `hear` and `hang_up`, one at a time.
+    """Knows on which line each worker is. It does no I/O: a transport calls `receive` and `disconnect`, one at a time.
 
     Args:
         server: whose messages these are.
@@ -40,7 +40,7 @@ class Reception:
         """The workers that are here."""
         return sorted(self._lines)
 
-    def hear(self, line: WorkerChannel, message: WireMessage, data: Tensor) -> None:
+    def receive(self, line: WorkerChannel, message: WireMessage, data: Tensor) -> None:
         """Do what a worker asks for, and tell those whom it concerns."""
         try:
             if message.kind is MessageKind.JOIN:
@@ -49,12 +49,12 @@ class Reception:
                 self._receive(message, data)
             elif message.kind is MessageKind.LEAVE:
                 self._grant(self.server.leave(message.grant.worker))
-            elif message.kind is MessageKind.LOOK:
-                line.say(message._replace(kind=MessageKind.VALUES), self._values())
+            elif message.kind is MessageKind.READ:
+                line.reply(message._replace(kind=MessageKind.VALUES), self._values())
         except PushError as error:
-            line.say(message._replace(kind=MessageKind.REFUSED, text=str(error)), NOTHING)
+            line.reply(message._replace(kind=MessageKind.REFUSED, text=str(error)), NOTHING)
 
-    def hang_up(self, line: WorkerChannel) -> None:
+    def disconnect(self, line: WorkerChannel) -> None:
         """A line has ended: its worker counts no more, and those who waited for it go on."""
         for worker in [worker for worker, known in self._lines.items() if known is line]:
             del self._lines[worker]
@@ -71,7 +71,9 @@ class Reception:
 
     def _grant(self, grants: Sequence[Grant]) -> None:
         for grant in grants:
-            self._lines[grant.worker].say(plain(MessageKind.GRANT, grant.worker)._replace(grant=grant), self._values())
+            self._lines[grant.worker].reply(
+                plain(MessageKind.GRANT, grant.worker)._replace(grant=grant), self._values()
+            )
 
     def _values(self) -> Tensor:
         """A copy of the parameters as bytes: the server goes on while they are sent."""

@@ -25,7 +25,7 @@ from gradwire.sending import Sending
 
 
 class Connection(Protocol):
-    """A way to one server: `sockets.line.Far`, or `sockets.host.Near` to one of this process."""
+    """A way to one server: `sockets.connection.RemoteConnection`, or `LocalConnection` to one of this process."""
 
     def send(self, message: WireMessage, data: Tensor) -> None:
         """Send a message with bytes."""
@@ -121,14 +121,14 @@ class RemoteServers:
         return self._granted()
 
     def leave(self) -> None:
-        """Compute no more: nobody need wait for this worker, which may still `look`."""
+        """Compute no more: nobody need wait for this worker, which may still `read`."""
         for server in self._servers:
             self._send(server, plain(MessageKind.LEAVE, self.worker), NOTHING)
 
-    def look(self) -> Tensor:
+    def read(self) -> Tensor:
         """The parameters (d,) as they are now; no server takes it for a request to compute."""
         for server in self._servers:
-            self._send(server, plain(MessageKind.LOOK, self.worker), NOTHING)
+            self._send(server, plain(MessageKind.READ, self.worker), NOTHING)
         return torch.cat([self._values(server, self._heard(server, MessageKind.VALUES)) for server in self._servers])
 
     @property

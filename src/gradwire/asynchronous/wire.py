@@ -31,7 +31,7 @@ class MessageKind(IntEnum):
     """server to worker, with the reason."""
     STOP = 5
     """server to worker: all is done."""
-    LOOK = 6
+    READ = 6
     """worker to server: what are the parameters now? It is no request to compute."""
     VALUES = 7
     """server to worker, after LOOK."""

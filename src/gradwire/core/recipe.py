@@ -30,7 +30,7 @@ class OptimizerMethod(SpecMethod, Generic[O_co]):
     def optimizer(self, given: Mapping[str, Any], inner: Optimizer, model: nn.Module, where: Any) -> O_co:
         """Return the optimizer to step in place of `inner`."""
 
-    def say(self, spec: str, made: Any) -> None:
+    def label_session(self, spec: str, made: Any) -> None:
         """Have reports of what was made call it by its spec, where there are any."""
         return
 
@@ -76,5 +76,5 @@ class Recipe(Generic[O_co]):
             GradwireError: as the class that the spec names.
         """
         made = self.method.optimizer(self.options, inner, model, where)
-        self.method.say(self.spec, made)
+        self.method.label_session(self.spec, made)
         return made

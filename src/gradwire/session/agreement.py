@@ -54,7 +54,7 @@ def tell_the_difference(mine: Configuration, ranks: Together) -> None:
     Raises:
         AttachError: on every rank.
     """
-    said = ranks.say({"method": mine.method, "spec": mine.spec, "tensors": mine.tensors})
+    said = ranks.gather({"method": mine.method, "spec": mine.spec, "tensors": mine.tensors})
     raise AttachError(f"ranks disagree on {difference(said, ranks.ranks)}")
 
 

@@ -192,7 +192,7 @@ def save(
     run = run_of(session, handle.kind if isinstance(handle, Savable) else session.begun_with)
     other = None if overwrite else stranger(save_folder.manifests(here), session, run, ranks.world_size)
     kept = None if other is None else f"{here} holds {other}"
-    said = ranks.say({"head": head, "last": last, "token": save_folder.new_token(), "run": run, "kept": kept})
+    said = ranks.gather({"head": head, "last": last, "token": save_folder.new_token(), "run": run, "kept": kept})
     _require_one_step({rank: words["head"] for rank, words in zip(ranks.ranks, said, strict=True)})
     _require_own_folder([words["kept"] for words in said])
     number, token = 1 + max(words["last"] for words in said), said[0]["token"]
@@ -247,7 +247,7 @@ def load(folder: str | Path, handle: HasSession | Savable) -> int:
     found = save_folder.manifests(here)
     latest = max(save_folder.numbers(here), default=0)
     seen = [_offer(manifest, here, ranks) for manifest in found]
-    said = ranks.say({"where": f"{here} on {socket.gethostname()}", "latest": latest, "seen": seen})
+    said = ranks.gather({"where": f"{here} on {socket.gethostname()}", "latest": latest, "seen": seen})
     shelves = [Shelf(words["where"], [Offer(*offer) for offer in words["seen"]]) for words in said]
     chosen = choose(shelves, ranks.ranks)
     if ranks.rank == 0 and max(words["latest"] for words in said) > chosen.number:

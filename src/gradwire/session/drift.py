@@ -73,7 +73,7 @@ def check_drift(holder: Holder, tensors: nn.Module | Mapping[str, Tensor], on_dr
     given = {name: tensor.detach() for name, tensor in named(tensors).items()}
     ranks = Together("gradwire.check_drift", session.lane, DriftError)
     fingerprints = Fingerprints(given)
-    if len(set(ranks.say(fingerprints.whole))) == 1:
+    if len(set(ranks.gather(fingerprints.whole))) == 1:
         return None
     differing = fingerprints.differences(ranks)
     if not differing:

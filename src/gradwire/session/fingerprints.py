@@ -54,7 +54,7 @@ class Fingerprints:
             CommunicationError: a rank that did not come.
         """
         found: dict[str, Difference] = {}
-        listed = ranks.say(self.each)
+        listed = ranks.gather(self.each)
         for name in dict.fromkeys(name for its in listed for name in its):
             differing = (n for n, its in zip(ranks.ranks, listed, strict=True) if its.get(name) != listed[0].get(name))
             if (rank := next(differing, None)) is not None:

@@ -42,7 +42,7 @@ class Together:
         """How many they are."""
         return len(self.ranks)
 
-    def say(self, words: Any) -> list[Any]:
+    def gather(self, words: Any) -> list[Any]:
         """What all ranks say.
 
         Raises:
@@ -68,7 +68,7 @@ class Together:
             own = act()
         except Exception as caught:
             error = caught
-        said = self.say({"error": f"{error}" if error else None, "words": None if error else words(own)})
+        said = self.gather({"error": f"{error}" if error else None, "words": None if error else words(own)})
         failed = [(rank, one["error"]) for rank, one in zip(self.ranks, said, strict=True) if one["error"] is not None]
         if failed:
             undo()

@@ -18,7 +18,7 @@ def require_same_start(settings: str, tensors: Mapping[str, Tensor], ranks: Toge
         AttachError: on every rank, with the first tensor that differs.
     """
     fingerprints = Fingerprints(tensors)
-    said = ranks.say([settings, fingerprints.whole])
+    said = ranks.gather([settings, fingerprints.whole])
     _require_settings([its for its, _ in said], ranks.ranks)
     if len({whole for _, whole in said}) == 1:
         return

@@ -26,7 +26,6 @@ from gradwire.sync.averaging_saved import AveragingState
 from gradwire.sync.buffers import Buffers, Policy, persistent_buffers, require_policy
 from gradwire.sync.copies import shards_of
 from gradwire.sync.fragment import Fragment, require_finite_means, split, travelling
-from gradwire.sync.lent import lent
 from gradwire.sync.moments import (
     FIRST,
     SECOND,
@@ -41,6 +40,7 @@ from gradwire.sync.moments import (
 from gradwire.sync.outer import Mean, Outer
 from gradwire.sync.schedules import Schedule, as_schedule
 from gradwire.sync.shards import like, local, reshard_
+from gradwire.sync.swap import swapped
 from gradwire.sync.wrapper import require_of_model
 
 
@@ -424,7 +424,7 @@ class Averaging(AveragingState):
         Evaluate so in mid-window: all ranks measure the same model. Nothing is communicated. Buffers stay as they are.
         """
         parameters = {name: p for fragment in self.fragments for name, p in fragment.parameters.items()}
-        return lent(parameters, self._copies(), lambda: reshard_(self.model))
+        return swapped(parameters, self._copies(), lambda: reshard_(self.model))
 
     def together(self, call: str) -> Together:
         """All ranks that have a part in this: those of all shards."""

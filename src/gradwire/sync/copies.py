@@ -179,7 +179,7 @@ class ShardedCopy(WholeCopy):
             AttachError: on all ranks of the copy.
         """
         ranks = Together(self._what, self._lane, AttachError)
-        said = ranks.say(settings)
+        said = ranks.gather(settings)
         for rank, its in zip(ranks.ranks, said, strict=True):
             if its != said[0]:
                 raise AttachError(
@@ -249,11 +249,11 @@ class _AllCopies(Together):
         super().__init__(call, between, failure)
         self._inside = Together(call, inside, failure)
         self.rank = self.rank * self._inside.world_size + self._inside.rank
-        self.ranks = [rank for copy in super().say(list(self._inside.ranks)) for rank in copy]
+        self.ranks = [rank for copy in super().gather(list(self._inside.ranks)) for rank in copy]
 
-    def say(self, words: Any) -> list[Any]:
+    def gather(self, words: Any) -> list[Any]:
         """What all ranks say, copy by copy."""
-        return [its for copy in super().say(self._inside.say(words)) for its in copy]
+        return [its for copy in super().gather(self._inside.gather(words)) for its in copy]
 
 
 # What is served ---------------------------------------------------------------------------------------------------

@@ -59,7 +59,7 @@ class SyncMethod(OptimizerMethod[Synchronised]):
     shared: Mapping[str, Option] = {}
 
     @override
-    def say(self, spec: str, made: Synchronised) -> None:
+    def label_session(self, spec: str, made: Synchronised) -> None:
         made.session.method = spec
 
 

@@ -41,14 +41,14 @@ class Nodes:
     def wait(self, grid: Grid, count: int, seconds: float) -> None:
         """Look around until so many clients are here, or for so long."""
         end = time.monotonic() + seconds
-        self.look(grid)
+        self.refresh(grid)
         while len(self._node) < count and time.monotonic() < end:
             time.sleep(_LOOK_S)
-            self.look(grid)
+            self.refresh(grid)
         if len(self._node) < count:
             LOG.warning("after %g s %d of %d clients are here: the run goes on", seconds, len(self._node), count)
 
-    def look(self, grid: Grid) -> None:
+    def refresh(self, grid: Grid) -> None:
         """Ask who has come, take the answers that are here, and forget who has gone."""
         here = set(grid.get_node_ids())
         new = sorted(here - self._asked)

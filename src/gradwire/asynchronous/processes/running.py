@@ -12,8 +12,8 @@ from typing import Self
 from gradwire.asynchronous.job import Job
 from gradwire.asynchronous.names import Names
 from gradwire.asynchronous.processes.children import end, how_it_ended, started, wait_for_any
-from gradwire.asynchronous.processes.desk import serve
 from gradwire.asynchronous.processes.job import JobOutcome, SharedTensors
+from gradwire.asynchronous.processes.job_server import serve
 from gradwire.asynchronous.processes.remote import work
 from gradwire.asynchronous.simulation import Applied
 from gradwire.core.errors import CommunicationError

@@ -12,14 +12,14 @@ from typing import Any
 from gradwire.asynchronous.job import Job
 from gradwire.asynchronous.ray_actors.packing import Packed, pack_answer, pack_ask, unpack_answer, unpack_ask
 from gradwire.asynchronous.several.client import Line, WorkerClient
-from gradwire.asynchronous.several.desk import PartServer
 from gradwire.asynchronous.several.journal import JournalRow
 from gradwire.asynchronous.several.messages import Ask, ServerAnswer
+from gradwire.asynchronous.several.part_server import PartServer
 from gradwire.asynchronous.several.worker import PartedWorker
 
 
 class ServerActor:
-    """Serves a part. Its methods run one after the other on one event loop, so the desk needs no lock.
+    """Serves a part. Its methods run one after the other on one event loop, so the server needs no lock.
 
     Args:
         job: what to serve.
@@ -31,7 +31,7 @@ class ServerActor:
     """
 
     def __init__(self, job: Job, part: int, servers: int) -> None:
-        self._desk = PartServer(job, part, servers, was_restarted=_was_restarted())
+        self._part_server = PartServer(job, part, servers, was_restarted=_was_restarted())
         self._failure = ""
 
     async def pid(self) -> int:
@@ -42,20 +42,20 @@ class ServerActor:
         """Answer a worker, which may have to wait for it."""
         answered: asyncio.Future[ServerAnswer] = asyncio.get_running_loop().create_future()
         try:
-            self._desk.ask(unpack_ask(packed), answered.set_result)
+            self._part_server.ask(unpack_ask(packed), answered.set_result)
         except Exception as error:
             self._failure = f"{type(error).__name__}: {error}"
             raise
         return pack_answer(await answered)
 
-    async def look(self, dead: Sequence[int]) -> tuple[int, int, str]:
+    async def status(self, dead: Sequence[int]) -> tuple[int, int, str]:
         """Hear who is dead; return version and life, and what went wrong here."""
-        status = self._desk.look(dead)
+        status = self._part_server.status(dead)
         return status.version, status.life, self._failure
 
     async def finish(self) -> tuple[Any, list[tuple[Any, ...]], int, int]:
         """End; return the part's parameters, its journal, version and life."""
-        values, rows, status = self._desk.finish()
+        values, rows, status = self._part_server.finish()
         return values.cpu().numpy(), [tuple(row) for row in rows], status.version, status.life
 
 

@@ -109,13 +109,13 @@ class RunningActors:
             raise
 
     def _has_come(self, pushes: int) -> bool:
-        self.servers.look(self.workers.dead)
+        self.servers.poll(self.workers.dead)
         if min(self.servers.versions) >= pushes:
             return True
         if len(self.workers.dead) == self.job.workers:
             where = f"push {min(self.servers.versions)} of {self.job.pushes}"
             raise CommunicationError(f"no worker is left at {where}: {self.workers.why}"[:256])
-        self.workers.look()
+        self.workers.poll()
         return False
 
     def _late(self, deadline_s: float) -> str:

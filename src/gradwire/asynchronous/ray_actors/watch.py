@@ -12,8 +12,8 @@ from torch import Tensor
 
 from gradwire.asynchronous.job import Job
 from gradwire.asynchronous.ray_actors.actors import ServerActor, WorkerActor, rows_of
-from gradwire.asynchronous.several.desk import Status
 from gradwire.asynchronous.several.journal import JournalRow
+from gradwire.asynchronous.several.part_server import Status
 from gradwire.core.errors import CommunicationError
 
 MOST_RESTARTS = 5
@@ -71,7 +71,7 @@ class Servers:
         """Those that never said anything."""
         return [part for part, status in enumerate(self._status) if status is None]
 
-    def look(self, dead: Sequence[int]) -> None:
+    def poll(self, dead: Sequence[int]) -> None:
         """Tell them which workers are dead, and hear how far they are; what takes long is heard of next time.
 
         Raises:
@@ -79,7 +79,7 @@ class Servers:
         """
         for part, handle in enumerate(self.handles):
             if self._asked[part] is None:
-                self._asked[part] = handle.look.remote(dead)
+                self._asked[part] = handle.status.remote(dead)
         answered, _ = self._ray.wait(self._asked, num_returns=len(self._asked), timeout=TICK_S)
         for part in [self._asked.index(one) for one in answered]:
             one, self._asked[part] = self._asked[part], None
@@ -170,7 +170,7 @@ class Workers:
         """How those ended that did."""
         return "; ".join(f"worker {number} {why}" for number, why in sorted(self._why.items()))
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Wait for a moment, take leave of those that have ended, and begin those again that may be."""
         ended, _ = self._ray.wait(list(self._runs), num_returns=len(self._runs), timeout=TICK_S)
         for one in ended:

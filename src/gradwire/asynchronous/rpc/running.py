@@ -18,9 +18,9 @@ from gradwire.asynchronous.names import Names
 from gradwire.asynchronous.parts import sizes
 from gradwire.asynchronous.rpc import served
 from gradwire.asynchronous.several.client import WorkerClient
-from gradwire.asynchronous.several.desk import PartServer, Status
 from gradwire.asynchronous.several.journal import history
 from gradwire.asynchronous.several.outcome import ServersOutcome
+from gradwire.asynchronous.several.part_server import PartServer, Status
 from gradwire.asynchronous.several.worker import PartedWorker
 from gradwire.core.errors import CommunicationError, CompositionError
 
@@ -115,16 +115,16 @@ class _Watch:
         Raises:
             CommunicationError: it is not.
         """
-        _called(0, served.look, self.dead())
+        _called(0, served.status, self.dead())
 
 
 def _followed(watch: _Watch) -> None:
     """Serve until rank 0 says that all is done, or is gone."""
-    while not served.desk().is_done:
+    while not served.part_server().is_done:
         try:
             watch.require_lead()
         except CommunicationError:
-            if not served.desk().is_done:  # it may have gone once all was done
+            if not served.part_server().is_done:  # it may have gone once all was done
                 raise
         time.sleep(_TICK_S)
     _linger(lambda: served.HERE.is_released)  # the last answer to rank 0 may be under way still
@@ -157,7 +157,7 @@ def _led(job: Job, servers: int, watch: _Watch, deadline_s: float) -> ServersOut
 
 
 def _looked(part: int, watch: _Watch) -> Status:
-    return _called(part, served.look, watch.dead())
+    return _called(part, served.status, watch.dead())
 
 
 def _called(part: int, function: Any, *arguments: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What processes may call of each other: functions that rpc finds by their names, and the desk behind them."""
+"""What processes may call of each other: functions that rpc finds by name, and the server behind them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch.distributed import rpc
 from torch.distributed.rpc.functions import async_execution
 
 from gradwire.asynchronous.several.client import Line
-from gradwire.asynchronous.several.desk import PartServer, Status
 from gradwire.asynchronous.several.journal import JournalRow
 from gradwire.asynchronous.several.messages import Ask, ServerAnswer
+from gradwire.asynchronous.several.part_server import PartServer, Status
 from gradwire.core.errors import CommunicationError
 
 FOREVER = 0.0
@@ -23,30 +23,30 @@ FOREVER = 0.0
 
 
 class ServedByRpc:
-    """A desk whose callers are threads of rpc; one at a time gets in."""
+    """A `PartServer` whose callers are threads of rpc; one at a time gets in."""
 
-    def __init__(self, desk: PartServer) -> None:
-        self._desk, self._lock = desk, threading.RLock()
+    def __init__(self, part_server: PartServer) -> None:
+        self._part_server, self._lock = part_server, threading.RLock()
         self.failure = ""
 
     @property
     def is_done(self) -> bool:
         """Whether `finish` was called."""
-        return self._desk.is_done
+        return self._part_server.is_done
 
     def ask(self, ask: Ask) -> torch.futures.Future[ServerAnswer]:
         """Answer a worker, at once or later."""
         answered: torch.futures.Future[ServerAnswer] = torch.futures.Future()
         with self._lock:
             try:
-                self._desk.ask(ask, answered.set_result)
+                self._part_server.ask(ask, answered.set_result)
             except OSError as error:
                 self.failure = f"{type(error).__name__}: {error}"
                 raise
         return answered
 
-    def look(self, dead: Sequence[int]) -> Status:
-        """As the desk's.
+    def status(self, dead: Sequence[int]) -> Status:
+        """As `PartServer.status`.
 
         Raises:
             CommunicationError: a snapshot could not be written.
@@ -54,16 +54,16 @@ class ServedByRpc:
         with self._lock:
             if self.failure:
                 raise CommunicationError(self.failure)
-            return self._desk.look(dead)
+            return self._part_server.status(dead)
 
     def finish(self) -> tuple[Tensor, list[JournalRow], Status]:
-        """What the desk's `finish` does."""
+        """What `PartServer.finish` does."""
         with self._lock:
-            return self._desk.finish()
+            return self._part_server.finish()
 
 
 class Here:
-    """What this process is: a server with its desk, or a worker with those who want to know of its end."""
+    """What this process is: a server with its part, or a worker with those who want to know of its end."""
 
     served: ServedByRpc | None = None
     ended: torch.futures.Future[None] | None = None
@@ -74,8 +74,8 @@ HERE = Here()
 """rpc calls functions and not objects, so that what they are about must be found from the module."""
 
 
-def desk() -> ServedByRpc:
-    """This process's desk.
+def part_server() -> ServedByRpc:
+    """This process's server of a part.
 
     Raises:
         CommunicationError: it is none of a server.
@@ -88,17 +88,17 @@ def desk() -> ServedByRpc:
 @async_execution
 def ask(question: Ask) -> torch.futures.Future[ServerAnswer]:
     """At a server: answer a worker."""
-    return desk().ask(question)
+    return part_server().ask(question)
 
 
-def look(dead: Sequence[int]) -> Status:
+def status(dead: Sequence[int]) -> Status:
     """At a server: hear who is dead, and say how far it is."""
-    return desk().look(dead)
+    return part_server().status(dead)
 
 
 def finish() -> tuple[Tensor, list[JournalRow], Status]:
     """At a server: end."""
-    return desk().finish()
+    return part_server().finish()
 
 
 def release() -> None:

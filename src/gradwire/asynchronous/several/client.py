@@ -38,7 +38,7 @@ class WorkerClient:
 
         Raises:
             CommunicationError: a server that is not there.
-            PushError, StateError, StepError: as `PartedWorker.hear`.
+            PushError, StateError, StepError: as `PartedWorker.receive`.
         """
         self._send(self.worker.begin())
         while not self.worker.is_done:
@@ -48,12 +48,12 @@ class WorkerClient:
         try:
             ask, future = self._heard.get(timeout=LOOK_S)
         except queue.Empty:
-            return self._send(self.worker.look())
+            return self._send(self.worker.poll())
         error = future.exception()
         if error is not None:
             return self._miss(ask, error)
         self._missing_s.pop(ask.server, None)
-        return self._send(self.worker.hear(ask, future.result()))
+        return self._send(self.worker.receive(ask, future.result()))
 
     def _send(self, asks: Sequence[Ask]) -> None:
         for ask in asks:

@@ -42,9 +42,9 @@ class PartedWorker:
     """Holds a grant of each server, computes once, and pushes a part to each.
 
         asks = worker.begin()                   # each to its server
-        asks = worker.hear(ask, answer)         # likewise, until worker.is_done
+        asks = worker.receive(ask, answer)      # likewise, until worker.is_done
         asks = worker.miss(ask)                 # that server did not answer: it may have died
-        asks = worker.look()                    # nothing was heard for a while
+        asks = worker.poll()                    # nothing came for a while
 
     Each server applies its bound by itself, so grants of several must be held together, and workers could wait for each
     other in a circle: a server that was restored from an older snapshot may have another worker for the slowest than
@@ -103,7 +103,7 @@ class PartedWorker:
             seat.held = seat.clock = None
         return [self._ask(server, Asked.HELLO) for server in range(len(self._seats))]
 
-    def hear(self, ask: Ask, answer: ServerAnswer) -> list[Ask]:
+    def receive(self, ask: Ask, answer: ServerAnswer) -> list[Ask]:
         """Take up an answer; one to an older question says nothing any more.
 
         Raises:
@@ -128,7 +128,7 @@ class PartedWorker:
             return []
         return [self._again(ask.server)]
 
-    def look(self) -> list[Ask]:
+    def poll(self) -> list[Ask]:
         """Ask those servers whose grants are held for their lives."""
         return [self._ask(server, Asked.LIFE) for server, seat in enumerate(self._seats) if seat.held is not None]
 

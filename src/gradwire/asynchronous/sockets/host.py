@@ -55,17 +55,17 @@ class Host:
         """Parameters that were sent to other processes so far."""
         return self._sent
 
-    def near(self) -> Near:
+    def local_connection(self) -> LocalConnection:
         """A line for a worker of this process."""
-        return Near(self)
+        return LocalConnection(self)
 
-    def hear(self, line: WorkerChannel, frame: Frame) -> None:
+    def receive(self, line: WorkerChannel, frame: Frame) -> None:
         """Hand a frame to the core's thread."""
-        self._loop.call_soon_threadsafe(self._reception.hear, line, frame.message, frame.data)
+        self._loop.call_soon_threadsafe(self._reception.receive, line, frame.message, frame.data)
 
-    def hang_up(self, line: WorkerChannel) -> None:
+    def disconnect(self, line: WorkerChannel) -> None:
         """Tell the core's thread that a line has ended."""
-        self._loop.call_soon_threadsafe(self._reception.hang_up, line)
+        self._loop.call_soon_threadsafe(self._reception.disconnect, line)
 
     def _call(self, coroutine: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
@@ -77,8 +77,8 @@ class Host:
             if hmac.compare_digest(await reader.readexactly(SECRET), self._secret):
                 while True:
                     frame = await read(reader, self._most)
-                    self._reception.hear(line, frame.message, frame.data)
-        self._reception.hang_up(line)
+                    self._reception.receive(line, frame.message, frame.data)
+        self._reception.disconnect(line)
         self._lines.discard(line)
         writer.close()
 
@@ -112,7 +112,7 @@ class _Remote:
     def __init__(self, host: Host, writer: asyncio.StreamWriter) -> None:
         self._host, self._writer = host, writer
 
-    def say(self, message: WireMessage, data: Tensor) -> None:
+    def reply(self, message: WireMessage, data: Tensor) -> None:
         """Write; what the network does not take at once waits here, at most one frame a worker."""
         self._writer.write(head_of(message, data.nbytes))
         self._writer.write(view_of(data))
@@ -123,20 +123,20 @@ class _Remote:
         self._writer.transport.abort()
 
 
-class Near:
-    """Both ends of the line between a host and a worker of the same process; see `Far`."""
+class LocalConnection:
+    """Both ends of the line between a host and a worker of the same process; see `RemoteConnection`."""
 
     def __init__(self, host: Host) -> None:
         self._host = host
         self._come: queue.SimpleQueue[Frame] = queue.SimpleQueue()
 
-    def say(self, message: WireMessage, data: Tensor) -> None:
+    def reply(self, message: WireMessage, data: Tensor) -> None:
         """From the host to the worker."""
         self._come.put(Frame(message, data))
 
     def send(self, message: WireMessage, data: Tensor) -> None:
         """From the worker to the host, which may look at `data` until it has answered."""
-        self._host.hear(self, Frame(message, data))
+        self._host.receive(self, Frame(message, data))
 
     def receive(self, deadline_s: float) -> Frame:
         """The host's next frame.
@@ -151,4 +151,4 @@ class Near:
 
     def close(self) -> None:
         """The worker has ended."""
-        self._host.hang_up(self)
+        self._host.disconnect(self)

@@ -15,9 +15,9 @@ from gradwire.session import DEADLINE_S
 from gradwire.session.names import TrainedParameters
 from gradwire.spec import as_method
 from gradwire.sync.elastic.change import Change, change_of
+from gradwire.sync.elastic.heartbeat import Heartbeat
 from gradwire.sync.elastic.owed import Owed
 from gradwire.sync.elastic.protocol import Lost, Needs
-from gradwire.sync.elastic.pulse import Pulse
 from gradwire.sync.elastic.rounds import Rounds
 from gradwire.sync.elastic.shared import SharedModel
 from gradwire.sync.elastic.store import connected, require_alike_run
@@ -115,13 +115,15 @@ class Elastic:
         self._leaving = False
         client = connected(store, run)
         require_alike_run(client, [self.settings, *shared.described()])
-        self._pulse = Pulse(client, name, lost_after_s)
+        self._heartbeat = Heartbeat(client, name, lost_after_s)
         try:
-            rounds = Rounds(client, self._pulse, lost, needs, deadline_s, join_s)
-            self._worker = ElasticWorker(client, self._pulse, rounds, shared, WorkerSettings(seed, deadline_s), owed)
+            rounds = Rounds(client, self._heartbeat, lost, needs, deadline_s, join_s)
+            self._worker = ElasticWorker(
+                client, self._heartbeat, rounds, shared, WorkerSettings(seed, deadline_s), owed
+            )
             self._members = self._end_window()
         except BaseException:
-            self._pulse.close(leaves=True)
+            self._heartbeat.close(leaves=True)
             raise
 
     def __repr__(self) -> str:
@@ -145,7 +147,7 @@ class Elastic:
         """
         self._require_member()
         self._trained.of(self._model)
-        self._pulse.require_sound()
+        self._heartbeat.require_sound()
         self._since, self._samples = self._since + 1, self._samples + samples
         if self._since < self.schedule.length(self._worker.shared.counts.depth):
             return False
@@ -164,7 +166,7 @@ class Elastic:
         if not self.last.is_quiet:
             self.changes.append(self.last)
         assert ended.decision is not None
-        if self._pulse.number in ended.decision.leaving:
+        if self._heartbeat.number in ended.decision.leaving:
             self._end()
         return tuple(sorted(ended.decision.staying + ended.decision.newcomers))
 
@@ -173,7 +175,7 @@ class Elastic:
     @property
     def name(self) -> str:
         """The name of this worker."""
-        return self._pulse.name
+        return self._heartbeat.name
 
     @property
     def rank(self) -> int:
@@ -183,7 +185,7 @@ class Elastic:
             StepError: this worker has left.
         """
         self._require_member()
-        return self._members.index(self._pulse.number)
+        return self._members.index(self._heartbeat.number)
 
     @property
     def world_size(self) -> int:
@@ -250,7 +252,7 @@ class Elastic:
     def _end(self) -> None:
         self.left = True
         self._worker.close()
-        self._pulse.close(leaves=True)
+        self._heartbeat.close(leaves=True)
 
     def __enter__(self) -> Elastic:
         return self

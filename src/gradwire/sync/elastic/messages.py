@@ -110,7 +110,7 @@ def void_line(worker: int, why: str) -> str:
     return _line(worker, "void", why=why[:500])
 
 
-def hands_line(worker: int, nbytes: int) -> str:
+def bytes_line(worker: int, nbytes: int) -> str:
     """The source hands so many bytes to each newcomer."""
     return _line(worker, "hands", bytes=nbytes)
 

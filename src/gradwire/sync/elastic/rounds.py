@@ -8,18 +8,18 @@ from collections.abc import Callable
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from gradwire.core.errors import CommunicationError
+from gradwire.sync.elastic.heartbeat import Heartbeat
 from gradwire.sync.elastic.messages import (
     NO_COPY,
     Came,
     Head,
+    bytes_line,
     came_line,
     closed_line,
-    hands_line,
     has_line,
     void_line,
 )
 from gradwire.sync.elastic.protocol import Lost, Needs, RoundLog, following, holders, may_close, read
-from gradwire.sync.elastic.pulse import Pulse
 from gradwire.sync.elastic.store import reaching
 
 _NOW = "now"
@@ -41,7 +41,7 @@ class Rounds:
 
     Args:
         store: a client of the run's keys.
-        pulse: who is alive.
+        heartbeat: who is alive.
         lost: what becomes of windows with losses.
         needs: how many workers the run wants.
         deadline_s: how long to wait for workers that are alive but do not come.
@@ -51,8 +51,10 @@ class Rounds:
         head: of the round that this worker is at, or comes to next.
     """
 
-    def __init__(self, store: Store, pulse: Pulse, lost: Lost, needs: Needs, deadline_s: float, join_s: float) -> None:
-        self._store, self._pulse, self._needs = store, pulse, needs
+    def __init__(
+        self, store: Store, heartbeat: Heartbeat, lost: Lost, needs: Needs, deadline_s: float, join_s: float
+    ) -> None:
+        self._store, self._heartbeat, self._needs = store, heartbeat, needs
         self._lost: Lost = lost
         self._deadline_s, self._join_s = deadline_s, join_s
         with reaching():
@@ -74,7 +76,7 @@ class Rounds:
             log = self._store.compare_set(self.name, _ABSENT, _ABSENT)
         return read(self.head, b"" if log == _ABSENT.encode() else log, self._lost)
 
-    def say(self, line: str) -> None:
+    def append(self, line: str) -> None:
         """Append a line to the log."""
         with reaching():
             self._store.append(self.name, line)  # pyright: ignore[reportAttributeAccessIssue] - the stubs leave it out
@@ -90,8 +92,8 @@ class Rounds:
         while True:
             began = time.monotonic()
             self.head = self._newest()
-            self._pulse.beat()
-            self.say(came_line(came))
+            self._heartbeat.beat()
+            self.append(came_line(came))
             closed = self._until(_is_closed, lambda now, began=began: self._close(now, came, began))
             if came.worker in closed.members:
                 return closed
@@ -100,8 +102,8 @@ class Rounds:
     def _close(self, now: RoundLog, came: Came, began: float) -> None:
         """Close the list, if it may be; refuse to wait for ever."""
         waited, holds = time.monotonic() - began, came.copy == self.head.copy
-        if holds and may_close(now.head, now.came, self._needs, self._pulse.alive, waited > self._deadline_s):
-            self.say(closed_line(came.worker))
+        if holds and may_close(now.head, now.came, self._needs, self._heartbeat.alive, waited > self._deadline_s):
+            self.append(closed_line(came.worker))
             return
         is_late = waited > (self._deadline_s if holds else self._join_s)
         is_over = not holds and not self._holder_may_come(now)
@@ -113,7 +115,7 @@ class Rounds:
         has_come = holders(self.head, now.came)
         # One that was too late for a round that came to nothing has it as well.
         others = [*has_come, *({*self.head.expected, *self.head.lost} - now.came.keys())]
-        return any(map(self._pulse.alive, others))
+        return any(map(self._heartbeat.alive, others))
 
     def _too_few(self, now: RoundLog, waited_s: float) -> str:
         names = [came.name for came in now.came.values()]
@@ -128,15 +130,15 @@ class Rounds:
 
     def has(self, digest: str, owed: float) -> None:
         """Say that this trainer holds the mean."""
-        self.say(has_line(self._pulse.number, digest, owed))
+        self.append(has_line(self._heartbeat.number, digest, owed))
 
     def give_up(self, why: str) -> None:
         """Make the round void, unless it is committed already."""
-        self.say(void_line(self._pulse.number, why))
+        self.append(void_line(self._heartbeat.number, why))
 
-    def hands(self, nbytes: int) -> None:
+    def announce_bytes(self, nbytes: int) -> None:
         """Say how much each newcomer is handed."""
-        self.say(hands_line(self._pulse.number, nbytes))
+        self.append(bytes_line(self._heartbeat.number, nbytes))
 
     def outcome(self) -> RoundLog:
         """Wait until the round is committed or void."""
@@ -153,14 +155,14 @@ class Rounds:
         return found.handed
 
     def _require_source(self, now: RoundLog) -> None:
-        if now.state == "void" or now.decision is None or not self._pulse.alive(now.decision.source):
+        if now.state == "void" or now.decision is None or not self._heartbeat.alive(now.decision.source):
             raise CommunicationError("the worker that hands over the global copy was lost")
 
     def watch(self, now: RoundLog) -> None:
         """Make the round void where one of its trainers is lost. Whoever waits for its end may do so."""
         if now.decision is None or now.state != "open":
             return
-        dead = [worker for worker in now.decision.trainers if not self._pulse.alive(worker)]
+        dead = [worker for worker in now.decision.trainers if not self._heartbeat.alive(worker)]
         if dead:
             self.give_up(f"{now.came[dead[0]].name} gave no sign of life")
 
@@ -180,7 +182,7 @@ class Rounds:
         """
         pause = _SHORTEST_PAUSE_S
         while not done(now := self.now()):
-            self._pulse.require_sound()
+            self._heartbeat.require_sound()
             if pause == _LONGEST_PAUSE_S and self._newest().round > self.head.round + 1:
                 raise Behind(f"the run is past round {self.head.round}, which this worker was at")
             meanwhile(now)

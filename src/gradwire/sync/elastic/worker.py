@@ -12,14 +12,14 @@ from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 from gradwire.core.errors import CommunicationError
 from gradwire.sync.elastic.attempt import Attempt
 from gradwire.sync.elastic.handover import packed, unpacked
-from gradwire.sync.elastic.hands import Hands
+from gradwire.sync.elastic.heartbeat import Heartbeat
 from gradwire.sync.elastic.link import Averages, GroupLine, WorkerLink, digest_of
 from gradwire.sync.elastic.messages import NO_COPY, Came
 from gradwire.sync.elastic.owed import Owed
 from gradwire.sync.elastic.protocol import Decision, RoundLog
-from gradwire.sync.elastic.pulse import Pulse
 from gradwire.sync.elastic.rounds import Behind, Rounds
 from gradwire.sync.elastic.shared import SharedModel
+from gradwire.sync.elastic.transfer import Transfer
 from gradwire.sync.global_copy import not_finite, require_finite
 
 _VOIDS = 8
@@ -62,7 +62,7 @@ class ElasticWorker:
 
     Args:
         store: a client of the run's keys.
-        pulse: who is alive.
+        heartbeat: who is alive.
         rounds: those of the run.
         shared: what all workers have alike.
         settings: see there.
@@ -73,18 +73,24 @@ class ElasticWorker:
     """
 
     def __init__(
-        self, store: Store, pulse: Pulse, rounds: Rounds, shared: SharedModel, settings: WorkerSettings, owed: Owed
+        self,
+        store: Store,
+        heartbeat: Heartbeat,
+        rounds: Rounds,
+        shared: SharedModel,
+        settings: WorkerSettings,
+        owed: Owed,
     ) -> None:
-        self._store, self._pulse, self._rounds, self.shared = store, pulse, rounds, shared
+        self._store, self._heartbeat, self._rounds, self.shared = store, heartbeat, rounds, shared
         self._settings, self._owed = settings, owed
         self._link: WorkerLink | None = None
-        self._hands = Hands(store, pulse, rounds, settings.deadline_s)
+        self._transfer = Transfer(store, heartbeat, rounds, settings.deadline_s)
         self._retired_bytes = 0
 
     @property
     def number(self) -> int:
         """The number of this worker."""
-        return self._pulse.number
+        return self._heartbeat.number
 
     @property
     def sent_bytes(self) -> int:
@@ -94,7 +100,7 @@ class ElasticWorker:
     @property
     def handed_bytes(self) -> int:
         """Sent to newcomers, and to who took over what this worker owed."""
-        return self._hands.sent_bytes
+        return self._transfer.sent_bytes
 
     def end_window(self, steps: int, samples: int, leaving: bool) -> RoundLog:
         """Come to rounds until one is committed with this worker in it; return it.
@@ -105,7 +111,7 @@ class ElasticWorker:
         """
         while True:
             counts = self.shared.counts
-            came = Came(self.number, self._pulse.name, counts.copy, counts.windows, steps, samples, leaving)
+            came = Came(self.number, self._heartbeat.name, counts.copy, counts.windows, steps, samples, leaving)
             try:
                 ended = self._round(came)
             except Behind:
@@ -134,7 +140,7 @@ class ElasticWorker:
         except CommunicationError as error:
             self._rounds.give_up(str(error))
         except BaseException as error:
-            self._rounds.give_up(f"{self._pulse.name} failed: {error}")
+            self._rounds.give_up(f"{self._heartbeat.name} failed: {error}")
             self._unlink()
             raise
         ended = self._rounds.outcome()
@@ -158,14 +164,14 @@ class ElasticWorker:
         self.shared.move_(held.means, decision, steps)
         self._hand_owed(decision)
         if self.number == decision.source and decision.newcomers:
-            self._hands.give_copy(self._packed(), decision.newcomers)
+            self._transfer.give_copy(self._packed(), decision.newcomers)
 
     def _first_copy(self, decision: Decision) -> Tensor:
         """The model that a run begins with: one worker's, held by all before anybody takes it."""
         if self.number != decision.source:
-            return self._hands.copy_from(decision.source)
+            return self._transfer.copy_from(decision.source)
         payload, others = self._packed(), [worker for worker in decision.trainers if worker != self.number]
-        if self._hands.give_copy(payload, others) < len(others):
+        if self._transfer.give_copy(payload, others) < len(others):
             raise CommunicationError("a worker was lost before it had the model that the run begins with")
         return payload
 
@@ -234,9 +240,9 @@ class ElasticWorker:
         if not mine:
             return
         if self.number in decision.leaving:
-            self._hands.give_owed(link, mine, heir)
+            self._transfer.give_owed(link, mine, heir)
         else:
-            given = [self._hands.owed_from(link, mine, leaver) for leaver in decision.leaving]
+            given = [self._transfer.owed_from(link, mine, leaver) for leaver in decision.leaving]
             self._unlink()
             for tensors in filter(None, given):
                 self._owed = self._owed.plus(tensors)
@@ -251,7 +257,7 @@ class ElasticWorker:
         ended = self._rounds.outcome()
         if ended.state == "committed":
             with contextlib.suppress(CommunicationError):
-                self._take_up(self._hands.copy_from(decision.source))
+                self._take_up(self._transfer.copy_from(decision.source))
         return ended
 
     def _take_up(self, payload: Tensor) -> None:

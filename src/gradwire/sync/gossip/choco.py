@@ -18,7 +18,7 @@ from gradwire.reducers.base import Step
 from gradwire.spec import as_codec
 from gradwire.sync.gossip.checks import require_averaging
 from gradwire.sync.gossip.graphs import Graph, RoundLinks
-from gradwire.sync.gossip.method import GossipMethod, Mixed, add_differences_, heard
+from gradwire.sync.gossip.method import GossipMethod, Mixed, add_differences_, received
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class CHOCO(GossipMethod):
         layout = layout_of(codec, x.numel(), x.dtype)
         wire = layout.empty(x.device)
         codec.encode_into(x - state.tensor("known"), key, layout.views(wire))
-        wires = yield from heard(links, wire)
+        wires = yield from received(links, wire)
 
         def decoded(payload: Payload, rank: int) -> Tensor:
             return codec.decode(payload, like=x, key=key.with_(rank=rank))

@@ -12,7 +12,7 @@ from gradwire.core.state import State
 from gradwire.reducers.base import Step
 from gradwire.sync.gossip.checks import require_averaging
 from gradwire.sync.gossip.graphs import Graph, RoundLinks
-from gradwire.sync.gossip.method import GossipMethod, Mixed, add_differences_, heard
+from gradwire.sync.gossip.method import GossipMethod, Mixed, add_differences_, received
 
 
 @dataclass(frozen=True)
@@ -47,5 +47,5 @@ class DPSGD(GossipMethod):
 
     def mix(self, links: RoundLinks, grain: Grain, x: Tensor, state: State, step: Step) -> Mixed:
         """One round of parameters."""
-        theirs = yield from heard(links, x)
+        theirs = yield from received(links, x)
         return add_differences_(x.clone(), x, links, theirs), state

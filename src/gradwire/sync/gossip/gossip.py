@@ -37,8 +37,8 @@ from gradwire.sync.gossip.method import GossipMethod, OnGraph
 from gradwire.sync.gossip.naming import graph as named_graph
 from gradwire.sync.gossip.naming import method as named_method
 from gradwire.sync.gossip.whole import apart, averaged
-from gradwire.sync.lent import lent, write_
 from gradwire.sync.schedules import Schedule, as_schedule
+from gradwire.sync.swap import swapped, write_
 
 T = TypeVar("T")
 VERSION = 1
@@ -226,7 +226,7 @@ class Gossip(ReportOfSession):
             StepError, CommunicationError: as `step`.
         """
         self._require_open()
-        return lent(self.parameters, self._average())
+        return swapped(self.parameters, self._average())
 
     def consensus_distance(self) -> float:
         """How far ranks are apart: the mean over ranks of |x_i - mean x|^2, all parameters together.

@@ -115,7 +115,7 @@ class OnGraph(Reducer):
         return Reduced(result.view(x.shape), SentAll(), new)
 
 
-def heard(links: RoundLinks, own: Tensor) -> Generator[Collective, Tensor, Sequence[Tensor]]:
+def received(links: RoundLinks, own: Tensor) -> Generator[Collective, Tensor, Sequence[Tensor]]:
     """Send `own`, 1-d, to all targets; return what each source has sent, of the same size, for the caller to change."""
     sends = tuple(Message(to, own) for to, _ in links.targets)
     receives = tuple(Expected(source, own.numel()) for source, _ in links.sources)

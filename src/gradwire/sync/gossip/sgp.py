@@ -13,7 +13,7 @@ from gradwire.core.state import Leaf, State
 from gradwire.reducers.base import Step
 from gradwire.sync.gossip.checks import require_pushing
 from gradwire.sync.gossip.graphs import Graph, RoundLinks
-from gradwire.sync.gossip.method import GossipMethod, Mixed, heard
+from gradwire.sync.gossip.method import GossipMethod, Mixed, received
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class SGP(GossipMethod):
     def mix(self, links: RoundLinks, grain: Grain, x: Tensor, state: State, step: Step) -> Mixed:
         """One round of numerators and weights."""
         own = self.mass(x, state)
-        theirs = yield from heard(links, own)
+        theirs = yield from received(links, own)
         gained = torch.zeros_like(own)
         for (_, weight), its in zip(links.sources, theirs, strict=True):
             gained.add_(its.mul_(weight))

@@ -15,7 +15,6 @@ from gradwire.core.errors import StateError
 from gradwire.drivers.engine import Stats
 from gradwire.reducers.base import Reducer
 from gradwire.session import Session
-from gradwire.sync.lent import lent
 from gradwire.sync.optimizers.arithmetic import (
     adam_denominator,
     adam_state,
@@ -27,6 +26,7 @@ from gradwire.sync.optimizers.arithmetic import (
     power,
 )
 from gradwire.sync.optimizers.base import NamedParameter, Params, SessionOptions, SharedOptimizer
+from gradwire.sync.swap import swapped
 
 
 def refreshes_variance(step: int, var_freeze_step: int, var_update_scaler: int) -> bool:
@@ -262,7 +262,7 @@ class ZeroOneAdam(SharedOptimizer):
     def evaluating(self) -> AbstractContextManager[None]:
         """In a `with` block parameters are those of the last exchange, alike on all ranks; afterwards one's own."""
         anchors = {name: self.state[p].get("anchor", p.detach().clone()) for name, p, _ in self.entries()}
-        return lent({name: parameter for name, parameter, _ in self.entries()}, anchors)
+        return swapped({name: parameter for name, parameter, _ in self.entries()}, anchors)
 
     def resharded(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """This rank's state from those of another number of ranks, saved after an exchange.

@@ -16,7 +16,7 @@ _LOOKS = 5
 """As many looks without a new sign of life make a worker lost."""
 
 
-class Pulse:
+class Heartbeat:
     """Gives this worker's signs of life, and watches for those of the others, in a thread.
 
     A worker is lost once its key was the same in several looks in a row, which together take `lost_after_s`. Looks are
@@ -48,7 +48,7 @@ class Pulse:
             self.beat()
             self._take_name()
             self._look()
-        self._thread = threading.Thread(target=self._run, name="gradwire-pulse", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="gradwire-heartbeat", daemon=True)
         self._thread.start()
         atexit.register(self._halt)  # a thread that is in the store while Python ends would abort the process
 

@@ -10,7 +10,7 @@ from gradwire.asynchronous.sockets.frames import Frame, receive, send
 from gradwire.asynchronous.wire import WireMessage
 
 
-class Far:
+class RemoteConnection:
     """A TCP connection to a `Host`.
 
     Args:

@@ -83,7 +83,7 @@ class JobServer:
         except (OSError, CommunicationError):
             message = None  # who sends what is no message is cut off, and its worker joins again
         if message is None:
-            self._hang_up(line)
+            self._disconnect(line)
         else:
             self._answer(line, message)
 
@@ -130,7 +130,7 @@ class JobServer:
         with contextlib.suppress(OSError):  # a worker that has just died: its end is read next
             line.send(pack(message))
 
-    def _hang_up(self, line: socket.socket) -> None:
+    def _disconnect(self, line: socket.socket) -> None:
         """A worker's process has ended: it counts no more, and those who waited for it go on."""
         workers = [worker for worker, known in self._lines.items() if known is line]
         self._close(line)

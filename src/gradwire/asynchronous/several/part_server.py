@@ -165,7 +165,7 @@ class PartServer:
 
     # Those who see to it -----------------------------------------------------------------------------------------
 
-    def look(self, dead: Sequence[int] = ()) -> Status:
+    def status(self, dead: Sequence[int] = ()) -> Status:
         """Hear which workers are dead now, take those for dead that never came, and say how far the server is."""
         late = self._clock() - self._began_s > self.job.patience_s
         for worker, phase in enumerate(self.server.clocks.phases):

@@ -19,7 +19,7 @@ def write_(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> No
 
 
 @contextlib.contextmanager
-def lent(
+def swapped(
     parameters: Mapping[str, Tensor], values: Mapping[str, Tensor], written: Callable[[], None] = lambda: None
 ) -> Generator[None]:
     """In a `with` block parameters have these values; afterwards they have what they had before.
@@ -30,7 +30,7 @@ def lent(
         written: is called after each change.
 
     >>> x = torch.zeros(1)
-    >>> with lent({"x": x}, {"x": torch.ones(1)}): print(x)
+    >>> with swapped({"x": x}, {"x": torch.ones(1)}): print(x)
     tensor([1.])
     >>> x
     tensor([0.])

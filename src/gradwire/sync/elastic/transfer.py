@@ -14,19 +14,19 @@ from gradwire.core.errors import CommunicationError
 from gradwire.drivers.process_group import GroupTransport
 from gradwire.sync.elastic.attempt import Attempt
 from gradwire.sync.elastic.handover import receive, send
+from gradwire.sync.elastic.heartbeat import Heartbeat
 from gradwire.sync.elastic.link import GroupLine, WorkerLink
-from gradwire.sync.elastic.pulse import Pulse
 from gradwire.sync.elastic.rounds import Rounds
 
 T = TypeVar("T")
 
 
-class Hands:
+class Transfer:
     """One worker's side of it. The other one may be lost meanwhile.
 
     Args:
         store: a client of the run's keys.
-        pulse: who is alive.
+        heartbeat: who is alive.
         rounds: those of the run.
         deadline_s: the patience of process groups.
 
@@ -34,26 +34,26 @@ class Hands:
         sent_bytes: what this worker has given.
     """
 
-    def __init__(self, store: Store, pulse: Pulse, rounds: Rounds, deadline_s: float) -> None:
-        self._store, self._pulse, self._rounds, self._deadline_s = store, pulse, rounds, deadline_s
+    def __init__(self, store: Store, heartbeat: Heartbeat, rounds: Rounds, deadline_s: float) -> None:
+        self._store, self._heartbeat, self._rounds, self._deadline_s = store, heartbeat, rounds, deadline_s
         self.sent_bytes = 0
 
     # The global copy ----------------------------------------------------------------------------------------------
 
     def give_copy(self, payload: Tensor, others: Sequence[int]) -> int:
         """Give others the global copy, all at once; return how many have it."""
-        self._rounds.hands(payload.numel())
+        self._rounds.announce_bytes(payload.numel())
         attempts = {other: self._giving(payload, other) for other in others}
         handed = 0
         for other, attempt in attempts.items():
             with contextlib.suppress(CommunicationError):
-                attempt.result(lambda other=other: self._pulse.alive(other))
+                attempt.result(lambda other=other: self._heartbeat.alive(other))
                 handed += 1
         self.sent_bytes += handed * payload.numel()
         return handed
 
     def _giving(self, payload: Tensor, other: int) -> Attempt[None]:
-        return self._over_line(other, (self._pulse.number, other), lambda transport: send(payload, transport, 1))
+        return self._over_line(other, (self._heartbeat.number, other), lambda transport: send(payload, transport, 1))
 
     def copy_from(self, source: int) -> Tensor:
         """The global copy as a payload.
@@ -61,16 +61,16 @@ class Hands:
         Raises:
             CommunicationError: the source was lost.
         """
-        nbytes, empty, me = self._rounds.handed(), torch.empty(0, dtype=torch.uint8), self._pulse.number
+        nbytes, empty, me = self._rounds.handed(), torch.empty(0, dtype=torch.uint8), self._heartbeat.number
         taking = self._over_line(me, (source, me), lambda transport: receive(empty, nbytes, transport, 0))
-        return taking.result(lambda: self._pulse.alive(source))
+        return taking.result(lambda: self._heartbeat.alive(source))
 
     def _over_line(self, newcomer: int, pair: tuple[int, int], act: Callable[[GroupTransport], T]) -> Attempt[T]:
         """Connect a pair of which one is a newcomer, and do something over the line, which is closed after it."""
         name, line = f"{self._rounds.name}/to/{newcomer}", GroupLine()
 
         def job() -> T:
-            transport = line.connected(self._store, name, pair, self._pulse.number, self._deadline_s)
+            transport = line.connected(self._store, name, pair, self._heartbeat.number, self._deadline_s)
             try:
                 return act(transport)
             finally:
@@ -98,7 +98,7 @@ class Hands:
 
     def _done(self, job: Callable[[], None], other: int, link: WorkerLink) -> bool:
         try:
-            Attempt(job, link.close).result(lambda: self._pulse.alive(other))
+            Attempt(job, link.close).result(lambda: self._heartbeat.alive(other))
         except CommunicationError:
             return False
         return True
