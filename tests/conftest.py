@@ -29,6 +29,22 @@ def pytest_configure(config: pytest.Config) -> None:
         settings.load_profile("drawn")
 
 
+TIMED = (
+    *("test_compare", "test_compare_sharded", "test_crossover", "test_delay", "test_measure", "test_net"),
+    *("test_net_exec", "test_probing", "test_routes", "test_run_report", "test_slow", "test_step_time"),
+)
+"""Tests in which sessions time their link, as they do elsewhere: most of what it takes to make one."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def links_are_timed_where_times_matter(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Have sessions of other modules begin without timing their link, in ranks of their own too."""
+    with pytest.MonkeyPatch.context() as environment:
+        if request.path.stem not in TIMED:
+            environment.setenv("GRADWIRE_TIME_LINK", "0")
+        yield
+
+
 @pytest.fixture
 def one_rank() -> Iterator[None]:
     """A default process group of this process alone."""

@@ -696,7 +696,7 @@ def page(rank: int, world_size: int) -> int:
     blocks: list[str] = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     names: dict[str, Any] = {}
     exec("".join(blocks), names)
-    names["handle"].close()
+    names["session"].close()
     return len(blocks)
 
 

@@ -485,6 +485,22 @@ def hierarchy(rank: int, world_size: int) -> dict[str, Any]:
     return {"far": worst, "ended": ended, "digests": digests}
 
 
+def sites(rank: int, world_size: int) -> dict[str, Any]:
+    """DDP within each of two sites, and averages of all ranks every 4 steps, whose bytes cross between sites once."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("site", "place"))
+    network = model(torch.float32)
+    ddp = DDP(network, process_group=mesh["place"].get_group())
+    digests = list[str]()
+    with gradwire.wrap(sgd(network), network, "local:4,outer=(int4,node=2)") as optimizer:
+        for step in range(8):
+            optimizer.zero_grad()
+            loss_of(ddp, step, rank, torch.float32).backward()
+            optimizer.step()
+            digests.append(digest(network.parameters()))
+        optimizer.sync()
+    return {"digests": digests, "moved": far(network, model(torch.float32))}
+
+
 def over_a_mesh(rank: int, world_size: int) -> dict[str, Any]:
     """A hierarchy made from a mesh in an optimizer is one made by hand in a loop; it resumes exactly."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("site", "place"))

@@ -156,6 +156,6 @@ def test_a_snapshot_that_cannot_be_written_ends_the_run(
 def test_deadlines_say_what_was_waited_for(fake: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(CommunicationError, match=r"push \d+ of 1000000 was the last after 0.5 s"):
         run(job_of(pushes=10**6), deadline_s=0.5)
-    monkeypatch.setattr(Servers, "look", lambda self, dead: None)  # pyright: ignore[reportUnknownLambdaType]
+    monkeypatch.setattr(Servers, "poll", lambda self, dead: None)  # pyright: ignore[reportUnknownLambdaType]
     with pytest.raises(CommunicationError, match=r"server 0 was not started within 0.2 s: Ray has 2 processors: give"):
         run(job_of(), deadline_s=0.2)

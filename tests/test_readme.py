@@ -44,13 +44,13 @@ def test_five_lines_train_and_three_resume(
     (diff,), (resume,) = blocks("diff", page), blocks("python", page)
     exec(after(diff), names)
     torch.save(model.state_dict(), "checkpoint/model.pt")
-    handle = names["handle"]
+    handle = names["session"]
     assert isinstance(handle, gradwire.Session)
-    assert ("gradwire report: int4" in capsys.readouterr().out) == ("print(handle.report())" in diff)
+    assert ("gradwire report: int4" in capsys.readouterr().out) == ("print(session.report())" in diff)
     handle.close()
     names["gradwire"] = gradwire
     exec(resume, names)
-    resumed = names["handle"]
+    resumed = names["session"]
     assert isinstance(resumed, gradwire.Session)
     assert names["step"] == len(data)
     assert resumed is not handle

@@ -286,8 +286,9 @@ def test_the_verdict(verdict: str) -> None:
 
 def test_without_times_the_verdict_speaks_of_bytes() -> None:
     report = dataclasses.replace(a_report(), times=None)
-    assert (
-        report.verdict == "sends 7.7 times less than fp32; what time that saves is not estimated on a GPU or with FSDP2"
+    assert report.verdict == (
+        "sends 7.7 times less than fp32; what time that saves is not estimated on a GPU, with FSDP2, or where the link "
+        "was not timed"
     )
     assert report.saved_ms is None
     assert "waiting" not in str(report)

@@ -247,6 +247,15 @@ def test_nodes_average_often_and_all_ranks_rarely() -> None:
         assert (first["digests"][step] == third["digests"][step]) == (step % 4 == 3)
 
 
+def test_ddp_within_sites_and_averages_between_them_go_together() -> None:
+    digests = [found["digests"] for found in run("sites", 4)]
+    for step, (first, second, third, fourth) in enumerate(zip(*digests, strict=True)):
+        assert first == second
+        assert third == fourth
+        assert (first == third) == (step % 4 == 3)
+    assert all(found["moved"] > 1e-2 for found in run("sites", 4))
+
+
 def test_a_hierarchy_over_a_mesh_is_that_made_by_hand_and_resumes_exactly() -> None:
     ranks = run("over_a_mesh", 4)
     assert all(found["whole"] == found["broken"] == found["by_hand"] for found in ranks)

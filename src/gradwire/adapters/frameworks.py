@@ -105,7 +105,7 @@ def load_if_there(folder: Path, session: Session, checkpoint: object) -> None:
 def folder_beside(checkpoint: str | Path) -> Path:
     """The folder of states that belongs to a checkpoint file, also where that is reached by a link.
 
-    >>> beside("runs/epoch=3.ckpt").name
+    >>> folder_beside("runs/epoch=3.ckpt").name
     'epoch=3.ckpt.gradwire'
     """
     path = Path(checkpoint).resolve()

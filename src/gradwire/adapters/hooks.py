@@ -180,13 +180,9 @@ def noop_hook(_: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         ddp.register_comm_hook(None, gradwire.hooks.noop_hook)
     """
     buffer = bucket.buffer()
-    future = _future(buffer.device)
+    future = torch.futures.Future(devices=[buffer.device] if buffer.device.type == "cuda" else [])
     future.set_result(buffer)
     return future
-
-
-def _future(device: torch.device) -> torch.futures.Future[torch.Tensor]:
-    return torch.futures.Future(devices=[device] if device.type == "cuda" else [])
 
 
 def fp16_compress_wrapper(hook: Hook) -> Hook:

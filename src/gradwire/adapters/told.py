@@ -76,7 +76,7 @@ def _namespaces(places: list[Any]) -> list[dict[str, Any]]:
     """The names of some modules, and of all that are neither PyTorch's nor gradwire's."""
     found = list(sys.modules.items())
     others = [module for name, module in found if name.partition(".")[0] not in ("torch", "gradwire")]
-    spaces = [vars(module) for module in (*places, *others) if _is_module(module)]
+    spaces = [vars(module) for module in (*places, *others) if isinstance(module, ModuleType)]
     # A process that is spawned runs the script again, and gives __main__ a copy of the names that its functions have.
     spaces += [function.__globals__ for function in _functions(vars(sys.modules["__main__"]))]
     return list({id(space): space for space in spaces}.values())
@@ -86,8 +86,3 @@ def _functions(names: Mapping[str, Any]) -> list[FunctionType]:
     """Functions and methods among what has names."""
     classes = [vars(value) for value in list(names.values()) if isinstance(value, type)]
     return [value for held in (names, *classes) for value in list(held.values()) if isinstance(value, FunctionType)]
-
-
-def _is_module(found: object) -> bool:
-    """Whether it is one: some packages put stranger things into their places."""
-    return isinstance(found, ModuleType)

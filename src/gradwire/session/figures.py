@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import Protocol
 
 import torch
@@ -18,9 +19,15 @@ from gradwire.drivers.window import DDP_CAPS, Window
 from gradwire.reducers.base import Reducer
 from gradwire.session.feed import Feed
 from gradwire.session.lane import Lane
+from gradwire.session.meeting import group_store
 from gradwire.session.pace import WindowPace
 from gradwire.session.report import Report, observed
 from gradwire.session.step_times import StepBoard
+
+
+def wants_times() -> bool:
+    """Whether sessions time their link as they begin, which takes seconds on slow links; alike on all ranks."""
+    return os.environ.get("GRADWIRE_TIME_LINK") != "0"
 
 
 class Figures:
@@ -71,7 +78,9 @@ class Figures:
         return observed(self.engine, self.window, times, others, self.method, averages, owed, self.pace, self.uncounted)
 
     def measure_link(self) -> Link | None:
-        """Measure again how long an uncompressed all-reduce takes, since links change; at the beginning that was done.
+        """Measure how long an uncompressed all-reduce takes: again, since links change, or for the first time.
+
+        A session does this as it begins, unless the environment has `GRADWIRE_TIME_LINK=0`.
 
         Every rank must call it at the same place, between two steps. It takes a tenth of a second on fast
         links, and about fifteen at most on slow ones.
@@ -89,6 +98,10 @@ class Figures:
             bench = Bench(self.transport, self._device)
             nbytes, caps = self.engine.dense_bytes, self.window.caps or DDP_CAPS
             self._link_times = self.lane.call(lambda: reduction_times(bench, nbytes, caps), " in measure_link")
+            if self._board is None and self._link_times and self._device.type == "cpu":
+                group = self.lane.group
+                self._board = StepBoard(group_store(), group.group_name, group.rank(), group.size())
+                self.feed.board = self._board
         finally:
             self.feed.vacate()
         return self._link_times.link if self._link_times else None

@@ -193,9 +193,10 @@ class Report:
         return _text(self)
 
 
-_NO_TIMES = "what time that saves is not estimated on a GPU or with FSDP2"
+_NO_TIMES = "what time that saves is not estimated on a GPU, with FSDP2, or where the link was not timed"
 _NO_TIMES_OF_MODELS = (
-    "what time that saves is not estimated on a GPU, with shards, fragments, levels, averaged moments or a delay"
+    "what time that saves is not estimated on a GPU, with shards, fragments, levels, averaged moments, a delay, or "
+    "where the link was not timed"
 )
 
 

@@ -18,7 +18,7 @@ from gradwire.drivers.window import Window
 from gradwire.reducers.base import Reducer
 from gradwire.session.ending import Ending
 from gradwire.session.feed import Feed
-from gradwire.session.figures import Figures
+from gradwire.session.figures import Figures, wants_times
 from gradwire.session.form import WHOLE, Form
 from gradwire.session.lane import Lane, group_of
 from gradwire.session.making import Maker
@@ -28,7 +28,6 @@ from gradwire.session.non_finite import Culprits, require_reaction, warning_text
 from gradwire.session.own_file import require_own_file
 from gradwire.session.states import packed, take_up, unpacked
 from gradwire.session.step import SessionStep
-from gradwire.session.step_times import StepBoard
 from gradwire.session.watching import watch
 
 DEADLINE_S = 300.0
@@ -55,7 +54,8 @@ class Session(Figures):
         scaler: the loss scaler of the training loop, if it has one: residuals follow its scale.
         checksum: send a CRC-32 with each payload, see `gradwire.attach`.
         lane: communication that others have made and use too, whose group and deadline count then. It is not closed
-            with the session, and the link is not timed, since others may be using it.
+            with the session, and the link is not timed, since others may be using it. Otherwise the link is timed for
+            `report()`, unless the environment has `GRADWIRE_TIME_LINK=0` on all ranks.
         what: the call that errors speak of.
         form: how tensors become grains; ports that do not deliver whole ones have one of their own.
         check_every: steps between two comparisons of the parameters of all ranks, which are `tensors` then: a model, or
@@ -145,10 +145,9 @@ class Session(Figures):
             )
             first = self._maker.first(self.reducer, seed)
             self.feed = Feed(first, specs, Window(form.caps), scaler, self.lane.executor.run)
-            place = self.lane.group.group_name
-            if lane is None and form.times_link and self.measure_link() and self._device.type == "cpu":
-                self._board = self.feed.board = StepBoard(group_store(), place, group.rank(), group.size())
-            self._culprits = Culprits(group_store(), f"{place}/{specs[0].name}", group.rank())
+            if lane is None and form.times_link and wants_times():
+                self.measure_link()
+            self._culprits = Culprits(group_store(), f"{self.lane.group.group_name}/{specs[0].name}", group.rank())
         except BaseException:
             self.close(at_once=True)
             raise
@@ -157,6 +156,8 @@ class Session(Figures):
         """What must be the same on all ranks besides the method."""
         if self._watch is not None:
             yield self._watch.says
+        if not wants_times():
+            yield "the link is not timed"
         if self.on_non_finite != "warn":
             yield f"on_non_finite={self.on_non_finite!r}"
 

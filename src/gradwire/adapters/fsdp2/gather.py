@@ -188,7 +188,7 @@ class GatherPort:
     def _encoded(self, given: Tensor, chunks: tuple[_Chunk, ...]) -> Tensor:
         """The row that is sent."""
         began, marks = time.thread_time(), iter(_marks(chunks))
-        row = torch.zeros(_row_nbytes(chunks), dtype=torch.uint8, device=given.device)
+        row = torch.zeros(_up(_marks(chunks).stop), dtype=torch.uint8, device=given.device)
         for chunk in chunks:
             if chunk.layout is None:
                 chunk.wire(row).copy_(chunk.given(given))
@@ -245,10 +245,6 @@ def _marks(chunks: Sequence[_Chunk]) -> range:
     """Where in a row the bytes are that tell which of the coded chunks do not come out finite."""
     begin = _up(chunks[-1].at + chunks[-1].sent)
     return range(begin, begin + sum(chunk.layout is not None for chunk in chunks))
-
-
-def _row_nbytes(chunks: Sequence[_Chunk]) -> int:
-    return _up(_marks(chunks).stop)
 
 
 def _spoiled(rows: Tensor, chunks: Sequence[_Chunk]) -> list[_Chunk]:

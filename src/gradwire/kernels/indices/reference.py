@@ -41,10 +41,6 @@ def _to_words(stream: Tensor) -> Tensor:
     return (stream.view(-1, WORD) << _arange(WORD, stream)).sum(1)
 
 
-def _to_bits(words: Tensor) -> Tensor:
-    return ((words[:, None] >> _arange(WORD, words)) & 1).view(-1)
-
-
 def _write(values: Tensor, positions: Tensor, valid: Tensor, bits: Tensor, words: int) -> Tensor:
     """Return the words of a stream: low bits of `values`, then ones at `positions` of the unary part."""
     lanes, i, nowhere = _arange(LANES, values), _arange(values.numel(), values), WORD * words
@@ -58,7 +54,7 @@ def _write(values: Tensor, positions: Tensor, valid: Tensor, bits: Tensor, words
 
 def _read(words: Tensor, count: int, some: Tensor, bits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return low bits and unary positions of `some` values, padded to `count`, and whether there are as many."""
-    stream = _to_bits(words)
+    stream = ((words[:, None] >> _arange(WORD, words)) & 1).view(-1)
     at, i, lanes = _arange(stream.numel(), words), _arange(count, words), _arange(LANES, words)
     start = some * bits
     ones = (stream == 1) & (at >= start)

@@ -28,10 +28,6 @@ def packed_nbytes(numel: int, bits: int) -> int:
     return -(-numel * bits // 8)
 
 
-def _code_dtype(bits: int) -> torch.dtype:
-    return torch.uint8 if bits <= 8 else torch.int32
-
-
 def pack_bits(codes: Tensor, bits: int, out: Tensor) -> None:
     """Write codes side by side, the first in the lowest bits of the first byte; bits to spare are zero.
 
@@ -50,7 +46,7 @@ def pack_bits(codes: Tensor, bits: int, out: Tensor) -> None:
     True
     """
     require_range("bits", bits, 1, 16)
-    require("codes", codes, _code_dtype(bits))
+    require("codes", codes, torch.uint8 if bits <= 8 else torch.int32)
     require("out", out, torch.uint8)
     require_size("out", out, packed_nbytes(codes.numel(), bits))
     _pack_bits.on(codes.device, codes.numel())(codes, bits, out)
