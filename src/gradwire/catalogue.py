@@ -158,7 +158,7 @@ def facts(entry: Entry) -> dict[str, str]:
     >>> facts(entry("trimmed"))["fewest ranks"]
     '3 for trimmed:1'
     >>> facts(entry("sign"))["kernels on CUDA"]
-    'Triton: selection.all_finite, sign.sign_decode, sign.sign_encode'
+    'Triton: sign.sign_decode, sign.sign_encode'
     """
     return listed(entry) | _kernel_facts(entry)
 
