@@ -185,6 +185,28 @@ def in_the_background(rank: int, world_size: int) -> list[float]:
         return x.tolist()
 
 
+def timed_later(rank: int, world_size: int) -> list[Any]:
+    """What a report knows of times and of the link before all ranks time it, and afterwards."""
+    x, told = torch.ones(64, 64), list[Any]()
+    with gradwire.Session({"x": x}, "int4", deadline_s=20) as session:
+        for _ in range(2):
+            for _ in range(16):
+                session.reduce_({"x": x})
+            report = session.report()
+            told.append([report.times is not None, report.link_bits_per_s is not None, report.verdict])
+            session.measure_link()
+    return told
+
+
+def timing_differs(rank: int, world_size: int) -> str:
+    """What is said where one rank would time the link, and the other one would not."""
+    try:
+        gradwire.Session({"x": torch.ones(4)}, "int4", deadline_s=20)
+    except gradwire.AttachError as error:
+        return str(error)
+    return ""
+
+
 def left_out(rank: int, world_size: int) -> str:
     """The last rank leaves a tensor out; what each is told."""
     x, y = torch.ones(4), torch.ones(3)

@@ -78,8 +78,22 @@ def test_ranks_that_differ_are_told_in_what_and_which() -> None:
         assert "'y' (2, 3) torch.float16 on cpu on rank 2" in told["dtype"]
         assert "number 0 is 'y'" in told["order"]
         assert "number 1 is nothing on rank 2, and 'y'" in told["fewer"]
-        assert "the method: rank 2 has int8, seed=0, checksum=False, and rank 0 has int4, seed=0" in told["method"]
+        assert "the method: rank 2 has int8, seed=0, checksum=False" in told["method"]
+        assert "and rank 0 has int4, seed=0" in told["method"]
         assert "grain_numel=" in told["grains"]
+
+
+def test_the_link_is_timed_when_all_ranks_ask_for_it() -> None:
+    for before, after in run("timed_later", 2):
+        assert before[:2] == [False, False]
+        assert before[2].endswith("or where the link was not timed")
+        assert after[:2] == [True, True]
+
+
+def test_ranks_time_the_link_together_or_not_at_all() -> None:
+    said = run_function(f"{CASES}:timing_differs", 2, {}, 120, environments=[{}, {"GRADWIRE_TIME_LINK": "1"}])
+    assert len(set(said)) == 1
+    assert "rank 0 has int4, seed=0, checksum=False, the link is not timed" in said[0]
 
 
 def test_a_tensor_left_out_on_one_rank_is_named_on_all() -> None:
