@@ -1,4 +1,4 @@
-"""How near to the truth `handle.report()` is: fp32 steps that were measured, beside those that it estimates.
+"""How near to the truth `session.report()` is: fp32 steps that were measured, beside those that it estimates.
 
 Four hosts on an emulated network train a perceptron in turns, some steps with DDP alone and some with `int4`. The truth
 is the mean of DDP's steps, without the first of each turn. Each cell is a network of another rate, delay and loss, with

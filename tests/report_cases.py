@@ -1,4 +1,4 @@
-"""What each rank does in the tests of `handle.report()`."""
+"""What each rank does in the tests of `session.report()`."""
 
 import functools
 import json

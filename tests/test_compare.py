@@ -465,7 +465,7 @@ def test_a_comparison_from_end_to_end(toy: str, tmp_path: Path, capsys: pytest.C
     assert kept is not None
     assert kept["sent_bytes"] * 8 == comparison.finished("int4")[0].wire.payload * 1.0
     assert comparison.finished("torch.fp32")[0].report is None
-    assert f"handle.report(): {kept['verdict']}" in capsys.readouterr().out
+    assert f"session.report(): {kept['verdict']}" in capsys.readouterr().out
     assert cli.main(["report", str(out)]) == 0
     assert "torch.powersgd:1" in capsys.readouterr().out
 

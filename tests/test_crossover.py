@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from comparisons import comparison, run
 from gradwire.bench.crossover import TargetCost, course, measured_rate, method_pays_below, pays_below
+from gradwire.core.grammar import renamed
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 FALLING = tuple(4.0 - 0.1 * step for step in range(31))
@@ -110,7 +111,7 @@ def test_without_a_target_met_or_a_rate_known_nothing_is_said():
 
 def rows(name: str) -> dict[str, dict[str, str]]:
     with (RESULTS / name).open() as file:
-        return {row["method"]: row for row in csv.DictReader(file)}
+        return {renamed(row["method"]): row for row in csv.DictReader(file)}
 
 
 def measured(row: dict[str, str], rate: float) -> TargetCost:

@@ -1,4 +1,4 @@
-"""`handle.report()`: the arithmetic and the verdicts without processes, then real runs."""
+"""`session.report()`: the arithmetic and the verdicts without processes, then real runs."""
 
 from __future__ import annotations
 

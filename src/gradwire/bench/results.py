@@ -98,7 +98,7 @@ class Run:
         wire: itemised bytes.
         split: itemised seconds.
         residual_norm: norm of what error feedback still owes at the end, where there is any.
-        report: rank 0's `handle.report().as_dict()` at the end; None for PyTorch's own hooks.
+        report: rank 0's `session.report().as_dict()` at the end; None for PyTorch's own hooks.
         conditions: the options and versions it ran under, compared before it is reused.
         line_cores: processor time of the network's delay line over the time of the run; None where there is none.
         line_missed: frames that the delay line was too slow to take.

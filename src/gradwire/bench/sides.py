@@ -59,7 +59,7 @@ class Side(ABC):
         return None
 
     def report(self) -> dict[str, Any] | None:
-        """What the method says of itself: `handle.report().as_dict()`, where there is a handle."""
+        """What the method says of itself: `session.report().as_dict()`, where there is a session."""
         return None
 
     def link_changed(self) -> None:
