@@ -87,3 +87,11 @@ def parameters(item: pytest.Item) -> Mapping[str, Any]:
 def asked(request: pytest.FixtureRequest) -> list[Mapping[str, Any]]:
     """The parameters of the cases that run in this file: for set-ups that serve many cases at once."""
     return [parameters(item) for item in request.session.items if item.path == request.path]
+
+
+@pytest.fixture
+def siblings(request: pytest.FixtureRequest) -> list[Mapping[str, Any]]:
+    """The parameters of the cases of this test that run, its own among them."""
+    own = request.node
+    names = (item for item in request.session.items if item.path == own.path)
+    return [parameters(item) for item in names if vars(item).get("originalname") == own.originalname]

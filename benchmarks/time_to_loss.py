@@ -9,8 +9,10 @@ import sys
 from pathlib import Path
 
 from gradwire.bench import storage
+from gradwire.bench.crossover import measured_rate
 from gradwire.bench.figures import smooth
-from gradwire.bench.results import Comparison
+from gradwire.bench.results import FLOOR, Comparison
+from gradwire.bench.verdict import bandwidth
 from pages import DOCS
 from plots import Line, Panel, figure
 
@@ -18,16 +20,19 @@ from plots import Line, Panel, figure
 def plot(comparison: Comparison) -> str:
     """The drawing, of each method's first seed. Losses are smoothed as in the comparison's table.
 
-    The axis of time is logarithmic, since methods differ by more than five times.
+    The axis of time is logarithmic, since methods differ by more than five times. The run without communication is left
+    out: each of its ranks trains alone, so its loss is not that of one model.
     """
     lines = [
         Line(run.method, list(zip(run.times_s, smooth(run.losses, comparison.smoothing), strict=True)), dots=False)
         for run in comparison.runs
-        if run.seed == 0 and run.status == "finished" and run.losses
+        if run.method != FLOOR and run.seed == 0 and run.status == "finished" and run.losses
     ]
+    rate = measured_rate(comparison)
+    links = comparison.options["rate"] if rate is None else bandwidth(rate)
     return figure(
         "Training loss against time, one line for each method",
-        [Panel(f"Training loss against seconds, {comparison.options['rate']}", "seconds", lines, log_x=True, low=2.0)],
+        [Panel(f"Training loss against time, links of {links}", "seconds", lines, log_x=True, low=2.0)],
     )
 
 

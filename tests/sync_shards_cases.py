@@ -206,28 +206,25 @@ def sizes(rank: int, world_size: int) -> dict[str, int]:
 # Resuming ------------------------------------------------------------------------------------------------------
 
 
-def resumed(rank: int, world_size: int, folder: str, again: bool, names: list[str]) -> dict[str, Any]:
+def resumed(rank: int, world_size: int, folder: str, again: bool, name: str) -> str:
     """A save in mid-window, and the second half in new processes."""
-    return {name: _resumed(rank, Path(folder) / name, again, name) for name in names}
-
-
-def _resumed(rank: int, folder: Path, again: bool, name: str) -> str:
+    kept = Path(folder)
     mesh = two_dimensions()
     net = sharded(mesh, Net())
     with (
         gradwire.attach(net, "int8", deadline_s=DEADLINE_S) as handle,
         LocalSGD(adam(net), net, **settings(mesh, name)) as optimizer,
     ):
-        inside = folder / f"copy{mesh['replicate'].get_local_rank()}"
+        inside = kept / f"copy{mesh['replicate'].get_local_rank()}"
         if again:
-            net.load_state_dict(torch.load(folder / f"{rank}.pt", weights_only=False))
+            net.load_state_dict(torch.load(kept / f"{rank}.pt", weights_only=False))
             gradwire.load(inside, handle)
-            assert gradwire.load(folder / "sync", optimizer) == 6
+            assert gradwire.load(kept / "sync", optimizer) == 6
         else:
             train(net, optimizer, rank, 0, 6)
             gradwire.save(inside, handle)
-            gradwire.save(folder / "sync", optimizer)
-            torch.save(net.state_dict(), folder / f"{rank}.pt")
+            gradwire.save(kept / "sync", optimizer)
+            torch.save(net.state_dict(), kept / f"{rank}.pt")
         train(net, optimizer, rank, 6, STEPS)
         before = fsdp2_cases.digest(net)
         optimizer.sync()

@@ -303,8 +303,9 @@ with Network(2, mode="user") as network:
 def creator() -> Generator[tuple[subprocess.Popen[str], str]]:
     """Another process with a network of its own, and the name of that; ended with the block."""
     environment = {**os.environ, **PATH}
+    heeding = ["env", "--default-signal=HUP,INT"]  # whoever runs the tests in the background ignores these
     with subprocess.Popen(
-        [sys.executable, "-c", CREATOR], stdout=subprocess.PIPE, text=True, env=environment
+        [*heeding, sys.executable, "-c", CREATOR], stdout=subprocess.PIPE, text=True, env=environment
     ) as process:
         assert process.stdout is not None
         try:

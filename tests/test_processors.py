@@ -39,5 +39,7 @@ def outcome(ranks: int, specs: tuple[str, ...]) -> dict[str, list[int]]:
 @pytest.mark.parametrize(("ranks", "spec"), [(ranks, spec) for ranks in RANKS for spec in specs(ranks)])
 @pytest.mark.draw(12)
 @pytest.mark.one_of("ranks")
-def test_ranks_on_different_processors_get_the_same_bits(ranks: int, spec: str, asked: list[Mapping[str, Any]]) -> None:
-    assert outcome(ranks, tuple(case["spec"] for case in asked if case["ranks"] == ranks))[spec] == []
+def test_ranks_on_different_processors_get_the_same_bits(
+    ranks: int, spec: str, siblings: list[Mapping[str, Any]]
+) -> None:
+    assert outcome(ranks, tuple(case["spec"] for case in siblings if case["ranks"] == ranks))[spec] == []

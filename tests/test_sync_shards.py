@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,20 +44,26 @@ def run(case: str, ranks: int = 4, **arguments: Any) -> list[Any]:
 
 
 @functools.cache
-def outcomes(kind: str) -> list[dict[str, Any]]:
-    """What every rank saw of all of these cases."""
-    return run("many", jobs=JOBS[kind])
+def outcomes(kind: str, *names: str) -> list[dict[str, Any]]:
+    """What every rank saw of these cases; of all of a kind where none are named."""
+    jobs = JOBS[kind]
+    return run("many", jobs={name: jobs[name] for name in names or jobs})
+
+
+Siblings = list[Mapping[str, Any]]
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_shards_are_averaged_as_whole_models_are(method: str) -> None:
-    for outcome in outcomes("as_whole"):
+@pytest.mark.draw(4)
+def test_shards_are_averaged_as_whole_models_are(method: str, siblings: Siblings) -> None:
+    every = outcomes("as_whole", *(case["method"] for case in siblings))
+    assert len({outcome[method]["digest"] for outcome in every}) == 1
+    for outcome in every:
         found = outcome[method]
         assert found["windows"] == found["wanted windows"]
         assert found["windows"].count(0) >= 3
         assert found["moved"] > 0.05
         assert max(found["mid-window"], found["copies"], found["end"]) < 1e-12
-    assert len({outcome[method]["digest"] for outcome in outcomes("as_whole")}) == 1
 
 
 @pytest.mark.parametrize("method", ["int8", "sparse"])
@@ -70,14 +77,16 @@ def test_a_shard_is_coded_by_itself_and_keeps_what_it_owes(method: str) -> None:
 
 
 @pytest.mark.parametrize("variant", WAYS)
-def test_copies_are_equal_whatever_fsdp2_does_within_them(variant: str) -> None:
-    for outcome in outcomes("ways"):
+@pytest.mark.draw(3)
+def test_copies_are_equal_whatever_fsdp2_does_within_them(variant: str, siblings: Siblings) -> None:
+    every = outcomes("ways", *(case["variant"] for case in siblings))
+    assert len({outcome[variant]["digest"] for outcome in every}) == 1
+    for outcome in every:
         found = outcome[variant]
         assert found["losses"][-1] < found["losses"][0] - 0.5
         frozen = [name for name in found["still"] if name.startswith(("blocks.1.", "blocks.2.up."))]
         assert bool(frozen) == (variant == "frozen")
         assert not set(found["still"]) & set(found["trained"])
-    assert len({outcome[variant]["digest"] for outcome in outcomes("ways")}) == 1
 
 
 def test_what_is_kept_has_the_size_of_a_shard() -> None:
@@ -90,16 +99,14 @@ def test_what_is_kept_has_the_size_of_a_shard() -> None:
 # State --------------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_goes_on_exactly_from_mid_window(tmp_path: Path) -> None:
-    names = [*CODED, "diloco", "streaming"]
-    for name in names:
-        (tmp_path / name).mkdir()
-    first, again = (run("resumed", folder=str(tmp_path), again=a, names=names) for a in (False, True))
+@pytest.mark.parametrize("name", [*CODED, "diloco", "streaming"])
+@pytest.mark.draw(2)
+def test_a_run_goes_on_exactly_from_mid_window(name: str, tmp_path: Path) -> None:
+    first, again = (run("resumed", folder=str(tmp_path), again=again, name=name) for again in (False, True))
     assert first == again
-    for name in names:
-        assert len({one[name].split()[0] for one in first}) == 2  # the copies were apart
-        if name not in ("streaming", "late"):
-            assert len({one[name].split()[1] for one in first}) == 1
+    assert len({one.split()[0] for one in first}) == 2  # the copies were apart
+    if name not in ("streaming", "late"):
+        assert len({one.split()[1] for one in first}) == 1
 
 
 def test_another_number_of_copies_goes_on_and_owes_as_much(tmp_path: Path) -> None:

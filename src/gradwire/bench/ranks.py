@@ -26,6 +26,7 @@ _TAIL_LINES = 20
 _OTHERS_TAIL_LINES = 5
 _TERMINATE_S = 2.0
 _TICK_S = 0.2
+_MOST_WARM = 12
 
 
 class RankFailure(CommunicationError):  # noqa: N818 - what fails is the rank
@@ -247,8 +248,9 @@ def run_function(
     """Call a function on every rank of a new Gloo group and return what each rank returned.
 
     On the loopback interface ranks are forked from warm processes, which are kept until this one ends: starting Python
-    and importing PyTorch would take longer than most functions. With a network or with variables of their own, which
-    libraries read when they are imported, ranks start from nothing, and end by taking Python apart as well.
+    and importing PyTorch would take longer than most functions. Ranks with variables of their own, which libraries read
+    when they are imported, have warm processes of their own. On a network ranks start from nothing, and end by taking
+    Python apart as well.
 
     Args:
         target: "package.module:function" or "path/to/file.py:function"; called as
@@ -267,18 +269,19 @@ def run_function(
     """
     with tempfile.TemporaryDirectory(prefix="gradwire-") as folder:
         results = [Path(folder) / f"result{rank}.json" for rank in range(ranks)]
+        own = list(environments or [{}] * ranks)
         words = [[target, json.dumps(dict(args or {})), str(result), str(deadline_s)] for result in results]
-        fresh = [[sys.executable, "-m", "gradwire.bench.rank_main", *of_rank] for of_rank in words]
         if network is not None:
             places = [network.environment(rank) for rank in range(ranks)]
+            fresh = [[sys.executable, "-m", "gradwire.bench.rank_main", *of_rank] for of_rank in words]
             commands = [network.command(rank, command) for rank, command in enumerate(fresh)]
         else:
             places = loopback_environments(ranks)
-            commands = fresh if environments else _warm_commands(words)
+            commands = _warm_ranks.commands(own, words)
         path = {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
         run_ranks(
             commands,
-            [{**place, **path, **own} for place, own in zip(places, environments or [{}] * ranks, strict=True)],
+            [{**place, **path, **variables} for place, variables in zip(places, own, strict=True)],
             log_dir=Path(folder),
             deadline_s=deadline_s,
         )
@@ -286,34 +289,45 @@ def run_function(
 
 
 class _WarmRanks:
-    """A warm process for each rank, from the first use until this process ends, all with the same environment."""
+    """A warm process for each rank, and for each set of variables of its own, from the first use on.
+
+    They end with this process. Those that were not used for longest end before, where there would be too many.
+    """
 
     def __init__(self) -> None:
         self._setting: object = None
-        self._processes: list[WarmProcess] = []
+        self._processes: dict[tuple[int, frozenset[tuple[str, str]]], WarmProcess] = {}
+        self._started = 0
         self._folder = tempfile.TemporaryDirectory(prefix="gradwire-")
 
-    def command(self, rank: int, words: Sequence[str]) -> list[str]:
-        """The command that does the work of `rank_main` in a new child."""
+    def commands(self, own: Sequence[Mapping[str, str]], words: Sequence[Sequence[str]]) -> list[list[str]]:
+        """For each rank, by its own variables, the command that does the work of `rank_main` in a new child."""
         # Libraries read variables when they are imported. pytest has one that tells which test it is at.
         setting = (sys.path, {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"})
-        if setting != self._setting or not all(process.is_alive for process in self._processes):
+        if setting != self._setting or not all(process.is_alive for process in self._processes.values()):
             self.close()
             self._setting = copy.deepcopy(setting)
-        while len(self._processes) <= rank:
-            log = Path(self._folder.name) / f"host{len(self._processes)}.log"
-            self._processes.append(WarmProcess(["gradwire.bench.rank_main:prepare"], log))
-        return self._processes[rank].command("gradwire.bench.rank_main:main", *words)
+        keys = [(rank, frozenset(variables.items())) for rank, variables in enumerate(own)]
+        idle = [key for key in self._processes if key not in keys]
+        for key in idle[: max(0, len(idle) + len(keys) - _MOST_WARM)]:
+            self._processes.pop(key).close()
+        for key, variables in zip(keys, own, strict=True):
+            self._processes[key] = self._processes.pop(key, None) or self._start(variables)  # the last ones now
+        return [
+            self._processes[key].command("gradwire.bench.rank_main:main", *of_rank)
+            for key, of_rank in zip(keys, words, strict=True)
+        ]
+
+    def _start(self, variables: Mapping[str, str]) -> WarmProcess:
+        self._started += 1
+        log = Path(self._folder.name) / f"host{self._started}.log"
+        return WarmProcess(["gradwire.bench.rank_main:prepare"], log, environment=variables)
 
     def close(self) -> None:
         """End all of them."""
         while self._processes:
-            self._processes.pop().close()
+            self._processes.popitem()[1].close()
 
 
 _warm_ranks = _WarmRanks()
 atexit.register(_warm_ranks.close)
-
-
-def _warm_commands(words: Sequence[Sequence[str]]) -> list[list[str]]:
-    return [_warm_ranks.command(rank, of_rank) for rank, of_rank in enumerate(words)]
