@@ -37,6 +37,10 @@ class ShardsElsewhereError(StateError):
     """What a shard's owner owes was saved by other ranks, since shards were cut otherwise."""
 
 
+class RecordError(GradwireError, ValueError):
+    """A record that was cut, is of another form, or was made by another program; nothing of it was taken up."""
+
+
 class FederationError(GradwireError, RuntimeError):
     """A round of a federation that cannot be made, or an update that its server refuses; nothing of it was applied."""
 

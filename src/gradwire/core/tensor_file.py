@@ -79,7 +79,7 @@ def _tensors(saved: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
 
 def _header(saved: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bytes:
     head = json.dumps({key: value for key, value in saved.items() if key != "parameters"})
-    text = header_of(head, tensors, _DTYPES)
+    text = header_of(tensors, _DTYPES, head)
     return text + b" " * (-len(text) % 8)
 
 

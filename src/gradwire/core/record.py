@@ -1,0 +1,195 @@
+"""Typed records: what travels between processes and what is kept, as numbers, texts and tensors.
+
+A record is a subclass of `Record` whose annotations say what each field holds. `pack` turns it into bytes in the layout
+of safetensors (`gradwire.core.tensor_table`), so that any reader of that format shows its tensors:
+
+    8 bytes     length of the header, little-endian
+    header      JSON: {NAME: {"dtype", "shape", "data_offsets"}, ...}, filled up with spaces
+    data        the tensors "0", "1", ... in the order of the fields; last the tensor "fields", MessagePack of all else
+
+`unpack` checks everything before it returns: lengths, the table, and each field against its annotation. Nothing that
+came from outside is executed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from numbers import Number
+from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar, cast
+
+import msgspec
+import torch
+from torch import Tensor
+
+from gradwire.core.errors import RecordError
+from gradwire.core.tensor_table import LENGTH, TableEntry, header_of, read_header
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "U8": torch.uint8,
+}
+"""Of tensors in records."""
+
+ALIGNMENT = 64
+"""Bytes. A tensor in a record is aligned as a new one is, since matrix products round by where a tensor lies."""
+
+_FIELDS = "fields"
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+"""A whole number of 0 or more."""
+
+R = TypeVar("R")
+
+
+class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What travels or is kept. A subclass names its fields with their types.
+
+    Fields hold numbers, texts, lists and mappings of these, other records, and tensors (`Floats`, `Bytes`, `Doubles`).
+
+    >>> class Step(Record, frozen=True):
+    ...     number: Count
+    ...     change: Floats
+    >>> unpack(pack(Step(3, torch.ones(2))), Step)
+    Step(number=3, change=tensor([1., 1.]))
+    >>> unpack(pack(Step(-1, torch.ones(2))), Step)
+    Traceback (most recent call last):
+        ...
+    gradwire.core.errors.RecordError: no Step: Expected `int` >= 0 - at `$.number`
+    """
+
+    def _replace(self, **changes: Any) -> Self:
+        """Return the same record with other values in some fields."""
+        return msgspec.structs.replace(self, **changes)
+
+
+class _Vector(type):
+    """The types of a record's tensors: an instance is a tensor of one dimension and of one of the type's dtypes."""
+
+    dtypes: tuple[torch.dtype, ...]
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, Tensor) and instance.dim() == 1 and instance.dtype in cls.dtypes
+
+
+if TYPE_CHECKING:
+    Floats = Bytes = Doubles = Tensor
+else:
+
+    class Floats(metaclass=_Vector):
+        """A vector of float32 or float64."""
+
+        dtypes = (torch.float32, torch.float64)
+
+    class Doubles(metaclass=_Vector):
+        """A vector of float64."""
+
+        dtypes = (torch.float64,)
+
+    class Bytes(metaclass=_Vector):
+        """A vector of uint8."""
+
+        dtypes = (torch.uint8,)
+
+
+# Writing --------------------------------------------------------------------------------------------------------------
+
+
+def pack(record: object) -> bytes:
+    """Return a record as bytes, for `unpack`."""
+    return b"".join(pieces(record))
+
+
+def pieces(record: object) -> list[bytes | memoryview]:
+    """Return what `pack` joins, without copying the tensors: for those who write into a socket or a file."""
+    tensors: list[Tensor] = []
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            tensors.append(value.detach().cpu().contiguous())
+            return len(tensors) - 1
+        if isinstance(value, Number):  # of numpy
+            return cast("Any", value).item()
+        raise NotImplementedError(f"a record holds no {type(value).__name__}")
+
+    fields = msgspec.msgpack.encode(record, enc_hook=plain)
+    header = header_of(
+        {str(number): tensor for number, tensor in enumerate(tensors)}, DTYPES, raw={_FIELDS: len(fields)}
+    )
+    header += b" " * (-(LENGTH + len(header)) % ALIGNMENT)
+    return [len(header).to_bytes(LENGTH, "little"), header, *map(memory, tensors), fields]
+
+
+def memory(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU, as bytes."""
+    return cast("memoryview", tensor.view(-1).view(torch.uint8).numpy().data)
+
+
+# Reading --------------------------------------------------------------------------------------------------------------
+
+
+def unpack(packed: bytes | bytearray | memoryview | Tensor, kind: type[R] | Any) -> R:
+    """Return the record of some bytes. Its tensors may share their memory.
+
+    Args:
+        packed: what `pack` returned.
+        kind: the class of the record, or a union of such classes.
+
+    Raises:
+        RecordError: bytes that are damaged, or of another record. A field at fault is named.
+    """
+    what = kind.__name__ if isinstance(kind, type) else "record"
+    try:
+        fields, tensors = _opened(packed)
+        return msgspec.msgpack.decode(fields, type=kind, dec_hook=lambda wanted, value: _tensor(wanted, value, tensors))
+    except msgspec.ValidationError as error:
+        raise RecordError(f"no {what}: {error}") from error
+    except (
+        msgspec.MsgspecError,
+        KeyError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        RuntimeError,
+        RecursionError,
+    ) as error:
+        told = f"{type(error).__name__}: {error}"[:120]
+        raise RecordError(f"a record that is damaged or of another program ({told})") from error
+
+
+def _opened(packed: bytes | bytearray | memoryview | Tensor) -> tuple[memoryview, Sequence[Tensor]]:
+    """The MessagePack of a record, and its tensors."""
+    data = memory(packed) if isinstance(packed, Tensor) else memoryview(packed)
+    start = LENGTH + int.from_bytes(data[:LENGTH], "little")
+    if start > len(data):
+        raise ValueError("its header is longer than all of it")
+    _, entries = read_header(bytes(data[LENGTH:start]), len(data) - start, DTYPES)
+    body = data[start:]
+    fields = entries.pop(_FIELDS)
+    if any(name != str(number) for number, name in enumerate(entries)):
+        raise ValueError("its tensors have other names")
+    tensors = [_read(body[entry.begin : entry.end], entry) for entry in entries.values()]
+    return body[fields.begin : fields.end], tensors
+
+
+def _read(content: memoryview, entry: TableEntry) -> Tensor:
+    """The tensor of these bytes: in their place where that is aligned and may be written to, else a copy."""
+    if not len(content):
+        return torch.empty(entry.shape, dtype=entry.dtype)
+    if content.readonly:
+        return torch.frombuffer(bytearray(content), dtype=entry.dtype).view(entry.shape)
+    found = torch.frombuffer(content, dtype=entry.dtype).view(entry.shape)
+    return found if found.data_ptr() % ALIGNMENT == 0 else found.clone()
+
+
+def _tensor(wanted: Any, value: object, tensors: Sequence[Tensor]) -> Tensor:
+    """The tensor that a field refers to; msgspec checks afterwards that it is one of those wanted."""
+    if type(value) is not int or not 0 <= value < len(tensors):
+        raise ValueError(f"Expected a tensor of {wanted.__name__}, got a value of another kind")
+    if not isinstance(tensors[value], wanted):
+        found = tensors[value]
+        raise ValueError(f"Expected {wanted.__name__}, got a tensor of shape {tuple(found.shape)} and {found.dtype}")
+    return tensors[value]
