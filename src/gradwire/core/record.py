@@ -125,7 +125,7 @@ def pieces(record: object) -> list[bytes | memoryview]:
 
 def memory(tensor: Tensor) -> memoryview:
     """The memory of a contiguous tensor on the CPU, as bytes."""
-    return cast("memoryview", tensor.view(-1).view(torch.uint8).numpy().data)
+    return tensor.view(-1).view(torch.uint8).numpy().data
 
 
 # Reading --------------------------------------------------------------------------------------------------------------
@@ -144,7 +144,9 @@ def unpack(packed: bytes | bytearray | memoryview | Tensor, kind: type[R] | Any)
     what = kind.__name__ if isinstance(kind, type) else "record"
     try:
         fields, tensors = _opened(packed)
-        return msgspec.msgpack.decode(fields, type=kind, dec_hook=lambda wanted, value: _tensor(wanted, value, tensors))
+        return msgspec.msgpack.decode(  # pyright: ignore[reportReturnType]
+            fields, type=kind, dec_hook=lambda wanted, value: _tensor(wanted, value, tensors)
+        )
     except msgspec.ValidationError as error:
         raise RecordError(f"no {what}: {error}") from error
     except (
