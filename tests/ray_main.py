@@ -68,7 +68,7 @@ def kills(folder: Path) -> dict[str, Any]:
     )
     with RunningActors(job, servers=2) as running:
         running.wait_for(20, DEADLINE_S)
-        imported().kill(running.workers.handles[2])
+        imported().kill(running.workers.children[2].handle)
         running.wait_for(80, DEADLINE_S)
         os.kill(imported().get(running.servers.handles[1].pid.remote()), signal.SIGKILL)
         outcome = running.wait(DEADLINE_S)

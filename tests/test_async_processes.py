@@ -56,16 +56,14 @@ def test_a_killed_worker_frees_the_others_and_a_killed_server_comes_back(tmp_pat
         snapshot_every=15,
     )
     with RunningProcesses(job) as running:
-        version = running.shared.version
-        wait_for(lambda: int(version) == 4)  # both others made two pushes, and wait
+        running.wait_for(4)  # both others made two pushes, and wait
         time.sleep(0.3)
-        assert int(version) == 4
+        running.look()
+        assert running.version == 4
         stuck = running.workers[2].pid
-        assert stuck is not None
         os.kill(stuck, signal.SIGKILL)
-        wait_for(lambda: int(version) >= 20)
+        running.wait_for(20)
         server = running.server.pid
-        assert server is not None
         os.kill(server, signal.SIGKILL)
         outcome = running.wait(DEADLINE_S)
     assert outcome.restarts == 1
@@ -78,7 +76,6 @@ def test_a_killed_worker_frees_the_others_and_a_killed_server_comes_back(tmp_pat
 
 def test_a_server_without_snapshots_is_missed() -> None:
     with RunningProcesses(Job(START, ASGD(0.05), async_processes.even, workers=1, pushes=10**4)) as running:
-        assert running.server.pid is not None
         os.kill(running.server.pid, signal.SIGKILL)
         with pytest.raises(CommunicationError, match=r"the server was killed by SIGKILL at push \d+ of 10000: give"):
             running.wait(DEADLINE_S)

@@ -18,8 +18,7 @@ from async_processes import even
 from gradwire import CommunicationError, CompositionError
 from gradwire.asynchronous import ASGD, Bounded, snapshots
 from gradwire.asynchronous.ray_actors import Job, actors, run, running
-from gradwire.asynchronous.ray_actors.watch import Servers
-from gradwire.asynchronous.several import JournalRow
+from gradwire.asynchronous.several import JournalRow, ServerWatch
 from ray_fake import FakeRay
 from scripts import ROOT, Script, said_by
 
@@ -114,9 +113,9 @@ def test_a_job_over_three_servers_is_run_to_its_last_push(fake: FakeRay) -> None
 def test_a_worker_that_died_is_left_and_started_anew(fake: FakeRay) -> None:
     with running.RunningActors(job_of(pace=Bounded(1), pushes=40), servers=2, worker_restarts=1) as made:
         made.wait_for(4, 60)
-        fake.kill(made.workers.handles[1])
+        fake.kill(made.workers.children[1].handle)
         made.wait_for(20, 60)
-        fake.kill(made.workers.handles[1])
+        fake.kill(made.workers.children[1].handle)
         outcome = made.wait(60)
     assert outcome.lost == (1, 1)
     for history in outcome.histories:
@@ -156,6 +155,6 @@ def test_a_snapshot_that_cannot_be_written_ends_the_run(
 def test_deadlines_say_what_was_waited_for(fake: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(CommunicationError, match=r"push \d+ of 1000000 was the last after 0.5 s"):
         run(job_of(pushes=10**6), deadline_s=0.5)
-    monkeypatch.setattr(Servers, "poll", lambda self, dead: None)  # pyright: ignore[reportUnknownLambdaType]
+    monkeypatch.setattr(ServerWatch, "poll", lambda self, dead, seconds: None)  # pyright: ignore[reportUnknownLambdaType]
     with pytest.raises(CommunicationError, match=r"server 0 was not started within 0.2 s: Ray has 2 processors: give"):
         run(job_of(), deadline_s=0.2)

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from gradwire import AttachError, CommunicationError, StepError
 from gradwire.asynchronous import AsynchronousOptimizer, Bounded, HogwildOptimizer, Sending, parse
-from gradwire.asynchronous.remote_servers import Granted, RemoteServers
-from gradwire.asynchronous.sockets import frames
+from gradwire.asynchronous.remote_servers import GrantedValues, RemoteServers
 from gradwire.codecs import TopK
+from gradwire.peers import greeting
 from sync_cases import flat
 
 DEADLINE_S = 30.0
@@ -55,7 +55,7 @@ def no_staleness(rank: int, world_size: int) -> float:
     network, reference = model(), model()
     join = RemoteServers.join
 
-    def late(servers: RemoteServers) -> Granted:
+    def late(servers: RemoteServers) -> GrantedValues:
         time.sleep(0.5 * (rank == world_size - 1))
         return join(servers)
 
@@ -116,12 +116,12 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
         except AttachError as error:
             said[kind.__name__] = str(error)
     network = model()
-    version = frames.VERSION + (rank == world_size - 1)
-    with patch("gradwire.asynchronous.optimizer.FRAMES", version):
+    version = "0.0.1" if rank == world_size - 1 else greeting.version()
+    with patch("gradwire.peers.greeting.version", lambda: version):
         try:
             AsynchronousOptimizer(sgd(network), network, deadline_s=DEADLINE_S)
         except AttachError as error:
-            said["frames"] = str(error)
+            said["version"] = str(error)
     sending = Sending(TopK(0.5), 1.0)
     optimizer = AsynchronousOptimizer(sgd(network), network, sending=sending, deadline_s=DEADLINE_S)
     before = flat(network)

@@ -35,6 +35,7 @@ class Job:
         snapshot_every: updates between snapshots.
         patience_s: seconds until a worker that never came is taken for dead, and until a worker gives up a server that
             is not there.
+        silent_s: seconds without a sign of life after which a connection is lost, where the carrier has such signs.
 
     Raises:
         CompositionError: a number out of range.
@@ -52,9 +53,10 @@ class Job:
     folder: Path | None = None
     snapshot_every: int = 100
     patience_s: float = 120.0
+    silent_s: float = 30.0
 
     def __post_init__(self) -> None:
-        if self.pushes < 1 or self.snapshot_every < 1 or not self.patience_s > 0:
+        if self.pushes < 1 or self.snapshot_every < 1 or not self.patience_s > 0 or not self.silent_s > 0:
             raise CompositionError(
                 f"a run of {self.pushes} pushes with snapshots every {self.snapshot_every} and a patience of "
                 f"{self.patience_s} s: give 1 or more of each"

@@ -6,7 +6,6 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, TypedDict
 
@@ -16,25 +15,28 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from gradwire.asynchronous.job import Job
 from gradwire.asynchronous.lengths import Fixed, Length
 from gradwire.asynchronous.names import Names
 from gradwire.asynchronous.pace import Free, Pace
-from gradwire.asynchronous.parts import seed_of
-from gradwire.asynchronous.remote_servers import Connection, Granted, RemoteServers
+from gradwire.asynchronous.remote_servers import GrantedValues, RemoteServers
 from gradwire.asynchronous.rules import ASGD, ServerRule
-from gradwire.asynchronous.server import ParameterServer
-from gradwire.asynchronous.several.cut import named_parts
-from gradwire.asynchronous.sockets.connection import RemoteConnection
-from gradwire.asynchronous.sockets.frames import SECRET
-from gradwire.asynchronous.sockets.frames import VERSION as FRAMES
-from gradwire.asynchronous.sockets.host import Host
+from gradwire.asynchronous.several.messages import ServerReply
+from gradwire.asynchronous.several.part_server import PartServer
+from gradwire.asynchronous.several.worker import PartedWorker
 from gradwire.asynchronous.together import together
 from gradwire.asynchronous.unwaiting import UnwaitingOptimizer
+from gradwire.asynchronous.work import Work
 from gradwire.core.errors import CommunicationError, StepError
+from gradwire.peers import greeting
+from gradwire.peers.sockets import SILENT_S, SocketConnections, SocketServer
 from gradwire.sending import Sending
 from gradwire.session.names import named, require_whole
 from gradwire.sync.alike import require_same_start
 from gradwire.sync.swap import swapped, write_
+
+_ENDLESS = 1 << 62
+"""Pushes: ranks train for as long as their script does."""
 
 
 class AsynchronousWhere(TypedDict, total=False):
@@ -73,7 +75,7 @@ class AsynchronousOptimizer(UnwaitingOptimizer):
         address: of this machine, as the others reach it; by default the one by which it reaches MASTER_ADDR.
 
     Attributes:
-        version: updates that had been made when this rank was last told, by the server of the first part.
+        version: updates that had been made when this rank was last told, by the server that had made the most.
 
     Raises:
         AttachError: ranks that begin with different models or settings, or a parameter of the optimizer that the model
@@ -109,56 +111,55 @@ class AsynchronousOptimizer(UnwaitingOptimizer):
         self._parameters = named(model)
         self._names = Names(self._parameters)
         self._together = together("AsynchronousOptimizer", group, deadline_s)
-        rule, sending = rule or ASGD(1 / self.world_size), sending or Sending()
-        parts = named_parts(self._names.named(self._flat()), self.world_size)
-        settings = f"{rule!r}, {pace!r}, {length!r}, {sending!r}, seed {seed}"
-        require_same_start(f"{settings}, frames of version {FRAMES}", self._parameters, self._together)
-        server = ParameterServer(
-            parts[self.rank],
-            rule,
+        job = Job(
+            self._names.named(self._flat()),
+            rule or ASGD(1 / self.world_size),
+            _computes_itself,
             workers=self.world_size,
+            pushes=_ENDLESS,
             pace=pace or Free(),
             length=length or Fixed(),
-            sending=sending,
-            seed=seed_of(seed, self.rank),
+            sending=sending or Sending(),
+            seed=seed,
+            patience_s=deadline_s,
+            silent_s=min(SILENT_S, deadline_s),
         )
-        most = max(Names(part).nbytes for part in parts)
-        self._host, connections = self._connected(server, most, address)
-        self._servers = RemoteServers(
-            connections, parts, self.rank, sending=sending, seed=seed, deadline_s=self.deadline_s
-        )
-        sending.warm_up(Names(part).flat(part) for part in parts)
+        settings = f"{job.rule!r}, {pace!r}, {length!r}, {job.sending!r}, seed {seed}"
+        require_same_start(f"{settings}, gradwire {greeting.version()}", self._parameters, self._together)
+        self._host, self._servers = self._connected(job, address)
+        parts = [pusher.names for pusher in self._servers.worker.pushers]
+        job.sending.warm_up(torch.empty(part.numel, dtype=part.dtype) for part in parts)
         self._described = f"{type(inner).__name__} pushed by {settings}"
         self._is_open = self._steps = True
         granted = self._servers.join()
         self._together.gather("has joined")  # whoever joined later would begin with what the others have pushed by then
         self._pull(granted)
 
-    def _connected(self, server: ParameterServer, most: int, address: str | None) -> tuple[Host, list[Connection]]:
-        """This rank's server, and connections to those of all ranks."""
-        secret = bytes.fromhex(self._together.gather(secrets.token_hex(SECRET))[0])
-        host = Host(server, address or _own_address(), secret)
-        connections: list[Connection] = []
+    def _connected(self, job: Job, address: str | None) -> tuple[SocketServer, RemoteServers]:
+        """This rank's server, and its side of the servers of all ranks."""
+        secret = bytes.fromhex(self._together.gather(secrets.token_hex(greeting.SECRET_BYTES))[0])
+        served = PartServer(job, self.rank, self.world_size)
+        host = SocketServer(served, (address or _own_address(), 0), secret, silent_s=job.silent_s)
+        host.start()
         try:
-            for rank, there in enumerate(self._together.gather(list(host.address))):
-                connections.append(
-                    host.local_connection() if rank == self.rank else self._remote_connection(rank, there, secret, most)
-                )
+            found = self._together.gather(list(host.address))
+            addresses = [(str(name), int(port)) for name, port in found]
+            worker = PartedWorker(
+                self.rank, None, job.parameters, servers=self.world_size, sending=job.sending, seed=job.seed
+            )
+            connections = SocketConnections(
+                ServerReply,
+                [host if rank == self.rank else there for rank, there in enumerate(addresses)],
+                secret,
+                self.rank,
+                most_bytes=2 * self._names.nbytes + (1 << 16),
+                connect_s=min(10.0, self.deadline_s),
+                silent_s=job.silent_s,
+            )
         except BaseException:
             host.close()
             raise
-        return host, connections
-
-    def _remote_connection(self, rank: int, there: Sequence[Any], secret: bytes, most: int) -> RemoteConnection:
-        name, port = there
-        try:
-            return RemoteConnection((str(name), int(port)), secret, most, self.deadline_s)
-        except OSError as error:
-            raise CommunicationError(
-                f"rank {self.rank} cannot reach rank {rank}'s server at {name}:{port} ({error}): pass address= where a "
-                "host has several",
-                (rank,),
-            ) from error
+        return host, RemoteServers(worker, connections, self.deadline_s)
 
     # Steps -------------------------------------------------------------------------------------------------------
 
@@ -182,7 +183,7 @@ class AsynchronousOptimizer(UnwaitingOptimizer):
         self._pull(self._servers.push(self._granted.values - self._flat(), 0.0, begun - self._began_s))
         self._waited_s += time.perf_counter() - begun
 
-    def _pull(self, granted: Granted) -> None:
+    def _pull(self, granted: GrantedValues) -> None:
         self._granted, self._since = granted, 0
         write_(self._parameters, self._names.named(granted.values))
         self._began_s = time.perf_counter()
@@ -202,8 +203,7 @@ class AsynchronousOptimizer(UnwaitingOptimizer):
     @property
     @override
     def sent_bytes(self) -> int:
-        pushed = sum(sent for server, sent in enumerate(self._servers.sent_bytes) if server != self.rank)
-        return pushed + self._host.sent_bytes
+        return sum(self._servers.connections.sent_bytes) + self._host.sent_bytes
 
     @property
     @override
@@ -252,6 +252,10 @@ class AsynchronousOptimizer(UnwaitingOptimizer):
             self._is_open = False
             self._servers.close()
             self._host.close()
+
+
+def _computes_itself(worker: int) -> Work:
+    raise AssertionError("the script computes")
 
 
 def _own_address() -> str:

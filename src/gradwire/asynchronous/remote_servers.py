@@ -1,51 +1,31 @@
-"""What a worker says to all servers of a run: each has a part of the parameters, and grants and refuses alone.
-
-A worker computes when every server has granted it a push, and pushes to each its part. All servers hear of all pushes,
-so the bound holds at each of them, and the slowest worker is held by none: whoever waits, waits for somebody who goes
-on.
-"""
+"""A rank's side of the servers of all ranks, between the steps of an optimizer."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
+from typing_extensions import override
 
-from gradwire.asynchronous.messages import Grant
-from gradwire.asynchronous.parts import seed_of
-from gradwire.asynchronous.reception import NOTHING
-from gradwire.asynchronous.sockets.frames import Frame
-from gradwire.asynchronous.wire import MessageKind, WireMessage, plain
-from gradwire.asynchronous.worker import Pusher, require_finite
+from gradwire.asynchronous.several.client import WorkerClient, reason
+from gradwire.asynchronous.several.messages import Here, Leave, Read, Values, WorkerRequest
+from gradwire.asynchronous.several.worker import PartedWorker, values_of
 from gradwire.core.errors import CommunicationError
-from gradwire.sending import Sending
+from gradwire.peers.protocol import Arrived
+from gradwire.peers.sockets import SocketConnections
+
+_PATIENCE_S = 3.0
+"""Seconds in which a connection that was lost may be made again."""
 
 
-class Connection(Protocol):
-    """A way to one server: `sockets.connection.RemoteConnection`, or `LocalConnection` to one of this process."""
-
-    def send(self, message: WireMessage, data: Tensor) -> None:
-        """Send a message with bytes."""
-        ...
-
-    def receive(self, deadline_s: float) -> Frame:
-        """Wait for the server's next frame."""
-        ...
-
-    def close(self) -> None:
-        """The worker has ended."""
-        ...
-
-
-class Granted(NamedTuple):
+class GrantedValues(NamedTuple):
     """What all servers said together.
 
     Attributes:
         values: (d,) the parameters, where the parts may be of slightly different moments.
-        version: the updates that the first server had made.
+        version: the updates that had been made, by the server that had made the most.
         steps: local steps that the next push is to be made of, the fewest that any server asks for.
     """
 
@@ -54,48 +34,35 @@ class Granted(NamedTuple):
     steps: int
 
 
-class RemoteServers:
-    """A worker's side of several servers.
+class RemoteServers(WorkerClient):
+    """A worker's side of servers that are ranks: each call waits until all of them have replied.
 
     Args:
-        connections: to the servers, in the order of their parts.
-        parts: what each of them keeps, by name, in the same order (`several.cut.named_parts`).
-        worker: this one's number.
-        sending, seed: as the servers have them.
-        deadline_s: seconds to wait for an answer. Under a bound the answer may wait for the slowest worker.
+        worker: of a rank; it computes nothing by itself.
+        connections: to the servers.
+        deadline_s: seconds to wait for replies. Under a bound a reply may wait for the slowest worker.
 
     Attributes:
-        sent_bytes: payloads that were pushed, by server.
-        coded_s: processor time spent on making them.
+        coded_s: processor time spent on making pushes.
     """
 
-    def __init__(
-        self,
-        connections: Sequence[Connection],
-        parts: Sequence[Mapping[str, Tensor]],
-        worker: int,
-        *,
-        sending: Sending,
-        seed: int,
-        deadline_s: float,
-    ) -> None:
-        self.worker, self.deadline_s = worker, deadline_s
-        self.sent_bytes, self.coded_s = [0] * len(connections), 0.0
-        self._connections = connections
-        self._pushers = [Pusher(like, sending=sending, seed=seed_of(seed, part)) for part, like in enumerate(parts)]
-        self._grants: list[Grant] = []
+    connections: SocketConnections
 
-    def join(self) -> Granted:
+    def __init__(self, worker: PartedWorker, connections: SocketConnections, deadline_s: float) -> None:
+        super().__init__(worker, connections, min(_PATIENCE_S, deadline_s))
+        self.deadline_s, self.coded_s = deadline_s, 0.0
+        self._replies: dict[int, Here | Values] = {}
+
+    def join(self) -> GrantedValues:
         """Tell all servers that this worker is here, and wait until it may compute.
 
         Raises:
-            CommunicationError: a server that does not answer, or refuses.
+            CommunicationError: a server that does not reply, or refuses.
         """
-        for server in self._servers:
-            self._send(server, plain(MessageKind.JOIN, self.worker), NOTHING)
+        self.send(self.worker.begin())
         return self._granted()
 
-    def push(self, change: Tensor, loss: float, seconds: float) -> Granted:
+    def push(self, change: Tensor, loss: float, seconds: float) -> GrantedValues:
         """Push to all servers what was computed, and wait until this worker may compute again.
 
         Args:
@@ -105,74 +72,54 @@ class RemoteServers:
 
         Raises:
             StepError: what is not finite. Nothing was pushed then.
-            CommunicationError: a server that does not answer, or refuses.
+            CommunicationError: a server that does not reply, or refuses again and again.
         """
-        require_finite(change, self._grants[0])
-        steps = min(grant.steps for grant in self._grants)
-        changes = change.split([pusher.names.numel for pusher in self._pushers])
-        for server, (pusher, grant, part) in enumerate(zip(self._pushers, self._grants, changes, strict=True)):
-            begun = time.thread_time()
-            push = pusher.push_of(grant, part, loss, seconds)
-            self.coded_s += time.thread_time() - begun
-            # as long as the steps that this server asked for would have taken: it finds the worker's speed by them
-            own_s = seconds * grant.steps / steps
-            self._send(server, WireMessage(MessageKind.PUSH, grant, push.fingerprint, loss, own_s), push.wire)
-            self.sent_bytes[server] += push.wire.nbytes
+        begun = time.thread_time()
+        requests = self.worker.push(change, loss, seconds)
+        self.coded_s += time.thread_time() - begun
+        self.send(requests)
         return self._granted()
+
+    def _granted(self) -> GrantedValues:
+        self._until(lambda: self.worker.granted is not None, lambda server: not self.worker.holds(server))
+        grant = self.worker.granted
+        assert grant is not None
+        return GrantedValues(self.worker.values, grant.version, grant.steps)
 
     def leave(self) -> None:
         """Compute no more: nobody need wait for this worker, which may still `read`."""
-        for server in self._servers:
-            self._send(server, plain(MessageKind.LEAVE, self.worker), NOTHING)
+        self._all(self.worker.leave())
 
     def read(self) -> Tensor:
         """The parameters (d,) as they are now; no server takes it for a request to compute."""
-        for server in self._servers:
-            self._send(server, plain(MessageKind.READ, self.worker), NOTHING)
-        return torch.cat([self._values(server, self._heard(server, MessageKind.VALUES)) for server in self._servers])
+        replies = self._all(self.worker.read())
+        return values_of([reply for reply in replies if isinstance(reply, Values)])
 
-    @property
-    def _servers(self) -> range:
-        return range(len(self._connections))
+    def _all(self, requests: Sequence[WorkerRequest]) -> list[Here | Values]:
+        self._replies = {}
+        self.send(requests)
+        self._until(lambda: len(self._replies) == len(requests), lambda server: server not in self._replies)
+        return [self._replies[request.server] for request in requests]
 
-    def _granted(self) -> Granted:
-        frames = [self._heard(server, MessageKind.GRANT) for server in self._servers]
-        self._grants = [frame.message.grant for frame in frames]
-        for pusher, grant in zip(self._pushers, self._grants, strict=True):
-            pusher.settle(grant)
-        values = torch.cat([self._values(server, frame) for server, frame in enumerate(frames)])
-        return Granted(values, self._grants[0].version, min(grant.steps for grant in self._grants))
+    @override
+    def arrived(self, arrived: Arrived) -> None:
+        if isinstance(arrived.request, Read | Leave):
+            self._replies[arrived.server] = arrived.reply
+        super().arrived(arrived)
 
-    def _values(self, server: int, frame: Frame) -> Tensor:
-        names = self._pushers[server].names
-        if frame.data.numel() != names.nbytes:
-            raise CommunicationError(
-                f"server {server} sent {frame.data.numel()} bytes of parameters, not {names.nbytes}"
-            )
-        return frame.data.view(names.dtype)
+    def _until(self, is_done: Callable[[], bool], is_missing: Callable[[int], bool]) -> None:
+        end_s = time.monotonic() + self.deadline_s
+        while not is_done():
+            self.turn()
+            if time.monotonic() > end_s and not is_done():
+                server = next(server for server in range(self.connections.servers) if is_missing(server))
+                raise self.lost(server, 0.0, TimeoutError())
 
-    def _send(self, server: int, message: WireMessage, data: Tensor) -> None:
-        try:
-            self._connections[server].send(message, data)
-        except OSError as error:
-            raise self._lost(server, error) from error
-
-    def _heard(self, server: int, kind: MessageKind) -> Frame:
-        try:
-            frame = self._connections[server].receive(self.deadline_s)
-        except OSError as error:
-            raise self._lost(server, error) from error
-        if frame.message.kind is MessageKind.REFUSED:
-            raise CommunicationError(f"server {server} refuses worker {self.worker}: {frame.message.text}")
-        if frame.message.kind is not kind:
-            raise CommunicationError(f"server {server} answered {frame.message.kind.name} where {kind.name} was due")
-        return frame
-
-    def _lost(self, server: int, error: OSError) -> CommunicationError:
-        why = f"silent for {self.deadline_s:g} s" if isinstance(error, TimeoutError) else f"lost: {error}"
+    @override
+    def lost(self, server: int, since_s: float, error: Exception) -> CommunicationError:
+        why = f"silent for {self.deadline_s:g} s" if isinstance(error, TimeoutError) else f"lost: {reason(error)}"
         return CommunicationError(f"server {server}, in rank {server}'s process, is {why}", (server,))
 
     def close(self) -> None:
         """Tell the servers that this worker has ended."""
-        for connection in self._connections:
-            connection.close()
+        self.connections.close()

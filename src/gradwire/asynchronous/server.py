@@ -216,7 +216,8 @@ class ParameterServer:
         self._granted = [None] * self.workers
         self.clocks.disconnect()
 
-    def _settings(self) -> str:
+    def settings(self) -> str:
+        """What is the same in all servers that may go on from one saved state, as text."""
         parts = (self.rule, self.clocks.pace, self.length, self.sending, self.workers, self.names.fingerprint)
         return "asynchronous.Server(" + ", ".join(map(repr, parts)) + ")"
 
@@ -227,7 +228,7 @@ class ParameterServer:
 
     def state_dict(self) -> dict[str, Any]:
         """All that the server goes on from, in the form of `gradwire.core.saved`; tensors are copies."""
-        head = {"version": VERSION, "reducer": self._settings(), "step": self.version, "seed": self.seed, "scale": 1.0}
+        head = {"version": VERSION, "reducer": self.settings(), "step": self.version, "seed": self.seed, "scale": 1.0}
         granted = [None if grant is None else list(grant) for grant in self._granted]
         numbers = {"life": [self.life], "pushes": list(self.pushes), "granted": granted, "speeds": list(self._speeds)}
         vectors = {path: [{"start": 0, "values": tensor.clone()}] for path, tensor in self._vectors().items()}
@@ -241,8 +242,8 @@ class ParameterServer:
             StateError: the state of another model or of other settings, or what is no such state. Nothing is changed.
         """
         state = check_state(saved)
-        if not same(state["reducer"], self._settings()):
-            raise StateError(f"the saved state is that of {state['reducer'][:200]}, and this is {self._settings()}")
+        if not same(state["reducer"], self.settings()):
+            raise StateError(f"the saved state is that of {state['reducer'][:200]}, and this is {self.settings()}")
         found = _vectors_like(state["parameters"].get(_SERVER, {}), self._vectors())
         clocks = self.clocks.checked(_mapping(state, "clocks"))
         life, version = counts(state, "life", 1)[0], int(state["step"])

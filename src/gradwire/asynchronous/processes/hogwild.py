@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from gradwire.asynchronous.processes.children import end, how_it_ended, started, wait_for_any
 from gradwire.core.errors import CommunicationError, CompositionError
+from gradwire.peers.supervisor import ChildProcess, Supervisor, wait_for_any
 
 HogwildWork = Callable[[Mapping[str, Tensor], int, int], None]
 """work(parameters, process, processes) changes parameters in place until its share of the work is done."""
@@ -39,21 +39,15 @@ def hogwild(
     if processes < 1:
         raise CompositionError(f"{processes} processes: give 1 or more")
     shared = {name: tensor.detach().clone().share_memory_() for name, tensor in parameters.items()}
-    running = [started(_run, work, shared, number, processes) for number in range(processes)]
     end_s = time.monotonic() + deadline_s
-    try:
-        while any(process.is_alive() for process in running):
-            for number, process in enumerate(running):
-                if process.exitcode:
-                    raise CommunicationError(f"process {number} of {processes} {how_it_ended(process)}")
+    with Supervisor(lambda number: ChildProcess(_run, work, shared, number, processes), processes) as running:
+        while len(running.dead) < processes:
+            running.look()
+            for number in running.lost:
+                raise CommunicationError(f"process {number} of {processes} {running.how[number]}")
             if time.monotonic() > end_s:
                 raise CommunicationError(f"processes of Hogwild! still ran after {deadline_s:g} s")
-            wait_for_any([process for process in running if process.is_alive()], min(1.0, end_s - time.monotonic()))
-    finally:
-        end(running)
-    for number, process in enumerate(running):
-        if process.exitcode:
-            raise CommunicationError(f"process {number} of {processes} {how_it_ended(process)}")
+            wait_for_any(running.children, min(1.0, end_s - time.monotonic()))
     return shared
 
 

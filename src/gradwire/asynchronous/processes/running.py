@@ -1,137 +1,183 @@
-"""A job that runs: its processes are started, watched, and ended together."""
+"""A job as processes of one machine, which talk over Unix sockets and shared memory."""
 
 from __future__ import annotations
 
+import secrets
 import shutil
 import tempfile
 import time
-from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from typing import Self
+
+import torch
+from typing_extensions import override
 
 from gradwire.asynchronous.job import Job
-from gradwire.asynchronous.names import Names
-from gradwire.asynchronous.processes.children import end, how_it_ended, started, wait_for_any
-from gradwire.asynchronous.processes.job import JobOutcome, SharedTensors
-from gradwire.asynchronous.processes.job_server import serve
-from gradwire.asynchronous.processes.remote import work
+from gradwire.asynchronous.processes.job import JobOutcome
+from gradwire.asynchronous.several.client import WorkerClient
+from gradwire.asynchronous.several.cut import server_of
+from gradwire.asynchronous.several.journal import JournalRow
+from gradwire.asynchronous.several.messages import ServerReply
+from gradwire.asynchronous.several.outcome import ServersOutcome
+from gradwire.asynchronous.several.part_server import PartServer
+from gradwire.asynchronous.several.running import MOST_RESTARTS, OutcomeT, RunningJob
+from gradwire.asynchronous.several.watching import ServerWatch
+from gradwire.asynchronous.several.worker import PartedWorker
 from gradwire.asynchronous.simulation import Applied
 from gradwire.core.errors import CommunicationError
+from gradwire.peers.greeting import SECRET_BYTES
+from gradwire.peers.sockets import SharedRows, SocketConnections, SocketServer
+from gradwire.peers.supervisor import ChildProcess, Supervisor
 
-MOST_RESTARTS = 5
-_TICK_S = 0.2
+_WATCHER = -1
+"""The number of the process that watches, among the servers' peers."""
+_HEADS_BYTES = 1 << 16
+_ALL_BYTES = 1 << 62
 
 
-class RunningProcesses:
-    """Processes of a job. Leaving the `with` block ends them all.
+class _Running(RunningJob[OutcomeT]):
+    """Processes of a job. Leaving the `with` block ends them all."""
 
-        with RunningProcesses(job) as running:
+    def __init__(self, job: Job, *, servers: int = 1, worker_restarts: int = 0) -> None:
+        super().__init__(job)
+        self._home = tempfile.mkdtemp(prefix="gradwire-")  # nobody else may look into it
+        self._began_s, self._secret = time.time(), secrets.token_bytes(SECRET_BYTES)
+        self._paths = [str(Path(self._home) / f"server-{part}") for part in range(servers)]
+        self._rows = [_rows_of(job, part, servers) for part in range(servers)]
+        connections = SocketConnections(
+            ServerReply, self._paths, self._secret, _WATCHER, most_bytes=_ALL_BYTES, silent_s=job.silent_s
+        )
+        self.watch = ServerWatch(job, connections, self._missed)
+        self.servers = Supervisor(self._serve, servers)
+        self.workers = Supervisor(self._work, job.workers, restarts=worker_restarts)
+
+    def _serve(self, part: int) -> ChildProcess:
+        Path(self._paths[part]).unlink(missing_ok=True)
+        was_restarted = hasattr(self, "servers")
+        where = (self._paths[part], self._secret, self._rows[part])
+        return ChildProcess(_serve, self.job, part, len(self._paths), was_restarted, *where)
+
+    def _work(self, number: int) -> ChildProcess:
+        return ChildProcess(_work, self.job, number, self._paths, self._secret, self._rows)
+
+    @override
+    def look(self) -> None:
+        for part in self.servers.look():
+            self._start_again(part, self.servers.how[part])
+        super().look()
+
+    def _missed(self, part: int, error: Exception) -> None:
+        """A server cannot be reached: one that is silent is ended, and started again."""
+        if isinstance(error, TimeoutError) and self.watch.progress[part] is not None:
+            self._start_again(part, f"was silent for {self.job.silent_s:g} s")
+
+    def _start_again(self, part: int, how: str) -> None:
+        who = "the server" if len(self._paths) == 1 else f"server {part}"
+        said = f"{who} {how or 'ended by itself'} at push {self.version} of {self.job.pushes}"
+        if self.job.folder is None:
+            raise CommunicationError(
+                f"{said}: give the job a folder for snapshots, and it is started again from the newest"
+            )
+        if self.servers.restarted[part] >= MOST_RESTARTS:
+            raise CommunicationError(f"{said}, after {MOST_RESTARTS} restarts: look at its messages above")
+        self.servers.start_anew(part)
+
+    @override
+    def close(self) -> None:
+        self.watch.connections.close()
+        self.workers.close()
+        self.servers.close()
+        shutil.rmtree(self._home, ignore_errors=True)
+
+
+class RunningServers(_Running[ServersOutcome]):
+    """Processes of a job with several servers. Leaving the `with` block ends them all.
+
+        with RunningServers(job, servers=2) as running:
             outcome = running.wait(deadline_s=600)
 
     Args:
         job: what to do.
+        servers: S; each keeps as many parameters as the others, up to one. A server that dies, or is silent for
+            `job.silent_s`, is started again from its newest snapshot, where the job has a folder.
+        worker_restarts: how often a worker that died is started anew, for each worker.
 
     Attributes:
-        shared: tensors that the processes share; `shared.version` says how far they are.
-        server: the server's process.
-        workers: the workers' processes.
+        servers: the supervisor of the servers' processes.
+        workers: and that of the workers'.
+
+    Raises:
+        CompositionError: more servers than parameters.
     """
 
-    def __init__(self, job: Job) -> None:
-        self.job, self.shared = job, SharedTensors.of(job)
-        self._home = tempfile.mkdtemp(prefix="gradwire-")  # nobody else may look into it
-        self._began_s, self._restarts = time.monotonic(), 0
-        self.workers: list[SpawnProcess] = []
-        self.server = self._serve()
-        self.workers += [started(work, job, self.shared, self.path, number) for number in range(job.workers)]
+    @override
+    def outcome_of(self, outcome: ServersOutcome) -> ServersOutcome:
+        return outcome
+
+
+class RunningProcesses(_Running[JobOutcome]):
+    """Processes of a job with one server; the rest is as for `RunningServers`.
+
+    with RunningProcesses(job) as running:
+        outcome = running.wait(deadline_s=600)
+    """
+
+    def __init__(self, job: Job, *, worker_restarts: int = 0) -> None:
+        super().__init__(job, worker_restarts=worker_restarts)
 
     @property
-    def path(self) -> str:
-        """Of the server's socket."""
-        return str(Path(self._home) / "server")
+    def server(self) -> ChildProcess:
+        """The server's process."""
+        return self.servers.children[0]
 
-    def _serve(self) -> SpawnProcess:
-        Path(self.path).unlink(missing_ok=True)
-        return started(serve, self.job, self.shared, self.path, self._dead())
+    @override
+    def outcome_of(self, outcome: ServersOutcome) -> JobOutcome:
+        history = [self._applied(row) for row in outcome.histories[0]]
+        return JobOutcome(outcome.parameters, history, outcome.lost, outcome.restarts[0])
 
-    def _dead(self) -> tuple[int, ...]:
-        return tuple(number for number, process in enumerate(self.workers) if process.exitcode is not None)
+    def _applied(self, row: JournalRow) -> Applied:
+        return Applied(row.at_s - self._began_s, row.worker, row.number, row.version, row.staleness, row.loss)
 
-    def wait(self, deadline_s: float = 600.0) -> JobOutcome:
-        """Wait for the last push.
 
-        A worker that dies is gone, and the others go on. A server that dies is started again from its newest snapshot,
-        where the job has a folder; what was pushed since then is lost, and workers make other pushes of the same
-        numbers.
+def _rows_of(job: Job, part: int, servers: int) -> SharedRows:
+    values = server_of(job, part, servers).values
+    return SharedRows.of(job.workers, job.sending.nbytes(values) + _HEADS_BYTES, values.nbytes + _HEADS_BYTES)
 
-        Raises:
-            CommunicationError: no worker is left, a server that cannot be restarted, or the deadline. All processes
-                are ended then.
-        """
-        end_s = time.monotonic() + deadline_s
-        while not self._is_done():
-            self._require_time(end_s, deadline_s)
-            self._look()
-            living = [process for process in (self.server, *self.workers) if process.is_alive()]
-            wait_for_any(living, min(_TICK_S, end_s - time.monotonic()))
-        return self._outcome()
 
-    def _look(self) -> None:
-        if self.server.exitcode is not None and not self._is_done():
-            self._restart()
-        if len(self._dead()) == self.job.workers and not self._is_done():
-            who = "; ".join(f"worker {i} {how_it_ended(process)}" for i, process in enumerate(self.workers))
-            self._fail(f"no worker is left at push {self._version()} of {self.job.pushes}: {who}")
+def _serve(job: Job, part: int, servers: int, was_restarted: bool, path: str, secret: bytes, rows: SharedRows) -> None:
+    """The process of a server."""
+    torch.set_num_threads(1)
+    served = PartServer(job, part, servers, was_restarted=was_restarted)
+    SocketServer(served, path, secret, silent_s=job.silent_s, rows=rows).run()
 
-    def _version(self) -> int:
-        return int(self.shared.version)
 
-    def _is_done(self) -> bool:
-        return self._version() >= self.job.pushes
-
-    def _restart(self) -> None:
-        how = f"the server {how_it_ended(self.server)} at push {self._version()} of {self.job.pushes}"
-        if self.job.folder is None:
-            self._fail(f"{how}: give the job a folder for snapshots, and it is started again from the newest")
-        if self._restarts >= MOST_RESTARTS:
-            self._fail(f"{how}, after {self._restarts} restarts: look at its messages above")
-        self._restarts += 1
-        self.server = self._serve()
-
-    def _require_time(self, end_s: float, deadline_s: float) -> None:
-        if time.monotonic() > end_s:
-            self._fail(f"push {self._version()} of {self.job.pushes} was the last after {deadline_s:g} s")
-
-    def _fail(self, message: str) -> None:
-        self.close()
-        raise CommunicationError(message)
-
-    def _outcome(self) -> JobOutcome:
-        lost = tuple(number for number in self._dead() if self.workers[number].exitcode)
-        history = [
-            Applied(row[0] - self._began_s, *map(int, row[1:5]), row[5])  # pyright: ignore[reportCallIssue]
-            for row in self.shared.log.tolist()
-        ]
-        parameters = Names(self.job.parameters).named(self.shared.values.clone())
-        return JobOutcome(parameters, history, lost, self._restarts)
-
-    def close(self) -> None:
-        """End all processes; a second call does nothing."""
-        end([self.server, *self.workers])
-        shutil.rmtree(self._home, ignore_errors=True)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+def _work(job: Job, number: int, paths: list[str], secret: bytes, rows: list[SharedRows]) -> None:
+    """The process of a worker."""
+    torch.set_num_threads(1)
+    work = job.work(number)
+    worker = PartedWorker(number, work, job.parameters, servers=len(paths), sending=job.sending, seed=job.seed)
+    connections = SocketConnections(
+        ServerReply, paths, secret, number, most_bytes=_ALL_BYTES, silent_s=job.silent_s, rows=rows
+    )
+    WorkerClient(worker, connections, job.patience_s).run()
+    connections.close()
 
 
 def run(job: Job, deadline_s: float = 600.0) -> JobOutcome:
-    """Run a job to its last push.
+    """Run a job to its last push, with one server.
 
     Raises:
         CommunicationError: as `RunningProcesses.wait`.
     """
     with RunningProcesses(job) as running:
+        return running.wait(deadline_s)
+
+
+def run_servers(job: Job, *, servers: int, worker_restarts: int = 0, deadline_s: float = 600.0) -> ServersOutcome:
+    """Run a job to its last push, with several servers; the arguments are those of `RunningServers`.
+
+    Raises:
+        CompositionError: as `RunningServers`.
+        CommunicationError: as `RunningServers.wait`.
+    """
+    with RunningServers(job, servers=servers, worker_restarts=worker_restarts) as running:
         return running.wait(deadline_s)

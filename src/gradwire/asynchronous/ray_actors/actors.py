@@ -1,21 +1,28 @@
-"""The classes that Ray makes actors of. They are ordinary ones: Ray is imported where it is called."""
+"""The classes that Ray makes actors of, and the carrier to them: Ray itself is imported where it is called.
+
+Records travel as NumPy arrays of bytes, which Ray hands over as they are. gradwire unpickles nothing.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import queue
 import warnings
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
+import numpy as np
+from typing_extensions import override
+
 from gradwire.asynchronous.job import Job
-from gradwire.asynchronous.ray_actors.packing import Packed, pack_answer, pack_ask, unpack_answer, unpack_ask
-from gradwire.asynchronous.several.client import Line, WorkerClient
-from gradwire.asynchronous.several.journal import JournalRow
-from gradwire.asynchronous.several.messages import Ask, ServerAnswer
+from gradwire.asynchronous.several.client import WorkerClient
+from gradwire.asynchronous.several.messages import Failed, ServerReply
 from gradwire.asynchronous.several.part_server import PartServer
 from gradwire.asynchronous.several.worker import PartedWorker
+from gradwire.core.record import Record, pack, unpack
+from gradwire.peers.protocol import Connections
 
 
 class ServerActor:
@@ -31,32 +38,23 @@ class ServerActor:
     """
 
     def __init__(self, job: Job, part: int, servers: int) -> None:
-        self._part_server = PartServer(job, part, servers, was_restarted=_was_restarted())
-        self._failure = ""
+        self._served = PartServer(job, part, servers, was_restarted=_was_restarted())
+        self._failure: Failed | None = None
 
     async def pid(self) -> int:
         """The number of this process."""
         return os.getpid()
 
-    async def ask(self, packed: Packed) -> Packed:
-        """Answer a worker, which may have to wait for it."""
-        answered: asyncio.Future[ServerAnswer] = asyncio.get_running_loop().create_future()
-        try:
-            self._part_server.ask(unpack_ask(packed), answered.set_result)
-        except Exception as error:
-            self._failure = f"{type(error).__name__}: {error}"
-            raise
-        return pack_answer(await answered)
-
-    async def status(self, dead: Sequence[int]) -> tuple[int, int, str]:
-        """Hear who is dead; return version and life, and what went wrong here."""
-        status = self._part_server.status(dead)
-        return status.version, status.life, self._failure
-
-    async def finish(self) -> tuple[Any, list[tuple[Any, ...]], int, int]:
-        """End; return the part's parameters, its journal, version and life."""
-        values, rows, status = self._part_server.finish()
-        return values.cpu().numpy(), [tuple(row) for row in rows], status.version, status.life
+    async def ask(self, packed: Any) -> Any:
+        """Reply to a request, which may have to wait for it."""
+        replied: asyncio.Future[Record] = asyncio.get_running_loop().create_future()
+        if self._failure is None:
+            try:
+                self._served.ask(unpack(memoryview(packed), PartServer.requests), replied.set_result)
+            except Exception as error:
+                self._failure = Failed(f"{type(error).__name__}: {error}")
+                raise
+        return as_bytes(self._failure or await replied)
 
 
 class WorkerActor:
@@ -85,31 +83,45 @@ class WorkerActor:
             sending=job.sending,
             seed=job.seed,
         )
-        WorkerClient(worker, [line_to(server) for server in servers], job.patience_s).run()
+        WorkerClient(worker, ActorConnections(servers), job.patience_s).run()
 
 
-def line_to(server: Any) -> Line:
-    """Return a line to an actor that is a server."""
+class ActorConnections(Connections):
+    """Connections to actors that are servers.
 
-    def ask(ask: Ask) -> Future[ServerAnswer]:
-        answered: Future[ServerAnswer] = Future()
+    Args:
+        handles: Ray's.
 
-        def hear(heard: Future[Packed]) -> None:
-            error = heard.exception()
-            if error is None:
-                answered.set_result(unpack_answer(heard.result()))
-            else:
-                answered.set_exception(error)
+    Attributes:
+        handles: likewise.
+    """
 
-        server.ask.remote(pack_ask(ask)).future().add_done_callback(hear)
-        return answered
+    def __init__(self, handles: Sequence[Any]) -> None:
+        super().__init__(ServerReply, len(handles))
+        self.handles = list(handles)
+        self._come: queue.SimpleQueue[tuple[int, int, Future[Any]]] = queue.SimpleQueue()
 
-    return ask
+    @override
+    def send(self, server: int, number: int, request: Any) -> None:
+        replied = self.handles[server].ask.remote(as_bytes(request)).future()
+        replied.add_done_callback(lambda future: self._come.put((server, number, future)))  # pyright: ignore[reportUnknownLambdaType]
+
+    @override
+    def receive(self, timeout_s: float) -> None:
+        try:
+            server, number, future = self._come.get(timeout=timeout_s)
+        except queue.Empty:
+            return
+        error = future.exception()
+        if error is None:
+            self.arrive_packed(number, memoryview(future.result()))
+        else:
+            self.fail(server, error if isinstance(error, Exception) else OSError(str(error)))
 
 
-def rows_of(plain: Sequence[Sequence[Any]]) -> list[JournalRow]:
-    """Return a journal's rows from tuples of their fields."""
-    return [JournalRow(*fields) for fields in plain]
+def as_bytes(record: Record) -> Any:
+    """Return a record as an array of bytes."""
+    return np.frombuffer(pack(record), np.uint8)
 
 
 def _was_restarted() -> bool:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any
 
-import torch
+from typing_extensions import override
 
 from gradwire.asynchronous.job import Job
 from gradwire.asynchronous.names import Names
 from gradwire.asynchronous.parts import sizes
-from gradwire.asynchronous.ray_actors.watch import Servers, Workers
-from gradwire.asynchronous.several.journal import history
+from gradwire.asynchronous.ray_actors.actors import ActorConnections, ServerActor, WorkerActor
 from gradwire.asynchronous.several.outcome import ServersOutcome
+from gradwire.asynchronous.several.running import MOST_RESTARTS, RunningJob
+from gradwire.asynchronous.several.watching import ServerWatch
 from gradwire.core.errors import CommunicationError, CompositionError
+from gradwire.peers.supervisor import Supervisor
+
+_SPREAD = {"scheduling_strategy": "SPREAD"}
 
 
 def imported_ray() -> Any:
@@ -30,7 +33,34 @@ def imported_ray() -> Any:
     return ray
 
 
-class RunningActors:
+class WorkerRun:
+    """A worker that runs as an actor, for the supervisor.
+
+    Attributes:
+        handle: Ray's.
+    """
+
+    def __init__(self, ray: Any, handle: Any, run: Any) -> None:
+        self._ray, self.handle, self._run = ray, handle, run
+
+    def ended(self) -> str | None:
+        """How it ended; None while it runs."""
+        ended, _ = self._ray.wait([self._run], num_returns=1, timeout=0)
+        if not ended:
+            return None
+        try:
+            self._ray.get(self._run)
+        except self._ray.exceptions.RayError as error:
+            return reason(error)
+        return "ended by itself"
+
+    def kill(self) -> None:
+        """End it now."""
+        if self._ray.is_initialized():
+            self._ray.kill(self.handle)
+
+
+class RunningActors(RunningJob[ServersOutcome]):
     """Actors of a job. Leaving the `with` block ends them all.
 
         with RunningActors(job, servers=2) as running:
@@ -49,8 +79,8 @@ class RunningActors:
     machine alone, where it ends with the block.
 
     Attributes:
-        servers: the servers, whose `handles` are Ray's.
-        workers: and the workers.
+        servers: connections to the servers, whose `handles` are Ray's.
+        workers: the supervisor of the workers, whose children have Ray's `handle`.
 
     Raises:
         CompositionError: Ray is not installed, more servers than parameters, or restarts below 0.
@@ -65,93 +95,58 @@ class RunningActors:
         server_options: Mapping[str, Any] | None = None,
         worker_options: Mapping[str, Any] | None = None,
     ) -> None:
+        super().__init__(job)
         sizes(Names(job.parameters).numel, servers)  # refuses a number that cannot be before anything is started
         if worker_restarts < 0:
             raise CompositionError(f"{worker_restarts} restarts of a worker: give 0 or more")
-        self.job, self._ray = job, imported_ray()
+        self._ray = imported_ray()
         self._is_ours = not self._ray.is_initialized()
         if self._is_ours:
             self._ray.init(include_dashboard=False)
-        self.servers = Servers(self._ray, job, servers, server_options or {})
-        self.workers = Workers(self._ray, job, self.servers.handles, worker_restarts, worker_options or {})
+        most = MOST_RESTARTS if job.folder is not None else 0
+        made = self._ray.remote(ServerActor).options(**{**_SPREAD, "max_restarts": most, **(server_options or {})})
+        self.servers = ActorConnections([made.remote(job, part, servers) for part in range(servers)])
+        self._worker = self._ray.remote(WorkerActor).options(**{**_SPREAD, **(worker_options or {})})
+        self.workers = Supervisor(self._work, job.workers, restarts=worker_restarts)
+        self.watch = ServerWatch(job, self.servers, self._missed)
 
-    def wait(self, deadline_s: float = 600.0) -> ServersOutcome:
-        """Wait until every server has applied the job's pushes, and return what came of it.
+    def _work(self, number: int) -> WorkerRun:
+        handle = self._worker.remote(self.job, number)
+        return WorkerRun(self._ray, handle, handle.run.remote(self.servers.handles))
 
-        A worker that dies is gone, unless it may be restarted, and the others go on. A server that dies is started
-        again from its newest snapshot, where the job has a folder: what was pushed to it since then is lost. Nobody
-        computes while a server is away, since each computation needs all parts.
+    def _missed(self, part: int, error: Exception) -> None:
+        if isinstance(error, self._ray.exceptions.ActorUnavailableError):
+            return  # it is being restarted
+        how = f"server {part} died at push {self.watch.versions[part]} of {self.job.pushes}"
+        if self.job.folder is None:
+            raise CommunicationError(
+                f"{how}: give the job a folder for snapshots, and it is started again from the newest"
+            ) from error
+        raise CommunicationError(f"{how} and is not started again: {reason(error)}") from error
 
-        Raises:
-            CommunicationError: no worker is left, a server that cannot be restarted, or the deadline. All actors are
-                ended then.
-        """
-        self.wait_for(self.job.pushes, deadline_s)
-        try:
-            return self._outcome()
-        except CommunicationError:
-            self.close()
-            raise
+    @override
+    def outcome_of(self, outcome: ServersOutcome) -> ServersOutcome:
+        return outcome
 
-    def wait_for(self, pushes: int, deadline_s: float = 600.0) -> None:
-        """Wait until every server has applied so many pushes.
-
-        Raises:
-            CommunicationError: as `wait`.
-        """
-        end_s = time.monotonic() + deadline_s
-        try:
-            while not self._has_come(pushes):
-                if time.monotonic() > end_s:
-                    raise CommunicationError(self._late(deadline_s))
-        except CommunicationError:
-            self.close()
-            raise
-
-    def _has_come(self, pushes: int) -> bool:
-        self.servers.poll(self.workers.dead)
-        if min(self.servers.versions) >= pushes:
-            return True
-        if len(self.workers.dead) == self.job.workers:
-            where = f"push {min(self.servers.versions)} of {self.job.pushes}"
-            raise CommunicationError(f"no worker is left at {where}: {self.workers.why}"[:256])
-        self.workers.poll()
-        return False
-
-    def _late(self, deadline_s: float) -> str:
-        if self.servers.unheard:
-            first, cpus = self.servers.unheard[0], self._ray.cluster_resources().get("CPU", 0)
+    @override
+    def late(self, deadline_s: float) -> str:
+        if self.watch.unheard:
+            first, cpus = self.watch.unheard[0], self._ray.cluster_resources().get("CPU", 0)
             return (
                 f"server {first} was not started within {deadline_s:g} s: Ray has {cpus:g} processors: give it more, "
                 "or have actors ask for less"
             )
-        return f"push {min(self.servers.versions)} of {self.job.pushes} was the last after {deadline_s:g} s"
+        return super().late(deadline_s)
 
-    def _outcome(self) -> ServersOutcome:
-        found = self.servers.finish()
-        return ServersOutcome(
-            Names(self.job.parameters).named(torch.cat([one.values for one in found])),
-            [one.rows for one in found],
-            [history(one.rows, one.version) for one in found],
-            tuple(self.workers.lost),
-            tuple(one.restarts for one in found),
-        )
-
+    @override
     def close(self) -> None:
-        """End all actors, and Ray where it began here; a second call does nothing."""
-        handles = [*self.workers.handles, *self.servers.handles]
-        self.workers.handles, self.servers.handles = [], []
+        self.workers.close()
+        handles, self.servers.handles = self.servers.handles, []
         if self._ray.is_initialized():
             for actor in handles:
                 self._ray.kill(actor)
             if self._is_ours:
                 self._ray.shutdown()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def run(
@@ -178,3 +173,9 @@ def run(
     )
     with running:
         return running.wait(deadline_s)
+
+
+def reason(error: Exception) -> str:
+    """What an actor's end is put down to, in a line: the last one that Ray tells."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[-1] if lines else type(error).__name__)[:120]

@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,9 +17,9 @@ from gradwire.asynchronous.names import Names
 from gradwire.asynchronous.parts import sizes
 from gradwire.asynchronous.rpc import served
 from gradwire.asynchronous.several.client import WorkerClient
-from gradwire.asynchronous.several.journal import history
 from gradwire.asynchronous.several.outcome import ServersOutcome
-from gradwire.asynchronous.several.part_server import PartServer, Status
+from gradwire.asynchronous.several.part_server import PartServer
+from gradwire.asynchronous.several.watching import ServerWatch
 from gradwire.asynchronous.several.worker import PartedWorker
 from gradwire.core.errors import CommunicationError, CompositionError
 
@@ -53,6 +52,12 @@ def run(
         CommunicationError: a port in use, processes that did not come, a server that died, no worker left, or the
             deadline.
     """
+    warnings.warn(
+        "gradwire.asynchronous.rpc goes with the next release, since torch.distributed.rpc unpickles what it receives: "
+        "use gradwire.asynchronous.tcp",
+        FutureWarning,
+        stacklevel=2,
+    )
     world = servers + job.workers
     sizes(Names(job.parameters).numel, servers)  # refuses a number that cannot be before anything is started
     if not 0 <= rank < world:
@@ -76,24 +81,37 @@ def _work(job: Job, rank: int, servers: int, address: str) -> None:
     worker = PartedWorker(number, job.work(number), job.parameters, servers=servers, sending=job.sending, seed=job.seed)
     ended = served.HERE.ended = torch.futures.Future()  # before anybody may ask for it
     with _joined(job, rank, servers, address):
-        WorkerClient(worker, [served.line_to(_name(part)) for part in range(servers)], job.patience_s).run()
+        WorkerClient(worker, _connections(servers), job.patience_s).run()
         ended.set_result(None)
+
+
+def _connections(servers: int) -> served.RpcConnections:
+    return served.RpcConnections([_name(part) for part in range(servers)])
 
 
 # A server ---------------------------------------------------------------------------------------------------------
 
 
 def _serve(job: Job, rank: int, servers: int, address: str, deadline_s: float) -> ServersOutcome | None:
-    served.HERE.served = served.ServedByRpc(PartServer(job, rank, servers))
+    served.HERE.served = PartServer(job, rank, servers)
     with _joined(job, rank, servers, address):
-        watch = _Watch(job, servers)
-        outcome = _led(job, servers, watch, deadline_s) if rank == 0 else _followed(watch)
-        watch.linger()
+        workers = _Workers(job, servers)
+        watch = ServerWatch(job, _connections(servers if rank == 0 else 1), _missed)
+        outcome = _led(job, watch, workers, deadline_s) if rank == 0 else _followed(watch, workers)
+        workers.linger()
     return outcome
 
 
-class _Watch:
-    """What a server sees of the other processes: calls to them that end when those do."""
+def _missed(part: int, error: Exception) -> None:
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[-1][:120]
+    raise CommunicationError(
+        f"server {part} does not answer: start all processes again, and give the job a folder to go on from "
+        f"snapshots ({reason})"
+    ) from error
+
+
+class _Workers:
+    """What a server sees of the workers: calls to them that end when those do."""
 
     def __init__(self, job: Job, servers: int) -> None:
         self._ends = [
@@ -106,69 +124,42 @@ class _Watch:
         return [number for number, end in enumerate(self._ends) if end.done()]
 
     def linger(self) -> None:
-        """Wait until workers have heard that all is done: an answer that is under way must not be cut off."""
+        """Wait until workers have heard that all is done: a reply that is under way must not be cut off."""
         _linger(lambda: len(self.dead()) == len(self._ends))
 
-    def require_lead(self) -> None:
-        """Find out whether rank 0 is still there.
 
-        Raises:
-            CommunicationError: it is not.
-        """
-        _called(0, served.status, self.dead())
-
-
-def _followed(watch: _Watch) -> None:
+def _followed(watch: ServerWatch, workers: _Workers) -> None:
     """Serve until rank 0 says that all is done, or is gone."""
     while not served.part_server().is_done:
         try:
-            watch.require_lead()
+            watch.poll(workers.dead(), _TICK_S)
         except CommunicationError:
             if not served.part_server().is_done:  # it may have gone once all was done
                 raise
-        time.sleep(_TICK_S)
-    _linger(lambda: served.HERE.is_released)  # the last answer to rank 0 may be under way still
+    _linger(lambda: served.HERE.is_released)  # the last reply to rank 0 may be under way still
 
 
 def _linger(done: Callable[[], bool]) -> None:
-    """Wait until it is `done`, but no longer than a few seconds: an answer may wait for a process that has died."""
+    """Wait until it is `done`, but no longer than a few seconds: a reply may wait for a process that has died."""
     end_s = time.monotonic() + _LINGER_S
     while not done() and time.monotonic() < end_s:
         time.sleep(_TICK_S)
 
 
-def _led(job: Job, servers: int, watch: _Watch, deadline_s: float) -> ServersOutcome:
+def _led(job: Job, watch: ServerWatch, workers: _Workers, deadline_s: float) -> ServersOutcome:
     end_s = time.monotonic() + deadline_s
-    while min(versions := [_looked(part, watch).version for part in range(servers)]) < job.pushes:
-        if len(watch.dead()) == job.workers:
-            raise CommunicationError(f"no worker is left at push {min(versions)} of {job.pushes}")
+    while min(watch.versions) < job.pushes:
+        watch.poll(workers.dead(), _TICK_S)
+        where = f"push {min(watch.versions)} of {job.pushes}"
+        if min(watch.versions) < job.pushes and len(workers.dead()) == job.workers:
+            raise CommunicationError(f"no worker is left at {where}")
         if time.monotonic() > end_s:
-            raise CommunicationError(f"push {min(versions)} of {job.pushes} was the last after {deadline_s:g} s")
-        time.sleep(_TICK_S)
-    lost = tuple(watch.dead())
-    found = [_called(part, served.finish) for part in range(servers)]
-    for part in range(1, servers):
-        with suppress(CommunicationError):  # it may be gone before it has answered this
-            _called(part, served.release)
-    journals = [rows for _, rows, _ in found]
-    histories = [history(rows, status.version) for _, rows, status in found]
-    flat = torch.cat([values for values, *_ in found])
-    return ServersOutcome(Names(job.parameters).named(flat), journals, histories, lost, (0,) * servers)
-
-
-def _looked(part: int, watch: _Watch) -> Status:
-    return _called(part, served.status, watch.dead())
-
-
-def _called(part: int, function: Any, *arguments: Any) -> Any:
-    try:
-        return rpc.rpc_sync(_name(part), function, args=arguments)
-    except Exception as error:  # rpc raises again what was raised there, or RuntimeError where nobody answers
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[-1][:120]
-        raise CommunicationError(
-            f"server {part} does not answer: start all processes again, and give the job a folder to go on from "
-            f"snapshots ({reason})"
-        ) from error
+            raise CommunicationError(f"{where} was the last after {deadline_s:g} s")
+    outcome = watch.outcome(workers.dead())
+    for part in range(1, len(watch.versions)):
+        with suppress(Exception):  # it may be gone before it has replied to this
+            rpc.rpc_sync(_name(part), served.release)
+    return outcome
 
 
 # Meeting ----------------------------------------------------------------------------------------------------------

@@ -2,79 +2,42 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Sequence
-from concurrent.futures import Future
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.distributed import rpc
 from torch.distributed.rpc.functions import async_execution
+from typing_extensions import override
 
-from gradwire.asynchronous.several.client import Line
-from gradwire.asynchronous.several.journal import JournalRow
-from gradwire.asynchronous.several.messages import Ask, ServerAnswer
-from gradwire.asynchronous.several.part_server import PartServer, Status
+from gradwire.asynchronous.several.messages import Failed, ServerReply
+from gradwire.asynchronous.several.part_server import PartServer
 from gradwire.core.errors import CommunicationError
+from gradwire.core.record import Record, pack, unpack
+from gradwire.peers.protocol import Connections
 
 FOREVER = 0.0
 """As a timeout of rpc: a worker may wait at a server for as long as its bound says."""
 
 
-class ServedByRpc:
-    """A `PartServer` whose callers are threads of rpc; one at a time gets in."""
-
-    def __init__(self, part_server: PartServer) -> None:
-        self._part_server, self._lock = part_server, threading.RLock()
-        self.failure = ""
-
-    @property
-    def is_done(self) -> bool:
-        """Whether `finish` was called."""
-        return self._part_server.is_done
-
-    def ask(self, ask: Ask) -> torch.futures.Future[ServerAnswer]:
-        """Answer a worker, at once or later."""
-        answered: torch.futures.Future[ServerAnswer] = torch.futures.Future()
-        with self._lock:
-            try:
-                self._part_server.ask(ask, answered.set_result)
-            except OSError as error:
-                self.failure = f"{type(error).__name__}: {error}"
-                raise
-        return answered
-
-    def status(self, dead: Sequence[int]) -> Status:
-        """As `PartServer.status`.
-
-        Raises:
-            CommunicationError: a snapshot could not be written.
-        """
-        with self._lock:
-            if self.failure:
-                raise CommunicationError(self.failure)
-            return self._part_server.status(dead)
-
-    def finish(self) -> tuple[Tensor, list[JournalRow], Status]:
-        """What `PartServer.finish` does."""
-        with self._lock:
-            return self._part_server.finish()
-
-
 class Here:
     """What this process is: a server with its part, or a worker with those who want to know of its end."""
 
-    served: ServedByRpc | None = None
+    served: PartServer | None = None
+    failure: Failed | None = None
     ended: torch.futures.Future[None] | None = None
     is_released = False
+    lock = threading.RLock()
+    """Callers are threads of rpc, of which one at a time gets in."""
 
 
 HERE = Here()
 """rpc calls functions and not objects, so that what they are about must be found from the module."""
 
 
-def part_server() -> ServedByRpc:
+def part_server() -> PartServer:
     """This process's server of a part.
 
     Raises:
@@ -86,50 +49,65 @@ def part_server() -> ServedByRpc:
 
 
 @async_execution
-def ask(question: Ask) -> torch.futures.Future[ServerAnswer]:
-    """At a server: answer a worker."""
-    return part_server().ask(question)
+def ask(packed: bytes) -> torch.futures.Future[bytes]:
+    """At a server: reply to a request, at once or later."""
+    replied: torch.futures.Future[bytes] = torch.futures.Future()
 
+    def reply(record: Record) -> None:
+        replied.set_result(pack(record))
 
-def status(dead: Sequence[int]) -> Status:
-    """At a server: hear who is dead, and say how far it is."""
-    return part_server().status(dead)
-
-
-def finish() -> tuple[Tensor, list[JournalRow], Status]:
-    """At a server: end."""
-    return part_server().finish()
+    with HERE.lock:
+        if HERE.failure is not None:
+            reply(HERE.failure)
+            return replied
+        try:
+            part_server().ask(unpack(packed, PartServer.requests), reply)
+        except OSError as error:
+            HERE.failure = Failed(f"{type(error).__name__}: {error}")
+            raise
+    return replied
 
 
 def release() -> None:
-    """At a server: what it answered to `finish` has come, so it may go."""
+    """At a server: what it said in the end has come, so it may go."""
     HERE.is_released = True
 
 
 @async_execution
 def end_of_worker() -> torch.futures.Future[None]:
-    """At a worker: answered when it ends, so that a call that fails says that it died."""
+    """At a worker: replied to when it ends, so that a call that fails says that it died."""
     if HERE.ended is None:
         HERE.ended = torch.futures.Future()
     return HERE.ended
 
 
-def line_to(name: str) -> Line:
-    """Return a line to the server of that name."""
+class RpcConnections(Connections):
+    """Connections to processes that are servers, by their names."""
 
-    def send(question: Ask) -> Future[ServerAnswer]:
-        answered: Future[ServerAnswer] = Future()
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__(ServerReply, len(names))
+        self._names = list(names)
+        self._come: queue.SimpleQueue[tuple[int, int, Any]] = queue.SimpleQueue()
 
-        def hear(heard: torch.futures.Future[Any]) -> None:
-            try:
-                answered.set_result(heard.value())
-            except Exception as error:  # whatever rpc makes of a process that is gone
-                answered.set_exception(error)
+    @override
+    def send(self, server: int, number: int, request: Any) -> None:
+        def come(future: Any) -> None:
+            self._come.put((server, number, future))
 
         try:
-            rpc.rpc_async(name, ask, args=(question,), timeout=FOREVER).add_done_callback(hear)
+            rpc.rpc_async(self._names[server], ask, args=(pack(request),), timeout=FOREVER).add_done_callback(come)
         except RuntimeError as error:
-            answered.set_exception(error)
-        return answered
+            raise OSError(str(error)) from error
 
-    return send
+    @override
+    def receive(self, timeout_s: float) -> None:
+        try:
+            server, number, future = self._come.get(timeout=timeout_s)
+        except queue.Empty:
+            return
+        try:
+            packed = future.value()
+        except Exception as error:  # whatever rpc makes of a process that is gone
+            self.fail(server, error)
+        else:
+            self.arrive_packed(number, packed)

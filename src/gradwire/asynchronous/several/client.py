@@ -1,21 +1,17 @@
-"""A worker of several servers at its lines: sends what it asks, waits for whichever answers, and asks again."""
+"""A worker of several servers at its connections: sends what it asks, waits for whichever replies, and asks again."""
 
 from __future__ import annotations
 
-import queue
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Sequence
 
-from gradwire.asynchronous.several.messages import Ask, Asked, ServerAnswer
+from gradwire.asynchronous.several.messages import PushRequest, WorkerRequest
 from gradwire.asynchronous.several.worker import PartedWorker
 from gradwire.core.errors import CommunicationError
-
-Line = Callable[[Ask], "Future[ServerAnswer]"]
-"""Sends a question to a server. The future has its answer, or the exception by which the server was not reached."""
+from gradwire.peers.protocol import Arrived, Connections
 
 LOOK_S = 0.5
-"""Seconds without an answer until servers whose grants are held are looked at."""
+"""Seconds without a reply until servers are looked at."""
 _AGAIN_S = 0.1
 
 
@@ -24,49 +20,63 @@ class WorkerClient:
 
     Args:
         worker: what is to be said.
-        lines: to each server.
+        connections: to the servers.
         patience_s: seconds until it gives up a server that is not there.
     """
 
-    def __init__(self, worker: PartedWorker, lines: Sequence[Line], patience_s: float) -> None:
-        self.worker, self.lines, self.patience_s = worker, lines, patience_s
-        self._heard: queue.SimpleQueue[tuple[Ask, Future[ServerAnswer]]] = queue.SimpleQueue()
+    def __init__(self, worker: PartedWorker, connections: Connections, patience_s: float) -> None:
+        self.worker, self.connections, self.patience_s = worker, connections, patience_s
         self._missing_s: dict[int, float] = {}
 
     def run(self) -> None:
         """Work.
 
         Raises:
-            CommunicationError: a server that is not there.
+            CommunicationError: a server that is not there, or is of another version or another run.
             PushError, StateError, StepError: as `PartedWorker.receive`.
         """
-        self._send(self.worker.begin())
+        self.send(self.worker.begin())
         while not self.worker.is_done:
-            self._turn()
+            self.turn()
 
-    def _turn(self) -> None:
-        try:
-            ask, future = self._heard.get(timeout=LOOK_S)
-        except queue.Empty:
-            return self._send(self.worker.poll())
-        error = future.exception()
-        if error is not None:
-            return self._miss(ask, error)
-        self._missing_s.pop(ask.server, None)
-        return self._send(self.worker.receive(ask, future.result()))
+    def turn(self) -> None:
+        """Take up the next reply, or look at the servers where none comes for a while."""
+        arrived = self.connections.wait(LOOK_S)
+        if arrived is None:
+            self.send(self.worker.poll())
+        elif arrived.error is not None:
+            self._miss(arrived, arrived.error)
+        else:
+            self._missing_s.pop(arrived.server, None)
+            self.arrived(arrived)
 
-    def _send(self, asks: Sequence[Ask]) -> None:
-        for ask in asks:
-            self.lines[ask.server](ask).add_done_callback(lambda future, ask=ask: self._heard.put((ask, future)))
+    def arrived(self, arrived: Arrived) -> None:
+        """Take up a reply."""
+        self.send(self.worker.receive(arrived.request, arrived.reply))
 
-    def _miss(self, ask: Ask, error: BaseException) -> None:
+    def send(self, requests: Sequence[WorkerRequest]) -> None:
+        """Send each request to its server."""
+        for request in requests:
+            self.connections.ask(request.server, request)
+
+    def _miss(self, arrived: Arrived, error: Exception) -> None:
         now_s = time.monotonic()
-        since_s = now_s - self._missing_s.setdefault(ask.server, now_s)
+        since_s = now_s - self._missing_s.setdefault(arrived.server, now_s)
         if since_s > self.patience_s:
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
-            raise CommunicationError(
-                f"worker {ask.worker} finds no server {ask.server} after {since_s:.0f} s: start it again ({reason})"
-            ) from error
-        if ask.kind is not Asked.PUSH:
+            raise self.lost(arrived.server, since_s, error) from error
+        if not isinstance(arrived.request, PushRequest):
             time.sleep(_AGAIN_S)
-        self._send(self.worker.miss(ask))
+        self.send(self.worker.miss(arrived.request))
+
+    def lost(self, server: int, since_s: float, error: Exception) -> CommunicationError:
+        """What to raise where a server was not there for so long."""
+        return CommunicationError(
+            f"worker {self.worker.number} finds no server {server} after {since_s:.0f} s: start it again "
+            f"({reason(error)})",
+            (server,),
+        )
+
+
+def reason(error: BaseException) -> str:
+    """The first line of what an error says, for a sentence."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:120]

@@ -1,47 +1,52 @@
-"""A part's server and the workers that wait at it, without any I/O: each question gets one answer, at once or later."""
+"""A part's server and the workers that wait at it, without any I/O."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
-from torch import Tensor
+from typing_extensions import override
 
 from gradwire.asynchronous import snapshots
 from gradwire.asynchronous.clocks import Phase
 from gradwire.asynchronous.job import Job
-from gradwire.asynchronous.messages import Grant, Push
+from gradwire.asynchronous.messages import Grant
 from gradwire.asynchronous.several.cut import server_of
 from gradwire.asynchronous.several.journal import Journal, JournalRow
-from gradwire.asynchronous.several.messages import Ask, Asked, Said, ServerAnswer
+from gradwire.asynchronous.several.messages import (
+    AnyRequest,
+    Finish,
+    Finished,
+    Gone,
+    Granted,
+    Hello,
+    Here,
+    Join,
+    Leave,
+    Look,
+    Progress,
+    PushRequest,
+    Read,
+    Refused,
+    Stop,
+    Values,
+    Watch,
+    WorkerRequest,
+)
 from gradwire.core.errors import PushError, StateError
+from gradwire.peers.protocol import Reply, Served
 
-Reply = Callable[[ServerAnswer], None]
-"""Takes an answer to the worker that asked; called once."""
-
-
-class Status(NamedTuple):
-    """How far a server is.
-
-    Attributes:
-        version: updates made.
-        life: how often it was restarted.
-    """
-
-    version: int
-    life: int
+_HEADS_BYTES = 1 << 16
+"""More than a record needs beside its tensor."""
 
 
-class PartServer:
-    """Answers workers for a part's server, keeps its journal, and writes its snapshots.
-
-    Call its methods one after the other, and have replies sent in the order in which they are called.
+class PartServer(Served):
+    """Replies to workers for a part's server, keeps its journal, and writes its snapshots.
 
     Args:
         job: with a folder, this part's snapshots and journal lie in `part-P-of-S` of it, and the server goes on from
-            the newest one.
+            the newest one. Those of a single server lie in the folder itself.
         part: p, from 0.
         servers: S.
         was_restarted: whether there must be a snapshot.
@@ -50,12 +55,14 @@ class PartServer:
     Attributes:
         server: the core.
         journal: of what it applied.
-        is_done: whether all questions are answered by STOP.
+        is_done: whether all requests are replied to by `Stop`. A single server stops by itself after its last push.
 
     Raises:
         StateError: a snapshot of another model or of other settings, or none where there must be one.
         OSError: as the file system says.
     """
+
+    requests = AnyRequest
 
     def __init__(
         self,
@@ -66,13 +73,16 @@ class PartServer:
         was_restarted: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.job, self.server, self.is_done = job, server_of(job, part, servers), False
+        self.job, self.server = job, server_of(job, part, servers)
         self.folder = None if job.folder is None else part_folder(job.folder, part, servers)
         self.journal = Journal(None if self.folder is None else self.folder / "journal")
-        self._waiting: dict[int, Reply] = {}
+        self.most_bytes = job.sending.nbytes(self.server.values) + _HEADS_BYTES
+        self._waiting: dict[int, tuple[int, Reply]] = {}
         self._last: dict[int, tuple[int, int]] = {}
         self._clock, self._began_s = clock, clock()
+        self._stops_itself = servers == 1
         self._restore(was_restarted)
+        self.is_done = self._is_complete()
 
     def _restore(self, was_restarted: bool) -> None:
         if self.folder is not None and snapshots.restore(self.server, self.folder):
@@ -84,106 +94,147 @@ class PartServer:
             )
         self._save()
 
-    def ask(self, ask: Ask, reply: Reply) -> None:
-        """Answer a question, or keep it until there is an answer.
+    def _is_complete(self) -> bool:
+        return self._stops_itself and self.server.version >= self.job.pushes
+
+    @override
+    def ask(self, request: AnyRequest, reply: Reply) -> None:
+        """Reply to a request, or keep it until there is a reply.
 
         Raises:
             OSError: a snapshot that cannot be written.
         """
-        if self.is_done:
-            return reply(ServerAnswer(Said.STOP))
-        if not self._is_newest(ask):
-            return reply(ServerAnswer(Said.GONE))
-        try:
-            return self._ask(ask, reply)
-        except PushError as error:
-            return reply(ServerAnswer(Said.REFUSED, text=str(error)))
+        match request:
+            case Watch():
+                reply(self.watched(request.dead))
+            case Finish():
+                reply(self.finish())
+            case Read():
+                reply(Values(self.server.values.clone()))
+            case _ if self.is_done:
+                reply(Stop())
+            case _ if not self._is_newest(request):
+                reply(Gone())
+            case _:
+                try:
+                    self._ask(request, reply)
+                except PushError as error:
+                    reply(Refused(str(error)))
 
-    def _is_newest(self, ask: Ask) -> bool:
+    def _is_newest(self, request: WorkerRequest) -> bool:
         """Whether this is no late message: of a process that is this worker no more, or older than its last one."""
-        process, serial = self._last.get(ask.worker, (ask.process, -1))
-        if ask.kind is not Asked.HELLO and (ask.process != process or ask.serial <= serial):
+        process, serial = self._last.get(request.worker, (request.process, -1))
+        if not isinstance(request, Hello) and (request.process != process or request.serial <= serial):
             return False
-        self._last[ask.worker] = (ask.process, ask.serial)
+        self._last[request.worker] = (request.process, request.serial)
         return True
 
-    def _ask(self, ask: Ask, reply: Reply) -> None:
-        if ask.kind is Asked.LIFE:
-            reply(ServerAnswer(Said.HERE, life=self.server.life))
-        elif ask.kind is Asked.HELLO:
-            clock = self.server.expect(ask.worker)
-            self._dismiss(ask.worker)
-            reply(ServerAnswer(Said.HERE, clock=clock, life=self.server.life))
-        elif ask.kind is Asked.JOIN:
-            self._join(ask, reply)
-        elif ask.push is None:
-            raise PushError(f"worker {ask.worker} sent a push without its payload: it is left out")
-        else:
-            self._receive(ask.worker, ask.push, reply)
+    def _ask(self, request: WorkerRequest, reply: Reply) -> None:
+        match request:
+            case Hello():
+                clock = self.server.expect(request.worker)
+                self._dismiss(request.worker)
+                reply(Here(clock, self.server.life))
+            case Join():
+                self._join(request, reply)
+            case PushRequest():
+                self._receive(request, reply)
+            case Leave():
+                self.leave(request.worker)
+                reply(Here(life=self.server.life))
+            case Look() | Read():
+                keeps, _ = self._waiting.get(request.worker, (0, reply))
+                reply(Here(life=self.server.life, keeps=keeps))
 
-    def _join(self, ask: Ask, reply: Reply) -> None:
-        if self._is_dead(ask.worker):
-            return reply(ServerAnswer(Said.GONE))
-        grants = self.server.join(ask.worker, ask.clock)
-        self._wait(ask.worker, reply)
+    def _join(self, request: Join, reply: Reply) -> None:
+        if self._is_dead(request.worker):
+            return reply(Gone())
+        grants = self.server.join(request.worker, request.clock)
+        self._wait(request, reply)
         return self._hand(grants)
 
-    def _receive(self, worker: int, push: Push, reply: Reply) -> None:
-        if worker != push.grant.worker:
-            raise PushError(f"worker {worker} sent a push of worker {push.grant.worker}: it is left out")
-        version = self.server.version
+    def _receive(self, request: PushRequest, reply: Reply) -> None:
+        version, push = self.server.version, request.push
         receipt = self.server.receive(push)
         self.journal.add(
-            JournalRow(time.time(), self.server.life, worker, push.grant.number, version, receipt.staleness, push.loss)
+            JournalRow(
+                time.time(), self.server.life, request.worker, push.grant.number, version, receipt.staleness, push.loss
+            )
         )
         if self.server.version % self.job.snapshot_every == 0 or self.server.version == self.job.pushes:
             self._save()  # the last one is saved at once, so that a server that was done is so when it comes back
-        self._wait(worker, reply)
-        self._hand(receipt.grants)
+        self._wait(request, reply)
+        if self._is_complete():
+            self.stop()
+        else:
+            self._hand(receipt.grants)
 
     def _save(self) -> None:
         if self.folder is not None:
             snapshots.save(self.server, self.folder)
 
-    def _wait(self, worker: int, reply: Reply) -> None:
-        self._dismiss(worker)
-        self._waiting[worker] = reply
+    def _wait(self, request: WorkerRequest, reply: Reply) -> None:
+        self._dismiss(request.worker)
+        self._waiting[request.worker] = (request.serial, reply)
 
     def _dismiss(self, worker: int) -> None:
-        """Answer an older question of a worker that asked again."""
-        older = self._waiting.pop(worker, None)
+        """Reply to an older request of a worker that asked again."""
+        _, older = self._waiting.pop(worker, (0, None))
         if older is not None:
-            older(ServerAnswer(Said.GONE))
+            older(Gone())
 
     def _hand(self, grants: Sequence[Grant]) -> None:
         values = self.server.values.clone() if grants else self.server.values
         for grant in grants:
-            self._waiting.pop(grant.worker)(ServerAnswer(Said.GRANTED, grant, values))
+            _, reply = self._waiting.pop(grant.worker)
+            reply(Granted(*grant, values))
 
     def _is_dead(self, worker: int) -> bool:
         return 0 <= worker < self.server.workers and self.server.clocks.phases[worker] is Phase.DEAD
 
     # Those who see to it -----------------------------------------------------------------------------------------
 
-    def status(self, dead: Sequence[int] = ()) -> Status:
-        """Hear which workers are dead now, take those for dead that never came, and say how far the server is."""
-        late = self._clock() - self._began_s > self.job.patience_s
-        for worker, phase in enumerate(self.server.clocks.phases):
-            if phase is not Phase.DEAD and (worker in dead or (late and phase is Phase.EXPECTED)):
-                self.leave(worker)
-        return Status(self.server.version, self.server.life)
+    def watched(self, dead: Sequence[int] = ()) -> Progress:
+        """Hear which workers are dead now, and say how far the server is."""
+        for worker in dead:
+            self.lost(worker)
+        self.tick()
+        return Progress(self.server.version, self.server.life)
+
+    @override
+    def tick(self) -> None:
+        """Take those for dead that never came."""
+        if self._clock() - self._began_s > self.job.patience_s:
+            for worker, phase in enumerate(self.server.clocks.phases):
+                if phase is Phase.EXPECTED:
+                    self.leave(worker)
+
+    @override
+    def lost(self, peer: int) -> None:
+        """A worker is dead, or whoever watches has gone, which changes nothing."""
+        if 0 <= peer < self.server.workers and not self._is_dead(peer):
+            self.leave(peer)
 
     def leave(self, worker: int) -> None:
-        """A worker is dead; whoever waited for it goes on."""
-        self._dismiss(worker)
-        self._hand(self.server.leave(worker))
+        """A worker is dead or has left; whoever waited for it goes on.
 
-    def finish(self) -> tuple[Tensor, list[JournalRow], Status]:
-        """Tell all workers that all is done; return the part's parameters, its journal, and how far it is."""
+        Raises:
+            PushError: a worker that this server does not have.
+        """
+        grants = self.server.leave(worker)
+        self._dismiss(worker)
+        self._hand(grants)
+
+    def stop(self) -> None:
+        """Tell all workers that all is done."""
         self.is_done = True
         for worker in list(self._waiting):
-            self._waiting.pop(worker)(ServerAnswer(Said.STOP))
-        return self.server.values.clone(), self.journal.rows(), Status(self.server.version, self.server.life)
+            self._waiting.pop(worker)[1](Stop())
+
+    def finish(self) -> Finished:
+        """Tell all workers that all is done; return the part's parameters, its journal, and how far it is."""
+        self.stop()
+        return Finished(self.server.values.clone(), self.journal.rows(), self.server.version, self.server.life)
 
 
 def part_folder(folder: Path, part: int, servers: int) -> Path:

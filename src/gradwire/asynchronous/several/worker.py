@@ -1,11 +1,12 @@
-"""A worker of several servers, without any I/O: what it asks them, and what it makes of their answers."""
+"""A worker of several servers, without any I/O: what it asks them, and what it makes of their replies."""
 
 from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +15,23 @@ from gradwire.asynchronous.messages import Grant, Push
 from gradwire.asynchronous.names import Names
 from gradwire.asynchronous.parts import seed_of
 from gradwire.asynchronous.several.cut import named_parts
-from gradwire.asynchronous.several.messages import Ask, Asked, Said, ServerAnswer
+from gradwire.asynchronous.several.messages import (
+    Gone,
+    Granted,
+    Hello,
+    Here,
+    Join,
+    Leave,
+    Look,
+    PushRequest,
+    Read,
+    Refused,
+    Request,
+    ServerReply,
+    Stop,
+    Values,
+    WorkerRequest,
+)
 from gradwire.asynchronous.work import Work
 from gradwire.asynchronous.worker import Pusher, require_finite
 from gradwire.core.errors import PushError
@@ -27,33 +44,35 @@ class _Seat:
 
     Attributes:
         pusher: what it owes there.
-        serial: of the question whose answer counts.
-        clock: what the server said after HELLO; None before.
+        count: of the requests that were made to it.
+        serial: of the request whose reply counts; 0 where none is open.
+        clock: what the server said after a hello; None before.
         held: a grant that is not used yet, and the part's parameters.
     """
 
     pusher: Pusher
+    count: int = 0
     serial: int = 0
     clock: int | None = None
-    held: tuple[Grant, Tensor] | None = None
+    held: Granted | None = None
 
 
 class PartedWorker:
     """Holds a grant of each server, computes once, and pushes a part to each.
 
-        asks = worker.begin()                   # each to its server
-        asks = worker.receive(ask, answer)      # likewise, until worker.is_done
-        asks = worker.miss(ask)                 # that server did not answer: it may have died
-        asks = worker.poll()                    # nothing came for a while
+        requests = worker.begin()                       # each to its server
+        requests = worker.receive(request, reply)       # likewise, until worker.is_done
+        requests = worker.miss(request)                 # that server did not reply: it may have died
+        requests = worker.poll()                        # nothing came for a while
 
     Each server applies its bound by itself, so grants of several must be held together, and workers could wait for each
     other in a circle: a server that was restored from an older snapshot may have another worker for the slowest than
-    the others have. They do not, since a worker has one clock, the pushes it has computed, and tells it whenever it
-    joins. So when nothing is under way, all servers have the same clock for each worker that lives. The slowest worker
-    is the slowest everywhere, each server lets it compute, and so it does. A worker that is new, or was taken for dead,
-    first says hello to all: they wait for it from then on, so no one runs away, and its clock is the largest that they
-    name. A worker that holds a grant looks now and then whether its server is still the same, since one that
-    was restarted has others wait for it.
+    the others have. They do not, since each worker reports the same clock to every server: the pushes that it has
+    computed, whenever it joins. So when nothing is under way, all servers agree which worker is slowest. Each server
+    lets that one compute, and so it does. A worker that is new, or was taken for dead, first says hello to all: they
+    wait for it from then on, so no one runs away, and its clock is the largest that they name. A worker that has heard
+    nothing for a while looks whether its servers are still the same and still keep its requests. One that was restarted
+    has others wait for this worker, and a request that was lost on its way gets no reply: it joins again.
 
     What it computes, it computes for (worker, number, version, life, steps) of which number, version and life are the
     largest of its grants, and steps, which may differ where they are matched to speeds, the fewest. A push may be
@@ -62,15 +81,17 @@ class PartedWorker:
 
     Args:
         number: of this worker.
-        work: what is computed, from all parameters.
+        work: what is computed, from all parameters; None where the caller computes, as soon as `granted` is there, and
+            calls `push`.
         like: all parameters, or tensors like them.
         servers: S.
         sending, seed: as the servers' job has them.
         process: differs from that of other processes that are or were this worker; drawn by default.
 
     Attributes:
-        clock: pushes that were computed, by all servers' agreement; None until they have said hello.
+        clock: pushes that were computed, by all servers' agreement; None until they have replied to hello.
         is_done: whether a server has said that all is done.
+        pushers: what it owes to each server.
 
     Raises:
         CompositionError: more servers than parameters.
@@ -79,7 +100,7 @@ class PartedWorker:
     def __init__(
         self,
         number: int,
-        work: Work,
+        work: Work | None,
         like: Mapping[str, Tensor],
         *,
         servers: int,
@@ -96,98 +117,174 @@ class PartedWorker:
         self.clock: int | None = None
         self.is_done = False
 
-    def begin(self) -> list[Ask]:
+    @property
+    def pushers(self) -> list[Pusher]:
+        """What this worker owes to each server, and how it is sent."""
+        return [seat.pusher for seat in self._seats]
+
+    def begin(self) -> list[WorkerRequest]:
         """Say hello to all servers."""
         self.clock = None
         for seat in self._seats:
             seat.held = seat.clock = None
-        return [self._ask(server, Asked.HELLO) for server in range(len(self._seats))]
+        return [self._request(server, Hello) for server in range(len(self._seats))]
 
-    def receive(self, ask: Ask, answer: ServerAnswer) -> list[Ask]:
-        """Take up an answer; one to an older question says nothing any more.
+    def receive(self, request: WorkerRequest, reply: ServerReply) -> list[WorkerRequest]:
+        """Take up a reply; one to an older request says nothing any more.
 
         Raises:
             PushError: ten refusals of one server in a row, or a server that does not know this worker.
             StateError: a server that was restored from an older snapshot than this worker has seen.
             StepError: as `Worker.compute`.
         """
-        if self.is_done or not self._counts(ask):
+        if self.is_done or not (self._counts(request) or isinstance(request, Look)):
             return []
-        if answer.kind is Said.GRANTED:
-            return self._granted(ask.server, answer)
-        if answer.kind is Said.HERE:
-            return self._here(ask, answer)
-        if answer.kind is Said.REFUSED:
-            return self._refused(ask, answer.text)
-        self.is_done = answer.kind is Said.STOP
-        return [] if self.is_done else self.begin()
+        seat = self._seats[request.server]
+        match reply:
+            case Here() if isinstance(request, Look):
+                return self._looked(request, reply)
+            case Here():
+                return self._here(seat, reply)
+            case Granted():
+                return self._granted(seat, reply)
+            case Refused():
+                return self._refused(request, reply.text)
+            case Gone() if not isinstance(request, Look):
+                return self.begin()
+            case Stop():
+                self.is_done = True
+            case _:
+                pass
+        return []
 
-    def miss(self, ask: Ask) -> list[Ask]:
-        """Hear that a question got no answer; ask again to be let in, since what was under way there may be lost."""
-        if self.is_done or not self._counts(ask):
+    def miss(self, request: WorkerRequest) -> list[WorkerRequest]:
+        """Hear that a request got no reply; ask again to be let in, since what was under way there may be lost."""
+        if isinstance(request, Read | Leave):
+            return [self._made(request.server, type(request))]
+        if self.is_done or not self._counts(request):
             return []
-        return [self._again(ask.server)]
+        return [self._again(request.server)]
 
-    def poll(self) -> list[Ask]:
-        """Ask those servers whose grants are held for their lives."""
-        return [self._ask(server, Asked.LIFE) for server, seat in enumerate(self._seats) if seat.held is not None]
+    def poll(self) -> list[WorkerRequest]:
+        """Ask the servers for their lives, and whether they keep what this worker has asked."""
+        return [self._made(server, Look) for server, seat in enumerate(self._seats) if seat.held or seat.serial]
 
-    # Answers -----------------------------------------------------------------------------------------------------
+    def read(self) -> list[WorkerRequest]:
+        """Ask all servers for their parameters, which `values_of` puts together."""
+        return [self._made(server, Read) for server in range(len(self._seats))]
 
-    def _counts(self, ask: Ask) -> bool:
-        return ask.serial == self._seats[ask.server].serial
+    def leave(self) -> list[WorkerRequest]:
+        """Compute no more: nobody need wait for this worker, which may still `read`."""
+        return [self._made(server, Leave) for server in range(len(self._seats))]
 
-    def _ask(self, server: int, kind: Asked, push: Push | None = None) -> Ask:
-        seat = self._seats[server]
-        seat.serial += 1
-        return Ask(kind, server, self.number, self.process, seat.serial, self.clock or 0, push)
+    # Requests ----------------------------------------------------------------------------------------------------
 
-    def _again(self, server: int) -> Ask:
+    def _counts(self, request: WorkerRequest) -> bool:
+        return request.process == self.process and request.serial == self._seats[request.server].serial
+
+    def _made(self, server: int, kind: type[Any], *more: Any) -> Any:
+        self._seats[server].count += 1
+        return kind(server, self.number, self.process, self._seats[server].count, *more)
+
+    def _request(self, server: int, kind: type[Any], *more: Any) -> Any:
+        """Make a request whose reply counts, in place of the one before."""
+        made = self._made(server, kind, *more)
+        self._seats[server].serial = made.serial
+        return made
+
+    def _again(self, server: int) -> WorkerRequest:
         seat = self._seats[server]
         seat.held = seat.clock = None
-        return self._ask(server, Asked.HELLO if self.clock is None else Asked.JOIN)
+        return self._request(server, Hello) if self.clock is None else self._request(server, Join, self.clock)
 
-    def _here(self, ask: Ask, answer: ServerAnswer) -> list[Ask]:
-        seat = self._seats[ask.server]
-        if ask.kind is Asked.LIFE:
-            return [] if seat.held is None or seat.held[0].life == answer.life else [self._again(ask.server)]
-        seat.clock = answer.clock
+    # Replies -----------------------------------------------------------------------------------------------------
+
+    def _looked(self, request: Look, reply: Here) -> list[WorkerRequest]:
+        """Join again where the server is not the same any more, or does not keep a request made before the look."""
+        seat = self._seats[request.server]
+        if seat.held is not None:
+            return [] if seat.held.life == reply.life else [self._again(request.server)]
+        is_lost = 0 < seat.serial < request.serial and reply.keeps != seat.serial
+        return [self._again(request.server)] if is_lost else []
+
+    def _here(self, seat: _Seat, reply: Here) -> list[WorkerRequest]:
+        seat.clock, seat.serial = reply.clock, 0
         clocks = [seat.clock for seat in self._seats if seat.clock is not None]
         if len(clocks) < len(self._seats):
             return []
         self.clock = max(clocks)
-        return [self._ask(server, Asked.JOIN) for server in range(len(self._seats))]
+        return [self._request(server, Join, self.clock) for server in range(len(self._seats))]
 
-    def _refused(self, ask: Ask, reason: str) -> list[Ask]:
-        if ask.push is None:
+    def _refused(self, request: WorkerRequest, reason: str) -> list[WorkerRequest]:
+        if not isinstance(request, PushRequest):
             raise PushError(reason)
-        self._seats[ask.server].pusher.refused(ask.push.grant, reason)
-        return [self._again(ask.server)]
+        self._seats[request.server].pusher.refused(request.push.grant, reason)
+        return [self._again(request.server)]
 
-    def _granted(self, server: int, answer: ServerAnswer) -> list[Ask]:
-        if answer.grant is None or answer.values is None:
-            raise PushError(f"server {server} granted nothing: it and its workers must have the same version")
-        self._seats[server].held = (answer.grant, answer.values)
+    def _granted(self, seat: _Seat, reply: Granted) -> list[WorkerRequest]:
+        seat.held, seat.serial = reply, 0
+        return self._computed() if self.work is not None and self.granted is not None else []
+
+    # Computing ---------------------------------------------------------------------------------------------------
+
+    @property
+    def granted(self) -> Grant | None:
+        """What may be computed now, from `values`; None while a server has not granted it."""
         held = [seat.held for seat in self._seats if seat.held is not None]
-        return self._computed(held) if len(held) == len(self._seats) else []
+        return joint([one.grant for one in held]) if len(held) == len(self._seats) else None
 
-    def _computed(self, held: list[tuple[Grant, Tensor]]) -> list[Ask]:
-        for seat, (grant, _) in zip(self._seats, held, strict=True):
-            seat.pusher.settle(grant)
-            seat.held = None
-        grant = joint([grant for grant, _ in held])
+    def holds(self, server: int) -> bool:
+        """Whether a grant of this server is there."""
+        return self._seats[server].held is not None
+
+    @property
+    def values(self) -> Tensor:
+        """The parameters (d,) that came with the grants."""
+        return torch.cat([seat.held.values for seat in self._seats if seat.held is not None])
+
+    def _computed(self) -> list[WorkerRequest]:
+        grant = self.granted
+        assert self.work is not None
+        assert grant is not None
         begun = time.perf_counter()
-        result = self.work(self.names.named(torch.cat([values for _, values in held])), grant)
-        seconds = (time.perf_counter() - begun) / grant.steps
-        g = self.names.flat(result.gradient)
+        result = self.work(self.names.named(self.values), grant)
+        return self.push(self.names.flat(result.gradient), result.loss, time.perf_counter() - begun)
+
+    def push(self, g: Tensor, loss: float, seconds: float) -> list[WorkerRequest]:
+        """Push what was computed for `granted`, each part to its server.
+
+        Args:
+            g: (d,) what was computed.
+            loss: for the record.
+            seconds: that it took.
+
+        Raises:
+            StateError: a server that was restored from an older snapshot than this worker has seen.
+            StepError: g is not finite. Nothing was pushed then, and the grants are still there.
+        """
+        grant = self.granted
+        assert grant is not None
         require_finite(g, grant)
+        held = [seat.held for seat in self._seats if seat.held is not None]
         self.clock = (self.clock or 0) + 1
-        parts = g.split([values.numel() for _, values in held])
-        return [
+        parts = g.split([one.values.numel() for one in held])
+        requests: list[WorkerRequest] = []
+        for server, (seat, one, part) in enumerate(zip(self._seats, held, parts, strict=True)):
             # as long as a server's own steps would have taken, so that the speed it finds is the worker's
-            self._ask(server, Asked.PUSH, seat.pusher.push_of(own, part, result.loss, seconds * own.steps))
-            for server, (seat, (own, _), part) in enumerate(zip(self._seats, held, parts, strict=True))
-        ]
+            seat.pusher.settle(one.grant)
+            push = seat.pusher.push_of(one.grant, part, loss, seconds / grant.steps * one.steps)
+            seat.held = None
+            requests.append(self._pushed(server, push))
+        return requests
+
+    def _pushed(self, server: int, push: Push) -> PushRequest:
+        head = self._request(server, Request)
+        return PushRequest.of(head, push)
+
+
+def values_of(replies: Sequence[Values]) -> Tensor:
+    """Return the parameters (d,) that all servers said, in the order of their parts."""
+    return torch.cat([reply.values for reply in replies])
 
 
 def joint(grants: list[Grant]) -> Grant:

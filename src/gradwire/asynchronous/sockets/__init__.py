@@ -1,1 +1,0 @@
-"""Servers and workers that talk over TCP, between machines."""
