@@ -468,12 +468,11 @@ class SocketConnections(Connections):
     @override
     def receive(self, timeout_s: float) -> None:
         end_s = time.monotonic() + timeout_s
-        begun_s = time.monotonic()
         while not self._arrived:
             left_s = max(0.0, min(end_s - time.monotonic(), self.silent_s / _BEATS))
             for key, _ in self._selector.select(left_s):
                 self._read(key.data)
-            self._miss_silent(begun_s)
+            self._miss_silent()
             if time.monotonic() >= end_s:
                 return
 
@@ -488,11 +487,11 @@ class SocketConnections(Connections):
         except OSError as error:
             self.fail(server, error)
 
-    def _miss_silent(self, begun_s: float) -> None:
-        """Give up servers that gave no sign of life since this peer began to wait, or for longer."""
+    def _miss_silent(self) -> None:
+        """Give up servers that gave no sign of life for too long; what they had sent has just been read."""
         now_s = time.monotonic()
         for server, end in list(self._ends.items()):
-            if now_s - max(end.heard_s, begun_s) > self.silent_s:
+            if now_s - end.heard_s > self.silent_s:
                 self.fail(server, TimeoutError(f"no sign of life for {self.silent_s:g} s"))
 
     @override
