@@ -48,7 +48,8 @@ R = TypeVar("R")
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What travels or is kept. A subclass names its fields with their types.
 
-    Fields hold numbers, texts, lists and mappings of these, other records, and tensors (`Floats`, `Bytes`, `Doubles`).
+    Fields hold numbers, texts, lists and mappings of these, other records, and tensors (`Floats`, `Singles`, `Doubles`,
+    `Bytes`).
 
     >>> class Step(Record, frozen=True):
     ...     number: Count
@@ -61,9 +62,11 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     gradwire.core.errors.RecordError: no Step: Expected `int` >= 0 - at `$.number`
     """
 
-    def _replace(self, **changes: Any) -> Self:
+    def replace(self, **changes: Any) -> Self:
         """Return the same record with other values in some fields."""
         return msgspec.structs.replace(self, **changes)
+
+    _replace = replace  # as named tuples have it, which some of these records were
 
 
 class _Vector(type):
@@ -76,13 +79,18 @@ class _Vector(type):
 
 
 if TYPE_CHECKING:
-    Floats = Bytes = Doubles = Tensor
+    Floats = Singles = Doubles = Bytes = Tensor
 else:
 
     class Floats(metaclass=_Vector):
         """A vector of float32 or float64."""
 
         dtypes = (torch.float32, torch.float64)
+
+    class Singles(metaclass=_Vector):
+        """A vector of float32."""
+
+        dtypes = (torch.float32,)
 
     class Doubles(metaclass=_Vector):
         """A vector of float64."""
