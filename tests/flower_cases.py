@@ -17,7 +17,7 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from federations import Classifier, small_model
 from gradwire.adapters.flower import FederatedStrategy, client_app
-from gradwire.adapters.flower.content import MESSAGE, Answer, read, written
+from gradwire.adapters.flower.content import MESSAGE, NodeAnswer, read, written
 from gradwire.federated import SGD, Federation, Server
 
 FIRST = 1000
@@ -102,8 +102,8 @@ def on_flower(
     return strategy, LocalGrid(app, range(FIRST, FIRST + clients))
 
 
-def altered(reply: Message, change: Callable[[Answer], Answer]) -> Message:
+def altered(reply: Message, change: Callable[[NodeAnswer], NodeAnswer]) -> Message:
     """A reply with another answer."""
-    answer: Answer = read(reply.content, MESSAGE, Answer, "a reply")
+    answer: NodeAnswer = read(reply.content, MESSAGE, NodeAnswer, "a reply")
     reply.content[MESSAGE] = written(change(answer))
     return reply

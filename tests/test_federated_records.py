@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from federations import on_classifier, small_model
-from gradwire.adapters.flower.content import Answer, Member, Order, RoundOrder
+from gradwire.adapters.flower.content import NodeAnswer, NodeIdentity, Order, RoundOrder
 from gradwire.adapters.flower.memory import KeptAfter
 from gradwire.core.errors import FederationError, RecordError
 from gradwire.core.record import Record, pack, unpack
@@ -46,7 +46,7 @@ def records() -> dict[str, tuple[Record, Any]]:
     """One of each kind, and as what it is read."""
     job, done = trained()
     task = job.task
-    told = RoundOrder(3, task.model, task.buffers, task.shared, "token", "-5", {"method": "FedAvg()"})
+    told = RoundOrder(task, "token", "-5", {"method": "FedAvg()"})
     return {
         "Assignment": (task, Assignment),
         "Update": (done.update, Update),
@@ -57,9 +57,9 @@ def records() -> dict[str, tuple[Record, Any]]:
         "Order": (Order(3, 2), Order),
         "first Order": (Order(3, None), Order),
         "RoundOrder": (told, RoundOrder),
-        "Answer": (Answer("token", done, forgot=True), Answer),
-        "lost Answer": (Answer("", Lost(0, "why")), Answer),
-        "Member": (Member(4), Member | Lost),
+        "NodeAnswer": (NodeAnswer("token", done, forgot=True), NodeAnswer),
+        "lost NodeAnswer": (NodeAnswer("", Lost(0, "why")), NodeAnswer),
+        "NodeIdentity": (NodeIdentity(4), NodeIdentity | Lost),
         "KeptAfter": (KeptAfter(3, done.kept), KeptAfter),
     }
 
@@ -328,7 +328,7 @@ def test_each_field_that_is_missing_too_many_or_of_another_form_is_named(kind: s
 
 @pytest.mark.parametrize(
     ("kind", "defaults"),
-    [("ClientJob", {"share": 1.0}), ("Kept", {"vectors": {}, "memories": {}}), ("Answer", {"forgot": False})],
+    [("ClientJob", {"share": 1.0}), ("Kept", {"vectors": {}, "memories": {}}), ("NodeAnswer", {"forgot": False})],
 )
 def test_a_field_with_a_default_may_be_missing(kind: str, defaults: dict[str, Any]) -> None:
     record, wanted = records()[kind]
@@ -336,7 +336,7 @@ def test_a_field_with_a_default_may_be_missing(kind: str, defaults: dict[str, An
     assert bits(unpack(bare, wanted)) == bits(record.replace(**defaults))
 
 
-TAGGED = {"Done": "$", "Lost": "$", "Answer": "$.outcome", "Member": "$"}
+TAGGED = {"Done": "$", "Lost": "$", "NodeAnswer": "$.outcome", "NodeIdentity": "$"}
 
 
 @pytest.mark.parametrize("kind", TAGGED)

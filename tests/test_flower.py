@@ -15,13 +15,14 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message
+from flwr.clientapp import ClientApp
 from torch import Tensor, nn
 
 from federations import Classifier, on_classifier, small_model, state_bits
 from flower_cases import FIRST, LocalGrid, altered, context, on_flower
-from gradwire.adapters.flower import FederatedStrategy, client_app
+from gradwire.adapters.flower import FederatedStrategy, client_app, content
 from gradwire.adapters.flower.client import partition_id
-from gradwire.adapters.flower.content import MESSAGE, WRITER, Answer, Member, plain, read, written
+from gradwire.adapters.flower.content import MESSAGE, ROUND, WRITER, NodeAnswer, NodeIdentity, plain, read, written
 from gradwire.adapters.flower.memory import PENDING, SETTLED, KeptAfter
 from gradwire.core.errors import CompositionError, FederationError, StateError
 from gradwire.core.key import Key
@@ -146,7 +147,7 @@ NODE = FIRST + 3
 def rewritten(**fields: Any) -> Callable[[Message, Message], list[Message]]:
     """A reply whose update has other values in some fields."""
 
-    def rewrite(answer: Answer) -> Answer:
+    def rewrite(answer: NodeAnswer) -> NodeAnswer:
         assert isinstance(answer.outcome, Done)
         return answer.replace(outcome=answer.outcome.replace(update=answer.outcome.update.replace(**fields)))
 
@@ -156,7 +157,7 @@ def rewritten(**fields: Any) -> Callable[[Message, Message], list[Message]]:
 def wires(**changes: Tensor) -> Callable[[Message, Message], list[Message]]:
     """A reply whose update has other wires, or more."""
 
-    def rewrite(answer: Answer) -> Answer:
+    def rewrite(answer: NodeAnswer) -> NodeAnswer:
         assert isinstance(answer.outcome, Done)
         update = answer.outcome.update
         return answer.replace(outcome=answer.outcome.replace(update=update.replace(wires={**update.wires, **changes})))
@@ -216,7 +217,7 @@ WRONG: dict[str, tuple[Callable[[Message, Message], list[Message]], str]] = {
     "no examples": (rewritten(examples=0), "claims 0.0 examples"),
     "steps in words": (
         rewritten(steps="five"),
-        "3's answer is no Answer: Expected `int`, got `str` - at `$.outcome.up",
+        "3's answer is no NodeAnswer: Expected `int`, got `str` - at `$.outcome.up",
     ),
     "cut": (in_place_of(lambda packed: packed[:-5]), "client 3's answer is a record that is damaged"),
     "another round's token": (
@@ -230,12 +231,12 @@ WRONG: dict[str, tuple[Callable[[Message, Message], list[Message]], str]] = {
         f"client 3's answer was written by gradwire 0.1.0, and this is {WRITER}: give server and nodes one",
     ),
     "another record": (
-        in_place_of(lambda packed: pack(Member(3))),
-        "client 3's answer is no Answer: Object contains unknown field `type`",
+        in_place_of(lambda packed: pack(NodeIdentity(3))),
+        "client 3's answer is no NodeAnswer: Object contains unknown field `type`",
     ),
     "a long field": (
         in_place_of(lambda packed: packed.replace(b"forgot", b"f\n\x1b[2J")),
-        "client 3's answer is no Answer: Object contains unknown field `f [2J`",
+        "client 3's answer is no NodeAnswer: Object contains unknown field `f [2J`",
     ),
     "a pickle": (in_place_of(pickled), "a record that is damaged"),
     "a claim": (in_place_of(claims_a_terabyte), "a record that is damaged"),
@@ -395,6 +396,73 @@ def test_another_model_and_another_federation_are_told() -> None:
     assert strategy.rounds[0].dropped[11] == "client 11 is none of this federation's 3"
 
 
+OTHER = f"was written by gradwire 0.1.0, and this is {WRITER}: give server and nodes one version"
+
+
+def other_version(app: ClientApp, monkeypatch: pytest.MonkeyPatch, kinds: str) -> Any:
+    """The ClientApp of node `NODE` is of another version of gradwire, where it answers messages of some kinds."""
+
+    def run(message: Message, own: Context) -> Message:
+        with monkeypatch.context() as other:
+            if own.node_id == NODE and message.metadata.message_type.startswith(kinds):
+                other.setattr(content, "WRITER", "gradwire 0.1.0")
+            return app(message, own)
+
+    return run
+
+
+def test_a_node_of_another_version_takes_no_part(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strategy, grid = on_flower(sample=12)
+    grid.app = other_version(grid.app, monkeypatch, "query")
+    strategy.start(grid, num_rounds=1)
+    assert f"node {NODE} takes no part: its answer {OTHER}" in caplog.text
+    assert strategy.rounds[0].dropped == {3: "client 3 has no node that is connected"}
+
+
+def test_a_node_that_has_changed_its_version_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    strategy, grid = on_flower(sample=12)
+    grid.app = other_version(grid.app, monkeypatch, "train")
+    strategy.start(grid, num_rounds=1)
+    assert strategy.rounds[0].dropped == {3: f"client 3's answer {OTHER}"}
+
+
+@pytest.mark.parametrize("part", [MESSAGE, ROUND])
+def test_an_order_of_another_version_is_refused_by_the_node(part: str) -> None:
+    strategy, grid = on_flower(sample=12)
+    good = grid.app
+
+    def run(message: Message, own: Context) -> Message:
+        if own.node_id == NODE and part in message.content:
+            array = message.content.array_records[part]["record"]
+            array.stype = "gradwire 9.9.9"
+        return good(message, own)
+
+    grid.app = run  # pyright: ignore[reportAttributeAccessIssue]
+    strategy.start(grid, num_rounds=1)
+    assert strategy.rounds[0].dropped == {
+        3: f"an order was written by gradwire 9.9.9, and this is {WRITER}: give server and nodes one version"
+    }
+
+
+def test_a_model_is_turned_into_bytes_once_a_round() -> None:
+    strategy, grid = on_flower(sample=12)
+    seen: list[Message] = []
+    grid.fault = lambda node, message, reply: (seen.append(message), [reply] if reply else [])[1]
+    strategy.start(grid, num_rounds=1)
+    assert len(seen) == 12
+    assert len({id(message.content[ROUND]) for message in seen}) == 1
+    assert max(len(message.content.array_records[MESSAGE]["record"].data) for message in seen) < 256
+
+
+def test_a_seed_of_any_size_reaches_the_nodes() -> None:
+    here, (strategy, grid) = on_classifier(seed=-(10**40)), on_flower(seed=-(10**40))
+    strategy.start(grid, num_rounds=2)
+    assert strategy.rounds == list(here.run(2))
+    assert state_bits(strategy.server) == state_bits(here.server)
+
+
 # State ---------------------------------------------------------------------------------------------------------------
 
 
@@ -456,7 +524,7 @@ def test_a_state_holds_two_versions_at_most() -> None:
 def test_damaged_state_drops_its_client() -> None:
     strategy, grid = on_flower(sample=12, **RUNS["nova"])
     strategy.start(grid, num_rounds=1)
-    grid.contexts[NODE].state[PENDING] = written(Member(3))
+    grid.contexts[NODE].state[PENDING] = written(NodeIdentity(3))
     strategy.start(grid, num_rounds=1)
     assert "a node's state is no KeptAfter: Object contains unknown field" in strategy.rounds[1].dropped[3]
 

@@ -13,7 +13,7 @@ came from outside is executed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Number
 from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar, cast
 
@@ -66,6 +66,10 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Return the same record with other values in some fields."""
         return msgspec.structs.replace(self, **changes)
 
+    def on(self, device: torch.device) -> Self:
+        """Return the same record with its tensors on a device."""
+        return _on(self, device)
+
     _replace = replace  # as named tuples have it, which some of these records were
 
 
@@ -101,6 +105,16 @@ else:
         """A vector of uint8."""
 
         dtypes = (torch.uint8,)
+
+
+def _on(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, Record):
+        return value.replace(**{name: _on(getattr(value, name), device) for name in value.__struct_fields__})
+    if isinstance(value, Mapping):
+        return {name: _on(part, device) for name, part in cast("Mapping[str, Any]", value).items()}
+    return [_on(part, device) for part in cast("list[Any]", value)] if isinstance(value, list) else value
 
 
 # Writing --------------------------------------------------------------------------------------------------------------

@@ -9,9 +9,9 @@ from gradwire.core.errors import CompositionError, FederationError
 from gradwire.core.key import Key
 from gradwire.federated.buffered import BufferedServer, BufferedStep
 from gradwire.federated.client import Federation, Kept
-from gradwire.federated.engines import ClientJob, LocalTrainer, Lost, Outcome, take_up
+from gradwire.federated.engines import ClientJob, LocalTrainer, Lost, Outcome
 from gradwire.federated.sampling import generator
-from gradwire.federated.simulation import Conditions
+from gradwire.federated.simulation import Conditions, take_up
 from gradwire.peers.clock import EventClock
 
 MOST_LOST = 100

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from typing import Protocol, TypeVar
+from typing import Protocol
 
-import torch
 from torch import nn
 
-from gradwire.codecs.error_memory import ErrorMemory
-from gradwire.core.errors import FederationError, GradwireError
+from gradwire.core.errors import GradwireError
 from gradwire.core.record import Count, Record
-from gradwire.federated.client import Assignment, Done, Federation, Kept, Terms, Update, train
+from gradwire.federated.client import Assignment, Done, Federation, Kept, Terms, train
 from gradwire.federated.flat import FlatModel
-from gradwire.federated.methods import Vectors
 
 
 class ClientJob(Record, frozen=True):
@@ -30,19 +27,6 @@ class ClientJob(Record, frozen=True):
     kept: Kept
     share: float = 1.0
 
-    def on(self, device: torch.device) -> ClientJob:
-        """The same job with its tensors on a device."""
-        task, kept = self.task, self.kept
-        task = task.replace(
-            model=task.model.to(device), buffers=task.buffers.to(device), shared=_on(task.shared, device)
-        )
-        memories = {name: ErrorMemory(memory.owed.to(device)) for name, memory in kept.memories.items()}
-        return self.replace(task=task, kept=Kept(_on(kept.vectors, device), memories))
-
-
-def _on(vectors: Vectors, device: torch.device) -> Vectors:
-    return {name: vector.to(device) for name, vector in vectors.items()}
-
 
 class Lost(Record, frozen=True, tag=True):
     """A client that sends nothing, and why."""
@@ -52,38 +36,6 @@ class Lost(Record, frozen=True, tag=True):
 
 
 Outcome = Done | Lost
-
-Step = TypeVar("Step", covariant=True)
-
-
-class Receiver(Protocol[Step]):
-    """A server, as far as it takes updates in: `Server` and `BufferedServer`."""
-
-    def receive(self, update: Update) -> Step:
-        """Take an update in; return the step that was made of it, if any was."""
-        ...
-
-    def drop(self, client: int, reason: str) -> None:
-        """Note why a client sends nothing."""
-        ...
-
-
-def take_up(server: Receiver[Step], outcome: Outcome, kept: dict[int, Kept]) -> tuple[Step | None, str]:
-    """Return the step that a server makes of an outcome, and why the outcome does not count, "" where it does.
-
-    Where it counts, what its client keeps is noted in `kept`; where it does not, the client is dropped.
-    """
-    if isinstance(outcome, Done):
-        try:
-            step = server.receive(outcome.update)
-        except FederationError as error:
-            outcome = Lost(outcome.update.client, str(error))
-        else:
-            if outcome.kept:
-                kept[outcome.update.client] = outcome.kept
-            return step, ""
-    server.drop(outcome.client, outcome.reason)
-    return None, outcome.reason
 
 
 class ClientEngine(Protocol):

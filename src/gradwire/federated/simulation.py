@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradwire.codecs.error_memory import ErrorMemory
-from gradwire.core.errors import CompositionError, StateError
+from gradwire.core.errors import CompositionError, FederationError, StateError
 from gradwire.core.key import Key
 from gradwire.core.saved_schema import tensors_like
-from gradwire.federated.client import Assignment, Federation, Kept
-from gradwire.federated.engines import ClientEngine, ClientJob, InProcess, take_up
+from gradwire.federated.buffered import BufferedServer, BufferedStep
+from gradwire.federated.client import Assignment, Done, Federation, Kept
+from gradwire.federated.engines import ClientEngine, ClientJob, InProcess, Lost, Outcome
 from gradwire.federated.sampling import generator
 from gradwire.federated.server import Round, Server
 
@@ -48,6 +49,26 @@ class Conditions:
         if lost < self.drop:
             return 0.0
         return self.least + (1 - self.least) * share if slow < self.slow else 1.0
+
+
+def take_up(
+    server: Server | BufferedServer, outcome: Outcome, kept: dict[int, Kept]
+) -> tuple[BufferedStep | None, str]:
+    """Return the step that a server makes of an outcome, if any, and why the outcome does not count, "" where it does.
+
+    Where it counts, what its client keeps is noted in `kept`; where it does not, the client is dropped.
+    """
+    if isinstance(outcome, Done):
+        try:
+            step = server.receive(outcome.update)
+        except FederationError as error:
+            outcome = Lost(outcome.update.client, str(error))
+        else:
+            if outcome.kept:
+                kept[outcome.update.client] = outcome.kept
+            return step, ""
+    server.drop(outcome.client, outcome.reason)
+    return None, outcome.reason
 
 
 class Simulation:

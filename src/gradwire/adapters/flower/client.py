@@ -14,8 +14,8 @@ from gradwire.adapters.flower.content import (
     MESSAGE,
     ROUND,
     WHO,
-    Answer,
-    Member,
+    NodeAnswer,
+    NodeIdentity,
     Order,
     RoundOrder,
     read,
@@ -67,7 +67,7 @@ class _Node:
     def who(self, message: Message, context: Context) -> Message:
         """Answer which client this is."""
         try:
-            return _answering(message, Member(self.number(context)))
+            return _answering(message, NodeIdentity(self.number(context)))
         except GradwireError as error:
             return _answering(message, Lost(0, str(error)))
 
@@ -75,32 +75,32 @@ class _Node:
         """Do what an order asks for, and answer with an update or with why there is none."""
         token = ""
         try:
-            order: Order = read(message.content, MESSAGE, Order, "an order")
             told: RoundOrder = read(message.content, ROUND, RoundOrder, "an order")
             token = told.token
+            order: Order = read(message.content, MESSAGE, Order, "an order")
             return _answering(message, self._answer(order, told, context))
         except GradwireError as error:
-            return _answering(message, Answer(token, Lost(0, str(error))))
+            return _answering(message, NodeAnswer(token, Lost(0, str(error))))
 
-    def _answer(self, order: Order, told: RoundOrder, context: Context) -> Answer:
+    def _answer(self, order: Order, told: RoundOrder, context: Context) -> NodeAnswer:
         """Train; what the client keeps of it stays in the node's state and is in no answer."""
-        client = order.client
+        client, task = order.client, told.task.replace(client=order.client)
         if client != self.number(context):
             raise FederationError(f"an order for client {client} came to client {self.number(context)}")
         trainer = LocalTrainer(self.model(), self._federation(context, client))
         terms = Terms(self.method, self.local, self.update, int(told.seed), trainer.fingerprint)
         _require_agreement(terms, told, client)
-        recalled = recall(context.state, order.taken)
-        if recalled.lost and told.shared:
+        kept = recall(context.state, order.taken)
+        if kept is None and task.shared:
             raise FederationError(
                 f"client {client} has lost what it kept in round {order.taken}, which {self.method} cannot do "
                 "without: begin a new federation"
             )
-        outcome: Outcome = trainer.do(terms, ClientJob(told.to(client), recalled.kept))
+        outcome: Outcome = trainer.do(terms, ClientJob(task, kept or Kept()))
         if isinstance(outcome, Done):
-            propose(context.state, told.round, outcome.kept)
+            propose(context.state, task.round, outcome.kept)
             outcome = outcome.replace(kept=Kept())
-        return Answer(told.token, outcome, forgot=recalled.lost and self.update.decay is not None)
+        return NodeAnswer(told.token, outcome, forgot=kept is None and self.update.decay is not None)
 
     def _federation(self, context: Context, client: int) -> Federation:
         if isinstance(self.clients, Federation):

@@ -13,7 +13,7 @@ import msgspec
 from flwr.app import Array, ArrayRecord, RecordDict
 
 from gradwire.core.errors import FederationError, RecordError
-from gradwire.core.record import Count, Doubles, Floats, Record, pack, unpack
+from gradwire.core.record import Count, Record, pack, unpack
 from gradwire.core.version import VERSION
 from gradwire.federated.client import Assignment, Terms
 from gradwire.federated.engines import Outcome
@@ -43,27 +43,19 @@ class RoundOrder(Record, frozen=True):
     """What a strategy tells all clients of a round.
 
     Attributes:
-        round: its number.
-        model, buffers, shared: as in `Assignment`.
+        task: what the server asks of each of them, with 0 in place of the client's number.
         token: of the round; an answer has to repeat it.
         seed: of the run, in digits, since a number of a record has 64 bits.
         settings: of the terms, as text, which have to be the client's own.
     """
 
-    round: Count
-    model: Floats
-    buffers: Doubles
-    shared: Mapping[str, Floats]
+    task: Assignment
     token: str
     seed: Annotated[str, msgspec.Meta(pattern=r"^-?\d{1,1000}$")]
     settings: Mapping[str, str]
 
-    def to(self, client: int) -> Assignment:
-        """Return what this asks of a client."""
-        return Assignment(client, self.round, self.model, self.buffers, self.shared)
 
-
-class Answer(Record, frozen=True):
+class NodeAnswer(Record, frozen=True):
     """What a client answers to an order.
 
     Attributes:
@@ -77,7 +69,7 @@ class Answer(Record, frozen=True):
     forgot: bool = False
 
 
-class Member(Record, frozen=True, tag=True):
+class NodeIdentity(Record, frozen=True, tag=True):
     """Which client a node is."""
 
     client: Count

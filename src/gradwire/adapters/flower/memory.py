@@ -7,8 +7,6 @@ order says which round of this client was taken up last; the version of that rou
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from flwr.app import RecordDict
 
 from gradwire.adapters.flower.content import read, written
@@ -25,20 +23,8 @@ class KeptAfter(Record, frozen=True):
     kept: Kept
 
 
-class Recalled(NamedTuple):
-    """What a client has kept.
-
-    Attributes:
-        kept: as of the round that was asked for; nothing where it is lost.
-        lost: whether there should be something.
-    """
-
-    kept: Kept
-    lost: bool
-
-
-def recall(state: RecordDict, taken: int | None) -> Recalled:
-    """Return what was kept in the round that was taken up last, and forget everything else.
+def recall(state: RecordDict, taken: int | None) -> Kept | None:
+    """Return what was kept in the round that was taken up last, None where it is lost. Forget everything else.
 
     Args:
         state: of the node; it has one version afterwards, or none.
@@ -53,9 +39,9 @@ def recall(state: RecordDict, taken: int | None) -> Recalled:
     for name in names:
         del state[name]
     if not right:
-        return Recalled(Kept(), lost=taken is not None)
+        return None if taken is not None else Kept()
     state[SETTLED] = written(right[-1])
-    return Recalled(right[-1].kept, lost=False)
+    return right[-1].kept
 
 
 def propose(state: RecordDict, number: int, kept: Kept) -> None:

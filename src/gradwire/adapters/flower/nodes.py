@@ -8,7 +8,7 @@ import time
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
-from gradwire.adapters.flower.content import MESSAGE, WHO, Member, plain, read
+from gradwire.adapters.flower.content import MESSAGE, WHO, NodeIdentity, plain, read
 from gradwire.core.errors import FederationError
 from gradwire.federated.engines import Lost
 
@@ -77,7 +77,7 @@ class Nodes:
     def _client_in(self, reply: Message) -> int:
         if reply.has_error():
             raise FederationError(f"it failed: {plain(reply.error.reason)}")
-        member: Member | Lost = read(reply.content, MESSAGE, Member | Lost, "its answer")
+        member: NodeIdentity | Lost = read(reply.content, MESSAGE, NodeIdentity | Lost, "its answer")
         if isinstance(member, Lost):
             raise FederationError(plain(member.reason))
         if member.client >= self._clients:

@@ -13,7 +13,7 @@ from flwr.serverapp.strategy import Result, Strategy
 from gradwire.adapters.flower.content import (
     MESSAGE,
     ROUND,
-    Answer,
+    NodeAnswer,
     Order,
     RoundOrder,
     plain,
@@ -23,9 +23,9 @@ from gradwire.adapters.flower.content import (
 )
 from gradwire.adapters.flower.nodes import LOG, Nodes
 from gradwire.core.errors import CompositionError, FederationError, StateError
-from gradwire.federated.client import Assignment
-from gradwire.federated.engines import Lost, Outcome, take_up
+from gradwire.federated.engines import Lost, Outcome
 from gradwire.federated.server import Round, Server
+from gradwire.federated.simulation import take_up
 
 
 class FederatedStrategy(Strategy):
@@ -125,23 +125,20 @@ class FederatedStrategy(Strategy):
         tasks = self.server.begin()
         self._token, self._asked = secrets.token_hex(8), {}
         messages: list[Message] = []
-        told = written(self._told(tasks[0])) if tasks else ArrayRecord()
+        told = ArrayRecord()
         for task in tasks:
             node = self._nodes.node_of(task.client)
             if node is None:
                 self.server.drop(task.client, f"client {task.client} has no node that is connected")
                 continue
             self._asked[node] = task.client
+            if not told:  # the same bytes go to all
+                terms = self.server.terms
+                told = written(RoundOrder(task.replace(client=0), self._token, str(terms.seed), settings_of(terms)))
             order = written(Order(task.client, self._taken.get(task.client)))
             content = RecordDict({"config": config, MESSAGE: order, ROUND: told})
             messages.append(Message(content, node, MessageType.TRAIN, group_id=str(server_round)))
         return messages
-
-    def _told(self, task: Assignment) -> RoundOrder:
-        terms = self.server.terms
-        return RoundOrder(
-            task.round, task.model, task.buffers, task.shared, self._token, str(terms.seed), settings_of(terms)
-        )
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -182,7 +179,7 @@ class FederatedStrategy(Strategy):
         """What a reply brings of the client that was asked."""
         if reply.has_error():
             raise FederationError(f"client {client}'s node failed: {plain(reply.error.reason)}")
-        answer: Answer = read(reply.content, MESSAGE, Answer, f"client {client}'s answer")
+        answer: NodeAnswer = read(reply.content, MESSAGE, NodeAnswer, f"client {client}'s answer")
         outcome = answer.outcome
         if isinstance(outcome, Lost):
             return Lost(client, plain(outcome.reason))
