@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from gradwire.asynchronous.processes.job_server import JobServer
+from gradwire.asynchronous.wire import LONGEST, MessageKind, WireMessage, pack, plain, unpack
 
 import async_processes
 from async_cases import START, quadratic
@@ -20,8 +22,6 @@ from gradwire import CommunicationError, CompositionError
 from gradwire.asynchronous import ASGD, Applied, Bounded, Sending, Worker
 from gradwire.asynchronous.processes import Job, RunningProcesses, hogwild, run
 from gradwire.asynchronous.processes.job import SharedTensors
-from gradwire.asynchronous.processes.job_server import JobServer
-from gradwire.asynchronous.wire import LONGEST, MessageKind, WireMessage, pack, plain, unpack
 from gradwire.codecs import TopK
 
 DEADLINE_S = 150.0

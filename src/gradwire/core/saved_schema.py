@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
-from typing import Any, NoReturn, get_args
+from typing import Annotated, Any, NoReturn, cast, get_args
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -149,6 +150,56 @@ def check_together(saved: object) -> list[Mapping[str, Any]]:
     if ranks != wanted:
         raise StateError(f"these are the states of ranks {ranks}, and all ranks of the run were {wanted}")
     return states
+
+
+# Parts of a saved state -----------------------------------------------------------------------------------------------
+
+
+def part_of(saved: object, name: str, kind: Any, what: str = "") -> Any:
+    """Return the part of a saved state that has this name.
+
+    Args:
+        saved: a mapping, or what should be one.
+        name: of the part.
+        kind: the type that it must have, as msgspec knows types.
+        what: it should be, for the error.
+
+    Raises:
+        StateError: there is no such part, or it is of another type.
+
+    >>> part_of({"pushes": [3, 4]}, "pushes", list_of(int, 2))
+    [3, 4]
+    """
+    try:
+        return msgspec.convert(cast(Mapping[str, Any], saved)[name], kind)
+    except (KeyError, TypeError, msgspec.ValidationError) as error:
+        raise StateError(f"the saved state has no {what or repr(name)}: load what this server saved") from error
+
+
+def list_of(kind: Any, length: int) -> Any:
+    """The type of lists of so many values, for `part_of`."""
+    return Annotated[list[kind], msgspec.Meta(min_length=length, max_length=length)]
+
+
+def tensors_like(saved: Mapping[str, Any], like: Mapping[str, Tensor], what: str) -> dict[str, Tensor]:
+    """Return copies of saved tensors, each on the device of the one in whose place it comes.
+
+    Args:
+        saved: by name.
+        like: what the names, shapes and dtypes must be those of.
+        what: they belong to, for the error.
+
+    Raises:
+        StateError: other names, shapes or dtypes.
+    """
+    if saved.keys() != like.keys():
+        raise StateError(f"the saved {what} has {sorted(saved)}, and here it has {sorted(like)}")
+    for name, tensor in like.items():
+        found = saved[name]
+        if not isinstance(found, Tensor) or (found.shape, found.dtype) != (tensor.shape, tensor.dtype):
+            wanted = f"{tuple(tensor.shape)} {tensor.dtype}"
+            raise StateError(f"the saved {name!r} of {what} is none of {wanted}: it is another model's")
+    return {name: saved[name].to(tensor.device, copy=True) for name, tensor in like.items()}
 
 
 def _shown(value: object) -> str:

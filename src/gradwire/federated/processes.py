@@ -1,8 +1,8 @@
 """Clients that train in processes of their own, several at once.
 
-Jobs and outcomes go between this process and its workers as bytes of plain numbers and tensors (`records`). Only what a
-worker is started with (how to make its model and its clients, and the terms) is handed over as `multiprocessing` does
-that: it has to be importable, and comes from this program alone.
+Jobs and outcomes go between this process and its workers as packed records (`gradwire.core.record`). Only what a worker
+is started with (how to make its model and its clients, and the terms) is handed over as `multiprocessing` does that: it
+has to be importable, and comes from this program alone.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from multiprocessing.process import BaseProcess
 import torch
 from torch import nn
 
-from gradwire.core.errors import CompositionError, FederationError
+from gradwire.core.errors import CompositionError, FederationError, RecordError
+from gradwire.core.record import pack, unpack
 from gradwire.federated.client import Federation, Terms
 from gradwire.federated.engines import ClientJob, LocalTrainer, Lost, Outcome
-from gradwire.federated.packing import pack, unpack
-from gradwire.federated.records import job_of, of_job, of_outcome, outcome_of
 
 Make = Callable[[], tuple[nn.Module, Federation]]
 STARTED = "started"
@@ -88,7 +87,7 @@ class Processes:
         """Hand jobs out as workers get free; yield outcomes as they come.
 
         Raises:
-            FederationError: the engine is closed, or a worker could not be started.
+            FederationError: the engine is closed, a worker could not be started, or its answer is no outcome.
         """
         self._require_workers(terms)
         waiting = list(reversed(jobs))
@@ -116,7 +115,7 @@ class Processes:
         _await_start(worker)
         worker.client = job.task.client
         with contextlib.suppress(OSError):  # a worker that is dead by now shows when its answer is read
-            worker.connection.send_bytes(pack(of_job(job)))
+            worker.connection.send_bytes(pack(job))
 
     def _outcome(self, place: int, terms: Terms, *, late: bool) -> Outcome:
         """What a worker has to say; where it is dead or late, another one takes its place."""
@@ -124,7 +123,7 @@ class Processes:
         client, worker.client = worker.client or 0, None
         if not late:
             with contextlib.suppress(EOFError, OSError):
-                return outcome_of(unpack(worker.connection.recv_bytes()))
+                return _received(worker.connection.recv_bytes())
         self._replace(place, terms)
         if late:
             return Lost(client, f"client {client} took longer than {self._deadline_s:g} s, and its worker was killed")
@@ -146,6 +145,13 @@ class Processes:
         for worker in workers:
             worker.process.join(STOP_S)
             _end(worker)
+
+
+def _received(packed: bytes) -> Outcome:
+    try:
+        return unpack(packed, Outcome)
+    except RecordError as error:
+        raise FederationError(f"a worker answers with {error}") from error
 
 
 def _await_start(worker: _Worker) -> None:
@@ -181,7 +187,7 @@ def _work(connection: Connection, make: Make, terms: Terms) -> None:
     connection.send_bytes(STARTED.encode())
     while True:
         try:
-            job = job_of(unpack(connection.recv_bytes()))
+            job = unpack(connection.recv_bytes(), ClientJob)
         except (EOFError, OSError, KeyboardInterrupt):
             return
-        connection.send_bytes(pack(of_outcome(trainer.do(terms, job))))
+        connection.send_bytes(pack(trainer.do(terms, job)))
