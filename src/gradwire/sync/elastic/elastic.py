@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from gradwire.core.errors import CompositionError, StepError
+from gradwire.drivers.engine import Stats
 from gradwire.reducers.base import Reducer
 from gradwire.session import DEADLINE_S
 from gradwire.session.names import TrainedParameters
@@ -210,12 +211,16 @@ class Elastic:
     @property
     def sent_bytes(self) -> int:
         """What this worker has sent for averages."""
-        return self._worker.sent_bytes
+        return self.stats().wire_bytes
 
     @property
     def handed_bytes(self) -> int:
         """What it has handed to newcomers, and as it left."""
         return self._worker.handed_bytes
+
+    def stats(self) -> Stats:
+        """Bytes and times of all averages so far, among whatever workers; copies that were handed over are apart."""
+        return self._worker.stats()
 
     def global_copy(self) -> dict[str, Tensor]:
         """What all workers began the window with, by parameter; copies on the CPU, in 32 bits at least."""

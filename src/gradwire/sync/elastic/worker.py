@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from torch import Tensor
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
-from gradwire.core.errors import CommunicationError
+from gradwire.core.errors import CommunicationError, StepError
+from gradwire.drivers.engine import Stats
+from gradwire.session.direct_lane import DirectLane
+from gradwire.session.report import Report
 from gradwire.sync.elastic.attempt import Attempt
 from gradwire.sync.elastic.handover import packed, unpacked
 from gradwire.sync.elastic.heartbeat import Heartbeat
-from gradwire.sync.elastic.link import Averages, GroupLine, WorkerLink, digest_of
+from gradwire.sync.elastic.link import GroupLine, WorkerLink, digest_of
 from gradwire.sync.elastic.messages import NO_COPY, Came
 from gradwire.sync.elastic.owed import Owed
 from gradwire.sync.elastic.protocol import Decision, RoundLog
@@ -85,17 +89,29 @@ class ElasticWorker:
         self._settings, self._owed = settings, owed
         self._link: WorkerLink | None = None
         self._transfer = Transfer(store, heartbeat, rounds, settings.deadline_s)
-        self._retired_bytes = 0
+        self._earlier = Stats()
 
     @property
     def number(self) -> int:
         """The number of this worker."""
         return self._heartbeat.number
 
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes that were sent for averages."""
-        return self._retired_bytes + (self._link.sent_bytes if self._link else 0)
+    def stats(self) -> Stats:
+        """Bytes and times of all averages so far, among whatever workers."""
+        return Stats.summed([self._earlier, self._link.stats()]) if self._link else replace(self._earlier)
+
+    def report(self) -> Report:
+        """What averages cost among the workers at hand.
+
+        Raises:
+            StepError: nothing was averaged among them yet.
+        """
+        if self._link is None:
+            raise StepError(
+                "a report is of averages among the same workers, and there was none yet among those of now: ask after "
+                "the next window, or look at stats(), which counts all averages"
+            )
+        return self._link.report()
 
     @property
     def handed_bytes(self) -> int:
@@ -160,7 +176,7 @@ class ElasticWorker:
         if held.copy is not None and self.number != decision.source:
             self._take_up(held.copy)
         if held.means and self._link is not None:
-            self._link.keep()
+            self._link.keep(steps)
         self.shared.move_(held.means, decision, steps)
         self._hand_owed(decision)
         if self.number == decision.source and decision.newcomers:
@@ -210,14 +226,11 @@ class ElasticWorker:
 
     def _linked(self, line: GroupLine, name: str, decision: Decision, owed: Owed) -> WorkerLink:
         transport = line.connected(self._store, name, decision.trainers, self.number, self._settings.deadline_s)
-        averages = [
-            Averages(transport, part.specs(), part.reducer, self._settings.seed, Owed() if i else owed)
-            for i, part in enumerate(self.shared.parts)
-        ]
-        return WorkerLink(transport, decision.trainers, averages)
+        lane = DirectLane(transport.group, self._store, name, self._settings.deadline_s)
+        return WorkerLink(transport, decision.trainers, lane, self.shared, self._settings.seed, owed)
 
     def _norm(self) -> float:
-        return self._link.averages[0].norm() if self._link else 0.0
+        return self._link.norm() if self._link else 0.0
 
     def _unlink(self) -> None:
         """Let go of the connections; keep what is owed."""
@@ -225,8 +238,8 @@ class ElasticWorker:
             return
         self._link.close()
         self._link.forget()
-        self._owed = self._link.averages[0].owed()
-        self._retired_bytes += self._link.sent_bytes
+        self._owed = self._link.owed()
+        self._earlier = self.stats()
         self._link = None
 
     def _hand_owed(self, decision: Decision) -> None:
@@ -236,7 +249,7 @@ class ElasticWorker:
             return
         if self.number not in (heir, *decision.leaving):
             return
-        mine = link.averages[0].owed().tensors()
+        mine = link.owed().tensors()
         if not mine:
             return
         if self.number in decision.leaving:
@@ -273,7 +286,7 @@ class ElasticWorker:
 
     def owed(self) -> Owed:
         """What this worker owes."""
-        return self._link.averages[0].owed() if self._link else self._owed
+        return self._link.owed() if self._link else self._owed
 
     def close(self) -> None:
         """Let go of the connections."""
