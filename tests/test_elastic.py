@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -31,12 +33,16 @@ from gradwire.sync.elastic.heartbeat import Heartbeat
 from gradwire.sync.elastic.messages import (
     NO_COPY,
     Came,
+    Closed,
     ExpectedWorker,
+    Hands,
+    Has,
     Head,
-    came_line,
-    closed_line,
-    has_line,
-    void_line,
+    Line,
+    Void,
+    line_of,
+    parsed,
+    written,
 )
 from gradwire.sync.elastic.owed import Owed
 from gradwire.sync.elastic.protocol import Needs, RoundLog, decided, following, may_close, read
@@ -65,22 +71,22 @@ def log(*lines: str) -> bytes:
 
 
 def test_a_round_is_committed_once_all_trainers_hold_the_same_mean() -> None:
-    lines = [came_line(came(0)), came_line(came(1)), came_line(came(7, NO_COPY)), closed_line(1)]
-    votes = [has_line(1, "a", 0.5), has_line(0, "a", 0.25)]
+    lines = [line_of(came(0)), line_of(came(1)), line_of(came(7, NO_COPY)), line_of(Closed(1))]
+    votes = [line_of(Has(1, "a", 0.5)), line_of(Has(0, "a", 0.25))]
     assert read(HEAD, log(*lines), "keep").state == "open"
-    assert read(HEAD, log(*lines, votes[0], has_line(7, "a", 0.0)), "keep").state == "open"  # a newcomer has no say
-    ended = read(HEAD, log(*lines, *votes, void_line(0, "too late")), "keep")
+    assert read(HEAD, log(*lines, votes[0], line_of(Has(7, "a", 0.0))), "keep").state == "open"  # a newcomer has no say
+    ended = read(HEAD, log(*lines, *votes, line_of(Void(0, "too late"))), "keep")
     assert ended.state == "committed"
     after = following(ended)
     assert after.copy == 5
     assert after.expected == {0: ExpectedWorker("w0", 0.25), 1: ExpectedWorker("w1", 0.5), 7: ExpectedWorker("w7", 0.0)}
     assert not after.lost
-    differing = read(HEAD, log(*lines, votes[0], has_line(0, "b", 0.25)), "keep")
+    differing = read(HEAD, log(*lines, votes[0], line_of(Has(0, "b", 0.25))), "keep")
     assert (differing.state, "different means" in differing.why) == ("void", True)
 
 
 def test_whoever_comes_after_the_list_was_closed_is_not_on_it() -> None:
-    ended = read(HEAD, log(came_line(came(0)), closed_line(0), came_line(came(1)), closed_line(1)), "keep")
+    ended = read(HEAD, log(line_of(came(0)), line_of(Closed(0)), line_of(came(1)), line_of(Closed(1))), "keep")
     assert ended.decision is not None
     assert ended.decision.trainers == (0,)
     assert set(ended.decision.lost) == {1, 2}
@@ -88,7 +94,7 @@ def test_whoever_comes_after_the_list_was_closed_is_not_on_it() -> None:
 
 
 def test_losses_of_void_rounds_are_not_forgotten() -> None:
-    first = read(HEAD, log(came_line(came(0)), came_line(came(1)), closed_line(0), void_line(0, "link")), "discard")
+    first = read(HEAD, log(line_of(came(0)), line_of(came(1)), line_of(Closed(0)), line_of(Void(0, "link"))), "discard")
     head = following(first)
     assert (head.voids, head.copy, set(head.lost), set(head.expected)) == (1, 4, {2}, {0, 1})
     assert head.expected[1].owed == 1 / 8  # nothing was kept, so it owes what it owed
@@ -175,9 +181,9 @@ class VirtualRun:
     def _turn(self, me: VirtualWorker) -> None:
         now = read(self.heads[-1], self.logs[-1].encode(), "keep")
         if now.decision is None:
-            self._say_once(me, "came", came_line(came(me.number, me.copy)))
+            self._say_once(me, "came", line_of(came(me.number, me.copy)))
             if may_close(now.head, now.came, Needs(1, 3), lambda worker: not self.workers[worker].dead, late=False):
-                self.logs[-1] += closed_line(me.number)
+                self.logs[-1] += line_of(Closed(me.number))
         elif now.state == "open":
             self._take_part(me, now)
         else:
@@ -186,9 +192,9 @@ class VirtualRun:
     def _take_part(self, me: VirtualWorker, now: RoundLog) -> None:
         assert now.decision is not None
         if any(self.workers[worker].dead for worker in now.decision.trainers):
-            self.logs[-1] += void_line(me.number, "somebody died")
+            self.logs[-1] += line_of(Void(me.number, "somebody died"))
         elif me.number in now.decision.trainers:
-            self._say_once(me, "has", has_line(me.number, "mean", 0.0))
+            self._say_once(me, "has", line_of(Has(me.number, "mean", 0.0)))
 
     def _end(self, now: RoundLog) -> None:
         """All that live look at the outcome, whatever was said after it."""
@@ -215,11 +221,55 @@ def test_what_is_no_message_is_refused(line: bytes) -> None:
         read(HEAD, line, "keep")
 
 
-@pytest.mark.parametrize("raw", ["", "[]", '{"round": 1}', HEAD.to_json().replace("5", '"5"', 1)])
+@pytest.mark.parametrize("raw", ["", "[]", '{"round": 1}', written(HEAD).replace("5", '"5"', 1)])
 def test_what_is_no_head_is_refused(raw: str) -> None:
-    assert Head.from_json(HEAD.to_json()) == HEAD
+    assert parsed(written(HEAD), Head) == HEAD
     with pytest.raises(CommunicationError, match="no message of gradwire's"):
-        Head.from_json(raw)
+        parsed(raw, Head)
+
+
+EVERY_LINE = (came(3, leaving=True), Closed(3), Has(3, "17e5", 0.5), Void(3, "link"), Hands(3, 1 << 40))
+
+
+@pytest.mark.parametrize("said", EVERY_LINE, ids=lambda said: type(said).__name__)
+def test_a_field_that_is_not_as_it_should_be_is_named(said: Line) -> None:
+    """Each field is missing once, and of another type once; and one is there that nobody knows."""
+    assert parsed(line_of(said), Line) == said
+    fields = json.loads(line_of(said))
+    wrong = [({**fields, "more": 1}, "more")]
+    for name in fields.keys() - {"says"}:
+        wrong.append(({key: value for key, value in fields.items() if key != name}, name))
+        wrong.append(({**fields, name: [fields[name]]}, name))
+    for record, name in wrong:
+        with pytest.raises(CommunicationError, match=rf"gradwire's \(.*\b{name}`.*\): versions differ") as told:
+            parsed(json.dumps(record), Line)
+        assert "docs/trust.md" in str(told.value)
+
+
+@pytest.mark.parametrize("field", ["round", "copy", "expected", "lost", "voids"])
+def test_a_head_is_read_whole_or_not_at_all(field: str) -> None:
+    fields = json.loads(written(HEAD))
+    for found in ({**fields, field: "?"}, {key: value for key, value in fields.items() if key != field}):
+        with pytest.raises(CommunicationError, match=rf"\b{field}`"):
+            parsed(json.dumps(found), Head)
+    part = {**fields, "expected": {"0": {"name": "w0"}}}
+    with pytest.raises(CommunicationError, match=r"`owed` - at `\$.expected.0`"):
+        parsed(json.dumps(part), Head)
+
+
+def test_all_workers_write_the_same_head() -> None:
+    backwards = Head(5, 4, dict(reversed(list(members(0, 9, 10).items()))), members(3), 1)
+    text = written(Head(5, 4, members(0, 9, 10), members(3), 1))
+    assert written(backwards) == written(parsed(text, Head)) == text
+
+
+def test_a_norm_that_json_cannot_say_is_written_as_the_largest_number(team: Team) -> None:
+    heartbeat = Heartbeat(team.store, "w", 5.0)
+    rounds = Rounds(team.store, heartbeat, "keep", Needs(), 10.0, 10.0)
+    rounds.come(came(heartbeat.number, NO_COPY))
+    rounds.has("digest", float("nan"))
+    assert rounds.now().owed == {heartbeat.number: sys.float_info.max}
+    heartbeat.close(leaves=True)
 
 
 # What is owed, and what is handed over ------------------------------------------------------------------------------
@@ -601,8 +651,8 @@ def test_a_name_that_is_taken_ends_who_had_it(team: Team) -> None:
 def test_a_worker_that_was_asleep_sees_that_the_run_has_gone_on(team: Team) -> None:
     heartbeat = Heartbeat(team.store, "asleep", 5.0)
     rounds = Rounds(team.store, heartbeat, "keep", Needs(1, 2), 10.0, 10.0)
-    rounds.append(came_line(came(heartbeat.number)))
-    team.store.set("now", Head(7, 6, members(3)).to_json())
+    rounds.append(came(heartbeat.number))
+    team.store.set("now", written(Head(7, 6, members(3))))
     team.store.delete_key(rounds.name)
     with pytest.raises(Behind, match="past round 0"):
         rounds.outcome()
