@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import gradwire
 from elastic_runs import Crew, Death, run_of, until
 from gradwire import AttachError, CommunicationError, CompositionError, StateError, StepError
 from gradwire.core.errors import PayloadError
@@ -32,13 +33,13 @@ from gradwire.sync.elastic import handover, store
 from gradwire.sync.elastic.heartbeat import Heartbeat
 from gradwire.sync.elastic.messages import (
     NO_COPY,
+    AnyLine,
     Came,
     Closed,
     ExpectedWorker,
     Hands,
     Has,
     Head,
-    Line,
     Void,
     line_of,
     parsed,
@@ -232,9 +233,9 @@ EVERY_LINE = (came(3, leaving=True), Closed(3), Has(3, "17e5", 0.5), Void(3, "li
 
 
 @pytest.mark.parametrize("said", EVERY_LINE, ids=lambda said: type(said).__name__)
-def test_a_field_that_is_not_as_it_should_be_is_named(said: Line) -> None:
+def test_a_field_that_is_not_as_it_should_be_is_named(said: AnyLine) -> None:
     """Each field is missing once, and of another type once; and one is there that nobody knows."""
-    assert parsed(line_of(said), Line) == said
+    assert parsed(line_of(said), AnyLine) == said
     fields = json.loads(line_of(said))
     wrong = [({**fields, "more": 1}, "more")]
     for name in fields.keys() - {"says"}:
@@ -242,7 +243,7 @@ def test_a_field_that_is_not_as_it_should_be_is_named(said: Line) -> None:
         wrong.append(({**fields, name: [fields[name]]}, name))
     for record, name in wrong:
         with pytest.raises(CommunicationError, match=rf"gradwire's \(.*\b{name}`.*\): versions differ") as told:
-            parsed(json.dumps(record), Line)
+            parsed(json.dumps(record), AnyLine)
         assert "docs/trust.md" in str(told.value)
 
 
@@ -613,6 +614,15 @@ def test_a_worker_of_another_run_is_told_in_what_it_differs(team: Team) -> None:
         with pytest.raises(AttachError, match=r"has 'copy of 0.weight' \(8, 6\) .*, and this worker .* \(5, 6\)"):
             Elastic(nn.Sequential(nn.Linear(6, 5)), 2, store=team.store, outer=DiLoCo())
         assert elastic.world_size == 1
+
+
+def test_a_worker_of_another_version_is_told_both(team: Team, monkeypatch: pytest.MonkeyPatch) -> None:
+    elastic, _ = team.join(0)
+    with elastic:
+        monkeypatch.setattr(store, "__version__", "9.8.7")
+        with pytest.raises(AttachError) as told:
+            team.join(1, every=3)
+    assert f"which has gradwire {gradwire.__version__}, and this worker gradwire 9.8.7" in str(told.value)
 
 
 def test_too_few_workers_and_a_run_that_is_over_are_told(team: Team) -> None:

@@ -14,7 +14,7 @@ NO_COPY = -1
 T = TypeVar("T")
 
 
-class Said(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="says", tag=str.lower):
+class LogLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="says", tag=str.lower):
     """What a worker says in a log.
 
     Attributes:
@@ -24,7 +24,7 @@ class Said(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="s
     worker: int
 
 
-class Came(Said, frozen=True):
+class Came(LogLine, frozen=True):
     """What a worker says of itself when it comes to a round.
 
     Attributes:
@@ -44,30 +44,30 @@ class Came(Said, frozen=True):
     leaving: bool = False
 
 
-class Closed(Said, frozen=True):
+class Closed(LogLine, frozen=True):
     """A worker closes the list."""
 
 
-class Has(Said, frozen=True):
+class Has(LogLine, frozen=True):
     """A trainer holds the mean that has this digest, and owes so much of the mean from then on."""
 
     digest: str
     owed: float
 
 
-class Void(Said, frozen=True):
+class Void(LogLine, frozen=True):
     """A worker gives the round up."""
 
     why: str
 
 
-class Hands(Said, frozen=True):
+class Hands(LogLine, frozen=True):
     """The source hands so many bytes to each newcomer."""
 
     bytes: int
 
 
-Line = Came | Closed | Has | Void | Hands
+AnyLine = Came | Closed | Has | Void | Hands
 """What a log consists of."""
 
 
@@ -105,7 +105,7 @@ def written(record: Any) -> str:
     return msgspec.json.encode(msgspec.to_builtins(record, str_keys=True), order="deterministic").decode()
 
 
-def line_of(said: Said) -> str:
+def line_of(said: LogLine) -> str:
     """Return what a worker says as a line of a log."""
     return f"{written(said)}\n"
 
@@ -120,7 +120,7 @@ def parsed(raw: bytes | str, kind: type[T] | Any) -> T:
     Raises:
         CommunicationError: a field is missing, unknown or of another type; it is named. Or this is no JSON at all.
 
-    >>> parsed('{"says": "closed", "worker": true}', Line)
+    >>> parsed('{"says": "closed", "worker": true}', AnyLine)
     Traceback (most recent call last):
         ...
     gradwire.core.errors.CommunicationError: what the store holds is no message of gradwire's (Expected `int`, got \

@@ -25,13 +25,13 @@ from typing import Literal, NamedTuple
 
 from gradwire.sync.elastic.messages import (
     NO_COPY,
+    AnyLine,
     Came,
     Closed,
     ExpectedWorker,
     Hands,
     Has,
     Head,
-    Line,
     Members,
     Void,
     parsed,
@@ -189,11 +189,11 @@ def read(head: Head, log: bytes, lost: Lost) -> RoundLog:
     """
     now, digests = RoundLog(head, {}), dict[int, str]()
     for line in log.splitlines():
-        now = _after_line(now, parsed(line, Line), digests, lost)
+        now = _after_line(now, parsed(line, AnyLine), digests, lost)
     return now
 
 
-def _after_line(now: RoundLog, said: Line, digests: dict[int, str], lost: Lost) -> RoundLog:
+def _after_line(now: RoundLog, said: AnyLine, digests: dict[int, str], lost: Lost) -> RoundLog:
     decision = now.decision
     if decision is None:
         if isinstance(said, Came):

@@ -10,7 +10,19 @@ from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from gradwire.core.errors import CommunicationError
 from gradwire.sync.elastic.heartbeat import Heartbeat
-from gradwire.sync.elastic.messages import NO_COPY, Came, Closed, Hands, Has, Head, Said, Void, line_of, parsed, written
+from gradwire.sync.elastic.messages import (
+    NO_COPY,
+    Came,
+    Closed,
+    Hands,
+    Has,
+    Head,
+    LogLine,
+    Void,
+    line_of,
+    parsed,
+    written,
+)
 from gradwire.sync.elastic.protocol import Lost, Needs, RoundLog, following, holders, may_close, read
 from gradwire.sync.elastic.store import reaching
 
@@ -68,7 +80,7 @@ class Rounds:
             log = self._store.compare_set(self.name, _ABSENT, _ABSENT)
         return read(self.head, b"" if log == _ABSENT.encode() else log, self._lost)
 
-    def append(self, said: Said) -> None:
+    def append(self, said: LogLine) -> None:
         """Append a line to the log."""
         with reaching():
             self._store.append(self.name, line_of(said))  # pyright: ignore[reportAttributeAccessIssue] - the stubs leave it out

@@ -1,0 +1,3 @@
+"""The version of gradwire, for what is compared between processes."""
+
+__version__ = "0.2.0"
