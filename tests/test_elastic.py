@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import sys
 import threading
@@ -20,7 +21,9 @@ from torch import nn
 
 import gradwire
 from elastic_runs import Crew, Death, run_of, until
-from gradwire import AttachError, CommunicationError, CompositionError, StateError, StepError
+from gradwire import AttachError, CommunicationError, CompositionError, GradwireError, SpecError, StateError, StepError
+from gradwire.bench.engines import make_engine
+from gradwire.catalogue import entry
 from gradwire.core.errors import PayloadError
 from gradwire.core.grain import ParameterSpec
 from gradwire.core.state import Leaf, replace_leaves, walk
@@ -28,7 +31,7 @@ from gradwire.drivers.engine import Engine
 from gradwire.drivers.lockstep import Meeting, VirtualTransport
 from gradwire.drivers.plan import plan
 from gradwire.spec import parse
-from gradwire.sync import DiLoCo, DriftTriggered, Elastic, SlowMo
+from gradwire.sync import Averager, DiLoCo, DriftTriggered, Elastic, ElasticOptimizer, Mean, SlowMo
 from gradwire.sync.elastic import handover, store
 from gradwire.sync.elastic.heartbeat import Heartbeat
 from gradwire.sync.elastic.messages import (
@@ -350,10 +353,10 @@ class Team:
     def __init__(self) -> None:
         self.store: Any = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
         self.pool = ThreadPoolExecutor(8)
-        self._models = threading.Lock()
+        self.models = threading.Lock()
 
     def join(self, number: int, **options: Any) -> tuple[Elastic, nn.Sequential]:
-        with self._models:  # the global generator makes them
+        with self.models:  # the global generator makes them
             model = network(number)
         settings: dict[str, Any] = {"every": 2, "deadline_s": 15.0, "lost_after_s": 0.6, "outer": DiLoCo(), **options}
         return Elastic(model, store=self.store, name=f"w{number}", **settings), model
@@ -669,6 +672,197 @@ def test_a_worker_that_was_asleep_sees_that_the_run_has_gone_on(team: Team) -> N
     heartbeat.close(leaves=True)
 
 
+# As an averager -------------------------------------------------------------------------------------------------------
+
+
+def averages(elastic: Elastic) -> Averager:
+    """Pyright sees to it that it is one."""
+    return elastic
+
+
+def test_in_mid_window_the_global_copy_can_be_evaluated(team: Team) -> None:
+    def work(elastic: Elastic, model: nn.Module) -> Any:
+        train(elastic, model, 1)
+        agreed, sent = elastic.global_copy(), elastic.stats().wire_bytes
+        optimizer = torch.optim.SGD(model.parameters(), 0.05)
+        model(torch.full((4, 6), 1.0 + elastic.rank)).square().mean().backward()
+        optimizer.step()
+        elastic.step()
+        own = bits(model)
+        with averages(elastic).evaluating():
+            evaluated = {name: p.detach().clone() for name, p in model.named_parameters()}
+            assert all(torch.equal(evaluated[name], agreed[name]) for name in agreed)
+        assert bits(model) == own
+        assert elastic.stats().wire_bytes == sent
+        assert any(not torch.equal(p, agreed[name]) for name, p in model.named_parameters())
+        return {name: value.tolist() for name, value in evaluated.items()}
+
+    one, other = team.all(work, 2)
+    assert one == other
+    assert not Elastic.averages_to_evaluate
+
+
+def test_sync_ends_a_window_early(team: Team) -> None:
+    def work(elastic: Elastic, model: nn.Module) -> Any:
+        optimizer = torch.optim.SGD(model.parameters(), 0.05)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(8, 6)).square().mean().backward()
+            optimizer.step()
+            elastic.step(samples=8)
+        elastic.sync()
+        ended = elastic.windows, elastic.steps, elastic.samples, bits(model)
+        elastic.sync()  # there is nothing to average
+        return *ended, elastic.windows
+
+    one, other = team.all(work, 2, every=2)
+    assert one == other
+    assert (*one[:3], one[4]) == (2, 6, 48, 2)
+
+
+def test_figures_go_on_where_the_list_of_workers_changes(team: Team) -> None:
+    """Bytes and steps are of all averages; a report is of those among the workers at hand."""
+
+    def work(elastic: Elastic, model: nn.Module) -> Any:
+        with pytest.raises(StepError, match="there was none yet among those of now"):
+            elastic.report()
+        train(elastic, model, 11)
+        three = elastic.stats(), elastic.report()
+        if elastic.name == "w2":
+            elastic.leave()
+        train(elastic, model, 12)
+        if elastic.left:
+            with pytest.raises(StepError, match="has left"):
+                elastic.report()
+            return three, elastic.stats(), None
+        with pytest.raises(StepError, match="there was none yet among those of now"):
+            elastic.report()
+        train(elastic, model, 13)
+        return three, elastic.stats(), elastic.report()
+
+    *stayed, left = team.all(work, 3, method="int4", outer=None)
+    for (before, among_three), after, among_two in stayed:
+        assert (before.steps, after.steps) == (2 * 11, 2 * 13)  # a session for parameters, and one for buffers
+        assert 0 < before.wire_bytes < after.wire_bytes
+        assert (among_three.ranks, among_three.steps, among_three.first_step) == (3, 6, 5)  # without start-up
+        assert (among_two.ranks, among_two.steps, among_two.first_step) == (2, 0, 13)
+        assert "too early" in among_two.verdict
+        assert among_three.sent_bytes == pytest.approx(before.wire_bytes / (2 * 11))
+        assert among_two.method == among_three.method == "int4"
+        assert (among_three.period, among_three.steps_a_period, among_three.times) == ("window", 2, None)
+        assert among_three.residual_norm
+        assert among_three.dense_bytes > among_three.sent_bytes
+        assert "less than DDP in fp32 (not counted: what newcomers are handed)" in among_three.verdict
+    assert left[1].steps == 2 * 12
+
+
+def test_a_report_is_of_one_worker_too(team: Team) -> None:
+    elastic, model = team.join(0)
+    with elastic:
+        train(elastic, model, 1)
+        assert "there is one rank" in elastic.report().verdict
+
+
+def test_a_run_under_way_takes_up_no_saved_state(team: Team) -> None:
+    elastic, _ = team.join(0)
+    with elastic, pytest.raises(StateError, match="begin another run"):
+        averages(elastic).checked(elastic.state_dict())
+
+
+# By a spec ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_spec_says_what_elastic_is_made_with(team: Team) -> None:
+    spec = "elastic:H=3,update=int4,lr=0.5,momentum=0.25,nesterov=off,lost=discard"
+    model = network(0)
+    inner = torch.optim.SGD(model.parameters(), 0.05)
+    optimizer = gradwire.wrap(inner, model, spec, store=team.store, name="w0", seed=7)
+    outer = DiLoCo(lr=0.5, momentum=0.25, nesterov=False)
+    with (
+        optimizer,
+        Elastic(network(0), 3, "int4", store=team.store, run="other", outer=outer, lost="discard", seed=7) as made,
+    ):
+        assert isinstance(optimizer, ElasticOptimizer)
+        assert optimizer.averaging.settings == made.settings
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(4, 6)).square().mean().backward()
+            optimizer.step()
+        assert (optimizer.averaging.windows, optimizer.averaging.steps, optimizer.stats().steps) == (1, 3, 2)
+        assert optimizer.report().method == spec
+        assert optimizer.state_dict()["sync"]["windows"] == 1
+        both: list[Any] = [optimizer, made]
+        for saves in both:
+            with pytest.raises(StateError, match="begin again with resume="):
+                gradwire.save("nowhere", saves)
+        with pytest.raises(StateError, match="begin another run"):
+            optimizer.load_state_dict(optimizer.state_dict())
+        saved = optimizer.state_dict()["sync"]
+    assert optimizer.averaging.left
+    again = gradwire.wrap(inner, model, spec, store=team.store, run="again", seed=7, resume=saved)
+    assert again.averaging.windows == 1
+    again.close()
+
+
+def test_a_spec_without_an_outer_step_is_the_mean(team: Team) -> None:
+    model = network(0)
+    inner = torch.optim.SGD(model.parameters(), 0.05)
+    with (
+        gradwire.wrap(inner, model, "elastic:2", store=team.store) as optimizer,
+        Elastic(network(0), 2, store=team.store, run="other") as plain,
+    ):
+        assert optimizer.averaging.settings == plain.settings
+        assert optimizer.averaging.outer == Mean()
+
+
+def test_workers_of_one_spec_stay_alike(team: Team) -> None:
+    def work(number: int) -> Any:
+        with team.models:
+            model = network(number)
+        inner = torch.optim.AdamW(model.parameters(), 0.01)
+        spec = "elastic:2,update=topk:0.2,lr=0.7,momentum=0.9"
+        with gradwire.wrap(inner, model, spec, store=team.store, name=f"w{number}", begin_with=2) as optimizer:
+            generator = torch.Generator().manual_seed(number)
+            while optimizer.averaging.windows < 3:
+                optimizer.zero_grad()
+                model(torch.randn(8, 6, generator=generator)).square().mean().backward()
+                optimizer.step()
+            return bits(model), optimizer.averaging.steps
+
+    one, other = (future.result(60) for future in [team.pool.submit(work, number) for number in range(2)])
+    assert one == other
+    assert one[1] == 2 * 3 * 2
+
+
+@pytest.mark.parametrize(
+    ("spec", "answer"),
+    [
+        ("elastic:H=0", "every=0"),
+        ("elastic:8,nesterov=off", "leave nesterov out"),
+        ("elastic:8,lr=0", "lr=0"),
+        ("elastic:8,momentum=1", "momentum=1"),
+        ("elastic:8,update=int9", "unknown method 'int9'"),
+        ("elastic:8,update=dp:1", "fixed number of ranks"),
+        ("elastic:8,update=(int8,node=2)", "leave out node="),
+        ("elastic:8,lost=maybe", "known are keep, discard"),
+        ("elastic:8,outer=int4", "known are"),
+    ],
+)
+def test_a_spec_that_fits_nothing_is_refused(spec: str, answer: str) -> None:
+    with pytest.raises(GradwireError) as refused:
+        gradwire.parse(spec)
+    assert answer in str(refused.value)
+
+
+def test_a_spec_elsewhere_is_answered_with_the_call_that_takes_it() -> None:
+    call = 'gradwire.wrap(optimizer, model, "elastic:8", store="host:29400")'
+    assert entry("elastic").place.call_of("elastic:8") == call
+    with pytest.raises(SpecError, match=re.escape(call)):
+        gradwire.Session({"w": torch.zeros(3)}, "elastic:8")
+    with pytest.raises(SpecError, match=re.escape(call)):
+        make_engine("ddp").check("elastic:8", 2)
+
+
 # Processes ------------------------------------------------------------------------------------------------------------
 
 
@@ -734,8 +928,6 @@ def test_a_run_whose_store_is_gone_says_so() -> None:
 
 
 def test_the_page_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    import re
-
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     page = (Path(__file__).parents[1] / "docs" / "elastic.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)

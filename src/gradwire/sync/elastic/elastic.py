@@ -272,7 +272,7 @@ class Elastic:
             StepError: nothing was averaged yet among the workers at hand, or this worker has left.
         """
         self._require_member()
-        return dataclasses.replace(self._worker.report(), method=self.method)
+        return dataclasses.replace(self._worker.report(self._members), method=self.method)
 
     # Leaving ------------------------------------------------------------------------------------------------------
 

@@ -100,13 +100,13 @@ class ElasticWorker:
         """Bytes and times of all averages so far, among whatever workers."""
         return Stats.summed([self._earlier, self._link.stats()]) if self._link else replace(self._earlier)
 
-    def report(self) -> Report:
-        """What averages cost among the workers at hand.
+    def report(self, workers: Sequence[int]) -> Report:
+        """What averages cost among these workers.
 
         Raises:
             StepError: nothing was averaged among them yet.
         """
-        if self._link is None:
+        if self._link is None or self._link.workers != tuple(workers):
             raise StepError(
                 "a report is of averages among the same workers, and there was none yet among those of now: ask after "
                 "the next window, or look at stats(), which counts all averages"
