@@ -25,7 +25,7 @@ from gradwire.sync.elastic.protocol import Lost, Needs
 from gradwire.sync.elastic.rounds import Rounds
 from gradwire.sync.elastic.shared import SharedModel
 from gradwire.sync.elastic.store import connected, require_alike_run
-from gradwire.sync.elastic.worker import ElasticWorker, WorkerSettings
+from gradwire.sync.elastic.worker import ElasticWorker
 from gradwire.sync.outer import Mean, Outer
 from gradwire.sync.schedules import Schedule, as_schedule
 from gradwire.sync.swap import swapped
@@ -130,9 +130,7 @@ class Elastic:
         self._heartbeat = Heartbeat(client, name, lost_after_s)
         try:
             rounds = Rounds(client, self._heartbeat, lost, needs, deadline_s, join_s)
-            self._worker = ElasticWorker(
-                client, self._heartbeat, rounds, shared, WorkerSettings(seed, deadline_s), owed
-            )
+            self._worker = ElasticWorker(client, self._heartbeat, rounds, shared, owed, seed, deadline_s)
             self._members = self._end_window()
         except BaseException:
             self._heartbeat.close(leaves=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 from torch import Tensor
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
@@ -30,32 +29,8 @@ _VOIDS = 8
 """After so many rounds in a row that came to nothing, the link is to blame and not the workers."""
 
 
-class WorkerSettings(NamedTuple):
-    """Of a worker.
-
-    Attributes:
-        seed: of all random choices, the same on every worker.
-        deadline_s: the patience of process groups.
-    """
-
-    seed: int
-    deadline_s: float
-
-
-class Held(NamedTuple):
-    """What a trainer has got in a round, and has not taken yet.
-
-    Attributes:
-        means: of each part, where it averages.
-        copy: the first global copy as a payload, where the run is founded.
-    """
-
-    means: Sequence[Mapping[str, Tensor]] = ()
-    copy: Tensor | None = None
-
-    def tensors(self) -> Sequence[Mapping[str, Tensor]]:
-        """What must be the same on all trainers."""
-        return self.means if self.copy is None else [{"copy": self.copy}]
+Held = Sequence[Mapping[str, Tensor]]
+"""What a trainer has got in a round, and has not taken yet: the means of each part, or the first global copy."""
 
 
 class ElasticWorker:
@@ -69,8 +44,9 @@ class ElasticWorker:
         heartbeat: who is alive.
         rounds: those of the run.
         shared: what all workers have alike.
-        settings: see there.
         owed: what this worker owes from the beginning on.
+        seed: of all random choices, the same on every worker.
+        deadline_s: the patience of process groups.
 
     Attributes:
         shared: see there.
@@ -82,13 +58,14 @@ class ElasticWorker:
         heartbeat: Heartbeat,
         rounds: Rounds,
         shared: SharedModel,
-        settings: WorkerSettings,
         owed: Owed,
+        seed: int,
+        deadline_s: float,
     ) -> None:
         self._store, self._heartbeat, self._rounds, self.shared = store, heartbeat, rounds, shared
-        self._settings, self._owed = settings, owed
+        self._owed, self._seed, self._deadline_s = owed, seed, deadline_s
         self._link: WorkerLink | None = None
-        self._transfer = Transfer(store, heartbeat, rounds, settings.deadline_s)
+        self._transfer = Transfer(store, heartbeat, rounds, deadline_s)
         self._earlier = Stats()
 
     @property
@@ -149,10 +126,10 @@ class ElasticWorker:
 
     def _train(self, decision: Decision, steps: int) -> RoundLog:
         """Get what the round is about with the other trainers; change nothing unless all of them hold it."""
-        held = Held()
+        held: Held = ()
         try:
             held = self._held(decision)
-            self._rounds.has(digest_of(held.tensors()), self._norm() if held.means else 0.0)
+            self._rounds.has(digest_of(held), self._norm() if decision.kind == "average" else 0.0)
         except CommunicationError as error:
             self._rounds.give_up(str(error))
         except BaseException as error:
@@ -168,16 +145,17 @@ class ElasticWorker:
 
     def _held(self, decision: Decision) -> Held:
         if decision.kind == "average":
-            return Held(means=self._means(decision))
-        return Held(copy=self._first_copy(decision)) if decision.kind == "founding" else Held()
+            return self._means(decision)
+        return [{"copy": self._first_copy(decision)}] if decision.kind == "founding" else ()
 
     def _take(self, held: Held, decision: Decision, steps: int) -> None:
         """The round is committed: begin the next window, and hand over what others need for theirs."""
-        if held.copy is not None and self.number != decision.source:
-            self._take_up(held.copy)
-        if held.means and self._link is not None:
+        if decision.kind == "founding" and self.number != decision.source:
+            self._take_up(held[0]["copy"])
+        means = held if decision.kind == "average" else ()
+        if means and self._link is not None:
             self._link.keep(steps)
-        self.shared.move_(held.means, decision, steps)
+        self.shared.move_(means, decision, steps)
         self._hand_owed(decision)
         if self.number == decision.source and decision.newcomers:
             self._transfer.give_copy(self._packed(), decision.newcomers)
@@ -225,9 +203,9 @@ class ElasticWorker:
         return now.state == "open" and now.decision is not None  # else the log was deleted while this worker was asleep
 
     def _linked(self, line: GroupLine, name: str, decision: Decision, owed: Owed) -> WorkerLink:
-        transport = line.connected(self._store, name, decision.trainers, self.number, self._settings.deadline_s)
-        lane = DirectLane(transport.group, self._store, name, self._settings.deadline_s)
-        return WorkerLink(transport, decision.trainers, lane, self.shared, self._settings.seed, owed)
+        transport = line.connected(self._store, name, decision.trainers, self.number, self._deadline_s)
+        lane = DirectLane(transport.group, self._store, name, self._deadline_s)
+        return WorkerLink(transport, decision.trainers, lane, self.shared, self._seed, owed)
 
     def _norm(self) -> float:
         return self._link.norm() if self._link else 0.0
