@@ -931,6 +931,6 @@ def test_the_page_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     page = (Path(__file__).parents[1] / "docs" / "elastic.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     exec("".join(blocks), {})
     assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
