@@ -16,6 +16,7 @@ import struct
 from typing import NamedTuple
 
 from gradwire.core.errors import CommunicationError
+from gradwire.core.version import VERSION
 
 MAGIC = b"gradwire"
 FORMAT = 3
@@ -54,20 +55,13 @@ class Answer(NamedTuple):
     verdict: bytes
 
 
-def version() -> str:
-    """Return gradwire's version, as greetings have it."""
-    from importlib.metadata import version
-
-    return version("gradwire")
-
-
-def greeting(said: str | None = None) -> bytes:
+def greeting() -> bytes:
     """Return a greeting with a new nonce.
 
     >>> len(greeting()) == GREETING
     True
     """
-    return _FORM.pack(MAGIC, FORMAT, (said or version()).encode()[:20], secrets.token_bytes(NONCE))
+    return _FORM.pack(MAGIC, FORMAT, VERSION.encode()[:20], secrets.token_bytes(NONCE))
 
 
 def answer(theirs: bytes, ours: bytes, peer: int, secret: bytes) -> bytes:
