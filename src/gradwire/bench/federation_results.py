@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from gradwire.bench.results import Amount, Measured, Positive, ResultsError, Whole
+from gradwire.bench.results import Amount, Measurement, Positive, ResultsError, Whole
 from gradwire.bench.storage import plain, read_checked, read_json, write_atomically
 from gradwire.core.checked import checked, facts
 from gradwire.federated import Round
@@ -23,7 +23,7 @@ class FederationEvaluation:
     """The metric on held-out data after so many rounds, with the bytes that all clients sent and received by then."""
 
     rounds: Whole
-    value: Measured
+    value: Measurement
     sent_bytes: Whole
     received_bytes: Whole
 
@@ -47,8 +47,8 @@ class Own:
     labels: Whole | None
     rounds: Whole
     sent_bytes: Whole
-    loss: Measured
-    accuracy: Measured | None
+    loss: Measurement
+    accuracy: Measurement | None
 
 
 @dataclass
@@ -74,7 +74,7 @@ class Results:
 
 
 ROUND = facts({
-    "number": Whole, "clients": tuple[Whole, ...], "dropped": dict[int, str], "loss": Measured,
+    "number": Whole, "clients": tuple[Whole, ...], "dropped": dict[int, str], "loss": Measurement,
     "sent_bytes": dict[int, Whole], "received_bytes": dict[int, Whole],
 })  # fmt: skip
 

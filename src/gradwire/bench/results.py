@@ -39,11 +39,11 @@ Whole = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Positive = Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
 
 if TYPE_CHECKING:
-    Status = Literal["finished", "failed"]
-    Measured = float
+    RunStatus = Literal["finished", "failed"]
+    Measurement = float
 else:
 
-    class Status(Read):
+    class RunStatus(Read):
         """How a run ended."""
 
         @staticmethod
@@ -53,7 +53,7 @@ else:
                 raise ValueError("Expected 'finished' or 'failed'")
             return value
 
-    class Measured(Read):
+    class Measurement(Read):
         """A loss or a metric: null stands for what was not finite, and what is beyond all reason counts as infinite."""
 
         @staticmethod
@@ -71,7 +71,7 @@ class Evaluation(NamedTuple):
 
     steps: Whole
     time_s: Amount
-    value: Measured
+    value: Measurement
 
 
 @dataclass(frozen=True)
@@ -150,10 +150,10 @@ class Run:
 
     method: str
     seed: Whole
-    status: Status = "finished"
+    status: RunStatus = "finished"
     reason: str = ""
     label: str = ""
-    losses: list[Measured] = field(default_factory=list[float])
+    losses: list[Measurement] = field(default_factory=list[float])
     times_s: list[Amount] = field(default_factory=list[float])
     tx_bytes: list[Amount] = field(default_factory=list[float])
     evaluations: list[Evaluation] = field(default_factory=list[Evaluation])
@@ -164,7 +164,7 @@ class Run:
     conditions: dict[str, Any] = field(default_factory=dict[str, Any])
     line_cores: Amount | None = None
     line_missed: Whole = 0
-    metric_values: list[Measured] = field(default_factory=list[float])
+    metric_values: list[Measurement] = field(default_factory=list[float])
     timed_steps: Positive | None = None
 
     @property

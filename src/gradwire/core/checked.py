@@ -53,7 +53,9 @@ class Read(metaclass=_Reads):
         raise NotImplementedError
 
 
-def checked(data: object, kind: type[T], where: str, refusal: type[GradwireError], joint: str = ".") -> T:
+def checked(
+    data: object, kind: type[T], where: str, refusal: type[GradwireError], joint: str = ".", remedy: str = ""
+) -> T:
     """Return data as a value of a type; fields that the type does not have are left out.
 
     Args:
@@ -62,6 +64,7 @@ def checked(data: object, kind: type[T], where: str, refusal: type[GradwireError
         where: what the data are called in the sentence that refuses them.
         refusal: the class of that error.
         joint: what stands between `where` and the name of a field.
+        remedy: what the sentence ends with.
 
     >>> checked({"rates": [1, "fast"]}, dict[str, list[int]], "plan", GradwireError)
     Traceback (most recent call last):
@@ -71,7 +74,7 @@ def checked(data: object, kind: type[T], where: str, refusal: type[GradwireError
     try:
         return msgspec.convert(data, kind, dec_hook=_read, str_keys=True)
     except msgspec.ValidationError as error:
-        raise refusal(_sentence(str(error), data, where, joint)) from error
+        raise refusal(_sentence(str(error), data, where, joint) + remedy) from error
 
 
 def facts(needed: Mapping[str, Any], **optional: Any) -> Any:
