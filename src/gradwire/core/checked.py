@@ -75,6 +75,8 @@ def checked(
         return msgspec.convert(data, kind, dec_hook=_read, str_keys=True)
     except msgspec.ValidationError as error:
         raise refusal(_sentence(str(error), data, where, joint) + remedy) from error
+    except AttributeError as error:  # msgspec takes a tensor for a mapping, since it can be indexed
+        raise refusal(f"{where} has a tensor where a mapping should be{remedy}") from error
 
 
 def facts(needed: Mapping[str, Any], **optional: Any) -> Any:

@@ -32,8 +32,6 @@ TREE = "tree"
 """The key of a state that holds more than a session's: what `gradwire.core.tree` made of it, tensors aside."""
 
 _KINDS = tuple(kind for kind in get_args(Kind) if kind != "scratch")
-
-
 _REMEDY = ": pass what state_dict() returned"
 
 
