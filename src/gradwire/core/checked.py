@@ -124,9 +124,9 @@ def _wanted(what: str) -> str | None:
 
 def _not(data: Any, path: str) -> str:
     """What stands there instead, where the path is known: msgspec leaves out the keys of mappings."""
-    if "[...]" in path:
-        return ""
-    for name, index in re.findall(r"\.(\w+)|\[(\d+)\]", path):
+    for name, index in re.findall(r"\.(\w+)|\[(\d+|\.\.\.)\]", path):
+        if index == "..." or isinstance(data, Tensor):
+            return ""
         data = data[name or int(index)]
     return f", not {shown(data)}"
 
