@@ -622,7 +622,7 @@ def test_a_worker_of_another_run_is_told_in_what_it_differs(team: Team) -> None:
 def test_a_worker_of_another_version_is_told_both(team: Team, monkeypatch: pytest.MonkeyPatch) -> None:
     elastic, _ = team.join(0)
     with elastic:
-        monkeypatch.setattr(store, "__version__", "9.8.7")
+        monkeypatch.setattr(store, "VERSION", "9.8.7")
         with pytest.raises(AttachError) as told:
             team.join(1, every=3)
     assert f"which has gradwire {gradwire.__version__}, and this worker gradwire 9.8.7" in str(told.value)
