@@ -53,8 +53,9 @@ class Session(Figures):
         scaler: the loss scaler of the training loop, if it has one: residuals follow its scale.
         checksum: send a CRC-32 with each payload, see `gradwire.attach`.
         lane: communication that others have made and use too, whose group and deadline count then. It is not closed
-            with the session, and the link is not timed, since others may be using it. Otherwise the link is timed for
-            `report()`, unless the environment has `GRADWIRE_TIME_LINK=0` on all ranks.
+            with the session, and the link is not timed, since others may be using it. A `DirectLane` is over a group
+            that the caller has made, without a default group. Without a lane the link is timed for `report()`, unless
+            the environment has `GRADWIRE_TIME_LINK=0` on all ranks.
         what: the call that errors speak of.
         form: how tensors become grains; ports that do not deliver whole ones have one of their own.
         check_every: steps between two comparisons of the parameters of all ranks, which are `tensors` then: a model, or
