@@ -345,6 +345,16 @@ def test_what_a_client_raises_drops_it() -> None:
     assert strategy.rounds[0].dropped == {2: "client 2 raised ValueError: no such file"}
 
 
+def test_what_a_client_raises_may_name_a_file_that_is_no_text() -> None:
+    def own(context: Context) -> Client:
+        raise OSError("no file b\udcff")
+
+    strategy, grid = on_flower(sample=12)
+    grid.app = client_app(small_model, own, local=SGD(lr=0.1, steps=5))
+    strategy.start(grid, num_rounds=1)
+    assert "client 0 raised OSError: no file b\\udcff" in strategy.given_up[0]
+
+
 def test_a_client_app_that_fails_drops_its_client() -> None:
     def no_model() -> nn.Module:
         raise OSError("disk\nfull")

@@ -69,7 +69,8 @@ class LocalTrainer:
         except GradwireError as error:
             return Lost(client, str(error))
         except Exception as error:
-            return Lost(client, f"client {client} raised {type(error).__name__}: {error}")
+            reason = f"client {client} raised {type(error).__name__}: {error}"
+            return Lost(client, reason.encode(errors="backslashreplace").decode())  # names of files may be no UTF-8
 
 
 class InProcess:

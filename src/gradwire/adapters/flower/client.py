@@ -67,29 +67,29 @@ class _Node:
     def who(self, message: Message, context: Context) -> Message:
         """Answer which client this is."""
         try:
-            return _answering(message, NodeIdentity(self.number(context)))
+            return _reply(message, NodeIdentity(self.number(context)))
         except GradwireError as error:
-            return _answering(message, Lost(0, str(error)))
+            return _reply(message, Lost(0, str(error)))
 
     def train(self, message: Message, context: Context) -> Message:
         """Do what an order asks for, and answer with an update or with why there is none."""
         token = ""
         try:
-            told: RoundOrder = read(message.content, ROUND, RoundOrder, "an order")
-            token = told.token
+            round_order: RoundOrder = read(message.content, ROUND, RoundOrder, "an order")
+            token = round_order.token
             order: Order = read(message.content, MESSAGE, Order, "an order")
-            return _answering(message, self._answer(order, told, context))
+            return _reply(message, self._answer(order, round_order, context))
         except GradwireError as error:
-            return _answering(message, NodeAnswer(token, Lost(0, str(error))))
+            return _reply(message, NodeAnswer(token, Lost(0, str(error))))
 
-    def _answer(self, order: Order, told: RoundOrder, context: Context) -> NodeAnswer:
+    def _answer(self, order: Order, round_order: RoundOrder, context: Context) -> NodeAnswer:
         """Train; what the client keeps of it stays in the node's state and is in no answer."""
-        client, task = order.client, told.task.replace(client=order.client)
+        client, task = order.client, round_order.task.replace(client=order.client)
         if client != self.number(context):
             raise FederationError(f"an order for client {client} came to client {self.number(context)}")
         trainer = LocalTrainer(self.model(), self._federation(context, client))
-        terms = Terms(self.method, self.local, self.update, int(told.seed), trainer.fingerprint)
-        _require_agreement(terms, told, client)
+        terms = Terms(self.method, self.local, self.update, int(round_order.seed), trainer.fingerprint)
+        _require_agreement(terms, round_order, client)
         kept = recall(context.state, order.taken)
         if kept is None and task.shared:
             raise FederationError(
@@ -100,7 +100,7 @@ class _Node:
         if isinstance(outcome, Done):
             propose(context.state, task.round, outcome.kept)
             outcome = outcome.replace(kept=Kept())
-        return NodeAnswer(told.token, outcome, forgot=kept is None and self.update.decay is not None)
+        return NodeAnswer(round_order.token, outcome, forgot=kept is None and self.update.decay is not None)
 
     def _federation(self, context: Context, client: int) -> Federation:
         if isinstance(self.clients, Federation):
@@ -111,13 +111,13 @@ class _Node:
         return Federation(client + 1, lambda _: own(context))
 
 
-def _answering(message: Message, record: Record) -> Message:
+def _reply(message: Message, record: Record) -> Message:
     return Message(RecordDict({MESSAGE: written(record)}), reply_to=message)
 
 
-def _require_agreement(terms: Terms, told: RoundOrder, client: int) -> None:
+def _require_agreement(terms: Terms, round_order: RoundOrder, client: int) -> None:
     for name, here in settings_of(terms).items():
-        there = told.settings.get(name)
+        there = round_order.settings.get(name)
         if there != here:
             raise FederationError(
                 f"the server has {name} {there} and client {client} has {here}: give both the same settings"

@@ -125,18 +125,20 @@ class FederatedStrategy(Strategy):
         tasks = self.server.begin()
         self._token, self._asked = secrets.token_hex(8), {}
         messages: list[Message] = []
-        told = ArrayRecord()
+        round_order = ArrayRecord()
         for task in tasks:
             node = self._nodes.node_of(task.client)
             if node is None:
                 self.server.drop(task.client, f"client {task.client} has no node that is connected")
                 continue
             self._asked[node] = task.client
-            if not told:  # the same bytes go to all
+            if not round_order:  # the same bytes go to all
                 terms = self.server.terms
-                told = written(RoundOrder(task.replace(client=0), self._token, str(terms.seed), settings_of(terms)))
+                round_order = written(
+                    RoundOrder(task.replace(client=0), self._token, str(terms.seed), settings_of(terms))
+                )
             order = written(Order(task.client, self._taken.get(task.client)))
-            content = RecordDict({"config": config, MESSAGE: order, ROUND: told})
+            content = RecordDict({"config": config, MESSAGE: order, ROUND: round_order})
             messages.append(Message(content, node, MessageType.TRAIN, group_id=str(server_round)))
         return messages
 
