@@ -20,12 +20,12 @@ from torch import Tensor
 from federations import on_classifier, small_model
 from gradwire.adapters.flower.content import NodeAnswer, NodeIdentity, Order, RoundOrder
 from gradwire.adapters.flower.memory import KeptAfter
-from gradwire.core.errors import FederationError, RecordError
+from gradwire.core.errors import RecordError
 from gradwire.core.record import Record, pack, unpack
 from gradwire.federated import Assignment, Scaffold, Server, Update
 from gradwire.federated.client import Done, Kept
 from gradwire.federated.engines import ClientJob, LocalTrainer, Lost, Outcome
-from gradwire.federated.processes import _received  # pyright: ignore[reportPrivateUsage]
+from gradwire.federated.processes import Ready
 
 
 @functools.cache
@@ -244,9 +244,9 @@ def test_a_record_is_none_of_another_kind(kind: str) -> None:
                 unpack(pack(record), read_as)
 
 
-def test_a_worker_that_answers_with_something_else_ends_the_round() -> None:
-    with pytest.raises(FederationError, match="a worker answers with no record: Object missing required field `type`"):
-        _received(pack(trained()[0]))
+def test_a_job_is_no_reply_of_a_worker() -> None:
+    with pytest.raises(RecordError, match="no record: Object missing required field `type`"):
+        unpack(pack(trained()[0]), Ready | Outcome)
 
 
 # Fields ---------------------------------------------------------------------------------------------------------------
