@@ -65,12 +65,12 @@ def greeting() -> bytes:
 
 
 def answer(theirs: bytes, ours: bytes, peer: int, secret: bytes) -> bytes:
-    """Return a peer's answer to a server's greeting.
+    """Return a peer's answer to a server's greeting; one of another version is answered too, so that it can say so.
 
     Raises:
-        Refusal: a server that is none of gradwire's, or of another version.
+        Refusal: a server that is none of gradwire's.
     """
-    require_alike(theirs, ours, "server")
+    _require_ours(theirs, "server")
     said = ours + _NUMBER.pack(peer)
     return said + _mac(secret, b"peer", theirs, said)
 
@@ -99,15 +99,19 @@ def require_alike(theirs: bytes, ours: bytes, who: str) -> None:
     Raises:
         Refusal: one of these; both versions are named.
     """
-    magic, form, said, _ = _FORM.unpack(theirs)
+    _require_ours(theirs, who)
+    _, form, said, _ = _FORM.unpack(theirs)
     _, _, own, _ = _FORM.unpack(ours)
-    if magic != MAGIC:
-        raise Refusal(
-            "stranger", f"a {who} that is not of this version of gradwire: it does not begin as this one does"
-        )
     if (form, said) != (FORMAT, own):
         there, here = (text.rstrip(b"\0").decode("ascii", "replace") for text in (said, own))
         raise Refusal("version", f"a {who} has gradwire {there}, and here it is {here}: install one version everywhere")
+
+
+def _require_ours(theirs: bytes, who: str) -> None:
+    if not theirs.startswith(MAGIC):
+        raise Refusal(
+            "stranger", f"a {who} that is not of this version of gradwire: it does not begin as this one does"
+        )
 
 
 def _mac(secret: bytes, *parts: bytes) -> bytes:

@@ -52,12 +52,15 @@ _MOST_STRANGERS = 64
 
 _HEAD = struct.Struct("<QQ")
 _IN_ROW = 1 << 63
+_SMALL = 1 << 16
+"""Bytes up to which copying takes less long than a call of the system."""
 
 
 class SharedRows(NamedTuple):
     """Memory that a server and its peers share, one row each way for each peer. A row holds one record at a time.
 
-    So a peer may not send a second record in its row before the first one was replied to.
+    So a peer may not send a second large record before the first one was replied to. Small ones go through the socket,
+    and may come whenever they like.
 
     Attributes:
         up: (n, b) uint8, from the peers.
@@ -81,9 +84,9 @@ class RowPair(NamedTuple):
 
 
 def framed(number: int, parts: Parts, rows: RowPair | None = None) -> Parts:
-    """Return a record with its head; where it fits into a row it is written there, and the head alone is returned."""
+    """Return a record with its head; a large one that fits into a row is written there, and its head is returned."""
     length = sum(map(len, parts))
-    if rows is None or length > rows.out.numel():
+    if rows is None or not _SMALL < length <= rows.out.numel():
         return (_HEAD.pack(length, number), *parts)
     row, at = memory(rows.out), 0
     for part in parts:
@@ -99,7 +102,7 @@ def tensor_bytes(parts: Parts) -> int:
 
 def joined(parts: Parts) -> Parts:
     """Return pieces as one where they are small: a call of the system takes longer than copying them."""
-    return parts if sum(map(len, parts)) > 1 << 16 else (b"".join(parts),)
+    return parts if sum(map(len, parts)) > _SMALL else (b"".join(parts),)
 
 
 HEARTBEAT = _HEAD.pack(0, 0)
@@ -178,7 +181,7 @@ class SocketServer:
     async def _end(self) -> None:
         self._listener.close()
         for peer in (*self.peers.values(), *self.strangers):
-            peer.close()
+            peer.abort()  # what the system has taken is sent nonetheless
         await asyncio.sleep(0)
 
     def _tick(self) -> None:
@@ -246,7 +249,7 @@ class _Peer(asyncio.BufferedProtocol):
         self._ours = greeting.greeting()
         self._rows: RowPair | None = None
         self._is_known, self._last, self._length = False, 0, -1
-        self._heard_s = self._spoke_s = time.monotonic()
+        self._began_s = self._heard_s = self._spoke_s = time.monotonic()
         self._transport: asyncio.Transport | None = None
         self._expect(torch.empty(greeting.ANSWER, dtype=torch.uint8))
 
@@ -354,7 +357,7 @@ class _Peer(asyncio.BufferedProtocol):
     def look(self, now_s: float) -> None:
         """Give a sign of life where one is due, and cut off who gives none."""
         if not self._is_known:
-            if now_s - self._heard_s > _GREETING_S:
+            if now_s - self._began_s > _GREETING_S:  # also of one that says it byte by byte
                 self.refuse("late", "a stranger that did not say who it is")
         elif now_s - self._heard_s > self._server.silent_s:
             LOG.warning("peer %d was silent for %.1f s: it is taken for lost", self.number, now_s - self._heard_s)
@@ -611,6 +614,7 @@ def _connected(address: Address, secret: bytes, peer: int, connect_s: float) -> 
             line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         theirs, ours = bytes(_exactly(line, greeting.GREETING).numpy().data), greeting.greeting()
         line.sendall(greeting.answer(theirs, ours, peer, secret))
+        greeting.require_alike(theirs, ours, "server")  # which has heard our version by now, and says both too
         verdict = bytes(_exactly(line, greeting.VERDICT).numpy().data)
         if verdict != greeting.verdict_of(theirs, ours, secret):
             raise greeting.Refusal("secret", f"the server at {address} is of another run: its secret differs")
