@@ -25,7 +25,7 @@ from gradwire.core.record import Record, pack, unpack
 from gradwire.federated import Assignment, Scaffold, Server, Update
 from gradwire.federated.client import Done, Kept
 from gradwire.federated.engines import ClientJob, LocalTrainer, Lost, Outcome
-from gradwire.federated.processes import Ready
+from gradwire.federated.processes import WorkerReady
 
 
 @functools.cache
@@ -246,7 +246,7 @@ def test_a_record_is_none_of_another_kind(kind: str) -> None:
 
 def test_a_job_is_no_reply_of_a_worker() -> None:
     with pytest.raises(RecordError, match="no record: Object missing required field `type`"):
-        unpack(pack(trained()[0]), Ready | Outcome)
+        unpack(pack(trained()[0]), WorkerReady | Outcome)
 
 
 # Fields ---------------------------------------------------------------------------------------------------------------

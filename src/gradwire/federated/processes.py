@@ -35,17 +35,17 @@ _END_S = 5.0
 _ALL_BYTES = 1 << 62
 
 
-class AreYouReady(Record, frozen=True, tag=True):
-    """Have you made your model and clients? `Ready` is the reply."""
+class ReadyRequest(Record, frozen=True, tag=True):
+    """Have you made your model and clients? `WorkerReady` is the reply."""
 
 
-class Job(Record, frozen=True, tag=True):
+class ClientRequest(Record, frozen=True, tag=True):
     """Train a client. The reply is an outcome."""
 
     job: ClientJob
 
 
-class Ready(Record, frozen=True, tag=True):
+class WorkerReady(Record, frozen=True, tag=True):
     """A worker is ready, or says what went wrong."""
 
     failure: str = ""
@@ -108,7 +108,7 @@ class _Running:
         self._secret, self._silent_s = secrets.token_bytes(SECRET_BYTES), 2 * deadline_s + START_S
         self._paths = [str(Path(self._home) / f"worker-{place}") for place in range(count)]
         self._connections = SocketConnections(
-            Ready | Outcome, self._paths, self._secret, 0, most_bytes=_ALL_BYTES, silent_s=self._silent_s
+            WorkerReady | Outcome, self._paths, self._secret, 0, most_bytes=_ALL_BYTES, silent_s=self._silent_s
         )
         self._ready: set[int] = set()
         self._aside: list[Arrived] = []
@@ -140,7 +140,7 @@ class _Running:
             self._await_start(place)
             job = waiting.pop()
             self._training[place] = (job.task.client, time.monotonic() + self._deadline_s)
-            self._connections.ask(place, Job(job))
+            self._connections.ask(place, ClientRequest(job))
 
     def _outcomes(self) -> Iterator[tuple[int, Outcome]]:
         """The next reply with its worker's place; where none comes, those who are late."""
@@ -181,10 +181,10 @@ class _Running:
         """Wait until a worker has imported and made what it needs, which counts for no client."""
         end_s = time.monotonic() + START_S
         while place not in self._ready:
-            self._connections.ask(place, AreYouReady())
-            while (arrived := self._wait(_AGAIN_S)) is not None and not isinstance(arrived.request, AreYouReady):
+            self._connections.ask(place, ReadyRequest())
+            while (arrived := self._wait(_AGAIN_S)) is not None and not isinstance(arrived.request, ReadyRequest):
                 self._aside.append(arrived)  # of another worker, which trains meanwhile
-            if arrived is not None and isinstance(arrived.reply, Ready):
+            if arrived is not None and isinstance(arrived.reply, WorkerReady):
                 self._require_good(place, arrived.reply.failure)
             elif self._workers.children[place].ended() is not None:
                 self._require_good(place, f"it died with status {self._status(place)}; see what it has printed")
@@ -215,7 +215,7 @@ class _Running:
 class _Trainer(Served):
     """A worker: trains one client after another."""
 
-    requests = AreYouReady | Job
+    requests = ReadyRequest | ClientRequest
     most_bytes = _ALL_BYTES
 
     def __init__(self, make: Make, terms: Terms) -> None:
@@ -226,8 +226,12 @@ class _Trainer(Served):
             self._failure = f"{type(error).__name__}: {error}"
 
     @override
-    def ask(self, request: AreYouReady | Job, reply: Reply) -> None:
-        reply(Ready(self._failure) if isinstance(request, AreYouReady) else self._trainer.do(self._terms, request.job))
+    def ask(self, request: ReadyRequest | ClientRequest, reply: Reply) -> None:
+        reply(
+            WorkerReady(self._failure)
+            if isinstance(request, ReadyRequest)
+            else self._trainer.do(self._terms, request.job)
+        )
 
 
 def _serve(make: Make, terms: Terms, path: str, secret: bytes, silent_s: float) -> None:

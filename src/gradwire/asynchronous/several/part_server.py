@@ -27,7 +27,7 @@ from gradwire.asynchronous.several.messages import (
     Look,
     Progress,
     PushRequest,
-    Read,
+    ReadValues,
     Refused,
     Stop,
     Values,
@@ -121,7 +121,7 @@ class PartServer(Served):
                 reply(self.watched(request.dead))
             case Finish():
                 reply(self.finish())
-            case Read():
+            case ReadValues():
                 reply(Values(self.server.values.clone()))
             case _ if self.is_done:
                 reply(Stop())
@@ -154,7 +154,7 @@ class PartServer(Served):
             case Leave():
                 self.leave(request.worker)
                 reply(Here(life=self.server.life))
-            case Look() | Read():
+            case Look() | ReadValues():
                 keeps, _ = self._waiting.get(request.worker, (0, reply))
                 reply(Here(life=self.server.life, keeps=keeps))
 
