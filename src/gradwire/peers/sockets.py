@@ -83,18 +83,23 @@ class SharedRows(NamedTuple):
 class RowPair(NamedTuple):
     """One end's rows: to write to, and to read from."""
 
-    out: Tensor
-    into: Tensor
+    out: memoryview
+    into: memoryview
+
+    @classmethod
+    def of(cls, out: Tensor, into: Tensor) -> RowPair:
+        """Return the memory of two rows."""
+        return cls(memory(out), memory(into))
 
 
 def framed(number: int, parts: Parts, rows: RowPair | None = None) -> Parts:
     """Return a record with its head; a long one that fits into a row is written there, and its head is returned."""
     length = sum(map(len, parts))
-    if rows is None or not _LEAST_IN_ROW <= length <= rows.out.numel():
+    if rows is None or not _LEAST_IN_ROW <= length <= len(rows.out):
         return (_HEAD.pack(length, number), *parts)
-    row, at = memory(rows.out), 0
+    at = 0
     for part in parts:
-        row[at : at + len(part)] = part
+        rows.out[at : at + len(part)] = part
         at += len(part)
     return (_HEAD.pack(length | _IN_ROW, number),)
 
@@ -113,17 +118,16 @@ class Inbox:
 
     def __init__(self, most_bytes: int, rows: RowPair | None) -> None:
         self._most, self._rows = most_bytes, rows
-        self._short = memory(torch.empty(_INBOX, dtype=torch.uint8))
+        self._short = _allocated(_INBOX)
         self._come = 0
-        self._long: Tensor | None = None
-        self._long_view = self._short[:0]
+        self._long: memoryview | None = None
         self._long_come = self._long_number = 0
 
     def space(self) -> memoryview:
         """Where the next bytes are to be written."""
-        return self._short[self._come :] if self._long is None else self._long_view[self._long_come :]
+        return self._short[self._come :] if self._long is None else self._long[self._long_come :]
 
-    def take(self, nbytes: int) -> list[tuple[int, Tensor]]:
+    def take(self, nbytes: int) -> list[tuple[int, memoryview]]:
         """So many bytes have come; return the records that are complete, with the numbers of their requests.
 
         Raises:
@@ -133,13 +137,13 @@ class Inbox:
             self._come += nbytes
             return self._cut()
         self._long_come += nbytes
-        if self._long_come < len(self._long_view):
+        if self._long_come < len(self._long):
             return []
         found, self._long = self._long, None
         return [(self._long_number, found)]
 
-    def _cut(self) -> list[tuple[int, Tensor]]:
-        found: list[tuple[int, Tensor]] = []
+    def _cut(self) -> list[tuple[int, memoryview]]:
+        found: list[tuple[int, memoryview]] = []
         at = 0
         while self._long is None and self._come - at >= _HEAD.size:
             length, number = _HEAD.unpack_from(self._short, at)
@@ -149,25 +153,29 @@ class Inbox:
             elif length > self._most:
                 raise self._too_long(length)
             elif length:  # a heartbeat has none
-                buffer = torch.empty(length, dtype=torch.uint8)  # not filled with zeros before it is filled
-                view, here = memory(buffer), min(length, self._come - at)
-                view[:here] = self._short[at : at + here]
+                record, here = _allocated(length), min(length, self._come - at)
+                record[:here] = self._short[at : at + here]
                 at += here
                 if here == length:
-                    found.append((number, buffer))
+                    found.append((number, record))
                 else:
-                    self._long, self._long_view, self._long_come, self._long_number = buffer, view, here, number
-        rest = bytes(self._short[at : self._come])
-        self._short[: len(rest)], self._come = rest, len(rest)
+                    self._long, self._long_come, self._long_number = record, here, number
+        self._come -= at
+        self._short[: self._come] = bytes(self._short[at : at + self._come])
         return found
 
-    def _in_row(self, length: int) -> Tensor:
-        if self._rows is None or length > self._rows.into.numel():
+    def _in_row(self, length: int) -> memoryview:
+        if self._rows is None or length > len(self._rows.into):
             raise self._too_long(length)
         return self._rows.into[:length]
 
     def _too_long(self, length: int) -> LengthError:
         return LengthError(f"a frame of {length} bytes, where {self._most} are the most")
+
+
+def _allocated(nbytes: int) -> memoryview:
+    """Memory as tensors have it: aligned, and not filled with zeros before it is filled."""
+    return memory(torch.empty(nbytes, dtype=torch.uint8))
 
 
 def tensor_bytes(parts: Parts) -> int:
@@ -381,12 +389,12 @@ class _Peer(asyncio.BufferedProtocol):
         found = greeting.heard(bytes(self._answer), self._ours, self._server.secret)
         self.number, rows = found.peer, self._server.rows
         if rows is not None and 0 <= found.peer < len(rows.up):
-            self._rows = RowPair(rows.down[found.peer], rows.up[found.peer])
+            self._rows = RowPair.of(rows.down[found.peer], rows.up[found.peer])
         self._inbox = Inbox(self._server.served.most_bytes, self._rows)
         self._server.welcome(self)
         self._say(found.verdict)
 
-    def _take(self, number: int, packed: Tensor) -> None:
+    def _take(self, number: int, packed: memoryview) -> None:
         if self._transport is None or self._transport.is_closing():
             return  # it was refused, or has come again
         if number <= self._last:
@@ -395,7 +403,7 @@ class _Peer(asyncio.BufferedProtocol):
             self._last = number
             self._ask(number, packed)
 
-    def _ask(self, number: int, packed: Tensor) -> None:
+    def _ask(self, number: int, packed: memoryview) -> None:
         request = unpack(packed, self._server.served.requests)
 
         def reply(record: Record) -> None:
@@ -501,7 +509,7 @@ class SocketConnections(Connections):
         self.addresses, self.peer, self.silent_s = list(addresses), peer, silent_s
         self.sent_bytes = [0] * len(addresses)
         self._secret, self._most, self._connect_s = secret, most_bytes, connect_s
-        self._rows = [RowPair(pair.up[peer], pair.down[peer]) for pair in rows] or [None] * len(addresses)
+        self._rows = [RowPair.of(pair.up[peer], pair.down[peer]) for pair in rows] or [None] * len(addresses)
         self._selector = selectors.DefaultSelector()
         self._ends: dict[int, _SocketEnd | _LocalEnd] = {}
         self._closed = threading.Event()
@@ -549,7 +557,7 @@ class SocketConnections(Connections):
         end = self._ends[server]
         try:
             for number, reply in end.read():
-                if isinstance(reply, Tensor):
+                if isinstance(reply, memoryview):
                     self.arrive_packed(number, reply)
                 else:
                     self.arrive(number, reply)
