@@ -367,11 +367,11 @@ class _Peer(asyncio.BufferedProtocol):
 
     @override
     def buffer_updated(self, nbytes: int) -> None:
-        self._heard_s = time.monotonic()
         try:
             if self._inbox is None:
                 self._greet(nbytes)
             else:
+                self._heard_s = time.monotonic()
                 for number, packed in self._inbox.take(nbytes):
                     self._take(number, packed)
         except greeting.Refusal as refusal:
@@ -390,7 +390,7 @@ class _Peer(asyncio.BufferedProtocol):
         self.number, rows = found.peer, self._server.rows
         if rows is not None and 0 <= found.peer < len(rows.up):
             self._rows = RowPair.of(rows.down[found.peer], rows.up[found.peer])
-        self._inbox = Inbox(self._server.served.most_bytes, self._rows)
+        self._inbox, self._heard_s = Inbox(self._server.served.most_bytes, self._rows), time.monotonic()
         self._server.welcome(self)
         self._say(found.verdict)
 
