@@ -19,7 +19,7 @@ from gradwire.asynchronous.names import Names
 from gradwire.asynchronous.standing_still import RunWithoutSession, StandingStill
 from gradwire.asynchronous.together import together
 from gradwire.asynchronous.unwaiting import UnwaitingOptimizer
-from gradwire.core.errors import AttachError, CommunicationError, StateError, StepError
+from gradwire.core.errors import AttachError, StateError, StepError
 from gradwire.core.saved_schema import is_count
 from gradwire.session.names import named, require_whole
 from gradwire.sync.alike import require_same_start
@@ -182,15 +182,8 @@ class HogwildOptimizer(UnwaitingOptimizer):
         self.require_planned()
         ranks = self._together.during(call, StateError)
         ranks.gather("stands still")
-        try:
-            yield StandingStill(self.inner, self._run, ranks, self.version, "on shared memory", {}, self._shared)
-        except CommunicationError:
-            raise  # a rank is missing, for which the others would wait
-        except Exception:
-            self._together.gather("goes on")
-            raise
+        yield StandingStill(self.inner, self._run, ranks, self.version, "on shared memory", {}, self._shared)
         self._share()
-        self._together.gather("goes on")  # nobody steps before all have taken up what they loaded
 
     def finish(self) -> None:
         """End training on all ranks, each of which calls this: afterwards each has a copy of its own of one model.

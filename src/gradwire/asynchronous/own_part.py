@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any, NamedTuple, TypeVar
 
+from gradwire.asynchronous.clocks import Phase
 from gradwire.asynchronous.remote_servers import RemoteServers
 from gradwire.asynchronous.server import CheckedServer, ParameterServer
 from gradwire.asynchronous.several.client import LOOK_S
@@ -47,17 +48,24 @@ class OwnPart:
             CommunicationError: a rank that has ended, or has not paused by the deadline.
         """
         end_s = time.monotonic() + self._deadline_s
-        looked_s = time.monotonic()
-        while here := self._called(lambda: self._server.clocks.here):
-            now_s = time.monotonic()
-            if now_s > end_s:
-                text = f"rank {here[0]} has not come to {call} within {self._deadline_s:g} s: every rank must call it"
-                raise CommunicationError(text, here)
-            if now_s - looked_s > LOOK_S:
-                self._servers.pause()  # a rank that has ended is found out
-                looked_s = now_s
-            time.sleep(_POLL_S)
+        while missing := self._missing_after(LOOK_S):
+            self._servers.pause()  # a rank that has ended is found out
+            if not self._called(lambda: self._server.clocks.here):
+                break  # they have left, and call something else: the meeting says so
+            if time.monotonic() > end_s:
+                late = f"rank {missing[0]} has not come to {call} within {self._deadline_s:g} s"
+                raise CommunicationError(f"{late}: every rank must call it", missing)
         return self._called(lambda: self._server.version)
+
+    def _missing_after(self, seconds: float) -> list[int]:
+        """Ranks that have not paused within so many seconds."""
+        end_s = time.monotonic() + seconds
+        while True:
+            phases = self._called(lambda: list(self._server.clocks.phases))
+            missing = [rank for rank, phase in enumerate(phases) if phase is not Phase.PAUSED]
+            if not missing or time.monotonic() > end_s:
+                return missing
+            time.sleep(_POLL_S)
 
     def _called(self, what: Callable[[], _Found]) -> _Found:
         """Return what a call in the server's thread returns."""

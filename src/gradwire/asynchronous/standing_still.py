@@ -162,10 +162,11 @@ class StandingStill:
             raise StateError("the save is that of another model: its parameters are in another order")
 
     def take_up(self, checked: CheckedState) -> None:
-        """Go on from what `checked` returned."""
+        """Go on from what `checked` returned, once all ranks have taken it up."""
         self._inner.load_state_dict(dict(checked.inner))
         self._own.take_up(checked.own)
         self.steps = checked.steps
+        self._ranks.gather("has taken it up")  # else one that goes on would pull what another had before
 
     def resharded(self, states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
         """Refuse: each rank of the save had its own part of what there is.
