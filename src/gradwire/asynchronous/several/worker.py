@@ -23,6 +23,7 @@ from gradwire.asynchronous.several.messages import (
     Join,
     Leave,
     Look,
+    Pause,
     PushRequest,
     ReadValues,
     Refused,
@@ -161,7 +162,7 @@ class PartedWorker:
 
     def miss(self, request: WorkerRequest) -> list[WorkerRequest]:
         """Hear that a request got no reply; ask again to be let in, since what was under way there may be lost."""
-        if isinstance(request, ReadValues | Leave):
+        if isinstance(request, ReadValues | Leave | Pause):
             return [self._made(request.server, type(request))]
         if self.is_done or not self._counts(request):
             return []
@@ -178,6 +179,22 @@ class PartedWorker:
     def leave(self) -> list[WorkerRequest]:
         """Compute no more: nobody need wait for this worker, which may still `read`."""
         return [self._made(server, Leave) for server in range(len(self._seats))]
+
+    def pause(self) -> list[WorkerRequest]:
+        """Leave the grants unused for now: nobody need wait for this worker, which comes back by `resume`.
+
+        What it owes to each server is settled then.
+        """
+        for seat in self._seats:
+            if seat.held is not None:
+                seat.pusher.settle(seat.held.grant)
+        return [self._made(server, Pause) for server in range(len(self._seats))]
+
+    def resume(self) -> list[WorkerRequest]:
+        """Join again after `pause`, at this worker's clock, which may be set before."""
+        for seat in self._seats:
+            seat.held = seat.clock = None
+        return [self._request(server, Join, self.clock) for server in range(len(self._seats))]
 
     # Requests ----------------------------------------------------------------------------------------------------
 
