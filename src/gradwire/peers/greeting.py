@@ -47,7 +47,7 @@ class Refusal(CommunicationError):  # noqa: N818 - what is refused is the peer
         self.kind = kind
 
 
-class Answer(NamedTuple):
+class Greeted(NamedTuple):
     """What a peer's answer said, once it was found good."""
 
     peer: int
@@ -86,7 +86,7 @@ def verdict_of(theirs: bytes, ours: bytes, secret: bytes) -> bytes:
     return _mac(secret, b"server", theirs, ours)
 
 
-def heard(answered: bytes, ours: bytes, secret: bytes) -> Answer:
+def heard(answered: bytes, ours: bytes, secret: bytes) -> Greeted:
     """Return what a peer's answer to our greeting says.
 
     Raises:
@@ -96,7 +96,7 @@ def heard(answered: bytes, ours: bytes, secret: bytes) -> Answer:
     require_alike(theirs, ours, "peer")
     if not hmac.compare_digest(mac, _mac(secret, b"peer", ours, said)):
         raise Refusal("secret", "a peer does not know this run's secret: it is of another run")
-    return Answer(_NUMBER.unpack(said[GREETING:])[0], _mac(secret, b"server", ours, theirs))
+    return Greeted(_NUMBER.unpack(said[GREETING:])[0], _mac(secret, b"server", ours, theirs))
 
 
 def require_alike(theirs: bytes, ours: bytes, who: str) -> None:
