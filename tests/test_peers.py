@@ -25,6 +25,7 @@ from gradwire.asynchronous.several import PartedWorker, PartServer, WorkerClient
 from gradwire.asynchronous.several.messages import ServerReply
 from gradwire.core.errors import RecordError
 from gradwire.core.record import Count, Floats, Record, pack
+from gradwire.core.version import VERSION
 from gradwire.peers import greeting, sockets
 from gradwire.peers.local import LocalConnections
 from gradwire.peers.protocol import Connections
@@ -234,17 +235,16 @@ def test_strangers_are_cut_off(noise: bytes, caplog: pytest.LogCaptureFixture) -
 def test_another_version_is_named_on_both_sides(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    here, real = threading.current_thread(), greeting.version()
-    with attacked() as server:
-        monkeypatch.setattr(greeting, "version", lambda: "0.0.1" if threading.current_thread() is here else real)
-        with closing(connected(server, 1, Replied)) as other:
-            with pytest.raises(CommunicationError) as told:
-                other.ask(0, Release())
-            assert str(told.value) == (
-                f"a server has gradwire {real}, and here it is 0.0.1: install one version everywhere"
-            )
+    with serving(SocketServer(Doubler(), TCP, SECRET)) as server, closing(connected(server, 1, Replied)) as peer:
+        greet, here = greeting.greeting, threading.current_thread()
+        other = greet().replace(VERSION.encode().ljust(20, b"\0"), b"0.0.1".ljust(20, b"\0"))
+        monkeypatch.setattr(greeting, "greeting", lambda: other if threading.current_thread() is here else greet())
+        with pytest.raises(CommunicationError) as told:
+            peer.ask(0, Release())
         wait_for(lambda: server.refused == {"version": 1}, 20)
-    assert f"a peer has gradwire 0.0.1, and here it is {real}: install one version everywhere" in caplog.text
+    rest = "install one version everywhere"
+    assert str(told.value) == f"a server has gradwire {VERSION}, and here it is 0.0.1: {rest}"
+    assert f"a peer has gradwire 0.0.1, and here it is {VERSION}: {rest}" in caplog.text
 
 
 def test_another_secret_is_refused_on_both_sides(caplog: pytest.LogCaptureFixture) -> None:
@@ -367,7 +367,7 @@ def test_a_second_connection_of_a_peer_takes_the_place_of_the_first() -> None:
 def test_an_address_that_is_taken_is_said(tmp_path: Path) -> None:
     with (
         attacked() as server,
-        pytest.raises(CommunicationError, match=r"at 127\.0\.0\.1: Address already in use"),
+        pytest.raises(CommunicationError, match=r"port \d+ of 127.0.0.1 is in use: give another"),
     ):
         SocketServer(Doubler(), server.address, SECRET)
     with pytest.raises(CommunicationError, match=r"no server can listen at .*missing.*No such file"):
@@ -464,6 +464,7 @@ def test_a_protocol_object_that_fails_ends_its_server(caplog: pytest.LogCaptureF
         with pytest.raises(ZeroDivisionError, match="this server breaks"), serving(server):
             assert isinstance(error_of(peer, Fail()), ConnectionError)
         assert isinstance(error_of(peer, Fail()), ConnectionError)
+    assert isinstance(server.failure, ZeroDivisionError)
     assert "a server ends: this server breaks" in caplog.text
 
 

@@ -16,6 +16,7 @@ import struct
 from typing import NamedTuple
 
 from gradwire.core.errors import CommunicationError
+from gradwire.core.version import VERSION
 
 MAGIC = b"gradwire"
 FORMAT = 3
@@ -48,26 +49,19 @@ class Refusal(CommunicationError):  # noqa: N818 - what is refused is the peer
 
 
 class Greeted(NamedTuple):
-    """What a peer's answer said, once it was found good."""
+    """Who a peer is, and the server's last word to it."""
 
     peer: int
     verdict: bytes
 
 
-def version() -> str:
-    """Return gradwire's version, as greetings have it."""
-    from importlib.metadata import version
-
-    return version("gradwire")
-
-
-def greeting(said: str | None = None) -> bytes:
+def greeting() -> bytes:
     """Return a greeting with a new nonce.
 
     >>> len(greeting()) == GREETING
     True
     """
-    return _FORM.pack(MAGIC, FORMAT, (said or version()).encode()[:20], secrets.token_bytes(NONCE))
+    return _FORM.pack(MAGIC, FORMAT, VERSION.encode()[:20], secrets.token_bytes(NONCE))
 
 
 def answer(theirs: bytes, ours: bytes, peer: int, secret: bytes) -> bytes:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import errno
 import logging
 import os
 import queue
@@ -108,6 +109,11 @@ def joined(parts: Parts) -> Parts:
 HEARTBEAT = _HEAD.pack(0, 0)
 
 
+def shown(address: Address) -> str:
+    """An address, for a sentence."""
+    return address if isinstance(address, str) else f"port {address[1]} of {address[0]}"
+
+
 # The server -----------------------------------------------------------------------------------------------------------
 
 
@@ -126,6 +132,8 @@ class SocketServer:
         refused: how many were refused, by the reason: "stranger", "version", "secret", "late", "record", "length" or
             "replayed".
         sent_bytes: bytes of tensors that were sent.
+        failure: what the protocol object raised, after which nobody is served any more; None before.
+        peers: those that are connected, by number.
 
     Raises:
         CommunicationError: an address where nobody can listen.
@@ -145,12 +153,12 @@ class SocketServer:
         self.sent_bytes = 0
         self.peers: dict[int, _Peer] = {}
         self.strangers: dict[_Peer, None] = {}
-        self._socket = _listening(address)
+        self._socket = listening(address)
         self._loop = asyncio.new_event_loop()
         self._over: asyncio.Future[None] = self._loop.create_future()
         found = self._socket.getsockname()
         self.address: Address = found if isinstance(found, str) else found[:2]
-        self._failure: BaseException | None = None
+        self.failure: Exception | None = None
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -169,8 +177,8 @@ class SocketServer:
             self._loop.run_until_complete(self._serve())
         finally:
             self._loop.close()
-        if self._failure is not None and self._thread is None:
-            raise self._failure
+        if self.failure is not None and self._thread is None:
+            raise self.failure
 
     async def _serve(self) -> None:
         create = self._loop.create_unix_server if isinstance(self.address, str) else self._loop.create_server
@@ -194,7 +202,7 @@ class SocketServer:
         try:
             what(*arguments)
         except Exception as error:
-            self._failure = self._failure or error
+            self.failure = self.failure or error
             LOG.exception("a server ends: %s", error)
             self._end()
 
@@ -384,7 +392,12 @@ class _Peer(asyncio.BufferedProtocol):
             self._transport.abort()
 
 
-def _listening(address: Address) -> socket.socket:
+def listening(address: Address) -> socket.socket:
+    """Return a socket that listens.
+
+    Raises:
+        CommunicationError: an address where nobody can listen.
+    """
     family = socket.AF_UNIX if isinstance(address, str) else socket.AF_INET6 if ":" in address[0] else socket.AF_INET
     made = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -394,8 +407,9 @@ def _listening(address: Address) -> socket.socket:
         made.listen(128)
     except OSError as error:
         made.close()
-        where = address if isinstance(address, str) else address[0]
-        raise CommunicationError(f"no server can listen at {where}: {error.strerror or error}") from error
+        if error.errno == errno.EADDRINUSE:
+            raise CommunicationError(f"{shown(address)} is in use: give another address") from error
+        raise CommunicationError(f"no server can listen at {shown(address)}: {error.strerror or error}") from error
     return made
 
 
@@ -440,7 +454,6 @@ class SocketConnections(Connections):
         self._rows = [RowPair(pair.up[peer], pair.down[peer]) for pair in rows] or [None] * len(addresses)
         self._selector = selectors.DefaultSelector()
         self._ends: dict[int, _SocketEnd | _LocalEnd] = {}
-        self._looked_s = self._looking_since_s = time.monotonic()
         self._closed = threading.Event()
         self._beating: threading.Thread | None = None
 
@@ -494,13 +507,10 @@ class SocketConnections(Connections):
             self.fail(server, error)
 
     def _miss_silent(self) -> None:
-        """Give up servers that gave no sign of life for so long, while this peer looked."""
+        """Give up servers that gave no sign of life for too long; what they had sent has just been read."""
         now_s = time.monotonic()
-        if now_s - self._looked_s > 2 * self.silent_s / _BEATS:
-            self._looking_since_s = now_s  # it computed, or was stopped: signs of life may lie there unread
-        self._looked_s = now_s
         for server, end in list(self._ends.items()):
-            if now_s - max(end.heard_s, self._looking_since_s) > self.silent_s:
+            if now_s - end.heard_s > self.silent_s:
                 self.fail(server, TimeoutError(f"no sign of life for {self.silent_s:g} s"))
 
     @override
@@ -623,7 +633,7 @@ def _connected(address: Address, secret: bytes, peer: int, connect_s: float) -> 
         greeting.require_alike(theirs, ours, "server")  # which has heard our version by now, and says both too
         verdict = bytes(_exactly(line, greeting.VERDICT).numpy().data)
         if verdict != greeting.verdict_of(theirs, ours, secret):
-            raise greeting.Refusal("secret", f"the server at {address} is of another run: its secret differs")
+            raise greeting.Refusal("secret", f"the server at {shown(address)} is of another run: its secret differs")
     except BaseException:
         line.close()
         raise
