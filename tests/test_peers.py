@@ -352,6 +352,19 @@ def test_a_reply_that_is_none_is_named() -> None:
             peer.wait(20)
 
 
+def test_a_record_that_ends_early_is_none() -> None:
+    packed = pack(Keep(1))
+    with attacked() as server:
+        with greeted(server.address, 3) as line:
+            line.sendall(frame(1, packed)[:-1])
+        wait_for(lambda: doubler(server).lost_peers == [3], 20)
+        assert doubler(server).kept == []
+    with pretending(lambda line: line.sendall(frame(1, packed)[:-1])) as address:
+        connections = SocketConnections(Replied, [address], SECRET, 0, most_bytes=1000)
+        with closing(connections):
+            assert isinstance(error_of(connections, Keep(1)), ConnectionResetError)
+
+
 def test_a_second_connection_of_a_peer_takes_the_place_of_the_first() -> None:
     """A worker whose connection was lost comes back before the server has found out."""
     with attacked() as server:
