@@ -47,7 +47,7 @@ def differing(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
 def test_a_run_that_goes_on_and_one_that_loads_stand_at_the_same_bits(
     staleness: int, steps: int, tmp_path: Path
 ) -> None:
-    arguments = {"folder": str(tmp_path), "staleness": staleness, "steps": steps}
+    arguments: dict[str, Any] = {"folder": str(tmp_path), "staleness": staleness, "steps": steps}
     saved, loaded = on_ranks("saves", **arguments), on_ranks("loads", **arguments)
     assert saved[0]["version"] >= 30
     first = saved[0]["models"][0]

@@ -239,6 +239,7 @@ class SocketServer:
         self.strangers: dict[_Peer, None] = {}
         self._socket = listening(address)
         self._loop = asyncio.new_event_loop()
+        self._over: asyncio.Future[None] = self._loop.create_future()
         found = self._socket.getsockname()
         self.address: Address = found if isinstance(found, str) else found[:2]
         self.failure: Exception | None = None
@@ -256,22 +257,19 @@ class SocketServer:
         Raises:
             Exception: whatever the protocol object raised but for what it has against a request.
         """
-        self._loop.run_until_complete(self._begin())
         try:
-            self._loop.run_forever()
+            self._loop.run_until_complete(self._serve())
         finally:
-            self._loop.run_until_complete(self._end())
             self._loop.close()
         if self.failure is not None and self._thread is None:
             raise self.failure
 
-    async def _begin(self) -> None:
+    async def _serve(self) -> None:
         create = self._loop.create_unix_server if isinstance(self.address, str) else self._loop.create_server
-        self._listener = await create(lambda: _Peer(self), sock=self._socket)
+        listener = await create(lambda: _Peer(self), sock=self._socket)
         self._tick()
-
-    async def _end(self) -> None:
-        self._listener.close()
+        await self._over
+        listener.close()
         for peer in (*self.peers.values(), *self.strangers):
             peer.abort()  # what the system has taken is sent nonetheless
         await asyncio.sleep(0)
@@ -290,7 +288,7 @@ class SocketServer:
         except Exception as error:
             self.failure = self.failure or error
             LOG.exception("a server ends: %s", error)
-            self._loop.stop()
+            self._end()
 
     def call(self, what: Callable[..., None], *arguments: Any) -> None:
         """Have the protocol object called in the server's thread, soon."""
@@ -306,7 +304,11 @@ class SocketServer:
     def stop(self) -> None:
         """Serve no more, and cut all connections."""
         with contextlib.suppress(RuntimeError):  # it has ended
-            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._loop.call_soon_threadsafe(self._end)
+
+    def _end(self) -> None:
+        if not self._over.done():
+            self._over.set_result(None)
 
     def close(self) -> None:
         """End the thread of `start`; a second call does nothing."""
