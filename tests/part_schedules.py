@@ -327,23 +327,18 @@ class Schedule:
         says_so, is_so = reply.number > push.number, push.loss in kept.all_losses
         if says_so:
             require(is_so, f"{push.worker}'s push {push.number} is lost, and its worker takes it for applied")
-        elif reply.life == self.life(server):
+        elif reply.life == self.network.servers[server].lives - 1:
             require(push.loss not in kept.losses, f"{push.worker}'s push {push.number} was applied, and is taken back")
-
-    def life(self, server: int) -> int:
-        """The server's number of restarts."""
-        return self.network.servers[server].lives - 1
-
-    def versions(self) -> list[int]:
-        """Updates of each server; -1 of one that is down."""
-        return [
-            process.life.served.server.version if process.is_up and isinstance(process.life.served, PartServer) else -1
-            for process in self.network.servers
-        ]
 
     def living(self) -> list[Process]:
         """The workers that are up."""
         return [self.network.peers[number] for number in range(self.workers) if self.network.peers[number].is_up]
+
+    @property
+    def counts(self) -> Counter[str]:
+        """What happened."""
+        pushes = sum(len(kept.all_losses) for kept in self.kept)
+        return self.network.happened + Counter(pushes=pushes, lives=sum(one.lives for one in self.network.processes))
 
     # The run -----------------------------------------------------------------------------------------------------
 
