@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
 import part_schedules
+import round_schedules
 from gradwire.asynchronous.several import PartedWorker
 from gradwire.asynchronous.several.messages import Gone, Granted, Hello, Here, Join, Look, PushRequest
 from gradwire.core.errors import RecordError
@@ -220,6 +221,38 @@ def test_schedules_find_servers_that_do_otherwise(mutant: type[part_schedules.Wa
 def test_schedules_find_workers_that_never_look() -> None:
     with pytest.raises(part_schedules.Broken, match="for ever"):
         check_all(100, worker=part_schedules.Blind)
+
+
+# Federations ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("check", [round_schedules.check_rounds, round_schedules.check_buffered])
+@pytest.mark.parametrize("first", range(0, 200, 50))
+def test_random_schedules_of_federations_break_no_promise(check: Callable[[int], Any], first: int) -> None:
+    for seed in range(first, first + 50):
+        check(seed)
+
+
+def serve_rounds(schedule: round_schedules.RoundSchedule) -> round_schedules.RoundServer:
+    return round_schedules.rounds_of(schedule, round_schedules.TrustingRounds)
+
+
+def serve_buffer(schedule: round_schedules.RoundSchedule) -> round_schedules.BufferServer:
+    return round_schedules.buffer_of(schedule, round_schedules.TrustingBuffer)
+
+
+@pytest.mark.parametrize("serve", [serve_rounds, serve_buffer])
+def test_schedules_find_federations_that_trust_what_comes(serve: Any) -> None:
+    with pytest.raises(round_schedules.Broken):
+        check_served(100, serve)
+
+
+def check_served(count: int, serve: Any) -> None:
+    for seed in range(count):
+        round_schedules.check(seed, serve)
+
+
+# What schedules found -------------------------------------------------------------------------------------------------
 
 
 def test_a_worker_that_a_server_has_forgotten_joins_again() -> None:
