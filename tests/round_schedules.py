@@ -27,9 +27,9 @@ from gradwire.federated.methods import Work
 from gradwire.peers.faulty import Faults, FaultyConnections, FaultyNetwork
 from gradwire.peers.protocol import Arrived, Reply, Served
 
-FAULTS_S = 6.0
+FAULTS_S = 4.0
 END_S = 500.0
-LATE_S = 3.0
+LATE_S = 2.5
 """Clients that have not sent anything after so long are dropped."""
 AGAIN_S = 1.0
 
@@ -385,7 +385,7 @@ class RoundSchedule:
         )
 
     def _client(self, number: int) -> Callable[[FaultyConnections], Iterator[float]]:
-        speed_s = 10 ** self.draw.uniform(-0.7, 0.3)
+        speed_s = 10 ** self.draw.uniform(-0.3, 0.3)
 
         def main(connections: FaultyConnections) -> Iterator[float]:
             """Wait for a task, do it, and send the update until there is a reply."""
@@ -469,8 +469,8 @@ def faults_of(draw: random.Random) -> Faults:
         cut=draw.choice((0.0, 0.02)),
         kills=draw.choice((0.0, 0.7)),
         stops=draw.choice((0.0, 0.7)),
-        down_s=2.0,
-        stopped_s=3.0,
+        down_s=1.5,
+        stopped_s=2.5,
         silent_s=0.7,
         until_s=FAULTS_S,
         is_ordered=draw.random() < 0.5,
