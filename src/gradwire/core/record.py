@@ -13,7 +13,9 @@ came from outside is executed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from numbers import Number
 from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar, cast
 
@@ -38,6 +40,10 @@ ALIGNMENT = 64
 """Bytes. A tensor in a record is aligned as a new one is, since matrix products round by where a tensor lies."""
 
 _FIELDS = "fields"
+_LAYOUTS = 256
+"""Headers that are remembered, each way."""
+_LONGEST_KEPT = 1024
+"""Bytes of a header that is remembered once it was read, so that a peer cannot fill the memory with them."""
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 """A whole number of 0 or more."""
@@ -48,7 +54,8 @@ R = TypeVar("R")
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What travels or is kept. A subclass names its fields with their types.
 
-    Fields hold numbers, texts, lists and mappings of these, other records, and tensors (`Floats`, `Bytes`, `Doubles`).
+    Fields hold numbers, texts, lists and mappings of these, other records, and tensors (`Floats`, `Singles`, `Doubles`,
+    `Bytes`).
 
     >>> class Step(Record, frozen=True):
     ...     number: Count
@@ -61,9 +68,15 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     gradwire.core.errors.RecordError: no Step: Expected `int` >= 0 - at `$.number`
     """
 
-    def _replace(self, **changes: Any) -> Self:
+    def replace(self, **changes: Any) -> Self:
         """Return the same record with other values in some fields."""
         return msgspec.structs.replace(self, **changes)
+
+    def on(self, device: torch.device) -> Self:
+        """Return the same record with its tensors on a device."""
+        return _on(self, device)
+
+    _replace = replace  # as named tuples have it, which some of these records were
 
 
 class _Vector(type):
@@ -76,13 +89,18 @@ class _Vector(type):
 
 
 if TYPE_CHECKING:
-    Floats = Bytes = Doubles = Tensor
+    Floats = Singles = Doubles = Bytes = Tensor
 else:
 
     class Floats(metaclass=_Vector):
         """A vector of float32 or float64."""
 
         dtypes = (torch.float32, torch.float64)
+
+    class Singles(metaclass=_Vector):
+        """A vector of float32."""
+
+        dtypes = (torch.float32,)
 
     class Doubles(metaclass=_Vector):
         """A vector of float64."""
@@ -93,6 +111,16 @@ else:
         """A vector of uint8."""
 
         dtypes = (torch.uint8,)
+
+
+def _on(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, Record):
+        return value.replace(**{name: _on(getattr(value, name), device) for name in value.__struct_fields__})
+    if isinstance(value, Mapping):
+        return {name: _on(part, device) for name, part in cast("Mapping[str, Any]", value).items()}
+    return [_on(part, device) for part in cast("list[Any]", value)] if isinstance(value, list) else value
 
 
 # Writing --------------------------------------------------------------------------------------------------------------
@@ -116,16 +144,24 @@ def pieces(record: object) -> list[bytes | memoryview]:
         raise NotImplementedError(f"a record holds no {type(value).__name__}")
 
     fields = msgspec.msgpack.encode(record, enc_hook=plain)
-    header = header_of(
-        {str(number): tensor for number, tensor in enumerate(tensors)}, DTYPES, raw={_FIELDS: len(fields)}
-    )
-    header += b" " * (-(LENGTH + len(header)) % ALIGNMENT)
+    header = _header(tuple((tensor.dtype, tensor.shape) for tensor in tensors), len(fields))
     return [len(header).to_bytes(LENGTH, "little"), header, *map(memory, tensors), fields]
+
+
+@lru_cache(maxsize=_LAYOUTS)
+def _header(layout: tuple[tuple[torch.dtype, torch.Size], ...], fields: int) -> bytes:
+    """The header of tensors like these, and so many bytes of fields; records of one kind have few layouts."""
+    alike = {
+        str(number): torch.empty(shape, dtype=dtype, device="meta") for number, (dtype, shape) in enumerate(layout)
+    }
+    header = header_of(alike, DTYPES, raw={_FIELDS: fields})
+    return header + b" " * (-(LENGTH + len(header)) % ALIGNMENT)
 
 
 def memory(tensor: Tensor) -> memoryview:
     """The memory of a contiguous tensor on the CPU, as bytes."""
-    return tensor.view(-1).view(torch.uint8).numpy().data
+    flat = tensor if tensor.dim() == 1 else tensor.view(-1)
+    return (flat if flat.dtype is torch.uint8 else flat.view(torch.uint8)).numpy().data
 
 
 # Reading --------------------------------------------------------------------------------------------------------------
@@ -144,9 +180,7 @@ def unpack(packed: bytes | bytearray | memoryview | Tensor, kind: type[R] | Any)
     what = kind.__name__ if isinstance(kind, type) else "record"
     try:
         fields, tensors = _opened(packed)
-        return msgspec.msgpack.decode(  # pyright: ignore[reportReturnType]
-            fields, type=kind, dec_hook=lambda wanted, value: _tensor(wanted, value, tensors)
-        )
+        return _DECODERS.of(kind).decode(fields, tensors)
     except msgspec.ValidationError as error:
         raise RecordError(f"no {what}: {error}") from error
     except (
@@ -162,19 +196,68 @@ def unpack(packed: bytes | bytearray | memoryview | Tensor, kind: type[R] | Any)
         raise RecordError(f"a record that is damaged or of another program ({told})") from error
 
 
+class _Decoder:
+    """Reads the fields of one kind of record; it refers to the tensors of the one that is read just now."""
+
+    def __init__(self, kind: Any) -> None:
+        self._decoder = msgspec.msgpack.Decoder(kind, dec_hook=self._tensor)
+        self._tensors: Sequence[Tensor] = ()
+
+    def decode(self, fields: memoryview, tensors: Sequence[Tensor]) -> Any:
+        self._tensors = tensors
+        try:
+            return self._decoder.decode(fields)
+        finally:
+            self._tensors = ()
+
+    def _tensor(self, wanted: Any, value: object) -> Tensor:
+        """The tensor that a field refers to; msgspec checks afterwards that it is one of those wanted."""
+        if type(value) is not int or not 0 <= value < len(self._tensors):
+            raise ValueError(f"Expected a tensor of {wanted.__name__}, got a value of another kind")
+        found = self._tensors[value]
+        if not isinstance(found, wanted):
+            raise ValueError(
+                f"Expected {wanted.__name__}, got a tensor of shape {tuple(found.shape)} and {found.dtype}"
+            )
+        return found
+
+
+class _Decoders(threading.local):
+    """Those of each thread: making one for a union of many classes takes longer than reading a record."""
+
+    def __init__(self) -> None:
+        self._found: dict[Any, _Decoder] = {}
+
+    def of(self, kind: Any) -> _Decoder:
+        found = self._found.get(kind)
+        if found is None:
+            found = self._found[kind] = _Decoder(kind)
+        return found
+
+
+_DECODERS = _Decoders()
+
+
 def _opened(packed: bytes | bytearray | memoryview | Tensor) -> tuple[memoryview, Sequence[Tensor]]:
     """The MessagePack of a record, and its tensors."""
     data = memory(packed) if isinstance(packed, Tensor) else memoryview(packed)
     start = LENGTH + int.from_bytes(data[:LENGTH], "little")
     if start > len(data):
         raise ValueError("its header is longer than all of it")
-    _, entries = read_header(bytes(data[LENGTH:start]), len(data) - start, DTYPES)
-    body = data[start:]
+    read = _table if start <= _LONGEST_KEPT else _table.__wrapped__
+    entries, fields = read(bytes(data[LENGTH:start]), len(data) - start)
+    tensors = [_read(data[start + entry.begin : start + entry.end], entry) for entry in entries]
+    return data[start + fields.begin : start + fields.end], tensors
+
+
+@lru_cache(maxsize=_LAYOUTS)
+def _table(header: bytes, nbytes: int) -> tuple[tuple[TableEntry, ...], TableEntry]:
+    """The places of a record's tensors, and of its fields."""
+    _, entries = read_header(header, nbytes, DTYPES)
     fields = entries.pop(_FIELDS)
     if any(name != str(number) for number, name in enumerate(entries)):
         raise ValueError("its tensors have other names")
-    tensors = [_read(body[entry.begin : entry.end], entry) for entry in entries.values()]
-    return body[fields.begin : fields.end], tensors
+    return tuple(entries.values()), fields
 
 
 def _read(content: memoryview, entry: TableEntry) -> Tensor:
@@ -183,15 +266,7 @@ def _read(content: memoryview, entry: TableEntry) -> Tensor:
         return torch.empty(entry.shape, dtype=entry.dtype)
     if content.readonly:
         return torch.frombuffer(bytearray(content), dtype=entry.dtype).view(entry.shape)
-    found = torch.frombuffer(content, dtype=entry.dtype).view(entry.shape)
+    found = torch.frombuffer(content, dtype=entry.dtype)
+    if len(entry.shape) != 1:
+        found = found.view(entry.shape)
     return found if found.data_ptr() % ALIGNMENT == 0 else found.clone()
-
-
-def _tensor(wanted: Any, value: object, tensors: Sequence[Tensor]) -> Tensor:
-    """The tensor that a field refers to; msgspec checks afterwards that it is one of those wanted."""
-    if type(value) is not int or not 0 <= value < len(tensors):
-        raise ValueError(f"Expected a tensor of {wanted.__name__}, got a value of another kind")
-    if not isinstance(tensors[value], wanted):
-        found = tensors[value]
-        raise ValueError(f"Expected {wanted.__name__}, got a tensor of shape {tuple(found.shape)} and {found.dtype}")
-    return tensors[value]

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import errno
 import logging
 import os
 import queue
@@ -52,12 +53,15 @@ _MOST_STRANGERS = 64
 
 _HEAD = struct.Struct("<QQ")
 _IN_ROW = 1 << 63
+_SMALL = 1 << 16
+"""Bytes up to which copying takes less long than a call of the system."""
 
 
 class SharedRows(NamedTuple):
     """Memory that a server and its peers share, one row each way for each peer. A row holds one record at a time.
 
-    So a peer may not send a second record in its row before the first one was replied to.
+    So a peer may not send a second large record before the first one was replied to. Small ones go through the socket,
+    and may come whenever they like.
 
     Attributes:
         up: (n, b) uint8, from the peers.
@@ -81,9 +85,9 @@ class RowPair(NamedTuple):
 
 
 def framed(number: int, parts: Parts, rows: RowPair | None = None) -> Parts:
-    """Return a record with its head; where it fits into a row it is written there, and the head alone is returned."""
+    """Return a record with its head; a large one that fits into a row is written there, and its head is returned."""
     length = sum(map(len, parts))
-    if rows is None or length > rows.out.numel():
+    if rows is None or not _SMALL < length <= rows.out.numel():
         return (_HEAD.pack(length, number), *parts)
     row, at = memory(rows.out), 0
     for part in parts:
@@ -99,10 +103,15 @@ def tensor_bytes(parts: Parts) -> int:
 
 def joined(parts: Parts) -> Parts:
     """Return pieces as one where they are small: a call of the system takes longer than copying them."""
-    return parts if sum(map(len, parts)) > 1 << 16 else (b"".join(parts),)
+    return parts if sum(map(len, parts)) > _SMALL else (b"".join(parts),)
 
 
 HEARTBEAT = _HEAD.pack(0, 0)
+
+
+def shown(address: Address) -> str:
+    """An address, for a sentence."""
+    return address if isinstance(address, str) else f"port {address[1]} of {address[0]}"
 
 
 # The server -----------------------------------------------------------------------------------------------------------
@@ -123,6 +132,8 @@ class SocketServer:
         refused: how many were refused, by the reason: "stranger", "version", "secret", "late", "record", "length" or
             "replayed".
         sent_bytes: bytes of tensors that were sent.
+        failure: what the protocol object raised, after which nobody is served any more; None before.
+        peers: those that are connected, by number.
 
     Raises:
         CommunicationError: an address where nobody can listen.
@@ -142,11 +153,11 @@ class SocketServer:
         self.sent_bytes = 0
         self.peers: dict[int, _Peer] = {}
         self.strangers: dict[_Peer, None] = {}
-        self._socket = _listening(address)
+        self._socket = listening(address)
         self._loop = asyncio.new_event_loop()
         found = self._socket.getsockname()
         self.address: Address = found if isinstance(found, str) else found[:2]
-        self._failure: BaseException | None = None
+        self.failure: Exception | None = None
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -167,8 +178,8 @@ class SocketServer:
         finally:
             self._loop.run_until_complete(self._end())
             self._loop.close()
-        if self._failure is not None and self._thread is None:
-            raise self._failure
+        if self.failure is not None and self._thread is None:
+            raise self.failure
 
     async def _begin(self) -> None:
         create = self._loop.create_unix_server if isinstance(self.address, str) else self._loop.create_server
@@ -178,7 +189,7 @@ class SocketServer:
     async def _end(self) -> None:
         self._listener.close()
         for peer in (*self.peers.values(), *self.strangers):
-            peer.close()
+            peer.abort()  # what the system has taken is sent nonetheless
         await asyncio.sleep(0)
 
     def _tick(self) -> None:
@@ -193,7 +204,7 @@ class SocketServer:
         try:
             what(*arguments)
         except Exception as error:
-            self._failure = self._failure or error
+            self.failure = self.failure or error
             LOG.exception("a server ends: %s", error)
             self._loop.stop()
 
@@ -246,7 +257,7 @@ class _Peer(asyncio.BufferedProtocol):
         self._ours = greeting.greeting()
         self._rows: RowPair | None = None
         self._is_known, self._last, self._length = False, 0, -1
-        self._heard_s = self._spoke_s = time.monotonic()
+        self._began_s = self._heard_s = self._spoke_s = time.monotonic()
         self._transport: asyncio.Transport | None = None
         self._expect(torch.empty(greeting.ANSWER, dtype=torch.uint8))
 
@@ -354,7 +365,7 @@ class _Peer(asyncio.BufferedProtocol):
     def look(self, now_s: float) -> None:
         """Give a sign of life where one is due, and cut off who gives none."""
         if not self._is_known:
-            if now_s - self._heard_s > _GREETING_S:
+            if now_s - self._began_s > _GREETING_S:  # also of one that says it byte by byte
                 self.refuse("late", "a stranger that did not say who it is")
         elif now_s - self._heard_s > self._server.silent_s:
             LOG.warning("peer %d was silent for %.1f s: it is taken for lost", self.number, now_s - self._heard_s)
@@ -379,7 +390,12 @@ class _Peer(asyncio.BufferedProtocol):
             self._transport.abort()
 
 
-def _listening(address: Address) -> socket.socket:
+def listening(address: Address) -> socket.socket:
+    """Return a socket that listens.
+
+    Raises:
+        CommunicationError: an address where nobody can listen.
+    """
     family = socket.AF_UNIX if isinstance(address, str) else socket.AF_INET6 if ":" in address[0] else socket.AF_INET
     made = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -389,8 +405,9 @@ def _listening(address: Address) -> socket.socket:
         made.listen(128)
     except OSError as error:
         made.close()
-        where = address if isinstance(address, str) else address[0]
-        raise CommunicationError(f"no server can listen at {where}: {error.strerror or error}") from error
+        if error.errno == errno.EADDRINUSE:
+            raise CommunicationError(f"{shown(address)} is in use: give another address") from error
+        raise CommunicationError(f"no server can listen at {shown(address)}: {error.strerror or error}") from error
     return made
 
 
@@ -468,12 +485,11 @@ class SocketConnections(Connections):
     @override
     def receive(self, timeout_s: float) -> None:
         end_s = time.monotonic() + timeout_s
-        begun_s = time.monotonic()
         while not self._arrived:
             left_s = max(0.0, min(end_s - time.monotonic(), self.silent_s / _BEATS))
             for key, _ in self._selector.select(left_s):
                 self._read(key.data)
-            self._miss_silent(begun_s)
+            self._miss_silent()
             if time.monotonic() >= end_s:
                 return
 
@@ -488,11 +504,11 @@ class SocketConnections(Connections):
         except OSError as error:
             self.fail(server, error)
 
-    def _miss_silent(self, begun_s: float) -> None:
-        """Give up servers that gave no sign of life since this peer began to wait, or for longer."""
+    def _miss_silent(self) -> None:
+        """Give up servers that gave no sign of life for too long; what they had sent has just been read."""
         now_s = time.monotonic()
         for server, end in list(self._ends.items()):
-            if now_s - max(end.heard_s, begun_s) > self.silent_s:
+            if now_s - end.heard_s > self.silent_s:
                 self.fail(server, TimeoutError(f"no sign of life for {self.silent_s:g} s"))
 
     @override
@@ -612,9 +628,10 @@ def _connected(address: Address, secret: bytes, peer: int, connect_s: float) -> 
             line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         theirs, ours = bytes(_exactly(line, greeting.GREETING).numpy().data), greeting.greeting()
         line.sendall(greeting.answer(theirs, ours, peer, secret))
+        greeting.require_alike(theirs, ours, "server")  # which has heard our version by now, and says both too
         verdict = bytes(_exactly(line, greeting.VERDICT).numpy().data)
         if verdict != greeting.verdict_of(theirs, ours, secret):
-            raise greeting.Refusal("secret", f"the server at {address} is of another run: its secret differs")
+            raise greeting.Refusal("secret", f"the server at {shown(address)} is of another run: its secret differs")
     except BaseException:
         line.close()
         raise

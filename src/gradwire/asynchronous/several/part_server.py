@@ -27,7 +27,7 @@ from gradwire.asynchronous.several.messages import (
     Look,
     Progress,
     PushRequest,
-    Read,
+    ReadValues,
     Refused,
     Stop,
     Values,
@@ -46,7 +46,7 @@ class PartServer(Served):
 
     Args:
         job: with a folder, this part's snapshots and journal lie in `part-P-of-S` of it, and the server goes on from
-            the newest one. Those of a single server lie in the folder itself.
+            the newest one. A single server also goes on from one in the folder itself, where version 0.2 wrote it.
         part: p, from 0.
         servers: S.
         was_restarted: whether there must be a snapshot.
@@ -55,6 +55,7 @@ class PartServer(Served):
     Attributes:
         server: the core.
         journal: of what it applied.
+        losses: workers that were lost before the end, in order, as often as they were.
         is_done: whether all requests are replied to by `Stop`. A single server stops by itself after its last push.
 
     Raises:
@@ -77,6 +78,7 @@ class PartServer(Served):
         self.folder = None if job.folder is None else part_folder(job.folder, part, servers)
         self.journal = Journal(None if self.folder is None else self.folder / "journal")
         self.most_bytes = job.sending.nbytes(self.server.values) + _HEADS_BYTES
+        self.losses: list[int] = []
         self._waiting: dict[int, tuple[int, Reply]] = {}
         self._last: dict[int, tuple[int, int]] = {}
         self._clock, self._began_s = clock, clock()
@@ -87,12 +89,22 @@ class PartServer(Served):
     def _restore(self, was_restarted: bool) -> None:
         if self.folder is not None and snapshots.restore(self.server, self.folder):
             return
-        if was_restarted:
+        if self._restore_whole():
+            self.server.begin_life()
+        elif was_restarted:
             raise StateError(
                 f"server was restarted and finds no snapshot in {self.folder}: give the job a folder that all machines "
                 "share"
             )
         self._save()
+
+    def _restore_whole(self) -> bool:
+        """Load version 0.2's snapshot of a single server, which kept parameters by their own names, if there is one."""
+        whole = self.job.server()
+        if not self._stops_itself or self.job.folder is None or not snapshots.read(whole, self.job.folder):
+            return False
+        self.server.load_state_dict({**whole.state_dict(), "reducer": self.server.settings()})
+        return True
 
     def _is_complete(self) -> bool:
         return self._stops_itself and self.server.version >= self.job.pushes
@@ -109,7 +121,7 @@ class PartServer(Served):
                 reply(self.watched(request.dead))
             case Finish():
                 reply(self.finish())
-            case Read():
+            case ReadValues():
                 reply(Values(self.server.values.clone()))
             case _ if self.is_done:
                 reply(Stop())
@@ -142,7 +154,7 @@ class PartServer(Served):
             case Leave():
                 self.leave(request.worker)
                 reply(Here(life=self.server.life))
-            case Look() | Read():
+            case Look() | ReadValues():
                 keeps, _ = self._waiting.get(request.worker, (0, reply))
                 reply(Here(life=self.server.life, keeps=keeps))
 
@@ -192,6 +204,11 @@ class PartServer(Served):
     def _is_dead(self, worker: int) -> bool:
         return 0 <= worker < self.server.workers and self.server.clocks.phases[worker] is Phase.DEAD
 
+    @property
+    def living(self) -> int:
+        """How many workers are not dead."""
+        return sum(phase is not Phase.DEAD for phase in self.server.clocks.phases)
+
     # Those who see to it -----------------------------------------------------------------------------------------
 
     def watched(self, dead: Sequence[int] = ()) -> Progress:
@@ -213,6 +230,8 @@ class PartServer(Served):
     def lost(self, peer: int) -> None:
         """A worker is dead, or whoever watches has gone, which changes nothing."""
         if 0 <= peer < self.server.workers and not self._is_dead(peer):
+            if not self.is_done:
+                self.losses.append(peer)
             self.leave(peer)
 
     def leave(self, worker: int) -> None:
