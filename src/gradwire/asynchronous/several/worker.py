@@ -47,6 +47,7 @@ class _Seat:
         pusher: what it owes there.
         count: of the requests that were made to it.
         serial: of the request whose reply counts; 0 where none is open.
+        last: of the latest request whose reply counts, or counted.
         clock: what the server said after a hello; None before.
         held: a grant that is not used yet, and the part's parameters.
     """
@@ -54,6 +55,7 @@ class _Seat:
     pusher: Pusher
     count: int = 0
     serial: int = 0
+    last: int = 0
     clock: int | None = None
     held: Granted | None = None
 
@@ -152,7 +154,9 @@ class PartedWorker:
                 return self._granted(seat, reply)
             case Refused():
                 return self._refused(request, reply.text)
-            case Gone() if not isinstance(request, Look):
+            case Gone() if isinstance(request, Look):
+                return self._forgotten(request)
+            case Gone():
                 return self.begin()
             case Stop():
                 self.is_done = True
@@ -208,7 +212,8 @@ class PartedWorker:
     def _request(self, server: int, kind: type[Any], *more: Any) -> Any:
         """Make a request whose reply counts, in place of the one before."""
         made = self._made(server, kind, *more)
-        self._seats[server].serial = made.serial
+        seat = self._seats[server]
+        seat.serial = seat.last = made.serial
         return made
 
     def _again(self, server: int) -> WorkerRequest:
@@ -225,6 +230,12 @@ class PartedWorker:
             return [] if seat.held.life == reply.life else [self._again(request.server)]
         is_lost = 0 < seat.serial < request.serial and reply.keeps != seat.serial
         return [self._again(request.server)] if is_lost else []
+
+    def _forgotten(self, request: Look) -> list[WorkerRequest]:
+        """Join again where a server has another process for this worker; a look that comes late says nothing."""
+        seat = self._seats[request.server]
+        is_open = seat.serial > 0 or seat.held is not None
+        return [self._again(request.server)] if is_open and request.serial > seat.last else []
 
     def _here(self, seat: _Seat, reply: Here) -> list[WorkerRequest]:
         seat.clock, seat.serial = reply.clock, 0
