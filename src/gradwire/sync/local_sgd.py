@@ -186,7 +186,9 @@ class AveragingOptimizer(ModelWrapper):
     @property
     def session(self) -> Session:
         """One of the averager's, over all ranks."""
-        return self._savable.session
+        session = self._savable.session
+        assert isinstance(session, Session)
+        return session
 
     @property
     def kind(self) -> str:
