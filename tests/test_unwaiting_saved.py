@@ -47,7 +47,7 @@ def differing(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
 def test_a_run_that_goes_on_and_one_that_loads_stand_at_the_same_bits(
     staleness: int, steps: int, tmp_path: Path
 ) -> None:
-    arguments = {"folder": str(tmp_path), "staleness": staleness, "steps": steps}
+    arguments: dict[str, Any] = {"folder": str(tmp_path), "staleness": staleness, "steps": steps}
     saved, loaded = on_ranks("saves", **arguments), on_ranks("loads", **arguments)
     assert saved[0]["version"] >= 30
     first = saved[0]["models"][0]
@@ -63,6 +63,13 @@ def test_a_run_that_goes_on_and_one_that_loads_stand_at_the_same_bits(
         assert len({tuple(rank["end"]) for rank in run}) == 1
         assert run[0]["end"] != first
         assert torch.tensor(run[0]["end"]).isfinite().all()
+
+
+@pytest.mark.parametrize("by", ["steps", "version"])
+def test_no_rank_waits_for_ever_and_all_have_one_version_after_each_save(by: str, tmp_path: Path) -> None:
+    first, *others = on_ranks("saves_often", folder=str(tmp_path), by=by)
+    assert all(versions == first for versions in others)
+    assert first == sorted(set(first))
 
 
 def test_ranks_that_wait_for_all_make_the_same_steps_after_a_resume(tmp_path: Path) -> None:
