@@ -178,7 +178,9 @@ class AveragingOptimizer(ReportOfSession, ModelWrapper):
     @property
     def session(self) -> Session:
         """One of the averager's, over all ranks."""
-        return self._savable.session
+        session = self._savable.session
+        assert isinstance(session, Session)  # averagers have one
+        return session
 
     @property
     def kind(self) -> str:
