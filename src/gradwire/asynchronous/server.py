@@ -15,6 +15,7 @@ from gradwire.asynchronous.messages import Grant, Push, Receipt, push_key
 from gradwire.asynchronous.names import Names
 from gradwire.asynchronous.pace import Free, Pace
 from gradwire.asynchronous.rules import Moment, ServerRule
+from gradwire.asynchronous.worker import is_finite
 from gradwire.core.errors import CompositionError, PayloadError, PushError, StateError
 from gradwire.core.record import Count
 from gradwire.core.renamed import same
@@ -209,7 +210,7 @@ class ParameterServer:
             g = self.sending.receive(push.wire.to(self.values.device), self.values, push_key(self.seed, push.grant))
         except PayloadError as error:
             raise PushError(f"{what} is left out as damaged: {error}") from error
-        if not bool(g.isfinite().all()):
+        if not is_finite(g):
             raise PushError(f"{what} is not finite: it is left out; lower the learning rates")
         return g
 
