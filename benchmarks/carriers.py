@@ -53,6 +53,7 @@ class Side:
         )
 
     def microseconds(self, case: Case) -> float:
+        """Have it measure."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(f"{case.carrier} {case.numel} {SIZES[case.numel]}\n")
@@ -63,6 +64,7 @@ class Side:
         raise RuntimeError(f"{case} failed: see above")
 
     def close(self) -> None:
+        """End it."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(60)

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 from importlib import import_module
 from typing import Any
 
@@ -30,14 +30,14 @@ def job_of(numel: int, pushes: int) -> Any:
 
 
 @contextlib.contextmanager
-def serving_tcp(job: Any) -> Iterator[Any]:
+def serving_tcp(job: Any) -> Generator[Any]:
     host = of("sockets.host").Host(of("several.cut").server_of(job, 0, 1), "127.0.0.1", SECRET)
     yield host.address
     host.close()
 
 
 @contextlib.contextmanager
-def serving_shared(job: Any, shared: Any, path: str) -> Iterator[None]:
+def serving_shared(job: Any, shared: Any, path: str) -> Generator[None]:
     thread = threading.Thread(target=of("processes.job_server").serve, args=(job, shared, path, ()))
     thread.start()
     yield
@@ -63,10 +63,9 @@ def shared_us(server: ServerProcess, numel: int, pushes: int) -> float:
     job = job_of(numel, pushes)
     shared = of("processes.job").SharedTensors.of(job)
     watch = Stopwatch(of("work").Result({"x": torch.full((numel,), 1e-3)}, 0.0))
-    with tempfile.TemporaryDirectory() as home:
-        with server.serving(serving_shared, job, shared, f"{home}/server"):
-            working = dataclasses.replace(job, work=lambda worker: watch)
-            of("processes.remote").Remote(working, shared, f"{home}/server", 0).run()
+    with tempfile.TemporaryDirectory() as home, server.serving(serving_shared, job, shared, f"{home}/server"):
+        working = dataclasses.replace(job, work=watch.for_worker)
+        of("processes.remote").Remote(working, shared, f"{home}/server", 0).run()
     return watch.microseconds()
 
 

@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -31,8 +32,13 @@ class Stopwatch:
         self.result, self.times_s = result, list[float]()
 
     def __call__(self, parameters: Any, grant: Any) -> Any:
+        """Compute nothing."""
         self.times_s.append(time.perf_counter())
         return self.result
+
+    def for_worker(self, worker: int) -> Stopwatch:
+        """What a job has for `work`."""
+        return self
 
     def microseconds(self) -> float:
         """The median between two calls."""
@@ -42,7 +48,7 @@ class Stopwatch:
 def median_us(times_s: list[float]) -> float:
     """The median between two of these times, but for the first ones."""
     counted = times_s[int(WARM_UP * len(times_s)) :]
-    return 1e6 * statistics.median(b - a for a, b in zip(counted, counted[1:], strict=False))
+    return 1e6 * statistics.median(b - a for a, b in pairwise(counted))
 
 
 def pushed_us(push: Callable[[], object], pushes: int) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any, cast
 
@@ -35,7 +35,7 @@ def job_of(numel: int, pushes: int) -> Job:
 
 
 @contextlib.contextmanager
-def serving(job: Job, address: Address, rows: SharedRows | None) -> Iterator[Address]:
+def serving(job: Job, address: Address, rows: SharedRows | None) -> Generator[Address]:
     """A server at sockets."""
     server = SocketServer(PartServer(job, 0, 1), address, SECRET, rows=rows)
     server.start()
@@ -46,7 +46,7 @@ def serving(job: Job, address: Address, rows: SharedRows | None) -> Iterator[Add
 @contextlib.contextmanager
 def socket_connections(
     server: ServerProcess, job: Job, address: Address, rows: SharedRows | None = None
-) -> Iterator[Connections]:
+) -> Generator[Connections]:
     with server.serving(serving, job, address, rows) as there:
         pairs = [] if rows is None else [rows]
         connections = SocketConnections(ServerReply, [there], SECRET, 0, most_bytes=MOST, rows=pairs)
@@ -55,32 +55,32 @@ def socket_connections(
 
 
 @contextlib.contextmanager
-def local(server: ServerProcess, job: Job) -> Iterator[Connections]:
+def local(server: ServerProcess, job: Job) -> Generator[Connections]:
     yield LocalConnections([PartServer(job, 0, 1)])
 
 
 @contextlib.contextmanager
-def tcp(server: ServerProcess, job: Job) -> Iterator[Connections]:
+def tcp(server: ServerProcess, job: Job) -> Generator[Connections]:
     with socket_connections(server, job, ("127.0.0.1", 0)) as connections:
         yield connections
 
 
 @contextlib.contextmanager
-def unix(server: ServerProcess, job: Job) -> Iterator[Connections]:
+def unix(server: ServerProcess, job: Job) -> Generator[Connections]:
     with tempfile.TemporaryDirectory() as home, socket_connections(server, job, f"{home}/server") as connections:
         yield connections
 
 
 @contextlib.contextmanager
-def shared(server: ServerProcess, job: Job) -> Iterator[Connections]:
+def shared(server: ServerProcess, job: Job) -> Generator[Connections]:
     size = 4 * job.parameters["x"].numel() + (1 << 16)
-    with tempfile.TemporaryDirectory() as home:
-        with socket_connections(server, job, f"{home}/server", SharedRows.of(1, size, size)) as connections:
-            yield connections
+    rows = SharedRows.of(1, size, size)
+    with tempfile.TemporaryDirectory() as home, socket_connections(server, job, f"{home}/server", rows) as connections:
+        yield connections
 
 
 @contextlib.contextmanager
-def ray_actor(server: ServerProcess, job: Job) -> Iterator[Connections]:
+def ray_actor(server: ServerProcess, job: Job) -> Generator[Connections]:
     import ray
 
     from gradwire.asynchronous.ray_actors.actors import ActorConnections, ServerActor

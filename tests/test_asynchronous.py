@@ -422,7 +422,7 @@ def test_refusals_do_not_go_on_for_ever() -> None:
 def test_the_page_runs() -> None:
     page = (Path(__file__).parents[1] / "docs" / "asynchronous.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     exec("".join(blocks), {})
 
 

@@ -137,7 +137,8 @@ def pieces(record: object) -> list[bytes | memoryview]:
 
     def plain(value: Any) -> Any:
         if isinstance(value, Tensor):
-            tensors.append(value.detach().cpu().contiguous())
+            is_plain = value.device.type == "cpu" and not value.requires_grad and value.is_contiguous()
+            tensors.append(value if is_plain else value.detach().cpu().contiguous())
             return len(tensors) - 1
         if isinstance(value, Number):  # of numpy
             return cast("Any", value).item()

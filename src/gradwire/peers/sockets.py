@@ -7,7 +7,7 @@ Behind the greeting (`greeting`) both ends send frames:
     data        the record (`gradwire.core.record`)
 
 A frame of length 0 is a heartbeat. Who has sent nothing for `silent_s` is taken for lost, as is who closes the
-connection. On one machine, records may lie in shared memory (`SharedRows`), so that they are not copied by the kernel.
+connection. On one machine, long records lie in shared memory (`SharedRows`), so that they are not copied by the kernel.
 """
 
 from __future__ import annotations
@@ -55,13 +55,18 @@ _HEAD = struct.Struct("<QQ")
 _IN_ROW = 1 << 63
 _SMALL = 1 << 16
 """Bytes up to which copying takes less long than a call of the system."""
+_INBOX = 1 << 16
+"""Bytes of frames that are received at a time."""
+_LEAST_IN_ROW = 1 << 14
+"""Bytes of a record for which shared memory is faster than the socket."""
+_TIMEVAL = struct.Struct("@ll")
 
 
 class SharedRows(NamedTuple):
-    """Memory that a server and its peers share, one row each way for each peer. A row holds one record at a time.
+    """Memory that a server and its peers share, one row each way for each peer. A row holds one long record at a time.
 
-    So a peer may not send a second large record before the first one was replied to. Small ones go through the socket,
-    and may come whenever they like.
+    So neither end may send a second long record before it has heard again from the other, and what has come in a row is
+    there until then. Short records go through the socket, and may come at any time.
 
     Attributes:
         up: (n, b) uint8, from the peers.
@@ -80,20 +85,99 @@ class SharedRows(NamedTuple):
 class RowPair(NamedTuple):
     """One end's rows: to write to, and to read from."""
 
-    out: Tensor
-    into: Tensor
+    out: memoryview
+    into: memoryview
+
+    @classmethod
+    def of(cls, out: Tensor, into: Tensor) -> RowPair:
+        """Return the memory of two rows."""
+        return cls(memory(out), memory(into))
 
 
 def framed(number: int, parts: Parts, rows: RowPair | None = None) -> Parts:
-    """Return a record with its head; a large one that fits into a row is written there, and its head is returned."""
+    """Return a record with its head; a long one that fits into a row is written there, and its head is returned."""
     length = sum(map(len, parts))
-    if rows is None or not _SMALL < length <= rows.out.numel():
+    if rows is None or not _LEAST_IN_ROW <= length <= len(rows.out):
         return (_HEAD.pack(length, number), *parts)
-    row, at = memory(rows.out), 0
+    at = 0
     for part in parts:
-        row[at : at + len(part)] = part
+        rows.out[at : at + len(part)] = part
         at += len(part)
     return (_HEAD.pack(length | _IN_ROW, number),)
+
+
+class LengthError(CommunicationError):
+    """A frame that is longer than any can be; nothing was allocated for it."""
+
+
+class Inbox:
+    """Cuts what comes on a connection into frames: short ones many at a time, and long ones where they are to stay.
+
+    Args:
+        most_bytes: the longest record.
+        rows: shared memory.
+    """
+
+    def __init__(self, most_bytes: int, rows: RowPair | None) -> None:
+        self._most, self._rows = most_bytes, rows
+        self._short = _allocated(_INBOX)
+        self._come = 0
+        self._long: memoryview | None = None
+        self._long_come = self._long_number = 0
+
+    def space(self) -> memoryview:
+        """Where the next bytes are to be written."""
+        return self._short[self._come :] if self._long is None else self._long[self._long_come :]
+
+    def take(self, nbytes: int) -> list[tuple[int, memoryview]]:
+        """So many bytes have come; return the records that are complete, with the numbers of their requests.
+
+        Raises:
+            LengthError: as it says.
+        """
+        if self._long is None:
+            self._come += nbytes
+            return self._cut()
+        self._long_come += nbytes
+        if self._long_come < len(self._long):
+            return []
+        found, self._long = self._long, None
+        return [(self._long_number, found)]
+
+    def _cut(self) -> list[tuple[int, memoryview]]:
+        found: list[tuple[int, memoryview]] = []
+        at = 0
+        while self._long is None and self._come - at >= _HEAD.size:
+            length, number = _HEAD.unpack_from(self._short, at)
+            at += _HEAD.size
+            if length & _IN_ROW:
+                found.append((number, self._in_row(length & ~_IN_ROW)))
+            elif length > self._most:
+                raise self._too_long(length)
+            elif length:  # a heartbeat has none
+                record, here = _allocated(length), min(length, self._come - at)
+                record[:here] = self._short[at : at + here]
+                at += here
+                if here == length:
+                    found.append((number, record))
+                else:
+                    self._long, self._long_come, self._long_number = record, here, number
+        self._come -= at
+        self._short[: self._come] = bytes(self._short[at : at + self._come])
+        return found
+
+    def _in_row(self, length: int) -> memoryview:
+        if self._rows is None or length > len(self._rows.into):
+            raise self._too_long(length)
+        return self._rows.into[:length]
+
+    def _too_long(self, length: int) -> LengthError:
+        return LengthError(f"a frame of {length} bytes, where {self._most} are the most")
+
+
+def _allocated(nbytes: int) -> memoryview:
+    """Memory as tensors have it: aligned, and not filled with zeros before it is filled."""
+    return memory(torch.empty(nbytes, dtype=torch.uint8))
 
 
 def tensor_bytes(parts: Parts) -> int:
@@ -155,6 +239,7 @@ class SocketServer:
         self.strangers: dict[_Peer, None] = {}
         self._socket = listening(address)
         self._loop = asyncio.new_event_loop()
+        self._over: asyncio.Future[None] = self._loop.create_future()
         found = self._socket.getsockname()
         self.address: Address = found if isinstance(found, str) else found[:2]
         self.failure: Exception | None = None
@@ -172,22 +257,19 @@ class SocketServer:
         Raises:
             Exception: whatever the protocol object raised but for what it has against a request.
         """
-        self._loop.run_until_complete(self._begin())
         try:
-            self._loop.run_forever()
+            self._loop.run_until_complete(self._serve())
         finally:
-            self._loop.run_until_complete(self._end())
             self._loop.close()
         if self.failure is not None and self._thread is None:
             raise self.failure
 
-    async def _begin(self) -> None:
+    async def _serve(self) -> None:
         create = self._loop.create_unix_server if isinstance(self.address, str) else self._loop.create_server
-        self._listener = await create(lambda: _Peer(self), sock=self._socket)
+        listener = await create(lambda: _Peer(self), sock=self._socket)
         self._tick()
-
-    async def _end(self) -> None:
-        self._listener.close()
+        await self._over
+        listener.close()
         for peer in (*self.peers.values(), *self.strangers):
             peer.abort()  # what the system has taken is sent nonetheless
         await asyncio.sleep(0)
@@ -206,7 +288,7 @@ class SocketServer:
         except Exception as error:
             self.failure = self.failure or error
             LOG.exception("a server ends: %s", error)
-            self._loop.stop()
+            self._end()
 
     def call(self, what: Callable[..., None], *arguments: Any) -> None:
         """Have the protocol object called in the server's thread, soon."""
@@ -222,7 +304,11 @@ class SocketServer:
     def stop(self) -> None:
         """Serve no more, and cut all connections."""
         with contextlib.suppress(RuntimeError):  # it has ended
-            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._loop.call_soon_threadsafe(self._end)
+
+    def _end(self) -> None:
+        if not self._over.done():
+            self._over.set_result(None)
 
     def close(self) -> None:
         """End the thread of `start`; a second call does nothing."""
@@ -256,10 +342,10 @@ class _Peer(asyncio.BufferedProtocol):
         self._server, self.number = server, -1
         self._ours = greeting.greeting()
         self._rows: RowPair | None = None
-        self._is_known, self._last, self._length = False, 0, -1
+        self._inbox: Inbox | None = None
+        self._answer, self._come, self._last = memoryview(bytearray(greeting.ANSWER)), 0, 0
         self._began_s = self._heard_s = self._spoke_s = time.monotonic()
         self._transport: asyncio.Transport | None = None
-        self._expect(torch.empty(greeting.ANSWER, dtype=torch.uint8))
 
     @override
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -281,69 +367,47 @@ class _Peer(asyncio.BufferedProtocol):
 
     @override
     def get_buffer(self, sizehint: int) -> memoryview:
-        return self._view[self._come :]
+        return self._answer[self._come :] if self._inbox is None else self._inbox.space()
 
     @override
     def buffer_updated(self, nbytes: int) -> None:
-        self._heard_s = time.monotonic()
-        self._come += nbytes
-        if self._come < len(self._view):
-            return
         try:
-            self._take()
+            if self._inbox is None:
+                self._greet(nbytes)
+            else:
+                self._heard_s = time.monotonic()
+                for number, packed in self._inbox.take(nbytes):
+                    self._take(number, packed)
         except greeting.Refusal as refusal:
             self._say(greeting.REFUSED)
             self.refuse(refusal.kind, str(refusal))
+        except LengthError as error:
+            self.refuse("length", f"peer {self.number} sent {error}")
         except RecordError as error:
             self.refuse("record", f"peer {self.number} sent {error}")
 
-    def _expect(self, buffer: Tensor) -> None:
-        self._buffer, self._view, self._come = buffer, memory(buffer), 0
-
-    def _expect_head(self) -> None:
-        self._length = -1
-        self._expect(torch.empty(_HEAD.size, dtype=torch.uint8))
-
-    def _take(self) -> None:
-        """What was expected is here."""
-        if not self._is_known:
-            self._greet()
-        elif self._length < 0:
-            self._take_head(*_HEAD.unpack(self._view))
-        else:
-            buffer, number = self._buffer, self._last
-            self._expect_head()
-            self._ask(number, buffer)
-
-    def _greet(self) -> None:
-        found = greeting.heard(bytes(self._view), self._ours, self._server.secret)
-        self.number, self._is_known = found.peer, True
-        rows = self._server.rows
+    def _greet(self, nbytes: int) -> None:
+        self._come += nbytes
+        if self._come < len(self._answer):
+            return
+        found = greeting.heard(bytes(self._answer), self._ours, self._server.secret)
+        self.number, rows = found.peer, self._server.rows
         if rows is not None and 0 <= found.peer < len(rows.up):
-            self._rows = RowPair(rows.down[found.peer], rows.up[found.peer])
+            self._rows = RowPair.of(rows.down[found.peer], rows.up[found.peer])
+        self._inbox, self._heard_s = Inbox(self._server.served.most_bytes, self._rows), time.monotonic()
         self._server.welcome(self)
         self._say(found.verdict)
-        self._expect_head()
 
-    def _take_head(self, length: int, number: int) -> None:
-        self._expect_head()
-        if not length:
-            return None  # a heartbeat
-        in_row, length = bool(length & _IN_ROW), length & ~_IN_ROW
-        most = self._server.served.most_bytes
-        if length > most or (in_row and (self._rows is None or length > self._rows.into.numel())):
-            return self.refuse(
-                "length", f"peer {self.number} sent a frame of {length} bytes, where {most} are the most"
-            )
+    def _take(self, number: int, packed: memoryview) -> None:
+        if self._transport is None or self._transport.is_closing():
+            return  # it was refused, or has come again
         if number <= self._last:
-            return self.refuse("replayed", f"peer {self.number} sent request {number} a second time")
-        self._last = number
-        if in_row and self._rows is not None:
-            return self._ask(number, self._rows.into[:length].clone())
-        self._length = length
-        return self._expect(torch.empty(length, dtype=torch.uint8))
+            self.refuse("replayed", f"peer {self.number} sent request {number} a second time")
+        else:
+            self._last = number
+            self._ask(number, packed)
 
-    def _ask(self, number: int, packed: Tensor) -> None:
+    def _ask(self, number: int, packed: memoryview) -> None:
         request = unpack(packed, self._server.served.requests)
 
         def reply(record: Record) -> None:
@@ -364,7 +428,7 @@ class _Peer(asyncio.BufferedProtocol):
 
     def look(self, now_s: float) -> None:
         """Give a sign of life where one is due, and cut off who gives none."""
-        if not self._is_known:
+        if self._inbox is None:
             if now_s - self._began_s > _GREETING_S:  # also of one that says it byte by byte
                 self.refuse("late", "a stranger that did not say who it is")
         elif now_s - self._heard_s > self._server.silent_s:
@@ -449,7 +513,7 @@ class SocketConnections(Connections):
         self.addresses, self.peer, self.silent_s = list(addresses), peer, silent_s
         self.sent_bytes = [0] * len(addresses)
         self._secret, self._most, self._connect_s = secret, most_bytes, connect_s
-        self._rows = [RowPair(pair.up[peer], pair.down[peer]) for pair in rows] or [None] * len(addresses)
+        self._rows = [RowPair.of(pair.up[peer], pair.down[peer]) for pair in rows] or [None] * len(addresses)
         self._selector = selectors.DefaultSelector()
         self._ends: dict[int, _SocketEnd | _LocalEnd] = {}
         self._closed = threading.Event()
@@ -465,9 +529,8 @@ class SocketConnections(Connections):
         if isinstance(there, SocketServer):
             end = _LocalEnd(there, self.peer)
         else:
-            end = _SocketEnd(
-                _connected(there, self._secret, self.peer, self._connect_s), self._rows[server], self._most
-            )
+            line = _connected(there, self._secret, self.peer, self._connect_s)
+            end = _SocketEnd(line, self._rows[server], self._most, self.silent_s)
             if self._beating is None:
                 self._beating = threading.Thread(target=self._beat, name="gradwire-heartbeat", daemon=True)
                 self._beating.start()
@@ -496,8 +559,8 @@ class SocketConnections(Connections):
     def _read(self, server: int) -> None:
         end = self._ends[server]
         try:
-            for number, reply in end.read(self.silent_s):
-                if isinstance(reply, Tensor):
+            for number, reply in end.read():
+                if isinstance(reply, memoryview):
                     self.arrive_packed(number, reply)
                 else:
                     self.arrive(number, reply)
@@ -532,9 +595,12 @@ class SocketConnections(Connections):
 class _SocketEnd:
     """A peer's end of a connection over a socket."""
 
-    def __init__(self, line: socket.socket, rows: RowPair | None, most_bytes: int) -> None:
-        self._line, self._rows, self._most = line, rows, most_bytes
+    def __init__(self, line: socket.socket, rows: RowPair | None, most_bytes: int, silent_s: float) -> None:
+        self._line, self._rows, self._inbox = line, rows, Inbox(most_bytes, rows)
         self._lock, self.heard_s = threading.Lock(), time.monotonic()
+        line.settimeout(None)  # so that sending takes as long as it must, while the server takes up something
+        whole_s, part = divmod(silent_s, 1.0)
+        line.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(int(whole_s), int(1e6 * part)))
 
     def fileno(self) -> int:
         return self._line.fileno()
@@ -553,20 +619,16 @@ class _SocketEnd:
             finally:
                 self._lock.release()
 
-    def read(self, silent_s: float) -> list[tuple[int, Any]]:
-        """Read the next frame, whose first bytes are here."""
-        self._line.settimeout(silent_s)
-        length, number = _HEAD.unpack(_exactly(self._line, _HEAD.size).numpy().data)
-        self.heard_s = time.monotonic()
-        if not length:
+    def read(self) -> list[tuple[int, Any]]:
+        """Return the replies that are here by now."""
+        try:
+            nbytes = self._line.recv_into(self._inbox.space(), 0, socket.MSG_DONTWAIT)
+        except BlockingIOError:
             return []
-        if length & _IN_ROW and self._rows is not None:
-            return [(number, self._rows.into[: length & ~_IN_ROW].clone())]
-        if length > self._most:
-            raise CommunicationError(f"a server sent a frame of {length} bytes, where {self._most} are the most")
-        packed = _exactly(self._line, length)
+        if not nbytes:
+            raise ConnectionResetError("the other side has closed the connection")
         self.heard_s = time.monotonic()
-        return [(number, packed)]
+        return self._inbox.take(nbytes)
 
     def close(self) -> None:
         self._line.close()
@@ -599,7 +661,7 @@ class _LocalEnd:
     def beat(self) -> None:
         return
 
-    def read(self, silent_s: float) -> list[tuple[int, Any]]:
+    def read(self) -> list[tuple[int, Any]]:
         os.eventfd_read(self._bell)
         return [self._come.get() for _ in range(self._come.qsize())]
 
@@ -626,10 +688,10 @@ def _connected(address: Address, secret: bytes, peer: int, connect_s: float) -> 
             line.connect(address)
         else:
             line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        theirs, ours = bytes(_exactly(line, greeting.GREETING).numpy().data), greeting.greeting()
+        theirs, ours = _exactly(line, greeting.GREETING), greeting.greeting()
         line.sendall(greeting.answer(theirs, ours, peer, secret))
         greeting.require_alike(theirs, ours, "server")  # which has heard our version by now, and says both too
-        verdict = bytes(_exactly(line, greeting.VERDICT).numpy().data)
+        verdict = _exactly(line, greeting.VERDICT)
         if verdict != greeting.verdict_of(theirs, ours, secret):
             raise greeting.Refusal("secret", f"the server at {shown(address)} is of another run: its secret differs")
     except BaseException:
@@ -638,12 +700,11 @@ def _connected(address: Address, secret: bytes, peer: int, connect_s: float) -> 
     return line
 
 
-def _exactly(line: socket.socket, nbytes: int) -> Tensor:
-    buffer = torch.empty(nbytes, dtype=torch.uint8)  # not filled with zeros before it is filled
-    view, come = memory(buffer), 0
-    while come < nbytes:
-        more = line.recv_into(view[come:])
+def _exactly(line: socket.socket, nbytes: int) -> bytes:
+    found = b""
+    while len(found) < nbytes:
+        more = line.recv(nbytes - len(found))
         if not more:
             raise ConnectionResetError("the other side has closed the connection")
-        come += more
-    return buffer
+        found += more
+    return found

@@ -23,6 +23,7 @@ from gradwire.asynchronous.several.messages import (
     Join,
     Leave,
     Look,
+    Pause,
     PushRequest,
     ReadValues,
     Refused,
@@ -92,6 +93,7 @@ class PartedWorker:
 
     Attributes:
         clock: pushes that were computed, by all servers' agreement; None until they have replied to hello.
+        granted: what may be computed now, from `values`; None while a server has not granted it.
         is_done: whether a server has said that all is done.
         pushers: what it owes to each server.
 
@@ -117,6 +119,7 @@ class PartedWorker:
             for number, part in enumerate(named_parts(like, servers))
         ]
         self.clock: int | None = None
+        self.granted: Grant | None = None
         self.is_done = False
 
     @property
@@ -126,7 +129,7 @@ class PartedWorker:
 
     def begin(self) -> list[WorkerRequest]:
         """Say hello to all servers."""
-        self.clock = None
+        self.clock = self.granted = None
         for seat in self._seats:
             seat.held = seat.clock = None
         return [self._request(server, Hello) for server in range(len(self._seats))]
@@ -163,7 +166,7 @@ class PartedWorker:
 
     def miss(self, request: WorkerRequest) -> list[WorkerRequest]:
         """Hear that a request got no reply; ask again to be let in, since what was under way there may be lost."""
-        if isinstance(request, ReadValues | Leave):
+        if isinstance(request, ReadValues | Leave | Pause):
             return [self._made(request.server, type(request))]
         if self.is_done or not self._counts(request):
             return []
@@ -180,6 +183,22 @@ class PartedWorker:
     def leave(self) -> list[WorkerRequest]:
         """Compute no more: nobody need wait for this worker, which may still `read`."""
         return [self._made(server, Leave) for server in range(len(self._seats))]
+
+    def pause(self) -> list[WorkerRequest]:
+        """Leave the grants unused for now: nobody need wait for this worker, which comes back by `resume`.
+
+        What it owes to each server is settled then.
+        """
+        for seat in self._seats:
+            if seat.held is not None:
+                seat.pusher.settle(seat.held.grant)
+        return [self._made(server, Pause) for server in range(len(self._seats))]
+
+    def resume(self) -> list[WorkerRequest]:
+        """Join again after `pause`, at this worker's clock, which may be set before."""
+        for seat in self._seats:
+            seat.held = seat.clock = None
+        return [self._request(server, Join, self.clock) for server in range(len(self._seats))]
 
     # Requests ----------------------------------------------------------------------------------------------------
 
@@ -199,7 +218,7 @@ class PartedWorker:
 
     def _again(self, server: int) -> WorkerRequest:
         seat = self._seats[server]
-        seat.held = seat.clock = None
+        seat.held = seat.clock = self.granted = None
         return self._request(server, Hello) if self.clock is None else self._request(server, Join, self.clock)
 
     # Replies -----------------------------------------------------------------------------------------------------
@@ -234,15 +253,12 @@ class PartedWorker:
 
     def _granted(self, seat: _Seat, reply: Granted) -> list[WorkerRequest]:
         seat.held, seat.serial = reply, 0
+        held = [seat.held for seat in self._seats if seat.held is not None]
+        if len(held) == len(self._seats):
+            self.granted = joint([one.grant for one in held])
         return self._computed() if self.work is not None and self.granted is not None else []
 
     # Computing ---------------------------------------------------------------------------------------------------
-
-    @property
-    def granted(self) -> Grant | None:
-        """What may be computed now, from `values`; None while a server has not granted it."""
-        held = [seat.held for seat in self._seats if seat.held is not None]
-        return joint([one.grant for one in held]) if len(held) == len(self._seats) else None
 
     def holds(self, server: int) -> bool:
         """Whether a grant of this server is there."""
@@ -276,6 +292,7 @@ class PartedWorker:
         grant = self.granted
         assert grant is not None
         require_finite(g, grant)
+        self.granted = None
         held = [seat.held for seat in self._seats if seat.held is not None]
         self.clock = (self.clock or 0) + 1
         parts = g.split([one.values.numel() for one in held])
