@@ -82,7 +82,7 @@ class Stragglers(InProcess):
                 yield Lost(job.task.client, "a straggler")
             else:
                 share = epochs[place] / EPOCHS if place in slow else 1.0
-                yield from super().run(terms, [job._replace(share=share)])
+                yield from super().run(terms, [job.replace(share=share)])
 
 
 class Setting(NamedTuple):

@@ -27,7 +27,7 @@ from gradwire.sync.elastic.owed import Owed
 from gradwire.sync.elastic.protocol import Decision, Needs
 from gradwire.sync.elastic.rounds import Rounds
 from gradwire.sync.elastic.shared import SharedModel
-from gradwire.sync.elastic.worker import ElasticWorker, WorkerSettings
+from gradwire.sync.elastic.worker import ElasticWorker
 from gradwire.sync.outer import Mean
 
 LOST_AFTER_S, DEADLINE_S, JOIN_S = 2.0, 3.0, 60.0
@@ -317,7 +317,7 @@ class _Worker(ElasticWorker):
 
     def __init__(self, table: Table, heartbeat: Heartbeat, rounds: Rounds, shared: SharedModel) -> None:
         store: Any = table
-        super().__init__(store, heartbeat, rounds, shared, WorkerSettings(0, DEADLINE_S), Owed())
+        super().__init__(store, heartbeat, rounds, shared, Owed(), 0, DEADLINE_S)
         self._table, self._transfer = table, _Hands(table, heartbeat, rounds)  # pyright: ignore[reportAttributeAccessIssue]
 
     def _means(self, decision: Decision) -> list[dict[str, Tensor]]:

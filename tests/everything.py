@@ -16,9 +16,11 @@ from torch.optim import Optimizer
 import gradwire
 from gradwire import sync
 from gradwire.asynchronous.methods import METHODS as UNWAITING
+from gradwire.core.places import ELASTIC
 from gradwire.hooks import PeriodicModelAverager, PostLocalSGDOptimizer
 from gradwire.session.meeting import group_store
 from gradwire.sync.methods import METHODS as SYNCHRONISED
+from spec_places import where_of
 
 RANKS = 2
 DEADLINE_S = 60.0
@@ -70,7 +72,8 @@ def everything() -> Iterator[Trained]:
     yield Trained("attach int4", _attached("int4"))
     yield Trained("fsdp2 int4", _sharded("int4"))
     for method in SYNCHRONISED.values():
-        yield Trained(f"sync {method.example}", _by_spec(method.example, "sync"))
+        kind = "elastic" if method.place is ELASTIC else "sync"
+        yield Trained(f"{kind} {method.example}", _by_spec(method.example, "sync"))
     for method in UNWAITING.values():
         yield Trained(f"asynchronous {method.example}", _by_spec(method.example, "finish"))
     yield Trained("averaging", _averaging)
@@ -127,7 +130,7 @@ def _by_spec(spec: str, end: str) -> Callable[[nn.Module, OptimizerOf], Running]
 
     def make(model: nn.Module, optimizer_of: OptimizerOf) -> Running:
         inner = optimizer_of(model)
-        optimizer = gradwire.wrap(inner, model, spec, deadline_s=DEADLINE_S)
+        optimizer = gradwire.wrap(inner, model, spec, deadline_s=DEADLINE_S, **where_of(spec))
         return Running(model, inner, optimizer, optimizer.step, getattr(optimizer, end), optimizer.close)
 
     return make

@@ -15,11 +15,9 @@ import torch
 import torch.distributed as dist
 
 from gradwire import CommunicationError
-from gradwire.asynchronous import ASGD
-from gradwire.asynchronous.reception import NOTHING, Reception
-from gradwire.asynchronous.server import ParameterServer
-from gradwire.asynchronous.sockets.host import Host
-from gradwire.asynchronous.wire import MessageKind, WireMessage, plain
+from gradwire.core.record import Record
+from gradwire.peers.protocol import Reply, Served
+from gradwire.peers.sockets import SocketConnections, SocketServer
 from gradwire.sync.elastic.attempt import Attempt
 from gradwire.sync.elastic.link import GroupLine
 
@@ -47,21 +45,32 @@ def connecting() -> None:
         print("given up", flush=True)
 
 
-def serving() -> None:
-    """A server computes for somebody, and nobody has closed it."""
-    began = threading.Event()
+class Ping(Record, frozen=True):
+    """A request without a field."""
 
-    def receive(self: Reception, line: Any, message: WireMessage, data: torch.Tensor) -> None:
-        began.set()
+
+class Busy(Served):
+    """Computes for whoever asks."""
+
+    requests = Ping
+
+    def __init__(self) -> None:
+        self.began = threading.Event()
+
+    def ask(self, request: Ping, reply: Reply) -> None:
+        self.began.set()
         end, product = time.monotonic() + BUSY_S, torch.ones(1024, 1024)
         while time.monotonic() < end:
             product = product @ product / 1024
 
-    Reception.receive = receive
-    core = ParameterServer({"part": torch.zeros(8)}, ASGD(1.0), workers=1)
-    host = Host(core, "127.0.0.1", b"s" * 32)
-    host.local_connection().send(plain(MessageKind.READ, 0), NOTHING)
-    began.wait()
+
+def serving() -> None:
+    """A server computes for somebody, and nobody has closed it."""
+    served = Busy()
+    server = SocketServer(served, ("127.0.0.1", 0), b"s" * 16)
+    server.start()
+    SocketConnections(Ping, [server], b"s" * 16, 0, most_bytes=0).ask(0, Ping())
+    served.began.wait()
     print("computing", flush=True)
 
 

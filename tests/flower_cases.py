@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from flwr.app import Array, Context, Error, Message, RecordDict
+from flwr.app import Context, Error, Message, RecordDict
 from flwr.app.user_config import UserConfig
 from flwr.clientapp import ClientApp
 from flwr.common.serde import recorddict_from_proto, recorddict_to_proto
@@ -17,6 +17,7 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from federations import Classifier, small_model
 from gradwire.adapters.flower import FederatedStrategy, client_app
+from gradwire.adapters.flower.content import MESSAGE, NodeAnswer, read, written
 from gradwire.federated import SGD, Federation, Server
 
 FIRST = 1000
@@ -101,10 +102,8 @@ def on_flower(
     return strategy, LocalGrid(app, range(FIRST, FIRST + clients))
 
 
-def altered(reply: Message, numbers: Callable[[str], str] = str, arrays: Mapping[str, Array] | None = None) -> Message:
-    """A reply whose JSON or whose arrays are others."""
-    record = reply.content.config_records["gradwire.numbers"]
-    record["json"] = numbers(str(record["json"]))
-    for name, array in (arrays or {}).items():
-        reply.content.array_records["gradwire.arrays"][name] = array
+def altered(reply: Message, change: Callable[[NodeAnswer], NodeAnswer]) -> Message:
+    """A reply with another answer."""
+    answer: NodeAnswer = read(reply.content, MESSAGE, NodeAnswer, "a reply")
+    reply.content[MESSAGE] = written(change(answer))
     return reply

@@ -15,13 +15,16 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from gradwire.asynchronous import ASGD, Barriers, Bounded, Grant, Result
 from gradwire.asynchronous.clocks import Phase
 from gradwire.asynchronous.job import Job
-from gradwire.asynchronous.several import Ask, Journal, PartedWorker, PartServer, ServerAnswer
+from gradwire.asynchronous.several import Journal, PartedWorker, PartServer
 from gradwire.asynchronous.several.journal import history
+from gradwire.asynchronous.several.messages import Join, PushRequest, ServerReply, WorkerRequest
+from gradwire.peers.protocol import Reply
 
 FAILURES_S = 15.0
 """Whatever goes wrong does so within these seconds."""
@@ -57,25 +60,25 @@ class MemoryDesk(PartServer):
 class Own(MemoryDesk):
     """Has clocks of its own, whatever workers say."""
 
-    def _ask(self, ask: Ask, reply: Callable[[ServerAnswer], None]) -> None:
-        super()._ask(ask._replace(clock=self.server.clocks.completed[ask.worker]), reply)
+    def _join(self, request: Join, reply: Reply) -> None:
+        super()._join(replace(request, clock=self.server.clocks.completed[request.worker]), reply)
 
 
 class Trusting(MemoryDesk):
     """Takes what comes for new, and what was computed from other parameters for good."""
 
-    def _is_newest(self, ask: Ask) -> bool:
-        if ask.push is not None:
+    def _is_newest(self, request: WorkerRequest) -> bool:
+        if isinstance(request, PushRequest):
             granted = self.server._granted  # pyright: ignore[reportPrivateUsage]
-            granted[ask.worker] = ask.push.grant
-            self.server.pushes[ask.worker] = ask.push.grant.number
+            granted[request.worker] = request.push.grant
+            self.server.pushes[request.worker] = request.number
         return True
 
 
 class Blind(PartedWorker):
     """Never looks whether a server whose grant it holds is still the same."""
 
-    def poll(self) -> list[Ask]:
+    def poll(self) -> list[WorkerRequest]:
         return []
 
 
@@ -89,22 +92,20 @@ class Process:
 
 
 class Open(NamedTuple):
-    """A question that a server has not answered."""
+    """A request that a server has not replied to."""
 
     place: Process
-    ask: Ask
+    request: WorkerRequest
 
 
 @dataclass
 class Host:
-    """A server, its life's number, and the questions that it has not answered."""
+    """A server, what it keeps, and the requests that it has not replied to."""
 
     part_server: MemoryDesk
     kept: dict[str, Any]
     is_up: bool = True
-    open: dict[tuple[int, int], tuple[Process, Ask]] = field(
-        default_factory=dict[tuple[int, int], "tuple[Process, Ask]"]
-    )
+    open: dict[tuple[int, int], Open] = field(default_factory=dict[tuple[int, int], Open])
 
 
 class Schedule:
@@ -186,26 +187,26 @@ class Schedule:
                 self.send(place, place.worker.poll())
             self.at(self.now_s + LOOK_S, self.poll_worker, place)
 
-    def send(self, place: Process, asks: Sequence[Ask]) -> None:
-        for ask in asks:
-            takes_s = 2 * self.speed[ask.worker] if ask.push else 0.1
+    def send(self, place: Process, requests: Sequence[WorkerRequest]) -> None:
+        for request in requests:
+            takes_s = 2 * self.speed[request.worker] if isinstance(request, PushRequest) else 0.1
             if self.now_s < FAILURES_S and self.draw.random() < self.lost:
-                self.soon(takes_s, self.miss, place, ask)  # and it may arrive nonetheless, sooner or later
+                self.soon(takes_s, self.miss, place, request)  # and it may arrive nonetheless, sooner or later
                 if self.draw.random() < 0.7:
-                    self.soon(10 * takes_s, self.deliver, place, ask)
+                    self.soon(10 * takes_s, self.deliver, place, request)
                 continue
-            self.soon(takes_s, self.deliver, place, ask)
+            self.soon(takes_s, self.deliver, place, request)
             if self.now_s < FAILURES_S and self.draw.random() < self.late:
-                self.soon(10 * takes_s, self.deliver, place, ask)
+                self.soon(10 * takes_s, self.deliver, place, request)
 
-    def receive(self, place: Process, ask: Ask, answer: ServerAnswer) -> None:
+    def receive(self, place: Process, request: WorkerRequest, reply: ServerReply) -> None:
         if place.is_up:
             place.heard_s = self.now_s
-            self.send(place, place.worker.receive(ask, answer))
+            self.send(place, place.worker.receive(request, reply))
 
-    def miss(self, place: Process, ask: Ask) -> None:
+    def miss(self, place: Process, request: WorkerRequest) -> None:
         if place.is_up:
-            self.send(place, place.worker.miss(ask))
+            self.send(place, place.worker.miss(request))
 
     def kill(self, number: int) -> None:
         self.places[number].is_up = False
@@ -224,30 +225,30 @@ class Schedule:
 
     # Servers -----------------------------------------------------------------------------------------------------
 
-    def deliver(self, place: Process, ask: Ask) -> None:
-        host = self.hosts[ask.server]
+    def deliver(self, place: Process, request: WorkerRequest) -> None:
+        host = self.hosts[request.server]
         if not host.is_up:
-            return self.soon(0.2, self.miss, place, ask)
-        host.open[ask.process, ask.serial] = Open(place, ask)
-        host.part_server.ask(ask, functools.partial(self.answer, host, place, ask))
+            return self.soon(0.2, self.miss, place, request)
+        host.open[request.process, request.serial] = Open(place, request)
+        host.part_server.ask(request, functools.partial(self.reply, host, place, request))
         self.watch(host)
         return None
 
-    def answer(self, host: Host, place: Process, ask: Ask, answer: ServerAnswer) -> None:
-        host.open.pop((ask.process, ask.serial), None)
-        self.soon(0.1, self.receive, place, ask, answer)
+    def reply(self, host: Host, place: Process, request: WorkerRequest, reply: Any) -> None:
+        host.open.pop((request.process, request.serial), None)
+        self.soon(0.1, self.receive, place, request, reply)
 
     def poll(self, part: int) -> None:
         """Each server hears at another time who is dead."""
         if self.hosts[part].is_up:
-            self.hosts[part].part_server.status(sorted(self.dead))
+            self.hosts[part].part_server.watched(sorted(self.dead))
         self.soon(4 * LOOK_S, self.poll, part)
 
     def crash(self, part: int) -> None:
         host = self.hosts[part]
         host.is_up = False
-        for place, ask in host.open.values():
-            self.soon(0.3, self.miss, place, ask)
+        for place, request in host.open.values():
+            self.soon(0.3, self.miss, place, request)
         self.soon(3.0, self.restart, part)
 
     def restart(self, part: int) -> None:

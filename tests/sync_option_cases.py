@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import gradwire
 from gradwire.core.errors import CompositionError
 from gradwire.sync import AveragingOptimizer
+from spec_places import where_of
 
 STEPS = 12
 
@@ -24,7 +25,7 @@ def trained(spec: str) -> str:
     """A digest of what a rank had after every step, and after a last average: parameters and buffers."""
     net, digest = model(), hashlib.sha256()
     inner = torch.optim.Adam(net.parameters(), lr=0.01, weight_decay=0.01)
-    optimizer = gradwire.sync.parse(spec).optimizer(inner, net)
+    optimizer = gradwire.sync.parse(spec).optimizer(inner, net, **where_of(spec))
     generator = torch.Generator().manual_seed(dist.get_rank())
     for _ in range(STEPS):
         optimizer.zero_grad()

@@ -3,28 +3,43 @@
 from __future__ import annotations
 
 import os
+import pickle
+import shutil
 import signal
-import socket
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 import async_processes
+import ray_main
 from async_cases import START, quadratic
 from gradwire import CommunicationError, CompositionError
-from gradwire.asynchronous import ASGD, Applied, Bounded, Sending, Worker
-from gradwire.asynchronous.processes import Job, RunningProcesses, hogwild, run
-from gradwire.asynchronous.processes.job import SharedTensors
-from gradwire.asynchronous.processes.job_server import JobServer
-from gradwire.asynchronous.wire import LONGEST, MessageKind, WireMessage, pack, plain, unpack
+from gradwire.asynchronous import ASGD, Applied, Bounded, Sending, Worker, snapshots
+from gradwire.asynchronous.processes import (
+    Job,
+    RunningProcesses,
+    RunningServers,
+    ServersOutcome,
+    hogwild,
+    run,
+    run_servers,
+)
+from gradwire.asynchronous.several import Journal, PartedWorker, PartServer
+from gradwire.asynchronous.several.messages import Gone, Granted, Hello, PushRequest, Stop
 from gradwire.codecs import TopK
+from gradwire.peers.sockets import SocketServer
+from peer_cases import SECRET, asked, connected, frame, greeted, is_cut_off, serving
 
 DEADLINE_S = 150.0
+SILENT_S = 2.0
+"""Longer than a busy machine keeps a process from its turn, and far shorter than anybody else would choose."""
 
 
 def wait_for(what: Callable[[], bool]) -> None:
@@ -60,7 +75,7 @@ def test_a_killed_worker_frees_the_others_and_a_killed_server_comes_back(tmp_pat
         time.sleep(0.3)
         running.look()
         assert running.version == 4
-        stuck = running.workers[2].pid
+        stuck = running.workers.children[2].pid
         os.kill(stuck, signal.SIGKILL)
         running.wait_for(20)
         server = running.server.pid
@@ -86,56 +101,126 @@ def test_workers_that_fail_are_named() -> None:
         run(Job(START, ASGD(0.05), async_processes.broken, workers=1, pushes=5), DEADLINE_S)
 
 
-# The server of a job, in a thread ------------------------------------------------------------------------------------
+# Several servers -----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def job_server(tmp_path: Path) -> Iterator[tuple[JobServer, str]]:
+def counted(folder: Path, **settings: Any) -> Job:
+    """Of a push at either server, its worker's element there grows by 1."""
+    settings = {"workers": 2, "pushes": 60, "pace": Bounded(4), "snapshot_every": 16, **settings}
+    return Job(ray_main.START, ASGD(1 / 16), ray_main.counting, folder=folder, **settings)
+
+
+def require_counted_once(outcome: ServersOutcome) -> None:
+    """At each server a push was applied once in each of its lives, and the parameters are made of its history."""
+    for name, journal, history in zip(("first", "last"), outcome.journals, outcome.histories, strict=True):
+        assert set(Counter((row.life, row.worker, row.number) for row in journal).values()) == {1}
+        counts: Counter[int] = Counter()
+        for version, row in enumerate(history):
+            assert (row.version, row.number) == (version, counts[row.worker])
+            counts[row.worker] += 1
+        assert outcome.parameters[name].tolist() == [float(counts[worker]) for worker in range(ray_main.WORKERS)]
+
+
+def test_a_killed_worker_is_started_anew_and_a_killed_server_comes_back(tmp_path: Path) -> None:
+    with RunningServers(counted(tmp_path), servers=2, worker_restarts=1) as running:
+        running.wait_for(10, DEADLINE_S)
+        os.kill(running.workers.children[1].pid, signal.SIGKILL)
+        running.wait_for(24, DEADLINE_S)
+        os.kill(running.servers.children[1].pid, signal.SIGKILL)
+        outcome = running.wait(DEADLINE_S)
+    require_counted_once(outcome)
+    assert outcome.lost == (1,)
+    assert outcome.restarts == (0, 1)
+    assert {row.life for row in outcome.histories[1]} == {0, 1}
+    assert len(outcome.journals[1]) > len(outcome.histories[1])  # what the restart lost is told too
+    assert min(map(len, outcome.histories)) >= 60
+
+
+def test_a_server_that_is_stopped_is_started_again(tmp_path: Path) -> None:
+    with RunningServers(counted(tmp_path, silent_s=SILENT_S), servers=2) as running:
+        running.wait_for(10, DEADLINE_S)
+        stopped = running.servers.children[1]
+        os.kill(stopped.pid, signal.SIGSTOP)
+        outcome = running.wait(DEADLINE_S)
+        assert stopped.ended() == "was killed by SIGKILL"
+    require_counted_once(outcome)
+    assert outcome.lost == ()
+    assert outcome.restarts[1] >= 1
+
+
+def test_a_worker_that_is_stopped_is_gone_until_it_goes_on(tmp_path: Path) -> None:
+    with RunningServers(counted(tmp_path, pushes=10**6, silent_s=SILENT_S), servers=2) as running:
+        running.wait_for(10, DEADLINE_S)
+        stopped = running.workers.children[1].pid
+        os.kill(stopped, signal.SIGSTOP)
+        running.wait_for(running.version + 30, DEADLINE_S)  # beyond the bound of 4
+        own = pushes_of(tmp_path, worker=1)
+        os.kill(stopped, signal.SIGCONT)
+        wait_for(lambda: pushes_of(tmp_path, worker=1) > own + 5)
+        outcome = running.watch.outcome(running.workers.lost)
+    require_counted_once(outcome)
+    assert outcome.lost == ()
+
+
+def pushes_of(folder: Path, worker: int) -> int:
+    copied = Path(shutil.copy(folder / "part-0-of-2" / "journal", folder / "copied"))  # a journal is its server's
+    return sum(row.worker == worker for row in Journal(copied).rows())
+
+
+def test_a_snapshot_of_version_0_2_is_gone_on_from(tmp_path: Path) -> None:
+    """It lies in the folder itself, and has parameters by their own names."""
+    job = Job(START, ASGD(0.05), async_processes.even, workers=1, pushes=12, folder=tmp_path)
+    server, worker = job.server(), Worker(quadratic, START)
+    grants = server.join(0)
+    for _ in range(7):
+        grants = server.receive(worker.compute(grants[0], server.values.clone())).grants
+    snapshots.save(server, tmp_path)
+    outcome = run(job, DEADLINE_S)
+    assert [(one.version, one.number) for one in outcome.history] == [(version, version) for version in range(7, 12)]
+    for _ in range(5):
+        grants = server.receive(worker.compute(grants[0], server.values.clone())).grants
+    for name, tensor in server.parameters().items():
+        assert torch.equal(outcome.parameters[name], tensor)
+
+
+def test_what_cannot_be_started_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with pytest.raises(CompositionError, match="9 servers for 8 parameters"):
+        run_servers(Job(START, ASGD(0.05), async_processes.even, workers=1, pushes=5), servers=9)
+    with pytest.raises((AttributeError, pickle.PicklingError)):
+        run(Job(START, ASGD(0.05), lambda worker: quadratic, workers=1, pushes=5))
+    assert list(tmp_path.iterdir()) == []
+
+
+# A server at a Unix socket -------------------------------------------------------------------------------------------
+
+
+def test_a_repeated_push_is_applied_once_and_noise_costs_its_sender_the_connection(tmp_path: Path) -> None:
     job = Job(START, ASGD(0.05), async_processes.even, workers=2, pushes=2)
-    path = str(tmp_path / "server")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        listener.bind(path)
-        listener.listen()
-        made = JobServer(job, SharedTensors.of(job), listener)
-        thread = threading.Thread(target=made.run)
-        thread.start()
-        yield made, path
-        thread.join(20)
-        assert not thread.is_alive()
-
-
-def connected(path: str) -> socket.socket:
-    line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    line.settimeout(20)
-    line.connect(path)
-    return line
-
-
-def asked(line: socket.socket, message: WireMessage) -> WireMessage:
-    line.send(pack(message))
-    return unpack(line.recv(LONGEST))
-
-
-def test_a_repeated_push_is_applied_once(job_server: tuple[JobServer, str]) -> None:
-    server, path = job_server[0].server, job_server[1]
-    with connected(path) as line:
-        assert asked(line, plain(MessageKind.JOIN, 9)).text == "worker 9 is unknown: this server has workers 0 to 1"
-        grant = asked(line, plain(MessageKind.JOIN, 0)).grant
-        push = Worker(quadratic, START).compute(grant, server.values)
-        job_server[0].shared.up[0].copy_(push.wire)
-        message = WireMessage(MessageKind.PUSH, grant, push.fingerprint, push.loss, push.seconds)
-        second = asked(line, message)
-        assert (second.kind, second.grant.number) == (MessageKind.GRANT, 1)
-        moved = server.values.clone()
-        assert "push 0 of worker 0 was applied before" in asked(line, message).text
-        assert torch.equal(server.values, moved)
-        assert server.version == 1
-        with connected(path) as other:  # what is no message costs its sender the line, and nobody else
-            other.send(b"no message")
-            assert other.recv(LONGEST) == b""
-        job_server[0].shared.up[0].copy_(Worker(quadratic, START).compute(second.grant, server.values).wire)
-        assert asked(line, message._replace(grant=second.grant)).kind is MessageKind.STOP
-    assert server.version == 2
+    served = PartServer(job, 0, 1)
+    with serving(SocketServer(served, str(tmp_path / "server"), SECRET)) as server, closing(connected(server)) as line:
+        assert asked(line, Hello(0, 9, 1, 1)).text == "worker 9 is unknown: this server has workers 0 to 1"
+        worker = PartedWorker(0, quadratic, START, servers=1)
+        [hello] = worker.begin()
+        [join] = worker.receive(hello, asked(line, hello))
+        [push] = worker.receive(join, asked(line, join))
+        assert isinstance(push, PushRequest)
+        second = asked(line, push)
+        assert isinstance(second, Granted)
+        assert second.number == 1
+        moved = served.server.values.clone()
+        again = replace(push, serial=push.serial + 1)
+        assert isinstance(asked(line, push), Gone)
+        assert "push 0 of worker 0 was applied before" in asked(line, again).text
+        assert torch.equal(served.server.values, moved)
+        assert served.server.version == 1
+        with greeted(server.address, peer=1) as noisy:
+            noisy.sendall(frame(1, b"no record"))
+            assert is_cut_off(noisy)
+        assert server.refused == {"record": 1}
+        [last] = worker.receive(push, second)
+        assert isinstance(asked(line, replace(last, serial=again.serial + 1)), Stop)
+    assert served.server.version == 2
 
 
 # Hogwild! -------------------------------------------------------------------------------------------------------

@@ -20,6 +20,8 @@ from scripts import Script, said_by, wait_for
 
 DEADLINE_S = 250.0
 
+pytestmark = pytest.mark.filterwarnings("ignore:gradwire.asynchronous.rpc goes:FutureWarning")
+
 
 def free_port() -> int:
     with socket.socket() as found:
@@ -82,6 +84,11 @@ def test_a_killed_server_ends_the_run_and_its_snapshots_go_on(tmp_path: Path) ->
 
 
 JOB = Job(START, ASGD(0.1), even, workers=1, pushes=1, patience_s=1.0)
+
+
+def test_what_to_use_instead_is_said() -> None:
+    with pytest.warns(FutureWarning, match=r"use gradwire\.asynchronous\.tcp"), pytest.raises(CompositionError):
+        run(JOB, rank=2)
 
 
 def test_a_port_in_use_is_said() -> None:

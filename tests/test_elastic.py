@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
+import re
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,8 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import gradwire
 from elastic_runs import Crew, Death, run_of, until
-from gradwire import AttachError, CommunicationError, CompositionError, StateError, StepError
+from gradwire import AttachError, CommunicationError, CompositionError, GradwireError, SpecError, StateError, StepError
+from gradwire.bench.engines import make_engine
+from gradwire.catalogue import entry
 from gradwire.core.errors import PayloadError
 from gradwire.core.grain import ParameterSpec
 from gradwire.core.state import Leaf, replace_leaves, walk
@@ -25,18 +31,22 @@ from gradwire.drivers.engine import Engine
 from gradwire.drivers.lockstep import Meeting, VirtualTransport
 from gradwire.drivers.plan import plan
 from gradwire.spec import parse
-from gradwire.sync import DiLoCo, DriftTriggered, Elastic, SlowMo
+from gradwire.sync import Averager, DiLoCo, DriftTriggered, Elastic, ElasticOptimizer, Mean, SlowMo
 from gradwire.sync.elastic import handover, store
 from gradwire.sync.elastic.heartbeat import Heartbeat
 from gradwire.sync.elastic.messages import (
     NO_COPY,
+    AnyLine,
     Came,
+    Closed,
     ExpectedWorker,
+    Hands,
+    Has,
     Head,
-    came_line,
-    closed_line,
-    has_line,
-    void_line,
+    Void,
+    line_of,
+    parsed,
+    written,
 )
 from gradwire.sync.elastic.owed import Owed
 from gradwire.sync.elastic.protocol import Needs, RoundLog, decided, following, may_close, read
@@ -65,22 +75,22 @@ def log(*lines: str) -> bytes:
 
 
 def test_a_round_is_committed_once_all_trainers_hold_the_same_mean() -> None:
-    lines = [came_line(came(0)), came_line(came(1)), came_line(came(7, NO_COPY)), closed_line(1)]
-    votes = [has_line(1, "a", 0.5), has_line(0, "a", 0.25)]
+    lines = [line_of(came(0)), line_of(came(1)), line_of(came(7, NO_COPY)), line_of(Closed(1))]
+    votes = [line_of(Has(1, "a", 0.5)), line_of(Has(0, "a", 0.25))]
     assert read(HEAD, log(*lines), "keep").state == "open"
-    assert read(HEAD, log(*lines, votes[0], has_line(7, "a", 0.0)), "keep").state == "open"  # a newcomer has no say
-    ended = read(HEAD, log(*lines, *votes, void_line(0, "too late")), "keep")
+    assert read(HEAD, log(*lines, votes[0], line_of(Has(7, "a", 0.0))), "keep").state == "open"  # a newcomer has no say
+    ended = read(HEAD, log(*lines, *votes, line_of(Void(0, "too late"))), "keep")
     assert ended.state == "committed"
     after = following(ended)
     assert after.copy == 5
     assert after.expected == {0: ExpectedWorker("w0", 0.25), 1: ExpectedWorker("w1", 0.5), 7: ExpectedWorker("w7", 0.0)}
     assert not after.lost
-    differing = read(HEAD, log(*lines, votes[0], has_line(0, "b", 0.25)), "keep")
+    differing = read(HEAD, log(*lines, votes[0], line_of(Has(0, "b", 0.25))), "keep")
     assert (differing.state, "different means" in differing.why) == ("void", True)
 
 
 def test_whoever_comes_after_the_list_was_closed_is_not_on_it() -> None:
-    ended = read(HEAD, log(came_line(came(0)), closed_line(0), came_line(came(1)), closed_line(1)), "keep")
+    ended = read(HEAD, log(line_of(came(0)), line_of(Closed(0)), line_of(came(1)), line_of(Closed(1))), "keep")
     assert ended.decision is not None
     assert ended.decision.trainers == (0,)
     assert set(ended.decision.lost) == {1, 2}
@@ -88,7 +98,7 @@ def test_whoever_comes_after_the_list_was_closed_is_not_on_it() -> None:
 
 
 def test_losses_of_void_rounds_are_not_forgotten() -> None:
-    first = read(HEAD, log(came_line(came(0)), came_line(came(1)), closed_line(0), void_line(0, "link")), "discard")
+    first = read(HEAD, log(line_of(came(0)), line_of(came(1)), line_of(Closed(0)), line_of(Void(0, "link"))), "discard")
     head = following(first)
     assert (head.voids, head.copy, set(head.lost), set(head.expected)) == (1, 4, {2}, {0, 1})
     assert head.expected[1].owed == 1 / 8  # nothing was kept, so it owes what it owed
@@ -175,9 +185,9 @@ class VirtualRun:
     def _turn(self, me: VirtualWorker) -> None:
         now = read(self.heads[-1], self.logs[-1].encode(), "keep")
         if now.decision is None:
-            self._say_once(me, "came", came_line(came(me.number, me.copy)))
+            self._say_once(me, "came", line_of(came(me.number, me.copy)))
             if may_close(now.head, now.came, Needs(1, 3), lambda worker: not self.workers[worker].dead, late=False):
-                self.logs[-1] += closed_line(me.number)
+                self.logs[-1] += line_of(Closed(me.number))
         elif now.state == "open":
             self._take_part(me, now)
         else:
@@ -186,9 +196,9 @@ class VirtualRun:
     def _take_part(self, me: VirtualWorker, now: RoundLog) -> None:
         assert now.decision is not None
         if any(self.workers[worker].dead for worker in now.decision.trainers):
-            self.logs[-1] += void_line(me.number, "somebody died")
+            self.logs[-1] += line_of(Void(me.number, "somebody died"))
         elif me.number in now.decision.trainers:
-            self._say_once(me, "has", has_line(me.number, "mean", 0.0))
+            self._say_once(me, "has", line_of(Has(me.number, "mean", 0.0)))
 
     def _end(self, now: RoundLog) -> None:
         """All that live look at the outcome, whatever was said after it."""
@@ -215,11 +225,55 @@ def test_what_is_no_message_is_refused(line: bytes) -> None:
         read(HEAD, line, "keep")
 
 
-@pytest.mark.parametrize("raw", ["", "[]", '{"round": 1}', HEAD.to_json().replace("5", '"5"', 1)])
+@pytest.mark.parametrize("raw", ["", "[]", '{"round": 1}', written(HEAD).replace("5", '"5"', 1)])
 def test_what_is_no_head_is_refused(raw: str) -> None:
-    assert Head.from_json(HEAD.to_json()) == HEAD
+    assert parsed(written(HEAD), Head) == HEAD
     with pytest.raises(CommunicationError, match="no message of gradwire's"):
-        Head.from_json(raw)
+        parsed(raw, Head)
+
+
+EVERY_LINE = (came(3, leaving=True), Closed(3), Has(3, "17e5", 0.5), Void(3, "link"), Hands(3, 1 << 40))
+
+
+@pytest.mark.parametrize("said", EVERY_LINE, ids=lambda said: type(said).__name__)
+def test_a_field_that_is_not_as_it_should_be_is_named(said: AnyLine) -> None:
+    """Each field is missing once, and of another type once; and one is there that nobody knows."""
+    assert parsed(line_of(said), AnyLine) == said
+    fields = json.loads(line_of(said))
+    wrong = [({**fields, "more": 1}, "more")]
+    for name in fields.keys() - {"says"}:
+        wrong.append(({key: value for key, value in fields.items() if key != name}, name))
+        wrong.append(({**fields, name: [fields[name]]}, name))
+    for record, name in wrong:
+        with pytest.raises(CommunicationError, match=rf"gradwire's \(.*\b{name}`.*\): versions differ") as told:
+            parsed(json.dumps(record), AnyLine)
+        assert "docs/trust.md" in str(told.value)
+
+
+@pytest.mark.parametrize("field", ["round", "copy", "expected", "lost", "voids"])
+def test_a_head_is_read_whole_or_not_at_all(field: str) -> None:
+    fields = json.loads(written(HEAD))
+    for found in ({**fields, field: "?"}, {key: value for key, value in fields.items() if key != field}):
+        with pytest.raises(CommunicationError, match=rf"\b{field}`"):
+            parsed(json.dumps(found), Head)
+    part = {**fields, "expected": {"0": {"name": "w0"}}}
+    with pytest.raises(CommunicationError, match=r"`owed` - at `\$.expected.0`"):
+        parsed(json.dumps(part), Head)
+
+
+def test_all_workers_write_the_same_head() -> None:
+    backwards = Head(5, 4, dict(reversed(list(members(0, 9, 10).items()))), members(3), 1)
+    text = written(Head(5, 4, members(0, 9, 10), members(3), 1))
+    assert written(backwards) == written(parsed(text, Head)) == text
+
+
+def test_a_norm_that_json_cannot_say_is_written_as_the_largest_number(team: Team) -> None:
+    heartbeat = Heartbeat(team.store, "w", 5.0)
+    rounds = Rounds(team.store, heartbeat, "keep", Needs(), 10.0, 10.0)
+    rounds.come(came(heartbeat.number, NO_COPY))
+    rounds.has("digest", float("nan"))
+    assert rounds.now().owed == {heartbeat.number: sys.float_info.max}
+    heartbeat.close(leaves=True)
 
 
 # What is owed, and what is handed over ------------------------------------------------------------------------------
@@ -299,10 +353,10 @@ class Team:
     def __init__(self) -> None:
         self.store: Any = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
         self.pool = ThreadPoolExecutor(8)
-        self._models = threading.Lock()
+        self.models = threading.Lock()
 
     def join(self, number: int, **options: Any) -> tuple[Elastic, nn.Sequential]:
-        with self._models:  # the global generator makes them
+        with self.models:  # the global generator makes them
             model = network(number)
         settings: dict[str, Any] = {"every": 2, "deadline_s": 15.0, "lost_after_s": 0.6, "outer": DiLoCo(), **options}
         return Elastic(model, store=self.store, name=f"w{number}", **settings), model
@@ -565,6 +619,15 @@ def test_a_worker_of_another_run_is_told_in_what_it_differs(team: Team) -> None:
         assert elastic.world_size == 1
 
 
+def test_a_worker_of_another_version_is_told_both(team: Team, monkeypatch: pytest.MonkeyPatch) -> None:
+    elastic, _ = team.join(0)
+    with elastic:
+        monkeypatch.setattr(store, "VERSION", "9.8.7")
+        with pytest.raises(AttachError) as told:
+            team.join(1, every=3)
+    assert f"which has gradwire {gradwire.__version__}, and this worker gradwire 9.8.7" in str(told.value)
+
+
 def test_too_few_workers_and_a_run_that_is_over_are_told(team: Team) -> None:
     with pytest.raises(CommunicationError, match=r"begin_with=2 asks for more workers than have come within .* \(w0\)"):
         team.join(0, begin_with=2, deadline_s=0.3)
@@ -601,12 +664,203 @@ def test_a_name_that_is_taken_ends_who_had_it(team: Team) -> None:
 def test_a_worker_that_was_asleep_sees_that_the_run_has_gone_on(team: Team) -> None:
     heartbeat = Heartbeat(team.store, "asleep", 5.0)
     rounds = Rounds(team.store, heartbeat, "keep", Needs(1, 2), 10.0, 10.0)
-    rounds.append(came_line(came(heartbeat.number)))
-    team.store.set("now", Head(7, 6, members(3)).to_json())
+    rounds.append(came(heartbeat.number))
+    team.store.set("now", written(Head(7, 6, members(3))))
     team.store.delete_key(rounds.name)
     with pytest.raises(Behind, match="past round 0"):
         rounds.outcome()
     heartbeat.close(leaves=True)
+
+
+# As an averager -------------------------------------------------------------------------------------------------------
+
+
+def averages(elastic: Elastic) -> Averager:
+    """Pyright sees to it that it is one."""
+    return elastic
+
+
+def test_in_mid_window_the_global_copy_can_be_evaluated(team: Team) -> None:
+    def work(elastic: Elastic, model: nn.Module) -> Any:
+        train(elastic, model, 1)
+        agreed, sent = elastic.global_copy(), elastic.stats().wire_bytes
+        optimizer = torch.optim.SGD(model.parameters(), 0.05)
+        model(torch.full((4, 6), 1.0 + elastic.rank)).square().mean().backward()
+        optimizer.step()
+        elastic.step()
+        own = bits(model)
+        with averages(elastic).evaluating():
+            evaluated = {name: p.detach().clone() for name, p in model.named_parameters()}
+            assert all(torch.equal(evaluated[name], agreed[name]) for name in agreed)
+        assert bits(model) == own
+        assert elastic.stats().wire_bytes == sent
+        assert any(not torch.equal(p, agreed[name]) for name, p in model.named_parameters())
+        return {name: value.tolist() for name, value in evaluated.items()}
+
+    one, other = team.all(work, 2)
+    assert one == other
+    assert not Elastic.averages_to_evaluate
+
+
+def test_sync_ends_a_window_early(team: Team) -> None:
+    def work(elastic: Elastic, model: nn.Module) -> Any:
+        optimizer = torch.optim.SGD(model.parameters(), 0.05)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(8, 6)).square().mean().backward()
+            optimizer.step()
+            elastic.step(samples=8)
+        elastic.sync()
+        ended = elastic.windows, elastic.steps, elastic.samples, bits(model)
+        elastic.sync()  # there is nothing to average
+        return *ended, elastic.windows
+
+    one, other = team.all(work, 2, every=2)
+    assert one == other
+    assert (*one[:3], one[4]) == (2, 6, 48, 2)
+
+
+def test_figures_go_on_where_the_list_of_workers_changes(team: Team) -> None:
+    """Bytes and steps are of all averages; a report is of those among the workers at hand."""
+
+    def work(elastic: Elastic, model: nn.Module) -> Any:
+        with pytest.raises(StepError, match="there was none yet among those of now"):
+            elastic.report()
+        train(elastic, model, 11)
+        three = elastic.stats(), elastic.report()
+        if elastic.name == "w2":
+            elastic.leave()
+        train(elastic, model, 12)
+        if elastic.left:
+            with pytest.raises(StepError, match="has left"):
+                elastic.report()
+            return three, elastic.stats(), None
+        with pytest.raises(StepError, match="there was none yet among those of now"):
+            elastic.report()
+        train(elastic, model, 13)
+        return three, elastic.stats(), elastic.report()
+
+    *stayed, left = team.all(work, 3, method="int4", outer=None)
+    for (before, among_three), after, among_two in stayed:
+        assert (before.steps, after.steps) == (2 * 11, 2 * 13)  # a session for parameters, and one for buffers
+        assert 0 < before.wire_bytes < after.wire_bytes
+        assert (among_three.ranks, among_three.steps, among_three.first_step) == (3, 6, 5)  # without start-up
+        assert (among_two.ranks, among_two.steps, among_two.first_step) == (2, 0, 13)
+        assert "too early" in among_two.verdict
+        assert among_three.sent_bytes == pytest.approx(before.wire_bytes / (2 * 11))
+        assert among_two.method == among_three.method == "int4"
+        assert (among_three.period, among_three.steps_a_period, among_three.times) == ("window", 2, None)
+        assert among_three.residual_norm
+        assert among_three.dense_bytes > among_three.sent_bytes
+        assert "less than DDP in fp32 (not counted: what newcomers are handed)" in among_three.verdict
+    assert left[1].steps == 2 * 12
+
+
+def test_a_report_is_of_one_worker_too(team: Team) -> None:
+    elastic, model = team.join(0)
+    with elastic:
+        train(elastic, model, 1)
+        assert "there is one rank" in elastic.report().verdict
+
+
+def test_a_run_under_way_takes_up_no_saved_state(team: Team) -> None:
+    elastic, _ = team.join(0)
+    with elastic, pytest.raises(StateError, match="begin another run"):
+        averages(elastic).checked(elastic.state_dict())
+
+
+# By a spec ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_spec_says_what_elastic_is_made_with(team: Team) -> None:
+    spec = "elastic:H=3,update=int4,lr=0.5,momentum=0.25,nesterov=off,lost=discard"
+    model = network(0)
+    inner = torch.optim.SGD(model.parameters(), 0.05)
+    optimizer = gradwire.wrap(inner, model, spec, store=team.store, name="w0", seed=7)
+    outer = DiLoCo(lr=0.5, momentum=0.25, nesterov=False)
+    with (
+        optimizer,
+        Elastic(network(0), 3, "int4", store=team.store, run="other", outer=outer, lost="discard", seed=7) as made,
+    ):
+        assert isinstance(optimizer, ElasticOptimizer)
+        assert optimizer.averaging.settings == made.settings
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(4, 6)).square().mean().backward()
+            optimizer.step()
+        assert (optimizer.averaging.windows, optimizer.averaging.steps, optimizer.stats().steps) == (1, 3, 2)
+        assert optimizer.report().method == spec
+        assert optimizer.state_dict()["sync"]["windows"] == 1
+        both: list[Any] = [optimizer, made]
+        for saves in both:
+            with pytest.raises(StateError, match="begin again with resume="):
+                gradwire.save("nowhere", saves)
+        with pytest.raises(StateError, match="begin another run"):
+            optimizer.load_state_dict(optimizer.state_dict())
+        saved = optimizer.state_dict()["sync"]
+    assert optimizer.averaging.left
+    again = gradwire.wrap(inner, model, spec, store=team.store, run="again", seed=7, resume=saved)
+    assert again.averaging.windows == 1
+    again.close()
+
+
+def test_a_spec_without_an_outer_step_is_the_mean(team: Team) -> None:
+    model = network(0)
+    inner = torch.optim.SGD(model.parameters(), 0.05)
+    with (
+        gradwire.wrap(inner, model, "elastic:2", store=team.store) as optimizer,
+        Elastic(network(0), 2, store=team.store, run="other") as plain,
+    ):
+        assert optimizer.averaging.settings == plain.settings
+        assert optimizer.averaging.outer == Mean()
+
+
+def test_workers_of_one_spec_stay_alike(team: Team) -> None:
+    def work(number: int) -> Any:
+        with team.models:
+            model = network(number)
+        inner = torch.optim.AdamW(model.parameters(), 0.01)
+        spec = "elastic:2,update=topk:0.2,lr=0.7,momentum=0.9"
+        with gradwire.wrap(inner, model, spec, store=team.store, name=f"w{number}", begin_with=2) as optimizer:
+            generator = torch.Generator().manual_seed(number)
+            while optimizer.averaging.windows < 3:
+                optimizer.zero_grad()
+                model(torch.randn(8, 6, generator=generator)).square().mean().backward()
+                optimizer.step()
+            return bits(model), optimizer.averaging.steps
+
+    one, other = (future.result(60) for future in [team.pool.submit(work, number) for number in range(2)])
+    assert one == other
+    assert one[1] == 2 * 3 * 2
+
+
+@pytest.mark.parametrize(
+    ("spec", "answer"),
+    [
+        ("elastic:H=0", "every=0"),
+        ("elastic:8,nesterov=off", "leave nesterov out"),
+        ("elastic:8,lr=0", "lr=0"),
+        ("elastic:8,momentum=1", "momentum=1"),
+        ("elastic:8,update=int9", "unknown method 'int9'"),
+        ("elastic:8,update=dp:1", "fixed number of ranks"),
+        ("elastic:8,update=(int8,node=2)", "leave out node="),
+        ("elastic:8,lost=maybe", "known are keep, discard"),
+        ("elastic:8,outer=int4", "known are"),
+    ],
+)
+def test_a_spec_that_fits_nothing_is_refused(spec: str, answer: str) -> None:
+    with pytest.raises(GradwireError) as refused:
+        gradwire.parse(spec)
+    assert answer in str(refused.value)
+
+
+def test_a_spec_elsewhere_is_answered_with_the_call_that_takes_it() -> None:
+    call = 'gradwire.wrap(optimizer, model, "elastic:8", store="host:29400")'
+    assert entry("elastic").place.call_of("elastic:8") == call
+    with pytest.raises(SpecError, match=re.escape(call)):
+        gradwire.Session({"w": torch.zeros(3)}, "elastic:8")
+    with pytest.raises(SpecError, match=re.escape(call)):
+        make_engine("ddp").check("elastic:8", 2)
 
 
 # Processes ------------------------------------------------------------------------------------------------------------
@@ -674,11 +928,9 @@ def test_a_run_whose_store_is_gone_says_so() -> None:
 
 
 def test_the_page_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    import re
-
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     page = (Path(__file__).parents[1] / "docs" / "elastic.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     exec("".join(blocks), {})
     assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"

@@ -15,7 +15,7 @@ from elastic_schedule import LOST_AFTER_S, Kill, VirtualRun, check, stops_of
 from elastic_schedule import Stop as Pause
 from gradwire import CommunicationError
 from gradwire.sync.elastic.heartbeat import Heartbeat
-from gradwire.sync.elastic.messages import NO_COPY, Came, ExpectedWorker, Head, came_line, closed_line
+from gradwire.sync.elastic.messages import NO_COPY, Came, Closed, ExpectedWorker, Head, line_of, written
 from gradwire.sync.elastic.protocol import Needs, RoundLog, decided, may_close, read
 from gradwire.sync.elastic.rounds import Behind, Rounds
 
@@ -25,9 +25,9 @@ HEAD = Head(200, 199, {0: ExpectedWorker("finished")})
 def test_a_list_is_not_closed_before_somebody_has_the_copy_of_the_head() -> None:
     old, unborn, current = Came(1, "stopped", copy=50), Came(2, "new", copy=NO_COPY), Came(0, "finished", copy=199)
     assert not may_close(HEAD, {1: old, 2: unborn}, Needs(), lambda _: False, late=True)
-    said = [came_line(old), closed_line(1), came_line(unborn), closed_line(2)]
+    said = [line_of(old), line_of(Closed(1)), line_of(unborn), line_of(Closed(2))]
     assert read(HEAD, "".join(said).encode(), "keep").decision is None
-    ended = read(HEAD, "".join([*said, came_line(current), closed_line(0)]).encode(), "keep").decision
+    ended = read(HEAD, "".join([*said, line_of(current), line_of(Closed(0))]).encode(), "keep").decision
     assert ended is not None
     assert (ended.trainers, ended.newcomers) == ((0,), (1, 2))
     assert decided(HEAD, {0: current, 1: old}, "keep").source == 0
@@ -106,7 +106,7 @@ class Alone:
     def __init__(self, head: Head) -> None:
         self.store: Any = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
         self.other, self.heartbeat = Heartbeat(self.store, "other", 3600.0), Heartbeat(self.store, "w", 3600.0)
-        self.store.set("now", head.to_json())
+        self.store.set("now", written(head))
         self.rounds = Rounds(self.store, self.heartbeat, "keep", Needs(), 3600.0, 3600.0)
 
     def come(self, copy: int) -> RoundLog:
@@ -127,7 +127,7 @@ def alone(request: pytest.FixtureRequest) -> Iterator[Alone]:
 @pytest.mark.parametrize("alone", [Head(), Head(5, 4, {1: ExpectedWorker("w")})], indirect=True)
 def test_a_round_that_is_long_over_is_not_begun_anew(alone: Alone, monkeypatch: pytest.MonkeyPatch) -> None:
     """The worker sleeps after it has asked which round is the newest; the log of that is gone when it wakes up."""
-    newest, head = Head(30, 29, {0: ExpectedWorker("other")}).to_json(), alone.rounds.head
+    newest, head = written(Head(30, 29, {0: ExpectedWorker("other")})), alone.rounds.head
     monkeypatch.setattr(alone.heartbeat, "beat", lambda: alone.store.set("now", newest))
     with pytest.raises(Behind):
         alone.come(head.copy)

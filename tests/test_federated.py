@@ -53,17 +53,17 @@ class OneRound:
 
 
 BAD: dict[str, tuple[Callable[[Update], Update], str]] = {
-    "another round": (lambda u: u._replace(round=3), "of round 3 in round 0"),
-    "a client that was not drawn": (lambda u: u._replace(client=77), "client 77 was not drawn"),
-    "another model": (lambda u: u._replace(fingerprint="0" * 16), "another model"),
-    "no examples": (lambda u: u._replace(examples=0.0), "claims 0.0 examples"),
-    "negative examples": (lambda u: u._replace(examples=-1.0), "claims -1.0 examples"),
-    "NaN examples": (lambda u: u._replace(examples=float("nan")), "claims nan examples"),
-    "no steps": (lambda u: u._replace(steps=0), "claims 0 local steps"),
-    "NaN": (lambda u: u._replace(wires={"model": _nan(u.wires["model"])}), "not finite"),
-    "a payload that was cut": (lambda u: u._replace(wires={"model": u.wires["model"][:-1]}), "damaged"),
-    "another method": (lambda u: u._replace(wires={**u.wires, "control": u.wires["model"]}), "another method"),
-    "buffers of another model": (lambda u: u._replace(buffers=torch.zeros(2, dtype=torch.float64)), "another model"),
+    "another round": (lambda u: u.replace(round=3), "of round 3 in round 0"),
+    "a client that was not drawn": (lambda u: u.replace(client=77), "client 77 was not drawn"),
+    "another model": (lambda u: u.replace(fingerprint="0" * 16), "another model"),
+    "no examples": (lambda u: u.replace(examples=0.0), "claims 0.0 examples"),
+    "negative examples": (lambda u: u.replace(examples=-1.0), "claims -1.0 examples"),
+    "NaN examples": (lambda u: u.replace(examples=float("nan")), "claims nan examples"),
+    "no steps": (lambda u: u.replace(steps=0), "claims 0 local steps"),
+    "NaN": (lambda u: u.replace(wires={"model": _nan(u.wires["model"])}), "not finite"),
+    "a payload that was cut": (lambda u: u.replace(wires={"model": u.wires["model"][:-1]}), "damaged"),
+    "another method": (lambda u: u.replace(wires={**u.wires, "control": u.wires["model"]}), "another method"),
+    "buffers of another model": (lambda u: u.replace(buffers=torch.zeros(2, dtype=torch.float64)), "another model"),
 }
 
 

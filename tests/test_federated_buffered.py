@@ -65,12 +65,12 @@ def test_an_update_counts_once_and_only_where_somebody_waits_for_it() -> None:
     updates = [update_of(buffered, task) for task in tasks]
     buffered.receive(updates[0])
     before = vector(buffered)
-    others = [updates[0], updates[1]._replace(round=4), updates[1]._replace(client=11)]
+    others = [updates[0], updates[1].replace(round=4), updates[1].replace(client=11)]
     for update in others:
         with pytest.raises(FederationError, match="which nobody waits for"):
             buffered.receive(update)
     with pytest.raises(FederationError, match="claims 0 local steps"):
-        buffered.receive(updates[1]._replace(steps=0))
+        buffered.receive(updates[1].replace(steps=0))
     assert torch.equal(vector(buffered), before)
     with pytest.raises(StateError, match="1 updates wait"):
         buffered.state_dict()

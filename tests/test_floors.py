@@ -26,6 +26,7 @@ FLOORS = (
     ("sending",),
     ("drivers",),
     ("session",),
+    ("peers",),
     ("federated", "sync"),
     ("asynchronous",),
     ("catalogue",),

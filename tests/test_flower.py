@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,17 +15,20 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message
+from flwr.clientapp import ClientApp
 from torch import Tensor, nn
 
 from federations import Classifier, on_classifier, small_model, state_bits
 from flower_cases import FIRST, LocalGrid, altered, context, on_flower
-from gradwire.adapters.flower import FederatedStrategy, client_app
+from gradwire.adapters.flower import FederatedStrategy, client_app, content
 from gradwire.adapters.flower.client import partition_id
-from gradwire.adapters.flower.content import plain, read
-from gradwire.adapters.flower.memory import PENDING, SETTLED
+from gradwire.adapters.flower.content import MESSAGE, ROUND, WRITER, NodeAnswer, NodeIdentity, plain, read, written
+from gradwire.adapters.flower.memory import PENDING, SETTLED, KeptAfter
 from gradwire.core.errors import CompositionError, FederationError, StateError
 from gradwire.core.key import Key
+from gradwire.core.record import pack
 from gradwire.federated import SGD, Client, Conditions, FedAdam, Federation, FedNova, FedProx, Scaffold, Server
+from gradwire.federated.client import Done
 
 RUNS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -140,36 +144,65 @@ NODE = FIRST + 3
 """The one whose replies are wrong."""
 
 
-def rewritten(**numbers: Any) -> Callable[[Message, Message], list[Message]]:
-    def rewrite(text: str) -> str:
-        old = json.loads(text)
-        return json.dumps({**old, "update": {**old["update"], **numbers}})
+def rewritten(**fields: Any) -> Callable[[Message, Message], list[Message]]:
+    """A reply whose update has other values in some fields."""
+
+    def rewrite(answer: NodeAnswer) -> NodeAnswer:
+        assert isinstance(answer.outcome, Done)
+        return answer.replace(outcome=answer.outcome.replace(update=answer.outcome.update.replace(**fields)))
 
     return lambda message, reply: [altered(reply, rewrite)]
 
 
-def in_place_of(name: str, array: Array) -> Callable[[Message, Message], list[Message]]:
-    return lambda message, reply: [altered(reply, arrays={name: array})]
+def wires(**changes: Tensor) -> Callable[[Message, Message], list[Message]]:
+    """A reply whose update has other wires, or more."""
+
+    def rewrite(answer: NodeAnswer) -> NodeAnswer:
+        assert isinstance(answer.outcome, Done)
+        update = answer.outcome.update
+        return answer.replace(outcome=answer.outcome.replace(update=update.replace(wires={**update.wires, **changes})))
+
+    return lambda message, reply: [altered(reply, rewrite)]
 
 
-def pickled() -> Array:
-    file = BytesIO()
-    np.save(file, np.array([{"a": 1}], dtype=object), allow_pickle=True)
-    return Array("object", (1,), "numpy.ndarray", file.getvalue())
+def in_place_of(change: Callable[[bytes], bytes], stype: str = WRITER) -> Callable[[Message, Message], list[Message]]:
+    """A reply whose record has other bytes, or another writer."""
 
-
-def claims_a_terabyte() -> Array:
-    file = BytesIO()
-    np.lib.format.write_array_header_1_0(file, {"descr": "|u1", "fortran_order": False, "shape": (10**12,)})
-    return Array("uint8", (10**12,), "numpy.ndarray", file.getvalue())
-
-
-def without(key: str) -> Callable[[Message, Message], list[Message]]:
-    def take(message: Message, reply: Message) -> list[Message]:
-        del reply.content[key]
+    def put(message: Message, reply: Message) -> list[Message]:
+        array = reply.content.array_records[MESSAGE]["record"]
+        data = change(array.data)
+        reply.content[MESSAGE] = ArrayRecord({"record": Array("uint8", (len(data),), stype, data)})
         return [reply]
 
-    return take
+    return put
+
+
+def pickled(packed: bytes) -> bytes:
+    file = BytesIO()
+    np.save(file, np.array([{"a": 1}], dtype=object), allow_pickle=True)
+    return file.getvalue()
+
+
+def claims_a_terabyte(packed: bytes) -> bytes:
+    header = json.dumps({"0": {"dtype": "U8", "shape": [10**12], "data_offsets": [0, 10**12]}}).encode()
+    return len(header).to_bytes(8, "little") + header + bytes(16)
+
+
+def without(message: Message, reply: Message) -> list[Message]:
+    del reply.content[MESSAGE]
+    return [reply]
+
+
+def of_before(message: Message, reply: Message) -> list[Message]:
+    """What a node answers whose gradwire is older than these records."""
+    del reply.content[MESSAGE]
+    reply.content["gradwire.numbers"] = ConfigRecord({"json": "{}"})
+    reply.content["gradwire.arrays"] = ArrayRecord()
+    return [reply]
+
+
+def same(packed: bytes) -> bytes:
+    return packed
 
 
 WRONG: dict[str, tuple[Callable[[Message, Message], list[Message]], str]] = {
@@ -181,22 +214,38 @@ WRONG: dict[str, tuple[Callable[[Message, Message], list[Message]], str]] = {
     "another model": (rewritten(fingerprint="0" * 16), "sends an update of another model"),
     "another client": (rewritten(client=4), "client 3 sends an update as client 4"),
     "another round": (rewritten(round=7), "sends an update of round 7 in round 0"),
-    "no examples": (rewritten(examples=0), "claims 0 examples"),
-    "steps in words": (rewritten(steps="five"), "has a str of another form as 'steps'"),
-    "no JSON": (lambda message, reply: [altered(reply, lambda text: text[:-5])], "a record that is damaged"),
+    "no examples": (rewritten(examples=0), "claims 0.0 examples"),
+    "steps in words": (
+        rewritten(steps="five"),
+        "3's answer is no NodeAnswer: Expected `int`, got `str` - at `$.outcome.up",
+    ),
+    "cut": (in_place_of(lambda packed: packed[:-5]), "client 3's answer is a record that is damaged"),
     "another round's token": (
-        lambda message, reply: [altered(reply, lambda text: json.dumps({**json.loads(text), "token": "x"}))],
+        lambda message, reply: [altered(reply, lambda answer: answer.replace(token="x"))],
         "answers to a message of another round",
     ),
-    "nothing": (without("gradwire.arrays"), "a record that is damaged"),
-    "numbers missing": (without("gradwire.numbers"), "a record that is damaged"),
-    "a pickle": (in_place_of("update/buffers", pickled()), "a record that is damaged"),
-    "a claim": (in_place_of("update/buffers", claims_a_terabyte()), "a record that is damaged"),
-    "another form": (in_place_of("update/buffers", Array("", (1,), "torch", b"")), "an array in the form 'torch'"),
-    "a matrix": (in_place_of("update/buffers", Array(np.zeros((2, 2)))), "an array that is no vector"),
-    "cut bytes": (in_place_of("update/wires/model", Array(np.zeros(3, np.uint8))), "is left out as damaged"),
-    "another vector": (in_place_of("update/wires/more", Array(np.zeros(3, np.uint8))), "it trains by another method"),
-    "not finite": (in_place_of("update/buffers", Array(np.full(25, np.nan))), "not finite"),
+    "nothing": (without, f"client 3's answer has no record that {WRITER} could read"),
+    "an old form": (of_before, f"client 3's answer has no record that {WRITER} could read"),
+    "another version": (
+        in_place_of(same, "gradwire 0.1.0"),
+        f"client 3's answer was written by gradwire 0.1.0, and this is {WRITER}: give server and nodes one",
+    ),
+    "another record": (
+        in_place_of(lambda packed: pack(NodeIdentity(3))),
+        "client 3's answer is no NodeAnswer: Object contains unknown field `type`",
+    ),
+    "a long field": (
+        in_place_of(lambda packed: packed.replace(b"forgot", b"f\n\x1b[2J")),
+        "client 3's answer is no NodeAnswer: Object contains unknown field `f [2J`",
+    ),
+    "a pickle": (in_place_of(pickled), "a record that is damaged"),
+    "a claim": (in_place_of(claims_a_terabyte), "a record that is damaged"),
+    "another form": (in_place_of(same, "torch"), "was written by torch"),
+    "a matrix": (rewritten(buffers=torch.zeros(2, 2, dtype=torch.float64)), "Expected Doubles, got a tensor of shape"),
+    "floats": (rewritten(buffers=torch.zeros(25)), "Expected Doubles, got a tensor of shape (25,) and torch.float32"),
+    "cut bytes": (wires(model=torch.zeros(3, dtype=torch.uint8)), "is left out as damaged"),
+    "another vector": (wires(more=torch.zeros(3, dtype=torch.uint8)), "it trains by another method"),
+    "not finite": (rewritten(buffers=torch.full((25,), math.nan, dtype=torch.float64)), "not finite"),
 }
 
 
@@ -247,7 +296,7 @@ def test_nodes_that_are_no_client_take_no_part(caplog: pytest.LogCaptureFixture)
     assert "node 2 takes no part: it says that it is client 99 of a federation of 12" in caplog.text
     assert "node 4 takes no part: a node with partition-id 'x'" in caplog.text
     assert f"node {FIRST + 7} says that it is client 7, as another node did before" in caplog.text
-    assert SETTLED + ".numbers" not in grid.contexts[3].state
+    assert SETTLED not in grid.contexts[3].state
 
 
 def test_clients_without_a_node_are_dropped_until_one_comes() -> None:
@@ -294,6 +343,16 @@ def test_what_a_client_raises_drops_it() -> None:
     strategy, grid = on_flower(sample=12, federation=Federation(12, client))
     strategy.start(grid, num_rounds=1)
     assert strategy.rounds[0].dropped == {2: "client 2 raised ValueError: no such file"}
+
+
+def test_what_a_client_raises_may_name_a_file_that_is_no_text() -> None:
+    def own(context: Context) -> Client:
+        raise OSError("no file b\udcff")
+
+    strategy, grid = on_flower(sample=12)
+    grid.app = client_app(small_model, own, local=SGD(lr=0.1, steps=5))
+    strategy.start(grid, num_rounds=1)
+    assert "client 0 raised OSError: no file b\\udcff" in strategy.given_up[0]
 
 
 def test_a_client_app_that_fails_drops_its_client() -> None:
@@ -345,6 +404,73 @@ def test_another_model_and_another_federation_are_told() -> None:
     strategy.start(grid, num_rounds=1)
     assert strategy.rounds[0].clients == (0, 1, 2)
     assert strategy.rounds[0].dropped[11] == "client 11 is none of this federation's 3"
+
+
+OTHER = f"was written by gradwire 0.1.0, and this is {WRITER}: give server and nodes one version"
+
+
+def other_version(app: ClientApp, monkeypatch: pytest.MonkeyPatch, kinds: str) -> Any:
+    """The ClientApp of node `NODE` is of another version of gradwire, where it answers messages of some kinds."""
+
+    def run(message: Message, own: Context) -> Message:
+        with monkeypatch.context() as other:
+            if own.node_id == NODE and message.metadata.message_type.startswith(kinds):
+                other.setattr(content, "WRITER", "gradwire 0.1.0")
+            return app(message, own)
+
+    return run
+
+
+def test_a_node_of_another_version_takes_no_part(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strategy, grid = on_flower(sample=12)
+    grid.app = other_version(grid.app, monkeypatch, "query")
+    strategy.start(grid, num_rounds=1)
+    assert f"node {NODE} takes no part: its answer {OTHER}" in caplog.text
+    assert strategy.rounds[0].dropped == {3: "client 3 has no node that is connected"}
+
+
+def test_a_node_that_has_changed_its_version_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    strategy, grid = on_flower(sample=12)
+    grid.app = other_version(grid.app, monkeypatch, "train")
+    strategy.start(grid, num_rounds=1)
+    assert strategy.rounds[0].dropped == {3: f"client 3's answer {OTHER}"}
+
+
+@pytest.mark.parametrize("part", [MESSAGE, ROUND])
+def test_an_order_of_another_version_is_refused_by_the_node(part: str) -> None:
+    strategy, grid = on_flower(sample=12)
+    good = grid.app
+
+    def run(message: Message, own: Context) -> Message:
+        if own.node_id == NODE and part in message.content:
+            array = message.content.array_records[part]["record"]
+            array.stype = "gradwire 9.9.9"
+        return good(message, own)
+
+    grid.app = run  # pyright: ignore[reportAttributeAccessIssue]
+    strategy.start(grid, num_rounds=1)
+    assert strategy.rounds[0].dropped == {
+        3: f"an order was written by gradwire 9.9.9, and this is {WRITER}: give server and nodes one version"
+    }
+
+
+def test_a_model_is_turned_into_bytes_once_a_round() -> None:
+    strategy, grid = on_flower(sample=12)
+    seen: list[Message] = []
+    grid.fault = lambda node, message, reply: (seen.append(message), [reply] if reply else [])[1]
+    strategy.start(grid, num_rounds=1)
+    assert len(seen) == 12
+    assert len({id(message.content[ROUND]) for message in seen}) == 1
+    assert max(len(message.content.array_records[MESSAGE]["record"].data) for message in seen) < 256
+
+
+def test_a_seed_of_any_size_reaches_the_nodes() -> None:
+    here, (strategy, grid) = on_classifier(seed=-(10**40)), on_flower(seed=-(10**40))
+    strategy.start(grid, num_rounds=2)
+    assert strategy.rounds == list(here.run(2))
+    assert state_bits(strategy.server) == state_bits(here.server)
 
 
 # State ---------------------------------------------------------------------------------------------------------------
@@ -399,19 +525,18 @@ def test_a_server_that_begins_anew_finds_clients_without_memory() -> None:
 def test_a_state_holds_two_versions_at_most() -> None:
     strategy, grid = on_flower(sample=12, **RUNS["nova"])
     strategy.start(grid, num_rounds=3)
-    names = {f"{version}.{part}" for version in (SETTLED, PENDING) for part in ("arrays", "numbers")}
     for held in grid.contexts.values():
-        assert set(held.state) == names
-        assert read(held.state, PENDING).numbers["round"] == 2
-        assert read(held.state, SETTLED).numbers["round"] == 1
+        assert set(held.state) == {SETTLED, PENDING}
+        assert read(held.state, PENDING, KeptAfter, "it").round == 2
+        assert read(held.state, SETTLED, KeptAfter, "it").round == 1
 
 
 def test_damaged_state_drops_its_client() -> None:
     strategy, grid = on_flower(sample=12, **RUNS["nova"])
     strategy.start(grid, num_rounds=1)
-    grid.contexts[NODE].state[f"{PENDING}.numbers"] = ConfigRecord({"json": "{}"})
+    grid.contexts[NODE].state[PENDING] = written(NodeIdentity(3))
     strategy.start(grid, num_rounds=1)
-    assert "a node's state has nothing as 'round'" in strategy.rounds[1].dropped[3]
+    assert "a node's state is no KeptAfter: Object contains unknown field" in strategy.rounds[1].dropped[3]
 
 
 # The strategy as Flower has strategies -------------------------------------------------------------------------------

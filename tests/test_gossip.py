@@ -487,7 +487,7 @@ def test_a_graph_of_other_ranks_is_refused(one_rank: None) -> None:
         ({"settings": "graph=Ring(ranks=2)"}, "make it with the settings it was saved with"),
         ({"rank": 1}, "each rank loads what the same rank saved"),
         ({"world_size": 4}, "begin anew from that model"),
-        ({"steps": -1}, "'steps' is damaged"),
+        ({"steps": -1}, "steps should be a whole number from 0, not -1"),
         ({"session": {}}, "saved state"),
         ({"buffers": {"x": torch.ones(1)}}, "was saved with another model"),
     ],

@@ -483,6 +483,12 @@ def test_wrap_takes_what_parse_makes_and_no_other_thing(one_rank: None) -> None:
         gradwire.wrap(inner, model, parse("int4"))
     with pytest.raises(SpecError, match="address= is for workers that do not wait"):
         gradwire.wrap(inner, model, "local:8", address="127.0.0.1")
+    with pytest.raises(SpecError, match="store= is for workers that come and go, and 'ssp:4' has none: leave it out"):
+        gradwire.wrap(inner, model, "ssp:4", store="127.0.0.1:29400")
+    with pytest.raises(SpecError, match="group= is for ranks of a process group, and 'elastic:8' has none"):
+        gradwire.wrap(inner, model, "elastic:8", store="127.0.0.1:29400", group=None)
+    with pytest.raises(SpecError, match="start `gradwire store`, and pass store="):
+        gradwire.wrap(inner, model, "elastic:8")
 
 
 # ------------------------------------------------------------------------------------- every spec that is shown

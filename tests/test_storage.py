@@ -165,7 +165,7 @@ def refusal(data: Any, folder: Path) -> str:
         (("runs", 0, "seed"), 1.5, "whole number"),
         (("runs", 0, "wire", "total"), True, "a number"),
         (("runs", 0, "split", "wait_s"), -1.0, "not negative"),
-        (("runs", 0, "evaluations", 0), [1, 2], "steps, seconds and a value"),
+        (("runs", 0, "evaluations", 0), [1, 2], r"evaluations\[0\] should be a list of 3, not \[1, 2\]"),
         (("task", "higher_is_better"), 1, "true or false"),
         (("options", "hosts"), "four", "options.hosts"),
         (("smoothing",), 0, "from 1"),

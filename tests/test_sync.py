@@ -417,8 +417,8 @@ def test_groups_are_added_to_the_inner_optimizer(one_rank: None) -> None:
         ({"settings": "outer=DiLoCo()"}, "make it with the settings it was saved with"),
         ({"rank": 1}, "each rank loads what the same rank saved"),
         ({"world_size": 4}, "begin anew from that model"),
-        ({"steps": -1}, "'steps' is damaged"),
-        ({"fragments": [{}]}, "'session' of fragment 0"),
+        ({"steps": -1}, "steps should be a whole number from 0, not -1"),
+        ({"fragments": [{}]}, r"fragments\[0\] has no 'session'"),
         ({"param_groups": []}, "another inner optimizer"),
     ],
 )

@@ -28,6 +28,7 @@ BASES = {
     "diloco": "diloco:H=4",
     "slowmo": "slowmo:H=4",
     "bmuf": "bmuf:H=4,momentum=0.5",
+    "elastic": "elastic:H=4,lr=0.7,momentum=0.5",
     "zerooneadam": "zerooneadam:var_freeze_step=4,local_step_scaler=1",
     "dion": "dion:4,lr=0.01",
     "onebitadam": "onebitadam:freeze_step=4",
@@ -40,6 +41,7 @@ VALUES = {
     "warmup": ("2", "20%,steps=10"),
     "steps": ("10,warmup=20%",),
     "outer": ("int4", "topk:0.1"),
+    "update": ("int4", "topk:0.1"),
     "delay": ("1", "1,merge=progress"),
     "merge": ("0.5",),
     "graph": ("complete",),
@@ -51,6 +53,8 @@ VALUES = {
     "chunk": ("8",),
 }
 """Values of options whose kind does not tell them, with other options where they need some."""
+ELSEWHERE = {"lost": "test_elastic.py: it is of windows in which workers are lost, and none is lost here"}
+"""Options that do something where nothing here brings it about, and where it is tried."""
 NUMBERS = {int: ("2", "3"), float: ("0.5", "0.001")}
 RANKS = 4  # a ring of three is complete
 
@@ -67,6 +71,8 @@ def tried() -> Iterator[Tried]:
     """Every option of every method."""
     for name, method in METHODS.items():
         for option, found in method.options.items():
+            if option in ELSEWHERE:
+                continue
             values, any_will_do = values_of(option, found)
             base = without(BASES[name], option)
             specs = (f"{base}{option}={value}" for value in values)

@@ -14,6 +14,7 @@ from gradwire.reducers import ErrorFeedback, Guard, TwoShot
 from gradwire.sync import Constant, DiLoCo, DriftTriggered, Increasing, LocalSGD, is_sync, parse
 from gradwire.sync.methods import METHODS
 from gradwire.sync.optimizers import DeMo, Dion
+from spec_places import where_of
 
 
 @pytest.fixture
@@ -22,7 +23,7 @@ def model(one_rank: None) -> nn.Module:
 
 
 def made(spec: str, model: nn.Module, inner: torch.optim.Optimizer | None = None) -> Iterator[object]:
-    optimizer = parse(spec).optimizer(inner or torch.optim.SGD(model.parameters(), lr=0.25), model)
+    optimizer = parse(spec).optimizer(inner or torch.optim.SGD(model.parameters(), lr=0.25), model, **where_of(spec))
     try:
         yield optimizer
     finally:

@@ -15,7 +15,7 @@ from gradwire import AttachError, CommunicationError, StepError
 from gradwire.asynchronous import AsynchronousOptimizer, Bounded, HogwildOptimizer, Sending, parse
 from gradwire.asynchronous.remote_servers import GrantedValues, RemoteServers
 from gradwire.codecs import TopK
-from gradwire.peers import greeting
+from gradwire.core.version import VERSION
 from sync_cases import flat
 
 DEADLINE_S = 30.0
@@ -116,8 +116,8 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
         except AttachError as error:
             said[kind.__name__] = str(error)
     network = model()
-    version = "0.0.1" if rank == world_size - 1 else greeting.version()
-    with patch("gradwire.peers.greeting.version", lambda: version):
+    version = "0.0.1" if rank == world_size - 1 else VERSION
+    with patch("gradwire.asynchronous.optimizer.VERSION", version):
         try:
             AsynchronousOptimizer(sgd(network), network, deadline_s=DEADLINE_S)
         except AttachError as error:

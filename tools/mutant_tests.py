@@ -98,6 +98,7 @@ FILES: dict[str, tuple[Stage, ...]] = {
         ATTACHED,
         DDP,
     ),
+    "session/direct_lane.py": (("tests/test_lane.py",), ELASTIC),
     "session/drift.py": (("src/gradwire/session/drift.py", "tests/test_drift.py"),),
     "session/ending.py": (("tests/test_session.py",), ATTACHED),
     "session/figures.py": (("src/gradwire/session/figures.py", *ARITHMETIC), REPORT),

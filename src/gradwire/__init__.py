@@ -27,6 +27,7 @@ from gradwire.core.errors import (
     StepError,
 )
 from gradwire.core.reshard import reshard
+from gradwire.core.version import VERSION
 from gradwire.drivers.cost import Cost, cost
 from gradwire.drivers.engine import Stats
 from gradwire.drivers.lockstep import Lockstep
@@ -39,7 +40,7 @@ from gradwire.spec import parse
 
 Handle = Session  # what `attach` returned before it returned a session, in scripts of then
 
-__version__ = "0.2.0"
+__version__ = VERSION
 
 __all__ = [
     "AttachError",

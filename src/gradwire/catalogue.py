@@ -22,12 +22,13 @@ from gradwire.core import grammar
 from gradwire.core.errors import SpecError
 from gradwire.core.nearest import meant
 from gradwire.core.options import described
-from gradwire.core.places import EVERY_STEP, UNWAITING, WINDOWS, Place
+from gradwire.core.places import ELASTIC, EVERY_STEP, UNWAITING, WINDOWS, Place
 from gradwire.core.registry import Method, SpecMethod, table
 from gradwire.core.uses import USES, Recommended, Special, Study, Use
 from gradwire.drivers.virtual import VirtualRanks
 from gradwire.kernels.dispatch import Kernel, recorded
 from gradwire.spec import as_method
+from gradwire.sync import elastic
 from gradwire.sync import methods as synchronised
 from gradwire.sync import spec as sync_spec
 
@@ -116,6 +117,7 @@ GRAMMAR = _text(grammar)
 TEXTS: Mapping[Place, str] = {
     EVERY_STEP: _text(composition),
     WINDOWS: _text(sync_spec),
+    ELASTIC: _text(elastic),
     UNWAITING: _text(unwaiting),
 }
 """The options of a place's methods, in words."""

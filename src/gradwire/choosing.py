@@ -85,7 +85,7 @@ CASES = (
         "federated.md",
     ),
     FixedCase(
-        "leaving", None, "gradwire.sync.Elastic(model, optimizer, ...)",
+        "leaving", None, "elastic:50,update=int4",
         "models are averaged every few steps among whoever is there, and a machine that is gone holds nobody up",
         "elastic.md",
     ),

@@ -21,6 +21,7 @@ from gradwire.reducers import Reducer, Step
 from gradwire.sync import parse
 from gradwire.sync.methods import METHODS
 from gradwire.sync.optimizers.orthonormal import OrthonormalMomentum
+from spec_places import where_of
 
 from .checks import same_state, snapshot
 from .subjects import grain_for, normal, ranks_for, reducers
@@ -99,7 +100,8 @@ def test_orthonormal_momentum_stays_finite(right: Literal["normalised", "orthono
 def test_optimizers_stay_finite(name: str, one_rank: None) -> None:
     torch.manual_seed(0)
     model = nn.Linear(40, 40)
-    optimizer = parse(METHODS[name].example).optimizer(torch.optim.SGD(model.parameters(), lr=0.25), model)
+    spec = METHODS[name].example
+    optimizer = parse(spec).optimizer(torch.optim.SGD(model.parameters(), lr=0.25), model, **where_of(spec))
     try:
         for index in range(OTHERS + ZEROS):
             for i, parameter in enumerate(model.parameters()):

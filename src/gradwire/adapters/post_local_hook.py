@@ -10,7 +10,9 @@ import torch.distributed as dist
 from torch.distributed import GradBucket  # pyright: ignore[reportPrivateImportUsage]
 
 from gradwire.adapters.hooks import allreduce_hook, lane_of, noop_hook
+from gradwire.core.checked import checked, facts
 from gradwire.core.errors import StateError
+from gradwire.core.record import Count
 from gradwire.drivers.groups import new_group
 from gradwire.session.lane import group_of
 
@@ -65,12 +67,8 @@ class PostLocalSGDState:
         Raises:
             StateError: it has no number of steps.
         """
-        count = state.get("iter")
-        if not isinstance(count, int) or count < 0:
-            raise StateError(
-                "the saved state has no 'iter' of 0 or more: pass what PostLocalSGDState.state_dict() gave"
-            )
-        self.iter = count
+        remedy = ": pass what PostLocalSGDState.state_dict() gave"
+        self.iter = checked(state, facts({"iter": Count}), "the saved state", StateError, "'s ", remedy).iter
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but process groups, which cannot be pickled: set them anew where they are no default ones."""

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any, NamedTuple, TypedDict
 
 import numpy as np
 import torch
+from msgspec import Meta
 from torch import Tensor
 
+from gradwire.core.checked import checked, facts
 from gradwire.core.errors import StateError
-from gradwire.core.saved_schema import Parameters, check_parameters, is_count
+from gradwire.core.record import Count
+from gradwire.core.saved_schema import Parameters, check_parameters
 
 VERSION = 1
 
@@ -65,47 +68,30 @@ def read_memory(state: object) -> Memory:
     """
     if not isinstance(state, Mapping):
         raise StateError(f"a saved PowerSGDState is a mapping, not a {type(state).__name__}: pass its state_dict()")
-    if not is_count(version := state.get("version")) or version != VERSION:
-        raise StateError(f"a PowerSGDState of version {version!r} cannot be read; this is {VERSION}")
-    for key, (right, what) in _FORMS.items():
-        if key not in state or not right(state[key]):
-            found = "is not what was saved" if key in state else "is missing"
-            raise StateError(f"{key!r} of the saved PowerSGDState {found}: it must be {what}")
-    twister = {"key": state["rng"]["key"].cpu().numpy().astype(np.uint32), "pos": state["rng"]["pos"]}
-    before, after = state["numel"]
-    order = None if state["draw_order"] is None else [list(names) for names in state["draw_order"]]
-    parameters = check_parameters(state.get("parameters"))
-    return Memory(state["iter"], parameters, twister, order, (before, after), state["next_stats_report"])
+    found = checked(state, _SAVED, "the saved PowerSGDState", StateError, "'s ")
+    if found.version != VERSION:
+        raise StateError(f"a PowerSGDState of version {found.version} cannot be read; this is {VERSION}")
+    drawn = [name for names in found.draw_order or () for name in names]
+    if not _are_words(found.rng["key"]) or len(set(drawn)) < len(drawn):
+        raise StateError("the saved PowerSGDState has a damaged 'rng', or draws a parameter twice in its 'draw_order'")
+    twister = {"key": found.rng["key"].cpu().numpy().astype(np.uint32), "pos": found.rng["pos"]}
+    parameters = check_parameters(found.parameters)
+    return Memory(found.iter, parameters, twister, found.draw_order, found.numel, found.next_stats_report)
 
 
-def _is_rng(value: object) -> bool:
-    if not isinstance(value, Mapping):
-        return False
-    key, pos = value.get("key"), value.get("pos")
-    if not isinstance(key, Tensor) or key.dtype != torch.int64 or key.shape != (_TWISTER_WORDS,):
-        return False
-    if key.layout != torch.strided or key.is_meta or not bool(((key >= 0) & (key < 2**32)).all()):
-        return False
-    return is_count(pos) and int(pos or 0) <= _TWISTER_WORDS
+def _are_words(key: Tensor) -> bool:
+    """Whether they are the words of a Mersenne twister."""
+    right = key.dtype == torch.int64 and key.shape == (_TWISTER_WORDS,) and key.layout == torch.strided
+    return right and not key.is_meta and bool(((key >= 0) & (key < 2**32)).all())
 
 
-def _is_order(value: object) -> bool:
-    if value is None:
-        return True
-    if not isinstance(value, list | tuple) or not all(isinstance(names, list | tuple) for names in value):
-        return False
-    flat = [name for names in value for name in names]
-    return all(isinstance(name, str) for name in flat) and len(set(flat)) == len(flat)
+class _Twister(TypedDict):
+    key: Tensor
+    pos: Annotated[int, Meta(ge=0, le=_TWISTER_WORDS)]
 
 
-def _is_pair(value: object) -> bool:
-    return isinstance(value, list | tuple) and len(value) == 2 and all(is_count(item) for item in value)
-
-
-_FORMS: dict[str, tuple[Callable[[object], bool], str]] = {
-    "iter": (is_count, "a whole number of 0 or more"),
-    "rng": (_is_rng, f"the 'key' of {_TWISTER_WORDS} words and the 'pos' of a Mersenne twister"),
-    "draw_order": (_is_order, "None, or lists of parameter names, each there once"),
-    "numel": (_is_pair, "two whole numbers of 0 or more"),
-    "next_stats_report": (is_count, "a whole number of 0 or more"),
-}
+_SAVED = facts({
+    "version": int,
+    "iter": Count, "numel": tuple[Count, Count], "next_stats_report": Count, "draw_order": list[list[str]] | None,
+    "rng": _Twister, "parameters": Any,
+})  # fmt: skip

@@ -7,8 +7,8 @@ from enum import IntEnum
 from typing import Any
 
 from gradwire.asynchronous.pace import Pace
-from gradwire.core.errors import StateError
-from gradwire.core.saved_schema import is_count
+from gradwire.core.record import Count
+from gradwire.core.saved_schema import list_of, part_of
 
 
 class Phase(IntEnum):
@@ -107,23 +107,10 @@ class Clocks:
             StateError: no such numbers, or those of another number of workers.
         """
         workers = len(self.completed)
-        completed, phases = (counts(saved, name, workers) for name in ("completed", "phases"))
-        if any(phase > max(Phase) for phase in phases):
-            raise StateError("the saved state has a worker in a phase that there is not")
-        return completed, [Phase(phase) for phase in phases]
+        completed = part_of(saved, "completed", list_of(Count, workers), f"'completed' of {workers} workers")
+        phases = f"'phases' of {workers} workers, or has one in a phase that there is not"
+        return completed, part_of(saved, "phases", list_of(Phase, workers), phases)
 
     def take_up(self, found: tuple[list[int], list[Phase]]) -> None:
         """Go on with what `checked` returned."""
         self.completed, self.phases = found
-
-
-def counts(saved: Mapping[str, Any], name: str, length: int) -> list[int]:
-    """Return a saved list of so many whole numbers of 0 or more.
-
-    Raises:
-        StateError: there is none of that name.
-    """
-    found = saved.get(name)
-    if not isinstance(found, list) or len(found) != length or not all(map(is_count, found)):
-        raise StateError(f"the saved state has no {name!r} of {length} whole numbers: load what this server saved")
-    return list(found)

@@ -28,6 +28,7 @@ from gradwire.asynchronous.together import together
 from gradwire.asynchronous.unwaiting import UnwaitingOptimizer
 from gradwire.asynchronous.work import Work
 from gradwire.core.errors import CommunicationError, StepError
+from gradwire.core.version import VERSION
 from gradwire.peers import greeting
 from gradwire.peers.sockets import SILENT_S, SocketConnections, SocketServer
 from gradwire.sending import Sending
@@ -125,7 +126,7 @@ class AsynchronousOptimizer(UnwaitingOptimizer):
             silent_s=min(SILENT_S, deadline_s),
         )
         settings = f"{job.rule!r}, {pace!r}, {length!r}, {job.sending!r}, seed {seed}"
-        require_same_start(f"{settings}, gradwire {greeting.version()}", self._parameters, self._together)
+        require_same_start(f"{settings}, gradwire {VERSION}", self._parameters, self._together)
         self._host, self._servers = self._connected(job, address)
         parts = [pusher.names for pusher in self._servers.worker.pushers]
         job.sending.warm_up(torch.empty(part.numel, dtype=part.dtype) for part in parts)

@@ -10,7 +10,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from gradwire.asynchronous.several.client import WorkerClient, reason
-from gradwire.asynchronous.several.messages import Here, Leave, Read, Values, WorkerRequest
+from gradwire.asynchronous.several.messages import Here, Leave, ReadValues, Values, WorkerRequest
 from gradwire.asynchronous.several.worker import PartedWorker, values_of
 from gradwire.core.errors import CommunicationError
 from gradwire.peers.protocol import Arrived
@@ -103,7 +103,7 @@ class RemoteServers(WorkerClient):
 
     @override
     def arrived(self, arrived: Arrived) -> None:
-        if isinstance(arrived.request, Read | Leave):
+        if isinstance(arrived.request, ReadValues | Leave):
             self._replies[arrived.server] = arrived.reply
         super().arrived(arrived)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 from torch import Tensor
 
-from gradwire.asynchronous.clocks import Clocks, Phase, counts
+from gradwire.asynchronous.clocks import Clocks, Phase
 from gradwire.asynchronous.lengths import Fixed, Length
 from gradwire.asynchronous.messages import Grant, Push, Receipt, push_key
 from gradwire.asynchronous.names import Names
@@ -15,12 +17,15 @@ from gradwire.asynchronous.pace import Free, Pace
 from gradwire.asynchronous.rules import Moment, ServerRule
 from gradwire.asynchronous.worker import is_finite
 from gradwire.core.errors import CompositionError, PayloadError, PushError, StateError
+from gradwire.core.record import Count
 from gradwire.core.renamed import same
-from gradwire.core.saved_schema import VERSION, check_state, is_count
+from gradwire.core.saved_schema import VERSION, check_state, list_of, part_of, tensors_like
 from gradwire.sending import Sending
 
 _SERVER = "server"
 """The name under which vectors are saved."""
+_Speed = Annotated[float, msgspec.Meta(ge=0, le=sys.float_info.max)]
+_Grant = tuple[Count, Count, Count, Count, Count] | None
 
 
 class ParameterServer:
@@ -245,45 +250,17 @@ class ParameterServer:
         state = check_state(saved)
         if not same(state["reducer"], self.settings()):
             raise StateError(f"the saved state is that of {state['reducer'][:200]}, and this is {self.settings()}")
-        found = _vectors_like(state["parameters"].get(_SERVER, {}), self._vectors())
-        clocks = self.clocks.checked(_mapping(state, "clocks"))
-        life, version = counts(state, "life", 1)[0], int(state["step"])
-        pushes, granted = counts(state, "pushes", self.workers), _grants(state.get("granted"), self.workers)
-        speeds = _speeds(state.get("speeds"), self.workers)
+        vectors = {path: pieces[0]["values"] for path, pieces in state["parameters"].get(_SERVER, {}).items()}
+        found = tensors_like(vectors, self._vectors(), "server")
+        clocks = self.clocks.checked(part_of(state, "clocks", Mapping[str, Any]))
+        n = self.workers
+        (life,) = part_of(state, "life", list_of(Count, 1))
+        pushes = part_of(state, "pushes", list_of(Count, n), f"'pushes' of {n} workers")
+        granted = part_of(state, "granted", list_of(_Grant, n), f"list of what {n} workers compute")
+        speeds = part_of(state, "speeds", list_of(_Speed, n), f"speeds of {n} workers")
         for path, tensor in self._vectors().items():
             tensor.copy_(found[path])
         self.clocks.take_up(clocks)
-        self.version, self.seed, self.life = version, int(state["seed"]), life
-        self.pushes, self._granted, self._speeds = pushes, granted, speeds
-
-
-def _mapping(state: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    found = state.get(name)
-    if not isinstance(found, Mapping):
-        raise StateError(f"the saved state has no {name!r}: it is none of a server's")
-    return found
-
-
-def _vectors_like(saved: Mapping[str, Any], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    if saved.keys() != like.keys():
-        raise StateError(f"the saved server has {sorted(saved)}, and this one {sorted(like)}")
-    found = {path: pieces[0]["values"] for path, pieces in saved.items()}
-    for path, tensor in like.items():
-        if (found[path].shape, found[path].dtype) != (tensor.shape, tensor.dtype):
-            raise StateError(f"the saved {path!r} has {tuple(found[path].shape)} {found[path].dtype}: another model's")
-    return found
-
-
-def _grants(saved: Any, workers: int) -> list[Grant | None]:
-    fields = len(Grant._fields)
-    right = isinstance(saved, list) and len(saved) == workers
-    if not right or not all(one is None or (len(one) == fields and all(map(is_count, one))) for one in saved):
-        raise StateError(f"the saved state does not say what {workers} workers compute: load what this server saved")
-    return [None if one is None else Grant(*one) for one in saved]
-
-
-def _speeds(saved: Any, workers: int) -> list[float]:
-    right = isinstance(saved, list) and len(saved) == workers and all(isinstance(speed, float) for speed in saved)
-    if not right or not all(0 <= speed < float("inf") for speed in saved):
-        raise StateError(f"the saved state has no speeds of {workers} workers: load what this server saved")
-    return list(saved)
+        self.version, self.seed, self.life = int(state["step"]), int(state["seed"]), life
+        self.pushes, self._speeds = pushes, speeds
+        self._granted = [None if grant is None else Grant(*grant) for grant in granted]

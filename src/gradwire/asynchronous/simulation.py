@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import heapq
+import functools
 import math
 import random
 from collections.abc import Callable, Sequence
@@ -16,6 +16,7 @@ from gradwire.asynchronous.server import ParameterServer
 from gradwire.asynchronous.worker import Worker
 from gradwire.core.errors import CompositionError, PushError
 from gradwire.core.key import Key
+from gradwire.peers.clock import EventClock
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,6 @@ class AsynchronousSimulation:
         seed: of jitter and repeats.
 
     Attributes:
-        now_s: simulated seconds.
         history: what the server applied, in order. What it lost by a crash is taken out again.
         refused: what the server said to pushes that it left out.
 
@@ -144,13 +144,17 @@ class AsynchronousSimulation:
                 f"the server has {server.workers} workers, and {len(workers)} were given on {len(machines)} machines"
             )
         self.server, self.workers, self.machines, self.faults = server, workers, machines, faults or Faults()
-        self.now_s, self.history, self.refused = 0.0, list[Applied](), list[str]()
+        self.history, self.refused = list[Applied](), list[str]()
         self._random = random.Random(Key(seed=seed, name="simulation").stream_seed)
         self._states = [_WorkerState() for _ in workers]
         self._is_up, self._saved = True, server.state_dict()
-        self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
-        self._count = 0
+        self._clock = EventClock[Callable[[], None]]()
         self._begin()
+
+    @property
+    def now_s(self) -> float:
+        """Simulated seconds."""
+        return self._clock.now_s
 
     def _begin(self) -> None:
         for at_s in self.faults.crashes_at_s:
@@ -169,16 +173,13 @@ class AsynchronousSimulation:
         """
         end_s = self.now_s + seconds
         last = math.inf if pushes is None else self.server.version + pushes
-        while self._events and self._events[0][0] <= end_s and self.server.version < last:
-            self.now_s, _, handle, arguments = heapq.heappop(self._events)
-            handle(*arguments)
+        while self._clock and self._clock.next_s <= end_s and self.server.version < last:
+            self._clock.advance()()
 
     # Time --------------------------------------------------------------------------------------------------------
 
     def _at(self, at_s: float, handle: Callable[..., None], *arguments: Any) -> None:
-        if at_s < math.inf:
-            self._count += 1  # what happens at the same time happens in the order in which it was planned
-            heapq.heappush(self._events, (at_s, self._count, handle, arguments))
+        self._clock.plan(at_s, functools.partial(handle, *arguments))
 
     def _lasting(self, worker: int, seconds: float) -> float:
         return seconds * (1 + self.machines[worker].jitter * self._random.random())

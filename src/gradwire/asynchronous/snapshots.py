@@ -36,10 +36,20 @@ def restore(server: ParameterServer, folder: Path) -> bool:
         StateError: a snapshot of another model or of other settings, or a damaged one. The server is as it was.
         OSError: as the file system says.
     """
-    found = save_folder.manifests(folder)
-    if not found:
+    if not read(server, folder):
         return False
-    server.load_state_dict(found[0].read(folder, 0))
     server.begin_life()
     save(server, folder)
     return True
+
+
+def read(server: ParameterServer, folder: Path) -> bool:
+    """Load the newest snapshot in the folder, in its life; return whether there was one.
+
+    Raises:
+        StateError, OSError: as `restore`.
+    """
+    found = save_folder.manifests(folder)
+    if found:
+        server.load_state_dict(found[0].read(folder, 0))
+    return bool(found)

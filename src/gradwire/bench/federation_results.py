@@ -4,41 +4,32 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from gradwire.bench.readers import (
-    Read,
-    amount,
-    facts,
-    fields,
-    flag,
-    listed,
-    mapping,
-    measured,
-    optional,
-    text,
-    whole,
-)
-from gradwire.bench.results import ResultsError
-from gradwire.bench.storage import plain, read_json, write_atomically
+import msgspec
+
+from gradwire.bench.results import Amount, Measurement, Positive, ResultsError, Whole
+from gradwire.bench.storage import plain, read_checked, read_json, write_atomically
+from gradwire.core.checked import checked, facts
 from gradwire.federated import Round
 
 KIND, SCHEMA = "federation", 1
 
 
-class FederationEvaluation(NamedTuple):
+@dataclass(frozen=True)
+class FederationEvaluation:
     """The metric on held-out data after so many rounds, with the bytes that all clients sent and received by then."""
 
-    rounds: int
-    value: float
-    sent_bytes: int
-    received_bytes: int
+    rounds: Whole
+    value: Measurement
+    sent_bytes: Whole
+    received_bytes: Whole
 
 
-class Own(NamedTuple):
+@dataclass(frozen=True)
+class Own:
     """A client at the end.
 
     Attributes:
@@ -51,13 +42,13 @@ class Own(NamedTuple):
         accuracy: likewise, in percent; None where there are no labels.
     """
 
-    client: int
-    examples: int
-    labels: int | None
-    rounds: int
-    sent_bytes: int
-    loss: float
-    accuracy: float | None
+    client: Whole
+    examples: Whole
+    labels: Whole | None
+    rounds: Whole
+    sent_bytes: Whole
+    loss: Measurement
+    accuracy: Measurement | None
 
 
 @dataclass
@@ -74,61 +65,27 @@ class Results:
     failures: list[str]
     evaluations: list[FederationEvaluation]
     clients: list[Own]
-    seconds: float = 0.0
+    seconds: Amount = 0.0
     privacy: str | None = None
-    schema: int = SCHEMA
+    schema: Positive = SCHEMA
 
 
 # -------------------------------------------------------------------------------------------- reading
 
 
-def _by_client(read: Read) -> Read:
-    """A mapping from clients' numbers, which JSON has as texts."""
+ROUND = facts({
+    "number": Whole, "clients": tuple[Whole, ...], "dropped": dict[int, str], "loss": Measurement,
+    "sent_bytes": dict[int, Whole], "received_bytes": dict[int, Whole],
+})  # fmt: skip
 
-    def read_all(value: Any, where: str) -> dict[int, Any]:
-        try:
-            return {int(client): read(item, f"{where}.{client}") for client, item in mapping(value, where).items()}
-        except ValueError as error:
-            raise ResultsError(f"{where} should have numbers of clients: {error}") from error
-
-    return read_all
-
-
-ROUND: Mapping[str, Read] = {
-    "number": whole(0), "clients": listed(whole(0)), "dropped": _by_client(text), "loss": measured,
-    "sent_bytes": _by_client(whole(0)), "received_bytes": _by_client(whole(0)),
-}  # fmt: skip
-
-EVALUATION: Mapping[str, Read] = {
-    "rounds": whole(0), "value": measured, "sent_bytes": whole(0), "received_bytes": whole(0),
-}  # fmt: skip
-
-OWN: Mapping[str, Read] = {
-    "client": whole(0), "examples": whole(0), "labels": optional(whole(0)), "rounds": whole(0),
-    "sent_bytes": whole(0), "loss": measured, "accuracy": optional(measured),
-}  # fmt: skip
-
-
-def _round(value: Any, where: str) -> Round:
-    found = fields(value, where, ROUND)
-    found["clients"] = tuple(found["clients"])
-    return Round(**found)
-
-
-_TEXTS: Mapping[str, Read] = dict.fromkeys(("partition", "method", "update", "aggregate"), text)
-
-RESULTS: Mapping[str, Read] = {
-    "task": facts({"name": text, "description": text, "metric_name": text, "higher_is_better": flag}),
-    "options": facts({"clients": whole(1), "sample": whole(1), **_TEXTS}),
-    "environment": mapping,
-    "rounds": listed(_round),
-    "failures": listed(text),
-    "evaluations": listed(lambda value, where: FederationEvaluation(**fields(value, where, EVALUATION))),
-    "clients": listed(lambda value, where: Own(**fields(value, where, OWN))),
-    "seconds": amount,
-    "privacy": optional(text),
-    "schema": whole(1),
-}
+FACTS = facts({
+    "task": facts({"name": str, "description": str, "metric_name": str, "higher_is_better": bool}),
+    "options": facts({
+        "clients": Positive, "sample": Positive, "partition": str, "method": str, "update": str, "aggregate": str,
+    }),
+    "rounds": list[ROUND], "seconds": Amount,
+})  # fmt: skip
+"""What `Results` leave open: reports need some facts, and the others are kept as they are."""
 
 
 def is_federation(path: Path) -> bool:
@@ -142,11 +99,7 @@ def is_federation(path: Path) -> bool:
 
 def save(results: Results, path: Path) -> None:
     """Write `results.json` as a whole."""
-    data = {"kind": KIND, **{f.name: getattr(results, f.name) for f in dataclasses.fields(results)}}
-    data["rounds"] = [dataclasses.asdict(done) for done in results.rounds]
-    data["evaluations"] = [evaluation._asdict() for evaluation in results.evaluations]
-    data["clients"] = [own._asdict() for own in results.clients]
-    write_atomically(path, json.dumps(plain(data), indent=1))
+    write_atomically(path, json.dumps(plain({"kind": KIND, **dataclasses.asdict(results)}), indent=1))
 
 
 def load(path: Path) -> Results:
@@ -157,9 +110,9 @@ def load(path: Path) -> Results:
         OSError: it cannot be read.
     """
     try:
-        results = Results(**fields(read_json(path), "results", RESULTS, optional=frozenset({"privacy"})))
-        if results.schema > SCHEMA:
-            raise ResultsError(f"it has schema {results.schema}, newer than {SCHEMA}: update gradwire")
+        data, found = read_checked(path, FACTS, SCHEMA)
+        results = checked({**data, "rounds": []}, Results, "results", ResultsError)
+        results.rounds = [Round(**msgspec.structs.asdict(one)) for one in found.rounds]
         if not results.evaluations:
             raise ResultsError("results.evaluations is empty")
     except ResultsError as error:

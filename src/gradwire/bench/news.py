@@ -6,6 +6,8 @@ import contextlib
 import json
 from typing import NamedTuple
 
+import msgspec
+
 PROGRESS = "@gradwire "
 
 
@@ -46,7 +48,6 @@ def read_news(line: str, token: str) -> News | None:
     start = f"{PROGRESS}{token} "
     if not line.startswith(start):
         return None
-    with contextlib.suppress(ValueError, TypeError, OverflowError):
-        step, loss, time_s, tx_bytes = json.loads(line.removeprefix(start))
-        return News(int(step), float(loss), float(time_s), float(tx_bytes))
+    with contextlib.suppress(ValueError):
+        return msgspec.convert(json.loads(line.removeprefix(start)), News)
     return None

@@ -8,9 +8,13 @@ concluded from the figures is for `verdict` to say.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
+from msgspec import Meta
+
+from gradwire.core.checked import Read
 from gradwire.core.errors import GradwireError
 
 SCHEMA = 1
@@ -26,12 +30,48 @@ class ResultsError(GradwireError, ValueError):
     """Stored results that cannot be read, or that belong to another comparison."""
 
 
+LARGEST = 1e100
+"""No figure of a training is beyond it, and sums of smaller ones do not overflow."""
+
+Number = Annotated[float, Meta(ge=-LARGEST, le=LARGEST)]
+Amount = Annotated[float, Meta(ge=0, le=LARGEST)]
+Whole = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+Positive = Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
+
+if TYPE_CHECKING:
+    RunStatus = Literal["finished", "failed"]
+    Measurement = float
+else:
+
+    class RunStatus(Read):
+        """How a run ended."""
+
+        @staticmethod
+        def read(value: Any) -> str:
+            """Return the value, if it is one of the two."""
+            if value not in ("finished", "failed"):
+                raise ValueError("Expected 'finished' or 'failed'")
+            return value
+
+    class Measurement(Read):
+        """A loss or a metric: null stands for what was not finite, and what is beyond all reason counts as infinite."""
+
+        @staticmethod
+        def read(value: Any) -> float:
+            """Return the number."""
+            if value is None or value != value:
+                return math.nan
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise ValueError("Expected `float`")
+            return float(value) if abs(value) <= LARGEST else math.inf if value > 0 else -math.inf
+
+
 class Evaluation(NamedTuple):
     """The metric on held-out data after `steps` steps, `time_s` seconds of training in."""
 
-    steps: int
-    time_s: float
-    value: float
+    steps: Whole
+    time_s: Amount
+    value: Measurement
 
 
 @dataclass(frozen=True)
@@ -47,12 +87,12 @@ class Wire:
         setup: payload sent before the first step (DDP's check and broadcast of the weights); not in `total`.
     """
 
-    total: float = 0.0
-    framing: float = 0.0
-    payload: float = 0.0
-    buffers: float = 0.0
-    other: float = 0.0
-    setup: float = 0.0
+    total: Number = 0.0
+    framing: Number = 0.0
+    payload: Number = 0.0
+    buffers: Number = 0.0
+    other: Number = 0.0
+    setup: Number = 0.0
 
     @property
     def surprise(self) -> float | None:
@@ -74,11 +114,11 @@ class Split:
         cpu_s: all CPU time of the rank's process.
     """
 
-    compute_s: float = 0.0
-    encode_s: float = 0.0
-    wait_s: float = 0.0
-    codec_cpu_s: float = 0.0
-    cpu_s: float = 0.0
+    compute_s: Amount = 0.0
+    encode_s: Amount = 0.0
+    wait_s: Amount = 0.0
+    codec_cpu_s: Amount = 0.0
+    cpu_s: Amount = 0.0
 
 
 @dataclass(frozen=True)
@@ -109,23 +149,23 @@ class Run:
     """
 
     method: str
-    seed: int
-    status: Literal["finished", "failed"] = "finished"
+    seed: Whole
+    status: RunStatus = "finished"
     reason: str = ""
     label: str = ""
-    losses: list[float] = field(default_factory=list[float])
-    times_s: list[float] = field(default_factory=list[float])
-    tx_bytes: list[float] = field(default_factory=list[float])
+    losses: list[Measurement] = field(default_factory=list[float])
+    times_s: list[Amount] = field(default_factory=list[float])
+    tx_bytes: list[Amount] = field(default_factory=list[float])
     evaluations: list[Evaluation] = field(default_factory=list[Evaluation])
     wire: Wire = Wire()
     split: Split = Split()
-    residual_norm: float | None = None
+    residual_norm: Number | None = None
     report: dict[str, Any] | None = None
     conditions: dict[str, Any] = field(default_factory=dict[str, Any])
-    line_cores: float | None = None
-    line_missed: int = 0
-    metric_values: list[float] = field(default_factory=list[float])
-    timed_steps: int | None = None
+    line_cores: Amount | None = None
+    line_missed: Whole = 0
+    metric_values: list[Measurement] = field(default_factory=list[float])
+    timed_steps: Positive | None = None
 
     @property
     def steps(self) -> int:
@@ -157,11 +197,11 @@ class Comparison:
     task: dict[str, Any]
     options: dict[str, Any]
     environment: dict[str, Any]
-    smoothing: int
+    smoothing: Positive
     target: str | None
     runs: list[Run]
-    tolerance: float = 0.005
-    schema: int = SCHEMA
+    tolerance: Amount = 0.005
+    schema: Positive = SCHEMA
 
     @property
     def methods(self) -> list[str]:

@@ -14,99 +14,47 @@ import os
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Annotated, Any, cast, get_type_hints
+
+from msgspec import Meta
 
 from gradwire.bench.figures import Row, Spread, check_target, summarise
-from gradwire.bench.readers import (
-    Read,
-    amount,
-    facts,
-    fields,
-    flag,
-    listed,
-    mapping,
-    measured,
-    number,
-    optional,
-    refuse,
-    text,
-    whole,
-)
-from gradwire.bench.results import SCHEMA, Comparison, Evaluation, ResultsError, Run, Split, Wire
+from gradwire.bench.results import SCHEMA, Amount, Comparison, Positive, ResultsError, Run, Split, Wire
 from gradwire.bench.step_time import WARM_UP
+from gradwire.core.checked import checked, facts
 from gradwire.core.grammar import renamed
 
 # ------------------------------------------------------------------------------------------- checking
 
 
-def _status(value: Any, where: str) -> str:
-    if value not in ("finished", "failed"):
-        raise refuse(where, "'finished' or 'failed'", value)
-    return value
+TASK = facts({"name": str, "description": str, "metric_name": str, "higher_is_better": bool}, parameters=Positive)
 
+OPTIONS = facts(
+    {"hosts": Positive, "rate": str, "steps": Positive | None, "minutes": Amount | None, "bucket_mb": Amount},
+    rates=list[str], delay=str, loss=str, slow=list[str],
+)  # fmt: skip
 
-def _target(value: Any, where: str) -> str | None:
-    target = check_target(optional(text)(value, where))
-    return target and renamed(target)
-
-
-def _method(value: Any, where: str) -> str:
-    return renamed(text(value, where))
-
-
-def _evaluation(value: Any, where: str) -> Evaluation:
-    if not isinstance(value, list) or len(cast(list[Any], value)) != 3:
-        raise refuse(where, "a list of steps, seconds and a value", value)
-    steps, time_s, metric = cast(list[Any], value)
-    return Evaluation(whole(0)(steps, where), amount(time_s, where), measured(metric, where))
-
-
-def _wire(value: Any, where: str) -> Wire:
-    # what the counters saw beyond the prediction, `other`, is negative where they saw less
-    return Wire(**fields(value, where, {f.name: number for f in dataclasses.fields(Wire)}))
-
-
-def _split(value: Any, where: str) -> Split:
-    return Split(**fields(value, where, {f.name: amount for f in dataclasses.fields(Split)}))
-
-
-RUN: Mapping[str, Read] = {
-    "method": _method,
-    "seed": whole(0),
-    "status": _status,
-    "reason": text,
-    "label": text,
-    "losses": listed(measured),
-    "times_s": listed(amount),
-    "tx_bytes": listed(amount),
-    "evaluations": listed(_evaluation),
-    "metric_values": listed(measured),
-    "wire": _wire,
-    "split": _split,
-    "residual_norm": optional(number),
-    "report": optional(facts({"verdict": text})),
-    "conditions": mapping,
-    "line_cores": optional(amount),
-    "line_missed": whole(0),
-    "timed_steps": optional(whole(WARM_UP + 2)),
-}
-
-TASK: Mapping[str, Read] = {
-    "name": text, "description": text, "parameters": whole(1), "metric_name": text, "higher_is_better": flag,
-}  # fmt: skip
-
-OPTIONS: Mapping[str, Read] = {
-    "hosts": whole(1), "rate": text, "steps": optional(whole(1)), "minutes": optional(amount),
-    "bucket_mb": amount, "rates": listed(text), "delay": text, "loss": text, "slow": listed(text),
-}  # fmt: skip
-
-ENVIRONMENT: Mapping[str, Read] = dict.fromkeys(
-    ("processor", "system", "python", "torch", "gradwire", "network", "network_mode", "created", "command"), text
+ENVIRONMENT = facts(
+    dict.fromkeys(("processor", "system", "python", "torch", "gradwire", "network", "created", "command"), str),
+    network_mode=str,
 )
 
+_Timed = Annotated[int, Meta(ge=WARM_UP + 2)]
 
-def _run(value: Any, where: str) -> Run:
-    run = Run(**fields(value, where, RUN, frozenset(RUN) - {"method", "seed", "status"}))
+RUN = facts(
+    {"status": str},
+    report=facts({"verdict": str}) | None,
+    timed_steps=_Timed | None,
+    wire=facts(get_type_hints(Wire)),
+    split=facts(get_type_hints(Split)),
+)
+
+COMPARISON = facts({"task": TASK, "options": OPTIONS, "environment": ENVIRONMENT, "runs": list[RUN]})
+"""What the classes of results leave open: reports need some facts, and the others are kept as they are."""
+
+
+def _sound(run: Run, where: str) -> Run:
+    """The run under its name of today, if it has the same number of everything."""
     if not len(run.losses) == len(run.times_s) == len(run.tx_bytes):
         raise ResultsError(
             f"{where} has {len(run.losses)} losses, {len(run.times_s)} times and {len(run.tx_bytes)} byte counts; "
@@ -114,26 +62,15 @@ def _run(value: Any, where: str) -> Run:
         )
     if run.timed_steps is not None and run.timed_steps > run.steps:
         raise ResultsError(f"{where} has {run.timed_steps} timed steps of {run.steps}")
-    return run
+    return dataclasses.replace(run, method=renamed(run.method))
 
-
-COMPARISON: Mapping[str, Read] = {
-    "task": facts(TASK, frozenset({"parameters"})),
-    "options": facts(OPTIONS, frozenset({"rates", "delay", "loss", "slow"})),
-    "environment": facts(ENVIRONMENT, frozenset({"network_mode"})),
-    "smoothing": whole(1),
-    "target": _target,
-    "runs": listed(_run),
-    "tolerance": amount,
-    "schema": whole(1),
-}
 
 # -------------------------------------------------------------------------------------------- storing
 
 
 def run_to_json(run: Run) -> dict[str, Any]:
     """Plain data of a run; numbers that are not finite become None, since JSON has no NaN."""
-    return {key: plain(value) for key, value in dataclasses.asdict(run).items()}
+    return plain(dataclasses.asdict(run))
 
 
 def run_from_json(data: object) -> Run:
@@ -142,14 +79,13 @@ def run_from_json(data: object) -> Run:
     Raises:
         ResultsError: a field is missing, or is not what it should be.
     """
-    return _run(data, "run")
+    checked(data, RUN, "run", ResultsError)
+    return _sound(checked(data, Run, "run", ResultsError), "run")
 
 
 def save(comparison: Comparison, path: Path) -> None:
     """Write `results.json` as a whole."""
-    data = {f.name: getattr(comparison, f.name) for f in dataclasses.fields(comparison) if f.name != "runs"}
-    data["runs"] = [run_to_json(run) for run in comparison.runs]
-    write_atomically(path, json.dumps(plain(data), indent=1))
+    write_atomically(path, json.dumps(plain(dataclasses.asdict(comparison)), indent=1))
 
 
 def load(path: Path) -> Comparison:
@@ -160,15 +96,29 @@ def load(path: Path) -> Comparison:
         OSError: it cannot be read.
     """
     try:
-        data = read_json(path)
-        schema = whole(1)(mapping(data, "the file").get("schema"), "schema")
-        if schema > SCHEMA:
-            raise ResultsError(f"it has schema {schema}, newer than {SCHEMA}: update gradwire")
-        return Comparison(**fields(data, "results", COMPARISON, frozenset({"tolerance"})))
+        data, _ = read_checked(path, COMPARISON, SCHEMA)
+        found = checked(data, Comparison, "results", ResultsError)
+        target = check_target(found.target)
+        runs = [_sound(run, f"results.runs[{number}]") for number, run in enumerate(found.runs)]
+        return dataclasses.replace(found, target=target and renamed(target), runs=runs)
     except FileNotFoundError as error:
         raise ResultsError(f"{path} does not exist: run gradwire compare --out {path.parent} first") from error
     except ResultsError as error:
         raise ResultsError(f"{path} cannot be used: {error}") from error
+
+
+def read_checked(path: Path, kind: Any, newest: int) -> tuple[dict[str, Any], Any]:
+    """Return the plain data of a results file, and the facts of it that a type names.
+
+    Raises:
+        ResultsError: they have another form, or a newer gradwire wrote them.
+        OSError: it cannot be read.
+    """
+    data: Any = read_json(path)
+    schema = checked(data, facts({"schema": Positive}), "results", ResultsError).schema
+    if schema > newest:
+        raise ResultsError(f"it has schema {schema}, newer than {newest}: update gradwire")
+    return data, checked(data, kind, "results", ResultsError)
 
 
 def read_json(path: Path) -> object:
@@ -179,7 +129,9 @@ def read_json(path: Path) -> object:
         OSError: it cannot be read.
     """
     try:
-        return json.loads(path.read_bytes())
+        data = json.loads(path.read_bytes())
+        # Half a surrogate pair could not be written again.
+        return json.loads(json.dumps(data, ensure_ascii=False).encode(errors="replace"))
     except RecursionError as error:
         raise ResultsError("it is nested too deeply to be a results file of gradwire compare") from error
     except ValueError as error:  # no JSON, no UTF-8, or a whole number of thousands of digits

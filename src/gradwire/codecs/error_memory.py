@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Self
 
 import torch
@@ -20,13 +19,13 @@ from gradwire.codecs.base import Codec, layout_of
 from gradwire.core.errors import CompositionError, StateError
 from gradwire.core.key import Key
 from gradwire.core.payload import Payload
+from gradwire.core.record import Record, Singles
 
 PROBE_NUMEL = 1 << 20
 """Elements of the tensor whose contraction is asked for."""
 
 
-@dataclass(frozen=True, eq=False)
-class ErrorMemory:
+class ErrorMemory(Record, frozen=True, eq=False):
     """What a sender still owes its receiver.
 
     Attributes:
@@ -36,7 +35,7 @@ class ErrorMemory:
     tensor([0., 0., 0.])
     """
 
-    owed: Tensor
+    owed: Singles
 
     @classmethod
     def zeros(cls, numel: int, device: str | torch.device = "cpu") -> Self:

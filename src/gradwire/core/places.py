@@ -34,6 +34,11 @@ _WRAPS = ("goes with the optimizer and without DistributedDataParallel", 'gradwi
 EVERY_STEP = Place("Gradients of every step", "reduces gradients in every step", 'gradwire.attach(ddp, "{}")')
 WINDOWS = Place("Fewer synchronisations", *_WRAPS)
 UNWAITING = Place("Ranks that do not wait", *_WRAPS)
+ELASTIC = Place(
+    "Workers that come and go",
+    "goes with the optimizer and with a store, and without a process group",
+    'gradwire.wrap(optimizer, model, "{}", store="host:29400")',
+)
 CLIENTS = Place("Updates of clients", "is for clients of federations", "`gradwire federate --method {}`")
 BASELINES = Place(
     "PyTorch's own",

@@ -14,7 +14,7 @@ came from outside is executed.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from numbers import Number
 from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar, cast
@@ -54,7 +54,8 @@ R = TypeVar("R")
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What travels or is kept. A subclass names its fields with their types.
 
-    Fields hold numbers, texts, lists and mappings of these, other records, and tensors (`Floats`, `Bytes`, `Doubles`).
+    Fields hold numbers, texts, lists and mappings of these, other records, and tensors (`Floats`, `Singles`, `Doubles`,
+    `Bytes`).
 
     >>> class Step(Record, frozen=True):
     ...     number: Count
@@ -67,9 +68,15 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     gradwire.core.errors.RecordError: no Step: Expected `int` >= 0 - at `$.number`
     """
 
-    def _replace(self, **changes: Any) -> Self:
+    def replace(self, **changes: Any) -> Self:
         """Return the same record with other values in some fields."""
         return msgspec.structs.replace(self, **changes)
+
+    def on(self, device: torch.device) -> Self:
+        """Return the same record with its tensors on a device."""
+        return _on(self, device)
+
+    _replace = replace  # as named tuples have it, which some of these records were
 
 
 class _Vector(type):
@@ -82,13 +89,18 @@ class _Vector(type):
 
 
 if TYPE_CHECKING:
-    Floats = Bytes = Doubles = Tensor
+    Floats = Singles = Doubles = Bytes = Tensor
 else:
 
     class Floats(metaclass=_Vector):
         """A vector of float32 or float64."""
 
         dtypes = (torch.float32, torch.float64)
+
+    class Singles(metaclass=_Vector):
+        """A vector of float32."""
+
+        dtypes = (torch.float32,)
 
     class Doubles(metaclass=_Vector):
         """A vector of float64."""
@@ -99,6 +111,16 @@ else:
         """A vector of uint8."""
 
         dtypes = (torch.uint8,)
+
+
+def _on(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, Record):
+        return value.replace(**{name: _on(getattr(value, name), device) for name in value.__struct_fields__})
+    if isinstance(value, Mapping):
+        return {name: _on(part, device) for name, part in cast("Mapping[str, Any]", value).items()}
+    return [_on(part, device) for part in cast("list[Any]", value)] if isinstance(value, list) else value
 
 
 # Writing --------------------------------------------------------------------------------------------------------------

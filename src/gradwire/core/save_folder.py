@@ -19,9 +19,12 @@ import secrets
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+from msgspec import Meta
 
 from gradwire.core import tensor_file
+from gradwire.core.checked import checked, facts
 from gradwire.core.errors import StateError
 from gradwire.core.reshard import reshard
 from gradwire.core.saved_schema import SHARED, Saved, check_state, is_count
@@ -138,30 +141,22 @@ def manifests(folder: Path) -> list[Manifest]:
 def _manifest(folder: Path, number: int) -> Manifest | None:
     """A save's manifest, if it was finished."""
     try:
-        text: Any = json.loads((place(folder, number) / _MANIFEST).read_text(encoding="utf-8"))
-        token, head, files, checkpoint = text["token"], text["head"], text["files"], text.get("checkpoint")
-        right = text["format"] == FORMAT and isinstance(token, str) and set(head) == set(SHARED)
-        right = right and is_count(head["step"]) and head["world_size"] == len(files) > 0
-        written = [*files, checkpoint] if checkpoint is not None else files
-        right = right and all(is_count(size) and isinstance(sha256, str) for size, sha256 in written)
-        run = _run(text["run"]) if "run" in text else None
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError):
+        text = json.loads((place(folder, number) / _MANIFEST).read_text(encoding="utf-8"))
+        found = checked(text, _STORED, "the manifest", StateError)
+    except (OSError, ValueError, RecursionError):
         return None
-    if not right:
+    step, ranks = found.head.get("step"), found.head.get("world_size")
+    if found.format != FORMAT or set(found.head) != set(SHARED) or not is_count(step) or ranks != len(found.files):
         return None
-    belongs = checkpoint and Written(*checkpoint)
-    return Manifest(number, token, head, tuple(Written(*file) for file in files), run, belongs)
+    return Manifest(number, found.token, found.head, found.files, found.run, found.checkpoint)
 
 
-def _run(parts: Any) -> SavedRun:
-    """The run that a manifest names.
-
-    Raises:
-        ValueError, TypeError: it names none.
-    """
-    if not all(isinstance(part, str) for part in parts):
-        raise TypeError("a run has a part that is no text")
-    return SavedRun(*parts)
+_STORED = facts(
+    {"format": int, "token": str, "head": dict[str, Any], "files": Annotated[tuple[Written, ...], Meta(min_length=1)]},
+    run=SavedRun,
+    checkpoint=Written | None,
+)
+"""What a manifest has as a file."""
 
 
 def write_rank(folder: Path, number: int, saved: Saved) -> Written:

@@ -5,15 +5,19 @@ The form is that of `gradwire.core.saved`. Nothing here knows a model; what a mo
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from operator import itemgetter
-from typing import Any, NoReturn, get_args
+from typing import Annotated, Any, NoReturn, cast, get_args
 
+import msgspec
 import torch
+from msgspec import Meta
 from torch import Tensor
 
+from gradwire.core.checked import checked, facts, shown
 from gradwire.core.errors import StateError
+from gradwire.core.record import Count
 from gradwire.core.state import Kind
 
 VERSION = 1
@@ -29,6 +33,7 @@ TREE = "tree"
 """The key of a state that holds more than a session's: what `gradwire.core.tree` made of it, tensors aside."""
 
 _KINDS = tuple(kind for kind in get_args(Kind) if kind != "scratch")
+_REMEDY = ": pass what state_dict() returned"
 
 
 def is_count(value: object) -> bool:
@@ -36,20 +41,10 @@ def is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def _is_scale(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
-
-
-_HEAD: dict[str, tuple[Callable[[object], bool], str]] = {
-    "version": (lambda value: is_count(value) and value == VERSION, f"{VERSION}, the version that this gradwire reads"),
-    "reducer": (lambda value: isinstance(value, str), "the text of a reducer"),
-    "step": (is_count, "a whole number of 0 or more"),
-    "seed": (lambda value: isinstance(value, int) and not isinstance(value, bool), "a whole number"),
-    "scale": (_is_scale, "a positive number"),
-    "world_size": (lambda value: is_count(value) and value != 0, "a whole number of 1 or more"),
-    "rank": (is_count, "a whole number of 0 or more"),
-    "parameters": (lambda value: isinstance(value, Mapping), "a mapping by parameter name"),
-}
+_HEAD = facts({
+    "version": int, "reducer": str, "step": Count, "seed": int, "rank": Count, "parameters": Any,
+    "world_size": Annotated[int, Meta(ge=1)], "scale": Annotated[float, Meta(gt=0, le=sys.float_info.max)],
+})  # fmt: skip
 
 
 def check_state(saved: object) -> Mapping[str, Any]:
@@ -64,15 +59,13 @@ def check_state(saved: object) -> Mapping[str, Any]:
     gradwire.core.errors.StateError: the saved state has no 'step': pass what state_dict() returned
     """
     if not isinstance(saved, Mapping):
-        raise StateError(f"a saved state is a mapping, and this is {_shown(saved)}: pass what state_dict() returned")
-    for key, (right, what) in _HEAD.items():
-        if key not in saved:
-            raise StateError(f"the saved state has no {key!r}: pass what state_dict() returned")
-        if not right(saved[key]):
-            raise StateError(f"the saved state's {key!r} is {_shown(saved[key])} and must be {what}")
-    if saved["rank"] >= saved["world_size"]:
-        raise StateError(f"the saved state is that of rank {saved['rank']} of {saved['world_size']} ranks")
-    check_parameters(saved["parameters"])
+        raise StateError(f"a saved state is a mapping, and this is {shown(saved)}{_REMEDY}")
+    head = checked(saved, _HEAD, "the saved state", StateError, "'s ", _REMEDY)
+    if head.version != VERSION:
+        raise StateError(f"the saved state has version {head.version}, and this gradwire reads {VERSION}")
+    if head.rank >= head.world_size:
+        raise StateError(f"the saved state is that of rank {head.rank} of {head.world_size} ranks")
+    check_parameters(head.parameters)
     return saved
 
 
@@ -83,10 +76,10 @@ def check_parameters(parameters: object) -> Parameters:
         StateError: with what is missing or wrong, and where.
     """
     if not isinstance(parameters, Mapping):
-        raise StateError(f"the saved state's 'parameters' are {_shown(parameters)} and must be a mapping by name")
+        raise StateError(f"the saved state's 'parameters' are {shown(parameters)} and must be a mapping by name")
     for name, leaves in parameters.items():
         if not isinstance(name, str) or not isinstance(leaves, Mapping):
-            raise StateError(f"what is saved of parameter {_shown(name)} must be a mapping, and is {_shown(leaves)}")
+            raise StateError(f"what is saved of parameter {shown(name)} must be a mapping, and is {shown(leaves)}")
         for path, pieces in leaves.items():
             _check_pieces(name, path, pieces)
     return parameters
@@ -100,9 +93,9 @@ def _check_pieces(name: str, path: object, pieces: object) -> None:
 
     kind = path.partition(":")[0] if isinstance(path, str) else ""
     if kind not in _KINDS:
-        raise StateError(f"parameter {name!r} has a saved {_shown(path)}, which is none of {', '.join(_KINDS)}")
+        raise StateError(f"parameter {name!r} has a saved {shown(path)}, which is none of {', '.join(_KINDS)}")
     if not isinstance(pieces, list | tuple) or len(pieces) == 0:
-        refuse(f"is {_shown(pieces)} and must be a list of pieces")
+        refuse(f"is {shown(pieces)} and must be a list of pieces")
     for piece in pieces:
         if not isinstance(piece, Mapping) or not is_count(piece.get("start")):
             refuse("has a piece without a 'start', which is a whole number of 0 or more")
@@ -120,13 +113,13 @@ def _check_pieces(name: str, path: object, pieces: object) -> None:
 def _problem_of(values: object, kind: str) -> str | None:
     """What is wrong with the values of a piece, if anything is."""
     if not isinstance(values, Tensor):
-        return f"{_shown(values)} and must be a tensor"
+        return f"{shown(values)} and must be a tensor"
     if values.layout != torch.strided or values.is_meta or not values.is_floating_point():
-        return f"{_shown(values)} and must be a dense tensor of floating-point numbers"
+        return f"{shown(values)} and must be a dense tensor of floating-point numbers"
     if kind == "segment" and values.shape != (1,):
-        return f"{_shown(values)} and must be one number"
+        return f"{shown(values)} and must be one number"
     if kind in ("element", "owned") and (values.dim() != 1 or not values.numel()):
-        return f"{_shown(values)} and must have one dimension"
+        return f"{shown(values)} and must have one dimension"
     return None
 
 
@@ -151,9 +144,51 @@ def check_together(saved: object) -> list[Mapping[str, Any]]:
     return states
 
 
-def _shown(value: object) -> str:
-    """A value in few words."""
-    if isinstance(value, Tensor):
-        return f"a tensor of shape {tuple(value.shape)} and {value.dtype}"
-    text = repr(value)
-    return text if len(text) <= 60 else f"a {type(value).__name__}"
+# Parts of a saved state -----------------------------------------------------------------------------------------------
+
+
+def part_of(saved: object, name: str, kind: Any, what: str = "") -> Any:
+    """Return the part of a saved state that has this name.
+
+    Args:
+        saved: a mapping, or what should be one.
+        name: of the part.
+        kind: the type that it must have, as msgspec knows types.
+        what: it should be, for the error.
+
+    Raises:
+        StateError: there is no such part, or it is of another type.
+
+    >>> part_of({"pushes": [3, 4]}, "pushes", list_of(int, 2))
+    [3, 4]
+    """
+    try:
+        return msgspec.convert(cast(Mapping[str, Any], saved)[name], kind)
+    except (KeyError, TypeError, msgspec.ValidationError) as error:
+        raise StateError(f"the saved state has no {what or repr(name)}: load what this server saved") from error
+
+
+def list_of(kind: Any, length: int) -> Any:
+    """The type of lists of so many values, for `part_of`."""
+    return Annotated[list[kind], Meta(min_length=length, max_length=length)]
+
+
+def tensors_like(saved: Mapping[str, Any], like: Mapping[str, Tensor], what: str) -> dict[str, Tensor]:
+    """Return copies of saved tensors, each on the device of the one in whose place it comes.
+
+    Args:
+        saved: by name.
+        like: what the names, shapes and dtypes must be those of.
+        what: they belong to, for the error.
+
+    Raises:
+        StateError: other names, shapes or dtypes.
+    """
+    if saved.keys() != like.keys():
+        raise StateError(f"the saved {what} has {sorted(saved)}, and here it has {sorted(like)}")
+    for name, tensor in like.items():
+        found = saved[name]
+        if not isinstance(found, Tensor) or (found.shape, found.dtype) != (tensor.shape, tensor.dtype):
+            wanted = f"{tuple(tensor.shape)} {tensor.dtype}"
+            raise StateError(f"the saved {name!r} of {what} is none of {wanted}: it is another model's")
+    return {name: saved[name].to(tensor.device, copy=True) for name, tensor in like.items()}

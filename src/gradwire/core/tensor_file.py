@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from gradwire.core.errors import StateError
+from gradwire.core.record import Count
 from gradwire.core.saved_schema import Saved
 from gradwire.core.tensor_table import LENGTH, header_of, read_header
 
@@ -29,7 +30,7 @@ _LONGEST_HEADER = 100_000_000  # bytes; as the format says
 class Written(NamedTuple):
     """What tells a file from all others."""
 
-    size: int
+    size: Count
     sha256: str
 
 

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from gradwire.core.errors import CompositionError, FederationError, StateError
 from gradwire.core.key import Key
+from gradwire.core.saved_schema import part_of
 from gradwire.federated.aggregation import require_rows
 from gradwire.federated.checks import DecodedUpdate
 from gradwire.federated.client import Assignment, Update
-from gradwire.federated.global_model import GlobalModel, HasModel, ModelSettings
+from gradwire.federated.global_model import GlobalModel, HasModel, ModelSettings, pairs_of
 from gradwire.federated.sampling import generator
-from gradwire.federated.states import require_pairs
 from gradwire.reducers.aggregate import epsilon_of_replacing
 
 
@@ -234,10 +234,7 @@ class BufferedServer(HasModel):
             # Older versions did not count. There a client could fill a whole buffer, and so move its mean by 2 clip,
             # K times as far as in a step of today, which costs as much as K^2 of these steps.
             return Counter(), int(saved.get("steps", 0)) * self.buffer**2
-        require_pairs(saved["used"], "used")
-        if not isinstance(saved.get("uncounted"), int):
-            raise StateError("the saved state has no 'uncounted': it is none of a server's")
-        return Counter({int(client): int(steps) for client, steps in saved["used"]}), saved["uncounted"]
+        return Counter(dict(pairs_of(saved, "used"))), part_of(saved, "uncounted", int)
 
 
 def _scaled(rows: DecodedUpdate, factor: float) -> DecodedUpdate:

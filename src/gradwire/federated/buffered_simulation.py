@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 from gradwire.core.errors import CompositionError, FederationError
 from gradwire.core.key import Key
@@ -13,7 +11,8 @@ from gradwire.federated.buffered import BufferedServer, BufferedStep
 from gradwire.federated.client import Federation, Kept
 from gradwire.federated.engines import ClientJob, LocalTrainer, Lost, Outcome
 from gradwire.federated.sampling import generator
-from gradwire.federated.simulation import Conditions
+from gradwire.federated.simulation import Conditions, take_up
+from gradwire.peers.clock import EventClock
 
 MOST_LOST = 100
 """Clients lost in a row, for each that trains at once, after which a simulation is given up."""
@@ -24,14 +23,6 @@ Duration = Callable[[int, Key], float]
 def exponential(client: int, key: Key) -> float:
     """Seconds that a client takes: exponential with mean 1."""
     return float(generator(key).exponential())
-
-
-class _Arrival(NamedTuple):
-    """What will arrive, and when; of two at once the one that began first."""
-
-    at_s: float
-    started: int
-    outcome: Outcome
 
 
 class BufferedSimulation:
@@ -46,9 +37,6 @@ class BufferedSimulation:
         concurrency: how many clients train at once.
         duration: seconds that a client takes, `duration(client, key)`; draw from the key alone.
         conditions: what goes wrong with clients.
-
-    Attributes:
-        now_s: the clock.
 
     Raises:
         CompositionError: a federation of another size, or a concurrency beyond it; with a private mean one beyond
@@ -84,12 +72,16 @@ class BufferedSimulation:
                 "with a private mean those whose updates wait begin nothing, so have fewer at once, or a smaller buffer"
             )
         self.server, self.concurrency = server, concurrency
-        self.now_s = 0.0
         self._duration, self._conditions = duration, conditions or Conditions()
         self._trainer = LocalTrainer(server.model, federation)
         self._kept: dict[int, Kept] = {}
-        self._flying: list[_Arrival] = []
+        self._arrivals = EventClock[Outcome]()
         self._started = 0
+
+    @property
+    def now_s(self) -> float:
+        """Simulated seconds."""
+        return self._arrivals.now_s
 
     def run(self, steps: int) -> Iterator[BufferedStep]:
         """Go on until the server has made so many steps more; yield each.
@@ -99,11 +91,9 @@ class BufferedSimulation:
         """
         lost = 0
         while steps > 0:
-            while len(self._flying) < self.concurrency:
+            while len(self._arrivals) < self.concurrency:
                 self._start()
-            arrival = heapq.heappop(self._flying)
-            self.now_s = arrival.at_s
-            step, reason = self._arrive(arrival.outcome)
+            step, reason = take_up(self.server, self._arrivals.advance(), self._kept)
             lost = lost + 1 if reason else 0
             if lost >= MOST_LOST * self.concurrency:
                 raise FederationError(f"{lost} clients in a row were lost, the last one since {reason}")
@@ -123,19 +113,4 @@ class BufferedSimulation:
             outcome = self._trainer.do(self.server.terms, ClientJob(task, self._kept.get(task.client, Kept()), share))
         else:
             outcome = Lost(task.client, f"client {task.client} was lost")
-        heapq.heappush(self._flying, _Arrival(self.now_s + takes_s, self._started, outcome))
-
-    def _arrive(self, outcome: Outcome) -> tuple[BufferedStep | None, str]:
-        """Hand an outcome to the server; return the step that it made, and why it did not count."""
-        if isinstance(outcome, Lost):
-            self.server.drop(*outcome)
-            return None, outcome.reason
-        client = outcome.update.client
-        try:
-            step = self.server.receive(outcome.update)
-        except FederationError as error:
-            self.server.drop(client, str(error))
-            return None, str(error)
-        if outcome.kept:
-            self._kept[client] = outcome.kept
-        return step, ""
+        self._arrivals.plan(self.now_s + takes_s, outcome)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +13,10 @@ from torch import Tensor, nn
 from gradwire.codecs.error_memory import ErrorMemory
 from gradwire.core.errors import CompositionError, FederationError
 from gradwire.core.key import Key
+from gradwire.core.record import Bytes, Count, Doubles, Floats, Record
 from gradwire.federated.flat import FlatModel
 from gradwire.federated.local import SGD
-from gradwire.federated.methods import FederatedMethod, Vectors, Work
+from gradwire.federated.methods import FederatedMethod, Work
 from gradwire.sending import Sending
 
 Loss = Callable[[nn.Module, Key], Tensor]
@@ -94,7 +94,7 @@ class Terms:
         return Key(self.seed, round, f"federated.{name}", "update", client)
 
 
-class Assignment(NamedTuple):
+class Assignment(Record, frozen=True):
     """What the server asks of one client in a round.
 
     Attributes:
@@ -105,14 +105,14 @@ class Assignment(NamedTuple):
         shared: what the method shares besides. Not to be changed.
     """
 
-    client: int
-    round: int
-    model: Tensor
-    buffers: Tensor
-    shared: Vectors
+    client: Count
+    round: Count
+    model: Floats
+    buffers: Doubles
+    shared: Mapping[str, Floats]
 
 
-class Update(NamedTuple):
+class Update(Record, frozen=True):
     """What a client sends back.
 
     Attributes:
@@ -126,13 +126,13 @@ class Update(NamedTuple):
         loss: the mean training loss of its local steps.
     """
 
-    client: int
-    round: int
+    client: Count
+    round: Count
     fingerprint: str
     examples: float
-    steps: int
-    wires: Mapping[str, Tensor]
-    buffers: Tensor
+    steps: Count
+    wires: Mapping[str, Bytes]
+    buffers: Doubles
     loss: float
 
     @property
@@ -141,8 +141,7 @@ class Update(NamedTuple):
         return sum(wire.nbytes for wire in self.wires.values()) + self.buffers.nbytes
 
 
-@dataclass(frozen=True)
-class Kept:
+class Kept(Record, frozen=True):
     """What a client keeps between its rounds, nothing before its first.
 
     Attributes:
@@ -150,14 +149,14 @@ class Kept:
         memories: what it still owes the server, by the name of what is sent.
     """
 
-    vectors: Vectors = field(default_factory=dict[str, Tensor])
-    memories: Mapping[str, ErrorMemory] = field(default_factory=dict[str, ErrorMemory])
+    vectors: Mapping[str, Floats] = {}
+    memories: Mapping[str, ErrorMemory] = {}
 
     def __bool__(self) -> bool:
         return bool(self.vectors or self.memories)
 
 
-class Done(NamedTuple):
+class Done(Record, frozen=True, tag=True):
     """An update, and what its client keeps once the server has taken it up; until then it keeps what it had."""
 
     update: Update
@@ -200,7 +199,14 @@ def train(terms: Terms, task: Assignment, client: Client, kept: Kept, model: Fla
         wires[name], memory = terms.update.send(vector, kept.memories.get(name), key)
         memories |= {} if memory is None else {name: memory}
     update = Update(
-        *(task.client, task.round, model.fingerprint, client.examples, steps, wires, model.buffers(), loss),
+        client=task.client,
+        round=task.round,
+        fingerprint=model.fingerprint,
+        examples=float(client.examples),
+        steps=steps,
+        wires=wires,
+        buffers=model.buffers(),
+        loss=loss,
     )
     return Done(update, Kept(message.kept, memories))
 

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
-import torch
 from torch import nn
 
-from gradwire.codecs.error_memory import ErrorMemory
 from gradwire.core.errors import GradwireError
+from gradwire.core.record import Count, Record
 from gradwire.federated.client import Assignment, Done, Federation, Kept, Terms, train
 from gradwire.federated.flat import FlatModel
-from gradwire.federated.methods import Vectors
 
 
-class ClientJob(NamedTuple):
+class ClientJob(Record, frozen=True):
     """A client's part of a round.
 
     Attributes:
@@ -29,24 +27,11 @@ class ClientJob(NamedTuple):
     kept: Kept
     share: float = 1.0
 
-    def on(self, device: torch.device) -> ClientJob:
-        """The same job with its tensors on a device."""
-        task, kept = self.task, self.kept
-        task = task._replace(
-            model=task.model.to(device), buffers=task.buffers.to(device), shared=_on(task.shared, device)
-        )
-        memories = {name: ErrorMemory(memory.owed.to(device)) for name, memory in kept.memories.items()}
-        return self._replace(task=task, kept=Kept(_on(kept.vectors, device), memories))
 
-
-def _on(vectors: Vectors, device: torch.device) -> Vectors:
-    return {name: vector.to(device) for name, vector in vectors.items()}
-
-
-class Lost(NamedTuple):
+class Lost(Record, frozen=True, tag=True):
     """A client that sends nothing, and why."""
 
-    client: int
+    client: Count
     reason: str
 
 
@@ -84,7 +69,8 @@ class LocalTrainer:
         except GradwireError as error:
             return Lost(client, str(error))
         except Exception as error:
-            return Lost(client, f"client {client} raised {type(error).__name__}: {error}")
+            reason = f"client {client} raised {type(error).__name__}: {error}"
+            return Lost(client, reason.encode(errors="backslashreplace").decode())  # names of files may be no UTF-8
 
 
 class InProcess:

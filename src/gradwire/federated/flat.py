@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 
 from gradwire.core.errors import CompositionError, FederationError
+from gradwire.core.flat_layout import FlatLayout, fingerprint_of
 
 
 class FlatModel:
@@ -38,24 +38,19 @@ class FlatModel:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        _require_one_kind(parameters.items())
-        self.values = torch.cat([p.detach().reshape(-1) for p in parameters.values()])
+        _require_one_kind(parameters)
+        layout = FlatLayout(parameters)
+        self.values = layout.flat(parameters)
         self.gradient = torch.zeros_like(self.values)
-        self._parameters = list(parameters.values())
-        self._bind()
+        values, gradients = layout.named(self.values), layout.named(self.gradient)
+        self._gradients = [(parameter, gradients[name]) for name, parameter in parameters.items()]
+        for name, parameter in parameters.items():
+            parameter.data, parameter.grad = values[name], gradients[name]
         kept = module.state_dict(keep_vars=True)
         self._buffers = [b for name, b in module.named_buffers() if name in kept and b.dtype != torch.bool]
         told = [(name, tuple(p.shape), str(p.dtype)) for name, p in parameters.items()]
         told += [("buffer", tuple(b.shape), str(b.dtype)) for b in self._buffers]
-        self.fingerprint = hashlib.blake2b(repr(told).encode(), digest_size=8).hexdigest()
-
-    def _bind(self) -> None:
-        at = 0
-        for parameter in self._parameters:
-            place = slice(at, at + parameter.numel())
-            parameter.data = self.values[place].view(parameter.shape)
-            parameter.grad = self.gradient[place].view(parameter.shape)
-            at += parameter.numel()
+        self.fingerprint = fingerprint_of(repr(told)).hex()
 
     def require_bound(self) -> None:
         """Refuse a model whose gradients were taken out of the vector, as by `zero_grad()`: they would be missed.
@@ -63,14 +58,11 @@ class FlatModel:
         Raises:
             FederationError: with what to leave out.
         """
-        base, at = self.gradient.data_ptr(), 0
-        for parameter in self._parameters:
-            if parameter.grad is None or parameter.grad.data_ptr() != base + at * self.gradient.element_size():
-                raise FederationError(
-                    "a client's loss has replaced the model's gradients: it computes a loss alone, without "
-                    "zero_grad(), backward() or an optimizer"
-                )
-            at += parameter.numel()
+        if any(p.grad is None or p.grad.data_ptr() != bound.data_ptr() for p, bound in self._gradients):
+            raise FederationError(
+                "a client's loss has replaced the model's gradients: it computes a loss alone, without zero_grad(), "
+                "backward() or an optimizer"
+            )
 
     @torch.no_grad()
     def buffers(self) -> Tensor:
@@ -87,18 +79,17 @@ class FlatModel:
             buffer.copy_((part if buffer.is_floating_point() else part.round()).view(buffer.shape))
 
 
-def _require_one_kind(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
-    first: tuple[str, nn.Parameter] | None = None
-    for name, parameter in parameters:
+def _require_one_kind(parameters: Mapping[str, nn.Parameter]) -> None:
+    if not parameters:
+        raise CompositionError("the model has no parameter that is trained: set requires_grad on those that should be")
+    first, like = next(iter(parameters.items()))
+    for name, parameter in parameters.items():
         if parameter.dtype not in (torch.float32, torch.float64):
             raise CompositionError(
                 f"parameter {name!r} is {parameter.dtype}: a federation averages models in float32 or float64, so call "
                 "model.float() and use torch.autocast in the loss for less"
             )
-        first = first or (name, parameter)
-        if (parameter.dtype, parameter.device) != (first[1].dtype, first[1].device):
+        if (parameter.dtype, parameter.device) != (like.dtype, like.device):
             raise CompositionError(
-                f"parameters {first[0]!r} and {name!r} differ in dtype or device: bring the model to one of each"
+                f"parameters {first!r} and {name!r} differ in dtype or device: bring the model to one of each"
             )
-    if first is None:
-        raise CompositionError("the model has no parameter that is trained: set requires_grad on those that should be")

@@ -10,7 +10,9 @@ from typing import Any, Required, TypedDict
 import torch
 from torch import Tensor, nn
 
-from gradwire.core.errors import CompositionError, FederationError
+from gradwire.core.errors import CompositionError, FederationError, StateError
+from gradwire.core.renamed import same
+from gradwire.core.saved_schema import part_of, tensors_like
 from gradwire.federated.aggregation import Aggregation, as_aggregation
 from gradwire.federated.broadcast import Broadcast
 from gradwire.federated.checks import DecodedUpdate, rows_of
@@ -19,7 +21,6 @@ from gradwire.federated.flat import FlatModel
 from gradwire.federated.local import SGD
 from gradwire.federated.methods import MODEL, FedAvg, FederatedMethod
 from gradwire.federated.optimizers import Mean, ServerStep
-from gradwire.federated.states import cloned, filled
 from gradwire.reducers.aggregate import PrivateMean, Rule
 from gradwire.sending import Sending
 
@@ -161,7 +162,11 @@ class GlobalModel:
         seen = [list(pair) for pair in self.broadcast.seen.items()]
         own = {"seed": self.terms.seed, "version": self.broadcast.version, "seen": seen}
         named = self._settings() | {name: repr(value) for name, value in settings.items()}
-        return {"settings": named, **numbers, **own, **{name: cloned(group) for name, group in self._tensors().items()}}
+        copies = {
+            group: {name: tensor.clone() for name, tensor in tensors.items()}
+            for group, tensors in self._tensors().items()
+        }
+        return {"settings": named, **numbers, **own, **copies}
 
     def load_state_dict(self, saved: Mapping[str, Any], settings: Mapping[str, object], numbers: Sequence[str]) -> None:
         """Take up what `state_dict` returned; the server takes its numbers, which are there and whole, by itself.
@@ -169,17 +174,28 @@ class GlobalModel:
         Raises:
             StateError: a state of another model or of other settings, or what is no such state. Nothing is changed.
         """
-        named = self._settings() | {name: repr(value) for name, value in settings.items()}
+        theirs = part_of(saved, "settings", Mapping[str, Any])
+        for name, here in (self._settings() | {name: repr(value) for name, value in settings.items()}).items():
+            if not same(there := theirs.get(name), here):
+                raise StateError(
+                    f"the saved state is of a server with {name} {_short(there)}, and here it is {_short(here)}"
+                )
+        for name in ("seed", "version", *numbers):
+            part_of(saved, name, int)
+        seen = pairs_of(saved, "seen")
         own = self._tensors()
         last = {MODEL: self.flat.values, **self.shared, BUFFERS: own["model"][BUFFERS]}
         last = {name: vector for name, vector in last.items() if vector.numel()}
         like = {**own, "last": last if saved.get("last") else {}}
-        found = filled(saved, named, like, ("seed", "version", *numbers))
+        found = {
+            group: tensors_like(part_of(saved, group, Mapping[str, Any]), tensors, group)
+            for group, tensors in like.items()
+        }
         self.flat.values.copy_(found["model"][MODEL])
         self.flat.load_buffers(found["model"][BUFFERS])
         self.shared, self._memory, self._last = found["shared"], found["optimizer"], found["last"]
         self.broadcast.known, self.broadcast.version = found["known"], saved["version"]
-        self.broadcast.seen = {int(client): int(version) for client, version in saved["seen"]}
+        self.broadcast.seen = dict(seen)
         self.terms = replace(self.terms, seed=saved["seed"])
 
 
@@ -209,3 +225,18 @@ class HasModel:
         if (noise := self._global.aggregation.noise) is None:
             raise CompositionError(f'{self._global.aggregation} hides no client: take aggregate="dp:CLIP"')
         return noise
+
+
+def pairs_of(saved: Mapping[str, Any], name: str) -> list[tuple[int, int]]:
+    """Return the part of a saved state that is pairs of a client and a whole number.
+
+    Raises:
+        StateError: it is something else.
+    """
+    what = f"{name!r}, or its {name!r} are no pairs of a client and a whole number"
+    return part_of(saved, name, list[tuple[int, int]], what)
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= 80 else text[:80] + "..."

@@ -1,42 +1,54 @@
 """Clients that train in processes of their own, several at once.
 
-Jobs and outcomes go between this process and its workers as bytes of plain numbers and tensors (`records`). Only what a
+Each worker process serves requests (`gradwire.peers`): a request is a job, and its reply is the outcome. Only what a
 worker is started with (how to make its model and its clients, and the terms) is handed over as `multiprocessing` does
 that: it has to be importable, and comes from this program alone.
 """
 
 from __future__ import annotations
 
-import contextlib
-import multiprocessing
+import secrets
+import shutil
+import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
+from pathlib import Path
 
 import torch
 from torch import nn
+from typing_extensions import override
 
-from gradwire.core.errors import CompositionError, FederationError
+from gradwire.core.errors import CompositionError, FederationError, RecordError
+from gradwire.core.record import Record
 from gradwire.federated.client import Federation, Terms
 from gradwire.federated.engines import ClientJob, LocalTrainer, Lost, Outcome
-from gradwire.federated.packing import pack, unpack
-from gradwire.federated.records import job_of, of_job, of_outcome, outcome_of
+from gradwire.peers.greeting import SECRET_BYTES
+from gradwire.peers.protocol import Arrived, Reply, Served
+from gradwire.peers.sockets import SocketConnections, SocketServer
+from gradwire.peers.supervisor import ChildProcess, Supervisor
 
 Make = Callable[[], tuple[nn.Module, Federation]]
-STARTED = "started"
 START_S = 300.0
 """How long a worker may take to begin."""
-STOP_S = 5.0
-"""How long a worker may take to end before it is killed."""
+_AGAIN_S = 0.05
+_END_S = 5.0
+_ALL_BYTES = 1 << 62
 
 
-@dataclass
-class _Worker:
-    process: BaseProcess
-    connection: Connection
-    started: bool = False
-    client: int | None = None  # whom it trains
+class ReadyRequest(Record, frozen=True, tag=True):
+    """Have you made your model and clients? `WorkerReady` is the reply."""
+
+
+class ClientRequest(Record, frozen=True, tag=True):
+    """Train a client. The reply is an outcome."""
+
+    job: ClientJob
+
+
+class WorkerReady(Record, frozen=True, tag=True):
+    """A worker is ready, or says what went wrong."""
+
+    failure: str = ""
 
 
 class Processes:
@@ -61,127 +73,168 @@ class Processes:
         if workers < 1 or not deadline_s > 0:
             raise CompositionError(f"{workers} workers with {deadline_s} s a client: give one at least, and some time")
         self._make, self._deadline_s, self._count = make, deadline_s, workers
-        self._terms: Terms | None = None
-        self._workers: list[_Worker] = []
-
-    def _require_workers(self, terms: Terms) -> None:
-        if not self._count:
-            raise FederationError("these workers are closed: make a new Processes")
-        if terms != self._terms:
-            self._end_all()
-            self._terms = terms
-        for place, worker in enumerate(self._workers):
-            if not worker.process.is_alive():
-                self._replace(place, terms)
-        while len(self._workers) < self._count:
-            self._workers.append(self._start(terms))
-
-    def _start(self, terms: Terms) -> _Worker:
-        context = multiprocessing.get_context("spawn")
-        here, there = context.Pipe()
-        process = context.Process(target=_work, args=(there, self._make, terms), daemon=True)
-        process.start()
-        there.close()
-        return _Worker(process, here)
+        self._running: _Running | None = None
 
     def run(self, terms: Terms, jobs: Sequence[ClientJob]) -> Iterator[Outcome]:
         """Hand jobs out as workers get free; yield outcomes as they come.
 
         Raises:
-            FederationError: the engine is closed, or a worker could not be started.
+            FederationError: the engine is closed, a worker could not be started, or its reply is no outcome.
         """
-        self._require_workers(terms)
-        waiting = list(reversed(jobs))
-        try:
-            for place in range(len(self._workers)):
-                self._hand_out(place, waiting)
-            while busy := self._busy():
-                ready = wait(list(busy), self._deadline_s)
-                for connection in ready or list(busy):
-                    place = busy[connection]  # pyright: ignore[reportArgumentType]
-                    yield self._outcome(place, terms, late=not ready)
-                    self._hand_out(place, waiting)
-        finally:  # where nobody wants the other outcomes, the next run must not find them
-            for place in self._busy().values():
-                self._replace(place, terms)
-
-    def _busy(self) -> dict[Connection, int]:
-        """Places of the workers that train somebody, by connection."""
-        return {worker.connection: i for i, worker in enumerate(self._workers) if worker.client is not None}
-
-    def _hand_out(self, place: int, waiting: list[ClientJob]) -> None:
-        if not waiting:
-            return
-        job, worker = waiting.pop(), self._workers[place]
-        _await_start(worker)
-        worker.client = job.task.client
-        with contextlib.suppress(OSError):  # a worker that is dead by now shows when its answer is read
-            worker.connection.send_bytes(pack(of_job(job)))
-
-    def _outcome(self, place: int, terms: Terms, *, late: bool) -> Outcome:
-        """What a worker has to say; where it is dead or late, another one takes its place."""
-        worker = self._workers[place]
-        client, worker.client = worker.client or 0, None
-        if not late:
-            with contextlib.suppress(EOFError, OSError):
-                return outcome_of(unpack(worker.connection.recv_bytes()))
-        self._replace(place, terms)
-        if late:
-            return Lost(client, f"client {client} took longer than {self._deadline_s:g} s, and its worker was killed")
-        return Lost(client, f"client {client}'s worker died with status {worker.process.exitcode}")
-
-    def _replace(self, place: int, terms: Terms) -> None:
-        _end(self._workers[place])
-        self._workers[place] = self._start(terms)
+        if not self._count:
+            raise FederationError("these workers are closed: make a new Processes")
+        if self._running is None or terms != self._running.terms:
+            self._end()
+            self._running = _Running(self._make, terms, self._count, self._deadline_s)
+        yield from self._running.run(jobs)
 
     def close(self) -> None:
         """End all worker processes."""
-        self._count, self._terms = 0, None
-        self._end_all()
+        self._count = 0
+        self._end()
 
-    def _end_all(self) -> None:
-        workers, self._workers = self._workers, []
-        for worker in workers:
-            worker.connection.close()
-        for worker in workers:
-            worker.process.join(STOP_S)
-            _end(worker)
+    def _end(self) -> None:
+        if self._running is not None:
+            self._running.close()
+            self._running = None
 
 
-def _await_start(worker: _Worker) -> None:
-    """Wait until a worker has imported and made what it needs, which counts for no client."""
-    if worker.started:
-        return
-    told = ""
-    with contextlib.suppress(EOFError, OSError):
-        told = worker.connection.recv_bytes().decode() if worker.connection.poll(START_S) else "it took too long"
-    if told != STARTED:
-        _end(worker)
-        told = told or f"it died with status {worker.process.exitcode}; see what it has printed"
-        raise FederationError(f"a worker could not be started: {told}")
-    worker.started = True
+class _Running:
+    """Workers that were told the terms."""
 
+    def __init__(self, make: Make, terms: Terms, count: int, deadline_s: float) -> None:
+        self.terms, self._make, self._deadline_s = terms, make, deadline_s
+        self._home = tempfile.mkdtemp(prefix="gradwire-")  # nobody else may look into it
+        self._secret, self._silent_s = secrets.token_bytes(SECRET_BYTES), 2 * deadline_s + START_S
+        self._paths = [str(Path(self._home) / f"worker-{place}") for place in range(count)]
+        self._connections = SocketConnections(
+            WorkerReady | Outcome, self._paths, self._secret, 0, most_bytes=_ALL_BYTES, silent_s=self._silent_s
+        )
+        self._ready: set[int] = set()
+        self._aside: list[Arrived] = []
+        self._training: dict[int, tuple[int, float]] = {}  # client and deadline, by the worker's place
+        self._workers = Supervisor(self._start, count)
 
-def _end(worker: _Worker) -> None:
-    worker.connection.close()
-    worker.process.join(0.5)
-    if worker.process.is_alive():
-        worker.process.kill()
-        worker.process.join()
+    def _start(self, place: int) -> ChildProcess:
+        Path(self._paths[place]).unlink(missing_ok=True)
+        return ChildProcess(_serve, self._make, self.terms, self._paths[place], self._secret, self._silent_s)
 
-
-def _work(connection: Connection, make: Make, terms: Terms) -> None:
-    """The life of a worker: a job, its outcome, and again, until nobody asks any more."""
-    torch.set_num_threads(1)
-    try:
-        trainer = LocalTrainer(*make())
-    except Exception as error:
-        connection.send_bytes(f"{type(error).__name__}: {error}".encode())
-        return
-    connection.send_bytes(STARTED.encode())
-    while True:
+    def run(self, jobs: Sequence[ClientJob]) -> Iterator[Outcome]:
+        """Hand jobs out as workers get free; yield outcomes as they come."""
+        for place in self._workers.look():
+            self._replace(place)
+        waiting = list(reversed(jobs))
         try:
-            job = job_of(unpack(connection.recv_bytes()))
-        except (EOFError, OSError, KeyboardInterrupt):
+            for place in range(len(self._paths)):
+                self._hand_out(place, waiting)
+            while self._training:
+                for place, outcome in self._outcomes():
+                    yield outcome
+                    self._hand_out(place, waiting)
+        finally:  # where nobody wants the other outcomes, the next run must not find them
+            for place in list(self._training):
+                self._replace(place)
+
+    def _hand_out(self, place: int, waiting: list[ClientJob]) -> None:
+        if waiting:
+            self._await_start(place)
+            job = waiting.pop()
+            self._training[place] = (job.task.client, time.monotonic() + self._deadline_s)
+            self._connections.ask(place, ClientRequest(job))
+
+    def _outcomes(self) -> Iterator[tuple[int, Outcome]]:
+        """The next reply with its worker's place; where none comes, those who are late."""
+        first_s = min(end_s for _, end_s in self._training.values())
+        arrived = self._aside.pop() if self._aside else self._wait(first_s - time.monotonic())
+        if arrived is not None:
+            if arrived.server in self._training:
+                yield arrived.server, self._outcome(arrived)
             return
-        connection.send_bytes(pack(of_outcome(trainer.do(terms, job))))
+        for place, (client, end_s) in list(self._training.items()):
+            if time.monotonic() > end_s:
+                self._replace(place)
+                why = f"client {client} took longer than {self._deadline_s:g} s, and its worker was killed"
+                yield place, Lost(client, why)
+
+    def _wait(self, seconds: float) -> Arrived | None:
+        try:
+            return self._connections.wait(max(0.0, seconds))
+        except RecordError as error:
+            raise FederationError(f"a worker answers with {error}") from error
+
+    def _outcome(self, arrived: Arrived) -> Outcome:
+        """What a worker has to say; where it is dead, another one takes its place."""
+        place = arrived.server
+        if arrived.error is None:
+            del self._training[place]
+            return arrived.reply
+        (client, _), status = self._training[place], self._status(place)
+        self._replace(place)
+        return Lost(client, f"client {client}'s worker died with status {status}")
+
+    def _status(self, place: int) -> int | None:
+        process = self._workers.children[place].process
+        process.join(_END_S)  # its connection ends a little before it does
+        return process.exitcode
+
+    def _await_start(self, place: int) -> None:
+        """Wait until a worker has imported and made what it needs, which counts for no client."""
+        end_s = time.monotonic() + START_S
+        while place not in self._ready:
+            self._connections.ask(place, ReadyRequest())
+            while (arrived := self._wait(_AGAIN_S)) is not None and not isinstance(arrived.request, ReadyRequest):
+                self._aside.append(arrived)  # of another worker, which trains meanwhile
+            if arrived is not None and isinstance(arrived.reply, WorkerReady):
+                self._require_good(place, arrived.reply.failure)
+            elif self._workers.children[place].ended() is not None:
+                self._require_good(place, f"it died with status {self._status(place)}; see what it has printed")
+            elif time.monotonic() > end_s:
+                self._require_good(place, "it took too long")
+            else:
+                time.sleep(_AGAIN_S)
+
+    def _require_good(self, place: int, failure: str) -> None:
+        if failure:
+            self._workers.children[place].kill()
+            raise FederationError(f"a worker could not be started: {failure}")
+        self._ready.add(place)
+
+    def _replace(self, place: int) -> None:
+        self._training.pop(place, None)
+        self._ready.discard(place)
+        self._connections.fail(place, OSError("it was ended"))
+        self._workers.start_anew(place)
+
+    def close(self) -> None:
+        """End all of them."""
+        self._connections.close()
+        self._workers.close()
+        shutil.rmtree(self._home, ignore_errors=True)
+
+
+class _Trainer(Served):
+    """A worker: trains one client after another."""
+
+    requests = ReadyRequest | ClientRequest
+    most_bytes = _ALL_BYTES
+
+    def __init__(self, make: Make, terms: Terms) -> None:
+        self._terms, self._failure = terms, ""
+        try:
+            self._trainer = LocalTrainer(*make())
+        except Exception as error:
+            self._failure = f"{type(error).__name__}: {error}"
+
+    @override
+    def ask(self, request: ReadyRequest | ClientRequest, reply: Reply) -> None:
+        reply(
+            WorkerReady(self._failure)
+            if isinstance(request, ReadyRequest)
+            else self._trainer.do(self._terms, request.job)
+        )
+
+
+def _serve(make: Make, terms: Terms, path: str, secret: bytes, silent_s: float) -> None:
+    """The process of a worker."""
+    torch.set_num_threads(1)
+    SocketServer(_Trainer(make, terms), path, secret, silent_s=silent_s).run()

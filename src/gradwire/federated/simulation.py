@@ -9,11 +9,12 @@ from typing import Any
 from gradwire.codecs.error_memory import ErrorMemory
 from gradwire.core.errors import CompositionError, FederationError, StateError
 from gradwire.core.key import Key
-from gradwire.federated.client import Assignment, Federation, Kept
-from gradwire.federated.engines import ClientEngine, ClientJob, InProcess, Lost
+from gradwire.core.saved_schema import tensors_like
+from gradwire.federated.buffered import BufferedServer, BufferedStep
+from gradwire.federated.client import Assignment, Done, Federation, Kept
+from gradwire.federated.engines import ClientEngine, ClientJob, InProcess, Lost, Outcome
 from gradwire.federated.sampling import generator
 from gradwire.federated.server import Round, Server
-from gradwire.federated.states import cloned, group_like
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,26 @@ class Conditions:
         if lost < self.drop:
             return 0.0
         return self.least + (1 - self.least) * share if slow < self.slow else 1.0
+
+
+def take_up(
+    server: Server | BufferedServer, outcome: Outcome, kept: dict[int, Kept]
+) -> tuple[BufferedStep | None, str]:
+    """Return the step that a server makes of an outcome, if any, and why the outcome does not count, "" where it does.
+
+    Where it counts, what its client keeps is noted in `kept`; where it does not, the client is dropped.
+    """
+    if isinstance(outcome, Done):
+        try:
+            step = server.receive(outcome.update)
+        except FederationError as error:
+            outcome = Lost(outcome.update.client, str(error))
+        else:
+            if outcome.kept:
+                kept[outcome.update.client] = outcome.kept
+            return step, ""
+    server.drop(outcome.client, outcome.reason)
+    return None, outcome.reason
 
 
 class Simulation:
@@ -115,24 +136,14 @@ class Simulation:
             self.server.abandon()
             raise
         done = self.server.end()
-        for client in done.clients:
-            if kept[client]:
-                self._kept[client] = kept[client]
+        self._kept.update(sorted(kept.items()))
         return done
 
     def _trained(self, tasks: list[Assignment]) -> dict[int, Kept]:
         """Have the clients train and the server receive; return what they will keep if the round holds."""
         kept: dict[int, Kept] = {}
         for outcome in self.engine.run(self.server.terms, self._jobs(tasks)):
-            if isinstance(outcome, Lost):
-                self.server.drop(outcome.client, outcome.reason)
-                continue
-            client = outcome.update.client
-            try:
-                self.server.receive(outcome.update)
-                kept[client] = outcome.kept
-            except FederationError as error:
-                self.server.drop(client, str(error))
+            take_up(self.server, outcome, kept)
         return kept
 
     def _jobs(self, tasks: list[Assignment]) -> list[ClientJob]:
@@ -161,7 +172,7 @@ class Simulation:
         """
         clients = {
             client: {
-                "vectors": cloned(kept.vectors),
+                "vectors": {name: vector.clone() for name, vector in kept.vectors.items()},
                 "memories": {name: memory.state_dict() for name, memory in kept.memories.items()},
             }
             for client, kept in self._kept.items()
@@ -184,6 +195,6 @@ class Simulation:
         if not isinstance(saved, Mapping) or set(saved) != {"vectors", "memories"}:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise StateError(f"the saved state of client {client} is none of a simulation's")
         like = self.server.shared if saved["vectors"] else {}
-        vectors = group_like(saved["vectors"], like, f"client {client}")
+        vectors = tensors_like(saved["vectors"], like, f"client {client}")
         memories = {name: ErrorMemory.from_state_dict(memory) for name, memory in saved["memories"].items()}
         return Kept(vectors, memories)

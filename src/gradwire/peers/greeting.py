@@ -16,6 +16,7 @@ import struct
 from typing import NamedTuple
 
 from gradwire.core.errors import CommunicationError
+from gradwire.core.version import VERSION
 
 MAGIC = b"gradwire"
 FORMAT = 3
@@ -47,36 +48,29 @@ class Refusal(CommunicationError):  # noqa: N818 - what is refused is the peer
         self.kind = kind
 
 
-class Answer(NamedTuple):
-    """What a peer's answer said, once it was found good."""
+class Greeted(NamedTuple):
+    """Who a peer is, and the server's last word to it."""
 
     peer: int
     verdict: bytes
 
 
-def version() -> str:
-    """Return gradwire's version, as greetings have it."""
-    from importlib.metadata import version
-
-    return version("gradwire")
-
-
-def greeting(said: str | None = None) -> bytes:
+def greeting() -> bytes:
     """Return a greeting with a new nonce.
 
     >>> len(greeting()) == GREETING
     True
     """
-    return _FORM.pack(MAGIC, FORMAT, (said or version()).encode()[:20], secrets.token_bytes(NONCE))
+    return _FORM.pack(MAGIC, FORMAT, VERSION.encode()[:20], secrets.token_bytes(NONCE))
 
 
 def answer(theirs: bytes, ours: bytes, peer: int, secret: bytes) -> bytes:
-    """Return a peer's answer to a server's greeting.
+    """Return a peer's answer to a server's greeting; one of another version is answered too, so that it can say so.
 
     Raises:
-        Refusal: a server that is none of gradwire's, or of another version.
+        Refusal: a server that is none of gradwire's.
     """
-    require_alike(theirs, ours, "server")
+    _require_ours(theirs, "server")
     said = ours + _NUMBER.pack(peer)
     return said + _mac(secret, b"peer", theirs, said)
 
@@ -86,7 +80,7 @@ def verdict_of(theirs: bytes, ours: bytes, secret: bytes) -> bytes:
     return _mac(secret, b"server", theirs, ours)
 
 
-def heard(answered: bytes, ours: bytes, secret: bytes) -> Answer:
+def heard(answered: bytes, ours: bytes, secret: bytes) -> Greeted:
     """Return what a peer's answer to our greeting says.
 
     Raises:
@@ -96,7 +90,7 @@ def heard(answered: bytes, ours: bytes, secret: bytes) -> Answer:
     require_alike(theirs, ours, "peer")
     if not hmac.compare_digest(mac, _mac(secret, b"peer", ours, said)):
         raise Refusal("secret", "a peer does not know this run's secret: it is of another run")
-    return Answer(_NUMBER.unpack(said[GREETING:])[0], _mac(secret, b"server", ours, theirs))
+    return Greeted(_NUMBER.unpack(said[GREETING:])[0], _mac(secret, b"server", ours, theirs))
 
 
 def require_alike(theirs: bytes, ours: bytes, who: str) -> None:
@@ -105,15 +99,19 @@ def require_alike(theirs: bytes, ours: bytes, who: str) -> None:
     Raises:
         Refusal: one of these; both versions are named.
     """
-    magic, form, said, _ = _FORM.unpack(theirs)
+    _require_ours(theirs, who)
+    _, form, said, _ = _FORM.unpack(theirs)
     _, _, own, _ = _FORM.unpack(ours)
-    if magic != MAGIC:
-        raise Refusal(
-            "stranger", f"a {who} that is not of this version of gradwire: it does not begin as this one does"
-        )
     if (form, said) != (FORMAT, own):
         there, here = (text.rstrip(b"\0").decode("ascii", "replace") for text in (said, own))
         raise Refusal("version", f"a {who} has gradwire {there}, and here it is {here}: install one version everywhere")
+
+
+def _require_ours(theirs: bytes, who: str) -> None:
+    if not theirs.startswith(MAGIC):
+        raise Refusal(
+            "stranger", f"a {who} that is not of this version of gradwire: it does not begin as this one does"
+        )
 
 
 def _mac(secret: bytes, *parts: bytes) -> bytes:

@@ -55,8 +55,8 @@ _HEAD = struct.Struct("<QQ")
 _IN_ROW = 1 << 63
 _INBOX = 1 << 16
 """Bytes of frames that are received at a time."""
-_LEAST_IN_ROW = 1 << 14
-"""Bytes of a record for which shared memory is faster than the socket."""
+_SMALL = 1 << 16
+"""Bytes up to which copying takes less long than a call of the system."""
 _TIMEVAL = struct.Struct("@ll")
 
 
@@ -95,7 +95,7 @@ class RowPair(NamedTuple):
 def framed(number: int, parts: Parts, rows: RowPair | None = None) -> Parts:
     """Return a record with its head; a long one that fits into a row is written there, and its head is returned."""
     length = sum(map(len, parts))
-    if rows is None or not _LEAST_IN_ROW <= length <= len(rows.out):
+    if rows is None or not _SMALL < length <= len(rows.out):
         return (_HEAD.pack(length, number), *parts)
     at = 0
     for part in parts:
@@ -185,7 +185,7 @@ def tensor_bytes(parts: Parts) -> int:
 
 def joined(parts: Parts) -> Parts:
     """Return pieces as one where they are small: a call of the system takes longer than copying them."""
-    return parts if sum(map(len, parts)) > 1 << 16 else (b"".join(parts),)
+    return parts if sum(map(len, parts)) > _SMALL else (b"".join(parts),)
 
 
 HEARTBEAT = _HEAD.pack(0, 0)
@@ -271,7 +271,7 @@ class SocketServer:
     async def _end(self) -> None:
         self._listener.close()
         for peer in (*self.peers.values(), *self.strangers):
-            peer.close()
+            peer.abort()  # what the system has taken is sent nonetheless
         await asyncio.sleep(0)
 
     def _tick(self) -> None:
@@ -425,7 +425,7 @@ class _Peer(asyncio.BufferedProtocol):
     def look(self, now_s: float) -> None:
         """Give a sign of life where one is due, and cut off who gives none."""
         if self._inbox is None:
-            if now_s - self._heard_s > _GREETING_S:
+            if now_s - self._heard_s > _GREETING_S:  # pieces of an answer are no sign of life
                 self.refuse("late", "a stranger that did not say who it is")
         elif now_s - self._heard_s > self._server.silent_s:
             LOG.warning("peer %d was silent for %.1f s: it is taken for lost", self.number, now_s - self._heard_s)
@@ -543,14 +543,16 @@ class SocketConnections(Connections):
 
     @override
     def receive(self, timeout_s: float) -> None:
-        end_s = time.monotonic() + timeout_s
-        begun_s = time.monotonic()
-        while not self._arrived:
-            left_s = max(0.0, min(end_s - time.monotonic(), self.silent_s / _BEATS))
+        now_s = time.monotonic()
+        end_s = now_s + timeout_s
+        while True:
+            left_s = max(0.0, min(end_s - now_s, self.silent_s / _BEATS))
             for key, _ in self._selector.select(left_s):
                 self._read(key.data)
-            self._miss_silent(begun_s)
-            if time.monotonic() >= end_s:
+            now_s = time.monotonic()
+            if not self._arrived:
+                self._miss_silent(now_s)
+            if self._arrived or now_s >= end_s:
                 return
 
     def _read(self, server: int) -> None:
@@ -564,11 +566,10 @@ class SocketConnections(Connections):
         except OSError as error:
             self.fail(server, error)
 
-    def _miss_silent(self, begun_s: float) -> None:
-        """Give up servers that gave no sign of life since this peer began to wait, or for longer."""
-        now_s = time.monotonic()
+    def _miss_silent(self, now_s: float) -> None:
+        """Give up servers that gave no sign of life for too long; what they had sent has just been read."""
         for server, end in list(self._ends.items()):
-            if now_s - max(end.heard_s, begun_s) > self.silent_s:
+            if now_s - end.heard_s > self.silent_s:
                 self.fail(server, TimeoutError(f"no sign of life for {self.silent_s:g} s"))
 
     @override
@@ -687,6 +688,7 @@ def _connected(address: Address, secret: bytes, peer: int, connect_s: float) -> 
             line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         theirs, ours = _exactly(line, greeting.GREETING), greeting.greeting()
         line.sendall(greeting.answer(theirs, ours, peer, secret))
+        greeting.require_alike(theirs, ours, "server")  # which has heard our version by now, and says both too
         verdict = _exactly(line, greeting.VERDICT)
         if verdict != greeting.verdict_of(theirs, ours, secret):
             raise greeting.Refusal("secret", f"the server at {shown(address)} is of another run: its secret differs")

@@ -19,10 +19,13 @@ import time
 import traceback
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import get_type_hints
 
+import msgspec
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
+from gradwire.core.checked import facts
 from gradwire.core.errors import CommunicationError, ConnectionLost
 from gradwire.drivers.groups import listed, ranks_named
 
@@ -79,18 +82,15 @@ class RankAnswer:
         Raises:
             ValueError: it is none.
         """
-        found = json.loads(raw)
-        if not isinstance(found, dict):
-            raise ValueError("no object")
-        texts = [_text(found.get(key)) for key in ("type", "message", "traceback")]  # pyright: ignore[reportUnknownMemberType]
-        doing, seconds = _text(found.get("doing")), found.get("seconds")  # pyright: ignore[reportUnknownMemberType]
-        started = found.get("started")  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-        if found.get("rank") != rank or doing not in _DEEDS:  # pyright: ignore[reportUnknownMemberType]
+        found = msgspec.convert(json.loads(raw), _ANSWER)
+        if found.rank != rank or found.doing not in _DEEDS:
             raise ValueError("an answer of another rank, or to another question")
-        waits = found.get("waits")  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-        if not isinstance(seconds, int | float) or not isinstance(started, int) or not isinstance(waits, bool):
-            raise ValueError("no numbers where they should be")
-        return cls(rank, doing, seconds, started, waits, *texts)
+        texts = map(_text, (found.type, found.message, found.traceback))
+        return cls(rank, found.doing, found.seconds, found.started, found.waits, *texts)
+
+
+_ANSWER = facts(get_type_hints(RankAnswer))
+"""What an answer must say, all of it."""
 
 
 def _described(error: BaseException) -> tuple[str, str, str]:
@@ -113,10 +113,8 @@ def _two_numbers(raw: bytes) -> tuple[int, int]:
         return -1, 0
 
 
-def _text(value: object) -> str:
+def _text(value: str) -> str:
     """A text without what would move a terminal's cursor."""
-    if not isinstance(value, str):
-        raise TypeError(f"{type(value).__name__} where a text is wanted")
     return "".join(c if c.isprintable() or c == "\n" else "?" for c in value[:_LIMIT])
 
 

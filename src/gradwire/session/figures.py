@@ -19,7 +19,6 @@ from gradwire.drivers.window import DDP_CAPS, Window
 from gradwire.reducers.base import Reducer
 from gradwire.session.feed import Feed
 from gradwire.session.lane import Lane
-from gradwire.session.meeting import group_store
 from gradwire.session.pace import WindowPace
 from gradwire.session.report import Report, observed
 from gradwire.session.step_times import StepBoard
@@ -100,7 +99,7 @@ class Figures:
             self._link_times = self.lane.call(lambda: reduction_times(bench, nbytes, caps), " in measure_link")
             if self._board is None and self._link_times and self._device.type == "cpu":
                 group = self.lane.group
-                self._board = StepBoard(group_store(), group.group_name, group.rank(), group.size())
+                self._board = StepBoard(self.lane.store, self.lane.name, group.rank(), group.size())
                 self.feed.board = self._board
         finally:
             self.feed.vacate()

@@ -10,7 +10,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Generator, Hashable
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -42,6 +42,30 @@ def group_of(given: dist.ProcessGroup | None) -> dist.ProcessGroup:
     if group is None:
         raise AttachError("there is no default process group: call torch.distributed.init_process_group first")
     return group
+
+
+class Executor(Protocol):
+    """Where a lane's jobs run."""
+
+    def run(self, job: Callable[[], None]) -> None:
+        """Have a job done, after those before it."""
+        ...
+
+    def is_here(self) -> bool:
+        """Whether the caller is part of a job, or jobs run where the caller is."""
+        ...
+
+    def order(self) -> None:
+        """Have the caller's next work come after the jobs so far."""
+        ...
+
+    def future(self) -> torch.futures.Future[Tensor]:
+        """Return a future that a job may resolve."""
+        ...
+
+    def close(self, timeout_s: float, at_end: Callable[[], None] | None = None) -> None:
+        """End after the jobs so far, of which the last one is `at_end`."""
+        ...
 
 
 class CommunicationThread:
@@ -140,7 +164,11 @@ class Lane:
 
     Attributes:
         executor: runs jobs in the order in which they were given.
+        store: where the ranks leave words for each other.
+        name: of the group, used for no other.
     """
+
+    executor: Executor
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, deadline_s: float, what: str) -> None:
         # One that shares DDP's group with DDP's own collectives aborts Gloo.
@@ -150,8 +178,8 @@ class Lane:
         self.executor = SideStream(device) if device.type == "cuda" else CommunicationThread()
         self.poison: BaseException | None = None
         self.ports: dict[Hashable, Any] = {}
-        store, name = group_store(), self.group.group_name
-        self.meeting = GroupMeeting(store, name, self.group.rank(), self.failures.ranks)
+        self.store, self.name = group_store(), self.group.group_name
+        self.meeting = GroupMeeting(self.store, self.name, self.group.rank(), self.failures.ranks)
 
     def transport(self) -> GroupTransport:
         """A transport of this lane's group."""

@@ -22,7 +22,6 @@ from gradwire.session.figures import Figures, wants_times
 from gradwire.session.form import WHOLE, Form
 from gradwire.session.lane import Lane, group_of
 from gradwire.session.making import Maker
-from gradwire.session.meeting import group_store
 from gradwire.session.names import TrainedParameters, named, require_all_served, require_whole
 from gradwire.session.non_finite import Culprits, require_reaction, warning_text
 from gradwire.session.own_file import require_own_file
@@ -54,8 +53,9 @@ class Session(Figures):
         scaler: the loss scaler of the training loop, if it has one: residuals follow its scale.
         checksum: send a CRC-32 with each payload, see `gradwire.attach`.
         lane: communication that others have made and use too, whose group and deadline count then. It is not closed
-            with the session, and the link is not timed, since others may be using it. Otherwise the link is timed for
-            `report()`, unless the environment has `GRADWIRE_TIME_LINK=0` on all ranks.
+            with the session, and the link is not timed, since others may be using it. A `DirectLane` is over a group
+            that the caller has made, without a default group. Without a lane the link is timed for `report()`, unless
+            the environment has `GRADWIRE_TIME_LINK=0` on all ranks.
         what: the call that errors speak of.
         form: how tensors become grains; ports that do not deliver whole ones have one of their own.
         check_every: steps between two comparisons of the parameters of all ranks, which are `tensors` then: a model, or
@@ -125,7 +125,7 @@ class Session(Figures):
         self._watch = None if check_every is None else watch(tensors, check_every, on_drift)
         self._warned_of_non_finite = False
         self.expects_non_finite = False
-        group = group_of(lane.group if lane else group)
+        group = lane.group if lane else group_of(group)
         self.reducer.require_ranks(group.size())
         self.lane = lane or Lane(group, self._device, deadline_s, what)
         self.transport = transport = self.lane.transport()
@@ -147,7 +147,7 @@ class Session(Figures):
             self.feed = Feed(first, specs, Window(form.caps), scaler, self.lane.executor.run)
             if lane is None and form.times_link and wants_times():
                 self.measure_link()
-            self._culprits = Culprits(group_store(), f"{self.lane.group.group_name}/{specs[0].name}", group.rank())
+            self._culprits = Culprits(self.lane.store, f"{self.lane.name}/{specs[0].name}", group.rank())
         except BaseException:
             self.close(at_once=True)
             raise

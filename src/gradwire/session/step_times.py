@@ -12,14 +12,19 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
+import msgspec
+from msgspec import Meta
 from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 
 from gradwire.drivers.window import STEPS, Ready, Sample, Window
 
 SELDOM = (10, 50)
 """Steps between two messages, once a window holds so many, and once it holds all it can. Before there is one a step."""
+
+
+_Told = tuple[int, Annotated[list[int], Meta(max_length=STEPS)], int, list[tuple[int, int]]]
 
 
 class ToldSteps(NamedTuple):
@@ -60,14 +65,8 @@ class ToldSteps(NamedTuple):
         Raises:
             ValueError: it is something else.
         """
-        try:
-            first, exposed, encode, buckets = json.loads(raw)
-            numbers = [first, encode, *exposed, *(number for bucket in buckets for number in bucket)]
-            if len(exposed) > STEPS or not all(type(number) is int for number in numbers):
-                raise ValueError("no whole numbers, or too many")
-            ready = tuple(Ready(1e-6 * at, nbytes) for at, nbytes in buckets)
-        except (TypeError, RecursionError) as error:
-            raise ValueError("no times of steps") from error
+        first, exposed, encode, buckets = msgspec.json.decode(raw, type=_Told)
+        ready = tuple(Ready(1e-6 * at, nbytes) for at, nbytes in buckets)
         return cls(first, tuple(1e-6 * each for each in exposed), 1e-6 * encode, ready)
 
 

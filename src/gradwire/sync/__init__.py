@@ -9,7 +9,7 @@ from gradwire.sync import gossip, optimizers
 from gradwire.sync.averager import Averager
 from gradwire.sync.averaging import Averaging
 from gradwire.sync.buffers import Policy
-from gradwire.sync.elastic import Elastic
+from gradwire.sync.elastic import Elastic, ElasticOptimizer
 from gradwire.sync.gossip import CHOCO, DPSGD, SGP, Gossip
 from gradwire.sync.hierarchical import Hierarchical
 from gradwire.sync.local_sgd import AveragingOptimizer, LocalSGD
@@ -29,6 +29,7 @@ __all__ = [
     "DiLoCo",
     "DriftTriggered",
     "Elastic",
+    "ElasticOptimizer",
     "Gossip",
     "Hierarchical",
     "Increasing",

@@ -1,4 +1,4 @@
-"""What averages models after steps of an optimizer: `Averaging`, `Hierarchical`, and what others make."""
+"""What averages models after steps of an optimizer: `Averaging`, `Hierarchical`, `Elastic`, and what others make."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Protocol
 from torch import nn
 
 from gradwire.drivers.engine import Stats
+from gradwire.session.report import Report
 
 
 class Averager(Protocol):
@@ -41,6 +42,10 @@ class Averager(Protocol):
 
     def stats(self) -> Stats:
         """Bytes and times so far."""
+        ...
+
+    def report(self) -> Report:
+        """What communication costs and saves in a step of training on this rank."""
         ...
 
     def state_dict(self) -> dict[str, Any]:

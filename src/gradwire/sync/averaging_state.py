@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
+from gradwire.core.checked import checked, facts
 from gradwire.core.errors import StateError
+from gradwire.core.record import Count
 from gradwire.core.renamed import same
 from gradwire.core.reshard import reshard
 
@@ -13,17 +15,16 @@ VERSION = 1
 SECONDS = "seconds"
 """The key of second moments that travel, a fragment each; a state without any does not have it."""
 
-_BODY: Mapping[str, type] = {"steps": int, "since": int, "synced": int, "fragments": list, "buffers": Mapping}
-_FRAGMENT: Mapping[str, type] = {
-    "session": Mapping,
-    "copies": Mapping,
-    "memory": Mapping,
-    "rates": Mapping,
-    "rates_before": Mapping,
-    "deltas": Mapping,
-    "sent": Mapping,
-    "due": int,
-}
+_Kept = dict[Any, Any]
+_FRAGMENT = facts({
+    "session": _Kept, "copies": _Kept, "memory": _Kept, "rates": _Kept, "rates_before": _Kept, "deltas": _Kept,
+    "sent": _Kept, "due": int,
+})  # fmt: skip
+_BODY = facts(
+    {"steps": Count, "since": Count, "synced": Count, "fragments": list[_FRAGMENT], "buffers": _Kept},
+    seconds=list[_FRAGMENT],
+)
+_PASS = ": pass what state_dict() returned"
 _REMEDIES = {
     "version": "load it with the version of gradwire that wrote it",
     "settings": "make it with the settings it was saved with, or begin anew from the saved model",
@@ -44,30 +45,21 @@ def check_state(state: Mapping[str, Any], here: Mapping[str, Any]) -> None:
         StateError: with what is missing or differs.
     """
     check_head(state, here, _BODY)
-    seconds = state.get(SECONDS, state["fragments"])
-    if not isinstance(seconds, list) or len(cast("list[Any]", seconds)) != len(state["fragments"]):
-        raise StateError(f"the saved state's {SECONDS!r} is damaged: pass what state_dict() returned")
-    for number, fragment in enumerate([*state["fragments"], *cast("list[Any]", state.get(SECONDS, []))]):
-        for key, kind in _FRAGMENT.items():
-            if not isinstance(fragment, Mapping) or not isinstance(cast(Any, fragment).get(key), kind):
-                raise StateError(f"{key!r} of fragment {number} of the saved state is damaged or missing")
+    if len(state.get(SECONDS, state["fragments"])) != len(state["fragments"]):
+        raise StateError(f"the saved state's {SECONDS!r} are not those of its fragments{_PASS}")
 
 
-def check_head(state: Mapping[str, Any], here: Mapping[str, Any], body: Mapping[str, type]) -> None:
-    """Refuse what is not of this run, or has not the keys of `body`, each of its type; whole numbers are 0 or more.
+def check_head(state: Mapping[str, Any], here: Mapping[str, Any], body: Any) -> None:
+    """Refuse what is not of this run, or is not a mapping of the type `body`.
 
     Raises:
         StateError: with what is missing or differs.
     """
-    for key in (*here, *body):
-        if key not in state:
-            raise StateError(f"the saved state of gradwire.sync has no {key!r}: pass what state_dict() returned")
+    checked(state, facts(dict.fromkeys(here, Any)), "the saved state of gradwire.sync", StateError, remedy=_PASS)
     for key, value in here.items():
         if not same(state[key], value):
             raise StateError(f"the saved state has {key} {state[key]!r}, this run {value!r}; {_REMEDIES[key]}")
-    for key, kind in body.items():
-        if not isinstance(state[key], kind) or (kind is int and cast(int, state[key]) < 0):
-            raise StateError(f"the saved state's {key!r} is damaged: pass what state_dict() returned")
+    checked(state, body, "the saved state", StateError, "'s ", _PASS)
 
 
 def resharded(states: Sequence[Mapping[str, Any]], here: Mapping[str, Any], is_at_once: bool) -> dict[str, Any]:

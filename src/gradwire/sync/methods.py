@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from gradwire.core.errors import SpecError
 from gradwire.core.options import Option, convert, options_of
-from gradwire.core.places import WINDOWS
+from gradwire.core.places import ELASTIC, WINDOWS
 from gradwire.core.recipe import OptimizerMethod
 from gradwire.core.registry import register_all
 from gradwire.core.uses import Recommended, Special, Study, Use
@@ -23,6 +23,9 @@ from gradwire.session.names import named
 from gradwire.spec import as_method
 from gradwire.sync.averaging_options import Merge
 from gradwire.sync.buffers import Policy
+from gradwire.sync.elastic import Elastic, ElasticOptimizer, ElasticWhere
+from gradwire.sync.elastic.elastic import require_settings
+from gradwire.sync.elastic.protocol import Lost, Needs
 from gradwire.sync.gossip import CHOCO, DPSGD, SGP, Gossip
 from gradwire.sync.gossip.method import GossipMethod
 from gradwire.sync.gossip.naming import graph as named_graph
@@ -30,7 +33,7 @@ from gradwire.sync.local_sgd import AveragingOptimizer, LocalSGD
 from gradwire.sync.moments import Moments
 from gradwire.sync.optimizers import DeMo, Dion, OneBitAdam, SharedOptimizer, ZeroOneAdam
 from gradwire.sync.outer import BMUF, DiLoCo, Mean, Outer, SlowMo
-from gradwire.sync.schedules import Constant, DriftTriggered, Increasing, Schedule
+from gradwire.sync.schedules import Constant, DriftTriggered, Increasing, Schedule, as_schedule
 from gradwire.sync.wrapper import require_of_model
 
 F = TypeVar("F")
@@ -178,6 +181,60 @@ class Windowed(SyncMethod):
         return LocalSGD(inner, model, **self._made(given), **where)
 
 
+# ------------------------------------------------------------------------------------------- elastic
+
+
+@dataclass(frozen=True)
+class ElasticOptions:
+    """Options of windows among workers that come and go, see `Elastic`."""
+
+    H: int = 8
+    update: str = "none"
+    lr: float = 1.0
+    momentum: float = 0.0
+    nesterov: bool = True
+    lost: Lost = "keep"
+
+    def arguments(self) -> dict[str, Any]:
+        """What `Elastic` is made with.
+
+        Raises:
+            GradwireError: a method, a schedule or a number that cannot be.
+        """
+        outer = DiLoCo(self.lr, self.momentum, self.nesterov)
+        given = {"every": as_schedule(self.H), "method": as_method(self.update), "lost": self.lost}
+        return given | {"outer": Mean() if (self.lr, self.momentum) == (1.0, 0.0) else outer}
+
+
+class ElasticMethod(SyncMethod):
+    """A method of windows whose workers come and go."""
+
+    place = ELASTIC
+    summary, example = "the mean of the workers at hand, every H steps; others come and go", "elastic:50,update=int4"
+    argument, build, exchange = "H", Elastic, "that of update="
+    use: Use = Special("machines that come and go, such as spot instances")
+    options = options_of(ElasticOptions)
+
+    @override
+    def check(self, given: Mapping[str, Any]) -> None:
+        require_settings(**ElasticOptions(**given).arguments(), needs=Needs())
+
+    @override
+    def optimizer(
+        self, given: Mapping[str, Any], inner: Optimizer, model: nn.Module, where: ElasticWhere
+    ) -> ElasticOptimizer:
+        if "store" not in where:
+            raise SpecError(
+                "workers that come and go meet at a store: start `gradwire store`, and pass store= what it prints"
+            )
+        return ElasticOptimizer(inner, Elastic(model, **ElasticOptions(**given).arguments(), **where))
+
+    @override
+    def label_session(self, spec: str, made: Synchronised) -> None:
+        assert isinstance(made, ElasticOptimizer)
+        made.averaging.method = spec
+
+
 # -------------------------------------------------------------------------------------------- gossip
 
 
@@ -293,6 +350,7 @@ METHODS: Mapping[str, SyncMethod] = {
         "bmuf:H=8,momentum=0.5",
         Study("the momentum that diloco took up later"),
     ),
+    "elastic": ElasticMethod(),
     "gossip": Gossiping(
         DPSGD,
         "D-PSGD: models are mixed with those of neighbours",

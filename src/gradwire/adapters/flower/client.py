@@ -10,15 +10,25 @@ from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from torch import nn
 
-from gradwire.adapters.flower.content import MESSAGE, WHO, Order, order_of, read, settings_of, write
+from gradwire.adapters.flower.content import (
+    MESSAGE,
+    ROUND,
+    WHO,
+    NodeAnswer,
+    NodeIdentity,
+    Order,
+    RoundOrder,
+    read,
+    settings_of,
+    written,
+)
 from gradwire.adapters.flower.memory import propose, recall
 from gradwire.core.errors import FederationError, GradwireError
+from gradwire.core.record import Record
 from gradwire.federated.client import Client, Done, Federation, Kept, Terms
 from gradwire.federated.engines import ClientJob, LocalTrainer, Lost, Outcome
 from gradwire.federated.local import SGD
 from gradwire.federated.methods import FedAvg, FederatedMethod
-from gradwire.federated.packing import Record
-from gradwire.federated.records import of_outcome
 from gradwire.sending import Sending
 
 Number = Callable[[Context], int]
@@ -57,45 +67,40 @@ class _Node:
     def who(self, message: Message, context: Context) -> Message:
         """Answer which client this is."""
         try:
-            numbers: dict[str, Any] = {"client": self.number(context)}
+            return _reply(message, NodeIdentity(self.number(context)))
         except GradwireError as error:
-            numbers = {"lost": str(error)}
-        return Message(write(RecordDict(), MESSAGE, Record(numbers, {})), reply_to=message)
+            return _reply(message, Lost(0, str(error)))
 
     def train(self, message: Message, context: Context) -> Message:
         """Do what an order asks for, and answer with an update or with why there is none."""
-        numbers: dict[str, Any] = {}
+        token = ""
         try:
-            order = order_of(read(message.content, MESSAGE))
-            numbers["token"] = order.token
-            outcome = self._outcome(order, context, numbers)
+            round_order: RoundOrder = read(message.content, ROUND, RoundOrder, "an order")
+            token = round_order.token
+            order: Order = read(message.content, MESSAGE, Order, "an order")
+            return _reply(message, self._answer(order, round_order, context))
         except GradwireError as error:
-            outcome = Lost(0, str(error))
-        record = of_outcome(outcome)
-        return Message(
-            write(RecordDict(), MESSAGE, Record({**record.numbers, **numbers}, record.tensors)), reply_to=message
-        )
+            return _reply(message, NodeAnswer(token, Lost(0, str(error))))
 
-    def _outcome(self, order: Order, context: Context, numbers: dict[str, Any]) -> Outcome:
+    def _answer(self, order: Order, round_order: RoundOrder, context: Context) -> NodeAnswer:
         """Train; what the client keeps of it stays in the node's state and is in no answer."""
-        task = order.task
-        if task.client != self.number(context):
-            raise FederationError(f"an order for client {task.client} came to client {self.number(context)}")
-        trainer = LocalTrainer(self.model(), self._federation(context, task.client))
-        terms = Terms(self.method, self.local, self.update, order.seed, trainer.fingerprint)
-        _require_agreement(terms, order)
-        recalled = recall(context.state, order.taken)
-        if recalled.lost and task.shared:
+        client, task = order.client, round_order.task.replace(client=order.client)
+        if client != self.number(context):
+            raise FederationError(f"an order for client {client} came to client {self.number(context)}")
+        trainer = LocalTrainer(self.model(), self._federation(context, client))
+        terms = Terms(self.method, self.local, self.update, int(round_order.seed), trainer.fingerprint)
+        _require_agreement(terms, round_order, client)
+        kept = recall(context.state, order.taken)
+        if kept is None and task.shared:
             raise FederationError(
-                f"client {task.client} has lost what it kept in round {order.taken}, which {self.method} cannot do "
+                f"client {client} has lost what it kept in round {order.taken}, which {self.method} cannot do "
                 "without: begin a new federation"
             )
-        numbers["forgot"] = recalled.lost and self.update.decay is not None
-        outcome = trainer.do(terms, ClientJob(task, recalled.kept))
-        if isinstance(outcome, Lost):
-            return outcome
-        propose(context.state, task.round, outcome.kept)
-        return Done(outcome.update, Kept())
+        outcome: Outcome = trainer.do(terms, ClientJob(task, kept or Kept()))
+        if isinstance(outcome, Done):
+            propose(context.state, task.round, outcome.kept)
+            outcome = outcome.replace(kept=Kept())
+        return NodeAnswer(round_order.token, outcome, forgot=kept is None and self.update.decay is not None)
 
     def _federation(self, context: Context, client: int) -> Federation:
         if isinstance(self.clients, Federation):
@@ -106,12 +111,16 @@ class _Node:
         return Federation(client + 1, lambda _: own(context))
 
 
-def _require_agreement(terms: Terms, order: Order) -> None:
+def _reply(message: Message, record: Record) -> Message:
+    return Message(RecordDict({MESSAGE: written(record)}), reply_to=message)
+
+
+def _require_agreement(terms: Terms, round_order: RoundOrder, client: int) -> None:
     for name, here in settings_of(terms).items():
-        there = order.settings.get(name)
+        there = round_order.settings.get(name)
         if there != here:
             raise FederationError(
-                f"the server has {name} {there} and client {order.task.client} has {here}: give both the same settings"
+                f"the server has {name} {there} and client {client} has {here}: give both the same settings"
             )
 
 

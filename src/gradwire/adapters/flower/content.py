@@ -1,99 +1,78 @@
-"""Our records as Flower's: tensors as an `ArrayRecord`, numbers as JSON in a `ConfigRecord`. Nothing is unpickled.
+"""What a strategy and its nodes say to each other: records, each of which is one of Flower's arrays of bytes.
 
-Flower keeps an array as the bytes of a `.npy` file. They are read here by hand and not by numpy's `load`, which would
-first allocate whatever size their header claims.
+Flower cuts arrays into chunks and sends a chunk that goes to many nodes once. Each array says in which version of
+gradwire it was written. Nothing is unpickled.
 """
 
 from __future__ import annotations
 
-import io
-import json
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Annotated, Any
 
-import numpy as np
-import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
-from torch import Tensor
+import msgspec
+from flwr.app import Array, ArrayRecord, RecordDict
 
-from gradwire.core.errors import FederationError
+from gradwire.core.errors import FederationError, RecordError
+from gradwire.core.record import Count, Record, pack, unpack
+from gradwire.core.version import VERSION
 from gradwire.federated.client import Assignment, Terms
-from gradwire.federated.packing import Record, checked
-from gradwire.federated.records import Look, assignment_of, joined, of_assignment, part
+from gradwire.federated.engines import Outcome
 
-MESSAGE = "gradwire"
-"""The name of our part of a message."""
+MESSAGE, ROUND = "gradwire", "gradwire.round"
+"""The names of our records in a message: what is one client's, and what all clients of a round are told."""
 WHO = "query.gradwire"
 """The type of the message that asks a node which client it is."""
 LONGEST = 256
 """Letters of what others have written that a sentence of ours repeats."""
+WRITER = f"gradwire {VERSION}"
 
 
-def write(content: RecordDict, name: str, record: Record, made: dict[int, Array] | None = None) -> RecordDict:
-    """Write a record into a message or a state; return that.
-
-    Args:
-        content: where to; what it has of that name is overwritten.
-        name: of the record.
-        record: what.
-        made: arrays by `id` of their tensors. Those that are there are used, and others added, so that a model that
-            goes to many is turned into bytes once.
-    """
-    made = {} if made is None else made
-    for tensor in record.tensors.values():
-        if id(tensor) not in made:
-            made[id(tensor)] = Array(tensor.detach().cpu().numpy())
-    content[f"{name}.arrays"] = ArrayRecord({key: made[id(tensor)] for key, tensor in record.tensors.items()})
-    content[f"{name}.numbers"] = ConfigRecord({"json": json.dumps(record.numbers)})
-    return content
-
-
-def read(content: RecordDict, name: str) -> Record:
-    """Return the record of a name.
-
-    Raises:
-        FederationError: there is none, or it is damaged.
-    """
-
-    def both(content: RecordDict) -> Record:
-        numbers: dict[str, Any] = dict(json.loads(str(content.config_records[f"{name}.numbers"]["json"])))
-        arrays = content.array_records[f"{name}.arrays"]
-        return Record(numbers, {key: _tensor(array) for key, array in arrays.items()})
-
-    return checked(both, content)
-
-
-def _tensor(array: Array) -> Tensor:
-    if array.stype != "numpy.ndarray":
-        raise ValueError(f"an array in the form {array.stype[:80]!r}")
-    file = io.BytesIO(array.data)
-    if np.lib.format.read_magic(file) != (1, 0):
-        raise ValueError("an array of another version of numpy's format")
-    shape, _, dtype = np.lib.format.read_array_header_1_0(file)
-    values = np.frombuffer(array.data, dtype, offset=file.tell())
-    if values.shape != shape:
-        raise ValueError("an array that is no vector, or was cut")
-    return torch.from_numpy(values.copy())
-
-
-# Messages ------------------------------------------------------------------------------------------------------------
-
-
-class Order(NamedTuple):
-    """What the strategy sends to one client.
+class Order(Record, frozen=True):
+    """What a strategy asks of one client.
 
     Attributes:
-        task: what the server asks.
-        token: of the round; the answer has to repeat it.
+        client: its number.
         taken: the last round whose update of this client was taken up, None where none ever was.
-        seed: of the run.
+    """
+
+    client: Count
+    taken: Count | None
+
+
+class RoundOrder(Record, frozen=True):
+    """What a strategy tells all clients of a round.
+
+    Attributes:
+        task: what the server asks of each of them, with 0 in place of the client's number.
+        token: of the round; an answer has to repeat it.
+        seed: of the run, in digits, since a number of a record has 64 bits.
         settings: of the terms, as text, which have to be the client's own.
     """
 
     task: Assignment
     token: str
-    taken: int | None
-    seed: int
-    settings: dict[str, str]
+    seed: Annotated[str, msgspec.Meta(pattern=r"^-?\d{1,1000}$")]
+    settings: Mapping[str, str]
+
+
+class NodeAnswer(Record, frozen=True):
+    """What a client answers to an order.
+
+    Attributes:
+        token: of the order, "" where it could not be read.
+        outcome: an update, or why there is none; what the client keeps is not in it.
+        forgot: whether the client has lost what it owed the server.
+    """
+
+    token: str
+    outcome: Outcome
+    forgot: bool = False
+
+
+class NodeIdentity(Record, frozen=True, tag=True):
+    """Which client a node is."""
+
+    client: Count
 
 
 def settings_of(terms: Terms) -> dict[str, str]:
@@ -102,24 +81,29 @@ def settings_of(terms: Terms) -> dict[str, str]:
     return {**{name: repr(part) for name, part in parts.items()}, "model": terms.fingerprint}
 
 
-def of_order(order: Order) -> Record:
-    """The record of an order."""
-    numbers = {"token": order.token, "taken": order.taken, "seed": order.seed, "settings": order.settings}
-    return joined(numbers, task=of_assignment(order.task))
+def written(record: Record) -> ArrayRecord:
+    """A record in Flower's form, which may be a part of several messages."""
+    packed = pack(record)
+    return ArrayRecord({"record": Array("uint8", (len(packed),), WRITER, packed)})
 
 
-def order_of(record: Record) -> Order:
-    """The order that `of_order` was given.
+def read(content: RecordDict, name: str, kind: Any, whose: str) -> Any:
+    """Return the record of a name in a message or a state.
 
     Raises:
-        FederationError: a record of something else.
+        FederationError: there is none, or it is damaged, of another kind or of another version of gradwire.
     """
-    look, settings = Look(record, "an order"), record.numbers.get("settings")
-    taken = None if record.numbers.get("taken") is None else look.count("taken")
-    if not isinstance(settings, dict) or not isinstance(record.numbers.get("seed"), int):
-        raise FederationError("an order without settings or seed: the server is no gradwire strategy of this version")
-    told = {str(name): str(text) for name, text in settings.items()}
-    return Order(assignment_of(part(record, "task")), look.text("token"), taken, record.numbers["seed"], told)
+    array = content.array_records.get(name, {}).get("record")
+    if array is None:
+        raise FederationError(f"{whose} has no record that {WRITER} could read: it is left out")
+    if array.stype != WRITER:
+        raise FederationError(
+            f"{whose} was written by {plain(array.stype)}, and this is {WRITER}: give server and nodes one version"
+        )
+    try:
+        return unpack(array.data, kind)
+    except RecordError as error:
+        raise FederationError(f"{whose} is {plain(error)}") from error
 
 
 def plain(text: object) -> str:

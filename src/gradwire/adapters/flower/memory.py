@@ -7,32 +7,24 @@ order says which round of this client was taken up last; the version of that rou
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from flwr.app import RecordDict
 
-from gradwire.adapters.flower.content import read, write
+from gradwire.adapters.flower.content import read, written
+from gradwire.core.record import Count, Record
 from gradwire.federated.client import Kept
-from gradwire.federated.packing import Record
-from gradwire.federated.records import Look, joined, kept_of, of_kept, part
 
 SETTLED, PENDING = "gradwire.settled", "gradwire.pending"
 
 
-class Recalled(NamedTuple):
-    """What a client has kept.
+class KeptAfter(Record, frozen=True):
+    """What a client keeps if its update of a round is taken up."""
 
-    Attributes:
-        kept: as of the round that was asked for; nothing where it is lost.
-        lost: whether there should be something.
-    """
-
+    round: Count
     kept: Kept
-    lost: bool
 
 
-def recall(state: RecordDict, taken: int | None) -> Recalled:
-    """Return what was kept in the round that was taken up last, and forget everything else.
+def recall(state: RecordDict, taken: int | None) -> Kept | None:
+    """Return what was kept in the round that was taken up last, None where it is lost. Forget everything else.
 
     Args:
         state: of the node; it has one version afterwards, or none.
@@ -41,21 +33,17 @@ def recall(state: RecordDict, taken: int | None) -> Recalled:
     Raises:
         FederationError: the state is damaged.
     """
-    versions = {name: _version(state, name) for name in (SETTLED, PENDING) if f"{name}.numbers" in state}
-    right = [record for number, record in versions.values() if number == taken]
-    for name in versions:
-        del state[f"{name}.arrays"], state[f"{name}.numbers"]
-    if taken is None or not right:
-        return Recalled(Kept(), lost=taken is not None)
-    write(state, SETTLED, right[-1])
-    return Recalled(kept_of(part(right[-1], "kept")), lost=False)
+    names = [name for name in (SETTLED, PENDING) if name in state]
+    versions: list[KeptAfter] = [read(state, name, KeptAfter, "a node's state") for name in names]
+    right = [version for version in versions if version.round == taken]
+    for name in names:
+        del state[name]
+    if not right:
+        return None if taken is not None else Kept()
+    state[SETTLED] = written(right[-1])
+    return right[-1].kept
 
 
 def propose(state: RecordDict, number: int, kept: Kept) -> None:
     """Note what is kept in case that the update of a round is taken up."""
-    write(state, PENDING, joined({"round": number}, kept=of_kept(kept)))
-
-
-def _version(state: RecordDict, name: str) -> tuple[int, Record]:
-    record = read(state, name)
-    return Look(record, "a node's state").count("round"), record
+    state[PENDING] = written(KeptAfter(number, kept))

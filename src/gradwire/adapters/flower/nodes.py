@@ -8,9 +8,9 @@ import time
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
-from gradwire.adapters.flower.content import MESSAGE, WHO, plain, read
+from gradwire.adapters.flower.content import MESSAGE, WHO, NodeIdentity, plain, read
 from gradwire.core.errors import FederationError
-from gradwire.federated.records import Look
+from gradwire.federated.engines import Lost
 
 LOG = logging.getLogger("flwr")
 _LOOK_S = 0.1
@@ -77,10 +77,9 @@ class Nodes:
     def _client_in(self, reply: Message) -> int:
         if reply.has_error():
             raise FederationError(f"it failed: {plain(reply.error.reason)}")
-        record = read(reply.content, MESSAGE)
-        if "lost" in record.numbers:
-            raise FederationError(plain(record.numbers["lost"]))
-        client = Look(record, "an answer").count("client")
-        if client >= self._clients:
-            raise FederationError(f"it says that it is client {client} of a federation of {self._clients}")
-        return client
+        member: NodeIdentity | Lost = read(reply.content, MESSAGE, NodeIdentity | Lost, "its answer")
+        if isinstance(member, Lost):
+            raise FederationError(plain(member.reason))
+        if member.client >= self._clients:
+            raise FederationError(f"it says that it is client {member.client} of a federation of {self._clients}")
+        return member.client

@@ -6,17 +6,26 @@ import secrets
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
-from gradwire.adapters.flower.content import MESSAGE, Order, of_order, plain, read, settings_of, write
+from gradwire.adapters.flower.content import (
+    MESSAGE,
+    ROUND,
+    NodeAnswer,
+    Order,
+    RoundOrder,
+    plain,
+    read,
+    settings_of,
+    written,
+)
 from gradwire.adapters.flower.nodes import LOG, Nodes
 from gradwire.core.errors import CompositionError, FederationError, StateError
-from gradwire.federated.client import Assignment, Update
-from gradwire.federated.engines import Lost
-from gradwire.federated.records import outcome_of
+from gradwire.federated.engines import Lost, Outcome
 from gradwire.federated.server import Round, Server
+from gradwire.federated.simulation import take_up
 
 
 class FederatedStrategy(Strategy):
@@ -116,20 +125,22 @@ class FederatedStrategy(Strategy):
         tasks = self.server.begin()
         self._token, self._asked = secrets.token_hex(8), {}
         messages: list[Message] = []
-        made: dict[int, Array] = {}
+        round_order = ArrayRecord()
         for task in tasks:
             node = self._nodes.node_of(task.client)
             if node is None:
                 self.server.drop(task.client, f"client {task.client} has no node that is connected")
                 continue
             self._asked[node] = task.client
-            content = write(RecordDict({"config": config}), MESSAGE, of_order(self._order(task)), made)
+            if not round_order:  # the same bytes go to all
+                terms = self.server.terms
+                round_order = written(
+                    RoundOrder(task.replace(client=0), self._token, str(terms.seed), settings_of(terms))
+                )
+            order = written(Order(task.client, self._taken.get(task.client)))
+            content = RecordDict({"config": config, MESSAGE: order, ROUND: round_order})
             messages.append(Message(content, node, MessageType.TRAIN, group_id=str(server_round)))
         return messages
-
-    def _order(self, task: Assignment) -> Order:
-        terms = self.server.terms
-        return Order(task, self._token, self._taken.get(task.client), terms.seed, settings_of(terms))
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -160,25 +171,27 @@ class FederatedStrategy(Strategy):
             LOG.warning("node %d was not asked in this round: its reply is left out", node)
             return None
         try:
-            self.server.receive(self._update(reply, client))
+            outcome = self._outcome(reply, client)
         except FederationError as error:
-            self.server.drop(client, str(error))
+            outcome = Lost(client, str(error))
+        take_up(self.server, outcome, {})  # what clients keep is theirs
         return client
 
-    def _update(self, reply: Message, client: int) -> Update:
+    def _outcome(self, reply: Message, client: int) -> Outcome:
+        """What a reply brings of the client that was asked."""
         if reply.has_error():
             raise FederationError(f"client {client}'s node failed: {plain(reply.error.reason)}")
-        record = read(reply.content, MESSAGE)
-        outcome = outcome_of(record)
+        answer: NodeAnswer = read(reply.content, MESSAGE, NodeAnswer, f"client {client}'s answer")
+        outcome = answer.outcome
         if isinstance(outcome, Lost):
-            raise FederationError(plain(outcome.reason))
-        if record.numbers.get("token") != self._token:
+            return Lost(client, plain(outcome.reason))
+        if answer.token != self._token:
             raise FederationError(f"client {client} answers to a message of another round: it is left out")
         if outcome.update.client != client:
             raise FederationError(f"client {client} sends an update as client {outcome.update.client}: it is left out")
-        if record.numbers.get("forgot"):
+        if answer.forgot:
             LOG.warning("client %d has lost what it owed the server: it begins anew", client)
-        return outcome.update
+        return outcome
 
     # What this strategy leaves out -------------------------------------------------------------------------------
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import secrets
-import shutil
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -39,16 +39,19 @@ class _Running(RunningJob[OutcomeT]):
 
     def __init__(self, job: Job, *, servers: int = 1, worker_restarts: int = 0) -> None:
         super().__init__(job)
-        self._home = tempfile.mkdtemp(prefix="gradwire-")  # nobody else may look into it
         self._began_s, self._secret = time.time(), secrets.token_bytes(SECRET_BYTES)
-        self._paths = [str(Path(self._home) / f"server-{part}") for part in range(servers)]
         self._rows = [_rows_of(job, part, servers) for part in range(servers)]
-        connections = SocketConnections(
-            ServerReply, self._paths, self._secret, _WATCHER, most_bytes=_ALL_BYTES, silent_s=job.silent_s
-        )
-        self.watch = ServerWatch(job, connections, self._missed)
-        self.servers = Supervisor(self._serve, servers)
-        self.workers = Supervisor(self._work, job.workers, restarts=worker_restarts)
+        with ExitStack() as ends:
+            home = ends.enter_context(tempfile.TemporaryDirectory(prefix="gradwire-"))  # nobody else may look into it
+            self._paths = [str(Path(home) / f"server-{part}") for part in range(servers)]
+            connections = SocketConnections(
+                ServerReply, self._paths, self._secret, _WATCHER, most_bytes=_ALL_BYTES, silent_s=job.silent_s
+            )
+            ends.callback(connections.close)
+            self.watch = ServerWatch(job, connections, self._missed)
+            self.servers = ends.enter_context(Supervisor(self._serve, servers))
+            self.workers = ends.enter_context(Supervisor(self._work, job.workers, restarts=worker_restarts))
+            self._ends = ends.pop_all()
 
     def _serve(self, part: int) -> ChildProcess:
         Path(self._paths[part]).unlink(missing_ok=True)
@@ -83,10 +86,7 @@ class _Running(RunningJob[OutcomeT]):
 
     @override
     def close(self) -> None:
-        self.watch.connections.close()
-        self.workers.close()
-        self.servers.close()
-        shutil.rmtree(self._home, ignore_errors=True)
+        self._ends.close()
 
 
 class RunningServers(_Running[ServersOutcome]):

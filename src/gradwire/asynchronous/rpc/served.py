@@ -22,7 +22,7 @@ FOREVER = 0.0
 """As a timeout of rpc: a worker may wait at a server for as long as its bound says."""
 
 
-class Here:
+class RpcProcess:
     """What this process is: a server with its part, or a worker with those who want to know of its end."""
 
     served: PartServer | None = None
@@ -33,7 +33,7 @@ class Here:
     """Callers are threads of rpc, of which one at a time gets in."""
 
 
-HERE = Here()
+HERE = RpcProcess()
 """rpc calls functions and not objects, so that what they are about must be found from the module."""
 
 

@@ -71,7 +71,7 @@ def history(rows: Iterable[JournalRow], version: int) -> list[JournalRow]:
     """Return the rows that parameters of this version are made of.
 
     A server that was restored from a snapshot goes on at that one's version, so a row takes the place of earlier ones
-    of its version and later.
+    of its version and later. A journal may begin at a later version than 0, where its server had none before.
 
     >>> def row(life, version): return JournalRow(0.0, life, 0, version, version, 0, 0.0)
     >>> [(one.life, one.version) for one in history([row(0, 0), row(0, 1), row(0, 2), row(1, 1)], version=2)]
@@ -79,6 +79,7 @@ def history(rows: Iterable[JournalRow], version: int) -> list[JournalRow]:
     """
     found: list[JournalRow] = []
     for row in rows:
-        del found[row.version :]
+        while found and found[-1].version >= row.version:
+            found.pop()
         found.append(row)
-    return found[:version]
+    return [row for row in found if row.version < version]

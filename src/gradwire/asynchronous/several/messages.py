@@ -71,7 +71,7 @@ class Look(Request, frozen=True):
     """Are you still the same, and do you still keep my request? `Here` is the reply, at once."""
 
 
-class Read(Request, frozen=True):
+class ReadValues(Request, frozen=True):
     """What are the parameters now? It is no request to compute. `Values` is the reply, at once."""
 
 
@@ -177,6 +177,6 @@ class Failed(Record, frozen=True, tag=True):
     text: str
 
 
-WorkerRequest = Hello | Join | PushRequest | Look | Read | Leave
+WorkerRequest = Hello | Join | PushRequest | Look | ReadValues | Leave
 AnyRequest = WorkerRequest | Watch | Finish
 ServerReply = Here | Granted | Refused | Gone | Stop | Values | Progress | Finished | Failed

@@ -27,7 +27,7 @@ from gradwire.asynchronous.several.messages import (
     Look,
     Progress,
     PushRequest,
-    Read,
+    ReadValues,
     Refused,
     Stop,
     Values,
@@ -46,7 +46,7 @@ class PartServer(Served):
 
     Args:
         job: with a folder, this part's snapshots and journal lie in `part-P-of-S` of it, and the server goes on from
-            the newest one. Those of a single server lie in the folder itself.
+            the newest one. A single server also goes on from one in the folder itself, where version 0.2 wrote it.
         part: p, from 0.
         servers: S.
         was_restarted: whether there must be a snapshot.
@@ -89,12 +89,22 @@ class PartServer(Served):
     def _restore(self, was_restarted: bool) -> None:
         if self.folder is not None and snapshots.restore(self.server, self.folder):
             return
-        if was_restarted:
+        if self._restore_whole():
+            self.server.begin_life()
+        elif was_restarted:
             raise StateError(
                 f"server was restarted and finds no snapshot in {self.folder}: give the job a folder that all machines "
                 "share"
             )
         self._save()
+
+    def _restore_whole(self) -> bool:
+        """Load version 0.2's snapshot of a single server, which kept parameters by their own names, if there is one."""
+        whole = self.job.server()
+        if not self._stops_itself or self.job.folder is None or not snapshots.read(whole, self.job.folder):
+            return False
+        self.server.load_state_dict({**whole.state_dict(), "reducer": self.server.settings()})
+        return True
 
     def _is_complete(self) -> bool:
         return self._stops_itself and self.server.version >= self.job.pushes
@@ -111,7 +121,7 @@ class PartServer(Served):
                 reply(self.watched(request.dead))
             case Finish():
                 reply(self.finish())
-            case Read():
+            case ReadValues():
                 reply(Values(self.server.values.clone()))
             case _ if self.is_done:
                 reply(Stop())
@@ -144,7 +154,7 @@ class PartServer(Served):
             case Leave():
                 self.leave(request.worker)
                 reply(Here(life=self.server.life))
-            case Look() | Read():
+            case Look() | ReadValues():
                 keeps, _ = self._waiting.get(request.worker, (0, reply))
                 reply(Here(life=self.server.life, keeps=keeps))
 

@@ -71,7 +71,7 @@ class ServerWatch:
         if arrived.error is not None:
             self._missed(arrived.server, arrived.error)
         elif isinstance(arrived.reply, Failed):
-            raise CommunicationError(f"server {arrived.server} fails: {arrived.reply.text[:200]}")
+            raise _failure(arrived.server, arrived.reply)
         elif isinstance(arrived.reply, Progress):
             self.progress[arrived.server] = arrived.reply
             self._first_life.setdefault(arrived.server, arrived.reply.life)
@@ -96,6 +96,8 @@ class ServerWatch:
         return [found[part] for part in range(len(self.progress))]
 
     def _finished(self, arrived: Arrived, found: dict[int, Finished]) -> None:
+        if isinstance(arrived.reply, Failed):
+            raise _failure(arrived.server, arrived.reply)
         if arrived.error is None:
             found[arrived.server] = arrived.reply
             return
@@ -117,3 +119,7 @@ class ServerWatch:
             tuple(lost),
             tuple(one.life - self._first_life.get(part, one.life) for part, one in enumerate(found)),
         )
+
+
+def _failure(server: int, reply: Failed) -> CommunicationError:
+    return CommunicationError(f"server {server} fails: {reply.text[:200]}")

@@ -24,7 +24,7 @@ from gradwire.asynchronous.several.messages import (
     Leave,
     Look,
     PushRequest,
-    Read,
+    ReadValues,
     Refused,
     Request,
     ServerReply,
@@ -161,7 +161,7 @@ class PartedWorker:
 
     def miss(self, request: WorkerRequest) -> list[WorkerRequest]:
         """Hear that a request got no reply; ask again to be let in, since what was under way there may be lost."""
-        if isinstance(request, Read | Leave):
+        if isinstance(request, ReadValues | Leave):
             return [self._made(request.server, type(request))]
         if self.is_done or not self._counts(request):
             return []
@@ -173,7 +173,7 @@ class PartedWorker:
 
     def read(self) -> list[WorkerRequest]:
         """Ask all servers for their parameters, which `values_of` puts together."""
-        return [self._made(server, Read) for server in range(len(self._seats))]
+        return [self._made(server, ReadValues) for server in range(len(self._seats))]
 
     def leave(self) -> list[WorkerRequest]:
         """Compute no more: nobody need wait for this worker, which may still `read`."""

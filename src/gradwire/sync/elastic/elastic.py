@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import signal
 from collections.abc import Mapping
-from typing import Any, ClassVar, get_args
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar, NoReturn, get_args
 
 from torch import Tensor, nn
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
-from gradwire.core.errors import CompositionError, StepError
+from gradwire.core.errors import CompositionError, StateError, StepError
+from gradwire.drivers.engine import Stats
 from gradwire.reducers.base import Reducer
 from gradwire.session import DEADLINE_S
 from gradwire.session.names import TrainedParameters
+from gradwire.session.report import Report
 from gradwire.spec import as_method
 from gradwire.sync.elastic.change import Change, change_of
 from gradwire.sync.elastic.heartbeat import Heartbeat
@@ -21,9 +25,10 @@ from gradwire.sync.elastic.protocol import Lost, Needs
 from gradwire.sync.elastic.rounds import Rounds
 from gradwire.sync.elastic.shared import SharedModel
 from gradwire.sync.elastic.store import connected, require_alike_run
-from gradwire.sync.elastic.worker import ElasticWorker, WorkerSettings
+from gradwire.sync.elastic.worker import ElasticWorker
 from gradwire.sync.outer import Mean, Outer
 from gradwire.sync.schedules import Schedule, as_schedule
+from gradwire.sync.swap import swapped
 
 
 class Elastic:
@@ -37,7 +42,11 @@ class Elastic:
     with the same bits on all of them. Workers meet at a store (`gradwire store`), a process that outlives any of them,
     and need no default process group; each window's end is a round there (`docs/elastic.md`). A worker that begins
     waits for the end of the others' window, and is handed the global copy. The first ones begin with the model of one
-    of them. The average travels over Gloo, from the CPU, whatever device the model is on.
+    of them. The average travels over Gloo, from the CPU, whatever device the model is on. The outer step is what its
+    paper says; how workers come and go is of no paper.
+
+    It is an averager as `Averaging` is: `AveragingOptimizer(inner, elastic)` calls `step` after those of an optimizer,
+    and `gradwire.wrap(optimizer, model, "elastic:50,update=int4", store="10.0.0.1:29400")` makes both.
 
     Args:
         model: whose trained parameters are averaged, and its buffers with a fraction. Parameters that are not trained
@@ -62,6 +71,8 @@ class Elastic:
         join_s: seconds that a newcomer waits for the end of the run's window.
 
     Attributes:
+        model: as given.
+        method: what reports call it.
         last: what the last window's end has changed.
         changes: all that was not quiet: who joined, left and was lost.
         left: whether this worker has left, as `leave` asked it to.
@@ -105,10 +116,11 @@ class Elastic:
     ) -> None:
         self.schedule, self.outer, reducer = as_schedule(every), outer or Mean(), as_method(method)
         needs = Needs(least, least if begin_with is None else begin_with)
-        _require_settings(self.schedule, self.outer, reducer, lost, needs)
+        require_settings(self.schedule, self.outer, reducer, lost, needs)
         shared = SharedModel(model, reducer, self.outer)
-        self._model, self._trained = model, TrainedParameters.of_now("gradwire.sync.Elastic", model)
+        self.model, self._trained = model, TrainedParameters.of_now("gradwire.sync.Elastic", model)
         owed = _resumed(resume, shared) if resume is not None else Owed()
+        self.method = str(method)
         self.settings = f"{reducer!r}, every={self.schedule}, outer={self.outer}, lost={lost!r}, seed={seed}"
         self.left, self.changes = False, list[Change]()
         self._since = self._samples = 0
@@ -118,9 +130,7 @@ class Elastic:
         self._heartbeat = Heartbeat(client, name, lost_after_s)
         try:
             rounds = Rounds(client, self._heartbeat, lost, needs, deadline_s, join_s)
-            self._worker = ElasticWorker(
-                client, self._heartbeat, rounds, shared, WorkerSettings(seed, deadline_s), owed
-            )
+            self._worker = ElasticWorker(client, self._heartbeat, rounds, shared, owed, seed, deadline_s)
             self._members = self._end_window()
         except BaseException:
             self._heartbeat.close(leaves=True)
@@ -146,13 +156,27 @@ class Elastic:
             CommunicationError: too few workers, a store that is out of reach, or a link that breaks again and again.
         """
         self._require_member()
-        self._trained.of(self._model)
+        self._trained.of(self.model)
         self._heartbeat.require_sound()
         self._since, self._samples = self._since + 1, self._samples + samples
         if self._since < self.schedule.length(self._worker.shared.counts.depth):
             return False
         self._members = self._end_window()
         return True
+
+    def sync(self) -> None:
+        """Average now, whatever is left of the window: afterwards all workers have the same model.
+
+        Every worker calls it at the same place, as after the last step; others come at the end of their window. Where
+        this worker has made no step since the last average, nothing is averaged again.
+
+        Raises:
+            StepError, CommunicationError: as `step`.
+        """
+        self._require_member()
+        self._trained.of(self.model)
+        if self._since:
+            self._members = self._end_window()
 
     def _require_member(self) -> None:
         if self.left:
@@ -210,7 +234,7 @@ class Elastic:
     @property
     def sent_bytes(self) -> int:
         """What this worker has sent for averages."""
-        return self._worker.sent_bytes
+        return self.stats().wire_bytes
 
     @property
     def handed_bytes(self) -> int:
@@ -220,6 +244,33 @@ class Elastic:
     def global_copy(self) -> dict[str, Tensor]:
         """What all workers began the window with, by parameter; copies on the CPU, in 32 bits at least."""
         return {name: copy.clone() for name, copy in self._worker.shared.parts[0].copy.copies.items()}
+
+    averages_to_evaluate: ClassVar[bool] = False
+    """All workers have what is evaluated already."""
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """In a `with` block the model has the global copy; afterwards this worker's own parameters are back.
+
+        Nothing is communicated. Buffers stay as they are.
+        """
+        copy = self._worker.shared.parts[0].copy
+        return swapped(copy.parameters, copy.copies)
+
+    def stats(self) -> Stats:
+        """Bytes and times of all averages so far, among whatever workers; `handed_bytes` are apart."""
+        return self._worker.stats()
+
+    def report(self) -> Report:
+        """Return what averages cost and save in a step of training, see `Report`.
+
+        It is of the workers at hand, since their list changed last: among others a window costs something else. Their
+        links are not timed, since they last only as long as the list, so bytes are compared with DDP's and not times.
+
+        Raises:
+            StepError: nothing was averaged yet among the workers at hand, or this worker has left.
+        """
+        self._require_member()
+        return dataclasses.replace(self._worker.report(self._members), method=self.method)
 
     # Leaving ------------------------------------------------------------------------------------------------------
 
@@ -276,23 +327,39 @@ class Elastic:
         """
         return {"settings": self.settings, **self._worker.shared.state_dict(), "owed": self._worker.owed().state_dict()}
 
+    def checked(self, state: Mapping[str, Any]) -> NoReturn:
+        """Refuse a saved state: a run that is under way goes on from what its workers have.
 
-def _require_settings(schedule: Schedule, outer: Outer, reducer: Reducer, lost: str, needs: Needs) -> None:
+        Raises:
+            StateError: always.
+        """
+        raise StateError("a run that is under way takes up no saved state: begin another run (run=) with resume=")
+
+    def take_up(self, checked: Any) -> None:
+        """Nothing: `checked` has refused before."""
+
+
+def require_settings(every: Schedule, outer: Outer, method: Reducer, lost: str, needs: Needs) -> None:
+    """Refuse settings that fit nothing among workers that come and go.
+
+    Raises:
+        CompositionError: with what to change.
+    """
     if lost not in get_args(Lost):
         raise CompositionError(f"lost={lost!r}: give one of {', '.join(map(repr, get_args(Lost)))}")
     if needs.least < 1 or needs.begin_with < needs.least:
         raise CompositionError(
             f"least={needs.least} and begin_with={needs.begin_with}: give 1 or more, and begin with the least at least"
         )
-    if schedule.limit is not None:
+    if every.limit is not None:
         raise CompositionError("windows that drift ends want all workers in every step: give every= a number of steps")
     if outer.needs_rates:
         raise CompositionError(f"{outer} looks at the learning rates of all workers, which come and go: use DiLoCo()")
-    if reducer.private:
-        raise CompositionError(f"{reducer} accounts for a fixed number of ranks: use another method")
-    if reducer.rank_multiple > 1:
-        raise CompositionError(f"{reducer} has groups of ranks that are fixed: leave out node=")
-    reducer.require_ranks(needs.least)
+    if method.private:
+        raise CompositionError(f"{method} accounts for a fixed number of ranks: use another method")
+    if method.rank_multiple > 1:
+        raise CompositionError(f"{method} has groups of ranks that are fixed: leave out node=")
+    method.require_ranks(needs.least)
 
 
 def _resumed(state: Mapping[str, Any], shared: SharedModel) -> Owed:

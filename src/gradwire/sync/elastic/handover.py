@@ -5,103 +5,106 @@ loss: the bytes of numbers are sorted by their significance, and those sorts tha
 float32 that is the one with the sign and the exponent, for a saving of about a sixth; what is still zero, such as a
 momentum before its first window, costs next to nothing.
 
-    [bytes of the words: 8] [words: JSON] then of each plane [is deflated: 1] [bytes: 8] [data], and [CRC-32: 4]
+A payload is a record (`gradwire.core.record`), `PackedCopy`, and behind it a CRC-32 of 4 bytes.
 """
 
 from __future__ import annotations
 
-import json
-import struct
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from gradwire.core.errors import PayloadError
+from gradwire.core.errors import PayloadError, RecordError
 from gradwire.core.messages import Expected, Message, SendRecv
+from gradwire.core.record import Bytes, Record, memory, pack, unpack
 from gradwire.drivers.interpreter import ask
 from gradwire.drivers.process_group import GroupTransport
 
-_LENGTH, _PLANE, _CHECK = struct.Struct("<Q"), struct.Struct("<BQ"), struct.Struct("<I")
+_CHECK_BYTES = 4
 _SAMPLE_BYTES = 1 << 16
 _WORTH = 0.95
 """A sample that deflate leaves larger than this share has no pattern: trying the rest would take long for nothing."""
 _CHUNK = 1 << 28
 
 
-def packed(words: Mapping[str, Any], tensors: Iterable[Tensor]) -> Tensor:
+class Plane(Record, frozen=True):
+    """The bytes of one significance of a tensor's elements, deflated or as they are."""
+
+    deflated: bool
+    data: Bytes
+
+
+class PackedCopy(Record, frozen=True):
+    """Words, and the planes of all tensors, in order."""
+
+    words: dict[str, int]
+    planes: list[Plane]
+
+
+def packed(words: Mapping[str, int], tensors: Iterable[Tensor]) -> Tensor:
     """Return words and tensors as one payload of bytes.
 
     >>> payload = packed({"windows": 3}, [torch.zeros(1000)])
-    >>> payload.numel() < 200, unpacked(payload, [torch.empty(1000)])[0]
+    >>> payload.numel() < 1000, unpacked(payload, [torch.empty(1000)])[0]
     (True, {'windows': 3})
     """
-    said = json.dumps(dict(words)).encode()
-    parts = [_LENGTH.pack(len(said)), said]
-    for tensor in tensors:
-        for plane in _planes(tensor):
-            data = _deflated(plane)
-            parts += [_PLANE.pack(data is not None, len(data or plane)), data or plane]
-    body = b"".join(parts)
-    return torch.frombuffer(bytearray(body + _CHECK.pack(zlib.crc32(body))), dtype=torch.uint8)
+    body = pack(PackedCopy(dict(words), [plane for tensor in tensors for plane in _planes(tensor)]))
+    return torch.frombuffer(bytearray(body + _check(body)), dtype=torch.uint8)
 
 
-def _planes(tensor: Tensor) -> list[bytes]:
+def _check(body: bytes | memoryview) -> bytes:
+    return zlib.crc32(body).to_bytes(_CHECK_BYTES, "little")
+
+
+def _planes(tensor: Tensor) -> list[Plane]:
     """The first bytes of all elements, then the second ones, and so on."""
-    flat = tensor.detach().cpu().contiguous().view(-1)
-    rows = flat.view(torch.uint8).numpy().reshape(-1, flat.element_size())
-    return [np.ascontiguousarray(rows[:, i]).tobytes() for i in range(rows.shape[1])]
+    rows = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).view(tensor.numel(), tensor.element_size())
+    return [_plane(column.contiguous()) for column in rows.unbind(1)]
 
 
-def _deflated(plane: bytes) -> bytes | None:
-    """None where that would not pay."""
-    sample = plane[:_SAMPLE_BYTES]
+def _plane(data: Tensor) -> Plane:
+    """Deflated, where that pays."""
+    sample = memory(data[:_SAMPLE_BYTES])
     if len(zlib.compress(sample, 1)) > _WORTH * len(sample):
-        return None
-    return zlib.compress(plane, 1)
+        return Plane(deflated=False, data=data)
+    return Plane(deflated=True, data=torch.frombuffer(bytearray(zlib.compress(memory(data), 1)), dtype=torch.uint8))
 
 
-def unpacked(payload: Tensor, like: Sequence[Tensor]) -> tuple[dict[str, Any], list[Tensor]]:
+def unpacked(payload: Tensor, like: Sequence[Tensor]) -> tuple[dict[str, int], list[Tensor]]:
     """Return the words of a payload, and its tensors, of the shapes and dtypes of `like`.
 
     Raises:
         PayloadError: it is damaged, or of other tensors.
     """
-    whole = payload.numpy().tobytes()
-    body, check = whole[: -_CHECK.size], whole[-_CHECK.size :]
-    if len(check) < _CHECK.size or _CHECK.unpack(check)[0] != zlib.crc32(body):
+    whole = memory(payload)
+    body, check = whole[:-_CHECK_BYTES], whole[-_CHECK_BYTES:]
+    if bytes(check) != _check(body):
         raise PayloadError("the global copy that was handed over is damaged: its checksum differs")
     try:
-        return _read(memoryview(body), like)
-    except (struct.error, ValueError, zlib.error) as error:
+        found: PackedCopy = unpack(body, PackedCopy)
+        if len(found.planes) != sum(tensor.element_size() for tensor in like):
+            raise ValueError("it has another number of planes")
+        planes = iter(found.planes)
+        return found.words, [_tensor([next(planes) for _ in range(own.element_size())], own) for own in like]
+    except (RecordError, ValueError, zlib.error) as error:
         raise PayloadError(f"the global copy that was handed over is of another model: {error}") from error
 
 
-def _read(body: memoryview, like: Sequence[Tensor]) -> tuple[dict[str, Any], list[Tensor]]:
-    (length,) = _LENGTH.unpack_from(body)
-    place = _LENGTH.size + length
-    words, tensors = json.loads(bytes(body[_LENGTH.size : place])), list[Tensor]()
-    for tensor in like:
-        rows = np.empty((tensor.numel(), tensor.element_size()), np.uint8)
-        for i in range(rows.shape[1]):
-            is_deflated, length = _PLANE.unpack_from(body, place)
-            place += _PLANE.size
-            rows[:, i] = np.frombuffer(_inflated(body[place : place + length], is_deflated, len(rows)), np.uint8)
-            place += length
-        tensors.append(torch.from_numpy(rows.reshape(-1)).view(tensor.dtype).view(tensor.shape))
-    if place != len(body):
-        raise ValueError("it is longer than expected")
-    return words, tensors
+def _tensor(planes: Sequence[Plane], like: Tensor) -> Tensor:
+    rows = np.empty((like.numel(), len(planes)), np.uint8)
+    for place, plane in enumerate(planes):
+        rows[:, place] = np.frombuffer(_inflated(plane, len(rows)), np.uint8)
+    return torch.from_numpy(rows.reshape(-1)).view(like.dtype).view(like.shape)
 
 
-def _inflated(data: memoryview, is_deflated: int, length: int) -> bytes | memoryview:
+def _inflated(plane: Plane, length: int) -> bytes | memoryview:
     """So many bytes, and never more, whatever the data promise."""
-    inflater = zlib.decompressobj()
-    found = inflater.decompress(data, length + 1) if is_deflated else data
-    if len(found) != length or (is_deflated and not inflater.eof):
+    data, inflater = memory(plane.data), zlib.decompressobj()
+    found = inflater.decompress(data, length + 1) if plane.deflated else data
+    if len(found) != length or (plane.deflated and not inflater.eof):
         raise ValueError("a tensor has another size")
     return found
 

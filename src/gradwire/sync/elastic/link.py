@@ -11,19 +11,16 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 
 from gradwire.core.errors import CommunicationError
-from gradwire.core.grain import ParameterSpec
-from gradwire.drivers.dry_run import dry_run
-from gradwire.drivers.engine import Engine
+from gradwire.drivers.engine import Stats
 from gradwire.drivers.groups import group_apart
-from gradwire.drivers.measure import measured
-from gradwire.drivers.plan import plan
 from gradwire.drivers.process_group import GroupTransport
-from gradwire.reducers.base import Reducer
-from gradwire.session.feed import Feed, Piece
+from gradwire.session import Session
+from gradwire.session.direct_lane import DirectLane
+from gradwire.session.pace import WindowPace
+from gradwire.session.report import Report
 from gradwire.sync.elastic.owed import Owed, owed_norm
+from gradwire.sync.elastic.shared import SharedModel
 from gradwire.sync.elastic.store import reaching
-
-CPU = torch.device("cpu")
 
 
 class GroupLine:
@@ -67,90 +64,83 @@ class GroupLine:
             self._transport.group.abort()
 
 
-class Averages:
-    """Averages named tensors among the ranks of a transport.
-
-    Args:
-        transport: between them.
-        specs: of the tensors, which lie on the CPU.
-        reducer: how they travel.
-        seed: of all random choices.
-        owed: what this rank owes from before.
-    """
-
-    def __init__(
-        self, transport: GroupTransport, specs: Sequence[ParameterSpec], reducer: Reducer, seed: int, owed: Owed
-    ) -> None:
-        self.rank, self.ranks = transport.rank, transport.world_size
-        planned = plan(specs, measured(reducer, transport, CPU))
-        dry_run(planned.units, transport.world_size)
-        self.engine = Engine(planned, transport, seed)
-        self._feed = Feed(self.engine, specs)
-        owed.into(self.engine, self.rank, self.ranks)
-
-    def mean_(self, tensors: Mapping[str, Tensor], window: int) -> None:
-        """Write the mean over ranks over each tensor. `keep` or `forget` must follow.
-
-        Args:
-            tensors: all that were planned, float32 or wider, 1-d views of which can be taken.
-            window: its number in the run, which random choices and schedules of methods go by.
-        """
-        self.engine.index = window
-        self._feed.put(Piece(name, tensors[name].view(-1)) for name in reversed(list(tensors)))
-        self._feed.end()
-
-    def keep(self) -> None:
-        """Keep what is owed after the last mean."""
-        self.engine.settle()
-
-    def forget(self) -> None:
-        """Owe what was owed before it."""
-        self._feed.drop()
-
-    def owed(self) -> Owed:
-        """What this rank owes."""
-        return Owed.of(self.engine, self.rank, self.ranks)
-
-    def norm(self) -> float:
-        """The norm of what it will owe once the last mean is kept."""
-        return owed_norm(self.engine, self.ranks)
-
-
 class WorkerLink:
-    """The workers of one list, connected.
+    """The workers of one list, connected, with a session for each part of the model.
 
     Args:
         transport: between them.
         workers: their numbers, in its order.
-        averages: of each part of the model.
+        lane: over the same group.
+        shared: the parts of the model.
+        seed: of all random choices.
+        owed: what this worker owes of the first part from before.
     """
 
-    def __init__(self, transport: GroupTransport, workers: Sequence[int], averages: Sequence[Averages]) -> None:
-        self.transport, self.workers, self.averages = transport, tuple(workers), averages
+    def __init__(
+        self,
+        transport: GroupTransport,
+        workers: Sequence[int],
+        lane: DirectLane,
+        shared: SharedModel,
+        seed: int,
+        owed: Owed,
+    ) -> None:
+        self.transport, self.workers = transport, tuple(workers)
+        self._sessions = [
+            Session(part.copy.copies, part.reducer, seed=seed, lane=lane, what="gradwire.sync.Elastic")
+            for part in shared.parts
+        ]
+        first, *others = self._sessions
+        for session in self._sessions:
+            session.expects_non_finite = True  # the end of the window names the parameter, and refuses it
+        first.uncounted = "what newcomers are handed"
+        self._pace = first.pace = WindowPace.of("window", shared.parts[0].copy.parameters)
+        self._pace.others = others
+        owed.into(first.engine, transport.rank, transport.world_size)
 
     def mean_(self, parts: Sequence[Mapping[str, Tensor]], window: int) -> None:
-        """Write means over all tensors; `keep` or `forget` must follow."""
-        for averages, tensors in zip(self.averages, parts, strict=True):
-            averages.mean_(tensors, window)
+        """Write the mean over workers over each tensor of each part. `keep` or `forget` must follow.
 
-    def keep(self) -> None:
-        """Keep what is owed after the last means."""
-        for averages in self.averages:
-            averages.keep()
+        Args:
+            parts: all tensors that were planned, float32 or wider, on the CPU.
+            window: its number in the run, which random choices and schedules of methods go by.
+        """
+        for session, tensors in zip(self._sessions, parts, strict=True):
+            session.engine.index = window
+            session.reduce_(tensors)
+
+    def keep(self, steps: int) -> None:
+        """Keep what is owed after the last means, which were of a window of so many steps."""
+        for session in self._sessions:
+            session.engine.settle()
+        self._pace.ended(steps)
 
     def forget(self) -> None:
-        """Owe what was owed before them."""
-        for averages in self.averages:
-            averages.forget()
+        """Owe what was owed before the last means."""
+        for session in self._sessions:
+            session.feed.drop()
 
-    @property
-    def sent_bytes(self) -> int:
-        """What this worker has sent over it for means."""
-        return sum(averages.engine.stats.wire_bytes for averages in self.averages)
+    def owed(self) -> Owed:
+        """What this worker owes of the first part."""
+        return Owed.of(self._sessions[0].engine, self.transport.rank, self.transport.world_size)
+
+    def norm(self) -> float:
+        """The norm of what it will owe of the mean once the last means are kept."""
+        return owed_norm(self._sessions[0].engine, self.transport.world_size)
+
+    def stats(self) -> Stats:
+        """Bytes and times of this list of workers; nothing is kept or forgotten by asking."""
+        return Stats.summed(session.engine.stats for session in self._sessions)
+
+    def report(self) -> Report:
+        """What averages cost in a step of training, since these workers were connected."""
+        return self._sessions[0].report()
 
     def close(self) -> None:
-        """Break all connections, see `GroupLine`."""
+        """Break all connections, see `GroupLine`; what is owed can still be asked for."""
         GroupLine(self.transport).close()
+        for session in self._sessions:
+            session.close()
 
 
 def digest_of(parts: Iterable[Mapping[str, Tensor]]) -> str:

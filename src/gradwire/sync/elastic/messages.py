@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, TypeVar
+
+import msgspec
 
 from gradwire.core.errors import CommunicationError
 
 NO_COPY = -1
 
+T = TypeVar("T")
 
-@dataclass(frozen=True)
-class Came:
-    """What a worker says of itself when it comes to a round.
+
+class LogLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="says", tag=str.lower):
+    """What a worker says in a log.
 
     Attributes:
         worker: its number, which no other worker ever had.
+    """
+
+    worker: int
+
+
+class Came(LogLine, frozen=True):
+    """What a worker says of itself when it comes to a round.
+
+    Attributes:
         name: what people call it.
         copy: the round that gave the global copy it has, or `NO_COPY`.
         windows: how many windows its model has been trained for: of those who found a run, the first in this counts.
@@ -26,7 +36,6 @@ class Came:
         leaving: whether this is its last window.
     """
 
-    worker: int
     name: str
     copy: int = NO_COPY
     windows: int = 0
@@ -35,7 +44,34 @@ class Came:
     leaving: bool = False
 
 
-class ExpectedWorker(NamedTuple):
+class Closed(LogLine, frozen=True):
+    """A worker closes the list."""
+
+
+class Has(LogLine, frozen=True):
+    """A trainer holds the mean that has this digest, and owes so much of the mean from then on."""
+
+    digest: str
+    owed: float
+
+
+class Void(LogLine, frozen=True):
+    """A worker gives the round up."""
+
+    why: str
+
+
+class Hands(LogLine, frozen=True):
+    """The source hands so many bytes to each newcomer."""
+
+    bytes: int
+
+
+AnyLine = Came | Closed | Has | Void | Hands
+"""What a log consists of."""
+
+
+class ExpectedWorker(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A worker that is expected: its name, and the norm of what it owes of the mean."""
 
     name: str
@@ -46,8 +82,7 @@ Members = Mapping[int, ExpectedWorker]
 """By number."""
 
 
-@dataclass(frozen=True)
-class Head:
+class Head(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What is known as a round opens, alike to all who know the round before.
 
     Attributes:
@@ -60,103 +95,55 @@ class Head:
 
     round: int = 0
     copy: int = NO_COPY
-    expected: Members = field(default_factory=dict[int, ExpectedWorker])
-    lost: Members = field(default_factory=dict[int, ExpectedWorker])
+    expected: Members = {}
+    lost: Members = {}
     voids: int = 0
 
-    def to_json(self) -> str:
-        """The same text on every worker."""
-        return json.dumps(asdict(self), sort_keys=True)
 
-    @classmethod
-    def from_json(cls, raw: bytes | str) -> Head:
-        """Read a head.
-
-        Raises:
-            CommunicationError: it is none.
-        """
-        try:
-            found: dict[str, Any] = json.loads(raw)
-            expected, lost = _members(found["expected"]), _members(found["lost"])
-            head = cls(found["round"], found["copy"], expected, lost, found["voids"])
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise damaged() from error
-        if not all(type(number) is int for number in (head.round, head.copy, head.voids)):
-            raise damaged()
-        return head
+def written(record: Any) -> str:
+    """Return a record as JSON, the same text on every worker."""
+    return msgspec.json.encode(msgspec.to_builtins(record, str_keys=True), order="deterministic").decode()
 
 
-def _members(found: Mapping[str, Any]) -> dict[int, ExpectedWorker]:
-    return {int(number): ExpectedWorker(str(name), float(owed)) for number, (name, owed) in found.items()}
+def line_of(said: LogLine) -> str:
+    """Return what a worker says as a line of a log."""
+    return f"{written(said)}\n"
 
 
-def came_line(came: Came) -> str:
-    """A worker is here."""
-    return _line(came.worker, "came", **asdict(came))
+def parsed(raw: bytes | str, kind: type[T] | Any) -> T:
+    """Return the record that JSON holds, whole and of the types that its class names.
 
-
-def closed_line(worker: int) -> str:
-    """The list is closed."""
-    return _line(worker, "closed")
-
-
-def has_line(worker: int, digest: str, owed: float) -> str:
-    """A trainer holds the mean that has this digest, and owes so much of the mean from then on."""
-    return _line(worker, "has", digest=digest, owed=float(owed))
-
-
-def void_line(worker: int, why: str) -> str:
-    """A worker gives the round up."""
-    return _line(worker, "void", why=why[:500])
-
-
-def bytes_line(worker: int, nbytes: int) -> str:
-    """The source hands so many bytes to each newcomer."""
-    return _line(worker, "hands", bytes=nbytes)
-
-
-def _line(by: int, says: str, /, **more: Any) -> str:
-    return json.dumps({"by": by, "says": says, **more}) + "\n"
-
-
-def parsed(line: str) -> Mapping[str, Any]:
-    """Read a line: who says what.
+    Args:
+        raw: what `written` returned, or something else.
+        kind: a class of records, or a union of some.
 
     Raises:
-        CommunicationError: it is none.
+        CommunicationError: a field is missing, unknown or of another type; it is named. Or this is no JSON at all.
+
+    >>> parsed('{"says": "closed", "worker": true}', AnyLine)
+    Traceback (most recent call last):
+        ...
+    gradwire.core.errors.CommunicationError: what the store holds is no message of gradwire's (Expected `int`, got \
+`bool` - at `$.worker`): versions differ between workers, or somebody else writes to the store (docs/trust.md says \
+how to keep others out)
     """
     try:
-        found = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise damaged() from error
-    if not isinstance(found, dict):
-        raise damaged()
-    for key, kind in (("by", int), ("says", str)):
-        typed(found, key, kind)
-    return found
+        found = msgspec.json.decode(raw)
+        record: T = msgspec.convert(found, kind, str_keys=True)
+        _require_whole(found, msgspec.to_builtins(record, str_keys=True))
+    except (ValueError, RecursionError) as error:  # msgspec's errors are among them
+        raise CommunicationError(
+            f"what the store holds is no message of gradwire's ({error}): versions differ between workers, or somebody "
+            "else writes to the store (docs/trust.md says how to keep others out)"
+        ) from error
+    return record
 
 
-def came_of(line: Mapping[str, Any]) -> Came:
-    """What a worker says that is here."""
-    kinds = {"worker": int, "name": str, "copy": int, "windows": int, "steps": int, "samples": int, "leaving": bool}
-    return Came(**{key: typed(line, key, kind) for key, kind in kinds.items()})
-
-
-def typed(line: Mapping[str, Any], key: str, kind: type) -> Any:
-    """A value of a line.
-
-    Raises:
-        CommunicationError: it is missing, or of another kind.
-    """
-    value = line.get(key)
-    if type(value) is not kind:
-        raise damaged()
-    return value
-
-
-def damaged() -> CommunicationError:
-    """What to raise where the store holds something else than gradwire writes."""
-    return CommunicationError(
-        "what the store holds is no message of gradwire's: versions differ between workers, or somebody else writes to "
-        "the store (docs/trust.md says how to keep others out)"
-    )
+def _require_whole(found: Any, whole: Any, path: str = "$") -> None:
+    """Refuse what leaves a field to its default: workers write all of them."""
+    if not isinstance(whole, dict):
+        return
+    for key, value in whole.items():  # pyright: ignore[reportUnknownVariableType]
+        if key not in found:
+            raise ValueError(f"Object missing required field `{key}` - at `{path}`")
+        _require_whole(found[key], value, f"{path}.{key}")

@@ -21,9 +21,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
-from gradwire.sync.elastic.messages import NO_COPY, Came, ExpectedWorker, Head, Members, came_of, parsed, typed
+from gradwire.sync.elastic.messages import (
+    NO_COPY,
+    AnyLine,
+    Came,
+    Closed,
+    ExpectedWorker,
+    Hands,
+    Has,
+    Head,
+    Members,
+    Void,
+    parsed,
+)
 
 Lost = Literal["keep", "discard"]
 """keep: a window whose workers were lost in part is averaged among the others. discard: they train it once more."""
@@ -169,35 +181,34 @@ def read(head: Head, log: bytes, lost: Lost) -> RoundLog:
     Raises:
         CommunicationError: something in it is no message of gradwire's.
 
-    >>> from gradwire.sync.elastic.messages import came_line, closed_line, has_line
-    >>> log = [came_line(Came(0, "a", copy=3)), closed_line(0), has_line(0, "17e5", 0.0)]
+    >>> from gradwire.sync.elastic.messages import line_of
+    >>> log = [line_of(said) for said in (Came(0, "a", copy=3), Closed(0), Has(0, "17e5", 0.0))]
     >>> head = Head(4, 3, {0: ExpectedWorker("a")})
     >>> [read(head, "".join(log[:n]).encode(), "keep").state for n in (2, 3)]
     ['open', 'committed']
     """
     now, digests = RoundLog(head, {}), dict[int, str]()
-    for line in log.decode(errors="replace").splitlines():
-        now = _after_line(now, parsed(line), digests, lost)
+    for line in log.splitlines():
+        now = _after_line(now, parsed(line, AnyLine), digests, lost)
     return now
 
 
-def _after_line(now: RoundLog, line: Mapping[str, Any], digests: dict[int, str], lost: Lost) -> RoundLog:
-    says, decision = line["says"], now.decision
+def _after_line(now: RoundLog, said: AnyLine, digests: dict[int, str], lost: Lost) -> RoundLog:
+    decision = now.decision
     if decision is None:
-        if says == "came":
-            came = came_of(line)
-            return now._replace(came={**now.came, came.worker: came})
-        closes = says == "closed" and holders(now.head, now.came)
+        if isinstance(said, Came):
+            return now._replace(came={**now.came, said.worker: said})
+        closes = isinstance(said, Closed) and holders(now.head, now.came)
         return now._replace(decision=decided(now.head, now.came, lost)) if closes else now
-    if says == "hands" and line["by"] == decision.source:
-        return now._replace(handed=typed(line, "bytes", int))
+    if isinstance(said, Hands) and said.worker == decision.source:
+        return now._replace(handed=said.bytes)
     if now.state != "open":
         return now
-    if says == "void":
-        return now._replace(state="void", why=typed(line, "why", str))
-    if says == "has" and line["by"] in decision.trainers:
-        digests[line["by"]] = typed(line, "digest", str)
-        return _voted(now._replace(owed={**now.owed, line["by"]: typed(line, "owed", float)}), decision, digests)
+    if isinstance(said, Void):
+        return now._replace(state="void", why=said.why)
+    if isinstance(said, Has) and said.worker in decision.trainers:
+        digests[said.worker] = said.digest
+        return _voted(now._replace(owed={**now.owed, said.worker: said.owed}), decision, digests)
     return now
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 
@@ -12,12 +13,15 @@ from gradwire.sync.elastic.heartbeat import Heartbeat
 from gradwire.sync.elastic.messages import (
     NO_COPY,
     Came,
+    Closed,
+    Hands,
+    Has,
     Head,
-    bytes_line,
-    came_line,
-    closed_line,
-    has_line,
-    void_line,
+    LogLine,
+    Void,
+    line_of,
+    parsed,
+    written,
 )
 from gradwire.sync.elastic.protocol import Lost, Needs, RoundLog, following, holders, may_close, read
 from gradwire.sync.elastic.store import reaching
@@ -58,7 +62,7 @@ class Rounds:
         self._lost: Lost = lost
         self._deadline_s, self._join_s = deadline_s, join_s
         with reaching():
-            store.compare_set(_NOW, "", Head().to_json())  # unless one is there
+            store.compare_set(_NOW, "", written(Head()))  # unless one is there
         self.head = self._newest()
 
     @property
@@ -68,7 +72,7 @@ class Rounds:
 
     def _newest(self) -> Head:
         with reaching():
-            return Head.from_json(self._store.get(_NOW))
+            return parsed(self._store.get(_NOW), Head)
 
     def now(self) -> RoundLog:
         """What the log says."""
@@ -76,10 +80,10 @@ class Rounds:
             log = self._store.compare_set(self.name, _ABSENT, _ABSENT)
         return read(self.head, b"" if log == _ABSENT.encode() else log, self._lost)
 
-    def append(self, line: str) -> None:
+    def append(self, said: LogLine) -> None:
         """Append a line to the log."""
         with reaching():
-            self._store.append(self.name, line)  # pyright: ignore[reportAttributeAccessIssue] - the stubs leave it out
+            self._store.append(self.name, line_of(said))  # pyright: ignore[reportAttributeAccessIssue] - the stubs leave it out
 
     # Steps of a round ---------------------------------------------------------------------------------------------
 
@@ -93,7 +97,7 @@ class Rounds:
             began = time.monotonic()
             self.head = self._newest()
             self._heartbeat.beat()
-            self.append(came_line(came))
+            self.append(came)
             closed = self._until(_is_closed, lambda now, began=began: self._close(now, came, began))
             if came.worker in closed.members:
                 return closed
@@ -103,7 +107,7 @@ class Rounds:
         """Close the list, if it may be; refuse to wait for ever."""
         waited, holds = time.monotonic() - began, came.copy == self.head.copy
         if holds and may_close(now.head, now.came, self._needs, self._heartbeat.alive, waited > self._deadline_s):
-            self.append(closed_line(came.worker))
+            self.append(Closed(came.worker))
             return
         is_late = waited > (self._deadline_s if holds else self._join_s)
         is_over = not holds and not self._holder_may_come(now)
@@ -130,15 +134,15 @@ class Rounds:
 
     def has(self, digest: str, owed: float) -> None:
         """Say that this trainer holds the mean."""
-        self.append(has_line(self._heartbeat.number, digest, owed))
+        self.append(Has(self._heartbeat.number, digest, min(sys.float_info.max, owed)))  # JSON has no infinity
 
     def give_up(self, why: str) -> None:
         """Make the round void, unless it is committed already."""
-        self.append(void_line(self._heartbeat.number, why))
+        self.append(Void(self._heartbeat.number, why[:500].encode(errors="replace").decode()))
 
     def announce_bytes(self, nbytes: int) -> None:
         """Say how much each newcomer is handed."""
-        self.append(bytes_line(self._heartbeat.number, nbytes))
+        self.append(Hands(self._heartbeat.number, nbytes))
 
     def outcome(self) -> RoundLog:
         """Wait until the round is committed or void."""
@@ -171,7 +175,7 @@ class Rounds:
         before, self.head = self.head, following(ended)
         with reaching():
             # Only from this round to the next: a worker that was asleep must not turn it back.
-            self._store.compare_set(_NOW, before.to_json(), self.head.to_json())
+            self._store.compare_set(_NOW, written(before), written(self.head))
             self._store.delete_key(f"round/{before.round - _KEPT}")
 
     def _until(self, done: Callable[[RoundLog], bool], meanwhile: Callable[[RoundLog], None]) -> RoundLog:

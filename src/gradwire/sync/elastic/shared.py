@@ -10,18 +10,18 @@ import torch
 from torch import Tensor, nn
 
 from gradwire.core.errors import StateError
-from gradwire.core.grain import ParameterSpec
 from gradwire.reducers.base import Reducer
 from gradwire.session.names import named, require_whole
 from gradwire.spec import as_method
 from gradwire.sync.buffers import persistent_buffers, require_alike
-from gradwire.sync.elastic.link import CPU
 from gradwire.sync.elastic.messages import NO_COPY
 from gradwire.sync.elastic.protocol import Decision
 from gradwire.sync.global_copy import GlobalCopy
 from gradwire.sync.outer import Mean, Outer
 
 VERSION = 1
+CPU = torch.device("cpu")
+"""Where global copies lie, and what travels."""
 
 
 @dataclass(frozen=True)
@@ -60,10 +60,6 @@ class SharedPart(NamedTuple):
 
     copy: GlobalCopy
     reducer: Reducer
-
-    def specs(self) -> list[ParameterSpec]:
-        """The tensors that travel, as they are planned."""
-        return [ParameterSpec(name, tuple(t.shape), t.dtype, CPU) for name, t in self.copy.copies.items()]
 
     def changes(self) -> dict[str, Tensor]:
         """What this worker's window has changed; new tensors."""

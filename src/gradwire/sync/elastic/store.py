@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import signal
 import threading
 from collections.abc import Callable, Generator, Sequence
@@ -14,6 +13,8 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from gradwire.core.errors import AttachError, CommunicationError, CompositionError
+from gradwire.core.version import VERSION
+from gradwire.sync.elastic.messages import parsed, written
 
 PORT = 29400
 CONNECT_S = 30.0
@@ -74,16 +75,20 @@ def connected(store: str | Store, run: str, connect_s: float = CONNECT_S) -> Sto
 
 
 def require_alike_run(store: Store, described: Sequence[str]) -> None:
-    """Refuse a worker whose settings or model are not those of the run, which its first worker has written down.
+    """Refuse a worker whose version, settings or model are not those of the run.
+
+    The first worker of a run writes them down: a line for gradwire's version, and then those of `described`.
 
     Raises:
         AttachError: with the first line that differs.
+        CommunicationError: something else was written there.
     """
+    mine = [f"gradwire {VERSION}", *described]
     with reaching():
-        said = json.loads(store.compare_set("run", "", json.dumps(list(described))))
-    for theirs, own in itertools.zip_longest(said, described, fillvalue="nothing"):
-        if theirs != own:
-            raise AttachError(f"this worker is not of this run, which has {theirs}, and this worker {own}")
+        theirs = parsed(store.compare_set("run", "", written(mine)), list[str])
+    for its, own in itertools.zip_longest(theirs, mine, fillvalue="nothing"):
+        if its != own:
+            raise AttachError(f"this worker is not of this run, which has {its}, and this worker {own}")
 
 
 @contextlib.contextmanager

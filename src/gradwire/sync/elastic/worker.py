@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from dataclasses import replace
 
 from torch import Tensor
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
-from gradwire.core.errors import CommunicationError
+from gradwire.core.errors import CommunicationError, StepError
+from gradwire.drivers.engine import Stats
+from gradwire.session.direct_lane import DirectLane
+from gradwire.session.report import Report
 from gradwire.sync.elastic.attempt import Attempt
 from gradwire.sync.elastic.handover import packed, unpacked
 from gradwire.sync.elastic.heartbeat import Heartbeat
-from gradwire.sync.elastic.link import Averages, GroupLine, WorkerLink, digest_of
+from gradwire.sync.elastic.link import GroupLine, WorkerLink, digest_of
 from gradwire.sync.elastic.messages import NO_COPY, Came
 from gradwire.sync.elastic.owed import Owed
 from gradwire.sync.elastic.protocol import Decision, RoundLog
@@ -26,32 +29,8 @@ _VOIDS = 8
 """After so many rounds in a row that came to nothing, the link is to blame and not the workers."""
 
 
-class WorkerSettings(NamedTuple):
-    """Of a worker.
-
-    Attributes:
-        seed: of all random choices, the same on every worker.
-        deadline_s: the patience of process groups.
-    """
-
-    seed: int
-    deadline_s: float
-
-
-class Held(NamedTuple):
-    """What a trainer has got in a round, and has not taken yet.
-
-    Attributes:
-        means: of each part, where it averages.
-        copy: the first global copy as a payload, where the run is founded.
-    """
-
-    means: Sequence[Mapping[str, Tensor]] = ()
-    copy: Tensor | None = None
-
-    def tensors(self) -> Sequence[Mapping[str, Tensor]]:
-        """What must be the same on all trainers."""
-        return self.means if self.copy is None else [{"copy": self.copy}]
+Held = Sequence[Mapping[str, Tensor]]
+"""What a trainer has got in a round, and has not taken yet: the means of each part, or the first global copy."""
 
 
 class ElasticWorker:
@@ -65,8 +44,9 @@ class ElasticWorker:
         heartbeat: who is alive.
         rounds: those of the run.
         shared: what all workers have alike.
-        settings: see there.
         owed: what this worker owes from the beginning on.
+        seed: of all random choices, the same on every worker.
+        deadline_s: the patience of process groups.
 
     Attributes:
         shared: see there.
@@ -78,24 +58,37 @@ class ElasticWorker:
         heartbeat: Heartbeat,
         rounds: Rounds,
         shared: SharedModel,
-        settings: WorkerSettings,
         owed: Owed,
+        seed: int,
+        deadline_s: float,
     ) -> None:
         self._store, self._heartbeat, self._rounds, self.shared = store, heartbeat, rounds, shared
-        self._settings, self._owed = settings, owed
+        self._owed, self._seed, self._deadline_s = owed, seed, deadline_s
         self._link: WorkerLink | None = None
-        self._transfer = Transfer(store, heartbeat, rounds, settings.deadline_s)
-        self._retired_bytes = 0
+        self._transfer = Transfer(store, heartbeat, rounds, deadline_s)
+        self._earlier = Stats()
 
     @property
     def number(self) -> int:
         """The number of this worker."""
         return self._heartbeat.number
 
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes that were sent for averages."""
-        return self._retired_bytes + (self._link.sent_bytes if self._link else 0)
+    def stats(self) -> Stats:
+        """Bytes and times of all averages so far, among whatever workers."""
+        return Stats.summed([self._earlier, self._link.stats()]) if self._link else replace(self._earlier)
+
+    def report(self, workers: Sequence[int]) -> Report:
+        """What averages cost among these workers.
+
+        Raises:
+            StepError: nothing was averaged among them yet.
+        """
+        if self._link is None or self._link.workers != tuple(workers):
+            raise StepError(
+                "a report is of averages among the same workers, and there was none yet among those of now: ask after "
+                "the next window, or look at stats(), which counts all averages"
+            )
+        return self._link.report()
 
     @property
     def handed_bytes(self) -> int:
@@ -133,10 +126,10 @@ class ElasticWorker:
 
     def _train(self, decision: Decision, steps: int) -> RoundLog:
         """Get what the round is about with the other trainers; change nothing unless all of them hold it."""
-        held = Held()
+        held: Held = ()
         try:
             held = self._held(decision)
-            self._rounds.has(digest_of(held.tensors()), self._norm() if held.means else 0.0)
+            self._rounds.has(digest_of(held), self._norm() if decision.kind == "average" else 0.0)
         except CommunicationError as error:
             self._rounds.give_up(str(error))
         except BaseException as error:
@@ -152,16 +145,17 @@ class ElasticWorker:
 
     def _held(self, decision: Decision) -> Held:
         if decision.kind == "average":
-            return Held(means=self._means(decision))
-        return Held(copy=self._first_copy(decision)) if decision.kind == "founding" else Held()
+            return self._means(decision)
+        return [{"copy": self._first_copy(decision)}] if decision.kind == "founding" else ()
 
     def _take(self, held: Held, decision: Decision, steps: int) -> None:
         """The round is committed: begin the next window, and hand over what others need for theirs."""
-        if held.copy is not None and self.number != decision.source:
-            self._take_up(held.copy)
-        if held.means and self._link is not None:
-            self._link.keep()
-        self.shared.move_(held.means, decision, steps)
+        if decision.kind == "founding" and self.number != decision.source:
+            self._take_up(held[0]["copy"])
+        means = held if decision.kind == "average" else ()
+        if means and self._link is not None:
+            self._link.keep(steps)
+        self.shared.move_(means, decision, steps)
         self._hand_owed(decision)
         if self.number == decision.source and decision.newcomers:
             self._transfer.give_copy(self._packed(), decision.newcomers)
@@ -209,15 +203,12 @@ class ElasticWorker:
         return now.state == "open" and now.decision is not None  # else the log was deleted while this worker was asleep
 
     def _linked(self, line: GroupLine, name: str, decision: Decision, owed: Owed) -> WorkerLink:
-        transport = line.connected(self._store, name, decision.trainers, self.number, self._settings.deadline_s)
-        averages = [
-            Averages(transport, part.specs(), part.reducer, self._settings.seed, Owed() if i else owed)
-            for i, part in enumerate(self.shared.parts)
-        ]
-        return WorkerLink(transport, decision.trainers, averages)
+        transport = line.connected(self._store, name, decision.trainers, self.number, self._deadline_s)
+        lane = DirectLane(transport.group, self._store, name, self._deadline_s)
+        return WorkerLink(transport, decision.trainers, lane, self.shared, self._seed, owed)
 
     def _norm(self) -> float:
-        return self._link.averages[0].norm() if self._link else 0.0
+        return self._link.norm() if self._link else 0.0
 
     def _unlink(self) -> None:
         """Let go of the connections; keep what is owed."""
@@ -225,8 +216,8 @@ class ElasticWorker:
             return
         self._link.close()
         self._link.forget()
-        self._owed = self._link.averages[0].owed()
-        self._retired_bytes += self._link.sent_bytes
+        self._owed = self._link.owed()
+        self._earlier = self.stats()
         self._link = None
 
     def _hand_owed(self, decision: Decision) -> None:
@@ -236,7 +227,7 @@ class ElasticWorker:
             return
         if self.number not in (heir, *decision.leaving):
             return
-        mine = link.averages[0].owed().tensors()
+        mine = link.owed().tensors()
         if not mine:
             return
         if self.number in decision.leaving:
@@ -273,7 +264,7 @@ class ElasticWorker:
 
     def owed(self) -> Owed:
         """What this worker owes."""
-        return self._link.averages[0].owed() if self._link else self._owed
+        return self._link.owed() if self._link else self._owed
 
     def close(self) -> None:
         """Let go of the connections."""

@@ -12,10 +12,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gradwire import kernels
+from gradwire.core.checked import facts
 from gradwire.core.collective import AllReduce
 from gradwire.core.errors import AttachError, CompositionError, StateError, StepError
 from gradwire.core.grain import Grain
 from gradwire.core.program import Program
+from gradwire.core.record import Count
 from gradwire.core.saved import Loaded
 from gradwire.core.state import State
 from gradwire.drivers.engine import Stats
@@ -371,7 +373,8 @@ class Gossip(ReportOfSession):
         self.session.__exit__(kind, error, trace)
 
 
-_BODY: Mapping[str, type] = {"steps": int, "since": int, "synced": int, "session": Mapping, "buffers": Mapping}
+_Kept = dict[Any, Any]
+_BODY = facts({"steps": Count, "since": Count, "synced": Count, "session": _Kept, "buffers": _Kept})
 
 
 def _without_limit(schedule: Schedule) -> Schedule:

@@ -1,0 +1,3 @@
+"""The version of gradwire, for those who write it into what travels."""
+
+VERSION = "0.3.0.dev0"
