@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from elastic_runs import OVER
 from gradwire import CommunicationError
 from gradwire.spec import as_method
 from gradwire.sync.elastic import heartbeat as pulse_module
@@ -218,6 +219,38 @@ class Table:
         return self.values.get(key, expected.encode())
 
 
+class LateTable(Table):
+    """A store some of whose calls are late: on their way to it, or as it replies.
+
+    Args:
+        seed: of which ones, and how late.
+        share: of the calls, each way.
+        late_s: at most.
+    """
+
+    def __init__(self, seed: int, share: float, late_s: float) -> None:
+        super().__init__()
+        self._draw, self._share, self._late_s = random.Random(seed), share, late_s
+
+    def delay(self) -> None:
+        if self._draw.random() < self._share:
+            _mine.thread.pause(self._draw.uniform(0, self._late_s))
+
+
+def _late_call(name: str) -> Callable[..., Any]:
+    def call(table: LateTable, *arguments: Any) -> Any:
+        table.delay()
+        reply = getattr(Table, name)(table, *arguments)
+        table.delay()
+        return reply
+
+    return call
+
+
+for _name in ("get", "set", "check", "multi_get", "add", "append", "delete_key", "compare_set"):
+    setattr(LateTable, _name, _late_call(_name))
+
+
 class _Time:
     """Stands for `time`."""
 
@@ -347,17 +380,28 @@ class VirtualRun:
         windows: how many the run is to have.
         deeds: who is stopped and killed, and where.
         begin_with: how many found it.
+        table: the store.
+        anew_s: of those that are killed, one after the other: how soon another one is started in its place.
 
     Attributes:
-        players: the workers.
+        players: the workers, and those that were started anew.
     """
 
     def __init__(
-        self, seed: int, workers: int, windows: int, deeds: Sequence[Stop | Kill] = (), begin_with: int = 1
+        self,
+        seed: int,
+        workers: int,
+        windows: int,
+        deeds: Sequence[Stop | Kill] = (),
+        begin_with: int = 1,
+        *,
+        table: Table | None = None,
+        anew_s: Sequence[float] = (),
     ) -> None:
         self._begin_with = begin_with
         self.players = [Player(number) for number in range(workers)]
-        self._turns, self._table, self._windows, self._deeds = Turns(seed), Table(), windows, list(deeds)
+        self._turns, self._table, self._windows, self._deeds = Turns(seed), table or Table(), windows, list(deeds)
+        self._anew_s, self._due = list(anew_s), list[tuple[float, int]]()
 
     def play(self) -> VirtualRun:
         """Go through it.
@@ -370,9 +414,9 @@ class VirtualRun:
             patch.setattr(pulse_module, "threading", _Threads(self._turns))
             patch.setattr(pulse_module, "atexit", _Exits())
             for player in self.players:
-                Turning(self._turns, player, lambda player=player: self._body(player), is_main=True)
+                self._begin(player)
             try:
-                while not all(player.is_over for player in self.players):
+                while self._due or not all(player.is_over for player in self.players):
                     assert self._turns.now_s < LONGEST_S, (
                         f"hangs: {[(each.turns, each.windows, each.error) for each in self.players]}"
                     )
@@ -382,9 +426,20 @@ class VirtualRun:
                 self._turns.end()
         return self
 
+    def _begin(self, player: Player) -> None:
+        Turning(self._turns, player, lambda: self._body(player), is_main=True)
+
+    def _begin_anew(self) -> None:
+        """Start workers in the place of those that were killed."""
+        for due in [due for due in self._due if due[0] <= self._turns.now_s]:
+            self._due.remove(due)
+            self.players.append(Player(due[1]))
+            self._begin(self.players[-1])
+
     def _act(self) -> None:
-        """Stop, continue and kill."""
+        """Stop, continue, kill, and start anew."""
         now = self._turns.now_s
+        self._begin_anew()
         for player in self.players:
             others = [each for each in self.players if each is not player]
             left_alone = all(each.is_over or each.stopped_until is not None for each in others)
@@ -398,6 +453,8 @@ class VirtualRun:
                 self._deeds.remove(deed)
                 if isinstance(deed, Kill):
                     player.killed = not player.is_over
+                    if player.killed and self._anew_s:
+                        self._due.append((now + self._anew_s.pop(0), player.number))
                 elif not player.is_over:
                     player.stopped_until = float("inf") if deed.for_s is None else now + deed.for_s
 
@@ -469,3 +526,41 @@ def check(run: VirtualRun, refused: str) -> Counter[str]:
     assert results or all(player.error or player.killed for player in run.players)
     kinds = [("killed", "refused", "finished")[2 if p.result else 1 if p.error else 0] for p in run.players]
     return Counter(kinds)
+
+
+class Drawn(NamedTuple):
+    """What came of a run that a seed drew.
+
+    Attributes:
+        counts: how workers ended, and what happened to them.
+    """
+
+    counts: Counter[str]
+
+
+def drawn_run(seed: int) -> VirtualRun:
+    """A short run whose workers are stopped, continued, killed and started anew; some calls of their store are late.
+
+    Args:
+        seed: of all of it.
+    """
+    draw = random.Random(f"elastic {seed}")
+    workers, windows = draw.randint(2, 3), draw.randint(3, 6)
+    chosen = draw.sample(range(workers), draw.randint(1, workers))
+    times = (0.2, LOST_AFTER_S + 1.0, 10.0, None)
+    stops = [Stop(each, draw.randint(1, 20 * windows), draw.choice(times)) for each in chosen if draw.random() < 0.7]
+    kills = [Kill(each, draw.randint(1, 20 * windows)) for each in range(workers) if draw.random() < 0.3]
+    table = LateTable(seed, draw.choice((0.0, 0.05)), 0.5)
+    anew_s = [draw.uniform(0.0, 6.0) for _ in kills if draw.random() < 0.7]
+    return VirtualRun(seed, workers, windows, [*stops, *kills], table=table, anew_s=anew_s)
+
+
+def check_drawn(seed: int) -> Drawn:
+    """Run what a seed draws.
+
+    Raises:
+        AssertionError: workers differ, a finished run has two results, or it hangs.
+    """
+    run = drawn_run(seed)
+    counts = check(run.play(), OVER)
+    return Drawn(counts + Counter(windows=sum(len(player.windows) for player in run.players)))

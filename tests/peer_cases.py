@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import closing, contextmanager
 from typing import Any
 
@@ -179,9 +179,3 @@ def frame(number: int, packed: bytes, length: int | None = None) -> bytes:
     """A frame as the wire has it, written here once more."""
     head = (len(packed) if length is None else length).to_bytes(8, "little") + number.to_bytes(8, "little")
     return head + packed
-
-
-def wait_for(what: Callable[[], object], deadline_s: float = DEADLINE_S) -> None:
-    from scripts import wait_for
-
-    wait_for(lambda: bool(what()), deadline_s)

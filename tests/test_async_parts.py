@@ -23,11 +23,15 @@ from gradwire.asynchronous.several import (
     JournalRow,
     PartedWorker,
     PartServer,
+    ServerWatch,
     WorkerClient,
     named_parts,
     server_of,
 )
+from gradwire.asynchronous.several.journal import history
 from gradwire.asynchronous.several.messages import (
+    AnyRequest,
+    Failed,
     Gone,
     Granted,
     Hello,
@@ -39,6 +43,7 @@ from gradwire.asynchronous.several.messages import (
 )
 from gradwire.codecs import QSGD, TopK
 from gradwire.peers.local import LocalConnections
+from gradwire.peers.protocol import Reply, Served
 
 Heard = list[Any]
 
@@ -377,6 +382,38 @@ def test_a_row_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
     journal = Journal(path)
     journal.add(row._replace(version=4))
     assert Journal(path).rows() == [row, row._replace(version=4)]
+
+
+def test_a_journal_that_begins_late_has_a_history_too() -> None:
+    """Its server went on from a snapshot of version 0.2, which kept no journal, and was restored later on."""
+    rows = [JournalRow(0.0, life, 0, version, version, 0, 0.0) for life, version in ((1, 7), (1, 8), (1, 9), (2, 8))]
+    assert [(row.life, row.version) for row in history(rows, version=9)] == [(1, 7), (2, 8)]
+    assert [(row.life, row.version) for row in history(rows[:3], version=9)] == [(1, 7), (1, 8)]
+
+
+# Watching -------------------------------------------------------------------------------------------------------
+
+
+class Broke(Served):
+    """A server that can go on no more."""
+
+    requests = AnyRequest
+
+    def ask(self, request: Any, reply: Reply) -> None:
+        reply(Failed("OSError: no space left on device"))
+
+
+def test_a_server_that_fails_is_said_whenever_it_is_asked() -> None:
+    watch = ServerWatch(job_of(), LocalConnections([PartServer(job_of(), 0, 2), Broke()]), missed)
+    with pytest.raises(CommunicationError, match="server 1 fails: OSError: no space left on device"):
+        watch.poll([], 1.0)
+    watch = ServerWatch(job_of(), LocalConnections([PartServer(job_of(), 0, 2), Broke()]), missed)
+    with pytest.raises(CommunicationError, match="server 1 fails: OSError: no space left on device"):
+        watch.finish()
+
+
+def missed(server: int, error: Exception) -> None:
+    raise AssertionError
 
 
 # Clients --------------------------------------------------------------------------------------------------------

@@ -241,11 +241,6 @@ def kept_otherwise() -> dict[str, tuple[Callable[[nn.Module], Any], str]]:
     """What `save` and `load` refuse, and what they say to do."""
     return {
         "elastic": (lambda model: gradwire.sync.Elastic(model, store=group_store()), "begin again with resume="),
-        "asgd": (
-            lambda model: gradwire.asynchronous.AsynchronousOptimizer(plain(model), model, address="127.0.0.1"),
-            r"call finish\(\) on all ranks",
-        ),
-        "hogwild": (lambda model: gradwire.asynchronous.HogwildOptimizer(plain(model), model), "each rank's inner"),
         "post-local": (
             lambda model: PostLocalSGDOptimizer(plain(model), PeriodicModelAverager(2)),
             r"state_dict\(\) is all there is",

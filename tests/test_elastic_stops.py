@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch.distributed as dist
 
 import elastic_schedule
 from elastic_runs import OVER, Crew, Stop, stop_of, stopped_run_of, until
-from elastic_schedule import LOST_AFTER_S, Kill, VirtualRun, check, stops_of
+from elastic_schedule import LOST_AFTER_S, Kill, VirtualRun, check, check_drawn, stops_of
 from elastic_schedule import Stop as Pause
 from gradwire import CommunicationError
 from gradwire.sync.elastic.heartbeat import Heartbeat
@@ -47,6 +48,14 @@ def test_workers_that_are_stopped_anywhere_never_differ(seed: int) -> None:
 def test_a_hundred_runs_never_fork(first: int) -> None:
     for seed in range(first, first + 20):
         check(VirtualRun(seed, 3, 12, stops_of(seed, 3, 200)).play(), OVER)
+
+
+@pytest.mark.parametrize("first", range(0, 100, 50))
+def test_workers_at_a_slow_store_that_are_killed_and_started_anew_never_differ(first: int) -> None:
+    ends: Counter[str] = Counter()
+    for seed in range(first, first + 50):
+        ends += check_drawn(seed).counts
+    assert min(ends["finished"], ends["killed"], ends["refused"]) > 0
 
 
 @pytest.mark.parametrize("point", range(1, 60, 2))

@@ -18,6 +18,7 @@ import gradwire
 PACKAGE = Path(gradwire.__file__).parent
 FLOORS = (
     ("core",),
+    ("peers",),
     ("kernels",),
     ("codecs",),
     ("reducers",),
@@ -26,7 +27,6 @@ FLOORS = (
     ("sending",),
     ("drivers",),
     ("session",),
-    ("peers",),
     ("federated", "sync"),
     ("asynchronous",),
     ("catalogue",),

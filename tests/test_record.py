@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pickle
 from collections.abc import Callable
@@ -11,11 +12,10 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gradwire import GradwireError
 from gradwire.core.errors import RecordError
 from gradwire.core.record import ALIGNMENT, Bytes, Count, Doubles, Floats, Record, memory, pack, pieces, unpack
 
@@ -39,6 +39,10 @@ class Whole(Record, frozen=True, tag=True):
 
 class Other(Record, frozen=True, tag=True):
     number: Count
+
+
+class Third(Record, frozen=True, tag=True):
+    raw: Bytes
 
 
 def vectors(dtype: torch.dtype) -> st.SearchStrategy[Tensor]:
@@ -85,6 +89,12 @@ def rewritten(packed: bytes, change: Callable[[dict[str, Any]], object]) -> byte
     return len(table).to_bytes(8, "little") + table + packed[start : start + begin] + plain
 
 
+def tensor_of(packed: bytes | memoryview) -> Tensor:
+    """Its bytes, in their place where they may be written to."""
+    writable = bytearray(packed) if isinstance(packed, bytes) else packed
+    return torch.frombuffer(writable, dtype=torch.uint8)
+
+
 # What was packed ----------------------------------------------------------------------------------------------------
 
 
@@ -93,12 +103,7 @@ def test_what_was_packed_is_unpacked(record: Whole) -> None:
     """Bit by bit: also NaN, infinities and zeros of either sign."""
     packed = pack(record)
     for kind in (Whole, Other | Whole):
-        for form in (
-            packed,
-            bytearray(packed),
-            memoryview(packed),
-            torch.frombuffer(bytearray(packed), dtype=torch.uint8),
-        ):
+        for form in (packed, bytearray(packed), memoryview(packed), tensor_of(packed)):
             assert pack(unpack(form, kind)) == packed
 
 
@@ -108,11 +113,7 @@ def test_pieces_are_what_is_packed_and_tensors_are_not_copied(record: Whole) -> 
     assert b"".join(parts) == pack(record)
     if record.values.numel():
         assert memory(record.values) in parts
-        places = [
-            torch.frombuffer(part, dtype=torch.uint8).data_ptr()
-            for part in parts
-            if isinstance(part, memoryview) and len(part)
-        ]
+        places = [tensor_of(part).data_ptr() for part in parts if isinstance(part, memoryview) and len(part)]
         assert record.values.data_ptr() in places
 
 
@@ -124,7 +125,7 @@ def test_tensors_are_aligned(record: Whole) -> None:
 
 
 def test_the_first_tensor_of_a_received_record_lies_where_it_came() -> None:
-    buffer = torch.frombuffer(bytearray(PACKED), dtype=torch.uint8).clone()
+    buffer = tensor_of(PACKED).clone()
     found = unpack(buffer, Whole)
     assert buffer.data_ptr() < found.inner.raw.data_ptr() < buffer.data_ptr() + len(PACKED)
 
@@ -158,7 +159,7 @@ def test_a_field_that_is_missing_is_named(field: str) -> None:
 
 
 def test_a_field_too_many_is_named() -> None:
-    with pytest.raises(RecordError, match="no Whole: .*unknown field `more`"):
+    with pytest.raises(RecordError, match=r"no Whole: .*unknown field `more`"):
         unpack(rewritten(PACKED, lambda fields: fields.update(more=1)), Whole)
     with pytest.raises(RecordError, match=r"no Whole: .*unknown field `more` - at `\$.inner`"):
         unpack(rewritten(PACKED, lambda fields: fields["inner"].update(more=1)), Whole)
@@ -206,18 +207,14 @@ def test_another_record_is_refused() -> None:
     with pytest.raises(RecordError, match="no Whole: Invalid value 'Other'"):
         unpack(pack(Other(1)), Whole)
     with pytest.raises(RecordError, match="no record: Invalid value 'Whole'"):
-        unpack(PACKED, Other | Inner_)
+        unpack(PACKED, Other | Third)
 
 
-class Inner_(Record, frozen=True, tag=True):
-    raw: Bytes
-
-
-@pytest.mark.parametrize("length", range(len(PACKED)))
-def test_what_was_cut_off_is_refused(length: int) -> None:
-    for form in (PACKED[:length], bytearray(PACKED[:length])):
-        with pytest.raises(RecordError):
-            unpack(form, Whole)
+def test_what_was_cut_off_is_refused() -> None:
+    for length in range(len(PACKED)):
+        for form in (PACKED[:length], bytearray(PACKED[:length])):
+            with pytest.raises(RecordError):
+                unpack(form, Whole)
 
 
 def test_what_is_longer_is_refused() -> None:
@@ -225,18 +222,14 @@ def test_what_is_longer_is_refused() -> None:
         unpack(PACKED + b" ", Whole)
 
 
-@given(st.lists(st.tuples(st.integers(0, 8 * len(PACKED) - 1)), min_size=1, max_size=4))
-def test_flipped_bits_are_refused_or_change_a_value(flips: list[tuple[int]]) -> None:
+@settings(max_examples=200)
+@given(st.lists(st.integers(0, 8 * len(PACKED) - 1), min_size=1, max_size=4))
+def test_flipped_bits_are_refused_or_change_a_value(bits: list[int]) -> None:
     damaged = bytearray(PACKED)
-    for (bit,) in flips:
+    for bit in bits:
         damaged[bit // 8] ^= 1 << bit % 8
-    try:
-        found = unpack(damaged, Whole)
-    except RecordError as error:
-        assert isinstance(error, GradwireError)
-        assert len(str(error)) < 500
-    else:
-        assert isinstance(found, Whole)
+    with contextlib.suppress(RecordError):
+        assert isinstance(unpack(damaged, Whole), Whole)
 
 
 @given(st.binary(max_size=200))
@@ -250,15 +243,14 @@ def test_a_header_of_any_depth_and_any_length_is_refused() -> None:
     for length, header in ((len(deep), deep), (2**64 - 1, b"{}"), (2**63, b"{}"), (0, b"")):
         with pytest.raises(RecordError):
             unpack(length.to_bytes(8, "little") + header, Whole)
-    with pytest.raises(RecordError):
-        unpack(rewritten(PACKED, lambda fields: fields.update(counts=nested(5000))), Whole)
 
 
-def nested(depth: int) -> Any:
-    found: Any = []
-    for _ in range(min(depth, 500)):
-        found = [found]
-    return found
+def test_fields_of_any_depth_are_refused() -> None:
+    plain = b"\x91" * 100_000 + b"\x90"  # lists of one list
+    table = json.dumps({"fields": {"dtype": "U8", "shape": [len(plain)], "data_offsets": [0, len(plain)]}}).encode()
+    for kind in (Whole, list[Any]):
+        with pytest.raises(RecordError):
+            unpack(len(table).to_bytes(8, "little") + table + plain, kind)
 
 
 class Executed:

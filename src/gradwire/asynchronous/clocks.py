@@ -20,13 +20,15 @@ class Phase(IntEnum):
     COMPUTING = 2
     DEAD = 3
     """Nobody waits for it."""
+    PAUSED = 4
+    """Nobody waits for it. It has left a grant unused, and gets another one when it comes back."""
 
 
 class Clocks:
     """Completed steps of each worker, under a pace.
 
-    Only living workers count for the slowest. All are expected at first, so that nobody runs ahead of those that start
-    late.
+    Only living workers that are not paused count for the slowest. All are expected at first, so that nobody runs ahead
+    of those that start late.
 
     >>> from gradwire.asynchronous.pace import Bounded
     >>> clocks = Clocks(2, Bounded(0))
@@ -45,16 +47,21 @@ class Clocks:
 
     @property
     def slowest(self) -> int:
-        """The fewest steps that any living worker has completed; 0 where none is alive."""
-        living = [n for n, phase in zip(self.completed, self.phases, strict=True) if phase is not Phase.DEAD]
-        return min(living, default=0)
+        """The fewest steps that any worker has completed that is here; 0 where none is."""
+        return min((self.completed[worker] for worker in self.here), default=0)
+
+    @property
+    def here(self) -> list[int]:
+        """Workers that count for the slowest: neither dead nor paused."""
+        away = (Phase.DEAD, Phase.PAUSED)
+        return [worker for worker, phase in enumerate(self.phases) if phase not in away]
 
     def expect(self, worker: int) -> int:
         """A worker is on its way, so others wait for it; return its clock.
 
         One that was dead goes on at the clock of the slowest, so that no one is held.
         """
-        if self.phases[worker] is Phase.DEAD and any(phase is not Phase.DEAD for phase in self.phases):
+        if self.phases[worker] is Phase.DEAD and self.here:
             self.completed[worker] = self.slowest
         self.phases[worker] = Phase.EXPECTED
         return self.completed[worker]
@@ -80,8 +87,16 @@ class Clocks:
         """A worker is dead: it counts no more."""
         self.phases[worker] = Phase.DEAD
 
+    def pause(self, worker: int) -> None:
+        """A worker does not use its grant now: it counts no more until it is back, at the clock that it has."""
+        self.phases[worker] = Phase.PAUSED
+
+    def resume(self, worker: int) -> None:
+        """A worker that was paused computes, whatever the pace says: it was let go before."""
+        self.phases[worker] = Phase.COMPUTING
+
     def disconnect(self) -> None:
-        """All that live must join again; until they do, others wait for them."""
+        """All that live must join again; until they do, others wait for them, also for those that were paused."""
         self.phases = [phase if phase is Phase.DEAD else Phase.EXPECTED for phase in self.phases]
 
     def freed(self) -> list[int]:

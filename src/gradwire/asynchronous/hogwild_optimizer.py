@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import secrets
 import socket
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,9 +16,11 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from gradwire.asynchronous.names import Names
+from gradwire.asynchronous.standing_still import RunWithoutSession, StandingStill
 from gradwire.asynchronous.together import together
 from gradwire.asynchronous.unwaiting import UnwaitingOptimizer
-from gradwire.core.errors import AttachError, StepError
+from gradwire.core.errors import AttachError, StateError, StepError
+from gradwire.core.saved_schema import is_count
 from gradwire.session.names import named, require_whole
 from gradwire.sync.alike import require_same_start
 from gradwire.sync.global_copy import not_finite
@@ -34,6 +36,9 @@ class HogwildOptimizer(UnwaitingOptimizer):
     them move as far as one synchronous step of the mean, and learning rates need no change. Nothing is sent. Each
     rank's optimizer has a state of its own. What is atomic and what is not is said at
     `gradwire.asynchronous.processes.hogwild`; it is for sparse updates, which seldom meet.
+
+    `gradwire.save` and `gradwire.load` keep the shared parameters, each rank's steps and its inner optimizer's state;
+    buffers are kept by your own checkpoint. Ranks call them when they get there, and meet (`standing_still`).
 
     Args:
         inner: the optimizer of this rank. From now on only this one steps it.
@@ -72,7 +77,8 @@ class HogwildOptimizer(UnwaitingOptimizer):
         values, self._counts = self._mapped(names.flat(self._parameters), dist.get_world_size(group))
         for name, shared in names.named(values).items():
             self._parameters[name].data = shared
-        self._is_open = True
+        self._shared = _SharedState(values, self._counts, self.rank)
+        self._run = RunWithoutSession.of(model, self.described())
 
     def _require_one_machine(self) -> None:
         machines = {str(name) for name in self._together.gather(_machine())}
@@ -105,7 +111,7 @@ class HogwildOptimizer(UnwaitingOptimizer):
             StepError: after `finish` or `close`, a gradient that is not finite, or a parameter that requires gradients
                 and did not when this was made; the model is as it was then.
         """
-        if not self._is_open:
+        if not self._run.is_open:
             raise StepError("this optimizer has finished: make a new one to go on from the model as it is")
         return super().step(closure)
 
@@ -163,11 +169,21 @@ class HogwildOptimizer(UnwaitingOptimizer):
         """What this is, in a line."""
         return f"{type(self.inner).__name__} on shared memory"
 
-    kept_by: ClassVar[str] = (
-        "ranks step the model that they share without waiting for each other; call finish() on all ranks, save the "
-        "model and each rank's inner optimizer's state, and make a new one to go on"
-    )
-    """What `gradwire.save` and `gradwire.load` say of it."""
+    @contextlib.contextmanager
+    def standing_still(self, call: str) -> Generator[StandingStill]:
+        """In a `with` block all ranks have met, and none steps. `gradwire.save` and `gradwire.load` call it.
+
+        Raises:
+            StateError: it has finished.
+            CommunicationError: a rank that does not come.
+        """
+        if not self._run.is_open:
+            raise StateError(f"{call}: this optimizer has finished; save and load before finish() and close()")
+        self.require_planned()
+        ranks = self._together.during(call, StateError)
+        ranks.gather("stands still")
+        yield StandingStill(self.inner, self._run, ranks, self.version, "on shared memory", {}, self._shared)
+        self._share()
 
     def finish(self) -> None:
         """End training on all ranks, each of which calls this: afterwards each has a copy of its own of one model.
@@ -182,7 +198,36 @@ class HogwildOptimizer(UnwaitingOptimizer):
 
     def close(self) -> None:
         """End the steps of this rank."""
-        self._is_open = False
+        self._run.is_open = False
+
+
+class _CheckedShared(NamedTuple):
+    made: int
+    values: Tensor | None
+
+
+class _SharedState:
+    """What a rank saves of the shared memory: its own steps, and rank 0 the parameters."""
+
+    def __init__(self, values: Tensor, counts: Tensor, rank: int) -> None:
+        self._values, self._counts, self._rank = values, counts, rank
+
+    def state_dict(self) -> dict[str, Any]:
+        values = {"values": self._values.clone()} if self._rank == 0 else {}
+        return {"count": int(self._counts[self._rank]), **values}
+
+    def checked(self, saved: Mapping[str, Any]) -> _CheckedShared:
+        count, values = saved.get("count"), saved.get("values")
+        if not is_count(count) or (self._rank == 0) != isinstance(values, Tensor):
+            raise StateError("the save does not say what ranks shared, and how many steps each has made: it is damaged")
+        if values is not None and (values.shape, values.dtype) != (self._values.shape, self._values.dtype):
+            raise StateError(f"the saved parameters have {tuple(values.shape)} {values.dtype}: another model's")
+        return _CheckedShared(saved["count"], values)
+
+    def take_up(self, checked: _CheckedShared) -> None:
+        self._counts[self._rank] = checked.made
+        if checked.values is not None:
+            self._values.copy_(checked.values)
 
 
 def _machine() -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import socket
 import time
+from collections.abc import Generator
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -18,16 +20,18 @@ from typing_extensions import override
 from gradwire.asynchronous.job import Job
 from gradwire.asynchronous.lengths import Fixed, Length
 from gradwire.asynchronous.names import Names
+from gradwire.asynchronous.own_part import OwnPart
 from gradwire.asynchronous.pace import Free, Pace
 from gradwire.asynchronous.remote_servers import GrantedValues, RemoteServers
 from gradwire.asynchronous.rules import ASGD, ServerRule
 from gradwire.asynchronous.several.messages import ServerReply
 from gradwire.asynchronous.several.part_server import PartServer
 from gradwire.asynchronous.several.worker import PartedWorker
+from gradwire.asynchronous.standing_still import RunWithoutSession, StandingStill
 from gradwire.asynchronous.together import together
 from gradwire.asynchronous.unwaiting import UnwaitingOptimizer
 from gradwire.asynchronous.work import Work
-from gradwire.core.errors import CommunicationError, StepError
+from gradwire.core.errors import CommunicationError, StateError, StepError
 from gradwire.core.version import VERSION
 from gradwire.peers import greeting
 from gradwire.peers.sockets import SILENT_S, SocketConnections, SocketServer
@@ -60,8 +64,10 @@ class AsynchronousOptimizer(UnwaitingOptimizer):
     pushes move as far as one synchronous step of the mean.
 
     Buffers, such as running statistics, are not pushed: each rank has its own. A rank that ends takes its part with it,
-    and all others raise; `gradwire.asynchronous.processes` and Ray are for workers that come and go. A checkpoint is
-    the model after `finish` and the inner optimizer's state: servers' memory and what codecs owe begin anew.
+    and all others raise; `gradwire.asynchronous.processes` and Ray are for workers that come and go.
+
+    `gradwire.save` and `gradwire.load` keep what the servers have, what ranks owe them, and inner optimizers' states;
+    buffers are kept by your own checkpoint. Ranks call them when they get there, and meet (`standing_still`).
 
     Args:
         inner: the optimizer of this rank. From now on only this one steps it.
@@ -125,18 +131,20 @@ class AsynchronousOptimizer(UnwaitingOptimizer):
             patience_s=deadline_s,
             silent_s=min(SILENT_S, deadline_s),
         )
-        settings = f"{job.rule!r}, {pace!r}, {length!r}, {job.sending!r}, seed {seed}"
+        settings = f"{job.rule!r}, {job.pace!r}, {job.length!r}, {job.sending!r}, seed {seed}"
         require_same_start(f"{settings}, gradwire {VERSION}", self._parameters, self._together)
-        self._host, self._servers = self._connected(job, address)
+        self._host, self._servers, self._part = self._connected(job, address)
         parts = [pusher.names for pusher in self._servers.worker.pushers]
         job.sending.warm_up(torch.empty(part.numel, dtype=part.dtype) for part in parts)
         self._described = f"{type(inner).__name__} pushed by {settings}"
-        self._is_open = self._steps = True
+        self._settings = {name: repr(getattr(job, name)) for name in ("rule", "pace", "length", "sending", "seed")}
+        self._run = RunWithoutSession.of(model, self._described, seed)
+        self._steps = True
         granted = self._servers.join()
         self._together.gather("has joined")  # whoever joined later would begin with what the others have pushed by then
         self._pull(granted)
 
-    def _connected(self, job: Job, address: str | None) -> tuple[SocketServer, RemoteServers]:
+    def _connected(self, job: Job, address: str | None) -> _Ends:
         """This rank's server, and its side of the servers of all ranks."""
         secret = bytes.fromhex(self._together.gather(secrets.token_hex(greeting.SECRET_BYTES))[0])
         served = PartServer(job, self.rank, self.world_size)
@@ -160,7 +168,8 @@ class AsynchronousOptimizer(UnwaitingOptimizer):
         except BaseException:
             host.close()
             raise
-        return host, RemoteServers(worker, connections, self.deadline_s)
+        servers = RemoteServers(worker, connections, self.deadline_s)
+        return _Ends(host, servers, OwnPart(host, served.server, servers, self.deadline_s))
 
     # Steps -------------------------------------------------------------------------------------------------------
 
@@ -178,10 +187,14 @@ class AsynchronousOptimizer(UnwaitingOptimizer):
     def after_step(self) -> None:
         """Push, if enough local steps were made."""
         self._since += 1
-        if self._since < self._granted.steps:
-            return
+        if self._since >= self._granted.steps:
+            self._push()
+
+    def _push(self) -> None:
+        """Push the local steps made so far, as long as all that were granted would have taken."""
         begun = time.perf_counter()
-        self._pull(self._servers.push(self._granted.values - self._flat(), 0.0, begun - self._began_s))
+        spent_s = (begun - self._began_s) * self._granted.steps / self._since
+        self._pull(self._servers.push(self._granted.values - self._flat(), 0.0, spent_s))
         self._waited_s += time.perf_counter() - begun
 
     def _pull(self, granted: GrantedValues) -> None:
@@ -220,13 +233,45 @@ class AsynchronousOptimizer(UnwaitingOptimizer):
         """What this is, in a line."""
         return self._described
 
-    # The end -----------------------------------------------------------------------------------------------------
+    # Saving ------------------------------------------------------------------------------------------------------
 
-    kept_by: ClassVar[str] = (
-        "its parameters are on the servers of all ranks, which do not stop at one step; call finish() on all ranks, "
-        "save the model and the inner optimizer's state, and make a new one to go on"
-    )
-    """What `gradwire.save` and `gradwire.load` say of it."""
+    @contextlib.contextmanager
+    def standing_still(self, call: str) -> Generator[StandingStill]:
+        """In a `with` block all ranks have met, and nothing is under way; then all go on from the same parameters.
+
+        `gradwire.save` and `gradwire.load` call it. Local steps since the last push are pushed first. Nobody waits for
+        a rank that is here, so none waits for ever, and all get here: if ranks go by `version`, another rank's next
+        push brings it to the version that this one has seen. Under a bound a rank may get one push further ahead.
+
+        Raises:
+            StateError: it has finished.
+            CommunicationError: a rank that has ended or does not come. Only `close` is of use then.
+        """
+        if not self._steps:
+            raise StateError(f"{call}: this optimizer has finished; save and load before finish() and close()")
+        self.require_planned()
+        if self._since:
+            self._push()
+        self._servers.pause()
+        version = self._part.wait_for_all(call)
+        ranks = self._together.during(call, StateError)
+        steps = max(ranks.gather(version))
+        try:
+            yield StandingStill(self.inner, self._run, ranks, steps, "pushed to servers", self._settings, self._part)
+        except CommunicationError:
+            raise  # a rank is missing, for which the others would wait
+        except Exception:
+            self._go_on()
+            raise
+        self._go_on()
+
+    def _go_on(self) -> None:
+        self._share()
+        granted = self._servers.resume()
+        self._together.gather("goes on")  # nobody pushes before all have the parameters
+        self._pull(granted)
+
+    # The end -----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -249,10 +294,18 @@ class AsynchronousOptimizer(UnwaitingOptimizer):
     def close(self) -> None:
         """Let go of the servers; other ranks that still train raise. A second call does nothing."""
         self._steps = False
-        if self._is_open:
-            self._is_open = False
+        if self._run.is_open:
+            self._run.is_open = False
             self._servers.close()
             self._host.close()
+
+
+class _Ends(NamedTuple):
+    """Of a rank's connections."""
+
+    host: SocketServer
+    servers: RemoteServers
+    part: OwnPart
 
 
 def _computes_itself(worker: int) -> Work:

@@ -10,7 +10,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from gradwire.asynchronous.several.client import WorkerClient, reason
-from gradwire.asynchronous.several.messages import Here, Leave, ReadValues, Values, WorkerRequest
+from gradwire.asynchronous.several.messages import Here, Leave, Pause, ReadValues, Values, WorkerRequest
 from gradwire.asynchronous.several.worker import PartedWorker, values_of
 from gradwire.core.errors import CommunicationError
 from gradwire.peers.protocol import Arrived
@@ -90,6 +90,23 @@ class RemoteServers(WorkerClient):
         """Compute no more: nobody need wait for this worker, which may still `read`."""
         self._all(self.worker.leave())
 
+    def pause(self) -> None:
+        """Compute nothing until `resume`: nobody need wait for this worker. A second call does nothing more.
+
+        Raises:
+            CommunicationError: a server that does not reply.
+        """
+        self._all(self.worker.pause())
+
+    def resume(self) -> GrantedValues:
+        """Join again after `pause`; this worker may compute at once, whatever the pace says.
+
+        Raises:
+            CommunicationError: a server that does not reply.
+        """
+        self.send(self.worker.resume())
+        return self._granted()
+
     def read(self) -> Tensor:
         """The parameters (d,) as they are now; no server takes it for a request to compute."""
         replies = self._all(self.worker.read())
@@ -103,7 +120,7 @@ class RemoteServers(WorkerClient):
 
     @override
     def arrived(self, arrived: Arrived) -> None:
-        if isinstance(arrived.request, ReadValues | Leave):
+        if isinstance(arrived.request, ReadValues | Leave | Pause):
             self._replies[arrived.server] = arrived.reply
         super().arrived(arrived)
 
@@ -114,6 +131,11 @@ class RemoteServers(WorkerClient):
             if time.monotonic() > end_s and not is_done():
                 server = next(server for server in range(self.connections.servers) if is_missing(server))
                 raise self.lost(server, 0.0, TimeoutError())
+
+    @override
+    def patience(self, error: Exception) -> float:
+        # a process that is silent may compile, or be stopped, and goes on then; one whose connection ended has ended
+        return self.deadline_s if isinstance(error, TimeoutError) else self.patience_s
 
     @override
     def lost(self, server: int, since_s: float, error: Exception) -> CommunicationError:

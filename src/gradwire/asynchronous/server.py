@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
-from typing import Annotated, Any
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 from torch import Tensor
@@ -26,6 +26,19 @@ _SERVER = "server"
 """The name under which vectors are saved."""
 _Speed = Annotated[float, msgspec.Meta(ge=0, le=sys.float_info.max)]
 _Grant = tuple[Count, Count, Count, Count, Count] | None
+
+
+class CheckedServer(NamedTuple):
+    """A saved state that belongs to a server."""
+
+    vectors: dict[str, Tensor]
+    clocks: tuple[list[int], list[Phase]]
+    version: int
+    seed: int
+    life: int
+    pushes: list[int]
+    granted: list[Grant | None]
+    speeds: list[float]
 
 
 class ParameterServer:
@@ -118,6 +131,8 @@ class ParameterServer:
     def join(self, worker: int, clock: int | None = None) -> list[Grant]:
         """A worker is here, for the first time or again, with nothing under way; return who may compute now.
 
+        One that was paused is among them whatever the pace says: it had a grant, and gave it back.
+
         Args:
             worker: who.
             clock: steps that it has completed, where it knows better than this server, which may be one of several
@@ -130,7 +145,24 @@ class ParameterServer:
         if clock is not None and clock < 0:
             raise PushError(f"worker {worker} says that it has completed {clock} steps: clocks are 0 or more")
         self._granted[worker] = None
+        was_paused = self.clocks.phases[worker] is Phase.PAUSED
         self.clocks.join(worker, clock)
+        if was_paused:
+            self.clocks.resume(worker)
+            return self._handed_out([worker])
+        return self._grants()
+
+    def pause(self, worker: int) -> list[Grant]:
+        """A worker gives a grant back unused: nobody waits for it until it joins again. Return who may compute now.
+
+        What is known of it stays, its speed too. Once all are paused nothing is under way, and nothing changes.
+
+        Raises:
+            PushError: a worker that this server does not have.
+        """
+        self._require_known(worker)
+        self._granted[worker] = None
+        self.clocks.pause(worker)
         return self._grants()
 
     def receive(self, push: Push) -> Receipt:
@@ -163,7 +195,10 @@ class ParameterServer:
         return self._grants()
 
     def _grants(self) -> list[Grant]:
-        found = [self._grant(worker) for worker in self.clocks.freed()]
+        return self._handed_out(self.clocks.freed())
+
+    def _handed_out(self, workers: Sequence[int]) -> list[Grant]:
+        found = [self._grant(worker) for worker in workers]
         for grant in found:
             self._granted[grant.worker] = grant
             if self._backups:
@@ -247,6 +282,14 @@ class ParameterServer:
         Raises:
             StateError: the state of another model or of other settings, or what is no such state. Nothing is changed.
         """
+        self.take_up(self.checked(saved))
+
+    def checked(self, saved: object) -> CheckedServer:
+        """Return a saved state for `take_up`; until then nothing is changed.
+
+        Raises:
+            StateError: as `load_state_dict`.
+        """
         state = check_state(saved)
         if not same(state["reducer"], self.settings()):
             raise StateError(f"the saved state is that of {state['reducer'][:200]}, and this is {self.settings()}")
@@ -258,9 +301,13 @@ class ParameterServer:
         pushes = part_of(state, "pushes", list_of(Count, n), f"'pushes' of {n} workers")
         granted = part_of(state, "granted", list_of(_Grant, n), f"list of what {n} workers compute")
         speeds = part_of(state, "speeds", list_of(_Speed, n), f"speeds of {n} workers")
+        grants = [None if grant is None else Grant(*grant) for grant in granted]
+        return CheckedServer(found, clocks, int(state["step"]), int(state["seed"]), life, pushes, grants, speeds)
+
+    def take_up(self, checked: CheckedServer) -> None:
+        """Go on from what `checked` returned."""
         for path, tensor in self._vectors().items():
-            tensor.copy_(found[path])
-        self.clocks.take_up(clocks)
-        self.version, self.seed, self.life = int(state["step"]), int(state["seed"]), life
-        self.pushes, self._speeds = pushes, speeds
-        self._granted = [None if grant is None else Grant(*grant) for grant in granted]
+            tensor.copy_(checked.vectors[path])
+        self.clocks.take_up(checked.clocks)
+        self.version, self.seed, self.life = checked.version, checked.seed, checked.life
+        self.pushes, self._granted, self._speeds = checked.pushes, checked.granted, checked.speeds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -134,6 +135,14 @@ class Connections(ABC):
     @abstractmethod
     def receive(self, timeout_s: float) -> None:
         """Wait for something, at most so long, and call `arrive`, `arrive_packed` or `fail` with it."""
+
+    def now_s(self) -> float:
+        """Seconds since some moment, as this carrier counts them."""
+        return time.monotonic()
+
+    def sleep(self, seconds: float) -> None:
+        """Do nothing for so long."""
+        time.sleep(seconds)
 
     def close(self) -> None:  # noqa: B027
         """End all connections."""

@@ -53,10 +53,12 @@ _MOST_STRANGERS = 64
 
 _HEAD = struct.Struct("<QQ")
 _IN_ROW = 1 << 63
-_INBOX = 1 << 16
-"""Bytes of frames that are received at a time."""
 _SMALL = 1 << 16
 """Bytes up to which copying takes less long than a call of the system."""
+_INBOX = 1 << 16
+"""Bytes of frames that are received at a time."""
+_LEAST_IN_ROW = 1 << 14
+"""Bytes of a record for which shared memory is faster than the socket."""
 _TIMEVAL = struct.Struct("@ll")
 
 
@@ -95,7 +97,7 @@ class RowPair(NamedTuple):
 def framed(number: int, parts: Parts, rows: RowPair | None = None) -> Parts:
     """Return a record with its head; a long one that fits into a row is written there, and its head is returned."""
     length = sum(map(len, parts))
-    if rows is None or not _SMALL < length <= len(rows.out):
+    if rows is None or not _LEAST_IN_ROW <= length <= len(rows.out):
         return (_HEAD.pack(length, number), *parts)
     at = 0
     for part in parts:
@@ -237,6 +239,7 @@ class SocketServer:
         self.strangers: dict[_Peer, None] = {}
         self._socket = listening(address)
         self._loop = asyncio.new_event_loop()
+        self._over: asyncio.Future[None] = self._loop.create_future()
         found = self._socket.getsockname()
         self.address: Address = found if isinstance(found, str) else found[:2]
         self.failure: Exception | None = None
@@ -254,22 +257,19 @@ class SocketServer:
         Raises:
             Exception: whatever the protocol object raised but for what it has against a request.
         """
-        self._loop.run_until_complete(self._begin())
         try:
-            self._loop.run_forever()
+            self._loop.run_until_complete(self._serve())
         finally:
-            self._loop.run_until_complete(self._end())
             self._loop.close()
         if self.failure is not None and self._thread is None:
             raise self.failure
 
-    async def _begin(self) -> None:
+    async def _serve(self) -> None:
         create = self._loop.create_unix_server if isinstance(self.address, str) else self._loop.create_server
-        self._listener = await create(lambda: _Peer(self), sock=self._socket)
+        listener = await create(lambda: _Peer(self), sock=self._socket)
         self._tick()
-
-    async def _end(self) -> None:
-        self._listener.close()
+        await self._over
+        listener.close()
         for peer in (*self.peers.values(), *self.strangers):
             peer.abort()  # what the system has taken is sent nonetheless
         await asyncio.sleep(0)
@@ -288,7 +288,7 @@ class SocketServer:
         except Exception as error:
             self.failure = self.failure or error
             LOG.exception("a server ends: %s", error)
-            self._loop.stop()
+            self._end()
 
     def call(self, what: Callable[..., None], *arguments: Any) -> None:
         """Have the protocol object called in the server's thread, soon."""
@@ -304,7 +304,11 @@ class SocketServer:
     def stop(self) -> None:
         """Serve no more, and cut all connections."""
         with contextlib.suppress(RuntimeError):  # it has ended
-            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._loop.call_soon_threadsafe(self._end)
+
+    def _end(self) -> None:
+        if not self._over.done():
+            self._over.set_result(None)
 
     def close(self) -> None:
         """End the thread of `start`; a second call does nothing."""
@@ -340,7 +344,7 @@ class _Peer(asyncio.BufferedProtocol):
         self._rows: RowPair | None = None
         self._inbox: Inbox | None = None
         self._answer, self._come, self._last = memoryview(bytearray(greeting.ANSWER)), 0, 0
-        self._heard_s = self._spoke_s = time.monotonic()
+        self._began_s = self._heard_s = self._spoke_s = time.monotonic()
         self._transport: asyncio.Transport | None = None
 
     @override
@@ -425,7 +429,7 @@ class _Peer(asyncio.BufferedProtocol):
     def look(self, now_s: float) -> None:
         """Give a sign of life where one is due, and cut off who gives none."""
         if self._inbox is None:
-            if now_s - self._heard_s > _GREETING_S:  # pieces of an answer are no sign of life
+            if now_s - self._began_s > _GREETING_S:  # also of one that says it byte by byte
                 self.refuse("late", "a stranger that did not say who it is")
         elif now_s - self._heard_s > self._server.silent_s:
             LOG.warning("peer %d was silent for %.1f s: it is taken for lost", self.number, now_s - self._heard_s)

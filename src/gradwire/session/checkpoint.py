@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
@@ -18,7 +20,7 @@ from gradwire.core.saved_schema import SHARED, TREE, VERSION, Saved
 from gradwire.core.tensor_file import Written
 from gradwire.core.tree import put_together, taken_apart
 from gradwire.session.meeting import group_store
-from gradwire.session.saved_runs import remember, run_of, stranger
+from gradwire.session.saved_runs import Saver, remember, run_of, stranger
 from gradwire.session.session import Session
 from gradwire.session.states import take_up, unpacked
 from gradwire.session.together import Together
@@ -43,8 +45,8 @@ class Savable(Protocol):
     """
 
     @property
-    def session(self) -> Session:
-        """One of its sessions, over all its ranks."""
+    def session(self) -> Saver:
+        """One of its sessions, over all its ranks; where it has none, who saves, and `together` is there then."""
         ...
 
     @property
@@ -88,6 +90,15 @@ class OnceASession(Savable, Protocol):
 
 
 @runtime_checkable
+class Unwaiting(Protocol):
+    """What has no step that all ranks finish, as optimizers of `gradwire.asynchronous`: ranks meet to save and load."""
+
+    def standing_still(self, call: str) -> AbstractContextManager[Savable]:
+        """All ranks have come to this call, and none steps in a `with` block; in it is what is saved or loaded."""
+        ...
+
+
+@runtime_checkable
 class KeptOtherwise(Protocol):
     """What `save` refuses, since no fixed set of ranks holds its state, as a `gradwire.sync.Elastic`."""
 
@@ -115,28 +126,49 @@ def _require_savable(call: str, handle: object) -> None:
         raise StateError(f"{call} takes no {kind}: {handle.kept_by}")
     if not isinstance(getattr(handle, "session", None), Session):
         raise StateError(
-            f"{call} takes no {kind}: give it what gradwire.attach returned, a Session, or an optimizer or average of "
-            "gradwire.sync"
+            f"{call} takes no {kind}: give it what gradwire.attach returned, a Session, an optimizer or average of "
+            "gradwire.sync, or an optimizer of gradwire.asynchronous"
         )
 
 
+AnyHandle = HasSession | Savable | Unwaiting
+
+
+class _Still(NamedTuple):
+    """What is saved or loaded at a moment when no rank steps, and the ranks that do so."""
+
+    handle: HasSession | Savable
+    ranks: Together
+
+
+@contextlib.contextmanager
+def _still(call: str, handle: AnyHandle) -> Generator[_Still]:
+    if isinstance(handle, Unwaiting):
+        with handle.standing_still(call) as still:
+            yield _Still(still, _together(call, still))
+    else:
+        _require_savable(call, handle)
+        yield _Still(handle, _together(call, handle))
+
+
 def _together(call: str, handle: HasSession | Savable) -> Together:
-    _require_savable(call, handle)
     session = handle.session
     if not session.is_open:
         raise StateError(f"{call}: this session is closed; save and load before close()")
     group_store()  # else nobody can be met
-    return handle.together(call) if isinstance(handle, HasSeveralGroups) else Together(call, session.lane, StateError)
+    if isinstance(handle, HasSeveralGroups):
+        return handle.together(call)
+    assert isinstance(session, Session)
+    return Together(call, session.lane, StateError)
 
 
 def _packed(handle: HasSession | Savable, ranks: Together) -> Saved:
     """This rank's state in the form of `gradwire.core.saved`; what is more than a session's is a tree of its own."""
-    session = handle.session
     if not isinstance(handle, Savable):
-        return session.state_dict()
+        return handle.session.state_dict()
     tree, tensors = taken_apart(handle.state_dict())
     where = {"rank": ranks.rank, "world_size": ranks.world_size}
-    head = {"version": VERSION, "reducer": handle.kind, "step": handle.steps, "seed": session.seed, "scale": 1.0}
+    head = {"version": VERSION, "reducer": handle.kind, "step": handle.steps, "seed": handle.session.seed, "scale": 1.0}
     pieces = {name: {"matrix:value": [{"start": 0, "values": tensor}]} for name, tensor in tensors.items()}
     return {**head, **where, "parameters": pieces, TREE: tree}
 
@@ -155,7 +187,7 @@ def _tree(saved: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def save(
     folder: str | Path,
-    handle: HasSession | Savable,
+    handle: AnyHandle,
     *,
     overwrite: bool = False,
     checkpoint: Written | None = None,
@@ -166,12 +198,16 @@ def save(
     own. What the folder held stays until the new save is complete on every rank, and is removed then; a save that was
     interrupted is never loaded. Files are in the safetensors format: numbers and text, nothing that is executed.
 
+    Optimizers of `gradwire.asynchronous` have no step that all ranks finish: each rank calls it when it gets there, and
+    waits for the others. Nobody waits for a rank that is here.
+
     Give each session a folder of its own, since a folder keeps one save. What this run has saved or loaded is replaced,
     and so is what was saved by an earlier run of the same model that began with the same method.
 
     Args:
         folder: where to; it is made where it is missing.
-        handle: what `gradwire.attach` returned, a `Session`, or an optimizer or average of `gradwire.sync`.
+        handle: what `gradwire.attach` returned, a `Session`, an optimizer or average of `gradwire.sync`, or an
+            optimizer of `gradwire.asynchronous`.
         overwrite: replace whatever the folder holds, also what another session has saved.
         checkpoint: size and digest of a file that the states belong to, for the manifest; the same on all ranks that
             share the folder.
@@ -185,11 +221,17 @@ def save(
         torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, folder / f"{rank}.pt")
         gradwire.save(folder / "gradwire", session)
     """
-    here, ranks = Path(folder), _together("gradwire.save", handle)
+    with _still("gradwire.save", handle) as still:
+        _save(Path(folder), still, overwrite, checkpoint)
+
+
+def _save(here: Path, still: _Still, overwrite: bool, checkpoint: Written | None) -> None:
+    handle, ranks = still
     session, state = handle.session, _packed(handle, ranks)
     head = {key: state[key] for key in SHARED}
     last = max(save_folder.numbers(here), default=0)
-    run = run_of(session, handle.kind if isinstance(handle, Savable) else session.begun_with)
+    method = handle.kind if isinstance(handle, Savable) and isinstance(session, Session) else session.begun_with
+    run = run_of(session, method)
     other = None if overwrite else stranger(save_folder.manifests(here), session, run, ranks.world_size)
     kept = None if other is None else f"{here} holds {other}"
     said = ranks.gather({"head": head, "last": last, "token": save_folder.new_token(), "run": run, "kept": kept})
@@ -212,7 +254,7 @@ def save(
     save_folder.remove_before(here, number)
 
 
-def load(folder: str | Path, handle: HasSession | Savable) -> int:
+def load(folder: str | Path, handle: AnyHandle) -> int:
     """Take up what `gradwire.save` saved, and return the step it was saved at.
 
     Every rank must call it, after `attach` and before the first step. With as many ranks as saved each needs its own
@@ -224,7 +266,8 @@ def load(folder: str | Path, handle: HasSession | Savable) -> int:
 
     Optimizers of `gradwire.sync` are taken up whole, with the inner optimizer's state; load your model beside them.
     With another number of ranks the save must have been made where all ranks had the same model, and rank r gets the
-    inner state of the old rank r modulo their number.
+    inner state of the old rank r modulo their number. Those of `gradwire.asynchronous` are taken up by as many ranks
+    as saved, and the model's parameters are then what the servers have.
 
     Args:
         folder: as given to `save`; on each host the one that holds the files of its ranks.
@@ -242,8 +285,13 @@ def load(folder: str | Path, handle: HasSession | Savable) -> int:
         session = gradwire.attach(ddp, "int4")
         step = gradwire.load(folder / "gradwire", session)
     """
-    ranks = _together("gradwire.load", handle)
-    session, here = handle.session, Path(folder)
+    with _still("gradwire.load", handle) as still:
+        return _load(Path(folder), still)
+
+
+def _load(here: Path, still: _Still) -> int:
+    handle, ranks = still
+    session = handle.session
     found = save_folder.manifests(here)
     latest = max(save_folder.numbers(here), default=0)
     seen = [_offer(manifest, here, ranks) for manifest in found]
@@ -252,14 +300,15 @@ def load(folder: str | Path, handle: HasSession | Savable) -> int:
     chosen = choose(shelves, ranks.ranks)
     if ranks.rank == 0 and max(words["latest"] for words in said) > chosen.number:
         text = f"a later save in {here} was not finished on every rank, so the one of step {chosen.step} is loaded"
-        warnings.warn(text, stacklevel=2)
+        warnings.warn(text, stacklevel=3)
     (manifest,) = [m for m in found if (m.number, m.token) == (chosen.number, chosen.token)]
     if isinstance(handle, Savable):
         handle.take_up(ranks.attempt(lambda: _checked(handle, manifest, here, ranks)).own)
         remember(session, manifest.run)
         return handle.steps
-    take_up(session, ranks.attempt(lambda: _unpacked(session, manifest, here, ranks)).own)
-    remember(session, manifest.run)
+    whole = handle.session
+    take_up(whole, ranks.attempt(lambda: _unpacked(whole, manifest, here, ranks)).own)
+    remember(whole, manifest.run)
     return chosen.step
 
 
@@ -342,7 +391,9 @@ def _offer(manifest: Manifest, here: Path, ranks: Together) -> Offer:
 
 def _checked(handle: Savable, manifest: Manifest, here: Path, ranks: Together) -> Any:
     """What a rank takes up of more than a session."""
-    if isinstance(handle, OnceASession) and alike(manifest.head["reducer"], repr(handle.session.reducer)):
+    session = handle.session
+    is_older = isinstance(session, Session) and alike(manifest.head["reducer"], repr(session.reducer))
+    if isinstance(handle, OnceASession) and is_older:
         return handle.checked(handle.of_session(manifest.read(here, ranks.rank)))
     if not alike(manifest.head["reducer"], handle.kind):
         raise StateError(

@@ -273,6 +273,11 @@ class Session(Figures):
         return self.feed.names
 
     @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of the planned tensors, by name."""
+        return {name: self.feed.planned(name).shape for name in self.names}
+
+    @property
     def skipped(self) -> bool:
         """Whether the optimizer is to skip the last step, since its mean is not finite; alike on all ranks.
 

@@ -37,6 +37,10 @@ class Together:
         self.call, self._place, self._failure = call, place, failure
         self.rank, self.ranks = place.meeting.rank, place.meeting.ranks
 
+    def during(self, call: str, failure: type[GradwireError]) -> Together:
+        """The same ranks, who meet at the same place for another call."""
+        return Together(call, self._place, failure)
+
     @property
     def world_size(self) -> int:
         """How many they are."""

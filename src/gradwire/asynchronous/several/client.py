@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 from gradwire.asynchronous.several.messages import PushRequest, WorkerRequest
@@ -60,13 +59,17 @@ class WorkerClient:
             self.connections.ask(request.server, request)
 
     def _miss(self, arrived: Arrived, error: Exception) -> None:
-        now_s = time.monotonic()
+        now_s = self.connections.now_s()
         since_s = now_s - self._missing_s.setdefault(arrived.server, now_s)
-        if since_s > self.patience_s:
+        if since_s > self.patience(error):
             raise self.lost(arrived.server, since_s, error) from error
         if not isinstance(arrived.request, PushRequest):
-            time.sleep(_AGAIN_S)
+            self.connections.sleep(_AGAIN_S)
         self.send(self.worker.miss(arrived.request))
+
+    def patience(self, error: Exception) -> float:
+        """Seconds until a server that cannot be reached for this reason is given up."""
+        return self.patience_s
 
     def lost(self, server: int, since_s: float, error: Exception) -> CommunicationError:
         """What to raise where a server was not there for so long."""

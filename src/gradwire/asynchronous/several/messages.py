@@ -79,6 +79,10 @@ class Leave(Request, frozen=True):
     """I compute no more, so nobody need wait for me; I may still read. `Here` is the reply, at once."""
 
 
+class Pause(Request, frozen=True):
+    """I do not use my grant, so nobody need wait for me until I join again. `Here` is the reply, at once."""
+
+
 class Watch(Record, frozen=True, tag=True):
     """How far are you? These workers are dead. `Progress` is the reply, at once."""
 
@@ -177,6 +181,6 @@ class Failed(Record, frozen=True, tag=True):
     text: str
 
 
-WorkerRequest = Hello | Join | PushRequest | Look | ReadValues | Leave
+WorkerRequest = Hello | Join | PushRequest | Look | ReadValues | Leave | Pause
 AnyRequest = WorkerRequest | Watch | Finish
 ServerReply = Here | Granted | Refused | Gone | Stop | Values | Progress | Finished | Failed

@@ -25,6 +25,7 @@ from gradwire.asynchronous.several.messages import (
     Join,
     Leave,
     Look,
+    Pause,
     Progress,
     PushRequest,
     ReadValues,
@@ -154,6 +155,9 @@ class PartServer(Served):
             case Leave():
                 self.leave(request.worker)
                 reply(Here(life=self.server.life))
+            case Pause():
+                self._hand(self.server.pause(request.worker))
+                reply(Here(life=self.server.life))
             case Look() | ReadValues():
                 keeps, _ = self._waiting.get(request.worker, (0, reply))
                 reply(Here(life=self.server.life, keeps=keeps))
@@ -229,7 +233,8 @@ class PartServer(Served):
     @override
     def lost(self, peer: int) -> None:
         """A worker is dead, or whoever watches has gone, which changes nothing."""
-        if 0 <= peer < self.server.workers and not self._is_dead(peer):
+        away = (Phase.DEAD, Phase.PAUSED)  # one that is paused may have lost its connection alone
+        if 0 <= peer < self.server.workers and self.server.clocks.phases[peer] not in away:
             if not self.is_done:
                 self.losses.append(peer)
             self.leave(peer)

@@ -23,6 +23,7 @@ from gradwire.asynchronous.several.messages import (
     Join,
     Leave,
     Look,
+    Pause,
     PushRequest,
     ReadValues,
     Refused,
@@ -46,6 +47,7 @@ class _Seat:
         pusher: what it owes there.
         count: of the requests that were made to it.
         serial: of the request whose reply counts; 0 where none is open.
+        last: of the latest request whose reply counts, or counted.
         clock: what the server said after a hello; None before.
         held: a grant that is not used yet, and the part's parameters.
     """
@@ -53,6 +55,7 @@ class _Seat:
     pusher: Pusher
     count: int = 0
     serial: int = 0
+    last: int = 0
     clock: int | None = None
     held: Granted | None = None
 
@@ -151,7 +154,9 @@ class PartedWorker:
                 return self._granted(seat, reply)
             case Refused():
                 return self._refused(request, reply.text)
-            case Gone() if not isinstance(request, Look):
+            case Gone() if isinstance(request, Look):
+                return self._forgotten(request)
+            case Gone():
                 return self.begin()
             case Stop():
                 self.is_done = True
@@ -161,7 +166,7 @@ class PartedWorker:
 
     def miss(self, request: WorkerRequest) -> list[WorkerRequest]:
         """Hear that a request got no reply; ask again to be let in, since what was under way there may be lost."""
-        if isinstance(request, ReadValues | Leave):
+        if isinstance(request, ReadValues | Leave | Pause):
             return [self._made(request.server, type(request))]
         if self.is_done or not self._counts(request):
             return []
@@ -179,6 +184,22 @@ class PartedWorker:
         """Compute no more: nobody need wait for this worker, which may still `read`."""
         return [self._made(server, Leave) for server in range(len(self._seats))]
 
+    def pause(self) -> list[WorkerRequest]:
+        """Leave the grants unused for now: nobody need wait for this worker, which comes back by `resume`.
+
+        What it owes to each server is settled then.
+        """
+        for seat in self._seats:
+            if seat.held is not None:
+                seat.pusher.settle(seat.held.grant)
+        return [self._made(server, Pause) for server in range(len(self._seats))]
+
+    def resume(self) -> list[WorkerRequest]:
+        """Join again after `pause`, at this worker's clock, which may be set before."""
+        for seat in self._seats:
+            seat.held = seat.clock = None
+        return [self._request(server, Join, self.clock) for server in range(len(self._seats))]
+
     # Requests ----------------------------------------------------------------------------------------------------
 
     def _counts(self, request: WorkerRequest) -> bool:
@@ -191,7 +212,8 @@ class PartedWorker:
     def _request(self, server: int, kind: type[Any], *more: Any) -> Any:
         """Make a request whose reply counts, in place of the one before."""
         made = self._made(server, kind, *more)
-        self._seats[server].serial = made.serial
+        seat = self._seats[server]
+        seat.serial = seat.last = made.serial
         return made
 
     def _again(self, server: int) -> WorkerRequest:
@@ -208,6 +230,12 @@ class PartedWorker:
             return [] if seat.held.life == reply.life else [self._again(request.server)]
         is_lost = 0 < seat.serial < request.serial and reply.keeps != seat.serial
         return [self._again(request.server)] if is_lost else []
+
+    def _forgotten(self, request: Look) -> list[WorkerRequest]:
+        """Join again where a server has another process for this worker; a look that comes late says nothing."""
+        seat = self._seats[request.server]
+        is_open = seat.serial > 0 or seat.held is not None
+        return [self._again(request.server)] if is_open and request.serial > seat.last else []
 
     def _here(self, seat: _Seat, reply: Here) -> list[WorkerRequest]:
         seat.clock, seat.serial = reply.clock, 0
