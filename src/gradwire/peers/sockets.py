@@ -547,13 +547,16 @@ class SocketConnections(Connections):
 
     @override
     def receive(self, timeout_s: float) -> None:
-        end_s = time.monotonic() + timeout_s
-        while not self._arrived:
-            left_s = max(0.0, min(end_s - time.monotonic(), self.silent_s / _BEATS))
+        now_s = time.monotonic()
+        end_s = now_s + timeout_s
+        while True:
+            left_s = max(0.0, min(end_s - now_s, self.silent_s / _BEATS))
             for key, _ in self._selector.select(left_s):
                 self._read(key.data)
-            self._miss_silent()
-            if time.monotonic() >= end_s:
+            now_s = time.monotonic()
+            if not self._arrived:
+                self._miss_silent(now_s)
+            if self._arrived or now_s >= end_s:
                 return
 
     def _read(self, server: int) -> None:
@@ -567,9 +570,8 @@ class SocketConnections(Connections):
         except OSError as error:
             self.fail(server, error)
 
-    def _miss_silent(self) -> None:
+    def _miss_silent(self, now_s: float) -> None:
         """Give up servers that gave no sign of life for too long; what they had sent has just been read."""
-        now_s = time.monotonic()
         for server, end in list(self._ends.items()):
             if now_s - end.heard_s > self.silent_s:
                 self.fail(server, TimeoutError(f"no sign of life for {self.silent_s:g} s"))
