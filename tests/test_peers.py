@@ -30,10 +30,10 @@ from gradwire.asynchronous.several.messages import ServerReply
 from gradwire.core.errors import RecordError
 from gradwire.core.record import Count, Floats, Record, pack
 from gradwire.core.version import VERSION
-from gradwire.peers import greeting, sockets
+from gradwire.peers import greeting
 from gradwire.peers.local import LocalConnections
 from gradwire.peers.protocol import Connections
-from gradwire.peers.sockets import Address, Inbox, SharedRows, SocketConnections, SocketServer, framed
+from gradwire.peers.sockets import Address, Inbox, SharedRows, SocketConnections, SocketServer, framed, frames
 from gradwire.peers.supervisor import ChildProcess, Supervisor, wait_for_any
 from peer_cases import (
     SECRET,
@@ -195,7 +195,7 @@ def doubler(server: SocketServer) -> Doubler:
 
 def test_who_does_not_say_who_it_is_is_cut_off_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A scanner that sends nothing, and one that sends a byte now and then."""
-    monkeypatch.setattr(sockets, "_GREETING_S", 0.5)
+    monkeypatch.setattr("gradwire.peers.sockets.server._GREETING_S", 0.5)
     with attacked() as server:
         begun_s = time.monotonic()
         silent, dripping = raw(server.address), raw(server.address)
@@ -211,7 +211,7 @@ def test_who_does_not_say_who_it_is_is_cut_off_in_time(monkeypatch: pytest.Monke
 
 
 def test_of_many_strangers_the_oldest_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sockets, "_MOST_STRANGERS", 4)
+    monkeypatch.setattr("gradwire.peers.sockets.server._MOST_STRANGERS", 4)
     with attacked() as server, ExitStack() as lines:
         strangers = [lines.enter_context(raw(server.address)) for _ in range(6)]
         for line in strangers:
@@ -534,7 +534,7 @@ def test_a_part_of_more_than_four_gibibytes_has_a_frame() -> None:
 def test_frames_are_as_they_are_written_here() -> None:
     packed = pack(Keep(1))
     assert b"".join(framed(3, [packed])) == frame(3, packed)
-    assert frame(0, b"") == sockets.HEARTBEAT
+    assert frame(0, b"") == frames.HEARTBEAT
 
 
 FRAMES = st.lists(
