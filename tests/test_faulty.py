@@ -25,7 +25,7 @@ from gradwire.asynchronous.several.messages import (
     Stop,
     Watch,
 )
-from gradwire.core.errors import RecordError
+from gradwire.core.errors import CompositionError, RecordError
 from gradwire.core.record import Count, Record
 from gradwire.peers.faulty import Faults, FaultyConnections, FaultyNetwork
 from gradwire.peers.protocol import Reply, Served
@@ -100,6 +100,14 @@ def test_nothing_goes_wrong_where_nothing_is_to() -> None:
     bench.network.run(5.0)
     assert (bench.sums, bench.errors, bench.served[0].peers_lost) == ([1, 3, 6, 10], [], [])
     assert not +bench.network.happened
+
+
+def test_nonsense_is_refused() -> None:
+    for lost, late, cut in ((-0.1, 0.0, 0.0), (0.0, 1.5, 0.0), (0.6, 0.0, 0.6)):
+        with pytest.raises(CompositionError, match="shares from 0 to 1"):
+            Faults(lost=lost, late=late, cut=cut)
+    with pytest.raises(CompositionError, match="of 0 or more"):
+        Faults(silent_s=-1.0)
 
 
 @pytest.mark.parametrize("is_packed", [False, True])
