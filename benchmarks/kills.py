@@ -148,8 +148,9 @@ def run(seed: int, folder: Path, faults: Sequence[str] = FAULTS) -> dict[str, An
             plan.act(running)
             running.look()
         running.wait_for(running.version + 60, DEADLINE_S)
-        require_everybody(running)
+        require(not running.workers.dead, f"workers {running.workers.dead} are dead")
         outcome = running.watch.outcome(running.workers.lost)
+        require_end(running)
     require_counted_once(outcome)
     return {
         "seed": seed,
@@ -161,9 +162,13 @@ def run(seed: int, folder: Path, faults: Sequence[str] = FAULTS) -> dict[str, An
     }
 
 
-def require_everybody(running: RunningServers) -> None:
-    """All workers go on: each makes pushes, or the others could not have made so many."""
-    require(not running.workers.dead, f"workers {running.workers.dead} are dead")
+def require_end(running: RunningServers) -> None:
+    """All workers end well by themselves, and the servers are there for the last of them."""
+    end_s = time.monotonic() + DEADLINE_S
+    while any(worker.ended() is None for worker in running.workers.children) and time.monotonic() < end_s:
+        time.sleep(0.05)
+    how = [child.ended() for child in (*running.workers.children, *running.servers.children)]
+    require(how == [""] * WORKERS + [None] * SERVERS, f"workers and servers end: {how}")
 
 
 # What must hold -------------------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from gradwire.asynchronous.several.client import LOOK_S
 from gradwire.asynchronous.several.journal import JournalRow
 from gradwire.asynchronous.several.messages import (
     AnyRequest,
+    Finish,
     Granted,
     Join,
     PushRequest,
@@ -251,7 +252,7 @@ class Schedule:
         self.seconds = [10 ** draw.uniform(-0.5, 0.3) for _ in range(self.workers)]
         self.kept = [Kept() for _ in range(self.servers)]
         self.clients: list[WatchedClient | None] = [None] * self.workers
-        self.made, self.computed = worker, 0
+        self.made, self.computed, self.is_over = worker, 0, False
         for number in range(self.servers):
             self.network.serve(partial(self._serve, part, number))
         for number in range(self.workers):
@@ -283,11 +284,11 @@ class Schedule:
             client.turn()
 
     def _watch(self, connections: FaultyConnections) -> Iterator[float]:
-        """Tell the servers who is dead."""
+        """Tell the servers who is dead, and in the end that all is done."""
         while True:
             dead = [number for number in range(self.workers) if not self.network.peers[number].is_up]
             for server in range(self.servers):
-                connections.ask(server, Watch(dead))
+                connections.ask(server, Finish() if self.is_over else Watch(dead))
             end_s = connections.now_s() + WATCH_S
             while (left_s := end_s - connections.now_s()) > 0:
                 connections.wait(0.0)
@@ -343,7 +344,7 @@ class Schedule:
     # The run -----------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Run until nothing fails any more, and then until all that live have gone on.
+        """Run until nothing fails any more, then until all that live have gone on, and then to the end.
 
         Raises:
             Broken: a promise was.
@@ -353,6 +354,10 @@ class Schedule:
         before = self._pushes()
         self.network.run(END_S, until=lambda: self._went_on(before))
         require(self._went_on(before), "workers that live wait for ever")
+        self.is_over = True
+        self.network.run(2 * END_S, until=lambda: not self.living())
+        require(not self.living(), "workers are not told that all is done")
+        self.network.run(self.network.now_s + 1.0)
 
     def _pushes(self) -> list[list[int]]:
         return [

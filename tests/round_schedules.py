@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from gradwire.core.errors import FederationError
-from gradwire.core.record import Bytes, Count, Doubles, Floats, Record
+from gradwire.core.record import Count, Record
 from gradwire.federated import SGD, Assignment, BufferedServer, FedAvg, Server, Update
 from gradwire.federated.methods import Work
 from gradwire.peers.faulty import Faults, FaultyConnections, FaultyNetwork
@@ -56,28 +56,7 @@ class Sent(Record, frozen=True, tag=True):
     """A client's update of a task. The reply is `Accepted` or `Refused`, at once."""
 
     task: Count
-    client: Count
-    round: Count
-    fingerprint: str
-    examples: float
-    steps: Count
-    wires: dict[str, Bytes]
-    buffers: Doubles
-    loss: float
-
-    @property
-    def update(self) -> Update:
-        """The update."""
-        return Update(
-            client=self.client,
-            round=self.round,
-            fingerprint=self.fingerprint,
-            examples=self.examples,
-            steps=self.steps,
-            wires=self.wires,
-            buffers=self.buffers,
-            loss=self.loss,
-        )
+    update: Update
 
 
 class Unable(Record, frozen=True, tag=True):
@@ -88,18 +67,10 @@ class Unable(Record, frozen=True, tag=True):
 
 
 class Task(Record, frozen=True, tag=True):
-    """What the server asks of a client, as an `Assignment` says it; its number tells it from all others."""
+    """What the server asks of a client; its number tells it from all others."""
 
     task: Count
-    client: Count
-    round: Count
-    model: Floats
-    buffers: Doubles
-
-    @property
-    def assignment(self) -> Assignment:
-        """The assignment."""
-        return Assignment(client=self.client, round=self.round, model=self.model, buffers=self.buffers, shared={})
+    assignment: Assignment
 
 
 class Accepted(Record, frozen=True, tag=True):
@@ -209,7 +180,7 @@ class TaskServer(Served):
         except FederationError as error:
             require(torch.equal(self.model, before), f"what was refused changed the model: {error}")
             return Refused(str(error))
-        self._close(sent.client)
+        self._close(sent.update.client)
         return Accepted()
 
     def require_task(self, sent: Sent) -> None:
@@ -218,9 +189,9 @@ class TaskServer(Served):
         Raises:
             FederationError: it is.
         """
-        task = self.tasks.get(sent.client)
+        task = self.tasks.get(sent.update.client)
         if task is None or task.task != sent.task:
-            raise FederationError(f"nobody waits for task {sent.task} of client {sent.client}")
+            raise FederationError(f"nobody waits for task {sent.task} of client {sent.update.client}")
 
     def _miss(self, client: int, task: int, reason: str) -> None:
         if client in self.tasks and self.tasks[client].task == task:
@@ -240,9 +211,10 @@ class TaskServer(Served):
     def assign(self, assignment: Assignment) -> None:
         """Open a task."""
         self.kept.tasks += 1
-        client, round, model, buffers, _ = (getattr(assignment, name) for name in Assignment.__annotations__)
-        self.tasks[client] = Task(self.kept.tasks, client, round, model.clone(), buffers)
-        self.since_s[client] = self._clock()
+        # the server goes on in the same memory, and what is handed over without being packed is not copied
+        handed = assignment.replace(model=assignment.model.clone(), buffers=assignment.buffers.clone())
+        self.tasks[assignment.client] = Task(self.kept.tasks, handed)
+        self.since_s[assignment.client] = self._clock()
 
     def stepped(self, clients: tuple[int, ...], loss: float, weights: list[float]) -> None:
         """A step was made of these clients' updates; those that were received are the same."""
@@ -340,15 +312,16 @@ class TrustingRounds(RoundServer):
         super().receive(update)
 
     def require_task(self, sent: Sent) -> None:
-        self.tasks.setdefault(sent.client, Task(0, sent.client, sent.round, self.model, self.model))
-        self.since_s.setdefault(sent.client, 0.0)
+        sender, update = sent.update.client, sent.update
+        self.tasks.setdefault(sender, Task(0, Assignment(sender, update.round, self.model, update.buffers, {})))
+        self.since_s.setdefault(sender, 0.0)
 
 
 class TrustingBuffer(BufferServer):
     """Does not look of which task an update is; a client may have two of one step."""
 
     def require_task(self, sent: Sent) -> None:
-        if sent.client not in self.tasks:
+        if sent.update.client not in self.tasks:
             raise FederationError("nobody waits for it")
 
 
@@ -401,20 +374,21 @@ class RoundSchedule:
     def update_of(self, task: Task) -> Sent:
         """The update of a task, some of them damaged."""
         self.trained += 1
-        y = task.model.clone()
-        y[task.client] += 1.0
-        message = FedAvg().message(Work(task.model, y, 1, self.terms.local, {}, {}))
+        given = task.assignment
+        y = given.model.clone()
+        y[given.client] += 1.0
+        message = FedAvg().message(Work(given.model, y, 1, self.terms.local, {}, {}))
         wires: dict[str, Tensor] = {}
         for name, vector in message.sent.items():
-            wires[name], _ = self.terms.update.send(vector, None, self.terms.key(task.client, task.round, name))
+            wires[name], _ = self.terms.update.send(vector, None, self.terms.key(given.client, given.round, name))
         kind = self.draw.choice(("model", "bytes", "nan")) if self.draw.random() < self.damaged else ""
         if kind == "bytes":
             wires = {name: wire[:-1] for name, wire in wires.items()}
         if kind == "nan":
             wires = {name: torch.full_like(wire, 255) for name, wire in wires.items()}
         fingerprint = "another" if kind == "model" else self.terms.fingerprint
-        head = (task.task, task.client, task.round, fingerprint)
-        return Sent(*head, 1.0, 1, wires, task.buffers, float(self.trained))
+        head = (given.client, given.round, fingerprint)
+        return Sent(task.task, Update(*head, 1.0, 1, wires, given.buffers, float(self.trained)))
 
     @property
     def counts(self) -> Counter[str]:

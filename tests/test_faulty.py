@@ -10,9 +10,22 @@ import torch
 
 import part_schedules
 import round_schedules
-from gradwire.asynchronous.several import PartedWorker
-from gradwire.asynchronous.several.messages import Gone, Granted, Hello, Here, Join, Look, PushRequest
-from gradwire.core.errors import RecordError
+from gradwire.asynchronous import ASGD, Bounded
+from gradwire.asynchronous.job import Job
+from gradwire.asynchronous.several import PartedWorker, PartServer
+from gradwire.asynchronous.several.messages import (
+    Gone,
+    Granted,
+    Hello,
+    Here,
+    Join,
+    Look,
+    Progress,
+    PushRequest,
+    Stop,
+    Watch,
+)
+from gradwire.core.errors import CompositionError, RecordError
 from gradwire.core.record import Count, Record
 from gradwire.peers.faulty import Faults, FaultyConnections, FaultyNetwork
 from gradwire.peers.protocol import Reply, Served
@@ -87,6 +100,14 @@ def test_nothing_goes_wrong_where_nothing_is_to() -> None:
     bench.network.run(5.0)
     assert (bench.sums, bench.errors, bench.served[0].peers_lost) == ([1, 3, 6, 10], [], [])
     assert not +bench.network.happened
+
+
+def test_nonsense_is_refused() -> None:
+    for lost, late, cut in ((-0.1, 0.0, 0.0), (0.0, 1.5, 0.0), (0.6, 0.0, 0.6)):
+        with pytest.raises(CompositionError, match="shares from 0 to 1"):
+            Faults(lost=lost, late=late, cut=cut)
+    with pytest.raises(CompositionError, match="of 0 or more"):
+        Faults(silent_s=-1.0)
 
 
 @pytest.mark.parametrize("is_packed", [False, True])
@@ -274,3 +295,14 @@ def test_a_worker_that_a_server_has_forgotten_joins_again() -> None:
     [join] = worker.receive(held, Gone())
     assert (type(join), join.server, worker.holds(0)) == (Join, 0, False)
     assert not isinstance(join, PushRequest)
+
+
+def test_a_server_that_is_done_hands_out_nothing_when_a_worker_leaves() -> None:
+    job = Job({"x": torch.zeros(4)}, ASGD(1.0), part_schedules.never, workers=2, pushes=10, pace=Bounded(0))
+    served, replies = PartServer(job, 0, 2), list[Any]()
+    served.ask(Hello(0, 0, 1, 1), replies.append)
+    served.ask(Join(0, 0, 1, 2, clock=1), replies.append)  # it waits for worker 1
+    served.finish()
+    served.lost(1)
+    served.ask(Watch([0, 1]), replies.append)
+    assert [type(reply) for reply in replies] == [Here, Stop, Progress]

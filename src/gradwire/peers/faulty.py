@@ -28,6 +28,7 @@ from typing import Any
 
 from typing_extensions import override
 
+from gradwire.core.errors import CompositionError
 from gradwire.core.record import Record, pack, unpack
 from gradwire.peers.clock import EventClock
 from gradwire.peers.protocol import Connections, Served
@@ -43,7 +44,7 @@ class Faults:
     """What goes wrong, how often, and for how long. Times are drawn uniformly, from 0 to what is said here.
 
     Args:
-        lost: share of the messages that nobody receives, and nobody is told.
+        lost: share of the messages that nobody receives, and of which nobody is told.
         repeated: share that is received twice.
         late: share that takes up to `late_s`.
         cut: share that does not arrive since its connection is cut, and all that is under way there with it.
@@ -58,6 +59,9 @@ class Faults:
         is_ordered: whether messages keep their order and end with their connection, as on sockets. Else each goes its
             own way, as calls of Ray do, and may come after its sender was killed or to a server that was started anew.
         is_packed: whether records travel as bytes.
+
+    Raises:
+        CompositionError: shares that are none, or times below 0.
     """
 
     lost: float = 0.01
@@ -75,6 +79,16 @@ class Faults:
     until_s: float = 15.0
     is_ordered: bool = True
     is_packed: bool = True
+
+    def __post_init__(self) -> None:
+        fates = (self.lost, self.repeated, self.cut)
+        if min(*fates, self.late, self.anew) < 0 or max(sum(fates), self.late, self.anew) > 1:
+            raise CompositionError(
+                f"{self}: give shares from 0 to 1, of which lost, repeated and cut exclude each other"
+            )
+        times_s = (self.latency_s, self.late_s, self.down_s, self.stopped_s, self.silent_s, self.until_s)
+        if min(*times_s, self.kills, self.stops) < 0:
+            raise CompositionError(f"{self}: give times and averages of 0 or more")
 
 
 class Process:

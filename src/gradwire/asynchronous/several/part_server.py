@@ -249,7 +249,8 @@ class PartServer(Served):
         """
         grants = self.server.leave(worker)
         self._dismiss(worker)
-        self._hand(grants)
+        if not self.is_done:  # else nobody waits for a grant any more
+            self._hand(grants)
 
     def stop(self) -> None:
         """Tell all workers that all is done."""
