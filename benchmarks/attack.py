@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import os
 import pickle
@@ -220,8 +221,9 @@ class Attack:
         self.sent[f"greeting: {kind}"] += 1
         line, theirs = self._connected()
         with line:
-            line.sendall(self.frames.answered(kind, theirs, self._recorded))
-            line.shutdown(socket.SHUT_WR)
+            with contextlib.suppress(OSError):  # it has ended already
+                line.sendall(self.frames.answered(kind, theirs, self._recorded))
+                line.shutdown(socket.SHUT_WR)
             heard = until_end(line)
         good = not heard or heard.endswith(greeting.REFUSED)
         self.outcomes["refused at the greeting" if good else "ACCEPTED"] += 1
