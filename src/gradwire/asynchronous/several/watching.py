@@ -100,11 +100,13 @@ class ServerWatch:
         while len(found) < len(self.progress) and (arrived := self.connections.wait(_AGAIN_S)) is not None:
             if not isinstance(arrived.request, Finish):
                 continue
-            if arrived.error is None:
-                found[arrived.server] = arrived.reply
-            else:
+            if arrived.error is not None:
                 away.add(arrived.server)
                 self._missed(arrived.server, arrived.error)
+            elif isinstance(arrived.reply, Failed):
+                raise _failure(arrived.server, arrived.reply)
+            else:
+                found[arrived.server] = arrived.reply
         return away
 
     def outcome(self, lost: Sequence[int]) -> ServersOutcome:
