@@ -175,7 +175,8 @@ class _SocketEnd:
     def beat(self) -> None:
         if self._lock.acquire(blocking=False):  # who is sending gives a sign of life anyway
             try:
-                self._line.sendall(HEARTBEAT)
+                sent = self._line.send(HEARTBEAT, socket.MSG_DONTWAIT)  # the other servers must not wait for this one
+                self._line.sendall(HEARTBEAT[sent:])
             finally:
                 self._lock.release()
 
