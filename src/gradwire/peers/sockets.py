@@ -46,6 +46,8 @@ SILENT_S = 30.0
 """Seconds without a sign of life after which the other end is taken for lost."""
 _BEATS = 4
 """Heartbeats in that time."""
+_JOIN_S = 1.0
+"""Seconds to wait for a thread that has been told to end, and may be sending."""
 _GREETING_S = 5.0
 """Seconds that a stranger may take to say who it is."""
 _MOST_STRANGERS = 64
@@ -590,6 +592,8 @@ class SocketConnections(Connections):
             end.close()
         self._ends.clear()
         self._selector.close()
+        if self._beating is not None:  # Python may not end well beside a thread that is about to run
+            self._beating.join(_JOIN_S)
 
 
 class _SocketEnd:
