@@ -7,7 +7,7 @@ a median over rounds, and in brackets the fastest and the slowest round:
 local      in one process
 tcp        over the loopback interface
 unix       over a Unix socket
-shared     over a Unix socket, where tensors lie in shared memory: as `processes.run` has it
+shared     over a Unix socket, where long records lie in shared memory: as `processes.run` has it
 ray        an actor; left out where Ray is not installed
 
 With --before, PATH/src is measured too, in turns with this tree: its TCP (`Host`, `RemoteServers`) and its processes
@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from common import save_result
+from pages import markdown, write
 
 HERE = Path(__file__).parent
 SIZES = {8: 1500, 10**4: 1500, 10**6: 60}
@@ -47,7 +48,7 @@ class Side:
 
     def __init__(self, tree: str, source: Path) -> None:
         command = [sys.executable, str(HERE / f"carriers_{tree}.py")]
-        environment = {**os.environ, "PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, "PYTHONPATH": str(source.resolve()), "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
             command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -112,9 +113,9 @@ def rows(found: dict[Case, list[float]]) -> list[dict[str, Any]]:
     ]
 
 
-def show(table: list[dict[str, Any]]) -> None:
+def show(found: list[dict[str, Any]]) -> None:
     print(f"{'carrier':8s} {'parameters':>10s} {'tree':8s} {'microseconds':>12s} {'rounds':>20s} {'ratio':>6s}")
-    for row in table:
+    for row in found:
         spread = f"({row['least_us']:,.0f} to {row['most_us']:,.0f})"
         told = "" if row["ratio"] is None else f"{row['ratio']:6.2f}"
         print(
@@ -122,19 +123,35 @@ def show(table: list[dict[str, Any]]) -> None:
         )
 
 
+NAMES = {"local": "one process", "tcp": "TCP", "unix": "Unix socket", "shared": "shared memory", "ray": "Ray"}
+
+
+def page_table(found: list[dict[str, Any]]) -> str:
+    """What docs/asynchronous.md has."""
+    lines: list[list[str]] = []
+    for carrier, name in NAMES.items():
+        own = [row for row in found if (row["carrier"], row["tree"]) == (carrier, NOW)]
+        if own:
+            lines.append([name, *(f"{row['median_us']:,.0f}" for row in own)])
+        if any(row["ratio"] for row in own):
+            lines.append([f"{name}, to version 0.2", *(f"{row['ratio']:.2f}x" for row in own)])
+    return markdown(["", *(f"{numel:,}" for numel in SIZES)], lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--before", type=Path, help="a checkout of the tree before")
     parser.add_argument("--carriers", nargs="+", choices=CARRIERS[NOW], default=CARRIERS[NOW])
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--save", action="store_true", help="write a dated file into benchmarks/results")
+    parser.add_argument("--save", action="store_true", help="write a dated file, and what docs/ has of it")
     options = parser.parse_args()
     carriers = [name for name in options.carriers if name != "ray" or importlib.util.find_spec("ray")]
     load = os.getloadavg()[0]
-    table = rows(measure(options.before, carriers, options.rounds))
-    show(table)
+    found = rows(measure(options.before, carriers, options.rounds))
+    show(found)
     if options.save:
-        print("wrote", save_result("carriers", {"rounds": options.rounds, "load_before": load, "requests": table}))
+        path = save_result("carriers", {"rounds": options.rounds, "load_before": load, "requests": found})
+        write("asynchronous.md", "carriers", f"{page_table(found)}\n\nFigures: `benchmarks/results/{path.name}`.")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import tempfile
 import warnings
 from collections.abc import Callable, Generator
@@ -88,7 +89,8 @@ def ray_actor(server: ServerProcess, job: Job) -> Generator[Connections]:
     if not ray.is_initialized():
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            environment = {"env_vars": {"PYTHONPATH": str(Path(__file__).parent)}}
+            folders = [str(Path(__file__).parent), os.environ["PYTHONPATH"]]
+            environment = {"env_vars": {"PYTHONPATH": os.pathsep.join(folders)}}
             ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, runtime_env=environment)
     actor = cast("Any", ray.remote(ServerActor)).remote(job, 0, 1)
     yield ActorConnections([actor])

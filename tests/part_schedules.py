@@ -33,7 +33,7 @@ from gradwire.asynchronous.several.messages import (
     Watch,
     WorkerRequest,
 )
-from gradwire.peers.faulty import Faults, FaultyConnections, FaultyNetwork, Process
+from gradwire.peers.faulty import CarrierFaults, FaultyConnections, FaultyNetwork, Process
 from gradwire.peers.protocol import Arrived, Reply
 
 FAULTS_S = 5.0
@@ -56,9 +56,9 @@ def never(worker: int) -> Any:
     raise NotImplementedError
 
 
-def faults_of(draw: random.Random) -> Faults:
+def faults_of(draw: random.Random) -> CarrierFaults:
     """Some of all faults: what breaks a promise is found sooner where other things do not go wrong."""
-    return Faults(
+    return CarrierFaults(
         lost=draw.choice((0.0, 0.03)),
         repeated=draw.choice((0.0, 0.03)),
         late=draw.choice((0.0, 0.1)),

@@ -24,7 +24,7 @@ from gradwire.core.errors import FederationError
 from gradwire.core.record import Count, Record
 from gradwire.federated import SGD, Assignment, BufferedServer, FedAvg, Server, Update
 from gradwire.federated.methods import Work
-from gradwire.peers.faulty import Faults, FaultyConnections, FaultyNetwork
+from gradwire.peers.faulty import CarrierFaults, FaultyConnections, FaultyNetwork
 from gradwire.peers.protocol import Arrived, Reply, Served
 
 FAULTS_S = 4.0
@@ -434,9 +434,9 @@ def _is_missed(arrived: Arrived, request: ClientRequest) -> bool:
     return arrived.request is request and arrived.error is not None
 
 
-def faults_of(draw: random.Random) -> Faults:
+def faults_of(draw: random.Random) -> CarrierFaults:
     """Some of all faults."""
-    return Faults(
+    return CarrierFaults(
         lost=draw.choice((0.0, 0.03)),
         repeated=draw.choice((0.0, 0.05)),
         late=draw.choice((0.0, 0.1)),

@@ -122,7 +122,7 @@ def require_counted_once(outcome: ServersOutcome) -> None:
 
 
 def test_a_killed_worker_is_started_anew_and_a_killed_server_comes_back(tmp_path: Path) -> None:
-    with RunningServers(counted(tmp_path), servers=2, worker_restarts=1) as running:
+    with RunningServers(counted(tmp_path, pushes=160), servers=2, worker_restarts=1) as running:
         running.wait_for(10, DEADLINE_S)
         os.kill(running.workers.children[1].pid, signal.SIGKILL)
         running.wait_for(24, DEADLINE_S)
@@ -132,7 +132,16 @@ def test_a_killed_worker_is_started_anew_and_a_killed_server_comes_back(tmp_path
     assert outcome.lost == (1,)
     assert outcome.restarts == (0, 1)
     assert {row.life for row in outcome.histories[1]} == {0, 1}
-    assert min(map(len, outcome.histories)) >= 60
+    assert min(map(len, outcome.histories)) >= 160
+
+
+def test_a_server_that_dies_after_the_last_push_is_started_again_and_says_what_it_had(tmp_path: Path) -> None:
+    with RunningServers(counted(tmp_path, pushes=30), servers=2) as running:
+        running.wait_for(30, DEADLINE_S)
+        os.kill(running.servers.children[0].pid, signal.SIGKILL)
+        outcome = running.outcome_of(running.watch.outcome(()))
+    require_counted_once(outcome)
+    assert outcome.restarts == (1, 0)
 
 
 def test_a_server_that_is_stopped_is_started_again(tmp_path: Path) -> None:

@@ -27,10 +27,10 @@ from gradwire.asynchronous.several.messages import (
 )
 from gradwire.core.errors import CompositionError, RecordError
 from gradwire.core.record import Count, Record
-from gradwire.peers.faulty import Faults, FaultyConnections, FaultyNetwork
+from gradwire.peers.faulty import CarrierFaults, FaultyConnections, FaultyNetwork
 from gradwire.peers.protocol import Reply, Served
 
-QUIET = Faults(lost=0, repeated=0, late=0, cut=0, kills=0, stops=0)
+QUIET = CarrierFaults(lost=0, repeated=0, late=0, cut=0, kills=0, stops=0)
 
 
 class Add(Record, frozen=True):
@@ -65,7 +65,7 @@ class Summing(Served):
 class Bench:
     """A server, and a peer that asks it for 1, 2, 3, ... at these times."""
 
-    def __init__(self, faults: Faults, at_s: list[float], seed: int = 0) -> None:
+    def __init__(self, faults: CarrierFaults, at_s: list[float], seed: int = 0) -> None:
         self.network, self.served = FaultyNetwork(faults, seed), list[Summing]()
         self.sums: list[int] = []
         self.errors: list[str] = []
@@ -105,14 +105,14 @@ def test_nothing_goes_wrong_where_nothing_is_to() -> None:
 def test_nonsense_is_refused() -> None:
     for lost, late, cut in ((-0.1, 0.0, 0.0), (0.0, 1.5, 0.0), (0.6, 0.0, 0.6)):
         with pytest.raises(CompositionError, match="shares from 0 to 1"):
-            Faults(lost=lost, late=late, cut=cut)
+            CarrierFaults(lost=lost, late=late, cut=cut)
     with pytest.raises(CompositionError, match="of 0 or more"):
-        Faults(silent_s=-1.0)
+        CarrierFaults(silent_s=-1.0)
 
 
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_a_seed_draws_the_same_run_again(is_packed: bool) -> None:
-    faults = Faults(is_packed=is_packed, until_s=5.0)
+    faults = CarrierFaults(is_packed=is_packed, until_s=5.0)
     runs = [Bench(faults, [0.1 * number for number in range(50)], seed=3) for _ in range(2)]
     for bench in runs:
         bench.network.plan_faults()
@@ -123,17 +123,19 @@ def test_a_seed_draws_the_same_run_again(is_packed: bool) -> None:
 
 
 def test_lost_messages_get_no_reply_and_repeated_ones_count_twice() -> None:
-    bench = Bench(Faults(lost=1, repeated=0, late=0, cut=0, until_s=1.0), [0.0, 2.0])
+    bench = Bench(CarrierFaults(lost=1, repeated=0, late=0, cut=0, until_s=1.0), [0.0, 2.0])
     bench.network.run(5.0)
     assert (bench.served[0].heard, bench.sums, bench.errors) == ([2], [2], [])
-    bench = Bench(Faults(lost=0, repeated=1, late=0, cut=0, until_s=0.05, is_ordered=True), [0.0])
+    bench = Bench(CarrierFaults(lost=0, repeated=1, late=0, cut=0, until_s=0.05, is_ordered=True), [0.0])
     bench.network.run(5.0)
     assert (bench.served[0].heard, bench.sums) == ([1, 1], [1])
 
 
 def test_messages_keep_their_order_only_where_they_are_to() -> None:
     at_s = [0.001 * number for number in range(30)]
-    ordered, disordered = (Bench(Faults(0, 0, 0, 0, 0, 0, is_ordered=is_ordered), at_s) for is_ordered in (True, False))
+    ordered, disordered = (
+        Bench(CarrierFaults(0, 0, 0, 0, 0, 0, is_ordered=is_ordered), at_s) for is_ordered in (True, False)
+    )
     for bench in (ordered, disordered):
         bench.network.run(5.0)
     assert ordered.served[0].heard == list(range(1, 31))
@@ -141,7 +143,7 @@ def test_messages_keep_their_order_only_where_they_are_to() -> None:
 
 
 def test_both_ends_find_that_a_connection_was_cut_and_connect_again() -> None:
-    bench = Bench(Faults(lost=0, repeated=0, late=0, cut=1, until_s=1.0), [0.0, 2.0])
+    bench = Bench(CarrierFaults(lost=0, repeated=0, late=0, cut=1, until_s=1.0), [0.0, 2.0])
     bench.network.run(5.0)
     assert (bench.served[0].heard, bench.sums) == ([2], [2])
     assert bench.errors == ["the connection was cut"]
@@ -169,7 +171,7 @@ def test_a_server_hears_that_a_peer_was_killed() -> None:
 
 
 def test_a_stopped_server_is_missed_and_receives_all_at_once_when_it_is_continued() -> None:
-    bench = Bench(Faults(0, 0, 0, 0, 0, 0, silent_s=1.0), [0.0, 1.1, 1.2, 4.0])
+    bench = Bench(CarrierFaults(0, 0, 0, 0, 0, 0, silent_s=1.0), [0.0, 1.1, 1.2, 4.0])
     bench.network.run(1.0)
     bench.network.stop(bench.server, 0.9)
     bench.network.run(1.8)

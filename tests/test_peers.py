@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import random
 import signal
 import socket
 import sys
@@ -15,6 +17,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from async_cases import START, quadratic
 from datagrams import DatagramConnections, DatagramServer
@@ -26,10 +30,10 @@ from gradwire.asynchronous.several.messages import ServerReply
 from gradwire.core.errors import RecordError
 from gradwire.core.record import Count, Floats, Record, pack
 from gradwire.core.version import VERSION
-from gradwire.peers import greeting, sockets
+from gradwire.peers import greeting
 from gradwire.peers.local import LocalConnections
 from gradwire.peers.protocol import Connections
-from gradwire.peers.sockets import Address, SharedRows, SocketConnections, SocketServer, framed
+from gradwire.peers.sockets import Address, Inbox, SharedRows, SocketConnections, SocketServer, framed, frames
 from gradwire.peers.supervisor import ChildProcess, Supervisor, wait_for_any
 from peer_cases import (
     SECRET,
@@ -191,7 +195,7 @@ def doubler(server: SocketServer) -> Doubler:
 
 def test_who_does_not_say_who_it_is_is_cut_off_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A scanner that sends nothing, and one that sends a byte now and then."""
-    monkeypatch.setattr(sockets, "_GREETING_S", 0.5)
+    monkeypatch.setattr("gradwire.peers.sockets.server._GREETING_S", 0.5)
     with attacked() as server:
         begun_s = time.monotonic()
         silent, dripping = raw(server.address), raw(server.address)
@@ -207,7 +211,7 @@ def test_who_does_not_say_who_it_is_is_cut_off_in_time(monkeypatch: pytest.Monke
 
 
 def test_of_many_strangers_the_oldest_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sockets, "_MOST_STRANGERS", 4)
+    monkeypatch.setattr("gradwire.peers.sockets.server._MOST_STRANGERS", 4)
     with attacked() as server, ExitStack() as lines:
         strangers = [lines.enter_context(raw(server.address)) for _ in range(6)]
         for line in strangers:
@@ -468,6 +472,22 @@ def test_who_computes_gives_signs_of_life() -> None:
         wait_for(lambda: doubler(server).lost_peers == [3], 20)
 
 
+def test_a_server_that_takes_nothing_up_is_lost_and_others_keep_their_peer() -> None:
+    over = threading.Event()
+    with (
+        pretending(lambda line: over.wait(20)) as full,
+        serving(SocketServer(Doubler(), TCP, SECRET, silent_s=SILENT_S)) as server,
+    ):
+        there = [server.address, full]
+        connections = SocketConnections(Replied, there, SECRET, 3, most_bytes=1 << 20, silent_s=SILENT_S)
+        with closing(connections):
+            require_served(connections)
+            assert isinstance(error_of(connections, Double("", torch.zeros(16 << 20)), 1), OSError)
+            require_served(connections)
+            assert doubler(server).lost_peers == []
+        over.set()
+
+
 # Servers that end ---------------------------------------------------------------------------------------------------
 
 
@@ -514,7 +534,33 @@ def test_a_part_of_more_than_four_gibibytes_has_a_frame() -> None:
 def test_frames_are_as_they_are_written_here() -> None:
     packed = pack(Keep(1))
     assert b"".join(framed(3, [packed])) == frame(3, packed)
-    assert frame(0, b"") == sockets.HEARTBEAT
+    assert frame(0, b"") == frames.HEARTBEAT
+
+
+FRAMES = st.lists(
+    st.tuples(st.integers(1, 2**60), st.sampled_from([0, 1, 100, 70_000]) | st.integers(0, 300)), max_size=8
+)
+
+
+@given(FRAMES, st.lists(st.integers(1, 1 << 17), min_size=1), st.randoms())
+def test_frames_come_as_they_were_sent_wherever_the_network_cuts_them(
+    lengths: list[tuple[int, int]], cuts: list[int], draw: random.Random
+) -> None:
+    records = [(number if length else 0, draw.randbytes(length)) for number, length in lengths]
+    stream, inbox, found = (
+        b"".join(frame(*record) for record in records),
+        Inbox(70_000, None),
+        list[tuple[int, bytes]](),
+    )
+    for cut in itertools.cycle(cuts):
+        if not stream:
+            break
+        space = inbox.space()
+        nbytes = min(cut, len(space), len(stream))
+        assert nbytes > 0
+        space[:nbytes], stream = stream[:nbytes], stream[nbytes:]
+        found += [(number, bytes(packed)) for number, packed in inbox.take(nbytes)]
+    assert found == [(number, packed) for number, packed in records if packed]  # the others are heartbeats
 
 
 # Supervised children ------------------------------------------------------------------------------------------------

@@ -65,6 +65,13 @@ def test_a_run_that_goes_on_and_one_that_loads_stand_at_the_same_bits(
         assert torch.tensor(run[0]["end"]).isfinite().all()
 
 
+@pytest.mark.parametrize("by", ["steps", "version"])
+def test_no_rank_waits_for_ever_and_all_have_one_version_after_each_save(by: str, tmp_path: Path) -> None:
+    first, *others = on_ranks("saves_often", folder=str(tmp_path), by=by)
+    assert all(versions == first for versions in others)
+    assert first == sorted(set(first))
+
+
 def test_ranks_that_wait_for_all_make_the_same_steps_after_a_resume(tmp_path: Path) -> None:
     folder = str(tmp_path)
     whole = on_ranks("whole_numbers", folder=folder, calls="", begin=0)

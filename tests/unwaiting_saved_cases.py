@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ from gradwire.asynchronous import (
     Bounded,
     Fixed,
     HogwildOptimizer,
+    Matched,
     Sending,
 )
 from gradwire.asynchronous.unwaiting import UnwaitingOptimizer
@@ -79,6 +81,25 @@ def ends(optimizer: AsynchronousOptimizer, network: nn.Module) -> dict[str, Any]
     trains(optimizer, network, dist.get_rank(), optimizer.version + 20)
     optimizer.finish()
     return {"end": flat(network).tolist()}
+
+
+def saves_often(rank: int, world_size: int, folder: str, by: str) -> list[int]:
+    """Save every few steps of one's own, or every few updates of all ranks, while a bound holds ranks of any speed."""
+    network, pauses = model(), random.Random(rank)
+    versions, step, save_at = list[int](), 0, 5
+    options: dict[str, Any] = {"pace": Bounded(0), "length": Matched(3), "deadline_s": DEADLINE_S}
+    with AsynchronousOptimizer(sgd(network), network, **options) as optimizer:
+        while len(versions) < 8:
+            local_step(network, optimizer, step, rank)
+            step += 1
+            time.sleep(0.01 * rank * pauses.random())
+            reached = step if by == "steps" else optimizer.version
+            if reached >= save_at:
+                gradwire.save(folder, optimizer)
+                versions.append(optimizer.version)
+                save_at = 4 + (step if by == "steps" else optimizer.version)
+        optimizer.finish()
+    return versions
 
 
 # Runs in which the order of pushes makes no difference ----------------------------------------------------------------

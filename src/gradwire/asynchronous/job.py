@@ -31,7 +31,7 @@ class Job:
         workers: n.
         pushes: the run ends once so many were applied; of several servers, by each.
         pace, length, sending, seed: as `ParameterServer` takes them.
-        folder: for snapshots. With one, a server that dies is started again from the newest (not by rpc).
+        folder: for snapshots. With one, a server that dies goes on from the newest when it is started again.
         snapshot_every: updates between snapshots.
         patience_s: seconds until a worker that never came is taken for dead, and until a worker gives up a server that
             is not there.

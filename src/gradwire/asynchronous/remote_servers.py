@@ -133,6 +133,11 @@ class RemoteServers(WorkerClient):
                 raise self.lost(server, 0.0, TimeoutError())
 
     @override
+    def patience(self, error: Exception) -> float:
+        # a process that is silent may compile, or be stopped, and goes on then; one whose connection ended has ended
+        return self.deadline_s if isinstance(error, TimeoutError) else self.patience_s
+
+    @override
     def lost(self, server: int, since_s: float, error: Exception) -> CommunicationError:
         why = f"silent for {self.deadline_s:g} s" if isinstance(error, TimeoutError) else f"lost: {reason(error)}"
         return CommunicationError(f"server {server}, in rank {server}'s process, is {why}", (server,))

@@ -9,6 +9,7 @@ from typing import Any, Self
 from torch import nn
 from torch.optim import Optimizer
 
+from gradwire.asynchronous.standing_still import StandingStill
 from gradwire.drivers.engine import Stats
 from gradwire.sync.wrapper import ModelWrapper
 
@@ -67,6 +68,10 @@ class UnwaitingOptimizer(ModelWrapper):
     @abstractmethod
     def evaluating(self) -> AbstractContextManager[None]:
         """In a `with` block the model is the one that all ranks have a part in, as it is now."""
+
+    @abstractmethod
+    def standing_still(self, call: str) -> AbstractContextManager[StandingStill]:
+        """In a `with` block all ranks have met, and none steps. `gradwire.save` and `gradwire.load` call it."""
 
     @abstractmethod
     def finish(self) -> None:

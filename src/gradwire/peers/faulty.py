@@ -1,7 +1,7 @@
 """The carrier with faults, in simulated time: messages are lost, late, repeated and out of order, connections are cut,
 and processes are killed, started anew, stopped and continued.
 
-    network = FaultyNetwork(Faults(), seed=7)
+    network = FaultyNetwork(CarrierFaults(), seed=7)
     network.serve(lambda: PartServer(...))              # server 0; called again for each of its lives
     network.join(0, main, replies=ServerReply)          # peer 0
     network.plan_faults()
@@ -40,7 +40,7 @@ _NOTICE_S = 0.05
 
 
 @dataclass(frozen=True)
-class Faults:
+class CarrierFaults:
     """What goes wrong, how often, and for how long. Times are drawn uniformly, from 0 to what is said here.
 
     Args:
@@ -177,7 +177,7 @@ class FaultyNetwork:
         happened: how often what went wrong.
     """
 
-    def __init__(self, faults: Faults, seed: int) -> None:
+    def __init__(self, faults: CarrierFaults, seed: int) -> None:
         self.faults, self.draw = faults, random.Random(seed)
         self.clock = EventClock[Callable[[], None]]()
         self.servers: list[Process] = []

@@ -64,12 +64,19 @@ class _Running(RunningJob[OutcomeT]):
 
     @override
     def look(self) -> None:
-        for part in self.servers.look():
-            self._start_again(part, self.servers.how[part])
+        self._look_at_servers()
         super().look()
 
+    def _look_at_servers(self) -> None:
+        for part in self.servers.look():
+            self._start_again(part, self.servers.how[part])
+
     def _missed(self, part: int, error: Exception) -> None:
-        """A server cannot be reached: one that is silent is ended, and started again."""
+        """A server cannot be reached: it is started again, where it has ended or is silent."""
+        before = self.servers.restarted[part]
+        self._look_at_servers()
+        if before < self.servers.restarted[part]:
+            return
         if isinstance(error, TimeoutError) and self.watch.progress[part] is not None:
             self._start_again(part, f"was silent for {self.job.silent_s:g} s")
 

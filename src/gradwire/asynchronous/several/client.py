@@ -61,11 +61,15 @@ class WorkerClient:
     def _miss(self, arrived: Arrived, error: Exception) -> None:
         now_s = self.connections.now_s()
         since_s = now_s - self._missing_s.setdefault(arrived.server, now_s)
-        if since_s > self.patience_s:
+        if since_s > self.patience(error):
             raise self.lost(arrived.server, since_s, error) from error
         if not isinstance(arrived.request, PushRequest):
             self.connections.sleep(_AGAIN_S)
         self.send(self.worker.miss(arrived.request))
+
+    def patience(self, error: Exception) -> float:
+        """Seconds until a server that cannot be reached for this reason is given up."""
+        return self.patience_s
 
     def lost(self, server: int, since_s: float, error: Exception) -> CommunicationError:
         """What to raise where a server was not there for so long."""

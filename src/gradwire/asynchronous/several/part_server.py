@@ -82,7 +82,8 @@ class PartServer(Served):
         self.losses: list[int] = []
         self._waiting: dict[int, tuple[int, Reply]] = {}
         self._last: dict[int, tuple[int, int]] = {}
-        self._clock, self._began_s = clock, clock()
+        self._clock = clock
+        self._expected_s = [clock()] * job.workers
         self._stops_itself = servers == 1
         self._restore(was_restarted)
         self.is_done = self._is_complete()
@@ -146,6 +147,7 @@ class PartServer(Served):
         match request:
             case Hello():
                 clock = self.server.expect(request.worker)
+                self._expected_s[request.worker] = self._clock()
                 self._dismiss(request.worker)
                 reply(Here(clock, self.server.life))
             case Join():
@@ -224,11 +226,11 @@ class PartServer(Served):
 
     @override
     def tick(self) -> None:
-        """Take those for dead that never came."""
-        if self._clock() - self._began_s > self.job.patience_s:
-            for worker, phase in enumerate(self.server.clocks.phases):
-                if phase is Phase.EXPECTED:
-                    self.leave(worker)
+        """Take those for dead that did not come, or said hello and did not join."""
+        now_s = self._clock()
+        for worker, phase in enumerate(self.server.clocks.phases):
+            if phase is Phase.EXPECTED and now_s - self._expected_s[worker] > self.job.patience_s:
+                self.leave(worker)
 
     @override
     def lost(self, peer: int) -> None:

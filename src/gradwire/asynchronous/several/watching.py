@@ -83,27 +83,31 @@ class ServerWatch:
             CommunicationError: as `missed` says, or one that does not come back.
         """
         found: dict[int, Finished] = {}
-        for part in range(len(self.progress)):
-            self.connections.ask(part, Finish())
+        away = set(range(len(self.progress)))
         end_s = time.monotonic() + _FINISH_S
         while len(found) < len(self.progress):
             if time.monotonic() > end_s:
                 missing = min(set(range(len(self.progress))) - found.keys())
                 raise CommunicationError(f"server {missing} does not say what it had in the end")
-            arrived = self.connections.wait(_AGAIN_S)
-            if arrived is not None and isinstance(arrived.request, Finish):
-                self._finished(arrived, found)
+            for part in away:
+                self.connections.ask(part, Finish())
+            away = self._finished(found)
         return [found[part] for part in range(len(self.progress))]
 
-    def _finished(self, arrived: Arrived, found: dict[int, Finished]) -> None:
-        if isinstance(arrived.reply, Failed):
-            raise _failure(arrived.server, arrived.reply)
-        if arrived.error is None:
-            found[arrived.server] = arrived.reply
-            return
-        self._missed(arrived.server, arrived.error)
-        time.sleep(_AGAIN_S)
-        self.connections.ask(arrived.server, Finish())
+    def _finished(self, found: dict[int, Finished]) -> set[int]:
+        """Hear what comes until nothing does for a while; return which servers could not be reached."""
+        away: set[int] = set()
+        while len(found) < len(self.progress) and (arrived := self.connections.wait(_AGAIN_S)) is not None:
+            if not isinstance(arrived.request, Finish):
+                continue
+            if arrived.error is not None:
+                away.add(arrived.server)
+                self._missed(arrived.server, arrived.error)
+            elif isinstance(arrived.reply, Failed):
+                raise _failure(arrived.server, arrived.reply)
+            else:
+                found[arrived.server] = arrived.reply
+        return away
 
     def outcome(self, lost: Sequence[int]) -> ServersOutcome:
         """End the run, in which these workers were lost; return what came of it.
