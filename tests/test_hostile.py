@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import random
 import secrets
+import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -77,6 +78,7 @@ def test_nothing_that_is_hostile_is_accepted(kind: str, benchmark: Callable[[str
     honest.push()
     honest.push()
     connections.close()
+    assert "gradwire-heartbeat" not in {thread.name for thread in threading.enumerate()}
     server.close()
     assert "ACCEPTED" not in attack.outcomes
     assert sum(attack.sent.values()) == FRAMES

@@ -35,6 +35,9 @@ from gradwire.peers.sockets.server import SocketServer
 
 _TIMEVAL = struct.Struct("@ll")
 
+_JOIN_S = 1.0
+"""Seconds to wait for a thread that has been told to end, and may be sending."""
+
 
 class SocketConnections(Connections):
     """A peer's connections to servers on sockets, and to one of its own process without a socket.
@@ -150,6 +153,8 @@ class SocketConnections(Connections):
             end.close()
         self._ends.clear()
         self._selector.close()
+        if self._beating is not None:  # Python may not end well beside a thread that is about to run
+            self._beating.join(_JOIN_S)
 
 
 class _SocketEnd:
