@@ -174,7 +174,7 @@ class AsynchronousSimulation:
         end_s = self.now_s + seconds
         last = math.inf if pushes is None else self.server.version + pushes
         while self._clock and self._clock.next_s <= end_s and self.server.version < last:
-            self._clock.advance()()
+            self._clock.next_event()()
 
     # Time --------------------------------------------------------------------------------------------------------
 

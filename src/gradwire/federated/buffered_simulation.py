@@ -93,7 +93,7 @@ class BufferedSimulation:
         while steps > 0:
             while len(self._arrivals) < self.concurrency:
                 self._start()
-            step, reason = take_up(self.server, self._arrivals.advance(), self._kept)
+            step, reason = take_up(self.server, self._arrivals.next_event(), self._kept)
             lost = lost + 1 if reason else 0
             if lost >= MOST_LOST * self.concurrency:
                 raise FederationError(f"{lost} clients in a row were lost, the last one since {reason}")

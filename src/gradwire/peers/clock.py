@@ -21,7 +21,7 @@ class EventClock(Generic[Event]):
     >>> clock = EventClock[str]()
     >>> clock.plan(2.0, "late"), clock.plan(1.0, "early"), clock.plan(1.0, "early too"), clock.plan(math.inf, "never")
     (None, None, None, None)
-    >>> [clock.advance() for _ in range(len(clock))], clock.now_s
+    >>> [clock.next_event() for _ in range(len(clock))], clock.now_s
     (['early', 'early too', 'late'], 2.0)
     """
 
@@ -43,7 +43,7 @@ class EventClock(Generic[Event]):
         """The time of the next event, infinity where none is to come."""
         return self._events[0][0] if self._events else math.inf
 
-    def advance(self) -> Event:
+    def next_event(self) -> Event:
         """Go on to the next event and return it.
 
         Raises:

@@ -229,7 +229,7 @@ class FaultyNetwork:
     def run(self, end_s: float, until: Callable[[], bool] = lambda: False) -> None:
         """Let everything happen until that time, or until something is so."""
         while self.clock.next_s <= end_s and not until():
-            self.clock.advance()()
+            self.clock.next_event()()
 
     # What goes wrong ---------------------------------------------------------------------------------------------
 

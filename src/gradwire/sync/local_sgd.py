@@ -18,7 +18,7 @@ from gradwire.drivers.engine import Stats
 from gradwire.reducers.base import Reducer
 from gradwire.session import Session
 from gradwire.session.checkpoint import HasSeveralGroups, Savable
-from gradwire.session.figures import ReportOfSession
+from gradwire.session.report import Report
 from gradwire.session.together import Together
 from gradwire.sync.averager import Averager
 from gradwire.sync.averaging import Averaging
@@ -32,7 +32,7 @@ _KEY = "sync"
 """Where the state of averaging lies in the optimizer's state."""
 
 
-class AveragingOptimizer(ReportOfSession, ModelWrapper):
+class AveragingOptimizer(ModelWrapper):
     """Steps an inner optimizer, and has an averager do its part after each step.
 
     A real optimizer: parameter groups and state are those of the inner one, so schedulers, hooks and closures work as
@@ -123,6 +123,14 @@ class AveragingOptimizer(ReportOfSession, ModelWrapper):
     def stats(self) -> Stats:
         """Return bytes and times so far; `exposed_s` is what steps took beyond those of the inner optimizer."""
         return dataclasses.replace(self.averaging.stats(), exposed_s=self._exposed_s)
+
+    def report(self) -> Report:
+        """Return what communication costs and saves in a step of training on this rank, see `Report`.
+
+        Example:
+            print(optimizer.report())
+        """
+        return self.averaging.report()
 
     def described(self) -> str:
         """What this is, in a line."""

@@ -196,6 +196,7 @@ class PartedWorker:
 
     def resume(self) -> list[WorkerRequest]:
         """Join again after `pause`, at this worker's clock, which may be set before."""
+        self.granted = None
         for seat in self._seats:
             seat.held = seat.clock = None
         return [self._request(server, Join, self.clock) for server in range(len(self._seats))]
