@@ -22,6 +22,7 @@ from gradwire.asynchronous.several.messages import (
     Look,
     Progress,
     PushRequest,
+    Refused,
     Stop,
     Watch,
 )
@@ -308,3 +309,12 @@ def test_a_server_that_is_done_hands_out_nothing_when_a_worker_leaves() -> None:
     served.lost(1)
     served.ask(Watch([0, 1]), replies.append)
     assert [type(reply) for reply in replies] == [Here, Stop, Progress]
+
+
+def test_nothing_is_remembered_of_workers_that_there_are_not() -> None:
+    served, replies = PartServer(part_schedules.Schedule(0).job, 0, 2), list[Any]()
+    for worker in range(100, 200):
+        served.ask(Hello(0, worker, 1, 1), replies.append)
+        served.ask(Join(0, worker, 1, 2, clock=1), replies.append)
+    assert {type(reply) for reply in replies} == {Refused}
+    assert not served._last  # pyright: ignore[reportPrivateUsage]

@@ -137,6 +137,8 @@ class PartServer(Served):
 
     def _is_newest(self, request: WorkerRequest) -> bool:
         """Whether this is no late message: of a process that is this worker no more, or older than its last one."""
+        if request.worker >= self.server.workers:
+            return True  # it is refused by name, and nothing is remembered of it
         process, serial = self._last.get(request.worker, (request.process, -1))
         if not isinstance(request, Hello) and (request.process != process or request.serial <= serial):
             return False
