@@ -325,11 +325,11 @@ class _Hands:
         for other in others:
             self._table.board[at, "to", other] = payload
         for other in others:
-            while (taken := (at, "taken", other) in self._table.board) or self._heartbeat.alive(other):
-                if taken:
-                    handed += 1
+            for _ in range(200):  # one that has given this source up does not come for the copy any more
+                if (at, "taken", other) in self._table.board or not self._heartbeat.alive(other):
                     break
                 _mine.thread.pause(0.05)
+            handed += (at, "taken", other) in self._table.board
         return handed
 
     def copy_from(self, source: int) -> Tensor:
