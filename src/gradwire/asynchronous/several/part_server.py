@@ -102,8 +102,10 @@ class PartServer(Served):
 
     def _restore_whole(self) -> bool:
         """Load version 0.2's snapshot of a single server, which kept parameters by their own names, if there is one."""
-        whole = self.job.server()
-        if not self._stops_itself or self.job.folder is None or not snapshots.read(whole, self.job.folder):
+        if not self._stops_itself or self.job.folder is None:
+            return False
+        whole = self.job.server()  # with copies of all parameters, so only where it may be needed
+        if not snapshots.read(whole, self.job.folder):
             return False
         self.server.load_state_dict({**whole.state_dict(), "reducer": self.server.settings()})
         return True
