@@ -89,6 +89,16 @@ def test_a_killed_worker_frees_the_others_and_a_killed_server_comes_back(tmp_pat
     assert outcome.history[-1].loss < 0.8 * outcome.history[0].loss
 
 
+def test_a_server_killed_after_its_last_push_is_heard_before_the_job_is_given_up(tmp_path: Path) -> None:
+    job = Job(START, ASGD(0.05), async_processes.even, workers=2, pushes=200, folder=tmp_path)
+    with RunningProcesses(job) as running:
+        running.wait_for(1)
+        wait_for(lambda: all(child.ended() == "" for child in running.workers.children))
+        os.kill(running.server.pid, signal.SIGKILL)  # whoever watches has heard of few pushes, and no worker is left
+        outcome = running.wait(DEADLINE_S)
+    assert (len(outcome.history), outcome.lost, outcome.restarts) == (200, (), 1)
+
+
 def test_a_server_without_snapshots_is_missed() -> None:
     with RunningProcesses(Job(START, ASGD(0.05), async_processes.even, workers=1, pushes=10**4)) as running:
         os.kill(running.server.pid, signal.SIGKILL)

@@ -86,7 +86,8 @@ class RunningJob(ABC, Generic[OutcomeT]):
         self.look()
         if self.version >= pushes:
             return True
-        if len(self.workers.dead) == self.job.workers:
+        dead = self.workers.dead
+        if len(dead) == self.job.workers and self.watch.know_of(dead):  # else a server may have come to its last push
             who = "; ".join(f"worker {number} {how or 'ended by itself'}" for number, how in self.workers.how.items())
             raise CommunicationError(f"no worker is left at push {self.version} of {self.job.pushes}: {who}"[:256])
         return False

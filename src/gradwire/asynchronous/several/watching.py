@@ -36,6 +36,7 @@ class ServerWatch:
         self.progress: list[Progress | None] = [None] * connections.servers
         self._first_life: dict[int, int] = {}
         self._asked: set[int] = set()
+        self._told: dict[int, set[int]] = {}
         self._missed = missed
 
     @property
@@ -47,6 +48,10 @@ class ServerWatch:
     def unheard(self) -> list[int]:
         """Those that never said anything."""
         return [part for part, one in enumerate(self.progress) if one is None]
+
+    def know_of(self, dead: Sequence[int]) -> bool:
+        """Whether each server has said how far it is since it was told that these workers are dead."""
+        return all(self._told.get(part, set()).issuperset(dead) for part in range(len(self.progress)))
 
     def poll(self, dead: Sequence[int], seconds: float) -> None:
         """Tell servers who is dead, and hear how far they are; what takes longer is heard of next time.
@@ -74,6 +79,7 @@ class ServerWatch:
             raise _failure(arrived.server, arrived.reply)
         elif isinstance(arrived.reply, Progress):
             self.progress[arrived.server] = arrived.reply
+            self._told[arrived.server] = set(arrived.request.dead)
             self._first_life.setdefault(arrived.server, arrived.reply.life)
 
     def finish(self) -> list[Finished]:
