@@ -3,7 +3,7 @@
 Messages are lost, late, repeated and out of order, connections are cut, and processes are killed, started anew, stopped
 and continued (`gradwire.peers.faulty`). Watchers look at every step; the tests' modules say at which promises:
 
-    parts       parameter servers and their workers (tests/part_schedules.py)
+    parts       parameter servers and their workers, which pause now and then (tests/part_schedules.py)
     rounds      a federation's server in rounds, and its clients (tests/round_schedules.py)
     buffered    a federation's server with a buffer (the same)
     elastic     elastic workers at their store, in a made-up order of events (tests/elastic_schedule.py)

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from gradwire.asynchronous import ASGD, Barriers, Bounded, Free, Grant, Pace, Result
+from gradwire.asynchronous import ASGD, Barriers, Bounded, Free, Grant, Pace
 from gradwire.asynchronous.clocks import Phase
 from gradwire.asynchronous.job import Job
 from gradwire.asynchronous.several import Journal, PartedWorker, PartServer, WorkerClient
@@ -28,6 +27,7 @@ from gradwire.asynchronous.several.messages import (
     Finish,
     Granted,
     Join,
+    Pause,
     PushRequest,
     ServerReply,
     Watch,
@@ -41,6 +41,7 @@ END_S = 200.0
 """By then all have gone on, unless they wait for ever."""
 WATCH_S = 1.0
 PATIENCE_S = 100.0
+ASK_AGAIN_S = 5.0
 
 
 class Broken(AssertionError):  # noqa: N818 - what is broken is a promise
@@ -121,7 +122,7 @@ class WatchedPart(PartServer):
         phases = self.server.clocks.phases
         for grant in grants:
             self.kept.left[grant.worker, grant.version, grant.life] = {
-                worker for worker, phase in enumerate(phases) if phase is Phase.DEAD
+                worker for worker, phase in enumerate(phases) if phase in (Phase.DEAD, Phase.PAUSED)
             }
         super()._hand(grants)
 
@@ -198,12 +199,20 @@ class Blind(PartedWorker):
 
 
 class WatchedClient(WorkerClient):
-    """Is looked at whenever a grant reaches it."""
+    """Is looked at whenever a grant reaches it.
+
+    Attributes:
+        pushed: the last push to each server, until the next grant tells what became of it.
+        paused: the servers that have replied to a pause.
+        has_resumed: whether its next push is the one after a pause, for which it was let go before.
+    """
 
     def __init__(self, schedule: Schedule, worker: PartedWorker, connections: FaultyConnections) -> None:
         super().__init__(worker, connections, PATIENCE_S)
         self.schedule = schedule
         self.pushed: dict[int, PushRequest] = {}
+        self.paused: set[int] = set()
+        self.has_resumed = False
 
     def send(self, requests: Sequence[WorkerRequest]) -> None:
         for request in requests:
@@ -212,6 +221,8 @@ class WatchedClient(WorkerClient):
         super().send(requests)
 
     def arrived(self, arrived: Arrived) -> None:
+        if isinstance(arrived.request, Pause):
+            self.paused.add(arrived.server)
         counts = self.worker._counts(arrived.request)  # pyright: ignore[reportPrivateUsage]
         if counts and isinstance(arrived.reply, Granted):
             self._granted(arrived.server, arrived.reply)
@@ -252,7 +263,8 @@ class Schedule:
         self.seconds = [10 ** draw.uniform(-0.5, 0.3) for _ in range(self.workers)]
         self.kept = [Kept() for _ in range(self.servers)]
         self.clients: list[WatchedClient | None] = [None] * self.workers
-        self.made, self.computed, self.is_over = worker, 0, False
+        self.pauses = draw.choice((0.0, 0.1))
+        self.made, self.computed, self.paused, self.is_over = worker, 0, 0, False
         for number in range(self.servers):
             self.network.serve(partial(self._serve, part, number))
         for number in range(self.workers):
@@ -270,18 +282,46 @@ class Schedule:
         return part(self.job, number, self.servers, self.kept[number], lambda: self.network.now_s)
 
     def _work(self, number: int, connections: FaultyConnections) -> Iterator[float]:
-        worker = self.made(
-            number,
-            partial(self._compute, number, connections),
-            self.start,
-            servers=self.servers,
-            process=self.network.peers[number].lives,
-        )
+        process = self.network.peers[number].lives
+        worker = self.made(number, None, self.start, servers=self.servers, process=process)
         client = self.clients[number] = WatchedClient(self, worker, connections)
         client.send(worker.begin())
         while not worker.is_done:
+            if worker.granted is None:
+                yield LOOK_S
+                client.turn()
+            elif self.draw.random() < self.pauses:
+                yield from self._pause(client)
+            else:
+                self._push(client)
+
+    def _push(self, client: WatchedClient) -> None:
+        """Compute: every push takes 1 from the element of its worker in each part, and its loss is its name."""
+        number = client.worker.number
+        if not client.has_resumed:
+            self._require_bound(number)
+        client.has_resumed = False
+        client.connections.sleep(seconds := self.seconds[number] * self.draw.uniform(0.5, 1.5))
+        g = torch.zeros(self.numel, dtype=torch.float64)
+        g[number :: self.workers] = -1.0
+        self.computed += 1
+        client.send(client.worker.push(g, float(self.computed), seconds))
+
+    def _pause(self, client: WatchedClient) -> Iterator[float]:
+        """Give all grants back, as ranks do before a save, and come back after a while."""
+        client.paused.clear()
+        asked_s = client.connections.now_s()
+        client.send(client.worker.pause())
+        while len(client.paused) < self.servers:
             yield LOOK_S
+            if client.connections.now_s() - asked_s > ASK_AGAIN_S:  # a request or its reply was lost
+                asked_s = client.connections.now_s()
+                client.send(client.worker.pause())
             client.turn()
+        self.paused += 1
+        yield self.draw.uniform(0.0, 3.0)
+        client.has_resumed = True
+        client.send(client.worker.resume())
 
     def _watch(self, connections: FaultyConnections) -> Iterator[float]:
         """Tell the servers who is dead, and in the end that all is done."""
@@ -295,17 +335,6 @@ class Schedule:
                 yield left_s
 
     # What is looked at -------------------------------------------------------------------------------------------
-
-    def _compute(
-        self, number: int, connections: FaultyConnections, parameters: Mapping[str, Tensor], grant: Grant
-    ) -> Result:
-        """Every push takes 1 from the element of its worker in each part, and its loss is its name."""
-        self._require_bound(number)
-        connections.sleep(self.seconds[number] * self.draw.uniform(0.5, 1.5))
-        g = torch.zeros(self.numel, dtype=torch.float64)
-        g[number :: self.workers] = -1.0
-        self.computed += 1
-        return Result({"x": g}, float(self.computed))
 
     def _require_bound(self, number: int) -> None:
         """Nobody whom its servers waited for as they let this worker compute is further behind than the bound."""
@@ -339,7 +368,8 @@ class Schedule:
     def counts(self) -> Counter[str]:
         """What happened."""
         pushes = sum(len(kept.all_losses) for kept in self.kept)
-        return self.network.happened + Counter(pushes=pushes, lives=sum(one.lives for one in self.network.processes))
+        lives = sum(one.lives for one in self.network.processes)
+        return self.network.happened + Counter(pushes=pushes, pauses=self.paused, lives=lives)
 
     # The run -----------------------------------------------------------------------------------------------------
 
