@@ -286,7 +286,7 @@ GROUPS: list[Any] = [3, "x", [0], None, {"x": "0"}, {"x": -1}, {"x": None}]
 RECORDS: list[Any] = [3, "x", [], None]
 TENSORS = [-1, 10**6, True, 1.5, "0", [0], {}, None]
 WRONG: dict[str, list[Any]] = {
-    **dict.fromkeys(("client", "round", "steps"), COUNTS),
+    **dict.fromkeys(("client", "round", "steps", "serial"), COUNTS),
     "taken": [value for value in COUNTS if value is not None],
     **dict.fromkeys(("fingerprint", "reason", "token"), TEXTS),
     **dict.fromkeys(("examples", "loss", "share"), NUMBERS),
@@ -298,7 +298,7 @@ WRONG: dict[str, list[Any]] = {
     "forgot": [0, "yes", None, []],
     **dict.fromkeys(("task", "kept", "update", "outcome"), RECORDS),
 }
-OPTIONAL = {"share", "forgot", "vectors", "memories"}
+OPTIONAL = {"share", "forgot", "vectors", "memories", "serial"}
 """Fields that have a default, and have it where they are missing."""
 
 
