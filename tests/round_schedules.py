@@ -24,23 +24,15 @@ from gradwire.core.errors import FederationError
 from gradwire.core.record import Count, Record
 from gradwire.federated import SGD, Assignment, BufferedServer, FedAvg, Server, Update
 from gradwire.federated.methods import Work
-from gradwire.peers.faulty import CarrierFaults, FaultyConnections, FaultyNetwork
+from gradwire.peers.faulty import FaultyConnections, FaultyNetwork
 from gradwire.peers.protocol import Arrived, Reply, Served
+from promises import checked, faults_of, require
 
 FAULTS_S = 4.0
 END_S = 500.0
 LATE_S = 2.5
 """Clients that have not sent anything after so long are dropped."""
 AGAIN_S = 1.0
-
-
-class Broken(AssertionError):  # noqa: N818 - what is broken is a promise
-    """A promise that a schedule broke."""
-
-
-def require(holds: bool, what: str) -> None:
-    if not holds:
-        raise Broken(what)
 
 
 # What travels ---------------------------------------------------------------------------------------------------------
@@ -318,7 +310,7 @@ class RoundSchedule:
 
     def __init__(self, seed: int, serve: Callable[[RoundSchedule], TaskServer]) -> None:
         draw = self.draw = random.Random(f"rounds {seed}")
-        self.network = FaultyNetwork(faults_of(draw), seed)
+        self.network = FaultyNetwork(faults_of(draw, 0.05, down_s=1.5, stopped_s=2.5, until_s=FAULTS_S), seed)
         self.clients = draw.randint(2, 6)
         self.kept, self.trained = Kept(self.clients), 0
         self.quorum, self.sample = draw.randint(1, 2), draw.randint(2, self.clients)
@@ -420,24 +412,6 @@ def _is_missed(arrived: Arrived, request: ClientRequest) -> bool:
     return arrived.request is request and arrived.error is not None
 
 
-def faults_of(draw: random.Random) -> CarrierFaults:
-    """Some of all faults."""
-    return CarrierFaults(
-        lost=draw.choice((0.0, 0.03)),
-        repeated=draw.choice((0.0, 0.05)),
-        late=draw.choice((0.0, 0.1)),
-        cut=draw.choice((0.0, 0.02)),
-        kills=draw.choice((0.0, 0.7)),
-        stops=draw.choice((0.0, 0.7)),
-        down_s=1.5,
-        stopped_s=2.5,
-        silent_s=0.7,
-        until_s=FAULTS_S,
-        is_ordered=draw.random() < 0.5,
-        is_packed=draw.random() < 0.25,  # which takes most of the time
-    )
-
-
 def rounds_of(schedule: RoundSchedule, kind: type[RoundServer] = RoundServer) -> RoundServer:
     """The server of a schedule in rounds."""
     return kind(schedule.kept, lambda: schedule.network.now_s, schedule.federated())
@@ -454,12 +428,7 @@ def check(seed: int, serve: Callable[[RoundSchedule], TaskServer]) -> RoundSched
     Raises:
         Broken: it breaks a promise.
     """
-    schedule = RoundSchedule(seed, serve)
-    try:
-        schedule.run()
-    except Exception as error:
-        raise Broken(f"schedule {seed} at {schedule.network.now_s:.2f} s: {type(error).__name__}: {error}") from error
-    return schedule
+    return checked(RoundSchedule, seed, serve)
 
 
 def check_rounds(seed: int) -> RoundSchedule:
