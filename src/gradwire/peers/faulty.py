@@ -191,7 +191,7 @@ class FaultyNetwork:
 
     @property
     def processes(self) -> list[Process]:
-        """Servers and peers."""
+        """All of them, the servers first."""
         return [*self.servers, *self.peers.values()]
 
     def serve(self, make: Callable[[], Served]) -> Process:
@@ -371,7 +371,7 @@ class FaultyNetwork:
         line.server.lines[line.peer.process.number] = line
 
     def to_server(self, line: _Line, number: int, request: Any) -> None:
-        """Send a request."""
+        """Have a request travel to the server of a line, as record or as bytes."""
         packed = pack(request) if self.faults.is_packed else request
         self._travel(line, partial(self._ask, line, number, packed), to_peer=False)
 

@@ -151,7 +151,7 @@ class Connections(ABC):
         time.sleep(seconds)
 
     def close(self) -> None:  # noqa: B027
-        """End all connections."""
+        """End all connections; what was asked and has no reply is lost."""
 
 
 class QueuedConnections(Connections):

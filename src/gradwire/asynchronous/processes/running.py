@@ -132,7 +132,7 @@ class RunningProcesses(_Running[JobOutcome]):
 
     @property
     def server(self) -> ChildProcess:
-        """The server's process."""
+        """The process of the one server, which is another one after a restart."""
         return self.servers.children[0]
 
     @override

@@ -55,7 +55,7 @@ class WorkerRun:
         return "ended by itself"
 
     def kill(self) -> None:
-        """End it now."""
+        """End the actor now; nothing where Ray itself has ended."""
         if self._ray.is_initialized():
             self._ray.kill(self.handle)
 
