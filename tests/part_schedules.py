@@ -33,8 +33,9 @@ from gradwire.asynchronous.several.messages import (
     Watch,
     WorkerRequest,
 )
-from gradwire.peers.faulty import CarrierFaults, FaultyConnections, FaultyNetwork, Process
+from gradwire.peers.faulty import FaultyConnections, FaultyNetwork, Process
 from gradwire.peers.protocol import Arrived, Reply
+from promises import checked, faults_of, require
 
 FAULTS_S = 5.0
 END_S = 200.0
@@ -44,36 +45,8 @@ PATIENCE_S = 100.0
 ASK_AGAIN_S = 5.0
 
 
-class Broken(AssertionError):  # noqa: N818 - what is broken is a promise
-    """A promise that a schedule broke."""
-
-
-def require(holds: bool, what: str) -> None:
-    if not holds:
-        raise Broken(what)
-
-
 def never(worker: int) -> Any:
     raise NotImplementedError
-
-
-def faults_of(draw: random.Random) -> CarrierFaults:
-    """Some of all faults: what breaks a promise is found sooner where other things do not go wrong."""
-    return CarrierFaults(
-        lost=draw.choice((0.0, 0.03)),
-        repeated=draw.choice((0.0, 0.03)),
-        late=draw.choice((0.0, 0.1)),
-        cut=draw.choice((0.0, 0.02)),
-        kills=draw.choice((0.0, 0.7)),
-        stops=draw.choice((0.0, 0.7)),
-        late_s=1.0,
-        down_s=2.0,
-        stopped_s=3.0,
-        silent_s=0.7,
-        until_s=FAULTS_S,
-        is_ordered=draw.random() < 0.5,
-        is_packed=draw.random() < 0.25,  # which takes most of the time
-    )
 
 
 class Kept:
@@ -245,7 +218,8 @@ class Schedule:
         worker: type[PartedWorker] = PartedWorker,
     ) -> None:
         draw = self.draw = random.Random(f"parts {seed}")
-        self.network = FaultyNetwork(faults_of(draw), seed)
+        faults = faults_of(draw, 0.03, late_s=1.0, down_s=2.0, stopped_s=3.0, until_s=FAULTS_S)
+        self.network = FaultyNetwork(faults, seed)
         self.workers, self.servers = draw.randint(2, 5), draw.randint(1, 3)
         self.bound: int | None = draw.choice((None, 0, 1, 2, 3))
         self.numel = self.servers * self.workers  # part p counts the pushes of worker w to it in its element w
@@ -408,9 +382,4 @@ def check(seed: int, part: type[WatchedPart] = WatchedPart, worker: type[PartedW
     Raises:
         Broken: it breaks a promise.
     """
-    schedule = Schedule(seed, part, worker)
-    try:
-        schedule.run()
-    except Exception as error:
-        raise Broken(f"schedule {seed} at {schedule.network.now_s:.2f} s: {type(error).__name__}: {error}") from error
-    return schedule
+    return checked(Schedule, seed, part, worker)

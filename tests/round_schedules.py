@@ -24,23 +24,15 @@ from gradwire.core.errors import FederationError
 from gradwire.core.record import Count, Record
 from gradwire.federated import SGD, Assignment, BufferedServer, FedAvg, Server, Update
 from gradwire.federated.methods import Work
-from gradwire.peers.faulty import CarrierFaults, FaultyConnections, FaultyNetwork
+from gradwire.peers.faulty import FaultyConnections, FaultyNetwork
 from gradwire.peers.protocol import Arrived, Reply, Served
+from promises import checked, faults_of, require
 
 FAULTS_S = 4.0
 END_S = 500.0
 LATE_S = 2.5
 """Clients that have not sent anything after so long are dropped."""
 AGAIN_S = 1.0
-
-
-class Broken(AssertionError):  # noqa: N818 - what is broken is a promise
-    """A promise that a schedule broke."""
-
-
-def require(holds: bool, what: str) -> None:
-    if not holds:
-        raise Broken(what)
 
 
 # What travels ---------------------------------------------------------------------------------------------------------
@@ -53,23 +45,22 @@ class Ready(Record, frozen=True, tag=True):
 
 
 class Sent(Record, frozen=True, tag=True):
-    """A client's update of a task. The reply is `Accepted` or `Refused`, at once."""
+    """A client's update. The reply is `Accepted` or `Refused`, at once."""
 
-    task: Count
     update: Update
 
 
 class Unable(Record, frozen=True, tag=True):
-    """A client sends no update of a task. The reply is `Accepted`."""
+    """A client sends no update of an assignment, which is told by its round and serial. The reply is `Accepted`."""
 
-    task: Count
     client: Count
+    round: Count
+    serial: Count
 
 
 class Task(Record, frozen=True, tag=True):
-    """What the server asks of a client; its number tells it from all others."""
+    """What the server asks of a client."""
 
-    task: Count
     assignment: Assignment
 
 
@@ -99,11 +90,10 @@ class Drawn(nn.Module):
 
 
 class Kept:
-    """What outlives a server: what it saved, and the numbers of its tasks.
+    """What outlives a server.
 
     Attributes:
         saved: its state; None before it saved any.
-        tasks: how many there were, so that no number is given twice.
         wanted: (clients,) the model as it must be.
         counted: the losses of all updates that a step was made of.
         steps: that were made.
@@ -111,7 +101,7 @@ class Kept:
 
     def __init__(self, clients: int) -> None:
         self.saved: dict[str, Any] | None = None
-        self.tasks, self.steps = 0, 0
+        self.steps = 0
         self.wanted = torch.zeros(clients, dtype=torch.float64)
         self.counted: set[float] = set()
 
@@ -129,7 +119,7 @@ class TaskServer(Served):
     def __init__(self, kept: Kept, clock: Callable[[], float]) -> None:
         self.kept, self._clock = kept, clock
         self.waiting: dict[int, Reply] = {}
-        self.tasks: dict[int, Task] = {}
+        self.tasks: dict[int, Assignment] = {}
         self.since_s: dict[int, float] = {}
         self.received: list[tuple[int, float]] = []
 
@@ -158,24 +148,23 @@ class TaskServer(Served):
             case Sent():
                 reply(self._take(request, before))
             case Unable():
-                self._miss(request.client, request.task, "it has said so")
+                self._miss(request.client, (request.round, request.serial), "it has said so")
                 reply(Accepted())
         self._watched()
 
     def lost(self, peer: int) -> None:
         self.waiting.pop(peer, None)
-        self._miss(peer, self.tasks[peer].task if peer in self.tasks else -1, "it is lost")
+        self._miss(peer, None, "it is lost")
         self._watched()
 
     def tick(self) -> None:
         for client, since_s in list(self.since_s.items()):
             if self._clock() - since_s > LATE_S:
-                self._miss(client, self.tasks[client].task, "it is late")
+                self._miss(client, None, "it is late")
         self._watched()
 
     def _take(self, sent: Sent, before: Tensor) -> Record:
         try:
-            self.require_task(sent)
             self.receive(sent.update)
         except FederationError as error:
             require(torch.equal(self.model, before), f"what was refused changed the model: {error}")
@@ -183,37 +172,30 @@ class TaskServer(Served):
         self._close(sent.update.client)
         return Accepted()
 
-    def require_task(self, sent: Sent) -> None:
-        """Refuse an update of a task that is not open, such as one that comes a second time.
-
-        Raises:
-            FederationError: it is.
-        """
-        task = self.tasks.get(sent.update.client)
-        if task is None or task.task != sent.task:
-            raise FederationError(f"nobody waits for task {sent.task} of client {sent.update.client}")
-
-    def _miss(self, client: int, task: int, reason: str) -> None:
-        if client in self.tasks and self.tasks[client].task == task:
+    def _miss(self, client: int, named: tuple[int, int] | None, reason: str) -> None:
+        """Wait no longer for what a client has to do, if that is what is named; None names whatever it is."""
+        task = self.tasks.get(client)
+        if task is not None and named in (None, (task.round, task.serial)):
             self._close(client)
             self.drop(client, reason)
 
     def _close(self, client: int) -> None:
-        del self.tasks[client], self.since_s[client]
+        """A task is done or dropped; one that was dropped may be done later, as long as its round is open."""
+        self.tasks.pop(client, None)
+        self.since_s.pop(client, None)
 
     def _watched(self) -> None:
         """Go on, look at the model, and hand tasks to those who wait for one."""
         self.go_on()
         require(torch.allclose(self.model, self.kept.wanted), "the model is not the one of the updates that counted")
         for client in self.waiting.keys() & self.tasks.keys():
-            self.waiting.pop(client)(self.tasks[client])
+            self.waiting.pop(client)(Task(self.tasks[client]))
 
     def assign(self, assignment: Assignment) -> None:
         """Open a task."""
-        self.kept.tasks += 1
         # the server goes on in the same memory, and what is handed over without being packed is not copied
         handed = assignment.replace(model=assignment.model.clone(), buffers=assignment.buffers.clone())
-        self.tasks[assignment.client] = Task(self.kept.tasks, handed)
+        self.tasks[assignment.client] = handed
         self.since_s[assignment.client] = self._clock()
 
     def stepped(self, clients: tuple[int, ...], loss: float, weights: list[float]) -> None:
@@ -303,7 +285,7 @@ class BufferServer(TaskServer):
 
 
 class TrustingRounds(RoundServer):
-    """Tells nobody whose update is refused, and takes those of clients that were not drawn."""
+    """Takes an update again of which it has one already."""
 
     def receive(self, update: Update) -> None:
         opened = self.server._open  # pyright: ignore[reportPrivateUsage]
@@ -311,18 +293,13 @@ class TrustingRounds(RoundServer):
         opened.rows.pop(update.client, None)
         super().receive(update)
 
-    def require_task(self, sent: Sent) -> None:
-        sender, update = sent.update.client, sent.update
-        self.tasks.setdefault(sender, Task(0, Assignment(sender, update.round, self.model, update.buffers, {})))
-        self.since_s.setdefault(sender, 0.0)
-
 
 class TrustingBuffer(BufferServer):
-    """Does not look of which task an update is; a client may have two of one step."""
+    """Does not look of which assignment an update is; a client may have had several of one step."""
 
-    def require_task(self, sent: Sent) -> None:
-        if sent.update.client not in self.tasks:
-            raise FederationError("nobody waits for it")
+    def receive(self, update: Update) -> None:
+        serial, _ = self.server._training.get(update.client, (0, 0))  # pyright: ignore[reportPrivateUsage]
+        super().receive(update.replace(serial=serial))
 
 
 # Clients --------------------------------------------------------------------------------------------------------------
@@ -333,7 +310,7 @@ class RoundSchedule:
 
     def __init__(self, seed: int, serve: Callable[[RoundSchedule], TaskServer]) -> None:
         draw = self.draw = random.Random(f"rounds {seed}")
-        self.network = FaultyNetwork(faults_of(draw), seed)
+        self.network = FaultyNetwork(faults_of(draw, 0.05, down_s=1.5, stopped_s=2.5, until_s=FAULTS_S), seed)
         self.clients = draw.randint(2, 6)
         self.kept, self.trained = Kept(self.clients), 0
         self.quorum, self.sample = draw.randint(1, 2), draw.randint(2, self.clients)
@@ -366,15 +343,16 @@ class RoundSchedule:
                 task = yield from replied(connections, Ready(number), Task)
                 assert isinstance(task, Task)
                 connections.sleep(speed_s * self.draw.uniform(0.5, 1.5))
-                made = Unable(task.task, number) if self.draw.random() < 0.05 else self.update_of(task)
+                given = task.assignment
+                is_able = self.draw.random() >= 0.05
+                made = Sent(self.update_of(given)) if is_able else Unable(number, given.round, given.serial)
                 yield from replied(connections, made, Accepted | Refused)
 
         return main
 
-    def update_of(self, task: Task) -> Sent:
-        """The update of a task, some of them damaged."""
+    def update_of(self, given: Assignment) -> Update:
+        """The update of an assignment, some of them damaged."""
         self.trained += 1
-        given = task.assignment
         y = given.model.clone()
         y[given.client] += 1.0
         message = FedAvg().message(Work(given.model, y, 1, self.terms.local, {}, {}))
@@ -388,7 +366,7 @@ class RoundSchedule:
             wires = {name: torch.full_like(wire, 255) for name, wire in wires.items()}
         fingerprint = "another" if kind == "model" else self.terms.fingerprint
         head = (given.client, given.round, fingerprint)
-        return Sent(task.task, Update(*head, 1.0, 1, wires, given.buffers, float(self.trained)))
+        return Update(*head, 1.0, 1, wires, given.buffers, float(self.trained), given.serial)
 
     @property
     def counts(self) -> Counter[str]:
@@ -434,24 +412,6 @@ def _is_missed(arrived: Arrived, request: ClientRequest) -> bool:
     return arrived.request is request and arrived.error is not None
 
 
-def faults_of(draw: random.Random) -> CarrierFaults:
-    """Some of all faults."""
-    return CarrierFaults(
-        lost=draw.choice((0.0, 0.03)),
-        repeated=draw.choice((0.0, 0.05)),
-        late=draw.choice((0.0, 0.1)),
-        cut=draw.choice((0.0, 0.02)),
-        kills=draw.choice((0.0, 0.7)),
-        stops=draw.choice((0.0, 0.7)),
-        down_s=1.5,
-        stopped_s=2.5,
-        silent_s=0.7,
-        until_s=FAULTS_S,
-        is_ordered=draw.random() < 0.5,
-        is_packed=draw.random() < 0.25,  # which takes most of the time
-    )
-
-
 def rounds_of(schedule: RoundSchedule, kind: type[RoundServer] = RoundServer) -> RoundServer:
     """The server of a schedule in rounds."""
     return kind(schedule.kept, lambda: schedule.network.now_s, schedule.federated())
@@ -468,12 +428,7 @@ def check(seed: int, serve: Callable[[RoundSchedule], TaskServer]) -> RoundSched
     Raises:
         Broken: it breaks a promise.
     """
-    schedule = RoundSchedule(seed, serve)
-    try:
-        schedule.run()
-    except Exception as error:
-        raise Broken(f"schedule {seed} at {schedule.network.now_s:.2f} s: {type(error).__name__}: {error}") from error
-    return schedule
+    return checked(RoundSchedule, seed, serve)
 
 
 def check_rounds(seed: int) -> RoundSchedule:

@@ -1,4 +1,4 @@
-"""Parameters over several servers: random schedules of failures, and what a worker makes of servers that disagree."""
+"""Parameters over several servers, and what a worker makes of servers that disagree. Schedules: `test_faulty`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-import part_cases
 from async_cases import START, optimum, quadratic
 from gradwire import CommunicationError, CompositionError, PushError, StateError, StepError
 from gradwire.asynchronous import ASGD, Bounded, Grant, Matched, ParameterServer, Result, Sending, Worker
@@ -94,36 +93,6 @@ class Bench:
 
     def values(self) -> Tensor:
         return torch.cat([part_server.server.values for part_server in self.part_servers])
-
-
-# Random schedules -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("block", range(4))
-@pytest.mark.draw(1)
-def test_random_schedules_keep_their_promises(block: int) -> None:
-    for seed in range(50 * block, 50 * (block + 1)):
-        part_cases.check(seed)
-
-
-@pytest.mark.parametrize(
-    ("part_server", "what"),
-    [(part_cases.Own, "wait for ever|0 at"), (part_cases.Trusting, "counted twice|is not push|parameters lack")],
-)
-def test_the_watch_sees_servers_that_break_their_promises(part_server: type[part_cases.MemoryDesk], what: str) -> None:
-    def check_all() -> None:
-        for seed in range(100):
-            part_cases.check(seed, part_server)
-
-    with pytest.raises(part_cases.Broken, match=what):
-        check_all()
-
-
-def test_servers_with_clocks_of_their_own_would_wait_for_each_other_in_a_circle() -> None:
-    """A schedule in which they do; with the workers' own clocks it goes on."""
-    with pytest.raises(part_cases.Broken, match="wait for ever"):
-        part_cases.check(28, part_cases.Own)
-    part_cases.check(28)
 
 
 # Parts ----------------------------------------------------------------------------------------------------------

@@ -30,8 +30,14 @@ def free_port() -> int:
 
 
 def started(folder: Path, servers: int, workers: int, pushes: int, *more: object) -> list[Script]:
-    shape = (servers, workers, pushes, f"127.0.0.1:{free_port()}", *more)
-    return [Script(folder / f"log{rank}", "tests/rpc_main.py", rank, *shape) for rank in range(servers + workers)]
+    """Worker 2, where there is one, kills itself at its push 5."""
+    shape = (workers, pushes, f"{servers}@127.0.0.1:{free_port()}", *more)
+    return [
+        Script(
+            folder / f"log{rank}", "tests/job_main.py", rank, *shape, **({"DIES": "1"} if rank == servers + 2 else {})
+        )
+        for rank in range(servers + workers)
+    ]
 
 
 def ran(folder: Path, servers: int, workers: int, pushes: int, *more: object) -> dict[str, Any]:
@@ -58,7 +64,6 @@ def test_two_servers_and_two_workers_reach_a_target(tmp_path: Path) -> None:
 
 
 def test_a_killed_worker_is_missed_and_the_others_go_on(tmp_path: Path) -> None:
-    """Worker 2 kills itself at its push 5."""
     found = ran(tmp_path, servers=2, workers=3, pushes=60)
     assert found["lost"] == [2]
     require_each_once(found, 3)

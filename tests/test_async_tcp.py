@@ -51,7 +51,7 @@ class Processes:
 
     def start(self, rank: int, **environment: str) -> Script:
         log = self.folder / f"log{len(self.scripts)}"
-        arguments = ("tests/tcp_main.py", rank, self.addresses, self.workers, self.pushes, self.folder)
+        arguments = ("tests/job_main.py", rank, self.workers, self.pushes, self.addresses, 60, self.folder)
         script = Script(log, *arguments, **{SECRET_VARIABLE: SECRET}, **environment)
         self.scripts.append(script)
         return script

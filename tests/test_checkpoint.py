@@ -17,8 +17,8 @@ from gradwire.core import save_folder, tensor_file
 from gradwire.core.errors import StateError
 from gradwire.core.grain import flat_grain
 from gradwire.hooks import PeriodicModelAverager, PostLocalSGDOptimizer
-from gradwire.session.checkpoint import Offer, Shelf, choose
 from gradwire.session.meeting import group_store
+from gradwire.session.offers import Offer, Shelf, choose
 from laws.damage import difference
 
 CASES = str(Path(__file__).with_name("checkpoint_cases.py"))

@@ -82,6 +82,21 @@ def test_an_update_counts_once_and_only_where_somebody_waits_for_it() -> None:
         buffered.receive(updates[3])
 
 
+def test_an_update_that_comes_again_after_its_client_was_drawn_again_counts_once() -> None:
+    """Both assignments are of step 0, and the second update counts as the second one."""
+    buffered = server(buffer=2)
+    first, *_ = [buffered.start() for _ in range(CLIENTS)]
+    update = update_of(buffered, first)
+    assert buffered.receive(update) is None
+    second = buffered.start()
+    assert (second.client, second.round) == (first.client, first.round)
+    with pytest.raises(FederationError, match="which nobody waits for"):
+        buffered.receive(update)
+    step = buffered.receive(update_of(buffered, second))
+    assert step is not None
+    assert step.clients == (first.client,) * 2
+
+
 @pytest.mark.parametrize(
     "settings",
     [{"buffer": 0}, {"most_stale": -1}, {"method": Scaffold()}, {"aggregate": "krum:1"}],

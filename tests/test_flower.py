@@ -217,7 +217,7 @@ WRONG: dict[str, tuple[Callable[[Message, Message], list[Message]], str]] = {
     "no examples": (rewritten(examples=0), "claims 0.0 examples"),
     "steps in words": (
         rewritten(steps="five"),
-        "3's answer is no NodeAnswer: Expected `int`, got `str` - at `$.outcome.up",
+        "3's answer is no NodeAnswer: its outcome.update.steps should be a whole number, not a text",
     ),
     "cut": (in_place_of(lambda packed: packed[:-5]), "client 3's answer is a record that is damaged"),
     "another round's token": (
@@ -232,17 +232,23 @@ WRONG: dict[str, tuple[Callable[[Message, Message], list[Message]], str]] = {
     ),
     "another record": (
         in_place_of(lambda packed: pack(NodeIdentity(3))),
-        "client 3's answer is no NodeAnswer: Object contains unknown field `type`",
+        "client 3's answer is no NodeAnswer: it has 'type', which is unknown",
     ),
     "a long field": (
         in_place_of(lambda packed: packed.replace(b"forgot", b"f\n\x1b[2J")),
-        "client 3's answer is no NodeAnswer: Object contains unknown field `f [2J`",
+        "client 3's answer is no NodeAnswer: it has 'f\\n\\x1b[2J', which is unknown",
     ),
     "a pickle": (in_place_of(pickled), "a record that is damaged"),
     "a claim": (in_place_of(claims_a_terabyte), "a record that is damaged"),
     "another form": (in_place_of(same, "torch"), "was written by torch"),
-    "a matrix": (rewritten(buffers=torch.zeros(2, 2, dtype=torch.float64)), "Expected Doubles, got a tensor of shape"),
-    "floats": (rewritten(buffers=torch.zeros(25)), "Expected Doubles, got a tensor of shape (25,) and torch.float32"),
+    "a matrix": (
+        rewritten(buffers=torch.zeros(2, 2, dtype=torch.float64)),
+        "should be a vector of torch.float64, not a tensor of shape",
+    ),
+    "floats": (
+        rewritten(buffers=torch.zeros(25)),
+        "should be a vector of torch.float64, not a tensor of shape (25,) and torch.float32",
+    ),
     "cut bytes": (wires(model=torch.zeros(3, dtype=torch.uint8)), "is left out as damaged"),
     "another vector": (wires(more=torch.zeros(3, dtype=torch.uint8)), "it trains by another method"),
     "not finite": (rewritten(buffers=torch.full((25,), math.nan, dtype=torch.float64)), "not finite"),
@@ -536,7 +542,7 @@ def test_damaged_state_drops_its_client() -> None:
     strategy.start(grid, num_rounds=1)
     grid.contexts[NODE].state[PENDING] = written(NodeIdentity(3))
     strategy.start(grid, num_rounds=1)
-    assert "a node's state is no KeptAfter: Object contains unknown field" in strategy.rounds[1].dropped[3]
+    assert "a node's state is no KeptAfter: it has 'type', which is unknown" in strategy.rounds[1].dropped[3]
 
 
 # The strategy as Flower has strategies -------------------------------------------------------------------------------

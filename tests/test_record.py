@@ -154,14 +154,14 @@ def test_what_is_no_record_is_not_packed() -> None:
 
 @pytest.mark.parametrize("field", [name for name in Whole.__struct_fields__ if name != "maybe"])
 def test_a_field_that_is_missing_is_named(field: str) -> None:
-    with pytest.raises(RecordError, match=f"no Whole: .*missing required field `{field}`"):
+    with pytest.raises(RecordError, match=f"no Whole: it.* has no '{field}'"):
         unpack(rewritten(PACKED, lambda fields: fields.pop(field)), Whole)
 
 
 def test_a_field_too_many_is_named() -> None:
-    with pytest.raises(RecordError, match=r"no Whole: .*unknown field `more`"):
+    with pytest.raises(RecordError, match=r"no Whole: it has 'more', which is unknown"):
         unpack(rewritten(PACKED, lambda fields: fields.update(more=1)), Whole)
-    with pytest.raises(RecordError, match=r"no Whole: .*unknown field `more` - at `\$.inner`"):
+    with pytest.raises(RecordError, match=r"no Whole: its inner has 'more', which is unknown"):
         unpack(rewritten(PACKED, lambda fields: fields["inner"].update(more=1)), Whole)
 
 
@@ -193,20 +193,22 @@ def test_a_field_too_many_is_named() -> None:
     ],
 )
 def test_a_field_of_another_type_is_named(field: str, value: object) -> None:
-    with pytest.raises(RecordError, match=rf"no Whole: .*at `\$\.{field}"):
+    with pytest.raises(RecordError, match=rf"no Whole: its {field}.* (should be|is) "):
         unpack(rewritten(PACKED, lambda fields: fields.update({field: value})), Whole)
 
 
 def test_a_tensor_of_another_shape_is_refused() -> None:
     packed = pack(msgspec.structs.replace(SIMPLE, values=torch.zeros(2, 2)))
-    with pytest.raises(RecordError, match=r"Expected Floats, got a tensor of shape \(2, 2\) and torch.float32"):
+    with pytest.raises(
+        RecordError, match=r"its values should be a vector of .*, not a tensor of shape \(2, 2\) and torch.float32"
+    ):
         unpack(packed, Whole)
 
 
 def test_another_record_is_refused() -> None:
-    with pytest.raises(RecordError, match="no Whole: Invalid value 'Other'"):
+    with pytest.raises(RecordError, match="no Whole: its type is 'Other', which is unknown"):
         unpack(pack(Other(1)), Whole)
-    with pytest.raises(RecordError, match="no record: Invalid value 'Whole'"):
+    with pytest.raises(RecordError, match="no record: its type is 'Whole', which is unknown"):
         unpack(PACKED, Other | Third)
 
 

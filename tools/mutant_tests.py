@@ -76,6 +76,7 @@ FILES: dict[str, tuple[Stage, ...]] = {
     ),
     "drivers/window.py": (("src/gradwire/drivers/window.py", *ARITHMETIC), REPORT),
     "session/checkpoint.py": (("src/gradwire/session/checkpoint.py", "tests/test_handle.py"), CHECKPOINT, GOING_ON),
+    "session/offers.py": (("src/gradwire/session/offers.py",), CHECKPOINT),
     "session/saved_runs.py": (CHECKPOINT,),
     "adapters/attach.py": ((*FSDP2, "-k", "gathers_no"), ATTACHED),
     "adapters/wrap.py": (("src/gradwire/adapters/wrap.py",), ("tests/test_spec.py", "-k", "wrap")),

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from gradwire.asynchronous.names import Names
 from gradwire.asynchronous.standing_still import RunWithoutSession, StandingStill
 from gradwire.asynchronous.together import together
 from gradwire.asynchronous.unwaiting import UnwaitingOptimizer
 from gradwire.core.errors import AttachError, StateError, StepError
+from gradwire.core.flat_layout import FlatLayout
 from gradwire.core.saved_schema import is_count
 from gradwire.session.names import named, require_whole
 from gradwire.sync.alike import require_same_start
@@ -71,7 +71,7 @@ class HogwildOptimizer(UnwaitingOptimizer):
             raise AttachError("Hogwild! shares the memory of the CPU: have the model there, or push to servers (asgd)")
         self._together = together("HogwildOptimizer", group, deadline_s)
         self.rank = dist.get_rank(group)
-        names = Names(self._parameters)
+        names = FlatLayout(self._parameters)
         self._require_one_machine()
         require_same_start("Hogwild!", self._parameters, self._together)
         values, self._counts = self._mapped(names.flat(self._parameters), dist.get_world_size(group))

@@ -19,7 +19,6 @@ from typing_extensions import override
 
 from gradwire.asynchronous.job import Job
 from gradwire.asynchronous.lengths import Fixed, Length
-from gradwire.asynchronous.names import Names
 from gradwire.asynchronous.own_part import OwnPart
 from gradwire.asynchronous.pace import Free, Pace
 from gradwire.asynchronous.remote_servers import GrantedValues, RemoteServers
@@ -32,6 +31,7 @@ from gradwire.asynchronous.together import together
 from gradwire.asynchronous.unwaiting import UnwaitingOptimizer
 from gradwire.asynchronous.work import Work
 from gradwire.core.errors import CommunicationError, StateError, StepError
+from gradwire.core.flat_layout import FlatLayout
 from gradwire.core.version import VERSION
 from gradwire.peers import greeting
 from gradwire.peers.sockets import SILENT_S, SocketConnections, SocketServer
@@ -116,7 +116,7 @@ class AsynchronousOptimizer(UnwaitingOptimizer):
         require_whole(model, "AsynchronousOptimizer")
         super().__init__(inner, model)
         self._parameters = named(model)
-        self._names = Names(self._parameters)
+        self._names = FlatLayout(self._parameters)
         self._together = together("AsynchronousOptimizer", group, deadline_s)
         job = Job(
             self._names.named(self._flat()),

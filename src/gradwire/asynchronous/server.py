@@ -12,11 +12,11 @@ from torch import Tensor
 from gradwire.asynchronous.clocks import Clocks, Phase
 from gradwire.asynchronous.lengths import Fixed, Length
 from gradwire.asynchronous.messages import Grant, Push, Receipt, push_key
-from gradwire.asynchronous.names import Names
 from gradwire.asynchronous.pace import Free, Pace
 from gradwire.asynchronous.rules import Moment, ServerRule
 from gradwire.asynchronous.worker import is_finite
 from gradwire.core.errors import CompositionError, PayloadError, PushError, StateError
+from gradwire.core.flat_layout import FlatLayout
 from gradwire.core.record import Count
 from gradwire.core.renamed import same
 from gradwire.core.saved_schema import VERSION, check_state, list_of, part_of, tensors_like
@@ -94,7 +94,7 @@ class ParameterServer:
     ) -> None:
         if workers < 1:
             raise CompositionError(f"{workers} workers: a server needs 1 or more")
-        self.names = Names(parameters)
+        self.names = FlatLayout(parameters)
         self.values = self.names.flat(parameters)
         self.rule, self.seed, self.version, self.life = rule, seed, 0, 0
         self.length, self.sending = length or Fixed(), sending or Sending()

@@ -153,7 +153,7 @@ class AsynchronousSimulation:
 
     @property
     def now_s(self) -> float:
-        """Simulated seconds."""
+        """Simulated seconds since the beginning."""
         return self._clock.now_s
 
     def _begin(self) -> None:

@@ -8,7 +8,6 @@ import time
 from collections.abc import Sequence
 
 from gradwire.asynchronous.job import Job
-from gradwire.asynchronous.names import Names
 from gradwire.asynchronous.parts import sizes
 from gradwire.asynchronous.several.client import WorkerClient, reason
 from gradwire.asynchronous.several.messages import Progress, ServerReply
@@ -17,7 +16,9 @@ from gradwire.asynchronous.several.part_server import PartServer
 from gradwire.asynchronous.several.watching import ServerWatch
 from gradwire.asynchronous.several.worker import PartedWorker
 from gradwire.core.errors import CommunicationError, CompositionError
+from gradwire.core.flat_layout import FlatLayout
 from gradwire.peers.greeting import SECRET_BYTES
+from gradwire.peers.protocol import ANY_LENGTH
 from gradwire.peers.sockets import SocketConnections, SocketServer, listening, shown
 
 __all__ = ["SECRET_VARIABLE", "Job", "ServersOutcome", "run"]
@@ -29,7 +30,6 @@ _WATCHER = -1
 """The number of rank 0's watcher, among the servers' peers."""
 _TICK_S = 0.1
 _CONNECT_S = 10.0
-_ALL_BYTES = 1 << 62
 
 
 def run(
@@ -60,7 +60,7 @@ def run(
         StateError: a snapshot of another job.
     """
     servers, world = len(addresses), len(addresses) + job.workers
-    sizes(Names(job.parameters).numel, servers)  # refuses a number that cannot be before anything is started
+    sizes(FlatLayout(job.parameters).numel, servers)  # refuses a number that cannot be before anything is started
     if not 0 <= rank < world:
         raise CompositionError(f"rank {rank} of {servers} servers and {job.workers} workers: it is 0 to {world - 1}")
     places, known = [_address(text) for text in addresses], secret_bytes(secret)
@@ -118,7 +118,7 @@ def _connections(
         places,
         secret,
         peer,
-        most_bytes=_ALL_BYTES,
+        most_bytes=ANY_LENGTH,
         connect_s=min(_CONNECT_S, job.patience_s),
         silent_s=job.silent_s,
     )

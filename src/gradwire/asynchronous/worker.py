@@ -10,10 +10,10 @@ from typing import NamedTuple
 from torch import Tensor
 
 from gradwire.asynchronous.messages import Grant, Push, push_key
-from gradwire.asynchronous.names import Names
 from gradwire.asynchronous.work import Work
 from gradwire.codecs.error_memory import ErrorMemory
 from gradwire.core.errors import PushError, StateError, StepError
+from gradwire.core.flat_layout import FlatLayout
 from gradwire.sending import Sending
 
 MOST_REFUSALS = 10
@@ -41,7 +41,7 @@ class Pusher:
     """
 
     def __init__(self, like: Mapping[str, Tensor], *, sending: Sending | None = None, seed: int = 0) -> None:
-        self.names, self.sending, self.seed = Names(like), sending or Sending(), seed
+        self.names, self.sending, self.seed = FlatLayout(like), sending or Sending(), seed
         self.memory: ErrorMemory | None = None
         self._pushed: _Pushed | None = None
         self._life, self._refusals = 0, 0

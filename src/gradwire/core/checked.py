@@ -17,6 +17,8 @@ from gradwire.core.errors import GradwireError
 
 T = TypeVar("T")
 
+_UNSEEN = object()
+
 _WORDS = (
     (r"`int` >= (\d+)", r"a whole number from \1"),
     (r"`float` > 0.0", "a positive number"),
@@ -74,7 +76,7 @@ def checked(
     try:
         return msgspec.convert(data, kind, dec_hook=_read, str_keys=True)
     except msgspec.ValidationError as error:
-        raise refusal(_sentence(str(error), data, where, joint) + remedy) from error
+        raise refusal(sentence(error, where, joint, data) + remedy) from error
     except AttributeError as error:  # msgspec takes a tensor for a mapping, since it can be indexed
         raise refusal(f"{where} has a tensor where a mapping should be{remedy}") from error
 
@@ -96,30 +98,52 @@ def _read(kind: Any, value: Any) -> object:
     return kind.read(value) if issubclass(kind, Read) else value
 
 
-def _sentence(complaint: str, data: object, where: str, joint: str) -> str:
+def sentence(complaint: Exception, where: str = "it", joint: str = "s ", data: object = _UNSEEN) -> str:
     """What msgspec says against data, in our words.
 
-    >>> _sentence("Object missing required field `seed` - at `$.runs[0]`", {}, "plan", ".")
+    Args:
+        complaint: msgspec's.
+        where: what the data are called.
+        joint: what stands between `where` and the name of a field.
+        data: what was read, where it is at hand.
+
+    >>> sentence(ValueError("Object missing required field `seed` - at `$.runs[0]`"), "plan", ".")
     "plan.runs[0] has no 'seed'"
+    >>> sentence(ValueError("Expected `int`, got `str` - at `$.seed`"))
+    'its seed should be a whole number, not a text'
     """
-    what, _, place = complaint.partition(" - at `")
+    what, _, place = str(complaint).partition(" - at `")
     path = place.partition("$")[2].removesuffix("`")
     here = where + joint + path[1:] if path.startswith(".") else where + path
     if what.startswith("Object missing"):
         return f"{here} has no {what.split('`')[1]!r}"
+    if what.startswith("Object contains unknown"):
+        return f"{here} has {what.split('`')[1]!r}, which is unknown"
+    if what.startswith("Invalid value"):
+        return f"{here} is {what.removeprefix('Invalid value ')}, which is unknown"
     if (wanted := _wanted(what)) is None:
         return f"{here}: {what}"
     keys = "have keys that are each " if place.startswith("key") else "be "
-    return f"{here} should {keys}{wanted}{_not(data, path)}"
+    return f"{here} should {keys}{wanted}{_not_told(what) if data is _UNSEEN else _not(data, path)}"
 
 
 def _wanted(what: str) -> str | None:
     """What a value should be; None where msgspec says something else of it."""
     words = what.removeprefix("Expected ")
+    return _ours(words) or (words if words != what else None)
+
+
+def _ours(words: str) -> str | None:
     for theirs, ours in _WORDS:
         if found := re.fullmatch(theirs, words):
             return found.expand(ours)
-    return words if words != what else None
+    return None
+
+
+def _not_told(what: str) -> str:
+    """What stands there instead, as far as msgspec says so."""
+    found = _ours(what.partition(", got ")[2])
+    return f", not {found}" if found else ""
 
 
 def _not(data: Any, path: str) -> str:

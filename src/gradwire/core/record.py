@@ -23,6 +23,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from gradwire.core.checked import sentence, shown
 from gradwire.core.errors import RecordError
 from gradwire.core.tensor_table import LENGTH, TableEntry, header_of, read_header
 
@@ -65,7 +66,7 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     >>> unpack(pack(Step(-1, torch.ones(2))), Step)
     Traceback (most recent call last):
         ...
-    gradwire.core.errors.RecordError: no Step: Expected `int` >= 0 - at `$.number`
+    gradwire.core.errors.RecordError: no Step: its number should be a whole number from 0
     """
 
     def replace(self, **changes: Any) -> Self:
@@ -183,7 +184,7 @@ def unpack(packed: bytes | bytearray | memoryview | Tensor, kind: type[R] | Any)
         fields, tensors = _opened(packed)
         return _DECODERS.of(kind).decode(fields, tensors)
     except msgspec.ValidationError as error:
-        raise RecordError(f"no {what}: {error}") from error
+        raise RecordError(f"no {what}: {sentence(error)}") from error
     except (
         msgspec.MsgspecError,
         KeyError,
@@ -213,14 +214,11 @@ class _Decoder:
 
     def _tensor(self, wanted: Any, value: object) -> Tensor:
         """The tensor that a field refers to; msgspec checks afterwards that it is one of those wanted."""
-        if type(value) is not int or not 0 <= value < len(self._tensors):
-            raise ValueError(f"Expected a tensor of {wanted.__name__}, got a value of another kind")
-        found = self._tensors[value]
-        if not isinstance(found, wanted):
-            raise ValueError(
-                f"Expected {wanted.__name__}, got a tensor of shape {tuple(found.shape)} and {found.dtype}"
-            )
-        return found
+        found = self._tensors[value] if type(value) is int and 0 <= value < len(self._tensors) else None
+        if found is not None and isinstance(found, wanted):
+            return found
+        dtypes = " or ".join(map(str, wanted.dtypes))
+        raise ValueError(f"Expected a vector of {dtypes}, not {'something else' if found is None else shown(found)}")
 
 
 class _Decoders(threading.local):

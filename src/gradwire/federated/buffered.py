@@ -70,7 +70,8 @@ class BufferedServer(HasModel):
     client that trains is not drawn a second time, and where the paper's clients turn up by themselves, `start` draws
     one. A rule (`aggregate=`) sees updates that are scaled already, so a private mean clips s(tau_i) (y_i - x_i).
 
-    Running statistics move towards what a client has of them, by the same factor.
+    Running statistics move towards what a client has of them, by the same factor. Each assignment has a serial, so an
+    update counts once, also where it comes again after its client was drawn again.
 
     Args:
         model: the global model begins as a copy of it.
@@ -106,7 +107,7 @@ class BufferedServer(HasModel):
         if self._global.shared:
             raise CompositionError(f"{self.terms.method} shares more than the model, which needs rounds: take Server")
         self.steps, self._started = 0, 0
-        self._training: dict[int, int] = {}
+        self._training: dict[int, tuple[int, int]] = {}  # client: serial of its assignment, and steps made by then
         self._waiting = _Buffer()
         self._used: Counter[int] = Counter()
         self._uncounted = 0
@@ -129,25 +130,24 @@ class BufferedServer(HasModel):
         while client in busy:
             client = int(draw.integers(self.clients))
         self._started += 1
-        self._training[client] = self.steps
+        self._training[client] = (self._started, self.steps)
         self._waiting.received_bytes += self._global.bytes_to(client)
         self._global.broadcast.met(client)
-        return self._global.assignments([client], self.steps)[0]
+        return self._global.assignments([client], self.steps)[0].replace(serial=self._started)
 
     def receive(self, update: Update) -> BufferedStep | None:
         """Take an update in; make a step where the buffer is full.
 
         Raises:
-            FederationError: an update of a client that is not training or began with another model, one that is too
-                stale, or a bad one as for `Server.receive`. It changes nothing. A mean that is not finite empties the
-                buffer and changes nothing else.
+            FederationError: an update of a client that is not training or of another assignment than its last, one
+                that is too stale, or a bad one as for `Server.receive`. It changes nothing. A mean that is not finite
+                empties the buffer and changes nothing else.
         """
-        began = self._training.get(update.client)
-        if began is None or update.round != began:
+        if self._training.get(update.client) != (update.serial, update.round):
             raise FederationError(
                 f"client {update.client} sends an update of step {update.round}, which nobody waits for: it is left out"
             )
-        stale = self.steps - began
+        stale = self.steps - update.round
         if self.most_stale is not None and stale > self.most_stale:
             raise FederationError(
                 f"client {update.client}'s update is {stale} steps old, and {self.most_stale} may be: it is left out"

@@ -80,7 +80,7 @@ class BufferedSimulation:
 
     @property
     def now_s(self) -> float:
-        """Simulated seconds."""
+        """Simulated seconds since the beginning."""
         return self._arrivals.now_s
 
     def run(self, steps: int) -> Iterator[BufferedStep]:

@@ -103,6 +103,7 @@ class Assignment(Record, frozen=True):
         model: the parameters, (d,). Not to be changed.
         buffers: of the model, float64.
         shared: what the method shares besides. Not to be changed.
+        serial: tells it from others of its client and round, where there may be several.
     """
 
     client: Count
@@ -110,6 +111,7 @@ class Assignment(Record, frozen=True):
     model: Floats
     buffers: Doubles
     shared: Mapping[str, Floats]
+    serial: Count = 0
 
 
 class Update(Record, frozen=True):
@@ -124,6 +126,7 @@ class Update(Record, frozen=True):
         wires: bytes of each vector, as the terms' `update` makes them.
         buffers: of the trained model, float64.
         loss: the mean training loss of its local steps.
+        serial: of the assignment.
     """
 
     client: Count
@@ -134,6 +137,7 @@ class Update(Record, frozen=True):
     wires: Mapping[str, Bytes]
     buffers: Doubles
     loss: float
+    serial: Count = 0
 
     @property
     def nbytes(self) -> int:
@@ -207,6 +211,7 @@ def train(terms: Terms, task: Assignment, client: Client, kept: Kept, model: Fla
         wires=wires,
         buffers=model.buffers(),
         loss=loss,
+        serial=task.serial,
     )
     return Done(update, Kept(message.kept, memories))
 

@@ -23,7 +23,7 @@ from gradwire.core.record import Record
 from gradwire.federated.client import Federation, Terms
 from gradwire.federated.engines import ClientJob, LocalTrainer, Lost, Outcome
 from gradwire.peers.greeting import SECRET_BYTES
-from gradwire.peers.protocol import Arrived, Reply, Served
+from gradwire.peers.protocol import ANY_LENGTH, Arrived, Reply, Served
 from gradwire.peers.sockets import SocketConnections, SocketServer
 from gradwire.peers.supervisor import ChildProcess, Supervisor
 
@@ -32,7 +32,6 @@ START_S = 300.0
 """How long a worker may take to begin."""
 _AGAIN_S = 0.05
 _END_S = 5.0
-_ALL_BYTES = 1 << 62
 
 
 class ReadyRequest(Record, frozen=True, tag=True):
@@ -108,7 +107,7 @@ class _Running:
         self._secret, self._silent_s = secrets.token_bytes(SECRET_BYTES), 2 * deadline_s + START_S
         self._paths = [str(Path(self._home) / f"worker-{place}") for place in range(count)]
         self._connections = SocketConnections(
-            WorkerReady | Outcome, self._paths, self._secret, 0, most_bytes=_ALL_BYTES, silent_s=self._silent_s
+            WorkerReady | Outcome, self._paths, self._secret, 0, most_bytes=ANY_LENGTH, silent_s=self._silent_s
         )
         self._ready: set[int] = set()
         self._aside: list[Arrived] = []
@@ -216,7 +215,7 @@ class _Trainer(Served):
     """A worker: trains one client after another."""
 
     requests = ReadyRequest | ClientRequest
-    most_bytes = _ALL_BYTES
+    most_bytes = ANY_LENGTH
 
     def __init__(self, make: Make, terms: Terms) -> None:
         self._terms, self._failure = terms, ""

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import queue
 from collections.abc import Sequence
 from typing import Any
 
 from typing_extensions import override
 
-from gradwire.peers.protocol import Connections, Served
+from gradwire.peers.protocol import QueuedConnections, Served
 
 
-class LocalConnections(Connections):
+class LocalConnections(QueuedConnections):
     """Connections to protocol objects of this thread, which reply within `ask` or within a later one of it.
 
     Args:
@@ -21,15 +20,7 @@ class LocalConnections(Connections):
     def __init__(self, servers: Sequence[Served]) -> None:
         super().__init__(Any, len(servers))
         self.served = list(servers)
-        self._come: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
 
     @override
     def send(self, server: int, number: int, request: Any) -> None:
-        self.served[server].ask(request, lambda reply: self._come.put((number, reply)))
-
-    @override
-    def receive(self, timeout_s: float) -> None:
-        try:
-            self.arrive(*self._come.get(timeout=timeout_s))
-        except queue.Empty:
-            return
+        self.served[server].ask(request, lambda reply: self.come(server, number, lambda: reply))

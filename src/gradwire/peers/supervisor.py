@@ -40,7 +40,7 @@ class ChildProcess:
 
     @property
     def pid(self) -> int:
-        """Its number."""
+        """The number by which the system knows it."""
         assert self.process.pid is not None
         return self.process.pid
 

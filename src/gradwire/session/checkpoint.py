@@ -14,12 +14,13 @@ from gradwire.core import save_folder
 from gradwire.core.errors import ShardsElsewhereError, StateError
 from gradwire.core.renamed import alike
 from gradwire.core.reshard import reshard, with_all_owned
-from gradwire.core.save_folder import Manifest, SavedRun, file_name
+from gradwire.core.save_folder import Manifest, SavedRun
 from gradwire.core.saved import Loaded
 from gradwire.core.saved_schema import SHARED, TREE, VERSION, Saved
 from gradwire.core.tensor_file import Written
 from gradwire.core.tree import put_together, taken_apart
 from gradwire.session.meeting import group_store
+from gradwire.session.offers import Offer, Shelf, choose, offer_of
 from gradwire.session.saved_runs import Saver, remember, run_of, stranger
 from gradwire.session.session import Session
 from gradwire.session.states import take_up, unpacked
@@ -294,7 +295,7 @@ def _load(here: Path, still: _Still) -> int:
     session = handle.session
     found = save_folder.manifests(here)
     latest = max(save_folder.numbers(here), default=0)
-    seen = [_offer(manifest, here, ranks) for manifest in found]
+    seen = [offer_of(manifest, here, ranks) for manifest in found]
     said = ranks.gather({"where": f"{here} on {socket.gethostname()}", "latest": latest, "seen": seen})
     shelves = [Shelf(words["where"], [Offer(*offer) for offer in words["seen"]]) for words in said]
     chosen = choose(shelves, ranks.ranks)
@@ -310,83 +311,6 @@ def _load(here: Path, still: _Still) -> int:
     take_up(whole, ranks.attempt(lambda: _unpacked(whole, manifest, here, ranks)).own)
     remember(whole, manifest.run)
     return chosen.step
-
-
-class Offer(NamedTuple):
-    """A finished save as one rank sees it.
-
-    Attributes:
-        number, token: which save it is.
-        step: at which it was made.
-        world_size: of the run that made it.
-        missing: ranks whose files this rank needs and does not find.
-    """
-
-    number: int
-    token: str
-    step: int
-    world_size: int
-    missing: list[int]
-
-
-class Shelf(NamedTuple):
-    """What one rank finds, and where it looked."""
-
-    where: str
-    offers: list[Offer]
-
-
-def choose(shelves: Sequence[Shelf], ranks: Sequence[int] | None = None) -> Offer:
-    """Return the newest save that every rank can load, alike on all ranks.
-
-    Args:
-        shelves: what each rank finds.
-        ranks: what errors call these ranks, by default 0, 1 and so on.
-
-    Raises:
-        StateError: there is none; the message says what which rank lacks of the newest, and what to do.
-
-    >>> old, new = Offer(1, "x", 10, 2, []), Offer(2, "y", 20, 2, [])
-    >>> choose([Shelf("/a", [new, old]), Shelf("/b", [old])])
-    Offer(number=1, token='x', step=10, world_size=2, missing=[])
-    """
-    everything = {(offer.number, offer.token): offer for shelf in shelves for offer in shelf.offers}
-    ordered = [everything[key] for key in sorted(everything, reverse=True)]
-    for offer in ordered:
-        if all(_lack(offer, shelf) is None for shelf in shelves):
-            return offer
-    if not ordered:
-        raise StateError(f"there is no finished save of gradwire's in {shelves[0].where}")
-    newest = ordered[0]
-    seen = zip(ranks or range(len(shelves)), shelves, strict=True)
-    lacks = [f"rank {rank} {lack}" for rank, shelf in seen if (lack := _lack(newest, shelf))]
-    remedy = "copy it from the host that wrote it"
-    if newest.world_size != len(shelves):
-        remedy = (
-            f"{len(shelves)} ranks load what {newest.world_size} saved, so each needs all files: put them into one "
-            f"folder that all ranks see, or run `gradwire reshard FOLDER --ranks {len(shelves)}` where all of them are"
-        )
-    raise StateError(f"the save of step {newest.step} cannot be loaded: {'; '.join(lacks[:3])}. {remedy}")
-
-
-def _lack(offer: Offer, shelf: Shelf) -> str | None:
-    """What a rank lacks of a save, if anything."""
-    mine = next((own for own in shelf.offers if own[:2] == offer[:2]), None)
-    if mine is None:
-        return f"finds no gradwire-{offer.number}/manifest.json of it in {shelf.where}"
-    if not mine.missing:
-        return None
-    names = ", ".join(file_name(rank) for rank in mine.missing[:4]) + (", ..." if len(mine.missing) > 4 else "")
-    return f"finds no {names} of full size in gradwire-{offer.number} in {shelf.where}"
-
-
-def _offer(manifest: Manifest, here: Path, ranks: Together) -> Offer:
-    """A save as this rank sees it; with as many ranks as saved it needs its own file only."""
-    if manifest.world_size == ranks.world_size:
-        missing = [] if manifest.has(here, ranks.rank) else [ranks.rank]
-    else:
-        missing = manifest.missing(here)
-    return Offer(manifest.number, manifest.token, manifest.step, manifest.world_size, missing)
 
 
 def _checked(handle: Savable, manifest: Manifest, here: Path, ranks: Together) -> Any:

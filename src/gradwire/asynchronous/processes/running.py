@@ -18,20 +18,19 @@ from gradwire.asynchronous.several.cut import server_of
 from gradwire.asynchronous.several.journal import JournalRow
 from gradwire.asynchronous.several.messages import ServerReply
 from gradwire.asynchronous.several.outcome import ServersOutcome
-from gradwire.asynchronous.several.part_server import PartServer
+from gradwire.asynchronous.several.part_server import HEAD_BYTES, PartServer
 from gradwire.asynchronous.several.running import MOST_RESTARTS, OutcomeT, RunningJob
 from gradwire.asynchronous.several.watching import ServerWatch
 from gradwire.asynchronous.several.worker import PartedWorker
 from gradwire.asynchronous.simulation import Applied
 from gradwire.core.errors import CommunicationError
 from gradwire.peers.greeting import SECRET_BYTES
+from gradwire.peers.protocol import ANY_LENGTH
 from gradwire.peers.sockets import SharedRows, SocketConnections, SocketServer
 from gradwire.peers.supervisor import ChildProcess, Supervisor
 
 _WATCHER = -1
 """The number of the process that watches, among the servers' peers."""
-_HEADS_BYTES = 1 << 16
-_ALL_BYTES = 1 << 62
 
 
 class _Running(RunningJob[OutcomeT]):
@@ -45,7 +44,7 @@ class _Running(RunningJob[OutcomeT]):
             home = ends.enter_context(tempfile.TemporaryDirectory(prefix="gradwire-"))  # nobody else may look into it
             self._paths = [str(Path(home) / f"server-{part}") for part in range(servers)]
             connections = SocketConnections(
-                ServerReply, self._paths, self._secret, _WATCHER, most_bytes=_ALL_BYTES, silent_s=job.silent_s
+                ServerReply, self._paths, self._secret, _WATCHER, most_bytes=ANY_LENGTH, silent_s=job.silent_s
             )
             ends.callback(connections.close)
             self.watch = ServerWatch(job, connections, self._missed)
@@ -133,7 +132,7 @@ class RunningProcesses(_Running[JobOutcome]):
 
     @property
     def server(self) -> ChildProcess:
-        """The server's process."""
+        """The process of the one server, which is another one after a restart."""
         return self.servers.children[0]
 
     @override
@@ -147,7 +146,7 @@ class RunningProcesses(_Running[JobOutcome]):
 
 def _rows_of(job: Job, part: int, servers: int) -> SharedRows:
     values = server_of(job, part, servers).values
-    return SharedRows.of(job.workers, job.sending.nbytes(values) + _HEADS_BYTES, values.nbytes + _HEADS_BYTES)
+    return SharedRows.of(job.workers, job.sending.nbytes(values) + HEAD_BYTES, values.nbytes + HEAD_BYTES)
 
 
 def _serve(job: Job, part: int, servers: int, was_restarted: bool, path: str, secret: bytes, rows: SharedRows) -> None:
@@ -163,7 +162,7 @@ def _work(job: Job, number: int, paths: list[str], secret: bytes, rows: list[Sha
     work = job.work(number)
     worker = PartedWorker(number, work, job.parameters, servers=len(paths), sending=job.sending, seed=job.seed)
     connections = SocketConnections(
-        ServerReply, paths, secret, number, most_bytes=_ALL_BYTES, silent_s=job.silent_s, rows=rows
+        ServerReply, paths, secret, number, most_bytes=ANY_LENGTH, silent_s=job.silent_s, rows=rows
     )
     WorkerClient(worker, connections, job.patience_s).run()
     connections.close()

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-import queue
 import warnings
 from collections.abc import Sequence
-from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -22,7 +20,7 @@ from gradwire.asynchronous.several.messages import Failed, ServerReply
 from gradwire.asynchronous.several.part_server import PartServer
 from gradwire.asynchronous.several.worker import PartedWorker
 from gradwire.core.record import Record, pack, unpack
-from gradwire.peers.protocol import Connections
+from gradwire.peers.protocol import QueuedConnections
 
 
 class ServerActor:
@@ -86,7 +84,7 @@ class WorkerActor:
         WorkerClient(worker, ActorConnections(servers), job.patience_s).run()
 
 
-class ActorConnections(Connections):
+class ActorConnections(QueuedConnections):
     """Connections to actors that are servers.
 
     Args:
@@ -99,24 +97,11 @@ class ActorConnections(Connections):
     def __init__(self, handles: Sequence[Any]) -> None:
         super().__init__(ServerReply, len(handles))
         self.handles = list(handles)
-        self._come: queue.SimpleQueue[tuple[int, int, Future[Any]]] = queue.SimpleQueue()
 
     @override
     def send(self, server: int, number: int, request: Any) -> None:
         replied = self.handles[server].ask.remote(as_bytes(request)).future()
-        replied.add_done_callback(lambda future: self._come.put((server, number, future)))  # pyright: ignore[reportUnknownLambdaType]
-
-    @override
-    def receive(self, timeout_s: float) -> None:
-        try:
-            server, number, future = self._come.get(timeout=timeout_s)
-        except queue.Empty:
-            return
-        error = future.exception()
-        if error is None:
-            self.arrive_packed(number, memoryview(future.result()))
-        else:
-            self.fail(server, error if isinstance(error, Exception) else OSError(str(error)))
+        replied.add_done_callback(lambda future: self.come(server, number, future.result))  # pyright: ignore[reportUnknownLambdaType]
 
 
 def as_bytes(record: Record) -> Any:

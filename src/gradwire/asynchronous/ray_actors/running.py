@@ -8,13 +8,13 @@ from typing import Any
 from typing_extensions import override
 
 from gradwire.asynchronous.job import Job
-from gradwire.asynchronous.names import Names
 from gradwire.asynchronous.parts import sizes
 from gradwire.asynchronous.ray_actors.actors import ActorConnections, ServerActor, WorkerActor
 from gradwire.asynchronous.several.outcome import ServersOutcome
 from gradwire.asynchronous.several.running import MOST_RESTARTS, RunningJob
 from gradwire.asynchronous.several.watching import ServerWatch
 from gradwire.core.errors import CommunicationError, CompositionError
+from gradwire.core.flat_layout import FlatLayout
 from gradwire.peers.supervisor import Supervisor
 
 _SPREAD = {"scheduling_strategy": "SPREAD"}
@@ -55,7 +55,7 @@ class WorkerRun:
         return "ended by itself"
 
     def kill(self) -> None:
-        """End it now."""
+        """End the actor now; nothing where Ray itself has ended."""
         if self._ray.is_initialized():
             self._ray.kill(self.handle)
 
@@ -96,7 +96,7 @@ class RunningActors(RunningJob[ServersOutcome]):
         worker_options: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(job)
-        sizes(Names(job.parameters).numel, servers)  # refuses a number that cannot be before anything is started
+        sizes(FlatLayout(job.parameters).numel, servers)  # refuses a number that cannot be before anything is started
         if worker_restarts < 0:
             raise CompositionError(f"{worker_restarts} restarts of a worker: give 0 or more")
         self._ray = imported_ray()

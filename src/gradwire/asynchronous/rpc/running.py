@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch.distributed import TCPStore, rpc  # pyright: ignore[reportPrivateImportUsage]
 
 from gradwire.asynchronous.job import Job
-from gradwire.asynchronous.names import Names
 from gradwire.asynchronous.parts import sizes
 from gradwire.asynchronous.rpc import served
 from gradwire.asynchronous.several.client import WorkerClient
@@ -22,6 +21,7 @@ from gradwire.asynchronous.several.part_server import PartServer
 from gradwire.asynchronous.several.watching import ServerWatch
 from gradwire.asynchronous.several.worker import PartedWorker
 from gradwire.core.errors import CommunicationError, CompositionError
+from gradwire.core.flat_layout import FlatLayout
 
 _TICK_S = 0.1
 _LINGER_S = 10.0
@@ -59,7 +59,7 @@ def run(
         stacklevel=2,
     )
     world = servers + job.workers
-    sizes(Names(job.parameters).numel, servers)  # refuses a number that cannot be before anything is started
+    sizes(FlatLayout(job.parameters).numel, servers)  # refuses a number that cannot be before anything is started
     if not 0 <= rank < world:
         raise CompositionError(f"rank {rank} of {servers} servers and {job.workers} workers: it is 0 to {world - 1}")
     _require_rpc()

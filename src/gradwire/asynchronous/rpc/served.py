@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +15,7 @@ from gradwire.asynchronous.several.messages import Failed, ServerReply
 from gradwire.asynchronous.several.part_server import PartServer
 from gradwire.core.errors import CommunicationError
 from gradwire.core.record import Record, pack, unpack
-from gradwire.peers.protocol import Connections
+from gradwire.peers.protocol import QueuedConnections
 
 FOREVER = 0.0
 """As a timeout of rpc: a worker may wait at a server for as long as its bound says."""
@@ -81,33 +80,19 @@ def end_of_worker() -> torch.futures.Future[None]:
     return HERE.ended
 
 
-class RpcConnections(Connections):
+class RpcConnections(QueuedConnections):
     """Connections to processes that are servers, by their names."""
 
     def __init__(self, names: Sequence[str]) -> None:
         super().__init__(ServerReply, len(names))
         self._names = list(names)
-        self._come: queue.SimpleQueue[tuple[int, int, Any]] = queue.SimpleQueue()
 
     @override
     def send(self, server: int, number: int, request: Any) -> None:
         def come(future: Any) -> None:
-            self._come.put((server, number, future))
+            self.come(server, number, future.value)
 
         try:
             rpc.rpc_async(self._names[server], ask, args=(pack(request),), timeout=FOREVER).add_done_callback(come)
         except RuntimeError as error:
             raise OSError(str(error)) from error
-
-    @override
-    def receive(self, timeout_s: float) -> None:
-        try:
-            server, number, future = self._come.get(timeout=timeout_s)
-        except queue.Empty:
-            return
-        try:
-            packed = future.value()
-        except Exception as error:  # whatever rpc makes of a process that is gone
-            self.fail(server, error)
-        else:
-            self.arrive_packed(number, packed)

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from gradwire.asynchronous.job import Job
-from gradwire.asynchronous.names import Names
 from gradwire.asynchronous.parts import seed_of, sizes
 from gradwire.asynchronous.server import ParameterServer
+from gradwire.core.flat_layout import FlatLayout
 
 
 def named_parts(like: Mapping[str, Tensor], servers: int) -> list[dict[str, Tensor]]:
@@ -31,7 +31,7 @@ def named_parts(like: Mapping[str, Tensor], servers: int) -> list[dict[str, Tens
     elements 0 to 3 tensor([0., 0., 1.])
     elements 3 to 5 tensor([1., 1.])
     """
-    names, found, begin = Names(like), list[dict[str, Tensor]](), 0
+    names, found, begin = FlatLayout(like), list[dict[str, Tensor]](), 0
     for piece in names.flat(like).split(sizes(names.numel, servers)):
         end = begin + piece.numel()
         found.append({f"elements {begin} to {end} of {names.numel} of {names.fingerprint}": piece})

@@ -62,7 +62,7 @@ class PushRequest(Request, frozen=True):
 
     @property
     def push(self) -> Push:
-        """The push."""
+        """What was computed, as a server's core takes it."""
         grant = Grant(self.worker, self.number, self.version, self.life, self.steps)
         return Push(grant, self.wire, self.fingerprint, self.loss, self.seconds)
 
@@ -124,7 +124,7 @@ class Granted(Record, frozen=True, tag=True):
 
     @property
     def grant(self) -> Grant:
-        """The grant."""
+        """What may be computed, without the parameters."""
         return Grant(self.worker, self.number, self.version, self.life, self.steps)
 
 
@@ -139,7 +139,7 @@ class Gone(Record, frozen=True, tag=True):
 
 
 class Stop(Record, frozen=True, tag=True):
-    """All is done."""
+    """All is done, and nobody need compute any more."""
 
 
 class Values(Record, frozen=True, tag=True):

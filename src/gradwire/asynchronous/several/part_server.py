@@ -38,7 +38,7 @@ from gradwire.asynchronous.several.messages import (
 from gradwire.core.errors import PushError, StateError
 from gradwire.peers.protocol import Reply, Served
 
-_HEADS_BYTES = 1 << 16
+HEAD_BYTES = 1 << 16
 """More than a record needs beside its tensor."""
 
 
@@ -78,7 +78,7 @@ class PartServer(Served):
         self.job, self.server = job, server_of(job, part, servers)
         self.folder = None if job.folder is None else part_folder(job.folder, part, servers)
         self.journal = Journal(None if self.folder is None else self.folder / "journal")
-        self.most_bytes = job.sending.nbytes(self.server.values) + _HEADS_BYTES
+        self.most_bytes = job.sending.nbytes(self.server.values) + HEAD_BYTES
         self.losses: list[int] = []
         self._waiting: dict[int, tuple[int, Reply]] = {}
         self._last: dict[int, tuple[int, int]] = {}
@@ -147,7 +147,7 @@ class PartServer(Served):
         self._last[request.worker] = (request.process, request.serial)
         return True
 
-    def _ask(self, request: WorkerRequest, reply: Reply) -> None:
+    def _ask(self, request: Hello | Join | PushRequest | Look | Leave | Pause, reply: Reply) -> None:
         match request:
             case Hello():
                 clock = self.server.expect(request.worker)
@@ -164,7 +164,7 @@ class PartServer(Served):
             case Pause():
                 self._hand(self.server.pause(request.worker))
                 reply(Here(life=self.server.life))
-            case Look() | ReadValues():
+            case Look():
                 keeps, _ = self._waiting.get(request.worker, (0, reply))
                 reply(Here(life=self.server.life, keeps=keeps))
 

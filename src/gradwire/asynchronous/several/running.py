@@ -98,7 +98,7 @@ class RunningJob(ABC, Generic[OutcomeT]):
 
     @abstractmethod
     def outcome_of(self, outcome: ServersOutcome) -> OutcomeT:
-        """What `wait` returns."""
+        """Turn what came of the servers into what `wait` returns."""
 
     @abstractmethod
     def close(self) -> None:

@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 import torch
 
 from gradwire.asynchronous.job import Job
-from gradwire.asynchronous.names import Names
 from gradwire.asynchronous.several.journal import history
 from gradwire.asynchronous.several.messages import Failed, Finish, Finished, Progress, Watch
 from gradwire.asynchronous.several.outcome import ServersOutcome
 from gradwire.core.errors import CommunicationError
+from gradwire.core.flat_layout import FlatLayout
 from gradwire.peers.protocol import Arrived, Connections
 
 _FINISH_S = 60.0
@@ -123,7 +123,7 @@ class ServerWatch:
         """
         found = self.finish()
         return ServersOutcome(
-            Names(self.job.parameters).named(torch.cat([one.values for one in found])),
+            FlatLayout(self.job.parameters).named(torch.cat([one.values for one in found])),
             [one.rows for one in found],
             [history(one.rows, one.version) for one in found],
             tuple(lost),

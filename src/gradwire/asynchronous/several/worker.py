@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from gradwire.asynchronous.messages import Grant, Push
-from gradwire.asynchronous.names import Names
 from gradwire.asynchronous.parts import seed_of
 from gradwire.asynchronous.several.cut import named_parts
 from gradwire.asynchronous.several.messages import (
@@ -36,6 +35,7 @@ from gradwire.asynchronous.several.messages import (
 from gradwire.asynchronous.work import Work
 from gradwire.asynchronous.worker import Pusher, require_finite
 from gradwire.core.errors import PushError
+from gradwire.core.flat_layout import FlatLayout
 from gradwire.sending import Sending
 
 
@@ -112,7 +112,7 @@ class PartedWorker:
         seed: int = 0,
         process: int | None = None,
     ) -> None:
-        self.number, self.work, self.names = number, work, Names(like)
+        self.number, self.work, self.names = number, work, FlatLayout(like)
         self.process = secrets.randbits(62) if process is None else process
         self._seats = [
             _Seat(Pusher(part, sending=sending, seed=seed_of(seed, number)))

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from gradwire.core.checked import sentence
 from gradwire.core.errors import CommunicationError
 
 NO_COPY = -1
@@ -123,9 +124,9 @@ def parsed(raw: bytes | str, kind: type[T] | Any) -> T:
     >>> parsed('{"says": "closed", "worker": true}', AnyLine)
     Traceback (most recent call last):
         ...
-    gradwire.core.errors.CommunicationError: what the store holds is no message of gradwire's (Expected `int`, got \
-`bool` - at `$.worker`): versions differ between workers, or somebody else writes to the store (docs/trust.md says \
-how to keep others out)
+    gradwire.core.errors.CommunicationError: what the store holds is no message of gradwire's (its worker should be \
+a whole number, not true or false): versions differ between workers, or somebody else writes to the store \
+(docs/trust.md says how to keep others out)
     """
     try:
         found = msgspec.json.decode(raw)
@@ -133,8 +134,8 @@ how to keep others out)
         _require_whole(found, msgspec.to_builtins(record, str_keys=True))
     except (ValueError, RecursionError) as error:  # msgspec's errors are among them
         raise CommunicationError(
-            f"what the store holds is no message of gradwire's ({error}): versions differ between workers, or somebody "
-            "else writes to the store (docs/trust.md says how to keep others out)"
+            f"what the store holds is no message of gradwire's ({sentence(error)}): versions differ between workers, "
+            "or somebody else writes to the store (docs/trust.md says how to keep others out)"
         ) from error
     return record
 

@@ -1,166 +1,25 @@
-"""The carrier with faults, in simulated time: messages are lost, late, repeated and out of order, connections are cut,
-and processes are killed, started anew, stopped and continued.
-
-    network = FaultyNetwork(CarrierFaults(), seed=7)
-    network.serve(lambda: PartServer(...))              # server 0; called again for each of its lives
-    network.join(0, main, replies=ServerReply)          # peer 0
-    network.plan_faults()
-    network.run(end_s=60.0)
-
-A peer's main function is a generator that yields where a real process would wait, and says for how long at most:
-
-    def main(connections: FaultyConnections) -> Iterator[float]:
-        connections.ask(0, request)
-        while (arrived := connections.wait(0.0)) is None:
-            yield 0.5
-
-One seed draws everything, so a run that goes wrong can be repeated.
-"""
+"""Servers and peers in simulated time, and the messages between them."""
 
 from __future__ import annotations
 
 import random
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Container, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from typing_extensions import override
 
-from gradwire.core.errors import CompositionError
 from gradwire.core.record import Record, pack, unpack
 from gradwire.peers.clock import EventClock
+from gradwire.peers.faulty.faults import CarrierFaults
+from gradwire.peers.faulty.process import Life, Line, Process
 from gradwire.peers.protocol import Connections, Served
 
 TICK_S = 0.5
 """Between the ticks of a server."""
 _NOTICE_S = 0.05
 """At most so long after its end a connection is found to have ended."""
-
-
-@dataclass(frozen=True)
-class CarrierFaults:
-    """What goes wrong, how often, and for how long. Times are drawn uniformly, from 0 to what is said here.
-
-    Args:
-        lost: share of the messages that nobody receives, and of which nobody is told.
-        repeated: share that is received twice.
-        late: share that takes up to `late_s`.
-        cut: share that does not arrive since its connection is cut, and all that is under way there with it.
-        kills, stops: of each process, on average.
-        anew: share of the killed peers that are started anew; servers all are.
-        latency_s: what messages take.
-        late_s: what late ones take.
-        down_s: until a killed process is started anew.
-        stopped_s: until a stopped process is continued.
-        silent_s: after so long (exactly) the others notice that a process is stopped.
-        until_s: nothing goes wrong later, but for what has begun then.
-        is_ordered: whether messages keep their order and end with their connection, as on sockets. Else each goes its
-            own way, as calls of Ray do, and may come after its sender was killed or to a server that was started anew.
-        is_packed: whether records travel as bytes.
-
-    Raises:
-        CompositionError: shares that are none, or times below 0.
-    """
-
-    lost: float = 0.01
-    repeated: float = 0.01
-    late: float = 0.05
-    cut: float = 0.01
-    kills: float = 0.5
-    stops: float = 0.3
-    anew: float = 0.8
-    latency_s: float = 0.1
-    late_s: float = 2.0
-    down_s: float = 3.0
-    stopped_s: float = 4.0
-    silent_s: float = 1.0
-    until_s: float = 15.0
-    is_ordered: bool = True
-    is_packed: bool = True
-
-    def __post_init__(self) -> None:
-        fates = (self.lost, self.repeated, self.cut)
-        if min(*fates, self.late, self.anew) < 0 or max(sum(fates), self.late, self.anew) > 1:
-            raise CompositionError(
-                f"{self}: give shares from 0 to 1, of which lost, repeated and cut exclude each other"
-            )
-        times_s = (self.latency_s, self.late_s, self.down_s, self.stopped_s, self.silent_s, self.until_s)
-        if min(*times_s, self.kills, self.stops) < 0:
-            raise CompositionError(f"{self}: give times and averages of 0 or more")
-
-
-class Process:
-    """A process of the network, over all its lives.
-
-    Attributes:
-        number: among the servers, or of the peer.
-        start: begins a life.
-        lives: how many there were.
-    """
-
-    def __init__(self, number: int, start: Callable[[Life], None]) -> None:
-        self.number, self.start, self.lives = number, start, 0
-        self.life = Life(self)
-
-    @property
-    def is_up(self) -> bool:
-        """Whether it runs, or is stopped."""
-        return self.life.is_up
-
-
-class Life:
-    """One life of a process.
-
-    Attributes:
-        is_up, is_stopped: what the process is.
-        stops: how often it was stopped.
-        free_s: it computes until then.
-        outbox: what it sends once it has computed.
-        inbox: what has come while it was stopped or computed.
-        lines: the connections that it uses, by the other end's number.
-        open: all connections whose end it has not found out.
-        served: the protocol object of a server.
-    """
-
-    served: Served
-
-    def __init__(self, process: Process) -> None:
-        self.process = process
-        self.is_up, self.is_stopped, self.stops, self.free_s = False, False, 0, 0.0
-        self.outbox: deque[Callable[[], None]] = deque()
-        self.inbox: deque[Callable[[], None]] = deque()
-        self.lines: dict[int, _Line] = {}
-        self.open: dict[_Line, None] = {}
-
-    def other_ends(self) -> list[tuple[_Line, Life]]:
-        """Its connections, and who is there."""
-        return [(line, line.peer if self is line.server else line.server) for line in self.open]
-
-
-@dataclass(eq=False)
-class _Line:
-    """A connection.
-
-    Attributes:
-        last_s: when the latest message arrives, to the server and to the peer.
-    """
-
-    server: Life
-    peer: Life
-    connections: FaultyConnections
-    is_cut: bool = False
-    last_s: tuple[float, float] = (0.0, 0.0)
-
-    def missed_by(self, life: Life, error: Exception) -> None:
-        """One end finds that the connection has ended."""
-        life.open.pop(self, None)
-        if life is self.peer:
-            self.connections.missed(self, error)
-        elif life.lines.get(self.peer.process.number) is self:  # else the peer has connected again
-            del life.lines[self.peer.process.number]
-            life.served.lost(self.peer.process.number)
 
 
 class FaultyNetwork:
@@ -191,7 +50,7 @@ class FaultyNetwork:
 
     @property
     def processes(self) -> list[Process]:
-        """Servers and peers."""
+        """All of them, the servers first."""
         return [*self.servers, *self.peers.values()]
 
     def serve(self, make: Callable[[], Served]) -> Process:
@@ -290,7 +149,7 @@ class FaultyNetwork:
         process.life.is_stopped = False
         self._go_on(process.life)
 
-    def cut(self, line: _Line) -> None:
+    def cut(self, line: Line) -> None:
         """Cut a connection: all that is under way there is lost, and both ends find out."""
         line.is_cut = True
         for end in (line.server, line.peer):
@@ -305,7 +164,7 @@ class FaultyNetwork:
         for line, other in life.other_ends():
             self._when_ready(other, partial(self._notice, line, life, stop))
 
-    def _notice(self, line: _Line, silent: Life, stop: int) -> None:
+    def _notice(self, line: Line, silent: Life, stop: int) -> None:
         if silent.is_stopped and silent.stops == stop and not line.is_cut:
             self.happened["silences"] += 1
             self.cut(line)
@@ -350,7 +209,7 @@ class FaultyNetwork:
         else:
             depart()
 
-    def connect(self, connections: FaultyConnections, server: int) -> _Line:
+    def connect(self, connections: FaultyConnections, server: int) -> Line:
         """Connect a peer to a server.
 
         Raises:
@@ -359,32 +218,32 @@ class FaultyNetwork:
         life = self.servers[server].life
         if not life.is_up:
             raise ConnectionRefusedError("nobody listens there")
-        line = _Line(life, connections.life, connections)
+        line = Line(life, connections.life, connections)
         life.open[line] = connections.life.open[line] = None
         if life.is_stopped:  # it was silent before somebody listened
             self._plan_silence(life)
         self._at(self._arrives_s(line, to_peer=False), life, partial(self._welcome, line))
         return line
 
-    def _welcome(self, line: _Line) -> None:
+    def _welcome(self, line: Line) -> None:
         """A peer that was here under its number is forgotten, without being lost."""
         line.server.lines[line.peer.process.number] = line
 
-    def to_server(self, line: _Line, number: int, request: Any) -> None:
-        """Send a request."""
+    def to_server(self, line: Line, number: int, request: Any) -> None:
+        """Have a request travel to the server of a line, as record or as bytes."""
         packed = pack(request) if self.faults.is_packed else request
         self._travel(line, partial(self._ask, line, number, packed), to_peer=False)
 
-    def _ask(self, line: _Line, number: int, packed: Any) -> None:
+    def _ask(self, line: Line, number: int, packed: Any) -> None:
         life = line.server if self.faults.is_ordered else self.servers[line.server.process.number].life
         request = unpack(packed, life.served.requests) if self.faults.is_packed else packed
         life.served.ask(request, partial(self._reply, line, number))
 
-    def _reply(self, line: _Line, number: int, reply: Record) -> None:
+    def _reply(self, line: Line, number: int, reply: Record) -> None:
         packed = pack(reply) if self.faults.is_packed else reply
         self._travel(line, partial(line.connections.taken, number, packed), to_peer=True)
 
-    def _travel(self, line: _Line, arrive: Callable[[], None], *, to_peer: bool) -> None:
+    def _travel(self, line: Line, arrive: Callable[[], None], *, to_peer: bool) -> None:
         """Have a message arrive as often as the faults say."""
         faults = self.faults
         drawn = self.draw.random() if self.now_s < faults.until_s else 1.0
@@ -401,7 +260,7 @@ class FaultyNetwork:
                 at_s = self._arrives_s(line, to_peer=to_peer)
                 self.clock.plan(at_s, partial(self._deliver, line, arrive, to_peer))
 
-    def _arrives_s(self, line: _Line, *, to_peer: bool) -> float:
+    def _arrives_s(self, line: Line, *, to_peer: bool) -> float:
         is_late = self.now_s < self.faults.until_s and self.draw.random() < self.faults.late
         self.happened["late"] += is_late
         at_s = self._soon_s(self.faults.late_s if is_late else self.faults.latency_s)
@@ -410,7 +269,7 @@ class FaultyNetwork:
             line.last_s = (line.last_s[0], at_s) if to_peer else (at_s, line.last_s[1])
         return at_s
 
-    def _deliver(self, line: _Line, arrive: Callable[[], None], to_peer: bool) -> None:
+    def _deliver(self, line: Line, arrive: Callable[[], None], to_peer: bool) -> None:
         if line.is_cut:
             return
         life = line.peer if to_peer else line.server
@@ -485,7 +344,7 @@ class FaultyConnections(Connections):
             self.arrive(number, packed)
         self._take_up()
 
-    def missed(self, line: _Line, error: Exception) -> None:
+    def missed(self, line: Line, error: Exception) -> None:
         """A connection has ended."""
         if self.life.lines.get(line.server.process.number) is line:
             del self.life.lines[line.server.process.number]
