@@ -35,7 +35,8 @@ class FlatLayout:
 
     def __init__(self, like: Mapping[str, Tensor]) -> None:
         self.shapes = {name: tensor.shape for name, tensor in like.items()}
-        self.numel = sum(tensor.numel() for tensor in like.values())
+        self._numels = [tensor.numel() for tensor in like.values()]
+        self.numel = sum(self._numels)
         self.dtype = _one_dtype(like)
         told = repr([(name, tuple(shape)) for name, shape in self.shapes.items()]) + str(self.dtype)
         self.fingerprint = int.from_bytes(fingerprint_of(told), "little") >> 1
@@ -61,7 +62,7 @@ class FlatLayout:
 
     def named(self, flat: Tensor) -> dict[str, Tensor]:
         """Return views of a vector (d,), by name."""
-        parts = flat.split([shape.numel() for shape in self.shapes.values()])
+        parts = flat.split_with_sizes(self._numels)
         return {name: part.view(shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=True)}
 
 

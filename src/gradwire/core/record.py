@@ -138,7 +138,7 @@ def pieces(record: object) -> list[bytes | memoryview]:
 
     def plain(value: Any) -> Any:
         if isinstance(value, Tensor):
-            is_plain = value.device.type == "cpu" and not value.requires_grad and value.is_contiguous()
+            is_plain = value.is_cpu and not value.requires_grad and value.is_contiguous()
             tensors.append(value if is_plain else value.detach().cpu().contiguous())
             return len(tensors) - 1
         if isinstance(value, Number):  # of numpy
@@ -146,18 +146,19 @@ def pieces(record: object) -> list[bytes | memoryview]:
         raise NotImplementedError(f"a record holds no {type(value).__name__}")
 
     fields = msgspec.msgpack.encode(record, enc_hook=plain)
-    header = _header(tuple((tensor.dtype, tensor.shape) for tensor in tensors), len(fields))
-    return [len(header).to_bytes(LENGTH, "little"), header, *map(memory, tensors), fields]
+    header = _header(tuple([(tensor.dtype, tensor.shape) for tensor in tensors]), len(fields))
+    return [header, *map(memory, tensors), fields]
 
 
 @lru_cache(maxsize=_LAYOUTS)
 def _header(layout: tuple[tuple[torch.dtype, torch.Size], ...], fields: int) -> bytes:
-    """The header of tensors like these, and so many bytes of fields; records of one kind have few layouts."""
+    """The header of tensors like these and so many bytes of fields, behind its length; few layouts are in use."""
     alike = {
         str(number): torch.empty(shape, dtype=dtype, device="meta") for number, (dtype, shape) in enumerate(layout)
     }
     header = header_of(alike, DTYPES, raw={_FIELDS: fields})
-    return header + b" " * (-(LENGTH + len(header)) % ALIGNMENT)
+    header += b" " * (-(LENGTH + len(header)) % ALIGNMENT)
+    return len(header).to_bytes(LENGTH, "little") + header
 
 
 def memory(tensor: Tensor) -> memoryview:

@@ -296,7 +296,7 @@ class PartedWorker:
         self.granted = None
         held = [seat.held for seat in self._seats if seat.held is not None]
         self.clock = (self.clock or 0) + 1
-        parts = g.split([one.values.numel() for one in held])
+        parts = g.split_with_sizes([one.values.numel() for one in held])
         requests: list[WorkerRequest] = []
         for server, (seat, one, part) in enumerate(zip(self._seats, held, parts, strict=True)):
             # as long as a server's own steps would have taken, so that the speed it finds is the worker's
@@ -322,5 +322,7 @@ def joint(grants: list[Grant]) -> Grant:
     >>> joint([Grant(1, number=7, version=20, life=0, steps=4), Grant(1, number=5, version=30, life=1, steps=3)])
     Grant(worker=1, number=7, version=30, life=1, steps=3)
     """
+    if len(grants) == 1:
+        return grants[0]
     number, version, life = (max(grant[field] for grant in grants) for field in (1, 2, 3))
     return Grant(grants[0].worker, number, version, life, min(grant.steps for grant in grants))

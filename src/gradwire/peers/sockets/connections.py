@@ -27,7 +27,6 @@ from gradwire.peers.sockets.frames import (
     RowPair,
     SharedRows,
     framed,
-    joined,
     shown,
     tensor_bytes,
 )
@@ -173,7 +172,7 @@ class _SocketEnd:
     def send(self, number: int, request: Any) -> int:
         parts = pieces(request)
         with self._lock:
-            for part in joined(framed(number, parts, self._rows)):
+            for part in framed(number, parts, self._rows):
                 self._line.sendall(part)
         return tensor_bytes(parts)
 

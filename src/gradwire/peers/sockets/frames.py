@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gradwire.core.errors import CommunicationError
-from gradwire.core.record import memory
+from gradwire.core.record import ALIGNMENT, memory
 from gradwire.peers.protocol import Parts
 
 Address = tuple[str, int] | str
@@ -33,6 +33,8 @@ _SMALL = 1 << 16
 """Bytes up to which copying takes less long than a call of the system."""
 _INBOX = 1 << 16
 """Bytes of frames that are received at a time."""
+_ALIGNED = ALIGNMENT - _HEAD.size
+"""Where a frame begins in a block of memory whose record is to be aligned."""
 _LEAST_IN_ROW = 1 << 14
 """Bytes of a record for which shared memory is faster than the socket."""
 
@@ -70,15 +72,16 @@ class RowPair(NamedTuple):
 
 
 def framed(number: int, parts: Parts, rows: RowPair | None = None) -> Parts:
-    """Return a record with its head; a long one that fits into a row is written there, and its head is returned."""
+    """Return the pieces to send for a record: one for a short record, and only a head for one that fits into a row."""
     length = sum(map(len, parts))
-    if rows is None or not _LEAST_IN_ROW <= length <= len(rows.out):
-        return (_HEAD.pack(length, number), *parts)
-    at = 0
-    for part in parts:
-        rows.out[at : at + len(part)] = part
-        at += len(part)
-    return (_HEAD.pack(length | _IN_ROW, number),)
+    if rows is not None and _LEAST_IN_ROW <= length <= len(rows.out):
+        at = 0
+        for part in parts:
+            rows.out[at : at + len(part)] = part
+            at += len(part)
+        return (_HEAD.pack(length | _IN_ROW, number),)
+    whole = (_HEAD.pack(length, number), *parts)
+    return whole if length > _SMALL else (b"".join(whole),)
 
 
 class LengthError(CommunicationError):
@@ -86,7 +89,7 @@ class LengthError(CommunicationError):
 
 
 class Inbox:
-    """Cuts what comes on a connection into frames: short ones many at a time, and long ones where they are to stay.
+    """Cuts what comes on a connection into frames, which stay where they were received: nothing is copied twice.
 
     Args:
         most_bytes: the longest record.
@@ -95,14 +98,12 @@ class Inbox:
 
     def __init__(self, most_bytes: int, rows: RowPair | None) -> None:
         self._most, self._rows = most_bytes, rows
-        self._short = _allocated(_INBOX)
-        self._come = 0
-        self._long: memoryview | None = None
-        self._long_come = self._long_number = 0
+        self._block = _allocated(_INBOX)
+        self._begin = self._end = _ALIGNED
 
     def space(self) -> memoryview:
         """Where the next bytes are to be written."""
-        return self._short[self._come :] if self._long is None else self._long[self._long_come :]
+        return self._block[self._end :]
 
     def take(self, nbytes: int) -> list[tuple[int, memoryview]]:
         """So many bytes have come; return the records that are complete, with the numbers of their requests.
@@ -110,36 +111,34 @@ class Inbox:
         Raises:
             LengthError: as it says.
         """
-        if self._long is None:
-            self._come += nbytes
-            return self._cut()
-        self._long_come += nbytes
-        if self._long_come < len(self._long):
-            return []
-        found, self._long = self._long, None
-        return [(self._long_number, found)]
-
-    def _cut(self) -> list[tuple[int, memoryview]]:
+        self._end += nbytes
         found: list[tuple[int, memoryview]] = []
-        at = 0
-        while self._long is None and self._come - at >= _HEAD.size:
-            length, number = _HEAD.unpack_from(self._short, at)
-            at += _HEAD.size
+        needed = _HEAD.size
+        while (at := self._begin + _HEAD.size) <= self._end:
+            length, number = _HEAD.unpack_from(self._block, self._begin)
             if length & _IN_ROW:
                 found.append((number, self._in_row(length & ~_IN_ROW)))
+                length = 0
             elif length > self._most:
                 raise self._too_long(length)
+            elif length > self._end - at:
+                needed = _HEAD.size + length
+                break
             elif length:  # a heartbeat has none
-                record, here = _allocated(length), min(length, self._come - at)
-                record[:here] = self._short[at : at + here]
-                at += here
-                if here == length:
-                    found.append((number, record))
-                else:
-                    self._long, self._long_come, self._long_number = record, here, number
-        self._come -= at
-        self._short[: self._come] = bytes(self._short[at : at + self._come])
+                found.append((number, self._block[at : at + length]))
+            self._begin = at + length
+        self._make_room(needed)
         return found
+
+    def _make_room(self, nbytes: int) -> None:
+        """Have a frame of so many bytes come, of which some may be there: where its record is aligned, if it can be."""
+        here = self._end - self._begin
+        if not here:
+            self._begin = self._end = self._end + (_ALIGNED - self._end) % ALIGNMENT
+        if len(self._block) - self._begin < nbytes:
+            block = _allocated(max(_INBOX, _ALIGNED + nbytes))
+            block[_ALIGNED : _ALIGNED + here] = self._block[self._begin : self._end]
+            self._block, self._begin, self._end = block, _ALIGNED, _ALIGNED + here
 
     def _in_row(self, length: int) -> memoryview:
         if self._rows is None or length > len(self._rows.into):
@@ -157,12 +156,7 @@ def _allocated(nbytes: int) -> memoryview:
 
 def tensor_bytes(parts: Parts) -> int:
     """Bytes of a record's tensors, which lie between its header and its other fields."""
-    return sum(map(len, parts[2:-1]))
-
-
-def joined(parts: Parts) -> Parts:
-    """Return pieces as one where they are small: a call of the system takes longer than copying them."""
-    return parts if sum(map(len, parts)) > _SMALL else (b"".join(parts),)
+    return sum(map(len, parts[1:-1]))
 
 
 HEARTBEAT = _HEAD.pack(0, 0)

@@ -12,6 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from typing_extensions import override
@@ -19,7 +20,7 @@ from typing_extensions import override
 from gradwire.core.errors import CommunicationError, RecordError
 from gradwire.core.record import Record, pieces, unpack
 from gradwire.peers import greeting
-from gradwire.peers.protocol import Parts, Served
+from gradwire.peers.protocol import Served
 from gradwire.peers.sockets.frames import (
     BEATS,
     HEARTBEAT,
@@ -30,7 +31,6 @@ from gradwire.peers.sockets.frames import (
     RowPair,
     SharedRows,
     framed,
-    joined,
     shown,
     tensor_bytes,
 )
@@ -180,6 +180,8 @@ class SocketServer:
 class _Peer(asyncio.BufferedProtocol):
     """A server's end of one connection."""
 
+    _transport: asyncio.Transport
+
     def __init__(self, server: SocketServer) -> None:
         self._server, self.number = server, -1
         self._ours = greeting.greeting()
@@ -187,15 +189,11 @@ class _Peer(asyncio.BufferedProtocol):
         self._inbox: Inbox | None = None
         self._answer, self._come, self._last = memoryview(bytearray(greeting.ANSWER)), 0, 0
         self._began_s = self._heard_s = self._spoke_s = time.monotonic()
-        self._transport: asyncio.Transport | None = None
 
     @override
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
-        found = transport.get_extra_info("socket")
-        if found.family != socket.AF_UNIX:
-            found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         strangers = self._server.strangers
         if len(strangers) >= _MOST_STRANGERS:
             oldest = next(iter(strangers))
@@ -241,32 +239,24 @@ class _Peer(asyncio.BufferedProtocol):
         self._say(found.verdict)
 
     def _take(self, number: int, packed: memoryview) -> None:
-        if self._transport is None or self._transport.is_closing():
+        if self._transport.is_closing():
             return  # it was refused, or has come again
         if number <= self._last:
             self.refuse("replayed", f"peer {self.number} sent request {number} a second time")
         else:
-            self._last = number
-            self._ask(number, packed)
+            self._last, served = number, self._server.served
+            self._server.guarded(served.ask, unpack(packed, served.requests), partial(self._reply, number))
 
-    def _ask(self, number: int, packed: memoryview) -> None:
-        request = unpack(packed, self._server.served.requests)
-
-        def reply(record: Record) -> None:
-            self._reply(number, pieces(record))
-
-        self._server.guarded(self._server.served.ask, request, reply)
-
-    def _reply(self, number: int, parts: Parts) -> None:
-        if self._transport is not None and not self._transport.is_closing():
+    def _reply(self, number: int, record: Record) -> None:
+        if not self._transport.is_closing():
+            parts = pieces(record)
             self._server.sent_bytes += tensor_bytes(parts)
             self._say(*framed(number, parts, self._rows))
 
     def _say(self, *parts: bytes | memoryview) -> None:
         self._spoke_s = time.monotonic()
-        if self._transport is not None:
-            for part in joined(parts):
-                self._transport.write(part)
+        for part in parts:
+            self._transport.write(part)
 
     def look(self, now_s: float) -> None:
         """Give a sign of life where one is due, and cut off who gives none."""
@@ -286,14 +276,12 @@ class _Peer(asyncio.BufferedProtocol):
 
     def close(self) -> None:
         """End the connection, once what was written has been sent; what it is told from now on is left out."""
-        if self._transport is not None:
-            self._transport.close()
+        self._transport.close()
         self._server.strangers.pop(self, None)
 
     def abort(self) -> None:
         """End the connection at once."""
-        if self._transport is not None:
-            self._transport.abort()
+        self._transport.abort()
 
 
 def listening(address: Address) -> socket.socket:
