@@ -32,7 +32,7 @@ _IN_ROW = 1 << 63
 _SMALL = 1 << 16
 """Bytes up to which copying takes less long than a call of the system."""
 _INBOX = 1 << 16
-"""Bytes of frames that are received at a time."""
+"""Bytes of a block of memory that frames are received in."""
 _ALIGNED = ALIGNMENT - _HEAD.size
 """Where a frame begins in a block of memory whose record is to be aligned."""
 _LEAST_IN_ROW = 1 << 14
@@ -89,7 +89,10 @@ class LengthError(CommunicationError):
 
 
 class Inbox:
-    """Cuts what comes on a connection into frames, which stay where they were received: nothing is copied twice.
+    """Cuts what comes on a connection into frames, whose records stay where they were received.
+
+    Blocks of memory are written to once, front to back, so nothing has to be copied out of them; who keeps a short
+    record keeps the block that it is in.
 
     Args:
         most_bytes: the longest record.
