@@ -111,7 +111,7 @@ class _Running:
         )
         self._ready: set[int] = set()
         self._aside: list[Arrived] = []
-        self._training: dict[int, tuple[int, float]] = {}  # client and deadline, by the worker's place
+        self._training: dict[int, tuple[ClientRequest, float]] = {}  # and its deadline, by the worker's place
         self._workers = Supervisor(self._start, count)
 
     def _start(self, place: int) -> ChildProcess:
@@ -138,20 +138,23 @@ class _Running:
         if waiting:
             self._await_start(place)
             job = waiting.pop()
-            self._training[place] = (job.task.client, time.monotonic() + self._deadline_s)
-            self._connections.ask(place, ClientRequest(job))
+            request = ClientRequest(job)
+            self._training[place] = (request, time.monotonic() + self._deadline_s)
+            self._connections.ask(place, request)
 
     def _outcomes(self) -> Iterator[tuple[int, Outcome]]:
         """The next reply with its worker's place; where none comes, those who are late."""
         first_s = min(end_s for _, end_s in self._training.values())
         arrived = self._aside.pop() if self._aside else self._wait(first_s - time.monotonic())
         if arrived is not None:
-            if arrived.server in self._training:
+            # of a request before this one nothing is taken: a worker that is slow to start is asked twice if it is ready
+            if arrived.server in self._training and arrived.request is self._training[arrived.server][0]:
                 yield arrived.server, self._outcome(arrived)
             return
-        for place, (client, end_s) in list(self._training.items()):
+        for place, (request, end_s) in list(self._training.items()):
             if time.monotonic() > end_s:
                 self._replace(place)
+                client = request.job.task.client
                 why = f"client {client} took longer than {self._deadline_s:g} s, and its worker was killed"
                 yield place, Lost(client, why)
 
@@ -167,7 +170,7 @@ class _Running:
         if arrived.error is None:
             del self._training[place]
             return arrived.reply
-        (client, _), status = self._training[place], self._status(place)
+        client, status = arrived.request.job.task.client, self._status(place)
         self._replace(place)
         return Lost(client, f"client {client}'s worker died with status {status}")
 
