@@ -134,6 +134,7 @@ def test_a_file_of_other_links_is_refused_by_name(old: str, new: str, reason: st
         cache.unlink()
         cache.mkdir()
         assert any("cannot be written" in note for note in on_both()[1].notes)
+        assert list(tmp_path.iterdir()) == [cache]
 
 
 def test_descriptions_are_read_on_any_rank_and_refused_on_all(tmp_path: Path) -> None:

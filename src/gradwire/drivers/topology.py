@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -159,11 +159,13 @@ def _written(cache: Path | None, record: KeptLinks, rank: int) -> str | None:
     """Write the file as a whole or not at all; return why that failed."""
     if rank != 0 or cache is None:
         return None
+    beside = cache.with_name(f".{cache.name}.{os.getpid()}")
     try:
         cache.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=cache.parent, encoding="utf-8", delete=False) as file:
-            file.write(to_text(record))
-        os.replace(file.name, cache)
+        beside.write_text(to_text(record), encoding="utf-8")
+        beside.replace(cache)
     except OSError as error:
+        with contextlib.suppress(OSError):
+            beside.unlink()
         return f"{cache} cannot be written ({error}): the next run measures again"
     return None

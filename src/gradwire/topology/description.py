@@ -19,6 +19,7 @@ import math
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, cast
 
 from gradwire.core.errors import TopologyError
@@ -173,9 +174,9 @@ def _level(said: DescribedLevel, known: Level | None) -> Level:
 
 def _require_every_rank(name: str, groups: Sequence[Group], world_size: int) -> None:
     ranks = sorted(rank for group in groups for rank in group)
-    twice = sorted({rank for rank in ranks if ranks.count(rank) > 1})
-    if twice:
-        raise TopologyError(f"level {name} has rank {twice[0]} twice")
+    twice = next((one for one, other in pairwise(ranks) if one == other), None)
+    if twice is not None:
+        raise TopologyError(f"level {name} has rank {twice} twice")
     beyond = [rank for rank in ranks if not 0 <= rank < world_size]
     if beyond:
         raise TopologyError(f"level {name} has rank {beyond[0]}, and there are ranks 0 to {world_size - 1}")

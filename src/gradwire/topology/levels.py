@@ -49,7 +49,11 @@ class Level:
 
     def group_of(self, rank: int) -> int:
         """The place of the group that has a rank."""
-        return next(place for place, group in enumerate(self.groups) if rank in group)
+        return self._places[rank]
+
+    @cached_property
+    def _places(self) -> dict[int, int]:
+        return {rank: place for place, group in enumerate(self.groups) for rank in group}
 
 
 @dataclass(frozen=True)

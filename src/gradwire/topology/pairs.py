@@ -35,8 +35,9 @@ def rounds_of_pairs(topology: Topology, place: int) -> tuple[tuple[RankPair, ...
     """
     together: list[RankPair] = []
     after: list[RankPair] = []
+    heads = {group[0] for group in topology.levels[place].groups}
     for above in topology.above(place):
-        firsts = [group[0] for group in topology.levels[place].groups if group[0] in above]
+        firsts = [rank for rank in above if rank in heads]
         if place == 0:
             firsts = firsts[:2]
         together += _neighbours(firsts)
