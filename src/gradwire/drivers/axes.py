@@ -35,7 +35,8 @@ FIRST_TRIPS = 5
 
 FIRST_BYTES, MOST_BYTES = 1 << 15, 1 << 26
 MESSAGES = 32
-"""Of a stream; the arrivals of the last half of them give the rate."""
+"""Of a stream; the arrivals of the last half of them give the rate. The longest messages have 2 MiB: beyond some 100
+Gbit/s they tell of what the transport does for each of them, and the rate is above what is measured."""
 STREAM_S, STREAM_TRIPS = 0.4, 10
 """A stream counts where it takes so long and so many round trips: slow start doubles its window in each, so that ten of
 them reach a thousand times the first one."""

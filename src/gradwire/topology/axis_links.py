@@ -89,7 +89,7 @@ class AxisLink(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def with_described(links: Sequence[AxisLink], topology: Topology) -> tuple[AxisLink, ...]:
     """Return measured links with what a description of the topology says of each level in their place."""
     levels = {level.name: level for level in topology.levels}
-    return tuple(_with_described(each, levels[each.level]) for each in links)
+    return tuple(_with_described(each, levels[each.level]) for each in links if each.level in levels)
 
 
 def _with_described(link: AxisLink, level: Level) -> AxisLink:
