@@ -18,6 +18,7 @@ import gradwire
 PACKAGE = Path(gradwire.__file__).parent
 FLOORS = (
     ("core",),
+    ("topology",),
     ("peers",),
     ("kernels",),
     ("codecs",),

@@ -89,3 +89,7 @@ class DriftWarning(UserWarning):
 
 class NetworkError(GradwireError, RuntimeError):
     """The emulated network cannot be built here; the message says what is missing."""
+
+
+class TopologyError(GradwireError, ValueError):
+    """A description of nodes and links that cannot be read, or that contradicts what the ranks found."""

@@ -18,6 +18,7 @@ creator are the commands it started on the hosts; they carry its name in `GRADWI
 from gradwire.bench.net.links import Links
 from gradwire.bench.net.network import Network
 from gradwire.bench.net.processes import clean
-from gradwire.bench.net.units import parse_delay, parse_loss, parse_rate
+from gradwire.bench.net.units import parse_delay, parse_loss
+from gradwire.core.rates import parse_rate
 
 __all__ = ["Links", "Network", "clean", "parse_delay", "parse_loss", "parse_rate"]

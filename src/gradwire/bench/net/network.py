@@ -28,8 +28,9 @@ from gradwire.bench.net.processes import (
     tagged_processes,
     undisturbed,
 )
-from gradwire.bench.net.units import format_rate, parse_delay, parse_loss, parse_rate
+from gradwire.bench.net.units import parse_delay, parse_loss
 from gradwire.core.errors import NetworkError
+from gradwire.core.rates import format_rate, parse_rate
 
 Mode = Literal["root", "user", "paced"]
 

@@ -1,0 +1,70 @@
+"""Rates of links as people write them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+RATES = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
+_SPOKEN = {"bit": "bit/s", "kbit": "kbit/s", "mbit": "Mbit/s", "gbit": "Gbit/s", "tbit": "Tbit/s"}
+
+
+def parse_rate(rate: str) -> float:
+    """Read a rate in `tc`'s notation and return bits per second.
+
+    Args:
+        rate: a number and one of the units bit, kbit, mbit, gbit, tbit (powers of 1000), such as "100mbit".
+
+    Raises:
+        ValueError: for anything else, and beyond 1kbit to 10tbit. "mbps" is refused too: `tc` means megabytes by it,
+            people megabits.
+
+    >>> parse_rate("100mbit"), parse_rate("2.5gbit")
+    (100000000.0, 2500000000.0)
+    """
+    bits_per_s = number_in(rate, RATES)
+    if bits_per_s is None or not 1e3 <= bits_per_s <= 1e13:
+        raise ValueError(
+            f"rate {shortened(rate)} cannot be used: write a number and a unit of {', '.join(RATES)}, "
+            'from 1kbit to 10tbit, such as "100mbit"'
+        )
+    return bits_per_s
+
+
+def format_rate(bits_per_s: float) -> str:
+    """Write a rate in the largest unit in which it is 1 or more.
+
+    >>> format_rate(100e6), format_rate(2.5e9)
+    ('100mbit', '2.5gbit')
+    """
+    unit = _unit(bits_per_s)
+    return f"{bits_per_s / RATES[unit]:g}{unit}"
+
+
+def spoken_rate(bits_per_s: float) -> str:
+    """Write a rate for people, with three digits.
+
+    >>> spoken_rate(100e6), spoken_rate(47_812_345.0)
+    ('100 Mbit/s', '47.8 Mbit/s')
+    """
+    unit = _unit(bits_per_s)
+    return f"{bits_per_s / RATES[unit]:.3g} {_SPOKEN[unit]}"
+
+
+def _unit(bits_per_s: float) -> str:
+    return max((unit for unit, bits in RATES.items() if bits <= bits_per_s), key=RATES.__getitem__, default="bit")
+
+
+def number_in(text: str, units: Mapping[str, float]) -> float | None:
+    """The number that stands in a text, in units of 1; None where there is none, or no such unit."""
+    match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([a-z]+|%)\s*", text.lower())
+    return float(match[1]) * units[match[2]] if match and match[2] in units else None
+
+
+def shortened(text: str) -> str:
+    """A text as errors show it.
+
+    >>> shortened("fast")
+    "'fast'"
+    """
+    return repr(text) if len(text) <= 40 else f"{text[:40]!r}..."

@@ -1,0 +1,277 @@
+"""What the links between ranks carry: measured on threads, in processes, and on emulated hosts beside plain sockets."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engines import Exchange, ThreadTransport
+from gradwire.bench.net import Network
+from gradwire.bench.ranks import run_function, run_ranks
+from gradwire.core.errors import NetworkError
+from gradwire.core.link import Link
+from gradwire.drivers import axes
+from gradwire.drivers.axes import measured_links
+from gradwire.drivers.topology import axis_links, find_topology
+from gradwire.topology import AxisLinks, HostIdentity, Topology, described
+
+CASES = Path(__file__).with_name("topology_cases.py")
+CPU = torch.device("cpu")
+SITES = "[[level]]\nname = 'site'\ngroups = [[0, 1], [2, 3]]\n"
+
+
+# Links, on threads ----------------------------------------------------------------------------------------------------
+
+
+def on_threads(topology: Topology) -> tuple[list[Any], list[ThreadTransport]]:
+    exchange = Exchange(topology.world_size)
+    transports = [ThreadTransport(exchange, rank) for rank in range(topology.world_size)]
+    with ThreadPoolExecutor(len(transports)) as pool:
+        return list(pool.map(functools.partial(measured_links, topology, device=CPU), transports)), transports
+
+
+def test_all_ranks_issue_the_same_and_find_the_same_on_unequal_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(axes, "MOST_BYTES", 1 << 17)
+    monkeypatch.setattr(axes, "TRIPS_S", 0.0)
+    found, transports = on_threads(Topology.of_keys("aabbc"))
+    assert all(each == found[0] for each in found)
+    assert [link.level for link in found[0]] == ["rank", "node"]
+    assert [[pair.ranks for pair in link.pairs] for link in found[0]] == [[(0, 1), (2, 3)], [(0, 2), (0, 4)]]
+    assert all(link.link.alpha_s > 0 for link in found[0])
+    kinds = [[type(request) for request in transport.requests] for transport in transports]
+    assert all(each == kinds[0] for each in kinds)
+
+
+def test_what_a_file_says_of_a_link_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(axes, "MOST_BYTES", 1 << 15)
+    monkeypatch.setattr(axes, "TRIPS_S", 0.0)
+    text = "[[level]]\nname = 'node'\nrate = '50mbit'\nlatency_ms = 20\n[[level]]\nname = 'rank'\nrate = '80mbit'"
+    topology = described(Topology.of_keys("aab"), text)
+    (found, *_), _ = on_threads(topology)
+    links = AxisLinks(found)
+    assert links.of("node") == Link(0.02, 1.6e-7)
+    inside = links.of("rank")
+    assert inside is not None
+    assert inside.beta_s_per_byte == 1e-7
+    assert 0 < inside.alpha_s < 1
+    assert "between nodes: 20 ms one way, 50 Mbit/s (latency and rate as described)" in links.summary(topology)
+    assert "80 Mbit/s (rate as described, 1 pair measured)" in links.summary(topology)
+
+
+def test_one_rank_has_nothing_to_measure() -> None:
+    (found,), _ = on_threads(Topology.of_keys("a"))
+    assert found == ()
+    assert AxisLinks(found).summary(Topology.of_keys("a")) == "nothing to measure: one rank"
+
+
+# Links, in processes --------------------------------------------------------------------------------------------------
+
+
+def on_ranks(nodes: Sequence[str], case: str = "links", **arguments: Any) -> list[Any]:
+    environments = [{"GRADWIRE_NODE": node} for node in nodes]
+    return run_function(f"{CASES}:{case}", len(nodes), arguments, 120, environments=environments)
+
+
+def test_processes_find_their_nodes_and_links_and_keep_them_for_the_same_hosts(tmp_path: Path) -> None:
+    cache = str(tmp_path / "kept" / "links.json")
+    first = on_ranks("aab", cache=cache)
+    assert all(each["links"] == first[0]["links"] and each["groups"] == [[0, 1], [2]] for each in first)
+    assert first[0]["source"] == "measured"
+    assert first[0]["notes"] == []
+    assert set(first[0]["links"]) == {"rank", "node"}
+    again = on_ranks("aab", cache=cache)
+    assert {each["source"] for each in again} == {cache}
+    assert all(each["links"] == first[0]["links"] for each in again)
+    assert f"read from {cache}" in again[0]["summary"]
+    other = on_ranks("aac", cache=cache)
+    assert {each["source"] for each in other} == {"measured"}
+    refusal = f"{cache} is not used, since it was measured with rank 2 on b, which runs on c now: measured anew"
+    assert all(each["notes"] == [refusal] for each in other)
+    assert on_ranks("aac", cache=cache)[1]["source"] == cache
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "reason"),
+    [
+        ('"backend": "gloo"', '"backend": "nccl"', "it was measured with backend=nccl, which is gloo now"),
+        ('"alpha_s"', '"alpha"', "it holds no links"),
+        ("{", "", "it holds no links"),
+        ('"format": 1', '"format": 2', "it has format 2, and 1 is known"),
+        ('"level": "node"', '"level": "site"', "it has no links of level node"),
+    ],
+)
+def test_a_file_of_other_links_is_refused_by_name(old: str, new: str, reason: str, tmp_path: Path) -> None:
+    cache = tmp_path / "links.json"
+
+    def links(transport: ThreadTransport) -> AxisLinks:
+        here = HostIdentity("a", "boot", 1, f"node{transport.rank}")
+        return axis_links(find_topology(transport, CPU, identity=here), transport, CPU, cache)
+
+    def on_both() -> list[AxisLinks]:
+        exchange = Exchange(2)
+        with ThreadPoolExecutor(2) as pool:
+            return list(pool.map(links, [ThreadTransport(exchange, rank) for rank in range(2)]))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(axes, "MOST_BYTES", 1 << 15)
+        patch.setattr(axes, "TRIPS_S", 0.0)
+        assert {each.source for each in on_both()} == {"measured"}
+        assert {each.source for each in on_both()} == {str(cache)}
+        cache.write_text(cache.read_text().replace(old, new, 1))
+        refused = on_both()
+        assert refused[0] == refused[1]
+        assert refused[0].source == "measured"
+        assert f"links.json is not used, since {reason}" in refused[0].notes[0]
+        cache.unlink()
+        cache.mkdir()
+        assert any("cannot be written" in note for note in on_both()[1].notes)
+        assert list(tmp_path.iterdir()) == [cache]
+
+
+def test_descriptions_are_read_on_any_rank_and_refused_on_all(tmp_path: Path) -> None:
+    good, bad = tmp_path / "good.toml", tmp_path / "bad.toml"
+    good.write_text("[[level]]\nname = 'site'\ngroups = [[0, 1], [2]]")
+    bad.write_text("[[level]]\nname = 'site'\ngroups = [[0, 2], [1]]")
+    for files, said in (
+        ([None, str(good), None], "nothing"),
+        ([str(good), str(bad), None], "ranks 0 and 1 have different descriptions: give every rank the same file"),
+        ([None, str(tmp_path / "none"), None], "rank 1 cannot read the description: "),
+        ([str(bad)] * 3, f"{bad}: level site puts ranks 0 and 1 into different groups, and they run on one host"),
+    ):
+        told = on_ranks("aab", "refused", descriptions=files)
+        assert all(each.startswith(said) for each in told), told
+
+
+# Links, on emulated hosts ---------------------------------------------------------------------------------------------
+
+PING_PONG = """
+import json, os, socket, statistics, sys, time
+rank, bulk, peer = int(os.environ["RANK"]), int(sys.argv[1]), None
+address = ("10.77.0.1", 5000)
+
+def receive(size):
+    while size:
+        size -= len(peer.recv(min(size, 1 << 20)))
+
+def message(size):
+    if rank:
+        began = time.perf_counter()
+        peer.sendall(bytes(size))
+        receive(8)
+        return time.perf_counter() - began
+    receive(size)
+    peer.sendall(bytes(8))
+    return 0.0
+
+if rank < 2:
+    if rank == 0:
+        peer, _ = socket.create_server(address).accept()
+    while peer is None:
+        try:
+            peer = socket.create_connection(address, timeout=30)
+        except ConnectionRefusedError:
+            time.sleep(0.02)
+    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    trips = [message(8) for _ in range(60)][10:]
+    times = [(message(bulk), message(3 * bulk)) for _ in range(6)][1:]
+    one, three = map(statistics.median, zip(*times))
+    print(json.dumps([statistics.median(trips) / 2, (three - one) / (2 * bulk)]))
+"""
+ATTEMPTS = 4
+"""A busy machine can spoil a measurement, and a wrong method spoils all of them."""
+
+
+def ping_pong(network: Network, nbytes: int, folder: Path) -> list[float]:
+    """Latency one way and seconds a byte between hosts 0 and 1, by plain sockets."""
+    argv = [sys.executable, "-I", "-S", "-c", PING_PONG, str(nbytes)]
+    commands = [network.command(rank, argv) for rank in range(2)]
+    run_ranks(commands, [network.environment(rank) for rank in range(2)], log_dir=folder, deadline_s=60)
+    return json.loads((folder / "rank1.log").read_text())
+
+
+def needs_namespaces() -> None:
+    try:
+        with Network(1, "100mbit", mode="user"):
+            pass
+    except NetworkError as error:
+        pytest.skip(f"no network here: {error}")
+
+
+@pytest.mark.net
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(("rate", "delay"), [("50mbit", "10ms"), ("20mbit", "40ms"), ("100mbit", "4ms")])
+def test_links_are_those_that_plain_sockets_see(rate: str, delay: str, tmp_path: Path) -> None:
+    """Rates within 5%, latencies within 20%, and within seconds."""
+    needs_namespaces()
+    tried: list[tuple[list[float], list[float], float]] = []
+    for _ in range(ATTEMPTS):
+        with Network(4, rate, delay=delay) as network:
+            found = run_function(f"{CASES}:links", 4, {}, 100, network)
+            alpha_s, beta_s = ping_pong(network, int(float(rate.removesuffix("mbit")) * 20_000), tmp_path)
+        assert found[0]["groups"] == [[0], [1], [2], [3]]
+        assert all(each["links"] == found[0]["links"] for each in found)
+        assert found[0]["pairs"] == {"node": [[0, 1], [2, 3]]}
+        mine = found[0]["links"]["node"]
+        tried.append((mine, [alpha_s, beta_s], found[0]["seconds"]))
+        if abs(mine[0] - alpha_s) < 0.2 * alpha_s and abs(mine[1] - beta_s) < 0.05 * beta_s:
+            assert found[0]["seconds"] < 20
+            return
+    pytest.fail(f"measured, by plain sockets, seconds: {tried}")
+
+
+@pytest.mark.net
+@pytest.mark.timeout(200)
+def test_two_ranks_on_each_of_two_emulated_hosts_are_two_nodes(tmp_path: Path) -> None:
+    """They share a boot id and a host name with all others, and tell each other's network apart."""
+    needs_namespaces()
+    with Network(2, "50mbit", delay="10ms") as network:
+        results = [tmp_path / f"result{rank}.json" for rank in range(4)]
+        words = [sys.executable, "-m", "gradwire.bench.rank_main", f"{CASES}:links", "{}"]
+        path = {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
+        run_ranks(
+            [network.command(rank // 2, [*words, str(results[rank]), "100"]) for rank in range(4)],
+            [
+                {
+                    **network.environment(rank // 2),
+                    **path,
+                    "RANK": str(rank),
+                    "WORLD_SIZE": "4",
+                    "LOCAL_RANK": str(rank % 2),
+                }
+                for rank in range(4)
+            ],
+            log_dir=tmp_path,
+            deadline_s=100,
+        )
+        found = json.loads(results[3].read_text())
+    assert found["groups"] == [[0, 1], [2, 3]]
+    assert found["pairs"] == {"rank": [[0, 1], [2, 3]], "node": [[0, 2]]}
+    inside, between = Link(*found["links"]["rank"]), Link(*found["links"]["node"])
+    assert between.alpha_s > 5 * inside.alpha_s
+    assert between.beta_s_per_byte > 5 * inside.beta_s_per_byte
+    assert "(net " in found["summary"]
+
+
+@pytest.mark.net
+@pytest.mark.timeout(200)
+def test_a_slow_host_is_seen_and_so_are_three_levels(tmp_path: Path) -> None:
+    needs_namespaces()
+    file = tmp_path / "sites.toml"
+    file.write_text(SITES)
+    with Network(4, ["50mbit", "50mbit", "50mbit", "10mbit"], delay="4ms") as network:
+        found = run_function(f"{CASES}:links", 4, {"description": str(file)}, 120, network)[2]
+    assert found["pairs"] == {"node": [[0, 1], [2, 3]], "site": [[0, 2]]}
+    rates = {level: 8e-6 / beta for level, (_, beta) in found["links"].items()}
+    assert rates["node"] == pytest.approx(10 * 1448 / 1514, rel=0.1)
+    assert rates["site"] == pytest.approx(50 * 1448 / 1514, rel=0.1)
+    assert "this is the slowest; the fastest: " in found["summary"]
+    assert "between sites: " in found["summary"]
