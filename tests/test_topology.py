@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
+from gradwire.bench.net.loopback import free_port
+from gradwire.bench.ranks import run_ranks
+from gradwire.cli.main import main
 from gradwire.core.collective import Axis
 from gradwire.core.errors import TopologyError
 from gradwire.topology import HostIdentity, Topology, described, nvlink_groups, nvlinks_between, read_host
@@ -325,3 +329,27 @@ def test_every_node_is_in_a_pair_and_in_one_of_a_round(keys: str) -> None:
         assert all(
             topology.levels[1].group_of(pair.first) == topology.levels[1].group_of(pair.second) for pair in pairs
         )
+
+
+# The command ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_prints_what_this_host_sees(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["topology"]) == 0
+    assert capsys.readouterr().out.startswith(f"host {HostIdentity.here().name}\n")
+
+
+def test_the_command_refuses_files_of_several_ranks_without_them(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["topology", "--cache", "links.json"]) == 2
+    assert "start the command by torchrun" in capsys.readouterr().err
+
+
+def test_ranks_of_the_command_find_out_who_is_near_whom(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "gradwire", "topology", "--cache", str(tmp_path / "links.json")]
+    meeting = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    environments = [{**meeting, "RANK": str(rank)} for rank in range(2)]
+    run_ranks([command] * 2, environments, log_dir=tmp_path, deadline_s=100.0)
+    said = (tmp_path / "rank0.log").read_text()
+    assert "2 ranks on 1 node of 2 ranks" in said
+    assert "between ranks of a node: " in said
+    assert (tmp_path / "links.json").exists()
