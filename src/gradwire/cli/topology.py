@@ -1,4 +1,4 @@
-"""`gradwire topology`: what this host sees of itself, and under a launcher who is near whom and what the links carry."""
+"""`gradwire topology`: what a host sees of itself, and under a launcher who is near whom and what links carry."""
 
 from __future__ import annotations
 

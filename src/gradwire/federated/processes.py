@@ -147,7 +147,7 @@ class _Running:
         first_s = min(end_s for _, end_s in self._training.values())
         arrived = self._aside.pop() if self._aside else self._wait(first_s - time.monotonic())
         if arrived is not None:
-            # of a request before this one nothing is taken: a worker that is slow to start is asked twice if it is ready
+            # what an older request brings is left out: a worker that is slow to start is asked twice if it is ready
             if arrived.server in self._training and arrived.request is self._training[arrived.server][0]:
                 yield arrived.server, self._outcome(arrived)
             return
