@@ -9,7 +9,7 @@ import socket
 import time
 from collections.abc import Generator
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, TypedDict
+from typing import NamedTuple, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,7 @@ from gradwire.asynchronous.standing_still import RunWithoutSession, StandingStil
 from gradwire.asynchronous.together import together
 from gradwire.asynchronous.unwaiting import UnwaitingOptimizer
 from gradwire.asynchronous.work import Work
-from gradwire.core.errors import CommunicationError, StateError, StepError
+from gradwire.core.errors import CommunicationError, StateError
 from gradwire.core.flat_layout import FlatLayout
 from gradwire.core.version import VERSION
 from gradwire.peers import greeting
@@ -139,7 +139,6 @@ class AsynchronousOptimizer(UnwaitingOptimizer):
         self._described = f"{type(inner).__name__} pushed by {settings}"
         self._settings = {name: repr(getattr(job, name)) for name in ("rule", "pace", "length", "sending", "seed")}
         self._run = RunWithoutSession.of(model, self._described, seed)
-        self._steps = True
         granted = self._servers.join()
         self._together.gather("has joined")  # whoever joined later would begin with what the others have pushed by then
         self._pull(granted)
@@ -173,17 +172,6 @@ class AsynchronousOptimizer(UnwaitingOptimizer):
 
     # Steps -------------------------------------------------------------------------------------------------------
 
-    def step(self, closure: Any = None) -> Any:
-        """Step the inner optimizer, push where that is due, and go on from what the servers have; return the loss.
-
-        Raises:
-            StepError: a change that is not finite, a parameter that requires gradients and did not when this was made,
-                or after `finish` or `close`. Nothing was pushed then.
-            CommunicationError: a rank that has ended or does not answer.
-        """
-        self._require_open()
-        return super().step(closure)
-
     def after_step(self) -> None:
         """Push, if enough local steps were made."""
         self._since += 1
@@ -204,10 +192,6 @@ class AsynchronousOptimizer(UnwaitingOptimizer):
 
     def _flat(self) -> Tensor:
         return self._names.flat(self._parameters).cpu()
-
-    def _require_open(self) -> None:
-        if not self._steps:
-            raise StepError("this optimizer has finished: make a new one to go on from the model as it is")
 
     @property
     @override
@@ -247,9 +231,7 @@ class AsynchronousOptimizer(UnwaitingOptimizer):
             StateError: it has finished.
             CommunicationError: a rank that has ended or does not come. Only `close` is of use then.
         """
-        if not self._steps:
-            raise StateError(f"{call}: this optimizer has finished; save and load before finish() and close()")
-        self.require_planned()
+        self._require_standing(call)
         if self._since:
             self._push()
         self._servers.pause()

@@ -8,14 +8,14 @@ import time
 from collections.abc import Sequence
 
 from gradwire.asynchronous.job import Job
-from gradwire.asynchronous.parts import sizes
-from gradwire.asynchronous.several.client import WorkerClient, reason
+from gradwire.asynchronous.several.client import WorkerClient
+from gradwire.asynchronous.several.cut import sizes
 from gradwire.asynchronous.several.messages import Progress, ServerReply
 from gradwire.asynchronous.several.outcome import ServersOutcome
 from gradwire.asynchronous.several.part_server import PartServer
 from gradwire.asynchronous.several.watching import ServerWatch
 from gradwire.asynchronous.several.worker import PartedWorker
-from gradwire.core.errors import CommunicationError, CompositionError
+from gradwire.core.errors import CommunicationError, CompositionError, first_line
 from gradwire.core.flat_layout import FlatLayout
 from gradwire.peers.greeting import SECRET_BYTES
 from gradwire.peers.protocol import ANY_LENGTH
@@ -193,7 +193,7 @@ class _ServerProcess:
         if now_s - since_s > self._job.patience_s:
             raise CommunicationError(
                 f"server {part} at {shown(self._places[part])} was not there for {self._job.patience_s:g} s, at "
-                f"{self._where()}: start it ({reason(error)})",
+                f"{self._where()}: start it ({first_line(error)})",
                 (part,),
             ) from error
 

@@ -7,12 +7,13 @@ import tempfile
 import time
 from contextlib import ExitStack
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from typing_extensions import override
 
 from gradwire.asynchronous.job import Job
-from gradwire.asynchronous.processes.job import JobOutcome
 from gradwire.asynchronous.several.client import WorkerClient
 from gradwire.asynchronous.several.cut import server_of
 from gradwire.asynchronous.several.journal import JournalRow
@@ -31,6 +32,22 @@ from gradwire.peers.supervisor import ChildProcess, Supervisor
 
 _WATCHER = -1
 """The number of the process that watches, among the servers' peers."""
+
+
+class JobOutcome(NamedTuple):
+    """What came of a run.
+
+    Attributes:
+        parameters: at the end, by name.
+        history: pushes in the order in which they were applied; times count from when the run was made.
+        lost: workers that died.
+        restarts: of the server.
+    """
+
+    parameters: dict[str, Tensor]
+    history: list[Applied]
+    lost: tuple[int, ...]
+    restarts: int
 
 
 class _Running(RunningJob[OutcomeT]):

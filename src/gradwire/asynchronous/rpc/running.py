@@ -13,14 +13,14 @@ import torch.distributed as dist
 from torch.distributed import TCPStore, rpc  # pyright: ignore[reportPrivateImportUsage]
 
 from gradwire.asynchronous.job import Job
-from gradwire.asynchronous.parts import sizes
 from gradwire.asynchronous.rpc import served
 from gradwire.asynchronous.several.client import WorkerClient
+from gradwire.asynchronous.several.cut import sizes
 from gradwire.asynchronous.several.outcome import ServersOutcome
 from gradwire.asynchronous.several.part_server import PartServer
 from gradwire.asynchronous.several.watching import ServerWatch
 from gradwire.asynchronous.several.worker import PartedWorker
-from gradwire.core.errors import CommunicationError, CompositionError
+from gradwire.core.errors import CommunicationError, CompositionError, last_line
 from gradwire.core.flat_layout import FlatLayout
 
 _TICK_S = 0.1
@@ -103,10 +103,9 @@ def _serve(job: Job, rank: int, servers: int, address: str, deadline_s: float) -
 
 
 def _missed(part: int, error: Exception) -> None:
-    reason = (str(error).strip().splitlines() or [type(error).__name__])[-1][:120]
     raise CommunicationError(
         f"server {part} does not answer: start all processes again, and give the job a folder to go on from "
-        f"snapshots ({reason})"
+        f"snapshots ({last_line(error)})"
     ) from error
 
 
