@@ -5,7 +5,7 @@ socket with shared rows. Strangers and peers that know the secret send it a mill
 greetings that are missing, wrong, replayed or of another version; and after a right greeting random bytes, huge
 lengths, cut frames, flipped bits of real requests, records with wrong fields, pickles, headers of huge or nested
 tables, replays, and pushes that are not due. Most of them end their connection. The same frames go straight into
-`gradwire.core.record.unpack`, which is how the other carriers (Ray, rpc, federated processes) read what comes.
+`gradwire.core.record.unpack`, which is how the other carriers (Ray, federated processes) read what comes.
 
 Looked at: the server's version, values and journal are those of the honest worker's pushes; the file that unpickling
 would make is not there; the server's memory before and after; what was refused, by reason; and the honest worker's

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import socket
 import time
 from collections.abc import Generator
 from contextlib import AbstractContextManager
@@ -27,6 +26,7 @@ from gradwire.asynchronous.several.messages import ServerReply
 from gradwire.asynchronous.several.part_server import PartServer
 from gradwire.asynchronous.several.worker import PartedWorker
 from gradwire.asynchronous.standing_still import RunWithoutSession, StandingStill
+from gradwire.asynchronous.tcp import own_address
 from gradwire.asynchronous.together import together
 from gradwire.asynchronous.unwaiting import UnwaitingOptimizer
 from gradwire.asynchronous.work import Work
@@ -304,10 +304,7 @@ def _own_address() -> str:
     if master is None:
         raise CommunicationError("MASTER_ADDR is not set: pass address=, the one of this machine that others reach")
     try:
-        family, kind, _, _, there = socket.getaddrinfo(master, 1, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:  # UDP: connecting sends nothing
-            probe.connect(there)
-            return str(probe.getsockname()[0])
+        return own_address(master)
     except OSError as error:
         raise CommunicationError(
             f"MASTER_ADDR={master} cannot be reached from here ({error}): pass address="
