@@ -16,7 +16,6 @@ from typing_extensions import override
 from gradwire.asynchronous.job import Job
 from gradwire.asynchronous.several.client import WorkerClient
 from gradwire.asynchronous.several.cut import server_of
-from gradwire.asynchronous.several.journal import JournalRow
 from gradwire.asynchronous.several.messages import ServerReply
 from gradwire.asynchronous.several.outcome import ServersOutcome
 from gradwire.asynchronous.several.part_server import HEAD_BYTES, PartServer
@@ -154,11 +153,11 @@ class RunningProcesses(_Running[JobOutcome]):
 
     @override
     def outcome_of(self, outcome: ServersOutcome) -> JobOutcome:
-        history = [self._applied(row) for row in outcome.histories[0]]
+        history = [
+            Applied(row.at_s - self._began_s, row.worker, row.number, row.version, row.staleness, row.loss)
+            for row in outcome.histories[0]
+        ]
         return JobOutcome(outcome.parameters, history, outcome.lost, outcome.restarts[0])
-
-    def _applied(self, row: JournalRow) -> Applied:
-        return Applied(row.at_s - self._began_s, row.worker, row.number, row.version, row.staleness, row.loss)
 
 
 def _rows_of(job: Job, part: int, servers: int) -> SharedRows:
