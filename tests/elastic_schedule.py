@@ -24,6 +24,7 @@ from gradwire.sync.elastic import heartbeat as pulse_module
 from gradwire.sync.elastic import rounds as rounds_module
 from gradwire.sync.elastic.heartbeat import Heartbeat
 from gradwire.sync.elastic.link import digest_of
+from gradwire.sync.elastic.messages import Hands
 from gradwire.sync.elastic.owed import Owed
 from gradwire.sync.elastic.protocol import Decision, Needs
 from gradwire.sync.elastic.rounds import Rounds
@@ -320,7 +321,7 @@ class _Hands:
         self._table, self._heartbeat, self._rounds = table, heartbeat, rounds
 
     def give_copy(self, payload: Tensor, others: Sequence[int]) -> int:
-        self._rounds.announce_bytes(payload.numel())
+        self._rounds.append(Hands(self._heartbeat.number, payload.numel()))
         at, handed = self._rounds.name, 0
         for other in others:
             self._table.board[at, "to", other] = payload

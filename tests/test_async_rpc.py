@@ -1,4 +1,4 @@
-"""Training by processes that rpc joins: to a target, past a killed worker, and sentences for what is missing."""
+"""Training by processes that meet at one address: to a target, past what dies, and sentences for what is missing."""
 
 from __future__ import annotations
 
@@ -79,7 +79,8 @@ def test_a_killed_server_ends_the_run_and_its_snapshots_go_on(tmp_path: Path) ->
     wait_for(lambda: journal.exists() and len(Journal(journal).rows()) > 30)
     scripts[1].process.kill()
     said = said_by(scripts, DEADLINE_S)
-    assert "CommunicationError: server 1 does not answer: start all processes again, and give" in said[0]
+    assert "CommunicationError: server 1 at port" in said[0]
+    assert "was not there for 20 s" in said[0]
     lost = len(Journal(journal).rows())
     found = ran(tmp_path, 2, 2, lost + 40, 120, folder)
     assert [{life for _, life, *_ in history} for history in found["histories"]] == [{0, 1}, {0, 1}]

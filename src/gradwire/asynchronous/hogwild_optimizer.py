@@ -104,17 +104,6 @@ class HogwildOptimizer(UnwaitingOptimizer):
             path.unlink()  # it lives as long as a process maps it
         return shared, memory[counts_at:].view(torch.int64)[:: 64 // 8]
 
-    def step(self, closure: Any = None) -> Any:
-        """Step the inner optimizer on what all ranks share; return the loss.
-
-        Raises:
-            StepError: after `finish` or `close`, a gradient that is not finite, or a parameter that requires gradients
-                and did not when this was made; the model is as it was then.
-        """
-        if not self._run.is_open:
-            raise StepError("this optimizer has finished: make a new one to go on from the model as it is")
-        return super().step(closure)
-
     def step_inner(self, closure: Any) -> Any:
         """The inner optimizer's step, with a share of its learning rates."""
         if closure is None:
@@ -177,9 +166,7 @@ class HogwildOptimizer(UnwaitingOptimizer):
             StateError: it has finished.
             CommunicationError: a rank that does not come.
         """
-        if not self._run.is_open:
-            raise StateError(f"{call}: this optimizer has finished; save and load before finish() and close()")
-        self.require_planned()
+        self._require_standing(call)
         ranks = self._together.during(call, StateError)
         ranks.gather("stands still")
         yield StandingStill(self.inner, self._run, ranks, self.version, "on shared memory", {}, self._shared)
@@ -198,7 +185,7 @@ class HogwildOptimizer(UnwaitingOptimizer):
 
     def close(self) -> None:
         """End the steps of this rank."""
-        self._run.is_open = False
+        self._steps = self._run.is_open = False
 
 
 class _CheckedShared(NamedTuple):

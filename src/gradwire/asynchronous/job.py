@@ -63,14 +63,14 @@ class Job:
             )
         self.server()
 
-    def server(self) -> ParameterServer:
-        """A new server with the job's settings."""
+    def server(self, parameters: Mapping[str, Tensor] | None = None, seed: int | None = None) -> ParameterServer:
+        """A new server with the job's settings, of all parameters or of those that are given with their seed."""
         return ParameterServer(
-            self.parameters,
+            self.parameters if parameters is None else parameters,
             self.rule,
             workers=self.workers,
             pace=self.pace,
             length=self.length,
             sending=self.sending,
-            seed=self.seed,
+            seed=self.seed if seed is None else seed,
         )

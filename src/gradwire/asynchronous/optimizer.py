@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import socket
 import time
 from collections.abc import Generator
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, TypedDict
+from typing import NamedTuple, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -27,10 +26,11 @@ from gradwire.asynchronous.several.messages import ServerReply
 from gradwire.asynchronous.several.part_server import PartServer
 from gradwire.asynchronous.several.worker import PartedWorker
 from gradwire.asynchronous.standing_still import RunWithoutSession, StandingStill
+from gradwire.asynchronous.tcp import own_address
 from gradwire.asynchronous.together import together
 from gradwire.asynchronous.unwaiting import UnwaitingOptimizer
 from gradwire.asynchronous.work import Work
-from gradwire.core.errors import CommunicationError, StateError, StepError
+from gradwire.core.errors import CommunicationError, StateError
 from gradwire.core.flat_layout import FlatLayout
 from gradwire.core.version import VERSION
 from gradwire.peers import greeting
@@ -139,7 +139,6 @@ class AsynchronousOptimizer(UnwaitingOptimizer):
         self._described = f"{type(inner).__name__} pushed by {settings}"
         self._settings = {name: repr(getattr(job, name)) for name in ("rule", "pace", "length", "sending", "seed")}
         self._run = RunWithoutSession.of(model, self._described, seed)
-        self._steps = True
         granted = self._servers.join()
         self._together.gather("has joined")  # whoever joined later would begin with what the others have pushed by then
         self._pull(granted)
@@ -173,17 +172,6 @@ class AsynchronousOptimizer(UnwaitingOptimizer):
 
     # Steps -------------------------------------------------------------------------------------------------------
 
-    def step(self, closure: Any = None) -> Any:
-        """Step the inner optimizer, push where that is due, and go on from what the servers have; return the loss.
-
-        Raises:
-            StepError: a change that is not finite, a parameter that requires gradients and did not when this was made,
-                or after `finish` or `close`. Nothing was pushed then.
-            CommunicationError: a rank that has ended or does not answer.
-        """
-        self._require_open()
-        return super().step(closure)
-
     def after_step(self) -> None:
         """Push, if enough local steps were made."""
         self._since += 1
@@ -204,10 +192,6 @@ class AsynchronousOptimizer(UnwaitingOptimizer):
 
     def _flat(self) -> Tensor:
         return self._names.flat(self._parameters).cpu()
-
-    def _require_open(self) -> None:
-        if not self._steps:
-            raise StepError("this optimizer has finished: make a new one to go on from the model as it is")
 
     @property
     @override
@@ -247,9 +231,7 @@ class AsynchronousOptimizer(UnwaitingOptimizer):
             StateError: it has finished.
             CommunicationError: a rank that has ended or does not come. Only `close` is of use then.
         """
-        if not self._steps:
-            raise StateError(f"{call}: this optimizer has finished; save and load before finish() and close()")
-        self.require_planned()
+        self._require_standing(call)
         if self._since:
             self._push()
         self._servers.pause()
@@ -322,10 +304,7 @@ def _own_address() -> str:
     if master is None:
         raise CommunicationError("MASTER_ADDR is not set: pass address=, the one of this machine that others reach")
     try:
-        family, kind, _, _, there = socket.getaddrinfo(master, 1, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:  # UDP: connecting sends nothing
-            probe.connect(there)
-            return str(probe.getsockname()[0])
+        return own_address(master)
     except OSError as error:
         raise CommunicationError(
             f"MASTER_ADDR={master} cannot be reached from here ({error}): pass address="

@@ -9,10 +9,10 @@ from typing import NamedTuple
 from torch import Tensor
 from typing_extensions import override
 
-from gradwire.asynchronous.several.client import WorkerClient, reason
+from gradwire.asynchronous.several.client import WorkerClient
 from gradwire.asynchronous.several.messages import Here, Leave, Pause, ReadValues, Values, WorkerRequest
 from gradwire.asynchronous.several.worker import PartedWorker, values_of
-from gradwire.core.errors import CommunicationError
+from gradwire.core.errors import CommunicationError, first_line
 from gradwire.peers.protocol import Arrived
 from gradwire.peers.sockets import SocketConnections
 
@@ -139,7 +139,7 @@ class RemoteServers(WorkerClient):
 
     @override
     def lost(self, server: int, since_s: float, error: Exception) -> CommunicationError:
-        why = f"silent for {self.deadline_s:g} s" if isinstance(error, TimeoutError) else f"lost: {reason(error)}"
+        why = f"silent for {self.deadline_s:g} s" if isinstance(error, TimeoutError) else f"lost: {first_line(error)}"
         return CommunicationError(f"server {server}, in rank {server}'s process, is {why}", (server,))
 
     def close(self) -> None:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import os
+import socket
 import time
 from collections.abc import Sequence
 
 from gradwire.asynchronous.job import Job
-from gradwire.asynchronous.parts import sizes
-from gradwire.asynchronous.several.client import WorkerClient, reason
+from gradwire.asynchronous.several.client import WorkerClient
+from gradwire.asynchronous.several.cut import sizes
 from gradwire.asynchronous.several.messages import Progress, ServerReply
 from gradwire.asynchronous.several.outcome import ServersOutcome
 from gradwire.asynchronous.several.part_server import PartServer
 from gradwire.asynchronous.several.watching import ServerWatch
 from gradwire.asynchronous.several.worker import PartedWorker
-from gradwire.core.errors import CommunicationError, CompositionError
+from gradwire.core.errors import CommunicationError, CompositionError, first_line
 from gradwire.core.flat_layout import FlatLayout
 from gradwire.peers.greeting import SECRET_BYTES
 from gradwire.peers.protocol import ANY_LENGTH
@@ -59,23 +60,34 @@ def run(
             no worker left, or the deadline.
         StateError: a snapshot of another job.
     """
-    servers, world = len(addresses), len(addresses) + job.workers
-    sizes(FlatLayout(job.parameters).numel, servers)  # refuses a number that cannot be before anything is started
-    if not 0 <= rank < world:
-        raise CompositionError(f"rank {rank} of {servers} servers and {job.workers} workers: it is 0 to {world - 1}")
-    places, known = [_address(text) for text in addresses], secret_bytes(secret)
+    servers = len(addresses)
+    require_rank(job, rank, servers)
+    places, known = [address_of(text) for text in addresses], secret_bytes(secret)
     if len(set(places)) < servers:
         raise CompositionError(f"addresses {', '.join(addresses)}: give each server one of its own")
     if rank >= servers:
-        return _work(job, rank - servers, places, known)
-    process = _ServerProcess(job, rank, places, known)
-    try:
-        return process.lead(deadline_s) if rank == 0 else process.follow()
-    finally:
-        process.host.close()
+        return work(job, rank - servers, places, known)
+    return ServerProcess(job, rank, servers, places[rank], known).run(places, deadline_s)
 
 
-def _address(text: str) -> tuple[str, int]:
+def require_rank(job: Job, rank: int, servers: int) -> None:
+    """Refuse what cannot be before anything is started.
+
+    Raises:
+        CompositionError: a rank that there is not, or more servers than parameters.
+    """
+    sizes(FlatLayout(job.parameters).numel, servers)
+    world = servers + job.workers
+    if not 0 <= rank < world:
+        raise CompositionError(f"rank {rank} of {servers} servers and {job.workers} workers: it is 0 to {world - 1}")
+
+
+def address_of(text: str) -> tuple[str, int]:
+    """Return host and port.
+
+    Raises:
+        CompositionError: a text that is no address.
+    """
     host, _, port = text.rpartition(":")
     bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     if not bare or (":" in bare and bare == host) or not port.isdecimal() or not 0 < int(port) < 1 << 16:
@@ -99,10 +111,26 @@ def secret_bytes(secret: str | None = None) -> bytes:
     return hashlib.sha256(text.encode()).digest()
 
 
-def _work(job: Job, number: int, places: Sequence[tuple[str, int]], secret: bytes) -> None:
-    """The process of a worker."""
-    work = job.work(number)
-    worker = PartedWorker(number, work, job.parameters, servers=len(places), sending=job.sending, seed=job.seed)
+def own_address(there: str) -> str:
+    """Return the address of this machine by which it would reach another one.
+
+    Raises:
+        OSError: there is no way there.
+    """
+    family, kind, _, _, place = socket.getaddrinfo(there, 1, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:  # UDP: connecting sends nothing
+        probe.connect(place)
+        return str(probe.getsockname()[0])
+
+
+def work(job: Job, number: int, places: Sequence[tuple[str, int]], secret: bytes) -> None:
+    """Be a worker of servers at these places, until one says that all is done.
+
+    Raises:
+        CommunicationError, PushError, StateError, StepError: as `WorkerClient.run`.
+    """
+    computes = job.work(number)
+    worker = PartedWorker(number, computes, job.parameters, servers=len(places), sending=job.sending, seed=job.seed)
     connections = _connections(job, list(places), secret, number)
     try:
         WorkerClient(worker, connections, job.patience_s).run()
@@ -124,30 +152,57 @@ def _connections(
     )
 
 
-class _ServerProcess:
-    """The process of a server, which listens in a thread of its own.
+class ServerProcess:
+    """The process of a server, which listens in a thread of its own from now on.
+
+    Args:
+        job: what to serve.
+        part: p, from 0.
+        servers: S.
+        place: where to listen; port 0 is any free one.
+        secret: what peers must know.
 
     Attributes:
         host: its end of the connections.
+
+    Raises:
+        CommunicationError: a place where nobody can listen.
+        StateError, OSError: as `PartServer`.
     """
 
-    def __init__(self, job: Job, part: int, places: Sequence[tuple[str, int]], secret: bytes) -> None:
-        self._job, self._places, self._secret = job, places, secret
-        listening(places[part]).close()  # a port in use is said before a snapshot begins a new life
-        self._served = PartServer(job, part, len(places))
-        self.host = SocketServer(self._served, places[part], secret, silent_s=job.silent_s)
+    def __init__(self, job: Job, part: int, servers: int, place: tuple[str, int], secret: bytes) -> None:
+        self._job, self._part, self._secret = job, part, secret
+        listening(place).close()  # a port in use is said before a snapshot begins a new life
+        self._served = PartServer(job, part, servers)
+        self.host = SocketServer(self._served, place, secret, silent_s=job.silent_s)
         self._living_s = time.monotonic()
         self._missing: dict[int, tuple[float, Progress | None]] = {}
         self.host.start()
 
-    def follow(self) -> None:
-        """Serve until rank 0 says that all is done."""
+    def run(self, places: Sequence[tuple[str, int]], deadline_s: float) -> ServersOutcome | None:
+        """Serve until all is done, and close the connections. The first server leads, and gets what came of it.
+
+        Args:
+            places: of all servers.
+            deadline_s: seconds that the first one waits for the last push.
+
+        Raises:
+            CommunicationError: a server that is away for too long, no worker left, or the deadline.
+        """
+        self._places = places
+        try:
+            return self._lead(deadline_s) if self._part == 0 else self._follow()
+        finally:
+            self.host.close()
+
+    def _follow(self) -> None:
+        """Serve until the first server says that all is done."""
         while not self._served.is_done:
             time.sleep(_TICK_S)
             self._look()
         self._linger()
 
-    def lead(self, deadline_s: float) -> ServersOutcome:
+    def _lead(self, deadline_s: float) -> ServersOutcome:
         """Serve, and watch until every server is done; return what came of it."""
         connections = _connections(self._job, [self.host, *self._places[1:]], self._secret, _WATCHER)
         self._watch = ServerWatch(self._job, connections, self._missed)
@@ -193,7 +248,7 @@ class _ServerProcess:
         if now_s - since_s > self._job.patience_s:
             raise CommunicationError(
                 f"server {part} at {shown(self._places[part])} was not there for {self._job.patience_s:g} s, at "
-                f"{self._where()}: start it ({reason(error)})",
+                f"{self._where()}: start it ({first_line(error)})",
                 (part,),
             ) from error
 

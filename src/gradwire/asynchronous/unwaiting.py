@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gradwire.asynchronous.standing_still import StandingStill
+from gradwire.core.errors import StateError, StepError
 from gradwire.drivers.engine import Stats
 from gradwire.sync.wrapper import ModelWrapper
 
@@ -27,13 +28,30 @@ class UnwaitingOptimizer(ModelWrapper):
 
     def __init__(self, inner: Optimizer, model: nn.Module) -> None:
         super().__init__(inner, model)
-        self.model, self._made, self._waited_s = model, 0, 0.0
+        self.model, self._made, self._waited_s, self._steps = model, 0, 0.0, True
 
     def step(self, closure: Any = None) -> Any:
-        """Step the inner optimizer, do what comes after it, and return what it returned."""
+        """Step the inner optimizer, exchange what it changed where that is due, and return the loss.
+
+        Raises:
+            StepError: what is not finite, a parameter that requires gradients and did not when this was made, or after
+                `finish` or `close`. Nothing of it has reached the other ranks then.
+            CommunicationError: a rank that has ended or does not answer.
+        """
+        self._require_open()
         loss = super().step(closure)
         self._made += 1
         return loss
+
+    def _require_open(self) -> None:
+        if not self._steps:
+            raise StepError("this optimizer has finished: make a new one to go on from the model as it is")
+
+    def _require_standing(self, call: str) -> None:
+        """Refuse to stand still for a call where nobody steps any more, or with parameters that were not planned."""
+        if not self._steps:
+            raise StateError(f"{call}: this optimizer has finished; save and load before finish() and close()")
+        self.require_planned()
 
     @property
     @abstractmethod

@@ -70,8 +70,7 @@ class ConnectionLost(CommunicationError):  # noqa: N818 - what was lost is the c
     """
 
     def __init__(self, what: str, waited_s: float, cause: BaseException) -> None:
-        reason = (str(cause).strip().splitlines() or [type(cause).__name__])[0][:300]
-        super().__init__(f"{what} failed after {waited_s:.1f} s: {reason}")
+        super().__init__(f"{what} failed after {waited_s:.1f} s: {first_line(cause)}")
         self.what, self.waited_s = what, waited_s
 
 
@@ -93,3 +92,21 @@ class NetworkError(GradwireError, RuntimeError):
 
 class TopologyError(GradwireError, ValueError):
     """A description of nodes and links that cannot be read, or that contradicts what the ranks found."""
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text, shortened, for a sentence; its class where it says nothing.
+
+    >>> first_line(OSError("no way there\\nsince yesterday")), first_line(TimeoutError())
+    ('no way there', 'TimeoutError')
+    """
+    return _lines(error)[0][:300]
+
+
+def last_line(error: BaseException) -> str:
+    """Return the last line, which is what counts of an error that was handed over with its traceback."""
+    return _lines(error)[-1][:300]
+
+
+def _lines(error: BaseException) -> list[str]:
+    return str(error).strip().splitlines() or [type(error).__name__]

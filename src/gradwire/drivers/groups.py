@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed import distributed_c10d as c10d
 
-from gradwire.core.errors import CommunicationError
+from gradwire.core.errors import CommunicationError, first_line
 
 CONNECT_S = 10.0
 """How long a process that has said it is here gets to connect."""
@@ -122,11 +122,6 @@ def ranks_named(ranks: Sequence[int]) -> str:
     ('rank 1', 'ranks 0 and 2')
     """
     return f"rank{'s' * (len(ranks) > 1)} {listed(ranks)}"
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text, shortened."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
 
 _STALE = (

@@ -73,19 +73,16 @@ class LocalTrainer:
             return Lost(client, reason.encode(errors="backslashreplace").decode())  # names of files may be no UTF-8
 
 
-class InProcess:
+class InProcess(LocalTrainer):
     """Clients train one after another in this process, in one copy of the model.
 
     So memory does not depend on how many clients there are.
     """
 
-    def __init__(self, model: nn.Module, federation: Federation) -> None:
-        self._trainer = LocalTrainer(model, federation)
-
     def run(self, terms: Terms, jobs: Sequence[ClientJob]) -> Iterator[Outcome]:
         """One job after another."""
         for job in jobs:
-            yield self._trainer.do(terms, job)
+            yield self.do(terms, job)
 
     def close(self) -> None:
         """There is nothing to free."""

@@ -2,8 +2,7 @@
 
 from gradwire.asynchronous.job import Job
 from gradwire.asynchronous.processes.hogwild import hogwild
-from gradwire.asynchronous.processes.job import JobOutcome
-from gradwire.asynchronous.processes.running import RunningProcesses, RunningServers, run, run_servers
+from gradwire.asynchronous.processes.running import JobOutcome, RunningProcesses, RunningServers, run, run_servers
 from gradwire.asynchronous.several.outcome import ServersOutcome
 
 __all__ = [

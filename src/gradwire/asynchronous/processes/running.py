@@ -7,15 +7,15 @@ import tempfile
 import time
 from contextlib import ExitStack
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from typing_extensions import override
 
 from gradwire.asynchronous.job import Job
-from gradwire.asynchronous.processes.job import JobOutcome
 from gradwire.asynchronous.several.client import WorkerClient
 from gradwire.asynchronous.several.cut import server_of
-from gradwire.asynchronous.several.journal import JournalRow
 from gradwire.asynchronous.several.messages import ServerReply
 from gradwire.asynchronous.several.outcome import ServersOutcome
 from gradwire.asynchronous.several.part_server import HEAD_BYTES, PartServer
@@ -31,6 +31,22 @@ from gradwire.peers.supervisor import ChildProcess, Supervisor
 
 _WATCHER = -1
 """The number of the process that watches, among the servers' peers."""
+
+
+class JobOutcome(NamedTuple):
+    """What came of a run.
+
+    Attributes:
+        parameters: at the end, by name.
+        history: pushes in the order in which they were applied; times count from when the run was made.
+        lost: workers that died.
+        restarts: of the server.
+    """
+
+    parameters: dict[str, Tensor]
+    history: list[Applied]
+    lost: tuple[int, ...]
+    restarts: int
 
 
 class _Running(RunningJob[OutcomeT]):
@@ -137,11 +153,11 @@ class RunningProcesses(_Running[JobOutcome]):
 
     @override
     def outcome_of(self, outcome: ServersOutcome) -> JobOutcome:
-        history = [self._applied(row) for row in outcome.histories[0]]
+        history = [
+            Applied(row.at_s - self._began_s, row.worker, row.number, row.version, row.staleness, row.loss)
+            for row in outcome.histories[0]
+        ]
         return JobOutcome(outcome.parameters, history, outcome.lost, outcome.restarts[0])
-
-    def _applied(self, row: JournalRow) -> Applied:
-        return Applied(row.at_s - self._began_s, row.worker, row.number, row.version, row.staleness, row.loss)
 
 
 def _rows_of(job: Job, part: int, servers: int) -> SharedRows:

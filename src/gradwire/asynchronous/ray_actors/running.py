@@ -8,12 +8,12 @@ from typing import Any
 from typing_extensions import override
 
 from gradwire.asynchronous.job import Job
-from gradwire.asynchronous.parts import sizes
 from gradwire.asynchronous.ray_actors.actors import ActorConnections, ServerActor, WorkerActor
+from gradwire.asynchronous.several.cut import sizes
 from gradwire.asynchronous.several.outcome import ServersOutcome
 from gradwire.asynchronous.several.running import MOST_RESTARTS, RunningJob
 from gradwire.asynchronous.several.watching import ServerWatch
-from gradwire.core.errors import CommunicationError, CompositionError
+from gradwire.core.errors import CommunicationError, CompositionError, last_line
 from gradwire.core.flat_layout import FlatLayout
 from gradwire.peers.supervisor import Supervisor
 
@@ -51,7 +51,7 @@ class WorkerRun:
         try:
             self._ray.get(self._run)
         except self._ray.exceptions.RayError as error:
-            return reason(error)
+            return last_line(error)
         return "ended by itself"
 
     def kill(self) -> None:
@@ -122,7 +122,7 @@ class RunningActors(RunningJob[ServersOutcome]):
             raise CommunicationError(
                 f"{how}: give the job a folder for snapshots, and it is started again from the newest"
             ) from error
-        raise CommunicationError(f"{how} and is not started again: {reason(error)}") from error
+        raise CommunicationError(f"{how} and is not started again: {last_line(error)}") from error
 
     @override
     def outcome_of(self, outcome: ServersOutcome) -> ServersOutcome:
@@ -173,9 +173,3 @@ def run(
     )
     with running:
         return running.wait(deadline_s)
-
-
-def reason(error: Exception) -> str:
-    """What an actor's end is put down to, in a line: the last one that Ray tells."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (lines[-1] if lines else type(error).__name__)[:120]

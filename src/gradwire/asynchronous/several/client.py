@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from gradwire.asynchronous.several.messages import PushRequest, WorkerRequest
 from gradwire.asynchronous.several.worker import PartedWorker
-from gradwire.core.errors import CommunicationError
+from gradwire.core.errors import CommunicationError, first_line
 from gradwire.peers.protocol import Arrived, Connections
 
 LOOK_S = 0.5
@@ -75,11 +75,6 @@ class WorkerClient:
         """What to raise where a server was not there for so long."""
         return CommunicationError(
             f"worker {self.worker.number} finds no server {server} after {since_s:.0f} s: start it again "
-            f"({reason(error)})",
+            f"({first_line(error)})",
             (server,),
         )
-
-
-def reason(error: BaseException) -> str:
-    """The first line of what an error says, for a sentence."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:120]

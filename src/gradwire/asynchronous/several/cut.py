@@ -1,4 +1,4 @@
-"""What the server of each part keeps."""
+"""One vector cut into as many parts as there are servers, and what the server of each keeps."""
 
 from __future__ import annotations
 
@@ -7,9 +7,28 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from gradwire.asynchronous.job import Job
-from gradwire.asynchronous.parts import seed_of, sizes
 from gradwire.asynchronous.server import ParameterServer
+from gradwire.core.errors import CompositionError
 from gradwire.core.flat_layout import FlatLayout
+
+
+def sizes(numel: int, servers: int) -> list[int]:
+    """Elements of each server's part, as even as can be.
+
+    Raises:
+        CompositionError: no server, or more servers than elements.
+
+    >>> sizes(10, 4)
+    [3, 3, 2, 2]
+    """
+    if not 1 <= servers <= numel:
+        raise CompositionError(f"{servers} servers for {numel} parameters: give 1 or more, and no more than parameters")
+    return [numel // servers + (part < numel % servers) for part in range(servers)]
+
+
+def seed_of(seed: int, part: int) -> int:
+    """The seed of a part: codecs draw other random bits for each."""
+    return seed + 1_000_003 * part
 
 
 def named_parts(like: Mapping[str, Tensor], servers: int) -> list[dict[str, Tensor]]:
@@ -45,12 +64,4 @@ def server_of(job: Job, part: int, servers: int) -> ParameterServer:
     Raises:
         CompositionError: as `named_parts` and `ParameterServer`.
     """
-    return ParameterServer(
-        named_parts(job.parameters, servers)[part],
-        job.rule,
-        workers=job.workers,
-        pace=job.pace,
-        length=job.length,
-        sending=job.sending,
-        seed=seed_of(job.seed, part),
-    )
+    return job.server(named_parts(job.parameters, servers)[part], seed_of(job.seed, part))

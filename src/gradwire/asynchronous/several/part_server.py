@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from typing_extensions import override
 
@@ -35,7 +34,7 @@ from gradwire.asynchronous.several.messages import (
     Watch,
     WorkerRequest,
 )
-from gradwire.core.errors import PushError, StateError
+from gradwire.core.errors import PushError, RecordError, StateError
 from gradwire.peers.protocol import Reply, Served
 
 HEAD_BYTES = 1 << 16
@@ -76,7 +75,7 @@ class PartServer(Served):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.job, self.server = job, server_of(job, part, servers)
-        self.folder = None if job.folder is None else part_folder(job.folder, part, servers)
+        self.folder = None if job.folder is None else job.folder / f"part-{part}-of-{servers}"
         self.journal = Journal(None if self.folder is None else self.folder / "journal")
         self.most_bytes = job.sending.nbytes(self.server.values) + HEAD_BYTES
         self.losses: list[int] = []
@@ -112,6 +111,13 @@ class PartServer(Served):
 
     def _is_complete(self) -> bool:
         return self._stops_itself and self.server.version >= self.job.pushes
+
+    @override
+    def require_from(self, peer: int, request: AnyRequest) -> None:
+        """Refuse what is asked in the name of another worker, and workers that say who is dead or that all is done."""
+        is_worker = 0 <= peer < self.server.workers
+        if is_worker if isinstance(request, Watch | Finish) else request.worker != peer:
+            raise RecordError(f"a {type(request).__name__} that is not its own to ask")
 
     @override
     def ask(self, request: AnyRequest, reply: Reply) -> None:
@@ -169,7 +175,8 @@ class PartServer(Served):
                 reply(Here(life=self.server.life, keeps=keeps))
 
     def _join(self, request: Join, reply: Reply) -> None:
-        if self._is_dead(request.worker):
+        phases = self.server.clocks.phases
+        if request.worker < len(phases) and phases[request.worker] is Phase.DEAD:
             return reply(Gone())
         grants = self.server.join(request.worker, request.clock)
         self._wait(request, reply)
@@ -210,9 +217,6 @@ class PartServer(Served):
         for grant in grants:
             _, reply = self._waiting.pop(grant.worker)
             reply(Granted(*grant, values))
-
-    def _is_dead(self, worker: int) -> bool:
-        return 0 <= worker < self.server.workers and self.server.clocks.phases[worker] is Phase.DEAD
 
     @property
     def living(self) -> int:
@@ -266,8 +270,3 @@ class PartServer(Served):
         """Tell all workers that all is done; return the part's parameters, its journal, and how far it is."""
         self.stop()
         return Finished(self.server.values.clone(), self.journal.rows(), self.server.version, self.server.life)
-
-
-def part_folder(folder: Path, part: int, servers: int) -> Path:
-    """Where a part's snapshots and journal lie."""
-    return folder / f"part-{part}-of-{servers}"

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from gradwire.asynchronous.messages import Grant, Push
-from gradwire.asynchronous.parts import seed_of
-from gradwire.asynchronous.several.cut import named_parts
+from gradwire.asynchronous.several.cut import named_parts, seed_of
 from gradwire.asynchronous.several.messages import (
     Gone,
     Granted,

@@ -245,7 +245,9 @@ class _Peer(asyncio.BufferedProtocol):
             self.refuse("replayed", f"peer {self.number} sent request {number} a second time")
         else:
             self._last, served = number, self._server.served
-            self._server.guarded(served.ask, unpack(packed, served.requests), partial(self._reply, number))
+            request = unpack(packed, served.requests)
+            served.require_from(self.number, request)
+            self._server.guarded(served.ask, request, partial(self._reply, number))
 
     def _reply(self, number: int, record: Record) -> None:
         if not self._transport.is_closing():

@@ -14,7 +14,6 @@ from gradwire.sync.elastic.messages import (
     NO_COPY,
     Came,
     Closed,
-    Hands,
     Has,
     Head,
     LogLine,
@@ -139,10 +138,6 @@ class Rounds:
     def give_up(self, why: str) -> None:
         """Make the round void, unless it is committed already."""
         self.append(Void(self._heartbeat.number, why[:500].encode(errors="replace").decode()))
-
-    def announce_bytes(self, nbytes: int) -> None:
-        """Say how much each newcomer is handed."""
-        self.append(Hands(self._heartbeat.number, nbytes))
 
     def outcome(self) -> RoundLog:
         """Wait until the round is committed or void."""

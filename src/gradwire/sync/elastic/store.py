@@ -12,7 +12,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from gradwire.core.errors import AttachError, CommunicationError, CompositionError
+from gradwire.core.errors import AttachError, CommunicationError, CompositionError, first_line
 from gradwire.core.version import VERSION
 from gradwire.sync.elastic.messages import parsed, written
 
@@ -36,7 +36,7 @@ def serve(port: int = PORT, announce: Callable[[int], None] = lambda _: None) ->
         store = TCPStore("0.0.0.0", port, is_master=True, wait_for_workers=False)
     except (dist.DistError, RuntimeError) as error:
         raise CommunicationError(
-            f"the store cannot listen on port {port}, which may be in use: {_said(error)}"
+            f"the store cannot listen on port {port}, which may be in use: {first_line(error)}"
         ) from None
 
     def end(number: int, frame: object) -> None:
@@ -103,9 +103,5 @@ def reaching(where: str = "") -> Generator[None]:
     except dist.DistError as error:
         raise CommunicationError(
             f"the store{where} cannot be reached: start it with `gradwire store`, and look whether its host and port "
-            f"can be reached from here ({_said(error)})"
+            f"can be reached from here ({first_line(error)})"
         ) from error
-
-
-def _said(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

@@ -16,6 +16,7 @@ from gradwire.sync.elastic.attempt import Attempt
 from gradwire.sync.elastic.handover import receive, send
 from gradwire.sync.elastic.heartbeat import Heartbeat
 from gradwire.sync.elastic.link import GroupLine, WorkerLink
+from gradwire.sync.elastic.messages import Hands
 from gradwire.sync.elastic.rounds import Rounds
 
 T = TypeVar("T")
@@ -42,8 +43,12 @@ class Transfer:
 
     def give_copy(self, payload: Tensor, others: Sequence[int]) -> int:
         """Give others the global copy, all at once; return how many have it."""
-        self._rounds.announce_bytes(payload.numel())
-        attempts = {other: self._giving(payload, other) for other in others}
+        self._rounds.append(Hands(self._heartbeat.number, payload.numel()))
+        me = self._heartbeat.number
+        attempts = {
+            other: self._over_line(other, (me, other), lambda transport: send(payload, transport, 1))
+            for other in others
+        }
         handed = 0
         for other, attempt in attempts.items():
             with contextlib.suppress(CommunicationError):
@@ -51,9 +56,6 @@ class Transfer:
                 handed += 1
         self.sent_bytes += handed * payload.numel()
         return handed
-
-    def _giving(self, payload: Tensor, other: int) -> Attempt[None]:
-        return self._over_line(other, (self._heartbeat.number, other), lambda transport: send(payload, transport, 1))
 
     def copy_from(self, source: int) -> Tensor:
         """The global copy as a payload.
