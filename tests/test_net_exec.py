@@ -20,10 +20,14 @@ from gradwire.core.errors import NetworkError
 
 pytestmark = pytest.mark.timeout(120)
 
+# Gloo's threads end with the last reference to their group, and one that Python's end overtakes may abort the process
+# (gradwire.bench.group_end says how). So nothing keeps the group beyond `destroy_process_group`: not the model, and not
+# default arguments in torch.distributed.nn, which the first model would import after there is a group.
 SCRIPT = """
 import sys
 import torch
 import torch.distributed as dist
+import torch.distributed.nn
 from torch.nn.parallel import DistributedDataParallel
 
 torch.set_num_threads(1)
@@ -32,6 +36,7 @@ rank = dist.get_rank()
 ddp = DistributedDataParallel(torch.nn.Linear(200, 200))
 ddp(torch.full((1, 200), float(rank))).sum().backward()
 print(f"rank {rank} of {dist.get_world_size()} has {float(ddp.module.weight.grad.mean()):g}")
+del ddp
 dist.destroy_process_group()
 sys.exit(int(sys.argv[1]) if len(sys.argv) > 1 and rank == 1 else 0)
 """

@@ -10,6 +10,7 @@ import socket
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
@@ -440,6 +441,17 @@ def test_a_server_that_falls_silent_is_lost(turn_s: float) -> None:
             assert str(arrived.error) == "no sign of life for 1 s"
             assert time.monotonic() > begun_s + SILENT_S
         over.set()
+
+
+def test_signs_of_life_keep_nothing_of_a_lost_connection() -> None:
+    """What their thread is the last to hold it lets go of, which is to be none of PyTorch's while Python ends."""
+    server = SocketServer(Doubler(), ("127.0.0.1", 0), SECRET)
+    with serving(server), closing(connected(server, replies=Replied, silent_s=SILENT_S)) as connections:
+        assert asked(connections, Double("a", torch.ones(2))).name == "a"
+        time.sleep(2 * SILENT_S / frames.BEATS)  # there were signs of life
+        end = weakref.ref(connections._ends[0])  # pyright: ignore[reportPrivateUsage]
+        connections.fail(0, OSError("it is lost"))
+        assert end() is None
 
 
 def test_a_server_that_does_not_greet_is_lost() -> None:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gradwire.bench import group_end
 from gradwire.bench.wire import WireMeter
 from gradwire.kernels.warm import import_for_cpu
 
@@ -55,14 +56,12 @@ def main(target: str, args: str, result: str, deadline_s: str) -> None:
     faulthandler.register(signal.SIGTERM, chain=True)
     torch.set_num_threads(1)
     function = load(target)
+    group_end.before_init()
     dist.init_process_group("gloo", timeout=timedelta(seconds=float(deadline_s)))
     WireMeter.from_environment().pace()
     value = function(dist.get_rank(), dist.get_world_size(), **json.loads(args))
     Path(result).write_text(json.dumps(value))
-    # A DDP model lies in a cycle and holds its process group. Gloo's threads must end before Python does: one that lets
-    # go of a tensor after that ends the process with "terminate called without an active exception".
-    gc.collect()
-    dist.destroy_process_group()
+    group_end.destroy()
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire import kernels
+from gradwire.bench import group_end
 from gradwire.bench.apart import ApartTrainer
 from gradwire.bench.engines import make_engine
 from gradwire.bench.sides import Side, UnwaitingSide
@@ -35,6 +36,7 @@ def join_group(job: RankJob) -> None:
     path = str(Path(job.folder) / "rendezvous")
     store = dist.FileStore(path, world_size)  # pyright: ignore[reportPrivateImportUsage]
     timeout = datetime.timedelta(seconds=job.deadline_s)
+    group_end.before_init()
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
@@ -92,7 +94,7 @@ def main(path: str) -> None:
     result = Path(job.folder) / f"rank{dist.get_rank()}.json"
     result.write_text(json.dumps(dataclasses.asdict(log)))
     dist.barrier()
-    dist.destroy_process_group()
+    group_end.destroy()
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import tempfile
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import NamedTuple
 
@@ -180,8 +180,8 @@ def _work(job: Job, number: int, paths: list[str], secret: bytes, rows: list[Sha
     connections = SocketConnections(
         ServerReply, paths, secret, number, most_bytes=ANY_LENGTH, silent_s=job.silent_s, rows=rows
     )
-    WorkerClient(worker, connections, job.patience_s).run()
-    connections.close()
+    with closing(connections):
+        WorkerClient(worker, connections, job.patience_s).run()
 
 
 def run(job: Job, deadline_s: float = 600.0) -> JobOutcome:

@@ -16,6 +16,7 @@ from gradwire.core.flat_layout import FlatLayout
 from gradwire.peers.protocol import Arrived, Connections
 
 _FINISH_S = 60.0
+"""The least time for servers to say what they had; one that is started again meanwhile has the job's patience."""
 _AGAIN_S = 0.2
 
 
@@ -90,7 +91,7 @@ class ServerWatch:
         """
         found: dict[int, Finished] = {}
         away = set(range(len(self.progress)))
-        end_s = time.monotonic() + _FINISH_S
+        end_s = time.monotonic() + max(_FINISH_S, self.job.patience_s)
         while len(found) < len(self.progress):
             if time.monotonic() > end_s:
                 missing = min(set(range(len(self.progress))) - found.keys())

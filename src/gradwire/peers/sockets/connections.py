@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from gradwire.core.record import Record, pieces
 from gradwire.peers import greeting
-from gradwire.peers.protocol import Connections
+from gradwire.peers.protocol import Connections, Parts
 from gradwire.peers.sockets.frames import (
     BEATS,
     HEARTBEAT,
@@ -76,6 +76,7 @@ class SocketConnections(Connections):
         self._rows = [RowPair.of(pair.up[peer], pair.down[peer]) for pair in rows] or [None] * len(addresses)
         self._selector = selectors.DefaultSelector()
         self._ends: dict[int, _SocketEnd | _LocalEnd] = {}
+        self._lines: dict[int, _Line] = {}
         self._closed = threading.Event()
         self._beating: threading.Thread | None = None
 
@@ -89,21 +90,16 @@ class SocketConnections(Connections):
         if isinstance(there, SocketServer):
             end = _LocalEnd(there, self.peer)
         else:
-            line = _connected(there, self._secret, self.peer, self._connect_s)
-            end = _SocketEnd(line, self._rows[server], self._most, self.silent_s)
+            line = _Line(_connected(there, self._secret, self.peer, self._connect_s), self.silent_s)
+            end = _SocketEnd(line, self._rows[server], self._most)
+            self._lines[server] = line
             if self._beating is None:
-                self._beating = threading.Thread(target=self._beat, name="gradwire-heartbeat", daemon=True)
+                what = (self._lines, self.silent_s / BEATS, self._closed)
+                self._beating = threading.Thread(target=_beat, args=what, name="gradwire-heartbeat", daemon=True)
                 self._beating.start()
         self._ends[server] = end
         self._selector.register(end, selectors.EVENT_READ, server)
         return end
-
-    def _beat(self) -> None:
-        """Give signs of life while the peer's own thread computes."""
-        while not self._closed.wait(self.silent_s / BEATS):
-            for end in list(self._ends.values()):
-                with contextlib.suppress(OSError):  # whoever waits for a reply finds out
-                    end.beat()
 
     @override
     def receive(self, timeout_s: float) -> None:
@@ -139,6 +135,7 @@ class SocketConnections(Connections):
     @override
     def fail(self, server: int, error: Exception) -> None:
         end = self._ends.pop(server, None)
+        self._lines.pop(server, None)
         if end is not None:
             self._selector.unregister(end)
             end.close()
@@ -151,43 +148,66 @@ class SocketConnections(Connections):
             self._selector.unregister(end)
             end.close()
         self._ends.clear()
+        self._lines.clear()
         self._selector.close()
         if self._beating is not None:  # Python may not end well beside a thread that is about to run
             self._beating.join(_JOIN_S)
 
 
-class _SocketEnd:
-    """A peer's end of a connection over a socket."""
+class _Line:
+    """A socket on which one thread sends requests, and another one signs of life."""
 
-    def __init__(self, line: socket.socket, rows: RowPair | None, most_bytes: int, silent_s: float) -> None:
-        self._line, self._rows, self._inbox = line, rows, Inbox(most_bytes, rows)
-        self._lock, self.heard_s = threading.Lock(), time.monotonic()
+    def __init__(self, line: socket.socket, silent_s: float) -> None:
+        self.socket, self._lock = line, threading.Lock()
         line.settimeout(None)  # so that sending takes as long as it must, while the server takes up something
         whole_s, part = divmod(silent_s, 1.0)
         line.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(int(whole_s), int(1e6 * part)))
 
-    def fileno(self) -> int:
-        return self._line.fileno()
-
-    def send(self, number: int, request: Any) -> int:
-        parts = pieces(request)
+    def send(self, parts: Parts) -> None:
         with self._lock:
-            for part in framed(number, parts, self._rows):
-                self._line.sendall(part)
-        return tensor_bytes(parts)
+            for part in parts:
+                self.socket.sendall(part)
 
     def beat(self) -> None:
         if self._lock.acquire(blocking=False):  # who is sending gives a sign of life anyway
             try:
-                sent = self._line.send(HEARTBEAT, socket.MSG_DONTWAIT)  # the other servers must not wait for this one
-                self._line.sendall(HEARTBEAT[sent:])
+                sent = self.socket.send(HEARTBEAT, socket.MSG_DONTWAIT)  # the other servers must not wait for this one
+                self.socket.sendall(HEARTBEAT[sent:])
             finally:
                 self._lock.release()
+
+
+def _beat(lines: dict[int, _Line], seconds: float, closed: threading.Event) -> None:
+    """Give signs of life while the peer's own thread computes.
+
+    Nothing that this thread holds has tensors. It could be the last to hold one, and PyTorch's code that lets go of a
+    tensor aborts the process where Python ends meanwhile ("terminate called without an active exception").
+    """
+    while not closed.wait(seconds):
+        for line in list(lines.values()):
+            with contextlib.suppress(OSError):  # whoever waits for a reply finds out
+                line.beat()
+
+
+class _SocketEnd:
+    """A peer's end of a connection over a socket."""
+
+    def __init__(self, line: _Line, rows: RowPair | None, most_bytes: int) -> None:
+        self._line, self._rows, self._inbox = line, rows, Inbox(most_bytes, rows)
+        self.heard_s = time.monotonic()
+
+    def fileno(self) -> int:
+        return self._line.socket.fileno()
+
+    def send(self, number: int, request: Any) -> int:
+        parts = pieces(request)
+        self._line.send(framed(number, parts, self._rows))
+        return tensor_bytes(parts)
 
     def read(self) -> list[tuple[int, Any]]:
         """Return the replies that are here by now."""
         try:
-            nbytes = self._line.recv_into(self._inbox.space(), 0, socket.MSG_DONTWAIT)
+            nbytes = self._line.socket.recv_into(self._inbox.space(), 0, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return []
         if not nbytes:
@@ -196,7 +216,7 @@ class _SocketEnd:
         return self._inbox.take(nbytes)
 
     def close(self) -> None:
-        self._line.close()
+        self._line.socket.close()
 
 
 class _LocalEnd:
@@ -222,9 +242,6 @@ class _LocalEnd:
 
         self._server.call(self._server.served.ask, request, reply)
         return 0
-
-    def beat(self) -> None:
-        return
 
     def read(self) -> list[tuple[int, Any]]:
         os.eventfd_read(self._bell)
