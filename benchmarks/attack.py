@@ -17,7 +17,18 @@ from typing import Any
 import msgspec
 import torch
 
-from gradwire.asynchronous.several.messages import Gone, Granted, PushRequest, Refused, ServerReply
+from gradwire.asynchronous.several.messages import (
+    Finish,
+    Gone,
+    Granted,
+    Hello,
+    Join,
+    Leave,
+    PushRequest,
+    Refused,
+    ServerReply,
+    Watch,
+)
 from gradwire.core.record import Count, Record, pack, unpack
 from gradwire.peers import greeting
 from gradwire.peers.sockets import Address
@@ -122,12 +133,10 @@ class Frames:
         return len(text).to_bytes(8, "little") + text + bytes(self.push.wire.numpy()) + fields
 
     def undue(self) -> bytes:
-        """A push that is well formed, and not due: replayed, or of a worker, life, model or process that is another."""
+        """A push that is well formed, and not due: replayed, or of a life, model or process that is another."""
         changes: dict[str, Any] = self.draw.choice(
             (
-                {},
                 {"worker": ATTACKER},
-                {"worker": self.draw.randrange(2, 1 << 60)},
                 {"worker": ATTACKER, "process": self.draw.getrandbits(60), "number": self.draw.getrandbits(60)},
                 {"worker": ATTACKER, "wire": torch.full_like(self.push.wire, 255)},
                 {"worker": ATTACKER, "wire": torch.zeros(self.draw.randrange(100), dtype=torch.uint8)},
@@ -135,6 +144,13 @@ class Frames:
             )
         )
         return pack(msgspec.structs.replace(self.push, **changes))
+
+    def posing(self) -> bytes:
+        """What is well formed, and not the attacker's to ask: another worker's request, or one of whoever watches."""
+        serial = self.draw.randrange(1 << 60)
+        head = (0, self.draw.choice((0, self.draw.randrange(2, 1 << 60))), self.push.process, serial)
+        push = msgspec.structs.replace(self.push, worker=head[1], serial=serial)
+        return pack(self.draw.choice((push, Hello(*head), Join(*head, 0), Leave(*head), Watch([0]), Finish())))
 
     RECORDS = ("noise", "flipped", "cut", "odd", "pickled", "table", "undue")
     """Kinds of records."""
@@ -296,7 +312,7 @@ def until_end(line: socket.socket) -> bytes:
     return found
 
 
-PEERS = ("noise", "flipped", "cut", "odd", "pickled", "table", "length", "short", "replayed")
+PEERS = ("noise", "flipped", "cut", "odd", "pickled", "table", "length", "short", "replayed", "posing")
 """Kinds of frames most of which end their connection."""
 UNDUE = 0.7
 """Share of the frames that are well formed and not due."""

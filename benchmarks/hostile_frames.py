@@ -4,8 +4,9 @@ A server of parameters (`PartServer`) listens in a process of its own, on TCP ov
 socket with shared rows. Strangers and peers that know the secret send it a million frames that no honest worker sends:
 greetings that are missing, wrong, replayed or of another version; and after a right greeting random bytes, huge
 lengths, cut frames, flipped bits of real requests, records with wrong fields, pickles, headers of huge or nested
-tables, replays, and pushes that are not due. Most of them end their connection. The same frames go straight into
-`gradwire.core.record.unpack`, which is how the other carriers (Ray, federated processes) read what comes.
+tables, replays, requests in another's name, and pushes that are not due. Most of them end their connection. The same
+frames go straight into `gradwire.core.record.unpack`, which is how the other carriers (Ray, federated processes) read
+what comes.
 
 Looked at: the server's version, values and journal are those of the honest worker's pushes; the file that unpickling
 would make is not there; the server's memory before and after; what was refused, by reason; and the honest worker's
@@ -128,8 +129,7 @@ class Honest:
     """A worker that pushes as it should; each push takes 1 from every parameter.
 
     Attributes:
-        pushed: how often. Who knows the secret may speak for this worker too, with a later serial: its own next push is
-            answered by `Gone`, and it computes anew.
+        pushed: how often. Who knows the secret may greet under this worker's number too, and takes its place then.
         last: its last push.
     """
 

@@ -207,7 +207,8 @@ def test_a_repeated_push_is_applied_once_and_noise_costs_its_sender_the_connecti
     job = Job(START, ASGD(0.05), async_processes.even, workers=2, pushes=2)
     served = PartServer(job, 0, 1)
     with serving(SocketServer(served, str(tmp_path / "server"), SECRET)) as server, closing(connected(server)) as line:
-        assert asked(line, Hello(0, 9, 1, 1)).text == "worker 9 is unknown: this server has workers 0 to 1"
+        with closing(connected(server, peer=9)) as stray:
+            assert asked(stray, Hello(0, 9, 1, 1)).text == "worker 9 is unknown: this server has workers 0 to 1"
         worker = PartedWorker(0, quadratic, START, servers=1)
         [hello] = worker.begin()
         [join] = worker.receive(hello, asked(line, hello))

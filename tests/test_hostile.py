@@ -17,7 +17,7 @@ import torch
 from gradwire.asynchronous import ASGD
 from gradwire.asynchronous.job import Job
 from gradwire.asynchronous.several import PartedWorker, PartServer
-from gradwire.asynchronous.several.messages import PushRequest, ServerReply
+from gradwire.asynchronous.several.messages import Finish, Hello, Leave, PushRequest, ServerReply, Watch
 from gradwire.peers.greeting import SECRET_BYTES
 from gradwire.peers.sockets import Address, SharedRows, SocketConnections, SocketServer
 
@@ -87,6 +87,42 @@ def test_nothing_that_is_hostile_is_accepted(kind: str, benchmark: Callable[[str
     assert not marker.exists()
     assert [row.worker for row in served.journal.rows()] == [0] * served.server.version
     assert served.server.values.tolist() == [-float(served.server.version)] * 100
+
+
+POSING: dict[str, Callable[[PushRequest], Any]] = {
+    "push": lambda push: push.replace(serial=push.serial + 1),
+    "leave": lambda push: Leave(0, 0, push.process, push.serial + 1),
+    "hello": lambda push: Hello(0, 0, process=77, serial=1),
+    "of nobody": lambda push: Hello(0, 5, process=77, serial=1),
+    "watch": lambda push: Watch([0]),
+    "finish": lambda push: Finish(),
+}
+
+
+@pytest.mark.parametrize("kind", POSING)
+def test_a_worker_asks_for_itself_alone(kind: str) -> None:
+    """Another one's request ends the connection of whoever sent it, is counted, and changes nothing."""
+    secret = secrets.token_bytes(SECRET_BYTES)
+    served = PartServer(Job(START, ASGD(1.0), never, workers=2, pushes=10**9), 0, 1)
+    server = SocketServer(served, ("127.0.0.1", 0), secret)
+    server.start()
+    honest, other = (
+        SocketConnections(ServerReply, [server.address], secret, number, most_bytes=1 << 20) for number in range(2)
+    )
+    worker = Honest(honest)
+    other.ask(0, POSING[kind](worker.push()))
+    arrived = other.wait(30.0)
+    assert arrived is not None
+    assert isinstance(arrived.error, OSError)
+    assert server.refused == {"record": 1}
+    worker.push()
+    worker.push()
+    assert not served.is_done
+    assert served.server.values.tolist() == [-float(served.server.version)] * 100
+    for connections in (honest, other):
+        connections.close()
+    server.close()
+    assert [row.number for row in served.journal.rows()] == list(range(served.server.version))
 
 
 def test_nothing_that_is_hostile_is_unpacked_into_anything_else(

@@ -38,6 +38,13 @@ class Served(ABC):
     def ask(self, request: Any, reply: Reply) -> None:
         """Reply to a request, or keep `reply` until there is one."""
 
+    def require_from(self, peer: int, request: Any) -> None:  # noqa: B027 - most objects reply alike to all
+        """Refuse what a peer of this number may not ask; called before `ask` where a carrier knows who asks.
+
+        Raises:
+            RecordError: it may not. Its connection is ended then, as that of one whose bytes are no request.
+        """
+
     def lost(self, peer: int) -> None:  # noqa: B027 - most objects need not know
         """Hear that the connection of a peer has ended, or that the peer has been silent for too long."""
 

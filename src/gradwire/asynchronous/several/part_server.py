@@ -34,7 +34,7 @@ from gradwire.asynchronous.several.messages import (
     Watch,
     WorkerRequest,
 )
-from gradwire.core.errors import PushError, StateError
+from gradwire.core.errors import PushError, RecordError, StateError
 from gradwire.peers.protocol import Reply, Served
 
 HEAD_BYTES = 1 << 16
@@ -111,6 +111,13 @@ class PartServer(Served):
 
     def _is_complete(self) -> bool:
         return self._stops_itself and self.server.version >= self.job.pushes
+
+    @override
+    def require_from(self, peer: int, request: AnyRequest) -> None:
+        """Refuse what is asked in the name of another worker, and workers that say who is dead or that all is done."""
+        is_worker = 0 <= peer < self.server.workers
+        if is_worker if isinstance(request, Watch | Finish) else request.worker != peer:
+            raise RecordError(f"a {type(request).__name__} that is not its own to ask")
 
     @override
     def ask(self, request: AnyRequest, reply: Reply) -> None:

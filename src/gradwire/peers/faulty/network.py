@@ -237,6 +237,7 @@ class FaultyNetwork:
     def _ask(self, line: Line, number: int, packed: Any) -> None:
         life = line.server if self.faults.is_ordered else self.servers[line.server.process.number].life
         request = unpack(packed, life.served.requests) if self.faults.is_packed else packed
+        life.served.require_from(line.peer.process.number, request)
         life.served.ask(request, partial(self._reply, line, number))
 
     def _reply(self, line: Line, number: int, reply: Record) -> None:

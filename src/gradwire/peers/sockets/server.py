@@ -251,6 +251,7 @@ class _Peer(asyncio.BufferedProtocol):
 
     def _ask(self, number: int, packed: memoryview) -> None:
         request = unpack(packed, self._server.served.requests)
+        self._server.served.require_from(self.number, request)
 
         def reply(record: Record) -> None:
             self._reply(number, pieces(record))
