@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from federations import CLIENTS, Classifier, Point, classifier, on_classifier, quadratics, small_model, state_bits
 from gradwire.core.errors import CompositionError, FederationError
 from gradwire.core.key import Key
-from gradwire.federated import SGD, Client, Federation, Processes, Scaffold, Server, Simulation, processes
+from gradwire.federated import SGD, Client, Federation, Processes, Scaffold, Server, Simulation
 
 
 def small(clients: int) -> tuple[nn.Module, Federation]:
@@ -56,8 +56,7 @@ def test_results_are_those_of_one_process_bit_for_bit() -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_worker_that_fails_is_one_client_that_is_lost(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "_AGAIN_S", 0.0)  # so that workers reply several times that they are ready
+def test_a_worker_that_fails_is_one_client_that_is_lost(workers: int) -> None:
     server = Server(Point(), CLIENTS, sample=CLIENTS, local=SGD(0.1))
     simulation = Simulation(server, quadratics(), engine=Processes(troubled, workers=workers, deadline_s=4))
     try:

@@ -147,7 +147,7 @@ class _Running:
         first_s = min(end_s for _, end_s in self._training.values())
         arrived = self._aside.pop() if self._aside else self._wait(first_s - time.monotonic())
         if arrived is not None:
-            # what an older request brings is left out: a worker that is slow to start is asked twice if it is ready
+            # what an older request brings is left out, such as that of a worker that was ended at its deadline
             if arrived.server in self._training and arrived.request is self._training[arrived.server][0]:
                 yield arrived.server, self._outcome(arrived)
             return
@@ -183,10 +183,8 @@ class _Running:
         """Wait until a worker has imported and made what it needs, which counts for no client."""
         end_s = time.monotonic() + START_S
         while place not in self._ready:
-            self._connections.ask(place, ReadyRequest())
-            while (arrived := self._wait(_AGAIN_S)) is not None and not isinstance(arrived.request, ReadyRequest):
-                self._aside.append(arrived)  # of another worker, which trains meanwhile
-            if arrived is not None and isinstance(arrived.reply, WorkerReady):
+            arrived = self._asked(place, end_s)
+            if arrived is not None and arrived.error is None:
                 self._require_good(place, arrived.reply.failure)
             elif self._workers.children[place].ended() is not None:
                 self._require_good(place, f"it died with status {self._status(place)}; see what it has printed")
@@ -194,6 +192,18 @@ class _Running:
                 self._require_good(place, "it took too long")
             else:
                 time.sleep(_AGAIN_S)
+
+    def _asked(self, place: int, end_s: float) -> Arrived | None:
+        """What a worker says when it is asked whether it is ready; None where it says nothing in time."""
+        request = ReadyRequest()
+        self._connections.ask(place, request)
+        while time.monotonic() <= end_s:
+            arrived = self._wait(_AGAIN_S)
+            if arrived is not None and arrived.request is request:
+                return arrived
+            if arrived is not None and isinstance(arrived.request, ClientRequest):
+                self._aside.append(arrived)  # of another worker, which trains meanwhile
+        return None
 
     def _require_good(self, place: int, failure: str) -> None:
         if failure:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from typing_extensions import override
 
-from gradwire.peers.protocol import QueuedConnections, Served
+from gradwire.peers.protocol import Connections, Served
 
 
-class LocalConnections(QueuedConnections):
+class LocalConnections(Connections):
     """Connections to protocol objects of this thread, which reply within `ask` or within a later one of it.
 
     Args:
@@ -23,4 +24,8 @@ class LocalConnections(QueuedConnections):
 
     @override
     def send(self, server: int, number: int, request: Any) -> None:
-        self.served[server].ask(request, lambda reply: self.come(server, number, lambda: reply))
+        self.served[server].ask(request, partial(self.arrive, number))
+
+    @override
+    def receive(self, timeout_s: float) -> None:
+        self.sleep(timeout_s)  # whatever is to come comes by the next request

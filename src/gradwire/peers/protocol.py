@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import queue
 import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
-
-from typing_extensions import override
 
 from gradwire.core.record import Record, pieces, unpack
 
@@ -159,37 +156,3 @@ class Connections(ABC):
 
     def close(self) -> None:  # noqa: B027
         """End all connections; what was asked and has no reply is lost."""
-
-
-class QueuedConnections(Connections):
-    """Connections of a carrier that tells what has become of a request by a call, in a thread of its own or of others.
-
-    `receive` is there; a carrier's `send` has it call `come`.
-    """
-
-    def __init__(self, replies: Any, servers: int) -> None:
-        super().__init__(replies, servers)
-        self._come: queue.SimpleQueue[tuple[int, int, Callable[[], Any]]] = queue.SimpleQueue()
-
-    def come(self, server: int, number: int, reply: Callable[[], Any]) -> None:
-        """Have a request's reply taken up by whoever waits.
-
-        Args:
-            server: which one was asked.
-            number: of the request.
-            reply: returns the reply or its bytes, or raises why there is none.
-        """
-        self._come.put((server, number, reply))
-
-    @override
-    def receive(self, timeout_s: float) -> None:
-        try:
-            server, number, reply = self._come.get(timeout=timeout_s)
-        except queue.Empty:
-            return
-        try:
-            found = reply()
-        except Exception as error:  # whatever a carrier makes of a process that is gone
-            self.fail(server, error)
-        else:
-            (self.arrive if isinstance(found, Record) else self.arrive_packed)(number, found)

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import queue
 import warnings
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -20,7 +22,7 @@ from gradwire.asynchronous.several.messages import Failed, ServerReply
 from gradwire.asynchronous.several.part_server import PartServer
 from gradwire.asynchronous.several.worker import PartedWorker
 from gradwire.core.record import Record, pack, unpack
-from gradwire.peers.protocol import QueuedConnections
+from gradwire.peers.protocol import Connections
 
 
 class ServerActor:
@@ -84,7 +86,7 @@ class WorkerActor:
         WorkerClient(worker, ActorConnections(servers), job.patience_s).run()
 
 
-class ActorConnections(QueuedConnections):
+class ActorConnections(Connections):
     """Connections to actors that are servers.
 
     Args:
@@ -97,11 +99,25 @@ class ActorConnections(QueuedConnections):
     def __init__(self, handles: Sequence[Any]) -> None:
         super().__init__(ServerReply, len(handles))
         self.handles = list(handles)
+        self._come: queue.SimpleQueue[tuple[int, int, Future[Any]]] = queue.SimpleQueue()
 
     @override
     def send(self, server: int, number: int, request: Any) -> None:
         replied = self.handles[server].ask.remote(as_bytes(request)).future()
-        replied.add_done_callback(lambda future: self.come(server, number, future.result))  # pyright: ignore[reportUnknownLambdaType]
+        replied.add_done_callback(lambda future: self._come.put((server, number, future)))  # pyright: ignore[reportUnknownLambdaType]
+
+    @override
+    def receive(self, timeout_s: float) -> None:
+        try:
+            server, number, future = self._come.get(timeout=timeout_s)
+        except queue.Empty:
+            return
+        try:
+            packed = future.result()
+        except Exception as error:  # whatever Ray makes of an actor that is gone
+            self.fail(server, error)
+        else:
+            self.arrive_packed(number, packed)
 
 
 def as_bytes(record: Record) -> Any:
