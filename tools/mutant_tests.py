@@ -44,6 +44,7 @@ PARTS: Stage = ("tests/test_parts.py",)
 FLOWER: Stage = ("tests/test_flower.py",)
 
 FILES: dict[str, tuple[Stage, ...]] = {
+    "drivers/axes.py": (("tests/test_topology_links.py",),),
     "drivers/checked.py": (("src/gradwire/drivers/checked.py", "tests/test_faults.py", "-k", "checksum"),),
     "drivers/cost.py": (("src/gradwire/drivers/cost.py", "tests/test_coalesce.py", ENGINE, "tests/test_plan.py"), COST),
     "drivers/engine.py": ((ENGINE, "tests/test_handle.py"), ONE_RANK, REPORT, HOOKS, DDP),
@@ -63,11 +64,13 @@ FILES: dict[str, tuple[Stage, ...]] = {
         ("tests/test_measure.py",),
         (*ROUTES, "-k", "measures"),
     ),
+    "drivers/nodes.py": (("tests/test_node_auto.py",),),
     "drivers/plan.py": (("src/gradwire/drivers/plan.py", "tests/test_plan.py", ENGINE),),
     "drivers/probing.py": (("src/gradwire/drivers/probing.py", "tests/test_probing.py"),),
     "drivers/process_group.py": (("tests/test_interpreter.py", "tests/test_handle.py"), ROUTES, HOOKS, DDP),
     "drivers/slot.py": ((ENGINE, "tests/test_handle.py"), ONE_RANK),
     "drivers/timing.py": (("src/gradwire/drivers/timing.py", "tests/laws/test_routes.py"),),
+    "drivers/topology.py": (("tests/test_topology_links.py", "tests/test_topology.py"),),
     "drivers/traced.py": (("src/gradwire/drivers/traced.py", "tests/test_interpreter.py"),),
     "drivers/virtual.py": (("src/gradwire/drivers/virtual.py", ENGINE), ("tests/laws/test_rules.py",)),
     "drivers/dry_run.py": (
