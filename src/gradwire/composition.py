@@ -5,8 +5,9 @@ method has:
 
     exchange=allreduce|allgather|allgatherv|twoshot  how payloads become a mean
     exchange=direct|ring|tree|rhd|auto      an all-reduce by another route; auto measures which is fastest
-    node=RANKS                              uncompressed inside nodes of so many ranks, the method between them;
-                                            the number must divide that of the ranks, and 1 is no node
+    node=RANKS|auto                         uncompressed inside nodes of so many ranks, the method between them;
+                                            the number must divide that of the ranks, and 1 is no node; auto has
+                                            ranks find out who shares a node
     ef=on|off, decay=FLOAT                  error feedback; `on` scales an unbiased codec to a contraction
     ef=ef21                                 differences to an estimate that ranks keep, in place of a residual
     residual=fp32|bf16|factored:RANK        what its memory is kept in
@@ -60,6 +61,7 @@ from gradwire.reducers import (
     two_shot,
 )
 from gradwire.reducers.aggregate import Gathered, Rule, Sharded, Weighted
+from gradwire.reducers.hierarchical import AS_FOUND
 from gradwire.reducers.without_effect import (
     PLAIN,
     require_loss,
@@ -84,6 +86,13 @@ RESIDUALS = {"fp32": ErrorFeedback, "bf16": LeanErrorFeedback}
 _OPTION_SYNONYMS = {"error_feedback": "ef", "feedback": "ef", "ratio": "density", "k": "density", "group": "block"}
 
 
+def _node(text: str) -> int | str:
+    """Read what follows `node=`."""
+    if text.lower() != "auto" and int(text) < 1:
+        raise ValueError(text)
+    return text.lower() if text.lower() == "auto" else int(text)
+
+
 def _feedback(text: str) -> bool | str:
     """Read what follows `ef=`."""
     return "ef21" if text.lower() == "ef21" else SWITCH[text.lower()]
@@ -99,7 +108,7 @@ class _Option(NamedTuple):
 
 COMMON: Mapping[str, _Option] = {
     "exchange": _Option(str, "none,exchange=ring"),
-    "node": _Option(int, "int4,node=8"),
+    "node": _Option(_node, "int4,node=8", "how many ranks share a node, 1 or more, or auto"),
     "ef": _Option(_feedback, "qsgd:15,ef=on", "on, off or ef21"),
     "decay": _Option(float, "int4,decay=0.9"),
     "residual": _Option(str, "topk:0.01,residual=bf16"),
@@ -226,7 +235,8 @@ def _reducer(spec: str, methods: list[Method], built: list[Any], common: dict[st
     if exchange == "allgatherv":
         require_room(spec, codec)
     made = EXCHANGES[exchange](codec)
-    return Hierarchical(made, common["node"]) if common.get("node", 1) != 1 else made
+    node = common.get("node", 1)
+    return made if node == 1 else Hierarchical(made, AS_FOUND if node == "auto" else node)
 
 
 def _codec(spec: str, built: list[Any]) -> Codec:

@@ -32,3 +32,9 @@ def called(made: M, spec: str) -> M:
     """
     object.__setattr__(made, _SPEC, spec)  # most of what is made is frozen
     return made
+
+
+def called_as(made: M, like: Spoken) -> M:
+    """Return what was made to stand in the place of `like`, and is called the same."""
+    spec = vars(like).get(_SPEC)
+    return called(made, spec) if spec else made

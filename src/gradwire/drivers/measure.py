@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -14,10 +14,11 @@ from gradwire.core.agreement import Agree
 from gradwire.core.collective import AllReduce, Axis
 from gradwire.core.grain import flat_grain
 from gradwire.core.program import along
+from gradwire.core.spoken import called_as
 from gradwire.core.state import State
 from gradwire.drivers.interpreter import Transport, ask, run_program
 from gradwire.reducers.auto import Auto, Curve, TimedSize
-from gradwire.reducers.base import Program, Reducer, Step
+from gradwire.reducers.base import Program, Reducer, Step, with_parts
 from gradwire.reducers.hierarchical import Hierarchical
 
 
@@ -74,18 +75,10 @@ def measured(reducer: Reducer, transport: Transport, device: torch.device) -> Re
 
 
 def _measured(part: Any, bench: Bench) -> Any:
-    """The same for all that a reducer is made of: reducers, and rules that pair conditions with reducers."""
     if isinstance(part, Auto):
-        return replace(part, curves=curves(part, bench))
-    if isinstance(part, tuple):
-        made = tuple(_measured(each, bench) for each in part)
-        return made if any(a is not b for a, b in zip(made, part, strict=True)) else part
-    if not isinstance(part, Reducer) or not is_dataclass(part):
-        return part
+        return called_as(replace(part, curves=curves(part, bench)), part)
     inside = bench.between(part) if isinstance(part, Hierarchical) else bench
-    changed = {f.name: _measured(getattr(part, f.name), inside) for f in fields(part) if f.init}
-    same = all(changed[name] is getattr(part, name) for name in changed)
-    return part if same else replace(part, **changed)
+    return with_parts(part, lambda each: _measured(each, inside))
 
 
 def curves(auto: Auto, bench: Bench) -> tuple[Curve, ...]:

@@ -39,8 +39,8 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple, Protocol, cast
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, cast
 
 from torch import Tensor
 from typing_extensions import override
@@ -51,7 +51,7 @@ from gradwire.core.errors import CompositionError
 from gradwire.core.grain import Grain, ParameterSpec
 from gradwire.core.key import Key
 from gradwire.core.places import EVERY_STEP, Place
-from gradwire.core.spoken import Spoken
+from gradwire.core.spoken import Spoken, called_as
 from gradwire.core.state import State
 
 
@@ -284,6 +284,22 @@ class Reducer(Spoken, ABC):
         """Sub-groups of ranks that the program communicates on, so that they can be made beforehand."""
         found = (axis for child in self.children() for axis in child.axes(world_size))
         return tuple(dict.fromkeys(found))
+
+
+def with_parts(part: Any, make: Callable[[Any], Any]) -> Any:
+    """Return a part of a reducer whose own parts `make` has made anew; the part itself where nothing is new.
+
+    A reducer is made of reducers, and of rules that pair conditions with reducers. What takes its place is called as
+    it is.
+    """
+    if isinstance(part, tuple):
+        made = tuple(make(each) for each in part)
+        return made if any(a is not b for a, b in zip(made, part, strict=True)) else part
+    if not isinstance(part, Reducer) or not is_dataclass(part):
+        return part
+    changed = {field.name: make(getattr(part, field.name)) for field in fields(part) if field.init}
+    same = all(changed[name] is getattr(part, name) for name in changed)
+    return part if same else called_as(replace(part, **changed), part)
 
 
 def as_reducer(given: object) -> Reducer:

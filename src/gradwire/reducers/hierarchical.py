@@ -18,6 +18,9 @@ from gradwire.core.state import Leaf, State, replace_leaves
 from gradwire.reducers.base import Program, Reduced, Reducer, Sent, Step, require_whole, weakest
 from gradwire.reducers.sharding import Shards, sum_dtype
 
+AS_FOUND = 0
+"""The size of nodes that ranks have yet to find out, which a session does (`gradwire.drivers.nodes`)."""
+
 _ALIGNED = 256
 """Shards are cut at multiples of this many elements, so that blocks of codecs do not end with every shard."""
 
@@ -61,11 +64,13 @@ class Hierarchical(Reducer):
     Args:
         inter: an elementwise reducer without error feedback of its own.
         node_size: ranks that share a node; ranks of a node are numbered one after the other, as torchrun does.
+            `AS_FOUND` leaves it to a session, whose ranks find out who shares a node.
 
     Raises:
         CompositionError: an `inter` that keeps a residual (put error feedback around this), that reduces matrices,
             that `scatters`, or that is no mean: a rule or a private mean would see shards, and clip or choose among
-            them one by one; at the first step, a number of ranks that `node_size` does not divide.
+            them one by one; at the first step, a number of ranks that `node_size` does not divide, or nodes that nobody
+            has found.
 
     >>> from gradwire.codecs import BlockInt
     >>> from gradwire.reducers import TwoShot
@@ -77,7 +82,7 @@ class Hierarchical(Reducer):
     node_size: int
 
     def __post_init__(self) -> None:
-        if self.node_size < 1:
+        if self.node_size < 1 and self.node_size != AS_FOUND:
             raise CompositionError(f"node_size {self.node_size} is below 1; write how many ranks share a node")
         if self.inter.keeps_input:
             raise CompositionError(
@@ -97,20 +102,22 @@ class Hierarchical(Reducer):
     @property
     @override
     def rank_multiple(self) -> int:
-        return self.node_size
+        return max(self.node_size, 1)
 
     def axes(self, world_size: int) -> tuple[Axis, Axis]:
         """The axis inside a node and the axis between nodes.
 
         Raises:
-            CompositionError: a world size that is no multiple of the node size.
+            CompositionError: a world size that is no multiple of the node size, or nodes that nobody has found.
         """
         self.require_ranks(world_size)
+        if self.node_size == AS_FOUND:
+            raise CompositionError("node=auto needs ranks that find their nodes: write a number here, as in node=8")
         return Axis(self.node_size), Axis(world_size // self.node_size, self.node_size)
 
     def contraction(self, grain: Grain) -> float | None:
         """The inner reducer's, of a shard or of all: it holds for the sum of a node's ranks, not for each rank."""
-        shard = _shards(grain.numel, self.node_size).size
+        shard = _shards(grain.numel, max(self.node_size, 1)).size
         return weakest(self.inter.contraction(_part(grain, 0, numel)) for numel in {shard, grain.numel})
 
     def init(self, grain: Grain, step: Step) -> State:

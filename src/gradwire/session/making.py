@@ -12,6 +12,7 @@ from gradwire.drivers.checked import Checked
 from gradwire.drivers.dry_run import dry_run
 from gradwire.drivers.engine import Engine
 from gradwire.drivers.measure import measured
+from gradwire.drivers.nodes import on_nodes
 from gradwire.drivers.plan import Plan
 from gradwire.drivers.process_group import GroupTransport
 from gradwire.reducers.base import Reducer
@@ -55,22 +56,26 @@ class Maker:
         self._guards = guards
         self._device = specs[0].device
 
-    def first(self, reducer: Reducer, seed: int) -> Engine:
-        """The engine that a session begins with; the others are told where making it fails here.
+    def first(self, reducer: Reducer, seed: int) -> tuple[Reducer, Engine]:
+        """The reducer on the nodes that ranks have found, and the engine that a session begins with.
+
+        The others are told where making it fails here.
 
         Raises:
             AttachError: ranks that disagree.
+            TopologyError: `node=auto` on nodes that it cannot serve.
         """
         mine, where = self._configuration(reducer, seed), f" in {self._what}"
         if not self._is_alike(mine.digest, where):
             tell_the_difference(mine, Together(self._what, self._lane, AttachError))
+        reducer = self._on_nodes(reducer, where)
         planned = self._measured(reducer, where)
         try:
             engine = self._engine(planned, seed)
         except Exception as error:
             raise self._lane.fail(error, where) from None
         self._is_alike(0, where)  # so that no rank's compiling falls into another's first step
-        return engine
+        return reducer, engine
 
     def next(self, method: Reducer | str, now: Reducer, old: Engine) -> tuple[Reducer, Engine]:
         """The reducer and the engine of another method, with what `old` owes; that one is left as it is.
@@ -95,6 +100,7 @@ class Maker:
         reducer, mine = proposed.own
         if len(set(proposed.words)) > 1:
             tell_the_difference(mine, ranks)
+        reducer = self._on_nodes(reducer, " in change")
         planned = self._measured(reducer, " in change")
         return reducer, ranks.attempt(lambda: self._successor(planned, old)).own
 
@@ -108,6 +114,9 @@ class Maker:
 
     def _plan(self, reducer: Reducer) -> Plan:
         return self._form.plan(self._specs, reducer, self._grain_numel)
+
+    def _on_nodes(self, reducer: Reducer, where: str) -> Reducer:
+        return self._lane.call(lambda: on_nodes(reducer, self._transport, self._device), where)
 
     def _measured(self, reducer: Reducer, where: str) -> Plan:
         """The plan, once groups are made and the link was measured for what wants to know it."""

@@ -114,7 +114,6 @@ class Session(Figures):
         self.on_non_finite = on_non_finite
         self.reducer, self.uncounted = form.method(method), form.uncounted
         self.method = str(method)
-        self.begun_with = ", ".join(filter(None, (repr(self.reducer), form.says)))
         self.saved_as = None
         self._scaler, self._fed_by = scaler, form.fed_by
         require_whole(tensors, what)
@@ -143,7 +142,8 @@ class Session(Figures):
                 says=", ".join(self._settings()),
                 guards=on_non_finite == "skip",
             )
-            first = self._maker.first(self.reducer, seed)
+            self.reducer, first = self._maker.first(self.reducer, seed)
+            self.begun_with = ", ".join(filter(None, (repr(self.reducer), form.says)))
             self.feed = Feed(first, specs, Window(form.caps), scaler, self.lane.executor.run)
             if lane is None and form.times_link and wants_times():
                 self.measure_link()

@@ -1,0 +1,75 @@
+"""`node=auto`: ranks find out who shares a node, and train as with the number written down."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+from gradwire.bench.ranks import run_function
+from gradwire.core.errors import CompositionError, SpecError
+from gradwire.drivers.cost import cost
+from gradwire.reducers.hierarchical import AS_FOUND, Hierarchical
+from gradwire.spec import parse
+from node_cases import STEPS
+
+CASES = Path(__file__).with_name("node_cases.py")
+
+
+def run(case: str, ranks: int = 4, **arguments: Any) -> list[Any]:
+    return run_function(f"{CASES}:{case}", ranks, arguments, 120)
+
+
+@pytest.mark.parametrize("nodes", ["aabb", "abcd", "aaaa"])
+def test_it_is_the_number_of_ranks_on_each_node(nodes: str) -> None:
+    size = len(nodes) // len(set(nodes))
+    found = run("reduced", method="int4,node=auto", nodes=nodes)
+    written = run("reduced", method=f"int4,node={size}" if size > 1 else "int4", nodes=nodes)
+    flags = STEPS if size == 1 else 0  # a byte in each step, since a mean over nodes shows no NaN by itself
+    for one, other in zip(found, written, strict=True):
+        assert (one["sums"], one["bytes"]) == (other["sums"], other["bytes"] + flags)
+        assert one["method"] == "int4,node=auto"
+        assert f"node_size={size})" in one["reducer"]
+        assert one["reducer"] in one["begun"]
+
+
+def test_a_session_changes_to_it() -> None:
+    changed = run("reduced", method="none", nodes="aabb", change="topk:0.1,node=auto")
+    written = run("reduced", method="none", nodes="aabb", change="topk:0.1,node=2")
+    assert [(one["sums"], one["reducer"]) for one in changed] == [(one["sums"], one["reducer"]) for one in written]
+
+
+def test_models_that_are_averaged_find_their_nodes() -> None:
+    found, written = (
+        run("averaged", method=f"local:2,outer=(int4,node={node})", nodes="aabb") for node in ("auto", "2")
+    )
+    assert found == written
+
+
+@pytest.mark.parametrize(
+    ("nodes", "why"), [("aaab", "have 1 and 3 ranks"), ("abab", "ranks 0 and 2 of a node do not follow each other")]
+)
+def test_nodes_that_it_cannot_serve_are_told_on_every_rank(nodes: str, why: str) -> None:
+    said = run("refused", methods=["int4,node=auto"] * 4, nodes=nodes)
+    assert len(set(said)) == 1
+    assert said[0].startswith("TopologyError: node=auto needs nodes of one size, whose ranks follow each other")
+    assert why in said[0]
+
+
+def test_ranks_that_do_not_all_want_it_are_told() -> None:
+    said = run("refused", 2, methods=["int4,node=auto", "int4,node=2"], nodes="aa")
+    assert [text.split(":")[0] for text in said] == ["AttachError"] * 2
+    assert "rank 1 has int4,node=2, seed=0" in said[0]
+    assert "and rank 0 has int4,node=auto, seed=0" in said[0]
+
+
+def test_without_ranks_a_number_is_wanted() -> None:
+    assert str(parse("int4,node=auto")) == "int4,node=auto"
+    with pytest.raises(CompositionError, match="write a number here, as in node=8"):
+        Hierarchical(parse("none"), AS_FOUND).axes(4)
+    with pytest.raises(CompositionError, match="write a number here, as in node=8"):
+        cost("int4,node=auto", nn.Linear(10, 10), 4)
+    with pytest.raises(SpecError, match="expected how many ranks share a node, 1 or more, or auto"):
+        parse("int4,node=some")
