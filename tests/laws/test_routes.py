@@ -14,7 +14,7 @@ from gradwire.codecs import BF16, BlockInt, Identity, TopK
 from gradwire.core.collective import AllGather as Gather
 from gradwire.core.collective import AllReduce as Sum
 from gradwire.core.collective import AllToAll, Axis
-from gradwire.core.errors import CompositionError
+from gradwire.core.errors import CompositionError, SpecError
 from gradwire.core.grain import Grain, ParameterSpec, flat_grain
 from gradwire.core.link import Link
 from gradwire.core.messages import Expected, Message, SendRecv
@@ -400,6 +400,8 @@ def test_what_makes_no_hierarchy_is_refused() -> None:
     with pytest.raises(CompositionError, match="ErrorFeedback\\(Hierarchical"):
         Hierarchical(ErrorFeedback(AllGatherExchange(TopK(0.1))), 2)
     with pytest.raises(CompositionError, match="below 1"):
+        Hierarchical(AllGatherExchange(TopK(0.1)), -1)
+    with pytest.raises(SpecError, match="expected how many ranks share a node, 1 or more, or auto"):
         parse("int4,node=0")
     with pytest.raises(ValueError, match="no node"):
         parse("powersgd,node=2")
