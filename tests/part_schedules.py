@@ -59,6 +59,7 @@ class Kept:
         all_losses: of each push that was ever applied.
         seen: rows of the journal that were looked at.
         left: whom nobody waited for, as the server gave its last grant of a version to a worker.
+        processes: which process each worker was then, of those that had come.
     """
 
     def __init__(self) -> None:
@@ -69,6 +70,7 @@ class Kept:
         self.all_losses: set[float] = set()
         self.seen = 0
         self.left: dict[tuple[int, int, int], set[int]] = {}
+        self.processes: dict[tuple[int, int, int], dict[int, int]] = {}
 
 
 class WatchedPart(PartServer):
@@ -96,6 +98,9 @@ class WatchedPart(PartServer):
         for grant in grants:
             self.kept.left[grant.worker, grant.version, grant.life] = {
                 worker for worker, phase in enumerate(phases) if phase in (Phase.DEAD, Phase.PAUSED)
+            }
+            self.kept.processes[grant.worker, grant.version, grant.life] = {
+                worker: process for worker, (process, _) in self._last.items()
             }
         super()._hand(grants)
 
@@ -321,9 +326,18 @@ class Schedule:
                 require(own - clock <= self.bound, f"{number} computes at {own}, and {other} is at {clock}")
 
     def _left(self, worker: PartedWorker) -> set[int]:
-        held = [seat.held for seat in worker._seats]  # pyright: ignore[reportPrivateUsage]
-        pairs = [(kept.left, one) for kept, one in zip(self.kept, held, strict=True) if one is not None]
-        return set().union(*(left[one.worker, one.version, one.life] for left, one in pairs))
+        found: set[int] = set()
+        for kept, seat in zip(self.kept, worker._seats, strict=True):  # pyright: ignore[reportPrivateUsage]
+            if (one := seat.held) is not None:
+                key = one.worker, one.version, one.life
+                found |= kept.left[key]
+                if self.pauses:  # one that came anew since then began where a worker was that nobody had waited for
+                    found |= {
+                        other
+                        for other, process in kept.processes[key].items()
+                        if process != self.network.peers[other].lives
+                    }
+        return found
 
     def require_applied(self, server: int, push: PushRequest, reply: Granted) -> None:
         """Look whether the next grant tells truly what became of a push."""

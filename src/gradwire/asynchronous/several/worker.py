@@ -195,6 +195,8 @@ class PartedWorker:
 
     def resume(self) -> list[WorkerRequest]:
         """Join again after `pause`, at this worker's clock, which may be set before."""
+        if self.clock is None:  # it was taken for dead meanwhile
+            return self.begin()
         self.granted = None
         for seat in self._seats:
             seat.held = seat.clock = None
