@@ -237,6 +237,11 @@ def test_random_schedules_of_parts_break_no_promise(first: int) -> None:
     check_all(50, first)
 
 
+@pytest.mark.parametrize("seed", [56639, 70797, 97573])
+def test_schedules_that_once_broke_a_promise(seed: int) -> None:
+    part_schedules.check(seed)  # a worker was forgotten while it paused; a server forgot whom it had let begin behind
+
+
 @pytest.mark.parametrize("mutant", [part_schedules.Own, part_schedules.Trusting, part_schedules.Forgetful])
 def test_schedules_find_servers_that_do_otherwise(mutant: type[part_schedules.WatchedPart]) -> None:
     with pytest.raises(Broken):

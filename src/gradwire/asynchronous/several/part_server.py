@@ -156,7 +156,7 @@ class PartServer(Served):
     def _ask(self, request: Hello | Join | PushRequest | Look | Leave | Pause, reply: Reply) -> None:
         match request:
             case Hello():
-                clock = self.server.expect(request.worker)
+                clock = self._expect(request.worker)
                 self._expected_s[request.worker] = self._clock()
                 self._dismiss(request.worker)
                 reply(Here(clock, self.server.life))
@@ -173,6 +173,13 @@ class PartServer(Served):
             case Look():
                 keeps, _ = self._waiting.get(request.worker, (0, reply))
                 reply(Here(life=self.server.life, keeps=keeps))
+
+    def _expect(self, worker: int) -> int:
+        before = list(self.server.clocks.completed)
+        clock = self.server.expect(worker)
+        if clock < before[worker]:
+            self._save()  # else a server that comes back would not wait for one that begins so far behind
+        return clock
 
     def _join(self, request: Join, reply: Reply) -> None:
         phases = self.server.clocks.phases
