@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 NOTHING = "–"
 
@@ -53,3 +54,22 @@ def significant(value: float, digits: int) -> str:
         return "0"
     decimals = max(0, digits - 1 - math.floor(math.log10(abs(value))))
     return f"{value:,.{decimals}f}"
+
+
+def listed(numbers: Sequence[int]) -> str:
+    """Numbers as one says them, such as those of ranks.
+
+    >>> listed([1]), listed([0, 2, 5])
+    ('1', '0, 2 and 5')
+    """
+    *most, last = map(str, numbers)
+    return f"{', '.join(most)} and {last}" if most else last
+
+
+def ranks_named(ranks: Sequence[int]) -> str:
+    """Ranks with the word before them.
+
+    >>> ranks_named([1]), ranks_named([0, 2])
+    ('rank 1', 'ranks 0 and 2')
+    """
+    return f"rank{'s' * (len(ranks) > 1)} {listed(ranks)}"

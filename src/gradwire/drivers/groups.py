@@ -17,6 +17,7 @@ from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivat
 from torch.distributed import distributed_c10d as c10d
 
 from gradwire.core.errors import CommunicationError, first_line
+from gradwire.core.figures import listed
 
 CONNECT_S = 10.0
 """How long a process that has said it is here gets to connect."""
@@ -103,25 +104,6 @@ def destroy(group: dist.ProcessGroup) -> None:
     """Let go of a group, unless it went already with the default group."""
     if dist.is_initialized() and group in c10d._world.pg_map:  # pyright: ignore[reportPrivateUsage]
         dist.destroy_process_group(group)
-
-
-def listed(ranks: Sequence[int]) -> str:
-    """Return ranks as one says them.
-
-    >>> listed([1]), listed([0, 2, 5])
-    ('1', '0, 2 and 5')
-    """
-    *most, last = map(str, ranks)
-    return f"{', '.join(most)} and {last}" if most else last
-
-
-def ranks_named(ranks: Sequence[int]) -> str:
-    """Return ranks with the word before them.
-
-    >>> ranks_named([1]), ranks_named([0, 2])
-    ('rank 1', 'ranks 0 and 2')
-    """
-    return f"rank{'s' * (len(ranks) > 1)} {listed(ranks)}"
 
 
 _STALE = (

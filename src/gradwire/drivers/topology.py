@@ -11,13 +11,14 @@ from typing import Any, NamedTuple
 import torch
 
 from gradwire.core.errors import TopologyError
+from gradwire.core.figures import ranks_named
 from gradwire.drivers.axes import measured_links
 from gradwire.drivers.interpreter import Transport
 from gradwire.drivers.words import gathered_words
 from gradwire.topology.axis_links import AxisLinks, KeptLinks, difference, from_text, kept, to_text, with_described
 from gradwire.topology.description import described
 from gradwire.topology.identity import HostIdentity
-from gradwire.topology.levels import Topology, spoken
+from gradwire.topology.levels import Topology
 from gradwire.topology.pairs import rounds_of_pairs
 
 INTERFACE_VARIABLES = (
@@ -44,7 +45,7 @@ class FoundTopology(NamedTuple):
         are_told_apart = len({each.name for each in firsts}) == len(firsts)
         names = [each.name if are_told_apart else each.full_name for each in firsts]
         lines = [
-            f"  node {place}: {name}, rank{'s' * (len(group) > 1)} {spoken(group)}"
+            f"  node {place}: {name}, {ranks_named(group)}"
             for place, (name, group) in enumerate(zip(names, self.topology.groups, strict=True))
         ]
         return "\n".join([self.topology.summary, *lines])

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gradwire.core.errors import AttachError, DriftError, DriftWarning
+from gradwire.core.figures import ranks_named
 from gradwire.drivers.engine import Engine
-from gradwire.drivers.groups import ranks_named
 from gradwire.drivers.process_group import GroupTransport
 from gradwire.session.fingerprints import Fingerprints
 from gradwire.session.lane import Lane

@@ -27,7 +27,7 @@ from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImport
 
 from gradwire.core.checked import facts
 from gradwire.core.errors import CommunicationError, ConnectionLost
-from gradwire.drivers.groups import listed, ranks_named
+from gradwire.core.figures import listed, ranks_named
 
 TICK_S = 0.5
 """Between two looks for an alarm."""

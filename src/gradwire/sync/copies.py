@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from gradwire.core.collective import AllReduce
 from gradwire.core.errors import AttachError, GradwireError, StepError
-from gradwire.drivers.groups import listed
+from gradwire.core.figures import listed
 from gradwire.drivers.interpreter import ask
 from gradwire.session.form import Form
 from gradwire.session.lane import Lane, group_of

@@ -23,9 +23,10 @@ from itertools import pairwise
 from typing import Any, cast
 
 from gradwire.core.errors import TopologyError
+from gradwire.core.figures import listed, ranks_named
 from gradwire.core.nearest import meant
 from gradwire.core.rates import parse_rate
-from gradwire.topology.levels import NODE, RANK, Group, Level, Topology, spoken
+from gradwire.topology.levels import NODE, RANK, Group, Level, Topology
 
 _KEYS = ("name", "groups", "size", "rate", "latency_ms")
 
@@ -182,7 +183,7 @@ def _require_every_rank(name: str, groups: Sequence[Group], world_size: int) -> 
         raise TopologyError(f"level {name} has rank {beyond[0]}, and there are ranks 0 to {world_size - 1}")
     missing = sorted(set(range(world_size)) - set(ranks))
     if missing:
-        raise TopologyError(f"level {name} misses rank{'s' * (len(missing) > 1)} {spoken(missing)}")
+        raise TopologyError(f"level {name} misses {ranks_named(missing)}")
 
 
 def _require_whole_hosts(level: Level, hosts: Level) -> None:
@@ -190,5 +191,5 @@ def _require_whole_hosts(level: Level, hosts: Level) -> None:
     for host in hosts.groups:
         if level.name != RANK and len({level.group_of(rank) for rank in host}) > 1:
             raise TopologyError(
-                f"level {level.name} puts ranks {spoken(host)} into different groups, and they run on one host"
+                f"level {level.name} puts ranks {listed(host)} into different groups, and they run on one host"
             )

@@ -10,6 +10,7 @@ from functools import cached_property
 
 from gradwire.core.collective import Axis
 from gradwire.core.errors import TopologyError
+from gradwire.core.figures import listed
 from gradwire.core.rates import spoken_rate
 
 RANK, NODE = "rank", "node"
@@ -86,7 +87,7 @@ class Topology:
                 places = {outer.group_of(rank) for rank in group}
                 if len(places) > 1:
                     raise TopologyError(
-                        f"ranks {spoken(group)} share a {inner.name}, and are put into different groups of level "
+                        f"ranks {listed(group)} share a {inner.name}, and are put into different groups of level "
                         f"{outer.name}: a {inner.name} must lie in one of them"
                     )
 
@@ -161,10 +162,10 @@ class Topology:
         for level in self.levels:
             for group in level.groups:
                 if group[-1] - group[0] + 1 != len(group):
-                    return f"ranks {spoken(group)} of a {level.name} do not follow each other"
+                    return f"ranks {listed(group)} of a {level.name} do not follow each other"
         for level in self.levels:
             if len(set(level.sizes)) > 1:
-                return f"groups of level {level.name} have {spoken(sorted(set(level.sizes)))} ranks"
+                return f"groups of level {level.name} have {listed(sorted(set(level.sizes)))} ranks"
         return None
 
     @property
@@ -197,23 +198,13 @@ class Topology:
         return "\n".join(lines)
 
 
-def spoken(numbers: Sequence[int]) -> str:
-    """Numbers as one says them.
-
-    >>> spoken([3]), spoken([0, 2, 5])
-    ('3', '0, 2 and 5')
-    """
-    *most, last = map(str, numbers)
-    return f"{', '.join(most)} and {last}" if most else last
-
-
 def _counted(count: int, name: str) -> str:
     return f"{count} {name}{'s' * (count != 1)}"
 
 
 def _sized(level: Level) -> str:
     sizes = sorted(set(level.sizes))
-    return f"{_counted(len(level.groups), level.name)} of {spoken(sizes)} rank{'s' * (sizes != [1])}"
+    return f"{_counted(len(level.groups), level.name)} of {listed(sizes)} rank{'s' * (sizes != [1])}"
 
 
 def _described(level: Level) -> str:
