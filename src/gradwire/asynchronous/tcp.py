@@ -9,13 +9,12 @@ import time
 from collections.abc import Sequence
 
 from gradwire.asynchronous.job import Job
-from gradwire.asynchronous.several.client import WorkerClient
+from gradwire.asynchronous.several.client import run_worker
 from gradwire.asynchronous.several.cut import sizes
 from gradwire.asynchronous.several.messages import Progress, ServerReply
 from gradwire.asynchronous.several.outcome import ServersOutcome
 from gradwire.asynchronous.several.part_server import PartServer
 from gradwire.asynchronous.several.watching import ServerWatch
-from gradwire.asynchronous.several.worker import PartedWorker
 from gradwire.core.errors import CommunicationError, CompositionError, first_line
 from gradwire.core.flat_layout import FlatLayout
 from gradwire.peers.greeting import SECRET_BYTES
@@ -129,13 +128,7 @@ def work(job: Job, number: int, places: Sequence[tuple[str, int]], secret: bytes
     Raises:
         CommunicationError, PushError, StateError, StepError: as `WorkerClient.run`.
     """
-    computes = job.work(number)
-    worker = PartedWorker(number, computes, job.parameters, servers=len(places), sending=job.sending, seed=job.seed)
-    connections = _connections(job, list(places), secret, number)
-    try:
-        WorkerClient(worker, connections, job.patience_s).run()
-    finally:
-        connections.close()
+    run_worker(job, number, _connections(job, list(places), secret, number))
 
 
 def _connections(

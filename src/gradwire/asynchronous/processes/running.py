@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import tempfile
 import time
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,14 +14,13 @@ from torch import Tensor
 from typing_extensions import override
 
 from gradwire.asynchronous.job import Job
-from gradwire.asynchronous.several.client import WorkerClient
+from gradwire.asynchronous.several.client import run_worker
 from gradwire.asynchronous.several.cut import server_of
 from gradwire.asynchronous.several.messages import ServerReply
 from gradwire.asynchronous.several.outcome import ServersOutcome
 from gradwire.asynchronous.several.part_server import HEAD_BYTES, PartServer
 from gradwire.asynchronous.several.running import MOST_RESTARTS, OutcomeT, RunningJob
 from gradwire.asynchronous.several.watching import ServerWatch
-from gradwire.asynchronous.several.worker import PartedWorker
 from gradwire.asynchronous.simulation import Applied
 from gradwire.core.errors import CommunicationError
 from gradwire.peers.greeting import SECRET_BYTES
@@ -175,13 +174,10 @@ def _serve(job: Job, part: int, servers: int, was_restarted: bool, path: str, se
 def _work(job: Job, number: int, paths: list[str], secret: bytes, rows: list[SharedRows]) -> None:
     """The process of a worker."""
     torch.set_num_threads(1)
-    work = job.work(number)
-    worker = PartedWorker(number, work, job.parameters, servers=len(paths), sending=job.sending, seed=job.seed)
     connections = SocketConnections(
         ServerReply, paths, secret, number, most_bytes=ANY_LENGTH, silent_s=job.silent_s, rows=rows
     )
-    with closing(connections):
-        WorkerClient(worker, connections, job.patience_s).run()
+    run_worker(job, number, connections)
 
 
 def run(job: Job, deadline_s: float = 600.0) -> JobOutcome:

@@ -17,10 +17,9 @@ import numpy as np
 from typing_extensions import override
 
 from gradwire.asynchronous.job import Job
-from gradwire.asynchronous.several.client import WorkerClient
+from gradwire.asynchronous.several.client import run_worker
 from gradwire.asynchronous.several.messages import Failed, ServerReply
 from gradwire.asynchronous.several.part_server import PartServer
-from gradwire.asynchronous.several.worker import PartedWorker
 from gradwire.core.record import Record, pack, unpack
 from gradwire.peers.protocol import Connections
 
@@ -74,16 +73,7 @@ class WorkerActor:
         Raises:
             CommunicationError, PushError, StateError, StepError: as `WorkerClient.run`.
         """
-        job = self._job
-        worker = PartedWorker(
-            self._number,
-            job.work(self._number),
-            job.parameters,
-            servers=len(servers),
-            sending=job.sending,
-            seed=job.seed,
-        )
-        WorkerClient(worker, ActorConnections(servers), job.patience_s).run()
+        run_worker(self._job, self._number, ActorConnections(servers))
 
 
 class ActorConnections(Connections):

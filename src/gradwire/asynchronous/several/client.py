@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 
+from gradwire.asynchronous.job import Job
 from gradwire.asynchronous.several.messages import PushRequest, WorkerRequest
 from gradwire.asynchronous.several.worker import PartedWorker
 from gradwire.core.errors import CommunicationError, first_line
@@ -78,3 +80,20 @@ class WorkerClient:
             f"({first_line(error)})",
             (server,),
         )
+
+
+def run_worker(job: Job, number: int, connections: Connections) -> None:
+    """Be a worker of a job until a server says that all is done; the connections are closed then.
+
+    Args:
+        job: what to do.
+        number: of the worker.
+        connections: to all servers.
+
+    Raises:
+        CommunicationError, PushError, StateError, StepError: as `WorkerClient.run`.
+    """
+    with closing(connections):
+        servers, work = connections.servers, job.work(number)
+        worker = PartedWorker(number, work, job.parameters, servers=servers, sending=job.sending, seed=job.seed)
+        WorkerClient(worker, connections, job.patience_s).run()
