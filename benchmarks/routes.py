@@ -26,7 +26,7 @@ from gradwire.core.collective import Collective
 from gradwire.core.grain import flat_grain
 from gradwire.core.state import State
 from gradwire.drivers.interpreter import run_program
-from gradwire.drivers.measure import measured
+from gradwire.drivers.link_profiler import LinkProfiler
 from gradwire.drivers.process_group import GroupTransport
 from gradwire.reducers import AllReduceExchange, Auto, Reduced, Step
 from gradwire.reducers.routes import direct_scatter, ring_scatter
@@ -66,7 +66,7 @@ def on_rank(rank: int, world_size: int, largest: int) -> dict[str, Any]:
     assert isinstance(group, dist.ProcessGroup)
     transport = GroupTransport(group)
     began = time.perf_counter()
-    auto = measured(Auto(Identity()), transport, torch.device("cpu"))
+    auto = LinkProfiler(transport, torch.device("cpu")).with_times(Auto(Identity()))
     took = time.perf_counter() - began
     assert isinstance(auto, Auto)
     samples = [sample for sample in SAMPLES if sample.nbytes <= largest]

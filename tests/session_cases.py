@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire
+from gradwire.reducers.auto import Auto
+from gradwire.session.figures import links_file
 
 STEPS = 6
 
@@ -205,6 +207,23 @@ def timing_differs(rank: int, world_size: int) -> str:
     except gradwire.AttachError as error:
         return str(error)
     return ""
+
+
+def profiled(rank: int, world_size: int) -> dict[str, Any]:
+    """What sessions of all ranks and of the first two take from the file that is there, or measure."""
+    some = dist.new_group([0, 1])
+    found: dict[str, Any] = {}
+    for group in [None, some] if rank < 2 else [None]:
+        session = gradwire.Session({"x": torch.ones(4)}, "none,exchange=auto", group=group, deadline_s=20)
+        units = session.engine.plan.units
+        (auto,) = (unit.reducer for unit in units if isinstance(unit.reducer, Auto))
+        file = links_file(session.lane.group)
+        times = session._link_times  # pyright: ignore[reportPrivateUsage]
+        found["other" if group else "file"] = file.stem if file else None
+        if group is None:
+            found |= {"curves": [curve.points for curve in auto.curves], "probes": times.probes if times else None}
+        session.close()
+    return found
 
 
 def left_out(rank: int, world_size: int) -> str:

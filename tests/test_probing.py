@@ -15,10 +15,11 @@ import torch
 from engines import Exchange, ThreadTransport
 from gradwire.drivers import probing
 from gradwire.drivers.measure import Bench
-from gradwire.drivers.probing import BUDGET_S, COLD_S, WARM_S, Probe, ReductionTimes, reduction_times
+from gradwire.drivers.probing import BUDGET_S, reduction_times
 from gradwire.drivers.window import START_UP, Caps
 from gradwire.session.estimate import Times, summarise
 from gradwire.session.step_times import ToldSteps
+from gradwire.topology.reduction_times import COLD_S, WARM_S, Probe, ReductionTimes
 from simulated_links import Link, SimulatedTransport, Training
 
 CPU = torch.device("cpu")

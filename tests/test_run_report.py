@@ -20,12 +20,12 @@ from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUs
 from gradwire.bench.net import Network
 from gradwire.bench.ranks import run_function
 from gradwire.drivers.engine import Stats
-from gradwire.drivers.probing import Probe, ReductionTimes
 from gradwire.drivers.window import NORM_EVERY, START_UP, STEPS, Caps, Ready, Sample, Window, exposed_s
 from gradwire.session.estimate import Times, summarise
 from gradwire.session.pace import WindowPace
 from gradwire.session.report import FEWEST_STEPS, Report
 from gradwire.session.step_times import StepBoard, ToldSteps
+from gradwire.topology.reduction_times import Probe, ReductionTimes
 
 CASES = str(Path(__file__).with_name("report_cases.py"))
 LINK = ReductionTimes(10**6, 0.001, (Probe(10**5, 0.101, 0.0), Probe(10**6, 1.001, 0.0)))

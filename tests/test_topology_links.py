@@ -21,7 +21,7 @@ from gradwire.core.errors import NetworkError
 from gradwire.core.link import Link
 from gradwire.drivers import axes
 from gradwire.drivers.axes import measured_links
-from gradwire.drivers.topology import axis_links, find_topology
+from gradwire.drivers.link_profiler import LinkProfiler
 from gradwire.topology import AxisLinks, HostIdentity, Topology, described
 
 CASES = Path(__file__).with_name("topology_cases.py")
@@ -103,10 +103,10 @@ def test_processes_find_their_nodes_and_links_and_keep_them_for_the_same_hosts(t
     ("old", "new", "reason"),
     [
         ('"backend": "gloo"', '"backend": "nccl"', "it was measured with backend=nccl, which is gloo now"),
-        ('"alpha_s"', '"alpha"', "it holds no links"),
-        ("{", "", "it holds no links"),
-        ('"format": 1', '"format": 2', "it has format 2, and 1 is known"),
-        ('"level": "node"', '"level": "site"', "it has no links of level node"),
+        ('"alpha_s"', '"alpha"', "it is no link profile"),
+        ("{", "", "it is no link profile"),
+        ('"format": 2', '"format": 1', "it has format 1, and 2 is known"),
+        ('"names": [', '"names": ["a", ', "it is no link profile (2 hosts with 3 names"),
     ],
 )
 def test_a_file_of_other_links_is_refused_by_name(old: str, new: str, reason: str, tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_a_file_of_other_links_is_refused_by_name(old: str, new: str, reason: st
 
     def links(transport: ThreadTransport) -> AxisLinks:
         here = HostIdentity("a", "boot", 1, f"node{transport.rank}")
-        return axis_links(find_topology(transport, CPU, identity=here), transport, CPU, cache)
+        return LinkProfiler(transport, CPU, cache, identity=here).axis_links()
 
     def on_both() -> list[AxisLinks]:
         exchange = Exchange(2)

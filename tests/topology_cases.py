@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 
 from gradwire.core.errors import TopologyError
+from gradwire.drivers.link_profiler import LinkProfiler
 from gradwire.drivers.process_group import GroupTransport
-from gradwire.drivers.topology import axis_links, find_topology
+from gradwire.drivers.topology import find_topology
 
 CPU = torch.device("cpu")
 
@@ -22,12 +23,16 @@ def _transport() -> GroupTransport:
     return GroupTransport(group)
 
 
+def _path(text: str | None) -> Path | None:
+    return None if text is None else Path(text)
+
+
 def links(rank: int, world_size: int, description: str | None = None, cache: str | None = None) -> dict[str, Any]:
     """Where the ranks are, and what a message takes between them."""
-    transport = _transport()
-    found = find_topology(transport, CPU, None if description is None else Path(description))
+    profiler = LinkProfiler(_transport(), CPU, _path(cache), _path(description))
+    found = profiler.topology()
     began = time.perf_counter()
-    measured = axis_links(found, transport, CPU, None if cache is None else Path(cache))
+    measured = profiler.axis_links()
     seconds = time.perf_counter() - began
     return {
         "groups": found.topology.groups,
@@ -43,8 +48,7 @@ def links(rank: int, world_size: int, description: str | None = None, cache: str
 def refused(rank: int, world_size: int, descriptions: list[str | None]) -> str:
     """What a rank is told whose group has a description that does not fit."""
     try:
-        text = descriptions[rank]
-        find_topology(_transport(), CPU, None if text is None else Path(text))
+        find_topology(_transport(), CPU, _path(descriptions[rank]))
     except TopologyError as error:
         return str(error)
     return "nothing"

@@ -16,7 +16,7 @@ from gradwire.core.collective import AllReduce as Sum
 from gradwire.core.collective import AllToAll, Axis
 from gradwire.core.errors import CompositionError, SpecError
 from gradwire.core.grain import Grain, ParameterSpec, flat_grain
-from gradwire.core.link import Link
+from gradwire.core.link import Curve, Link, TimedSize
 from gradwire.core.messages import Expected, Message, SendRecv
 from gradwire.core.state import State, walk
 from gradwire.drivers.cost import cost
@@ -42,7 +42,6 @@ from gradwire.reducers import (
     Tree,
     TwoShot,
 )
-from gradwire.reducers.auto import Curve, TimedSize
 from gradwire.reducers.routes import Route, direct_scatter, power_of_two, ring_scatter, shards
 from gradwire.reducers.sent import SentAll
 from gradwire.reducers.tree_route import double_tree

@@ -64,16 +64,16 @@ def _run_ranks(arguments: argparse.Namespace, console: Console) -> int:
     import torch.distributed as dist
 
     from gradwire.cli.lines import say
+    from gradwire.drivers.link_profiler import LinkProfiler
     from gradwire.drivers.process_group import GroupTransport
-    from gradwire.drivers.topology import axis_links, find_topology
 
     dist.init_process_group("gloo")
     try:
         group, device = dist.group.WORLD, torch.device("cpu")
         assert group is not None
         transport = GroupTransport(group)
-        found = find_topology(transport, device, arguments.description)
-        links = axis_links(found, transport, device, arguments.cache)
+        profiler = LinkProfiler(transport, device, arguments.cache, arguments.description)
+        found, links = profiler.topology(), profiler.axis_links()
     finally:
         dist.destroy_process_group()
     if transport.rank == 0:

@@ -1,8 +1,12 @@
-"""The alpha-beta model of a link."""
+"""Time by size of a message: the alpha-beta model of a link, and a curve through times that were measured."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+from gradwire.core.errors import CompositionError
 
 
 @dataclass(frozen=True)
@@ -21,3 +25,47 @@ class Link:
     def seconds(self, nbytes: float, rounds: float = 1) -> float:
         """Time of `rounds` messages that follow each other and have `nbytes` together."""
         return rounds * self.alpha_s + nbytes * self.beta_s_per_byte
+
+
+class TimedSize(NamedTuple):
+    """So many bytes took so long."""
+
+    nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Time by size: alpha + beta * bytes, with an alpha and a beta for each stretch between measured points.
+
+    One alpha and one beta for each route are not enough: Gloo changes its algorithm with the size, and flows begin to
+    meet at a receiver once they fill its queue.
+
+    Args:
+        points: two or more, by rising size.
+
+    Raises:
+        CompositionError: fewer points, or sizes that do not rise.
+
+    >>> curve = Curve((TimedSize(0, 1.0), TimedSize(100, 2.0), TimedSize(200, 6.0)))
+    >>> curve.seconds(50), curve.seconds(300)
+    (1.5, 10.0)
+    """
+
+    points: tuple[TimedSize, ...]
+
+    def __post_init__(self) -> None:
+        sizes = [point.nbytes for point in self.points]
+        if len(sizes) < 2 or sizes != sorted(set(sizes)):
+            raise CompositionError(f"a curve needs two or more sizes that rise, not {sizes}")
+
+    def link(self, nbytes: float) -> Link:
+        """The alpha and beta that hold for `nbytes`; the outer stretches go on for ever."""
+        pairs = list(pairwise(self.points))
+        low, high = next((pair for pair in pairs if nbytes < pair[1].nbytes), pairs[-1])
+        beta = (high.seconds - low.seconds) / (high.nbytes - low.nbytes)
+        return Link(low.seconds - beta * low.nbytes, beta)
+
+    def seconds(self, nbytes: float) -> float:
+        """Predicted time of `nbytes`."""
+        return self.link(nbytes).seconds(nbytes)

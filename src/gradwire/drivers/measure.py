@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,12 +13,12 @@ from torch import Tensor
 from gradwire.core.agreement import Agree
 from gradwire.core.collective import AllReduce, Axis
 from gradwire.core.grain import flat_grain
+from gradwire.core.link import Curve, TimedSize
 from gradwire.core.program import along
-from gradwire.core.spoken import called_as
 from gradwire.core.state import State
 from gradwire.drivers.interpreter import Transport, ask, run_program
-from gradwire.reducers.auto import Auto, Curve, TimedSize
-from gradwire.reducers.base import Program, Reducer, Step, with_parts
+from gradwire.reducers.auto import Auto
+from gradwire.reducers.base import Program, Reducer, Step
 from gradwire.reducers.hierarchical import Hierarchical
 
 
@@ -59,30 +59,24 @@ class Bench:
         """Run a program to its end."""
         run_program(program if self.axis is None else along(program, self.axis), self.transport)
 
+    @property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks that reduce together, for all ranks."""
+        ranks = range(self.transport.world_size)
+        return tuple(dict.fromkeys((self.axis or Axis(len(ranks))).members(rank) for rank in ranks))
+
     def between(self, nodes: Hierarchical) -> Bench:
         """The same between the nodes of a hierarchy."""
         _, axis = nodes.axes(self.step().world_size)
         return replace(self, axis=axis.within(self.axis))
 
 
-def measured(reducer: Reducer, transport: Transport, device: torch.device) -> Reducer:
-    """Return `reducer` with every `Auto` in it told how long its candidates take; without one, as it is.
+def curves(auto: Auto, bench: Bench) -> tuple[Curve, ...]:
+    """Measure every candidate at every size; the same numbers on every rank: medians of the slowest rank's rounds.
 
-    Every rank must call it at the same place, with an equal reducer. Takes about seven seconds on four hosts at 200
+    Every rank must call it at the same place, with equal arguments. It takes about seven seconds on four hosts at 200
     Mbit/s, and in proportion longer on a slower link.
     """
-    return _measured(reducer, Bench(transport, device))
-
-
-def _measured(part: Any, bench: Bench) -> Any:
-    if isinstance(part, Auto):
-        return called_as(replace(part, curves=curves(part, bench)), part)
-    inside = bench.between(part) if isinstance(part, Hierarchical) else bench
-    return with_parts(part, lambda each: _measured(each, inside))
-
-
-def curves(auto: Auto, bench: Bench) -> tuple[Curve, ...]:
-    """Measure every candidate at every size; the same numbers on every rank: medians of the slowest rank's rounds."""
     table: list[list[float]] = []
     for sample in SAMPLES:
         x = torch.zeros(sample.nbytes // 4, dtype=torch.float32, device=bench.device)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import NamedTuple
 
 from torch import Tensor
 
 from gradwire.core.errors import CompositionError
-from gradwire.core.link import Link
+from gradwire.core.link import Curve
 from gradwire.reducers.base import Step
 from gradwire.reducers.exchange import AllReduceExchange
 from gradwire.reducers.routes import Direct, RecursiveHalvingDoubling, Ring, Route, Total
@@ -19,57 +17,14 @@ WORTHWHILE = 0.95
 """Share of the backend's time that a route must stay below to be chosen: between nearer times noise would decide."""
 
 
-class TimedSize(NamedTuple):
-    """So many bytes took so long."""
-
-    nbytes: int
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Curve:
-    """Time by size: alpha + beta * bytes, with an alpha and a beta for each stretch between measured points.
-
-    One alpha and one beta for each route are not enough: Gloo changes its algorithm with the size, and flows begin to
-    meet at a receiver once they fill its queue.
-
-    Args:
-        points: two or more, by rising size.
-
-    Raises:
-        CompositionError: fewer points, or sizes that do not rise.
-
-    >>> curve = Curve((TimedSize(0, 1.0), TimedSize(100, 2.0), TimedSize(200, 6.0)))
-    >>> curve.seconds(50), curve.seconds(300)
-    (1.5, 10.0)
-    """
-
-    points: tuple[TimedSize, ...]
-
-    def __post_init__(self) -> None:
-        sizes = [point.nbytes for point in self.points]
-        if len(sizes) < 2 or sizes != sorted(set(sizes)):
-            raise CompositionError(f"a curve needs two or more sizes that rise, not {sizes}")
-
-    def link(self, nbytes: float) -> Link:
-        """The alpha and beta that hold for `nbytes`; the outer stretches go on for ever."""
-        pairs = list(pairwise(self.points))
-        low, high = next((pair for pair in pairs if nbytes < pair[1].nbytes), pairs[-1])
-        beta = (high.seconds - low.seconds) / (high.nbytes - low.nbytes)
-        return Link(low.seconds - beta * low.nbytes, beta)
-
-    def seconds(self, nbytes: float) -> float:
-        """Predicted time of `nbytes`."""
-        return self.link(nbytes).seconds(nbytes)
-
-
 @dataclass(frozen=True)
 class Auto(AllReduceExchange):
     """Whichever of the backend's all-reduce and the routes takes the least time for the size of the payload.
 
     `gradwire.attach` measures every candidate once on its own group and the ranks agree on the slowest rank's times, so
     all choose alike; where nothing was measured (lockstep, the cost driver) it is the backend's all-reduce. Another
-    run may measure otherwise and so add in another order: a resume is then equal to rounding, not bit for bit.
+    run may measure otherwise and so add in another order: a resume is then equal to rounding. It is equal bit for bit
+    where it reads the times from a link profile (`GRADWIRE_LINKS`, see `gradwire.drivers.link_profiler`).
 
     Args:
         codec: an additive codec.

@@ -7,9 +7,9 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gradwire.drivers.probing import ReductionTimes
 from gradwire.drivers.window import Ready, Sample, exposed_s
 from gradwire.session.step_times import ToldSteps, communication
+from gradwire.topology.reduction_times import ReductionTimes
 
 TELLS = 0.1
 """Part of the uncompressed step that its estimate may be wrong by, one way or the other, to be called known."""
@@ -60,7 +60,7 @@ def summarise(samples: Sequence[Sample], first: int, link: ReductionTimes, other
         link: how long an all-reduce takes.
         others: what the other ranks have told; None if that is not known.
 
-    >>> from gradwire.drivers.probing import Probe
+    >>> from gradwire.topology.reduction_times import Probe
     >>> sample = Sample(0.5, 0.2, 0.05, 0.1, 10, 80, (Ready(0.0, 100_000),))
     >>> link = ReductionTimes(100_000, 0.001, (Probe(50_000, 0.5, 0.0), Probe(100_000, 1.0, 0.1)))
     >>> times = summarise([sample] * 3, 5, link, [ToldSteps(5, (0.3, 0.3, 0.3), 0.05, sample.buckets)])

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
+import zlib
+from pathlib import Path
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 
+from gradwire.core.figures import listed
 from gradwire.core.link import Link
 from gradwire.core.state import walk
 from gradwire.drivers.engine import Engine, Stats
-from gradwire.drivers.measure import Bench
-from gradwire.drivers.probing import ReductionTimes, reduction_times
+from gradwire.drivers.link_profiler import LinkProfiler
 from gradwire.drivers.process_group import GroupTransport
 from gradwire.drivers.traced import Traced
 from gradwire.drivers.window import DDP_CAPS, Window
@@ -22,11 +26,29 @@ from gradwire.session.lane import Lane
 from gradwire.session.pace import WindowPace
 from gradwire.session.report import Report, observed
 from gradwire.session.step_times import StepBoard
+from gradwire.topology.reduction_times import ReductionTimes
+
+LINKS_VARIABLE = "GRADWIRE_LINKS"
+"""Names the file in which what is measured of links is kept."""
 
 
 def wants_times() -> bool:
     """Whether sessions time their link as they begin, which takes seconds on slow links; alike on all ranks."""
     return os.environ.get("GRADWIRE_TIME_LINK") != "0"
+
+
+def links_file(group: dist.ProcessGroup) -> Path | None:
+    """Where what is measured of a group's links is kept: what `GRADWIRE_LINKS` says; None where it says nothing.
+
+    A group of some of the ranks has a file of its own beside that of all ranks, named by a digest of its ranks.
+    """
+    named = os.environ.get(LINKS_VARIABLE)
+    if not named:
+        return None
+    file, ranks = Path(named), dist.get_process_group_ranks(group)
+    if len(ranks) == dist.get_world_size():
+        return file
+    return file.with_stem(f"{file.stem}-{zlib.crc32(listed(ranks).encode()):08x}")
 
 
 class Figures:
@@ -38,6 +60,7 @@ class Figures:
     reducer: Reducer
     feed: Feed
     _device: torch.device
+    _links: LinkProfiler
     _link_times: ReductionTimes | None
     _board: StepBoard | None
     pace: WindowPace | None = None
@@ -94,16 +117,20 @@ class Figures:
         """
         self.feed.occupy()
         try:
-            bench = Bench(self.transport, self._device)
-            nbytes, caps = self.engine.dense_bytes, self.window.caps or DDP_CAPS
-            self._link_times = self.lane.call(lambda: reduction_times(bench, nbytes, caps), " in measure_link")
-            if self._board is None and self._link_times and self._device.type == "cpu":
-                group = self.lane.group
-                self._board = StepBoard(self.lane.store, self.lane.name, group.rank(), group.size())
-                self.feed.board = self._board
+            self._time_link(again=True)
         finally:
             self.feed.vacate()
         return self._link_times.link if self._link_times else None
+
+    def _time_link(self, *, again: bool = False) -> None:
+        """Take the times of the link from its profile, where they are kept, or measure them."""
+        nbytes, caps = self.engine.dense_bytes, self.window.caps or DDP_CAPS
+        ask = functools.partial(self._links.reduction_times, nbytes, caps, again=again)
+        self._link_times = self.lane.call(ask, " in measure_link")
+        if self._board is None and self._link_times and self._device.type == "cpu":
+            group = self.lane.group
+            self._board = StepBoard(self.lane.store, self.lane.name, group.rank(), group.size())
+            self.feed.board = self._board
 
     def trace(self) -> Traced:
         """Keep spans of all that communication does on this rank from the next step on; return what holds them.

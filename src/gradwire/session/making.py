@@ -11,7 +11,7 @@ from gradwire.core.grain import ParameterSpec
 from gradwire.drivers.checked import Checked
 from gradwire.drivers.dry_run import dry_run
 from gradwire.drivers.engine import Engine
-from gradwire.drivers.measure import measured
+from gradwire.drivers.link_profiler import LinkProfiler
 from gradwire.drivers.nodes import on_nodes
 from gradwire.drivers.plan import Plan
 from gradwire.drivers.process_group import GroupTransport
@@ -28,6 +28,7 @@ class Maker:
     Args:
         lane: where programs run.
         transport: what they communicate by.
+        links: what is known of its links.
         specs: the tensors, all on one device.
         grain_numel: elements of a grain at most, or None.
         checksum: whether payloads travel with one.
@@ -41,6 +42,7 @@ class Maker:
         self,
         lane: Lane,
         transport: GroupTransport,
+        links: LinkProfiler,
         specs: Sequence[ParameterSpec],
         *,
         grain_numel: int | None,
@@ -50,7 +52,7 @@ class Maker:
         says: str = "",
         guards: bool = False,
     ) -> None:
-        self._lane, self._transport, self._specs = lane, transport, specs
+        self._lane, self._transport, self._links, self._specs = lane, transport, links, specs
         self._grain_numel, self._checksum, self._what = grain_numel, checksum, what
         self._form, self._says = form, [text for text in (form.says, says) if text]
         self._guards = guards
@@ -125,7 +127,7 @@ class Maker:
             warnings.warn(said, stacklevel=6)
         transport = self._transport
         self._lane.call(lambda: transport.prepare(reducer.axes(transport.world_size)), where)
-        return self._plan(self._lane.call(lambda: measured(reducer, transport, self._device), where))
+        return self._plan(self._lane.call(lambda: self._links.with_times(reducer), where))
 
     def _engine(self, planned: Plan, seed: int) -> Engine:
         """An engine, with all that is compiled ready."""

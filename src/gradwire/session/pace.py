@@ -25,10 +25,10 @@ import torch
 from torch import Tensor
 
 from gradwire.drivers.interpreter import Traffic
-from gradwire.drivers.probing import ReductionTimes
 from gradwire.drivers.window import STEPS, Ready, Sample
 from gradwire.session.estimate import Times, summarise
 from gradwire.session.step_times import ToldSteps
+from gradwire.topology.reduction_times import ReductionTimes
 
 
 class Counted(Protocol):

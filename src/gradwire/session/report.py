@@ -18,11 +18,11 @@ from gradwire.core.collective import ring_bytes
 from gradwire.core.figures import milliseconds, si_bits_per_s, si_bytes, significant
 from gradwire.core.state import walk
 from gradwire.drivers.engine import Engine
-from gradwire.drivers.probing import ReductionTimes
 from gradwire.drivers.window import START_UP, Window
 from gradwire.session.estimate import Times, summarise
 from gradwire.session.pace import WindowPace
 from gradwire.session.step_times import ToldSteps
+from gradwire.topology.reduction_times import ReductionTimes
 
 FEWEST_STEPS = 5
 """Steps that a verdict is given for at least."""

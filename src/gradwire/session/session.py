@@ -14,11 +14,12 @@ from gradwire.core import saved
 from gradwire.core.errors import NonFiniteWarning, StepError
 from gradwire.core.grain import ParameterSpec
 from gradwire.core.save_folder import SavedRun
+from gradwire.drivers.link_profiler import LinkProfiler
 from gradwire.drivers.window import Window
 from gradwire.reducers.base import Reducer
 from gradwire.session.ending import Ending
 from gradwire.session.feed import Feed
-from gradwire.session.figures import Figures, wants_times
+from gradwire.session.figures import Figures, links_file, wants_times
 from gradwire.session.form import WHOLE, Form
 from gradwire.session.lane import Lane, group_of
 from gradwire.session.making import Maker
@@ -128,12 +129,14 @@ class Session(Figures):
         self.reducer.require_ranks(group.size())
         self.lane = lane or Lane(group, self._device, deadline_s, what)
         self.transport = transport = self.lane.transport()
+        self._links = LinkProfiler(transport, self._device, links_file(group), backend=group.name())
         self._link_times, self._board = None, None
         self._ending = Ending(self, self.lane, transport, shares_lane=lane is not None)
         try:
             self._maker = Maker(
                 self.lane,
                 transport,
+                self._links,
                 specs,
                 grain_numel=grain_numel,
                 checksum=checksum,
@@ -146,7 +149,9 @@ class Session(Figures):
             self.begun_with = ", ".join(filter(None, (repr(self.reducer), form.says)))
             self.feed = Feed(first, specs, Window(form.caps), scaler, self.lane.executor.run)
             if lane is None and form.times_link and wants_times():
-                self.measure_link()
+                self._time_link()
+            for note in self._links.notes:
+                warnings.warn(note, stacklevel=3)
             self._culprits = Culprits(self.lane.store, f"{self.lane.name}/{specs[0].name}", group.rank())
         except BaseException:
             self.close(at_once=True)
@@ -158,6 +163,8 @@ class Session(Figures):
             yield self._watch.says
         if not wants_times():
             yield "the link is not timed"
+        if self._links.has_file:
+            yield "what is measured of links is kept in a file"
         if self.on_non_finite != "warn":
             yield f"on_non_finite={self.on_non_finite!r}"
 

@@ -1,21 +1,17 @@
-"""Latency and bandwidth of the links of each level, and the file in which they are kept."""
+"""Latency and bandwidth of the links of each level."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
 import msgspec
 
-from gradwire.core.errors import TopologyError
 from gradwire.core.link import Link
 from gradwire.core.rates import spoken_rate
-from gradwire.topology.identity import HostIdentity
 from gradwire.topology.levels import Level, Topology
 
-_FORMAT = 1
 _TYPICAL_BYTES = 1 << 20
 
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
@@ -141,89 +137,3 @@ class AxisLinks:
         lines = [f"{names[each.level]}: {each.summary}" for each in self.links] or ["nothing to measure: one rank"]
         lines += [] if self.source == "measured" else [f"read from {self.source}"]
         return "\n".join([*lines, *self.notes])
-
-
-# The file -------------------------------------------------------------------------------------------------------------
-
-
-class KeptLinks(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a file holds: pairs that were measured, and all that they are true of.
-
-    Attributes:
-        format: of the file.
-        hosts: `HostIdentity.key` of each rank.
-        names: `HostIdentity.name` of each rank, for errors.
-        levels: the groups of each level.
-        settings: what links were asked for: backend, device, and variables that choose an interface.
-        links: of each level, without what a description says.
-    """
-
-    format: int
-    hosts: tuple[str, ...]
-    names: tuple[str, ...]
-    levels: dict[str, tuple[tuple[int, ...], ...]]
-    settings: dict[str, str]
-    links: tuple[AxisLink, ...]
-
-    def having(self, links: Sequence[AxisLink]) -> KeptLinks:
-        """The same with links that were measured."""
-        return msgspec.structs.replace(self, links=tuple(AxisLink(each.level, each.pairs) for each in links))
-
-
-def kept(topology: Topology, identities: Sequence[HostIdentity], settings: Mapping[str, str]) -> KeptLinks:
-    """What a file says that belongs to this run, without links."""
-    groups = {level.name: level.groups for level in topology.levels}
-    keys, names = tuple(each.key for each in identities), tuple(each.name for each in identities)
-    return KeptLinks(_FORMAT, keys, names, groups, dict(settings), ())
-
-
-def to_text(found: KeptLinks) -> str:
-    """The text of the file: JSON, for people too."""
-    return json.dumps(msgspec.to_builtins(found), indent=1) + "\n"
-
-
-def from_text(text: str) -> KeptLinks:
-    """What `to_text` made.
-
-    Raises:
-        TopologyError: damaged, or of another version.
-    """
-    try:
-        found = msgspec.json.decode(text, type=KeptLinks)
-    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-        raise TopologyError(f"it holds no links ({str(error)[:120]})") from error
-    if found.format != _FORMAT:
-        raise TopologyError(f"it has format {found.format}, and {_FORMAT} is known")
-    return found
-
-
-def difference(found: KeptLinks, wanted: KeptLinks, needed: Sequence[str] = ()) -> str | None:
-    """What a file is true of and this run is not, for an error; None where it may be used.
-
-    Args:
-        found: in the file.
-        wanted: what it should say.
-        needed: levels whose links it must have.
-
-    >>> here = KeptLinks(1, ("host a boot 1 net 2",), ("a",), {}, {"backend": "gloo"}, ())
-    >>> there = KeptLinks(1, ("host b boot 1 net 2",), ("b",), {}, {"backend": "gloo"}, ())
-    >>> difference(there, here)
-    'it was measured with rank 0 on b, which runs on a now'
-    """
-    if len(found.hosts) != len(wanted.hosts):
-        return f"it was measured with {len(found.hosts)} ranks, and there are {len(wanted.hosts)}"
-    for rank, (then, now) in enumerate(zip(found.hosts, wanted.hosts, strict=True)):
-        if then != now:
-            was, runs = found.names[rank], wanted.names[rank]
-            if was == runs:
-                return f"it was measured before {runs}, of rank {rank}, was started anew or got another network"
-            return f"it was measured with rank {rank} on {was}, which runs on {runs} now"
-    if found.levels != wanted.levels:
-        return "it was measured with other groups of ranks"
-    for key in sorted({*found.settings, *wanted.settings}):
-        then, now = found.settings.get(key, ""), wanted.settings.get(key, "")
-        if then != now:
-            return f"it was measured with {key}={then or 'unset'}, which is {now or 'unset'} now"
-    measured = [link.level for link in found.links if link.pairs]
-    missing = next((level for level in needed if level not in measured), None)
-    return None if missing is None else f"it has no links of level {missing}"

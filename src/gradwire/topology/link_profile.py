@@ -1,0 +1,207 @@
+"""All that was measured of the links between the ranks of a group, with what it is true of, and the file of it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Annotated
+
+import msgspec
+
+from gradwire.core.errors import TopologyError
+from gradwire.core.link import Curve, TimedSize
+from gradwire.topology.axis_links import AxisLink
+from gradwire.topology.identity import HostIdentity
+from gradwire.topology.levels import Topology
+from gradwire.topology.reduction_times import LEAST_BYTES, Probe, ReductionTimes
+
+_FORMAT = 2
+
+Seconds = Annotated[float, msgspec.Meta(ge=0)]
+
+
+class KeptRoutes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Times of the routes that one all-reduce may take.
+
+    Attributes:
+        groups: the ranks that reduce together.
+        method: whose routes they are.
+        curves: of each route, bytes and seconds by rising size.
+    """
+
+    groups: tuple[tuple[int, ...], ...]
+    method: str
+    curves: dict[str, Annotated[tuple[tuple[int, Seconds], ...], msgspec.Meta(min_length=2)]]
+
+    def __post_init__(self) -> None:
+        for points in self.curves.values():
+            _require_rising([size for size, _ in points])
+
+    def curve_of(self, route: str) -> Curve:
+        """Seconds by size of a route.
+
+        >>> KeptRoutes(((0, 1),), "none", {"Ring": ((4, 1.0), (8, 2.0))}).curve_of("Ring").seconds(6)
+        1.5
+        """
+        return Curve(tuple(TimedSize(*point) for point in self.curves[route]))
+
+
+class KeptReduction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`ReductionTimes`, and the buckets that they are of.
+
+    Attributes:
+        caps: bytes of the first bucket and of the others.
+        nbytes, least_s, cold_s, cold_error_s: see `ReductionTimes`.
+        probes: bytes, seconds and their error of each probe; an error is null where a size was timed once.
+    """
+
+    caps: tuple[int, int]
+    nbytes: int
+    least_s: Seconds
+    probes: Annotated[tuple[tuple[int, Seconds, Seconds | None], ...], msgspec.Meta(min_length=1)]
+    cold_s: Seconds
+    cold_error_s: Seconds
+
+    def __post_init__(self) -> None:
+        _require_rising([LEAST_BYTES, *(size for size, _, _ in self.probes)])
+
+    @classmethod
+    def of(cls, times: ReductionTimes, caps: tuple[int, int]) -> KeptReduction:
+        """What a file says of times."""
+        probes = tuple((size, s, error if math.isfinite(error) else None) for size, s, error in times.probes)
+        return cls(caps, times.nbytes, times.least_s, probes, times.cold_s, times.cold_error_s)
+
+    @property
+    def times(self) -> ReductionTimes:
+        """The times.
+
+        >>> times = ReductionTimes(8, 0.1, (Probe(8, 0.2, math.inf),))
+        >>> KeptReduction.of(times, (10, 20)).times == times
+        True
+        """
+        probes = tuple(Probe(size, s, math.inf if error is None else error) for size, s, error in self.probes)
+        return ReductionTimes(self.nbytes, self.least_s, probes, self.cold_s, self.cold_error_s)
+
+
+class LinkProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What was measured of links, alike on every rank, and all that it is true of.
+
+    Attributes:
+        format: of the file.
+        hosts: `HostIdentity.key` of each rank; empty where nothing is kept for another run.
+        names: `HostIdentity.name` of each rank, for errors.
+        levels: the groups of each level.
+        settings: what links were asked for: backend, device, and variables that choose an interface.
+        links: of each level, without what a description says.
+        routes: what `exchange=auto` chooses by.
+        reductions: what reports estimate by.
+    """
+
+    format: int = _FORMAT
+    hosts: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
+    levels: dict[str, tuple[tuple[int, ...], ...]] = {}
+    settings: dict[str, str] = {}
+    links: tuple[AxisLink, ...] = ()
+    routes: tuple[KeptRoutes, ...] = ()
+    reductions: tuple[KeptReduction, ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.hosts) != len(self.names):
+            raise ValueError(f"{len(self.hosts)} hosts with {len(self.names)} names")
+
+    @classmethod
+    def of_ranks(
+        cls, topology: Topology, identities: Sequence[HostIdentity], settings: Mapping[str, str]
+    ) -> LinkProfile:
+        """The profile of these ranks, of whose links nothing was measured yet."""
+        groups = {level.name: level.groups for level in topology.levels}
+        keys, names = tuple(each.key for each in identities), tuple(each.name for each in identities)
+        return cls(_FORMAT, keys, names, groups, dict(settings))
+
+    @classmethod
+    def from_text(cls, text: str) -> LinkProfile:
+        """What `to_text` made.
+
+        Raises:
+            TopologyError: damaged, or of another version.
+        """
+        try:
+            format_ = msgspec.json.decode(text, type=_OfFormat).format
+            if format_ != _FORMAT:
+                raise TopologyError(f"it has format {format_}, and {_FORMAT} is known")
+            return msgspec.json.decode(text, type=cls)
+        except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+            raise TopologyError(f"it is no link profile ({str(error)[:120]})") from error
+
+    def to_text(self) -> str:
+        """The text of the file: JSON, for people too."""
+        return json.dumps(msgspec.to_builtins(self), indent=1) + "\n"
+
+    def with_links(self, links: Sequence[AxisLink]) -> LinkProfile:
+        """The same with the links of all levels."""
+        return msgspec.structs.replace(self, links=tuple(AxisLink(each.level, each.pairs) for each in links))
+
+    def has_links(self, levels: Sequence[str]) -> bool:
+        """Whether the links of these levels were measured."""
+        return {*levels} <= {link.level for link in self.links if link.pairs}
+
+    def routes_of(self, groups: Sequence[Sequence[int]], method: str, names: Sequence[str]) -> tuple[Curve, ...] | None:
+        """The curves of these routes; None where one of them was not timed."""
+        for kept in self.routes:
+            if (kept.groups, kept.method) == (tuple(map(tuple, groups)), method) and {*names} == {*kept.curves}:
+                return tuple(kept.curve_of(name) for name in names)
+        return None
+
+    def with_routes(self, groups: Sequence[Sequence[int]], method: str, curves: Mapping[str, Curve]) -> LinkProfile:
+        """The same with the times of routes, in place of older ones."""
+        points = {name: tuple((size, s) for size, s in curve.points) for name, curve in curves.items()}
+        new = KeptRoutes(tuple(map(tuple, groups)), method, points)
+        others = [kept for kept in self.routes if (kept.groups, kept.method) != (new.groups, new.method)]
+        return msgspec.structs.replace(self, routes=(*others, new))
+
+    def reduction_of(self, nbytes: int, caps: tuple[int, int]) -> ReductionTimes | None:
+        """How long so many bytes in such buckets took; None where they were not timed."""
+        found = (kept.times for kept in self.reductions if (kept.nbytes, kept.caps) == (nbytes, tuple(caps)))
+        return next(found, None)
+
+    def with_reduction(self, times: ReductionTimes, caps: tuple[int, int]) -> LinkProfile:
+        """The same with the times of a model's gradients, in place of older ones."""
+        new = KeptReduction.of(times, (caps[0], caps[1]))
+        others = [kept for kept in self.reductions if (kept.nbytes, kept.caps) != (new.nbytes, new.caps)]
+        return msgspec.structs.replace(self, reductions=(*others, new))
+
+
+def _require_rising(sizes: Sequence[int]) -> None:
+    if list(sizes) != sorted(set(sizes)):
+        raise ValueError(f"sizes do not rise: {list(sizes)}")
+
+
+class _OfFormat(msgspec.Struct):
+    format: int
+
+
+def difference(found: LinkProfile, wanted: LinkProfile) -> str | None:
+    """What a file is true of and this run is not, for an error; None where it may be used.
+
+    >>> here = LinkProfile(2, ("host a boot 1 net 2",), ("a",), {}, {"backend": "gloo"})
+    >>> there = LinkProfile(2, ("host b boot 1 net 2",), ("b",), {}, {"backend": "gloo"})
+    >>> difference(there, here)
+    'it was measured with rank 0 on b, which runs on a now'
+    """
+    if len(found.hosts) != len(wanted.hosts):
+        return f"it was measured with {len(found.hosts)} ranks, and there are {len(wanted.hosts)}"
+    for rank, (then, now) in enumerate(zip(found.hosts, wanted.hosts, strict=True)):
+        if then != now:
+            was, runs = found.names[rank], wanted.names[rank]
+            if was == runs:
+                return f"it was measured before {runs}, of rank {rank}, was started anew or got another network"
+            return f"it was measured with rank {rank} on {was}, which runs on {runs} now"
+    if found.levels != wanted.levels:
+        return "it was measured with other groups of ranks"
+    for key in sorted({*found.settings, *wanted.settings}):
+        then, now = found.settings.get(key, ""), wanted.settings.get(key, "")
+        if then != now:
+            return f"it was measured with {key}={then or 'unset'}, which is {now or 'unset'} now"
+    return None
