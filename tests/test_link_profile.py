@@ -15,6 +15,7 @@ import torch
 from engines import Exchange, ThreadTransport
 from gradwire import parse
 from gradwire.bench.ranks import run_function
+from gradwire.cli import main as cli
 from gradwire.core.errors import TopologyError
 from gradwire.core.link import Curve, TimedSize
 from gradwire.drivers import axes, link_profiler
@@ -23,7 +24,7 @@ from gradwire.drivers.measure import Bench
 from gradwire.drivers.window import Caps
 from gradwire.reducers.auto import Auto
 from gradwire.reducers.base import Reducer
-from gradwire.topology import HostIdentity
+from gradwire.topology import AxisLink, HostIdentity, MeasuredPair
 from gradwire.topology.link_profile import LinkProfile
 from gradwire.topology.reduction_times import Probe, ReductionTimes
 
@@ -153,3 +154,37 @@ def test_a_session_reads_the_file_that_the_environment_names(tmp_path: Path) -> 
     assert sorted(path.stem for path in tmp_path.iterdir()) == ["links", first[0]["other"]]
     one = run_function(f"{CASES}:timing_differs", 2, {}, 120, environments=[{}, {"GRADWIRE_LINKS": str(file)}])
     assert "rank 1 has int4, seed=0, checksum=False, the link is not timed, what is measured of links is kept" in one[0]
+
+
+def on_two_nodes(folder: Path) -> Path:
+    """The file of two nodes of two ranks, with links inside that are a hundred times as fast."""
+    levels = {"rank": ((0,), (1,), (2,), (3,)), "node": ((0, 1), (2, 3))}
+    links = (
+        AxisLink("rank", (MeasuredPair((0, 1), 1e-6, 1e-9),)),
+        AxisLink("node", (MeasuredPair((0, 2), 1e-4, 1e-7),)),
+    )
+    file = folder / "links.json"
+    profile = LinkProfile(hosts=("a", "a", "b", "b"), names=("a", "a", "b", "b"), levels=levels, links=links)
+    file.write_text(profile.to_text())
+    return file
+
+
+def test_cost_takes_the_links_of_each_level_from_a_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def milliseconds(rate: str, latency: str | None = None) -> list[float]:
+        words = ["cost", "none", "none,node=2", "--task", "digits", "--hosts", "4", "--rate", rate]
+        assert cli.main([*words, *(["--latency", latency] if latency else [])]) == 0
+        rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.lstrip().startswith("none")]
+        return [float(row[-1].replace(",", "")) for row in rows]
+
+    file = on_two_nodes(tmp_path)
+    flat, nodes = milliseconds(str(file))
+    same_flat, same_nodes = milliseconds("80mbit", "0.1")
+    assert flat == same_flat
+    assert nodes < 0.6 * same_nodes
+    for words, said in (
+        (["--rate", str(file), "--latency", "1"], "--latency belongs to a rate"),
+        (["--rate", str(file), "--hosts", "8"], "was measured with 4 ranks: give --hosts 4"),
+        (["--rate", str(tmp_path / "no.json")], "no.json cannot be read"),
+    ):
+        assert cli.main(["cost", "none", "--task", "digits", *words]) == 2
+        assert said in " ".join(capsys.readouterr().err.split())

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -23,7 +23,9 @@ from gradwire.core.link import Link
 if TYPE_CHECKING:
     from torch import nn
 
+    from gradwire.core.collective import Axis
     from gradwire.reducers import Reducer
+    from gradwire.topology.link_profile import LinkProfile
 
 OK = 0
 
@@ -53,7 +55,10 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     hosts = "ranks (default: 4); several numbers show how bytes grow with them"
     cost.add_argument("--hosts", nargs="+", default=["4"], metavar="N", help=hosts)
     cost.add_argument(
-        "--rate", default=None, metavar="RATE", help="also the time that links of this rate take: 100mbit"
+        "--rate",
+        default=None,
+        metavar="RATE",
+        help="also the time that links of this rate take: 100mbit, or what was measured: the file of GRADWIRE_LINKS",
     )
     cost.add_argument(
         "--latency", type=float, metavar="MS", help="of each message, in the times that --rate tells (default: 0.1 ms)"
@@ -93,7 +98,6 @@ def run_cost(arguments: argparse.Namespace, console: Console) -> int:
     from gradwire.bench.tasks import make_task
     from gradwire.spec import as_method
 
-    link = _link(arguments.rate, arguments.latency)
     model = make_task(arguments.task, 0, arguments.text).model
     hosts, behind = _hosts(arguments.hosts)
     reducers = {spec: as_method(spec) for spec in [*arguments.methods, *behind]}
@@ -104,10 +108,11 @@ def run_cost(arguments: argparse.Namespace, console: Console) -> int:
     for reducer in reducers.values():
         for ranks in hosts:
             reducer.require_ranks(ranks)
+    links = _links(arguments.rate, arguments.latency, hosts[0])
     if len(hosts) > 1:
         console.print(_growth(reducers, model, hosts, arguments.step))
     else:
-        console.print(_costs(reducers, model, hosts[0], arguments.step, link))
+        console.print(_costs(reducers, model, hosts[0], arguments.step, links))
     return OK
 
 
@@ -130,6 +135,35 @@ def _table(*headings: str) -> Table:
     return table
 
 
+class _Links(NamedTuple):
+    """The link of every rank to every other, and where it was measured that of each level."""
+
+    slowest: Link
+    profile: LinkProfile | None = None
+
+    def of_axes(self, axes: Sequence[Axis]) -> dict[Axis, Link]:
+        """The links of axes that were measured."""
+        return {} if self.profile is None else {axis: self.profile.link_between(axis.members(0)) for axis in axes}
+
+
+def _links(rate: str | None, latency_ms: float | None, ranks: int) -> _Links | None:
+    if rate is not None and rate.endswith(".json"):
+        return _profiled(Path(rate), latency_ms, ranks)
+    link = _link(rate, latency_ms)
+    return None if link is None else _Links(link)
+
+
+def _profiled(file: Path, latency_ms: float | None, ranks: int) -> _Links:
+    from gradwire.topology.link_profile import LinkProfile
+
+    profile = LinkProfile.read(file)
+    if latency_ms is not None:
+        raise SpecError(f"--latency belongs to a rate, and {file} has measured latencies: leave it out")
+    if len(profile.hosts) != ranks:
+        raise SpecError(f"{file} was measured with {len(profile.hosts)} ranks: give --hosts {len(profile.hosts)}")
+    return _Links(profile.link_between(range(ranks)), profile)
+
+
 def _link(rate: str | None, latency_ms: float | None) -> Link | None:
     from gradwire.bench.net import parse_rate
 
@@ -144,25 +178,28 @@ def _link(rate: str | None, latency_ms: float | None) -> Link | None:
         raise SpecError(str(error)) from error
 
 
-def _costs(reducers: Mapping[str, Reducer], model: nn.Module, hosts: int, step: int, link: Link | None) -> Table:
+def _costs(reducers: Mapping[str, Reducer], model: nn.Module, hosts: int, step: int, links: _Links | None) -> Table:
     """One row a method: bytes, those inside nodes apart where a method has nodes, and time where a link is given."""
     import gradwire
     from gradwire.drivers.timing import step_s
 
+    def seconds(reducer: Reducer, links: _Links) -> float:
+        return step_s(reducer, model, hosts, links.slowest, links.of_axes(reducer.axes(hosts)), step)
+
     costs = {spec: gradwire.cost(reducer, model, hosts, step=step) for spec, reducer in reducers.items()}
     nodes = any(found.inside_bytes for found in costs.values())
     sent = ["sent between nodes", "sent inside nodes"] if nodes else ["sent a step"]
-    table = _table(*sent, "ratio", "payload", "collectives", *(["ms on the link"] if link else []))
+    table = _table(*sent, "ratio", "payload", "collectives", *(["ms on the link"] if links else []))
     dense = gradwire.cost(gradwire.parse("none"), model, hosts).wire_bytes
     for spec, found in costs.items():
         inside = [f"{found.inside_bytes:,} B"] if nodes else []
         ratio = f"{dense / found.between_bytes:.1f}" if found.between_bytes else "-"
-        times = [f"{step_s(reducers[spec], model, hosts, link, step=step) * 1e3:,.1f}"] if link else []
+        times = [f"{1e3 * seconds(reducers[spec], links):,.1f}"] if links else []
         row = (f"{found.between_bytes:,} B", *inside, ratio, f"{found.payload_bytes:,} B", str(found.collectives))
         table.add_row(spec, *row, *times)
     if nodes:
         table.caption = "ratio: uncompressed bytes to those sent between nodes"
-        table.caption += "; ms: bytes inside nodes take the same rate" if link else ""
+        table.caption += "; ms: bytes inside nodes take the same rate" if links and not links.profile else ""
     return table
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
 
 from gradwire.core.errors import TopologyError
-from gradwire.core.link import Curve, TimedSize
+from gradwire.core.figures import listed
+from gradwire.core.link import Curve, Link, TimedSize
 from gradwire.topology.axis_links import AxisLink
 from gradwire.topology.identity import HostIdentity
 from gradwire.topology.levels import Topology
@@ -138,6 +140,42 @@ class LinkProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def to_text(self) -> str:
         """The text of the file: JSON, for people too."""
         return json.dumps(msgspec.to_builtins(self), indent=1) + "\n"
+
+    @classmethod
+    def read(cls, file: Path) -> LinkProfile:
+        """The profile that a file holds, on whatever host it is read.
+
+        Raises:
+            TopologyError: there is none that can be read.
+        """
+        try:
+            return cls.from_text(file.read_text(encoding="utf-8"))
+        except (OSError, UnicodeError) as error:
+            raise TopologyError(f"{file} cannot be read: {error}") from error
+        except TopologyError as error:
+            raise TopologyError(f"{file} cannot be used, since {error}") from error
+
+    def link_between(self, ranks: Sequence[int]) -> Link:
+        """The link that ranks of a group wait for: that of the coarsest level that parts them.
+
+        Raises:
+            TopologyError: it was not measured.
+
+        >>> from gradwire.topology import MeasuredPair
+        >>> inside, between = (MeasuredPair((0, other), 1e-3 * other, 0.0) for other in (1, 2))
+        >>> levels = {"rank": ((0,), (1,), (2,)), "node": ((0, 1), (2,))}
+        >>> links = (AxisLink("rank", (inside,)), AxisLink("node", (between,)))
+        >>> profile = LinkProfile(levels=levels, links=links)
+        >>> profile.link_between((0, 1)).alpha_s, profile.link_between((0, 1, 2)).alpha_s
+        (0.001, 0.002)
+        """
+        for level, groups in reversed(self.levels.items()):
+            if sum(not {*ranks}.isdisjoint(group) for group in groups) > 1:
+                found = next((each.link for each in self.links if each.level == level), None)
+                if found is None:
+                    raise TopologyError(f"the link profile has no measured links between {level}s")
+                return found
+        raise TopologyError(f"ranks {listed(ranks)} are not parted by any level of the link profile")
 
     def with_links(self, links: Sequence[AxisLink]) -> LinkProfile:
         """The same with the links of all levels."""
