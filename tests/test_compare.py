@@ -543,7 +543,19 @@ def test_ranks_whose_losses_cancel_have_no_mean_and_no_exception():
         "metric_values": [], "residual_norm": None, "report": None, "apart": False, "timed_steps": None,
     }  # fmt: skip
     zeros = dict.fromkeys(
-        ("total", "framing", "payload", "buffers", "setup", "compute_s", "encode_s", "wait_s", "codec_cpu_s", "cpu_s"),
+        (
+            "total",
+            "framing",
+            "payload",
+            "buffers",
+            "setup",
+            "between",
+            "compute_s",
+            "encode_s",
+            "wait_s",
+            "codec_cpu_s",
+            "cpu_s",
+        ),
         0,
     )
     merged = merging.merge("int4", 0, [rank | zeros, rank | zeros | {"losses": [float("-inf")]}])

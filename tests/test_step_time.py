@@ -90,7 +90,14 @@ def logs(seconds: list[float], timed: int | None) -> list[dict[str, Any]]:
     steps = len(seconds)
     counted = timed or steps
     taken = ends([each if timed is None or i < timed else 0.01 for i, each in enumerate(seconds)])
-    sums = {"total": 100 * counted, "framing": 10 * counted, "payload": 88 * counted, "buffers": 0, "setup": 7}
+    sums = {
+        "total": 100 * counted,
+        "framing": 10 * counted,
+        "payload": 88 * counted,
+        "buffers": 0,
+        "setup": 7,
+        "between": 0,
+    }
     parts = {"compute_s": 0.25, "encode_s": 0.05, "wait_s": 0.7, "codec_cpu_s": 0.1, "cpu_s": 0.3}
     log: dict[str, Any] = {
         "label": "", "losses": [1 / (i + 1) for i in range(steps)], "times_s": taken,

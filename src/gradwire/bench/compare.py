@@ -67,7 +67,7 @@ def compare(options: CompareOptions, view: View) -> Comparison:
     """
     plan = make_plan(options)
     folder = prepare_folder(options.out, fresh=options.fresh)
-    with make_network(options) as network:
+    with make_network(plan.options) as network:
         kept = stored_runs(folder, plan.grid, lambda method: plan.conditions(network.mode, method))
         view.begin(plan, network.description, [(run.method, run.seed) for run in kept])
         runs = {(run.method, run.seed): run for run in kept}
@@ -121,7 +121,7 @@ def assemble(plan: ComparisonPlan, network: Network, runs: list[Run]) -> Compari
 def warm_hosts(plan: ComparisonPlan, network: Network, folder: Path) -> WarmHosts:
     """Processes that make every run of this comparison start at once."""
     options = plan.options
-    return WarmHosts(network, options.hosts, options.task, options.text, folder / "logs")
+    return WarmHosts(network, plan.ranks, options.task, options.text, folder / "logs")
 
 
 def run_beside_line(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -35,6 +36,8 @@ DEFAULT_METHODS = {
 
 BUCKET_MB = 25.0
 """DDP's own choice."""
+
+MOST_RANKS = 1000
 
 TRAINED, NETWORK, RESULT = "what to train", "the network", "the result"
 
@@ -87,10 +90,18 @@ class CompareOptions:
     hosts: int = option(
         4, "hosts, one rank each", group=NETWORK, metavar="N", limits=AtLeast(1), condition="hosts"
     )  # fmt: skip
+    nodes: str | None = option(
+        None, "nodes by the ranks on each, 2x2: ranks of a node reach each other without a limit", group=NETWORK,
+        metavar="NxM", instead_of="hosts", condition="nodes",
+    )  # fmt: skip
     rate: str = option("100mbit", "of every link: 100mbit, 1gbit, ...", group=NETWORK, metavar="RATE")
     rates: tuple[str, ...] = option(
         (), "of each host's link: 100mbit,20mbit,...", group=NETWORK, metavar="RATE,RATE,...",
         separator=",", instead_of="rate",
+    )  # fmt: skip
+    rate_between: str | None = option(
+        None, "of the links between --nodes: 50mbit, ...", group=NETWORK, metavar="RATE", unset="--rate",
+        instead_of="rate",
     )  # fmt: skip
     delay: str = option("0", "of a round trip between two hosts, as ping shows it: 50ms", group=NETWORK, metavar="TIME")
     loss: str = option("0", "of frames between two hosts, in each direction: 0.1%", group=NETWORK, metavar="SHARE")
@@ -121,3 +132,32 @@ class CompareOptions:
         methods = self.methods or DEFAULT_METHODS.get(self.engine, ())
         object.__setattr__(self, "methods", tuple(current(spec) for spec in methods))
         object.__setattr__(self, "target", self.target and current(self.target))
+
+    @property
+    def ranks_per_host(self) -> int:
+        """How many ranks each host has.
+
+        Raises:
+            CompareError: `nodes` makes no sense.
+        """
+        return 1 if self.nodes is None else parse_nodes(self.nodes)[1]
+
+
+def parse_nodes(text: str) -> tuple[int, int]:
+    """Read "NxM" and return how many nodes there are, and how many ranks on each.
+
+    Raises:
+        CompareError: it reads otherwise, or there are fewer than two nodes, no ranks, or more than 1,000.
+
+    >>> parse_nodes("2x4")
+    (2, 4)
+    """
+    match = re.fullmatch(r"(\d{1,9})x(\d{1,9})", text.strip())
+    if not match:
+        raise CompareError(f"--nodes {text[:40]!r} cannot be read: write nodes by the ranks on each, such as 2x2")
+    nodes, ranks = int(match[1]), int(match[2])
+    if nodes < 2 or ranks < 1:
+        raise CompareError(f"--nodes {text}: links join at least 2 nodes of at least 1 rank, such as 2x2")
+    if nodes * ranks > MOST_RANKS:
+        raise CompareError(f"--nodes {text} makes {nodes * ranks:,} ranks: at most {MOST_RANKS:,} can be emulated")
+    return nodes, ranks

@@ -5,9 +5,9 @@ A step of a method at rate `B` (bit/s) is modelled from what it took at the rate
     t(B) = busy + max(0, wait + 8 * sent * (1/B - 1/R))
 
 where `busy` are the seconds of computing and of coding that was not hidden, `wait` what was left of the step, and
-`sent` the bytes a rank sends in it. What the bytes take is the only part that depends on the rate. Latencies and
-collectives that wait for each other, `wait - 8 * sent / R`, stay as they were; where that is negative, the backward
-pass hid so much of the sending, and goes on hiding as much.
+`sent` the bytes that go through a host's link in it. What the bytes take is the only part that depends on the rate.
+Latencies and collectives that wait for each other, `wait - 8 * sent / R`, stay as they were; where that is negative,
+the backward pass hid so much of the sending, and goes on hiding as much.
 
 A method reaches the target in `steps` steps whatever the link is: losses do not depend on it. (In a comparison of
 so many minutes they do, through the learning rate, and the answer is rougher.) So a method pays at `B` where
@@ -36,7 +36,7 @@ class TargetCost:
         steps: to the target.
         busy_s: of a step, spent on computing and on coding that was not hidden.
         wait_s: of a step, the rest.
-        sent_bytes: in a step, by one rank.
+        sent_bytes: in a step, through the link of a host.
         rate: of the links, in bit/s, when this was measured.
     """
 

@@ -134,7 +134,7 @@ class Row:
         label: what the spec became.
         seeds: how many finished.
         failure: why a seed failed, empty if none did.
-        bytes_per_step: sent by a rank in a step, framing included.
+        bytes_per_step: sent through a host's link in a step, framing included.
         ratio: fp32's bytes per step over this method's.
         step_ms: compute_ms + encode_ms + wait_ms.
         compute_ms: see `Split`, as for the next two.
@@ -215,8 +215,8 @@ def _costs(comparison: Comparison, runs: list[Run]) -> dict[str, Any]:
 
 
 def bytes_per_step(runs: list[Run]) -> float | None:
-    """Mean over runs of the bytes a rank sends in a step."""
-    return mean(run.wire.total / run.steps for run in runs) if runs else None
+    """Mean over runs of the bytes that a host sends through its link in a step."""
+    return mean(run.wire.through_link / run.steps for run in runs) if runs else None
 
 
 def _wire_per_step(runs: list[Run]) -> Wire:

@@ -17,7 +17,6 @@ from gradwire.bench.plan import ComparisonPlan
 from gradwire.bench.ranks import RankFailure, run_ranks
 from gradwire.bench.results import Run
 from gradwire.bench.run_folder import slug
-from gradwire.bench.slow import parse_slow
 from gradwire.bench.step_time import PRECISION
 from gradwire.bench.trainer import RankJob
 from gradwire.bench.warm import WarmHosts
@@ -51,7 +50,7 @@ def run_once(
     mine = make_job(plan, method, seed, place)
     job = place / "job.json"
     job.write_text(json.dumps(dataclasses.asdict(mine)))
-    ranks = range(plan.options.hosts)
+    ranks = range(plan.ranks)
 
     def on_line(rank: int, line: str) -> None:
         if rank == 0 and (news := read_news(line, mine.token)):
@@ -100,7 +99,7 @@ def make_job(plan: ComparisonPlan, method: str, seed: int, place: Path) -> RankJ
         folder=str(place.resolve()),
         engine=options.engine,
         token=secrets.token_hex(8),
-        slow=parse_slow(options.slow, options.hosts),
+        slow=plan.slow,
         smoothing=plan.smoothing,
         precision=PRECISION if plan.estimates_time(method) else None,
     )

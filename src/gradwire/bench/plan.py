@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from gradwire.bench import figures
-from gradwire.bench.compare_options import BUCKET_MB, DDP, CompareError, CompareOptions
+from gradwire.bench.compare_options import BUCKET_MB, DDP, CompareError, CompareOptions, parse_nodes
 from gradwire.bench.engines import make_engine
 from gradwire.bench.environment import processor
 from gradwire.bench.net import Network, parse_delay, parse_loss, parse_rate
@@ -33,6 +33,17 @@ class ComparisonPlan:
     def grid(self) -> list[tuple[str, int]]:
         """(method, seed) of every run, in order."""
         return [(method, seed) for seed in range(self.options.seeds) for method in self.options.methods]
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks train, on all hosts."""
+        return self.options.hosts * self.options.ranks_per_host
+
+    @property
+    def slow(self) -> tuple[float, ...]:
+        """How many times slower each rank's processor is."""
+        by_host = parse_slow(self.options.slow, self.options.hosts)
+        return tuple(factor for factor in by_host for _ in range(self.options.ranks_per_host))
 
     @property
     def seconds(self) -> float | None:
@@ -84,15 +95,16 @@ def make_plan(options: CompareOptions) -> ComparisonPlan:
     Raises:
         GradwireError: a method, the task or an option is wrong; the message says which and what to do.
     """
-    _check(options)
+    options = _checked(options)
     figures.check_target(options.target)
     engine = make_engine(options.engine)
+    ranks = options.hosts * options.ranks_per_host
     for method in options.methods:
-        engine.check(method, options.hosts)
+        engine.check(method, ranks)
     _check_target_method(options)
     task = make_task(options.task, 0, options.text)
     if options.task not in BUILT_IN:
-        check_one_step(task, options.task, options.hosts)
+        check_one_step(task, options.task, ranks)
     steps = None if options.minutes else options.steps or task.steps
     target = options.target or (None if task.target is None else str(task.target))
     filled = dataclasses.replace(
@@ -105,8 +117,16 @@ def make_plan(options: CompareOptions) -> ComparisonPlan:
     return ComparisonPlan(filled, task)
 
 
-def _check(options: CompareOptions) -> None:
+def _checked(options: CompareOptions) -> CompareOptions:
+    """The options, with nodes in the words of hosts and their links."""
     check_fields(options, CompareError)
+    if options.nodes is not None:
+        nodes, _ = parse_nodes(options.nodes)
+        options = dataclasses.replace(options, hosts=nodes, rate=options.rate_between or options.rate)
+    elif options.rate_between is not None:
+        raise CompareError("--rate-between is for --nodes: write --rate for links between hosts of one rank")
+    if options.rate_between is not None and options.rates:
+        raise CompareError("give --rates or --rate-between, not both")
     if len(set(options.methods)) != len(options.methods):
         raise CompareError("--methods: name each method once")
     if options.whole_baselines and options.minutes is not None:
@@ -118,16 +138,24 @@ def _check(options: CompareOptions) -> None:
         parse_slow(options.slow, options.hosts)
     except ValueError as error:
         raise CompareError(str(error)) from error
+    return options
 
 
 def make_network(options: CompareOptions) -> Network:
-    """The network of a comparison, not yet entered.
+    """The network of a comparison whose options were checked, not yet entered.
 
     Raises:
         ValueError: an option of it makes no sense.
     """
     rate = options.rates or options.rate
-    return Network(options.hosts, rate, mode=options.network, delay=options.delay, loss=options.loss)
+    return Network(
+        options.hosts,
+        rate,
+        mode=options.network,
+        delay=options.delay,
+        loss=options.loss,
+        ranks_per_host=options.ranks_per_host,
+    )
 
 
 def _weather(options: CompareOptions) -> list[str]:
@@ -158,7 +186,11 @@ def _evaluation_interval(task: Task, steps: int | None, target: str | None) -> i
 
 
 def _deadline(options: CompareOptions, task: Task) -> float:
-    """Twenty times what a dense step takes on the slowest link, and a minute of the slowest host's at least."""
+    """Twenty times what a dense step takes on the slowest link, and a minute of the slowest host's at least.
+
+    Where ranks share a link, all of them may send through it.
+    """
     rate = min(parse_rate(rate) for rate in options.rates or [options.rate])
-    dense_s = 2 * 4 * count(task.model) / (rate / 8) + options.hosts * parse_delay(options.delay)
+    dense_s = 2 * 4 * count(task.model) * options.ranks_per_host / (rate / 8)
+    dense_s += options.hosts * options.ranks_per_host * parse_delay(options.delay)
     return max(60.0 * max(parse_slow(options.slow, options.hosts)), 20 * dense_s)

@@ -85,6 +85,8 @@ class Wire:
         buffers: what DDP predicts to send of its own: the model's buffers, every step.
         other: what the counters saw beyond that: control messages, and whatever the prediction missed.
         setup: payload sent before the first step (DDP's check and broadcast of the weights); not in `total`.
+        between: of all that the ranks of a node sent together, what left the node by its link, framing included, the
+            mean over nodes. 0 where each host has one rank: then it is `total`.
     """
 
     total: Number = 0.0
@@ -93,6 +95,12 @@ class Wire:
     buffers: Number = 0.0
     other: Number = 0.0
     setup: Number = 0.0
+    between: Number = 0.0
+
+    @property
+    def through_link(self) -> float:
+        """Bytes that went through the link of a host."""
+        return self.between or self.total
 
     @property
     def surprise(self) -> float | None:
@@ -133,7 +141,7 @@ class Run:
         label: what the spec became.
         losses: training loss of each step, the mean over ranks.
         times_s: seconds of training after each step, by the slowest rank; evaluation and set-up are off the clock.
-        tx_bytes: bytes sent after each step, framing included, the mean over ranks.
+        tx_bytes: bytes sent through a host's link after each step, framing included, the mean over hosts.
         evaluations: the metric along the way; the last one is at the end.
         wire: itemised bytes.
         split: itemised seconds.

@@ -31,7 +31,7 @@ TASK = facts({"name": str, "description": str, "metric_name": str, "higher_is_be
 
 OPTIONS = facts(
     {"hosts": Positive, "rate": str, "steps": Positive | None, "minutes": Amount | None, "bucket_mb": Amount},
-    rates=list[str], delay=str, loss=str, slow=list[str],
+    rates=list[str], delay=str, loss=str, slow=list[str], nodes=str | None,
 )  # fmt: skip
 
 ENVIRONMENT = facts(

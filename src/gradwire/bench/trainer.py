@@ -84,9 +84,10 @@ class Log:
     cpu_s: float = 0.0
     payload: float = 0.0
     buffers: float = 0.0
-    total: int = 0
-    framing: int = 0
-    setup: int = 0
+    total: float = 0.0
+    framing: float = 0.0
+    setup: float = 0.0
+    between: int = 0
     label: str = ""
     residual_norm: float | None = None
     report: dict[str, Any] | None = None
@@ -256,8 +257,10 @@ class Trainer:
         return self.meter.read()
 
     def _count(self, sent: WireReading, steps: int) -> None:
-        self.log.total = sent.tx_bytes
-        self.log.framing = sent.tx_bytes - sent.payload_tx_bytes
+        sharing = self.meter.ranks
+        self.log.total = sent.all_bytes / sharing
+        self.log.framing = (sent.all_bytes - sent.all_payload_bytes) / sharing
+        self.log.between = sent.tx_bytes if sharing > 1 else 0
         self.log.payload, self.log.buffers = self.side.predicted_bytes(), self.side.buffer_bytes(steps)
         log = self.log
         self.exposed_s += self.side.exposed_in_steps_s()

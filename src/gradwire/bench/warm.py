@@ -123,21 +123,21 @@ class WarmHosts:
 
     Args:
         network: where they run; it must outlive them.
-        hosts: how many.
+        ranks: how many, on all hosts.
         task: whose data they read beforehand.
         text: folder of the bytes task.
         log_dir: gets `host0.log`, ...: what the processes themselves have to say.
     """
 
-    def __init__(self, network: SwitchableNetwork, hosts: int, task: str, text: Path | None, log_dir: Path) -> None:
-        self._network, self._hosts, self._log_dir = network, hosts, log_dir
+    def __init__(self, network: SwitchableNetwork, ranks: int, task: str, text: Path | None, log_dir: Path) -> None:
+        self._network, self._ranks, self._log_dir = network, ranks, log_dir
         self._prepare = ["gradwire.bench.worker:prepare", task, *([str(text.resolve())] if text else [])]
         self._processes: list[WarmProcess] = []
 
     def __enter__(self) -> WarmHosts:
         self._log_dir.mkdir(parents=True, exist_ok=True)
         try:
-            for rank in range(self._hosts):
+            for rank in range(self._ranks):
                 self._processes.append(self._started(rank))
         except BaseException:
             self.close()

@@ -21,26 +21,32 @@ _BYTES_RECEIVED, _SEGMENTS, _BYTES_SENT = 128, 136, 200
 
 
 class WireReading(NamedTuple):
-    """Counters of one rank, which only ever grow; the difference of two says what happened in between."""
+    """Counters of one rank, which only ever grow; the difference of two says what happened in between.
+
+    Ranks that share a host share its counters: `WireMeter.ranks` says how many do. What they send to each other does
+    not leave the host and is counted apart, as `inside_bytes` in `inside_packets`; elsewhere these are 0.
+    """
 
     tx_bytes: int
     rx_bytes: int
     tx_packets: int
     rx_packets: int
+    inside_bytes: int = 0
+    inside_packets: int = 0
 
     def since(self, earlier: WireReading) -> WireReading:
         """Return what was counted between `earlier` and this reading.
 
         >>> WireReading(300, 30, 3, 1).since(WireReading(100, 10, 1, 0))
-        WireReading(tx_bytes=200, rx_bytes=20, tx_packets=2, rx_packets=1)
+        WireReading(tx_bytes=200, rx_bytes=20, tx_packets=2, rx_packets=1, inside_bytes=0, inside_packets=0)
         """
         return WireReading(*(now - then for now, then in zip(self, earlier, strict=True)))
 
     def plus(self, other: WireReading) -> WireReading:
         """Return what was counted in both of two times.
 
-        >>> WireReading(200, 20, 2, 1).plus(WireReading(100, 10, 1, 0))
-        WireReading(tx_bytes=300, rx_bytes=30, tx_packets=3, rx_packets=1)
+        >>> WireReading(200, 20, 2, 1).plus(WireReading(100, 10, 1, 0)).tx_bytes
+        300
         """
         return WireReading(*(one + another for one, another in zip(self, other, strict=True)))
 
@@ -49,8 +55,20 @@ class WireReading(NamedTuple):
         """What was sent without its framing; an acknowledgement is framing only and so counts nothing."""
         return self.tx_bytes - FRAMING_BYTES * self.tx_packets
 
+    @property
+    def all_bytes(self) -> int:
+        """What was sent, also what did not leave the host."""
+        return self.tx_bytes + self.inside_bytes
+
+    @property
+    def all_payload_bytes(self) -> int:
+        """`all_bytes` without the framing."""
+        return self.all_bytes - FRAMING_BYTES * (self.tx_packets + self.inside_packets)
+
 
 class _Counter(Protocol):
+    ranks: int
+
     def read(self) -> WireReading: ...
     def pace(self) -> bool: ...
     def lift(self) -> None: ...
@@ -70,10 +88,14 @@ class WireMeter:
         before = meter.read()
         dist.all_reduce(gradient)
         print(meter.read().since(before).payload_tx_bytes)
+
+    Attributes:
+        ranks: how many share these counters.
     """
 
     def __init__(self, counter: _Counter):
         self._counter = counter
+        self.ranks = counter.ranks
 
     @classmethod
     def from_environment(cls) -> WireMeter:
@@ -81,10 +103,11 @@ class WireMeter:
         wire = os.environ.get("GRADWIRE_WIRE", "sockets:inf")
         kind, _, what = wire.partition(":")
         if kind == "interface":
-            return cls(_Interface(what))
+            name, _, ranks = what.partition(":")
+            return cls(_Interface(name, int(ranks or 1)))
         if kind == "sockets":
             return cls(_Sockets(float(what), os.environ.get("MASTER_PORT", "")))
-        raise ValueError(f'GRADWIRE_WIRE={wire!r} must read "interface:NAME" or "sockets:BYTES_PER_S"')
+        raise ValueError(f'GRADWIRE_WIRE={wire!r} must read "interface:NAME[:RANKS]" or "sockets:BYTES_PER_S"')
 
     def read(self) -> WireReading:
         """Return the counters as they stand now."""
@@ -103,22 +126,24 @@ class WireMeter:
 
 
 class _Interface:
-    """Counters of a network interface.
+    """Counters of a network interface, and of the loopback interface where several ranks share the host.
 
     They are read from /proc/net/dev and not from /sys/class/net: one read gives all four at one time, and
     /proc shows the reader's own network namespace, where /sys shows the one it was mounted in.
     """
 
-    def __init__(self, name: str):
+    def __init__(self, name: str, ranks: int):
         self._name = name
+        self.ranks = ranks
 
     def read(self) -> WireReading:
-        for line in Path("/proc/net/dev").read_text().splitlines():
-            name, _, columns = line.partition(":")
-            if name.strip() == self._name:
-                rx_bytes, rx_packets, *_ = fields = [int(column) for column in columns.split()]
-                return WireReading(fields[8], rx_bytes, fields[9], rx_packets)
-        raise ValueError(f"no interface {self._name!r} here: does this process run on a host of the network?")
+        lines = (line.partition(":") for line in Path("/proc/net/dev").read_text().splitlines())
+        columns = {name.strip(): counts.split() for name, colon, counts in lines if colon}
+        if self._name not in columns:
+            raise ValueError(f"no interface {self._name!r} here: does this process run on a host of the network?")
+        rx_bytes, rx_packets, *_ = fields = [int(column) for column in columns[self._name]]
+        inside = columns["lo"] if self.ranks > 1 else ["0"] * len(fields)
+        return WireReading(fields[8], rx_bytes, fields[9], rx_packets, int(inside[8]), int(inside[9]))
 
     def pace(self) -> bool:
         """Nothing to do: the link is limited."""
@@ -130,6 +155,8 @@ class _Interface:
 
 class _Sockets:
     """Counters of this process's TCP connections; one that has closed keeps what was last seen of it."""
+
+    ranks = 1
 
     def __init__(self, bytes_per_s: float, store_port: str):
         self._bytes_per_s = bytes_per_s

@@ -64,7 +64,7 @@ def run(job: RankJob) -> Log:
     model = engine.wrap(task.model, job.method, job.bucket_mb)
     dist.barrier()
     time.sleep(SETTLE_S)
-    setup = meter.read().since(before).payload_tx_bytes
+    setup = meter.read().since(before).all_payload_bytes / meter.ranks
     side = engine.attach(model, task.optimizer(p for p in model.parameters() if p.requires_grad), job.method)
     if not job.method.startswith("torch."):
         warm_kernels()

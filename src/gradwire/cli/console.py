@@ -122,7 +122,7 @@ class ConsoleView:
             say(self._console, "  ", ("✗", "red"), f" {run.method} seed {run.seed}: {wrong}")
             return
         step_ms = 1000 * run.times_s[-1] / run.steps
-        sent = text.si_bytes(run.wire.total / run.steps)
+        sent = text.si_bytes(run.wire.through_link / run.steps)
         loss = f"loss {final_loss(run, self._smoothing):.3f}, " if run.method != FLOOR else ""
         timed = f", timed over the first {run.timed_steps} steps" if run.timed_steps is not None else ""
         figures = f"{loss}{text.milliseconds(step_ms)} ms and {sent} a step{timed}"

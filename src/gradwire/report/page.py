@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from gradwire.bench.compare_options import parse_nodes
 from gradwire.bench.figures import Row, mean, smooth, summarise, target_loss
 from gradwire.bench.results import FLOOR, FP32, Comparison
 from gradwire.bench.storage import write_atomically
@@ -26,8 +27,9 @@ COLUMNS = (
      "reaches the target; ≈ where that is estimated from the steps that were timed."),
     ("vs fp32, vs 16 bit", "Iso-accuracy speed-up: the baseline's time to the target over this method's, mean "
      "over paired seeds with the range in brackets. Where the evidence does not carry one, the reason instead."),
-    ("sent a step", "Bytes a rank sends in a step, counted at its network interface, packet headers and "
-     "acknowledgements included. Decimal units."),
+    ("sent a step", "Bytes a host sends in a step, counted at its network interface, packet headers and "
+     "acknowledgements included. A host has one rank, or is a node whose ranks reach each other inside it. Decimal "
+     "units."),
     ("ratio", "What torch.fp32 sends over what this method sends."),
     ("ms a step", "Training time over steps, by the slowest rank, everything in it but evaluation and set-up."),
     ("compute", "From the start of a step until its last gradient, plus the optimizer: forward, backward, and whatever "
@@ -65,8 +67,8 @@ def render(comparison: Comparison) -> str:
         bars=_bars(rows),
         headings=headings(comparison),
         rows=[(row.label, [row.method, *cells(row, verdict)]) for row in rows],
-        wire_headings=WIRE_HEADINGS,
-        wire_rows=[("", _wire_cells(row)) for row in rows if row.bytes_per_step is not None],
+        wire_headings=wire_headings(comparison),
+        wire_rows=[("", _wire_cells(comparison, row)) for row in rows if row.bytes_per_step is not None],
         failed=[(row.method, row.failure) for row in rows if row.failure],
         columns=COLUMNS,
         notes=notes(comparison, verdict),
@@ -81,9 +83,17 @@ def lede(comparison: Comparison) -> str:
     seeds = len({run.seed for run in comparison.runs})
     return (
         f"{comparison.task['description'] or comparison.task['name']}; "
-        f"{text.counted(comparison.options['hosts'], 'host')}, {_links(comparison.options)}, "
+        f"{_hosts(comparison.options)}, {_links(comparison.options)}, "
         f"{text.counted(seeds, 'seed')}."
     )
+
+
+def _hosts(options: Mapping[str, Any]) -> str:
+    """How many hosts there are, and ranks on them."""
+    if not options.get("nodes"):
+        return text.counted(options["hosts"], "host")
+    nodes, ranks = parse_nodes(options["nodes"])
+    return f"{nodes} nodes of {text.counted(ranks, 'rank')}"
 
 
 def _links(options: Mapping[str, Any]) -> str:
@@ -204,7 +214,8 @@ def _lines(comparison: Comparison, unit: str) -> tuple[str, str]:
         for method in comparison.methods
         if method != FLOOR and comparison.finished(method)
     ]
-    over = "seconds of training" if unit == "s" else "bytes sent by each rank"
+    sender = "node" if comparison.options.get("nodes") else "rank"
+    over = "seconds of training" if unit == "s" else f"bytes sent by each {sender}"
     chart = LineChart(
         title=f"Training loss against {over}",
         series=series,
@@ -299,14 +310,17 @@ def headings(comparison: Comparison) -> list[str]:
     ]  # fmt: skip
 
 
-WIRE_HEADINGS = (
-    "method", "predicted payload", "DDP's buffers", "anything else", "off by", "framing", "total", "before step 1",
-)  # fmt: skip
+def wire_headings(comparison: Comparison) -> list[str]:
+    """Headings of the table of bytes."""
+    return [
+        "method", "predicted payload", "DDP's buffers", "anything else", "off by", "framing", "total", "before step 1",
+        *(["node to node"] if comparison.options.get("nodes") else []),
+    ]  # fmt: skip
 
 
-def _wire_cells(row: Row) -> list[str]:
+def _wire_cells(comparison: Comparison, row: Row) -> list[str]:
     wire, surprise = row.wire, row.wire.surprise
     off = text.NOTHING if surprise is None else f"{100 * surprise:+.2f} %"
     sizes = (wire.payload, wire.buffers, wire.other)
-    rest = (wire.framing, wire.total, wire.setup)
+    rest = (wire.framing, wire.total, wire.setup, *([wire.through_link] if comparison.options.get("nodes") else []))
     return [row.method, *map(text.si_bytes, sizes), off, *map(text.si_bytes, rest)]

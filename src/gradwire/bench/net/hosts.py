@@ -45,8 +45,9 @@ class Hosts(Protocol):
 class Namespaces:
     """Hosts as network namespaces, made as root or in a user namespace of one's own."""
 
-    def __init__(self, links: Links, port: int, tag: str, *, rootless: bool) -> None:
+    def __init__(self, links: Links, port: int, tag: str, *, ranks_per_host: int, rootless: bool) -> None:
         self._hosts = len(links.rates_bits_per_s)
+        self._ranks_per_host = ranks_per_host
         self._port = port
         self._tag = tag
         self._rootless = rootless
@@ -93,8 +94,8 @@ class Namespaces:
     def _join(self, links: Links) -> None:
         hosts = [str(holder.pid) for holder in self._holders[1:]]
         self._script(0, [*QUIET, *switch_script(hosts, links)])
-        for rank in range(self._hosts):
-            self._script(rank + 1, [*QUIET, *host_script(rank, links)])
+        for host in range(self._hosts):
+            self._script(host + 1, [*QUIET, *host_script(host, links)])
 
     def _script(self, holder: int, lines: list[str]) -> None:
         result = subprocess.run(
@@ -112,13 +113,15 @@ class Namespaces:
 
     def command(self, rank: int, argv: Sequence[str]) -> list[str]:
         """The command line that runs `argv` on a rank's host."""
-        return [*self._enter(rank + 1), "--", *argv]
+        return [*self._enter(rank // self._ranks_per_host + 1), "--", *argv]
 
     def environment(self, rank: int) -> dict[str, str]:
         """Variables of a rank's command: its interface and where to meet."""
-        environment = loopback_environments(self._hosts, self._port)[rank]
-        wire = {"MASTER_ADDR": address(0), "GLOO_SOCKET_IFNAME": "eth0", "GRADWIRE_WIRE": "interface:eth0"}
-        return environment | wire
+        each = self._ranks_per_host
+        environment = loopback_environments(self._hosts * each, self._port)[rank]
+        counted = "interface:eth0" if each == 1 else f"interface:eth0:{each}"
+        wire = {"MASTER_ADDR": address(0), "GLOO_SOCKET_IFNAME": "eth0", "GRADWIRE_WIRE": counted}
+        return environment | wire | {"LOCAL_RANK": str(rank % each)}
 
     def line_use(self) -> LineUse | None:
         """What the delay line has used so far; None where there is none."""
@@ -127,8 +130,8 @@ class Namespaces:
     def limit(self, links: Links) -> None:
         """Change the links' limits while they are in use."""
         self._script(0, switch_limits(links))
-        for rank in range(self._hosts):
-            self._script(rank + 1, host_limits(rank, links))
+        for host in range(self._hosts):
+            self._script(host + 1, host_limits(host, links))
         if self._line is not None:
             self._line.limit(links)
 

@@ -43,7 +43,7 @@ _serial = itertools.count()
 
 
 class Network:
-    """A network of `hosts` hosts, one rank each, for as long as the `with` block runs.
+    """A network of `hosts` hosts, one rank or several on each, for as long as the `with` block runs.
 
     Three ways to make it, tried in this order by `mode="auto"`:
 
@@ -65,12 +65,15 @@ class Network:
         delay: what a round trip between any two hosts takes, as `ping` shows it ("50ms"); half of it each way.
         loss: share of the frames that get lost between two hosts ("0.1%"), in each direction, at random but alike
             in every network.
+        ranks_per_host: how many ranks each host has. They are numbered host by host, and reach each other over the
+            loopback interface of their host, which has no limit.
 
-    Delay and loss need namespaces, so "auto" does not fall back on paced sockets. They are the work of a process, which
-    takes some processor time (`line_use`).
+    Delay, loss and several ranks on a host need namespaces, so "auto" does not fall back on paced sockets. Delay and
+    loss are the work of a process, which takes some processor time (`line_use`).
 
     Attributes:
         hosts: as given.
+        ranks: on all hosts.
         rate: as given.
         mode: the way in use ("root", "user" or "paced") inside the block; "auto" may stand here before it.
         description: one sentence for a report: what the network is and why not a better one.
@@ -95,6 +98,7 @@ class Network:
         port: int | None = None,
         delay: str = "0",
         loss: str = "0",
+        ranks_per_host: int = 1,
     ):
         if not 1 <= hosts <= _MAX_HOSTS:
             raise ValueError(f"hosts must lie between 1 and {_MAX_HOSTS}, not {hosts}")
@@ -102,7 +106,10 @@ class Network:
             raise ValueError(f"mode must be one of {', '.join(_MODES)}, not {mode!r}")
         if port is not None and not 1 <= port <= 65535:
             raise ValueError(f"port must lie between 1 and 65535, not {port}")
+        if ranks_per_host < 1:
+            raise ValueError(f"ranks_per_host must be at least 1, not {ranks_per_host}")
         self.hosts = hosts
+        self.ranks = hosts * ranks_per_host
         self.rate = rate
         self.mode: Literal["auto", "root", "user", "paced"] = mode
         self.description = "a network not yet made"
@@ -112,6 +119,11 @@ class Network:
             raise ValueError(
                 "paced sockets have neither delay nor loss: these need a network of mode auto, root or user"
             )
+        if mode == "paced" and ranks_per_host > 1:
+            raise ValueError(
+                "paced sockets slow all ranks down: several ranks on a host need a network of mode auto, root or user"
+            )
+        self._ranks_per_host = ranks_per_host
         self._port = port
         self._made: Hosts | None = None
         self._lifted = False
@@ -148,7 +160,7 @@ class Network:
         """Return the variables to set for a rank's command, on top of the usual ones.
 
         They tell `torch.distributed` where to meet (MASTER_ADDR, MASTER_PORT, RANK, WORLD_SIZE, LOCAL_RANK),
-        Gloo which interface to use, and `WireMeter` where to count.
+        Gloo which interface to use, and `WireMeter` where to count. LOCAL_RANK is the rank's place on its host.
         """
         return {**self._host(rank).environment(rank), TAG: self._tag}
 
@@ -177,14 +189,15 @@ class Network:
     def _host(self, rank: int) -> Hosts:
         if self._made is None:
             raise NetworkError('the network does not exist yet: use it inside "with Network(...) as network:"')
-        if not 0 <= rank < self.hosts:
-            raise ValueError(f"rank must lie between 0 and {self.hosts - 1}, not {rank}")
+        if not 0 <= rank < self.ranks:
+            raise ValueError(f"rank must lie between 0 and {self.ranks - 1}, not {rank}")
         return self._made
 
     def _make(self) -> Hosts:
         reasons: list[str] = []
         asked = self._requested
-        emulated: tuple[Mode, ...] = ("root", "user") if self._links.by_line else ("root", "user", "paced")
+        needs_hosts = self._links.by_line or self._ranks_per_host > 1
+        emulated: tuple[Mode, ...] = ("root", "user") if needs_hosts else ("root", "user", "paced")
         modes: tuple[Mode, ...] = emulated if asked == "auto" else (asked,)
         for mode in modes:
             try:
@@ -195,7 +208,7 @@ class Network:
                 reasons.append(f"not {mode}: {error}")
                 continue
             self.mode = mode
-            self.description = _describe(mode, self._links, reasons)
+            self.description = _describe(mode, self._links, self._ranks_per_host, reasons)
             return made
         raise AssertionError("the last mode returns or raises")
 
@@ -204,7 +217,7 @@ class Network:
             return Loopback(self._links, _loopback_port(self._port))
         _check_tools(mode)
         port = self._port or _DEFAULT_PORT  # nobody else lives in a new namespace: every port is free
-        return Namespaces(self._links, port, self._tag, rootless=mode == "user")
+        return Namespaces(self._links, port, self._tag, ranks_per_host=self._ranks_per_host, rootless=mode == "user")
 
     def _close(self) -> None:
         if self._creator != os.getpid():  # a forked child must not tear down its parent's network
@@ -240,7 +253,7 @@ def _rates(hosts: int, rate: str | Sequence[str] | None) -> list[float | None]:
     return [parse_rate(one) for one in rate]
 
 
-def _describe(mode: Mode, links: Links, reasons: Sequence[str]) -> str:
+def _describe(mode: Mode, links: Links, ranks_per_host: int, reasons: Sequence[str]) -> str:
     hosts = len(links.rates_bits_per_s)
     plural = "" if hosts == 1 else "s"
     if mode == "paced":
@@ -250,7 +263,8 @@ def _describe(mode: Mode, links: Links, reasons: Sequence[str]) -> str:
         how = "as root" if mode == "root" else "in an unprivileged user namespace"
         limit = _limit(links, "unlimited links", "links limited to {} in each direction by tbf")
         switch = _line(links) if links.by_line else "a bridge"
-        text = f"{hosts} host{plural} as network namespaces made {how}, joined by {switch}, {limit}, MTU {MTU}"
+        ranks = f" of {ranks_per_host} ranks" if ranks_per_host > 1 else ""
+        text = f"{hosts} host{plural}{ranks} as network namespaces made {how}, joined by {switch}, {limit}, MTU {MTU}"
     return text + (f" ({'; '.join(reasons)})" if reasons else "")
 
 
