@@ -216,6 +216,7 @@ def main() -> None:
     options = parser.parse_args()
     nodes, ranks = parse_nodes(options.nodes)
     rows = list[dict[str, Any]]()
+    description = ""
     loads = [os.getloadavg()[0]]
     for name in options.parts:
         part = Part(name, ranks, options.rounds, options.warm)
