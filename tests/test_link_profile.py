@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Callable
@@ -11,20 +12,25 @@ from typing import TypeVar
 
 import pytest
 import torch
+import torch.distributed as dist
 
+import gradwire
 from engines import Exchange, ThreadTransport
 from gradwire import parse
 from gradwire.bench.ranks import run_function
 from gradwire.cli import main as cli
 from gradwire.core.errors import TopologyError
-from gradwire.core.link import Curve, TimedSize
+from gradwire.core.link import Curve, Link, TimedSize
 from gradwire.drivers import axes, link_profiler
+from gradwire.drivers.groups import group_apart
 from gradwire.drivers.link_profiler import LinkProfiler
 from gradwire.drivers.measure import Bench
 from gradwire.drivers.window import Caps
 from gradwire.reducers.auto import Auto
 from gradwire.reducers.base import Reducer
-from gradwire.topology import AxisLink, HostIdentity, MeasuredPair
+from gradwire.session.direct_lane import DirectLane
+from gradwire.session.figures import links_file
+from gradwire.topology import AxisLink, AxisLinks, HostIdentity, MeasuredPair
 from gradwire.topology.link_profile import LinkProfile
 from gradwire.topology.reduction_times import Probe, ReductionTimes
 
@@ -110,6 +116,34 @@ def test_the_next_run_reads_what_this_one_measured(counted: Counted, tmp_path: P
     assert len(json.loads(file.read_text())["reductions"]) == 2
 
 
+def test_links_that_a_description_says_are_told_without_measuring(tmp_path: Path) -> None:
+    sites, file = tmp_path / "sites.toml", tmp_path / "links.json"
+    sites.write_text(
+        "".join(f"[[level]]\nname = '{name}'\nrate = '50mbit'\nlatency_ms = 20\n" for name in ("node", "rank"))
+    )
+
+    def rank(number: int, exchange: Exchange, kept: Path | None) -> AxisLinks:
+        here = HostIdentity("host", "boot", 1, "aab"[number])
+        return LinkProfiler(ThreadTransport(exchange, number), CPU, kept, sites, here).axis_links()
+
+    for kept in (None, file, file):
+        with ThreadPoolExecutor(3) as pool:
+            found = list(pool.map(functools.partial(rank, exchange=Exchange(3), kept=kept), range(3)))
+        assert [link.level for link in found[0].links] == ["rank", "node"]
+        assert all(each.of("node") == Link(0.02, 1.6e-7) for each in found)
+
+
+def test_a_group_that_the_default_group_does_not_know_keeps_no_file(
+    one_rank: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("GRADWIRE_LINKS", str(tmp_path / "links.json"))
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    apart = group_apart(store, 0, 1, 20.0)
+    with gradwire.Session({"x": torch.ones(4)}, "none", lane=DirectLane(apart, store, "apart", 20.0)):
+        assert links_file(apart) is None
+    apart.abort()
+
+
 def test_a_file_of_other_hosts_is_refused_on_all_ranks_and_written_anew(counted: Counted, tmp_path: Path) -> None:
     file = tmp_path / "links.json"
     on_both(file, asked("none,exchange=auto"), "ab")
@@ -181,6 +215,8 @@ def test_cost_takes_the_links_of_each_level_from_a_profile(tmp_path: Path, capsy
     same_flat, same_nodes = milliseconds("80mbit", "0.1")
     assert flat == same_flat
     assert nodes < 0.6 * same_nodes
+    assert cli.main(["cost", "int4,node=4", "--task", "digits", "--rate", str(file)]) == 0
+    capsys.readouterr()
     for words, said in (
         (["--rate", str(file), "--latency", "1"], "--latency belongs to a rate"),
         (["--rate", str(file), "--hosts", "8"], "was measured with 4 ranks: give --hosts 4"),

@@ -142,8 +142,11 @@ class _Links(NamedTuple):
     profile: LinkProfile | None = None
 
     def of_axes(self, axes: Sequence[Axis]) -> dict[Axis, Link]:
-        """The links of axes that were measured."""
-        return {} if self.profile is None else {axis: self.profile.link_between(axis.members(0)) for axis in axes}
+        """The links of axes that were measured; nothing travels on one of a single rank."""
+        profile = self.profile
+        if profile is None:
+            return {}
+        return {axis: profile.link_between(axis.members(0)) for axis in axes if axis.size > 1}
 
 
 def _links(rate: str | None, latency_ms: float | None, ranks: int) -> _Links | None:

@@ -102,8 +102,13 @@ def deadline_of(group: dist.ProcessGroup, device: torch.device) -> float:
 
 def destroy(group: dist.ProcessGroup) -> None:
     """Let go of a group, unless it went already with the default group."""
-    if dist.is_initialized() and group in c10d._world.pg_map:  # pyright: ignore[reportPrivateUsage]
+    if is_registered(group):
         dist.destroy_process_group(group)
+
+
+def is_registered(group: dist.ProcessGroup) -> bool:
+    """Whether the default group knows of a group: it does not of one that `group_apart` made."""
+    return dist.is_initialized() and group in c10d._world.pg_map  # pyright: ignore[reportPrivateUsage]
 
 
 _STALE = (

@@ -107,7 +107,7 @@ class LinkProfiler:
         """
         topology, profile = self.topology().topology, self._kept()
         joined = [level for place, level in enumerate(topology.levels) if rounds_of_pairs(topology, place)]
-        if profile.has_links([level.name for level in joined if not level.is_described]):
+        if all(profile.has_link(level) for level in joined):
             source = str(self._file) if self._is_from_file else "measured"
             return AxisLinks(with_described(profile.links, topology), source, self.notes)
         links = measured_links(topology, self._transport, self._device)

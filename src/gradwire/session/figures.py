@@ -16,6 +16,7 @@ from gradwire.core.figures import listed
 from gradwire.core.link import Link
 from gradwire.core.state import walk
 from gradwire.drivers.engine import Engine, Stats
+from gradwire.drivers.groups import is_registered
 from gradwire.drivers.link_profiler import LinkProfiler
 from gradwire.drivers.process_group import GroupTransport
 from gradwire.drivers.traced import Traced
@@ -40,10 +41,11 @@ def wants_times() -> bool:
 def links_file(group: dist.ProcessGroup) -> Path | None:
     """Where what is measured of a group's links is kept: what `GRADWIRE_LINKS` says; None where it says nothing.
 
-    A group of some of the ranks has a file of its own beside that of all ranks, named by a digest of its ranks.
+    A group of some of the ranks has a file of its own beside that of all ranks, named by a digest of its ranks. A group
+    that the default group does not know has none: its ranks come and go.
     """
     named = os.environ.get(LINKS_VARIABLE)
-    if not named:
+    if not named or not is_registered(group):
         return None
     file, ranks = Path(named), dist.get_process_group_ranks(group)
     if len(ranks) == dist.get_world_size():

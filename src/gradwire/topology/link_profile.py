@@ -15,7 +15,7 @@ from gradwire.core.figures import listed
 from gradwire.core.link import Curve, Link, TimedSize
 from gradwire.topology.axis_links import AxisLink
 from gradwire.topology.identity import HostIdentity
-from gradwire.topology.levels import Topology
+from gradwire.topology.levels import Level, Topology
 from gradwire.topology.reduction_times import LEAST_BYTES, Probe, ReductionTimes
 
 _FORMAT = 2
@@ -181,9 +181,9 @@ class LinkProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """The same with the links of all levels."""
         return msgspec.structs.replace(self, links=tuple(AxisLink(each.level, each.pairs) for each in links))
 
-    def has_links(self, levels: Sequence[str]) -> bool:
-        """Whether the links of these levels were measured."""
-        return {*levels} <= {link.level for link in self.links if link.pairs}
+    def has_link(self, level: Level) -> bool:
+        """Whether the links of a level are known: they were measured, or its description says all."""
+        return any(link.level == level.name and (link.pairs or level.is_described) for link in self.links)
 
     def routes_of(self, groups: Sequence[Sequence[int]], method: str, names: Sequence[str]) -> tuple[Curve, ...] | None:
         """The curves of these routes; None where one of them was not timed."""
