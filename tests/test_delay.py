@@ -22,6 +22,7 @@ from gradwire.bench.net.delay_line import Large, Losses
 from gradwire.bench.net.delay_process import LineUse
 from gradwire.bench.ranks import run_ranks
 from gradwire.core.errors import NetworkError
+from namespaces import needs_namespaces
 
 SECONDS = pytest.mark.timeout(120)
 ATTEMPTS = 4
@@ -39,14 +40,6 @@ def measured(script: str, network: Network, folder: Path, *words: object) -> lis
         deadline_s=40,
     )
     return [json.loads((folder / f"rank{rank}.log").read_text()) for rank in ranks]
-
-
-def needs_namespaces(mode: Literal["root", "user"] = "user") -> None:
-    try:
-        with Network(1, "100mbit", mode=mode):
-            pass
-    except NetworkError as error:
-        pytest.skip(f"no {mode} network here: {error}")
 
 
 # What hosts run ----------------------------------------------------------------------------------------------

@@ -22,19 +22,11 @@ from gradwire.bench.ranks import RankFailure, run_function, run_ranks
 from gradwire.bench.warm import WarmProcess
 from gradwire.bench.wire import WireMeter
 from gradwire.core.errors import NetworkError
+from namespaces import needs_namespaces
 
 HERE = Path(__file__)
 SECONDS = pytest.mark.timeout(60)
 PATH = {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
-
-
-def needs(mode: Literal["root", "user"]) -> None:
-    """Skip the test where this way of making a network is closed."""
-    try:
-        with Network(1, "100mbit", mode=mode):
-            pass
-    except NetworkError as error:
-        pytest.skip(f"no {mode} network here: {error}")
 
 
 def alive(tag: str) -> list[int]:
@@ -202,7 +194,7 @@ def transferred(mode: Literal["root", "user"], rate: str, size: int, folder: Pat
 @pytest.mark.net
 @pytest.mark.parametrize(("mode", "rate"), [("root", "20mbit"), ("root", "100mbit"), ("user", "100mbit")])
 def test_the_rate_is_obeyed_and_the_counters_are_right(mode: Literal["root", "user"], rate: str, tmp_path: Path):
-    needs(mode)
+    needs_namespaces(mode)
     size = int(parse_rate(rate) / 8)  # one second
     attempts = [transferred(mode, rate, size, tmp_path)]
     while attempts[-1][0] >= 4 and len(attempts) < 4:
@@ -220,7 +212,7 @@ def test_the_rate_is_obeyed_and_the_counters_are_right(mode: Literal["root", "us
 @pytest.mark.net
 @pytest.mark.parametrize("mode", ["root", "user"])
 def test_two_ranks_reduce_on_the_network(mode: Literal["root", "user"]):
-    needs(mode)
+    needs_namespaces(mode)
     with Network(2, "100mbit", mode=mode) as network:
         assert network.mode == mode
         results = run_function(f"{HERE}:all_reduce", 2, {"numel": 250_000}, 40, network)
@@ -247,7 +239,7 @@ def test_two_ranks_reduce_on_paced_sockets():
 @pytest.mark.net
 @pytest.mark.parametrize("mode", ["root", "user"])
 def test_a_crash_inside_the_block_leaves_nothing(mode: Literal["root", "user"]):
-    needs(mode)
+    needs_namespaces(mode)
     started: list[tuple[str, subprocess.Popen[bytes]]] = []
 
     def crash() -> None:
@@ -267,7 +259,7 @@ def test_a_crash_inside_the_block_leaves_nothing(mode: Literal["root", "user"]):
 @pytest.mark.net
 @pytest.mark.parametrize("error", [KeyboardInterrupt, NetworkError])
 def test_an_interrupted_set_up_leaves_nothing(monkeypatch: pytest.MonkeyPatch, error: type[BaseException]):
-    needs("user")
+    needs_namespaces("user")
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)]
     real_run = subprocess.run
 
@@ -330,7 +322,7 @@ def described(pids: list[int]) -> str:
 @SECONDS
 @pytest.mark.net
 def test_clean_removes_what_a_killed_creator_left_and_nothing_else():
-    needs("user")
+    needs_namespaces("user")
     with creator() as (process, tag):
         before = set(alive(tag))
         clean()
@@ -347,7 +339,7 @@ def test_clean_removes_what_a_killed_creator_left_and_nothing_else():
 @pytest.mark.net
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_signal_takes_the_network_down(number: signal.Signals):
-    needs("user")
+    needs_namespaces("user")
     with creator() as (process, tag):
         process.send_signal(number)
         status = process.wait(timeout=20)

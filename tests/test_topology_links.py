@@ -17,12 +17,12 @@ import torch
 from engines import Exchange, ThreadTransport
 from gradwire.bench.net import Network
 from gradwire.bench.ranks import run_function, run_ranks
-from gradwire.core.errors import NetworkError
 from gradwire.core.link import Link
 from gradwire.drivers import axes
 from gradwire.drivers.axes import measured_links
 from gradwire.drivers.link_profiler import LinkProfiler
 from gradwire.topology import AxisLinks, HostIdentity, Topology, described
+from namespaces import needs_namespaces
 
 CASES = Path(__file__).with_name("topology_cases.py")
 CPU = torch.device("cpu")
@@ -196,14 +196,6 @@ def ping_pong(network: Network, nbytes: int, folder: Path) -> list[float]:
     commands = [network.command(rank, argv) for rank in range(2)]
     run_ranks(commands, [network.environment(rank) for rank in range(2)], log_dir=folder, deadline_s=60)
     return json.loads((folder / "rank1.log").read_text())
-
-
-def needs_namespaces() -> None:
-    try:
-        with Network(1, "100mbit", mode="user"):
-            pass
-    except NetworkError as error:
-        pytest.skip(f"no network here: {error}")
 
 
 @pytest.mark.net

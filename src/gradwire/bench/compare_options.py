@@ -142,6 +142,11 @@ class CompareOptions:
         """
         return 1 if self.nodes is None else parse_nodes(self.nodes)[1]
 
+    @property
+    def ranks(self) -> int:
+        """How many ranks train, on all hosts."""
+        return self.hosts * self.ranks_per_host
+
 
 def parse_nodes(text: str) -> tuple[int, int]:
     """Read "NxM" and return how many nodes there are, and how many ranks on each.

@@ -11,7 +11,8 @@ from typing import Any
 import msgspec
 
 from gradwire.bench.results import Amount, Measurement, Positive, ResultsError, Whole
-from gradwire.bench.storage import plain, read_checked, read_json, write_atomically
+from gradwire.bench.storage import plain, read_checked, read_json
+from gradwire.core.atomic_file import write_atomically
 from gradwire.core.checked import checked, facts
 from gradwire.federated import Round
 

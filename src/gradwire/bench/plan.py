@@ -37,7 +37,7 @@ class ComparisonPlan:
     @property
     def ranks(self) -> int:
         """How many ranks train, on all hosts."""
-        return self.options.hosts * self.options.ranks_per_host
+        return self.options.ranks
 
     @property
     def slow(self) -> tuple[float, ...]:
@@ -98,13 +98,12 @@ def make_plan(options: CompareOptions) -> ComparisonPlan:
     options = _checked(options)
     figures.check_target(options.target)
     engine = make_engine(options.engine)
-    ranks = options.hosts * options.ranks_per_host
     for method in options.methods:
-        engine.check(method, ranks)
+        engine.check(method, options.ranks)
     _check_target_method(options)
     task = make_task(options.task, 0, options.text)
     if options.task not in BUILT_IN:
-        check_one_step(task, options.task, ranks)
+        check_one_step(task, options.task, options.ranks)
     steps = None if options.minutes else options.steps or task.steps
     target = options.target or (None if task.target is None else str(task.target))
     filled = dataclasses.replace(
@@ -192,5 +191,5 @@ def _deadline(options: CompareOptions, task: Task) -> float:
     """
     rate = min(parse_rate(rate) for rate in options.rates or [options.rate])
     dense_s = 2 * 4 * count(task.model) * options.ranks_per_host / (rate / 8)
-    dense_s += options.hosts * options.ranks_per_host * parse_delay(options.delay)
+    dense_s += options.ranks * parse_delay(options.delay)
     return max(60.0 * max(parse_slow(options.slow, options.hosts)), 20 * dense_s)

@@ -11,6 +11,7 @@ from typing import Any
 from gradwire.bench import storage
 from gradwire.bench.compare_options import CompareError
 from gradwire.bench.results import ResultsError, Run
+from gradwire.core.atomic_file import write_atomically
 
 
 def slug(method: str) -> str:
@@ -22,7 +23,7 @@ def prepare_folder(folder: Path, *, fresh: bool) -> Path:
     """Make the output folder and see that it can be written; with `fresh`, forget its runs."""
     (folder / "runs").mkdir(parents=True, exist_ok=True)
     probe = folder / "runs" / ".probe"
-    storage.write_atomically(probe, "can this folder be written?")
+    write_atomically(probe, "can this folder be written?")
     probe.unlink()
     if fresh:
         for path in (folder / "runs").glob("*.json"):
@@ -33,7 +34,7 @@ def prepare_folder(folder: Path, *, fresh: bool) -> Path:
 def store_run(folder: Path, run: Run) -> None:
     """Keep a run, so that it need not be made again."""
     path = folder / "runs" / f"{slug(run.method)}-seed{run.seed}.json"
-    storage.write_atomically(path, json.dumps(storage.run_to_json(run)))
+    write_atomically(path, json.dumps(storage.run_to_json(run)))
 
 
 def stored_runs(

@@ -10,8 +10,6 @@ import csv
 import dataclasses
 import json
 import math
-import os
-import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, cast, get_type_hints
@@ -21,6 +19,7 @@ from msgspec import Meta
 from gradwire.bench.figures import Row, Spread, check_target, summarise
 from gradwire.bench.results import SCHEMA, Amount, Comparison, Positive, ResultsError, Run, Split, Wire
 from gradwire.bench.step_time import WARM_UP
+from gradwire.core.atomic_file import write_atomically
 from gradwire.core.checked import checked, facts
 from gradwire.core.grammar import renamed
 
@@ -136,20 +135,6 @@ def read_json(path: Path) -> object:
         raise ResultsError("it is nested too deeply to be a results file of gradwire compare") from error
     except ValueError as error:  # no JSON, no UTF-8, or a whole number of thousands of digits
         raise ResultsError(f"it is no JSON, or was cut short ({error})") from error
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file so that a reader sees all of it or what was there before, never a part."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8", errors="replace") as file:
-            file.write(text)
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
 
 
 def plain(value: Any) -> Any:

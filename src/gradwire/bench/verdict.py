@@ -32,7 +32,8 @@ from gradwire.bench.evidence import (
 )
 from gradwire.bench.figures import Row, Spread, paired, summarise, target_hit
 from gradwire.bench.results import FLOOR, FP32, Comparison, Run
-from gradwire.bench.storage import plain, write_atomically
+from gradwire.bench.storage import plain
+from gradwire.core.atomic_file import write_atomically
 
 FARTHEST = 5.0
 """How many times faster or slower than the measured links others may be for figures to be carried over to them without

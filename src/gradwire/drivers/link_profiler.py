@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -11,6 +10,7 @@ from typing import Any
 
 import torch
 
+from gradwire.core.atomic_file import write_atomically
 from gradwire.core.errors import TopologyError
 from gradwire.core.spoken import called_as
 from gradwire.drivers.axes import measured_links
@@ -73,6 +73,7 @@ class LinkProfiler:
         backend: str = "gloo",
     ) -> None:
         self._transport, self._device, self._file, self._backend = transport, device, file, backend
+        self._bench = Bench(transport, device)
         self._description, self._identity = description, identity
         self._found: FoundTopology | None = None
         self._profile: LinkProfile | None = None
@@ -83,11 +84,6 @@ class LinkProfiler:
     def has_file(self) -> bool:
         """Whether what is measured is kept for other runs."""
         return self._file is not None
-
-    @property
-    def bench(self) -> Bench:
-        """Where it measures: among all ranks."""
-        return Bench(self._transport, self._device)
 
     def topology(self) -> FoundTopology:
         """Find out which ranks share a node.
@@ -125,7 +121,7 @@ class LinkProfiler:
         profile = self._kept()
         found = None if again else profile.reduction_of(nbytes, caps)
         if found is None:
-            found = reduction_times(self.bench, nbytes, caps)
+            found = reduction_times(self._bench, nbytes, caps)
             if found is not None:
                 self._keep(profile.with_reduction(found, caps))
         return found
@@ -136,7 +132,7 @@ class LinkProfiler:
         Args:
             reducer: equal on all ranks.
         """
-        return self._with_times(reducer, self.bench)
+        return self._with_times(reducer, self._bench)
 
     def _with_times(self, part: Any, bench: Bench) -> Any:
         if isinstance(part, Auto):
@@ -206,13 +202,8 @@ def _together(settings: Sequence[Mapping[str, str]]) -> dict[str, str]:
 
 def _written(file: Path, profile: LinkProfile) -> str | None:
     """Write the file as a whole or not at all; return why that failed."""
-    beside = file.with_name(f".{file.name}.{os.getpid()}")
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_text(profile.to_text(), encoding="utf-8")
-        beside.replace(file)
+        write_atomically(file, profile.to_text())
     except OSError as error:
-        with contextlib.suppress(OSError):
-            beside.unlink()
         return f"{file} cannot be written ({error}): the next run measures again"
     return None

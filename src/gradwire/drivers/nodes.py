@@ -5,17 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from gradwire.core.errors import TopologyError
 from gradwire.core.spoken import called_as
-from gradwire.drivers.interpreter import Transport
-from gradwire.drivers.topology import find_topology
+from gradwire.drivers.link_profiler import LinkProfiler
 from gradwire.reducers.base import Reducer, with_parts
 from gradwire.reducers.hierarchical import AS_FOUND, Hierarchical
 
 
-def on_nodes(reducer: Reducer, transport: Transport, device: torch.device) -> Reducer:
+def on_nodes(reducer: Reducer, links: LinkProfiler) -> Reducer:
     """Return a reducer in which every `node=auto` is the number of ranks that share a node; without one, as it is.
 
     Every rank must call it at the same place, with an equal reducer. Nothing is compressed where all ranks share a
@@ -26,7 +23,7 @@ def on_nodes(reducer: Reducer, transport: Transport, device: torch.device) -> Re
     """
     if _with_nodes(reducer, 1) is reducer:
         return reducer
-    topology = find_topology(transport, device).topology
+    topology = links.topology().topology
     if topology.node_size is None:
         raise TopologyError(
             f"node=auto needs nodes of one size, whose ranks follow each other, and found {topology.summary}: leave it "

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gradwire.bench.federation_results import FederationEvaluation, Own, Results
-from gradwire.bench.storage import write_atomically
+from gradwire.core.atomic_file import write_atomically
 from gradwire.report import text
 from gradwire.report.axes import NARROW, WIDE
 from gradwire.report.charts import LineChart, Point, Series

@@ -10,8 +10,8 @@ from typing import Any
 from gradwire.bench.compare_options import parse_nodes
 from gradwire.bench.figures import Row, mean, smooth, summarise, target_loss
 from gradwire.bench.results import FLOOR, FP32, Comparison
-from gradwire.bench.storage import write_atomically
 from gradwire.bench.verdict import Verdict, judge
+from gradwire.core.atomic_file import write_atomically
 from gradwire.report import text
 from gradwire.report.axes import NARROW, WIDE
 from gradwire.report.bars import Bar, bar_svg

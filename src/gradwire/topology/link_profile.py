@@ -16,7 +16,7 @@ from gradwire.core.link import Curve, Link, TimedSize
 from gradwire.topology.axis_links import AxisLink
 from gradwire.topology.identity import HostIdentity
 from gradwire.topology.levels import Level, Topology
-from gradwire.topology.reduction_times import LEAST_BYTES, Probe, ReductionTimes
+from gradwire.topology.reduction_times import Probe, ReductionTimes
 
 _FORMAT = 2
 
@@ -37,8 +37,8 @@ class KeptRoutes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     curves: dict[str, Annotated[tuple[tuple[int, Seconds], ...], msgspec.Meta(min_length=2)]]
 
     def __post_init__(self) -> None:
-        for points in self.curves.values():
-            _require_rising([size for size, _ in points])
+        for route in self.curves:
+            self.curve_of(route)  # refuses sizes that do not rise
 
     def curve_of(self, route: str) -> Curve:
         """Seconds by size of a route.
@@ -66,7 +66,7 @@ class KeptReduction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cold_error_s: Seconds
 
     def __post_init__(self) -> None:
-        _require_rising([LEAST_BYTES, *(size for size, _, _ in self.probes)])
+        _ = self.times.curve  # refuses sizes that do not rise
 
     @classmethod
     def of(cls, times: ReductionTimes, caps: tuple[int, int]) -> KeptReduction:
@@ -209,11 +209,6 @@ class LinkProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         new = KeptReduction.of(times, (caps[0], caps[1]))
         others = [kept for kept in self.reductions if (kept.nbytes, kept.caps) != (new.nbytes, new.caps)]
         return msgspec.structs.replace(self, reductions=(*others, new))
-
-
-def _require_rising(sizes: Sequence[int]) -> None:
-    if list(sizes) != sorted(set(sizes)):
-        raise ValueError(f"sizes do not rise: {list(sizes)}")
 
 
 class _OfFormat(msgspec.Struct):
