@@ -34,6 +34,7 @@ class Auto(AllReduceExchange):
         CompositionError: a codec whose payloads cannot be added, or a number of curves that fits no candidates.
 
     >>> from gradwire.codecs import Identity
+    >>> from gradwire.core.link import TimedSize
     >>> flat, steep = Curve((TimedSize(0, 2.0), TimedSize(10, 2.1))), Curve((TimedSize(0, 1.0), TimedSize(10, 9.0)))
     >>> auto = Auto(Identity(), (flat, steep, flat, flat, flat))
     >>> auto.choose(1), auto.choose(1000)
