@@ -19,6 +19,7 @@ from torch import Tensor
 
 from gradwire.core.collective import ring_bytes
 from gradwire.core.grain import Grain
+from gradwire.core.spare import Spare
 from gradwire.core.state import State, walk
 from gradwire.drivers.interpreter import Interpreter, Pending, Script, Traffic, Transport
 from gradwire.drivers.plan import Plan
@@ -99,6 +100,7 @@ class Engine:
         if not plan.parts:  # else memory for a whole model is what sharding saves: a buffer lasts as long as its part
             for slot in self._slots:
                 slot.take_buffer()
+        self._spare = Spare()
         self._interpreter = Interpreter[Reduced](transport, self.stats)
         self._script: Script[list[Reduced]] | None = None
         self._units: Sequence[int] = ()  # of the script, in its order
@@ -109,7 +111,7 @@ class Engine:
 
     def step(self) -> Step:
         """Where the step now under way stands."""
-        return Step(self.index, self.transport.rank, self.transport.world_size, self.seed)
+        return Step(self.index, self.transport.rank, self.transport.world_size, self.seed, self._spare)
 
     # A step ------------------------------------------------------------------------------------------------------
 
@@ -160,7 +162,9 @@ class Engine:
             sink(units[place], result.value.reshape(-1))
             if self.plan.parts:
                 self._slots[units[place]].let_go(result.state)
-            return result._replace(value=result.value.new_empty(0))
+            if result.memory is not None:
+                self._spare.give(result.memory)
+            return result._replace(value=result.value.new_empty(0), memory=None)
 
         for unit in units:
             self._slots[unit].missing = self._slots[unit].grain.numel

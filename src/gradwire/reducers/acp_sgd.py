@@ -22,6 +22,7 @@ from gradwire.reducers.low_rank import (
     check_rank,
     drawn,
     factor_part,
+    mean_of_factors,
     unit_columns,
 )
 
@@ -125,15 +126,16 @@ class ACPSGD(LowRank):
             held = low_rank.orthonormalise(Qt)
             part = factor_part(low_rank.project_columns(M, held), grain, step, self.factors)
             found = (yield collective.AllReduce(part)).float()
-            mean, sent = low_rank.low_rank(found, held), SentFactors(part, held, step.world_size)
+            sent, factors = SentFactors(part, held, step.world_size), (found, held)
             Pt = unit_columns(found, key)
         else:
             held = low_rank.orthonormalise(Pt)
             part = factor_part(low_rank.project_rows(held, M), grain, step, self.factors)
             found = (yield collective.AllReduce(part)).float()
-            mean, sent = low_rank.low_rank(held, found), SentFactors(held, part, step.world_size)
+            sent, factors = SentFactors(held, part, step.world_size), (held, found)
             Qt = unit_columns(found, key)
-        return Reduced(mean.to(x.dtype).view(x.shape), sent, _state(Pt, Qt))
+        mean = mean_of_factors(*factors, step)
+        return Reduced(mean.to(x.dtype).view(x.shape), sent, _state(Pt, Qt), memory=mean)
 
 
 def _state(Pt: Tensor, Qt: Tensor) -> State:

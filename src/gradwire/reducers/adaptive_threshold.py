@@ -85,10 +85,11 @@ class AdaptiveThreshold(Reducer):
         codec.encode_above(x32, tau, payload)
         rows = yield collective.AllGather(wire)
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-        mean = torch.zeros(flat.numel(), device=flat.device, dtype=dtype)
+        mean = step.empty(flat.numel(), flat, dtype).zero_()
         for row in collective.by_rank(rows):
             codec.accumulate(layout.views(row), mean, key, alpha=1.0 / n)
-        return Reduced(mean.to(x.dtype).view(x.shape), SentPayload(codec, payload, key), state)
+        sent = SentPayload(codec, payload, key)
+        return Reduced(mean.to(x.dtype).view(x.shape), sent, state, memory=mean)
 
     def _follow(self, grain: Grain, x32: Tensor, state: State, step: Step) -> tuple[Tensor, State]:
         """Return the threshold of this step, 0-d, and the state with the new average."""

@@ -39,9 +39,10 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, cast
 
+import torch
 from torch import Tensor
 from typing_extensions import override
 
@@ -51,6 +52,7 @@ from gradwire.core.errors import CompositionError
 from gradwire.core.grain import Grain, ParameterSpec
 from gradwire.core.key import Key
 from gradwire.core.places import EVERY_STEP, Place
+from gradwire.core.spare import Spare
 from gradwire.core.spoken import Spoken, called_as
 from gradwire.core.state import State
 
@@ -63,6 +65,14 @@ class Step:
     rank: int
     world_size: int
     seed: int = 0
+    spare: Spare | None = field(default=None, compare=False, repr=False)
+
+    def empty(self, numel: int, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Return memory for a mean, 1-d, on the device and in the dtype of `like`; see `Reduced.memory`."""
+        dtype = dtype or like.dtype
+        if self.spare is None:
+            return torch.empty(numel, dtype=dtype, device=like.device)
+        return self.spare.empty(numel, dtype, like.device)
 
     def key(self, grain: Grain, stage: str = "", rank: int | None = None) -> Key:
         """Return the key of `rank` (default: this one) for a stage of coding `grain`."""
@@ -86,12 +96,16 @@ class Reduced(NamedTuple):
 
     `bad` is None, or a 0-d bool tensor, the same on every rank, that is true where the step must not be kept: the
     driver then forgets the new state of every grain of the step.
+
+    `memory` is None, or what `Step.empty` gave for `value`, which nobody else holds: the next grain may have it once
+    the driver has taken the value. A wrapper that keeps the value of an inner reducer leaves it out.
     """
 
     value: Tensor
     sent: Sent
     state: State
     bad: Tensor | None = None
+    memory: Tensor | None = None
 
 
 Program = program.Program[Reduced]

@@ -12,7 +12,7 @@ from gradwire.codecs.error_memory import PROBE_NUMEL, add_owed_, require_bounded
 from gradwire.core.errors import CompositionError
 from gradwire.core.grain import Grain, flat_grain, matrix_grain
 from gradwire.core.state import Leaf, State
-from gradwire.reducers.base import Program, Reduced, Reducer, Step, Wrapper, as_reducer, require_linear
+from gradwire.reducers.base import Program, Reducer, Step, Wrapper, as_reducer, require_linear
 
 
 @dataclass(frozen=True)
@@ -88,4 +88,4 @@ class ErrorFeedback(Wrapper):
         y = add_owed_(x.float(), state.tensor("residual"), self.decay)
         reduced = yield from self.inner.reduce_keeping(grain, y, inner, step)
         new = State(residual=Leaf(y.view(-1), "element", owed=True), inner=reduced.state)
-        return Reduced(reduced.value.to(x.dtype), reduced.sent, new, reduced.bad)
+        return reduced._replace(value=reduced.value.to(x.dtype), state=new)

@@ -99,7 +99,9 @@ class AllReduceExchange(_OfCodec):
         if self.lossless:
             return Reduced(total.view(x.shape), SentAll(), state)
         sent = SentPayload(self.codec, payload, key, scale=step.world_size)
-        return Reduced(self.codec.decode((total,), like=x, key=key), sent, state)
+        mean = step.empty(x.numel(), x)
+        self.codec.decode_into((total,), mean, key)
+        return Reduced(mean.view(x.shape), sent, state, memory=mean)
 
     def total(self, payload: Tensor, step: Step) -> Generator[Collective, Tensor, Tensor]:
         """The sum over ranks of a 1-d tensor, the same bits on every rank; `payload` is kept unless lossless."""
@@ -136,10 +138,11 @@ class AllGatherExchange(_OfCodec):
         payload = layout.views(wire)
         encode(flat, key, payload)
         rows = yield from self._gathered(wire, payload, flat)
-        mean = torch.zeros(flat.numel(), device=flat.device, dtype=sum_dtype(flat.dtype))
+        mean = step.empty(flat.numel(), flat, sum_dtype(flat.dtype)).zero_()
         for rank, row in enumerate(collective.by_rank(rows)):
             self.codec.accumulate(layout.views(row), mean, step.key(grain, rank=rank), alpha=1.0 / n)
-        return Reduced(mean.to(x.dtype).view(x.shape), SentPayload(self.codec, payload, key), state)
+        sent = SentPayload(self.codec, payload, key)
+        return Reduced(mean.to(x.dtype).view(x.shape), sent, state, memory=mean)
 
     def _gathered(self, wire: Tensor, payload: Payload, x: Tensor) -> Generator[Collective, Tensor, Tensor]:
         """Every rank's wire; `x` is what its payload was made for."""

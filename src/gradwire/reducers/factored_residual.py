@@ -14,7 +14,7 @@ from gradwire.core.grain import Grain, ParameterSpec
 from gradwire.core.key import Key
 from gradwire.core.state import Leaf, State
 from gradwire.kernels import low_rank
-from gradwire.reducers.base import Program, Reduced, Reducer, Step, require_whole
+from gradwire.reducers.base import Program, Reducer, Step, require_whole
 from gradwire.reducers.error_feedback import ErrorFeedback
 from gradwire.reducers.low_rank import drawn, gains, unit_columns
 
@@ -102,7 +102,7 @@ class FactoredErrorFeedback(ErrorFeedback):
         start = unit_columns(Qt, Key(step.seed, step.index, grain.name, "residual"))
         found = low_rank.orthonormalise(low_rank.project_columns(y, start))
         new = self._state(found, low_rank.project_rows(found, y), reduced.state)
-        return Reduced(reduced.value.to(x.dtype).view(x.shape), reduced.sent, new, reduced.bad)
+        return reduced._replace(value=reduced.value.to(x.dtype).view(x.shape), state=new)
 
     def _state(self, Pt: Tensor, Qt: Tensor, inner: State) -> State:
         return State(Pt=Leaf(Pt, "matrix"), Qt=Leaf(Qt, "matrix", scaled=True), inner=inner)

@@ -79,7 +79,7 @@ class ShardGather(ABC):
         key = step.key(grain, "second")
         row, state = self._encoded(y, sharded, state, step.rank, key)
         rows = yield collective.AllGather(row)
-        whole = torch.empty(grain.numel, dtype=dtype or y.dtype, device=y.device)
+        whole = step.empty(grain.numel, y, dtype)
         sharded.decode_into(rows, whole, key)
         return Whole(whole, state)
 

@@ -14,7 +14,15 @@ from gradwire.core.key import Key
 from gradwire.core.state import Leaf, State
 from gradwire.kernels import low_rank
 from gradwire.reducers.base import Program, Reduced, Step
-from gradwire.reducers.low_rank import LowRank, SentFactors, check_rank, drawn, factor_part, unit_columns
+from gradwire.reducers.low_rank import (
+    LowRank,
+    SentFactors,
+    check_rank,
+    drawn,
+    factor_part,
+    mean_of_factors,
+    unit_columns,
+)
 
 
 @dataclass(frozen=True)
@@ -78,9 +86,9 @@ class GradZip(LowRank):
         Pt = (yield collective.AllReduce(Pt_part, consumable=True)).float()
         Qt_part = factor_part(low_rank.project_rows(self._solved(Pt), M), grain, step)
         Qt = (yield collective.AllReduce(Qt_part)).float()
-        mean = low_rank.low_rank(Pt, Qt).to(x.dtype).view(x.shape)
-        key = Key(step.seed, step.index, grain.name, "revive")
-        return Reduced(mean, SentFactors(Pt, Qt_part, step.world_size), State(Qt=Leaf(unit_columns(Qt, key), "matrix")))
+        mean, sent = mean_of_factors(Pt, Qt, step), SentFactors(Pt, Qt_part, step.world_size)
+        new = State(Qt=Leaf(unit_columns(Qt, Key(step.seed, step.index, grain.name, "revive")), "matrix"))
+        return Reduced(mean.to(x.dtype).view(x.shape), sent, new, memory=mean)
 
     def _solved(self, Ft: Tensor) -> Tensor:
         """(F^T F + a I)^-1 F^T, in float64; zero where F is zero. Only what this rank sends depends on its rounding."""

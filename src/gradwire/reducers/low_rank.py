@@ -44,6 +44,14 @@ class LowRank(Reducer):
         return self if gains(parameter, self.rank, rate) else AllReduceExchange(Identity())
 
 
+def mean_of_factors(Pt: Tensor, Qt: Tensor, step: Step) -> Tensor:
+    """P Q^T, 1-d, in memory that the step may give to the next grain; as `kernels.low_rank.low_rank` computes it."""
+    batch, rows, columns = Pt.shape[0], Pt.shape[2], Qt.shape[2]
+    mean = step.empty(batch * rows * columns, Qt)
+    low_rank.low_rank_(mean.view(batch, rows, columns), Pt, Qt)
+    return mean
+
+
 @dataclass(frozen=True, eq=False)
 class SentFactors:
     """scale * P Q^T: what this rank's matrices contribute to the mean. Both factors are transposed."""

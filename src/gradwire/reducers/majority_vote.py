@@ -76,9 +76,9 @@ class MajorityVote(Reducer):
         rows, sent = cut.encode(flat, key, codec.encode_into)
         received = yield collective.AllToAll(rows)
         gathered = yield collective.AllGather(_count(received, cut, step))
-        mean = torch.empty(flat.numel(), dtype=x.dtype, device=flat.device)
+        mean = step.empty(flat.numel(), x)
         cut.decode_into(gathered, mean, key)
-        return Reduced(mean.view(x.shape), sent, state)
+        return Reduced(mean.view(x.shape), sent, state, memory=mean)
 
 
 def _count(received: Tensor, cut: CutPayload, step: Step) -> Tensor:

@@ -16,7 +16,7 @@ from gradwire.core import agreement
 from gradwire.core.errors import CompositionError
 from gradwire.core.grain import Grain, ParameterSpec, flat_grain
 from gradwire.core.state import Leaf, State
-from gradwire.reducers.base import Program, Reduced, Reducer, Step, Wrapper, require_linear
+from gradwire.reducers.base import Program, Reducer, Step, Wrapper, require_linear
 from gradwire.reducers.exchange import AllGatherExchange
 from gradwire.reducers.scheduled import Scheduled
 
@@ -136,7 +136,7 @@ class MomentumCorrection(Wrapper):
         reduced = yield from self.inner.reduce(grain, y.view(grain.shape), inner, step)
         reduced.sent.subtract_from(y.view(grain.shape))
         u.masked_fill_(y == 0, 0.0)
-        return Reduced(reduced.value.to(x.dtype), reduced.sent, _state(u, y, old_v, reduced.state), reduced.bad)
+        return reduced._replace(value=reduced.value.to(x.dtype), state=_state(u, y, old_v, reduced.state))
 
 
 def _state(u: Tensor, v: Tensor, scratch: Tensor, inner: State) -> State:

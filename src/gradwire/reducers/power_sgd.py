@@ -25,6 +25,7 @@ from gradwire.reducers.low_rank import (
     check_rank,
     drawn,
     factor_part,
+    mean_of_factors,
     unit_columns,
 )
 from gradwire.reducers.two_shot import TwoShot
@@ -158,9 +159,9 @@ class PowerSGD(LowRank):
             again = unit_columns(found.Qt.mean, Key(step.seed, step.index, grain.name, f"iteration {i}"))
             found = yield from self._iterate(M, again, grain, step)
         Pt, Qt = found
-        mean = low_rank.low_rank(Pt, Qt.mean).to(x.dtype).view(x.shape)
+        mean = mean_of_factors(Pt, Qt.mean, step)
         sent = SentFactors(Pt, Qt.part, Qt.scale) if self.sent == "local" else SentFactors(Pt, Qt.mean)
-        return Reduced(mean, sent, self._next(start, Qt.mean, grain, step))
+        return Reduced(mean.to(x.dtype).view(x.shape), sent, self._next(start, Qt.mean, grain, step), memory=mean)
 
     def _iterate(self, M: Tensor, Qt: Tensor, grain: Grain, step: Step) -> Generator[Collective, Tensor, _Factors]:
         """One step of subspace iteration on the mean of M."""

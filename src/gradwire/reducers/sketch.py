@@ -18,7 +18,7 @@ from gradwire.core.state import State
 from gradwire.kernels import low_rank
 from gradwire.reducers.base import Program, Reduced, Reducer, Step
 from gradwire.reducers.exchange import AllReduceExchange
-from gradwire.reducers.low_rank import SentFactors, check_rank, factor_part
+from gradwire.reducers.low_rank import SentFactors, check_rank, factor_part, mean_of_factors
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,8 @@ class Sketch(Reducer):
         St = St.expand(grain.shape[0], -1, -1)
         part = factor_part(low_rank.project_columns(M, St), grain, step)
         MSt = (yield collective.AllReduce(part)).float()
-        mean = low_rank.low_rank(MSt, St).to(x.dtype).view(x.shape)
-        return Reduced(mean, SentFactors(part, St, step.world_size), state)
+        mean, sent = mean_of_factors(MSt, St, step), SentFactors(part, St, step.world_size)
+        return Reduced(mean.to(x.dtype).view(x.shape), sent, state, memory=mean)
 
 
 def directions(key: Key, columns: int, rank: int, device: torch.device) -> Tensor:

@@ -76,10 +76,11 @@ class TernarySum(Reducer):
         kernels.ternary_encode(flat, scales, key.stream_seed, codec.block, codec.digits, packed)
         received = yield collective.AllToAll(first.rows(fields))
         gathered = yield collective.AllGather(_add(received, first, second, step))
-        mean = torch.empty(flat.numel(), dtype=torch.float32, device=flat.device)
+        mean = step.empty(flat.numel(), flat, torch.float32)
         second.decode_into(gathered, mean, key)
         _scale(mean, scales / n, self.block)
-        return Reduced(mean.to(x.dtype).view(x.shape), SentPayload(codec, (scales, packed), key), state)
+        sent = SentPayload(codec, (scales, packed), key)
+        return Reduced(mean.to(x.dtype).view(x.shape), sent, state, memory=mean)
 
     def _scales(self, flat: Tensor) -> Tensor:
         """Of each block; infinity where it is not finite, since a backend's maximum may pass over NaN."""
