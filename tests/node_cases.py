@@ -8,14 +8,19 @@ from typing import Any
 import torch
 
 import gradwire
+from gradwire.session.figures import DESCRIPTION_VARIABLE
 from gradwire.topology import NODE_VARIABLE
 
 STEPS = 3
 
 
-def reduced(rank: int, world_size: int, method: str, nodes: str, change: str | None = None) -> dict[str, Any]:
+def reduced(
+    rank: int, world_size: int, method: str, nodes: str, change: str | None = None, topology: str | None = None
+) -> dict[str, Any]:
     """Steps of a session whose ranks are on these nodes, a letter for each rank."""
     os.environ[NODE_VARIABLE] = nodes[rank]
+    if topology is not None:
+        os.environ[DESCRIPTION_VARIABLE] = topology
     generator = torch.Generator().manual_seed(rank)
     with gradwire.Session({"x": torch.zeros(3000)}, method, deadline_s=60) as session:
         if change is not None:

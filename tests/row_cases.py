@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.core.collective import AllToAllV, Axis
+from gradwire.core.axis import Axis
+from gradwire.core.collective import AllToAllV
 from gradwire.core.program import Program, along
 from gradwire.drivers.checked import Checked
 from gradwire.drivers.interpreter import Interpreter, Traffic, run

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from gradwire.bench.ranks import run_function
-from gradwire.core.collective import AllToAll, AllToAllV, Axis
+from gradwire.core.axis import Axis
+from gradwire.core.collective import AllToAll, AllToAllV
 from gradwire.core.errors import PayloadError
 from gradwire.core.link import Link
 from gradwire.core.program import along, once

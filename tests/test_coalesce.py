@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gradwire.core.collective import AllGather, AllReduce, Axis
+from gradwire.core.axis import Axis
+from gradwire.core.collective import AllGather, AllReduce
 from gradwire.drivers.interpreter import coalesced, sent_bytes
 
 
@@ -20,6 +21,6 @@ def test_only_a_tensor_that_must_be_kept_is_copied(consumable: bool) -> None:
 def test_on_an_axis_only_its_own_ranks_count() -> None:
     x, pair = torch.zeros(100), Axis(2, 4)
     (batch,) = coalesced([(0, AllReduce(x, axis=pair))])
-    assert sent_bytes(batch.joined, 8) == sent_bytes(AllReduce(x, axis=pair), 8) == 400
-    assert sent_bytes(AllGather(x.view(torch.uint8), axis=pair), 8) == 400
-    assert sent_bytes(AllReduce(x), 8) == 700
+    assert sent_bytes(batch.joined, 0, 8) == sent_bytes(AllReduce(x, axis=pair), 0, 8) == 400
+    assert sent_bytes(AllGather(x.view(torch.uint8), axis=pair), 0, 8) == 400
+    assert sent_bytes(AllReduce(x), 0, 8) == 700

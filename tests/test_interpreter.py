@@ -18,7 +18,8 @@ from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUs
 import gradwire
 from gradwire import parse
 from gradwire.core.agreement import Agree, Total
-from gradwire.core.collective import AllGather, AllReduce, Axis, Collective
+from gradwire.core.axis import Axis, SubGroups
+from gradwire.core.collective import AllGather, AllReduce, Collective
 from gradwire.core.errors import CommunicationError
 from gradwire.core.program import Program, along, once
 from gradwire.drivers.cost import MetaTransport, parameter_specs
@@ -44,7 +45,7 @@ class Broadcast(Collective):
 
     tensor: Tensor
     root: int = 0
-    axis: Axis | None = None
+    axis: SubGroups | None = None
 
     @property
     def nbytes(self) -> int:

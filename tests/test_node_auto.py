@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from gradwire.bench.ranks import run_function
@@ -48,14 +49,23 @@ def test_models_that_are_averaged_find_their_nodes() -> None:
     assert found == written
 
 
-@pytest.mark.parametrize(
-    ("nodes", "why"), [("aaab", "have 1 and 3 ranks"), ("abab", "ranks 0 and 2 of a node do not follow each other")]
-)
-def test_nodes_that_it_cannot_serve_are_told_on_every_rank(nodes: str, why: str) -> None:
-    said = run("refused", methods=["int4,node=auto"] * 4, nodes=nodes)
+def test_nodes_of_unequal_size_are_found() -> None:
+    """Gloo's ranks end with the bits that virtual ranks end with, and their counters show what is predicted."""
+    found = run("reduced", method="int4,node=auto", nodes="abbccc", ranks=6)
+    written = run("reduced", method="int4,node=1/2/3", nodes="abbccc", ranks=6)
+    assert [one["sums"] for one in found] == [one["sums"] for one in written]
+    assert len({tuple(one["sums"]) for one in found}) == 1
+    assert "node_size=(1, 2, 3))" in found[0]["reducer"]
+    model = [torch.zeros(3000, requires_grad=True)]
+    predicted = [cost("int4,node=1/2/3", model, 6, rank=rank).wire_bytes for rank in range(6)]
+    assert [one["bytes"] for one in found] == [STEPS * nbytes for nbytes in predicted]
+
+
+def test_nodes_whose_ranks_are_scattered_are_told_on_every_rank() -> None:
+    said = run("refused", methods=["int4,node=auto"] * 4, nodes="abab")
     assert len(set(said)) == 1
-    assert said[0].startswith("TopologyError: node=auto needs nodes of one size, whose ranks follow each other")
-    assert why in said[0]
+    assert said[0].startswith("TopologyError: node=auto needs nodes whose ranks follow each other, and found 4 ranks")
+    assert "ranks 0 and 2 of a node do not follow each other" in said[0]
 
 
 def test_ranks_that_do_not_all_want_it_are_told() -> None:
@@ -73,3 +83,35 @@ def test_without_ranks_a_number_is_wanted() -> None:
         cost("int4,node=auto", nn.Linear(10, 10), 4)
     with pytest.raises(SpecError, match="expected how many ranks share a node"):
         parse("int4,node=some")
+
+
+SITES = """
+[[level]]
+name = "site"
+groups = [[0, 1, 2, 3], [4, 5, 6, 7]]
+rate = "{site}"
+latency_ms = 0.1
+
+[[level]]
+name = "node"
+rate = "200mbit"
+latency_ms = 0.1
+
+[[level]]
+name = "rank"
+rate = "1gbit"
+latency_ms = 0.1
+"""
+
+
+@pytest.mark.parametrize(("site", "written"), [("1mbit", "2x2"), ("100mbit", "2")])
+def test_inside_groups_of_nodes_it_compresses_where_that_takes_less_time(
+    site: str, written: str, tmp_path: Path
+) -> None:
+    """On the rates that a description gives for every level, so that nothing is measured."""
+    file = tmp_path / "sites.toml"
+    file.write_text(SITES.format(site=site))
+    found = run("reduced", method="int4,node=auto", nodes="aabbccdd", ranks=8, topology=str(file))
+    by_hand = run("reduced", method=f"int4,node={written}", nodes="aabbccdd", ranks=8)
+    assert [one["sums"] for one in found] == [one["sums"] for one in by_hand]
+    assert [one["reducer"] for one in found] == [one["reducer"] for one in by_hand]

@@ -13,7 +13,7 @@ import pytest
 from gradwire.bench.net.loopback import free_port
 from gradwire.bench.ranks import run_ranks
 from gradwire.cli.main import main
-from gradwire.core.collective import Axis
+from gradwire.core.axis import Axis
 from gradwire.core.errors import TopologyError
 from gradwire.topology import HostIdentity, Topology, described, nvlink_groups, nvlinks_between, read_host
 from gradwire.topology.interfaces import read_interfaces

@@ -55,6 +55,7 @@ FILES: dict[str, tuple[Stage, ...]] = {
         COST,
         ROUTES,
     ),
+    "drivers/level_bytes.py": (("src/gradwire/drivers/level_bytes.py", "tests/laws/test_node_levels.py"),),
     "drivers/link_profiler.py": (("tests/test_link_profile.py", "tests/test_topology_links.py"),),
     "drivers/lockstep.py": (
         ("src/gradwire/drivers/lockstep.py", ENGINE, "tests/test_interpreter.py"),

@@ -5,9 +5,10 @@ method has:
 
     exchange=allreduce|allgather|allgatherv|twoshot  how payloads become a mean
     exchange=direct|ring|tree|rhd|auto      an all-reduce by another route; auto measures which is fastest
-    node=RANKS|auto                         uncompressed inside nodes of so many ranks, the method between them;
-                                            the number must divide that of the ranks, and 1 is no node; auto has
-                                            ranks find out who shares a node
+    node=RANKS|RANKS/RANKS/...|auto         uncompressed inside nodes of so many ranks, the method between them;
+                                            the number must divide that of the ranks, and 1 is no node; 1/2/3 are
+                                            nodes of 1, 2 and 3 ranks; auto has ranks find out who shares a node
+    node=RANKSxNODES                        three levels: uncompressed inside groups of so many nodes too
     ef=on|off, decay=FLOAT                  error feedback; `on` scales an unbiased codec to a contraction
     ef=ef21                                 differences to an estimate that ranks keep, in place of a residual
     residual=fp32|bf16|factored:RANK        what its memory is kept in
@@ -31,6 +32,7 @@ from typing import Any, NamedTuple
 
 from gradwire.codecs import Chain, Codec
 from gradwire.codecs.scaled import contracting
+from gradwire.core.axis import NodeSize
 from gradwire.core.errors import SpecError
 from gradwire.core.grammar import Part, arguments, read
 from gradwire.core.nearest import meant, nearest
@@ -61,7 +63,7 @@ from gradwire.reducers import (
     two_shot,
 )
 from gradwire.reducers.aggregate import Gathered, Rule, Sharded, Weighted
-from gradwire.reducers.hierarchical import AS_FOUND
+from gradwire.reducers.hierarchical import AS_FOUND, in_levels
 from gradwire.reducers.without_effect import (
     PLAIN,
     require_loss,
@@ -86,11 +88,23 @@ RESIDUALS = {"fp32": ErrorFeedback, "bf16": LeanErrorFeedback}
 _OPTION_SYNONYMS = {"error_feedback": "ef", "feedback": "ef", "ratio": "density", "k": "density", "group": "block"}
 
 
-def _node(text: str) -> int | str:
-    """Read what follows `node=`."""
-    if text.lower() != "auto" and int(text) < 1:
+def _node(text: str) -> str:
+    """Check what follows `node=`, and return it."""
+    if any(min(level if isinstance(level, tuple) else (level,)) < 1 for level in node_levels(text.lower())):
         raise ValueError(text)
-    return text.lower() if text.lower() == "auto" else int(text)
+    return text.lower()
+
+
+def node_levels(text: str) -> tuple[NodeSize, ...]:
+    """Return what the groups of each level have, the finest level first; of `auto` that nobody knows it yet.
+
+    >>> node_levels("8x4"), node_levels("1/2/3")
+    ((8, 4), ((1, 2, 3),))
+    """
+    if text == "auto":
+        return ()
+    levels = [tuple(map(int, level.split("/"))) for level in text.split("x")]
+    return tuple(level[0] if len(level) == 1 else level for level in levels)
 
 
 def _feedback(text: str) -> bool | str:
@@ -108,7 +122,7 @@ class _Option(NamedTuple):
 
 COMMON: Mapping[str, _Option] = {
     "exchange": _Option(str, "none,exchange=ring"),
-    "node": _Option(_node, "int4,node=8", "how many ranks share a node, 1 or more, or auto"),
+    "node": _Option(_node, "int4,node=8", "how many ranks share a node, 1 or more, or auto (1/2/3: each; 8x4: levels)"),
     "ef": _Option(_feedback, "qsgd:15,ef=on", "on, off or ef21"),
     "decay": _Option(float, "int4,decay=0.9"),
     "residual": _Option(str, "topk:0.01,residual=bf16"),
@@ -235,8 +249,8 @@ def _reducer(spec: str, methods: list[Method], built: list[Any], common: dict[st
     if exchange == "allgatherv":
         require_room(spec, codec)
     made = EXCHANGES[exchange](codec)
-    node = common.get("node", 1)
-    return made if node == 1 else Hierarchical(made, AS_FOUND if node == "auto" else node)
+    node = common.get("node", "1")
+    return Hierarchical(made, AS_FOUND) if node == "auto" else in_levels(made, node_levels(node))
 
 
 def _codec(spec: str, built: list[Any]) -> Codec:
@@ -271,7 +285,9 @@ def _fed(spec: str, reducer: Reducer, common: dict[str, Any]) -> Reducer:
 
 def _needs_no_guard(reducer: Reducer) -> bool:
     """Where each element travels for itself a NaN reaches the mean unaided; a rule leaves a bad gradient out."""
-    exchange = reducer.inter if isinstance(reducer, Hierarchical) else reducer
+    exchange = reducer
+    while isinstance(exchange, Hierarchical):
+        exchange = exchange.inter
     return isinstance(exchange, Sharded) or (
         isinstance(exchange, AllReduceExchange) and exchange.codec.granularity == 1
     )

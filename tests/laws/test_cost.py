@@ -14,6 +14,7 @@ from gradwire import cost, parse
 from gradwire.bench.tasks import make_task
 from gradwire.cli.main import main
 from gradwire.core.agreement import Total
+from gradwire.core.axis import Axis
 from gradwire.core.collective import AllGather, Collective
 from gradwire.core.grain import ParameterSpec
 from gradwire.core.link import Link
@@ -67,7 +68,7 @@ def test_cost_is_what_travels(spec: str, ranks: int) -> None:
     ranks = ranks_for(REDUCERS[spec], ranks)
     found, real = cost(REDUCERS[spec], MODEL, ranks, grain_numel=PEER_GRAINS), sent(REDUCERS[spec], ranks)
     assert found.payload_bytes == sum(request.nbytes for request in real)
-    wire = sum(sent_bytes(request, ranks) for request in real)
+    wire = sum(sent_bytes(request, 0, ranks) for request in real)
     # Coalesced requests are divided by n together and alone one by one, each rounded down.
     assert wire <= found.wire_bytes <= wire + len(real)
     assert found.dense_bytes == sum(p.numel * p.dtype.itemsize for p in MODEL)
@@ -100,13 +101,13 @@ def unshortened(reducer: Reducer, model: list[ParameterSpec], ranks: int, rank: 
         ]
 
     run(Interpreter[Reduced](transport).script(len(waves), programs))
-    inside = [r for r in transport.requests if r.axis and r.axis.stride == 1]
+    inside = [r for r in transport.requests if isinstance(r.axis, Axis) and r.axis.stride == 1]
     return Cost(
         sum(request.nbytes for request in transport.requests),
-        sum(sent_bytes(request, ranks) for request in transport.requests),
+        sum(sent_bytes(request, rank, ranks) for request in transport.requests),
         sum(p.numel * p.dtype.itemsize for p in model),
         len(transport.requests),
-        sum(sent_bytes(request, ranks) for request in inside),
+        sum(sent_bytes(request, rank, ranks) for request in inside),
     )
 
 

@@ -11,9 +11,10 @@ from torch import Tensor
 from gradwire import parse
 from gradwire.bench.engines import Replicated
 from gradwire.codecs import BF16, BlockInt, Identity, TopK
+from gradwire.core.axis import Axis
 from gradwire.core.collective import AllGather as Gather
 from gradwire.core.collective import AllReduce as Sum
-from gradwire.core.collective import AllToAll, Axis
+from gradwire.core.collective import AllToAll
 from gradwire.core.errors import CompositionError, SpecError
 from gradwire.core.grain import Grain, ParameterSpec, flat_grain
 from gradwire.core.link import Curve, Link, TimedSize
@@ -126,7 +127,7 @@ def test_bytes_that_virtual_ranks_send(exchange: type[TwoShot | AllGatherExchang
     numel, codec = 1 << 18, BlockInt(4)
     spied = checks.Spied(exchange(codec))
     Lockstep(spied, flat_grain(numel), ranks).step([torch.zeros(numel)] * ranks)
-    payloads = sum(sent_bytes(request, ranks) for request in spied.seen) / ranks / codec.payload_bytes(numel)
+    payloads = sum(sent_bytes(request, 0, ranks) for request in spied.seen) / ranks / codec.payload_bytes(numel)
     want = 2 * (ranks - 1) / ranks if exchange is TwoShot else ranks - 1
     assert payloads == pytest.approx(want, rel=0.03)
 
@@ -347,7 +348,7 @@ def test_between_nodes_travels_only_a_share() -> None:
     Lockstep(spied, flat_grain(numel), ranks).step([torch.zeros(numel)] * ranks)
     intra, between = Hierarchical(TwoShot(BlockInt(4)), places).axes(ranks)
     by_axis = {
-        axis: sum(sent_bytes(request, ranks) for request in spied.seen if request.axis == axis) / ranks
+        axis: sum(sent_bytes(request, 0, ranks) for request in spied.seen if request.axis == axis) / ranks
         for axis in (intra, between)
     }
     assert by_axis[between] == pytest.approx(BlockInt(4).payload_bytes(numel) / places, rel=0.03)

@@ -23,7 +23,7 @@ from gradwire.core.link import Link
 if TYPE_CHECKING:
     from torch import nn
 
-    from gradwire.core.collective import Axis
+    from gradwire.core.axis import SubGroups
     from gradwire.reducers import Reducer
     from gradwire.topology.link_profile import LinkProfile
 
@@ -141,12 +141,14 @@ class _Links(NamedTuple):
     slowest: Link
     profile: LinkProfile | None = None
 
-    def of_axes(self, axes: Sequence[Axis]) -> dict[Axis, Link]:
+    def of_axes(self, axes: Sequence[SubGroups]) -> dict[SubGroups, Link]:
         """The links of axes that were measured; nothing travels on one of a single rank."""
         profile = self.profile
         if profile is None:
             return {}
-        return {axis: profile.link_between(axis.members(0)) for axis in axes if axis.size > 1}
+        ranks = range(len(profile.hosts))
+        largest = {axis: max((axis.members(rank) for rank in ranks), key=len) for axis in axes}
+        return {axis: profile.link_between(group) for axis, group in largest.items() if len(group) > 1}
 
 
 def _links(rate: str | None, latency_ms: float | None, ranks: int) -> _Links | None:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from gradwire.core.collective import AllGather, AllReduce, Axis, Collective, by_rank, ring_bytes
+from gradwire.core.axis import SubGroups
+from gradwire.core.collective import AllGather, AllReduce, Collective, by_rank, ring_bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,7 +25,7 @@ class Agree(Collective):
     verb = "all_reduce"
 
     flag: Tensor
-    axis: Axis | None = field(default=None, init=False)
+    axis: SubGroups | None = field(default=None, init=False)
 
     @property
     @override
@@ -54,7 +55,7 @@ class Agree(Collective):
         """What a ring sends."""
         return ring_bytes(self.nbytes, ranks)
 
-    def on(self, axis: Axis) -> Agree:
+    def on(self, axis: SubGroups) -> Agree:
         """The same: all ranks agree."""
         return self
 
@@ -76,7 +77,7 @@ class Total(Collective):
     tensor: Tensor
     of: Hashable
     over: Literal["grains", "ranks"] = "ranks"
-    axis: Axis | None = field(default=None, init=False)
+    axis: SubGroups | None = field(default=None, init=False)
 
     @property
     def nbytes(self) -> int:
@@ -121,6 +122,6 @@ class Total(Collective):
         """The sum, to every other rank, if it runs over ranks."""
         return (ranks - 1) * self.nbytes if self.over == "ranks" else 0
 
-    def on(self, axis: Axis) -> Total:
+    def on(self, axis: SubGroups) -> Total:
         """The same: a sum over ranks is one over all of them."""
         return self

@@ -16,37 +16,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from gradwire.core.axis import SubGroups
 from gradwire.core.errors import PayloadError
-
-
-@dataclass(frozen=True)
-class Axis:
-    """An axis of a mesh of ranks: it cuts the world into sub-groups of `size` ranks that are `stride` apart.
-
-    On a mesh of 2 nodes by 3 ranks in row-major order (rank = 3 * node + place) the ranks of a node are joined by
-    `Axis(3)` and those of equal place by `Axis(2, 3)`.
-
-    >>> Axis(3).members(4), Axis(2, 3).members(4)
-    ((3, 4, 5), (1, 4))
-    >>> Axis(2, 3).index(4)
-    1
-    """
-
-    size: int
-    stride: int = 1
-
-    def index(self, rank: int) -> int:
-        """Where `rank` stands in its sub-group."""
-        return rank // self.stride % self.size
-
-    def members(self, rank: int) -> tuple[int, ...]:
-        """The ranks of the sub-group of `rank`, in order."""
-        first = rank - self.index(rank) * self.stride
-        return tuple(first + i * self.stride for i in range(self.size))
-
-    def within(self, outer: Axis | None) -> Axis:
-        """The same axis of a mesh whose ranks are the places of a sub-group of `outer`."""
-        return self if outer is None else Axis(self.size, self.stride * outer.stride)
 
 
 class Collective(ABC):
@@ -61,7 +32,7 @@ class Collective(ABC):
     """
 
     verb: ClassVar[str]
-    axis: Axis | None
+    axis: SubGroups | None
 
     @property
     @abstractmethod
@@ -96,9 +67,22 @@ class Collective(ABC):
     def wire_bytes(self, ranks: int) -> int:
         """Bytes that this rank sends where `ranks` take part."""
 
-    def on(self, axis: Axis) -> Self:
+    def without_content(self, device: torch.device) -> Collective:
+        """Return what a rank asks for that takes no part: a request of this kind on the same axis, with nothing in it.
+
+        Args:
+            device: where the tensors of that rank lie; those of this request may have no data.
+
+        Raises:
+            PayloadError: a kind that has no such request.
+        """
+        kind = type(self).__name__
+        raise PayloadError(f"{kind} cannot be asked for with nothing in it: nodes of unequal size cannot carry it")
+
+    def on(self, axis: SubGroups) -> Self:
         """Return what a program that knows only a sub-group asks for, as a request to the whole world.
 
+        >>> from gradwire.core.axis import Axis
         >>> inner = AllGather(torch.zeros(0), axis=Axis(2))
         >>> inner.on(Axis(4, 8)).axis
         Axis(size=2, stride=8)
@@ -141,7 +125,7 @@ class AllReduce(Collective):
     tensor: Tensor
     op: Literal["sum", "max"] = "sum"
     consumable: bool = False
-    axis: Axis | None = None
+    axis: SubGroups | None = None
 
     @property
     def nbytes(self) -> int:
@@ -176,13 +160,17 @@ class AllReduce(Collective):
         """What a ring sends."""
         return ring_bytes(self.nbytes, ranks)
 
+    @override
+    def without_content(self, device: torch.device) -> AllReduce:
+        return replace(self, tensor=self.tensor.new_empty(0, device=device))
+
 
 @dataclass(frozen=True, eq=False)
 class _Rows(Collective):
     """Bytes that come back as a row of each rank; of several requests each has its columns."""
 
     tensor: Tensor
-    axis: Axis | None = None
+    axis: SubGroups | None = None
 
     @property
     def nbytes(self) -> int:
@@ -220,6 +208,10 @@ class AllGather(_Rows):
         """The buffer, to every other rank."""
         return (ranks - 1) * self.nbytes
 
+    @override
+    def without_content(self, device: torch.device) -> AllGather:
+        return AllGather(self.tensor.new_empty(0, device=device), self.axis)
+
 
 @dataclass(frozen=True, eq=False)
 class AllToAll(_Rows):
@@ -230,6 +222,10 @@ class AllToAll(_Rows):
     def wire_bytes(self, ranks: int) -> int:
         """All rows but this rank's own."""
         return self.nbytes * (ranks - 1) // ranks
+
+    @override
+    def without_content(self, device: torch.device) -> AllToAll:
+        return AllToAll(self.tensor.new_empty((1, 0), device=device), self.axis)
 
 
 @dataclass(frozen=True, eq=False)
@@ -261,7 +257,7 @@ class AllToAllV(Collective):
     sends: tuple[int, ...]
     receives: tuple[int, ...]
     place: int
-    axis: Axis | None = None
+    axis: SubGroups | None = None
 
     def __post_init__(self) -> None:
         if self.tensor.dim() != 1 or self.tensor.dtype != torch.uint8 or self.tensor.numel() != sum(self.sends):
@@ -314,3 +310,7 @@ class AllToAllV(Collective):
     def wire_bytes(self, ranks: int) -> int:
         """All rows but this rank's own."""
         return self.nbytes - self.sends[self.place]
+
+    @override
+    def without_content(self, device: torch.device) -> AllToAllV:
+        return AllToAllV(self.tensor.new_empty(0, device=device), (0,), (0,), 0, self.axis)

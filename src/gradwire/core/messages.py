@@ -6,10 +6,12 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
+import torch
 from torch import Tensor
 from typing_extensions import override
 
-from gradwire.core.collective import Axis, Collective
+from gradwire.core.axis import SubGroups
+from gradwire.core.collective import Collective
 
 
 class Message(NamedTuple):
@@ -41,7 +43,7 @@ class SendRecv(Collective):
     like: Tensor
     sends: tuple[Message, ...] = ()
     receives: tuple[Expected, ...] = ()
-    axis: Axis | None = None
+    axis: SubGroups | None = None
 
     @property
     def nbytes(self) -> int:
@@ -72,3 +74,7 @@ class SendRecv(Collective):
     @override
     def wire_bytes(self, ranks: int) -> int:
         return self.nbytes
+
+    @override
+    def without_content(self, device: torch.device) -> SendRecv:
+        return SendRecv(self.like.new_empty(0, device=device), axis=self.axis)

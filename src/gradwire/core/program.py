@@ -10,12 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import Generic
+from typing import Any, Generic
 
+import torch
 from torch import Tensor
 from typing_extensions import TypeVar
 
-from gradwire.core.collective import Axis, Collective
+from gradwire.core.axis import SubGroups
+from gradwire.core.collective import Collective
+from gradwire.core.shapes import Shapes
 
 T = TypeVar("T")
 
@@ -51,6 +54,26 @@ def asking(program: Program[T], ask: Callable[[Collective], Collective]) -> Prog
     return turn.value
 
 
-def along(program: Program[T], axis: Axis) -> Program[T]:
+def along(program: Program[T], axis: SubGroups) -> Program[T]:
     """Run a program that knows only its sub-group of a mesh: what it asks for, it asks for on `axis`."""
     return asking(program, lambda request: request.on(axis))
+
+
+def apart(program: Program[T], axis: SubGroups, ranks: int, device: torch.device) -> Program[T]:
+    """Run a rank's part in a program that the others of its node run for it, so that the order of all ranks is one.
+
+    Where nodes have unequally many ranks, some take no part between nodes. Such a rank asks for the same kinds of
+    collectives on the same axis at the same places, with nothing in them.
+
+    Args:
+        program: of a rank that takes part, on tensors without data.
+        axis: on which this rank is by itself.
+        ranks: how many take part.
+        device: where this rank's tensors lie.
+    """
+    shapes: Any = Shapes(ranks)
+    answer: Tensor | None = None
+    while not isinstance(turn := advance(program, answer), Ended):
+        yield turn.on(axis).without_content(device)
+        answer = turn.received(getattr(shapes, turn.verb)(turn))
+    return turn.value

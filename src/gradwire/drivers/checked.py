@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from gradwire.core.collective import AllGather, AllToAll, AllToAllV, Axis, Collective
+from gradwire.core.axis import SubGroups
+from gradwire.core.collective import AllGather, AllToAll, AllToAllV, Collective
 from gradwire.core.errors import CommunicationError, PayloadError
 from gradwire.drivers.interpreter import Pending, Transport, WrappedTransport, is_here
 
@@ -88,7 +89,7 @@ class _Unchecked:
         """Raise an error that names the ranks at these places, if there are any."""
         if not wrong:
             return
-        axis: Axis | None = self.request.axis
+        axis: SubGroups | None = self.request.axis
         senders = [self.names[axis.members(self.rank)[place] if axis else place] for place in wrong]
         kind = type(self.request).__name__
         raise PayloadError(

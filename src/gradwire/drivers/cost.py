@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -14,14 +14,16 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from gradwire.core.agreement import Agree, Total
-from gradwire.core.collective import AllGather, AllReduce, AllToAll, AllToAllV, Axis, Collective
+from gradwire.core.axis import SubGroups
+from gradwire.core.collective import AllReduce, Collective
 from gradwire.core.errors import CompositionError
 from gradwire.core.grain import ParameterSpec
-from gradwire.core.messages import SendRecv
 from gradwire.core.program import asking
-from gradwire.drivers.interpreter import Answer, Interpreter, run, sent_bytes, served
+from gradwire.core.shapes import Shapes
+from gradwire.drivers.interpreter import Answer, Interpreter, run, run_program, sent_bytes, served
 from gradwire.drivers.plan import Unit, Wave, plan
 from gradwire.reducers.base import Program, Reduced, Reducer, Step
+from gradwire.reducers.hierarchical import Hierarchical
 from gradwire.spec import as_method
 
 
@@ -36,7 +38,7 @@ class Cost:
             (n - 1)/n of an all-to-all's, messages between pairs as they are; n is the size of the axis.
         dense_bytes: the gradients' own size.
         collectives: how many calls.
-        inside_bytes: of `wire_bytes`, what stays inside nodes: on an innermost axis of neighbouring ranks.
+        inside_bytes: of `wire_bytes`, what stays inside nodes.
     """
 
     payload_bytes: int
@@ -114,7 +116,8 @@ def cost(
         world_size: how many ranks.
         step: which step, for methods that begin otherwise than they go on.
         grain_numel: as in `attach`.
-        rank: whose bytes. Ranks send alike but for trees, whose leaves send less, and odd world sizes.
+        rank: whose bytes. Ranks send alike but for trees, whose leaves send less, odd world sizes, and nodes of unequal
+            size, of which only the first ranks send to other nodes.
 
     Raises:
         SpecError, CompositionError: a method that cannot be built, or that needs more ranks; no model.
@@ -129,18 +132,26 @@ def cost(
     planned = plan(specs, reducer, grain_numel)
     nowhere = _Tally(world_size, rank)
     _run(_distinct(planned.waves), nowhere, step)
+    inside = axes_inside_nodes(reducer, world_size)
     asked = [(r.request, r.times) if isinstance(r, _Repeated) else (r, 1) for r in nowhere.requests]
     return Cost(
         payload_bytes=sum(times * request.nbytes for request, times in asked),
-        wire_bytes=_sent(asked, world_size),
+        wire_bytes=_sent(asked, rank, world_size),
         dense_bytes=sum(spec.numel * spec.dtype.itemsize for spec in specs),
         collectives=sum(times for _, times in asked),
-        inside_bytes=_sent([(r, times) for r, times in asked if r.axis and r.axis.stride == 1], world_size),
+        inside_bytes=_sent([(r, times) for r, times in asked if r.axis in inside], rank, world_size),
     )
 
 
-def _sent(asked: Iterable[tuple[Collective, int]], world_size: int) -> int:
-    return sum(times * sent_bytes(request, world_size) for request, times in asked)
+def axes_inside_nodes(reducer: Reducer, world_size: int) -> frozenset[SubGroups]:
+    """Return the axes that join the ranks of a node; none where a method knows no nodes."""
+    if isinstance(reducer, Hierarchical):
+        return frozenset([reducer.nodes(world_size).inside])
+    return frozenset[SubGroups]().union(*(axes_inside_nodes(child, world_size) for child in reducer.children()))
+
+
+def _sent(asked: Iterable[tuple[Collective, int]], rank: int, world_size: int) -> int:
+    return sum(times * sent_bytes(request, rank, world_size) for request, times in asked)
 
 
 # Equal waves -------------------------------------------------------------------------------------------------
@@ -212,6 +223,18 @@ def meta_program(unit: Unit, step: Step) -> Program:
     return reducer.reduce(grain, x, reducer.init(grain, step), step)
 
 
+def requests_of(unit: Unit, step: Step) -> list[Collective]:
+    """All that the program of a unit asks for, which is what the programs of all equal units ask for."""
+    asked: list[Collective] = []
+
+    def note(request: Collective) -> Collective:
+        asked.append(request)
+        return request
+
+    run_program(asking(meta_program(unit, step), note), MetaTransport(step.world_size, step.rank))
+    return asked
+
+
 def _repeated(request: Collective, copies: int, times: int) -> Collective:
     """The request of a program that stands for `copies` in a wave, and the wave for `times` equal ones."""
     if isinstance(request, Agree):
@@ -233,7 +256,7 @@ class _Repeated(Collective):
     request: Collective
     copies: int
     times: int
-    axis: Axis | None
+    axis: SubGroups | None
 
     @property
     def nbytes(self) -> int:
@@ -304,13 +327,12 @@ def require_world(reducer: Reducer, world_size: int) -> None:
     reducer.require_ranks(world_size)
 
 
-@dataclass
-class MetaTransport:
+class MetaTransport(Shapes):
     """Where nothing travels: answers have the right shape and no data, and what is asked for is noted."""
 
-    world_size: int
-    rank: int = 0
-    requests: list[Collective] = field(default_factory=list[Collective])
+    def __init__(self, world_size: int, rank: int = 0) -> None:
+        super().__init__(world_size, rank)
+        self.requests: list[Collective] = []
 
     def issue(self, request: Collective) -> Answer:
         """Note what a request would send."""
@@ -322,29 +344,7 @@ class MetaTransport:
         method: Any = served(self, request)
         return method(request)
 
-    def all_reduce(self, request: AllReduce) -> Tensor:
-        """A result of the same shape."""
-        return request.tensor
 
-    def all_gather(self, request: AllGather) -> Tensor:
-        """A row a rank."""
-        ranks = request.axis.size if request.axis else self.world_size
-        return request.tensor.new_empty((ranks, request.length))
-
-    def all_to_all(self, request: AllToAll) -> Tensor:
-        """A result of the same shape."""
-        return request.tensor
-
-    def all_to_all_v(self, request: AllToAllV) -> Tensor:
-        """A result of the size that is received."""
-        return request.tensor.new_empty(request.length)
-
-    def send_recv(self, request: SendRecv) -> Tensor:
-        """A result of the size that is received."""
-        return request.like.new_empty(request.length)
-
-
-@dataclass
 class _Tally(MetaTransport):
     """Notes requests that stand for several, too."""
 

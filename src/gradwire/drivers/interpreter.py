@@ -107,9 +107,9 @@ def served(transport: object, request: Collective) -> Callable[..., object]:
     return method
 
 
-def sent_bytes(request: Collective, world_size: int) -> int:
+def sent_bytes(request: Collective, rank: int, world_size: int) -> int:
     """Bytes a rank sends for a collective."""
-    return request.wire_bytes(request.axis.size if request.axis else world_size)
+    return request.wire_bytes(request.axis.size_of(rank) if request.axis else world_size)
 
 
 @dataclass
@@ -268,7 +268,7 @@ class Interpreter(Generic[T]):
 
     def _issued(self, batch: _Batch) -> Pending:
         self.traffic.payload_bytes += batch.joined.nbytes
-        self.traffic.wire_bytes += sent_bytes(batch.joined, self.transport.world_size)
+        self.traffic.wire_bytes += sent_bytes(batch.joined, self.transport.rank, self.transport.world_size)
         return self.transport.issue(batch.joined)
 
     def _waiting_for(self, kind: type[_Parked]) -> list[tuple[_Run[T], int, _Parked]]:

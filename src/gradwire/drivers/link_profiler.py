@@ -58,6 +58,7 @@ class LinkProfiler:
         description: a file that says what cannot be seen, see `find_topology`.
         identity: of this rank's host; None asks the kernel.
         backend: what moves the bytes.
+        members: which ranks of the description those of the transport are, where it is of more.
 
     Attributes:
         notes: why a file that was there was not used, or could not be written: a sentence each.
@@ -71,10 +72,11 @@ class LinkProfiler:
         description: Path | None = None,
         identity: HostIdentity | None = None,
         backend: str = "gloo",
+        members: Sequence[int] | None = None,
     ) -> None:
         self._transport, self._device, self._file, self._backend = transport, device, file, backend
         self._bench = Bench(transport, device)
-        self._description, self._identity = description, identity
+        self._description, self._identity, self._members = description, identity, members
         self._found: FoundTopology | None = None
         self._profile: LinkProfile | None = None
         self._is_from_file = False
@@ -92,7 +94,7 @@ class LinkProfiler:
             TopologyError: on every rank, for a description that cannot be used, see `find_topology`.
         """
         if self._found is None:
-            self._found = find_topology(self._transport, self._device, self._description, self._identity)
+            self._found = find_topology(self._transport, self._device, self._description, self._identity, self._members)
         return self._found
 
     def axis_links(self) -> AxisLinks:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gradwire.core import saved
+from gradwire.core.axis import Axis
 from gradwire.core.collective import AllGather, AllReduce, AllToAll, AllToAllV, Collective
 from gradwire.core.errors import CommunicationError
 from gradwire.core.grain import Grain
@@ -151,7 +152,9 @@ class Meeting:
         axis, ranks = first.axis, range(len(requests))
         if axis is None:
             return method(requests)
-        assert len(requests) % (axis.size * axis.stride) == 0, f"{axis} is no axis of a mesh of {len(requests)} ranks"
+        if isinstance(axis, Axis):
+            whole = len(requests) % (axis.size * axis.stride) == 0
+            assert whole, f"{axis} is no axis of a mesh of {len(requests)} ranks"
         groups = {members: method([requests[rank] for rank in members]) for members in map(axis.members, ranks)}
         return [groups[axis.members(rank)][axis.index(rank)] for rank in ranks]
 

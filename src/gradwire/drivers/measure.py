@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 
 from gradwire.core.agreement import Agree
-from gradwire.core.collective import AllReduce, Axis
+from gradwire.core.axis import Axis, SubGroups
+from gradwire.core.collective import AllReduce
 from gradwire.core.grain import flat_grain
 from gradwire.core.link import Curve, TimedSize
-from gradwire.core.program import along
+from gradwire.core.program import along, apart
 from gradwire.core.state import State
 from gradwire.drivers.interpreter import Transport, ask, run_program
 from gradwire.reducers.auto import Auto
-from gradwire.reducers.base import Program, Reducer, Step
+from gradwire.reducers.base import Reducer, Step
 from gradwire.reducers.hierarchical import Hierarchical
 
 
@@ -43,21 +44,33 @@ short bursts, since what slows a host down lasts: candidates are to share it."""
 
 @dataclass(frozen=True, eq=False)
 class Bench:
-    """Where to measure: on which transport, device and axis."""
+    """Where to measure: on which transport, device and axis.
+
+    Attributes:
+        axis: the ranks that reduce together; None is all.
+        ranks: how many these are. A rank that is by itself, where others are not, takes no part.
+    """
 
     transport: Transport
     device: torch.device
-    axis: Axis | None = None
+    axis: SubGroups | None = None
+    ranks: int | None = None
 
     def step(self) -> Step:
         """Where a program of this rank runs."""
-        if self.axis is None:
-            return Step(0, self.transport.rank, self.transport.world_size)
-        return Step(0, self.axis.index(self.transport.rank), self.axis.size)
+        rank, world_size = self.transport.rank, self.transport.world_size
+        return Step(0, self.axis.index(rank) if self.axis else rank, self.ranks or world_size)
 
-    def run(self, program: Program) -> None:
-        """Run a program to its end."""
-        run_program(program if self.axis is None else along(program, self.axis), self.transport)
+    def run(self, reducer: Reducer, x: Tensor) -> None:
+        """Reduce a tensor, and forget the result."""
+        is_apart = self.axis is not None and self.axis.size_of(self.transport.rank) < self.step().world_size
+        x = x.to("meta") if is_apart else x
+        program = reducer.reduce(flat_grain(x.numel(), device=str(x.device)), x, State(), self.step())
+        if self.axis is not None and is_apart:
+            program = apart(program, self.axis, self.step().world_size, self.device)
+        elif self.axis is not None:
+            program = along(program, self.axis)
+        run_program(program, self.transport)
 
     @property
     def groups(self) -> tuple[tuple[int, ...], ...]:
@@ -67,8 +80,8 @@ class Bench:
 
     def between(self, nodes: Hierarchical) -> Bench:
         """The same between the nodes of a hierarchy."""
-        _, axis = nodes.axes(self.step().world_size)
-        return replace(self, axis=axis.within(self.axis))
+        cut = nodes.nodes(self.step().world_size)
+        return replace(self, axis=cut.between.within(self.axis), ranks=cut.count)
 
 
 def curves(auto: Auto, bench: Bench) -> tuple[Curve, ...]:
@@ -91,11 +104,10 @@ def curves(auto: Auto, bench: Bench) -> tuple[Curve, ...]:
 
 def seconds(reducer: Reducer, x: Tensor, bench: Bench, burst: int = 1) -> float:
     """Time of one reduction of `x`, the mean of a `burst` that all ranks begin together."""
-    grain = flat_grain(x.numel(), device=str(x.device))
     ask(Agree(torch.zeros((), dtype=torch.bool, device=x.device)), bench.transport)
     start = time.perf_counter()
     for _ in range(burst):
-        bench.run(reducer.reduce(grain, x, State(), bench.step()))
+        bench.run(reducer, x)
     if x.device.type == "cuda":
         torch.cuda.synchronize(x.device)
     return (time.perf_counter() - start) / burst

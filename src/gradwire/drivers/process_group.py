@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.core.collective import AllGather, AllReduce, AllToAll, AllToAllV, Axis, Collective
+from gradwire.core.axis import SubGroups
+from gradwire.core.collective import AllGather, AllReduce, AllToAll, AllToAllV, Collective
 from gradwire.core.errors import ConnectionLost
 from gradwire.core.messages import SendRecv
 from gradwire.drivers.groups import deadline_of, destroy, new_group
@@ -76,7 +77,7 @@ class GroupTransport:
         self._watcher = watcher
         self.rank, self.world_size = group.rank(), group.size()
         self._is_gloo = group.name() == "gloo"
-        self._subgroups: dict[Axis, dist.ProcessGroup] = {}
+        self._subgroups: dict[SubGroups, dist.ProcessGroup] = {}
 
     def issue(self, request: Collective) -> Pending:
         """Start a collective.
@@ -106,9 +107,11 @@ class GroupTransport:
 
     def all_gather(self, request: AllGather) -> Issued:
         """By an all-to-all where rows are small."""
-        row, (group, size) = request.tensor, self._group_of(request.axis)
+        row = request.tensor
         if not row.numel():
+            size = request.axis.size_of(self.rank) if request.axis else self.world_size
             return [], row.new_empty((size, 0))
+        group, size = self._group_of(request.axis)
         if self._is_gloo and row.numel() <= SMALL_ROW_BYTES:
             return self._swapped(row.expand(size, -1).contiguous(), group)
         out = row.new_empty(size * row.numel())
@@ -124,7 +127,9 @@ class GroupTransport:
         return self._swapped(request.tensor, self._group_of(request.axis)[0])
 
     def all_to_all_v(self, request: AllToAllV) -> Issued:
-        """Also where this rank has nothing to send and to receive: others may have."""
+        """Also where this rank has nothing to send and to receive: others may have, unless there are none."""
+        if request.axis is not None and request.axis.size_of(self.rank) == 1:
+            return [], request.tensor
         out, group = request.tensor.new_empty(request.length), self._group_of(request.axis)[0]
         sizes = list(request.receives), list(request.sends)
         return _started(dist.all_to_all_single(out, request.tensor, *sizes, group=group, async_op=True), out)
@@ -160,9 +165,9 @@ class GroupTransport:
         made += [dist.P2POp(dist.isend, tensor, group=group, group_peer=to) for to, tensor in sends]
         return dist.batch_isend_irecv(made) if made else []
 
-    def _group_of(self, axis: Axis | None) -> tuple[dist.ProcessGroup, int]:
+    def _group_of(self, axis: SubGroups | None) -> tuple[dist.ProcessGroup, int]:
         """The group of this rank's sub-group, and how many ranks it has."""
-        if axis is None or axis.size == self.world_size:
+        if axis is None or axis.size_of(self.rank) == self.world_size:
             return self.group, self.world_size
         if axis not in self._subgroups:
             whole = dist.get_process_group_ranks(self.group)
@@ -171,12 +176,12 @@ class GroupTransport:
             self._subgroups[axis] = new_group(
                 self.group, members, deadline_of(self.group, device), f"a group of {axis}"
             )
-        return self._subgroups[axis], axis.size
+        return self._subgroups[axis], axis.size_of(self.rank)
 
-    def prepare(self, axes: Iterable[Axis]) -> None:
+    def prepare(self, axes: Iterable[SubGroups]) -> None:
         """Make the groups of these axes now: two threads that made theirs later might not meet each other's."""
         for axis in axes:
-            if axis.size > 1:
+            if axis.size_of(self.rank) > 1:
                 self._group_of(axis)
 
     def close(self) -> None:

@@ -6,18 +6,19 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from gradwire.core.collective import AllGather, AllToAll, AllToAllV, Axis, Collective
+from gradwire.core.axis import Axis, SubGroups
+from gradwire.core.collective import AllGather, AllToAll, AllToAllV, Collective
 from gradwire.core.link import Link
 from gradwire.core.messages import SendRecv
-from gradwire.core.program import Program, asking, once
-from gradwire.drivers.cost import MetaTransport, Parameters, form_of, meta_program, meta_specs, require_world
-from gradwire.drivers.interpreter import Interpreter, Script, run_program, sent_bytes
+from gradwire.core.program import Program, once
+from gradwire.drivers.cost import MetaTransport, Parameters, form_of, meta_specs, requests_of, require_world
+from gradwire.drivers.interpreter import Interpreter, Script
 from gradwire.drivers.lockstep import Meeting, VirtualTransport, together
 from gradwire.drivers.plan import Unit, plan
 from gradwire.reducers.base import Reducer, Step
 from gradwire.spec import as_method
 
-Links = Mapping[Axis, Link]
+Links = Mapping[SubGroups, Link]
 
 _Letters = Sequence[tuple[int, int]]
 """Ranks, and how many bytes go to each."""
@@ -65,24 +66,12 @@ def _seconds(units: Sequence[Unit], clocks: SimulatedMeeting, index: int) -> flo
 
     def script(rank: int) -> Script[list[None]]:
         step = Step(index, rank, clocks.world_size)
-        asked = {form: _asked(unit, step) for form, unit in distinct.items()}
+        asked = {form: requests_of(unit, step) for form, unit in distinct.items()}
         interpreter = Interpreter[None](VirtualTransport(clocks, rank), window=1)
         return interpreter.script(len(units), lambda unit: [_asking_again(asked[forms[unit]])])
 
     together([script(rank) for rank in range(clocks.world_size)])
     return max(clocks.now)
-
-
-def _asked(unit: Unit, step: Step) -> list[Collective]:
-    """All that the program of a unit asks for, which is what the programs of all equal units ask for."""
-    asked: list[Collective] = []
-
-    def note(request: Collective) -> Collective:
-        asked.append(request)
-        return request
-
-    run_program(asking(meta_program(unit, step), note), MetaTransport(step.world_size, step.rank))
-    return asked
 
 
 def _asking_again(requests: Sequence[Collective]) -> Program[None]:
@@ -124,7 +113,7 @@ def _together(requests: list[Collective], clocks: list[float], link: Link) -> li
     if letters:
         return _delivered(letters, clocks, link)
     n, first = len(requests), requests[0]
-    return [max(clocks) + link.seconds(sent_bytes(first, n), _rounds(first, n))] * n
+    return [max(clocks) + link.seconds(first.wire_bytes(n), _rounds(first, n))] * n
 
 
 def _rounds(request: Collective, n: int) -> int:

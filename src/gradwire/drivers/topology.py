@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,6 +41,7 @@ def find_topology(
     device: torch.device,
     description: Path | None = None,
     identity: HostIdentity | None = None,
+    members: Sequence[int] | None = None,
 ) -> FoundTopology:
     """Find out which ranks share a node; every rank must call it at the same place.
 
@@ -49,6 +51,7 @@ def find_topology(
         description: a file that says what cannot be seen (`gradwire.topology.description`); the ranks that have one
             must have the same, and one of them is enough.
         identity: of this rank's host; None asks the kernel.
+        members: which ranks of the description those of the transport are, where it is of more.
 
     Raises:
         TopologyError: on every rank, for a description that cannot be read, that differs between ranks or that
@@ -67,7 +70,7 @@ def find_topology(
         other = next(rank for rank in others if texts[rank] != texts[one])
         raise TopologyError(f"ranks {one} and {other} have different descriptions: give every rank the same file")
     for rank, text in texts.items():
-        return FoundTopology(described(topology, text, said[rank]["source"]), identities)
+        return FoundTopology(described(topology, text, said[rank]["source"], members), identities)
     return FoundTopology(topology, identities)
 
 

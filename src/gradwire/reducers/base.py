@@ -47,7 +47,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from gradwire.core import program
-from gradwire.core.collective import Axis
+from gradwire.core.axis import SubGroups
 from gradwire.core.errors import CompositionError
 from gradwire.core.grain import Grain, ParameterSpec
 from gradwire.core.key import Key
@@ -236,15 +236,20 @@ class Reducer(Spoken, ABC):
         Raises:
             CompositionError: fewer ranks than `fewest_ranks`, or a number that is no multiple of `rank_multiple`.
         """
-        if world_size % self.rank_multiple:
-            raise CompositionError(
-                f"{self.rank_multiple} ranks a node do not divide the {world_size} ranks of this run: give node= "
-                f"(node_size) a number that divides {world_size}, or leave it out"
-            )
+        for child in self.children():
+            child.require_ranks(world_size)
+        self._require_multiple(world_size)
         if world_size < self.fewest_ranks:
             raise CompositionError(
                 f"{self} needs at least {self.fewest_ranks} ranks, and this run has {world_size}: add ranks, tolerate "
                 "fewer bad ones (the number after the colon), or take 'median', which any number of ranks will do for"
+            )
+
+    def _require_multiple(self, world_size: int) -> None:
+        if world_size % self.rank_multiple:
+            raise CompositionError(
+                f"{self.rank_multiple} ranks a node do not divide the {world_size} ranks of this run: give node= "
+                f"(node_size) a number that divides {world_size}, or leave it out"
             )
 
     @abstractmethod
@@ -294,7 +299,7 @@ class Reducer(Spoken, ABC):
         """The globs in its rules that match none of the parameters called `names`: most likely misspelt."""
         return [glob for child in self.children() for glob in child.unmatched_globs(names)]
 
-    def axes(self, world_size: int) -> tuple[Axis, ...]:
+    def axes(self, world_size: int) -> tuple[SubGroups, ...]:
         """Sub-groups of ranks that the program communicates on, so that they can be made beforehand."""
         found = (axis for child in self.children() for axis in child.axes(world_size))
         return tuple(dict.fromkeys(found))

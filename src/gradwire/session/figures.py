@@ -32,10 +32,25 @@ from gradwire.topology.reduction_times import ReductionTimes
 LINKS_VARIABLE = "GRADWIRE_LINKS"
 """Names the file in which what is measured of links is kept."""
 
+DESCRIPTION_VARIABLE = "GRADWIRE_TOPOLOGY"
+"""Names the file that says of the topology what cannot be seen, with the ranks of the default group."""
+
 
 def wants_times() -> bool:
     """Whether sessions time their link as they begin, which takes seconds on slow links; alike on all ranks."""
     return os.environ.get("GRADWIRE_TIME_LINK") != "0"
+
+
+def described_ranks(group: dist.ProcessGroup) -> tuple[Path | None, list[int] | None]:
+    """The file that `GRADWIRE_TOPOLOGY` names, and which of its ranks a group has where these are not all.
+
+    A group that the default group does not know has none: its ranks come and go.
+    """
+    named = os.environ.get(DESCRIPTION_VARIABLE)
+    if not named or not is_registered(group):
+        return None, None
+    ranks = dist.get_process_group_ranks(group)
+    return Path(named), None if len(ranks) == dist.get_world_size() else ranks
 
 
 def links_file(group: dist.ProcessGroup) -> Path | None:

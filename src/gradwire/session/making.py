@@ -118,7 +118,7 @@ class Maker:
         return self._form.plan(self._specs, reducer, self._grain_numel)
 
     def _on_nodes(self, reducer: Reducer, where: str) -> Reducer:
-        return self._lane.call(lambda: on_nodes(reducer, self._links), where)
+        return self._lane.call(lambda: on_nodes(reducer, self._links, self._specs, self._grain_numel), where)
 
     def _measured(self, reducer: Reducer, where: str) -> Plan:
         """The plan, once groups are made and the link was measured for what wants to know it."""

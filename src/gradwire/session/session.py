@@ -19,7 +19,7 @@ from gradwire.drivers.window import Window
 from gradwire.reducers.base import Reducer
 from gradwire.session.ending import Ending
 from gradwire.session.feed import Feed
-from gradwire.session.figures import Figures, links_file, wants_times
+from gradwire.session.figures import Figures, described_ranks, links_file, wants_times
 from gradwire.session.form import WHOLE, Form
 from gradwire.session.lane import Lane, group_of
 from gradwire.session.making import Maker
@@ -129,7 +129,10 @@ class Session(Figures):
         self.reducer.require_ranks(group.size())
         self.lane = lane or Lane(group, self._device, deadline_s, what)
         self.transport = transport = self.lane.transport()
-        self._links = LinkProfiler(transport, self._device, links_file(group), backend=group.name())
+        described, members = described_ranks(group)
+        self._links = LinkProfiler(
+            transport, self._device, links_file(group), described, backend=group.name(), members=members
+        )
         self._link_times, self._board = None, None
         self._ending = Ending(self, self.lane, transport, shares_lane=lane is not None)
         try:

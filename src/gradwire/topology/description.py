@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, cast
@@ -42,13 +42,16 @@ class DescribedLevel:
     latency_s: float | None = None
 
 
-def described(found: Topology, text: str, source: str = "the description") -> Topology:
+def described(
+    found: Topology, text: str, source: str = "the description", members: Sequence[int] | None = None
+) -> Topology:
     """Return the topology that was found, with what a file says of them.
 
     Args:
         found: by the hosts of the ranks.
         text: of the file, in TOML.
         source: what errors call it.
+        members: which ranks of the file these are, where the file is of more ranks; None: it is of these.
 
     Raises:
         TopologyError: a file that cannot be read, names a rank twice or not at all, has sizes that do not multiply to
@@ -65,7 +68,10 @@ def described(found: Topology, text: str, source: str = "the description") -> To
     2 sites of 2 ranks (described as joined by 50 Mbit/s)
     """
     try:
-        finest_first = _by_groups(read_levels(text), found.world_size)[::-1]
+        levels_read = read_levels(text)
+        if members is not None:
+            levels_read = _among(levels_read, members)
+        finest_first = _by_groups(levels_read, found.world_size)[::-1]
         levels = {level.name: level for level in found.levels}
         named = {level.name: _level(level, levels.get(level.name)) for level in finest_first}
         hosts = Level("host", found.groups)
@@ -157,8 +163,20 @@ def _by_groups(levels: Sequence[DescribedLevel], world_size: int) -> tuple[Descr
     for place, level in enumerate(levels):
         width = math.prod(sizes[place + 1 :])
         groups = tuple(tuple(range(first, first + width)) for first in range(0, world_size, width))
-        made.append(replace(level, groups=groups))
+        made.append(replace(level, groups=groups, size=None))
     return tuple(made)
+
+
+def _among(levels: Sequence[DescribedLevel], members: Sequence[int]) -> tuple[DescribedLevel, ...]:
+    """What a file says of some of its ranks, which are numbered anew."""
+    whole = _by_groups(levels, math.prod(level.size or 1 for level in levels))
+    numbers = {rank: number for number, rank in enumerate(members)}
+    return tuple(replace(level, size=None, groups=level.groups and _kept(level.groups, numbers)) for level in whole)
+
+
+def _kept(groups: Sequence[Group], numbers: Mapping[int, int]) -> tuple[Group, ...]:
+    kept = (tuple(sorted(numbers[rank] for rank in group if rank in numbers)) for group in groups)
+    return tuple(sorted(group for group in kept if group))
 
 
 def _level(said: DescribedLevel, known: Level | None) -> Level:

@@ -8,7 +8,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from gradwire.core.collective import Axis
+from gradwire.core.axis import Axis, NodeSize
 from gradwire.core.errors import TopologyError
 from gradwire.core.figures import listed
 from gradwire.core.rates import spoken_rate
@@ -177,6 +177,28 @@ class Topology:
         groups = self.groups
         is_mesh = all(group[-1] - group[0] + 1 == len(group) == len(groups[0]) for group in groups)
         return len(groups[0]) if is_mesh else None
+
+    @property
+    def node_levels(self) -> tuple[NodeSize, ...] | None:
+        """What `in_levels` needs: ranks of a node, then nodes of a group of nodes, and so on.
+
+        One number where all groups of a level have equally many, else one for each group. Levels of a single group, and
+        levels whose groups each have one group of the level before, are left out, but for nodes. None where the ranks
+        of some group do not follow each other.
+
+        >>> Topology.of_keys(["a", "a", "b", "b", "b"]).node_levels
+        ((2, 3),)
+        """
+        finer, found = self.levels[0], list[NodeSize]()
+        for level in self.levels[1:]:
+            if any(group[-1] - group[0] + 1 != len(group) for group in level.groups):
+                return None
+            firsts = {group[0] for group in finer.groups}
+            counts = tuple(sum(rank in firsts for rank in group) for group in level.groups)
+            if level.name == NODE or (len(counts) > 1 and max(counts) > 1):
+                found.append(counts[0] if len(set(counts)) == 1 else counts)
+                finer = level
+        return tuple(found)
 
     def links_name(self, place: int) -> str:
         """What the links of the level at a place join, for people.
