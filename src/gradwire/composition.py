@@ -16,6 +16,7 @@ method has:
     vectors=on|off                          off: biases and norms go uncompressed
     guard=on|off                            handling of non-finite gradients
     weights=FLOAT/FLOAT/...                 a weight for each rank
+    weights=given                           what each rank gives `session.weigh` before each step, as its samples
     parameters=CODEC                        under FSDP2: what parameters are gathered in, as (int8,stochastic=on)
 
 What would change nothing is refused: memory where all is sent (`none,ef=on`), vectors that are uncompressed anyway.
@@ -27,7 +28,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from gradwire.codecs import Chain, Codec
 from gradwire.codecs.scaled import contracting
@@ -60,7 +61,7 @@ from gradwire.reducers import (
     is_vector,
     two_shot,
 )
-from gradwire.reducers.aggregate import Gathered, Rule, Sharded, Weighted
+from gradwire.reducers.aggregate import GIVEN, Gathered, Rule, Sharded, Weighted
 from gradwire.reducers.hierarchical import AS_FOUND
 from gradwire.reducers.without_effect import (
     PLAIN,
@@ -247,7 +248,9 @@ def _codec(spec: str, built: list[Any]) -> Codec:
     return called(functools.reduce(Chain, built), "+".join(map(str, built)))
 
 
-def _weights(spec: str, text: str) -> tuple[float, ...]:
+def _weights(spec: str, text: str) -> tuple[float, ...] | Literal["given"]:
+    if text == GIVEN:
+        return GIVEN
     return tuple(convert(spec, "weights", part, float) for part in text.split("/"))
 
 

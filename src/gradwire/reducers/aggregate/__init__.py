@@ -7,9 +7,10 @@ from gradwire.reducers.aggregate.geometric import CenteredClipping, GeometricMed
 from gradwire.reducers.aggregate.krum import Bulyan, Krum, MultiKrum
 from gradwire.reducers.aggregate.private import PrivateMean, epsilon, epsilon_of_replacing
 from gradwire.reducers.aggregate.rule import GeometricRule, Rule
-from gradwire.reducers.aggregate.weighted import Weighted, Weights
+from gradwire.reducers.aggregate.weighted import GIVEN, Weighted, Weights
 
 __all__ = [
+    "GIVEN",
     "Adasum",
     "Aggregate",
     "Bulyan",
