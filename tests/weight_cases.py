@@ -59,11 +59,12 @@ class Trained:
     Args:
         port: "ddp", "reduce", "deliver" or "fsdp2".
         spec: the method.
+        more: options of the session.
     """
 
-    def __init__(self, port: str, spec: str) -> None:
+    def __init__(self, port: str, spec: str, **more: Any) -> None:
         self.port, self.model = port, network()
-        options: dict[str, Any] = {"grain_numel": 600, "deadline_s": DEADLINE_S}
+        options: dict[str, Any] = {"grain_numel": 600, "deadline_s": DEADLINE_S, **more}
         if port == "ddp":
             self.called: nn.Module = DDP(self.model, bucket_cap_mb=0.002)
             self.session = gradwire.attach(self.called, spec, **options)
