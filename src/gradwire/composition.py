@@ -17,10 +17,13 @@ method has:
     vectors=on|off                          off: biases and norms go uncompressed
     guard=on|off                            handling of non-finite gradients
     weights=FLOAT/FLOAT/...                 a weight for each rank
+    weights=given                           what each rank gives `session.weigh` before each step, as its samples
+    rule=RULE                               after dp: each rank adds all the noise itself, and a rule combines
     parameters=CODEC                        under FSDP2: what parameters are gathered in, as (int8,stochastic=on)
 
 What would change nothing is refused: memory where all is sent (`none,ef=on`), vectors that are uncompressed anyway.
-A rule stands before the codec whose payloads it combines, without error feedback: `krum:1+int8,ef=off`.
+A rule stands before the codec whose payloads it combines, without error feedback: `krum:1+int8,ef=off`. Noise for
+privacy comes before a rule and never after it: `dp:1,rule=median`.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from gradwire.codecs import Chain, Codec
 from gradwire.codecs.scaled import contracting
@@ -62,7 +65,7 @@ from gradwire.reducers import (
     is_vector,
     two_shot,
 )
-from gradwire.reducers.aggregate import Gathered, Rule, Sharded, Weighted
+from gradwire.reducers.aggregate import GIVEN, Gathered, PrivateMean, PrivateReports, Rule, Sharded, Weighted
 from gradwire.reducers.hierarchical import AS_FOUND, in_levels
 from gradwire.reducers.without_effect import (
     PLAIN,
@@ -131,6 +134,7 @@ COMMON: Mapping[str, _Option] = {
     "vectors": _Option(bool, "int4,vectors=off"),
     "guard": _Option(bool, "int4,guard=off"),
     "weights": _Option(str, "none,weights=1/2"),
+    "rule": _Option(str, "dp:1,rule=median"),
     "parameters": _Option(str, "int4,parameters=int8"),
 }
 
@@ -222,6 +226,8 @@ def _no_codec(spec: str, part: Part) -> SpecError:
 
 def _build(spec: str, part: Part, method: Method) -> Any:
     """Construct one part, with its argument and the options that are its own."""
+    if "noise" in part.options and _builds_rule(method):
+        raise _noise_after_rule(spec, part)
     values = arguments(spec, part, method, COMMON, _OPTION_SYNONYMS)
     if values.get("density") == 1.0:
         raise SpecError(
@@ -232,14 +238,39 @@ def _build(spec: str, part: Part, method: Method) -> Any:
     return called(made, part.written) if isinstance(made, Spoken) else made
 
 
+def _builds_rule(method: Method) -> bool:
+    return isinstance(method.build, type) and issubclass(method.build, Rule)
+
+
+def _noise_after_rule(spec: str, rule: Part) -> SpecError:
+    return SpecError(
+        f"noise after {rule.written!r} in {spec!r} would hide nobody, since one rank can move the result of a rule as "
+        f"far as the others lie apart: have each rank add its own before it, as in 'dp:1,noise=1,rule={rule.written}'"
+    )
+
+
+def _on_reports(spec: str, built: Any, rule: str) -> Reducer:
+    """What `rule=` makes of a private mean: a rule over what each rank has clipped and made noisy itself."""
+    if not isinstance(built, PrivateMean):
+        raise SpecError(f"rule= in {spec!r} is an option of dp alone: write the rule by itself, as {rule!r}")
+    inner = Composition.read(rule)
+    if not isinstance(inner.built[0], Rule) or inner.common:
+        raise SpecError(f"rule={rule} in {spec!r} is no rule, with its own options alone: write one, such as 'median'")
+    return PrivateReports(_reducer(rule, inner.methods, inner.built, {}), built.clip, built.noise)
+
+
 def _reducer(spec: str, methods: list[Method], built: list[Any], common: dict[str, Any]) -> Reducer:
     if isinstance(built[0], Rule):
+        if any(isinstance(part, PrivateMean) for part in built[1:]):
+            raise _noise_after_rule(spec, Part(methods[0].name, methods[0].name, None, {}))
         built = [Gathered(built[0], _codec(spec, built[1:])) if built[1:] else Sharded(built[0])]
     if isinstance(built[0], Reducer):
         if len(built) > 1 or "exchange" in common or "node" in common:
             name = methods[0].name
             raise SpecError(f"{name!r} has messages of its own: no '+', no exchange and no node in {spec!r}")
-        return built[0]
+        return _on_reports(spec, built[0], common["rule"]) if "rule" in common else built[0]
+    if "rule" in common:
+        return _on_reports(spec, built[0], common["rule"])
     codec = _codec(spec, built)
     if common.get("ef"):
         codec = called(contracting(codec), str(codec))
@@ -261,7 +292,9 @@ def _codec(spec: str, built: list[Any]) -> Codec:
     return called(functools.reduce(Chain, built), "+".join(map(str, built)))
 
 
-def _weights(spec: str, text: str) -> tuple[float, ...]:
+def _weights(spec: str, text: str) -> tuple[float, ...] | Literal["given"]:
+    if text == GIVEN:
+        return GIVEN
     return tuple(convert(spec, "weights", part, float) for part in text.split("/"))
 
 
@@ -288,6 +321,7 @@ def _needs_no_guard(reducer: Reducer) -> bool:
     exchange = reducer
     while isinstance(exchange, Hierarchical):
         exchange = exchange.inter
+    exchange = exchange.inner if isinstance(exchange, PrivateReports) else exchange
     return isinstance(exchange, Sharded) or (
         isinstance(exchange, AllReduceExchange) and exchange.codec.granularity == 1
     )

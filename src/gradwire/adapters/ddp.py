@@ -68,6 +68,8 @@ class _Port(BucketPort):
             raise AttachError("this session is closed, and DDP cannot forget a hook: make a new DDP")
         if not self._step.buckets:
             self._trained.of(self._model)
+            if torch._C._current_graph_task_id() == -1:  # pyright: ignore[reportPrivateUsage] - DDP's join()
+                session.feed.weight = 0.0  # of a rank that has run out of data, whose gradients are zeros
             session.feed.open()
         session.feed.ready(bucket.buffer().nbytes)
         return self.hook(bucket)

@@ -1,4 +1,4 @@
-"""What all ranks of a step find out together, whatever the axes of its exchanges: a flag, and sums of squares."""
+"""What all ranks of a step find out together, whatever the axes of its exchanges: a flag, sums, what is asked once."""
 
 from __future__ import annotations
 
@@ -124,4 +124,58 @@ class Total(Collective):
 
     def on(self, axis: SubGroups) -> Total:
         """The same: a sum over ranks is one over all of them."""
+        return self
+
+
+@dataclass(frozen=True, eq=False)
+class Once(Collective):
+    """What `request` says, asked of all ranks once a step: every program that gives an equal `of` is sent one result.
+
+    The first program of a step that asks has it sent, so all of them must mean the same request. It is for a number
+    that every grain needs and that is known before the first one is complete, such as the sum of all ranks' weights.
+    Nobody may write to what is received.
+    """
+
+    verb = "once"
+
+    request: Collective
+    of: Hashable
+    axis: SubGroups | None = field(default=None, init=False)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this rank hands over, once a step."""
+        return self.request.nbytes
+
+    @property
+    def kind(self) -> Hashable:
+        """Identity of what is asked."""
+        return Once, self.of
+
+    @classmethod
+    def joined(cls, requests: Sequence[Self]) -> Collective:
+        """The one request that all of them mean."""
+        first = requests[0].request
+        return type(first).joined([first])
+
+    @property
+    def length(self) -> int:
+        """That of the request's result."""
+        return self.request.length
+
+    def received(self, part: Tensor) -> Tensor:
+        """What the request makes of the result."""
+        return self.request.received(part)
+
+    @classmethod
+    def parts(cls, requests: Sequence[Self], result: Tensor) -> Sequence[Tensor]:
+        """All of it for each."""
+        return [result] * len(requests)
+
+    def wire_bytes(self, ranks: int) -> int:
+        """What the request sends."""
+        return self.request.wire_bytes(ranks)
+
+    def on(self, axis: SubGroups) -> Once:
+        """The same: all ranks are asked."""
         return self

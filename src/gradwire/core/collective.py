@@ -1,8 +1,8 @@
 """What a program may ask for. A program yields one of these and is sent the result; a driver does the work.
 
-Every collective but `Agree` and `Total` takes an `axis`: the ranks that take part. None is all of them. All ranks of a
-run yield the same kinds on the same axes in the same order, each for the sub-group it belongs to, so one static order
-holds across all groups that a program uses.
+Every collective but `Agree`, `Total` and `Once` takes an `axis`: the ranks that take part. None is all of them. All
+ranks of a run yield the same kinds on the same axes in the same order, each for the sub-group it belongs to, so one
+static order holds across all groups that a program uses.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from gradwire.core.agreement import Agree, Total
+from gradwire.core.agreement import Agree, Once, Total
 from gradwire.core.axis import SubGroups
 from gradwire.core.collective import AllReduce, Collective
 from gradwire.core.errors import CompositionError
@@ -239,7 +239,7 @@ def _repeated(request: Collective, copies: int, times: int) -> Collective:
     """The request of a program that stands for `copies` in a wave, and the wave for `times` equal ones."""
     if isinstance(request, Agree):
         return _Flags(request.flag, copies * times)
-    if isinstance(request, Total):  # a sum has one size, of however many grains
+    if isinstance(request, Total | Once):  # one size, of however many grains
         return request
     return _Repeated(request, copies, times, request.axis)
 

@@ -67,6 +67,7 @@ def _virtual_ranks(reducer: Reducer, world_size: int) -> int:
 
 def _run(reducer: Reducer, grain: Grain, ranks: int) -> None:
     lockstep = Lockstep(reducer, grain, ranks)
+    lockstep.weigh([1.0] * ranks)
     for lockstep.index in STEPS:
         lockstep.reduce([_gradient(grain, rank) for rank in range(ranks)])
 

@@ -83,12 +83,14 @@ class Engine:
 
     Attributes:
         guards: whether a mean that is not finite is found in every step, whatever the method is.
+        weight: what this rank counts for in the step at hand, for methods that ask (`weighs`).
         not_finite: the first parameter whose gradient was not finite on this rank, if any was; not looked for on a GPU,
             which would have to be waited for.
     """
 
     def __init__(self, plan: Plan, transport: Transport, seed: int = 0) -> None:
         self.guards = False
+        self.weight: float | None = None
         self.not_finite: str | None = None
         self.plan = plan
         self.transport = transport
@@ -109,11 +111,21 @@ class Engine:
         self._fresh: list[State] | None = None
         self._flags: list[Tensor] = []
 
+    @property
+    def weighs(self) -> bool:
+        """Whether its method wants to be told in each step what this rank counts for."""
+        return any(unit.reducer.weighs for unit in self.plan.units)
+
     def step(self) -> Step:
         """Where the step now under way stands."""
-        return Step(self.index, self.transport.rank, self.transport.world_size, self.seed, self._spare)
+        rank, world_size = self.transport.rank, self.transport.world_size
+        return Step(self.index, rank, world_size, self.seed, self.weight, self._spare)
 
     # A step ------------------------------------------------------------------------------------------------------
+
+    def weigh(self, weight: float | None) -> None:
+        """Say what this rank counts for from the next step on; None: it has said nothing."""
+        self.weight = weight
 
     def begin(self, sink: Sink | None = None) -> None:
         """Get ready for a step's gradients; what is left of one that broke off is forgotten.
@@ -124,6 +136,7 @@ class Engine:
         """
         self.settle()
         self.forget()
+        self._interpreter.begin_step()
         if not self.plan.parts:
             self._start(self.plan.unit_numbers, sink)
 

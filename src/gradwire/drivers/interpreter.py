@@ -8,20 +8,21 @@ timing, so ranks cannot disagree on it. Of `window` waves in flight one is encod
 
     start 0, start 1, start 2, advance 0, advance 1, ... where a wave ends, the next starts
 
-All of a step's `Total`s travel as one collective once every program has come to its own, and so do its `Agree`s.
+All of a step's `Total`s travel as one collective once every program has come to its own, and so do its `Agree`s. What
+programs ask `Once` is sent where the first of them asks for it.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
-from gradwire.core.agreement import Agree, Total
+from gradwire.core.agreement import Agree, Once, Total
 from gradwire.core.collective import Collective
 from gradwire.core.errors import CommunicationError
 from gradwire.core.program import Ended, Program, advance, once
@@ -53,6 +54,22 @@ class Answer(NamedTuple):
     def wait(self) -> Tensor:
         """Return the result, which is there already."""
         return self.result
+
+
+class _Kept:
+    """A collective under way whose result several programs are sent."""
+
+    def __init__(self, pending: Pending) -> None:
+        self.pending = pending
+        self._result: Tensor | None = None
+
+    def is_here(self) -> bool:
+        return self._result is not None or is_here(self.pending)
+
+    def wait(self) -> Tensor:
+        if self._result is None:
+            self._result = self.pending.wait()
+        return self._result
 
 
 class Transport(Protocol):
@@ -201,6 +218,11 @@ class Interpreter(Generic[T]):
         self._in_flight: deque[_Run[T]] = deque()
         self._results: dict[int, T] = {}
         self._ended: Callable[[int, T], T] = _as_it_is
+        self._asked: dict[Hashable, _Kept] = {}
+
+    def begin_step(self) -> None:
+        """Ask anew what programs ask `Once` a step, which may have several scripts."""
+        self._asked = {}
 
     def script(
         self,
@@ -267,6 +289,15 @@ class Interpreter(Generic[T]):
             self._in_flight.append(run)
 
     def _issued(self, batch: _Batch) -> Pending:
+        """Start what a batch asks for; what a step asks once is under way, or here, after the first time."""
+        first = batch.requests[0]
+        if not isinstance(first, Once):
+            return self._started(batch)
+        if first.of not in self._asked:
+            self._asked[first.of] = _Kept(self._started(batch))
+        return self._asked[first.of]
+
+    def _started(self, batch: _Batch) -> Pending:
         self.traffic.payload_bytes += batch.joined.nbytes
         self.traffic.wire_bytes += sent_bytes(batch.joined, self.transport.rank, self.transport.world_size)
         return self.transport.issue(batch.joined)

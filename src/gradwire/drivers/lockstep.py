@@ -289,6 +289,11 @@ class VirtualEngines:
         """Of all keys."""
         return self.engines[0].seed
 
+    def weigh(self, weights: Sequence[float | None]) -> None:
+        """Say what each rank counts for from the next step on, as `Session.weigh` does for one step of one rank."""
+        for engine, weight in zip(self.engines, weights, strict=True):
+            engine.weigh(weight)
+
     def run(self, gradients: Sequence[Sequence[Tensor]]) -> None:
         """Do a step of all ranks, from each rank's gradient of each grain. They are left as they are.
 

@@ -74,7 +74,7 @@ class Slot:
         if (guards or carried is not None) and reducer.averages and not isinstance(reducer, Guard):
             reducer = Guard(reducer)
         program = reducer.reduce(grain, self.x.view(grain.shape), state, step)
-        return program if reducer.averages or not guards else flagged_by_result(program)
+        return program if reducer.averages or not guards else flagged_by_result(program, reducer.scatters)
 
     def settle(self, new: State) -> None:
         """Take up the state that a good step has left."""

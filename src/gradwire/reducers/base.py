@@ -30,6 +30,7 @@ what it changes and nothing else.
   agree on it. What `scatters` can never say so, since no rank sees the whole mean.
 - `fewest_ranks`, `rank_multiple`: a rule may need several ranks to make sense, and nodes of m ranks need a multiple of
   m; `require_ranks` refuses other numbers.
+- `weighs`: it wants to be told in each step what this rank counts for (`Step.weight`).
 - `repeatable`: equal inputs, states and seeds give equal results. Noise for privacy must not.
 - `assign(parameter)` says which reducer serves a parameter: usually itself, for a policy somebody else.
 """
@@ -59,12 +60,16 @@ from gradwire.core.state import State
 
 @dataclass(frozen=True)
 class Step:
-    """Where a program runs: the step, the rank, the number of ranks, and the seed of the run."""
+    """Where a program runs: the step, the rank, the number of ranks, and the seed of the run.
+
+    `weight` is what this rank has said to count for in this step, None where it has said nothing.
+    """
 
     index: int
     rank: int
     world_size: int
     seed: int = 0
+    weight: float | None = None
     spare: Spare | None = field(default=None, compare=False, repr=False)
 
     def empty(self, numel: int, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -224,6 +229,11 @@ class Reducer(Spoken, ABC):
     def repeatable(self) -> bool:
         """Whether a run with the same seed is the same run."""
         return all(child.repeatable for child in self.children())
+
+    @property
+    def weighs(self) -> bool:
+        """Whether each rank says in each step what it counts for."""
+        return any(child.weighs for child in self.children())
 
     @property
     def private(self) -> bool:

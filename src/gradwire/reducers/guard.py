@@ -69,13 +69,18 @@ def _flagged(reduced: Reduced, bad: Tensor) -> Reduced:
     return reduced._replace(value=poison(reduced.value, bad), bad=bad)
 
 
-def flagged_by_result(program: Program) -> Program:
-    """The same program, whose step is not kept where its result is not finite; that must be alike on all ranks.
+def flagged_by_result(program: Program, scatters: bool) -> Program:
+    """The same program, whose step is not kept where its result is not finite.
 
     For rules, which leave out what is not finite on few ranks, and may be left with nothing else.
+
+    Args:
+        program: whose result is alike on all ranks, or this rank's shard of one.
+        scatters: whether it is a shard: then ranks agree on a flag, since each sees only its own.
     """
     reduced = yield from program
-    return _flagged(reduced, kernels.all_finite(reduced.value).logical_not())
+    bad = kernels.all_finite(reduced.value).logical_not()
+    return _flagged(reduced, (yield agreement.Agree(bad)).view(()) if scatters else bad)
 
 
 def poison(mean: Tensor, bad: Tensor) -> Tensor:

@@ -57,6 +57,7 @@ class Feed:
     Attributes:
         board: where the other ranks are told how long steps take, if they are.
         scale: the loss scale of the step at hand.
+        weight: what this rank has said to count for in the step that begins next.
 
     Example:
         feed = Feed(engine, specs)
@@ -76,13 +77,14 @@ class Feed:
         self._specs = {spec.name: spec for spec in specs}
         self._scaler, self.scale, self._run = scaler, 1.0, run
         self.board: StepBoard | None = None
+        self.weight: float | None = None
         self._in_use = threading.Lock()
         self.serve_by(engine, window or Window())
 
     def serve_by(self, engine: Engine, window: Window) -> None:
         """Feed another engine, between two steps."""
         self.engine, self.window = engine, window
-        self._slices = engine.plan.slices
+        self._slices, self._weighs = engine.plan.slices, engine.weighs
         self._targets: dict[int, list[_Target]] = {}
         self._is_begun = False
 
@@ -109,6 +111,9 @@ class Feed:
         self.window.begin()
         if (growth := self._growth_of_scale()) != 1.0:
             self._run(lambda: self.engine.rescale(growth))
+        if self._weighs:
+            weight, self.weight = self.weight, None
+            self._run(lambda: self.engine.weigh(weight))
 
     def _growth_of_scale(self) -> float:
         """By what the loss scale has grown since the last step; a scale of powers of two makes this exact."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -261,6 +262,36 @@ class Session(Figures):
         if self._fed_by:
             raise StepError(f"this session is fed by {self._fed_by}: make a gradwire.Session of your own for tensors")
         return SessionStep(self.feed, self.lane, lambda: self.is_open, self._step_ended)
+
+    def weigh(self, weight: float) -> None:
+        """Say what this rank counts for in the step that begins next, where the method has `weights=given`.
+
+        The result of the step is sum_i w_i x_i / sum_i w_i over ranks i. Where x_i is a mean over the samples of rank i
+        and w_i their number, it is the mean over all samples, also where last batches are uneven. Every rank calls it
+        before each step: before `backward()`, `reduce_` or `step()`; where gradients are accumulated, before the
+        backward pass that synchronises them. A second call before the step counts in place of the first.
+
+        A weight that makes no mean is refused in the step, in one sentence on all ranks, which names its rank: one that
+        is negative, not finite or no number, one that was not given, or all of them 0. The session ends with it.
+
+        Args:
+            weight: w_i, 0 or more, in any unit that is the same on all ranks: a number of samples, a trust score.
+
+        Raises:
+            StepError: a method without `weights=given`.
+
+        Example:
+            session = gradwire.attach(ddp, "int4,weights=given")
+            for inputs, targets in loader:
+                session.weigh(len(inputs))
+                loss_of(ddp(inputs), targets).backward()
+        """
+        if not self.engine.weighs:
+            raise StepError(f"{self.method} takes no weights: attach with weights=given, as in 'int4,weights=given'")
+        try:
+            self.feed.weight = float(weight)
+        except (TypeError, ValueError):  # told in the step, on all ranks: others may be in a collective of DDP's by now
+            self.feed.weight = math.nan
 
     def _step_ended(self) -> None:
         """What is looked at once all tensors hold their means."""

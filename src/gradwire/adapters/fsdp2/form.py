@@ -77,7 +77,8 @@ def sharded_method(given: Reducer | str) -> Reducer:
     except CompositionError as error:
         raise CompositionError(
             f"FSDP2 needs a method that ends with shards of the mean, and {_short(given)} has no such half: use "
-            "int8, int4, fp8, sign, topk:0.01, qsgd:15, bf16 or none; options ef= and residual=bf16 are served"
+            "int8, int4, fp8, sign, topk:0.01, qsgd:15, bf16, none, or a rule such as median or krum:1; options ef=, "
+            "residual=bf16 and weights= are served"
         ) from error
 
 

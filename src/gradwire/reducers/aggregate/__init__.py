@@ -2,14 +2,15 @@
 
 from gradwire.reducers.aggregate.adasum import Adasum
 from gradwire.reducers.aggregate.coordinate import Median, TrimmedMean
-from gradwire.reducers.aggregate.exchange import Aggregate, Gathered, Sharded
+from gradwire.reducers.aggregate.exchange import Aggregate, Gathered, RuleOnShards, Sharded
 from gradwire.reducers.aggregate.geometric import CenteredClipping, GeometricMedian
 from gradwire.reducers.aggregate.krum import Bulyan, Krum, MultiKrum
-from gradwire.reducers.aggregate.private import PrivateMean, epsilon, epsilon_of_replacing
+from gradwire.reducers.aggregate.private import PrivateMean, PrivateReports, epsilon, epsilon_of_replacing
 from gradwire.reducers.aggregate.rule import GeometricRule, Rule
-from gradwire.reducers.aggregate.weighted import Weighted, Weights
+from gradwire.reducers.aggregate.weighted import GIVEN, Weighted, Weights
 
 __all__ = [
+    "GIVEN",
     "Adasum",
     "Aggregate",
     "Bulyan",
@@ -21,7 +22,9 @@ __all__ = [
     "Median",
     "MultiKrum",
     "PrivateMean",
+    "PrivateReports",
     "Rule",
+    "RuleOnShards",
     "Sharded",
     "TrimmedMean",
     "Weighted",

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
+from gradwire.codecs import Identity
 from gradwire.codecs.base import Codec, layout_of
 from gradwire.core import agreement, collective
 from gradwire.core.collective import Collective
@@ -21,8 +22,9 @@ from gradwire.core.state import Leaf, State
 from gradwire.kernels import robust
 from gradwire.reducers.aggregate.rule import Rule
 from gradwire.reducers.base import Program, Reduced, Reducer, Step
+from gradwire.reducers.scatter_reduce import ShardwiseScatterReduce
 from gradwire.reducers.sent import SentAll, SentPayload
-from gradwire.reducers.sharding import Shards, sum_dtype
+from gradwire.reducers.sharding import ShardPayloads, Shards, sum_dtype
 
 
 class Aggregate(Reducer):
@@ -97,6 +99,10 @@ class Sharded(Aggregate):
         """1: nothing is lost on the way to the rule."""
         return 1.0
 
+    @override
+    def scattered(self) -> Reducer:
+        return RuleOnShards(self.rule)
+
     def _columns(self, grain: Grain, step: Step) -> int:
         return Shards(grain.numel, step.world_size).size
 
@@ -149,6 +155,10 @@ class Gathered(Aggregate):
     def contraction(self, grain: Grain) -> float | None:
         return self.codec.contraction(grain.numel)
 
+    @override
+    def scattered(self) -> Reducer:
+        return RuleOnShards(self.rule, self.codec)
+
     def _columns(self, grain: Grain, step: Step) -> int:
         return grain.numel
 
@@ -180,6 +190,79 @@ class Gathered(Aggregate):
         for rank, (wire, row) in enumerate(zip(received, rows, strict=True)):
             self.codec.decode_into(layout.views(wire), row, step.key(grain, rank=rank))
         return rows
+
+
+@dataclass(frozen=True)
+class RuleOnShards(Aggregate):
+    """Rank j gets shard j of every rank's tensor and applies the rule to it: its shard of the result, for FSDP2.
+
+        y_j = rule(decode(C(x_1))[shard j], ..., decode(C(x_n))[shard j])
+
+    An all-to-all, as a scatter-reduce makes it: (n - 1)/n payloads a rank. A rule that looks at coordinates alone
+    (`Median`, `TrimmedMean`) needs nothing else. A geometric one also needs the distances between ranks: each owner
+    computes those of its shard, and one more small collective, n^2 float64 values, adds them up over owners and grains
+    (`Total`). Under FSDP2 the grains of a parameter group are reduced by themselves, inside the backward pass, so there
+    distances are those of the group: `Krum` chooses anew for each group, and `CenteredClipping` has its radius in each.
+    A guarantee in terms of distances then holds for each group by itself.
+
+    Shards are coded one by one, and tensors in half precision as float32. What a codec loses is lost.
+
+    Args:
+        rule: e.g. `Median()`, `Krum(1)`.
+        codec: what shards travel in, as they are by default.
+
+    >>> from gradwire.drivers.lockstep import Lockstep
+    >>> from gradwire.core.grain import flat_grain
+    >>> from gradwire.reducers.aggregate import Median
+    >>> ranks = Lockstep(RuleOnShards(Median()), flat_grain(4), world_size=3)
+    >>> ranks.step([torch.arange(4.0), torch.arange(4.0) + 1.0, torch.full((4,), -100.0)])
+    [tensor([0., 1.]), tensor([2., 3.]), tensor([])]
+    """
+
+    rule: Rule
+    codec: Codec = field(default_factory=Identity)
+
+    @property
+    @override
+    def scatters(self) -> bool:
+        return True
+
+    @property
+    def ends_alike(self) -> bool:
+        """No: each rank with its own shard."""
+        return False
+
+    @property
+    @override
+    def lossless(self) -> bool:
+        return self.codec.lossless
+
+    @override
+    def owned(self, grain: Grain, step: Step) -> slice:
+        return Shards(grain.numel, step.world_size).of(step.rank)
+
+    @override
+    def contraction(self, grain: Grain) -> float | None:
+        return ShardwiseScatterReduce(self.codec).contraction(grain)
+
+    def _columns(self, grain: Grain, step: Step) -> int:
+        return Shards(grain.numel, step.world_size).size
+
+    def reduce(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:
+        """All-to-all, then the rule."""
+        flat, n = x.reshape(-1).to(sum_dtype(x.dtype)), step.world_size
+        shards = Shards(flat.numel(), n)
+        sharded, size = ShardPayloads(self.codec, shards, flat.dtype), shards.size_of(step.rank)
+        sent_rows, sent = sharded.encode(flat, step.key(grain, "first"), self.codec.encode_into)
+        received = yield collective.AllToAll(sent_rows)
+        values = torch.zeros(n, shards.size, dtype=flat.dtype, device=flat.device)
+        for rank, row in enumerate(collective.by_rank(received)):
+            sharded.accumulate(row, step.rank, values[rank, :size], step.key(grain, "first", rank=rank), alpha=1.0)
+        rows, distances = _remembering(values, state), None
+        if self.rule.geometric:
+            distances = yield agreement.Total(robust.squared_distances(rows), of=self)
+        combined = self.rule.combine(rows, distances)
+        return Reduced(combined[:size].to(x.dtype), sent, _remembered(combined, state))
 
 
 def _remembering(rows: Tensor, state: State) -> Tensor:

@@ -1,4 +1,4 @@
-"""The differentially private mean: each worker's gradient is clipped, and noise hides that it was there."""
+"""Differential privacy: each worker's gradient is clipped, and noise hides that it was there."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from gradwire.codecs import Identity
 from gradwire.core import agreement, collective
 from gradwire.core.errors import CompositionError
 from gradwire.core.grain import Grain
 from gradwire.core.state import State
 from gradwire.kernels import robust
-from gradwire.reducers.base import Program, Reduced, Reducer, Step
+from gradwire.reducers.base import Program, Reduced, Reducer, Step, Wrapper
+from gradwire.reducers.scatter_reduce import ShardwiseScatterReduce
 from gradwire.reducers.sent import SentAll
 
 _CHUNK = 1 << 16
@@ -89,10 +91,14 @@ class PrivateMean(Reducer):
         n = step.world_size
         y = x.reshape(-1).to(torch.promote_types(x.dtype, torch.float32))
         square = yield agreement.Total(robust.products(y.view(1, -1)), of=self, over="grains")
-        y = y * (self._clipping(square.view(())) / n).to(y.dtype)
+        y = y * (_clipping(self.clip, square.view(())) / n).to(y.dtype)
         add_noise(y, self.noise * self.clip / math.sqrt(n) / n)
         total = yield collective.AllReduce(y, consumable=True)
         return Reduced(total.to(x.dtype).view(x.shape), SentAll(), state)
+
+    @override
+    def scattered(self) -> Reducer:
+        return PrivateReports(ShardwiseScatterReduce(Identity()), self.clip, self.noise, together=True)
 
     def mean_of(self, rows: Tensor, expected: float) -> Tensor:
         """Return 1/expected sum_i x_i min(1, clip / |x_i|) + N(0, (noise * clip / expected)^2) of rows (n, numel).
@@ -116,13 +122,119 @@ class PrivateMean(Reducer):
         out = rows.new_zeros(rows.shape[1])
         if rows.shape[0]:
             squares = torch.stack([robust.products(row.view(1, -1)).view(()) for row in rows])
-            robust.weighted_sum(rows, self._clipping(squares) / expected, out)
+            robust.weighted_sum(rows, _clipping(self.clip, squares) / expected, out)
         add_noise(out, self.noise * self.clip / expected)
         return out
 
-    def _clipping(self, square: Tensor) -> Tensor:
-        """min(1, clip / |x|) from |x|^2."""
-        return self.clip / square.sqrt().clamp(min=self.clip)
+
+@dataclass(frozen=True)
+class PrivateReports(Wrapper):
+    """Each rank clips its gradient and adds noise to it before anything leaves the rank; then any rule may follow.
+
+        y_i = x_i min(1, clip / |x_i|) + N(0, (noise * clip)^2 I),    result = inner(y_1, ..., y_n)
+
+    Each y_i is an output of the Gaussian mechanism (Dwork & Roth 2014, Theorem A.1, with the accounting of `epsilon`),
+    and what is made of it afterwards costs no further privacy, since differential privacy is closed under
+    post-processing (Proposition 2.1 there). So a median, Krum or a codec may follow. This is local privacy: it holds
+    for rank i's whole contribution to a step, towards everybody who sees y_i, the other ranks included, whatever they
+    do. It needs nobody's honesty but that of rank i. `epsilon(noise, steps, delta)` is for runs that differ by rank i's
+    gradients being there or being zeros, `epsilon_of_replacing(noise, steps, delta)` for any two of its gradients.
+
+    Its price: in a mean of n the noise has deviation noise * clip / sqrt(n), sqrt(n) times that of `PrivateMean` with
+    the same epsilon, where one noise of deviation noise * clip hides all ranks at once. After a rule that is no mean
+    such a central noise would hide nobody: one rank moves a median as far as the others lie apart, which no clip bounds
+    by clip / n.
+
+    What robustness becomes: a rule tolerates as many ranks as before, and its `reach` is in terms of the distances
+    between good *reports*. Two of them are about noise * clip * sqrt(2 d) apart in d dimensions, however near their
+    gradients are. A bad rank may leave out clipping and noise; that costs its own privacy only.
+
+    |x_i| is that of the whole gradient, but under FSDP2, where parameter groups are reduced one by one, that of a
+    group. A contribution of G groups is then at most clip * sqrt(G) long, so that `epsilon` is asked with
+    noise / sqrt(G). Noise comes from the system's entropy, as in `PrivateMean`.
+
+    Args:
+        inner: what combines the reports.
+        clip: C, the largest norm that a worker's gradient keeps.
+        noise: sigma, the noise's deviation in units of C.
+        together: the noise of all ranks together has that deviation, and each adds noise * clip / sqrt(n). For means
+            that only their sum protects: `PrivateMean`, shard by shard.
+
+    Raises:
+        CompositionError: as `PrivateMean`.
+
+    References:
+        Dwork & Roth 2014, "The algorithmic foundations of differential privacy"; Kasiviswanathan, Lee, Nissim,
+        Raskhodnikova & Smith 2011, "What can we learn privately?", for privacy that is local.
+
+    >>> from gradwire.core.grain import flat_grain
+    >>> from gradwire.drivers.lockstep import Lockstep
+    >>> from gradwire.reducers.aggregate import Median, Sharded
+    >>> ranks = Lockstep(PrivateReports(Sharded(Median()), clip=1.0, noise=0.0), flat_grain(1), world_size=3)
+    >>> ranks.step([torch.tensor([0.5]), torch.tensor([4.0]), torch.tensor([-900.0])])[0]
+    tensor([0.5000])
+    """
+
+    inner: Reducer
+    clip: float
+    noise: float = 1.0
+    together: bool = False
+
+    conserves_sum: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        PrivateMean(self.clip, self.noise)
+
+    @property
+    def averages(self) -> bool:
+        """False: gradients are clipped first."""
+        return False
+
+    @property
+    def linear(self) -> bool:
+        """False, for the same reason."""
+        return False
+
+    @property
+    def lossless(self) -> bool:
+        """False: noise is added."""
+        return False
+
+    @property
+    @override
+    def repeatable(self) -> bool:
+        return self.noise == 0
+
+    @property
+    @override
+    def private(self) -> bool:
+        return True
+
+    def around(self, inner: Reducer) -> Reducer:
+        """The same around another reducer."""
+        return PrivateReports(inner, self.clip, self.noise, self.together)
+
+    def contraction(self, grain: Grain) -> float | None:
+        """None: what is sent is not near what was given."""
+        return None
+
+    def absolute_error(self, grain: Grain) -> float | None:
+        """None, for the same reason."""
+        return None
+
+    def reduce(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:
+        """The norm, then the inner program on the report."""
+        y = x.to(torch.promote_types(x.dtype, torch.float32))
+        square = yield agreement.Total(robust.products(y.reshape(1, -1)), of=self, over="grains")
+        y = y * _clipping(self.clip, square.view(())).to(y.dtype)
+        add_noise(y, self.noise * self.clip / (math.sqrt(step.world_size) if self.together else 1.0))
+        reduced = yield from self.inner.reduce(grain, y, state, step)
+        return reduced._replace(value=reduced.value.to(x.dtype))
+
+
+def _clipping(clip: float, square: Tensor) -> Tensor:
+    """min(1, clip / |x|) from |x|^2."""
+    return clip / square.sqrt().clamp(min=clip)
 
 
 def add_noise(x: Tensor, deviation: float) -> None:

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from gradwire.core.errors import CompositionError
+from gradwire.core import agreement, collective
+from gradwire.core.collective import Collective
+from gradwire.core.errors import CompositionError, StepError
 from gradwire.core.grain import Grain
 from gradwire.core.state import State
 from gradwire.reducers.base import Program, Reducer, Step, Wrapper
+
+GIVEN: Literal["given"] = "given"
+"""Weights that each rank says in each step."""
 
 
 class Weights:
     """Every rank's weight, which a training loop may set anew before each step, alike on all ranks.
 
-    The sum must be known where gradients are scaled, so each rank needs all weights: a loop that knows only its own
-    exchanges them first, e.g. by `torch.distributed.all_gather_object`.
+    The sum must be known where gradients are scaled, so each rank needs all weights. A loop that knows only its own
+    takes "given" in their place, see `Weighted`.
 
     Args:
         values: one a rank.
@@ -62,13 +69,20 @@ class Weighted(Wrapper):
     `Weighted(ErrorFeedback(...))`. Scaling by up to n comes before the division by n, so float16 gradients are scaled
     down by a power of two meanwhile, which brings every factor to 1 or less: what fits does not overflow.
 
+    With weights "given" each rank says in each step what it counts for (`Session.weigh`): the number of its samples
+    where last batches are uneven, or how far it is trusted. With means of samples as gradients and their numbers as
+    weights, the result is the gradient of all samples in one batch. sum(w) is one all-reduce of a float64 a step, which
+    travels before the first grain does. On a GPU the first grain waits for the device, which has to show it.
+
     Args:
         inner: the reducer that averages.
-        weights: one a rank; a sequence, or `Weights` that change.
+        weights: one a rank, a sequence, or `Weights` that change; or "given".
 
     Raises:
         CompositionError: weights as for `Weights`; an inner reducer that is no mean; error feedback around it; at the
             first step, another number of weights than ranks.
+        StepError: in a step, alike on all ranks, with weights "given": a rank that said nothing, weights that are
+            negative or not finite, by the number of their rank, or a sum of zero.
 
     >>> import torch
     >>> from gradwire.codecs import Identity
@@ -78,17 +92,23 @@ class Weighted(Wrapper):
     >>> ranks = Lockstep(Weighted(AllReduceExchange(Identity()), (3, 1)), flat_grain(1), world_size=2)
     >>> ranks.step([torch.tensor([4.0]), torch.tensor([8.0])])[0]
     tensor([5.])
+    >>> ranks = Lockstep(Weighted(AllReduceExchange(Identity()), "given"), flat_grain(1), world_size=2)
+    >>> ranks.weigh([32, 96])
+    >>> ranks.step([torch.tensor([4.0]), torch.tensor([8.0])])[0]
+    tensor([7.])
     """
 
     inner: Reducer
-    weights: Weights | tuple[float, ...]
+    weights: Weights | tuple[float, ...] | Literal["given"]
 
     conserves_sum = False
 
     def __post_init__(self) -> None:
         if not self.inner.averages:
             raise CompositionError(f"{self.inner} is no mean, so weights have no meaning for it; leave them out")
-        if not isinstance(self.weights, Weights):
+        if isinstance(self.weights, str) and self.weights != GIVEN:
+            raise CompositionError(f"weights {self.weights!r}: give one a rank, or {GIVEN!r} to be told in each step")
+        if not isinstance(self.weights, Weights | str):
             object.__setattr__(self, "weights", Weights(self.weights).values)
 
     @property
@@ -115,8 +135,10 @@ class Weighted(Wrapper):
             raise CompositionError("weights go outside error feedback: write Weighted(ErrorFeedback(...), weights)")
         return self.inner.contraction(grain)
 
-    def _values(self) -> tuple[float, ...]:
-        return self.weights.values if isinstance(self.weights, Weights) else self.weights
+    @property
+    @override
+    def weighs(self) -> bool:
+        return self.weights == GIVEN
 
     def init(self, grain: Grain, step: Step) -> State:
         """The inner reducer's.
@@ -124,21 +146,68 @@ class Weighted(Wrapper):
         Raises:
             CompositionError: another number of weights than ranks.
         """
-        if len(self._values()) != step.world_size:
-            raise CompositionError(f"{len(self._values())} weights for {step.world_size} ranks: give one a rank")
+        values = self._values()
+        if values is not None and len(values) != step.world_size:
+            raise CompositionError(f"{len(values)} weights for {step.world_size} ranks: give one a rank")
         return self.inner.init(grain, step)
+
+    def _values(self) -> tuple[float, ...] | None:
+        """All ranks' weights, where each rank knows them."""
+        if isinstance(self.weights, str):
+            return None
+        return self.weights.values if isinstance(self.weights, Weights) else self.weights
 
     def reduce(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:
         """Scale, then the inner program."""
         values = self._values()
-        factors = [step.world_size * value / sum(values) for value in values]
-        scale = factors[step.rank]
+        if values is None:
+            scale, largest = (yield from _told(step, x.device)), float(step.world_size)
+        else:
+            factors = [step.world_size * value / sum(values) for value in values]
+            scale, largest = factors[step.rank], max(factors)
         if x.dtype != torch.float16:  # float32 has the room that a weight needs
             y = x.mul_(scale) if self.inner.keeps_input else x * scale
             return (yield from self.inner.reduce(grain, y, state, step))
         if state:  # what is remembered must not change its unit with the weights
             reduced = yield from self.inner.reduce(grain, x.float() * scale, state, step)
             return reduced._replace(value=reduced.value.to(x.dtype))
-        room = 2.0 ** -math.ceil(math.log2(max(factors)))
+        room = 2.0 ** -math.ceil(math.log2(largest))
         reduced = yield from self.inner.reduce(grain, x * (scale * room), state, step)
         return reduced._replace(value=reduced.value / room)
+
+
+def _told(step: Step, device: torch.device) -> Generator[Collective, Tensor, float]:
+    """n w / sum(w) of this rank, from what ranks have said in this step.
+
+    Raises:
+        StepError: weights that make no mean, alike on all ranks.
+    """
+    weight = math.nan if step.weight is None else float(step.weight)
+    mine = torch.full((1,), weight if 0 <= weight < math.inf else math.nan, dtype=torch.float64, device=device)
+    total = yield agreement.Once(collective.AllReduce(mine), of=GIVEN)
+    if total.is_meta:
+        return 1.0
+    whole = float(total)  # the same bits on every rank, so all of them go the same way from here
+    if 0 < whole < math.inf:
+        return step.world_size * (weight / whole)
+    said = torch.tensor([weight, float(step.weight is not None)], dtype=torch.float64, device=device)
+    rows = yield agreement.Once(collective.AllGather(said.view(torch.uint8)), of=(GIVEN, "by whom"))
+    raise StepError(_without_mean(rows.view(torch.float64).tolist()))
+
+
+def _without_mean(said: Sequence[Sequence[float]]) -> str:
+    """Why there is no mean, from each rank's weight and whether it has said one."""
+    for rank, (weight, was_said) in enumerate(said):
+        if not was_said:
+            return (
+                f"rank {rank} did not say what it counts for in this step: with weights=given every rank calls "
+                "session.weigh(number) before each step begins, with 0 where it has nothing"
+            )
+        if not 0 <= weight < math.inf:
+            return (
+                f"rank {rank} gave the weight {weight:g}: give a finite number, 0 or more, such as how many samples "
+                "it has"
+            )
+    if any(weight for weight, _ in said):
+        return "the weights of this step add up to more than a float64 holds: divide all of them by one large number"
+    return "all ranks gave the weight 0 in this step, so there is no mean: give one above 0, or skip the step on all"
