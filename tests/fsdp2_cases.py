@@ -4,8 +4,10 @@ import contextlib
 import hashlib
 import importlib
 import math
+import os
 import re
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -19,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gradwire
 from case_sets import many_of
+from gradwire.topology import NODE_VARIABLE
 
 DEADLINE_S = 30.0
 
@@ -588,6 +591,24 @@ def copies_resumed(rank: int, world_size: int, spec: str, folder: str, again: bo
             torch.save(state, own / f"copy{mesh['replicate'].get_local_rank()}.pt")
         train(net, rank, 12, start=6, optimizer=optimizer)
     return digest(net)
+
+
+def copies_on_nodes(rank: int, world_size: int, nodes: str) -> str:
+    """What a method that finds its nodes becomes between copies, or what is said of the axes."""
+    os.environ[NODE_VARIABLE] = nodes[rank]
+    mesh = two_dimensions()
+    net = shard(Net(), mesh["shard"])
+    said: list[str] = []
+
+    def attached() -> None:
+        with gradwire.attach(net, "int4,node=auto", replicate=mesh["replicate"], deadline_s=DEADLINE_S) as handle:
+            said.append(repr(handle.reducer))
+            train(net, rank, 2)
+
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        said.append(error_of(attached))
+    return "; ".join([*said, *(str(each.message) for each in warned)])
 
 
 def copies_that_differ(rank: int, world_size: int) -> list[str]:

@@ -374,10 +374,31 @@ def test_attaching_twice_is_refused_until_the_first_handle_is_closed() -> None:
 
 
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("spec", ["powersgd:2", "median", "int4,warmup=3", "int4,node=2", "topk:0.1,ef=ef21"])
+@pytest.mark.parametrize("spec", ["powersgd:2", "median", "int4,warmup=3", "topk:0.1,ef=ef21"])
 def test_methods_without_a_scatter_half_are_told_which_have_one(spec: str) -> None:
     with pytest.raises(CompositionError, match=r"needs a method that ends with shards.*use int8, int4"):
         gradwire.attach(alone(), spec)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("spec", ["int4,node=2", "int4,node=auto"])
+def test_nodes_are_for_copies_of_a_sharded_model(spec: str) -> None:
+    with pytest.raises(CompositionError, match=r"sharded over one axis has no copies there: shard inside nodes.*repli"):
+        gradwire.attach(alone(), spec)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "said"),
+    [
+        ("aabb", "node_size=1)"),
+        ("aaaa", "node_size=2)"),
+        ("abab", "AttachError: node=auto compresses between nodes, and here the ranks of replicate= share a node"),
+        ("abcd", "the shards of a copy are on 2 nodes: what FSDP2 reduces and gathers among them crosses links"),
+    ],
+)
+def test_copies_find_their_nodes(nodes: str, said: str) -> None:
+    """Shards of a copy are on ranks 0 and 1, and 2 and 3; copies are compressed where they are on several nodes."""
+    assert [said in each for each in run("copies_on_nodes", 4, nodes=nodes)] == [True] * 4
 
 
 @pytest.mark.usefixtures("one_rank")

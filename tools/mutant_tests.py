@@ -90,6 +90,7 @@ FILES: dict[str, tuple[Stage, ...]] = {
     "adapters/fsdp2/form.py": ((*FSDP2, "-k", "half or alike"), FSDP2),
     "adapters/fsdp2/gather.py": ((*FSDP2, "-k", "spoil"), FSDP2),
     "adapters/fsdp2/groups.py": ((*FSDP2, "-k", "told_why or twice"), FSDP2),
+    "adapters/fsdp2/node_axes.py": (("tests/test_fsdp2.py", "-k", "nodes"),),
     "adapters/fsdp2/port.py": ((EXCEPTIONS, "-k", "fsdp2"), FSDP2),
     "adapters/fsdp2/roots.py": ((*RUN_FSDP2, "-k", "place or root"), RUN_FSDP2),
     "adapters/fsdp2/rows.py": (FSDP2,),

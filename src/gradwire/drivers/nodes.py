@@ -36,7 +36,7 @@ def on_nodes(
     Raises:
         TopologyError: on every rank, for nodes whose ranks do not follow each other.
     """
-    if _with_nodes(reducer, (1,)) is reducer:
+    if not finds_nodes(reducer):
         return reducer
     topology = links.topology().topology
     levels = topology.node_levels
@@ -51,6 +51,16 @@ def on_nodes(
     joined = links.axis_links()
     times_s = [predicted_s(way, specs, topology, joined, grain_numel) for way in ways]
     return ways[times_s.index(min(times_s))]
+
+
+def finds_nodes(reducer: Reducer) -> bool:
+    """Whether a reducer has `node=auto` in it, so that its ranks find their nodes.
+
+    >>> from gradwire.spec import parse
+    >>> finds_nodes(parse("int4,node=auto")), finds_nodes(parse("int4,node=8"))
+    (True, False)
+    """
+    return _with_nodes(reducer, (1,)) is not reducer
 
 
 def predicted_s(

@@ -27,6 +27,7 @@ from gradwire.session.lane import Lane
 from gradwire.session.pace import WindowPace
 from gradwire.session.report import Report, observed
 from gradwire.session.step_times import StepBoard
+from gradwire.topology.levels import Topology
 from gradwire.topology.reduction_times import ReductionTimes
 
 LINKS_VARIABLE = "GRADWIRE_LINKS"
@@ -115,6 +116,15 @@ class Figures:
         times = self._link_times
         averages = self.reducer.averages
         return observed(self.engine, self.window, times, others, self.method, averages, owed, self.pace, self.uncounted)
+
+    def found_topology(self, where: str = "") -> Topology:
+        """Return which ranks of this session share a node; every rank must call it at the same place.
+
+        Raises:
+            TopologyError: on every rank, for a description (`GRADWIRE_TOPOLOGY`) that cannot be used.
+            CommunicationError: a rank failed or fell silent, by its number.
+        """
+        return self.lane.call(lambda: self._links.topology().topology, where)
 
     def measure_link(self) -> Link | None:
         """Measure how long an uncompressed all-reduce takes: again, since links change, or for the first time.

@@ -11,6 +11,7 @@ from gradwire.topology.identity import NODE_VARIABLE, HostIdentity
 from gradwire.topology.interfaces import NetworkInterface
 from gradwire.topology.levels import Level, Topology
 from gradwire.topology.numa import NumaNode
+from gradwire.topology.parallel_mesh import mesh, mesh_sizes
 from gradwire.topology.rdma import RdmaPort
 
 __all__ = [
@@ -28,6 +29,8 @@ __all__ = [
     "RdmaPort",
     "Topology",
     "described",
+    "mesh",
+    "mesh_sizes",
     "nvlink_groups",
     "nvlinks_between",
     "read_host",

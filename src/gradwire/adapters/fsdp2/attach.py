@@ -13,13 +13,16 @@ from torch import nn
 from gradwire.adapters.fsdp2.form import ReplicaForm, ShardedForm, tensors_of
 from gradwire.adapters.fsdp2.gather import GatherPort, parameter_codec
 from gradwire.adapters.fsdp2.groups import Group, groups_of
+from gradwire.adapters.fsdp2.node_axes import require_copies_on_nodes
 from gradwire.adapters.fsdp2.port import AlonePort, ReplicaPort, ScatterPort
 from gradwire.codecs import Codec
 from gradwire.core.errors import AttachError, StateError
+from gradwire.drivers.nodes import finds_nodes
 from gradwire.reducers.base import Reducer
 from gradwire.session import Session
 from gradwire.session.agreement import is_alike
 from gradwire.session.lane import Lane
+from gradwire.spec import as_method
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -78,6 +81,8 @@ def attach_fsdp2(
     try:
         if replicate is not None:
             _require_replicas(session, groups)
+            if finds_nodes(as_method(reducer)):
+                require_copies_on_nodes(session, shards, groups[0].device)
         if codec is not None:
             lane = None if replicate is None else Lane(shards, groups[0].device, session.lane.deadline_s, WHAT)
             ports.append(GatherPort(session, groups, codec, lane))

@@ -13,6 +13,7 @@ from gradwire.core.grain import ParameterSpec
 from gradwire.core.spoken import called
 from gradwire.drivers.parts import Chunked, PartPlan, plan_parts
 from gradwire.reducers.base import Reducer, require_alike
+from gradwire.reducers.hierarchical import Hierarchical
 from gradwire.session.form import Form
 from gradwire.spec import as_method
 
@@ -72,6 +73,12 @@ def sharded_method(given: Reducer | str) -> Reducer:
         SpecError, CompositionError: a method that cannot be read, or one without that half.
     """
     whole = as_method(given)
+    if knows_nodes(whole):
+        raise CompositionError(
+            f"{_short(given)} compresses between nodes, and a model that is sharded over one axis has no copies there: "
+            'shard inside nodes, by fully_shard(..., mesh=mesh["shard"]) on a mesh of nodes by ranks of a node, with '
+            'axes "replicate" and "shard", and attach with replicate=mesh["replicate"]'
+        )
     try:
         return whole if whole.scatters else called(whole.scattered(), str(whole))
     except CompositionError as error:
@@ -80,6 +87,11 @@ def sharded_method(given: Reducer | str) -> Reducer:
             "int8, int4, fp8, sign, topk:0.01, qsgd:15, bf16, none, or a rule such as median or krum:1; options ef=, "
             "residual=bf16 and weights= are served"
         ) from error
+
+
+def knows_nodes(reducer: Reducer) -> bool:
+    """Whether a method tells ranks of one node from others, by a number or by `node=auto`."""
+    return isinstance(reducer, Hierarchical) or any(map(knows_nodes, reducer.children()))
 
 
 def tensors_of(groups: Sequence[Group]) -> dict[str, Tensor]:
