@@ -374,7 +374,7 @@ def test_attaching_twice_is_refused_until_the_first_handle_is_closed() -> None:
 
 
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("spec", ["powersgd:2", "median", "int4,warmup=3", "topk:0.1,ef=ef21"])
+@pytest.mark.parametrize("spec", ["powersgd:2", "adasum", "int4,warmup=3", "topk:0.1,ef=ef21"])
 def test_methods_without_a_scatter_half_are_told_which_have_one(spec: str) -> None:
     with pytest.raises(CompositionError, match=r"needs a method that ends with shards.*use int8, int4"):
         gradwire.attach(alone(), spec)

@@ -10,6 +10,7 @@ import torch
 
 from gradwire import StepError
 from gradwire.bench.ranks import run_function
+from gradwire.cli.main import main
 from gradwire.codecs import Identity, TopK
 from gradwire.core.collective import ring_bytes
 from gradwire.core.errors import CompositionError
@@ -32,7 +33,7 @@ def outcomes(ranks: int) -> list[dict[str, Any]]:
     jobs: dict[str, Any] = {f"uneven {port}": ("uneven", {"port": port}) for port in PORTS}
     if ranks == 3:
         jobs |= {f"refused {port}": ("refused", {"port": port}) for port in REFUSING}
-        jobs |= {"joined": ("joined", {}), "changed": ("changed", {})}
+        jobs |= {"joined": ("joined", {}), "changed": ("changed", {}), "nobody": ("nobody_could", {})}
         folder = tempfile.mkdtemp()
         jobs |= {
             f"resumed {port}": ("resumed", {"port": port, "spec": spec, "folder": folder})
@@ -92,6 +93,19 @@ def test_a_method_with_weights_may_follow_one_without() -> None:
     for found in outcomes(3):
         assert "takes no weights: attach with weights=given" in found["changed"]["said"]
         assert found["changed"]["off"] < 1e-6
+
+
+def test_weights_that_nobody_could_give_are_refused() -> None:
+    for found in outcomes(3):
+        windows, copies = found["nobody"]
+        assert "nobody calls it for" in windows
+        assert "write the weights of all ranks, as weights=3/1" in windows
+        assert "weights=given does not go with replicate=" in copies
+
+
+def test_a_script_that_nobody_changes_cannot_say_what_its_ranks_count_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--method", "int4,weights=given", "train.py"]) == 2
+    assert "needs a script that calls session.weigh() in each step" in capsys.readouterr().err
 
 
 # Virtual ranks ---------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire
 from case_sets import many_of
+from gradwire.sync import LocalSGD
 
 DEADLINE_S = 30.0
 SIZES = [[8, 5, 2], [1, 8, 8], [0, 3, 7], [4, 0, 0]]
@@ -198,6 +199,23 @@ def joined(rank: int, world_size: int) -> float:
     return worst
 
 
+def nobody_could(rank: int, world_size: int) -> list[str]:
+    """What is said where no training loop has the session that would have to be told."""
+    model = network()
+    said: list[str] = []
+    calls: list[Callable[[], Any]] = [
+        lambda: LocalSGD(torch.optim.SGD(model.parameters(), 0.1), model, 2, "none,weights=given"),
+        lambda: Trained("fsdp2", "none,weights=given", replicate=dist.new_group(list(range(world_size)))),
+    ]
+    for call in calls:
+        try:
+            call()
+            said.append("nothing")
+        except gradwire.GradwireError as error:
+            said.append(str(error))
+    return said
+
+
 def changed(rank: int, world_size: int) -> dict[str, Any]:
     """A method without weights is told what to do, and one with them may follow it in mid-run."""
     trained = Trained("reduce", "none")
@@ -221,6 +239,7 @@ CASES: dict[str, Callable[..., Any]] = {
     "refused": refused,
     "resumed": resumed,
     "joined": joined,
+    "nobody_could": nobody_could,
     "changed": changed,
 }
 many = many_of(CASES)

@@ -378,7 +378,7 @@ _METHODS = (
         use=Study("large batches without another learning rate; not measured in training"),
     ),
     _rule(
-        *("dp", PrivateMean, "differentially private mean", "clip", "dp:1"),
+        *("dp", PrivateMean, "differentially private mean", "clip", "dp:1", "dp:1,rule=median"),
         synonyms=("dp_sgd", "private", "privacy", "differential_privacy", "opacus"),
         use=Special("differential privacy"),
     ),

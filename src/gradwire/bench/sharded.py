@@ -144,6 +144,11 @@ class ShardedSide(Side):
         """What goes through FSDP2's own collectives, and what the handle counts."""
         return self._clock.sent_bytes + (self._handle.stats().wire_bytes if self._handle else 0)
 
+    def weigh(self, examples: int) -> None:
+        """Where the method asks for it."""
+        if self._handle and self._handle.engine.weighs:
+            self._handle.weigh(examples)
+
     def residual_norm(self) -> float | None:
         """Norm of this rank's residual."""
         return self._handle.residual_norm() if self._handle else None

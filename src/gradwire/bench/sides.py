@@ -74,6 +74,10 @@ class Side(ABC):
         """Training begins: what was sent until now is not counted."""
         return
 
+    def weigh(self, examples: int) -> None:
+        """The step at hand has so many examples on this rank."""
+        return
+
     def step_done(self) -> None:
         """A training step is over."""
         return
@@ -146,6 +150,11 @@ class GradwireSide(DDPSide):
         super().__init__(ddp, optimizer)
         self._handle = gradwire.attach(ddp, spec)
         self.label = repr(self._handle.reducer)
+
+    @override
+    def weigh(self, examples: int) -> None:
+        if self._handle.engine.weighs:
+            self._handle.weigh(examples)
 
     def codec_cpu_s(self) -> float:
         """CPU seconds of encoding and decoding."""

@@ -201,6 +201,7 @@ class Trainer:
         self.processor.begin()
         begun = time.perf_counter()
         inputs, targets = self.task.batch(step, self.rank, self.world_size)
+        self.side.weigh(len(inputs))
         self.side.optimizer.zero_grad(set_to_none=True)
         loss = self.task.loss(self.side.model(inputs), targets)
         self.processor.pay()

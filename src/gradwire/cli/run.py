@@ -75,7 +75,13 @@ def run_script(arguments: argparse.Namespace, _: Console) -> int:
     from gradwire.core.errors import SpecError
     from gradwire.spec import for_shards
 
-    codec = for_shards(arguments.method, arguments.parameters)[1]  # refuses what cannot be built before anything starts
+    # Before anything starts this refuses what cannot be built.
+    reducer, codec = for_shards(arguments.method, arguments.parameters)
+    if reducer.weighs:
+        raise SpecError(
+            f"weights=given in {arguments.method!r} needs a script that calls session.weigh() in each step: attach in "
+            "the script, or write the weights of all ranks, as weights=3/1"
+        )
     if codec is not None:
         parameter_codec(codec)
     if not arguments.module and not Path(arguments.script).is_file():

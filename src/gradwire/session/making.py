@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Sequence
 
 from gradwire.core.carry import carry_over
-from gradwire.core.errors import AttachError
+from gradwire.core.errors import AttachError, CompositionError
 from gradwire.core.grain import ParameterSpec
 from gradwire.drivers.checked import Checked
 from gradwire.drivers.dry_run import dry_run
@@ -20,6 +20,9 @@ from gradwire.session.agreement import Configuration, configuration, is_alike, t
 from gradwire.session.form import Form
 from gradwire.session.lane import Lane
 from gradwire.session.together import Together
+
+WEIGHED = ("gradwire.attach", "gradwire.Session")
+"""Calls whose session the training loop has, and can tell in each step what its rank counts for."""
 
 
 class Maker:
@@ -65,8 +68,10 @@ class Maker:
 
         Raises:
             AttachError: ranks that disagree.
+            CompositionError: weights that nobody could give.
             TopologyError: `node=auto` on nodes that it cannot serve.
         """
+        self._require_told(reducer)
         mine, where = self._configuration(reducer, seed), f" in {self._what}"
         if not self._is_alike(mine.digest, where):
             tell_the_difference(mine, Together(self._what, self._lane, AttachError))
@@ -141,12 +146,25 @@ class Maker:
         """The reducer of another method, if it can take over here."""
         reducer = self._form.method(method)
         reducer.require_ranks(self._transport.world_size)
+        self._require_told(reducer)
         if reducer.private or now.private:
             raise AttachError(
                 f"{now} cannot be changed to {reducer}: the steps of a private mean are accounted for together, under "
                 "one method; make a new session after close()"
             )
         return reducer
+
+    def _require_told(self, reducer: Reducer) -> None:
+        """Refuse weights that nobody could give: only a training loop that has the session calls `weigh`.
+
+        Raises:
+            CompositionError: with weights that can be given here.
+        """
+        if reducer.weighs and self._what not in WEIGHED:
+            raise CompositionError(
+                f"weights=given is for {' and '.join(WEIGHED)}, whose session.weigh() a training loop calls, and "
+                f"nobody calls it for {self._what}: write the weights of all ranks, as weights=3/1"
+            )
 
     def _successor(self, planned: Plan, old: Engine) -> Engine:
         """The engine that follows."""

@@ -51,7 +51,13 @@ class ReplicaForm(PartForm):
         Raises:
             SpecError, CompositionError: a method that cannot be read, or that does not.
         """
-        return require_alike(as_method(given))
+        method = require_alike(as_method(given))
+        if method.weighs:
+            raise CompositionError(
+                "weights=given does not go with replicate=: inside of a copy FSDP2 has averaged already, and counts "
+                "all ranks alike; shard over all ranks, or multiply each rank's loss by its weight"
+            )
+        return method
 
 
 class ShardedForm(PartForm):
