@@ -35,6 +35,7 @@ from gradwire.methods import methods
 from gradwire.session import Session, SessionStep
 from gradwire.session.checkpoint import load, save
 from gradwire.session.drift import check_drift
+from gradwire.session.layer_bits import layer_bits
 from gradwire.session.report import Report
 from gradwire.spec import parse
 
@@ -71,6 +72,7 @@ __all__ = [
     "compress",
     "cost",
     "federated",
+    "layer_bits",
     "load",
     "methods",
     "parse",

@@ -19,6 +19,7 @@ from gradwire.core.errors import CompositionError
 from gradwire.core.grain import ParameterSpec
 from gradwire.core.messages import SendRecv
 from gradwire.core.program import asking
+from gradwire.core.roles import roles_of
 from gradwire.drivers.interpreter import Answer, Interpreter, run, sent_bytes, served
 from gradwire.drivers.plan import Unit, Wave, plan
 from gradwire.reducers.base import Program, Reduced, Reducer, Step
@@ -73,7 +74,10 @@ def meta_specs(model: Parameters) -> list[ParameterSpec]:
     if isinstance(model, DistributedDataParallel):
         model = model.module
     if isinstance(model, nn.Module):
-        return parameter_specs(model.named_parameters(), device="meta")
+        roles = roles_of(model)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        specs = parameter_specs(model.named_parameters(), device="meta")
+        return [spec._replace(known_role=roles[p]) for spec, p in zip(specs, trained, strict=True)]
     if isinstance(model, Tensor | str) or not isinstance(model, Iterable):
         raise CompositionError(f"{type(model).__name__} is no model: pass a module, or what its parameters() returns")
     return [spec for i, parameter in enumerate(model) for spec in _meta_spec(i, parameter)]
