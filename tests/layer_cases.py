@@ -17,6 +17,7 @@ from ddp_cases import batches, digest, train
 
 LAYERS = ("0.weight", "2.weight", "4.weight")
 SPEC = "int4,layers=measured,measure=3"
+STACK = "topk:0.1+int8,parameters=bf16"
 
 
 def model(seed: int = 0) -> nn.Sequential:
@@ -122,13 +123,17 @@ def sharded(rank: int, world_size: int, specs: list[str]) -> list[dict[str, Any]
     """FSDP2, one group for all layers."""
     found: list[dict[str, Any]] = []
     for spec in specs:
-        net = fully_shard(model(), mesh=init_device_mesh("cpu", (world_size,)))
+        net: Any = model()
+        mesh = init_device_mesh("cpu", (world_size,))
+        for layer in [*net, net] if "parameters" in spec else [net]:  # the root is gathered once
+            fully_shard(layer, mesh=mesh)
         with gradwire.attach(net, spec, deadline_s=60) as session:
             loss = train(net, batches(rank, 8), sgd(net))
             bits = gradwire.layer_bits(session) if "measured" in spec else {}
-            whole = [p.full_tensor() for p in net.parameters()]  # type: ignore[attr-defined]
+            sent = session.stats().wire_bytes / 8
+            whole = [p.full_tensor() for p in net.parameters()]
         flat = torch.cat([p.detach().reshape(-1) for p in whole])
-        found.append({"bits": bits, "loss": loss, "norm": float(flat.norm())})
+        found.append({"bits": bits, "loss": loss, "norm": float(flat.norm()), "sent": sent})
     return found
 
 
@@ -139,6 +144,6 @@ def others(rank: int, world_size: int, folder: str) -> dict[str, Any]:
         "large": large_gradient(rank, world_size),
         "overflow": overflow(rank, world_size),
         "session": in_a_session(rank, world_size),
-        "sharded": sharded(rank, world_size, [SPEC, "int4,layers=default"]),
+        "sharded": sharded(rank, world_size, [SPEC, "int4,layers=default", STACK]),
         "measured": measured(rank, world_size, folder),
     }

@@ -16,13 +16,16 @@ from torch import nn
 
 import gradwire
 from gradwire.bench.ranks import run_function
+from gradwire.bench.tasks import make_task
+from gradwire.cli.main import main
 from gradwire.core.errors import CompositionError, SpecError
 from gradwire.core.roles import role_of_name, roles_of
 from gradwire.drivers.cost import meta_specs
 from gradwire.drivers.plan import plan
+from gradwire.drivers.stack import stack
 from gradwire.drivers.virtual import VirtualRanks
 from gradwire.reducers.budget import allocate
-from layer_cases import LAYERS, SPEC, model
+from layer_cases import LAYERS, SPEC, STACK, model
 
 CASES = str(Path(__file__).with_name("layer_cases.py"))
 
@@ -265,3 +268,56 @@ def test_a_plain_loop_and_sharded_models_measure_too() -> None:
     for rank in (one, other):
         assert all(found["loss"] < 1.4 for found in rank["sharded"])
         assert rank["sharded"][0]["norm"] == one["sharded"][0]["norm"]
+
+
+def test_a_stack_of_a_sharded_model_is_what_ranks_send() -> None:
+    *_, last = stack(STACK, model(), world_size=2)
+    assert last.added == ",parameters=bf16"
+    for rank in outcomes():
+        assert rank["sharded"][2]["sent"] == pytest.approx(last.wire_bytes, rel=0.02)
+
+
+# Stacks -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_stack_has_a_level_for_each_layer_and_ends_at_the_cost_of_the_whole() -> None:
+    spec = "topk:0.1+int8,layers=default,warmup=3"
+    levels = stack(spec, model(), world_size=3)
+    assert [level.added for level in levels] == ["fp32", "topk:0.1,warmup=3", "+int8", ",layers=default"]
+    assert levels[0].wire_bytes == gradwire.cost("none", model(), 3).wire_bytes
+    assert levels[2].wire_bytes == gradwire.cost("topk:0.1+int8", model(), 3).wire_bytes
+    assert levels[3].wire_bytes == gradwire.cost(spec, model(), 3, step=9).wire_bytes
+
+
+def test_what_parameters_are_gathered_in_is_a_layer_of_sharded_models() -> None:
+    levels = stack("int4,parameters=int8", model(), world_size=2)
+    plain = 4 * sum(p.numel() for p in model().parameters())
+    assert levels[0].gradient_bytes == plain / 2
+    assert levels[0].parameter_bytes == plain
+    assert levels[1].gradient_bytes == levels[2].gradient_bytes < 0.15 * levels[0].gradient_bytes
+    assert levels[2].parameter_bytes < 0.3 * levels[1].parameter_bytes == 0.3 * levels[0].parameter_bytes
+
+
+def test_the_command_prints_what_each_layer_saves(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["cost", "--stack", "topk:0.01+int8,parameters=bf16", "--task", "digits"]
+    assert main(arguments) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["method", "fp32", "topk:0.01", "+int8", ",parameters=bf16"]
+    levels = stack(arguments[2], make_task("digits", 0, None).model, 4)
+    for line, (before, level) in zip(lines[2:], itertools.pairwise(levels), strict=True):
+        assert f"{before.wire_bytes - level.wire_bytes:,} B" in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["cost", "--stack"], "name at least one method"),
+        (["cost", "--stack", "int4", "--rate", "1gbit"], "no --rate"),
+        (["cost", "--stack", "powersgd:2,parameters=int8"], "cannot be stopped halfway"),
+    ],
+)
+def test_the_command_says_what_it_cannot_stack(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*arguments, "--task", "digits"]) == 2
+    assert said in " ".join(capsys.readouterr().err.split())

@@ -64,6 +64,9 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--latency", type=float, metavar="MS", help="of each message, in the times that --rate tells (default: 0.1 ms)"
     )
     cost.add_argument("--step", type=int, default=1_000_000, metavar="N", help="which step (default: past any warm-up)")
+    cost.add_argument(
+        "--stack", action="store_true", help="what each layer of a spec saves: codecs joined by +, layers=, parameters="
+    )
     cost.set_defaults(run=run_cost)
 
 
@@ -100,6 +103,8 @@ def run_cost(arguments: argparse.Namespace, console: Console) -> int:
 
     model = make_task(arguments.task, 0, arguments.text).model
     hosts, behind = _hosts(arguments.hosts)
+    if arguments.stack:
+        return _print_stacks([*arguments.methods, *behind], model, hosts, arguments, console)
     reducers = {spec: as_method(spec) for spec in [*arguments.methods, *behind]}
     if not reducers:
         raise SpecError("name at least one method, such as: gradwire cost int4")
@@ -113,6 +118,30 @@ def run_cost(arguments: argparse.Namespace, console: Console) -> int:
         console.print(_growth(reducers, model, hosts, arguments.step))
     else:
         console.print(_costs(reducers, model, hosts[0], arguments.step, links))
+    return OK
+
+
+def _print_stacks(
+    specs: Sequence[str], model: nn.Module, hosts: Sequence[int], arguments: argparse.Namespace, console: Console
+) -> int:
+    """One table a spec, one row a layer of it: what is sent with it, and what it saves of what was sent before it."""
+    from gradwire.drivers.stack import stack
+
+    if not specs:
+        raise SpecError("name at least one method, such as: gradwire cost --stack topk:0.01+int8,parameters=bf16")
+    if len(hosts) > 1 or arguments.rate:
+        raise SpecError("--stack tells bytes for one number of --hosts: give one, and no --rate")
+    for spec in specs:
+        levels = stack(spec, model, hosts[0], arguments.step)
+        sharded = any(level.parameter_bytes for level in levels)
+        table = _table(*(["gradients", "parameters"] if sharded else []), "sent a step", "saved here", "ratio")
+        for before, level in itertools.pairwise([levels[0], *levels]):
+            kinds = [f"{level.gradient_bytes:,} B", f"{level.parameter_bytes:,} B"] if sharded else []
+            saved, ratio = before.wire_bytes - level.wire_bytes, "-"
+            if level.wire_bytes:
+                ratio = f"{levels[0].wire_bytes / level.wire_bytes:.1f}"
+            table.add_row(level.added, *kinds, f"{level.wire_bytes:,} B", f"{saved:,} B", ratio)
+        console.print(table)
     return OK
 
 

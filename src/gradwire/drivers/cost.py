@@ -21,7 +21,7 @@ from gradwire.core.messages import SendRecv
 from gradwire.core.program import asking
 from gradwire.core.roles import roles_of
 from gradwire.drivers.interpreter import Answer, Interpreter, run, sent_bytes, served
-from gradwire.drivers.plan import Unit, Wave, plan
+from gradwire.drivers.plan import Plan, Unit, Wave, plan
 from gradwire.reducers.base import Program, Reduced, Reducer, Step
 from gradwire.spec import as_method
 
@@ -130,7 +130,19 @@ def cost(
     require_world(reducer, world_size)
     if not 0 <= rank < world_size:
         raise CompositionError(f"rank {rank} of {world_size}: ranks are counted from 0")
-    planned = plan(specs, reducer, grain_numel)
+    return planned_bytes(plan(specs, reducer, grain_numel), specs, world_size, step, rank)
+
+
+def planned_bytes(planned: Plan, specs: Iterable[ParameterSpec], world_size: int, step: int, rank: int = 0) -> Cost:
+    """Return what one step of a plan sends on a rank, see `cost`.
+
+    Args:
+        planned: the plan.
+        specs: of the parameters, all of them.
+        world_size: how many ranks.
+        step: which step.
+        rank: whose bytes.
+    """
     nowhere = _Tally(world_size, rank)
     _run(_distinct(planned.waves), nowhere, step)
     asked = [(r.request, r.times) if isinstance(r, _Repeated) else (r, 1) for r in nowhere.requests]
