@@ -4,7 +4,7 @@ ddp = DistributedDataParallel(model)
 session = gradwire.attach(ddp, "int4")
 """
 
-from gradwire import asynchronous, federated, sync
+from gradwire import asynchronous, federated, recipes, sync
 from gradwire.adapters.attach import attach
 from gradwire.adapters.drift import watch_drift
 from gradwire.adapters.wrap import wrap
@@ -76,6 +76,7 @@ __all__ = [
     "load",
     "methods",
     "parse",
+    "recipes",
     "reshard",
     "save",
     "sync",

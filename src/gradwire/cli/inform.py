@@ -1,4 +1,4 @@
-"""`gradwire methods` and `gradwire cost`: what there is, and what it would send."""
+"""`gradwire methods`, `gradwire recipes` and `gradwire cost`: what there is, and what it would send."""
 
 from __future__ import annotations
 
@@ -42,12 +42,15 @@ def versions() -> str:
 
 
 def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage]
-    """Add both to the command line."""
+    """Add them to the command line."""
     methods = commands.add_parser("methods", help="list the methods: those for most users first, each with its options")
     methods.add_argument("spec", nargs="*", metavar="SPEC", help="show these methods whole, or what these specs become")
     methods.add_argument("--kernels", action="store_true", help="show what each kernel runs in instead")
     choosing.add_arguments(methods)
     methods.set_defaults(run=run_methods)
+    recipes = commands.add_parser("recipes", help="recipes of precision: what travels in how many bits, and why")
+    recipes.add_argument("names", nargs="*", metavar="NAME", help="which (default: all)")
+    recipes.set_defaults(run=run_recipes)
     cost = commands.add_parser("cost", help="bytes that methods send each step, without sending them")
     cost.add_argument("methods", nargs="*", metavar="SPEC")
     cost.add_argument("--task", default="bytes", metavar="TASK", help="whose model (default: bytes)")
@@ -93,6 +96,15 @@ def run_methods(arguments: argparse.Namespace, console: Console) -> int:
             print_entry(entries[text], console)
         else:
             console.print(f"{text}  =  {gradwire.parse(text)!r}", highlight=False, soft_wrap=True)
+    return OK
+
+
+def run_recipes(arguments: argparse.Namespace, console: Console) -> int:
+    """`gradwire recipes [NAME ...]`."""
+    from gradwire.recipes import RECIPES, recipe
+
+    for name in arguments.names or RECIPES:
+        console.print(str(recipe(name)), highlight=False, soft_wrap=True, markup=False)
     return OK
 
 

@@ -61,6 +61,14 @@ def parameter_specs(parameters: Iterable[tuple[str, Tensor]], device: str | None
     ]
 
 
+def model_specs(model: nn.Module, device: str | None = None) -> list[ParameterSpec]:
+    """Return the specs of a model's parameters that ask for gradients, with what they are for."""
+    roles = roles_of(model)
+    specs = parameter_specs(model.named_parameters(), device)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return [spec._replace(known_role=roles[p]) for spec, p in zip(specs, trained, strict=True)]
+
+
 Parameters = nn.Module | Iterable[ParameterSpec] | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
 """A model, wrapped in DDP or not, what its `parameters()` or `named_parameters()` return, or specs."""
 
@@ -74,10 +82,7 @@ def meta_specs(model: Parameters) -> list[ParameterSpec]:
     if isinstance(model, DistributedDataParallel):
         model = model.module
     if isinstance(model, nn.Module):
-        roles = roles_of(model)
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        specs = parameter_specs(model.named_parameters(), device="meta")
-        return [spec._replace(known_role=roles[p]) for spec, p in zip(specs, trained, strict=True)]
+        return model_specs(model, device="meta")
     if isinstance(model, Tensor | str) or not isinstance(model, Iterable):
         raise CompositionError(f"{type(model).__name__} is no model: pass a module, or what its parameters() returns")
     return [spec for i, parameter in enumerate(model) for spec in _meta_spec(i, parameter)]

@@ -23,7 +23,7 @@ _POLICIES = ("layers", "budget", "measure", "vectors", "node", "exchange")
 """Options that change what is sent, and stand in a layer of their own."""
 
 
-class Level(NamedTuple):
+class StackLevel(NamedTuple):
     """A step with all layers up to this one.
 
     Attributes:
@@ -42,7 +42,7 @@ class Level(NamedTuple):
         return self.gradient_bytes + self.parameter_bytes
 
 
-def stack(spec: str, model: Parameters, world_size: int, step: int = 1_000_000) -> list[Level]:
+def stack(spec: str, model: Parameters, world_size: int, step: int = 1_000_000) -> list[StackLevel]:
     """Return the bytes of a step for each layer of a stack, beginning with float32.
 
     Layers are the codecs that a "+" joins, options that change what is sent (`layers=`, `node=`, `exchange=`), and
@@ -66,9 +66,9 @@ def stack(spec: str, model: Parameters, world_size: int, step: int = 1_000_000) 
     whole = parse(spec)
     shards = isinstance(whole, ForShards)
     specs = meta_specs(model)
-    levels = [Level("fp32", *_bytes("none", specs, world_size, step, shards))]
+    levels = [StackLevel("fp32", *_bytes("none", specs, world_size, step, shards))]
     for added, so_far in _layers(spec):
-        levels.append(Level(added, *_bytes(so_far, specs, world_size, step, shards)))
+        levels.append(StackLevel(added, *_bytes(so_far, specs, world_size, step, shards)))
     return levels
 
 
