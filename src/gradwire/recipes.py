@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-FP8_CAPABILITY = (8, 9)
+FP8_CAPABILITY: tuple[int, int] = (8, 9)
 """The compute capability from which on a GPU of NVIDIA's multiplies 8-bit floats."""
 
 
@@ -114,7 +114,7 @@ def require_compute(compute: str, device_type: str) -> torch.dtype:
     if compute == "fp8":
         if device_type != "cuda":
             raise SpecError(f"fp8 is no precision to compute in on a CPU: take bf16; {travel}")
-        has = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+        has: tuple[int, int] = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
         if has < FP8_CAPABILITY:
             raise SpecError(
                 f"products of 8-bit floats need compute capability 8.9, and this GPU has {has[0]}.{has[1]}: take bf16; "
