@@ -31,7 +31,7 @@ FLOORS = (
     ("federated", "sync"),
     ("asynchronous",),
     ("catalogue",),
-    ("choosing",),
+    ("choosing", "recipes"),
     ("adapters",),
     ("hooks",),
     ("bench",),

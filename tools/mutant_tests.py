@@ -37,6 +37,7 @@ UNCHANGED: Stage = ("tests/test_run.py", "-k", "unchanged_script")
 MOMENTS: Stage = ("tests/test_moments.py",)
 UNFREEZING: Stage = ("tests/test_unfreezing.py",)
 GOSSIP: Stage = ("tests/test_gossip.py",)
+LAYERS: Stage = ("tests/test_layers.py",)
 FSDP2: Stage = ("tests/test_fsdp2.py",)
 RUN_FSDP2: Stage = ("tests/test_run_fsdp2.py",)
 SHARDS: Stage = ("tests/test_sync_shards.py",)
@@ -71,6 +72,7 @@ FILES: dict[str, tuple[Stage, ...]] = {
     "drivers/probing.py": (("src/gradwire/drivers/probing.py", "tests/test_probing.py"),),
     "drivers/process_group.py": (("tests/test_interpreter.py", "tests/test_handle.py"), ROUTES, HOOKS, DDP),
     "drivers/slot.py": ((ENGINE, "tests/test_handle.py"), ONE_RANK),
+    "drivers/stack.py": (("src/gradwire/drivers/stack.py", "tests/test_layers.py"),),
     "drivers/timing.py": (("src/gradwire/drivers/timing.py", "tests/laws/test_routes.py"),),
     "drivers/topology.py": (("tests/test_topology_links.py", "tests/test_topology.py"),),
     "drivers/traced.py": (("src/gradwire/drivers/traced.py", "tests/test_interpreter.py"),),
@@ -114,6 +116,7 @@ FILES: dict[str, tuple[Stage, ...]] = {
         (SYNC, "-k", "differ"),
     ),
     "session/agreement.py": (("src/gradwire/session/agreement.py", "tests/test_session.py"),),
+    "session/layer_bits.py": (LAYERS,),
     "session/making.py": (("tests/test_session.py",), ATTACHED),
     "session/names.py": (("src/gradwire/session/names.py", "tests/test_session.py"), ONE_RANK, UNFREEZING),
     "session/feed.py": (("tests/test_session.py", "tests/test_handle.py"), ONE_RANK, REPORT, DDP),

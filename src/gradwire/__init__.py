@@ -4,7 +4,7 @@ ddp = DistributedDataParallel(model)
 session = gradwire.attach(ddp, "int4")
 """
 
-from gradwire import asynchronous, federated, sync
+from gradwire import asynchronous, federated, recipes, sync
 from gradwire.adapters.attach import attach
 from gradwire.adapters.drift import watch_drift
 from gradwire.adapters.wrap import wrap
@@ -35,6 +35,7 @@ from gradwire.methods import methods
 from gradwire.session import Session, SessionStep
 from gradwire.session.checkpoint import load, save
 from gradwire.session.drift import check_drift
+from gradwire.session.layer_bits import layer_bits
 from gradwire.session.report import Report
 from gradwire.spec import parse
 
@@ -71,9 +72,11 @@ __all__ = [
     "compress",
     "cost",
     "federated",
+    "layer_bits",
     "load",
     "methods",
     "parse",
+    "recipes",
     "reshard",
     "save",
     "sync",

@@ -15,6 +15,11 @@ method has:
     worker_momentum=FLOAT                   each rank sends a moving average; give the optimizer less momentum then
     warmup=STEPS                            steps of uncompressed all-reduce first
     vectors=on|off                          off: biases and norms go uncompressed
+    layers=default|PATTERN:SPEC/...         other methods for some parameters: a pattern is a role (embedding, norm,
+                                            bias, output) or a glob on names; default has more bits for these roles
+    layers=measured                         of int2 to int8: bits for each layer, by errors that are measured
+    budget=SPEC|FLOAT                       with it: bytes of a step, as of this codec, or a share of float32's
+    measure=STEPS                           with it: steps between two measurements
     guard=on|off                            handling of non-finite gradients
     weights=FLOAT/FLOAT/...                 a weight for each rank
     weights=given                           what each rank gives `session.weigh` before each step, as its samples
@@ -30,13 +35,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
-from gradwire.codecs import Chain, Codec
+from gradwire.codecs import BlockInt, Chain, Codec
 from gradwire.codecs.scaled import contracting
 from gradwire.core.axis import NodeSize
-from gradwire.core.errors import SpecError
+from gradwire.core.errors import CompositionError, SpecError
 from gradwire.core.grammar import Part, arguments, read
 from gradwire.core.nearest import meant, nearest
 from gradwire.core.options import SWITCH, convert
@@ -56,6 +61,7 @@ from gradwire.reducers import (
     Guard,
     Hierarchical,
     LeanErrorFeedback,
+    MeasuredBits,
     Partition,
     RecursiveHalvingDoubling,
     Reducer,
@@ -67,6 +73,7 @@ from gradwire.reducers import (
 )
 from gradwire.reducers.aggregate import GIVEN, Gathered, PrivateMean, PrivateReports, Rule, Sharded, Weighted
 from gradwire.reducers.hierarchical import AS_FOUND, in_levels
+from gradwire.reducers.layers import MEASURED, by_layer
 from gradwire.reducers.without_effect import (
     PLAIN,
     require_loss,
@@ -88,6 +95,8 @@ EXCHANGES: Mapping[str, Callable[[Codec], Reducer]] = {
     "auto": Auto,
 }
 RESIDUALS = {"fp32": ErrorFeedback, "bf16": LeanErrorFeedback}
+_OF_A_LAYER = frozenset({"exchange", "node", "ef", "decay", "residual"})
+"""The options that methods of single layers have."""
 _OPTION_SYNONYMS = {"error_feedback": "ef", "feedback": "ef", "ratio": "density", "k": "density", "group": "block"}
 
 
@@ -132,6 +141,9 @@ COMMON: Mapping[str, _Option] = {
     "worker_momentum": _Option(float, "topk:0.01,worker_momentum=0.9"),
     "warmup": _Option(int, "int4,warmup=100"),
     "vectors": _Option(bool, "int4,vectors=off"),
+    "layers": _Option(str, "int4,layers=default"),
+    "budget": _Option(str, "int4,layers=measured,budget=int3"),
+    "measure": _Option(int, "int4,layers=measured,measure=100"),
     "guard": _Option(bool, "int4,guard=off"),
     "weights": _Option(str, "none,weights=1/2"),
     "rule": _Option(str, "dp:1,rule=median"),
@@ -260,11 +272,17 @@ def _on_reports(spec: str, built: Any, rule: str) -> Reducer:
 
 
 def _reducer(spec: str, methods: list[Method], built: list[Any], common: dict[str, Any]) -> Reducer:
+    if common.get("layers") != MEASURED and (lost := [name for name in ("budget", "measure") if name in common]):
+        raise SpecError(f"{lost[0]} in {spec!r} is an option of layers=measured: add that, or leave it out")
     if isinstance(built[0], Rule):
         if any(isinstance(part, PrivateMean) for part in built[1:]):
             raise _noise_after_rule(spec, Part(methods[0].name, methods[0].name, None, {}))
         built = [Gathered(built[0], _codec(spec, built[1:])) if built[1:] else Sharded(built[0])]
     if isinstance(built[0], Reducer):
+        if common.get("layers") == MEASURED:
+            raise SpecError(
+                f"layers=measured in {spec!r} chooses widths of integers: write it after one of int2 to int8"
+            )
         if len(built) > 1 or "exchange" in common or "node" in common:
             name = methods[0].name
             raise SpecError(f"{name!r} has messages of its own: no '+', no exchange and no node in {spec!r}")
@@ -272,6 +290,8 @@ def _reducer(spec: str, methods: list[Method], built: list[Any], common: dict[st
     if "rule" in common:
         return _on_reports(spec, built[0], common["rule"])
     codec = _codec(spec, built)
+    if common.get("layers") == MEASURED:
+        return _measured(spec, codec, common)
     if common.get("ef"):
         codec = called(contracting(codec), str(codec))
     exchange = common.get("exchange") or ("allgather" if len(methods) > 1 else methods[0].exchange)
@@ -284,12 +304,45 @@ def _reducer(spec: str, methods: list[Method], built: list[Any], common: dict[st
     return Hierarchical(made, AS_FOUND) if node == "auto" else in_levels(made, node_levels(node))
 
 
+def _measured(spec: str, codec: Codec, common: dict[str, Any]) -> Reducer:
+    """Widths that are chosen by layer."""
+    if not isinstance(codec, BlockInt):
+        raise SpecError(f"layers=measured in {spec!r} chooses widths of integers: write it after one of int2 to int8")
+    if common.get("exchange", "twoshot") != "twoshot" or common.get("node", "1") != "1":
+        raise SpecError(f"layers=measured in {spec!r} goes with exchange=twoshot alone, and without node=")
+    return MeasuredBits(codec, _budget(spec, common.get("budget"), codec), common.get("measure", 100))
+
+
+def _budget(spec: str, text: str | None, codec: BlockInt) -> Codec | float:
+    """What `budget=` says: by default as many bytes as the codec takes that `layers=measured` stands behind."""
+    if text is None:
+        return codec
+    try:
+        return float(text)
+    except ValueError:
+        return Composition.read(text).codec()
+
+
 def _codec(spec: str, built: list[Any]) -> Codec:
     """The codec that methods joined by '+' make up."""
     for part in built:
         if not isinstance(part, Codec):
             raise SpecError(f"{spec!r}: only codecs can follow a '+', and {type(part).__name__} is none")
     return called(functools.reduce(Chain, built), "+".join(map(str, built)))
+
+
+def _for_a_layer(spec: str) -> Reducer:
+    """The reducer of a rule of `layers=`. What goes around all layers, the first method's options say."""
+    composition = Composition.read(spec)
+    if around := [name for name in composition.common if name not in _OF_A_LAYER]:
+        raise SpecError(
+            f"{around[0]} in {spec!r} is no option of a layer: write it behind the first method, where it counts for "
+            "all of them"
+        )
+    made = replace(composition, common={**composition.common, "guard": False}).reducer(spec)
+    if not made.averages:
+        raise CompositionError(f"{spec!r} looks at whole gradients, and a layer is a part of one: take a codec")
+    return made
 
 
 def _weights(spec: str, text: str) -> tuple[float, ...] | Literal["given"]:
@@ -328,7 +381,8 @@ def _needs_no_guard(reducer: Reducer) -> bool:
 
 
 def _wrap(spec: str, reducer: Reducer, method: Method, common: dict[str, Any]) -> Reducer:
-    partial = ["warmup"] if common.get("warmup") else [] if common.get("vectors", True) else ["vectors=off"]
+    partial = [name for name in ("warmup", "layers") if common.get(name)]
+    partial += [] if common.get("vectors", True) else ["vectors=off"]
     if partial and not reducer.averages:
         raise SpecError(
             f"{partial[0]} in {spec!r} would send gradients past {reducer}, which is there to look at all of them"
@@ -340,6 +394,10 @@ def _wrap(spec: str, reducer: Reducer, method: Method, common: dict[str, Any]) -
     else:
         require_memory(spec, reducer)
     transparent = _needs_no_guard(reducer)
+    layers = common.get("layers", MEASURED)
+    if layers != MEASURED:
+        reducer = by_layer(spec, layers, reducer, _for_a_layer)
+        transparent = transparent and all(_needs_no_guard(served) for _, served in reducer.rules)
     if not common.get("vectors", True):
         require_vectors(spec, reducer)
         reducer = Partition(((is_vector, PLAIN),), reducer)

@@ -18,6 +18,7 @@ from gradwire.adapters.communication import BucketPort, BucketStep, queue_callba
 from gradwire.adapters.models import check, planned, trained
 from gradwire.adapters.uncompiled import before_passes
 from gradwire.core.errors import AttachError
+from gradwire.core.roles import roles_of
 from gradwire.reducers.base import Reducer
 from gradwire.session import Session
 from gradwire.session.feed import Piece
@@ -39,7 +40,8 @@ def attach_ddp(ddp: nn.Module, reducer: Reducer | str, **options: Any) -> Sessio
     assert ddp.process_group is not None, "DDP over a device mesh has no group of its own yet"
     names = trained(ddp)
     tensors = {name: parameter for parameter, name in names.items()}
-    form = Alike(caps_of(ddp))
+    roles = {names[parameter]: role for parameter, role in roles_of(ddp.module).items() if parameter in names}
+    form = Alike(caps_of(ddp), roles)
     session = Session(tensors, reducer, group=ddp.process_group, what="gradwire.attach", form=form, **options)
     port = _Port(session, names, ddp)
     try:

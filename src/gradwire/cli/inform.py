@@ -1,4 +1,4 @@
-"""`gradwire methods` and `gradwire cost`: what there is, and what it would send."""
+"""`gradwire methods`, `gradwire recipes` and `gradwire cost`: what there is, and what it would send."""
 
 from __future__ import annotations
 
@@ -42,12 +42,15 @@ def versions() -> str:
 
 
 def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage]
-    """Add both to the command line."""
+    """Add them to the command line."""
     methods = commands.add_parser("methods", help="list the methods: those for most users first, each with its options")
     methods.add_argument("spec", nargs="*", metavar="SPEC", help="show these methods whole, or what these specs become")
     methods.add_argument("--kernels", action="store_true", help="show what each kernel runs in instead")
     choosing.add_arguments(methods)
     methods.set_defaults(run=run_methods)
+    recipes = commands.add_parser("recipes", help="recipes of precision: what travels in how many bits, and why")
+    recipes.add_argument("names", nargs="*", metavar="NAME", help="which (default: all)")
+    recipes.set_defaults(run=run_recipes)
     cost = commands.add_parser("cost", help="bytes that methods send each step, without sending them")
     cost.add_argument("methods", nargs="*", metavar="SPEC")
     cost.add_argument("--task", default="bytes", metavar="TASK", help="whose model (default: bytes)")
@@ -64,6 +67,9 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--latency", type=float, metavar="MS", help="of each message, in the times that --rate tells (default: 0.1 ms)"
     )
     cost.add_argument("--step", type=int, default=1_000_000, metavar="N", help="which step (default: past any warm-up)")
+    cost.add_argument(
+        "--stack", action="store_true", help="what each layer of a spec saves: codecs joined by +, layers=, parameters="
+    )
     cost.set_defaults(run=run_cost)
 
 
@@ -93,6 +99,15 @@ def run_methods(arguments: argparse.Namespace, console: Console) -> int:
     return OK
 
 
+def run_recipes(arguments: argparse.Namespace, console: Console) -> int:
+    """`gradwire recipes [NAME ...]`."""
+    from gradwire.recipes import RECIPES, recipe
+
+    for name in arguments.names or RECIPES:
+        console.print(str(recipe(name)), highlight=False, soft_wrap=True, markup=False)
+    return OK
+
+
 def run_cost(arguments: argparse.Namespace, console: Console) -> int:
     """`gradwire cost SPEC ...`."""
     from gradwire.bench.tasks import make_task
@@ -100,6 +115,8 @@ def run_cost(arguments: argparse.Namespace, console: Console) -> int:
 
     model = make_task(arguments.task, 0, arguments.text).model
     hosts, behind = _hosts(arguments.hosts)
+    if arguments.stack:
+        return _print_stacks([*arguments.methods, *behind], model, hosts, arguments, console)
     reducers = {spec: as_method(spec) for spec in [*arguments.methods, *behind]}
     if not reducers:
         raise SpecError("name at least one method, such as: gradwire cost int4")
@@ -113,6 +130,30 @@ def run_cost(arguments: argparse.Namespace, console: Console) -> int:
         console.print(_growth(reducers, model, hosts, arguments.step))
     else:
         console.print(_costs(reducers, model, hosts[0], arguments.step, links))
+    return OK
+
+
+def _print_stacks(
+    specs: Sequence[str], model: nn.Module, hosts: Sequence[int], arguments: argparse.Namespace, console: Console
+) -> int:
+    """One table a spec, one row a layer of it: what is sent with it, and what it saves of what was sent before it."""
+    from gradwire.drivers.stack import stack
+
+    if not specs:
+        raise SpecError("name at least one method, such as: gradwire cost --stack topk:0.01+int8,parameters=bf16")
+    if len(hosts) > 1 or arguments.rate:
+        raise SpecError("--stack tells bytes for one number of --hosts: give one, and no --rate")
+    for spec in specs:
+        levels = stack(spec, model, hosts[0], arguments.step)
+        sharded = any(level.parameter_bytes for level in levels)
+        table = _table(*(["gradients", "parameters"] if sharded else []), "sent a step", "saved here", "ratio")
+        for before, level in itertools.pairwise([levels[0], *levels]):
+            kinds = [f"{level.gradient_bytes:,} B", f"{level.parameter_bytes:,} B"] if sharded else []
+            saved, ratio = before.wire_bytes - level.wire_bytes, "-"
+            if level.wire_bytes:
+                ratio = f"{levels[0].wire_bytes / level.wire_bytes:.1f}"
+            table.add_row(level.added, *kinds, f"{level.wire_bytes:,} B", f"{saved:,} B", ratio)
+        console.print(table)
     return OK
 
 

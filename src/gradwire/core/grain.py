@@ -11,14 +11,27 @@ from typing import NamedTuple
 
 import torch
 
+from gradwire.core.roles import role_of_name
+
 
 class ParameterSpec(NamedTuple):
-    """What planning may know of a parameter."""
+    """What planning may know of a parameter.
+
+    Attributes:
+        name, shape, dtype, device: of the parameter.
+        known_role: what it is for, where its module told; empty where only its name is known.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
+    known_role: str = ""
+
+    @property
+    def role(self) -> str:
+        """What it is for in its model: one of `core.roles.ROLES`."""
+        return self.known_role or role_of_name(self.name, self.shape)
 
     @property
     def numel(self) -> int:

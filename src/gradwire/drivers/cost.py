@@ -19,9 +19,10 @@ from gradwire.core.collective import AllReduce, Collective
 from gradwire.core.errors import CompositionError
 from gradwire.core.grain import ParameterSpec
 from gradwire.core.program import asking
+from gradwire.core.roles import roles_of
 from gradwire.core.shapes import Shapes
 from gradwire.drivers.interpreter import Answer, Interpreter, run, run_program, sent_bytes, served
-from gradwire.drivers.plan import Unit, Wave, plan
+from gradwire.drivers.plan import Plan, Unit, Wave, plan
 from gradwire.reducers.base import Program, Reduced, Reducer, Step
 from gradwire.reducers.hierarchical import Hierarchical
 from gradwire.spec import as_method
@@ -62,6 +63,14 @@ def parameter_specs(parameters: Iterable[tuple[str, Tensor]], device: str | None
     ]
 
 
+def model_specs(model: nn.Module, device: str | None = None) -> list[ParameterSpec]:
+    """Return the specs of a model's parameters that ask for gradients, with what they are for."""
+    roles = roles_of(model)
+    specs = parameter_specs(model.named_parameters(), device)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return [spec._replace(known_role=roles[p]) for spec, p in zip(specs, trained, strict=True)]
+
+
 Parameters = nn.Module | Iterable[ParameterSpec] | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
 """A model, wrapped in DDP or not, what its `parameters()` or `named_parameters()` return, or specs."""
 
@@ -75,7 +84,7 @@ def meta_specs(model: Parameters) -> list[ParameterSpec]:
     if isinstance(model, DistributedDataParallel):
         model = model.module
     if isinstance(model, nn.Module):
-        return parameter_specs(model.named_parameters(), device="meta")
+        return model_specs(model, device="meta")
     if isinstance(model, Tensor | str) or not isinstance(model, Iterable):
         raise CompositionError(f"{type(model).__name__} is no model: pass a module, or what its parameters() returns")
     return [spec for i, parameter in enumerate(model) for spec in _meta_spec(i, parameter)]
@@ -129,10 +138,23 @@ def cost(
     require_world(reducer, world_size)
     if not 0 <= rank < world_size:
         raise CompositionError(f"rank {rank} of {world_size}: ranks are counted from 0")
-    planned = plan(specs, reducer, grain_numel)
+    return planned_bytes(plan(specs, reducer, grain_numel), specs, world_size, step, rank)
+
+
+def planned_bytes(planned: Plan, specs: Iterable[ParameterSpec], world_size: int, step: int, rank: int = 0) -> Cost:
+    """Return what one step of a plan sends on a rank, see `cost`.
+
+    Args:
+        planned: the plan.
+        specs: of the parameters, all of them.
+        world_size: how many ranks.
+        step: which step.
+        rank: whose bytes.
+    """
     nowhere = _Tally(world_size, rank)
     _run(_distinct(planned.waves), nowhere, step)
-    inside = axes_inside_nodes(reducer, world_size)
+    reducers = dict.fromkeys(unit.reducer for unit in planned.units)
+    inside = frozenset[SubGroups]().union(*(axes_inside_nodes(reducer, world_size) for reducer in reducers))
     asked = [(r.request, r.times) if isinstance(r, _Repeated) else (r, 1) for r in nowhere.requests]
     return Cost(
         payload_bytes=sum(times * request.nbytes for request, times in asked),

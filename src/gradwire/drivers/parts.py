@@ -102,7 +102,8 @@ def plan_parts(
     columns: list[tuple[Columns, ...]] = []
     widths: list[int] = []
     for part in parts:
-        made = list(_units(part, reducer, total, len(rows), grain_numel))
+        here = reducer.of_model([chunked.spec for chunked in part])
+        made = list(_units(part, here, total, len(rows), grain_numel))
         columns.append(tuple(_columns(made, len(widths))))
         widths += [unit.width for unit in made]
         units = [Unit(_grain(unit, rows), unit.reducer) for unit in made]

@@ -131,6 +131,7 @@ class _Piece(NamedTuple):
     start: int
     numel: int
     reducer: Reducer
+    together: Reducer
 
     @property
     def is_matrix(self) -> bool:
@@ -141,7 +142,7 @@ class _Piece(NamedTuple):
 class _Open:
     """A wave under construction: pieces that may share it."""
 
-    key: tuple[Reducer, torch.dtype, torch.device]
+    key: tuple[Reducer, torch.dtype, torch.device]  # what its pieces travel with
     pieces: list[_Piece] = field(default_factory=list[_Piece])
 
     @property
@@ -208,7 +209,7 @@ def plan(parameters: Sequence[ParameterSpec], reducer: Reducer, grain_numel: int
     >>> [unit.grain.name for unit in plan(specs, parse("none")).units]
     ['b..w']
     """
-    as_reducer(reducer)
+    reducer = as_reducer(reducer).of_model(parameters)
     total = sum(parameter.numel for parameter in parameters)
 
     def limit(serving: Reducer) -> int:
@@ -233,17 +234,18 @@ def plan(parameters: Sequence[ParameterSpec], reducer: Reducer, grain_numel: int
 def _pieces(parameters: Iterable[ParameterSpec], reducer: Reducer, limit: Callable[[Reducer], int]) -> Iterable[_Piece]:
     for parameter in parameters:
         serving = require_whole(reducer.assign(parameter), "a step of a model")
+        together = serving.travels_with
         if serving.scope == "tensor":
-            yield _Piece(parameter, 0, parameter.numel, serving)
+            yield _Piece(parameter, 0, parameter.numel, serving, together)
             continue
         parts = max(1, -(-parameter.numel // limit(serving)))
         size = max(1, -(-parameter.numel // parts))
         for start in range(0, max(1, parameter.numel), size):
-            yield _Piece(parameter, start, min(size, parameter.numel - start), serving)
+            yield _Piece(parameter, start, min(size, parameter.numel - start), serving, together)
 
 
 def _wave_for(piece: _Piece, open_waves: list[_Open]) -> _Open:
-    key = (piece.reducer, piece.parameter.dtype, piece.parameter.device)
+    key = (piece.together, piece.parameter.dtype, piece.parameter.device)
     for wave in open_waves:
         if wave.key == key:
             return wave
@@ -279,15 +281,15 @@ def _joined(waves: Sequence[_Open]) -> Iterable[Wave]:
 
 
 def _units(wave: _Open) -> Wave:
-    reducer, dtype, device = wave.key
-    if not wave.is_matrix:
-        numel = sum(piece.numel for piece in wave.pieces)
-        return (Unit(_grain(wave.pieces, (numel,), dtype, device), reducer),)
-    batches: dict[tuple[int, int], list[_Piece]] = {}
+    _, dtype, device = wave.key
+    batches: dict[tuple[Reducer, tuple[int, int] | None], list[_Piece]] = {}
     for piece in wave.pieces:
-        batches.setdefault(piece.parameter.matrix_shape, []).append(piece)
+        batches.setdefault((piece.reducer, piece.parameter.matrix_shape if wave.is_matrix else None), []).append(piece)
     return tuple(
-        Unit(_grain(pieces, (len(pieces), *shape), dtype, device), reducer) for shape, pieces in batches.items()
+        Unit(
+            _grain(pieces, (len(pieces), *shape) if shape else (sum(p.numel for p in pieces),), dtype, device), reducer
+        )
+        for (reducer, shape), pieces in batches.items()
     )
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from gradwire.core.grain import Grain
-from gradwire.drivers.cost import parameter_specs
+from gradwire.drivers.cost import model_specs
 from gradwire.drivers.lockstep import VirtualEngines
 from gradwire.drivers.plan import Plan, plan
 from gradwire.reducers.base import Reducer
@@ -40,7 +40,7 @@ class VirtualRanks(VirtualEngines):
     def __init__(
         self, reducer: Reducer, model: nn.Module, world_size: int, seed: int = 0, grain_numel: int | None = None
     ) -> None:
-        planned = plan(parameter_specs(model.named_parameters()), reducer, grain_numel)
+        planned = plan(model_specs(model), reducer, grain_numel)
         super().__init__(reducer, planned, world_size, seed)
         self.model = model
 

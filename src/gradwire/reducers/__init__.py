@@ -16,8 +16,9 @@ from gradwire.reducers.guard import Guard
 from gradwire.reducers.hierarchical import Hierarchical
 from gradwire.reducers.lean_residual import EF21, LeanErrorFeedback
 from gradwire.reducers.majority_vote import MajorityVote
+from gradwire.reducers.measured import MeasuredBits
 from gradwire.reducers.momentum_correction import DGC, MomentumCorrection
-from gradwire.reducers.partition import Partition, is_vector
+from gradwire.reducers.partition import HasRole, Partition, is_vector
 from gradwire.reducers.power_sgd import PowerSGD
 from gradwire.reducers.routes import Direct, RecursiveHalvingDoubling, Ring
 from gradwire.reducers.scaled_fp16 import ScaledFP16
@@ -49,9 +50,11 @@ __all__ = [
     "Gather",
     "GradZip",
     "Guard",
+    "HasRole",
     "Hierarchical",
     "LeanErrorFeedback",
     "MajorityVote",
+    "MeasuredBits",
     "MomentumCorrection",
     "Partition",
     "PowerSGD",

@@ -301,9 +301,18 @@ class Reducer(Spoken, ABC):
         """Return a bound on what is left of each element, as `Codec.absolute_error` has it, or None."""
         return None
 
+    def of_model(self, parameters: Collection[ParameterSpec]) -> Reducer:
+        """Return this reducer with what a policy wants to know of all parameters; most want nothing."""
+        return _with_reducers(self, lambda reducer: reducer.of_model(parameters))
+
     def assign(self, parameter: ParameterSpec) -> Reducer:
         """Return the reducer that serves `parameter`."""
         return self
+
+    @property
+    def travels_with(self) -> Reducer:
+        """What is equal for reducers whose grains are sent in one wave: usually itself."""
+        return _with_reducers(self, lambda reducer: reducer.travels_with)
 
     def unmatched_globs(self, names: Collection[str]) -> list[str]:
         """The globs in its rules that match none of the parameters called `names`: most likely misspelt."""
@@ -329,6 +338,15 @@ def with_parts(part: Any, make: Callable[[Any], Any]) -> Any:
     changed = {field.name: make(getattr(part, field.name)) for field in fields(part) if field.init}
     same = all(changed[name] is getattr(part, name) for name in changed)
     return part if same else called_as(replace(part, **changed), part)
+
+
+def _with_reducers(reducer: Reducer, make: Callable[[Reducer], Reducer]) -> Reducer:
+    """A reducer in which `make` has made the next reducers inside anew."""
+
+    def made(part: Any) -> Any:
+        return make(part) if isinstance(part, Reducer) else with_parts(part, made)
+
+    return with_parts(reducer, made)
 
 
 def as_reducer(given: object) -> Reducer:

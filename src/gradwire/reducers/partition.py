@@ -22,7 +22,7 @@ class Partition(Reducer):
     """The first rule that a parameter meets says which reducer serves it; `default` serves the rest.
 
     A rule is a pair of a condition and a reducer. A condition is a glob on the parameter's name (`"*.bias"`,
-    `"embed*"`) or a function of its `ParameterSpec`. Embeddings, norms and output layers often deserve more bits.
+    `"embed*"`), a role (`HasRole("norm")`) or another function of its `ParameterSpec`. `layers=` of a spec makes one.
 
     Args:
         rules: pairs of (condition, reducer), first match wins.
@@ -77,7 +77,7 @@ class Partition(Reducer):
 
 
 def _named(condition: Condition) -> str:
-    if isinstance(condition, str):
+    if isinstance(condition, str | HasRole):
         return repr(condition)
     return getattr(condition, "__qualname__", type(condition).__qualname__)
 
@@ -86,6 +86,25 @@ def _meets(condition: Condition, parameter: ParameterSpec) -> bool:
     if isinstance(condition, str):
         return fnmatch.fnmatchcase(parameter.name, condition)
     return condition(parameter)
+
+
+@dataclass(frozen=True)
+class HasRole:
+    """A condition: what a parameter is for in its model.
+
+    Args:
+        role: "embedding", "norm", "bias" or "output", as `gradwire.core.roles` tells them.
+
+    >>> import torch
+    >>> HasRole("bias")(ParameterSpec("fc.bias", (64,), torch.float32, torch.device("cpu")))
+    True
+    """
+
+    role: str
+
+    def __call__(self, parameter: ParameterSpec) -> bool:
+        """Whether a parameter has it."""
+        return parameter.role == self.role
 
 
 def is_vector(parameter: ParameterSpec) -> bool:

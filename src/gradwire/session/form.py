@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from gradwire.core.grain import ParameterSpec
 from gradwire.drivers.plan import Plan, plan
@@ -19,6 +20,7 @@ class Form:
         caps: of the buckets that DDP would send without the method.
         fed_by: who delivers tensors, where it is not the caller of `step` and `reduce_`.
         says: what must be the same on all ranks beside the method.
+        roles: what parameters are for, by name, where the session is not given the model that tells.
         uncounted: what is sent beside the method, which nobody counts.
     """
 
@@ -26,6 +28,7 @@ class Form:
     caps = DDP_CAPS
     fed_by = ""
     says = ""
+    roles: Mapping[str, str] = MappingProxyType({})
     uncounted = ""
 
     def method(self, given: Reducer | str) -> Reducer:
@@ -46,12 +49,13 @@ class Alike(Form):
 
     Args:
         caps: of DDP's buckets.
+        roles: of the model's parameters, by name.
     """
 
     fed_by = "the backward pass of a DistributedDataParallel model"
 
-    def __init__(self, caps: Caps) -> None:
-        self.caps = caps
+    def __init__(self, caps: Caps, roles: Mapping[str, str]) -> None:
+        self.caps, self.roles = caps, roles
 
     def method(self, given: Reducer | str) -> Reducer:
         """Return the reducer that is meant.

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from gradwire.core import saved
 from gradwire.core.errors import NonFiniteWarning, StepError
 from gradwire.core.grain import ParameterSpec
+from gradwire.core.roles import roles_of
 from gradwire.core.save_folder import SavedRun
 from gradwire.drivers.link_profiler import LinkProfiler
 from gradwire.drivers.window import Window
@@ -119,7 +120,11 @@ class Session(Figures):
         self.saved_as = None
         self._scaler, self._fed_by = scaler, form.fed_by
         require_whole(tensors, what)
-        specs = [ParameterSpec(name, tuple(t.shape), t.dtype, t.device) for name, t in named(tensors).items()]
+        roles = roles_of(tensors) if isinstance(tensors, nn.Module) else {}
+        specs = [
+            ParameterSpec(name, tuple(t.shape), t.dtype, t.device, roles.get(t) or form.roles.get(name, ""))
+            for name, t in named(tensors).items()
+        ]
         self._trained = TrainedParameters(what, {spec.name: None for spec in specs})
         self._device = specs[0].device if specs else torch.device("cpu")
         require_all_served(specs, checksum)

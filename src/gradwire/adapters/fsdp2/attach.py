@@ -17,11 +17,13 @@ from gradwire.adapters.fsdp2.node_axes import require_copies_on_nodes
 from gradwire.adapters.fsdp2.port import AlonePort, ReplicaPort, ScatterPort
 from gradwire.codecs import Codec
 from gradwire.core.errors import AttachError, StateError
+from gradwire.core.roles import roles_of
 from gradwire.drivers.nodes import finds_nodes
 from gradwire.reducers.base import Reducer
 from gradwire.session import Session
 from gradwire.session.agreement import is_alike
 from gradwire.session.lane import Lane
+from gradwire.session.names import canonical_name
 from gradwire.spec import as_method
 
 if TYPE_CHECKING:
@@ -65,16 +67,18 @@ def attach_fsdp2(
         )
     groups = groups_of(model)
     codec = None if parameters is None else parameter_codec(parameters)
+    known = roles_of(model)
+    roles = {canonical_name(name): known[parameter] for name, parameter in model.named_parameters()}
     says, shards = f"parameters={codec!r}", groups[0].shard_group
     if replicate is None:
-        form = ShardedForm(groups, range(shards.size()), says, "" if codec else GATHERS)
+        form = ShardedForm(groups, roles, range(shards.size()), says, "" if codec else GATHERS)
         session = ShardedSession(tensors_of(groups), reducer, group=shards, what=WHAT, form=form, **options)
         scatter = ScatterPort if shards.size() > 1 else AlonePort
         ports: list[Port] = [scatter(session, model, groups)]
     else:
         row = shards.rank()
         inside = "what FSDP2 reduces among the shards of a copy" + ("" if codec else f", and {GATHERS}")
-        form = ReplicaForm(groups, range(row, row + 1), f"{says}, shard {row} of {shards.size()}", inside)
+        form = ReplicaForm(groups, roles, range(row, row + 1), f"{says}, shard {row} of {shards.size()}", inside)
         group = _group(replicate)
         session = ShardedSession(tensors_of(groups), reducer, group=group, what=WHAT, form=form, **options)
         ports = [ReplicaPort(session, model, groups)]

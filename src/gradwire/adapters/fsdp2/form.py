@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ class PartForm(Form):
 
     Args:
         groups: of the model.
+        roles: of its parameters, by name.
         rows: which of a parameter's chunks are reduced.
         says: what else must be the same on all ranks.
         uncounted: what FSDP2 sends by itself.
@@ -31,9 +32,11 @@ class PartForm(Form):
     times_link = False
     fed_by = "the backward pass of a sharded model"
 
-    def __init__(self, groups: Sequence[Group], rows: range, says: str, uncounted: str = "") -> None:
+    def __init__(
+        self, groups: Sequence[Group], roles: Mapping[str, str], rows: range, says: str, uncounted: str = ""
+    ) -> None:
         self._parts = [[(p.name, p.chunk) for p in group.trained] for group in groups]
-        self._rows, self.says, self.uncounted = rows, says, uncounted
+        self.roles, self._rows, self.says, self.uncounted = roles, rows, says, uncounted
 
     def plan(self, specs: Sequence[ParameterSpec], reducer: Reducer, grain_numel: int | None) -> PartPlan:
         """Return the columns of all groups."""
