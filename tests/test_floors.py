@@ -33,6 +33,7 @@ FLOORS = (
     ("catalogue",),
     ("choosing",),
     ("adapters",),
+    ("overlap",),
     ("hooks",),
     ("bench",),
     ("report",),
