@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.checkpoint import checkpoint
 
 import gradwire
+from gradwire.adapters.unwrapped import HookedSession
 from gradwire.overlap import Stopwatch, all_reduce_alone, reduce_alone
 
 CPU = torch.device("cpu")
@@ -77,3 +83,207 @@ def alone(rank: int, world_size: int) -> dict[str, Any]:
         dist.all_reduce = real
     numel = sum(p.numel() for p in plain.parameters())
     return {"same": same, "sent": sent, "twice": twice, "reduced": sum(counted), "numel": numel}
+
+
+# Models that nobody wraps -----------------------------------------------------------------------------------------
+
+
+class Crossed(nn.Module):
+    """Registers its layers in another order than the one in which it computes: gradients come as b, head, a."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.b = nn.Linear(30, 30)
+        self.a = nn.Linear(40, 30)
+        self.head = nn.Linear(30, 30)
+        self.head.weight.data = self.head.weight.data.t().contiguous().t()  # dense, and not row by row
+        self.spare = nn.Linear(5, 5)
+        self.spare.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.head(self.a(x).tanh()).tanh())
+
+
+def digest(network: nn.Module) -> str:
+    whole = torch.cat([p.detach().reshape(-1) for p in network.parameters()])
+    return hashlib.blake2b(whole.numpy().tobytes(), digest_size=8).hexdigest()
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
+    "adamw": functools.partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1),
+    "rmsprop": functools.partial(torch.optim.RMSprop, lr=0.01, momentum=0.5),
+}
+
+
+def trained(network: nn.Module, optimizer: Any, rank: int, steps: range) -> str:
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    for _ in range(steps.start):
+        optimizer.step()
+        schedule.step()
+    for step in steps:
+        optimizer.zero_grad()
+        loss_of(network, step, rank).backward()
+        optimizer.step()
+        schedule.step()
+    return digest(network)
+
+
+def in_order(rank: int, world_size: int, specs: list[str], folder: str) -> dict[str, Any]:
+    """Six steps at a time and three by three, with a save between; beside them a session in a plain loop."""
+    found: dict[str, Any] = {}
+    for spec in specs:
+        whole, here, kept = Crossed(), Path(folder) / spec.replace(":", "_"), dict[str, Tensor]()
+        with gradwire.attach(whole, spec, grain_numel=500) as session:
+            planned = [unit.grain.name for unit in session.engine.plan.units]
+            optimizer = torch.optim.SGD(whole.parameters(), 0.1)
+            for step in range(6):
+                optimizer.zero_grad()
+                loss_of(whole, step, rank).backward()
+                optimizer.step()
+                if step == 2:
+                    gradwire.save(here, session)
+                    kept = {name: tensor.clone() for name, tensor in whole.state_dict().items()}
+            order, units = session.overlap.order, [unit.grain.name for unit in session.engine.plan.units]
+        again = Crossed()
+        again.load_state_dict(kept)
+        with gradwire.attach(again, spec, grain_numel=500) as session:
+            at = gradwire.load(here, session)
+            resumed = [unit.grain.name for unit in session.engine.plan.units]
+            optimizer = torch.optim.SGD(again.parameters(), 0.1)
+            for step in range(3, 6):
+                optimizer.zero_grad()
+                loss_of(again, step, rank).backward()
+                optimizer.step()
+        found[spec] = {"whole": digest(whole), "resumed": digest(again), "at": at, "order": order}
+        found[spec] |= {"planned": planned, "units": units, "units_resumed": resumed}
+    return found
+
+
+def rank_0_decides(rank: int, world_size: int) -> dict[str, Any]:
+    """Ranks compute in different orders: the order of rank 0 counts on all."""
+    network = Crossed()
+    if rank:
+        network.forward = lambda x: network.head(network.b(network.a(x).tanh()).tanh())  # type: ignore[method-assign]
+    with gradwire.attach(network, "none", grain_numel=500) as session:
+        for step in range(2):
+            network.zero_grad()
+            loss_of(network, step, rank).backward()
+        means = torch.cat([p.grad.reshape(-1) for p in network.parameters() if p.grad is not None])
+        return {"order": session.overlap.order, "mean": float(means.double().sum())}
+
+
+def accumulated(rank: int, world_size: int) -> dict[str, Any]:
+    """Passes of `no_sync` add up; a branch that one rank leaves out counts as zeros."""
+    network = Crossed()
+    with gradwire.attach(network, "none") as session:
+        assert isinstance(session, HookedSession)
+        with session.no_sync():
+            loss_of(network, 0, rank).backward()
+        idle = session.stats().steps
+        loss_of(network, 1, rank).backward()
+        summed = {name: p.grad.clone() for name, p in network.named_parameters() if p.grad is not None}
+        network.zero_grad()
+        if rank:
+            loss_of(network, 0, rank).backward()
+        else:
+            network.b.weight.square().sum().backward()
+        partly = network.a.weight.grad
+        assert partly is not None
+        mine = partly.clone()
+        steps = session.stats().steps
+    network.zero_grad()
+    loss_of(network, 0, rank).backward()
+    loss_of(network, 1, rank).backward()
+    for p in network.parameters():
+        if p.grad is not None:
+            dist.all_reduce(p.grad)
+            p.grad /= world_size
+    close = all(torch.allclose(summed[n], p.grad) for n, p in network.named_parameters() if p.grad is not None)
+    network.zero_grad()
+    loss_of(network, 0, 1).backward()
+    expected = network.a.weight.grad
+    assert expected is not None
+    return {"idle": idle, "steps": steps, "close": close, "partly": torch.allclose(mine, expected / world_size)}
+
+
+def broken_off(rank: int, world_size: int) -> str:
+    """An exception ends the backward pass of rank 1: the others are told."""
+    network = Crossed()
+    with gradwire.attach(network, "int8", deadline_s=20) as session:
+        loss_of(network, 0, rank).backward()
+
+        def fail(_: Tensor) -> None:
+            raise ValueError("no gradient today")
+
+        if rank:
+            network.head.weight.register_hook(fail)
+        try:
+            loss_of(network, 1, rank).backward()
+            loss_of(network, 2, rank).backward()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return f"{session.stats().steps} steps"
+
+
+def refused(rank: int, world_size: int) -> dict[str, str]:
+    """What each of these calls raises."""
+    said: dict[str, str] = {}
+
+    def attach(name: str, network: nn.Module, **options: Any) -> None:
+        try:
+            gradwire.attach(network, "int8", **options).close()
+        except gradwire.AttachError as error:
+            said[name] = str(error)
+
+    different = Crossed()
+    with torch.no_grad():
+        different.a.bias[0] += rank
+    attach("parameters", different)
+    network = Crossed()
+    attach("lbfgs", network, optimizer=torch.optim.LBFGS(network.parameters()))
+    attach("others", network, optimizer=torch.optim.SGD(network.a.parameters(), 0.1))
+    attach("scaler", network, optimizer=torch.optim.SGD(network.parameters(), 0.1), scaler=torch.amp.GradScaler("cpu"))
+    attach("skip", network, optimizer=torch.optim.SGD(network.parameters(), 0.1), on_non_finite="skip")
+    attach("part", nn.Sequential(DDP(Crossed())))
+    with gradwire.attach(network, "none"):
+        x = torch.randn(4, 40, generator=torch.Generator().manual_seed(rank)).requires_grad_()
+        try:
+            inner = checkpoint(nn.Sequential(network.a, network.head), x, use_reentrant=True)
+            network.b(inner).sum().backward()
+        except gradwire.StepError as error:
+            said["reentrant"] = str(error)
+    return said
+
+
+def early(rank: int, world_size: int, specs: list[str]) -> dict[str, Any]:
+    """Parameters that are stepped as their means come, and all of them after the pass: without a wrapper and in DDP."""
+    found: dict[str, Any] = {}
+    for spec in specs:
+        for name, make in OPTIMIZERS.items():
+            for wrapped in (False, True):
+                ends = list[str]()
+                seen = list[int]()
+                for steps_early in (False, True):
+                    network: nn.Module = Crossed()
+                    groups = [{"params": [*network.a.parameters()]}, {"params": [], "lr": 0.02}]  # type: ignore[operator]
+                    groups[1]["params"] = [p for n, p in network.named_parameters() if n[0] in "bh"]
+                    optimizer = make(groups)
+                    network = DDP(network) if wrapped else network
+                    early = optimizer if steps_early else None
+                    with gradwire.attach(network, spec, grain_numel=500, optimizer=early) as session:
+                        if steps_early:
+                            arrived, steps = session.feed.arrived, seen
+                            assert arrived is not None
+
+                            def noting(whole: list[str], arrived: Any = arrived, steps: list[int] = steps) -> None:
+                                steps.append(len(whole))
+                                arrived(whole)
+
+                            session.feed.arrived = noting
+                        ends.append(trained(network, optimizer, rank, range(5)))
+                    held = sum(len(group["params"]) for group in optimizer.param_groups)
+                counts = {"calls": len(seen), "stepped": sum(seen), "held": held}
+                found[f"{spec} {name} {wrapped}"] = {"ends": ends, **counts}
+    return found

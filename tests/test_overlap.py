@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -65,3 +67,74 @@ def test_communication_by_itself_is_that_of_a_step() -> None:
         assert found["same"]
         assert found["twice"] == 2 * found["sent"]
         assert found["reduced"] == found["numel"]
+
+
+# Models that nobody wraps -----------------------------------------------------------------------------------------
+
+SPECS = ["none", "int4", "topk:0.05", "powersgd:2"]
+
+
+@functools.cache
+def in_order(ranks: int) -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as folder:
+        return run("in_order", ranks, specs=SPECS, folder=folder)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_run_that_goes_on_takes_the_order_from_the_save_and_is_exact(spec: str) -> None:
+    for own in in_order(2):
+        found = own[spec]
+        assert found["at"] == 3
+        assert found["resumed"] == found["whole"] == in_order(2)[0][spec]["whole"]
+        assert found["units_resumed"] == found["units"]
+
+
+def test_grains_follow_the_order_in_which_gradients_become_ready() -> None:
+    for own in in_order(2):
+        assert [name.partition(".")[0] for name in own["int4"]["order"]] == ["b", "b", "head", "head", "a", "a"]
+        assert own["int4"]["planned"] != own["int4"]["units"]
+        assert own["int4"]["units"][0].startswith("b.")
+
+
+def test_the_order_of_rank_0_counts_on_all() -> None:
+    found = run("rank_0_decides", 3)
+    assert len({tuple(each["order"]) for each in found}) == 1
+    assert len({each["mean"] for each in found}) == 1
+    assert [name.partition(".")[0] for name in found[0]["order"]] == ["b", "b", "head", "head", "a", "a"]
+
+
+def test_gradients_add_up_in_no_sync_and_what_is_not_used_counts_as_zeros() -> None:
+    for found in run("accumulated", 2):
+        assert (found["idle"], found["steps"]) == (0, 2)
+        assert found["close"]
+        assert found["partly"]
+
+
+def test_a_pass_that_breaks_off_is_told_to_all() -> None:
+    first, second = run("broken_off", 2)
+    assert second == "ValueError: no gradient today"
+    assert "rank 1 failed with StepError: an exception ended the backward pass" in first
+
+
+def test_what_cannot_be_served_is_refused_with_what_to_do() -> None:
+    for said in run("refused", 2):
+        assert "seed all ranks alike before the model is made" in said["parameters"]
+        assert "LBFGS is none: leave it out" in said["lbfgs"]
+        assert "the optimizer has no parameter 'b.weight'" in said["others"]
+        assert "does not go with scaler=" in said["scaler"]
+        assert 'does not go with on_non_finite="skip"' in said["skip"]
+        assert "'0' of this model is a DistributedDataParallel" in said["part"]
+        assert "pass use_reentrant=False to checkpoint" in said["reentrant"]
+
+
+# Optimizers that step early ---------------------------------------------------------------------------------------
+
+
+def test_parameters_stepped_as_their_means_come_end_at_the_bits_of_one_step() -> None:
+    for own in run("early", 2, specs=["none", "int4"]):
+        for found in own.values():
+            after, before = found["ends"]
+            assert before == after
+            assert found["stepped"] == 5 * 6  # six parameters in five steps
+            assert found["calls"] > 5  # and not all at once
+            assert found["held"] == 6
