@@ -7,15 +7,18 @@ import hashlib
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
 import gradwire
+from gradwire.adapters.communication import BucketPort
 from gradwire.adapters.unwrapped import HookedSession
 from gradwire.overlap import Stopwatch, all_reduce_alone, reduce_alone
 
@@ -287,3 +290,143 @@ def early(rank: int, world_size: int, specs: list[str]) -> dict[str, Any]:
                 counts = {"calls": len(seen), "stepped": sum(seen), "held": held}
                 found[f"{spec} {name} {wrapped}"] = {"ends": ends, **counts}
     return found
+
+
+# Tuning -----------------------------------------------------------------------------------------------------------
+
+
+class Normed(Crossed):
+    """With a buffer that each pass changes, and random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(30)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(self.norm(super().forward(x)), 0.1)
+
+
+def tuned(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    """Each kind of model is tuned, left as it was, and trained by what was found."""
+    found: dict[str, Any] = {}
+    batch = torch.randn(16, 40, generator=torch.Generator().manual_seed(rank))
+    for name, method in (("plain", None), ("ddp", "int4"), ("unwrapped", "int4")):
+        network = Normed()
+        model = network if name == "unwrapped" else DDP(network, bucket_cap_mb=1)
+        torch.manual_seed(rank)
+        network.a.bias.grad = torch.ones(30)
+        before, random = {key: value.clone() for key, value in model.state_dict().items()}, torch.get_rng_state()
+        result = gradwire.overlap.tune(model, batch, method, rounds=3, stretch=1)
+        same = all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+        kept = network.a.bias.grad.tolist() == [1.0] * 30 and network.b.weight.grad is None
+        path = Path(folder) / f"{name}{rank}.json"
+        result.save(path)
+        network.zero_grad()
+        if method is None:
+            gradwire.overlap.apply(model, result.settings)
+            loss_of(model, 0, rank).backward()
+        else:
+            with gradwire.attach(model, method, overlap=path) as session:
+                loss_of(model, 0, rank).backward()
+                assert session.overlap == result.settings
+        means = [p.grad.reshape(-1) for p in network.parameters() if p.grad is not None]
+        found[name] = {
+            "settings": result.settings.as_dict(),
+            "tried": len(result.trials),
+            "same": same,
+            "kept": kept,
+            "random": rank_state_is(random),
+            "text": str(result),
+            "overlap": result.overlap is not None,
+            "mean": float(torch.cat(means).double().sum()),
+        }
+    return found
+
+
+def rank_state_is(state: Tensor) -> bool:
+    """Whether random numbers go on as from this state, but for one pass with dropout since."""
+    now = torch.get_rng_state()
+    torch.set_rng_state(state)
+    nn.functional.dropout(torch.ones(16, 30), 0.1)
+    return torch.equal(now, torch.get_rng_state())
+
+
+def sharded_tuned(rank: int, world_size: int) -> dict[str, Any]:
+    """FSDP2's prefetching."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    torch.manual_seed(0)
+    network = nn.Sequential(*(nn.Linear(40, 40) for _ in range(5)))
+    for layer in network:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(network, mesh=mesh)
+    batch = torch.randn(16, 40, generator=torch.Generator().manual_seed(rank))
+    result = gradwire.overlap.tune(network, batch, "int8", rounds=1, stretch=1)
+    depths = [trial.settings.prefetch for trial in result.trials]
+    with gradwire.attach(network, "int8", overlap=gradwire.overlap.OverlapSettings(prefetch=2)):
+        states: list[Any] = [cast(Any, layer)._get_fsdp_state() for layer in network]
+        ahead = [len(state._states_to_forward_prefetch) for state in states]
+        behind = [len(state._states_to_backward_prefetch) for state in states]
+        network(batch).sum().backward()
+    return {"depths": depths, "ahead": ahead, "behind": behind, "overlap": result.overlap}
+
+
+def buckets_follow(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    """How many buckets DDP hands over under given settings, and after a load that takes them from the save."""
+    seen = list[int]()
+    real = BucketPort.hook
+
+    def counting(self: BucketPort, bucket: Any) -> Any:
+        seen.append(bucket.buffer().numel())
+        return real(self, bucket)
+
+    BucketPort.hook = counting
+    settings = gradwire.overlap.OverlapSettings(bucket_bytes=4000, first_bucket_bytes=500, waves_in_flight=2)
+
+    def buckets(ddp: DDP) -> list[int]:
+        for step in range(3):
+            seen.clear()
+            loss_of(ddp, step, rank).backward()
+        return list(seen)
+
+    try:
+        first = DDP(Crossed())
+        with gradwire.attach(first, "int4", overlap=settings) as session:
+            given = buckets(first)
+            gradwire.save(Path(folder), session)
+        second = DDP(Crossed())
+        with gradwire.attach(second, "int4") as session:
+            by_default = buckets(second)
+        third = DDP(Crossed())
+        with gradwire.attach(third, "int4") as session:
+            gradwire.load(Path(folder), session)
+            loaded = buckets(third)
+            alike = session.overlap == settings
+    finally:
+        BucketPort.hook = real
+    plain = DDP(Crossed())
+    gradwire.overlap.apply(plain, settings)
+    for step in range(3):
+        loss_of(plain, step, rank).backward()
+    sizes = [bucket.buffer().numel() for bucket in plain.reducer._get_zeros_like_grad_buckets()]  # pyright: ignore[reportPrivateUsage]
+    return {"given": given, "default": by_default, "loaded": loaded, "alike": alike, "plain": sizes}
+
+
+def nothing_to_tune(rank: int, world_size: int) -> dict[str, str]:
+    """What `tune` says of models that communicate nothing."""
+    said: dict[str, str] = {}
+    alone = [dist.new_group([other]) for other in range(world_size)][rank]
+    batch, attached = torch.zeros(2, 40), DDP(Crossed())
+    cases: dict[str, Callable[[], object]] = {
+        "unwrapped": lambda: gradwire.overlap.tune(Crossed(), batch),
+        "alone": lambda: gradwire.overlap.tune(DDP(Crossed(), process_group=alone), batch),
+        "attached": lambda: gradwire.overlap.tune(attached, batch),
+        "rounds": lambda: gradwire.overlap.tune(Crossed(), batch, "int8", rounds=0),
+        "apply": lambda: gradwire.overlap.apply(Crossed(), gradwire.overlap.OverlapSettings()),
+    }
+    with gradwire.attach(attached, "int8"):
+        for name, call in cases.items():
+            try:
+                call()
+            except gradwire.AttachError as error:
+                said[name] = str(error)
+    return said

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import inspect
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import gradwire
 from gradwire.bench.ranks import run_function
 from gradwire.drivers.traced import Span
-from gradwire.overlap import Overlap, covered_s, hidden_share
+from gradwire.overlap import Overlap, OverlapSettings, Timings, Tuned, covered_s, hidden_share
+from gradwire.overlap.subjects import Subject
+from gradwire.overlap.tuning import Search
 
 CASES = str(Path(__file__).with_name("overlap_cases.py"))
 
@@ -138,3 +145,132 @@ def test_parameters_stepped_as_their_means_come_end_at_the_bits_of_one_step() ->
             assert found["stepped"] == 5 * 6  # six parameters in five steps
             assert found["calls"] > 5  # and not all at once
             assert found["held"] == 6
+
+
+# Tuning -----------------------------------------------------------------------------------------------------------
+
+
+def test_models_are_tuned_alike_on_all_ranks_and_left_as_they_were(tmp_path: Path) -> None:
+    first, second = run("tuned", 2, folder=str(tmp_path))
+    for name, found in first.items():
+        assert found["settings"] == second[name]["settings"]
+        assert found["text"] == second[name]["text"]
+        assert found["mean"] == second[name]["mean"]  # of gradients, after attach by what was found
+        assert (found["same"], found["kept"], found["random"], found["overlap"]) == (True, True, True, True)
+        assert found["tried"] > 2
+        assert "of communication are exposed" in found["text"]
+    assert first["unwrapped"]["settings"]["order"][0].startswith("norm.")
+    assert "order" not in first["ddp"]["settings"]
+
+
+def test_sharded_models_are_tuned_by_how_far_ahead_they_gather() -> None:
+    for found in run("sharded_tuned", 2):
+        assert found["depths"] == [None, 1, 2, 3]
+        assert found["ahead"] == [2, 2, 2, 1, 0]
+        assert found["behind"] == [0, 1, 2, 2, 2]
+        assert found["overlap"] is None
+
+
+def test_buckets_and_waves_follow_settings_that_were_given_and_those_of_a_save(tmp_path: Path) -> None:
+    for found in run("buckets_follow", 2, folder=str(tmp_path)):
+        assert found["default"] == [3090]
+        assert found["loaded"] == found["given"] == found["plain"] == [930, 2160]  # the first one ends first
+        assert found["alike"]
+
+
+def test_there_is_nothing_to_tune_where_nothing_is_communicated() -> None:
+    for said in run("nothing_to_tune", 2):
+        assert 'or name the method that attach will be given, as in tune(model, batch, "int4")' in said["unwrapped"]
+        assert "its process group has one rank; start the script on two or more" in said["alone"]
+        assert "has a communication hook already" in said["attached"]
+        assert "rounds=0 and stretch=3 must be 1 or more" in said["rounds"]
+        assert "apply takes a DistributedDataParallel" in said["apply"]
+
+
+class Scripted(Subject):
+    """A model whose steps take what a table says."""
+
+    has_floor = False
+
+    def __init__(self, seconds: dict[int | None, list[float]]) -> None:
+        self.group, self.device, self.now = None, torch.device("cpu"), OverlapSettings()
+        self.seconds = seconds
+
+    @property
+    def knobs(self) -> list[Callable[[OverlapSettings], list[OverlapSettings]]]:
+        return [self.others]
+
+    def others(self, now: OverlapSettings) -> list[OverlapSettings]:
+        return [dataclasses.replace(now, bucket_bytes=size) for size in self.seconds if size is not None]
+
+    def apply(self, settings: OverlapSettings) -> None:
+        raise AssertionError("the watch makes no steps")
+
+    def step(self) -> None:
+        return
+
+    def close(self) -> None:
+        return
+
+
+class Told:
+    """A watch that reads the table."""
+
+    def __init__(self, subject: Scripted) -> None:
+        self._subject, self.calls = subject, list[list[int | None]]()
+
+    def interleaved(self, jobs: dict[str, Any], rounds: int, stretch: int, untimed: int) -> Timings:
+        sizes = [inspect.getclosurevars(job).nonlocals["settings"].bucket_bytes for job in jobs.values()]
+        self.calls.append(sizes)
+        return Timings({name: self._subject.seconds[size][:rounds] for name, size in zip(jobs, sizes, strict=True)})
+
+
+def searched(seconds: dict[int | None, list[float]]) -> tuple[Tuned, list[list[int | None]]]:
+    subject = Scripted(seconds)
+    search = Search(subject, rounds=5, stretch=1)
+    search.watch = watch = Told(subject)  # type: ignore[assignment]
+    return search.run(), watch.calls
+
+
+FLAT = [0.100, 0.101, 0.099, 0.100, 0.100]
+
+
+def test_the_best_is_taken_where_it_gains_clearly() -> None:
+    table = {None: 1.0, 7: 0.8, 8: 0.85, 9: 2.0}
+    found, calls = searched({size: [times * second for second in FLAT] for size, times in table.items()})
+    assert found.settings == OverlapSettings(bucket_bytes=7)
+    assert found.gain == pytest.approx(0.2)
+    assert calls == [[None, 7, 8, 9], [None, 7, 8], [None, 7]]  # what is far behind is left out
+    assert str(found) == "bucket_bytes=7: a pass takes 80.0 ms, 20.0% less than by default (100.0 ms)"
+
+
+def test_the_default_stays_where_nothing_is_clearly_better() -> None:
+    noisy = [0.05, 0.15, 0.06, 0.14, 0.09]
+    found, _ = searched({None: FLAT, 7: [0.99 * second for second in FLAT], 8: noisy})
+    assert found.settings == OverlapSettings()
+    assert found.gain == 0.0
+    assert str(found).startswith("the defaults stay: a pass takes 100.0 ms, and none of 3 trials")
+
+
+# Settings ---------------------------------------------------------------------------------------------------------
+
+
+def test_settings_are_kept_in_a_file_and_what_is_none_is_refused(tmp_path: Path) -> None:
+    settings = OverlapSettings(order=("b", "a"), grain_numel=1000, prefetch=2)
+    settings.save(tmp_path / "overlap.json")
+    assert OverlapSettings.load(tmp_path / "overlap.json") == settings
+    assert OverlapSettings.of({"unknown of a later version": 3}) == OverlapSettings()
+    (tmp_path / "other.json").write_text("{")
+    with pytest.raises(gradwire.StateError, match=r"other.json holds no settings of overlap: give a file"):
+        OverlapSettings.load(tmp_path / "other.json")
+    with pytest.raises(gradwire.StateError, match=r"missing.json cannot be read: No such file"):
+        OverlapSettings.load(tmp_path / "missing.json")
+    wrongs: list[tuple[object, str]] = [
+        ({"order": [1]}, "the overlap's order"),
+        ({"bucket_bytes": 0}, "bucket_bytes should be a whole number from 1"),
+        ({"waves_in_flight": "many"}, "waves_in_flight should be a whole number"),
+        ([1], "the overlap should be a mapping"),
+    ]
+    for wrong, sentence in wrongs:
+        with pytest.raises(gradwire.StateError, match=sentence):
+            OverlapSettings.of(wrong)

@@ -4,7 +4,7 @@ ddp = DistributedDataParallel(model)
 session = gradwire.attach(ddp, "int4")
 """
 
-from gradwire import asynchronous, federated, sync
+from gradwire import asynchronous, federated, overlap, sync
 from gradwire.adapters.attach import attach
 from gradwire.adapters.drift import watch_drift
 from gradwire.adapters.wrap import wrap
@@ -73,6 +73,7 @@ __all__ = [
     "federated",
     "load",
     "methods",
+    "overlap",
     "parse",
     "reshard",
     "save",

@@ -71,16 +71,24 @@ class Stopwatch:
             dist.all_reduce(slowest, dist.ReduceOp.MAX, group=self._group)
         return Timings(dict(zip(jobs, slowest.T.tolist(), strict=True)))
 
-    def overlap(self, step: Job, floor: Job, isolated: Job, rounds: int = ROUNDS, stretch: int = STRETCH) -> Overlap:
+    def overlap(
+        self,
+        step: Job,
+        floor: Job,
+        isolated: Job,
+        rounds: int = ROUNDS,
+        stretch: int = STRETCH,
+        untimed: int = UNTIMED,
+    ) -> Overlap:
         """Return how much of a step's communication is exposed.
 
         Args:
             step: a step as it is trained.
             floor: the same where nothing is sent.
             isolated: the communication of a step by itself.
-            rounds, stretch: as of `interleaved`.
+            rounds, stretch, untimed: as of `interleaved`.
         """
-        found = self.interleaved({"step": step, "floor": floor, "isolated": isolated}, rounds, stretch)
+        found = self.interleaved({"step": step, "floor": floor, "isolated": isolated}, rounds, stretch, untimed)
         return Overlap(found.median_s("step"), found.median_s("floor"), found.median_s("isolated"))
 
     def _stretch_s(self, job: Job, stretch: int, untimed: int) -> float:

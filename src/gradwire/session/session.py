@@ -239,7 +239,7 @@ class Session(Figures):
         """Go on with an engine that `remade` has returned, and its settings: on every rank, before or between steps."""
         self.overlap = overlap
         self._maker.adopt(overlap)
-        self.feed.serve_by(engine, self.window)
+        self.feed.serve_by(engine, Window(self.window.caps))
         if self.when_adopted is not None:
             self.when_adopted(overlap)
 
