@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,9 @@ import pytest
 import torch
 
 import gradwire
-from gradwire.bench.ranks import run_function
+from gradwire.bench.net.loopback import loopback_environments
+from gradwire.bench.ranks import run_function, run_ranks
+from gradwire.cli.main import main
 from gradwire.drivers.traced import Span
 from gradwire.overlap import Overlap, OverlapSettings, Timings, Tuned, covered_s, hidden_share
 from gradwire.overlap.subjects import Subject
@@ -185,6 +188,27 @@ def test_there_is_nothing_to_tune_where_nothing_is_communicated() -> None:
         assert "has a communication hook already" in said["attached"]
         assert "rounds=0 and stretch=3 must be 1 or more" in said["rounds"]
         assert "apply takes a DistributedDataParallel" in said["apply"]
+
+
+def test_the_command_tunes_a_task_under_a_launcher(tmp_path: Path) -> None:
+    out, printed = tmp_path / "overlap.json", list[tuple[int, str]]()
+    words = ["overlap", "--task", "digits", "--method", "int8", "--rounds", "1", "--out", str(out)]
+    run_ranks(
+        [[sys.executable, "-m", "gradwire", *words]] * 2,
+        [{**place, "GRADWIRE_TIME_LINK": "0"} for place in loopback_environments(2)],
+        log_dir=tmp_path,
+        deadline_s=240,
+        on_line=lambda rank, line: printed.append((rank, line)),
+    )
+    assert any("of communication are exposed: overlap efficiency" in line for _, line in printed)
+    assert {rank for rank, _ in printed} == {0}
+    OverlapSettings.load(out)
+
+
+def test_the_command_wants_a_launcher(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    assert main(["overlap", "--method", "int4"]) == 1
+    assert "one rank communicates nothing" in capsys.readouterr().err
 
 
 class Scripted(Subject):

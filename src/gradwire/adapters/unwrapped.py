@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import hashlib
 import sys
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 import torch
@@ -124,11 +124,19 @@ class HookedSession(Session):
 class _Port:
     """Passes of a model as the steps of a session.
 
+    Args:
+        session: over the trained parameters.
+        model: whose passes these are.
+        optimizer: that steps parameters as their means come, or None.
+        ended: called once all gradients of a step hold their means.
+
     Attributes:
         is_on: whether passes reduce.
     """
 
-    def __init__(self, session: HookedSession, model: nn.Module, optimizer: Optimizer | None, ended: Any) -> None:
+    def __init__(
+        self, session: HookedSession, model: nn.Module, optimizer: Optimizer | None, ended: Callable[[], None]
+    ) -> None:
         self.is_on = True
         self._session, self._model, self._step_ended = session, model, ended
         parameters = named(model)

@@ -292,7 +292,7 @@ class AttachedDDP(_WithSession):
         remake(self.model, caps_of(self.model))
 
 
-class Unwrapped(_WithSession):
+class UnwrappedModel(_WithSession):
     """A method fed by hooks of a model that nobody wraps."""
 
     @override
@@ -302,7 +302,7 @@ class Unwrapped(_WithSession):
             super().step()
 
 
-class Sharded(Subject):
+class ShardedModel(Subject):
     """FSDP2, alone or under a method."""
 
     has_floor = False
@@ -343,14 +343,14 @@ def subject_of(model: nn.Module, run: Pass, method: Any, **options: Any) -> Subj
         check(model)
         made = PlainDDP(model, run) if method is None else AttachedDDP(model, run, method, **options)
     elif is_fsdp2(model):
-        made = Sharded(model, run, method, **options)
+        made = ShardedModel(model, run, method, **options)
     elif method is None:
         raise AttachError(
             "this model communicates nothing, so there is nothing to tune: wrap it in DistributedDataParallel or "
             'fully_shard, or name the method that attach will be given, as in tune(model, batch, "int4")'
         )
     else:
-        made = Unwrapped(model, run, method, **options)
+        made = UnwrappedModel(model, run, method, **options)
     if made.group.size() == 1:
         made.close()
         raise AttachError(
