@@ -1,7 +1,9 @@
 """What hides behind the backward pass: `python benchmarks/overlap.py [--methods ...] [--hosts 2] [--rate 100mbit]`.
 
-Every method trains a model of its own, all in the same processes on the same emulated network, in turn. Printed for
-each, medians over its steps on rank 0: the step, the backward pass in it, and what is exposed after that; the processor
+Every method trains a model of its own, all in the same processes on the same emulated network, in turn, beside
+`torch.noop`, which sends nothing. Printed for each, medians over rounds of the slowest rank: the step, what of it is
+exposed (the step's time less that of `torch.noop`), what its communication takes by itself, and the overlap efficiency.
+Then of rank 0, medians over its steps: the backward pass, and the tail of it after the last gradient; the processor
 time of the process, and what programs took of it; the share of the link's rate at which the interface sent during the
 backward pass, by its byte counter; and, by the trace, the share of the backward pass in which a collective was under
 way. With `--trace FOLDER` the last steps of each method are written for Perfetto, one file a method.
@@ -21,32 +23,55 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from common import network_arguments, save_result, take_turns
+from common import network_arguments, save_result
 from gradwire import kernels
+from gradwire.baselines import TorchMethod
 from gradwire.bench.net import Network, parse_rate
 from gradwire.bench.ranks import run_function
 from gradwire.bench.tasks import make_task
+from gradwire.bench.torch_hooks import attach_torch
 from gradwire.bench.wire import WireMeter
 from gradwire.drivers.traced import Span, write_chrome_trace
+from gradwire.overlap import Overlap, Stopwatch, all_reduce_alone, covered_s, reduce_alone
 
-DEFAULT = ["int8", "int4", "topk:0.01", "powersgd:8,factors=fp16"]
+FLOOR = "torch.noop"
+DEFAULT = ["torch.fp32", "bf16", "int8", "int4", "topk:0.01", "powersgd:8,factors=fp16"]
 SKIPPED = 6
 """First steps that do not count: buckets are rebuilt, factors start."""
 
 
 class Training:
-    """One method on a model of its own."""
+    """One method on a model of its own; one of PyTorch's has no session, and no trace."""
 
     def __init__(self, method: str, task_name: str, bucket_mb: float | None, grain: int | None) -> None:
         self.task = make_task(task_name, 0)
         self.ddp = DistributedDataParallel(self.task.model, bucket_cap_mb=bucket_mb)  # pyright: ignore[reportArgumentType]
-        self.handle = gradwire.attach(self.ddp, method, grain_numel=grain)
-        self.traced = self.handle.session.trace()
+        made = gradwire.parse(method)
+        self.session = self.traced = None
+        if isinstance(made, TorchMethod):
+            attach_torch(self.ddp, made)
+        else:
+            self.session = gradwire.attach(self.ddp, method, grain_numel=grain)
+            self.traced = self.session.trace()
         self.optimizer = self.task.optimizer(self.ddp.parameters())
         self.steps = list[list[Span]]()
         self.sent, self.cpu_s = list[int](), list[float]()
         self.meter = WireMeter.from_environment()
         self.index = 0
+
+    def communicate(self) -> None:
+        """Communicate as a step does, and compute nothing."""
+        if self.session is None or self.traced is None:
+            all_reduce_alone(self.ddp)
+            return
+        named = self.ddp.module.named_parameters()
+        reduce_alone(self.session, {name: p.grad for name, p in named if p.grad is not None})
+        self.traced.spans.clear()
+
+    def close(self) -> None:
+        """Stop communicating."""
+        if self.session is not None:
+            self.session.close()
 
     def step(self) -> None:
         """Train a step, and note what happened when."""
@@ -66,12 +91,13 @@ class Training:
         self.optimizer.step()
         marks.append(time.perf_counter())
         self.index += 1
-        names = ("forward", "backward", "exposed", "update")
+        names = ("forward", "backward", "tail", "update")
         spans = [Span("train", what, a, b) for what, a, b in zip(names, marks, marks[1:], strict=False)]
-        self.steps.append([*spans, *self.traced.spans])
+        self.steps.append([*spans, *(self.traced.spans if self.traced else ())])
         self.sent.append(sent[1] - sent[0])
         self.cpu_s.append(time.process_time() - cpu_s)
-        self.traced.spans.clear()
+        if self.traced:
+            self.traced.spans.clear()
 
 
 class _LastGradient:
@@ -111,31 +137,31 @@ def train_all(
     """Train with every method, `stretch` steps at a time, for so many rounds; return what happened when."""
     torch.set_num_threads(1)
     kernels.warm_up()
-    trainings = {method: Training(method, task, bucket_mb, grain) for method in methods}
-    take_turns(trainings.values(), rounds, stretch)
-    coded = {method: training.handle.stats().encode_s / training.index for method, training in trainings.items()}
+    trainings = {method: Training(method, task, bucket_mb, grain) for method in [FLOOR, *methods]}
+    group = dist.group.WORLD
+    assert group is not None
+    jobs = {method: training.step for method, training in trainings.items()}
+    jobs |= {f"{method} alone": trainings[method].communicate for method in methods}
+    watch = Stopwatch(group, torch.device("cpu"))
+    watch.interleaved({method: jobs[method] for method in trainings}, rounds=1, stretch=SKIPPED)
+    found = watch.interleaved(jobs, rounds, stretch)
+    times = {method: [found.median_s(of) for of in (method, FLOOR, f"{method} alone")] for method in methods}
+    coded = {
+        method: own.session.stats().encode_s / own.index if own.session else 0.0 for method, own in trainings.items()
+    }
     for training in trainings.values():
-        training.handle.close()
+        training.close()
     dist.barrier()
     return {
         method: {
-            "steps": training.steps[SKIPPED:],
-            "sent": training.sent[SKIPPED:],
-            "cpu_s": statistics.median(training.cpu_s[SKIPPED:]),
-            "coded_s": coded[method],
+            "steps": trainings[method].steps[SKIPPED:],
+            "sent": trainings[method].sent[SKIPPED:],
+            "cpu_s": statistics.median(trainings[method].cpu_s[SKIPPED:]),
+            "coded_s": coded.get(method, 0.0),
+            "times_s": times[method],
         }
-        for method, training in trainings.items()
+        for method in methods
     }
-
-
-def covered(spans: list[Span], outer: Span) -> float:
-    """Seconds of `outer` that lie within any of `spans`."""
-    total, until = 0.0, outer.began_s
-    for span in sorted(spans, key=lambda span: span.began_s):
-        begin, end = max(span.began_s, until), min(span.ended_s, outer.ended_s)
-        if end > begin:
-            total, until = total + end - begin, end
-    return total
 
 
 def row_of(figures: dict[str, Any], rate: float) -> dict[str, float]:
@@ -148,15 +174,25 @@ def row_of(figures: dict[str, Any], rate: float) -> dict[str, float]:
         backward = by_name["backward"]
         rows.append(
             {
-                "step_ms": 1e3 * (by_name["update"].ended_s - by_name["forward"].began_s),
                 "backward_ms": 1e3 * backward.length_s,
-                "exposed_ms": 1e3 * by_name["exposed"].length_s,
+                "tail_ms": 1e3 * by_name["tail"].length_s,
                 "link_share": sent * 8 / rate / backward.length_s,
-                "wire_share": covered(wire, backward) / backward.length_s,
+                "wire_share": covered_s(wire, backward) / backward.length_s,
             }
         )
     medians = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
-    return {**medians, "cpu_ms": 1e3 * figures["cpu_s"], "coded_ms": 1e3 * figures["coded_s"]}
+    overlap = Overlap(*figures["times_s"])
+    return {
+        "step_ms": 1e3 * overlap.step_s,
+        "floor_ms": 1e3 * overlap.floor_s,
+        "exposed_ms": 1e3 * overlap.exposed_s,
+        "isolated_ms": 1e3 * overlap.isolated_s,
+        "exposed_share": overlap.exposed_share,
+        "efficiency": overlap.efficiency,
+        **medians,
+        "cpu_ms": 1e3 * figures["cpu_s"],
+        "coded_ms": 1e3 * figures["coded_s"],
+    }
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -179,12 +215,15 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def show(rows: dict[str, dict[str, float]]) -> None:
     """Print the table."""
-    columns = f"{'step':>7s} {'backward':>9s} {'exposed':>8s} {'cpu':>6s} {'coded':>6s} {'link':>6s} {'wire':>6s}"
-    print(f"{'method':28s} {columns}")
+    columns = (
+        f"{'step':>7s} {'exposed':>8s} {'isolated':>8s} {'share':>6s} {'hidden':>6s} {'backward':>9s} {'tail':>6s}"
+    )
+    print(f"{'method':28s} {columns} {'cpu':>6s} {'coded':>6s} {'link':>6s} {'wire':>6s}")
     for method, row in rows.items():
-        whole = f"{row['step_ms']:7.1f} {row['backward_ms']:9.1f} {row['exposed_ms']:8.1f}"
+        whole = f"{row['step_ms']:7.1f} {row['exposed_ms']:8.1f} {row['isolated_ms']:8.1f}"
+        shares = f"{row['exposed_share']:6.0%} {row['efficiency']:6.0%} {row['backward_ms']:9.1f} {row['tail_ms']:6.1f}"
         cpu = f"{row['cpu_ms']:6.1f} {row['coded_ms']:6.1f}"
-        print(f"{method:28s} {whole} {cpu} {row['link_share']:6.0%} {row['wire_share']:6.0%}")
+        print(f"{method:28s} {whole} {shares} {cpu} {row['link_share']:6.0%} {row['wire_share']:6.0%}")
 
 
 def main() -> None:

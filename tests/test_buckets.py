@@ -9,8 +9,10 @@ import pytest
 from torch import nn
 
 from bucket_cases import OPTIONS
-from gradwire.adapters.buckets import bucket_bytes, deliver_in_pieces
+from gradwire.adapters.buckets import bucket_bytes, caps_by, deliver_in_pieces
 from gradwire.bench.ranks import run_function
+from gradwire.drivers.window import Caps
+from gradwire.session.overlap_settings import OverlapSettings
 
 CASES = Path(__file__).with_name("bucket_cases.py")
 
@@ -47,8 +49,16 @@ class _Ddp:
 
 def test_smaller_buckets_stay() -> None:
     ddp: Any = _Ddp()
-    deliver_in_pieces(ddp, 1000)
+    caps = caps_by(ddp, OverlapSettings(), 1 << 30)
+    assert caps == Caps(1000, 1000)
+    deliver_in_pieces(ddp, caps)
     assert not vars(ddp)
+
+
+def test_settings_say_more_than_the_model_does() -> None:
+    ddp: Any = _Ddp()
+    assert caps_by(ddp, OverlapSettings(bucket_bytes=5000), 1 << 30) == Caps(5000, 5000)
+    assert caps_by(ddp, OverlapSettings(first_bucket_bytes=10), 1 << 30) == Caps(10, 1000)
 
 
 def test_a_bucket_is_a_sixteenth_of_a_model_that_is_not_small() -> None:

@@ -33,6 +33,7 @@ FLOORS = (
     ("catalogue",),
     ("choosing", "recipes"),
     ("adapters",),
+    ("overlap",),
     ("hooks",),
     ("bench",),
     ("report",),

@@ -41,6 +41,7 @@ LAYERS: Stage = ("tests/test_layers.py",)
 FSDP2: Stage = ("tests/test_fsdp2.py",)
 RUN_FSDP2: Stage = ("tests/test_run_fsdp2.py",)
 SHARDS: Stage = ("tests/test_sync_shards.py",)
+OVERLAP: Stage = ("tests/test_overlap.py",)
 PARTS: Stage = ("tests/test_parts.py",)
 FLOWER: Stage = ("tests/test_flower.py",)
 
@@ -99,6 +100,13 @@ FILES: dict[str, tuple[Stage, ...]] = {
     "adapters/fsdp2/stateful.py": ((*FSDP2, "-k", "distributed"),),
     "drivers/parts.py": (PARTS, FSDP2),
     "session/form.py": (("tests/test_session.py",), (*FSDP2, "-k", "apart")),
+    "adapters/fsdp2/prefetch.py": ((*OVERLAP, "-k", "sharded"),),
+    "adapters/overlapped_optimizer.py": ((*OVERLAP, "-k", "stepped or refused"),),
+    "adapters/unwrapped.py": (OVERLAP,),
+    "session/overlap_settings.py": (
+        ("src/gradwire/session/overlap_settings.py", *OVERLAP, "-k", "settings"),
+        CHECKPOINT,
+    ),
     "adapters/buckets.py": (("src/gradwire/adapters/buckets.py", "tests/test_buckets.py"),),
     "adapters/communication.py": (("tests/test_handle.py",), (EXCEPTIONS, "-k", "Attached"), ONE_RANK, ATTACHED, DDP),
     "session/lane.py": (

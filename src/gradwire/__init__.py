@@ -4,7 +4,7 @@ ddp = DistributedDataParallel(model)
 session = gradwire.attach(ddp, "int4")
 """
 
-from gradwire import asynchronous, federated, recipes, sync
+from gradwire import asynchronous, federated, overlap, recipes, sync
 from gradwire.adapters.attach import attach
 from gradwire.adapters.drift import watch_drift
 from gradwire.adapters.wrap import wrap
@@ -75,6 +75,7 @@ __all__ = [
     "layer_bits",
     "load",
     "methods",
+    "overlap",
     "parse",
     "recipes",
     "reshard",

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.adapters.ddp import attach_ddp
 from gradwire.adapters.drift import require_watchable, watch_drift
 from gradwire.adapters.fsdp2.attach import attach_fsdp2
+from gradwire.adapters.unwrapped import attach_unwrapped
 from gradwire.codecs import Codec
 from gradwire.core.errors import AttachError
 from gradwire.reducers.base import Reducer
 from gradwire.session import DEADLINE_S, Session
 from gradwire.session.names import is_fsdp2
+from gradwire.session.overlap_settings import OverlapSettings, settings_of
 from gradwire.spec import ForShards, for_shards
 
 if TYPE_CHECKING:
@@ -36,12 +40,18 @@ def attach(
     check_every: int | None = None,
     on_drift: str = "warn",
     on_non_finite: str = "warn",
+    overlap: OverlapSettings | str | Path | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
 ) -> Session:
     """Let `reducer` combine the gradients of `model` from the next backward pass on.
 
-    The model is a `DistributedDataParallel`, or the root of one that was given to FSDP2's `fully_shard`. Call it on
-    every rank, after the model is made and before the first step. Communication goes over a process group of its own
-    with the same ranks.
+    The model is a `DistributedDataParallel`, the root of one that was given to FSDP2's `fully_shard`, or one that
+    nobody wraps. Call it on every rank, after the model is made and before the first step. Communication goes over a
+    process group of its own with the same ranks; where nobody wraps the model these are all ranks.
+
+    Where nobody wraps it, the model must begin with the same parameters on all ranks, and its buffers stay each rank's
+    own. Its first step communicates after the backward pass. From then on gradients travel in the order in which those
+    of rank 0 became ready.
 
     Args:
         model: the model.
@@ -69,6 +79,12 @@ def attach(
             all parameters is None after such a pass, on every rank, so that optimizers do nothing, and what the method
             remembers is as it was before. The report counts these steps. Not with `replicate=`.
 
+        overlap: when gradients travel, as `gradwire.overlap.tune` has found it: its settings, or the file that they
+            were saved to.
+        optimizer: the script's own, of `torch.optim`: each parameter is stepped by it as soon as its mean has come,
+            while others travel, and `optimizer.step()` leaves those out. The bits are those of a step after the pass.
+            Nothing can be done with the whole gradient then, such as clipping its norm. Not for FSDP2.
+
     Returns:
         A session with statistics, state and `close`. What the method compiles is compiled by then.
 
@@ -80,6 +96,7 @@ def attach(
     Example:
         session = gradwire.attach(ddp, "int4")
         session = gradwire.attach(fully_shard(model), "int4,parameters=int8")
+        session = gradwire.attach(model, "int4", optimizer=optimizer)
     """
     reducer, parameters = for_shards(reducer, parameters)
     options: dict[str, Any] = {
@@ -89,16 +106,21 @@ def attach(
         "scaler": scaler,
         "checksum": checksum,
         "on_non_finite": on_non_finite,
+        "overlap": settings_of(overlap),
     }
     if is_fsdp2(model):
+        if optimizer is not None:
+            raise AttachError("optimizer= is for DDP and for models that nobody wraps: leave it out with fully_shard")
         if check_every is not None:
             raise AttachError("check_every= is for DDP: of a sharded model no two ranks have the same parameters")
         return attach_fsdp2(model, reducer, parameters, replicate, **options)
     if parameters is not None or replicate is not None:
         raise AttachError("parameters= and replicate= are for models of fully_shard: leave them out")
+    if not isinstance(model, DistributedDataParallel):
+        return attach_unwrapped(model, reducer, optimizer, check_every=check_every, on_drift=on_drift, **options)
     if check_every is None:
-        return attach_ddp(model, reducer, **options)
+        return attach_ddp(model, reducer, optimizer, **options)
     require_watchable(model, check_every, on_drift)
-    session = attach_ddp(model, reducer, **options)
+    session = attach_ddp(model, reducer, optimizer, **options)
     watch_drift(model, session, check_every, on_drift)
     return session

@@ -69,12 +69,8 @@ def check(ddp: nn.Module) -> None:
     Raises:
         AttachError: with the reason, and what to do.
     """
-    for name, module in [("", ddp), *getattr(ddp, "module", ddp).named_modules()]:
-        if (served_not := _other_parallelism(module)) is not None:
-            raise AttachError(f"{served_not}{f' (at {name!r})' if name else ''}")
+    require_no_other_parallelism(ddp)
     if not isinstance(ddp, DistributedDataParallel):
-        if isinstance(getattr(ddp, "_orig_mod", None), DistributedDataParallel):
-            raise AttachError("attach to the DistributedDataParallel model itself, before or after torch.compile")
         raise AttachError(f"attach wants a DistributedDataParallel model, got {type(ddp).__name__}; wrap it first")
     if getattr(ddp, "_comm_hooks", None):
         raise AttachError("this model has a communication hook already; DDP takes one, so attach to a new DDP")
@@ -82,10 +78,45 @@ def check(ddp: nn.Module) -> None:
         raise AttachError("DDP's own mixed_precision casts gradients behind the hook; use torch.autocast instead")
     if getattr(ddp, "_use_python_reducer", False):
         raise AttachError("the python_reducer of compiled DDP calls no hooks; compile the module inside DDP instead")
-    for name, module in ddp.module.named_modules():
+    require_dense(ddp.module)
+
+
+def check_unwrapped(model: nn.Module) -> None:
+    """Refuse a model that nobody wraps and that cannot be served.
+
+    Raises:
+        AttachError: with the reason, and what to do.
+    """
+    require_no_other_parallelism(model)
+    for name, module in model.named_modules():
+        if isinstance(module, DistributedDataParallel):
+            if name == "_orig_mod":
+                raise AttachError("attach to the DistributedDataParallel model itself, before or after torch.compile")
+            raise AttachError(f"{name!r} of this model is a DistributedDataParallel: wrap the whole model, or no part")
+    require_dense(model)
+
+
+def require_no_other_parallelism(model: nn.Module) -> None:
+    """Refuse a model that is trained in parallel in a way that is not served.
+
+    Raises:
+        AttachError: with the way, and what to do.
+    """
+    for name, module in [("", model), *getattr(model, "module", model).named_modules()]:
+        if (served_not := _other_parallelism(module)) is not None:
+            raise AttachError(f"{served_not}{f' (at {name!r})' if name else ''}")
+
+
+def require_dense(model: nn.Module) -> None:
+    """Refuse gradients that no method can take.
+
+    Raises:
+        AttachError: sparse ones, or of a dtype or on a device that is not served.
+    """
+    for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise AttachError(f"{name!r} makes sparse gradients, which hooks do not see; set sparse=False")
-    for name, parameter in ddp.module.named_parameters():
+    for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             require_served(name, parameter.dtype, parameter.device)
 

@@ -19,7 +19,7 @@ from gradwire.reducers import Reducer
 from gradwire.session import Session
 from gradwire.session.feed import Piece
 from gradwire.session.lane import Lane
-from gradwire.session.states import take_up
+from gradwire.session.states import Unpacked, take_up
 
 
 class PowerSGDSettings(Protocol):
@@ -112,7 +112,8 @@ class PowerPort(BucketPort):
         engine, unstarted = session.engine, memory.iter == 0 and not memory.parameters
         rank = session.transport.rank
         states = engine.initial_states() if unstarted else saved.load_all(engine.states(), memory.parameters, rank)
-        take_up(session, saved.Loaded(memory.iter, session.seed, session.feed.scale, states))
+        loaded = saved.Loaded(memory.iter, session.seed, session.feed.scale, states)
+        take_up(session, Unpacked(loaded, engine, session.overlap))
 
     def after_backward(self, step: BucketStep) -> None:
         """Once DDP has written gradients: where it left one as it was, the mean was dropped and is owed still."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from gradwire.bench.compare_options import CompareOptions
-from gradwire.cli import federate, inform, net, run, state, store, topology
+from gradwire.cli import federate, inform, net, overlap, run, state, store, topology
 from gradwire.cli.option_arguments import add_options, read_options
 from gradwire.core.errors import GradwireError
 
@@ -93,6 +93,7 @@ def parser() -> argparse.ArgumentParser:
     state.add_commands(commands)
     store.add_commands(commands)
     topology.add_commands(commands)
+    overlap.add_command(commands)
     return root
 
 

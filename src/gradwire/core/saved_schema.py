@@ -32,6 +32,9 @@ SHARED = ("version", "reducer", "step", "seed", "scale", "world_size")
 TREE = "tree"
 """The key of a state that holds more than a session's: what `gradwire.core.tree` made of it, tensors aside."""
 
+OVERLAP = "overlap"
+"""The key of a state that says when its gradients travel, where that is not as by default; the same on all ranks."""
+
 _KINDS = tuple(kind for kind in get_args(Kind) if kind != "scratch")
 _REMEDY = ": pass what state_dict() returned"
 

@@ -21,7 +21,7 @@ from gradwire.core.collective import ring_bytes
 from gradwire.core.grain import Grain
 from gradwire.core.spare import Spare
 from gradwire.core.state import State, walk
-from gradwire.drivers.interpreter import Interpreter, Pending, Script, Traffic, Transport
+from gradwire.drivers.interpreter import WINDOW, Interpreter, Pending, Script, Traffic, Transport
 from gradwire.drivers.plan import Plan
 from gradwire.drivers.slot import Slot
 from gradwire.drivers.traced import Traced
@@ -80,6 +80,7 @@ class Engine:
         plan: waves of units.
         transport: issues collectives.
         seed: of all keys.
+        waves_in_flight: how many waves of programs travel at a time.
 
     Attributes:
         guards: whether a mean that is not finite is found in every step, whatever the method is.
@@ -88,7 +89,7 @@ class Engine:
             which would have to be waited for.
     """
 
-    def __init__(self, plan: Plan, transport: Transport, seed: int = 0) -> None:
+    def __init__(self, plan: Plan, transport: Transport, seed: int = 0, waves_in_flight: int = WINDOW) -> None:
         self.guards = False
         self.weight: float | None = None
         self.not_finite: str | None = None
@@ -103,7 +104,7 @@ class Engine:
             for slot in self._slots:
                 slot.take_buffer()
         self._spare = Spare()
-        self._interpreter = Interpreter[Reduced](transport, self.stats)
+        self._interpreter = Interpreter[Reduced](transport, self.stats, waves_in_flight)
         self._script: Script[list[Reduced]] | None = None
         self._units: Sequence[int] = ()  # of the script, in its order
         self._waits_for: Pending | None = None

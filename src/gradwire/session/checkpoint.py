@@ -15,7 +15,6 @@ from gradwire.core.errors import ShardsElsewhereError, StateError
 from gradwire.core.renamed import alike
 from gradwire.core.reshard import reshard, with_all_owned
 from gradwire.core.save_folder import Manifest, SavedRun
-from gradwire.core.saved import Loaded
 from gradwire.core.saved_schema import SHARED, TREE, VERSION, Saved
 from gradwire.core.tensor_file import Written
 from gradwire.core.tree import put_together, taken_apart
@@ -23,7 +22,7 @@ from gradwire.session.meeting import group_store
 from gradwire.session.offers import Offer, Shelf, choose, offer_of
 from gradwire.session.saved_runs import Saver, remember, run_of, stranger
 from gradwire.session.session import Session
-from gradwire.session.states import take_up, unpacked
+from gradwire.session.states import Unpacked, take_up, unpacked
 from gradwire.session.together import Together
 
 
@@ -328,7 +327,7 @@ def _checked(handle: Savable, manifest: Manifest, here: Path, ranks: Together) -
     return handle.checked(handle.resharded([_tree(manifest.read(here, rank)) for rank in range(manifest.world_size)]))
 
 
-def _unpacked(session: Session, manifest: Manifest, here: Path, ranks: Together) -> Loaded:
+def _unpacked(session: Session, manifest: Manifest, here: Path, ranks: Together) -> Unpacked:
     """What a rank takes up: where shards were cut otherwise, what it owns now is in the files of other ranks."""
     state = _state(manifest, here, ranks)
     try:

@@ -33,10 +33,15 @@ class Piece(NamedTuple):
 
 
 class _Target(NamedTuple):
-    """Part of a tensor, and where it lies in its unit's grain."""
+    """Part of a named tensor, and where it lies in its unit's grain."""
 
+    name: str
     piece: Tensor
     offset: int
+
+
+Arrived = Callable[[list[str]], None]
+"""Told the names of tensors whose means are written, as soon as they are."""
 
 
 class Feed:
@@ -58,6 +63,7 @@ class Feed:
         board: where the other ranks are told how long steps take, if they are.
         scale: the loss scale of the step at hand.
         weight: what this rank has said to count for in the step that begins next.
+        arrived: told of whole tensors whose means have come, where programs run, while others are still on their way.
 
     Example:
         feed = Feed(engine, specs)
@@ -78,6 +84,7 @@ class Feed:
         self._scaler, self.scale, self._run = scaler, 1.0, run
         self.board: StepBoard | None = None
         self.weight: float | None = None
+        self.arrived: Arrived | None = None
         self._in_use = threading.Lock()
         self.serve_by(engine, window or Window())
 
@@ -86,6 +93,7 @@ class Feed:
         self.engine, self.window = engine, window
         self._slices, self._weighs = engine.plan.slices, engine.weighs
         self._targets: dict[int, list[_Target]] = {}
+        self._missing: dict[str, int] = {}  # elements of each tensor whose means are still to be written
         self._is_begun = False
 
     # In the thread of the training loop --------------------------------------------------------------------------
@@ -135,7 +143,7 @@ class Feed:
             for unit, start, numel, offset in within(self._slices[name], begin, flat.numel()):
                 piece = flat[start : start + numel]
                 self.engine.deliver(unit, offset, piece)
-                self._targets.setdefault(unit, []).append(_Target(piece, offset))
+                self._targets.setdefault(unit, []).append(_Target(name, piece, offset))
         self.engine.pump()
 
     def put_part(self, part: int, given: Tensor, fill: Fill, sink: Sink) -> None:
@@ -155,6 +163,7 @@ class Feed:
         """The first tensors of a step are here; of one that broke off nothing is left."""
         if not self._is_begun:
             self._targets = {}
+            self._missing = {name: spec.numel for name, spec in self._specs.items()} if self.arrived else {}
             self.engine.begin(self._write)
             self._is_begun, self._is_first = True, True
 
@@ -165,8 +174,20 @@ class Feed:
 
     def _write(self, unit: int, mean: Tensor) -> None:
         """Write a unit's mean over the tensors it was made of."""
-        for piece, offset in self._targets.pop(unit):
+        written = self._targets.pop(unit)
+        for _, piece, offset in written:
             piece.copy_(mean[offset : offset + piece.numel()])
+        if self.arrived is not None and (whole := self._whole(written)):
+            self.arrived(whole)
+
+    def _whole(self, written: Iterable[_Target]) -> list[str]:
+        """Names of the tensors that have all of their means now."""
+        whole = list[str]()
+        for name, piece, _ in written:
+            self._missing[name] -= piece.numel()
+            if not self._missing[name]:
+                whole.append(name)
+        return whole
 
     def end(self, written: Callable[[], None] | None = None) -> None:
         """All tensors are here: run to the end, and count the step.

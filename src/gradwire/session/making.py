@@ -19,10 +19,13 @@ from gradwire.reducers.base import Reducer
 from gradwire.session.agreement import Configuration, configuration, is_alike, tell_the_difference
 from gradwire.session.form import Form
 from gradwire.session.lane import Lane
+from gradwire.session.overlap_settings import OverlapSettings
 from gradwire.session.together import Together
 
 WEIGHED = ("gradwire.attach", "gradwire.Session")
 """Calls whose session the training loop has, and can tell in each step what its rank counts for."""
+
+DEFAULTS = OverlapSettings()
 
 
 class Maker:
@@ -39,6 +42,7 @@ class Maker:
         form: how tensors become grains.
         says: what else must be the same on all ranks.
         guards: whether means that are not finite are found in every step, see `Engine`.
+        overlap: in which order gradients come, and how many waves of them travel at a time.
     """
 
     def __init__(
@@ -54,12 +58,14 @@ class Maker:
         form: Form,
         says: str = "",
         guards: bool = False,
+        overlap: OverlapSettings = DEFAULTS,
     ) -> None:
         self._lane, self._transport, self._links, self._specs = lane, transport, links, specs
         self._grain_numel, self._checksum, self._what = grain_numel, checksum, what
         self._form, self._says = form, [text for text in (form.says, says) if text]
-        self._guards = guards
+        self._guards, self._overlap = guards, overlap
         self._device = specs[0].device
+        self._serving: Reducer | None = None  # with what it wanted to know of the link
 
     def first(self, reducer: Reducer, seed: int) -> tuple[Reducer, Engine]:
         """The reducer on the nodes that ranks have found, and the engine that a session begins with.
@@ -76,13 +82,27 @@ class Maker:
         if not self._is_alike(mine.digest, where):
             tell_the_difference(mine, Together(self._what, self._lane, AttachError))
         reducer = self._on_nodes(reducer, where)
-        planned = self._measured(reducer, where)
+        self._serving = self._measured(reducer, where)
         try:
-            engine = self._engine(planned, seed)
+            engine = self._engine(self._plan(self._serving), seed)
         except Exception as error:
             raise self._lane.fail(error, where) from None
         self._is_alike(0, where)  # so that no rank's compiling falls into another's first step
         return reducer, engine
+
+    def remade(self, old: Engine, overlap: OverlapSettings) -> Engine:
+        """An engine of the same method and step under other settings, whose states are those before the first step.
+
+        Nothing is communicated: every rank must ask for it with the same settings.
+        """
+        assert self._serving is not None, "no engine was made yet"
+        engine = self._engine(self._plan(self._serving, overlap), old.seed, overlap)
+        engine.index = old.index
+        return engine
+
+    def adopt(self, overlap: OverlapSettings) -> None:
+        """Make engines by these settings from now on."""
+        self._overlap = overlap
 
     def next(self, method: Reducer | str, now: Reducer, old: Engine) -> tuple[Reducer, Engine]:
         """The reducer and the engine of another method, with what `old` owes; that one is left as it is.
@@ -108,8 +128,10 @@ class Maker:
         if len(set(proposed.words)) > 1:
             tell_the_difference(mine, ranks)
         reducer = self._on_nodes(reducer, " in change")
-        planned = self._measured(reducer, " in change")
-        return reducer, ranks.attempt(lambda: self._successor(planned, old)).own
+        serving = self._measured(reducer, " in change")
+        engine = ranks.attempt(lambda: self._successor(self._plan(serving), old)).own
+        self._serving = serving
+        return reducer, engine
 
     def _configuration(self, reducer: Reducer, seed: int, since: str = "") -> Configuration:
         """What must be the same on all ranks."""
@@ -119,26 +141,27 @@ class Maker:
     def _is_alike(self, digest: int, where: str) -> bool:
         return self._lane.call(lambda: is_alike(digest, self._transport, self._device), where)
 
-    def _plan(self, reducer: Reducer) -> Plan:
-        return self._form.plan(self._specs, reducer, self._grain_numel)
+    def _plan(self, reducer: Reducer, overlap: OverlapSettings | None = None) -> Plan:
+        overlap = overlap or self._overlap
+        return self._form.plan(overlap.ordered(self._specs), reducer, self._grain_numel or overlap.grain_numel)
 
     def _on_nodes(self, reducer: Reducer, where: str) -> Reducer:
         return self._lane.call(lambda: on_nodes(reducer, self._links, self._specs, self._grain_numel), where)
 
-    def _measured(self, reducer: Reducer, where: str) -> Plan:
-        """The plan, once groups are made and the link was measured for what wants to know it."""
+    def _measured(self, reducer: Reducer, where: str) -> Reducer:
+        """The reducer with what it wants to know of the link, once groups are made."""
         for glob in reducer.unmatched_globs({spec.name for spec in self._specs}):
             said = f"no trained parameter has a name like {glob!r}: that rule of the policy serves none"
             warnings.warn(said, stacklevel=6)
         transport = self._transport
         self._lane.call(lambda: transport.prepare(reducer.axes(transport.world_size)), where)
-        return self._plan(self._lane.call(lambda: self._links.with_times(reducer), where))
+        return self._lane.call(lambda: self._links.with_times(reducer), where)
 
-    def _engine(self, planned: Plan, seed: int) -> Engine:
+    def _engine(self, planned: Plan, seed: int, overlap: OverlapSettings | None = None) -> Engine:
         """An engine, with all that is compiled ready."""
         dry_run(planned.units, self._transport.world_size)
         checked = Checked(self._transport, self._lane.failures.ranks) if self._checksum else self._transport
-        engine = Engine(planned, checked, seed)
+        engine = Engine(planned, checked, seed, (overlap or self._overlap).waves_in_flight)
         engine.guards = self._guards
         return engine
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from gradwire.core.errors import NonFiniteWarning, StepError
 from gradwire.core.grain import ParameterSpec
 from gradwire.core.roles import roles_of
 from gradwire.core.save_folder import SavedRun
+from gradwire.drivers.engine import Engine
 from gradwire.drivers.link_profiler import LinkProfiler
 from gradwire.drivers.window import Window
 from gradwire.reducers.base import Reducer
@@ -27,6 +29,7 @@ from gradwire.session.lane import Lane, group_of
 from gradwire.session.making import Maker
 from gradwire.session.names import TrainedParameters, named, require_all_served, require_whole
 from gradwire.session.non_finite import Culprits, require_reaction, warning_text
+from gradwire.session.overlap_settings import OverlapSettings, settings_of
 from gradwire.session.own_file import require_own_file
 from gradwire.session.states import packed, take_up, unpacked
 from gradwire.session.step import SessionStep
@@ -65,6 +68,8 @@ class Session(Figures):
             parameters by name. A comparison is made at the end of a step, of what the optimizer has made of the steps
             before; it reads all parameters and takes a few words through the store. None: they are not compared.
         on_drift: what happens where they differ, "warn", "stop" or "repair", see `gradwire.check_drift`.
+        overlap: when gradients travel, as `gradwire.overlap.tune` has found it: its settings, or the file that they
+            were saved to. A save has them, and a session that loads it goes on by them.
         on_non_finite: what happens where the mean of a step is not finite, and no `scaler` is there to skip the step.
             "warn": a `NonFiniteWarning`, once; the optimizer gets NaN. "skip": the optimizer gets nothing. After
             `reduce_(model)` gradients are None then, on every rank, and what the session remembers is as it was before
@@ -72,6 +77,7 @@ class Session(Figures):
             mean once more, and for a sharded model send a flag; on a GPU the end of a step waits for the device.
 
     Attributes:
+        overlap: the settings of when gradients travel, in force.
         begun_with: the method before any `change`, and what else the form says.
         saved_as: the run that its saves are of; None before `gradwire.save` and `gradwire.load`.
         expects_non_finite: set it where a loss scaler is at work that scales nothing of what is combined here: then no
@@ -112,8 +118,11 @@ class Session(Figures):
         check_every: int | None = None,
         on_drift: str = "warn",
         on_non_finite: str = "warn",
+        overlap: OverlapSettings | str | Path | None = None,
     ) -> None:
         require_reaction(on_non_finite, scaler)
+        self.overlap = settings_of(overlap)
+        self.when_adopted: Callable[[OverlapSettings], None] | None = None  # of a port, which has buckets, say
         self.on_non_finite = on_non_finite
         self.reducer, self.uncounted = form.method(method), form.uncounted
         self.method = str(method)
@@ -153,6 +162,7 @@ class Session(Figures):
                 form=form,
                 says=", ".join(self._settings()),
                 guards=on_non_finite == "skip",
+                overlap=self.overlap,
             )
             self.reducer, first = self._maker.first(self.reducer, seed)
             self.begun_with = ", ".join(filter(None, (repr(self.reducer), form.says)))
@@ -174,6 +184,8 @@ class Session(Figures):
             yield "the link is not timed"
         if self._links.has_file:
             yield "what is measured of links is kept in a file"
+        if told := self.overlap.as_dict():
+            yield f"overlap={told}"
         if self.on_non_finite != "warn":
             yield f"on_non_finite={self.on_non_finite!r}"
 
@@ -227,6 +239,18 @@ class Session(Figures):
             self.feed.serve_by(engine, Window(self.window.caps))
         finally:
             self.feed.vacate()
+
+    def remade(self, overlap: OverlapSettings) -> Engine:
+        """Return an engine under other settings of when gradients travel, for `adopt`; nothing is communicated."""
+        return self._maker.remade(self.engine, overlap)
+
+    def adopt(self, overlap: OverlapSettings, engine: Engine) -> None:
+        """Go on with an engine that `remade` has returned, and its settings: on every rank, before or between steps."""
+        self.overlap = overlap
+        self._maker.adopt(overlap)
+        self.feed.serve_by(engine, Window(self.window.caps))
+        if self.when_adopted is not None:
+            self.when_adopted(overlap)
 
     # Steps -------------------------------------------------------------------------------------------------------
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol
 
 from gradwire.core import saved
+from gradwire.core.saved_schema import OVERLAP
+from gradwire.drivers.engine import Engine
 from gradwire.drivers.process_group import GroupTransport
 from gradwire.reducers.as_saved import as_saved
 from gradwire.reducers.base import Reducer
 from gradwire.session.feed import Feed
+from gradwire.session.overlap_settings import OverlapSettings
 
 
 class Remembering(Protocol):
@@ -17,28 +21,68 @@ class Remembering(Protocol):
     reducer: Reducer
     feed: Feed
     transport: GroupTransport
+    overlap: OverlapSettings
+
+    def remade(self, overlap: OverlapSettings) -> Engine:
+        """An engine under other settings, whose states are those before the first step."""
+        ...
+
+    def adopt(self, overlap: OverlapSettings, engine: Engine) -> None:
+        """Go on with such an engine."""
+        ...
+
+
+class Unpacked(NamedTuple):
+    """What a saved state says, and what takes it up.
+
+    Attributes:
+        loaded: the states.
+        engine: that they are for.
+        overlap: the settings that it was made by.
+    """
+
+    loaded: saved.Loaded
+    engine: Engine
+    overlap: OverlapSettings
 
 
 def packed(session: Remembering) -> saved.Saved:
     """Return this rank's state by parameter name."""
     feed, engine = session.feed, session.feed.engine
     own = _member(session, session.reducer)
-    return saved.pack(engine.states(), own, scale=feed.scale, step=engine.index, seed=engine.seed)
+    state = saved.pack(engine.states(), own, scale=feed.scale, step=engine.index, seed=engine.seed)
+    return {**state, OVERLAP: told} if (told := session.overlap.as_dict()) else state
 
 
-def unpacked(session: Remembering, state: saved.Saved) -> saved.Loaded:
+def unpacked(session: Remembering, state: saved.Saved) -> Unpacked:
     """Return what a saved state says, for `take_up`; until then nothing is changed.
+
+    Gradients travel as in the run that saved, where it says how: grains are cut by that, so a resume is exact.
 
     Raises:
         StateError: a damaged state, or one of another version, method, rank, world size or model.
     """
     as_then = as_saved(session.reducer, saved.reducer_of(state))
-    return saved.unpack(state, session.feed.engine.states(), _member(session, as_then(session.reducer)))
+    engine, overlap = session.feed.engine, _overlap_of(state, session.overlap)
+    if overlap != session.overlap:
+        engine = session.remade(overlap)
+    loaded = saved.unpack(state, engine.states(), _member(session, as_then(session.reducer)))
+    return Unpacked(loaded, engine, overlap)
 
 
-def take_up(session: Remembering, loaded: saved.Loaded) -> None:
+def _overlap_of(state: object, now: OverlapSettings) -> OverlapSettings:
+    """The settings that a state was saved under; those of now where it says none."""
+    if not isinstance(state, Mapping) or OVERLAP not in state:
+        return now
+    return OverlapSettings.of(state[OVERLAP])
+
+
+def take_up(session: Remembering, found: Unpacked) -> None:
     """Go on from what `unpacked` returned, and with what the method's settings meant when it was saved."""
-    feed, engine = session.feed, session.feed.engine
+    loaded, engine, overlap = found
+    if engine is not session.feed.engine:
+        session.adopt(overlap, engine)
+    feed = session.feed
     as_then = as_saved(session.reducer, loaded.reducer)
     session.reducer = as_then(session.reducer)
     engine.serve_by(as_then)

@@ -100,9 +100,11 @@ class SessionStep:
             flat = self._copies[name] = flat.clone()
         return flat
 
-    def _write_copies(self) -> None:
-        """Bring means that were written elsewhere to where they belong."""
-        for name, flat in self._copies.items():
+    def write_back(self, names: Iterable[str]) -> None:
+        """Bring the means of some tensors, which have come, to where they belong, if they were written elsewhere."""
+        for name in names:
+            if (flat := self._copies.pop(name, None)) is None:
+                continue
             tensor = self._delivered[name]
             with torch.inference_mode() if tensor.is_inference() else contextlib.nullcontext():
                 tensor.detach().copy_(flat.view(tensor.shape))
@@ -171,7 +173,7 @@ class SessionStep:
         if self._done is not None:
             return
         self._done = threading.Event()
-        self._run(lambda: self._feed.end(self._write_copies))
+        self._run(lambda: self._feed.end(lambda: self.write_back(list(self._copies))))
         self._lane.executor.run(self._done.set)
 
     def _wait(self) -> None:

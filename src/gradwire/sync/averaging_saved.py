@@ -6,9 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from gradwire.core.saved import Loaded
 from gradwire.session import Session
 from gradwire.session.figures import ReportOfSession
+from gradwire.session.states import Unpacked
 from gradwire.sync.averaging_state import SECONDS, VERSION, check_state, resharded
 from gradwire.sync.buffers import Buffers
 from gradwire.sync.copies import WholeCopy
@@ -21,8 +21,8 @@ class CheckedAveraging(NamedTuple):
     saved: Mapping[str, Any]
     fragments: list[Fragment]
     seconds: list[Fragment]
-    loaded: list[Loaded]
-    loaded_seconds: list[Loaded]
+    loaded: list[Unpacked]
+    loaded_seconds: list[Unpacked]
 
 
 class AveragingState(ReportOfSession, ABC):

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from gradwire.core.errors import CompositionError
-from gradwire.core.saved import Loaded
 from gradwire.session import Session, SessionStep
-from gradwire.session.states import take_up, unpacked
+from gradwire.session.states import Unpacked, take_up, unpacked
 from gradwire.sync.buffers import require_alike
 from gradwire.sync.global_copy import GlobalCopy, not_finite, require_finite, wide
 from gradwire.sync.outer import Outer, Rates
@@ -222,7 +221,7 @@ class Fragment(GlobalCopy):
             "due": self.due,
         }
 
-    def unpacked(self, saved: Mapping[str, Any]) -> Loaded:
+    def unpacked(self, saved: Mapping[str, Any]) -> Unpacked:
         """Refuse what belongs to another model; return what `take_up` wants of the session.
 
         Raises:
@@ -236,7 +235,7 @@ class Fragment(GlobalCopy):
         return unpacked(self.session, saved["session"])
 
     @torch.no_grad()
-    def take_up(self, saved: Mapping[str, Any], loaded: Loaded) -> None:
+    def take_up(self, saved: Mapping[str, Any], loaded: Unpacked) -> None:
         """Go on from what `unpacked` has accepted."""
         self.wait()
         take_up(self.session, loaded)

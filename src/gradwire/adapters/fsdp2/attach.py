@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -15,6 +16,7 @@ from gradwire.adapters.fsdp2.gather import GatherPort, parameter_codec
 from gradwire.adapters.fsdp2.groups import Group, groups_of
 from gradwire.adapters.fsdp2.node_axes import require_copies_on_nodes
 from gradwire.adapters.fsdp2.port import AlonePort, ReplicaPort, ScatterPort
+from gradwire.adapters.fsdp2.prefetch import set_prefetch
 from gradwire.codecs import Codec
 from gradwire.core.errors import AttachError, StateError
 from gradwire.core.roles import roles_of
@@ -91,6 +93,10 @@ def attach_fsdp2(
             lane = None if replicate is None else Lane(shards, groups[0].device, session.lane.deadline_s, WHAT)
             ports.append(GatherPort(session, groups, codec, lane))
         session.feed_by(ports, groups[0].mesh if replicate is None else None)
+        held = weakref.ref(model)
+        session.when_adopted = lambda overlap: set_prefetch(held(), overlap.prefetch)
+        if session.overlap.prefetch is not None:
+            set_prefetch(model, session.overlap.prefetch)
     except BaseException:
         session.close(at_once=True)
         raise

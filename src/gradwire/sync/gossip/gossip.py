@@ -18,7 +18,6 @@ from gradwire.core.errors import AttachError, CompositionError, StateError, Step
 from gradwire.core.grain import Grain
 from gradwire.core.program import Program
 from gradwire.core.record import Count
-from gradwire.core.saved import Loaded
 from gradwire.core.state import State
 from gradwire.drivers.engine import Stats
 from gradwire.drivers.interpreter import Interpreter, ask, run
@@ -28,7 +27,7 @@ from gradwire.session.figures import ReportOfSession
 from gradwire.session.lane import group_of
 from gradwire.session.names import TrainedParameters, named, require_whole
 from gradwire.session.pace import WindowPace
-from gradwire.session.states import take_up, unpacked
+from gradwire.session.states import Unpacked, take_up, unpacked
 from gradwire.session.together import Together
 from gradwire.sync.alike import require_same_start
 from gradwire.sync.averaging_state import check_head
@@ -50,7 +49,7 @@ class CheckedGossip(NamedTuple):
     """A saved state that belongs here, with what the session makes of it."""
 
     saved: Mapping[str, Any]
-    loaded: Loaded
+    loaded: Unpacked
 
 
 class Gossip(ReportOfSession):

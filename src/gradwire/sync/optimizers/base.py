@@ -22,14 +22,13 @@ from torch.optim.optimizer import ParamsT
 from gradwire import kernels
 from gradwire.core.errors import AttachError, StateError, StepError
 from gradwire.core.reshard import reshard
-from gradwire.core.saved import Loaded
 from gradwire.drivers.engine import Stats
 from gradwire.reducers.base import Reducer
 from gradwire.session import Session
 from gradwire.session.figures import ReportOfSession
 from gradwire.session.lane import Lane
 from gradwire.session.names import TrainedParameters, named, require_whole
-from gradwire.session.states import take_up, unpacked
+from gradwire.session.states import Unpacked, take_up, unpacked
 from gradwire.sync.scaling import ScaledOptimizer, require_groups
 
 Params = nn.Module | ParamsT
@@ -241,7 +240,7 @@ class SharedOptimizer(ReportOfSession, ScaledOptimizer):
         """
         self.take_up(self.checked(state_dict))
 
-    def checked(self, state: Mapping[str, Any]) -> tuple[dict[str, Any], Loaded]:
+    def checked(self, state: Mapping[str, Any]) -> tuple[dict[str, Any], Unpacked]:
         """Return a saved state for `take_up`; until then nothing is changed.
 
         Raises:
@@ -252,7 +251,7 @@ class SharedOptimizer(ReportOfSession, ScaledOptimizer):
         require_groups(self, state)
         return dict(state), unpacked(self.session, state[COMMUNICATION])
 
-    def take_up(self, checked: tuple[dict[str, Any], Loaded]) -> None:
+    def take_up(self, checked: tuple[dict[str, Any], Unpacked]) -> None:
         """Go on from what `checked` returned."""
         state, loaded = checked
         super().load_state_dict(state)
