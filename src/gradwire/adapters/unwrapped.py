@@ -25,6 +25,7 @@ from gradwire.adapters.models import check_unwrapped
 from gradwire.adapters.overlapped_optimizer import OverlappedOptimizer, require_plain_steps
 from gradwire.core.collective import AllReduce
 from gradwire.core.errors import AttachError, StepError
+from gradwire.core.roles import roles_of
 from gradwire.drivers.interpreter import ask
 from gradwire.drivers.window import DDP_CAPS
 from gradwire.reducers.base import Reducer
@@ -49,8 +50,10 @@ def attach_unwrapped(
     """
     check_unwrapped(model)
     require_plain_steps(optimizer, options.get("scaler"), options.get("on_non_finite", "warn"))
-    form = HookedForm(DDP_CAPS)
-    session = HookedSession(named(model), reducer, what=WHAT, form=form, **options)
+    parameters, known = named(model), roles_of(model)
+    roles = {name: known[parameter] for name, parameter in parameters.items() if parameter in known}
+    form = HookedForm(DDP_CAPS, roles)
+    session = HookedSession(parameters, reducer, what=WHAT, form=form, **options)
     try:
         _require_same_parameters(session, model)
         session.feed_by(model, optimizer)

@@ -97,7 +97,7 @@ class Maker:
         """
         assert self._serving is not None, "no engine was made yet"
         engine = self._engine(self._plan(self._serving, overlap), old.seed, overlap)
-        engine.index = old.index
+        engine.index, engine.weight = old.index, old.weight
         return engine
 
     def adopt(self, overlap: OverlapSettings) -> None:
