@@ -353,3 +353,20 @@ def test_ranks_of_the_command_find_out_who_is_near_whom(tmp_path: Path) -> None:
     assert "2 ranks on 1 node of 2 ranks" in said
     assert "between ranks of a node: " in said
     assert (tmp_path / "links.json").exists()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '[[level]]\nname = "site"\ngroups = [[0, 1, 2, 3], [4, 5, 6, 7]]\n',
+        "\n".join(
+            f'[[level]]\nname = "{name}"\nsize = {size}' for name, size in (("site", 2), ("node", 2), ("rank", 2))
+        ),
+    ],
+)
+def test_some_ranks_take_what_a_description_says_of_them(text: str) -> None:
+    """Of ranks 1, 4 and 7 of a file of eight the first is on one site, and the others are on the other."""
+    topology = described(Topology.of_keys("abc"), text, members=[1, 4, 7])
+    assert topology.level("site").groups == ((0,), (1, 2))
+    assert topology.groups == ((0,), (1,), (2,))
+    assert topology.node_levels == (1, (1, 2))

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
 
+from gradwire.bench.tasks import make_task
+from gradwire.cli.main import main
 from gradwire.codecs import BlockInt, Identity
 from gradwire.core.axis import NodeSize
 from gradwire.core.errors import CompositionError, SpecError
@@ -122,6 +125,20 @@ def test_the_fewer_levels_are_compressed_the_less_crosses_the_slowest() -> None:
     assert sent["int4"]["site"] == pytest.approx([4 * payload] * 2, rel=0.05)
     assert sent["int4,node=2x2"]["node"] == pytest.approx([dense + payload / 2] * 4, rel=0.05)
     assert sent["int4,node=2"]["node"] == pytest.approx([1.5 * payload] * 4, rel=0.05)
+
+
+def test_the_command_tells_what_leaves_each_level(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    nodes = '[[level]]\nname = "node"\ngroups = [[0, 1], [2, 3], [4, 5], [6, 7]]\n'
+    (tmp_path / "sites.toml").write_text(SITES + nodes)
+    words = ["cost", "int4,node=2x2", "--hosts", "8", "--topology", str(tmp_path / "sites.toml")]
+    assert main(words) == 0
+    printed, model = capsys.readouterr().out, make_task("bytes", 0, None).model
+    found = level_bytes("int4,node=2x2", model, described(Topology.of_keys("aabbccdd"), SITES))
+    assert [f"{max(each.sent):,} B" in printed for each in found] == [True] * 3
+    assert main([*words, "--rate", "50mbit"]) != 0
+    assert "no --rate" in "".join(capsys.readouterr()).replace("\n", " ")
+    assert main([*words[:-1], str(tmp_path / "none.toml")]) != 0
+    assert "cannot be read" in "".join(capsys.readouterr()).replace("\n", " ")
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,8 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     cost.add_argument(
         "--stack", action="store_true", help="what each layer of a spec saves: codecs joined by +, layers=, parameters="
     )
+    levels = "what leaves each group of each level that this file describes, as GRADWIRE_TOPOLOGY does, in its place"
+    cost.add_argument("--topology", type=Path, default=None, metavar="FILE", help=levels)
     cost.set_defaults(run=run_cost)
 
 
@@ -122,9 +124,14 @@ def run_cost(arguments: argparse.Namespace, console: Console) -> int:
         raise SpecError("name at least one method, such as: gradwire cost int4")
     if arguments.rate and len(hosts) > 1:
         raise SpecError("--rate tells times for one number of --hosts; give one")
+    if arguments.topology and (len(hosts) > 1 or arguments.rate):
+        raise SpecError("--topology describes one number of ranks: give one number of --hosts, and no --rate")
     for reducer in reducers.values():
         for ranks in hosts:
             reducer.require_ranks(ranks)
+    if arguments.topology:
+        console.print(_levels(reducers, model, hosts[0], arguments.step, arguments.topology))
+        return OK
     links = _links(arguments.rate, arguments.latency, hosts[0])
     if len(hosts) > 1:
         console.print(_growth(reducers, model, hosts, arguments.step))
@@ -258,4 +265,22 @@ def _growth(reducers: Mapping[str, Reducer], model: nn.Module, hosts: Sequence[i
         costs = [gradwire.cost(reducer, model, n, step=step) for n in hosts]
         table.add_row(spec, *(f"{c.between_bytes / c.dense_bytes:.3f}" for c in costs))
     table.caption = "bytes a rank sends out of its node each step, in uncompressed gradients"
+    return table
+
+
+def _levels(reducers: Mapping[str, Reducer], model: nn.Module, ranks: int, step: int, file: Path) -> Table:
+    """One row a method, one column a level: the most bytes that leave one of its groups."""
+    from gradwire.drivers.level_bytes import level_bytes
+    from gradwire.topology import Topology, described
+
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        raise SpecError(f"--topology {file} cannot be read: {error}") from error
+    topology = described(Topology.of_keys(range(ranks)), text, str(file))
+    table = _table(*(f"a {level.name} sends" for level in topology.levels))
+    for spec, reducer in reducers.items():
+        sent = level_bytes(reducer, model, topology, step)
+        table.add_row(spec, *(f"{max(each.sent):,} B" for each in sent))
+    table.caption = "bytes that leave the group of a level that sends most, each step"
     return table
