@@ -148,8 +148,8 @@ def _print_stacks(
 
     if not specs:
         raise SpecError("name at least one method, such as: gradwire cost --stack topk:0.01+int8,parameters=bf16")
-    if len(hosts) > 1 or arguments.rate:
-        raise SpecError("--stack tells bytes for one number of --hosts: give one, and no --rate")
+    if len(hosts) > 1 or arguments.rate or arguments.topology:
+        raise SpecError("--stack tells bytes for one number of --hosts: give one, and no --rate and no --topology")
     for spec in specs:
         levels = stack(spec, model, hosts[0], arguments.step)
         sharded = any(level.parameter_bytes for level in levels)
