@@ -25,7 +25,7 @@ from gradwire.drivers.lockstep import Lockstep, VirtualTransport, together
 from gradwire.drivers.plan import plan
 from gradwire.drivers.timing import SimulatedMeeting, step_s
 from gradwire.reducers import Reducer
-from gradwire.reducers.base import Reduced, Step
+from gradwire.reducers.step import Reduced, Step
 
 from . import checks
 from .subjects import CPU, ranks_for, reducers, sample

@@ -23,8 +23,9 @@ from gradwire.core.roles import roles_of
 from gradwire.core.shapes import Shapes
 from gradwire.drivers.interpreter import Answer, Interpreter, run, run_program, sent_bytes, served
 from gradwire.drivers.plan import Plan, Unit, Wave, plan
-from gradwire.reducers.base import Program, Reduced, Reducer, Step
+from gradwire.reducers.base import Reducer
 from gradwire.reducers.hierarchical import Hierarchical
+from gradwire.reducers.step import Program, Reduced, Step
 from gradwire.spec import as_method
 
 

@@ -25,7 +25,8 @@ from gradwire.drivers.interpreter import WINDOW, Interpreter, Pending, Script, T
 from gradwire.drivers.plan import Plan
 from gradwire.drivers.slot import Slot
 from gradwire.drivers.traced import Traced
-from gradwire.reducers.base import Program, Reduced, Reducer, Step
+from gradwire.reducers.base import Reducer
+from gradwire.reducers.step import Program, Reduced, Step
 
 Fill = Callable[[int, Tensor], None]
 """Writes a unit's gradient to the buffer that it is given, 1-d."""

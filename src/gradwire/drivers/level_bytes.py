@@ -13,7 +13,8 @@ from gradwire.core.link import Link
 from gradwire.core.messages import SendRecv
 from gradwire.drivers.cost import Parameters, form_of, meta_specs, requests_of, require_world
 from gradwire.drivers.plan import Unit, plan
-from gradwire.reducers.base import Reducer, Step
+from gradwire.reducers.base import Reducer
+from gradwire.reducers.step import Step
 from gradwire.spec import as_method
 from gradwire.topology.levels import Topology
 

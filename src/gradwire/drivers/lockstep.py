@@ -22,7 +22,8 @@ from gradwire.drivers.engine import Engine
 from gradwire.drivers.interpreter import Interpreter, Pending, Script, is_here, served
 from gradwire.drivers.plan import Plan, Unit
 from gradwire.reducers.as_saved import as_saved
-from gradwire.reducers.base import Reduced, Reducer
+from gradwire.reducers.base import Reducer
+from gradwire.reducers.step import Reduced
 
 T = TypeVar("T")
 

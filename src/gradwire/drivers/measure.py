@@ -19,8 +19,9 @@ from gradwire.core.program import along, apart
 from gradwire.core.state import State
 from gradwire.drivers.interpreter import Transport, ask, run_program
 from gradwire.reducers.auto import Auto
-from gradwire.reducers.base import Reducer, Step
+from gradwire.reducers.base import Reducer
 from gradwire.reducers.hierarchical import Hierarchical
+from gradwire.reducers.step import Step
 
 
 class TimedSample(NamedTuple):

@@ -9,8 +9,8 @@ from gradwire import kernels
 from gradwire.core.grain import Grain
 from gradwire.core.state import CARRIED, Leaf, State, carried_leaf, walk
 from gradwire.drivers.plan import Unit
-from gradwire.reducers.base import Program, Step
 from gradwire.reducers.guard import Guard, flagged_by_result
+from gradwire.reducers.step import Program, Step
 
 
 class Slot:

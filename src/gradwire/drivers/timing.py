@@ -15,7 +15,8 @@ from gradwire.drivers.cost import MetaTransport, Parameters, form_of, meta_specs
 from gradwire.drivers.interpreter import Interpreter, Script
 from gradwire.drivers.lockstep import Meeting, VirtualTransport, together
 from gradwire.drivers.plan import Unit, plan
-from gradwire.reducers.base import Reducer, Step
+from gradwire.reducers.base import Reducer
+from gradwire.reducers.step import Step
 from gradwire.spec import as_method
 
 Links = Mapping[SubGroups, Link]

@@ -4,7 +4,7 @@ from gradwire.reducers.acp_sgd import ACPSGD
 from gradwire.reducers.adaptive_precision import AdaptivePrecision
 from gradwire.reducers.adaptive_threshold import AdaptiveThreshold
 from gradwire.reducers.auto import Auto
-from gradwire.reducers.base import Program, Reduced, Reducer, Sent, Step, Wrapper
+from gradwire.reducers.base import Reducer, Wrapper
 from gradwire.reducers.compression_warm_up import CompressionWarmUp
 from gradwire.reducers.count_sketch import CountSketch
 from gradwire.reducers.error_feedback import ErrorFeedback
@@ -25,6 +25,7 @@ from gradwire.reducers.scaled_fp16 import ScaledFP16
 from gradwire.reducers.scatter_reduce import Scatter, ScatterReduce, ShardwiseScatterReduce, scatter_reduce
 from gradwire.reducers.scheduled import Scheduled
 from gradwire.reducers.sketch import Sketch
+from gradwire.reducers.step import Program, Reduced, Sent, Step
 from gradwire.reducers.svd import SVD
 from gradwire.reducers.ternary_sum import TernarySum
 from gradwire.reducers.tree_route import Tree

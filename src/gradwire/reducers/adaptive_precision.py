@@ -14,9 +14,10 @@ from gradwire.core import collective
 from gradwire.core.errors import CompositionError
 from gradwire.core.grain import Grain
 from gradwire.core.state import State
-from gradwire.reducers.base import Program, Reducer, Step
+from gradwire.reducers.base import Reducer
 from gradwire.reducers.exchange import AllReduceExchange
 from gradwire.reducers.scaled_fp16 import largest_magnitude, mean_of_halves, scales
+from gradwire.reducers.step import Program, Step
 
 SMALLEST_NORMAL = 2.0**-14
 """Of float16. Below it spacing no longer shrinks with the number."""

@@ -16,8 +16,9 @@ from gradwire.core import collective
 from gradwire.core.errors import CompositionError
 from gradwire.core.grain import Grain
 from gradwire.core.state import Leaf, State
-from gradwire.reducers.base import Program, Reduced, Reducer, Step
+from gradwire.reducers.base import Reducer
 from gradwire.reducers.sent import SentPayload
+from gradwire.reducers.step import Program, Reduced, Step
 
 SAMPLE = 1024
 TAIL = 32

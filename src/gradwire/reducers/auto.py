@@ -8,9 +8,9 @@ from torch import Tensor
 
 from gradwire.core.errors import CompositionError
 from gradwire.core.link import Curve
-from gradwire.reducers.base import Step
 from gradwire.reducers.exchange import AllReduceExchange
 from gradwire.reducers.routes import Direct, RecursiveHalvingDoubling, Ring, Route, Total
+from gradwire.reducers.step import Step
 from gradwire.reducers.tree_route import Tree
 
 WORTHWHILE = 0.95

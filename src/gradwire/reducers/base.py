@@ -40,81 +40,19 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, replace
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol, cast
+from dataclasses import fields, is_dataclass, replace
+from typing import Any, ClassVar, Literal, cast
 
-import torch
 from torch import Tensor
 from typing_extensions import override
 
-from gradwire.core import program
 from gradwire.core.axis import SubGroups
 from gradwire.core.errors import CompositionError
 from gradwire.core.grain import Grain, ParameterSpec
-from gradwire.core.key import Key
 from gradwire.core.places import EVERY_STEP, Place
-from gradwire.core.spare import Spare
 from gradwire.core.spoken import Spoken, called_as
 from gradwire.core.state import State
-
-
-@dataclass(frozen=True)
-class Step:
-    """Where a program runs: the step, the rank, the number of ranks, and the seed of the run.
-
-    `weight` is what this rank has said to count for in this step, None where it has said nothing.
-    """
-
-    index: int
-    rank: int
-    world_size: int
-    seed: int = 0
-    weight: float | None = None
-    spare: Spare | None = field(default=None, compare=False, repr=False)
-
-    def empty(self, numel: int, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Return memory for a mean, 1-d, on the device and in the dtype of `like`; see `Reduced.memory`."""
-        dtype = dtype or like.dtype
-        if self.spare is None:
-            return torch.empty(numel, dtype=dtype, device=like.device)
-        return self.spare.empty(numel, dtype, like.device)
-
-    def key(self, grain: Grain, stage: str = "", rank: int | None = None) -> Key:
-        """Return the key of `rank` (default: this one) for a stage of coding `grain`."""
-        return Key(self.seed, self.index, grain.name, stage, self.rank if rank is None else rank)
-
-
-class Sent(Protocol):
-    """What this rank's contribution decodes to on the other side."""
-
-    def subtract_from(self, x: Tensor) -> None:
-        """x -= sent, in place; `x` has the grain's shape, and the values that were reduced."""
-        ...
-
-
-class Reduced(NamedTuple):
-    """What a program returns.
-
-    `value` is the mean over ranks where the reducer `averages`, and elsewhere what it makes of all ranks' tensors: the
-    same on every rank where it `ends_alike`, and this rank's shard where it `scatters`. `sent` is what this rank sent,
-    and `state` the new state.
-
-    `bad` is None, or a 0-d bool tensor, the same on every rank, that is true where the step must not be kept: the
-    driver then forgets the new state of every grain of the step.
-
-    `memory` is None, or what `Step.empty` gave for `value`, which nobody else holds: the next grain may have it once
-    the driver has taken the value. A wrapper that keeps the value of an inner reducer leaves it out.
-    """
-
-    value: Tensor
-    sent: Sent
-    state: State
-    bad: Tensor | None = None
-    memory: Tensor | None = None
-
-
-Program = program.Program[Reduced]
-"""What `reduce` returns."""
+from gradwire.reducers.step import Program, Step
 
 
 class _OfChildren:

@@ -17,10 +17,11 @@ from gradwire.core.errors import CompositionError
 from gradwire.core.grain import Grain
 from gradwire.core.payload import Payload
 from gradwire.core.state import State
-from gradwire.reducers.base import Program, Reduced, Reducer, Step
+from gradwire.reducers.base import Reducer
 from gradwire.reducers.scatter_reduce import ShardwiseScatterReduce
 from gradwire.reducers.sent import SentAll, SentPayload
 from gradwire.reducers.sharding import Encode, sum_dtype
+from gradwire.reducers.step import Program, Reduced, Step
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ from gradwire.core.grain import Grain
 from gradwire.core.key import Key
 from gradwire.core.program import Program
 from gradwire.core.state import Leaf, State
-from gradwire.reducers.base import Step
 from gradwire.reducers.scatter_reduce import require_cuttable
 from gradwire.reducers.sharding import CutPayload, ShardedPayload, ShardPayloads, Shards
+from gradwire.reducers.step import Step
 
 
 class Whole(NamedTuple):

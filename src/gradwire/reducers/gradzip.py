@@ -13,7 +13,6 @@ from gradwire.core.grain import Grain
 from gradwire.core.key import Key
 from gradwire.core.state import Leaf, State
 from gradwire.kernels import low_rank
-from gradwire.reducers.base import Program, Reduced, Step
 from gradwire.reducers.low_rank import (
     LowRank,
     SentFactors,
@@ -23,6 +22,7 @@ from gradwire.reducers.low_rank import (
     mean_of_factors,
     unit_columns,
 )
+from gradwire.reducers.step import Program, Reduced, Step
 
 
 @dataclass(frozen=True)

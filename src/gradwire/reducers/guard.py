@@ -10,8 +10,9 @@ from gradwire import kernels
 from gradwire.core import agreement
 from gradwire.core.grain import Grain
 from gradwire.core.state import State
-from gradwire.reducers.base import Program, Reduced, Reducer, Step, Wrapper, as_reducer
+from gradwire.reducers.base import Reducer, Wrapper, as_reducer
 from gradwire.reducers.scatter_reduce import Scatter
+from gradwire.reducers.step import Program, Reduced, Step
 
 
 @dataclass(frozen=True)

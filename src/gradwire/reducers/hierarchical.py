@@ -17,9 +17,10 @@ from gradwire.core.figures import listed
 from gradwire.core.grain import Grain, Segment
 from gradwire.core.program import along, apart
 from gradwire.core.state import Leaf, State, replace_leaves
-from gradwire.reducers.base import Program, Reduced, Reducer, Sent, Step, require_whole, weakest
+from gradwire.reducers.base import Reducer, require_whole, weakest
 from gradwire.reducers.node_cut import NodeCut, cut_into_nodes
 from gradwire.reducers.sharding import Shards, sum_dtype
+from gradwire.reducers.step import Program, Reduced, Sent, Step
 
 AS_FOUND = 0
 """The size of nodes that ranks have yet to find out, which a session does (`gradwire.drivers.nodes`)."""

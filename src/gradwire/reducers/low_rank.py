@@ -15,8 +15,9 @@ from gradwire.core.errors import CompositionError
 from gradwire.core.grain import Grain, ParameterSpec
 from gradwire.core.key import Key
 from gradwire.kernels import low_rank
-from gradwire.reducers.base import Reducer, Step
+from gradwire.reducers.base import Reducer
 from gradwire.reducers.exchange import AllReduceExchange
+from gradwire.reducers.step import Step
 
 FACTOR_DTYPES = {"own": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 """The dtype in which factors are sent, by its name in a spec; None is `wire_dtype`'s choice."""

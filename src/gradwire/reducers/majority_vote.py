@@ -15,8 +15,9 @@ from gradwire.codecs.base import check_block
 from gradwire.core import collective
 from gradwire.core.grain import Grain
 from gradwire.core.state import State
-from gradwire.reducers.base import Program, Reduced, Reducer, Step
+from gradwire.reducers.base import Reducer
 from gradwire.reducers.sharding import CutPayload, Shards
+from gradwire.reducers.step import Program, Reduced, Step
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,10 @@ from gradwire.core.agreement import Total
 from gradwire.core.errors import CompositionError
 from gradwire.core.grain import Grain, ParameterSpec
 from gradwire.core.state import Leaf, State
-from gradwire.reducers.base import Program, Reducer, Step
+from gradwire.reducers.base import Reducer
 from gradwire.reducers.budget import allocate
 from gradwire.reducers.scatter_reduce import Scatter, ShardwiseScatterReduce
+from gradwire.reducers.step import Program, Step
 from gradwire.reducers.two_shot import TwoShot
 
 WIDTHS = range(2, 9)

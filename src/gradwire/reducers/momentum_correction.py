@@ -16,9 +16,10 @@ from gradwire.core import agreement
 from gradwire.core.errors import CompositionError
 from gradwire.core.grain import Grain, ParameterSpec, flat_grain
 from gradwire.core.state import Leaf, State
-from gradwire.reducers.base import Program, Reducer, Step, Wrapper, require_linear
+from gradwire.reducers.base import Reducer, Wrapper, require_linear
 from gradwire.reducers.exchange import AllGatherExchange
 from gradwire.reducers.scheduled import Scheduled
+from gradwire.reducers.step import Program, Step
 
 ClipOf = Literal["mean", "sum"]
 """Of which combination of the ranks' gradients `clip` is the largest norm."""

@@ -12,7 +12,8 @@ from torch import Tensor
 from gradwire.core.errors import CompositionError
 from gradwire.core.grain import Grain, ParameterSpec
 from gradwire.core.state import State
-from gradwire.reducers.base import Program, Reducer, Step
+from gradwire.reducers.base import Reducer
+from gradwire.reducers.step import Program, Step
 
 Condition = str | Callable[[ParameterSpec], bool]
 

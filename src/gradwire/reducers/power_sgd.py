@@ -17,7 +17,6 @@ from gradwire.core.grain import Grain, flat_grain
 from gradwire.core.key import Key
 from gradwire.core.state import Leaf, State
 from gradwire.kernels import low_rank
-from gradwire.reducers.base import Program, Reduced, Step
 from gradwire.reducers.low_rank import (
     FACTOR_DTYPES,
     LowRank,
@@ -28,6 +27,7 @@ from gradwire.reducers.low_rank import (
     mean_of_factors,
     unit_columns,
 )
+from gradwire.reducers.step import Program, Reduced, Step
 from gradwire.reducers.two_shot import TwoShot
 
 FACTOR_BITS = {"int8": 8, "int6": 6, "int4": 4}

@@ -24,8 +24,8 @@ from typing_extensions import override
 from gradwire.core.collective import Collective
 from gradwire.core.link import Link
 from gradwire.core.messages import Expected, Message, SendRecv
-from gradwire.reducers.base import Step
 from gradwire.reducers.exchange import AllReduceExchange
+from gradwire.reducers.step import Step
 
 Total = Generator[Collective, Tensor, Tensor]
 

@@ -11,7 +11,8 @@ from typing_extensions import override
 from gradwire.core import collective
 from gradwire.core.grain import Grain
 from gradwire.core.state import State
-from gradwire.reducers.base import Program, Reduced, Reducer, Step
+from gradwire.reducers.base import Reducer
+from gradwire.reducers.step import Program, Reduced, Step
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,8 +15,9 @@ from gradwire.core import collective
 from gradwire.core.errors import CompositionError
 from gradwire.core.grain import Grain
 from gradwire.core.state import State
-from gradwire.reducers.base import Program, Reduced, Reducer, Step
+from gradwire.reducers.base import Reducer
 from gradwire.reducers.sharding import CutPayload, Encode, ShardedPayload, ShardPayloads, Shards, sum_dtype
+from gradwire.reducers.step import Program, Reduced, Step
 
 
 class Scatter(Reducer):

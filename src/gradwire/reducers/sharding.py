@@ -23,8 +23,8 @@ from gradwire.codecs.base import Codec, layout_of
 from gradwire.core import collective
 from gradwire.core.key import Key
 from gradwire.core.payload import Payload
-from gradwire.reducers.base import Sent
 from gradwire.reducers.sent import SentPayload
+from gradwire.reducers.step import Sent
 
 Encode = Callable[[Tensor, Key, Payload], None]
 """`Codec.encode_into` or `Codec.encode_keeping_into`."""

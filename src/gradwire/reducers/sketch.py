@@ -16,9 +16,10 @@ from gradwire.core.grain import Grain, ParameterSpec
 from gradwire.core.key import Key
 from gradwire.core.state import State
 from gradwire.kernels import low_rank
-from gradwire.reducers.base import Program, Reduced, Reducer, Step
+from gradwire.reducers.base import Reducer
 from gradwire.reducers.exchange import AllReduceExchange
 from gradwire.reducers.low_rank import SentFactors, check_rank, factor_part, mean_of_factors
+from gradwire.reducers.step import Program, Reduced, Step
 
 
 @dataclass(frozen=True)

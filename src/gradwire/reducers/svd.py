@@ -13,8 +13,8 @@ from gradwire.core.grain import Grain
 from gradwire.core.payload import Field, Layout, Payload
 from gradwire.core.state import State
 from gradwire.kernels import low_rank
-from gradwire.reducers.base import Program, Reduced, Step
 from gradwire.reducers.low_rank import LowRank, SentFactors, check_rank, wire_dtype
+from gradwire.reducers.step import Program, Reduced, Step
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,10 @@ from gradwire.core.grain import Grain
 from gradwire.core.key import Key
 from gradwire.core.payload import Field, Layout, Payload
 from gradwire.core.state import State
-from gradwire.reducers.base import Program, Reduced, Reducer, Step
+from gradwire.reducers.base import Reducer
 from gradwire.reducers.sent import SentPayload
 from gradwire.reducers.sharding import CutPayload, Shards
+from gradwire.reducers.step import Program, Reduced, Step
 
 
 @dataclass(frozen=True)

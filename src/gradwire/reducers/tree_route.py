@@ -13,8 +13,8 @@ from gradwire.core.collective import Collective
 from gradwire.core.errors import CompositionError
 from gradwire.core.link import Link
 from gradwire.core.messages import Expected, Message, SendRecv
-from gradwire.reducers.base import Step
 from gradwire.reducers.routes import Route, shards
+from gradwire.reducers.step import Step
 
 
 class Node(NamedTuple):

@@ -13,10 +13,11 @@ from gradwire.codecs.base import Codec, payload_share
 from gradwire.core.errors import CompositionError
 from gradwire.core.grain import Grain
 from gradwire.core.state import State
-from gradwire.reducers.base import Program, Reduced, Reducer, Step
+from gradwire.reducers.base import Reducer
 from gradwire.reducers.gather import Gather, ShardGather, ShardwiseGather
 from gradwire.reducers.scatter_reduce import Scatter, ScatterReduce, ShardwiseScatterReduce, require_cuttable
 from gradwire.reducers.sharding import Shards, sum_dtype
+from gradwire.reducers.step import Program, Reduced, Step
 
 
 class _Halves(Reducer):

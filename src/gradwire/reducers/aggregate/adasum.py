@@ -15,9 +15,10 @@ from gradwire.core.grain import Grain
 from gradwire.core.state import State
 from gradwire.kernels import robust
 from gradwire.reducers.aggregate.rule import add_in_order, in_order_sum
-from gradwire.reducers.base import Program, Reduced, Reducer, Step
+from gradwire.reducers.base import Reducer
 from gradwire.reducers.sent import SentAll
 from gradwire.reducers.sharding import Shards, sum_dtype
+from gradwire.reducers.step import Program, Reduced, Step
 
 
 @dataclass(frozen=True)

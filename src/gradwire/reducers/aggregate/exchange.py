@@ -21,10 +21,11 @@ from gradwire.core.payload import Layout
 from gradwire.core.state import Leaf, State
 from gradwire.kernels import robust
 from gradwire.reducers.aggregate.rule import Rule
-from gradwire.reducers.base import Program, Reduced, Reducer, Step
+from gradwire.reducers.base import Reducer
 from gradwire.reducers.scatter_reduce import ShardwiseScatterReduce
 from gradwire.reducers.sent import SentAll, SentPayload
 from gradwire.reducers.sharding import ShardPayloads, Shards, sum_dtype
+from gradwire.reducers.step import Program, Reduced, Step
 
 
 class Aggregate(Reducer):

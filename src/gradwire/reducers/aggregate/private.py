@@ -17,9 +17,10 @@ from gradwire.core.errors import CompositionError
 from gradwire.core.grain import Grain
 from gradwire.core.state import State
 from gradwire.kernels import robust
-from gradwire.reducers.base import Program, Reduced, Reducer, Step, Wrapper
+from gradwire.reducers.base import Reducer, Wrapper
 from gradwire.reducers.scatter_reduce import ShardwiseScatterReduce
 from gradwire.reducers.sent import SentAll
+from gradwire.reducers.step import Program, Reduced, Step
 
 _CHUNK = 1 << 16
 

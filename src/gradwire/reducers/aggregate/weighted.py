@@ -16,7 +16,8 @@ from gradwire.core.collective import Collective
 from gradwire.core.errors import CompositionError, StepError
 from gradwire.core.grain import Grain
 from gradwire.core.state import State
-from gradwire.reducers.base import Program, Reducer, Step, Wrapper
+from gradwire.reducers.base import Reducer, Wrapper
+from gradwire.reducers.step import Program, Step
 
 GIVEN: Literal["given"] = "given"
 """Weights that each rank says in each step."""

@@ -14,7 +14,7 @@ from gradwire.core.errors import CompositionError
 from gradwire.core.grain import Grain
 from gradwire.core.payload import Payload
 from gradwire.core.state import Leaf, State
-from gradwire.reducers.base import Step
+from gradwire.reducers.step import Step
 from gradwire.spec import as_codec
 from gradwire.sync.gossip.checks import require_averaging
 from gradwire.sync.gossip.graphs import Graph, RoundLinks

@@ -16,8 +16,9 @@ from gradwire.core.errors import CompositionError
 from gradwire.core.grain import Grain
 from gradwire.core.messages import Expected, Message, SendRecv
 from gradwire.core.state import State
-from gradwire.reducers.base import Program, Reduced, Reducer, Step
+from gradwire.reducers.base import Reducer
 from gradwire.reducers.sent import SentAll
+from gradwire.reducers.step import Program, Reduced, Step
 from gradwire.sync.gossip.graphs import Graph, RoundLinks
 
 Mixed = Generator[Collective, Tensor, tuple[Tensor, State]]

@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from gradwire.core.grain import Grain
 from gradwire.core.state import Leaf, State
-from gradwire.reducers.base import Step
+from gradwire.reducers.step import Step
 from gradwire.sync.gossip.checks import require_pushing
 from gradwire.sync.gossip.graphs import Graph, RoundLinks
 from gradwire.sync.gossip.method import GossipMethod, Mixed, received

@@ -18,9 +18,10 @@ from gradwire.core.key import Key
 from gradwire.core.state import Leaf, State
 from gradwire.kernels import low_rank
 from gradwire.kernels.rounding import square_root
-from gradwire.reducers.base import Program, Reduced, Reducer, Step
+from gradwire.reducers.base import Reducer
 from gradwire.reducers.exchange import AllReduceExchange
 from gradwire.reducers.low_rank import LowRank, SentFactors, check_rank, drawn, factor_part, unit_columns
+from gradwire.reducers.step import Program, Reduced, Step
 
 
 @dataclass(frozen=True)
