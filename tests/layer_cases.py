@@ -86,9 +86,9 @@ def measured(rank: int, world_size: int, folder: str) -> dict[str, Any]:
         train(net, batches(rank, 5), optimizer)
         gradwire.save(folder, session)
         torch.save([net.module.state_dict(), optimizer.state_dict()], Path(folder) / f"user{rank}.pt")
-        saved = gradwire.layer_bits(session)
+        saved = session.layer_bits()
         train(net, batches(rank, 10, start=5), optimizer)
-        whole = {"bits": gradwire.layer_bits(session), "model": digest(net)}
+        whole = {"bits": session.layer_bits(), "model": digest(net)}
         session.change("int4")
         train(net, batches(rank, 12, start=10), optimizer)
         changed = digest(net)
@@ -100,9 +100,9 @@ def measured(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     optimizer.load_state_dict(state)
     with gradwire.attach(net, SPEC, deadline_s=60) as session:
         assert gradwire.load(folder, session) == 5
-        loaded = gradwire.layer_bits(session)
+        loaded = session.layer_bits()
         train(net, batches(rank, 10, start=5), optimizer)
-        resumed = {"bits": gradwire.layer_bits(session), "model": digest(net)}
+        resumed = {"bits": session.layer_bits(), "model": digest(net)}
     return {"saved": saved, "loaded": loaded, "whole": whole, "resumed": resumed, "changed": changed}
 
 
@@ -116,7 +116,7 @@ def in_a_session(rank: int, world_size: int) -> dict[str, Any]:
             nn.functional.cross_entropy(net(x), y).backward()
             session.reduce_(net)
             optimizer.step()
-        return {"bits": gradwire.layer_bits(session), "model": digest(net)}
+        return {"bits": session.layer_bits(), "model": digest(net)}
 
 
 def sharded(rank: int, world_size: int, specs: list[str]) -> list[dict[str, Any]]:
@@ -129,7 +129,7 @@ def sharded(rank: int, world_size: int, specs: list[str]) -> list[dict[str, Any]
             fully_shard(layer, mesh=mesh)
         with gradwire.attach(net, spec, deadline_s=60) as session:
             loss = train(net, batches(rank, 8), sgd(net))
-            bits = gradwire.layer_bits(session) if "measured" in spec else {}
+            bits = session.layer_bits() if "measured" in spec else {}
             sent = session.stats().wire_bytes / 8
             whole = [p.full_tensor() for p in net.parameters()]
         flat = torch.cat([p.detach().reshape(-1) for p in whole])

@@ -124,7 +124,6 @@ FILES: dict[str, tuple[Stage, ...]] = {
         (SYNC, "-k", "differ"),
     ),
     "session/agreement.py": (("src/gradwire/session/agreement.py", "tests/test_session.py"),),
-    "session/layer_bits.py": (LAYERS,),
     "session/making.py": (("tests/test_session.py",), ("tests/test_weights.py", "-k", "nobody"), ATTACHED),
     "session/names.py": (("src/gradwire/session/names.py", "tests/test_session.py"), ONE_RANK, UNFREEZING),
     "session/feed.py": (("tests/test_session.py", "tests/test_handle.py"), ONE_RANK, REPORT, DDP),

@@ -35,7 +35,6 @@ from gradwire.methods import methods
 from gradwire.session import Session, SessionStep
 from gradwire.session.checkpoint import load, save
 from gradwire.session.drift import check_drift
-from gradwire.session.layer_bits import layer_bits
 from gradwire.session.report import Report
 from gradwire.spec import parse
 
@@ -72,7 +71,6 @@ __all__ = [
     "compress",
     "cost",
     "federated",
-    "layer_bits",
     "load",
     "methods",
     "overlap",

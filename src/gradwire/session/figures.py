@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from gradwire.core.errors import StepError
 from gradwire.core.figures import listed
 from gradwire.core.link import Link
 from gradwire.core.state import walk
@@ -116,6 +117,28 @@ class Figures:
         times = self._link_times
         averages = self.reducer.averages
         return observed(self.engine, self.window, times, others, self.method, averages, owed, self.pace, self.uncounted)
+
+    def layer_bits(self) -> dict[str, int]:
+        """Return the bits that an element of each parameter's gradient has in the next step, alike on all ranks.
+
+        Call it between two steps. The numbers change where a measurement is made, see `gradwire.reducers.MeasuredBits`.
+
+        Raises:
+            StepError: another method than one with `layers=measured`.
+
+        Example:
+            session = gradwire.attach(ddp, "int4,layers=measured")
+            ...
+            print(session.layer_bits())  # {"wte.weight": 5, "blocks.0.mlp.weight": 3, ...}
+        """
+        found: dict[str, int] = {}
+        for grain, state in self.engine.states():
+            for path, leaf in walk(state):
+                if path.split("/")[-1] == "bits" and leaf.kind == "segment":
+                    found |= {segment.name: round(float(leaf.tensor[0])) for segment in grain.segments}
+        if not found:
+            raise StepError(f"{self.method} chooses no widths by layer: add layers=measured to an intN method")
+        return {name: found[name] for name in self.feed.names if name in found}
 
     def found_topology(self, where: str = "") -> Topology:
         """Return which ranks of this session share a node; every rank must call it at the same place.
