@@ -1,15 +1,17 @@
 """Three levels and unequal nodes on emulated links: `python benchmarks/levels.py [--parts sites unequal] [--save]`.
 
 Each rank is a network namespace of its own, with a link of 1 Gbit/s. In part `sites` two ranks share a node, whose link
-has 200 Mbit/s, and two nodes a site, whose link has 50 Mbit/s. In part `unequal` nodes have 1, 2 and 3 ranks, and links
-of 50 Mbit/s. First the links are measured as `gradwire topology` does it, and beside it by plain sockets, between the
-same ranks. Then all methods reduce the gradients of a perceptron, in turn and in the same processes; `node=auto` is
-told of sites by `GRADWIRE_TOPOLOGY`, and decides on the links that were measured. A step's time is the slowest rank's,
-and the time that its bytes take is that of the level where they take longest.
+has 200 Mbit/s, and two nodes a site, whose link has 50 Mbit/s and a round trip of 10 ms. In part `unequal` nodes have
+1, 2 and 3 ranks, and links of 50 Mbit/s with a round trip of 4 ms. First the links are measured as `gradwire topology`
+does it, and beside it by plain sockets, between the same ranks. Then all methods reduce the gradients of a perceptron,
+in turn and in the same processes; `node=auto` is told of sites by `GRADWIRE_TOPOLOGY`, and decides on the links that
+were measured. A step's time is the slowest rank's, and the time that its bytes take is that of the level where they
+take longest.
 
 Bytes are what leaves each group of a level, without headers, by the counters of its link, less what leaves it where no
-method runs between the barriers around a step; beside them stands what `level_bytes` predicts. Without compression the mean must be the flat one in float64 to rounding, and every method must
-give all ranks the same bits; the script fails where it is not so.
+method runs between the barriers around a step; beside them stands what `level_bytes` predicts. Without compression the
+mean must be the flat one in float64 to rounding, and every method must give all ranks the same bits; the script fails
+where it is not so.
 """
 
 from __future__ import annotations
@@ -18,7 +20,6 @@ import argparse
 import hashlib
 import itertools
 import os
-import socket
 import statistics
 import tempfile
 import time
@@ -28,13 +29,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 import gradwire
 from common import save_result
 from gradwire import kernels
 from gradwire.bench.net import Network, Uplinks, parse_rate
-from gradwire.bench.net.links import address
 from gradwire.bench.ranks import run_function
 from gradwire.bench.wire import UplinkMeter, WireMeter
 from gradwire.core.figures import si_bytes
@@ -43,12 +43,14 @@ from gradwire.drivers.link_profiler import LinkProfiler
 from gradwire.drivers.process_group import GroupTransport
 from gradwire.session.figures import DESCRIPTION_VARIABLE, LINKS_VARIABLE
 from gradwire.topology import NODE_VARIABLE
+from link_probes import gloo_trip, plain_sockets, round_trips
 
 RATE = "1gbit"
-WIDTHS = (512, 512, 512)
+WIDTHS = (512, 1024, 1024, 512)
 LEVELS = ("rank", "node", "site")
-PING_BYTES, TRIPS, STREAM_S, STREAMS = 8, 200, 0.1, 5
+STREAM_S = 0.1
 SETTLE_S = 0.1
+CHECKED_STEPS = 2
 DEADLINE_S = 560.0
 ROUNDING = 1e-6
 
@@ -58,6 +60,7 @@ class Part(NamedTuple):
 
     uplinks: tuple[Uplinks, ...]
     node: str
+    delay: str
 
     @property
     def ranks(self) -> int:
@@ -65,9 +68,9 @@ class Part(NamedTuple):
         return sum(self.uplinks[0].sizes)
 
     @property
-    def rates(self) -> dict[str, str | None]:
+    def rates(self) -> dict[str, str]:
         """Of the links of each level."""
-        return dict(zip(LEVELS, [RATE, *(each.rate for each in self.uplinks)], strict=False))
+        return dict(zip(LEVELS, [RATE, *(each.rate or RATE for each in self.uplinks)], strict=False))
 
     @property
     def methods(self) -> tuple[str, ...]:
@@ -77,18 +80,16 @@ class Part(NamedTuple):
     @property
     def description(self) -> str:
         """What no rank can see, as `GRADWIRE_TOPOLOGY` wants it: who shares a site, and nothing of the links."""
-        sites = self.uplinks[1:]
-        groups = [
-            list(range(first, first + size))
-            for each in sites
-            for first, size in zip(each.firsts, each.sizes, strict=True)
-        ]
-        return f'[[level]]\nname = "site"\ngroups = {groups}\n' if sites else ""
+        if len(self.uplinks) == 1:
+            return ""
+        sites = self.uplinks[1]
+        groups = [[first + rank for rank in range(size)] for first, size in zip(sites.firsts, sites.sizes, strict=True)]
+        return f'[[level]]\nname = "site"\ngroups = {groups}\n'
 
 
 PARTS = {
-    "sites": Part((Uplinks((2, 2, 2, 2), "200mbit"), Uplinks((4, 4), "50mbit")), "2x2"),
-    "unequal": Part((Uplinks((1, 2, 3), "50mbit"),), "1/2/3"),
+    "sites": Part((Uplinks((2, 2, 2, 2), "200mbit"), Uplinks((4, 4), "50mbit")), "2x2", "10ms"),
+    "unequal": Part((Uplinks((1, 2, 3), "50mbit"),), "1/2/3", "4ms"),
 }
 
 
@@ -101,7 +102,6 @@ def measured_links(profiler: LinkProfiler, part: Part) -> dict[str, Any]:
     for each in profiler.axis_links().links:
         slowest = max(each.pairs, key=lambda pair: pair.beta_s_per_byte)
         rate = part.rates[each.level]
-        assert rate is not None
         plain_s, plain_beta = plain_sockets(slowest.ranks, int(STREAM_S * parse_rate(rate) / 8))
         found[each.level] = {
             "emulated": rate,
@@ -115,79 +115,13 @@ def measured_links(profiler: LinkProfiler, part: Part) -> dict[str, Any]:
     return found
 
 
-def round_trips(ranks: Sequence[int], trip: Callable[[Sequence[int]], object]) -> float:
-    """Half of the lower quartile of round trips between two ranks; the others wait."""
-    dist.barrier()
-    times = list[float]()
-    for _ in range(TRIPS if dist.get_rank() in ranks else 0):
-        began = time.perf_counter()
-        trip(ranks)
-        times.append(time.perf_counter() - began)
-    return of_rank(ranks[0], statistics.quantiles(times)[0] / 2 if times else 0.0)
-
-
-def gloo_trip(ranks: Sequence[int]) -> None:
-    """A round trip of PyTorch's own `send` and `recv`."""
-    ping, first = torch.zeros(PING_BYTES, dtype=torch.uint8), dist.get_rank() == ranks[0]
-    for send in (first, not first):
-        if send:
-            dist.send(ping, ranks[1] if first else ranks[0])
-        else:
-            dist.recv(ping, ranks[1] if first else ranks[0])
-
-
-def plain_sockets(ranks: Sequence[int], nbytes: int) -> tuple[float, float]:
-    """Latency one way, and seconds a byte: what 3 times as many bytes take longer."""
-    first, peer = dist.get_rank() == ranks[0], None
-    if first:
-        with socket.create_server((address(ranks[0]), 5000)) as server:
-            dist.barrier()
-            peer = server.accept()[0]
-    else:
-        dist.barrier()
-        if dist.get_rank() == ranks[1]:
-            peer = socket.create_connection((address(ranks[0]), 5000), timeout=30)
-    if peer is None:
-        round_trips(ranks, gloo_trip)
-        return of_rank(ranks[0], 0.0), of_rank(ranks[0], 0.0)
-    with peer:
-        peer.settimeout(60)
-        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        alpha_s = round_trips(ranks, lambda _: socket_trip(peer, PING_BYTES, first=first))
-        times = list[list[float]]()
-        for _ in range(STREAMS):
-            times.append([socket_trip(peer, size, first=first) for size in (nbytes, 3 * nbytes)])
-    one, three = map(statistics.median, zip(*times, strict=True))
-    return of_rank(ranks[0], alpha_s), of_rank(ranks[0], (three - one) / (2 * nbytes))
-
-
-def socket_trip(peer: socket.socket, nbytes: int, *, first: bool) -> float:
-    """Seconds until so many bytes have gone to the second rank, and its answer has come back."""
-    began = time.perf_counter()
-    for send in (first, not first):
-        size = nbytes if send == first else PING_BYTES
-        if send:
-            peer.sendall(bytes(size))
-            continue
-        while size:
-            size -= len(peer.recv(min(size, 1 << 20)))
-    return time.perf_counter() - began
-
-
-def of_rank(rank: int, value: float) -> float:
-    """What a rank has measured, on all of them."""
-    told = torch.tensor([value if dist.get_rank() == rank else 0.0], dtype=torch.float64)
-    dist.all_reduce(told)
-    return float(told)
-
-
 # Steps ----------------------------------------------------------------------------------------------------------------
 
 
 def model() -> dict[str, Tensor]:
-    """The parameters of a perceptron."""
-    layers = [nn.Linear(*sizes) for sizes in itertools.pairwise(WIDTHS)]
-    return {name: parameter.detach() for name, parameter in nn.Sequential(*layers).named_parameters()}
+    """Tensors of the sizes of a perceptron's parameters."""
+    sizes = [size for inputs, outputs in itertools.pairwise(WIDTHS) for size in ((outputs, inputs), (outputs,))]
+    return {str(place): torch.zeros(size) for place, size in enumerate(sizes)}
 
 
 def gradients(rank: int, step: int) -> dict[str, Tensor]:
@@ -246,12 +180,14 @@ class Contestant:
         self.group_bytes.append(
             [[b.since(a).payload_tx_bytes for a, b in zip(*level, strict=True)] for level in levels]
         )
+        whole = hashlib.sha256(b"".join(each.numpy().tobytes() for each in reduced.values()))
+        self.digests.append(whole.hexdigest())
+        if len(self.errors) == CHECKED_STEPS:
+            return
         everybody = [gradients(other, step) for other in range(ranks)]
         means = {name: sum(each[name].double() for each in everybody) / ranks for name in reduced}
         off = max(float((mean - reduced[name]).abs().max()) for name, mean in means.items())
         self.errors.append(off / max(float(mean.abs().max()) for mean in means.values()))
-        whole = hashlib.sha256(b"".join(each.numpy().tobytes() for each in reduced.values()))
-        self.digests.append(whole.hexdigest())
 
     def figures(self) -> dict[str, Any]:
         """What the rank found, as JSON has it."""
@@ -305,7 +241,7 @@ def rows_of(name: str, by_rank: Sequence[Mapping[str, Any]]) -> Iterator[dict[st
                 "sent": sent,
                 "predicted": predicted,
                 "of_prediction": sum(sent) / sum(predicted),
-                "bytes_ms": 8e3 * max(predicted) / parse_rate(rate or RATE),
+                "bytes_ms": 8e3 * max(predicted) / parse_rate(rate),
             }
             for (level, rate), sent, predicted in zip(
                 part.rates.items(), counted_bytes, ranks[0]["predicted"], strict=True
@@ -336,11 +272,13 @@ def medians_of_levels(by_rank: Sequence[Sequence[tuple[int, list[list[int]]]]]) 
 def show_links(links: Mapping[str, Mapping[str, Any]]) -> None:
     """A line for each level, beside plain sockets."""
     for level, each in links.items():
-        rate, plain = each["bits_per_s"], each["plain_bits_per_s"]
+        rate, plain, us, plain_us = (
+            each[name] for name in ("bits_per_s", "plain_bits_per_s", "latency_us", "plain_latency_us")
+        )
         print(
-            f"  between {level}s, {each['emulated']}: {rate / 1e6:.1f} Mbit/s and {each['latency_us']:.0f} us;"
-            f" plain sockets {plain / 1e6:.1f} Mbit/s ({rate / plain:.3f}) and {each['plain_latency_us']:.0f} us;"
-            f" torch.distributed {each['gloo_latency_us']:.0f} us ({each['latency_us'] / each['gloo_latency_us']:.2f})"
+            f"  between {level}s, {each['emulated']}: {rate / 1e6:.1f} Mbit/s and {us:.0f} us; plain sockets"
+            f" {plain / 1e6:.1f} Mbit/s ({rate / plain:.3f}) and {plain_us:.0f} us ({us / plain_us:.2f});"
+            f" torch.distributed {each['gloo_latency_us']:.0f} us"
         )
 
 
@@ -370,7 +308,7 @@ def run_part(name: str, steps: int, warm: int) -> tuple[str, list[dict[str, Any]
     part = PARTS[name]
     with (
         tempfile.TemporaryDirectory(prefix="gradwire-") as folder,
-        Network(part.ranks, RATE, uplinks=part.uplinks) as net,
+        Network(part.ranks, RATE, uplinks=part.uplinks, delay=part.delay) as net,
     ):
         common = {LINKS_VARIABLE: f"{folder}/links.json", "GRADWIRE_TIME_LINK": "0"}
         if part.description:
@@ -385,8 +323,8 @@ def run_part(name: str, steps: int, warm: int) -> tuple[str, list[dict[str, Any]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--steps", type=int, default=7)
-    parser.add_argument("--warm", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--warm", type=int, default=2)
     parser.add_argument("--save", action="store_true", help="write a dated file into benchmarks/results")
     options = parser.parse_args()
     parts, loads = dict[str, Any](), [os.getloadavg()[0]]
@@ -401,7 +339,13 @@ def main() -> None:
         print(f"  node=auto found: {rows[-1]['found']}")
         for row in rows:
             require_means(row)
-        parts[name] = {"network": description, "summary": found[0]["summary"], "links": found[0]["links"], "rows": rows}
+        parts[name] = {
+            "network": description,
+            "delay": PARTS[name].delay,
+            "summary": found[0]["summary"],
+            "links": found[0]["links"],
+            "rows": rows,
+        }
     parameters = sum(parameter.numel() for parameter in model().values())
     print(f"{parameters:,} parameters; load {', '.join(f'{load:.1f}' for load in loads)}")
     if options.save:

@@ -64,7 +64,7 @@ class Links:
         rates_bits_per_s: of each host's link in each direction; None for no limit.
         delay_s: what a round trip between two hosts takes longer; half of it each way.
         loss: share of the frames that get lost between two hosts, in each direction.
-        uplinks: of groups of hosts, the smallest groups first.
+        uplinks: of groups of hosts, the smallest groups first. Delay and loss are then between the largest groups.
     """
 
     rates_bits_per_s: Sequence[float | None]
@@ -96,8 +96,14 @@ class Links:
                     "the smallest groups first, and let each group lie in one group of the next"
                 )
             inside = set(each.firsts)
-        if self.uplinks and self.by_line:
-            raise ValueError("a network with uplinks has neither delay nor loss: leave out one or the other")
+
+    @property
+    def ports(self) -> list[tuple[str, int]]:
+        """The interfaces that what joins all hosts has, and how many hosts each leads to: groups of the last level."""
+        if not self.uplinks:
+            return [(f"port{host}", 1) for host in range(len(self.rates_bits_per_s))]
+        level, sizes = len(self.uplinks) - 1, self.uplinks[-1].sizes
+        return [(f"down{level}_{group}", size) for group, size in enumerate(sizes)]
 
     @property
     def by_line(self) -> bool:
@@ -130,14 +136,15 @@ QUIET = [
 
 def switch_script(hosts: Sequence[str], links: Links) -> list[str]:
     """Return the commands that make the switch and a link to each host, whose holder's process number is given."""
-    lines: list[str] = [] if links.by_line else [*_bridge("bridge"), *_joined_groups(links)]
+    lines = [] if links.by_line else _bridge("bridge")
+    lines += _joined_groups(links)
     for rank, host in enumerate(hosts):
         rate = links.rates_bits_per_s[rank]
         lines += [
             f"ip link add name port{rank} mtu {MTU} type veth peer name eth0 address {_mac(rank)} "
             f"netns {host} mtu {MTU}",
             *_shape(f"port{rank}", rate, links),
-            f"ip link set port{rank} {'' if links.by_line else f'master {_bridge_of(rank, 0, links)}'} up",
+            f"ip link set port{rank} {_master_of(rank, 0, links)} up",
         ]
     return lines
 
@@ -158,7 +165,7 @@ def _joined_groups(links: Links) -> list[str]:
             *_shape(up, rate, links),
             *_shape(down, rate, links),
             f"ip link set {up} master group{level}_{group} up",
-            f"ip link set {down} master {_bridge_of(first, level + 1, links)} up",
+            f"ip link set {down} {_master_of(first, level + 1, links)} up",
         ]
     return lines
 
@@ -174,9 +181,14 @@ def _bridge(name: str) -> list[str]:
     return [f"ip link add name {name} type bridge stp_state 0 mcast_snooping 0", f"ip link set {name} up"]
 
 
-def _bridge_of(host: int, level: int, links: Links) -> str:
-    """The bridge of the group of a level that has a host; above all levels, that which joins all."""
-    return "bridge" if level == len(links.uplinks) else f"group{level}_{links.uplinks[level].group_of(host)}"
+def _master_of(host: int, level: int, links: Links) -> str:
+    """The words that put an interface to the bridge of the group of a level that has a host.
+
+    Above all levels it is the bridge that joins all, or none where that is the delay line's work.
+    """
+    if level == len(links.uplinks):
+        return "" if links.by_line else "master bridge"
+    return f"master group{level}_{links.uplinks[level].group_of(host)}"
 
 
 def host_script(rank: int, links: Links) -> list[str]:

@@ -68,7 +68,7 @@ class Network:
         ranks_per_host: how many ranks each host has. They are numbered host by host, and reach each other over the
             loopback interface of their host, which has no limit.
         uplinks: groups of hosts, and groups of these, the smallest first, each of which reaches the others by a link of
-            its own; `UplinkMeter` counts what crosses it. Without delay and loss.
+            its own; `UplinkMeter` counts what crosses it. Delay and loss are then between the largest groups only.
 
     Delay, loss, uplinks and several ranks on a host need namespaces, so "auto" does not fall back on paced sockets.
     Delay and loss are the work of a process, which takes some processor time (`line_use`).
