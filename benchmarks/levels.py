@@ -42,7 +42,7 @@ from gradwire.drivers.level_bytes import level_bytes
 from gradwire.drivers.link_profiler import LinkProfiler
 from gradwire.drivers.process_group import GroupTransport
 from gradwire.session.figures import DESCRIPTION_VARIABLE, LINKS_VARIABLE
-from gradwire.topology import NODE_VARIABLE
+from gradwire.topology import NODE_VARIABLE, Topology
 from link_probes import gloo_trip, plain_sockets, round_trips
 
 RATE = "1gbit"
@@ -149,7 +149,7 @@ def counted(work: Callable[[], object], own: WireMeter, uplinks: UplinkMeter) ->
 class Contestant:
     """A method with a session of its own, and what its steps took and sent."""
 
-    def __init__(self, method: str, topology: Any) -> None:
+    def __init__(self, method: str, topology: Topology) -> None:
         self.session = gradwire.Session(model(), method, deadline_s=DEADLINE_S)
         self.found = str(self.session.begun_with)
         parameters = [parameter.requires_grad_() for parameter in model().values()]
@@ -185,7 +185,7 @@ class Contestant:
         if len(self.errors) == CHECKED_STEPS:
             return
         everybody = [gradients(other, step) for other in range(ranks)]
-        means = {name: sum(each[name].double() for each in everybody) / ranks for name in reduced}
+        means = {name: torch.stack([each[name] for each in everybody]).double().mean(0) for name in reduced}
         off = max(float((mean - reduced[name]).abs().max()) for name, mean in means.items())
         self.errors.append(off / max(float(mean.abs().max()) for mean in means.values()))
 
