@@ -16,11 +16,12 @@ from typing import Any, Literal
 
 import pytest
 
-from gradwire.bench.net import Network, clean, parse_rate
+from gradwire.bench.net import Network, Uplinks, clean, parse_delay, parse_rate
+from gradwire.bench.net.links import Links, switch_limits
 from gradwire.bench.net.loopback import loopback_environments
 from gradwire.bench.ranks import RankFailure, run_function, run_ranks
 from gradwire.bench.warm import WarmProcess
-from gradwire.bench.wire import WireMeter
+from gradwire.bench.wire import UplinkMeter, WireMeter
 from gradwire.core.errors import NetworkError
 from namespaces import needs_namespaces
 
@@ -72,6 +73,32 @@ def all_reduce(rank: int, world_size: int, numel: int) -> dict[str, Any]:
     seconds = time.perf_counter() - start
     time.sleep(0.05)  # the last acknowledgements
     return {"sum": x[0].item(), "seconds": seconds, "sent": meter.read().since(before).payload_tx_bytes}
+
+
+def across_groups(rank: int, world_size: int, numel: int) -> dict[str, Any]:
+    """Rank 1 sends to its neighbour, to the other group of its site, and to the other site."""
+    import torch
+    import torch.distributed as dist
+
+    meter = UplinkMeter.from_environment()
+    sent, seconds = list[list[list[int]]](), list[float]()
+    x = torch.ones(numel)
+    for to in (0, 2, 3):
+        dist.barrier()
+        time.sleep(0.1)
+        before, start = meter.read(), time.perf_counter()
+        if rank == 1:
+            dist.send(x, to)
+            dist.recv(x[:1], to)
+        elif rank == to:
+            dist.recv(x, 1)
+            dist.send(x[:1], 1)
+        seconds.append(time.perf_counter() - start)
+        dist.barrier()
+        time.sleep(0.1)
+        levels = zip(before, meter.read(), strict=True)
+        sent.append([[b.since(a).payload_tx_bytes for a, b in zip(*level, strict=True)] for level in levels])
+    return {"sent": sent, "seconds": seconds}
 
 
 def fail_on_one(rank: int, world_size: int) -> None:
@@ -139,11 +166,28 @@ def test_a_rate_that_cannot_be_read_is_refused_with_the_units(text: str):
         ({"hosts": 2, "rate": "slow"}, "rate 'slow'"),
         ({"hosts": 2, "mode": "magic"}, "mode must be one of"),
         ({"hosts": 2, "port": 70000}, "port must"),
+        ({"hosts": 4, "uplinks": [Uplinks((2, 1))]}, r"groups of \(2, 1\) hosts are 3 hosts, and there are 4"),
+        ({"hosts": 4, "uplinks": [Uplinks((2, 2)), Uplinks((1, 3))]}, "cut through groups of the level before"),
+        ({"hosts": 2, "uplinks": [Uplinks((1, 1))], "mode": "paced"}, "paced sockets have no uplinks"),
     ],
 )
 def test_nonsense_is_refused_before_anything_is_made(arguments: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
         Network(**arguments)
+
+
+@pytest.mark.parametrize(("sizes", "rate", "message"), [((), None, "at least one"), ((1,), "slow", "rate 'slow'")])
+def test_uplinks_that_make_no_sense_are_refused(sizes: tuple[int, ...], rate: str | None, message: str):
+    with pytest.raises(ValueError, match=message):
+        Uplinks(sizes, rate)
+
+
+def test_a_lifted_network_has_no_slow_uplinks():
+    links = Links([1e6, None], uplinks=[Uplinks((1, 1), "1mbit"), Uplinks((2,))]).lifted()
+    assert [each.rate for each in links.uplinks] == ["100gbit", None]
+    limited = [line.split()[4] for line in switch_limits(links) if line.startswith("tc")]
+    assert limited == ["port0", "up0_0", "down0_0", "up0_1", "down0_1"]
+    assert all("rate 100000000000bit" in line for line in switch_limits(links) if line.startswith("tc"))
 
 
 def test_a_network_is_used_inside_its_block_and_by_its_ranks_only():
@@ -220,6 +264,25 @@ def test_two_ranks_reduce_on_the_network(mode: Literal["root", "user"]):
     assert all(result["sent"] == pytest.approx(1e6, rel=0.02) for result in results)
     # the longest: a rank that the machine kept waiting before it began finds its data already there
     assert max(result["seconds"] for result in results) > 0.07
+
+
+@SECONDS
+@pytest.mark.net
+@pytest.mark.parametrize(("mode", "delay"), [("root", "0"), ("user", "100ms")])
+def test_groups_share_the_links_above_them(mode: Literal["root", "user"], delay: str):
+    """Three levels: nodes of 2, 1 and 1 hosts, and sites of 2 nodes and 1, between which a delay is."""
+    needs_namespaces(mode)
+    size, uplinks = 500_000, [Uplinks((2, 1, 1), "100mbit"), Uplinks((3, 1), "20mbit")]
+    with Network(4, None, mode=mode, uplinks=uplinks, delay=delay) as network:
+        assert "3 groups of 2, 1, 1 hosts behind links of 100mbit" in network.description
+        found = run_function(f"{HERE}:across_groups", 4, {"numel": size // 4}, 50, network)[1]
+    expected = [[[0, 0, 0], [0, 0]], [[size, 0, 0], [0, 0]], [[size, 0, 0], [size, 0]]]
+    for message, wanted in zip(found["sent"], expected, strict=True):
+        for level, groups in zip(message, wanted, strict=True):
+            assert level == pytest.approx(groups, rel=0.02, abs=5000)  # what rank 0 tells the others how to meet
+    least_s = [8 * size / bits_per_s for bits_per_s in (1e11, 1e8, 2e7)]
+    least_s[2] += parse_delay(delay)
+    assert all(seconds > 0.97 * least for seconds, least in zip(found["seconds"], least_s, strict=True))
 
 
 @SECONDS

@@ -6,9 +6,11 @@ import contextlib
 import os
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
+
+from gradwire.bench.net.links import uplink_name
 
 FRAMING_BYTES = 66
 """Ethernet (14), IPv4 (20) and TCP with timestamps (32): what each packet carries besides its payload."""
@@ -137,13 +139,13 @@ class _Interface:
         self.ranks = ranks
 
     def read(self) -> WireReading:
-        lines = (line.partition(":") for line in Path("/proc/net/dev").read_text().splitlines())
-        columns = {name.strip(): counts.split() for name, colon, counts in lines if colon}
-        if self._name not in columns:
+        found = _interfaces(Path("/proc/net/dev"))
+        if self._name not in found:
             raise ValueError(f"no interface {self._name!r} here: does this process run on a host of the network?")
-        rx_bytes, rx_packets, *_ = fields = [int(column) for column in columns[self._name]]
-        inside = columns["lo"] if self.ranks > 1 else ["0"] * len(fields)
-        return WireReading(fields[8], rx_bytes, fields[9], rx_packets, int(inside[8]), int(inside[9]))
+        if self.ranks == 1:
+            return found[self._name]
+        inside = found["lo"]
+        return found[self._name]._replace(inside_bytes=inside.tx_bytes, inside_packets=inside.tx_packets)
 
     def pace(self) -> bool:
         """Nothing to do: the link is limited."""
@@ -151,6 +153,52 @@ class _Interface:
 
     def lift(self) -> None:
         """Nothing to do: whoever made the link lifts its limit."""
+
+
+def _interfaces(file: Path) -> dict[str, WireReading]:
+    """The counters of each interface, from a file like /proc/net/dev."""
+    lines = (line.partition(":") for line in file.read_text().splitlines())
+    columns = {name.strip(): [int(count) for count in counts.split()] for name, colon, counts in lines if colon}
+    return {name: WireReading(each[8], each[0], each[9], each[1]) for name, each in columns.items()}
+
+
+class UplinkMeter:
+    """Reads the counters of the links between groups of hosts of a `Network` with `uplinks`, on any of its ranks.
+
+    Args:
+        switch: the process in whose network namespace they are.
+        groups: how many groups each level has, the smallest groups first.
+
+    Example::
+
+        meter = UplinkMeter.from_environment()
+        before = meter.read()
+        dist.all_reduce(gradient)
+        sites = meter.read()[-1]  # the largest groups
+        print([now.since(then).payload_tx_bytes for now, then in zip(sites, before[-1], strict=True)])
+    """
+
+    def __init__(self, switch: int, groups: Sequence[int]) -> None:
+        self._file, self._groups = Path(f"/proc/{switch}/net/dev"), groups
+
+    @classmethod
+    def from_environment(cls) -> UplinkMeter:
+        """Make the meter that `GRADWIRE_UPLINKS` describes; without it, one of no links."""
+        words = os.environ.get("GRADWIRE_UPLINKS", "0").split(":")
+        if not all(word.isdigit() for word in words):
+            raise ValueError(f'GRADWIRE_UPLINKS={":".join(words)!r} must read "PROCESS:GROUPS:..."')
+        switch, *groups = map(int, words)
+        return cls(switch, groups)
+
+    def read(self) -> tuple[tuple[WireReading, ...], ...]:
+        """Return the counters of each group's link, for each level: sent is what leaves the group."""
+        if not self._groups:
+            return ()
+        found = _interfaces(self._file)
+        return tuple(
+            tuple(found[uplink_name(level, group)] for group in range(groups))
+            for level, groups in enumerate(self._groups)
+        )
 
 
 class _Sockets:

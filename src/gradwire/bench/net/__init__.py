@@ -10,15 +10,18 @@ own firewall, addresses and interfaces are never touched::
 The switch is a bridge of the kernel. Where delay or loss is asked for it is a process, the *delay line*, that takes
 frames from one port, holds them, and puts them out by another (`delay_line.py`).
 
+Groups of hosts may reach each other over links that their hosts share (`Uplinks`): the switch then has a bridge for
+each group, from which a link of the same kind goes to the bridge above.
+
 No name is written anywhere: a namespace lives as long as its *holder*, a shell that waits for the end of its
 standard input, which comes when the creator ends, however it ends; so does the delay line. What can outlive a killed
 creator are the commands it started on the hosts; they carry its name in `GRADWIRE_NET`, and `clean` removes them.
 """
 
-from gradwire.bench.net.links import Links
+from gradwire.bench.net.links import Links, Uplinks
 from gradwire.bench.net.network import Network
 from gradwire.bench.net.processes import clean
 from gradwire.bench.net.units import parse_delay, parse_loss
 from gradwire.core.rates import parse_rate
 
-__all__ = ["Links", "Network", "clean", "parse_delay", "parse_loss", "parse_rate"]
+__all__ = ["Links", "Network", "Uplinks", "clean", "parse_delay", "parse_loss", "parse_rate"]

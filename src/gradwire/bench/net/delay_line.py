@@ -181,14 +181,23 @@ class DelayLine:
     """Moves frames between ports.
 
     Args:
-        ports: by rank.
+        ports: to the hosts, or to groups of them.
+        port_of: by host: to which of the ports its frames go.
         delay_s: how long each frame is held.
         losses: which frames get lost; None for none.
         queue_s: how much longer one may wait for its port's queue before it is thrown away.
     """
 
-    def __init__(self, ports: Sequence[socket.socket], delay_s: float, losses: Losses | None, queue_s: float) -> None:
-        self._ports, self._delay_s, self._losses, self._queue_s = ports, delay_s, losses, queue_s
+    def __init__(
+        self,
+        ports: Sequence[socket.socket],
+        port_of: Sequence[int],
+        delay_s: float,
+        losses: Losses | None,
+        queue_s: float,
+    ) -> None:
+        self._ports, self._port_of = ports, port_of
+        self._delay_s, self._losses, self._queue_s = delay_s, losses, queue_s
         self._held: deque[Held] = deque()
         self._waiting: list[deque[Held]] = [deque() for _ in ports]
         self._blocked: set[int] = set()
@@ -256,9 +265,10 @@ class DelayLine:
         if frame[_VNET.size] & 1:  # to all
             arrived += [(when, port, frame) for port in range(len(self._ports)) if port != rank]
             return
-        port = int.from_bytes(frame[_VNET.size + 4 : _VNET.size + 6])
-        if port < len(self._ports):
-            arrived.append((when, port, frame))
+        host = int.from_bytes(frame[_VNET.size + 4 : _VNET.size + 6])
+        # a bridge that does not know a host yet sends its frames to all, and so here, out of the host's own group
+        if host < len(self._port_of) and self._port_of[host] != rank:
+            arrived.append((when, self._port_of[host], frame))
 
     def _send_due(self) -> None:
         now = time.monotonic()
@@ -302,10 +312,12 @@ def _hurry() -> None:
 
 
 def main(ports: str, delay_s: str, loss: str, queue_s: str) -> None:
-    """Entry point: `delay_line.py PORTS DELAY_S LOSS QUEUE_S`."""
-    sockets = [_open_port(f"port{rank}") for rank in range(int(ports))]
+    """Entry point: `delay_line.py PORT:HOSTS,... DELAY_S LOSS QUEUE_S`."""
+    pairs = [word.split(":") for word in ports.split(",")]
+    sockets = [_open_port(name) for name, _ in pairs]
+    port_of = [port for port, (_, hosts) in enumerate(pairs) for _ in range(int(hosts))]
     losses = Losses(float(loss)) if float(loss) else None
-    line = DelayLine(sockets, float(delay_s), losses, float(queue_s))
+    line = DelayLine(sockets, port_of, float(delay_s), losses, float(queue_s))
     _hurry()
     print("ready", flush=True)
     line.run()

@@ -42,7 +42,8 @@ class DelayProcess:
     """
 
     def __init__(self, links: Links, enter: Sequence[str], environment: Mapping[str, str]) -> None:
-        settings = (len(links.rates_bits_per_s), links.delay_s / 2, links.loss, links.queue_s)
+        ports = ",".join(f"{name}:{hosts}" for name, hosts in links.ports)
+        settings = (ports, links.delay_s / 2, links.loss, links.queue_s)
         # -I -S: it needs nothing but the standard library, and importing the package would import PyTorch
         self._process = subprocess.Popen(
             [*enter, "--", sys.executable, "-I", "-S", str(SCRIPT), *map(str, settings)],

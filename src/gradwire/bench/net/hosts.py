@@ -47,6 +47,7 @@ class Namespaces:
 
     def __init__(self, links: Links, port: int, tag: str, *, ranks_per_host: int, rootless: bool) -> None:
         self._hosts = len(links.rates_bits_per_s)
+        self._groups = [len(each.sizes) for each in links.uplinks]
         self._ranks_per_host = ranks_per_host
         self._port = port
         self._tag = tag
@@ -121,6 +122,8 @@ class Namespaces:
         environment = loopback_environments(self._hosts * each, self._port)[rank]
         counted = "interface:eth0" if each == 1 else f"interface:eth0:{each}"
         wire = {"MASTER_ADDR": address(0), "GLOO_SOCKET_IFNAME": "eth0", "GRADWIRE_WIRE": counted}
+        if self._groups:
+            wire["GRADWIRE_UPLINKS"] = f"{self._holders[0].pid}:{':'.join(map(str, self._groups))}"
         return environment | wire | {"LOCAL_RANK": str(rank % each)}
 
     def line_use(self) -> LineUse | None:

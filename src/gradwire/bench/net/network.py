@@ -16,7 +16,7 @@ from typing import Literal
 
 from gradwire.bench.net.delay_process import LineUse
 from gradwire.bench.net.hosts import Hosts, Loopback, Namespaces
-from gradwire.bench.net.links import MTU, Links
+from gradwire.bench.net.links import MTU, Links, Uplinks
 from gradwire.bench.net.loopback import free_port
 from gradwire.bench.net.processes import (
     ENDING,
@@ -67,9 +67,11 @@ class Network:
             in every network.
         ranks_per_host: how many ranks each host has. They are numbered host by host, and reach each other over the
             loopback interface of their host, which has no limit.
+        uplinks: groups of hosts, and groups of these, the smallest first, each of which reaches the others by a link of
+            its own; `UplinkMeter` counts what crosses it. Delay and loss are then between the largest groups only.
 
-    Delay, loss and several ranks on a host need namespaces, so "auto" does not fall back on paced sockets. Delay and
-    loss are the work of a process, which takes some processor time (`line_use`).
+    Delay, loss, uplinks and several ranks on a host need namespaces, so "auto" does not fall back on paced sockets.
+    Delay and loss are the work of a process, which takes some processor time (`line_use`).
 
     Attributes:
         hosts: as given.
@@ -87,6 +89,10 @@ class Network:
         with Network(2, "100mbit") as network:
             command = network.command(0, [sys.executable, "worker.py"])
             subprocess.run(command, env=os.environ | network.environment(0))
+
+    Two sites of two nodes of two hosts, 50 Mbit/s between sites::
+
+        Network(8, "1gbit", uplinks=[Uplinks((2, 2, 2, 2), "200mbit"), Uplinks((4, 4), "50mbit")])
     """
 
     def __init__(
@@ -99,6 +105,7 @@ class Network:
         delay: str = "0",
         loss: str = "0",
         ranks_per_host: int = 1,
+        uplinks: Sequence[Uplinks] = (),
     ):
         if not 1 <= hosts <= _MAX_HOSTS:
             raise ValueError(f"hosts must lie between 1 and {_MAX_HOSTS}, not {hosts}")
@@ -114,7 +121,7 @@ class Network:
         self.mode: Literal["auto", "root", "user", "paced"] = mode
         self.description = "a network not yet made"
         self._requested: Literal["auto", "root", "user", "paced"] = mode
-        self._links = Links(_rates(hosts, rate), parse_delay(delay), parse_loss(loss))
+        self._links = Links(_rates(hosts, rate), parse_delay(delay), parse_loss(loss), uplinks)
         if mode == "paced" and self._links.by_line:
             raise ValueError(
                 "paced sockets have neither delay nor loss: these need a network of mode auto, root or user"
@@ -123,6 +130,8 @@ class Network:
             raise ValueError(
                 "paced sockets slow all ranks down: several ranks on a host need a network of mode auto, root or user"
             )
+        if mode == "paced" and uplinks:
+            raise ValueError("paced sockets have no uplinks: these need a network of mode auto, root or user")
         self._ranks_per_host = ranks_per_host
         self._port = port
         self._made: Hosts | None = None
@@ -196,7 +205,7 @@ class Network:
     def _make(self) -> Hosts:
         reasons: list[str] = []
         asked = self._requested
-        needs_hosts = self._links.by_line or self._ranks_per_host > 1
+        needs_hosts = self._links.by_line or self._ranks_per_host > 1 or bool(self._links.uplinks)
         emulated: tuple[Mode, ...] = ("root", "user") if needs_hosts else ("root", "user", "paced")
         modes: tuple[Mode, ...] = emulated if asked == "auto" else (asked,)
         for mode in modes:
@@ -264,7 +273,11 @@ def _describe(mode: Mode, links: Links, ranks_per_host: int, reasons: Sequence[s
         limit = _limit(links, "unlimited links", "links limited to {} in each direction by tbf")
         switch = _line(links) if links.by_line else "a bridge"
         ranks = f" of {ranks_per_host} ranks" if ranks_per_host > 1 else ""
-        text = f"{hosts} host{plural}{ranks} as network namespaces made {how}, joined by {switch}, {limit}, MTU {MTU}"
+        groups = "".join(f", {each.summary}" for each in links.uplinks)
+        text = (
+            f"{hosts} host{plural}{ranks} as network namespaces made {how}, joined by {switch}, {limit}{groups}, "
+            f"MTU {MTU}"
+        )
     return text + (f" ({'; '.join(reasons)})" if reasons else "")
 
 
