@@ -276,8 +276,8 @@ def test_parameters_of_ddp_are_told_of_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     body = (
-        "[torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))(torch.ones(1, 4)).sum().backward() "
-        "for _ in range(2)]"
+        "models = [torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4)) for _ in range(2)]; "  # held, as DDP
+        "[model(torch.ones(1, 4)).sum().backward() for model in models]"  # is lost where it is freed in its own pass
     )
     status, said = run_script(body, tmp_path, monkeypatch, capsys, "--parameters", "int8")
     assert status == 0
