@@ -275,9 +275,10 @@ def test_fsdp1_is_told_what_to_do(
 def test_parameters_of_ddp_are_told_of_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    # Models are held: a pass of DDP hangs where its model is freed in the course of it.
     body = (
-        "models = [torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4)) for _ in range(2)]; "  # held, as DDP
-        "[model(torch.ones(1, 4)).sum().backward() for model in models]"  # is lost where it is freed in its own pass
+        "models = [torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4)) for _ in range(2)]; "
+        "[model(torch.ones(1, 4)).sum().backward() for model in models]"
     )
     status, said = run_script(body, tmp_path, monkeypatch, capsys, "--parameters", "int8")
     assert status == 0
