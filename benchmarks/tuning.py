@@ -46,10 +46,18 @@ def work(task: str) -> Work:
         torch.manual_seed(0)
         layers = [(nn.Linear(WIDTH, 4 * WIDTH), nn.ReLU(), nn.Linear(4 * WIDTH, WIDTH)) for _ in range(BLOCKS)]
         model = nn.Sequential(*(layer for block in layers for layer in block))
-        return Work(model, torch.randn(ROWS, WIDTH), lambda outputs: outputs.square().mean())
+        return Work(model, torch.randn(ROWS, WIDTH), _mean_square)
     made = make_task(task, 0)
     inputs, targets = made.batch(0, dist.get_rank(), dist.get_world_size())
-    return Work(made.model, inputs, lambda outputs: made.loss(outputs, targets))
+
+    def loss(outputs: Any) -> Tensor:
+        return made.loss(outputs, targets)
+
+    return Work(made.model, inputs, loss)
+
+
+def _mean_square(outputs: Any) -> Tensor:
+    return outputs.square().mean()
 
 
 class Contestant:
