@@ -323,7 +323,7 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
     hooked = DDP(mlp())
     hooked.register_comm_hook(None, _plain_hook)
     cases: dict[str, Callable[[], Any]] = {
-        "no ddp": lambda: gradwire.attach(mlp(), "none"),  # type: ignore[arg-type]
+        "ddp inside": lambda: gradwire.attach(nn.Sequential(DDP(mlp())), "none"),
         "hooked": lambda: gradwire.attach(hooked, "none"),
         "sparse": lambda: gradwire.attach(DDP(nn.Embedding(4, 4, sparse=True)), "none"),
         "complex": lambda: gradwire.attach(DDP(nn.Linear(2, 2, dtype=torch.complex64)), "none"),

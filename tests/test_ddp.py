@@ -167,7 +167,7 @@ def test_a_group_that_is_not_the_world(outcomes: Outcomes) -> None:
 def test_what_cannot_be_served_is_refused_with_the_reason(outcomes: Outcomes) -> None:
     for outcome in outcomes(2):
         refused = outcome["refusals"]
-        assert "DistributedDataParallel" in refused["no ddp"]
+        assert "wrap the whole model, or no part" in refused["ddp inside"]
         assert "hook already" in refused["hooked"]
         assert "sparse=False" in refused["sparse"]
         assert "float32" in refused["complex"]
