@@ -68,7 +68,7 @@ class MeasuredBits(Reducer):
 
     >>> from gradwire.reducers import MeasuredBits
     >>> MeasuredBits(BlockInt(4), budget=BlockInt(4)).limit(1_000_000)
-    515628
+    515632
     """
 
     codec: BlockInt

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Sequence
 
 from gradwire.core.carry import carry_over
-from gradwire.core.errors import AttachError, CompositionError
+from gradwire.core.errors import AttachError, CompositionError, GradwireError
 from gradwire.core.grain import ParameterSpec
 from gradwire.drivers.checked import Checked
 from gradwire.drivers.dry_run import dry_run
@@ -78,7 +78,12 @@ class Maker:
             TopologyError: `node=auto` on nodes that it cannot serve.
         """
         self._require_told(reducer)
-        mine, where = self._configuration(reducer, seed), f" in {self._what}"
+        where = f" in {self._what}"
+        try:
+            mine = self._configuration(reducer, seed)
+        except GradwireError:  # alike on all ranks: none is to close its group while another one still joins it
+            self._is_alike(0, where)
+            raise
         if not self._is_alike(mine.digest, where):
             tell_the_difference(mine, Together(self._what, self._lane, AttachError))
         reducer = self._on_nodes(reducer, where)
