@@ -12,18 +12,14 @@ import argparse
 import statistics
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
-import gradwire
-from common import final_metric, save_result, training
+from common import final_metric, save_result, train_noting
 from gradwire.bench.figures import smooth
 from gradwire.bench.tasks import make_task
-from gradwire.drivers.virtual import VirtualRanks
 
 DEFAULT = ["fp16", "bf16", "randomk:0.1", "sign", "int8", "int4", "int2", "qsgd:15", "topk:0.01", "powersgd:4"]
 
@@ -43,16 +39,7 @@ def train(spec: str, task_name: str, seed: int, steps: int | None, world_size: i
     """Train once."""
     torch.set_num_threads(1)
     task = make_task(task_name, seed, None)
-    seen: list[float] = []
-
-    def noted(outputs: Tensor, targets: Tensor) -> Tensor:
-        loss = task.loss(outputs, targets)
-        seen.append(float(loss.detach()))
-        return loss
-
-    ranks = VirtualRanks(gradwire.parse(spec), task.model, world_size)
-    for _ in training(replace(task, loss=noted), ranks, steps or task.steps):
-        pass
+    _, seen = train_noting(spec, task, steps or task.steps, world_size)
     means = [statistics.mean(seen[i : i + world_size]) for i in range(0, len(seen), world_size)]
     return Trained(final_metric(task), smooth(means, SMOOTHING))
 

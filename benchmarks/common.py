@@ -7,14 +7,16 @@ import datetime
 import json
 import platform
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
+import gradwire
 from gradwire.bench.task import Task, measure
 from gradwire.core.collective import AllGather, AllReduce, AllToAll, Collective
 from gradwire.core.messages import SendRecv
@@ -92,6 +94,21 @@ def training(task: Task, ranks: VirtualRanks, steps: int) -> Iterator[list[Gradi
         if task.clip_norm is not None:
             nn.utils.clip_grad_norm_(task.model.parameters(), task.clip_norm)
         optimizer.step()
+
+
+def train_noting(spec: str, task: Task, steps: int, world_size: int) -> tuple[VirtualRanks, list[float]]:
+    """Train `task` by a method on virtual ranks; return these, and the loss of every rank in every step, in order."""
+    losses: list[float] = []
+
+    def noted(outputs: Tensor, targets: Tensor) -> Tensor:
+        loss = task.loss(outputs, targets)
+        losses.append(float(loss.detach()))
+        return loss
+
+    ranks = VirtualRanks(gradwire.parse(spec), task.model, world_size)
+    for _ in training(replace(task, loss=noted), ranks, steps):
+        pass
+    return ranks, losses
 
 
 def rank_gradients(task: Task, optimizer: torch.optim.Optimizer, step: int, rank: int, world_size: int) -> Gradients:

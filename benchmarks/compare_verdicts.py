@@ -21,16 +21,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
-import gradwire
-from common import save_result, training
+from common import save_result, train_noting
 from gradwire.bench.evidence import Shortfall, shortfall
 from gradwire.bench.results import FP32, Comparison, Evaluation, Run
 from gradwire.bench.task import measure
 from gradwire.bench.tasks import make_task
 from gradwire.bench.verdict import FindingKind, Verdict, judge
-from gradwire.drivers.virtual import VirtualRanks
 
 WORSE = "randomk:0.25"
 RANKS = 2
@@ -45,15 +42,8 @@ FOUND = (FindingKind.WORSE_METRIC, FindingKind.WORSE_LOSS)
 def train(method: str, seed: int) -> Run:
     """Train digits once, with `method` between virtual ranks."""
     torch.set_num_threads(1)
-    task, seen = make_task("digits", seed), list[float]()
-
-    def noted(outputs: Tensor, targets: Tensor) -> Tensor:
-        loss = task.loss(outputs, targets)
-        seen.append(float(loss.detach()))
-        return loss
-
-    for _ in training(replace(task, loss=noted), VirtualRanks(gradwire.parse(method), task.model, RANKS), STEPS):
-        pass
+    task = make_task("digits", seed)
+    _, seen = train_noting(method, task, STEPS, RANKS)
     losses = [statistics.fmean(seen[i : i + RANKS]) for i in range(0, len(seen), RANKS)]
     value, by_example = measure(task.metric, task.model.eval())
     return Run(

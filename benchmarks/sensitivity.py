@@ -12,17 +12,13 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
-import gradwire
-from common import final_metric, save_result, training
+from common import final_metric, save_result, train_noting
 from gradwire.bench.tasks import make_task
-from gradwire.core.state import walk
-from gradwire.drivers.virtual import VirtualRanks
+from gradwire.reducers.measured import chosen_bits
 
 PAIRS = {
     "int4,layers=measured,measure=25": "int4",
@@ -46,26 +42,10 @@ class Trained(NamedTuple):
 def train(spec: str, task_name: str, seed: int, steps: int | None, world_size: int) -> Trained:
     """Train once."""
     task = make_task(task_name, seed, None)
-    seen: list[float] = []
-
-    def noted(outputs: Tensor, targets: Tensor) -> Tensor:
-        loss = task.loss(outputs, targets)
-        seen.append(float(loss.detach()))
-        return loss
-
-    ranks = VirtualRanks(gradwire.parse(spec), task.model, world_size)
-    for _ in training(replace(task, loss=noted), ranks, steps or task.steps):
-        pass
+    ranks, seen = train_noting(spec, task, steps or task.steps, world_size)
     engine = ranks.engines[0]
-    bits = {
-        segment.name: round(float(leaf.tensor[0]))
-        for grain, state in engine.states()
-        for path, leaf in walk(state)
-        if path.endswith("bits")
-        for segment in grain.segments
-    }
     sent = engine.stats.wire_bytes / engine.stats.steps
-    return Trained(final_metric(task), statistics.mean(seen[-LAST * world_size :]), sent, bits)
+    return Trained(final_metric(task), statistics.mean(seen[-LAST * world_size :]), sent, chosen_bits(engine.states()))
 
 
 def measure(task: str, arguments: argparse.Namespace) -> dict[str, Any]:

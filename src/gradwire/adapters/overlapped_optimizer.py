@@ -98,7 +98,7 @@ class OverlappedOptimizer:
         self._stepped = set()
 
     def _put_back(self, *_: object) -> None:
-        """After it."""
+        """After the script's own step: its groups have all of their parameters again."""
         self._restore()
 
     def _restore(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -15,7 +15,7 @@ from gradwire.codecs.block_int import BlockInt
 from gradwire.core.agreement import Total
 from gradwire.core.errors import CompositionError
 from gradwire.core.grain import Grain, ParameterSpec
-from gradwire.core.state import Leaf, State
+from gradwire.core.state import Leaf, State, walk
 from gradwire.reducers.base import Reducer
 from gradwire.reducers.budget import allocate
 from gradwire.reducers.scatter_reduce import Scatter, ShardwiseScatterReduce
@@ -193,6 +193,16 @@ class MeasuredBits(Reducer):
         used = [i for i, row in enumerate(rows) if row[-1]]
         chosen = _allocated(tuple(tuple(rows[i]) for i in used), ranks, self.limit(numel))
         return chosen[used.index(self.layer)]
+
+
+def chosen_bits(states: Iterable[tuple[Grain, State]]) -> dict[str, int]:
+    """Return the bits that each parameter has in the next step, from every grain and its state; empty without any."""
+    found: dict[str, int] = {}
+    for grain, state in states:
+        for path, leaf in walk(state):
+            if path.split("/")[-1] == "bits" and leaf.kind == "segment":
+                found |= {segment.name: round(float(leaf.tensor[0])) for segment in grain.segments}
+    return found
 
 
 @functools.lru_cache(maxsize=8)

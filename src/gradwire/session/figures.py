@@ -23,6 +23,7 @@ from gradwire.drivers.process_group import GroupTransport
 from gradwire.drivers.traced import Traced
 from gradwire.drivers.window import DDP_CAPS, Window
 from gradwire.reducers.base import Reducer
+from gradwire.reducers.measured import chosen_bits
 from gradwire.session.feed import Feed
 from gradwire.session.lane import Lane
 from gradwire.session.pace import WindowPace
@@ -131,11 +132,7 @@ class Figures:
             ...
             print(session.layer_bits())  # {"wte.weight": 5, "blocks.0.mlp.weight": 3, ...}
         """
-        found: dict[str, int] = {}
-        for grain, state in self.engine.states():
-            for path, leaf in walk(state):
-                if path.split("/")[-1] == "bits" and leaf.kind == "segment":
-                    found |= {segment.name: round(float(leaf.tensor[0])) for segment in grain.segments}
+        found = chosen_bits(self.engine.states())
         if not found:
             raise StepError(f"{self.method} chooses no widths by layer: add layers=measured to an intN method")
         return {name: found[name] for name in self.feed.names if name in found}
