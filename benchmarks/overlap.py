@@ -43,8 +43,8 @@ SKIPPED = 6
 class Training:
     """One method on a model of its own; one of PyTorch's has no session, and no trace."""
 
-    def __init__(self, method: str, task_name: str, bucket_mb: float | None, grain: int | None) -> None:
-        self.task = make_task(task_name, 0)
+    def __init__(self, method: str, task_name: str, batches: int, bucket_mb: float | None, grain: int | None) -> None:
+        self.task, self._batches = make_task(task_name, 0), batches
         self.ddp = DistributedDataParallel(self.task.model, bucket_cap_mb=bucket_mb)  # pyright: ignore[reportArgumentType]
         made = gradwire.parse(method)
         self.session = self.traced = None
@@ -58,6 +58,13 @@ class Training:
         self.sent, self.cpu_s = list[int](), list[float]()
         self.meter = WireMeter.from_environment()
         self.index = 0
+
+    def _batch(self) -> tuple[Any, Any]:
+        """Several batches of the task as one."""
+        first = self.index * self._batches
+        drawn = [self.task.batch(first + n, dist.get_rank(), dist.get_world_size()) for n in range(self._batches)]
+        inputs, targets = zip(*drawn, strict=True)
+        return torch.cat(inputs), torch.cat(targets)
 
     def communicate(self) -> None:
         """Communicate as a step does, and compute nothing."""
@@ -76,7 +83,7 @@ class Training:
     def step(self) -> None:
         """Train a step, and note what happened when."""
         marks, sent, cpu_s = [time.perf_counter()], [], time.process_time()
-        inputs, targets = self.task.batch(self.index, dist.get_rank(), dist.get_world_size())
+        inputs, targets = self._batch()
         self.optimizer.zero_grad(set_to_none=True)
         loss = self.task.loss(self.ddp(inputs), targets)
         last = _LastGradient(self.ddp, self.meter)
@@ -131,13 +138,14 @@ def train_all(
     methods: list[str],
     rounds: int,
     stretch: int,
+    batches: int,
     bucket_mb: float | None,
     grain: int | None,
 ) -> dict[str, Any]:
     """Train with every method, `stretch` steps at a time, for so many rounds; return what happened when."""
     torch.set_num_threads(1)
     kernels.warm_up()
-    trainings = {method: Training(method, task, bucket_mb, grain) for method in [FLOOR, *methods]}
+    trainings = {method: Training(method, task, batches, bucket_mb, grain) for method in [FLOOR, *methods]}
     group = dist.group.WORLD
     assert group is not None
     jobs = {method: training.step for method, training in trainings.items()}
@@ -197,9 +205,8 @@ def row_of(figures: dict[str, Any], rate: float) -> dict[str, float]:
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Run on the emulated network; return each method's figures."""
-    options = {
-        name: getattr(arguments, name) for name in ("task", "methods", "rounds", "stretch", "bucket_mb", "grain")
-    }
+    names = ("task", "methods", "rounds", "stretch", "batches", "bucket_mb", "grain")
+    options = {name: getattr(arguments, name) for name in names}
     with Network(arguments.hosts, arguments.rate) as network:
         target = f"{__file__}:train_all"
         ranks = run_function(target, arguments.hosts, options, deadline_s=arguments.deadline, network=network)
@@ -210,7 +217,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             steps = [[Span(*span) for step in rank[method]["steps"][-4:] for span in step] for rank in ranks]
             write_chrome_trace(arguments.trace / f"{method.replace(':', '_')}.json", steps)
     rows = {method: row_of(ranks[0][method], rate) for method in arguments.methods}
-    return {"network": description, "task": arguments.task, "methods": rows}
+    return {"network": description, "task": arguments.task, "batches": arguments.batches, "methods": rows}
 
 
 def show(rows: dict[str, dict[str, float]]) -> None:
@@ -229,6 +236,7 @@ def show(rows: dict[str, dict[str, float]]) -> None:
 def main() -> None:
     """Measure and print; with --save write a dated result file."""
     parser = network_arguments(__doc__, 2, DEFAULT)
+    parser.add_argument("--batches", type=int, default=1, help="batches of the task in one step: more to compute")
     parser.add_argument("--bucket-mb", type=float, default=None, help="DDP's bucket_cap_mb; by default DDP's own")
     parser.add_argument("--grain", type=int, default=None, help="elements that are encoded together at most")
     parser.add_argument("--trace", type=Path, help="folder for traces")
