@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import torch
 
 from common import final_metric, save_result, train_noting
-from gradwire.bench.figures import smooth
-from gradwire.bench.tasks import make_task
+from gradwire.compare.figures import smooth
+from gradwire.tasks.builtin import make_task
 
 DEFAULT = ["fp16", "bf16", "randomk:0.1", "sign", "int8", "int4", "int2", "qsgd:15", "topk:0.01", "powersgd:4"]
 

@@ -17,11 +17,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import gradwire
-from gradwire.bench.task import Task, measure
 from gradwire.core.collective import AllGather, AllReduce, AllToAll, Collective
 from gradwire.core.messages import SendRecv
 from gradwire.drivers.interpreter import Answer
 from gradwire.drivers.virtual import Gradients, VirtualRanks
+from gradwire.tasks.task import Task, measure
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -23,11 +23,11 @@ from typing import Any
 import torch
 
 from common import save_result, train_noting
-from gradwire.bench.evidence import Shortfall, shortfall
-from gradwire.bench.results import FP32, Comparison, Evaluation, Run
-from gradwire.bench.task import measure
-from gradwire.bench.tasks import make_task
-from gradwire.bench.verdict import FindingKind, Verdict, judge
+from gradwire.compare.evidence import Shortfall, shortfall
+from gradwire.compare.results import FP32, Comparison, Evaluation, Run
+from gradwire.compare.verdict import FindingKind, Verdict, judge
+from gradwire.tasks.builtin import make_task
+from gradwire.tasks.task import measure
 
 WORSE = "randomk:0.25"
 RANKS = 2

@@ -28,12 +28,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from common import save_result
-from gradwire.bench.tasks import load_digits
 from gradwire.core.errors import FederationError
 from gradwire.core.key import Key
 from gradwire.federated import SGD, Client, Federation, Server, Simulation
 from gradwire.federated.partition import DataPartition, Even, LabelShards
 from gradwire.federated.sampling import generator
+from gradwire.tasks.builtin import load_digits
 from pages import markdown, shown, write
 
 CLIENTS, IMAGES, TARGET = 100, 14, 95.0

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from common import save_result
 from gradwire import kernels
-from gradwire.bench.tasks import Task, make_task
 from gradwire.kernels import indices as index_coding
+from gradwire.tasks.builtin import Task, make_task
 
 DENSITIES = (0.0001, 0.001, 0.01, 0.1)
 ROUNDS = 30

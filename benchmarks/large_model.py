@@ -27,9 +27,9 @@ from torch.optim import SGD
 
 from common import network_arguments, save_result
 from gradwire import kernels
-from gradwire.bench.engines import make_engine
-from gradwire.bench.net import Network
-from gradwire.bench.ranks import run_function
+from gradwire.compare.engines import make_engine
+from gradwire.network import Network
+from gradwire.ranks.supervised import run_function
 
 FLOOR, FP32 = "torch.noop", "torch.fp32"
 OURS = ["none", "fp16", "int4", "powersgd:8,factors=fp16", "topk:0.01"]

@@ -34,13 +34,13 @@ from torch import Tensor
 import gradwire
 from common import save_result
 from gradwire import kernels
-from gradwire.bench.net import Network, Uplinks, parse_rate
-from gradwire.bench.ranks import run_function
-from gradwire.bench.wire import UplinkMeter, WireMeter
 from gradwire.core.figures import si_bytes
 from gradwire.drivers.level_bytes import level_bytes
 from gradwire.drivers.link_profiler import LinkProfiler
 from gradwire.drivers.process_group import GroupTransport
+from gradwire.network import Network, Uplinks, parse_rate
+from gradwire.network.wire import UplinkMeter, WireMeter
+from gradwire.ranks.supervised import run_function
 from gradwire.session.figures import DESCRIPTION_VARIABLE, LINKS_VARIABLE
 from gradwire.topology import NODE_VARIABLE, Topology
 from link_probes import gloo_trip, plain_sockets, round_trips

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from gradwire.bench.net.links import address
+from gradwire.network.links import address
 
 PING_BYTES, TRIPS, STREAMS, PORT = 8, 200, 5, 5000
 

@@ -19,11 +19,11 @@ import torch
 import gradwire
 from common import Alone, save_result
 from gradwire import kernels
-from gradwire.bench.tasks import ByteGPT
 from gradwire.core.grain import ParameterSpec
 from gradwire.drivers.cost import cost, parameter_specs
 from gradwire.drivers.engine import Engine
 from gradwire.drivers.plan import plan
+from gradwire.tasks.builtin import ByteGPT
 
 DEFAULT = ("none", "int4", "powersgd:1", "powersgd:4", "powersgd:16")
 ROUNDS = 25

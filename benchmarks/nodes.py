@@ -28,12 +28,12 @@ from torch.optim import SGD
 import gradwire
 from common import save_result
 from gradwire import kernels
-from gradwire.bench.compare_options import parse_nodes
-from gradwire.bench.engines import make_engine
-from gradwire.bench.net import Network
-from gradwire.bench.ranks import run_function
-from gradwire.bench.wire import WireMeter
+from gradwire.compare.engines import make_engine
+from gradwire.compare.options import parse_nodes
 from gradwire.core.figures import si_bytes
+from gradwire.network import Network
+from gradwire.network.wire import WireMeter
+from gradwire.ranks.supervised import run_function
 
 WIDTHS = (512, 1024, 1024, 512)
 BATCH = 16

@@ -26,9 +26,9 @@ from torch import nn
 
 import gradwire
 from common import save_result
-from gradwire.bench.ranks import run_function
-from gradwire.bench.task import measure
-from gradwire.bench.tasks import make_task
+from gradwire.ranks.supervised import run_function
+from gradwire.tasks.builtin import make_task
+from gradwire.tasks.task import measure
 from pages import DOCS, markdown, write
 from plots import Line, Panel, figure
 

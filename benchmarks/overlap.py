@@ -26,13 +26,13 @@ import gradwire
 from common import network_arguments, save_result
 from gradwire import kernels
 from gradwire.baselines import TorchMethod
-from gradwire.bench.net import Network, parse_rate
-from gradwire.bench.ranks import run_function
-from gradwire.bench.tasks import make_task
-from gradwire.bench.torch_hooks import attach_torch
-from gradwire.bench.wire import WireMeter
+from gradwire.compare.torch_hooks import attach_torch
 from gradwire.drivers.traced import Span, write_chrome_trace
+from gradwire.network import Network, parse_rate
+from gradwire.network.wire import WireMeter
 from gradwire.overlap import Overlap, Stopwatch, all_reduce_alone, covered_s, reduce_alone
+from gradwire.ranks.supervised import run_function
+from gradwire.tasks.builtin import make_task
 
 FLOOR = "torch.noop"
 DEFAULT = ["torch.fp32", "bf16", "int8", "int4", "topk:0.01", "powersgd:8,factors=fp16"]

@@ -32,7 +32,6 @@ from torch import Tensor, multiprocessing
 import gradwire
 from common import save_result, training
 from gradwire import kernels
-from gradwire.bench.tasks import BUILT_IN, make_task
 from gradwire.codecs import Codec
 from gradwire.core.collective import AllGather, AllToAll, Collective
 from gradwire.core.grain import Grain, ParameterSpec
@@ -45,6 +44,7 @@ from gradwire.drivers.virtual import Gradients, VirtualRanks, gathered
 from gradwire.reducers import Program, Reduced, Reducer, Step, Wrapper
 from gradwire.reducers.aggregate import Sharded
 from gradwire.reducers.sent import SentPayload
+from gradwire.tasks.builtin import BUILT_IN, make_task
 from quality_page import write_page
 
 RANKS = 4

@@ -23,11 +23,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from common import save_result
-from gradwire.bench.ranks import run_function
-from gradwire.bench.task import Task, measure
-from gradwire.bench.tasks import make_task
 from gradwire.core.state import walk
+from gradwire.ranks.supervised import run_function
 from gradwire.recipes import RECIPES, TrainingRecipe
+from gradwire.tasks.builtin import make_task
+from gradwire.tasks.task import Task, measure
 
 RANKS = 2
 FP32, FP32_TUNING = "fp32", "fp32, fine-tuning"

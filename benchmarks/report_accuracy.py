@@ -27,9 +27,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from common import save_result
-from gradwire.bench.net import Network
-from gradwire.bench.ranks import run_function
-from gradwire.bench.slow import SlowProcessor
+from gradwire.network import Network
+from gradwire.network.slow import SlowProcessor
+from gradwire.ranks.supervised import run_function
 
 HOSTS, LAYERS, BATCH = 4, 4, 4
 WORST = 0.1

@@ -19,8 +19,8 @@ from torch import Tensor
 
 import gradwire
 from common import final_metric, save_result, training
-from gradwire.bench.tasks import make_task
 from gradwire.drivers.virtual import Gradients, VirtualRanks
+from gradwire.tasks.builtin import make_task
 
 DEFAULT = [
     *("median", "trimmed:2", "krum:2", "multikrum:2", "rfa", "clip:3", "signsgd_mv"),

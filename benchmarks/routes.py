@@ -19,8 +19,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common import save_result
-from gradwire.bench.net import Network
-from gradwire.bench.ranks import run_function
 from gradwire.codecs import Identity
 from gradwire.core.collective import Collective
 from gradwire.core.grain import flat_grain
@@ -28,6 +26,8 @@ from gradwire.core.state import State
 from gradwire.drivers.interpreter import run_program
 from gradwire.drivers.link_profiler import LinkProfiler
 from gradwire.drivers.process_group import GroupTransport
+from gradwire.network import Network
+from gradwire.ranks.supervised import run_function
 from gradwire.reducers import AllReduceExchange, Auto, Reduced, Step
 from gradwire.reducers.routes import direct_scatter, ring_scatter
 from gradwire.reducers.sent import SentAll

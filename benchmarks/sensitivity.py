@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 
 from common import final_metric, save_result, train_noting
-from gradwire.bench.tasks import make_task
 from gradwire.reducers.measured import chosen_bits
+from gradwire.tasks.builtin import make_task
 
 PAIRS = {
     "int4,layers=measured,measure=25": "int4",

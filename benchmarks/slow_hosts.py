@@ -23,10 +23,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from common import save_result
-from gradwire.bench.ranks import run_function
-from gradwire.bench.slow import SlowProcessor
-from gradwire.bench.task import measure
-from gradwire.bench.tasks import make_task
+from gradwire.network.slow import SlowProcessor
+from gradwire.ranks.supervised import run_function
+from gradwire.tasks.builtin import make_task
+from gradwire.tasks.task import measure
 
 RANKS, SLOWER, BATCH, TARGET, WINDOW = 3, 4.0, 32, 0.25, 60
 BATCHES = 750

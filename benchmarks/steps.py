@@ -19,10 +19,10 @@ from torch import nn
 
 from common import network_arguments, save_result, take_turns
 from gradwire import kernels
-from gradwire.bench.engines import Replicated
-from gradwire.bench.net import Network
-from gradwire.bench.ranks import run_function
-from gradwire.bench.tasks import make_task
+from gradwire.compare.engines import Replicated
+from gradwire.network import Network
+from gradwire.ranks.supervised import run_function
+from gradwire.tasks.builtin import make_task
 
 DEFAULT = ["torch.noop", "torch.powersgd:4", "torch.fp16", "int4", "sign", "topk:0.01", "powersgd:4"]
 SKIPPED = 4

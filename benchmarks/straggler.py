@@ -20,8 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire.asynchronous import ASGD, AdaptiveDCASGD, Bounded, Free, Gradient, Grant, Pace, Result, ServerRule, Work
 from gradwire.asynchronous.processes import Job, hogwild, run
 from gradwire.asynchronous.work import trained_of
-from gradwire.bench.slow import SlowProcessor
-from gradwire.bench.tasks import digits
+from gradwire.network.slow import SlowProcessor
+from gradwire.tasks.builtin import digits
 from pages import markdown, shown
 
 WORKERS, SLOWER, TARGET, WINDOW, RATE, PUSHES = 3, 4.0, 0.25, 60, 0.3, 750

@@ -8,11 +8,11 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from gradwire.bench import storage
-from gradwire.bench.crossover import measured_rate
-from gradwire.bench.figures import smooth
-from gradwire.bench.results import FLOOR, Comparison
-from gradwire.bench.verdict import bandwidth
+from gradwire.compare import storage
+from gradwire.compare.crossover import measured_rate
+from gradwire.compare.figures import smooth
+from gradwire.compare.results import FLOOR, Comparison
+from gradwire.compare.verdict import bandwidth
 from pages import DOCS
 from plots import Line, Panel, figure
 

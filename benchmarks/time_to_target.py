@@ -22,14 +22,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from common import save_result
-from gradwire.bench import figures
-from gradwire.bench.compare import compare
-from gradwire.bench.compare_options import CompareOptions
-from gradwire.bench.figures import Hit, mean
-from gradwire.bench.net import parse_rate
-from gradwire.bench.news import News
-from gradwire.bench.plan import ComparisonPlan
-from gradwire.bench.results import Comparison, Run
+from gradwire.compare import figures
+from gradwire.compare.compare import compare
+from gradwire.compare.figures import Hit, mean
+from gradwire.compare.options import CompareOptions
+from gradwire.compare.plan import ComparisonPlan
+from gradwire.compare.results import Comparison, Run
+from gradwire.network import parse_rate
+from gradwire.ranks.news import News
 
 FP32, FLOOR = "torch.fp32", "torch.noop"
 FREE = "10gbit"

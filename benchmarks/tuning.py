@@ -19,10 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire
 from common import network_arguments, save_result
 from gradwire import kernels
-from gradwire.bench.net import Network
-from gradwire.bench.ranks import run_function
-from gradwire.bench.tasks import make_task
+from gradwire.network import Network
 from gradwire.overlap import OverlapSettings, Stopwatch, apply, tune
+from gradwire.ranks.supervised import run_function
+from gradwire.tasks.builtin import make_task
 
 TORCH = "torch.fp32"
 METHODS = [TORCH, "int8", "int4"]

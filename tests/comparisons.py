@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gradwire.bench.results import Comparison, Evaluation, Run, Split, Wire
+from gradwire.compare.results import Comparison, Evaluation, Run, Split, Wire
 
 
 def run(

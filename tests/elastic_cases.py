@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from gradwire.bench.tasks import load_digits
 from gradwire.drivers.process_group import GroupTransport
 from gradwire.sync import DiLoCo, Elastic
 from gradwire.sync.elastic.link import GroupLine
 from gradwire.sync.elastic.rounds import Rounds
+from gradwire.tasks.builtin import load_digits
 
 BATCH = 32
 

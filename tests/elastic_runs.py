@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gradwire.bench.warm import WarmProcess
+from gradwire.ranks.warm import WarmProcess
 
 PATIENCE_S = 150.0
 OVER = "nobody who has the model of this run is there any more"

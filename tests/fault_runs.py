@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from fault_cases import REQUESTS, STEPS
-from gradwire.bench.ranks import RankFailure, run_function
 from gradwire.drivers.faulty import plan_of
+from gradwire.ranks.supervised import RankFailure, run_function
 
 CASES = str(Path(__file__).with_name("fault_cases.py"))
 SPECS = ("int4", "topk:0.05", "powersgd:2", "median", "none,exchange=ring", "sign", "dp:1", "int8,node=2")

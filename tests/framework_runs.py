@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import gradwire
-from gradwire.bench.net.loopback import loopback_environments
-from gradwire.bench.ranks import run_ranks
+from gradwire.network.loopback import loopback_environments
+from gradwire.ranks.supervised import run_ranks
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 DEADLINE_S = 240

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
 
-from gradwire.bench.tasks import load_digits
 from gradwire.sync import LocalSGD
+from gradwire.tasks.builtin import load_digits
 
 DEADLINE_S = 60.0
 TOKENS, WIDTH, CLASSES, UNITS = 120, 8, 6, 48

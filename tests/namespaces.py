@@ -6,8 +6,8 @@ from typing import Literal
 
 import pytest
 
-from gradwire.bench.net import Network
 from gradwire.core.errors import NetworkError
+from gradwire.network import Network
 
 
 def needs_namespaces(mode: Literal["root", "user"] = "user") -> None:

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradwire.bench.ranks import run_function
 from gradwire.core.axis import Axis
 from gradwire.core.collective import AllToAll, AllToAllV
 from gradwire.core.errors import PayloadError
@@ -21,6 +20,7 @@ from gradwire.drivers.interpreter import Interpreter, Script, Traffic, Transport
 from gradwire.drivers.lockstep import Meeting, VirtualTransport, outcomes, run_lockstep, together
 from gradwire.drivers.timing import SimulatedMeeting
 from gradwire.drivers.traced import Traced
+from gradwire.ranks.supervised import run_function
 from row_cases import SIZES, Sizes, asked, content, expected, sent
 
 CASES = str(Path(__file__).with_name("row_cases.py"))

@@ -25,10 +25,10 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim.swa_utils import AveragedModel
 
 import gradwire
-from gradwire.bench.net.loopback import loopback_environments
-from gradwire.bench.ranks import RankFailure, run_function
 from gradwire.codecs import Identity
 from gradwire.core.errors import AttachError, CommunicationError, ConnectionLost
+from gradwire.network.loopback import loopback_environments
+from gradwire.ranks.supervised import RankFailure, run_function
 from gradwire.reducers import AllReduceExchange, Hierarchical
 from gradwire.session.failures import FailureBoard, RankAnswer
 from kernel_sets import everything_in

@@ -10,8 +10,8 @@ from torch import nn
 
 from bucket_cases import OPTIONS
 from gradwire.adapters.buckets import bucket_bytes, caps_by, deliver_in_pieces
-from gradwire.bench.ranks import run_function
 from gradwire.drivers.window import Caps
+from gradwire.ranks.supervised import run_function
 from gradwire.session.overlap_settings import OverlapSettings
 
 CASES = Path(__file__).with_name("bucket_cases.py")

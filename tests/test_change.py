@@ -15,11 +15,11 @@ from torch import Tensor, nn
 import gradwire
 from engines import Engines
 from gradwire import AttachError, Session, StepError, parse
-from gradwire.bench.ranks import run_function
 from gradwire.core.carry import carry_over
 from gradwire.core.saved import pack_all
 from gradwire.core.state import CARRIED, Leaf, walk
 from gradwire.drivers.engine import Engine
+from gradwire.ranks.supervised import run_function
 from laws.damage import difference
 
 CASES = str(Path(__file__).with_name("change_cases.py"))

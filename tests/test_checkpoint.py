@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 import gradwire
-from gradwire.bench.ranks import RankFailure, run_function
 from gradwire.core import save_folder, tensor_file
 from gradwire.core.errors import StateError
 from gradwire.core.grain import flat_grain
 from gradwire.hooks import PeriodicModelAverager, PostLocalSGDOptimizer
+from gradwire.ranks.supervised import RankFailure, run_function
 from gradwire.session.meeting import group_store
 from gradwire.session.offers import Offer, Shelf, choose
 from laws.damage import difference

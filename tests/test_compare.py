@@ -17,19 +17,22 @@ from rich.console import Console
 
 import gradwire
 from comparisons import Silent
-from gradwire.bench import compare, figures, merging, net, run_folder, storage, tasks, torch_hooks, user_tasks
-from gradwire.bench.compare_options import CompareError, CompareOptions
-from gradwire.bench.environment import environment
-from gradwire.bench.news import News, read_news, write_news
-from gradwire.bench.plan import make_plan
-from gradwire.bench.results import Comparison, Evaluation, Run, Split, Wire
-from gradwire.bench.task import Task, TaskError
-from gradwire.bench.wire import WireMeter
+from gradwire import network as net
 from gradwire.cli import main as cli
 from gradwire.cli.console import ConsoleView
+from gradwire.compare import compare, figures, merging, run_folder, storage, torch_hooks
+from gradwire.compare.options import CompareError, CompareOptions
+from gradwire.compare.plan import make_plan
+from gradwire.compare.results import Comparison, Evaluation, Run, Split, Wire
 from gradwire.core.errors import SpecError
+from gradwire.network.environment import environment
+from gradwire.network.wire import WireMeter
+from gradwire.ranks.news import News, read_news, write_news
 from gradwire.report import write_report
 from gradwire.report.page import render
+from gradwire.tasks import builtin as tasks
+from gradwire.tasks import user_tasks
+from gradwire.tasks.task import Task, TaskError
 
 TOY = """
 import torch
@@ -62,7 +65,7 @@ def leaves_in_its_first_step():
     return model, (lambda step, rank, world_size: exit()), loss, metric
 
 def made(**changes):
-    from gradwire.bench.tasks import Task
+    from gradwire.tasks.builtin import Task
     return Task(*task(0), **changes)
 
 def no_steps():
@@ -91,7 +94,7 @@ def in_brackets(seed):
     def batch(step, rank, world_size):
         print('@gradwire {"step": 1}\\n@gradwire soon\\n@gradwire [/x]', flush=True)
         return made_up[1](step, rank, world_size)
-    from gradwire.bench.tasks import Task
+    from gradwire.tasks.builtin import Task
     return Task(made_up[0], batch, *made_up[2:], metric_name="[/x] <b>", description="[/x] [bold] <script>")
 
 def bursts(seed):

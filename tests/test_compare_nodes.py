@@ -10,13 +10,13 @@ from torch import nn
 
 import gradwire
 from comparisons import comparison, run
-from gradwire.bench import compare, figures, run_folder, storage
-from gradwire.bench.compare_options import CompareError, CompareOptions
-from gradwire.bench.net import Network
-from gradwire.bench.plan import ComparisonPlan, make_plan
-from gradwire.bench.results import Wire
 from gradwire.cli import main as cli
+from gradwire.compare import compare, figures, run_folder, storage
+from gradwire.compare.options import CompareError, CompareOptions
+from gradwire.compare.plan import ComparisonPlan, make_plan
+from gradwire.compare.results import Wire
 from gradwire.core.errors import NetworkError
+from gradwire.network import Network
 from gradwire.report.page import render
 
 METHOD = "int4,node=auto"

@@ -12,18 +12,18 @@ import torch
 from torch import nn
 
 from comparisons import Silent
-from gradwire.bench import compare
-from gradwire.bench.compare_options import CompareError, CompareOptions
-from gradwire.bench.plan import make_plan
-from gradwire.bench.results import Comparison, Run
-from gradwire.bench.sharded import blocks
+from gradwire.compare import compare
+from gradwire.compare.options import CompareError, CompareOptions
+from gradwire.compare.plan import make_plan
+from gradwire.compare.results import Comparison, Run
+from gradwire.compare.sharded import blocks
 from gradwire.core.errors import CompositionError, GradwireError
 from gradwire.report.page import render
 
 TASK = """
 import torch
 from torch import nn
-from gradwire.bench.task import Task
+from gradwire.tasks.task import Task
 
 class Net(nn.Module):
     def __init__(self):

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from comparisons import comparison, run
-from gradwire.bench.crossover import TargetCost, course, measured_rate, method_pays_below, pays_below
+from gradwire.compare.crossover import TargetCost, course, measured_rate, method_pays_below, pays_below
 from gradwire.core.grammar import renamed
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"

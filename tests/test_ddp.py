@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gradwire.bench.ranks import RankFailure, run_function
+from gradwire.ranks.supervised import RankFailure, run_function
 
 CASES = str(Path(__file__).with_name("ddp_cases.py"))
 INT4, TOPK, POWER = "int4", "topk:0.05", "powersgd:2"

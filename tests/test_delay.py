@@ -17,11 +17,11 @@ from typing import Any, Literal
 
 import pytest
 
-from gradwire.bench.net import Network, parse_delay, parse_loss
-from gradwire.bench.net.delay_line import Large, Losses
-from gradwire.bench.net.delay_process import LineUse
-from gradwire.bench.ranks import run_ranks
 from gradwire.core.errors import NetworkError
+from gradwire.network import Network, parse_delay, parse_loss
+from gradwire.network.delay_line import Large, Losses
+from gradwire.network.delay_process import LineUse
+from gradwire.ranks.supervised import run_ranks
 from namespaces import needs_namespaces
 
 SECONDS = pytest.mark.timeout(120)
@@ -212,7 +212,7 @@ def soon(done: Any) -> bool:
 
 CREATOR = """
 import time
-from gradwire.bench.net import Network
+from gradwire.network import Network
 with Network(2, mode="user", delay="5ms") as network:
     print(network.environment(0)["GRADWIRE_NET"], flush=True)
     time.sleep(100)

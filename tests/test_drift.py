@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from gradwire.bench.ranks import run_function
+from gradwire.ranks.supervised import run_function
 from processors import PLAIN
 
 CASES = str(Path(__file__).with_name("drift_cases.py"))

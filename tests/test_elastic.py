@@ -22,8 +22,8 @@ from torch import nn
 import gradwire
 from elastic_runs import Crew, Death, run_of, until
 from gradwire import AttachError, CommunicationError, CompositionError, GradwireError, SpecError, StateError, StepError
-from gradwire.bench.engines import make_engine
 from gradwire.catalogue import entry
+from gradwire.compare.engines import make_engine
 from gradwire.core.errors import PayloadError
 from gradwire.core.grain import ParameterSpec
 from gradwire.core.state import Leaf, replace_leaves, walk

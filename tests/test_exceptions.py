@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from exception_cases import BAD, STEPS
-from gradwire.bench.ranks import run_function
+from gradwire.ranks.supervised import run_function
 
 CASES = str(Path(__file__).with_name("exception_cases.py"))
 

@@ -10,15 +10,16 @@ from typing import Any
 
 import pytest
 
-from gradwire.bench import federate, federation_results
-from gradwire.bench.federate import FederationRun
-from gradwire.bench.federate_options import FederateOptions
-from gradwire.bench.task import TaskError
 from gradwire.cli import main as cli
 from gradwire.core.errors import CompositionError, FederationError, SpecError
+from gradwire.federate import federation as federate
+from gradwire.federate import results as federation_results
+from gradwire.federate.federation import FederationRun
+from gradwire.federate.options import FederateOptions
 from gradwire.federated.names import parse_method, parse_partition
 from gradwire.reducers.aggregate import epsilon
 from gradwire.report.federation import findings, render
+from gradwire.tasks.task import TaskError
 
 SMALL = ["--clients", "12", "--sample", "4", "--epochs", "1", "--batch", "30"]
 
@@ -120,7 +121,7 @@ def test_a_federation_that_never_comes_together_fails_and_says_why(tmp_path: Pat
 
 
 def test_tasks_that_cannot_be_dealt_out_are_refused() -> None:
-    from gradwire.bench.tasks import digits
+    from gradwire.tasks.builtin import digits
 
     task = digits(0)
     with pytest.raises(TaskError, match="examples="):

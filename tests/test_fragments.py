@@ -6,10 +6,10 @@ from itertools import pairwise
 import pytest
 from torch import nn
 
-from gradwire.bench.tasks import ByteGPT
 from gradwire.session.names import named
 from gradwire.sync import fragment
 from gradwire.sync.fragment import layers_of, split
+from gradwire.tasks.builtin import ByteGPT
 
 
 def normalised() -> nn.Sequential:

@@ -16,9 +16,9 @@ from torch.distributed.fsdp import fully_shard
 
 import gradwire
 from fsdp2_cases import VARIANTS
-from gradwire.bench.ranks import run_function
 from gradwire.core import registry
 from gradwire.core.errors import AttachError, CompositionError, SpecError
+from gradwire.ranks.supervised import run_function
 from gradwire.sync.gossip import DPSGD, Complete, OnGraph
 
 CASES = str(Path(__file__).with_name("fsdp2_cases.py"))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from going_on_cases import RANKS, SAVED, cases
-from gradwire.bench.ranks import run_function
+from gradwire.ranks.supervised import run_function
 
 CASES = str(Path(__file__).with_name("going_on_cases.py"))
 DEADLINE_S = 280

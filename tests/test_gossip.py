@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 import gradwire
 from gradwire import CompositionError, Lockstep, SpecError, StateError, StepError
-from gradwire.bench.ranks import run_function
 from gradwire.codecs import Codec, TopK
 from gradwire.core.grain import flat_grain
 from gradwire.core.key import Key
+from gradwire.ranks.supervised import run_function
 from gradwire.spec import as_codec
 from gradwire.sync import CHOCO, DPSGD, SGP, DriftTriggered, Gossip
 from gradwire.sync.gossip import (

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from gradwire.bench import group_end
+from gradwire.ranks import group_end
 
 def train():
     ddp = DistributedDataParallel(torch.nn.Linear(2, 2))

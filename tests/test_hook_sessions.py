@@ -14,7 +14,7 @@ import gradwire
 from ddp_cases import batches, four_buckets, mlp, sgd, train
 from gradwire import hooks
 from gradwire.adapters import hooks as ports
-from gradwire.bench.ranks import run_function
+from gradwire.ranks.supervised import run_function
 
 CASES = str(Path(__file__).with_name("hook_session_cases.py"))
 

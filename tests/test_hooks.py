@@ -10,9 +10,9 @@ import torch
 from torch.ao.quantization import MinMaxObserver, PerChannelMinMaxObserver
 
 from gradwire import hooks
-from gradwire.bench.ranks import run_function
 from gradwire.codecs import AffineInt
 from gradwire.core.errors import CompositionError, StateError
+from gradwire.ranks.supervised import run_function
 
 CASES = str(Path(__file__).with_name("hook_cases.py"))
 

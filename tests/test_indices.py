@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gradwire import kernels
-from gradwire.bench.tasks import make_task
 from gradwire.codecs import BlockInt, Chain, Codec, RandomK, Threshold, TopK
 from gradwire.core.errors import CompositionError, PayloadError
 from gradwire.core.key import Key
 from gradwire.kernels import indices as index_coding
 from gradwire.kernels.indices import REACH
+from gradwire.tasks.builtin import make_task
 from kernel_sets import everything_in
 
 pytest.importorskip("numba")

@@ -96,7 +96,7 @@ def test_what_has_no_cost_is_refused_with_a_sentence(spec: str, given: nn.Module
 
 
 def test_the_cost_command_agrees(capsys: pytest.CaptureFixture[str]) -> None:
-    from gradwire.bench.tasks import make_task
+    from gradwire.tasks.builtin import make_task
 
     assert main(["cost", "int4", "topk:0.01", "--task", "digits", "--hosts", "3"]) == 0
     said = capsys.readouterr().out

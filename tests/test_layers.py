@@ -15,8 +15,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 import gradwire
-from gradwire.bench.ranks import run_function
-from gradwire.bench.tasks import make_task
 from gradwire.cli.main import main
 from gradwire.core.errors import CompositionError, SpecError
 from gradwire.core.roles import role_of_name, roles_of
@@ -24,7 +22,9 @@ from gradwire.drivers.cost import meta_specs
 from gradwire.drivers.plan import plan
 from gradwire.drivers.stack import stack
 from gradwire.drivers.virtual import VirtualRanks
+from gradwire.ranks.supervised import run_function
 from gradwire.reducers.budget import allocate
+from gradwire.tasks.builtin import make_task
 from layer_cases import LAYERS, SPEC, STACK, model
 
 CASES = str(Path(__file__).with_name("layer_cases.py"))

@@ -17,7 +17,6 @@ import torch.distributed as dist
 import gradwire
 from engines import Exchange, ThreadTransport
 from gradwire import parse
-from gradwire.bench.ranks import run_function
 from gradwire.cli import main as cli
 from gradwire.core.errors import TopologyError
 from gradwire.core.link import Curve, Link, TimedSize
@@ -26,6 +25,7 @@ from gradwire.drivers.groups import group_apart
 from gradwire.drivers.link_profiler import LinkProfiler
 from gradwire.drivers.measure import Bench
 from gradwire.drivers.window import Caps
+from gradwire.ranks.supervised import run_function
 from gradwire.reducers.auto import Auto
 from gradwire.reducers.base import Reducer
 from gradwire.session.direct_lane import DirectLane

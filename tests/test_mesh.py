@@ -7,8 +7,8 @@ import re
 import pytest
 import torch.distributed as dist
 
-from gradwire.bench.ranks import run_function
 from gradwire.core.errors import TopologyError
+from gradwire.ranks.supervised import run_function
 from gradwire.topology import Topology, mesh, mesh_sizes
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gradwire import CompositionError
-from gradwire.bench.ranks import run_function
+from gradwire.ranks.supervised import run_function
 from gradwire.sync import LocalSGD
 from gradwire.sync.moments import FIRST, SECOND, take_, travelling_moments
 from moment_cases import MODELS, OPTIMIZERS

@@ -36,7 +36,7 @@ def test_every_file_with_code_in_it_has_its_tests() -> None:
     ]
     assert set(FILES) == {file for file in floors if mutants.mutants_of(file)} | {
         "core/saved.py",
-        "bench/figures.py",
+        "compare/figures.py",
     }
     for stage in (stage for stages in FILES.values() for stage in stages):
         assert all((mutants.ROOT / part).exists() for part in stage if part.endswith(".py")), stage

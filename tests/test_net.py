@@ -16,13 +16,13 @@ from typing import Any, Literal
 
 import pytest
 
-from gradwire.bench.net import Network, Uplinks, clean, parse_delay, parse_rate
-from gradwire.bench.net.links import Links, switch_limits
-from gradwire.bench.net.loopback import loopback_environments
-from gradwire.bench.ranks import RankFailure, run_function, run_ranks
-from gradwire.bench.warm import WarmProcess
-from gradwire.bench.wire import UplinkMeter, WireMeter
 from gradwire.core.errors import NetworkError
+from gradwire.network import Network, Uplinks, clean, parse_delay, parse_rate
+from gradwire.network.links import Links, switch_limits
+from gradwire.network.loopback import loopback_environments
+from gradwire.network.wire import UplinkMeter, WireMeter
+from gradwire.ranks.supervised import RankFailure, run_function, run_ranks
+from gradwire.ranks.warm import WarmProcess
 from namespaces import needs_namespaces
 
 HERE = Path(__file__)
@@ -112,7 +112,7 @@ def fail_on_one(rank: int, world_size: int) -> None:
 
 TRANSFER = """
 import json, os, socket, sys, time
-from gradwire.bench.wire import FRAMING_BYTES, WireMeter
+from gradwire.network.wire import FRAMING_BYTES, WireMeter
 rank, size, address = int(os.environ["RANK"]), int(sys.argv[1]), ("10.77.0.1", 5000)
 meter = WireMeter.from_environment()
 before = meter.read()
@@ -342,7 +342,7 @@ def test_an_interrupted_set_up_leaves_nothing(monkeypatch: pytest.MonkeyPatch, e
 
 CREATOR = """
 import os, signal, subprocess, time
-from gradwire.bench.net import Network
+from gradwire.network import Network
 signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests in the background ignores it
 with Network(2, mode="user") as network:
     environment = network.environment(0)
@@ -477,7 +477,7 @@ def test_the_deadline_shows_where_each_rank_stood():
 
 @SECONDS
 def test_a_warm_process_that_is_closed_ends_what_it_has_forked(tmp_path: Path):
-    warm = WarmProcess(["gradwire.bench.rank_main:prepare"], tmp_path / "host.log")
+    warm = WarmProcess(["gradwire.ranks.rank_main:prepare"], tmp_path / "host.log")
     command = warm.command("os:system", f"echo $$ > {tmp_path}/pid; exec sleep 100")
     client = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     assert wait_for(lambda: (tmp_path / "pid").exists() and bool((tmp_path / "pid").read_text().strip()), 30)

@@ -13,15 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from gradwire.bench import net_exec
-from gradwire.bench.net import Network
 from gradwire.cli.main import main
 from gradwire.core.errors import NetworkError
+from gradwire.network import Network
+from gradwire.ranks import net_exec
 
 pytestmark = pytest.mark.timeout(120)
 
 # Gloo's threads end with the last reference to their group, and one that Python's end overtakes may abort the process
-# (gradwire.bench.group_end says how). So nothing keeps the group beyond `destroy_process_group`: not the model, and not
+# (gradwire.ranks.group_end says how). So nothing keeps the group beyond `destroy_process_group`: not the model, and not
 # default arguments in torch.distributed.nn, which the first model would import after there is a group.
 SCRIPT = """
 import sys

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from gradwire.bench.ranks import run_function
 from gradwire.core.errors import CompositionError, SpecError
 from gradwire.drivers.cost import cost
+from gradwire.ranks.supervised import run_function
 from gradwire.reducers.hierarchical import AS_FOUND, Hierarchical
 from gradwire.spec import parse
 from node_cases import STEPS

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gradwire.bench.ranks import run_function
+from gradwire.ranks.supervised import run_function
 from non_finite_cases import BAD, BROKEN, RANK, STEPS
 
 CASES = str(Path(__file__).with_name("non_finite_cases.py"))

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 import gradwire
 from gradwire import AttachError, Lockstep, NonFiniteWarning, StateError, StepError
-from gradwire.bench.ranks import run_function
 from gradwire.codecs.dct_topk import cosines
 from gradwire.core.grain import matrix_grain
+from gradwire.ranks.supervised import run_function
 from gradwire.sync.optimizers import DeMo, Dion, OneBitAdam, OrthonormalMomentum, SharedOptimizer, ZeroOneAdam
 from gradwire.sync.optimizers.zero_one_adam import local_steps
 from optimizer_cases import DEADLINE_S, LOSSY, STEPS, digest, give_gradients, model

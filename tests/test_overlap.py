@@ -15,13 +15,13 @@ import pytest
 import torch
 
 import gradwire
-from gradwire.bench.net.loopback import loopback_environments
-from gradwire.bench.ranks import run_function, run_ranks
 from gradwire.cli.main import main
 from gradwire.drivers.traced import Span
+from gradwire.network.loopback import loopback_environments
 from gradwire.overlap import Overlap, OverlapSettings, Timings, Tuned, covered_s, hidden_share
 from gradwire.overlap.subjects import Subject
 from gradwire.overlap.tuning import Search
+from gradwire.ranks.supervised import run_function, run_ranks
 
 CASES = str(Path(__file__).with_name("overlap_cases.py"))
 

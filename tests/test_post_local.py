@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from gradwire import StateError, hooks
-from gradwire.bench.ranks import run_function
+from gradwire.ranks.supervised import run_function
 from post_local_cases import PERIOD, START, STEPS
 
 CASES = str(Path(__file__).with_name("post_local_cases.py"))

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import gradwire
-from gradwire.bench.ranks import run_function
+from gradwire.ranks.supervised import run_function
 from processors import PLAIN, WITHOUT_NUMBA
 
 CASES = str(Path(__file__).with_name("processor_cases.py"))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import gradwire
-from gradwire.bench.ranks import run_function
+from gradwire.ranks.supervised import run_function
 
 DEADLINE_S = 120
 SCRIPT = Path(__file__).with_name("restart_main.py")

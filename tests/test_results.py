@@ -8,10 +8,10 @@ import math
 import pytest
 
 from comparisons import comparison, failed, run
-from gradwire.bench import figures
-from gradwire.bench.evidence import shortfall
-from gradwire.bench.figures import Hit, Spread
-from gradwire.bench.results import Evaluation, ResultsError, Run, Split, Wire
+from gradwire.compare import figures
+from gradwire.compare.evidence import shortfall
+from gradwire.compare.figures import Hit, Spread
+from gradwire.compare.results import Evaluation, ResultsError, Run, Split, Wire
 
 
 def test_a_mean_of_what_is_not_finite_is_not_finite_and_no_exception():

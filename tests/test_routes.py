@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from gradwire.bench.ranks import run_function
 from gradwire.core.grain import flat_grain
 from gradwire.drivers.lockstep import Lockstep
+from gradwire.ranks.supervised import run_function
 from gradwire.spec import parse
 from route_cases import HALVES, digest, tensor
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gradwire.bench.ranks import run_function
+from gradwire.ranks.supervised import run_function
 
 CASES = str(Path(__file__).with_name("rule_cases.py"))
 SPECS = [

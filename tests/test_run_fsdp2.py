@@ -22,8 +22,8 @@ from gradwire import AttachError
 from gradwire.adapters.fsdp2.roots import PLACES, Roots
 from gradwire.adapters.script_saves import ScriptSaves
 from gradwire.adapters.unchanged import Unchanged
-from gradwire.bench.ranks import run_function
 from gradwire.cli.main import main
+from gradwire.ranks.supervised import run_function
 from run_fsdp2_cases import WAYS
 
 CASES = str(Path(__file__).with_name("run_fsdp2_cases.py"))

@@ -17,10 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
-from gradwire.bench.net import Network
-from gradwire.bench.ranks import run_function
 from gradwire.drivers.engine import Stats
 from gradwire.drivers.window import NORM_EVERY, START_UP, STEPS, Caps, Ready, Sample, Window, exposed_s
+from gradwire.network import Network
+from gradwire.ranks.supervised import run_function
 from gradwire.session.estimate import Times, summarise
 from gradwire.session.pace import WindowPace
 from gradwire.session.report import FEWEST_STEPS, Report

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from gradwire.bench.ranks import run_function
+from gradwire.ranks.supervised import run_function
 
 CASES = str(Path(__file__).with_name("framework_cases.py"))
 RANKS = range(2)

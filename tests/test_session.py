@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire import AttachError, Session, SessionStep, StepError
-from gradwire.bench.ranks import run_function
 from gradwire.core.errors import CommunicationError, NonFiniteWarning
+from gradwire.ranks.supervised import run_function
 from gradwire.reducers.aggregate import epsilon
 from gradwire.session import names
 from gradwire.session.failures import FailureBoard

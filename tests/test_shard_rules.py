@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 import gradwire
-from gradwire.bench.ranks import run_function
 from gradwire.codecs import BlockInt, Codec, Identity
 from gradwire.core.errors import CompositionError, SpecError
 from gradwire.core.grain import flat_grain
 from gradwire.core.key import Key
 from gradwire.drivers.lockstep import Lockstep
+from gradwire.ranks.supervised import run_function
 from gradwire.reducers import ErrorFeedback, Guard, Step
 from gradwire.reducers.aggregate import (
     Bulyan,

@@ -18,16 +18,16 @@ from torch import nn
 
 import gradwire
 from comparisons import comparison, run
-from gradwire.bench import compare, crossover
-from gradwire.bench.compare_options import CompareError, CompareOptions
-from gradwire.bench.plan import make_plan
-from gradwire.bench.results import Run
-from gradwire.bench.slow import SlowProcessor, parse_slow
-from gradwire.bench.storage import load, save
 from gradwire.cli.console import ConsoleView
 from gradwire.cli.main import parser
 from gradwire.cli.option_arguments import read_options
+from gradwire.compare import compare, crossover
+from gradwire.compare.options import CompareError, CompareOptions
+from gradwire.compare.plan import make_plan
+from gradwire.compare.results import Run
+from gradwire.compare.storage import load, save
 from gradwire.core.errors import NetworkError
+from gradwire.network.slow import SlowProcessor, parse_slow
 from gradwire.report.page import render
 
 

@@ -18,20 +18,20 @@ import pytest
 from rich.console import Console
 
 from comparisons import Silent, comparison, failed, run
-from gradwire.bench import compare, merging, one_run, storage
-from gradwire.bench.compare_options import CompareError, CompareOptions
-from gradwire.bench.evidence import TimedInPart, timed_in_part
-from gradwire.bench.figures import summarise
-from gradwire.bench.net import Network
-from gradwire.bench.plan import make_plan
-from gradwire.bench.results import Evaluation, ResultsError, Run
-from gradwire.bench.run_folder import prepare_folder, store_run, stored_runs
-from gradwire.bench.step_time import LEAST, PRECISION, WARM_UP, extended, is_known, step_time
-from gradwire.bench.verdict import judge, to_json
-from gradwire.bench.wire import WireMeter
 from gradwire.cli import main as cli
 from gradwire.cli.console import ConsoleView, show_table
+from gradwire.compare import compare, merging, one_run, storage
+from gradwire.compare.evidence import TimedInPart, timed_in_part
+from gradwire.compare.figures import summarise
+from gradwire.compare.options import CompareError, CompareOptions
+from gradwire.compare.plan import make_plan
+from gradwire.compare.results import Evaluation, ResultsError, Run
+from gradwire.compare.run_folder import prepare_folder, store_run, stored_runs
+from gradwire.compare.step_time import LEAST, PRECISION, WARM_UP, extended, is_known, step_time
+from gradwire.compare.verdict import judge, to_json
 from gradwire.core.errors import NetworkError
+from gradwire.network import Network
+from gradwire.network.wire import WireMeter
 from gradwire.report.page import render
 
 STEPS, TIMED = 40, WARM_UP + LEAST
@@ -39,7 +39,7 @@ STEPS, TIMED = 40, WARM_UP + LEAST
 TASK = """
 import torch
 from torch import nn
-from gradwire.bench.task import Task
+from gradwire.tasks.task import Task
 
 def task(seed):
     torch.manual_seed(seed)

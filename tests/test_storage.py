@@ -15,12 +15,12 @@ import pytest
 from rich.console import Console
 
 from comparisons import comparison, failed, run
-from gradwire.bench import compare, storage
-from gradwire.bench.results import Comparison, ResultsError
-from gradwire.bench.run_folder import stored_runs
-from gradwire.bench.verdict import judge
 from gradwire.cli import main as cli
 from gradwire.cli.console import show_table
+from gradwire.compare import compare, storage
+from gradwire.compare.results import Comparison, ResultsError
+from gradwire.compare.run_folder import stored_runs
+from gradwire.compare.verdict import judge
 from gradwire.report.page import render
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from gradwire import AttachError, CompositionError, StateError, StepError
-from gradwire.bench.ranks import run_function
+from gradwire.ranks.supervised import run_function
 from gradwire.sync import BMUF, Averaging, DiLoCo, DriftTriggered, Hierarchical, Increasing, LocalSGD, SlowMo
 from gradwire.sync.outer import Rates
 

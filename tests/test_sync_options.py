@@ -15,9 +15,9 @@ from typing import Any, Literal, NamedTuple
 import pytest
 
 import gradwire
-from gradwire.bench.ranks import run_function
 from gradwire.core.errors import CompositionError, GradwireError, SpecError
 from gradwire.core.options import Option
+from gradwire.ranks.supervised import run_function
 from gradwire.sync import BMUF, DiLoCo
 from gradwire.sync.methods import METHODS
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from gradwire.bench.ranks import run_function
+from gradwire.ranks.supervised import run_function
 from sync_shards_cases import CODED, METHODS
 
 CASES = str(Path(__file__).with_name("sync_shards_cases.py"))

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from gradwire.bench.net.loopback import free_port
-from gradwire.bench.ranks import run_ranks
 from gradwire.cli.main import main
 from gradwire.core.axis import Axis
 from gradwire.core.errors import TopologyError
+from gradwire.network.loopback import free_port
+from gradwire.ranks.supervised import run_ranks
 from gradwire.topology import HostIdentity, Topology, described, nvlink_groups, nvlinks_between, read_host
 from gradwire.topology.interfaces import read_interfaces
 from gradwire.topology.pairs import rounds_of_pairs

@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from engines import Exchange, ThreadTransport
-from gradwire.bench.net import Network
-from gradwire.bench.ranks import run_function, run_ranks
 from gradwire.core.link import Link
 from gradwire.drivers import axes
 from gradwire.drivers.axes import measured_links
 from gradwire.drivers.link_profiler import LinkProfiler
+from gradwire.network import Network
+from gradwire.ranks.supervised import run_function, run_ranks
 from gradwire.topology import AxisLinks, HostIdentity, Topology, described
 from namespaces import needs_namespaces
 
@@ -227,7 +227,7 @@ def test_two_ranks_on_each_of_two_emulated_hosts_are_two_nodes(tmp_path: Path) -
     needs_namespaces()
     with Network(2, "50mbit", delay="10ms") as network:
         results = [tmp_path / f"result{rank}.json" for rank in range(4)]
-        words = [sys.executable, "-m", "gradwire.bench.rank_main", f"{CASES}:links", "{}"]
+        words = [sys.executable, "-m", "gradwire.ranks.rank_main", f"{CASES}:links", "{}"]
         path = {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
         run_ranks(
             [network.command(rank // 2, [*words, str(results[rank]), "100"]) for rank in range(4)],

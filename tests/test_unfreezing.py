@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from everything import RANKS, by_name
-from gradwire.bench.ranks import run_function
+from gradwire.ranks.supervised import run_function
 
 CASES = str(Path(__file__).with_name("unfreeze_cases.py"))
 NAMES = [name for name in by_name() if name == "session int4" or not name.startswith("session")]

@@ -13,7 +13,7 @@ from torch import nn
 from gradwire import CommunicationError, SpecError, StepError
 from gradwire.asynchronous import is_asynchronous, parse
 from gradwire.asynchronous.methods import METHODS
-from gradwire.bench.ranks import run_function
+from gradwire.ranks.supervised import run_function
 
 RANKS = 3
 

@@ -14,8 +14,8 @@ from gradwire import StateError
 from gradwire.asynchronous import ASGD, Bounded, Matched, ParameterServer, Push
 from gradwire.asynchronous.clocks import Phase
 from gradwire.asynchronous.messages import push_key
-from gradwire.bench.ranks import run_function
 from gradwire.core import save_folder
+from gradwire.ranks.supervised import run_function
 from unwaiting_cases import model
 from unwaiting_saved_cases import OTHERS, of_one, stepped
 

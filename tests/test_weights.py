@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from gradwire import StepError
-from gradwire.bench.ranks import run_function
 from gradwire.cli.main import main
 from gradwire.codecs import Identity, TopK
 from gradwire.core.collective import ring_bytes
@@ -17,6 +16,7 @@ from gradwire.core.errors import CompositionError
 from gradwire.core.grain import flat_grain
 from gradwire.core.state import walk
 from gradwire.drivers.lockstep import Lockstep
+from gradwire.ranks.supervised import run_function
 from gradwire.reducers import AllGatherExchange, AllReduceExchange, ErrorFeedback
 from gradwire.reducers.aggregate import Weighted
 from gradwire.spec import parse

@@ -261,8 +261,8 @@ FILES: dict[str, tuple[Stage, ...]] = {
     "session/step_times.py": (("src/gradwire/session/step_times.py", *ARITHMETIC), ("tests/test_probing.py",)),
     "session/report.py": (("src/gradwire/session/report.py", *ARITHMETIC), REPORT),
     "core/saved.py": (("tests/test_saved.py",), (STATE,), CHECKPOINT),
-    "bench/figures.py": (
-        ("src/gradwire/bench/figures.py", "tests/test_results.py", "tests/test_verdict.py", "tests/test_storage.py"),
+    "compare/figures.py": (
+        ("src/gradwire/compare/figures.py", "tests/test_results.py", "tests/test_verdict.py", "tests/test_storage.py"),
     ),
 }
 

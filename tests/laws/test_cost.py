@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradwire import cost, parse
-from gradwire.bench.tasks import make_task
 from gradwire.cli.main import main
 from gradwire.core.agreement import Total
 from gradwire.core.axis import Axis
@@ -26,6 +25,7 @@ from gradwire.drivers.plan import plan
 from gradwire.drivers.timing import SimulatedMeeting, step_s
 from gradwire.reducers import Reducer
 from gradwire.reducers.step import Reduced, Step
+from gradwire.tasks.builtin import make_task
 
 from . import checks
 from .subjects import CPU, ranks_for, reducers, sample

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from gradwire.bench.tasks import make_task
 from gradwire.cli.main import main
 from gradwire.codecs import BlockInt, Identity
 from gradwire.core.axis import NodeSize
@@ -22,6 +21,7 @@ from gradwire.drivers.lockstep import Lockstep
 from gradwire.reducers import AllGatherExchange, AllReduceExchange, Auto, ErrorFeedback, Reducer, Ring, Tree, TwoShot
 from gradwire.reducers.hierarchical import Hierarchical, in_levels
 from gradwire.spec import parse
+from gradwire.tasks.builtin import make_task
 from gradwire.topology import Topology, described
 
 LEVELS: dict[str, tuple[tuple[NodeSize, ...], int]] = {

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from gradwire import parse
-from gradwire.bench.engines import Replicated
 from gradwire.codecs import BF16, BlockInt, Identity, TopK
+from gradwire.compare.engines import Replicated
 from gradwire.core.axis import Axis
 from gradwire.core.collective import AllGather as Gather
 from gradwire.core.collective import AllReduce as Sum

@@ -1,1 +1,1 @@
-"""Measuring on a network that is really slow, and supervising the ranks that run on it."""
+"""`gradwire bench`: how fast collectives, exchanges and methods are on the network at hand."""

@@ -41,9 +41,9 @@ def print_choice(arguments: argparse.Namespace, console: Console) -> None:
     Raises:
         SpecError: numbers or words that make no sense.
     """
-    from gradwire.bench.net import parse_delay, parse_rate
     from gradwire.choosing import Case, choose
     from gradwire.core.figures import milliseconds
+    from gradwire.network import parse_delay, parse_rate
 
     try:
         rate, delay_s = parse_rate(arguments.rate), parse_delay(arguments.delay)

@@ -9,13 +9,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from gradwire.bench.evidence import not_finite
-from gradwire.bench.figures import Row, final_loss, summarise
-from gradwire.bench.news import News
-from gradwire.bench.plan import ComparisonPlan
-from gradwire.bench.results import FLOOR, Comparison, Run
-from gradwire.bench.verdict import Verdict
 from gradwire.cli.lines import Lines, PlainLines, ProgressBar, say
+from gradwire.compare.evidence import not_finite
+from gradwire.compare.figures import Row, final_loss, summarise
+from gradwire.compare.plan import ComparisonPlan
+from gradwire.compare.results import FLOOR, Comparison, Run
+from gradwire.compare.verdict import Verdict
+from gradwire.ranks.news import News
 from gradwire.report import text
 from gradwire.report.page import cells, headings, notes
 

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from gradwire.bench.federate_options import FederateOptions
 from gradwire.cli.option_arguments import add_options, read_options
+from gradwire.federate.options import FederateOptions
 
 if TYPE_CHECKING:
-    from gradwire.bench.federate import FederationNews, FederationRun
-    from gradwire.bench.federation_results import Results
     from gradwire.cli.lines import Lines
+    from gradwire.federate.federation import FederationNews, FederationRun
+    from gradwire.federate.results import Results
 
 OK, INTERRUPTED = 0, 130
 
@@ -60,9 +60,9 @@ def run_federate(arguments: argparse.Namespace, console: Console) -> int:
     """Run `gradwire federate` and return its exit status."""
     import torch  # takes seconds: --help should not wait for it
 
-    from gradwire.bench.federate import FederationRun
-    from gradwire.bench.federation_results import save
     from gradwire.cli.lines import lines, say
+    from gradwire.federate.federation import FederationRun
+    from gradwire.federate.results import save
 
     options = read_options(arguments, FederateOptions)
     torch.set_num_threads(1)  # batches of a client are small: more threads cost more than they give
@@ -85,7 +85,7 @@ def run_federate(arguments: argparse.Namespace, console: Console) -> int:
 
 def _write(run: FederationRun, console: Console) -> None:
     """Keep and show what is known, also of a run that was cut short."""
-    from gradwire.bench.federation_results import save
+    from gradwire.federate.results import save
 
     results = run.finish()
     save(results, run.options.out / "results.json")

@@ -112,8 +112,8 @@ def run_recipes(arguments: argparse.Namespace, console: Console) -> int:
 
 def run_cost(arguments: argparse.Namespace, console: Console) -> int:
     """`gradwire cost SPEC ...`."""
-    from gradwire.bench.tasks import make_task
     from gradwire.spec import as_method
+    from gradwire.tasks.builtin import make_task
 
     model = make_task(arguments.task, 0, arguments.text).model
     hosts, behind = _hosts(arguments.hosts)
@@ -218,7 +218,7 @@ def _profiled(file: Path, latency_ms: float | None, ranks: int) -> _Links:
 
 
 def _link(rate: str | None, latency_ms: float | None) -> Link | None:
-    from gradwire.bench.net import parse_rate
+    from gradwire.network import parse_rate
 
     if rate is None and latency_ms is not None:
         raise SpecError("--latency tells nothing without --rate: give --rate 100mbit too")

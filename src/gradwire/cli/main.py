@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from gradwire.bench.compare_options import CompareOptions
 from gradwire.cli import federate, inform, net, overlap, run, state, store, topology
 from gradwire.cli.option_arguments import add_options, read_options
+from gradwire.compare.options import CompareOptions
 from gradwire.core.errors import GradwireError
 
 if TYPE_CHECKING:
-    from gradwire.bench.results import Comparison
+    from gradwire.compare.results import Comparison
 
 OK, FAILED, MISUSED, INTERRUPTED = 0, 1, 2, 130
 
@@ -35,7 +35,7 @@ methods
 tasks
   bytes                 a byte-level GPT of 1.85 M parameters on the standard library's sources, or on --text
   digits                8x8 handwritten digits, a small convolutional net
-  package.module:name   your own: a function of a seed that returns a gradwire.bench.task.Task,
+  package.module:name   your own: a function of a seed that returns a gradwire.tasks.task.Task,
                         or (model, batch, loss, metric)
 
 targets
@@ -99,9 +99,9 @@ def parser() -> argparse.ArgumentParser:
 
 def run_compare(arguments: argparse.Namespace, console: Console) -> int:
     """Run `gradwire compare` and return its exit status."""
-    from gradwire.bench import compare, verdict  # torch takes seconds to import: --help should not wait for it
     from gradwire.cli.console import ConsoleView, show_table
     from gradwire.cli.lines import say
+    from gradwire.compare import compare, verdict  # torch takes seconds to import: --help should not wait for it
 
     options = read_options(arguments, CompareOptions)
     view = ConsoleView(console)
@@ -122,9 +122,10 @@ def run_compare(arguments: argparse.Namespace, console: Console) -> int:
 
 def run_report(arguments: argparse.Namespace, console: Console) -> int:
     """Run `gradwire report DIR` and return its exit status."""
-    from gradwire.bench import compare, federation_results, storage, verdict
     from gradwire.cli import federate
     from gradwire.cli.console import show_table
+    from gradwire.compare import compare, storage, verdict
+    from gradwire.federate import results as federation_results
 
     folder: Path = arguments.folder.parent if arguments.folder.name == "results.json" else arguments.folder
     results = folder / "results.json"

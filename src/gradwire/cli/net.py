@@ -58,10 +58,10 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run_exec(arguments: argparse.Namespace, console: Console) -> int:
     """Run `gradwire net exec` and return its exit status."""
-    from gradwire.bench.net_exec import execute
-    from gradwire.bench.ranks import RankFailure
     from gradwire.cli.lines import say
     from gradwire.core.figures import si_bytes
+    from gradwire.ranks.net_exec import execute
+    from gradwire.ranks.supervised import RankFailure
 
     program: list[str] = arguments.program
     if program[:1] == ["--"]:
@@ -101,7 +101,7 @@ def _which(host: int, status: int | None) -> str:
 
 def run_clean(arguments: argparse.Namespace, console: Console) -> int:
     """Run `gradwire net clean` and return its exit status."""
-    from gradwire.bench import net
+    from gradwire import network as net
     from gradwire.cli.lines import say
 
     for line in net.clean() or ["nothing to clean"]:

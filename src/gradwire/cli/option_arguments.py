@@ -8,7 +8,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from gradwire.bench.option_fields import OptionField, flag_of, options_of
+from gradwire.option_fields import OptionField, flag_of, options_of
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

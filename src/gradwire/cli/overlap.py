@@ -52,9 +52,9 @@ def run_overlap(arguments: argparse.Namespace, console: Console) -> int:
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
-    from gradwire.bench.tasks import make_task
     from gradwire.cli.lines import say
     from gradwire.overlap import tune
+    from gradwire.tasks.builtin import make_task
 
     task = make_task(arguments.task, 0)
     dist.init_process_group("gloo")

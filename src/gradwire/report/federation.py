@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from gradwire.bench.federation_results import FederationEvaluation, Own, Results
 from gradwire.core.atomic_file import write_atomically
+from gradwire.federate.results import FederationEvaluation, Own, Results
 from gradwire.report import text
 from gradwire.report.axes import NARROW, WIDE
 from gradwire.report.charts import LineChart, Point, Series

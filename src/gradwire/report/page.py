@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gradwire.bench.compare_options import parse_nodes
-from gradwire.bench.figures import Row, mean, smooth, summarise, target_loss
-from gradwire.bench.results import FLOOR, FP32, Comparison
-from gradwire.bench.verdict import Verdict, judge
+from gradwire.compare.figures import Row, mean, smooth, summarise, target_loss
+from gradwire.compare.options import parse_nodes
+from gradwire.compare.results import FLOOR, FP32, Comparison
+from gradwire.compare.verdict import Verdict, judge
 from gradwire.core.atomic_file import write_atomically
 from gradwire.report import text
 from gradwire.report.axes import NARROW, WIDE

@@ -1,0 +1,1 @@
+"""Processes, one for each rank: supervised, kept warm, and ended together."""

@@ -1,0 +1,73 @@
+"""One rank of `run_function`: meet the others, call the function, write down what it returns."""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import importlib
+import importlib.util
+import json
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gradwire.kernels.warm import import_for_cpu
+from gradwire.network.wire import WireMeter
+from gradwire.ranks import group_end
+
+
+def load(target: str) -> Callable[..., Any]:
+    """Return the function named by "package.module:function" or "path/to/file.py:function"."""
+    where, _, name = target.rpartition(":")
+    if not where:
+        raise ValueError(f'target {target!r} must read "module:function" or "file.py:function"')
+    if not where.endswith(".py"):
+        return getattr(importlib.import_module(where), name)
+    spec = importlib.util.spec_from_file_location(Path(where).stem, where)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses and pickle look their module up there
+    spec.loader.exec_module(module)
+    return getattr(module, name)
+
+
+def prepare() -> None:
+    """Get a warm process ready: import what most functions need, and PyTorch only on the way. Starts no thread."""
+    torch.set_num_threads(1)
+    importlib.import_module("torch.nn.parallel")
+    importlib.import_module("torch._dynamo")  # the first step of an optimizer would, which takes a second
+    import_for_cpu()
+    gc.freeze()  # a child that collects garbage would copy every page of what is here
+
+
+def main(target: str, args: str, result: str, deadline_s: str) -> None:
+    """Run one rank; where and who it is stands in the environment."""
+    # A signal that ends the process, as SIGTERM does after the deadline, leaves in its log where every thread was.
+    faulthandler.enable()
+    faulthandler.register(signal.SIGTERM, chain=True)
+    torch.set_num_threads(1)
+    function = load(target)
+    group_end.before_init()
+    dist.init_process_group("gloo", timeout=timedelta(seconds=float(deadline_s)))
+    WireMeter.from_environment().pace()
+    value = function(dist.get_rank(), dist.get_world_size(), **json.loads(args))
+    Path(result).write_text(json.dumps(value))
+    group_end.destroy()
+
+
+if __name__ == "__main__":
+    try:
+        main(*sys.argv[1:])
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)  # an orderly end would wait for peers that wait for us
