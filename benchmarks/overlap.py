@@ -27,10 +27,11 @@ from common import network_arguments, save_result
 from gradwire import kernels
 from gradwire.baselines import TorchMethod
 from gradwire.compare.torch_hooks import attach_torch
-from gradwire.drivers.traced import Span, write_chrome_trace
+from gradwire.drivers.traced import Span
 from gradwire.network import Network, parse_rate
 from gradwire.network.wire import WireMeter
 from gradwire.overlap import Overlap, Stopwatch, all_reduce_alone, covered_s, reduce_alone
+from gradwire.profiling import RankRecord, StepRecord, write_chrome_trace
 from gradwire.ranks.supervised import run_function
 from gradwire.tasks.builtin import make_task
 
@@ -214,10 +215,21 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.trace:
         arguments.trace.mkdir(parents=True, exist_ok=True)
         for method in arguments.methods:
-            steps = [[Span(*span) for step in rank[method]["steps"][-4:] for span in step] for rank in ranks]
-            write_chrome_trace(arguments.trace / f"{method.replace(':', '_')}.json", steps)
+            records = [_record(number, rank[method]["steps"][-4:]) for number, rank in enumerate(ranks)]
+            write_chrome_trace(arguments.trace / f"{method.replace(':', '_')}.json", records)
     rows = {method: row_of(ranks[0][method], rate) for method in arguments.methods}
     return {"network": description, "task": arguments.task, "batches": arguments.batches, "methods": rows}
+
+
+def _record(rank: int, steps: list[list[Any]]) -> RankRecord:
+    """The last steps of a rank, for a trace: hosts of the emulated network share a clock."""
+    kept = list[StepRecord]()
+    for index, spans in enumerate(steps):
+        loop, communication = list[Span](), list[Span]()
+        for span in (Span(*each) for each in spans):
+            (loop if span.kind == "train" else communication).append(span)
+        kept.append(StepRecord(index, loop[0].began_s, loop[-1].ended_s, loop, [], [communication]))
+    return RankRecord("overlap", rank, 2, f"host{rank}", [], [], kept)
 
 
 def show(rows: dict[str, dict[str, float]]) -> None:

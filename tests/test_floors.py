@@ -33,7 +33,7 @@ FLOORS = (
     ("catalogue",),
     ("choosing", "recipes"),
     ("adapters",),
-    ("overlap",),
+    ("overlap", "profiling"),
     ("hooks",),
     ("network", "option_fields", "tasks"),
     ("ranks",),

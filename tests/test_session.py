@@ -192,7 +192,7 @@ def test_a_trace_has_spans_of_what_a_step_did(session: Session) -> None:
     traced = session.trace()
     session.reduce_(tensors())
     kinds = [span.kind for span in traced.spans]
-    assert {"code", "wire", "wait"} == set(kinds)
+    assert {"encode", "decode", "wire", "wait"} == set(kinds)
     assert all(span.ended_s >= span.began_s for span in traced.spans)
     assert sum(span.nbytes for span in traced.spans if span.kind == "wire") == session.stats().payload_bytes
     again = session.trace()

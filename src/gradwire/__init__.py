@@ -32,6 +32,7 @@ from gradwire.drivers.cost import Cost, cost
 from gradwire.drivers.engine import Stats
 from gradwire.drivers.lockstep import Lockstep
 from gradwire.methods import methods
+from gradwire.profiling import profile
 from gradwire.session import Session, SessionStep
 from gradwire.session.checkpoint import load, save
 from gradwire.session.drift import check_drift
@@ -75,6 +76,7 @@ __all__ = [
     "methods",
     "overlap",
     "parse",
+    "profile",
     "recipes",
     "reshard",
     "save",

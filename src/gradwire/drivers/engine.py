@@ -341,10 +341,10 @@ class Engine:
 
     # For watching ------------------------------------------------------------------------------------------------
 
-    def trace(self) -> Traced:
+    def trace(self, clock: Callable[[], float] = time.perf_counter) -> Traced:
         """Keep a span of every collective, wait and piece of coding from now on, until it is called again."""
         inner = self.transport.inner if isinstance(self.transport, Traced) else self.transport
-        self.transport = self._interpreter.transport = traced = Traced(inner)
+        self.transport = self._interpreter.transport = traced = Traced(inner, clock)
         return traced
 
     def slow_down(self, coded: Callable[[float], float]) -> None:

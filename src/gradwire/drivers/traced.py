@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal, NamedTuple
 
 from torch import Tensor
@@ -19,17 +17,21 @@ class Span(NamedTuple):
     """What a rank did from `began_s` to `ended_s`, by one clock.
 
     Attributes:
-        kind: "code" is encoding, decoding and summing, "wire" a collective from its start until its result was taken,
-            "wait" the part of that in which the rank did nothing else, "train" what a training loop notes itself.
+        kind: "encode" is coding that ends with a collective being started: in a later half of an exchange it begins
+            with decoding and summing. "decode" is coding after which nothing is sent. "wire" is a collective from its
+            start until its result was taken, "wait" the part of that in which the rank did nothing else, "train" what a
+            training loop notes itself.
         what: the collective that came next, or that was waited for.
         nbytes: that this rank handed over.
+        peers: the ranks that took part, where these were not all.
     """
 
-    kind: Literal["code", "wire", "wait", "train"]
+    kind: Literal["encode", "decode", "wire", "wait", "train"]
     what: str
     began_s: float
     ended_s: float
     nbytes: int = 0
+    peers: tuple[int, ...] = ()
 
     @property
     def length_s(self) -> float:
@@ -52,7 +54,7 @@ class Traced(WrappedTransport):
     >>> ask(AllReduce(torch.ones(2)), traced)
     tensor([1., 1.])
     >>> [(span.kind, span.what, span.nbytes) for span in traced.spans]
-    [('code', 'AllReduce', 0), ('wait', 'AllReduce', 8), ('wire', 'AllReduce', 8)]
+    [('encode', 'AllReduce', 0), ('wait', 'AllReduce', 8), ('wire', 'AllReduce', 8)]
     """
 
     def __init__(self, inner: Transport, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -67,28 +69,39 @@ class Traced(WrappedTransport):
 
     def pause(self) -> None:
         """Say that the rank has nothing to do until more gradients come, or until its next step."""
-        self.coded("pause")
+        self._coded("decode", "pause")
         self._codes_since = None
 
     def issue(self, request: Collective) -> Pending:
         """Start a collective, and note when."""
         what = type(request).__name__
-        self.coded(what)
+        self._coded("encode", what)
         began_s = self.clock()
         pending = self.inner.issue(request)
         self._codes_since = self.clock()
-        return _Watched(self, pending, what, request.nbytes, began_s)
+        peers = request.axis.members(self.rank) if request.axis is not None else ()
+        return _Watched(self, pending, what, request.nbytes, began_s, peers)
 
-    def coded(self, what: str) -> None:
+    def take(self) -> list[Span]:
+        """Return the spans so far, and keep none of them: called where no step is under way."""
+        spans, self.spans = self.spans, []
+        return spans
+
+    def _coded(self, kind: Literal["encode", "decode"], what: str) -> None:
         """End a span of coding, if one is under way."""
         if self._codes_since is not None:
-            self.spans.append(Span("code", what, self._codes_since, self.clock()))
+            self.spans.append(Span(kind, what, self._codes_since, self.clock()))
+
+    def about_to_wait(self, pending: _Watched) -> float:
+        """Note that a wait begins, and return when."""
+        self._coded("decode", pending.what)
+        return self.clock()
 
     def waited(self, pending: _Watched, began_s: float) -> None:
         """Note a wait that has ended."""
         self._codes_since = ended_s = self.clock()
-        self.spans.append(Span("wait", pending.what, began_s, ended_s, pending.nbytes))
-        self.spans.append(Span("wire", pending.what, pending.began_s, ended_s, pending.nbytes))
+        self.spans.append(Span("wait", pending.what, began_s, ended_s, *pending.sent))
+        self.spans.append(Span("wire", pending.what, pending.began_s, ended_s, *pending.sent))
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,31 +113,18 @@ class _Watched:
     what: str
     nbytes: int
     began_s: float
+    peers: tuple[int, ...]
+
+    @property
+    def sent(self) -> tuple[int, tuple[int, ...]]:
+        """How much, and to whom."""
+        return self.nbytes, self.peers
 
     def is_here(self) -> bool:
         return is_here(self.pending)
 
     def wait(self) -> Tensor:
-        self.traced.coded(self.what)
-        began_s = self.traced.clock()
+        began_s = self.traced.about_to_wait(self)
         result = self.pending.wait()
         self.traced.waited(self, began_s)
         return result
-
-
-def write_chrome_trace(path: Path | str, ranks: Iterable[Iterable[Span]]) -> None:
-    """Write the spans of all ranks for `chrome://tracing` or Perfetto: a process a rank, a line a kind."""
-    events = [
-        {
-            "name": span.what,
-            "ph": "X",
-            "pid": rank,
-            "tid": span.kind,
-            "ts": 1e6 * span.began_s,
-            "dur": 1e6 * span.length_s,
-            "args": {"bytes": span.nbytes},
-        }
-        for rank, spans in enumerate(ranks)
-        for span in spans
-    ]
-    Path(path).write_text(json.dumps({"traceEvents": events}))

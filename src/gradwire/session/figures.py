@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import time
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -179,12 +181,14 @@ class Figures:
             self._board = StepBoard(self.lane.store, self.lane.name, group.rank(), group.size())
             self.feed.board = self._board
 
-    def trace(self) -> Traced:
+    def trace(self, clock: Callable[[], float] = time.perf_counter) -> Traced:
         """Keep spans of all that communication does on this rank from the next step on; return what holds them.
 
-        A span is a collective under way, a wait for one, or coding between them; `write_chrome_trace` of
-        `gradwire.drivers.traced` writes them for Perfetto. Keeping one costs some microseconds. Clear `spans` now and
-        then in a long run.
+        A span is a collective under way, a wait for one, or coding between them. `gradwire.profile` does this for you,
+        beside the spans of training. Keeping one costs some microseconds. Clear `spans` now and then in a long run.
+
+        Args:
+            clock: that the spans' times are of, in seconds.
 
         Raises:
             StepError: a step is under way.
@@ -196,7 +200,7 @@ class Figures:
         """
         self.feed.occupy()
         try:
-            return self.engine.trace()
+            return self.engine.trace(clock)
         finally:
             self.feed.vacate()
 

@@ -164,6 +164,7 @@ class Lane:
 
     Attributes:
         executor: runs jobs in the order in which they were given.
+        waiting: entered while a training loop waits for programs: whoever wants to know when puts a context there.
         store: where the ranks leave words for each other.
         name: of the group, used for no other.
     """
@@ -177,6 +178,7 @@ class Lane:
         self.failures = FailureBoard(self.group, deadline_s)
         self.executor = SideStream(device) if device.type == "cuda" else CommunicationThread()
         self.poison: BaseException | None = None
+        self.waiting: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         self.ports: dict[Hashable, Any] = {}
         self.store, self.name = group_store(), self.group.group_name
         self.meeting = GroupMeeting(self.store, self.name, self.group.rank(), self.failures.ranks)
@@ -267,13 +269,13 @@ class Lane:
         """Wait in slices, so that an interrupt gets through, until the end or until communication has failed."""
         began = time.monotonic()
         try:
-            while not ended.wait(timeout=0.1):
-                if self.failures.error is not None:
-                    break
-                if (waited := time.monotonic() - began) > self.deadline_s + 5.0:
-                    self.failures.explain(
-                        ConnectionLost("the end of the step", waited, TimeoutError("no answer")), where
-                    )
+            with self.waiting():
+                while not ended.wait(timeout=0.1):
+                    if self.failures.error is not None:
+                        break
+                    if (waited := time.monotonic() - began) > self.deadline_s + 5.0:
+                        lost = ConnectionLost("the end of the step", waited, TimeoutError("no answer"))
+                        self.failures.explain(lost, where)
         except BaseException as interrupt:
             self.poison = interrupt
             self.failures.tell(interrupt)

@@ -1,0 +1,98 @@
+"""When a training loop computes what: told by hooks of the model, of autograd and of optimizers."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from gradwire.drivers.traced import Span
+
+
+class LoopSpans:
+    """Spans of a training loop, one after the other: where one begins, the one before it has ended.
+
+    Only the thread that made it is watched: an optimizer that steps where programs run is part of communication.
+
+    Args:
+        clock: seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock, self._thread = clock, threading.get_ident()
+        self._open: tuple[str, float] | None = None
+        self._passes = 0  # a backward pass may have others inside, of reentrant checkpoints
+        self._spans: list[Span] = []
+
+    def begin(self, what: str) -> None:
+        """End the span that is open, and begin one."""
+        if threading.get_ident() == self._thread:
+            now_s = self._clock()
+            self._end(now_s)
+            self._open = what, now_s
+
+    def end(self) -> None:
+        """End the span that is open, if one is."""
+        if threading.get_ident() == self._thread:
+            self._end(self._clock())
+
+    def _end(self, now_s: float) -> None:
+        if self._open is not None:
+            what, began_s = self._open
+            self._spans.append(Span("train", what, began_s, now_s))
+            self._open = None
+
+    def take(self) -> list[Span]:
+        """Return the spans so far, and keep none of them."""
+        self.end()
+        spans, self._spans = self._spans, []
+        return spans
+
+    @contextmanager
+    def watching(self, model: nn.Module) -> Generator[None]:
+        """Watch the passes of a model and the steps of all optimizers, for as long as the block runs.
+
+        Of a forward pass in training "loss" follows, until the backward pass begins.
+        """
+        with ExitStack() as stack:
+            hooks = (
+                model.register_forward_pre_hook(lambda *_: self.begin("forward")),
+                model.register_forward_hook(self._forward_ended, always_call=True),
+                register_optimizer_step_pre_hook(lambda *_: self.begin("optimizer")),
+                register_optimizer_step_post_hook(lambda *_: self.end()),
+            )
+            for hook in hooks:
+                stack.callback(hook.remove)
+            plain = torch.autograd.backward
+            torch.autograd.backward = self._watched(plain)
+            stack.callback(setattr, torch.autograd, "backward", plain)
+            yield
+
+    def _forward_ended(self, module: nn.Module, *_: Any) -> None:
+        if torch.is_grad_enabled() and module.training:
+            self.begin("loss")
+        else:
+            self.end()
+
+    def _watched(self, plain: Callable[..., None]) -> Callable[..., None]:
+        """`torch.autograd.backward`, which `Tensor.backward` calls too, with a span around it."""
+
+        @functools.wraps(plain)
+        def backward(*arguments: Any, **options: Any) -> None:
+            if not self._passes:
+                self.begin("backward")
+            self._passes += 1
+            try:
+                plain(*arguments, **options)
+            finally:
+                self._passes -= 1
+                if not self._passes:
+                    self.end()
+
+        return backward

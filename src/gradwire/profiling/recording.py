@@ -1,0 +1,256 @@
+"""`gradwire.profile`: spans of a training loop and of its communication, on all ranks."""
+
+from __future__ import annotations
+
+import platform
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gradwire.core.atomic_file import write_atomically
+from gradwire.core.errors import StepError
+from gradwire.drivers.traced import Span, Traced
+from gradwire.profiling.account import Account, account
+from gradwire.profiling.clocks import clock_reading
+from gradwire.profiling.loop import LoopSpans
+from gradwire.profiling.records import ClockReading, RankRecord, StepRecord, record_of, together
+from gradwire.profiling.summary import summary
+from gradwire.profiling.torch_hook import TorchSpans
+from gradwire.profiling.trace import chrome_trace
+from gradwire.session import Session
+
+T = TypeVar("T")
+
+KEPT = 200
+"""Steps of which spans are kept: the last ones."""
+
+SKIPPED = 3
+"""First steps that an account leaves out, where there are others."""
+
+
+class Profile:
+    """Keeps the spans of a training loop while its `with` block runs, see `gradwire.profile`.
+
+    Attributes:
+        records: of all ranks, on rank 0 once the block has ended well; else this rank's.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        folder: Path,
+        sessions: Sequence[Session],
+        keep: int = KEPT,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.records: list[RankRecord] = []
+        self._model, self._folder, self._sessions, self._clock = model, folder, sessions, clock
+        self._loop = LoopSpans(clock)
+        self._waits: list[Span] = []
+        self._steps: deque[StepRecord] = deque(maxlen=keep)
+        self._traced: list[Traced] = []
+        self._torch: TorchSpans | None = None
+        self._readings: list[ClockReading] = []
+        self._group: dist.ProcessGroup | None = None
+        self._run, self._began_s, self._index = "", 0.0, 0
+        self._stack = ExitStack()
+
+    # The training loop -------------------------------------------------------------------------------------------
+
+    def steps(self, batches: Iterable[T]) -> Iterator[T]:
+        """Yield batches, each for one step: what it takes to get one is the span "data" of that step.
+
+        Example:
+            for inputs, targets in profile.steps(loader):
+                ...
+        """
+        batches = iter(batches)
+        while True:
+            self._loop.begin("data")
+            try:
+                batch = next(batches)
+            except StopIteration:
+                self._loop.take()
+                return
+            self._loop.end()
+            yield batch
+            self.step()
+
+    def step(self) -> None:
+        """Say that a step has ended, and the next one begins: for loops that do not go through `steps`."""
+        now_s = self._clock()
+        communication = [traced.take() for traced in self._traced]
+        if self._torch is not None:
+            waits, spans = self._torch.take()
+            self._waits += waits
+            communication.append(spans)
+        waits, self._waits = self._waits, []
+        self._steps.append(StepRecord(self._index, self._began_s, now_s, self._loop.take(), waits, communication))
+        self._index, self._began_s = self._index + 1, now_s
+
+    @contextmanager
+    def _waiting(self) -> Generator[None]:
+        """The training loop waits for communication inside."""
+        began_s = self._clock()
+        try:
+            yield
+        finally:
+            self._waits.append(Span("wait", "communication", began_s, self._clock()))
+
+    # Beginning and ending ----------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Profile:
+        if self._began_s:
+            raise StepError("a profile is made of one block: call gradwire.profile again")
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            self._group = dist.new_group(backend="gloo")
+            token = torch.randint(0, 256, (8,), dtype=torch.uint8, generator=_own_generator())
+            dist.broadcast(token, 0, group=self._group)
+            self._run = bytes(token.tolist()).hex()
+            self._readings.append(clock_reading(self._group, self._clock))
+        self._stack.enter_context(self._loop.watching(self._model))
+        for session in self._sessions:
+            self._traced.append(session.trace(self._clock))
+            session.lane.waiting = self._waiting
+        if not self._sessions and isinstance(self._model, DistributedDataParallel):
+            self._trace_torch(self._model)
+        self._began_s = self._clock()
+        return self
+
+    def _trace_torch(self, ddp: DistributedDataParallel) -> None:
+        """Watch DDP's own all-reduces, if nobody else combines its gradients."""
+        if getattr(ddp, "_comm_hooks", None):
+            warnings.warn(
+                "this model has a communication hook that gradwire.profile cannot look into, so what it waits for "
+                "counts as its backward pass: give session= where gradwire.attach made the hook",
+                stacklevel=4,
+            )
+            return
+        self._torch = TorchSpans(ddp, self._clock)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+        for session in self._sessions:
+            session.lane.waiting = nullcontext
+        if self._torch is not None:
+            self._torch.close()
+        if error is None and self._group is not None:
+            self._readings.append(clock_reading(self._group, self._clock))
+        self.records = [self._record()]
+        self.records[0].write(self._folder)
+        if error is None:
+            self._gather()
+            if self._rank == 0:
+                write_outcome(self.records, self._folder)
+        if self._group is not None and error is None:
+            dist.destroy_process_group(self._group)
+
+    @property
+    def _rank(self) -> int:
+        return 0 if self._group is None else dist.get_rank(self._group)
+
+    def _record(self) -> RankRecord:
+        size = 1 if self._group is None else dist.get_world_size(self._group)
+        methods = [session.method for session in self._sessions] or ["PyTorch's own all-reduces"]
+        return RankRecord(self._run, self._rank, size, platform.node(), methods, self._readings, list(self._steps))
+
+    def _gather(self) -> None:
+        """Bring the records of all ranks to rank 0, which writes them too: hosts may share no folder."""
+        if self._group is None:
+            return
+        mine = torch.frombuffer(bytearray(self.records[0].to_json().encode()), dtype=torch.uint8)
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(self._group))]
+        dist.all_gather(lengths, torch.tensor([mine.numel()]), group=self._group)
+        padded = torch.zeros(max(int(length) for length in lengths), dtype=torch.uint8)
+        padded[: mine.numel()] = mine
+        rows = [torch.empty_like(padded) for _ in lengths] if self._rank == 0 else None
+        dist.gather(padded, rows, dst=0, group=self._group)
+        if rows is not None:
+            texts = [bytes(row[: int(n)].numpy()).decode() for row, n in zip(rows, lengths, strict=True)]
+            self.records = together([record_of(text, f"rank {rank}") for rank, text in enumerate(texts)])
+            for record in self.records:
+                record.write(self._folder)
+
+    # What came of it ---------------------------------------------------------------------------------------------
+
+    def account(self, skip: int = SKIPPED) -> Account:
+        """Return what steps were spent on: of all ranks on rank 0, of this rank on others.
+
+        Args:
+            skip: first steps that do not count, where there are others.
+        """
+        return account(self.records, skip)
+
+    def __str__(self) -> str:
+        """The table that `gradwire profile` prints."""
+        return summary(self.account())
+
+
+def write_outcome(records: Sequence[RankRecord], folder: Path) -> None:
+    """Write what people and programs read: `summary.txt` and `trace.json`, for Perfetto."""
+    write_atomically(folder / "summary.txt", summary(account(records, SKIPPED)) + "\n")
+    write_atomically(folder / "trace.json", chrome_trace(records))
+
+
+def _own_generator() -> torch.Generator:
+    """Random numbers that are not the training's."""
+    generator = torch.Generator()
+    generator.seed()
+    return generator
+
+
+def profile(
+    model: nn.Module,
+    folder: Path | str = "profile",
+    *,
+    session: Any = None,
+    keep: int = KEPT,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Profile:
+    """Find out where the steps of a training loop go: a `with` block around the loop, on every rank.
+
+    Each rank keeps spans of its data, forward pass, loss, backward pass and optimizer, by hooks that are taken away in
+    the end, and of all that its sessions do. When the block ends, rank 0 has the records of all ranks, on one clock,
+    and writes them with `summary.txt` and `trace.json` into the folder. Where an exception ends the block each rank
+    writes its own record only, and `gradwire profile FOLDER` makes the rest of those that are there.
+
+    Without a session the all-reduces of a `DistributedDataParallel` that has no hook are watched by a hook that does
+    the same. It stays with the model.
+
+    Args:
+        model: that the loop calls, as it calls it.
+        folder: for the records and what is made of them.
+        session: what `gradwire.attach` or `gradwire.Session` has returned, what `gradwire.wrap` has made of an
+            optimizer, or a list of these.
+        keep: of how many steps, the last ones, spans are kept.
+        clock: seconds; another one for each host in emulations.
+
+    Returns:
+        A context manager, with `steps(loader)`, or `step()` at the end of each step.
+
+    Raises:
+        StepError: a step of the session is under way.
+
+    Example:
+        session = gradwire.attach(ddp, "int4")
+        with gradwire.profile(ddp, session=session) as profile:
+            for inputs, targets in profile.steps(loader):
+                optimizer.zero_grad()
+                loss_of(ddp(inputs), targets).backward()
+                optimizer.step()
+        print(profile)
+    """
+    given = session if isinstance(session, list | tuple) else [session] if session is not None else []
+    return Profile(model, Path(folder), [each.session for each in given], keep, clock)

@@ -1,0 +1,162 @@
+"""What a rank keeps of its steps, and the file that holds it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from gradwire.core.atomic_file import write_atomically
+from gradwire.core.checked import checked
+from gradwire.core.errors import GradwireError
+from gradwire.core.figures import listed
+from gradwire.drivers.traced import Span
+
+
+class ProfileError(GradwireError, ValueError):
+    """Records of a profile that cannot be read, or do not belong together."""
+
+
+@dataclass(frozen=True)
+class ClockReading:
+    """How far a rank's clock was from rank 0's, at one moment.
+
+    Attributes:
+        at_s: by the rank's own clock.
+        offset_s: rank 0's clock less this one.
+        round_trip_s: of the exchange that told; the error is half of it at most.
+    """
+
+    at_s: float
+    offset_s: float
+    round_trip_s: float
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One step of one rank, by its own clock.
+
+    Attributes:
+        index: counted from 0.
+        began_s, ended_s: of the training loop.
+        loop: spans of the training loop, one after the other: "data", "forward", "loss", "backward", "optimizer".
+        waits: when the training loop waited for communication, within them.
+        communication: for each session, the spans of its communication, in the order in which they ended.
+    """
+
+    index: int
+    began_s: float
+    ended_s: float
+    loop: list[Span]
+    waits: list[Span]
+    communication: list[list[Span]]
+
+    @property
+    def length_s(self) -> float:
+        """Seconds of the step."""
+        return self.ended_s - self.began_s
+
+
+@dataclass(frozen=True)
+class RankRecord:
+    """The last steps of one rank, and how its clock went.
+
+    Attributes:
+        run: alike on all ranks of a run, and of no other one.
+        methods: of each session.
+        clock: readings at the beginning and at the end; none of a rank that trains alone, one of a run that broke off.
+    """
+
+    run: str
+    rank: int
+    world_size: int
+    host: str
+    methods: list[str]
+    clock: list[ClockReading]
+    steps: list[StepRecord]
+
+    def on_common_clock(self, at_s: float) -> float:
+        """Return a moment of this rank by rank 0's clock: offset and drift follow the readings on a straight line.
+
+        >>> readings = [ClockReading(0.0, 5.0, 0.0), ClockReading(100.0, 5.1, 0.0)]
+        >>> record = RankRecord("run", 1, 2, "host", [], readings, [])
+        >>> round(record.on_common_clock(50.0), 6)
+        55.05
+        """
+        if not self.clock:
+            return at_s
+        first, last = self.clock[0], self.clock[-1]
+        passed = last.at_s - first.at_s
+        drift = (last.offset_s - first.offset_s) / passed if passed > 0 else 0.0
+        return at_s + first.offset_s + drift * (at_s - first.at_s)
+
+    def step(self, index: int) -> StepRecord | None:
+        """The step of a number, on the common clock, if it was kept."""
+        for step in self.steps:
+            if step.index == index:
+                return self._moved(step)
+        return None
+
+    def _moved(self, step: StepRecord) -> StepRecord:
+        def moved(spans: Sequence[Span]) -> list[Span]:
+            return [
+                span._replace(began_s=self.on_common_clock(span.began_s), ended_s=self.on_common_clock(span.ended_s))
+                for span in spans
+            ]
+
+        began_s, ended_s = self.on_common_clock(step.began_s), self.on_common_clock(step.ended_s)
+        communication = [moved(spans) for spans in step.communication]
+        return StepRecord(step.index, began_s, ended_s, moved(step.loop), moved(step.waits), communication)
+
+    def to_json(self) -> str:
+        """The record as a file has it."""
+        return json.dumps(asdict(self))
+
+    def write(self, folder: Path) -> Path:
+        """Write `rankN.json` into a folder, whole or not at all, and return where it is."""
+        path = folder / f"rank{self.rank}.json"
+        write_atomically(path, self.to_json())
+        return path
+
+
+def record_of(text: str, where: str) -> RankRecord:
+    """Return the record that a text holds.
+
+    Raises:
+        ProfileError: a text that holds none.
+    """
+    try:
+        data = json.loads(text)
+    except ValueError as error:
+        raise ProfileError(f"{where} holds no record of a profile: it is cut off, or was written by others") from error
+    return checked(data, RankRecord, where, ProfileError)
+
+
+def read_records(folder: Path) -> list[RankRecord]:
+    """Return the records of all ranks of a folder, in the order of ranks.
+
+    Raises:
+        ProfileError: no records, one that cannot be read, or records of several runs.
+    """
+    paths = [path for path in folder.glob("rank*.json") if re.fullmatch(r"rank\d+\.json", path.name)]
+    if not paths:
+        raise ProfileError(f"{folder} holds no profile: give the folder that gradwire.profile wrote rank0.json into")
+    return together([record_of(path.read_text(encoding="utf-8"), str(path)) for path in paths])
+
+
+def together(records: Sequence[RankRecord]) -> list[RankRecord]:
+    """Return records in the order of ranks, if they belong together.
+
+    Raises:
+        ProfileError: records of several runs.
+    """
+    records = sorted(records, key=lambda record: record.rank)
+    runs = {(record.run, record.world_size) for record in records}
+    if len(runs) > 1:
+        raise ProfileError(
+            f"these records are of {len(runs)} runs, ranks {listed([record.rank for record in records])}: keep each "
+            "run in a folder of its own"
+        )
+    return records

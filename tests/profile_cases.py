@@ -1,0 +1,111 @@
+"""What each rank does in the tests of profiles."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import gradwire
+from gradwire.profiling import Account
+from gradwire.profiling.clocks import clock_reading
+
+STEPS = 12
+
+
+class Busy(nn.Module):
+    """A model whose forward pass takes at least so long."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.Sequential(nn.Linear(256, 512), nn.Tanh(), nn.Linear(512, 64))
+        self._seconds = seconds
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(self._seconds)
+        return self.inner(x)
+
+
+def _figures(found: Account) -> dict[str, Any]:
+    ranks = [
+        {
+            "accounted": each.accounted,
+            "seconds": dict(each.seconds),
+            "loop": dict(each.loop),
+            "waited_for": dict(each.waited_for),
+            "step_s": each.step_s,
+            "sent": each.sent_bytes,
+        }
+        for each in found.ranks
+    ]
+    return {"ranks": ranks, "caused_s": [found.caused_s(each.rank) for each in found.ranks], "steps": found.steps}
+
+
+def trained(
+    rank: int, world_size: int, *, folder: str, method: str | None, sleeps_s: list[float], fails_at: int | None = None
+) -> dict[str, Any] | None:
+    """Train under a profile; of each rank the forward pass takes as long as it is told."""
+    torch.set_num_threads(1)
+    ddp = DDP(Busy(sleeps_s[rank]))
+    session = None if method is None else gradwire.attach(ddp, method)
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+    try:
+        with gradwire.profile(ddp, folder, session=session) as profile:
+            for step, batch in enumerate(profile.steps(torch.randn(8, 256) for _ in range(STEPS))):
+                optimizer.zero_grad()
+                ddp(batch).square().mean().backward()
+                optimizer.step()
+                if step == fails_at:
+                    raise ValueError("planted")
+    except ValueError:
+        return None
+    found = _figures(profile.account()) if rank == 0 else None
+    if session is not None:
+        session.close()
+    return found
+
+
+def looped(rank: int, world_size: int, *, folder: str) -> list[str]:
+    """A session that nobody feeds but the loop, which ends its steps itself, in two profiles one after the other."""
+    model = Busy(0.002)
+    session = gradwire.Session(model, "none")
+    texts = list[str]()
+    for number in range(2):
+        with gradwire.profile(model, Path(folder) / str(number), session=session) as profile:
+            for _ in range(6):
+                model(torch.randn(8, 256)).square().mean().backward()
+                session.reduce_(model)
+                profile.step()
+        texts.append(str(profile))
+    assert torch.autograd.backward.__module__ == "torch.autograd"
+    session.close()
+    return texts
+
+
+def clocks(rank: int, world_size: int, *, skew_s: float, drift: float) -> list[float]:
+    """How far a moment is off that all ranks see at once, by clocks that differ by a skew and a drift."""
+
+    def clock() -> float:
+        return time.perf_counter() * (1 + drift * rank) + skew_s * rank
+
+    group = dist.group.WORLD
+    assert group is not None
+    readings = [clock_reading(group, clock)]
+    time.sleep(2.0)
+    true_s, mine_s = time.perf_counter(), clock()  # ranks on one machine share the true clock
+    time.sleep(2.0)
+    readings.append(clock_reading(group, clock))
+    from gradwire.profiling import RankRecord
+
+    record = RankRecord("run", rank, world_size, "host", [], readings, [])
+    return [record.on_common_clock(mine_s) - true_s, readings[-1].round_trip_s]
+
+
+Job = Callable[[], None]

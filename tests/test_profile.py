@@ -1,0 +1,246 @@
+"""Where a step goes: the critical path, whom waits are for, clocks, the trace, and profiles of real ranks."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gradwire.cli.main import main
+from gradwire.drivers.traced import Span
+from gradwire.profiling import (
+    ClockReading,
+    ProfileError,
+    RankRecord,
+    StepRecord,
+    account,
+    chrome_trace,
+    read_records,
+    summary,
+)
+from gradwire.profiling.account import critical_path
+from gradwire.ranks.supervised import run_function
+
+CASES = str(Path(__file__).with_name("profile_cases.py"))
+
+pytestmark = pytest.mark.one_of("ranks")
+
+
+def run(case: str, ranks: int, **arguments: Any) -> list[Any]:
+    return run_function(f"{CASES}:{case}", ranks, arguments, 120)
+
+
+def wire(began_s: float, waited_s: float, ended_s: float, nbytes: int = 100, peers: tuple[int, ...] = ()) -> list[Span]:
+    """A collective, and the wait for it."""
+    return [
+        Span("wait", "AllReduce", waited_s, ended_s, nbytes, peers),
+        Span("wire", "AllReduce", began_s, ended_s, nbytes, peers),
+    ]
+
+
+def record(rank: int, *steps: StepRecord, size: int = 2, clock: list[ClockReading] | None = None) -> RankRecord:
+    return RankRecord("run", rank, size, f"host{rank}", ["int4"], clock or [], list(steps))
+
+
+def step(index: int, late_s: float = 0.0) -> StepRecord:
+    """A step of 10 s whose one collective begins at 5 s, or later; all ranks have its result at 9 s."""
+    began = 10.0 * index
+    loop = [
+        Span("train", "data", began, began + 1),
+        Span("train", "forward", began + 1, began + 3),
+        Span("train", "backward", began + 3, began + 9.5),
+        Span("train", "optimizer", began + 9.5, began + 10),
+    ]
+    starts = began + 5 + late_s
+    waits = [Span("wait", "communication", starts, began + 9.5)]
+    communication = [
+        Span("encode", "AllReduce", starts - 0.5, starts),
+        *wire(starts, starts, began + 9),
+        Span("decode", "pause", began + 9, began + 9.5),
+    ]
+    return StepRecord(index, began, began + 10, loop, waits, [communication])
+
+
+# The account ------------------------------------------------------------------------------------------------------
+
+
+def test_the_critical_path_is_disjoint_and_has_communication_where_the_loop_waits() -> None:
+    path = critical_path(step(0))
+    assert [(span.kind, span.what, span.began_s, span.ended_s) for span in path] == [
+        ("train", "data", 0, 1),
+        ("train", "forward", 1, 3),
+        ("train", "backward", 3, 5),  # coding before the wait lies behind the backward pass, and costs nothing
+        ("wait", "AllReduce", 5, 9),
+        ("decode", "pause", 9, 9.5),
+        ("train", "optimizer", 9.5, 10),
+    ]
+
+
+def test_a_wait_is_for_the_rank_that_comes_last_and_then_for_bytes() -> None:
+    found = account([record(0, step(0)), record(1, step(0, late_s=3.0))])
+    early, late = found.ranks
+    assert early.waited_for == {1: 3.0}
+    assert (early.seconds["wait"], early.seconds["transfer"]) == (3.0, 1.0)
+    assert late.waited_for == {}
+    assert (late.seconds["wait"], late.seconds["transfer"]) == (0.0, 1.0)
+    assert early.accounted == late.accounted == 1.0
+    assert found.caused_s(1) == 3.0
+    assert found.caused_s(0) == 0.0
+
+
+def test_a_rank_that_takes_no_part_in_a_collective_is_not_waited_for() -> None:
+    def of(late_s: float, peers: tuple[int, ...]) -> StepRecord:
+        plain = step(0, late_s)
+        spans = plain.communication[0]
+        moved = [span._replace(peers=peers) if span.kind in ("wire", "wait") else span for span in spans]
+        return StepRecord(0, plain.began_s, plain.ended_s, plain.loop, plain.waits, [moved])
+
+    steps = [of(0.0, (0, 1)), of(1.0, (0, 1)), of(3.5, (2, 3)), of(0.0, (2, 3))]
+    found = account([record(rank, each, size=4) for rank, each in enumerate(steps)])
+    assert found.ranks[0].waited_for == {1: 1.0}
+    assert found.ranks[3].waited_for == {2: 3.5}
+
+
+def test_overlap_counts_what_the_loop_waited_through() -> None:
+    spans = wire(4.0, 5.0, 9.0) + wire(4.5, 9.0, 9.5)
+    plain = step(0)
+    found = account([record(0, StepRecord(0, 0, 10, plain.loop, plain.waits, [spans]), size=1)])
+    assert found.ranks[0].in_flight_s == 5.5
+    assert found.ranks[0].exposed_s == 4.5
+    assert found.ranks[0].efficiency == pytest.approx(1 / 5.5)
+
+
+def test_first_steps_do_not_count_and_steps_that_a_rank_lacks_neither() -> None:
+    found = account([record(0, *map(step, range(6))), record(1, *map(step, range(1, 5)))], skip=2)
+    assert found.steps == 3
+    assert account([record(0, step(0))], skip=3).steps == 1  # there are no others
+
+
+def test_a_slow_rank_is_named_with_why() -> None:
+    slow = step(0, late_s=3.0)
+    loop = [*slow.loop[:2], slow.loop[2], slow.loop[3]]
+    text = summary(account([record(0, step(0)), record(1, StepRecord(0, 0, 10, loop, slow.waits, slow.communication))]))
+    assert "The others wait 3000.0 ms a step for rank 1 on host1 (30% of a step), which computes and reads" in text
+    assert "for rank 0" not in text
+
+
+def test_missing_ranks_are_said() -> None:
+    assert "The records of ranks 1 and 2 are missing" in summary(account([record(0, step(0), size=3)]))
+
+
+# Clocks -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_planted_skew_and_drift_are_found_to_a_millisecond() -> None:
+    found = run("clocks", 3, skew_s=7200.0, drift=2e-3)
+    errors = [abs(error_s - found[0][0]) for error_s, _ in found]
+    assert max(errors) < 1e-3, found
+
+
+def test_records_move_to_the_common_clock() -> None:
+    moved = record(1, step(0), clock=[ClockReading(0.0, 100.0, 0.0), ClockReading(10.0, 101.0, 0.0)]).step(0)
+    assert moved is not None
+    assert (moved.began_s, moved.ended_s) == (100.0, pytest.approx(111.0))
+    assert moved.communication[0][-1].ended_s == pytest.approx(9.5 + 100.95)
+
+
+# The trace --------------------------------------------------------------------------------------------------------
+
+
+def events_of(records: list[RankRecord]) -> list[dict[str, Any]]:
+    return json.loads(chrome_trace(records))["traceEvents"]
+
+
+def test_spans_of_a_track_nest_and_arrows_have_two_ends() -> None:
+    both = wire(4.0, 5.0, 9.0) + wire(4.5, 9.0, 9.5)  # overlap, and none lies within the other
+    plain = step(0)
+    steps = [StepRecord(0, 0, 10, plain.loop, plain.waits, [both]), step(1)]
+    late = [StepRecord(0, 0, 10, plain.loop, plain.waits, [wire(6.0, 6.0, 9.0) + wire(7.0, 9.0, 9.5)]), step(1, 2.0)]
+    events = events_of([record(0, *steps), record(1, *late)])
+    assert_nested(events)
+    arrows = defaultdict[int, list[str]](list)
+    for event in events:
+        if event["ph"] in "sf":
+            arrows[event["id"]].append(event["ph"])
+            inside = [e for e in events if e["ph"] == "X" and (e["pid"], e["tid"]) == (event["pid"], event["tid"])]
+            assert any(e["ts"] <= event["ts"] <= e["ts"] + e["dur"] for e in inside), event
+    assert len(arrows) == 2
+    assert all(sorted(ends) == ["f", "s"] for ends in arrows.values())
+
+
+def assert_nested(events: list[dict[str, Any]]) -> None:
+    tracks = defaultdict[tuple[int, int], list[tuple[float, float]]](list)
+    for event in events:
+        if event["ph"] == "X":
+            tracks[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
+    for track, spans in tracks.items():
+        open_until: list[float] = []
+        for began, ended in sorted(spans, key=lambda span: (span[0], -span[1])):
+            while open_until and open_until[-1] <= began + 0.002:  # times are rounded to nanoseconds
+                open_until.pop()
+            assert not open_until or ended <= open_until[-1] + 0.002, (track, began, ended, open_until)
+            open_until.append(ended)
+
+
+# Files ------------------------------------------------------------------------------------------------------------
+
+
+def test_records_come_back_from_files_as_they_were(tmp_path: Path) -> None:
+    kept = [record(0, step(0), clock=[ClockReading(0.0, 1.0, 0.1)]), record(1, step(0))]
+    for each in kept:
+        each.write(tmp_path)
+    assert read_records(tmp_path) == kept
+
+
+def test_files_that_are_none_of_a_profile_are_refused_in_a_sentence(tmp_path: Path, capsys: Any) -> None:
+    assert main(["profile", str(tmp_path)]) == 2
+    assert "holds no profile" in capsys.readouterr().err
+    path = record(0, step(0)).write(tmp_path)
+    whole = path.read_text()
+    path.write_text(whole[: len(whole) // 2])
+    with pytest.raises(ProfileError, match="cut off"):
+        read_records(tmp_path)
+    path.write_text(whole.replace('"index": 0', '"index": "x"'))
+    with pytest.raises(ProfileError, match="whole number"):
+        read_records(tmp_path)
+    path.write_text(whole)
+    other = RankRecord("another run", 1, 2, "host1", ["int4"], [], [step(0)])
+    other.write(tmp_path)
+    with pytest.raises(ProfileError, match="2 runs"):
+        read_records(tmp_path)
+
+
+# Real ranks -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", [None, "int4", "powersgd:2"])
+def test_a_rank_that_computes_longer_is_named(tmp_path: Path, method: str | None, capsys: Any) -> None:
+    found = run("trained", 2, folder=str(tmp_path), method=method, sleeps_s=[0.01, 0.06])[0]
+    assert found["steps"] == 9  # the first three do not count
+    assert found["caused_s"][1] > 0.03
+    assert found["caused_s"][0] < 0.015
+    assert found["ranks"][1]["loop"]["forward"] > 0.055
+    assert all(0.9 < rank["accounted"] <= 1.0 + 1e-9 for rank in found["ranks"]), found
+    assert all(rank["sent"] > 0 for rank in found["ranks"])
+    assert main(["profile", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "for rank 1 on" in printed
+    assert (tmp_path / "summary.txt").read_text().strip() in printed
+    assert_nested(json.loads((tmp_path / "trace.json").read_text())["traceEvents"])
+
+
+def test_a_run_that_ends_in_mid_profile_leaves_what_each_rank_has(tmp_path: Path, capsys: Any) -> None:
+    run("trained", 2, folder=str(tmp_path), method="int4", sleeps_s=[0.0, 0.0], fails_at=7)
+    records = read_records(tmp_path)
+    assert [len(each.steps) for each in records] == [7, 7]
+    assert [len(each.clock) for each in records] == [1, 1]
+    assert main(["profile", str(tmp_path)]) == 0
+    assert "4 steps of" in capsys.readouterr().out
+
+
+def test_a_session_can_be_profiled_again_and_nothing_stays_behind(tmp_path: Path) -> None:
+    texts = run("looped", 2, folder=str(tmp_path))[0]
+    assert all(text.startswith("3 steps of") for text in texts)
