@@ -25,9 +25,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
+import gradwire
 from common import network_arguments, save_result
 from gradwire import kernels
+from gradwire.baselines import TorchMethod
 from gradwire.compare.engines import make_engine
+from gradwire.compare.torch_hooks import bucket_mb
 from gradwire.network import Network
 from gradwire.ranks.supervised import run_function
 
@@ -94,7 +97,9 @@ class Turn:
     def __init__(self, model: ReadyModel, method: str, steps: int, warm: int) -> None:
         before = resident("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-        ddp = DistributedDataParallel(model, init_sync=False)
+        parsed = gradwire.parse(method)
+        one_bucket_mb = bucket_mb(parsed) if isinstance(parsed, TorchMethod) else None
+        ddp = DistributedDataParallel(model, init_sync=False, bucket_cap_mb=one_bucket_mb)  # pyright: ignore[reportArgumentType]
         side = make_engine("ddp").attach(ddp, SGD(model.parameters(), 0.0), method)
         self.times_s, coded, faults = list[float](), 0.0, 0
         for index in range(warm + steps):
