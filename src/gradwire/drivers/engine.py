@@ -342,10 +342,15 @@ class Engine:
     # For watching ------------------------------------------------------------------------------------------------
 
     def trace(self, clock: Callable[[], float] = time.perf_counter) -> Traced:
-        """Keep a span of every collective, wait and piece of coding from now on, until it is called again."""
+        """Keep a span of every collective, wait and piece of coding from now on, until `stop_tracing`."""
         inner = self.transport.inner if isinstance(self.transport, Traced) else self.transport
         self.transport = self._interpreter.transport = traced = Traced(inner, clock)
         return traced
+
+    def stop_tracing(self) -> None:
+        """Keep no spans any more."""
+        if isinstance(self.transport, Traced):
+            self.transport = self._interpreter.transport = self.transport.inner
 
     def slow_down(self, coded: Callable[[float], float]) -> None:
         """Have coding take longer: `coded` is given the CPU seconds of each piece, and returns what it has made of it.

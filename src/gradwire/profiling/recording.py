@@ -144,6 +144,8 @@ class Profile:
         self._stack.close()
         for session in self._sessions:
             session.lane.waiting = nullcontext
+            if error is None:  # else a step may be under way
+                session.stop_tracing()
         if self._torch is not None:
             self._torch.close()
         if error is None and self._group is not None:

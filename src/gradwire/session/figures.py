@@ -204,6 +204,14 @@ class Figures:
         finally:
             self.feed.vacate()
 
+    def stop_tracing(self) -> None:
+        """Keep no spans from the next step on; what `trace` has returned holds those until then."""
+        self.feed.occupy()
+        try:
+            self.engine.stop_tracing()
+        finally:
+            self.feed.vacate()
+
     def stats(self) -> Stats:
         """Return bytes and times so far, those of the step that has just ended among them."""
         self.engine.settle()

@@ -1,0 +1,128 @@
+"""What a profile explains and costs: `python benchmarks/profiling.py [--methods ...] [--rate 100mbit] [--save]`.
+
+Printed for each method, on emulated hosts:
+
+- the least share of a step, over ranks, that the critical path explains, and the median over rounds of what a profile
+  adds to a step: stretches with and without one take turns, in the same processes and on the same model;
+- who is named where one host computes four times slower than the others.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire
+from common import network_arguments, save_result
+from gradwire import kernels
+from gradwire.network import Network
+from gradwire.network.slow import SlowProcessor
+from gradwire.profiling import Profile, read_records
+from gradwire.profiling.account import account
+from gradwire.ranks.supervised import run_function
+from gradwire.tasks.builtin import make_task
+
+DEFAULT = ["torch.fp32", "int4", "powersgd:8,factors=fp16"]
+SLOW = 2
+"""The host that is slower, where one is."""
+
+
+class Training:
+    """A model, its optimizer, and steps of it."""
+
+    def __init__(self, task: str, method: str, slow: float = 1.0) -> None:
+        self.task, self._processor = make_task(task, 0), SlowProcessor(slow)
+        self._processor.watch(self.task.model)
+        self.ddp = DistributedDataParallel(self.task.model)
+        self.session = None if method == "torch.fp32" else gradwire.attach(self.ddp, method)
+        self.optimizer = self.task.optimizer(self.ddp.parameters())
+        self.index = 0
+        if self.session is not None:
+            self._processor.watch_coding(self.session.engine)
+
+    def step(self) -> None:
+        """Train a step."""
+        self._processor.begin()
+        inputs, targets = self.task.batch(self.index, dist.get_rank(), dist.get_world_size())
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = self.task.loss(self.ddp(inputs), targets)
+        self._processor.pay()
+        loss.backward()
+        if self.task.clip_norm is not None:
+            nn.utils.clip_grad_norm_(self.ddp.parameters(), self.task.clip_norm)
+        self.optimizer.step()
+        self._processor.pay()
+        self.index += 1
+
+    def stretch_s(self, steps: int, profile: Profile | None = None) -> float:
+        """Seconds of a step, the mean over some."""
+        dist.barrier()
+        began_s = time.perf_counter()
+        for _ in range(steps):
+            self.step()
+            if profile is not None:
+                profile.step()
+        dist.barrier()
+        return (time.perf_counter() - began_s) / steps
+
+
+def train(
+    rank: int, world_size: int, *, task: str, method: str, rounds: int, stretch: int, folder: str, slow: float
+) -> dict[str, Any]:
+    """Alternate stretches with and without a profile."""
+    torch.set_num_threads(1)
+    kernels.warm_up()
+    training = Training(task, method, slow if rank == SLOW else 1.0)
+    training.stretch_s(6)
+    ratios = list[float]()
+    for number in range(rounds):
+        plain_s = training.stretch_s(stretch)
+        with gradwire.profile(training.ddp, Path(folder) / str(number), session=training.session) as profile:
+            watched_s = training.stretch_s(stretch, profile)
+        ratios.append(watched_s / plain_s)
+    return {"ratio": statistics.median(ratios), "ratios": ratios}
+
+
+def main() -> None:
+    """Measure and print; with --save write a dated result file."""
+    parser = network_arguments(__doc__, 4, DEFAULT)
+    parser.set_defaults(rounds=8, stretch=12)
+    parser.add_argument("--slow", type=float, default=4.0, help="times that host 2 is slower in the second run")
+    told = parser.parse_args()
+    results = dict[str, Any]()
+    for method in told.methods:
+        results[method] = dict[str, Any]()
+        for slow in (1.0, told.slow):
+            with tempfile.TemporaryDirectory() as folder, Network(told.hosts, told.rate) as network:
+                options = {
+                    "task": told.task,
+                    "method": method,
+                    "rounds": told.rounds if slow == 1.0 else 1,
+                    "stretch": told.stretch,
+                    "folder": folder,
+                    "slow": slow,
+                }
+                ranks = run_function(f"{__file__}:train", told.hosts, options, told.deadline, network=network)
+                found = account(read_records(Path(folder) / "0"), 3)
+                text = (Path(folder) / "0" / "summary.txt").read_text()
+                explained = min(rank.accounted for rank in found.ranks)
+                ratio = max(rank["ratio"] for rank in ranks)
+                print(f"{method}, {network.description}, host {SLOW} {slow:g} times slower" if slow > 1 else method)
+                print(f"explained {explained:.1%} of a step at least, a profiled step takes {ratio:.3f} of a plain one")
+                print(text, flush=True)
+                key = "slow" if slow > 1 else "plain"
+                results[method][key] = {"explained": explained, "ratio": ratio, "summary": text, "ranks": ranks}
+    if told.save:
+        print("wrote", save_result("profiling", {"hosts": told.hosts, "rate": told.rate, "methods": results}))
+
+
+if __name__ == "__main__":
+    main()
