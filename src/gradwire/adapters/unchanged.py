@@ -36,7 +36,7 @@ class Unchanged:
     """What happens to the models of a script while `watching`.
 
     Args:
-        method: a spec, such as `"int4"`.
+        method: a spec, such as `"int4"`; None attaches nothing.
         say: is told what is attached to.
         parameters: the codec that models of `fully_shard` gather parameters in; None: as FSDP2 does alone.
         options: further arguments of `gradwire.attach`.
@@ -51,18 +51,23 @@ class Unchanged:
         print(unchanged.summary())
     """
 
-    def __init__(self, method: str, say: Say, *, parameters: str | None = None, **options: Any) -> None:
+    def __init__(self, method: str | None, say: Say, *, parameters: str | None = None, **options: Any) -> None:
         self.sessions: list[tuple[str, Session]] = []
         self.refused: GradwireError | None = None
         self._method, self._say, self._parameters, self._options = method, say, parameters, options
         self._scalers: weakref.WeakSet[torch.amp.GradScaler] = weakref.WeakSet()
         self._attached: list[Callable[[nn.Module, Session], None]] = []
+        self._met: list[Callable[[nn.Module, Session | None], None]] = []
         self._made, self._roots = {DDP: 0, FSDP1: 0}, Roots(self._attach)
         self._said_of_parameters = False
 
     def on_attach(self, react: Callable[[nn.Module, Session], None]) -> None:
         """Have a function called with every model and its session, before the model's first step."""
         self._attached.append(react)
+
+    def on_first_call(self, react: Callable[[nn.Module, Session | None], None]) -> None:
+        """Have a function called with every model before its first step, and with its session if it has one."""
+        self._met.append(react)
 
     @contextlib.contextmanager
     def watching(self) -> Generator[Unchanged]:
@@ -93,12 +98,18 @@ class Unchanged:
 
     def _attach(self, model: nn.Module) -> None:
         """Attach to a model on every rank, and say so."""
+        session = None if self._method is None else self._session(model, self._method)
+        for react in self._met:
+            react(model, session)
+
+    def _session(self, model: nn.Module, method: str) -> Session:
+        """Attach to a model, and say so."""
         options: dict[str, Any] = {"scaler": self._scaler(), **self._options}
         gathered = ""
         if self._parameters is not None and is_fsdp2(model):
             options["parameters"], gathered = self._parameters, f", gathered in {self._parameters}"
         try:
-            session = attach(model, self._method, **options)
+            session = attach(model, method, **options)
         except GradwireError as error:
             self.refused = error
             raise
@@ -107,8 +118,9 @@ class Unchanged:
             react(model, session)
         numel = sum(p.numel() for p in model.parameters() if p.requires_grad)
         ranks = _ranks(session.transport.world_size)
-        self._say(f"{self._method} is attached to {_name(model)}: {numel:,} parameters{gathered}, {ranks}")
+        self._say(f"{method} is attached to {_name(model)}: {numel:,} parameters{gathered}, {ranks}")
         self._say_of_parameters(model)
+        return session
 
     def _say_of_parameters(self, model: nn.Module) -> None:
         """Say once that there is nothing to gather."""
@@ -133,6 +145,8 @@ class Unchanged:
 
     def summary(self) -> list[str]:
         """What was saved, a sentence a model; or why nothing was."""
+        if self._method is None:
+            return []
         if self.sessions:
             return [_saved(name, session) for name, session in self.sessions]
         if self.refused is not None:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from gradwire.adapters.script_profile import ScriptProfile
 from gradwire.adapters.script_saves import ScriptSaves
 from gradwire.adapters.unchanged import DDP, FSDP2, Unchanged
 from gradwire.session import DEADLINE_S
@@ -28,18 +29,20 @@ class ScriptWatch(NamedTuple):
     """How the models of a script are trained.
 
     Attributes:
-        method: a spec, such as `"int4"`.
+        method: a spec, such as `"int4"`; None trains them as they are.
         parameters: the codec that models of `fully_shard` gather parameters in.
         seed: of the method's random choices.
         deadline_s: seconds after which a silent rank is an error.
         states: whether states go with the script's checkpoints.
+        profile: the folder of a profile, if one is made.
     """
 
-    method: str
+    method: str | None
     parameters: str | None = None
     seed: int = 0
     deadline_s: float = DEADLINE_S
     states: bool = True
+    profile: str | None = None
 
 
 class WatchedProcess:
@@ -60,12 +63,16 @@ class WatchedProcess:
         self._saves = ScriptSaves(self.say) if watch.states else None
         if self._saves is not None:
             self.unchanged.on_attach(self._saves.follow)
+        self._profile = None if watch.profile is None else ScriptProfile(watch.profile, self.say)
+        if self._profile is not None:
+            self.unchanged.on_first_call(self._profile.follow)
 
     @contextlib.contextmanager
     def watching(self) -> Generator[None]:
         """Attach and follow inside."""
         following = contextlib.nullcontext() if self._saves is None else self._saves.watching()
-        with self.unchanged.watching(), following, self._serving():
+        profiling = contextlib.nullcontext() if self._profile is None else self._profile.watching()
+        with self.unchanged.watching(), following, self._serving(), profiling:
             yield
 
     def say(self, sentence: str) -> None:
@@ -90,6 +97,8 @@ class WatchedProcess:
         """Have a last look at what was saved, and say what was sent, where anything was trained."""
         if self._saves is not None:
             self._saves.catch_up()
+        if self._profile is not None:
+            self._profile.end()
         for sentence in self.unchanged.summary() if self.unchanged.made else []:
             self.say(sentence)
 

@@ -21,6 +21,7 @@ examples
   gradwire run --method int4 --nproc 2 -m package.train --epochs 3
   gradwire run --method int4 --parameters int8 --nproc 4 train_fsdp2.py
   gradwire run --method int4 train_that_spawns.py
+  gradwire run --profile profile --nproc 2 train.py
 
 Whatever follows the script is the script's own. So is the status; with --nproc it is that of the first rank to fail.
 """
@@ -30,14 +31,17 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Add it to the command line."""
     run = commands.add_parser(
         "run",
-        help="run a training script as it is, and compress the gradients of its DDP or FSDP2 models",
+        help="run a training script as it is, and compress the gradients of its DDP or FSDP2 models, or profile them",
         description="Run a training script as it is, and let a method combine the gradients of every model of "
         "DistributedDataParallel or fully_shard (FSDP2) that it trains.",
         epilog=RUN_HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,  # else what follows the script is searched for abbreviations of these options
     )
-    run.add_argument("--method", required=True, metavar="SPEC", help="what combines gradients: int4, topk:0.01, ...")
+    run.add_argument("--method", metavar="SPEC", help="what combines gradients: int4, topk:0.01, ...")
+    run.add_argument(
+        "--profile", metavar="DIR", help="keep where steps go, for gradwire profile DIR; with or without --method"
+    )
     run.add_argument(
         "--parameters", metavar="SPEC", help="what models of fully_shard gather parameters in: int8, int4, fp8, bf16"
     )
@@ -75,15 +79,19 @@ def run_script(arguments: argparse.Namespace, _: Console) -> int:
     from gradwire.core.errors import SpecError
     from gradwire.spec import for_shards
 
-    # Before anything starts this refuses what cannot be built.
-    reducer, codec = for_shards(arguments.method, arguments.parameters)
-    if reducer.weighs:
-        raise SpecError(
-            f"weights=given in {arguments.method!r} needs a script that calls session.weigh() in each step: attach in "
-            "the script, or write the weights of all ranks, as weights=3/1"
-        )
-    if codec is not None:
-        parameter_codec(codec)
+    if arguments.method is None and arguments.profile is None:
+        raise SpecError("give --method SPEC, such as --method int4, or --profile DIR, or both")
+    if arguments.method is None and arguments.parameters is not None:
+        raise SpecError("--parameters goes with a --method: give one, such as --method int4")
+    if arguments.method is not None:  # before anything starts this refuses what cannot be built
+        reducer, codec = for_shards(arguments.method, arguments.parameters)
+        if reducer.weighs:
+            raise SpecError(
+                f"weights=given in {arguments.method!r} needs a script that calls session.weigh() in each step: attach "
+                "in the script, or write the weights of all ranks, as weights=3/1"
+            )
+        if codec is not None:
+            parameter_codec(codec)
     if not arguments.module and not Path(arguments.script).is_file():
         raise SpecError(f"there is no script {arguments.script}: give its path, or -m and the name of a module")
     if arguments.nproc is None:
@@ -98,7 +106,9 @@ def _start_ranks(arguments: argparse.Namespace) -> int:
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    options = ["--method", arguments.method, "--seed", str(arguments.seed)]
+    options = ["--seed", str(arguments.seed)]
+    options += ["--method", arguments.method] if arguments.method is not None else []
+    options += ["--profile", arguments.profile] if arguments.profile is not None else []
     options += ["--parameters", arguments.parameters] if arguments.parameters is not None else []
     options += ["--deadline", str(arguments.deadline)] if arguments.deadline is not None else []
     options += [] if arguments.states else ["--no-states"]
@@ -128,7 +138,14 @@ def _as_rank(arguments: argparse.Namespace) -> int:
     from gradwire.adapters.watched import ScriptWatch, WatchedProcess
 
     given = {} if arguments.deadline is None else {"deadline_s": arguments.deadline}
-    watch = ScriptWatch(arguments.method, arguments.parameters, arguments.seed, states=arguments.states, **given)
+    watch = ScriptWatch(
+        arguments.method,
+        arguments.parameters,
+        arguments.seed,
+        states=arguments.states,
+        profile=arguments.profile,
+        **given,
+    )
     watched, status = WatchedProcess(watch), OK
     try:
         with watched.watching():

@@ -8,6 +8,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -30,6 +31,9 @@ from gradwire.profiling.trace import chrome_trace
 from gradwire.session import Session
 
 T = TypeVar("T")
+
+PATIENCE = timedelta(seconds=120)
+"""How long ranks wait for each other where the block begins and where it ends."""
 
 KEPT = 200
 """Steps of which spans are kept: the last ones."""
@@ -63,6 +67,7 @@ class Profile:
         self._readings: list[ClockReading] = []
         self._group: dist.ProcessGroup | None = None
         self._run, self._began_s, self._index = "", 0.0, 0
+        self._rank, self._size, self._is_whole = 0, 1, True
         self._stack = ExitStack()
 
     # The training loop -------------------------------------------------------------------------------------------
@@ -87,7 +92,10 @@ class Profile:
             self.step()
 
     def step(self) -> None:
-        """Say that a step has ended, and the next one begins: for loops that do not go through `steps`."""
+        """Say that a step has ended, and the next one begins: for loops that do not go through `steps`.
+
+        What follows until the forward pass counts as "data".
+        """
         now_s = self._clock()
         communication = [traced.take() for traced in self._traced]
         if self._torch is not None:
@@ -97,6 +105,7 @@ class Profile:
         waits, self._waits = self._waits, []
         self._steps.append(StepRecord(self._index, self._began_s, now_s, self._loop.take(), waits, communication))
         self._index, self._began_s = self._index + 1, now_s
+        self._loop.begin("data")
 
     @contextmanager
     def _waiting(self) -> Generator[None]:
@@ -113,7 +122,8 @@ class Profile:
         if self._began_s:
             raise StepError("a profile is made of one block: call gradwire.profile again")
         if dist.is_initialized() and dist.get_world_size() > 1:
-            self._group = dist.new_group(backend="gloo")
+            self._group = dist.new_group(backend="gloo", timeout=PATIENCE)
+            self._rank, self._size = dist.get_rank(), dist.get_world_size()
             token = torch.randint(0, 256, (8,), dtype=torch.uint8, generator=_own_generator())
             dist.broadcast(token, 0, group=self._group)
             self._run = bytes(token.tolist()).hex()
@@ -148,32 +158,30 @@ class Profile:
                 session.stop_tracing()
         if self._torch is not None:
             self._torch.close()
-        if error is None and self._group is not None:
+        self._is_whole = error is None and (self._group is None or dist.is_initialized())
+        if self._is_whole and self._group is not None:
             self._readings.append(clock_reading(self._group, self._clock))
         self.records = [self._record()]
         self.records[0].write(self._folder)
-        if error is None:
+        if self._is_whole:
             self._gather()
             if self._rank == 0:
                 write_outcome(self.records, self._folder)
-        if self._group is not None and error is None:
-            dist.destroy_process_group(self._group)
-
-    @property
-    def _rank(self) -> int:
-        return 0 if self._group is None else dist.get_rank(self._group)
+            if self._group is not None:
+                dist.destroy_process_group(self._group)
 
     def _record(self) -> RankRecord:
-        size = 1 if self._group is None else dist.get_world_size(self._group)
         methods = [session.method for session in self._sessions] or ["PyTorch's own all-reduces"]
-        return RankRecord(self._run, self._rank, size, platform.node(), methods, self._readings, list(self._steps))
+        return RankRecord(
+            self._run, self._rank, self._size, platform.node(), methods, self._readings, list(self._steps)
+        )
 
     def _gather(self) -> None:
         """Bring the records of all ranks to rank 0, which writes them too: hosts may share no folder."""
         if self._group is None:
             return
         mine = torch.frombuffer(bytearray(self.records[0].to_json().encode()), dtype=torch.uint8)
-        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(self._group))]
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self._size)]
         dist.all_gather(lengths, torch.tensor([mine.numel()]), group=self._group)
         padded = torch.zeros(max(int(length) for length in lengths), dtype=torch.uint8)
         padded[: mine.numel()] = mine
