@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from framework_runs import EXAMPLES, run_two
 from gradwire.cli.main import main
 from gradwire.drivers.traced import Span
 from gradwire.profiling import (
@@ -244,3 +245,28 @@ def test_a_run_that_ends_in_mid_profile_leaves_what_each_rank_has(tmp_path: Path
 def test_a_session_can_be_profiled_again_and_nothing_stays_behind(tmp_path: Path) -> None:
     texts = run("looped", 2, folder=str(tmp_path))[0]
     assert all(text.startswith("3 steps of") for text in texts)
+
+
+@pytest.mark.parametrize("method", [[], ["--method", "int4"]], ids=["plain", "int4"])
+def test_a_script_is_profiled_as_it_is(tmp_path: Path, method: list[str]) -> None:
+    folder = tmp_path / "profile"
+    words = ["-m", "gradwire", "run", "--profile", str(folder), *method, str(EXAMPLES / "train_ddp.py")]
+    done = run_two([*words, "--folder", str(tmp_path)], tmp_path / "run")
+    assert "gradwire profile" in done.logs[0]
+    records = read_records(folder)
+    assert [record.rank for record in records] == [0, 1]
+    assert [len(record.clock) for record in records] == [2, 2]  # it ended before the process group did
+    assert all(len(record.steps) == 20 for record in records)
+    found = account(records, 3)
+    assert found.steps == 17
+    for rank in found.ranks:
+        assert {"data", "forward", "loss", "backward", "optimizer"} <= set(rank.loop)
+        assert rank.sent_bytes > 0
+        assert rank.accounted > 0.8
+
+
+def test_a_script_needs_a_method_or_a_profile(capsys: Any) -> None:
+    assert main(["run", str(EXAMPLES / "train_ddp.py")]) == 2
+    assert "give --method SPEC, such as --method int4, or --profile DIR, or both" in capsys.readouterr().err
+    assert main(["run", "--profile", "p", "--parameters", "int8", str(EXAMPLES / "train_ddp.py")]) == 2
+    assert "--parameters goes with a --method" in capsys.readouterr().err
