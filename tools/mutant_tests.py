@@ -239,6 +239,7 @@ FILES: dict[str, tuple[Stage, ...]] = {
         (*RUN_FSDP2, "-k", "way"),
     ),
     "adapters/script_saves.py": (("tests/test_script_follow.py",), SCRIPT_SAVES, RUN_FSDP2, UNCHANGED),
+    "adapters/script_profile.py": (("tests/test_profile.py", "-k", "script"),),
     "adapters/told.py": (("tests/test_script_follow.py",), ("tests/test_run.py", "-k", "processes")),
     "adapters/watched.py": (("tests/test_run.py", "-k", "processes"), UNCHANGED),
     "adapters/transformers.py": (("tests/test_frameworks.py", "-k", "transformers"),),
