@@ -42,9 +42,12 @@ def run_profile(arguments: argparse.Namespace, console: Console) -> int:
     """
     from gradwire.cli.lines import say
     from gradwire.profiling import account, read_records, summary, write_chrome_trace
+    from gradwire.report.profile import write_profile_page
 
+    trace, page = arguments.folder / "trace.json", arguments.folder / "profile.html"
     records = read_records(arguments.folder)
-    write_chrome_trace(arguments.folder / "trace.json", records)
+    write_chrome_trace(trace, records)
+    write_profile_page(records, page, arguments.skip)
     say(console, summary(account(records, arguments.skip)))
-    say(console, f"\ntrace: {arguments.folder / 'trace.json'}")
+    say(console, f"\ntrace: {trace}\npage: {page}")
     return OK

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from gradwire.report.axes import Scale, number_labels
 from gradwire.report.svg import label, shortened, tag, width_of
 from gradwire.report.text import milliseconds
 
-PARTS = ("compute", "encode", "wait")
 BAR_PITCH = 34
 BAR_HEIGHT = 16
 MOST_LEFT = 0.4
@@ -19,10 +18,10 @@ MOST_LEFT = 0.4
 
 @dataclass(frozen=True)
 class Bar:
-    """One stacked bar: a name and the parts it is made of, in milliseconds."""
+    """One stacked bar: a name and the parts it is made of, in milliseconds, each by the class of its colour."""
 
     name: str
-    parts: tuple[float, float, float]
+    parts: Mapping[str, float]
 
 
 def bar_svg(title: str, bars: Sequence[Bar], floor_ms: float | None, *, width: int) -> str:
@@ -49,7 +48,7 @@ def bar_svg(title: str, bars: Sequence[Bar], floor_ms: float | None, *, width: i
 
 def _axis(bars: Sequence[Bar], floor_ms: float | None, width: int) -> Scale:
     """From zero to the longest bar, between the widest name and the widest figure."""
-    longest = max([*(sum(bar.parts) for bar in bars), floor_ms or 0.0], default=0.0) or 1.0
+    longest = max([*(sum(bar.parts.values()) for bar in bars), floor_ms or 0.0], default=0.0) or 1.0
     left = 14 + max((width_of(bar.name) for bar in bars), default=0.0)
     right = 14 + width_of(milliseconds(longest))
     return Scale(0.0, longest, min(left, MOST_LEFT * width), width - right)
@@ -60,7 +59,7 @@ def _bar(bar: Bar, x: Scale, y: float) -> tuple[str, str]:
     name = label(shortened(bar.name, x.start - 10), x.start - 10, y + BAR_HEIGHT - 4, class_="name end")
     pieces = [tag("g", tag("title", html.escape(bar.name)) + name)]
     start = 0.0
-    for part, value in zip(PARTS, bar.parts, strict=True):
+    for part, value in bar.parts.items():
         width = max(0.0, x(start + value) - x(start))
         tip = tag("title", html.escape(f"{bar.name}: {part} {milliseconds(value)} ms a step"))
         pieces.append(tag("rect", tip, class_=part, x=x(start), y=y, width=width, height=BAR_HEIGHT))

@@ -262,7 +262,7 @@ def _y_top(comparison: Comparison) -> float | None:
 
 def _bars(rows: Sequence[Row]) -> tuple[str, str]:
     bars = [
-        Bar(row.method, (row.compute_ms, row.encode_ms or 0.0, row.wait_ms or 0.0))
+        Bar(row.method, {"compute": row.compute_ms, "encode": row.encode_ms or 0.0, "wait": row.wait_ms or 0.0})
         for row in rows
         if row.compute_ms is not None
     ]
