@@ -24,6 +24,7 @@ from gradwire.profiling import (
 )
 from gradwire.profiling.account import critical_path
 from gradwire.ranks.supervised import run_function
+from gradwire.report.profile import render
 
 CASES = str(Path(__file__).with_name("profile_cases.py"))
 
@@ -184,6 +185,20 @@ def assert_nested(events: list[dict[str, Any]]) -> None:
                 open_until.pop()
             assert not open_until or ended <= open_until[-1] + 0.002, (track, began, ended, open_until)
             open_until.append(ended)
+
+
+# The page ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_shows_each_rank_and_escapes_whatever_hosts_are_called() -> None:
+    records = [record(rank, step(0), step(1), size=12) for rank in range(12)]
+    records[3] = RankRecord("run", 3, 12, "<script>alert(1)</script>", ["int4"], [], [step(0, late_s=3.0), step(1)])
+    page = render(records, 0)
+    assert "<script>alert" not in page
+    assert "&lt;script&gt;alert(1)" in page
+    assert all(f"rank {rank}" in page for rank in range(12))
+    assert "Shown are 8 of 12 ranks" in page
+    assert "A step takes 10000 ms, and 35% of it waits for bytes" in page
 
 
 # Files ------------------------------------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ def render(records: Sequence[RankRecord], skip: int) -> str:
         command="profile",
         task=", ".join(found.methods),
         headline=headline(found),
-        lede=f"{text.counted(len(found.ranks), 'rank')}, {text.counted(found.steps, 'step')}, {', '.join(found.methods)}.",
+        lede=lede(found),
         findings=[("caveat", said) for said in findings(found)],
         kinds=KINDS,
         bars=tuple(bar_svg("What a step was spent on", _bars(found), None, width=width) for width in (WIDE, NARROW)),
@@ -73,6 +73,11 @@ def headline(found: Account) -> str:
     return f"{took}, and {share:.0%} of it {words[largest]}"
 
 
+def lede(found: Account) -> str:
+    """What was looked at."""
+    return f"{text.counted(len(found.ranks), 'rank')}, {text.counted(found.steps, 'step')}, {', '.join(found.methods)}."
+
+
 def _bars(found: Account) -> list[Bar]:
     return [Bar(f"rank {rank.rank}", {kind: 1e3 * rank.seconds[kind] for kind in KINDS}) for rank in found.ranks]
 
@@ -81,16 +86,8 @@ def _cells(rank: RankShares) -> list[str]:
     times = [text.milliseconds(1e3 * seconds) for seconds in (rank.step_s, *(rank.seconds[kind] for kind in KINDS))]
     late = sorted(rank.waited_for.items(), key=lambda each: -each[1])[:3]
     waits = ", ".join(f"rank {other} {text.milliseconds(1e3 * seconds)}" for other, seconds in late)
-    sent = text.si_bytes(rank.sent_bytes)
-    return [
-        f"rank {rank.rank}",
-        rank.host,
-        *times,
-        f"{rank.accounted:.1%}",
-        sent,
-        f"{rank.efficiency:.0%}",
-        waits or text.NOTHING,
-    ]
+    rest = [f"{rank.accounted:.1%}", text.si_bytes(rank.sent_bytes), f"{rank.efficiency:.0%}", waits or text.NOTHING]
+    return [f"rank {rank.rank}", rank.host, *times, *rest]
 
 
 def _typical_step(records: Sequence[RankRecord], found: Account, skip: int) -> tuple[int, dict[str, StepRecord]]:
