@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.core.atomic_file import write_atomically
 from gradwire.core.errors import StepError
+from gradwire.drivers import groups
 from gradwire.drivers.traced import Span, Traced
 from gradwire.profiling.account import Account, account
 from gradwire.profiling.clocks import clock_reading
@@ -168,7 +169,7 @@ class Profile:
             if self._rank == 0:
                 write_outcome(self.records, self._folder)
             if self._group is not None:
-                dist.destroy_process_group(self._group)
+                groups.destroy(self._group)
 
     def _record(self) -> RankRecord:
         methods = [session.method for session in self._sessions] or ["PyTorch's own all-reduces"]
