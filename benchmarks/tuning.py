@@ -26,7 +26,7 @@ from gradwire.tasks.builtin import make_task
 
 TORCH = "torch.fp32"
 METHODS = [TORCH, "int8", "int4"]
-TASKS = {"digits": "20mbit", "bytes": "100mbit", "blocks": "1gbit"}
+TASKS = {"digits": "20mbit", "bytes": "500mbit", "blocks": "2gbit"}
 """Each with a rate at which float32 takes a few times as long as the backward pass."""
 
 BLOCKS, WIDTH, ROWS = 4, 768, 32
