@@ -198,7 +198,7 @@ def test_the_page_shows_each_rank_and_escapes_whatever_hosts_are_called() -> Non
     assert "&lt;script&gt;alert(1)" in page
     assert all(f"rank {rank}" in page for rank in range(12))
     assert "Shown are 8 of 12 ranks" in page
-    assert "A step takes 10000 ms, and 35% of it waits for bytes" in page
+    assert "A step takes 10000 ms, and 25% of it waits for bytes" in page
 
 
 # Files ------------------------------------------------------------------------------------------------------------
@@ -277,7 +277,7 @@ def test_a_script_is_profiled_as_it_is(tmp_path: Path, method: list[str]) -> Non
     for rank in found.ranks:
         assert {"data", "forward", "loss", "backward", "optimizer"} <= set(rank.loop)
         assert rank.sent_bytes > 0
-        assert rank.accounted > 0.8
+        assert 0.5 < rank.accounted <= 1.0 + 1e-9  # of steps of 2 ms, between whose spans hooks take their time
 
 
 def test_a_script_needs_a_method_or_a_profile(capsys: Any) -> None:

@@ -85,7 +85,7 @@ class Account:
         return busy[rank] / usual_s if usual_s > 0 else 1.0
 
 
-class Wire(NamedTuple):
+class WaitedWire(NamedTuple):
     """One collective of a rank, and its wait for the result."""
 
     wait: Span
@@ -121,11 +121,11 @@ def _without(span: Span, holes: Iterable[Span]) -> Iterator[Span]:
         yield span._replace(began_s=began_s)
 
 
-def wires_of(spans: Sequence[Span]) -> list[Wire]:
+def wires_of(spans: Sequence[Span]) -> list[WaitedWire]:
     """The collectives of a session's step, in the order in which they began, which is alike on all ranks."""
     waits = [span for span in spans if span.kind == "wait"]
     wires = [span for span in spans if span.kind == "wire"]
-    return sorted(map(Wire, waits, wires), key=lambda each: each.wire.began_s)
+    return sorted(map(WaitedWire, waits, wires), key=lambda each: each.wire.began_s)
 
 
 def account(records: Sequence[RankRecord], skip: int = 0) -> Account:

@@ -15,7 +15,7 @@ from typing import Any
 
 from gradwire.core.atomic_file import write_atomically
 from gradwire.drivers.traced import Span
-from gradwire.profiling.account import Wire, wires_of
+from gradwire.profiling.account import WaitedWire, wires_of
 from gradwire.profiling.records import RankRecord, StepRecord
 
 LOOP, CODING, WIRE = 1, 2, 3
@@ -56,8 +56,8 @@ def _names(record: RankRecord, tracks: int) -> Iterator[Event]:
         yield _meta("thread_sort_index", record.rank, track, sort_index=track)
 
 
-def _meta(name: str, rank: int, track: int, **arguments: Any) -> Event:
-    return {"name": name, "ph": "M", "pid": rank, "tid": track, "args": arguments}
+def _meta(what: str, rank: int, track: int, **arguments: Any) -> Event:
+    return {"name": what, "ph": "M", "pid": rank, "tid": track, "args": arguments}
 
 
 def _events(rank: int, step: StepRecord, origin_s: float) -> Iterator[Event]:
@@ -115,7 +115,7 @@ def _arrows(moved: dict[int, list[StepRecord]], origin_s: float) -> Iterator[Eve
                 yield _arrow("f", number, rank, CODING, come_s, origin_s)
 
 
-def _collectives(steps: dict[int, StepRecord]) -> Iterator[dict[int, Wire]]:
+def _collectives(steps: dict[int, StepRecord]) -> Iterator[dict[int, WaitedWire]]:
     """Of each collective of a step, what each rank has of it."""
     for session in range(max((len(step.communication) for step in steps.values()), default=0)):
         of_ranks = [wires_of(step.communication[session]) for step in steps.values()]
@@ -123,7 +123,7 @@ def _collectives(steps: dict[int, StepRecord]) -> Iterator[dict[int, Wire]]:
             yield dict(zip(steps, wires, strict=True))
 
 
-def _waiting(wires: dict[int, Wire], last: int) -> Iterator[int]:
+def _waiting(wires: dict[int, WaitedWire], last: int) -> Iterator[int]:
     """The ranks that already waited for a collective when the last one of them came."""
     come_s = wires[last].wire.began_s
     for rank, of in wires.items():

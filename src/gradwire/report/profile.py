@@ -11,10 +11,12 @@ from gradwire.profiling import Account, RankRecord, RankShares, StepRecord, acco
 from gradwire.profiling.account import KINDS
 from gradwire.profiling.summary import findings
 from gradwire.report import text
-from gradwire.report.axes import NARROW, WIDE
 from gradwire.report.bars import Bar, bar_svg
 from gradwire.report.template import rendered
 from gradwire.report.timeline import timeline_svg
+
+WIDTHS = (1096, 350)
+"""Of pictures, in pixels: on a screen, and on a phone."""
 
 MOST_DRAWN = 8
 """Ranks of which a step is drawn: those that the others wait for most come first."""
@@ -47,9 +49,9 @@ def render(records: Sequence[RankRecord], skip: int) -> str:
         lede=lede(found),
         findings=[("caveat", said) for said in findings(found)],
         kinds=KINDS,
-        bars=tuple(bar_svg("What a step was spent on", _bars(found), None, width=width) for width in (WIDE, NARROW)),
+        bars=tuple(bar_svg("What a step was spent on", _bars(found), None, width=width) for width in WIDTHS),
         step=index,
-        timeline=tuple(timeline_svg(title, steps, width=width) for width in (WIDE, NARROW)),
+        timeline=tuple(timeline_svg(title, steps, width=width) for width in WIDTHS),
         shown="" if of_all else f"Shown are {len(steps)} of {len(records)} ranks, the most waited for first.",
         headings=HEADINGS,
         rows=[("", _cells(rank)) for rank in found.ranks],
