@@ -11,7 +11,6 @@ from typing import NamedTuple
 from gradwire.drivers.traced import Span
 from gradwire.profiling.records import RankRecord, StepRecord
 
-COMPUTE = ("forward", "loss", "backward", "optimizer")
 KINDS = ("data", "compute", "encode", "decode", "transfer", "wait")
 """What a step is spent on. "wait" is for ranks that come later, "transfer" for bytes once all ranks are there."""
 

@@ -58,7 +58,8 @@ class LoopSpans:
     def watching(self, model: nn.Module) -> Generator[None]:
         """Watch the passes of a model and the steps of all optimizers, for as long as the block runs.
 
-        Of a forward pass in training "loss" follows, until the backward pass begins.
+        In training "loss" follows a forward pass, until the backward pass begins, and "gradients" the backward pass, until
+        an optimizer's step begins: clipping, unscaling, and what else the loop does with them.
         """
         with ExitStack() as stack:
             hooks = (
@@ -93,6 +94,6 @@ class LoopSpans:
             finally:
                 self._passes -= 1
                 if not self._passes:
-                    self.end()
+                    self.begin("gradients")
 
         return backward

@@ -41,7 +41,8 @@ class StepRecord:
     Attributes:
         index: counted from 0.
         began_s, ended_s: of the training loop.
-        loop: spans of the training loop, one after the other: "data", "forward", "loss", "backward", "optimizer".
+        loop: spans of the training loop, one after the other: "data", "forward", "loss", "backward", "gradients"
+            (clipping, unscaling), "optimizer".
         waits: when the training loop waited for communication, within them.
         communication: for each session, the spans of its communication, in the order in which they ended.
     """
