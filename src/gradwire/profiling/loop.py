@@ -58,15 +58,15 @@ class LoopSpans:
     def watching(self, model: nn.Module) -> Generator[None]:
         """Watch the passes of a model and the steps of all optimizers, for as long as the block runs.
 
-        In training "loss" follows a forward pass, until the backward pass begins, and "gradients" the backward pass, until
-        an optimizer's step begins: clipping, unscaling, and what else the loop does with them.
+        In training "loss" follows a forward pass, until the backward pass begins, and "gradients" follows that until an
+        optimizer's step begins: clipping, unscaling, and what else the loop does with them.
         """
         with ExitStack() as stack:
             hooks = (
-                model.register_forward_pre_hook(lambda *_: self.begin("forward")),
+                model.register_forward_pre_hook(self._forward_begins),
                 model.register_forward_hook(self._forward_ended, always_call=True),
-                register_optimizer_step_pre_hook(lambda *_: self.begin("optimizer")),
-                register_optimizer_step_post_hook(lambda *_: self.end()),
+                register_optimizer_step_pre_hook(self._optimizer_begins),
+                register_optimizer_step_post_hook(self._optimizer_ended),
             )
             for hook in hooks:
                 stack.callback(hook.remove)
@@ -74,6 +74,15 @@ class LoopSpans:
             torch.autograd.backward = self._watched(plain)
             stack.callback(setattr, torch.autograd, "backward", plain)
             yield
+
+    def _forward_begins(self, *_: Any) -> None:
+        self.begin("forward")
+
+    def _optimizer_begins(self, *_: Any) -> None:
+        self.begin("optimizer")
+
+    def _optimizer_ended(self, *_: Any) -> None:
+        self.end()
 
     def _forward_ended(self, module: nn.Module, *_: Any) -> None:
         if torch.is_grad_enabled() and module.training:

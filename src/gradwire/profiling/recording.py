@@ -123,7 +123,9 @@ class Profile:
         if self._began_s:
             raise StepError("a profile is made of one block: call gradwire.profile again")
         if dist.is_initialized() and dist.get_world_size() > 1:
-            self._group = dist.new_group(backend="gloo", timeout=PATIENCE)
+            group = dist.new_group(backend="gloo", timeout=PATIENCE)
+            assert isinstance(group, dist.ProcessGroup)
+            self._group = group
             self._rank, self._size = dist.get_rank(), dist.get_world_size()
             token = torch.randint(0, 256, (8,), dtype=torch.uint8, generator=_own_generator())
             dist.broadcast(token, 0, group=self._group)

@@ -97,7 +97,8 @@ def _typical_step(records: Sequence[RankRecord], found: Account, skip: int) -> t
     indices = set.intersection(*({step.index for step in record.steps} for record in records))
     kept = sorted(index for index in indices if index >= skip) or sorted(indices)
     lengths = {index: max(step.length_s for record in records if (step := record.step(index))) for index in kept}
-    typical = sorted(kept, key=lambda index: lengths[index])[len(kept) // 2]
+    by_length: list[int] = sorted(kept, key=lengths.__getitem__)
+    typical = by_length[len(kept) // 2]
     drawn = sorted(records, key=lambda record: -found.caused_s(record.rank))[:MOST_DRAWN]
     return typical, {
         f"rank {record.rank}": step
