@@ -74,8 +74,25 @@ def _measured(
 ) -> AxisLink:
     if level.is_described:
         return AxisLink(level.name)
-    pairs = [pair for round_ in rounds for pair in _RoundOfPairs(round_, transport, device).measure()]
-    return AxisLink(level.name, tuple(pairs))
+    return AxisLink(level.name, measured_pairs(rounds, transport, device))
+
+
+def measured_pairs(
+    rounds: Sequence[Sequence[RankPair]], transport: Transport, device: torch.device
+) -> tuple[MeasuredPair, ...]:
+    """Measure latency and rate between pairs of ranks; return the same numbers on every rank.
+
+    Every rank must call it at the same place, with the same rounds, while nothing else is under way.
+
+    Args:
+        rounds: pairs of a round talk at once, so no rank may be in two of them.
+        transport: moves tensors between ranks; it must serve `SendRecv`.
+        device: where they lie.
+
+    Raises:
+        ConnectionLost: a rank ended or fell silent.
+    """
+    return tuple(pair for round_ in rounds for pair in _RoundOfPairs(round_, transport, device).measure())
 
 
 class _RoundOfPairs:
