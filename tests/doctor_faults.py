@@ -13,7 +13,7 @@ from gradwire.doctor.facts import UNLIMITED, Devices, Facts, MeetingPoint, Proce
 from gradwire.doctor.finding import Severity
 from gradwire.doctor.matrix import LinkMatrix
 from gradwire.doctor.together import MeasuredTogether
-from gradwire.topology import Host, HostIdentity, NetworkInterface, RdmaPort, read_host
+from gradwire.topology import Gpu, Host, HostIdentity, NetworkInterface, NvLink, RdmaPort, read_host
 from gradwire.topology.axis_links import MeasuredPair
 from topology_trees import Nvml, dgx, made
 
@@ -169,6 +169,20 @@ def nvlinks(gpu: int, count: int) -> Callable[[Facts], Facts]:
     return plant
 
 
+def islands(facts: Facts) -> Facts:
+    """Facts in which GPUs have direct links to the other three of their half."""
+    gpus = facts.host.gpus or ()
+    halves = [
+        replace(gpu, nvlinks=tuple(NvLink(i, "gpu", other.bus_id) for i, other in enumerate(_half_of(gpu, gpus))))
+        for gpu in gpus
+    ]
+    return replace(facts, host=replace(facts.host, gpus=tuple(halves)))
+
+
+def _half_of(gpu: Gpu, gpus: Sequence[Gpu]) -> list[Gpu]:
+    return [other for other in gpus if other.index // 4 == gpu.index // 4 and other != gpu]
+
+
 def meeting(state: str, address: str = "10.0.0.1:29500") -> Callable[[Facts], Facts]:
     """Facts with something else where ranks meet."""
     return lambda facts: replace(facts, meeting=MeetingPoint(address, state))
@@ -198,8 +212,7 @@ def slow_interface(facts: Facts) -> Facts:
 
 PARTED = tuple(tuple(one == other or {one, other} != {2, 5} for other in range(GPUS)) for one in range(GPUS))
 LOOPBACK_NAME = both(without("GLOO_SOCKET_IFNAME"), lambda facts: replace(facts, host_addresses=("127.0.1.1",)))
-FILES = {"/etc/nccl.conf": {"NCCL_DEBUG": "INFO"}}
-FEW_FILES = {"/home/a/.nccl.conf": {"NCCL_CROSS_NIC": "yes"}}
+SYSTEM_FILE, OWN_FILE = {"/etc/nccl.conf": {"NCCL_DEBUG": "INFO"}}, {"/home/a/.nccl.conf": {"NCCL_CROSS_NIC": "yes"}}
 
 FAULTS = (
     # names and values of variables
@@ -239,8 +252,8 @@ FAULTS = (
     Fault("no-infiniband", setting(NCCL_IB_DISABLE="1"), "InfiniBand is off, and NCCL_IB_HCA is about it", "warning"),
     Fault("blocking", setting(CUDA_LAUNCH_BLOCKING="1"), "kernels run one at a time", "warning"),
     Fault("logging", setting(NCCL_DEBUG="INFO"), "NCCL_DEBUG is on", "note"),
-    Fault("twice", lambda facts: replace(facts, nccl_files=FILES), "NCCL_DEBUG is set twice", "warning"),
-    Fault("file", lambda facts: replace(facts, nccl_files=FEW_FILES), "/home/a/.nccl.conf sets NCCL_CROSS_NIC=yes",
+    Fault("twice", lambda facts: replace(facts, nccl_files=SYSTEM_FILE), "NCCL_DEBUG is set twice", "warning"),
+    Fault("file", lambda facts: replace(facts, nccl_files=OWN_FILE), "/home/a/.nccl.conf sets NCCL_CROSS_NIC=yes",
           "warning"),
     Fault("topology-file", both(setting(NCCL_TOPO_FILE="/no"), lambda f: replace(f, missing_files=("NCCL_TOPO_FILE",))),
           "names a file that is not there", "warning"),
@@ -253,7 +266,7 @@ FAULTS = (
           "does not resolve within seconds", "warning"),
     Fault("loopback", setting(NCCL_SOCKET_IFNAME="lo"), "NCCL_SOCKET_IFNAME names lo, which reaches no other host",
           "error"),
-    Fault("down", interface("eno1", state="down"), "names eno1, which is down", "error"),
+    Fault("down", interface("eno1", state="down"), "GLOO_SOCKET_IFNAME names eno1, which is down", "error"),
     Fault("left-out", both(without("NCCL_IB_HCA"), setting(NCCL_NET="Socket")), "although RDMA ports are up",
           "warning"),
     Fault("port-down", port(3, state="DOWN", bits_per_s=None), "mlx5_3 port 1 is DOWN, and others are up", "warning"),
@@ -286,7 +299,7 @@ FAULTS = (
           "error", "CUDA_VISIBLE_DEVICES"),
     Fault("too-many", device(usable=4), "8 ranks run on this host, and it has 4 GPUs", "error", "--nproc-per-node 4"),
     Fault("nvlinks", nvlinks(6, 17), "GPU 6 has 17 active NVLinks, and others of this host have 18", "warning"),
-    Fault("islands", nvlinks(6, 0), "NVLinks do not join all GPUs", "note"),
+    Fault("islands", islands, "NVLinks do not join all GPUs", "note"),
     Fault("peers", device(peer_access=PARTED), "1 pair of GPUs cannot read each other's memory", "warning", "ACS"),
     Fault("no-p2p", setting(NCCL_P2P_DISABLE="1"), "NCCL_P2P_DISABLE=1 keeps NCCL from the fastest way", "warning"),
     Fault("rank", lambda facts: replace(facts, rank=16), "RANK=16 does not exist among 16 ranks", "error"),
@@ -315,21 +328,14 @@ def on(place: int, plant: Callable[[Facts], Facts]) -> Callable[[Sequence[Facts]
 
 def slow_host(ranks: Sequence[Facts]) -> Sequence[Facts]:
     """Ranks of which one host has slower ports, all of them alike."""
-
-    def plant(facts: Facts) -> Facts:
-        ports = tuple(replace(each, bits_per_s=200e9) for each in facts.host.rdma_ports)
-        return replace(facts, host=replace(facts.host, rdma_ports=ports))
-
-    return [plant(facts) if facts.name == "node1" else facts for facts in ranks]
+    slow = both(*(port(place, bits_per_s=200e9) for place in range(8)))
+    return [slow(facts) if facts.name == "node1" else facts for facts in ranks]
 
 
 def fewer_gpus(ranks: Sequence[Facts]) -> Sequence[Facts]:
     """Ranks of which one host has lost a GPU."""
-
-    def plant(facts: Facts) -> Facts:
-        return replace(facts, host=replace(facts.host, gpus=(facts.host.gpus or ())[:7]))
-
-    return [plant(facts) if facts.name == "node1" else facts for facts in ranks]
+    lost = [replace(facts, host=replace(facts.host, gpus=(facts.host.gpus or ())[:7])) for facts in ranks]
+    return [less if less.name == "node1" else facts for less, facts in zip(lost, ranks, strict=True)]
 
 
 RANK_FAULTS = (

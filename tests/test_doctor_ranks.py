@@ -6,11 +6,11 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -44,6 +44,7 @@ from gradwire.topology import Host, HostIdentity
 from gradwire.topology.pairs import all_pairs_in_rounds
 from namespaces import needs_namespaces
 
+T = TypeVar("T")
 CPU = torch.device("cpu")
 CASES = Path(__file__).with_name("doctor_cases.py")
 
@@ -117,7 +118,7 @@ def test_facts_of_another_version_are_no_end() -> None:
 # Together, on threads -------------------------------------------------------------------------------------------------
 
 
-def on_threads(world_size: int, function: Any) -> list[Any]:
+def on_threads(world_size: int, function: Callable[[ThreadTransport], T]) -> list[T]:
     exchange = Exchange(world_size)
     with ThreadPoolExecutor(world_size) as pool:
         return list(pool.map(function, [ThreadTransport(exchange, rank) for rank in range(world_size)]))

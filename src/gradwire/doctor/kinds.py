@@ -159,7 +159,8 @@ class Words:
     @property
     def legal(self) -> str:
         """The words."""
-        listed = ", ".join(self.words[:-1]) + " or " + self.words[-1] if len(self.words) > 1 else self.words[0]
+        *most, last = self.words
+        listed = f"{', '.join(most)} or {last}" if most else last
         return f"a list of {listed}" if self.separator else listed
 
     def misread(self, text: str) -> Misread | None:

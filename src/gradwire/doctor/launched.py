@@ -6,6 +6,7 @@ first pass and not the others, making a group hangs. So hosts try such connectio
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import time
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.rendezvous import rendezvous
 
 from gradwire.core.errors import AttachError, first_line
@@ -63,8 +65,9 @@ def examine_ranks(timeout_s: float = TIMEOUT_S) -> Examination:
     if dist.is_initialized():
         group = dist.group.WORLD
         assert group is not None
-        return examine_group(GroupTransport(group), CPU, facts)
-    if facts.rank is None or facts.meeting is None:
+        device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else CPU
+        return examine_group(GroupTransport(group), device, facts)
+    if facts.rank is None:
         raise AttachError("there is no launcher, which would set RANK and MASTER_ADDR: start the command by torchrun")
     try:
         store, rank, world_size = next(iter(rendezvous("env://", timeout=timedelta(seconds=timeout_s))))
@@ -78,17 +81,27 @@ def examine_ranks(timeout_s: float = TIMEOUT_S) -> Examination:
         found = unreached[0] if unreached else _in_a_group(ranks, store, rank, timeout_s)
     except RuntimeError as error:  # the store lost a rank
         found = _lost(error)
+    _part(store, rank, world_size)
     return diagnosed(ranks, found)
+
+
+def _part(store: Store, rank: int, world_size: int) -> None:
+    """Let rank 0, in whose process the store may be, end last."""
+    with contextlib.suppress(RuntimeError):  # whoever is gone does not need the store any more
+        store.set(f"{_KEY}/done/{rank}", "")  # the last thing that a rank asks of it
+        for other in range(1, world_size) if rank == 0 else ():
+            store.get(f"{_KEY}/done/{other}")
 
 
 def _alone(facts: Facts, error: BaseException) -> Examination:
     """What a rank knows that met no other one."""
-    assert facts.meeting is not None
-    facts = replace(facts, meeting=probed(facts.meeting, facts.rank))
+    if facts.meeting is not None and facts.rank != 0:  # at rank 0's own port it may be itself that listens still
+        facts = replace(facts, meeting=probed(facts.meeting, facts.rank))
+    where = [facts.environment.get(name, f"(no {name})") for name in ("MASTER_ADDR", "MASTER_PORT")]
     finding = Finding(
         "error",
         PORTS,
-        f"rank {facts.rank} did not meet the others at {facts.meeting.address}",
+        f"rank {facts.rank} did not meet the others at {':'.join(where)}",
         first_line(error),
         f"Start all {facts.world_size} ranks with this MASTER_ADDR and MASTER_PORT, and open the port between hosts.",
         ELASTIC_PAGE,
@@ -110,7 +123,7 @@ def _lost(error: BaseException) -> Finding:
     )
 
 
-def _told(store: dist.Store, what: str, rank: int, words: Any, ranks: Sequence[int]) -> list[Any]:
+def _told(store: Store, what: str, rank: int, words: Any, ranks: Sequence[int]) -> list[Any]:
     """What some ranks say, in their order. A rank that is none of them only listens.
 
     Raises:
@@ -137,7 +150,7 @@ def gloo_address(facts: Facts) -> str | None:
     return facts.host_addresses[0] if facts.host_addresses else None
 
 
-def _unreached(ranks: Sequence[Facts], store: dist.Store, rank: int) -> list[Outcome]:
+def _unreached(ranks: Sequence[Facts], store: Store, rank: int) -> list[Outcome]:
     """Why Gloo would not connect the hosts; nothing where it would. Each host tries to reach each other one."""
     heads = [group[0] for group in topology_of(ranks).groups]
     addresses = {head: gloo_address(ranks[head]) for head in heads}
@@ -150,9 +163,7 @@ def _unreached(ranks: Sequence[Facts], store: dist.Store, rank: int) -> list[Out
     return unreachable(states, {head: f"{ranks[head].name} ({addresses[head]})" for head in heads})
 
 
-def _states_of_connections(
-    addresses: Mapping[int, str | None], store: dist.Store, rank: int
-) -> dict[tuple[int, int], str]:
+def _states_of_connections(addresses: Mapping[int, str | None], store: Store, rank: int) -> dict[tuple[int, int], str]:
     """What became of a connection from each host to each other one, by their ranks."""
     heads = list(addresses)
     listener = _listener(addresses[rank]) if rank in heads else None
@@ -212,14 +223,14 @@ def unreachable(states: Mapping[tuple[int, int], str], names: Mapping[int, str])
 
 
 def _in_a_group(
-    ranks: Sequence[Facts], store: dist.Store, rank: int, timeout_s: float
+    ranks: Sequence[Facts], store: Store, rank: int, timeout_s: float
 ) -> MeasuredTogether | Finding | Unchecked:
     """Make a group of all ranks, measure, and end it."""
     group_end.before_init()
     try:
         dist.init_process_group(
             "gloo",
-            store=dist.PrefixStore(_KEY, store),
+            store=PrefixStore(_KEY, store),
             rank=rank,
             world_size=len(ranks),
             timeout=timedelta(seconds=timeout_s),

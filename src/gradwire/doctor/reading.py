@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import hashlib
+import importlib
 import ipaddress
 import os
 import platform
@@ -34,6 +35,7 @@ _NAMES = frozenset(
 _FILES = ("NCCL_TOPO_FILE", "NCCL_CONF_FILE")
 _PACKAGES = ("numba", "triton", "numpy")
 _SIOCGIFADDR = 0x8915
+_LAST_PORT = 65535
 RESOLVE_S, CONNECT_S = 3.0, 2.0
 """How long a name may take to resolve, and a connection to be made: a name server that is gone takes minutes."""
 
@@ -65,7 +67,7 @@ def read_facts(
         devices=_devices(unread),
         host_addresses=within(RESOLVE_S, _own_addresses),
         addresses=_interface_addresses(unread),
-        nccl_files=_nccl_files(own, home or Path.home()),
+        nccl_files=_nccl_files(own, home or Path("~").expanduser()),
         missing_files=tuple(name for name in _FILES if name in own and not Path(own[name]).is_file()),
         meeting=_meeting(own),
         processors=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
@@ -118,7 +120,7 @@ def _nccl_version() -> str | None:
     if torch.version.cuda is None:  # this call fails then
         return None
     with contextlib.suppress(Exception):  # it is a build of PyTorch that has no NCCL
-        return ".".join(map(str, torch.cuda.nccl.version()))
+        return ".".join(map(str, importlib.import_module("torch.cuda.nccl").version()))
     return None
 
 
@@ -195,7 +197,7 @@ def settings_in(lines: Sequence[str]) -> dict[str, str]:
 
 def _meeting(environment: Mapping[str, str]) -> MeetingPoint | None:
     address, port = environment.get("MASTER_ADDR", ""), _whole(environment.get("MASTER_PORT"))
-    if not address or port is None:
+    if not address or port is None or port > _LAST_PORT:
         return None
     return MeetingPoint(f"{address}:{port}", "not tried")
 
