@@ -49,7 +49,11 @@ from topology_trees import UNKNOWN, Nvml, made, workstation
 def test_nothing_is_found_where_nothing_is_wrong() -> None:
     found = examine_host(sound())
     assert (found.findings, found.unchecked, found.status) == ((), (), 0)
-    assert str(found) == "host node0\nnothing found"
+    said = str(found).splitlines()
+    assert said[:2] == ["host node0", "nothing found"]
+    assert "  eno1: ethernet, 10 Gbit/s, up, NUMA node 0" in said
+    assert "GPU 0        -     18     18     18     18     18     18     18" in said
+    assert "GPU 7    yes    yes    yes    yes    yes    yes    yes      -" in said
 
 
 def told(found: Examination, fault: Fault) -> list[Finding]:
@@ -142,6 +146,12 @@ def test_this_host_can_be_read_and_examined() -> None:
     assert (facts.limits.open_files or 0) > 0
     assert facts.addresses.get("lo") == "127.0.0.1"
     assert of_words(json.loads(json.dumps(to_words(facts))), 3) == facts
+
+
+def test_a_sysfs_that_cannot_be_read_is_told_once(tmp_path: Path) -> None:
+    found = examine_host(replace(read_facts({}, root=tmp_path / "none"), host_addresses=("10.0.0.1",)))
+    said = [each.text() for each in found.unchecked if each.check == "links"]
+    assert said == [f"not checked: links, since {tmp_path}/none/class/net cannot be read (No such file or directory)"]
 
 
 def test_files_of_nccl_are_read_where_they_are(tmp_path: Path) -> None:

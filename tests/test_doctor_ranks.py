@@ -41,7 +41,8 @@ from gradwire.network import Network
 from gradwire.network.loopback import loopback_environments
 from gradwire.ranks.supervised import RankFailure, run_function, run_ranks
 from gradwire.topology import Host, HostIdentity
-from gradwire.topology.pairs import all_pairs_in_rounds
+from gradwire.topology.axis_links import MeasuredPair
+from gradwire.topology.pairs import RankPair, all_pairs_in_rounds
 from namespaces import needs_namespaces
 
 T = TypeVar("T")
@@ -129,6 +130,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Links are measured by few and short messages."""
     monkeypatch.setattr(axes, "MOST_BYTES", 1 << 15)
     monkeypatch.setattr(axes, "TRIPS_S", 0.0)
+    monkeypatch.setattr(together, "QUICK", axes.Effort(0.0, 0.0, 2))
 
 
 def facts_of(rank: int) -> Facts:
@@ -171,6 +173,25 @@ def test_offsets_of_clocks_are_found_to_half_a_round_trip() -> None:
     assert found[0] == found[1] == found[2]
     for rank, seconds, error_s in found[0]:
         assert abs(seconds - ahead[rank]) <= error_s + 1e-6
+
+
+def test_a_link_that_looks_slow_is_measured_again_and_may_be_acquitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[Sequence[Sequence[RankPair]], axes.Effort | None]] = []
+
+    def measured_pairs(
+        rounds: Sequence[Sequence[RankPair]], _: Any, __: Any, effort: axes.Effort | None = None
+    ) -> tuple[MeasuredPair, ...]:
+        asked.append((rounds, effort))
+        slow = 8e-7 if effort is not None else 9e-8
+        betas = {(0, 1): 8e-8, (0, 2): slow, (1, 2): 8e-8}
+        return tuple(MeasuredPair((a, b), 1e-4, betas[a, b]) for each in rounds for a, b in each)
+
+    monkeypatch.setattr(together, "measured_pairs", measured_pairs)
+    rounds = all_pairs_in_rounds([0, 1, 2])
+    transport = ThreadTransport(Exchange(1), 0)
+    found = together._measured_pairs(rounds, transport, CPU)  # pyright: ignore[reportPrivateUsage]
+    assert [rounds for rounds, _ in asked] == [rounds, [[RankPair(0, 2)]]]
+    assert {pair.ranks: pair.beta_s_per_byte for pair in found} == {(1, 2): 8e-8, (0, 2): 9e-8, (0, 1): 8e-8}
 
 
 @pytest.mark.parametrize("ranks", range(1, 9))
@@ -216,9 +237,30 @@ def test_a_clean_pair_of_emulated_hosts_has_nothing_above_a_note_within_20_s() -
 
 @pytest.mark.net
 @pytest.mark.timeout(200)
+def test_gloo_on_the_loopback_of_emulated_hosts_is_found_before_it_hangs(tmp_path: Path) -> None:
+    """Their name resolves to 127.0.0.1, or to an address of the machine that none of them has."""
+    needs_namespaces()
+    path = {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
+    command = [sys.executable, "-m", "gradwire", "doctor", "--timeout", "30"]
+    began = time.monotonic()
+    with Network(2, "100mbit") as network, pytest.raises(RankFailure) as failed:
+        run_ranks(
+            [network.command(rank, command) for rank in range(2)],
+            [{**network.environment(rank), **path, "GLOO_SOCKET_IFNAME": ""} for rank in range(2)],
+            log_dir=tmp_path,
+            deadline_s=100,
+        )
+    assert failed.value.status == 1
+    said = (tmp_path / "rank0.log").read_text()
+    assert "Gloo would take the loopback" in said or "hosts cannot connect to each other" in said
+    assert time.monotonic() - began < 30
+
+
+@pytest.mark.net
+@pytest.mark.timeout(200)
 def test_a_slow_link_among_fast_ones_is_named_on_emulated_hosts() -> None:
     needs_namespaces()
-    with Network(3, ["50mbit", "50mbit", "5mbit"]) as network:
+    with Network(3, ["100mbit", "100mbit", "20mbit"]) as network:
         found = run_function(f"{CASES}:examined", 3, {}, 120, network)[1]
     said = [each for each in found["findings"] if each["severity"] != "note"]
     assert [each["check"] for each in said] == ["links"]

@@ -162,6 +162,8 @@ def infiniband_left_out(facts: Facts) -> Iterator[Outcome]:
 
 def rdma_ports(facts: Facts) -> Iterator[Outcome]:
     """Ports that are down beside others that are up, or slower than their neighbours."""
+    if LINKS in facts.why_unread:
+        yield Unchecked(LINKS, facts.why_unread[LINKS])
     ports = facts.host.rdma_ports
     up = [port for port in ports if port.state == "ACTIVE"]
     for port in ports:

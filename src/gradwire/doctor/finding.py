@@ -89,6 +89,7 @@ class Examination:
         subject: what was examined, in a line.
         ranks: how many were examined.
         matrix: latency and bandwidth of each pair; None where nothing was measured.
+        seen: lines about the host, for people; empty where several were examined.
         have_met: whether all ranks have this; else it is what one of them knows, which has met no other.
 
     >>> clean = Examination.of([], subject="host a")
@@ -101,6 +102,7 @@ class Examination:
     subject: str = ""
     ranks: int = 1
     matrix: LinkMatrix | None = None
+    seen: tuple[str, ...] = ()
     have_met: bool = True
 
     @classmethod
@@ -128,7 +130,7 @@ class Examination:
         lines = [self.subject] if self.subject else []
         lines += [each.text(self.ranks) for each in self.findings] or ["nothing found"]
         lines += [each.text(self.ranks) for each in self.unchecked]
-        return "\n".join([*lines, *([str(self.matrix)] if self.matrix else [])])
+        return "\n".join([*lines, *([str(self.matrix)] if self.matrix else []), *self.seen])
 
     def to_words(self) -> dict[str, Any]:
         """The same for programs, as JSON carries it."""
@@ -140,6 +142,7 @@ class Examination:
             "findings": [asdict(each) for each in self.findings],
             "unchecked": [asdict(each) for each in self.unchecked],
             "links": self.matrix.to_words() if self.matrix else None,
+            "seen": list(self.seen),
         }
 
 

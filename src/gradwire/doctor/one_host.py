@@ -8,6 +8,7 @@ from gradwire.doctor.checks import host_outcomes
 from gradwire.doctor.facts import Facts
 from gradwire.doctor.finding import Examination
 from gradwire.doctor.reading import probed, read_facts
+from gradwire.doctor.seen import seen
 
 
 def examine_host(facts: Facts | None = None) -> Examination:
@@ -28,4 +29,4 @@ def examine_host(facts: Facts | None = None) -> Examination:
         facts = read_facts()
         if facts.meeting is not None:
             facts = replace(facts, meeting=probed(facts.meeting, facts.rank))
-    return Examination.of(host_outcomes(facts), f"host {facts.name}")
+    return replace(Examination.of(host_outcomes(facts), f"host {facts.name}"), seen=seen(facts))

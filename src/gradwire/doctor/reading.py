@@ -58,7 +58,7 @@ def read_facts(
     """
     own = {name: environment[name] for name in sorted(environment) if name.startswith(_BEGINNINGS) or name in _NAMES}
     own = _without_secrets(own)
-    unread: dict[str, str] = {}
+    unread = _unread_sysfs(root)
     return Facts(
         host=read_host(root, nvml),
         versions=_versions(),
@@ -76,6 +76,15 @@ def read_facts(
         hosts=hosts_said(own),
         why_unread=unread,
     )
+
+
+def _unread_sysfs(root: Path) -> dict[str, str]:
+    """Why interfaces and ports cannot be read from sysfs, if so: in a container it may be hidden, or another's."""
+    try:
+        os.listdir(root / "class" / "net")
+    except OSError as error:
+        return {"links": f"{root / 'class' / 'net'} cannot be read ({error.strerror})"}
+    return {}
 
 
 def _without_secrets(variables: Mapping[str, str]) -> dict[str, str]:
