@@ -50,7 +50,7 @@ types: $(READY)
 
 # Tests that time ranks or make networks have the machine to themselves; all others share the cores, each file in one
 # process, doctests last, which are short.
-ALONE  := $(addprefix tests/test_,compare.py compare_nodes.py compare_sharded.py crossover.py delay.py measure.py net.py routes.py run_report.py slow.py step_time.py)
+ALONE  := $(addprefix tests/test_,compare.py compare_nodes.py compare_sharded.py crossover.py delay.py doctor_ranks.py measure.py net.py routes.py run_report.py slow.py step_time.py)
 
 unit: $(READY)
 	$(PYTEST) --numprocesses auto --dist loadfile --no-loadscope-reorder tests src $(addprefix --ignore=,$(ALONE))

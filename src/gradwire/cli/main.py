@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from gradwire.cli import federate, inform, net, overlap, profile, run, state, store, topology
+from gradwire.cli import doctor, federate, inform, nccl, net, overlap, profile, run, state, store, topology
 from gradwire.cli.option_arguments import add_options, read_options
 from gradwire.compare.options import CompareOptions
 from gradwire.core.errors import GradwireError
@@ -95,6 +95,8 @@ def parser() -> argparse.ArgumentParser:
     topology.add_commands(commands)
     overlap.add_command(commands)
     profile.add_command(commands)
+    doctor.add_command(commands)
+    nccl.add_commands(commands)
     return root
 
 

@@ -44,9 +44,10 @@ def format_rate(bits_per_s: float) -> str:
 def spoken_rate(bits_per_s: float) -> str:
     """Write a rate for people, with three digits.
 
-    >>> spoken_rate(100e6), spoken_rate(47_812_345.0)
-    ('100 Mbit/s', '47.8 Mbit/s')
+    >>> spoken_rate(100e6), spoken_rate(47_812_345.0), spoken_rate(999_999_999.0)
+    ('100 Mbit/s', '47.8 Mbit/s', '1 Gbit/s')
     """
+    bits_per_s = float(f"{bits_per_s:.3g}")  # before there is a unit: else it may round up to 1e+03 of a smaller one
     unit = _unit(bits_per_s)
     return f"{bits_per_s / RATES[unit]:.3g} {_SPOKEN[unit]}"
 

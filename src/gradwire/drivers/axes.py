@@ -16,6 +16,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,6 +47,24 @@ ALIKE = 0.02
 """Relative difference of two streams that ends their repetitions."""
 
 
+class Effort(NamedTuple):
+    """How long each pair is measured.
+
+    Attributes:
+        trips_s: seconds of round trips, before the streams and after them.
+        stream_s: a stream counts where it takes so long, and `STREAM_TRIPS` round trips.
+        most_streams: in each direction, where the first two of them are not alike.
+    """
+
+    trips_s: float
+    stream_s: float
+    most_streams: int
+
+
+QUICK = Effort(0.1, 0.2, 3)
+"""Some two seconds a pair where a round trip takes 10 ms, half of what is taken otherwise; rates within some 10%."""
+
+
 def measured_links(topology: Topology, transport: Transport, device: torch.device) -> tuple[AxisLink, ...]:
     """Measure the links of every level that has any, the finest first; return the same numbers on every rank.
 
@@ -74,8 +93,27 @@ def _measured(
 ) -> AxisLink:
     if level.is_described:
         return AxisLink(level.name)
-    pairs = [pair for round_ in rounds for pair in _RoundOfPairs(round_, transport, device).measure()]
-    return AxisLink(level.name, tuple(pairs))
+    return AxisLink(level.name, measured_pairs(rounds, transport, device))
+
+
+def measured_pairs(
+    rounds: Sequence[Sequence[RankPair]], transport: Transport, device: torch.device, effort: Effort | None = None
+) -> tuple[MeasuredPair, ...]:
+    """Measure latency and rate between pairs of ranks; return the same numbers on every rank.
+
+    Every rank must call it at the same place, with the same rounds, while nothing else is under way.
+
+    Args:
+        rounds: pairs of a round talk at once, so no rank may be in two of them.
+        transport: moves tensors between ranks; it must serve `SendRecv`.
+        device: where they lie.
+        effort: equal on all ranks; None takes as long as the links of a profile are measured.
+
+    Raises:
+        ConnectionLost: a rank ended or fell silent.
+    """
+    effort = effort or Effort(TRIPS_S, STREAM_S, MOST_STREAMS)
+    return tuple(pair for round_ in rounds for pair in _RoundOfPairs(round_, transport, device, effort).measure())
 
 
 class _RoundOfPairs:
@@ -85,8 +123,8 @@ class _RoundOfPairs:
     how many is agreed on.
     """
 
-    def __init__(self, pairs: Sequence[RankPair], transport: Transport, device: torch.device) -> None:
-        self._pairs, self._transport, self._device = pairs, transport, device
+    def __init__(self, pairs: Sequence[RankPair], transport: Transport, device: torch.device, effort: Effort) -> None:
+        self._pairs, self._transport, self._device, self._effort = pairs, transport, device, effort
         rank = transport.rank
         self._place = next((place for place, pair in enumerate(pairs) if rank in pair), None)
         self._is_first = self._place is not None and pairs[self._place].first == rank
@@ -96,9 +134,9 @@ class _RoundOfPairs:
     def measure(self) -> list[MeasuredPair]:
         """Latency and rate of each pair."""
         self._trips(1)  # makes connections
-        count = min(max(int(TRIPS_S / max(*self._trips(FIRST_TRIPS), 1e-9)), FEWEST_TRIPS), MOST_TRIPS)
+        count = min(max(int(self._effort.trips_s / max(*self._trips(FIRST_TRIPS), 1e-9)), FEWEST_TRIPS), MOST_TRIPS)
         before_s = self._trips(count)
-        there, back = self._ways(STREAM_S + STREAM_TRIPS * max(before_s))
+        there, back = self._ways(self._effort.stream_s + STREAM_TRIPS * max(before_s))
         alphas_s = [min(trips_s) / 2 for trips_s in zip(before_s, self._trips(count), strict=True)]
         betas = [max(both) for both in zip(_medians(there), _medians(back), strict=True)]
         found = zip(self._pairs, alphas_s, betas, strict=True)
@@ -138,7 +176,8 @@ class _RoundOfPairs:
 
     def _repeated(self, nbytes: int, from_first: bool, streams: list[list[float]]) -> list[list[float]]:
         """Streams of a size in one direction, until the last two of each pair are alike."""
-        while len(streams) < FEWEST_STREAMS or (len(streams) < MOST_STREAMS and not _are_alike(*streams[-2:])):
+        most = self._effort.most_streams
+        while len(streams) < FEWEST_STREAMS or (len(streams) < most and not _are_alike(*streams[-2:])):
             streams.append(self._stream(nbytes, from_first)[1])
         return streams
 

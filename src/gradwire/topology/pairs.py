@@ -46,5 +46,23 @@ def rounds_of_pairs(topology: Topology, place: int) -> tuple[tuple[RankPair, ...
     return tuple(tuple(pairs) for pairs in (together, after) if pairs)
 
 
+def all_pairs_in_rounds(ranks: Sequence[int]) -> tuple[tuple[RankPair, ...], ...]:
+    """Return all pairs of some ranks, in rounds in which no rank has two partners: n - 1 of them, or n if n is odd.
+
+    One rank keeps its place on a circle and the others move on by one place between rounds (the circle method).
+
+    >>> all_pairs_in_rounds([0, 2, 4])
+    ((RankPair(first=2, second=4),), (RankPair(first=0, second=4),), (RankPair(first=0, second=2),))
+    """
+    circle: list[int | None] = [*ranks, *([None] if len(ranks) % 2 else [])]
+    rounds: list[tuple[RankPair, ...]] = []
+    for _ in range(len(circle) - 1):
+        facing = zip(circle[: len(circle) // 2], reversed(circle[len(circle) // 2 :]), strict=True)
+        pairs = [RankPair(*sorted((one, other))) for one, other in facing if one is not None and other is not None]
+        rounds += [tuple(sorted(pairs))] if pairs else []
+        circle = [circle[0], circle[-1], *circle[1:-1]]
+    return tuple(rounds)
+
+
 def _neighbours(firsts: Sequence[int]) -> list[RankPair]:
     return [RankPair(one, other) for one, other in zip(firsts[::2], firsts[1::2], strict=False)]
