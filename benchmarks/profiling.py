@@ -4,14 +4,16 @@ Printed for each method, on emulated hosts:
 
 - the least share of a step, over ranks, that the critical path explains, and the median over rounds of what a profile
   adds to a step: stretches with and without one take turns, in the same processes and on the same model;
-- who is named where one host computes four times slower than the others.
+- who is named where one host computes four times slower than the others, and where its link has a tenth of the rate.
 """
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire
 from common import network_arguments, save_result
 from gradwire import kernels
+from gradwire.core.rates import format_rate, parse_rate
 from gradwire.network import Network
 from gradwire.network.slow import SlowProcessor
 from gradwire.profiling import Profile, read_records
@@ -75,7 +78,16 @@ class Training:
 
 
 def train(
-    rank: int, world_size: int, *, task: str, method: str, rounds: int, stretch: int, folder: str, slow: float
+    rank: int,
+    world_size: int,
+    *,
+    task: str,
+    method: str,
+    rounds: int,
+    stretch: int,
+    folder: str,
+    slow: float,
+    links: bool,
 ) -> dict[str, Any]:
     """Alternate stretches with and without a profile."""
     torch.set_num_threads(1)
@@ -85,10 +97,21 @@ def train(
     ratios = list[float]()
     for number in range(rounds):
         plain_s = training.stretch_s(stretch)
-        with gradwire.profile(training.ddp, Path(folder) / str(number), session=training.session) as profile:
+        with gradwire.profile(
+            training.ddp, Path(folder) / str(number), session=training.session, links=links
+        ) as profile:
             watched_s = training.stretch_s(stretch, profile)
         ratios.append(watched_s / plain_s)
     return {"ratio": statistics.median(ratios), "ratios": ratios}
+
+
+def _cases(told: argparse.Namespace) -> Iterator[tuple[str, float, str | list[str]]]:
+    """What is planted: its name, how many times slower host 2 is, and the rates of all links."""
+    yield "plain", 1.0, told.rate
+    yield "slow host", told.slow, told.rate
+    rates = [told.rate] * told.hosts
+    rates[SLOW] = format_rate(parse_rate(told.rate) / 10)
+    yield "slow link", 1.0, rates
 
 
 def main() -> None:
@@ -99,27 +122,27 @@ def main() -> None:
     told = parser.parse_args()
     results = dict[str, Any]()
     for method in told.methods:
-        results[method] = dict[str, Any]()
-        for slow in (1.0, told.slow):
-            with tempfile.TemporaryDirectory() as folder, Network(told.hosts, told.rate) as network:
+        for case, slow, rates in _cases(told):
+            with tempfile.TemporaryDirectory() as folder, Network(told.hosts, rates) as network:
                 options = {
                     "task": told.task,
                     "method": method,
-                    "rounds": told.rounds if slow == 1.0 else 1,
+                    "rounds": told.rounds if case == "plain" else 1,
                     "stretch": told.stretch,
                     "folder": folder,
                     "slow": slow,
+                    "links": case == "slow link",
                 }
                 ranks = run_function(f"{__file__}:train", told.hosts, options, told.deadline, network=network)
                 found = account(read_records(Path(folder) / "0"), 3)
                 text = (Path(folder) / "0" / "summary.txt").read_text()
-                explained = min(rank.accounted for rank in found.ranks)
-                ratio = max(rank["ratio"] for rank in ranks)
-                print(f"{method}, {network.description}, host {SLOW} {slow:g} times slower" if slow > 1 else method)
-                print(f"explained {explained:.1%} of a step at least, a profiled step takes {ratio:.3f} of a plain one")
-                print(text, flush=True)
-                key = "slow" if slow > 1 else "plain"
-                results[method][key] = {"explained": explained, "ratio": ratio, "summary": text, "ranks": ranks}
+            explained = min(rank.accounted for rank in found.ranks)
+            ratio = max(rank["ratio"] for rank in ranks)
+            print(f"{method}, {case}, {network.description}")
+            print(f"explained {explained:.1%} of a step at least; a profiled step takes {ratio:.3f} of a plain one")
+            print(text, flush=True)
+            row = {"explained": explained, "ratio": ratio, "summary": text, "ranks": ranks}
+            results.setdefault(method, {})[case] = row
     if told.save:
         print("wrote", save_result("profiling", {"hosts": told.hosts, "rate": told.rate, "methods": results}))
 

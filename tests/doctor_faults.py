@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from gradwire.doctor.clocks import ClockOffset
 from gradwire.doctor.facts import UNLIMITED, Devices, Facts, MeetingPoint, ProcessLimits
 from gradwire.doctor.finding import Severity
-from gradwire.doctor.matrix import LinkMatrix
 from gradwire.doctor.together import MeasuredTogether
+from gradwire.drivers.clocks import ClockOffset
 from gradwire.topology import Gpu, Host, HostIdentity, NetworkInterface, NvLink, RdmaPort, read_host
 from gradwire.topology.axis_links import MeasuredPair
+from gradwire.topology.link_matrix import LinkMatrix
 from topology_trees import Nvml, dgx, made
 
 GPUS = 8

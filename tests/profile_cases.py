@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire
-from gradwire.profiling import Account
-from gradwire.profiling.clocks import clock_reading
+from gradwire.profiling import Account, RankRecord
 
 STEPS = 12
 
@@ -49,7 +46,14 @@ def _figures(found: Account) -> dict[str, Any]:
 
 
 def trained(
-    rank: int, world_size: int, *, folder: str, method: str | None, sleeps_s: list[float], fails_at: int | None = None
+    rank: int,
+    world_size: int,
+    *,
+    folder: str,
+    method: str | None,
+    sleeps_s: list[float],
+    fails_at: int | None = None,
+    links: bool = False,
 ) -> dict[str, Any] | None:
     """Train under a profile; of each rank the forward pass takes as long as it is told."""
     torch.set_num_threads(1)
@@ -57,7 +61,7 @@ def trained(
     session = None if method is None else gradwire.attach(ddp, method)
     optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
     try:
-        with gradwire.profile(ddp, folder, session=session) as profile:
+        with gradwire.profile(ddp, folder, session=session, links=links) as profile:
             for step, batch in enumerate(profile.steps(torch.randn(8, 256) for _ in range(STEPS))):
                 optimizer.zero_grad()
                 ddp(batch).square().mean().backward()
@@ -89,23 +93,15 @@ def looped(rank: int, world_size: int, *, folder: str) -> list[str]:
     return texts
 
 
-def clocks(rank: int, world_size: int, *, skew_s: float, drift: float) -> list[float]:
+def clocks(rank: int, world_size: int, *, folder: str, skew_s: float, drift: float) -> list[float]:
     """How far a moment is off that all ranks see at once, by clocks that differ by a skew and a drift."""
 
     def clock() -> float:
         return time.perf_counter() * (1 + drift * rank) + skew_s * rank
 
-    group = dist.group.WORLD
-    assert group is not None
-    readings = [clock_reading(group, clock)]
-    time.sleep(2.0)
-    true_s, mine_s = time.perf_counter(), clock()  # ranks on one machine share the true clock
-    time.sleep(2.0)
-    readings.append(clock_reading(group, clock))
-    from gradwire.profiling import RankRecord
-
-    record = RankRecord("run", rank, world_size, "host", [], readings, [])
-    return [record.on_common_clock(mine_s) - true_s, readings[-1].round_trip_s]
-
-
-Job = Callable[[], None]
+    with gradwire.profile(nn.Linear(2, 2), folder, clock=clock) as profile:
+        time.sleep(2.0)
+        true_s, mine_s = time.perf_counter(), clock()  # ranks on one machine share the true clock
+        time.sleep(2.0)
+    record = RankRecord("run", rank, world_size, "host", [], profile.readings, [])
+    return [record.on_common_clock(mine_s) - true_s, profile.readings[-1].round_trip_s]

@@ -34,9 +34,9 @@ from gradwire.doctor import (
     Unchecked,
     together,
 )
-from gradwire.doctor.clocks import clock_offsets
 from gradwire.doctor.together import diagnosed, examine_group, of_words, to_words
 from gradwire.drivers import axes
+from gradwire.drivers.clocks import clock_offsets
 from gradwire.network import Network
 from gradwire.network.loopback import loopback_environments
 from gradwire.ranks.supervised import RankFailure, run_function, run_ranks

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from gradwire.profiling import (
 from gradwire.profiling.account import critical_path
 from gradwire.ranks.supervised import run_function
 from gradwire.report.profile import render
+from gradwire.topology import MeasuredPair
 
 CASES = str(Path(__file__).with_name("profile_cases.py"))
 
@@ -129,6 +131,15 @@ def test_a_slow_rank_is_named_with_why() -> None:
     assert "for rank 0" not in text
 
 
+def test_a_slow_link_is_named() -> None:
+    pairs = [(0, 1, 100e6), (0, 2, 10e6), (0, 3, 100e6), (1, 2, 10e6), (1, 3, 100e6), (2, 3, 10e6)]
+    links = [MeasuredPair((one, other), 1e-4, 8 / rate) for one, other, rate in pairs]
+    records = [replace(record(rank, step(0), size=4), links=links) for rank in range(4)]
+    assert "The link of rank 2 is slow, and no other one: ranks 0 and 2: 10 Mbit/s" in summary(account(records))
+    alike = [MeasuredPair(link.ranks, 1e-4, 8e-8) for link in links]
+    assert "slow" not in summary(account([replace(each, links=alike) for each in records]))
+
+
 def test_missing_ranks_are_said() -> None:
     assert "The records of ranks 1 and 2 are missing" in summary(account([record(0, step(0), size=3)]))
 
@@ -136,8 +147,8 @@ def test_missing_ranks_are_said() -> None:
 # Clocks -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_planted_skew_and_drift_are_found_to_a_millisecond() -> None:
-    found = run("clocks", 3, skew_s=7200.0, drift=2e-3)
+def test_a_planted_skew_and_drift_are_found_to_a_millisecond(tmp_path: Path) -> None:
+    found = run("clocks", 3, folder=str(tmp_path), skew_s=7200.0, drift=2e-3)
     errors = [abs(error_s - found[0][0]) for error_s, _ in found]
     assert max(errors) < 1e-3, found
 

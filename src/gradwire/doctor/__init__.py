@@ -11,11 +11,11 @@ from gradwire.doctor.clusters import CLUSTERS, advise
 from gradwire.doctor.facts import Devices, Facts, MeetingPoint, ProcessLimits
 from gradwire.doctor.finding import Examination, Finding, Unchecked
 from gradwire.doctor.launched import examine_ranks
-from gradwire.doctor.matrix import LinkMatrix
 from gradwire.doctor.one_host import examine_host
 from gradwire.doctor.reading import read_facts
 from gradwire.doctor.together import examine_group
 from gradwire.doctor.variable import Variable
+from gradwire.topology.link_matrix import LinkMatrix
 
 __all__ = [
     "CLUSTERS",

@@ -9,11 +9,11 @@ from gradwire.core.figures import ranks_named
 from gradwire.core.rates import spoken_rate
 from gradwire.doctor.check_network import NETWORK_PAGE
 from gradwire.doctor.check_variables import VARIABLES, shown
-from gradwire.doctor.clocks import ClockOffset
 from gradwire.doctor.facts import Facts
 from gradwire.doctor.finding import Finding, Outcome, Severity
-from gradwire.doctor.matrix import LinkMatrix, bits_per_s, said_of, shared_end, slow_links
 from gradwire.doctor.torch_variables import DISTRIBUTED_PAGE
+from gradwire.drivers.clocks import ClockOffset
+from gradwire.topology.link_matrix import LinkMatrix, bits_per_s, said_of, shared_end, slow_links
 
 VERSIONS, VARIABLES_CHECK, CLOCKS, SUM, LINKS = "versions", "variables", "clocks", "all-reduce", "links"
 LARGEST_SKEW_S = 0.5

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from gradwire.core.figures import ranks_named
-from gradwire.doctor.matrix import LinkMatrix
+from gradwire.topology.link_matrix import LinkMatrix
 
 Severity = Literal["error", "warning", "note"]
 """An error stops a training or makes it wrong, a warning makes it slow or fragile, a note is worth knowing."""

@@ -14,14 +14,14 @@ from gradwire.core.collective import AllReduce
 from gradwire.core.errors import CommunicationError, first_line
 from gradwire.doctor.check_ranks import RANK_CHECKS, below_nominal, skewed_clocks, unlike_links, wrong_sums
 from gradwire.doctor.checks import host_outcomes
-from gradwire.doctor.clocks import ClockOffset, clock_offsets
 from gradwire.doctor.facts import Facts
 from gradwire.doctor.finding import Examination, Finding, Outcome, Unchecked
-from gradwire.doctor.matrix import LinkMatrix, slow_links
 from gradwire.drivers.axes import QUICK, measured_pairs
+from gradwire.drivers.clocks import ClockOffset, clock_offsets
 from gradwire.drivers.interpreter import Transport, ask
 from gradwire.drivers.words import gathered_words
 from gradwire.topology import Host, HostIdentity, MeasuredPair, Topology
+from gradwire.topology.link_matrix import LinkMatrix, slow_links
 from gradwire.topology.pairs import RankPair, all_pairs_in_rounds, rounds_of_pairs
 
 SUM_NUMEL = 1 << 17

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from gradwire.drivers.traced import Span
 from gradwire.profiling.records import RankRecord, StepRecord
+from gradwire.topology import MeasuredPair
 
 KINDS = ("data", "compute", "encode", "decode", "transfer", "wait")
 """What a step is spent on. "wait" is for ranks that come later, "transfer" for bytes once all ranks are there."""
@@ -59,12 +60,14 @@ class Account:
         ranks: of each rank whose record there is.
         missing: ranks whose records there are not.
         methods: of the sessions.
+        links: between pairs of ranks, where they were measured.
     """
 
     steps: int
     ranks: Sequence[RankShares]
     missing: Sequence[int]
     methods: Sequence[str]
+    links: Sequence[MeasuredPair] = ()
 
     @property
     def step_s(self) -> float:
@@ -145,7 +148,8 @@ def account(records: Sequence[RankRecord], skip: int = 0) -> Account:
     ranks = [sums[record.rank].shares(record, len(kept)) for record in records]
     there, size = {record.rank for record in records}, records[0].world_size if records else 0
     methods = records[0].methods if records else []
-    return Account(len(kept), ranks, [rank for rank in range(size) if rank not in there], methods)
+    links = records[0].links if records else []
+    return Account(len(kept), ranks, [rank for rank in range(size) if rank not in there], methods, links)
 
 
 _Late = Mapping[tuple[int, int], Mapping[int, float]]

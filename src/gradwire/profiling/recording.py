@@ -21,15 +21,19 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire.core.atomic_file import write_atomically
 from gradwire.core.errors import StepError
 from gradwire.drivers import groups
+from gradwire.drivers.axes import QUICK, measured_pairs
+from gradwire.drivers.clocks import clock_offsets
+from gradwire.drivers.process_group import GroupTransport
 from gradwire.drivers.traced import Span, Traced
 from gradwire.profiling.account import Account, account
-from gradwire.profiling.clocks import clock_reading
 from gradwire.profiling.loop import LoopSpans
 from gradwire.profiling.records import ClockReading, RankRecord, StepRecord, record_of, together
 from gradwire.profiling.summary import summary
 from gradwire.profiling.torch_hook import TorchSpans
 from gradwire.profiling.trace import chrome_trace
 from gradwire.session import Session
+from gradwire.topology import MeasuredPair
+from gradwire.topology.pairs import all_pairs_in_rounds
 
 T = TypeVar("T")
 
@@ -38,6 +42,11 @@ PATIENCE = timedelta(seconds=120)
 
 KEPT = 200
 """Steps of which spans are kept: the last ones."""
+
+CPU = torch.device("cpu")
+
+MOST_IN_PAIRS = 8
+"""Ranks up to which the links between all pairs are measured."""
 
 SKIPPED = 3
 """First steps that an account leaves out, where there are others."""
@@ -48,6 +57,7 @@ class Profile:
 
     Attributes:
         records: of all ranks, on rank 0 once the block has ended well; else this rank's.
+        readings: of this rank's clock against rank 0's.
     """
 
     def __init__(
@@ -57,6 +67,7 @@ class Profile:
         sessions: Sequence[Session],
         keep: int = KEPT,
         clock: Callable[[], float] = time.perf_counter,
+        links: bool = False,
     ) -> None:
         self.records: list[RankRecord] = []
         self._model, self._folder, self._sessions, self._clock = model, folder, sessions, clock
@@ -65,8 +76,10 @@ class Profile:
         self._steps: deque[StepRecord] = deque(maxlen=keep)
         self._traced: list[Traced] = []
         self._torch: TorchSpans | None = None
-        self._readings: list[ClockReading] = []
+        self.readings: list[ClockReading] = []
         self._group: dist.ProcessGroup | None = None
+        self._transport: GroupTransport | None = None
+        self._measures_links, self._links = links, list[MeasuredPair]()
         self._run, self._began_s, self._index = "", 0.0, 0
         self._rank, self._size, self._is_whole = 0, 1, True
         self._stack = ExitStack()
@@ -130,7 +143,8 @@ class Profile:
             token = torch.randint(0, 256, (8,), dtype=torch.uint8, generator=_own_generator())
             dist.broadcast(token, 0, group=self._group)
             self._run = bytes(token.tolist()).hex()
-            self._readings.append(clock_reading(self._group, self._clock))
+            self._transport = GroupTransport(group)
+            self._read_clock(self._transport)
         self._stack.enter_context(self._loop.watching(self._model))
         for session in self._sessions:
             self._traced.append(session.trace(self._clock))
@@ -162,22 +176,43 @@ class Profile:
         if self._torch is not None:
             self._torch.close()
         self._is_whole = error is None and (self._group is None or dist.is_initialized())
-        if self._is_whole and self._group is not None:
-            self._readings.append(clock_reading(self._group, self._clock))
+        if self._is_whole and self._transport is not None:
+            self._read_clock(self._transport)
+            if self._measures_links:
+                self._links = self._measured_links(self._transport)
         self.records = [self._record()]
         self.records[0].write(self._folder)
         if self._is_whole:
             self._gather()
             if self._rank == 0:
                 write_outcome(self.records, self._folder)
-            if self._group is not None:
+            if self._group is not None and self._transport is not None:
+                self._transport.close()
                 groups.destroy(self._group)
 
     def _record(self) -> RankRecord:
         methods = [session.method for session in self._sessions] or ["PyTorch's own all-reduces"]
         return RankRecord(
-            self._run, self._rank, self._size, platform.node(), methods, self._readings, list(self._steps)
+            self._run,
+            self._rank,
+            self._size,
+            platform.node(),
+            methods,
+            self.readings,
+            list(self._steps),
+            self._links,
         )
+
+    def _read_clock(self, transport: GroupTransport) -> None:
+        """Compare this clock with rank 0's; all ranks do so at the same place."""
+        mine = clock_offsets(range(self._size), transport, CPU, self._clock)[self._rank - 1] if self._size > 1 else None
+        offset_s, trip_s = (-mine.seconds, 2 * mine.error_s) if mine is not None and self._rank else (0.0, 0.0)
+        self.readings.append(ClockReading(self._clock(), offset_s, trip_s))
+
+    def _measured_links(self, transport: GroupTransport) -> list[MeasuredPair]:
+        """Measure links between all pairs of a few ranks; of many, two of each rank."""
+        rounds = all_pairs_in_rounds(range(self._size))
+        return list(measured_pairs(rounds if self._size <= MOST_IN_PAIRS else rounds[:2], transport, CPU, QUICK))
 
     def _gather(self) -> None:
         """Bring the records of all ranks to rank 0, which writes them too: hosts may share no folder."""
@@ -230,6 +265,7 @@ def profile(
     *,
     session: Any = None,
     keep: int = KEPT,
+    links: bool = False,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Profile:
     """Find out where the steps of a training loop go: a `with` block around the loop, on every rank.
@@ -248,6 +284,8 @@ def profile(
         session: what `gradwire.attach` or `gradwire.Session` has returned, what `gradwire.wrap` has made of an
             optimizer, or a list of these.
         keep: of how many steps, the last ones, spans are kept.
+        links: whether the links between ranks are measured in the end, so that a slow one can be named. It takes some
+            two seconds a round of pairs where a round trip takes 10 ms: seven rounds at most.
         clock: seconds; another one for each host in emulations.
 
     Returns:
@@ -266,4 +304,4 @@ def profile(
         print(profile)
     """
     given = session if isinstance(session, list | tuple) else [session] if session is not None else []
-    return Profile(model, Path(folder), [each.session for each in given], keep, clock)
+    return Profile(model, Path(folder), [each.session for each in given], keep, clock, links)

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+
+import msgspec
 
 from gradwire.core.atomic_file import write_atomically
 from gradwire.core.checked import checked
 from gradwire.core.errors import GradwireError
 from gradwire.core.figures import listed
 from gradwire.drivers.traced import Span
+from gradwire.topology import MeasuredPair
 
 
 class ProfileError(GradwireError, ValueError):
@@ -68,6 +71,7 @@ class RankRecord:
         run: alike on all ranks of a run, and of no other one.
         methods: of each session.
         clock: readings at the beginning and at the end; none of a rank that trains alone, one of a run that broke off.
+        links: between pairs of ranks, alike in all records, where they were measured.
     """
 
     run: str
@@ -77,6 +81,7 @@ class RankRecord:
     methods: list[str]
     clock: list[ClockReading]
     steps: list[StepRecord]
+    links: list[MeasuredPair] = field(default_factory=list[MeasuredPair])
 
     def on_common_clock(self, at_s: float) -> float:
         """Return a moment of this rank by rank 0's clock: offset and drift follow the readings on a straight line.
@@ -113,7 +118,7 @@ class RankRecord:
 
     def to_json(self) -> str:
         """The record as a file has it."""
-        return json.dumps(asdict(self))
+        return json.dumps(asdict(self), default=msgspec.to_builtins)
 
     def write(self, folder: Path) -> Path:
         """Write `rankN.json` into a folder, whole or not at all, and return where it is."""

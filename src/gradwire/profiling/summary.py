@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from gradwire.core.figures import listed, si_bytes
 from gradwire.profiling.account import KINDS, Account
+from gradwire.topology.link_matrix import said_of, shared_end, slow_links
 
 LATE_SHARE = 0.05
 """Of a step, that the others wait for a rank before it is named."""
@@ -43,7 +44,19 @@ def findings(found: Account) -> Iterator[str]:
         ratio = found.compute_ratio(rank.rank)
         why = f", which computes and reads {ratio:.1f} times as long as they do" if ratio >= SLOW_RATIO else ""
         yield f"{said} ({caused_s / step_s:.0%} of a step){why}."
+    yield from _of_links(found)
     for kind, what in (("transfer", "bytes that travel"), ("data", "the next batch")):
         mean_s = sum(rank.seconds[kind] for rank in found.ranks) / max(1, len(found.ranks))
         if step_s > 0 and mean_s > 0.2 * step_s:
             yield f"Ranks wait {1e3 * mean_s:.1f} ms a step for {what} ({mean_s / step_s:.0%} of a step)."
+
+
+def _of_links(found: Account) -> Iterator[str]:
+    """Links that carry much less than others, or take much longer."""
+    slow = slow_links(found.links)
+    end = shared_end(slow, found.links)
+    if end is not None:
+        yield f"The link of rank {end} is slow, and no other one: {said_of(slow[0])}."
+        return
+    for link in slow:
+        yield f"A link is slow: {said_of(link)}."
