@@ -28,6 +28,7 @@ from gradwire.doctor.facts import Facts
 from gradwire.doctor.finding import Examination, Finding, Outcome, Unchecked
 from gradwire.doctor.reading import connected, is_loopback, probed, read_facts
 from gradwire.doctor.together import (
+    MEASURED_CHECKS,
     MeasuredTogether,
     diagnosed,
     examine_group,
@@ -44,7 +45,6 @@ from gradwire.ranks import group_end
 CPU = torch.device("cpu")
 TIMEOUT_S = 30.0
 _KEY = "gradwire-doctor"
-_TOGETHER = "clocks, sums and links of ranks"
 
 
 def examine_ranks(timeout_s: float = TIMEOUT_S) -> Examination:
@@ -158,7 +158,7 @@ def _unreached(ranks: Sequence[Facts], store: Store, rank: int) -> list[Outcome]
         return []
     closed = [head for head, address in addresses.items() if address is None or is_loopback(address)]
     if closed:
-        return [Unchecked(_TOGETHER, f"Gloo has no address of {ranks_named(closed)} that other hosts reach")]
+        return [Unchecked(MEASURED_CHECKS, f"Gloo has no address of {ranks_named(closed)} that other hosts reach")]
     states = _states_of_connections(addresses, store, rank)
     return unreachable(states, {head: f"{ranks[head].name} ({addresses[head]})" for head in heads})
 

@@ -26,6 +26,7 @@ from gradwire.topology.pairs import RankPair, all_pairs_in_rounds, rounds_of_pai
 
 SUM_NUMEL = 1 << 17
 """Elements of the sum that is checked: 1 MiB in float64, in which sums of small whole numbers are exact."""
+MEASURED_CHECKS = "clocks, sums and links of ranks"
 MOST_IN_PAIRS = 8
 """Up to so many hosts all pairs are measured, in a round less than there are hosts, of some two seconds each; beyond
 that neighbours are, so that each host is in one pair or two."""
@@ -101,6 +102,8 @@ def _outcomes(ranks: Sequence[Facts], found: MeasuredTogether | Finding | Unchec
         yield from check(ranks)
     if not isinstance(found, MeasuredTogether):
         yield found
+        if isinstance(found, Finding):
+            yield Unchecked(MEASURED_CHECKS, "the ranks have no connection that lasts")
         return
     yield from skewed_clocks(found.offsets, {each.rank or 0: each.name for each in ranks})
     yield from wrong_sums(found.wrong or {}, SUM_NUMEL)
