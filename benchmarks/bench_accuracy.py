@@ -52,44 +52,46 @@ def bare_loop(job: Callable[[], object], calls: int) -> float:
 
 def bare_job(name: str, nbytes: int, session: gradwire.Session | None) -> Callable[[], object]:
     """A collective of a size as one would write it, with zeros, or a step of a session."""
-    ranks = dist.get_world_size()
     if session is not None:
-        x = torch.randn(nbytes // 4, generator=torch.Generator().manual_seed(dist.get_rank())).view(session.shapes["x"])
+        x = torch.randn(session.shapes["x"], generator=torch.Generator().manual_seed(dist.get_rank()))
         return lambda: session.reduce_({"x": x.clone()})
-    whole, part = torch.zeros(nbytes // 4), torch.zeros(nbytes // 4 // ranks)
-    jobs: dict[str, Callable[[], object]] = {
-        "all_reduce": lambda: dist.all_reduce(whole),
-        "all_gather": lambda: dist.all_gather(list(whole.chunk(ranks)), part),
-        "all_to_all": lambda: dist.all_to_all_single(torch.empty_like(whole), whole),
-        "broadcast": lambda: dist.broadcast(whole, 0),
-    }
-    return jobs[name]
+    whole, part = torch.zeros(nbytes // 4), torch.zeros(nbytes // 4 // dist.get_world_size())
+    taken, parts = torch.zeros_like(whole), list(torch.zeros_like(whole).chunk(dist.get_world_size()))
+
+    def job() -> None:
+        if name == "all_reduce":
+            dist.all_reduce(whole)
+        elif name == "all_gather":
+            dist.all_gather(parts, part)
+        elif name == "all_to_all":
+            dist.all_to_all_single(taken, whole)
+        else:
+            dist.broadcast(whole, 0)
+
+    return job
 
 
 def compared(name: str, size: str, calls: int, rounds: int) -> dict[str, Any]:
     """Times of one row, both ways in turn."""
-    is_method = name == METHOD
-    nbytes = bench.BenchOptions(min_bytes=size, max_bytes=size).sizes[0]
-    what = {"collectives": ("all_reduce",), "methods": (name,)} if is_method else {"collectives": (name,)}
-    options = bench.BenchOptions(**what, min_bytes=size, max_bytes=size, calls=calls, no_links=True)
-    like = {"x": torch.zeros(512, nbytes // 4 // 512)} if is_method else None
-    session = gradwire.Session(like, name) if like else None
+    methods = (METHOD,) if name == METHOD else ()
+    collectives = ("all_reduce",) if methods else (name,)
+    options = bench.BenchOptions(
+        collectives=collectives, methods=methods, min_bytes=size, max_bytes=size, calls=calls, no_links=True
+    )
+    nbytes = options.sizes[0]
+    session = gradwire.Session({"x": torch.zeros(512, nbytes // 4 // 512)}, name) if methods else None
     job, ours, bare = bare_job(name, nbytes, session), list[float](), list[float]()
     job()
     for _ in range(rounds):
         *_, row = bench.measure(options).rows
         assert row.times is not None
-        ours.append(row.times.slowest_s)
-        bare.append(bare_loop(job, calls))
+        ours.append(1e6 * row.times.slowest_s)
+        bare.append(1e6 * bare_loop(job, calls))
     if session is not None:
         session.close()
-    found = {"name": name, "size": size, "bench_us": 1e6 * statistics.median(ours)}
-    found["bare_us"] = 1e6 * statistics.median(bare)
-    return {
-        **found,
-        "ratio": found["bench_us"] / found["bare_us"],
-        "all_us": [[1e6 * s for s in t] for t in (ours, bare)],
-    }
+    bench_us, bare_us = statistics.median(ours), statistics.median(bare)
+    figures = {"bench_us": bench_us, "bare_us": bare_us, "ratio": bench_us / bare_us}
+    return {"name": name, "size": size, **figures, "bench_rounds_us": ours, "bare_rounds_us": bare}
 
 
 def on_rank(rank: int, world_size: int, rate: float, rounds: int) -> dict[str, Any]:

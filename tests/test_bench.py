@@ -32,9 +32,14 @@ def run(case: str, ranks: int, **arguments: Any) -> list[Any]:
     return run_function(f"{CASES}:{case}", ranks, arguments, 150)
 
 
+def quick(**options: Any) -> dict[str, Any]:
+    """Options of quick rows, as ranks are given them."""
+    return BenchOptions(**{**QUICK, **options}).as_words()
+
+
 def measured(ranks: int, **options: Any) -> BenchTable:
     """The table of quick rows, which must be the same on all ranks."""
-    found = run("table", ranks, options=BenchOptions(**{**QUICK, **options}).as_words())
+    found = run("table", ranks, options=quick(**options))
     assert all(each == found[0] for each in found)
     return BenchTable.of(found[0])
 
@@ -159,7 +164,7 @@ def test_sums_are_exact_in_every_type(dtype: str) -> None:
 
 
 def test_a_collective_that_a_backend_lacks_has_a_sentence_and_the_others_have_figures() -> None:
-    options = BenchOptions(**{**QUICK, "collectives": ("all_reduce", "broadcast", "all_gather")}).as_words()
+    options = quick(collectives=("all_reduce", "broadcast", "all_gather"))
     found = BenchTable.of(run("partial_backend", 2, options=options)[1])
     lacking, *there, last = found.rows
     assert lacking.refused.startswith("partial has no all_reduce of float32 here: ")
@@ -173,7 +178,7 @@ def test_a_rank_that_fails_alone_is_named_on_all() -> None:
 
 
 def test_what_ranks_cannot_do_together_is_told_on_all() -> None:
-    plain = BenchOptions(**QUICK).as_words()
+    plain = quick()
     other = {**plain, "max_bytes": "4K"}
     assert (
         run("refusal", 3, options=[plain, other, plain])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
@@ -110,7 +110,7 @@ def on_rank(rank: int, world_size: int, options: dict[str, Any], backend: str) -
 
 
 @contextlib.contextmanager
-def bench_group(backend: str, local_rank: int) -> Iterator[dist.ProcessGroup | None]:
+def bench_group(backend: str, local_rank: int) -> Generator[dist.ProcessGroup | None]:
     """The default group, which is Gloo's, or one of another backend beside it."""
     if backend == "gloo":
         yield dist.group.WORLD
@@ -118,6 +118,7 @@ def bench_group(backend: str, local_rank: int) -> Iterator[dist.ProcessGroup | N
     if backend == "nccl":
         torch.cuda.set_device(local_rank)
     made = dist.new_group(backend=backend)
+    assert isinstance(made, dist.ProcessGroup), "all ranks are members"
     try:
         yield made
     finally:

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
 from typing import Protocol, TypeVar
 
@@ -75,13 +75,14 @@ def measure(options: BenchOptions, group: dist.ProcessGroup | None = None) -> Be
 
 
 @contextlib.contextmanager
-def _control(group: dist.ProcessGroup) -> Iterator[GroupTransport]:
+def _control(group: dist.ProcessGroup) -> Generator[GroupTransport]:
     """What ranks agree over: their own group where that is Gloo's, else one of Gloo's that is made for it."""
     if dist.get_backend(group) == "gloo":
         yield GroupTransport(group)
         return
     ranks = dist.get_process_group_ranks(group)
     made = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    assert isinstance(made, dist.ProcessGroup), "all ranks of the group are members"
     try:
         yield GroupTransport(made)
     finally:

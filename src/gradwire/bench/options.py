@@ -118,9 +118,12 @@ class BenchOptions:
         >>> BenchOptions.of(stored(BenchOptions(methods=("int4",)))) == BenchOptions(methods=("int4",))
         True
         """
-        given = {name: tuple(value) if isinstance(value, list) else value for name, value in kept.items()}
-        paths = {name: Path(given[name]) for name in ("cache", "description", "json") if given.get(name) is not None}
-        return cls(**{**given, **paths})
+        given: dict[str, Any] = dict(kept)
+        for name in ("collectives", "methods"):
+            given[name] = tuple(given[name])
+        for name in ("cache", "description", "json"):
+            given[name] = None if given[name] is None else Path(given[name])
+        return cls(**given)
 
     def as_words(self) -> dict[str, Any]:
         """Plain data, for `of`."""

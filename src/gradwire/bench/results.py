@@ -72,17 +72,7 @@ class BenchRow:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for programs, bandwidths in it."""
-        return {**msgspec.to_builtins(self), "times": self.times and self.times._asdict()} | {
-            "algbw_gb_per_s": self.algbw,
-            "busbw_gb_per_s": self.busbw,
-        }
-
-    @classmethod
-    def of(cls, kept: dict[str, Any]) -> BenchRow:
-        """What `as_dict` made plain data of."""
-        times = kept["times"] and CallTimes(**kept["times"])
-        fields = {name: value for name, value in kept.items() if name in cls.__dataclass_fields__}
-        return cls(**{**fields, "times": times})
+        return {**msgspec.to_builtins(self), "algbw_gb_per_s": self.algbw, "busbw_gb_per_s": self.busbw}
 
 
 @dataclass(frozen=True)
@@ -145,25 +135,26 @@ class BenchTable:
     def as_dict(self) -> dict[str, Any]:
         """Plain data for programs; times in seconds, bandwidths in GB/s."""
         links = [{**msgspec.to_builtins(link), "bits_per_s": link.bits_per_s} for link in self.links]
-        plain = {**vars(self), "rows": [row.as_dict() for row in self.rows], "links": links}
-        return {"format": _FORMAT, **plain}
+        return {"format": _FORMAT, **vars(self), "rows": [row.as_dict() for row in self.rows], "links": links}
 
     @classmethod
-    def of(cls, kept: dict[str, Any]) -> BenchTable:
+    def of(cls, kept: object) -> BenchTable:
         """What `as_dict` made plain data of.
 
         Raises:
             BenchError: it is of another form.
         """
         try:
-            if kept["format"] != _FORMAT:
-                raise BenchError(f"the table has format {kept['format']}, and {_FORMAT} is known: measure anew")
-            rows = tuple(BenchRow.of(row) for row in kept["rows"])
-            links = tuple(BenchLink(x["level"], x["alpha_s"], x["beta_s_per_byte"]) for x in kept["links"])
-            fields = {name: value for name, value in kept.items() if name in cls.__dataclass_fields__}
-            return cls(**{**fields, "rows": rows, "links": links})
-        except (KeyError, TypeError, AttributeError) as error:
-            raise BenchError(f"this is no table of gradwire bench: {type(error).__name__} {error}") from error
+            if (form := msgspec.convert(kept, _OfForm).format) != _FORMAT:
+                raise BenchError(f"the table has format {form}, and {_FORMAT} is known: measure anew")
+            return msgspec.convert(kept, cls)
+        except msgspec.ValidationError as error:
+            raise BenchError(f"this is no table of gradwire bench: {error}") from error
+
+
+@dataclass(frozen=True)
+class _OfForm:
+    format: int
 
 
 def write_tables(tables: tuple[BenchTable, ...], file: Path) -> None:
@@ -178,9 +169,7 @@ def read_tables(file: Path) -> tuple[BenchTable, ...]:
         BenchError: the file cannot be read, or holds something else.
     """
     try:
-        kept = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        kept = msgspec.json.decode(file.read_bytes(), type=list[Any])
+    except (OSError, msgspec.MsgspecError) as error:
         raise BenchError(f"{file} holds no tables of gradwire bench: {error}") from error
-    if not isinstance(kept, list):
-        raise BenchError(f"{file} holds no tables of gradwire bench: give the file of gradwire bench --json")
     return tuple(BenchTable.of(each) for each in kept)

@@ -6,8 +6,12 @@ from gradwire.bench.errors import BenchError
 from gradwire.core.rates import number_in, shortened
 
 _BINARY = {"k": 2.0**10, "m": 2.0**20, "g": 2.0**30, "t": 2.0**40}
-_UNITS = {"b": 1.0, **_BINARY, **{f"{unit}ib": size for unit, size in _BINARY.items()}}
-_UNITS |= {f"{unit}b": 1e3**power for power, unit in enumerate("kmgt", 1)}
+_UNITS = {
+    "b": 1.0,
+    **_BINARY,
+    **{f"{unit}ib": size for unit, size in _BINARY.items()},
+    **{f"{unit}b": 1e3**power for power, unit in enumerate(_BINARY, 1)},
+}
 _MOST_BYTES = 2.0**43
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +19,8 @@ QUICK_S = 0.01
 """A call that takes less is estimated by ten more: a single one may have waited for a processor."""
 
 
-class CallTimes(NamedTuple):
+@dataclass(frozen=True)
+class CallTimes:
     """What calls took, alike on all ranks.
 
     Attributes:
