@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from gradwire.cli import federate, inform, net, overlap, run, state, store, topology
+from gradwire.cli import federate, inform, net, overlap, run, stacks, state, store, topology
 from gradwire.cli.option_arguments import add_options, read_options
 from gradwire.compare.options import CompareOptions
 from gradwire.core.errors import GradwireError
@@ -94,6 +94,7 @@ def parser() -> argparse.ArgumentParser:
     store.add_commands(commands)
     topology.add_commands(commands)
     overlap.add_command(commands)
+    stacks.add_command(commands)
     return root
 
 
