@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire.core.state import flatten
+from gradwire.flight import recorder
 from sync_cases import digest
 
 STEPS, BAD, RANK = 6, 3, 1
@@ -136,6 +137,17 @@ def _memory(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 def all_trained(rank: int, world_size: int, cases: list[tuple[str, str, str]]) -> list[dict[str, Any]]:
     """One run after the other."""
     return [trained(rank, world_size, *case) for case in cases]
+
+
+def overflown(rank: int, world_size: int) -> dict[str, Any]:
+    """A gradient that is finite on every rank, and not as float16."""
+    tensors = {"fits": torch.ones(8), "overflows": torch.full((8,), 7e4)}
+    session = gradwire.Session(tensors, "fp16", on_non_finite="skip", deadline_s=DEADLINE_S, grain_numel=8)
+    with session, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", gradwire.NonFiniteWarning)
+        session.reduce_(tensors)
+    first = recorder().not_finite
+    return {"said": [str(warning.message) for warning in caught], "kept": None if first is None else vars(first)}
 
 
 def refused(rank: int, world_size: int) -> list[str]:

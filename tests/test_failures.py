@@ -66,8 +66,8 @@ def test_what_a_rank_is_to_raise_is_the_first_error_of_it(board: FailureBoard) -
 def test_a_pass_may_be_left_by_all_and_not_by_one(board: FailureBoard) -> None:
     """Ranks 1 and 2 are played: each writes down which pass it has left, and what it had started."""
     board.enter_pass()
-    board.count()
-    board.waits = True
+    number = board.log.issue("AllReduce", 4)
+    board.log.wait(number, "AllReduce", 4)
 
     def alone() -> bool:
         return board._is_left_alone()  # pyright: ignore[reportPrivateUsage]
@@ -81,7 +81,7 @@ def test_a_pass_may_be_left_by_all_and_not_by_one(board: FailureBoard) -> None:
         assert not alone(), words
     leaves(1, "[1, 0]")
     assert alone()
-    board.waits = False
+    board.log.take(number, "AllReduce", 4)
     assert not alone()
     board.leave_pass(ValueError("mine"))
     leaves(2, "[0, 0]")
@@ -107,7 +107,7 @@ def test_who_left_a_pass_is_at_fault_where_others_have_started_more_in_it(
     for answer in (RankAnswer(1, "training", 1.0, 6, True), left):
         board._store.set(str(answer.rank), answer.to_json())  # pyright: ignore[reportPrivateUsage]
     for _ in range(6):
-        board.count()
+        board.log.issue("AllReduce", 4)
     found = board._conclusion(None, "")  # pyright: ignore[reportPrivateUsage]
     assert isinstance(found, CommunicationError)
     assert found.ranks == ranks

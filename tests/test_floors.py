@@ -18,7 +18,7 @@ import gradwire
 PACKAGE = Path(gradwire.__file__).parent
 FLOORS = (
     ("core",),
-    ("topology",),
+    ("flight", "topology"),
     ("peers",),
     ("kernels",),
     ("codecs",),

@@ -53,6 +53,7 @@ def test_the_rank_and_the_parameter_are_named(case: tuple[str, str, str]) -> Non
         assert f"in step {BAD}," in said
         if case[0] != "fsdp2":  # all of them are there
             assert f"of {BROKEN!r} was" in said
+            assert "before the exchange" in said
 
 
 @pytest.mark.parametrize("case", WARNING, ids=" ".join)
@@ -61,6 +62,13 @@ def test_without_skipping_the_model_is_spoilt(case: tuple[str, str, str]) -> Non
         assert not rank["finite"]
         assert not any(rank["skipped"])
         assert 'on_non_finite="skip"' in rank["said"][0]
+
+
+def test_a_mean_that_overflows_in_the_exchange_is_named() -> None:
+    for rank in run_function(f"{CASES}:overflown", RANKS, {}, 60):
+        (said,) = rank["said"]
+        assert said.startswith("the mean of 'overflows' was not finite in step 0, after the exchange")
+        assert rank["kept"] == {"step": 0, "rank": None, "tensor": "overflows", "where": "after the exchange"}
 
 
 def test_what_does_not_go_together_is_refused() -> None:

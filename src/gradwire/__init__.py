@@ -4,7 +4,7 @@ ddp = DistributedDataParallel(model)
 session = gradwire.attach(ddp, "int4")
 """
 
-from gradwire import asynchronous, federated, overlap, recipes, sync
+from gradwire import asynchronous, federated, flight, overlap, recipes, sync
 from gradwire.adapters.attach import attach
 from gradwire.adapters.drift import watch_drift
 from gradwire.adapters.wrap import wrap
@@ -17,6 +17,7 @@ from gradwire.core.errors import (
     DriftError,
     DriftWarning,
     FederationError,
+    FlightError,
     GradwireError,
     NetworkError,
     NonFiniteWarning,
@@ -52,6 +53,7 @@ __all__ = [
     "DriftWarning",
     "ErrorMemory",
     "FederationError",
+    "FlightError",
     "GradwireError",
     "Lockstep",
     "NetworkError",
@@ -72,6 +74,7 @@ __all__ = [
     "compress",
     "cost",
     "federated",
+    "flight",
     "load",
     "methods",
     "overlap",

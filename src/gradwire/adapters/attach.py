@@ -42,6 +42,7 @@ def attach(
     on_non_finite: str = "warn",
     overlap: OverlapSettings | str | Path | None = None,
     optimizer: torch.optim.Optimizer | None = None,
+    records: str | Path | None = None,
 ) -> Session:
     """Let `reducer` combine the gradients of `model` from the next backward pass on.
 
@@ -84,6 +85,8 @@ def attach(
         optimizer: the script's own, of `torch.optim`: each parameter is stepped by it as soon as its mean has come,
             while others travel, and `optimizer.step()` leaves those out. The bits are those of a step after the pass.
             Nothing can be done with the whole gradient then, such as clipping its norm. Not for FSDP2.
+        records: the folder that each rank's flight record is written into when the run dies, for `gradwire stacks`;
+            None: that of `GRADWIRE_RECORDS` in the environment, if there is one.
 
     Returns:
         A session with statistics, state and `close`. What the method compiles is compiled by then.
@@ -107,6 +110,7 @@ def attach(
         "checksum": checksum,
         "on_non_finite": on_non_finite,
         "overlap": settings_of(overlap),
+        "records": records,
     }
     if is_fsdp2(model):
         if optimizer is not None:

@@ -27,8 +27,10 @@ from gradwire.adapters.script_places import beside_file, checkpoint_of, file_of,
 from gradwire.adapters.told import told
 from gradwire.adapters.uncompiled import before_passes
 from gradwire.core import save_folder
+from gradwire.core.collective import AllReduce
 from gradwire.core.errors import StateError
 from gradwire.core.tensor_file import Written
+from gradwire.drivers.interpreter import ask
 from gradwire.session import Session
 from gradwire.session.checkpoint import save
 from gradwire.session.together import Together
@@ -294,9 +296,6 @@ def _late(said: dict[str, Any], at: int) -> bool:
 def _any_rank(mine: bool, session: Session) -> bool:
     """Whether it is so on any rank, asked in the order of the session's own collectives."""
     flag = torch.tensor([mine], dtype=torch.uint8, device=session.engine.plan.units[0].grain.device)
-
-    def ask() -> None:
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=session.transport.group)
-
-    session.lane.call(ask, "looking for checkpoints")
-    return bool(flag.item())
+    request = AllReduce(flag, op="max")  # by the transport, so that a rank that does not come is named
+    found = session.lane.call(lambda: ask(request, session.transport), " while looking for checkpoints")
+    return bool(found.item())

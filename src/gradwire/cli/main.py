@@ -11,7 +11,21 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from gradwire.cli import bench, doctor, federate, inform, nccl, net, overlap, profile, run, state, store, topology
+from gradwire.cli import (
+    bench,
+    doctor,
+    federate,
+    inform,
+    nccl,
+    net,
+    overlap,
+    profile,
+    run,
+    stacks,
+    state,
+    store,
+    topology,
+)
 from gradwire.cli.option_arguments import add_options, read_options
 from gradwire.compare.options import CompareOptions
 from gradwire.core.errors import GradwireError
@@ -98,6 +112,7 @@ def parser() -> argparse.ArgumentParser:
     doctor.add_command(commands)
     nccl.add_commands(commands)
     bench.add_command(commands)
+    stacks.add_command(commands)
     return root
 
 

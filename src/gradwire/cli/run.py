@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import runpy
 import signal
 import sys
@@ -20,6 +21,7 @@ examples
   torchrun --nproc-per-node 8 -m gradwire run --method powersgd:8,factors=fp16 train.py
   gradwire run --method int4 --nproc 2 -m package.train --epochs 3
   gradwire run --method int4 --parameters int8 --nproc 4 train_fsdp2.py
+  gradwire run --method int4 --records records --deadline 60 --nproc 2 train.py
   gradwire run --method int4 train_that_spawns.py
   gradwire run --profile profile --nproc 2 train.py
 
@@ -53,6 +55,12 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--deadline", type=float, metavar="S", help="seconds after which a silent rank is an error (default: 300)"
     )
     run.add_argument(
+        "--records",
+        type=Path,
+        metavar="DIR",
+        help="where each rank leaves its flight record when the run dies or hangs, for gradwire stacks DIR",
+    )
+    run.add_argument(
         "--no-states",
         dest="states",
         action="store_false",
@@ -77,6 +85,7 @@ def run_script(arguments: argparse.Namespace, _: Console) -> int:
     """`gradwire run --method SPEC [--nproc N] SCRIPT ...`."""
     from gradwire.adapters.fsdp2.gather import parameter_codec
     from gradwire.core.errors import SpecError
+    from gradwire.flight.record import VARIABLE
     from gradwire.spec import for_shards
 
     if arguments.method is None and arguments.profile is None:
@@ -94,6 +103,8 @@ def run_script(arguments: argparse.Namespace, _: Console) -> int:
             parameter_codec(codec)
     if not arguments.module and not Path(arguments.script).is_file():
         raise SpecError(f"there is no script {arguments.script}: give its path, or -m and the name of a module")
+    if arguments.records is not None:  # ranks, and processes that a script starts, inherit it
+        os.environ[VARIABLE] = str(arguments.records.absolute())
     if arguments.nproc is None:
         return _as_rank(arguments)
     if arguments.nproc < 1:

@@ -161,3 +161,12 @@ def shown(value: object) -> str:
         return f"a tensor of shape {tuple(value.shape)} and {value.dtype}"
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:40]}..."
+
+
+def printable(text: str) -> str:
+    """A text from elsewhere without what would move a terminal's cursor; its lines stay lines.
+
+    >>> printable("bad\\x1b[2J\\rgood")
+    'bad?[2J?good'
+    """
+    return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)

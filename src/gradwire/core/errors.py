@@ -41,6 +41,10 @@ class RecordError(GradwireError, ValueError):
     """A record that was cut, is of another form, or was made by another program; nothing of it was taken up."""
 
 
+class FlightError(GradwireError, ValueError):
+    """Records of a flight recorder that are missing, cannot be read, or do not belong together."""
+
+
 class FederationError(GradwireError, RuntimeError):
     """A round of a federation that cannot be made, or an update that its server refuses; nothing of it was applied."""
 

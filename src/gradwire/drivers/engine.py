@@ -111,7 +111,7 @@ class Engine:
         self._waits_for: Pending | None = None
         self._results: dict[int, Reduced] = {}
         self._fresh: list[State] | None = None
-        self._flags: list[Tensor] = []
+        self._flags: dict[int, Tensor] = {}
 
     @property
     def weighs(self) -> bool:
@@ -227,7 +227,7 @@ class Engine:
         assert self._script is None, "the step ended before all gradients were delivered"
         came = self._results
         self._fresh = [came[i].state if i in came else slot.state for i, slot in enumerate(self._slots)]
-        self._flags = [result.bad.view(()) for result in came.values() if result.bad is not None]
+        self._flags = {unit: bad.view(()) for unit in sorted(came) if (bad := came[unit].bad) is not None}
         self.index += 1
         self.stats.steps += 1
         if not self.plan.parts:
@@ -288,12 +288,16 @@ class Engine:
 
     def last_was_bad(self) -> bool:
         """Whether the last step's mean was not finite, as far as its programs told; on a GPU this waits for it."""
-        return bool(self._flags) and bool(torch.stack(self._flags).any())
+        return bool(self._flags) and bool(torch.stack(list(self._flags.values())).any())
 
     def found_bad(self) -> bool:
         """Whether any step was bad, as far as is known without waiting: on a GPU the last one is not known yet."""
-        known = self._fresh is not None and all(flag.device.type == "cpu" for flag in self._flags)
+        known = self._fresh is not None and all(flag.device.type == "cpu" for flag in self._flags.values())
         return self.stats.bad_steps > 0 or (known and self.last_was_bad())
+
+    def bad_mean(self) -> Grain | None:
+        """The first grain whose mean the last step found not finite; None where programs told of none."""
+        return next((self._slots[unit].grain for unit, flag in self._flags.items() if bool(flag)), None)
 
     def buffers(self) -> list[Tensor]:
         """The memory that gradients are copied to."""

@@ -23,12 +23,22 @@ LARGE_ROWS_BYTES = 1 << 19
 
 
 class Watcher(Protocol):
-    """Who wants to know what a rank is doing: whether it waits for others, and how many collectives it has started."""
+    """Who wants to know what a rank is doing: which collectives it has started, and which one it waits for."""
 
-    waits: bool
+    def issue(self, what: str, nbytes: int) -> int:
+        """Another collective is started; return its number."""
+        ...
 
-    def count(self) -> None:
-        """Another collective is started."""
+    def wait(self, number: int, what: str, nbytes: int) -> None:
+        """The rank waits for one."""
+        ...
+
+    def take(self, number: int, what: str, nbytes: int) -> None:
+        """Its result is here."""
+        ...
+
+    def lose(self, number: int, what: str, nbytes: int) -> None:
+        """It failed."""
         ...
 
 
@@ -39,18 +49,20 @@ class _Started:
     what: str
     began: float
     watcher: Watcher | None
+    issued: tuple[int, str, int]
 
     def wait(self) -> Tensor:
         if self.watcher is not None:
-            self.watcher.waits = True
+            self.watcher.wait(*self.issued)
         try:
             for work in self.works:
                 work.wait()
         except RuntimeError as error:
-            raise ConnectionLost(self.what, time.monotonic() - self.began, error) from error
-        finally:
             if self.watcher is not None:
-                self.watcher.waits = False
+                self.watcher.lose(*self.issued)
+            raise ConnectionLost(self.what, time.monotonic() - self.began, error) from error
+        if self.watcher is not None:
+            self.watcher.take(*self.issued)
         return self.result
 
 
@@ -86,8 +98,8 @@ class GroupTransport:
             ConnectionLost: a connection broke or a rank fell silent; waiting for the result raises it as well.
         """
         began = time.monotonic()
-        if self._watcher is not None:
-            self._watcher.count()
+        kind, nbytes = type(request).__name__, request.nbytes
+        number = 0 if self._watcher is None else self._watcher.issue(kind, nbytes)
         method: Any = served(self, request)
         try:
             works, result = method(request)
@@ -95,7 +107,7 @@ class GroupTransport:
             if not (isinstance(error, dist.DistError) or "gloo" in str(error)):  # a mistake of ours
                 raise
             raise ConnectionLost(_described(request), time.monotonic() - began, error) from error
-        return _Started(works, result, _described(request), began, self._watcher)
+        return _Started(works, result, _described(request), began, self._watcher, (number, kind, nbytes))
 
     def all_reduce(self, request: AllReduce) -> Issued:
         """Combine in place, and return the tensor."""

@@ -11,6 +11,7 @@ from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 from typing_extensions import override
 
 from gradwire.drivers.process_group import GroupTransport
+from gradwire.flight.recorder import recorder
 from gradwire.session.failures import FailureBoard
 from gradwire.session.lane import Lane
 from gradwire.session.meeting import GroupMeeting
@@ -44,10 +45,10 @@ class CallersThread:
 class NoBoard(FailureBoard):
     """Raises errors as they are, and tells nobody: whoever made the group knows who of it is lost."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, name: str) -> None:
         self.rank, self.ranks = group.rank(), list(range(group.size()))
         self.error: BaseException | None = None
-        self.waits = False
+        self.log = recorder().lane(name, "a lane of workers", self.ranks)
 
     @override
     def explain(self, error: BaseException, where: str = "") -> BaseException:
@@ -64,7 +65,8 @@ class NoBoard(FailureBoard):
 
     @override
     def close(self, timeout_s: float) -> None:
-        """Nothing: there is no thread."""
+        """End the log: there is no thread."""
+        self.log.end()
 
 
 class DirectLane(Lane):
@@ -85,11 +87,12 @@ class DirectLane(Lane):
 
     def __init__(self, group: dist.ProcessGroup, store: Store, name: str, deadline_s: float) -> None:
         self.group, self.store, self.name, self.deadline_s = group, store, name, deadline_s
-        self.failures = NoBoard(group)
+        self.failures = NoBoard(group, name)
+        self.log = self.failures.log
         self.executor = CallersThread()
         self.poison, self.ports = None, {}
-        self.meeting = GroupMeeting(store, name, group.rank(), self.failures.ranks)
+        self.meeting = GroupMeeting(store, name, group.rank(), self.failures.ranks, self.log)
 
     @override
     def transport(self) -> GroupTransport:
-        return GroupTransport(self.group)
+        return GroupTransport(self.group, self.log)

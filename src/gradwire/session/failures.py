@@ -17,7 +17,7 @@ import json
 import threading
 import time
 import traceback
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import get_type_hints
 
@@ -25,9 +25,12 @@ import msgspec
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
-from gradwire.core.checked import facts
+from gradwire.core.checked import facts, printable
 from gradwire.core.errors import CommunicationError, ConnectionLost
 from gradwire.core.figures import listed, ranks_named
+from gradwire.flight.doing import doing_here
+from gradwire.flight.recorder import recorder
+from gradwire.session.records import note_trouble, tell_death
 
 TICK_S = 0.5
 """Between two looks for an alarm."""
@@ -59,6 +62,8 @@ class RankAnswer:
         type: of the error, where it failed or left a pass.
         message: of the error.
         traceback: of the error.
+        at: what it does, and where its main thread is, in a sentence.
+        stack: of its main thread.
     """
 
     rank: int
@@ -69,6 +74,8 @@ class RankAnswer:
     type: str = ""
     message: str = ""
     traceback: str = ""
+    at: str = ""
+    stack: str = ""
 
     def to_json(self) -> str:
         """Return it as JSON, long texts cut."""
@@ -85,7 +92,7 @@ class RankAnswer:
         found = msgspec.convert(json.loads(raw), _ANSWER)
         if found.rank != rank or found.doing not in _DEEDS:
             raise ValueError("an answer of another rank, or to another question")
-        texts = map(_text, (found.type, found.message, found.traceback))
+        texts = map(_text, (found.type, found.message, found.traceback, found.at, found.stack))
         return cls(rank, found.doing, found.seconds, found.started, found.waits, *texts)
 
 
@@ -115,37 +122,37 @@ def _two_numbers(raw: bytes) -> tuple[int, int]:
 
 def _text(value: str) -> str:
     """A text without what would move a terminal's cursor."""
-    return "".join(c if c.isprintable() or c == "\n" else "?" for c in value[:_LIMIT])
+    return printable(value[:_LIMIT])
 
 
 class FailureBoard:
     """One rank's view of what went wrong in a process group, and the thread that answers for it.
 
+    Args:
+        group: whose ranks tell each other.
+        deadline_s: seconds after which a silent rank is an error.
+        what: the call that made the group.
+
     Attributes:
         error: what this rank is to raise, once an alarm has been looked into.
-        waits: whether this rank waits for a collective now.
+        log: what this rank has started and waits for.
     """
 
-    def __init__(self, group: dist.ProcessGroup, deadline_s: float) -> None:
+    def __init__(self, group: dist.ProcessGroup, deadline_s: float, what: str = "a group") -> None:
         self.rank = dist.get_rank()
         self.ranks = dist.get_process_group_ranks(group)
         self.deadline_s = deadline_s
         self.error: BaseException | None = None
         store = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
         self._store = PrefixStore(f"gradwire/failure/{group.group_name}", store)
+        self.log = recorder().lane(group.group_name, what, self.ranks)
         self._doing, self._since = _IDLE, time.monotonic()
-        self._started = 0
-        self.waits = False
         self._pass = 0
         self._left: BaseException | None = None
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="gradwire-watch", daemon=True)
         self._thread.start()
-
-    def count(self) -> None:
-        """Note that another collective was started."""
-        self._started += 1
 
     def begin(self) -> None:
         """Note that a backward pass has begun to hand over gradients."""
@@ -168,7 +175,7 @@ class FailureBoard:
         they go on.
         """
         self._left = error
-        self._set(f"{_LEFT}/{self.rank}", json.dumps([self._pass, self._started]))
+        self._set(f"{_LEFT}/{self.rank}", json.dumps([self._pass, self.log.issued]))
 
     def end_pass(self) -> None:
         """Note that a pass has ended well: what left one before it has done no harm."""
@@ -197,13 +204,14 @@ class FailureBoard:
 
     def _is_left_alone(self) -> bool:
         """Whether this rank waits for a collective that another one left the pass before."""
-        if not self.waits or not self._pass:
+        if not self.log.waits or not self._pass:
             return False
         left = [self._left_by(rank) for rank in self.ranks if rank != self.rank]
-        return any(started is not None and started < self._started for started in left)
+        return any(started is not None and started < self.log.issued for started in left)
 
     def close(self, timeout_s: float) -> None:
         """End the thread that watches for alarms."""
+        self.log.end()
         self._stop.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout_s)
@@ -230,9 +238,10 @@ class FailureBoard:
 
     def leave_word(self, error: BaseException) -> None:
         """Write down why this rank is about to end, for others that will wonder; raise no alarm."""
-        self._set(
-            str(self.rank), RankAnswer(self.rank, _FAILED, 0.0, self._started, False, *_described(error)).to_json()
-        )
+        kind, message, trace = _described(error)
+        answer = RankAnswer(self.rank, _FAILED, started=self.log.issued, type=kind, message=message, traceback=trace)
+        self._set(str(self.rank), answer.to_json())
+        tell_death(error)
 
     def _watch(self) -> None:
         while not self._stop.wait(TICK_S):
@@ -248,7 +257,9 @@ class FailureBoard:
         """Answer, wait for the answers of the others, and conclude; once, whichever thread comes first."""
         with self._lock:
             if self.error is None:
+                seen = note_trouble()  # as it is now: answers may take seconds to come
                 self.error = self._conclusion(lost, where)
+                tell_death(self.error, seen)
             return self.error
 
     def _conclusion(self, lost: ConnectionLost | None, where: str) -> BaseException:
@@ -274,11 +285,13 @@ class FailureBoard:
         return self._blamed(answers, self._waited(lost, where))
 
     def _answer(self, lost: ConnectionLost | None) -> RankAnswer:
-        left = () if self._left is None else _described(self._left)
+        at, stack = doing_here()
+        said = (*(("", "", "") if self._left is None else _described(self._left)), at, stack[-_LIMIT:])
+        issued, waits = self.log.issued, self.log.waits
         if lost is None:
-            return RankAnswer(self.rank, self._doing, time.monotonic() - self._since, self._started, self.waits, *left)
+            return RankAnswer(self.rank, self._doing, time.monotonic() - self._since, issued, waits, *said)
         late = lost.waited_s >= 0.9 * self.deadline_s
-        return RankAnswer(self.rank, _WAITED if late else _BROKEN, lost.waited_s, self._started, True, *left)
+        return RankAnswer(self.rank, _WAITED if late else _BROKEN, lost.waited_s, issued, True, *said)
 
     def _collect(self, answers: dict[int, RankAnswer]) -> None:
         """Read answers as they come, until all are here or the time is over."""
@@ -319,13 +332,13 @@ class FailureBoard:
         if idle:
             seconds = max(answers[rank].seconds for rank in idle)
             text = f"{ranks_named(idle)} answers, but has handed over no gradients for {seconds:.0f} s{_PATIENCE}"
-            return CommunicationError(text + waited, idle)
+            return _located(text, waited, [answers[rank] for rank in idle])
         furthest = max(answer.started for answer in answers.values())
         busy = [(rank, each) for rank, each in answers.items() if each.doing == _TRAINING and not each.waits]
         stuck = [rank for rank, each in busy if each.started < furthest]
         if stuck:
             text = f"{ranks_named(stuck)} answers, but is stuck: it has started {answers[stuck[0]].started} collectives"
-            return CommunicationError(f"{text} and others {furthest}.{waited}", stuck)
+            return _located(f"{text} and others {furthest}.", waited, [answers[rank] for rank in stuck])
         broke = any(answer.doing == _BROKEN for answer in answers.values())
         link = "broke" if broke else f"is down, or slower than deadline_s={self.deadline_s:g} allows"
         return CommunicationError(f"no rank has failed, but the link between some of them {link}.{waited}")
@@ -358,6 +371,16 @@ _STORE_GONE = (
     "a connection broke, and the rendezvous store does not answer either: the process that holds it (rank 0, or the "
     "launcher) has ended, or its host cannot be reached."
 )
+
+
+def _located(text: str, waited: str, answers: Sequence[RankAnswer]) -> CommunicationError:
+    """An error that blames some ranks, with what each does and the stack of its main thread."""
+    told = [answer for answer in answers if answer.at]
+    said = "".join(f" Rank {answer.rank} {answer.at}." for answer in told)
+    error = CommunicationError(text + said + waited, [answer.rank for answer in answers])
+    for answer in told:
+        error.add_note(f"gradwire asked rank {answer.rank} what it does. {answer.stack}")
+    return error
 
 
 def _passed_on(answer: RankAnswer) -> CommunicationError:

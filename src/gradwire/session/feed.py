@@ -15,6 +15,7 @@ from gradwire.core.grain import ParameterSpec
 from gradwire.drivers.engine import Engine, Fill, Sink
 from gradwire.drivers.plan import within
 from gradwire.drivers.window import Window
+from gradwire.flight.recorder import LaneLog
 from gradwire.session.step_times import StepBoard
 
 
@@ -61,6 +62,7 @@ class Feed:
 
     Attributes:
         board: where the other ranks are told how long steps take, if they are.
+        log: is told of steps, for the flight recorder.
         scale: the loss scale of the step at hand.
         weight: what this rank has said to count for in the step that begins next.
         arrived: told of whole tensors whose means have come, where programs run, while others are still on their way.
@@ -83,6 +85,7 @@ class Feed:
         self._specs = {spec.name: spec for spec in specs}
         self._scaler, self.scale, self._run = scaler, 1.0, run
         self.board: StepBoard | None = None
+        self.log: LaneLog | None = None
         self.weight: float | None = None
         self.arrived: Arrived | None = None
         self._in_use = threading.Lock()
@@ -117,6 +120,8 @@ class Feed:
     def open(self) -> None:
         """Begin a step: called before any tensor of it is put."""
         self.window.begin()
+        if self.log is not None:
+            self.log.step_began(self.engine.index)
         if (growth := self._growth_of_scale()) != 1.0:
             self._run(lambda: self.engine.rescale(growth))
         if self._weighs:
@@ -206,6 +211,8 @@ class Feed:
             window.last_ready_s = ended_s
         stats.exposed_s += ended_s - window.last_ready_s
         window.end(ended_s, stats)
+        if self.log is not None:
+            self.log.step_ended()
         if self.board is not None:
             self.board.tell(window, self.engine.index)
 

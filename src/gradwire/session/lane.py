@@ -10,6 +10,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Generator, Hashable
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -21,6 +22,7 @@ from gradwire.drivers import groups
 from gradwire.drivers.process_group import GroupTransport
 from gradwire.session.failures import FailureBoard
 from gradwire.session.meeting import GroupMeeting, group_store
+from gradwire.session.records import keep_records, tell_death
 
 INTERRUPTED_S = 0.7
 """How long to wait for a thread after an interrupt: what it waits for may never come."""
@@ -161,8 +163,11 @@ class Lane:
         group: whose ranks communicate.
         device: of the gradients; on a CPU a thread drives programs, on a GPU a side stream.
         deadline_s: seconds after which a silent rank is an error.
+        what: the call that makes the lane.
+        records: the folder that this rank's flight record is written into; None: that of `GRADWIRE_RECORDS`, if any.
 
     Attributes:
+        log: of the flight recorder.
         executor: runs jobs in the order in which they were given.
         waiting: entered while a training loop waits for programs: whoever wants to know when puts a context there.
         store: where the ranks leave words for each other.
@@ -171,21 +176,34 @@ class Lane:
 
     executor: Executor
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, deadline_s: float, what: str) -> None:
-        # One that shares DDP's group with DDP's own collectives aborts Gloo.
-        self.group = groups.new_group(group, dist.get_process_group_ranks(group), deadline_s, what)
-        self.deadline_s = deadline_s
-        self.failures = FailureBoard(self.group, deadline_s)
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        deadline_s: float,
+        what: str,
+        records: str | Path | None = None,
+    ) -> None:
+        self.store = group_store()
+        keep_records(records, self.store)
+        try:
+            # One that shares DDP's group with DDP's own collectives aborts Gloo.
+            self.group = groups.new_group(group, dist.get_process_group_ranks(group), deadline_s, what)
+        except CommunicationError as error:
+            tell_death(error)
+            raise
+        self.name, self.deadline_s = self.group.group_name, deadline_s
+        self.failures = FailureBoard(self.group, deadline_s, what)
+        self.log = self.failures.log
         self.executor = SideStream(device) if device.type == "cuda" else CommunicationThread()
         self.poison: BaseException | None = None
         self.waiting: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         self.ports: dict[Hashable, Any] = {}
-        self.store, self.name = group_store(), self.group.group_name
-        self.meeting = GroupMeeting(self.store, self.name, self.group.rank(), self.failures.ranks)
+        self.meeting = GroupMeeting(self.store, self.name, self.group.rank(), self.failures.ranks, self.log)
 
     def transport(self) -> GroupTransport:
         """A transport of this lane's group."""
-        return GroupTransport(self.group, self.failures)
+        return GroupTransport(self.group, self.log)
 
     def begin(self) -> None:
         """Note that a step begins.

@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 
 from gradwire.core.errors import CommunicationError
+from gradwire.flight.recorder import LaneLog
+from gradwire.session.records import tell_death
 
 _GRACE_S = 5.0
 """What the others wait longer than the lead, so that they hear from it who is missing."""
@@ -30,10 +32,11 @@ class GroupMeeting:
         name: of this meeting, the same on all ranks and used for no other.
         rank: of this process in the group.
         ranks: the numbers that errors call the members of the group by, in its order.
+        log: is told when this rank waits for the others.
     """
 
-    def __init__(self, store: Store, name: str, rank: int, ranks: Sequence[int]) -> None:
-        self.rank, self.ranks = rank, ranks
+    def __init__(self, store: Store, name: str, rank: int, ranks: Sequence[int], log: LaneLog | None = None) -> None:
+        self.rank, self.ranks, self._log = rank, ranks, log
         self._store = PrefixStore(f"gradwire/meeting/{name}", store)
         self._number = 0  # of the last meeting: the lead counts them, and the others follow
 
@@ -48,13 +51,19 @@ class GroupMeeting:
         Raises:
             CommunicationError: a rank that did not come in time, that called something else, or a store that is gone.
         """
+        if self._log is not None:
+            self._log.meet(call)
         try:
             lead = self._lead if self.rank == 0 else self._follow
             answer = lead(call, json.dumps([call, words]), deadline_s)
         except (dist.DistError, RuntimeError) as error:
             raise CommunicationError(f"{call} cannot reach the store that the ranks met at: {error}") from error
         if isinstance(answer, str):
-            raise CommunicationError(answer)
+            error = CommunicationError(answer)
+            tell_death(error)
+            raise error
+        if self._log is not None:
+            self._log.met()
         return answer
 
     def _lead(self, call: str, text: str, deadline_s: float) -> Any:

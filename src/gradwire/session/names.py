@@ -190,3 +190,14 @@ def named(tensors: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
     short = {name: canonical_name(name) for name in given}
     require_apart(short)
     return {short[name]: parameter for name, parameter in given.items()}
+
+
+@torch.inference_mode(False)
+def gradients_of(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Gradients; a parameter that was not used gets one of zeros, since other ranks may have used it."""
+    found: dict[str, Tensor] = {}
+    for name, parameter in parameters.items():
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        found[name] = parameter.grad
+    return found

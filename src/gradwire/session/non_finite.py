@@ -10,6 +10,9 @@ import torch
 from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 
 from gradwire.core.errors import AttachError
+from gradwire.drivers.engine import Engine
+from gradwire.flight.record import NotFinite
+from gradwire.flight.recorder import recorder
 
 REACTIONS = ("warn", "skip")
 _PATIENCE_S = 1.0
@@ -38,6 +41,10 @@ class Culprit(NamedTuple):
     step: int
     rank: int
     parameter: str
+
+
+BEFORE, AFTER = "before the exchange", "after the exchange"
+UNSEEN = "in the exchange or before it: on a GPU gradients are not looked at before"
 
 
 class Culprits:
@@ -78,17 +85,34 @@ class Culprits:
         except Exception:  # the store went with who held it, or has something else: the warning says less then
             return None
 
+    def told(self, engine: Engine) -> NotFinite | None:
+        """Which tensor of the step that has just ended was not finite first, on which rank, and on which side of the
+        exchange; the flight recorder keeps it. None where nobody knows.
+        """
+        step = engine.index - 1
+        if (culprit := self.first(step, engine.not_finite)) is not None:
+            found = NotFinite(culprit.step, culprit.rank, culprit.parameter, BEFORE)
+        elif (grain := engine.bad_mean()) is not None:
+            names = ", ".join(dict.fromkeys(segment.name for segment in grain.segments))
+            found = NotFinite(step, None, names[:200], AFTER if grain.device.type == "cpu" else UNSEEN)
+        else:
+            return None
+        recorder().not_finite = recorder().not_finite or found
+        return found
 
-def warning_text(culprit: Culprit | None, on_non_finite: str) -> str:
+
+def warning_text(first: NotFinite | None, on_non_finite: str) -> str:
     """What a `NonFiniteWarning` says.
 
-    >>> warning_text(Culprit(7, 1, "head.weight"), "skip")[:77]
-    "rank 1's gradient of 'head.weight' was not finite in step 7, so all ranks ski"
+    >>> warning_text(NotFinite(7, 1, "head.weight", BEFORE), "skip")[:98]
+    "rank 1's gradient of 'head.weight' was not finite in step 7, before the exchange, so all ranks ski"
     """
-    if culprit is None:
+    if first is None:
         found = "a mean of gradients was not finite, though no rank has told of a gradient that was not"
     else:
-        found = f"rank {culprit.rank}'s gradient of {culprit.parameter!r} was not finite in step {culprit.step}"
+        found = first.said
+    if first is not None and first.where == AFTER:
+        found += " (every rank's gradient was finite, so it overflowed on its way, as float16 does)"
     if on_non_finite == "skip":
         return (
             f"{found}, so all ranks skip such steps: gradients are None, and the report counts them. Where it happens "

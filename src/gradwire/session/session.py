@@ -27,7 +27,7 @@ from gradwire.session.figures import Figures, described_ranks, links_file, wants
 from gradwire.session.form import WHOLE, Form
 from gradwire.session.lane import Lane, group_of
 from gradwire.session.making import Maker
-from gradwire.session.names import TrainedParameters, named, require_all_served, require_whole
+from gradwire.session.names import TrainedParameters, gradients_of, named, require_all_served, require_whole
 from gradwire.session.non_finite import Culprits, require_reaction, warning_text
 from gradwire.session.overlap_settings import OverlapSettings, settings_of
 from gradwire.session.own_file import require_own_file
@@ -75,6 +75,8 @@ class Session(Figures):
             `reduce_(model)` gradients are None then, on every rank, and what the session remembers is as it was before
             the step. Named tensors hold NaN, and `skipped` tells. Methods that do not send a flag anyway look at the
             mean once more, and for a sharded model send a flag; on a GPU the end of a step waits for the device.
+        records: the folder that this rank's flight record is written into when the run dies, for `gradwire stacks`;
+            None: that of `GRADWIRE_RECORDS` in the environment, if there is one. With a `lane`: that of the lane.
 
     Attributes:
         overlap: the settings of when gradients travel, in force.
@@ -119,6 +121,7 @@ class Session(Figures):
         on_drift: str = "warn",
         on_non_finite: str = "warn",
         overlap: OverlapSettings | str | Path | None = None,
+        records: str | Path | None = None,
     ) -> None:
         require_reaction(on_non_finite, scaler)
         self.overlap = settings_of(overlap)
@@ -142,7 +145,7 @@ class Session(Figures):
         self.expects_non_finite = False
         group = lane.group if lane else group_of(group)
         self.reducer.require_ranks(group.size())
-        self.lane = lane or Lane(group, self._device, deadline_s, what)
+        self.lane = lane or Lane(group, self._device, deadline_s, what, records)
         self.transport = transport = self.lane.transport()
         described, members = described_ranks(group)
         self._links = LinkProfiler(
@@ -167,6 +170,7 @@ class Session(Figures):
             self.reducer, first = self._maker.first(self.reducer, seed)
             self.begun_with = ", ".join(filter(None, (repr(self.reducer), form.says)))
             self.feed = Feed(first, specs, Window(form.caps), scaler, self.lane.executor.run)
+            self.feed.log = self.lane.log
             if lane is None and form.times_link and wants_times():
                 self._time_link()
             for note in self._links.notes:
@@ -266,7 +270,7 @@ class Session(Figures):
                 has begun: the other ranks wait until this one calls it with the right tensors.
             CommunicationError: a rank failed or fell silent, by its number.
         """
-        given = _gradients(self._trained.all_of(tensors)) if isinstance(tensors, nn.Module) else dict(tensors)
+        given = gradients_of(self._trained.all_of(tensors)) if isinstance(tensors, nn.Module) else dict(tensors)
         step = self.step()
         step.require_fit(given)
         with step:
@@ -363,8 +367,8 @@ class Session(Figures):
         engine, norm_is_known = self.engine, self._device.type == "cpu"  # a GPU would be waited for
         if engine.not_finite or self.skipped or engine.found_bad() or (norm_is_known and self.window.found_bad()):
             self._warned_of_non_finite = True
-            culprit = self._culprits.first(engine.index - 1, engine.not_finite)
-            warnings.warn(NonFiniteWarning(warning_text(culprit, self.on_non_finite)), stacklevel=2)
+            first = self._culprits.told(engine)
+            warnings.warn(NonFiniteWarning(warning_text(first, self.on_non_finite)), stacklevel=2)
 
     # State -------------------------------------------------------------------------------------------------------
 
@@ -407,14 +411,3 @@ class Session(Figures):
         if error is not None:
             self.lane.failures.leave_word(error)
         self.close(at_once=error is not None and not isinstance(error, Exception))
-
-
-@torch.inference_mode(False)
-def _gradients(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Gradients; a parameter that was not used gets one of zeros, since other ranks may have used it."""
-    found: dict[str, Tensor] = {}
-    for name, parameter in parameters.items():
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        found[name] = parameter.grad
-    return found
