@@ -194,7 +194,8 @@ def test_a_label_far_from_what_it_names_is_joined_to_it_by_a_line():
 
 
 def test_many_bars_with_long_names_keep_to_their_frame():
-    bars = [Bar("topk:0.05+int8,exchange=twoshot,residual=bf16,ef=ef21", (3.0, 1.0, 1e6)), Bar("int4", (3.0, 1.0, 2.0))]
+    long = {"compute": 3.0, "encode": 1.0, "wait": 1e6}
+    bars = [Bar("topk:0.05+int8,exchange=twoshot,residual=bf16,ef=ef21", long), Bar("int4", {**long, "wait": 2.0})]
     for width in (1096, 350):
         for _, shown, box in texts(bar_svg("steps", bars, 4.0, width=width)):
             assert box.left >= -1, shown
