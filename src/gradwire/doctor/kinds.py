@@ -266,7 +266,8 @@ class TorchNumber:
         try:
             value = int(text)
         except ValueError:
-            return Misread("is refused: it is no whole number", f"Write {self.legal}.", True)
+            drops = " or cut behind its digits" if text[:1].isdigit() else ""  # `int` refuses what `std::stoi` cuts
+            return Misread(f"is refused{drops}: it is no whole number", f"Write {self.legal}.", True)
         is_below, is_above = self.low is not None and value < self.low, self.high is not None and value > self.high
         return Misread("is not legal", f"Write {self.legal}.", True) if is_below or is_above else None
 

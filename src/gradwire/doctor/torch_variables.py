@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gradwire.doctor.kinds import FLAG, PATH, PLAIN, TORCH_FLAG, Kind, Number, Text, TorchNumber, Words
+from gradwire.doctor.kinds import PATH, PLAIN, TORCH_FLAG, Kind, Text, TorchNumber, Words
 from gradwire.doctor.variable import Variable
 
 NCCL_PAGE = "https://docs.pytorch.org/docs/stable/torch_nccl_environment_variables.html"
@@ -83,8 +83,14 @@ _DISTRIBUTED = (
     Variable("TORCH_DISTRIBUTED_USE_TORCHCOMMS", PLAIN, "backends of torchcomms", alike=True, source=DISTRIBUTED_PAGE),
     Variable("TORCH_DISTRIBUTED_COMPILE_ON_ONE_RANK", PLAIN, "one rank compiles", alike=True, source=DISTRIBUTED_PAGE),
     Variable("TORCH_CPP_LOG_LEVEL", _LOG_LEVEL, "what C++ logs", source=DISTRIBUTED_PAGE),
-    Variable("CUDA_LAUNCH_BLOCKING", FLAG, "launch one kernel at a time", source=CUDA_PAGE),
-    Variable("CUDA_DEVICE_MAX_CONNECTIONS", Number(1, 32), "queues of a GPU", alike=True, source=CUDA_PAGE),
+    Variable("CUDA_LAUNCH_BLOCKING", Text("0 or 1", r"[01]"), "launch one kernel at a time", source=CUDA_PAGE),
+    Variable(
+        "CUDA_DEVICE_MAX_CONNECTIONS",
+        Text("1 to 32", r"[1-9]|[12][0-9]|3[0-2]"),
+        "queues of a GPU",
+        alike=True,
+        source=CUDA_PAGE,
+    ),
     Variable("CUDA_DEVICE_ORDER", Words(("FASTEST_FIRST", "PCI_BUS_ID"), "is ignored"), "order", source=CUDA_PAGE),
 )
 _LAUNCHERS = (
