@@ -14,6 +14,7 @@ import pytest
 from gradwire.cli.main import main
 from gradwire.core.errors import FlightError
 from gradwire.flight import FlightRecord, Recorder, judge, stacks_of
+from gradwire.flight.doing import doing_in_trouble
 from gradwire.flight.record import Event, LaneState, NotFinite, ThreadStack, path_of, read_record
 from gradwire.flight.recorder import LaneLog
 
@@ -343,3 +344,16 @@ def test_what_a_lane_waits_for_stays_when_it_fails() -> None:
         log.state().called
         == "is in step 4 of gradwire.attach, waits for no collective, and has started AllGather 1 last"
     )
+
+
+def test_the_first_of_several_failures_tells_where_the_rank_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Recorder()
+    monkeypatch.setattr("gradwire.flight.doing.recorder", lambda: found)
+    log = found.lane("a", "gradwire.attach", [0, 1])
+    log.wait(log.issue("AllReduce", 4), "AllReduce", 4)
+    first, stack = doing_in_trouble(60.0)
+    assert first.startswith("waits for AllReduce 1 of 4 bytes before the first step of gradwire.attach for 0.0 s")
+    assert "test_the_first_of_several_failures" in stack
+    log.take(1, "AllReduce", 4)
+    assert doing_in_trouble(60.0) == (first, stack)
+    assert doing_in_trouble(0.0)[0].startswith("is before the first step of gradwire.attach")

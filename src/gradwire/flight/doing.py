@@ -45,8 +45,17 @@ def seconds(value: float) -> str:
     return f"{max(value, 0.0):.1f} s" if value < 9.95 else f"{value:.0f} s"
 
 
-def doing_here() -> tuple[str, str]:
-    """What this rank does at this moment, and the stack of its main thread."""
-    threads = stacks()
-    said = doing([lane.state() for lane in recorder().lanes], threads, time.time())
-    return said, text_of(threads, only_main=True)
+def doing_in_trouble(within_s: float) -> tuple[str, str]:
+    """What this rank did when communication failed, and the stack of its main thread then.
+
+    Where several lanes fail one after the other, the first failure counts: its error may have left that place since.
+
+    Args:
+        within_s: how long ago an earlier failure may be, to be the same trouble.
+    """
+    found, now_s = recorder(), time.time()
+    if found.trouble is None or now_s - found.trouble[0] > within_s:
+        threads = stacks()
+        said = doing([lane.state() for lane in found.lanes], threads, now_s)
+        found.trouble = now_s, said, text_of(threads, only_main=True)
+    return found.trouble[1:]

@@ -149,6 +149,7 @@ class Recorder:
     Attributes:
         lanes: those that are there, and the last ones that have ended.
         not_finite: the first tensor of the run that was not finite, once it is known.
+        trouble: when communication failed, what this rank did then, and the stack of its main thread.
 
     >>> recorder = Recorder(3)
     >>> log = recorder.lane("a", "gradwire.Session", [0, 1])
@@ -164,6 +165,7 @@ class Recorder:
         self.pid = os.getpid()
         self.lanes: list[LaneLog] = []
         self.not_finite: NotFinite | None = None
+        self.trouble: tuple[float, str, str] | None = None
         self._ring: list[_Entry | None] = [None] * size
         self._size = size
         self._numbers = itertools.count()

@@ -28,7 +28,7 @@ from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImport
 from gradwire.core.checked import facts, printable
 from gradwire.core.errors import CommunicationError, ConnectionLost
 from gradwire.core.figures import listed, ranks_named
-from gradwire.flight.doing import doing_here
+from gradwire.flight.doing import doing_in_trouble
 from gradwire.flight.recorder import recorder
 from gradwire.session.records import note_trouble, tell_death
 
@@ -285,7 +285,7 @@ class FailureBoard:
         return self._blamed(answers, self._waited(lost, where))
 
     def _answer(self, lost: ConnectionLost | None) -> RankAnswer:
-        at, stack = doing_here()
+        at, stack = doing_in_trouble(self.deadline_s)
         said = (*(("", "", "") if self._left is None else _described(self._left)), at, stack[-_LIMIT:])
         issued, waits = self.log.issued, self.log.waits
         if lost is None:
