@@ -77,6 +77,7 @@ FILES: dict[str, tuple[Stage, ...]] = {
     "drivers/timing.py": (("src/gradwire/drivers/timing.py", "tests/laws/test_routes.py"),),
     "drivers/topology.py": (("tests/test_topology_links.py", "tests/test_topology.py"),),
     "drivers/traced.py": (("src/gradwire/drivers/traced.py", "tests/test_interpreter.py"),),
+    "drivers/clocks.py": (("tests/test_doctor_ranks.py", "-k", "clock"), ("tests/test_profile.py", "-k", "skew")),
     "drivers/virtual.py": (("src/gradwire/drivers/virtual.py", ENGINE), ("tests/laws/test_rules.py",)),
     "drivers/dry_run.py": (
         ("src/gradwire/drivers/dry_run.py", "tests/test_dry_run.py"),
