@@ -133,6 +133,7 @@ def test_a_table_is_kept_in_a_file_and_what_is_none_is_refused(tmp_path: Path) -
 # Collectives, on ranks ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.draw(1)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_all_collectives_have_rows_and_their_results_are_right(ranks: int) -> None:
     table = measured(ranks)
@@ -317,6 +318,7 @@ def test_each_setting_of_a_sweep_has_processes_of_its_own(monkeypatch: pytest.Mo
 
 
 @pytest.mark.net
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_rates_of_emulated_links_are_found() -> None:
     needs_namespaces()

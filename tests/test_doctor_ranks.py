@@ -254,6 +254,7 @@ def told_on_hosts(network: Network, folder: Path, **variables: str) -> str:
 
 
 @pytest.mark.net
+@pytest.mark.long
 @pytest.mark.timeout(200)
 def test_gloo_on_the_loopback_of_emulated_hosts_is_found_before_it_hangs(tmp_path: Path) -> None:
     """Their name resolves to 127.0.0.1, or to an address of the machine that none of them has."""
@@ -265,6 +266,7 @@ def test_gloo_on_the_loopback_of_emulated_hosts_is_found_before_it_hangs(tmp_pat
 
 
 @pytest.mark.net
+@pytest.mark.long
 @pytest.mark.timeout(200)
 def test_ports_that_a_host_may_not_reach_are_found_before_a_group_hangs(tmp_path: Path) -> None:
     """The port where ranks meet is open, and those that the kernel chooses are not, as behind many firewalls."""
@@ -280,6 +282,7 @@ def test_ports_that_a_host_may_not_reach_are_found_before_a_group_hangs(tmp_path
 
 
 @pytest.mark.net
+@pytest.mark.long
 @pytest.mark.timeout(200)
 def test_a_slow_link_among_fast_ones_is_named_on_emulated_hosts() -> None:
     needs_namespaces()

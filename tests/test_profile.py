@@ -30,8 +30,6 @@ from gradwire.topology import MeasuredPair
 
 CASES = str(Path(__file__).with_name("profile_cases.py"))
 
-pytestmark = pytest.mark.one_of("ranks")
-
 
 def run(case: str, ranks: int, **arguments: Any) -> list[Any]:
     return run_function(f"{CASES}:{case}", ranks, arguments, 120)
@@ -243,6 +241,7 @@ def test_files_that_are_none_of_a_profile_are_refused_in_a_sentence(tmp_path: Pa
 # Real ranks -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.draw(1)
 @pytest.mark.parametrize("method", [None, "int4", "powersgd:2"])
 def test_a_rank_that_computes_longer_is_named(tmp_path: Path, method: str | None, capsys: Any) -> None:
     found = run("trained", 2, folder=str(tmp_path), method=method, sleeps_s=[0.01, 0.06])[0]
@@ -273,6 +272,7 @@ def test_a_session_can_be_profiled_again_and_nothing_stays_behind(tmp_path: Path
     assert all(text.startswith("3 steps of") for text in texts)
 
 
+@pytest.mark.draw(1)
 @pytest.mark.parametrize("method", [[], ["--method", "int4"]], ids=["plain", "int4"])
 def test_a_script_is_profiled_as_it_is(tmp_path: Path, method: list[str]) -> None:
     folder = tmp_path / "profile"
