@@ -1,8 +1,8 @@
 """The flight recorder: the last thousand events of this rank, in memory, whatever happens to the run.
 
 There is one a process. Each lane (the order of a process group's collectives) writes into it by a `LaneLog`: steps,
-collectives that are issued and whose results are taken, calls at which ranks meet. An event costs well below a
-microsecond (`benchmarks/hangs.py --cost`), so it is always on. It becomes a file only where a folder is told.
+collectives that are issued and whose results are taken, calls at which ranks meet. An event costs about two
+microseconds (`benchmarks/hangs.py --cost`), so it is always on. It becomes a file only where a folder is told.
 """
 
 from __future__ import annotations
