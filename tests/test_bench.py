@@ -214,10 +214,12 @@ def test_methods_have_bytes_and_errors_beside_their_times() -> None:
 
 
 def test_a_method_that_cannot_serve_has_a_sentence_and_the_others_have_figures() -> None:
-    table = measured(2, methods=("krum:1", "fp16"), min_bytes="1K", max_bytes="1K")
-    _, krum, fp16 = table.rows
+    table = measured(2, methods=("krum:1", "fp16", "median"), min_bytes="1K", max_bytes="1K")
+    _, krum, fp16, median = table.rows
     assert krum.refused.startswith("it cannot serve here: ")
-    assert fp16.refused == ""
+    assert krum.times is None
+    assert (fp16.refused, fp16.redop) == ("", "mean")
+    assert (median.refused, median.redop) == ("", "rule")
     with pytest.raises(RankFailure, match="methods reduce gradients, and int32 is no type of those"):
         measured(2, methods=("fp16",), dtype="int32")
 

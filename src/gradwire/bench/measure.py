@@ -181,7 +181,7 @@ class _Bench:
         sent = int(self._most(made.wire_bytes))
         if not math.isfinite(error):
             return replace(row, refused="its result is not finite, so its times would tell nothing")
-        return replace(row, times=times, wire_bytes=sent, error=error)
+        return replace(row, redop="mean" if made.averages else "rule", times=times, wire_bytes=sent, error=error)
 
     # Links ------------------------------------------------------------------------------------------------------------
 

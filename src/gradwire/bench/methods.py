@@ -86,6 +86,11 @@ class MethodCall:
         return float((self._matrix.cpu().double() - mean).norm() / mean.norm())
 
     @property
+    def averages(self) -> bool:
+        """Whether the method computes a mean, and not another rule."""
+        return self._session.reducer.averages
+
+    @property
     def wire_bytes(self) -> float:
         """What this rank has sent in a step, the mean over all steps so far."""
         stats = self._session.stats()

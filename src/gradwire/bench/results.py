@@ -27,7 +27,7 @@ class BenchRow:
             method it is what a user's tensor has, uncompressed.
         count: elements, as nccl-tests counts them.
         dtype: of the elements, such as "float32".
-        redop: "sum" or "mean"; "none" where nothing is reduced.
+        redop: "sum" of a collective, "mean" or "rule" (a median, say) of a method; "none" where nothing is reduced.
         root: the rank that sends or receives all; -1 where there is none.
         bus_factor: bandwidth of the bus by that of the algorithm.
         times: what calls took; None where there are none, and `refused` says why.
