@@ -4,7 +4,7 @@ ddp = DistributedDataParallel(model)
 session = gradwire.attach(ddp, "int4")
 """
 
-from gradwire import asynchronous, federated, flight, overlap, recipes, sync
+from gradwire import asynchronous, federated, overlap, recipes, sync
 from gradwire.adapters.attach import attach
 from gradwire.adapters.drift import watch_drift
 from gradwire.adapters.wrap import wrap
@@ -17,7 +17,6 @@ from gradwire.core.errors import (
     DriftError,
     DriftWarning,
     FederationError,
-    FlightError,
     GradwireError,
     NetworkError,
     NonFiniteWarning,
@@ -53,7 +52,6 @@ __all__ = [
     "DriftWarning",
     "ErrorMemory",
     "FederationError",
-    "FlightError",
     "GradwireError",
     "Lockstep",
     "NetworkError",
@@ -74,7 +72,6 @@ __all__ = [
     "compress",
     "cost",
     "federated",
-    "flight",
     "load",
     "methods",
     "overlap",
