@@ -43,7 +43,7 @@ TIMES, RATE, LATENCY = 0.05, 0.05, 0.20
 """What differs by no more is right."""
 DEADLINE_S = 560.0
 UNTIMED = {"GRADWIRE_TIME_LINK": "0"}
-"""As in a table: a session that has timed its link tells the others what each step took, which takes time itself."""
+"""As in a table, whose sessions do not time their link."""
 
 
 def quartile(values: Sequence[float]) -> float:
