@@ -175,6 +175,7 @@ class Lane:
     """
 
     executor: Executor
+    waiting: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 
     def __init__(
         self,
@@ -197,7 +198,6 @@ class Lane:
         self.log = self.failures.log
         self.executor = SideStream(device) if device.type == "cuda" else CommunicationThread()
         self.poison: BaseException | None = None
-        self.waiting: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         self.ports: dict[Hashable, Any] = {}
         self.meeting = GroupMeeting(self.store, self.name, self.group.rank(), self.failures.ranks, self.log)
 
