@@ -140,6 +140,7 @@ def test_a_run_waits_for_the_least_number_of_workers() -> None:
     assert may_close(HEAD, here(came(0), came(9, NO_COPY)), Needs(2, 2), lambda _: False, late=True)
 
 
+@pytest.mark.draw(8)
 @pytest.mark.parametrize("seed", range(40))
 def test_survivors_of_any_order_of_events_agree(seed: int) -> None:
     """Virtual workers, one of which does its next thing at a time or dies; all that live know the same history."""

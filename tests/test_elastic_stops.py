@@ -37,6 +37,7 @@ def test_a_list_is_not_closed_before_somebody_has_the_copy_of_the_head() -> None
 # 3 workers, 12 windows, under a made-up order of events ---------------------------------------------------------------
 
 
+@pytest.mark.draw(3)
 @pytest.mark.parametrize("seed", range(12))
 def test_workers_that_are_stopped_anywhere_never_differ(seed: int) -> None:
     ends = check(VirtualRun(seed, 3, 12, stops_of(seed, 3, 200)).play(), OVER)
@@ -44,12 +45,14 @@ def test_workers_that_are_stopped_anywhere_never_differ(seed: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.draw(1)
 @pytest.mark.parametrize("first", range(0, 100, 20))
 def test_a_hundred_runs_never_fork(first: int) -> None:
     for seed in range(first, first + 20):
         check(VirtualRun(seed, 3, 12, stops_of(seed, 3, 200)).play(), OVER)
 
 
+@pytest.mark.draw(1)
 @pytest.mark.parametrize("first", range(0, 100, 50))
 def test_workers_at_a_slow_store_that_are_killed_and_started_anew_never_differ(first: int) -> None:
     ends: Counter[str] = Counter()
@@ -58,6 +61,7 @@ def test_workers_at_a_slow_store_that_are_killed_and_started_anew_never_differ(f
     assert min(ends["finished"], ends["killed"], ends["refused"]) > 0
 
 
+@pytest.mark.draw(8)
 @pytest.mark.parametrize("point", range(1, 60, 2))
 def test_a_worker_that_is_stopped_until_all_is_over_finishes_alike_or_is_refused(point: int) -> None:
     run = VirtualRun(point, 2, 5, [Pause(0, point, None)], begin_with=2 if point % 4 == 1 else 1).play()

@@ -232,6 +232,7 @@ def check_all(count: int, first: int = 0, **kinds: Any) -> None:
         part_schedules.check(seed, **kinds)
 
 
+@pytest.mark.draw(2)
 @pytest.mark.parametrize("first", range(0, 300, 50))
 def test_random_schedules_of_parts_break_no_promise(first: int) -> None:
     check_all(50, first)
