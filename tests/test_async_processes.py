@@ -89,6 +89,7 @@ def test_a_killed_worker_frees_the_others_and_a_killed_server_comes_back(tmp_pat
     assert outcome.history[-1].loss < 0.8 * outcome.history[0].loss
 
 
+@pytest.mark.long
 def test_a_server_killed_after_its_last_push_is_heard_before_the_job_is_given_up(tmp_path: Path) -> None:
     job = Job(START, ASGD(0.05), async_processes.even, workers=2, pushes=200, folder=tmp_path)
     with RunningProcesses(job) as running:
@@ -131,6 +132,7 @@ def require_counted_once(outcome: ServersOutcome) -> None:
         assert outcome.parameters[name].tolist() == [float(counts[worker]) for worker in range(ray_main.WORKERS)]
 
 
+@pytest.mark.long
 def test_a_killed_worker_is_started_anew_and_a_killed_server_comes_back(tmp_path: Path) -> None:
     with RunningServers(counted(tmp_path, pushes=160), servers=2, worker_restarts=1) as running:
         running.wait_for(10, DEADLINE_S)
@@ -154,6 +156,7 @@ def test_a_server_that_dies_after_the_last_push_is_started_again_and_says_what_i
     assert outcome.restarts == (1, 0)
 
 
+@pytest.mark.long
 def test_a_server_that_is_stopped_is_started_again(tmp_path: Path) -> None:
     with RunningServers(counted(tmp_path, silent_s=SILENT_S), servers=2) as running:
         running.wait_for(10, DEADLINE_S)

@@ -63,6 +63,7 @@ def test_two_servers_and_two_workers_reach_a_target(tmp_path: Path) -> None:
     assert found["lost"] == []
 
 
+@pytest.mark.long
 def test_a_killed_worker_is_missed_and_the_others_go_on(tmp_path: Path) -> None:
     found = ran(tmp_path, servers=2, workers=3, pushes=60)
     assert found["lost"] == [2]

@@ -214,6 +214,7 @@ def alike(found: Sequence[dict[str, Any]]) -> bool:
     return all(each == without_times[0] for each in without_times)
 
 
+@pytest.mark.long
 def test_ranks_on_the_loopback_are_one_host() -> None:
     found = run_function(f"{CASES}:examined", 2, {}, 120)
     assert alike(found)
@@ -312,6 +313,7 @@ def test_ranks_of_a_launcher_meet_and_rank_0_speaks(tmp_path: Path) -> None:
     assert (tmp_path / "rank1.log").read_text() == ""
 
 
+@pytest.mark.long
 def test_a_contradiction_between_ranks_ends_all_with_status_1(tmp_path: Path) -> None:
     environments = loopback_environments(2)
     environments[1]["NCCL_ALGO"] = "Ring"
@@ -323,6 +325,7 @@ def test_a_contradiction_between_ranks_ends_all_with_status_1(tmp_path: Path) ->
     assert "not set on rank 0; NCCL_ALGO=Ring on rank 1" in said
 
 
+@pytest.mark.long
 def test_a_rank_that_meets_nobody_says_so_by_itself(tmp_path: Path) -> None:
     alone = loopback_environments(2)[1]
     with pytest.raises(RankFailure) as failed:

@@ -29,6 +29,7 @@ def hangs(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("hangs")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("kind", ["sleeps", "killed", "collectives", "loader"])
 def test_the_rank_at_fault_is_named_with_its_stack_in_time(kind: str, seed: int, hangs: ModuleType) -> None:

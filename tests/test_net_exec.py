@@ -58,6 +58,7 @@ def script(tmp_path: Path) -> str:
     return str(tmp_path / "train.py")
 
 
+@pytest.mark.draw(1)
 @pytest.mark.parametrize("launcher", [["-m", "torch.distributed.run"], []], ids=["torchrun", "python"])
 def test_a_script_of_ddp_runs_as_it_is_on_two_hosts(
     launcher: list[str], script: str, capfd: pytest.CaptureFixture[str]

@@ -104,6 +104,7 @@ latency_ms = 0.1
 """
 
 
+@pytest.mark.draw(1)
 @pytest.mark.parametrize(("site", "written"), [("1mbit", "2x2"), ("100mbit", "2")])
 def test_inside_groups_of_nodes_it_compresses_where_that_takes_less_time(
     site: str, written: str, tmp_path: Path

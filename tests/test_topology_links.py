@@ -198,6 +198,7 @@ def ping_pong(network: Network, nbytes: int, folder: Path) -> list[float]:
     return json.loads((folder / "rank1.log").read_text())
 
 
+@pytest.mark.draw(1)
 @pytest.mark.net
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(("rate", "delay"), [("50mbit", "10ms"), ("20mbit", "40ms"), ("100mbit", "4ms")])
@@ -253,6 +254,7 @@ def test_two_ranks_on_each_of_two_emulated_hosts_are_two_nodes(tmp_path: Path) -
     assert "(net " in found["summary"]
 
 
+@pytest.mark.long
 @pytest.mark.net
 @pytest.mark.timeout(200)
 def test_a_slow_host_is_seen_and_so_are_three_levels(tmp_path: Path) -> None:

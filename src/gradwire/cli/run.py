@@ -117,8 +117,8 @@ def _start_ranks(arguments: argparse.Namespace) -> int:
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    options = ["--seed", str(arguments.seed)]
-    options += ["--method", arguments.method] if arguments.method is not None else []
+    options = ["--method", arguments.method] if arguments.method is not None else []
+    options += ["--seed", str(arguments.seed)]
     options += ["--profile", arguments.profile] if arguments.profile is not None else []
     options += ["--parameters", arguments.parameters] if arguments.parameters is not None else []
     options += ["--deadline", str(arguments.deadline)] if arguments.deadline is not None else []

@@ -54,7 +54,7 @@ class Traced(WrappedTransport):
     >>> ask(AllReduce(torch.ones(2)), traced)
     tensor([1., 1.])
     >>> [(span.kind, span.what, span.nbytes) for span in traced.spans]
-    [('encode', 'AllReduce', 0), ('wait', 'AllReduce', 8), ('wire', 'AllReduce', 8)]
+    [('decode', 'AllReduce', 0), ('wait', 'AllReduce', 8), ('wire', 'AllReduce', 8)]
     """
 
     def __init__(self, inner: Transport, clock: Callable[[], float] = time.perf_counter) -> None:

@@ -77,9 +77,9 @@ class Maker:
             CompositionError: weights that nobody could give.
             TopologyError: `node=auto` on nodes that it cannot serve.
         """
-        self._require_told(reducer)
         where = f" in {self._what}"
         try:
+            self._require_told(reducer)
             mine = self._configuration(reducer, seed)
         except GradwireError:  # alike on all ranks: none is to close its group while another one still joins it
             self._is_alike(0, where)
