@@ -152,8 +152,10 @@ def test_a_planted_skew_and_drift_are_found_to_a_millisecond(tmp_path: Path) -> 
 
 
 def test_records_move_to_the_common_clock() -> None:
-    moved = record(1, step(0), clock=[ClockReading(0.0, 100.0, 0.0), ClockReading(10.0, 101.0, 0.0)]).step(0)
-    assert moved is not None
+    kept = record(1, step(0), clock=[ClockReading(0.0, 100.0, 0.0), ClockReading(10.0, 101.0, 0.0)])
+    steps = kept.steps_on_common_clock()
+    assert list(steps) == [0]
+    moved = steps[0]
     assert (moved.began_s, moved.ended_s) == (100.0, pytest.approx(111.0))
     assert moved.communication[0][-1].ended_s == pytest.approx(9.5 + 100.95)
 

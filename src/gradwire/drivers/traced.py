@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -37,6 +37,33 @@ class Span(NamedTuple):
     def length_s(self) -> float:
         """How many seconds it took."""
         return self.ended_s - self.began_s
+
+
+def covered_s(spans: Iterable[Span], outer: Span) -> float:
+    """Seconds of `outer` that lie within any of `spans`, each moment counted once.
+
+    >>> outer = Span("train", "backward", 1.0, 3.0)
+    >>> covered_s([Span("wire", "a", 0.0, 1.5), Span("wire", "b", 1.25, 2.0), Span("wire", "c", 2.75, 9.0)], outer)
+    1.25
+    """
+    total, until = 0.0, outer.began_s
+    for span in sorted(spans, key=lambda span: span.began_s):
+        begin, end = max(span.began_s, until), min(span.ended_s, outer.ended_s)
+        if end > begin:
+            total, until = total + end - begin, end
+    return total
+
+
+def in_flight_s(spans: Sequence[Span]) -> float:
+    """Seconds that lie within any of `spans`, each moment counted once.
+
+    >>> in_flight_s([Span("wire", "a", 0.0, 2.0), Span("wire", "b", 1.0, 4.0), Span("wire", "c", 5.0, 6.0)])
+    5.0
+    """
+    if not spans:
+        return 0.0
+    began_s, ended_s = min(span.began_s for span in spans), max(span.ended_s for span in spans)
+    return covered_s(spans, Span("train", "whole", began_s, ended_s))
 
 
 class Traced(WrappedTransport):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from gradwire.drivers.traced import Span
+from gradwire.drivers.traced import Span, covered_s, in_flight_s
 
 
 class Overlap(NamedTuple):
@@ -55,21 +55,6 @@ class Overlap(NamedTuple):
         return f"{exposed} ms of {isolated} ms of communication are exposed: overlap efficiency {self.efficiency:.0%}"
 
 
-def covered_s(spans: Iterable[Span], outer: Span) -> float:
-    """Seconds of `outer` that lie within any of `spans`, each moment counted once.
-
-    >>> outer = Span("train", "backward", 1.0, 3.0)
-    >>> covered_s([Span("wire", "a", 0.0, 1.5), Span("wire", "b", 1.25, 2.0), Span("wire", "c", 2.75, 9.0)], outer)
-    1.25
-    """
-    total, until = 0.0, outer.began_s
-    for span in sorted(spans, key=lambda span: span.began_s):
-        begin, end = max(span.began_s, until), min(span.ended_s, outer.ended_s)
-        if end > begin:
-            total, until = total + end - begin, end
-    return total
-
-
 def hidden_share(spans: Iterable[Span], computing: Span) -> float:
     """Overlap efficiency by a trace: the share of the time with a collective under way that lies within `computing`.
 
@@ -79,8 +64,5 @@ def hidden_share(spans: Iterable[Span], computing: Span) -> float:
     0.75
     """
     spans = list(spans)
-    if not spans:
-        return 1.0
-    began_s, ended_s = min(span.began_s for span in spans), max(span.ended_s for span in spans)
-    whole = covered_s(spans, Span("train", "whole", began_s, ended_s))
+    whole = in_flight_s(spans)
     return covered_s(spans, computing) / whole if whole > 0 else 1.0

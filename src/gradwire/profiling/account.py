@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from gradwire.drivers.traced import Span
+from gradwire.drivers.traced import Span, covered_s, in_flight_s
 from gradwire.profiling.records import RankRecord, StepRecord
 from gradwire.topology import MeasuredPair
 
@@ -130,6 +130,12 @@ def wires_of(spans: Sequence[Span]) -> list[WaitedWire]:
     return sorted(map(WaitedWire, waits, wires), key=lambda each: each.wire.began_s)
 
 
+def common_steps(records: Sequence[RankRecord], skip: int) -> list[int]:
+    """The numbers of the steps that all ranks have kept, from `skip` on where there are such."""
+    indices = set.intersection(*({step.index for step in record.steps} for record in records)) if records else set()
+    return sorted(index for index in indices if index >= skip) or sorted(indices)
+
+
 def account(records: Sequence[RankRecord], skip: int = 0) -> Account:
     """Return what the steps that all ranks have kept were spent on.
 
@@ -137,14 +143,14 @@ def account(records: Sequence[RankRecord], skip: int = 0) -> Account:
         records: of the ranks of one run, see `read_records`.
         skip: first steps that are left out, as connections and caches are cold in them.
     """
-    indices = set.intersection(*({step.index for step in record.steps} for record in records)) if records else set()
-    kept = sorted(index for index in indices if index >= skip) or sorted(indices)
-    sums = {record.rank: _Sums() for record in records}
+    kept = common_steps(records, skip)
+    moved = {record.rank: record.steps_on_common_clock() for record in records}
+    sums = {rank: _Sums() for rank in moved}
     for index in kept:
-        steps = {record.rank: step for record in records if (step := record.step(index)) is not None}
-        last = _last_to_come(steps)
-        for rank, step in steps.items():
-            sums[rank].add(rank, step, last)
+        wires = {rank: [wires_of(spans) for spans in steps[index].communication] for rank, steps in moved.items()}
+        began = _beginnings(wires)
+        for rank, steps in moved.items():
+            sums[rank].add(rank, steps[index], wires[rank], began)
     ranks = [sums[record.rank].shares(record, len(kept)) for record in records]
     there, size = {record.rank for record in records}, records[0].world_size if records else 0
     methods = records[0].methods if records else []
@@ -152,16 +158,16 @@ def account(records: Sequence[RankRecord], skip: int = 0) -> Account:
     return Account(len(kept), ranks, [rank for rank in range(size) if rank not in there], methods, links)
 
 
-_Late = Mapping[tuple[int, int], Mapping[int, float]]
+_Beginnings = Mapping[tuple[int, int], Mapping[int, float]]
 """When each rank began a collective, by the session's place and the number of the collective in the step."""
 
 
-def _last_to_come(steps: Mapping[int, StepRecord]) -> _Late:
-    """When each rank began each collective of a step; of collectives that not all ranks have, nothing."""
+def _beginnings(wires: Mapping[int, Sequence[Sequence[WaitedWire]]]) -> _Beginnings:
+    """When each rank began each collective of a step."""
     began: defaultdict[tuple[int, int], dict[int, float]] = defaultdict(dict)
-    for rank, step in steps.items():
-        for place, spans in enumerate(step.communication):
-            for number, each in enumerate(wires_of(spans)):
+    for rank, sessions in wires.items():
+        for place, of_session in enumerate(sessions):
+            for number, each in enumerate(of_session):
                 began[place, number][rank] = each.wire.began_s
     return began
 
@@ -176,8 +182,15 @@ class _Sums:
         self._step_s = self._in_flight_s = self._exposed_s = 0.0
         self._sent = 0
 
-    def add(self, rank: int, step: StepRecord, late: _Late) -> None:
-        """Count a step."""
+    def add(self, rank: int, step: StepRecord, wires: Sequence[Sequence[WaitedWire]], began: _Beginnings) -> None:
+        """Count a step.
+
+        Args:
+            rank: whose step it is.
+            step: on the common clock.
+            wires: its collectives, session by session.
+            began: when each rank began each of them.
+        """
         self._step_s += step.length_s
         for span in critical_path(step):
             if span.kind == "train":
@@ -185,16 +198,14 @@ class _Sums:
                 self._seconds["data" if span.what == "data" else "compute"] += span.length_s
             elif span.kind in ("encode", "decode"):
                 self._seconds[span.kind] += span.length_s
-        for place, spans in enumerate(step.communication):
-            for number, each in enumerate(wires_of(spans)):
+        for place, of_session in enumerate(wires):
+            for number, each in enumerate(of_session):
                 self._sent += each.wire.nbytes
                 for outer in step.waits:
-                    self._wait(rank, _clipped(each.wait, outer), each.wire.peers, late[place, number])
-            in_flight = _union([span for span in spans if span.kind == "wire"])
-            self._in_flight_s += sum(span.length_s for span in in_flight)
-            self._exposed_s += sum(
-                max(0.0, _clipped(span, outer).length_s) for span in in_flight for outer in step.waits
-            )
+                    self._wait(rank, _clipped(each.wait, outer), each.wire.peers, began[place, number])
+            under_way = [each.wire for each in of_session]
+            self._in_flight_s += in_flight_s(under_way)
+            self._exposed_s += sum(covered_s(under_way, outer) for outer in step.waits)
 
     def _wait(self, rank: int, wait: Span, peers: Sequence[int], began: Mapping[int, float]) -> None:
         """Cut a wait where the last of the ranks it was for had come: before it is for that rank, then for bytes."""
@@ -224,14 +235,3 @@ class _Sums:
             self._exposed_s / steps,
             self._sent / steps,
         )
-
-
-def _union(spans: Iterable[Span]) -> list[Span]:
-    """Spans that cover what the given ones cover, each moment once."""
-    found = list[Span]()
-    for span in sorted(spans, key=lambda span: span.began_s):
-        if found and span.began_s <= found[-1].ended_s:
-            found[-1] = found[-1]._replace(ended_s=max(found[-1].ended_s, span.ended_s))
-        else:
-            found.append(span)
-    return found

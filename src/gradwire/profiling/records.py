@@ -98,12 +98,9 @@ class RankRecord:
         drift = (last.offset_s - first.offset_s) / passed if passed > 0 else 0.0
         return at_s + first.offset_s + drift * (at_s - first.at_s)
 
-    def step(self, index: int) -> StepRecord | None:
-        """The step of a number, on the common clock, if it was kept."""
-        for step in self.steps:
-            if step.index == index:
-                return self._moved(step)
-        return None
+    def steps_on_common_clock(self) -> dict[int, StepRecord]:
+        """The steps by their numbers, with all times on the common clock."""
+        return {step.index: self._moved(step) for step in self.steps}
 
     def _moved(self, step: StepRecord) -> StepRecord:
         def moved(spans: Sequence[Span]) -> list[Span]:

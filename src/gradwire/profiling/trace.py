@@ -31,7 +31,7 @@ def write_chrome_trace(path: Path | str, records: Sequence[RankRecord]) -> None:
 
 def chrome_trace(records: Sequence[RankRecord]) -> str:
     """Return the trace of all ranks, as JSON in Chrome's Trace Event Format; times are microseconds."""
-    moved = {record.rank: [step for each in record.steps if (step := record.step(each.index))] for record in records}
+    moved = {record.rank: list(record.steps_on_common_clock().values()) for record in records}
     origin_s = min((step.began_s for steps in moved.values() for step in steps), default=0.0)
     events = [event for record in records for event in _names(record, _tracks(moved[record.rank]))]
     for rank, steps in moved.items():

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from gradwire.core.atomic_file import write_atomically
 from gradwire.profiling import Account, RankRecord, RankShares, StepRecord, account
-from gradwire.profiling.account import KINDS
+from gradwire.profiling.account import KINDS, common_steps
 from gradwire.profiling.summary import findings
 from gradwire.report import text
 from gradwire.report.bars import Bar, bar_svg
@@ -94,17 +94,13 @@ def _cells(rank: RankShares) -> list[str]:
 
 def _typical_step(records: Sequence[RankRecord], found: Account, skip: int) -> tuple[int, dict[str, StepRecord]]:
     """The step of median length that all ranks have, of the ranks that others wait for most."""
-    indices = set.intersection(*({step.index for step in record.steps} for record in records))
-    kept = sorted(index for index in indices if index >= skip) or sorted(indices)
-    lengths = {index: max(step.length_s for record in records if (step := record.step(index))) for index in kept}
+    moved = {record.rank: record.steps_on_common_clock() for record in records}
+    kept = common_steps(records, skip)
+    lengths = {index: max(steps[index].length_s for steps in moved.values()) for index in kept}
     by_length: list[int] = sorted(kept, key=lengths.__getitem__)
     typical = by_length[len(kept) // 2]
-    drawn = sorted(records, key=lambda record: -found.caused_s(record.rank))[:MOST_DRAWN]
-    return typical, {
-        f"rank {record.rank}": step
-        for record in sorted(drawn, key=lambda record: record.rank)
-        if (step := record.step(typical)) is not None
-    }
+    drawn = sorted(sorted(moved, key=lambda rank: -found.caused_s(rank))[:MOST_DRAWN])
+    return typical, {f"rank {rank}": moved[rank][typical] for rank in drawn}
 
 
 def _conditions(records: Sequence[RankRecord], found: Account) -> list[tuple[str, str]]:
