@@ -187,10 +187,10 @@ def test_a_link_that_looks_slow_is_measured_again_and_may_be_acquitted(monkeypat
         betas = {(0, 1): 8e-8, (0, 2): slow, (1, 2): 8e-8}
         return tuple(MeasuredPair((a, b), 1e-4, betas[a, b]) for each in rounds for a, b in each)
 
-    monkeypatch.setattr(together, "measured_pairs", measured_pairs)
+    monkeypatch.setattr(axes, "measured_pairs", measured_pairs)
     rounds = all_pairs_in_rounds([0, 1, 2])
     transport = ThreadTransport(Exchange(1), 0)
-    found = together._measured_pairs(rounds, transport, CPU)  # pyright: ignore[reportPrivateUsage]
+    found = axes.compared_pairs(rounds, transport, CPU)
     assert [rounds for rounds, _ in asked] == [rounds, [[RankPair(0, 2)]]]
     assert {pair.ranks: pair.beta_s_per_byte for pair in found} == {(1, 2): 8e-8, (0, 2): 9e-8, (0, 1): 8e-8}
 

@@ -16,20 +16,17 @@ from gradwire.doctor.check_ranks import RANK_CHECKS, below_nominal, skewed_clock
 from gradwire.doctor.checks import host_outcomes
 from gradwire.doctor.facts import Facts
 from gradwire.doctor.finding import Examination, Finding, Outcome, Unchecked
-from gradwire.drivers.axes import QUICK, measured_pairs
+from gradwire.drivers.axes import compared_pairs
 from gradwire.drivers.clocks import ClockOffset, clock_offsets
 from gradwire.drivers.interpreter import Transport, ask
 from gradwire.drivers.words import gathered_words
-from gradwire.topology import Host, HostIdentity, MeasuredPair, Topology
-from gradwire.topology.link_matrix import LinkMatrix, slow_links
-from gradwire.topology.pairs import RankPair, all_pairs_in_rounds, rounds_of_pairs
+from gradwire.topology import Host, HostIdentity, Topology
+from gradwire.topology.link_matrix import LinkMatrix
+from gradwire.topology.pairs import MOST_IN_PAIRS, RankPair, all_pairs_in_rounds, rounds_of_pairs
 
 SUM_NUMEL = 1 << 17
 """Elements of the sum that is checked: 1 MiB in float64, in which sums of small whole numbers are exact."""
 MEASURED_CHECKS = "clocks, sums and links of ranks"
-MOST_IN_PAIRS = 8
-"""Up to so many hosts all pairs are measured, in a round less than there are hosts, of some two seconds each; beyond
-that neighbours are, so that each host is in one pair or two."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +70,7 @@ def measured(
         ends = heads if len(heads) > 1 else list(range(min(len(ranks), MOST_IN_PAIRS)))
         offsets = clock_offsets(heads, transport, device, clock)
         wrong = dict(enumerate(gathered_words(_wrong_elements(transport, device), transport, device)))
-        pairs = _measured_pairs(_rounds(topology, ends), transport, device)
+        pairs = compared_pairs(_rounds(topology, ends), transport, device)
     except CommunicationError as error:
         return Finding(
             "error",
@@ -118,22 +115,6 @@ def _wrong_elements(transport: Transport, device: torch.device) -> int:
     total = ask(AllReduce(pattern * (transport.rank + 1), "sum"), transport)
     ranks = transport.world_size
     return int((total != pattern * (ranks * (ranks + 1) // 2)).sum())
-
-
-def _measured_pairs(
-    rounds: Sequence[Sequence[RankPair]], transport: Transport, device: torch.device
-) -> tuple[MeasuredPair, ...]:
-    """Measure all pairs soon, and those that look slow once more, with more effort: a busy host may look so."""
-    pairs = measured_pairs(rounds, transport, device, QUICK)
-    slow = {each.pair for each in slow_links(pairs)}
-    again = [[pair for pair in each if tuple(pair) in slow] for each in rounds]
-    better = {each.ranks: each for each in measured_pairs([each for each in again if each], transport, device)}
-    return tuple(_faster(pair, better.get(pair.ranks, pair)) for pair in pairs)
-
-
-def _faster(one: MeasuredPair, other: MeasuredPair) -> MeasuredPair:
-    beta = min(one.beta_s_per_byte, other.beta_s_per_byte)
-    return MeasuredPair(one.ranks, min(one.alpha_s, other.alpha_s), beta)
 
 
 def _rounds(topology: Topology, ends: Sequence[int]) -> Sequence[Sequence[RankPair]]:

@@ -26,6 +26,7 @@ from gradwire.core.messages import Expected, Message, SendRecv
 from gradwire.drivers.interpreter import Pending, Transport, ask
 from gradwire.topology.axis_links import AxisLink, MeasuredPair, with_described
 from gradwire.topology.levels import Level, Topology
+from gradwire.topology.link_matrix import slow_links
 from gradwire.topology.pairs import RankPair, rounds_of_pairs
 
 PING_BYTES = 8
@@ -114,6 +115,26 @@ def measured_pairs(
     """
     effort = effort or Effort(TRIPS_S, STREAM_S, MOST_STREAMS)
     return tuple(pair for round_ in rounds for pair in _RoundOfPairs(round_, transport, device, effort).measure())
+
+
+def compared_pairs(
+    rounds: Sequence[Sequence[RankPair]], transport: Transport, device: torch.device
+) -> tuple[MeasuredPair, ...]:
+    """Measure all pairs soon, and those that look slow once more, with more effort: a busy host may look so.
+
+    Args:
+        rounds, transport, device: as of `measured_pairs`.
+    """
+    pairs = measured_pairs(rounds, transport, device, QUICK)
+    slow = {each.pair for each in slow_links(pairs)}
+    again = [[pair for pair in each if tuple(pair) in slow] for each in rounds]
+    better = {each.ranks: each for each in measured_pairs([each for each in again if each], transport, device)}
+    return tuple(_faster(pair, better.get(pair.ranks, pair)) for pair in pairs)
+
+
+def _faster(one: MeasuredPair, other: MeasuredPair) -> MeasuredPair:
+    beta = min(one.beta_s_per_byte, other.beta_s_per_byte)
+    return MeasuredPair(one.ranks, min(one.alpha_s, other.alpha_s), beta)
 
 
 class _RoundOfPairs:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import time
+import uuid
 import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -21,10 +22,11 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire.core.atomic_file import write_atomically
 from gradwire.core.errors import StepError
 from gradwire.drivers import groups
-from gradwire.drivers.axes import QUICK, measured_pairs
-from gradwire.drivers.clocks import clock_offsets
+from gradwire.drivers.axes import compared_pairs
+from gradwire.drivers.clocks import ClockOffset, clock_offsets
 from gradwire.drivers.process_group import GroupTransport
 from gradwire.drivers.traced import Span, Traced
+from gradwire.drivers.words import gathered_words
 from gradwire.profiling.account import Account, account
 from gradwire.profiling.loop import LoopSpans
 from gradwire.profiling.records import ClockReading, RankRecord, StepRecord, record_of, together
@@ -33,7 +35,7 @@ from gradwire.profiling.torch_hook import TorchSpans
 from gradwire.profiling.trace import chrome_trace
 from gradwire.session import Session
 from gradwire.topology import MeasuredPair
-from gradwire.topology.pairs import all_pairs_in_rounds
+from gradwire.topology.pairs import MOST_IN_PAIRS, all_pairs_in_rounds
 
 T = TypeVar("T")
 
@@ -44,9 +46,6 @@ KEPT = 200
 """Steps of which spans are kept: the last ones."""
 
 CPU = torch.device("cpu")
-
-MOST_IN_PAIRS = 8
-"""Ranks up to which the links between all pairs are measured."""
 
 SKIPPED = 3
 """First steps that an account leaves out, where there are others."""
@@ -81,7 +80,7 @@ class Profile:
         self._transport: GroupTransport | None = None
         self._measures_links, self._links = links, list[MeasuredPair]()
         self._run, self._began_s, self._index = "", 0.0, 0
-        self._rank, self._size, self._is_whole = 0, 1, True
+        self._rank, self._size = 0, 1
         self._stack = ExitStack()
 
     # The training loop -------------------------------------------------------------------------------------------
@@ -140,10 +139,8 @@ class Profile:
             assert isinstance(group, dist.ProcessGroup)
             self._group = group
             self._rank, self._size = dist.get_rank(), dist.get_world_size()
-            token = torch.randint(0, 256, (8,), dtype=torch.uint8, generator=_own_generator())
-            dist.broadcast(token, 0, group=self._group)
-            self._run = bytes(token.tolist()).hex()
             self._transport = GroupTransport(group)
+            self._run = gathered_words(uuid.uuid4().hex, self._transport, CPU)[0]
             self._read_clock(self._transport)
         self._stack.enter_context(self._loop.watching(self._model))
         for session in self._sessions:
@@ -175,14 +172,14 @@ class Profile:
                 session.stop_tracing()
         if self._torch is not None:
             self._torch.close()
-        self._is_whole = error is None and (self._group is None or dist.is_initialized())
-        if self._is_whole and self._transport is not None:
+        is_whole = error is None and (self._group is None or dist.is_initialized())
+        if is_whole and self._transport is not None:
             self._read_clock(self._transport)
             if self._measures_links:
                 self._links = self._measured_links(self._transport)
         self.records = [self._record()]
         self.records[0].write(self._folder)
-        if self._is_whole:
+        if is_whole:
             self._gather()
             if self._rank == 0:
                 write_outcome(self.records, self._folder)
@@ -205,14 +202,14 @@ class Profile:
 
     def _read_clock(self, transport: GroupTransport) -> None:
         """Compare this clock with rank 0's; all ranks do so at the same place."""
-        mine = clock_offsets(range(self._size), transport, CPU, self._clock)[self._rank - 1] if self._size > 1 else None
-        offset_s, trip_s = (-mine.seconds, 2 * mine.error_s) if mine is not None and self._rank else (0.0, 0.0)
-        self.readings.append(ClockReading(self._clock(), offset_s, trip_s))
+        others = {each.rank: each for each in clock_offsets(range(self._size), transport, CPU, self._clock)}
+        mine = others.get(self._rank, ClockOffset(0, 0.0, 0.0))  # with rank 0's the others are compared
+        self.readings.append(ClockReading(self._clock(), -mine.seconds, 2 * mine.error_s))
 
     def _measured_links(self, transport: GroupTransport) -> list[MeasuredPair]:
         """Measure links between all pairs of a few ranks; of many, two of each rank."""
         rounds = all_pairs_in_rounds(range(self._size))
-        return list(measured_pairs(rounds if self._size <= MOST_IN_PAIRS else rounds[:2], transport, CPU, QUICK))
+        return list(compared_pairs(rounds if self._size <= MOST_IN_PAIRS else rounds[:2], transport, CPU))
 
     def _gather(self) -> None:
         """Bring the records of all ranks to rank 0, which writes them too: hosts may share no folder."""
@@ -250,13 +247,6 @@ def write_outcome(records: Sequence[RankRecord], folder: Path) -> None:
     """Write what people and programs read: `summary.txt` and `trace.json`, for Perfetto."""
     write_atomically(folder / "summary.txt", summary(account(records, SKIPPED)) + "\n")
     write_atomically(folder / "trace.json", chrome_trace(records))
-
-
-def _own_generator() -> torch.Generator:
-    """Random numbers that are not the training's."""
-    generator = torch.Generator()
-    generator.seed()
-    return generator
 
 
 def profile(

@@ -7,6 +7,10 @@ from typing import NamedTuple
 
 from gradwire.topology.levels import Topology
 
+MOST_IN_PAIRS = 8
+"""Up to so many hosts or ranks all pairs are measured where links are compared, in a round less than there are of them,
+of some two seconds each; beyond that each is in one pair or two."""
+
 
 class RankPair(NamedTuple):
     """Two ranks, the lower one first."""
