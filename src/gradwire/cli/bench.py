@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gradwire.bench.options import BenchOptions
+from gradwire.cli.commands import Commands, add
 from gradwire.cli.option_arguments import add_options, read_options
 
 if TYPE_CHECKING:
@@ -34,14 +35,14 @@ examples
 """
 
 
-def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage]
+def add_command(commands: Commands) -> None:
     """Add it to the command line."""
-    bench = commands.add_parser(
+    bench = add(
+        commands,
         "bench",
         help="how fast collectives and methods are on this network, under torchrun or on emulated hosts",
         description="Measure how fast collectives, exchanges and methods are on the network at hand, and its links.",
         epilog=BENCH_HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_options(bench, BenchOptions)
     bench.set_defaults(run=run_bench)

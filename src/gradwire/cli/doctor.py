@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from gradwire.cli.commands import Commands, add
+
 if TYPE_CHECKING:
     from gradwire.doctor import Examination
 
@@ -35,14 +37,14 @@ examples
 """
 
 
-def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage]
+def add_command(commands: Commands) -> None:
     """Add it to the command line."""
-    doctor = commands.add_parser(
+    doctor = add(
+        commands,
         "doctor",
         help="is this host set up right? under torchrun, are all ranks, and what do their links carry?",
         description="Check this host, or under torchrun all ranks and what lies between them; the worst comes first.",
         epilog=DOCTOR_HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     doctor.add_argument("--json", type=Path, metavar="FILE", help="write all findings here too")
     doctor.add_argument(

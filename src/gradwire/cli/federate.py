@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from gradwire.cli.commands import Commands, add
 from gradwire.cli.option_arguments import add_options, read_options
 from gradwire.federate.options import FederateOptions
 
@@ -43,14 +44,14 @@ examples
 """
 
 
-def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage]
+def add_command(commands: Commands) -> None:
     """Add it to the command line."""
-    parser = commands.add_parser(
+    parser = add(
+        commands,
         "federate",
         help="train with a federation of uneven clients on this machine, and report accuracy against rounds and bytes",
         description="Train one task with many clients that have unequal data and are seldom there, in this process.",
         epilog=HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_options(parser, FederateOptions)
     parser.set_defaults(run=run_federate)

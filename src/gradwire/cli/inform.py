@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gradwire.cli import choosing
+from gradwire.cli.commands import Commands
 from gradwire.cli.kernel_table import kernel_table
 from gradwire.core.errors import SpecError
 from gradwire.core.link import Link
@@ -41,7 +42,7 @@ def versions() -> str:
     return f"gradwire {gradwire.__version__} (Python {platform.python_version()}, {', '.join(found)})"
 
 
-def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage]
+def add_commands(commands: Commands) -> None:
     """Add them to the command line."""
     methods = commands.add_parser("methods", help="list the methods: those for most users first, each with its options")
     methods.add_argument("spec", nargs="*", metavar="SPEC", help="show these methods whole, or what these specs become")

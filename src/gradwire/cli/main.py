@@ -26,6 +26,7 @@ from gradwire.cli import (
     store,
     topology,
 )
+from gradwire.cli.commands import add
 from gradwire.cli.option_arguments import add_options, read_options
 from gradwire.compare.options import CompareOptions
 from gradwire.core.errors import GradwireError
@@ -87,13 +88,13 @@ def parser() -> argparse.ArgumentParser:
     )
     root.add_argument("--version", action=_Version, help="show the versions of gradwire and of what it runs on")
     commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    compare = commands.add_parser(
+    compare = add(
+        commands,
         "compare",
         help="train with several methods on an emulated slow network, and report the time to the same loss",
         description="Train one task with several methods on an emulated slow network, and report what each sends, "
         "where its time goes, and how soon it reaches the same loss.",
         epilog=METHODS_HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_options(compare, CompareOptions)
     compare.set_defaults(run=run_compare)

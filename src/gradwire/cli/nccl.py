@@ -6,6 +6,8 @@ import argparse
 
 from rich.console import Console
 
+from gradwire.cli.commands import Commands, add
+
 OK = 0
 
 ADVISE_HELP = """\
@@ -18,16 +20,16 @@ examples
 """
 
 
-def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage]
+def add_commands(commands: Commands) -> None:
     """Add it to the command line."""
     nccl = commands.add_parser("nccl", help="which variables of NCCL a kind of cluster wants, and why")
     actions = nccl.add_subparsers(required=True, metavar="ACTION")
-    advise = actions.add_parser(
+    advise = add(
+        actions,
         "advise",
         help="print an environment file",
         description="Print an environment file for a kind of cluster, with a reason and a source for each line.",
         epilog=ADVISE_HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     advise.add_argument(
         "--cluster",

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+from gradwire.cli.commands import Commands, add
+
 OK, FAILED, MISUSED = 0, 1, 2
 
 EXEC_HELP = """\
@@ -23,16 +25,16 @@ examples
 """
 
 
-def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage]
+def add_commands(commands: Commands) -> None:
     """Add them to the command line."""
     net = commands.add_parser("net", help="emulated networks: run a script of yours on one; clean up")
     actions = net.add_subparsers(required=True, metavar="ACTION")
-    execute = actions.add_parser(
+    execute = add(
+        actions,
         "exec",
         help="run a program of your own, unchanged, on hosts that slow links join",
         description="Run a program of your own, unchanged, on hosts that slow links join.",
         epilog=EXEC_HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     execute.add_argument("--hosts", type=int, default=2, metavar="N", help="how many (default: 2)")
     execute.add_argument(

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+from gradwire.cli.commands import Commands, add
+
 OK = 0
 
 OVERLAP_HELP = """\
@@ -22,14 +24,14 @@ examples
 """
 
 
-def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage]
+def add_command(commands: Commands) -> None:
     """Add it to the command line."""
-    overlap = commands.add_parser(
+    overlap = add(
+        commands,
         "overlap",
         help="under torchrun, how much communication is hidden, and settings that hide more",
         description="Find by measurement when communication should travel, on the ranks and the network at hand.",
         epilog=OVERLAP_HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     overlap.add_argument("--task", default="bytes", help="bytes, digits or package.module:function (default: bytes)")
     overlap.add_argument("--method", metavar="SPEC", help="what attach will be given; without it DDP's own all-reduces")

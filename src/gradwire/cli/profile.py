@@ -7,6 +7,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+from gradwire.cli.commands import Commands, add
+
 OK = 0
 
 PROFILE_HELP = """\
@@ -20,14 +22,14 @@ examples
 """
 
 
-def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage]
+def add_command(commands: Commands) -> None:
     """Add it to the command line."""
-    profile = commands.add_parser(
+    profile = add(
+        commands,
         "profile",
         help="what the steps of a profiled run were spent on, and who was waited for",
         description="Make the table and the trace of a profile of the records of its ranks.",
         epilog=PROFILE_HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     profile.add_argument("folder", type=Path, metavar="DIR", help="with rank0.json, rank1.json, ...")
     profile.add_argument("--skip", type=int, default=3, metavar="N", help="first steps that do not count (default: 3)")

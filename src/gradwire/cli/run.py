@@ -13,6 +13,8 @@ from typing import Any
 
 from rich.console import Console
 
+from gradwire.cli.commands import Commands, add
+
 OK, FAILED = 0, 1
 
 RUN_HELP = """\
@@ -29,15 +31,15 @@ Whatever follows the script is the script's own. So is the status; with --nproc 
 """
 
 
-def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage]
+def add_commands(commands: Commands) -> None:
     """Add it to the command line."""
-    run = commands.add_parser(
+    run = add(
+        commands,
         "run",
         help="run a training script as it is, and compress the gradients of its DDP or FSDP2 models, or profile them",
         description="Run a training script as it is, and let a method combine the gradients of every model of "
         "DistributedDataParallel or fully_shard (FSDP2) that it trains.",
         epilog=RUN_HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,  # else what follows the script is searched for abbreviations of these options
     )
     run.add_argument("--method", metavar="SPEC", help="what combines gradients: int4, topk:0.01, ...")

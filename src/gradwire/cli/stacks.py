@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from gradwire.cli.commands import Commands, add
+
 if TYPE_CHECKING:
     from gradwire.flight import Diagnosis
 
@@ -32,14 +34,14 @@ The status is 0 where no rank differs, 1 where one does, and 2 without records t
 """
 
 
-def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage]
+def add_command(commands: Commands) -> None:
     """Add it to the command line."""
-    stacks = commands.add_parser(
+    stacks = add(
+        commands,
         "stacks",
         help="why a run hangs or died, and which rank differs: from the flight records of all ranks",
         description="Read the flight records of all ranks, and name the first rank that differs, with its stack.",
         epilog=STACKS_HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     stacks.add_argument("folder", type=Path, metavar="DIR", help="the folder with the records")
     stacks.add_argument("--ask", action="store_true", help="have every rank that is alive write what it does now")

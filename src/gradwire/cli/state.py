@@ -8,10 +8,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from gradwire.cli.commands import Commands
+
 OK = 0
 
 
-def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage]
+def add_commands(commands: Commands) -> None:
     """Add both to the command line."""
     state = commands.add_parser("state", help="show what gradwire.save has left in a folder")
     state.add_argument("folder", type=Path, metavar="FOLDER")

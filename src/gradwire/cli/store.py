@@ -6,10 +6,12 @@ import argparse
 
 from rich.console import Console
 
+from gradwire.cli.commands import Commands
+
 OK = 0
 
 
-def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage]
+def add_commands(commands: Commands) -> None:
     """Add it to the command line."""
     store = commands.add_parser("store", help="hold the store at which workers of gradwire.sync.Elastic meet")
     store.add_argument(

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+from gradwire.cli.commands import Commands, add
+
 OK = 0
 
 TOPOLOGY_HELP = """\
@@ -22,14 +24,14 @@ examples
 """
 
 
-def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage]
+def add_commands(commands: Commands) -> None:
     """Add it to the command line."""
-    topology = commands.add_parser(
+    topology = add(
+        commands,
         "topology",
         help="what this host sees of itself; under torchrun, who is near whom and what links carry",
         description="What this host sees of itself; under torchrun, who is near whom and what links carry.",
         epilog=TOPOLOGY_HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     topology.add_argument(
         "--description", type=Path, metavar="FILE", help="TOML that says what cannot be seen: sites, their links"
