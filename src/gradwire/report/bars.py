@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from gradwire.report.axes import Scale, number_labels
@@ -29,12 +29,7 @@ def bar_svg(title: str, bars: Sequence[Bar], floor_ms: float | None, *, width: i
     top, bottom = 26, 38
     height = top + BAR_PITCH * len(bars) + bottom
     x = _axis(bars, floor_ms, width)
-    ticks = x.ticks(6 if width > 400 else 3)
-    body = [tag("title", html.escape(title))]
-    for value, shown in zip(ticks, number_labels(ticks), strict=True):
-        body.append(tag("line", class_="grid", x1=x(value), x2=x(value), y1=top, y2=height - bottom))
-        body.append(label(shown, x(value), height - bottom + 18, class_="tick middle"))
-    body.append(label("milliseconds a step", (x.start + x.end) / 2, height - 2, class_="axis middle"))
+    body = [tag("title", html.escape(title)), *across(x, "milliseconds a step", width, top, height - bottom)]
     rows = [_bar(bar, x, top + BAR_PITCH * i + (BAR_PITCH - BAR_HEIGHT) / 2) for i, bar in enumerate(bars)]
     body += [bar for bar, _ in rows]
     if floor_ms is not None:
@@ -44,6 +39,22 @@ def bar_svg(title: str, bars: Sequence[Bar], floor_ms: float | None, *, width: i
         body.append(label(note, at, top - 12, class_="note" if at < width / 2 else "note end"))
     body += [figure for _, figure in rows]  # last, so that the line of the floor does not cross one out
     return tag("svg", "".join(body), class_="bars", viewBox=f"0 0 {width} {height}", role="img")
+
+
+def across(x: Scale, what: str, width: int, top: int, bottom: int) -> Iterator[str]:
+    """The grid of a picture whose values go from left to right, and the axis below it.
+
+    Args:
+        x: of the values.
+        what: they are.
+        width: of the picture, in pixels.
+        top, bottom: where the grid begins and ends.
+    """
+    ticks = x.ticks(6 if width > 400 else 3)
+    for value, shown in zip(ticks, number_labels(ticks), strict=True):
+        yield tag("line", class_="grid", x1=x(value), x2=x(value), y1=top, y2=bottom)
+        yield label(shown, x(value), bottom + 18, class_="tick middle")
+    yield label(what, (x.start + x.end) / 2, bottom + 36, class_="axis middle")
 
 
 def _axis(bars: Sequence[Bar], floor_ms: float | None, width: int) -> Scale:

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from gradwire.drivers.traced import Span
 from gradwire.profiling.records import StepRecord
-from gradwire.report.axes import Scale, number_labels
+from gradwire.report.axes import Scale
+from gradwire.report.bars import MOST_LEFT, across
 from gradwire.report.svg import label, shortened, tag, width_of
 from gradwire.report.text import milliseconds
 
@@ -29,13 +30,8 @@ def timeline_svg(title: str, steps: Mapping[str, StepRecord], *, width: int) -> 
     origin_s = min((step.began_s for step in steps.values()), default=0.0)
     longest_ms = 1e3 * max((step.ended_s - origin_s for step in steps.values()), default=0.0) or 1.0
     left = 14 + max((width_of(name) for name in steps), default=0.0)
-    x = Scale(0.0, longest_ms, min(left, 0.4 * width), width - 14)
-    ticks = x.ticks(6 if width > 400 else 3)
-    body = [tag("title", html.escape(title))]
-    for value, shown in zip(ticks, number_labels(ticks), strict=True):
-        body.append(tag("line", class_="grid", x1=x(value), x2=x(value), y1=top, y2=height - bottom))
-        body.append(label(shown, x(value), height - bottom + 18, class_="tick middle"))
-    body.append(label("milliseconds", (x.start + x.end) / 2, height - 2, class_="axis middle"))
+    x = Scale(0.0, longest_ms, min(left, MOST_LEFT * width), width - 14)
+    body = [tag("title", html.escape(title)), *across(x, "milliseconds", width, top, height - bottom)]
     for place, (name, step) in enumerate(steps.items()):
         y = top + ROW_PITCH * place + (ROW_PITCH - LANES * LANE_PITCH) / 2
         body.append(label(shortened(name, x.start - 10), x.start - 10, y + 1.7 * LANE_PITCH, class_="name end"))
