@@ -131,7 +131,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Links are measured by few and short messages."""
     monkeypatch.setattr(axes, "MOST_BYTES", 1 << 15)
     monkeypatch.setattr(axes, "TRIPS_S", 0.0)
-    monkeypatch.setattr(together, "QUICK", axes.Effort(0.0, 0.0, 2))
+    monkeypatch.setattr(axes, "QUICK", axes.Effort(0.0, 0.0, 2))
 
 
 def facts_of(rank: int) -> Facts:

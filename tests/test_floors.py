@@ -40,7 +40,8 @@ FLOORS = (
     ("ranks",),
     ("compare",),
     ("federate",),
-    ("bench", "doctor"),
+    ("doctor",),
+    ("bench",),
     ("report",),
     ("cli",),
     ("__main__",),
@@ -91,7 +92,6 @@ def test_methods_do_not_know_the_language_that_names_them() -> None:
 
 SHARED_NAMES = {
     "Constant": "`gradwire.asynchronous.Constant` is a rate, `gradwire.sync.Constant` a schedule of windows",
-    "Finding": "of a comparison's verdict, and `gradwire.doctor.Finding`, whose users never meet the other one",
     "GradwireCallback": "of Lightning and of Transformers, whose users never meet the other one",
     "Hierarchical": "a reducer, whose name stands in saved states, and `gradwire.sync.Hierarchical`",
     "Mean": "a server's step, `gradwire.federated.Mean`, and an outer step, `gradwire.sync.Mean`",

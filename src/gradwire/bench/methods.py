@@ -74,7 +74,7 @@ class MethodCall:
         self._matrix.copy_(self._given)
 
     def call(self) -> None:
-        """Reduce it once."""
+        """Run the method once: the matrix holds its result then."""
         self._session.reduce_({_NAME: self._matrix})
 
     def error(self) -> float:

@@ -7,9 +7,8 @@ from typing import NamedTuple
 
 from gradwire.bench.errors import BenchError
 from gradwire.core.nearest import meant
+from gradwire.doctor.kinds import ALGORITHM_NAMES, PROTOCOL_NAMES
 
-ALGORITHMS = ("Ring", "Tree", "CollNetDirect", "CollNetChain", "NVLS", "NVLSTree", "PAT")
-PROTOCOLS = ("LL", "LL128", "Simple")
 EVERYWHERE = ("Ring", "Tree")
 """The others need a switch that adds up, or serve some collectives only: NCCL fails where one is forced that cannot."""
 
@@ -36,13 +35,13 @@ class SweepSetting(NamedTuple):
 
 
 def sweep_plan(
-    algorithms: Sequence[str] = EVERYWHERE, protocols: Sequence[str] = PROTOCOLS
+    algorithms: Sequence[str] = EVERYWHERE, protocols: Sequence[str] = PROTOCOL_NAMES
 ) -> tuple[SweepSetting, ...]:
     """Return the settings of a sweep: first what NCCL chooses by itself, then each algorithm with each protocol.
 
     Args:
-        algorithms: of NCCL 2.30, see `ALGORITHMS`.
-        protocols: see `PROTOCOLS`.
+        algorithms: of NCCL 2.30, see `ALGORITHM_NAMES`.
+        protocols: see `PROTOCOL_NAMES`.
 
     Raises:
         BenchError: a name that NCCL does not have, with the nearest one: NCCL would end with an error.
@@ -50,7 +49,7 @@ def sweep_plan(
     >>> [setting.variables for setting in sweep_plan(["Tree"], ["Simple"])]
     [{}, {'NCCL_ALGO': 'Tree', 'NCCL_PROTO': 'Simple'}]
     """
-    for what, names, known in (("algorithm", algorithms, ALGORITHMS), ("protocol", protocols, PROTOCOLS)):
+    for what, names, known in (("algorithm", algorithms, ALGORITHM_NAMES), ("protocol", protocols, PROTOCOL_NAMES)):
         for name in names:
             if name not in known:
                 raise BenchError(f"NCCL has no {what} {name!r}: {meant(name, known)}")

@@ -2,7 +2,7 @@
 
 `judge` looks at what was measured and asks what a careful reader would ask. Was there anything to learn, and was it
 learned? Is every loss a number? Did the method end as well as the baseline? How many seeds and hosts were there? Each
-answer that matters is a `Finding`. Terminal, report and `verdict.json` show the same `Verdict`.
+answer that matters is a `VerdictFinding`. Terminal, report and `verdict.json` show the same `Verdict`.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ ALARMS = frozenset({FindingKind.NOT_FINITE, FindingKind.METRIC_NOT_FINITE, Findi
 
 
 @dataclass(frozen=True)
-class Finding:
+class VerdictFinding:
     """One thing that was found.
 
     Attributes:
@@ -97,37 +97,37 @@ class Finding:
 # -------------------------------------------------------------------------------------------- findings
 
 
-def _of_comparison(comparison: Comparison) -> Iterable[Finding]:
+def _of_comparison(comparison: Comparison) -> Iterable[VerdictFinding]:
     if comparison.options["hosts"] < 2:
-        yield Finding(
+        yield VerdictFinding(
             FindingKind.ONE_HOST,
             None,
             "There is one host, so nothing was communicated and nothing compared: --hosts 2 or more.",
         )
     if not comparison.finished(FP32):
         text = f"{FP32} has not finished, so there is nothing to compare with: have it among the methods."
-        yield Finding(FindingKind.NO_BASELINE, None, text)
+        yield VerdictFinding(FindingKind.NO_BASELINE, None, text)
     seeds = {run.seed for run in comparison.runs}
     if len(seeds) == 1:
         text = f"One seed was run: what another would give is not known. --seeds {ENOUGH_SEEDS} tells."
-        yield Finding(FindingKind.ONE_SEED, None, text)
+        yield VerdictFinding(FindingKind.ONE_SEED, None, text)
 
 
-def _of_baseline(comparison: Comparison) -> Iterable[Finding]:
+def _of_baseline(comparison: Comparison) -> Iterable[VerdictFinding]:
     runs = comparison.finished(FP32)
     found = baseline_learning(comparison)
     if found is None or any(map(not_finite, runs)):
         return
     relative = comparison.target is None or comparison.target.startswith("method:")
     if hardly_learned(found, comparison.tolerance if relative else 0.0):
-        yield Finding(FindingKind.HARDLY_LEARNED, FP32, _hardly_learned(found))
+        yield VerdictFinding(FindingKind.HARDLY_LEARNED, FP32, _hardly_learned(found))
         return
     if short := _too_short(comparison):
-        yield Finding(FindingKind.TOO_SHORT, FP32, short)
+        yield VerdictFinding(FindingKind.TOO_SHORT, FP32, short)
     hits = [(target_hit(comparison, run), run) for run in runs]
     if any(hit and hit.steps <= _first_look(comparison, run) for hit, run in hits):
         text = f"{FP32} is at the target where it is first looked at: times to the target say nothing about learning."
-        yield Finding(FindingKind.TARGET_AT_START, FP32, text)
+        yield VerdictFinding(FindingKind.TARGET_AT_START, FP32, text)
 
 
 def _first_look(comparison: Comparison, run: Run) -> int:
@@ -162,32 +162,32 @@ def _too_short(comparison: Comparison) -> str:
     )
 
 
-def _of_runs(comparison: Comparison, row: Row) -> Iterable[Finding]:
+def _of_runs(comparison: Comparison, row: Row) -> Iterable[VerdictFinding]:
     """What is wrong with the runs of any method."""
     if row.failure:
-        yield Finding(FindingKind.FAILED, row.method, f"{row.method} failed: {row.failure.splitlines()[0]}")
+        yield VerdictFinding(FindingKind.FAILED, row.method, f"{row.method} failed: {row.failure.splitlines()[0]}")
     for run in comparison.finished(row.method):
         if said := not_finite(run):
             kind = FindingKind.METRIC_NOT_FINITE if all(map(math.isfinite, run.losses)) else FindingKind.NOT_FINITE
-            yield Finding(kind, row.method, f"{row.method}, seed {run.seed}: {said}.")
+            yield VerdictFinding(kind, row.method, f"{row.method}, seed {run.seed}: {said}.")
 
 
-def _of_method(comparison: Comparison, row: Row) -> Iterable[Finding]:
+def _of_method(comparison: Comparison, row: Row) -> Iterable[VerdictFinding]:
     """What speaks against a method, given a baseline to hold it against."""
     if row.reached < row.seeds:
         some = f"reached the target with {row.reached} of {row.seeds} seeds only"
         said = some if row.reached else "did not reach the target"
-        yield Finding(FindingKind.NOT_REACHED, row.method, f"{row.method} {said}.")
+        yield VerdictFinding(FindingKind.NOT_REACHED, row.method, f"{row.method} {said}.")
     name, found = comparison.task["metric_name"], shortfall(comparison, row.method)
     if found is None:
-        yield Finding(
+        yield VerdictFinding(
             FindingKind.NO_METRIC, row.method, f"{row.method} has no final {name} to compare with that of {FP32}."
         )
     elif found.is_worse:
-        yield Finding(FindingKind.WORSE_METRIC, row.method, f"By {name}, {row.method} {_worse(found)}.")
+        yield VerdictFinding(FindingKind.WORSE_METRIC, row.method, f"By {name}, {row.method} {_worse(found)}.")
     elif math.isfinite(found.worse_by.mean) and not found.no_sign:
         text = f"By {name}, {row.method} {_worse(found)}. {_what_tells(found)}."
-        yield Finding(FindingKind.PERHAPS_WORSE, row.method, text)
+        yield VerdictFinding(FindingKind.PERHAPS_WORSE, row.method, text)
     loss = loss_shortfall(comparison, row.method)
     if loss is not None and loss.is_worse:
         above, least = (100 * math.expm1(part) for part in (loss.worse_by.mean, loss.worse_by.detectable))
@@ -195,7 +195,7 @@ def _of_method(comparison: Comparison, row: Row) -> Iterable[Finding]:
             f"By training loss, {row.method} ends {above:.2g} % above {FP32} ({loss.baseline:.4g}), where "
             f"{least:.2g} % are told from chance with {loss.seeds} seeds."
         )
-        yield Finding(FindingKind.WORSE_LOSS, row.method, text)
+        yield VerdictFinding(FindingKind.WORSE_LOSS, row.method, text)
 
 
 def _worse(found: Shortfall) -> str:
@@ -244,7 +244,7 @@ class Verdict:
         timed_in_part: the methods whose times are estimated.
     """
 
-    findings: tuple[Finding, ...]
+    findings: tuple[VerdictFinding, ...]
     learned: Learning | None = None
     best: str | None = None
     speed_up: Spread | None = None
@@ -418,7 +418,7 @@ def judge(comparison: Comparison) -> Verdict:
     )
 
 
-def _findings(comparison: Comparison, rows: Sequence[Row], learners: Sequence[Row]) -> tuple[Finding, ...]:
+def _findings(comparison: Comparison, rows: Sequence[Row], learners: Sequence[Row]) -> tuple[VerdictFinding, ...]:
     """All findings, the weightiest first; what speaks against single methods only where they may be compared."""
     findings = [*_of_comparison(comparison), *_of_baseline(comparison)]
     findings += [finding for row in rows for finding in _of_runs(comparison, row)]

@@ -52,6 +52,9 @@ _LOCKED = Advice(
     "", None, "let processes lock memory: memlock unlimited, or --ulimit memlock=-1 for containers", _NETWORK
 )
 _BASICS = (_WARN, _INFO_ONCE, _RECORDER, _DUMP)
+_GLOO_BY_ETH0 = Advice(
+    "GLOO_SOCKET_IFNAME", "eth0", "the same for Gloo, which takes whole names alone", _TORCH, is_example=True
+)
 _CHOICES_LEFT = (_ALGORITHMS_ALONE, _PROTOCOLS_ALONE)
 
 CLUSTERS = {
@@ -230,13 +233,7 @@ CLUSTERS = {
                     _ENV,
                     is_example=True,
                 ),
-                Advice(
-                    "GLOO_SOCKET_IFNAME",
-                    "eth0",
-                    "the same for Gloo, which takes whole names alone",
-                    _TORCH,
-                    is_example=True,
-                ),
+                _GLOO_BY_ETH0,
                 Advice(
                     "NCCL_TOPO_FILE",
                     "/opt/microsoft/ndv5/topo.xml",
@@ -277,13 +274,7 @@ CLUSTERS = {
                     _ENV,
                     is_example=True,
                 ),
-                Advice(
-                    "GLOO_SOCKET_IFNAME",
-                    "eth0",
-                    "the same for Gloo, which takes whole names alone",
-                    _TORCH,
-                    is_example=True,
-                ),
+                _GLOO_BY_ETH0,
                 Advice(
                     "NCCL_SOCKET_NTHREADS",
                     "4",

@@ -100,7 +100,7 @@ class Facts:
 
     @property
     def identity(self) -> HostIdentity:
-        """Of the host."""
+        """What tells the host from all others."""
         return self.host.identity
 
     @property

@@ -100,7 +100,7 @@ class Number:
 
     @property
     def legal(self) -> str:
-        """The range."""
+        """Which numbers are legal, for people."""
         if self.among:
             return " or ".join(map(str, self.among))
         if self.multiple > 1:
@@ -158,7 +158,7 @@ class Words:
 
     @property
     def legal(self) -> str:
-        """The words."""
+        """Which words are legal, for people."""
         *most, last = self.words
         listed = f"{', '.join(most)} or {last}" if most else last
         return f"a list of {listed}" if self.separator else listed
@@ -183,8 +183,8 @@ class Words:
         return is_also or word in self.words or (self.any_case and word.lower() in map(str.lower, self.words))
 
 
-_ALGORITHMS = ("Ring", "Tree", "CollnetChain", "CollnetDirect", "NVLS", "NVLSTree", "PAT")
-_PROTOCOLS = ("LL", "LL128", "Simple")
+ALGORITHM_NAMES = ("Ring", "Tree", "CollNetDirect", "CollNetChain", "NVLS", "NVLSTree", "PAT")
+PROTOCOL_NAMES = ("LL", "LL128", "Simple")
 _FUNCTIONS = ("allreduce", "allgather", "reducescatter", "broadcast", "reduce")
 
 
@@ -201,7 +201,7 @@ class Choice:
 
     @property
     def legal(self) -> str:
-        """The words."""
+        """Which words are legal, for people."""
         return f"a list of {', '.join(self.words[:-1])} or {self.words[-1]}, or leave it out to let NCCL choose"
 
     def misread(self, text: str) -> Misread | None:
@@ -219,7 +219,7 @@ class Choice:
         return Misread(f"makes NCCL 2.24 and later fail, and older ones ignore it: there is no {word!r}", remedy, True)
 
 
-ALGORITHMS, PROTOCOLS = Choice(_ALGORITHMS), Choice(_PROTOCOLS)
+ALGORITHMS, PROTOCOLS = Choice(ALGORITHM_NAMES), Choice(PROTOCOL_NAMES)
 
 
 @dataclass(frozen=True)
@@ -258,7 +258,7 @@ class TorchNumber:
 
     @property
     def legal(self) -> str:
-        """The range."""
+        """Which numbers are legal, for people."""
         return Number(self.low, self.high).legal
 
     def misread(self, text: str) -> Misread | None:

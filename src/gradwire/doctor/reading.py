@@ -25,6 +25,7 @@ from gradwire.core.version import VERSION
 from gradwire.doctor.check_variables import SECRETS
 from gradwire.doctor.facts import Devices, Facts, MeetingPoint, ProcessLimits
 from gradwire.doctor.torch_variables import MEANT
+from gradwire.network.environment import cores
 from gradwire.topology.host import SYSFS, read_host
 
 _BEGINNINGS = ("NCCL_", "TORCH_", "TORCHELASTIC_", "GLOO_", "CUDA_", "GRADWIRE_", "PET_")
@@ -70,7 +71,7 @@ def read_facts(
         nccl_files=_nccl_files(own, home or Path("~").expanduser()),
         missing_files=tuple(name for name in _FILES if name in own and not Path(own[name]).is_file()),
         meeting=_meeting(own),
-        processors=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        processors=cores(),
         rank=_whole(own.get("RANK")),
         world_size=_whole(own.get("WORLD_SIZE")) or 1,
         hosts=hosts_said(own),
