@@ -17,8 +17,9 @@ from typing import Any
 import torch
 
 import gradwire
+from gradwire.core.rank_files import rank_file
 from gradwire.flight.keeping import keeper
-from gradwire.flight.record import path_of, read_record
+from gradwire.flight.record import read_record
 
 LONG_S = 50.0
 
@@ -74,7 +75,7 @@ def forks(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     status = os.waitpid(child, 0)[1]
     time.sleep(0.7)  # a byte in a pipe that both have would be read by now
     session.close()
-    return {"status": status, "state": read_record(path_of(Path(folder), 0)).state}
+    return {"status": status, "state": read_record(rank_file(Path(folder), 0)).state}
 
 
 def own_handler(rank: int, world_size: int, folder: str) -> dict[str, Any]:
@@ -84,12 +85,12 @@ def own_handler(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     with session_in(folder):
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0.7)
-    return {"called": called, "state": read_record(path_of(Path(folder), 0)).state}
+    return {"called": called, "state": read_record(rank_file(Path(folder), 0)).state}
 
 
 def raises(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     """Leave a session by an exception, and go on with another one."""
-    record = path_of(Path(folder), 0)
+    record = rank_file(Path(folder), 0)
     try:
         with session_in(folder):
             raise ValueError("the script's own")
@@ -113,7 +114,7 @@ def unhandled(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     sys.excepthook, seen = sys.excepthook, sys.excepthook
     seen(type(error), error, None)
     session.close()
-    died = read_record(path_of(Path(folder), 0))
+    died = read_record(rank_file(Path(folder), 0))
     return {"state": died.state, "why": died.why, "own": died.own}
 
 

@@ -13,9 +13,10 @@ import pytest
 
 from gradwire.cli.main import main
 from gradwire.core.errors import FlightError
+from gradwire.core.rank_files import rank_file
 from gradwire.flight import FlightRecord, Recorder, judge, stacks_of
 from gradwire.flight.doing import doing_in_trouble
-from gradwire.flight.record import Event, LaneState, NotFinite, ThreadStack, path_of, read_record
+from gradwire.flight.record import Event, LaneState, NotFinite, ThreadStack, read_record
 from gradwire.flight.recorder import LaneLog
 
 NOW_S = 1000.0
@@ -212,7 +213,7 @@ def refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
 def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
     written = record(1, lane(), not_finite=NotFinite(9, None, "w", "after the exchange"))
     written.write(tmp_path)
-    assert read_record(path_of(tmp_path, 1)) == written
+    assert read_record(rank_file(tmp_path, 1)) == written
 
 
 def test_the_command_names_the_rank_and_shows_its_stack(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -259,7 +260,7 @@ def test_a_damaged_record_is_a_sentence_and_the_others_are_read(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     body, said = DAMAGED[kind]
-    path_of(tmp_path, 1).write_bytes(body if isinstance(body, bytes) else body.encode())
+    rank_file(tmp_path, 1).write_bytes(body if isinstance(body, bytes) else body.encode())
     assert said in refused(tmp_path, capsys)
     for rank in (0, 2):
         record(rank, lane(6, waits=True)).write(tmp_path)
@@ -271,8 +272,8 @@ def test_a_damaged_record_is_a_sentence_and_the_others_are_read(
 
 def test_texts_of_a_record_move_no_cursor_and_types_are_checked(tmp_path: Path) -> None:
     record(1, why="bad\x1b[2J\rgood").write(tmp_path)
-    assert read_record(path_of(tmp_path, 1)).why == "bad?[2J?good"
-    path = path_of(tmp_path, 1)
+    assert read_record(rank_file(tmp_path, 1)).why == "bad?[2J?good"
+    path = rank_file(tmp_path, 1)
     path.write_text(json.dumps({**json.loads(path.read_text()), "pid": "1234"}))
     with pytest.raises(FlightError, match=r"rank1.json.pid should be a whole number, not '1234'; remove it"):
         read_record(path)
@@ -280,9 +281,9 @@ def test_texts_of_a_record_move_no_cursor_and_types_are_checked(tmp_path: Path) 
 
 def test_a_record_under_another_ranks_name_is_refused(tmp_path: Path) -> None:
     record(1).write(tmp_path)
-    path_of(tmp_path, 1).rename(path_of(tmp_path, 2))
+    rank_file(tmp_path, 1).rename(rank_file(tmp_path, 2))
     with pytest.raises(FlightError, match="says that it is of rank 1 of 3: give it its own name"):
-        read_record(path_of(tmp_path, 2))
+        read_record(rank_file(tmp_path, 2))
 
 
 # The ring ------------------------------------------------------------------------------------------------------------

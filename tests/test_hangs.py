@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from framework_runs import SETTINGS
+from gradwire.core.rank_files import rank_file
 from gradwire.flight import stacks_of
-from gradwire.flight.record import path_of, read_record
+from gradwire.flight.record import read_record
 from gradwire.ranks.supervised import RankFailure, run_function
 
 ROOT = Path(__file__).parent.parent
@@ -46,7 +47,7 @@ def test_sigterm_ends_a_rank_inside_of_c_code_and_leaves_its_record(how: str, fu
     with pytest.raises(RankFailure) as failure:
         alone("terminated", tmp_path, how=how)
     assert failure.value.status == -15
-    record = read_record(path_of(tmp_path, 0))
+    record = read_record(rank_file(tmp_path, 0))
     assert (record.state, record.why, record.own) == ("died", "was ended by SIGTERM", False)
     assert record.threads[0].name == "MainThread"
     assert function in " ".join(record.threads[0].frames)
@@ -64,7 +65,7 @@ def test_a_rank_that_sleeps_answers_who_asks_from_another_terminal(tmp_path: Pat
 
 def test_a_forked_process_is_no_rank_and_its_signals_are_its_own(tmp_path: Path) -> None:
     assert alone("forks", tmp_path) == {"status": 15, "state": "running"}
-    assert read_record(path_of(tmp_path, 0)).state == "ended"
+    assert read_record(rank_file(tmp_path, 0)).state == "ended"
     assert stacks_of(tmp_path).sentence == "no rank differs: rank 0 ended well"
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import socket
 import time
 import uuid
@@ -13,6 +12,7 @@ from pathlib import Path
 
 from gradwire.core.errors import FlightError
 from gradwire.core.figures import ranks_named
+from gradwire.core.rank_files import rank_files
 from gradwire.flight.doing import doing, foremost, seconds
 from gradwire.flight.keeping import TERMINATED, ask
 from gradwire.flight.record import DIED, ENDED, RUNNING, VARIABLE, FlightRecord, LaneState, NotFinite, read_record
@@ -109,7 +109,7 @@ def read_all(folder: Path) -> tuple[dict[int, FlightRecord], dict[int, str]]:
     Raises:
         FlightError: there are none, or they are of several runs.
     """
-    paths = sorted((path for path in folder.glob("rank*.json") if re.fullmatch(r"rank\d+\.json", path.name)), key=_rank)
+    paths = rank_files(folder)
     if not paths:
         raise FlightError(
             f"there are no records in {folder}: set {VARIABLE}={folder} for all ranks, or give records= to "
@@ -117,19 +117,15 @@ def read_all(folder: Path) -> tuple[dict[int, FlightRecord], dict[int, str]]:
         )
     records: dict[int, FlightRecord] = {}
     damaged: dict[int, str] = {}
-    for path in paths:
+    for rank, path in paths.items():
         try:
-            records[_rank(path)] = read_record(path)
+            records[rank] = read_record(path)
         except FlightError as error:
-            damaged[_rank(path)] = str(error)
+            damaged[rank] = str(error)
     if not records:
         raise FlightError(next(iter(damaged.values())))
     _require_one_run(records)
     return records, damaged
-
-
-def _rank(path: Path) -> int:
-    return int(path.stem.removeprefix("rank"))
 
 
 def _require_one_run(records: Mapping[int, FlightRecord]) -> None:

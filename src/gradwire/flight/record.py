@@ -17,6 +17,7 @@ import msgspec
 from gradwire.core.atomic_file import write_atomically
 from gradwire.core.checked import checked, printable
 from gradwire.core.errors import FlightError
+from gradwire.core.rank_files import rank_file
 
 FORMAT = "gradwire flight record 1"
 
@@ -189,12 +190,7 @@ class FlightRecord:
 
     def write(self, folder: Path) -> None:
         """Write it as a whole: a reader sees this one, or what was there before."""
-        write_atomically(path_of(folder, self.rank), json.dumps({"format": FORMAT, **msgspec.to_builtins(self)}))
-
-
-def path_of(folder: Path, rank: int) -> Path:
-    """The file of a rank."""
-    return folder / f"rank{rank}.json"
+        write_atomically(rank_file(folder, self.rank), json.dumps({"format": FORMAT, **msgspec.to_builtins(self)}))
 
 
 def read_record(path: Path) -> FlightRecord:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -14,6 +13,7 @@ from gradwire.core.atomic_file import write_atomically
 from gradwire.core.checked import checked
 from gradwire.core.errors import GradwireError
 from gradwire.core.figures import listed
+from gradwire.core.rank_files import rank_file, rank_files
 from gradwire.drivers.traced import Span
 from gradwire.topology import MeasuredPair
 
@@ -119,7 +119,7 @@ class RankRecord:
 
     def write(self, folder: Path) -> Path:
         """Write `rankN.json` into a folder, whole or not at all, and return where it is."""
-        path = folder / f"rank{self.rank}.json"
+        path = rank_file(folder, self.rank)
         write_atomically(path, self.to_json())
         return path
 
@@ -143,7 +143,7 @@ def read_records(folder: Path) -> list[RankRecord]:
     Raises:
         ProfileError: no records, one that cannot be read, or records of several runs.
     """
-    paths = [path for path in folder.glob("rank*.json") if re.fullmatch(r"rank\d+\.json", path.name)]
+    paths = rank_files(folder).values()
     if not paths:
         raise ProfileError(f"{folder} holds no profile: give the folder that gradwire.profile wrote rank0.json into")
     return together([record_of(path.read_text(encoding="utf-8"), str(path)) for path in paths])
