@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,7 +21,7 @@ from gradwire.network import Network, Uplinks, clean, parse_delay, parse_rate
 from gradwire.network.links import Links, switch_limits
 from gradwire.network.loopback import loopback_environments
 from gradwire.network.wire import UplinkMeter, WireMeter
-from gradwire.ranks.supervised import RankFailure, run_function, run_ranks
+from gradwire.ranks.supervised import RankFailure, WarmRanks, run_function, run_ranks
 from gradwire.ranks.warm import WarmProcess
 from namespaces import needs_namespaces
 
@@ -486,6 +486,52 @@ def test_a_warm_process_that_is_closed_ends_what_it_has_forked(tmp_path: Path):
     assert not warm.is_alive
     assert client.wait(10) != 0
     assert wait_for(lambda: gone(int((tmp_path / "pid").read_text())))
+
+
+class NeverStarted(WarmProcess):
+    """Says which process a rank would be forked from."""
+
+    def __init__(self, log: Path) -> None:
+        self.name, self.alive = log.stem, True
+
+    def command(self, target: str, *words: str) -> list[str]:
+        return [self.name]
+
+    def close(self) -> None:
+        self.alive = False
+
+    @property
+    def is_alive(self) -> bool:
+        return self.alive
+
+
+def test_ranks_share_warm_processes_unless_something_reads_their_variables_on_import(monkeypatch: pytest.MonkeyPatch):
+    started: list[NeverStarted] = []
+
+    def start(log: Path, variables: Mapping[str, str]) -> WarmProcess:
+        started.append(NeverStarted(log))
+        return started[-1]
+
+    def hosts(*own: Mapping[str, str]) -> list[str]:
+        return [command[0] for command in ranks.commands(own, [["module:function"]] * len(own))]
+
+    ranks = WarmRanks(start)
+    assert hosts({}, {}) == ["host1", "host2"]
+    assert hosts({"GRADWIRE_NODE": "a"}, {"GRADWIRE_NODE": "b"}) == ["host1", "host2"]
+    assert hosts({}, {"GRADWIRE_KERNELS": "reference"}) == ["host1", "host3"]
+    assert hosts({}, {"OMP_NUM_THREADS": "1"}) == ["host1", "host4"]
+    with monkeypatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "3")
+        assert hosts({}) == ["host5"]
+        patch.setenv("GRADWIRE_TIME_LINK", "1")
+        assert hosts({}) == ["host5"]
+    assert hosts({}) == ["host1"]
+    started[0].close()
+    assert hosts({}, {}) == ["host6", "host2"]
+    assert hosts(*[{}] * 12)[:2] == ["host6", "host2"]  # there is room for twelve, so all others have ended
+    assert [each.name for each in started if each.is_alive] == ["host2", *(f"host{n}" for n in range(6, 17))]
+    ranks.close()
+    assert not any(each.is_alive for each in started)
 
 
 def gone(pid: int) -> bool:

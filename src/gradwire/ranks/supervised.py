@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import copy
 import json
 import os
 import selectors
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from gradwire.core.errors import CommunicationError
+from gradwire.kernels.runtime.choice import VARIABLE as KERNELS_VARIABLE
 from gradwire.network import Network
 from gradwire.network.loopback import loopback_environments
 from gradwire.ranks.warm import WarmProcess
@@ -288,46 +288,59 @@ def run_function(
         return [json.loads(result.read_text()) for result in results]
 
 
-class _WarmRanks:
-    """A warm process for each rank, and for each set of variables of its own, from the first use on.
+class WarmRanks:
+    """A warm process for each rank and each set of variables that libraries may read on import, from the first use on.
 
     They end with this process. Those that were not used for longest end before, where there would be too many.
+
+    Args:
+        start: starts one, with a log and with variables on top of this process's own.
     """
 
-    def __init__(self) -> None:
-        self._setting: object = None
-        self._processes: dict[tuple[int, frozenset[tuple[str, str]]], WarmProcess] = {}
+    def __init__(self, start: Callable[[Path, Mapping[str, str]], WarmProcess]) -> None:
+        self._start = start
+        self._processes: dict[object, WarmProcess] = {}
         self._started = 0
         self._folder = tempfile.TemporaryDirectory(prefix="gradwire-")
 
     def commands(self, own: Sequence[Mapping[str, str]], words: Sequence[Sequence[str]]) -> list[list[str]]:
         """For each rank, by its own variables, the command that does the work of `rank_main` in a new child."""
-        # Libraries read variables when they are imported. pytest has one that tells which test it is at.
-        setting = (sys.path, {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"})
-        if setting != self._setting or not all(process.is_alive for process in self._processes.values()):
-            self.close()
-            self._setting = copy.deepcopy(setting)
-        keys = [(rank, frozenset(variables.items())) for rank, variables in enumerate(own)]
+        keys = [(rank, tuple(sys.path), _read_on_import({**os.environ, **of_rank})) for rank, of_rank in enumerate(own)]
+        for key in [key for key, process in self._processes.items() if not process.is_alive]:
+            self._processes.pop(key).close()
         idle = [key for key in self._processes if key not in keys]
         for key in idle[: max(0, len(idle) + len(keys) - _MOST_WARM)]:
             self._processes.pop(key).close()
         for key, variables in zip(keys, own, strict=True):
-            self._processes[key] = self._processes.pop(key, None) or self._start(variables)  # the last ones now
+            self._processes[key] = self._processes.pop(key, None) or self._started_with(variables)  # the last ones now
         return [
             self._processes[key].command("gradwire.ranks.rank_main:main", *of_rank)
             for key, of_rank in zip(keys, words, strict=True)
         ]
 
-    def _start(self, variables: Mapping[str, str]) -> WarmProcess:
+    def _started_with(self, variables: Mapping[str, str]) -> WarmProcess:
         self._started += 1
-        log = Path(self._folder.name) / f"host{self._started}.log"
-        return WarmProcess(["gradwire.ranks.rank_main:prepare"], log, environment=variables)
+        return self._start(Path(self._folder.name) / f"host{self._started}.log", variables)
 
     def close(self) -> None:
-        """End all of them."""
+        """End all of them, for good."""
         while self._processes:
             self._processes.popitem()[1].close()
+        self._folder.cleanup()
 
 
-_warm_ranks = _WarmRanks()
+def _read_on_import(variables: Mapping[str, str]) -> frozenset[tuple[str, str]]:
+    """The variables without those that nobody reads before a rank begins: ours but one, and pytest's name of a test."""
+    return frozenset(
+        (name, value)
+        for name, value in variables.items()
+        if name == KERNELS_VARIABLE or not name.startswith(("GRADWIRE_", "PYTEST_CURRENT_TEST"))
+    )
+
+
+def _start(log: Path, variables: Mapping[str, str]) -> WarmProcess:
+    return WarmProcess(["gradwire.ranks.rank_main:prepare"], log, environment=variables)
+
+
+_warm_ranks = WarmRanks(_start)
 atexit.register(_warm_ranks.close)
