@@ -24,8 +24,9 @@ import torch
 
 from common import save_result, train_noting
 from gradwire.compare.evidence import Shortfall, shortfall
+from gradwire.compare.findings import FindingKind
 from gradwire.compare.results import FP32, Comparison, Evaluation, Run
-from gradwire.compare.verdict import FindingKind, Verdict, judge
+from gradwire.compare.verdict import Verdict, judge
 from gradwire.tasks.builtin import make_task
 from gradwire.tasks.task import measure
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from typing import Any
 
@@ -110,4 +111,16 @@ def other_names(rank: int, world_size: int) -> str:
             gradwire.check_drift(session, tensors, "repair")
         except gradwire.DriftError as error:
             return str(error)
+    return ""
+
+
+def unlike_reactions(rank: int, world_size: int) -> str:
+    """What is raised where one rank stops at a difference that the other one is about to repair."""
+    with gradwire.Session({"x": torch.zeros(3)}, "none", deadline_s=1.0) as session:
+        try:
+            gradwire.check_drift(session, {"w": torch.full((3,), 1.0 * rank)}, ("repair", "stop")[rank])
+        except gradwire.GradwireError as error:
+            if rank:
+                time.sleep(4.0)  # it is alive, and answers
+            return f"{type(error).__name__}: {error}"
     return ""

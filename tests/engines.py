@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,8 @@ from gradwire.drivers.virtual import Gradients, gathered
 from gradwire.reducers import Reducer
 
 PATIENCE_S = 20.0
+
+T = TypeVar("T")
 
 
 class Exchange(Meeting):
@@ -53,6 +56,13 @@ class ThreadTransport(VirtualTransport):
         """Send a request; a result is waited for later, as on a process group."""
         self.requests.append(request)
         return super().issue(request)
+
+
+def on_threads(world_size: int, function: Callable[[ThreadTransport], T]) -> list[T]:
+    """What a function returns on each of so many threads, which it is given a transport between."""
+    exchange = Exchange(world_size)
+    with ThreadPoolExecutor(world_size) as pool:
+        return list(pool.map(function, [ThreadTransport(exchange, rank) for rank in range(world_size)]))
 
 
 class Engines:

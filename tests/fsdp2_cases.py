@@ -611,6 +611,17 @@ def copies_on_nodes(rank: int, world_size: int, nodes: str) -> str:
     return "; ".join([*said, *(str(each.message) for each in warned)])
 
 
+def near(rank: int, world_size: int) -> list[str]:
+    """Fingerprints of what is trained, gathered for the backward pass among all ranks, and among two that are near."""
+    found: list[str] = []
+    for fewer in (True, 2):
+        net = shard(Net(), reshard_after_forward=fewer)
+        with gradwire.attach(net, "int8", parameters="int8", deadline_s=DEADLINE_S):
+            train(net, rank, 3)
+        found.append(digest(net))
+    return found
+
+
 def copies_that_differ(rank: int, world_size: int) -> list[str]:
     """Copies that begin with other parameters, and other meshes than one of copies."""
     mesh = two_dimensions()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import sys
 from pathlib import Path
@@ -10,14 +11,17 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 from gradwire import bench
 from gradwire.bench import BenchError, BenchOptions, BenchRow, BenchTable, CallTimes
 from gradwire.bench.collectives import CALLS
 from gradwire.bench.options import COLLECTIVES
 from gradwire.bench.sizes import parse_size, sizes_between
+from gradwire.cli.bench import RowPrinter
 from gradwire.cli.main import main
 from gradwire.network.loopback import loopback_environments
+from gradwire.ranks.news import write_news
 from gradwire.ranks.supervised import RankFailure, run_function, run_ranks
 from gradwire.topology.link_profile import LinkProfile
 from namespaces import needs_namespaces
@@ -257,6 +261,34 @@ def test_the_command_serves_ranks_that_a_launcher_has_started(tmp_path: Path) ->
     assert any(line.split()[:3] == ["broadcast", "8", "2"] for _, line in printed)
 
 
+def test_rows_are_printed_as_they_come_in_columns_that_stay() -> None:
+    console = Console(file=io.StringIO(), width=40)
+    printer = RowPrinter(console, ["all_reduce", "topk:0.01,exchange=allgather"])
+    times, printed = CallTimes(1000, 1.5e-6, 12.0, 100.0), list[list[str]]()
+    rows = [
+        BenchRow("all_reduce", "collective", 10**10, 10**10, "bfloat16", "sum", times=times, wrong=0),
+        BenchRow("all_reduce", "collective", 8, 2, "uint8", "sum", refused="gloo has none"),
+        BenchRow("topk:0.01,exchange=allgather", "method", 8, 2, "float32", "mean", times=times, wire_bytes=9, error=2),
+    ]
+    for table in (BenchTable(2, "gloo", "cpu", ()), BenchTable(2, "nccl", "cuda", (), variables={"NCCL_ALGO": "Ring"})):
+        for row in rows:
+            printer.row(table, row)
+            printed.append(console.file.getvalue().splitlines())  # pyright: ignore[reportAttributeAccessIssue]
+    assert [len(lines) for lines in printed] == [4, 6, 8, 12, 14, 16]
+    lines = printed[-1]
+    assert (lines[1], lines[5], lines[9]) == (
+        "2 ranks, gloo on cpu", "all_reduce: gloo has none", "2 ranks, nccl on cuda, NCCL_ALGO=Ring"
+    )  # fmt: skip
+    assert len({len(lines[place]) for place in (2, 3, 4)}) == len({len(lines[place]) for place in (6, 7)}) == 1
+    figures = "1000 1.5 12000000 100000000 0.8333 0.8333 0"
+    assert " ".join(lines[3].split()) == f"all_reduce 10000000000 10000000000 bfloat16 sum -1 {figures}"
+    assert lines[4].split()[6:] == ["-"] * 7
+    printer.end(BenchTable(2, "gloo", "cpu", (dataclasses.replace(rows[0], wrong=3),), links_text="links"))
+    assert console.file.getvalue().splitlines()[16:] == [  # pyright: ignore[reportAttributeAccessIssue]
+        "", "2 ranks, gloo on cpu", "3 elements are not what they should be", "", "links"
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -301,16 +333,23 @@ def test_each_setting_of_a_sweep_has_processes_of_its_own(monkeypatch: pytest.Mo
     """NCCL reads its variables once. Without GPUs what is seen is the environment that ranks are given."""
     from gradwire.bench import launch
 
-    table, seen = BenchTable(2, "nccl", "cuda", ()), list[list[dict[str, str]]]()
+    row = BenchRow("all_reduce", "collective", 8, 2, "float32", times=CallTimes(3, 1.0, 2.0, 3.0), wrong=0)
+    table, seen = BenchTable(2, "nccl", "cuda", (row,)), list[list[dict[str, str]]]()
+    told = list[tuple[BenchTable, BenchRow]]()
 
-    def started(target: str, ranks: int, args: Any, deadline: float, network: Any, variables: Any) -> list[Any]:
+    def started(
+        target: str, ranks: int, args: Any, deadline: float, network: Any, variables: Any, on_line: Any
+    ) -> list[Any]:
         seen.append(variables)
+        on_line(0, write_news(row, args["token"]))
+        on_line(0, write_news(row, "of another"))
         return [table.as_dict()] * ranks
 
     monkeypatch.setattr(sys.modules[launch.__module__], "run_function", started)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.distributed.Backend, "backend_list", ["gloo", "nccl"])
-    found = launch(BenchOptions(ranks=2, backend="nccl", sweep=True))
+    found = launch(BenchOptions(ranks=2, backend="nccl", sweep=True), on_row=lambda *each: told.append(each))
+    assert told == [(dataclasses.replace(each, rows=()), row) for each in found]
     assert [each.variables for each in found[1:]] == [setting.variables for setting in bench.sweep_plan()[1:]]
     assert seen[1] == [{"LOCAL_RANK": str(rank), "NCCL_ALGO": "Ring", "NCCL_PROTO": "LL"} for rank in range(2)]
     assert found[0] == dataclasses.replace(table, variables=None)

@@ -493,11 +493,11 @@ def test_a_user_task_may_be_a_task(toy: str):
 
 def test_news_are_told_from_what_a_task_prints():
     news = News(3, float("inf"), 0.5, 800.0)
-    assert read_news(write_news(news, "f00d"), "f00d") == news
+    assert read_news(write_news(news, "f00d"), "f00d", News) == news
     for line in ("", "@gradwire", "@gradwire {}", write_news(news, "beef"), "@gradwire f00d", "@gradwire f00d [1, 2]"):
-        assert read_news(line, "f00d") is None
+        assert read_news(line, "f00d", News) is None
     for text in ("{}", "[]", "[1, 2, 3, {}]", "[null, 1, 1, 1]", "[1e999, 1, 1, 1]", '"four"', "7"):
-        assert read_news(f"@gradwire f00d {text}", "f00d") is None
+        assert read_news(f"@gradwire f00d {text}", "f00d", News) is None
 
 
 def test_names_are_shown_as_they_are_and_output_that_looks_like_news_is_none(

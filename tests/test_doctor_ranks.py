@@ -7,11 +7,10 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +25,7 @@ from doctor_faults import (
     sound,
     sound_measured,
 )
-from engines import Exchange, ThreadTransport
+from engines import Exchange, ThreadTransport, on_threads
 from gradwire.cli.main import main
 from gradwire.doctor import (
     Examination,
@@ -46,7 +45,6 @@ from gradwire.topology.axis_links import MeasuredPair
 from gradwire.topology.pairs import RankPair, all_pairs_in_rounds
 from namespaces import needs_namespaces
 
-T = TypeVar("T")
 CPU = torch.device("cpu")
 CASES = Path(__file__).with_name("doctor_cases.py")
 
@@ -118,12 +116,6 @@ def test_facts_of_another_version_are_no_end() -> None:
 
 
 # Together, on threads -------------------------------------------------------------------------------------------------
-
-
-def on_threads(world_size: int, function: Callable[[ThreadTransport], T]) -> list[T]:
-    exchange = Exchange(world_size)
-    with ThreadPoolExecutor(world_size) as pool:
-        return list(pool.map(function, [ThreadTransport(exchange, rank) for rank in range(world_size)]))
 
 
 @pytest.fixture

@@ -11,7 +11,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
+from engines import on_threads
 from gradwire.ranks.supervised import run_function
+from gradwire.session.drift import of_rank_0
+from gradwire.session.fingerprints import digest
 from processors import PLAIN
 
 CASES = str(Path(__file__).with_name("drift_cases.py"))
@@ -107,6 +110,31 @@ def test_a_tensor_of_another_shape_is_refused_and_left(usual: Any, other: Any, s
     for rank, (sentence, values) in enumerate(run_function(f"{CASES}:other_forms", 3, arguments, 60)):
         assert sentence == f"'w' is {said} on rank 1: give check_drift the same model on all ranks"
         assert set(values) <= {float(rank)}
+
+
+def test_rank_0_gives_its_bits_also_those_that_a_sum_of_numbers_would_lose() -> None:
+    numbers = torch.tensor([-0.0, 1.0, float("inf"), float("nan")])
+    given = [
+        numbers,
+        numbers.bfloat16(),
+        torch.tensor([[-1, 2], [3, 2**40]]).t(),
+        torch.tensor(True),
+        torch.zeros(0, 3),
+    ]
+    for tensor in given:
+        own = [tensor.clone(), torch.ones_like(tensor), tensor.clone()]
+        found = on_threads(3, lambda transport, own=own: of_rank_0(own[transport.rank], transport))
+        assert len({(each.shape, each.dtype, digest(each)) for each in [tensor, *found]}) == 1
+        assert torch.equal(own[1], torch.ones_like(tensor))
+
+
+def test_a_rank_that_leaves_while_others_repair_is_named() -> None:
+    first, second = run_function(f"{CASES}:unlike_reactions", 2, {}, 60)
+    assert second.startswith(
+        "DriftError: parameter 'w' is not the same on rank 1 as on rank 0 after step 0: go on from"
+    )
+    assert first.startswith("CommunicationError: ")
+    assert "rank 1" in first
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -13,9 +13,11 @@ import pytest
 
 from gradwire.cli.main import main
 from gradwire.core.errors import FlightError
-from gradwire.core.rank_files import rank_file
+from gradwire.core.rank_files import rank_file, rank_files
 from gradwire.flight import FlightRecord, Recorder, judge, stacks_of
 from gradwire.flight.doing import doing_in_trouble
+from gradwire.flight.earlier import MOST_EARLIER, earlier_runs
+from gradwire.flight.keeping import Keeper
 from gradwire.flight.record import Event, LaneState, NotFinite, ThreadStack, read_record
 from gradwire.flight.recorder import LaneLog
 
@@ -237,11 +239,45 @@ def test_no_records_are_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture
 
 def test_ranks_that_do_not_belong_together_are_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record(0).write(tmp_path)
-    record(1, run="another one").write(tmp_path)
-    said = "rank0.json is of run 01234567 with 3 ranks, and rank1.json is of run another  with 3 ranks: give each"
-    assert said in refused(tmp_path, capsys)
     record(1, world_size=2).write(tmp_path)
-    assert "rank1.json is of run 01234567 with 2 ranks: give each run a folder of its own" in refused(tmp_path, capsys)
+    said = "rank0.json is of run 01234567 with 3 ranks, and rank1.json is of run 01234567 with 2 ranks: remove the file"
+    assert said in refused(tmp_path, capsys)
+
+
+def test_a_rank_that_has_not_come_back_is_none_of_the_newest_run(tmp_path: Path) -> None:
+    for rank in (0, 2):
+        record(rank, lane(6, waits=True), run="newest", written_s=NOW_S + 9).write(tmp_path)
+    record(1, run="before").write(tmp_path)
+    found = stacks_of(tmp_path)
+    assert (found.kind, found.ranks) == ("no record", (1,))
+    assert found.notes == ["rank1.json is of an earlier run, and is left out"]
+
+
+def test_a_run_in_the_same_folder_keeps_the_records_of_the_runs_before(tmp_path: Path) -> None:
+    """Three ranks, and then fewer and fewer runs of two: each rank moves its own record, rank 0 that of rank 2."""
+    for rank in range(3):
+        record(rank, run="aaaa/../0123456789").write(tmp_path)
+    rank_file(tmp_path, 2).write_text("cut off")
+    for number in range(MOST_EARLIER + 3):
+        for rank in (1, 0):
+            keeper = Keeper(Recorder(), tmp_path, f"{number:08x}", rank, 2)
+            keeper.belongs(tmp_path, f"{number + 1:08x}", rank, 2)
+            assert keeper.problem == ""
+            path = rank_file(tmp_path, rank)
+            assert read_record(path).run == f"{number + 1:08x}"
+            os.utime(path, (number, number))
+        if number == 0:
+            assert {each.name: set(rank_files(each)) for each in earlier_runs(tmp_path)} == {
+                "aaaa0123": {0, 1},
+                "unknown": {2},
+            }
+            found = stacks_of(tmp_path / "earlier" / "aaaa0123")
+            assert found.lines[1].why == "CommunicationError: it hangs"
+    kept = earlier_runs(tmp_path)
+    assert len(kept) == MOST_EARLIER
+    assert all(set(rank_files(each)) == {0, 1} for each in kept if each.name != "unknown")
+    (note,) = stacks_of(tmp_path).notes
+    assert note.startswith("there are records of 8 earlier runs too: gradwire stacks ")
 
 
 DAMAGED = {

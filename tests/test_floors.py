@@ -86,6 +86,31 @@ def test_imports_only_go_down(path: Path) -> None:
         assert level < here or same_floor, f"{path} imports {name}, which is not below it"
 
 
+COLLECTIVES = ("all_", "barrier", "broadcast", "gather", "irecv", "isend", "recv", "reduce", "scatter", "send")
+"""How their names begin."""
+CALL_PYTORCH = {
+    "bench/collectives.py": "times PyTorch's own calls",
+    "compare/apart.py": "ranks of a comparison, whose supervisor names the one that failed",
+    "compare/trainer.py": "the same",
+    "compare/worker.py": "the same",
+    "drivers/process_group.py": "the transport",
+    "overlap/isolated.py": "times PyTorch's own calls",
+    "overlap/meter.py": "measures models that may have no session",
+    "profiling/recording.py": "the same",
+    "profiling/torch_hook.py": "does what DDP does without a hook",
+}
+"""Files that call collectives of torch.distributed themselves, and why: elsewhere errors name the rank at fault."""
+
+
+def test_collectives_go_through_a_transport() -> None:
+    found: set[str] = set()
+    for path in MODULES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "dist":
+                found |= {path.relative_to(PACKAGE).as_posix()} if node.attr.startswith(COLLECTIVES) else set()
+    assert found == set(CALL_PYTORCH)
+
+
 def test_methods_do_not_know_the_language_that_names_them() -> None:
     assert not any(name.startswith("gradwire.spec") for name in imports(PACKAGE / "methods.py"))
 

@@ -72,6 +72,7 @@ JOBS: dict[str, tuple[int, dict[str, Job]]] = {
             "fp16": ("copies", {"spec": "none", "parameters": None, "fp16": True}),
             "int4": ("copies", {"spec": "int4", "parameters": "int8"}),
             "differ": ("copies_that_differ", {}),
+            "near": ("near", {}),
         },
     ),
 }
@@ -455,6 +456,10 @@ def test_copies_resume_exactly_from_a_folder_for_each_shard(tmp_path: Path) -> N
     whole, again = (run("copies_resumed", 4, spec="int4", folder=str(tmp_path), again=a) for a in (False, True))
     assert whole == again
     assert len(set(whole)) == 1
+
+
+def test_what_is_gathered_again_among_fewer_ranks_is_the_same() -> None:
+    assert len({bits for outcome in outcomes("copies") for bits in outcome["near"]}) == 1
 
 
 def test_copies_that_are_none_are_told_why() -> None:

@@ -214,8 +214,6 @@ def test_the_command_wants_a_launcher(capsys: pytest.CaptureFixture[str], monkey
 class Scripted(Subject):
     """A model whose steps take what a table says."""
 
-    has_floor = False
-
     def __init__(self, seconds: dict[int | None, list[float]]) -> None:
         self.group, self.device, self.now = None, torch.device("cpu"), OverlapSettings()
         self.seconds = seconds

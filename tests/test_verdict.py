@@ -14,8 +14,9 @@ from comparisons import comparison, failed, run
 from gradwire.compare import evidence, verdict
 from gradwire.compare.chance import Estimate, estimate, students_t, with_both_errors
 from gradwire.compare.evidence import Learning, hardly_learned, learning, loss_shortfall, not_finite, shortfall
+from gradwire.compare.findings import FindingKind
 from gradwire.compare.results import Comparison, Evaluation, Run
-from gradwire.compare.verdict import FindingKind, Verdict, bandwidth, judge
+from gradwire.compare.verdict import Verdict, bandwidth, judge
 
 FP32, FLOOR = "torch.fp32", "torch.noop"
 FALLING = tuple(1.0 + 3.0 * 0.85**step for step in range(31))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import secrets
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -13,22 +14,26 @@ from gradwire.bench.errors import BenchError
 from gradwire.bench.measure import measure
 from gradwire.bench.methods import methods_of
 from gradwire.bench.options import BenchOptions
-from gradwire.bench.results import BenchTable
+from gradwire.bench.results import BenchRow, BenchTable, OnRow
 from gradwire.bench.sweep import SweepSetting, sweep_plan
 from gradwire.core.errors import GradwireError
 from gradwire.core.nearest import meant
 from gradwire.network import Network
+from gradwire.ranks.news import read_news, write_news
 from gradwire.ranks.supervised import run_function
 
 _ON_RANK = f"{__name__}:on_rank"
 
 
-def launch(options: BenchOptions, on_network: Callable[[str], None] | None = None) -> tuple[BenchTable, ...]:
+def launch(
+    options: BenchOptions, on_network: Callable[[str], None] | None = None, on_row: OnRow | None = None
+) -> tuple[BenchTable, ...]:
     """Start ranks as the options say, measure on them, and end them.
 
     Args:
         options: what to measure, and where: `hosts` of an emulated network, or `ranks` on this machine.
         on_network: called with the emulated network in words, before ranks are started.
+        on_row: called with the table without its rows and links, and each row as soon as it is there.
 
     Returns:
         One table, or of a sweep one for each setting.
@@ -60,7 +65,7 @@ def launch(options: BenchOptions, on_network: Callable[[str], None] | None = Non
             network = stack.enter_context(Network(ranks, options.rate, delay=options.delay, loss=options.loss))
             if on_network is not None:
                 on_network(network.description)
-        return tuple(_table(options, ranks, backend, network, setting) for setting in settings)
+        return tuple(_table(options, ranks, backend, network, setting, on_row) for setting in settings)
 
 
 def backend_of(options: BenchOptions, ranks: int) -> str:
@@ -81,28 +86,48 @@ def backend_of(options: BenchOptions, ranks: int) -> str:
 
 
 def _table(
-    options: BenchOptions, ranks: int, backend: str, network: Network | None, setting: SweepSetting
+    options: BenchOptions,
+    ranks: int,
+    backend: str,
+    network: Network | None,
+    setting: SweepSetting,
+    on_row: OnRow | None,
 ) -> BenchTable:
+    described, token = network.description if network else "", secrets.token_hex(8)
+    device, variables = "cuda" if backend == "nccl" else "cpu", setting.variables or None
+    empty = BenchTable(ranks, backend, device, (), network=described, variables=variables)
+
+    def on_line(rank: int, line: str) -> None:
+        if on_row is not None and (row := read_news(line, token, BenchRow)):
+            on_row(empty, row)
+
     told = run_function(
         _ON_RANK,
         ranks,
-        {"options": options.as_words(), "backend": backend},
+        {"options": options.as_words(), "backend": backend, "token": token},
         options.deadline,
         network,
         [{"LOCAL_RANK": str(rank), **setting.variables} for rank in range(ranks)],
+        on_line,
     )
     if "refused" in told[0]:
         raise BenchError(told[0]["refused"])
-    about = {"network": network.description if network else "", "variables": setting.variables or None}
-    return BenchTable.of({**told[0], **about})
+    return BenchTable.of({**told[0], "network": described, "variables": variables})
 
 
-def on_rank(rank: int, world_size: int, options: dict[str, Any], backend: str) -> dict[str, Any]:
-    """What each rank does: measure over a group of the backend, and return the table as plain data."""
+def on_rank(rank: int, world_size: int, options: dict[str, Any], backend: str, token: str) -> dict[str, Any]:
+    """What each rank does: measure over a group of the backend, and return the table as plain data.
+
+    Rank 0 prints each row as soon as it is there, for whoever has started the ranks.
+    """
     given = BenchOptions.of(options)
+
+    def tell(table: BenchTable, row: BenchRow) -> None:
+        print(write_news(row, token), flush=True)
+
     try:
         with bench_group(backend, rank) as group:
-            return measure(given, group).as_dict()
+            return measure(given, group, tell if rank == 0 else None).as_dict()
     except (GradwireError, ValueError) as error:
         if isinstance(error, RuntimeError):  # communication: other ranks do not know of it
             raise

@@ -17,7 +17,7 @@ from gradwire.bench.collectives import CALLS, CollectiveCall, CollectivePlace
 from gradwire.bench.errors import BenchError
 from gradwire.bench.methods import MethodCall, methods_of
 from gradwire.bench.options import BenchOptions
-from gradwire.bench.results import BenchLink, BenchRow, BenchTable
+from gradwire.bench.results import BenchLink, BenchRow, BenchTable, OnRow
 from gradwire.bench.timing import CallClock
 from gradwire.core.collective import AllReduce
 from gradwire.core.errors import CommunicationError, GradwireError, first_line
@@ -45,7 +45,7 @@ class _Timed(Protocol):
 C = TypeVar("C", bound=_Timed)
 
 
-def measure(options: BenchOptions, group: dist.ProcessGroup | None = None) -> BenchTable:
+def measure(options: BenchOptions, group: dist.ProcessGroup | None = None, on_row: OnRow | None = None) -> BenchTable:
     """Measure collectives, methods and links on the ranks of a process group, while nothing else is under way.
 
     Every rank must call it at the same place, with equal options; all get the same table. Of the options those count
@@ -54,6 +54,7 @@ def measure(options: BenchOptions, group: dist.ProcessGroup | None = None) -> Be
     Args:
         options: what to measure.
         group: whose ranks; None for the default group. On NCCL tensors lie on the current device, else on the CPU.
+        on_row: called on this rank with the table without its rows, and each row as soon as it is there.
 
     Raises:
         BenchError: one rank, ranks with other options, a root that is no rank, or sizes beyond this machine's memory.
@@ -71,7 +72,7 @@ def measure(options: BenchOptions, group: dist.ProcessGroup | None = None) -> Be
             "one rank sends nothing: start two or more by torchrun, or give --hosts 2 for emulated hosts or --ranks 2"
         )
     with _control(group) as control:
-        return _Bench(options, group, control).table()
+        return _Bench(options, group, control).table(on_row)
 
 
 @contextlib.contextmanager
@@ -113,10 +114,18 @@ class _Bench:
         if any(refused):
             raise BenchError(next(filter(None, refused)))
 
-    def table(self) -> BenchTable:
+    def table(self, on_row: OnRow | None) -> BenchTable:
         """Measure all of it."""
         links, text = self._links() if not self._options.no_links else ((), "")
-        return BenchTable(self._group.size(), self._backend, self._device.type, tuple(self._rows()), links, text)
+        empty, rows = (
+            BenchTable(self._group.size(), self._backend, self._device.type, (), links, text),
+            list[BenchRow](),
+        )
+        for row in self._rows():
+            rows.append(row)
+            if on_row is not None:
+                on_row(empty, row)
+        return replace(empty, rows=tuple(rows))
 
     def _rows(self) -> Iterator[BenchRow]:
         for name in self._options.collectives_in_order:

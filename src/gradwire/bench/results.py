@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -150,6 +151,10 @@ class BenchTable:
             return msgspec.convert(kept, cls)
         except msgspec.ValidationError as error:
             raise BenchError(f"this is no table of gradwire bench: {error}") from error
+
+
+OnRow = Callable[[BenchTable, BenchRow], None]
+"""Is told of a row as soon as it is there, with what is known of its table, which has no rows yet."""
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.table import Table
 
 from gradwire.bench.options import BenchOptions
 from gradwire.cli.commands import Commands, add
@@ -60,22 +59,23 @@ def run_bench(arguments: argparse.Namespace, console: Console) -> int:
     from gradwire.cli.lines import say
 
     options = read_options(arguments, BenchOptions)
+    printer = RowPrinter(console, (*options.collectives_in_order, *options.methods))
     if "RANK" in os.environ and options.hosts is None and options.ranks is None:
-        tables = _on_ranks(options)
+        tables = _on_ranks(options, printer)
     else:
         try:
-            tables = launch(options, on_network=lambda text: say(console, text))
+            tables = launch(options, on_network=lambda text: say(console, text), on_row=printer.row)
         except ValueError as error:
             raise BenchError(str(error)) from error
     for table in tables:
-        show(table, console)
+        printer.end(table)
     if tables and options.json is not None:
         write_tables(tables, options.json)
         say(console, f"\nresult: {options.json}")
     return FAILED if any(table.wrong for table in tables) else OK
 
 
-def _on_ranks(options: BenchOptions) -> tuple[BenchTable, ...]:
+def _on_ranks(options: BenchOptions, printer: RowPrinter) -> tuple[BenchTable, ...]:
     """What rank 0 shows of the ranks that a launcher has started; nothing on the others."""
     from datetime import timedelta
 
@@ -90,44 +90,70 @@ def _on_ranks(options: BenchOptions) -> tuple[BenchTable, ...]:
     dist.init_process_group("gloo", timeout=timedelta(seconds=options.deadline))
     try:
         with bench_group(backend, int(os.environ.get("LOCAL_RANK", "0"))) as group:
-            table = measure(options, group)
+            table = measure(options, group, printer.row if dist.get_rank() == 0 else None)
         return (table,) if dist.get_rank() == 0 else ()
     finally:
         dist.destroy_process_group()
 
 
-def show(table: BenchTable, console: Console) -> None:
-    """Print a table as people read it."""
-    from gradwire.cli.lines import say
+class RowPrinter:
+    """Prints tables row by row, each row as soon as it is there: its columns have widths that most figures fit into.
 
-    set_ = " ".join(f"{name}={value}" for name, value in (table.variables or {}).items())
-    say(console, f"\n{table.ranks} ranks, {table.backend} on {table.device}{', ' + set_ if set_ else ''}")
-    for kind in ("collective", "method"):
-        rows = [row for row in table.rows if row.kind == kind]
-        if rows:
-            console.print(_rows(rows))
-            for row in rows:
-                if row.refused:
-                    say(console, f"{row.name}: {row.refused}")
-    if table.wrong:
-        say(console, f"{table.wrong} elements are not what they should be")
-    if table.links_text:
-        say(console, f"\n{table.links_text}")
+    Args:
+        console: where to.
+        names: of collectives and methods, as they are given.
+    """
+
+    def __init__(self, console: Console, names: Iterable[str]) -> None:
+        self._console, self._width = console, max(_NAME_WIDTH, *map(len, names))
+        self._begun: tuple[BenchTable, str] | None = None
+
+    def row(self, table: BenchTable, row: BenchRow) -> None:
+        """Print a row, under the headings where it is the first one of its kind in a table."""
+        from gradwire.cli.lines import say
+
+        begun, self._begun = self._begun, (table, row.kind)
+        if begun is None or begun[0] != table:
+            say(self._console, f"\n{_title(table)}")
+        if begun != self._begun:
+            say(self._console, (self._line(row.kind, *_headings(row.kind)), "bold"))
+        figures = _figures(row) if row.times else ["-"] * (len(_headings(row.kind)) - 5)
+        about = (str(row.size_bytes), str(row.count), row.dtype, row.redop, str(row.root))
+        say(self._console, self._line(row.name, *about, *figures))
+        if row.refused:
+            say(self._console, f"{row.name}: {row.refused}")
+
+    def end(self, table: BenchTable) -> None:
+        """Print what stands below the rows of a table."""
+        from gradwire.cli.lines import say
+
+        is_last = self._begun is not None and self._begun[0].variables == table.variables
+        if not is_last and (table.wrong or table.links_text):  # of a sweep, whose tables have all been printed
+            say(self._console, f"\n{_title(table)}")
+        if table.wrong:
+            say(self._console, f"{table.wrong} elements are not what they should be")
+        if table.links_text:
+            say(self._console, f"\n{table.links_text}")
+
+    def _line(self, name: str, *cells: str) -> str:
+        padded = (cell.rjust(width) for cell, width in zip(cells, _WIDTHS, strict=False))
+        return "  ".join((name.ljust(self._width), *padded))
 
 
-def _rows(rows: Sequence[BenchRow]) -> Table:
-    """The rows of collectives, or those of methods."""
-    are_methods = rows[0].kind == "method"
-    table = Table(box=None, header_style="bold")
-    table.add_column("method" if are_methods else "collective", no_wrap=True, overflow="fold")
-    for heading in ("size (B)", "count", "type", "redop", "root", "calls", "time (us)", "max (us)", "p99 (us)"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for heading in ("algbw (GB/s)", "busbw (GB/s)", *(("wire (B)", "error") if are_methods else ("#wrong",))):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for row in rows:
-        named = (row.name, str(row.size_bytes), str(row.count), row.dtype, row.redop, str(row.root))
-        table.add_row(*named, *(_figures(row) if row.times else ["-"] * (8 if are_methods else 7)))
-    return table
+_NAME_WIDTH = len("reduce_scatter")
+_WIDTHS = (11, 11, 8, 5, 4, 5, 9, 9, 9, 12, 12, 11, 8)
+"""Of the columns after the name: the widest number of bytes that fits is 10 GB."""
+
+
+def _title(table: BenchTable) -> str:
+    set_ = "".join(f", {name}={value}" for name, value in (table.variables or {}).items())
+    return f"{table.ranks} ranks, {table.backend} on {table.device}{set_}"
+
+
+def _headings(kind: str) -> list[str]:
+    """Those of the columns after the name."""
+    shared = ["size (B)", "count", "type", "redop", "root", "calls", "time (us)", "max (us)", "p99 (us)"]
+    return [*shared, "algbw (GB/s)", "busbw (GB/s)", *(["wire (B)", "error"] if kind == "method" else ["#wrong"])]
 
 
 def _figures(row: BenchRow) -> list[str]:

@@ -53,7 +53,7 @@ def run_once(
     ranks = range(plan.ranks)
 
     def on_line(rank: int, line: str) -> None:
-        if rank == 0 and (news := read_news(line, mine.token)):
+        if rank == 0 and (news := read_news(line, mine.token, News)):
             tell(news)
         elif rank == 0 and line == write_timed(mine.token):
             lift()

@@ -26,7 +26,8 @@ import torch
 from torch import Tensor
 
 from gradwire.core.grain import Grain, ParameterSpec, Segment
-from gradwire.reducers.base import Reducer, as_reducer, require_whole
+from gradwire.reducers.base import Reducer, as_reducer
+from gradwire.reducers.requirements import require_whole
 
 GRAIN_NUMEL = 1 << 20
 """Elements of a grain at most. Larger ones pay page faults for their temporaries, smaller ones fixed costs."""

@@ -2,6 +2,7 @@
 
 recorder      the last thousand events of a process, in memory
 keeping       when they are written, and how ranks are asked
+earlier       records of earlier runs in the same folder
 record        the file of a rank
 threads       what threads do
 doing         what a rank does, in a sentence

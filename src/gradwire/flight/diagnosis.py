@@ -7,13 +7,14 @@ import socket
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from gradwire.core.errors import FlightError
 from gradwire.core.figures import ranks_named
 from gradwire.core.rank_files import rank_files
 from gradwire.flight.doing import doing, foremost, seconds
+from gradwire.flight.earlier import earlier_runs
 from gradwire.flight.keeping import TERMINATED, ask
 from gradwire.flight.record import DIED, ENDED, RUNNING, VARIABLE, FlightRecord, LaneState, NotFinite, read_record
 from gradwire.flight.threads import text_of
@@ -22,6 +23,7 @@ PATIENCE_S = 5.0
 """How long `stacks_of` waits for answers: ranks look for a question twice a second."""
 
 _PAUSE_S = 0.05
+_NO_RECORD = "no record"
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ def stacks_of(folder: Path | str, ask_first: bool = False, patience_s: float = P
     folder = Path(folder)
     records, damaged = read_all(folder)
     if not ask_first:
-        return judge(records, damaged)
+        return _with_earlier(judge(records, damaged), folder)
     token, end = uuid.uuid4().hex, time.monotonic() + patience_s
     try:
         ask(folder, token)
@@ -100,14 +102,16 @@ def stacks_of(folder: Path | str, ask_first: bool = False, patience_s: float = P
         if all(record.answers == token or record.state != RUNNING for record in records.values()):
             break
         time.sleep(_PAUSE_S)
-    return judge(records, damaged, token)
+    return _with_earlier(judge(records, damaged, token), folder)
 
 
 def read_all(folder: Path) -> tuple[dict[int, FlightRecord], dict[int, str]]:
     """Return the records of a folder by their ranks, and of each that cannot be read a sentence that says why.
 
+    Of several runs those of the newest one count: a rank that has not come back leaves what it wrote in the one before.
+
     Raises:
-        FlightError: there are none, or they are of several runs.
+        FlightError: there are none, or those of one run say that it has different numbers of ranks.
     """
     paths = rank_files(folder)
     if not paths:
@@ -124,21 +128,27 @@ def read_all(folder: Path) -> tuple[dict[int, FlightRecord], dict[int, str]]:
             damaged[rank] = str(error)
     if not records:
         raise FlightError(next(iter(damaged.values())))
-    _require_one_run(records)
+    newest = max(records.values(), key=lambda record: record.written_s)
+    records = {rank: record for rank, record in records.items() if record.run == newest.run}
+    for other in records.values():
+        if other.world_size != newest.world_size:
+            ranks = [f"rank{r.rank}.json is of run {r.run[:8]} with {r.world_size} ranks" for r in (newest, other)]
+            raise FlightError(f"{ranks[0]}, and {ranks[1]}: remove the file that does not belong there")
     return records, damaged
 
 
-def _require_one_run(records: Mapping[int, FlightRecord]) -> None:
-    """Refuse records of several runs.
-
-    Raises:
-        FlightError: with the first two that differ.
-    """
-    first, *others = records.values()
-    for other in others:
-        if (other.run, other.world_size) != (first.run, first.world_size):
-            runs = [f"rank{r.rank}.json is of run {r.run[:8]} with {r.world_size} ranks" for r in (first, other)]
-            raise FlightError(f"{runs[0]}, and {runs[1]}: give each run a folder of its own, or remove the older files")
+def _with_earlier(found: Diagnosis, folder: Path) -> Diagnosis:
+    """The same, with notes of earlier runs whose records are there too."""
+    own = {line.rank for line in found.lines if line.state != _NO_RECORD}
+    notes = [
+        f"rank{rank}.json is of an earlier run, and is left out"
+        for rank in rank_files(folder)
+        if rank not in own and not any(f"rank{rank}.json" in note for note in found.notes)
+    ]
+    if earlier := earlier_runs(folder):
+        runs = "an earlier run" if len(earlier) == 1 else f"{len(earlier)} earlier runs"
+        notes.append(f"there are records of {runs} too: gradwire stacks {earlier[0]} reads the newest of them")
+    return replace(found, notes=[*found.notes, *notes])
 
 
 # Who differs ---------------------------------------------------------------------------------------------------------
@@ -186,7 +196,7 @@ _Found = tuple[str, Sequence[int], str]
 
 def _line(rank: int, record: FlightRecord | None, is_damaged: bool) -> RankLine:
     if record is None:
-        return RankLine(rank, "no record", f"has left {'a record that cannot be read' if is_damaged else 'no record'}")
+        return RankLine(rank, _NO_RECORD, f"has left {'a record that cannot be read' if is_damaged else 'no record'}")
     said = doing(record.lanes, record.threads, record.written_s)
     if record.state == ENDED:
         said = f"has ended; {said}"

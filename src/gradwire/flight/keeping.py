@@ -23,6 +23,7 @@ from pathlib import Path
 from types import TracebackType
 
 from gradwire.core.errors import CommunicationError, FlightError, first_line
+from gradwire.flight.earlier import set_aside
 from gradwire.flight.record import DIED, ENDED, RUNNING, FlightRecord, read_json
 from gradwire.flight.recorder import Recorder, recorder
 from gradwire.flight.termination import Termination
@@ -66,7 +67,7 @@ class Keeper:
 
     def start(self) -> None:
         """Write now, and from now on when the run dies, ends or is asked."""
-        self.write(self.seen("the run has begun"))
+        self._begin()
         sys.excepthook = self._unhandled
         atexit.register(self.ended)
         self._termination.watch()
@@ -152,6 +153,15 @@ class Keeper:
         if same and self._state != DIED:
             return
         self.folder, self.run, self._rank, self._world_size, self._state = folder, run, rank, world_size, RUNNING
+        self._begin()
+
+    def _begin(self) -> None:
+        """Write the first record of a run. What an earlier run has left of this rank is kept."""
+        try:
+            set_aside(self.folder, self.run, self._rank, self._world_size)
+        except OSError as error:
+            self.problem = f"{self.folder}: {error.strerror or error}"
+            return
         self.write(self.seen("the run has begun"))
 
     def _unhandled(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -2,6 +2,7 @@
 
 rank0.json     {"format": "gradwire flight record 1", "run": ..., "rank": 0, ..., "events": [...], "threads": [...]}
 rank1.json     ...
+earlier        what earlier runs have left, see `gradwire.flight.earlier`
 ask            {"token": ...}, where `gradwire stacks DIR --ask` asks all ranks what they do
 """
 

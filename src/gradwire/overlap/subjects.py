@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,18 @@ Knob = Callable[[OverlapSettings], list[OverlapSettings]]
 
 SMALLEST_BUCKET = 1 << 16
 SMALLEST_GRAIN = 1 << 13
+
+
+class Apart(NamedTuple):
+    """Two jobs that a step is compared with.
+
+    Attributes:
+        floor: a step in which nothing is sent.
+        isolated: the communication of a step by itself.
+    """
+
+    floor: Pass
+    isolated: Pass
 
 
 class Subject(ABC):
@@ -91,24 +103,9 @@ class Subject(ABC):
 
         return job
 
-    def floor(self) -> None:
-        """A step in which nothing is sent.
-
-        Raises:
-            NotImplementedError: nothing of the kind can be made here.
-        """
-        raise NotImplementedError
-
-    def isolated(self) -> None:
-        """The communication of a step by itself.
-
-        Raises:
-            NotImplementedError: as `floor`.
-        """
-        raise NotImplementedError
-
-    has_floor = True
-    """Whether `floor` and `isolated` are there."""
+    def apart(self) -> Apart | None:
+        """A step without its communication, and that by itself; None where they cannot be had."""
+        return None
 
 
 def _others(now: OverlapSettings, name: str, values: Sequence[int | None]) -> list[OverlapSettings]:
@@ -193,15 +190,14 @@ class PlainDDP(Subject):
         super().step()
 
     @override
-    def floor(self) -> None:
+    def apart(self) -> Apart:
+        return Apart(self._floor, lambda: all_reduce_alone(self.model))
+
+    def _floor(self) -> None:
         if not self._is_silent:
             _silence(self.model, plain_caps(self._caps, self.now))
             self._is_silent = True
         super().step()
-
-    @override
-    def isolated(self) -> None:
-        all_reduce_alone(self.model)
 
     @override
     def close(self) -> None:
@@ -241,7 +237,14 @@ class _WithSession(Subject):
         self.session.adopt(settings, self.session.remade(settings))
 
     @override
-    def isolated(self) -> None:
+    def apart(self) -> Apart:
+        return Apart(self._floor, self._isolated)
+
+    @abstractmethod
+    def _floor(self) -> None:
+        """A step in which nothing is sent."""
+
+    def _isolated(self) -> None:
         if not self._gradients:
             seeded = torch.Generator().manual_seed(0)
             for name, parameter in self._parameters.items():
@@ -278,7 +281,7 @@ class AttachedDDP(_WithSession):
         super().step()
 
     @override
-    def floor(self) -> None:
+    def _floor(self) -> None:
         if not self._is_silent:
             _silence(self.model, caps_by(self.model, self.now, self.session.engine.dense_bytes))
             self._is_silent = True
@@ -296,7 +299,7 @@ class UnwrappedModel(_WithSession):
     """A method fed by hooks of a model that nobody wraps."""
 
     @override
-    def floor(self) -> None:
+    def _floor(self) -> None:
         assert isinstance(self.session, HookedSession), "attach returns one where nobody wraps the model"
         with self.session.no_sync():
             super().step()
@@ -304,8 +307,6 @@ class UnwrappedModel(_WithSession):
 
 class ShardedModel(Subject):
     """FSDP2, alone or under a method."""
-
-    has_floor = False
 
     def __init__(self, model: nn.Module, run: Pass, method: Any, **options: Any) -> None:
         super().__init__(model, run)

@@ -192,12 +192,11 @@ class Search:
         return self.watch.interleaved(jobs, rounds or self._rounds, self._stretch, untimed=SETTLING)
 
     def _overlap(self, settings: OverlapSettings) -> Overlap | None:
-        subject = self._subject
-        if not subject.has_floor:
+        apart = self._subject.apart()
+        if apart is None:
             return None
-        return self.watch.overlap(
-            subject.under(settings), subject.floor, subject.isolated, self._rounds, self._stretch, untimed=SETTLING
-        )
+        step = self._subject.under(settings)
+        return self.watch.overlap(step, apart.floor, apart.isolated, self._rounds, self._stretch, untimed=SETTLING)
 
 
 def _is_shorter(found: Timings, old: str, new: str) -> bool:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
+
+T = TypeVar("T")
 
 PROGRESS = "@gradwire "
 
@@ -27,9 +29,9 @@ class News(NamedTuple):
     tx_bytes: float
 
 
-def write_news(news: News, token: str) -> str:
-    """News as a line of output."""
-    return f"{PROGRESS}{token} {json.dumps(news)}"
+def write_news(news: object, token: str) -> str:
+    """News as a line of output: any fields that msgspec makes plain data of."""
+    return f"{PROGRESS}{token} {json.dumps(msgspec.to_builtins(news))}"
 
 
 def write_timed(token: str) -> str:
@@ -37,17 +39,17 @@ def write_timed(token: str) -> str:
     return f"{PROGRESS}{token} timed"
 
 
-def read_news(line: str, token: str) -> News | None:
-    """The news that a line of output holds; None for what a task has printed.
+def read_news(line: str, token: str, kind: type[T]) -> T | None:
+    """The news of a kind that a line of output holds; None for whatever else has been printed.
 
     Example:
-        >>> read_news(write_news(News(3, 2.5, 0.1, 800.0), "f00d"), "f00d")
+        >>> read_news(write_news(News(3, 2.5, 0.1, 800.0), "f00d"), "f00d", News)
         News(step=3, loss=2.5, time_s=0.1, tx_bytes=800.0)
-        >>> read_news("@gradwire is what I train with", "f00d")
+        >>> read_news("@gradwire is what I train with", "f00d", News)
     """
     start = f"{PROGRESS}{token} "
     if not line.startswith(start):
         return None
     with contextlib.suppress(ValueError):
-        return msgspec.convert(json.loads(line.removeprefix(start)), News)
+        return msgspec.convert(json.loads(line.removeprefix(start)), kind)
     return None

@@ -244,6 +244,7 @@ def run_function(
     deadline_s: float = 60,
     network: Network | None = None,
     environments: Sequence[Mapping[str, str]] | None = None,
+    on_line: Callable[[int, str], None] | None = None,
 ) -> list[Any]:
     """Call a function on every rank of a new Gloo group and return what each rank returned.
 
@@ -260,6 +261,7 @@ def run_function(
         deadline_s: seconds until the ranks are killed.
         network: an entered `Network` to run on; None runs on the loopback interface.
         environments: further environment variables of each rank.
+        on_line: called here, in the caller's thread, with (rank, line) for each complete line that a rank prints.
 
     Returns:
         The results, through JSON, in the order of the ranks.
@@ -284,6 +286,7 @@ def run_function(
             [{**place, **path, **variables} for place, variables in zip(places, own, strict=True)],
             log_dir=Path(folder),
             deadline_s=deadline_s,
+            on_line=on_line,
         )
         return [json.loads(result.read_text()) for result in results]
 

@@ -10,7 +10,8 @@ from typing_extensions import override
 from gradwire.core.errors import CompositionError
 from gradwire.core.grain import Grain, ParameterSpec
 from gradwire.core.state import State
-from gradwire.reducers.base import Reducer, require_whole
+from gradwire.reducers.base import Reducer
+from gradwire.reducers.requirements import require_whole
 from gradwire.reducers.step import Program, Step
 
 

@@ -12,7 +12,8 @@ from gradwire.codecs.error_memory import PROBE_NUMEL, add_owed_, require_bounded
 from gradwire.core.errors import CompositionError
 from gradwire.core.grain import Grain, flat_grain, matrix_grain
 from gradwire.core.state import Leaf, State
-from gradwire.reducers.base import Reducer, Wrapper, as_reducer, require_linear
+from gradwire.reducers.base import Reducer, Wrapper, as_reducer
+from gradwire.reducers.requirements import require_linear
 from gradwire.reducers.step import Program, Step
 
 

@@ -14,9 +14,10 @@ from gradwire.core.grain import Grain, ParameterSpec
 from gradwire.core.key import Key
 from gradwire.core.state import Leaf, State
 from gradwire.kernels import low_rank
-from gradwire.reducers.base import Reducer, require_whole
+from gradwire.reducers.base import Reducer
 from gradwire.reducers.error_feedback import ErrorFeedback
 from gradwire.reducers.low_rank import drawn, gains, unit_columns
+from gradwire.reducers.requirements import require_whole
 from gradwire.reducers.step import Program, Step
 
 

@@ -17,8 +17,9 @@ from gradwire.core.figures import listed
 from gradwire.core.grain import Grain, Segment
 from gradwire.core.program import along, apart
 from gradwire.core.state import Leaf, State, replace_leaves
-from gradwire.reducers.base import Reducer, require_whole, weakest
+from gradwire.reducers.base import Reducer, weakest
 from gradwire.reducers.node_cut import NodeCut, cut_into_nodes
+from gradwire.reducers.requirements import require_whole
 from gradwire.reducers.sharding import Shards, sum_dtype
 from gradwire.reducers.step import Program, Reduced, Sent, Step
 

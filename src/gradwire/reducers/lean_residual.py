@@ -13,8 +13,9 @@ from gradwire.core.errors import CompositionError
 from gradwire.core.grain import Grain, flat_grain, matrix_grain
 from gradwire.core.key import Key
 from gradwire.core.state import Leaf, State
-from gradwire.reducers.base import Reducer, Wrapper, require_linear, require_whole
+from gradwire.reducers.base import Reducer, Wrapper
 from gradwire.reducers.error_feedback import ErrorFeedback
+from gradwire.reducers.requirements import require_linear, require_whole
 from gradwire.reducers.step import Program, Reduced, Step
 
 

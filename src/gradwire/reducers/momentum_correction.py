@@ -16,8 +16,9 @@ from gradwire.core import agreement
 from gradwire.core.errors import CompositionError
 from gradwire.core.grain import Grain, ParameterSpec, flat_grain
 from gradwire.core.state import Leaf, State
-from gradwire.reducers.base import Reducer, Wrapper, require_linear
+from gradwire.reducers.base import Reducer, Wrapper
 from gradwire.reducers.exchange import AllGatherExchange
+from gradwire.reducers.requirements import require_linear
 from gradwire.reducers.scheduled import Scheduled
 from gradwire.reducers.step import Program, Step
 

@@ -20,18 +20,8 @@ from gradwire.reducers.sharding import CutPayload, Encode, ShardedPayload, Shard
 from gradwire.reducers.step import Program, Reduced, Step
 
 
-class Scatter(Reducer):
-    """A reducer whose result is this rank's shard of the mean: `reduce` returns it as `mean`, 1-d.
-
-    Each rank encodes every shard and sends it to its owner (all-to-all), who decodes them in rank order and averages:
-
-        y_j = 1/n sum over ranks i of decode(C(x_i))[shard j]
-
-    Bytes a rank sends: (n - 1)/n payloads. Tensors in half precision are coded as float32, so `Identity` sends twice
-    their bytes and `BF16` or `FP16` as many. `owned` says which elements the result holds. Error feedback, a `Guard`
-    and other wrappers go around it as around any reducer. No rank sees the whole mean, so `shows_non_finite` is False
-    whatever the codec is, and a guard has the ranks agree on a flag.
-    """
+class OnShards(Reducer):
+    """A reducer after which each rank has its own shard of the result, 1-d, and nothing of the others."""
 
     codec: Codec
 
@@ -54,13 +44,27 @@ class Scatter(Reducer):
     def shards(self, numel: int, world_size: int) -> Shards:
         """Return how a tensor of `numel` elements is cut."""
 
-    @abstractmethod
-    def sharded(self, numel: int, world_size: int, dtype: torch.dtype) -> ShardedPayload:
-        """Return how its payloads are made."""
-
     @override
     def owned(self, grain: Grain, step: Step) -> slice:
         return self.shards(grain.numel, step.world_size).of(step.rank)
+
+
+class Scatter(OnShards):
+    """A reducer whose result is this rank's shard of the mean: `reduce` returns it as `mean`, 1-d.
+
+    Each rank encodes every shard and sends it to its owner (all-to-all), who decodes them in rank order and averages:
+
+        y_j = 1/n sum over ranks i of decode(C(x_i))[shard j]
+
+    Bytes a rank sends: (n - 1)/n payloads. Tensors in half precision are coded as float32, so `Identity` sends twice
+    their bytes and `BF16` or `FP16` as many. `owned` says which elements the result holds. Error feedback, a `Guard`
+    and other wrappers go around it as around any reducer. No rank sees the whole mean, so `shows_non_finite` is False
+    whatever the codec is, and a guard has the ranks agree on a flag.
+    """
+
+    @abstractmethod
+    def sharded(self, numel: int, world_size: int, dtype: torch.dtype) -> ShardedPayload:
+        """Return how its payloads are made."""
 
     @override
     def init(self, grain: Grain, step: Step) -> State:

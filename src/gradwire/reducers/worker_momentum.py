@@ -13,7 +13,8 @@ from gradwire import kernels
 from gradwire.core.errors import CompositionError
 from gradwire.core.grain import Grain
 from gradwire.core.state import Leaf, State
-from gradwire.reducers.base import Reducer, Wrapper, require_whole
+from gradwire.reducers.base import Reducer, Wrapper
+from gradwire.reducers.requirements import require_whole
 from gradwire.reducers.step import Program, Reduced, Step
 
 

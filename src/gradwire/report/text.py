@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from gradwire.compare.figures import Row, Spread
-from gradwire.compare.verdict import FindingKind
+from gradwire.compare.findings import FindingKind
 from gradwire.core.figures import NOTHING as NOTHING
 from gradwire.core.figures import milliseconds as milliseconds
 from gradwire.core.figures import si_bytes as si_bytes

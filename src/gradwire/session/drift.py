@@ -11,13 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from gradwire.core.collective import AllReduce
 from gradwire.core.errors import AttachError, DriftError, DriftWarning
 from gradwire.core.figures import ranks_named
 from gradwire.drivers.engine import Engine
-from gradwire.drivers.process_group import GroupTransport
+from gradwire.drivers.interpreter import Transport, ask
 from gradwire.session.fingerprints import Fingerprints
 from gradwire.session.lane import Lane
 from gradwire.session.names import named
@@ -28,11 +28,10 @@ class Communicating(Protocol):
     """What ranks compare parameters by: a session."""
 
     lane: Lane
-    transport: GroupTransport
 
     @property
     def engine(self) -> Engine:
-        """Which counts steps."""
+        """Which counts steps, and has the transport."""
         ...
 
 
@@ -101,15 +100,26 @@ def _stop(session: Communicating, tensors: Sequence[Tensor], text: str) -> None:
 def _repair(session: Communicating, tensors: Sequence[Tensor], text: str) -> None:
     """Take rank 0's, in the order of the session's own collectives."""
 
-    def broadcast() -> None:
+    def take_first() -> None:
         for tensor in tensors:
-            whole = tensor.contiguous()
-            dist.broadcast(whole, group=session.transport.group, group_src=0)
-            tensor.copy_(whole)
+            tensor.copy_(of_rank_0(tensor, session.engine.transport))
 
     with torch.no_grad():
-        session.lane.call(broadcast, "gradwire.check_drift")
+        session.lane.call(take_first, "gradwire.check_drift")
     warnings.warn(DriftWarning(f"{text}; all ranks have rank 0's parameters now"), stacklevel=4)
+
+
+def of_rank_0(tensor: Tensor, transport: Transport) -> Tensor:
+    """Return rank 0's bits of a tensor that all ranks have in the same shape and dtype.
+
+    Bytes of rank 0 are added to zeros of all others: sums of floating-point numbers would lose the sign of a zero.
+
+    Raises:
+        ConnectionLost: a rank ended or fell silent.
+    """
+    own = tensor.detach().reshape(-1).contiguous().view(torch.uint8)
+    given = own if transport.rank == 0 else torch.zeros_like(own)
+    return ask(AllReduce(given, consumable=transport.rank != 0), transport).view(tensor.dtype).view(tensor.shape)
 
 
 _REACTIONS: dict[str, Callable[[Communicating, Sequence[Tensor], str], Any]] = {

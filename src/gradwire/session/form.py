@@ -8,7 +8,8 @@ from types import MappingProxyType
 from gradwire.core.grain import ParameterSpec
 from gradwire.drivers.plan import Plan, plan
 from gradwire.drivers.window import DDP_CAPS, Caps
-from gradwire.reducers.base import Reducer, require_alike
+from gradwire.reducers.base import Reducer
+from gradwire.reducers.requirements import require_alike
 from gradwire.spec import as_method
 
 

@@ -80,7 +80,8 @@ class Maker:
         where = f" in {self._what}"
         try:
             self._require_told(reducer)
-            mine = self._configuration(reducer, seed)
+            given, planned = reducer, self._plan(reducer)
+            mine = self._configuration(reducer, planned, seed)
         except GradwireError:  # alike on all ranks: none is to close its group while another one still joins it
             self._is_alike(0, where)
             raise
@@ -89,7 +90,9 @@ class Maker:
         reducer = self._on_nodes(reducer, where)
         self._serving = self._measured(reducer, where)
         try:
-            engine = self._engine(self._plan(self._serving), seed)
+            if self._serving is not given:  # what was found of nodes or routes is in it
+                planned = self._plan(self._serving)
+            engine = self._engine(planned, seed)
         except Exception as error:
             raise self._lane.fail(error, where) from None
         self._is_alike(0, where)  # so that no rank's compiling falls into another's first step
@@ -126,7 +129,7 @@ class Maker:
 
         def propose() -> tuple[Reducer, Configuration]:
             reducer = self._proposed(method, now)
-            return reducer, self._configuration(reducer, old.seed, f" from step {old.index} on")
+            return reducer, self._configuration(reducer, self._plan(reducer), old.seed, f" from step {old.index} on")
 
         proposed = ranks.attempt(propose, words=lambda own: own[1].digest)
         reducer, mine = proposed.own
@@ -138,10 +141,10 @@ class Maker:
         self._serving = serving
         return reducer, engine
 
-    def _configuration(self, reducer: Reducer, seed: int, since: str = "") -> Configuration:
+    def _configuration(self, reducer: Reducer, planned: Plan, seed: int, since: str = "") -> Configuration:
         """What must be the same on all ranks."""
         rest = ", ".join([f"{since}, seed={seed}, checksum={self._checksum}", *self._says])
-        return configuration(f"{reducer!r}{rest}", f"{reducer}{rest}", self._specs, self._plan(reducer))
+        return configuration(f"{reducer!r}{rest}", f"{reducer}{rest}", self._specs, planned)
 
     def _is_alike(self, digest: int, where: str) -> bool:
         return self._lane.call(lambda: is_alike(digest, self._transport, self._device), where)

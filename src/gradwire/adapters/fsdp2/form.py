@@ -12,8 +12,9 @@ from gradwire.core.errors import CompositionError
 from gradwire.core.grain import ParameterSpec
 from gradwire.core.spoken import called
 from gradwire.drivers.parts import Chunked, PartPlan, plan_parts
-from gradwire.reducers.base import Reducer, require_alike
+from gradwire.reducers.base import Reducer
 from gradwire.reducers.hierarchical import Hierarchical
+from gradwire.reducers.requirements import require_alike
 from gradwire.session.form import Form
 from gradwire.spec import as_method
 

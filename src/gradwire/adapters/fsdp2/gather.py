@@ -21,7 +21,8 @@ from gradwire.core.errors import AttachError, StepError
 from gradwire.core.key import Key
 from gradwire.core.payload import Layout
 from gradwire.drivers.engine import Engine
-from gradwire.drivers.interpreter import ask
+from gradwire.drivers.interpreter import Transport, ask
+from gradwire.drivers.process_group import GroupTransport
 from gradwire.session import Session
 from gradwire.session.lane import Lane
 from gradwire.spec import as_codec
@@ -144,8 +145,9 @@ class GatherPort:
             group: of FSDP2.
         """
         chunks, ranks = self._layouts[part], self._transport.world_size
+        plain, into = given.view(torch.uint8), output.view(torch.uint8).view(group.size(), -1)
         if group.size() != ranks:  # resharded after the forward pass over fewer ranks, which are near each other
-            dist.all_gather_single(output, given, group=group)
+            into.copy_(self._exchanged(plain, GroupTransport(group, self._lane.log)))
             return
         if given.nbytes != chunks[-1].begin + chunks[-1].nbytes:
             raise StepError(
@@ -153,10 +155,9 @@ class GatherPort:
                 "parameters their dtypes before attach"
             )
         if not any(chunk.layout for chunk in chunks):
-            dist.all_gather_single(output, given, group=group)
+            into.copy_(self._exchanged(plain))
             self._count(given.nbytes, given.nbytes)
             return
-        plain, into = given.view(torch.uint8), output.view(torch.uint8).view(ranks, -1)
         row = self._encoded(plain, chunks)
         rows = self._exchanged(row)
         spoiled = _spoiled(rows, chunks)
@@ -167,12 +168,12 @@ class GatherPort:
             _split(exact, into, spoiled)
         self._count(row.nbytes + (0 if exact is None else exact[0].nbytes), given.nbytes)
 
-    def _exchanged(self, row: Tensor) -> Tensor:
-        """Return the rows of all ranks."""
+    def _exchanged(self, row: Tensor, among: Transport | None = None) -> Tensor:
+        """Return the rows of all ranks, or of those of another transport."""
         session, engine, lane = self._session, self._engine, self._lane
         lane.require_sound()
         run = lane.do if session.window.under_way else lane.call
-        transport = self._transport if self._own else engine.transport
+        transport = among or (self._transport if self._own else engine.transport)
         began = time.perf_counter()
         rows = run(lambda: ask(AllGather(row), transport), session.feed.where())
         engine.stats.wait_s += time.perf_counter() - began

@@ -22,7 +22,7 @@ from gradwire.core.state import Leaf, State
 from gradwire.kernels import robust
 from gradwire.reducers.aggregate.rule import Rule
 from gradwire.reducers.base import Reducer
-from gradwire.reducers.scatter_reduce import ShardwiseScatterReduce
+from gradwire.reducers.scatter_reduce import OnShards, ShardwiseScatterReduce
 from gradwire.reducers.sent import SentAll, SentPayload
 from gradwire.reducers.sharding import ShardPayloads, Shards, sum_dtype
 from gradwire.reducers.step import Program, Reduced, Step
@@ -194,7 +194,7 @@ class Gathered(Aggregate):
 
 
 @dataclass(frozen=True)
-class RuleOnShards(Aggregate):
+class RuleOnShards(OnShards, Aggregate):
     """Rank j gets shard j of every rank's tensor and applies the rule to it: its shard of the result, for FSDP2.
 
         y_j = rule(decode(C(x_1))[shard j], ..., decode(C(x_n))[shard j])
@@ -223,36 +223,21 @@ class RuleOnShards(Aggregate):
     rule: Rule
     codec: Codec = field(default_factory=Identity)
 
-    @property
     @override
-    def scatters(self) -> bool:
-        return True
-
-    @property
-    def ends_alike(self) -> bool:
-        """No: each rank with its own shard."""
-        return False
-
-    @property
-    @override
-    def lossless(self) -> bool:
-        return self.codec.lossless
-
-    @override
-    def owned(self, grain: Grain, step: Step) -> slice:
-        return Shards(grain.numel, step.world_size).of(step.rank)
+    def shards(self, numel: int, world_size: int) -> Shards:
+        return Shards(numel, world_size)
 
     @override
     def contraction(self, grain: Grain) -> float | None:
         return ShardwiseScatterReduce(self.codec).contraction(grain)
 
     def _columns(self, grain: Grain, step: Step) -> int:
-        return Shards(grain.numel, step.world_size).size
+        return self.shards(grain.numel, step.world_size).size
 
     def reduce(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:
         """All-to-all, then the rule."""
         flat, n = x.reshape(-1).to(sum_dtype(x.dtype)), step.world_size
-        shards = Shards(flat.numel(), n)
+        shards = self.shards(flat.numel(), n)
         sharded, size = ShardPayloads(self.codec, shards, flat.dtype), shards.size_of(step.rank)
         sent_rows, sent = sharded.encode(flat, step.key(grain, "first"), self.codec.encode_into)
         received = yield collective.AllToAll(sent_rows)

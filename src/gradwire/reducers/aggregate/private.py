@@ -25,8 +25,47 @@ from gradwire.reducers.step import Program, Reduced, Step
 _CHUNK = 1 << 16
 
 
+class Clipped(Reducer):
+    """A reducer of gradients that are clipped, and that noise is added to: no mean of what ranks gave, nor linear.
+
+    Raises:
+        CompositionError: a clip that is not positive, or negative noise.
+    """
+
+    clip: float
+    noise: float
+
+    conserves_sum: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if not 0 < self.clip < math.inf:
+            raise CompositionError(f"dp with clip {self.clip}: it must be positive, about a gradient's usual norm")
+        if not 0 <= self.noise < math.inf:
+            raise CompositionError(f"dp with noise {self.noise}: it must be 0 or more; 1 is usual")
+
+    @property
+    def averages(self) -> bool:
+        """False: gradients are clipped first."""
+        return False
+
+    @property
+    def linear(self) -> bool:
+        """False, for the same reason."""
+        return False
+
+    @property
+    @override
+    def repeatable(self) -> bool:
+        return self.noise == 0
+
+    @property
+    @override
+    def private(self) -> bool:
+        return True
+
+
 @dataclass(frozen=True)
-class PrivateMean(Reducer):
+class PrivateMean(Clipped):
     """mean = 1/n sum_i x_i min(1, clip / |x_i|) + N(0, (noise * clip / n)^2) (McMahan et al. 2018, Algorithm 1).
 
     Where it deviates: there users are drawn, with weights by their examples; here all ranks take part and count alike.
@@ -59,29 +98,6 @@ class PrivateMean(Reducer):
 
     clip: float
     noise: float = 1.0
-
-    conserves_sum: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        if not 0 < self.clip < math.inf:
-            raise CompositionError(f"dp with clip {self.clip}: it must be positive, about a gradient's usual norm")
-        if not 0 <= self.noise < math.inf:
-            raise CompositionError(f"dp with noise {self.noise}: it must be 0 or more; 1 is usual")
-
-    @property
-    def averages(self) -> bool:
-        """False: gradients are clipped first."""
-        return False
-
-    @property
-    @override
-    def repeatable(self) -> bool:
-        return self.noise == 0
-
-    @property
-    @override
-    def private(self) -> bool:
-        return True
 
     @override
     def init(self, grain: Grain, step: Step) -> State:
@@ -129,7 +145,7 @@ class PrivateMean(Reducer):
 
 
 @dataclass(frozen=True)
-class PrivateReports(Wrapper):
+class PrivateReports(Clipped, Wrapper):
     """Each rank clips its gradient and adds noise to it before anything leaves the rank; then any rule may follow.
 
         y_i = x_i min(1, clip / |x_i|) + N(0, (noise * clip)^2 I),    result = inner(y_1, ..., y_n)
@@ -181,35 +197,10 @@ class PrivateReports(Wrapper):
     noise: float = 1.0
     together: bool = False
 
-    conserves_sum: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        PrivateMean(self.clip, self.noise)
-
-    @property
-    def averages(self) -> bool:
-        """False: gradients are clipped first."""
-        return False
-
-    @property
-    def linear(self) -> bool:
-        """False, for the same reason."""
-        return False
-
     @property
     def lossless(self) -> bool:
         """False: noise is added."""
         return False
-
-    @property
-    @override
-    def repeatable(self) -> bool:
-        return self.noise == 0
-
-    @property
-    @override
-    def private(self) -> bool:
-        return True
 
     def around(self, inner: Reducer) -> Reducer:
         """The same around another reducer."""
