@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -153,3 +154,97 @@ DEEPSPEED_FAULTS = (
 def with_fault(fault: ConfigFault) -> dict[str, Any]:
     """The sound configuration with the fault; an ellipsis takes a key out."""
     return {name: value for name, value in {**sound_deepspeed(), **fault.given}.items() if value is not ...}
+
+
+SOUND_MEGATRON = (
+    "--micro-batch-size 2 --global-batch-size 64 --tensor-model-parallel-size 2 --sequence-parallel "
+    "--pipeline-model-parallel-size 2 --num-layers 32 --num-attention-heads 32 --seq-length 4096 --bf16 "
+    "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --lr 1e-4 --data-path /data"
+)
+"""Arguments of Megatron for 16 ranks with nothing wrong."""
+
+
+def _changed(**given: str | None) -> str:
+    """The sound arguments with some of them changed; None takes one out."""
+    text = f"{SOUND_MEGATRON} "
+    for name, value in given.items():
+        argument = f"--{name.replace('_', '-')}"
+        text = re.sub(rf"{argument}( [^-]\S*)? ", "", text)
+        text += "" if value is None else f"{argument} {value} ".replace("  ", " ")
+    return text
+
+
+_FSDP = {"use_distributed_optimizer": "", "use_megatron_fsdp": "", "pipeline_model_parallel_size": "1"}
+
+MEGATRON_FAULTS = (
+    ConfigFault("misspelt", _changed(use_distributed_optimiser=""), "has no argument", "warning", "-optimizer?"),
+    ConfigFault(
+        "of another", _changed(tensor_parallel_size="2"), "has no argument", remedy="--tensor-model-parallel-size?"
+    ),
+    ConfigFault(
+        "underscores", f"{SOUND_MEGATRON} --ddp_bucket_size 40000000", "has no argument", remedy="--ddp-bucket-size?"
+    ),
+    ConfigFault("ranks", _changed(tensor_model_parallel_size="3", num_attention_heads="33"), "no multiple of 6"),
+    ConfigFault(
+        "nodes",
+        _changed(tensor_model_parallel_size="8", pipeline_model_parallel_size="1"),
+        "more than one node",
+        "warning",
+    ),
+    ConfigFault("no micro-batch", _changed(micro_batch_size=None), "no --micro-batch-size"),
+    ConfigFault("batch", _changed(global_batch_size="60"), "no multiple of 8", remedy="Write 56 or 64."),
+    ConfigFault("sequence", _changed(tensor_model_parallel_size="1"), "has no effect: layers are not cut", "warning"),
+    ConfigFault("whole activations", _changed(sequence_parallel=None), "kept whole on each rank", "note"),
+    ConfigFault(
+        "experts", _changed(sequence_parallel=None, expert_model_parallel_size="2"), "need --sequence-parallel in"
+    ),
+    ConfigFault("tp overlap", _changed(sequence_parallel=None, tp_comm_overlap=""), "needs --sequence-parallel, and"),
+    ConfigFault("gather", _changed(use_distributed_optimizer=None), "needs a sharded optimizer"),
+    ConfigFault("gather alone", _changed(overlap_grad_reduce=None), "needs --overlap-grad-reduce"),
+    ConfigFault("step", _changed(overlap_param_gather_with_optimizer_step=""), "an interleaved pipeline"),
+    ConfigFault(
+        "no overlap", _changed(overlap_grad_reduce=None, overlap_param_gather=None), "after the backward", "note"
+    ),
+    ConfigFault("buckets", _changed(ddp_num_buckets="4", ddp_bucket_size="40000000"), "both say how large"),
+    ConfigFault("small", _changed(ddp_bucket_size="500"), "latency counts", "warning", "not of bytes"),
+    ConfigFault("both", _changed(fp16=""), "--fp16 and --bf16 are both there", remedy="--bf16 where"),
+    ConfigFault("float32", _changed(bf16=None), "in float32", "note"),
+    ConfigFault("reduce alone", _changed(bf16=None, grad_reduce_in_bf16=""), "no effect without --bf16", "warning"),
+    ConfigFault(
+        "reduce twice", _changed(grad_reduce_in_bf16="", accumulate_allreduce_grads_in_fp32=""), "overrules", "warning"
+    ),
+    ConfigFault("fp16 experts", _changed(bf16=None, fp16="", expert_model_parallel_size="2"), "do not go with --fp16"),
+    ConfigFault("fp8", _changed(use_distributed_optimizer=None, fp8_param_gather=""), "which nothing shards"),
+    ConfigFault("layers", _changed(num_layers="31"), "31 layers cannot be cut evenly"),
+    ConfigFault(
+        "virtual",
+        _changed(num_layers_per_virtual_pipeline_stage="4", num_virtual_stages_per_pipeline_rank="4"),
+        "refuses both together",
+    ),
+    ConfigFault(
+        "stages",
+        _changed(num_virtual_stages_per_pipeline_rank="4", no_overlap_p2p_communication=""),
+        "needs 3 stages or more",
+    ),
+    ConfigFault("heads", _changed(num_attention_heads="31"), "cannot be cut over 2 ranks"),
+    ConfigFault("length", _changed(context_parallel_size="4", seq_length="4100"), "no multiple of 8", remedy="4104"),
+    ConfigFault("instances", _changed(num_distributed_optimizer_instances="3"), "cut into 3 groups"),
+    ConfigFault(
+        "instances alone",
+        _changed(num_distributed_optimizer_instances="2", use_distributed_optimizer=None, overlap_param_gather=None),
+        "nothing shards the optimizer",
+        "warning",
+    ),
+    ConfigFault(
+        "strategy", _changed(data_parallel_sharding_strategy="optim"), "without --use-megatron-fsdp", "warning"
+    ),
+    ConfigFault("format", _changed(**_FSDP), "in its own format alone", remedy="fsdp_dtensor"),
+    ConfigFault(
+        "fsdp2", _changed(use_torch_fsdp2="", use_distributed_optimizer=""), "not go with --use-distributed-optimizer"
+    ),
+    ConfigFault("fsdp2 fusion", _changed(use_torch_fsdp2=""), "needs --no-gradient-accumulation-fusion"),
+    ConfigFault("muon", _changed(optimizer="muon"), "Muon does not go with"),
+    ConfigFault("offload", _changed(optimizer_cpu_offload=""), "needs --use-precision-aware-optimizer"),
+    ConfigFault("queues", f"export CUDA_DEVICE_MAX_CONNECTIONS=8\n{SOUND_MEGATRON}", "must be 1 where layers are cut"),
+    ConfigFault("one queue", f"export CUDA_DEVICE_MAX_CONNECTIONS=1\n{_changed(**_FSDP)}", "FSDP does not go with"),
+)

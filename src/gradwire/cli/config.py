@@ -37,10 +37,29 @@ examples
   gradwire config deepspeed --check ds.json --world-size 16 --gpus-per-node 8 --json findings.json
 """
 
+FSDP2_HELP = """\
+The script runs as it is, on a model and data that you replace by yours. With --gpus-per-node parameters are sharded
+inside each node, and nodes hold copies (HSDP). With --method gradients travel by a method of gradwire.
+
+examples
+  gradwire config fsdp2 --world-size 8 --method int4,parameters=int8 --out train.py
+  gradwire config fsdp2 --world-size 16 --gpus-per-node 8 --micro-batch 4 --batch 256 --method int4 --out train.py
+"""
+
+MEGATRON_HELP = f"""\
+The arguments are an array of a shell script, each with its reason: source it, and pass "${{MEGATRON_ARGS[@]}}" on.
+--check reads any script or list of arguments; ranks that torchrun is told there need not be given again.
+
+{_CHECKING}
+examples
+  gradwire config megatron --world-size 16 --gpus-per-node 8 --tp 4 --pp 2 --batch 128 --out megatron.sh
+  gradwire config megatron --check pretrain.sh --world-size 64 --json findings.json
+"""
+
 
 def add_commands(commands: Commands) -> None:
     """Add them to the command line."""
-    config = commands.add_parser("config", help="write a configuration for DeepSpeed, or check one")
+    config = commands.add_parser("config", help="write a configuration for DeepSpeed, FSDP2 or Megatron, or check one")
     frameworks = config.add_subparsers(required=True, metavar="FRAMEWORK")
     deepspeed = add(
         frameworks,
@@ -64,6 +83,43 @@ def add_commands(commands: Commands) -> None:
     )
     _add_check(deepspeed)
     deepspeed.set_defaults(run=run_deepspeed)
+    fsdp2 = add(
+        frameworks,
+        "fsdp2",
+        help="a training script for PyTorch's fully_shard",
+        description="Write a training script for FSDP2 with a reason beside each setting.",
+        epilog=FSDP2_HELP,
+    )
+    _add_shape(fsdp2)
+    fsdp2.add_argument(
+        "--stage", type=int, default=3, metavar="N", help="3, or 2 to keep parameters between the passes (default: 3)"
+    )
+    fsdp2.add_argument("--method", metavar="SPEC", help="what gradwire sends gradients by (default: FSDP2 alone)")
+    fsdp2.add_argument("--offload", action="store_true", help="keep shards and the optimizer in the host's memory")
+    fsdp2.set_defaults(run=run_fsdp2, check=None, json=None)
+    megatron = add(
+        frameworks,
+        "megatron",
+        help="arguments of Megatron-LM",
+        description="Write arguments of Megatron with a reason for each, or check given ones.",
+        epilog=MEGATRON_HELP,
+    )
+    _add_shape(megatron)
+    for name, what in (
+        ("tp", "each layer is cut over"),
+        ("pp", "are stages of layers"),
+        ("cp", "each sequence is cut over"),
+    ):
+        megatron.add_argument(f"--{name}", type=int, default=1, metavar="N", help=f"ranks that {what} (default: 1)")
+    megatron.add_argument(
+        "--stage",
+        type=int,
+        default=1,
+        metavar="N",
+        help="what copies shard, by ZeRO's numbers: 0 nothing, 1 optimizer, 2 gradients, 3 parameters (default: 1)",
+    )
+    _add_check(megatron)
+    megatron.set_defaults(run=run_megatron)
 
 
 def _add_shape(parser: argparse.ArgumentParser) -> None:
@@ -103,13 +159,40 @@ def run_deepspeed(arguments: argparse.Namespace, console: Console) -> int:
     return _give(written, arguments, console)
 
 
+def run_fsdp2(arguments: argparse.Namespace, console: Console) -> int:
+    """Run `gradwire config fsdp2` and return its exit status.
+
+    Raises:
+        SpecError, CompositionError: a training that FSDP2 has no script for.
+    """
+    from gradwire.config import write_fsdp2
+
+    written = write_fsdp2(_shape(arguments), arguments.stage, arguments.method, arguments.offload)
+    return _give(written, arguments, console)
+
+
+def run_megatron(arguments: argparse.Namespace, console: Console) -> int:
+    """Run `gradwire config megatron` and return its exit status.
+
+    Raises:
+        SpecError: a file without arguments, or a training that Megatron has none for.
+    """
+    from gradwire.config import check_megatron, write_megatron
+
+    if arguments.check is not None:
+        found = check_megatron(arguments.check, arguments.world_size, arguments.gpus_per_node)
+        return _told(found, arguments, console)
+    written = write_megatron(_shape(arguments), arguments.tp, arguments.pp, arguments.cp, arguments.stage)
+    return _give(written, arguments, console)
+
+
 def _shape(arguments: argparse.Namespace) -> TrainingShape:
     from gradwire.config import TrainingShape
 
     if arguments.json is not None:
         raise SpecError("--json is for what --check finds: give --check FILE too, or --out for the configuration")
     if arguments.world_size is None:
-        raise SpecError("--world-size is missing: give the number of ranks, or --check FILE to check a configuration")
+        raise SpecError("--world-size is missing: give the number of ranks")
     return TrainingShape(
         arguments.world_size,
         arguments.micro_batch,

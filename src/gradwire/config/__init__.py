@@ -6,8 +6,20 @@ its reason and its source. `check_deepspeed` and `check_megatron` look at files 
 """
 
 from gradwire.config.check_deepspeed import check_deepspeed
+from gradwire.config.check_megatron import check_megatron
 from gradwire.config.setting import ConfigFile, Setting
 from gradwire.config.shape import TrainingShape
 from gradwire.config.write_deepspeed import write_deepspeed
+from gradwire.config.write_fsdp2 import write_fsdp2
+from gradwire.config.write_megatron import write_megatron
 
-__all__ = ["ConfigFile", "Setting", "TrainingShape", "check_deepspeed", "write_deepspeed"]
+__all__ = [
+    "ConfigFile",
+    "Setting",
+    "TrainingShape",
+    "check_deepspeed",
+    "check_megatron",
+    "write_deepspeed",
+    "write_fsdp2",
+    "write_megatron",
+]
