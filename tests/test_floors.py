@@ -41,6 +41,7 @@ FLOORS = (
     ("compare",),
     ("federate",),
     ("doctor",),
+    ("config",),
     ("bench",),
     ("report",),
     ("cli",),

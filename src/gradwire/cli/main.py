@@ -13,6 +13,7 @@ from rich.console import Console
 
 from gradwire.cli import (
     bench,
+    config,
     doctor,
     federate,
     inform,
@@ -112,6 +113,7 @@ def parser() -> argparse.ArgumentParser:
     profile.add_command(commands)
     doctor.add_command(commands)
     nccl.add_commands(commands)
+    config.add_commands(commands)
     bench.add_command(commands)
     stacks.add_command(commands)
     return root
