@@ -43,6 +43,7 @@ FLOORS = (
     ("doctor",),
     ("bench",),
     ("report",),
+    ("watch",),
     ("cli",),
     ("__main__",),
 )

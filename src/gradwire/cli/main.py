@@ -25,6 +25,7 @@ from gradwire.cli import (
     state,
     store,
     topology,
+    watch,
 )
 from gradwire.cli.commands import add
 from gradwire.cli.option_arguments import add_options, read_options
@@ -110,6 +111,7 @@ def parser() -> argparse.ArgumentParser:
     topology.add_commands(commands)
     overlap.add_command(commands)
     profile.add_command(commands)
+    watch.add_command(commands)
     doctor.add_command(commands)
     nccl.add_commands(commands)
     bench.add_command(commands)
