@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import io
 import json
 import math
 import os
@@ -15,10 +16,13 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 
 import gradwire
-from gradwire.cli.main import main
+from gradwire.cli import watch as watch_command
+from gradwire.cli.main import main, parser
+from gradwire.cli.watch import run_watch
 from gradwire.core.errors import StepError
 from gradwire.drivers.traced import Span
 from gradwire.profiling import ProfileError, StepRecord
@@ -368,7 +372,7 @@ def test_who_has_the_address_sees_the_page_and_its_figures(server: RunServer, as
     assert ask("/body")[1].strip() in text
     status, text, headers = ask("/figures.json")
     assert (status, headers["Content-Type"], json.loads(text)["steps"]) == (200, "application/json", 10)
-    assert ask("/style.css")[0] == ask("/watch.js")[0] == 200
+    assert ask("/style.css")[0] == ask("/script.js")[0] == ask("/watch.js")[0] == 200
 
 
 def test_a_run_that_has_begun_again_without_records_is_a_sentence_on_the_page(folder: Path, ask: Ask) -> None:
@@ -461,35 +465,56 @@ def test_a_port_that_is_in_use_is_said(server: RunServer, folder: Path, capsys: 
     assert "port 99999 cannot be taken" in capsys.readouterr().err
 
 
+# The command ------------------------------------------------------------------------------------------------------
+
+
+def test_a_terminal_shows_the_ranks_that_stand_out(tmp_path: Path) -> None:
+    ranks = [writer(tmp_path, rank, 64) for rank in range(64)]
+    for rank, each in enumerate(ranks):
+        each.step(step(0, 0.02 if rank == 40 else 0.05))
+        each.stop(ValueError("planted") if rank == 50 else None)
+    shown = io.StringIO()
+    console = Console(file=shown, force_terminal=True, width=160, height=20)
+    assert run_watch(parser().parse_args(["watch", str(tmp_path)]), console) == 1
+    last = shown.getvalue()
+    assert "Rank 50 failed in step 1: ValueError: planted" in last
+    assert "The others wait 30 ms a step (30% of it) for rank 40 on" in last
+    assert "rank 40 " in last
+    assert "rank 63 " not in last
+    assert "ranks more, which the others wait for less" in last
+
+
+def test_the_address_of_the_page_is_printed_and_an_interrupt_ends_it(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(served: RunServer) -> None:
+        urls.append(served.url)
+        raise KeyboardInterrupt
+
+    urls = list[str]()
+    monkeypatch.setattr(RunServer, "serve_forever", interrupted)
+    assert main(["watch", str(folder), "--serve"]) == 0
+    assert f"page: {urls[0]}\n" in capsys.readouterr().out
+
+
 # Real ranks -------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_of_two_ranks_is_followed_while_it_goes_on_and_after_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_run_of_two_ranks_is_followed_from_its_beginning_to_its_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    views = list[RunView]()
-    over = threading.Event()
-
-    def follow() -> None:
-        follower = Follower(tmp_path)
-        while not over.wait(0.05):
-            try:
-                views.append(follower.view())
-            except ProfileError:
-                continue
-
-    thread = threading.Thread(target=follow)
+    monkeypatch.setattr(watch_command, "EVERY_S", 0.05)
+    monkeypatch.setattr(watch_command, "LINE_EVERY_S", 0.0)
+    statuses = list[int]()
+    command = ["watch", str(tmp_path), "--wait", "110"]
+    thread = threading.Thread(target=lambda: statuses.append(main(command)), daemon=True)
     thread.start()
-    try:
-        run_function(f"{CASES}:told", 2, {"folder": str(tmp_path), "sleeps_s": [0.0, 0.05]}, 120)
-    finally:
-        over.set()
-        thread.join()
-    running = [view for view in views if 0 < view.steps < 60 and len(view.ranks) == 2]
-    assert running, "nothing was seen while the run went on"
-    assert not any(view.problems for view in views)
-    assert main(["watch", str(tmp_path)]) == 0
-    assert "The run has ended well after 60 steps" in capsys.readouterr().out
+    run_function(f"{CASES}:told", 2, {"folder": str(tmp_path), "sleeps_s": [0.0, 0.05]}, 120)
+    thread.join(20)
+    lines = capsys.readouterr().out.splitlines()
+    assert statuses == [0]
+    assert lines[-1].startswith("The run has ended well after 60 steps. loss ")
+    assert any(" steps, " in line and "loss " in line for line in lines[:-1]), "nothing was said while the run went on"
     view = told(tmp_path)
     late = view.ranks[1]
     assert late.caused_ms > 20

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -118,12 +118,8 @@ def _serve(follower: Follower, port: int, console: Console) -> int:
     with RunServer(follower, port) as server:
         say(console, "page: ", (server.url, "bold"))
         say(console, "Whoever has this address can read the page on this machine. Ctrl-C ends it; the run goes on.")
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
-        try:
-            thread.join()
-        except KeyboardInterrupt:
-            server.shutdown()
+        with contextlib.suppress(KeyboardInterrupt):
+            server.serve_forever()
     return OK
 
 

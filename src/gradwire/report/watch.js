@@ -1,5 +1,5 @@
 "use strict";
-// Asks for the page's body every second, and shows it where it differs: what is selected or scrolled stays so else.
+// Asks for the page's body every second, and shows it if it differs, unless a text is selected or a chart looked at.
 const run = document.getElementById("run");
 const gone = document.getElementById("gone");
 let last = "";
@@ -9,7 +9,7 @@ async function look() {
     if (!answer.ok) throw new Error(answer.statusText);
     const text = await answer.text();
     gone.hidden = true;
-    if (text !== last && getSelection().isCollapsed) show(text);
+    if (text !== last && getSelection().isCollapsed && !run.querySelector("svg.chart:hover")) show(text);
   } catch {
     gone.hidden = false;
   }
@@ -18,6 +18,7 @@ async function look() {
 function show(text) {
   const left = run.querySelector(".scroll")?.scrollLeft ?? 0;
   run.replaceChildren(...new DOMParser().parseFromString(text, "text/html").body.childNodes);
+  run.querySelectorAll("svg.chart").forEach(follow);
   const scroll = run.querySelector(".scroll");
   if (scroll) scroll.scrollLeft = left;
   document.title = run.querySelector("h1").textContent + " (gradwire watch)";

@@ -38,7 +38,7 @@ def body(view: RunView) -> str:
 
 @cache
 def file_of_page(name: str) -> bytes:
-    """Return `style.css` or `watch.js`."""
+    """Return `style.css`, `script.js` or `watch.js`."""
     return resources.files("gradwire.report").joinpath(name).read_bytes()
 
 

@@ -3,7 +3,7 @@
     GET /?token=...               the page
     GET /body?token=...           what the page shows now, as HTML
     GET /figures.json?token=...   the same as JSON, for programs
-    GET /style.css?token=...      what the page loads, as does watch.js
+    GET /style.css?token=...      what the page loads; script.js and watch.js too
 
 Nothing else is there, and nothing is read from disk by a name that comes from outside. The server listens on the
 loopback. Other users of the machine can reach that too, so all requests need the token, which is drawn anew each time.
@@ -71,6 +71,7 @@ class RunServer(ThreadingHTTPServer):
 
     daemon_threads = True
     block_on_close = False
+    request_queue_size = MOST_AT_ONCE  # with http.server's five, a browser beside slow clients waits for a second try
     allow_reuse_address = True  # a port whose last connections are only being wound up is free
 
     def __init__(self, follower: Follower, port: int = 0) -> None:
@@ -190,6 +191,7 @@ _ANSWERS: dict[str, tuple[str, str | Callable[[RunView, str], str]]] = {
     "/body": (HTML, _body),
     "/figures.json": (JSON, _figures),
     "/style.css": ("text/css; charset=utf-8", "style.css"),
+    "/script.js": ("text/javascript; charset=utf-8", "script.js"),
     "/watch.js": ("text/javascript; charset=utf-8", "watch.js"),
 }
 """What there is: the type, and the name of a file of the page or what makes it of a view and the token."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from gradwire.core.figures import listed, milliseconds, si_bytes, significant
@@ -13,6 +13,10 @@ from gradwire.watch.view import RankView, RunView
 
 LONG_S, LONG_STEPS = 10.0, 5.0
 """A step that is under way is long after so many seconds, if that is so many usual steps too."""
+
+
+MOST_NAMED = 8
+"""Ranks that a sentence names."""
 
 
 class Said(NamedTuple):
@@ -66,8 +70,7 @@ def findings(view: RunView) -> Iterator[Said]:
                 yield Said(f"What rank {rank.rank} owes is {times}: see session.report().", False)
                 break
     if view.missing and view.ranks:
-        who = f"Rank {listed(view.missing)} has" if len(view.missing) == 1 else f"Ranks {listed(view.missing)} have"
-        yield Said(f"{who} told nothing in this folder.", False)
+        yield Said(f"{_who(view.missing, 'has', 'have')} told nothing in this folder.", False)
     for problem in view.problems:
         yield Said(problem, False)
 
@@ -87,9 +90,22 @@ def _deaths(view: RunView) -> Iterator[Said]:
     silent = [rank.rank for rank in view.ranks if rank.is_silent]
     if silent:
         least_s = min(rank.silent_s for rank in view.ranks if rank.is_silent)
-        who = f"Rank {listed(silent)} has" if len(silent) == 1 else f"Ranks {listed(silent)} have"
+        who = _who(silent, "has", "have")
         why = "killed or stopped, or its folder can be written to no more"
         yield Said(f"{who} written nothing for {duration(least_s)}: {why}.", True)
+
+
+def _who(ranks: Sequence[int], one: str, several: str) -> str:
+    """Ranks and a verb; of many only the first are named.
+
+    >>> _who([3], "has", "have"), _who(range(40), "has", "have")
+    ('Rank 3 has', 'Ranks 0, 1, 2, 3, 4, 5, 6, 7 and 32 more have')
+    """
+    if len(ranks) == 1:
+        return f"Rank {ranks[0]} {one}"
+    if len(ranks) <= MOST_NAMED:
+        return f"Ranks {listed(ranks)} {several}"
+    return f"Ranks {', '.join(map(str, ranks[:MOST_NAMED]))} and {len(ranks) - MOST_NAMED} more {several}"
 
 
 def _stuck(view: RunView) -> Iterator[Said]:
@@ -101,9 +117,8 @@ def _stuck(view: RunView) -> Iterator[Said]:
             stuck.setdefault(rank.doing, []).append(rank)
     for doing, ranks in sorted(stuck.items(), key=lambda item: len(item[1])):
         least_s = duration(min(rank.doing_s for rank in ranks))
-        who = f"Ranks {listed([rank.rank for rank in ranks])} are"
-        if len(ranks) == 1:
-            who = f"Rank {ranks[0].rank} on {ranks[0].host} is"
+        host = f" on {ranks[0].host}" if len(ranks) == 1 else ""
+        who = _who([rank.rank for rank in ranks], f"{host} is".strip(), "are")
         yield Said(f"{who} {DOING.get(doing, f'in {doing}')} for {least_s}; gradwire stacks tells where.", True)
 
 
