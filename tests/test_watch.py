@@ -186,10 +186,10 @@ def test_a_rank_that_writes_no_more_is_named_and_so_is_what_another_one_does_for
     edit(folder, 1, doing="data", doing_s=31.0)
     for rank in (2, 3):
         edit(folder, rank, doing="backward", doing_s=30.0)
+    written_s = time.time() + 60
     for rank in range(1, 4):
-        path = folder / "live" / f"rank{rank}.json"
-        os.utime(path, (time.time() + 60, time.time() + 60))
-    now = [path.stat().st_mtime + 2]
+        os.utime(folder / "live" / f"rank{rank}.json", (written_s, written_s))
+    now = [written_s + 2]
     follower = Follower(folder, lambda: now[0])
     faults = [each.text for each in words.findings(follower.view()) if each.is_fault]
     host = follower.view().ranks[1].host

@@ -64,7 +64,7 @@ class LiveStep(NamedTuple):
     """One step of one rank, in seconds and bytes.
 
     Attributes:
-        index: counted from 0.
+        number: of the step, counted from 0.
         step_s: from the end of the step before to its end.
         data_s: until the batch was there.
         compute_s: of the training loop's other spans, without what it waited in them.
@@ -73,7 +73,7 @@ class LiveStep(NamedTuple):
         dense: that a ring all-reduce of the uncompressed gradients would have sent.
     """
 
-    index: Count
+    number: Count
     step_s: Seconds
     data_s: Seconds
     compute_s: Seconds
@@ -170,8 +170,8 @@ class LiveWriter:
         data_s = sum(span.length_s for span in step.loop if span.what == "data")
         wait_s = sum(span.length_s for span in step.waits)
         compute_s = max(0.0, sum(span.length_s for span in step.loop) - data_s - wait_s)
-        times = (round(seconds, 6) for seconds in (step.length_s, data_s, compute_s, wait_s))  # short in JSON
-        told = LiveStep(step.index, *times, *self._sent_in(step))
+        step_s, data_s, compute_s, wait_s = (round(s, 6) for s in (step.length_s, data_s, compute_s, wait_s))
+        told = LiveStep(step.index, step_s, data_s, compute_s, wait_s, *self._sent_in(step))
         with self._lock:
             self._steps = step.index + 1
             self._step_ms.add(step.index, 1e3 * step.length_s)

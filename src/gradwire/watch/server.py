@@ -117,9 +117,13 @@ def _not_bound(port: int, error: OSError | OverflowError) -> str:
 class _Handler(BaseHTTPRequestHandler):
     """Answers one request."""
 
-    server: RunServer
     timeout = PATIENCE_S
     server_version, sys_version = "gradwire", ""
+
+    @property
+    def _served(self) -> RunServer:
+        assert isinstance(self.server, RunServer)
+        return self.server
 
     def do_GET(self) -> None:
         """Answer."""
@@ -129,7 +133,7 @@ class _Handler(BaseHTTPRequestHandler):
         """The status, the type and the content of the answer: what is asked for, or why not."""
         path, _, query = self.path.partition("?")
         if not self._names_this_machine():
-            return 403, PLAIN, f"open this page as http://{ADDRESS}:{self.server.server_address[1]}/\n"
+            return 403, PLAIN, f"open this page as http://{ADDRESS}:{self._served.server_address[1]}/\n"
         if not self._knows_token(query):
             return 403, PLAIN, "the token is missing or wrong: open the address that was printed\n"
         if path not in _ANSWERS:
@@ -138,7 +142,7 @@ class _Handler(BaseHTTPRequestHandler):
         if isinstance(make, str):
             return 200, kind, page.file_of_page(make)
         try:
-            return 200, kind, make(self.server.follower.view(), self.server.token)
+            return 200, kind, make(self._served.follower.view(), self._served.token)
         except ProfileError as error:
             return 503, PLAIN, f"{error}\n"
 
@@ -155,7 +159,7 @@ class _Handler(BaseHTTPRequestHandler):
         except ValueError:
             return False
         # Bytes, as texts that are not ASCII are refused; the time that it takes tells nothing of the token.
-        return len(given) == 1 and secrets.compare_digest(given[0].encode(), self.server.token.encode())
+        return len(given) == 1 and secrets.compare_digest(given[0].encode(), self._served.token.encode())
 
     def _answer(self, status: int, kind: str, content: str | bytes) -> None:
         raw = content.encode() if isinstance(content, str) else content

@@ -170,7 +170,7 @@ def view_of(records: Sequence[LiveRecord], silent_s: Mapping[int, float], proble
 
 def _common(records: Sequence[LiveRecord]) -> list[list[LiveStep]]:
     """Of each rank the last steps that all have told of: as many of each, at most `LAST`."""
-    by_index = [{step.index: step for step in record.last} for record in records]
+    by_index = [{step.number: step for step in record.last} for record in records]
     indices = sorted(set.intersection(*map(set, by_index)))[-LAST:]
     return [[steps[index] for index in indices] for steps in by_index]
 

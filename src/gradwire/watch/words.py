@@ -48,7 +48,8 @@ def figures(view: RunView) -> str:
     sent = [rank for rank in view.ranks if rank.sent_bytes > 0]
     if sent:
         most = max(sent, key=lambda rank: rank.sent_bytes)
-        ratio = f", {significant(most.ratio, 3)}x less than uncompressed" if (most.ratio or 1.0) > 1.05 else ""
+        times = most.ratio or 1.0
+        ratio = f", {significant(times, 3)}x less than uncompressed" if times > 1.05 else ""
         parts.append(f"{si_bytes(most.sent_bytes)} a step{ratio}")
     return ", ".join(parts)
 
