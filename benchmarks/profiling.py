@@ -3,7 +3,8 @@
 Printed for each method, on emulated hosts:
 
 - the least share of a step, over ranks, that the critical path explains, and the median over rounds of what a profile
-  adds to a step: stretches with and without one take turns, in the same processes and on the same model;
+  adds to a step, and one that tells how the run goes (`live=True`): stretches without one, with one and with a live one
+  take turns, in the same processes and on the same model;
 - who is named where one host computes four times slower than the others, and where its link has a tenth of the rate.
 """
 
@@ -89,20 +90,21 @@ def train(
     slow: float,
     links: bool,
 ) -> dict[str, Any]:
-    """Alternate stretches with and without a profile."""
+    """Alternate stretches without a profile, with one, and with one that tells how the run goes."""
     torch.set_num_threads(1)
     kernels.warm_up()
     training = Training(task, method, slow if rank == SLOW else 1.0)
     training.stretch_s(6)
-    ratios = list[float]()
+    ratios: dict[str, list[float]] = {"profile": [], "live": []}
     for number in range(rounds):
         plain_s = training.stretch_s(stretch)
-        with gradwire.profile(
-            training.ddp, Path(folder) / str(number), session=training.session, links=links
-        ) as profile:
-            watched_s = training.stretch_s(stretch, profile)
-        ratios.append(watched_s / plain_s)
-    return {"ratio": statistics.median(ratios), "ratios": ratios}
+        for kind, found in ratios.items():
+            name = str(number) if kind == "profile" else f"live{number}"
+            with gradwire.profile(
+                training.ddp, Path(folder) / name, session=training.session, links=links, live=kind == "live"
+            ) as profile:
+                found.append(training.stretch_s(stretch, profile) / plain_s)
+    return {"ratio": statistics.median(ratios["profile"]), "live": statistics.median(ratios["live"]), "ratios": ratios}
 
 
 def _cases(told: argparse.Namespace) -> Iterator[tuple[str, float, str | list[str]]]:
@@ -137,11 +139,12 @@ def main() -> None:
                 found = account(read_records(Path(folder) / "0"), 3)
                 text = (Path(folder) / "0" / "summary.txt").read_text()
             explained = min(rank.accounted for rank in found.ranks)
-            ratio = max(rank["ratio"] for rank in ranks)
+            ratio, live = (max(rank[kind] for rank in ranks) for kind in ("ratio", "live"))
             print(f"{method}, {case}, {network.description}")
-            print(f"explained {explained:.1%} of a step at least; a profiled step takes {ratio:.3f} of a plain one")
+            print(f"explained {explained:.1%} of a step at least")
+            print(f"a profiled step takes {ratio:.3f} of a plain one, one that tells of the run {live:.3f}")
             print(text, flush=True)
-            row = {"explained": explained, "ratio": ratio, "summary": text, "ranks": ranks}
+            row = {"explained": explained, "ratio": ratio, "live": live, "summary": text, "ranks": ranks}
             results.setdefault(method, {})[case] = row
     if told.save:
         print("wrote", save_result("profiling", {"hosts": told.hosts, "rate": told.rate, "methods": results}))

@@ -76,6 +76,22 @@ def trained(
     return found
 
 
+def told(rank: int, world_size: int, *, folder: str, sleeps_s: list[float]) -> None:
+    """Train with `int4`, and tell how it goes; of each rank the forward pass takes as long as it is told."""
+    torch.set_num_threads(1)
+    ddp = DDP(Busy(sleeps_s[rank]))
+    session = gradwire.attach(ddp, "int4")
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+    with gradwire.profile(ddp, folder, session=session, live=True) as profile:
+        for batch in profile.steps(torch.randn(8, 256) for _ in range(60)):
+            optimizer.zero_grad()
+            loss = ddp(batch).square().mean()
+            loss.backward()
+            optimizer.step()
+            profile.log(loss=loss)
+    session.close()
+
+
 def looped(rank: int, world_size: int, *, folder: str) -> list[str]:
     """A session that nobody feeds but the loop, which ends its steps itself, in two profiles one after the other."""
     model = Busy(0.002)

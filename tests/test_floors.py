@@ -44,6 +44,7 @@ FLOORS = (
     ("config",),
     ("bench",),
     ("report",),
+    ("watch",),
     ("cli",),
     ("__main__",),
 )

@@ -25,10 +25,11 @@ class ScriptProfile:
     Args:
         folder: for the records and what is made of them.
         say: is told where they are.
+        live: whether each rank tells how the run goes, for `gradwire watch`.
     """
 
-    def __init__(self, folder: str, say: Callable[[str], None]) -> None:
-        self._folder, self._say = folder, say
+    def __init__(self, folder: str, say: Callable[[str], None], live: bool = False) -> None:
+        self._folder, self._say, self._live = folder, say, live
         self._profile: Profile | None = None
         self._parameters: set[int] = set()
         self._hook: Any = None
@@ -37,7 +38,7 @@ class ScriptProfile:
         """Begin, if this is the first model; called on every rank before the model's first step."""
         if self._profile is not None:
             return
-        self._profile = profile(model, self._folder, session=session)
+        self._profile = profile(model, self._folder, session=session, live=self._live)
         self._profile.__enter__()
         self._parameters = {id(parameter) for parameter in model.parameters()}
         self._hook = register_optimizer_step_post_hook(self._stepped)

@@ -35,6 +35,7 @@ class ScriptWatch(NamedTuple):
         deadline_s: seconds after which a silent rank is an error.
         states: whether states go with the script's checkpoints.
         profile: the folder of a profile, if one is made.
+        live: whether ranks tell there how the run goes.
     """
 
     method: str | None
@@ -43,6 +44,7 @@ class ScriptWatch(NamedTuple):
     deadline_s: float = DEADLINE_S
     states: bool = True
     profile: str | None = None
+    live: bool = False
 
 
 class WatchedProcess:
@@ -63,7 +65,7 @@ class WatchedProcess:
         self._saves = ScriptSaves(self.say) if watch.states else None
         if self._saves is not None:
             self.unchanged.on_attach(self._saves.follow)
-        self._profile = None if watch.profile is None else ScriptProfile(watch.profile, self.say)
+        self._profile = None if watch.profile is None else ScriptProfile(watch.profile, self.say, watch.live)
         if self._profile is not None:
             self.unchanged.on_first_call(self._profile.follow)
 

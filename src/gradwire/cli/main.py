@@ -26,6 +26,7 @@ from gradwire.cli import (
     state,
     store,
     topology,
+    watch,
 )
 from gradwire.cli.commands import add
 from gradwire.cli.option_arguments import add_options, read_options
@@ -111,6 +112,7 @@ def parser() -> argparse.ArgumentParser:
     topology.add_commands(commands)
     overlap.add_command(commands)
     profile.add_command(commands)
+    watch.add_command(commands)
     doctor.add_command(commands)
     nccl.add_commands(commands)
     config.add_commands(commands)

@@ -25,7 +25,7 @@ examples
   gradwire run --method int4 --parameters int8 --nproc 4 train_fsdp2.py
   gradwire run --method int4 --records records --deadline 60 --nproc 2 train.py
   gradwire run --method int4 train_that_spawns.py
-  gradwire run --profile profile --nproc 2 train.py
+  gradwire run --profile profile --live --nproc 2 train.py
 
 Whatever follows the script is the script's own. So is the status; with --nproc it is that of the first rank to fail.
 """
@@ -45,6 +45,9 @@ def add_commands(commands: Commands) -> None:
     run.add_argument("--method", metavar="SPEC", help="what combines gradients: int4, topk:0.01, ...")
     run.add_argument(
         "--profile", metavar="DIR", help="keep where steps go, for gradwire profile DIR; with or without --method"
+    )
+    run.add_argument(
+        "--live", action="store_true", help="with --profile: tell how the run goes, for gradwire watch DIR"
     )
     run.add_argument(
         "--parameters", metavar="SPEC", help="what models of fully_shard gather parameters in: int8, int4, fp8, bf16"
@@ -92,6 +95,8 @@ def run_script(arguments: argparse.Namespace, _: Console) -> int:
 
     if arguments.method is None and arguments.profile is None:
         raise SpecError("give --method SPEC, such as --method int4, or --profile DIR, or both")
+    if arguments.live and arguments.profile is None:
+        raise SpecError("--live goes with --profile DIR, the folder that gradwire watch is given")
     if arguments.method is None and arguments.parameters is not None:
         raise SpecError("--parameters goes with a --method: give one, such as --method int4")
     if arguments.method is not None:  # before anything starts this refuses what cannot be built
@@ -122,6 +127,7 @@ def _start_ranks(arguments: argparse.Namespace) -> int:
     options = ["--method", arguments.method] if arguments.method is not None else []
     options += ["--seed", str(arguments.seed)]
     options += ["--profile", arguments.profile] if arguments.profile is not None else []
+    options += ["--live"] if arguments.live else []
     options += ["--parameters", arguments.parameters] if arguments.parameters is not None else []
     options += ["--deadline", str(arguments.deadline)] if arguments.deadline is not None else []
     options += [] if arguments.states else ["--no-states"]
@@ -157,6 +163,7 @@ def _as_rank(arguments: argparse.Namespace) -> int:
         arguments.seed,
         states=arguments.states,
         profile=arguments.profile,
+        live=arguments.live,
         **given,
     )
     watched, status = WatchedProcess(watch), OK

@@ -23,6 +23,9 @@ Kind = Literal["element", "owned", "matrix", "segment", "scratch"]
 CARRIED = "carried"
 """Name of the leaf of what was owed under another method: it is added to the next gradient, then dropped."""
 
+PIECE = 1 << 18
+"""Elements that are squared at a time: a whole gradient in float64 would take twice the memory that is remembered."""
+
 ALIGNMENT = 64
 """Bytes at whose multiples a tensor of state begins: what PyTorch's own allocations on a CPU keep to."""
 
@@ -80,6 +83,17 @@ class Leaf:
         if self.kind != "owned":
             return 0
         return rank * self.tensor.numel() if self.start is None else self.start
+
+    def square_sum(self) -> float:
+        """Return the sum of squares of all values, in float64.
+
+        >>> import torch
+        >>> Leaf(torch.full((PIECE + 2,), 2.0), "element").square_sum() == 4 * (PIECE + 2)
+        True
+        """
+        pieces = self.tensor.view(-1).split(PIECE) if self.tensor.numel() else ()
+        # One number is read in the end, so that a GPU is waited for once.
+        return float(sum((piece.double().square().sum() for piece in pieces), torch.zeros(())))
 
 
 class State(dict[str, "Leaf | State"]):

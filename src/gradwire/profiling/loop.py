@@ -48,6 +48,11 @@ class LoopSpans:
             self._spans.append(Span("train", what, began_s, now_s))
             self._open = None
 
+    def under_way(self) -> tuple[str, float]:
+        """Return the span that is open and for how many seconds it is; "" and 0 where none is. For any thread."""
+        now = self._open
+        return (now[0], max(0.0, self._clock() - now[1])) if now is not None else ("", 0.0)
+
     def take(self) -> list[Span]:
         """Return the spans so far, and keep none of them."""
         self.end()

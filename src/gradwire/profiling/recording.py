@@ -28,6 +28,7 @@ from gradwire.drivers.process_group import GroupTransport
 from gradwire.drivers.traced import Span, Traced
 from gradwire.drivers.words import gathered_words
 from gradwire.profiling.account import Account, account
+from gradwire.profiling.live import LiveWriter
 from gradwire.profiling.loop import LoopSpans
 from gradwire.profiling.records import ClockReading, RankRecord, StepRecord, record_of, together
 from gradwire.profiling.summary import summary
@@ -67,6 +68,7 @@ class Profile:
         keep: int = KEPT,
         clock: Callable[[], float] = time.perf_counter,
         links: bool = False,
+        live: bool = False,
     ) -> None:
         self.records: list[RankRecord] = []
         self._model, self._folder, self._sessions, self._clock = model, folder, sessions, clock
@@ -79,6 +81,8 @@ class Profile:
         self._group: dist.ProcessGroup | None = None
         self._transport: GroupTransport | None = None
         self._measures_links, self._links = links, list[MeasuredPair]()
+        self._tells = live
+        self._live: LiveWriter | None = None
         self._run, self._began_s, self._index = "", 0.0, 0
         self._rank, self._size = 0, 1
         self._stack = ExitStack()
@@ -116,9 +120,30 @@ class Profile:
             self._waits += waits
             communication.append(spans)
         waits, self._waits = self._waits, []
-        self._steps.append(StepRecord(self._index, self._began_s, now_s, self._loop.take(), waits, communication))
+        step = StepRecord(self._index, self._began_s, now_s, self._loop.take(), waits, communication)
+        self._steps.append(step)
+        if self._live is not None:
+            self._live.step(step)
         self._index, self._began_s = self._index + 1, now_s
         self._loop.begin("data")
+
+    def log(self, **values: float | torch.Tensor) -> None:
+        """Tell `gradwire watch` the loss of the step under way, and other numbers of it.
+
+        Nothing is done without `live=True`. A tensor on a GPU is read at once, and that waits for the device: there log
+        in one step of many.
+
+        Args:
+            values: each a number, or a tensor of one element.
+
+        Raises:
+            StepError: a value that is none, or more than 16 names.
+
+        Example:
+            profile.log(loss=loss, rate=scheduler.get_last_lr()[0])
+        """
+        if self._live is not None:
+            self._live.log(self._index, values)
 
     @contextmanager
     def _waiting(self) -> Generator[None]:
@@ -149,6 +174,9 @@ class Profile:
         if not self._sessions and isinstance(self._model, DistributedDataParallel):
             self._trace_torch(self._model)
         self._began_s = self._clock()
+        if self._tells:
+            self._live = LiveWriter(self._folder, self._run, self._rank, self._size, self._sessions, self._loop)
+            self._live.start()
         return self
 
     def _trace_torch(self, ddp: DistributedDataParallel) -> None:
@@ -166,6 +194,8 @@ class Profile:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stack.close()
+        if self._live is not None:
+            self._live.stop(error)
         for session in self._sessions:
             session.lane.waiting = nullcontext
             if error is None:  # else a step may be under way
@@ -256,6 +286,7 @@ def profile(
     session: Any = None,
     keep: int = KEPT,
     links: bool = False,
+    live: bool = False,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Profile:
     """Find out where the steps of a training loop go: a `with` block around the loop, on every rank.
@@ -276,6 +307,7 @@ def profile(
         keep: of how many steps, the last ones, spans are kept.
         links: whether the links between ranks are measured in the end, so that a slow one can be named. It takes some
             two seconds a round of pairs where a round trip takes 10 ms: seven rounds at most.
+        live: whether each rank tells every second how the run goes, for `gradwire watch FOLDER`.
         clock: seconds; another one for each host in emulations.
 
     Returns:
@@ -294,4 +326,4 @@ def profile(
         print(profile)
     """
     given = session if isinstance(session, list | tuple) else [session] if session is not None else []
-    return Profile(model, Path(folder), [each.session for each in given], keep, clock, links)
+    return Profile(model, Path(folder), [each.session for each in given], keep, clock, links, live)

@@ -33,7 +33,7 @@ class Series:
     """One line of a chart.
 
     Attributes:
-        name: shown beside its end.
+        name: shown beside its end; "" shows none.
         tone: which colour of the palette (a CSS class).
         points: in the order of x.
     """
@@ -55,6 +55,7 @@ class LineChart:
         target: a value of y to mark, or None.
         y_top: where to cut the first, steep part off.
         nothing: what to say where no value is finite.
+        from_zero: whether the axis of y begins at 0 where no value is below, so that heights compare.
     """
 
     title: str
@@ -64,13 +65,14 @@ class LineChart:
     target: float | None = None
     y_top: float | None = None
     nothing: str = "No loss was finite."
+    from_zero: bool = False
 
     def svg(self, frame: DrawingSize) -> str:
         """Draw the chart, as SVG."""
         if not any(math.isfinite(point.y) for series in self.series for point in series.points):
             return self._empty(frame)
         x, y, labels = self._axes(frame)
-        clip = f"clip-{re.sub('[^a-z]+', '-', self.title.lower())}-{frame.width}"
+        clip = f"clip-{re.sub('[^a-z0-9]+', '-', self.title.lower())}-{frame.width}"
         inside = tag("rect", x=x.start, y=y.end, width=x.end - x.start, height=y.start - y.end)
         lines = "".join(self._line(series, x, y) for series in self.series)
         body = [
@@ -99,7 +101,8 @@ class LineChart:
     def _axes(self, frame: DrawingSize) -> tuple[Scale, Scale, list[tuple[float, str]]]:
         """Both axes, and the marks of y, whose width decides where x begins."""
         points = [p for s in self.series for p in s.points if math.isfinite(p.y)]
-        y = self._y_axis(frame, min(p.low for p in points), max(p.high for p in points))
+        low = min(p.low for p in points)
+        y = self._y_axis(frame, min(0.0, low) if self.from_zero else low, max(p.high for p in points))
         ticks = y.ticks(5)
         labels = number_labels(ticks)
         left = max([frame.left, *(12 + width_of(shown) for shown in labels)])
@@ -120,7 +123,7 @@ class LineChart:
 
     def _name_rows(self) -> int:
         """Rows of names to leave room for below the lines."""
-        return min(3, len(self.series)) if len(self.series) <= MOST_NAMES else 0
+        return min(3, sum(bool(s.name) for s in self.series)) if len(self.series) <= MOST_NAMES else 0
 
     def _grid(self, frame: DrawingSize, x: Scale, y: Scale, labels: Iterable[tuple[float, str]]) -> Iterable[str]:
         for value, shown in labels:
@@ -184,7 +187,8 @@ class LineChart:
         """
         if len(self.series) > MOST_NAMES:
             return
-        ends = [(s, p) for s in self.series for p in [p for p in s.points if math.isfinite(p.y)][-1:]]
+        named = [s for s in self.series if s.name]
+        ends = [(s, p) for s in named for p in [p for p in s.points if math.isfinite(p.y)][-1:]]
         ends.sort(key=lambda item: y(item[1].y))
         for series, point in ends:
             shown = shortened(series.name, (x.end - x.start) / 2)

@@ -39,7 +39,7 @@ function row(line, x) {
   div.append(name, loss.toPrecision(3));
   return [loss, div];
 }
-for (const svg of document.querySelectorAll("svg.chart")) {
+function follow(svg) {
   const { x: axis, unit } = JSON.parse(svg.dataset.axis);
   const cross = svg.querySelector(".cross");
   const hide = () => { tip.hidden = true; cross.style.visibility = "hidden"; };
@@ -63,3 +63,4 @@ for (const svg of document.querySelectorAll("svg.chart")) {
     cross.style.visibility = "visible";
   });
 }
+document.querySelectorAll("svg.chart").forEach(follow);

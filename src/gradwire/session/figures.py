@@ -219,13 +219,8 @@ class Figures:
 
     def residual_norm(self) -> float:
         """Return the Euclidean norm of all that this rank owes: its residuals, and its shards' as an owner."""
-        squares = [
-            float(leaf.tensor.double().square().sum())
-            for _, state in self.engine.states()
-            for _, leaf in walk(state)
-            if leaf.owed
-        ]
-        return sum(squares) ** 0.5
+        leaves = (leaf for _, state in self.engine.states() for _, leaf in walk(state))
+        return sum(leaf.square_sum() for leaf in leaves if leaf.owed) ** 0.5
 
 
 class HasFigures(Protocol):
