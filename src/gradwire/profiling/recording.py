@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import time
 import uuid
@@ -224,7 +225,7 @@ class Profile:
         dist.gather(padded, rows, dst=0, group=self._group)
         if rows is not None:
             texts = [bytes(row[: int(n)].numpy()).decode() for row, n in zip(rows, lengths, strict=True)]
-            self.records = together([record_of(text, f"rank {rank}") for rank, text in enumerate(texts)])
+            self.records = together([record_of(json.loads(text), f"rank {rank}") for rank, text in enumerate(texts)])
             for record in self.records:
                 record.write(self._folder)
 

@@ -32,6 +32,8 @@ def summary(found: Account) -> str:
 
 def findings(found: Account) -> Iterator[str]:
     """What to look at, worst first."""
+    if not found.steps:
+        yield "No step has ended in the block: loop over profile.steps(loader), or call profile.step() after each step."
     if found.missing:
         yield f"The records of ranks {listed(list(found.missing))} are missing: what others waited for them is counted."
     step_s = found.step_s
