@@ -4,6 +4,8 @@ from gradwire.profiling.account import Account, RankShares, account
 from gradwire.profiling.recording import Profile, profile
 from gradwire.profiling.records import ClockReading, ProfileError, RankRecord, StepRecord, read_records
 from gradwire.profiling.summary import summary
+from gradwire.profiling.torch_account import TorchAccount, TorchShares, torch_account, torch_summary
+from gradwire.profiling.torch_trace import TorchTrace, read_torch_traces
 from gradwire.profiling.trace import chrome_trace, write_chrome_trace
 
 __all__ = [
@@ -14,10 +16,16 @@ __all__ = [
     "RankRecord",
     "RankShares",
     "StepRecord",
+    "TorchAccount",
+    "TorchShares",
+    "TorchTrace",
     "account",
     "chrome_trace",
     "profile",
     "read_records",
+    "read_torch_traces",
     "summary",
+    "torch_account",
+    "torch_summary",
     "write_chrome_trace",
 ]
