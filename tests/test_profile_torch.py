@@ -140,8 +140,10 @@ def test_kernels_of_nccl_are_communication_and_other_kernels_are_computation(tmp
 
 def test_a_folder_of_traces_called_rank0_json_is_not_taken_for_records(tmp_path: Path, capsys: Any) -> None:
     written(tmp_path / "rank0.json", nccl_trace(size=1))
-    assert main(["profile", str(tmp_path)]) == 0
+    figures = tmp_path / "figures" / "overlap.json"
+    assert main(["profile", str(tmp_path), "--json", str(figures)]) == 0
     assert "torch.profiler, nccl, 1 of 1 ranks" in capsys.readouterr().out
+    assert json.loads(figures.read_text())["ranks"][0]["overlap"] == pytest.approx(0.4)
 
 
 def test_what_a_trace_does_not_tell_is_said(tmp_path: Path) -> None:

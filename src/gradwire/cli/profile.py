@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from gradwire.cli.commands import Commands, add
+from gradwire.core.atomic_file import write_atomically
 
 OK = 0
 
@@ -24,7 +27,7 @@ examples
   gradwire profile profile
   gradwire profile profile --skip 10
   gradwire profile traces/rank0.json.gz traces/rank1.json.gz
-  gradwire profile traces
+  gradwire profile traces --json overlap.json
 """
 
 
@@ -41,6 +44,7 @@ def add_command(commands: Commands) -> None:
         "paths", type=Path, nargs="+", metavar="PATH", help="a folder with rank0.json, rank1.json, ..., or traces"
     )
     profile.add_argument("--skip", type=int, default=3, metavar="N", help="first steps that do not count (default: 3)")
+    profile.add_argument("--json", type=Path, metavar="FILE", help="write all figures here too")
     profile.set_defaults(run=run_profile)
 
 
@@ -54,13 +58,15 @@ def run_profile(arguments: argparse.Namespace, console: Console) -> int:
 
     paths: Sequence[Path] = arguments.paths
     if len(paths) == 1 and not holds_torch_traces(paths[0]):
-        _tell_records(paths[0], arguments.skip, console)
+        figures = _tell_records(paths[0], arguments.skip, console)
     else:
-        _tell_torch_traces(paths, console)
+        figures = _tell_torch_traces(paths, console)
+    if arguments.json is not None:
+        write_atomically(arguments.json, json.dumps(figures, indent=1) + "\n")
     return OK
 
 
-def _tell_records(folder: Path, skip: int, console: Console) -> None:
+def _tell_records(folder: Path, skip: int, console: Console) -> dict[str, Any]:
     from gradwire.cli.lines import say
     from gradwire.profiling import account, read_records, summary, write_chrome_trace
     from gradwire.report.profile import write_profile_page
@@ -69,12 +75,16 @@ def _tell_records(folder: Path, skip: int, console: Console) -> None:
     records = read_records(folder)
     write_chrome_trace(trace, records)
     write_profile_page(records, page, skip)
-    say(console, summary(account(records, skip)))
+    found = account(records, skip)
+    say(console, summary(found))
     say(console, f"\ntrace: {trace}\npage: {page}")
+    return found.as_dict()
 
 
-def _tell_torch_traces(paths: Sequence[Path], console: Console) -> None:
+def _tell_torch_traces(paths: Sequence[Path], console: Console) -> dict[str, Any]:
     from gradwire.cli.lines import say
     from gradwire.profiling import read_torch_traces, torch_account, torch_summary
 
-    say(console, torch_summary(torch_account(read_torch_traces(*paths))))
+    found = torch_account(read_torch_traces(*paths))
+    say(console, torch_summary(found))
+    return found.as_dict()

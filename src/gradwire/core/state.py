@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from gradwire.core.grain import Grain
+from gradwire.core.grain import Grain, Segment
 
 Kind = Literal["element", "owned", "matrix", "segment", "scratch"]
 
@@ -80,6 +80,18 @@ class Leaf:
         if self.kind != "owned":
             return 0
         return rank * self.tensor.numel() if self.start is None else self.start
+
+    def of_segment(self, segment: Segment, rank: int) -> Tensor:
+        """The values that belong to elements of a segment, 1-d; of kind "element" or "owned", on `rank`.
+
+        >>> import torch
+        >>> shard = Leaf(torch.arange(4.0), "owned")
+        >>> shard.of_segment(Segment("bias", 0, 3, 5), rank=1)  # which owns elements 4 to 7 of the grain
+        tensor([1., 2., 3.])
+        """
+        first = self.first(rank)
+        begin, end = segment.offset - first, segment.offset + segment.numel - first
+        return self.tensor.view(-1)[max(begin, 0) : max(end, 0)]
 
 
 class State(dict[str, "Leaf | State"]):

@@ -2,8 +2,9 @@
 
 from gradwire.profiling.account import Account, RankShares, account
 from gradwire.profiling.recording import Profile, profile
-from gradwire.profiling.records import ClockReading, ProfileError, RankRecord, StepRecord, read_records
+from gradwire.profiling.records import ClockReading, ProfileError, RankRecord, StepRecord, TensorRecord, read_records
 from gradwire.profiling.summary import summary
+from gradwire.profiling.tensors import TensorShares, by_method
 from gradwire.profiling.torch_account import TorchAccount, TorchShares, torch_account, torch_summary
 from gradwire.profiling.torch_trace import TorchTrace, read_torch_traces
 from gradwire.profiling.trace import chrome_trace, write_chrome_trace
@@ -16,10 +17,13 @@ __all__ = [
     "RankRecord",
     "RankShares",
     "StepRecord",
+    "TensorRecord",
+    "TensorShares",
     "TorchAccount",
     "TorchShares",
     "TorchTrace",
     "account",
+    "by_method",
     "chrome_trace",
     "profile",
     "read_records",

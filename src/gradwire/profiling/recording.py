@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.core.atomic_file import write_atomically
+from gradwire.core.collective import ring_bytes
 from gradwire.core.errors import StepError
 from gradwire.drivers import groups
 from gradwire.drivers.axes import compared_pairs
@@ -30,8 +31,9 @@ from gradwire.drivers.traced import Span, Traced
 from gradwire.drivers.words import gathered_words
 from gradwire.profiling.account import Account, account
 from gradwire.profiling.loop import LoopSpans
-from gradwire.profiling.records import ClockReading, RankRecord, StepRecord, record_of, together
+from gradwire.profiling.records import ClockReading, RankRecord, StepRecord, TensorRecord, record_of, together
 from gradwire.profiling.summary import summary
+from gradwire.profiling.tensors import tensor_records
 from gradwire.profiling.torch_hook import TorchSpans
 from gradwire.profiling.trace import chrome_trace
 from gradwire.session import Session
@@ -47,6 +49,8 @@ KEPT = 200
 """Steps of which spans are kept: the last ones."""
 
 CPU = torch.device("cpu")
+
+DDP_METHOD = "PyTorch's own all-reduces"
 
 SKIPPED = 3
 """First steps that an account leaves out, where there are others."""
@@ -80,6 +84,7 @@ class Profile:
         self._group: dist.ProcessGroup | None = None
         self._transport: GroupTransport | None = None
         self._measures_links, self._links = links, list[MeasuredPair]()
+        self._tensors: list[TensorRecord] = []
         self._run, self._began_s, self._index = "", 0.0, 0
         self._rank, self._size = 0, 1
         self._stack = ExitStack()
@@ -167,6 +172,7 @@ class Profile:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stack.close()
+        self._tensors = self._tensor_records(error is None)
         for session in self._sessions:
             session.lane.waiting = nullcontext
             if error is None:  # else a step may be under way
@@ -189,7 +195,7 @@ class Profile:
                 groups.destroy(self._group)
 
     def _record(self) -> RankRecord:
-        methods = [session.method for session in self._sessions] or ["PyTorch's own all-reduces"]
+        methods = [session.method for session in self._sessions] or [DDP_METHOD]
         return RankRecord(
             self._run,
             self._rank,
@@ -199,7 +205,21 @@ class Profile:
             self.readings,
             list(self._steps),
             self._links,
+            self._tensors,
         )
+
+    def _tensor_records(self, is_whole: bool) -> list[TensorRecord]:
+        """What each tensor had of the communication; nothing of a session that has changed its method meanwhile."""
+        found = list[TensorRecord]()
+        for session, traced in zip(self._sessions, self._traced, strict=True):
+            if session.engine.transport is traced:
+                found += tensor_records(session, traced.unit_bytes, self._index, is_whole)
+        if self._torch is not None and self._index:
+            for name, parameter in self._model.named_parameters():
+                if parameter.requires_grad:
+                    sent = ring_bytes(parameter.nbytes, self._size)
+                    found.append(TensorRecord(name, DDP_METHOD, parameter.nbytes, sent, None))
+        return found
 
     def _read_clock(self, transport: GroupTransport) -> None:
         """Compare this clock with rank 0's; all ranks do so at the same place."""

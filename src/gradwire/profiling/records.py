@@ -69,6 +69,26 @@ class StepRecord:
 
 
 @dataclass(frozen=True)
+class TensorRecord:
+    """What a tensor had of one rank's communication.
+
+    Attributes:
+        name: of the parameter.
+        method: that serves it.
+        dense_bytes: of its gradient.
+        wire_bytes: that this rank sent in a step, as payloads and the algorithm of each collective predict: the mean
+            over all steps of the block.
+        residual_norm: of what this rank owes of it in the end; None where it owes nothing, or the run broke off.
+    """
+
+    name: str
+    method: str
+    dense_bytes: int
+    wire_bytes: float
+    residual_norm: float | None
+
+
+@dataclass(frozen=True)
 class RankRecord:
     """The last steps of one rank, and how its clock went.
 
@@ -77,6 +97,7 @@ class RankRecord:
         methods: of each session.
         clock: readings at the beginning and at the end; none of a rank that trains alone, one of a run that broke off.
         links: between pairs of ranks, alike in all records, where they were measured.
+        tensors: those of all sessions.
     """
 
     run: str
@@ -87,6 +108,7 @@ class RankRecord:
     clock: list[ClockReading]
     steps: list[StepRecord]
     links: list[MeasuredPair] = field(default_factory=list[MeasuredPair])
+    tensors: list[TensorRecord] = field(default_factory=list[TensorRecord])
 
     def on_common_clock(self, at_s: float) -> float:
         """Return a moment of this rank by rank 0's clock: offset and drift follow the readings on a straight line.

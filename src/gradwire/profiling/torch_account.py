@@ -10,7 +10,8 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from gradwire.core.figures import NOTHING, listed, si_bytes
 from gradwire.drivers.traced import Span, in_flight_s
@@ -90,6 +91,11 @@ class TorchAccount:
     backend: str
     world_size: int
     ranks: Sequence[TorchShares]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return all figures as plain data, which JSON can hold; "overlap", "exposed_s" and "missing" among them."""
+        ranks = [{**asdict(rank), "overlap": rank.overlap, "exposed_s": rank.exposed_s} for rank in self.ranks]
+        return {**asdict(self), "ranks": ranks, "missing": self.missing}
 
     @property
     def missing(self) -> list[int]:

@@ -7,6 +7,7 @@ import functools
 import os
 import time
 import zlib
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
@@ -226,6 +227,22 @@ class Figures:
             if leaf.owed
         ]
         return sum(squares) ** 0.5
+
+    def residual_norms(self) -> dict[str, float]:
+        """Return the Euclidean norm of what this rank owes of each parameter, those of which it owes nothing left out.
+
+        Their squares add up to that of `residual_norm()`. Call it between two steps.
+
+        Example:
+            print(session.residual_norms())  # {"wte.weight": 0.31, "blocks.0.mlp.weight": 0.12, ...}
+        """
+        squares: defaultdict[str, float] = defaultdict(float)
+        for grain, state in self.engine.states():
+            for _, leaf in walk(state):
+                for segment in grain.segments if leaf.owed else ():
+                    owed = leaf.of_segment(segment, self.transport.rank)
+                    squares[segment.name] += float(owed.double().square().sum())
+        return {name: square**0.5 for name, square in squares.items()}
 
 
 class HasFigures(Protocol):
