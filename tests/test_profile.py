@@ -10,23 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
-import gradwire
 from framework_runs import EXAMPLES, run_two
 from gradwire.cli.main import main
 from gradwire.core.json_file import read_json
 from gradwire.core.rank_files import rank_file
-from gradwire.drivers.traced import Span
 from gradwire.profiling import (
     ClockReading,
     ProfileError,
     RankRecord,
     StepRecord,
-    TensorRecord,
     account,
-    by_method,
     chrome_trace,
     read_records,
     summary,
@@ -35,43 +29,13 @@ from gradwire.profiling.account import critical_path
 from gradwire.ranks.supervised import run_function
 from gradwire.report.profile import render
 from gradwire.topology import MeasuredPair
+from profile_records import record, step, wire
 
 CASES = str(Path(__file__).with_name("profile_cases.py"))
 
 
 def run(case: str, ranks: int, **arguments: Any) -> list[Any]:
     return run_function(f"{CASES}:{case}", ranks, arguments, 120)
-
-
-def wire(began_s: float, waited_s: float, ended_s: float, nbytes: int = 100, peers: tuple[int, ...] = ()) -> list[Span]:
-    """A collective, and the wait for it."""
-    return [
-        Span("wait", "AllReduce", waited_s, ended_s, nbytes, peers),
-        Span("wire", "AllReduce", began_s, ended_s, nbytes, peers),
-    ]
-
-
-def record(rank: int, *steps: StepRecord, size: int = 2, clock: list[ClockReading] | None = None) -> RankRecord:
-    return RankRecord("run", rank, size, f"host{rank}", ["int4"], clock or [], list(steps))
-
-
-def step(index: int, late_s: float = 0.0) -> StepRecord:
-    """A step of 10 s whose one collective begins at 5 s, or later; all ranks have its result at 9 s."""
-    began = 10.0 * index
-    loop = [
-        Span("train", "data", began, began + 1),
-        Span("train", "forward", began + 1, began + 3),
-        Span("train", "backward", began + 3, began + 9.5),
-        Span("train", "optimizer", began + 9.5, began + 10),
-    ]
-    starts = began + 5 + late_s
-    waits = [Span("wait", "communication", starts, began + 9.5)]
-    communication = [
-        Span("encode", "AllReduce", starts - 0.5, starts),
-        *wire(starts, starts, began + 9),
-        Span("decode", "pause", began + 9, began + 9.5),
-    ]
-    return StepRecord(index, began, began + 10, loop, waits, [communication])
 
 
 # The account ------------------------------------------------------------------------------------------------------
@@ -148,61 +112,6 @@ def test_a_slow_link_is_named() -> None:
 
 def test_missing_ranks_are_said() -> None:
     assert "The records of ranks 1 and 2 are missing" in summary(account([record(0, step(0), size=3)]))
-
-
-# Tensors ----------------------------------------------------------------------------------------------------------
-
-
-def tensor(name: str, wire_bytes: float, residual: float | None, method: str = "int4") -> TensorRecord:
-    return TensorRecord(name, method, 4000, wire_bytes, residual)
-
-
-def test_bytes_and_compression_are_told_by_tensor_and_by_method() -> None:
-    kept = [tensor("wte.weight", 1000.0, 3.0), tensor("norm.weight", 4000.0, None, "none")]
-    other = [tensor("wte.weight", 3000.0, 4.0), tensor("norm.weight", 4000.0, None, "none")]
-    found = account([replace(record(0, step(0)), tensors=kept), replace(record(1, step(0)), tensors=other)])
-    norm, wte = found.tensors
-    assert (wte.name, wte.wire_bytes, wte.ratio, wte.residual_norm) == ("wte.weight", 2000.0, 2.0, 4.0)
-    assert (norm.ratio, norm.residual_norm) == (1.0, None)
-    assert [(each.method, each.ratio) for each in by_method(found.tensors)] == [("none", 1.0), ("int4", 2.0)]
-    lines = summary(found).splitlines()
-    assert [line.split() for line in lines if line.startswith("wte")] == [
-        ["wte.weight", "4.00", "kB", "2.00", "kB", "2.00x", "4.00"]
-    ]
-    assert json.loads(json.dumps(found.as_dict()))["tensors"][1]["ratio"] == 2.0
-
-
-def test_a_table_has_the_largest_tensors_and_the_others_together() -> None:
-    kept = [tensor(f"layers.{place}.{'x' * 50}.weight", 100.0 * place, 1.0) for place in range(1, 10)]
-    records = [replace(record(0, step(0)), tensors=kept), record(1, step(0))]
-    text = summary(account(records))
-    assert [line for line in text.splitlines() if line.startswith("layers.9.xxx")]
-    assert "layers.4.xxx" not in text
-    (others,) = [line.split() for line in text.splitlines() if line.startswith("4 others")]
-    assert others[-4:] == ["1.00", "kB", "16.0x", "2.00"]
-    page = render(records, 0)
-    assert page.count("layers.") == 9
-    assert "<h2>Tensors</h2>" in page
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_a_profile_of_one_rank_keeps_what_is_owed_of_each_tensor(tmp_path: Path) -> None:
-    model = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 2))
-    session = gradwire.Session(model, "topk:0.1")
-    with gradwire.profile(model, tmp_path, session=session) as profile:
-        for batch in profile.steps(torch.randn(5, 3, 8)):
-            model(batch).square().mean().backward()
-            session.reduce_(model)
-    found = profile.account()
-    assert {each.name for each in found.tensors} == {name for name, _ in model.named_parameters()}
-    assert {each.method for each in found.tensors} == {"topk:0.1"}
-    (of_all,) = by_method(found.tensors)
-    assert of_all.residual_norm == pytest.approx(session.residual_norm(), rel=1e-6)
-    assert of_all.residual_norm is not None
-    assert of_all.residual_norm > 0
-    assert of_all.dense_bytes == session.engine.dense_bytes
-    assert read_records(tmp_path) == profile.records
-    session.close()
 
 
 # Clocks -----------------------------------------------------------------------------------------------------------

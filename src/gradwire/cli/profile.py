@@ -25,7 +25,7 @@ command tells communication and computation at once, idle time, bytes of collect
 
 examples
   gradwire profile profile
-  gradwire profile profile --skip 10
+  gradwire profile profile --skip 10 --tensorboard runs/int4
   gradwire profile traces/rank0.json.gz traces/rank1.json.gz
   gradwire profile traces --json overlap.json
 """
@@ -45,6 +45,9 @@ def add_command(commands: Commands) -> None:
     )
     profile.add_argument("--skip", type=int, default=3, metavar="N", help="first steps that do not count (default: 3)")
     profile.add_argument("--json", type=Path, metavar="FILE", help="write all figures here too")
+    profile.add_argument(
+        "--tensorboard", type=Path, metavar="DIR", help="write each step's figures there as scalars, of records only"
+    )
     profile.set_defaults(run=run_profile)
 
 
@@ -54,27 +57,34 @@ def run_profile(arguments: argparse.Namespace, console: Console) -> int:
     Raises:
         ProfileError: no records and no traces, or some that cannot be read or do not belong together.
     """
+    from gradwire.profiling import ProfileError
     from gradwire.profiling.torch_trace import holds_torch_traces
 
     paths: Sequence[Path] = arguments.paths
     if len(paths) == 1 and not holds_torch_traces(paths[0]):
-        figures = _tell_records(paths[0], arguments.skip, console)
+        figures = _tell_records(paths[0], arguments.skip, arguments.tensorboard, console)
     else:
+        if arguments.tensorboard is not None:
+            raise ProfileError(
+                "--tensorboard goes with the folder of a profile: traces of torch.profiler have no steps"
+            )
         figures = _tell_torch_traces(paths, console)
     if arguments.json is not None:
         write_atomically(arguments.json, json.dumps(figures, indent=1) + "\n")
     return OK
 
 
-def _tell_records(folder: Path, skip: int, console: Console) -> dict[str, Any]:
+def _tell_records(folder: Path, skip: int, scalars: Path | None, console: Console) -> dict[str, Any]:
     from gradwire.cli.lines import say
-    from gradwire.profiling import account, read_records, summary, write_chrome_trace
+    from gradwire.profiling import account, read_records, summary, write_chrome_trace, write_scalars
     from gradwire.report.profile import write_profile_page
 
     trace, page = folder / "trace.json", folder / "profile.html"
     records = read_records(folder)
     write_chrome_trace(trace, records)
     write_profile_page(records, page, skip)
+    if scalars is not None:
+        write_scalars(records, scalars)
     found = account(records, skip)
     say(console, summary(found))
     say(console, f"\ntrace: {trace}\npage: {page}")

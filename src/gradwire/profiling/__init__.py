@@ -3,6 +3,7 @@
 from gradwire.profiling.account import Account, RankShares, account
 from gradwire.profiling.recording import Profile, profile
 from gradwire.profiling.records import ClockReading, ProfileError, RankRecord, StepRecord, TensorRecord, read_records
+from gradwire.profiling.scalars import ScalarWriter, write_scalars
 from gradwire.profiling.summary import summary
 from gradwire.profiling.tensors import TensorShares, by_method
 from gradwire.profiling.torch_account import TorchAccount, TorchShares, torch_account, torch_summary
@@ -16,6 +17,7 @@ __all__ = [
     "ProfileError",
     "RankRecord",
     "RankShares",
+    "ScalarWriter",
     "StepRecord",
     "TensorRecord",
     "TensorShares",
@@ -32,4 +34,5 @@ __all__ = [
     "torch_account",
     "torch_summary",
     "write_chrome_trace",
+    "write_scalars",
 ]

@@ -32,6 +32,7 @@ from gradwire.drivers.words import gathered_words
 from gradwire.profiling.account import Account, account
 from gradwire.profiling.loop import LoopSpans
 from gradwire.profiling.records import ClockReading, RankRecord, StepRecord, TensorRecord, record_of, together
+from gradwire.profiling.scalars import ScalarWriter, write_scalars
 from gradwire.profiling.summary import summary
 from gradwire.profiling.tensors import tensor_records
 from gradwire.profiling.torch_hook import TorchSpans
@@ -258,6 +259,25 @@ class Profile:
             skip: first steps that do not count, where there are others.
         """
         return account(self.records, skip)
+
+    def to_tensorboard(self, to: ScalarWriter | Path | str) -> None:
+        """Write the figures of each step as scalars, see `gradwire.profiling.write_scalars`; on rank 0 of all ranks.
+
+        Args:
+            to: a `SummaryWriter`, or anything else with `add_scalar(tag, value, step)`; or a folder, for which
+                `tensorboard` must be installed.
+
+        Raises:
+            ProfileError: a folder, and `tensorboard` is not installed.
+            StepError: the block has not ended.
+
+        Example:
+            if dist.get_rank() == 0:
+                profile.to_tensorboard("runs/int4")
+        """
+        if not self.records:
+            raise StepError("the profile has not ended: call to_tensorboard after its with block")
+        write_scalars(self.records, to)
 
     def __str__(self) -> str:
         """The table that `gradwire profile` prints."""
