@@ -12,9 +12,13 @@ from engines import Engines, run_step
 from gradwire import cost, parse
 from gradwire.core.grain import flat_grain
 from gradwire.core.state import State, walk
+from gradwire.drivers.cost import requests_of
 from gradwire.drivers.engine import Engine
+from gradwire.drivers.interpreter import sent_bytes
 from gradwire.drivers.lockstep import Lockstep
+from gradwire.drivers.traced import Traced
 from gradwire.drivers.virtual import VirtualRanks, gathered
+from gradwire.reducers.step import Step
 
 GRAIN = 60
 RANKS = 4
@@ -96,6 +100,45 @@ def test_an_engine_counts_what_it_sends_as_cost_does(spec: str) -> None:
         assert stats.dense_wire_bytes == 2 * (RANKS - 1) * stats.dense_bytes // RANKS
         assert stats.ratio == stats.dense_wire_bytes / stats.wire_bytes
         assert (stats.steps, stats.bad_steps) == (1, 0)
+
+
+@pytest.mark.parametrize("spec", ["none", "int4", "topk:0.1,node=2", "powersgd:2"])
+def test_a_trace_tells_what_each_unit_sends(spec: str) -> None:
+    reducer = parse(spec)
+    engines = Engines(reducer, model(), RANKS, grain_numel=GRAIN)
+    traced = [engine.trace() for engine in engines.ranks]
+    engines.step(drawn(0))
+    for rank, (engine, watched) in enumerate(zip(engines.ranks, traced, strict=True)):
+        assert sorted(watched.unit_bytes) == list(range(len(engine.plan.units)))
+        assert sum(watched.unit_bytes.values()) == pytest.approx(
+            engine.stats.wire_bytes, abs=2 * len(engine.plan.units)
+        )
+        for number, unit in enumerate(engine.plan.units):  # as if it travelled alone
+            step = Step(0, rank, RANKS)
+            alone = sum(sent_bytes(request, rank, RANKS) for request in requests_of(unit, step))
+            assert watched.unit_bytes[number] == alone, unit.grain.name
+    engines.ranks[0].stop_tracing()
+    sent = watched_bytes(traced[0])
+    engines.step(drawn(1))
+    assert watched_bytes(traced[0]) == sent
+    assert watched_bytes(traced[1]) > sent
+
+
+def watched_bytes(traced: Traced) -> int:
+    return sum(traced.unit_bytes.values())
+
+
+def test_what_is_owed_of_each_parameter_is_a_part_of_what_is_owed() -> None:
+    """Of element-wise residuals and of owners' shards, wherever these are cut."""
+    engines = Engines(parse("int4"), model(), RANKS, grain_numel=GRAIN)
+    engines.step(drawn(0))
+    for rank, engine in enumerate(engines.ranks):
+        for grain, state in engine.states():
+            for path, leaf in walk(state):
+                parts = [leaf.of_segment(segment, rank) for segment in grain.segments]
+                assert leaf.owed
+                assert torch.cat(parts).double().square().sum() == leaf.tensor.double().square().sum(), path
+                assert all(part.numel() <= segment.numel for part, segment in zip(parts, grain.segments, strict=True))
 
 
 def test_times_of_an_engine_lie_within_those_of_its_thread() -> None:

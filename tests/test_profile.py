@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections import defaultdict
 from dataclasses import replace
@@ -12,7 +13,8 @@ import pytest
 
 from framework_runs import EXAMPLES, run_two
 from gradwire.cli.main import main
-from gradwire.drivers.traced import Span
+from gradwire.core.json_file import read_json
+from gradwire.core.rank_files import rank_file
 from gradwire.profiling import (
     ClockReading,
     ProfileError,
@@ -27,43 +29,13 @@ from gradwire.profiling.account import critical_path
 from gradwire.ranks.supervised import run_function
 from gradwire.report.profile import render
 from gradwire.topology import MeasuredPair
+from profile_records import record, step, wire
 
 CASES = str(Path(__file__).with_name("profile_cases.py"))
 
 
 def run(case: str, ranks: int, **arguments: Any) -> list[Any]:
     return run_function(f"{CASES}:{case}", ranks, arguments, 120)
-
-
-def wire(began_s: float, waited_s: float, ended_s: float, nbytes: int = 100, peers: tuple[int, ...] = ()) -> list[Span]:
-    """A collective, and the wait for it."""
-    return [
-        Span("wait", "AllReduce", waited_s, ended_s, nbytes, peers),
-        Span("wire", "AllReduce", began_s, ended_s, nbytes, peers),
-    ]
-
-
-def record(rank: int, *steps: StepRecord, size: int = 2, clock: list[ClockReading] | None = None) -> RankRecord:
-    return RankRecord("run", rank, size, f"host{rank}", ["int4"], clock or [], list(steps))
-
-
-def step(index: int, late_s: float = 0.0) -> StepRecord:
-    """A step of 10 s whose one collective begins at 5 s, or later; all ranks have its result at 9 s."""
-    began = 10.0 * index
-    loop = [
-        Span("train", "data", began, began + 1),
-        Span("train", "forward", began + 1, began + 3),
-        Span("train", "backward", began + 3, began + 9.5),
-        Span("train", "optimizer", began + 9.5, began + 10),
-    ]
-    starts = began + 5 + late_s
-    waits = [Span("wait", "communication", starts, began + 9.5)]
-    communication = [
-        Span("encode", "AllReduce", starts - 0.5, starts),
-        *wire(starts, starts, began + 9),
-        Span("decode", "pause", began + 9, began + 9.5),
-    ]
-    return StepRecord(index, began, began + 10, loop, waits, [communication])
 
 
 # The account ------------------------------------------------------------------------------------------------------
@@ -238,6 +210,36 @@ def test_files_that_are_none_of_a_profile_are_refused_in_a_sentence(tmp_path: Pa
     other.write(tmp_path)
     with pytest.raises(ProfileError, match="2 runs"):
         read_records(tmp_path)
+    rank_file(tmp_path, 1).write_text(whole)
+    with pytest.raises(ProfileError, match="two records of rank 0"):
+        read_records(tmp_path)
+    rank_file(tmp_path, 1).write_bytes(b"\xff\xfe" + whole.encode())
+    with pytest.raises(ProfileError, match="no JSON"):
+        read_records(tmp_path)
+
+
+def test_records_without_a_step_that_all_ranks_have_are_refused_in_a_sentence(tmp_path: Path) -> None:
+    record(0, step(0), step(1)).write(tmp_path)
+    record(1).write(tmp_path)
+    with pytest.raises(ProfileError, match=r"rank 1 kept no step.*remove what .* has of it"):
+        read_records(tmp_path)
+    record(1, step(2)).write(tmp_path)
+    with pytest.raises(ProfileError, match="larger keep="):
+        read_records(tmp_path)
+    assert "call profile.step() after each step" in summary(account([record(1)]))
+
+
+def test_a_file_is_read_up_to_a_limit(tmp_path: Path) -> None:
+    path = tmp_path / "zeros.json.gz"
+    path.write_bytes(gzip.compress(b"[" + b"0," * (1 << 20) + b"0]"))
+    assert len(read_json(path, ProfileError, 1 << 22)) == (1 << 20) + 1
+    with pytest.raises(ProfileError, match="more than 1 MiB"):
+        read_json(path, ProfileError, 1 << 20)
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(ProfileError, match="cut off, or was not packed by gzip"):
+        read_json(path, ProfileError, 1 << 22)
+    with pytest.raises(ProfileError, match="No such file"):
+        read_json(tmp_path / "none.json", ProfileError, 1 << 20)
 
 
 # Real ranks -------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from gradwire.core.grain import Grain
+from gradwire.core.grain import Grain, Segment
 
 Kind = Literal["element", "owned", "matrix", "segment", "scratch"]
 
@@ -84,16 +84,29 @@ class Leaf:
             return 0
         return rank * self.tensor.numel() if self.start is None else self.start
 
-    def square_sum(self) -> float:
-        """Return the sum of squares of all values, in float64.
+    def of_segment(self, segment: Segment, rank: int) -> Tensor:
+        """The values that belong to elements of a segment, 1-d; of kind "element" or "owned", on `rank`.
 
         >>> import torch
-        >>> Leaf(torch.full((PIECE + 2,), 2.0), "element").square_sum() == 4 * (PIECE + 2)
-        True
+        >>> shard = Leaf(torch.arange(4.0), "owned")
+        >>> shard.of_segment(Segment("bias", 0, 3, 5), rank=1)  # which owns elements 4 to 7 of the grain
+        tensor([1., 2., 3.])
         """
-        pieces = self.tensor.view(-1).split(PIECE) if self.tensor.numel() else ()
-        # One number is read in the end, so that a GPU is waited for once.
-        return float(sum((piece.double().square().sum() for piece in pieces), torch.zeros(())))
+        first = self.first(rank)
+        begin, end = segment.offset - first, segment.offset + segment.numel - first
+        return self.tensor.view(-1)[max(begin, 0) : max(end, 0)]
+
+
+def square_sum(values: Tensor) -> float:
+    """Return the sum of squares in float64, for which no copy of a large tensor is made.
+
+    >>> import torch
+    >>> square_sum(torch.full((PIECE + 2,), 2.0)) == 4 * (PIECE + 2)
+    True
+    """
+    pieces = values.reshape(-1).split(PIECE) if values.numel() else ()
+    # One number is read in the end, so that a GPU is waited for once.
+    return float(sum((piece.double().square().sum() for piece in pieces), torch.zeros(())))
 
 
 class State(dict[str, "Leaf | State"]):

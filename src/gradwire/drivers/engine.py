@@ -17,11 +17,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradwire.core.collective import ring_bytes
+from gradwire.core.collective import Collective, ring_bytes
 from gradwire.core.grain import Grain
 from gradwire.core.spare import Spare
 from gradwire.core.state import State, walk
-from gradwire.drivers.interpreter import WINDOW, Interpreter, Pending, Script, Traffic, Transport
+from gradwire.drivers.interpreter import WINDOW, Interpreter, Pending, Script, Traffic, Transport, sent_bytes
 from gradwire.drivers.plan import Plan
 from gradwire.drivers.slot import Slot
 from gradwire.drivers.traced import Traced
@@ -349,12 +349,18 @@ class Engine:
         """Keep a span of every collective, wait and piece of coding from now on, until `stop_tracing`."""
         inner = self.transport.inner if isinstance(self.transport, Traced) else self.transport
         self.transport = self._interpreter.transport = traced = Traced(inner, clock)
+
+        def asked(place: int, request: Collective) -> None:
+            traced.unit_bytes[self._units[place]] += sent_bytes(request, inner.rank, inner.world_size)
+
+        self._interpreter.asked = asked
         return traced
 
     def stop_tracing(self) -> None:
         """Keep no spans any more."""
         if isinstance(self.transport, Traced):
             self.transport = self._interpreter.transport = self.transport.inner
+            self._interpreter.asked = None
 
     def slow_down(self, coded: Callable[[float], float]) -> None:
         """Have coding take longer: `coded` is given the CPU seconds of each piece, and returns what it has made of it.

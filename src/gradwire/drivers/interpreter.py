@@ -207,10 +207,12 @@ class Interpreter(Generic[T]):
 
     Attributes:
         coded: is told the CPU seconds of each piece of coding, before what it made is sent; returns what counts.
+        asked: is told each request of a program, with the program's place in the script; not what is of a whole step.
     """
 
     def __init__(self, transport: Transport, traffic: Traffic | None = None, window: int = WINDOW) -> None:
         self.coded: Callable[[float], float] = float
+        self.asked: Callable[[int, Collective], None] | None = None
         self.transport = transport
         self.traffic = traffic or Traffic()
         self._window = window
@@ -218,11 +220,11 @@ class Interpreter(Generic[T]):
         self._in_flight: deque[_Run[T]] = deque()
         self._results: dict[int, T] = {}
         self._ended: Callable[[int, T], T] = _as_it_is
-        self._asked: dict[Hashable, _Kept] = {}
+        self._asked_once: dict[Hashable, _Kept] = {}
 
     def begin_step(self) -> None:
         """Ask anew what programs ask `Once` a step, which may have several scripts."""
-        self._asked = {}
+        self._asked_once = {}
 
     def script(
         self,
@@ -276,6 +278,8 @@ class Interpreter(Generic[T]):
         requests: list[tuple[int, Collective]] = []
         for i, value in inbox.items():
             turn = advance(run.programs[i], value)
+            if self.asked is not None and not isinstance(turn, Ended | Total | Once):
+                self.asked(run.first + i, turn)
             if isinstance(turn, Ended):
                 self._results[run.first + i] = self._ended(run.first + i, turn.value)
             elif isinstance(turn, Agree | Total):
@@ -293,9 +297,9 @@ class Interpreter(Generic[T]):
         first = batch.requests[0]
         if not isinstance(first, Once):
             return self._started(batch)
-        if first.of not in self._asked:
-            self._asked[first.of] = _Kept(self._started(batch))
-        return self._asked[first.of]
+        if first.of not in self._asked_once:
+            self._asked_once[first.of] = _Kept(self._started(batch))
+        return self._asked_once[first.of]
 
     def _started(self, batch: _Batch) -> Pending:
         self.traffic.payload_bytes += batch.joined.nbytes

@@ -104,15 +104,7 @@ class Slot:
             self.state = State({**self.state, CARRIED: carried_leaf(self.grain)})
         for path, leaf in walk(self.state):
             was = dict(walk(before)).get(path)
-            if was is not None and leaf.owed:
-                self._restore(leaf, was.tensor, names, rank)
-
-    def _restore(self, leaf: Leaf, old: Tensor, names: set[str], rank: int) -> None:
-        """Copy the old values of the named parameters' elements over the new ones."""
-        new, first = leaf.tensor, leaf.first(rank)
-        for segment in self.grain.segments:
-            if segment.name in names and leaf.kind in ("element", "owned"):
-                begin = max(segment.offset - first, 0)
-                end = min(segment.offset + segment.numel - first, new.numel())
-                if begin < end:
-                    new.view(-1)[begin:end].copy_(old.view(-1)[begin:end])
+            if was is not None and leaf.owed and leaf.kind in ("element", "owned"):
+                for segment in self.grain.segments:
+                    if segment.name in names:
+                        leaf.of_segment(segment, rank).copy_(was.of_segment(segment, rank))

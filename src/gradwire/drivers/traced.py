@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -73,6 +74,9 @@ class Traced(WrappedTransport):
         inner: what moves tensors.
         clock: seconds.
 
+    Attributes:
+        unit_bytes: that this rank has sent, by the unit of the engine that is watched, as `Stats.wire_bytes` counts.
+
     >>> from gradwire.core.collective import AllReduce
     >>> from gradwire.drivers.interpreter import ask
     >>> from gradwire.drivers.lockstep import Meeting, VirtualTransport
@@ -88,6 +92,7 @@ class Traced(WrappedTransport):
         super().__init__(inner)
         self.clock = clock
         self.spans: list[Span] = []
+        self.unit_bytes: Counter[int] = Counter()
         self._codes_since: float | None = None
 
     def begin(self) -> None:

@@ -11,8 +11,9 @@ import re
 from pathlib import Path
 
 from gradwire.core.errors import FlightError
+from gradwire.core.json_file import read_json
 from gradwire.core.rank_files import rank_file, rank_files
-from gradwire.flight.record import read_json
+from gradwire.flight.record import MOST_BYTES
 
 MOST_EARLIER = 8
 """Runs that are kept beside the newest one; the oldest are removed."""
@@ -69,7 +70,7 @@ def _move(path: Path, folder: Path, run: str) -> None:
 def _run_of(path: Path) -> str:
     """The name of the run whose record it is; "" where that cannot be read."""
     try:
-        data = read_json(path, "")
+        data = read_json(path, FlightError, MOST_BYTES)
     except FlightError:
         return ""
     run = data.get("run") if isinstance(data, dict) else None

@@ -23,8 +23,9 @@ from pathlib import Path
 from types import TracebackType
 
 from gradwire.core.errors import CommunicationError, FlightError, first_line
+from gradwire.core.json_file import read_json
 from gradwire.flight.earlier import set_aside
-from gradwire.flight.record import DIED, ENDED, RUNNING, FlightRecord, read_json
+from gradwire.flight.record import DIED, ENDED, MOST_BYTES, RUNNING, FlightRecord
 from gradwire.flight.recorder import Recorder, recorder
 from gradwire.flight.termination import Termination
 from gradwire.flight.threads import stacks
@@ -185,7 +186,7 @@ class Keeper:
         """The token of the question that is asked in the folder; "" without one."""
         path = self.folder / ASK
         try:
-            return str(read_json(path, "")["token"])[:64] if path.exists() else ""
+            return str(read_json(path, FlightError, MOST_BYTES)["token"])[:64] if path.exists() else ""
         except (FlightError, OSError, KeyError, TypeError):  # not a question of ours
             return ""
 

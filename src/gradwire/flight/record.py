@@ -11,13 +11,13 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from gradwire.core.atomic_file import write_atomically
-from gradwire.core.checked import checked, printable
+from gradwire.core.checked import checked
 from gradwire.core.errors import FlightError
+from gradwire.core.json_file import printable_data, read_json
 from gradwire.core.rank_files import rank_file
 
 FORMAT = "gradwire flight record 1"
@@ -28,7 +28,7 @@ VARIABLE = "GRADWIRE_RECORDS"
 RUNNING, DIED, ENDED = "running", "died", "ended"
 """States of a rank when it wrote its record."""
 
-_MOST_BYTES = 1 << 24
+MOST_BYTES = 1 << 24
 """Of a record that is read: a thousand events and the stacks of many threads have a tenth of it."""
 
 
@@ -201,37 +201,10 @@ def read_record(path: Path) -> FlightRecord:
         FlightError: it is damaged, cut off, or no record of gradwire's.
     """
     remedy = "; remove it, or copy it anew from the host that wrote it"
-    data = read_json(path, remedy)
+    data = read_json(path, FlightError, MOST_BYTES, remedy)
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise FlightError(f"{path} is not a record of this version of gradwire ({FORMAT!r}){remedy}")
-    found = checked(_printable(data), FlightRecord, path.name, FlightError, remedy=remedy)
+    found = checked(printable_data(data), FlightRecord, path.name, FlightError, remedy=remedy)
     if path.name != f"rank{found.rank}.json" or not 0 <= found.rank < found.world_size:
         raise FlightError(f"{path} says that it is of rank {found.rank} of {found.world_size}: give it its own name")
     return found
-
-
-def read_json(path: Path, remedy: str) -> Any:
-    """Read a file of JSON.
-
-    Raises:
-        FlightError: it is too large, cut off, or no JSON.
-    """
-    try:
-        if path.stat().st_size > _MOST_BYTES:
-            raise FlightError(f"{path} has more than {_MOST_BYTES >> 20} MiB, so it is no record of gradwire's{remedy}")
-        return json.loads(path.read_bytes())
-    except OSError as error:
-        raise FlightError(f"{path} cannot be read: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
-        raise FlightError(f"{path} is cut off, or no JSON: it cannot be read{remedy}") from error
-
-
-def _printable(data: Any) -> Any:
-    """The same with every text free of control characters: names and errors come from other processes."""
-    if isinstance(data, str):
-        return printable(data)
-    if isinstance(data, list):
-        return [_printable(value) for value in data]
-    if isinstance(data, dict):
-        return {key: _printable(value) for key, value in data.items()}
-    return data

@@ -5,11 +5,12 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
 
 from gradwire.drivers.traced import Span, covered_s, in_flight_s
 from gradwire.profiling.records import RankRecord, StepRecord
+from gradwire.profiling.tensors import TensorShares, by_method, tensor_shares
 from gradwire.topology import MeasuredPair
 
 KINDS = ("data", "compute", "encode", "decode", "transfer", "wait")
@@ -61,6 +62,7 @@ class Account:
         missing: ranks whose records there are not.
         methods: of the sessions.
         links: between pairs of ranks, where they were measured.
+        tensors: those of which most is sent first.
     """
 
     steps: int
@@ -68,6 +70,14 @@ class Account:
     missing: Sequence[int]
     methods: Sequence[str]
     links: Sequence[MeasuredPair] = ()
+    tensors: Sequence[TensorShares] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return all figures as plain data, which JSON can hold; derived ones such as "efficiency" among them."""
+        ranks = [{**asdict(rank), "accounted": rank.accounted, "efficiency": rank.efficiency} for rank in self.ranks]
+        tensors = [{**asdict(tensor), "ratio": tensor.ratio} for tensor in self.tensors]
+        methods = [{**asdict(method), "ratio": method.ratio} for method in by_method(self.tensors)]
+        return {**asdict(self), "ranks": ranks, "tensors": tensors, "by_method": methods}
 
     @property
     def step_s(self) -> float:
@@ -155,7 +165,8 @@ def account(records: Sequence[RankRecord], skip: int = 0) -> Account:
     there, size = {record.rank for record in records}, records[0].world_size if records else 0
     methods = records[0].methods if records else []
     links = records[0].links if records else []
-    return Account(len(kept), ranks, [rank for rank in range(size) if rank not in there], methods, links)
+    missing = [rank for rank in range(size) if rank not in there]
+    return Account(len(kept), ranks, missing, methods, links, tensor_shares(records))
 
 
 _Beginnings = Mapping[tuple[int, int], Mapping[int, float]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import time
 import uuid
@@ -20,6 +21,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.core.atomic_file import write_atomically
+from gradwire.core.collective import ring_bytes
 from gradwire.core.errors import StepError
 from gradwire.drivers import groups
 from gradwire.drivers.axes import compared_pairs
@@ -30,8 +32,10 @@ from gradwire.drivers.words import gathered_words
 from gradwire.profiling.account import Account, account
 from gradwire.profiling.live import LiveWriter
 from gradwire.profiling.loop import LoopSpans
-from gradwire.profiling.records import ClockReading, RankRecord, StepRecord, record_of, together
+from gradwire.profiling.records import ClockReading, RankRecord, StepRecord, TensorRecord, record_of, together
+from gradwire.profiling.scalars import ScalarWriter, write_scalars
 from gradwire.profiling.summary import summary
+from gradwire.profiling.tensors import tensor_records
 from gradwire.profiling.torch_hook import TorchSpans
 from gradwire.profiling.trace import chrome_trace
 from gradwire.session import Session
@@ -47,6 +51,8 @@ KEPT = 200
 """Steps of which spans are kept: the last ones."""
 
 CPU = torch.device("cpu")
+
+DDP_METHOD = "PyTorch's own all-reduces"
 
 SKIPPED = 3
 """First steps that an account leaves out, where there are others."""
@@ -83,6 +89,7 @@ class Profile:
         self._measures_links, self._links = links, list[MeasuredPair]()
         self._tells = live
         self._live: LiveWriter | None = None
+        self._tensors: list[TensorRecord] = []
         self._run, self._began_s, self._index = "", 0.0, 0
         self._rank, self._size = 0, 1
         self._stack = ExitStack()
@@ -196,6 +203,7 @@ class Profile:
         self._stack.close()
         if self._live is not None:
             self._live.stop(error)
+        self._tensors = self._tensor_records(error is None)
         for session in self._sessions:
             session.lane.waiting = nullcontext
             if error is None:  # else a step may be under way
@@ -218,7 +226,7 @@ class Profile:
                 groups.destroy(self._group)
 
     def _record(self) -> RankRecord:
-        methods = [session.method for session in self._sessions] or ["PyTorch's own all-reduces"]
+        methods = [session.method for session in self._sessions] or [DDP_METHOD]
         return RankRecord(
             self._run,
             self._rank,
@@ -228,7 +236,21 @@ class Profile:
             self.readings,
             list(self._steps),
             self._links,
+            self._tensors,
         )
+
+    def _tensor_records(self, is_whole: bool) -> list[TensorRecord]:
+        """What each tensor had of the communication; nothing of a session that has changed its method meanwhile."""
+        found = list[TensorRecord]()
+        for session, traced in zip(self._sessions, self._traced, strict=True):
+            if session.engine.transport is traced:
+                found += tensor_records(session, traced.unit_bytes, self._index, is_whole)
+        if self._torch is not None and self._index:
+            for name, parameter in self._model.named_parameters():
+                if parameter.requires_grad:
+                    sent = ring_bytes(parameter.nbytes, self._size)
+                    found.append(TensorRecord(name, DDP_METHOD, parameter.nbytes, sent, None))
+        return found
 
     def _read_clock(self, transport: GroupTransport) -> None:
         """Compare this clock with rank 0's; all ranks do so at the same place."""
@@ -254,7 +276,7 @@ class Profile:
         dist.gather(padded, rows, dst=0, group=self._group)
         if rows is not None:
             texts = [bytes(row[: int(n)].numpy()).decode() for row, n in zip(rows, lengths, strict=True)]
-            self.records = together([record_of(text, f"rank {rank}") for rank, text in enumerate(texts)])
+            self.records = together([record_of(json.loads(text), f"rank {rank}") for rank, text in enumerate(texts)])
             for record in self.records:
                 record.write(self._folder)
 
@@ -267,6 +289,25 @@ class Profile:
             skip: first steps that do not count, where there are others.
         """
         return account(self.records, skip)
+
+    def to_tensorboard(self, to: ScalarWriter | Path | str) -> None:
+        """Write the figures of each step as scalars, see `gradwire.profiling.write_scalars`; on rank 0 of all ranks.
+
+        Args:
+            to: a `SummaryWriter`, or anything else with `add_scalar(tag, value, step)`; or a folder, for which
+                `tensorboard` must be installed.
+
+        Raises:
+            ProfileError: a folder, and `tensorboard` is not installed.
+            StepError: the block has not ended.
+
+        Example:
+            if dist.get_rank() == 0:
+                profile.to_tensorboard("runs/int4")
+        """
+        if not self.records:
+            raise StepError("the profile has not ended: call to_tensorboard after its with block")
+        write_scalars(self.records, to)
 
     def __str__(self) -> str:
         """The table that `gradwire profile` prints."""

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -13,9 +14,13 @@ from gradwire.core.atomic_file import write_atomically
 from gradwire.core.checked import checked
 from gradwire.core.errors import GradwireError
 from gradwire.core.figures import listed
+from gradwire.core.json_file import printable_data, read_json
 from gradwire.core.rank_files import rank_file, rank_files
 from gradwire.drivers.traced import Span
 from gradwire.topology import MeasuredPair
+
+_MOST_BYTES = 1 << 30
+"""Of a record that is read: 200 steps of a thousand collectives each have a tenth of it."""
 
 
 class ProfileError(GradwireError, ValueError):
@@ -64,6 +69,26 @@ class StepRecord:
 
 
 @dataclass(frozen=True)
+class TensorRecord:
+    """What a tensor had of one rank's communication.
+
+    Attributes:
+        name: of the parameter.
+        method: that serves it.
+        dense_bytes: of its gradient.
+        wire_bytes: that this rank sent in a step, as payloads and the algorithm of each collective predict: the mean
+            over all steps of the block.
+        residual_norm: of what this rank owes of it in the end; None where it owes nothing, or the run broke off.
+    """
+
+    name: str
+    method: str
+    dense_bytes: int
+    wire_bytes: float
+    residual_norm: float | None
+
+
+@dataclass(frozen=True)
 class RankRecord:
     """The last steps of one rank, and how its clock went.
 
@@ -72,6 +97,7 @@ class RankRecord:
         methods: of each session.
         clock: readings at the beginning and at the end; none of a rank that trains alone, one of a run that broke off.
         links: between pairs of ranks, alike in all records, where they were measured.
+        tensors: those of all sessions.
     """
 
     run: str
@@ -82,6 +108,7 @@ class RankRecord:
     clock: list[ClockReading]
     steps: list[StepRecord]
     links: list[MeasuredPair] = field(default_factory=list[MeasuredPair])
+    tensors: list[TensorRecord] = field(default_factory=list[TensorRecord])
 
     def on_common_clock(self, at_s: float) -> float:
         """Return a moment of this rank by rank 0's clock: offset and drift follow the readings on a straight line.
@@ -124,36 +151,45 @@ class RankRecord:
         return path
 
 
-def record_of(text: str, where: str) -> RankRecord:
-    """Return the record that a text holds.
+def record_of(data: Any, where: str) -> RankRecord:
+    """Return the record that plain data hold, free of what would move a terminal's cursor.
 
     Raises:
-        ProfileError: a text that holds none.
+        ProfileError: they hold none.
     """
-    try:
-        data = json.loads(text)
-    except ValueError as error:
-        raise ProfileError(f"{where} holds no record of a profile: it is cut off, or was written by others") from error
-    return checked(data, RankRecord, where, ProfileError)
+    return checked(printable_data(data), RankRecord, where, ProfileError)
 
 
 def read_records(folder: Path) -> list[RankRecord]:
     """Return the records of all ranks of a folder, in the order of ranks.
 
     Raises:
-        ProfileError: no records, one that cannot be read, or records of several runs.
+        ProfileError: no records, one that cannot be read, records of several runs, or no step that all ranks have.
     """
     paths = rank_files(folder).values()
     if not paths:
-        raise ProfileError(f"{folder} holds no profile: give the folder that gradwire.profile wrote rank0.json into")
-    return together([record_of(path.read_text(encoding="utf-8"), str(path)) for path in paths])
+        raise ProfileError(
+            f"{folder} holds no profile: give the folder that gradwire.profile wrote rank0.json into, or traces of "
+            "torch.profiler"
+        )
+    remedy = "; remove it, or copy it anew from the host that wrote it"
+    data = [(read_json(path, ProfileError, _MOST_BYTES, remedy), str(path)) for path in paths]
+    records = together([record_of(each, where) for each, where in data])
+    if empty := [record.rank for record in records if not record.steps]:
+        raise ProfileError(
+            f"rank{'s' * (len(empty) > 1)} {listed(empty)} kept no step, as the run ended in the first one, or nothing "
+            f"called profile.step(): remove what {folder} has of {'them' if len(empty) > 1 else 'it'} to see the others"
+        )
+    if not set[int].intersection(*({step.index for step in record.steps} for record in records)):
+        raise ProfileError(f"no step is in the records of all ranks of {folder}: give profile() a larger keep=")
+    return records
 
 
 def together(records: Sequence[RankRecord]) -> list[RankRecord]:
     """Return records in the order of ranks, if they belong together.
 
     Raises:
-        ProfileError: records of several runs.
+        ProfileError: records of several runs, or two of one rank.
     """
     records = sorted(records, key=lambda record: record.rank)
     runs = {(record.run, record.world_size) for record in records}
@@ -162,4 +198,7 @@ def together(records: Sequence[RankRecord]) -> list[RankRecord]:
             f"these records are of {len(runs)} runs, ranks {listed([record.rank for record in records])}: keep each "
             "run in a folder of its own"
         )
+    ranks = [record.rank for record in records]
+    if twice := sorted({rank for rank in ranks if ranks.count(rank) > 1}):
+        raise ProfileError(f"there are two records of rank {listed(twice)}: keep the one whose file has its name")
     return records

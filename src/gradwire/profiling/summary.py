@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from gradwire.core.figures import listed, si_bytes
 from gradwire.profiling.account import KINDS, Account
+from gradwire.profiling.tensors import tensor_lines
 from gradwire.topology.link_matrix import said_of, shared_end, slow_links
 
 LATE_SHARE = 0.05
@@ -26,12 +27,15 @@ def summary(found: Account) -> str:
         cells = [f"{1e3 * seconds:9.1f}" for seconds in times]
         rest = f"{rank.accounted:9.1%} {si_bytes(rank.sent_bytes):>9s} {rank.efficiency:9.0%}"
         lines.append(f"{f'rank {rank.rank}':10s} " + " ".join(cells) + f" {rest}")
+    lines += ["", *tensor_lines(found.tensors)]
     lines += ["", *findings(found)]
     return "\n".join(lines).rstrip()
 
 
 def findings(found: Account) -> Iterator[str]:
     """What to look at, worst first."""
+    if not found.steps:
+        yield "No step has ended in the block: loop over profile.steps(loader), or call profile.step() after each step."
     if found.missing:
         yield f"The records of ranks {listed(list(found.missing))} are missing: what others waited for them is counted."
     step_s = found.step_s

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gradwire.core.atomic_file import write_atomically
-from gradwire.profiling import Account, RankRecord, RankShares, StepRecord, account
+from gradwire.profiling import Account, RankRecord, RankShares, StepRecord, account, by_method
 from gradwire.profiling.account import KINDS, common_steps
 from gradwire.profiling.summary import findings
+from gradwire.profiling.tensors import HEADINGS as TENSOR_HEADINGS
 from gradwire.report import text
 from gradwire.report.bars import Bar, bar_svg
 from gradwire.report.template import rendered
@@ -20,6 +21,9 @@ WIDTHS = (1096, 350)
 
 MOST_DRAWN = 8
 """Ranks of which a step is drawn: those that the others wait for most come first."""
+
+MOST_TENSORS = 30
+"""Tensors of the page: those of which most is sent."""
 
 HEADINGS = ("rank", "host", "step", *KINDS, "of it", "sent", "overlap", "waits for")
 
@@ -55,6 +59,8 @@ def render(records: Sequence[RankRecord], skip: int) -> str:
         shown="" if of_all else f"Shown are {len(steps)} of {len(records)} ranks, the most waited for first.",
         headings=HEADINGS,
         rows=[("", _cells(rank)) for rank in found.ranks],
+        tensor_headings=("tensor", "method", *TENSOR_HEADINGS),
+        tensor_rows=_tensor_rows(found),
         conditions=_conditions(records, found),
     )
 
@@ -90,6 +96,12 @@ def _cells(rank: RankShares) -> list[str]:
     waits = ", ".join(f"rank {other} {text.milliseconds(1e3 * seconds)}" for other, seconds in late)
     rest = [f"{rank.accounted:.1%}", text.si_bytes(rank.sent_bytes), f"{rank.efficiency:.0%}", waits or text.NOTHING]
     return [f"rank {rank.rank}", rank.host, *times, *rest]
+
+
+def _tensor_rows(found: Account) -> list[tuple[str, list[str]]]:
+    """The sum of each method, and the tensors of which most is sent."""
+    sums = [("", ["all", share.method, *share.cells()]) for share in by_method(found.tensors)]
+    return sums + [("", [share.name, share.method, *share.cells()]) for share in found.tensors[:MOST_TENSORS]]
 
 
 def _typical_step(records: Sequence[RankRecord], found: Account, skip: int) -> tuple[int, dict[str, StepRecord]]:

@@ -7,6 +7,7 @@ import functools
 import os
 import time
 import zlib
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from gradwire.core.errors import StepError
 from gradwire.core.figures import listed
 from gradwire.core.link import Link
-from gradwire.core.state import walk
+from gradwire.core.state import square_sum, walk
 from gradwire.drivers.engine import Engine, Stats
 from gradwire.drivers.groups import is_registered
 from gradwire.drivers.link_profiler import LinkProfiler
@@ -220,7 +221,22 @@ class Figures:
     def residual_norm(self) -> float:
         """Return the Euclidean norm of all that this rank owes: its residuals, and its shards' as an owner."""
         leaves = (leaf for _, state in self.engine.states() for _, leaf in walk(state))
-        return sum(leaf.square_sum() for leaf in leaves if leaf.owed) ** 0.5
+        return sum(square_sum(leaf.tensor) for leaf in leaves if leaf.owed) ** 0.5
+
+    def residual_norms(self) -> dict[str, float]:
+        """Return the Euclidean norm of what this rank owes of each parameter, those of which it owes nothing left out.
+
+        Their squares add up to that of `residual_norm()`. Call it between two steps.
+
+        Example:
+            print(session.residual_norms())  # {"wte.weight": 0.31, "blocks.0.mlp.weight": 0.12, ...}
+        """
+        squares: defaultdict[str, float] = defaultdict(float)
+        for grain, state in self.engine.states():
+            for _, leaf in walk(state):
+                for segment in grain.segments if leaf.owed else ():
+                    squares[segment.name] += square_sum(leaf.of_segment(segment, self.transport.rank))
+        return {name: square**0.5 for name, square in squares.items()}
 
 
 class HasFigures(Protocol):
