@@ -30,11 +30,9 @@ def hangs(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("hangs")
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("kind", ["sleeps", "killed", "collectives", "loader"])
-def test_the_rank_at_fault_is_named_with_its_stack_in_time(kind: str, seed: int, hangs: ModuleType) -> None:
-    assert hangs.run(hangs.Trial.of(kind, seed)).wrong == []
+def test_the_rank_at_fault_is_named_with_its_stack_in_time(hangs: ModuleType) -> None:
+    trials = [hangs.Trial.of(kind, seed) for seed in SEEDS for kind in hangs.KINDS]
+    assert hangs.run_at_once(trials) == {f"{trial.kind} {trial.seed}": [] for trial in trials}
 
 
 def alone(case: str, folder: Path, **arguments: Any) -> dict[str, Any]:

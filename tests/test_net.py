@@ -481,6 +481,9 @@ def test_a_warm_process_that_is_closed_ends_what_it_has_forked(tmp_path: Path):
     command = warm.command("os:system", f"echo $$ > {tmp_path}/pid; exec sleep 100")
     client = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     assert wait_for(lambda: (tmp_path / "pid").exists() and bool((tmp_path / "pid").read_text().strip()), 30)
+    # Another client has its child meanwhile.
+    assert subprocess.run(warm.command("os:system", "true"), timeout=30, check=False).returncode == 0
+    assert client.poll() is None
     assert warm.is_alive
     warm.close()
     assert not warm.is_alive

@@ -9,7 +9,7 @@ from gradwire.adapters.fsdp2.gather import parameter_codec
 from gradwire.config.setting import ConfigFile, Setting
 from gradwire.config.shape import TrainingShape
 from gradwire.core.errors import AttachError, SpecError
-from gradwire.reducers.base import require_alike
+from gradwire.reducers.requirements import require_alike
 from gradwire.spec import as_method, for_shards
 
 SOURCE = "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html"

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -23,11 +23,13 @@ from torch import Tensor
 
 from gradwire.core.collective import AllReduce
 from gradwire.core.messages import Expected, Message, SendRecv
-from gradwire.drivers.interpreter import Pending, Transport, ask
+from gradwire.drivers.interpreter import Pending, Transport, ask, repeated
 from gradwire.topology.axis_links import AxisLink, MeasuredPair, with_described
 from gradwire.topology.levels import Level, Topology
 from gradwire.topology.link_matrix import slow_links
 from gradwire.topology.pairs import RankPair, rounds_of_pairs
+
+Issue = Callable[[], Pending]
 
 PING_BYTES = 8
 TRIPS_S = 0.4
@@ -168,20 +170,24 @@ class _RoundOfPairs:
     def _trips(self, count: int) -> list[float]:
         """The lower quartile of each pair's round trips, in seconds."""
         ping = torch.zeros(PING_BYTES, dtype=torch.uint8, device=self._device)
-        times = sorted(self._trip(ping) for _ in range(count))
+        messages = self._message(PING_BYTES, ping), self._message(PING_BYTES, None)
+        send, expect = (repeated(message, self._transport) for message in messages)
+        trip = self._first_trip if self._is_first else self._second_trip
+        times = sorted(trip(send, expect) for _ in range(count))
         return self._agreed(times[count // 4] if self._is_first else 0.0)
 
-    def _trip(self, ping: Tensor) -> float:
-        """A ping from the first to the second of each pair, and one back."""
+    def _first_trip(self, send: Issue, expect: Issue) -> float:
+        """A ping from the first to the second of each pair, and one back, in seconds."""
         began = time.perf_counter()
-        there = self._message(ping.numel(), ping if self._is_first else None)
-        if self._is_first:
-            back = self._message(ping.numel(), None)
-            self._wait(there)
-        else:
-            self._wait(there)
-            back = self._message(ping.numel(), ping)
+        there, back = send(), expect()
+        self._wait(there)
         return self._wait(back) - began
+
+    def _second_trip(self, send: Issue, expect: Issue) -> float:
+        """The other side of it; also that of ranks which are in no pair, and say nothing."""
+        began = time.perf_counter()
+        self._wait(expect())
+        return self._wait(send()) - began
 
     # Streams ----------------------------------------------------------------------------------------------------------
 
@@ -207,8 +213,8 @@ class _RoundOfPairs:
         sends = self._is_first == from_first
         size = nbytes // MESSAGES
         content = torch.zeros(size, dtype=torch.uint8, device=self._device) if sends else None
-        began = time.perf_counter()
-        messages = [self._message(size, content) for _ in range(MESSAGES)]
+        message, began = self._message(size, content), time.perf_counter()
+        messages = [self._transport.issue(message) for _ in range(MESSAGES)]
         arrivals = [self._wait(message) - began for message in messages]
         is_told = self._place is not None and not sends
         slope = statistics.linear_regression(range(MESSAGES // 2), arrivals[MESSAGES // 2 :]).slope if is_told else 0.0
@@ -217,13 +223,13 @@ class _RoundOfPairs:
 
     # What both are made of --------------------------------------------------------------------------------------------
 
-    def _message(self, size: int, content: Tensor | None) -> Pending:
-        """Send a message to the other one of the pair, or expect one of a size where there is no content."""
+    def _message(self, size: int, content: Tensor | None) -> SendRecv:
+        """A message to the other one of the pair, or one of a size from there where there is no content."""
         if self._peer is None:
-            return self._transport.issue(SendRecv(self._like))
+            return SendRecv(self._like)
         if content is not None:
-            return self._transport.issue(SendRecv(self._like, sends=(Message(self._peer, content),)))
-        return self._transport.issue(SendRecv(self._like, receives=(Expected(self._peer, size),)))
+            return SendRecv(self._like, sends=(Message(self._peer, content),))
+        return SendRecv(self._like, receives=(Expected(self._peer, size),))
 
     def _wait(self, pending: Pending) -> float:
         """Wait for a message; return the time at which it is there."""

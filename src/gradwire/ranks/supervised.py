@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -251,7 +252,7 @@ def run_function(
     On the loopback interface ranks are forked from warm processes, which are kept until this one ends: starting Python
     and importing PyTorch would take longer than most functions. Ranks with variables of their own, which libraries read
     when they are imported, have warm processes of their own. On a network ranks start from nothing, and end by taking
-    Python apart as well.
+    Python apart as well. Several threads may call it at once, with the same environment.
 
     Args:
         target: "package.module:function" or "path/to/file.py:function"; called as
@@ -304,10 +305,15 @@ class WarmRanks:
         self._start = start
         self._processes: dict[object, WarmProcess] = {}
         self._started = 0
+        self._lock = threading.Lock()
         self._folder = tempfile.TemporaryDirectory(prefix="gradwire-")
 
     def commands(self, own: Sequence[Mapping[str, str]], words: Sequence[Sequence[str]]) -> list[list[str]]:
         """For each rank, by its own variables, the command that does the work of `rank_main` in a new child."""
+        with self._lock:
+            return self._commands(own, words)
+
+    def _commands(self, own: Sequence[Mapping[str, str]], words: Sequence[Sequence[str]]) -> list[list[str]]:
         keys = [(rank, tuple(sys.path), _read_on_import({**os.environ, **of_rank})) for rank, of_rank in enumerate(own)]
         for key in [key for key, process in self._processes.items() if not process.is_alive]:
             self._processes.pop(key).close()

@@ -4,7 +4,7 @@ Importing PyTorch, compiling kernels and reading data takes longer than many a r
 then waits. Whoever supervises a rank starts `warm_client.py`, which is light; it hands over its environment, its
 standard output and error, and lives and dies exactly as the child does:
 
-    run_ranks ── client ══ socket ══ warm process ── fork ── the rank
+    run_ranks ── client ══ socket ══ warm process ── fork ── fork ── the rank
 
 The child is ended when its client goes away or is told to end, and all of it ends when whoever started it has ended.
 Each rank has a warm process of its own, since children of one would share what Python draws at its start: the order of
@@ -14,6 +14,7 @@ sets then agrees between ranks where in real runs it does not.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import importlib
 import json
 import os
@@ -31,6 +32,9 @@ CLIENT = Path(__file__).with_name("warm_client.py")
 
 POLITE_S = 1.0
 """How long a child that is told to end may take to say where it was."""
+
+_MOST_WAITING = 16
+"""Clients whose children are not forked yet."""
 
 
 class WarmProcess:
@@ -61,7 +65,7 @@ class WarmProcess:
         try:
             with socket.socket(socket.AF_UNIX) as listener, log.open("wb") as output:
                 listener.bind(self._socket)
-                listener.listen(1)
+                listener.listen(_MOST_WAITING)
                 descriptors = [listener.fileno(), lifeline]
                 self._process = subprocess.Popen(
                     enter([sys.executable, "-m", "gradwire.ranks.warm", *map(str, descriptors), *prepare]),
@@ -114,11 +118,16 @@ def call(words: Sequence[str]) -> None:
 
 
 def serve(listener: socket.socket, lifeline: int) -> list[str]:
-    """Fork a child for each client, one after the other. Returns in a child only, with what that is to do."""
+    """Fork a child for each client. Returns in a child only, with what that is to do.
+
+    Between the two stands a process that waits for the child, so that several clients may have theirs at once.
+    """
     while True:
         ready, _, _ = select.select([listener, lifeline], [], [])
         if lifeline in ready:
+            reap(os.WEXITED)
             os._exit(0)
+        reap(os.WEXITED | os.WNOHANG)
         connection, _ = listener.accept()
         with connection:
             message, descriptors = received(connection)
@@ -126,19 +135,29 @@ def serve(listener: socket.socket, lifeline: int) -> list[str]:
                 for descriptor in descriptors:
                     os.close(descriptor)
                 continue
+            if os.fork():
+                for descriptor in descriptors:
+                    os.close(descriptor)
+                continue
+            listener.close()
             child = os.fork()
             if child == 0:
-                listener.close()
                 connection.close()
                 os.close(lifeline)
                 return become(message, descriptors)
             for descriptor in descriptors:
                 os.close(descriptor)
             status = outlive(child, connection, lifeline)
-            try:
+            with contextlib.suppress(OSError):  # the client may be gone
                 connection.sendall(str(status).encode())
-            except OSError:  # the client is gone
-                continue
+            os._exit(0)
+
+
+def reap(options: int) -> None:
+    """Take note of processes that have ended, so that the system can forget them."""
+    with contextlib.suppress(ChildProcessError):  # there are none
+        while os.waitid(os.P_ALL, 0, options) is not None:
+            pass
 
 
 def received(connection: socket.socket) -> tuple[bytes, list[int]]:
