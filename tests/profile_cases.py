@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire
@@ -107,6 +109,34 @@ def looped(rank: int, world_size: int, *, folder: str) -> list[str]:
     assert torch.autograd.backward.__module__ == "torch.autograd"
     session.close()
     return texts
+
+
+def sharded(rank: int, world_size: int, *, folder: str, sleeps_s: list[float]) -> dict[str, Any] | None:
+    """FSDP2 by itself, and then with a method: its own all-gathers are watched in both, and given back in the end."""
+    torch.set_num_threads(1)
+    model: Any = Busy(sleeps_s[rank])
+    for layer in (model.inner[0], model.inner[2], model):
+        fully_shard(layer, mesh=init_device_mesh("cpu", (world_size,)))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    found = dict[str, Any]()
+    session = None
+    for method in ("plain", "int4"):
+        if method != "plain":
+            optimizer.zero_grad()
+            session = gradwire.attach(model, method)
+        with gradwire.profile(model, Path(folder) / method, session=session) as profile:
+            for batch in profile.steps(torch.randn(8, 256) for _ in range(STEPS)):
+                optimizer.zero_grad()
+                model(batch).square().mean().backward()
+                optimizer.step()
+        whats = sorted({span.what for step in profile.records[0].steps for of in step.communication for span in of})
+        found[method] = {**_figures(profile.account()), "whats": whats, "methods": profile.account().methods}
+    if session is not None:
+        session.close()
+    groups = [module._get_fsdp_state()._fsdp_param_groups[0] for module in (model.inner[0], model.inner[2])]
+    found["after"] = [type(group._all_gather_comm).__name__ for group in groups]
+    found["after"] += [type(group._reduce_scatter_comm).__name__ for group in groups]
+    return found if rank == 0 else None
 
 
 def clocks(rank: int, world_size: int, *, folder: str, skew_s: float, drift: float) -> list[float]:

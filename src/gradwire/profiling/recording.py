@@ -34,6 +34,7 @@ from gradwire.profiling.live import LiveWriter
 from gradwire.profiling.loop import LoopSpans
 from gradwire.profiling.records import ClockReading, RankRecord, StepRecord, TensorRecord, record_of, together
 from gradwire.profiling.scalars import ScalarWriter, write_scalars
+from gradwire.profiling.sharded_hook import ShardedSpans
 from gradwire.profiling.summary import summary
 from gradwire.profiling.tensors import tensor_records
 from gradwire.profiling.torch_hook import TorchSpans
@@ -52,7 +53,7 @@ KEPT = 200
 
 CPU = torch.device("cpu")
 
-DDP_METHOD = "PyTorch's own all-reduces"
+DDP_METHOD, FSDP2_METHOD = "PyTorch's own all-reduces", "FSDP2's own collectives"
 
 SKIPPED = 3
 """First steps that an account leaves out, where there are others."""
@@ -83,6 +84,7 @@ class Profile:
         self._steps: deque[StepRecord] = deque(maxlen=keep)
         self._traced: list[Traced] = []
         self._torch: TorchSpans | None = None
+        self._sharded: ShardedSpans | None = None
         self.readings: list[ClockReading] = []
         self._group: dist.ProcessGroup | None = None
         self._transport: GroupTransport | None = None
@@ -122,11 +124,11 @@ class Profile:
         """
         now_s = self._clock()
         communication = [traced.take() for traced in self._traced]
-        if self._torch is not None:
-            waits, spans = self._torch.take()
+        for watch in filter(None, (self._torch, self._sharded)):
+            waits, spans = watch.take()
             self._waits += waits
             communication.append(spans)
-        waits, self._waits = self._waits, []
+        waits, self._waits = sorted(self._waits, key=lambda span: span.began_s), []
         step = StepRecord(self._index, self._began_s, now_s, self._loop.take(), waits, communication)
         self._steps.append(step)
         if self._live is not None:
@@ -180,6 +182,8 @@ class Profile:
             session.lane.waiting = self._waiting
         if not self._sessions and isinstance(self._model, DistributedDataParallel):
             self._trace_torch(self._model)
+        sharded = ShardedSpans(self._model, self._clock)
+        self._sharded = sharded if sharded.is_watching else None
         self._began_s = self._clock()
         if self._tells:
             self._live = LiveWriter(self._folder, self._run, self._rank, self._size, self._sessions, self._loop)
@@ -208,8 +212,8 @@ class Profile:
             session.lane.waiting = nullcontext
             if error is None:  # else a step may be under way
                 session.stop_tracing()
-        if self._torch is not None:
-            self._torch.close()
+        for watch in filter(None, (self._torch, self._sharded)):
+            watch.close()
         is_whole = error is None and (self._group is None or dist.is_initialized())
         if is_whole and self._transport is not None:
             self._read_clock(self._transport)
@@ -226,7 +230,8 @@ class Profile:
                 groups.destroy(self._group)
 
     def _record(self) -> RankRecord:
-        methods = [session.method for session in self._sessions] or [DDP_METHOD]
+        own = DDP_METHOD if self._sharded is None else FSDP2_METHOD
+        methods = [session.method for session in self._sessions] or [own]
         return RankRecord(
             self._run,
             self._rank,
@@ -338,7 +343,7 @@ def profile(
     writes its own record only, and `gradwire profile FOLDER` makes the rest of those that are there.
 
     Without a session the all-reduces of a `DistributedDataParallel` that has no hook are watched by a hook that does
-    the same. It stays with the model.
+    the same. It stays with the model. FSDP2's own collectives on a CPU are watched until the block ends.
 
     Args:
         model: that the loop calls, as it calls it.

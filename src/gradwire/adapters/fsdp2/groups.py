@@ -1,7 +1,8 @@
 """What a model that was given to `fully_shard` is made of, as far as `attach` must know it.
 
 FSDP2 hands over buffers without names. What lies in them is said by its parameter groups, which are private: this
-module is the only one that reads them, so it is what another version of PyTorch would have to be compared with.
+module reads them, so it is what another version of PyTorch would have to be compared with. `profiling/sharded_hook.py`
+reads which collective a group has, and does without where it finds none.
 """
 
 from __future__ import annotations
