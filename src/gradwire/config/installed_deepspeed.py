@@ -7,7 +7,7 @@ import importlib
 import importlib.metadata
 import io
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from typing import Any
 
 from gradwire.config.deepspeed_file import AUTO, DeepSpeedFile
@@ -73,7 +73,7 @@ def _refusals(model: Any, keys: Mapping[str, Any]) -> Iterator[tuple[list[str], 
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def _quiet() -> Generator[None]:
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
