@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gradwire.core import buffers
 from gradwire.core.axis import SubGroups
 from gradwire.core.collective import AllGather, AllReduce, AllToAll, AllToAllV, Collective
 from gradwire.core.errors import ConnectionLost
@@ -125,8 +126,8 @@ class GroupTransport:
             return [], row.new_empty((size, 0))
         group, size = self._group_of(request.axis)
         if self._is_gloo and row.numel() <= SMALL_ROW_BYTES:
-            return self._swapped(row.expand(size, -1).contiguous(), group)
-        out = row.new_empty(size * row.numel())
+            return self._swapped(buffers.copied(row.expand(size, -1)), group)
+        out = buffers.empty((size * row.numel(),), row.dtype, row.device)
         # Newer PyTorch renames it and warns of the old name.
         gather = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor")  # noqa: B009
         work = gather(out, row, group, async_op=True)
@@ -142,12 +143,13 @@ class GroupTransport:
         """Also where this rank has nothing to send and to receive: others may have, unless there are none."""
         if request.axis is not None and request.axis.size_of(self.rank) == 1:
             return [], request.tensor
-        out, group = request.tensor.new_empty(request.length), self._group_of(request.axis)[0]
+        rows, group = request.tensor, self._group_of(request.axis)[0]
+        out = buffers.empty((request.length,), rows.dtype, rows.device)
         sizes = list(request.receives), list(request.sends)
-        return _started(dist.all_to_all_single(out, request.tensor, *sizes, group=group, async_op=True), out)
+        return _started(dist.all_to_all_single(out, rows, *sizes, group=group, async_op=True), out)
 
     def _swapped(self, rows: Tensor, group: dist.ProcessGroup) -> Issued:
-        out = torch.empty_like(rows)
+        out = buffers.empty(rows.shape, rows.dtype, rows.device)
         if self._is_gloo and rows.numel() >= LARGE_ROWS_BYTES:
             return self._swapped_by_messages(rows, out, group)
         return _started(dist.all_to_all_single(out, rows, group=group, async_op=True), out)
@@ -162,7 +164,7 @@ class GroupTransport:
 
     def send_recv(self, request: SendRecv) -> Issued:
         """Post every receive, then every send, and wait for none of them: so no order of ranks can block a round."""
-        result = request.like.new_empty(request.length)
+        result = buffers.empty((request.length,), request.like.dtype, request.like.device)
         pieces = result.split([numel for _, numel in request.receives]) if request.receives else ()
         ranks = request.axis.members(self.rank) if request.axis else range(self.world_size)
         receives = [(ranks[source], piece) for (source, _), piece in zip(request.receives, pieces, strict=True)]
