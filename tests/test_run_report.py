@@ -22,6 +22,7 @@ from gradwire.drivers.window import NORM_EVERY, START_UP, STEPS, Caps, Ready, Sa
 from gradwire.network import Network
 from gradwire.ranks.supervised import run_function
 from gradwire.session.estimate import Times, summarise
+from gradwire.session.memory import HeldMemory
 from gradwire.session.pace import WindowPace
 from gradwire.session.report import FEWEST_STEPS, Report
 from gradwire.session.step_times import StepBoard, ToldSteps
@@ -48,8 +49,7 @@ def a_report(times: Times | None = None, **changed: Any) -> Report:
         link_latency_ms=0.9,
         residual_norm=0.25,
         gradient_norm=0.5,
-        state_bytes=7_400_000,
-        buffer_bytes=7_400_000,
+        memory=HeldMemory(7_400_000, 0, 0, 7_400_000, 0),
     )
     return dataclasses.replace(report, **changed)
 
@@ -435,7 +435,9 @@ def test_a_report_tells_the_same_as_the_other_figures_of_the_run() -> None:
         assert found["gradient_norm"] > 0
         assert 0 < found["residual_ratio"] < 2
         assert found["buffer_bytes"] == found["dense_parameter_bytes"]
-        assert found["state_bytes"] >= found["saved_state_bytes"] > 0
+        assert found["residual_bytes"] == found["state_bytes"] >= found["saved_state_bytes"] > 0
+        assert found["memory_bytes"] == found["state_bytes"] + found["buffer_bytes"] + found["pool_bytes"]
+        assert "of residuals, " in found["text"]
         assert 0 < found["exposed_ms"] <= found["step_ms"]
         assert found["encode_ms"] > 0
         assert found["half_step_ms"] <= found["dense_step_ms"]

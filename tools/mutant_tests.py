@@ -145,6 +145,7 @@ FILES: dict[str, tuple[Stage, ...]] = {
     "session/together.py": (CHECKPOINT,),
     "session/non_finite.py": (("src/gradwire/session/non_finite.py", "tests/test_non_finite.py"),),
     "session/records.py": (("tests/test_hangs.py", "-k", "record"),),
+    "session/memory.py": (("src/gradwire/session/memory.py",), REPORT),
     "session/own_file.py": (("tests/test_handle.py",),),
     "session/pace.py": (("tests/test_run_report.py",), ("tests/test_sync.py", "tests/test_gossip.py")),
     "session/watching.py": (("src/gradwire/session/watching.py", "tests/test_drift.py"),),

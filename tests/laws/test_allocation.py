@@ -1,6 +1,7 @@
-"""After the second step a reducer allocates one tensor of the gradient's size at most: the mean it returns.
+"""What a program takes, and that a whole step takes nothing anew after the second.
 
-And no codec holds more at any time than its payload and one buffer of the gradient's size.
+Where nothing is used again, a reducer takes one tensor of the gradient's size at most: the mean it returns. And no
+codec holds more at any time than its payload and one buffer of the gradient's size.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from gradwire.drivers.lockstep import Lockstep
 from gradwire.reducers import ErrorFeedback, Program, Reducer, ScatterReduce, ShardwiseScatterReduce, Step
 
 from . import checks
+from .pools import nothing_is_used_again
 from .subjects import codecs, grain_for, reducers, sample
 
 CODECS = codecs()
@@ -80,10 +82,11 @@ def allocations(reducer: Reducer) -> list[str]:
     """What rank 0's program allocates in its third step."""
     grain = grain_for(reducer, NUMEL)
     counted = Counted(reducer, count=Allocations(4 * grain.numel))
-    lockstep = Lockstep(counted, grain, world_size=8)
-    for step in range(3):
-        counted.count.made.clear()
-        lockstep.step([sample("normal", grain.shape, seed=10 * step + rank) for rank in range(8)])
+    with nothing_is_used_again():
+        lockstep = Lockstep(counted, grain, world_size=8)
+        for step in range(3):
+            counted.count.made.clear()
+            lockstep.step([sample("normal", grain.shape, seed=10 * step + rank) for rank in range(8)])
     return counted.count.made
 
 
@@ -103,9 +106,9 @@ def test_a_shard_of_the_mean_takes_no_tensor_of_the_gradients_size(half: Reducer
 def test_error_memory_allocates_the_new_memory_alone(codec: Codec) -> None:
     x, memory, layout = sample("normal", (NUMEL,)), ErrorMemory.zeros(NUMEL), codec.layout(NUMEL)
     out = layout.views(layout.empty(x.device))
-    with Allocations(4 * NUMEL) as encoding:
+    with nothing_is_used_again(), Allocations(4 * NUMEL) as encoding:
         codec.encode_keeping_into(x.clone(), Key(), out)
-    with Allocations(4 * NUMEL) as both:
+    with nothing_is_used_again(), Allocations(4 * NUMEL) as both:
         compress_into(codec, x, memory, Key(), out)
     assert len(both.made) == len(encoding.made), both.made  # there the clone, here the memory
 
@@ -115,6 +118,11 @@ def peak_nbytes(run: Callable[[], object]) -> int:
 
     Frees of tensors inside an operation are seen; what compiled kernels allocate for themselves, a tile, is not.
     """
+    with nothing_is_used_again():
+        return _peak_nbytes(run)
+
+
+def _peak_nbytes(run: Callable[[], object]) -> int:
     run()
     run()
     tracemalloc.start()

@@ -37,6 +37,7 @@ import torch
 from torch import Tensor
 
 from gradwire import kernels
+from gradwire.core import buffers
 from gradwire.core.errors import CompositionError, PayloadError
 from gradwire.core.key import Key
 from gradwire.core.payload import Field, Layout, Payload
@@ -105,7 +106,7 @@ class Codec(Spoken, ABC):
 
     def accumulate(self, payload: Payload, into: Tensor, key: Key, alpha: float = 1.0) -> None:
         """into += alpha * decode(payload). `into` is 1-d and is changed in place."""
-        decoded = torch.empty_like(into)
+        decoded = buffers.empty(into.shape, into.dtype, into.device)
         self.decode_into(payload, decoded, key)
         kernels.add_scaled_(into, decoded, alpha)
 
@@ -197,7 +198,7 @@ class Float32Codec(Codec):
         if out.dtype == torch.float32:
             self.decode32(payload, out, key)
             return
-        out32 = torch.empty(out.shape, dtype=torch.float32, device=out.device)
+        out32 = buffers.empty(out.shape, torch.float32, out.device)
         self.decode32(payload, out32, key)
         out.copy_(out32)
 
@@ -232,4 +233,4 @@ def check_block(block: int) -> None:
 
 def as_float32(x: Tensor) -> Tensor:
     """Return `x` itself where it is contiguous float32, else a float32 copy: what the kernels take."""
-    return x.to(torch.float32).contiguous()
+    return buffers.contiguous(buffers.as_dtype(x, torch.float32))

@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from gradwire import kernels
 from gradwire.codecs.base import Codec, as_float32
+from gradwire.core import buffers
 from gradwire.core.key import Key
 from gradwire.core.payload import Field, Layout, Payload
 
@@ -26,7 +27,10 @@ class _Elements(Codec):
 
     def encode_divided_into(self, x: Tensor, divisor: int, key: Key, out: Payload) -> None:
         """Divide straight into the payload."""
-        torch.div(x, divisor, out=out[0])
+        if out[0].dtype == x.dtype or x.device.type != "cpu":
+            torch.div(x, divisor, out=out[0])
+        else:
+            buffers.write_rounded(out[0], x, x.dtype, lambda piece, made: torch.div(piece, divisor, out=made))
 
     @override
     def decode_into(self, payload: Payload, out: Tensor, key: Key) -> None:

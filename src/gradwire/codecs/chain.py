@@ -10,6 +10,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from gradwire.codecs.base import Codec, Float32Codec
+from gradwire.core import buffers
 from gradwire.core.errors import CompositionError
 from gradwire.core.key import Key
 from gradwire.core.payload import Field, Layout, Payload
@@ -139,7 +140,7 @@ class Chain(Float32Codec):
         """The kept values, and what places them."""
         assert isinstance(self.first, Sparsifier)
         quantised = len(payload) - len(self.first.position_fields(like.numel()))
-        values = torch.empty(self._kept(like.numel()), dtype=torch.float32, device=like.device)
+        values = buffers.empty((self._kept(like.numel()),), torch.float32, like.device)
         self.second.decode_into(payload[:quantised], values, _second(key))
         return values, payload[quantised:]
 

@@ -10,11 +10,11 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from gradwire import kernels
 from gradwire.codecs.base import Float32Codec, as_float32
 from gradwire.codecs.topk import VALUE_DTYPES, check_density, kept
+from gradwire.core import buffers
 from gradwire.core.errors import CompositionError
 from gradwire.core.key import Key
 from gradwire.core.payload import Field, Layout, Payload
@@ -90,10 +90,9 @@ class DCTTopK(Float32Codec):
 
     def encode_into(self, x: Tensor, key: Key, out: Payload) -> None:
         """Transform and select, a tile at a time."""
-        basis, codes = cosines(self.chunk, x.device), torch.empty(out[0].shape, dtype=torch.uint8, device=x.device)
-        values = (
-            out[0] if out[0].dtype == torch.float32 else torch.empty(out[0].shape, dtype=torch.float32, device=x.device)
-        )
+        basis, codes = cosines(self.chunk, x.device), buffers.empty(out[0].shape, torch.uint8, x.device)
+        direct = out[0].dtype == torch.float32
+        values = out[0] if direct else buffers.empty(out[0].shape, torch.float32, x.device)
         for (first, stop), tile in self._tiles(as_float32(x)):
             part = slice(first * self.kept, stop * self.kept)
             coefficients = low_rank.low_rank(tile.mT[None], basis.mT.contiguous()[None])[0]
@@ -105,15 +104,18 @@ class DCTTopK(Float32Codec):
     def _tiles(self, x: Tensor) -> Iterator[tuple[tuple[int, int], Tensor]]:
         """Chunks [first, stop) as rows, the last one filled up with zeros."""
         for start, piece in zip(range(0, x.numel(), TILE_NUMEL), x.split(TILE_NUMEL), strict=False):
-            tile = pad(piece, (0, -piece.numel() % self.chunk)).view(-1, self.chunk)
+            tile = buffers.padded(piece, -(-piece.numel() // self.chunk) * self.chunk).view(-1, self.chunk)
             yield (start // self.chunk, start // self.chunk + tile.shape[0]), tile
 
     def accumulate32(self, payload: Payload, into: Tensor, key: Key, alpha: float) -> None:
         """Transform back and add, a tile at a time."""
-        values, codes = payload[0].float(), kernels.unpack_bits(payload[1], self._bits, payload[0].numel())
+        values, codes = (
+            buffers.as_dtype(payload[0], torch.float32),
+            kernels.unpack_bits(payload[1], self._bits, payload[0].numel()),
+        )
         basis, scratch = (
             cosines(self.chunk, into.device),
-            torch.empty(TILE_NUMEL, dtype=torch.float32, device=into.device),
+            buffers.empty((TILE_NUMEL,), torch.float32, into.device),
         )
         for start, piece in zip(range(0, into.numel(), TILE_NUMEL), into.split(TILE_NUMEL), strict=False):
             first, rows = start // self.chunk, -(-piece.numel() // self.chunk)

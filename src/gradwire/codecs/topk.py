@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from gradwire import kernels
 from gradwire.codecs.base import Float32Codec, as_float32
+from gradwire.core import buffers
 from gradwire.core.errors import CompositionError
 from gradwire.core.key import Key
 from gradwire.core.payload import Field, Layout, Payload
@@ -116,7 +117,7 @@ class TopK(Float32Codec):
         x32 = as_float32(x)
         indices, values = self.select(x32)
         (field,) = self.position_fields(x.numel())
-        positions = torch.empty(field.numel, dtype=field.dtype, device=x.device)
+        positions = buffers.empty((field.numel,), field.dtype, x.device)
         index_coding.encode(indices, x.numel(), self.indices, positions)
         return values, (positions,)
 
@@ -158,17 +159,17 @@ class TopK(Float32Codec):
         if x.dtype != torch.float32:
             super().encode_keeping_into(x, key, out)
             return
-        indices = torch.empty(out[0].numel(), dtype=torch.int32, device=x.device)
+        indices = buffers.empty(out[0].shape, torch.int32, x.device)
         kernels.topk_encode_keeping(x, out[0], indices)
         index_coding.encode(indices, x.numel(), self.indices, out[1])
 
     @override
     def decode32(self, payload: Payload, out: Tensor, key: Key) -> None:
-        self.place(payload[0].float(), payload[1:], out, key)
+        self.place(buffers.as_dtype(payload[0], torch.float32), payload[1:], out, key)
 
     @override
     def accumulate32(self, payload: Payload, into: Tensor, key: Key, alpha: float) -> None:
-        self.scatter(payload[0].float(), payload[1:], into, key, alpha)
+        self.scatter(buffers.as_dtype(payload[0], torch.float32), payload[1:], into, key, alpha)
 
     def contraction(self, numel: int) -> float | None:
         """k / d; rounded values take their share."""

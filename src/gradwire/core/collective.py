@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from gradwire.core import buffers
 from gradwire.core.axis import SubGroups
 from gradwire.core.errors import PayloadError
 
@@ -142,9 +143,9 @@ class AllReduce(Collective):
         """One request for all tensors end to end, which may be overwritten."""
         first = requests[0]
         if len(requests) > 1:
-            flat = torch.cat([request.tensor.reshape(-1) for request in requests])
+            flat = buffers.joined([request.tensor.reshape(-1) for request in requests])
         else:
-            flat = first.tensor.reshape(-1) if first.consumable else first.tensor.reshape(-1).clone()
+            flat = first.tensor.reshape(-1) if first.consumable else buffers.copied(first.tensor.reshape(-1))
         return AllReduce(flat, first.op, True, first.axis)
 
     @property
@@ -186,7 +187,7 @@ class _Rows(Collective):
     def joined(cls, requests: Sequence[Self]) -> Self:
         """One request for all buffers, end to end in each row."""
         tensors = [request.tensor for request in requests]
-        return cls(torch.cat(tensors, dim=-1) if len(tensors) > 1 else tensors[0], requests[0].axis)
+        return cls(buffers.joined(tensors, dim=-1) if len(tensors) > 1 else tensors[0], requests[0].axis)
 
     @property
     def length(self) -> int:
@@ -195,7 +196,7 @@ class _Rows(Collective):
 
     def received(self, part: Tensor) -> Tensor:
         """A row a rank."""
-        return part.contiguous()
+        return buffers.contiguous(part)
 
 
 @dataclass(frozen=True, eq=False)
@@ -286,7 +287,7 @@ class AllToAllV(Collective):
         if not others:
             return first
         of_ranks = zip(*(request.tensor.split(request.sends) for request in requests), strict=True)
-        tensor = torch.cat([row for rows in of_ranks for row in rows])
+        tensor = buffers.joined([row for rows in of_ranks for row in rows])
         sends = tuple(map(sum, zip(*(request.sends for request in requests), strict=True)))
         receives = tuple(map(sum, zip(*(request.receives for request in requests), strict=True)))
         return AllToAllV(tensor, sends, receives, first.place, first.axis)
@@ -296,7 +297,7 @@ class AllToAllV(Collective):
         """Of every rank's row, what belongs to each request."""
         sizes = [size for row in zip(*(request.receives for request in requests), strict=True) for size in row]
         pieces = result.split(sizes)
-        return [torch.cat(pieces[i :: len(requests)]) for i in range(len(requests))]
+        return [buffers.joined(pieces[i :: len(requests)]) for i in range(len(requests))]
 
     @property
     def length(self) -> int:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gradwire.core import buffers
 from gradwire.core.errors import PayloadError
 
 ALIGNMENT = 8
@@ -84,7 +85,8 @@ class Layout:
 
         Padding is zeroed: what is sent must not depend on what memory held before.
         """
-        wire = torch.empty((self.nbytes,) if rows is None else (rows, self.nbytes), dtype=torch.uint8, device=device)
+        shape = (self.nbytes,) if rows is None else (rows, self.nbytes)
+        wire = buffers.empty(shape, torch.uint8, device)
         for start, stop in self._gaps:
             wire[..., start:stop].zero_()
         return wire

@@ -19,13 +19,13 @@ from torch import Tensor
 
 from gradwire.core.collective import Collective, ring_bytes
 from gradwire.core.grain import Grain
-from gradwire.core.spare import Spare
 from gradwire.core.state import State, walk
 from gradwire.drivers.interpreter import WINDOW, Interpreter, Pending, Script, Traffic, Transport, sent_bytes
 from gradwire.drivers.plan import Plan
 from gradwire.drivers.slot import Slot
 from gradwire.drivers.traced import Traced
 from gradwire.reducers.base import Reducer
+from gradwire.reducers.sent import SentAll
 from gradwire.reducers.step import Program, Reduced, Step
 
 Fill = Callable[[int, Tensor], None]
@@ -104,7 +104,6 @@ class Engine:
         if not plan.parts:  # else memory for a whole model is what sharding saves: a buffer lasts as long as its part
             for slot in self._slots:
                 slot.take_buffer()
-        self._spare = Spare()
         self._interpreter = Interpreter[Reduced](transport, self.stats, waves_in_flight)
         self._script: Script[list[Reduced]] | None = None
         self._units: Sequence[int] = ()  # of the script, in its order
@@ -121,7 +120,7 @@ class Engine:
     def step(self) -> Step:
         """Where the step now under way stands."""
         rank, world_size = self.transport.rank, self.transport.world_size
-        return Step(self.index, rank, world_size, self.seed, self.weight, self._spare)
+        return Step(self.index, rank, world_size, self.seed, self.weight)
 
     # A step ------------------------------------------------------------------------------------------------------
 
@@ -177,9 +176,8 @@ class Engine:
             sink(units[place], result.value.reshape(-1))
             if self.plan.parts:
                 self._slots[units[place]].let_go(result.state)
-            if result.memory is not None:
-                self._spare.give(result.memory)
-            return result._replace(value=result.value.new_empty(0), memory=None)
+            # Their memory is for the next grain: nobody subtracts what was sent once the program has ended.
+            return result._replace(value=result.value.new_empty(0), sent=SentAll())
 
         for unit in units:
             self._slots[unit].missing = self._slots[unit].grain.numel
@@ -244,7 +242,7 @@ class Engine:
         return slot.program(self.step(), self.guards)
 
     def result(self, unit: int) -> Reduced:
-        """All that a unit's program returned, after `finish`; where the step has a sink, without its value."""
+        """What a unit's program returned, after `finish`; with a sink neither the value nor what was sent."""
         return self._results[unit]
 
     def value(self, unit: int) -> Tensor:

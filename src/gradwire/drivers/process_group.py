@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gradwire.core import buffers
 from gradwire.core.axis import SubGroups
 from gradwire.core.collective import AllGather, AllReduce, AllToAll, AllToAllV, Collective
 from gradwire.core.errors import ConnectionLost
@@ -148,8 +149,8 @@ class GroupTransport:
             return [], row.new_empty((size, 0))
         group, size = self._group_of(request.axis)
         if self._is_gloo and row.numel() <= SMALL_ROW_BYTES:
-            return self._swapped(row.expand(size, -1).contiguous(), group)
-        out = row.new_empty(size * row.numel())
+            return self._swapped(buffers.copied(row.expand(size, -1)), group)
+        out = buffers.empty((size * row.numel(),), row.dtype, row.device)
         # Newer PyTorch renames it and warns of the old name.
         gather = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor")  # noqa: B009
         work = gather(out, row, group, async_op=True)
@@ -165,12 +166,13 @@ class GroupTransport:
         """Also where this rank has nothing to send and to receive: others may have, unless there are none."""
         if request.axis is not None and request.axis.size_of(self.rank) == 1:
             return [], request.tensor
-        out, group = request.tensor.new_empty(request.length), self._group_of(request.axis)[0]
+        rows, group = request.tensor, self._group_of(request.axis)[0]
+        out = buffers.empty((request.length,), rows.dtype, rows.device)
         sizes = list(request.receives), list(request.sends)
-        return _started(dist.all_to_all_single(out, request.tensor, *sizes, group=group, async_op=True), out)
+        return _started(dist.all_to_all_single(out, rows, *sizes, group=group, async_op=True), out)
 
     def _swapped(self, rows: Tensor, group: dist.ProcessGroup) -> Issued:
-        out = torch.empty_like(rows)
+        out = buffers.empty(rows.shape, rows.dtype, rows.device)
         if self._is_gloo and rows.numel() >= LARGE_ROWS_BYTES:
             return self._swapped_by_messages(rows, out, group)
         if self._is_gloo:
@@ -215,8 +217,9 @@ class GroupTransport:
         return issue
 
     def _letters(self, request: SendRecv) -> tuple[Tensor, _Letters, _Letters]:
-        """New memory for what a round receives, and the messages that have something in them."""
-        result, expected = request.like.new_empty(request.length), request.receives
+        """Memory for what a round receives, and the messages that have something in them."""
+        like, expected = request.like, request.receives
+        result = buffers.empty((request.length,), like.dtype, like.device)
         # A split takes longer than all else here, and most rounds have one message.
         pieces = (result,) if len(expected) == 1 else result.split([numel for _, numel in expected]) if expected else ()
         ranks = request.axis.members(self.rank) if request.axis else self._ranks

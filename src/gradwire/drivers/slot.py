@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from gradwire import kernels
+from gradwire.core import buffers
 from gradwire.core.grain import Grain
 from gradwire.core.state import CARRIED, Leaf, State, carried_leaf, walk
 from gradwire.drivers.plan import Unit
@@ -41,7 +42,7 @@ class Slot:
         if not self.x.numel():
             grain, reducer = self.unit
             keeps = reducer.keeps_input and grain.dtype != torch.float64
-            self.x = torch.empty(grain.numel, dtype=torch.float32 if keeps else grain.dtype, device=grain.device)
+            self.x = buffers.empty((grain.numel,), torch.float32 if keeps else grain.dtype, grain.device)
 
     def let_go(self, new: State) -> None:
         """Hold memory for a gradient no longer, unless a new state is in it."""
@@ -87,7 +88,7 @@ class Slot:
             if leaf.tensor.data_ptr() == x.data_ptr() and leaf.tensor.numel() == x.numel():
                 was = before.get(path)
                 fits = was is not None and was.tensor.numel() == x.numel() and was.tensor.dtype == x.dtype
-                return was.tensor.view(-1) if fits and was is not None else torch.empty_like(x)
+                return was.tensor.view(-1) if fits and was is not None else buffers.empty(x.shape, x.dtype, x.device)
         return x
 
     def rescale(self, factor: float) -> None:

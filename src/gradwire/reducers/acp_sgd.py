@@ -135,7 +135,7 @@ class ACPSGD(LowRank):
             sent, factors = SentFactors(held, part, step.world_size), (held, found)
             Qt = unit_columns(found, key)
         mean = mean_of_factors(*factors, step)
-        return Reduced(mean.to(x.dtype).view(x.shape), sent, _state(Pt, Qt), memory=mean)
+        return Reduced(mean.to(x.dtype).view(x.shape), sent, _state(Pt, Qt))
 
 
 def _state(Pt: Tensor, Qt: Tensor) -> State:

@@ -10,7 +10,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from gradwire.codecs.cast import BF16, Identity
-from gradwire.core import collective
+from gradwire.core import buffers, collective
 from gradwire.core.errors import CompositionError
 from gradwire.core.grain import Grain
 from gradwire.core.state import State
@@ -96,9 +96,17 @@ def _measured(flat: Tensor, grain: Grain) -> Tensor:
     found[:1] = largest_magnitude(flat)
     for i, (_, _, numel, offset) in enumerate(grain.segments):
         if numel:  # where the sum overflows, the grain is sent as it is
-            mean = torch.linalg.vector_norm(flat[offset : offset + numel], 1, dtype=torch.float64) / numel
+            mean = _sum_of_magnitudes(flat[offset : offset + numel]) / numel
             found[1 + i] = torch.where(mean > 0, mean.clamp(min=2.0**-149), mean)  # no float32 is smaller but zero
     return found
+
+
+def _sum_of_magnitudes(flat: Tensor) -> Tensor:
+    """sum |x| in float64, 0-d; on a CPU a piece at a time, since PyTorch would copy all of it."""
+    if flat.device.type != "cpu":
+        return torch.linalg.vector_norm(flat, 1, dtype=torch.float64)
+    pieces = (buffers.copied(piece, torch.float64) for piece in flat.split(buffers.PIECE))
+    return torch.stack([torch.linalg.vector_norm(piece, 1) for piece in pieces]).sum()
 
 
 def _fits(ranges: Tensor, world_size: int) -> bool:

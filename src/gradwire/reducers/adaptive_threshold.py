@@ -90,7 +90,7 @@ class AdaptiveThreshold(Reducer):
         for row in collective.by_rank(rows):
             codec.accumulate(layout.views(row), mean, key, alpha=1.0 / n)
         sent = SentPayload(codec, payload, key)
-        return Reduced(mean.to(x.dtype).view(x.shape), sent, state, memory=mean)
+        return Reduced(mean.to(x.dtype).view(x.shape), sent, state)
 
     def _follow(self, grain: Grain, x32: Tensor, state: State, step: Step) -> tuple[Tensor, State]:
         """Return the threshold of this step, 0-d, and the state with the new average."""

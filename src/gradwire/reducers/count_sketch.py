@@ -13,7 +13,7 @@ from typing_extensions import override
 from gradwire import kernels
 from gradwire.codecs.base import as_float32
 from gradwire.codecs.topk import check_density, kept
-from gradwire.core import collective
+from gradwire.core import buffers, collective
 from gradwire.core.errors import CompositionError
 from gradwire.core.grain import Grain
 from gradwire.core.state import State
@@ -100,7 +100,7 @@ class CountSketch(Reducer):
         """Two all-reduces: of sketches, then of exact values."""
         flat = as_float32(x.reshape(-1))
         seed = step.key(grain, "hash").shared.stream_seed
-        sketch = torch.empty(self.rows, self.columns(flat.numel()), dtype=torch.float32, device=x.device)
+        sketch = buffers.empty((self.rows, self.columns(flat.numel())), torch.float32, x.device)
         kernels.count_sketch(flat, seed, sketch)
         total = yield collective.AllReduce(sketch.div_(step.world_size), consumable=True)
         mean = step.empty(flat.numel(), flat, torch.float32)
@@ -110,4 +110,4 @@ class CountSketch(Reducer):
         values = yield collective.AllReduce(part)
         kernels.scatter_add_(mean.zero_(), indices, values)
         sent = SentEntries(indices, part, step.world_size)
-        return Reduced(mean.to(x.dtype).view(x.shape), sent, state, memory=mean)
+        return Reduced(mean.to(x.dtype).view(x.shape), sent, state)

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 from typing_extensions import override
 
 from gradwire.codecs.base import Codec, layout_of, payload_share
-from gradwire.core import collective
+from gradwire.core import buffers, collective
 from gradwire.core.collective import Collective
 from gradwire.core.errors import CompositionError
 from gradwire.core.grain import Grain
@@ -102,7 +101,7 @@ class AllReduceExchange(_OfCodec):
         sent = SentPayload(self.codec, payload, key, scale=step.world_size)
         mean = step.empty(x.numel(), x)
         self.codec.decode_into((total,), mean, key)
-        return Reduced(mean.view(x.shape), sent, state, memory=mean)
+        return Reduced(mean.view(x.shape), sent, state)
 
     def total(self, payload: Tensor, step: Step) -> Generator[Collective, Tensor, Tensor]:
         """The sum over ranks of a 1-d tensor, the same bits on every rank; `payload` is kept unless lossless."""
@@ -143,7 +142,7 @@ class AllGatherExchange(_OfCodec):
         for rank, row in enumerate(collective.by_rank(rows)):
             self.codec.accumulate(layout.views(row), mean, step.key(grain, rank=rank), alpha=1.0 / n)
         sent = SentPayload(self.codec, payload, key)
-        return Reduced(mean.to(x.dtype).view(x.shape), sent, state, memory=mean)
+        return Reduced(mean.to(x.dtype).view(x.shape), sent, state)
 
     def _gathered(self, wire: Tensor, payload: Payload, x: Tensor) -> Generator[Collective, Tensor, Tensor]:
         """Every rank's wire; `x` is what its payload was made for."""
@@ -171,4 +170,6 @@ class AllGatherVExchange(AllGatherExchange):
         used = yield collective.AllReduce(torch.tensor([mine], device=wire.device), op="max", consumable=True)
         size = wire.numel() if wire.is_meta else int(used)
         rows = yield collective.AllGather(wire[:size])
-        return pad(rows, (0, wire.numel() - size))
+        whole = buffers.zeros((len(rows), wire.numel()), rows.dtype, rows.device)
+        whole[:, :size] = rows
+        return whole

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from gradwire.core import collective
+from gradwire.core import buffers, collective
 from gradwire.core.axis import NodeSize, SubGroups
 from gradwire.core.collective import Collective
 from gradwire.core.errors import CompositionError
@@ -49,7 +49,7 @@ class SentShard:
         if self.inner is None:
             flat.zero_()
             return
-        left = self.y.clone()
+        left = buffers.copied(self.y)
         self.inner.subtract_from(left)
         flat.zero_()
         flat[self.shard].copy_(left).mul_(self.ranks_per_node)
@@ -264,7 +264,7 @@ def _node_mean(flat: Tensor, shards: Shards, nodes: NodeCut, step: Step) -> Gene
         if not nodes.serves(step.rank):
             return flat.new_empty(0)
     numel = shards.size_of(nodes.place(step.rank))
-    total = torch.zeros(numel, dtype=sum_dtype(flat.dtype), device=flat.device)
+    total = buffers.zeros((numel,), sum_dtype(flat.dtype), flat.device)
     values = received.reshape(-1).view(flat.dtype).view(nodes.inside.size_of(step.rank), shards.size)
     for row in collective.by_rank(values):
         total.add_(row[:numel], alpha=1.0 / nodes.ranks_per_node)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gradwire import kernels
+from gradwire.core import buffers
 from gradwire.core.errors import CompositionError
 from gradwire.core.grain import Grain, flat_grain, matrix_grain
 from gradwire.core.key import Key
@@ -70,7 +71,7 @@ class LeanErrorFeedback(ErrorFeedback):
 
 
 def _rounded(y: Tensor, key: Key) -> Tensor:
-    out = torch.empty(y.shape, dtype=torch.bfloat16, device=y.device)
+    out = buffers.empty(y.shape, torch.bfloat16, y.device)
     kernels.round_bf16(y, key.stream_seed, out)
     return out
 

@@ -79,7 +79,7 @@ class MajorityVote(Reducer):
         gathered = yield collective.AllGather(_count(received, cut, step))
         mean = step.empty(flat.numel(), x)
         cut.decode_into(gathered, mean, key)
-        return Reduced(mean.view(x.shape), sent, state, memory=mean)
+        return Reduced(mean.view(x.shape), sent, state)
 
 
 def _count(received: Tensor, cut: CutPayload, step: Step) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from gradwire.codecs.topk import TopK, check_density
-from gradwire.core import agreement
+from gradwire.core import agreement, buffers
 from gradwire.core.errors import CompositionError
 from gradwire.core.grain import Grain, ParameterSpec, flat_grain
 from gradwire.core.state import Leaf, State
@@ -137,7 +137,7 @@ class MomentumCorrection(Wrapper):
         torch.add(old_v, u, out=y)
         reduced = yield from self.inner.reduce(grain, y.view(grain.shape), inner, step)
         reduced.sent.subtract_from(y.view(grain.shape))
-        u.masked_fill_(y == 0, 0.0)
+        u.masked_fill_(torch.eq(y, 0, out=buffers.empty(y.shape, torch.bool, y.device)), 0.0)
         return reduced._replace(value=reduced.value.to(x.dtype), state=_state(u, y, old_v, reduced.state))
 
 

@@ -161,7 +161,7 @@ class PowerSGD(LowRank):
         Pt, Qt = found
         mean = mean_of_factors(Pt, Qt.mean, step)
         sent = SentFactors(Pt, Qt.part, Qt.scale) if self.sent == "local" else SentFactors(Pt, Qt.mean)
-        return Reduced(mean.to(x.dtype).view(x.shape), sent, self._next(start, Qt.mean, grain, step), memory=mean)
+        return Reduced(mean.to(x.dtype).view(x.shape), sent, self._next(start, Qt.mean, grain, step))
 
     def _iterate(self, M: Tensor, Qt: Tensor, grain: Grain, step: Step) -> Generator[Collective, Tensor, _Factors]:
         """One step of subspace iteration on the mean of M."""

@@ -21,6 +21,7 @@ from itertools import pairwise
 from torch import Tensor
 from typing_extensions import override
 
+from gradwire.core import buffers
 from gradwire.core.collective import Collective
 from gradwire.core.link import Link
 from gradwire.core.messages import Expected, Message, SendRecv
@@ -64,7 +65,7 @@ class Route(AllReduceExchange):
 
     def total(self, payload: Tensor, step: Step) -> Total:
         """The sum over ranks, each element added up at one rank."""
-        buffer = payload if self.lossless else payload.clone()
+        buffer = payload if self.lossless else buffers.copied(payload)
         yield from self.add_up(buffer, step)
         return buffer
 

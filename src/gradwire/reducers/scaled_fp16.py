@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from gradwire.core import collective
+from gradwire.core import buffers, collective
 from gradwire.core.grain import Grain
 from gradwire.core.state import State
 from gradwire.reducers.base import Reducer
@@ -23,7 +23,7 @@ class _SentHalves:
     scale: Tensor
 
     def subtract_from(self, x: Tensor) -> None:
-        x.view(-1).sub_(self.halves.to(x.dtype).mul_(self.scale))
+        x.view(-1).sub_(buffers.copied(self.halves, x.dtype).mul_(self.scale))
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def mean_of_halves(x: Tensor, largest: Tensor, state: State, step: Step) -> Prog
     scale, inverse = scales(largest)
     halves = _halves(x.reshape(-1), scale / step.world_size)
     total = yield collective.AllReduce(halves)
-    mean = total.to(torch.float32).mul_(inverse).to(x.dtype)
+    mean = buffers.as_dtype(buffers.copied(total, torch.float32).mul_(inverse), x.dtype)
     return Reduced(mean.view(x.shape), _SentHalves(halves, inverse * step.world_size), state)
 
 
@@ -80,4 +80,9 @@ def scales(largest: Tensor) -> tuple[Tensor, Tensor]:
 
 def _halves(flat: Tensor, factor: Tensor) -> Tensor:
     """factor * x, rounded to halves as it is written."""
-    return torch.mul(flat, factor, out=torch.empty(flat.numel(), dtype=torch.float16, device=flat.device))
+    halves = buffers.empty(flat.shape, torch.float16, flat.device)
+    if flat.dtype == torch.float16 or flat.device.type != "cpu":
+        return torch.mul(flat, factor, out=halves)
+    dtype = torch.promote_types(flat.dtype, factor.dtype)
+    buffers.write_rounded(halves, flat, dtype, lambda piece, made: torch.mul(piece, factor, out=made))
+    return halves

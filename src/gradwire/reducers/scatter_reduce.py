@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from gradwire.codecs.base import Codec
-from gradwire.core import collective
+from gradwire.core import buffers, collective
 from gradwire.core.errors import CompositionError
 from gradwire.core.grain import Grain
 from gradwire.core.state import State
@@ -87,7 +87,7 @@ class Scatter(OnShards):
         sharded = self.sharded(flat.numel(), n, flat.dtype)
         rows, sent = sharded.encode(flat, step.key(grain, "first"), encode)
         received = yield collective.AllToAll(rows)
-        mean = torch.zeros(sharded.shards.size_of(step.rank), dtype=flat.dtype, device=flat.device)
+        mean = buffers.zeros((sharded.shards.size_of(step.rank),), flat.dtype, flat.device)
         for rank, row in enumerate(collective.by_rank(received)):
             sharded.accumulate(row, step.rank, mean, step.key(grain, "first", rank=rank), alpha=1.0 / n)
         return Reduced(mean.to(x.dtype), sent, state)

@@ -16,11 +16,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 from typing_extensions import override
 
 from gradwire.codecs.base import Codec, layout_of
-from gradwire.core import collective
+from gradwire.core import buffers, collective
 from gradwire.core.key import Key
 from gradwire.core.payload import Payload
 from gradwire.reducers.sent import SentPayload
@@ -76,12 +75,11 @@ class Shards:
 
     def padded(self, shard: Tensor) -> Tensor:
         """One rank's shard, filled up with zeros behind the end of the tensor; itself where it is full."""
-        return pad(shard, (0, self.size - shard.numel())) if shard.numel() < self.size else shard
+        return buffers.padded(shard, self.size)
 
     def rows(self, x: Tensor) -> Tensor:
         """Return `x` as bytes, one row a shard; a view where shards come out even."""
-        missing = self.count * self.size - self.numel
-        flat = pad(x.reshape(-1), (0, missing)) if missing else x.reshape(-1)
+        flat = buffers.padded(x.reshape(-1), self.count * self.size)
         return flat.view(torch.uint8).view(self.count, self.size * x.element_size())
 
     def values(self, received: Tensor, dtype: torch.dtype) -> Tensor:
@@ -132,7 +130,7 @@ class ShardedPayload(ABC):
 
     def empty_row(self, device: torch.device) -> Tensor:
         """Return a row of zeros, to be encoded into."""
-        return torch.zeros(self.nbytes, dtype=torch.uint8, device=device)
+        return buffers.zeros((self.nbytes,), torch.uint8, device)
 
 
 class CutPayload(ShardedPayload):
@@ -171,8 +169,8 @@ class CutPayload(ShardedPayload):
     def empty(self, device: torch.device) -> tuple[tuple[Tensor, ...], Payload]:
         """Return a buffer for each field of all rows, and the payload of the whole tensor as views of them."""
         count = self.shards.count
-        make = torch.empty if self.shards.numel == self.shards.size * count else torch.zeros
-        fields = tuple(make(field.numel * count, dtype=field.dtype, device=device) for field in self.row.fields)
+        make = buffers.empty if self.shards.numel == self.shards.size * count else buffers.zeros
+        fields = tuple(make((field.numel * count,), field.dtype, device) for field in self.row.fields)
         return fields, tuple(buffer[: field.numel] for buffer, field in zip(fields, self.whole, strict=True))
 
     def rows(self, fields: tuple[Tensor, ...]) -> Tensor:
@@ -187,7 +185,7 @@ class CutPayload(ShardedPayload):
         """Return the payload of the whole tensor that one row a shard make up."""
         payload: list[Tensor] = []
         for at, field, whole in zip(self.row.offsets, self.row.fields, self.whole, strict=True):
-            joined = rows[:, at : at + field.nbytes].reshape(-1).contiguous()  # a column of single bytes is a view
+            joined = buffers.contiguous(rows[:, at : at + field.nbytes]).view(-1)
             payload.append(joined[: whole.nbytes].view(field.dtype))
         return tuple(payload)
 
@@ -207,7 +205,7 @@ class ShardPayloads(ShardedPayload):
 
     def encode(self, x: Tensor, key: Key, encode: Encode) -> tuple[Tensor, Sent]:
         """Shard by shard, each with a key of its own: a codec counts elements from the start of what it is given."""
-        rows = torch.zeros(self.shards.count, self.nbytes, dtype=torch.uint8, device=x.device)
+        rows = buffers.zeros((self.shards.count, self.nbytes), torch.uint8, x.device)
         for rank, row in enumerate(collective.by_rank(rows)):
             encode(x[self.shards.of(rank)], self.shard_key(key, rank), self.payload(row, rank))
         return rows, _SentShards(self, rows, key)

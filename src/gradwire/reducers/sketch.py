@@ -84,7 +84,7 @@ class Sketch(Reducer):
         part = factor_part(low_rank.project_columns(M, St), grain, step)
         MSt = (yield collective.AllReduce(part)).float()
         mean, sent = mean_of_factors(MSt, St, step), SentFactors(part, St, step.world_size)
-        return Reduced(mean.to(x.dtype).view(x.shape), sent, state, memory=mean)
+        return Reduced(mean.to(x.dtype).view(x.shape), sent, state)
 
 
 def directions(key: Key, columns: int, rank: int, device: torch.device) -> Tensor:

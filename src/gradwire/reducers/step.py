@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from gradwire.core import program
+from gradwire.core import buffers, program
 from gradwire.core.grain import Grain
 from gradwire.core.key import Key
-from gradwire.core.spare import Spare
 from gradwire.core.state import State
 
 
@@ -27,14 +26,10 @@ class Step:
     world_size: int
     seed: int = 0
     weight: float | None = None
-    spare: Spare | None = field(default=None, compare=False, repr=False)
 
     def empty(self, numel: int, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Return memory for a mean, 1-d, on the device and in the dtype of `like`; see `Reduced.memory`."""
-        dtype = dtype or like.dtype
-        if self.spare is None:
-            return torch.empty(numel, dtype=dtype, device=like.device)
-        return self.spare.empty(numel, dtype, like.device)
+        """Return memory for a mean, 1-d, on the device and in the dtype of `like`."""
+        return buffers.empty((numel,), dtype or like.dtype, like.device)
 
     def key(self, grain: Grain, stage: str = "", rank: int | None = None) -> Key:
         """Return the key of `rank` (default: this one) for a stage of coding `grain`."""
@@ -58,16 +53,12 @@ class Reduced(NamedTuple):
 
     `bad` is None, or a 0-d bool tensor, the same on every rank, that is true where the step must not be kept: the
     driver then forgets the new state of every grain of the step.
-
-    `memory` is None, or what `Step.empty` gave for `value`, which nobody else holds: the next grain may have it once
-    the driver has taken the value. A wrapper that keeps the value of an inner reducer leaves it out.
     """
 
     value: Tensor
     sent: Sent
     state: State
     bad: Tensor | None = None
-    memory: Tensor | None = None
 
 
 Program = program.Program[Reduced]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from gradwire.core import collective
+from gradwire.core import buffers, collective
 from gradwire.core.grain import Grain
 from gradwire.core.payload import Field, Layout, Payload
 from gradwire.core.state import State
@@ -67,7 +67,7 @@ class SVD(LowRank):
         for i, M in enumerate(x.view(grain.shape)):  # one at a time: U and V are as large as M
             _decompose(M.float(), own[0][i], own[1][i])
         rows = yield collective.AllGather(wire)
-        mean = torch.zeros(grain.shape, dtype=torch.float32, device=x.device)
+        mean = buffers.zeros(grain.shape, torch.float32, x.device)
         for row in collective.by_rank(rows):
             Pt, Qt = _factors(layout.views(row), grain)
             low_rank.low_rank_(mean, Pt.float(), Qt.float(), 1.0 / step.world_size, add=True)

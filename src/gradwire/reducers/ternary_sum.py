@@ -12,7 +12,7 @@ from typing_extensions import override
 from gradwire import kernels
 from gradwire.codecs import TernGrad
 from gradwire.codecs.base import Codec, as_float32
-from gradwire.core import collective
+from gradwire.core import buffers, collective
 from gradwire.core.grain import Grain
 from gradwire.core.key import Key
 from gradwire.core.payload import Field, Layout, Payload
@@ -81,11 +81,11 @@ class TernarySum(Reducer):
         second.decode_into(gathered, mean, key)
         _scale(mean, scales / n, self.block)
         sent = SentPayload(codec, (scales, packed), key)
-        return Reduced(mean.to(x.dtype).view(x.shape), sent, state, memory=mean)
+        return Reduced(mean.to(x.dtype).view(x.shape), sent, state)
 
     def _scales(self, flat: Tensor) -> Tensor:
         """Of each block; infinity where it is not finite, since a backend's maximum may pass over NaN."""
-        scales = torch.empty(-(-flat.numel() // self.block), dtype=torch.float32, device=flat.device)
+        scales = buffers.empty((-(-flat.numel() // self.block),), torch.float32, flat.device)
         kernels.ternary_scales(flat, self.clip or math.inf, self.block, scales)
         return torch.where(torch.isfinite(scales), scales, float("inf"))
 
@@ -126,7 +126,7 @@ class _Sums(Codec):
         return Layout((Field(torch.uint8, kernels.packed_nbytes(numel, self.bits)),))
 
     def encode_into(self, x: Tensor, key: Key, out: Payload) -> None:
-        codes = (x + self.n).to(torch.uint8 if self.bits <= 8 else torch.int32)
+        codes = buffers.copied(buffers.copied(x).add_(self.n), torch.uint8 if self.bits <= 8 else torch.int32)
         kernels.pack_bits(codes, self.bits, out[0])
 
     def decode_into(self, payload: Payload, out: Tensor, key: Key) -> None:
@@ -135,7 +135,7 @@ class _Sums(Codec):
 
 def _add(received: Tensor, first: CutPayload, second: CutPayload, step: Step) -> Tensor:
     """The row of the sums of this rank's shard."""
-    total = torch.zeros(first.shards.size_of(step.rank), dtype=torch.float32, device=received.device)
+    total = buffers.zeros((first.shards.size_of(step.rank),), torch.float32, received.device)
     for row in collective.by_rank(received):
         first.accumulate(row, step.rank, total, Key(), alpha=1.0)
     wire = second.empty_row(received.device)

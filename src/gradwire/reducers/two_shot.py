@@ -77,7 +77,7 @@ class _Halves(Reducer):
         # In the dtype of sums, so that the owner's shard is not rounded between the halves.
         mine = yield from run(grain, x.to(sum_dtype(x.dtype)), State(), step)
         whole = yield from self.gather.gather(grain, mine.value, state, step, x.dtype)
-        return Reduced(whole.tensor.view(x.shape), mine.sent, whole.state, memory=whole.tensor)
+        return Reduced(whole.tensor.view(x.shape), mine.sent, whole.state)
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from gradwire.core.collective import ring_bytes
 from gradwire.core.figures import milliseconds, si_bits_per_s, si_bytes, significant
@@ -20,6 +19,7 @@ from gradwire.core.state import walk
 from gradwire.drivers.engine import Engine
 from gradwire.drivers.window import START_UP, Window
 from gradwire.session.estimate import Times, summarise
+from gradwire.session.memory import HeldMemory, held_memory
 from gradwire.session.pace import WindowPace
 from gradwire.session.step_times import ToldSteps
 from gradwire.topology.reduction_times import ReductionTimes
@@ -76,8 +76,7 @@ class Report:
         link_latency_ms: of the smallest all-reduce.
         residual_norm: of all that this rank owes; None for a method that owes nothing.
         gradient_norm: of this rank's gradient, in one of the last steps; None before it was taken.
-        state_bytes: memory of residuals, factors and whatever else is remembered between steps.
-        buffer_bytes: memory that gradients are copied to.
+        memory: what the method holds between steps, by kind.
         averages: whether the method computes a mean, as uncompressed training does, and not another rule.
         period: "step" where gradients are combined; "window" or "round" where models are, every few steps. Bytes and
             times are those of a step of training then, and DDP, which combines gradients in each, is what they are
@@ -100,8 +99,7 @@ class Report:
     link_latency_ms: float | None
     residual_norm: float | None
     gradient_norm: float | None
-    state_bytes: int
-    buffer_bytes: int
+    memory: HeldMemory
     averages: bool = True
     period: str = "step"
     steps_a_period: float = 1.0
@@ -116,6 +114,16 @@ class Report:
     def dense(self) -> str:
         """Uncompressed training, as sentences call it."""
         return f"DDP in {self.dense_name}" if self.replaces_ddp else self.dense_name
+
+    @property
+    def state_bytes(self) -> int:
+        """Memory of residuals, factors and whatever else is remembered between steps."""
+        return self.memory.state_bytes
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Memory that gradients are copied to."""
+        return self.memory.buffer_bytes
 
     @property
     def saved_bytes(self) -> float:
@@ -175,8 +183,9 @@ class Report:
         return f"{said}; use none" if self.averages else said
 
     def as_dict(self) -> dict[str, Any]:
-        """The same as plain numbers and strings, `times` among the rest; what is not known is None."""
-        plain = asdict(self)
+        """The same as plain numbers and strings, `times` and `memory` among the rest; what is not known is None."""
+        plain = asdict(self) | self.memory.as_dict()
+        del plain["memory"]
         times = plain.pop("times") or dict.fromkeys(Times.__dataclass_fields__)
         if times["dense_high_ms"] == math.inf:
             times["dense_high_ms"] = None
@@ -242,8 +251,7 @@ def observed(
         link_latency_ms=1000 * link.least_s if link else None,
         residual_norm=residual_norm if any(leaf.owed for leaf in leaves) else None,
         gradient_norm=None if window.found_bad() else window.gradient_norm(),
-        state_bytes=_held_bytes(leaf.tensor for leaf in leaves),
-        buffer_bytes=_held_bytes(engine.buffers()),
+        memory=held_memory(engine),
         averages=averages,
         period=pace.period if pace else "step",
         steps_a_period=pace.steps_a_period if pace else 1.0,
@@ -259,12 +267,6 @@ def _dtype_name(dtypes: Collection[torch.dtype]) -> str:
     """What gradients are when nothing is done to them."""
     (dtype,) = dtypes if len(dtypes) == 1 else (None,)
     return _SHORT.get(dtype, "uncompressed") if dtype else "uncompressed"
-
-
-def _held_bytes(tensors: Iterable[Tensor]) -> int:
-    """Memory of all tensors, what they share counted once."""
-    storages = (tensor.untyped_storage() for tensor in tensors)
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def _judged(report: Report, times: Times) -> str:
@@ -416,5 +418,4 @@ def _norm_rows(report: Report) -> list[Row]:
 
 
 def _memory_rows(report: Report) -> list[Row]:
-    parts = f"{si_bytes(report.state_bytes)} of states, {si_bytes(report.buffer_bytes)} of buffers"
-    return [("memory", si_bytes(report.state_bytes + report.buffer_bytes), parts)]
+    return [("memory", si_bytes(report.memory.total_bytes), str(report.memory))]

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gradwire.core import buffers
 from gradwire.kernels.indices.reference import candidates
 from gradwire.kernels.packing.cpu import pack_codes, pack_one_by_one, unpack_codes
 from gradwire.kernels.runtime import pool
@@ -285,7 +286,7 @@ def _read_all(words: np.ndarray, bits: int, gaps: bool, numel: int, out: np.ndar
 
 def decode(packed: Tensor, numel: int, count: int, bits: int) -> tuple[Tensor, bool]:
     """Elias-Fano; returns indices and whether they are sound."""
-    indices = torch.empty(count, dtype=torch.int32)
+    indices = buffers.empty((count,), torch.int32, packed.device)
     return indices, _read_all(_words(packed), bits, False, numel, array_of(indices))
 
 
@@ -296,5 +297,5 @@ def decode_rice(packed: Tensor, numel: int, count: int, bits: int) -> tuple[Tens
     chosen, used, some = header & 63, header >> 6 & 0x3FFFFFF, header >> 32
     if chosen > 31 or used >= words.size or some > count:
         return torch.empty(0, dtype=torch.int32), False
-    indices = torch.empty(some, dtype=torch.int32)
+    indices = buffers.empty((some,), torch.int32, packed.device)
     return indices, _read_all(words[1:], chosen, True, numel, array_of(indices))

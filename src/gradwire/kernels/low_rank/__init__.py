@@ -15,6 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gradwire.core import buffers
 from gradwire.kernels.dispatch import Kernel
 from gradwire.kernels.low_rank import reference
 
@@ -131,7 +132,7 @@ def low_rank(Pt: Tensor, Qt: Tensor) -> Tensor:
     tensor([[[3., 4.],
              [6., 8.]]])
     """
-    out = torch.empty(Pt.shape[0], Pt.shape[2], Qt.shape[2], dtype=torch.float32, device=Qt.device)
+    out = buffers.empty((Pt.shape[0], Pt.shape[2], Qt.shape[2]), torch.float32, Qt.device)
     low_rank_(out, Pt, Qt)
     return out
 

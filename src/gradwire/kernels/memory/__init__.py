@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gradwire.core import buffers
 from gradwire.kernels.dispatch import Kernel
 from gradwire.kernels.memory import reference
 
@@ -57,7 +58,7 @@ def add_scaled_(into: Tensor, x: Tensor, alpha: float = 1.0) -> None:
     tensor([1.5000, 2.0000])
     """
     if abs(alpha) == 1.0:  # an exact product
-        into.add_(x.to(into.dtype), alpha=alpha)
+        into.add_(buffers.as_dtype(x, into.dtype), alpha=alpha)
         return
     simple = into.dtype == x.dtype == torch.float32 and into.is_contiguous() and x.is_contiguous()
     add = _add_scaled_.on(into.device, into.numel()) if simple else reference.add_scaled_

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gradwire.core import buffers
 from gradwire.kernels.random.reference import uniform
 
 _PIECE = 1 << 16
@@ -18,7 +19,7 @@ def add_bf16_(x: Tensor, r: Tensor, alpha: float) -> None:
 def add_scaled_(into: Tensor, x: Tensor, alpha: float) -> None:
     """into += alpha * x, a piece at a time, so that the products stay small."""
     for piece, part in zip(into.split(_PIECE), x.split(_PIECE), strict=True):
-        piece.add_(part.to(into.dtype) * alpha)
+        piece.add_(buffers.copied(part, into.dtype).mul_(alpha))
 
 
 def round_bf16(x: Tensor, seed: int, out: Tensor) -> None:

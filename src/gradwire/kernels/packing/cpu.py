@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gradwire.core import buffers
 from gradwire.kernels.runtime import pool
 from gradwire.kernels.runtime.compiling import array_of, compiled, inline
 from gradwire.kernels.runtime.tiles import TILE
@@ -186,7 +187,7 @@ def pack_bits(codes: Tensor, bits: int, out: Tensor) -> None:
 
 
 def unpack_bits(packed: Tensor, bits: int, numel: int) -> Tensor:
-    codes = torch.empty(numel, dtype=torch.uint8 if bits <= 8 else torch.int32)
+    codes = buffers.empty((numel,), torch.uint8 if bits <= 8 else torch.int32, packed.device)
     kernel = _unpack_narrow if bits <= 8 else _unpack_wide
     p, c = array_of(packed), array_of(codes)
     pool.run([functools.partial(kernel, p[i * bits // 8 :], bits, c[i:j]) for i, j in pool.chunks(numel, 8)])

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gradwire.core import buffers
 from gradwire.kernels.random.reference import (
     CENTRE,
     LOG_2,
@@ -87,7 +88,7 @@ def _permuted_indices(out, first, numel, a, b, walks, words):
 
 
 def permuted_indices(seed: int, numel: int, k: int, device: torch.device) -> Tensor:
-    out = torch.empty(k, dtype=torch.int32)
+    out = buffers.empty((k,), torch.int32, device)
     o, words = array_of(out), np.array(permutation_words(seed), np.uint32)
     a, b, walks = permutation_domain(numel)
     cuts = pool.chunks(k, weight=RANDOM_ACCESS_WEIGHT)
@@ -110,7 +111,7 @@ def _stratified_indices(out, begin, numel, k, size, longer, w0, w1, turn, first)
 
 
 def stratified_indices(seed: int, numel: int, k: int, device: torch.device) -> Tensor:
-    out = torch.empty(k, dtype=torch.int32)
+    out = buffers.empty((k,), torch.int32, device)
     if k:
         o, words = array_of(out), strata(seed, numel, k)
         cuts = pool.chunks(k, weight=RANDOM_ACCESS_WEIGHT)

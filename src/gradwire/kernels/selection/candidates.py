@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from gradwire.core import buffers
 from gradwire.kernels.runtime import pool
 from gradwire.kernels.runtime.compiling import compiled, inline, raw_bits_of
 from gradwire.kernels.runtime.torch_blocks import CANONICAL_NAN
@@ -115,7 +116,7 @@ def kth_largest(words: Words, k: int) -> int:
 
 def new_words(n: int) -> Words:
     """An array of `n` words that holds nothing yet."""
-    return raw_bits_of(torch.empty(n, dtype=torch.float32))
+    return raw_bits_of(buffers.empty((n,), torch.float32, torch.device("cpu")))
 
 
 _SAMPLE = 4096
@@ -149,8 +150,8 @@ def candidates_from(pieces: list[Words], least: int, counts: list[int]) -> list[
     starts = itertools.accumulate((piece.size for piece in pieces[:-1]), initial=0)
     found = [(new_words(n).view(np.int32), new_words(n)) for n in counts]
     tasks = [
-        functools.partial(_write_from, piece, start, least, *buffers)
-        for piece, start, buffers in zip(pieces, starts, found, strict=True)
+        functools.partial(_write_from, piece, start, least, *rooms)
+        for piece, start, rooms in zip(pieces, starts, found, strict=True)
     ]
     pool.run(tasks, numel=sum(piece.size for piece in pieces))
     return found

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gradwire.core import buffers
 from gradwire.kernels.runtime import pool
 from gradwire.kernels.runtime.compiling import array_of, compiled, raw_bits_of
 from gradwire.kernels.runtime.tiles import max_magnitude
@@ -42,9 +43,10 @@ def all_finite(x: Tensor) -> Tensor:
 
 def topk(x: Tensor, k: int, values: Tensor | None = None) -> tuple[Tensor, Tensor]:
     chosen = _chosen(raw_bits_of(x), k)
-    values = torch.empty(k, dtype=torch.float32) if values is None else values
+    values = buffers.empty((k,), torch.float32, x.device) if values is None else values
     direct = values.dtype == torch.float32 and values.is_contiguous()
-    indices, found = torch.empty(k, dtype=torch.int32), values if direct else torch.empty(k, dtype=torch.float32)
+    indices = buffers.empty((k,), torch.int32, x.device)
+    found = values if direct else buffers.empty((k,), torch.float32, x.device)
     if k:
         _write(chosen, array_of(indices), raw_bits_of(found))
     if not direct:
@@ -132,10 +134,11 @@ def at_least(x: Tensor, tau: Tensor, values: Tensor) -> Tensor:
     if sum(counts) > most:
         return topk(x, most, values)[0]
     candidates = candidates_from(pieces, least, counts)
-    indices = np.concatenate([places for places, _ in candidates])
-    raw_bits_of(values)[: indices.size] = np.concatenate([words for _, words in candidates])
-    values[indices.size :] = 0
-    return torch.from_numpy(indices)
+    indices = buffers.empty((sum(counts),), torch.int32, x.device)
+    np.concatenate([places for places, _ in candidates], out=array_of(indices))
+    np.concatenate([words for _, words in candidates], out=raw_bits_of(values)[: sum(counts)])
+    values[sum(counts) :] = 0
+    return indices
 
 
 def topk_encode_keeping(x: Tensor, values: Tensor, indices: Tensor) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gradwire.core import buffers
 from gradwire.core.errors import PayloadError
 from gradwire.kernels.checks import require, require_size
 from gradwire.kernels.dispatch import Kernel
@@ -34,7 +35,7 @@ def gather(x: Tensor, indices: Tensor, out: Tensor | None = None) -> Tensor:
     require("x", x, torch.float32)
     require("indices", indices, torch.int32)
     if out is None:
-        out = torch.empty(indices.numel(), dtype=torch.float32, device=x.device)
+        out = buffers.empty((indices.numel(),), torch.float32, x.device)
     require("out", out, torch.float32)
     require_size("out", out, indices.numel())
     _gather.on(x.device, indices.numel())(x, indices, out)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gradwire.core import buffers
 from gradwire.kernels.runtime import pool
 from gradwire.kernels.runtime.compiling import array_of, compiled, raw_bits_of
 from gradwire.kernels.runtime.tiles import RANDOM_ACCESS_WEIGHT
@@ -38,7 +39,7 @@ def _scatter_add(into, indices, values, alpha):
 
 def scatter_add_(into: Tensor, indices: Tensor, values: Tensor, alpha: float = 1.0, distinct: bool = False) -> None:
     """One thread where indices may repeat: the order of addition must not depend on the number of threads."""
-    o, at, v = array_of(into), array_of(indices), array_of(values.to(torch.float32))
+    o, at, v = array_of(into), array_of(indices), array_of(buffers.as_dtype(values, torch.float32))
     cuts = pool.chunks(at.size, weight=RANDOM_ACCESS_WEIGHT) if distinct else [(0, at.size)]
     pool.run([functools.partial(_scatter_add, o, at[i:j], v[i:j], np.float32(alpha)) for i, j in cuts])
 
@@ -54,7 +55,7 @@ def _add_within(into, indices, values):
 
 def scatter_(out: Tensor, indices: Tensor, values: Tensor) -> None:
     """One thread for what is added: indices of a damaged payload may repeat."""
-    _add_within(array_of(out.zero_()), array_of(indices), array_of(values.to(torch.float32)))
+    _add_within(array_of(out.zero_()), array_of(indices), array_of(buffers.as_dtype(values, torch.float32)))
 
 
 @compiled("uint32(uint32[::1])")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from gradwire.core import collective
+from gradwire.core import buffers, collective
 from gradwire.core.grain import Grain
 from gradwire.core.state import State
 from gradwire.kernels import robust
@@ -135,13 +135,13 @@ def _layer_products(rows: Tensor, grain: Grain, step: Step) -> Tensor:
     n = step.world_size
     products = torch.zeros(len(grain.segments), n, n, dtype=torch.float64, device=rows.device)
     for layer, start, stop in _layer_columns(grain, step):
-        products[layer] = robust.products(rows[:, start:stop].contiguous())
+        products[layer] = robust.products(buffers.contiguous(rows[:, start:stop]))
     return products
 
 
 def _combine(rows: Tensor, coefficients: Tensor, grain: Grain, step: Step) -> Tensor:
     """This rank's shard of the result."""
-    out = torch.zeros(rows.shape[1], dtype=rows.dtype, device=rows.device)
+    out = buffers.zeros(rows.shape[1:], rows.dtype, rows.device)
     for layer, start, stop in _layer_columns(grain, step):
-        robust.weighted_sum(rows[:, start:stop].contiguous(), coefficients[layer], out[start:stop])
+        robust.weighted_sum(buffers.contiguous(rows[:, start:stop]), coefficients[layer], out[start:stop])
     return out

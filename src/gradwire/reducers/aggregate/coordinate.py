@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 from typing_extensions import override
 
+from gradwire.core import buffers
 from gradwire.kernels import robust
 from gradwire.reducers.aggregate.rule import Rule, TolerantRule
 
@@ -76,6 +76,6 @@ class TrimmedMean(TolerantRule):
 
 
 def _trimmed(rows: Tensor, trim: int) -> Tensor:
-    out = torch.empty(rows.shape[1], dtype=rows.dtype, device=rows.device)
+    out = buffers.empty(rows.shape[1:], rows.dtype, rows.device)
     robust.trimmed_mean(rows, trim, out)
     return out

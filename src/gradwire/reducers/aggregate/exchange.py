@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from gradwire.codecs import Identity
 from gradwire.codecs.base import Codec, layout_of
-from gradwire.core import agreement, collective
+from gradwire.core import agreement, buffers, collective
 from gradwire.core.collective import Collective
 from gradwire.core.errors import CompositionError
 from gradwire.core.grain import Grain
@@ -187,7 +187,7 @@ class Gathered(Aggregate):
 
     def _decoded(self, grain: Grain, received: Tensor, layout: Layout, like: Tensor, step: Step) -> Tensor:
         """All ranks' tensors, one a row."""
-        rows = torch.empty(len(received), like.numel(), dtype=sum_dtype(like.dtype), device=like.device)
+        rows = buffers.empty((len(received), like.numel()), sum_dtype(like.dtype), like.device)
         for rank, (wire, row) in enumerate(zip(received, rows, strict=True)):
             self.codec.decode_into(layout.views(wire), row, step.key(grain, rank=rank))
         return rows
@@ -241,7 +241,7 @@ class RuleOnShards(OnShards, Aggregate):
         sharded, size = ShardPayloads(self.codec, shards, flat.dtype), shards.size_of(step.rank)
         sent_rows, sent = sharded.encode(flat, step.key(grain, "first"), self.codec.encode_into)
         received = yield collective.AllToAll(sent_rows)
-        values = torch.zeros(n, shards.size, dtype=flat.dtype, device=flat.device)
+        values = buffers.zeros((n, shards.size), flat.dtype, flat.device)
         for rank, row in enumerate(collective.by_rank(received)):
             sharded.accumulate(row, step.rank, values[rank, :size], step.key(grain, "first", rank=rank), alpha=1.0)
         rows, distances = _remembering(values, state), None
@@ -254,7 +254,7 @@ class RuleOnShards(OnShards, Aggregate):
 def _remembering(rows: Tensor, state: State) -> Tensor:
     """The rows, and behind them the last result where there is one."""
     last = state.get("last")
-    return torch.cat([rows, last.tensor.view(1, -1)]) if isinstance(last, Leaf) else rows
+    return buffers.joined([rows, last.tensor.view(1, -1)]) if isinstance(last, Leaf) else rows
 
 
 def _remembered(combined: Tensor, state: State) -> State:

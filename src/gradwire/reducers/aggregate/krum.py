@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gradwire.core import buffers
 from gradwire.core.errors import CompositionError
 from gradwire.kernels import robust
 from gradwire.reducers.aggregate.rule import GeometricRule, Rule, TolerantRule, in_order_sum
@@ -135,8 +136,10 @@ class Bulyan(TolerantRule, Rule):
     def combine(self, rows: Tensor, distances: Tensor | None) -> Tensor:
         """Select, then average around the median."""
         assert distances is not None
-        out = torch.empty(rows.shape[1], dtype=rows.dtype, device=rows.device)
-        chosen = rows.index_select(0, self.selected(distances))
+        out = buffers.empty(rows.shape[1:], rows.dtype, rows.device)
+        selected = self.selected(distances)
+        chosen = buffers.empty((len(selected), rows.shape[1]), rows.dtype, rows.device)
+        torch.index_select(rows, 0, selected, out=chosen)
         robust.mean_around_median(chosen, rows.shape[0] - 4 * self.bad, out)
         return out
 

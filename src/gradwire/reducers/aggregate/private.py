@@ -12,7 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from gradwire.codecs import Identity
-from gradwire.core import agreement, collective
+from gradwire.core import agreement, buffers, collective
 from gradwire.core.errors import CompositionError
 from gradwire.core.grain import Grain
 from gradwire.core.state import State
@@ -108,7 +108,7 @@ class PrivateMean(Clipped):
         n = step.world_size
         y = x.reshape(-1).to(torch.promote_types(x.dtype, torch.float32))
         square = yield agreement.Total(robust.products(y.view(1, -1)), of=self, over="grains")
-        y = y * (_clipping(self.clip, square.view(())) / n).to(y.dtype)
+        y = buffers.copied(y).mul_((_clipping(self.clip, square.view(())) / n).to(y.dtype))
         add_noise(y, self.noise * self.clip / math.sqrt(n) / n)
         total = yield collective.AllReduce(y, consumable=True)
         return Reduced(total.to(x.dtype).view(x.shape), SentAll(), state)
@@ -218,7 +218,7 @@ class PrivateReports(Clipped, Wrapper):
         """The norm, then the inner program on the report."""
         y = x.to(torch.promote_types(x.dtype, torch.float32))
         square = yield agreement.Total(robust.products(y.reshape(1, -1)), of=self, over="grains")
-        y = y * _clipping(self.clip, square.view(())).to(y.dtype)
+        y = buffers.copied(y).mul_(_clipping(self.clip, square.view(())).to(y.dtype))
         add_noise(y, self.noise * self.clip / (math.sqrt(step.world_size) if self.together else 1.0))
         reduced = yield from self.inner.reduce(grain, y, state, step)
         return reduced._replace(value=reduced.value.to(x.dtype))

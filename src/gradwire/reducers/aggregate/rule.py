@@ -22,9 +22,9 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
+from gradwire.core import buffers
 from gradwire.core.errors import CompositionError
 from gradwire.kernels import robust
 from gradwire.kernels.rounding import square_root
@@ -90,7 +90,7 @@ class GeometricRule(Rule):
     def combine(self, rows: Tensor, distances: Tensor | None) -> Tensor:
         """Sum_i weights[i] * rows[i]."""
         assert distances is not None
-        out = torch.empty(rows.shape[1], dtype=rows.dtype, device=rows.device)
+        out = buffers.empty(rows.shape[1:], rows.dtype, rows.device)
         robust.weighted_sum(rows, self.weights(distances), out)
         return out
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from gradwire.core import agreement, collective
+from gradwire.core import agreement, buffers, collective
 from gradwire.core.collective import Collective
 from gradwire.core.errors import CompositionError, StepError
 from gradwire.core.grain import Grain
@@ -167,7 +167,7 @@ class Weighted(Wrapper):
             factors = [step.world_size * value / sum(values) for value in values]
             scale, largest = factors[step.rank], max(factors)
         if x.dtype != torch.float16:  # float32 has the room that a weight needs
-            y = x.mul_(scale) if self.inner.keeps_input else x * scale
+            y = (x if self.inner.keeps_input else buffers.copied(x)).mul_(scale)
             return (yield from self.inner.reduce(grain, y, state, step))
         if state:  # what is remembered must not change its unit with the weights
             reduced = yield from self.inner.reduce(grain, x.float() * scale, state, step)
