@@ -29,6 +29,7 @@ from gradwire.profiling.account import critical_path
 from gradwire.ranks.supervised import run_function
 from gradwire.report.profile import render
 from gradwire.topology import MeasuredPair
+from gradwire.watch import Follower
 from profile_records import record, step, wire
 
 CASES = str(Path(__file__).with_name("profile_cases.py"))
@@ -296,7 +297,7 @@ def test_a_session_can_be_profiled_again_and_nothing_stays_behind(tmp_path: Path
 @pytest.mark.parametrize("method", [[], ["--method", "int4"]], ids=["plain", "int4"])
 def test_a_script_is_profiled_as_it_is(tmp_path: Path, method: list[str]) -> None:
     folder = tmp_path / "profile"
-    words = ["-m", "gradwire", "run", "--profile", str(folder), *method, str(EXAMPLES / "train_ddp.py")]
+    words = ["-m", "gradwire", "run", "--profile", str(folder), "--live", *method, str(EXAMPLES / "train_ddp.py")]
     done = run_two([*words, "--folder", str(tmp_path)], tmp_path / "run")
     assert "gradwire profile" in done.logs[0]
     records = read_records(folder)
@@ -309,6 +310,8 @@ def test_a_script_is_profiled_as_it_is(tmp_path: Path, method: list[str]) -> Non
         assert {"data", "forward", "loss", "backward", "optimizer"} <= set(rank.loop)
         assert rank.sent_bytes > 0
         assert 0.5 < rank.accounted <= 1.0 + 1e-9  # of steps of 2 ms, between whose spans hooks take their time
+    view = Follower(folder).view()
+    assert (view.steps, view.is_over, view.failed, view.missing) == (20, True, None, [])
 
 
 def test_a_script_needs_a_method_or_a_profile(capsys: Any) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import errno
 import json
 import secrets
+import sys
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -102,7 +103,9 @@ class RunServer(ThreadingHTTPServer):
             self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that has gone away is no news: nothing is printed over the terminal's view."""
+        """Print what went wrong, unless it is that a client has gone away."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
 
 
 def _not_bound(port: int, error: OSError | OverflowError) -> str:
