@@ -365,13 +365,16 @@ def test_a_script_for_fsdp2_trains_as_it_is(tmp_path: Path) -> None:
     said: list[str] = []
     run_ranks(
         [[sys.executable, str(file)]] * 2,
-        [{**each, "STEPS": "31", "GRADWIRE_TIME_LINK": "0"} for each in loopback_environments(2)],
+        [
+            {**each, "STEPS": "21", "GRADWIRE_TIME_LINK": "0", "OMP_NUM_THREADS": "1"}
+            for each in loopback_environments(2)
+        ],
         log_dir=tmp_path,
-        deadline_s=120,
+        deadline_s=180,
         on_line=lambda rank, line: said.append(line) if rank == 0 else None,
     )
     losses = [float(line.split()[-1]) for line in said if line.startswith("step")]
-    assert len(losses) == 4
+    assert len(losses) == 3
     assert losses[-1] < losses[0]
     assert any("int4" in line for line in said)
 
