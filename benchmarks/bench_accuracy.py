@@ -5,7 +5,8 @@ On two emulated hosts it compares three things in one run:
 - times of collectives and of a method with those of a bare loop, which is written here without anything of
   `gradwire.bench`: a barrier, so many calls, the time of the slowest rank by call;
 - the rate of the link with the rate that it is limited to;
-- its latency with half a round trip of PyTorch's own `send` and `recv`. Beside it stands that of plain sockets.
+- its latency with half a round trip of a Gloo group's own messages, the fastest that there is over torch.distributed.
+  Beside it stands that of plain sockets.
 
 Both of each take turns in the same processes. What counts of times is the median over rounds of the ratio of two that
 follow each other, so whatever else the machine does falls on both; of latencies the ratio of the lower quartiles. Rate

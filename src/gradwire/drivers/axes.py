@@ -6,7 +6,7 @@ that of many round trips of a few bytes, before the streams and after them; the 
 busy adds to half of them. The rate is told by the receiver: a stream of messages without a pause between them, of which
 only the second half counts, when windows are as large as the link wants them.
 
-The latency is that of the transport. Gloo takes about 60 us where plain sockets take 10, on a link without a delay.
+The latency is that of the transport. Gloo takes about 55 us where plain sockets take 13, on a link without a delay.
 
 Streams grow until one takes long enough, so a link of 1 Mbit/s and one of 100 Gbit/s take seconds both.
 """
