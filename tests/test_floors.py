@@ -42,6 +42,7 @@ FLOORS = (
     ("federate",),
     ("doctor",),
     ("bench",),
+    ("planning",),
     ("report",),
     ("cli",),
     ("__main__",),

@@ -19,6 +19,7 @@ from gradwire.cli import (
     nccl,
     net,
     overlap,
+    plan,
     profile,
     run,
     stacks,
@@ -113,6 +114,7 @@ def parser() -> argparse.ArgumentParser:
     doctor.add_command(commands)
     nccl.add_commands(commands)
     bench.add_command(commands)
+    plan.add_command(commands)
     stacks.add_command(commands)
     return root
 
