@@ -101,6 +101,7 @@ def _layout_json(one: PlannedLayout) -> dict[str, object]:
 def _show(found: ScalingPlan, console: Console) -> None:
     from gradwire.cli.lines import say
     from gradwire.core.figures import significant
+    from gradwire.planning.search import spoken_seconds
 
     model, best = found.model, found.best[0]
     say(
@@ -112,7 +113,9 @@ def _show(found: ScalingPlan, console: Console) -> None:
     table = _table("step", "memory", "tokens/s", "layout")
     for one in found.best:
         rate = found.batch * model.sequence / one.time.total
-        table.add_row(_seconds(one.time.total), f"{one.memory.total / 1e9:.1f} GB", f"{rate:,.0f}", one.layout.says)
+        table.add_row(
+            spoken_seconds(one.time.total), f"{one.memory.total / 1e9:.1f} GB", f"{rate:,.0f}", one.layout.says
+        )
     console.print(table)
     say(
         console,
@@ -121,20 +124,21 @@ def _show(found: ScalingPlan, console: Console) -> None:
     parts = _table("part of the step", "seconds", "share", left=1)
     for name, seconds in best.time._asdict().items():
         if seconds:
-            parts.add_row(name, _seconds(seconds), f"{seconds / best.time.total:.1%}")
-    parts.add_row("total", _seconds(best.time.total), "100%")
+            parts.add_row(name, spoken_seconds(seconds), f"{seconds / best.time.total:.1%}")
+    parts.add_row("total", spoken_seconds(best.time.total), "100%")
     console.print(parts)
-    memory = _table("\npart of the memory", "\nGB", left=1)
+    console.print()
+    held = _table("part of the memory", "GB", left=1)
     for name, nbytes in best.memory._asdict().items():
-        memory.add_row(name, f"{nbytes / 1e9:.1f}")
-    memory.add_row("total", f"{best.memory.total / 1e9:.1f}")
-    console.print(memory)
+        held.add_row(name, f"{nbytes / 1e9:.1f}")
+    held.add_row("total", f"{best.memory.total / 1e9:.1f}")
+    console.print(held)
     say(console, "\nWhy its neighbours lost:")
     for one in found.neighbours:
         say(console, f"  {one.change}: {one.why}")
     say(console, "\nWhat would help this layout most:")
     for change, saved in found.helps:
-        say(console, f"  {change}: {_seconds(saved)} less a step")
+        say(console, f"  {change}: {spoken_seconds(saved)} less a step")
 
 
 def _table(*headings: str, left: int = 0) -> Table:
@@ -143,7 +147,3 @@ def _table(*headings: str, left: int = 0) -> Table:
         last = not left and place == len(headings) - 1
         table.add_column(heading, justify="left" if place < left or last else "right", no_wrap=True)
     return table
-
-
-def _seconds(value: float) -> str:
-    return f"{value:.2f} s" if value >= 0.1 else f"{1e3 * value:.2f} ms"

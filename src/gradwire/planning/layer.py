@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from gradwire.planning.layout import ParallelLayout
-from gradwire.planning.rates import Machine
+from gradwire.planning.rates import ReachedRates
 from gradwire.planning.transformer import Transformer
 
 
@@ -46,7 +46,7 @@ class LayerTimes(NamedTuple):
         return self.forward.plus(self.backward).plus(self.recomputed)
 
 
-def layer_times(model: Transformer, layout: ParallelLayout, machine: Machine, experts: bool) -> LayerTimes:
+def layer_times(model: Transformer, layout: ParallelLayout, machine: ReachedRates, experts: bool) -> LayerTimes:
     """Return what the passes of a layer take.
 
     A backward pass has two products for each of the forward pass, of the gradient with the weights and with the inputs.
@@ -107,13 +107,13 @@ def _shapes(model: Transformer, layout: ParallelLayout, tokens: float, experts: 
     return [*shapes, ((rows * local, h, up * inner), 1), ((rows * local, inner, h), 1)]
 
 
-def _backward_s(machine: Machine, layout: ParallelLayout, m: float, k: float, n: float) -> float:
+def _backward_s(machine: ReachedRates, layout: ParallelLayout, m: float, k: float, n: float) -> float:
     """Of the gradients of inputs and of weights; the latter are added to what micro-batches before left."""
     return machine.product_s(m, n, k) + machine.product_s(k, m, n, 2 * layout.gradient_bytes)
 
 
 def _attention(
-    model: Transformer, layout: ParallelLayout, machine: Machine, tokens: float
+    model: Transformer, layout: ParallelLayout, machine: ReachedRates, tokens: float
 ) -> tuple[float, float, float, float]:
     """Seconds of attention's products forward and backward, and bytes of what else its core reads and writes."""
     heads, s, d = model.heads / layout.tp, model.sequence, model.head
@@ -148,7 +148,7 @@ def _elementwise(model: Transformer, layout: ParallelLayout, tokens: float, expe
     return forward + activation * inner, backward + activation_backward * inner
 
 
-def _tensor_s(model: Transformer, layout: ParallelLayout, machine: Machine, tokens: float, experts: bool) -> float:
+def _tensor_s(model: Transformer, layout: ParallelLayout, machine: ReachedRates, tokens: float, experts: bool) -> float:
     """All-reduces after attention and after the feed-forward part (Shoeybi et al. 2019), or what they are split into.
 
     Whole experts take tokens that are split over ranks already, so their layers have only attention's.
@@ -157,7 +157,7 @@ def _tensor_s(model: Transformer, layout: ParallelLayout, machine: Machine, toke
     return count * machine.all_reduce_s(2 * tokens * model.hidden, layout.tp, 1)
 
 
-def _expert_s(model: Transformer, layout: ParallelLayout, machine: Machine, tokens: float) -> float:
+def _expert_s(model: Transformer, layout: ParallelLayout, machine: ReachedRates, tokens: float) -> float:
     """Two all-to-alls: tokens to their experts, and back."""
     if layout.ep == 1:
         return 0.0
@@ -166,7 +166,7 @@ def _expert_s(model: Transformer, layout: ParallelLayout, machine: Machine, toke
 
 
 def _ring_s(
-    model: Transformer, layout: ParallelLayout, machine: Machine, tokens: float, core: float, backward: float
+    model: Transformer, layout: ParallelLayout, machine: ReachedRates, tokens: float, core: float, backward: float
 ) -> tuple[float, float]:
     """What is left of a ring of keys and values behind the attention of each hop (Liu et al. 2023), each way."""
     hops = layout.cp - 1

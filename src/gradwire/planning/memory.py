@@ -68,20 +68,12 @@ def device_memory(model: Transformer, layout: ParallelLayout) -> DeviceMemory:
 
 
 def _stage_memory(model: Transformer, layout: ParallelLayout, last: bool) -> DeviceMemory:
-    parameters = stage_parameters(model, layout)
-    state = [0.0, 0.0, 0.0]
-    sizes = (PARAMETER_BYTES, layout.gradient_bytes, OPTIMIZER_BYTES)
-    sharded = (
-        layout.sharding == "parameters",
-        layout.sharding in ("gradients", "parameters"),
-        layout.sharding != "none",
-    )
-    for count, replicas in (
-        (parameters.dense, layout.replicas),
-        (parameters.expert, layout.expert_replicas),
-    ):
-        for kind, (size, split) in enumerate(zip(sizes, sharded, strict=True)):
-            state[kind] += count * size / (replicas if split else 1)
+    held = stage_parameters(model, layout)
+    stage = ((held.dense, layout.replicas), (held.expert, layout.expert_replicas))
+
+    def kept_bytes(size: int, split: bool) -> float:
+        return sum(count * size / (replicas if split else 1) for count, replicas in stage)
+
     in_flight = 1.0 if last and layout.pp > 1 else layout.in_flight
     layers = model.layers / layout.pp
     mean = layer_activations(model, layout)
@@ -91,7 +83,18 @@ def _stage_memory(model: Transformer, layout: ParallelLayout, last: bool) -> Dev
     if last or layout.pp == 1:
         # logits of 2 bytes, their float32 copy and its gradient (Korthikanti et al. 2022, Section 4.3: 4 s b v)
         working += 10 * layout.micro * model.sequence / layout.cp * model.vocabulary / layout.tp
-    return DeviceMemory(*state, kept * (1 + FRAGMENTATION), working * (1 + FRAGMENTATION), RUNTIME_BYTES)
+    if layout.sharding == "parameters":
+        # the layer that computes and the next one are gathered, and one has its whole gradient
+        largest = max((held.dense + held.expert) / layers, model.embedding_parameters / layout.tp)
+        working += (2 * PARAMETER_BYTES + layout.gradient_bytes) * largest
+    return DeviceMemory(
+        parameters=kept_bytes(PARAMETER_BYTES, layout.sharding == "parameters"),
+        gradients=kept_bytes(layout.gradient_bytes, layout.sharding in ("gradients", "parameters")),
+        optimizer=kept_bytes(OPTIMIZER_BYTES, layout.sharding != "none"),
+        activations=kept * (1 + FRAGMENTATION),
+        working=working * (1 + FRAGMENTATION),
+        runtime=RUNTIME_BYTES,
+    )
 
 
 class LayerActivations(NamedTuple):

@@ -114,7 +114,7 @@ def model(name: str) -> Transformer:
     path = Path(name)
     if name.endswith(".json") or path.is_dir():
         return read_config(path / "config.json" if path.is_dir() else path)
-    raise SpecError(f"no model is called {name!r}: {meant(name, KNOWN)}; or give a model's config.json")
+    raise SpecError(f"no model is called {name!r}, and it is no config.json of a model: {meant(name, KNOWN)}")
 
 
 def read_config(path: Path) -> Transformer:

@@ -41,7 +41,7 @@ class Efficiencies:
                 raise SpecError(f"efficiency {name}={value} is no fraction: write a number above 0 and at most 1")
 
 
-class Machine(NamedTuple):
+class ReachedRates(NamedTuple):
     """Hardware at the rates that training reaches."""
 
     hardware: Hardware

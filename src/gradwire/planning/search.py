@@ -222,7 +222,7 @@ def _neighbours(
         sizes = {name: getattr(best.layout, name) * factor for name, factor in factors.items()}
         if any(size != int(size) or size < 1 for size in sizes.values()):
             continue
-        if "ep" in factors and not model.experts:
+        if ("ep" in factors and not model.experts) or ("interleave" in factors and best.layout.pp == 1):
             continue
         yield Neighbour(says, _why(model, on, best, {name: int(size) for name, size in sizes.items()}, reached))
     other = "full" if best.layout.recompute == "none" else "none"
@@ -244,9 +244,18 @@ def _why(
     time = step_time(model, layout, on, reached)
     slower = time.total - best.time.total
     if slower <= 0:
-        return "as fast"
+        return "takes as long"
     more, worst = max((now - before, name) for name, now, before in zip(time._fields, time, best.time, strict=True))
-    return f"{slower:.2f} s slower: {worst} takes {more:.2f} s more"
+    return f"{spoken_seconds(slower)} slower: {worst} takes {spoken_seconds(more)} more"
+
+
+def spoken_seconds(value: float) -> str:
+    """A duration as people read it.
+
+    >>> spoken_seconds(17.914), spoken_seconds(0.00321)
+    ('17.91 s', '3.21 ms')
+    """
+    return f"{value:.2f} s" if value >= 0.1 else f"{1e3 * value:.2f} ms"
 
 
 def _helps(

@@ -9,7 +9,7 @@ from gradwire.planning.hardware import Hardware
 from gradwire.planning.layer import Pass, layer_times
 from gradwire.planning.layout import ParallelLayout
 from gradwire.planning.memory import stage_parameters
-from gradwire.planning.rates import Efficiencies, Machine
+from gradwire.planning.rates import Efficiencies, ReachedRates
 from gradwire.planning.transformer import Transformer
 
 JITTER = 0.01
@@ -72,7 +72,7 @@ def step_time(
         SpecError: a layout that the model or the nodes cannot have.
     """
     layout.require(model, on)
-    machine = Machine(on, reached or Efficiencies())
+    machine = ReachedRates(on, reached or Efficiencies())
     dense = layer_times(model, layout, machine, experts=False)
     expert = layer_times(model, layout, machine, experts=True) if model.expert_layers else dense
     share = model.expert_layers / model.layers
@@ -89,7 +89,7 @@ def step_time(
     busy = forward.plus(backward).plus(loss_forward.times(1 / layout.pp)).plus(loss_backward.times(1 / layout.pp))
     m = layout.micro_batches
     mean = stage + (loss_forward.total + loss_backward.total) / layout.pp
-    bubble = (layout.pp - 1) / layout.interleave * mean + m * (slowest - mean)
+    bubble = (layout.pp - 1) / layout.interleave * mean + m * max(0.0, slowest - mean)
     data = _data_s(model, layout, machine, forward.total, backward.total + recomputed.total)
     optimizer = _optimizer_s(model, layout, machine)
     nodes = math.ceil(layout.gpus / on.node)
@@ -111,7 +111,7 @@ def step_time(
     )
 
 
-def _loss(model: Transformer, layout: ParallelLayout, machine: Machine) -> tuple[Pass, Pass]:
+def _loss(model: Transformer, layout: ParallelLayout, machine: ReachedRates) -> tuple[Pass, Pass]:
     """The output layer and the loss, which only the last stage has, forward and backward."""
     tokens, words = layout.micro * model.sequence / layout.cp, model.vocabulary / layout.tp
     product = machine.product_s(tokens, model.hidden, words)
@@ -123,7 +123,7 @@ def _loss(model: Transformer, layout: ParallelLayout, machine: Machine) -> tuple
     )
 
 
-def _transfer_s(model: Transformer, layout: ParallelLayout, machine: Machine) -> float:
+def _transfer_s(model: Transformer, layout: ParallelLayout, machine: ReachedRates) -> float:
     """Activations and their gradients between the parts of stages, each rank of `tp` sending its share."""
     if layout.pp == 1:
         return 0.0
@@ -131,7 +131,9 @@ def _transfer_s(model: Transformer, layout: ParallelLayout, machine: Machine) ->
     return 2 * layout.interleave * machine.send_s(nbytes, layout.gpus // layout.pp)
 
 
-def _data_s(model: Transformer, layout: ParallelLayout, machine: Machine, forward_s: float, backward_s: float) -> float:
+def _data_s(
+    model: Transformer, layout: ParallelLayout, machine: ReachedRates, forward_s: float, backward_s: float
+) -> float:
     """What gradients and parameters add to a step.
 
     Where they overlap, gradients are sent during the backward pass of the last micro-batch, and parameters are gathered
@@ -164,7 +166,7 @@ def _data_s(model: Transformer, layout: ParallelLayout, machine: Machine, forwar
     return tied + sum(max(left * each, each - behind) for each, behind in zip(sent, hidden, strict=True))
 
 
-def _optimizer_s(model: Transformer, layout: ParallelLayout, machine: Machine) -> float:
+def _optimizer_s(model: Transformer, layout: ParallelLayout, machine: ReachedRates) -> float:
     """Adam reads and writes a float32 parameter and two moments and writes the parameter in 2 bytes.
 
     The gradient is read twice, for its norm and for the step, and set to zero.
