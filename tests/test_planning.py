@@ -136,17 +136,13 @@ def test_no_part_is_negative_and_no_faster_machine_is_slower(layout: ParallelLay
 def test_each_axis_has_a_part_of_its_own() -> None:
     mixtral = model("mixtral-8x7b").with_sequence(32_768)
     plain = step_time(mixtral, ParallelLayout(dp=64, batch=512), H100)
-    for part, axes in (
-        ("tensor", {"tp": 8, "dp": 8}),
-        ("pipeline", {"pp": 4, "dp": 16}),
-        ("bubble", {"pp": 4, "dp": 16}),
-        ("expert", {"ep": 8}),
+    for part, layout in (
+        ("tensor", ParallelLayout(dp=8, tp=8, batch=512)),
+        ("pipeline", ParallelLayout(dp=16, pp=4, batch=512)),
+        ("bubble", ParallelLayout(dp=16, pp=4, batch=512)),
+        ("expert", ParallelLayout(dp=64, ep=8, batch=512)),
     ):
-        assert (
-            getattr(plain, part)
-            < 1e-9
-            < getattr(step_time(mixtral, ParallelLayout(batch=512, **{"dp": 64, **axes}), H100), part)
-        )
+        assert getattr(plain, part) < 1e-9 < getattr(step_time(mixtral, layout, H100), part)
     slow = replace(H100, network_gbit_per_s=1.0)  # hops that attention cannot hide
     ring = ParallelLayout(dp=4, cp=16, batch=512)
     assert plain.context == 0 < step_time(mixtral, ring, slow).context
@@ -160,7 +156,6 @@ def test_a_product_takes_no_less_than_its_arithmetic_and_its_memory() -> None:
     ideal = 2 * 8192**3 / (312e12 * A100.sustained)
     assert ideal < large < 1.1 * ideal
     assert rates.product_s(1, 8192, 8192) >= 2 * (8192 * 8192 + 2 * 8192) / 2.039e12
-    assert rates.product_s(8192, 64, 8192) == pytest.approx(2 * (2 * 8192 * 64 + 8192 * 8192) / 2.039e12)
     assert rates.all_reduce_s(1e9, 8, 1) == pytest.approx(2 * 7 / 8 * 1e9 / 300e9, rel=0.01)
     assert rates.all_reduce_s(1e9, 16, 8) == pytest.approx(2 * 15 / 16 * 1e9 / 25e9, rel=0.01)
     assert rates.all_to_all_s(1e9, 8, 1) == pytest.approx(7 / 8 * 1e9 / 300e9, rel=0.01)
