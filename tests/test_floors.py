@@ -43,6 +43,7 @@ FLOORS = (
     ("doctor",),
     ("config",),
     ("bench",),
+    ("planning",),
     ("report",),
     ("watch",),
     ("cli",),

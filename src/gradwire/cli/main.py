@@ -20,6 +20,7 @@ from gradwire.cli import (
     nccl,
     net,
     overlap,
+    plan,
     profile,
     run,
     stacks,
@@ -117,6 +118,7 @@ def parser() -> argparse.ArgumentParser:
     nccl.add_commands(commands)
     config.add_commands(commands)
     bench.add_command(commands)
+    plan.add_command(commands)
     stacks.add_command(commands)
     return root
 

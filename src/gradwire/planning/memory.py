@@ -1,0 +1,127 @@
+"""Memory of a GPU: parameters, gradients, optimizer, activations, and what the software itself takes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from gradwire.planning.layout import ParallelLayout
+from gradwire.planning.transformer import Transformer
+
+RUNTIME_BYTES = 6e9
+"""CUDA's context and libraries (about 1.5 GB), NCCL's buffers for the groups of a layout, and buckets (2 GB)."""
+FRAGMENTATION = 0.1
+"""Of activations: what the caching allocator holds and cannot use, and what gradients of activations take."""
+OPTIMIZER_BYTES = 12
+"""Of a parameter: its float32 copy and Adam's two moments."""
+PARAMETER_BYTES = 2
+
+
+class DeviceMemory(NamedTuple):
+    """Bytes that the fullest GPU of a layout needs, by kind."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    activations: float
+    working: float
+    runtime: float
+
+    @property
+    def total(self) -> float:
+        """All of them."""
+        return sum(self)
+
+
+class StageParameters(NamedTuple):
+    """Parameters of one stage on one rank."""
+
+    dense: float
+    expert: float
+
+
+def stage_parameters(model: Transformer, layout: ParallelLayout) -> StageParameters:
+    """Return the parameters that a rank of the first or last stage holds; embeddings are split over `tp`."""
+    share, t = 1 / layout.pp, layout.tp
+    dense_layers = model.layers - model.expert_layers
+    dense = model.layers * model.attention_parameters + dense_layers * model.dense_parameters
+    dense += model.expert_layers * model.shared_parameters
+    ends = 1 if layout.pp > 1 or model.tied else 2
+    experts = model.expert_layers * model.experts * model.expert_parameters
+    return StageParameters(
+        (dense * share + ends * model.embedding_parameters) / t, experts * share / layout.expert_split
+    )
+
+
+def device_memory(model: Transformer, layout: ParallelLayout) -> DeviceMemory:
+    """Return what the fullest GPU needs: one of the first stage, which holds most micro-batches, or of the last.
+
+    Activations of a layer are Table 2 of Korthikanti et al. (2022), written for any width, key heads and experts:
+    s b h (10 + 24/t + 5 a s/(h t)) with dropout and tensor parallelism, all of it over t with sequence parallelism.
+    With full recomputation they are 2 s b h, and those of one layer while it is computed anew.
+
+    Args:
+        model: whose.
+        layout: how it is spread.
+    """
+    first = _stage_memory(model, layout, last=False)
+    return max(first, _stage_memory(model, layout, last=True), key=lambda found: found.total)
+
+
+def _stage_memory(model: Transformer, layout: ParallelLayout, last: bool) -> DeviceMemory:
+    held = stage_parameters(model, layout)
+    stage = ((held.dense, layout.replicas), (held.expert, layout.expert_replicas))
+
+    def kept_bytes(size: int, split: bool) -> float:
+        return sum(count * size / (replicas if split else 1) for count, replicas in stage)
+
+    in_flight = 1.0 if last and layout.pp > 1 else layout.in_flight
+    layers = model.layers / layout.pp
+    mean = layer_activations(model, layout)
+    kept = layers * in_flight * mean.kept
+    # while the backward pass is in a layer, its values and their gradients are there
+    working = 2 * mean.working
+    if last or layout.pp == 1:
+        # logits of 2 bytes, their float32 copy and its gradient (Korthikanti et al. 2022, Section 4.3: 4 s b v)
+        working += 10 * layout.micro * model.sequence / layout.cp * model.vocabulary / layout.tp
+    if layout.sharding == "parameters":
+        # the layer that computes and the next one are gathered, and one has its whole gradient
+        largest = max((held.dense + held.expert) / layers, model.embedding_parameters / layout.tp)
+        working += (2 * PARAMETER_BYTES + layout.gradient_bytes) * largest
+    return DeviceMemory(
+        parameters=kept_bytes(PARAMETER_BYTES, layout.sharding == "parameters"),
+        gradients=kept_bytes(layout.gradient_bytes, layout.sharding in ("gradients", "parameters")),
+        optimizer=kept_bytes(OPTIMIZER_BYTES, layout.sharding != "none"),
+        activations=kept * (1 + FRAGMENTATION),
+        working=working * (1 + FRAGMENTATION),
+        runtime=RUNTIME_BYTES,
+    )
+
+
+class LayerActivations(NamedTuple):
+    """Bytes of activations of one layer and one micro-batch: kept until its backward pass, and in that pass."""
+
+    kept: float
+    working: float
+
+
+def layer_activations(model: Transformer, layout: ParallelLayout) -> LayerActivations:
+    """Return the bytes of a layer, the mean of layers with and without experts."""
+    tokens, t = layout.micro * model.sequence / layout.cp, layout.tp
+    share = model.expert_layers / model.layers
+    inside = 6 if model.gated else 4
+    widths = (1 - share) * (model.dense_width if model.experts else model.width)
+    widths += share * (model.chosen * model.width + model.shared_inner)
+    inputs = 4 + 2 + 2 * ((1 - share) + share * max(1, model.chosen))
+    replicated = tokens * model.hidden * (inputs + (2 if layout.dropout else 0))
+    if layout.sequence_parallel:
+        replicated /= t
+    attention = tokens * model.head * (4 * model.heads + 4 * model.keys) / t
+    feed_forward = tokens * inside * widths / t
+    scores = 0.0 if layout.flash else (5 if layout.dropout else 2) * tokens * model.sequence * model.heads / t
+    without_scores = replicated + attention + feed_forward
+    if layout.recompute == "full":
+        kept = 2 * tokens * model.hidden / (t if layout.sequence_parallel else 1)
+        return LayerActivations(kept, without_scores + scores)
+    if layout.recompute == "selective":
+        return LayerActivations(without_scores, scores)
+    return LayerActivations(without_scores + scores, 0.0)

@@ -1,0 +1,275 @@
+"""Which layouts of a model on so many GPUs take the least time, and why others lose."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+
+from gradwire.core.errors import SpecError
+from gradwire.planning.hardware import Hardware
+from gradwire.planning.layout import ParallelLayout, divisors
+from gradwire.planning.memory import DeviceMemory, device_memory
+from gradwire.planning.rates import Efficiencies
+from gradwire.planning.step_time import StepTime, step_time
+from gradwire.planning.transformer import Transformer
+
+MICRO_BATCHES = (1, 2, 4, 8, 16)
+"""Sizes of micro-batches that are tried."""
+CONTEXTS = (1, 2, 4, 8, 16)
+"""Sizes of context parallelism that are tried where a rank has at least `SHORTEST` tokens of a sample left."""
+SHORTEST = 2048
+KINDS = (("optimizer", "none"), ("optimizer", "full"), ("parameters", "none"), ("parameters", "full"))
+"""What is sharded and recomputed, together: fused attention leaves nothing for selective recomputation to save."""
+
+
+@dataclass(frozen=True)
+class PlannedLayout:
+    """A layout with what it needs and takes."""
+
+    layout: ParallelLayout
+    memory: DeviceMemory
+    time: StepTime
+
+
+@dataclass(frozen=True)
+class Neighbour:
+    """A layout that differs from the best in one thing, and why it lost."""
+
+    change: str
+    why: str
+
+
+@dataclass(frozen=True)
+class ScalingPlan:
+    """What a search found.
+
+    Attributes:
+        model, hardware, gpus, batch: what was asked for.
+        best: the fastest layouts, the fastest first.
+        tried: layouts that were looked at.
+        fitting: of these, how many fit into memory.
+        neighbours: those of the fastest, each with its reason.
+        helps: what would shorten the step of the fastest, with the seconds that it would save, the most first.
+    """
+
+    model: Transformer
+    hardware: Hardware
+    gpus: int
+    batch: int
+    best: tuple[PlannedLayout, ...]
+    tried: int
+    fitting: int
+    neighbours: tuple[Neighbour, ...]
+    helps: tuple[tuple[str, float], ...]
+
+    @property
+    def utilisation(self) -> float:
+        """Model FLOPs of the fastest layout as a share of the peak (MFU): what is recomputed does not count."""
+        peak = self.gpus * self.hardware.peak_tflops * 1e12
+        return self.model.model_flops(self.batch) / (self.best[0].time.total * peak)
+
+
+def plan(
+    model: Transformer,
+    on: Hardware,
+    gpus: int,
+    batch: int,
+    reached: Efficiencies | None = None,
+    show: int = 5,
+) -> ScalingPlan:
+    """Search the layouts of a model on `gpus` GPUs for those that take the least time and fit into memory.
+
+    It tries dp x tp x pp x cp x ep, micro-batches, interleaving, sharding and recomputation. Attention is fused, and
+    gradients are accumulated and sent in float32, overlapped with the backward pass.
+
+    Args:
+        model: what is trained.
+        on: the hardware.
+        gpus: how many, whole nodes or part of one.
+        batch: samples of a step.
+        reached: fractions of the hardware's rates; None: those that were fitted.
+        show: how many layouts to return.
+
+    Raises:
+        SpecError: numbers that make no cluster or no batch, and a model that fits nowhere, with what would make it fit.
+
+    >>> from gradwire.planning import hardware, model
+    >>> found = plan(model("gpt3-22b"), hardware("a100-80g"), gpus=8, batch=16)
+    >>> found.best[0].layout.gpus, found.best[0].memory.total < 85e9
+    (8, True)
+    """
+    _require_cluster(on, gpus, batch, show)
+    found: list[PlannedLayout] = []
+    smallest: PlannedLayout | None = None
+    tried = 0
+    for layout in layouts(model, on, gpus, batch):
+        tried += 1
+        memory = device_memory(model, layout)
+        if memory.total > on.memory_gb * 1e9:
+            if smallest is None or memory.total < smallest.memory.total:
+                smallest = PlannedLayout(layout, memory, step_time(model, layout, on, reached))
+            continue
+        found.append(PlannedLayout(layout, memory, step_time(model, layout, on, reached)))
+    if not found:
+        raise SpecError(_fits_nowhere(model, on, gpus, batch, smallest))
+    found.sort(key=lambda one: one.time.total)
+    best = found[0]
+    return ScalingPlan(
+        model=model,
+        hardware=on,
+        gpus=gpus,
+        batch=batch,
+        best=tuple(found[:show]),
+        tried=tried,
+        fitting=len(found),
+        neighbours=tuple(_neighbours(model, on, best, reached)),
+        helps=tuple(_helps(model, on, best, reached)),
+    )
+
+
+def layouts(model: Transformer, on: Hardware, gpus: int, batch: int) -> Iterator[ParallelLayout]:
+    """Yield every layout that the search looks at, whether or not it fits into memory."""
+    for tp, pp, cp in product(divisors(on.node), divisors(model.layers), CONTEXTS):
+        if gpus % (tp * pp * cp) or (cp > 1 and model.sequence // cp < SHORTEST):
+            continue
+        dp = gpus // (tp * pp * cp)
+        for ep in _expert_axes(model, tp * cp * dp):
+            for micro, interleave in product(MICRO_BATCHES, divisors(model.layers // pp) if pp > 1 else [1]):
+                if batch % (dp * micro) or (interleave > 1 and batch // (dp * micro) % pp):
+                    continue
+                for sharding, recompute in KINDS:
+                    if sharding == "parameters" and pp > 1:
+                        continue
+                    layout = ParallelLayout(
+                        dp=dp,
+                        tp=tp,
+                        pp=pp,
+                        cp=cp,
+                        ep=ep,
+                        micro=micro,
+                        batch=batch,
+                        interleave=interleave,
+                        sharding=sharding,
+                        recompute=recompute,
+                    )
+                    if layout.unfit(model, on) is None:
+                        yield layout
+
+
+def _expert_axes(model: Transformer, ranks: int) -> list[int]:
+    if not model.experts:
+        return [1]
+    return [ep for ep in divisors(model.experts) if ranks % ep == 0]
+
+
+def _require_cluster(on: Hardware, gpus: int, batch: int, show: int) -> None:
+    for what, value in (("gpus", gpus), ("batch", batch), ("show", show)):
+        if isinstance(value, bool) or value < 1:
+            raise SpecError(f"{what}={value} is below 1: write a positive number")
+    if gpus > on.node and gpus % on.node:
+        raise SpecError(
+            f"{gpus} GPUs are no whole nodes of {on.node}: take {gpus // on.node * on.node} or "
+            f"{-(-gpus // on.node) * on.node}, or describe nodes of another size in a file"
+        )
+
+
+def _fits_nowhere(model: Transformer, on: Hardware, gpus: int, batch: int, least: PlannedLayout | None) -> str:
+    """The sentence about a model for which no layout is left."""
+    if least is None:
+        return (
+            f"no layout of {model.name} uses {gpus} GPUs for a batch of {batch}: take a larger batch with more "
+            f"divisors, or a number of GPUs that has more divisors in common with its {model.layers} layers"
+        )
+    need = least.memory.total / 1e9
+    message = (
+        f"{model.name} fits into no layout on {gpus} {on.name}: the smallest, {least.layout.says}, needs {need:,.0f} "
+        f"GB a GPU, and there are {on.memory_gb:g}"
+    )
+    for factor in (2, 4, 8, 16, 32, 64, 128, 256):
+        more = gpus * factor if gpus * factor <= on.node else -(-gpus * factor // on.node) * on.node
+        if any(
+            device_memory(model, layout).total <= on.memory_gb * 1e9
+            for layout in layouts(model, on, more, batch * factor)
+        ):
+            return f"{message}; it fits on {more} GPUs with a batch of {batch * factor}, or on GPUs of {need:,.0f} GB"
+    return f"{message}; take GPUs with more memory or a smaller model"
+
+
+CHANGES: tuple[tuple[str, dict[str, float]], ...] = (
+    ("half the tensor parallelism, twice the data parallelism", {"tp": 0.5, "dp": 2}),
+    ("twice the tensor parallelism, half the data parallelism", {"tp": 2, "dp": 0.5}),
+    ("half the stages, twice the data parallelism", {"pp": 0.5, "dp": 2}),
+    ("twice the stages, half the data parallelism", {"pp": 2, "dp": 0.5}),
+    ("half the stages, twice the tensor parallelism", {"pp": 0.5, "tp": 2}),
+    ("twice the stages, half the tensor parallelism", {"pp": 2, "tp": 0.5}),
+    ("twice the micro-batch", {"micro": 2}),
+    ("half the micro-batch", {"micro": 0.5}),
+    ("twice the interleaving", {"interleave": 2}),
+    ("half the interleaving", {"interleave": 0.5}),
+    ("twice the context parallelism, half the data parallelism", {"cp": 2, "dp": 0.5}),
+    ("twice the expert parallelism", {"ep": 2}),
+    ("half the expert parallelism", {"ep": 0.5}),
+)
+"""One step away from a layout, as factors of its sizes."""
+
+
+def _neighbours(
+    model: Transformer, on: Hardware, best: PlannedLayout, reached: Efficiencies | None
+) -> Iterator[Neighbour]:
+    """Each layout one step away from the best, and why it is not that."""
+    for says, factors in CHANGES:
+        sizes = {name: getattr(best.layout, name) * factor for name, factor in factors.items()}
+        if any(size != int(size) or size < 1 for size in sizes.values()):
+            continue
+        if ("ep" in factors and not model.experts) or ("interleave" in factors and best.layout.pp == 1):
+            continue
+        yield Neighbour(says, _why(model, on, best, {name: int(size) for name, size in sizes.items()}, reached))
+    other = "full" if best.layout.recompute == "none" else "none"
+    yield Neighbour(f"recompute={other}", _why(model, on, best, {"recompute": other}, reached))
+
+
+def _why(
+    model: Transformer, on: Hardware, best: PlannedLayout, changes: dict[str, int | str], reached: Efficiencies | None
+) -> str:
+    try:
+        layout = replace(best.layout, **changes)  # pyright: ignore[reportArgumentType]
+    except SpecError as error:
+        return f"impossible: {error}"
+    if why := layout.unfit(model, on):
+        return f"impossible: {why}"
+    memory = device_memory(model, layout)
+    if memory.total > on.memory_gb * 1e9:
+        return f"does not fit: {memory.total / 1e9:,.0f} GB of {on.memory_gb:g}"
+    time = step_time(model, layout, on, reached)
+    slower = time.total - best.time.total
+    if slower <= 0:
+        return "takes as long"
+    more, worst = max((now - before, name) for name, now, before in zip(time._fields, time, best.time, strict=True))
+    return f"{spoken_seconds(slower)} slower: {worst} takes {spoken_seconds(more)} more"
+
+
+def spoken_seconds(value: float) -> str:
+    """A duration as people read it.
+
+    >>> spoken_seconds(17.914), spoken_seconds(0.00321)
+    ('17.91 s', '3.21 ms')
+    """
+    return f"{value:.2f} s" if value >= 0.1 else f"{1e3 * value:.2f} ms"
+
+
+def _helps(
+    model: Transformer, on: Hardware, best: PlannedLayout, reached: Efficiencies | None
+) -> list[tuple[str, float]]:
+    """Seconds that better hardware would save with the same layout."""
+    kinds = (
+        ("twice the rate of matrix products", {"peak_tflops": 2 * on.peak_tflops}),
+        ("twice the rate of the GPUs' memory", {"memory_gb_per_s": 2 * on.memory_gb_per_s}),
+        ("links of twice the rate in a node", {"node_gb_per_s": 2 * on.node_gb_per_s}),
+        ("links of twice the rate between nodes", {"network_gbit_per_s": 2 * on.network_gbit_per_s}),
+    )
+    saved = [
+        (says, best.time.total - step_time(model, best.layout, replace(on, **changes), reached).total)
+        for says, changes in kinds
+    ]
+    return sorted(saved, key=lambda pair: -pair[1])

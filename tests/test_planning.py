@@ -1,0 +1,387 @@
+"""The planner: formulas of papers, published figures, laws of its parts, its search, and what it refuses."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gradwire.cli.main import main
+from gradwire.core.errors import SpecError
+from gradwire.planning import (
+    Efficiencies,
+    ParallelLayout,
+    Transformer,
+    device_memory,
+    hardware,
+    model,
+    plan,
+    step_time,
+)
+from gradwire.planning.hardware import KNOWN as CLUSTERS
+from gradwire.planning.memory import layer_activations
+from gradwire.planning.rates import ReachedRates
+from gradwire.planning.search import layouts
+
+ROOT = Path(__file__).parents[1]
+GPT3, A100, H100 = model("gpt3-175b"), hardware("a100-80g"), hardware("h100-80g")
+OLD = ParallelLayout(
+    tp=8, sharding="none", recompute="none", sequence_parallel=False, flash=False, dropout=True, overlap=False
+)
+
+
+@pytest.fixture
+def validation(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    return importlib.import_module("planning")
+
+
+# Formulas of papers ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("t", [1, 8])
+def test_activations_of_a_layer_are_those_of_the_paper(t: int, sequence_parallel: bool) -> None:
+    s, b, h, a = 2048, 4, GPT3.hidden, GPT3.heads
+    layout = replace(OLD, tp=t, micro=b, batch=b, sequence_parallel=sequence_parallel)
+    whole = s * b * h * (34 + 5 * a * s / h)
+    split = s * b * h * (10 + 24 / t + 5 * a * s / (h * t))
+    assert layer_activations(GPT3, layout).kept == pytest.approx(whole / t if sequence_parallel else split)
+    full = layer_activations(GPT3, replace(layout, recompute="full")).kept
+    assert full == pytest.approx(2 * s * b * h / (t if sequence_parallel else 1))
+    selective = layer_activations(GPT3, replace(layout, recompute="selective")).kept
+    assert selective == pytest.approx(layer_activations(GPT3, layout).kept - s * b * h * 5 * a * s / (h * t))
+
+
+def test_operations_of_a_step_are_those_of_the_paper() -> None:
+    b, s, layers, h, v = 1536, 2048, 96, 12_288, 51_200
+    expected = 72 * b * layers * s * h**2 * (1 + s / (6 * h) + v / (12 * h * layers))
+    assert GPT3.model_flops(b) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("sharding", "a_parameter"), [("none", 18.0), ("optimizer", 7.5), ("parameters", 18 / 8)])
+def test_state_of_a_parameter(sharding: str, a_parameter: float) -> None:
+    held = device_memory(GPT3, ParallelLayout(dp=8, batch=8, sharding=sharding))
+    assert held.parameters + held.gradients + held.optimizer == pytest.approx(a_parameter * GPT3.parameters)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions", "active"),
+    [
+        ("llama2-70b", 69.0, 69.0),
+        ("mixtral-8x7b", 46.7, 12.9),
+        ("llama3-405b", 405.9, 405.9),
+        ("bloom-176b", 176.2, 176.2),
+    ],
+)
+def test_parameters_are_as_published(name: str, billions: float, active: float) -> None:
+    assert model(name).parameters / 1e9 == pytest.approx(billions, rel=0.01)
+    assert model(name).active_parameters / 1e9 == pytest.approx(active, rel=0.01)
+
+
+# Published figures -------------------------------------------------------------------------------------------
+
+
+def test_published_step_times(validation: Any) -> None:
+    rows = validation.published_steps()
+    assert len(rows) == 9
+    assert validation.fitted(rows) == Efficiencies(), "fit the defaults anew: python benchmarks/planning.py"
+    errors = [abs(row.predicted(Efficiencies()) / row.seconds - 1) for row in rows]
+    assert sum(errors) / len(errors) < 0.05
+    assert max(errors) < 0.12
+
+
+def test_published_layouts(validation: Any) -> None:
+    found = validation.layout_figures(Efficiencies())
+    assert len(found["rows"]) == 22
+    assert found["rank_correlation"] >= 0.8
+    assert found["ranked_first_against_best"] <= 0.05
+    assert found["memory_median_error"] <= 0.1
+    assert found["memory_worst_error"] <= 0.2
+    assert found["out_of_memory_named"]
+
+
+def test_another_cluster(validation: Any) -> None:
+    assert all(abs(row["error"]) < 0.1 for row in validation.elsewhere())
+
+
+# Laws --------------------------------------------------------------------------------------------------------
+
+LAYOUTS = [
+    ParallelLayout(dp=16, tp=8, pp=8, batch=1536, interleave=3),
+    ParallelLayout(dp=16, tp=4, pp=8, cp=2, batch=1536, micro=2, recompute="full"),
+    ParallelLayout(dp=128, tp=8, batch=1536, sharding="parameters", recompute="full"),
+    replace(OLD, dp=16, pp=8, batch=1536, host_s=1e-3),
+]
+RATES = ("peak_tflops", "memory_gb_per_s", "node_gb_per_s", "network_gbit_per_s")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.says)
+def test_no_part_is_negative_and_no_faster_machine_is_slower(layout: ParallelLayout) -> None:
+    taken = step_time(GPT3, layout, A100)
+    assert min(taken) >= 0
+    assert taken.total == pytest.approx(sum(taken))
+    for rate in RATES:
+        assert step_time(GPT3, layout, replace(A100, **{rate: 2 * getattr(A100, rate)})).total <= taken.total
+    long = step_time(GPT3, replace(layout, batch=2 * layout.batch), A100)
+    assert taken.total < long.total <= 2 * taken.total + 1e-9
+    assert device_memory(GPT3, layout).total <= device_memory(GPT3, replace(layout, micro=2 * layout.micro)).total
+
+
+def test_each_axis_has_a_part_of_its_own() -> None:
+    mixtral = model("mixtral-8x7b").with_sequence(32_768)
+    plain = step_time(mixtral, ParallelLayout(dp=64, batch=512), H100)
+    for part, layout in (
+        ("tensor", ParallelLayout(dp=8, tp=8, batch=512)),
+        ("pipeline", ParallelLayout(dp=16, pp=4, batch=512)),
+        ("bubble", ParallelLayout(dp=16, pp=4, batch=512)),
+        ("expert", ParallelLayout(dp=64, ep=8, batch=512)),
+    ):
+        assert getattr(plain, part) < 1e-9 < getattr(step_time(mixtral, layout, H100), part)
+    slow = replace(H100, network_gbit_per_s=1.0)  # hops that attention cannot hide
+    ring = ParallelLayout(dp=4, cp=16, batch=512)
+    assert plain.context == 0 < step_time(mixtral, ring, slow).context
+    assert step_time(mixtral, ParallelLayout(dp=64, batch=512, recompute="full"), H100).recomputation > 0
+    assert step_time(mixtral, ParallelLayout(dp=64, batch=512), slow).data > plain.data
+
+
+def test_a_product_takes_no_less_than_its_arithmetic_and_its_memory() -> None:
+    rates = ReachedRates(A100, Efficiencies(1, 1, 1))
+    large = rates.product_s(8192, 8192, 8192)
+    ideal = 2 * 8192**3 / (312e12 * A100.sustained)
+    assert ideal < large < 1.1 * ideal
+    assert rates.product_s(1, 8192, 8192) >= 2 * (8192 * 8192 + 2 * 8192) / 2.039e12
+    assert rates.all_reduce_s(1e9, 8, 1) == pytest.approx(2 * 7 / 8 * 1e9 / 300e9, rel=0.01)
+    assert rates.all_reduce_s(1e9, 16, 8) == pytest.approx(2 * 15 / 16 * 1e9 / 25e9, rel=0.01)
+    assert rates.all_to_all_s(1e9, 8, 1) == pytest.approx(7 / 8 * 1e9 / 300e9, rel=0.01)
+
+
+# The search --------------------------------------------------------------------------------------------------
+
+
+def test_search_finds_the_fastest_that_fits() -> None:
+    began = time.perf_counter()
+    found = plan(GPT3, A100, gpus=1024, batch=1536)
+    assert time.perf_counter() - began < 10
+    fitting = [each for each in layouts(GPT3, A100, 1024, 1536) if device_memory(GPT3, each).total <= 85e9]
+    assert found.fitting == len(fitting) < found.tried
+    assert found.best[0].time.total == min(step_time(GPT3, each, A100).total for each in fitting)
+    assert [one.time.total for one in found.best] == sorted(one.time.total for one in found.best)
+    assert 0.3 < found.utilisation < 0.7
+    assert all(one.why for one in found.neighbours)
+    assert any("does not fit" in one.why for one in found.neighbours)
+    assert found.helps[0][0] == "twice the rate of matrix products"
+
+
+@pytest.mark.parametrize("name", sorted(CLUSTERS))
+def test_every_cluster_has_a_plan_for_a_small_model(name: str) -> None:
+    assert plan(model("llama2-7b"), CLUSTERS[name], 16, 256).best[0].time.total > 0
+
+
+# What is refused ---------------------------------------------------------------------------------------------
+
+ASKED = {"--model": "gpt3-175b", "--hardware": "a100-80g", "--gpus": "1024", "--batch": "1536"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"--model": "gpt3-175"}, "did you mean 'gpt3-175b'"),
+        ({"--hardware": "a100"}, "did you mean 'a100"),
+        ({"--gpus": "0"}, "gpus=0 is below 1"),
+        ({"--gpus": "1021"}, "no whole nodes of 8: take 1016 or 1024"),
+        ({"--batch": "-4"}, "batch=-4 is below 1"),
+        ({"--sequence": "0"}, "sequence=0 is below 1"),
+        ({"--gpus": "8", "--batch": "8"}, "it fits on 64 GPUs"),
+        ({"--batch": "1"}, "take a larger batch"),
+        ({"--model": "none/config.json"}, "none/config.json cannot be read: No such file"),
+        ({"--hardware": "none.toml"}, "none.toml cannot be read: No such file"),
+    ],
+)
+def test_bad_input_is_one_sentence(changes: dict[str, str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *(word for pair in {**ASKED, **changes}.items() for word in pair)]) == 2
+    error = capsys.readouterr().err
+    assert says in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"tp": 0}, "tp=0 is below 1"),
+        ({"dp": 3, "batch": 4}, "take a multiple of 3"),
+        ({"interleave": 2}, "take interleave=1"),
+        ({"sharding": "optimiser"}, "did you mean 'optimizer'"),
+        ({"recompute": "some"}, "known are none, selective, full"),
+        ({"ep": 3}, "ep=3 does not divide"),
+        ({"gradient_bytes": 3}, "2 or 4 bytes"),
+        ({"host_s": -1.0}, "write seconds"),
+    ],
+)
+def test_impossible_layouts(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(SpecError, match=says):
+        ParallelLayout(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"tp": 16}, "more than the 8 GPUs of a node"),
+        ({"tp": 5}, "does not divide 96 heads"),
+        ({"pp": 7}, "do not divide 96 layers"),
+        ({"ep": 2, "dp": 2, "batch": 2}, "does not divide 0 experts"),
+        ({"pp": 2, "sharding": "parameters"}, "would send in every micro-batch"),
+        ({"cp": 3}, "two parts for each rank"),
+    ],
+)
+def test_layouts_that_a_model_cannot_have(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(SpecError, match=says):
+        step_time(GPT3, ParallelLayout(**changes), A100)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"layers": 0}, "layers=0 is below 1"),
+        ({"heads": 7}, "7 heads do not divide"),
+        ({"key_heads": 5}, "5 key heads do not divide"),
+        ({"experts": 8}, "0 of 8 experts"),
+        ({"experts": 2, "chosen": 3}, "3 of 2 experts"),
+        ({"shared_inner": -1}, "shared_inner=-1 is below 0"),
+        ({"dense_layers": 97}, "97 of 96 layers"),
+    ],
+)
+def test_impossible_models(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(SpecError, match=says):
+        replace(GPT3, **changes)
+
+
+def test_efficiencies_are_fractions() -> None:
+    with pytest.raises(SpecError, match=r"efficiency links=1\.5 is no fraction"):
+        Efficiencies(links=1.5)
+
+
+# Files -------------------------------------------------------------------------------------------------------
+
+MIXTRAL = {
+    "model_type": "mixtral",
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14_336,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "vocab_size": 32_000,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+}
+GPT2 = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50_257, "n_positions": 1024}
+
+
+@pytest.mark.parametrize(("config", "name"), [(MIXTRAL, "mixtral-8x7b"), (GPT2, "gpt2")])
+def test_a_config_of_hugging_face_is_the_model(config: dict[str, Any], name: str, tmp_path: Path) -> None:
+    folder = tmp_path / name
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    assert model(str(folder)) == replace(
+        model(name), key_heads=model(str(folder)).key_heads, inner=model(str(folder)).inner
+    )
+    assert model(str(folder)).parameters == model(name).parameters
+    assert model(str(folder / "config.json")) == model(str(folder))
+
+
+def test_experts_with_a_width_of_their_own(tmp_path: Path) -> None:
+    qwen = MIXTRAL | {"model_type": "qwen3_moe", "num_experts": 128, "moe_intermediate_size": 768}
+    del qwen["num_local_experts"]
+    (tmp_path / "config.json").write_text(json.dumps(qwen))
+    found = model(str(tmp_path))
+    assert (found.experts, found.width, found.dense_width, found.gated) == (128, 768, 14_336, True)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{", "is no JSON"),
+        ("[]", "holds no object"),
+        (json.dumps(MIXTRAL | {"model_type": "mixtrall"}), "did you mean 'mixtral'"),
+        (json.dumps(MIXTRAL | {"kv_lora_rank": 512}), "latent attention"),
+        (json.dumps(MIXTRAL | {"hidden_size": "4096"}), "hidden_size='4096' is no whole number"),
+        (json.dumps(MIXTRAL | {"hidden_size": -1}), "hidden_size=-1 is no whole number"),
+        (json.dumps({k: v for k, v in MIXTRAL.items() if k != "vocab_size"}), "vocab_size is there"),
+        (json.dumps(MIXTRAL | {"num_experts_per_tok": 9}), "9 of 8 experts"),
+    ],
+)
+def test_a_broken_config_names_file_and_key(text: str, says: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    with pytest.raises(SpecError, match=says) as caught:
+        model(str(path))
+    assert str(path) in str(caught.value)
+
+
+CLUSTER = """
+peak_tflops = 312
+memory_gb = 85
+memory_gb_per_s = 2039
+processors = 108
+node = 4
+node_gb_per_s = 300
+network_gbit_per_s = 100
+"""
+
+
+def test_hardware_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(CLUSTER)
+    found = hardware(str(path))
+    assert (found.name, found.node, found.network_gbit_per_s) == ("mine", 4, 100)
+    assert plan(model("llama2-7b"), found, 4, 64).best[0].layout.gpus == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("node =", "is no TOML"),
+        ("nodes = 4\n" + CLUSTER, "no key 'nodes': did you mean 'node'"),
+        (CLUSTER.replace("node = 4\n", ""), "'node' is missing"),
+        (CLUSTER.replace("= 312", "= '312'"), "peak_tflops='312' is no number"),
+        (CLUSTER.replace("= 312", "= 0"), "must be a number above 0"),
+        (CLUSTER.replace("node = 4", "node = 4.5"), "must be a whole number"),
+        (CLUSTER + "sustained = 1.5", "at most 1"),
+    ],
+)
+def test_a_broken_description_of_hardware(text: str, says: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(text)
+    with pytest.raises(SpecError, match=says):
+        hardware(str(path))
+
+
+# The command -------------------------------------------------------------------------------------------------
+
+
+def test_command_prints_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["plan", "--model", "mixtral-8x7b", "--hardware", "h100-80g", "--gpus", "64", "--batch", "256"]
+    assert main([*asked, "--show", "2"]) == 0
+    shown = capsys.readouterr().out
+    for words in ("G parameters", "Why its neighbours lost", "What would help", "expert", "activations", "(MFU)"):
+        assert words in shown
+    assert main([*asked, "--json", "--show", "2"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert len(told["best"]) == 2
+    first = told["best"][0]
+    assert sum(first["parts_s"].values()) == pytest.approx(first["step_s"])
+    assert sum(first["memory_parts_bytes"].values()) == pytest.approx(first["memory_bytes"])
+    again = step_time(model("mixtral-8x7b"), ParallelLayout(**first["layout"]), H100)
+    assert again.total == pytest.approx(first["step_s"])
+
+
+def test_a_model_by_its_sizes() -> None:
+    mine = Transformer("mine", layers=24, hidden=2048, heads=16, vocabulary=32_000, sequence=2048)
+    assert plan(mine, H100, 8, 64).best[0].layout.gpus == 8
