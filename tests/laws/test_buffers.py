@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -79,7 +79,7 @@ def pool() -> BufferPool:
 HOLDS: dict[str, Callable[[Tensor], object]] = {
     "a view of a view": lambda x: x.view(-1)[7:9],
     "an array": lambda x: x.numpy(),
-    "a memoryview": lambda x: memoryview(x.numpy()),
+    "a memoryview": lambda x: memoryview(cast(Any, x.numpy())),
     "another dtype": lambda x: x.view(torch.int32).view(2, -1).mT,
     "its storage": lambda x: x.untyped_storage(),
     "a tensor of an array": lambda x: torch.from_numpy(x.numpy()[3:]),
