@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import platform
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
 PAGE = resource.getpagesize()
@@ -18,7 +18,7 @@ _TRIM, _MMAP = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of mallopt(3)
 
 
 @contextmanager
-def large_memory_is_fresh() -> Iterator[None]:
+def large_memory_is_fresh() -> Generator[None]:
     """Have malloc ask the system for each large piece, and give it back, so that its pages are touched anew.
 
     Small pieces stay with malloc. Afterwards both thresholds are the largest that malloc sets them to by itself.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 
 import pytest
@@ -33,7 +33,7 @@ class FreshPool(BufferPool):
 
 
 @contextmanager
-def nothing_is_used_again() -> Iterator[None]:
+def nothing_is_used_again() -> Generator[None]:
     """Have all memory that is asked for allocated, where it can be counted."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(buffers, "POOL", FreshPool())

@@ -7,9 +7,9 @@ too. Means and states are the same bits as in memory that is fresh.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -76,23 +76,28 @@ def pool() -> BufferPool:
     return BufferPool()
 
 
-def test_every_kind_of_hold_keeps_memory(pool: BufferPool) -> None:
-    for held in (
-        lambda x: x.view(-1)[7:9],
-        lambda x: x.numpy(),
-        lambda x: memoryview(x.numpy()),
-        lambda x: x.view(torch.int32).view(2, -1).mT,
-        lambda x: x.untyped_storage(),
-        lambda x: torch.from_numpy(x.numpy()[3:]),
-        lambda x: lambda: x,
-    ):
-        x = pool.empty((SMALLEST,), torch.float32)
-        place, hold = x.data_ptr(), held(x)
-        del x
-        assert pool.empty((SMALLEST,), torch.float32).data_ptr() != place
-        del hold
-        assert place in {pool.empty((SMALLEST,), torch.float32).data_ptr() for _ in range(9)}
-    assert pool.use().held_bytes <= 2 * 4 * SMALLEST
+HOLDS: dict[str, Callable[[Tensor], object]] = {
+    "a view of a view": lambda x: x.view(-1)[7:9],
+    "an array": lambda x: x.numpy(),
+    "a memoryview": lambda x: memoryview(cast(Any, x.numpy())),
+    "another dtype": lambda x: x.view(torch.int32).view(2, -1).mT,
+    "its storage": lambda x: x.untyped_storage(),
+    "a tensor of an array": lambda x: torch.from_numpy(x.numpy()[3:]),
+    "a function": lambda x: lambda: x,
+}
+
+
+@pytest.mark.parametrize("hold", HOLDS.values(), ids=HOLDS)
+def test_every_kind_of_hold_keeps_memory(hold: Callable[[Tensor], object], pool: BufferPool) -> None:
+    x = pool.empty((SMALLEST,), torch.float32)
+    place, held = x.data_ptr(), hold(x)
+    del x
+    assert pool.empty((SMALLEST,), torch.float32).data_ptr() != place
+    assert held is not None
+    del held
+    assert pool.use().idle_bytes == pool.use().held_bytes == 2 * 4 * SMALLEST
+    again = [pool.empty((SMALLEST,), torch.float32) for _ in range(2)]
+    assert place in {one.data_ptr() for one in again}
 
 
 def test_idle_memory_is_bounded_by_what_was_in_use(pool: BufferPool) -> None:

@@ -154,7 +154,9 @@ def wrapped(port: str) -> nn.Module:
     model = nn.Sequential(nn.Linear(COLUMNS, ROWS, bias=False), nn.Linear(ROWS, COLUMNS))
     if port == "ddp":
         return DistributedDataParallel(model)
-    return fully_shard(model, mesh=init_device_mesh("cpu", (1,))) if port == "fsdp2" else model
+    if port == "fsdp2":
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    return model
 
 
 def fresh_of_step(model: nn.Module) -> float:

@@ -23,8 +23,8 @@ class HeldMemory:
         factor_bytes: of matrices that are sent as factors, and begin the next step's.
         other_state_bytes: of estimates, averages, thresholds, and room for a new state to be written to.
         buffer_bytes: that gradients are copied to.
-        pool_bytes: of payloads, of what was received and of means, which are used again. All methods of a process share
-            one pool, so add this up once. 0 on a GPU, where PyTorch's allocator does the same.
+        pool_bytes: kept for the next step's payloads, for what it receives, and for means. All methods of a process
+            share one pool, so add this up once. 0 on a GPU, where PyTorch's allocator does the same.
 
     >>> held = HeldMemory(residual_bytes=4000, factor_bytes=0, other_state_bytes=8, buffer_bytes=4000, pool_bytes=0)
     >>> held.state_bytes, held.total_bytes
@@ -77,7 +77,7 @@ def held_memory(engine: Engine) -> HeldMemory:
         factor_bytes=_bytes((leaf.tensor for _, leaf in leaves if leaf.kind == "matrix"), counted),
         other_state_bytes=_bytes((leaf.tensor for _, leaf in leaves), counted),
         buffer_bytes=_bytes(engine.buffers(), counted),
-        pool_bytes=POOL.use().held_bytes,
+        pool_bytes=POOL.use().idle_bytes,  # what is in use between steps are states, which are counted above
     )
 
 

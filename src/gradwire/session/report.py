@@ -184,7 +184,7 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         """The same as plain numbers and strings, `times` and `memory` among the rest; what is not known is None."""
-        plain = asdict(self) | self.memory.as_dict()
+        plain: dict[str, Any] = asdict(self) | self.memory.as_dict()
         del plain["memory"]
         times = plain.pop("times") or dict.fromkeys(Times.__dataclass_fields__)
         if times["dense_high_ms"] == math.inf:

@@ -22,6 +22,7 @@ class Median(Rule):
     References:
         Yin, Chen, Kannan & Bartlett 2018, "Byzantine-robust distributed learning: towards optimal statistical rates".
 
+    >>> import torch
     >>> Median().combine(torch.tensor([[1.0, 5.0], [2.0, 6.0], [-100.0, 7.0]]), None)
     tensor([1., 6.])
     """
@@ -52,6 +53,7 @@ class TrimmedMean(TolerantRule):
     References:
         Yin, Chen, Kannan & Bartlett 2018, "Byzantine-robust distributed learning: towards optimal statistical rates".
 
+    >>> import torch
     >>> TrimmedMean(1).combine(torch.tensor([[1.0], [2.0], [6.0], [900.0]]), None)
     tensor([4.])
     """

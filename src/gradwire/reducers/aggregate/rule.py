@@ -99,6 +99,7 @@ def usable(distances: Tensor) -> Tensor:
     """Return a mask of the rows that are finite: those at a finite distance of some other one.
 
     >>> import math
+    >>> import torch
     >>> D = torch.tensor([[0.0, 1.0, math.nan], [1.0, 0.0, math.nan], [math.nan, math.nan, 0.0]])
     >>> usable(D).tolist()
     [True, True, False]
@@ -118,6 +119,7 @@ def in_order_sum(x: Tensor) -> Tensor:
     `torch.sum` and products of matrices add in an order that depends on the processor, and weights that every rank
     computes for itself must be the same on all of them.
 
+    >>> import torch
     >>> in_order_sum(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
     tensor([3., 7.])
     """
