@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from config_faults import DEEPSPEED_FAULTS, MEGATRON_FAULTS, SOUND_MEGATRON, ConfigFault, sound_deepspeed, with_fault
 from gradwire.cli.main import main
@@ -27,6 +29,7 @@ from gradwire.config import (
 from gradwire.config.check_deepspeed import CHECKS, Check
 from gradwire.config.check_megatron import CHECKS as CHECKS_OF_MEGATRON
 from gradwire.config.deepspeed_file import read_deepspeed
+from gradwire.config.deepspeed_keys import SECTIONS, TOP
 from gradwire.config.megatron_arguments import read_megatron
 from gradwire.core.errors import SpecError
 from gradwire.doctor import Examination, Finding, Unchecked
@@ -112,6 +115,19 @@ def test_a_file_is_read_as_deepspeed_reads_it(tmp_path: Path, monkeypatch: pytes
         check_deepspeed(file)
     with pytest.raises(SpecError, match="world_size=0 is no size"):
         check_deepspeed({}, 0)
+
+
+_NAMES = st.sampled_from(sorted({*TOP, *(name for section in SECTIONS.values() for name in section), "type", "params"}))
+_VALUES = st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from(["auto", "nvme", "OneBitAdam", ""])
+_JSON = st.recursive(_VALUES, lambda inner: st.lists(inner, max_size=2) | st.dictionaries(_NAMES, inner, max_size=4))
+
+
+@given(st.dictionaries(_NAMES, _JSON, max_size=6), st.integers(1, 4), st.integers(1, 4))
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_no_json_is_too_strange_to_be_checked(keys: dict[str, Any], world_size: int, gpus_per_node: int) -> None:
+    found = check_deepspeed(keys, world_size, gpus_per_node)
+    assert all(each.what and each.evidence and each.remedy for each in found.findings)
+    json.dumps(found.to_words())
 
 
 class _RefusalError(ValueError):

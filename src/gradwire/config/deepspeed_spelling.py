@@ -134,7 +134,11 @@ def words(file: DeepSpeedFile) -> Iterator[Outcome]:
         what = f"ZeRO has no stage {stage}"
         remedy = "Write 0 for no sharding, 1 for optimizer states, 2 for gradients too, 3 for parameters too."
         yield Finding("error", CHECK, what, f"zero_optimization.stage = {stage}", remedy, SOURCE)
-    if isinstance(file.keys.get("zero_optimization"), bool):
+    section = file.keys.get("zero_optimization")
+    remedy = 'Write "zero_optimization": {"stage": 1}, or the stage that is meant.'
+    if isinstance(section, bool):
         what = "zero_optimization is no section but a switch, a form that DeepSpeed warns of"
-        remedy = 'Write "zero_optimization": {"stage": 1}, or the stage that is meant.'
-        yield Finding("warning", CHECK, what, f"zero_optimization = {file.keys['zero_optimization']}", remedy, SOURCE)
+        yield Finding("warning", CHECK, what, f"zero_optimization = {section}", remedy, SOURCE)
+    elif section is not None and not isinstance(section, Mapping):
+        what = "zero_optimization is no object, and DeepSpeed refuses that"
+        yield Finding("error", CHECK, what, f"zero_optimization = {section!r}", remedy, SOURCE)

@@ -70,13 +70,14 @@ _ORDER = "one queue keeps communication of cut layers in order; Megatron refuses
 
 
 def _parallelism(shape: TrainingShape, tensor: int, pipeline: int, context: int) -> Iterator[Setting]:
-    inside = shape.gpus_per_node is None or shape.gpus_per_node % tensor == 0
-    where = "which lie on one node" if inside else "which lie on SEVERAL NODES: each layer waits for the link"
-    yield Setting("--tensor-model-parallel-size", tensor, f"layers are cut over {tensor} ranks, {where}", _GUIDE)
     if tensor > 1:
+        inside = shape.gpus_per_node is None or shape.gpus_per_node % tensor == 0
+        where = "which lie on one node" if inside else "which lie on SEVERAL NODES: each layer waits for the link"
+        yield Setting("--tensor-model-parallel-size", tensor, f"layers are cut over {tensor} ranks, {where}", _GUIDE)
         yield Setting("--sequence-parallel", None, "activations between layers are cut too, for as many bytes", _GUIDE)
-    stages = "stages send activations alone, so that they may lie on slow links" if pipeline > 1 else "one stage"
-    yield Setting("--pipeline-model-parallel-size", pipeline, stages, _GUIDE)
+    if pipeline > 1:
+        why = "stages send activations alone, so that they may lie on slow links"
+        yield Setting("--pipeline-model-parallel-size", pipeline, why, _GUIDE)
     if context > 1:
         yield Setting("--context-parallel-size", context, f"each sequence is cut over {context} ranks", _GUIDE)
 
@@ -112,6 +113,7 @@ def _sharding(shape: TrainingShape, copies: int, context: int, pipeline: int, st
         yield Setting("--ckpt-format", "fsdp_dtensor", "the only format that its checkpoints have", SOURCE)
     if stage:
         why = "each rank keeps and steps a shard of the optimizer's states; it sends as many bytes as without"
+        why = why if stage == 1 else "the optimizer steps the shards that FSDP keeps"
         yield Setting("--use-distributed-optimizer", None, why, SOURCE)
     yield Setting("--overlap-grad-reduce", None, "gradients travel while the backward pass goes on", _DDP)
     if stage:
