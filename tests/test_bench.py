@@ -348,7 +348,7 @@ def test_each_setting_of_a_sweep_has_processes_of_its_own(monkeypatch: pytest.Mo
     monkeypatch.setattr(sys.modules[launch.__module__], "run_function", started)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.distributed.Backend, "backend_list", ["gloo", "nccl"])
-    found = launch(BenchOptions(ranks=2, backend="nccl", sweep=True), on_row=lambda *each: told.append(each))
+    found = launch(BenchOptions(ranks=2, backend="nccl", sweep=True), on_row=lambda *each: told.append(each))  # pyright: ignore[reportUnknownLambdaType]
     assert told == [(dataclasses.replace(each, rows=()), row) for each in found]
     assert [each.variables for each in found[1:]] == [setting.variables for setting in bench.sweep_plan()[1:]]
     assert seen[1] == [{"LOCAL_RANK": str(rank), "NCCL_ALGO": "Ring", "NCCL_PROTO": "LL"} for rank in range(2)]
