@@ -6,6 +6,7 @@ import importlib
 import json
 import time
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -199,6 +200,9 @@ ASKED = {"--model": "gpt3-175b", "--hardware": "a100-80g", "--gpus": "1024", "--
         ({"--sequence": "0"}, "sequence=0 is below 1"),
         ({"--gpus": "8", "--batch": "8"}, "it fits on 64 GPUs"),
         ({"--batch": "1"}, "take a larger batch"),
+        ({"--tokens": "many"}, "--tokens many is no number of tokens"),
+        ({"--price": "2"}, "--price wants --tokens"),
+        ({"--tokens": "1T", "--price": "-2"}, "0 or more"),
         ({"--model": "none/config.json"}, "none/config.json cannot be read: No such file"),
         ({"--hardware": "none.toml"}, "none.toml cannot be read: No such file"),
     ],
@@ -380,6 +384,30 @@ def test_command_prints_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
     assert sum(first["memory_parts_bytes"].values()) == pytest.approx(first["memory_bytes"])
     again = step_time(model("mixtral-8x7b"), ParallelLayout(**first["layout"]), H100)
     assert again.total == pytest.approx(first["step_s"])
+
+
+def test_command_tells_what_more_gpus_bring(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["plan", "--model", "llama2-70b", "--hardware", "h100-80g", "--batch", "1024", "--scale", "8..512"]
+    assert main([*asked, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["gpus"] for row in rows] == [8, 16, 32, 64, 128, 256, 512]
+    assert "fits into no layout on 8 h100-80g" in rows[0]["why"]
+    fitting = [row["best"][0]["step_s"] for row in rows if "best" in row]
+    assert len(fitting) >= 4
+    assert all(1.5 * more < fewer for fewer, more in pairwise(fitting))
+    assert main([*asked, "--tokens", "2T", "--price", "2.5"]) == 0
+    shown = capsys.readouterr().out
+    assert all(words in shown for words in ("GPU hours", "money", "8 GPUs: llama2-70b fits into no layout"))
+    for scale, says in (("64", "is no range"), ("64..8", "no range: write the smaller number first")):
+        assert main([*asked[:-1], scale]) == 2
+        assert says in capsys.readouterr().err
+
+
+def test_hours_and_money() -> None:
+    found = plan(model("llama2-7b"), H100, 8, 64)
+    assert found.hours(3600 * found.tokens_per_s) == pytest.approx(1)
+    with pytest.raises(SpecError, match="above 0"):
+        found.hours(0)
 
 
 def test_a_model_by_its_sizes() -> None:
