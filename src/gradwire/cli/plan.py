@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import re
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
 from gradwire.cli.commands import Commands, add
+from gradwire.core.errors import SpecError
+from gradwire.planning.search import spoken_seconds
 
 if TYPE_CHECKING:
     from gradwire.planning import PlannedLayout, ScalingPlan
@@ -27,6 +31,7 @@ hardware     v100-32g, a100-40g, a100-80g, h100-80g, h800-80g, h200-141g, b200-1
 examples
   gradwire plan --model gpt3-175b --hardware a100-80g --gpus 1024 --batch 1536
   gradwire plan --model mixtral-8x7b --hardware h100-80g --gpus 64 --batch 256 --sequence 8192
+  gradwire plan --model llama3-70b --hardware h100-80g --scale 64..4096 --batch 1024 --tokens 15T --price 2.5
   gradwire plan --model ./my-model/config.json --hardware cluster.toml --gpus 64 --batch 512 --json
 """
 
@@ -42,9 +47,13 @@ def add_command(commands: Commands) -> None:
     )
     plan.add_argument("--model", required=True, metavar="NAME", help="by name, or a config.json")
     plan.add_argument("--hardware", required=True, metavar="NAME", help="by name, or a TOML file")
-    plan.add_argument("--gpus", required=True, type=int, metavar="N", help="how many")
+    many = plan.add_mutually_exclusive_group(required=True)
+    many.add_argument("--gpus", type=int, metavar="N", help="how many")
+    many.add_argument("--scale", metavar="N..M", help="a line for N, twice as many, ... to M: 8..16384")
     plan.add_argument("--batch", required=True, type=int, metavar="N", help="samples of a step, over all GPUs")
     plan.add_argument("--sequence", type=int, metavar="N", help="tokens of a sample (default: the model's)")
+    plan.add_argument("--tokens", metavar="N", help="to train on, such as 300G: tells hours, and with --price money")
+    plan.add_argument("--price", type=float, metavar="X", help="of a GPU and hour")
     plan.add_argument("--show", type=int, default=5, metavar="N", help="how many layouts to print (default: 5)")
     plan.add_argument("--json", action="store_true", help="print what a program reads")
     plan.set_defaults(run=run_plan)
@@ -57,18 +66,83 @@ def run_plan(arguments: argparse.Namespace, console: Console) -> int:
         SpecError: unknown names, broken files, numbers that make no sense, a model that fits nowhere.
     """
     from gradwire import planning
+    from gradwire.cli.lines import say
 
     model = planning.model(arguments.model)
     if arguments.sequence is not None:
         model = model.with_sequence(arguments.sequence)
-    found = planning.plan(
-        model, planning.hardware(arguments.hardware), arguments.gpus, arguments.batch, show=arguments.show
-    )
+    on, tokens = planning.hardware(arguments.hardware), _tokens(arguments.tokens)
+    if arguments.price is not None and (tokens is None or not 0 <= arguments.price < math.inf):
+        raise SpecError("--price wants --tokens beside it, and is 0 or more for a GPU and hour")
+    if arguments.scale:
+        first, last = _range(arguments.scale)
+        rows = list(planning.scale(model, on, first, last, arguments.batch))
+        if arguments.json:
+            print(json.dumps([_scale_json(gpus, found) for gpus, found in rows], indent=1))
+        else:
+            _show_scale(rows, tokens, arguments.price, console)
+        return OK
+    found = planning.plan(model, on, arguments.gpus, arguments.batch, show=arguments.show)
     if arguments.json:
         print(json.dumps(as_json(found), indent=1))
     else:
         _show(found, console)
+        if tokens is not None:
+            time, hours, *money = _spent(found, tokens, arguments.price)
+            cost = f", {money[0]} at {arguments.price:g} each" if money else ""
+            say(console, f"\n{arguments.tokens} tokens take {time} without failures: {hours} GPU hours{cost}")
     return OK
+
+
+def _tokens(text: str | None) -> float | None:
+    """A count with a unit: 300G."""
+    if text is None:
+        return None
+    match = re.fullmatch(r"(\d+\.?\d*)([kMGBT]?)", text.strip())
+    if match is None or float(match[1]) == 0:
+        raise SpecError(f"--tokens {text} is no number of tokens: write one such as 300G or 15T")
+    return float(match[1]) * {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}[match[2]]
+
+
+def _range(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"(\d+)\.\.(\d+)", text.strip())
+    if match is None:
+        raise SpecError(f"--scale {text} is no range: write two numbers of GPUs, such as 8..16384")
+    return int(match[1]), int(match[2])
+
+
+def _spent(found: ScalingPlan, tokens: float, price: float | None) -> list[str]:
+    """Time, GPU hours and, where there is a price, money."""
+    hours = found.hours(tokens)
+    time = f"{hours:,.1f} hours" if hours < 72 else f"{hours / 24:,.1f} days"
+    spent = hours * found.gpus
+    return [time, f"{spent:,.0f}", *([f"{spent * price:,.0f}"] if price is not None else [])]
+
+
+def _scale_json(gpus: int, found: ScalingPlan | str) -> dict[str, object]:
+    return {"gpus": gpus, "why": found} if isinstance(found, str) else as_json(found)
+
+
+def _show_scale(
+    rows: list[tuple[int, ScalingPlan | str]], tokens: float | None, price: float | None, console: Console
+) -> None:
+    from gradwire.cli.lines import say
+
+    spent = ["time", "GPU hours", *(["money"] if price is not None else [])] if tokens is not None else []
+    table = _table("GPUs", "step", "MFU", "tokens/s", *spent, "layout")
+    for gpus, found in rows:
+        if isinstance(found, str):
+            continue
+        best = found.best[0]
+        figures = [f"{gpus:,}", spoken_seconds(best.time.total), f"{found.utilisation:.1%}"]
+        figures += [f"{found.tokens_per_s:,.0f}"]
+        figures += _spent(found, tokens, price) if tokens is not None else []
+        table.add_row(*figures, best.layout.says)
+    if table.rows:
+        console.print(table)
+    for gpus, found in rows:
+        if isinstance(found, str):
+            say(console, f"{gpus:,} GPUs: {found}")
 
 
 def as_json(found: ScalingPlan) -> dict[str, object]:
@@ -101,7 +175,6 @@ def _layout_json(one: PlannedLayout) -> dict[str, object]:
 def _show(found: ScalingPlan, console: Console) -> None:
     from gradwire.cli.lines import say
     from gradwire.core.figures import significant
-    from gradwire.planning.search import spoken_seconds
 
     model, best = found.model, found.best[0]
     say(

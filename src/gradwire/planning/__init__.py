@@ -9,6 +9,7 @@
 | `step_time` | seconds of a step, as parts that sum to it |
 | `Efficiencies` | the fractions of data sheets' rates that training reaches |
 | `plan` | the fastest layouts that fit, why their neighbours lose, and what would help |
+| `scale` | plans for more and more GPUs |
 """
 
 from gradwire.planning.hardware import Hardware as Hardware
@@ -22,6 +23,7 @@ from gradwire.planning.search import Neighbour as Neighbour
 from gradwire.planning.search import PlannedLayout as PlannedLayout
 from gradwire.planning.search import ScalingPlan as ScalingPlan
 from gradwire.planning.search import plan as plan
+from gradwire.planning.search import scale as scale
 from gradwire.planning.step_time import StepTime as StepTime
 from gradwire.planning.step_time import step_time as step_time
 from gradwire.planning.transformer import Transformer as Transformer

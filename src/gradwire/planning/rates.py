@@ -92,16 +92,30 @@ class ReachedRates(NamedTuple):
         network = hardware.network_gbit_per_s * 1e9 / 8 * self.reached.links
         return min(node, inside * network), hardware.network_latency_s
 
-    def gather_s(self, nbytes: float, size: int, stride: int) -> float:
-        """Seconds of an all-gather to, or a reduce-scatter of, `nbytes`: (n - 1)/n of them on a ring."""
+    def gather_s(self, nbytes: float, size: int, stride: int, messages: float = 1) -> float:
+        """Seconds of all-gathers to, or reduce-scatters of, `nbytes`: (n - 1)/n of them on a ring.
+
+        A ring passes each node after the other, so its latency grows with nodes, not with their logarithm.
+
+        Args:
+            nbytes: of all messages together.
+            size, stride: of the group.
+            messages: how many follow each other.
+        """
+        if size == 1:
+            return 0.0
+        rate, _ = self.link(size, stride)
+        inside = max(1, min(size, self.hardware.node // stride))
+        hops = (math.ceil(size / inside) - 1) * self.hardware.network_latency_s
+        latency = hops + math.ceil(math.log2(inside)) * self.hardware.node_latency_s
+        return (size - 1) / size * nbytes / rate + messages * latency
+
+    def all_reduce_s(self, nbytes: float, size: int, stride: int) -> float:
+        """Seconds of an all-reduce of `nbytes`: 2 (n - 1)/n of them, and the latency of a tree."""
         if size == 1:
             return 0.0
         rate, latency = self.link(size, stride)
-        return (size - 1) / size * nbytes / rate + math.ceil(math.log2(size)) * latency
-
-    def all_reduce_s(self, nbytes: float, size: int, stride: int) -> float:
-        """Seconds of an all-reduce of `nbytes`: a reduce-scatter and an all-gather."""
-        return 2 * self.gather_s(nbytes, size, stride)
+        return 2 * (size - 1) / size * nbytes / rate + 2 * math.ceil(math.log2(size)) * latency
 
     def all_to_all_s(self, nbytes: float, size: int, stride: int) -> float:
         """Seconds of an all-to-all of `nbytes` on each rank, in and between nodes at the same time."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
@@ -69,6 +70,21 @@ class ScalingPlan:
         peak = self.gpus * self.hardware.peak_tflops * 1e12
         return self.model.model_flops(self.batch) / (self.best[0].time.total * peak)
 
+    @property
+    def tokens_per_s(self) -> float:
+        """Of the fastest layout, on all GPUs."""
+        return self.batch * self.model.sequence / self.best[0].time.total
+
+    def hours(self, tokens: float) -> float:
+        """Hours that the fastest layout takes for so many tokens, without failures and pauses.
+
+        Raises:
+            SpecError: no positive number.
+        """
+        if not 0 < tokens < math.inf:
+            raise SpecError(f"{tokens:g} tokens cannot be trained on: write a number above 0")
+        return tokens / self.tokens_per_s / 3600
+
 
 def plan(
     model: Transformer,
@@ -126,6 +142,36 @@ def plan(
         neighbours=tuple(_neighbours(model, on, best, reached)),
         helps=tuple(_helps(model, on, best, reached)),
     )
+
+
+def scale(
+    model: Transformer, on: Hardware, first: int, last: int, batch: int, reached: Efficiencies | None = None
+) -> Iterator[tuple[int, ScalingPlan | str]]:
+    """Yield plans for `first` GPUs, twice as many, and so on to `last`, each with the same batch.
+
+    Args:
+        model, on, batch, reached: as for `plan`.
+        first, last: how many GPUs.
+
+    Yields:
+        How many GPUs, and the plan, or why there is none.
+
+    Raises:
+        SpecError: a range that is empty.
+
+    >>> from gradwire.planning import hardware, model
+    >>> [gpus for gpus, _ in scale(model("gpt3-1.7b"), hardware("a100-80g"), 8, 32, batch=512)]
+    [8, 16, 32]
+    """
+    if not 1 <= first <= last:
+        raise SpecError(f"{first}..{last} GPUs are no range: write the smaller number first, such as 8..16384")
+    gpus = first
+    while gpus <= last:
+        try:
+            yield gpus, plan(model, on, gpus, batch, reached, show=1)
+        except SpecError as error:
+            yield gpus, str(error)
+        gpus *= 2
 
 
 def layouts(model: Transformer, on: Hardware, gpus: int, batch: int) -> Iterator[ParallelLayout]:
@@ -188,11 +234,10 @@ def _fits_nowhere(model: Transformer, on: Hardware, gpus: int, batch: int, least
     )
     for factor in (2, 4, 8, 16, 32, 64, 128, 256):
         more = gpus * factor if gpus * factor <= on.node else -(-gpus * factor // on.node) * on.node
-        if any(
-            device_memory(model, layout).total <= on.memory_gb * 1e9
-            for layout in layouts(model, on, more, batch * factor)
-        ):
-            return f"{message}; it fits on {more} GPUs with a batch of {batch * factor}, or on GPUs of {need:,.0f} GB"
+        for samples in (batch, batch * factor):
+            found = layouts(model, on, more, samples)
+            if any(device_memory(model, layout).total <= on.memory_gb * 1e9 for layout in found):
+                return f"{message}; it fits on {more} GPUs with a batch of {samples}, or on GPUs of {need:,.0f} GB"
     return f"{message}; take GPUs with more memory or a smaller model"
 
 

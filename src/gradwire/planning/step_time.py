@@ -144,8 +144,11 @@ def _data_s(
     groups = [(held.dense, layout.replicas, layout.tp)]
     if held.expert:
         groups.append((held.expert, layout.expert_replicas, layout.expert_split))
-    scatter = sum(machine.gather_s(layout.gradient_bytes * count, *group) for count, *group in groups)
-    gather = sum(machine.gather_s(2 * count, *group) for count, *group in groups)
+    layers = model.layers / layout.pp  # each of which is a message
+    scatter = sum(
+        machine.gather_s(layout.gradient_bytes * count, size, stride, layers) for count, size, stride in groups
+    )
+    gather = sum(machine.gather_s(2 * count, size, stride, layers) for count, size, stride in groups)
     m = layout.micro_batches
     if layout.sharding == "parameters":
         sent, hidden = [m * gather, m * (gather + scatter)], [m * forward_s, m * backward_s]
@@ -154,7 +157,8 @@ def _data_s(
     elif layout.sharding == "optimizer":
         sent, hidden = [gather, scatter], [forward_s, backward_s]
     else:
-        sent, hidden = [2 * scatter], [backward_s]
+        sizes = [(layout.gradient_bytes * count, size, stride) for count, size, stride in groups]
+        sent, hidden = [sum(machine.all_reduce_s(*group) for group in sizes)], [backward_s]
     tied = 0.0
     if model.tied and layout.pp > 1:  # the first and the last stage add up their gradients of the shared embedding
         nbytes = layout.gradient_bytes * model.embedding_parameters / layout.tp
