@@ -59,7 +59,7 @@ class Hardware:
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise SpecError(f"hardware {self.name}: {field.name}={value!r} is no number")
             if not (math.isfinite(value) and value > 0):
-                raise SpecError(f"hardware {self.name}: {field.name}={value} must be a number above 0")
+                raise SpecError(f"hardware {self.name}: {field.name}={value} must be a finite number above 0")
             if field.name in ("sustained", "attention") and value > 1:
                 raise SpecError(f"hardware {self.name}: {field.name}={value} is a fraction of the peak: at most 1")
             if field.name in ("node", "processors") and value != int(value):

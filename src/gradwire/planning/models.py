@@ -112,7 +112,7 @@ def model(name: str) -> Transformer:
     if name in KNOWN:
         return KNOWN[name]
     path = Path(name)
-    if name.endswith(".json") or path.is_dir():
+    if name.endswith(".json") or (name and path.is_dir()):
         return read_config(path / "config.json" if path.is_dir() else path)
     raise SpecError(f"no model is called {name!r}, and it is no config.json of a model: {meant(name, KNOWN)}")
 

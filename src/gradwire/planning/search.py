@@ -20,6 +20,8 @@ MICRO_BATCHES = (1, 2, 4, 8, 16)
 CONTEXTS = (1, 2, 4, 8, 16)
 """Sizes of context parallelism that are tried where a rank has at least `SHORTEST` tokens of a sample left."""
 SHORTEST = 2048
+MOST = 65_536
+"""GPUs up to which the search says how many a model would fit on."""
 KINDS = (("optimizer", "none"), ("optimizer", "full"), ("parameters", "none"), ("parameters", "full"))
 """What is sharded and recomputed, together: fused attention leaves nothing for selective recomputation to save."""
 
@@ -232,8 +234,10 @@ def _fits_nowhere(model: Transformer, on: Hardware, gpus: int, batch: int, least
         f"{model.name} fits into no layout on {gpus} {on.name}: the smallest, {least.layout.says}, needs {need:,.0f} "
         f"GB a GPU, and there are {on.memory_gb:g}"
     )
-    for factor in (2, 4, 8, 16, 32, 64, 128, 256):
+    for factor in (2**i for i in range(1, 15)):
         more = gpus * factor if gpus * factor <= on.node else -(-gpus * factor // on.node) * on.node
+        if more > MOST:
+            break
         for samples in (batch, batch * factor):
             found = layouts(model, on, more, samples)
             if any(device_memory(model, layout).total <= on.memory_gb * 1e9 for layout in found):
