@@ -133,6 +133,22 @@ def test_a_profile_tells_of_its_steps_and_of_how_it_ended(tmp_path: Path) -> Non
     assert main(["watch", str(tmp_path)]) == 1
 
 
+@pytest.mark.parametrize(
+    ("error", "state", "why"),
+    [
+        (KeyboardInterrupt(), "failed", "KeyboardInterrupt"),
+        (SystemExit(3), "failed", "SystemExit: 3"),
+        (SystemExit(0), "ended", ""),
+        (SystemExit(), "ended", ""),
+    ],
+    ids=repr,
+)
+def test_how_a_run_ended_is_told(tmp_path: Path, error: BaseException, state: str, why: str) -> None:
+    writer(tmp_path, 0, 1).stop(error)
+    rank = told(tmp_path).ranks[0]
+    assert (rank.state, rank.error) == (state, why)
+
+
 def test_what_a_script_logs_is_a_number(tmp_path: Path) -> None:
     with gradwire.profile(nn.Linear(2, 2), tmp_path, live=True) as profile:
         profile.log(loss=torch.ones(1, 1, requires_grad=True), bad=math.inf)
