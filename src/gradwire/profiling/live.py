@@ -236,8 +236,8 @@ class LiveWriter:
         """Write for the last time: that the run has ended, and by which exception if it was one."""
         self._over.set()
         self._thread.join()
-        said = "" if error is None else f"{type(error).__name__}: {first_line(error)}"
-        self._write("ended" if error is None else "failed", said)
+        why = _why(error)
+        self._write("failed" if why else "ended", why)
         self._warn()
 
     def _go_on(self) -> None:
@@ -277,6 +277,14 @@ class LiveWriter:
     def _warn(self) -> None:
         if self.problem:
             warnings.warn(f"gradwire watch sees nothing of this rank: {self.problem}", stacklevel=4)
+
+
+def _why(error: BaseException | None) -> str:
+    """The exception that ended a run, in a line; "" where it ended well, as by `sys.exit(0)`."""
+    if error is None or (isinstance(error, SystemExit) and not error.code):
+        return ""
+    name, said = type(error).__name__, first_line(error)
+    return name if said == name else f"{name}: {said}"
 
 
 def _number(name: str, value: object) -> float:
