@@ -15,7 +15,7 @@ from gradwire.profiling.loop import LoopSpans
 
 def writer(folder: Path, rank: int, world_size: int, run: str = "run") -> LiveWriter:
     """A rank that tells of steps without making any."""
-    made = LiveWriter(folder, run, rank, world_size, [], LoopSpans(time.perf_counter), period_s=60.0)
+    made = LiveWriter(folder, run, rank, world_size, [], LoopSpans(time.perf_counter), lambda: ["int4"], period_s=60.0)
     made.start()
     return made
 

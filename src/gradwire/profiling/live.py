@@ -17,7 +17,7 @@ import time
 import uuid
 import warnings
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
@@ -133,6 +133,7 @@ class LiveWriter:
         rank, world_size: in the default process group.
         sessions: whose bytes and residuals are told.
         loop: the spans of the training loop.
+        methods: tells what communicates now.
         period_s: between two writings.
     """
 
@@ -144,11 +145,12 @@ class LiveWriter:
         world_size: int,
         sessions: Sequence[Session],
         loop: LoopSpans,
+        methods: Callable[[], list[str]],
         period_s: float = PERIOD_S,
     ) -> None:
         self._path = rank_file(live_folder(folder), rank)
         self._run, self._rank, self._size = run or uuid.uuid4().hex, rank, world_size
-        self._sessions, self._loop, self._period_s = sessions, loop, period_s
+        self._sessions, self._loop, self._methods, self._period_s = sessions, loop, methods, period_s
         self._steps, self._last = 0, deque[LiveStep](maxlen=KEPT)
         self._step_ms, self._residual = History(), History()
         self._scalars: dict[str, History] = {}
@@ -254,14 +256,13 @@ class LiveWriter:
 
     def _record(self, state: Literal["running", "ended", "failed"], error: str) -> LiveRecord:
         doing, doing_s = self._loop.under_way()
-        methods = [session.method for session in self._sessions] or ["PyTorch's own all-reduces"]
         with self._lock:
             return LiveRecord(
                 run=self._run,
                 rank=self._rank,
                 world_size=self._size,
                 host=platform.node(),
-                methods=methods,
+                methods=self._methods(),
                 state=state,
                 error=error,
                 steps=self._steps,

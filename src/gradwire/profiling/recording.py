@@ -186,7 +186,8 @@ class Profile:
         self._sharded = sharded if sharded.is_watching else None
         self._began_s = self._clock()
         if self._tells:
-            self._live = LiveWriter(self._folder, self._run, self._rank, self._size, self._sessions, self._loop)
+            whose = self._folder, self._run, self._rank, self._size
+            self._live = LiveWriter(*whose, self._sessions, self._loop, self._methods)
             self._live.start()
         return self
 
@@ -229,15 +230,17 @@ class Profile:
                 self._transport.close()
                 groups.destroy(self._group)
 
-    def _record(self) -> RankRecord:
+    def _methods(self) -> list[str]:
         own = DDP_METHOD if self._sharded is None else FSDP2_METHOD
-        methods = [session.method for session in self._sessions] or [own]
+        return [session.method for session in self._sessions] or [own]
+
+    def _record(self) -> RankRecord:
         return RankRecord(
             self._run,
             self._rank,
             self._size,
             platform.node(),
-            methods,
+            self._methods(),
             self.readings,
             list(self._steps),
             self._links,
