@@ -12,6 +12,9 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --con
 # depend on it. One thread, since MKL and OpenMP divide work by their number.
 PLAIN  := ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE OMP_NUM_THREADS=1 NUMBA_CPU_NAME=x86-64 NUMBA_CPU_FEATURES=+sse2
 
+# Tests start many processes, which take a third longer to begin where each compiles the package anew.
+export PYTHONDONTWRITEBYTECODE :=
+
 CASES  := drawn
 PYTEST := $(BIN)/python -m pytest --cases $(CASES) $(if $(SEED),--seed $(SEED))
 
