@@ -15,6 +15,7 @@ LARGE = 1 << 16
 CAN_COUNT = platform.libc_ver()[0] == "glibc"
 
 _TRIM, _MMAP = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of mallopt(3)
+_HUGE_PAGES_OFF = 41  # PR_SET_THP_DISABLE of prctl(2): a huge page would count as one
 
 
 @contextmanager
@@ -26,9 +27,11 @@ def large_memory_is_fresh() -> Generator[None]:
     libc = ctypes.CDLL(None)
     assert libc.mallopt(_MMAP, LARGE), "malloc has other options here"
     assert libc.mallopt(_TRIM, 1 << 30)
+    assert libc.prctl(_HUGE_PAGES_OFF, 1, 0, 0, 0) == 0
     try:
         yield
     finally:
+        libc.prctl(_HUGE_PAGES_OFF, 0, 0, 0, 0)
         libc.mallopt(_MMAP, 32 << 20)
         libc.mallopt(_TRIM, 64 << 20)
 
