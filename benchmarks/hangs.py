@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import signal
@@ -217,11 +218,15 @@ def run(trial: Trial) -> Outcome:
     return Outcome(late_s, wrong)
 
 
-def run_at_once(trials: Sequence[Trial], most: int = 12) -> dict[str, list[str]]:
-    """Make runs side by side, so many at once, since a run mostly waits; return what was not as it must be in each."""
+def run_at_once(trials: Sequence[Trial], most: int = 12, end_s: float = math.inf) -> dict[Trial, Outcome]:
+    """Make runs side by side, so many at once, since a run mostly waits; begin none after `end_s`."""
+
+    def in_time(trial: Trial) -> Outcome | None:
+        return run(trial) if time.monotonic() < end_s else None
+
     with ThreadPoolExecutor(most) as pool:
-        outcomes = pool.map(run, trials)
-        return {f"{trial.kind} {trial.seed}": each.wrong for trial, each in zip(trials, outcomes, strict=True)}
+        outcomes = pool.map(in_time, trials)
+        return {trial: outcome for trial, outcome in zip(trials, outcomes, strict=True) if outcome is not None}
 
 
 def _wrong_error(trial: Trial, rank: int, error: dict[str, Any]) -> Iterator[str]:
@@ -280,6 +285,7 @@ def main() -> int:
     parser.add_argument("--trials", type=int, default=3, help="of each kind")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no trial after so long")
+    parser.add_argument("--at-once", type=int, default=4, help="trials side by side")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--cost", action="store_true", help="measure what an event costs, and make no trials")
     parser.add_argument("--save", action="store_true", help="write a dated file into benchmarks/results")
@@ -292,17 +298,16 @@ def main() -> int:
     wrong: list[str] = []
     late: dict[str, list[float]] = {kind: [] for kind in options.kinds}
     not_begun: Counter[str] = Counter()
-    end_s = time.monotonic() + options.seconds
-    for seed in range(options.first, options.first + options.trials):
-        for kind in options.kinds if time.monotonic() < end_s else ():
-            outcome = run(Trial.of(kind, seed))
-            if not outcome.has_begun:
-                not_begun[kind] += 1
-                continue
-            late[kind].append(outcome.late_s)
-            wrong += [f"{kind} {seed}: {said}" for said in outcome.wrong]
-            for said in outcome.wrong:
-                print(f"WRONG {kind} {seed}: {said}", flush=True)
+    seeds = range(options.first, options.first + options.trials)
+    trials = [Trial.of(kind, seed) for seed in seeds for kind in options.kinds]
+    outcomes = run_at_once(trials, options.at_once, time.monotonic() + options.seconds)
+    for trial, outcome in outcomes.items():
+        if not outcome.has_begun:
+            not_begun[trial.kind] += 1
+            continue
+        late[trial.kind].append(outcome.late_s)
+        wrong += [f"{trial.kind} {trial.seed}: {said}" for said in outcome.wrong]
+    print("".join(f"WRONG {said}\n" for said in wrong), end="")
     named = Counter({kind: len(times) for kind, times in late.items()})
     for kind, seed in {tuple(said.split(":")[0].split()) for said in wrong}:
         named[kind] -= 1
@@ -315,6 +320,7 @@ def main() -> int:
         figures = {
             "command": " ".join(["python benchmarks/hangs.py", *sys.argv[1:]]),
             "deadline_s": DEADLINE_S,
+            "trials at once": options.at_once,
             "trials": made,
             "not begun, since the machine was busy": dict(not_begun),
             "named": dict(named),

@@ -152,6 +152,7 @@ def test_shards_train_as_replicas_do_and_predict_what_they_send(task: str, tmp_p
         compare.compare(dataclasses.replace(options, engine="ddp", methods=("torch.fp32",)), Silent())
 
 
+@pytest.mark.long
 def test_a_slow_host_is_slow_in_shards_too(task: str, tmp_path: Path) -> None:
     def compute_s(**changes: Any) -> float:
         place = tmp_path / str(len(changes))

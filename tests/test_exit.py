@@ -13,7 +13,7 @@ CASES = Path(__file__).with_name("exit_cases.py")
 
 @pytest.mark.parametrize("case", ["connecting", "serving"])
 @pytest.mark.parametrize(("ending", "status"), [("3", 3), ("raises", 1)])
-@pytest.mark.draw(2)
+@pytest.mark.draw(1)
 def test_the_exit_status_is_that_of_the_script(case: str, ending: str, status: int) -> None:
     ended = subprocess.run(
         [sys.executable, str(CASES), case, ending], capture_output=True, text=True, timeout=280, check=False

@@ -56,6 +56,7 @@ def test_results_are_those_of_one_process_bit_for_bit() -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.draw(1)
 def test_a_worker_that_fails_is_one_client_that_is_lost(workers: int) -> None:
     server = Server(Point(), CLIENTS, sample=CLIENTS, local=SGD(0.1))
     simulation = Simulation(server, quadratics(), engine=Processes(troubled, workers=workers, deadline_s=4))

@@ -32,7 +32,7 @@ def hangs(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def test_the_rank_at_fault_is_named_with_its_stack_in_time(hangs: ModuleType) -> None:
     trials = [hangs.Trial.of(kind, seed) for seed in SEEDS for kind in hangs.KINDS]
-    assert hangs.run_at_once(trials) == {f"{trial.kind} {trial.seed}": [] for trial in trials}
+    assert {str(trial): outcome.wrong for trial, outcome in hangs.run_at_once(trials).items() if outcome.wrong} == {}
 
 
 def alone(case: str, folder: Path, **arguments: Any) -> dict[str, Any]:

@@ -24,6 +24,7 @@ def run(case: str, ranks: int = 4, **arguments: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("nodes", ["aabb", "abcd", "aaaa"])
+@pytest.mark.draw(1)
 def test_it_is_the_number_of_ranks_on_each_node(nodes: str) -> None:
     size = len(nodes) // len(set(nodes))
     found = run("reduced", method="int4,node=auto", nodes=nodes)

@@ -155,6 +155,7 @@ def test_runs_under_other_delays_losses_rates_or_slow_hosts_are_not_mixed():
         assert make_plan(options).conditions("user", "none") != plain
 
 
+@pytest.mark.long
 @pytest.mark.net
 @pytest.mark.timeout(200)
 def test_a_comparison_over_a_delay_with_a_slow_host(tmp_path: Path):

@@ -134,6 +134,7 @@ def test_the_data_that_is_damaged_below_was_fine(tmp_path: Path):
 
 
 @pytest.mark.parametrize("path", list(paths(stored())), ids=lambda path: ".".join(map(str, path)))
+@pytest.mark.draw(30)
 def test_whatever_stands_in_a_field_is_used_or_refused_in_a_sentence(tmp_path: Path, path: tuple[Any, ...]):
     for junk in (*JUNK, "gone"):
         data = copy.deepcopy(stored())

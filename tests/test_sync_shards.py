@@ -100,7 +100,7 @@ def test_what_is_kept_has_the_size_of_a_shard() -> None:
 
 
 @pytest.mark.parametrize("name", [*CODED, "diloco", "streaming"])
-@pytest.mark.draw(2)
+@pytest.mark.draw(1)
 def test_a_run_goes_on_exactly_from_mid_window(name: str, tmp_path: Path) -> None:
     first, again = (run("resumed", folder=str(tmp_path), again=again, name=name) for again in (False, True))
     assert first == again

@@ -198,7 +198,7 @@ def ping_pong(network: Network, nbytes: int, folder: Path) -> list[float]:
     return json.loads((folder / "rank1.log").read_text())
 
 
-@pytest.mark.draw(1)
+@pytest.mark.long
 @pytest.mark.net
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(("rate", "delay"), [("50mbit", "10ms"), ("20mbit", "40ms"), ("100mbit", "4ms")])

@@ -46,6 +46,7 @@ REPEATABLE = {spec: reducer for spec, reducer in reducers().items() if reducer.r
 
 
 @pytest.mark.parametrize("reducer", REPEATABLE.values(), ids=REPEATABLE)
+@pytest.mark.draw(20)
 def test_memory_is_given_again_only_when_nobody_holds_it(reducer: Reducer, monkeypatch: pytest.MonkeyPatch) -> None:
     grain, count = grain_for(reducer, NUMEL), ranks_for(reducer, 2)
     pool = PoisonedPool()
