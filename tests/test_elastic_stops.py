@@ -185,6 +185,7 @@ PLAN = {"samples": 8_000, "options": {"begin_with": 2, "lost_after_s": 1.0, "dea
 @pytest.mark.parametrize(
     "stop", [Stop(1, "before", 20, "over"), Stop(0, "after", 21, "lost"), Stop(2, "issue", 10, "killed")]
 )
+@pytest.mark.draw(1)
 def test_processes_that_are_stopped_never_differ(stop: Stop, crew: Crew) -> None:
     found = stopped_run_of(crew, f"stopped {stop}", stop, 3, PLAN)
     assert found.was_stopped

@@ -175,6 +175,7 @@ def test_ranks_that_agree_keep_what_they_have_bit_for_bit(method: GossipMethod) 
 
 
 @pytest.mark.parametrize("on", PUSHING, ids=str)
+@pytest.mark.draw(4)
 def test_pushed_values_come_to_the_exact_mean(on: Graph) -> None:
     xs = starts(on.ranks)
     wanted, ranks = mean(xs), virtual(on, SGP())

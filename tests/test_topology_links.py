@@ -223,6 +223,7 @@ def test_links_are_those_that_plain_sockets_see(rate: str, delay: str, tmp_path:
 
 @pytest.mark.net
 @pytest.mark.timeout(200)
+@pytest.mark.long
 def test_two_ranks_on_each_of_two_emulated_hosts_are_two_nodes(tmp_path: Path) -> None:
     """They share a boot id and a host name with all others, and tell each other's network apart."""
     needs_namespaces()

@@ -31,6 +31,7 @@ def test_ranks_that_wait_for_all_make_steps_of_the_mean() -> None:
 @pytest.mark.parametrize(
     "spec", ["asgd", "asgd:inverse,H=2", "ssp:2,update=(topk:0.5,decay=0.9)", "dcasgd:0.5", "hogwild"]
 )
+@pytest.mark.draw(2)
 def test_training_goes_on_while_one_rank_is_slow(spec: str) -> None:
     ranks = on_ranks("uneven", spec=spec)
     assert len({tuple(rank["model"]) for rank in ranks}) == 1
