@@ -182,7 +182,7 @@ def test_a_rank_that_writes_no_more_is_named_and_so_is_what_another_one_does_for
     faults = [each.text for each in words.findings(follower.view()) if each.is_fault]
     host = follower.view().ranks[1].host
     assert faults == [
-        "Rank 0 has written nothing for 1 min 2 s: killed or stopped, or its folder can be written to no more.",
+        "Rank 0 has written nothing for 1 min 2 s: killed or stopped, or the folder can be written to no more.",
         f"Rank 1 on {host} is waiting for data for 31 s; gradwire stacks tells where.",
         "Ranks 2 and 3 are in the backward pass for 30 s; gradwire stacks tells where.",
     ]

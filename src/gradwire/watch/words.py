@@ -92,7 +92,7 @@ def _deaths(view: RunView) -> Iterator[Said]:
     if silent:
         least_s = min(rank.silent_s for rank in view.ranks if rank.is_silent)
         who = _who(silent, "has", "have")
-        why = "killed or stopped, or its folder can be written to no more"
+        why = "killed or stopped, or the folder can be written to no more"
         yield Said(f"{who} written nothing for {duration(least_s)}: {why}.", True)
 
 
