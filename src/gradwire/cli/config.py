@@ -61,6 +61,12 @@ def add_commands(commands: Commands) -> None:
     """Add them to the command line."""
     config = commands.add_parser("config", help="write a configuration for DeepSpeed, FSDP2 or Megatron, or check one")
     frameworks = config.add_subparsers(required=True, metavar="FRAMEWORK")
+    _add_deepspeed(frameworks)
+    _add_fsdp2(frameworks)
+    _add_megatron(frameworks)
+
+
+def _add_deepspeed(frameworks: Commands) -> None:
     deepspeed = add(
         frameworks,
         "deepspeed",
@@ -83,6 +89,9 @@ def add_commands(commands: Commands) -> None:
     )
     _add_check(deepspeed)
     deepspeed.set_defaults(run=run_deepspeed)
+
+
+def _add_fsdp2(frameworks: Commands) -> None:
     fsdp2 = add(
         frameworks,
         "fsdp2",
@@ -97,6 +106,9 @@ def add_commands(commands: Commands) -> None:
     fsdp2.add_argument("--method", metavar="SPEC", help="what gradwire sends gradients by (default: FSDP2 alone)")
     fsdp2.add_argument("--offload", action="store_true", help="keep shards and the optimizer in the host's memory")
     fsdp2.set_defaults(run=run_fsdp2, check=None, json=None)
+
+
+def _add_megatron(frameworks: Commands) -> None:
     megatron = add(
         frameworks,
         "megatron",

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from gradwire.cli.commands import Commands, add
 from gradwire.core.errors import SpecError
-from gradwire.planning.search import spoken_seconds
+from gradwire.core.figures import significant, spoken_seconds
 
 if TYPE_CHECKING:
     from gradwire.planning import PlannedLayout, ScalingPlan
@@ -174,7 +174,6 @@ def _layout_json(one: PlannedLayout) -> dict[str, object]:
 
 def _show(found: ScalingPlan, console: Console) -> None:
     from gradwire.cli.lines import say
-    from gradwire.core.figures import significant
 
     model, best = found.model, found.best[0]
     say(

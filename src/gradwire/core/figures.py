@@ -41,6 +41,15 @@ def milliseconds(value: float | None) -> str:
     return f"{value:,.0f}" if value >= 9.95 else f"{value:.1f}"
 
 
+def spoken_seconds(value: float) -> str:
+    """A predicted duration as people read it.
+
+    >>> spoken_seconds(17.914), spoken_seconds(0.00321)
+    ('17.91 s', '3.21 ms')
+    """
+    return f"{value:.2f} s" if value >= 0.1 else f"{1e3 * value:.2f} ms"
+
+
 def significant(value: float, digits: int) -> str:
     """A number with so many significant digits and no exponent; whole numbers keep all of theirs.
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from gradwire.core.collective import AllReduce
 from gradwire.core.messages import Expected, Message, SendRecv
-from gradwire.drivers.interpreter import Pending, Transport, ask, repeated
+from gradwire.drivers.interpreter import Pending, Transport, ask
 from gradwire.topology.axis_links import AxisLink, MeasuredPair, with_described
 from gradwire.topology.levels import Level, Topology
 from gradwire.topology.link_matrix import slow_links
@@ -171,7 +171,7 @@ class _RoundOfPairs:
         """The lower quartile of each pair's round trips, in seconds."""
         ping = torch.zeros(PING_BYTES, dtype=torch.uint8, device=self._device)
         messages = self._message(PING_BYTES, ping), self._message(PING_BYTES, None)
-        send, expect = (repeated(message, self._transport) for message in messages)
+        send, expect = (_repeated(message, self._transport) for message in messages)
         trip = self._first_trip if self._is_first else self._second_trip
         times = sorted(trip(send, expect) for _ in range(count))
         return self._agreed(times[count // 4] if self._is_first else 0.0)
@@ -256,3 +256,12 @@ def _medians(streams: Sequence[Sequence[float]]) -> list[float]:
 
 def _are_alike(one: Sequence[float], other: Sequence[float]) -> bool:
     return all(abs(a - b) <= ALIKE * max(a, b) for a, b in zip(one, other, strict=True))
+
+
+def _repeated(request: SendRecv, transport: Transport) -> Issue:
+    """Return what issues a request again and again; the results may lie in the same memory.
+
+    A transport that has a method `prepared` does once what is alike each time.
+    """
+    prepare: Callable[[SendRecv], Issue] | None = getattr(transport, "prepared", None)
+    return (lambda: transport.issue(request)) if prepare is None else prepare(request)

@@ -90,15 +90,6 @@ class Transport(Protocol):
         ...
 
 
-def repeated(request: Collective, transport: Transport) -> Callable[[], Pending]:
-    """Return what issues a request again and again; the results may lie in the same memory.
-
-    A transport that has a method `prepared` does once what is alike each time.
-    """
-    prepare: Callable[[Collective], Callable[[], Pending]] | None = getattr(transport, "prepared", None)
-    return (lambda: transport.issue(request)) if prepare is None else prepare(request)
-
-
 class WrappedTransport:
     """What transports have in common that wrap another one: its rank and its number of ranks.
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from gradwire.core.errors import SpecError
+from gradwire.core.figures import spoken_seconds
 from gradwire.planning.hardware import Hardware
 from gradwire.planning.layout import ParallelLayout, divisors
 from gradwire.planning.memory import DeviceMemory, device_memory
@@ -296,15 +297,6 @@ def _why(
         return "takes as long"
     more, worst = max((now - before, name) for name, now, before in zip(time._fields, time, best.time, strict=True))
     return f"{spoken_seconds(slower)} slower: {worst} takes {spoken_seconds(more)} more"
-
-
-def spoken_seconds(value: float) -> str:
-    """A duration as people read it.
-
-    >>> spoken_seconds(17.914), spoken_seconds(0.00321)
-    ('17.91 s', '3.21 ms')
-    """
-    return f"{value:.2f} s" if value >= 0.1 else f"{1e3 * value:.2f} ms"
 
 
 def _helps(
