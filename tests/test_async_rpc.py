@@ -16,17 +16,12 @@ from gradwire import CommunicationError, CompositionError
 from gradwire.asynchronous import ASGD
 from gradwire.asynchronous.rpc import Job, run
 from gradwire.asynchronous.several import Journal
+from gradwire.network.loopback import free_port
 from scripts import Script, said_by, wait_for
 
 DEADLINE_S = 250.0
 
 pytestmark = pytest.mark.filterwarnings("ignore:gradwire.asynchronous.rpc goes:FutureWarning")
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 def started(folder: Path, servers: int, workers: int, pushes: int, *more: object) -> list[Script]:

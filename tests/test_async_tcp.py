@@ -20,6 +20,7 @@ from gradwire import CommunicationError, CompositionError
 from gradwire.asynchronous import ASGD
 from gradwire.asynchronous.several import Journal, JournalRow, PartServer
 from gradwire.asynchronous.tcp import SECRET_VARIABLE, Job, ServersOutcome, run, secret_bytes
+from gradwire.network.loopback import free_port
 from gradwire.peers.sockets import SocketServer
 from scripts import Script, said_by, wait_for
 
@@ -28,13 +29,7 @@ SECRET = "0123456789abcdef"
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    made = [socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) for _ in range(count)]
-    for one in made:
-        one.bind((host, 0))
-    ports = [int(one.getsockname()[1]) for one in made]
-    for one in made:
-        one.close()
-    return ports
+    return [free_port(host) for _ in range(count)]
 
 
 def local(ports: list[int]) -> list[str]:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 from torch import nn
 
 import gradwire
+from gradwire import bench, doctor
 from gradwire.cli.main import main
 from gradwire.core.grain import ParameterSpec
 from gradwire.core.link import Link
@@ -141,3 +145,23 @@ def test_the_table_of_kernels_says_what_each_runs_in(capsys: pytest.CaptureFixtu
 def test_the_table_of_kernels_takes_no_spec(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["methods", "--kernels", "int4"]) != 0
     assert "give no SPEC with it" in capsys.readouterr().err
+
+
+def test_help_does_not_wait_for_pytorch() -> None:
+    """It is what a newcomer tries first: names of the package are loaded when they are used."""
+    source = "import sys; from gradwire.cli.main import parser; parser().format_help(); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == "False", "a module that the command line imports imports PyTorch"
+
+
+@pytest.mark.parametrize("package", [gradwire, bench, doctor])
+def test_every_public_name_is_there(package: ModuleType) -> None:
+    assert len(package.__all__) > 5
+    assert all(getattr(package, name) is not None for name in package.__all__)
+    assert set(package.__all__) <= set(dir(package))
+
+
+def test_what_is_known_does_not_depend_on_what_was_imported() -> None:
+    source = "from gradwire.core.registry import methods, table; print(len(methods()), *table())"
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True, timeout=60)
+    assert {"int4", "local", "asgd", "fedavg"} <= set(done.stdout.split())

@@ -384,8 +384,7 @@ _METHODS = (
     ),
 )
 
-for _method in _METHODS:
-    register(_method)
+register_all({_method.name: _method for _method in _METHODS})
 register_all(TORCH)
 for _advice, _names in ADVICE.items():
     advise(_advice, *_names.split())

@@ -9,25 +9,6 @@ emulated network, or on this machine as it is. Both return `BenchTable`s.
 [9, '100mbit']
 """
 
-from gradwire.bench.errors import BenchError
-from gradwire.bench.launch import launch
-from gradwire.bench.measure import measure
-from gradwire.bench.options import BenchOptions
-from gradwire.bench.results import BenchLink, BenchRow, BenchTable, read_tables, write_tables
-from gradwire.bench.sweep import SweepSetting, sweep_plan
-from gradwire.bench.timing import CallTimes
+import lazy_loader
 
-__all__ = [
-    "BenchError",
-    "BenchLink",
-    "BenchOptions",
-    "BenchRow",
-    "BenchTable",
-    "CallTimes",
-    "SweepSetting",
-    "launch",
-    "measure",
-    "read_tables",
-    "sweep_plan",
-    "write_tables",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

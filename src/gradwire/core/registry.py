@@ -5,6 +5,8 @@ The laws, the benchmarks, the command line and the docs iterate over this regist
 
 from __future__ import annotations
 
+import functools
+import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -80,6 +82,10 @@ class SpecMethod(ABC):
         """Return what a spec that begins with this name stands for."""
 
 
+ENTERED_BY = ("gradwire.methods", "gradwire.sync.methods", "gradwire.federated.names", "gradwire.asynchronous.methods")
+"""Modules that enter methods when they are imported. Whoever reads the table imports them first, so that what is known
+does not depend on what a program has imported."""
+
 _methods: dict[str, Method | SpecMethod] = {}
 _advice: dict[str, str] = {}
 
@@ -90,6 +96,7 @@ def register(method: Method) -> None:
     Raises:
         ValueError: the name is taken.
     """
+    _enter_all()
     register_all({method.name: method})
 
 
@@ -107,11 +114,13 @@ def register_all(found: Mapping[str, Method | SpecMethod]) -> None:
 
 def table() -> Mapping[str, Method | SpecMethod]:
     """Return every known method by name, in the order of registration."""
+    _enter_all()
     return dict(_methods)
 
 
 def methods() -> Mapping[str, Method]:
     """Return the methods that make reducers by name, in the order of registration."""
+    _enter_all()
     return {name: method for name, method in _methods.items() if isinstance(method, Method)}
 
 
@@ -126,6 +135,7 @@ def hints(*wanted: Place) -> Mapping[str, str]:
     Args:
         wanted: where a method has to serve; of those that serve elsewhere it is told what takes them.
     """
+    _enter_all()
     said = dict(_advice)
     for name, method in _methods.items():
         meant = f"did you mean {name!r}?"
@@ -133,3 +143,10 @@ def hints(*wanted: Place) -> Mapping[str, str]:
             meant = f"did you mean {name!r}, which is for {method.place.call_of(method.example)}?"
         said |= dict.fromkeys((name, *(method.synonyms if isinstance(method, Method) else ())), meant)
     return said
+
+
+@functools.cache
+def _enter_all() -> None:
+    """Import what enters methods."""
+    for module in ENTERED_BY:
+        importlib.import_module(module)
