@@ -23,6 +23,7 @@ from gradwire.ranks.supervised import run_function
 from gradwire.reducers.aggregate import epsilon
 from gradwire.session import names
 from gradwire.session.failures import FailureBoard
+from gradwire.session.overlap_settings import OverlapSettings
 
 CASES = str(Path(__file__).with_name("session_cases.py"))
 
@@ -264,6 +265,27 @@ def test_a_step_is_used_once_and_keeps_no_gradient(session: Session) -> None:
     with pytest.raises(StepError, match="a step is used once"):
         step.__enter__()
     session.reduce_(tensors())
+
+
+@pytest.mark.parametrize("method", ["int8", "powersgd:1"])
+def test_what_another_engine_has_replaced_is_freed_at_once(one_rank: None, method: str) -> None:
+    """Its states are as large as the model, and collections of circles are rare in a training loop."""
+    with Session({"a": torch.zeros(3), "b": torch.zeros(2, 2)}, method) as made:
+        made.reduce_(tensors())
+        gc.collect()
+        gc.disable()
+        try:
+            first = weakref.ref(made.engine)
+            settings = OverlapSettings(waves_in_flight=1)
+            made.adopt(settings, made.remade(settings))
+            assert first() is None
+            made.reduce_(tensors())
+            second = weakref.ref(made.engine)
+            made.change("int4")
+            made.reduce_(tensors())
+            assert second() is None
+        finally:
+            gc.enable()
 
 
 def test_a_session_that_is_closed_within_a_step_says_so_at_once(one_rank: None) -> None:

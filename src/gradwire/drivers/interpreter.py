@@ -258,6 +258,7 @@ class Interpreter(Generic[T]):
             while self._in_flight:
                 yield from self._go_on()
         results, self._runs, self._results = self._results, [], {}
+        self._ended = _as_it_is  # a closure of an engine, which would live on in a circle with this interpreter
         return [results[i] for i in range(programs)]
 
     def _begin(self, run: _Run[T]) -> None:
