@@ -25,6 +25,14 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.hypothesis_seed = str(config.option.seed)
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out modules of the package without examples: each process of tests would import them, and with some of
+    them whole frameworks."""
+    if collection_path.suffix != ".py" or not collection_path.is_relative_to(config.rootpath / "src"):
+        return None
+    return None if ">>>" in collection_path.read_text(encoding="utf-8") else True
+
+
 def pytest_report_header(config: pytest.Config) -> str | None:
     if config.option.cases == "all":
         return None
@@ -37,9 +45,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     seed, tests = config.option.seed, defaultdict[str, list[pytest.Item]](list)
     for item in items:
         tests[item.nodeid.partition("[")[0]].append(item)
-    one = _OneValue(seed, items)
+    one, turns = _OneValue(seed, items), _left_out(seed, items)
     kept = always().intersection(item.nodeid for item in items)
     for name, cases in tests.items():
+        if name in turns:
+            continue
         kept |= {item.nodeid for item in _drawn([item for item in cases if one.has(item)], f"{seed} {name}")}
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in kept])
     items[:] = [item for item in items if item.nodeid in kept]
@@ -56,6 +66,20 @@ def _drawn(cases: list[pytest.Item], seed: str) -> list[pytest.Item]:
     if values and len(values[0]) > 1:
         return [cases[place] for place in covering(values, seed)]
     return cases
+
+
+def _left_out(seed: int, items: list[pytest.Item]) -> set[str]:
+    """Tests whose turn it is not: of those in a file with the marker `turns` of one name, as many run as it says."""
+    groups: dict[tuple[Path, str, int], dict[str, None]] = defaultdict(dict)
+    for item in items:
+        if (marker := item.get_closest_marker("turns")) and item.get_closest_marker("long") is None:
+            groups[item.path, *marker.args][item.nodeid.partition("[")[0]] = None
+    left_out: set[str] = set()
+    for (path, name, count), found in groups.items():
+        tests = list(found)
+        left_out.update(tests)
+        left_out.difference_update(tests[place] for place in some(tests, count, f"{seed} {path.name} {name}"))
+    return left_out
 
 
 class _OneValue:

@@ -58,6 +58,7 @@ def require_each_once(history: list[Applied]) -> None:
         seen[one.worker] += 1
 
 
+@pytest.mark.turns("killed", 2)
 def test_a_killed_worker_frees_the_others_and_a_killed_server_comes_back(tmp_path: Path) -> None:
     job = Job(
         START,
@@ -147,6 +148,7 @@ def test_a_killed_worker_is_started_anew_and_a_killed_server_comes_back(tmp_path
     assert min(map(len, outcome.histories)) >= 160
 
 
+@pytest.mark.turns("killed", 2)
 def test_a_server_that_dies_after_the_last_push_is_started_again_and_says_what_it_had(tmp_path: Path) -> None:
     with RunningServers(counted(tmp_path, pushes=30), servers=2) as running:
         running.wait_for(30, DEADLINE_S)
@@ -169,6 +171,7 @@ def test_a_server_that_is_stopped_is_started_again(tmp_path: Path) -> None:
     assert outcome.restarts[1] >= 1
 
 
+@pytest.mark.turns("killed", 2)
 def test_a_worker_that_is_stopped_is_gone_until_it_goes_on(tmp_path: Path) -> None:
     with RunningServers(counted(tmp_path, pushes=10**6, silent_s=SILENT_S), servers=2) as running:
         running.wait_for(10, DEADLINE_S)
@@ -248,12 +251,14 @@ def test_a_repeated_push_is_applied_once_and_noise_costs_its_sender_the_connecti
 # Hogwild! -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.turns("hogwild", 1)
 def test_hogwild_shares_one_copy() -> None:
     start = {"x": torch.zeros(2)}
     assert hogwild(start, async_processes.counting, processes=2, deadline_s=DEADLINE_S)["x"].tolist() == [1000.0] * 2
     assert start["x"].tolist() == [0.0, 0.0]
 
 
+@pytest.mark.turns("hogwild", 1)
 def test_hogwild_says_who_failed() -> None:
     with pytest.raises(CommunicationError, match="process 1 of 2 ended with status 4"):
         hogwild({"x": torch.zeros(2)}, async_processes.failing, processes=2, deadline_s=DEADLINE_S)

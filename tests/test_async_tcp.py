@@ -69,6 +69,7 @@ class Processes:
             script.process.wait()
 
 
+@pytest.mark.turns("killed", 1)
 def test_a_killed_worker_is_missed_and_takes_its_place_again(tmp_path: Path) -> None:
     with Processes(tmp_path, servers=1, workers=2, pushes=80) as running:
         running.start(0)
@@ -86,6 +87,7 @@ def test_a_killed_worker_is_missed_and_takes_its_place_again(tmp_path: Path) -> 
     assert found["parameters"]["first"] == [float(counts[worker]) for worker in range(4)]
 
 
+@pytest.mark.turns("killed", 1)
 def test_a_killed_server_that_is_started_again_goes_on_from_its_snapshot(tmp_path: Path) -> None:
     with Processes(tmp_path, servers=2, workers=1, pushes=150) as running:
         scripts = [running.start(rank) for rank in range(3)]

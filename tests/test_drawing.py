@@ -52,8 +52,22 @@ def test_partly_long(number): ...
 
 @pytest.mark.long
 def test_long(): ...
+
+@pytest.mark.turns("saves", 1)
+@pytest.mark.parametrize("number", range(2))
+def test_one_save(number): ...
+
+@pytest.mark.turns("saves", 1)
+def test_another_save(): ...
+
+@pytest.mark.turns("saves", 1)
+def test_third_save(): ...
+
+@pytest.mark.long
+@pytest.mark.turns("saves", 1)
+def test_long_save(): ...
 """
-MARKERS = "[pytest]\nmarkers =\n    long: x\n    draw(count): x\n"
+MARKERS = "[pytest]\nmarkers =\n    long: x\n    draw(count): x\n    turns(name, count): x\n"
 
 
 def ids(folder: Path, *arguments: str) -> tuple[list[str], str]:
@@ -79,17 +93,19 @@ def of(found: list[str], test: str) -> list[str]:
 
 def test_the_short_command_draws_and_the_whole_one_leaves_nothing_out(project: Path) -> None:
     every, out = ids(project)
-    assert len(every) == 15 + 5 + 5 + 2 + 1
+    assert len(every) == 15 + 5 + 5 + 2 + 1 + 5
     assert "drawn" not in out
     drawn, _ = ids(project, "--cases", "drawn", "--seed", "7")
     assert drawn == ids(project, "--cases", "drawn", "--seed", "7")[0]
     counts = [len(of(drawn, test)) for test in ("test_product", "test_one_parameter", "test_some", "test_partly_long")]
     assert counts == [5, 5, 2, 1]
     assert not of(drawn, "test_long")
-    assert (
-        len({tuple(of(ids(project, "--cases", "drawn", "--seed", str(seed))[0], "test_product")) for seed in (1, 2)})
-        == 2
-    )
+    others = [ids(project, "--cases", "drawn", "--seed", str(seed))[0] for seed in (1, 2)]
+    assert len({tuple(of(other, "test_product")) for other in others}) == 2
+    saves = [{line.partition("[")[0] for line in found if "_save" in line} for found in (drawn, *others)]
+    assert [len(tests) for tests in saves] == [1, 1, 1]
+    assert len(set[str]().union(*saves)) > 1, "other seeds have other turns"
+    assert not any("test_long_save" in test for tests in saves for test in tests)
 
 
 def test_a_case_that_failed_once_is_always_drawn(project: Path, tmp_path: Path) -> None:

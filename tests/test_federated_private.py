@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,8 @@ from gradwire.federated import (
 from gradwire.federated.sampling import Sampling
 from gradwire.reducers.aggregate import PrivateMean, epsilon, epsilon_of_replacing
 
-pytest.importorskip("dp_accounting")
+# found and not imported: that takes a second of every process of tests
+pytestmark = pytest.mark.skipif(find_spec("dp_accounting") is None, reason="epsilon is that of dp-accounting")
 
 SAVES = Path(__file__).with_name("golden") / "federations"
 CLIP = 1.0
@@ -49,6 +51,7 @@ SETTINGS = [(1.0, 100, 1e-5, 1.0), (1.0, 100, 1e-5, 0.1), (2.0, 50, 1e-6, 0.3), 
 
 
 @pytest.mark.parametrize(("sigma", "steps", "delta", "q"), SETTINGS)
+@pytest.mark.draw(2)
 def test_adding_one_client_costs_what_independent_accountants_say(
     sigma: float, steps: int, delta: float, q: float
 ) -> None:
@@ -59,6 +62,7 @@ def test_adding_one_client_costs_what_independent_accountants_say(
 
 
 @pytest.mark.parametrize(("sigma", "steps", "delta", "q"), SETTINGS)
+@pytest.mark.draw(2)
 def test_adding_one_client_costs_what_distributions_of_losses_say(
     sigma: float, steps: int, delta: float, q: float
 ) -> None:
@@ -83,6 +87,7 @@ def test_replacing_one_client_costs_what_independent_accountants_say(
 
 
 @pytest.mark.parametrize(("sigma", "steps", "delta", "q"), SETTINGS[:3])
+@pytest.mark.draw(1)
 def test_a_sample_of_one_size_costs_more_than_one_in_which_each_is_drawn_by_itself(
     sigma: float, steps: int, delta: float, q: float
 ) -> None:

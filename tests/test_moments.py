@@ -48,7 +48,7 @@ def test_no_step_is_longer_than_gradients_alone_could_make_it(model: str, optimi
 
 @pytest.mark.parametrize("method", ["none", "int4"])
 @pytest.mark.parametrize("model", list(MODELS))
-@pytest.mark.draw(2)
+@pytest.mark.draw(1)
 def test_averaged_moments_train_at_least_as_well_as_own(model: str, method: str) -> None:
     jobs = [(model, "AdamW", 160, {"moments": moments, "method": method}) for moments in ("own", "average")]
     own, average = run_function(f"{CASES}:several", RANKS, {"jobs": jobs}, 120)[0]

@@ -109,6 +109,7 @@ def test_a_run_goes_on_exactly_from_mid_window(name: str, tmp_path: Path) -> Non
         assert len({one.split()[1] for one in first}) == 1
 
 
+@pytest.mark.turns("saved", 1)
 def test_another_number_of_copies_goes_on_and_owes_as_much(tmp_path: Path) -> None:
     saved = run("other_copies", 4, folder=str(tmp_path), saves=True)
     for shard, one in enumerate(run("other_copies", 2, folder=str(tmp_path), saves=False)):
@@ -119,6 +120,7 @@ def test_another_number_of_copies_goes_on_and_owes_as_much(tmp_path: Path) -> No
         assert "within a window" in one["within"]
 
 
+@pytest.mark.turns("saved", 1)
 def test_a_save_that_lacks_a_file_is_taken_up_by_no_rank(tmp_path: Path) -> None:
     for said, steps in run("damaged", folder=str(tmp_path)):
         assert "rank 3 finds no rank3.safetensors" in said
@@ -148,6 +150,7 @@ def test_a_step_that_a_scaler_skips_on_one_rank_is_skipped_by_its_copy_and_count
 
 
 @pytest.mark.parametrize("how", ["in a step", "before"])
+@pytest.mark.turns("failure", 1)
 def test_a_rank_that_fails_keeps_nobody_waiting(how: str, tmp_path: Path) -> None:
     """In a step nobody else has failed; before a backward pass FSDP2 waits for it as well."""
     found = run("failing", folder=str(tmp_path), how=how)
@@ -160,6 +163,7 @@ def test_a_rank_that_fails_keeps_nobody_waiting(how: str, tmp_path: Path) -> Non
         assert all("rank 1 failed with ValueError: no more memory" in said for said in others)
 
 
+@pytest.mark.turns("failure", 1)
 def test_a_silent_rank_is_an_error_on_all_ranks_after_the_deadline(tmp_path: Path) -> None:
     found = run("failing", folder=str(tmp_path), how="silent")
     assert all(one["said"].startswith("CommunicationError") for rank, one in enumerate(found) if rank != 1)

@@ -44,6 +44,7 @@ def differing(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize(("staleness", "steps"), [(1, 2), (0, 1)])
+@pytest.mark.draw(1)
 def test_a_run_that_goes_on_and_one_that_loads_stand_at_the_same_bits(
     staleness: int, steps: int, tmp_path: Path
 ) -> None:
@@ -66,6 +67,7 @@ def test_a_run_that_goes_on_and_one_that_loads_stand_at_the_same_bits(
 
 
 @pytest.mark.parametrize("by", ["steps", "version"])
+@pytest.mark.draw(1)
 def test_no_rank_waits_for_ever_and_all_have_one_version_after_each_save(by: str, tmp_path: Path) -> None:
     first, *others = on_ranks("saves_often", folder=str(tmp_path), by=by)
     assert all(versions == first for versions in others)
@@ -119,6 +121,7 @@ def test_other_settings_models_and_numbers_of_ranks_are_refused_by_name(tmp_path
         assert "SGD pushed to servers by 3 ranks, and this is SGD pushed to servers by 2 ranks" in said
 
 
+@pytest.mark.turns("missing", 1)
 def test_a_rank_that_has_ended_is_named_long_before_the_deadline(tmp_path: Path) -> None:
     *others, _ = on_ranks("one_is_missing", folder=str(tmp_path), how="closes")
     for said in others:
@@ -128,6 +131,7 @@ def test_a_rank_that_has_ended_is_named_long_before_the_deadline(tmp_path: Path)
     assert not save_folder.manifests(tmp_path)
 
 
+@pytest.mark.turns("missing", 1)
 def test_a_rank_that_does_not_come_is_named_at_the_deadline(tmp_path: Path) -> None:
     *others, _ = on_ranks("one_is_missing", folder=str(tmp_path), how="waits")
     for said in others:
@@ -135,6 +139,7 @@ def test_a_rank_that_does_not_come_is_named_at_the_deadline(tmp_path: Path) -> N
         assert said["ranks"] == [RANKS - 1]
 
 
+@pytest.mark.turns("missing", 1)
 def test_ranks_that_do_different_things_are_told_so(tmp_path: Path) -> None:
     for said in on_ranks("one_is_missing", folder=str(tmp_path), how="finishes"):
         assert "all ranks must call the same" in said["said"]

@@ -22,18 +22,21 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("numel", [1, 2, 5, 101, 4099, 46_340**2 + 1, 2**31 - 1])
+@pytest.mark.draw(4)
 def test_permuted_indices(numel: int) -> None:
     check.check_permutation(CPU, 11, numel, min(numel, 1500))
     check.check_permutation(CPU, 12, numel, 0)
 
 
 @pytest.mark.parametrize("numel", [1, 2, 5, 101, 4099, 2**31 - 1])
+@pytest.mark.draw(3)
 def test_stratified_indices(numel: int) -> None:
     for k in (0, 1, min(numel, 1500)):
         check.check_strata(CPU, 11, numel, k)
 
 
 @pytest.mark.parametrize("bits", range(1, 17))
+@pytest.mark.draw(6)
 def test_packing(bits: int) -> None:
     for numel in (0, 9, 5001):
         check.check_packing(CPU, bits, numel)
@@ -41,12 +44,14 @@ def test_packing(bits: int) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("key", [None, 5])
+@pytest.mark.draw(5)
 def test_block_int_on_any_input(kind: str, key: int | None) -> None:
     check.check_block_int(CPU, sample(kind, 1031), 4, 256, key)
 
 
 @pytest.mark.parametrize("bits", range(2, 9))
 @pytest.mark.parametrize("key", [None, 2**64 - 1])
+@pytest.mark.draw(4)
 def test_block_int_of_any_width(bits: int, key: int | None) -> None:
     check.check_block_int(CPU, sample("heavy", 700), bits, 24, key)
 
@@ -58,6 +63,7 @@ def test_block_int_in_any_block(numel: int, block: int) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.draw(4)
 def test_sign(kind: str) -> None:
     check.check_sign(CPU, sample(kind, 1031), 256)
 
@@ -68,6 +74,7 @@ def test_sign_in_any_block(numel: int, block: int) -> None:
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "huge values"])
+@pytest.mark.draw(4)
 def test_qsgd(kind: str) -> None:
     check.check_qsgd(CPU, sample(kind, 1031), 15, 256, 3)
 
@@ -83,6 +90,7 @@ def test_qsgd_in_any_block(numel: int, block: int) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.draw(5)
 def test_selection(kind: str) -> None:
     x = sample(kind, 5001)
     check.check_finite(CPU, x)

@@ -87,7 +87,7 @@ def catalogue() -> tuple[Entry, ...]:
     >>> [entry.name for entry in catalogue() if isinstance(entry.use, Recommended)]
     ['int4', 'powersgd', 'local']
     """
-    entries = [_entry(name, method) for name, method in table().items() if method.place in TEXTS]
+    entries = [_entry(name, method) for name, method in _methods().items()]
     return tuple(sorted(entries, key=lambda entry: USES.index(type(entry.use))))
 
 
@@ -100,10 +100,14 @@ def entry(name: str) -> Entry:
     >>> entry("krum").fewest_ranks, entry("krum").options
     (5, ('bad=1',))
     """
-    found = {each.name: each for each in catalogue()}
-    if name not in found:
-        raise SpecError(f"{name!r} is no method: {meant(name, found)}")
-    return found[name]
+    methods = _methods()
+    if name not in methods:
+        raise SpecError(f"{name!r} is no method: {meant(name, methods)}")
+    return _entry(name, methods[name])
+
+
+def _methods() -> dict[str, Method | SpecMethod]:
+    return {name: method for name, method in table().items() if method.place in TEXTS}
 
 
 def _text(module: ModuleType) -> str:

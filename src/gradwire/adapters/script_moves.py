@@ -12,13 +12,15 @@ import contextlib
 import os
 import shutil
 import socket
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from gradwire.adapters.script_places import folders_beside, named_entry
-from gradwire.adapters.told import told, unheard
+from gradwire.adapters.told import Told, told, unheard
 from gradwire.core import save_folder
+
+_COPYING = ((os, "link"), (shutil, "copyfile"), (shutil, "copytree"))
 
 
 class Move(NamedTuple):
@@ -59,16 +61,18 @@ class Moves:
         """Whether other hosts have to be told something."""
         return bool(self._done)
 
-    @contextlib.contextmanager
-    def watching(self) -> Generator[None]:
+    @property
+    def functions(self) -> list[Told]:
+        """The functions by which a script renames and copies."""
+        return [
+            *(Told(os, name, after=self._renamed) for name in ("replace", "rename")),
+            *(Told(place, name, after=self._copied) for place, name in _COPYING),
+            Told(shutil, "move", after=self._moved),
+        ]
+
+    def watching(self) -> contextlib.AbstractContextManager[None]:
         """Follow what is renamed and copied inside."""
-        with contextlib.ExitStack() as stack:
-            for name in ("replace", "rename"):
-                stack.enter_context(told(os, name, after=self._renamed))
-            for place, name in ((os, "link"), (shutil, "copyfile"), (shutil, "copytree")):
-                stack.enter_context(told(place, name, after=self._copied))
-            stack.enter_context(told(shutil, "move", after=self._moved))
-            yield
+        return told(*self.functions)
 
     def words(self) -> dict[str, Any]:
         """What the ranks of other hosts are told: once."""

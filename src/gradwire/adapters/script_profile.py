@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from gradwire.adapters.told import told
+from gradwire.adapters.told import Told, told
 from gradwire.profiling import Profile, profile
 from gradwire.session import Session
 
@@ -51,7 +51,7 @@ class ScriptProfile:
     @contextlib.contextmanager
     def watching(self) -> Generator[None]:
         """End the profile before the script ends its process group, or with the script."""
-        with told(dist, "destroy_process_group", before=lambda *_, **__: self.end()):
+        with told(Told(dist, "destroy_process_group", before=lambda *_, **__: self.end())):
             try:
                 yield
             except BaseException as error:

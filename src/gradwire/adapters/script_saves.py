@@ -24,7 +24,7 @@ from torch import nn
 from gradwire.adapters.script_loads import Followed, Loads, shapes_in
 from gradwire.adapters.script_moves import Moves
 from gradwire.adapters.script_places import beside_file, checkpoint_of, file_of, fingerprint, inside_checkpoint
-from gradwire.adapters.told import told
+from gradwire.adapters.told import Told, told
 from gradwire.adapters.uncompiled import before_passes
 from gradwire.core import save_folder
 from gradwire.core.collective import AllReduce
@@ -82,31 +82,29 @@ class ScriptSaves:
     def watching(self) -> Generator[None]:
         """Follow what is saved and loaded inside; a last look is taken before the process group is destroyed."""
         dcp = importlib.import_module("torch.distributed.checkpoint")  # takes long, and no other command needs it
-        with contextlib.ExitStack() as stack:
-            for follow in (
-                told(torch, "save", after=self._save_called),
-                told(torch, "load", after=self._load_called),
-                *self._safetensors(),
-                told(dcp, "save", before=self._begins_by_all, after=self._saved_by_all),
-                told(dcp, "async_save", before=self._begins_by_all, after=self._saved_by_all),
-                told(dcp, "load", after=self._loaded_by_all),
-                self._moves.watching(),
-                told(dist, "destroy_process_group", before=self._ends),
-            ):
-                stack.enter_context(follow)
+        with told(
+            Told(torch, "save", after=self._save_called),
+            Told(torch, "load", after=self._load_called),
+            *self._safetensors(),
+            Told(dcp, "save", before=self._begins_by_all, after=self._saved_by_all),
+            Told(dcp, "async_save", before=self._begins_by_all, after=self._saved_by_all),
+            Told(dcp, "load", after=self._loaded_by_all),
+            *self._moves.functions,
+            Told(dist, "destroy_process_group", before=self._ends),
+        ):
             yield
             self.catch_up()
 
-    def _safetensors(self) -> list[contextlib.AbstractContextManager[None]]:
+    def _safetensors(self) -> list[Told]:
         """Of the package, where it is installed."""
         if importlib.util.find_spec("safetensors") is None:
             return []
         package = importlib.import_module("safetensors.torch")
         return [
-            told(package, "save_file", after=self._save_called),
-            told(package, "save_model", after=self._save_called),
-            told(package, "load_file", after=self._load_called),
-            told(package, "load_model", after=self._loaded_into),
+            Told(package, "save_file", after=self._save_called),
+            Told(package, "save_model", after=self._save_called),
+            Told(package, "load_file", after=self._load_called),
+            Told(package, "load_model", after=self._loaded_into),
         ]
 
     def follow(self, model: nn.Module, session: Session) -> None:

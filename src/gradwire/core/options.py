@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import types
 import typing
@@ -54,6 +55,11 @@ def options_of(build: Callable[..., Any]) -> dict[str, Option]:
 
     What may be given as text among other things is text, such as a reducer; several texts have slashes between them.
     """
+    return dict(_options_of(build))
+
+
+@functools.cache  # each annotation is compiled anew, and a spec is read several times
+def _options_of(build: Callable[..., Any]) -> dict[str, Option]:
     typed: Any = cast(Any, build).__init__ if inspect.isclass(build) and not is_dataclass(build) else build
     kinds = {name: _written(kind) for name, kind in typing.get_type_hints(typed).items()}
     found = inspect.signature(cast(Any, build)).parameters.values()

@@ -63,7 +63,7 @@ class Roots:
             self._note([module] if isinstance(module, nn.Module) else module)
             return sharded
 
-        with replaced(plain, noting, held):
+        with replaced([(place, plain, noting) for place in held]):
             yield
 
     def _note(self, modules: Iterable[nn.Module]) -> None:
