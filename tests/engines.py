@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from gradwire.core.collective import Collective
 from gradwire.drivers.cost import parameter_specs
 from gradwire.drivers.engine import Engine
+from gradwire.drivers.host_memory import HostMemory
 from gradwire.drivers.interpreter import Pending
 from gradwire.drivers.lockstep import Meeting, VirtualTransport
 from gradwire.drivers.plan import plan
@@ -69,11 +70,17 @@ class Engines:
     """A model's engine on each of `world_size` threads."""
 
     def __init__(
-        self, reducer: Reducer, model: nn.Module, world_size: int, seed: int = 0, grain_numel: int | None = None
+        self,
+        reducer: Reducer,
+        model: nn.Module,
+        world_size: int,
+        seed: int = 0,
+        grain_numel: int | None = None,
+        host: Callable[[], HostMemory | None] = lambda: None,
     ) -> None:
         planned, exchange = plan(parameter_specs(model.named_parameters()), reducer, grain_numel), Exchange(world_size)
         self.transports = [ThreadTransport(exchange, rank) for rank in range(world_size)]
-        self.ranks = [Engine(planned, transport, seed) for transport in self.transports]
+        self.ranks = [Engine(planned, transport, seed, host=host()) for transport in self.transports]
 
     def step(self, gradients: Sequence[Gradients]) -> list[list[Tensor]]:
         """The means of every unit on every rank."""

@@ -13,6 +13,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire
 from gradwire import kernels
+from gradwire.core import buffers
+from gradwire.core.state import walk
+from gradwire.drivers.host_memory import PinnedMemory
 from gradwire.kernels import low_rank
 from gradwire.kernels.dispatch import KERNELS
 from gradwire.session.lane import SideStream
@@ -242,3 +245,40 @@ def test_equal_runs_give_equal_bits() -> None:
     runs = [attached(GPU, spec, 5)[0] for spec in ("int4", "int4", "topk:0.05", "topk:0.05")]
     assert runs[0] == runs[1]
     assert runs[2] == runs[3]
+
+
+# Residuals on the host
+
+
+@pytest.mark.usefixtures("nccl")
+@pytest.mark.parametrize("spec", ["topk:0.05", "int4", "powersgd:2"])
+def test_residuals_on_the_host_change_no_bit_and_lie_there(spec: str) -> None:
+    found: list[tuple[list[float], list[Tensor]]] = []
+    for residuals in ("device", "host"):
+        ddp = DDP(model(GPU), bucket_cap_mb=0.1)
+        with gradwire.attach(ddp, spec, grain_numel=20_000, deadline_s=60, residuals=residuals) as session:
+            losses = train(ddp, GPU, 20)
+            leaves = [leaf.tensor for _, state in session.engine.states() for _, leaf in walk(state) if leaf.owed]
+            assert all(tensor.is_pinned() == (residuals == "host") for tensor in leaves)
+            memory = session.report().memory
+            assert (memory.host_residual_bytes, memory.residual_bytes).index(0) == (residuals == "host")
+            found.append((losses, [tensor.cpu() for tensor in leaves]))
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(one, other) for one, other in zip(found[0][1], found[1][1], strict=True))
+
+
+def test_copies_to_the_host_and_back_wait_for_what_they_copy() -> None:
+    """While the device is busy: a copy begins behind the work that makes what it copies, and ends before it is used."""
+    host = PinnedMemory(GPU)
+    x = torch.zeros(1 << 22, device=GPU)
+    for turn in range(5):
+        torch.cuda._sleep(20_000_000)  # pyright: ignore[reportPrivateUsage]  # about 10 ms, so that order shows
+        x.fill_(float(turn))
+        kept = host.keep(x)
+        brought = host.bring(kept)
+        host.order()
+        x.fill_(-1.0)
+        assert bool((brought.wait() == turn).all())
+        host.wait()
+        assert bool((kept == turn).all())
+    assert buffers.PINNED.use().hits > 0

@@ -30,6 +30,7 @@ from gradwire.core.state import Leaf, replace_leaves, walk
 from gradwire.drivers.engine import Engine
 from gradwire.drivers.lockstep import Meeting, VirtualTransport
 from gradwire.drivers.plan import plan
+from gradwire.flight import stacks_of
 from gradwire.spec import parse
 from gradwire.sync import Averager, DiLoCo, DriftTriggered, Elastic, ElasticOptimizer, Mean, SlowMo
 from gradwire.sync.elastic import handover, store
@@ -903,9 +904,15 @@ def test_workers_that_are_killed_come_back(method: str, lost: str, deaths: list[
     assert found.windows >= 33
 
 
-def test_who_is_asked_to_leave_does(crew: Crew) -> None:
-    workers = [crew.start(slot, run="leaving", name=f"w{slot}", **plan_for(16_000)) for slot in range(3)]
+def test_who_is_asked_to_leave_does(crew: Crew, tmp_path: Path) -> None:
+    """Its flight record tells what it does, and that SIGTERM was not its end."""
+    plan, records = plan_for(16_000, records=str(tmp_path)), tmp_path
+    workers = [crew.start(slot, run="leaving", name=f"w{slot}", **plan) for slot in range(3)]
     until(workers, lambda: any("windows" in words for words in workers[2].said), 60)
+    asked = stacks_of(records, ask_first=True, patience_s=30.0)
+    assert [line.rank for line in asked.lines] == [0, 1, 2]
+    assert all(line.state == "running" and "gradwire.sync.Elastic" in line.doing for line in asked.lines)
+    assert asked.kind in ("alike", "behind")
     workers[2].kill(signal.SIGTERM)
     until(workers, lambda: all(worker.process.poll() is not None for worker in workers), 60)
     ends = [worker.said[-1] for worker in workers]
@@ -913,6 +920,7 @@ def test_who_is_asked_to_leave_does(crew: Crew) -> None:
     assert ends[0]["digest"] == ends[1]["digest"]
     assert [change["left"] for change in ends[0]["changes"]][-1] == ["w2"]
     assert not any(change["lost"] for change in ends[0]["changes"])
+    assert {line.state for line in stacks_of(records).lines} == {"ended"}
     for worker in workers:
         worker.close()
 

@@ -188,6 +188,44 @@ def test_ranks_that_were_all_killed_are_named() -> None:
     assert (found.kind, found.ranks) == ("killed", (0, 1, 2))
 
 
+def worker(number: int, *lanes: LaneState, state: str = "running", **fields: object) -> FlightRecord:
+    return record(number, *lanes, state=state, world_size=number + 1, comes_and_goes=True, **fields)
+
+
+def of(workers: list[int], state: LaneState, *, ended: bool = False) -> LaneState:
+    return dataclasses.replace(state, ranks=workers, ended=ended)
+
+
+def test_workers_that_the_others_have_gone_on_without_are_no_cause() -> None:
+    """Worker 1 was killed and 2 has failed, in a list of workers that is no more; of those at hand 3 is late."""
+    old, new = of([0, 1, 2], lane(4, waits=True), ended=True), of([0, 3], lane(name="b", waits=True))
+    gone = [worker(1, pid=GONE), worker(2, old, state="died", own=True, why="ValueError: bad")]
+    late = worker(3, of([0, 3], lane(4, name="b")))
+    found = judge(by_rank(worker(0, old, new), *gone, late))
+    assert (found.kind, found.ranks) == ("behind", (3,))
+    assert found.notes == ["the others have gone on without ranks 1 and 2"]
+    assert [line.rank for line in found.lines] == [0, 1, 2, 3]
+
+
+def test_a_worker_that_the_others_still_count_on_is_named() -> None:
+    at_hand = worker(0, of([0, 3], lane(name="b", waits=True)))
+    killed = judge(by_rank(at_hand, worker(3, pid=GONE)))
+    assert (killed.kind, killed.ranks, killed.notes) == ("killed", (3,), [])
+    assert judge(by_rank(at_hand)).ranks == (3,)  # which has left no record at all
+
+
+def test_workers_that_have_all_failed_are_judged_as_ranks_are() -> None:
+    failed = worker(0, of([0, 3], lane()), state="died", own=True, why="ValueError: bad")
+    assert judge(by_rank(failed, worker(3, pid=GONE))).kind == "failed"
+
+
+def test_numbers_of_workers_need_not_agree_on_how_many_there_are(tmp_path: Path) -> None:
+    for each in (worker(0, lane()), worker(5, lane())):
+        each.write(tmp_path)
+    assert read_record(rank_file(tmp_path, 5)).comes_and_goes
+    assert [line.rank for line in stacks_of(tmp_path).lines if line.state == "running"] == [0, 5]
+
+
 def test_a_rank_that_alone_was_told_to_end_is_named() -> None:
     found = judge(by_rank(*WAITING, record(2, lane(6, waits=True), why="was ended by SIGTERM")))
     assert (found.kind, found.ranks) == ("terminated", (2,))

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gzip
 import json
+import signal
+import subprocess
+import sys
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +29,7 @@ from gradwire.profiling import (
     summary,
 )
 from gradwire.profiling.account import critical_path
+from gradwire.profiling.unfinished import UnfinishedSteps
 from gradwire.ranks.supervised import run_function
 from gradwire.report.profile import render
 from gradwire.topology import MeasuredPair
@@ -286,6 +290,63 @@ def test_a_run_that_ends_in_mid_profile_leaves_what_each_rank_has(tmp_path: Path
     assert [len(each.clock) for each in records] == [1, 1]
     assert main(["profile", str(tmp_path)]) == 0
     assert "4 steps of" in capsys.readouterr().out
+
+
+KILLED = """
+import os, signal, sys
+import torch
+import gradwire
+from gradwire.profiling import unfinished
+
+unfinished.FLUSH_S = 0.0
+model = torch.nn.Linear(4, 4)
+with gradwire.profile(model, sys.argv[1], keep=5) as profile:
+    for index, batch in enumerate(profile.steps(torch.ones(2, 4) for _ in range(20))):
+        model(batch).sum().backward()
+        if index == 13:
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_rank_that_is_killed_leaves_the_steps_before_its_last_writing(tmp_path: Path, capsys: Any) -> None:
+    earlier = record(0, step(0), size=1)
+    earlier.write(tmp_path)
+    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], timeout=120, check=False)
+    assert done.returncode == -signal.SIGKILL
+    (found,) = read_records(tmp_path)
+    assert found.unfinished
+    assert [each.index for each in found.steps] == list(range(5, 13))  # two parts of five, of which one is not full
+    assert {span.what for span in found.steps[-1].loop} >= {"data", "forward", "backward"}
+    with rank_file_of_part(tmp_path).open("ab") as file:
+        file.write(b'{"index": 13, "began')  # as a write that was cut off
+    assert main(["profile", str(tmp_path)]) == 0
+    assert "The end of rank 0 is missing" in (text := capsys.readouterr().out.replace("\n", " "))
+    assert "that it had written is step 12" in text
+    earlier.write(tmp_path)  # a whole record that is newer
+    assert read_records(tmp_path) == [earlier]
+
+
+def rank_file_of_part(folder: Path) -> Path:
+    """The part that was written last."""
+    return max(folder.glob("rank0.part*.jsonl"), key=lambda path: path.stat().st_mtime_ns)
+
+
+@pytest.mark.parametrize("text", ["", "{}\n[1]\n", "no json\n", '{"run": 1}\n{"index": "x"}\n'])
+def test_parts_that_are_none_are_a_sentence(text: str, tmp_path: Path) -> None:
+    (tmp_path / "rank0.part0.jsonl").write_text(text)
+    with pytest.raises(ProfileError, match=r"rank0\.part0\.jsonl"):
+        read_records(tmp_path)
+
+
+def test_parts_hold_the_last_steps_and_go_when_the_block_ends(tmp_path: Path) -> None:
+    steps = UnfinishedSteps(tmp_path, record(0, size=1), keep=4)
+    for index in range(11):
+        steps.add(step(index))
+    (found,) = read_records(tmp_path)
+    assert found.steps == [step(index) for index in range(8)]  # those since then are of the last two seconds
+    assert account([found]).unfinished == {0: 7}
+    steps.remove()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_session_can_be_profiled_again_and_nothing_stays_behind(tmp_path: Path) -> None:

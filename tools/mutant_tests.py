@@ -52,6 +52,7 @@ FILES: dict[str, tuple[Stage, ...]] = {
     "drivers/engine.py": ((ENGINE, "tests/test_handle.py"), ONE_RANK, REPORT, HOOKS, DDP),
     "drivers/faulty.py": (("src/gradwire/drivers/faulty.py", "tests/test_faults.py", "-k", "not real"),),
     "drivers/groups.py": (("src/gradwire/drivers/groups.py", "tests/test_groups.py"), ATTACHED),
+    "drivers/host_memory.py": (("src/gradwire/drivers/host_memory.py", "tests/test_host_memory.py"),),
     "drivers/interpreter.py": (
         ("tests/test_interpreter.py", "tests/test_coalesce.py", ENGINE, "tests/test_handle.py"),
         COST,

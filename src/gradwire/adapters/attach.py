@@ -43,6 +43,7 @@ def attach(
     overlap: OverlapSettings | str | Path | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     records: str | Path | None = None,
+    residuals: str = "device",
 ) -> Session:
     """Let `reducer` combine the gradients of `model` from the next backward pass on.
 
@@ -87,6 +88,8 @@ def attach(
             Nothing can be done with the whole gradient then, such as clipping its norm. Not for FSDP2.
         records: the folder that each rank's flight record is written into when the run dies, for `gradwire stacks`;
             None: that of `GRADWIRE_RECORDS` in the environment, if there is one.
+        residuals: where what the method owes lies between steps. "host": in pinned memory of the host, for models on a
+            GPU; copies run beside the pass, and no bit changes. On a CPU that changes nothing, and a warning says so.
 
     Returns:
         A session with statistics, state and `close`. What the method compiles is compiled by then.
@@ -111,6 +114,7 @@ def attach(
         "on_non_finite": on_non_finite,
         "overlap": settings_of(overlap),
         "records": records,
+        "residuals": residuals,
     }
     if is_fsdp2(model):
         if optimizer is not None:

@@ -1,10 +1,11 @@
-"""Memory on a CPU that is used again: payloads, what is received, means.
+"""Memory on a CPU that is used again: payloads, what is received, means, and residuals of models on a GPU.
 
 What is fresh from the system is filled page by page. A page of 4 KiB costs about 2 us, so a mean in fresh memory costs
 2 ns an element, where `powersgd:8` needs 2 ns for the rest (`benchmarks/large_model.py`). On a GPU PyTorch's allocator
 keeps memory itself, and so do the functions here: they ask it.
 
-There is one pool a process, as there is one allocator: what a session has done with, another one may have.
+There is one pool a process, as there is one allocator: what a session has done with, another one may have. Memory that
+is pinned, so that a GPU copies it while the caller goes on, has a pool of its own: it is dear to ask the system for.
 """
 
 from __future__ import annotations
@@ -29,6 +30,10 @@ _STEPS = 4
 """Sizes of buffers between one power of two and the next: at most a quarter of a buffer is not asked for."""
 
 
+Allocate = Callable[[Sequence[int], torch.dtype], Tensor]
+"""Takes memory of a shape and a dtype from the system."""
+
+
 class PoolUse(NamedTuple):
     """What a pool has done so far.
 
@@ -48,9 +53,9 @@ class PoolUse(NamedTuple):
 class _Buffer:
     """A piece of memory. Whoever was given it or a view of it holds a reference to its storage."""
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, allocate: Allocate) -> None:
         self.nbytes = nbytes
-        self._views = {torch.uint8: torch.empty(nbytes, dtype=torch.uint8)}
+        self._views = {torch.uint8: allocate((nbytes,), torch.uint8)}
         self._storage = self._views[torch.uint8].untyped_storage()
         self._own = self._references()
         self.used = 0  # when it was last given away
@@ -81,6 +86,9 @@ class BufferPool:
     numpy among them. It is bounded: idle buffers have at most as many bytes as were ever in use at once, and those that
     were idle for longest are let go first.
 
+    Args:
+        allocate: where it has its memory from.
+
     >>> pool = BufferPool()
     >>> mean = pool.empty((512, 1024), torch.float32)
     >>> half, before = mean[:256].view(-1), mean.data_ptr()
@@ -95,7 +103,8 @@ class BufferPool:
     PoolUse(hits=1, misses=2, held_bytes=4194304, idle_bytes=2097152)
     """
 
-    def __init__(self) -> None:
+    def __init__(self, allocate: Allocate | None = None) -> None:
+        self._allocate = allocate or _ordinary
         self._lock = threading.Lock()
         self._buffers: dict[int, deque[_Buffer]] = {}
         self._hits = self._misses = self._most_used = 0
@@ -109,7 +118,8 @@ class BufferPool:
         """
         nbytes = math.prod(shape) * dtype.itemsize
         if nbytes < SMALLEST:
-            return _small(shape, dtype)
+            with torch.inference_mode(False):
+                return self._allocate(shape, dtype)
         if torch.is_inference_mode_enabled():  # no step outside of it could write to what is made in it
             with torch.inference_mode(False):
                 return self._given(nbytes, shape, dtype)
@@ -131,7 +141,7 @@ class BufferPool:
         else:
             self._misses += 1
             self._make_room(nbytes)
-            buffers.appendleft(_Buffer(nbytes))
+            buffers.appendleft(_Buffer(nbytes, self._allocate))
         buffers[0].used = self._hits + self._misses
         return buffers[0]
 
@@ -170,9 +180,12 @@ class BufferPool:
                 self._lock.release()
 
 
-@torch.inference_mode(False)
-def _small(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+def _ordinary(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype)
+
+
+def _pinned(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, pin_memory=True)
 
 
 def size_for(nbytes: int) -> int:
@@ -188,6 +201,9 @@ def size_for(nbytes: int) -> int:
 POOL = BufferPool()
 """That of this process."""
 
+PINNED = BufferPool(_pinned)
+"""The same of pinned memory, which only a process with a GPU has."""
+
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return memory whose values are not set, on a CPU from the pool.
@@ -198,6 +214,22 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
         device: where it is.
     """
     return POOL.empty(shape, dtype) if device.type == "cpu" else torch.empty(shape, dtype=dtype, device=device)
+
+
+def pinned(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return pinned memory of the host whose values are not set, from its pool.
+
+    Args:
+        shape: of the tensor.
+        dtype: of the tensor.
+    """
+    return PINNED.empty(shape, dtype)
+
+
+def let_go() -> None:
+    """Give memory that nobody holds back to the system, from both pools."""
+    POOL.let_go()
+    PINNED.let_go()
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

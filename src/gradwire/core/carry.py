@@ -80,4 +80,5 @@ def _add(view: Tensor, start: int, debt: _Debt) -> None:
     """Add the elements that both have."""
     begin, end = max(start, debt.start), min(start + view.numel(), debt.start + debt.values.numel())
     if begin < end:
-        view[begin - start : end - start].add_(debt.values[begin - debt.start : end - debt.start], alpha=debt.times)
+        owed = debt.values[begin - debt.start : end - debt.start]
+        view[begin - start : end - start].add_(owed.to(view.device), alpha=debt.times)  # either may lie on the host

@@ -8,7 +8,7 @@ buckets a run had, and load with `weights_only=True`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import mul
 from typing import Literal
@@ -77,6 +77,10 @@ class Leaf:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tensor", canonical(self.tensor))
+
+    def with_tensor(self, tensor: Tensor) -> Leaf:
+        """The same leaf with other values."""
+        return replace(self, tensor=tensor)
 
     def first(self, rank: int) -> int:
         """The element of the grain that the first value belongs to, on `rank`."""

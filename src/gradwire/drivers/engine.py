@@ -20,8 +20,9 @@ from torch import Tensor
 from gradwire.core.collective import Collective, ring_bytes
 from gradwire.core.grain import Grain
 from gradwire.core.state import State, walk
+from gradwire.drivers.host_memory import WAVES_AHEAD, HostMemory
 from gradwire.drivers.interpreter import WINDOW, Interpreter, Pending, Script, Traffic, Transport, sent_bytes
-from gradwire.drivers.plan import Plan
+from gradwire.drivers.plan import Plan, Unit
 from gradwire.drivers.slot import Slot
 from gradwire.drivers.traced import Traced
 from gradwire.reducers.base import Reducer
@@ -82,15 +83,24 @@ class Engine:
         transport: issues collectives.
         seed: of all keys.
         waves_in_flight: how many waves of programs travel at a time.
+        host: where residuals lie between programs; None: on the device of their gradients.
 
     Attributes:
+        host: as given.
         guards: whether a mean that is not finite is found in every step, whatever the method is.
         weight: what this rank counts for in the step at hand, for methods that ask (`weighs`).
         not_finite: the first parameter whose gradient was not finite on this rank, if any was; not looked for on a GPU,
             which would have to be waited for.
     """
 
-    def __init__(self, plan: Plan, transport: Transport, seed: int = 0, waves_in_flight: int = WINDOW) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        transport: Transport,
+        seed: int = 0,
+        waves_in_flight: int = WINDOW,
+        host: HostMemory | None = None,
+    ) -> None:
         self.guards = False
         self.weight: float | None = None
         self.not_finite: str | None = None
@@ -100,7 +110,8 @@ class Engine:
         self.index = 0
         self.stats = Stats()
         self.dense_bytes = sum(unit.grain.numel * unit.grain.dtype.itemsize for unit in plan.units)
-        self._slots = [Slot(unit, state) for unit, state in zip(plan.units, self.initial_states(), strict=True)]
+        self.host = host
+        self._slots = [Slot(unit, self._initial(unit), host) for unit in plan.units]
         if not plan.parts:  # else memory for a whole model is what sharding saves: a buffer lasts as long as its part
             for slot in self._slots:
                 slot.take_buffer()
@@ -137,6 +148,8 @@ class Engine:
         """
         self.settle()
         self.forget()
+        if self.host is not None:  # the gradients' buffers hold what is being copied
+            self.host.order()
         self._interpreter.begin_step()
         if not self.plan.parts:
             self._start(self.plan.unit_numbers, sink)
@@ -168,9 +181,11 @@ class Engine:
                     slot.missing = 0
                 elif slot.missing:
                     return None
+            self._send_for(waves[wave + WAVES_AHEAD : wave + WAVES_AHEAD + 1])
             return [self._program(self._slots[unit]) for unit in waves[wave]]
 
         def ended(place: int, result: Reduced) -> Reduced:
+            result = result._replace(state=self._kept(units[place], result.state))
             if sink is None:
                 return result
             sink(units[place], result.value.reshape(-1))
@@ -181,7 +196,12 @@ class Engine:
 
         for unit in units:
             self._slots[unit].missing = self._slots[unit].grain.numel
+        self._send_for(waves[:WAVES_AHEAD])
         self._script = self._interpreter.script(len(waves), programs, ended)
+
+    def _send_for(self, waves: Sequence[Sequence[int]]) -> None:
+        for unit in itertools.chain(*waves):
+            self._slots[unit].send_for_residuals()
 
     def deliver(self, unit: int, offset: int, gradient: Tensor) -> None:
         """Copy `gradient`, 1-d, to `offset` in the buffer of a unit."""
@@ -263,26 +283,34 @@ class Engine:
         if self.last_was_bad():
             self.stats.bad_steps += 1
             return
-        for unit, new in enumerate(fresh):
-            self._settle(unit, new)
+        for slot, new in zip(self._slots, fresh, strict=True):
+            slot.settle(new)
 
-    def _settle(self, unit: int, new: State) -> None:
-        """Keep a new state, in which nothing is owed of what no parameter has: a resumed run would not have it."""
-        self._slots[unit].settle(new)
+    def _kept(self, unit: int, new: State) -> State:
+        """A new state as it is kept. What no parameter has owes nothing, since a resumed run would not have it."""
         if (padding := self.plan.padding.get(unit)) is not None:
             for _, leaf in walk(new):
                 if leaf.kind == "element":
                     leaf.tensor.view(-1)[padding] = 0
+        return self._slots[unit].kept(new)
 
     def _settle_again(self, unit: int) -> None:
         """Keep what a unit that comes a second time in one step has left of the first, unless that was bad."""
         result = self._results.pop(unit, None)
         if result is not None and (result.bad is None or not bool(result.bad)):
-            self._settle(unit, result.state)
+            self._slots[unit].settle(result.state)
+
+    def _settled(self) -> None:
+        """Keep the last step's states, and wait for those that are being copied: the caller reads or writes them."""
+        self.settle()
+        if self.host is not None:
+            self.host.wait()
 
     def forget(self) -> None:
         """Forget the new states of a step whose means nobody has taken, and what is left of one that broke off."""
         self._fresh, self._script, self._waits_for, self._results = None, None, None, {}
+        for slot in self._slots:
+            slot.forget_residuals()
 
     def last_was_bad(self) -> bool:
         """Whether the last step's mean was not finite, as far as its programs told; on a GPU this waits for it."""
@@ -303,23 +331,27 @@ class Engine:
 
     def states(self) -> list[tuple[Grain, State]]:
         """Every unit's grain and state."""
-        self.settle()
+        self._settled()
         return [(slot.grain, slot.state) for slot in self._slots]
 
     def fresh_states(self) -> list[State]:
         """What every unit's state will be once the step that has just ended is kept, in the order of `states()`."""
+        if self.host is not None:
+            self.host.wait()
         return [slot.state for slot in self._slots] if self._fresh is None else self._fresh
 
     def initial_states(self) -> list[State]:
         """Every unit's state as it is before the first step, in the order of `states()`."""
-        first = Step(0, self.transport.rank, self.transport.world_size, self.seed)
-        return [unit.reducer.init(unit.grain, first) for unit in self.plan.units]
+        return [self._initial(unit) for unit in self.plan.units]
+
+    def _initial(self, unit: Unit) -> State:
+        return unit.reducer.init(unit.grain, Step(0, self.transport.rank, self.transport.world_size, self.seed))
 
     def set_states(self, states: Sequence[State]) -> None:
         """Replace every unit's state, in the order of `states()`."""
-        self.settle()
+        self._settled()
         for slot, state in zip(self._slots, states, strict=True):
-            slot.state = state
+            slot.state = slot.kept(state)
 
     def serve_by(self, made_of: Callable[[Reducer], Reducer]) -> None:
         """Serve every unit by what `made_of` makes of its reducer; states of the two have the same form."""
@@ -330,14 +362,14 @@ class Engine:
 
     def rescale(self, factor: float) -> None:
         """Multiply what is in the gradients' units: these are new ones from this step on."""
-        self.settle()
+        self._settled()
         for slot in self._slots:
             slot.rescale(factor)
 
     def take_back(self, names: set[str]) -> None:
         """Undo the last step for parameters whose mean was dropped: what they owed, they owe still."""
         old = [slot.state for slot in self._slots]
-        self.settle()
+        self._settled()
         for slot, before in zip(self._slots, old, strict=True):
             slot.take_back(before, names, self.transport.rank)
 

@@ -9,6 +9,7 @@ from gradwire import kernels
 from gradwire.core import buffers
 from gradwire.core.grain import Grain
 from gradwire.core.state import CARRIED, Leaf, State, carried_leaf, walk
+from gradwire.drivers.host_memory import HostMemory, Residuals
 from gradwire.drivers.plan import Unit
 from gradwire.reducers.guard import Guard, flagged_by_result
 from gradwire.reducers.step import Program, Step
@@ -17,15 +18,21 @@ from gradwire.reducers.step import Program, Step
 class Slot:
     """What an engine keeps of one unit.
 
-    Attributes:
+    Args:
         unit: a grain and its reducer.
+        state: on the grain's device.
+        host: where what is owed lies between programs; None: where the grain is.
+
+    Attributes:
+        unit: as given.
         state: as the last good step left it.
         x: the gradient's buffer, 1-d, empty before `take_buffer` and after `let_go`.
         missing: how many elements of the gradient are still to come.
     """
 
-    def __init__(self, unit: Unit, state: State) -> None:
-        self.unit, self.state = unit, state
+    def __init__(self, unit: Unit, state: State, host: HostMemory | None = None) -> None:
+        self.unit, self._residuals = unit, Residuals(host) if host else None
+        self.state = self.kept(state)
         self.x = self._nothing()
         self.missing = 0
 
@@ -33,6 +40,20 @@ class Slot:
     def grain(self) -> Grain:
         """The grain of the slot's unit."""
         return self.unit.grain
+
+    def send_for_residuals(self) -> None:
+        """Start to bring what lies on the host, for the program that runs soon."""
+        if self._residuals is not None:
+            self._residuals.send_for(self.state)
+
+    def kept(self, new: State) -> State:
+        """A state with what it owes where that lies between programs."""
+        return new if self._residuals is None else self._residuals.kept(new)
+
+    def forget_residuals(self) -> None:
+        """Forget what is on its way from the host, for a step that broke off."""
+        if self._residuals is not None:
+            self._residuals.forget()
 
     def _nothing(self) -> Tensor:
         return torch.empty(0, device=self.grain.device)
@@ -66,7 +87,8 @@ class Slot:
     def program(self, step: Step, guards: bool) -> Program:
         """The program of the gradient in the buffer, and of what is carried over from another method."""
         grain, reducer = self.unit
-        state, carried = self.state, self.state.get(CARRIED)
+        state = self.state if self._residuals is None else self._residuals.brought(self.state)
+        carried = state.get(CARRIED)
         if isinstance(carried, Leaf):
             self.x.add_(carried.tensor)
             state = State({name: node for name, node in state.items() if name != CARRIED})
@@ -102,7 +124,7 @@ class Slot:
         if self.state is before:
             return
         if CARRIED in before:  # gone by now, and for these it arrived nowhere
-            self.state = State({**self.state, CARRIED: carried_leaf(self.grain)})
+            self.state = State({**self.state, **self.kept(State({CARRIED: carried_leaf(self.grain)}))})
         for path, leaf in walk(self.state):
             was = dict(walk(before)).get(path)
             if was is not None and leaf.owed and leaf.kind in ("element", "owned"):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,6 +11,7 @@ from pathlib import Path
 from gradwire.core.errors import FlightError
 from gradwire.core.figures import ranks_named
 from gradwire.core.rank_files import rank_files
+from gradwire.flight.at_hand import at_hand, expected_ranks, process_of
 from gradwire.flight.doing import doing, foremost, seconds
 from gradwire.flight.earlier import earlier_runs
 from gradwire.flight.keeping import TERMINATED, ask
@@ -131,7 +130,7 @@ def read_all(folder: Path) -> tuple[dict[int, FlightRecord], dict[int, str]]:
     newest = max(records.values(), key=lambda record: record.written_s)
     records = {rank: record for rank, record in records.items() if record.run == newest.run}
     for other in records.values():
-        if other.world_size != newest.world_size:
+        if other.world_size != newest.world_size and not newest.comes_and_goes:
             ranks = [f"rank{r.rank}.json is of run {r.run[:8]} with {r.world_size} ranks" for r in (newest, other)]
             raise FlightError(f"{ranks[0]}, and {ranks[1]}: remove the file that does not belong there")
     return records, damaged
@@ -174,12 +173,16 @@ def judge(records: Mapping[int, FlightRecord], damaged: Mapping[int, str] | None
         token: of the question that ranks that run should have answered; "" if they were not asked.
     """
     damaged = damaged or {}
-    world_size = next(iter(records.values())).world_size
-    lines = [_line(rank, records.get(rank), rank in damaged) for rank in range(world_size)]
+    expected = expected_ranks(records)
+    lines = [_line(rank, records.get(rank), rank in damaged) for rank in sorted({*expected, *records, *damaged})]
     notes = [*damaged.values(), *_not_finite(records)]
+    if next(iter(records.values())).comes_and_goes:
+        records, gone = at_hand(records, expected)
+        if gone:
+            notes.append(f"the others have gone on without {ranks_named(gone)}")
     kind, ranks, sentence = (
         _failed(records)
-        or _absent(records, damaged, token)
+        or _absent(records, damaged, token, expected)
         or _differing(records)
         or _behind(records)
         or _apart(records)
@@ -215,14 +218,15 @@ def _failed(records: Mapping[int, FlightRecord]) -> _Found | None:
     return "failed", [first.rank], f"rank {first.rank} failed{where}: {first.why}"
 
 
-def _absent(records: Mapping[int, FlightRecord], damaged: Mapping[int, str], token: str) -> _Found | None:
+def _absent(
+    records: Mapping[int, FlightRecord], damaged: Mapping[int, str], token: str, expected: Sequence[int]
+) -> _Found | None:
     """Ranks that have written nothing of what happened."""
-    world_size = next(iter(records.values())).world_size
-    missing = [rank for rank in range(world_size) if rank not in records and rank not in damaged]
+    missing = [rank for rank in expected if rank not in records and rank not in damaged]
     if missing:
         return "no record", missing, f"{ranks_named(missing)} left no record: it never made a session, or {_KILLED}"
     running = [record for record in records.values() if record.state == RUNNING]
-    gone = [record.rank for record in running if _process(record) == ""]
+    gone = [record.rank for record in running if process_of(record) == ""]
     if gone:
         return "killed", gone, f"{ranks_named(gone)} left no record of the end, and the process is gone: {_KILLED}"
     dead = any(record.state == DIED for record in records.values())
@@ -234,7 +238,7 @@ def _absent(records: Mapping[int, FlightRecord], damaged: Mapping[int, str], tok
     how = {
         None: f"look at host {first.host}: process {first.pid} was killed, or the host is gone or sees another folder",
         "T": f"the process {first.pid} is stopped: kill -CONT {first.pid} lets it go on",
-    }.get(_process(first), f"the process {first.pid} is there, but inside of C code that keeps Python's lock")
+    }.get(process_of(first), f"the process {first.pid} is there, but inside of C code that keeps Python's lock")
     return "unanswered", ranks, f"{ranks_named(ranks)} did not say what it does when it was asked; {how}"
 
 
@@ -242,17 +246,6 @@ _KILLED = (
     "it was killed (SIGKILL, as the kernel does where memory runs out, or a batch system at its limits), or its host "
     "is gone; look at its output and at the host's log"
 )
-
-
-def _process(record: FlightRecord) -> str | None:
-    """The state of a record's process by its letter, "" where it is gone; None where this host cannot know."""
-    if record.host != socket.gethostname() or not os.path.isdir("/proc/self"):
-        return None
-    try:
-        letter = Path(f"/proc/{record.pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""
-    return "" if letter in "ZX" else letter
 
 
 def _lanes(records: Mapping[int, FlightRecord]) -> Iterator[dict[int, LaneState]]:

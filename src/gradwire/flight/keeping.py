@@ -51,14 +51,24 @@ class Keeper:
         folder: where records go; it is made if it is not there.
         run: drawn once a run, the same on all ranks.
         rank, world_size: in the default process group.
+        comes_and_goes: see `FlightRecord`.
 
     Attributes:
         folder: where records go.
         problem: why the last record could not be written, "" if it could. A run goes on without records.
     """
 
-    def __init__(self, recorder: Recorder, folder: Path, run: str, rank: int, world_size: int) -> None:
+    def __init__(
+        self,
+        recorder: Recorder,
+        folder: Path,
+        run: str,
+        rank: int,
+        world_size: int,
+        comes_and_goes: bool = False,
+    ) -> None:
         self.folder, self.run, self.problem = folder, run, ""
+        self._comes_and_goes = comes_and_goes
         self._recorder, self._rank, self._world_size = recorder, rank, world_size
         self._host, self._pid = socket.gethostname(), os.getpid()
         self._state, self._answered = RUNNING, self._question()
@@ -99,6 +109,7 @@ class Keeper:
             error="" if error is None else "".join(traceback.format_exception(error))[-_MOST_TEXT:],
             answers=self._answered,
             not_finite=self._recorder.not_finite,
+            comes_and_goes=self._comes_and_goes,
         )
 
     def write(self, record: FlightRecord, is_last: bool = True) -> None:
@@ -148,13 +159,20 @@ class Keeper:
         if self._state != DIED:
             self.write(self.seen("the process has ended", ENDED))
 
-    def belongs(self, folder: Path, run: str, rank: int, world_size: int) -> None:
+    def belongs(self, folder: Path, run: str, rank: int, world_size: int, comes_and_goes: bool = False) -> None:
         """Write into this folder from now on, as this rank. After a death, what becomes of another session is news."""
+        self._comes_and_goes = comes_and_goes
         same = (folder, run, rank, world_size) == (self.folder, self.run, self._rank, self._world_size)
         if same and self._state != DIED:
             return
         self.folder, self.run, self._rank, self._world_size, self._state = folder, run, rank, world_size, RUNNING
         self._begin()
+
+    def goes_on(self) -> None:
+        """What was taken for a death was none: this rank was told to end, and has ended its work first."""
+        if self._state == DIED:
+            self._state = RUNNING
+            self.write(self.seen("this worker has left its run"))
 
     def _begin(self) -> None:
         """Write the first record of a run. What an earlier run has left of this rank is kept."""
@@ -205,13 +223,13 @@ def keeper() -> Keeper | None:
     return _keeper if _keeper is not None and _keeper.is_here else None
 
 
-def keep(folder: Path, run: str, rank: int, world_size: int) -> Keeper:
+def keep(folder: Path, run: str, rank: int, world_size: int, comes_and_goes: bool = False) -> Keeper:
     """Have the record of this process written into a folder, see `Keeper`."""
     global _keeper
     found = keeper()
     if found is None:
-        found = _keeper = Keeper(recorder(), folder, run, rank, world_size)
+        found = _keeper = Keeper(recorder(), folder, run, rank, world_size, comes_and_goes)
         found.start()
     else:
-        found.belongs(folder, run, rank, world_size)
+        found.belongs(folder, run, rank, world_size, comes_and_goes)
     return found

@@ -171,6 +171,8 @@ class FlightRecord:
         threads: what each did, the main thread first.
         events: the last ones.
         not_finite: the first tensor that was not, if that is known.
+        comes_and_goes: whether it is a worker of `gradwire.sync.Elastic`. `rank` is then its number, which no other one
+            of the run has had, and `world_size` only says that there were so many at least.
     """
 
     run: str
@@ -188,6 +190,7 @@ class FlightRecord:
     error: str = ""
     answers: str = ""
     not_finite: NotFinite | None = None
+    comes_and_goes: bool = False
 
     def write(self, folder: Path) -> None:
         """Write it as a whole: a reader sees this one, or what was there before."""

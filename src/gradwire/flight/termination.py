@@ -19,7 +19,8 @@ from types import FrameType
 class Termination:
     """Has something done before SIGTERM ends this process.
 
-    A script's own handler stays in place, and only the thread that reads the pipe does `before` then. Where another
+    A script's own handler stays in place, also one that is set later, and only the thread that reads the pipe does
+    `before` then. Where another
     library has the wakeup descriptor (asyncio may), or this is not the main thread, nothing is changed.
 
     Args:
@@ -30,7 +31,7 @@ class Termination:
     """
 
     def __init__(self, before: Callable[[], None]) -> None:
-        self._before, self._pid, self._ends = before, os.getpid(), False
+        self._before, self._pid = before, os.getpid()
         self.descriptors: list[int] = []
         self._written = -1
 
@@ -50,8 +51,8 @@ class Termination:
             os.close(reading)
             os.close(writing)
             return
-        self._ends, self._written, self.descriptors = handler == signal.SIG_DFL, writing, [reading]
-        if self._ends:
+        self._written, self.descriptors = writing, [reading]
+        if handler == signal.SIG_DFL:
             signal.signal(signal.SIGTERM, self._handled)
         os.register_at_fork(after_in_child=self._forked)
 
@@ -74,8 +75,9 @@ class Termination:
 
     def _end(self) -> None:
         """Do what is to be done, and end by the signal, whichever thread comes here first."""
+        ends = signal.getsignal(signal.SIGTERM) == self._handled  # else a script has a handler of its own by now
         self._before()
-        if self._ends and os.getpid() == self._pid:
+        if ends and os.getpid() == self._pid:
             # signal.signal is for the main thread alone, and that may be stuck.
             reset = ctypes.pythonapi.PyOS_setsig
             reset.argtypes, reset.restype = [ctypes.c_int, ctypes.c_void_p], ctypes.c_void_p

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 from gradwire.drivers.traced import Span, covered_s, in_flight_s
@@ -60,6 +60,7 @@ class Account:
         steps: how many were looked at.
         ranks: of each rank whose record there is.
         missing: ranks whose records there are not.
+        unfinished: ranks that were killed in mid-profile, and the last step that each of them had written.
         methods: of the sessions.
         links: between pairs of ranks, where they were measured.
         tensors: those of which most is sent first.
@@ -71,6 +72,7 @@ class Account:
     methods: Sequence[str]
     links: Sequence[MeasuredPair] = ()
     tensors: Sequence[TensorShares] = ()
+    unfinished: Mapping[int, int] = field(default_factory=dict[int, int])
 
     def as_dict(self) -> dict[str, Any]:
         """Return all figures as plain data, which JSON can hold; derived ones such as "efficiency" among them."""
@@ -166,7 +168,8 @@ def account(records: Sequence[RankRecord], skip: int = 0) -> Account:
     methods = records[0].methods if records else []
     links = records[0].links if records else []
     missing = [rank for rank in range(size) if rank not in there]
-    return Account(len(kept), ranks, missing, methods, links, tensor_shares(records))
+    unfinished = {record.rank: record.steps[-1].index for record in records if record.unfinished and record.steps}
+    return Account(len(kept), ranks, missing, methods, links, tensor_shares(records), unfinished)
 
 
 _Beginnings = Mapping[tuple[int, int], Mapping[int, float]]

@@ -39,6 +39,7 @@ from gradwire.profiling.summary import summary
 from gradwire.profiling.tensors import tensor_records
 from gradwire.profiling.torch_hook import TorchSpans
 from gradwire.profiling.trace import chrome_trace
+from gradwire.profiling.unfinished import UnfinishedSteps
 from gradwire.session import Session
 from gradwire.topology import MeasuredPair
 from gradwire.topology.pairs import MOST_IN_PAIRS, all_pairs_in_rounds
@@ -95,6 +96,7 @@ class Profile:
         self._run, self._began_s, self._index = "", 0.0, 0
         self._rank, self._size = 0, 1
         self._stack = ExitStack()
+        self._unfinished: UnfinishedSteps | None = None
 
     # The training loop -------------------------------------------------------------------------------------------
 
@@ -131,6 +133,8 @@ class Profile:
         waits, self._waits = sorted(self._waits, key=lambda span: span.began_s), []
         step = StepRecord(self._index, self._began_s, now_s, self._loop.take(), waits, communication)
         self._steps.append(step)
+        if self._unfinished is not None:
+            self._unfinished.add(step)
         if self._live is not None:
             self._live.step(step)
         self._index, self._began_s = self._index + 1, now_s
@@ -184,6 +188,8 @@ class Profile:
             self._trace_torch(self._model)
         sharded = ShardedSpans(self._model, self._clock)
         self._sharded = sharded if sharded.is_watching else None
+        self._unfinished = UnfinishedSteps(self._folder, self._record(), self._steps.maxlen or KEPT)
+        self._unfinished.remove()
         self._began_s = self._clock()
         if self._tells:
             whose = self._folder, self._run, self._rank, self._size
@@ -222,6 +228,8 @@ class Profile:
                 self._links = self._measured_links(self._transport)
         self.records = [self._record()]
         self.records[0].write(self._folder)
+        if self._unfinished is not None:
+            self._unfinished.remove()
         if is_whole:
             self._gather()
             if self._rank == 0:

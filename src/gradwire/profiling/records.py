@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from gradwire.core.figures import listed
 from gradwire.core.json_file import printable_data, read_json
 from gradwire.core.rank_files import rank_file, rank_files
 from gradwire.drivers.traced import Span
+from gradwire.profiling.unfinished import read_parts, unfinished_parts
 from gradwire.topology import MeasuredPair
 
 _MOST_BYTES = 1 << 30
@@ -98,6 +99,8 @@ class RankRecord:
         clock: readings at the beginning and at the end; none of a rank that trains alone, one of a run that broke off.
         links: between pairs of ranks, alike in all records, where they were measured.
         tensors: those of all sessions.
+        unfinished: whether the process ended before the block did, as by SIGKILL: then these are the steps that it had
+            written until then.
     """
 
     run: str
@@ -109,6 +112,7 @@ class RankRecord:
     steps: list[StepRecord]
     links: list[MeasuredPair] = field(default_factory=list[MeasuredPair])
     tensors: list[TensorRecord] = field(default_factory=list[TensorRecord])
+    unfinished: bool = False
 
     def on_common_clock(self, at_s: float) -> float:
         """Return a moment of this rank by rank 0's clock: offset and drift follow the readings on a straight line.
@@ -166,14 +170,12 @@ def read_records(folder: Path) -> list[RankRecord]:
     Raises:
         ProfileError: no records, one that cannot be read, records of several runs, or no step that all ranks have.
     """
-    paths = rank_files(folder).values()
-    if not paths:
+    data = list(_data(folder, "; remove it, or copy it anew from the host that wrote it"))
+    if not data:
         raise ProfileError(
             f"{folder} holds no profile: give the folder that gradwire.profile wrote rank0.json into, or traces of "
             "torch.profiler"
         )
-    remedy = "; remove it, or copy it anew from the host that wrote it"
-    data = [(read_json(path, ProfileError, _MOST_BYTES, remedy), str(path)) for path in paths]
     records = together([record_of(each, where) for each, where in data])
     if empty := [record.rank for record in records if not record.steps]:
         raise ProfileError(
@@ -183,6 +185,22 @@ def read_records(folder: Path) -> list[RankRecord]:
     if not set[int].intersection(*({step.index for step in record.steps} for record in records)):
         raise ProfileError(f"no step is in the records of all ranks of {folder}: give profile() a larger keep=")
     return records
+
+
+def _data(folder: Path, remedy: str) -> Iterator[tuple[Any, str]]:
+    """The data of each rank's record, and where they are; of a rank that was killed those of its newest run."""
+    whole, parts = rank_files(folder), unfinished_parts(folder)
+    for rank in sorted({*whole, *parts}):
+        path = whole.get(rank)
+        if rank not in parts or (path is not None and _changed(path) >= max(map(_changed, parts[rank]))):
+            assert path is not None
+            yield read_json(path, ProfileError, _MOST_BYTES, remedy), str(path)
+        else:
+            yield read_parts(parts[rank], ProfileError, _MOST_BYTES, remedy), str(parts[rank][-1])
+
+
+def _changed(path: Path) -> int:
+    return path.stat().st_mtime_ns
 
 
 def together(records: Sequence[RankRecord]) -> list[RankRecord]:

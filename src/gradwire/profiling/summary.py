@@ -38,6 +38,11 @@ def findings(found: Account) -> Iterator[str]:
         yield "No step has ended in the block: loop over profile.steps(loader), or call profile.step() after each step."
     if found.missing:
         yield f"The records of ranks {listed(list(found.missing))} are missing: what others waited for them is counted."
+    for rank, last in found.unfinished.items():
+        yield (
+            f"The end of rank {rank} is missing: its process ended in mid-profile, as by SIGKILL, and the last step "
+            f"that it had written is step {last}."
+        )
     step_s = found.step_s
     late = sorted(found.ranks, key=lambda rank: -found.caused_s(rank.rank))
     for rank in late:

@@ -57,6 +57,7 @@ class Guard(Wrapper):
             return _flagged(reduced, kernels.all_finite(reduced.value).logical_not())
         bad = kernels.all_finite(x).logical_not()
         reduced = yield from self.inner.reduce(grain, x, state, step)
+        del state  # on a GPU its residuals may be copies of what lies on the host: not to be held until ranks agree
         # A finite gradient may still overflow on its way (fp16): the mean, alike on all ranks, shows it.
         bad = bad.logical_or(kernels.all_finite(reduced.value).logical_not())
         agreed = (yield agreement.Agree(bad)).view(())

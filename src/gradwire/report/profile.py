@@ -122,4 +122,6 @@ def _conditions(records: Sequence[RankRecord], found: Account) -> list[tuple[str
     pairs = [("ranks", str(len(records))), ("steps", str(found.steps)), ("error of clocks", error)]
     if found.missing:
         pairs.append(("missing", text.counted(len(found.missing), "rank")))
+    if found.unfinished:
+        pairs.append(("ended in mid-profile", text.counted(len(found.unfinished), "rank")))
     return pairs

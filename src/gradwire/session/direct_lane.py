@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -45,10 +45,10 @@ class CallersThread:
 class NoBoard(FailureBoard):
     """Raises errors as they are, and tells nobody: whoever made the group knows who of it is lost."""
 
-    def __init__(self, group: dist.ProcessGroup, name: str) -> None:
+    def __init__(self, group: dist.ProcessGroup, name: str, what: str, workers: Sequence[int]) -> None:
         self.rank, self.ranks = group.rank(), list(range(group.size()))
         self.error: BaseException | None = None
-        self.log = recorder().lane(name, "a lane of workers", self.ranks)
+        self.log = recorder().lane(name, what, workers or self.ranks)
 
     @override
     def explain(self, error: BaseException, where: str = "") -> BaseException:
@@ -79,15 +79,25 @@ class DirectLane(Lane):
         store: where they leave words for each other.
         name: of the group, used for no other.
         deadline_s: how long they are waited for at the store.
+        what: the call that makes it, for the flight recorder.
+        workers: the numbers of the group's processes, if they have any, for the flight recorder.
 
     Example:
         lane = DirectLane(group_apart(store, rank, world_size, 60.0), store, "workers/7", 60.0)
         session = Session({"w": torch.zeros(1000)}, "int4", lane=lane)
     """
 
-    def __init__(self, group: dist.ProcessGroup, store: Store, name: str, deadline_s: float) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        store: Store,
+        name: str,
+        deadline_s: float,
+        what: str = "a lane of workers",
+        workers: Sequence[int] = (),
+    ) -> None:
         self.group, self.store, self.name, self.deadline_s = group, store, name, deadline_s
-        self.failures = NoBoard(group, name)
+        self.failures = NoBoard(group, name, what, workers)
         self.log = self.failures.log
         self.executor = CallersThread()
         self.poison, self.ports = None, {}

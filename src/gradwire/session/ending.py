@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import weakref
 
-from gradwire.core.buffers import POOL
+from gradwire.core import buffers
 from gradwire.drivers.process_group import GroupTransport
 from gradwire.session.lane import INTERRUPTED_S, Lane
 
@@ -50,7 +50,7 @@ _to_come: weakref.WeakSet[Ending] = weakref.WeakSet()
 def _let_go(lane: Lane, transport: GroupTransport, at_once: bool) -> None:
     """End the lane, after the step that is under way or at once; memory that only its steps used goes with it."""
     lane.let_go(transport, INTERRUPTED_S if at_once else lane.deadline_s + 10.0)
-    POOL.let_go()
+    buffers.let_go()
 
 
 def _leave(lane: Lane, transport: GroupTransport, at_once: bool) -> None:

@@ -11,6 +11,7 @@ from gradwire.core.grain import ParameterSpec
 from gradwire.drivers.checked import Checked
 from gradwire.drivers.dry_run import dry_run
 from gradwire.drivers.engine import Engine
+from gradwire.drivers.host_memory import HostMemory
 from gradwire.drivers.link_profiler import LinkProfiler
 from gradwire.drivers.nodes import on_nodes
 from gradwire.drivers.plan import Plan
@@ -43,6 +44,7 @@ class Maker:
         says: what else must be the same on all ranks.
         guards: whether means that are not finite are found in every step, see `Engine`.
         overlap: in which order gradients come, and how many waves of them travel at a time.
+        host: where residuals lie between steps, see `Engine`.
     """
 
     def __init__(
@@ -59,11 +61,12 @@ class Maker:
         says: str = "",
         guards: bool = False,
         overlap: OverlapSettings = DEFAULTS,
+        host: HostMemory | None = None,
     ) -> None:
         self._lane, self._transport, self._links, self._specs = lane, transport, links, specs
         self._grain_numel, self._checksum, self._what = grain_numel, checksum, what
         self._form, self._says = form, [text for text in (form.says, says) if text]
-        self._guards, self._overlap = guards, overlap
+        self._guards, self._overlap, self._host = guards, overlap, host
         self._device = specs[0].device
         self._serving: Reducer | None = None  # with what it wanted to know of the link
 
@@ -169,7 +172,7 @@ class Maker:
         """An engine, with all that is compiled ready."""
         dry_run(planned.units, self._transport.world_size)
         checked = Checked(self._transport, self._lane.failures.ranks) if self._checksum else self._transport
-        engine = Engine(planned, checked, seed, (overlap or self._overlap).waves_in_flight)
+        engine = Engine(planned, checked, seed, (overlap or self._overlap).waves_in_flight, self._host)
         engine.guards = self._guards
         return engine
 

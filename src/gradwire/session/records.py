@@ -17,12 +17,13 @@ from gradwire.flight.record import VARIABLE, FlightRecord
 _RUN = "gradwire/flight/run"
 
 
-def keep_records(records: str | Path | None, store: Store) -> None:
+def keep_records(records: str | Path | None, store: Store, worker: int | None = None) -> None:
     """Have this rank's record written into a folder, if one is told.
 
     Args:
         records: the folder; None: that of `GRADWIRE_RECORDS`, if there is one.
         store: that all ranks of the run met at: the first one to come there names the run.
+        worker: the number of a worker that comes and goes; None for a rank of the default process group.
 
     Warns:
         UserWarning: the folder cannot be written into. The run goes on without records.
@@ -31,9 +32,18 @@ def keep_records(records: str | Path | None, store: Store) -> None:
     if not folder:
         return
     run = store.compare_set(_RUN, "", uuid.uuid4().hex).decode()
-    kept = keep(Path(folder).absolute(), run, dist.get_rank(), dist.get_world_size())
+    if worker is None:
+        kept = keep(Path(folder).absolute(), run, dist.get_rank(), dist.get_world_size())
+    else:
+        kept = keep(Path(folder).absolute(), run, worker, worker + 1, comes_and_goes=True)
     if kept.problem:
         warnings.warn(f"no records of this run can be written: {kept.problem}", stacklevel=2)
+
+
+def has_left() -> None:
+    """Write that this worker has left its run well, though it was told to by a signal that ends others."""
+    if (kept := keeper()) is not None:
+        kept.goes_on()
 
 
 def note_trouble() -> FlightRecord | None:

@@ -18,6 +18,7 @@ from gradwire.core.grain import ParameterSpec
 from gradwire.core.roles import roles_of
 from gradwire.core.save_folder import SavedRun
 from gradwire.drivers.engine import Engine
+from gradwire.drivers.host_memory import host_memory
 from gradwire.drivers.link_profiler import LinkProfiler
 from gradwire.drivers.window import Window
 from gradwire.reducers.base import Reducer
@@ -77,6 +78,8 @@ class Session(Figures):
             mean once more, and for a sharded model send a flag; on a GPU the end of a step waits for the device.
         records: the folder that this rank's flight record is written into when the run dies, for `gradwire stacks`;
             None: that of `GRADWIRE_RECORDS` in the environment, if there is one. With a `lane`: that of the lane.
+        residuals: "host" keeps what the method owes in pinned memory of the host between steps, where tensors are on a
+            GPU: no bit changes, and a save loads with either word. On a CPU it changes nothing, and a warning says so.
 
     Attributes:
         overlap: the settings of when gradients travel, in force.
@@ -122,6 +125,7 @@ class Session(Figures):
         on_non_finite: str = "warn",
         overlap: OverlapSettings | str | Path | None = None,
         records: str | Path | None = None,
+        residuals: str = "device",
     ) -> None:
         require_reaction(on_non_finite, scaler)
         self.overlap = settings_of(overlap)
@@ -140,6 +144,7 @@ class Session(Figures):
         self._trained = TrainedParameters(what, {spec.name: None for spec in specs})
         self._device = specs[0].device if specs else torch.device("cpu")
         require_all_served(specs, checksum)
+        host = host_memory(residuals, self._device)
         self._watch = None if check_every is None else watch(tensors, check_every, on_drift)
         self._warned_of_non_finite = False
         self.expects_non_finite = False
@@ -166,6 +171,7 @@ class Session(Figures):
                 says=", ".join(self._settings()),
                 guards=on_non_finite == "skip",
                 overlap=self.overlap,
+                host=host,
             )
             self.reducer, first = self._maker.first(self.reducer, seed)
             self.begun_with = ", ".join(filter(None, (repr(self.reducer), form.says)))

@@ -6,6 +6,7 @@ import dataclasses
 import signal
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, ClassVar, NoReturn, get_args
 
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from gradwire.drivers.engine import Stats
 from gradwire.reducers.base import Reducer
 from gradwire.session import DEADLINE_S
 from gradwire.session.names import TrainedParameters
+from gradwire.session.records import has_left, keep_records
 from gradwire.session.report import Report
 from gradwire.spec import as_method
 from gradwire.sync.elastic.change import Change, change_of
@@ -69,6 +71,8 @@ class Elastic:
             lost its window. Also the patience of each collective.
         lost_after_s: seconds without a sign of life after which a worker is lost.
         join_s: seconds that a newcomer waits for the end of the run's window.
+        records: the folder that this worker's flight record is written into, for `gradwire stacks`; None: that of
+            `GRADWIRE_RECORDS` in the environment, if there is one. A worker is named there by its number in the run.
 
     Attributes:
         model: as given.
@@ -113,6 +117,7 @@ class Elastic:
         deadline_s: float = DEADLINE_S,
         lost_after_s: float = 10.0,
         join_s: float = 3600.0,
+        records: str | Path | None = None,
     ) -> None:
         self.schedule, self.outer, reducer = as_schedule(every), outer or Mean(), as_method(method)
         needs = Needs(least, least if begin_with is None else begin_with)
@@ -129,6 +134,7 @@ class Elastic:
         require_alike_run(client, [self.settings, *shared.described()])
         self._heartbeat = Heartbeat(client, name, lost_after_s)
         try:
+            keep_records(records, client, self._heartbeat.number)
             rounds = Rounds(client, self._heartbeat, lost, needs, deadline_s, join_s)
             self._worker = ElasticWorker(client, self._heartbeat, rounds, shared, owed, seed, deadline_s)
             self._members = self._end_window()
@@ -304,6 +310,7 @@ class Elastic:
         self.left = True
         self._worker.close()
         self._heartbeat.close(leaves=True)
+        has_left()
 
     def __enter__(self) -> Elastic:
         return self

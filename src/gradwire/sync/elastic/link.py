@@ -22,6 +22,9 @@ from gradwire.sync.elastic.owed import Owed, owed_norm
 from gradwire.sync.elastic.shared import SharedModel
 from gradwire.sync.elastic.store import reaching
 
+WHAT = "gradwire.sync.Elastic"
+"""The call that errors and flight records speak of."""
+
 
 class GroupLine:
     """A group between workers, which may be closed by another thread, also before it is there.
@@ -86,9 +89,9 @@ class WorkerLink:
         owed: Owed,
     ) -> None:
         self.transport, self.workers = transport, tuple(workers)
+        self._log = lane.log
         self._sessions = [
-            Session(part.copy.copies, part.reducer, seed=seed, lane=lane, what="gradwire.sync.Elastic")
-            for part in shared.parts
+            Session(part.copy.copies, part.reducer, seed=seed, lane=lane, what=WHAT) for part in shared.parts
         ]
         first, *others = self._sessions
         for session in self._sessions:
@@ -141,6 +144,7 @@ class WorkerLink:
         GroupLine(self.transport).close()
         for session in self._sessions:
             session.close()
+        self._log.end()
 
 
 def digest_of(parts: Iterable[Mapping[str, Tensor]]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, ClassVar, TypedDict, cast
 
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
@@ -24,6 +25,7 @@ class ElasticWhere(TypedDict, total=False):
     join_s: float
     seed: int
     deadline_s: float
+    records: str | Path | None
 
 
 class ElasticOptimizer(AveragingOptimizer):

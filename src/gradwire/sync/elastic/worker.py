@@ -11,12 +11,13 @@ from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from gradwire.core.errors import CommunicationError, StepError
 from gradwire.drivers.engine import Stats
+from gradwire.flight.recorder import recorder
 from gradwire.session.direct_lane import DirectLane
 from gradwire.session.report import Report
 from gradwire.sync.elastic.attempt import Attempt
 from gradwire.sync.elastic.handover import packed, unpacked
 from gradwire.sync.elastic.heartbeat import Heartbeat
-from gradwire.sync.elastic.link import GroupLine, WorkerLink, digest_of
+from gradwire.sync.elastic.link import WHAT, GroupLine, WorkerLink, digest_of
 from gradwire.sync.elastic.messages import NO_COPY, Came
 from gradwire.sync.elastic.owed import Owed
 from gradwire.sync.elastic.protocol import Decision, RoundLog
@@ -67,6 +68,7 @@ class ElasticWorker:
         self._link: WorkerLink | None = None
         self._transfer = Transfer(store, heartbeat, rounds, deadline_s)
         self._earlier = Stats()
+        self._log = recorder().lane(WHAT, WHAT, [heartbeat.number])
 
     @property
     def number(self) -> int:
@@ -112,13 +114,18 @@ class ElasticWorker:
                 continue
             self._rounds.go_on(ended)
             if ended.decision and ended.state == "committed" and self.shared.counts.copy == ended.decision.copy:
+                self._log.step_began(self.shared.counts.windows)
                 return ended
             if self._rounds.head.voids >= _VOIDS:
                 raise CommunicationError(f"{_VOIDS} averages in a row were given up, the last one since {ended.why}")
 
     def _round(self, came: Came) -> RoundLog:
         """Go through a round, to its end."""
-        decision = self._rounds.come(came).decision
+        self._log.meet(f"the average of {WHAT}")
+        try:
+            decision = self._rounds.come(came).decision
+        finally:
+            self._log.met()
         assert decision is not None
         return self._train(decision, came.steps) if self.number in decision.trainers else self._join(decision)
 
@@ -204,7 +211,7 @@ class ElasticWorker:
 
     def _linked(self, line: GroupLine, name: str, decision: Decision, owed: Owed) -> WorkerLink:
         transport = line.connected(self._store, name, decision.trainers, self.number, self._deadline_s)
-        lane = DirectLane(transport.group, self._store, name, self._deadline_s)
+        lane = DirectLane(transport.group, self._store, name, self._deadline_s, WHAT, decision.trainers)
         return WorkerLink(transport, decision.trainers, lane, self.shared, self._seed, owed)
 
     def _norm(self) -> float:
@@ -269,3 +276,4 @@ class ElasticWorker:
     def close(self) -> None:
         """Let go of the connections."""
         self._unlink()
+        self._log.end()
