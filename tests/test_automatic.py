@@ -102,6 +102,9 @@ def test_one_rank_stays_with_none_and_a_save_tells_choices(one_rank: None) -> No
         assert session.method == "none"
         assert session.report().chosen == "auto:bold stays with none: there is one rank, and nothing is sent"
         assert session.state_dict()[CHOICES] == []
+        session.change("topk:0.5")
+        session.reduce_(tensors)
+        assert session.report().chosen == "auto:bold chooses no more, since session.change was called"
         assert session.automatic is not None
         last = Chosen(10, CANDIDATES[-1].spec, "since")
         assert session.automatic.unpacked({CHOICES: [last.as_dict()]}, CHOICES) == (last,)

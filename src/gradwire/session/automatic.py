@@ -88,6 +88,7 @@ class Automatic:
 
     Attributes:
         choices: so far, in order.
+        is_over: whether the training loop has taken another method itself.
     """
 
     def __init__(
@@ -101,10 +102,12 @@ class Automatic:
         self.accuracy, self.choices = accuracy, list[Chosen]()
         self._model, self._grain_numel, self._sent_early = model, grain_numel, sent_early
         self._candidates = allowed(accuracy)
+        self.is_over = False
         self._alone = world_size == 1
         self._first: int | None = None  # step that this session, or what was loaded, has begun with
         self._last = -1  # step before which this was called last
         self._looks_off = 0
+        self._taken = "none"
         self._link: Link | None = None
         self._probe_nbytes, self._probe_s = LEAST_PROBE, 0.0
         self._pace: StepPace | None = None
@@ -127,6 +130,8 @@ class Automatic:
         return cls(accuracy, model, grain_numel, sent_early, world_size)
 
     def __str__(self) -> str:
+        if self.is_over:
+            return f"auto:{self.accuracy} chooses no more, since session.change was called"
         if self._alone:
             return f"auto:{self.accuracy} stays with none: there is one rank, and nothing is sent"
         if not self.choices:
@@ -142,8 +147,12 @@ class Automatic:
     def before_step(self, session: Choosing) -> None:
         """Choose, or look at the link, where it is time to: called on every rank before a step begins.
 
-        A step that did not begin, since a rank gave it the wrong tensors, counts once: its number is what counts.
+        A step that did not begin, since a rank gave it the wrong tensors, counts once: its number is what counts. Once
+        the training loop has called `Session.change` itself, nothing is chosen any more.
         """
+        if session.method != self._taken:
+            self.is_over = True
+            return
         step, before, self._last = session.engine.index, self._last, session.engine.index
         if self._first is None:
             self._first = step
@@ -194,6 +203,7 @@ class Automatic:
         choice = decide(demands, self._pace, step, now)
         if choice.spec != now:
             session.change(choice.spec)
+            self._taken = choice.spec
         if choice.spec != now or not self.choices:
             self.choices.append(choice)
 
@@ -251,6 +261,7 @@ class Automatic:
     def take_up(self, found: Sequence[Chosen]) -> None:
         """Go on from the choices of a save, and measure again."""
         self.choices, self._first, self._looks_off = list(found), None, 0
+        self._taken = found[-1].spec
 
 
 def pace_of(samples: Sequence[Sample], coded_s: tuple[float, ...], sent_early: bool) -> StepPace:
