@@ -38,7 +38,7 @@ def _rates() -> Iterator[str]:
     yield "| link | PyTorch alone | `fp16` | `int4` | `powersgd:8,factors=fp16` |"
     yield "|---|--:|--:|--:|--:|"
     for rate, bits_per_s in RATES.items():
-        found = boundaries(Case(bits_per_s, parameters=PARAMETERS))
+        found = boundaries(Case(bits_per_s, parameters=PARAMETERS, accuracy="bold"))
         yield f"| {rate} | {' | '.join(_from(found.get(name)) for name in METHODS)} |"
 
 

@@ -117,6 +117,7 @@ FILES: dict[str, tuple[Stage, ...]] = {
         ATTACHED,
         DDP,
     ),
+    "session/automatic.py": (("src/gradwire/session/automatic.py", "tests/test_automatic.py"),),
     "session/direct_lane.py": (("tests/test_lane.py",), ELASTIC),
     "session/drift.py": (("src/gradwire/session/drift.py", "tests/test_drift.py"),),
     "session/ending.py": (("tests/test_session.py",), ATTACHED),

@@ -35,6 +35,11 @@ _FEEDBACK = (
     "error feedback is an option, as in 'qsgd:15,ef=on' or 'topk:0.01,ef=ef21', and biased methods have it already"
 )
 
+_CHOOSES = (
+    "it chooses a method by what a training loop measures, so gradwire.attach and gradwire.Session take it alone, and "
+    "without options but its class; elsewhere name a method, such as the one that `gradwire choose` tells"
+)
+
 ADVICE: Mapping[str, str] = {
     _MODELS: "localsgd post_localsgd streaming_diloco open_diloco sparseloco easgd",
     _FEDERATIONS: "fedbuff federated",
@@ -53,6 +58,7 @@ ADVICE: Mapping[str, str] = {
     _OPTIMIZERS: "sgd adam adamw lamb lion muon adafactor",
     _SHARED_OPTIMIZERS: "orth_dion 01adam",
     _BACKENDS: "nccl gloo mpi ucc ddp horovod",
+    _CHOOSES: "auto",
     _FEEDBACK: "error_feedback feedback residual ef21 ef_sgd memory",
 }
 """By what is said: the names that it is said for, with spaces between them."""

@@ -14,6 +14,7 @@ from gradwire.adapters.ddp import attach_ddp
 from gradwire.adapters.drift import require_watchable, watch_drift
 from gradwire.adapters.fsdp2.attach import attach_fsdp2
 from gradwire.adapters.unwrapped import attach_unwrapped
+from gradwire.choosing.automatic import accuracy_of
 from gradwire.codecs import Codec
 from gradwire.core.errors import AttachError
 from gradwire.reducers.base import Reducer
@@ -57,8 +58,9 @@ def attach(
 
     Args:
         model: the model.
-        reducer: a reducer, or a spec such as `"topk:0.01"`. FSDP2 wants each rank to have its shard of the mean, so
-            there it must be one that can be stopped there.
+        reducer: a reducer, or a spec such as `"topk:0.01"`; or `"auto"`, which chooses by what it measures in the first
+            steps, within a class of accuracy: `"auto:lossless"`, `"auto:safe"` or `"auto:bold"`. FSDP2 wants each rank
+            to have its shard of the mean, so there it must be one that can be stopped there.
         parameters: with FSDP2, a codec such as `"int8"` that parameters are gathered in, which a spec may say as well;
             the shards, which optimizers work on, stay as they are. None: FSDP2 gathers them as it does alone.
         replicate: with FSDP2 over a mesh of one dimension, the ranks that have the same shard of other copies of the
@@ -104,7 +106,15 @@ def attach(
         session = gradwire.attach(fully_shard(model), "int4,parameters=int8")
         session = gradwire.attach(model, "int4", optimizer=optimizer)
     """
-    reducer, parameters = for_shards(reducer, parameters)
+    if isinstance(reducer, str) and accuracy_of(reducer) is not None:
+        method: Reducer | str = reducer
+        if is_fsdp2(model) or parameters is not None:
+            raise AttachError(
+                "auto chooses for models that every rank has whole, and this one is sharded: name a method, such as "
+                "'int4,parameters=int8'"
+            )
+    else:
+        method, parameters = for_shards(reducer, parameters)
     options: dict[str, Any] = {
         "seed": seed,
         "deadline_s": deadline_s,
@@ -121,14 +131,14 @@ def attach(
             raise AttachError("optimizer= is for DDP and for models that nobody wraps: leave it out with fully_shard")
         if check_every is not None:
             raise AttachError("check_every= is for DDP: of a sharded model no two ranks have the same parameters")
-        return attach_fsdp2(model, reducer, parameters, replicate, **options)
+        return attach_fsdp2(model, method, parameters, replicate, **options)
     if parameters is not None or replicate is not None:
         raise AttachError("parameters= and replicate= are for models of fully_shard: leave them out")
     if not isinstance(model, DistributedDataParallel):
-        return attach_unwrapped(model, reducer, optimizer, check_every=check_every, on_drift=on_drift, **options)
+        return attach_unwrapped(model, method, optimizer, check_every=check_every, on_drift=on_drift, **options)
     if check_every is None:
-        return attach_ddp(model, reducer, optimizer, **options)
+        return attach_ddp(model, method, optimizer, **options)
     require_watchable(model, check_every, on_drift)
-    session = attach_ddp(model, reducer, optimizer, **options)
+    session = attach_ddp(model, method, optimizer, **options)
     watch_drift(model, session, check_every, on_drift)
     return session

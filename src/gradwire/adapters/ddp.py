@@ -94,6 +94,7 @@ class _Port(BucketPort):
             self._trained.of(self._model)
             if torch._C._current_graph_task_id() == -1:  # pyright: ignore[reportPrivateUsage] - DDP's join()
                 session.feed.weight = 0.0  # of a rank that has run out of data, whose gradients are zeros
+            session.before_step()
             session.feed.open()
             if self._early is not None:
                 self._early.begin()

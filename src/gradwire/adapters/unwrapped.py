@@ -193,6 +193,7 @@ class _Port:
         """Begin a step with the first gradient of a pass."""
         session = self._session
         self._trained.all_of(self._model)
+        session.before_step()
         step = SessionStep(session.feed, session.lane, lambda: session.is_open, self._step_ended)
         self._end_of_step.enter_context(step)
         self._step, self._pass, self._came = step, -1 if _is_inside_of_another() else _number_of_pass(), {}

@@ -15,18 +15,15 @@ from typing import TYPE_CHECKING, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from gradwire.cli import choosing
 from gradwire.cli.commands import Commands
 from gradwire.cli.kernel_table import kernel_table
+from gradwire.cli.links import MeasuredLinks, read_links
 from gradwire.core.errors import SpecError
-from gradwire.core.link import Link
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from gradwire.core.axis import SubGroups
     from gradwire.reducers import Reducer
-    from gradwire.topology.link_profile import LinkProfile
 
 OK = 0
 
@@ -47,7 +44,6 @@ def add_commands(commands: Commands) -> None:
     methods = commands.add_parser("methods", help="list the methods: those for most users first, each with its options")
     methods.add_argument("spec", nargs="*", metavar="SPEC", help="show these methods whole, or what these specs become")
     methods.add_argument("--kernels", action="store_true", help="show what each kernel runs in instead")
-    choosing.add_arguments(methods)
     methods.set_defaults(run=run_methods)
     recipes = commands.add_parser("recipes", help="recipes of precision: what travels in how many bits, and why")
     recipes.add_argument("names", nargs="*", metavar="NAME", help="which (default: all)")
@@ -67,6 +63,10 @@ def add_commands(commands: Commands) -> None:
     cost.add_argument(
         "--latency", type=float, metavar="MS", help="of each message, in the times that --rate tells (default: 0.1 ms)"
     )
+    coding = "also what a rank codes in a step, as measured on this machine just now"
+    cost.add_argument("--coding", action="store_true", help=coding)
+    computing = "with --rate and --coding: also the step, if it computes so long, and what of sending is hidden in it"
+    cost.add_argument("--computing", type=float, metavar="MS", help=computing)
     cost.add_argument("--step", type=int, default=1_000_000, metavar="N", help="which step (default: past any warm-up)")
     cost.add_argument(
         "--stack", action="store_true", help="what each layer of a spec saves: codecs joined by +, layers=, parameters="
@@ -77,15 +77,10 @@ def add_commands(commands: Commands) -> None:
 
 
 def run_methods(arguments: argparse.Namespace, console: Console) -> int:
-    """`gradwire methods [SPEC ...]`, `gradwire methods --kernels`, `gradwire methods --for RATE`."""
+    """`gradwire methods [SPEC ...]`, `gradwire methods --kernels`."""
     import gradwire
     from gradwire.cli.catalogue import print_catalogue, print_entry
 
-    if arguments.rate:
-        if arguments.spec or arguments.kernels:
-            raise SpecError("--for says which method to take: give no SPEC and no --kernels with it")
-        choosing.print_choice(arguments, console)
-        return OK
     if arguments.kernels:
         if arguments.spec:
             raise SpecError("--kernels shows all kernels, whatever the method: give no SPEC with it")
@@ -133,11 +128,11 @@ def run_cost(arguments: argparse.Namespace, console: Console) -> int:
     if arguments.topology:
         console.print(_levels(reducers, model, hosts[0], arguments.step, arguments.topology))
         return OK
-    links = _links(arguments.rate, arguments.latency, hosts[0])
+    asked = _asked(arguments, hosts)
     if len(hosts) > 1:
         console.print(_growth(reducers, model, hosts, arguments.step))
     else:
-        console.print(_costs(reducers, model, hosts[0], arguments.step, links))
+        console.print(_costs(reducers, model, hosts[0], arguments.step, asked))
     return OK
 
 
@@ -184,76 +179,71 @@ def _table(*headings: str) -> Table:
     return table
 
 
-class _Links(NamedTuple):
-    """The link of every rank to every other, and where it was measured that of each level."""
+class _Asked(NamedTuple):
+    """What `gradwire cost` tells beside bytes: times on links, coding, and the step that computes so many ms."""
 
-    slowest: Link
-    profile: LinkProfile | None = None
+    links: MeasuredLinks | None
+    coding: bool
+    computing_ms: float | None
 
-    def of_axes(self, axes: Sequence[SubGroups]) -> dict[SubGroups, Link]:
-        """The links of axes that were measured; nothing travels on one of a single rank."""
-        profile = self.profile
-        if profile is None:
-            return {}
-        ranks = range(len(profile.hosts))
-        largest = {axis: max((axis.members(rank) for rank in ranks), key=len) for axis in axes}
-        return {axis: profile.link_between(group) for axis, group in largest.items() if len(group) > 1}
+    @property
+    def headings(self) -> list[str]:
+        """Of the columns."""
+        found = ["ms on the link"] if self.links else []
+        found += ["ms of coding"] if self.coding else []
+        return found + (["ms hidden", "ms a step"] if self.computing_ms is not None else [])
 
+    def times(self, reducer: Reducer, model: nn.Module, hosts: int, step: int) -> list[str]:
+        """The columns of a method."""
+        from gradwire.choosing import coding_s, demand
 
-def _links(rate: str | None, latency_ms: float | None, ranks: int) -> _Links | None:
-    if rate is not None and rate.endswith(".json"):
-        return _profiled(Path(rate), latency_ms, ranks)
-    link = _link(rate, latency_ms)
-    return None if link is None else _Links(link)
-
-
-def _profiled(file: Path, latency_ms: float | None, ranks: int) -> _Links:
-    from gradwire.topology.link_profile import LinkProfile
-
-    profile = LinkProfile.read(file)
-    if latency_ms is not None:
-        raise SpecError(f"--latency belongs to a rate, and {file} has measured latencies: leave it out")
-    if len(profile.hosts) != ranks:
-        raise SpecError(f"{file} was measured with {len(profile.hosts)} ranks: give --hosts {len(profile.hosts)}")
-    return _Links(profile.link_between(range(ranks)), profile)
+        coded_s = coding_s(reducer, model, hosts) if self.coding else 0.0
+        found = [coded_s] if self.coding else []
+        if self.links is not None:
+            of_axes = self.links.of_axes(reducer.axes(hosts))
+            asked = demand(reducer, model, hosts, self.links.slowest, of_axes, coding_s=coded_s, step=step)
+            found.insert(0, asked.sending_s)
+            if self.computing_ms is not None:
+                forecast = asked.beside(self.computing_ms / 1e3)
+                found += [forecast.hidden_s, forecast.step_s]
+        return [f"{1e3 * seconds:,.1f}" for seconds in found]
 
 
-def _link(rate: str | None, latency_ms: float | None) -> Link | None:
-    from gradwire.network import parse_rate
+def _asked(arguments: argparse.Namespace, hosts: Sequence[int]) -> _Asked:
+    """What the arguments want to know beside bytes.
 
-    if rate is None and latency_ms is not None:
-        raise SpecError("--latency tells nothing without --rate: give --rate 100mbit too")
-    latency_ms = 0.1 if latency_ms is None else latency_ms
-    if not 0 <= latency_ms < float("inf"):
-        raise SpecError(f"--latency {latency_ms} is no time: give milliseconds, 0 or more")
-    try:
-        return Link(latency_ms * 1e-3, 8 / parse_rate(rate)) if rate else None
-    except ValueError as error:
-        raise SpecError(str(error)) from error
+    Raises:
+        SpecError: times without what they are made of.
+    """
+    links = read_links(arguments.rate, arguments.latency, hosts[0])
+    computing = arguments.computing
+    if arguments.coding and len(hosts) > 1:
+        raise SpecError("--coding tells times for one number of --hosts; give one")
+    if computing is not None and not (arguments.coding and links):
+        raise SpecError("--computing is a part of a step, and the others are missing: give --rate and --coding too")
+    if computing is not None and not 0 < computing < float("inf"):
+        raise SpecError(f"--computing {computing} is no time: give the milliseconds of a step without communication")
+    return _Asked(links, arguments.coding, computing)
 
 
-def _costs(reducers: Mapping[str, Reducer], model: nn.Module, hosts: int, step: int, links: _Links | None) -> Table:
-    """One row a method: bytes, those inside nodes apart where a method has nodes, and time where a link is given."""
+def _costs(reducers: Mapping[str, Reducer], model: nn.Module, hosts: int, step: int, asked: _Asked) -> Table:
+    """One row a method: bytes, those inside nodes apart where a method has nodes, and the times that are asked for."""
     import gradwire
-    from gradwire.drivers.timing import step_s
-
-    def seconds(reducer: Reducer, links: _Links) -> float:
-        return step_s(reducer, model, hosts, links.slowest, links.of_axes(reducer.axes(hosts)), step)
 
     costs = {spec: gradwire.cost(reducer, model, hosts, step=step) for spec, reducer in reducers.items()}
     nodes = any(found.inside_bytes for found in costs.values())
     sent = ["sent between nodes", "sent inside nodes"] if nodes else ["sent a step"]
-    table = _table(*sent, "ratio", "payload", "collectives", *(["ms on the link"] if links else []))
+    table = _table(*sent, "ratio", "payload", "collectives", *asked.headings)
     dense = gradwire.cost(gradwire.parse("none"), model, hosts).wire_bytes
     for spec, found in costs.items():
         inside = [f"{found.inside_bytes:,} B"] if nodes else []
         ratio = f"{dense / found.between_bytes:.1f}" if found.between_bytes else "-"
-        times = [f"{1e3 * seconds(reducers[spec], links):,.1f}"] if links else []
         row = (f"{found.between_bytes:,} B", *inside, ratio, f"{found.payload_bytes:,} B", str(found.collectives))
-        table.add_row(spec, *row, *times)
+        table.add_row(spec, *row, *asked.times(reducers[spec], model, hosts, step))
     if nodes:
         table.caption = "ratio: uncompressed bytes to those sent between nodes"
-        table.caption += "; ms: bytes inside nodes take the same rate" if links and not links.profile else ""
+        same = asked.links is not None and not asked.links.profile
+        table.caption += "; ms: bytes inside nodes take the same rate" if same else ""
     return table
 
 

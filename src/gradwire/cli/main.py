@@ -13,6 +13,7 @@ from rich.console import Console
 
 from gradwire.cli import (
     bench,
+    choose,
     config,
     doctor,
     federate,
@@ -107,6 +108,7 @@ def parser() -> argparse.ArgumentParser:
     net.add_commands(commands)
     federate.add_command(commands)
     inform.add_commands(commands)
+    choose.add_command(commands)
     run.add_commands(commands)
     state.add_commands(commands)
     store.add_commands(commands)

@@ -9,7 +9,17 @@ import torch
 from torch import Tensor
 
 from gradwire.core.errors import StateError
-from gradwire.core.saved_schema import OVERLAP, SHARED, TREE, Pieces, Saved, check_parameters, check_together, is_count
+from gradwire.core.saved_schema import (
+    CHOICES,
+    OVERLAP,
+    SHARED,
+    TREE,
+    Pieces,
+    Saved,
+    check_parameters,
+    check_together,
+    is_count,
+)
 
 
 def reshard(saved: Sequence[Mapping[str, Any]], world_size: int) -> list[Saved]:
@@ -48,7 +58,7 @@ def reshard(saved: Sequence[Mapping[str, Any]], world_size: int) -> list[Saved]:
             "these are states of gradwire.sync: gradwire.load brings them to another number of ranks itself"
         )
     merged = _merged([state["parameters"] for state in states])
-    shared = [key for key in (*SHARED, OVERLAP) if key in states[0] and key != "world_size"]
+    shared = [key for key in (*SHARED, OVERLAP, CHOICES) if key in states[0] and key != "world_size"]
     head = {key: states[0][key] for key in shared}
     return [{**head, "rank": rank, "world_size": world_size, "parameters": merged} for rank in range(world_size)]
 

@@ -35,6 +35,9 @@ TREE = "tree"
 OVERLAP = "overlap"
 """The key of a state that says when its gradients travel, where that is not as by default; the same on all ranks."""
 
+CHOICES = "choices"
+"""The key of a state whose run had the method `auto`: what it has chosen so far; the same on all ranks."""
+
 _KINDS = tuple(kind for kind in get_args(Kind) if kind != "scratch")
 _REMEDY = ": pass what state_dict() returned"
 

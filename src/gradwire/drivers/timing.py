@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 from torch import Tensor
@@ -14,7 +15,7 @@ from gradwire.core.program import Program, once
 from gradwire.drivers.cost import MetaTransport, Parameters, form_of, meta_specs, requests_of, require_world
 from gradwire.drivers.interpreter import Interpreter, Script
 from gradwire.drivers.lockstep import Meeting, VirtualTransport, together
-from gradwire.drivers.plan import Unit, plan
+from gradwire.drivers.plan import Plan, Wave, plan
 from gradwire.reducers.base import Reducer
 from gradwire.reducers.step import Step
 from gradwire.spec import as_method
@@ -56,20 +57,38 @@ def step_s(
     reducer = as_method(reducer)
     require_world(reducer, world_size)
     planned = plan(meta_specs(model), reducer, grain_numel)
-    return _seconds(planned.units, SimulatedMeeting(world_size, link, links or {}), step)
+    return _seconds([(unit,) for unit in planned.units], SimulatedMeeting(world_size, link, links or {}), step)
 
 
-def _seconds(units: Sequence[Unit], clocks: SimulatedMeeting, index: int) -> float:
-    """Seconds of a step whose units follow one another."""
+def waves_s(planned: Plan, world_size: int, link: Link, links: Links | None = None, step: int = 0) -> float:
+    """Seconds of communication in one step of a plan, wave after wave: what the units of a wave send travels as one.
+
+    Training keeps several waves in flight, which hides latency; here each waits for the one before it.
+
+    Args:
+        planned: of the parameters, which have no data.
+        world_size, link, links, step: as of `step_s`.
+
+    >>> from torch.nn import Linear, Sequential
+    >>> model = Sequential(Linear(60, 50), Linear(50, 40))
+    >>> planned = plan(meta_specs(model), as_method("powersgd:2"))
+    >>> round(waves_s(planned, 2, Link(1.0, 0.0))), round(step_s("powersgd:2", model, 2, Link(1.0, 0.0)))
+    (4, 10)
+    """
+    return _seconds(planned.waves, SimulatedMeeting(world_size, link, links or {}), step)
+
+
+def _seconds(waves: Sequence[Wave], clocks: SimulatedMeeting, index: int) -> float:
+    """Seconds of a step whose waves follow one another."""
     reducers: list[Reducer] = []
-    forms = [form_of(unit, reducers) for unit in units]
-    distinct = dict(zip(forms, units, strict=True))
+    forms = [[form_of(unit, reducers) for unit in wave] for wave in waves]
+    distinct = dict(zip(itertools.chain(*forms), itertools.chain(*waves), strict=True))
 
     def script(rank: int) -> Script[list[None]]:
         step = Step(index, rank, clocks.world_size)
         asked = {form: requests_of(unit, step) for form, unit in distinct.items()}
         interpreter = Interpreter[None](VirtualTransport(clocks, rank), window=1)
-        return interpreter.script(len(units), lambda unit: [_asking_again(asked[forms[unit]])])
+        return interpreter.script(len(waves), lambda wave: [_asking_again(asked[form]) for form in forms[wave]])
 
     together([script(rank) for rank in range(clocks.world_size)])
     return max(clocks.now)

@@ -27,6 +27,7 @@ from gradwire.drivers.traced import Traced
 from gradwire.drivers.window import DDP_CAPS, Window
 from gradwire.reducers.base import Reducer
 from gradwire.reducers.measured import chosen_bits
+from gradwire.session.automatic import Automatic
 from gradwire.session.feed import Feed
 from gradwire.session.lane import Lane
 from gradwire.session.pace import WindowPace
@@ -86,6 +87,7 @@ class Figures:
     _links: LinkProfiler
     _link_times: ReductionTimes | None
     _board: StepBoard | None
+    automatic: Automatic | None
     pace: WindowPace | None = None
     """Set by what combines models with this session."""
     uncounted: str = ""
@@ -95,6 +97,12 @@ class Figures:
     def engine(self) -> Engine:
         """What runs the method's programs; another one after `change`."""
         return self.feed.engine
+
+    def timed_link(self) -> ReductionTimes | None:
+        """The times of the link, measured now where they are not known yet; every rank calls it at the same place."""
+        if self._link_times is None:
+            self._time_link()
+        return self._link_times
 
     @property
     def seed(self) -> int:
@@ -120,7 +128,10 @@ class Figures:
         others = self._board.read() if self._board else None
         times = self._link_times
         averages = self.reducer.averages
-        return observed(self.engine, self.window, times, others, self.method, averages, owed, self.pace, self.uncounted)
+        found = observed(
+            self.engine, self.window, times, others, self.method, averages, owed, self.pace, self.uncounted
+        )
+        return dataclasses.replace(found, chosen="" if self.automatic is None else str(self.automatic))
 
     def layer_bits(self) -> dict[str, int]:
         """Return the bits that an element of each parameter's gradient has in the next step, alike on all ranks.

@@ -101,19 +101,20 @@ class Maker:
         self._is_alike(0, where)  # so that no rank's compiling falls into another's first step
         return reducer, engine
 
-    def remade(self, old: Engine, overlap: OverlapSettings) -> Engine:
-        """An engine of the same method and step under other settings, whose states are those before the first step.
+    def remade(self, old: Engine, overlap: OverlapSettings, reducer: Reducer | None = None) -> Engine:
+        """An engine of the same step under other settings, whose states are those before the first step.
 
-        Nothing is communicated: every rank must ask for it with the same settings.
+        Nothing is communicated: every rank must ask for it with the same settings, and with the same method, if it is
+        to be another one, which knows neither nodes nor routes.
         """
         assert self._serving is not None, "no engine was made yet"
-        engine = self._engine(self._plan(self._serving, overlap), old.seed, overlap)
+        engine = self._engine(self._plan(reducer or self._serving, overlap), old.seed, overlap)
         engine.index, engine.weight = old.index, old.weight
         return engine
 
-    def adopt(self, overlap: OverlapSettings) -> None:
-        """Make engines by these settings from now on."""
-        self._overlap = overlap
+    def adopt(self, overlap: OverlapSettings, reducer: Reducer | None = None) -> None:
+        """Make engines by these settings from now on, and remake them for this method, if there is another one."""
+        self._overlap, self._serving = overlap, reducer or self._serving
 
     def next(self, method: Reducer | str, now: Reducer, old: Engine) -> tuple[Reducer, Engine]:
         """The reducer and the engine of another method, with what `old` owes; that one is left as it is.

@@ -83,6 +83,7 @@ class Report:
             compared with (see `gradwire.session.pace`); `first_step` and `steps` count windows.
         steps_a_period: steps of training in a window, the mean.
         uncounted: what is sent beside the method and not counted, as the end of a sentence; empty if nothing is.
+        chosen: what `auto` has chosen, why, and what takes its place without it; empty for another method.
     """
 
     method: str
@@ -104,6 +105,7 @@ class Report:
     period: str = "step"
     steps_a_period: float = 1.0
     uncounted: str = ""
+    chosen: str = ""
 
     @property
     def replaces_ddp(self) -> bool:
@@ -343,7 +345,7 @@ def _text(report: Report) -> str:
     for name, value, meaning in rows:
         line = f"  {name:{names}}  {_number(value):>{numbers}} {_unit(value):{units}}  {meaning}"
         lines.append(line.rstrip())
-    said = [f"  {text[0].upper()}{text[1:]}." for text in (report.verdict, report.advice) if text]
+    said = [f"  {text[0].upper()}{text[1:]}." for text in (report.chosen, report.verdict, report.advice) if text]
     return "\n".join([*lines, "", *said])
 
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from gradwire.choosing.automatic import accuracy_of
 from gradwire.core import saved
 from gradwire.core.errors import NonFiniteWarning, StepError
 from gradwire.core.grain import ParameterSpec
@@ -22,12 +23,13 @@ from gradwire.drivers.host_memory import host_memory
 from gradwire.drivers.link_profiler import LinkProfiler
 from gradwire.drivers.window import Window
 from gradwire.reducers.base import Reducer
+from gradwire.session.automatic import Automatic
 from gradwire.session.ending import Ending
 from gradwire.session.feed import Feed
 from gradwire.session.figures import Figures, described_ranks, links_file, wants_times
 from gradwire.session.form import WHOLE, Form
 from gradwire.session.lane import Lane, group_of
-from gradwire.session.making import Maker
+from gradwire.session.making import WEIGHED, Maker
 from gradwire.session.names import TrainedParameters, gradients_of, named, require_all_served, require_whole
 from gradwire.session.non_finite import Culprits, require_reaction, warning_text
 from gradwire.session.overlap_settings import OverlapSettings, settings_of
@@ -52,7 +54,8 @@ class Session(Figures):
 
     Args:
         tensors: a model, whose parameters that require gradients count, or named tensors like those to be combined.
-        method: a reducer, or a spec such as `"topk:0.01"`.
+        method: a reducer, or a spec such as `"topk:0.01"`; or `"auto"`, which chooses by what it measures, within a
+            class of accuracy: `"auto:lossless"`, `"auto:safe"` or `"auto:bold"` (docs/choosing.md).
         group: whose ranks; None for the default group.
         seed: of all random choices, the same on every rank.
         deadline_s: seconds after which a silent rank is an error.
@@ -131,10 +134,12 @@ class Session(Figures):
         self.overlap = settings_of(overlap)
         self.when_adopted: Callable[[OverlapSettings], None] | None = None  # of a port, which has buckets, say
         self.on_non_finite = on_non_finite
+        asks = accuracy_of(method) if what in WEIGHED else None  # of others a spec that chooses is refused
+        method = method if asks is None else "none"
         self.reducer, self.uncounted = form.method(method), form.uncounted
         self.method = str(method)
         self.saved_as = None
-        self._scaler, self._fed_by = scaler, form.fed_by
+        self._scaler, self._form, self._fed_by = scaler, form, form.fed_by
         require_whole(tensors, what)
         roles = roles_of(tensors) if isinstance(tensors, nn.Module) else {}
         specs = [
@@ -150,6 +155,9 @@ class Session(Figures):
         self.expects_non_finite = False
         group = lane.group if lane else group_of(group)
         self.reducer.require_ranks(group.size())
+        self.automatic = None
+        if asks is not None:
+            self.automatic = Automatic.of(asks, specs, grain_numel, bool(form.fed_by), group.size())
         self.lane = lane or Lane(group, self._device, deadline_s, what, records)
         self.transport = transport = self.lane.transport()
         described, members = described_ranks(group)
@@ -196,6 +204,8 @@ class Session(Figures):
             yield "what is measured of links is kept in a file"
         if told := self.overlap.as_dict():
             yield f"overlap={told}"
+        if self.automatic is not None:
+            yield f"auto:{self.automatic.accuracy}"
         if self.on_non_finite != "warn":
             yield f"on_non_finite={self.on_non_finite!r}"
 
@@ -250,17 +260,26 @@ class Session(Figures):
         finally:
             self.feed.vacate()
 
-    def remade(self, overlap: OverlapSettings) -> Engine:
-        """Return an engine under other settings of when gradients travel, for `adopt`; nothing is communicated."""
-        return self._maker.remade(self.engine, overlap)
+    def served_by(self, method: str) -> Reducer:
+        """Return the reducer that a spec names here."""
+        return self._form.method(method)
 
-    def adopt(self, overlap: OverlapSettings, engine: Engine) -> None:
+    def remade(self, overlap: OverlapSettings, reducer: Reducer | None = None) -> Engine:
+        """Return an engine under other settings of when gradients travel, for `adopt`; nothing is communicated."""
+        return self._maker.remade(self.engine, overlap, reducer)
+
+    def adopt(self, overlap: OverlapSettings, engine: Engine, reducer: Reducer | None = None) -> None:
         """Go on with an engine that `remade` has returned, and its settings: on every rank, before or between steps."""
         self.overlap = overlap
-        self._maker.adopt(overlap)
+        self._maker.adopt(overlap, reducer)
         self.feed.serve_by(engine, Window(self.window.caps))
         if self.when_adopted is not None:
             self.when_adopted(overlap)
+
+    def before_step(self) -> None:
+        """Let `auto` choose, where it is time to: every rank calls it before it begins a step."""
+        if self.automatic is not None:
+            self.automatic.before_step(self)
 
     # Steps -------------------------------------------------------------------------------------------------------
 
@@ -300,6 +319,8 @@ class Session(Figures):
         """
         if self._fed_by:
             raise StepError(f"this session is fed by {self._fed_by}: make a gradwire.Session of your own for tensors")
+        if self.is_open:
+            self.before_step()
         return SessionStep(self.feed, self.lane, lambda: self.is_open, self._step_ended)
 
     def weigh(self, weight: float) -> None:

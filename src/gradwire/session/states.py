@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
+from gradwire.choosing.automatic import Chosen
 from gradwire.core import saved
-from gradwire.core.saved_schema import OVERLAP
+from gradwire.core.saved_schema import CHOICES, OVERLAP
 from gradwire.drivers.engine import Engine
 from gradwire.drivers.process_group import GroupTransport
 from gradwire.reducers.as_saved import as_saved
 from gradwire.reducers.base import Reducer
+from gradwire.session.automatic import Automatic
 from gradwire.session.feed import Feed
 from gradwire.session.overlap_settings import OverlapSettings
 
@@ -19,15 +21,21 @@ class Remembering(Protocol):
     """What is saved of a session."""
 
     reducer: Reducer
+    method: str
+    automatic: Automatic | None
     feed: Feed
     transport: GroupTransport
     overlap: OverlapSettings
 
-    def remade(self, overlap: OverlapSettings) -> Engine:
-        """An engine under other settings, whose states are those before the first step."""
+    def served_by(self, method: str) -> Reducer:
+        """What a spec names here."""
         ...
 
-    def adopt(self, overlap: OverlapSettings, engine: Engine) -> None:
+    def remade(self, overlap: OverlapSettings, reducer: Reducer | None = None) -> Engine:
+        """An engine under other settings or another method, whose states are those before the first step."""
+        ...
+
+    def adopt(self, overlap: OverlapSettings, engine: Engine, reducer: Reducer | None = None) -> None:
         """Go on with such an engine."""
         ...
 
@@ -39,11 +47,15 @@ class Unpacked(NamedTuple):
         loaded: the states.
         engine: that they are for.
         overlap: the settings that it was made by.
+        reducer: that it was made for.
+        choices: of a run whose method was `auto`.
     """
 
     loaded: saved.Loaded
     engine: Engine
     overlap: OverlapSettings
+    reducer: Reducer
+    choices: tuple[Chosen, ...] = ()
 
 
 def packed(session: Remembering) -> saved.Saved:
@@ -51,7 +63,8 @@ def packed(session: Remembering) -> saved.Saved:
     feed, engine = session.feed, session.feed.engine
     own = _member(session, session.reducer)
     state = saved.pack(engine.states(), own, scale=feed.scale, step=engine.index, seed=engine.seed)
-    return {**state, OVERLAP: told} if (told := session.overlap.as_dict()) else state
+    state |= {OVERLAP: told} if (told := session.overlap.as_dict()) else {}
+    return state | ({CHOICES: session.automatic.packed()} if session.automatic else {})
 
 
 def unpacked(session: Remembering, state: saved.Saved) -> Unpacked:
@@ -62,12 +75,15 @@ def unpacked(session: Remembering, state: saved.Saved) -> Unpacked:
     Raises:
         StateError: a damaged state, or one of another version, method, rank, world size or model.
     """
-    as_then = as_saved(session.reducer, saved.reducer_of(state))
-    engine, overlap = session.feed.engine, _overlap_of(state, session.overlap)
-    if overlap != session.overlap:
-        engine = session.remade(overlap)
-    loaded = saved.unpack(state, engine.states(), _member(session, as_then(session.reducer)))
-    return Unpacked(loaded, engine, overlap)
+    choices = session.automatic.unpacked(state, CHOICES) if session.automatic else ()
+    reducer, engine, overlap = session.reducer, session.feed.engine, _overlap_of(state, session.overlap)
+    if choices and choices[-1].spec != session.method:
+        reducer = session.served_by(choices[-1].spec)
+    as_then = as_saved(reducer, saved.reducer_of(state))
+    if overlap != session.overlap or reducer is not session.reducer:
+        engine = session.remade(overlap, reducer)
+    loaded = saved.unpack(state, engine.states(), _member(session, as_then(reducer)))
+    return Unpacked(loaded, engine, overlap, reducer, choices)
 
 
 def _overlap_of(state: object, now: OverlapSettings) -> OverlapSettings:
@@ -79,9 +95,12 @@ def _overlap_of(state: object, now: OverlapSettings) -> OverlapSettings:
 
 def take_up(session: Remembering, found: Unpacked) -> None:
     """Go on from what `unpacked` returned, and with what the method's settings meant when it was saved."""
-    loaded, engine, overlap = found
+    loaded, engine, overlap, reducer, choices = found
     if engine is not session.feed.engine:
-        session.adopt(overlap, engine)
+        session.adopt(overlap, engine, reducer)
+    if session.automatic is not None and choices:
+        session.method, session.reducer = choices[-1].spec, reducer
+        session.automatic.take_up(choices)
     feed = session.feed
     as_then = as_saved(session.reducer, loaded.reducer)
     session.reducer = as_then(session.reducer)

@@ -1,0 +1,161 @@
+"""`auto`: which method a run takes by what it has measured itself. Asking ranks, and changing, is the session's part.
+
+auto              the same as auto:safe
+auto:lossless     what may be lost, see `ACCURACIES`
+auto:safe
+auto:bold
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from gradwire.choosing.accuracy import Candidate, allowed
+from gradwire.choosing.forecast import Demand, Forecast, demand
+from gradwire.choosing.rules import best_of
+from gradwire.core.errors import SpecError
+from gradwire.core.figures import milliseconds
+from gradwire.core.grain import ParameterSpec
+from gradwire.core.grammar import name_of, read
+from gradwire.core.link import Link
+from gradwire.topology.reduction_times import ReductionTimes
+
+AUTO = "auto"
+
+GAIN = 0.9
+"""A method is left for one whose step is predicted to take so many times its own, or less: a change costs a step or
+two, and a link that changes to and fro would cost them again and again."""
+
+
+def accuracy_of(method: object) -> str | None:
+    """Return the class of accuracy that an `auto` has; None where `method` is another one.
+
+    Raises:
+        SpecError: another class, or options, which `auto` has none of.
+
+    >>> accuracy_of("auto"), accuracy_of("auto:bold"), accuracy_of("int4")
+    ('safe', 'bold', None)
+    """
+    if not isinstance(method, str) or name_of(method) != AUTO:
+        return None
+    part, *others = read(method)
+    options = [name for name in part.options if name != "accuracy"]
+    if others or options or (part.value is not None and part.options):
+        raise SpecError(
+            f"{method!r} says more than what may be lost: write auto, auto:lossless, auto:safe or auto:bold"
+        )
+    accuracy = part.value or part.options.get("accuracy", "safe")
+    allowed(accuracy)
+    return accuracy
+
+
+class StepPace(NamedTuple):
+    """What a rank has measured of its own steps, in seconds.
+
+    Attributes:
+        compute_s: a step without coding and communication.
+        backward: the share of it in which gradients become ready one after the other.
+        coding_s: of each candidate.
+    """
+
+    compute_s: float
+    backward: float
+    coding_s: tuple[float, ...]
+
+    @classmethod
+    def slowest(cls, paces: Sequence[StepPace]) -> StepPace:
+        """Return the pace that all ranks keep: in each figure that of the slowest one.
+
+        >>> StepPace.slowest([StepPace(1.0, 0.5, (0.1,)), StepPace(2.0, 0.25, (0.0,))])
+        StepPace(compute_s=2.0, backward=0.25, coding_s=(0.1,))
+        """
+        coding_s = tuple(map(max, zip(*(pace.coding_s for pace in paces), strict=True)))
+        slow = max(paces, key=lambda pace: pace.compute_s)
+        return cls(slow.compute_s, slow.backward, coding_s)
+
+
+class Chosen(NamedTuple):
+    """A method that a run has taken.
+
+    Attributes:
+        step: from which on.
+        spec: the method.
+        why: in a sentence.
+        runner_up: what would have been taken in its place, and its step; empty where there is no other.
+    """
+
+    step: int
+    spec: str
+    why: str
+    runner_up: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same as plain numbers and strings."""
+        return self._asdict()
+
+
+def wire_link(times: ReductionTimes, world_size: int) -> Link:
+    """Return the link of which the timed all-reduces are rings: 2 (n - 1) messages, 2 (n - 1)/n of the bytes.
+
+    >>> from gradwire.topology.reduction_times import Probe
+    >>> link = wire_link(ReductionTimes(1000, 0.006, (Probe(1000, 1.506, 0.0),)), world_size=4)
+    >>> round(link.alpha_s, 6), round(link.beta_s_per_byte, 6)
+    (0.001, 0.001)
+    """
+    rounds, whole = 2 * (world_size - 1), times.link
+    return Link(whole.alpha_s / rounds, whole.beta_s_per_byte * world_size / rounds)
+
+
+def demands_of(
+    candidates: Sequence[Candidate],
+    model: Sequence[ParameterSpec],
+    world_size: int,
+    link: Link,
+    pace: StepPace,
+    grain_numel: int | None = None,
+) -> tuple[Demand, ...]:
+    """Return what each candidate asks of the processors and of the link, in order."""
+    return tuple(
+        demand(candidate.spec, model, world_size, link, coding_s=coding_s, grain_numel=grain_numel)
+        for candidate, coding_s in zip(candidates, pace.coding_s, strict=True)
+    )
+
+
+def decide(demands: Sequence[Demand], pace: StepPace, step: int, now: str) -> Chosen:
+    """Return the method to go on with.
+
+    That is the first whose predicted step is nearly the shortest (`NEAR`), or the method at hand where the step of that
+    one is not a tenth shorter than its own (`GAIN`). Alike on all ranks for equal arguments.
+
+    Args:
+        demands: of the candidates, in the order in which they lose more.
+        pace: of the slowest rank.
+        step: the next one.
+        now: the method at hand, which is one of the candidates.
+
+    >>> none, int4 = Demand("none", 0.0, 2.0, (1, 1)), Demand("int4", 0.1, 0.3, (1, 1))
+    >>> decide([none, int4], StepPace(1.0, 0.5, (0.0, 0.1)), 10, "none").spec
+    'int4'
+    >>> print(decide([none, int4], StepPace(100.0, 0.5, (0.0, 0.1)), 10, "none").why)
+    its step takes 101,000 ms: 100,000 computing, 0.0 coding, 2,000 sending, of which 1,000 are hidden
+    """
+    forecasts = {each.spec: each.beside(pace.compute_s, pace.backward) for each in demands}
+    best, held = best_of(list(forecasts.values())), forecasts[now]
+    if best.step_s > GAIN * held.step_s:
+        best = held
+    others = [found for found in forecasts.values() if found is not best]
+    other = best_of(others) if others else None
+    runner_up = f"{other.spec}, with {milliseconds(1e3 * other.step_s)} ms a step" if other else ""
+    return Chosen(step, best.spec, _why(best), runner_up)
+
+
+def _why(found: Forecast) -> str:
+    whole, computing, coding, sending, hidden = (
+        milliseconds(1e3 * seconds)
+        for seconds in (found.step_s, found.compute_s, found.coding_s, found.sending_s, found.hidden_s)
+    )
+    return (
+        f"its step takes {whole} ms: {computing} computing, {coding} coding, {sending} sending, of which {hidden} are "
+        "hidden"
+    )

@@ -1,0 +1,137 @@
+"""How long a rank codes in a step on this machine: its programs on made-up gradients, without a network."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Hashable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from gradwire.core.collective import AllGather, AllReduce, AllToAll, AllToAllV, Collective
+from gradwire.core.messages import SendRecv
+from gradwire.core.shapes import Shapes
+from gradwire.drivers.cost import Parameters, form_of, meta_specs, require_world
+from gradwire.drivers.interpreter import Answer, run_program, served
+from gradwire.drivers.plan import Unit, plan
+from gradwire.reducers.base import Reducer
+from gradwire.reducers.step import Step
+from gradwire.spec import as_method
+
+REPEATS = 3
+"""Timed steps of each form, of which the shortest counts: whatever else a machine does makes a step longer."""
+
+PAST_WARM_UPS = 1_000_000
+"""The first step that is timed: methods may begin otherwise than they go on."""
+
+
+def coding_s(
+    method: Reducer | str,
+    model: Parameters,
+    world_size: int,
+    *,
+    grain_numel: int | None = None,
+    repeats: int = REPEATS,
+) -> float:
+    """Return the seconds that encoding, decoding and summing take one rank in a step, as measured here on the CPU.
+
+        coding = sum over forms f of units: count(f) * min over repeats of (run of f - its collectives)
+
+    Grains are those that training has. Units that are equal but for names are timed once, so a model of billions of
+    parameters takes about as long as one of millions. The other ranks are mirrors of this one: they answer at once,
+    with what this rank sends, so that a rank decodes as many payloads as among `world_size` ranks. All cores are idle
+    meanwhile; a backward pass that goes on beside it shares them.
+
+    Args:
+        method: a reducer, or a spec.
+        model: whose gradients, as in `gradwire.cost`.
+        world_size: ranks.
+        grain_numel: as in `gradwire.attach`.
+        repeats: how often each form is timed.
+
+    Raises:
+        SpecError, CompositionError: a method that cannot be built, or that needs more ranks; no model.
+
+    >>> coding_s("int4", torch.nn.Linear(300, 300), world_size=2) > 0.0
+    True
+    """
+    reducer = as_method(method)
+    require_world(reducer, world_size)
+    specs = [spec._replace(device=torch.device("cpu")) for spec in meta_specs(model)]
+    reducers: list[Reducer] = []
+    units: dict[Hashable, Unit] = {}
+    counts: Counter[Hashable] = Counter()
+    for unit in plan(specs, reducer, grain_numel).units:
+        form = form_of(unit, reducers)
+        counts[form] += 1
+        units.setdefault(form, unit)
+    return sum(counts[form] * _unit_s(unit, world_size, repeats) for form, unit in units.items())
+
+
+def _unit_s(unit: Unit, world_size: int, repeats: int) -> float:
+    """The shortest of some steps of a unit, after one in which what it uses is compiled and its buffers are made."""
+    grain, reducer = unit
+    given = torch.randn(grain.shape, generator=torch.Generator().manual_seed(0)).to(grain.dtype)
+    first = Step(PAST_WARM_UPS, 0, world_size, weight=1.0)
+    state = reducer.init(grain, first)
+    taken = list[float]()
+    for index in range(PAST_WARM_UPS, PAST_WARM_UPS + 1 + repeats):
+        x, mirrors = given.clone(), MirrorTransport(world_size)
+        began = time.perf_counter()
+        reduced = run_program(reducer.reduce(grain, x, state, replace(first, index=index)), mirrors)
+        taken.append(time.perf_counter() - began - mirrors.spent_s)
+        state = reduced.state
+    return min(taken[1:])
+
+
+class MirrorTransport(Shapes):
+    """One rank among others that send what it sends: what a rank does with real data, without any other process.
+
+    Attributes:
+        spent_s: seconds in answers, which are no coding.
+    """
+
+    def __init__(self, world_size: int, rank: int = 0) -> None:
+        super().__init__(world_size, rank)
+        self.spent_s = 0.0
+
+    def issue(self, request: Collective) -> Answer:
+        """Answer at once."""
+        began = time.perf_counter()
+        method = served(self, request)
+        answer = method(request)
+        assert isinstance(answer, Tensor)
+        self.spent_s += time.perf_counter() - began
+        return Answer(answer)
+
+    def all_reduce(self, request: AllReduce) -> Tensor:
+        """The sum of as many equal tensors as there are ranks."""
+        return request.tensor * self.ranks(request) if request.op == "sum" else request.tensor.clone()
+
+    def all_gather(self, request: AllGather) -> Tensor:
+        """The row of this rank, once for each."""
+        return request.tensor.expand(self.ranks(request), -1).contiguous()
+
+    def all_to_all(self, request: AllToAll) -> Tensor:
+        """The row that this rank keeps, once for each."""
+        place = request.axis.index(self.rank) if request.axis else self.rank
+        return request.tensor[place].expand(self.ranks(request), -1).contiguous()
+
+    def all_to_all_v(self, request: AllToAllV) -> Tensor:
+        """The row that this rank keeps, once for each; it has the size of all rows that are received."""
+        row = request.tensor.split(request.sends)[request.place]
+        return torch.cat([_as_long(row, size) for size in request.receives])
+
+    def send_recv(self, request: SendRecv) -> Tensor:
+        """What this rank sends, as much of it as is expected."""
+        sent = torch.cat([request.like.new_empty(0), *(message.tensor for message in request.sends)])
+        return _as_long(sent, request.length)
+
+
+def _as_long(given: Tensor, numel: int) -> Tensor:
+    """The first elements, and zeros where there are fewer."""
+    found = given.new_zeros(numel)
+    found[: given.numel()] = given[:numel]
+    return found

@@ -1,0 +1,140 @@
+"""How long a step takes under a method: computing, coding, and the messages that the backward pass does not hide."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from gradwire.core.link import Link
+from gradwire.drivers.cost import Parameters, meta_specs, require_world
+from gradwire.drivers.plan import plan
+from gradwire.drivers.timing import Links, waves_s
+from gradwire.drivers.window import Ready, exposed_s
+from gradwire.reducers.base import Reducer
+from gradwire.spec import as_method
+
+BACKWARD = 2 / 3
+"""Share of a step's computing that is the backward pass, which multiplies twice where the forward pass does once."""
+
+PAST_WARM_UPS = 1_000_000
+"""A step behind every warm-up, as most steps of a run are."""
+
+
+class Forecast(NamedTuple):
+    """What a step is predicted to take, in seconds.
+
+    Attributes:
+        spec: the method.
+        compute_s: a step that neither codes nor sends.
+        coding_s: encoding, decoding and summing of one rank.
+        sending_s: the messages of a step, one after the other.
+        hidden_s: of these, what travels while the backward pass goes on.
+
+    >>> found = Forecast("int4", compute_s=0.10, coding_s=0.01, sending_s=0.04, hidden_s=0.03)
+    >>> round(found.step_s, 3), round(found.exposed_s, 3)
+    (0.12, 0.01)
+    """
+
+    spec: str
+    compute_s: float
+    coding_s: float
+    sending_s: float
+    hidden_s: float
+
+    @property
+    def exposed_s(self) -> float:
+        """Seconds of sending that lengthen the step."""
+        return self.sending_s - self.hidden_s
+
+    @property
+    def step_s(self) -> float:
+        """compute_s + coding_s + exposed_s."""
+        return self.compute_s + self.coding_s + self.exposed_s
+
+
+class Demand(NamedTuple):
+    """What a method asks of the processor and of the link in a step, whatever else the step does.
+
+    Attributes:
+        spec: the method.
+        coding_s: encoding, decoding and summing of one rank.
+        sending_s: the messages of a step, one after the other.
+        waves: elements of each wave of gradients, in the order in which they become ready.
+    """
+
+    spec: str
+    coding_s: float
+    sending_s: float
+    waves: tuple[int, ...]
+
+    def beside(self, compute_s: float, backward: float = BACKWARD) -> Forecast:
+        """Return the forecast of a step that computes so long.
+
+        Gradients become ready evenly during the backward pass, which coding lengthens by all it takes, since on a CPU
+        both want the same cores. A wave is sent once it is ready and the one before it is sent. So of W equal waves
+        that take s each
+
+            step = forward + max(backward + coding, the time at which W - 1 waves are sent) + s
+
+        or more precisely what `gradwire.drivers.window.exposed_s` makes of these waves. Without coding this is the
+        model of Agarwal et al. (MLSys 2022) for PyTorch's DDP. Their model of compression, computing +
+        coding + sending, hides nothing; here waves of a compressed gradient travel during the backward pass too.
+
+        Args:
+            compute_s: a step that neither codes nor sends.
+            backward: the share of it that is the backward pass.
+
+        References:
+            Agarwal et al., On the Utility of Gradient Compression in Distributed Training Systems, MLSys 2022.
+
+        >>> Demand("none", 0.0, 4.0, (1, 1, 1, 1)).beside(3.0).step_s  # a forward pass of 1 s, one wave after 0.5 s
+        5.5
+        >>> Demand("none", 0.0, 0.4, (1, 1, 1, 1)).beside(3.0).step_s  # all waves but the last one are hidden
+        3.1
+        >>> Demand("int4", 0.5, 0.4, (1, 1, 1, 1)).beside(3.0).step_s
+        3.6
+        """
+        pass_s, total, ready, buckets = backward * compute_s + self.coding_s, sum(self.waves), 0, list[Ready]()
+        for numel in self.waves:
+            ready += numel
+            buckets.append(Ready(pass_s * (ready / total - 1), numel))
+        exposed = exposed_s(buckets, lambda numel: self.sending_s * numel / total)
+        return Forecast(self.spec, compute_s, self.coding_s, self.sending_s, self.sending_s - exposed)
+
+
+def demand(
+    method: Reducer | str,
+    model: Parameters,
+    world_size: int,
+    link: Link,
+    links: Links | None = None,
+    *,
+    coding_s: float = 0.0,
+    step: int = PAST_WARM_UPS,
+    grain_numel: int | None = None,
+) -> Demand:
+    """Return what a method asks of the processor and the link in a step of a model.
+
+    Args:
+        method: a reducer, or a spec.
+        model: whose gradients, as in `gradwire.cost`.
+        world_size: ranks.
+        link: of every rank to every other.
+        links: of those axes that have another, such as a fast one inside nodes.
+        coding_s: what it codes in a step, as `gradwire.choosing.coding_s` measures it.
+        step: which.
+        grain_numel: as in `gradwire.attach`.
+
+    Raises:
+        SpecError, CompositionError: a method that cannot be built, or that needs more ranks; no model.
+
+    >>> import torch
+    >>> found = demand("none", torch.nn.Linear(1000, 1000), 2, Link(0.0, 1e-6))
+    >>> round(found.sending_s, 2), len(found.waves)
+    (4.0, 9)
+    """
+    reducer, specs = as_method(method), meta_specs(model)
+    require_world(reducer, world_size)
+    planned = plan(specs, reducer, grain_numel)
+    sending_s = waves_s(planned, world_size, link, links, step)
+    waves = tuple(sum(unit.grain.numel for unit in wave) for wave in planned.waves)
+    return Demand(str(method), coding_s, sending_s, waves)

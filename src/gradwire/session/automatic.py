@@ -1,0 +1,302 @@
+"""A session whose method is `auto`: it begins with `none`, measures, and goes on with what suits link and model.
+
+All that decides is agreed upon: at fixed steps every rank tells the others what it has measured, through the store, and
+all of them decide by the same numbers. A rank that fails or does not come is named there, as in `Session.change`, which
+carries over what is owed.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from gradwire.choosing.accuracy import allowed
+from gradwire.choosing.automatic import Chosen, StepPace, decide, demands_of, wire_link
+from gradwire.choosing.coding import coding_s
+from gradwire.choosing.forecast import BACKWARD
+from gradwire.core.checked import checked, facts
+from gradwire.core.collective import AllReduce
+from gradwire.core.errors import AttachError, StateError
+from gradwire.core.grain import ParameterSpec
+from gradwire.core.link import Link
+from gradwire.core.record import Count
+from gradwire.drivers.engine import Engine
+from gradwire.drivers.interpreter import Transport, ask
+from gradwire.drivers.process_group import GroupTransport
+from gradwire.drivers.window import START_UP, Sample, Window
+from gradwire.session.lane import Lane
+from gradwire.session.together import Together
+from gradwire.topology.reduction_times import ReductionTimes
+
+CHOOSES_AFTER = START_UP + 5
+"""Steps under `none` before the choice: a window leaves the first ones out."""
+LOOKS_EVERY = 20
+"""Steps between two looks at the link after that, each of which costs two small all-reduces."""
+CHANGED = 1.5
+"""How many times longer or shorter a message takes on a link that has changed; in two looks in a row, since something
+else may have the link for a moment."""
+PROBE_S = 0.02
+"""What the message of a look takes about: long enough to be made of bytes and not of latency."""
+LEAST_PROBE, MOST_PROBE = 1 << 14, 1 << 22
+PROBES = 2
+"""Messages of a look, of which the quickest counts."""
+FEWEST_SAMPLES = 3
+
+_REMEDY = ": pass what state_dict() returned"
+_FORM = facts({"step": Count, "spec": str, "why": str, "runner_up": str})
+
+
+class Choosing(Protocol):
+    """The session that is chosen for."""
+
+    lane: Lane
+    transport: GroupTransport
+    method: str
+
+    @property
+    def engine(self) -> Engine:
+        """What runs the method at hand."""
+        ...
+
+    @property
+    def window(self) -> Window:
+        """Figures of the last steps."""
+        ...
+
+    def timed_link(self) -> ReductionTimes | None:
+        """How long all-reduces take; None with one rank."""
+        ...
+
+    def change(self, method: str) -> None:
+        """Go on with another method."""
+        ...
+
+
+class Automatic:
+    """What `auto` has measured and chosen in a run.
+
+    Args:
+        accuracy: the class that the user names.
+        model: the trained parameters.
+        grain_numel: as of the session.
+        sent_early: whether gradients are delivered while the backward pass goes on.
+        world_size: ranks.
+
+    Attributes:
+        choices: so far, in order.
+        is_over: whether the training loop has taken another method itself.
+    """
+
+    def __init__(
+        self,
+        accuracy: str,
+        model: Sequence[ParameterSpec],
+        grain_numel: int | None,
+        sent_early: bool,
+        world_size: int,
+    ) -> None:
+        self.accuracy, self.choices = accuracy, list[Chosen]()
+        self._model, self._grain_numel, self._sent_early = model, grain_numel, sent_early
+        self._candidates = allowed(accuracy)
+        self.is_over = False
+        self._alone = world_size == 1
+        self._first: int | None = None  # step that this session, or what was loaded, has begun with
+        self._last = -1  # step before which this was called last
+        self._looks_off = 0
+        self._taken = "none"
+        self._link: Link | None = None
+        self._probe_nbytes, self._probe_s = LEAST_PROBE, 0.0
+        self._pace: StepPace | None = None
+
+    @classmethod
+    def of(
+        cls, accuracy: str, model: Sequence[ParameterSpec], grain_numel: int | None, sent_early: bool, world_size: int
+    ) -> Automatic:
+        """Return what chooses for a model.
+
+        Raises:
+            AttachError: parameters that are not on the CPU, whose steps are not timed.
+        """
+        kinds = sorted({spec.device.type for spec in model} - {"cpu"})
+        if kinds:
+            raise AttachError(
+                f"auto measures steps on the CPU, and the parameters are on {kinds[0]}: name a method, such as the one "
+                "that `gradwire choose` tells for your link"
+            )
+        return cls(accuracy, model, grain_numel, sent_early, world_size)
+
+    def __str__(self) -> str:
+        if self.is_over:
+            return f"auto:{self.accuracy} chooses no more, since session.change was called"
+        if self._alone:
+            return f"auto:{self.accuracy} stays with none: there is one rank, and nothing is sent"
+        if not self.choices:
+            return f"auto:{self.accuracy} has not chosen yet: it does so after {CHOOSES_AFTER} steps that communicate"
+        *_, last = self.choices
+        other = f"; the runner-up was {last.runner_up}" if last.runner_up else ""
+        again = ", ".join(f'"{each.spec}" before step {each.step}' for each in self.choices)
+        return (
+            f"auto:{self.accuracy} took {last.spec} from step {last.step} on, since {last.why}{other}. The same run "
+            f'without auto: begin with "none", and call session.change with {again}'
+        )
+
+    def before_step(self, session: Choosing) -> None:
+        """Choose, or look at the link, where it is time to: called on every rank before a step begins.
+
+        A step that did not begin, since a rank gave it the wrong tensors, counts once: its number is what counts. Once
+        the training loop has called `Session.change` itself, nothing is chosen any more.
+        """
+        if session.method != self._taken:
+            self.is_over = True
+            return
+        step, before, self._last = session.engine.index, self._last, session.engine.index
+        if self._first is None:
+            self._first = step
+        since = step - self._first - CHOOSES_AFTER
+        if self._alone or step == before or since < 0 or since % LOOKS_EVERY:
+            return
+        if since == 0:
+            self._measure(session)
+            self._decide(session)
+        else:
+            self._look(session)
+
+    # Choosing --------------------------------------------------------------------------------------------------------
+
+    def _measure(self, session: Choosing) -> None:
+        """Learn the link, and the pace of the slowest rank."""
+        times = session.timed_link()
+        assert times is not None, "there are several ranks"
+        n = session.transport.world_size
+        self._link = wire_link(times, n)
+        wanted = int(PROBE_S / max(times.link.beta_s_per_byte, 1e-12))
+        self._probe_nbytes = 4 * (min(max(wanted, LEAST_PROBE), MOST_PROBE) // 4)
+
+        def own() -> StepPace:
+            coded = (coding_s(c.spec, self._model, n, grain_numel=self._grain_numel) for c in self._candidates)
+            return self._own_pace(session, tuple(coded))
+
+        self._pace = StepPace.slowest(self._agreed(session, own))
+        self._probe_s = self._probed(session)
+
+    def _agreed(self, session: Choosing, own: Callable[[], StepPace]) -> list[StepPace]:
+        """What every rank has measured of its own steps."""
+        said = Together("auto", session.lane, AttachError).attempt(own, words=list).words
+        return [StepPace(compute_s, backward, tuple(coded)) for compute_s, backward, coded in said]
+
+    def _own_pace(self, session: Choosing, coded_s: tuple[float, ...]) -> StepPace:
+        found = list(session.window.samples)
+        if len(found) < FEWEST_SAMPLES and self._pace is not None:
+            return self._pace
+        return pace_of(found, coded_s, self._sent_early)
+
+    def _decide(self, session: Choosing) -> None:
+        """Go on with the best method, if it is another one."""
+        assert self._link is not None
+        assert self._pace is not None
+        n, step, now = session.transport.world_size, session.engine.index, session.method
+        demands = demands_of(self._candidates, self._model, n, self._link, self._pace, self._grain_numel)
+        choice = decide(demands, self._pace, step, now)
+        if choice.spec != now:
+            session.change(choice.spec)
+            self._taken = choice.spec
+        if choice.spec != now or not self.choices:
+            self.choices.append(choice)
+
+    # Looking again ---------------------------------------------------------------------------------------------------
+
+    def _look(self, session: Choosing) -> None:
+        """See whether the link is what it was; where it is not, twice in a row, decide again."""
+        ratio = self._probed(session) / self._probe_s
+        if 1 / CHANGED <= ratio <= CHANGED:
+            self._looks_off = 0
+            return
+        self._looks_off += 1
+        if self._looks_off < 2:
+            return
+        assert self._link is not None
+        assert self._pace is not None
+        self._looks_off, self._probe_s = 0, ratio * self._probe_s
+        self._link = Link(ratio * self._link.alpha_s, ratio * self._link.beta_s_per_byte)
+        known = self._pace.coding_s
+        self._pace = StepPace.slowest(self._agreed(session, lambda: self._own_pace(session, known)))
+        self._decide(session)
+
+    def _probed(self, session: Choosing) -> float:
+        """Seconds of a message of `PROBE_S` by what the link was, the same on all ranks."""
+        nbytes = self._probe_nbytes
+        took = session.lane.call(lambda: probe_s(session.transport, nbytes), " in auto")
+        return max(min(Together("auto", session.lane, AttachError).gather(took)), 1e-9)
+
+    # Saving ----------------------------------------------------------------------------------------------------------
+
+    def packed(self) -> list[dict[str, Any]]:
+        """The choices, for a save."""
+        return [choice.as_dict() for choice in self.choices]
+
+    def unpacked(self, state: object, key: str) -> tuple[Chosen, ...]:
+        """Return the choices that a saved state has under a key; none where it has no such key.
+
+        Raises:
+            StateError: they are no choices, or the last one is none that this class of accuracy allows.
+        """
+        found: object = state.get(key, []) if isinstance(state, Mapping) else []
+        if not isinstance(found, list | tuple):
+            raise StateError(f"the saved state's {key!r} must be a list{_REMEDY}")
+        for each in found:
+            checked(each, _FORM, "a saved choice", StateError, "'s ", _REMEDY)
+        choices = tuple(Chosen(**{name: each[name] for name in Chosen._fields}) for each in found)
+        specs = [candidate.spec for candidate in self._candidates]
+        if choices and choices[-1].spec not in specs:
+            raise StateError(
+                f"the run that was saved had chosen {choices[-1].spec!r}, which auto:{self.accuracy} does not allow: "
+                "load it with the class that it had"
+            )
+        return choices
+
+    def take_up(self, found: Sequence[Chosen]) -> None:
+        """Go on from the choices of a save, and measure again."""
+        self.choices, self._first, self._looks_off = list(found), None, 0
+        self._taken = found[-1].spec
+
+
+def pace_of(samples: Sequence[Sample], coded_s: tuple[float, ...], sent_early: bool) -> StepPace:
+    """Return what a rank computes in a step, by a window of its steps.
+
+    Computing is what a step has beside its coding and what communication adds at its end. Of the backward pass the
+    first bucket tells how long the others took, and so how long all took.
+
+    Args:
+        samples: of steps, one at least.
+        coded_s: of each candidate.
+        sent_early: whether gradients are delivered while the backward pass goes on.
+
+    >>> from gradwire.drivers.window import Ready
+    >>> buckets = (Ready(-0.3, 100), Ready(0.0, 300))
+    >>> pace = pace_of([Sample(1.0, 0.15, 0.05, 0.1, 10, 80, buckets)], (0.0,), sent_early=True)
+    >>> round(pace.compute_s, 3), round(pace.backward, 3)
+    (0.8, 0.5)
+    """
+    compute_s = max(statistics.median(s.step_s - s.exposed_s - s.encode_s for s in samples), 1e-6)
+    if not sent_early:
+        return StepPace(compute_s, 0.0, coded_s)
+    several = [sample.buckets for sample in samples if len(sample.buckets) > 1]
+    if not several:
+        return StepPace(compute_s, BACKWARD, coded_s)
+    passes = [-first.at_s / (1 - first.nbytes / sum(b.nbytes for b in (first, *rest))) for first, *rest in several]
+    return StepPace(compute_s, min(statistics.median(passes) / compute_s, 1.0), coded_s)
+
+
+def probe_s(transport: Transport, nbytes: int) -> float:
+    """Return how long an all-reduce of `nbytes` takes, the quickest of some, each after one that ranks wait for."""
+    part, nothing, taken = torch.zeros(nbytes // 4), torch.zeros(1), list[float]()
+    for _ in range(PROBES):
+        ask(AllReduce(nothing), transport)
+        began = time.perf_counter()
+        ask(AllReduce(part), transport)
+        taken.append(time.perf_counter() - began)
+    return min(taken)

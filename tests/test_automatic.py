@@ -1,0 +1,118 @@
+"""`auto`: what it chooses, that all ranks choose alike, that nothing owed is lost, and what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gradwire
+from gradwire import AttachError, Session, SpecError, StateError
+from gradwire.choosing import CANDIDATES, Demand
+from gradwire.choosing.automatic import GAIN, Chosen, StepPace, accuracy_of, decide
+from gradwire.core.grain import ParameterSpec
+from gradwire.core.saved_schema import CHOICES
+from gradwire.ranks.supervised import run_function
+from gradwire.session.automatic import CHOOSES_AFTER, Automatic
+
+CASES = str(Path(__file__).with_name("automatic_cases.py"))
+
+
+def test_ranks_choose_alike_adapt_lose_nothing_and_can_be_repeated(tmp_path: Path) -> None:
+    """Two real ranks, whose measurements are planted and differ; the link becomes fast in step 45."""
+    ranks: list[dict[str, Any]] = run_function(f"{CASES}:chosen", 2, {"folder": str(tmp_path)}, 240)
+    for found in ranks:
+        for by_attach in (False, True):
+            auto = found[f"auto {by_attach}"]
+            assert auto == ranks[0][f"auto {by_attach}"]
+            steps = [(choice["step"], choice["spec"]) for choice in auto["choices"]]
+            assert steps == [(CHOOSES_AFTER, "int4"), (70, "none")]  # looks in steps 50 and 70 have seen it
+            given, accounted = auto["account"]
+            assert accounted == pytest.approx(given, abs=1e-4)
+            assert found[f"fixed {by_attach}"] == auto["digest"]
+            assert "auto:safe has not chosen yet: it does so after 10 steps" in " ".join(auto["early"].lower().split())
+            assert auto["report"].startswith("auto:safe took none from step 70 on, since its step takes 5.")
+            assert '"int4" before step 10, "none" before step 70' in auto["report"]
+            assert "the runner-up was " in auto["report"]
+        assert found["resumed"] == ["int4", found["auto False"]["middle"]]
+        assert found["disagree"].startswith("ranks disagree on the method: rank 1 has")
+    assert ranks[0]["auto True"]["choices"] != ranks[0]["auto False"]["choices"]  # a pass hides some of what is sent
+
+
+def demands(sending_s: float, coding_s: float) -> list[Demand]:
+    """Of fp32 and of a method that sends a tenth."""
+    return [Demand("none", 0.0, sending_s, (1,)), Demand("int4", coding_s, sending_s / 10, (1,))]
+
+
+@pytest.mark.parametrize("now", ["none", "int4"])
+def test_a_method_is_left_for_one_that_is_a_tenth_faster(now: str) -> None:
+    pace = StepPace(1.0, 0.0, (0.0, 0.1))
+    other = {"none": "int4", "int4": "none"}[now]
+    for sending_s in (0.0, 0.05, 0.1, 0.111, 0.2, 0.3, 0.5, 1.0, 5.0):
+        steps = {"none": 1.0 + sending_s, "int4": 1.1 + sending_s / 10}
+        choice = decide(demands(sending_s, 0.1), pace, 10, now)
+        assert choice.spec == (other if steps[other] < GAIN * steps[now] else now)
+        assert choice.runner_up.startswith({"none": "int4", "int4": "none"}[choice.spec])
+
+
+def test_the_slowest_rank_counts() -> None:
+    paces = [StepPace(1.0, 0.5, (0.1, 0.4)), StepPace(3.0, 0.2, (0.2, 0.3))]
+    assert StepPace.slowest(paces) == StepPace.slowest(paces[::-1]) == StepPace(3.0, 0.2, (0.2, 0.4))
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ("auto:save", "'save' is no class of accuracy: did you mean 'safe'"),
+        ("auto,exchange=ring", "'auto,exchange=ring' says more than what may be lost: write auto, auto:lossless"),
+        ("auto+int8", "says more than what may be lost"),
+    ],
+)
+def test_a_spec_says_a_class_and_nothing_else(spec: str, said: str) -> None:
+    assert [accuracy_of(each) for each in ("auto", "auto:accuracy=bold", "automatic", nn)] == [
+        "safe",
+        "bold",
+        None,
+        None,
+    ]
+    with pytest.raises(SpecError, match=said):
+        accuracy_of(spec)
+
+
+def test_what_auto_cannot_serve_is_refused_in_a_sentence() -> None:
+    with pytest.raises(SpecError, match=r"'auto' in 'auto': it chooses a method by what a training loop measures"):
+        gradwire.parse("auto")
+    with pytest.raises(SpecError, match="it chooses a method by what"):
+        gradwire.parse("local:8,outer=auto")
+    with pytest.raises(AttachError, match="auto chooses for models that every rank has whole"):
+        gradwire.attach(nn.Linear(3, 3), "auto", parameters="int8")
+    spec = ParameterSpec("w", (3,), torch.float32, torch.device("cuda"))
+    with pytest.raises(AttachError, match="auto measures steps on the CPU, and the parameters are on cuda"):
+        Automatic.of("safe", [spec], None, True, 2)
+
+
+def test_one_rank_stays_with_none_and_a_save_tells_choices(one_rank: None) -> None:
+    tensors = {"a": torch.ones(3)}
+    with Session(tensors, "auto:bold", deadline_s=5) as session:
+        for _ in range(CHOOSES_AFTER + 2):
+            session.reduce_(tensors)
+        assert session.method == "none"
+        assert session.report().chosen == "auto:bold stays with none: there is one rank, and nothing is sent"
+        assert session.state_dict()[CHOICES] == []
+        session.change("topk:0.5")
+        session.reduce_(tensors)
+        assert session.report().chosen == "auto:bold chooses no more, since session.change was called"
+        assert session.automatic is not None
+        last = Chosen(10, CANDIDATES[-1].spec, "since")
+        assert session.automatic.unpacked({CHOICES: [last.as_dict()]}, CHOICES) == (last,)
+        with pytest.raises(StateError, match="a saved choice has no 'spec'"):
+            session.automatic.unpacked({CHOICES: [{"step": 3}]}, CHOICES)
+        with pytest.raises(StateError, match="must be a list"):
+            session.load_state_dict({**session.state_dict(), CHOICES: "int4"})
+    with Session(tensors, "auto:lossless", deadline_s=5) as careful:
+        assert careful.automatic is not None
+        with pytest.raises(StateError, match="which auto:lossless does not allow"):
+            careful.automatic.unpacked({CHOICES: [last.as_dict()]}, CHOICES)
