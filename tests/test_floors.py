@@ -43,7 +43,7 @@ FLOORS = (
     ("doctor",),
     ("config",),
     ("bench",),
-    ("planning",),
+    ("planning", "simulation"),
     ("report",),
     ("watch",),
     ("cli",),

@@ -23,7 +23,19 @@ from gradwire.core.link import Link
 from gradwire.core.registry import table
 from gradwire.drivers.timing import step_s
 
-__all__ = ["CASES", "LAYOUTS", "NEAR", "SLOW", "Case", "FixedCase", "Timed", "Training", "boundaries", "choose"]
+__all__ = [
+    "CASES",
+    "LAYOUTS",
+    "NEAR",
+    "SLOW",
+    "Case",
+    "FixedCase",
+    "Timed",
+    "Training",
+    "boundaries",
+    "choose",
+    "square_matrices",
+]
 
 LAYOUTS = {
     "ddp": "every rank has the whole model and all are in one place",
@@ -270,12 +282,16 @@ def _seconds(spec: str, case: Case, grain_numel: int | None = None) -> float:
     beta = 8 / case.rate
     link = Link(max(case.delay_s / 2, min(LATENCY_S, 1e5 * beta)), beta)
     timed = min(case.parameters, MEASURED)
-    seconds = step_s(spec, _matrices(timed), case.ranks, link, step=10**6, grain_numel=grain_numel)
+    seconds = step_s(spec, square_matrices(timed), case.ranks, link, step=10**6, grain_numel=grain_numel)
     return seconds * case.parameters / timed
 
 
-def _matrices(parameters: int) -> Sequence[ParameterSpec]:
-    """A model of square matrices of one size, as most of a transformer is."""
+def square_matrices(parameters: int) -> Sequence[ParameterSpec]:
+    """A model of square matrices of one size, as most of a transformer is.
+
+    >>> sum(matrix.numel for matrix in square_matrices(10**6))
+    998784
+    """
     side = min(4096, max(1, math.isqrt(parameters // 24 or 1)))
     count = max(1, round(parameters / side**2))
     meta = torch.device("meta")

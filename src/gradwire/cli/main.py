@@ -23,6 +23,7 @@ from gradwire.cli import (
     plan,
     profile,
     run,
+    simulate,
     stacks,
     state,
     store,
@@ -119,6 +120,7 @@ def parser() -> argparse.ArgumentParser:
     config.add_commands(commands)
     bench.add_command(commands)
     plan.add_command(commands)
+    simulate.add_command(commands)
     stacks.add_command(commands)
     return root
 
