@@ -5,14 +5,14 @@
 | `SimulateOptions` | what is trained, on which ranks and links, and what goes wrong |
 | `simulate`, `scale` | what training by a method takes; the same for more and more ranks |
 | `refuse_idle` | refuses options that no method of a list has a use for |
-| `SimulatedRun`, `Shares`, `Interval` | times and shares of a step, what failures take, and how often to write checkpoints |
+| `SimulatedRun`, `StepShares`, `Interval` | what a step takes and for what, and how often to write checkpoints |
 | `Failing` | the best interval between checkpoints, and those of Young (1974) and Daly (2006) |
 """
 
 from gradwire.simulation.failures import Failing as Failing
 from gradwire.simulation.options import SimulateOptions as SimulateOptions
 from gradwire.simulation.result import Interval as Interval
-from gradwire.simulation.result import Shares as Shares
+from gradwire.simulation.result import StepShares as StepShares
 from gradwire.simulation.result import SimulatedRun as SimulatedRun
 from gradwire.simulation.simulate import refuse_idle as refuse_idle
 from gradwire.simulation.simulate import scale as scale

@@ -53,7 +53,7 @@ class LevelLinks:
     Args:
         levels: the finest first, whose groups are single ranks; each size divides the next one.
         all_reduce: "ring", or "tree": 2 ceil(log2 n) rounds in which each rank sends two buffers at most, over two
-            trees (Sanders, Speck & Traeff 2009, "Two-tree algorithms for full bandwidth broadcast, reduction and scan").
+            trees (Sanders et al. 2009, "Two-tree algorithms for full bandwidth broadcast, reduction and scan").
 
     Raises:
         SpecError: sizes that do not, or no level.

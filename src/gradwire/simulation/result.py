@@ -26,8 +26,8 @@ class Interval(NamedTuple):
     simulated: float
 
 
-class Shares(NamedTuple):
-    """Shares of a rank's time without failures, in the mean of all ranks, which add up to 1.
+class StepShares(NamedTuple):
+    """StepShares of a rank's time without failures, in the mean of all ranks, which add up to 1.
 
     Attributes:
         computing, coding: shares of these.
@@ -41,11 +41,11 @@ class Shares(NamedTuple):
     messages: float
 
     @classmethod
-    def of(cls, computing_s: float, coding_s: float, waiting_s: float, messages_s: float) -> Shares:
+    def of(cls, computing_s: float, coding_s: float, waiting_s: float, messages_s: float) -> StepShares:
         """The shares of seconds.
 
-        >>> Shares.of(1.0, 0.0, 1.0, 2.0)
-        Shares(computing=0.25, coding=0.0, waiting=0.25, messages=0.5)
+        >>> StepShares.of(1.0, 0.0, 1.0, 2.0)
+        StepShares(computing=0.25, coding=0.0, waiting=0.25, messages=0.5)
         """
         whole = computing_s + coding_s + waiting_s + messages_s
         return cls(computing_s / whole, coding_s / whole, waiting_s / whole, messages_s / whole)
@@ -79,7 +79,7 @@ class SimulatedRun:
     p50_s: float
     p99_s: float
     alone_s: float
-    shares: Shares
+    shares: StepShares
     lost: float = 0.0
     intervals: tuple[Interval, ...] = ()
     staleness: float | None = None

@@ -26,7 +26,7 @@ from gradwire.simulation.elastic import Away, train_elastic
 from gradwire.simulation.failures import Failing, run_with_failures
 from gradwire.simulation.links import LevelLinks, MessageTimes, message_times
 from gradwire.simulation.options import MOST_RANKS, SimulateOptions
-from gradwire.simulation.result import Interval, Shares, SimulatedRun, percentile
+from gradwire.simulation.result import Interval, StepShares, SimulatedRun, percentile
 from gradwire.simulation.schedules import AmongThoseHere, EveryStep, InWindows, WithServers, schedule_of
 from gradwire.simulation.servers import Servers, computing_times, train_with_servers
 from gradwire.simulation.windows import Meetings, train_in_windows
@@ -39,7 +39,7 @@ LEAST_WINDOWS = 10
 """Windows that are simulated at least."""
 
 SEEN_LOSSES, MOST_ROUNDS, MOST_DRAWS = 500, 4_000, 20_000_000
-"""Hosts that are lost in an elastic run in the mean; rounds, and steps of ranks, that are simulated for that at most."""
+"""Hosts that are lost in an elastic run in the mean; rounds, and steps of ranks, that it has at most for that."""
 
 
 def simulate(method: str, options: SimulateOptions, shown: int = 0) -> SimulatedRun:
@@ -61,7 +61,7 @@ def simulate(method: str, options: SimulateOptions, shown: int = 0) -> Simulated
 
     >>> ten_ms = SimulateOptions(step="10ms", parameters="1M", ranks=8, rate="1gbit")
     >>> found = simulate("none", ten_ms)
-    >>> f"{found.step_s:.4f} s, {found.messages:.0%} for messages"
+    >>> f"{found.step_s:.4f} s, {found.shares.messages:.0%} for messages"
     '0.0771 s, 87% for messages'
     """
     schedule = schedule_of(method)
@@ -229,7 +229,7 @@ def _met(
     return SimulatedRun(
         method, schedule, options.ranks, steps, step_s,
         percentile(found.window_s, 0.5) / every, percentile(found.window_s, 0.99) / every, times.mean_s,
-        Shares.of(*(float(part.sum()) for part in parts)), lost=lost, intervals=intervals, shown=tuple(found.shown),
+        StepShares.of(*(float(part.sum()) for part in parts)), lost=lost, intervals=intervals, shown=tuple(found.shown),
     )  # fmt: skip
 
 
@@ -292,7 +292,7 @@ def _elastic(
             "no round was ended by anyone, since every host was lost first: give --mtbf a longer time, or take shorter "
             "windows"
         )
-    shares = Shares.of(found.computed_s, found.coded_s, found.waited_s, found.exposed_s)
+    shares = StepShares.of(found.computed_s, found.coded_s, found.waited_s, found.exposed_s)
     present, steps = sum(found.present) / rounds, rounds * every
     return SimulatedRun(
         method, "elastic", options.ranks, steps * present / options.ranks, sum(found.round_s) / steps,
@@ -323,7 +323,7 @@ def _served(
     seconds = computing_times(functools.partial(times.chunk, options.ranks), every)
     found = train_with_servers(seconds, options.ranks, served, options.ranks * pushes)
     known_s = found.computed_s + found.coded_s + found.held_s
-    shares = Shares.of(found.computed_s, found.coded_s, found.held_s, sum(found.cycle_s) - known_s)
+    shares = StepShares.of(found.computed_s, found.coded_s, found.held_s, sum(found.cycle_s) - known_s)
     return SimulatedRun(
         method, "servers", options.ranks, pushes * every, found.ended_s / (pushes * every),
         percentile(found.cycle_s, 0.5) / every, percentile(found.cycle_s, 0.99) / every, times.mean_s,
