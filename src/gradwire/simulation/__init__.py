@@ -12,8 +12,8 @@
 from gradwire.simulation.failures import Failing as Failing
 from gradwire.simulation.options import SimulateOptions as SimulateOptions
 from gradwire.simulation.result import Interval as Interval
-from gradwire.simulation.result import StepShares as StepShares
 from gradwire.simulation.result import SimulatedRun as SimulatedRun
+from gradwire.simulation.result import StepShares as StepShares
 from gradwire.simulation.simulate import refuse_idle as refuse_idle
 from gradwire.simulation.simulate import scale as scale
 from gradwire.simulation.simulate import simulate as simulate

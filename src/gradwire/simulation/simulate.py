@@ -26,7 +26,7 @@ from gradwire.simulation.elastic import Away, train_elastic
 from gradwire.simulation.failures import Failing, run_with_failures
 from gradwire.simulation.links import LevelLinks, MessageTimes, message_times
 from gradwire.simulation.options import MOST_RANKS, SimulateOptions
-from gradwire.simulation.result import Interval, StepShares, SimulatedRun, percentile
+from gradwire.simulation.result import Interval, SimulatedRun, StepShares, percentile
 from gradwire.simulation.schedules import AmongThoseHere, EveryStep, InWindows, WithServers, schedule_of
 from gradwire.simulation.servers import Servers, computing_times, train_with_servers
 from gradwire.simulation.windows import Meetings, train_in_windows
