@@ -44,7 +44,7 @@ FLOORS = (
     ("doctor",),
     ("config",),
     ("bench",),
-    ("planning",),
+    ("planning", "simulation"),
     ("report",),
     ("watch",),
     ("cli",),

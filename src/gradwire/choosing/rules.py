@@ -215,7 +215,7 @@ def _demand(candidate: Candidate, case: Case, coding: Coding) -> Demand:
     spec, beta = candidate.spec, 8 / case.rate
     link = Link(max(case.delay_s / 2, min(LATENCY_S, 1e5 * beta)), beta)
     timed = min(case.parameters, MEASURED)
-    model, times = (case.model, 1.0) if case.model else (_matrices(timed), case.parameters / timed)
+    model, times = (case.model, 1.0) if case.model else (square_matrices(timed), case.parameters / timed)
     alone = spec == "none"  # DDP sends these gradients itself, in its own buckets, and codes nothing
     grain_numel, coded_s = (BUCKET, 0.0) if alone else (None, coding(spec, model, case.ranks))
     found = demand(spec, model, case.ranks, link, coding_s=coded_s, grain_numel=grain_numel)
@@ -237,8 +237,12 @@ def _windows(every_step: Sequence[Forecast], compute_s: float) -> Forecast:
     return Forecast(f"local:{window},outer=int4", compute_s, int4.coding_s / window, int4.sending_s / window, 0.0)
 
 
-def _matrices(parameters: int) -> Sequence[ParameterSpec]:
-    """A model of square matrices of one size, as most of a transformer is."""
+def square_matrices(parameters: int) -> Sequence[ParameterSpec]:
+    """A model of square matrices of one size, as most of a transformer is.
+
+    >>> sum(matrix.numel for matrix in square_matrices(10**6))
+    998784
+    """
     side = min(4096, max(1, math.isqrt(parameters // 24 or 1)))
     count = max(1, round(parameters / side**2))
     meta = torch.device("meta")

@@ -24,6 +24,7 @@ from gradwire.cli import (
     plan,
     profile,
     run,
+    simulate,
     stacks,
     state,
     store,
@@ -121,6 +122,7 @@ def parser() -> argparse.ArgumentParser:
     config.add_commands(commands)
     bench.add_command(commands)
     plan.add_command(commands)
+    simulate.add_command(commands)
     stacks.add_command(commands)
     return root
 

@@ -152,11 +152,9 @@ def planned_bytes(planned: Plan, specs: Iterable[ParameterSpec], world_size: int
         step: which step.
         rank: whose bytes.
     """
-    nowhere = _Tally(world_size, rank)
-    _run(_distinct(planned.waves), nowhere, step)
     reducers = dict.fromkeys(unit.reducer for unit in planned.units)
     inside = frozenset[SubGroups]().union(*(axes_inside_nodes(reducer, world_size) for reducer in reducers))
-    asked = [(r.request, r.times) if isinstance(r, _Repeated) else (r, 1) for r in nowhere.requests]
+    asked = asked_of(planned, world_size, step, rank)
     return Cost(
         payload_bytes=sum(times * request.nbytes for request, times in asked),
         wire_bytes=_sent(asked, rank, world_size),
@@ -164,6 +162,20 @@ def planned_bytes(planned: Plan, specs: Iterable[ParameterSpec], world_size: int
         collectives=sum(times for _, times in asked),
         inside_bytes=_sent([(r, times) for r, times in asked if r.axis in inside], rank, world_size),
     )
+
+
+def asked_of(planned: Plan, world_size: int, step: int, rank: int = 0) -> list[tuple[Collective, int]]:
+    """Return what one step of a plan asks for on a rank, each collective with how often it does, see `cost`.
+
+    Args:
+        planned: the plan.
+        world_size: how many ranks.
+        step: which step.
+        rank: whose collectives.
+    """
+    nowhere = _Tally(world_size, rank)
+    _run(_distinct(planned.waves), nowhere, step)
+    return [(r.request, r.times) if isinstance(r, _Repeated) else (r, 1) for r in nowhere.requests]
 
 
 def axes_inside_nodes(reducer: Reducer, world_size: int) -> frozenset[SubGroups]:

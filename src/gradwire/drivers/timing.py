@@ -133,11 +133,16 @@ def _together(requests: list[Collective], clocks: list[float], link: Link) -> li
     if letters:
         return _delivered(letters, clocks, link)
     n, first = len(requests), requests[0]
-    return [max(clocks) + link.seconds(first.wire_bytes(n), _rounds(first, n))] * n
+    return [max(clocks) + link.seconds(first.wire_bytes(n), rounds_of(first, n))] * n
 
 
-def _rounds(request: Collective, n: int) -> int:
-    """Messages that follow each other: all at once, or around a ring, twice where it sums."""
+def rounds_of(request: Collective, n: int) -> int:
+    """Messages of a collective of n ranks that follow each other: all at once, or around a ring, twice where it sums.
+
+    >>> import torch
+    >>> rounds_of(AllGather(torch.zeros(1)), 4)
+    3
+    """
     if isinstance(request, AllToAll):
         return min(1, n - 1)
     return n - 1 if isinstance(request, AllGather) else 2 * (n - 1)

@@ -1,0 +1,316 @@
+"""How near to the truth `gradwire simulate` is: steps of real training on emulated hosts, beside simulated ones.
+
+On 2, 4 and 8 hosts a perceptron trains plainly, with a host that is three times slower, with computing times that vary,
+in windows, and with hosts that fail. What a rank computes is a sleep, drawn as the simulation draws it but with another
+seed, and a pass over a small model: so hosts compute at the same time although the machine has fewer cores than hosts.
+The simulation is told nothing of the runs but three measurements of their own: the link between two hosts (what
+`gradwire topology` measures between pairs), what a step takes without messages, and of each method what a step codes.
+
+With failures a host kills itself at times that are drawn, all ranks end, and start anew from the last checkpoint. The
+simulation is told these times of failures, and what a checkpoint and a restart took in the mean.
+
+    python benchmarks/simulation.py                          # all cells: about ten minutes
+    python benchmarks/simulation.py --hosts 2 --cells plain slow
+    python benchmarks/simulation.py --save                   # and a dated file in benchmarks/results
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire
+from common import save_result
+from gradwire.drivers.link_profiler import LinkProfiler
+from gradwire.drivers.process_group import GroupTransport
+from gradwire.network import Network
+from gradwire.ranks.supervised import RankFailure, run_function
+from gradwire.simulation import SimulatedRun, SimulateOptions, simulate_model
+from gradwire.simulation.draws import ComputingTimes, TimeSpread
+from gradwire.simulation.failures import run_with_failures
+
+WIDTH, LAYERS, WARM_UP, CHECKPOINT_S, MOST_FAILURES = 256, 4, 6, 0.5, 3
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A way to train.
+
+    Attributes:
+        name: what the table says.
+        method: a spec.
+        rate: of each link.
+        sleep_s: what a rank computes in a step.
+        slower: how many times slower the last host computes.
+        spread: of the computing time.
+        steps: how many are timed.
+        checkpoint_every: steps; 0 for none, and no failures.
+        mean_s: of training between failures.
+    """
+
+    name: str
+    method: str
+    rate: str = "100mbit"
+    sleep_s: float = 0.1
+    slower: float = 1.0
+    spread: str = "0"
+    steps: int = 40
+    checkpoint_every: int = 0
+    mean_s: float = 0.0
+
+
+CELLS = (
+    Cell("plain", "none"),
+    Cell("plain 20mbit", "none", rate="20mbit", steps=24),
+    Cell("plain int4", "int4", rate="20mbit"),
+    Cell("slow", "none", slower=3.0),
+    Cell("spread", "none", spread="exponential:0.5", steps=120),
+    Cell("windows", "local:H=4", steps=80),
+    Cell("windows slow", "local:H=4", slower=3.0, steps=48),
+    Cell("windows delay", "local:H=4,delay=2", rate="20mbit", steps=80),
+    Cell("failures", "none", steps=120, checkpoint_every=15, mean_s=10.0),
+)
+
+
+# On the ranks -------------------------------------------------------------------------------------------------------
+
+
+def perceptron() -> nn.Sequential:
+    """The model that is trained."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+
+
+class Steps:
+    """Steps of one rank: a sleep, a pass and the optimizer's step, by a method or by none.
+
+    Args:
+        rank, world_size: who.
+        cell: what to train.
+        method: its method, or "" for steps without messages.
+    """
+
+    def __init__(self, rank: int, world_size: int, cell: Cell, method: str) -> None:
+        slow = {world_size - 1: cell.slower}
+        times = ComputingTimes(cell.sleep_s, TimeSpread.of(cell.spread), slow, seed=1_000_001)
+        self._sleeps = (float(step[rank]) for step in times.steps(world_size))
+        self.model = perceptron()
+        self._called: nn.Module = self.model
+        self._optimizer: Any = torch.optim.SGD(self.model.parameters(), lr=1e-4)
+        self._session: gradwire.Session | None = None
+        self.close: Callable[[], object] = lambda: None
+        if method.startswith("local"):
+            self._optimizer = gradwire.wrap(self._optimizer, self.model, method)
+            self.close = self._optimizer.close
+        elif method:
+            self._called = DistributedDataParallel(self.model)
+            self._session = gradwire.attach(self._called, method, deadline_s=120)
+            self.close = self._session.close
+
+    @property
+    def coded_s(self) -> float:
+        """Seconds of coding so far; 0 where models are averaged plainly."""
+        return self._session.stats().encode_s if self._session else 0.0
+
+    def step(self) -> None:
+        """Train a step."""
+        time.sleep(next(self._sleeps))
+        self._optimizer.zero_grad()
+        self._called(torch.ones(2, WIDTH)).square().mean().backward()
+        self._optimizer.step()
+
+    def timed(self, steps: int) -> float:
+        """The mean of so many steps, from a moment at which all ranks begin."""
+        dist.barrier()
+        began_s = time.perf_counter()
+        for _ in range(steps):
+            self.step()
+        dist.barrier()
+        return (time.perf_counter() - began_s) / steps
+
+
+def measure(rank: int, world_size: int, cells: Sequence[dict[str, Any]], file: str) -> dict[str, Any]:
+    """Write the profile of the links; return the seconds of a step beside its sleep and messages, and rows of cells."""
+    group = dist.group.WORLD
+    assert group is not None
+    LinkProfiler(GroupTransport(group), torch.device("cpu"), Path(file)).axis_links()
+    alone = Steps(rank, world_size, Cell("alone", "", sleep_s=0.01), "")
+    alone.timed(WARM_UP)
+    busy_s = statistics.median(alone.timed(4) for _ in range(10)) - 0.01
+    return {"busy_s": busy_s, "rows": [train(rank, world_size, Cell(**cell)) for cell in cells]}
+
+
+def train(rank: int, world_size: int, cell: Cell) -> dict[str, float]:
+    """The mean step in seconds, and what of it is coding."""
+    steps = Steps(rank, world_size, cell, cell.method)
+    steps.timed(2 * WARM_UP)
+    before_s = steps.coded_s
+    step_s, coded_s = steps.timed(cell.steps), steps.coded_s - before_s
+    steps.close()
+    return {"step_s": step_s, "coding_s": coded_s / cell.steps}
+
+
+def train_until_failure(
+    rank: int, world_size: int, cell: dict[str, Any], folder: str, fails_after_s: float | None
+) -> None:
+    """Go on from the last checkpoint until all steps are made, or until rank 0 kills itself.
+
+    Each start writes a line of JSON: when it began to train, when its checkpoints were written, when it ended.
+    """
+    what, log, kept = Cell(**cell), Path(folder) / "log.jsonl", Path(folder) / "model.pt"
+    steps, done = Steps(rank, world_size, what, what.method), 0
+    if kept.exists():
+        saved = torch.load(kept)
+        steps.model.load_state_dict(saved["model"])
+        done = saved["done"]
+    dist.barrier()
+    began_s, spent_s, made = time.time(), [], 0
+    dies_at_s = began_s + fails_after_s if fails_after_s is not None else float("inf")
+
+    def note(**facts: Any) -> None:
+        if rank == 0:
+            with log.open("a") as file:
+                file.write(json.dumps({"began_s": began_s, "checkpoints_s": spent_s, "steps": made, **facts}) + "\n")
+
+    def wait_for(at_s: float) -> None:
+        if rank == 0 and dies_at_s <= at_s:
+            time.sleep(max(0.0, dies_at_s - time.time()))
+            note(failed_s=time.time())
+            os._exit(1)
+
+    while done < what.steps:
+        wait_for(time.time() + what.sleep_s)
+        steps.step()
+        done, made = done + 1, made + 1
+        if done % what.checkpoint_every == 0 and done < what.steps:
+            dist.barrier()
+            started_s = time.time()
+            wait_for(started_s + CHECKPOINT_S)
+            time.sleep(CHECKPOINT_S)  # a model this small is written at once
+            if rank == 0:
+                torch.save({"model": steps.model.state_dict(), "done": done}, kept.with_suffix(".new"))
+                kept.with_suffix(".new").replace(kept)
+            dist.barrier()
+            spent_s.append(time.time() - started_s)
+    dist.barrier()
+    note(ended_s=time.time())
+
+
+# Here ---------------------------------------------------------------------------------------------------------------
+
+
+def simulated(cell: Cell, hosts: int, profile: Path, alone_s: float, coding_s: float) -> SimulatedRun:
+    """What the simulation says of a cell, told the link, the step without messages and its coding."""
+    factor = alone_s / cell.sleep_s
+    slow = () if cell.slower == 1 else (f"{hosts - 1}:{1 + (cell.slower - 1) / factor:.9f}x",)
+    spread = TimeSpread.of(cell.spread)
+    options = SimulateOptions(
+        step=f"{1e3 * alone_s:.6f}ms",
+        coding=f"{1e3 * coding_s:.6f}ms",
+        ranks=hosts,
+        rate=str(profile),
+        slow=slow,
+        spread=f"{spread.distribution}:{spread.share / factor:.6f}",
+        steps=400,
+    )
+    return simulate_model(cell.method, list(perceptron().named_parameters()), options)
+
+
+def steps_row(
+    cell: Cell, hosts: int, of_ranks: Sequence[dict[str, float]], profile: Path, busy: float
+) -> dict[str, Any]:
+    """A cell without failures."""
+    measured = statistics.fmean(each["step_s"] for each in of_ranks)
+    coding = max(each["coding_s"] for each in of_ranks)
+    found = simulated(cell, hosts, profile, cell.sleep_s + busy, coding)
+    return {"measured_s": measured, "simulated_s": found.step_s, "coding_s": coding, "shares": found.shares._asdict()}
+
+
+def failures_row(cell: Cell, hosts: int, network: Network, profile: Path, busy: float) -> dict[str, Any]:
+    """A run that fails until it has made all of its steps, and the same failures in simulated time."""
+    draws = random.Random(hosts)
+    with tempfile.TemporaryDirectory() as folder:
+        for number in itertools.count():
+            after_s = draws.expovariate(1 / cell.mean_s) if number < MOST_FAILURES else None
+            arguments = {"cell": asdict(cell), "folder": folder, "fails_after_s": after_s}
+            try:
+                run_function(f"{__file__}:train_until_failure", hosts, arguments, 300, network)
+                break
+            except RankFailure as failure:
+                if failure.rank != 0 or after_s is None:
+                    raise
+        starts = [json.loads(line) for line in (Path(folder) / "log.jsonl").read_text().splitlines()]
+    measured = starts[-1]["ended_s"] - starts[0]["began_s"]
+    restarts = [after["began_s"] - before["failed_s"] for before, after in itertools.pairwise(starts)]
+    restart = statistics.fmean(restarts) if restarts else 0.0
+    spent = [seconds for start in starts for seconds in start["checkpoints_s"]]
+    checkpoint = statistics.fmean(spent) if spent else CHECKPOINT_S
+    step = simulated(cell, hosts, profile, cell.sleep_s + busy, 0.0).step_s
+    after = [start["failed_s"] - start["began_s"] for start in starts if "failed_s" in start]
+    gaps = iter([seconds + restart * (place > 0) for place, seconds in enumerate(after)])
+    run = run_with_failures(cell.steps * step, cell.checkpoint_every * step, checkpoint, restart, gaps)
+    return {
+        "measured_s": measured,
+        "simulated_s": run.total_s,
+        "failures": len(restarts),
+        "simulated_failures": run.failures,
+        "restart_s": restart,
+        "checkpoint_s": checkpoint,
+        "step_s": step,
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the cells, print a row of each, and save if asked to."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hosts", nargs="+", type=int, default=[2, 4, 8])
+    parser.add_argument("--cells", nargs="+", choices=[cell.name for cell in CELLS], help="only these")
+    parser.add_argument("--save", action="store_true", help="write a dated file into benchmarks/results")
+    options = parser.parse_args(arguments)
+    rows: list[dict[str, Any]] = []
+    print(f"{'cell':16} {'hosts':>5} {'measured':>10} {'simulated':>10} {'ratio':>6}")
+    cells = [cell for cell in CELLS if options.cells is None or cell.name in options.cells]
+    for hosts, rate in itertools.product(options.hosts, dict.fromkeys(cell.rate for cell in cells)):
+        with Network(hosts, rate) as network, tempfile.TemporaryDirectory() as folder:
+            profile = Path(folder) / "links.json"
+            of_rate = [cell for cell in cells if cell.rate == rate]
+            plain = [cell for cell in of_rate if not cell.checkpoint_every]
+            given = {"cells": [asdict(cell) for cell in plain], "file": str(profile)}
+            ranks = run_function(f"{__file__}:measure", hosts, given, 600, network)
+            busy = max(each["busy_s"] for each in ranks)
+            for cell in of_rate:
+                if cell.checkpoint_every:
+                    found = failures_row(cell, hosts, network, profile, busy)
+                else:
+                    place = plain.index(cell)
+                    found = steps_row(cell, hosts, [each["rows"][place] for each in ranks], profile, busy)
+                row = {"cell": asdict(cell), "hosts": hosts, "busy_s": busy, **found}
+                row["ratio"] = row["simulated_s"] / row["measured_s"]
+                rows.append(row)
+                measured, said = (f"{row[name]:8.3f} s" for name in ("measured_s", "simulated_s"))
+                print(f"{cell.name:16} {hosts:5} {measured} {said} {row['ratio']:6.3f}", flush=True)
+    far = [f"{row['cell']['name']} on {row['hosts']}" for row in rows if abs(row["ratio"] - 1) > 0.1]
+    print(f"{len(rows) - len(far)} of {len(rows)} within 10 %; not: {', '.join(far) or 'none'}")
+    if options.save:
+        command = " ".join(["python benchmarks/simulation.py", *sys.argv[1:]])
+        print(save_result("simulation", {"command": command, "cores": os.cpu_count(), "rows": rows}))
+
+
+if __name__ == "__main__":
+    main()
