@@ -44,6 +44,7 @@ FLOORS = (
     ("config",),
     ("bench",),
     ("planning",),
+    ("cases",),
     ("report",),
     ("watch",),
     ("cli",),

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from gradwire.cli import (
     bench,
+    cases,
     config,
     doctor,
     federate,
@@ -119,6 +120,7 @@ def parser() -> argparse.ArgumentParser:
     config.add_commands(commands)
     bench.add_command(commands)
     plan.add_command(commands)
+    cases.add_command(commands)
     stacks.add_command(commands)
     return root
 
