@@ -3,14 +3,29 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
 
 import cases_page
-from gradwire.cases import STUDIES, CaseStudy, case_study, parameter_shapes, step_volumes, utilisation, window_bytes
+import gradwire
+from gradwire.cases import (
+    CALCULATORS,
+    STUDIES,
+    CaseStudy,
+    case_study,
+    compressed_steps,
+    local_steps,
+    parameter_shapes,
+    savings,
+    step_volumes,
+    utilisation,
+    window_bytes,
+)
 from gradwire.cli.main import main
 from gradwire.core.errors import SpecError
+from gradwire.core.link import Link
 from gradwire.planning import Efficiencies, ParallelLayout, device_memory, hardware, model, step_time
 
 FAST = replace(
@@ -99,6 +114,40 @@ def test_every_figure_has_a_formula_and_says_where_it_was_published(studies: dic
             assert (figure.published is None) == (figure.source == "not published")
 
 
+# Calculators and estimates -----------------------------------------------------------------------------------
+
+
+def test_a_calculator_begins_with_float32_and_counts_as_cost_does() -> None:
+    link = Link(1e-4, 8e-9)
+    rows = {name: savings(name, model("gpt2"), 4, link, compute_s=0.5) for name in CALCULATORS}
+    dense = gradwire.cost("none", parameter_shapes(model("gpt2")), 4).wire_bytes
+    for name, found in rows.items():
+        assert found[0].nbytes == pytest.approx(dense, rel=1e-3), name
+        assert [row.nbytes for row in found] == sorted((row.nbytes for row in found), reverse=True)
+        assert all(row.total_s == pytest.approx(0.5 + row.link_s) for row in found)
+    (int4,) = (row for row in rows["precision"] if row.spec == "int4")
+    exact = gradwire.cost("int4", parameter_shapes(model("gpt2")), 4, step=10**6).wire_bytes
+    assert int4.nbytes == pytest.approx(exact, rel=1e-3)
+
+
+def bound(steps: float, kappa: float, noise: float, added: float) -> float:
+    """2 F0/(eta K) + eta L noise + eta^2 L^2 added at the best eta without the last term; sigma, L = 1, F0 = kappa."""
+    eta = math.sqrt(2 * kappa / (steps * noise))
+    return 2 * kappa / (eta * steps) + eta * noise + eta**2 * added
+
+
+@pytest.mark.parametrize(("kappa", "steps"), [(1.0, 100), (30.0, 10_000)])
+def test_so_many_more_steps_reach_the_bound_of_plain_sgd(kappa: float, steps: int) -> None:
+    delta, every, ranks = 0.3, 8, 4
+    compressed, local = compressed_steps(delta, steps, kappa), local_steps(every, ranks, steps, kappa)
+    lost = 4 * (1 - delta) / delta**2
+    for found, noise, added in ((compressed, 1 / 2, lost), (local, 1 / ranks, every - 1)):
+        assert bound(found.factor * steps, kappa, noise, added) == pytest.approx(bound(steps, kappa, noise, 0.0))
+        crossing = found.vanishes
+        assert bound(crossing, kappa, noise, added) == pytest.approx(2 * bound(crossing, kappa, noise, 0.0))
+        assert found.factor > 1
+
+
 # What is shown -----------------------------------------------------------------------------------------------
 
 
@@ -116,17 +165,49 @@ def test_the_command_shows_studies(capsys: pytest.CaptureFixture[str], studies: 
     assert main(["cases", "gpt3-175b", "--json"]) == 0
     (read,) = json.loads(capsys.readouterr().out)
     assert [figure["value"] for figure in read["figures"]] == [f.value for f in studies["gpt3-175b"].figures]
+    assert main(["cases", "steps", "--rate", "100mbit", "--compute", "200"]) == 0
+    assert "local:8" in capsys.readouterr().out
+    assert main(["cases", "convergence", "--methods", "int4", "fp16", "--steps", "1000", "--json"]) == 0
+    estimates = {row["what"]: row["factor"] for row in json.loads(capsys.readouterr().out)}
+    assert estimates["int4"] == compressed_steps(1 / 256, 1000).factor
+    assert estimates["local:4"] == local_steps(4, 4, 1000).factor
+    assert "fp16" not in estimates
 
 
 # Bad input ---------------------------------------------------------------------------------------------------
 
 
-def test_bad_input_is_answered_with_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["cases", "gpt3-175"]) == 2
-    assert "did you mean 'gpt3-175b'" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("gpt3-175", "did you mean 'gpt3-175b'"),
+        ("islands --model gpt2", "--model belongs to a calculator"),
+        ("precision --kappa 2", "--kappa belongs to gradwire cases convergence"),
+        ("--ranks 2", "--ranks belongs to a calculator or"),
+        ("density --ranks 1", "1 ranks send nothing: take 2 or more"),
+        ("density --compute 0", "computes for some time"),
+        ("steps --rate fast", "fast"),
+        ("steps --latency -1", "--latency -1.0 is no time"),
+        ("convergence --kappa 0", "write a number above 0"),
+        ("convergence --steps 0", "take 1 or more"),
+        ("convergence --methods int44", "int44"),
+        ("convergence --methods int4 --ranks 0", "there is 1 rank or more"),
+    ],
+)
+def test_bad_input_is_answered_with_a_sentence(arguments: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["cases", *arguments.split()]) == 2
+    (answer,) = capsys.readouterr().err.splitlines()
+    assert said in answer
+
+
+def test_bad_numbers_are_refused_in_python() -> None:
     with pytest.raises(SpecError, match="take 2 or more"):
         window_bytes(model("gpt2"), 1)
     with pytest.raises(SpecError, match="a line has a rate above 0"):
         utilisation(1.0, 10, 1e9, 0.0)
     with pytest.raises(SpecError, match="tp=8 does not divide"):
         step_volumes(model("gpt2"), ParallelLayout(tp=8), FAST)
+    with pytest.raises(SpecError, match="did you mean 'density'"):
+        savings("densty", model("gpt2"), 2, Link(0.0, 1e-9))
+    with pytest.raises(SpecError, match="delta=0 is no share"):
+        compressed_steps(0, 10)

@@ -5,15 +5,40 @@
 
 from __future__ import annotations
 
+import csv
+import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from gradwire.cases import MEMORY, STUDIES, SYMBOLS, CaseStudy, case_study, spoken
+from gradwire.cases import (
+    ASSUMPTIONS,
+    CALCULATORS,
+    MEMORY,
+    STUDIES,
+    SYMBOLS,
+    CaseStudy,
+    case_study,
+    compressed_steps,
+    declared_delta,
+    local_steps,
+    savings,
+    spoken,
+)
 from gradwire.core.figures import si_bytes, spoken_seconds
+from gradwire.core.link import Link
+from gradwire.planning import model
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "cases.md"
+RESULTS = ROOT / "benchmarks" / "results"
+QUALITY = RESULTS / "quality_2026-11-21.json"
+TRAINED = RESULTS / "compare_bytes_100mbit_ten_methods_2026-11-21.csv"
+WORTH = 0.0013
+"""Held-out loss that a step of byte-GPT is worth after 150 steps, of docs/building/log/synchronisation.md."""
+WINDOWS = ((2, 165, 2.403), (4, 165, 2.416), (8, 165, 2.460))
+"""Windows of `int4` on four ranks, steps and held-out loss, of the same table; fp32 ends at 2.403 after 150."""
+FP32 = (150, 2.403)
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], right: Iterable[int] = ()) -> str:
@@ -56,9 +81,73 @@ def symbols() -> str:
     return table(["symbol", "meaning"], SYMBOLS.items())
 
 
+def calculators() -> str:
+    """What each setting saves for GPT-2 on four ranks with links of 1 Gbit/s."""
+    rows = [
+        [row.setting, f"`{row.spec}`", si_bytes(row.nbytes), spoken_seconds(row.link_s), row.formula]
+        for name in CALCULATORS
+        for row in savings(name, model("gpt2"), 4, Link(1e-4, 8e-9))
+    ]
+    return table(["setting", "method", "bytes", "on the link", "formula of the bytes"], rows, right=(2, 3))
+
+
+def compression() -> str:
+    """Compressed SGD: the theorem with the declared and with the measured delta, beside runs of byte-GPT."""
+    measured = json.loads(QUALITY.read_text(encoding="utf-8"))["tasks"]["bytes"]["methods"]
+    with TRAINED.open(encoding="utf-8", newline="") as file:
+        runs = {row["method"]: row for row in csv.DictReader(file)}
+    base = _steps(runs["torch:fp32"])
+    rows: list[list[str]] = []
+    for spec in ("int4", "powersgd:8,factors=fp16", "int2:64", "sign:64", "topk:0.05+int8"):
+        declared = declared_delta(spec)
+        kept = measured.get(spec) or measured[spec.split(":")[0]]
+        delta = min(kept[stage]["contraction"] for stage in ("early", "middle", "late"))
+        assert declared is not None
+        by_theory = [compressed_steps(each, round(base)).factor for each in (declared, delta)]
+        took = runs[spec]
+        reached = took["reached"] == "3"
+        real = f"{_steps(took) / base:.2f}" if reached else f"above {150 / base:.2f}, not reached"
+        rows.append(
+            [f"`{spec}`", f"{declared:.2g}", f"{by_theory[0]:,.0f}", f"{delta:.2f}", f"{by_theory[1]:.2f}", real]
+        )
+    head = ["method", "delta declared", "times the steps", "delta measured", "times the steps", "measured"]
+    return table(head, rows, right=range(1, 6))
+
+
+def _steps(row: Mapping[str, str]) -> float:
+    """Steps to the target of a comparison."""
+    return float(row["target_s"]) / float(row["step_ms"]) * 1e3
+
+
+def windows() -> str:
+    """Local SGD: the theorem beside runs of byte-GPT."""
+    steps, end = FP32
+    rows = [
+        [
+            f"`local:{every},outer=int4`",
+            f"{local_steps(every, 4, steps).factor:.1f}",
+            f"{(made + (loss - end) / WORTH) / steps:.2f}",
+        ]
+        for every, made, loss in WINDOWS
+    ]
+    return table(["method", "times the steps, by theory", "measured"], rows, right=(1, 2))
+
+
+def assumptions() -> str:
+    """What the estimates rest on."""
+    return "\n".join(f"- {assumption}" for assumption in ASSUMPTIONS)
+
+
 def blocks() -> Mapping[str, Callable[[], str]]:
     """What stands between each pair of marks."""
-    return {"symbols": symbols, **{name: lambda name=name: study(case_study(name)) for name in STUDIES}}
+    tables = {
+        "symbols": symbols,
+        "calculators": calculators,
+        "assumptions": assumptions,
+        "compression": compression,
+        "windows": windows,
+    }
+    return {**tables, **{name: lambda name=name: study(case_study(name)) for name in STUDIES}}
 
 
 def page(text: str) -> str:
