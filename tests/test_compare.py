@@ -544,6 +544,7 @@ def test_ranks_whose_losses_cancel_have_no_mean_and_no_exception():
     rank = {
         "label": "", "losses": [float("inf")], "times_s": [1.0], "tx_bytes": [1], "evaluations": [[1, 1.0, 2.0]],
         "metric_values": [], "residual_norm": None, "report": None, "apart": False, "timed_steps": None,
+        "samples": 0, "energy_j": None,
     }  # fmt: skip
     zeros = dict.fromkeys(
         (

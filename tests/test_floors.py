@@ -45,6 +45,7 @@ FLOORS = (
     ("config",),
     ("bench",),
     ("planning", "simulation"),
+    ("cases",),
     ("report",),
     ("watch",),
     ("cli",),

@@ -103,6 +103,7 @@ def logs(seconds: list[float], timed: int | None) -> list[dict[str, Any]]:
         "label": "", "losses": [1 / (i + 1) for i in range(steps)], "times_s": taken,
         "tx_bytes": [100 * (i + 1) for i in range(steps)], "metric_values": [], "residual_norm": None, "report": None,
         "evaluations": [(each, taken[each - 1], 50.0) for each in (6, steps)], "apart": False, "timed_steps": timed,
+        "samples": 64, "energy_j": 100.0,
     }  # fmt: skip
     log |= sums | {name: share * taken[counted - 1] for name, share in parts.items()}
     return [log, log]
@@ -121,6 +122,9 @@ def test_a_run_that_was_timed_in_part_is_estimated_to_be_what_the_whole_run_is()
         assert dataclasses.astuple(partly.wire) == pytest.approx(dataclasses.astuple(whole.wire))
         parts = partly.split.compute_s + partly.split.encode_s + partly.split.wait_s
         assert parts == pytest.approx(partly.times_s[-1])
+        assert partly.samples == whole.samples == 128
+        assert whole.energy_j == 100.0
+        assert partly.energy_j == pytest.approx(100.0 * partly.times_s[-1] / partly.times_s[TIMED - 1])
     assert sum(gap < 0.02 for gap in gaps) > 140
     assert max(gaps) < 0.06
 
@@ -258,6 +262,8 @@ def test_losses_are_those_of_the_whole_run_to_the_last_bit(
     measured = compare.compare(dataclasses.replace(options, whole_baselines=True, out=tmp_path / "whole"), Silent())
     assert [one.timed_steps for one in found.runs] == [*[TIMED] * len(baselines), None]
     assert {one.timed_steps for one in measured.runs} == {None}
+    (samples,) = {one.samples for one in (*found.runs, *measured.runs)}
+    assert samples > 0
     for one, other in zip(found.runs, measured.runs, strict=True):
         assert one.losses == other.losses
         assert [(e.steps, e.value) for e in one.evaluations] == [(e.steps, e.value) for e in other.evaluations]

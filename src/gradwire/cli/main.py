@@ -13,6 +13,7 @@ from rich.console import Console
 
 from gradwire.cli import (
     bench,
+    cases,
     choose,
     config,
     doctor,
@@ -123,6 +124,7 @@ def parser() -> argparse.ArgumentParser:
     bench.add_command(commands)
     plan.add_command(commands)
     simulate.add_command(commands)
+    cases.add_command(commands)
     stacks.add_command(commands)
     return root
 

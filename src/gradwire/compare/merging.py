@@ -48,6 +48,8 @@ def merge(method: str, seed: int, ranks: Ranks) -> Run:
         split=Split(*(over_ranks(f.name) for f in dataclasses.fields(Split))),
         residual_norm=ranks[0]["residual_norm"],
         report=ranks[0]["report"],
+        samples=sum(rank["samples"] for rank in ranks),
+        energy_j=ranks[0]["energy_j"],
     )
     return run if timed is None else estimated(run, timed)
 
@@ -69,6 +71,7 @@ def estimated(run: Run, timed: int) -> Run:
         evaluations=[one._replace(time_s=times_s[one.steps - 1]) for one in run.evaluations],
         wire=Wire(**sent),
         split=Split(**seconds),
+        energy_j=None if run.energy_j is None else longer * run.energy_j,
     )
 
 

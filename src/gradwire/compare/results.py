@@ -154,6 +154,9 @@ class Run:
             the task gives one number for all.
         timed_steps: how many steps were made on the links and timed, where the others were made without a limit on the
             links: their `times_s` and `tx_bytes`, `wire` and `split` are estimated. None where all were.
+        samples: that all ranks have trained on together; 0 in results of before this was counted.
+        energy_j: joules that the whole machine used while the clock ran, estimated like `split` where not all steps
+            were timed; None where it does not tell its power, and where ranks did not step together.
     """
 
     method: str
@@ -174,6 +177,8 @@ class Run:
     line_missed: Whole = 0
     metric_values: list[Measurement] = field(default_factory=list[float])
     timed_steps: Positive | None = None
+    samples: Whole = 0
+    energy_j: Amount | None = None
 
     @property
     def steps(self) -> int:

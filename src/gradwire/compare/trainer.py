@@ -19,6 +19,8 @@ from gradwire.network.slow import SlowProcessor
 from gradwire.network.wire import WireMeter, WireReading
 from gradwire.ranks.news import News, write_news, write_timed
 from gradwire.tasks.task import Task, measure
+from gradwire.topology.energy import EnergyMeter
+from gradwire.topology.gpus import find_nvml
 
 AGREE_EVERY = 10
 REPORT_EVERY_S = 0.25
@@ -69,6 +71,8 @@ class RankJob:
 class Log:
     """What a rank saw, step by step; `apart` where ranks did not step together.
 
+    `samples` are those that it has trained on, `energy_j` what the whole machine has used meanwhile; rank 0 tells that.
+
     Where not all steps were timed, sums of seconds and bytes are those of `timed_steps`.
     """
 
@@ -93,6 +97,8 @@ class Log:
     report: dict[str, Any] | None = None
     apart: bool = False
     timed_steps: int | None = None
+    samples: int = 0
+    energy_j: float | None = None
 
 
 class LastGradient:
@@ -130,6 +136,9 @@ class Trainer:
         self.cpu_s = 0.0
         self.agreed_s = 0.0
         self.reported_s = 0.0
+        # hosts share this machine: one rank tells for all
+        nvml = find_nvml() if any(parameter.is_cuda for parameter in task.model.parameters()) else None
+        self.energy = EnergyMeter(nvml=nvml) if self.rank == 0 else None
 
     def train(self) -> Log:
         """Train until the budget is spent; fill the log."""
@@ -137,6 +146,8 @@ class Trainer:
         start = self._settled()
         self.side.begin()
         step = 0
+        if self.energy:
+            self.energy.skip()
         while not self._spent(step):
             self._step(step, start)
             step += 1
@@ -202,6 +213,7 @@ class Trainer:
         begun = time.perf_counter()
         inputs, targets = self.task.batch(step, self.rank, self.world_size)
         self.side.weigh(len(inputs))
+        self.log.samples += len(inputs)
         self.side.optimizer.zero_grad(set_to_none=True)
         loss = self.task.loss(self.side.model(inputs), targets)
         self.processor.pay()
@@ -220,6 +232,8 @@ class Trainer:
         self.log.losses.append(float(loss.detach()))
         self.log.times_s.append(self.elapsed_s)
         self.log.tx_bytes.append(self.meter.read().since(start_reading).since(self.uncounted).tx_bytes)
+        if self.energy:
+            self.energy.advance()
         self._report(step + 1)
 
     def _finish(self) -> None:
@@ -243,6 +257,8 @@ class Trainer:
             if self.rank == 0:
                 self.log.evaluations.append((step, self.elapsed_s, self._metric(model)))
             dist.barrier()
+        if self.energy:
+            self.energy.skip()
 
     def _metric(self, model: nn.Module) -> float:
         """The metric of a model as it is now; what it is of single examples is kept of the last model."""
@@ -266,6 +282,7 @@ class Trainer:
         log = self.log
         self.exposed_s += self.side.exposed_in_steps_s()
         log.cpu_s = self.cpu_s
+        log.energy_j = self.energy.spent_j if self.energy and not log.apart else None
         log.codec_cpu_s = self.side.codec_cpu_s()
         log.compute_s = self.elapsed_s - self.exposed_s
         log.encode_s = self.side.exposed_encode_s(self.exposed_s)

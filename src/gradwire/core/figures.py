@@ -22,16 +22,16 @@ def si_bytes(value: float | None) -> str:
     return f"{significant(value / 1000**power, 3)} {unit}"
 
 
-def si_bits_per_s(value: float) -> str:
+def si_bits_per_s(value: float, digits: int = 3) -> str:
     """A rate as links are sold: 95.1 Mbit/s.
 
     Example:
-        >>> si_bits_per_s(95.13e6), si_bits_per_s(2.5e9)
-        ('95.1 Mbit/s', '2.50 Gbit/s')
+        >>> si_bits_per_s(95.13e6), si_bits_per_s(2.5e9), si_bits_per_s(1e9, digits=1)
+        ('95.1 Mbit/s', '2.50 Gbit/s', '1 Gbit/s')
     """
     power = min(4, max(1, int(math.log10(max(value, 1)) / 3 + 1e-9)))
     unit = ("bit/s", "kbit/s", "Mbit/s", "Gbit/s", "Tbit/s")[power]
-    return f"{significant(value / 1000**power, 3)} {unit}"
+    return f"{significant(value / 1000**power, digits)} {unit}"
 
 
 def milliseconds(value: float | None) -> str:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from gradwire.core.figures import si_bits_per_s
+
 
 class DrawingSize(NamedTuple):
     """Size of a drawing and of the margins around its plot, in pixels; the left one grows with its labels."""
@@ -109,6 +111,16 @@ def byte_labels(values: Sequence[float]) -> list[str]:
     """
     apart = min((b - a for a, b in itertools.pairwise(values)), default=1.0)
     return _exactly(values, apart, _bytes)
+
+
+def rate_labels(values: Sequence[float]) -> list[str]:
+    """Rates as links are sold.
+
+    Example:
+        >>> rate_labels([1e6, 5e8, 1e10])
+        ['1 Mbit/s', '500 Mbit/s', '10 Gbit/s']
+    """
+    return [si_bits_per_s(value, digits=1) for value in values]
 
 
 def _bytes(value: float, digits: int) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from gradwire.report.axes import DrawingSize, Scale, byte_labels, number_labels
+from gradwire.report.axes import DrawingSize, Scale, byte_labels, number_labels, rate_labels
 from gradwire.report.room import Placed, Room
 from gradwire.report.svg import LABEL_GAP, Box, label, shortened, tag, width_of
 from gradwire.report.text import significant
@@ -43,6 +43,15 @@ class Series:
     points: list[Point]
 
 
+class Mark(NamedTuple):
+    """A point that is marked on a line: the line's name, where, and what is written beside it."""
+
+    name: str
+    x: float
+    y: float
+    text: str
+
+
 @dataclass(frozen=True)
 class LineChart:
     """Losses, or a metric, over something.
@@ -50,12 +59,14 @@ class LineChart:
     Attributes:
         title: read out by screen readers.
         series: the lines.
-        unit: how x is written: "s", "bytes" on a logarithmic axis, or a plural noun such as "rounds".
+        unit: how x is written: "s", "bytes" or "bit/s" on a logarithmic axis, or a plural noun such as "rounds".
         x_title: what x is.
         target: a value of y to mark, or None.
         y_top: where to cut the first, steep part off.
         nothing: what to say where no value is finite.
         from_zero: whether the axis of y begins at 0 where no value is below, so that heights compare.
+        log_y: whether equal heights are equal factors; values are above 0.
+        marks: points to mark on the lines that have their names.
     """
 
     title: str
@@ -66,6 +77,8 @@ class LineChart:
     y_top: float | None = None
     nothing: str = "No loss was finite."
     from_zero: bool = False
+    log_y: bool = False
+    marks: Sequence[Mark] = ()
 
     def svg(self, frame: DrawingSize) -> str:
         """Draw the chart, as SVG."""
@@ -110,13 +123,17 @@ class LineChart:
 
     def _y_axis(self, frame: DrawingSize, low: float, high: float) -> Scale:
         high = min(high, self.y_top) if self.y_top is not None and self.y_top > low else high
+        if self.log_y:
+            factor = max(high / low, 1.001)
+            floor = low / factor ** (0.06 + LABEL_GAP * self._name_rows() / frame.height)
+            return Scale(floor, low * factor**1.03, frame.height - frame.bottom, frame.top, log=True)
         # a line that does not move needs some height all the same, and one of 1e30 more than of 1
         height = max(high - low, 1e-6 * abs(high), 1e-9)
         floor = low - height * (0.06 + LABEL_GAP * self._name_rows() / frame.height)
         return Scale(floor, low + 1.03 * height, frame.height - frame.bottom, frame.top)
 
     def _x_axis(self, frame: DrawingSize, left: float, points: Sequence[Point]) -> Scale:
-        log = self.unit == "bytes"
+        log = self.unit in ("bytes", "bit/s")
         low = max(1.0, min(p.x for p in points)) if log else 0.0
         high = max(p.x for p in points)
         return Scale(low, high if high > low else low * 2 + 1, left, frame.width - frame.right, log)
@@ -130,7 +147,8 @@ class LineChart:
             yield tag("line", class_="grid", x1=x.start, x2=x.end, y1=y(value), y2=y(value))
             yield label(shown, x.start - 7, y(value) + 4, class_="tick end")
         ticks = x.ticks(6 if frame.width > 400 else 4)
-        for value, shown in zip(ticks, (byte_labels if self.unit == "bytes" else number_labels)(ticks), strict=True):
+        written = {"bytes": byte_labels, "bit/s": rate_labels}.get(self.unit, number_labels)
+        for value, shown in zip(ticks, written(ticks), strict=True):
             yield label(shown, x(value), y.start + 18, class_="tick middle")
             yield tag("line", class_="mark", x1=x(value), x2=x(value), y1=y.start, y2=y.start + 4)
         yield tag("line", class_="base", x1=x.start, x2=x.end, y1=y.start, y2=y.start)
@@ -161,6 +179,7 @@ class LineChart:
             for points in stretches(thin(series.points)):
                 room.take_line([(x(point.x), y(point.y)) for point in points])
         yield from self._target(x, y, room)
+        yield from self._marks(x, y, room)
         yield from self._names(x, y, room)
 
     def _target(self, x: Scale, y: Scale, room: Room) -> Iterable[str]:
@@ -179,6 +198,19 @@ class LineChart:
         placed = room.place(Box(x.start + 6, height - 19, width_of(text)))
         if placed is not None:
             yield label(text, placed.box.left, placed.box.top + 11, class_="note")
+
+    def _marks(self, x: Scale, y: Scale, room: Room) -> Iterable[str]:
+        """Dots on lines, each with its text where there is room."""
+        tones = {series.name: series.tone for series in self.series}
+        for mark in self.marks:
+            at = (x(mark.x), y(mark.y))
+            room.take_line([(at[0] - 4, at[1] - 4), (at[0] + 4, at[1] + 4)])
+            dot = tag("circle", tag("title", html.escape(mark.text)), class_="dot", cx=at[0], cy=at[1], r=3.5)
+            yield tag("g", dot, class_=f"series {tones.get(mark.name, '')}", data_name=mark.name)
+            placed = room.place(Box(at[0] + 7, at[1] - 19, width_of(mark.text)), at)
+            if placed is not None:
+                named = _named(mark.text, placed)
+                yield tag("g", named, class_=f"series {tones.get(mark.name, '')}", data_name=mark.name)
 
     def _names(self, x: Scale, y: Scale, room: Room) -> Iterable[str]:
         """Write each line's name below its end, or as near to it as there is room inside the plot.

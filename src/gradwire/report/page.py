@@ -16,6 +16,7 @@ from gradwire.report import text
 from gradwire.report.axes import NARROW, WIDE
 from gradwire.report.bars import Bar, bar_svg
 from gradwire.report.charts import LineChart, Point, Series
+from gradwire.report.efficiency import efficiency_section
 from gradwire.report.template import rendered
 
 COLOURS = 7
@@ -70,6 +71,7 @@ def render(comparison: Comparison) -> str:
         wire_headings=wire_headings(comparison),
         wire_rows=[("", _wire_cells(comparison, row)) for row in rows if row.bytes_per_step is not None],
         failed=[(row.method, row.failure) for row in rows if row.failure],
+        efficiency=efficiency_section(comparison, rows, verdict, tones(comparison)),
         columns=COLUMNS,
         notes=notes(comparison, verdict),
     )

@@ -13,6 +13,7 @@ for (const button of document.querySelectorAll(".legend button")) {
 const tip = document.getElementById("tip");
 const units = { B: 1, kB: 1e3, MB: 1e6, GB: 1e9, TB: 1e12 };
 function written(value, unit) {
+  if (unit === "bit/s") return written(value, "bytes").replace("B", "bit/s");
   if (unit === "s") return value.toPrecision(3) + " s";
   if (unit !== "bytes") return Math.round(value) + " " + unit;
   const [name, size] = Object.entries(units).filter(([, size]) => value >= size).pop() ?? ["B", 1];

@@ -132,16 +132,17 @@ def read_gpus(nvml: Any | None, root: Path = Path("/sys")) -> tuple[Gpu, ...] | 
         nvml: the module `pynvml` (`find_nvml`), or what stands in for it.
         root: where sysfs is mounted, for the NUMA node of each.
     """
-    if nvml is None or not _has_begun(nvml):
+    if nvml is None or not has_begun(nvml):
         return None
     try:
-        count = _asked(nvml, "nvmlDeviceGetCount")
+        count = asked(nvml, "nvmlDeviceGetCount")
         return None if count is None else tuple(_read(nvml, index, root) for index in range(count))
     finally:
-        _asked(nvml, "nvmlShutdown")
+        asked(nvml, "nvmlShutdown")
 
 
-def _has_begun(nvml: Any) -> bool:
+def has_begun(nvml: Any) -> bool:
+    """Whether NVML finds a driver; every call that says so wants an `nvmlShutdown`."""
     try:
         nvml.nvmlInit()
     except nvml.NVMLError:
@@ -149,8 +150,8 @@ def _has_begun(nvml: Any) -> bool:
     return True
 
 
-def _asked(nvml: Any, call: str, *arguments: Any) -> Any | None:
-    """The answer to a call; None where this version has no such call, or the device refuses."""
+def asked(nvml: Any, call: str, *arguments: Any) -> Any | None:
+    """Return the answer to a call; None where this version has no such call, or the device refuses."""
     function: Callable[..., Any] | None = getattr(nvml, call, None)
     if function is None:
         return None
@@ -160,14 +161,14 @@ def _asked(nvml: Any, call: str, *arguments: Any) -> Any | None:
 
 
 def _read(nvml: Any, index: int, root: Path) -> Gpu:
-    handle = _asked(nvml, "nvmlDeviceGetHandleByIndex", index)
+    handle = asked(nvml, "nvmlDeviceGetHandleByIndex", index)
     if handle is None:
         return Gpu(index)
-    bus_id = _bus_id(_asked(nvml, "nvmlDeviceGetPciInfo", handle))
+    bus_id = _bus_id(asked(nvml, "nvmlDeviceGetPciInfo", handle))
     return Gpu(
         index=index,
         bus_id=bus_id,
-        name=_plain(_asked(nvml, "nvmlDeviceGetName", handle)),
+        name=_plain(asked(nvml, "nvmlDeviceGetName", handle)),
         numa_node=None if bus_id is None else numa_node_of(root / "bus" / "pci" / "devices" / bus_id),
         nvlinks=_links(nvml, handle),
         nvlink_bits_per_s=_link_rate(nvml, handle),
@@ -190,10 +191,10 @@ def _active_links(nvml: Any, handle: Any) -> Generator[NvLink]:
                 return
             raise
         if is_active:
-            kind = _asked(nvml, "nvmlDeviceGetNvLinkRemoteDeviceType", handle, number)
+            kind = asked(nvml, "nvmlDeviceGetNvLinkRemoteDeviceType", handle, number)
             # The library's function ends in _v2; its Python module calls it without.
-            info = _asked(nvml, "nvmlDeviceGetNvLinkRemotePciInfo", handle, number)
-            info = info or _asked(nvml, "nvmlDeviceGetNvLinkRemotePciInfo_v2", handle, number)
+            info = asked(nvml, "nvmlDeviceGetNvLinkRemotePciInfo", handle, number)
+            info = info or asked(nvml, "nvmlDeviceGetNvLinkRemotePciInfo_v2", handle, number)
             yield NvLink(number, _peer(kind), _bus_id(info))
 
 
@@ -203,7 +204,7 @@ def _peer(kind: int | None) -> Literal["gpu", "switch"] | None:
 
 def _link_rate(nvml: Any, handle: Any) -> float | None:
     field = getattr(nvml, _SPEED_FIELD, None)
-    values = None if field is None else _asked(nvml, "nvmlDeviceGetFieldValues", handle, [field])
+    values = None if field is None else asked(nvml, "nvmlDeviceGetFieldValues", handle, [field])
     if not values or values[0].nvmlReturn != 0:
         return None
     megabytes_per_s = float(values[0].value.uiVal)
