@@ -19,8 +19,8 @@ from gradwire.planning.memory import DeviceMemory as DeviceMemory
 from gradwire.planning.memory import device_memory as device_memory
 from gradwire.planning.models import model as model
 from gradwire.planning.rates import Efficiencies as Efficiencies
-from gradwire.planning.search import Neighbour as Neighbour
-from gradwire.planning.search import PlannedLayout as PlannedLayout
+from gradwire.planning.reasons import Neighbour as Neighbour
+from gradwire.planning.reasons import PlannedLayout as PlannedLayout
 from gradwire.planning.search import ScalingPlan as ScalingPlan
 from gradwire.planning.search import plan as plan
 from gradwire.planning.search import scale as scale
