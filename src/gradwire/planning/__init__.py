@@ -10,8 +10,12 @@
 | `Efficiencies` | the fractions of data sheets' rates that training reaches |
 | `plan` | the fastest layouts that fit, why their neighbours lose, and what would help |
 | `scale` | plans for more and more GPUs |
+| `write`, `configurations`, `written_by` | files for torchrun, DeepSpeed or Megatron, and which layouts have some |
 """
 
+from gradwire.planning.configuration import configurations as configurations
+from gradwire.planning.configuration import write as write
+from gradwire.planning.configuration import written_by as written_by
 from gradwire.planning.hardware import Hardware as Hardware
 from gradwire.planning.hardware import hardware as hardware
 from gradwire.planning.layout import ParallelLayout as ParallelLayout

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple
@@ -83,6 +83,7 @@ def plan(
     show: int = 5,
     methods: Sequence[str] = ("none",),
     every: Sequence[int] = (1,),
+    suits: Callable[[ParallelLayout], bool] | None = None,
 ) -> ScalingPlan:
     """Search the layouts of a model on `gpus` GPUs for those that take the least time and fit into memory.
 
@@ -99,6 +100,7 @@ def plan(
         methods: specs by which data-parallel gradients may be sent. All but "none" change what is trained.
         every: after how many steps replicas may be averaged. All but 1 change what is trained; replicas then share
             nothing, so the whole optimizer is on each.
+        suits: which layouts may be taken, such as `written_by("deepspeed")`; None: all.
 
     Raises:
         SpecError: numbers that make no cluster or no batch, methods that are unknown, and a model that fits nowhere,
@@ -114,7 +116,7 @@ def plan(
     found: list[PlannedLayout] = []
     smallest: PlannedLayout | None = None
     tried = 0
-    for layout in layouts(model, on, gpus, batch, methods, every):
+    for layout in filter(suits, layouts(model, on, gpus, batch, methods, every)):
         tried += 1
         memory = device_memory(model, layout)
         if memory.total > on.memory_gb * 1e9:
@@ -123,7 +125,7 @@ def plan(
             continue
         found.append(PlannedLayout(layout, memory, step_time(model, layout, on, reached)))
     if not found:
-        raise SpecError(_fits_nowhere(model, on, gpus, batch, smallest))
+        raise SpecError(_fits_nowhere(model, on, gpus, batch, smallest, suits))
     found.sort(key=lambda one: one.time.total)
     best = found[0]
     return ScalingPlan(
@@ -267,7 +269,14 @@ def _require_cluster(on: Hardware, gpus: int, batch: int, show: int) -> None:
         )
 
 
-def _fits_nowhere(model: Transformer, on: Hardware, gpus: int, batch: int, least: PlannedLayout | None) -> str:
+def _fits_nowhere(
+    model: Transformer,
+    on: Hardware,
+    gpus: int,
+    batch: int,
+    least: PlannedLayout | None,
+    suits: Callable[[ParallelLayout], bool] | None,
+) -> str:
     """The sentence about a model for which no layout is left."""
     if least is None:
         return (
@@ -284,7 +293,7 @@ def _fits_nowhere(model: Transformer, on: Hardware, gpus: int, batch: int, least
         if more > MOST:
             break
         for samples in (batch, batch * factor):
-            found = layouts(model, on, more, samples)
+            found = filter(suits, layouts(model, on, more, samples))
             if any(device_memory(model, layout).total <= on.memory_gb * 1e9 for layout in found):
                 return f"{message}; it fits on {more} GPUs with a batch of {samples}, or on GPUs of {need:,.0f} GB"
     return f"{message}; take GPUs with more memory or a smaller model"
