@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -32,6 +33,8 @@ examples
   gradwire plan --model gpt3-175b --hardware a100-80g --gpus 1024 --batch 1536
   gradwire plan --model mixtral-8x7b --hardware h100-80g --gpus 64 --batch 256 --sequence 8192
   gradwire plan --model llama3-70b --hardware h100-80g --scale 64..4096 --batch 1024 --tokens 15T --price 2.5
+  gradwire plan --model llama2-7b --hardware cluster.toml --gpus 64 --batch 512 --methods none fp16 int4 --every 1 8 64
+  gradwire plan --model llama3-70b --hardware h100-80g --gpus 64 --batch 1024 --write megatron --out ./llama
   gradwire plan --model ./my-model/config.json --hardware cluster.toml --gpus 64 --batch 512 --json
 """
 
@@ -52,9 +55,30 @@ def add_command(commands: Commands) -> None:
     many.add_argument("--scale", metavar="N..M", help="a line for N, twice as many, ... to M: 8..16384")
     plan.add_argument("--batch", required=True, type=int, metavar="N", help="samples of a step, over all GPUs")
     plan.add_argument("--sequence", type=int, metavar="N", help="tokens of a sample (default: the model's)")
+    plan.add_argument(
+        "--methods",
+        nargs="+",
+        default=["none"],
+        metavar="SPEC",
+        help="by which gradients may be sent, as in gradwire methods (default: none). Others change training",
+    )
+    plan.add_argument(
+        "--every",
+        nargs="+",
+        type=int,
+        default=[1],
+        metavar="N",
+        help="after how many steps replicas may be averaged (default: 1). Others change training",
+    )
     plan.add_argument("--tokens", metavar="N", help="to train on, such as 300G: tells hours, and with --price money")
     plan.add_argument("--price", type=float, metavar="X", help="of a GPU and hour")
     plan.add_argument("--show", type=int, default=5, metavar="N", help="how many layouts to print (default: 5)")
+    plan.add_argument(
+        "--write",
+        metavar="NAME",
+        help="write the configuration of the fastest layout that torchrun (with FSDP2), deepspeed or megatron can have",
+    )
+    plan.add_argument("--out", type=Path, metavar="DIR", help="the folder for --write")
     plan.add_argument("--json", action="store_true", help="print what a program reads")
     plan.set_defaults(run=run_plan)
 
@@ -74,15 +98,30 @@ def run_plan(arguments: argparse.Namespace, console: Console) -> int:
     on, tokens = planning.hardware(arguments.hardware), _tokens(arguments.tokens)
     if arguments.price is not None and (tokens is None or not 0 <= arguments.price < math.inf):
         raise SpecError("--price wants --tokens beside it, and is 0 or more for a GPU and hour")
+    if (arguments.write is None) != (arguments.out is None) or (arguments.write and arguments.scale):
+        raise SpecError("--write NAME and --out DIR go together, and with --gpus: a folder has one layout")
     if arguments.scale:
         first, last = _range(arguments.scale)
-        rows = list(planning.scale(model, on, first, last, arguments.batch))
+        rows = list(
+            planning.scale(model, on, first, last, arguments.batch, methods=arguments.methods, every=arguments.every)
+        )
         if arguments.json:
             print(json.dumps([_scale_json(gpus, found) for gpus, found in rows], indent=1))
         else:
             _show_scale(rows, tokens, arguments.price, console)
         return OK
-    found = planning.plan(model, on, arguments.gpus, arguments.batch, show=arguments.show)
+    found = planning.plan(
+        model,
+        on,
+        arguments.gpus,
+        arguments.batch,
+        show=arguments.show,
+        methods=arguments.methods,
+        every=arguments.every,
+        suits=planning.written_by(arguments.write) if arguments.write else None,
+    )
+    if arguments.write:
+        planning.write(arguments.write, model, found.best[0].layout, on, arguments.out)
     if arguments.json:
         print(json.dumps(as_json(found), indent=1))
     else:
@@ -91,6 +130,8 @@ def run_plan(arguments: argparse.Namespace, console: Console) -> int:
             time, hours, *money = _spent(found, tokens, arguments.price)
             cost = f", {money[0]} at {arguments.price:g} each" if money else ""
             say(console, f"\n{arguments.tokens} tokens take {time} without failures: {hours} GPU hours{cost}")
+        if arguments.write:
+            say(console, f"\nconfiguration of {arguments.write}, and launch.sh for each node: {arguments.out}")
     return OK
 
 
@@ -202,7 +243,8 @@ def _show(found: ScalingPlan, console: Console) -> None:
     console.print()
     held = _table("part of the memory", "GB", left=1)
     for name, nbytes in best.memory._asdict().items():
-        held.add_row(name, f"{nbytes / 1e9:.1f}")
+        if nbytes:
+            held.add_row(name, f"{nbytes / 1e9:.1f}")
     held.add_row("total", f"{best.memory.total / 1e9:.1f}")
     console.print(held)
     say(console, "\nWhy its neighbours lost:")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from gradwire.adapters.fsdp2.form import sharded_method
 from gradwire.adapters.fsdp2.gather import parameter_codec
@@ -14,6 +15,7 @@ from gradwire.spec import as_method, for_shards
 
 SOURCE = "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html"
 OUR_PAGE = "docs/fsdp2.md of gradwire"
+_RECOMPUTED = "checkpoint(block, inputs, use_reentrant=False)  # computed anew in the backward pass"
 _DTYPES = {"bf16": "torch.bfloat16", "fp16": "torch.float16", "fp32": "torch.float32"}
 
 _SCRIPT = '''\
@@ -29,7 +31,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import {imported}, fully_shard
-{import_gradwire}
+{import_checkpoint}{import_gradwire}
 WORLD_SIZE, MICRO_BATCH, ACCUMULATION = {world_size}, {micro_batch}, {accumulation}  # {batch} samples a step
 STEPS = int(os.environ.get("STEPS", "100"))
 
@@ -44,7 +46,7 @@ class Model(nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
-            inputs = block(inputs)
+            inputs = {run_block}
         return self.head(inputs)
 
 
@@ -71,7 +73,14 @@ if __name__ == "__main__":
 '''
 
 
-def write_fsdp2(shape: TrainingShape, stage: int = 3, method: str | None = None, offload: bool = False) -> ConfigFile:
+def write_fsdp2(
+    shape: TrainingShape,
+    stage: int = 3,
+    method: str | None = None,
+    offload: bool = False,
+    node_copies: bool = True,
+    recompute: bool = False,
+) -> ConfigFile:
     """Write a training script for FSDP2: the mesh, precision, what is sharded, and gradwire's line where one is wanted.
 
     With several nodes parameters are sharded inside each node, and nodes hold copies of each other (HSDP): gathers stay
@@ -82,6 +91,8 @@ def write_fsdp2(shape: TrainingShape, stage: int = 3, method: str | None = None,
         stage: 3 to free gathered parameters after the forward pass, 2 to keep them for the backward pass.
         method: a spec for `gradwire.attach`, such as "int4" or "int4,parameters=int8"; None for FSDP2 alone.
         offload: whether shards and the optimizer stay in the memory of the host.
+        node_copies: whether several nodes hold copies of each other; False shards over the ranks of all nodes.
+        recompute: whether blocks are computed anew in the backward pass, which keeps their inputs alone.
 
     Raises:
         SpecError, CompositionError: a method that FSDP2 cannot be given, or numbers that make no training.
@@ -97,15 +108,19 @@ def write_fsdp2(shape: TrainingShape, stage: int = 3, method: str | None = None,
             "with one GPU in each node nothing could be sharded inside a node: leave gpus_per_node out to shard over "
             "all ranks, or give a method, such as int4"
         )
+    nodes, per_node = shape.nodes, shape.world_size // shape.nodes
+    shape = shape if node_copies else replace(shape, gpus_per_node=None)
     gradients = None if method is None else _checked(method, shape)
     settings = tuple(_settings(shape, stage, gradients, offload))
     body = "\n".join(f"    {line}".rstrip() for line in _body(shape, settings, gradients, offload))
     imported = ["MixedPrecisionPolicy", *(["CPUOffloadPolicy"] if offload else [])]
     text = _SCRIPT.format(
         world_size=shape.world_size,
-        on_nodes="" if shape.nodes == 1 else f", nodes: {shape.nodes}",
-        nodes=shape.nodes,
-        per_node=shape.world_size // shape.nodes,
+        on_nodes="" if nodes == 1 else f", nodes: {nodes}",
+        nodes=nodes,
+        per_node=per_node,
+        run_block=_RECOMPUTED if recompute else "block(inputs)",
+        import_checkpoint="from torch.utils.checkpoint import checkpoint\n" if recompute else "",
         imported=", ".join(sorted(imported)),
         backend='"cpu:gloo,cuda:nccl"' if offload else '"nccl"',  # norms of offloaded gradients are summed on hosts
         import_gradwire="" if method is None else "\nimport gradwire\n",

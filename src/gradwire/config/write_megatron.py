@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from gradwire.config.check_megatron import check_megatron
 from gradwire.config.megatron_arguments import CONNECTIONS, FSDP_SOURCE, SOURCE
 from gradwire.config.setting import ConfigFile, Setting
-from gradwire.config.shape import TrainingShape
+from gradwire.config.shape import TrainingShape, require_one_of
 from gradwire.core.errors import SpecError
 
 _STRATEGIES = {2: "optim_grads", 3: "optim_grads_params"}
@@ -16,7 +16,16 @@ _DDP = "https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/core/distribute
 
 
 def write_megatron(
-    shape: TrainingShape, tensor: int = 1, pipeline: int = 1, context: int = 1, stage: int = 1
+    shape: TrainingShape,
+    tensor: int = 1,
+    pipeline: int = 1,
+    context: int = 1,
+    stage: int = 1,
+    *,
+    expert: int = 1,
+    interleave: int = 1,
+    recompute: str = "none",
+    node_copies: bool = True,
 ) -> ConfigFile:
     """Write arguments of Megatron as an array of a shell script. Those of the model and of data are left to you.
 
@@ -29,6 +38,10 @@ def write_megatron(
         context: ranks that each sequence is cut over.
         stage: what is sharded over copies of the model, by the numbers of ZeRO: 0 nothing, 1 the optimizer's states,
             2 gradients too, 3 parameters too. 2 and 3 are Megatron's own FSDP.
+        expert: ranks that the experts of a layer are spread over, each of them whole.
+        interleave: parts of each stage.
+        recompute: what the backward pass computes anew: "none", "selective" (attention) or "full" (whole layers).
+        node_copies: whether the optimizer's shards lie inside nodes, where they can; False: over all copies.
 
     Raises:
         SpecError: numbers that make no training, with what to do instead.
@@ -40,14 +53,25 @@ def write_megatron(
       # layers are cut over 4 ranks, which lie on one node [...]
       --tensor-model-parallel-size 4
     """
-    for name, value in (("tensor", tensor), ("pipeline", pipeline), ("context", context)):
+    sizes = (("tensor", tensor), ("pipeline", pipeline), ("context", context))
+    for name, value in (*sizes, ("expert", expert), ("interleave", interleave)):
         if value < 1:
             raise SpecError(f"{name}={value} is no size: give 1 or more")
     if stage not in range(4):
         raise SpecError(f"there is no stage {stage}: take 0, 1, 2 or 3, by the numbers of ZeRO")
     if stage > 1 and pipeline > 1:
         raise SpecError("FSDP is not for pipelines, whose stages are shards already: take stage=1, or pipeline=1")
+    require_one_of("recompute", recompute, ("none", "selective", "full"))
+    if interleave > 1 and pipeline == 1:
+        raise SpecError(
+            f"interleave={interleave} cuts the stages of a pipeline: take pipeline=2 or more, or leave it out"
+        )
     together = tensor * pipeline * context
+    if shape.world_size // pipeline % expert:
+        ranks = shape.world_size // pipeline
+        raise SpecError(
+            f"experts cannot be spread over {expert} of the {ranks} ranks of a stage: take one that divides it"
+        )
     if shape.world_size % together:
         raise SpecError(
             f"{shape.world_size} ranks are no multiple of {together}, those of one copy of the model: "
@@ -55,9 +79,10 @@ def write_megatron(
         )
     arguments = (
         *_parallelism(shape, tensor, pipeline, context),
+        *_layers(expert, interleave, recompute),
         *_batches(shape, together),
         *_precision(shape),
-        *_sharding(shape, shape.world_size // together, context, pipeline, stage),
+        *_sharding(shape, shape.world_size // together, context, pipeline, stage, node_copies),
     )
     is_cut = stage < 2 and (tensor > 1 or context > 1)
     environment = [Setting(f"export {CONNECTIONS}", 1, _ORDER, SOURCE)] if is_cut else []
@@ -102,7 +127,28 @@ def _precision(shape: TrainingShape) -> Iterator[Setting]:
         yield Setting("--accumulate-allreduce-grads-in-fp32", None, why, SOURCE)
 
 
-def _sharding(shape: TrainingShape, copies: int, context: int, pipeline: int, stage: int) -> Iterator[Setting]:
+def _layers(expert: int, interleave: int, recompute: str) -> Iterator[Setting]:
+    if interleave > 1:
+        why = f"each stage has {interleave} parts, so that the pipeline fills in a fraction of the time"
+        yield Setting("--num-virtual-stages-per-pipeline-rank", interleave, why, _GUIDE)
+    if expert > 1:
+        why = f"experts are spread over {expert} ranks, and tokens travel to them"
+        yield Setting("--expert-model-parallel-size", expert, why, _GUIDE)
+        yield Setting(
+            "--expert-tensor-parallel-size", 1, "each expert is whole, so that its products stay large", _GUIDE
+        )
+    if recompute != "none":
+        what = "whole layers are" if recompute == "full" else "attention's core is"
+        why = f"{what} computed anew in the backward pass, for memory"
+        yield Setting("--recompute-granularity", recompute, why, SOURCE)
+    if recompute == "full":
+        yield Setting("--recompute-method", "uniform", "all layers alike", SOURCE)
+        yield Setting("--recompute-num-layers", 1, "the inputs of each layer are kept", SOURCE)
+
+
+def _sharding(
+    shape: TrainingShape, copies: int, context: int, pipeline: int, stage: int, node_copies: bool
+) -> Iterator[Setting]:
     if copies * context == 1:
         return  # nobody to share with
     if stage > 1:
@@ -118,7 +164,7 @@ def _sharding(shape: TrainingShape, copies: int, context: int, pipeline: int, st
     yield Setting("--overlap-grad-reduce", None, "gradients travel while the backward pass goes on", _DDP)
     if stage:
         yield Setting("--overlap-param-gather", None, "parameters travel while the forward pass goes on", _DDP)
-    if stage == 1 and pipeline == 1 and shape.nodes > 1 and (copies * context) % shape.nodes == 0:
+    if node_copies and stage == 1 and pipeline == 1 and shape.nodes > 1 and (copies * context) % shape.nodes == 0:
         why = "shards lie inside a node, so that parameters are gathered there; gradients alone travel between nodes"
         yield Setting("--num-distributed-optimizer-instances", shape.nodes, why, _DDP)
 

@@ -10,8 +10,12 @@
 | `Efficiencies` | the fractions of data sheets' rates that training reaches |
 | `plan` | the fastest layouts that fit, why their neighbours lose, and what would help |
 | `scale` | plans for more and more GPUs |
+| `write`, `configurations`, `written_by` | files for torchrun, DeepSpeed or Megatron, and which layouts have some |
 """
 
+from gradwire.planning.configuration import configurations as configurations
+from gradwire.planning.configuration import write as write
+from gradwire.planning.configuration import written_by as written_by
 from gradwire.planning.hardware import Hardware as Hardware
 from gradwire.planning.hardware import hardware as hardware
 from gradwire.planning.layout import ParallelLayout as ParallelLayout
@@ -19,8 +23,8 @@ from gradwire.planning.memory import DeviceMemory as DeviceMemory
 from gradwire.planning.memory import device_memory as device_memory
 from gradwire.planning.models import model as model
 from gradwire.planning.rates import Efficiencies as Efficiencies
-from gradwire.planning.search import Neighbour as Neighbour
-from gradwire.planning.search import PlannedLayout as PlannedLayout
+from gradwire.planning.reasons import Neighbour as Neighbour
+from gradwire.planning.reasons import PlannedLayout as PlannedLayout
 from gradwire.planning.search import ScalingPlan as ScalingPlan
 from gradwire.planning.search import plan as plan
 from gradwire.planning.search import scale as scale

@@ -30,6 +30,8 @@ class Hardware:
             lower their clock under load and reach about 0.70 (690 of 989).
         attention: fraction of the peak that fused attention reaches (Dao 2023, Figures 4 to 7; Shah et al. 2024).
         node_latency_s, network_latency_s: of one message.
+        coding_gb_per_s: bytes of float32 gradients that a GPU codes and decodes in a second, in 10^9; None: as its
+            memory reads and writes what coding touches.
 
     Raises:
         SpecError: numbers that are not positive, or fractions above 1.
@@ -50,11 +52,12 @@ class Hardware:
     attention: float = 0.5
     node_latency_s: float = 4e-6
     network_latency_s: float = 12e-6
+    coding_gb_per_s: float | None = None
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.name == "name":
+            if field.name == "name" or (field.name == "coding_gb_per_s" and value is None):
                 continue
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise SpecError(f"hardware {self.name}: {field.name}={value!r} is no number")

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from gradwire.core.errors import SpecError
+from gradwire.core.errors import CompositionError, SpecError
 from gradwire.core.nearest import meant
+from gradwire.planning.gradients import method_of, shard_method_of
 from gradwire.planning.hardware import Hardware
 from gradwire.planning.transformer import Transformer
 
@@ -40,6 +41,10 @@ class ParallelLayout:
         dropout: whether the model has dropout, whose masks are kept.
         overlap: whether gradients and parameters are sent during the backward and forward pass.
         gradient_bytes: of one element of the gradient that is accumulated and sent.
+        method: the spec of what data-parallel gradients are sent by; "none": as they are, in `gradient_bytes`. With
+            another one they are coded, and sharded gradients are sent by the half of it that ends with shards.
+        every: steps after which replicas are averaged, by `method`; 1: gradients are, in every step. Both change what
+            is trained.
         host_s: seconds in each layer and micro-batch in which a GPU waits for its host; 0 where the host runs ahead.
 
     Raises:
@@ -65,9 +70,11 @@ class ParallelLayout:
     overlap: bool = True
     gradient_bytes: int = 4
     host_s: float = 0.0
+    method: str = "none"
+    every: int = 1
 
     def __post_init__(self) -> None:
-        for what in ("dp", "tp", "pp", "cp", "ep", "micro", "batch", "interleave"):
+        for what in ("dp", "tp", "pp", "cp", "ep", "micro", "batch", "interleave", "every"):
             if (size := getattr(self, what)) < 1:
                 raise SpecError(f"{what}={size} is below 1: write a positive number, or leave it out")
         if not 0 <= self.host_s < math.inf:
@@ -80,6 +87,18 @@ class ParallelLayout:
         ):
             if value not in known:
                 raise SpecError(f"{what}={value} is not known: {meant(value, known)}")
+        if self.every > 1 and self.sharding != "none":
+            raise SpecError(
+                f"every={self.every} and sharding={self.sharding} exclude each other: between averages each replica "
+                "has parameters of its own, of which no other one can hold a shard; take sharding=none"
+            )
+        if self.every > 1 and self.ep > 1 and (self.tp * self.cp) % self.ep:
+            raise SpecError(
+                f"every={self.every} and ep={self.ep} exclude each other: experts that replicas share are trained in "
+                "every step; take ep=1, or one that divides tp x cp"
+            )
+        if self.method != "none":
+            (method_of if self.sharding == "none" else shard_method_of)(self.method)
         if self.batch % (self.dp * self.micro):
             raise SpecError(
                 f"a batch of {self.batch} is not made of micro-batches of {self.micro} on {self.dp} data-parallel "
@@ -126,7 +145,10 @@ class ParallelLayout:
         axes += [f"{name}={size}" for name, size in (("cp", self.cp), ("ep", self.ep)) if size > 1]
         axes += [f"micro={self.micro}"]
         axes += [f"interleave={self.interleave}"] if self.interleave > 1 else []
-        return " ".join([*axes, f"sharding={self.sharding}", f"recompute={self.recompute}"])
+        kinds = [f"sharding={self.sharding}", f"recompute={self.recompute}"]
+        kinds += [f"method={self.method}"] if self.method != "none" else []
+        kinds += [f"every={self.every}"] if self.every > 1 else []
+        return " ".join([*axes, *kinds])
 
     def require(self, model: Transformer, on: Hardware) -> None:
         """Refuse a layout that the model or the nodes cannot have.
@@ -153,6 +175,18 @@ class ParallelLayout:
             return f"cp={self.cp} does not divide a sequence of {model.sequence} into two parts for each rank"
         if self.sharding in ("gradients", "parameters") and self.pp > 1:
             return f"sharding={self.sharding} would send in every micro-batch of a pipeline"
+        return self._unserved()
+
+    def _unserved(self) -> str | None:
+        """Why the method cannot serve the ranks that hold copies."""
+        if self.method == "none":
+            return None
+        sizes = {self.dp if self.every > 1 else self.replicas, self.expert_replicas}
+        try:
+            for size in sizes - {1}:
+                method_of(self.method).require_ranks(size)
+        except CompositionError as error:
+            return str(error)
         return None
 
     @property

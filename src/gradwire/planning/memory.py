@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from gradwire.planning.gradients import BUFFER_BYTES
 from gradwire.planning.layout import ParallelLayout
+from gradwire.planning.replicas import StageParameters, data_groups, stage_parameters, traffic_of
 from gradwire.planning.transformer import Transformer
 
 RUNTIME_BYTES = 6e9
@@ -14,10 +16,20 @@ FRAGMENTATION = 0.1
 OPTIMIZER_BYTES = 12
 """Of a parameter: its float32 copy and Adam's two moments."""
 PARAMETER_BYTES = 2
+GLOBAL_COPY_BYTES = 4
+"""Of a parameter: what replicas agreed on when they were last averaged."""
 
 
 class DeviceMemory(NamedTuple):
-    """Bytes that the fullest GPU of a layout needs, by kind."""
+    """Bytes that the fullest GPU of a layout needs, by kind.
+
+    Attributes:
+        parameters, gradients, optimizer: state of training.
+        activations: kept until the backward pass.
+        working: what one layer and the loss need while they are computed.
+        runtime: of the software itself.
+        method: what a method for gradients holds, and the copies that averaged replicas keep.
+    """
 
     parameters: float
     gradients: float
@@ -25,31 +37,12 @@ class DeviceMemory(NamedTuple):
     activations: float
     working: float
     runtime: float
+    method: float = 0.0
 
     @property
     def total(self) -> float:
         """All of them."""
         return sum(self)
-
-
-class StageParameters(NamedTuple):
-    """Parameters of one stage on one rank."""
-
-    dense: float
-    expert: float
-
-
-def stage_parameters(model: Transformer, layout: ParallelLayout) -> StageParameters:
-    """Return the parameters that a rank of the first or last stage holds; embeddings are split over `tp`."""
-    share, t = 1 / layout.pp, layout.tp
-    dense_layers = model.layers - model.expert_layers
-    dense = model.layers * model.attention_parameters + dense_layers * model.dense_parameters
-    dense += model.expert_layers * model.shared_parameters
-    ends = 1 if layout.pp > 1 or model.tied else 2
-    experts = model.expert_layers * model.experts * model.expert_parameters
-    return StageParameters(
-        (dense * share + ends * model.embedding_parameters) / t, experts * share / layout.expert_split
-    )
 
 
 def device_memory(model: Transformer, layout: ParallelLayout) -> DeviceMemory:
@@ -94,7 +87,20 @@ def _stage_memory(model: Transformer, layout: ParallelLayout, last: bool) -> Dev
         activations=kept * (1 + FRAGMENTATION),
         working=working * (1 + FRAGMENTATION),
         runtime=RUNTIME_BYTES,
+        method=_method_bytes(model, layout, held),
     )
+
+
+def _method_bytes(model: Transformer, layout: ParallelLayout, held: StageParameters) -> float:
+    """States of a method and the buffers of its gradients; averaged replicas keep the last average too."""
+    kept = 0.0
+    for group in data_groups(model, layout, held):
+        if group.size == 1 or (layout.method == "none" and layout.every == 1):
+            continue
+        if layout.every > 1:
+            kept += group.parameters * GLOBAL_COPY_BYTES
+        kept += group.parameters * (BUFFER_BYTES + traffic_of(layout, group).state_bytes)
+    return kept
 
 
 class LayerActivations(NamedTuple):

@@ -6,7 +6,10 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from gradwire.core.axis import Axis
+from gradwire.core.collective import AllGather, AllReduce, AllToAll, Collective
 from gradwire.core.errors import SpecError
+from gradwire.core.messages import SendRecv
 from gradwire.planning.hardware import Hardware
 
 TILE = 128 * 256
@@ -110,15 +113,15 @@ class ReachedRates(NamedTuple):
         latency = hops + math.ceil(math.log2(inside)) * self.hardware.node_latency_s
         return (size - 1) / size * nbytes / rate + messages * latency
 
-    def all_reduce_s(self, nbytes: float, size: int, stride: int) -> float:
-        """Seconds of an all-reduce of `nbytes`: 2 (n - 1)/n of them, and the latency of a tree."""
+    def all_reduce_s(self, nbytes: float, size: int, stride: int, messages: float = 1) -> float:
+        """Seconds of all-reduces of `nbytes`: 2 (n - 1)/n of them, and for each message the latency of a tree."""
         if size == 1:
             return 0.0
         rate, latency = self.link(size, stride)
-        return 2 * (size - 1) / size * nbytes / rate + 2 * math.ceil(math.log2(size)) * latency
+        return 2 * (size - 1) / size * nbytes / rate + messages * 2 * math.ceil(math.log2(size)) * latency
 
-    def all_to_all_s(self, nbytes: float, size: int, stride: int) -> float:
-        """Seconds of an all-to-all of `nbytes` on each rank, in and between nodes at the same time."""
+    def all_to_all_s(self, nbytes: float, size: int, stride: int, messages: float = 1) -> float:
+        """Seconds of all-to-alls of `nbytes` on each rank, in and between nodes at the same time."""
         if size == 1:
             return 0.0
         inside = max(1, min(size, self.hardware.node // stride))
@@ -126,7 +129,39 @@ class ReachedRates(NamedTuple):
         network = self.hardware.network_gbit_per_s * 1e9 / 8 * self.reached.links
         here, away = nbytes * (inside - 1) / size, nbytes * (size - inside) / size
         latency = self.hardware.node_latency_s if inside == size else self.hardware.network_latency_s
-        return max(here / node, away / network) + math.ceil(math.log2(size)) * latency
+        return max(here / node, away / network) + messages * math.ceil(math.log2(size)) * latency
+
+    def collective_s(
+        self, request: Collective, size: int, stride: int = 1, nbytes: float | None = None, messages: float = 1
+    ) -> float:
+        """Seconds of what a program asks for.
+
+        Args:
+            request: what, on the axis of the group that it names, or on the whole group.
+            size, stride: of the group.
+            nbytes: that this rank hands over, in all messages; None: those of the request, in one.
+            messages: that follow each other.
+
+        Raises:
+            SpecError: a kind of collective, or an axis, whose time is not known.
+        """
+        if isinstance(request.axis, Axis):
+            size, stride = request.axis.size, request.axis.stride * stride
+        elif request.axis is not None:
+            raise SpecError(f"the time of {request.axis} is not known: name nodes of one size, such as node=8")
+        nbytes = request.nbytes if nbytes is None else nbytes
+        match request:
+            case AllReduce():
+                return self.all_reduce_s(nbytes, size, stride, messages)
+            case AllGather():
+                return self.gather_s(size * nbytes, size, stride, messages)
+            case AllToAll():
+                return self.all_to_all_s(nbytes, size, stride, messages)
+            case SendRecv():
+                rate, latency = self.link(size, stride)
+                return nbytes / rate + messages * latency
+            case _:
+                raise SpecError(f"the time of {type(request).__name__} is not known: take another method")
 
     def send_s(self, nbytes: float, stride: int) -> float:
         """Seconds of `nbytes` to the rank that is `stride` further on."""

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import product
+from typing import NamedTuple
 
 from gradwire.core.errors import SpecError
-from gradwire.core.figures import spoken_seconds
+from gradwire.planning.gradients import method_of, shard_method_of
 from gradwire.planning.hardware import Hardware
 from gradwire.planning.layout import ParallelLayout, divisors
-from gradwire.planning.memory import DeviceMemory, device_memory
+from gradwire.planning.memory import device_memory
 from gradwire.planning.rates import Efficiencies
-from gradwire.planning.step_time import StepTime, step_time
+from gradwire.planning.reasons import Neighbour, PlannedLayout, helps, neighbours
+from gradwire.planning.step_time import step_time
 from gradwire.planning.transformer import Transformer
 
 MICRO_BATCHES = (1, 2, 4, 8, 16)
@@ -25,23 +27,6 @@ MOST = 65_536
 """GPUs up to which the search says how many a model would fit on."""
 KINDS = (("optimizer", "none"), ("optimizer", "full"), ("parameters", "none"), ("parameters", "full"))
 """What is sharded and recomputed, together: fused attention leaves nothing for selective recomputation to save."""
-
-
-@dataclass(frozen=True)
-class PlannedLayout:
-    """A layout with what it needs and takes."""
-
-    layout: ParallelLayout
-    memory: DeviceMemory
-    time: StepTime
-
-
-@dataclass(frozen=True)
-class Neighbour:
-    """A layout that differs from the best in one thing, and why it lost."""
-
-    change: str
-    why: str
 
 
 @dataclass(frozen=True)
@@ -96,6 +81,9 @@ def plan(
     batch: int,
     reached: Efficiencies | None = None,
     show: int = 5,
+    methods: Sequence[str] = ("none",),
+    every: Sequence[int] = (1,),
+    suits: Callable[[ParallelLayout], bool] | None = None,
 ) -> ScalingPlan:
     """Search the layouts of a model on `gpus` GPUs for those that take the least time and fit into memory.
 
@@ -109,9 +97,14 @@ def plan(
         batch: samples of a step.
         reached: fractions of the hardware's rates; None: those that were fitted.
         show: how many layouts to return.
+        methods: specs by which data-parallel gradients may be sent. All but "none" change what is trained.
+        every: after how many steps replicas may be averaged. All but 1 change what is trained; replicas then share
+            nothing, so the whole optimizer is on each.
+        suits: which layouts may be taken, such as `written_by("deepspeed")`; None: all.
 
     Raises:
-        SpecError: numbers that make no cluster or no batch, and a model that fits nowhere, with what would make it fit.
+        SpecError: numbers that make no cluster or no batch, methods that are unknown, and a model that fits nowhere,
+            with what would make it fit.
 
     >>> from gradwire.planning import hardware, model
     >>> found = plan(model("gpt3-22b"), hardware("a100-80g"), gpus=8, batch=16)
@@ -119,10 +112,11 @@ def plan(
     (8, True)
     """
     _require_cluster(on, gpus, batch, show)
+    _require_allowed(methods, every)
     found: list[PlannedLayout] = []
     smallest: PlannedLayout | None = None
     tried = 0
-    for layout in layouts(model, on, gpus, batch):
+    for layout in filter(suits, layouts(model, on, gpus, batch, methods, every)):
         tried += 1
         memory = device_memory(model, layout)
         if memory.total > on.memory_gb * 1e9:
@@ -131,7 +125,7 @@ def plan(
             continue
         found.append(PlannedLayout(layout, memory, step_time(model, layout, on, reached)))
     if not found:
-        raise SpecError(_fits_nowhere(model, on, gpus, batch, smallest))
+        raise SpecError(_fits_nowhere(model, on, gpus, batch, smallest, suits))
     found.sort(key=lambda one: one.time.total)
     best = found[0]
     return ScalingPlan(
@@ -142,18 +136,25 @@ def plan(
         best=tuple(found[:show]),
         tried=tried,
         fitting=len(found),
-        neighbours=tuple(_neighbours(model, on, best, reached)),
-        helps=tuple(_helps(model, on, best, reached)),
+        neighbours=tuple(neighbours(model, on, best, reached, methods, every)),
+        helps=tuple(helps(model, on, best, reached)),
     )
 
 
 def scale(
-    model: Transformer, on: Hardware, first: int, last: int, batch: int, reached: Efficiencies | None = None
+    model: Transformer,
+    on: Hardware,
+    first: int,
+    last: int,
+    batch: int,
+    reached: Efficiencies | None = None,
+    methods: Sequence[str] = ("none",),
+    every: Sequence[int] = (1,),
 ) -> Iterator[tuple[int, ScalingPlan | str]]:
     """Yield plans for `first` GPUs, twice as many, and so on to `last`, each with the same batch.
 
     Args:
-        model, on, batch, reached: as for `plan`.
+        model, on, batch, reached, methods, every: as for `plan`.
         first, last: how many GPUs.
 
     Yields:
@@ -171,14 +172,22 @@ def scale(
     gpus = first
     while gpus <= last:
         try:
-            yield gpus, plan(model, on, gpus, batch, reached, show=1)
+            yield gpus, plan(model, on, gpus, batch, reached, 1, methods, every)
         except SpecError as error:
             yield gpus, str(error)
         gpus *= 2
 
 
-def layouts(model: Transformer, on: Hardware, gpus: int, batch: int) -> Iterator[ParallelLayout]:
+def layouts(
+    model: Transformer,
+    on: Hardware,
+    gpus: int,
+    batch: int,
+    methods: Sequence[str] = ("none",),
+    every: Sequence[int] = (1,),
+) -> Iterator[ParallelLayout]:
     """Yield every layout that the search looks at, whether or not it fits into memory."""
+    kinds = list(_kinds(methods, every))
     for tp, pp, cp in product(divisors(on.node), divisors(model.layers), CONTEXTS):
         if gpus % (tp * pp * cp) or (cp > 1 and model.sequence // cp < SHORTEST):
             continue
@@ -187,8 +196,10 @@ def layouts(model: Transformer, on: Hardware, gpus: int, batch: int) -> Iterator
             for micro, interleave in product(MICRO_BATCHES, divisors(model.layers // pp) if pp > 1 else [1]):
                 if batch % (dp * micro) or (interleave > 1 and batch // (dp * micro) % pp):
                     continue
-                for sharding, recompute in KINDS:
-                    if sharding == "parameters" and pp > 1:
+                for kind in kinds:
+                    if kind.sharding == "parameters" and pp > 1:
+                        continue
+                    if (kind.every > 1 and (dp == 1 or tp * cp % ep)) or (kind.method != "none" and dp * cp == 1):
                         continue
                     layout = ParallelLayout(
                         dp=dp,
@@ -199,17 +210,52 @@ def layouts(model: Transformer, on: Hardware, gpus: int, batch: int) -> Iterator
                         micro=micro,
                         batch=batch,
                         interleave=interleave,
-                        sharding=sharding,
-                        recompute=recompute,
+                        **kind._asdict(),
                     )
                     if layout.unfit(model, on) is None:
                         yield layout
+
+
+class _Kind(NamedTuple):
+    """What is sharded, recomputed and sent how often by which method."""
+
+    sharding: str
+    recompute: str
+    method: str = "none"
+    every: int = 1
+
+
+def _kinds(methods: Sequence[str], every: Sequence[int]) -> Iterator[_Kind]:
+    """With a method or with averages, gradients that are not sharded too, which save the gather of parameters."""
+    for method, steps in product(dict.fromkeys(methods), dict.fromkeys(every)):
+        whole = (("none", "none"), ("none", "full"))
+        sharded = KINDS if steps == 1 and (method == "none" or _has_shards(method)) else ()
+        for sharding, recompute in (*sharded, *(() if method == "none" and steps == 1 else whole)):
+            yield _Kind(sharding, recompute, method, steps)
+
+
+def _has_shards(method: str) -> bool:
+    try:
+        shard_method_of(method)
+    except SpecError:
+        return False
+    return True
 
 
 def _expert_axes(model: Transformer, ranks: int) -> list[int]:
     if not model.experts:
         return [1]
     return [ep for ep in divisors(model.experts) if ranks % ep == 0]
+
+
+def _require_allowed(methods: Sequence[str], every: Sequence[int]) -> None:
+    if not methods or not every:
+        raise SpecError("the search needs a method and a number of steps: leave methods and every out, or name some")
+    for method in methods:
+        method_of(method)
+    for steps in every:
+        if isinstance(steps, bool) or steps < 1:
+            raise SpecError(f"every={steps} is below 1: write after how many steps replicas are averaged, or 1")
 
 
 def _require_cluster(on: Hardware, gpus: int, batch: int, show: int) -> None:
@@ -223,7 +269,14 @@ def _require_cluster(on: Hardware, gpus: int, batch: int, show: int) -> None:
         )
 
 
-def _fits_nowhere(model: Transformer, on: Hardware, gpus: int, batch: int, least: PlannedLayout | None) -> str:
+def _fits_nowhere(
+    model: Transformer,
+    on: Hardware,
+    gpus: int,
+    batch: int,
+    least: PlannedLayout | None,
+    suits: Callable[[ParallelLayout], bool] | None,
+) -> str:
     """The sentence about a model for which no layout is left."""
     if least is None:
         return (
@@ -240,77 +293,7 @@ def _fits_nowhere(model: Transformer, on: Hardware, gpus: int, batch: int, least
         if more > MOST:
             break
         for samples in (batch, batch * factor):
-            found = layouts(model, on, more, samples)
+            found = filter(suits, layouts(model, on, more, samples))
             if any(device_memory(model, layout).total <= on.memory_gb * 1e9 for layout in found):
                 return f"{message}; it fits on {more} GPUs with a batch of {samples}, or on GPUs of {need:,.0f} GB"
     return f"{message}; take GPUs with more memory or a smaller model"
-
-
-CHANGES: tuple[tuple[str, dict[str, float]], ...] = (
-    ("half the tensor parallelism, twice the data parallelism", {"tp": 0.5, "dp": 2}),
-    ("twice the tensor parallelism, half the data parallelism", {"tp": 2, "dp": 0.5}),
-    ("half the stages, twice the data parallelism", {"pp": 0.5, "dp": 2}),
-    ("twice the stages, half the data parallelism", {"pp": 2, "dp": 0.5}),
-    ("half the stages, twice the tensor parallelism", {"pp": 0.5, "tp": 2}),
-    ("twice the stages, half the tensor parallelism", {"pp": 2, "tp": 0.5}),
-    ("twice the micro-batch", {"micro": 2}),
-    ("half the micro-batch", {"micro": 0.5}),
-    ("twice the interleaving", {"interleave": 2}),
-    ("half the interleaving", {"interleave": 0.5}),
-    ("twice the context parallelism, half the data parallelism", {"cp": 2, "dp": 0.5}),
-    ("twice the expert parallelism", {"ep": 2}),
-    ("half the expert parallelism", {"ep": 0.5}),
-)
-"""One step away from a layout, as factors of its sizes."""
-
-
-def _neighbours(
-    model: Transformer, on: Hardware, best: PlannedLayout, reached: Efficiencies | None
-) -> Iterator[Neighbour]:
-    """Each layout one step away from the best, and why it is not that."""
-    for says, factors in CHANGES:
-        sizes = {name: getattr(best.layout, name) * factor for name, factor in factors.items()}
-        if any(size != int(size) or size < 1 for size in sizes.values()):
-            continue
-        if ("ep" in factors and not model.experts) or ("interleave" in factors and best.layout.pp == 1):
-            continue
-        yield Neighbour(says, _why(model, on, best, {name: int(size) for name, size in sizes.items()}, reached))
-    other = "full" if best.layout.recompute == "none" else "none"
-    yield Neighbour(f"recompute={other}", _why(model, on, best, {"recompute": other}, reached))
-
-
-def _why(
-    model: Transformer, on: Hardware, best: PlannedLayout, changes: dict[str, int | str], reached: Efficiencies | None
-) -> str:
-    try:
-        layout = replace(best.layout, **changes)  # pyright: ignore[reportArgumentType]
-    except SpecError as error:
-        return f"impossible: {error}"
-    if why := layout.unfit(model, on):
-        return f"impossible: {why}"
-    memory = device_memory(model, layout)
-    if memory.total > on.memory_gb * 1e9:
-        return f"does not fit: {memory.total / 1e9:,.0f} GB of {on.memory_gb:g}"
-    time = step_time(model, layout, on, reached)
-    slower = time.total - best.time.total
-    if slower <= 0:
-        return "takes as long"
-    more, worst = max((now - before, name) for name, now, before in zip(time._fields, time, best.time, strict=True))
-    return f"{spoken_seconds(slower)} slower: {worst} takes {spoken_seconds(more)} more"
-
-
-def _helps(
-    model: Transformer, on: Hardware, best: PlannedLayout, reached: Efficiencies | None
-) -> list[tuple[str, float]]:
-    """Seconds that better hardware would save with the same layout."""
-    kinds = (
-        ("twice the rate of matrix products", {"peak_tflops": 2 * on.peak_tflops}),
-        ("twice the rate of the GPUs' memory", {"memory_gb_per_s": 2 * on.memory_gb_per_s}),
-        ("links of twice the rate in a node", {"node_gb_per_s": 2 * on.node_gb_per_s}),
-        ("links of twice the rate between nodes", {"network_gbit_per_s": 2 * on.network_gbit_per_s}),
-    )
-    saved = [
-        (says, best.time.total - step_time(model, best.layout, replace(on, **changes), reached).total)
-        for says, changes in kinds
-    ]
-    return sorted(saved, key=lambda pair: -pair[1])

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from gradwire.planning.data import data_time
 from gradwire.planning.hardware import Hardware
 from gradwire.planning.layer import Pass, layer_times
 from gradwire.planning.layout import ParallelLayout
-from gradwire.planning.memory import stage_parameters
 from gradwire.planning.rates import Efficiencies, ReachedRates
+from gradwire.planning.replicas import stage_parameters
 from gradwire.planning.transformer import Transformer
 
 JITTER = 0.01
@@ -31,6 +32,7 @@ class StepTime(NamedTuple):
         bubble: waiting for the pipeline to fill and to drain, and for its slowest stage.
         host: waiting for the host that starts kernels.
         data: exposed messages of gradients and parameters.
+        coding: of gradients by a method, and decoding.
         optimizer: reading and writing parameters, gradients and moments.
         stragglers: waiting for the slowest node.
     """
@@ -46,6 +48,7 @@ class StepTime(NamedTuple):
     bubble: float
     host: float
     data: float
+    coding: float
     optimizer: float
     stragglers: float
 
@@ -90,10 +93,10 @@ def step_time(
     m = layout.micro_batches
     mean = stage + (loss_forward.total + loss_backward.total) / layout.pp
     bubble = (layout.pp - 1) / layout.interleave * mean + m * max(0.0, slowest - mean)
-    data = _data_s(model, layout, machine, forward.total, backward.total + recomputed.total)
+    data = data_time(model, layout, machine, forward.total, backward.total + recomputed.total)
     optimizer = _optimizer_s(model, layout, machine)
     nodes = math.ceil(layout.gpus / on.node)
-    computing = m * (busy.total + recomputed.total) + optimizer
+    computing = m * (busy.total + recomputed.total) + data.coding + optimizer
     return StepTime(
         products=m * busy.products,
         attention=m * busy.attention,
@@ -105,7 +108,8 @@ def step_time(
         pipeline=m * transfer,
         bubble=bubble,
         host=m * host,
-        data=data,
+        data=data.exposed,
+        coding=data.coding,
         optimizer=optimizer,
         stragglers=computing * JITTER * math.sqrt(2 * math.log(nodes)),
     )
@@ -129,45 +133,6 @@ def _transfer_s(model: Transformer, layout: ParallelLayout, machine: ReachedRate
         return 0.0
     nbytes = 2 * layout.micro * model.sequence / layout.cp * model.hidden / layout.tp
     return 2 * layout.interleave * machine.send_s(nbytes, layout.gpus // layout.pp)
-
-
-def _data_s(
-    model: Transformer, layout: ParallelLayout, machine: ReachedRates, forward_s: float, backward_s: float
-) -> float:
-    """What gradients and parameters add to a step.
-
-    Where they overlap, gradients are sent during the backward pass of the last micro-batch, and parameters are gathered
-    during the forward pass of the first. Sharded parameters are gathered for both passes of each micro-batch, and
-    gradients sharded during accumulation are sent in each.
-    """
-    held = stage_parameters(model, layout)
-    groups = [(held.dense, layout.replicas, layout.tp)]
-    if held.expert:
-        groups.append((held.expert, layout.expert_replicas, layout.expert_split))
-    layers = model.layers / layout.pp  # each of which is a message
-    scatter = sum(
-        machine.gather_s(layout.gradient_bytes * count, size, stride, layers) for count, size, stride in groups
-    )
-    gather = sum(machine.gather_s(2 * count, size, stride, layers) for count, size, stride in groups)
-    m = layout.micro_batches
-    if layout.sharding == "parameters":
-        sent, hidden = [m * gather, m * (gather + scatter)], [m * forward_s, m * backward_s]
-    elif layout.sharding == "gradients":
-        sent, hidden = [gather, m * scatter], [forward_s, m * backward_s]
-    elif layout.sharding == "optimizer":
-        sent, hidden = [gather, scatter], [forward_s, backward_s]
-    else:
-        sizes = [(layout.gradient_bytes * count, size, stride) for count, size, stride in groups]
-        sent, hidden = [sum(machine.all_reduce_s(*group) for group in sizes)], [backward_s]
-    tied = 0.0
-    if model.tied and layout.pp > 1:  # the first and the last stage add up their gradients of the shared embedding
-        nbytes = layout.gradient_bytes * model.embedding_parameters / layout.tp
-        tied = machine.all_reduce_s(nbytes, 2, layout.gpus - layout.gpus // layout.pp)
-    if not layout.overlap:
-        return sum(sent) + tied
-    # the last layer's gradients, and the first one's parameters, have nothing to hide behind
-    left = layout.pp / model.layers
-    return tied + sum(max(left * each, each - behind) for each, behind in zip(sent, hidden, strict=True))
 
 
 def _optimizer_s(model: Transformer, layout: ParallelLayout, machine: ReachedRates) -> float:
