@@ -11,6 +11,7 @@ import socket
 import sys
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Literal
 
@@ -188,6 +189,23 @@ class Network:
         """
         self._host(0).limit(self._links.lifted())
         self._lifted = True
+
+    def change_rate(self, rate: str | Sequence[str] | None) -> None:
+        """Give the hosts' links other rates while they are in use, as a line that others begin to share.
+
+        Args:
+            rate: as of `Network`.
+
+        Raises:
+            ValueError: a rate that cannot be read, or another number of rates than there are hosts.
+            NetworkError: the network does not exist, or is one of paced sockets, whose ranks read their pace once.
+        """
+        links = replace(self._links, rates_bits_per_s=_rates(self.hosts, rate))
+        host = self._host(0)
+        if self.mode == "paced":
+            raise NetworkError("paced sockets keep their rate: another one needs a network of mode root or user")
+        host.limit(links)
+        self._links, self.rate, self._lifted = links, rate, False
 
     def limit(self) -> None:
         """Have the links as they were before `lift`; nothing to do where they are."""

@@ -1,0 +1,252 @@
+"""Are steps predicted as they are measured, and does `auto` choose well? `python benchmarks/choosing.py [--save]`.
+
+On emulated hosts of each number and rate, in one run and in turn: DDP that sends nothing, which tells what a step
+computes, each method, and `auto` of each class that loses something. Printed for each cell are
+
+- the measured step of each method by the predicted one (`gradwire.choosing.Demand.beside`, of computing, of coding that
+  is measured on all ranks at the same time, and of the link as the session times it);
+- what `auto` took, its step by that of the best candidate of its class, and by that of `none`.
+
+A cell counts where a bare all-reduce reaches 90% of the link's rate. With `--changing` the rate falls to the second one
+and rises again while `auto` trains, and printed is how many steps later it has chosen again, and whether all ranks have
+the same parameters.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire
+from common import save_result
+from gradwire import kernels
+from gradwire.choosing import ACCURACIES, allowed, coding_s, demand
+from gradwire.choosing.automatic import wire_link
+from gradwire.core.rates import parse_rate
+from gradwire.network import Network
+from gradwire.overlap import Stopwatch
+from gradwire.ranks.supervised import run_function
+from gradwire.session.automatic import CHOOSES_AFTER
+from gradwire.tasks.builtin import make_task
+
+CANDIDATES = [candidate.spec for candidate in allowed("bold")]
+OTHERS = ["bf16", "int8", "topk:0.01", "sign", "powersgd:2", "qsgd:4"]
+AUTO = ["auto:safe", "auto:bold"]
+FLOOR = "torch.noop"
+COUNTS = 0.9
+"""Of the link's rate, which a bare all-reduce must reach for a cell to count."""
+NEAR, NO_WORSE = 1.10, 1.05
+"""What a step under `auto` may take at most, by that of the best candidate and by that of `none`."""
+
+
+class Training:
+    """Steps of a task under a method, on a model of its own."""
+
+    def __init__(self, task: str, method: str) -> None:
+        self.task = make_task(task, 0)
+        self.ddp = DistributedDataParallel(self.task.model)
+        self.session: Any = None
+        if method == FLOOR:
+            self.ddp.register_comm_hook(None, _sends_nothing)
+        else:
+            self.session = gradwire.attach(self.ddp, method)
+        self.optimizer = self.task.optimizer(self.ddp.parameters())
+        self._batch = self.task.batch(0, dist.get_rank(), dist.get_world_size())
+
+    def step(self) -> None:
+        """Train a step, always on the same batch: what data costs is the same under all methods."""
+        inputs, targets = self._batch
+        self.optimizer.zero_grad(set_to_none=True)
+        self.task.loss(self.ddp(inputs), targets).backward()
+        self.optimizer.step()
+
+    def close(self) -> None:
+        """Communicate no more."""
+        if self.session is not None:
+            self.session.close()
+
+
+def _sends_nothing(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done
+
+
+def on_rank(rank: int, world_size: int, task: str, methods: list[str], rounds: int, stretch: int) -> dict[str, Any]:
+    """Measure and predict one cell."""
+    torch.set_num_threads(1)
+    kernels.warm_up()
+    group = dist.group.WORLD
+    assert isinstance(group, dist.ProcessGroup)
+    watch, device = Stopwatch(group, torch.device("cpu")), torch.device("cpu")
+    trainings = {name: Training(task, name) for name in (FLOOR, *methods, *AUTO)}
+    model = trainings[FLOOR].task.model
+    first = next(each.session for each in trainings.values() if each.session is not None)
+    times = first.timed_link()
+    assert times is not None
+    link = wire_link(times, world_size)
+    for name in AUTO:
+        for _ in range(CHOOSES_AFTER + 1):
+            trainings[name].step()
+    found = watch.interleaved({name: each.step for name, each in trainings.items()}, rounds, stretch, untimed=1)
+    floor_s = found.median_s(FLOOR)
+    predicted = dict[str, dict[str, float]]()
+    for name in methods:
+        dist.barrier()
+        coded = torch.tensor(coding_s(name, model, world_size), dtype=torch.float64, device=device)
+        dist.all_reduce(coded, dist.ReduceOp.MAX)
+        predicted[name] = _parts(demand(name, model, world_size, link, coding_s=float(coded)).beside(floor_s))
+    steps = {name: found.median_s(name) for name in trainings}
+    chosen = {name: trainings[name].session.automatic.choices[-1].spec for name in AUTO}
+    for each in trainings.values():
+        each.close()
+    return {
+        "steps_s": steps,
+        "predicted": predicted,
+        "chosen": chosen,
+        "bare_bits_per_s": _bare_rate(model, world_size),
+    }
+
+
+def _parts(forecast: Any) -> dict[str, float]:
+    named = ("compute_s", "coding_s", "sending_s", "hidden_s")
+    return {name: getattr(forecast, name) for name in named} | {"step_s": forecast.step_s}
+
+
+def _bare_rate(model: nn.Module, world_size: int) -> float:
+    """Bits a second that a rank sends in an all-reduce of all gradients at once; the quickest of three."""
+    flat, taken = torch.zeros(sum(p.numel() for p in model.parameters())), list[float]()
+    for _ in range(3):
+        dist.barrier()
+        began = time.perf_counter()
+        dist.all_reduce(flat)
+        taken.append(time.perf_counter() - began)
+    return 8 * 2 * (world_size - 1) / world_size * flat.nbytes / min(taken)
+
+
+def changing(rank: int, world_size: int, task: str, method: str, every: int) -> dict[str, Any]:
+    """Train while the rate changes: after `every` steps, and back after as many again."""
+    torch.set_num_threads(1)
+    kernels.warm_up()
+    training = Training(task, method)
+    times = list[float]()
+    for step in range(3 * every):
+        if step and step % every == 0:
+            dist.barrier()
+            if rank == 0:
+                print("CHANGE", step // every, flush=True)
+            time.sleep(1.0)
+            dist.barrier()
+        began = time.perf_counter()
+        training.step()
+        times.append(time.perf_counter() - began)
+    flat = torch.cat([parameter.detach().flatten() for parameter in training.ddp.parameters()])
+    others = [torch.empty_like(flat) for _ in range(world_size)]
+    dist.all_gather(others, flat)
+    choices = [(each.step, each.spec, each.why) for each in training.session.automatic.choices]
+    training.close()
+    return {
+        "choices": choices,
+        "alike": all(torch.equal(flat, other) for other in others),
+        "median_step_s": [statistics.median(times[i * every + every // 2 : (i + 1) * every]) for i in range(3)],
+    }
+
+
+def cell(told: argparse.Namespace, hosts: int, rate: str) -> dict[str, Any]:
+    """Measure a cell and print it."""
+    options = {"task": told.task, "methods": told.methods, "rounds": told.rounds, "stretch": told.stretch}
+    with Network(hosts, rate) as network:
+        found = run_function(f"{__file__}:on_rank", hosts, options, told.deadline, network=network)[0]
+    found["counts"] = found["bare_bits_per_s"] >= COUNTS * parse_rate(rate)
+    measured, predicted = found["steps_s"], found["predicted"]
+    note = "" if found["counts"] else f", does not count: bare {found['bare_bits_per_s'] / 1e6:.0f} Mbit/s"
+    print(f"{hosts} hosts, {rate}, computing {1e3 * measured[FLOOR]:.0f} ms{note}")
+    for name in told.methods:
+        ratio = measured[name] / predicted[name]["step_s"]
+        said = ", ".join(f"{part[:-2]} {1e3 * value:.0f}" for part, value in predicted[name].items())
+        print(f"  {name:24} {1e3 * measured[name]:8.1f} ms, {ratio:.2f} of the predicted {said}")
+    for name in AUTO:
+        candidates = [each.spec for each in allowed(name.partition(":")[2]) if each.spec in measured]
+        best = min(candidates, key=lambda spec: measured[spec])
+        by_best, by_none = measured[name] / measured[best], measured[name] / measured["none"]
+        found[name] = {"took": found["chosen"][name], "best": best, "by_best": by_best, "by_none": by_none}
+        print(f"  {name:24} took {found['chosen'][name]}: {by_best:.2f} of {best}, {by_none:.2f} of none")
+    return found
+
+
+def summary(cells: list[dict[str, Any]], methods: list[str]) -> dict[str, Any]:
+    """What all cells that count say together."""
+    counted = [each for each in cells if each["counts"]]
+    errors = [abs(each["predicted"][m]["step_s"] / each["steps_s"][m] - 1) for each in counted for m in methods]
+    found: dict[str, Any] = {"cells": len(cells), "counted": len(counted)}
+    if errors:
+        found["median_error"], found["worst_error"] = statistics.median(errors), max(errors)
+        said = f"off by {found['median_error']:.1%} in the median and {found['worst_error']:.0%} at most"
+        print(f"{len(counted)} of {len(cells)} cells count: predictions are {said}")
+    for name in AUTO if counted else ():
+        near = sum(each[name]["by_best"] <= NEAR for each in counted)
+        worst = max(each[name]["by_none"] for each in counted)
+        found[name] = {"near_the_best": near, "worst_by_none": worst}
+        said = f"{near} of {len(counted)}, at most {worst:.2f} of none"
+        print(f"{name}: within {NEAR - 1:.0%} of its best candidate in {said}")
+    return found
+
+
+def run_changing(told: argparse.Namespace) -> dict[str, Any]:
+    """Have the rate change under way, and print what `auto` does."""
+    high, low = told.changing
+    rates = {"CHANGE 1": low, "CHANGE 2": high}
+    with Network(told.hosts[0], high) as network:
+
+        def on_line(rank: int, line: str) -> None:
+            if (rate := rates.get(line.strip())) is not None:
+                network.change_rate(rate)
+
+        options = {"task": told.task, "method": told.auto, "every": told.every}
+        found = run_function(
+            f"{__file__}:changing", told.hosts[0], options, told.deadline, network=network, on_line=on_line
+        )
+    print(f"{told.auto} at {high}, {low} from step {told.every} on, {high} from step {2 * told.every} on:")
+    for step, spec, why in found[0]["choices"]:
+        print(f"  from step {step:4} on {spec}: {why}")
+    print(f"  parameters are {'alike' if all(each['alike'] for each in found) else 'NOT ALIKE'} on all ranks")
+    return found[0]
+
+
+def main() -> None:
+    """Measure and print; with --save write a dated result file."""
+    shape: Callable[..., Any] = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=shape)
+    parser.add_argument("--task", default="bytes")
+    parser.add_argument("--hosts", nargs="+", type=int, default=[2, 4])
+    parser.add_argument("--rates", nargs="+", default=["20mbit", "100mbit", "500mbit", "2gbit"])
+    parser.add_argument("--methods", nargs="+", default=[*CANDIDATES, *OTHERS])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--stretch", type=int, default=3)
+    parser.add_argument("--changing", nargs=2, metavar="RATE", help="of these two rates: 500mbit 20mbit")
+    parser.add_argument("--auto", default="auto:bold", choices=[f"auto:{name}" for name in ACCURACIES])
+    parser.add_argument("--every", type=int, default=120, help="steps between two changes of the rate")
+    parser.add_argument("--deadline", type=float, default=900.0)
+    parser.add_argument("--save", action="store_true", help="write a dated file into benchmarks/results")
+    told = parser.parse_args()
+    if told.changing:
+        result = {"changing": run_changing(told), "rates": told.changing, "hosts": told.hosts[0], "every": told.every}
+        name = "choosing_changing"
+    else:
+        cells = {f"{hosts} hosts {rate}": cell(told, hosts, rate) for hosts in told.hosts for rate in told.rates}
+        result = {"cells": cells, "summary": summary(list(cells.values()), told.methods)}
+        name = "choosing"
+    if told.save:
+        print("wrote", save_result(name, {"task": told.task} | result))
+
+
+if __name__ == "__main__":
+    main()
