@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
@@ -55,7 +56,7 @@ class Training:
         self.ddp = DistributedDataParallel(self.task.model)
         self.session: Any = None
         if method == FLOOR:
-            self.ddp.register_comm_hook(None, _sends_nothing)
+            self.ddp.register_comm_hook(None, noop_hook)
         else:
             self.session = gradwire.attach(self.ddp, method)
         self.optimizer = self.task.optimizer(self.ddp.parameters())
@@ -72,12 +73,6 @@ class Training:
         """Communicate no more."""
         if self.session is not None:
             self.session.close()
-
-
-def _sends_nothing(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    done.set_result(bucket.buffer())
-    return done
 
 
 def on_rank(rank: int, world_size: int, task: str, methods: list[str], rounds: int, stretch: int) -> dict[str, Any]:
