@@ -206,6 +206,7 @@ def test_one_peer_after_the_other_averages_exactly() -> None:
 
 
 @pytest.mark.parametrize("on", [DIRECTED, OnePeerExponential(6)], ids=str)
+@pytest.mark.draw(1)
 def test_local_steps_of_pushing_ranks_count_alike(on: Graph) -> None:
     """Each rank pulls to a point of its own. Where ranks rest, their pulls add up to nothing: at the mean of points."""
     points, ranks = starts(on.ranks), virtual(on, SGP())
@@ -275,6 +276,7 @@ def _coded(codec: Codec, x: Tensor, key: Key) -> Tensor:
 
 
 @pytest.mark.parametrize(("spec", "gamma", "tenfold"), CODECS)
+@pytest.mark.draw(3)
 def test_choco_comes_to_the_mean_at_a_linear_rate(spec: str, gamma: float, tenfold: int) -> None:
     """In every `tenfold` rounds ranks come ten times nearer to each other: five times over, and at the mean."""
     ranks, xs = virtual(Ring(8), CHOCO(spec, gamma)), starts(8)
@@ -286,6 +288,7 @@ def test_choco_comes_to_the_mean_at_a_linear_rate(spec: str, gamma: float, tenfo
 
 
 @pytest.mark.parametrize(("spec", "gamma", "tenfold"), CODECS)
+@pytest.mark.draw(3)
 def test_mixing_compressed_models_without_memory_does_not(spec: str, gamma: float, tenfold: int) -> None:
     """x_i += gamma sum_j W[i, j] (C(x_j) - C(x_i)), for as many rounds: it stops at what the codec loses."""
     codec, (matrix,), xs = as_codec(CHOCO(spec, gamma).codec), Ring(8).matrices, torch.stack(starts(8))

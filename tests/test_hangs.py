@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from framework_runs import SETTINGS
 from gradwire.core.rank_files import rank_file
 from gradwire.flight import stacks_of
 from gradwire.flight.record import read_record
+from gradwire.ranks.rank_main import load
 from gradwire.ranks.supervised import RankFailure, run_function
 
 ROOT = Path(__file__).parent.parent
@@ -24,10 +24,9 @@ SEEDS = (0, 1, 2)
 
 
 @pytest.fixture
-def hangs(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The script of the benchmarks, which has the trials."""
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    return importlib.import_module("hangs")
+def hangs() -> ModuleType:
+    """The script of the benchmarks, which has the trials. A longer path for imports would want warm processes anew."""
+    return sys.modules[load(f"{ROOT / 'benchmarks' / 'hangs.py'}:run_at_once").__module__]
 
 
 def test_the_rank_at_fault_is_named_with_its_stack_in_time(hangs: ModuleType) -> None:

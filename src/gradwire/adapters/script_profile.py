@@ -51,7 +51,11 @@ class ScriptProfile:
     @contextlib.contextmanager
     def watching(self) -> Generator[None]:
         """End the profile before the script ends its process group, or with the script."""
-        with told(Told(dist, "destroy_process_group", before=lambda *_, **__: self.end())):
+
+        def ends(*_: object, **__: object) -> None:
+            self.end()
+
+        with told(Told(dist, "destroy_process_group", before=ends)):
             try:
                 yield
             except BaseException as error:

@@ -101,7 +101,7 @@ def _named(names: Mapping[str, Any], wanted: Mapping[int, _Replacement]) -> list
 
 def _namespaces() -> list[dict[str, Any]]:
     """The names of all modules that are neither PyTorch's nor gradwire's."""
-    found = list(sys.modules.items())
+    found: list[tuple[str, Any]] = list(sys.modules.items())  # a script may have put anything there
     others = [module for name, module in found if name.partition(".")[0] not in ("torch", "gradwire")]
     spaces = [vars(module) for module in others if isinstance(module, ModuleType)]
     # A process that is spawned runs the script again, and gives __main__ a copy of the names that its functions have.
