@@ -292,7 +292,8 @@ def test_parameters_of_ddp_are_told_of_once(
 def test_ranks_are_started_with_the_same_options(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[Any] = []
     monkeypatch.setattr(importlib.import_module("torch.distributed.run"), "run", started.append)
-    words = ["--method", "int4", "--seed", "7", "--parameters", "int8", "--deadline", "9.0", "--no-states"]
+    words = ["--method", "int4", "--seed", "7", "--parameters", "int8", "--deadline", "9.0"]
+    words += ["--residuals", "host", "--no-states"]
     assert main(["run", *words, "--nproc", "3", EXAMPLE, "--steps", "2"]) == 0
     (given,) = started
     assert given.nproc_per_node == "3"

@@ -36,6 +36,7 @@ class ScriptWatch(NamedTuple):
         states: whether states go with the script's checkpoints.
         profile: the folder of a profile, if one is made.
         live: whether ranks tell there how the run goes.
+        residuals: where what is owed lies between steps, see `gradwire.attach`.
     """
 
     method: str | None
@@ -45,6 +46,7 @@ class ScriptWatch(NamedTuple):
     states: bool = True
     profile: str | None = None
     live: bool = False
+    residuals: str = "device"
 
 
 class WatchedProcess:
@@ -60,7 +62,7 @@ class WatchedProcess:
     def __init__(self, watch: ScriptWatch) -> None:
         self._watch, self._started, self._unserved = watch, 0, 0
         self._rank = int(os.environ.get("RANK", "0"))
-        options = {"seed": watch.seed, "deadline_s": watch.deadline_s}
+        options = {"seed": watch.seed, "deadline_s": watch.deadline_s, "residuals": watch.residuals}
         self.unchanged = Unchanged(watch.method, self.say, parameters=watch.parameters, **options)
         self._saves = ScriptSaves(self.say) if watch.states else None
         if self._saves is not None:

@@ -60,6 +60,12 @@ def add_commands(commands: Commands) -> None:
         "--deadline", type=float, metavar="S", help="seconds after which a silent rank is an error (default: 300)"
     )
     run.add_argument(
+        "--residuals",
+        choices=("device", "host"),
+        default="device",
+        help="where what is owed lies between steps: host frees memory of a GPU (default: device)",
+    )
+    run.add_argument(
         "--records",
         type=Path,
         metavar="DIR",
@@ -130,6 +136,7 @@ def _start_ranks(arguments: argparse.Namespace) -> int:
     options += ["--live"] if arguments.live else []
     options += ["--parameters", arguments.parameters] if arguments.parameters is not None else []
     options += ["--deadline", str(arguments.deadline)] if arguments.deadline is not None else []
+    options += ["--residuals", arguments.residuals] if arguments.residuals != "device" else []
     options += [] if arguments.states else ["--no-states"]
     options += ["-m"] if arguments.module else []
     given = torchrun.parse_args(["--standalone", "--nproc-per-node", str(arguments.nproc), "-m", "gradwire"])
@@ -164,6 +171,7 @@ def _as_rank(arguments: argparse.Namespace) -> int:
         states=arguments.states,
         profile=arguments.profile,
         live=arguments.live,
+        residuals=arguments.residuals,
         **given,
     )
     watched, status = WatchedProcess(watch), OK
