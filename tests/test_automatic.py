@@ -13,6 +13,7 @@ import gradwire
 from gradwire import AttachError, Session, SpecError, StateError
 from gradwire.choosing import CANDIDATES, Demand
 from gradwire.choosing.automatic import GAIN, Chosen, StepPace, accuracy_of, decide
+from gradwire.cli.main import main
 from gradwire.core.grain import ParameterSpec
 from gradwire.core.saved_schema import CHOICES
 from gradwire.ranks.supervised import run_function
@@ -92,6 +93,16 @@ def test_what_auto_cannot_serve_is_refused_in_a_sentence() -> None:
     spec = ParameterSpec("w", (3,), torch.float32, torch.device("cuda"))
     with pytest.raises(AttachError, match="auto measures steps on the CPU, and the parameters are on cuda"):
         Automatic.of("safe", [spec], None, True, 2)
+
+
+def test_gradwire_run_reads_auto_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, said in (
+        (["--method", "auto:save"], "'save' is no class of accuracy: did you mean 'safe'"),
+        (["--method", "auto", "--parameters", "int8"], "--parameters is for models of fully_shard"),
+        (["--method", "auto:bold"], "there is no script nowhere.py"),
+    ):
+        assert main(["run", *words, "nowhere.py"]) == 2
+        assert said in capsys.readouterr().err
 
 
 def test_one_rank_stays_with_none_and_a_save_tells_choices(one_rank: None) -> None:

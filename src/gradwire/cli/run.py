@@ -95,6 +95,7 @@ class _Script(argparse.Action):
 def run_script(arguments: argparse.Namespace, _: Console) -> int:
     """`gradwire run --method SPEC [--nproc N] SCRIPT ...`."""
     from gradwire.adapters.fsdp2.gather import parameter_codec
+    from gradwire.choosing.automatic import accuracy_of
     from gradwire.core.errors import SpecError
     from gradwire.flight.record import VARIABLE
     from gradwire.spec import for_shards
@@ -105,7 +106,10 @@ def run_script(arguments: argparse.Namespace, _: Console) -> int:
         raise SpecError("--live goes with --profile DIR, the folder that gradwire watch is given")
     if arguments.method is None and arguments.parameters is not None:
         raise SpecError("--parameters goes with a --method: give one, such as --method int4")
-    if arguments.method is not None:  # before anything starts this refuses what cannot be built
+    chooses = accuracy_of(arguments.method) is not None
+    if chooses and arguments.parameters is not None:
+        raise SpecError("--parameters is for models of fully_shard, for which auto does not choose: name a method")
+    if arguments.method is not None and not chooses:  # before anything starts this refuses what cannot be built
         reducer, codec = for_shards(arguments.method, arguments.parameters)
         if reducer.weighs:
             raise SpecError(
