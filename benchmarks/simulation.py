@@ -300,7 +300,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 else:
                     place = plain.index(cell)
                     found = steps_row(cell, hosts, [each["rows"][place] for each in ranks], profile, busy)
-                row = {"cell": asdict(cell), "hosts": hosts, "busy_s": busy, **found}
+                row: dict[str, Any] = {"cell": asdict(cell), "hosts": hosts, "busy_s": busy, **found}
                 row["ratio"] = row["simulated_s"] / row["measured_s"]
                 rows.append(row)
                 measured, said = (f"{row[name]:8.3f} s" for name in ("measured_s", "simulated_s"))

@@ -14,6 +14,7 @@ import torch
 from gradwire.cli.main import main
 from gradwire.core.axis import Axis
 from gradwire.core.collective import AllGather, AllReduce, AllToAll
+from gradwire.core.errors import GradwireError, SpecError
 from gradwire.core.link import Link
 from gradwire.drivers.cost import cost
 from gradwire.drivers.timing import step_s
@@ -24,6 +25,8 @@ from gradwire.simulation.links import LevelLinks, LinkLevel, message_times
 from gradwire.simulation.simulate import model_of
 from gradwire.simulation.windows import Meetings, train_in_windows
 from gradwire.spec import as_method
+from gradwire.topology import AxisLink, MeasuredPair
+from gradwire.topology.link_profile import LinkProfile
 
 BASE = SimulateOptions(step="10ms", parameters="300k", ranks=4, rate="1gbit", latency="0.1ms", steps=64)
 EXPONENTIAL = dataclasses.replace(BASE, spread="exponential:1", rate="10tbit", latency="0")
@@ -57,6 +60,53 @@ def test_levels_share_their_links() -> None:
     assert trees.seconds(AllReduce(row), 8) == 10 * 2 * 16
     rows = torch.empty(8, 2, dtype=torch.uint8, device="meta")
     assert links.seconds(AllToAll(rows), 8) == 10 * 4 * 4 * 2  # four ranks, each to four others
+
+
+TOPOLOGY = """
+[[level]]
+name = "site"
+size = 2
+rate = "50mbit"
+latency_ms = 20
+
+[[level]]
+name = "node"
+size = 2
+rate = "1gbit"
+
+[[level]]
+name = "rank"
+size = 4
+rate = "100gbit"
+latency_ms = 0.01
+"""
+
+
+def test_levels_are_read_from_a_topology_and_from_measured_links(tmp_path: Path) -> None:
+    described, measured = tmp_path / "sites.toml", tmp_path / "links.json"
+    described.write_text(TOPOLOGY)
+    assert LevelLinks.of_topology(described).levels == (
+        LinkLevel("rank", 1, Link(1e-5, 8e-11)),
+        LinkLevel("node", 4, Link(1e-4, 8e-9)),
+        LinkLevel("site", 8, Link(0.02, 1.6e-7)),
+    )
+    apart = dataclasses.replace(BASE, ranks=16, topology=described)
+    assert simulate("int4,node=8", apart).step_s < simulate("int4", apart).step_s
+    nodes = {"rank": tuple((rank,) for rank in range(4)), "node": ((0, 1), (2, 3))}
+    links = (AxisLink("node", (MeasuredPair((0, 2), 1e-3, 1e-8),)),)
+    profile = LinkProfile(hosts=("a", "a", "b", "b"), names=("a", "a", "b", "b"), levels=nodes, links=links)
+    measured.write_text(profile.to_text())
+    found = LevelLinks.of_profile(measured)
+    assert [(level.name, level.ranks, level.link.alpha_s) for level in found.levels] == [
+        ("rank", 1, 0),
+        ("node", 2, 1e-3),
+    ]
+    for bad, says in (('rate = "50mbit"', "level site has no rate"), ('size = 2\nrate = "50mbit"', "no groups")):
+        described.write_text(TOPOLOGY.replace(bad, ""))
+        with pytest.raises(GradwireError, match=says):
+            LevelLinks.of_topology(described)
+    with pytest.raises(SpecError, match="no whole nodes of 2: take 2 or 4"):
+        found.require(3)
 
 
 # What is drawn -----------------------------------------------------------------------------------------------
