@@ -159,7 +159,13 @@ def intellect() -> CaseStudy:
         layout=layout,
         figures=tuple(figures),
         volumes=(
-            Volume("data", coded / every, islands, True, "B / H, between islands, the mean over a window"),
+            Volume(
+                "averages",
+                coded / every,
+                islands,
+                True,
+                "B / H of a whole island, between islands, the mean over a window",
+            ),
             *step_volumes(INTELLECT, layout, on),
         ),
         memory=device_memory(INTELLECT, layout),

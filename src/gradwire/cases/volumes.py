@@ -12,7 +12,8 @@ class Volume(NamedTuple):
     """What one GPU sends in a step for one kind of parallelism.
 
     Attributes:
-        kind: "tensor", "sequence", "expert", "context", "pipeline", "data", "parameters" or "embedding".
+        kind: "tensor", "sequence", "expert", "context", "pipeline", "data", "parameters", "embedding", or of islands
+            "averages".
         nbytes: bytes that a GPU sends, the sum over all micro-batches.
         ranks: of the group that takes part.
         leaves: whether the group is larger than a node, so that its messages cross the network.
