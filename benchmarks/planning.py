@@ -5,7 +5,8 @@ python benchmarks/planning.py --save
 The constants are fitted to `data/published_step_times.csv`, once to all rows and once for each row to the others, which
 then predict that row. Settings that a row does not tell are those that the planner finds fastest among layouts that fit
 into memory. With the constants of that file `data/published_layouts.csv` is predicted, of another cluster, and three
-rows of Grattafiori et al. (2024, Table 4) on H100, to which nothing was fitted.
+rows of Grattafiori et al. (2024, Table 4) on H100, to which nothing was fitted. Nor was anything to the models with
+experts of `data/published_expert_step_times.csv`.
 """
 
 from __future__ import annotations
@@ -212,6 +213,45 @@ def elsewhere() -> list[dict[str, Any]]:
     return rows
 
 
+def with_experts(path: Path = DATA / "published_expert_step_times.csv") -> list[dict[str, Any]]:
+    """Models with experts on H100, to which nothing was fitted.
+
+    Where TFLOP/s are published, operations of attention count over the whole sequence, as Megatron counted them then.
+    Qwen3's embedding and output layer count as a layer each when its pipeline is cut: 96 equal layers here.
+    """
+    rows: list[dict[str, Any]] = []
+    on = hardware("h100-80g")
+    for row in _rows(path):
+        sizes = model(row["model"]).with_sequence(int(row["seq"]))
+        layout = ParallelLayout(
+            dp=int(row["dp"]),
+            tp=int(row["tp"]),
+            pp=int(row["pp"]),
+            ep=int(row["ep"]),
+            interleave=int(row["interleave"]),
+            micro=int(row["micro_batch"]),
+            batch=int(row["global_batch"]),
+            sharding=row["sharding"],
+            recompute=row["recompute"],
+            dispatch=row["dispatch"],
+        )
+        tflop = sizes.model_flops(layout.batch) / layout.gpus / 1e12
+        published = float(row["step_time_s"]) if row["step_time_s"] else tflop / float(row["tflops"])
+        cut = replace(sizes, layers=-(-sizes.layers // layout.pp // layout.interleave) * layout.pp * layout.interleave)
+        predicted = step_time(cut, layout, on).total
+        rows.append(
+            {
+                "row": f"{sizes.name}, {layout.gpus} GPUs, {layout.says}",
+                "seconds": published,
+                "predicted_s": predicted,
+                "error": predicted / published - 1,
+                "like_the_planner": row["like_the_planner"],
+                "source": row["source"],
+            }
+        )
+    return rows
+
+
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -250,6 +290,9 @@ def main() -> None:
     for row in other:
         where = f"Llama 3 405B on {row['gpus']} H100, {row['sequence']} tokens"
         print(f"{where}: {row['tflops']:.0f} TFLOP/s, predicted {row['predicted']:.0f}")
+    experts = with_experts()
+    for row in experts:
+        print(f"{row['row']}: {row['seconds']:.2f} s, predicted {row['error']:+.1%} ({row['like_the_planner']})")
     if arguments.save:
         rows = [
             {"row": row.name, "seconds": row.seconds, "left_out": error, "constant_mfu": plain}
@@ -265,6 +308,7 @@ def main() -> None:
                 "layouts": layouts,
                 "hosts": hosts,
                 "elsewhere": other,
+                "with_experts": experts,
             },
         )
 

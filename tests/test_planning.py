@@ -26,6 +26,7 @@ from gradwire.planning import (
 )
 from gradwire.planning.hardware import KNOWN as CLUSTERS
 from gradwire.planning.memory import layer_activations
+from gradwire.planning.messages import between_stages, hop_of_keys, layer_of_experts, layer_of_tensors
 from gradwire.planning.rates import ReachedRates
 from gradwire.planning.search import layouts
 
@@ -77,6 +78,7 @@ def test_state_of_a_parameter(sharding: str, a_parameter: float) -> None:
         ("llama2-70b", 69.0, 69.0),
         ("mixtral-8x7b", 46.7, 12.9),
         ("llama3-405b", 405.9, 405.9),
+        ("qwen3-235b-a22b", 235.1, 22.2),
         ("bloom-176b", 176.2, 176.2),
     ],
 )
@@ -109,6 +111,17 @@ def test_published_layouts(validation: Any) -> None:
 
 def test_another_cluster(validation: Any) -> None:
     assert all(abs(row["error"]) < 0.1 for row in validation.elsewhere())
+
+
+def test_models_with_experts(validation: Any) -> None:
+    rows = validation.with_experts()
+    plain = [row["error"] for row in rows if row["like_the_planner"] == "yes"]
+    assert len(plain) == 5
+    assert sum(abs(error) < 0.05 for error in plain) == 4
+    assert max(map(abs, plain)) < 0.3
+    assert max(abs(row["error"]) for row in rows) > 0.3, (
+        "docs/plan.md says that what is not like the planner is far off"
+    )
 
 
 # Laws --------------------------------------------------------------------------------------------------------
@@ -149,6 +162,35 @@ def test_each_axis_has_a_part_of_its_own() -> None:
     assert plain.context == 0 < step_time(mixtral, ring, slow).context
     assert step_time(mixtral, ParallelLayout(dp=64, batch=512, recompute="full"), H100).recomputation > 0
     assert step_time(mixtral, ParallelLayout(dp=64, batch=512), slow).data > plain.data
+
+
+def test_messages_of_split_models_take_what_their_closed_forms_say() -> None:
+    rates = ReachedRates(H100, Efficiencies())
+    tokens, hidden = 4096, 6144
+    for tp in (1, 2, 8):
+        closed = 2 * rates.all_reduce_s(2 * tokens * hidden, tp, 1)
+        assert rates.asked_s(layer_of_tensors(tokens * hidden, 2, tp)) == pytest.approx(closed)
+    for ep in (1, 8, 64):
+        closed = 2 * rates.all_to_all_s(2 * tokens * 2 * hidden, ep, 1)
+        assert rates.asked_s(layer_of_experts(tokens, hidden, 2, 64, ep, 0)) == pytest.approx(closed)
+    for cp, tp in ((2, 1), (16, 8)):
+        rate, latency = rates.link(cp, tp)
+        hop = 2 * 2 * tokens * 1024 / rate + latency
+        assert rates.asked_s(hop_of_keys(tokens * 1024, cp, tp)) == pytest.approx(hop)
+    rate, latency = rates.link(2, 8)
+    assert rates.asked_s(between_stages(tokens * hidden, 4, 8)) == pytest.approx(2 * tokens * hidden / rate + latency)
+    assert rates.asked_s(between_stages(tokens * hidden, 1, 8)) == rates.asked_s(hop_of_keys(8, 1, 8)) == 0
+
+
+def test_tokens_that_travel_once_to_a_node_take_less_of_the_network() -> None:
+    sizes = model("qwen3-235b-a22b")
+    layout = ParallelLayout(dp=64, ep=32, batch=64)
+    often, once = (step_time(sizes, replace(layout, dispatch=kind), H100) for kind in ("all_to_all", "once_a_node"))
+    assert once.expert < 0.7 * often.expert
+    inside = replace(layout, ep=8)
+    assert step_time(sizes, replace(inside, dispatch="once_a_node"), H100) == step_time(sizes, inside, H100)
+    with pytest.raises(SpecError, match="dispatch=deep is not known"):
+        replace(layout, dispatch="deep")
 
 
 def test_a_product_takes_no_less_than_its_arithmetic_and_its_memory() -> None:

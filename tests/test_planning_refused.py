@@ -11,7 +11,20 @@ import pytest
 
 from gradwire.cli.main import main
 from gradwire.core.errors import SpecError
-from gradwire.planning import Efficiencies, ParallelLayout, hardware, model, plan, step_time
+from gradwire.planning import (
+    Efficiencies,
+    ParallelLayout,
+    hardware,
+    hardware_here,
+    here,
+    model,
+    plan,
+    step_time,
+    with_links,
+)
+from gradwire.topology import AxisLink, MeasuredPair
+from gradwire.topology import NetworkInterface as Interface
+from gradwire.topology.link_profile import LinkProfile
 
 GPT3, A100 = model("gpt3-175b"), hardware("a100-80g")
 
@@ -197,3 +210,66 @@ def test_a_broken_description_of_hardware(text: str, says: str, tmp_path: Path) 
     path.write_text(text)
     with pytest.raises(SpecError, match=says):
         hardware(str(path))
+
+
+# Links and this machine --------------------------------------------------------------------------------------
+
+
+def profile(folder: Path, nodes: tuple[tuple[int, ...], ...], links: tuple[AxisLink, ...]) -> Path:
+    ranks = tuple((rank,) for group in nodes for rank in group)
+    names = tuple("a" for _ in ranks)
+    found = LinkProfile(hosts=names, names=names, levels={"rank": ranks, "node": nodes}, links=links)
+    (folder / "links.json").write_text(found.to_text())
+    return folder / "links.json"
+
+
+INSIDE = AxisLink("rank", (MeasuredPair((0, 1), 2e-6, 1e-10),))
+BETWEEN = AxisLink("node", (MeasuredPair((0, 2), 1e-4, 8e-9),))
+
+
+def test_links_of_a_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = profile(tmp_path, ((0, 1), (2, 3)), (INSIDE, BETWEEN))
+    found = with_links(A100, file)
+    assert (found.node, found.node_latency_s, found.network_latency_s) == (2, 2e-6, 1e-4)
+    assert found.node_gb_per_s == pytest.approx(10)
+    assert found.network_gbit_per_s == pytest.approx(1)
+    assert found.peak_tflops == A100.peak_tflops
+    asked = ["plan", "--model", "llama2-7b", "--hardware", "a100-80g", "--gpus", "16", "--batch", "64", "--json"]
+    assert main([*asked, "--links", str(file)]) == 0
+    slow = json.loads(capsys.readouterr().out)["best"][0]["step_s"]
+    assert main(asked) == 0
+    assert json.loads(capsys.readouterr().out)["best"][0]["step_s"] < slow
+    alone = with_links(A100, profile(tmp_path, ((0,), (2,)), (BETWEEN,)))
+    assert (alone.node, alone.node_gb_per_s) == (1, A100.node_gb_per_s)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "links", "says"),
+    [
+        (((0, 1), (2, 3)), (), "has no measured links: write one by torchrun"),
+        (((0, 1), (2,)), (INSIDE, BETWEEN), "nodes of 1 and 2 ranks"),
+    ],
+)
+def test_links_that_make_no_cluster(nodes: Any, links: Any, says: str, tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=says):
+        with_links(A100, profile(tmp_path, nodes, links))
+
+
+def test_a_file_that_is_no_link_profile(tmp_path: Path) -> None:
+    for path, says in ((tmp_path / "none.json", "cannot be read"), (Path(__file__), "no link profile")):
+        with pytest.raises(SpecError, match=says):
+            with_links(A100, path)
+
+
+def test_this_machine_is_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    found = hardware_here(0.01)
+    assert found.peak_tflops > 1e-4
+    assert found.memory_gb > 0.5
+    assert found.sustained == 1
+    one = Interface("eth0", "ethernet", 25e9, "up"), Interface("eth1", "ethernet", 100e9, "down"), Interface("lo")
+    assert here._network_gbit_per_s(one) == 25  # pyright: ignore[reportPrivateUsage]
+    assert here._network_gbit_per_s(one[2:]) == 10  # pyright: ignore[reportPrivateUsage]
+    asked = ["plan", "--model", "gpt2", "--hardware", "here", "--gpus", "2", "--batch", "8", "--json"]
+    monkeypatch.setattr("gradwire.planning.hardware_here", lambda: replace(A100, name="here"))
+    assert main(asked) == 0
+    assert json.loads(capsys.readouterr().out)["hardware"] == "here"

@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,7 +28,8 @@ recomputation, and keeps what fits into memory. docs/plan.md tells the formulas,
 are from published step times.
 
 models       gpt3-175b, llama2-70b, llama3-8b, mixtral-8x7b, ..., or the config.json of a model on Hugging Face
-hardware     v100-32g, a100-40g, a100-80g, h100-80g, h800-80g, h200-141g, b200-180g, or a TOML file of your own
+hardware     v100-32g, a100-40g, a100-80g, h100-80g, h800-80g, h200-141g, b200-180g, a TOML file of your own, or here:
+             this machine, measured in a second
 
 examples
   gradwire plan --model gpt3-175b --hardware a100-80g --gpus 1024 --batch 1536
@@ -49,7 +51,10 @@ def add_command(commands: Commands) -> None:
         epilog=PLAN_HELP,
     )
     plan.add_argument("--model", required=True, metavar="NAME", help="by name, or a config.json")
-    plan.add_argument("--hardware", required=True, metavar="NAME", help="by name, or a TOML file")
+    plan.add_argument("--hardware", required=True, metavar="NAME", help="by name, a TOML file, or here")
+    plan.add_argument(
+        "--links", type=Path, metavar="FILE", help="links as gradwire topology --cache FILE measured them"
+    )
     many = plan.add_mutually_exclusive_group(required=True)
     many.add_argument("--gpus", type=int, metavar="N", help="how many")
     many.add_argument("--scale", metavar="N..M", help="a line for N, twice as many, ... to M: 8..16384")
@@ -93,9 +98,14 @@ def run_plan(arguments: argparse.Namespace, console: Console) -> int:
     from gradwire.cli.lines import say
 
     model = planning.model(arguments.model)
+    is_here = arguments.hardware == "here"
     if arguments.sequence is not None:
         model = model.with_sequence(arguments.sequence)
-    on, tokens = planning.hardware(arguments.hardware), _tokens(arguments.tokens)
+    tokens = _tokens(arguments.tokens)
+    on = planning.hardware_here() if is_here else planning.hardware(arguments.hardware)
+    reached = planning.Efficiencies(1.0, 1.0) if is_here else planning.Efficiencies()
+    if arguments.links is not None:
+        on, reached = planning.with_links(on, arguments.links), replace(reached, links=1.0)
     if arguments.price is not None and (tokens is None or not 0 <= arguments.price < math.inf):
         raise SpecError("--price wants --tokens beside it, and is 0 or more for a GPU and hour")
     if (arguments.write is None) != (arguments.out is None) or (arguments.write and arguments.scale):
@@ -103,7 +113,9 @@ def run_plan(arguments: argparse.Namespace, console: Console) -> int:
     if arguments.scale:
         first, last = _range(arguments.scale)
         rows = list(
-            planning.scale(model, on, first, last, arguments.batch, methods=arguments.methods, every=arguments.every)
+            planning.scale(
+                model, on, first, last, arguments.batch, reached, methods=arguments.methods, every=arguments.every
+            )
         )
         if arguments.json:
             print(json.dumps([_scale_json(gpus, found) for gpus, found in rows], indent=1))
@@ -115,6 +127,7 @@ def run_plan(arguments: argparse.Namespace, console: Console) -> int:
         on,
         arguments.gpus,
         arguments.batch,
+        reached,
         show=arguments.show,
         methods=arguments.methods,
         every=arguments.every,

@@ -18,6 +18,7 @@ from gradwire.core.axis import SubGroups
 from gradwire.core.collective import AllReduce, Collective
 from gradwire.core.errors import CompositionError
 from gradwire.core.grain import ParameterSpec
+from gradwire.core.program import Program as AnyProgram
 from gradwire.core.program import asking
 from gradwire.core.roles import roles_of
 from gradwire.core.shapes import Shapes
@@ -260,13 +261,28 @@ def meta_program(unit: Unit, step: Step) -> Program:
 
 def requests_of(unit: Unit, step: Step) -> list[Collective]:
     """All that the program of a unit asks for, which is what the programs of all equal units ask for."""
+    return asked_by(meta_program(unit, step), step.world_size, step.rank)
+
+
+def asked_by(program: AnyProgram[Any], world_size: int, rank: int = 0) -> list[Collective]:
+    """Return all that a program asks for whose tensors have a shape and no data.
+
+    Args:
+        program: of one rank.
+        world_size: how many ranks there are.
+        rank: which of them it is.
+
+    >>> from gradwire.core.program import once
+    >>> [request.nbytes for request in asked_by(once(AllReduce(torch.empty(8, device="meta"))), 4)]
+    [32]
+    """
     asked: list[Collective] = []
 
     def note(request: Collective) -> Collective:
         asked.append(request)
         return request
 
-    run_program(asking(meta_program(unit, step), note), MetaTransport(step.world_size, step.rank))
+    run_program(asking(program, note), MetaTransport(world_size, rank))
     return asked
 
 

@@ -4,6 +4,7 @@
 |---|---|
 | `Transformer`, `model` | sizes of a model; by name, or from a Hugging Face config.json |
 | `Hardware`, `hardware` | a kind of GPU and its links; by name, or from a TOML file |
+| `hardware_here`, `with_links` | this machine's rates, measured now; links of a link profile |
 | `ParallelLayout` | how the model is spread over GPUs |
 | `device_memory` | bytes of the fullest GPU, by kind |
 | `step_time` | seconds of a step, as parts that sum to it |
@@ -18,6 +19,8 @@ from gradwire.planning.configuration import write as write
 from gradwire.planning.configuration import written_by as written_by
 from gradwire.planning.hardware import Hardware as Hardware
 from gradwire.planning.hardware import hardware as hardware
+from gradwire.planning.here import hardware_here as hardware_here
+from gradwire.planning.here import with_links as with_links
 from gradwire.planning.layout import ParallelLayout as ParallelLayout
 from gradwire.planning.memory import DeviceMemory as DeviceMemory
 from gradwire.planning.memory import device_memory as device_memory

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from gradwire.planning.layout import ParallelLayout
+from gradwire.planning.messages import hop_of_keys, layer_of_experts, layer_of_tensors
 from gradwire.planning.rates import ReachedRates
 from gradwire.planning.transformer import Transformer
 
@@ -154,15 +156,14 @@ def _tensor_s(model: Transformer, layout: ParallelLayout, machine: ReachedRates,
     Whole experts take tokens that are split over ranks already, so their layers have only attention's.
     """
     count = 1 if experts and layout.ep > 1 and not model.shared_inner else 2
-    return count * machine.all_reduce_s(2 * tokens * model.hidden, layout.tp, 1)
+    return machine.asked_s(layer_of_tensors(math.ceil(tokens * model.hidden), count, layout.tp))
 
 
 def _expert_s(model: Transformer, layout: ParallelLayout, machine: ReachedRates, tokens: float) -> float:
     """Two all-to-alls: tokens to their experts, and back."""
-    if layout.ep == 1:
-        return 0.0
-    nbytes = 2 * tokens / layout.tp * model.chosen * model.hidden
-    return 2 * machine.all_to_all_s(nbytes, layout.ep, 1)
+    own = math.ceil(tokens / layout.tp)
+    node = machine.hardware.node if layout.dispatch == "once_a_node" else 0
+    return machine.asked_s(layer_of_experts(own, model.hidden, model.chosen, model.experts, layout.ep, node))
 
 
 def _ring_s(
@@ -173,6 +174,5 @@ def _ring_s(
     if not hops:
         return 0.0, 0.0
     keys = max(1.0, model.keys / layout.tp) * model.head
-    rate, latency = machine.link(layout.cp, layout.tp)
-    hop = 2 * 2 * tokens * keys / rate + latency
+    hop = machine.asked_s(hop_of_keys(math.ceil(tokens * keys), layout.cp, layout.tp))
     return hops * max(0.0, hop - core / layout.cp), hops * max(0.0, 2 * hop - backward / layout.cp)

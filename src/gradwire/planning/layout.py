@@ -15,6 +15,8 @@ SHARDINGS = ("none", "optimizer", "gradients", "parameters")
 """What data-parallel ranks split and not copy: ZeRO's stages 0 to 3 (Rajbhandari et al. 2020)."""
 RECOMPUTATIONS = ("none", "selective", "full")
 """What the backward pass computes anew: nothing, the core of attention, or whole layers (Korthikanti et al. 2022)."""
+DISPATCHES = ("all_to_all", "once_a_node")
+"""Once for each of its experts, or once for each node that has some of them and copied there, as by DeepEP."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class ParallelLayout:
             another one they are coded, and sharded gradients are sent by the half of it that ends with shards.
         every: steps after which replicas are averaged, by `method`; 1: gradients are, in every step. Both change what
             is trained.
+        dispatch: one of `DISPATCHES`: how often a token travels to experts on other nodes.
         host_s: seconds in each layer and micro-batch in which a GPU waits for its host; 0 where the host runs ahead.
 
     Raises:
@@ -72,6 +75,7 @@ class ParallelLayout:
     host_s: float = 0.0
     method: str = "none"
     every: int = 1
+    dispatch: str = "all_to_all"
 
     def __post_init__(self) -> None:
         for what in ("dp", "tp", "pp", "cp", "ep", "micro", "batch", "interleave", "every"):
@@ -84,6 +88,7 @@ class ParallelLayout:
         for what, value, known in (
             ("sharding", self.sharding, SHARDINGS),
             ("recompute", self.recompute, RECOMPUTATIONS),
+            ("dispatch", self.dispatch, DISPATCHES),
         ):
             if value not in known:
                 raise SpecError(f"{what}={value} is not known: {meant(value, known)}")
@@ -146,6 +151,7 @@ class ParallelLayout:
         axes += [f"micro={self.micro}"]
         axes += [f"interleave={self.interleave}"] if self.interleave > 1 else []
         kinds = [f"sharding={self.sharding}", f"recompute={self.recompute}"]
+        kinds += [f"dispatch={self.dispatch}"] if self.dispatch != "all_to_all" else []
         kinds += [f"method={self.method}"] if self.method != "none" else []
         kinds += [f"every={self.every}"] if self.every > 1 else []
         return " ".join([*axes, *kinds])

@@ -54,6 +54,7 @@ KNOWN = {
         _llama("mistral-7b", 32, 4096, 32, 8, 14_336, 32_000, 8192),
         _mixtral("mixtral-8x7b", 32, 4096, 32, 14_336, 32_000, 4096),
         _mixtral("mixtral-8x22b", 56, 6144, 48, 16_384, 32_768, 4096),
+        replace(_llama("qwen3-235b-a22b", 94, 4096, 64, 4, 1536, 151_936, 4096), head_size=128, experts=128, chosen=8),
     )
 }
 """Models by name. Those of GPT-3's shape are of Table 1 of Narayanan et al. (2021) and Table 3 of Korthikanti et al.

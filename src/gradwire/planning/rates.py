@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -163,7 +164,6 @@ class ReachedRates(NamedTuple):
             case _:
                 raise SpecError(f"the time of {type(request).__name__} is not known: take another method")
 
-    def send_s(self, nbytes: float, stride: int) -> float:
-        """Seconds of `nbytes` to the rank that is `stride` further on."""
-        rate, latency = self.link(2, stride)
-        return nbytes / rate + latency
+    def asked_s(self, requests: Iterable[Collective]) -> float:
+        """Seconds of what a program asks for, one after the other, each on an axis of the layout."""
+        return sum(self.collective_s(request, 1) for request in requests)

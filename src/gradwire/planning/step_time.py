@@ -9,6 +9,7 @@ from gradwire.planning.data import data_time
 from gradwire.planning.hardware import Hardware
 from gradwire.planning.layer import Pass, layer_times
 from gradwire.planning.layout import ParallelLayout
+from gradwire.planning.messages import between_stages
 from gradwire.planning.rates import Efficiencies, ReachedRates
 from gradwire.planning.replicas import stage_parameters
 from gradwire.planning.transformer import Transformer
@@ -129,10 +130,8 @@ def _loss(model: Transformer, layout: ParallelLayout, machine: ReachedRates) -> 
 
 def _transfer_s(model: Transformer, layout: ParallelLayout, machine: ReachedRates) -> float:
     """Activations and their gradients between the parts of stages, each rank of `tp` sending its share."""
-    if layout.pp == 1:
-        return 0.0
-    nbytes = 2 * layout.micro * model.sequence / layout.cp * model.hidden / layout.tp
-    return 2 * layout.interleave * machine.send_s(nbytes, layout.gpus // layout.pp)
+    share = math.ceil(layout.micro * model.sequence / layout.cp * model.hidden / layout.tp)
+    return 2 * layout.interleave * machine.asked_s(between_stages(share, layout.pp, layout.gpus // layout.pp))
 
 
 def _optimizer_s(model: Transformer, layout: ParallelLayout, machine: ReachedRates) -> float:
