@@ -322,12 +322,13 @@ def test_written_arguments_are_sound(script: Written) -> None:
         assert (found.findings, found.unchecked) == ((), ())
         assert all(f"# {each.why} [{each.source}]\n" in file.text for each in file.settings)
     assert refused == 3 * 2 * 2 * 2
-    for sizes, says in (
+    wrong: list[tuple[dict[str, Any], str]] = [
         ({"tensor": 0}, "tensor=0 is no size"),
         ({"stage": 4}, "no stage 4"),
         ({"tensor": 3}, "16 ranks are no multiple of 3"),
         ({"pipeline": 16}, "a batch of 30 is no multiple of 4"),
-    ):
+    ]
+    for sizes, says in wrong:
         with pytest.raises(SpecError, match=says):
             write_megatron(TrainingShape(16, 4, 30), **sizes)
 

@@ -113,7 +113,7 @@ class PowerPort(BucketPort):
         rank = session.transport.rank
         states = engine.initial_states() if unstarted else saved.load_all(engine.states(), memory.parameters, rank)
         loaded = saved.Loaded(memory.iter, session.seed, session.feed.scale, states)
-        take_up(session, Unpacked(loaded, engine, session.overlap))
+        take_up(session, Unpacked(loaded, engine, session.overlap, session.reducer))
 
     def after_backward(self, step: BucketStep) -> None:
         """Once DDP has written gradients: where it left one as it was, the mean was dropped and is owed still."""
