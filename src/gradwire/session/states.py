@@ -47,14 +47,14 @@ class Unpacked(NamedTuple):
         loaded: the states.
         engine: that they are for.
         overlap: the settings that it was made by.
-        reducer: that it was made for.
+        reducer: that it was made for; None is the one at hand.
         choices: of a run whose method was `auto`.
     """
 
     loaded: saved.Loaded
     engine: Engine
     overlap: OverlapSettings
-    reducer: Reducer
+    reducer: Reducer | None = None
     choices: tuple[Chosen, ...] = ()
 
 
@@ -99,7 +99,7 @@ def take_up(session: Remembering, found: Unpacked) -> None:
     if engine is not session.feed.engine:
         session.adopt(overlap, engine, reducer)
     if session.automatic is not None and choices:
-        session.method, session.reducer = choices[-1].spec, reducer
+        session.method, session.reducer = choices[-1].spec, reducer or session.reducer
         session.automatic.take_up(choices)
     feed = session.feed
     as_then = as_saved(session.reducer, loaded.reducer)
