@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import gradwire
-from gradwire import bench, doctor
+from gradwire import bench, doctor, simulation
 from gradwire.cli.main import main
 from gradwire.core.grain import ParameterSpec
 from gradwire.core.link import Link
@@ -154,7 +154,7 @@ def test_help_does_not_wait_for_pytorch() -> None:
     assert done.stdout.strip() == "False", "a module that the command line imports imports PyTorch"
 
 
-@pytest.mark.parametrize("package", [gradwire, bench, doctor])
+@pytest.mark.parametrize("package", [gradwire, bench, doctor, simulation])
 def test_every_public_name_is_there(package: ModuleType) -> None:
     assert len(package.__all__) > 5
     assert all(getattr(package, name) is not None for name in package.__all__)

@@ -339,7 +339,7 @@ def test_parts_that_are_none_are_a_sentence(text: str, tmp_path: Path) -> None:
 
 
 def test_parts_hold_the_last_steps_and_go_when_the_block_ends(tmp_path: Path) -> None:
-    steps = UnfinishedSteps(tmp_path, record(0, size=1), keep=4)
+    steps = UnfinishedSteps(tmp_path, 0, record(0, size=1).to_json(), keep=4)
     for index in range(11):
         steps.add(step(index))
     (found,) = read_records(tmp_path)

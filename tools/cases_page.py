@@ -59,7 +59,7 @@ def study(found: CaseStudy) -> str:
         [each.kind, si_bytes(each.nbytes), str(each.ranks), "network" if each.leaves else "node", each.formula]
         for each in found.volumes
     ]
-    memory = [[name, f"{nbytes / 1e9:.1f}", MEMORY[name]] for name, nbytes in found.memory._asdict().items()]
+    memory = [[name, f"{nbytes / 1e9:.1f}", MEMORY[name]] for name, nbytes in found.memory._asdict().items() if nbytes]
     memory.append(["total", f"{found.memory.total / 1e9:.1f}", f"of {found.hardware.memory_gb:g}; not published"])
     parts = [f"{name} {spoken_seconds(seconds)}" for name, seconds in found.time._asdict().items() if seconds]
     heading = ["figure", "by formula", "published", "off by", "formula", "published where"]

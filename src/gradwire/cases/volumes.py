@@ -54,6 +54,7 @@ MEMORY = {
     "(Korthikanti et al. 2022, Table 2)",
     "working": "1.1 times what a layer needs while its backward pass runs, and the logits: 10 b s V/t",
     "runtime": "6 GB for CUDA, NCCL and buckets",
+    "method": "states of a method for gradients, and the last average where replicas are averaged",
 }
 """Formulas of the parts of `gradwire.planning.device_memory`, which has them for any width, key heads and experts."""
 

@@ -236,7 +236,8 @@ def _show(study: CaseStudy, console: Console) -> None:
     console.print()
     table = _table("memory of the fullest GPU", "GB", "formula")
     for name, nbytes in study.memory._asdict().items():
-        table.add_row(name, f"{nbytes / 1e9:.1f}", MEMORY[name])
+        if nbytes:
+            table.add_row(name, f"{nbytes / 1e9:.1f}", MEMORY[name])
     table.add_row("total", f"{study.memory.total / 1e9:.1f}", f"of {study.hardware.memory_gb:g}")
     console.print(table)
     console.print()

@@ -188,7 +188,8 @@ class Profile:
             self._trace_torch(self._model)
         sharded = ShardedSpans(self._model, self._clock)
         self._sharded = sharded if sharded.is_watching else None
-        self._unfinished = UnfinishedSteps(self._folder, self._record(), self._steps.maxlen or KEPT)
+        kept, head = self._steps.maxlen or KEPT, self._record()
+        self._unfinished = UnfinishedSteps(self._folder, head.rank, head.to_json(), kept)
         self._unfinished.remove()
         self._began_s = self._clock()
         if self._tells:

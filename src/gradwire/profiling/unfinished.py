@@ -15,14 +15,11 @@ import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from gradwire.core.errors import GradwireError
-
-if TYPE_CHECKING:
-    from gradwire.profiling.records import RankRecord, StepRecord
 
 FLUSH_S = 2.0
 """Between two writings: what a rank that is killed may lack."""
@@ -35,19 +32,20 @@ class UnfinishedSteps:
 
     Args:
         folder: of the profile.
-        rank: whose steps they are, as a record without steps.
+        rank: whose steps they are.
+        head: the record of that rank without steps, as JSON.
         keep: how many steps are kept at least.
     """
 
-    def __init__(self, folder: Path, rank: RankRecord, keep: int) -> None:
-        self._paths = [folder / f"rank{rank.rank}.part{part}.jsonl" for part in range(2)]
-        self._head = rank.to_json().encode() + b"\n"
+    def __init__(self, folder: Path, rank: int, head: str, keep: int) -> None:
+        self._paths = [folder / f"rank{rank}.part{part}.jsonl" for part in range(2)]
+        self._head = head.encode() + b"\n"
         self._keep, self._count, self._lines = max(1, keep), 0, list[bytes]()
         self._flushed_s = time.monotonic()
         self._is_broken = False
 
-    def add(self, step: StepRecord) -> None:
-        """Note a step, and write those that were noted if it is time."""
+    def add(self, step: object) -> None:
+        """Note a step, a structure of msgspec, and write those that were noted if it is time."""
         self._lines.append(msgspec.json.encode(step) + b"\n")
         self._count += 1
         now_s = time.monotonic()

@@ -10,12 +10,6 @@
 | `Failing` | the best interval between checkpoints, and those of Young (1974) and Daly (2006) |
 """
 
-from gradwire.simulation.failures import Failing as Failing
-from gradwire.simulation.options import SimulateOptions as SimulateOptions
-from gradwire.simulation.result import Interval as Interval
-from gradwire.simulation.result import SimulatedRun as SimulatedRun
-from gradwire.simulation.result import StepShares as StepShares
-from gradwire.simulation.simulate import refuse_idle as refuse_idle
-from gradwire.simulation.simulate import scale as scale
-from gradwire.simulation.simulate import simulate as simulate
-from gradwire.simulation.simulate import simulate_model as simulate_model
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
