@@ -34,6 +34,7 @@ PAGE = ROOT / "docs" / "cases.md"
 RESULTS = ROOT / "benchmarks" / "results"
 QUALITY = RESULTS / "quality_2026-11-21.json"
 TRAINED = RESULTS / "compare_bytes_100mbit_ten_methods_2026-11-21.csv"
+PLAIN = RESULTS / "convergence_2026-11-25.json"
 WORTH = 0.0013
 """Held-out loss that a step of byte-GPT is worth after 150 steps, of docs/building/log/synchronisation.md."""
 WINDOWS = ((2, 165, 2.403), (4, 165, 2.416), (8, 165, 2.460))
@@ -119,6 +120,25 @@ def _steps(row: Mapping[str, str]) -> float:
     return float(row["target_s"]) / float(row["step_ms"]) * 1e3
 
 
+def plain() -> str:
+    """Both theorems beside runs of SGD without momentum, with the kappa that was measured."""
+    found = json.loads(PLAIN.read_text(encoding="utf-8"))
+    rows: list[list[str]] = []
+    for row in found["rows"]:
+        real = _measured(row["steps"], found["baselines"])
+        delta = "" if row["delta"] is None else f"{row['delta']:.2f}"
+        rows.append([f"`{row['what']}`", delta, f"{row['theory']:,.1f}", real])
+    return table(["method", "delta measured", "times the steps, by theory", "measured"], rows, right=(1, 2, 3))
+
+
+def _measured(steps: Sequence[int | None], bases: Sequence[Mapping[str, float]]) -> str:
+    """Steps of a method over those of plain SGD with the same seed, the mean and the range over seeds."""
+    ratios = [one / base["reached"] for one, base in zip(steps, bases, strict=True) if one is not None]
+    if len(ratios) < len(bases):
+        return f"not reached with {len(bases) - len(ratios)} seeds of {len(bases)}"
+    return f"{sum(ratios) / len(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+
+
 def windows() -> str:
     """Local SGD: the theorem beside runs of byte-GPT."""
     steps, end = FP32
@@ -146,6 +166,7 @@ def blocks() -> Mapping[str, Callable[[], str]]:
         "assumptions": assumptions,
         "compression": compression,
         "windows": windows,
+        "plain": plain,
     }
     return {**tables, **{name: lambda name=name: study(case_study(name)) for name in STUDIES}}
 
