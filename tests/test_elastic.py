@@ -909,11 +909,10 @@ def test_who_is_asked_to_leave_does(crew: Crew, tmp_path: Path) -> None:
     plan, records = plan_for(16_000, records=str(tmp_path)), tmp_path
     workers = [crew.start(slot, run="leaving", name=f"w{slot}", **plan) for slot in range(3)]
     until(workers, lambda: any("windows" in words for words in workers[2].said), 60)
+    workers[2].kill(signal.SIGTERM)
     asked = stacks_of(records, ask_first=True, patience_s=30.0)
     assert [line.rank for line in asked.lines] == [0, 1, 2]
-    assert all(line.state == "running" and "gradwire.sync.Elastic" in line.doing for line in asked.lines)
-    assert asked.kind in ("alike", "behind")
-    workers[2].kill(signal.SIGTERM)
+    assert all("gradwire.sync.Elastic" in line.doing for line in asked.lines)
     until(workers, lambda: all(worker.process.poll() is not None for worker in workers), 60)
     ends = [worker.said[-1] for worker in workers]
     assert [end["left"] for end in ends] == [False, False, True]
