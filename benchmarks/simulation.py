@@ -4,7 +4,9 @@ On 2, 4 and 8 hosts a perceptron trains plainly, with a host that is three times
 in windows, and with hosts that fail. What a rank computes is a sleep, drawn as the simulation draws it but with another
 seed, and a pass over a small model: so hosts compute at the same time although the machine has fewer cores than hosts.
 The simulation is told nothing of the runs but three measurements of their own: the link between two hosts (what
-`gradwire topology` measures between pairs), what a step takes without messages, and of each method what a step codes.
+`gradwire topology` measures between pairs), what a step of each cell takes on each host without messages, before and
+after the run, and of each method what a step codes. Hosts share cores, so what a step takes beside its sleep grows with
+them and with what else the machine does, which is why it is measured beside each run.
 
 With failures a host kills itself at times that are drawn, all ranks end, and start anew from the last checkpoint. The
 simulation is told these times of failures, and what a checkpoint and a restart took in the mean.
@@ -45,7 +47,9 @@ from gradwire.simulation import SimulatedRun, SimulateOptions, simulate_model
 from gradwire.simulation.draws import ComputingTimes, TimeSpread
 from gradwire.simulation.failures import run_with_failures
 
-WIDTH, LAYERS, WARM_UP, CHECKPOINT_S, MOST_FAILURES = 256, 4, 6, 0.5, 3
+WIDTH, LAYERS, WARM_UP, CHECKPOINT_S, MOST_FAILURES = 256, 4, 4, 0.5, 2
+ALONE = 12
+"""Steps without messages that are timed before a run, and again after it."""
 
 
 @dataclass(frozen=True)
@@ -76,15 +80,15 @@ class Cell:
 
 
 CELLS = (
-    Cell("plain", "none"),
-    Cell("plain 20mbit", "none", rate="20mbit", steps=24),
-    Cell("plain int4", "int4", rate="20mbit"),
-    Cell("slow", "none", slower=3.0),
-    Cell("spread", "none", spread="exponential:0.5", steps=120),
-    Cell("windows", "local:H=4", steps=80),
-    Cell("windows slow", "local:H=4", slower=3.0, steps=48),
-    Cell("windows delay", "local:H=4,delay=2", rate="20mbit", steps=80),
-    Cell("failures", "none", steps=120, checkpoint_every=15, mean_s=10.0),
+    Cell("plain", "none", steps=30),
+    Cell("plain 20mbit", "none", rate="20mbit", steps=16),
+    Cell("plain int4", "int4", rate="20mbit", steps=30),
+    Cell("slow", "none", slower=3.0, steps=20),
+    Cell("spread", "none", spread="exponential:0.5", steps=60),
+    Cell("windows", "local:H=4", steps=48),
+    Cell("windows slow", "local:H=4", slower=3.0, steps=24),
+    Cell("windows delay", "local:H=4,delay=2", rate="20mbit", steps=48),
+    Cell("failures", "none", steps=90, checkpoint_every=15, mean_s=5.0),
 )
 
 
@@ -135,6 +139,14 @@ class Steps:
         self._called(torch.ones(2, WIDTH)).square().mean().backward()
         self._optimizer.step()
 
+    def by_itself(self, steps: int) -> float:
+        """The mean of so many steps of this rank, while the others make theirs."""
+        dist.barrier()
+        began_s = time.perf_counter()
+        for _ in range(steps):
+            self.step()
+        return (time.perf_counter() - began_s) / steps
+
     def timed(self, steps: int) -> float:
         """The mean of so many steps, from a moment at which all ranks begin."""
         dist.barrier()
@@ -146,24 +158,23 @@ class Steps:
 
 
 def measure(rank: int, world_size: int, cells: Sequence[dict[str, Any]], file: str) -> dict[str, Any]:
-    """Write the profile of the links; return the seconds of a step beside its sleep and messages, and rows of cells."""
+    """Write the profile of the links; return a row of each cell."""
     group = dist.group.WORLD
     assert group is not None
     LinkProfiler(GroupTransport(group), torch.device("cpu"), Path(file)).axis_links()
-    alone = Steps(rank, world_size, Cell("alone", "", sleep_s=0.01), "")
-    alone.timed(WARM_UP)
-    busy_s = statistics.median(alone.timed(4) for _ in range(10)) - 0.01
-    return {"busy_s": busy_s, "rows": [train(rank, world_size, Cell(**cell)) for cell in cells]}
+    return {"rows": [train(rank, world_size, Cell(**cell)) for cell in cells]}
 
 
 def train(rank: int, world_size: int, cell: Cell) -> dict[str, float]:
-    """The mean step in seconds, and what of it is coding."""
-    steps = Steps(rank, world_size, cell, cell.method)
+    """The mean step in seconds, what of it is coding, and the mean step of this rank without messages."""
+    steps, alone = Steps(rank, world_size, cell, cell.method), Steps(rank, world_size, cell, "")
     steps.timed(2 * WARM_UP)
+    alone_s = alone.by_itself(ALONE)
     before_s = steps.coded_s
     step_s, coded_s = steps.timed(cell.steps), steps.coded_s - before_s
+    alone_s = (alone_s + alone.by_itself(ALONE)) / 2
     steps.close()
-    return {"step_s": step_s, "coding_s": coded_s / cell.steps}
+    return {"step_s": step_s, "coding_s": coded_s / cell.steps, "alone_s": alone_s}
 
 
 def train_until_failure(
@@ -215,34 +226,34 @@ def train_until_failure(
 # Here ---------------------------------------------------------------------------------------------------------------
 
 
-def simulated(cell: Cell, hosts: int, profile: Path, alone_s: float, coding_s: float) -> SimulatedRun:
-    """What the simulation says of a cell, told the link, the step without messages and its coding."""
-    factor = alone_s / cell.sleep_s
-    slow = () if cell.slower == 1 else (f"{hosts - 1}:{1 + (cell.slower - 1) / factor:.9f}x",)
+def simulated(cell: Cell, hosts: int, profile: Path, of_ranks: Sequence[dict[str, float]]) -> SimulatedRun:
+    """What the simulation says of a cell, told the link, the steps without messages, and coding."""
+    *most, last = (each["alone_s"] for each in of_ranks)
+    alone = statistics.fmean([*most, last] if cell.slower == 1 else most)
     spread = TimeSpread.of(cell.spread)
     options = SimulateOptions(
-        step=f"{1e3 * alone_s:.6f}ms",
-        coding=f"{1e3 * coding_s:.6f}ms",
+        step=f"{1e3 * alone:.6f}ms",
+        coding=f"{1e3 * max(each['coding_s'] for each in of_ranks):.6f}ms",
         ranks=hosts,
         rate=str(profile),
-        slow=slow,
-        spread=f"{spread.distribution}:{spread.share / factor:.6f}",
+        slow=() if cell.slower == 1 else (f"{hosts - 1}:{last / alone:.9f}x",),
+        spread=f"{spread.distribution}:{spread.share * cell.sleep_s / alone:.6f}",
         steps=400,
     )
     return simulate_model(cell.method, list(perceptron().named_parameters()), options)
 
 
-def steps_row(
-    cell: Cell, hosts: int, of_ranks: Sequence[dict[str, float]], profile: Path, busy: float
-) -> dict[str, Any]:
+def steps_row(cell: Cell, hosts: int, profile: Path, of_ranks: Sequence[dict[str, float]]) -> dict[str, Any]:
     """A cell without failures."""
+    found = simulated(cell, hosts, profile, of_ranks)
     measured = statistics.fmean(each["step_s"] for each in of_ranks)
-    coding = max(each["coding_s"] for each in of_ranks)
-    found = simulated(cell, hosts, profile, cell.sleep_s + busy, coding)
-    return {"measured_s": measured, "simulated_s": found.step_s, "coding_s": coding, "shares": found.shares._asdict()}
+    told = {"ranks": list(of_ranks), "load": os.getloadavg()[0]}
+    return {"measured_s": measured, "simulated_s": found.step_s, "shares": found.shares._asdict(), **told}
 
 
-def failures_row(cell: Cell, hosts: int, network: Network, profile: Path, busy: float) -> dict[str, Any]:
+def failures_row(
+    cell: Cell, hosts: int, network: Network, profile: Path, of_ranks: Sequence[dict[str, float]]
+) -> dict[str, Any]:
     """A run that fails until it has made all of its steps, and the same failures in simulated time."""
     draws = random.Random(hosts)
     with tempfile.TemporaryDirectory() as folder:
@@ -261,7 +272,7 @@ def failures_row(cell: Cell, hosts: int, network: Network, profile: Path, busy: 
     restart = statistics.fmean(restarts) if restarts else 0.0
     spent = [seconds for start in starts for seconds in start["checkpoints_s"]]
     checkpoint = statistics.fmean(spent) if spent else CHECKPOINT_S
-    step = simulated(cell, hosts, profile, cell.sleep_s + busy, 0.0).step_s
+    step = simulated(cell, hosts, profile, of_ranks).step_s
     after = [start["failed_s"] - start["began_s"] for start in starts if "failed_s" in start]
     gaps = iter([seconds + restart * (place > 0) for place, seconds in enumerate(after)])
     run = run_with_failures(cell.steps * step, cell.checkpoint_every * step, checkpoint, restart, gaps)
@@ -286,30 +297,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows: list[dict[str, Any]] = []
     print(f"{'cell':16} {'hosts':>5} {'measured':>10} {'simulated':>10} {'ratio':>6}")
     cells = [cell for cell in CELLS if options.cells is None or cell.name in options.cells]
-    for hosts, rate in itertools.product(options.hosts, dict.fromkeys(cell.rate for cell in cells)):
+    counts: list[int] = options.hosts
+    for rate, hosts in itertools.product(dict.fromkeys(cell.rate for cell in cells), counts):
+        of_rate = [cell for cell in cells if cell.rate == rate]
         with Network(hosts, rate) as network, tempfile.TemporaryDirectory() as folder:
             profile = Path(folder) / "links.json"
-            of_rate = [cell for cell in cells if cell.rate == rate]
-            plain = [cell for cell in of_rate if not cell.checkpoint_every]
-            given = {"cells": [asdict(cell) for cell in plain], "file": str(profile)}
+            given = {"cells": [asdict(cell) for cell in of_rate], "file": str(profile)}
             ranks = run_function(f"{__file__}:measure", hosts, given, 600, network)
-            busy = max(each["busy_s"] for each in ranks)
-            for cell in of_rate:
+            for place, cell in enumerate(of_rate):
+                of_ranks = [each["rows"][place] for each in ranks]
                 if cell.checkpoint_every:
-                    found = failures_row(cell, hosts, network, profile, busy)
+                    found = failures_row(cell, hosts, network, profile, of_ranks)
                 else:
-                    place = plain.index(cell)
-                    found = steps_row(cell, hosts, [each["rows"][place] for each in ranks], profile, busy)
-                row: dict[str, Any] = {"cell": asdict(cell), "hosts": hosts, "busy_s": busy, **found}
+                    found = steps_row(cell, hosts, profile, of_ranks)
+                row: dict[str, Any] = {"cell": asdict(cell), "hosts": hosts, **found}
                 row["ratio"] = row["simulated_s"] / row["measured_s"]
                 rows.append(row)
                 measured, said = (f"{row[name]:8.3f} s" for name in ("measured_s", "simulated_s"))
                 print(f"{cell.name:16} {hosts:5} {measured} {said} {row['ratio']:6.3f}", flush=True)
+        if options.save:  # what is there is kept if the rest does not come
+            command = " ".join(["python benchmarks/simulation.py", *sys.argv[1:]])
+            save_result("simulation", {"command": command, "cores": os.cpu_count(), "rows": rows})
     far = [f"{row['cell']['name']} on {row['hosts']}" for row in rows if abs(row["ratio"] - 1) > 0.1]
     print(f"{len(rows) - len(far)} of {len(rows)} within 10 %; not: {', '.join(far) or 'none'}")
-    if options.save:
-        command = " ".join(["python benchmarks/simulation.py", *sys.argv[1:]])
-        print(save_result("simulation", {"command": command, "cores": os.cpu_count(), "rows": rows}))
 
 
 if __name__ == "__main__":
