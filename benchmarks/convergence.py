@@ -16,7 +16,7 @@ import copy
 import dataclasses
 import json
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -47,9 +47,17 @@ def plain_task(seed: int) -> Task:
     """Digits by SGD with one learning rate and nothing else."""
     return dataclasses.replace(
         make_task("digits", seed, None),
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=RATE),
-        schedule=lambda step, progress: 1.0,
+        optimizer=_sgd,
+        schedule=_constant,
     )
+
+
+def _sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=RATE)
+
+
+def _constant(step: int, progress: float) -> float:
+    return 1.0
 
 
 def compressed(spec: str, task: Task, noises: list[Noise] | None = None) -> Iterator[float]:
