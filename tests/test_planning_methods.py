@@ -8,15 +8,21 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from gradwire import cost
+from gradwire import cost, parse
+from gradwire.catalogue import Recommended, catalogue
 from gradwire.cli.main import main
 from gradwire.core.errors import GradwireError, SpecError
 from gradwire.core.grain import ParameterSpec
+from gradwire.core.places import EVERY_STEP
+from gradwire.drivers.virtual import VirtualRanks
 from gradwire.planning import ParallelLayout, device_memory, hardware, model, plan, step_time
 from gradwire.planning.gradients import LATER, gradient_traffic
+from gradwire.planning.held import held_by_training
 from gradwire.planning.reasons import PlannedLayout, helps
 from gradwire.planning.search import layouts
+from gradwire.session.memory import held_memory
 
 LLAMA, SMALL, A100 = model("llama2-7b"), model("gpt2"), hardware("a100-80g")
 SLOW = replace(A100, name="slow", network_gbit_per_s=1.0)
@@ -124,3 +130,24 @@ def test_command_takes_methods(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(words in shown for words in ("method=int4", "coding", "method "))
     assert main([*asked, "--every", "0"]) == 2
     assert "every=0 is below 1" in capsys.readouterr().err
+
+
+# What is held ------------------------------------------------------------------------------------------------
+
+RECOMMENDED = sorted(
+    {each.use.spec for each in catalogue() if isinstance(each.use, Recommended) and each.place is EVERY_STEP}
+)
+
+
+@pytest.mark.parametrize("spec", [*RECOMMENDED, "none", "fp16", "topk:0.01", "sign"])
+def test_what_a_method_holds_is_what_its_engine_holds(spec: str) -> None:
+    torch.manual_seed(0)
+    small = nn.Sequential(nn.Linear(96, 384), nn.GELU(), nn.Linear(384, 96), nn.LayerNorm(96), nn.Linear(96, 8))
+    ranks = VirtualRanks(parse(spec), small, world_size=4)
+    for _ in range(3):
+        ranks.step([{n: torch.randn_like(p) for n, p in small.named_parameters()} for _ in range(4)])
+    found, held = held_by_training(small, spec, ranks=4), held_memory(ranks.engines[0])
+    state = found.residuals + found.factors + found.other_states
+    assert state == pytest.approx(held.state_bytes, rel=0.02, abs=64)
+    assert found.buffers == pytest.approx(held.buffer_bytes, rel=0.02, abs=64)
+    assert found.residuals == pytest.approx(held.residual_bytes, rel=0.02, abs=64)

@@ -7,6 +7,7 @@
 | `hardware_here`, `with_links` | this machine's rates, measured now; links of a link profile |
 | `ParallelLayout` | how the model is spread over GPUs |
 | `device_memory` | bytes of the fullest GPU, by kind |
+| `held_by_training` | bytes that training a module holds on a rank under DDP or FSDP2, with a method |
 | `step_time` | seconds of a step, as parts that sum to it |
 | `Efficiencies` | the fractions of data sheets' rates that training reaches |
 | `plan` | the fastest layouts that fit, why their neighbours lose, and what would help |
@@ -19,6 +20,8 @@ from gradwire.planning.configuration import write as write
 from gradwire.planning.configuration import written_by as written_by
 from gradwire.planning.hardware import Hardware as Hardware
 from gradwire.planning.hardware import hardware as hardware
+from gradwire.planning.held import HeldTraining as HeldTraining
+from gradwire.planning.held import held_by_training as held_by_training
 from gradwire.planning.here import hardware_here as hardware_here
 from gradwire.planning.here import with_links as with_links
 from gradwire.planning.layout import ParallelLayout as ParallelLayout

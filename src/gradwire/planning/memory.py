@@ -99,7 +99,9 @@ def _method_bytes(model: Transformer, layout: ParallelLayout, held: StageParamet
             continue
         if layout.every > 1:
             kept += group.parameters * GLOBAL_COPY_BYTES
-        kept += group.parameters * (BUFFER_BYTES + traffic_of(layout, group).state_bytes)
+        state = traffic_of(layout, group).state_bytes
+        # where gradients are sharded, a buffer is given back after its layer, unless a residual lies in it
+        kept += group.parameters * (state + (BUFFER_BYTES if state or layout.sharding == "none" else 0))
     return kept
 
 
