@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,13 +11,12 @@ from rich.table import Table
 
 from gradwire.cli.commands import Commands, add
 from gradwire.core.errors import SpecError
+from gradwire.core.rates import count_in
 
 if TYPE_CHECKING:
     from gradwire.choosing import Case, Forecast, Training
 
 OK = 0
-
-_SIZES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "B": 10**9}
 
 _HELP = """\
 classes of accuracy
@@ -181,12 +179,6 @@ def _conclusion(found: Training) -> list[str]:
 
 
 def _number(text: str) -> int:
-    """A count with a unit: 1.85M.
-
-    >>> _number("1.85M"), _number("7B"), _number("12")
-    (1850000, 7000000000, 12)
-    """
-    match = re.fullmatch(r"(\d+\.?\d*)([kMGB]?)", text.strip())
-    if match is None:
+    if (found := count_in(text)) is None:
         raise SpecError(f"--parameters {text} is no number of parameters: write one such as 1.85M or 7B")
-    return round(float(match[1]) * _SIZES[match[2]])
+    return round(found)

@@ -16,6 +16,7 @@ from rich.table import Table
 from gradwire.cli.commands import Commands, add
 from gradwire.core.errors import SpecError
 from gradwire.core.figures import significant, spoken_seconds
+from gradwire.core.rates import count_in
 
 if TYPE_CHECKING:
     from gradwire.planning import PlannedLayout, ScalingPlan
@@ -152,10 +153,9 @@ def _tokens(text: str | None) -> float | None:
     """A count with a unit: 300G."""
     if text is None:
         return None
-    match = re.fullmatch(r"(\d+\.?\d*)([kMGBT]?)", text.strip())
-    if match is None or float(match[1]) == 0:
+    if (found := count_in(text)) is None:
         raise SpecError(f"--tokens {text} is no number of tokens: write one such as 300G or 15T")
-    return float(match[1]) * {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}[match[2]]
+    return found
 
 
 def _range(text: str) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Rates of links as people write them."""
+"""Rates of links, and other numbers with units, as people write them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 
 RATES = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
+_COUNTS = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
 _SPOKEN = {"bit": "bit/s", "kbit": "kbit/s", "mbit": "Mbit/s", "gbit": "Gbit/s", "tbit": "Tbit/s"}
 
 
@@ -60,6 +61,16 @@ def number_in(text: str, units: Mapping[str, float]) -> float | None:
     """The number that stands in a text, in units of 1; None where there is none, or no such unit."""
     match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([a-z]+|%)\s*", text.lower())
     return float(match[1]) * units[match[2]] if match and match[2] in units else None
+
+
+def count_in(text: str) -> float | None:
+    """How many parameters or tokens a text says; None where it says none, or nothing at all.
+
+    >>> count_in("1.85M"), count_in("7B"), count_in("15T"), count_in("12"), count_in("many")
+    (1850000.0, 7000000000.0, 15000000000000.0, 12.0, None)
+    """
+    match = re.fullmatch(r"(\d+\.?\d*)([kMGBT]?)", text.strip())
+    return (float(match[1]) * _COUNTS[match[2]] or None) if match else None
 
 
 def shortened(text: str) -> str:

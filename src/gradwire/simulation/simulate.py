@@ -7,7 +7,6 @@ import functools
 import itertools
 import math
 import random
-import re
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -17,7 +16,7 @@ from gradwire.core.errors import SpecError
 from gradwire.core.grain import ParameterSpec
 from gradwire.core.key import Key
 from gradwire.core.link import Link
-from gradwire.core.rates import parse_rate
+from gradwire.core.rates import count_in, parse_rate
 from gradwire.drivers.cost import Parameters, meta_specs
 from gradwire.network.slow import parse_slow
 from gradwire.reducers.base import Reducer
@@ -173,10 +172,7 @@ def _model(task: str, text: str | None, parameters: str | None) -> Sequence[Para
         from pathlib import Path
 
         return meta_specs(make_task(task, 0, None if text is None else Path(text)).model)
-    match = re.fullmatch(r"(\d+\.?\d*)([kMGBT]?)", parameters.strip())
-    count = (
-        round(float(match[1]) * {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}[match[2]]) if match else 0
-    )
+    count = round(count_in(parameters) or 0)
     if not 1 <= count <= 10**13:
         raise SpecError(f"--parameters {parameters} is no number of parameters: write one such as 1.85M or 7B")
     return square_matrices(count)
