@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import re
 import subprocess
 import sys
 import tomllib
@@ -152,6 +153,17 @@ def test_help_does_not_wait_for_pytorch() -> None:
     source = "import sys; from gradwire.cli.main import parser; parser().format_help(); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "False", "a module that the command line imports imports PyTorch"
+
+
+def test_help_shows_every_command_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    shown = re.findall(r"^  ([a-z]+) +\S", capsys.readouterr().out, re.MULTILINE)
+    with pytest.raises(SystemExit):
+        main(["nothing"])
+    offered = re.findall(r"[a-z]+", capsys.readouterr().err.partition("choose from")[2])
+    assert len(offered) > 20
+    assert sorted(shown) == sorted(offered)
 
 
 @pytest.mark.parametrize("package", [gradwire, bench, doctor, simulation])

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import errno
 import sys
-from collections.abc import Callable, Sequence
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,6 +77,17 @@ A comparison that was interrupted goes on where it stopped when the same command
 """
 
 
+GROUPS = {
+    "train": ("run", "compare", "report", "federate", "net", "store"),
+    "choose a method": ("choose", "methods", "recipes", "cost"),
+    "ask before you buy": ("plan", "simulate", "cases"),
+    "see what a run does": ("profile", "watch", "overlap", "stacks"),
+    "keep what it has saved": ("state", "reshard"),
+    "set up a cluster": ("doctor", "bench", "topology", "nccl", "config"),
+}
+"""Commands by what somebody wants, as `gradwire --help` shows them."""
+
+
 class _Version(argparse.Action):
     """Prints what a bug report should say, and ends."""
 
@@ -90,10 +102,15 @@ class _Version(argparse.Action):
 def parser() -> argparse.ArgumentParser:
     """The whole command line."""
     root = argparse.ArgumentParser(
-        prog="gradwire", description="Train PyTorch models over networks slower than their processors."
+        prog="gradwire",
+        usage="gradwire [-h] [--version] COMMAND ...",
+        description="Train PyTorch models over networks slower than their processors.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     root.add_argument("--version", action=_Version, help="show the versions of gradwire and of what it runs on")
-    commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = root.add_subparsers(
+        dest="command", required=True, metavar="COMMAND", prog="gradwire", help=argparse.SUPPRESS
+    )
     compare = add(
         commands,
         "compare",
@@ -126,7 +143,20 @@ def parser() -> argparse.ArgumentParser:
     simulate.add_command(commands)
     cases.add_command(commands)
     stacks.add_command(commands)
+    lines = commands._get_subactions()  # pyright: ignore[reportPrivateUsage]
+    root.epilog = _grouped({each.dest: each.help or "" for each in lines})
     return root
+
+
+def _grouped(helps: Mapping[str, str]) -> str:
+    """The commands by `GROUPS`, each with its line of help."""
+    lines: list[str] = []
+    for title, names in GROUPS.items():
+        lines += ["", f"{title}:"]
+        for name in names:
+            indent = " " * 12
+            lines.append(textwrap.fill(helps[name], 79, initial_indent=f"  {name:10}", subsequent_indent=indent))
+    return "\n".join([*lines[1:], "", "gradwire COMMAND --help tells of each."])
 
 
 def run_compare(arguments: argparse.Namespace, console: Console) -> int:
