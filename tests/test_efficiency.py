@@ -200,9 +200,9 @@ def test_packages_memory_and_gpus_count_once_and_a_counter_may_begin_again(power
         powercap.zone("intel-rapl:0:1", "dram", 14.0)
         powercap.zone("intel-rapl:0:0", "core", 700.0)
         nvml.used += 7_000
-        meter.advance()
+        meter.add_up()
         assert meter.spent_j == pytest.approx(80 + 4 + 7)
-        meter.advance()
+        meter.add_up()
         assert meter.spent_j == pytest.approx(91)
 
 
@@ -211,5 +211,5 @@ def test_a_host_that_does_not_tell_its_power_spends_nothing_that_is_known(powerc
         (zone / "energy_uj").unlink()  # only root may read it
     meter = EnergyMeter(powercap.root)
     meter.skip()
-    meter.advance()
+    meter.add_up()
     assert (meter.sources, meter.spent_j) == ((), None)

@@ -71,7 +71,7 @@ def test_the_package_and_its_command_work(environment: Path, tmp_path: Path) -> 
 def test_nothing_is_missing_and_nothing_too_much(environment: Path) -> None:
     installed = packages_of(environment) / "gradwire"
     wanted = {path.relative_to(ROOT / "src" / "gradwire") for path in (ROOT / "src" / "gradwire").rglob("*")}
-    wanted = {path for path in wanted if path.suffix in (".py", ".html", ".css", ".js", ".typed")}
+    wanted = {path for path in wanted if path.suffix in (".py", ".pyi", ".html", ".css", ".js", ".typed")}
     found = {path.relative_to(installed) for path in installed.rglob("*") if path.is_file()}
     found = {path for path in found if path.suffix != ".pyc"}
     assert found == wanted | {Path("py.typed")}

@@ -233,7 +233,7 @@ class Trainer:
         self.log.times_s.append(self.elapsed_s)
         self.log.tx_bytes.append(self.meter.read().since(start_reading).since(self.uncounted).tx_bytes)
         if self.energy:
-            self.energy.advance()
+            self.energy.add_up()
         self._report(step + 1)
 
     def _finish(self) -> None:

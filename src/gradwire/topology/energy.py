@@ -25,7 +25,7 @@ class EnergyCounter(NamedTuple):
 
 
 class EnergyMeter:
-    """Sums up what the host uses in stretches of time: between `skip()` and the `advance()`s that follow it.
+    """Sums up what the host uses in stretches of time: between `skip()` and the `add_up()`s that follow it.
 
     Processors count by `intel-rapl` zones under /sys/class/powercap, which AMD's have too: packages and memory. Only
     root may read these files on most systems. GPUs count by NVML's total energy (Volta and later).
@@ -60,7 +60,7 @@ class EnergyMeter:
         """Begin a stretch: what was used since the last reading does not count."""
         self._last = self._read() if self._last else {}
 
-    def advance(self) -> None:
+    def add_up(self) -> None:
         """Count what was used since the last reading. It must come more often than a counter wraps: every minute."""
         if not self._last:
             return
