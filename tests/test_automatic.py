@@ -121,7 +121,7 @@ def test_one_rank_stays_with_none_and_a_save_tells_choices(one_rank: None) -> No
         assert session.report().chosen == "auto:bold chooses no more, since session.change was called"
         assert session.automatic is not None
         last = Chosen(10, CANDIDATES[-1].spec, "since")
-        assert session.automatic.unpacked({CHOICES: [last.as_dict()]}, CHOICES) == (last,)
+        assert session.automatic.unpacked({CHOICES: [last._asdict()]}, CHOICES) == (last,)
         with pytest.raises(StateError, match="a saved choice has no 'spec'"):
             session.automatic.unpacked({CHOICES: [{"step": 3}]}, CHOICES)
         with pytest.raises(StateError, match="must be a list"):
@@ -129,4 +129,4 @@ def test_one_rank_stays_with_none_and_a_save_tells_choices(one_rank: None) -> No
     with Session(tensors, "auto:lossless", deadline_s=5) as careful:
         assert careful.automatic is not None
         with pytest.raises(StateError, match="which auto:lossless does not allow"):
-            careful.automatic.unpacked({CHOICES: [last.as_dict()]}, CHOICES)
+            careful.automatic.unpacked({CHOICES: [last._asdict()]}, CHOICES)

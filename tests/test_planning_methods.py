@@ -18,10 +18,11 @@ from gradwire.core.grain import ParameterSpec
 from gradwire.core.places import EVERY_STEP
 from gradwire.drivers.virtual import VirtualRanks
 from gradwire.planning import ParallelLayout, device_memory, hardware, model, plan, step_time
-from gradwire.planning.gradients import LATER, gradient_traffic
+from gradwire.planning.gradients import gradient_traffic
 from gradwire.planning.held import held_by_training
 from gradwire.planning.reasons import PlannedLayout, helps
 from gradwire.planning.search import layouts
+from gradwire.reducers.step import PAST_WARM_UPS
 from gradwire.session.memory import held_memory
 
 LLAMA, SMALL, A100 = model("llama2-7b"), model("gpt2"), hardware("a100-80g")
@@ -35,7 +36,7 @@ MATRICES = ((3 * SIDE, SIDE), (SIDE, SIDE), (4 * SIDE, SIDE), (SIDE, 4 * SIDE))
 def test_bytes_are_those_of_the_cost_driver(spec: str) -> None:
     meta = torch.device("meta")
     specs = [ParameterSpec(str(i), shape, torch.float32, meta) for i, shape in enumerate(MATRICES)]
-    expected = cost(spec, specs, 8, step=LATER)
+    expected = cost(spec, specs, 8, step=PAST_WARM_UPS)
     found = gradient_traffic(spec, MATRICES, 8, shards=False)
     numel = sum(rows * columns for rows, columns in MATRICES)
     sent = sum(

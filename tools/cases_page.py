@@ -28,6 +28,7 @@ from gradwire.cases import (
 from gradwire.core.figures import si_bytes, spoken_seconds
 from gradwire.core.link import Link
 from gradwire.planning import model
+from marks import replaced
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "cases.md"
@@ -174,10 +175,7 @@ def blocks() -> Mapping[str, Callable[[], str]]:
 def page(text: str) -> str:
     """The page with all that stands between marks written anew."""
     for mark, written in blocks().items():
-        begin, end = f"<!-- {mark} -->\n", f"<!-- end of {mark} -->"
-        before, rest = text.split(begin)
-        _, after = rest.split(end)
-        text = f"{before}{begin}\n{written()}\n\n{end}{after}"
+        text = replaced(text, mark, written())
     return text
 
 

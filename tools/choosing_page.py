@@ -10,6 +10,7 @@ from pathlib import Path
 
 from gradwire.choosing import CASES, LAYOUTS, SLOW, Case, boundaries
 from gradwire.core.figures import significant
+from marks import replaced
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "choosing.md"
 RATES = {"20mbit": 2e7, "100mbit": 1e8, "1gbit": 1e9, "10gbit": 1e10, "25gbit": 2.5e10, "100gbit": 1e11}
@@ -20,9 +21,7 @@ METHODS = ("none", "fp16", "int4", "powersgd:8,factors=fp16")
 def written(text: str) -> str:
     """The page with both tables as they are now."""
     for name, table in (("cases", _cases()), ("rates", _rates())):
-        before, rest = text.split(f"<!-- {name} -->\n")
-        _, after = rest.split(f"<!-- end of {name} -->")
-        text = f"{before}<!-- {name} -->\n\n{chr(10).join(table)}\n\n<!-- end of {name} -->{after}"
+        text = replaced(text, name, "\n".join(table))
     return text
 
 

@@ -12,6 +12,7 @@ from gradwire.core.errors import SpecError
 from gradwire.core.grain import ParameterSpec
 from gradwire.drivers.cost import cost
 from gradwire.planning import ParallelLayout, Transformer, device_memory, hardware, step_time
+from gradwire.reducers.step import PAST_WARM_UPS
 
 INTELLECT = Transformer(
     "intellect-1",
@@ -84,7 +85,7 @@ def window_bytes(model: Transformer | Sequence[ParameterSpec], islands: int, spe
     if islands < 2:
         raise SpecError(f"{islands} islands have nobody to average with: take 2 or more")
     shapes = parameter_shapes(model) if isinstance(model, Transformer) else model
-    return cost(spec, shapes, islands, step=1_000_000).wire_bytes
+    return cost(spec, shapes, islands, step=PAST_WARM_UPS).wire_bytes
 
 
 def utilisation(step_s: float, every: int, nbytes: float, rate: float) -> float:

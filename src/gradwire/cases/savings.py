@@ -13,6 +13,7 @@ from gradwire.core.nearest import meant
 from gradwire.drivers.cost import cost
 from gradwire.drivers.timing import step_s
 from gradwire.planning import Transformer
+from gradwire.reducers.step import PAST_WARM_UPS
 
 PRECISIONS = ("none", "fp16", "int8", "int4", "int3", "int2")
 DENSITIES = (0.1, 0.05, 0.01, 0.001)
@@ -104,8 +105,8 @@ class _Counted:
 
     def row(self, setting: str, spec: str, formula: str) -> Saving:
         """What a method sends and takes in every step."""
-        nbytes = cost(spec, self._shapes, self._ranks, step=10**6).wire_bytes
-        seconds = step_s(spec, self._shapes, self._ranks, self._link, step=10**6)
+        nbytes = cost(spec, self._shapes, self._ranks, step=PAST_WARM_UPS).wire_bytes
+        seconds = step_s(spec, self._shapes, self._ranks, self._link, step=PAST_WARM_UPS)
         return Saving(setting, spec, self._scale * nbytes, self._scale * seconds, None, formula)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from gradwire.core.errors import SpecError
+from gradwire.core.grammar import name_of
 from gradwire.core.nearest import meant
 from gradwire.core.registry import table
 from gradwire.core.uses import Recommended
@@ -39,7 +40,7 @@ class Candidate(NamedTuple):
         """What training ended at where it was measured."""
         if self.spec in _ENDED_AT:
             return _ENDED_AT[self.spec]
-        return ended_at(self.spec.partition(":")[0])
+        return ended_at(name_of(self.spec))
 
 
 CANDIDATES = (

@@ -9,11 +9,11 @@ auto:bold
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from gradwire.choosing.accuracy import Candidate, allowed
 from gradwire.choosing.forecast import Demand, Forecast, demand
-from gradwire.choosing.rules import best_of
+from gradwire.choosing.rules import best_of, runner_up_of
 from gradwire.core.errors import SpecError
 from gradwire.core.figures import milliseconds
 from gradwire.core.grain import ParameterSpec
@@ -90,10 +90,6 @@ class Chosen(NamedTuple):
     why: str
     runner_up: str = ""
 
-    def as_dict(self) -> dict[str, Any]:
-        """The same as plain numbers and strings."""
-        return self._asdict()
-
 
 def wire_link(times: ReductionTimes, world_size: int) -> Link:
     """Return the link of which the timed all-reduces are rings: 2 (n - 1) messages, 2 (n - 1)/n of the bytes.
@@ -140,12 +136,11 @@ def decide(demands: Sequence[Demand], pace: StepPace, step: int, now: str) -> Ch
     >>> print(decide([none, int4], StepPace(100.0, 0.5, (0.0, 0.1)), 10, "none").why)
     its step takes 101,000 ms: 100,000 computing, 0.0 coding, 2,000 sending, of which 1,000 are hidden
     """
-    forecasts = {each.spec: each.beside(pace.compute_s, pace.backward) for each in demands}
-    best, held = best_of(list(forecasts.values())), forecasts[now]
+    forecasts = [each.beside(pace.compute_s, pace.backward) for each in demands]
+    best, held = best_of(forecasts), next(each for each in forecasts if each.spec == now)
     if best.step_s > GAIN * held.step_s:
         best = held
-    others = [found for found in forecasts.values() if found is not best]
-    other = best_of(others) if others else None
+    other = runner_up_of(forecasts, best)
     runner_up = f"{other.spec}, with {milliseconds(1e3 * other.step_s)} ms a step" if other else ""
     return Chosen(step, best.spec, _why(best), runner_up)
 

@@ -17,7 +17,7 @@ from gradwire.drivers.cost import Parameters, form_of, meta_specs, require_world
 from gradwire.drivers.interpreter import Answer, run_program, served
 from gradwire.drivers.plan import Unit, plan
 from gradwire.reducers.base import Reducer
-from gradwire.reducers.step import Step
+from gradwire.reducers.step import PAST_WARM_UPS, Step
 from gradwire.spec import as_method
 
 REPEATS = 3
@@ -25,9 +25,6 @@ REPEATS = 3
 
 CACHES = 1 << 26
 """Bytes that are more than most processors' caches hold."""
-
-PAST_WARM_UPS = 1_000_000
-"""The first step that is timed: methods may begin otherwise than they go on."""
 
 
 def coding_s(

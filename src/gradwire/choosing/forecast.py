@@ -10,13 +10,11 @@ from gradwire.drivers.plan import plan
 from gradwire.drivers.timing import Links, waves_s
 from gradwire.drivers.window import Ready, exposed_s
 from gradwire.reducers.base import Reducer
+from gradwire.reducers.step import PAST_WARM_UPS
 from gradwire.spec import as_method
 
 BACKWARD = 2 / 3
 """Share of a step's computing that is the backward pass, which multiplies twice where the forward pass does once."""
-
-PAST_WARM_UPS = 1_000_000
-"""A step behind every warm-up, as most steps of a run are."""
 
 
 class Forecast(NamedTuple):

@@ -158,7 +158,8 @@ def choose(case: Case, coding: Coding = no_coding) -> Training:
         forecasts = tuple(each.beside(0.0) for each in demands)
         return Training(case, None, "", _by_step_time(case, demands), "compare.md", forecasts)
     forecasts = _forecasts(case, demands, case.step_s)
-    best, fp32, runner_up = best_of(forecasts), forecasts[0], runner_up_of(forecasts)
+    best, fp32 = best_of(forecasts), forecasts[0]
+    runner_up = runner_up_of(forecasts, best)
     if best is fp32:
         why = (
             f"Sending gradients in fp32 adds {_share(fp32.exposed_s, fp32.step_s)} to a step, since the backward pass "
@@ -192,10 +193,9 @@ def best_of(forecasts: Sequence[Forecast], near: float = NEAR) -> Forecast:
     return next(found for found in forecasts if found.step_s <= near * shortest)
 
 
-def runner_up_of(forecasts: Sequence[Forecast]) -> Forecast | None:
-    """Return what would be taken if the best one could not be."""
-    best = best_of(forecasts)
-    others = [found for found in forecasts if found is not best]
+def runner_up_of(forecasts: Sequence[Forecast], taken: Forecast) -> Forecast | None:
+    """Return what would be taken if the one that is taken could not be; None where there is no other."""
+    others = [found for found in forecasts if found is not taken]
     return best_of(others) if others else None
 
 

@@ -14,12 +14,9 @@ from gradwire.core.messages import SendRecv
 from gradwire.drivers.cost import Parameters, form_of, meta_specs, requests_of, require_world
 from gradwire.drivers.plan import Unit, plan
 from gradwire.reducers.base import Reducer
-from gradwire.reducers.step import Step
+from gradwire.reducers.step import PAST_WARM_UPS, Step
 from gradwire.spec import as_method
 from gradwire.topology.levels import Topology
-
-PAST_WARM_UPS = 1_000_000
-"""The step that stands for most of a run."""
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from gradwire.core.grain import ParameterSpec
 from gradwire.core.grammar import split
 from gradwire.drivers.cost import Parameters, cost, meta_specs, planned_bytes, require_world
 from gradwire.drivers.parts import Chunked, plan_parts
+from gradwire.reducers.step import PAST_WARM_UPS
 from gradwire.spec import ForShards, parse
 
 GATHERS = 2
@@ -42,7 +43,7 @@ class StackLevel(NamedTuple):
         return self.gradient_bytes + self.parameter_bytes
 
 
-def stack(spec: str, model: Parameters, world_size: int, step: int = 1_000_000) -> list[StackLevel]:
+def stack(spec: str, model: Parameters, world_size: int, step: int = PAST_WARM_UPS) -> list[StackLevel]:
     """Return the bytes of a step for each layer of a stack, beginning with float32.
 
     Layers are the codecs that a "+" joins, options that change what is sent (`layers=`, `node=`, `exchange=`), and

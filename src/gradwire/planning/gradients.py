@@ -21,11 +21,9 @@ from gradwire.drivers.parts import Chunked, plan_parts
 from gradwire.drivers.plan import GRAIN_NUMEL, Unit, plan
 from gradwire.reducers.base import Reducer
 from gradwire.reducers.requirements import require_alike
-from gradwire.reducers.step import Step
+from gradwire.reducers.step import PAST_WARM_UPS, Step
 from gradwire.spec import as_method
 
-LATER = 10**6
-"""A step after all that a method begins with."""
 BUFFER_BYTES = 4
 """Of an element: the buffer that a gradient is copied to before it is coded."""
 Matrix = tuple[int, int]
@@ -104,7 +102,7 @@ def gradient_traffic(spec: str, matrices: tuple[Matrix, ...], ranks: int, shards
     """
     method = shard_method_of(spec) if shards else method_of(spec)
     method.require_ranks(ranks)
-    step = Step(LATER, 0, ranks)
+    step = Step(PAST_WARM_UPS, 0, ranks)
     units = _units(method, matrices, ranks, shards)
     numel = sum(unit.grain.numel for unit in units)
     asked: dict[tuple[type[Collective], SubGroups | None], list[Collective]] = {}

@@ -13,6 +13,9 @@ from gradwire.core.grain import Grain
 from gradwire.core.key import Key
 from gradwire.core.state import State
 
+PAST_WARM_UPS = 1_000_000
+"""A step behind all that methods begin with: it stands for most of a run."""
+
 
 @dataclass(frozen=True)
 class Step:

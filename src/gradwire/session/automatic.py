@@ -236,7 +236,7 @@ class Automatic:
 
     def packed(self) -> list[dict[str, Any]]:
         """The choices, for a save."""
-        return [choice.as_dict() for choice in self.choices]
+        return [choice._asdict() for choice in self.choices]
 
     def unpacked(self, state: object, key: str) -> tuple[Chosen, ...]:
         """Return the choices that a saved state has under a key; none where it has no such key.

@@ -17,10 +17,10 @@ from gradwire.core.link import Link
 from gradwire.core.messages import SendRecv
 from gradwire.drivers.cost import Parameters, asked_of, meta_specs, require_world
 from gradwire.drivers.interpreter import sent_bytes
-from gradwire.drivers.level_bytes import PAST_WARM_UPS
 from gradwire.drivers.plan import plan
 from gradwire.drivers.timing import rounds_of, step_s
 from gradwire.reducers.base import Reducer
+from gradwire.reducers.step import PAST_WARM_UPS
 from gradwire.topology.description import DescribedLevel, read_levels
 from gradwire.topology.levels import RANK
 from gradwire.topology.link_profile import LinkProfile
