@@ -570,3 +570,19 @@ def test_an_exception_in_a_function_names_its_rank():
     with pytest.raises(RankFailure, match=r"(?s)rank 1 ended with status 1.*rank one has had enough") as caught:
         run_function(f"{HERE}:fail_on_one", 2, deadline_s=120)
     assert caught.value.rank == 1
+
+
+@SECONDS
+def test_the_rank_that_failed_first_is_named_though_its_end_is_seen_last(tmp_path: Path):
+    victim_then_cause = shell("echo 2 > $GRADWIRE_MOMENT; exit 1", "echo 1 > $GRADWIRE_MOMENT; sleep 0.5; exit 3")
+    with pytest.raises(RankFailure, match=r"(?s)^rank 1 ended with status 3.*rank 0 ended with status 1") as caught:
+        run_ranks(victim_then_cause, [{}] * 2, log_dir=tmp_path, deadline_s=10)
+    assert (caught.value.rank, caught.value.status) == (1, 3)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rank0.log", "rank1.log"]
+
+
+@SECONDS
+def test_a_killed_rank_that_is_seen_first_is_named_though_it_says_no_time(tmp_path: Path):
+    victim_and_cause = shell("sleep 0.5; echo 1 > $GRADWIRE_MOMENT; exit 1", "kill -9 $$")
+    with pytest.raises(RankFailure, match=r"^rank 1 was killed by SIGKILL"):
+        run_ranks(victim_and_cause, [{}] * 2, log_dir=tmp_path, deadline_s=10)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from gradwire.kernels.warm import import_for_cpu
 from gradwire.network.wire import WireMeter
-from gradwire.ranks import group_end
+from gradwire.ranks import group_end, moment
 
 
 def load(target: str) -> Callable[..., Any]:
@@ -68,6 +68,7 @@ if __name__ == "__main__":
     try:
         main(*sys.argv[1:])
     except BaseException:
+        moment.note()
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)  # an orderly end would wait for peers that wait for us

@@ -21,6 +21,7 @@ from gradwire.core.errors import CommunicationError
 from gradwire.kernels.runtime.choice import VARIABLE as KERNELS_VARIABLE
 from gradwire.network import Network
 from gradwire.network.loopback import loopback_environments
+from gradwire.ranks import moment
 from gradwire.ranks.warm import WarmProcess
 
 _TAIL_LINES = 20
@@ -74,8 +75,8 @@ def run_ranks(
     with _Watch(on_line) as watch:
         for rank, (command, environment) in enumerate(zip(commands, environments, strict=True)):
             watch.start(rank, command, environment, log_dir / f"rank{rank}.log")
-        watch.until(lambda: watch.failed is not None or not watch.running(), deadline_s)
-        if watch.failed is not None:
+        watch.until(lambda: bool(watch.failed) or not watch.running(), deadline_s)
+        if watch.failed:
             watch.until(lambda: not watch.running(), grace_s)
             ended_alone = not watch.running()
             watch.stop()
@@ -94,10 +95,11 @@ class _Rank:
         self.log = log
         self._file: BinaryIO = log.open("wb", buffering=0)
         self._unfinished = b""
+        self._moment = log.with_suffix(".moment")
         try:
             self.process = subprocess.Popen(
                 list(command),
-                env={**os.environ, **environment},
+                env={**os.environ, **environment, moment.VARIABLE: str(self._moment)},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -133,9 +135,14 @@ class _Rank:
         last = self.log.read_text(errors="replace").splitlines()[-lines:]
         return "".join(f"\n    {line}" for line in last) or "\n    (it wrote nothing)"
 
+    def failed_at(self) -> int | None:
+        """When an exception ended the rank, if one did and the rank could say so."""
+        return moment.read(self._moment)
+
     def close(self) -> None:
         self.output.close()
         self._file.close()
+        self._moment.unlink(missing_ok=True)
 
 
 class _Watch:
@@ -146,7 +153,7 @@ class _Watch:
         self._ranks: list[_Rank] = []
         self._selector = selectors.DefaultSelector()
         self._pidfds: dict[int, int] = {}
-        self.failed: _Rank | None = None
+        self.failed: list[_Rank] = []
 
     def __enter__(self) -> _Watch:
         return self
@@ -199,8 +206,8 @@ class _Watch:
             os.close(descriptor)
         rank.signal(signal.SIGKILL)  # children that it left behind
         rank.pump(self._on_line)
-        if status != 0 and self.failed is None:
-            self.failed = rank
+        if status != 0:
+            self.failed.append(rank)
 
     def stop(self) -> None:
         """End the processes that still run: politely, then not."""
@@ -209,9 +216,20 @@ class _Watch:
                 rank.signal(number)
             self.until(lambda: not self.running(), _TERMINATE_S)
 
+    def _first(self) -> _Rank:
+        """The rank that failed first: by its own clock reading, else the one whose end was seen first.
+
+        Between a warm process and this one stand two others, which a busy machine may run late, so ends can be seen in
+        the wrong order. A rank that a signal ended says no time, and is believed if it was seen first.
+        """
+        seen = self.failed[0]
+        if seen.failed_at() is None:
+            return seen
+        return min(self.failed, key=lambda rank: rank.failed_at() or float("inf"))
+
     def failure(self, ended_alone: bool) -> RankFailure:
-        assert self.failed is not None
-        first, status = self.failed, self.failed.process.returncode
+        first = self._first()
+        status = first.process.returncode
         text = f"rank {first.rank} {_ended(status)}; its last lines ({first.log}):{first.tail(_TAIL_LINES)}"
         for rank in self._ranks:
             if rank is not first:

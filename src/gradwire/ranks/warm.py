@@ -28,6 +28,8 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from gradwire.ranks import moment
+
 CLIENT = Path(__file__).with_name("warm_client.py")
 
 POLITE_S = 1.0
@@ -219,6 +221,7 @@ def main() -> None:
         atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage] - `os._exit` alone would not
         status = 0
     except BaseException:
+        moment.note()
         traceback.print_exc()
     finally:
         sys.stdout.flush()
