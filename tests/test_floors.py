@@ -29,7 +29,7 @@ FLOORS = (
     ("drivers",),
     ("choosing",),
     ("session",),
-    ("federated", "sync"),
+    ("federated", "parallel", "sync"),
     ("asynchronous",),
     ("catalogue",),
     ("recipes",),
