@@ -24,8 +24,8 @@ def printed(timeline: WorkTimeline, unit: float = 1.0) -> str:
 
     >>> from gradwire.parallel.pipelines import ScheduleShape, computed_timeline
     >>> print(printed(computed_timeline(ScheduleShape("1F1B", 2, 2))))
-    rank 0  F0 F1 .  B0 -- B1 --
-    rank 1  .  F0 B0 -- F1 B1 --
+    rank 0  F0 F1 .  .  B0 -- .  B1 --
+    rank 1  .  F0 B0 -- F1 B1 -- .  .
     """
     if unit <= 0 or timeline.length / unit > MOST_COLUMNS:
         raise SpecError(f"a unit of {unit:g} for a step of {timeline.length:g}: take one that gives 1 to 400 columns")
