@@ -221,6 +221,7 @@ def train_until_failure(
             spent_s.append(time.time() - started_s)
     dist.barrier()
     note(ended_s=time.time())
+    steps.close()  # a lane that still waits for its group keeps the process from ending
 
 
 # Here ---------------------------------------------------------------------------------------------------------------
@@ -264,8 +265,8 @@ def failures_row(
                 run_function(f"{__file__}:train_until_failure", hosts, arguments, 300, network)
                 break
             except RankFailure as failure:
-                if failure.rank != 0 or after_s is None:
-                    raise
+                if failure.rank != 0 or after_s is None or failure.status is None:
+                    raise  # it was not the failure that was drawn; without a status the deadline has passed
         starts = [json.loads(line) for line in (Path(folder) / "log.jsonl").read_text().splitlines()]
     measured = starts[-1]["ended_s"] - starts[0]["began_s"]
     restarts = [after["began_s"] - before["failed_s"] for before, after in itertools.pairwise(starts)]
