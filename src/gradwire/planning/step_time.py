@@ -97,10 +97,12 @@ def stage_times(
     dense = layer_times(model, layout, machine, experts=False)
     expert = layer_times(model, layout, machine, experts=True) if model.expert_layers else dense
     share, layers = model.expert_layers / model.layers, model.layers / layout.pp
-    passes = (a.times(layers * (1 - share)).plus(b.times(layers * share)) for a, b in zip(dense, expert, strict=True))
-    return StageTimes(
-        *passes, *_loss(model, layout, machine), _transfer_s(model, layout, machine), layers * layout.host_s
+    forward, backward, recomputed = (
+        a.times(layers * (1 - share)).plus(b.times(layers * share)) for a, b in zip(dense, expert, strict=True)
     )
+    loss_forward, loss_backward = _loss(model, layout, machine)
+    transfer = _transfer_s(model, layout, machine)
+    return StageTimes(forward, backward, recomputed, loss_forward, loss_backward, transfer, host=layers * layout.host_s)
 
 
 def step_time(
