@@ -12,6 +12,7 @@
 | `switch_loss`, `z_loss`, `balance` | balanced routers |
 | `keep_choices` | recomputation that repeats the choice |
 | `expert_report`, `LayerFigures` | load, drops and bytes |
+| `leave_experts_to_their_axis`, `attach_experts`, `expert_parameters` | experts beside data parallelism |
 | `ExchangeAxis` | the ranks that experts are spread over |
 """
 
@@ -22,6 +23,7 @@ from gradwire.parallel.moe.experts import Experts
 from gradwire.parallel.moe.figures import LayerFigures, expert_report
 from gradwire.parallel.moe.layer import MoE, Payloads
 from gradwire.parallel.moe.losses import balance, switch_loss, z_loss
+from gradwire.parallel.moe.parameters import attach_experts, expert_parameters, leave_experts_to_their_axis
 from gradwire.parallel.moe.routers import NoisyTopK, Router, Routing, SigmoidGroups, SoftmaxTopK
 
 __all__ = [
@@ -37,9 +39,12 @@ __all__ = [
     "Routing",
     "SigmoidGroups",
     "SoftmaxTopK",
+    "attach_experts",
     "balance",
+    "expert_parameters",
     "expert_report",
     "keep_choices",
+    "leave_experts_to_their_axis",
     "switch_loss",
     "z_loss",
 ]

@@ -175,7 +175,7 @@ class MoE(nn.Module):
         if tokens.shape[1] != self.router.hidden:
             self._announce(tokens, _WIDTH, None)
         routing: Routing = self.router(tokens, self._near, draw=self._draws)
-        fault = _NO_FAULT if bool(routing.logits.isfinite().all()) else _NOT_FINITE
+        fault = _NO_FAULT if bool(routing.logits.detach().isfinite().all()) else _NOT_FINITE
         slots = self.ordering.slots(routing.experts.flatten())
         kept = self._kept(slots, routing.weights)
         order = self.ordering.order(slots, kept)
