@@ -28,7 +28,7 @@ from gradwire.drivers.groups import new_group
 from gradwire.drivers.interpreter import Begun, Interpreter, Script, Traffic, Transport
 from gradwire.drivers.lockstep import Meeting, VirtualTransport
 from gradwire.drivers.process_group import GroupTransport
-from gradwire.parallel.rows import Rows
+from gradwire.parallel.rows import RowCounts
 from gradwire.spec import as_codec
 
 if TYPE_CHECKING:
@@ -259,7 +259,7 @@ class Passage:
     """
 
     axis: ExchangeAxis
-    rows: Rows
+    rows: RowCounts
     way: Way
     codec: Codec | None = None
     gradient_codec: Codec | None = None

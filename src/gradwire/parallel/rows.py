@@ -24,7 +24,7 @@ BlockBytes = Callable[[int], int]
 Counts = tuple[int, ...]
 
 
-class Rows(ABC):
+class RowCounts(ABC):
     """How many rows each rank has for each, and the way there and back.
 
     Attributes:
@@ -47,7 +47,7 @@ class Rows(ABC):
 
 
 @dataclass(frozen=True)
-class FlatRows(Rows):
+class FlatRows(RowCounts):
     """One all-to-all: each rank sends a message to every other one.
 
     A rank sends sum over j != place of nbytes(sends[j]) bytes there, and of nbytes(receives[j]) bytes back.
@@ -75,7 +75,7 @@ class FlatRows(Rows):
 
 
 @dataclass(frozen=True)
-class TwoLevelRows(Rows):
+class TwoLevelRows(RowCounts):
     """Two all-to-alls: between nodes among the ranks of equal place, then inside the node; and back the other way.
 
     Between nodes a rank sends N - 1 messages where the flat exchange sends (N - 1) L, and the same bytes. Inside its
@@ -203,7 +203,7 @@ def announce(words: Tensor, local: int | None = None) -> Program[Announced]:
     return Announced(arrived.transpose(0, 1).reshape(ranks, width), through)
 
 
-def rows_of(mine: Sequence[Sequence[int]], announced: Announced, place: int, part: slice) -> Rows:
+def rows_of(mine: Sequence[Sequence[int]], announced: Announced, place: int, part: slice) -> RowCounts:
     """Return the rows whose counts are the sums of the words of `part`.
 
     Args:

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from gradwire.core.errors import StepError
 from gradwire.parallel.moe.ordering import Grouped
-from gradwire.parallel.rows import Rows
+from gradwire.parallel.rows import RowCounts
 
 
 @dataclass(frozen=True, eq=False)
-class Choice:
+class RoutedChoice:
     """One pass of a layer.
 
     Attributes:
@@ -32,14 +32,14 @@ class Choice:
     experts: Tensor
     noise: Tensor | None
     order: Tensor
-    rows: tuple[Rows, ...]
+    rows: tuple[RowCounts, ...]
     grouped: tuple[Grouped, ...]
     draw: int
 
 
 @dataclass(eq=False)
 class _Kept:
-    choices: deque[Choice] = field(default_factory=deque[Choice])
+    choices: deque[RoutedChoice] = field(default_factory=deque[RoutedChoice])
     repeats: bool = False
 
 
@@ -59,7 +59,7 @@ def keep_choices() -> tuple[AbstractContextManager[None], AbstractContextManager
     Example:
         y = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False, context_fn=keep_choices)
     """
-    choices: deque[Choice] = deque()
+    choices: deque[RoutedChoice] = deque()
     return _keeping(_Kept(choices)), _keeping(_Kept(choices, repeats=True))
 
 
@@ -72,7 +72,7 @@ def _keeping(kept: _Kept) -> Generator[None]:
         _kept.reset(token)
 
 
-def repeated() -> Choice | None:
+def repeated() -> RoutedChoice | None:
     """What was chosen before, where the pass at hand is made again; None where it is the first.
 
     Raises:
@@ -89,7 +89,7 @@ def repeated() -> Choice | None:
     return kept.choices.popleft()
 
 
-def keep(choice: Choice) -> None:
+def keep(choice: RoutedChoice) -> None:
     """Write a choice down, where it will be repeated."""
     kept = _kept.get()
     if kept is not None and not kept.repeats:

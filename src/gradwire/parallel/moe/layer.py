@@ -17,7 +17,7 @@ from gradwire.core.program import once
 from gradwire.parallel.exchange import ExchangeAxis, Passage, row_codec
 from gradwire.parallel.moe import choices
 from gradwire.parallel.moe.capacity import Capacity, kept_within
-from gradwire.parallel.moe.choices import Choice
+from gradwire.parallel.moe.choices import RoutedChoice
 from gradwire.parallel.moe.figures import Tally
 from gradwire.parallel.moe.ordering import Ordering
 from gradwire.parallel.moe.routers import NoisyTopK, Router, Routing
@@ -167,7 +167,7 @@ class MoE(nn.Module):
 
     # The choice --------------------------------------------------------------------------------------------------
 
-    def _choose(self, tokens: Tensor) -> tuple[Choice, Routing]:
+    def _choose(self, tokens: Tensor) -> tuple[RoutedChoice, Routing]:
         """Route tokens, and tell all ranks how many rows will come."""
         self._draws += 1
         if not self._agreed:
@@ -235,13 +235,13 @@ class MoE(nn.Module):
             dropped, chosen = (sum(head[word] for head in heads) for word in (_DROPPED, _CHOSEN))
             self.factor.fill_(self.capacity.next_factor(float(self.factor), dropped, chosen))
 
-    def _chosen(self, routing: Routing, order: Tensor, mine: list[list[int]], told: Announced) -> Choice:
+    def _chosen(self, routing: Routing, order: Tensor, mine: list[list[int]], told: Announced) -> RoutedChoice:
         """The choice, with the rows of each chunk."""
         parts = [slice(_HEAD + first, _HEAD + stop) for first, stop in self.ordering.spans]
         rows = tuple(rows_of(mine, told, self.axis.place, part) for part in parts)
         most = self._most(told)
         grouped = tuple(self.ordering.grouped(told.words[:, part], most) for part in parts)
-        return Choice(routing.experts, routing.noise, order, rows, grouped, self._draws)
+        return RoutedChoice(routing.experts, routing.noise, order, rows, grouped, self._draws)
 
     def _most(self, told: Announced) -> int | None:
         """Rows that an expert takes of what has arrived; None: all."""
@@ -279,7 +279,7 @@ class MoE(nn.Module):
 
     # The exchange ------------------------------------------------------------------------------------------------
 
-    def _routed(self, tokens: Tensor, routing: Routing, choice: Choice) -> Tensor:
+    def _routed(self, tokens: Tensor, routing: Routing, choice: RoutedChoice) -> Tensor:
         """Send tokens to their experts, and add up what comes back."""
         rows = _Spread.apply(tokens, choice.order, self.router.k)
         pieces = rows.split([sum(each.sends) for each in choice.rows])
@@ -295,13 +295,13 @@ class MoE(nn.Module):
         combined = _combined(returned, routing.weights, choice.order)
         return combined if shared is None else combined + shared
 
-    def _passage(self, choice: Choice, chunk: int, way: Any) -> Passage:
+    def _passage(self, choice: RoutedChoice, chunk: int, way: Any) -> Passage:
         name = "dispatch" if way == "there" else "combine"
         key = Key(self.router.seed, choice.draw, name=f"{chunk}", stage=name, layer=str(self._layer))
         codec, gradient_codec = self.codecs[name], self.codecs[f"{name}_gradient"]
         return Passage(self.axis, choice.rows[chunk], way, codec, gradient_codec, key, self.tally.traffic)
 
-    def _computed(self, received: Tensor, choice: Choice, chunk: int) -> Tensor:
+    def _computed(self, received: Tensor, choice: RoutedChoice, chunk: int) -> Tensor:
         """What the experts of a chunk make of rows, in the order in which these came; zero for dropped ones."""
         grouped, (first, _) = choice.grouped[chunk], self.ordering.spans[chunk]
         rows = _scaled_gradient(received.index_select(0, grouped.order), self.axis.size)
