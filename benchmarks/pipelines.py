@@ -115,7 +115,12 @@ def main() -> None:
             for codec in options.codecs:
                 told = {"codec": codec, "schedule": options.schedule, "steps": options.steps, "seed": seed}
                 ranks = run_function(f"{__file__}:on_rank", STAGES, told, options.deadline, network)
-                run = {"codec": codec, "seed": seed, **ranks[-1], "sent": [rank["sent"] for rank in ranks]}
+                run: dict[str, Any] = {
+                    "codec": codec,
+                    "seed": seed,
+                    **ranks[-1],
+                    "sent": [rank["sent"] for rank in ranks],
+                }
                 ended = smoothed(run["losses"])[-1]
                 target = target or ended
                 to_target_s, step_s = seconds_to(target, run), statistics.median(run["times_s"])

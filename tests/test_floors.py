@@ -29,7 +29,7 @@ FLOORS = (
     ("drivers",),
     ("choosing",),
     ("session",),
-    ("federated", "parallel", "sync"),
+    ("federated", "sync"),
     ("asynchronous",),
     ("catalogue",),
     ("recipes",),
