@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from gradwire.drivers.process_group import GroupTransport
 from gradwire.drivers.words import gathered_words
-from gradwire.parallel.pipelines.schedules import Work, WorkKind
+from gradwire.parallel.pipelines.schedules import StageWork, WorkKind
 from gradwire.parallel.pipelines.stage import CompressedStage
 from gradwire.parallel.pipelines.timeline import WorkSpan, WorkTimeline
 
@@ -49,7 +49,7 @@ class WorkRecorder:
             began = time.time()
             result = call(micro_batch, *args, **options)
             kind = _kind(name, options.get("full_backward", True))
-            self.spans.append(WorkSpan(Work(kind, stage.stage_index, micro_batch), began, time.time()))
+            self.spans.append(WorkSpan(StageWork(kind, stage.stage_index, micro_batch), began, time.time()))
             return result
 
         return noted
@@ -64,7 +64,7 @@ class WorkRecorder:
             )
         finally:
             transport.close()
-        return WorkTimeline([[WorkSpan(Work(*words[:3]), *words[3:]) for words in rank] for rank in said])
+        return WorkTimeline([[WorkSpan(StageWork(*words[:3]), *words[3:]) for words in rank] for rank in said])
 
     @property
     def _device(self) -> torch.device:

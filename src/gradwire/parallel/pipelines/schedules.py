@@ -25,7 +25,7 @@ WorkKind = Literal["F", "B", "I", "W"]
 """A forward pass, a whole backward pass, and its two halves: gradients of inputs, and of weights."""
 
 
-class Work(NamedTuple):
+class StageWork(NamedTuple):
     """What a rank does with one micro-batch in one of its stages."""
 
     kind: WorkKind
@@ -169,7 +169,7 @@ class ScheduleShape:
         return [stage for stage in range(self.stages) if self.rank_of(stage) == rank]
 
     @cached_property
-    def order(self) -> list[list[Work]]:
+    def order(self) -> list[list[StageWork]]:
         """What each rank does, in its order, as PyTorch plans it.
 
         ZBVZeroBubble plans for at least 2 p - 1 micro-batches, of which those that do not exist are left out.
@@ -189,13 +189,13 @@ class ScheduleShape:
 _KINDS: dict[str, WorkKind] = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
 
 
-def _works(action: Any) -> list[Work]:
+def _works(action: Any) -> list[StageWork]:
     """What an action of PyTorch's is; two that are paired follow each other, and other actions are no work."""
     parts = [part for part in action.sub_actions or (action,) if part.computation_type.name in _KINDS]
-    return [Work(_KINDS[part.computation_type.name], part.stage_index, part.microbatch_index) for part in parts]
+    return [StageWork(_KINDS[part.computation_type.name], part.stage_index, part.microbatch_index) for part in parts]
 
 
-def _renumbered(works: list[Work]) -> list[Work]:
+def _renumbered(works: list[StageWork]) -> list[StageWork]:
     """Forward passes in their order: PyTorch 2.13 counts those of the last rank of 1F1B from 1 in its plan alone."""
     numbers = itertools.count()
     return [work._replace(micro_batch=next(numbers)) if work.kind == "F" else work for work in works]

@@ -9,13 +9,13 @@ from functools import cached_property
 from typing import NamedTuple
 
 from gradwire.core.errors import SpecError
-from gradwire.parallel.pipelines.schedules import ScheduleShape, Work
+from gradwire.parallel.pipelines.schedules import ScheduleShape, StageWork
 
 
 class WorkSpan(NamedTuple):
     """A piece of work, and when it began and ended, in seconds or in any other unit."""
 
-    work: Work
+    work: StageWork
     began: float
     ended: float
 
@@ -35,7 +35,7 @@ class PassTimes(NamedTuple):
     backward_weights: float = 1.0
     message: float = 0.0
 
-    def of(self, work: Work) -> float:
+    def of(self, work: StageWork) -> float:
         """What a piece of work takes."""
         backward = {"I": self.backward_inputs, "W": self.backward_weights}
         return self.forward if work.kind == "F" else backward.get(work.kind, sum(backward.values()))
@@ -117,7 +117,7 @@ def computed_timeline(shape: ScheduleShape, times: PassTimes | None = None) -> W
     times = times or PassTimes()
     if min(times) < 0 or not times.forward + times.backward_inputs + times.backward_weights:
         raise SpecError(f"times of {tuple(times)}: none may be negative, and not all of the passes 0")
-    ended: dict[Work, float] = {}
+    ended: dict[StageWork, float] = {}
     places, free = [0] * shape.ranks, [0.0] * shape.ranks
     spans: defaultdict[int, list[WorkSpan]] = defaultdict(list)
     while any(place < len(order) for place, order in zip(places, shape.order, strict=True)):
@@ -137,15 +137,15 @@ def computed_timeline(shape: ScheduleShape, times: PassTimes | None = None) -> W
     return WorkTimeline([spans[rank] for rank in range(shape.ranks)])
 
 
-def _ready(work: Work, shape: ScheduleShape, ended: dict[Work, float], message: float) -> float | None:
+def _ready(work: StageWork, shape: ScheduleShape, ended: dict[StageWork, float], message: float) -> float | None:
     """When the input of a piece of work is here; None where that is not known yet."""
     kind, stage, micro_batch = work
     if kind == "W":
-        return ended.get(Work("I", stage, micro_batch))
+        return ended.get(StageWork("I", stage, micro_batch))
     source = stage - 1 if kind == "F" else stage + 1
     if not 0 <= source < shape.stages:
-        return 0.0 if kind == "F" else ended.get(Work("F", stage, micro_batch))
-    made = [ended.get(Work(of, source, micro_batch)) for of in (("F",) if kind == "F" else ("B", "I"))]
+        return 0.0 if kind == "F" else ended.get(StageWork("F", stage, micro_batch))
+    made = [ended.get(StageWork(of, source, micro_batch)) for of in (("F",) if kind == "F" else ("B", "I"))]
     known = [at for at in made if at is not None]
     travels = shape.rank_of(source) != shape.rank_of(stage)
     return known[0] + message * travels if known else None
