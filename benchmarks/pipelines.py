@@ -81,7 +81,7 @@ def on_rank(rank: int, world_size: int, codec: str, schedule: str, steps: int, s
         optimizer.step()
         dist.barrier()
         times.append(time.perf_counter() - began)
-        found += [float(torch.stack(losses).mean())] if last else []
+        found += [torch.stack(losses).mean().item()] if last else []
     return {"losses": found, "times_s": times, "sent": stage.sent_bytes / steps}
 
 

@@ -40,7 +40,7 @@ def main() -> None:
         schedule.step(*((inputs,) if index == 0 else ()), **given)
         optimizer.step()
         if last and (step + 1) % 10 == 0:
-            print(f"step {step + 1}: loss {float(torch.stack(losses).mean()):.3f}", flush=True)
+            print(f"step {step + 1}: loss {torch.stack(losses).mean().item():.3f}", flush=True)
     dist.destroy_process_group()
 
 

@@ -37,7 +37,7 @@ def step(schedule: Any, indices: list[int], last: int, x: Tensor, y: Tensor) -> 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "An output with one or more elements was resized")
         out = schedule.step(*args, **({"target": y, "losses": losses} if last in indices else {}))
-    return [float(loss) for loss in losses], out
+    return [loss.item() for loss in losses], out
 
 
 def gradients(module: nn.Module) -> Tensor:
