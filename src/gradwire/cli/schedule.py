@@ -14,7 +14,7 @@ from gradwire.cli.commands import Commands, add
 from gradwire.core.errors import SpecError
 
 if TYPE_CHECKING:
-    from gradwire.parallel.pipelines import ScheduleShape, WorkTimeline
+    from gradwire.parallel.pipelines import PassTimes, ScheduleShape, WorkTimeline
 
 OK = 0
 
@@ -61,14 +61,14 @@ def run_schedule(arguments: argparse.Namespace, console: Console) -> int:
     Raises:
         SpecError: numbers that the schedule cannot have.
     """
-    from gradwire.parallel.pipelines import SCHEDULES, PassTimes, ScheduleShape, computed_timeline
+    from gradwire.parallel.pipelines import PassTimes, ScheduleShape, computed_timeline
     from gradwire.parallel.pipelines.printing import printed
 
     times = PassTimes(arguments.forward, arguments.inputs, arguments.weights, arguments.message)
     if arguments.schedule == "all":
         if arguments.page is not None:
             raise SpecError("--page draws one schedule: name it by --schedule")
-        found = list(_all(list(SCHEDULES), arguments, times))
+        found = _all(arguments, times)
     else:
         shape = ScheduleShape(arguments.schedule, arguments.ranks, arguments.micro_batches, arguments.parts)
         found = [(shape, computed_timeline(shape, times))]
@@ -86,13 +86,12 @@ def run_schedule(arguments: argparse.Namespace, console: Console) -> int:
     return OK
 
 
-def _all(names: list[str], arguments: argparse.Namespace, times: object) -> list[tuple[ScheduleShape, WorkTimeline]]:
+def _all(arguments: argparse.Namespace, times: PassTimes) -> list[tuple[ScheduleShape, WorkTimeline]]:
     """Those schedules that these numbers allow."""
-    from gradwire.parallel.pipelines import PassTimes, ScheduleShape, computed_timeline
+    from gradwire.parallel.pipelines import SCHEDULES, ScheduleShape, computed_timeline
 
-    assert isinstance(times, PassTimes)
     found: list[tuple[ScheduleShape, WorkTimeline]] = []
-    for name in names:
+    for name in SCHEDULES:
         try:
             shape = ScheduleShape(name, arguments.ranks, arguments.micro_batches)
         except SpecError:
