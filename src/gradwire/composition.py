@@ -72,10 +72,10 @@ from gradwire.reducers import (
     two_shot,
 )
 from gradwire.reducers.aggregate import GIVEN, Gathered, PrivateMean, PrivateReports, Rule, Sharded, Weighted
+from gradwire.reducers.exchange import PLAIN
 from gradwire.reducers.hierarchical import AS_FOUND, in_levels
 from gradwire.reducers.layers import MEASURED, by_layer
 from gradwire.reducers.without_effect import (
-    PLAIN,
     require_loss,
     require_memory,
     require_room,

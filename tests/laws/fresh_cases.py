@@ -12,7 +12,7 @@ import resource
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from gradwire.core.collective import AllGather, AllReduce, Collective
 from gradwire.drivers.groups import group_apart
 from gradwire.drivers.interpreter import Pending
 from gradwire.drivers.process_group import SMALL_ROW_BYTES, GroupTransport
+from gradwire.session import lane as session_lane
 from gradwire.session.direct_lane import DirectLane
 
 ROWS, COLUMNS, RANKS, STEPS = 1024, 512, 2, 5
@@ -71,7 +72,12 @@ def fresh_bytes(work: Callable[[], object]) -> int:
 class Own(GroupTransport):
     """Adds up what Gloo takes for itself: a buffer for what it gathers, and one of a rank's part of an all-reduce."""
 
-    gloo = 0
+    made: ClassVar[list[Own]] = []
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.gloo = 0
+        self.made.append(self)
 
     def issue(self, request: Collective) -> Pending:
         """Issue, and note."""
@@ -82,13 +88,19 @@ class Own(GroupTransport):
         return super().issue(request)
 
 
+def fresh_beside_gloo(work: Callable[[], object]) -> int:
+    """`fresh_bytes` without what Gloo takes for itself."""
+    gloo = sum(one.gloo for one in Own.made)
+    fresh = fresh_bytes(work)
+    return fresh - (sum(one.gloo for one in Own.made) - gloo)
+
+
 class CountingLane(DirectLane):
     """A lane whose transports are `Own`."""
 
     def transport(self) -> Own:
         """Another one."""
-        self.own = Own(self.group, self.log)
-        return self.own
+        return Own(self.group, self.log)
 
 
 class Ranks:
@@ -145,13 +157,28 @@ def method(rank: int, world_size: int, spec: str, ranks: int, dtype: str) -> lis
             for own in gradients:
                 for tensor in own.values():
                     tensor.normal_()
-            gloo = sum(lane.own.gloo for lane in pair.lanes)
-            fresh = fresh_bytes(lambda: pair.each(lambda rank: sessions[rank].reduce_(gradients[rank])))
-            gloo = sum(lane.own.gloo for lane in pair.lanes) - gloo
-            taken.append((fresh - gloo) / (ranks * ROWS * COLUMNS * kind.itemsize))
+            fresh = fresh_beside_gloo(lambda: pair.each(lambda rank: sessions[rank].reduce_(gradients[rank])))
+            taken.append(fresh / (ranks * ROWS * COLUMNS * kind.itemsize))
     for one in sessions:
         one.close()
     pair.close()
+    return taken
+
+
+def synchronised(rank: int, world_size: int, spec: str, steps: int) -> list[float]:
+    """What each step of an optimizer takes anew that keeps models together, without Gloo's own, in gradients."""
+    session_lane.GroupTransport = Own
+    torch.manual_seed(0)
+    model = nn.Linear(COLUMNS, ROWS)
+    taken: list[float] = []
+    with large_memory_is_fresh(), gradwire.wrap(torch.optim.SGD(model.parameters(), 0.01), model, spec) as optimizer:
+        for parameter in model.parameters():
+            parameter.grad = torch.empty_like(parameter)
+        for _ in range(steps):
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                parameter.grad.normal_()
+            taken.append(fresh_beside_gloo(optimizer.step) / GRADIENT)
     return taken
 
 

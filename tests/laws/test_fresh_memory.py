@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from gradwire.core.places import WINDOWS
+from gradwire.core.registry import table
 from gradwire.ranks.supervised import run_function
 
 from .fresh_cases import CAN_COUNT, GRADIENT, RANKS
@@ -48,6 +50,21 @@ def test_a_step_takes_no_gradient_of_fresh_memory(spec: str, dtype: str) -> None
     # Codecs whose payloads differ in size may meet a larger one than before, so not every single step is empty.
     assert min(taken[2:]) < 0.25, taken
     assert max(taken[2:]) < 1.0, taken
+
+
+# What keeps the models of all ranks together --------------------------------------------------------------------------
+
+
+KEPT_TOGETHER = [method.example for method in table().values() if method.place == WINDOWS]
+STEPS, LATER = 128, 12
+"""How many are made, and how many of the last count: in each example they have a window's end or a later phase."""
+
+
+@pytest.mark.parametrize("spec", KEPT_TOGETHER)
+@pytest.mark.draw(3)
+def test_a_window_takes_no_gradient_of_fresh_memory(spec: str) -> None:
+    for taken in run_function(f"{CASES}:synchronised", RANKS, {"spec": spec, "steps": STEPS}, 120):
+        assert max(taken[-LATER:]) < 0.25, taken[-LATER:]
 
 
 # Ports, on one rank ---------------------------------------------------------------------------------------------------

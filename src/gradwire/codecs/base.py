@@ -106,7 +106,7 @@ class Codec(Spoken, ABC):
 
     def accumulate(self, payload: Payload, into: Tensor, key: Key, alpha: float = 1.0) -> None:
         """into += alpha * decode(payload). `into` is 1-d and is changed in place."""
-        decoded = buffers.empty(into.shape, into.dtype, into.device)
+        decoded = buffers.like(into)
         self.decode_into(payload, decoded, key)
         kernels.add_scaled_(into, decoded, alpha)
 
@@ -157,7 +157,7 @@ class Codec(Spoken, ABC):
         got = tuple(Field(field.dtype, field.numel()) for field in payload)
         if got != layout.fields:
             raise PayloadError(f"payload of {got}, where {self} makes {layout.fields} of {like.numel()} elements")
-        out = torch.empty(like.numel(), dtype=like.dtype, device=like.device)
+        out = buffers.empty((like.numel(),), like.dtype, like.device)
         self.decode_into(payload, out, key or Key())
         return out.view(like.shape)
 
@@ -198,7 +198,7 @@ class Float32Codec(Codec):
         if out.dtype == torch.float32:
             self.decode32(payload, out, key)
             return
-        out32 = buffers.empty(out.shape, torch.float32, out.device)
+        out32 = buffers.like(out, torch.float32)
         self.decode32(payload, out32, key)
         out.copy_(out32)
 

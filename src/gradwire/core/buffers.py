@@ -237,6 +237,21 @@ def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
     return empty(shape, dtype, device).zero_()
 
 
+def like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return `empty` memory of a tensor's shape, contiguous.
+
+    Args:
+        tensor: whose shape and device count.
+        dtype: of the memory, by default the tensor's.
+    """
+    return empty(tensor.shape, dtype or tensor.dtype, tensor.device)
+
+
+def times(tensor: Tensor, factor: float) -> Tensor:
+    """Return factor * tensor in `empty` memory, the same bits as `tensor * factor`."""
+    return torch.mul(tensor, factor, out=like(tensor))
+
+
 def copied(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Return the same values, contiguous, in `empty` memory.
 
@@ -247,7 +262,7 @@ def copied(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     >>> copied(torch.ones(2, 3).T, torch.float64).stride()
     (2, 1)
     """
-    return empty(tensor.shape, dtype or tensor.dtype, tensor.device).copy_(tensor)
+    return like(tensor, dtype).copy_(tensor)
 
 
 def as_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:

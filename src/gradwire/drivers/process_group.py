@@ -170,7 +170,7 @@ class GroupTransport:
         return _started(dist.all_to_all_single(out, rows, *sizes, group=group, async_op=True), out)
 
     def _swapped(self, rows: Tensor, group: dist.ProcessGroup) -> Issued:
-        out = buffers.empty(rows.shape, rows.dtype, rows.device)
+        out = buffers.like(rows)
         if self._is_gloo and rows.numel() >= LARGE_ROWS_BYTES:
             return self._swapped_by_messages(rows, out, group)
         if self._is_gloo:

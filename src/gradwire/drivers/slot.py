@@ -110,7 +110,7 @@ class Slot:
             if leaf.tensor.data_ptr() == x.data_ptr() and leaf.tensor.numel() == x.numel():
                 was = before.get(path)
                 fits = was is not None and was.tensor.numel() == x.numel() and was.tensor.dtype == x.dtype
-                return was.tensor.view(-1) if fits and was is not None else buffers.empty(x.shape, x.dtype, x.device)
+                return was.tensor.view(-1) if fits and was is not None else buffers.like(x)
         return x
 
     def rescale(self, factor: float) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
 from torch import Tensor
+
+from gradwire.core import buffers
 
 
 def square_root(x: Tensor) -> Tensor:
@@ -17,5 +18,7 @@ def square_root(x: Tensor) -> Tensor:
     tensor([2.0000, 1.4142])
     """
     if x.device.type == "cpu":
-        return torch.from_numpy(np.sqrt(np.atleast_1d(x.numpy()))).view(x.shape)
+        out = buffers.like(x)
+        np.sqrt(x.numpy(), out=out.numpy())
+        return out
     return x.sqrt()

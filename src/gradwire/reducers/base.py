@@ -344,9 +344,9 @@ class Wrapper(Reducer):
         return self.inner.absolute_error(grain)
 
     def assign(self, parameter: ParameterSpec) -> Reducer:
-        """The same wrapper around the reducer that the inner one assigns."""
+        """The same wrapper around the reducer that the inner one assigns, and called as that one is."""
         inner = self.inner.assign(parameter)
-        return self if inner is self.inner else self.around(inner)
+        return self if inner is self.inner else called_as(self.around(inner), inner)
 
     @abstractmethod
     def around(self, inner: Reducer) -> Reducer:

@@ -10,11 +10,13 @@ from torch import Tensor
 from typing_extensions import override
 
 from gradwire.codecs.base import Codec, layout_of, payload_share
+from gradwire.codecs.cast import Identity
 from gradwire.core import buffers, collective
 from gradwire.core.collective import Collective
 from gradwire.core.errors import CompositionError
 from gradwire.core.grain import Grain
 from gradwire.core.payload import Payload
+from gradwire.core.spoken import called
 from gradwire.core.state import State
 from gradwire.reducers.base import Reducer
 from gradwire.reducers.scatter_reduce import ShardwiseScatterReduce
@@ -106,6 +108,10 @@ class AllReduceExchange(_OfCodec):
     def total(self, payload: Tensor, step: Step) -> Generator[Collective, Tensor, Tensor]:
         """The sum over ranks of a 1-d tensor, the same bits on every rank; `payload` is kept unless lossless."""
         return (yield collective.AllReduce(payload, consumable=self.lossless))
+
+
+PLAIN = called(AllReduceExchange(Identity()), "none")
+"""The reducer of warm-ups and of what a method leaves uncompressed: it sends the gradient as it is."""
 
 
 @dataclass(frozen=True)

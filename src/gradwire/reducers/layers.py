@@ -8,8 +8,8 @@ from gradwire.core.errors import CompositionError, SpecError
 from gradwire.core.grammar import split
 from gradwire.core.roles import ROLES
 from gradwire.reducers.base import Reducer
+from gradwire.reducers.exchange import PLAIN
 from gradwire.reducers.partition import Condition, HasRole, Partition
-from gradwire.reducers.without_effect import PLAIN
 
 DEFAULT, MEASURED = "default", "measured"
 EIGHT_BITS = 0.2

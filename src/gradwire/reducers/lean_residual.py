@@ -71,7 +71,7 @@ class LeanErrorFeedback(ErrorFeedback):
 
 
 def _rounded(y: Tensor, key: Key) -> Tensor:
-    out = buffers.empty(y.shape, torch.bfloat16, y.device)
+    out = buffers.like(y, torch.bfloat16)
     kernels.round_bf16(y, key.stream_seed, out)
     return out
 

@@ -10,13 +10,13 @@ from torch import Tensor
 from typing_extensions import override
 
 from gradwire import kernels
-from gradwire.codecs.cast import Identity
+from gradwire.core import buffers
 from gradwire.core.errors import CompositionError
 from gradwire.core.grain import Grain, ParameterSpec
 from gradwire.core.key import Key
 from gradwire.kernels import low_rank
 from gradwire.reducers.base import Reducer
-from gradwire.reducers.exchange import AllReduceExchange
+from gradwire.reducers.exchange import PLAIN
 from gradwire.reducers.step import Step
 
 FACTOR_DTYPES = {"own": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -42,7 +42,7 @@ class LowRank(Reducer):
     def assign(self, parameter: ParameterSpec) -> Reducer:
         """Itself for matrices that gain by it, else an uncompressed all-reduce."""
         rate = self.min_compression_rate * self.share
-        return self if gains(parameter, self.rank, rate) else AllReduceExchange(Identity())
+        return self if gains(parameter, self.rank, rate) else PLAIN
 
 
 def mean_of_factors(Pt: Tensor, Qt: Tensor, step: Step) -> Tensor:
@@ -78,14 +78,14 @@ def drawn(grain: Grain, rank: int, length: int, key: Key) -> Tensor:
 
 def unit_columns(Qt: Tensor, key: Key) -> Tensor:
     """Q transposed, (batch, rank, columns), with scaled columns; those of zeros are redrawn, or they would stay."""
-    scaled = Qt.clone(memory_format=torch.contiguous_format)
+    scaled = buffers.copied(Qt)
     low_rank.unit_rows_(scaled.view(-1, Qt.shape[2]), key.stream_seed)
     return scaled
 
 
 def factor_part(factor: Tensor, grain: Grain, step: Step, factors: str = "own") -> Tensor:
     """This rank's part of a sum that is the mean, in the dtype that is sent. `factor` is overwritten."""
-    return factor.div_(step.world_size).to(FACTOR_DTYPES[factors] or wire_dtype(grain.dtype))
+    return buffers.as_dtype(factor.div_(step.world_size), FACTOR_DTYPES[factors] or wire_dtype(grain.dtype))
 
 
 def wire_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -80,7 +80,7 @@ def scales(largest: Tensor) -> tuple[Tensor, Tensor]:
 
 def _halves(flat: Tensor, factor: Tensor) -> Tensor:
     """factor * x, rounded to halves as it is written."""
-    halves = buffers.empty(flat.shape, torch.float16, flat.device)
+    halves = buffers.like(flat, torch.float16)
     if flat.dtype == torch.float16 or flat.device.type != "cpu":
         return torch.mul(flat, factor, out=halves)
     dtype = torch.promote_types(flat.dtype, factor.dtype)

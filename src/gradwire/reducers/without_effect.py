@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import torch
 
-from gradwire.codecs import Identity
 from gradwire.codecs.base import Codec
 from gradwire.core.errors import CompositionError
 from gradwire.core.grain import ParameterSpec
 from gradwire.reducers.base import Reducer
-from gradwire.reducers.exchange import AllReduceExchange
+from gradwire.reducers.exchange import PLAIN
 from gradwire.reducers.power_sgd import PowerSGD
 
-PLAIN = AllReduceExchange(Identity())
-"""The reducer of warm-ups and vectors: it sends the gradient as it is."""
 _VECTOR = ParameterSpec("bias", (1 << 20,), torch.float32, torch.device("cpu"))
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradwire.core import buffers
 from gradwire.core.errors import CompositionError
 from gradwire.session import Session, SessionStep
 from gradwire.session.states import Unpacked, take_up, unpacked
@@ -122,7 +123,7 @@ class Fragment(GlobalCopy):
         deltas = self.changes()
         for name, copy in self.copies.items():
             if name not in self.parameters:
-                mine = wide(moments[name]).to(copy.dtype) if name in moments else torch.zeros_like(copy)
+                mine = wide(moments[name]) if name in moments else buffers.like(copy).zero_()
                 deltas[name] = mine.sub_(copy)
         if keeps_progress:
             self.sent = {name: wide(tensor) for name, tensor in self._here(moments).items()}
@@ -175,7 +176,7 @@ class Fragment(GlobalCopy):
         """
         for name, tensor in self._here(moments).items():
             copy = self.copies[name]
-            tensor.copy_(wide(tensor).mul_(own).add_(copy.mul(1 - own)) if own else copy)
+            tensor.copy_(wide(tensor).mul_(own).add_(buffers.times(copy, 1 - own)) if own else copy)
 
     @torch.no_grad()
     def merge_progress(self, moments: Mapping[str, Tensor]) -> None:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from gradwire import kernels
+from gradwire.core import buffers
 from gradwire.core.errors import StepError
 from gradwire.sync.outer import Memory, Outer, Rates
 from gradwire.sync.shards import local
@@ -15,8 +17,8 @@ _SAME_RATES = Rates(1.0, 1.0)
 
 
 def wide(tensor: Tensor) -> Tensor:
-    """A copy of what this rank holds, in 32 bits at least: in 16 an outer step would be lost in rounding."""
-    return local(tensor).detach().to(torch.promote_types(tensor.dtype, torch.float32), copy=True)
+    """A contiguous copy of what this rank holds, in 32 bits at least: in 16 an outer step would be lost in rounding."""
+    return buffers.copied(local(tensor).detach(), torch.promote_types(tensor.dtype, torch.float32))
 
 
 class GlobalCopy:
@@ -34,7 +36,7 @@ class GlobalCopy:
 
     def __init__(self, parameters: Mapping[str, Tensor], outer: Outer, device: torch.device | None = None) -> None:
         self.parameters, self.outer = dict(parameters), outer
-        self.copies = {name: wide(parameter).to(device or parameter.device) for name, parameter in parameters.items()}
+        self.copies = {name: wide(p).to(device or p.device, copy=True) for name, p in parameters.items()}
         self.memory: dict[str, Memory] = {name: outer.memory(copy) for name, copy in self.copies.items()}
 
     def start(self, name: str) -> Tensor:
@@ -76,7 +78,7 @@ class GlobalCopy:
 
 def not_finite(tensors: Mapping[str, Tensor]) -> str | None:
     """The name of the first tensor that is not finite, if there is one: alike on all ranks that have the same ones."""
-    return next((name for name, tensor in tensors.items() if not torch.isfinite(tensor).all()), None)
+    return next((name for name, tensor in tensors.items() if not kernels.all_finite(tensor)), None)
 
 
 def require_finite(name: str | None) -> None:

@@ -16,6 +16,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from gradwire.core import buffers
 from gradwire.core.errors import CompositionError
 
 Memory = dict[str, Tensor]
@@ -109,13 +110,13 @@ class DiLoCo(Outer):
 
     def move_(self, x: Tensor, d: Tensor, memory: Memory, rates: Rates) -> None:
         """Make a step of SGD."""
-        x.add_(self._direction(d, memory).mul(self.lr))
+        x.add_(buffers.times(self._direction(d, memory), self.lr))
 
     def _direction(self, d: Tensor, memory: Memory) -> Tensor:
         if not self.momentum:
             return d
         b = memory["momentum"].mul_(self.momentum).add_(d)
-        return b.mul(self.momentum).add_(d) if self.nesterov else b
+        return buffers.times(b, self.momentum).add_(d) if self.nesterov else b
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,7 @@ class SlowMo(Outer):
             x.add_(d)
             return
         v = memory["momentum"].mul_(self.beta * rates.now / rates.before).add_(d)
-        x.add_(v.mul(self.alpha))
+        x.add_(buffers.times(v, self.alpha))
 
 
 @dataclass(frozen=True)
@@ -199,6 +200,6 @@ class BMUF(Outer):
 
     def move_(self, x: Tensor, d: Tensor, memory: Memory, rates: Rates) -> None:
         """Make a step along the filtered updates."""
-        update = d.mul(self.lr)
+        update = buffers.times(d, self.lr)
         filtered = memory["momentum"].mul_(self.momentum).add_(update)
-        x.add_(update.add_(filtered.mul(self.momentum)) if self.nesterov else filtered)
+        x.add_(update.add_(buffers.times(filtered, self.momentum)) if self.nesterov else filtered)

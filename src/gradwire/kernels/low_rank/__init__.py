@@ -207,7 +207,7 @@ def products(a: Tensor, b: Tensor) -> Tensor:
     >>> products(torch.tensor([[[1.0, 2.0]]]), torch.tensor([[[3.0, 4.0]]]))
     tensor([[11.]], dtype=torch.float64)
     """
-    return _inner_products.on(a.device, a.numel())(a.double(), b.double())
+    return _inner_products.on(a.device, a.numel())(buffers.copied(a, torch.float64), buffers.copied(b, torch.float64))
 
 
 def orthonormalise(vectors: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from numba import types
 from numba.core import cgutils
 from torch import Tensor
 
+from gradwire.core import buffers
 from gradwire.kernels.low_rank.products_cpu import WIDTH, cut_rows, fill_product, low_rank_, subtract_low_rank_
 from gradwire.kernels.low_rank.reference import TOLERANCES
 from gradwire.kernels.random.cpu import uniform_at
@@ -162,7 +163,7 @@ def _project_columns(M, Q, out, start, stop):
 
 def project_columns(M: Tensor, Qt: Tensor) -> Tensor:
     batch, rows, columns = M.shape
-    out = torch.empty(batch, Qt.shape[1], rows, dtype=torch.float32)
+    out = buffers.empty((batch, Qt.shape[1], rows), torch.float32, M.device)
     arrays = (array_of(M), array_of(Qt.contiguous()), array_of(out))
     cuts = cut_rows(batch * rows, columns * Qt.shape[1])
     pool.run([functools.partial(_project_columns, *arrays, i, j) for i, j in cuts])
@@ -320,7 +321,7 @@ def _orthonormalise(A, raw, scratch, out, tolerance, again):
 
 
 def orthonormalise(vectors: Tensor) -> Tensor:
-    scratch, out = torch.empty_like(vectors), torch.empty_like(vectors)
+    scratch, out = buffers.like(vectors), buffers.like(vectors)
     jobs = []
     for i, j in _matrices(vectors):
         a = array_of(vectors[i:j])

@@ -61,7 +61,9 @@ SEGMENT = 1024
 
 def add_segments(total: Tensor, products: Tensor) -> Tensor:
     """`total` and the sums of `products` along the last dimension, float64, one segment after the other."""
-    steps = pad(products, (0, -products.shape[-1] % SEGMENT)).unflatten(-1, (-1, SEGMENT // LANES, LANES))
+    missing = -products.shape[-1] % SEGMENT
+    whole = pad(products, (0, missing)) if missing else products
+    steps = whole.unflatten(-1, (-1, SEGMENT // LANES, LANES))
     lanes = torch.zeros_like(steps[..., 0, :])
     for step in steps.unbind(-2):
         lanes = lanes + step

@@ -174,7 +174,7 @@ class Weighted(Wrapper):
             return reduced._replace(value=buffers.as_dtype(reduced.value, x.dtype))
         room = 2.0 ** -math.ceil(math.log2(largest))
         reduced = yield from self.inner.reduce(grain, buffers.copied(x).mul_(scale * room), state, step)
-        return reduced._replace(value=reduced.value / room)
+        return reduced._replace(value=buffers.copied(reduced.value).div_(room))
 
 
 def _told(step: Step, device: torch.device) -> Generator[Collective, Tensor, float]:

@@ -10,6 +10,7 @@ from torch import Tensor
 from gradwire.codecs.base import Codec, layout_of
 from gradwire.codecs.error_memory import PROBE_NUMEL, require_bounded
 from gradwire.codecs.scaled import contracting
+from gradwire.core import buffers
 from gradwire.core.errors import CompositionError
 from gradwire.core.grain import Grain
 from gradwire.core.payload import Payload
@@ -82,7 +83,7 @@ class CHOCO(GossipMethod):
         codec, key = as_codec(self.codec), step.key(grain)
         layout = layout_of(codec, x.numel(), x.dtype)
         wire = layout.empty(x.device)
-        codec.encode_into(x - state.tensor("known"), key, layout.views(wire))
+        codec.encode_into(torch.sub(x, state.tensor("known"), out=buffers.like(x)), key, layout.views(wire))
         wires = yield from received(links, wire)
 
         def decoded(payload: Payload, rank: int) -> Tensor:
@@ -90,8 +91,8 @@ class CHOCO(GossipMethod):
 
         own = decoded(layout.views(wire), step.rank)
         theirs = (decoded(layout.views(its), rank) for its, (rank, _) in zip(wires, links.sources, strict=True))
-        apart = add_differences_(state.tensor("apart").clone(), own, links, theirs)
-        return x + apart * self.gamma, _state(state.tensor("known") + own, apart)
+        apart = add_differences_(buffers.copied(state.tensor("apart")), own, links, theirs)
+        return buffers.times(apart, self.gamma).add_(x), _state(own.add_(state.tensor("known")), apart)
 
 
 def _state(known: Tensor, apart: Tensor) -> State:

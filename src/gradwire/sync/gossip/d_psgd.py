@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from typing_extensions import override
 
+from gradwire.core import buffers
 from gradwire.core.grain import Grain
 from gradwire.core.state import State
 from gradwire.reducers.step import Step
@@ -48,4 +49,4 @@ class DPSGD(GossipMethod):
     def mix(self, links: RoundLinks, grain: Grain, x: Tensor, state: State, step: Step) -> Mixed:
         """One round of parameters."""
         theirs = yield from received(links, x)
-        return add_differences_(x.clone(), x, links, theirs), state
+        return add_differences_(buffers.copied(x), x, links, theirs), state

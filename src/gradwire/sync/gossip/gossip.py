@@ -178,7 +178,7 @@ class Gossip(ReportOfSession):
 
     def _wide(self) -> dict[str, Tensor]:
         """The parameters in 32 bits at least, contiguous copies."""
-        return {name: wide(parameter).contiguous() for name, parameter in self.parameters.items()}
+        return {name: wide(parameter) for name, parameter in self.parameters.items()}
 
     def _finite(self) -> dict[str, Tensor]:
         """The same, or an error of this rank's of which the others hear."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from gradwire.core import buffers
 from gradwire.core.grain import Grain
 from gradwire.core.state import Leaf, State
 from gradwire.reducers.step import Step
@@ -54,19 +55,22 @@ class SGP(GossipMethod):
         """One round of numerators and weights."""
         own = self.mass(x, state)
         theirs = yield from received(links, own)
-        gained = torch.zeros_like(own)
+        gained = buffers.like(own).zero_()
         for (_, weight), its in zip(links.sources, theirs, strict=True):
             gained.add_(its.mul_(weight))
         for _, weight in links.targets:
-            gained.sub_(own * weight)
+            gained.sub_(buffers.times(own, weight))
         total = gained.add_(own)
         numerator, w = total[:-1], total[-1]
-        z = numerator / w
+        z = torch.div(numerator, w, out=buffers.like(numerator))
         return z, _state(numerator.sub_(z), w.expand(len(grain.segments)).clone())
 
     def mass(self, x: Tensor, state: State) -> Tensor:
         """x_i, with w_i behind it."""
-        return torch.cat([x + state.tensor("bias"), state.tensor("weight")[:1]])
+        own = buffers.empty((x.numel() + 1,), x.dtype, x.device)
+        torch.add(x, state.tensor("bias"), out=own[:-1])
+        own[-1:] = state.tensor("weight")[:1]
+        return own
 
     @override
     def average(self, total: Tensor, ranks: int) -> Tensor:

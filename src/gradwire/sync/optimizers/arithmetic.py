@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradwire.core import buffers
 from gradwire.kernels.rounding import square_root
 
 
@@ -33,7 +34,12 @@ def power(base: float, exponent: int) -> float:
 
 def mix_(average: Tensor, x: Tensor, keep: float) -> None:
     """average = keep * average + (1 - keep) * x, in place and unfused."""
-    average.mul_(keep).add_(x * (1.0 - keep))
+    average.mul_(keep).add_(buffers.times(x, 1.0 - keep))
+
+
+def still_(x: Tensor, square: Tensor) -> Tensor:
+    """Set `x` to 0 where the variance `square` is 0, in place: nothing moves there. Returns `x`."""
+    return x.masked_fill_(torch.eq(square, 0, out=buffers.like(square, torch.bool)), 0.0)
 
 
 def adam_denominator(square: Tensor, beta2: float, count: int, eps: float) -> Tensor:
@@ -57,7 +63,7 @@ def adam_step_(
     decay_(parameter, group, share)
     denominator = adam_denominator(square, group["betas"][1], count, group["eps"])
     step_size = share * float(group["lr"]) / (1.0 - power(group["betas"][0], group["step"]))
-    parameter.sub_((mean / denominator).mul_(step_size))
+    parameter.sub_(torch.div(mean, denominator, out=denominator).mul_(step_size))
 
 
 def adam_update_(
@@ -71,7 +77,7 @@ def adam_update_(
     """Take a gradient up into the mean and the variance of `adam_state`, and make `adam_step_` with them."""
     beta1, beta2 = group["betas"]
     mix_(state["exp_avg"], gradient, beta1)
-    mix_(state["exp_avg_sq"], gradient * gradient, beta2)
+    mix_(state["exp_avg_sq"], torch.mul(gradient, gradient, out=buffers.like(gradient)), beta2)
     adam_step_(parameter, state["exp_avg"], state["exp_avg_sq"], group, count, share)
 
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
 from gradwire import kernels
+from gradwire.core import buffers
 from gradwire.core.errors import AttachError, StateError, StepError
 from gradwire.core.reshard import reshard
 from gradwire.drivers.engine import Stats
@@ -137,7 +138,7 @@ class SharedOptimizer(ReportOfSession, ScaledOptimizer):
 
         By default it is the gradient, to which the session may add momentum that it keeps.
         """
-        return gradient.clone(memory_format=torch.contiguous_format)
+        return buffers.copied(gradient)
 
     @abstractmethod
     def update(self, entry: NamedParameter, result: Tensor) -> None:
@@ -199,9 +200,9 @@ class SharedOptimizer(ReportOfSession, ScaledOptimizer):
         """
         gradient = entry.parameter.grad
         if self.scaler_skips():
-            return torch.full_like(entry.parameter, torch.nan)
+            return buffers.like(entry.parameter).fill_(torch.nan)
         if gradient is None:
-            return torch.zeros_like(entry.parameter)
+            return buffers.like(entry.parameter).zero_()
         if gradient.layout != torch.strided:
             raise StepError(f"the gradient of {entry.name!r} is {gradient.layout}, and only dense ones can be combined")
         return gradient

@@ -7,9 +7,8 @@ from typing import Literal, Unpack
 
 from torch import Tensor
 
-from gradwire.codecs.cast import Identity
 from gradwire.core.grain import ParameterSpec
-from gradwire.reducers.exchange import AllReduceExchange
+from gradwire.reducers.exchange import PLAIN
 from gradwire.reducers.guard import Guard
 from gradwire.reducers.partition import Partition
 from gradwire.sync.optimizers.arithmetic import adam_state, adam_update_, check_adam, check_rate, decay_
@@ -89,7 +88,7 @@ class Dion(SharedOptimizer):
         check_adam(betas, eps)
         if not adam_share >= 0:
             raise ValueError(f"adam_share {adam_share} is negative")
-        dense = AllReduceExchange(Identity())
+        dense = PLAIN
         orthonormal = (OrthonormalMomentumOfAll if every_matrix else OrthonormalMomentum)(rank, momentum, right)
         self._policy = Partition(tuple((glob, dense) for glob in adam), orthonormal)
         self._adam_share = adam_share

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 from typing import Unpack
 
-import torch
 from torch import Tensor
 from typing_extensions import override
 
-from gradwire.codecs.cast import Identity
+from gradwire.core import buffers
 from gradwire.core.errors import StepError
 from gradwire.reducers.base import Reducer
 from gradwire.reducers.compression_warm_up import CompressionWarmUp
-from gradwire.reducers.exchange import AllReduceExchange
+from gradwire.reducers.exchange import PLAIN
 from gradwire.spec import as_method
-from gradwire.sync.optimizers.arithmetic import adam_state, adam_step_, adam_update_, check_adam, check_rate, mix_
+from gradwire.sync.optimizers.arithmetic import (
+    adam_state,
+    adam_step_,
+    adam_update_,
+    check_adam,
+    check_rate,
+    mix_,
+    still_,
+)
 from gradwire.sync.optimizers.base import NamedParameter, Params, SessionOptions, SharedOptimizer
 
 
@@ -87,7 +94,7 @@ class OneBitAdam(SharedOptimizer):
             raise ValueError(f"freeze_step {freeze_step} is below 1: the variance needs at least one step")
         self.freeze_step = freeze_step
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "step": 0, "variance_step": 0}
-        carrier = CompressionWarmUp(AllReduceExchange(Identity()), as_method(method), freeze_step)
+        carrier = CompressionWarmUp(PLAIN, as_method(method), freeze_step)
         super().__init__(params, defaults, carrier, **options)
 
     _was_frozen = False
@@ -122,7 +129,7 @@ class OneBitAdam(SharedOptimizer):
         """The gradient, and after the freeze the momentum with this rank's gradient in it."""
         if not self._was_frozen:
             return super().message(entry, gradient)
-        momentum = self.state[entry.parameter]["exp_avg"].clone(memory_format=torch.contiguous_format)
+        momentum = buffers.copied(self.state[entry.parameter]["exp_avg"])
         mix_(momentum, gradient, entry.group["betas"][0])
         return momentum
 
@@ -132,7 +139,7 @@ class OneBitAdam(SharedOptimizer):
         state, count = self.state[parameter], group["variance_step"]
         if self._was_frozen:
             momentum, square = state["exp_avg"], state["exp_avg_sq"]
-            momentum.copy_(result.masked_fill_(square == 0, 0.0))
+            momentum.copy_(still_(result, square))
             adam_step_(parameter, momentum, square, group, count)
         else:
             adam_update_(parameter, state, result, group, count)

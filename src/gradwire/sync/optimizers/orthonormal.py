@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from gradwire.codecs.cast import Identity
-from gradwire.core import collective
+from gradwire.core import buffers, collective
 from gradwire.core.errors import CompositionError
 from gradwire.core.grain import Grain, ParameterSpec
 from gradwire.core.key import Key
@@ -19,7 +18,7 @@ from gradwire.core.state import Leaf, State
 from gradwire.kernels import low_rank
 from gradwire.kernels.rounding import square_root
 from gradwire.reducers.base import Reducer
-from gradwire.reducers.exchange import AllReduceExchange
+from gradwire.reducers.exchange import PLAIN
 from gradwire.reducers.low_rank import LowRank, SentFactors, check_rank, drawn, factor_part, unit_columns
 from gradwire.reducers.step import Program, Reduced, Step
 
@@ -112,11 +111,11 @@ class OrthonormalMomentum(LowRank):
         Rt = (yield collective.AllReduce(factor_part(low_rank.project_rows(Pt, B), grain, step))).float()
         low_rank.subtract_low_rank_(B, Pt, Rt, 1.0 - self.momentum)
         Qt = low_rank.orthonormalise(Rt) if self.right == "orthonormal" else unit_length(Rt)
-        result = torch.empty_like(B)
+        result = buffers.like(B)
         _, rows, columns = grain.shape
         low_rank.low_rank_(result, Pt, Qt, math.sqrt(rows / columns))
         fresh = unit_columns(Rt, Key(step.seed, step.index, grain.name, "revive"))
-        return Reduced(result.to(x.dtype).view(x.shape), SentFactors(Pt, Rt), _state(B.view(-1), fresh))
+        return Reduced(buffers.as_dtype(result, x.dtype).view(x.shape), SentFactors(Pt, Rt), _state(B.view(-1), fresh))
 
 
 class OrthonormalMomentumOfAll(OrthonormalMomentum):
@@ -131,7 +130,7 @@ class OrthonormalMomentumOfAll(OrthonormalMomentum):
 
     @override
     def assign(self, parameter: ParameterSpec) -> Reducer:
-        return self if len(parameter.shape) > 1 else AllReduceExchange(Identity())
+        return self if len(parameter.shape) > 1 else PLAIN
 
 
 def unit_length(vectors: Tensor) -> Tensor:
@@ -142,7 +141,9 @@ def unit_length(vectors: Tensor) -> Tensor:
              [0.0000, 0.0000]]])
     """
     length = square_root(low_rank.products(vectors, vectors))
-    return (vectors.double() / torch.where(length == 0, 1.0, length)[:, :, None]).float()
+    return buffers.copied(
+        buffers.copied(vectors, torch.float64).div_(torch.where(length == 0, 1.0, length)[:, :, None]), torch.float32
+    )
 
 
 def _state(momentum: Tensor, Qt: Tensor) -> State:

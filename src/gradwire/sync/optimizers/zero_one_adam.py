@@ -11,6 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from gradwire import kernels
+from gradwire.core import buffers
 from gradwire.core.errors import StateError
 from gradwire.drivers.engine import Stats
 from gradwire.reducers.base import Reducer
@@ -24,6 +25,7 @@ from gradwire.sync.optimizers.arithmetic import (
     decay_,
     mix_,
     power,
+    still_,
 )
 from gradwire.sync.optimizers.base import NamedParameter, Params, SessionOptions, SharedOptimizer
 from gradwire.sync.swap import swapped
@@ -200,8 +202,8 @@ class ZeroOneAdam(SharedOptimizer):
         for entry in self.entries():
             state = self.state[entry.parameter]
             if "anchor" not in state:
-                state["anchor"] = entry.parameter.detach().clone()
-                state["buffer"] = torch.zeros_like(entry.parameter)
+                state["anchor"] = buffers.copied(entry.parameter.detach())
+                state["buffer"] = buffers.like(entry.parameter).zero_()
             if is_finite:
                 state["exp_avg"], state["buffer"] = self._with_this(entry, gradients[entry.name])
         self._count_local()
@@ -211,9 +213,9 @@ class ZeroOneAdam(SharedOptimizer):
     def _with_this(self, entry: NamedParameter, gradient: Tensor) -> tuple[Tensor, Tensor]:
         """Momentum and buffer with this step in them; what is remembered stays as it is."""
         state = self.state[entry.parameter]
-        momentum = state["exp_avg"].clone(memory_format=torch.contiguous_format)
+        momentum = buffers.copied(state["exp_avg"])
         mix_(momentum, gradient, entry.group["betas"][0])
-        buffer = momentum * _rate(entry.group, entry.group["step"] + 1)
+        buffer = buffers.times(momentum, _rate(entry.group, entry.group["step"] + 1))
         return momentum, buffer.add_(state["buffer"]) if "buffer" in state else buffer
 
     def _count_local(self) -> None:
@@ -231,7 +233,8 @@ class ZeroOneAdam(SharedOptimizer):
         state = self.state[parameter]
         square = state["exp_avg_sq"]
         denominator = adam_denominator(square, group["betas"][1], group["variance_step"], group["eps"])
-        parameter.copy_(state.get("anchor", parameter) - buffer.masked_fill_(square == 0, 0.0) / denominator)
+        moved = torch.div(still_(buffer, square), denominator, out=denominator)
+        torch.sub(state.get("anchor", parameter), moved, out=parameter)
 
     def _settle(self, buffers: Mapping[str, Tensor]) -> None:
         """Go on from what all ranks received. Where all rates were zero the momentum is forgotten."""
