@@ -133,14 +133,6 @@ def test_schedules_that_split_backward_passes_lose_the_hooks_of_ddp() -> None:
     assert lost == {"InterleavedZeroBubble", "ZBVZeroBubble"}
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
-def test_the_bubble_of_stages_that_sleep_is_the_formula(schedule: str) -> None:
-    shape = ScheduleShape(schedule, 4, 4)
-    assert shape.formula is not None
-    found = run("slept", 4, schedule=schedule, micro_batches=4, seconds=0.1)
-    assert found[0] == pytest.approx(shape.formula, rel=0.1)
-
-
 REFUSED = {
     "codec": "ranks disagree on the codec of activations: rank 1 has",
     "shapes": r"stage 0 gives \[2, 6\] of float64, and stage 1 waits for \[2, 7\] of float64",

@@ -268,13 +268,12 @@ def test_a_rank_that_computes_longer_is_named(tmp_path: Path, method: str | None
 
 
 def test_what_fsdp2_itself_waits_for_is_told_apart_from_its_passes(tmp_path: Path) -> None:
-    found = run("sharded", 2, folder=str(tmp_path), sleeps_s=[0.0, 0.03])[0]
+    found = run("sharded", 2, folder=str(tmp_path), sleeps_s=[0.0, 0.1])[0]
     for method in ("plain", "int4"):
         figures = found[method]
         assert "AllGather" in figures["whats"]
-        assert figures["caused_s"][1] > 0.015, (
-            figures
-        )  # rank 0 waits for it in its first all-gather, or its last scatter
+        # Rank 0 waits for it in its first all-gather, or its last scatter.
+        assert figures["caused_s"][1] > 0.05, figures
         assert figures["caused_s"][0] < 0.5 * figures["caused_s"][1]
         assert all(0.5 < rank["accounted"] <= 1.0 + 1e-9 for rank in figures["ranks"]), figures
         assert all(rank["sent"] > 0 for rank in figures["ranks"])
