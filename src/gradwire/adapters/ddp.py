@@ -51,6 +51,7 @@ def attach_ddp(ddp: nn.Module, reducer: Reducer | str, optimizer: Optimizer | No
     form = Alike(caps_of(ddp), roles)
     session = Session(tensors, reducer, group=ddp.process_group, what="gradwire.attach", form=form, **options)
     try:
+        session.belongs_to(ddp)
         port = _Port(session, names, ddp, optimizer)
         nbytes = session.engine.dense_bytes
         deliver_in_pieces(ddp, caps_by(ddp, session.overlap, nbytes))
@@ -135,6 +136,7 @@ class _Port(BucketPort):
     def after_backward(self, step: BucketStep) -> None:
         """Before DDP writes gradients: look again once it has, where it may keep some of them back."""
         self._session.warn_of_non_finite()
+        self._session.exchanged(next(iter(self._names)))
         if self._session.skipped:
             queue_callback(self._drop_gradients)
         elif self._finds_unused:

@@ -98,6 +98,7 @@ class HookedSession(Session):
 
     def feed_by(self, model: nn.Module, optimizer: Optimizer | None = None) -> None:
         """Take gradients from the backward pass of a model."""
+        self.belongs_to(model)
         self._port = _Port(self, model, optimizer, self._step_ended)
 
     @contextlib.contextmanager
@@ -223,6 +224,7 @@ class _Port:
                 self._deliver_rest(step)
         finally:
             self._step, self._came = None, {}
+        self._session.exchanged(next(iter(self._names)))
         if self._session.skipped:
             for parameter in self._names:
                 parameter.grad = None

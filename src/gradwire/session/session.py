@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -34,6 +35,7 @@ from gradwire.session.names import TrainedParameters, gradients_of, named, requi
 from gradwire.session.non_finite import Culprits, require_reaction, warning_text
 from gradwire.session.overlap_settings import OverlapSettings, settings_of
 from gradwire.session.own_file import require_own_file
+from gradwire.session.repeated import RepeatedExchanges
 from gradwire.session.states import packed, take_up, unpacked
 from gradwire.session.step import SessionStep
 from gradwire.session.watching import watch
@@ -141,6 +143,10 @@ class Session(Figures):
         self.saved_as = None
         self._scaler, self._form, self._fed_by = scaler, form, form.fed_by
         require_whole(tensors, what)
+        self._model: Callable[[], nn.Module | None] = lambda: None
+        self._repeated = RepeatedExchanges()
+        if isinstance(tensors, nn.Module):
+            self.belongs_to(tensors)
         roles = roles_of(tensors) if isinstance(tensors, nn.Module) else {}
         specs = [
             ParameterSpec(name, tuple(t.shape), t.dtype, t.device, roles.get(t) or form.roles.get(name, ""))
@@ -216,6 +222,20 @@ class Session(Figures):
     def session(self) -> Session:
         """Itself: what `attach` returned once was a handle with a session."""
         return self
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors lie."""
+        return self._device
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The model whose gradients it combines, where it knows one and somebody still has that."""
+        return self._model()
+
+    def belongs_to(self, model: nn.Module) -> None:
+        """Say whose gradients are combined. The session does not keep the model."""
+        self._model = weakref.ref(model)
 
     # Another method ----------------------------------------------------------------------------------------------
 
@@ -300,6 +320,8 @@ class Session(Figures):
         step.require_fit(given)
         with step:
             step.deliver_all(given)
+        if isinstance(tensors, nn.Module):
+            self.exchanged(next(iter(self._trained.all_of(tensors).values())))
         if self.skipped and isinstance(tensors, nn.Module):
             for parameter in self._trained.all_of(tensors).values():
                 parameter.grad = None
@@ -352,6 +374,10 @@ class Session(Figures):
             self.feed.weight = float(weight)
         except (TypeError, ValueError):  # told in the step, on all ranks: others may be in a collective of DDP's by now
             self.feed.weight = math.nan
+
+    def exchanged(self, parameter: Tensor) -> None:
+        """Note that a gradient has been exchanged, by that of one parameter: a warning says once where that is wasted."""
+        self._repeated.exchanged(parameter, self.stats)
 
     def _step_ended(self) -> None:
         """What is looked at once all tensors hold their means."""

@@ -92,6 +92,7 @@ def attach_fsdp2(
         if codec is not None:
             lane = None if replicate is None else Lane(shards, groups[0].device, session.lane.deadline_s, WHAT)
             ports.append(GatherPort(session, groups, codec, lane))
+        session.belongs_to(model)
         session.feed_by(ports, groups[0].mesh if replicate is None else None)
         held = weakref.ref(model)
         session.when_adopted = lambda overlap: set_prefetch(held(), overlap.prefetch)

@@ -7,6 +7,7 @@ reads which collective a group has, and does without where it finds none.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -149,6 +150,46 @@ def _states(model: nn.Module) -> Iterator[tuple[Any, nn.Module]]:
         if is_fsdp2(module) and id(state := root_state(module)) not in seen:
             seen.add(id(state))
             yield state, module
+
+
+def reduced_over(model: nn.Module) -> tuple[list[dist.ProcessGroup], float]:
+    """Return along which axes FSDP2 sums the gradients of a model, HSDP too, and by what it divides the sum.
+
+    Raises:
+        AttachError: parts of the model are divided by different numbers, so that no one factor scales a loss.
+    """
+    groups = [held for state, _ in _states(model) for held in state._fsdp_param_groups]
+    axes = _axes(groups[0].mesh_info)
+    divisors = {_divisor(held) for held in groups}
+    if len(divisors) > 1:
+        raise AttachError(
+            f"parts of this model divide their gradients by different numbers ({', '.join(f'{d:g}' for d in sorted(divisors))}), so no one "
+            "factor scales the loss: call set_gradient_divide_factor with one number on all parts"
+        )
+    return axes, divisors.pop()
+
+
+def _axes(info: Any) -> list[dist.ProcessGroup]:
+    """The group of ranks that share parameters, and that of ranks which have copies of them."""
+    groups = (getattr(info, name, None) for name in ("shard_process_group", "replicate_process_group"))
+    return [group for group in groups if group is not None]
+
+
+def _divisor(held: Any) -> float:
+    """What the gradients of a group are divided by: what it was told, or the number of ranks that reduce them."""
+    told: float | None = held.gradient_divide_factor
+    return float(math.prod(axis.size() for axis in _axes(held.mesh_info))) if told is None else float(told)
+
+
+def forget_accumulated(model: nn.Module) -> None:
+    """Drop gradients that passes have left without reducing them, or without summing them between copies."""
+    for state, _ in _states(model):
+        for held in state._fsdp_param_groups:
+            held._partial_reduce_output = None
+            for parameter in held.fsdp_params:
+                parameter.unsharded_accumulated_grad = None
+                if (whole := getattr(parameter, "_unsharded_param", None)) is not None:
+                    whole.grad = None
 
 
 def _group(state: Any, module: nn.Module, prefixes: dict[nn.Module, str]) -> Group | None:
