@@ -1,0 +1,170 @@
+"""Accumulation: one exchange a window, losses weighted by all tokens, whole windows or none, and a warning."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import gradwire
+from gradwire.core.errors import AttachError, StepError
+from gradwire.drivers.engine import Stats
+from gradwire.ranks.supervised import run_function
+from gradwire.session.repeated import RepeatedExchanges
+
+CASES = str(Path(__file__).with_name("accumulation_cases.py"))
+ROUNDING = 1e-13
+"""Parameters of about 1 in float64 after three steps, summed in other orders."""
+
+
+def run(case: str, ranks: int, **arguments: Any) -> list[Any]:
+    return run_function(f"{CASES}:{case}", ranks, arguments, 120)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_windows_equal_the_big_batch_of_all_ranks(ranks: int) -> None:
+    for found in run("equal_to_big_batch", ranks):
+        assert {name: off for name, off in found.items() if not off < ROUNDING} == {}
+
+
+def test_gradients_that_a_loop_delivers_equal_the_big_batch() -> None:
+    assert max(run("delivered", 2)) < ROUNDING
+
+
+def test_sharded_models_equal_the_big_batch() -> None:
+    for found in run("sharded", 4):
+        assert {name: off for name, off in found.items() if not off < ROUNDING} == {}
+
+
+def test_a_window_of_8_micro_batches_sends_an_eighth() -> None:
+    for found in run("sent", 2):
+        for name in ("attached", "unwrapped"):
+            (once, steps), (each, more) = found[f"{name}/once"], found[f"{name}/each"]
+            assert (steps, more) == (2, 16)
+            assert each == 8 * once > 0
+
+
+def test_methods_get_whole_gradients() -> None:
+    assert all(run("compressed", 2))
+
+
+def test_rules_combine_the_means_of_each_rank() -> None:
+    assert max(run("rules", 3)) < ROUNDING
+
+
+@pytest.mark.parametrize("name", ["ddp", "attached", "unwrapped", "reduced"])
+@pytest.mark.parametrize("at", [0, -1], ids=["first", "last"])
+def test_a_rank_that_raises_spoils_no_other_window(name: str, at: int) -> None:
+    *others, last = run("raising", 2, name=name, at=at)
+    assert last["told"] == "ValueError: no batch today"
+    for other in others:
+        assert other["told"].startswith("StepError: rank 1 has left this window")
+    assert all(found["off"] < ROUNDING for found in (*others, last))
+
+
+def test_what_shards_have_added_up_is_dropped_by_an_exception() -> None:
+    for found in run("sharded_raising", 4):
+        assert all(off < ROUNDING for off in found.values()), found
+
+
+def test_what_is_wrong_on_one_rank_is_raised_on_all() -> None:
+    first, second = run("wrong", 2)
+    for found in (first, second):
+        assert "no micro-batch in this window" in found["empty"]
+        assert "no micro-batch of this window has a token" in found["no token"]
+        assert float(found["off"]) < ROUNDING
+    for name in ("negative", "raises", "too few"):
+        assert first[name].startswith("StepError: a rank could not count the tokens")
+    assert "counts -1.0 tokens: give 0 or more" in second["negative"]
+    assert second["raises"] == "KeyError: 'labels'"
+    assert "give one for each" in second["too few"]
+
+
+def test_fsdp2_wants_equally_many_micro_batches() -> None:
+    for told in run("uneven_shards", 2):
+        assert told.startswith("ranks have different numbers of micro-batches")
+
+
+def test_a_loop_that_ends_early_is_told_and_synchronises_again() -> None:
+    (first, syncs), (second, syncs_too) = run("left_early", 2)
+    assert (syncs, syncs_too) == ("True", "True")
+    assert first.startswith("rank 1 has left")
+    assert second.startswith("the block of gradwire.accumulate ended after 1 of 4 micro-batches")
+
+
+def test_a_rank_that_has_gone_is_no_hang() -> None:
+    assert run("dead", 2) == ["CommunicationError", "gone"]
+
+
+# The warning ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["attached", "unwrapped", "reduced", "fsdp2"])
+def test_a_loop_that_exchanges_every_micro_batch_is_told_once_what_it_sends(name: str) -> None:
+    for told in run("repeated", 2, name=name):
+        (text,) = told
+        assert "exchanged in each of 4 backward passes before one step" in text
+        sent, once = (float(number) for number in re.findall(r"([\d.]+) kB", text))
+        assert sent == pytest.approx(4 * once, rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["attached", "unwrapped", "reduced"])
+@pytest.mark.parametrize("to_none", [True, False])
+def test_a_loop_with_one_exchange_a_step_is_not_told(name: str, to_none: bool) -> None:
+    assert run("not_repeated", 2, name=name, to_none=to_none) == [0, 0]
+
+
+def test_gradients_that_are_cleared_without_a_step_are_not_accumulated() -> None:
+    parameter, repeated = torch.nn.Parameter(torch.ones(3)), RepeatedExchanges()
+    for _ in range(4):
+        parameter.grad = torch.ones(3)
+        repeated.exchanged(parameter, Stats)
+
+
+# One process ------------------------------------------------------------------------------------------------------
+
+
+def test_a_window_is_used_once_and_in_its_block() -> None:
+    model = torch.nn.Linear(2, 1)
+    window = gradwire.accumulate(model, [torch.ones(1, 2)], [1.0])
+    with pytest.raises(StepError, match="has not begun"):
+        _ = window.tokens
+    with window:
+        with pytest.raises(StepError, match="inside of the loop"):
+            window.loss(torch.ones(()))
+        for x in window:
+            assert (window.tokens, window.is_last) == (1.0, True)
+            window.loss(model(x).sum()).backward()
+    with pytest.raises(StepError, match="used once"), window:
+        pass
+
+
+def test_a_micro_batch_without_its_loss_is_told() -> None:
+    model = torch.nn.Linear(2, 1)
+    with (
+        pytest.raises(StepError, match=r"window\.loss was not called"),
+        gradwire.accumulate(model, [torch.ones(1, 2)] * 2, [1, 1]) as window,
+    ):
+        for x in window:
+            model(x).sum().backward()
+    assert model.weight.grad is None
+
+
+def test_an_interrupt_asks_no_other_rank() -> None:
+    model = torch.nn.Linear(2, 1)
+    with pytest.raises(KeyboardInterrupt), gradwire.accumulate(model, [torch.ones(1, 2)] * 2, [1, 1]) as window:
+        for x in window:
+            window.loss(model(x).sum()).backward()
+            raise KeyboardInterrupt
+    assert model.weight.grad is None
+
+
+def test_what_cannot_be_accumulated_is_refused() -> None:
+    model = torch.nn.Linear(2, 1)
+    with pytest.raises(AttachError, match="keep_sharded= is for models of fully_shard"):
+        gradwire.accumulate(model, [], [], keep_sharded=True)
+    with pytest.raises(AttachError, match="gradients of a SGD: pass the DistributedDataParallel"):
+        gradwire.accumulate(torch.optim.SGD(model.parameters()), [], [])
