@@ -425,7 +425,7 @@ def repeated(rank: int, world_size: int, name: str) -> list[str]:
 
 
 def not_repeated(rank: int, world_size: int, name: str, to_none: bool) -> int:
-    """How many warnings there are where each step has one exchange: steps, skipped steps and gradients that are cleared."""
+    """How many warnings there are where each step has one exchange, whoever makes the step."""
     model = net()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -144,21 +144,28 @@ def test_a_window_is_used_once_and_in_its_block() -> None:
 
 def test_a_micro_batch_without_its_loss_is_told() -> None:
     model = torch.nn.Linear(2, 1)
-    with (
-        pytest.raises(StepError, match=r"window\.loss was not called"),
-        gradwire.accumulate(model, [torch.ones(1, 2)] * 2, [1, 1]) as window,
-    ):
-        for x in window:
-            model(x).sum().backward()
+
+    def without_loss() -> None:
+        with gradwire.accumulate(model, [torch.ones(1, 2)] * 2, [1, 1]) as window:
+            for x in window:
+                model(x).sum().backward()
+
+    with pytest.raises(StepError, match=r"window\.loss was not called"):
+        without_loss()
     assert model.weight.grad is None
 
 
 def test_an_interrupt_asks_no_other_rank() -> None:
     model = torch.nn.Linear(2, 1)
-    with pytest.raises(KeyboardInterrupt), gradwire.accumulate(model, [torch.ones(1, 2)] * 2, [1, 1]) as window:
-        for x in window:
-            window.loss(model(x).sum()).backward()
-            raise KeyboardInterrupt
+
+    def interrupted() -> None:
+        with gradwire.accumulate(model, [torch.ones(1, 2)] * 2, [1, 1]) as window:
+            for x in window:
+                window.loss(model(x).sum()).backward()
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
     assert model.weight.grad is None
 
 

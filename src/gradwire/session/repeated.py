@@ -77,12 +77,12 @@ def _sample(parameter: Tensor) -> list[float]:
 def warning_text(count: int, stats: Stats) -> str:
     """What an `AccumulationWarning` says.
 
-    >>> warning_text(8, Stats(steps=9, wire_bytes=9_000_000))[:131]
-    'gradients were exchanged in each of 8 backward passes before one step of the optimizer, so this rank sent 8.00 MB a step, and one e'
+    >>> warning_text(8, Stats(steps=9, wire_bytes=9_000_000))[:76]
+    'gradients were exchanged in each of 8 backward passes before one step of the'
     """
     once = stats.wire_bytes / max(stats.steps, 1)
     return (
         f"gradients were exchanged in each of {count} backward passes before one step of the optimizer, so this rank "
-        f"sent {si_bytes(count * once)} a step, and one exchange sends {si_bytes(once)}: put the passes into a block of "
-        "gradwire.accumulate, or those before the last one into no_sync()"
+        f"sent {si_bytes(count * once)} a step, and one exchange sends {si_bytes(once)}: put the passes into a block "
+        "of gradwire.accumulate, or those before the last one into no_sync()"
     )

@@ -6,7 +6,6 @@ import contextlib
 from abc import ABC, abstractmethod
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -20,7 +19,7 @@ from gradwire.session import Session
 from gradwire.session.names import is_fsdp2
 
 
-class Subject(ABC):
+class Subject:
     """Gradients that add up over micro-batches and are combined once.
 
     Args:
@@ -62,7 +61,7 @@ class Subject(ABC):
             parameter.grad = None
 
 
-class _HeldByContext(Subject):
+class _HeldByContext(Subject, ABC):
     """Passes are held by a context such as DDP's `no_sync()`."""
 
     def __init__(self, model: nn.Module | None, session: Session | None, sums: RankSums, divisor: float) -> None:

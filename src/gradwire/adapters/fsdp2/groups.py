@@ -162,8 +162,9 @@ def reduced_over(model: nn.Module) -> tuple[list[dist.ProcessGroup], float]:
     axes = _axes(groups[0].mesh_info)
     divisors = {_divisor(held) for held in groups}
     if len(divisors) > 1:
+        numbers = ", ".join(f"{divisor:g}" for divisor in sorted(divisors))
         raise AttachError(
-            f"parts of this model divide their gradients by different numbers ({', '.join(f'{d:g}' for d in sorted(divisors))}), so no one "
+            f"parts of this model divide their gradients by different numbers ({numbers}), so no one "
             "factor scales the loss: call set_gradient_divide_factor with one number on all parts"
         )
     return axes, divisors.pop()
