@@ -376,7 +376,7 @@ class Session(Figures):
             self.feed.weight = math.nan
 
     def exchanged(self, parameter: Tensor) -> None:
-        """Note that gradients have been exchanged, by that of one parameter; a warning tells once of a wasteful loop."""
+        """Note that gradients were exchanged, by that of one parameter; a warning tells once of a wasteful loop."""
         self._repeated.exchanged(parameter, self.stats)
 
     def _step_ended(self) -> None:
