@@ -42,8 +42,10 @@ def accumulate(
     Every rank calls it at the same place, once for each step of the optimizer. The tokens of all ranks are summed as
     one all-reduce of 32 bytes, behind the first forward pass where that sends nothing itself.
 
-    Where one rank leaves the block by an exception before its last backward pass, no rank exchanges gradients: the
-    others raise a `StepError` that names it, gradients are None on all ranks, and the next window is whole. With
+    For sessions and models that nobody wraps: where one rank leaves the block by an exception before its last backward
+    pass, no rank exchanges gradients. The
+    others raise a `StepError` that names it, gradients are None on all ranks, and the next window is whole. DDP cannot
+    always go on there, so begin again from a checkpoint. With
     FSDP2, whose forward passes communicate, that is so where all ranks leave at the same place (docs/fsdp2.md).
 
     Args:
