@@ -4,12 +4,14 @@ On emulated hosts of each number and rate, in one run and in turn: DDP that send
 computes, each method, and `auto` of each class that loses something. Printed for each cell are
 
 - the measured step of each method by the predicted one (`gradwire.choosing.Demand.beside`, of computing, of coding that
-  is measured on all ranks at the same time, and of the link as the session times it);
+  is measured on all ranks, and of the link and the work of sending as the session times them);
 - what `auto` took, its step by that of the best candidate of its class, and by that of `none`.
 
-A cell counts where a bare all-reduce reaches 90% of the link's rate. With `--changing` the rate falls to the second one
-and rises again while `auto` trains, and printed is how many steps later it has chosen again, and whether all ranks have
-the same parameters.
+A cell counts where a bare all-reduce reaches 90% of the link's rate; the others are listed. Hosts without a core each
+share the cores that there are, which the prediction knows (`gradwire.topology.processors`). Timed steps take about
+`--cell-s` seconds a cell, of one round at least, and `--cells 2:20mbit 4:100mbit` names the cells. With `--changing`
+the rate falls to the second one and rises again while `auto` trains, and printed is how many steps later it has chosen
+again, and whether all ranks have the same parameters.
 """
 
 from __future__ import annotations
@@ -30,13 +32,14 @@ import gradwire
 from common import save_result
 from gradwire import kernels
 from gradwire.choosing import ACCURACIES, allowed, coding_s, demand
-from gradwire.choosing.automatic import wire_link
+from gradwire.choosing.automatic import wire_link, wire_work
 from gradwire.core.rates import parse_rate
 from gradwire.network import Network
 from gradwire.overlap import Stopwatch
 from gradwire.ranks.supervised import run_function
 from gradwire.session.automatic import CHOOSES_AFTER
 from gradwire.tasks.builtin import make_task
+from gradwire.topology.processors import Processors, cores
 
 CANDIDATES = [candidate.spec for candidate in allowed("bold")]
 OTHERS = ["bf16", "int8", "topk:0.01", "sign", "powersgd:2", "qsgd:4"]
@@ -46,6 +49,8 @@ COUNTS = 0.9
 """Of the link's rate, which a bare all-reduce must reach for a cell to count."""
 NEAR, NO_WORSE = 1.10, 1.05
 """What a step under `auto` may take at most, by that of the best candidate and by that of `none`."""
+ASKED = {"a core each": 0.1, "shared cores": 0.2}
+"""The median error that predictions may have."""
 
 
 class Training:
@@ -75,7 +80,9 @@ class Training:
             self.session.close()
 
 
-def on_rank(rank: int, world_size: int, task: str, methods: list[str], rounds: int, stretch: int) -> dict[str, Any]:
+def on_rank(
+    rank: int, world_size: int, task: str, methods: list[str], rounds: int, stretch: int, cell_s: float
+) -> dict[str, Any]:
     """Measure and predict one cell."""
     torch.set_num_threads(1)
     kernels.warm_up()
@@ -87,18 +94,23 @@ def on_rank(rank: int, world_size: int, task: str, methods: list[str], rounds: i
     first = next(each.session for each in trainings.values() if each.session is not None)
     times = first.timed_link()
     assert times is not None
-    link = wire_link(times, world_size)
+    link, processors = wire_link(times, world_size), Processors(cores(), torch.get_num_threads(), world_size)
+    work, crowding = wire_work(times, world_size, processors), processors.crowding
     for name in AUTO:
         for _ in range(CHOOSES_AFTER + 1):
             trainings[name].step()
-    found = watch.interleaved({name: each.step for name, each in trainings.items()}, rounds, stretch, untimed=1)
+    jobs = {name: each.step for name, each in trainings.items()}
+    once = watch.interleaved(jobs, 1, 1)
+    affordable = int(cell_s / sum((stretch + 1) * once.median_s(name) for name in jobs))
+    found = watch.interleaved(jobs, max(1, min(rounds, affordable)), stretch)
     floor_s = found.median_s(FLOOR)
     predicted = dict[str, dict[str, float]]()
     for name in methods:
         dist.barrier()
         coded = torch.tensor(coding_s(name, model, world_size), dtype=torch.float64, device=device)
         dist.all_reduce(coded, dist.ReduceOp.MAX)
-        predicted[name] = _parts(demand(name, model, world_size, link, coding_s=float(coded)).beside(floor_s))
+        asked = demand(name, model, world_size, link, coding_s=crowding * float(coded), work=work)
+        predicted[name] = _parts(asked.beside(floor_s))
     steps = {name: found.median_s(name) for name in trainings}
     chosen = {name: trainings[name].session.automatic.choices[-1].spec for name in AUTO}
     for each in trainings.values():
@@ -108,11 +120,13 @@ def on_rank(rank: int, world_size: int, task: str, methods: list[str], rounds: i
         "predicted": predicted,
         "chosen": chosen,
         "bare_bits_per_s": _bare_rate(model, world_size),
+        "cores": "shared cores" if crowding > 1 else "a core each",
+        "rounds": len(found.rounds_s[FLOOR]),
     }
 
 
 def _parts(forecast: Any) -> dict[str, float]:
-    named = ("compute_s", "coding_s", "sending_s", "hidden_s")
+    named = ("compute_s", "coding_s", "serving_s", "sending_s", "hidden_s")
     return {name: getattr(forecast, name) for name in named} | {"step_s": forecast.step_s}
 
 
@@ -158,12 +172,14 @@ def changing(rank: int, world_size: int, task: str, method: str, every: int) -> 
 def cell(told: argparse.Namespace, hosts: int, rate: str) -> dict[str, Any]:
     """Measure a cell and print it."""
     options = {"task": told.task, "methods": told.methods, "rounds": told.rounds, "stretch": told.stretch}
+    options["cell_s"] = told.cell_s
     with Network(hosts, rate) as network:
         found = run_function(f"{__file__}:on_rank", hosts, options, told.deadline, network=network)[0]
     found["counts"] = found["bare_bits_per_s"] >= COUNTS * parse_rate(rate)
     measured, predicted = found["steps_s"], found["predicted"]
     note = "" if found["counts"] else f", does not count: bare {found['bare_bits_per_s'] / 1e6:.0f} Mbit/s"
-    print(f"{hosts} hosts, {rate}, computing {1e3 * measured[FLOOR]:.0f} ms{note}")
+    print(f"{hosts} hosts, {rate}, {found['cores']}, computing {1e3 * measured[FLOOR]:.0f} ms{note}")
+    found["errors"] = {name: predicted[name]["step_s"] / measured[name] - 1 for name in told.methods}
     for name in told.methods:
         ratio = measured[name] / predicted[name]["step_s"]
         said = ", ".join(f"{part[:-2]} {1e3 * value:.0f}" for part, value in predicted[name].items())
@@ -174,18 +190,23 @@ def cell(told: argparse.Namespace, hosts: int, rate: str) -> dict[str, Any]:
         by_best, by_none = measured[name] / measured[best], measured[name] / measured["none"]
         found[name] = {"took": found["chosen"][name], "best": best, "by_best": by_best, "by_none": by_none}
         print(f"  {name:24} took {found['chosen'][name]}: {by_best:.2f} of {best}, {by_none:.2f} of none")
+    sizes = [abs(error) for error in found["errors"].values()]
+    print(f"  predictions are off by {statistics.median(sizes):.1%} in the median", flush=True)
     return found
 
 
-def summary(cells: list[dict[str, Any]], methods: list[str]) -> dict[str, Any]:
-    """What all cells that count say together."""
-    counted = [each for each in cells if each["counts"]]
-    errors = [abs(each["predicted"][m]["step_s"] / each["steps_s"][m] - 1) for each in counted for m in methods]
-    found: dict[str, Any] = {"cells": len(cells), "counted": len(counted)}
-    if errors:
-        found["median_error"], found["worst_error"] = statistics.median(errors), max(errors)
-        said = f"off by {found['median_error']:.1%} in the median and {found['worst_error']:.0%} at most"
-        print(f"{len(counted)} of {len(cells)} cells count: predictions are {said}")
+def summary(cells: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """What all cells that count say together, those of hosts that share cores apart."""
+    counted = [each for each in cells.values() if each["counts"]]
+    left_out = [name for name, each in cells.items() if not each["counts"]]
+    found: dict[str, Any] = {"cells": len(cells), "counted": len(counted), "left_out": left_out}
+    print(f"{len(counted)} of {len(cells)} cells count; not counted: {', '.join(left_out) or 'none'}")
+    for kind, asked in ASKED.items():
+        errors = [abs(error) for each in counted if each["cores"] == kind for error in each["errors"].values()]
+        if errors:
+            found[kind] = {"median_error": statistics.median(errors), "worst_error": max(errors), "asked": asked}
+            said = f"{found[kind]['median_error']:.1%} in the median (asked: {asked:.0%}) and {max(errors):.0%} at most"
+            print(f"{kind}: {len(errors)} predictions are off by {said}")
     for name in AUTO if counted else ():
         near = sum(each[name]["by_best"] <= NEAR for each in counted)
         worst = max(each[name]["by_none"] for each in counted)
@@ -221,9 +242,11 @@ def main() -> None:
     shape: Callable[..., Any] = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=shape)
     parser.add_argument("--task", default="bytes")
-    parser.add_argument("--hosts", nargs="+", type=int, default=[2, 4])
+    parser.add_argument("--hosts", nargs="+", type=int, default=[2, 4, 8])
     parser.add_argument("--rates", nargs="+", default=["20mbit", "100mbit", "500mbit", "2gbit"])
     parser.add_argument("--methods", nargs="+", default=[*CANDIDATES, *OTHERS])
+    parser.add_argument("--cells", nargs="+", default=[], metavar="HOSTS:RATE", help="in place of --hosts and --rates")
+    parser.add_argument("--cell-s", type=float, default=300.0, help="seconds of timed steps in a cell, about")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--stretch", type=int, default=3)
     parser.add_argument("--changing", nargs=2, metavar="RATE", help="of these two rates: 500mbit 20mbit")
@@ -236,8 +259,10 @@ def main() -> None:
         result = {"changing": run_changing(told), "rates": told.changing, "hosts": told.hosts[0], "every": told.every}
         name = "choosing_changing"
     else:
-        cells = {f"{hosts} hosts {rate}": cell(told, hosts, rate) for hosts in told.hosts for rate in told.rates}
-        result = {"cells": cells, "summary": summary(list(cells.values()), told.methods)}
+        named = [tuple(each.split(":", 1)) for each in told.cells]
+        wanted = named or [(str(hosts), rate) for hosts in told.hosts for rate in told.rates]
+        cells = {f"{hosts} hosts {rate}": cell(told, int(hosts), rate) for hosts, rate in wanted}
+        result = {"cells": cells, "summary": summary(cells)}
         name = "choosing"
     if told.save:
         print("wrote", save_result(name, {"task": told.task} | result))

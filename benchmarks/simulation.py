@@ -46,6 +46,7 @@ from gradwire.ranks.supervised import RankFailure, run_function
 from gradwire.simulation import SimulatedRun, SimulateOptions, simulate_model
 from gradwire.simulation.draws import ComputingTimes, TimeSpread
 from gradwire.simulation.failures import run_with_failures
+from gradwire.simulation.schedules import InWindows, schedule_of
 
 WIDTH, LAYERS, WARM_UP, CHECKPOINT_S, MOST_FAILURES = 256, 4, 4, 0.5, 2
 ALONE = 12
@@ -77,6 +78,12 @@ class Cell:
     steps: int = 40
     checkpoint_every: int = 0
     mean_s: float = 0.0
+
+    @property
+    def every(self) -> int:
+        """Steps after which ranks meet."""
+        schedule = schedule_of(self.method)
+        return schedule.every if isinstance(schedule, InWindows) else 1
 
 
 CELLS = (
@@ -117,10 +124,11 @@ class Steps:
         self.model = perceptron()
         self._called: nn.Module = self.model
         self._optimizer: Any = torch.optim.SGD(self.model.parameters(), lr=1e-4)
+        self._averaging: Any = None
         self._session: gradwire.Session | None = None
         self.close: Callable[[], object] = lambda: None
         if method.startswith("local"):
-            self._optimizer = gradwire.wrap(self._optimizer, self.model, method)
+            self._optimizer = self._averaging = gradwire.wrap(self._optimizer, self.model, method)
             self.close = self._optimizer.close
         elif method:
             self._called = DistributedDataParallel(self.model)
@@ -129,8 +137,9 @@ class Steps:
 
     @property
     def coded_s(self) -> float:
-        """Seconds of coding so far; 0 where models are averaged plainly."""
-        return self._session.stats().encode_s if self._session else 0.0
+        """Seconds of coding so far, with summing up what came."""
+        communicates = self._session or self._averaging
+        return communicates.stats().encode_s if communicates else 0.0
 
     def step(self) -> None:
         """Train a step."""
@@ -166,7 +175,7 @@ def measure(rank: int, world_size: int, cells: Sequence[dict[str, Any]], file: s
 
 
 def train(rank: int, world_size: int, cell: Cell) -> dict[str, float]:
-    """The mean step in seconds, what of it is coding, and the mean step of this rank without messages."""
+    """The mean step in seconds, what ranks code when they meet, and the mean step without messages."""
     steps, alone = Steps(rank, world_size, cell, cell.method), Steps(rank, world_size, cell, "")
     steps.timed(2 * WARM_UP)
     alone_s = alone.by_itself(ALONE)
@@ -174,7 +183,7 @@ def train(rank: int, world_size: int, cell: Cell) -> dict[str, float]:
     step_s, coded_s = steps.timed(cell.steps), steps.coded_s - before_s
     alone_s = (alone_s + alone.by_itself(ALONE)) / 2
     steps.close()
-    return {"step_s": step_s, "coding_s": coded_s / cell.steps, "alone_s": alone_s}
+    return {"step_s": step_s, "coding_s": coded_s / (cell.steps / cell.every), "alone_s": alone_s}
 
 
 def train_until_failure(
@@ -221,6 +230,7 @@ def train_until_failure(
             spent_s.append(time.time() - started_s)
     dist.barrier()
     note(ended_s=time.time())
+    steps.close()  # a lane that still waits for its group keeps the process from ending
 
 
 # Here ---------------------------------------------------------------------------------------------------------------
@@ -264,8 +274,8 @@ def failures_row(
                 run_function(f"{__file__}:train_until_failure", hosts, arguments, 300, network)
                 break
             except RankFailure as failure:
-                if failure.rank != 0 or after_s is None:
-                    raise
+                if failure.rank != 0 or after_s is None or failure.status is None:
+                    raise  # it was not the failure that was drawn; without a status the deadline has passed
         starts = [json.loads(line) for line in (Path(folder) / "log.jsonl").read_text().splitlines()]
     measured = starts[-1]["ended_s"] - starts[0]["began_s"]
     restarts = [after["began_s"] - before["failed_s"] for before, after in itertools.pairwise(starts)]

@@ -11,13 +11,16 @@ from torch import nn
 
 import gradwire
 from gradwire import AttachError, Session, SpecError, StateError
-from gradwire.choosing import CANDIDATES, Demand
-from gradwire.choosing.automatic import GAIN, Chosen, StepPace, accuracy_of, decide
+from gradwire.choosing import CANDIDATES, Demand, allowed
+from gradwire.choosing.automatic import GAIN, Chosen, StepPace, accuracy_of, decide, demands_of, wire_work
 from gradwire.cli.main import main
 from gradwire.core.grain import ParameterSpec
+from gradwire.core.link import Link
 from gradwire.core.saved_schema import CHOICES
 from gradwire.ranks.supervised import run_function
 from gradwire.session.automatic import CHOOSES_AFTER, Automatic
+from gradwire.topology.processors import Processors
+from gradwire.topology.reduction_times import ReductionTimes
 
 AGREED = ("choices", "digest", "middle", "report", "account")
 """What is the same on all ranks."""
@@ -65,6 +68,26 @@ def test_a_method_is_left_for_one_that_is_a_tenth_faster(now: str) -> None:
 def test_the_slowest_rank_counts() -> None:
     paces = [StepPace(1.0, 0.5, (0.1, 0.4)), StepPace(3.0, 0.2, (0.2, 0.3))]
     assert StepPace.slowest(paces) == StepPace.slowest(paces[::-1]) == StepPace(3.0, 0.2, (0.2, 0.4))
+
+
+def test_what_processors_served_the_network_is_not_computing() -> None:
+    """Whatever is exposed was no work beside computing; a figure that makes no sense takes half of a step at most."""
+    held = Demand("none", 0.0, 0.4, (1,), work_s=0.2)
+    for exposed_s, computing_s in ((0.0, 0.8), (0.2, 0.9), (0.4, 1.0), (9.0, 1.0)):
+        assert StepPace(1.0, 0.5, (0.0,), exposed_s).computing_s(held) == pytest.approx(computing_s)
+    assert StepPace(1.0, 0.5, (0.0,)).computing_s(held._replace(work_s=7.0)) == 0.5
+    assert StepPace(1.0, 0.5, (0.0,)).computing_s(Demand("none", 0.0, 0.0, (1,))) == 1.0
+
+
+def test_ranks_that_share_cores_code_longer_and_a_spare_core_serves_the_network() -> None:
+    times = ReductionTimes(1000, 0.004, (), work=Link(0.002, 4e-6))
+    crowded, spare = Processors(2, 1, 4), Processors(4, 1, 2)
+    assert wire_work(times, 2, Processors(2, 1, 2)) == Link(0.001, 4e-6)
+    assert wire_work(times, 2, crowded) == Link(0.002, 8e-6)
+    assert wire_work(times, 2, spare) == Link(0.0, 0.0)
+    pace, model = StepPace(1.0, 0.5, (0.0, 0.1)), [ParameterSpec("w", (100,), torch.float32, torch.device("cpu"))]
+    found = demands_of(allowed("safe")[:2], model, 2, Link(0.0, 0.0), pace, crowding=crowded.crowding)
+    assert [each.coding_s for each in found] == [0.0, 0.2]
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,27 @@ def test_a_step_is_between_hiding_all_and_hiding_nothing(coding_s: float) -> Non
         before = found.step_s
 
 
+@pytest.mark.parametrize("sending_s", [0.1, 1.0, 3.0, 30.0])
+def test_serving_the_network_gives_back_a_part_of_what_is_hidden(sending_s: float) -> None:
+    """No work is as a spare core, and where all of sending is work nothing is gained by sending early."""
+    waves, before = (5, 5, 5, 5), 0.0
+    free = Demand("int4", 0.3, sending_s, waves).beside(3.0)
+    for share in (0.0, 0.25, 0.5, 1.0, 4.0):
+        found = Demand("int4", 0.3, sending_s, waves, work_s=share * sending_s).beside(3.0)
+        assert found.serving_s == pytest.approx(min(share, 1.0) * found.hidden_s)
+        assert free.step_s - 1e-9 <= found.step_s <= 3.3 + sending_s + 1e-9
+        assert found.step_s >= before
+        before = found.step_s
+    assert before == pytest.approx(3.3 + sending_s)
+
+
+def test_work_is_counted_by_messages_and_bytes_as_sending_is() -> None:
+    model = nn.Linear(1000, 1000)
+    found = demand("none", model, 2, Link(0.0, 1e-6), work=Link(0.0, 1e-7))
+    assert found.work_s == pytest.approx(found.sending_s / 10)
+    assert demand("none", model, 2, Link(0.0, 1e-6)).work_s == 0.0
+
+
 def test_waves_of_matrices_send_their_factors_together() -> None:
     """By a link that has latency alone, the figure is the number of collectives that follow each other."""
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))

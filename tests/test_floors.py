@@ -35,6 +35,7 @@ FLOORS = (
     ("recipes",),
     ("profiling",),
     ("adapters",),
+    ("parallel",),
     ("overlap",),
     ("hooks",),
     ("network", "option_fields", "tasks"),

@@ -221,16 +221,15 @@ def test_without_tools_auto_falls_back_and_says_why(monkeypatch: pytest.MonkeyPa
 # The network -------------------------------------------------------------------------------------------------
 
 
-def transferred(mode: Literal["root", "user"], rate: str, size: int, folder: Path) -> tuple[float, int, int]:
+def transferred(network: Network, size: int, folder: Path) -> tuple[float, int, int]:
     """Seconds that `size` bytes take from one host to another, and what the counters of both saw."""
-    with Network(2, rate, mode=mode) as network:
-        argv = [sys.executable, "-c", TRANSFER, str(size)]
-        run_ranks(
-            [network.command(rank, argv) for rank in range(2)],
-            [network.environment(rank) | PATH for rank in range(2)],
-            log_dir=folder,
-            deadline_s=120,
-        )
+    argv = [sys.executable, "-c", TRANSFER, str(size)]
+    run_ranks(
+        [network.command(rank, argv) for rank in range(2)],
+        [network.environment(rank) | PATH for rank in range(2)],
+        log_dir=folder,
+        deadline_s=120,
+    )
     (seconds, sent, _), (_, _, received) = (json.loads((folder / f"rank{rank}.log").read_text()) for rank in range(2))
     return seconds, sent, received
 
@@ -241,9 +240,10 @@ def transferred(mode: Literal["root", "user"], rate: str, size: int, folder: Pat
 def test_the_rate_is_obeyed_and_the_counters_are_right(mode: Literal["root", "user"], rate: str, tmp_path: Path):
     needs_namespaces(mode)
     size = int(parse_rate(rate) / 8)  # one second
-    attempts = [transferred(mode, rate, size, tmp_path)]
-    while attempts[-1][0] >= 4 and len(attempts) < 4:
-        attempts.append(transferred(mode, rate, size, tmp_path))
+    with Network(2, rate, mode=mode) as network:
+        attempts = [transferred(network, size, tmp_path)]
+        while attempts[-1][0] >= 4 and len(attempts) < 4:
+            attempts.append(transferred(network, size, tmp_path))
     seconds, sent, received = attempts[-1]
     # A second of payload and its framing: nothing but a broken limit makes it faster. A busy machine can make it
     # slower, by how much is no property of the link. A unit that is off by 8 or 10 is, and shows in every attempt.
@@ -251,6 +251,35 @@ def test_the_rate_is_obeyed_and_the_counters_are_right(mode: Literal["root", "us
     assert seconds < 4
     assert sent == pytest.approx(size, rel=0.02)
     assert received == pytest.approx(size, rel=0.02)
+
+
+@SECONDS
+@pytest.mark.net
+@pytest.mark.parametrize("mode", ["root", "user"])
+def test_the_rate_can_change_while_the_network_is_there(mode: Literal["root", "user"], tmp_path: Path):
+    needs_namespaces(mode)
+    size = 250_000
+    with Network(2, "1gbit", mode=mode) as network:
+        with pytest.raises(ValueError, match="kbit, mbit, gbit"):
+            network.change_rate("slow")
+        with pytest.raises(ValueError, match="2 hosts"):
+            network.change_rate(["1gbit", "1gbit", "1gbit"])
+        assert network.rate == "1gbit"
+        network.change_rate("4mbit")
+        assert network.rate == "4mbit"
+        slow_s, *_ = transferred(network, size, tmp_path)
+        network.change_rate("1gbit")
+        fast_s = min(transferred(network, size, tmp_path)[0] for _ in range(2))
+    assert slow_s > 0.97 * 1514 / 1448 * 8 * size / 4e6
+    assert fast_s < slow_s / 2
+
+
+def test_a_rate_changes_only_where_there_is_a_link_to_change():
+    network = Network(2, mode="paced")
+    with pytest.raises(NetworkError, match="inside"):
+        network.change_rate("1mbit")
+    with network, pytest.raises(NetworkError, match="paced sockets keep their rate"):
+        network.change_rate("1mbit")
 
 
 @SECONDS

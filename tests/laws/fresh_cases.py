@@ -69,14 +69,14 @@ def fresh_bytes(work: Callable[[], object]) -> int:
 
 
 class Own(GroupTransport):
-    """Adds up what Gloo takes for itself: a buffer for what it gathers, and one for the sum of an all-reduce."""
+    """Adds up what Gloo takes for itself: a buffer for what it gathers, and one of a rank's part of an all-reduce."""
 
     gloo = 0
 
     def issue(self, request: Collective) -> Pending:
         """Issue, and note."""
         if isinstance(request, AllReduce):
-            self.gloo += request.nbytes
+            self.gloo += request.nbytes // self.world_size
         if isinstance(request, AllGather) and request.nbytes > SMALL_ROW_BYTES:
             self.gloo += request.nbytes * self.world_size
         return super().issue(request)
@@ -91,17 +91,17 @@ class CountingLane(DirectLane):
         return self.own
 
 
-class Pair:
-    """Two ranks on threads, each with a lane over Gloo that sessions share."""
+class Ranks:
+    """Ranks on threads, each with a lane over Gloo that sessions share."""
 
-    def __init__(self) -> None:
-        self._threads = [ThreadPoolExecutor(1) for _ in range(RANKS)]
+    def __init__(self, count: int) -> None:
+        self._threads = [ThreadPoolExecutor(1) for _ in range(count)]
         root: Any = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
 
         def lane(rank: int) -> CountingLane:
             store = root.clone()
-            apart = dist.PrefixStore("pair", store)  # pyright: ignore[reportPrivateImportUsage]
-            return CountingLane(group_apart(apart, rank, RANKS, DEADLINE_S), store, "pair", DEADLINE_S)
+            apart = dist.PrefixStore("ranks", store)  # pyright: ignore[reportPrivateImportUsage]
+            return CountingLane(group_apart(apart, rank, count, DEADLINE_S), store, "ranks", DEADLINE_S)
 
         self.lanes = self.each(lane)
 
@@ -128,15 +128,17 @@ def kinds_of_memory(rank: int, world_size: int) -> dict[str, int]:
         }
 
 
-def method(rank: int, world_size: int, spec: str) -> list[float]:
-    """What two ranks take anew in each step of a method, without Gloo's own, in gradients a rank."""
-    like, pair = {"w": torch.empty(ROWS, COLUMNS), "b": torch.empty(COLUMNS)}, Pair()
+def method(rank: int, world_size: int, spec: str, ranks: int, dtype: str) -> list[float]:
+    """What ranks take anew in each step of a method, without Gloo's own, in gradients of that dtype a rank."""
+    kind: torch.dtype = getattr(torch, dtype)
+    like = {"w": torch.empty(ROWS, COLUMNS, dtype=kind), "b": torch.empty(COLUMNS, dtype=kind)}
+    pair = Ranks(ranks)
 
     def session(rank: int) -> Session:
         return Session(like, spec, lane=pair.lanes[rank], grain_numel=ROWS * COLUMNS)
 
     sessions: Sequence[Session] = pair.each(session)
-    gradients = [{name: torch.empty_like(tensor) for name, tensor in like.items()} for _ in range(RANKS)]
+    gradients = [{name: torch.empty_like(tensor) for name, tensor in like.items()} for _ in range(ranks)]
     taken: list[float] = []
     with large_memory_is_fresh():
         for _ in range(STEPS):
@@ -146,7 +148,7 @@ def method(rank: int, world_size: int, spec: str) -> list[float]:
             gloo = sum(lane.own.gloo for lane in pair.lanes)
             fresh = fresh_bytes(lambda: pair.each(lambda rank: sessions[rank].reduce_(gradients[rank])))
             gloo = sum(lane.own.gloo for lane in pair.lanes) - gloo
-            taken.append((fresh - gloo) / (RANKS * GRADIENT))
+            taken.append((fresh - gloo) / (ranks * ROWS * COLUMNS * kind.itemsize))
     for one in sessions:
         one.close()
     pair.close()

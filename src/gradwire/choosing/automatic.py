@@ -19,6 +19,7 @@ from gradwire.core.figures import milliseconds
 from gradwire.core.grain import ParameterSpec
 from gradwire.core.grammar import name_of, read
 from gradwire.core.link import Link
+from gradwire.topology.processors import Processors
 from gradwire.topology.reduction_times import ReductionTimes
 
 AUTO = "auto"
@@ -56,23 +57,39 @@ class StepPace(NamedTuple):
     Attributes:
         compute_s: a step without coding and communication.
         backward: the share of it in which gradients become ready one after the other.
-        coding_s: of each candidate.
+        coding_s: of each candidate, alone on the processors.
+        exposed_s: what communication added to a step under the method at hand.
     """
 
     compute_s: float
     backward: float
     coding_s: tuple[float, ...]
+    exposed_s: float = 0.0
 
     @classmethod
     def slowest(cls, paces: Sequence[StepPace]) -> StepPace:
         """Return the pace that all ranks keep: in each figure that of the slowest one.
 
         >>> StepPace.slowest([StepPace(1.0, 0.5, (0.1,)), StepPace(2.0, 0.25, (0.0,))])
-        StepPace(compute_s=2.0, backward=0.25, coding_s=(0.1,))
+        StepPace(compute_s=2.0, backward=0.25, coding_s=(0.1,), exposed_s=0.0)
         """
         coding_s = tuple(map(max, zip(*(pace.coding_s for pace in paces), strict=True)))
         slow = max(paces, key=lambda pace: pace.compute_s)
-        return cls(slow.compute_s, slow.backward, coding_s)
+        return cls(slow.compute_s, slow.backward, coding_s, slow.exposed_s)
+
+    def computing_s(self, held: Demand) -> float:
+        """Return what a step computes without what its processors served the network meanwhile.
+
+        That share of the work of sending was hidden that the exposed seconds are not.
+
+        Args:
+            held: what the method asks for under which this was measured.
+
+        >>> StepPace(1.0, 0.5, (0.0,), exposed_s=0.3).computing_s(Demand("none", 0.0, 0.4, (1,), work_s=0.2))
+        0.95
+        """
+        hidden = max(1 - self.exposed_s / held.sending_s, 0.0) if held.sending_s else 0.0
+        return max(self.compute_s - hidden * held.work_s, self.compute_s / 2)
 
 
 class Chosen(NamedTuple):
@@ -99,8 +116,31 @@ def wire_link(times: ReductionTimes, world_size: int) -> Link:
     >>> round(link.alpha_s, 6), round(link.beta_s_per_byte, 6)
     (0.001, 0.001)
     """
-    rounds, whole = 2 * (world_size - 1), times.link
-    return Link(whole.alpha_s / rounds, whole.beta_s_per_byte * world_size / rounds)
+    return _of_ring(times.link, world_size)
+
+
+def wire_work(times: ReductionTimes, world_size: int, processors: Processors) -> Link:
+    """Return the processor seconds of a message and of a byte that a rank cannot compute in.
+
+    None where a core is spare: it serves the network while the others compute. Where ranks share cores they wait for
+    each other's work, too.
+
+    >>> times = ReductionTimes(1000, 0.006, (), work=Link(0.006, 0.0015))
+    >>> wire_work(times, 4, Processors(cores=4, threads=1, ranks=4))
+    Link(alpha_s=0.001, beta_s_per_byte=0.001)
+    >>> wire_work(times, 4, Processors(cores=8, threads=1, ranks=4))
+    Link(alpha_s=0.0, beta_s_per_byte=0.0)
+    """
+    if processors.has_spare:
+        return Link(0.0, 0.0)
+    work, crowding = _of_ring(times.work, world_size), processors.crowding
+    return Link(crowding * work.alpha_s, crowding * work.beta_s_per_byte)
+
+
+def _of_ring(reduction: Link, world_size: int) -> Link:
+    """What a message and a byte cost, of which an all-reduce is made."""
+    rounds = 2 * (world_size - 1)
+    return Link(reduction.alpha_s / rounds, reduction.beta_s_per_byte * world_size / rounds)
 
 
 def demands_of(
@@ -110,11 +150,23 @@ def demands_of(
     link: Link,
     pace: StepPace,
     grain_numel: int | None = None,
+    work: Link | None = None,
+    crowding: float = 1.0,
 ) -> tuple[Demand, ...]:
-    """Return what each candidate asks of the processors and of the link, in order."""
+    """Return what each candidate asks of the processors and of the link, in order.
+
+    Args:
+        candidates: which.
+        model: the parameters.
+        world_size: ranks.
+        link, work: what a message and a byte cost in time and of the processors.
+        pace: of the slowest rank.
+        grain_numel: as of the session.
+        crowding: how many times longer coding takes where all ranks code (`Processors.crowding`).
+    """
     return tuple(
-        demand(candidate.spec, model, world_size, link, coding_s=coding_s, grain_numel=grain_numel)
-        for candidate, coding_s in zip(candidates, pace.coding_s, strict=True)
+        demand(c.spec, model, world_size, link, coding_s=crowding * coding_s, work=work, grain_numel=grain_numel)
+        for c, coding_s in zip(candidates, pace.coding_s, strict=True)
     )
 
 
@@ -136,7 +188,8 @@ def decide(demands: Sequence[Demand], pace: StepPace, step: int, now: str) -> Ch
     >>> print(decide([none, int4], StepPace(100.0, 0.5, (0.0, 0.1)), 10, "none").why)
     its step takes 101,000 ms: 100,000 computing, 0.0 coding, 2,000 sending, of which 1,000 are hidden
     """
-    forecasts = [each.beside(pace.compute_s, pace.backward) for each in demands]
+    compute_s = pace.computing_s(next(each for each in demands if each.spec == now))
+    forecasts = [each.beside(compute_s, pace.backward) for each in demands]
     best, held = best_of(forecasts), next(each for each in forecasts if each.spec == now)
     if best.step_s > GAIN * held.step_s:
         best = held
@@ -146,11 +199,19 @@ def decide(demands: Sequence[Demand], pace: StepPace, step: int, now: str) -> Ch
 
 
 def _why(found: Forecast) -> str:
-    whole, computing, coding, sending, hidden = (
+    whole, computing, coding, serving, sending, hidden = (
         milliseconds(1e3 * seconds)
-        for seconds in (found.step_s, found.compute_s, found.coding_s, found.sending_s, found.hidden_s)
+        for seconds in (
+            found.step_s,
+            found.compute_s,
+            found.coding_s,
+            found.serving_s,
+            found.sending_s,
+            found.hidden_s,
+        )
     )
+    served = f" {serving} serving the network," if found.serving_s else ""
     return (
-        f"its step takes {whole} ms: {computing} computing, {coding} coding, {sending} sending, of which {hidden} are "
-        "hidden"
+        f"its step takes {whole} ms: {computing} computing, {coding} coding,{served} {sending} sending, of which "
+        f"{hidden} are hidden"
     )

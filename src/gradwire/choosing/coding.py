@@ -39,11 +39,15 @@ def coding_s(
 
         coding = sum over forms f of units: count(f) * min over repeats of (run of f - its collectives)
 
+    A run of f begins with the copy of its gradient and ends with that of its mean, as a unit in training does.
+
     Grains are those that training has. Units that are equal but for names are timed once, so a model of billions of
-    parameters takes about as long as one of millions. The other ranks are mirrors of this one: they answer at once,
-    with what this rank sends, so that a rank decodes as many payloads as among `world_size` ranks. All cores are idle
-    meanwhile; a backward pass that goes on beside it shares them. Before each run the processor's caches are filled
-    with other data, as a training step fills them: coding takes up to 1.7 times as long then (byte-GPT, AMD EPYC).
+    parameters takes about as long as one of millions. What counts is the time of the thread that codes, as it does in
+    the figures of a run: a processor that other processes want meanwhile makes no difference. The other ranks are
+    mirrors of this one: they answer at once, with what this rank sends, so that a rank decodes as many payloads as
+    among `world_size` ranks. All cores are idle meanwhile; a backward pass that goes on beside it shares them. Before
+    each run the processor's caches are filled with other data, as a training step fills them: coding takes up to 1.7
+    times as long then (byte-GPT, AMD EPYC).
 
     Args:
         method: a reducer, or a spec.
@@ -75,15 +79,18 @@ def _unit_s(unit: Unit, world_size: int, repeats: int) -> float:
     """The shortest of some steps of a unit, after one in which what it uses is compiled and its buffers are made."""
     grain, reducer = unit
     given = torch.randn(grain.shape, generator=torch.Generator().manual_seed(0)).to(grain.dtype)
+    buffer, mean = torch.empty_like(given), torch.empty_like(given)
     first = Step(PAST_WARM_UPS, 0, world_size, weight=1.0)
     state = reducer.init(grain, first)
     taken, others = list[float](), torch.zeros(CACHES // 4)
     for index in range(PAST_WARM_UPS, PAST_WARM_UPS + 1 + repeats):
-        x, mirrors = given.clone(), MirrorTransport(world_size)
+        mirrors = MirrorTransport(world_size)
         others.add_(1.0)
-        began = time.perf_counter()
+        began = time.thread_time()
+        x = buffer.copy_(given)
         reduced = run_program(reducer.reduce(grain, x, state, replace(first, index=index)), mirrors)
-        taken.append(time.perf_counter() - began - mirrors.spent_s)
+        mean.copy_(reduced.value.view_as(mean))
+        taken.append(time.thread_time() - began - mirrors.spent_s)
         state = reduced.state
     return min(taken[1:])
 
@@ -101,11 +108,11 @@ class MirrorTransport(Shapes):
 
     def issue(self, request: Collective) -> Answer:
         """Answer at once."""
-        began = time.perf_counter()
+        began = time.thread_time()
         method = served(self, request)
         answer = method(request)
         assert isinstance(answer, Tensor)
-        self.spent_s += time.perf_counter() - began
+        self.spent_s += time.thread_time() - began
         return Answer(answer)
 
     def all_reduce(self, request: AllReduce) -> Tensor:

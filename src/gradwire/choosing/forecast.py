@@ -16,6 +16,9 @@ from gradwire.spec import as_method
 BACKWARD = 2 / 3
 """Share of a step's computing that is the backward pass, which multiplies twice where the forward pass does once."""
 
+SETTLES = 20
+"""Rounds after which the length of a backward pass that also serves the network is known well enough."""
+
 
 class Forecast(NamedTuple):
     """What a step is predicted to take, in seconds.
@@ -26,10 +29,11 @@ class Forecast(NamedTuple):
         coding_s: encoding, decoding and summing of one rank.
         sending_s: the messages of a step, one after the other.
         hidden_s: of these, what travels while the backward pass goes on.
+        serving_s: what the processors that compute work for the network meanwhile.
 
-    >>> found = Forecast("int4", compute_s=0.10, coding_s=0.01, sending_s=0.04, hidden_s=0.03)
+    >>> found = Forecast("int4", compute_s=0.10, coding_s=0.01, sending_s=0.04, hidden_s=0.03, serving_s=0.02)
     >>> round(found.step_s, 3), round(found.exposed_s, 3)
-    (0.12, 0.01)
+    (0.14, 0.01)
     """
 
     spec: str
@@ -37,6 +41,7 @@ class Forecast(NamedTuple):
     coding_s: float
     sending_s: float
     hidden_s: float
+    serving_s: float = 0.0
 
     @property
     def exposed_s(self) -> float:
@@ -45,8 +50,8 @@ class Forecast(NamedTuple):
 
     @property
     def step_s(self) -> float:
-        """compute_s + coding_s + exposed_s."""
-        return self.compute_s + self.coding_s + self.exposed_s
+        """compute_s + coding_s + serving_s + exposed_s."""
+        return self.compute_s + self.coding_s + self.serving_s + self.exposed_s
 
 
 class Demand(NamedTuple):
@@ -57,12 +62,14 @@ class Demand(NamedTuple):
         coding_s: encoding, decoding and summing of one rank.
         sending_s: the messages of a step, one after the other.
         waves: elements of each wave of gradients, in the order in which they become ready.
+        work_s: processor seconds of sending that want a core on which the rank computes; none where one is spare.
     """
 
     spec: str
     coding_s: float
     sending_s: float
     waves: tuple[int, ...]
+    work_s: float = 0.0
 
     def beside(self, compute_s: float, backward: float = BACKWARD) -> Forecast:
         """Return the forecast of a step that computes so long.
@@ -77,6 +84,14 @@ class Demand(NamedTuple):
         model of Agarwal et al. (MLSys 2022) for PyTorch's DDP. Their model of compression, computing +
         coding + sending, hides nothing; here waves of a compressed gradient travel during the backward pass too.
 
+        Where no core is spare, the processor that computes also copies what is sent and received, sums it up and runs
+        the kernel's network stack: work_s for all of sending. What of this falls into the backward pass lengthens it by
+
+            serving = work_s * hidden / sending
+
+        which is no more than the hidden seconds themselves. The rest is a part of the exposed seconds, in which the
+        processor has nothing else to do.
+
         Args:
             compute_s: a step that neither codes nor sends.
             backward: the share of it that is the backward pass.
@@ -90,13 +105,22 @@ class Demand(NamedTuple):
         3.1
         >>> Demand("int4", 0.5, 0.4, (1, 1, 1, 1)).beside(3.0).step_s
         3.6
+        >>> round(Demand("int4", 0.5, 0.4, (1, 1, 1, 1), work_s=0.2).beside(3.0).step_s, 3)  # half of 0.3 s is work
+        3.75
         """
-        pass_s, total, ready, buckets = backward * compute_s + self.coding_s, sum(self.waves), 0, list[Ready]()
+        pass_s = backward * compute_s + self.coding_s
+        hidden_s, share = self._hidden_s(pass_s), min(self.work_s / self.sending_s, 1.0) if self.sending_s else 0.0
+        for _ in range(SETTLES if share else 0):  # a longer pass hides more, which lengthens it by a share of that
+            hidden_s = self._hidden_s(pass_s + share * hidden_s)
+        return Forecast(self.spec, compute_s, self.coding_s, self.sending_s, hidden_s, share * hidden_s)
+
+    def _hidden_s(self, pass_s: float) -> float:
+        """What of sending travels during a backward pass of so many seconds, in which waves become ready evenly."""
+        total, ready, buckets = sum(self.waves), 0, list[Ready]()
         for numel in self.waves:
             ready += numel
             buckets.append(Ready(pass_s * (ready / total - 1), numel))
-        exposed = exposed_s(buckets, lambda numel: self.sending_s * numel / total)
-        return Forecast(self.spec, compute_s, self.coding_s, self.sending_s, self.sending_s - exposed)
+        return self.sending_s - exposed_s(buckets, lambda numel: self.sending_s * numel / total)
 
 
 def demand(
@@ -107,6 +131,7 @@ def demand(
     links: Links | None = None,
     *,
     coding_s: float = 0.0,
+    work: Link | None = None,
     step: int = PAST_WARM_UPS,
     grain_numel: int | None = None,
 ) -> Demand:
@@ -119,6 +144,7 @@ def demand(
         link: of every rank to every other.
         links: of those axes that have another, such as a fast one inside nodes.
         coding_s: what it codes in a step, as `gradwire.choosing.coding_s` measures it.
+        work: processor seconds of a message and of a byte, where no core is spare for them; None counts none.
         step: which.
         grain_numel: as in `gradwire.attach`.
 
@@ -134,5 +160,6 @@ def demand(
     require_world(reducer, world_size)
     planned = plan(specs, reducer, grain_numel)
     sending_s = waves_s(planned, world_size, link, links, step)
+    work_s = waves_s(planned, world_size, work, step=step) if work else 0.0
     waves = tuple(sum(unit.grain.numel for unit in wave) for wave in planned.waves)
-    return Demand(str(method), coding_s, sending_s, waves)
+    return Demand(str(method), coding_s, sending_s, waves, work_s)

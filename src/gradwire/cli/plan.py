@@ -85,6 +85,7 @@ def add_command(commands: Commands) -> None:
         help="write the configuration of the fastest layout that torchrun (with FSDP2), deepspeed or megatron can have",
     )
     plan.add_argument("--out", type=Path, metavar="DIR", help="the folder for --write")
+    plan.add_argument("--page", type=Path, metavar="FILE", help="write a page with pictures of the fastest steps")
     plan.add_argument("--json", action="store_true", help="print what a program reads")
     plan.set_defaults(run=run_plan)
 
@@ -111,6 +112,8 @@ def run_plan(arguments: argparse.Namespace, console: Console) -> int:
         raise SpecError("--price wants --tokens beside it, and is 0 or more for a GPU and hour")
     if (arguments.write is None) != (arguments.out is None) or (arguments.write and arguments.scale):
         raise SpecError("--write NAME and --out DIR go together, and with --gpus: a folder has one layout")
+    if arguments.page is not None and arguments.scale:
+        raise SpecError("--page goes with --gpus: it draws the layouts of one number of GPUs")
     if arguments.scale:
         first, last = _range(arguments.scale)
         rows = list(
@@ -136,6 +139,10 @@ def run_plan(arguments: argparse.Namespace, console: Console) -> int:
     )
     if arguments.write:
         planning.write(arguments.write, model, found.best[0].layout, on, arguments.out)
+    if arguments.page is not None:
+        from gradwire.report.plan import write_plan_page
+
+        write_plan_page(found, arguments.page, reached)
     if arguments.json:
         print(json.dumps(as_json(found), indent=1))
     else:
@@ -146,6 +153,8 @@ def run_plan(arguments: argparse.Namespace, console: Console) -> int:
             say(console, f"\n{arguments.tokens} tokens take {time} without failures: {hours} GPU hours{cost}")
         if arguments.write:
             say(console, f"\nconfiguration of {arguments.write}, and launch.sh for each node: {arguments.out}")
+        if arguments.page is not None:
+            say(console, f"\npage: {arguments.page}")
     return OK
 
 

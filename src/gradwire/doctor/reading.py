@@ -25,8 +25,8 @@ from gradwire.core.version import VERSION
 from gradwire.doctor.check_variables import SECRETS
 from gradwire.doctor.facts import Devices, Facts, MeetingPoint, ProcessLimits
 from gradwire.doctor.torch_variables import MEANT
-from gradwire.network.environment import cores
 from gradwire.topology.host import SYSFS, read_host
+from gradwire.topology.processors import cores
 
 _BEGINNINGS = ("NCCL_", "TORCH_", "TORCHELASTIC_", "GLOO_", "CUDA_", "GRADWIRE_", "PET_")
 _NAMES = frozenset(

@@ -356,6 +356,37 @@ def _result(pending: Pending) -> Script[Tensor]:
     return result
 
 
+class Begun(Generic[T]):
+    """A script that has been driven to its first wait, so that what it asked for is under way meanwhile.
+
+    Args:
+        script: to be driven.
+        waited: told the seconds of each wait.
+    """
+
+    def __init__(self, script: Script[T], waited: Callable[[float], None] = lambda _: None) -> None:
+        self._script, self._waited = script, waited
+        self._pending: Pending | None = None
+        self._ended: Ended[T] | None = None
+        self._go_on(None)
+
+    def end(self) -> T:
+        """Drive the script to its end, waiting where it waits, and return its result."""
+        while self._ended is None:
+            assert self._pending is not None, "a wave is not ready, and nobody is there to make it so"
+            began = time.perf_counter()
+            answer = self._pending.wait()
+            self._waited(time.perf_counter() - began)
+            self._go_on(answer)
+        return self._ended.value
+
+    def _go_on(self, answer: Tensor | None) -> None:
+        try:
+            self._pending = self._script.send(answer)
+        except StopIteration as end:
+            self._pending, self._ended = None, Ended(end.value)
+
+
 def run(script: Script[T], waited: Callable[[float], None] = lambda _: None) -> T:
     """Drive a script to its end, waiting where it waits: what a rank alone in its process does.
 
@@ -363,16 +394,7 @@ def run(script: Script[T], waited: Callable[[float], None] = lambda _: None) -> 
         script: to be driven.
         waited: told the seconds of each wait.
     """
-    answer: Tensor | None = None
-    while True:
-        try:
-            pending = script.send(answer)
-        except StopIteration as end:
-            return end.value
-        assert pending is not None, "a wave is not ready, and nobody is there to make it so"
-        began = time.perf_counter()
-        answer = pending.wait()
-        waited(time.perf_counter() - began)
+    return Begun(script, waited).end()
 
 
 def script_of(program: Program[T], transport: Transport) -> Script[T]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import os
 import platform
 import re
 import sys
@@ -14,6 +13,7 @@ import torch
 
 import gradwire
 from gradwire.network import Network
+from gradwire.topology.processors import cores
 
 
 def processor() -> str:
@@ -26,11 +26,6 @@ def processor() -> str:
     except OSError:
         pass
     return f"{name}, {cores()} cores"
-
-
-def cores() -> int:
-    """Cores this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def environment(network: Network) -> dict[str, Any]:

@@ -59,6 +59,52 @@ class StepTime(NamedTuple):
         return sum(self)
 
 
+class StageTimes(NamedTuple):
+    """Seconds of one micro-batch in a stage of the pipeline.
+
+    Attributes:
+        forward, backward, recomputed: passes through the layers of a stage.
+        loss_forward, loss_backward: the output layer and the loss, which only the last stage has.
+        transfer: activations and their gradients between stages, both ways.
+        host: waiting for the host that starts kernels.
+    """
+
+    forward: Pass
+    backward: Pass
+    recomputed: Pass
+    loss_forward: Pass
+    loss_backward: Pass
+    transfer: float
+    host: float
+
+    @property
+    def without_loss(self) -> float:
+        """Of a stage that is not the last one."""
+        return self.forward.total + self.backward.total + self.recomputed.total + self.transfer + self.host
+
+    @property
+    def loss(self) -> float:
+        """What the last stage takes more."""
+        return self.loss_forward.total + self.loss_backward.total
+
+
+def stage_times(
+    model: Transformer, layout: ParallelLayout, on: Hardware, reached: Efficiencies | None = None
+) -> StageTimes:
+    """Predict what a micro-batch takes in a stage; arguments and errors are those of `step_time`."""
+    layout.require(model, on)
+    machine = ReachedRates(on, reached or Efficiencies())
+    dense = layer_times(model, layout, machine, experts=False)
+    expert = layer_times(model, layout, machine, experts=True) if model.expert_layers else dense
+    share, layers = model.expert_layers / model.layers, model.layers / layout.pp
+    forward, backward, recomputed = (
+        a.times(layers * (1 - share)).plus(b.times(layers * share)) for a, b in zip(dense, expert, strict=True)
+    )
+    loss_forward, loss_backward = _loss(model, layout, machine)
+    transfer = _transfer_s(model, layout, machine)
+    return StageTimes(forward, backward, recomputed, loss_forward, loss_backward, transfer, host=layers * layout.host_s)
+
+
 def step_time(
     model: Transformer, layout: ParallelLayout, on: Hardware, reached: Efficiencies | None = None
 ) -> StepTime:
@@ -75,24 +121,12 @@ def step_time(
     Raises:
         SpecError: a layout that the model or the nodes cannot have.
     """
-    layout.require(model, on)
+    times = stage_times(model, layout, on, reached)
     machine = ReachedRates(on, reached or Efficiencies())
-    dense = layer_times(model, layout, machine, experts=False)
-    expert = layer_times(model, layout, machine, experts=True) if model.expert_layers else dense
-    share = model.expert_layers / model.layers
-    layers = model.layers / layout.pp
-    forward, backward, recomputed = (
-        a.times(layers * (1 - share)).plus(b.times(layers * share)) for a, b in zip(dense, expert, strict=True)
-    )
-    loss_forward, loss_backward = _loss(model, layout, machine)
-    transfer = _transfer_s(model, layout, machine)
-    host = layers * layout.host_s
-    # of one micro-batch in a stage without the loss, and in the last one
-    stage = forward.total + backward.total + recomputed.total + transfer + host
-    slowest = stage + loss_forward.total + loss_backward.total
+    forward, backward, recomputed, loss_forward, loss_backward, transfer, host = times
     busy = forward.plus(backward).plus(loss_forward.times(1 / layout.pp)).plus(loss_backward.times(1 / layout.pp))
     m = layout.micro_batches
-    mean = stage + (loss_forward.total + loss_backward.total) / layout.pp
+    slowest, mean = times.without_loss + times.loss, times.without_loss + times.loss / layout.pp
     bubble = (layout.pp - 1) / layout.interleave * mean + m * max(0.0, slowest - mean)
     data = data_time(model, layout, machine, forward.total, backward.total + recomputed.total)
     optimizer = _optimizer_s(model, layout, machine)

@@ -8,7 +8,7 @@ from typing import Literal
 from torch import Tensor
 from typing_extensions import override
 
-from gradwire.core import collective
+from gradwire.core import buffers, collective
 from gradwire.core.errors import CompositionError
 from gradwire.core.grain import Grain
 from gradwire.core.key import Key
@@ -135,7 +135,7 @@ class ACPSGD(LowRank):
             sent, factors = SentFactors(held, part, step.world_size), (held, found)
             Qt = unit_columns(found, key)
         mean = mean_of_factors(*factors, step)
-        return Reduced(mean.to(x.dtype).view(x.shape), sent, _state(Pt, Qt))
+        return Reduced(buffers.as_dtype(mean, x.dtype).view(x.shape), sent, _state(Pt, Qt))
 
 
 def _state(Pt: Tensor, Qt: Tensor) -> State:

@@ -12,7 +12,7 @@ from gradwire import kernels
 from gradwire.codecs.base import as_float32
 from gradwire.codecs.threshold import Threshold
 from gradwire.codecs.topk import check_density, kept
-from gradwire.core import collective
+from gradwire.core import buffers, collective
 from gradwire.core.errors import CompositionError
 from gradwire.core.grain import Grain
 from gradwire.core.state import Leaf, State
@@ -90,7 +90,7 @@ class AdaptiveThreshold(Reducer):
         for row in collective.by_rank(rows):
             codec.accumulate(layout.views(row), mean, key, alpha=1.0 / n)
         sent = SentPayload(codec, payload, key)
-        return Reduced(mean.to(x.dtype).view(x.shape), sent, state)
+        return Reduced(buffers.as_dtype(mean, x.dtype).view(x.shape), sent, state)
 
     def _follow(self, grain: Grain, x32: Tensor, state: State, step: Step) -> tuple[Tensor, State]:
         """Return the threshold of this step, 0-d, and the state with the new average."""

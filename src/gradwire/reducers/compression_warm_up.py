@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from typing_extensions import override
 
+from gradwire.core import buffers
 from gradwire.core.errors import CompositionError
 from gradwire.core.grain import Grain, ParameterSpec
 from gradwire.core.state import State
@@ -57,6 +58,7 @@ class CompressionWarmUp(Reducer):
         """The program of the one that serves this step."""
         name, reducer = self._serving(step)
         if not reducer.keeps_input:
-            x = x.to(grain.dtype)  # a driver's buffer is float32 where the other one keeps it: send no more than came
+            # A driver's buffer is float32 where the other one keeps it: send no more than came.
+            x = buffers.as_dtype(x, grain.dtype)
         reduced = yield from reducer.reduce(grain, x, state.part(name), step)
         return reduced._replace(state=State({**state, name: reduced.state}))

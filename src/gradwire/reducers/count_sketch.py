@@ -110,4 +110,4 @@ class CountSketch(Reducer):
         values = yield collective.AllReduce(part)
         kernels.scatter_add_(mean.zero_(), indices, values)
         sent = SentEntries(indices, part, step.world_size)
-        return Reduced(mean.to(x.dtype).view(x.shape), sent, state)
+        return Reduced(buffers.as_dtype(mean, x.dtype).view(x.shape), sent, state)

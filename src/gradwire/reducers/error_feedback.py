@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gradwire.codecs.error_memory import PROBE_NUMEL, add_owed_, require_bounded, require_decay
+from gradwire.core import buffers
 from gradwire.core.errors import CompositionError
 from gradwire.core.grain import Grain, flat_grain, matrix_grain
 from gradwire.core.state import Leaf, State
@@ -90,4 +91,4 @@ class ErrorFeedback(Wrapper):
         y = add_owed_(x.float(), state.tensor("residual"), self.decay)
         reduced = yield from self.inner.reduce_keeping(grain, y, inner, step)
         new = State(residual=Leaf(y.view(-1), "element", owed=True), inner=reduced.state)
-        return reduced._replace(value=reduced.value.to(x.dtype), state=new)
+        return reduced._replace(value=buffers.as_dtype(reduced.value, x.dtype), state=new)

@@ -142,7 +142,7 @@ class AllGatherExchange(_OfCodec):
         for rank, row in enumerate(collective.by_rank(rows)):
             self.codec.accumulate(layout.views(row), mean, step.key(grain, rank=rank), alpha=1.0 / n)
         sent = SentPayload(self.codec, payload, key)
-        return Reduced(mean.to(x.dtype).view(x.shape), sent, state)
+        return Reduced(buffers.as_dtype(mean, x.dtype).view(x.shape), sent, state)
 
     def _gathered(self, wire: Tensor, payload: Payload, x: Tensor) -> Generator[Collective, Tensor, Tensor]:
         """Every rank's wire; `x` is what its payload was made for."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from gradwire.core import buffers
 from gradwire.core.errors import CompositionError
 from gradwire.core.grain import Grain, ParameterSpec
 from gradwire.core.key import Key
@@ -104,7 +105,7 @@ class FactoredErrorFeedback(ErrorFeedback):
         start = unit_columns(Qt, Key(step.seed, step.index, grain.name, "residual"))
         found = low_rank.orthonormalise(low_rank.project_columns(y, start))
         new = self._state(found, low_rank.project_rows(found, y), reduced.state)
-        return reduced._replace(value=reduced.value.to(x.dtype).view(x.shape), state=new)
+        return reduced._replace(value=buffers.as_dtype(reduced.value, x.dtype).view(x.shape), state=new)
 
     def _state(self, Pt: Tensor, Qt: Tensor, inner: State) -> State:
         return State(Pt=Leaf(Pt, "matrix"), Qt=Leaf(Qt, "matrix", scaled=True), inner=inner)

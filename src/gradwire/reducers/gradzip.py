@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradwire.core import collective
+from gradwire.core import buffers, collective
 from gradwire.core.errors import CompositionError
 from gradwire.core.grain import Grain
 from gradwire.core.key import Key
@@ -88,7 +88,7 @@ class GradZip(LowRank):
         Qt = (yield collective.AllReduce(Qt_part)).float()
         mean, sent = mean_of_factors(Pt, Qt, step), SentFactors(Pt, Qt_part, step.world_size)
         new = State(Qt=Leaf(unit_columns(Qt, Key(step.seed, step.index, grain.name, "revive")), "matrix"))
-        return Reduced(mean.to(x.dtype).view(x.shape), sent, new)
+        return Reduced(buffers.as_dtype(mean, x.dtype).view(x.shape), sent, new)
 
     def _solved(self, Ft: Tensor) -> Tensor:
         """(F^T F + a I)^-1 F^T, in float64; zero where F is zero. Only what this rank sends depends on its rounding."""

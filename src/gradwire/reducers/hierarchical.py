@@ -268,7 +268,7 @@ def _node_mean(flat: Tensor, shards: Shards, nodes: NodeCut, step: Step) -> Gene
     values = received.reshape(-1).view(flat.dtype).view(nodes.inside.size_of(step.rank), shards.size)
     for row in collective.by_rank(values):
         total.add_(row[:numel], alpha=1.0 / nodes.ranks_per_node)
-    return total.to(flat.dtype)
+    return buffers.as_dtype(total, flat.dtype)
 
 
 def _joined(
@@ -277,7 +277,7 @@ def _joined(
     """The shards' means of all places, end to end."""
     if nodes.is_even and nodes.places == 1:
         return mean
-    row = shards.padded(mean).to(x.dtype).view(torch.uint8)
+    row = buffers.as_dtype(shards.padded(mean), x.dtype).view(torch.uint8)
     if nodes.is_even:
         rows = yield collective.AllGather(row, nodes.inside)
     else:

@@ -67,7 +67,7 @@ class LeanErrorFeedback(ErrorFeedback):
         reduced.sent.subtract_from(y.view(grain.shape))
         new = State(residual=Leaf(_rounded(y.view(-1), step.key(grain, "residual")), "element", owed=True))
         new["inner"] = reduced.state
-        return reduced._replace(value=reduced.value.to(x.dtype), state=new)
+        return reduced._replace(value=buffers.as_dtype(reduced.value, x.dtype), state=new)
 
 
 def _rounded(y: Tensor, key: Key) -> Tensor:

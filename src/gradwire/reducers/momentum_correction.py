@@ -138,7 +138,9 @@ class MomentumCorrection(Wrapper):
         reduced = yield from self.inner.reduce(grain, y.view(grain.shape), inner, step)
         reduced.sent.subtract_from(y.view(grain.shape))
         u.masked_fill_(torch.eq(y, 0, out=buffers.empty(y.shape, torch.bool, y.device)), 0.0)
-        return reduced._replace(value=reduced.value.to(x.dtype), state=_state(u, y, old_v, reduced.state))
+        return reduced._replace(
+            value=buffers.as_dtype(reduced.value, x.dtype), state=_state(u, y, old_v, reduced.state)
+        )
 
 
 def _state(u: Tensor, v: Tensor, scratch: Tensor, inner: State) -> State:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gradwire.codecs.block_int import BlockInt
-from gradwire.core import collective
+from gradwire.core import buffers, collective
 from gradwire.core.collective import Collective
 from gradwire.core.errors import CompositionError
 from gradwire.core.grain import Grain, flat_grain
@@ -161,7 +161,7 @@ class PowerSGD(LowRank):
         Pt, Qt = found
         mean = mean_of_factors(Pt, Qt.mean, step)
         sent = SentFactors(Pt, Qt.part, Qt.scale) if self.sent == "local" else SentFactors(Pt, Qt.mean)
-        return Reduced(mean.to(x.dtype).view(x.shape), sent, self._next(start, Qt.mean, grain, step))
+        return Reduced(buffers.as_dtype(mean, x.dtype).view(x.shape), sent, self._next(start, Qt.mean, grain, step))
 
     def _iterate(self, M: Tensor, Qt: Tensor, grain: Grain, step: Step) -> Generator[Collective, Tensor, _Factors]:
         """One step of subspace iteration on the mean of M."""

@@ -84,5 +84,6 @@ def _halves(flat: Tensor, factor: Tensor) -> Tensor:
     if flat.dtype == torch.float16 or flat.device.type != "cpu":
         return torch.mul(flat, factor, out=halves)
     dtype = torch.promote_types(flat.dtype, factor.dtype)
-    buffers.write_rounded(halves, flat, dtype, lambda piece, made: torch.mul(piece, factor, out=made))
+    # Widened first: a product of two types would be made in memory of PyTorch's own.
+    buffers.write_rounded(halves, flat, dtype, lambda piece, made: made.copy_(piece).mul_(factor))
     return halves

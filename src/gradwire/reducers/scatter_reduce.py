@@ -83,14 +83,14 @@ class Scatter(OnShards):
         return self._program(grain, x, state, step, self.codec.encode_keeping_into)
 
     def _program(self, grain: Grain, x: Tensor, state: State, step: Step, encode: Encode) -> Program:
-        flat, n = x.reshape(-1).to(sum_dtype(x.dtype)), step.world_size
+        flat, n = buffers.as_dtype(x.reshape(-1), sum_dtype(x.dtype)), step.world_size
         sharded = self.sharded(flat.numel(), n, flat.dtype)
         rows, sent = sharded.encode(flat, step.key(grain, "first"), encode)
         received = yield collective.AllToAll(rows)
         mean = buffers.zeros((sharded.shards.size_of(step.rank),), flat.dtype, flat.device)
         for rank, row in enumerate(collective.by_rank(received)):
             sharded.accumulate(row, step.rank, mean, step.key(grain, "first", rank=rank), alpha=1.0 / n)
-        return Reduced(mean.to(x.dtype), sent, state)
+        return Reduced(buffers.as_dtype(mean, x.dtype), sent, state)
 
 
 @dataclass(frozen=True)

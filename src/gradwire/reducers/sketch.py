@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from gradwire import kernels
 from gradwire.codecs.cast import Identity
-from gradwire.core import collective
+from gradwire.core import buffers, collective
 from gradwire.core.grain import Grain, ParameterSpec
 from gradwire.core.key import Key
 from gradwire.core.state import State
@@ -84,7 +84,7 @@ class Sketch(Reducer):
         part = factor_part(low_rank.project_columns(M, St), grain, step)
         MSt = (yield collective.AllReduce(part)).float()
         mean, sent = mean_of_factors(MSt, St, step), SentFactors(part, St, step.world_size)
-        return Reduced(mean.to(x.dtype).view(x.shape), sent, state)
+        return Reduced(buffers.as_dtype(mean, x.dtype).view(x.shape), sent, state)
 
 
 def directions(key: Key, columns: int, rank: int, device: torch.device) -> Tensor:

@@ -71,7 +71,7 @@ class SVD(LowRank):
         for row in collective.by_rank(rows):
             Pt, Qt = _factors(layout.views(row), grain)
             low_rank.low_rank_(mean, Pt.float(), Qt.float(), 1.0 / step.world_size, add=True)
-        return Reduced(mean.to(x.dtype).view(x.shape), SentFactors(*own), state)
+        return Reduced(buffers.as_dtype(mean, x.dtype).view(x.shape), SentFactors(*own), state)
 
     def _layout(self, grain: Grain) -> Layout:
         """First P^T, and then Q^T."""

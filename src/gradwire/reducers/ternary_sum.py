@@ -81,7 +81,7 @@ class TernarySum(Reducer):
         second.decode_into(gathered, mean, key)
         _scale(mean, scales / n, self.block)
         sent = SentPayload(codec, (scales, packed), key)
-        return Reduced(mean.to(x.dtype).view(x.shape), sent, state)
+        return Reduced(buffers.as_dtype(mean, x.dtype).view(x.shape), sent, state)
 
     def _scales(self, flat: Tensor) -> Tensor:
         """Of each block; infinity where it is not finite, since a backend's maximum may pass over NaN."""

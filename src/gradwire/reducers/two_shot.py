@@ -10,6 +10,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from gradwire.codecs.base import Codec, payload_share
+from gradwire.core import buffers
 from gradwire.core.errors import CompositionError
 from gradwire.core.grain import Grain
 from gradwire.core.state import State
@@ -75,7 +76,7 @@ class _Halves(Reducer):
         scatter = self.scatter
         run = scatter.reduce_keeping if keeping else scatter.reduce
         # In the dtype of sums, so that the owner's shard is not rounded between the halves.
-        mine = yield from run(grain, x.to(sum_dtype(x.dtype)), State(), step)
+        mine = yield from run(grain, buffers.as_dtype(x, sum_dtype(x.dtype)), State(), step)
         whole = yield from self.gather.gather(grain, mine.value, state, step, x.dtype)
         return Reduced(whole.tensor.view(x.shape), mine.sent, whole.state)
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from gradwire import kernels
+from gradwire.core import buffers
 from gradwire.core.errors import CompositionError
 from gradwire.core.grain import Grain
 from gradwire.core.state import Leaf, State
@@ -107,7 +108,7 @@ class WorkerMomentum(Wrapper):
     def reduce(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:
         """The inner program on the average."""
         old, scratch, inner = state.tensor("average"), state.tensor("scratch"), state.part("inner")
-        y = x.float()
+        y = buffers.as_dtype(x, torch.float32)
         flat = y.view(-1)
         if self.inner.keeps_input:
             average = torch.mul(old, self.momentum, out=scratch).add_(flat, alpha=1 - self.momentum)
@@ -115,12 +116,13 @@ class WorkerMomentum(Wrapper):
             scratch = old
         else:
             average = flat.mul_(1 - self.momentum).add_(old, alpha=self.momentum)
-            y = y.to(grain.dtype)  # a driver's buffer is float32 where this keeps it: send no more than came
+            # A driver's buffer is float32 where this keeps it: send no more than came.
+            y = buffers.as_dtype(y, grain.dtype)
         reduced = yield from self.inner.reduce(grain, y, inner, step)
         average.nan_to_num_(0.0, 0.0, 0.0)
         bad = kernels.all_finite(reduced.value).logical_not()
         return Reduced(
-            reduced.value.to(x.dtype),
+            buffers.as_dtype(reduced.value, x.dtype),
             reduced.sent,
             self._state(average, scratch, reduced.state),
             bad if reduced.bad is None else bad.logical_or(reduced.bad),

@@ -24,13 +24,21 @@ class Bar:
     parts: Mapping[str, float]
 
 
-def bar_svg(title: str, bars: Sequence[Bar], floor_ms: float | None, *, width: int) -> str:
-    """Horizontal stacked bars of milliseconds a step, with a line where computation alone would end."""
+def bar_svg(title: str, bars: Sequence[Bar], floor_ms: float | None, *, width: int, each: str = "a step") -> str:
+    """Horizontal stacked bars of milliseconds, with a line where computation alone would end.
+
+    Args:
+        title: of the picture.
+        bars: the first one on top.
+        floor_ms: where computation alone would end; None for no line.
+        width: in pixels.
+        each: of what the bars are.
+    """
     top, bottom = 26, 38
     height = top + BAR_PITCH * len(bars) + bottom
     x = _axis(bars, floor_ms, width)
-    body = [tag("title", html.escape(title)), *across(x, "milliseconds a step", width, top, height - bottom)]
-    rows = [_bar(bar, x, top + BAR_PITCH * i + (BAR_PITCH - BAR_HEIGHT) / 2) for i, bar in enumerate(bars)]
+    body = [tag("title", html.escape(title)), *across(x, f"milliseconds {each}", width, top, height - bottom)]
+    rows = [_bar(bar, x, top + BAR_PITCH * i + (BAR_PITCH - BAR_HEIGHT) / 2, each) for i, bar in enumerate(bars)]
     body += [bar for bar, _ in rows]
     if floor_ms is not None:
         at = x(floor_ms)
@@ -65,14 +73,14 @@ def _axis(bars: Sequence[Bar], floor_ms: float | None, width: int) -> Scale:
     return Scale(0.0, longest, min(left, MOST_LEFT * width), width - right)
 
 
-def _bar(bar: Bar, x: Scale, y: float) -> tuple[str, str]:
+def _bar(bar: Bar, x: Scale, y: float, each: str) -> tuple[str, str]:
     """A bar with its name, and the figure at its end."""
     name = label(shortened(bar.name, x.start - 10), x.start - 10, y + BAR_HEIGHT - 4, class_="name end")
     pieces = [tag("g", tag("title", html.escape(bar.name)) + name)]
     start = 0.0
     for part, value in bar.parts.items():
         width = max(0.0, x(start + value) - x(start))
-        tip = tag("title", html.escape(f"{bar.name}: {part} {milliseconds(value)} ms a step"))
+        tip = tag("title", html.escape(f"{bar.name}: {part} {milliseconds(value)} ms {each}"))
         pieces.append(tag("rect", tip, class_=part, x=x(start), y=y, width=width, height=BAR_HEIGHT))
         start += value
     return tag("g", "".join(pieces)), label(milliseconds(start), x(start) + 7, y + BAR_HEIGHT - 4, class_="value")

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from gradwire.choosing.accuracy import allowed
-from gradwire.choosing.automatic import Chosen, StepPace, decide, demands_of, wire_link
+from gradwire.choosing.automatic import Chosen, StepPace, decide, demands_of, wire_link, wire_work
 from gradwire.choosing.coding import coding_s
 from gradwire.choosing.forecast import BACKWARD
 from gradwire.core.checked import checked, facts
@@ -30,6 +30,8 @@ from gradwire.drivers.process_group import GroupTransport
 from gradwire.drivers.window import START_UP, Sample, Window
 from gradwire.session.lane import Lane
 from gradwire.session.together import Together
+from gradwire.topology.identity import HostIdentity
+from gradwire.topology.processors import Processors, cores
 from gradwire.topology.reduction_times import ReductionTimes
 
 CHOOSES_AFTER = START_UP + 5
@@ -109,6 +111,7 @@ class Automatic:
         self._looks_off = 0
         self._taken = "none"
         self._link: Link | None = None
+        self._work, self._crowding = Link(0.0, 0.0), 1.0
         self._probe_nbytes, self._probe_s = LEAST_PROBE, 0.0
         self._pace: StepPace | None = None
 
@@ -168,11 +171,12 @@ class Automatic:
     # Choosing --------------------------------------------------------------------------------------------------------
 
     def _measure(self, session: Choosing) -> None:
-        """Learn the link, and the pace of the slowest rank."""
+        """Learn the link, the processors, and the pace of the slowest rank."""
         times = session.timed_link()
         assert times is not None, "there are several ranks"
         n = session.transport.world_size
-        self._link = wire_link(times, n)
+        self._link, processors = wire_link(times, n), self._processors(session)
+        self._work, self._crowding = wire_work(times, n, processors), processors.crowding
         wanted = int(PROBE_S / max(times.link.beta_s_per_byte, 1e-12))
         self._probe_nbytes = 4 * (min(max(wanted, LEAST_PROBE), MOST_PROBE) // 4)
 
@@ -186,7 +190,15 @@ class Automatic:
     def _agreed(self, session: Choosing, own: Callable[[], StepPace]) -> list[StepPace]:
         """What every rank has measured of its own steps."""
         said = Together("auto", session.lane, AttachError).attempt(own, words=list).words
-        return [StepPace(compute_s, backward, tuple(coded)) for compute_s, backward, coded in said]
+        return [
+            StepPace(compute_s, backward, tuple(coded), exposed_s) for compute_s, backward, coded, exposed_s in said
+        ]
+
+    def _processors(self, session: Choosing) -> Processors:
+        """Those of the rank that has the fewest for itself."""
+        own = (HostIdentity.here().machine, cores(), torch.get_num_threads())
+        said = Together("auto", session.lane, AttachError).gather(list(own))
+        return Processors.fewest(*zip(*said, strict=True))
 
     def _own_pace(self, session: Choosing, coded_s: tuple[float, ...]) -> StepPace:
         found = list(session.window.samples)
@@ -199,7 +211,10 @@ class Automatic:
         assert self._link is not None
         assert self._pace is not None
         n, step, now = session.transport.world_size, session.engine.index, session.method
-        demands = demands_of(self._candidates, self._model, n, self._link, self._pace, self._grain_numel)
+        model, grain_numel = self._model, self._grain_numel
+        demands = demands_of(
+            self._candidates, model, n, self._link, self._pace, grain_numel, self._work, self._crowding
+        )
         choice = decide(demands, self._pace, step, now)
         if choice.spec != now:
             session.change(choice.spec)
@@ -278,17 +293,18 @@ def pace_of(samples: Sequence[Sample], coded_s: tuple[float, ...], sent_early: b
     >>> from gradwire.drivers.window import Ready
     >>> buckets = (Ready(-0.3, 100), Ready(0.0, 300))
     >>> pace = pace_of([Sample(1.0, 0.15, 0.05, 0.1, 10, 80, buckets)], (0.0,), sent_early=True)
-    >>> round(pace.compute_s, 3), round(pace.backward, 3)
-    (0.8, 0.5)
+    >>> round(pace.compute_s, 3), round(pace.backward, 3), pace.exposed_s
+    (0.8, 0.5, 0.15)
     """
+    exposed_s = statistics.median(s.exposed_s for s in samples)
     compute_s = max(statistics.median(s.step_s - s.exposed_s - s.encode_s for s in samples), 1e-6)
     if not sent_early:
-        return StepPace(compute_s, 0.0, coded_s)
+        return StepPace(compute_s, 0.0, coded_s, exposed_s)
     several = [sample.buckets for sample in samples if len(sample.buckets) > 1]
     if not several:
-        return StepPace(compute_s, BACKWARD, coded_s)
+        return StepPace(compute_s, BACKWARD, coded_s, exposed_s)
     passes = [-first.at_s / (1 - first.nbytes / sum(b.nbytes for b in (first, *rest))) for first, *rest in several]
-    return StepPace(compute_s, min(statistics.median(passes) / compute_s, 1.0), coded_s)
+    return StepPace(compute_s, min(statistics.median(passes) / compute_s, 1.0), coded_s, exposed_s)
 
 
 def probe_s(transport: Transport, nbytes: int) -> float:

@@ -77,6 +77,15 @@ class HostIdentity:
         return f"host {self.hostname} boot {self.boot_id} net {self.network_namespace}"
 
     @property
+    def machine(self) -> str:
+        """A text that is equal on ranks whose processes share processors: hosts that are emulated on one machine do.
+
+        >>> HostIdentity("a", "7f", 1, "left").machine == HostIdentity("a", "7f", 2, "right").machine
+        True
+        """
+        return f"host {self.hostname} boot {self.boot_id}"
+
+    @property
     def name(self) -> str:
         """What people call it."""
         return self.node or self.hostname or "a host without a name"

@@ -89,12 +89,12 @@ class Adasum(Reducer):
         """All-to-all, all-gather of products, all-gather."""
         shards = Shards(x.numel(), step.world_size)
         received = yield collective.AllToAll(shards.rows(x))
-        rows = shards.values(received, x.dtype).to(sum_dtype(x.dtype))
+        rows = buffers.as_dtype(shards.values(received, x.dtype), sum_dtype(x.dtype))
         mine = _layer_products(rows, grain, step)
         parts = yield collective.AllGather(mine.view(-1).view(torch.uint8))
         products = add_in_order(parts.view(torch.float64)).view(mine.shape)
         combined = _combine(rows, tree(products), grain, step)
-        gathered = yield collective.AllGather(combined.to(x.dtype).view(torch.uint8))
+        gathered = yield collective.AllGather(buffers.as_dtype(combined, x.dtype).view(torch.uint8))
         return Reduced(shards.joined(gathered, like=x), SentAll(), state)
 
 

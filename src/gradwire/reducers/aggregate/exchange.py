@@ -111,12 +111,12 @@ class Sharded(Aggregate):
         """All-to-all, the rule, all-gather."""
         shards = Shards(x.numel(), step.world_size)
         received = yield collective.AllToAll(shards.rows(x))
-        values = shards.values(received, x.dtype).to(sum_dtype(x.dtype))
+        values = buffers.as_dtype(shards.values(received, x.dtype), sum_dtype(x.dtype))
         rows, distances = _remembering(values, state), None
         if self.rule.geometric:
             distances = yield agreement.Total(robust.squared_distances(rows), of=self)
         combined = self.rule.combine(rows, distances)
-        gathered = yield collective.AllGather(combined.to(x.dtype).view(torch.uint8))
+        gathered = yield collective.AllGather(buffers.as_dtype(combined, x.dtype).view(torch.uint8))
         return Reduced(shards.joined(gathered, like=x), SentAll(), _remembered(combined, state))
 
 
@@ -172,7 +172,7 @@ class Gathered(Aggregate):
         self.codec.encode_into(flat, key, payload)
         received = yield collective.AllGather(wire)
         combined = yield from self._combine(grain, received, layout, flat, step)
-        return Reduced(combined.to(x.dtype).view(x.shape), SentPayload(self.codec, payload, key), state)
+        return Reduced(buffers.as_dtype(combined, x.dtype).view(x.shape), SentPayload(self.codec, payload, key), state)
 
     def _combine(
         self, grain: Grain, received: Tensor, layout: Layout, like: Tensor, step: Step
@@ -236,7 +236,7 @@ class RuleOnShards(OnShards, Aggregate):
 
     def reduce(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:
         """All-to-all, then the rule."""
-        flat, n = x.reshape(-1).to(sum_dtype(x.dtype)), step.world_size
+        flat, n = buffers.as_dtype(x.reshape(-1), sum_dtype(x.dtype)), step.world_size
         shards = self.shards(flat.numel(), n)
         sharded, size = ShardPayloads(self.codec, shards, flat.dtype), shards.size_of(step.rank)
         sent_rows, sent = sharded.encode(flat, step.key(grain, "first"), self.codec.encode_into)
@@ -248,7 +248,7 @@ class RuleOnShards(OnShards, Aggregate):
         if self.rule.geometric:
             distances = yield agreement.Total(robust.squared_distances(rows), of=self)
         combined = self.rule.combine(rows, distances)
-        return Reduced(combined[:size].to(x.dtype), sent, _remembered(combined, state))
+        return Reduced(buffers.as_dtype(combined[:size], x.dtype), sent, _remembered(combined, state))
 
 
 def _remembering(rows: Tensor, state: State) -> Tensor:

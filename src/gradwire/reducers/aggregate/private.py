@@ -23,6 +23,10 @@ from gradwire.reducers.sent import SentAll
 from gradwire.reducers.step import Program, Reduced, Step
 
 _CHUNK = 1 << 16
+"""Elements that noise is added to at once."""
+
+_DRAWN = buffers.SMALLEST // 2
+"""Bytes that are drawn from the system at once."""
 
 
 class Clipped(Reducer):
@@ -106,12 +110,12 @@ class PrivateMean(Clipped):
     def reduce(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:
         """The norm, then one all-reduce."""
         n = step.world_size
-        y = x.reshape(-1).to(torch.promote_types(x.dtype, torch.float32))
+        y = buffers.as_dtype(x.reshape(-1), torch.promote_types(x.dtype, torch.float32))
         square = yield agreement.Total(robust.products(y.view(1, -1)), of=self, over="grains")
         y = buffers.copied(y).mul_((_clipping(self.clip, square.view(())) / n).to(y.dtype))
         add_noise(y, self.noise * self.clip / math.sqrt(n) / n)
         total = yield collective.AllReduce(y, consumable=True)
-        return Reduced(total.to(x.dtype).view(x.shape), SentAll(), state)
+        return Reduced(buffers.as_dtype(total, x.dtype).view(x.shape), SentAll(), state)
 
     @override
     def scattered(self) -> Reducer:
@@ -216,12 +220,12 @@ class PrivateReports(Clipped, Wrapper):
 
     def reduce(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:
         """The norm, then the inner program on the report."""
-        y = x.to(torch.promote_types(x.dtype, torch.float32))
+        y = buffers.as_dtype(x, torch.promote_types(x.dtype, torch.float32))
         square = yield agreement.Total(robust.products(y.reshape(1, -1)), of=self, over="grains")
         y = buffers.copied(y).mul_(_clipping(self.clip, square.view(())).to(y.dtype))
         add_noise(y, self.noise * self.clip / (math.sqrt(step.world_size) if self.together else 1.0))
         reduced = yield from self.inner.reduce(grain, y, state, step)
-        return reduced._replace(value=reduced.value.to(x.dtype))
+        return reduced._replace(value=buffers.as_dtype(reduced.value, x.dtype))
 
 
 def _clipping(clip: float, square: Tensor) -> Tensor:
@@ -236,16 +240,31 @@ def add_noise(x: Tensor, deviation: float) -> None:
     flat = x.view(-1)
     for start in range(0, flat.numel(), _CHUNK):
         piece = flat[start : start + _CHUNK]
-        piece.add_(system_normal(piece.numel()).to(piece.device, piece.dtype), alpha=deviation)
+        noise = buffers.as_dtype(system_normal(piece.numel()), piece.dtype)
+        piece.add_(noise.to(piece.device), alpha=deviation)
 
 
 def system_normal(numel: int) -> Tensor:
     """Return standard normal numbers in float64 (Box & Muller 1958) that nobody can draw again."""
     pairs = (numel + 1) // 2
-    words = torch.frombuffer(bytearray(os.urandom(16 * max(1, pairs))), dtype=torch.int64)
-    u = ((words >> 11) & ((1 << 53) - 1)).double().add_(0.5).mul_(2.0**-53).view(2, -1)[:, :pairs]
-    radius, angle = u[0].log().mul_(-2.0).sqrt_(), u[1] * (2 * math.pi)
-    return torch.cat([radius * angle.cos(), radius * angle.sin()])[:numel]
+    words = _system_words(2 * max(1, pairs)).bitwise_right_shift_(11).bitwise_and_((1 << 53) - 1)
+    u = buffers.copied(words, torch.float64).add_(0.5).mul_(2.0**-53).view(2, -1)[:, :pairs]
+    radius, angle = u[0].log_().mul_(-2.0).sqrt_(), u[1].mul_(2 * math.pi)
+    out = buffers.empty((2, pairs), torch.float64, u.device)
+    torch.mul(torch.cos(angle, out=out[0]), radius, out=out[0])
+    torch.mul(torch.sin(angle, out=out[1]), radius, out=out[1])
+    return out.view(-1)[:numel]
+
+
+def _system_words(count: int) -> Tensor:
+    """Return 64-bit words of the system's entropy.
+
+    They are asked for in pieces that malloc keeps: one piece of all of them would be fresh memory in every call.
+    """
+    words = buffers.empty((count,), torch.int64, torch.device("cpu"))
+    for piece in words.view(torch.uint8).split(_DRAWN):
+        piece.copy_(torch.frombuffer(bytearray(os.urandom(piece.numel())), dtype=torch.uint8))
+    return words
 
 
 def epsilon(noise: float, steps: int, delta: float, sampling: float = 1.0) -> float:

@@ -170,10 +170,10 @@ class Weighted(Wrapper):
             y = (x if self.inner.keeps_input else buffers.copied(x)).mul_(scale)
             return (yield from self.inner.reduce(grain, y, state, step))
         if state:  # what is remembered must not change its unit with the weights
-            reduced = yield from self.inner.reduce(grain, x.float() * scale, state, step)
-            return reduced._replace(value=reduced.value.to(x.dtype))
+            reduced = yield from self.inner.reduce(grain, buffers.copied(x, torch.float32).mul_(scale), state, step)
+            return reduced._replace(value=buffers.as_dtype(reduced.value, x.dtype))
         room = 2.0 ** -math.ceil(math.log2(largest))
-        reduced = yield from self.inner.reduce(grain, x * (scale * room), state, step)
+        reduced = yield from self.inner.reduce(grain, buffers.copied(x).mul_(scale * room), state, step)
         return reduced._replace(value=reduced.value / room)
 
 
