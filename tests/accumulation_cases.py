@@ -311,6 +311,17 @@ def raising(rank: int, world_size: int, name: str, at: int) -> dict[str, Any]:
     return {"told": told, "off": off(model, [p.detach() for p in expected.parameters()])}
 
 
+def uncaught(rank: int, world_size: int, name: str, at: int) -> None:
+    """The last rank raises in a window and nobody catches it."""
+    with WAYS[name](net()) as (trained, called, optimizer, _):
+        with gradwire.accumulate(trained, micro_batches(rank, 0), tokens) as micros:
+            for number, batch in enumerate(micros):
+                if rank == world_size - 1 and number == at % len(micros):
+                    raise ValueError("no batch today")
+                micros.loss(summed(called, batch)).backward()
+        optimizer.step()
+
+
 def sharded_raising(rank: int, world_size: int) -> dict[str, Any]:
     """All ranks of a sharded model raise in the second window: what had added up is not in the next one."""
     found: dict[str, Any] = {}

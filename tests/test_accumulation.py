@@ -12,7 +12,7 @@ import torch
 import gradwire
 from gradwire.core.errors import AttachError, StepError
 from gradwire.drivers.engine import Stats
-from gradwire.ranks.supervised import run_function
+from gradwire.ranks.supervised import RankFailure, run_function
 from gradwire.session.repeated import RepeatedExchanges
 
 CASES = str(Path(__file__).with_name("accumulation_cases.py"))
@@ -63,6 +63,14 @@ def test_a_rank_that_raises_spoils_no_other_window(name: str, at: int) -> None:
     for other in others:
         assert other["told"].startswith("StepError: rank 1 has left this window")
     assert all(found["off"] < ROUNDING for found in (*others, last))
+
+
+@pytest.mark.parametrize("name", ["ddp", "attached"])
+@pytest.mark.parametrize("at", [0, -1], ids=["first", "last"])
+def test_a_rank_of_ddp_that_raises_is_named_and_nobody_waits_for_it(name: str, at: int) -> None:
+    with pytest.raises(RankFailure, match="no batch today") as caught:
+        run("uncaught", 2, name=name, at=at)
+    assert (caught.value.rank, caught.value.status) == (1, 1)
 
 
 def test_what_shards_have_added_up_is_dropped_by_an_exception() -> None:

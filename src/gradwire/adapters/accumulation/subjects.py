@@ -29,10 +29,13 @@ class Subject:
         divisor: by what their sum is divided: the number of ranks, as a rule.
 
     Attributes:
-        passes_communicate: whether forward passes do, so that all ranks must make equally many of them.
+        passes_communicate: whether every forward pass does, so that all ranks must make equally many of them.
+        tells_of_exceptions: whether a rank that leaves a window by an exception can tell the others before they
+            exchange gradients. It cannot where they may wait for it in a forward pass.
     """
 
     passes_communicate = False
+    tells_of_exceptions = True
 
     def __init__(self, model: nn.Module | None, session: Session | None, sums: RankSums, divisor: float) -> None:
         self.model, self.session, self.sums, self.divisor = model, session, sums, divisor
@@ -82,7 +85,9 @@ class _HeldByContext(Subject, ABC):
 
 
 class _DDPSubject(_HeldByContext):
-    """A `DistributedDataParallel`, attached or not."""
+    """A `DistributedDataParallel`, attached or not. Its first forward passes order buckets, others send buffers."""
+
+    tells_of_exceptions = False
 
     def __init__(self, ddp: DistributedDataParallel, session: Session | None) -> None:
         assert ddp.process_group is not None, "DDP over a device mesh has no group of its own yet"
@@ -118,6 +123,7 @@ class _ShardedSubject(Subject):
     """
 
     passes_communicate = True
+    tells_of_exceptions = False
 
     def __init__(self, model: Any, session: Session | None, keep_sharded: bool) -> None:
         axes, divisor = reduced_over(model)

@@ -40,13 +40,12 @@ def accumulate(
 
     on every rank, however micro-batches and tokens are spread. The mean of the micro-batches' means is another number.
     Every rank calls it at the same place, once for each step of the optimizer. The tokens of all ranks are summed as
-    one all-reduce of 32 bytes, behind the first forward pass where that sends nothing itself.
+    one all-reduce of 40 bytes, behind the first forward pass where that sends nothing itself.
 
     For sessions and models that nobody wraps: where one rank leaves the block by an exception before its last backward
-    pass, no rank exchanges gradients. The
-    others raise a `StepError` that names it, gradients are None on all ranks, and the next window is whole. DDP cannot
-    always go on there, so begin again from a checkpoint. With
-    FSDP2, whose forward passes communicate, that is so where all ranks leave at the same place (docs/fsdp2.md).
+    pass, no rank exchanges gradients. The others raise a `StepError` that names it, gradients are None on all ranks,
+    and the next window is whole. With DDP and FSDP2, whose forward passes communicate, an exception on one rank is as
+    without a window: the rank raises it at once, and the others learn of it when its process ends.
 
     Args:
         trained: a `DistributedDataParallel`; the root of a model of `fully_shard`; what `gradwire.attach` or
@@ -211,7 +210,7 @@ class AccumulationWindow(Generic[M]):
             StepError: a rank has left the window, by its number.
         """
         self._has_agreed = True
-        if self._subject.passes_communicate:
+        if not self._subject.tells_of_exceptions:
             return
         sums = self._subject.sums
         left = int(sums.largest(torch.tensor([sums.rank + 1.0 if has_left else 0.0], dtype=torch.float64)))
@@ -247,6 +246,8 @@ class AccumulationWindow(Generic[M]):
         """Drop what has added up, and tell the others, which come as far as the exchange and wait there."""
         self._subject.forget()
         if not isinstance(error, Exception) or isinstance(error, CommunicationError) or self._has_agreed:
+            return
+        if not self._subject.tells_of_exceptions:
             return
         with contextlib.suppress(StepError, CommunicationError):  # what this rank raises is its own error
             self._wait_for_total()
