@@ -26,6 +26,7 @@ from gradwire.cli import (
     plan,
     profile,
     run,
+    schedule,
     simulate,
     stacks,
     state,
@@ -80,7 +81,7 @@ A comparison that was interrupted goes on where it stopped when the same command
 GROUPS = {
     "train": ("run", "compare", "report", "federate", "net", "store"),
     "choose a method": ("choose", "methods", "recipes", "cost"),
-    "ask before you buy": ("plan", "simulate", "cases"),
+    "ask before you buy": ("plan", "simulate", "schedule", "cases"),
     "see what a run does": ("profile", "watch", "overlap", "stacks"),
     "keep what it has saved": ("state", "reshard"),
     "set up a cluster": ("doctor", "bench", "topology", "nccl", "config"),
@@ -141,6 +142,7 @@ def parser() -> argparse.ArgumentParser:
     bench.add_command(commands)
     plan.add_command(commands)
     simulate.add_command(commands)
+    schedule.add_command(commands)
     cases.add_command(commands)
     stacks.add_command(commands)
     lines = commands._get_subactions()  # pyright: ignore[reportPrivateUsage]

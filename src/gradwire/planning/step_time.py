@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from gradwire.parallel.pipelines.bubble import fill_and_drain
 from gradwire.planning.data import data_time
 from gradwire.planning.hardware import Hardware
 from gradwire.planning.layer import Pass, layer_times
@@ -127,7 +128,7 @@ def step_time(
     busy = forward.plus(backward).plus(loss_forward.times(1 / layout.pp)).plus(loss_backward.times(1 / layout.pp))
     m = layout.micro_batches
     slowest, mean = times.without_loss + times.loss, times.without_loss + times.loss / layout.pp
-    bubble = (layout.pp - 1) / layout.interleave * mean + m * max(0.0, slowest - mean)
+    bubble = fill_and_drain(layout.pp, layout.interleave) * mean + m * max(0.0, slowest - mean)
     data = data_time(model, layout, machine, forward.total, backward.total + recomputed.total)
     optimizer = _optimizer_s(model, layout, machine)
     nodes = math.ceil(layout.gpus / on.node)

@@ -1,0 +1,75 @@
+"""Schedules without ranks: their plans and bubbles, what is printed and drawn, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from torch.distributed.pipelining import PipelineStage
+
+from gradwire.cli.main import main
+from gradwire.core.errors import SpecError
+from gradwire.parallel.pipelines import SCHEDULES, PassTimes, ScheduleShape, bubble, computed_timeline
+from gradwire.parallel.pipelines.schedules import StageWork
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(PipelineStage, "_warmup_forward_vote"), reason="pipelines need PyTorch 2.13"
+)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 4), (4, 8), (3, 12)])
+def test_every_stage_passes_every_micro_batch_once(name: str, ranks: int, micro_batches: int) -> None:
+    shape = ScheduleShape(name, ranks, micro_batches)
+    done = Counter(work for rank in shape.order for work in rank)
+    for stage in range(shape.stages):
+        for i in range(micro_batches):
+            assert done[StageWork("F", stage, i)] == 1
+            assert done[StageWork("B", stage, i)] + done[StageWork("I", stage, i)] == 1
+            assert done[StageWork("I", stage, i)] == done[StageWork("W", stage, i)]
+    assert all(work.stage in shape.stages_of(rank) for rank, works in enumerate(shape.order) for work in works)
+
+
+@pytest.mark.parametrize("name", [name for name, kind in SCHEDULES.items() if not kind.splits])
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(1, 3), (2, 2), (4, 8), (4, 2), (8, 16)])
+def test_the_formula_is_what_the_plan_gives(name: str, ranks: int, micro_batches: int) -> None:
+    shape = ScheduleShape(name, ranks, micro_batches)
+    assert computed_timeline(shape).bubble == pytest.approx(bubble(ranks, micro_batches, shape.parts))
+    assert shape.formula == bubble(ranks, micro_batches, shape.parts)
+
+
+def test_messages_make_a_step_longer() -> None:
+    shape = ScheduleShape("GPipe", 4, 8)
+    lengths = [computed_timeline(shape, PassTimes(message=each)).length for each in (0.0, 0.5)]
+    assert lengths[1] - lengths[0] == pytest.approx(6 * 0.5)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "micro_batches", "parts", "said"),
+    [
+        ("1F1", 4, 8, 0, "unknown schedule '1F1'"),
+        ("1F1B", 4, 0, 0, "there must be at least 1 of each"),
+        ("GPipe", 4, 8, 2, "GPipe has exactly 1 stages a rank"),
+        ("LoopedBFS", 4, 8, 1, "needs 2 or more stages a rank"),
+        ("Interleaved1F1B", 3, 7, 0, "take 6 or 9"),
+        ("DualPipeV", 4, 6, 0, "as many micro-batches as it has stages, 8"),
+    ],
+)
+def test_schedules_that_cannot_be_are_refused(name: str, ranks: int, micro_batches: int, parts: int, said: str) -> None:
+    with pytest.raises(SpecError, match=said):
+        ScheduleShape(name, ranks, micro_batches, parts)
+
+
+def test_the_command_prints_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "page.html"
+    assert main(["schedule", "--ranks", "2", "--micro-batches", "2", "--page", str(page)]) == 0
+    printed = capsys.readouterr().out
+    assert "rank 1  .  F0 B0 -- F1 B1 --" in printed
+    assert "50.0%" in printed
+    assert page.read_text().count("forward pass of micro-batch") == 2 * 4  # in two widths
+    assert main(["schedule", "--schedule", "all", "--json"]) == 0
+    assert [each["schedule"] for each in json.loads(capsys.readouterr().out)] == list(SCHEDULES)
+    assert main(["schedule", "--schedule", "all", "--page", str(page)]) == 2
+    assert "name it by --schedule" in capsys.readouterr().err
