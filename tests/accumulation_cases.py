@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
@@ -56,6 +56,12 @@ def summed(model: nn.Module, batch: Batch) -> Tensor:
     return nn.functional.cross_entropy(logits, batch[1].flatten(), reduction="sum", ignore_index=MASKED)
 
 
+def mean_loss(model: nn.Module, batches: Iterable[Batch]) -> Tensor:
+    """The mean over all tokens of one big batch."""
+    x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    return nn.functional.cross_entropy(model(x).flatten(0, -2), y.flatten(), ignore_index=MASKED)
+
+
 def big_batch(world_size: int, even: bool = False, windows: int = WINDOWS) -> list[Tensor]:
     """The parameters after steps of SGD by the mean over all tokens of all ranks."""
     model = net()
@@ -63,7 +69,7 @@ def big_batch(world_size: int, even: bool = False, windows: int = WINDOWS) -> li
     for window in range(windows):
         batches = [batch for rank in range(world_size) for batch in micro_batches(rank, window, even)]
         optimizer.zero_grad()
-        (sum(summed(model, batch) for batch in batches) / sum(map(tokens, batches))).backward()
+        mean_loss(model, batches).backward()
         optimizer.step()
     return [p.detach() for p in model.parameters()]
 
@@ -108,14 +114,14 @@ Way = tuple[Any, nn.Module, Any, dict[str, Any]]
 
 
 @contextlib.contextmanager
-def plain_ddp(model: nn.Module, **options: Any) -> Iterator[Way]:
+def plain_ddp(model: nn.Module, **options: Any) -> Generator[Way]:
     """DDP that nobody has attached to."""
     ddp = DistributedDataParallel(model, **options)
     yield ddp, ddp, sgd(model), {}
 
 
 @contextlib.contextmanager
-def attached_ddp(model: nn.Module, method: str = "none") -> Iterator[Way]:
+def attached_ddp(model: nn.Module, method: str = "none") -> Generator[Way]:
     """DDP with a method, given by its session."""
     ddp = DistributedDataParallel(model)
     with gradwire.attach(ddp, method) as session:
@@ -123,7 +129,7 @@ def attached_ddp(model: nn.Module, method: str = "none") -> Iterator[Way]:
 
 
 @contextlib.contextmanager
-def scaled_ddp(model: nn.Module) -> Iterator[Way]:
+def scaled_ddp(model: nn.Module) -> Generator[Way]:
     """DDP with a method and a loss scaler, given itself."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1)
     ddp = DistributedDataParallel(model)
@@ -132,21 +138,21 @@ def scaled_ddp(model: nn.Module) -> Iterator[Way]:
 
 
 @contextlib.contextmanager
-def unwrapped(model: nn.Module) -> Iterator[Way]:
+def unwrapped(model: nn.Module) -> Generator[Way]:
     """A model that nobody wraps, attached."""
     with gradwire.attach(model, "none") as session:
         yield session, model, sgd(model), {}
 
 
 @contextlib.contextmanager
-def reduced(model: nn.Module) -> Iterator[Way]:
+def reduced(model: nn.Module) -> Generator[Way]:
     """A session that the loop calls after each window."""
     with gradwire.Session(model, "none") as session:
         yield session, model, sgd(model), {"reduce": lambda: session.reduce_(model)}
 
 
 @contextlib.contextmanager
-def averaged(model: nn.Module) -> Iterator[Way]:
+def averaged(model: nn.Module) -> Generator[Way]:
     """Models that are averaged after every step: with SGD, the mean of gradients."""
     optimizer = LocalSGD(sgd(model), model, every=1)
     with optimizer:
@@ -175,6 +181,7 @@ def delivered(rank: int, world_size: int) -> float:
         step: Any = None
 
         def deliver(parameter: Tensor) -> None:
+            assert isinstance(parameter, nn.Parameter)
             if step is not None:
                 step.deliver(names[parameter], parameter.grad)
 
@@ -192,6 +199,11 @@ def delivered(rank: int, world_size: int) -> float:
     return off(model, expected)
 
 
+def shard(model: nn.Sequential, mesh: DeviceMesh) -> list[FSDPModule]:
+    """Shard each layer of a model, and then what is left."""
+    return [fully_shard(part, mesh=mesh) for part in (model[0], model[2], model[4], model)]
+
+
 def sharded(rank: int, world_size: int) -> dict[str, float]:
     """Models of `fully_shard`, with and without a method, and of two dimensions."""
     expected, found = big_batch(world_size, even=True), dict[str, float]()
@@ -206,8 +218,7 @@ def sharded(rank: int, world_size: int) -> dict[str, float]:
         ("divided", flat, None, {}),
     ):
         model = net()
-        for part in (*(model[i] for i in (0, 2, 4)), model):
-            fully_shard(part, mesh=mesh)
+        for part in shard(model, mesh):
             if name == "divided":
                 part.set_gradient_divide_factor(1.0)
                 part.set_force_sum_reduction_for_comms(True)
@@ -271,7 +282,7 @@ def rules(rank: int, world_size: int) -> float:
     for r in range(world_size):
         other = copy.deepcopy(model)
         batches = micro_batches(r, 0)
-        (sum(summed(other, batch) for batch in batches) / sum(map(tokens, batches))).backward()
+        mean_loss(other, batches).backward()
         medians.append(torch.cat([p.grad.reshape(-1) for p in other.parameters() if p.grad is not None]))
     with gradwire.Session(model, "median") as session:
         with gradwire.accumulate(session, micro_batches(rank, 0), tokens) as micros:
@@ -290,7 +301,7 @@ def raising(rank: int, world_size: int, name: str, at: int) -> dict[str, Any]:
     for window in (0, 2, 3):
         batches = [batch for r in range(world_size) for batch in micro_batches(r, window)]
         reference.zero_grad()
-        (sum(summed(expected, batch) for batch in batches) / sum(map(tokens, batches))).backward()
+        mean_loss(expected, batches).backward()
         reference.step()
     model = net()
     with WAYS[name](model) as (trained, called, optimizer, how):
@@ -331,12 +342,11 @@ def sharded_raising(rank: int, world_size: int) -> dict[str, Any]:
     for window in (0, 2):
         batches = [batch for r in range(world_size) for batch in micro_batches(r, window, even=True)]
         reference.zero_grad()
-        (sum(summed(expected, batch) for batch in batches) / sum(map(tokens, batches))).backward()
+        mean_loss(expected, batches).backward()
         reference.step()
     for keeps in (False, True):
         model = net()
-        for part in (*(model[i] for i in (0, 2, 4)), model):
-            fully_shard(part, mesh=square)
+        shard(model, square)
         optimizer = sgd(model)
         for window in range(3):
             with contextlib.suppress(ValueError):
@@ -390,7 +400,8 @@ def wrong(rank: int, world_size: int) -> dict[str, str]:
 
 def uneven_shards(rank: int, world_size: int) -> str:
     """Ranks with different numbers of micro-batches are refused before a pass begins."""
-    model = fully_shard(net(), mesh=init_device_mesh("cpu", (world_size,)))
+    model = net()
+    fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
     try:
         with gradwire.accumulate(model, micro_batches(rank, 0)[: 1 + rank], tokens):
             return "nothing"

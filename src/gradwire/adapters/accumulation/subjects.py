@@ -199,8 +199,9 @@ def subject_of(trained: object, across_ranks: bool | None, keep_sharded: bool) -
         return _DDPSubject(model, session)
     if session is not None:
         _require_all_ranks(across_ranks)
-        hooked = isinstance(session, HookedSession) and model is not None
-        return _HookedSubject(session, model) if hooked else _GivenSubject(session)
+        if isinstance(session, HookedSession) and isinstance(model, nn.Module):
+            return _HookedSubject(session, model)
+        return _GivenSubject(session)
     if isinstance(model, nn.Module) and not (dist.is_initialized() and dist.get_world_size() > 1):
         return _LocalSubject(model, None)
     raise AttachError(

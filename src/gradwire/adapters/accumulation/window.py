@@ -200,7 +200,7 @@ class AccumulationWindow(Generic[M]):
             if (wrong := _wrong(total, bool(empty), uneven)) is not None:
                 self._has_agreed = True  # all ranks raise it
                 raise StepError(wrong)
-            self._total = total
+            self._total = float(total)
         return self._total
 
     def _agree(self, has_left: bool = False) -> None:
