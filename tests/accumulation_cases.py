@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import time
 import warnings
 from collections.abc import Callable, Generator, Iterable
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
+from gradwire.adapters.fsdp2.groups import forget_accumulated
 from gradwire.core.errors import AccumulationWarning, CommunicationError, GradwireError
+from gradwire.network.wire import WireMeter, WireReading
 from gradwire.sync import LocalSGD
+from gradwire.sync.optimizers import OneBitAdam
 
 WINDOWS = 3
 LR = 0.3
@@ -129,6 +134,14 @@ def attached_ddp(model: nn.Module, method: str = "none") -> Generator[Way]:
 
 
 @contextlib.contextmanager
+def weighted_ddp(model: nn.Module) -> Generator[Way]:
+    """DDP with a method that asks for weights, given itself and not by its session."""
+    ddp = DistributedDataParallel(model)
+    with gradwire.attach(ddp, "none,weights=given"):
+        yield ddp, ddp, sgd(model), {}
+
+
+@contextlib.contextmanager
 def scaled_ddp(model: nn.Module) -> Generator[Way]:
     """DDP with a method and a loss scaler, given itself."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1)
@@ -165,6 +178,7 @@ WAYS: dict[str, Callable[[nn.Module], contextlib.AbstractContextManager[Way]]] =
     "unused": lambda model: plain_ddp(model, find_unused_parameters=True),
     "attached": attached_ddp,
     "weights": lambda model: attached_ddp(model, "none,weights=given"),
+    "weights_of_model": weighted_ddp,
     "scaled": scaled_ddp,
     "unwrapped": unwrapped,
     "reduced": reduced,
@@ -209,49 +223,115 @@ def sharded(rank: int, world_size: int) -> dict[str, float]:
     expected, found = big_batch(world_size, even=True), dict[str, float]()
     flat = init_device_mesh("cpu", (world_size,))
     square = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("replicate", "shard"))
+    between = {"reducer": "none", "replicate": square["replicate"]}
     for name, mesh, attach, how in (
         ("fsdp2", flat, None, {}),
         ("attached", flat, {"reducer": "none", "parameters": "none"}, {}),
         ("hsdp", square, None, {}),
         ("hsdp_sharded", square, None, {"keep_sharded": True}),
-        ("copies", square["shard"], {"reducer": "none", "replicate": square["replicate"]}, {}),
+        ("copies", square["shard"], between, {}),
         ("divided", flat, None, {}),
+        ("divided_copies", square["shard"], between, {}),
     ):
         model = net()
         for part in shard(model, mesh):
-            if name == "divided":
+            if name.startswith("divided"):
                 part.set_gradient_divide_factor(1.0)
                 part.set_force_sum_reduction_for_comms(True)
-        session = None if attach is None else gradwire.attach(model, **cast(Any, attach))
-        train(session or model, model, sgd(model), rank, even=True, **how)
+        with contextlib.nullcontext() if attach is None else gradwire.attach(model, **cast(Any, attach)) as session:
+            train(model if name == "attached" else session or model, model, sgd(model), rank, even=True, **how)
         found[name] = off(model, expected)
-        if session is not None:
-            session.close()
+    model = net()
+    shard(model, square["shard"])
+    with LocalSGD(sgd(model), model, every=1, group=square["replicate"].get_group()) as optimizer:
+        train(optimizer, model, optimizer, rank, even=True, across_ranks=True)
+    found["averaged copies"] = off(model, expected)
     return found
 
 
+WIDTH = 256
+
+
+def wide() -> nn.Linear:
+    """A model whose gradients are most of what is sent, the same on all ranks."""
+    torch.manual_seed(0)
+    return nn.Linear(WIDTH, WIDTH)
+
+
 def sent(rank: int, world_size: int) -> dict[str, tuple[int, int]]:
-    """Bytes that a rank sends in a step of 8 micro-batches, as one exchange and as eight, and of how many."""
+    """Bytes that a rank's sockets have sent in a window of 8 micro-batches, and where each of these is exchanged."""
+    return {name: (wire_bytes(name, "once"), wire_bytes(name, "each")) for name in WAYS if name in EXCHANGES}
+
+
+EXCHANGES = ("ddp", "attached", "unwrapped", "reduced", "averaged")
+
+
+def wire_bytes(name: str, mode: str) -> int:
+    """Payload bytes of one optimizer step of 8 micro-batches, whose tokens are counted too: of the second such step."""
+    meter, model = WireMeter.from_environment(), wide()
+    with WAYS[name](model) as (trained, called, optimizer, how):
+        before = settled(meter)
+        for _ in range(2):
+            before = settled(meter)
+            if mode == "once":
+                run_window(trained, called, **how)
+                optimizer.step()
+            else:
+                step_each(called, optimizer, how, steps=name == "averaged")
+            optimizer.zero_grad()
+        return settled(meter).since(before).payload_tx_bytes
+
+
+def settled(meter: WireMeter) -> WireReading:
+    """The counters once nothing is under way, and all ranks ready to begin."""
+    dist.barrier()
+    time.sleep(0.1)
+    reading = meter.read()
+    dist.barrier()
+    return reading
+
+
+def run_window(trained: Any, called: nn.Module, reduce: Callable[[], None] = lambda: None, **how: Any) -> None:
+    """A window of 8 micro-batches of 4 samples."""
+    with gradwire.accumulate(trained, [torch.ones(4, WIDTH)] * 8, len, **how) as window:
+        for x in window:
+            window.loss(called(x).sum()).backward()
+    reduce()
+
+
+def step_each(called: nn.Module, optimizer: Any, how: dict[str, Any], steps: bool) -> None:
+    """A loop that exchanges every micro-batch: gradients, or with `steps` the model after a step of each."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", AccumulationWarning)
+        for _ in range(8):
+            called(torch.ones(4, WIDTH)).sum().backward()
+            how.get("reduce", lambda: None)()
+            if steps:
+                optimizer.step()
+
+
+def sent_by_shards(rank: int, world_size: int) -> dict[str, tuple[int, int]]:
+    """The same of gradients of `fully_shard`: without the parameters, which are gathered in every pass."""
     found: dict[str, tuple[int, int]] = {}
-    for name in ("attached", "unwrapped"):
-        for once in (True, False):
-            model = net()
-            with WAYS[name](model) as (session, called, optimizer, _):
-                batches = micro_batches(rank, 0, even=True) * 2
-                for _step in range(2):
-                    if once:
-                        with gradwire.accumulate(session, batches, tokens) as micros:
-                            for batch in micros:
-                                micros.loss(summed(called, batch)).backward()
-                    else:
-                        with warnings.catch_warnings():
-                            warnings.simplefilter("ignore", AccumulationWarning)
-                            for batch in batches:
-                                summed(called, batch).backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
-                stats = session.stats()
-                found[f"{name}/{'once' if once else 'each'}"] = stats.wire_bytes, stats.steps
+    flat = init_device_mesh("cpu", (world_size,))
+    square = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("replicate", "shard"))
+    for name, mesh in (("fsdp2", flat), ("attached", flat), ("hsdp", square)):
+        meter, model = WireMeter.from_environment(), wide()
+        sharded = fully_shard(model, mesh=mesh)
+        with gradwire.attach(model, "none") if name == "attached" else contextlib.nullcontext():
+            sent: dict[str, int] = {}
+            for mode in ("once", "each", "gathered") * 2:
+                before = settled(meter)
+                if mode == "once":
+                    run_window(model, model)
+                else:
+                    sharded.set_requires_gradient_sync(mode == "each")
+                    step_each(model, None, {}, steps=False)
+                    sharded.set_requires_gradient_sync(True)
+                sent[mode] = settled(meter).since(before).payload_tx_bytes
+                forget_accumulated(model)
+                model.zero_grad()
+        found[name] = sent["once"] - sent["gathered"], sent["each"] - sent["gathered"]
     return found
 
 
@@ -265,15 +345,48 @@ def compressed(rank: int, world_size: int) -> bool:
             for _ in range(3):
                 model.zero_grad()
                 if windowed:
-                    with gradwire.accumulate(session, micro_batches(rank, 0), tokens) as micros:
-                        for batch in micros:
-                            micros.loss(summed(model, batch)).backward()
+                    run_all(session, model, micro_batches(rank, 0))
                 else:
                     for batch in micro_batches(rank, 0):
                         (summed(model, batch) * (world_size / total)).backward()
                 session.reduce_(model)
             means.append(torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None]))
     return torch.equal(*means)
+
+
+def stepped(rank: int, world_size: int) -> float:
+    """An optimizer that is compression, beside one whose ranks have the gradient of the big batch: in float32."""
+    found = list[Tensor]()
+    for windowed in (True, False):
+        model = net().float()
+        with OneBitAdam(model, 1e-2, freeze_step=WINDOWS + 1, method="none") as optimizer:
+            for window in range(WINDOWS):
+                batches = [(x.float(), y) for x, y in micro_batches(rank, window)]
+                if windowed:
+                    run_all(optimizer, model, batches)
+                else:
+                    every = [batch for r in range(world_size) for batch in micro_batches(r, window)]
+                    mean_loss(model, [(x.float(), y) for x, y in every]).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        found.append(nn.utils.parameters_to_vector(model.parameters()).detach())
+    return float((found[0] - found[1]).abs().max())
+
+
+def own_tokens(rank: int, world_size: int) -> float:
+    """Models that are averaged: each rank steps by the mean of its own tokens, unless it is told otherwise."""
+    stepped = list[Tensor]()
+    for r in range(world_size):
+        other = net()
+        mean_loss(other, micro_batches(r, 0)).backward()
+        sgd(other).step()
+        stepped.append(nn.utils.parameters_to_vector(other.parameters()).detach())
+    model = net()
+    with LocalSGD(sgd(model), model, every=1) as optimizer:
+        run_all(optimizer, model, micro_batches(rank, 0))
+        optimizer.step()
+    found = nn.utils.parameters_to_vector(model.parameters()).detach()
+    return float((found - torch.stack(stepped).mean(0)).abs().max())
 
 
 def rules(rank: int, world_size: int) -> float:
@@ -284,11 +397,9 @@ def rules(rank: int, world_size: int) -> float:
         batches = micro_batches(r, 0)
         mean_loss(other, batches).backward()
         medians.append(torch.cat([p.grad.reshape(-1) for p in other.parameters() if p.grad is not None]))
-    with gradwire.Session(model, "median") as session:
-        with gradwire.accumulate(session, micro_batches(rank, 0), tokens) as micros:
-            for batch in micros:
-                micros.loss(summed(model, batch)).backward()
-        session.reduce_(model)
+    ddp = DistributedDataParallel(model)
+    with gradwire.attach(ddp, "median"):
+        run_all(ddp, ddp, micro_batches(rank, 0))
     found = torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None])
     return float((found - torch.stack(medians).quantile(0.5, dim=0)).abs().max())
 
@@ -390,9 +501,7 @@ def wrong(rank: int, world_size: int) -> dict[str, str]:
             told[name] = "nothing"
         except (KeyError, GradwireError) as error:
             told[name] = f"{type(error).__name__}: {error}"
-    with gradwire.accumulate(ddp, micro_batches(rank, 0), tokens) as micros:
-        for batch in micros:
-            micros.loss(summed(ddp, batch)).backward()
+    run_all(ddp, ddp, micro_batches(rank, 0))
     sgd(model).step()
     told["off"] = str(off(model, big_batch(world_size, windows=1)))
     return told
@@ -409,18 +518,48 @@ def uneven_shards(rank: int, world_size: int) -> str:
         return str(error)
 
 
-def left_early(rank: int, world_size: int) -> tuple[str, str]:
-    """One rank breaks off its loop without an exception."""
-    ddp, told = DistributedDataParallel(net()), ""
-    try:
-        with gradwire.accumulate(ddp, micro_batches(rank, 0, even=True), tokens) as micros:
-            for batch in micros:
-                micros.loss(summed(ddp, batch)).backward()
-                if rank == 1:
-                    break
-    except gradwire.StepError as error:
-        told = str(error)
-    return told, str(ddp.require_backward_grad_sync)
+def refused_shards(rank: int, world_size: int) -> list[str]:
+    """What is said of options that do not fit a sharded model, and of a model that ranks train each by itself."""
+    model, told = net(), list[str]()
+    first, *_ = shard(model, init_device_mesh("cpu", (world_size,)))
+    first.set_gradient_divide_factor(8.0)
+    calls: list[tuple[nn.Module, dict[str, Any]]] = [
+        (model, {}),
+        (model, {"keep_sharded": True}),
+        (model, {"across_ranks": False}),
+        (net(), {}),
+    ]
+    for given, how in calls:
+        try:
+            gradwire.accumulate(given, micro_batches(rank, 0), tokens, **how)
+            told.append("nothing")
+        except gradwire.AttachError as error:
+            told.append(str(error))
+    return told
+
+
+def left_early(rank: int, world_size: int, name: str) -> tuple[str, float]:
+    """Rank 1 breaks off its loop without an exception, under DDP all ranks do; and how right the next window is."""
+    told, model = "", net()
+    with WAYS[name](model) as (trained, called, optimizer, _):
+        try:
+            with gradwire.accumulate(trained, micro_batches(rank, 1, even=True), tokens) as micros:
+                for batch in micros:
+                    micros.loss(summed(called, batch)).backward()
+                    if rank == 1 or name == "ddp":
+                        break
+        except gradwire.StepError as error:
+            told = str(error)
+        run_all(trained, called, micro_batches(rank, 0))
+        optimizer.step()
+    return told, off(model, big_batch(world_size, windows=1))
+
+
+def run_all(trained: Any, called: nn.Module, batches: list[Batch]) -> None:
+    """A whole window."""
+    with gradwire.accumulate(trained, batches, tokens) as micros:
+        for batch in micros:
+            micros.loss(summed(called, batch)).backward()
 
 
 def repeated(rank: int, world_size: int, name: str) -> list[str]:
@@ -472,9 +611,7 @@ def dead(rank: int, world_size: int) -> str:
         session.close(at_once=True)
         return "gone"
     try:
-        with gradwire.accumulate(session, micro_batches(rank, 0), tokens) as micros:
-            for batch in micros:
-                micros.loss(summed(model, batch)).backward()
+        run_all(session, model, micro_batches(rank, 0))
     except CommunicationError as error:
         return type(error).__name__
     finally:

@@ -94,7 +94,7 @@ FILES: dict[str, tuple[Stage, ...]] = {
         ("src/gradwire/adapters/accumulation/window.py", ACCUMULATION, "-k", "window_is or without_its or interrupt"),
         (ACCUMULATION,),
     ),
-    "adapters/accumulation/subjects.py": ((ACCUMULATION,),),
+    "adapters/accumulation/gradient_sync.py": ((ACCUMULATION,),),
     "adapters/accumulation/rank_sums.py": ((ACCUMULATION,),),
     "adapters/accumulation/__init__.py": ((ACCUMULATION, "-k", "refused"),),
     "session/repeated.py": (

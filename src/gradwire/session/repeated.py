@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from torch import Tensor
@@ -38,7 +38,7 @@ class RepeatedExchanges:
 
     Example:
         repeated = RepeatedExchanges()
-        repeated.exchanged(parameter, session.stats)  # at the end of every exchange
+        repeated.exchanged(model.parameters(), session.stats)  # at the end of every exchange
     """
 
     def __init__(self) -> None:
@@ -46,15 +46,15 @@ class RepeatedExchanges:
         self._count = 1  # exchanges since the optimizer's last step
         self._has_warned = False
 
-    def exchanged(self, parameter: Tensor, stats: Callable[[], Stats]) -> None:
-        """Note that the gradient of a parameter has been exchanged.
+    def exchanged(self, parameters: Iterable[Tensor], stats: Callable[[], Stats]) -> None:
+        """Note that the gradients of parameters have been exchanged.
 
         Args:
-            parameter: the same in every call.
+            parameters: the same in every call; the first of them is looked at. None where there is no model.
             stats: returns the bytes and steps so far, for the warning.
         """
-        gradient = parameter.grad
-        if self._has_warned or gradient is None:
+        parameter = next(iter(parameters), None)
+        if self._has_warned or parameter is None or (gradient := parameter.grad) is None:
             return
         if self._seen is not None and self._seen.accumulates(gradient, parameter):
             self._count += 1

@@ -84,7 +84,7 @@ class SessionSums(RankSums):
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self.rank = dist.get_rank()
+        self.rank = session.lane.failures.rank
 
     def start(self, mine: Tensor) -> Finish:
         """An all-reduce in the session's lane, before the next step's collectives."""

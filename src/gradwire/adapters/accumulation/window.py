@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gradwire.adapters.accumulation.gradient_sync import GradientSync, sync_of
 from gradwire.adapters.accumulation.rank_sums import Finish
-from gradwire.adapters.accumulation.subjects import Subject, subject_of
 from gradwire.core.errors import CommunicationError, StepError
 from gradwire.session import Session
 from gradwire.sync.averager import Averager
@@ -77,14 +77,14 @@ def accumulate(
         >>> mean = torch.nn.functional.cross_entropy(model(inputs), targets)
         >>> torch.testing.assert_close(model.weight.grad, torch.autograd.grad(mean, model.weight)[0])
     """
-    return AccumulationWindow(subject_of(trained, across_ranks, keep_sharded), list(micro_batches), tokens)
+    return AccumulationWindow(sync_of(trained, across_ranks, keep_sharded), list(micro_batches), tokens)
 
 
 class AccumulationWindow(Generic[M]):
     """The micro-batches of one optimizer step, see `gradwire.accumulate`, which makes it.
 
     Args:
-        subject: what gradients are accumulated of.
+        sync: how gradients are synchronised.
         micro_batches: of this rank.
         tokens: as given.
 
@@ -93,9 +93,9 @@ class AccumulationWindow(Generic[M]):
         is_last: whether the micro-batch at hand is the last one of this rank, whose backward pass exchanges gradients.
     """
 
-    def __init__(self, subject: Subject, micro_batches: list[M], tokens: Tokens[M]) -> None:
+    def __init__(self, sync: GradientSync, micro_batches: list[M], tokens: Tokens[M]) -> None:
         self.micro_batches = micro_batches
-        self._subject, self._tokens_of = subject, tokens
+        self._sync, self._tokens_of = sync, tokens
         self._own = 0.0
         self._finish: Finish | None = None
         self._total: float | None = None
@@ -117,18 +117,20 @@ class AccumulationWindow(Generic[M]):
                 self._wait_for_total()
             raise
         self._begin_sum()
-        if self._subject.passes_communicate or not self.micro_batches:
+        if self._sync.passes_communicate or not self.micro_batches:
             self._wait_for_total()
         if len(self.micro_batches) > 1:
-            self._subject.hold()
+            self._sync.hold()
         return self
 
     def __iter__(self) -> Iterator[M]:
+        if self._at >= 0:
+            raise StepError("micro-batches of a window are gone through once: call gradwire.accumulate for another one")
         for at, micro_batch in enumerate(self.micro_batches):
             self._require_loss()
             self._at, self._has_loss = at, False
             if self.is_last:
-                self._subject.release()
+                self._sync.release()
             yield micro_batch
 
     @property
@@ -156,26 +158,28 @@ class AccumulationWindow(Generic[M]):
             total * d / T, where d is what the ranks' gradients are divided by as they are combined.
 
         Raises:
-            StepError: it is called outside of the loop; or on all ranks, where one has left the window, has no
-                micro-batch or no count of its tokens, where there is no token at all, or under FSDP2 where ranks have
-                different numbers of micro-batches.
+            StepError: it is called outside of the loop, or with more than one number; or on all ranks, where one has
+                left the window, has no micro-batch or no count of its tokens, where there is no token at all, or under
+                FSDP2 where ranks have different numbers of micro-batches.
             CommunicationError: a rank failed or fell silent.
         """
         if self._at < 0:
             raise StepError('call window.loss inside of the loop "for micro_batch in window:"')
+        if total.numel() != 1:
+            raise StepError(f"window.loss takes a sum of token losses, and this tensor has shape {tuple(total.shape)}")
         scale = self._scale()
         if self.is_last and not self._has_agreed:
             self._agree()
-            self._subject.weigh(self._own)
+            self._sync.weigh(self._own)
         self._has_loss = True
         return total * scale
 
     def _scale(self) -> float:
         """By what a sum of token losses is multiplied."""
         total = self._wait_for_total()
-        if self._subject.takes_means:
+        if self._sync.takes_means:
             return 1.0 / self._own if self._own else 0.0
-        return self._subject.divisor / total
+        return self._sync.divisor / total
 
     def _require_loss(self) -> None:
         if not self._has_loss:
@@ -187,7 +191,7 @@ class AccumulationWindow(Generic[M]):
         """Begin to sum this rank's tokens and numbers of micro-batches with those of all others."""
         count = len(self.micro_batches)
         mine = torch.tensor([self._own, 1.0, count, count**2, count == 0], dtype=torch.float64)
-        self._finish = self._subject.sums.start(mine)
+        self._finish = self._sync.sums.start(mine)
 
     def _wait_for_total(self) -> float:
         """The tokens of all ranks; what is wrong with them is raised on all."""
@@ -196,7 +200,7 @@ class AccumulationWindow(Generic[M]):
                 raise StepError('a window of micro-batches has not begun: write "with gradwire.accumulate(...):"')
             total, ranks, count, squares, empty = self._finish().tolist()
             # A sum of squares is least where all numbers are equal, so this tells of any that differ.
-            uneven = self._subject.passes_communicate and squares * ranks != count**2
+            uneven = self._sync.passes_communicate and squares * ranks != count**2
             if (wrong := _wrong(total, bool(empty), uneven)) is not None:
                 self._has_agreed = True  # all ranks raise it
                 raise StepError(wrong)
@@ -210,9 +214,9 @@ class AccumulationWindow(Generic[M]):
             StepError: a rank has left the window, by its number.
         """
         self._has_agreed = True
-        if not self._subject.tells_of_exceptions:
+        if not self._sync.tells_of_exceptions:
             return
-        sums = self._subject.sums
+        sums = self._sync.sums
         left = int(sums.largest(torch.tensor([sums.rank + 1.0 if has_left else 0.0], dtype=torch.float64)))
         if left:
             raise StepError(
@@ -223,7 +227,7 @@ class AccumulationWindow(Generic[M]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._subject.release()
+        self._sync.release()
         if error is None:
             try:
                 self._require_whole()
@@ -244,10 +248,10 @@ class AccumulationWindow(Generic[M]):
 
     def _leave(self, error: BaseException) -> None:
         """Drop what has added up, and tell the others, which come as far as the exchange and wait there."""
-        self._subject.forget()
+        self._sync.forget()
         if not isinstance(error, Exception) or isinstance(error, CommunicationError) or self._has_agreed:
             return
-        if not self._subject.tells_of_exceptions:
+        if not self._sync.tells_of_exceptions:
             return
         with contextlib.suppress(StepError, CommunicationError):  # what this rank raises is its own error
             self._wait_for_total()
@@ -264,11 +268,18 @@ def _counted(tokens: Tokens[M], micro_batches: Sequence[M]) -> list[float]:
     given = list(map(tokens, micro_batches)) if callable(tokens) else list(tokens)
     if len(given) != len(micro_batches):
         raise StepError(f"tokens= has {len(given)} numbers for {len(micro_batches)} micro-batches: give one for each")
-    counts = [float(count) for count in given]
-    for at, count in enumerate(counts):
-        if not 0.0 <= count < math.inf:
-            raise StepError(f"micro-batch {at} counts {count} tokens: give 0 or more")
-    return counts
+    return [_number(at, count) for at, count in enumerate(given)]
+
+
+def _number(at: int, count: Any) -> float:
+    """The tokens of a micro-batch."""
+    try:
+        number = float(count)
+    except (TypeError, ValueError, RuntimeError):  # the last one of a tensor of several elements
+        number = math.nan
+    if not 0.0 <= number < math.inf:
+        raise StepError(f"micro-batch {at} counts {count!r} tokens: give a number that is 0 or more")
+    return number
 
 
 def _wrong(total: float, empty: bool, uneven: bool) -> str | None:

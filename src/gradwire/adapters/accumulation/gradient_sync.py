@@ -1,4 +1,4 @@
-"""What gradients are accumulated of: how each kind of training leaves synchronisation out, and over which ranks."""
+"""How gradients are synchronised once in a window: what leaves it out in other passes, and over which ranks it goes."""
 
 from __future__ import annotations
 
@@ -12,15 +12,18 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from gradwire.adapters.accumulation.rank_sums import GroupSums, NestedSums, OwnNumbers, RankSums, SessionSums
-from gradwire.adapters.fsdp2.groups import forget_accumulated, reduced_over
+from gradwire.adapters.attached import session_of
+from gradwire.adapters.fsdp2.groups import divisor_of, forget_accumulated, reduced_over
 from gradwire.adapters.unwrapped import HookedSession
+from gradwire.asynchronous.unwaiting import UnwaitingOptimizer
 from gradwire.core.errors import AttachError
 from gradwire.session import Session
 from gradwire.session.names import is_fsdp2
+from gradwire.sync.optimizers import SharedOptimizer
 
 
-class Subject:
-    """Gradients that add up over micro-batches and are combined once.
+class GradientSync:
+    """Gradients that add up over micro-batches and are synchronised once.
 
     Args:
         model: whose gradients; None where nobody knows.
@@ -64,7 +67,7 @@ class Subject:
             parameter.grad = None
 
 
-class _HeldByContext(Subject, ABC):
+class _HeldByContext(GradientSync, ABC):
     """Passes are held by a context such as DDP's `no_sync()`."""
 
     def __init__(self, model: nn.Module | None, session: Session | None, sums: RankSums, divisor: float) -> None:
@@ -84,7 +87,7 @@ class _HeldByContext(Subject, ABC):
         self._held.close()
 
 
-class _DDPSubject(_HeldByContext):
+class _DDPSync(_HeldByContext):
     """A `DistributedDataParallel`, attached or not. Its first forward passes order buckets, others send buffers."""
 
     tells_of_exceptions = False
@@ -101,11 +104,11 @@ class _DDPSubject(_HeldByContext):
         return self._ddp.no_sync()
 
 
-class _HookedSubject(_HeldByContext):
+class _HookedSync(_HeldByContext):
     """A model that nobody wraps, fed by its backward pass."""
 
-    def __init__(self, session: HookedSession, model: nn.Module) -> None:
-        super().__init__(model, session, SessionSums(session), float(session.transport.world_size))
+    def __init__(self, session: HookedSession) -> None:
+        super().__init__(session.held_model(), session, SessionSums(session), float(session.transport.world_size))
         self._session = session
 
     @override
@@ -113,20 +116,23 @@ class _HookedSubject(_HeldByContext):
         return self._session.no_sync()
 
 
-class _ShardedSubject(Subject):
+class _ShardedSync(GradientSync):
     """A model of `fully_shard`.
 
     Args:
         model: its root.
-        session: of `attach`, if it was.
+        session: of `attach`, if it was: over its shards, or with `replicate=` over copies.
         keep_sharded: reduce-scatter inside a copy in every micro-batch, and sum between copies once.
+        averaged_by: the session that averages the parameters of copies, if tokens are to be summed over these as well.
     """
 
     passes_communicate = True
     tells_of_exceptions = False
 
-    def __init__(self, model: Any, session: Session | None, keep_sharded: bool) -> None:
-        axes, divisor = reduced_over(model)
+    def __init__(
+        self, model: Any, session: Session | None, keep_sharded: bool, averaged_by: Session | None = None
+    ) -> None:
+        axes = reduced_over(model)
         if keep_sharded and len(axes) < 2:
             raise AttachError(
                 "keep_sharded=True is for a model that fully_shard was given a mesh of two dimensions for (HSDP): on "
@@ -134,11 +140,16 @@ class _ShardedSubject(Subject):
             )
         device = next(model.parameters()).device
         sums: list[RankSums] = [GroupSums(axis, device) for axis in axes]
-        if session is not None and is_over(session, axes[0]):
+        copies = 1
+        if session is not None and _is_over(session, axes[0]):
             sums = [SessionSums(session)]
-        elif session is not None:  # of copies, between which a session averages
+        elif session is not None:
             sums.append(SessionSums(session))
-            divisor *= session.transport.world_size
+            copies = session.transport.world_size
+        divisor = divisor_of(model, copies)
+        if averaged_by is not None:
+            sums.append(SessionSums(averaged_by))
+            divisor *= averaged_by.transport.world_size
         super().__init__(model, session, NestedSums(sums), divisor)
         self._root, self._keeps = model, keep_sharded
 
@@ -159,51 +170,70 @@ class _ShardedSubject(Subject):
         forget_accumulated(self._root)
 
 
-class _GivenSubject(Subject):
+class _GivenSync(GradientSync):
     """Gradients that the training loop gives to a session by itself: once, after the block or in its last pass."""
 
     def __init__(self, session: Session) -> None:
-        super().__init__(session.model, session, SessionSums(session), float(session.transport.world_size))
+        super().__init__(session.held_model(), session, SessionSums(session), float(session.transport.world_size))
 
 
-class _LocalSubject(Subject):
+class _SteppedSync(_GivenSync):
+    """Gradients that ranks combine in the step of an optimizer that is compression."""
+
+    def __init__(self, optimizer: SharedOptimizer) -> None:
+        super().__init__(optimizer.session)
+        self._optimizer = optimizer
+
+    @override
+    def forget(self) -> None:
+        self._optimizer.zero_grad(set_to_none=True)
+
+
+class _LocalSync(GradientSync):
     """A model that each rank trains alone: its gradients are combined with nobody's, or its parameters are, later.
 
     Args:
         model: the model.
-        session: of what averages parameters, if tokens are to be summed over its ranks.
+        averaged_by: the session that averages parameters, if tokens are to be summed over its ranks.
     """
 
-    def __init__(self, model: nn.Module, session: Session | None) -> None:
-        ranks = 1 if session is None else session.transport.world_size
-        super().__init__(model, None, OwnNumbers() if session is None else SessionSums(session), float(ranks))
+    def __init__(self, model: nn.Module, averaged_by: Session | None) -> None:
+        ranks = 1 if averaged_by is None else averaged_by.transport.world_size
+        super().__init__(model, None, OwnNumbers() if averaged_by is None else SessionSums(averaged_by), float(ranks))
 
 
-def subject_of(trained: object, across_ranks: bool | None, keep_sharded: bool) -> Subject:
-    """Return what gradients are accumulated of, see `gradwire.accumulate`.
+def sync_of(trained: object, across_ranks: bool | None, keep_sharded: bool) -> GradientSync:
+    """Return how gradients are synchronised, see `gradwire.accumulate`.
 
     Raises:
         AttachError: what combines no gradients, or options that do not fit it.
     """
-    session = trained if isinstance(trained, Session) else None
-    model = session.model if session is not None else trained
+    trained = getattr(trained, "_orig_mod", trained)  # of torch.compile
+    local = _trained_alone(trained)
+    model = local or (trained.held_model() if isinstance(trained, Session) else trained)
+    session = trained if isinstance(trained, Session) else session_of(model) if isinstance(model, nn.Module) else None
+    if across_ranks is False and local is None:
+        raise AttachError(
+            "across_ranks=False is for models that are averaged (gradwire.wrap): where gradients are averaged, tokens "
+            "of all ranks count, so leave it out"
+        )
+    averaged_by = _averaging_session(trained) if local is not None and across_ranks else None
     if is_fsdp2(model):
-        _require_all_ranks(across_ranks)
-        return _ShardedSubject(model, session, keep_sharded)
+        return _ShardedSync(model, session, keep_sharded, averaged_by)
     if keep_sharded:
         raise AttachError("keep_sharded= is for models of fully_shard: leave it out")
-    if (averaged := _averaged(trained)) is not None:
-        return _LocalSubject(averaged, _session_of(trained) if across_ranks else None)
+    if local is not None:
+        return _LocalSync(local, averaged_by)
+    if isinstance(trained, SharedOptimizer):
+        return _SteppedSync(trained)
     if isinstance(model, DistributedDataParallel):
-        _require_all_ranks(across_ranks)
-        return _DDPSubject(model, session)
+        return _DDPSync(model, session)
+    if isinstance(session, HookedSession):
+        return _HookedSync(session)
     if session is not None:
-        _require_all_ranks(across_ranks)
-        if isinstance(session, HookedSession) and isinstance(model, nn.Module):
-            return _HookedSubject(session, model)
-        return _GivenSubject(session)
+        return _GivenSync(session)
     if isinstance(model, nn.Module) and not (dist.is_initialized() and dist.get_world_size() > 1):
-        return _LocalSubject(model, None)
+        return _LocalSync(model, None)
     raise AttachError(
         f"accumulate cannot see what combines the gradients of a {type(trained).__name__}: pass the "
         "DistributedDataParallel, the root of fully_shard, the session that attach or gradwire.Session has returned, "
@@ -211,23 +241,18 @@ def subject_of(trained: object, across_ranks: bool | None, keep_sharded: bool) -
     )
 
 
-def _require_all_ranks(across_ranks: bool | None) -> None:
-    if across_ranks is False:
-        raise AttachError(
-            "across_ranks=False is for models that are averaged (gradwire.wrap): where gradients are averaged, tokens "
-            "of all ranks count, so leave it out"
-        )
+def _trained_alone(trained: object) -> nn.Module | None:
+    """The model that each rank, or each sharded copy, steps alone: of an averager, or of a worker that waits for none.
 
-
-def _averaged(trained: object) -> nn.Module | None:
-    """The model that an optimizer of `gradwire.wrap` or an averager trains on each rank alone."""
+    Its optimizer is one of `gradwire.wrap`.
+    """
     averager = getattr(trained, "averaging", trained)
-    model = getattr(averager, "model", None) if hasattr(averager, "sync") else None
+    steps_alone = hasattr(averager, "sync") or isinstance(trained, UnwaitingOptimizer)
+    model = getattr(averager, "model", None) if steps_alone else None
     return model if isinstance(model, nn.Module) else None
 
 
-def _session_of(trained: Any) -> Session:
-    """The session of what averages models."""
+def _averaging_session(trained: Any) -> Session:
     session = getattr(trained, "session", None)
     if not isinstance(session, Session):
         raise AttachError(
@@ -236,6 +261,6 @@ def _session_of(trained: Any) -> Session:
     return session
 
 
-def is_over(session: Session, group: dist.ProcessGroup) -> bool:
+def _is_over(session: Session, group: dist.ProcessGroup) -> bool:
     """Whether a session is of the ranks of a group."""
     return dist.get_process_group_ranks(session.lane.group) == dist.get_process_group_ranks(group)
