@@ -158,6 +158,13 @@ def unwrapped(model: nn.Module) -> Generator[Way]:
 
 
 @contextlib.contextmanager
+def unwrapped_itself(model: nn.Module) -> Generator[Way]:
+    """The same, given itself and not by its session."""
+    with gradwire.attach(model, "none"):
+        yield model, model, sgd(model), {}
+
+
+@contextlib.contextmanager
 def reduced(model: nn.Module) -> Generator[Way]:
     """A session that the loop calls after each window."""
     with gradwire.Session(model, "none") as session:
@@ -181,6 +188,7 @@ WAYS: dict[str, Callable[[nn.Module], contextlib.AbstractContextManager[Way]]] =
     "weights_of_model": weighted_ddp,
     "scaled": scaled_ddp,
     "unwrapped": unwrapped,
+    "unwrapped_itself": unwrapped_itself,
     "reduced": reduced,
     "averaged": averaged,
 }
@@ -381,12 +389,14 @@ def own_tokens(rank: int, world_size: int) -> float:
         mean_loss(other, micro_batches(r, 0)).backward()
         sgd(other).step()
         stepped.append(nn.utils.parameters_to_vector(other.parameters()).detach())
-    model = net()
-    with LocalSGD(sgd(model), model, every=1) as optimizer:
-        run_all(optimizer, model, micro_batches(rank, 0))
-        optimizer.step()
-    found = nn.utils.parameters_to_vector(model.parameters()).detach()
-    return float((found - torch.stack(stepped).mean(0)).abs().max())
+    expected, found = torch.stack(stepped).mean(0), list[float]()
+    for given in ("optimizer", "averager"):
+        model = net()
+        with LocalSGD(sgd(model), model, every=1) as optimizer:
+            run_all(optimizer if given == "optimizer" else optimizer.averaging, model, micro_batches(rank, 0))
+            optimizer.step()
+        found.append(float((nn.utils.parameters_to_vector(model.parameters()).detach() - expected).abs().max()))
+    return max(found)
 
 
 def rules(rank: int, world_size: int) -> float:

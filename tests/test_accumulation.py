@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -10,18 +11,20 @@ import pytest
 import torch
 
 import gradwire
+from framework_runs import EXAMPLES, run_two
 from gradwire.core.errors import AttachError, StepError
 from gradwire.drivers.engine import Stats
 from gradwire.ranks.supervised import RankFailure, run_function
 from gradwire.session.repeated import RepeatedExchanges
 
 CASES = str(Path(__file__).with_name("accumulation_cases.py"))
+DEADLINE_S = 600
 ROUNDING = 1e-13
 """Parameters of about 1 in float64 after three steps, summed in other orders."""
 
 
 def run(case: str, ranks: int, **arguments: Any) -> list[Any]:
-    return run_function(f"{CASES}:{case}", ranks, arguments, 240)
+    return run_function(f"{CASES}:{case}", ranks, arguments, DEADLINE_S)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -128,6 +131,17 @@ def test_a_rank_that_has_gone_is_no_hang() -> None:
     assert run("dead", 2) == ["CommunicationError", "gone"]
 
 
+def test_the_example_learns_and_exchanges_once_a_step(tmp_path: Path) -> None:
+    said = run_two([str(EXAMPLES / "accumulate.py"), "--steps", "20"], tmp_path)
+    first, second = said.parameters
+    assert first == second
+    after_10, after_20 = (float(loss) for loss in re.findall(r"loss (\S+) a token", said.logs[0]))
+    assert after_20 < after_10 < math.log(64)  # which is that of words that are drawn
+    for log, (sent, dense) in zip(said.logs, said.bytes_sent, strict=True):
+        assert "in 20 steps" in log
+        assert dense / sent > 5
+
+
 # The warning ------------------------------------------------------------------------------------------------------
 
 
@@ -146,11 +160,22 @@ def test_a_loop_with_one_exchange_a_step_is_not_told(name: str, to_none: bool) -
     assert run("not_repeated", 2, name=name, to_none=to_none) == [0, 0]
 
 
-def test_gradients_that_are_cleared_without_a_step_are_not_accumulated() -> None:
+def test_gradients_that_are_made_anew_without_a_step_are_not_accumulated() -> None:
     parameter, repeated = torch.nn.Parameter(torch.ones(3)), RepeatedExchanges()
-    for _ in range(4):
+    for _ in range(6):
         parameter.grad = torch.ones(3)
         repeated.exchanged([parameter], Stats)
+
+
+def test_a_step_that_a_loss_scaler_skips_is_not_accumulated() -> None:
+    parameter, repeated = torch.nn.Parameter(torch.ones(3)), RepeatedExchanges()
+    optimizer = torch.optim.SGD([parameter], 0.1)
+    parameter.grad = torch.ones(3)
+    for step in range(8):
+        repeated.exchanged([parameter], Stats)
+        if step != 4:  # where the scaler has found no infinity
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
 
 
 # One process ------------------------------------------------------------------------------------------------------
@@ -213,6 +238,13 @@ def test_an_interrupt_asks_no_other_rank() -> None:
     with pytest.raises(KeyboardInterrupt):
         interrupted()
     assert model.weight.grad is None
+
+
+def test_a_closed_session_is_refused(one_rank: None) -> None:
+    session = gradwire.Session(torch.nn.Linear(2, 1), "none", deadline_s=5)
+    session.close()
+    with pytest.raises(StepError, match="this session is closed: make a new one"):
+        gradwire.accumulate(session, [], [])
 
 
 def test_what_cannot_be_accumulated_is_refused() -> None:

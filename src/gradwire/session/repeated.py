@@ -34,7 +34,8 @@ class RepeatedExchanges:
     """Counts the exchanges of one optimizer step by one parameter, and warns once where they are several.
 
     No optimizer is known here. A step has been made where the parameter has changed, and a gradient that was made anew
-    is not accumulated.
+    is not accumulated. Two steps in a row must have several exchanges: where a loss scaler skips a step and gradients
+    are zeroed in place, a single step seems to have two.
 
     Example:
         repeated = RepeatedExchanges()
@@ -43,7 +44,7 @@ class RepeatedExchanges:
 
     def __init__(self) -> None:
         self._seen: _Seen | None = None
-        self._count = 1  # exchanges since the optimizer's last step
+        self._count = self._count_before = 1  # exchanges since the optimizer's last step, and in the step before that
         self._has_warned = False
 
     def exchanged(self, parameters: Iterable[Tensor], stats: Callable[[], Stats]) -> None:
@@ -59,10 +60,10 @@ class RepeatedExchanges:
         if self._seen is not None and self._seen.accumulates(gradient, parameter):
             self._count += 1
             return
-        if self._count > 1:
+        if self._count > 1 and self._count_before > 1:
             self._has_warned = True
             warnings.warn(AccumulationWarning(warning_text(self._count, stats())), stacklevel=2)
-        self._count = 1
+        self._count_before, self._count = self._count, 1
         self._seen = _Seen(weakref.ref(gradient), parameter._version, _sample(parameter))
 
 

@@ -159,9 +159,8 @@ class Session(Figures):
         self._watch = None if check_every is None else watch(tensors, check_every, on_drift)
         group = lane.group if lane else group_of(group)
         self.reducer.require_ranks(group.size())
-        self.automatic = None
-        if asks is not None:
-            self.automatic = Automatic.of(asks, specs, grain_numel, bool(form.fed_by), group.size())
+        fed = bool(form.fed_by)
+        self.automatic = None if asks is None else Automatic.of(asks, specs, grain_numel, fed, group.size())
         self.lane = lane or Lane(group, self.device, deadline_s, what, records)
         self.transport = transport = self.lane.transport()
         described, members = described_ranks(group)
@@ -253,7 +252,7 @@ class Session(Figures):
                     session.change("topk:0.01")
                 ...
         """
-        self._require_open()
+        self.require_open()
         self.feed.occupy()
         try:
             if self.window.under_way:
@@ -371,7 +370,8 @@ class Session(Figures):
         """Whether `close` has not been called."""
         return not self._ending.has_come
 
-    def _require_open(self) -> None:
+    def require_open(self) -> None:
+        """Refuse what a closed session cannot do."""
         if not self.is_open:
             raise StepError("this session is closed: make a new one")
 

@@ -19,6 +19,8 @@ from gradwire.asynchronous.unwaiting import UnwaitingOptimizer
 from gradwire.core.errors import AttachError
 from gradwire.session import Session
 from gradwire.session.names import is_fsdp2
+from gradwire.sync.averager import Averager
+from gradwire.sync.local_sgd import AveragingOptimizer
 from gradwire.sync.optimizers import SharedOptimizer
 
 
@@ -207,11 +209,16 @@ def sync_of(trained: object, across_ranks: bool | None, keep_sharded: bool) -> G
 
     Raises:
         AttachError: what combines no gradients, or options that do not fit it.
+        StepError: a session that is closed.
     """
     trained = getattr(trained, "_orig_mod", trained)  # of torch.compile
     local = _trained_alone(trained)
-    model = local or (trained.held_model() if isinstance(trained, Session) else trained)
-    session = trained if isinstance(trained, Session) else session_of(model) if isinstance(model, nn.Module) else None
+    if isinstance(trained, Session):
+        trained.require_open()
+        session, model = trained, trained.held_model()
+    else:
+        model = trained if local is None else local
+        session = session_of(model) if isinstance(model, nn.Module) else None
     if across_ranks is False and local is None:
         raise AttachError(
             "across_ranks=False is for models that are averaged (gradwire.wrap): where gradients are averaged, tokens "
@@ -242,14 +249,10 @@ def sync_of(trained: object, across_ranks: bool | None, keep_sharded: bool) -> G
 
 
 def _trained_alone(trained: object) -> nn.Module | None:
-    """The model that each rank, or each sharded copy, steps alone: of an averager, or of a worker that waits for none.
-
-    Its optimizer is one of `gradwire.wrap`.
-    """
-    averager = getattr(trained, "averaging", trained)
-    steps_alone = hasattr(averager, "sync") or isinstance(trained, UnwaitingOptimizer)
-    model = getattr(averager, "model", None) if steps_alone else None
-    return model if isinstance(model, nn.Module) else None
+    """The model that each rank, or each sharded copy, steps alone: it is averaged later, or nobody waits for it."""
+    if isinstance(trained, AveragingOptimizer):
+        return trained.averaging.model
+    return trained.model if isinstance(trained, Averager | UnwaitingOptimizer) else None
 
 
 def _averaging_session(trained: Any) -> Session:

@@ -51,8 +51,8 @@ def accumulate(
         trained: a `DistributedDataParallel`; the root of a model of `fully_shard`; what `gradwire.attach` or
             `gradwire.Session` has returned; an optimizer of `gradwire.wrap`, or an averager of `gradwire.sync`. In a
             process that trains alone any model will do.
-        micro_batches: of this rank, in any form; all are fetched at once. Ranks may have different numbers of them, but
-            with FSDP2, which gathers parameters in every pass.
+        micro_batches: of this rank, in any form; all are fetched at once. Ranks may have different numbers of them,
+            except with FSDP2, which gathers parameters in every pass.
         tokens: returns the number of tokens of a micro-batch that its loss sums up: those that are not masked. Or these
             numbers in a sequence. Samples are counted alike.
         across_ranks: whether the tokens of all ranks count, or each rank divides by its own. None: of all where
@@ -65,6 +65,7 @@ def accumulate(
 
     Raises:
         AttachError: what combines no gradients, or options that do not fit it.
+        StepError: a session that is closed.
 
     Example:
         >>> model = torch.nn.Linear(3, 2)
@@ -90,7 +91,6 @@ class AccumulationWindow(Generic[M]):
 
     Attributes:
         micro_batches: of this rank.
-        is_last: whether the micro-batch at hand is the last one of this rank, whose backward pass exchanges gradients.
     """
 
     def __init__(self, sync: GradientSync, micro_batches: list[M], tokens: Tokens[M]) -> None:
@@ -135,7 +135,7 @@ class AccumulationWindow(Generic[M]):
 
     @property
     def is_last(self) -> bool:
-        """Whether the micro-batch at hand is the last one of this rank."""
+        """Whether the micro-batch at hand is the last one of this rank, whose backward pass exchanges gradients."""
         return self._at == len(self.micro_batches) - 1
 
     @property
