@@ -27,17 +27,20 @@ def run(case: str, ranks: int, **arguments: Any) -> list[Any]:
     return run_function(f"{CASES}:{case}", ranks, arguments, DEADLINE_S)
 
 
+@pytest.mark.draw(1)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_windows_equal_the_big_batch_of_all_ranks(ranks: int) -> None:
     for found in run("equal_to_big_batch", ranks):
         assert {name: off for name, off in found.items() if not off < ROUNDING} == {}
 
 
+@pytest.mark.draw(1)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_gradients_that_a_loop_delivers_equal_the_big_batch(ranks: int) -> None:
     assert max(run("delivered", ranks)) < ROUNDING
 
 
+@pytest.mark.draw(1)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_sharded_models_equal_the_big_batch(ranks: int) -> None:
     for found in run("sharded", ranks):
@@ -52,6 +55,7 @@ def test_models_that_are_averaged_step_by_the_mean_of_their_own_tokens() -> None
     assert max(run("own_tokens", 2)) < ROUNDING
 
 
+@pytest.mark.draw(1)
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("case", ["sent", "sent_by_shards"])
 def test_a_window_of_8_micro_batches_sends_an_eighth(case: str, ranks: int) -> None:
@@ -145,6 +149,7 @@ def test_the_example_learns_and_exchanges_once_a_step(tmp_path: Path) -> None:
 # The warning ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.draw(2)
 @pytest.mark.parametrize("name", ["attached", "unwrapped", "reduced", "fsdp2"])
 def test_a_loop_that_exchanges_every_micro_batch_is_told_once_what_it_sends(name: str) -> None:
     for told in run("repeated", 2, name=name):
@@ -154,6 +159,7 @@ def test_a_loop_that_exchanges_every_micro_batch_is_told_once_what_it_sends(name
         assert sent == pytest.approx(4 * once, rel=0.01)
 
 
+@pytest.mark.draw(2)
 @pytest.mark.parametrize("name", ["attached", "unwrapped", "reduced"])
 @pytest.mark.parametrize("to_none", [True, False])
 def test_a_loop_with_one_exchange_a_step_is_not_told(name: str, to_none: bool) -> None:

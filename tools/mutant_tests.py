@@ -96,7 +96,7 @@ FILES: dict[str, tuple[Stage, ...]] = {
     ),
     "adapters/accumulation/gradient_sync.py": ((ACCUMULATION,),),
     "adapters/accumulation/rank_sums.py": ((ACCUMULATION,),),
-    "adapters/accumulation/__init__.py": ((ACCUMULATION, "-k", "refused"),),
+    "adapters/attached.py": ((ACCUMULATION, "-k", "big_batch_of_all"),),
     "session/repeated.py": (
         ("src/gradwire/session/repeated.py", ACCUMULATION, "-k", "anew or skips"),
         (ACCUMULATION, "-k", "told"),
