@@ -95,6 +95,7 @@ def test_imports_only_go_down(path: Path) -> None:
 COLLECTIVES = ("all_", "barrier", "broadcast", "gather", "irecv", "isend", "recv", "reduce", "scatter", "send")
 """How their names begin."""
 CALL_PYTORCH = {
+    "adapters/accumulation/rank_sums.py": "counts tokens of models that may have no session",
     "bench/collectives.py": "times PyTorch's own calls",
     "compare/apart.py": "ranks of a comparison, whose supervisor names the one that failed",
     "compare/trainer.py": "the same",

@@ -41,6 +41,7 @@ LAYERS: Stage = ("tests/test_layers.py",)
 FSDP2: Stage = ("tests/test_fsdp2.py",)
 RUN_FSDP2: Stage = ("tests/test_run_fsdp2.py",)
 SHARDS: Stage = ("tests/test_sync_shards.py",)
+ACCUMULATION = "tests/test_accumulation.py"
 OVERLAP: Stage = ("tests/test_overlap.py",)
 PARTS: Stage = ("tests/test_parts.py",)
 FLOWER: Stage = ("tests/test_flower.py",)
@@ -89,6 +90,17 @@ FILES: dict[str, tuple[Stage, ...]] = {
     "session/offers.py": (("src/gradwire/session/offers.py",), CHECKPOINT),
     "session/saved_runs.py": (CHECKPOINT,),
     "adapters/attach.py": ((*FSDP2, "-k", "gathers_no"), ATTACHED),
+    "adapters/accumulation/window.py": (
+        ("src/gradwire/adapters/accumulation/window.py", ACCUMULATION, "-k", "window_is or without_its or interrupt"),
+        (ACCUMULATION,),
+    ),
+    "adapters/accumulation/gradient_sync.py": ((ACCUMULATION,),),
+    "adapters/accumulation/rank_sums.py": ((ACCUMULATION,),),
+    "adapters/attached.py": ((ACCUMULATION, "-k", "big_batch_of_all"),),
+    "session/repeated.py": (
+        ("src/gradwire/session/repeated.py", ACCUMULATION, "-k", "anew or skips"),
+        (ACCUMULATION, "-k", "told"),
+    ),
     "adapters/wrap.py": (("src/gradwire/adapters/wrap.py",), ("tests/test_spec.py", "-k", "wrap")),
     "adapters/fsdp2/attach.py": ((*FSDP2, "-k", "told_why or twice"), (*FSDP2, "-k", "copies"), FSDP2),
     "adapters/fsdp2/comm.py": (FSDP2,),

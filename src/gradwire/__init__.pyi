@@ -1,10 +1,12 @@
 from . import asynchronous, federated, overlap, recipes, sync
+from .adapters.accumulation.window import accumulate
 from .adapters.attach import attach
 from .adapters.drift import watch_drift
 from .adapters.wrap import wrap
 from .catalogue import catalogue
 from .codecs.error_memory import ErrorMemory, compress
 from .core.errors import (
+    AccumulationWarning,
     AttachError,
     CommunicationError,
     CompositionError,
@@ -35,6 +37,7 @@ from .spec import parse
 __version__: str
 
 __all__ = [
+    "AccumulationWarning",
     "AttachError",
     "CommunicationError",
     "CompositionError",
@@ -56,6 +59,7 @@ __all__ = [
     "StateError",
     "Stats",
     "StepError",
+    "accumulate",
     "asynchronous",
     "attach",
     "catalogue",

@@ -5,7 +5,6 @@ their order and their state belong to a `Session`. On a CPU one communication th
 on a GPU the hook drives it inline on a side stream.
 """
 
-import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch.distributed import GradBucket  # pyright: ignore[reportPrivateImportU
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from gradwire.adapters.attached import bind
 from gradwire.adapters.buckets import caps_by, caps_of, deliver_in_pieces
 from gradwire.adapters.communication import BucketPort, BucketStep, queue_callback
 from gradwire.adapters.models import check, planned, trained
@@ -54,7 +54,7 @@ def attach_ddp(ddp: nn.Module, reducer: Reducer | str, optimizer: Optimizer | No
         port = _Port(session, names, ddp, optimizer)
         nbytes = session.engine.dense_bytes
         deliver_in_pieces(ddp, caps_by(ddp, session.overlap, nbytes))
-        held = weakref.ref(ddp)  # which holds the hook, and so the session
+        held = bind(session, ddp)  # weak, since the model holds the hook, and so the session
 
         def deliver_by(overlap: OverlapSettings) -> None:
             if (model := held()) is not None:
@@ -135,6 +135,7 @@ class _Port(BucketPort):
     def after_backward(self, step: BucketStep) -> None:
         """Before DDP writes gradients: look again once it has, where it may keep some of them back."""
         self._session.warn_of_non_finite()
+        self._session.repeated.exchanged(self._names, self._session.stats)
         if self._session.skipped:
             queue_callback(self._drop_gradients)
         elif self._finds_unused:

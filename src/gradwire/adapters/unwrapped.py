@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.hooks import RemovableHandle
 
+from gradwire.adapters.attached import bind
 from gradwire.adapters.communication import queue_callback, watch_pass
 from gradwire.adapters.models import check_unwrapped
 from gradwire.adapters.overlapped_optimizer import OverlappedOptimizer, require_plain_steps
@@ -98,6 +99,7 @@ class HookedSession(Session):
 
     def feed_by(self, model: nn.Module, optimizer: Optimizer | None = None) -> None:
         """Take gradients from the backward pass of a model."""
+        bind(self, model)
         self._port = _Port(self, model, optimizer, self._step_ended)
 
     @contextlib.contextmanager
@@ -223,6 +225,7 @@ class _Port:
                 self._deliver_rest(step)
         finally:
             self._step, self._came = None, {}
+        self._session.repeated.exchanged(self._names, self._session.stats)
         if self._session.skipped:
             for parameter in self._names:
                 parameter.grad = None

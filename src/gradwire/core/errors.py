@@ -82,6 +82,10 @@ class NonFiniteWarning(UserWarning):
     """Gradients that are not finite, where no loss scaler is known that would skip such steps."""
 
 
+class AccumulationWarning(UserWarning):
+    """Gradients that are exchanged in every micro-batch, where once before the optimizer's step would do."""
+
+
 class DriftError(GradwireError, RuntimeError):
     """Parameters that are not the same on all ranks, where that is to stop the training."""
 

@@ -83,7 +83,7 @@ class Figures:
     method: str
     reducer: Reducer
     feed: Feed
-    _device: torch.device
+    device: torch.device
     _links: LinkProfiler
     _link_times: ReductionTimes | None
     _board: StepBoard | None
@@ -188,7 +188,7 @@ class Figures:
         nbytes, caps = self.engine.dense_bytes, self.window.caps or DDP_CAPS
         ask = functools.partial(self._links.reduction_times, nbytes, caps, again=again)
         self._link_times = self.lane.call(ask, " in measure_link")
-        if self._board is None and self._link_times and self._device.type == "cpu":
+        if self._board is None and self._link_times and self.device.type == "cpu":
             group = self.lane.group
             self._board = StepBoard(self.lane.store, self.lane.name, group.rank(), group.size())
             self.feed.board = self._board

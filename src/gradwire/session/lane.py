@@ -266,6 +266,10 @@ class Lane:
         Raises:
             CommunicationError: as `call`.
         """
+        return self.start(job, where)()
+
+    def start(self, job: Callable[[], T], where: str) -> Callable[[], T]:
+        """Have a job done where programs run; what is returned waits for it, raises as `do`, and returns its result."""
         answers: list[T] = []
         done = threading.Event()
 
@@ -277,11 +281,15 @@ class Lane:
             done.set()
 
         self.executor.run(guarded)
-        failure = self.wait(done, where)
-        if (error := self.poison or failure) is not None:
-            raise error
-        self.executor.order()
-        return answers[0]
+
+        def finish() -> T:
+            failure = self.wait(done, where)
+            if (error := self.poison or failure) is not None:
+                raise error
+            self.executor.order()
+            return answers[0]
+
+        return finish
 
     def wait(self, ended: threading.Event, where: str) -> BaseException | None:
         """Wait in slices, so that an interrupt gets through, until the end or until communication has failed."""

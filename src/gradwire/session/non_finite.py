@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import time
+import warnings
 from typing import NamedTuple
 
 import torch
 from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 
-from gradwire.core.errors import AttachError
+from gradwire.core.errors import AttachError, NonFiniteWarning
 from gradwire.drivers.engine import Engine
+from gradwire.drivers.window import Window
 from gradwire.flight.record import NotFinite
 from gradwire.flight.recorder import recorder
 
@@ -99,6 +101,45 @@ class Culprits:
             return None
         recorder().not_finite = recorder().not_finite or found
         return found
+
+
+class NonFiniteWatch:
+    """Says once that a gradient was not finite, where no loss scaler is known that would skip such steps.
+
+    Args:
+        culprits: where ranks tell each other whose gradient it was.
+        scaler: the loss scaler of the training loop, if it has one.
+        on_non_finite: what becomes of such a step.
+        device: where gradients lie.
+
+    Attributes:
+        is_expected: set it where a loss scaler is at work that scales nothing of what is combined here: then no
+            `NonFiniteWarning` is given.
+    """
+
+    def __init__(
+        self, culprits: Culprits, scaler: torch.amp.GradScaler | None, on_non_finite: str, device: torch.device
+    ) -> None:
+        self.is_expected = False
+        self._culprits, self._scaler, self._on_non_finite = culprits, scaler, on_non_finite
+        self._norm_is_known = device.type == "cpu"  # a GPU would be waited for
+        self._has_warned = False
+
+    def look(self, engine: Engine, window: Window, skipped: bool) -> None:
+        """Look at the step that has just ended.
+
+        Args:
+            engine: that ran it.
+            window: in which its gradients' norm is.
+            skipped: whether the optimizer is to skip it.
+        """
+        scaled = self._scaler is not None and self._scaler.is_enabled()
+        if scaled or self.is_expected or self._has_warned:
+            return
+        if engine.not_finite or skipped or engine.found_bad() or (self._norm_is_known and window.found_bad()):
+            self._has_warned = True
+            text = warning_text(self._culprits.told(engine), self._on_non_finite)
+            warnings.warn(NonFiniteWarning(text), stacklevel=3)
 
 
 def warning_text(first: NotFinite | None, on_non_finite: str) -> str:

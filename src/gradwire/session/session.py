@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from gradwire.choosing.automatic import accuracy_of
 from gradwire.core import saved
-from gradwire.core.errors import NonFiniteWarning, StepError
+from gradwire.core.errors import StepError
 from gradwire.core.grain import ParameterSpec
 from gradwire.core.roles import roles_of
 from gradwire.core.save_folder import SavedRun
@@ -31,9 +32,10 @@ from gradwire.session.form import WHOLE, Form
 from gradwire.session.lane import Lane, group_of
 from gradwire.session.making import WEIGHED, Maker
 from gradwire.session.names import TrainedParameters, gradients_of, named, require_all_served, require_whole
-from gradwire.session.non_finite import Culprits, require_reaction, warning_text
+from gradwire.session.non_finite import Culprits, NonFiniteWatch, require_reaction
 from gradwire.session.overlap_settings import OverlapSettings, settings_of
 from gradwire.session.own_file import require_own_file
+from gradwire.session.repeated import RepeatedExchanges
 from gradwire.session.states import packed, take_up, unpacked
 from gradwire.session.step import SessionStep
 from gradwire.session.watching import watch
@@ -86,10 +88,12 @@ class Session(Figures):
 
     Attributes:
         overlap: the settings of when gradients travel, in force.
+        device: where the tensors lie.
+        held_model: returns the model whose gradients are combined, where one is known and somebody still has it.
+        repeated: warns of a loop that exchanges gradients in every micro-batch.
         begun_with: the method before any `change`, and what else the form says.
         saved_as: the run that its saves are of; None before `gradwire.save` and `gradwire.load`.
-        expects_non_finite: set it where a loss scaler is at work that scales nothing of what is combined here: then no
-            `NonFiniteWarning` is given.
+        non_finite: warns of gradients that are not finite.
 
     Raises:
         AttachError: ranks that disagree, tensors that cannot be served, or no process group.
@@ -105,8 +109,6 @@ class Session(Figures):
             optimizer.step()
         session.close()
     """
-
-    saved_as: SavedRun | None
 
     @torch.inference_mode(False)  # else no step outside of it could write to what is made here
     def __init__(
@@ -138,31 +140,32 @@ class Session(Figures):
         method = method if asks is None else "none"
         self.reducer, self.uncounted = form.method(method), form.uncounted
         self.method = str(method)
-        self.saved_as = None
-        self._scaler, self._form, self._fed_by = scaler, form, form.fed_by
+        self.saved_as: SavedRun | None = None
+        self._form, self._fed_by = form, form.fed_by
         require_whole(tensors, what)
-        roles = roles_of(tensors) if isinstance(tensors, nn.Module) else {}
+        self.held_model: Callable[[], nn.Module | None] = lambda: None
+        roles: Mapping[Tensor, str] = {}
+        if isinstance(tensors, nn.Module):
+            self.held_model, roles = weakref.ref(tensors), roles_of(tensors)
+        self.repeated = RepeatedExchanges()
         specs = [
             ParameterSpec(name, tuple(t.shape), t.dtype, t.device, roles.get(t) or form.roles.get(name, ""))
             for name, t in named(tensors).items()
         ]
         self._trained = TrainedParameters(what, {spec.name: None for spec in specs})
-        self._device = specs[0].device if specs else torch.device("cpu")
+        self.device = specs[0].device if specs else torch.device("cpu")
         require_all_served(specs, checksum)
-        host = host_memory(residuals, self._device)
+        host = host_memory(residuals, self.device)
         self._watch = None if check_every is None else watch(tensors, check_every, on_drift)
-        self._warned_of_non_finite = False
-        self.expects_non_finite = False
         group = lane.group if lane else group_of(group)
         self.reducer.require_ranks(group.size())
-        self.automatic = None
-        if asks is not None:
-            self.automatic = Automatic.of(asks, specs, grain_numel, bool(form.fed_by), group.size())
-        self.lane = lane or Lane(group, self._device, deadline_s, what, records)
+        fed = bool(form.fed_by)
+        self.automatic = None if asks is None else Automatic.of(asks, specs, grain_numel, fed, group.size())
+        self.lane = lane or Lane(group, self.device, deadline_s, what, records)
         self.transport = transport = self.lane.transport()
         described, members = described_ranks(group)
         self._links = LinkProfiler(
-            transport, self._device, links_file(group), described, backend=group.name(), members=members
+            transport, self.device, links_file(group), described, backend=group.name(), members=members
         )
         self._link_times, self._board = None, None
         self._ending = Ending(self, self.lane, transport, shares_lane=lane is not None)
@@ -189,7 +192,8 @@ class Session(Figures):
                 self._time_link()
             for note in self._links.notes:
                 warnings.warn(note, stacklevel=3)
-            self._culprits = Culprits(self.lane.store, f"{self.lane.name}/{specs[0].name}", group.rank())
+            culprits = Culprits(self.lane.store, f"{self.lane.name}/{specs[0].name}", group.rank())
+            self.non_finite = NonFiniteWatch(culprits, scaler, on_non_finite, self.device)
         except BaseException:
             self.close(at_once=True)
             raise
@@ -248,7 +252,7 @@ class Session(Figures):
                     session.change("topk:0.01")
                 ...
         """
-        self._require_open()
+        self.require_open()
         self.feed.occupy()
         try:
             if self.window.under_way:
@@ -295,13 +299,15 @@ class Session(Figures):
                 has begun: the other ranks wait until this one calls it with the right tensors.
             CommunicationError: a rank failed or fell silent, by its number.
         """
-        given = gradients_of(self._trained.all_of(tensors)) if isinstance(tensors, nn.Module) else dict(tensors)
+        trained = self._trained.all_of(tensors) if isinstance(tensors, nn.Module) else {}
+        given = gradients_of(trained) if isinstance(tensors, nn.Module) else dict(tensors)
         step = self.step()
         step.require_fit(given)
         with step:
             step.deliver_all(given)
-        if self.skipped and isinstance(tensors, nn.Module):
-            for parameter in self._trained.all_of(tensors).values():
+        self.repeated.exchanged(trained.values(), self.stats)
+        if self.skipped:
+            for parameter in trained.values():
                 parameter.grad = None
 
     def step(self) -> SessionStep:
@@ -364,7 +370,8 @@ class Session(Figures):
         """Whether `close` has not been called."""
         return not self._ending.has_come
 
-    def _require_open(self) -> None:
+    def require_open(self) -> None:
+        """Refuse what a closed session cannot do."""
         if not self.is_open:
             raise StepError("this session is closed: make a new one")
 
@@ -388,14 +395,7 @@ class Session(Figures):
 
     def warn_of_non_finite(self) -> None:
         """Say once that a gradient was not finite, where no loss scaler is known that would skip such steps."""
-        scaled = self._scaler is not None and self._scaler.is_enabled()
-        if scaled or self.expects_non_finite or self._warned_of_non_finite:
-            return
-        engine, norm_is_known = self.engine, self._device.type == "cpu"  # a GPU would be waited for
-        if engine.not_finite or self.skipped or engine.found_bad() or (norm_is_known and self.window.found_bad()):
-            self._warned_of_non_finite = True
-            first = self._culprits.told(engine)
-            warnings.warn(NonFiniteWarning(warning_text(first, self.on_non_finite)), stacklevel=2)
+        self.non_finite.look(self.engine, self.window, self.skipped)
 
     # State -------------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from torch import nn
 
@@ -13,6 +13,7 @@ from gradwire.drivers.engine import Stats
 from gradwire.session.report import Report
 
 
+@runtime_checkable
 class Averager(Protocol):
     """What `AveragingOptimizer` asks for. All ranks call `step` and `sync` equally often, at the same places.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch.distributed as dist
 from torch import nn
 
+from gradwire.adapters.attached import bind
 from gradwire.adapters.fsdp2.form import ReplicaForm, ShardedForm, tensors_of
 from gradwire.adapters.fsdp2.gather import GatherPort, parameter_codec
 from gradwire.adapters.fsdp2.groups import Group, groups_of
@@ -93,7 +93,7 @@ def attach_fsdp2(
             lane = None if replicate is None else Lane(shards, groups[0].device, session.lane.deadline_s, WHAT)
             ports.append(GatherPort(session, groups, codec, lane))
         session.feed_by(ports, groups[0].mesh if replicate is None else None)
-        held = weakref.ref(model)
+        held = bind(session, model)
         session.when_adopted = lambda overlap: set_prefetch(held(), overlap.prefetch)
         if session.overlap.prefetch is not None:
             set_prefetch(model, session.overlap.prefetch)

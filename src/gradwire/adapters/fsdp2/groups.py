@@ -7,6 +7,7 @@ reads which collective a group has, and does without where it finds none.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -139,7 +140,7 @@ def root_state(model: nn.Module) -> Any:
 
 def held_groups(model: nn.Module) -> set[int]:
     """What identifies the parameter groups that a model has now."""
-    return {id(held) for state, _ in _states(model) for held in state._fsdp_param_groups}
+    return {id(held) for held in _held(model)}
 
 
 def _states(model: nn.Module) -> Iterator[tuple[Any, nn.Module]]:
@@ -149,6 +150,60 @@ def _states(model: nn.Module) -> Iterator[tuple[Any, nn.Module]]:
         if is_fsdp2(module) and id(state := root_state(module)) not in seen:
             seen.add(id(state))
             yield state, module
+
+
+def reduced_over(model: nn.Module) -> list[dist.ProcessGroup]:
+    """Return along which axes FSDP2 sums gradients: the shards of a copy, and with HSDP the copies of a shard.
+
+    Where parts of a model are sharded over different ranks, the axes are those with the most ranks.
+    """
+    return max((_axes(held.mesh_info) for held in _held(model)), key=lambda axes: math.prod(a.size() for a in axes))
+
+
+def divisor_of(model: nn.Module, copies: int = 1) -> float:
+    """Return what the sum of the gradients of all ranks is divided by.
+
+    Args:
+        model: the root.
+        copies: between which somebody else averages what FSDP2 has reduced.
+
+    Raises:
+        AttachError: parts of the model are divided by different numbers, so that no one factor scales a loss.
+    """
+    divisors = {_divisor(held, copies) for held in _held(model)}
+    if len(divisors) > 1:
+        numbers = ", ".join(f"{divisor:g}" for divisor in sorted(divisors))
+        raise AttachError(
+            f"parts of this model divide their gradients by different numbers ({numbers}), so no one "
+            "factor scales the loss: call set_gradient_divide_factor with one number on all parts"
+        )
+    return divisors.pop()
+
+
+def _held(model: nn.Module) -> Iterator[Any]:
+    """FSDP2's own objects for the groups."""
+    return (held for state, _ in _states(model) for held in state._fsdp_param_groups)
+
+
+def _axes(info: Any) -> list[dist.ProcessGroup]:
+    groups = (getattr(info, name, None) for name in ("shard_process_group", "replicate_process_group"))
+    return [group for group in groups if group is not None]
+
+
+def _divisor(held: Any, copies: int) -> float:
+    """What the gradients of a group are divided by: what it was told, or the number of ranks."""
+    told: float | None = held.gradient_divide_factor
+    return float(copies * math.prod(axis.size() for axis in _axes(held.mesh_info))) if told is None else float(told)
+
+
+def forget_accumulated(model: nn.Module) -> None:
+    """Drop gradients that passes have left without reducing them, or without summing them between copies."""
+    for held in _held(model):
+        held._partial_reduce_output = None
+        for parameter in held.fsdp_params:
+            parameter.unsharded_accumulated_grad = None
+            if (whole := getattr(parameter, "_unsharded_param", None)) is not None:
+                whole.grad = None
 
 
 def _group(state: Any, module: nn.Module, prefixes: dict[nn.Module, str]) -> Group | None:

@@ -183,6 +183,7 @@ class GradientPort(ABC):
         finally:
             self._leave()
         session.warn_of_non_finite()
+        session.repeated.exchanged((p.shard for group in self._groups for p in group.trained), session.stats)
         if session.skipped:
             for group in self._groups:
                 for parameter in group.trained:

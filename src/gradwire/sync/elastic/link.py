@@ -95,7 +95,7 @@ class WorkerLink:
         ]
         first, *others = self._sessions
         for session in self._sessions:
-            session.expects_non_finite = True  # the end of the window names the parameter, and refuses it
+            session.non_finite.is_expected = True  # the end of the window names the parameter, and refuses it
         first.uncounted = "what newcomers are handed"
         self._pace = first.pace = WindowPace.of("window", shared.parts[0].copy.parameters)
         self._pace.others = others

@@ -209,7 +209,7 @@ class SharedOptimizer(ReportOfSession, ScaledOptimizer):
 
     def exchanged(self, session: Session, messages: Mapping[str, Tensor]) -> bool:
         """Replace messages by what all ranks received; return whether it is finite, alike on all of them."""
-        session.expects_non_finite = self.has_scaler
+        session.non_finite.is_expected = self.has_scaler
         session.reduce_(messages)
         return bool(torch.stack([kernels.all_finite(message) for message in messages.values()]).all())
 

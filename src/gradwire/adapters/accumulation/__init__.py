@@ -1,0 +1,1 @@
+"""Gradient accumulation: micro-batches whose gradients add up and are exchanged once."""
