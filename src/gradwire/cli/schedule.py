@@ -14,7 +14,7 @@ from gradwire.cli.commands import Commands, add
 from gradwire.core.errors import SpecError
 
 if TYPE_CHECKING:
-    from gradwire.parallel.pipelines import PassTimes, ScheduleShape, WorkTimeline
+    from gradwire.parallel.pipelines import ScheduleShape, WorkTimeline
 
 OK = 0
 
@@ -70,9 +70,8 @@ def run_schedule(arguments: argparse.Namespace, console: Console) -> int:
             raise SpecError("--page draws one schedule: name it by --schedule")
         shapes, refused = _all(arguments)
     else:
-        shapes, refused = [
-            ScheduleShape(arguments.schedule, arguments.ranks, arguments.micro_batches, arguments.parts)
-        ], []
+        shape = ScheduleShape(arguments.schedule, arguments.ranks, arguments.micro_batches, arguments.parts)
+        shapes, refused = [shape], []
     found = [(shape, computed_timeline(shape.order, times)) for shape in shapes]
     if arguments.json:
         print(json.dumps([_as_dict(shape, timeline) for shape, timeline in found], indent=1))

@@ -9,7 +9,7 @@ from gradwire.parallel.pipelines.timeline import PassTimes, WorkTimeline, comput
 from gradwire.planning.hardware import Hardware
 from gradwire.planning.layout import ParallelLayout
 from gradwire.planning.rates import Efficiencies
-from gradwire.planning.step_time import StageTimes, StepTime, stage_times, step_time
+from gradwire.planning.step_time import StageTimes, stage_times, step_time
 from gradwire.planning.transformer import Transformer
 
 AFTERWARDS = ("data", "coding", "optimizer", "stragglers")

@@ -15,7 +15,7 @@ from gradwire.planning.step_time import StageTimes, stage_times
 from gradwire.planning.timeline import StepTimeline, step_timeline
 from gradwire.report import text
 from gradwire.report.bars import Bar, bar_svg
-from gradwire.report.rows import PASSES, Block, blocks_svg, drawn_rows, pass_blocks, shown_kinds
+from gradwire.report.rows import PASSES, DrawnBlock, blocks_svg, drawn_rows, pass_blocks, shown_kinds
 from gradwire.report.svg import WIDTHS
 from gradwire.report.template import rendered
 
@@ -113,7 +113,8 @@ def _layout(name: str, one: PlannedLayout, found: ScalingPlan, reached: Efficien
     timeline = step_timeline(found.model, one.layout, found.hardware, reached)
     rows = _stages(one.layout, timeline)
     passes = tuple(blocks_svg(name, rows, "milliseconds", _spoken, width=width) for width in WIDTHS)
-    bars, title = _micro_batch(stage_times(found.model, one.layout, found.hardware, reached)), f"One micro-batch: {name}"
+    bars = _micro_batch(stage_times(found.model, one.layout, found.hardware, reached))
+    title = f"One micro-batch in a stage: {name}"
     parts = tuple(bar_svg(title, bars, None, width=width, each="a micro-batch") for width in WIDTHS)
     return {
         "name": name,
@@ -122,13 +123,14 @@ def _layout(name: str, one: PlannedLayout, found: ScalingPlan, reached: Efficien
         "shown": "" if len(rows) == one.layout.pp else f"Drawn are {len(rows)} of {one.layout.pp} stages.",
         "total": spoken_seconds(timeline.total_s),
         "formula": spoken_seconds(one.time.total),
+        "order": "1F1B" if one.layout.interleave == 1 else "interleaved 1F1B",
         "micro_batches": text.counted(one.layout.micro_batches, "micro-batch"),
         "bars": parts,
         "parts": shown_kinds(PARTS, parts),
     }
 
 
-def _stages(layout: ParallelLayout, timeline: StepTimeline) -> dict[str, list[Block]]:
+def _stages(layout: ParallelLayout, timeline: StepTimeline) -> dict[str, list[DrawnBlock]]:
     """The passes of each stage that is drawn, and what follows them; the bubble is where there is none."""
 
     def place(work: StageWork) -> str:
@@ -144,10 +146,10 @@ def _stages(layout: ParallelLayout, timeline: StepTimeline) -> dict[str, list[Bl
     }
 
 
-def _afterwards(timeline: StepTimeline) -> list[Block]:
+def _afterwards(timeline: StepTimeline) -> list[DrawnBlock]:
     ends = accumulate(timeline.after.values(), initial=timeline.passes.length)
     return [
-        Block(part, 1e3 * began_s, 1e3 * ended_s, PARTS[part])
+        DrawnBlock(part, 1e3 * began_s, 1e3 * ended_s, PARTS[part])
         for part, (began_s, ended_s) in zip(timeline.after, pairwise(ends), strict=True)
         if ended_s > began_s
     ]

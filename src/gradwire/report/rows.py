@@ -29,7 +29,7 @@ KINDS = {"F": "forward", "B": "backward", "I": "inputs", "W": "weights"}
 _WORDS = {"F": "forward pass", "B": "backward pass", "I": "gradients of inputs", "W": "gradients of weights"}
 
 
-class Block(NamedTuple):
+class DrawnBlock(NamedTuple):
     """What a row is busy with for a while.
 
     Attributes:
@@ -80,7 +80,7 @@ def rows_svg(
 
 
 def blocks_svg(
-    title: str, rows: Mapping[str, Sequence[Block]], what: str, spoken: Callable[[float], str], *, width: int
+    title: str, rows: Mapping[str, Sequence[DrawnBlock]], what: str, spoken: Callable[[float], str], *, width: int
 ) -> str:
     """Draw rows of blocks.
 
@@ -106,7 +106,7 @@ def pass_blocks(
     scale: float,
     place: Callable[[StageWork], str],
     short: Callable[[StageWork], str],
-) -> Iterator[Block]:
+) -> Iterator[DrawnBlock]:
     """The passes of a rank as blocks.
 
     Args:
@@ -119,7 +119,7 @@ def pass_blocks(
     for work, *times in timeline.ranks[rank]:
         began, ended = (scale * (at - timeline.began) for at in times)
         said = f"{_WORDS[work.kind]} of micro-batch {work.micro_batch}{place(work)}"
-        yield Block(KINDS[work.kind], began, ended, said, short(work))
+        yield DrawnBlock(KINDS[work.kind], began, ended, said, short(work))
 
 
 def shown_kinds(names: Mapping[str, str], pictures: Iterable[str]) -> list[tuple[str, str]]:
@@ -139,9 +139,9 @@ def drawn_rows(count: int, most: int) -> Sequence[int]:
     return [round(place * (count - 1) / (most - 1)) for place in range(most)]
 
 
-def _runs(blocks: Iterable[Block], x: Scale) -> Iterator[list[Block]]:
+def _runs(blocks: Iterable[DrawnBlock], x: Scale) -> Iterator[list[DrawnBlock]]:
     """Blocks that are drawn together: narrow passes without a wait that could be seen between them."""
-    run: list[Block] = []
+    run: list[DrawnBlock] = []
     for block in blocks:
         narrow = block.kind in PASSES and x(block.ended) - x(block.began) < NARROWEST
         if run and not (narrow and x(block.began) - x(run[-1].ended) < NARROWEST / 6):
@@ -155,7 +155,9 @@ def _runs(blocks: Iterable[Block], x: Scale) -> Iterator[list[Block]]:
         yield run
 
 
-def _rect(name: str, run: Sequence[Block], spoken: Callable[[float], str], x: Scale, middle: float) -> Iterator[str]:
+def _rect(
+    name: str, run: Sequence[DrawnBlock], spoken: Callable[[float], str], x: Scale, middle: float
+) -> Iterator[str]:
     (first, last), kinds = (run[0], run[-1]), {block.kind for block in run}
     start, width = x(first.began), max(0.5, x(last.ended) - x(first.began))
     said = first.said if len(run) == 1 else f"{len(run)} passes"

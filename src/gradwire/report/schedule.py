@@ -9,7 +9,7 @@ from gradwire.core.version import VERSION
 from gradwire.parallel.pipelines import SCHEDULES, ScheduleShape, WorkTimeline
 from gradwire.parallel.pipelines.orders import StageWork
 from gradwire.report import text
-from gradwire.report.rows import PASSES, Block, blocks_svg, pass_blocks, shown_kinds
+from gradwire.report.rows import PASSES, DrawnBlock, blocks_svg, pass_blocks, shown_kinds
 from gradwire.report.svg import WIDTHS
 from gradwire.report.template import rendered
 
@@ -53,7 +53,7 @@ def render(shape: ScheduleShape, timeline: WorkTimeline) -> str:
     )
 
 
-def _blocks(shape: ScheduleShape, timeline: WorkTimeline, rank: int) -> list[Block]:
+def _blocks(shape: ScheduleShape, timeline: WorkTimeline, rank: int) -> list[DrawnBlock]:
     def short(work: StageWork) -> str:
         return f"{work.stage}.{work.micro_batch}" if shape.parts > 1 else f"{work.micro_batch}"
 
@@ -62,7 +62,8 @@ def _blocks(shape: ScheduleShape, timeline: WorkTimeline, rank: int) -> list[Blo
 
 def _rows(shape: ScheduleShape, timeline: WorkTimeline) -> list[tuple[str, list[str]]]:
     """The table of ranks."""
-    return [
-        ("", [f"{rank}", ", ".join(map(str, shape.stages_of(rank))), f"{busy:g}", f"{timeline.length - busy:g}", f"{kept}"])
-        for rank, (busy, kept) in enumerate(zip(timeline.busy, timeline.kept, strict=True))
-    ]
+    rows: list[tuple[str, list[str]]] = []
+    for rank, (busy, kept) in enumerate(zip(timeline.busy, timeline.kept, strict=True)):
+        stages = ", ".join(map(str, shape.stages_of(rank)))
+        rows.append(("", [f"{rank}", stages, f"{busy:g}", f"{timeline.length - busy:g}", f"{kept}"]))
+    return rows

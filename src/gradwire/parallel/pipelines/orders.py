@@ -25,8 +25,8 @@ def one_forward_one_backward(ranks: int, micro_batches: int, parts: int = 1) -> 
 
     Rank r has the stages r, r + p, ..., r + (v - 1) p. It begins with p - r - 1 forward passes, and with v > 1 with
     2 (p - r - 1) + (v - 1) g. Then each forward pass is followed by a backward pass, and the rest are backward passes.
-    Micro-batches go through a stage in groups of g, which is p where p divides m. It is what `torch.distributed.pipelining`
-    runs, without PyTorch.
+    Micro-batches go through a stage in groups of g, which is p where p divides m. This is the order in which
+    `torch.distributed.pipelining` runs them, and it is computed without PyTorch.
 
     Args:
         ranks: of the pipeline, p.
