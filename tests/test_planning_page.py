@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from gradwire.cli.main import main
+from gradwire.parallel.pipelines.orders import StageWork
 from gradwire.planning import ParallelLayout, Transformer, hardware, model, plan, step_time
-from gradwire.planning.timeline import AFTERWARDS, StepTimeline, Visit, step_timeline, visits_of_stage
+from gradwire.planning.timeline import AFTERWARDS, StepTimeline, step_timeline
 from gradwire.report.plan import PARTS, render
 
 A100, GPT3 = hardware("a100-80g"), model("gpt3-175b")
@@ -38,32 +39,23 @@ def test_a_step_that_is_drawn_takes_what_the_closed_form_says(layout: ParallelLa
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.says)
 def test_passes_follow_what_they_depend_on(layout: ParallelLayout) -> None:
-    drawn, last = of(layout), layout.pp * layout.interleave - 1
-    at = {
-        (visit.direction, visit.micro_batch, visit.part * layout.pp + stage): (began_s, ended_s)
-        for stage, passes in enumerate(drawn.stages)
-        for visit, began_s, ended_s in passes
-    }
+    drawn, last = of(layout).passes.ranks, layout.pp * layout.interleave - 1
+    at = {span.work: span for passes in drawn for span in passes}
     assert len(at) == 2 * layout.micro_batches * (last + 1)
-    for (direction, micro, place), (began_s, ended_s) in at.items():
+    for (kind, stage, micro_batch), began_s, ended_s in at.values():
         assert ended_s > began_s
-        if direction == "forward" and place:
-            assert began_s >= at["forward", micro, place - 1][1]
-        if direction == "backward":
-            before = ("forward", micro, place) if place == last else ("backward", micro, place + 1)
-            assert began_s >= at[before][1]
-    for passes in drawn.stages:
-        assert all(later.began_s >= sooner.ended_s for sooner, later in pairwise(passes))
+        if kind == "F" and stage:
+            assert began_s >= at[StageWork("F", stage - 1, micro_batch)].ended
+        if kind == "B":
+            before = StageWork("F", stage, micro_batch) if stage == last else StageWork("B", stage + 1, micro_batch)
+            assert began_s >= at[before].ended
+    for passes in drawn:
+        assert all(later.began >= sooner.ended for sooner, later in pairwise(passes))
 
 
 def test_a_stage_holds_as_many_micro_batches_as_the_memory_formula_counts() -> None:
     layout = ParallelLayout(tp=8, pp=4, batch=8)
-    held = most = 0
-    for visit in visits_of_stage(0, layout):
-        held += 1 if visit.direction == "forward" else -1
-        most = max(most, held)
-    assert (held, most) == (0, layout.in_flight)
-    assert visits_of_stage(3, layout)[:2] == [Visit("forward", 0, 0), Visit("backward", 0, 0)]
+    assert of(layout).passes.kept[0] == layout.in_flight
 
 
 def test_every_part_of_a_step_has_its_name_on_the_page() -> None:

@@ -186,7 +186,7 @@ def test_the_page_shows_each_rank_and_escapes_whatever_hosts_are_called() -> Non
     assert "&lt;script&gt;alert(1)" in page
     assert all(f"rank {rank}" in page for rank in range(12))
     assert "Shown are 8 of 12 ranks" in page
-    assert "A step takes 10,000 ms, and 25% of it waits for bytes" in page
+    assert "A step takes 10,000\xa0ms, and 25% of it waits for bytes" in page
 
 
 # Files ------------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from gradwire.cli.commands import Commands, add
 from gradwire.core.errors import SpecError
 
 if TYPE_CHECKING:
-    from gradwire.parallel.pipelines import PassTimes, ScheduleShape, WorkTimeline
+    from gradwire.parallel.pipelines import ScheduleShape, WorkTimeline
 
 OK = 0
 
@@ -68,10 +68,11 @@ def run_schedule(arguments: argparse.Namespace, console: Console) -> int:
     if arguments.schedule == "all":
         if arguments.page is not None:
             raise SpecError("--page draws one schedule: name it by --schedule")
-        found = _all(arguments, times)
+        shapes, refused = _all(arguments)
     else:
         shape = ScheduleShape(arguments.schedule, arguments.ranks, arguments.micro_batches, arguments.parts)
-        found = [(shape, computed_timeline(shape, times))]
+        shapes, refused = [shape], []
+    found = [(shape, computed_timeline(shape.order, times)) for shape in shapes]
     if arguments.json:
         print(json.dumps([_as_dict(shape, timeline) for shape, timeline in found], indent=1))
         return OK
@@ -79,6 +80,8 @@ def run_schedule(arguments: argparse.Namespace, console: Console) -> int:
         console.print(printed(found[0][1], arguments.unit), soft_wrap=True, highlight=False)
         console.print()
     console.print(_table(found))
+    for why in refused:
+        console.print(f"\nleft out: {why}", soft_wrap=True, highlight=False, markup=False)
     if arguments.page is not None:
         from gradwire.report.schedule import write_schedule_page
 
@@ -86,18 +89,27 @@ def run_schedule(arguments: argparse.Namespace, console: Console) -> int:
     return OK
 
 
-def _all(arguments: argparse.Namespace, times: PassTimes) -> list[tuple[ScheduleShape, WorkTimeline]]:
-    """Those schedules that these numbers allow."""
-    from gradwire.parallel.pipelines import SCHEDULES, ScheduleShape, computed_timeline
+def _all(arguments: argparse.Namespace) -> tuple[list[ScheduleShape], list[str]]:
+    """Those schedules that these numbers allow, and why the others are refused.
 
-    found: list[tuple[ScheduleShape, WorkTimeline]] = []
-    for name in SCHEDULES:
+    `--parts` is for schedules whose number of stages can be chosen.
+
+    Raises:
+        SpecError: numbers that no schedule allows, or parts that none has.
+    """
+    from gradwire.parallel.pipelines import SCHEDULES, ScheduleShape
+
+    shapes: list[ScheduleShape] = []
+    refused: list[SpecError] = []
+    for name, kind in SCHEDULES.items():
+        parts = 0 if kind.fixed else arguments.parts
         try:
-            shape = ScheduleShape(name, arguments.ranks, arguments.micro_batches)
-        except SpecError:
-            continue
-        found.append((shape, computed_timeline(shape, times)))
-    return found
+            shapes.append(ScheduleShape(name, arguments.ranks, arguments.micro_batches, parts))
+        except SpecError as error:
+            refused.append(error)
+    if not shapes:
+        raise refused[0]
+    return shapes, list(map(str, refused))
 
 
 def _as_dict(shape: ScheduleShape, timeline: WorkTimeline) -> dict[str, object]:

@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-import html
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 from gradwire.core.atomic_file import write_atomically
 from gradwire.core.figures import spoken_seconds
-from gradwire.planning import Efficiencies, ScalingPlan
+from gradwire.parallel.pipelines.orders import StageWork
+from gradwire.planning import Efficiencies, ParallelLayout, ScalingPlan
 from gradwire.planning.reasons import PlannedLayout
 from gradwire.planning.step_time import StageTimes, stage_times
-from gradwire.planning.timeline import PipelinePass, StepTimeline, drawn_stages, step_timeline
+from gradwire.planning.timeline import StepTimeline, step_timeline
 from gradwire.report import text
-from gradwire.report.axes import Scale
-from gradwire.report.bars import MOST_LEFT, Bar, across, bar_svg
-from gradwire.report.svg import label, shortened, tag, width_of
+from gradwire.report.bars import Bar, bar_svg
+from gradwire.report.rows import PASSES, DrawnBlock, blocks_svg, drawn_rows, pass_blocks, shown_kinds
+from gradwire.report.svg import WIDTHS
 from gradwire.report.template import rendered
-
-WIDTHS = (1096, 350)
-"""Of pictures, in pixels: on a screen, and on a phone."""
 
 MOST_STAGES = 8
 """Stages of which the passes are drawn."""
-
-STAGE_PITCH, PASS_HEIGHT = 24, 16
-NARROWEST = 3.0
-"""Pixels that a pass needs to be drawn by itself. Narrower ones that follow each other are drawn as one."""
 
 PARTS = {
     "products": "matrix products",
@@ -62,6 +56,7 @@ def render(found: ScalingPlan, reached: Efficiencies | None = None) -> str:
     """The page as HTML."""
     named = {f"{place}. {one.layout.says}": one for place, one in enumerate(found.best, 1)}
     bars = [Bar(name, _milliseconds(one.time._asdict())) for name, one in named.items()]
+    steps = tuple(bar_svg("What a step is spent on", bars, None, width=width) for width in WIDTHS)
     return rendered(
         "plan.html",
         command="plan",
@@ -69,8 +64,8 @@ def render(found: ScalingPlan, reached: Efficiencies | None = None) -> str:
         headline=_headline(found),
         lede=_lede(found),
         findings=[("caveat", "Everything on this page is predicted by formulas; nothing of it was measured.")],
-        parts=_parts_of(bars),
-        steps=tuple(bar_svg("What a step is spent on", bars, None, width=width) for width in WIDTHS),
+        parts=shown_kinds(PARTS, steps),
+        steps=steps,
         layouts=[_layout(name, one, found, reached) for name, one in named.items()],
         headings=("layout", "step", "memory", "tokens/s"),
         rows=[("", _cells(one, found)) for one in found.best],
@@ -116,25 +111,52 @@ def _cells(one: PlannedLayout, found: ScalingPlan) -> list[str]:
 def _layout(name: str, one: PlannedLayout, found: ScalingPlan, reached: Efficiencies | None) -> dict[str, object]:
     """What the page shows of one layout."""
     timeline = step_timeline(found.model, one.layout, found.hardware, reached)
+    rows = _stages(one.layout, timeline)
+    passes = tuple(blocks_svg(name, rows, "milliseconds", _spoken, width=width) for width in WIDTHS)
     bars = _micro_batch(stage_times(found.model, one.layout, found.hardware, reached))
-    shown = drawn_stages(one.layout.pp, MOST_STAGES)
+    title = f"One micro-batch in a stage: {name}"
+    parts = tuple(bar_svg(title, bars, None, width=width, each="a micro-batch") for width in WIDTHS)
     return {
         "name": name,
-        "timeline": tuple(plan_svg(name, timeline, shown, width=width) for width in WIDTHS),
-        "shown": "" if len(shown) == one.layout.pp else f"Drawn are {len(shown)} of {one.layout.pp} stages.",
+        "timeline": passes,
+        "kinds": shown_kinds(PASSES | PARTS, passes),
+        "shown": "" if len(rows) == one.layout.pp else f"Drawn are {len(rows)} of {one.layout.pp} stages.",
         "total": spoken_seconds(timeline.total_s),
         "formula": spoken_seconds(one.time.total),
-        "micro_batches": _micro_batches(one.layout.micro_batches),
-        "bars": tuple(
-            bar_svg(f"One micro-batch in a stage: {name}", bars, None, width=width, each="a micro-batch")
-            for width in WIDTHS
-        ),
-        "parts": _parts_of(bars),
+        "order": "1F1B" if one.layout.interleave == 1 else "interleaved 1F1B",
+        "micro_batches": text.counted(one.layout.micro_batches, "micro-batch"),
+        "bars": parts,
+        "parts": shown_kinds(PARTS, parts),
     }
 
 
-def _micro_batches(count: int) -> str:
-    return "1 micro-batch" if count == 1 else f"{count} micro-batches"
+def _stages(layout: ParallelLayout, timeline: StepTimeline) -> dict[str, list[DrawnBlock]]:
+    """The passes of each stage that is drawn, and what follows them; the bubble is where there is none."""
+
+    def place(work: StageWork) -> str:
+        return f", part {work.stage // layout.pp}" if layout.interleave > 1 else ""
+
+    def short(work: StageWork) -> str:
+        return f"{work.micro_batch}" if layout.interleave == 1 else f"{work.stage // layout.pp}.{work.micro_batch}"
+
+    after = _afterwards(timeline)
+    return {
+        f"stage {stage}": [*pass_blocks(timeline.passes, stage, 1e3, place, short), *after]
+        for stage in drawn_rows(layout.pp, MOST_STAGES)
+    }
+
+
+def _afterwards(timeline: StepTimeline) -> list[DrawnBlock]:
+    ends = accumulate(timeline.after.values(), initial=timeline.passes.length)
+    return [
+        DrawnBlock(part, 1e3 * began_s, 1e3 * ended_s, PARTS[part])
+        for part, (began_s, ended_s) in zip(timeline.after, pairwise(ends), strict=True)
+        if ended_s > began_s
+    ]
+
+
+def _spoken(value: float) -> str:
+    return f"{text.milliseconds(value)} ms"
 
 
 def _micro_batch(times: StageTimes) -> list[Bar]:
@@ -153,76 +175,3 @@ def _micro_batch(times: StageTimes) -> list[Bar]:
 def _milliseconds(parts: Mapping[str, float]) -> dict[str, float]:
     """Those parts that take any time, in milliseconds."""
     return {name: 1e3 * seconds for name, seconds in parts.items() if seconds > 0}
-
-
-def _parts_of(bars: Sequence[Bar]) -> list[tuple[str, str]]:
-    """The parts that some bar has, in the order of a step, each with what it is called."""
-    return [(part, said) for part, said in PARTS.items() if any(part in bar.parts for bar in bars)]
-
-
-def plan_svg(title: str, timeline: StepTimeline, stages: Sequence[int], *, width: int) -> str:
-    """Draw the passes of some stages against time, and what follows them.
-
-    Args:
-        title: of the picture.
-        timeline: of the step.
-        stages: which to draw.
-        width: in pixels.
-    """
-    top, bottom = 8, 38
-    height = top + STAGE_PITCH * len(stages) + bottom
-    names = [f"stage {stage + 1}" for stage in stages]
-    left = 14 + max(width_of(name) for name in names)
-    x = Scale(0.0, 1e3 * timeline.total_s, min(left, MOST_LEFT * width), width - 14)
-    body = [tag("title", html.escape(title)), *across(x, "milliseconds", width, top, height - bottom)]
-    for place, (name, stage) in enumerate(zip(names, stages, strict=True)):
-        y = top + STAGE_PITCH * place + (STAGE_PITCH - PASS_HEIGHT) / 2
-        body.append(label(shortened(name, x.start - 10), x.start - 10, y + PASS_HEIGHT - 4, class_="name end"))
-        body += _passes(name, timeline.stages[stage], x, y)
-        body += _afterwards(name, timeline, x, y)
-    return tag("svg", "".join(body), class_="timeline", viewBox=f"0 0 {width} {height}", role="img")
-
-
-def _passes(name: str, passes: Sequence[PipelinePass], x: Scale, y: float) -> Iterator[str]:
-    """The passes of a stage; the bubble is where nothing is drawn."""
-    for run in _runs(passes, x):
-        first, last = run[0], run[-1]
-        if len(run) == 1:
-            visit = first.visit
-            part = f", part {visit.part + 1}" if any(each.visit.part for each in passes) else ""
-            said = f"{visit.direction} pass of micro-batch {visit.micro_batch + 1}{part}"
-        else:
-            said = f"{len(run)} passes"
-        directions = {each.visit.direction for each in run}
-        kind = directions.pop() if len(directions) == 1 else "both"
-        yield _block(f"{name}: {said}", kind, first.began_s, last.ended_s, x, y)
-
-
-def _runs(passes: Sequence[PipelinePass], x: Scale) -> Iterator[list[PipelinePass]]:
-    """Passes that are drawn together: narrow ones without a wait that could be seen between them."""
-    run: list[PipelinePass] = []
-    for each in passes:
-        narrow = x(1e3 * each.ended_s) - x(1e3 * each.began_s) < NARROWEST
-        if run and not (narrow and x(1e3 * each.began_s) - x(1e3 * run[-1].ended_s) < NARROWEST / 6):
-            yield run
-            run = []
-        run.append(each)
-        if not narrow:
-            yield run
-            run = []
-    if run:
-        yield run
-
-
-def _afterwards(name: str, timeline: StepTimeline, x: Scale, y: float) -> Iterator[str]:
-    at_s = timeline.passes_s
-    for part, seconds in timeline.after.items():
-        if seconds > 0:
-            yield _block(f"{name}: {PARTS[part]}", part, at_s, at_s + seconds, x, y)
-        at_s += seconds
-
-
-def _block(said: str, kind: str, began_s: float, ended_s: float, x: Scale, y: float) -> str:
-    start, end = x(1e3 * began_s), x(1e3 * ended_s)
-    tip = tag("title", html.escape(f"{said}, {text.milliseconds(1e3 * (ended_s - began_s))} ms"))
-    return tag("rect", tip, class_=kind, x=start, y=y, width=max(0.5, end - start), height=PASS_HEIGHT)

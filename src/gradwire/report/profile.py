@@ -13,11 +13,9 @@ from gradwire.profiling.summary import findings
 from gradwire.profiling.tensors import HEADINGS as TENSOR_HEADINGS
 from gradwire.report import text
 from gradwire.report.bars import Bar, bar_svg
+from gradwire.report.svg import WIDTHS
 from gradwire.report.template import rendered
 from gradwire.report.timeline import timeline_svg
-
-WIDTHS = (1096, 350)
-"""Of pictures, in pixels: on a screen, and on a phone."""
 
 MOST_DRAWN = 8
 """Ranks of which a step is drawn: those that the others wait for most come first."""
@@ -52,7 +50,7 @@ def render(records: Sequence[RankRecord], skip: int) -> str:
         headline=headline(found),
         lede=lede(found),
         findings=[("caveat", said) for said in findings(found)],
-        kinds=KINDS,
+        kinds=[(kind, kind) for kind in KINDS],
         bars=tuple(bar_svg("What a step was spent on", _bars(found), None, width=width) for width in WIDTHS),
         step=index,
         timeline=tuple(timeline_svg(title, steps, width=width) for width in WIDTHS),

@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-import html
-from collections.abc import Iterator
 from pathlib import Path
 
 from gradwire.core.atomic_file import write_atomically
 from gradwire.core.version import VERSION
 from gradwire.parallel.pipelines import SCHEDULES, ScheduleShape, WorkTimeline
+from gradwire.parallel.pipelines.orders import StageWork
 from gradwire.report import text
-from gradwire.report.axes import Scale
-from gradwire.report.bars import across
-from gradwire.report.svg import label, tag, width_of
+from gradwire.report.rows import PASSES, DrawnBlock, blocks_svg, pass_blocks, shown_kinds
+from gradwire.report.svg import WIDTHS
 from gradwire.report.template import rendered
-
-WIDTHS = (1096, 350)
-"""Of pictures, in pixels: on a screen, and on a phone."""
-
-ROW_PITCH, ROW_HEIGHT = 30, 22
-KINDS = {"F": "compute", "B": "encode", "I": "encode", "W": "decode"}
-"""Classes of the style sheet for forward passes, backward passes with gradients of inputs, and gradients of weights."""
-
-_NAMES = {"F": "forward pass", "B": "backward pass", "I": "gradients of inputs", "W": "gradients of weights"}
 
 
 def write_schedule_page(shape: ScheduleShape, timeline: WorkTimeline, path: Path) -> None:
@@ -38,31 +27,23 @@ def write_schedule_page(shape: ScheduleShape, timeline: WorkTimeline, path: Path
 
 def render(shape: ScheduleShape, timeline: WorkTimeline) -> str:
     """The page as HTML."""
+    rows = {f"rank {rank}": _blocks(shape, timeline, rank) for rank in range(shape.ranks)}
+    pictures = tuple(blocks_svg(shape.name, rows, "time", "{:g}".format, width=width) for width in WIDTHS)
     formula = [] if shape.formula is None else [("formula", f"{shape.formula:.1%}")]
-    kept = zip(range(shape.ranks), timeline.busy, timeline.kept, strict=True)
+    what = SCHEDULES[shape.name].what
     return rendered(
         "schedule.html",
         command="schedule",
         task=shape.name,
         headline=f"{shape.name}: ranks wait {timeline.idle:.1%} of a step",
-        lede=f"{SCHEDULES[shape.name].what}; {text.counted(shape.ranks, 'rank')}, "
-        f"{text.counted(shape.stages, 'stage')}, {shape.micro_batches} micro-batches.",
+        lede=f"{what[0].upper()}{what[1:]}. {text.counted(shape.ranks, 'rank')}, "
+        f"{text.counted(shape.stages, 'stage')}, {text.counted(shape.micro_batches, 'micro-batch')}.",
         findings=[],
-        pictures=tuple(schedule_svg(shape.name, timeline, width=width) for width in WIDTHS),
+        pictures=pictures,
+        kinds=shown_kinds(PASSES, pictures),
+        numbered='class="inside' in "".join(pictures),
         headings=("rank", "stages", "works", "waits", "activations kept"),
-        rows=[
-            (
-                "",
-                [
-                    f"{rank}",
-                    ", ".join(map(str, shape.stages_of(rank))),
-                    f"{busy:g}",
-                    f"{timeline.length - busy:g}",
-                    most,
-                ],
-            )
-            for rank, busy, most in kept
-        ],
+        rows=_rows(shape, timeline),
         conditions=[
             ("bubble", f"{timeline.bubble:.1%} of the work of a rank"),
             *formula,
@@ -72,35 +53,17 @@ def render(shape: ScheduleShape, timeline: WorkTimeline) -> str:
     )
 
 
-def schedule_svg(title: str, timeline: WorkTimeline, *, width: int) -> str:
-    """Draw what each rank does against time.
+def _blocks(shape: ScheduleShape, timeline: WorkTimeline, rank: int) -> list[DrawnBlock]:
+    def short(work: StageWork) -> str:
+        return f"{work.stage}.{work.micro_batch}" if shape.parts > 1 else f"{work.micro_batch}"
 
-    Args:
-        title: of the picture.
-        timeline: computed, or measured.
-        width: in pixels.
-    """
-    top, bottom = 8, 38
-    height = top + ROW_PITCH * len(timeline.ranks) + bottom
-    left = 24 + width_of(f"rank {len(timeline.ranks) - 1}")
-    x = Scale(0.0, timeline.length, left, width - 14)
-    body = [tag("title", html.escape(title)), *across(x, "time", width, top, height - bottom)]
-    several = any(len({span.work.stage for span in rank}) > 1 for rank in timeline.ranks)
-    for rank in range(len(timeline.ranks)):
-        y = top + ROW_PITCH * rank + (ROW_PITCH - ROW_HEIGHT) / 2
-        body.append(label(f"rank {rank}", left - 10, y + ROW_HEIGHT - 6, class_="name end"))
-        body += _rects(timeline, rank, x, y, several)
-    return tag("svg", "".join(body), class_="timeline", viewBox=f"0 0 {width} {height}", role="img")
+    return list(pass_blocks(timeline, rank, 1.0, lambda work: f" in stage {work.stage}", short))
 
 
-def _rects(timeline: WorkTimeline, rank: int, x: Scale, y: float, several: bool) -> Iterator[str]:
-    for work, began, ended in timeline.ranks[rank]:
-        start, stop = x(began - timeline.began), x(ended - timeline.began)
-        name = f"{_NAMES[work.kind]} of micro-batch {work.micro_batch} in stage {work.stage}"
-        tip = tag("title", f"rank {rank}: {name}, {ended - began:g}")
-        yield tag(
-            "rect", tip, class_=KINDS[work.kind], x=start, y=y, width=max(0.5, stop - start - 1), height=ROW_HEIGHT
-        )
-        shown = f"{work.stage}.{work.micro_batch}" if several else str(work.micro_batch)
-        if width_of(shown) < stop - start:
-            yield label(shown, (start + stop) / 2, y + ROW_HEIGHT - 6, class_="tick middle")
+def _rows(shape: ScheduleShape, timeline: WorkTimeline) -> list[tuple[str, list[str]]]:
+    """The table of ranks."""
+    rows: list[tuple[str, list[str]]] = []
+    for rank, (busy, kept) in enumerate(zip(timeline.busy, timeline.kept, strict=True)):
+        stages = ", ".join(map(str, shape.stages_of(rank)))
+        rows.append(("", [f"{rank}", stages, f"{busy:g}", f"{timeline.length - busy:g}", f"{kept}"]))
+    return rows

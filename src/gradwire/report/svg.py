@@ -8,8 +8,11 @@ from typing import NamedTuple
 LABEL_GAP = 15
 """Height of a line of text, in pixels."""
 
-LETTER = 7.0
+LETTER = 7.2
 """Width of a letter, in pixels, as good as it can be known without the font."""
+
+WIDTHS = (1096, 350)
+"""Of pictures, in pixels: on a screen, and on a phone."""
 
 
 def tag(name: str, content: str = "", **attributes: object) -> str:
@@ -41,7 +44,7 @@ def shortened(text: str, width: float) -> str:
 
     Example:
         >>> shortened("topk:0.05+int8", 70), shortened("int4", 70)
-        ('topk:0.05…', 'int4')
+        ('topk:0.0…', 'int4')
     """
     room = max(1, int(width / LETTER))
     return text if len(text) <= room else text[: room - 1] + "…"

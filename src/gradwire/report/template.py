@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from typing import Any
 
@@ -11,7 +12,18 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 @cache
 def _environment() -> Environment:
     loader = PackageLoader("gradwire.report", "")
-    return Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    made = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    made.filters["unbroken"] = unbroken
+    return made
+
+
+def unbroken(text: str) -> str:
+    """A text in which no line ends between a number and the word after it.
+
+    >>> unbroken("it takes 17.91 s")
+    'it takes 17.91\\xa0s'
+    """
+    return re.sub(r"(?<=\d) (?=\w)", "\u00a0", text)
 
 
 def rendered(name: str, **parts: Any) -> str:

@@ -90,7 +90,8 @@ def counted(number: int, noun: str) -> str:
     """A number of things.
 
     Example:
-        >>> counted(1, "host"), counted(4, "host")
-        ('1 host', '4 hosts')
+        >>> counted(1, "host"), counted(4, "host"), counted(8, "batch")
+        ('1 host', '4 hosts', '8 batches')
     """
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    plural = "es" if noun.endswith("ch") else "s"
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}{plural}"

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from gradwire.drivers.traced import Span
 from gradwire.profiling.records import StepRecord
 from gradwire.report.axes import Scale
-from gradwire.report.bars import MOST_LEFT, across
-from gradwire.report.svg import label, shortened, tag, width_of
+from gradwire.report.rows import rows_svg
+from gradwire.report.svg import tag
 from gradwire.report.text import milliseconds
 
 ROW_PITCH = 46
@@ -25,18 +25,13 @@ def timeline_svg(title: str, steps: Mapping[str, StepRecord], *, width: int) -> 
         steps: by the name of their rank, on one clock.
         width: in pixels.
     """
-    top, bottom = 8, 38
-    height = top + ROW_PITCH * len(steps) + bottom
     origin_s = min((step.began_s for step in steps.values()), default=0.0)
-    longest_ms = 1e3 * max((step.ended_s - origin_s for step in steps.values()), default=0.0) or 1.0
-    left = 14 + max((width_of(name) for name in steps), default=0.0)
-    x = Scale(0.0, longest_ms, min(left, MOST_LEFT * width), width - 14)
-    body = [tag("title", html.escape(title)), *across(x, "milliseconds", width, top, height - bottom)]
-    for place, (name, step) in enumerate(steps.items()):
-        y = top + ROW_PITCH * place + (ROW_PITCH - LANES * LANE_PITCH) / 2
-        body.append(label(shortened(name, x.start - 10), x.start - 10, y + 1.7 * LANE_PITCH, class_="name end"))
-        body += _rects(name, step, x, y, origin_s)
-    return tag("svg", "".join(body), class_="timeline", viewBox=f"0 0 {width} {height}", role="img")
+    end = 1e3 * max((step.ended_s - origin_s for step in steps.values()), default=0.0)
+
+    def draw(name: str, x: Scale, middle: float) -> Iterator[str]:
+        return _rects(name, steps[name], x, middle - LANES * LANE_PITCH / 2, origin_s)
+
+    return rows_svg(title, list(steps), draw, "milliseconds", end=end, pitch=ROW_PITCH, width=width)
 
 
 def _rects(name: str, step: StepRecord, x: Scale, y: float, origin_s: float) -> Iterator[str]:

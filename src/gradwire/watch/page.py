@@ -10,7 +10,7 @@ from gradwire.report import text
 from gradwire.report.axes import NARROW, WIDE
 from gradwire.report.bars import Bar, bar_svg
 from gradwire.report.charts import LineChart, Point, Series
-from gradwire.report.profile import WIDTHS
+from gradwire.report.svg import WIDTHS
 from gradwire.report.template import rendered
 from gradwire.watch import words
 from gradwire.watch.view import LAST, PARTS, RankView, RunView
@@ -53,7 +53,7 @@ def _parts(view: RunView) -> dict[str, object]:
         "findings": list(words.findings(view)),
         "charts": _charts(view),
         "bars": tuple(bar_svg("What a step was spent on", bars, None, width=w) for w in WIDTHS) if has_steps else (),
-        "parts": PARTS,
+        "parts": [(part, part) for part in PARTS],
         "counted": text.counted(min(LAST, view.steps), "step"),
         "shown": some if len(drawn) < len(view.ranks) else "",
         "headings": HEADINGS,

@@ -164,7 +164,7 @@ class Pipeline:
             return
         from gradwire.parallel.pipelines.timeline import computed_timeline
 
-        found = computed_timeline(shape)
+        found = computed_timeline(shape.order)
         warnings.warn(
             f"{shape.micro_batches} micro-batches on {shape.ranks} ranks: ranks wait {found.idle:.0%} of each step, if "
             f"a backward pass takes twice as long as a forward pass; {2 * shape.ranks} micro-batches or more help",

@@ -23,7 +23,7 @@ def printed(timeline: WorkTimeline, unit: float = 1.0) -> str:
         SpecError: a unit that would give more than 400 columns, or is not positive.
 
     >>> from gradwire.parallel.pipelines import ScheduleShape, computed_timeline
-    >>> print(printed(computed_timeline(ScheduleShape("1F1B", 2, 2))))
+    >>> print(printed(computed_timeline(ScheduleShape("1F1B", 2, 2).order)))
     rank 0  F0 F1 .  .  B0 -- .  B1 --
     rank 1  .  F0 B0 -- F1 B1 -- .  .
     """

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from gradwire.drivers.process_group import GroupTransport
 from gradwire.drivers.words import gathered_words
-from gradwire.parallel.pipelines.schedules import StageWork, WorkKind
+from gradwire.parallel.pipelines.orders import StageWork, WorkKind
 from gradwire.parallel.pipelines.stage import CompressedStage
 from gradwire.parallel.pipelines.timeline import WorkSpan, WorkTimeline
 

@@ -1,17 +1,16 @@
 """The schedules of `torch.distributed.pipelining`: what each of them needs, and in which order its ranks work.
 
-The order itself is PyTorch's. Here stand what PyTorch refuses with an assertion or not at all, and the formula of the
-bubble.
+The order of 1F1B stands in `orders.py`; that of the others is asked of PyTorch. Here stand what PyTorch refuses with an
+assertion or not at all, and the formula of the bubble.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
-import itertools
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.pipelining import PipelineStage
@@ -20,20 +19,7 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from gradwire.core.errors import SpecError
 from gradwire.core.nearest import nearest
 from gradwire.parallel.pipelines.bubble import bubble
-
-WorkKind = Literal["F", "B", "I", "W"]
-"""A forward pass, a whole backward pass, and its two halves: gradients of inputs, and of weights."""
-
-
-class StageWork(NamedTuple):
-    """What a rank does with one micro-batch in one of its stages."""
-
-    kind: WorkKind
-    stage: int
-    micro_batch: int
-
-    def __str__(self) -> str:
-        return f"{self.kind}{self.micro_batch}"
+from gradwire.parallel.pipelines.orders import StageWork, WorkKind, one_forward_one_backward
 
 
 class ScheduleKind(NamedTuple):
@@ -170,10 +156,12 @@ class ScheduleShape:
 
     @cached_property
     def order(self) -> list[list[StageWork]]:
-        """What each rank does, in its order, as PyTorch plans it.
+        """What each rank does, in the order in which PyTorch runs it.
 
         ZBVZeroBubble plans for at least 2 p - 1 micro-batches, of which those that do not exist are left out.
         """
+        if self.runs_as in ("1F1B", "Interleaved1F1B"):
+            return one_forward_one_backward(self.ranks, self.micro_batches, self.parts)
         with contextlib.redirect_stdout(io.StringIO()):
             # one of PyTorch's own, which imports what draws only when something is drawn
             from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
@@ -181,8 +169,6 @@ class ScheduleShape:
             asked = self.parts if self.parts > 1 else None
             planned: list[list[Any]] = get_schedule_ops(self.runs_as, self.ranks, self.micro_batches, asked)
         works = [[work for action in actions if action is not None for work in _works(action)] for actions in planned]
-        if self.runs_as == "1F1B":
-            works = [_renumbered(each) for each in works]
         return [[work for work in each if work.micro_batch < self.micro_batches] for each in works]
 
 
@@ -193,12 +179,6 @@ def _works(action: Any) -> list[StageWork]:
     """What an action of PyTorch's is; two that are paired follow each other, and other actions are no work."""
     parts = [part for part in action.sub_actions or (action,) if part.computation_type.name in _KINDS]
     return [StageWork(_KINDS[part.computation_type.name], part.stage_index, part.microbatch_index) for part in parts]
-
-
-def _renumbered(works: list[StageWork]) -> list[StageWork]:
-    """Forward passes in their order: PyTorch 2.13 counts those of the last rank of 1F1B from 1 in its plan alone."""
-    numbers = itertools.count()
-    return [work._replace(micro_batch=next(numbers)) if work.kind == "F" else work for work in works]
 
 
 def schedule_class(name: str) -> Any:

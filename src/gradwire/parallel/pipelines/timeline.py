@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 from gradwire.core.errors import SpecError
-from gradwire.parallel.pipelines.schedules import ScheduleShape, StageWork
+from gradwire.parallel.pipelines.orders import StageWork
 
 
 class WorkSpan(NamedTuple):
@@ -94,58 +93,70 @@ def _most_kept(spans: Sequence[WorkSpan]) -> int:
     return most
 
 
-def computed_timeline(shape: ScheduleShape, times: PassTimes | None = None) -> WorkTimeline:
-    """Return when each rank does what, if all stages take the same time and ranks wait for nothing but their inputs.
+def computed_timeline(
+    order: Sequence[Sequence[StageWork]], times: PassTimes | Sequence[PassTimes] | None = None
+) -> WorkTimeline:
+    """Return when each rank does what, if ranks wait for nothing but their inputs.
 
     A piece of work begins as soon as its rank is free and its input is here: activations of the stage before,
-    gradients of the stage after, each `times.message` after they were computed where that was on another rank.
+    gradients of the stage after, each `message` after they were computed where that was on another rank.
 
     Args:
-        shape: the schedule.
-        times: of the passes through a stage; None: a forward pass takes 1, a backward pass 2, messages nothing.
+        order: the work of each rank, in its order.
+        times: of the passes through each stage, or of all stages alike; None: a forward pass takes 1, a backward pass
+            2, messages nothing.
 
     Raises:
-        SpecError: negative times, or an order in which ranks wait for each other.
+        SpecError: negative times, times of another number of stages, or an order in which ranks wait for each other.
 
-    >>> computed_timeline(ScheduleShape("1F1B", 4, 8)).bubble
+    >>> from gradwire.parallel.pipelines import ScheduleShape
+    >>> computed_timeline(ScheduleShape("1F1B", 4, 8).order).bubble
     0.375
-    >>> computed_timeline(ScheduleShape("Interleaved1F1B", 4, 8)).bubble
+    >>> computed_timeline(ScheduleShape("Interleaved1F1B", 4, 8).order).bubble
     0.1875
-    >>> computed_timeline(ScheduleShape("GPipe", 4, 8)).kept, computed_timeline(ScheduleShape("1F1B", 4, 8)).kept
-    ([8, 8, 8, 8], [4, 3, 2, 1])
+    >>> [computed_timeline(ScheduleShape(name, 4, 8).order).kept for name in ("GPipe", "1F1B")]
+    [[8, 8, 8, 8], [4, 3, 2, 1]]
     """
-    times = times or PassTimes()
-    if min(times) < 0 or not times.forward + times.backward_inputs + times.backward_weights:
-        raise SpecError(f"times of {tuple(times)}: none may be negative, and not all of the passes 0")
+    rank_of = {work.stage: rank for rank, works in enumerate(order) for work in works}
+    by_stage = _times_by_stage(PassTimes() if times is None else times, len(rank_of))
     ended: dict[StageWork, float] = {}
-    places, free = [0] * shape.ranks, [0.0] * shape.ranks
-    spans: defaultdict[int, list[WorkSpan]] = defaultdict(list)
-    while any(place < len(order) for place, order in zip(places, shape.order, strict=True)):
-        before = sum(places)
-        for rank, order in enumerate(shape.order):
-            while places[rank] < len(order):
-                work = order[places[rank]]
-                ready = _ready(work, shape, ended, times.message)
+    spans: list[list[WorkSpan]] = [[] for _ in order]
+    while (before := len(ended)) < sum(map(len, order)):
+        for done, works in zip(spans, order, strict=True):
+            while len(done) < len(works):
+                work = works[len(done)]
+                ready = _ready(work, ended, rank_of, by_stage)
                 if ready is None:
                     break
-                began = max(free[rank], ready)
-                free[rank] = ended[work] = began + times.of(work)
-                spans[rank].append(WorkSpan(work, began, free[rank]))
-                places[rank] += 1
-        if sum(places) == before:
-            raise SpecError(f"the ranks of {shape.name} wait for each other: no one can go on")
-    return WorkTimeline([spans[rank] for rank in range(shape.ranks)])
+                began = max(ready, done[-1].ended if done else 0.0)
+                ended[work] = began + by_stage[work.stage].of(work)
+                done.append(WorkSpan(work, began, ended[work]))
+        if len(ended) == before:
+            raise SpecError("the ranks wait for each other in this order: no one can go on")
+    return WorkTimeline(spans)
 
 
-def _ready(work: StageWork, shape: ScheduleShape, ended: dict[StageWork, float], message: float) -> float | None:
+def _times_by_stage(times: PassTimes | Sequence[PassTimes], stages: int) -> Sequence[PassTimes]:
+    by_stage = [times] * stages if isinstance(times, PassTimes) else times
+    if len(by_stage) != stages:
+        raise SpecError(f"times of {len(by_stage)} stages for an order of {stages}: give one of each, or one for all")
+    for each in by_stage:
+        if min(each) < 0 or not each.forward + each.backward_inputs + each.backward_weights:
+            raise SpecError(f"times of {tuple(each)}: none may be negative, and not all of the passes 0")
+    return by_stage
+
+
+def _ready(
+    work: StageWork, ended: Mapping[StageWork, float], rank_of: Mapping[int, int], times: Sequence[PassTimes]
+) -> float | None:
     """When the input of a piece of work is here; None where that is not known yet."""
     kind, stage, micro_batch = work
     if kind == "W":
         return ended.get(StageWork("I", stage, micro_batch))
     source = stage - 1 if kind == "F" else stage + 1
-    if not 0 <= source < shape.stages:
+    if source not in rank_of:
         return 0.0 if kind == "F" else ended.get(StageWork("F", stage, micro_batch))
     made = [ended.get(StageWork(of, source, micro_batch)) for of in (("F",) if kind == "F" else ("B", "I"))]
     known = [at for at in made if at is not None]
-    travels = shape.rank_of(source) != shape.rank_of(stage)
-    return known[0] + message * travels if known else None
+    travels = rank_of[source] != rank_of[stage]
+    return known[0] + times[source].message * travels if known else None
