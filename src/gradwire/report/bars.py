@@ -49,7 +49,7 @@ def bar_svg(title: str, bars: Sequence[Bar], floor_ms: float | None, *, width: i
     return tag("svg", "".join(body), class_="bars", viewBox=f"0 0 {width} {height}", role="img")
 
 
-def across(x: Scale, what: str, width: int, top: int, bottom: int) -> Iterator[str]:
+def across(x: Scale, what: str, width: int, top: int, bottom: float) -> Iterator[str]:
     """The grid of a picture whose values go from left to right, and the axis below it.
 
     Args:
