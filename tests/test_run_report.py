@@ -16,11 +16,13 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
+from typing_extensions import override
 
 from gradwire.drivers.engine import Stats
 from gradwire.drivers.window import NORM_EVERY, START_UP, STEPS, Caps, Ready, Sample, Window, exposed_s
 from gradwire.network import Network
 from gradwire.ranks.supervised import run_function
+from gradwire.session.beside import Beside
 from gradwire.session.estimate import Times, summarise
 from gradwire.session.memory import HeldMemory
 from gradwire.session.pace import WindowPace
@@ -356,6 +358,28 @@ def test_windows_of_several_lengths_count_by_their_own() -> None:
     assert times is not None
     assert times.dense_high_ms == pytest.approx(1201)
     assert pace.steps == 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Part(Beside):
+    """A part of a model that communicates by itself."""
+
+    name: str
+    sent_bytes: int
+
+    @property
+    @override
+    def row(self) -> tuple[str, str, str]:
+        return self.name, f"{self.sent_bytes} B", "a pass"
+
+
+def test_the_text_and_the_mapping_tell_of_parts_that_communicate_by_themselves() -> None:
+    report = a_report(beside=(Part("feed", 12), Part("a longer name than others", 3)))
+    lines = str(report).splitlines()
+    assert sum(line.split() == ["feed", "12", "B", "a", "pass"] for line in lines) == 1
+    assert len({line.index("B  a pass") for line in lines if line.endswith("a pass")}) == 1
+    assert report.as_dict()["beside"][1] == {"name": "a longer name than others", "sent_bytes": 3}
+    assert a_report().as_dict()["beside"] == []
 
 
 def test_the_text_is_a_table_whose_columns_line_up() -> None:
