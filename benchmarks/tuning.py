@@ -108,23 +108,22 @@ def on_rank(rank: int, world_size: int, task: str, methods: list[str], rounds: i
 
 
 def main() -> None:
-    """Measure and print; with --save write a dated result file."""
+    """Measure and print; with --save write a dated result file for each task."""
     parser = network_arguments(__doc__, 2, METHODS)
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     told = parser.parse_args()
-    results = dict[str, Any]()
     for task in told.tasks:
         options = {"task": task, "methods": told.methods, "rounds": told.rounds, "stretch": told.stretch}
         with Network(told.hosts, TASKS[task]) as network:
             ranks = run_function(f"{__file__}:on_rank", told.hosts, options, told.deadline, network=network)
             print(f"{task}: {network.description}")
-        results[task] = {"rate": TASKS[task], "methods": ranks[0]}
         for method, row in ranks[0].items():
             shares = f"{row['tuned'] / row['default']:.2f} of it, {row['tuned'] / row['torch']:.2f} of PyTorch's DDP"
             print(f"  {method:12} default {1e3 * row['default']:7.1f} ms, tuned {1e3 * row['tuned']:7.1f}: {shares}")
             print(f"  {'':12} {row['found']}", flush=True)
-    if told.save:
-        print("wrote", save_result("tuning", {"hosts": told.hosts, "tasks": results}))
+        if told.save:
+            results = {task: {"rate": TASKS[task], "methods": ranks[0]}}
+            print("wrote", save_result(f"tuning_{task}", {"hosts": told.hosts, "tasks": results}))
 
 
 if __name__ == "__main__":

@@ -156,6 +156,7 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         (CompareOptions(methods=("fedavg",)), "gradwire federate --method fedavg"),
         (CompareOptions(methods=("int4,parameters=int8",)), "--engine fsdp2"),
         (CompareOptions(methods=("topq:0.01",)), "topk"),
+        (CompareOptions(methods=("auto:brave",)), "bold"),
         (CompareOptions(methods=("local:H=0",)), "at least one step"),
         (CompareOptions(methods=("diloco:H=8,outer=topq:0.01",)), "topk"),
         (CompareOptions(target="method:int8", methods=("torch.fp32",)), "not among"),
@@ -471,6 +472,19 @@ def test_a_comparison_from_end_to_end(toy: str, tmp_path: Path, capsys: pytest.C
     assert f"session.report(): {kept['verdict']}" in capsys.readouterr().out
     assert cli.main(["report", str(out)]) == 0
     assert "torch.powersgd:1" in capsys.readouterr().out
+
+
+def test_auto_is_compared_and_its_row_says_what_it_chose(toy: str, tmp_path: Path):
+    out = tmp_path / "out"
+    argv = ["compare", "--task", "gradwire_toy:task", "--hosts", "2", "--steps", "14", "--network", "paced"]
+    assert cli.main([*argv, "--methods", "torch.fp32", "auto:lossless", "--out", str(out)]) == 0
+    comparison = storage.load(out / "results.json")
+    (dense,), (run,) = (comparison.finished(method) for method in ("torch.fp32", "auto:lossless"))
+    assert run.label == "none from step 10"
+    assert run.report is not None
+    assert run.report["chosen"].startswith("auto:lossless took none from step 10 on")
+    assert run.wire.payload == pytest.approx(dense.wire.payload, rel=1e-3)
+    assert run.wire.other > dense.wire.other  # what was sent to measure the link is counted at the interface
 
 
 def test_a_rank_that_dies_is_named_with_its_last_lines(toy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -70,6 +70,7 @@ def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         ("torch.powersgd:4", "torch.powersgd:4 is not for --engine fsdp2"),
         ("local:H=2", "local:H=2 is not for --engine fsdp2 but for --engine ddp"),
         ("ssp:4", "ssp:4 is not for --engine fsdp2 but for --engine ddp"),
+        ("auto", "auto is not for --engine fsdp2 but for --engine ddp"),
         ("powersgd:4", "FSDP2 needs a method that ends with shards"),
         ("int8,parameters=sign", "would change parameters by"),
         ("int8,parameters=topk:0.01", "would change parameters by"),

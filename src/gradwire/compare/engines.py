@@ -14,12 +14,13 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 import gradwire
+from gradwire.choosing.automatic import accuracy_of
 from gradwire.compare.model_engine import ModelEngine
 from gradwire.compare.options import DDP, FSDP2
 from gradwire.compare.sides import GradwireSide, Side, SyncSide, TorchSide, UnwaitingSide
 from gradwire.compare.torch_hooks import bucket_mb as bucket_mb_of
 from gradwire.core.errors import SpecError
-from gradwire.core.places import BASELINES, EVERY_STEP, UNWAITING, WINDOWS, require_place
+from gradwire.core.places import BASELINES, EVERY_STEP, UNWAITING, WINDOWS, Place, require_place
 from gradwire.spec import as_method, find
 
 ENGINES = (DDP, FSDP2)
@@ -30,6 +31,8 @@ class Replicated(ModelEngine):
 
     @override
     def check(self, spec: str, hosts: int) -> None:
+        if accuracy_of(spec) is not None:
+            return  # it chooses among methods that any number of ranks can use
         made = gradwire.parse(spec)
         require_place(spec, made.place, EVERY_STEP, WINDOWS, UNWAITING, BASELINES)
         if made.place is EVERY_STEP:
@@ -37,17 +40,22 @@ class Replicated(ModelEngine):
 
     def wrap(self, model: nn.Module, spec: str, bucket_mb: float) -> nn.Module:
         """In DDP with this size of buckets, or with the one that the method needs."""
-        made = gradwire.parse(spec)
-        if made.place in (WINDOWS, UNWAITING):
+        place = _place_of(spec)
+        if place in (WINDOWS, UNWAITING):
             return model
-        needed = bucket_mb_of(made) if made.place is BASELINES else None
+        needed = bucket_mb_of(gradwire.parse(spec)) if place is BASELINES else None
         return DistributedDataParallel(model, bucket_cap_mb=needed or bucket_mb)
 
     def attach(self, model: nn.Module, optimizer: Optimizer, spec: str) -> Side:
         """By a communication hook, or by an optimizer around the task's own."""
         sides = {EVERY_STEP: GradwireSide, WINDOWS: SyncSide, UNWAITING: UnwaitingSide, BASELINES: TorchSide}
-        side: type[Any] = sides[find(spec).place]
+        side: type[Any] = sides[_place_of(spec)]
         return side(model, optimizer, spec)
+
+
+def _place_of(spec: str) -> Place:
+    """Where a method goes. What `auto` chooses goes into every step."""
+    return EVERY_STEP if accuracy_of(spec) is not None else find(spec).place
 
 
 def make_engine(name: str) -> ModelEngine:

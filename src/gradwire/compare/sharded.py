@@ -20,6 +20,7 @@ from typing_extensions import override
 import gradwire
 from gradwire.adapters.fsdp2.form import sharded_method
 from gradwire.adapters.fsdp2.gather import parameter_codec
+from gradwire.choosing.automatic import accuracy_of
 from gradwire.compare.model_engine import ModelEngine
 from gradwire.compare.results import FLOOR, FP32
 from gradwire.compare.sides import Side
@@ -47,6 +48,8 @@ class ShardedEngine(ModelEngine):
 
     def check(self, spec: str, hosts: int) -> None:
         """Read it; only methods with shards in the middle are served."""
+        if accuracy_of(spec) is not None:
+            raise SpecError(f"{spec} is not for --engine fsdp2 but for --engine ddp: it chooses for whole models")
         place = find(spec).place
         if place is BASELINES and spec not in LABELS:
             raise SpecError(

@@ -152,6 +152,13 @@ class GradwireSide(DDPSide):
         self.label = repr(self._handle.reducer)
 
     @override
+    def finish(self) -> None:
+        """Say what `auto` chose, and when."""
+        choosing = self._handle.session.automatic
+        if choosing is not None and choosing.choices:
+            self.label = ", ".join(f"{choice.spec} from step {choice.step}" for choice in choosing.choices)
+
+    @override
     def weigh(self, examples: int) -> None:
         if self._handle.engine.weighs:
             self._handle.weigh(examples)

@@ -129,7 +129,7 @@ class Trainer:
         side.slow_down(self.processor)
         self.processor.watch(task.model)  # before the next line: a gradient has come once it was slept for
         self.gradient = LastGradient(task.model) if side.reduces_behind_gradients else None
-        self.log = Log(label=side.label)
+        self.log = Log()
         self.uncounted = WireReading(0, 0, 0, 0)
         self.elapsed_s = 0.0
         self.exposed_s = 0.0
@@ -281,6 +281,7 @@ class Trainer:
         self.log.payload, self.log.buffers = self.side.predicted_bytes(), self.side.buffer_bytes(steps)
         log = self.log
         self.exposed_s += self.side.exposed_in_steps_s()
+        log.label = self.side.label
         log.cpu_s = self.cpu_s
         log.energy_j = self.energy.spent_j if self.energy and not log.apart else None
         log.codec_cpu_s = self.side.codec_cpu_s()
