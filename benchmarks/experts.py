@@ -10,8 +10,9 @@ gradients of all other parameters are averaged by the same method. Printed are
   `gradwire.parallel.moe.MoE` for the rows that were really routed;
 - how far the auxiliary loss of Switch and its gradient, as means over parts of a batch, are from those of the whole
   batch, for the model that was trained without a codec;
-- the time of a step, and messages and packets between nodes, with an exchange in one level and in two, with and without
-  chunks that overlap, for models that train in turn.
+- the time of a step with an exchange in one level and in two, with and without chunks that overlap, for models that
+  train in turn; and what a node sends to the other one in a pass: messages, by the programs of the exchange, bytes, and
+  packets for so few tokens that a message fits into a packet, both by the counters of the links.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ import contextlib
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -65,6 +66,9 @@ DENSE = "int8"
 PART_TOKENS = (8192, 2048, 512, 128)
 """Tokens that the loss of Switch is taken over: of all ranks, of one, and of micro-batches of one."""
 
+FEW_TOKENS = 8
+"""Of a rank, in passes whose packets are counted."""
+
 PROBES = 10
 SETTLE_S = 0.2
 
@@ -100,12 +104,12 @@ class Training:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=2e-3, betas=(0.9, 0.95))
         self.data = load_corpus().train
 
-    def gradients(self) -> float:
+    def gradients(self, samples: int = SAMPLES, context: int = CONTEXT) -> float:
         """Make a forward and a backward pass; return the loss of this rank."""
         generator = torch.Generator().manual_seed(stream(self.seed, self.steps, dist.get_rank()))
         self.steps += 1
-        starts = torch.randint(len(self.data) - CONTEXT - 1, (SAMPLES,), generator=generator)
-        inputs, targets = windows(self.data, starts, CONTEXT)
+        starts = torch.randint(len(self.data) - CONTEXT - 1, (samples,), generator=generator)
+        inputs, targets = windows(self.data, starts, context)
         loss = flat_cross_entropy(self.ddp(inputs), targets)
         (loss + 0.01 * sum(switch_loss(layer.routing) for layer in self.layers if layer.routing is not None)).backward()
         return loss.item()
@@ -133,27 +137,36 @@ class Training:
 # What crosses the link ------------------------------------------------------------------------------------------
 
 
-def counted(training: Training, passes: int) -> tuple[WireReading, tuple[LayerFigures, ...], int]:
-    """Forward and backward passes that send nothing but rows of experts, and how many rows they announce.
+class PassFigures(NamedTuple):
+    """What forward and backward passes send that average no gradients.
 
-    Returns:
-        What the counters of this node saw; the figures of each layer; messages of this rank to another node, by the
-        programs of the exchange.
+    Attributes:
+        wire: what the counters of this node saw.
+        layers: figures of each layer of experts.
+        messages: of this rank to ranks of the other node, by the programs of the exchange.
     """
+
+    wire: WireReading
+    layers: tuple[LayerFigures, ...]
+    messages: int
+
+
+def counted(training: Training, samples: int = SAMPLES, context: int = CONTEXT) -> PassFigures:
+    """The figures of `PROBES` passes."""
     meter = WireMeter.from_environment()
     expert_report(training.model, begin_anew=True)
     with _noted(training.axis) as asked:
         before = settled(meter)
-        for _ in range(passes):
+        for _ in range(PROBES):
             with training.ddp.no_sync():
-                training.gradients()
+                training.gradients(samples, context)
         after = settled(meter)
-    return after.since(before), expert_report(training.model), sum(map(messages_between_nodes, asked))
+    return PassFigures(after.since(before), expert_report(training.model), sum(map(messages_between_nodes, asked)))
 
 
 @contextlib.contextmanager
-def _noted(axis: ExchangeAxis) -> Iterator[list[Collective]]:
-    """What the programs on an axis ask for."""
+def _noted(axis: ExchangeAxis) -> Generator[list[Collective]]:
+    """Collectives that the programs on an axis ask for."""
     asked, begin = list[Collective](), axis.begin
 
     def noted(program: Program[Any], traffic: Any = None) -> Any:
@@ -183,8 +196,8 @@ def settled(meter: WireMeter) -> WireReading:
     return reading
 
 
-def predicted(codec: str | None, loads: Sequence[Sequence[Sequence[int]]], passes: int) -> float:
-    """Bytes that a node sends to the other one, by the docstring of `MoE`, as the mean of both nodes.
+def predicted(codec: str | None, loads: Sequence[Sequence[Sequence[int]]]) -> float:
+    """Bytes that a node sends to the other one in `PROBES` passes, by the docstring of `MoE`; the mean of both nodes.
 
     A row crosses in both directions, forward and backward, so four times in all; two of these are sent by the node of
     its token, and two by the node of its expert. Counts cross in the forward pass.
@@ -192,7 +205,6 @@ def predicted(codec: str | None, loads: Sequence[Sequence[Sequence[int]]], passe
     Args:
         codec: of rows.
         loads: of each rank and layer, the choices of each expert.
-        passes: how many forward and backward passes.
     """
     row = RowCoding(None if codec is None else row_codec(codec, WIDTH, "dispatch"), WIDTH, torch.float32).nbytes(1)
     crossing = 0
@@ -200,7 +212,7 @@ def predicted(codec: str | None, loads: Sequence[Sequence[Sequence[int]]], passe
         for load in layers:
             owners = (expert // (EXPERTS // RANKS) for expert in range(EXPERTS))
             crossing += sum(rows for rows, owner in zip(load, owners, strict=True) if owner // LOCAL != rank // LOCAL)
-    counts = 8 * (5 + EXPERTS // RANKS) * (RANKS - LOCAL) * RANKS * LAYERS * passes
+    counts = 8 * (5 + EXPERTS // RANKS) * (RANKS - LOCAL) * RANKS * LAYERS * PROBES
     return (4 * row * crossing + counts) / NODES
 
 
@@ -212,15 +224,15 @@ def train(rank: int, world_size: int, codec: str, steps: int, seed: int) -> dict
     kernels.warm_up()
     training = Training(CODECS[codec], seed)
     losses, times_s = zip(*(training.step() for _ in range(steps)), strict=True)
-    wire, figures, _ = counted(training, PROBES)
+    figures = counted(training)
     switch = switch_of_parts(training) if codec == "none" else []
     training.close()
     return {
         "losses": losses,
         "times_s": times_s,
-        "sent": wire.payload_tx_bytes,
-        "loads": [layer.load for layer in figures],
-        "imbalance": max(layer.imbalance for layer in figures),
+        "sent": figures.wire.payload_tx_bytes,
+        "loads": [layer.load for layer in figures.layers],
+        "imbalance": max(layer.imbalance for layer in figures.layers),
         "switch": switch,
     }
 
@@ -263,40 +275,47 @@ def _mean_of_parts(routing: Routing, tokens: int) -> tuple[float, Tensor]:
     return float(loss.detach()), gradient
 
 
-Layout = tuple[str, int | None, int]
-LAYOUTS: Mapping[str, Layout] = {
-    f"{codec}, {'one level' if node is None else 'two levels'}, {chunks} chunk{'s' * (chunks > 1)}": (
-        codec,
-        node,
-        chunks,
-    )
-    for codec in ("none", "int8")
-    for node in (None, LOCAL)
-    for chunks in (1, 2)
-}
-"""Codec, ranks of a node and chunks. The first one of each codec is what the others are compared with."""
+class Layout(NamedTuple):
+    """How a layer of experts exchanges rows.
+
+    Attributes:
+        codec: of rows.
+        node: ranks of a node, for two levels; None: one level.
+        chunks: that overlap.
+    """
+
+    codec: str
+    node: int | None
+    chunks: int
+
+    def __str__(self) -> str:
+        return f"{self.codec}, {'two levels' if self.node else 'one level'}, chunks: {self.chunks}"
 
 
-def lay_out(rank: int, world_size: int, rounds: int) -> dict[str, Any]:
-    """Train a model for each layout, in turn: times of steps, and messages and packets between nodes in a pass."""
+LAYOUTS = [Layout(codec, node, chunks) for codec in ("none", "int8") for node in (None, LOCAL) for chunks in (1, 2)]
+"""The first one of each codec is what the others are compared with."""
+
+
+def lay_out(rank: int, world_size: int, rounds: int) -> list[dict[str, Any]]:
+    """Train a model for each layout, in turn: times of steps, and what a pass sends between nodes."""
     kernels.warm_up()
-    trainings = {
-        name: Training(CODECS[codec], 0, node=node, chunks=chunks) for name, (codec, node, chunks) in LAYOUTS.items()
-    }
-    times_s: dict[str, list[float]] = {name: [] for name in LAYOUTS}
+    trainings = [Training(CODECS[layout.codec], 0, node=layout.node, chunks=layout.chunks) for layout in LAYOUTS]
+    times_s: list[list[float]] = [[] for _ in LAYOUTS]
     for turn in range(2 + rounds):
-        for name, training in trainings.items():
+        for times, training in zip(times_s, trainings, strict=True):
             _, took_s = training.step()
-            times_s[name] += [took_s] if turn >= 2 else []
-    found: dict[str, Any] = {}
-    for name, training in trainings.items():
-        wire, _, messages = counted(training, PROBES)
-        found[name] = {
-            "times_s": times_s[name],
-            "messages": messages / PROBES,
-            "packets": wire.tx_packets / PROBES,
-            "bytes": wire.payload_tx_bytes / PROBES,
-        }
+            times += [took_s] if turn >= 2 else []
+    found: list[dict[str, Any]] = []
+    for times, training in zip(times_s, trainings, strict=True):
+        whole, few = counted(training), counted(training, 1, FEW_TOKENS)
+        found.append(
+            {
+                "times_s": times,
+                "messages": whole.messages / PROBES,
+                "bytes": whole.wire.payload_tx_bytes / PROBES,
+                "packets": few.wire.tx_packets / PROBES,
+            }
+        )
         training.close()
     return found
 
@@ -313,7 +332,7 @@ def run_of(codec: str, seed: int, ranks: Sequence[Mapping[str, Any]]) -> dict[st
         "losses": [statistics.fmean(each) for each in zip(*(rank["losses"] for rank in ranks), strict=True)],
         "times_s": [max(each) for each in zip(*(rank["times_s"] for rank in ranks), strict=True)],
         "node_bytes": sent / PROBES,
-        "predicted_node_bytes": predicted(CODECS[codec], [rank["loads"] for rank in ranks], PROBES) / PROBES,
+        "predicted_node_bytes": predicted(CODECS[codec], [rank["loads"] for rank in ranks]) / PROBES,
         "imbalance": statistics.fmean(rank["imbalance"] for rank in ranks),
         "switch": ranks[0]["switch"],
     }
@@ -358,24 +377,28 @@ def show(run: Mapping[str, Any], baseline: Mapping[str, Any]) -> None:
 def layouts(options: argparse.Namespace, network: Network) -> Iterator[dict[str, Any]]:
     """Compare an exchange in one level and in two, and chunks; print a line for each."""
     ranks = run_function(f"{__file__}:lay_out", RANKS, {"rounds": options.rounds}, options.deadline, network)
-    first: dict[str, Any] = {}
-    for name, (codec, _, _) in LAYOUTS.items():
-        times_s = [max(each) for each in zip(*(rank[name]["times_s"] for rank in ranks), strict=True)]
-        of_nodes = [ranks[node][name] for node in range(0, RANKS, LOCAL)]
-        row: dict[str, Any] = {
-            "layout": name,
-            "step_s": statistics.median(times_s),
+    first = dict[str, dict[str, Any]]()
+    for layout, of_ranks in zip(LAYOUTS, zip(*ranks, strict=True), strict=True):
+        times_s = [max(each) for each in zip(*(of_rank["times_s"] for of_rank in of_ranks), strict=True)]
+        of_nodes = of_ranks[::LOCAL]
+        row: dict[str, Any] = layout._asdict() | {
             "times_s": times_s,
-            "messages": LOCAL * statistics.mean(rank[name]["messages"] for rank in ranks),
+            "step_s": statistics.median(times_s),
+            "messages": LOCAL * statistics.mean(of_rank["messages"] for of_rank in of_ranks),
             "packets": statistics.mean(node["packets"] for node in of_nodes),
             "node_bytes": statistics.mean(node["bytes"] for node in of_nodes),
         }
-        first = row if first.get("codec") != codec else first
-        row |= {"codec": codec, "times_as_fast": first["step_s"] / row["step_s"]}
+        base = first.setdefault(layout.codec, row)
+        row |= {
+            "times_as_fast": base["step_s"] / row["step_s"],
+            "times_fewer_messages": base["messages"] / row["messages"],
+            "times_fewer_packets": base["packets"] / row["packets"],
+        }
         print(
-            f"{name:26} step {1e3 * row['step_s']:.0f} ms, {row['times_as_fast']:.2f} times as fast, "
-            f"{row['messages']:.0f} messages of a node to the other in {row['packets']:.0f} packets, "
-            f"{row['node_bytes'] / 1e6:.3f} MB",
+            f"{layout!s:26} step {1e3 * row['step_s']:.0f} ms, {row['times_as_fast']:.2f} times as fast; to the other "
+            f"node {row['messages']:.0f} messages, {row['times_fewer_messages']:.2f} times fewer, "
+            f"{row['node_bytes'] / 1e6:.3f} MB; of {FEW_TOKENS} tokens {row['packets']:.0f} packets, "
+            f"{row['times_fewer_packets']:.2f} times fewer",
             flush=True,
         )
         yield row

@@ -16,6 +16,7 @@ from gradwire.core.axis import Axis
 from gradwire.core.collective import AllToAll, AllToAllV, Collective
 from gradwire.core.program import Program, asking
 from gradwire.drivers.cost import asked_by
+from gradwire.drivers.interpreter import sent_bytes
 from gradwire.parallel.exchange import RowCoding
 from gradwire.parallel.moe import (
     DynamicCapacity,
@@ -34,7 +35,7 @@ from gradwire.parallel.rows import RowCounts, TwoLevelRows, announce
 from gradwire.planning.messages import layer_of_experts
 from moe_cases import CASE, content, experts_of, made, one_process
 
-HIDDEN, EXPERTS, CHOICES = 128, 8, 2
+HIDDEN, INNER, EXPERTS, CHOICES = 128, 16, 8, 2
 
 
 class EvenTopK(SoftmaxTopK):
@@ -46,9 +47,19 @@ class EvenTopK(SoftmaxTopK):
         return choices % self.experts
 
 
+class TurningTopK(EvenTopK):
+    """A router that gives all tokens to the first experts until it is even."""
+
+    even = False
+
+    @override
+    def choose(self, scores: Tensor) -> Tensor:
+        return super().choose(scores) if self.even else torch.arange(self.k).expand(scores.shape[0], self.k)
+
+
 def small(axis: ExchangeAxis, *, router: type[SoftmaxTopK] = SoftmaxTopK, **options: Any) -> MoE:
     """A layer in fp32."""
-    return MoE(router(HIDDEN, EXPERTS, CHOICES), Experts(HIDDEN, 16, EXPERTS, axis), axis, **options)
+    return MoE(router(HIDDEN, EXPERTS, CHOICES), Experts(HIDDEN, INNER, EXPERTS, axis), axis, **options)
 
 
 def asked_in(layer: MoE, x: Tensor, *, backward: bool = True) -> list[Collective]:
@@ -100,10 +111,12 @@ def relative_error(got: Tensor | None, wanted: Tensor | None) -> float:
 # Bytes ----------------------------------------------------------------------------------------------------------
 
 
-def bytes_of_a_step(
-    rank: int, world_size: int, codec: str | None, node: int | None, chunks: int, tokens: list[int]
-) -> dict[str, int]:
+def bytes_of_steps(rank: int, world_size: int, cases: list[Mapping[str, Any]]) -> list[dict[str, int]]:
     """Bytes of a forward and a backward pass: counted, by the cost driver, and by the docstring of the layer."""
+    return [_bytes_of_a_step(rank, world_size, **case) for case in cases]
+
+
+def _bytes_of_a_step(rank: int, world_size: int, codec: str | None, node: int | None, chunks: int) -> dict[str, int]:
     layer = small(ExchangeAxis(node=node), payloads=Payloads.all(codec) if codec else None, chunks=chunks)
     choices: list[Any] = []
     chosen = layer._chosen  # pyright: ignore[reportPrivateUsage]
@@ -111,7 +124,7 @@ def bytes_of_a_step(
     layer(torch.zeros(0, HIDDEN))  # what is compared once is sent
     expert_report(layer, begin_anew=True)
     choices.clear()
-    x = torch.randn(tokens[rank], HIDDEN, generator=torch.Generator().manual_seed(rank))
+    x = torch.randn((13, 0, 7, 22)[rank], HIDDEN, generator=torch.Generator().manual_seed(rank))
     layer(x.requires_grad_()).sum().backward()
     coding = RowCoding(layer.codecs["dispatch"], HIDDEN, torch.float32)
     return {
@@ -133,7 +146,7 @@ def _by_cost(layer: MoE, chunks: tuple[RowCounts, ...], coding: RowCoding, rank:
         for _ in range(2):  # rows, and their gradients
             asked += asked_by(rows.there(there, coding.nbytes), world_size, rank)
             asked += asked_by(rows.back(back, coding.nbytes), world_size, rank)
-    return sum(request.wire_bytes(world_size) for request in asked)
+    return sum(sent_bytes(request, rank, world_size) for request in asked)
 
 
 def _by_formula(layer: MoE, chunks: tuple[RowCounts, ...], coding: RowCoding, rank: int, world_size: int) -> int:
@@ -168,8 +181,8 @@ def planned_and_sent(rank: int, world_size: int, node: int | None, tokens: int) 
     sent = [request for request in asked if isinstance(request, AllToAllV)]
     planned = layer_of_experts(tokens, HIDDEN, CHOICES, EXPERTS, world_size, node or 0)
     return {
-        "planned": [(_axis(request), request.nbytes, request.wire_bytes(world_size)) for request in planned],
-        "sent": [(_axis(request), request.nbytes, request.wire_bytes(world_size)) for request in sent],
+        "planned": [(_axis(request), request.nbytes, sent_bytes(request, rank, world_size)) for request in planned],
+        "sent": [(_axis(request), request.nbytes, sent_bytes(request, rank, world_size)) for request in sent],
     }
 
 
@@ -187,46 +200,30 @@ def _axis(request: Collective) -> tuple[int, int] | None:
 
 
 def losses_of_layouts(rank: int, world_size: int) -> dict[str, list[float]]:
-    """Task loss, z-loss and the loss of Switch of equal tokens, by expert-parallel degree and micro-batches."""
+    """Task loss, z-loss and the loss of Switch, as means over ranks, by expert-parallel degree and micro-batches.
+
+    "whole" is the loss of Switch of all tokens in one process.
+    """
     case = {**CASE, "tokens": [6] * world_size}
     mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("data", "expert"))
-    axes = [one_process(), ExchangeAxis(mesh["expert"]), ExchangeAxis()]
+    alone, everyone = one_process(), ExchangeAxis()
     found: dict[str, list[float]] = {"task": [], "z": [], "switch": [], "switch over all": []}
-    everyone = axes[-1]
-    for axis in axes:
+    for axis in (alone, ExchangeAxis(mesh["expert"]), everyone):
         layer = made(axis, case)
         for parts in (1, 2, 3):
             sums = torch.zeros(len(found), dtype=torch.float64)
             pieces = zip(content(case, rank, 0).chunk(parts), content(case, rank, 1).chunk(parts), strict=True)
             for x, weights in pieces:
-                task = (layer(x) * weights).sum()
-                routing = layer.routing
+                task, routing = (layer(x) * weights).sum(), layer.routing
                 assert routing is not None
-                losses = (
-                    task,
-                    z_loss(routing, 6),
-                    switch_loss(routing) / parts,
-                    switch_loss(routing, everyone) / parts,
-                )
-                sums += torch.stack([loss.detach() for loss in losses])
+                switch, over_all = (switch_loss(routing, over) / parts for over in (None, everyone))
+                sums += torch.stack([task, z_loss(routing, 6), switch, over_all]).detach()
             dist.all_reduce(sums)
             for name, value in zip(found, (sums / world_size).tolist(), strict=True):
                 found[name].append(value)
-    return found
-
-
-def switch_of_ranks(rank: int, world_size: int) -> dict[str, float]:
-    """The loss of Switch over an axis, as the mean over ranks, against that of all tokens in one process."""
-    axis = ExchangeAxis()
-    case = {**CASE, "tokens": [6] * world_size}
-    layer = made(one_process(), case)
     everything = torch.cat([content(case, each, 0) for each in range(world_size)])
-    whole = layer.router(everything)
-    mine = layer.router(content(case, rank, 0))
-    found = torch.stack([switch_loss(mine, axis), switch_loss(mine)]).detach()
-    dist.all_reduce(found)
-    over, apart = (found / world_size).tolist()
-    return {"whole": float(switch_loss(whole)), "over": over, "apart": apart}
+    whole = switch_loss(made(alone, case).router(everything))
+    return {**found, "whole": [float(whole)]}
 
 
 def reported(rank: int, world_size: int) -> dict[str, Any]:
@@ -236,16 +233,16 @@ def reported(rank: int, world_size: int) -> dict[str, Any]:
     model = nn.ModuleDict({"feed": layer})
     experts = attach_experts(model, "int8", mesh["data"])
     rest = gradwire.Session({"router": layer.router.weight}, "none")
-    rest.tell_of(lambda: expert_report(model))
+    rest.add_to_report(lambda: expert_report(model))
     for _ in range(2):
         layer(torch.randn(6, HIDDEN)).sum().backward()
     (figures,) = expert_report(model)
     reports = [session.report() for session in (experts, rest)]
     found = {
-        "alike": all(report.beside == (figures,) for report in reports),
+        "alike": all(report.modules == (figures,) for report in reports),
         "text": [str(report) for report in reports],
         "row": figures.row,
-        "beside": reports[0].as_dict()["beside"][0]["wire_bytes"],
+        "reported bytes": reports[0].as_dict()["modules"][0]["wire_bytes"],
         "wire_bytes": figures.wire_bytes,
         "passes": figures.passes,
         "load": sum(figures.load),
@@ -258,69 +255,64 @@ def reported(rank: int, world_size: int) -> dict[str, Any]:
 # Capacity that follows, and experts that are near ---------------------------------------------------------------
 
 
-def following(rank: int, world_size: int, drop: Any, steps: int) -> dict[str, list[float]]:
-    """A capacity that follows: first all tokens want expert 0, then all experts equally."""
+def following(rank: int, world_size: int, capacities: list[Mapping[str, Any]], steps: int) -> list[Any]:
+    """Capacities that follow: first all tokens want the same experts, then all experts equally."""
     axis = ExchangeAxis()
-    capacity = DynamicCapacity(1.0, drop, target=0.1, least=0.5, most=3.5, rate=1.25)
-    layer = small(axis, router=EvenTopK, capacity=capacity)
-    skewed = layer.router
-    assert isinstance(skewed, EvenTopK)
+    return [_following(axis, rank, DynamicCapacity(**capacity), steps) for capacity in capacities]
+
+
+def _following(axis: ExchangeAxis, rank: int, capacity: DynamicCapacity, steps: int) -> dict[str, Any]:
+    """The factor of each step, and what all ranks have dropped and chosen there."""
+    layer = small(axis, router=TurningTopK, capacity=capacity)
+    router = layer.router
+    assert isinstance(router, TurningTopK)
     x = torch.randn(8 + 4 * rank, HIDDEN, generator=torch.Generator().manual_seed(rank))
-    found: dict[str, list[float]] = {"factor": [], "dropped": [], "chosen": []}
+    found: dict[str, Any] = {"factor": [], "dropped": [], "chosen": []}
     for step in range(2 * steps):
-        skewed.choose = _to_first if step < steps else EvenTopK.choose.__get__(skewed)  # type: ignore[method-assign]
+        router.even = step >= steps
         expert_report(layer, begin_anew=True)
         layer(x)
         counted = torch.tensor([expert_report(layer)[0].dropped, x.shape[0] * CHOICES])
         dist.all_reduce(counted)
         found["factor"].append(float(layer.factor))
-        found["dropped"].append(float(counted[0]))
-        found["chosen"].append(float(counted[1]))
+        found["dropped"].append(int(counted[0]))
+        found["chosen"].append(int(counted[1]))
     layer.eval()
     layer(x)
-    found["in evaluation"] = [float(layer.factor)]
-    return found
+    return {**found, "in evaluation": float(layer.factor)}
 
 
-def _to_first(scores: Tensor) -> Tensor:
-    return torch.arange(CHOICES).expand(scores.shape[0], CHOICES)
+def near(rank: int, world_size: int, biases: list[float], node: int | None) -> list[dict[str, Any]]:
+    """Where rows go for each bias towards experts that are near."""
+    axis = ExchangeAxis(node=node)
+    return [_near(axis, rank, bias) for bias in biases]
 
 
-def near(rank: int, world_size: int, bias: float, node: int | None) -> dict[str, Any]:
-    """Where rows go with a bias for experts that are near: choices on this rank, on its node, and in all."""
-    torch.manual_seed(0)
-    layer, plain = (small(ExchangeAxis(node=node), near=each) for each in (bias, 0.0))
+def _near(axis: ExchangeAxis, rank: int, bias: float) -> dict[str, Any]:
+    """Choices in all, of experts on this rank and on its node; errors of weights and outputs; bytes."""
+    layer = small(axis, near=bias)
     x = torch.randn(40, HIDDEN, generator=torch.Generator().manual_seed(rank))
     y = layer(x)
-    plain(x)
-    assert layer.routing is not None
-    owners = layer.routing.experts // (EXPERTS // world_size)
-    of_node = owners // (node or 1) == rank // (node or 1)
+    routing = layer.routing
+    assert routing is not None
+    owners = routing.experts // experts_of(layer).local
+    node = axis.node or 1
+    whole = Experts(HIDDEN, INNER, EXPERTS, one_process())
+    scores = routing.scores.gather(1, routing.experts)
     return {
         "choices": owners.numel(),
         "own": int((owners == rank).sum()),
-        "of node": int(of_node.sum()),
-        "weights": float((layer.routing.weights - _weights(layer.routing)).abs().max()),
-        "output": float((y - _one_by_one(layer, x)).abs().max()) if world_size == 2 and bias > 1 else 0.0,
+        "of node": int((owners // node == rank // node).sum()),
+        "weights": float((routing.weights - scores / scores.sum(1, keepdim=True)).abs().max()),
+        "output": float((y - _one_by_one(whole, routing, x)).abs().max()),
         "bytes": expert_report(layer)[0].wire_bytes,
-        "plain bytes": expert_report(plain)[0].wire_bytes,
     }
 
 
-def _weights(routing: Routing) -> Tensor:
-    """The weights of a choice by scores without any bias."""
-    chosen = routing.scores.gather(1, routing.experts)
-    return chosen / chosen.sum(1, keepdim=True)
-
-
-def _one_by_one(layer: MoE, x: Tensor) -> Tensor:
-    """The output where all choices are of this rank's own experts."""
-    experts, routing = experts_of(layer), layer.routing
-    assert routing is not None
-    first = layer.axis.place * experts.local
+def _one_by_one(whole: Experts, routing: Routing, x: Tensor) -> Tensor:
+    """The output for a choice, with all experts at hand."""
     out = torch.zeros_like(x)
-    for token in range(x.shape[0]):
-        for expert, weight in zip(routing.experts[token].tolist(), routing.weights[token], strict=True):
-            mine = expert - first
-            out[token] += weight * (nn.functional.gelu(x[token] @ experts.w_in[mine]) @ experts.w_out[mine])
+    for token, (experts, weights) in enumerate(zip(routing.experts.tolist(), routing.weights, strict=True)):
+        for expert, weight in zip(experts, weights, strict=True):
+            out[token] += weight * (nn.functional.gelu(x[token] @ whole.w_in[expert]) @ whole.w_out[expert])
     return out

@@ -263,7 +263,6 @@ FILES: dict[str, tuple[Stage, ...]] = {
     "adapters/power_sgd_layout.py": (("tests/test_handle.py", "tests/test_saved.py"), HOOKS),
     "adapters/power_sgd_port.py": (("tests/test_handle.py", "tests/test_saved.py"), HOOKS),
     "adapters/power_sgd_memory.py": (("tests/test_saved.py",), HOOKS),
-    "session/beside.py": (ARITHMETIC,),
     "session/estimate.py": (("src/gradwire/session/estimate.py", *ARITHMETIC), ("tests/test_probing.py",)),
     "session/step_times.py": (("src/gradwire/session/step_times.py", *ARITHMETIC), ("tests/test_probing.py",)),
     "session/report.py": (("src/gradwire/session/report.py", *ARITHMETIC), REPORT),

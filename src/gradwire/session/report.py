@@ -18,9 +18,9 @@ from gradwire.core.figures import milliseconds, si_bits_per_s, si_bytes, signifi
 from gradwire.core.state import walk
 from gradwire.drivers.engine import Engine
 from gradwire.drivers.window import START_UP, Window
-from gradwire.session.beside import Beside
 from gradwire.session.estimate import Times, summarise
 from gradwire.session.memory import HeldMemory, held_memory
+from gradwire.session.module_figures import ModuleFigures
 from gradwire.session.pace import WindowPace
 from gradwire.session.step_times import ToldSteps
 from gradwire.topology.reduction_times import ReductionTimes
@@ -85,7 +85,7 @@ class Report:
         steps_a_period: steps of training in a window, the mean.
         uncounted: what is sent beside the method and not counted, as the end of a sentence; empty if nothing is.
         chosen: what `auto` has chosen, why, and what takes its place without it; empty for another method.
-        beside: of parts of the model that communicate by themselves, see `Session.tell_of`. Their bytes are not in
+        modules: figures of modules that communicate by themselves, see `Session.add_to_report`. Their bytes are not in
             `sent_bytes`.
     """
 
@@ -109,7 +109,7 @@ class Report:
     steps_a_period: float = 1.0
     uncounted: str = ""
     chosen: str = ""
-    beside: tuple[Beside, ...] = ()
+    modules: tuple[ModuleFigures, ...] = ()
 
     @property
     def replaces_ddp(self) -> bool:
@@ -192,7 +192,7 @@ class Report:
         """The same as plain numbers and strings, `times` and `memory` among the rest; what is not known is None."""
         plain: dict[str, Any] = asdict(self) | self.memory.as_dict()
         del plain["memory"]
-        plain["beside"] = list(plain["beside"])
+        plain["modules"] = list(plain["modules"])
         times = plain.pop("times") or dict.fromkeys(Times.__dataclass_fields__)
         if times["dense_high_ms"] == math.inf:
             times["dense_high_ms"] = None
@@ -342,7 +342,7 @@ def _text(report: Report) -> str:
     if report.replaces_ddp and report.steps:
         window += f" of {report.steps_a_period:.3g} steps"
     rows = [*_time_rows(report), *_byte_rows(report), *_norm_rows(report), *_memory_rows(report)]
-    rows += [part.row for part in report.beside]
+    rows += [module.row for module in report.modules]
     names, numbers, units = (
         max((len(column) for column in columns), default=0)
         for columns in ([r[0] for r in rows], [_number(r[1]) for r in rows], [_unit(r[1]) for r in rows])

@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from gradwire.core.figures import si_bytes
 from gradwire.drivers.interpreter import Traffic
-from gradwire.session.beside import Beside
+from gradwire.session.module_figures import ModuleFigures
 
 
 @dataclass(eq=False)
@@ -43,8 +43,8 @@ class Tally:
 
 
 @dataclass(frozen=True)
-class LayerFigures(Beside):
-    """Figures of one layer of experts on this rank, which `Session.report` tells too where it was told of them.
+class LayerFigures(ModuleFigures):
+    """Figures of one layer of experts on this rank. `Session.add_to_report` adds them to the report of a session.
 
     Attributes:
         name: of the layer in its model.
@@ -85,7 +85,7 @@ class LayerFigures(Beside):
     @override
     def row(self) -> tuple[str, str, str]:
         meaning = f"a pass of experts; largest load {self.imbalance:.2f} of the mean, {self.drop_rate:.2%} dropped"
-        return self.name, si_bytes(self.pass_bytes), meaning
+        return self.name or "experts", si_bytes(self.pass_bytes), meaning
 
     def __str__(self) -> str:
         return (
@@ -97,7 +97,8 @@ class LayerFigures(Beside):
 def expert_report(model: nn.Module, *, begin_anew: bool = False) -> tuple[LayerFigures, ...]:
     """Return the figures of each layer of experts of a model, on this rank.
 
-    `session.tell_of(lambda: expert_report(model))` adds them to `session.report()`, and `attach_experts` has done so.
+    `session.add_to_report(lambda: expert_report(model))` has `session.report()` tell them too; `attach_experts` does so
+    for its session.
 
     Args:
         model: with layers of experts.

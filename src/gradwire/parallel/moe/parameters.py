@@ -82,7 +82,7 @@ def attach_experts(
         experts.add_module(place.replace(".", "/"), module)
     optimizer = options.pop("optimizer", None)
     session = attach_unwrapped(experts, method, optimizer, group=group, **options)
-    session.tell_of(lambda: expert_report(model))
+    session.add_to_report(lambda: expert_report(model))
     return session
 
 
