@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from framework_runs import EXAMPLES, run_two
 from gradwire.ranks.supervised import run_function
 
 CASES = str(Path(__file__).with_name("moe_cases.py"))
@@ -113,3 +115,14 @@ def test_experts_are_sharded_by_fsdp2_over_their_own_axis() -> None:
     for found in run_function(f"{CASES}:sharded", 4, {}, 200):
         assert found["dense"] < 1e-5
         assert found["experts"] < 1e-5
+
+
+def test_the_example_learns_alike_with_a_quarter_of_the_bytes(tmp_path: Path) -> None:
+    said = {codec: run_two([str(EXAMPLES / "train_experts.py"), "--codec", codec], tmp_path / codec[:4]).logs
+            for codec in ("", "int8:64")}  # fmt: skip
+    sent = {codec: [int(re.findall(r"([\d,]+) bytes sent", log)[0].replace(",", "")) for log in logs]
+            for codec, logs in said.items()}  # fmt: skip
+    losses = {codec: [float(loss) for loss in re.findall(r"loss ([\d.]+)", logs[0])] for codec, logs in said.items()}
+    assert all(plain >= 3.7 * coded for plain, coded in zip(sent[""], sent["int8:64"], strict=True))
+    assert losses[""][-1] < 0.7 * losses[""][0]
+    assert losses["int8:64"] == pytest.approx(losses[""], rel=0.02)

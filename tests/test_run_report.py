@@ -16,6 +16,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
+from typing_extensions import override
 
 from gradwire.drivers.engine import Stats
 from gradwire.drivers.window import NORM_EVERY, START_UP, STEPS, Caps, Ready, Sample, Window, exposed_s
@@ -23,6 +24,7 @@ from gradwire.network import Network
 from gradwire.ranks.supervised import run_function
 from gradwire.session.estimate import Times, summarise
 from gradwire.session.memory import HeldMemory
+from gradwire.session.module_figures import ModuleFigures
 from gradwire.session.pace import WindowPace
 from gradwire.session.report import FEWEST_STEPS, Report
 from gradwire.session.step_times import StepBoard, ToldSteps
@@ -356,6 +358,28 @@ def test_windows_of_several_lengths_count_by_their_own() -> None:
     assert times is not None
     assert times.dense_high_ms == pytest.approx(1201)
     assert pace.steps == 16
+
+
+@dataclasses.dataclass(frozen=True)
+class SentBytes(ModuleFigures):
+    """What a module sends."""
+
+    name: str
+    sent_bytes: int
+
+    @property
+    @override
+    def row(self) -> tuple[str, str, str]:
+        return self.name, f"{self.sent_bytes} B", "a pass"
+
+
+def test_the_text_and_the_mapping_have_modules_that_communicate_by_themselves() -> None:
+    report = a_report(modules=(SentBytes("feed", 12), SentBytes("a longer name than others", 3)))
+    lines = str(report).splitlines()
+    assert sum(line.split() == ["feed", "12", "B", "a", "pass"] for line in lines) == 1
+    assert len({line.index("B  a pass") for line in lines if line.endswith("a pass")}) == 1
+    assert report.as_dict()["modules"][1] == {"name": "a longer name than others", "sent_bytes": 3}
+    assert a_report().as_dict()["modules"] == []
 
 
 def test_the_text_is_a_table_whose_columns_line_up() -> None:

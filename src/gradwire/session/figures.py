@@ -30,6 +30,7 @@ from gradwire.reducers.measured import chosen_bits
 from gradwire.session.automatic import Automatic
 from gradwire.session.feed import Feed
 from gradwire.session.lane import Lane
+from gradwire.session.module_figures import FiguresOfModules
 from gradwire.session.pace import WindowPace
 from gradwire.session.report import Report, observed
 from gradwire.session.step_times import StepBoard
@@ -92,6 +93,7 @@ class Figures:
     """Set by what combines models with this session."""
     uncounted: str = ""
     """What a report says that it does not count."""
+    _modules: tuple[FiguresOfModules, ...] = ()
 
     @property
     def engine(self) -> Engine:
@@ -131,7 +133,20 @@ class Figures:
         found = observed(
             self.engine, self.window, times, others, self.method, averages, owed, self.pace, self.uncounted
         )
-        return dataclasses.replace(found, chosen="" if self.automatic is None else str(self.automatic))
+        modules = tuple(module for figures in self._modules for module in figures())
+        chosen = "" if self.automatic is None else str(self.automatic)
+        return dataclasses.replace(found, chosen=chosen, modules=modules)
+
+    def add_to_report(self, figures: FiguresOfModules) -> None:
+        """Have `report` tell of modules that communicate by themselves, such as layers of experts.
+
+        Args:
+            figures: is asked for figures in each report.
+
+        Example:
+            session.add_to_report(lambda: expert_report(model))
+        """
+        self._modules = (*self._modules, figures)
 
     def layer_bits(self) -> dict[str, int]:
         """Return the bits that an element of each parameter's gradient has in the next step, alike on all ranks.

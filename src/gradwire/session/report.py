@@ -20,6 +20,7 @@ from gradwire.drivers.engine import Engine
 from gradwire.drivers.window import START_UP, Window
 from gradwire.session.estimate import Times, summarise
 from gradwire.session.memory import HeldMemory, held_memory
+from gradwire.session.module_figures import ModuleFigures
 from gradwire.session.pace import WindowPace
 from gradwire.session.step_times import ToldSteps
 from gradwire.topology.reduction_times import ReductionTimes
@@ -84,6 +85,8 @@ class Report:
         steps_a_period: steps of training in a window, the mean.
         uncounted: what is sent beside the method and not counted, as the end of a sentence; empty if nothing is.
         chosen: what `auto` has chosen, why, and what takes its place without it; empty for another method.
+        modules: figures of modules that communicate by themselves, see `Session.add_to_report`. Their bytes are not in
+            `sent_bytes`.
     """
 
     method: str
@@ -106,6 +109,7 @@ class Report:
     steps_a_period: float = 1.0
     uncounted: str = ""
     chosen: str = ""
+    modules: tuple[ModuleFigures, ...] = ()
 
     @property
     def replaces_ddp(self) -> bool:
@@ -188,6 +192,7 @@ class Report:
         """The same as plain numbers and strings, `times` and `memory` among the rest; what is not known is None."""
         plain: dict[str, Any] = asdict(self) | self.memory.as_dict()
         del plain["memory"]
+        plain["modules"] = list(plain["modules"])
         times = plain.pop("times") or dict.fromkeys(Times.__dataclass_fields__)
         if times["dense_high_ms"] == math.inf:
             times["dense_high_ms"] = None
@@ -337,6 +342,7 @@ def _text(report: Report) -> str:
     if report.replaces_ddp and report.steps:
         window += f" of {report.steps_a_period:.3g} steps"
     rows = [*_time_rows(report), *_byte_rows(report), *_norm_rows(report), *_memory_rows(report)]
+    rows += [module.row for module in report.modules]
     names, numbers, units = (
         max((len(column) for column in columns), default=0)
         for columns in ([r[0] for r in rows], [_number(r[1]) for r in rows], [_unit(r[1]) for r in rows])

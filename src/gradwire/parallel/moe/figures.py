@@ -6,8 +6,11 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
+from gradwire.core.figures import si_bytes
 from gradwire.drivers.interpreter import Traffic
+from gradwire.session.module_figures import ModuleFigures
 
 
 @dataclass(eq=False)
@@ -40,8 +43,8 @@ class Tally:
 
 
 @dataclass(frozen=True)
-class LayerFigures:
-    """Figures of one layer of experts on this rank.
+class LayerFigures(ModuleFigures):
+    """Figures of one layer of experts on this rank. `Session.add_to_report` adds them to the report of a session.
 
     Attributes:
         name: of the layer in its model.
@@ -73,6 +76,17 @@ class LayerFigures:
         """Dropped choices over all choices of this rank."""
         return self.dropped / max(sum(self.load), 1)
 
+    @property
+    def pass_bytes(self) -> float:
+        """Bytes sent for a forward pass and its backward pass."""
+        return self.wire_bytes / max(self.passes, 1)
+
+    @property
+    @override
+    def row(self) -> tuple[str, str, str]:
+        meaning = f"a pass of experts; largest load {self.imbalance:.2f} of the mean, {self.drop_rate:.2%} dropped"
+        return self.name or "experts", si_bytes(self.pass_bytes), meaning
+
     def __str__(self) -> str:
         return (
             f"{self.name}: {self.passes} passes, largest load {self.imbalance:.2f} of the mean, "
@@ -82,6 +96,9 @@ class LayerFigures:
 
 def expert_report(model: nn.Module, *, begin_anew: bool = False) -> tuple[LayerFigures, ...]:
     """Return the figures of each layer of experts of a model, on this rank.
+
+    `session.add_to_report(lambda: expert_report(model))` has `session.report()` tell them too; `attach_experts` does so
+    for its session.
 
     Args:
         model: with layers of experts.

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from gradwire.codecs.base import Codec
 from gradwire.core.collective import AllGather
@@ -68,6 +69,9 @@ class MoE(nn.Module):
 
     Forward and backward pass are those of one process with all experts, to rounding, for any number of ranks. All ranks
     of the axis call the layer as often as each other, ranks without a token too.
+
+    The state dict has how many passes were made and what the last one dropped. So after a resume the noise of
+    `NoisyTopK`, codecs that draw, and a capacity that follows go on as they would have without it.
 
     A gradient of an expert has come from the losses of all ranks of the axis. It is divided by their number here, so
     that the mean over data-parallel ranks is what each parameter wants: over all ranks for the router and other dense
@@ -164,6 +168,17 @@ class MoE(nn.Module):
             choice = repeated
             routing = self.router(tokens, chosen=(choice.experts, choice.noise))
         return self._routed(tokens, routing, choice).reshape(x.shape)
+
+    @override
+    def get_extra_state(self) -> Tensor:
+        """Passes made so far, and drops and choices of the last one on this rank."""
+        return torch.tensor([self._draws, *self._told])
+
+    @override
+    def set_extra_state(self, state: Tensor) -> None:
+        """Go on from what `get_extra_state` returned."""
+        self._draws, *told = state.tolist()
+        self._told = (told[0], told[1])
 
     # The choice --------------------------------------------------------------------------------------------------
 

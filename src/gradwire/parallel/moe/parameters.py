@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.adapters.unwrapped import HookedSession, attach_unwrapped
 from gradwire.core.errors import AttachError, CompositionError
+from gradwire.parallel.moe.figures import expert_report
 from gradwire.parallel.moe.layer import MoE
 from gradwire.reducers.base import Reducer
 
@@ -60,7 +61,8 @@ def attach_experts(
     """Let a method combine the gradients of experts among the ranks that hold the same ones.
 
     Each gradient then is that of the mean loss of all ranks: a layer divides what comes from the ranks of its expert
-    axis, and the method takes the mean over `ranks`. It communicates while the backward pass runs.
+    axis, and the method takes the mean over `ranks`. It communicates while the backward pass runs. The report of the
+    session tells load, drops and bytes of the layers too.
 
     Args:
         model: with layers of experts, whose weights are the same on all of `ranks`.
@@ -79,7 +81,9 @@ def attach_experts(
     for place, module in _experts(model).items():
         experts.add_module(place.replace(".", "/"), module)
     optimizer = options.pop("optimizer", None)
-    return attach_unwrapped(experts, method, optimizer, group=group, **options)
+    session = attach_unwrapped(experts, method, optimizer, group=group, **options)
+    session.add_to_report(lambda: expert_report(model))
+    return session
 
 
 def _group(mesh: DeviceMesh) -> dist.ProcessGroup:
