@@ -74,6 +74,7 @@ class HogwildOptimizer(UnwaitingOptimizer):
         names = FlatLayout(self._parameters)
         self._require_one_machine()
         require_same_start("Hogwild!", self._parameters, self._together)
+        not_finite(self._parameters)  # compiles what each step asks, so that all ranks begin to step together
         values, self._counts = self._mapped(names.flat(self._parameters), dist.get_world_size(group))
         for name, shared in names.named(values).items():
             self._parameters[name].data = shared
