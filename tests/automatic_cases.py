@@ -1,11 +1,18 @@
 """What each rank does in the tests of `auto`, with planted times: a link that is slow, and fast later."""
 
+import copy
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+
+import pytest
 
 import gradwire
 from change_cases import GRAIN, Training
+from fsdp2_cases import DEADLINE_S, VARIANTS, optimizer_of, train
+from fsdp2_cases import digest as digest_of_shards
+from gradwire.adapters.fsdp2.attach import ShardedSession
 from gradwire.choosing.automatic import StepPace
 from gradwire.session import automatic
 from gradwire.session.session import Session
@@ -17,6 +24,7 @@ SLOW = ReductionTimes(6000, 20e-6, (Probe(6000, 20e-3, 0.0),))
 FAST_FROM = 25
 """The step from which on a message takes a fiftieth."""
 CODING_S = {"none": 0.0, "fp16": 0.1e-3, "int4": 0.6e-3}
+"""Of the candidates, in their order."""
 STEPS = 54
 
 
@@ -24,8 +32,10 @@ def plant(rank: int) -> None:
     """Times that each rank measures otherwise: the second one is slower in all."""
     training: list[automatic.Choosing] = []
 
-    def coding_s(spec: str, *_: object, **__: object) -> float:
-        return (1 + rank) * CODING_S[spec]
+    times = itertools.cycle(CODING_S.values())
+
+    def plan_coding_s(*_: object) -> float:
+        return (1 + rank) * next(times)
 
     def pace_of(samples: Sequence[object], coded_s: tuple[float, ...], sent_early: bool) -> StepPace:
         assert len(samples) >= automatic.FEWEST_SAMPLES
@@ -40,7 +50,7 @@ def plant(rank: int) -> None:
             training[:] = [session]
             super().before_step(session)
 
-    automatic.coding_s, automatic.pace_of, automatic.probe_s = coding_s, pace_of, probe_s  # type: ignore[assignment]
+    automatic.plan_coding_s, automatic.pace_of, automatic.probe_s = plan_coding_s, pace_of, probe_s  # type: ignore[assignment]
     Session.timed_link = lambda self: SLOW  # type: ignore[method-assign]
     gradwire.session.session.Automatic = Watched  # type: ignore[attr-defined]
 
@@ -98,3 +108,46 @@ def resumed(rank: int, folder: str) -> list[Any]:
     training.run(10)
     training.session.close()
     return [method, digest(training.network)]
+
+
+def sharded(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    """A sharded model under `auto`, the same run without it, and one that is saved and taken up."""
+    plant(rank)
+    net, fixed_net = VARIANTS["plain"](), VARIANTS["plain"]()
+    optimizer, fixed_optimizer = optimizer_of(net), optimizer_of(fixed_net)
+    with gradwire.attach(net, "auto:bold", deadline_s=DEADLINE_S) as session:
+        assert session.automatic is not None
+        train(net, rank, 20, optimizer=optimizer)
+        gradwire.save(Path(folder), session)
+        weights, moments = copy.deepcopy(net.state_dict()), copy.deepcopy(optimizer.state_dict())
+        train(net, rank, STEPS, start=20, optimizer=optimizer)
+        choices, report, ended = session.automatic.packed(), session.report(), digest_of_shards(net)
+        with pytest.raises(gradwire.StateError, match=r"use gradwire\.save and load"):
+            cast(ShardedSession, session).stateful()
+    with gradwire.attach(fixed_net, "none", deadline_s=DEADLINE_S) as session:
+        at = 0
+        for choice in choices:
+            train(fixed_net, rank, choice["step"], start=at, optimizer=fixed_optimizer)
+            session.change(choice["spec"])
+            at = choice["step"]
+        train(fixed_net, rank, STEPS, start=at, optimizer=fixed_optimizer)
+    net.load_state_dict(weights)
+    optimizer.load_state_dict(moments)
+    with gradwire.attach(net, "auto:bold", deadline_s=DEADLINE_S) as session:
+        step = gradwire.load(Path(folder), session)
+        took_up = session.method
+        train(net, rank, 30, start=step, optimizer=optimizer)
+        resumed = digest_of_shards(net)
+    train_to_30 = VARIANTS["plain"]()
+    optimizer = optimizer_of(train_to_30)
+    with gradwire.attach(train_to_30, "none", deadline_s=DEADLINE_S) as session:
+        train(train_to_30, rank, choices[0]["step"], optimizer=optimizer)
+        session.change(choices[0]["spec"])
+        train(train_to_30, rank, 30, start=choices[0]["step"], optimizer=optimizer)
+    return {
+        "choices": choices,
+        "report": report.chosen,
+        "estimated": report.times,
+        "same": ended == digest_of_shards(fixed_net),
+        "resumed": [step, took_up, resumed == digest_of_shards(train_to_30)],
+    }

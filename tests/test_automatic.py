@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -11,14 +11,21 @@ from torch import nn
 
 import gradwire
 from gradwire import AttachError, Session, SpecError, StateError
-from gradwire.choosing import CANDIDATES, Demand, allowed
+from gradwire.adapters.fsdp2.form import sharded_method
+from gradwire.choosing import CANDIDATES, Demand
 from gradwire.choosing.automatic import GAIN, Chosen, StepPace, accuracy_of, decide, demands_of, wire_work
+from gradwire.choosing.coding import plan_coding_s
+from gradwire.choosing.forecast import plan_demand
 from gradwire.cli.main import main
 from gradwire.core.grain import ParameterSpec
 from gradwire.core.link import Link
 from gradwire.core.saved_schema import CHOICES
+from gradwire.drivers.parts import Chunked, plan_parts
+from gradwire.drivers.plan import plan
 from gradwire.ranks.supervised import run_function
 from gradwire.session.automatic import CHOOSES_AFTER, Automatic
+from gradwire.session.form import WHOLE
+from gradwire.spec import as_method
 from gradwire.topology.processors import Processors
 from gradwire.topology.reduction_times import ReductionTimes
 
@@ -86,8 +93,32 @@ def test_ranks_that_share_cores_code_longer_and_a_spare_core_serves_the_network(
     assert wire_work(times, 2, crowded) == Link(0.002, 8e-6)
     assert wire_work(times, 2, spare) == Link(0.0, 0.0)
     pace, model = StepPace(1.0, 0.5, (0.0, 0.1)), [ParameterSpec("w", (100,), torch.float32, torch.device("cpu"))]
-    found = demands_of(allowed("safe")[:2], model, 2, Link(0.0, 0.0), pace, crowding=crowded.crowding)
-    assert [each.coding_s for each in found] == [0.0, 0.2]
+    plans = {spec: plan(model, as_method(spec)) for spec in ("none", "fp16")}
+    found = demands_of(plans, 2, Link(0.0, 0.0), pace, crowding=crowded.crowding)
+    assert [(each.spec, each.coding_s) for each in found] == [("none", 0.0), ("fp16", 0.2)]
+
+
+def test_of_a_sharded_model_nothing_is_hidden_and_a_shard_is_what_a_rank_keeps() -> None:
+    spec = ParameterSpec("w", (90, 100), torch.float32, torch.device("cpu"))
+    parts = [[Chunked(spec, 4500)], [Chunked(spec._replace(name="v"), 4500)]]
+    sharded = plan_parts(parts, sharded_method("int4"), range(2), grain_numel=3000)
+    whole = plan([spec, spec._replace(name="v")], as_method("int4"), 3000)
+    assert plan_coding_s(sharded, 2) > 0.0
+    of_parts, of_waves = (plan_demand("int4", planned, 2, Link(1e-3, 1e-6)) for planned in (sharded, whole))
+    assert 0.0 < of_parts.sending_s < of_waves.sending_s  # nothing is gathered in the end
+    assert of_parts.beside(1.0).hidden_s == 0.0 < of_waves.beside(1.0).hidden_s
+
+
+def test_ranks_of_a_sharded_model_choose_alike_and_can_be_repeated(tmp_path: Path) -> None:
+    """As above, under FSDP2, whose ranks never try PowerSGD: it wants whole matrices."""
+    ranks: list[dict[str, Any]] = run_function(f"{CASES}:sharded", 2, {"folder": str(tmp_path)}, 240)
+    for found in ranks:
+        assert found["choices"] == ranks[0]["choices"]
+        assert [(each["step"], each["spec"]) for each in found["choices"]] == [(CHOOSES_AFTER, "int4"), (50, "none")]
+        assert found["same"]
+        assert found["resumed"] == [20, "int4", True]
+        assert found["report"].startswith("auto:bold took none from step 50 on, since its step takes 5.")
+        assert found["estimated"] is None  # of a step without the method, which FSDP2 would not make by all-reduces
 
 
 @pytest.mark.parametrize(
@@ -114,17 +145,19 @@ def test_what_auto_cannot_serve_is_refused_in_a_sentence() -> None:
         gradwire.parse("auto")
     with pytest.raises(SpecError, match="it chooses a method by what"):
         gradwire.parse("local:8,outer=auto")
-    with pytest.raises(AttachError, match="auto chooses for models that every rank has whole"):
+    with pytest.raises(AttachError, match=r"parameters= and replicate= are for models of fully_shard"):
         gradwire.attach(nn.Linear(3, 3), "auto", parameters="int8")
+    with pytest.raises(AttachError, match="with replicate= each shard's copies would choose for themselves"):
+        gradwire.attach(nn.Linear(3, 3), "auto", replicate=cast(Any, "mesh"))
     spec = ParameterSpec("w", (3,), torch.float32, torch.device("cuda"))
     with pytest.raises(AttachError, match="auto measures steps on the CPU, and the parameters are on cuda"):
-        Automatic.of("safe", [spec], None, True, 2)
+        Automatic.of("safe", [spec], WHOLE, None, 2)
 
 
 def test_gradwire_run_reads_auto_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
     for words, said in (
         (["--method", "auto:save"], "'save' is no class of accuracy: did you mean 'safe'"),
-        (["--method", "auto", "--parameters", "int8"], "--parameters is for models of fully_shard"),
+        (["--method", "auto", "--parameters", "int9000"], "int9000"),
         (["--method", "auto:bold"], "there is no script nowhere.py"),
     ):
         assert main(["run", *words, "nowhere.py"]) == 2

@@ -70,7 +70,7 @@ def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         ("torch.powersgd:4", "torch.powersgd:4 is not for --engine fsdp2"),
         ("local:H=2", "local:H=2 is not for --engine fsdp2 but for --engine ddp"),
         ("ssp:4", "ssp:4 is not for --engine fsdp2 but for --engine ddp"),
-        ("auto", "auto is not for --engine fsdp2 but for --engine ddp"),
+        ("auto:brave", "'brave' is no class of accuracy"),
         ("powersgd:4", "FSDP2 needs a method that ends with shards"),
         ("int8,parameters=sign", "would change parameters by"),
         ("int8,parameters=topk:0.01", "would change parameters by"),
@@ -151,6 +151,16 @@ def test_shards_train_as_replicas_do_and_predict_what_they_send(task: str, tmp_p
     assert "buckets" not in page
     with pytest.raises(CompareError, match=r"engine was 'fsdp2', is None"):
         compare.compare(dataclasses.replace(options, engine="ddp", methods=("torch.fp32",)), Silent())
+
+
+def test_auto_chooses_among_methods_with_shards(task: str, tmp_path: Path) -> None:
+    options = CompareOptions(
+        task, ("torch.fp32", "auto:lossless"), "fsdp2", hosts=2, rate="1gbit", steps=12, out=tmp_path / "out"
+    )
+    _, found = run(options)
+    assert found["auto:lossless"].label == "none from step 10"
+    assert found["auto:lossless"].report is not None
+    assert found["auto:lossless"].report["chosen"].startswith("auto:lossless took none from step 10 on")
 
 
 @pytest.mark.long

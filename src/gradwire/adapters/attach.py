@@ -60,7 +60,7 @@ def attach(
         model: the model.
         reducer: a reducer, or a spec such as `"topk:0.01"`; or `"auto"`, which chooses by what it measures in the first
             steps, within a class of accuracy: `"auto:lossless"`, `"auto:safe"` or `"auto:bold"`. FSDP2 wants each rank
-            to have its shard of the mean, so there it must be one that can be stopped there.
+            to have its shard of the mean, so there it must be one that can be stopped there; `auto` knows.
         parameters: with FSDP2, a codec such as `"int8"` that parameters are gathered in, which a spec may say as well;
             the shards, which optimizers work on, stay as they are. None: FSDP2 gathers them as it does alone.
         replicate: with FSDP2 over a mesh of one dimension, the ranks that have the same shard of other copies of the
@@ -108,10 +108,10 @@ def attach(
     """
     if isinstance(reducer, str) and accuracy_of(reducer) is not None:
         method: Reducer | str = reducer
-        if is_fsdp2(model) or parameters is not None:
+        if replicate is not None:
             raise AttachError(
-                "auto chooses for models that every rank has whole, and this one is sharded: name a method, such as "
-                "'int4,parameters=int8'"
+                "auto chooses for all ranks of a model alike, and with replicate= each shard's copies would choose for "
+                "themselves: name a method, such as 'int4,node=auto'"
             )
     else:
         method, parameters = for_shards(reducer, parameters)

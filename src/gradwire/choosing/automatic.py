@@ -8,17 +8,17 @@ auto:bold
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from gradwire.choosing.accuracy import Candidate, allowed
-from gradwire.choosing.forecast import Demand, Forecast, demand
+from gradwire.choosing.accuracy import allowed
+from gradwire.choosing.forecast import Demand, Forecast, plan_demand
 from gradwire.choosing.rules import best_of, runner_up_of
 from gradwire.core.errors import SpecError
 from gradwire.core.figures import milliseconds
-from gradwire.core.grain import ParameterSpec
 from gradwire.core.grammar import name_of, read
 from gradwire.core.link import Link
+from gradwire.drivers.plan import Plan
 from gradwire.topology.processors import Processors
 from gradwire.topology.reduction_times import ReductionTimes
 
@@ -144,29 +144,25 @@ def _of_ring(reduction: Link, world_size: int) -> Link:
 
 
 def demands_of(
-    candidates: Sequence[Candidate],
-    model: Sequence[ParameterSpec],
+    plans: Mapping[str, Plan],
     world_size: int,
     link: Link,
     pace: StepPace,
-    grain_numel: int | None = None,
     work: Link | None = None,
     crowding: float = 1.0,
 ) -> tuple[Demand, ...]:
     """Return what each candidate asks of the processors and of the link, in order.
 
     Args:
-        candidates: which.
-        model: the parameters.
+        plans: of each candidate, by its spec.
         world_size: ranks.
         link, work: what a message and a byte cost in time and of the processors.
         pace: of the slowest rank.
-        grain_numel: as of the session.
         crowding: how many times longer coding takes where all ranks code (`Processors.crowding`).
     """
     return tuple(
-        demand(c.spec, model, world_size, link, coding_s=crowding * coding_s, work=work, grain_numel=grain_numel)
-        for c, coding_s in zip(candidates, pace.coding_s, strict=True)
+        plan_demand(spec, planned, world_size, link, coding_s=crowding * coding_s, work=work)
+        for (spec, planned), coding_s in zip(plans.items(), pace.coding_s, strict=True)
     )
 
 

@@ -15,7 +15,7 @@ from gradwire.core.messages import SendRecv
 from gradwire.core.shapes import Shapes
 from gradwire.drivers.cost import Parameters, form_of, meta_specs, require_world
 from gradwire.drivers.interpreter import Answer, run_program, served
-from gradwire.drivers.plan import Unit, plan
+from gradwire.drivers.plan import Plan, Unit, plan
 from gradwire.reducers.base import Reducer
 from gradwire.reducers.step import PAST_WARM_UPS, Step
 from gradwire.spec import as_method
@@ -65,10 +65,20 @@ def coding_s(
     reducer = as_method(method)
     require_world(reducer, world_size)
     specs = [spec._replace(device=torch.device("cpu")) for spec in meta_specs(model)]
+    return plan_coding_s(plan(specs, reducer, grain_numel), world_size, repeats)
+
+
+def plan_coding_s(planned: Plan, world_size: int, repeats: int = REPEATS) -> float:
+    """Return the same for grains that are planned already, those of a sharded model for instance.
+
+    Args:
+        planned: of parameters on the CPU.
+        world_size, repeats: as of `coding_s`.
+    """
     reducers: list[Reducer] = []
     units: dict[Hashable, Unit] = {}
     counts: Counter[Hashable] = Counter()
-    for unit in plan(specs, reducer, grain_numel).units:
+    for unit in planned.units:
         form = form_of(unit, reducers)
         counts[form] += 1
         units.setdefault(form, unit)
@@ -79,7 +89,7 @@ def _unit_s(unit: Unit, world_size: int, repeats: int) -> float:
     """The shortest of some steps of a unit, after one in which what it uses is compiled and its buffers are made."""
     grain, reducer = unit
     given = torch.randn(grain.shape, generator=torch.Generator().manual_seed(0)).to(grain.dtype)
-    buffer, mean = torch.empty_like(given), torch.empty_like(given)
+    buffer, mean = torch.empty_like(given), torch.empty_like(given.flatten())
     first = Step(PAST_WARM_UPS, 0, world_size, weight=1.0)
     state = reducer.init(grain, first)
     taken, others = list[float](), torch.zeros(CACHES // 4)
@@ -89,7 +99,8 @@ def _unit_s(unit: Unit, world_size: int, repeats: int) -> float:
         began = time.thread_time()
         x = buffer.copy_(given)
         reduced = run_program(reducer.reduce(grain, x, state, replace(first, index=index)), mirrors)
-        mean.copy_(reduced.value.view_as(mean))
+        got = reduced.value.flatten()  # all of the mean, or the shard of it that this rank keeps
+        mean[: got.numel()].copy_(got)
         taken.append(time.thread_time() - began - mirrors.spent_s)
         state = reduced.state
     return min(taken[1:])

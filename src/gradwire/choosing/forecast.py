@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 from gradwire.core.link import Link
 from gradwire.drivers.cost import Parameters, meta_specs, require_world
-from gradwire.drivers.plan import plan
+from gradwire.drivers.parts import PartPlan
+from gradwire.drivers.plan import Plan, plan
 from gradwire.drivers.timing import Links, waves_s
 from gradwire.drivers.window import Ready, exposed_s
 from gradwire.reducers.base import Reducer
@@ -159,7 +160,30 @@ def demand(
     reducer, specs = as_method(method), meta_specs(model)
     require_world(reducer, world_size)
     planned = plan(specs, reducer, grain_numel)
+    return plan_demand(str(method), planned, world_size, link, links, coding_s=coding_s, work=work, step=step)
+
+
+def plan_demand(
+    spec: str,
+    planned: Plan,
+    world_size: int,
+    link: Link,
+    links: Links | None = None,
+    *,
+    coding_s: float = 0.0,
+    work: Link | None = None,
+    step: int = PAST_WARM_UPS,
+) -> Demand:
+    """Return the same for grains that are planned already, those of a sharded model for instance.
+
+    Args:
+        spec: the method.
+        planned: by which its gradients travel.
+        world_size, link, links, coding_s, work, step: as of `demand`.
+    """
     sending_s = waves_s(planned, world_size, link, links, step)
     work_s = waves_s(planned, world_size, work, step=step) if work else 0.0
     waves = tuple(sum(unit.grain.numel for unit in wave) for wave in planned.waves)
-    return Demand(str(method), coding_s, sending_s, waves, work_s)
+    if isinstance(planned, PartPlan):  # a part ends before the backward pass goes on, so next to nothing is hidden
+        waves = (sum(waves),)
+    return Demand(spec, coding_s, sending_s, waves, work_s)

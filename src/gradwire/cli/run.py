@@ -106,18 +106,16 @@ def run_script(arguments: argparse.Namespace, _: Console) -> int:
         raise SpecError("--live goes with --profile DIR, the folder that gradwire watch is given")
     if arguments.method is None and arguments.parameters is not None:
         raise SpecError("--parameters goes with a --method: give one, such as --method int4")
-    chooses = accuracy_of(arguments.method) is not None
-    if chooses and arguments.parameters is not None:
-        raise SpecError("--parameters is for models of fully_shard, for which auto does not choose: name a method")
-    if arguments.method is not None and not chooses:  # before anything starts this refuses what cannot be built
-        reducer, codec = for_shards(arguments.method, arguments.parameters)
+    codec = arguments.parameters
+    if arguments.method is not None and accuracy_of(arguments.method) is None:
+        reducer, codec = for_shards(arguments.method, codec)  # refuses what cannot be built before anything starts
         if reducer.weighs:
             raise SpecError(
                 f"weights=given in {arguments.method!r} needs a script that calls session.weigh() in each step: attach "
                 "in the script, or write the weights of all ranks, as weights=3/1"
             )
-        if codec is not None:
-            parameter_codec(codec)
+    if codec is not None:
+        parameter_codec(codec)
     if not arguments.module and not Path(arguments.script).is_file():
         raise SpecError(f"there is no script {arguments.script}: give its path, or -m and the name of a module")
     if arguments.records is not None:  # ranks, and processes that a script starts, inherit it

@@ -23,7 +23,7 @@ from gradwire.adapters.fsdp2.gather import parameter_codec
 from gradwire.choosing.automatic import accuracy_of
 from gradwire.compare.model_engine import ModelEngine
 from gradwire.compare.results import FLOOR, FP32
-from gradwire.compare.sides import Side
+from gradwire.compare.sides import Side, label_of
 from gradwire.core.errors import SpecError
 from gradwire.core.places import BASELINES, UNWAITING, WINDOWS
 from gradwire.spec import find, for_shards
@@ -49,7 +49,7 @@ class ShardedEngine(ModelEngine):
     def check(self, spec: str, hosts: int) -> None:
         """Read it; only methods with shards in the middle are served."""
         if accuracy_of(spec) is not None:
-            raise SpecError(f"{spec} is not for --engine fsdp2 but for --engine ddp: it chooses for whole models")
+            return  # it chooses among methods that end with shards
         place = find(spec).place
         if place is BASELINES and spec not in LABELS:
             raise SpecError(
@@ -130,10 +130,17 @@ class ShardedSide(Side):
         self._clock = CommunicationClock()
         self._handle = None
         self.label = LABELS.get(spec, "")
-        if spec not in LABELS:
+        if accuracy_of(spec) is not None:
+            self._handle = gradwire.attach(model, spec)
+        elif spec not in LABELS:
             gradients, parameters = for_shards(spec)
             self._handle = gradwire.attach(model, gradients, parameters=parameters)
             self.label = repr(self._handle.reducer) + (f", parameters in {parameters}" if parameters else "")
+
+    @override
+    def finish(self) -> None:
+        if self._handle:
+            self.label = label_of(self._handle, self.label)
 
     def codec_cpu_s(self) -> float:
         """CPU seconds of encoding and decoding."""

@@ -18,6 +18,7 @@ from typing_extensions import override
 import gradwire
 from gradwire.compare.torch_hooks import attach_torch, predicted_bytes
 from gradwire.network.slow import SlowProcessor
+from gradwire.session import Session
 
 
 class Side(ABC):
@@ -143,6 +144,12 @@ class TorchSide(DDPSide):
         self._steps += 1
 
 
+def label_of(session: Session, label: str) -> str:
+    """What `auto` chose in a session, and when; the label where it has chosen nothing."""
+    choices = session.automatic.choices if session.automatic else []
+    return ", ".join(f"{choice.spec} from step {choice.step}" for choice in choices) or label
+
+
 class GradwireSide(DDPSide):
     """A gradwire method on DDP."""
 
@@ -154,9 +161,7 @@ class GradwireSide(DDPSide):
     @override
     def finish(self) -> None:
         """Say what `auto` chose, and when."""
-        choosing = self._handle.session.automatic
-        if choosing is not None and choosing.choices:
-            self.label = ", ".join(f"{choice.spec} from step {choice.step}" for choice in choosing.choices)
+        self.label = label_of(self._handle.session, self.label)
 
     @override
     def weigh(self, examples: int) -> None:

@@ -7,6 +7,7 @@ carries over what is owed.
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,18 +17,20 @@ import torch
 
 from gradwire.choosing.accuracy import allowed
 from gradwire.choosing.automatic import Chosen, StepPace, decide, demands_of, wire_link, wire_work
-from gradwire.choosing.coding import coding_s
+from gradwire.choosing.coding import plan_coding_s
 from gradwire.choosing.forecast import BACKWARD
 from gradwire.core.checked import checked, facts
 from gradwire.core.collective import AllReduce
-from gradwire.core.errors import AttachError, StateError
+from gradwire.core.errors import AttachError, CompositionError, StateError
 from gradwire.core.grain import ParameterSpec
 from gradwire.core.link import Link
 from gradwire.core.record import Count
 from gradwire.drivers.engine import Engine
 from gradwire.drivers.interpreter import Transport, ask
+from gradwire.drivers.plan import Plan
 from gradwire.drivers.process_group import GroupTransport
 from gradwire.drivers.window import START_UP, Sample, Window
+from gradwire.session.form import Form
 from gradwire.session.lane import Lane
 from gradwire.session.together import Together
 from gradwire.topology.identity import HostIdentity
@@ -83,9 +86,8 @@ class Automatic:
 
     Args:
         accuracy: the class that the user names.
-        model: the trained parameters.
-        grain_numel: as of the session.
-        sent_early: whether gradients are delivered while the backward pass goes on.
+        plans: by which the gradients travel under each candidate, in the order in which they lose more.
+        sent_early: whether gradients are sent while the backward pass goes on.
         world_size: ranks.
 
     Attributes:
@@ -96,14 +98,12 @@ class Automatic:
     def __init__(
         self,
         accuracy: str,
-        model: Sequence[ParameterSpec],
-        grain_numel: int | None,
+        plans: Mapping[str, Plan],
         sent_early: bool,
         world_size: int,
     ) -> None:
         self.accuracy, self.choices = accuracy, list[Chosen]()
-        self._model, self._grain_numel, self._sent_early = model, grain_numel, sent_early
-        self._candidates = allowed(accuracy)
+        self._plans, self._sent_early = plans, sent_early
         self.is_over = False
         self._alone = world_size == 1
         self._first: int | None = None  # step that this session, or what was loaded, has begun with
@@ -117,9 +117,16 @@ class Automatic:
 
     @classmethod
     def of(
-        cls, accuracy: str, model: Sequence[ParameterSpec], grain_numel: int | None, sent_early: bool, world_size: int
+        cls, accuracy: str, model: Sequence[ParameterSpec], form: Form, grain_numel: int | None, world_size: int
     ) -> Automatic:
-        """Return what chooses for a model.
+        """Return what chooses for a model, among the candidates that its form can be served by.
+
+        Args:
+            accuracy: the class that the user names.
+            model: the trained parameters.
+            form: of the session.
+            grain_numel: as of the session.
+            world_size: ranks.
 
         Raises:
             AttachError: parameters that are not on the CPU, whose steps are not timed.
@@ -130,7 +137,11 @@ class Automatic:
                 f"auto measures steps on the CPU, and the parameters are on {kinds[0]}: name a method, such as the one "
                 "that `gradwire choose` tells for your link"
             )
-        return cls(accuracy, model, grain_numel, sent_early, world_size)
+        plans = dict[str, Plan]()
+        for candidate in allowed(accuracy):
+            with contextlib.suppress(CompositionError):  # such as PowerSGD, which wants whole matrices, for shards
+                plans[candidate.spec] = form.plan(model, form.method(candidate.spec), grain_numel)
+        return cls(accuracy, plans, form.sends_early, world_size)
 
     def __str__(self) -> str:
         if self.is_over:
@@ -181,8 +192,7 @@ class Automatic:
         self._probe_nbytes = 4 * (min(max(wanted, LEAST_PROBE), MOST_PROBE) // 4)
 
         def own() -> StepPace:
-            coded = (coding_s(c.spec, self._model, n, grain_numel=self._grain_numel) for c in self._candidates)
-            return self._own_pace(session, tuple(coded))
+            return self._own_pace(session, tuple(plan_coding_s(planned, n) for planned in self._plans.values()))
 
         self._pace = StepPace.slowest(self._agreed(session, own))
         self._probe_s = self._probed(session)
@@ -211,10 +221,7 @@ class Automatic:
         assert self._link is not None
         assert self._pace is not None
         n, step, now = session.transport.world_size, session.engine.index, session.method
-        model, grain_numel = self._model, self._grain_numel
-        demands = demands_of(
-            self._candidates, model, n, self._link, self._pace, grain_numel, self._work, self._crowding
-        )
+        demands = demands_of(self._plans, n, self._link, self._pace, self._work, self._crowding)
         choice = decide(demands, self._pace, step, now)
         if choice.spec != now:
             session.change(choice.spec)
@@ -265,8 +272,7 @@ class Automatic:
         for each in found:
             checked(each, _FORM, "a saved choice", StateError, "'s ", _REMEDY)
         choices = tuple(Chosen(**{name: each[name] for name in Chosen._fields}) for each in found)
-        specs = [candidate.spec for candidate in self._candidates]
-        if choices and choices[-1].spec not in specs:
+        if choices and choices[-1].spec not in self._plans:
             raise StateError(
                 f"the run that was saved had chosen {choices[-1].spec!r}, which auto:{self.accuracy} does not allow: "
                 "load it with the class that it had"

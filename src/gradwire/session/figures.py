@@ -93,6 +93,8 @@ class Figures:
     """Set by what combines models with this session."""
     uncounted: str = ""
     """What a report says that it does not count."""
+    estimates = True
+    """Whether a report estimates the step without the method, by the times of the link."""
     _modules: tuple[FiguresOfModules, ...] = ()
 
     @property
@@ -128,7 +130,7 @@ class Figures:
         """
         owed = self.residual_norm() / self.feed.scale
         others = self._board.read() if self._board else None
-        times = self._link_times
+        times = self._link_times if self.estimates else None
         averages = self.reducer.averages
         found = observed(
             self.engine, self.window, times, others, self.method, averages, owed, self.pace, self.uncounted
@@ -203,7 +205,7 @@ class Figures:
         nbytes, caps = self.engine.dense_bytes, self.window.caps or DDP_CAPS
         ask = functools.partial(self._links.reduction_times, nbytes, caps, again=again)
         self._link_times = self.lane.call(ask, " in measure_link")
-        if self._board is None and self._link_times and self.device.type == "cpu":
+        if self._board is None and self._link_times and self.estimates and self.device.type == "cpu":
             group = self.lane.group
             self._board = StepBoard(self.lane.store, self.lane.name, group.rank(), group.size())
             self.feed.board = self._board

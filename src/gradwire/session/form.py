@@ -19,6 +19,7 @@ class Form:
     Attributes:
         times_link: whether a report estimates the step without the method, for which the link is timed.
         caps: of the buckets that DDP would send without the method.
+        sends_early: whether gradients are sent while the backward pass goes on.
         fed_by: who delivers tensors, where it is not the caller of `step` and `reduce_`.
         says: what must be the same on all ranks beside the method.
         roles: what parameters are for, by name, where the session is not given the model that tells.
@@ -27,6 +28,7 @@ class Form:
 
     times_link = True
     caps = DDP_CAPS
+    sends_early = False
     fed_by = ""
     says = ""
     roles: Mapping[str, str] = MappingProxyType({})
@@ -53,6 +55,7 @@ class Alike(Form):
         roles: of the model's parameters, by name.
     """
 
+    sends_early = True
     fed_by = "the backward pass of a DistributedDataParallel model"
 
     def __init__(self, caps: Caps, roles: Mapping[str, str]) -> None:

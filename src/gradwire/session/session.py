@@ -138,7 +138,7 @@ class Session(Figures):
         self.on_non_finite = on_non_finite
         asks = accuracy_of(method) if what in WEIGHED else None  # of others a spec that chooses is refused
         method = method if asks is None else "none"
-        self.reducer, self.uncounted = form.method(method), form.uncounted
+        self.reducer, self.uncounted, self.estimates = form.method(method), form.uncounted, form.times_link
         self.method = str(method)
         self.saved_as: SavedRun | None = None
         self._form, self._fed_by = form, form.fed_by
@@ -159,8 +159,7 @@ class Session(Figures):
         self._watch = None if check_every is None else watch(tensors, check_every, on_drift)
         group = lane.group if lane else group_of(group)
         self.reducer.require_ranks(group.size())
-        fed = bool(form.fed_by)
-        self.automatic = None if asks is None else Automatic.of(asks, specs, grain_numel, fed, group.size())
+        self.automatic = None if asks is None else Automatic.of(asks, specs, form, grain_numel, group.size())
         self.lane = lane or Lane(group, self.device, deadline_s, what, records)
         self.transport = transport = self.lane.transport()
         described, members = described_ranks(group)

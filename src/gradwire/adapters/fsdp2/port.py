@@ -143,6 +143,7 @@ class GradientPort(ABC):
             board.leave_pass(StepError("another forward pass began before a backward pass had reduced gradients"))
         board.enter_pass()
         self._is_left = self._is_ended = False
+        self._session.before_step()  # here nothing of FSDP2's is under way
 
     def _after_forward(self, module: nn.Module, inputs: object, output: object) -> None:
         """Notice where the forward pass was ended by an exception."""

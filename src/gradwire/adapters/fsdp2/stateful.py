@@ -38,10 +38,13 @@ class Stateful:
         checkpoint: the folder that will be loaded from; None to save.
 
     Raises:
-        StateError: a method that remembers something else than a value for each element, or a checkpoint of another.
+        StateError: a method that remembers something else than a value for each element, or a checkpoint of another;
+            `auto`, whose choices are no tensors.
     """
 
     def __init__(self, session: Session, mesh: DeviceMesh, checkpoint: str | Path | None = None) -> None:
+        if session.automatic is not None:
+            raise StateError("auto chooses in the run, which this form cannot tell: use gradwire.save and load")
         self._session, self._mesh = session, mesh
         keys = _rows(session.state_dict()).keys()
         self._saved_by = session.transport.world_size if checkpoint is None else _ranks_of(Path(checkpoint), keys)
