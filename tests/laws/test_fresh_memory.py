@@ -64,7 +64,8 @@ STEPS, LATER = 128, 12
 @pytest.mark.draw(3)
 def test_a_window_takes_no_gradient_of_fresh_memory(spec: str) -> None:
     for taken in run_function(f"{CASES}:synchronised", RANKS, {"spec": spec, "steps": STEPS}, 120):
-        assert max(taken[-LATER:]) < 0.25, taken[-LATER:]
+        # A tensor of a gradient's size takes 0.5 at least, in 16 bits; LAPACK takes 0.17 to 0.28 for factors of dion.
+        assert max(taken[-LATER:]) < 0.4, taken[-LATER:]
 
 
 # Ports, on one rank ---------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ def square_root(x: Tensor) -> Tensor:
     On a CPU NumPy takes it: `torch.sqrt` is that of MKL, whose last bit depends on the processor (one element in 200 of
     float32, between AVX-512 and what IEEE 754 says; one in five without vector instructions).
 
+    >>> import torch
     >>> square_root(torch.tensor([4.0, 2.0]))
     tensor([2.0000, 1.4142])
     """
