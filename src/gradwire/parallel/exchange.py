@@ -10,7 +10,8 @@ start one after the other and are finished later overlap in the backward pass as
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from gradwire.codecs.base import Codec, layout_of
 from gradwire.core import buffers
-from gradwire.core.collective import AllReduce
+from gradwire.core.collective import AllGather, AllReduce
 from gradwire.core.errors import AttachError, CompositionError
 from gradwire.core.key import Key
 from gradwire.core.program import Program, once
@@ -111,6 +112,39 @@ class ExchangeAxis:
         tensor([1, 2])
         """
         return self.run(once(AllReduce(tensor.detach())), traffic)
+
+    def require_agreement(
+        self,
+        named: Mapping[str, object],
+        made: str,
+        remedy: str,
+        device: torch.device,
+        traffic: Traffic | None = None,
+    ) -> None:
+        """Compare what ranks were given, before an exchange whose sizes depend on it.
+
+        A rank sends 8 (n - 1) bytes for each name.
+
+        Args:
+            named: what must be alike, by its name. Integers are compared as they are, anything else by its repr.
+            made: what stands between the ranks and what differs, e.g. "were made with".
+            remedy: what to do.
+            device: of the tensor that travels.
+            traffic: is told what was sent.
+
+        Raises:
+            CompositionError: on every rank, with what differs.
+        """
+        mine = [each if isinstance(each, int) else zlib.crc32(repr(each).encode()) for each in named.values()]
+        words = torch.tensor(mine, device=device).view(torch.uint8)
+        rows = self.run(once(AllGather(words)), traffic).view(torch.int64).tolist()
+        for rank, row in enumerate(rows):
+            for (name, given), value, other in zip(named.items(), mine, row, strict=True):
+                if value != other:
+                    told = f": {other} and {value}" if isinstance(given, int) else ""
+                    raise CompositionError(
+                        f"ranks {rank} and {self.place} of the axis {made} different {name}{told}; {remedy}"
+                    )
 
     def next_layer(self) -> int:
         """Number the layers that use the axis, in the order in which they are made."""

@@ -11,10 +11,8 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from gradwire.codecs.base import Codec
-from gradwire.core.collective import AllGather
 from gradwire.core.errors import CompositionError, StepError
 from gradwire.core.key import Key
-from gradwire.core.program import once
 from gradwire.parallel.exchange import ExchangeAxis, Passage, row_codec
 from gradwire.parallel.moe import choices
 from gradwire.parallel.moe.capacity import Capacity, kept_within
@@ -271,25 +269,16 @@ class MoE(nn.Module):
         Raises:
             CompositionError: on every rank, with what differs.
         """
-        named: dict[str, int] = {
+        named = {
             "hidden": self.router.hidden,
             "experts": self.router.experts,
             "choices of a token": self.router.k,
             "chunks": self.chunks,
             "ranks of a node": self.axis.node or 0,
-            "capacity": zlib.crc32(repr(self.capacity).encode()),
-            "payloads": zlib.crc32(repr(self.codecs).encode()),
+            "capacity": self.capacity,
+            "payloads": self.codecs,
         }
-        mine = torch.tensor(list(named.values()), device=tokens.device).view(torch.uint8)
-        rows = self.axis.run(once(AllGather(mine))).view(torch.int64).tolist()
-        for rank, row in enumerate(rows):
-            for name, value, other in zip(named, named.values(), row, strict=True):
-                if value != other:
-                    told = f": {other} and {value}" if name not in ("capacity", "payloads") else ""
-                    raise CompositionError(
-                        f"ranks {rank} and {self.axis.place} of the axis were made with different {name}{told}; make "
-                        "the layer alike on all ranks"
-                    )
+        self.axis.require_agreement(named, "were made with", "make the layer alike on all ranks", tokens.device)
         self._agreed = True
 
     # The exchange ------------------------------------------------------------------------------------------------

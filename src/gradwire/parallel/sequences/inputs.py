@@ -1,0 +1,76 @@
+"""Queries, keys and values that fit each other, the layout, and those of other ranks."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from gradwire.core.errors import CompositionError
+from gradwire.drivers.interpreter import Traffic
+from gradwire.parallel.exchange import ExchangeAxis
+from gradwire.parallel.sequences.layouts import SequenceLayout
+
+
+def require_inputs(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    axis: ExchangeAxis,
+    layout: SequenceLayout,
+    options: object,
+    traffic: Traffic | None,
+) -> None:
+    """Compare the inputs of attention among ranks, before an exchange that would hang or mix them up.
+
+    A rank sends 48 (P - 1) bytes.
+
+    Args:
+        q, k, v: (B, H, S, D), (B, G, S, D) and (B, G, S, E) with the positions S of this rank.
+        axis: the ranks.
+        layout: which positions each of them has.
+        options: all else that must be alike; compared by its repr.
+        traffic: is told what was sent.
+
+    Raises:
+        CompositionError: on every rank. The one whose inputs do not fit is told what is wrong, others who it is.
+    """
+    fault = _fault(q, k, v, axis, layout)
+    alike: dict[str, object] = {
+        "numbers of faulty inputs": 0 if fault is None else 1,
+        "sizes of batches": q.shape[:1],
+        "heads": (q.shape[1:2], k.shape[1:2]),
+        "sizes of a head": (k.shape[-1:], v.shape[-1:]),
+        "dtypes": k.dtype,
+        "layouts, masks or codecs": (layout, options),
+    }
+    try:
+        axis.require_agreement(alike, "have", "give the same on all ranks", q.device, traffic)
+    finally:
+        if fault is not None:
+            raise CompositionError(fault)
+
+
+def _fault(q: Tensor, k: Tensor, v: Tensor, axis: ExchangeAxis, layout: SequenceLayout) -> str | None:
+    """What is wrong with the inputs of a rank, in a sentence."""
+    if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
+        return f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}: give one floating-point dtype"
+    if {q.dim(), k.dim(), v.dim()} != {4}:
+        return f"q, k and v have {q.dim()}, {k.dim()} and {v.dim()} dimensions: give (batch, heads, positions, size)"
+    if k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0] or q.shape[2:] != k.shape[2:]:
+        return (
+            f"q, k and v of {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)} do not fit each other: k has the "
+            "batch, the positions and the size of q, and v has the heads of k"
+        )
+    if min(*q.shape[:2], k.shape[1], q.shape[3], v.shape[3]) < 1:
+        return f"q and k of {tuple(q.shape)} and {tuple(k.shape)}: only the positions of a rank may be none"
+    if q.shape[1] % k.shape[1]:
+        nearest = [heads for heads in range(1, q.shape[1] + 1) if q.shape[1] % heads == 0]
+        legal = min(nearest, key=lambda heads: abs(heads - k.shape[1]))
+        return f"{q.shape[1]} query heads do not divide among {k.shape[1]} key heads: take {legal} key heads"
+    if layout.ranks != axis.size:
+        return f"the layout is of {layout.ranks} ranks, and the axis has {axis.size}: make it with ranks={axis.size}"
+    if q.shape[2] != layout.count(axis.place):
+        return (
+            f"rank {axis.place} has {q.shape[2]} positions, and {layout.count(axis.place)} of the layout's "
+            f"{layout.length}: take what layout.shard(x, place) gives"
+        )
+    return None
