@@ -159,6 +159,7 @@ def faulty(rank: int, world_size: int, fault: str, way: str) -> str:
         size = 5 if fault == "size" else size
         heads, key_heads = (6, 4) if fault == "heads" else (heads, key_heads)
         mask = AttentionMask() if fault == "mask" else mask
+        mask = AttentionMask(lengths=(3, 4)) if fault == "lengths" else mask
         ranks = 3 if fault == "ranks" else ranks
     layout = Contiguous(length, ranks)
     rows = 4 if fault != "rows" or rank == 0 else 3

@@ -136,6 +136,7 @@ def test_two_dimensions_are_one_process_too(mask: dict[str, Any]) -> None:
             "6 query heads do not divide among 4 key heads: take 3",
         ),
         ("ranks", "different numbers of faulty", "the layout is of 3 ranks, and the axis has 2: make it with ranks=2"),
+        ("lengths", "different numbers of faulty", "packed sequences of 7 positions in all, and a layout of 8"),
         ("rows", "different numbers of faulty", "rank 1 has 3 positions, and 4 of the layout's 8"),
     ],
 )

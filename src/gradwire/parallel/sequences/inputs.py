@@ -8,6 +8,7 @@ from gradwire.core.errors import CompositionError
 from gradwire.drivers.interpreter import Traffic
 from gradwire.parallel.exchange import ExchangeAxis
 from gradwire.parallel.sequences.layouts import SequenceLayout
+from gradwire.parallel.sequences.masks import AttentionMask
 
 
 def require_inputs(
@@ -16,6 +17,7 @@ def require_inputs(
     v: Tensor,
     axis: ExchangeAxis,
     layout: SequenceLayout,
+    mask: AttentionMask | None,
     options: object,
     traffic: Traffic | None,
 ) -> None:
@@ -27,20 +29,21 @@ def require_inputs(
         q, k, v: (B, H, S, D), (B, G, S, D) and (B, G, S, E) with the positions S of this rank.
         axis: the ranks.
         layout: which positions each of them has.
+        mask: who sees whom; None where a function of the caller decides it.
         options: all else that must be alike; compared by its repr.
         traffic: is told what was sent.
 
     Raises:
         CompositionError: on every rank. The one whose inputs do not fit is told what is wrong, others who it is.
     """
-    fault = _fault(q, k, v, axis, layout)
+    fault = _fault(q, k, v, axis, layout, mask)
     alike: dict[str, object] = {
         "numbers of faulty inputs": 0 if fault is None else 1,
         "sizes of batches": q.shape[:1],
         "heads": (q.shape[1:2], k.shape[1:2]),
         "sizes of a head": (k.shape[-1:], v.shape[-1:]),
         "dtypes": k.dtype,
-        "layouts, masks or codecs": (layout, options),
+        "layouts, masks or codecs": (layout, mask, options),
     }
     try:
         axis.require_agreement(alike, "have", "give the same on all ranks", q.device, traffic)
@@ -49,7 +52,9 @@ def require_inputs(
             raise CompositionError(fault)
 
 
-def _fault(q: Tensor, k: Tensor, v: Tensor, axis: ExchangeAxis, layout: SequenceLayout) -> str | None:
+def _fault(
+    q: Tensor, k: Tensor, v: Tensor, axis: ExchangeAxis, layout: SequenceLayout, mask: AttentionMask | None
+) -> str | None:
     """What is wrong with the inputs of a rank, in a sentence."""
     if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
         return f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}: give one floating-point dtype"
@@ -72,5 +77,10 @@ def _fault(q: Tensor, k: Tensor, v: Tensor, axis: ExchangeAxis, layout: Sequence
         return (
             f"rank {axis.place} has {q.shape[2]} positions, and {layout.count(axis.place)} of the layout's "
             f"{layout.length}: take what layout.shard(x, place) gives"
+        )
+    if mask is not None and mask.lengths is not None and sum(mask.lengths) != layout.length:
+        return (
+            f"packed sequences of {sum(mask.lengths)} positions in all, and a layout of {layout.length}: count padding "
+            "as a sequence of its own"
         )
     return None

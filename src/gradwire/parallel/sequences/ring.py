@@ -117,7 +117,7 @@ class _Ring:
         traffic: Traffic | None,
     ) -> _Ring:
         """Compare the inputs with each other, and with those of other ranks."""
-        require_inputs(q, k, v, axis, layout, (mask, scale, codec), traffic)
+        require_inputs(q, k, v, axis, layout, mask, (scale, codec), traffic)
         coded = tuple(RowCoding(row_codec(codec, x.shape[-1], "codec"), x.shape[-1], x.dtype) for x in (k, v))
         return cls(
             axis,
@@ -167,9 +167,15 @@ class _Ring:
         )
         return k, v
 
-    def pass_on(self, wire: Tensor, hop: int) -> Begun[Tensor]:
-        """Send the block of `hop` to the next rank, and begin to receive that of the hop after it."""
-        return self._pass(wire, sum(coding.nbytes(self._rows(hop + 1)) for coding in self.codecs))
+    def blocks(self, k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """The keys and values of each rank and their hop, this rank's first. The next ones travel meanwhile."""
+        wire = self.wire(k, v)
+        for hop in range(self.axis.size - 1):
+            under_way = self._pass(wire, sum(coding.nbytes(self._rows(hop + 1)) for coding in self.codecs))
+            yield hop, *self.block(wire, hop)
+            wire = under_way.end()
+        last = self.axis.size - 1
+        yield last, *self.block(wire, last)
 
     def pass_sums(self, dk: Tensor, dv: Tensor, hop: int) -> Begun[Tensor]:
         """Send the gradients of the block of `hop` after it, and begin to receive those of the next."""
@@ -202,19 +208,15 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: _Ring) -> Tensor:
-        wire, queries = ring.wire(k, v), q.detach().to(ring.sums)
+        queries = q.detach().to(ring.sums)
         out = queries.new_zeros((*q.shape[:3], v.shape[-1]))
         lse = queries.new_full(q.shape[:3], -math.inf)
-        for hop in range(ring.axis.size):
-            last = hop == ring.axis.size - 1
-            under_way = None if last else ring.pass_on(wire, hop)
-            keys, values = ring.block(wire, hop)
+        for hop, keys, values in ring.blocks(k, v):
             for rows, columns, seen in ring.pieces(hop):
                 part = block_attention(
                     queries[:, :, rows], keys[:, :, columns], values[:, :, columns], ring.scale, seen
                 )
                 out[:, :, rows], lse[:, :, rows] = merged(out[:, :, rows], lse[:, :, rows], *part)
-            wire = wire if under_way is None else under_way.end()
         ctx.ring = ring
         ctx.save_for_backward(q, k, v, out, lse)
         return out.to(q.dtype)
@@ -224,13 +226,10 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         ring: _Ring = ctx.ring
         q, k, v, out, lse = ctx.saved_tensors
-        wire, queries, grad = ring.wire(k, v), q.detach().to(ring.sums), grads[0].to(ring.sums)
+        queries, grad = q.detach().to(ring.sums), grads[0].to(ring.sums)
         dq, dk, dv = torch.zeros_like(queries), queries.new_empty(0), queries.new_empty(0)
         arriving: Begun[Tensor] | None = None
-        for hop in range(ring.axis.size):
-            last = hop == ring.axis.size - 1
-            under_way = None if last else ring.pass_on(wire, hop)
-            keys, values = ring.block(wire, hop)
+        for hop, keys, values in ring.blocks(k, v):
             dk, dv = torch.zeros_like(keys), torch.zeros_like(values)
             for rows, columns, seen in ring.pieces(hop):
                 share = block_gradients(
@@ -249,7 +248,6 @@ class _RingAttention(torch.autograd.Function):
             if arriving is not None:
                 sums = ring.sums_of(arriving.end(), hop)
                 dk, dv = dk + sums[0], dv + sums[1]
-            wire = wire if under_way is None else under_way.end()
             arriving = None if ring.axis.size == 1 else ring.pass_sums(dk, dv, hop)
         if arriving is not None:
             dk, dv = ring.sums_of(arriving.end(), ring.axis.size)

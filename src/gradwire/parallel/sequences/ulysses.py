@@ -81,7 +81,7 @@ def ulysses_attention(
     torch.Size([1, 4, 6, 8])
     """
     mask = attention if isinstance(attention, AttentionMask) else None
-    require_inputs(q, k, v, axis, layout, (mask, codec, gradient_codec), traffic)
+    require_inputs(q, k, v, axis, layout, mask, (codec, gradient_codec), traffic)
     heads, key_heads = q.shape[1], k.shape[1]
     mine = [even_piece(heads, axis.size, place) for place in range(axis.size)]
     of_keys = [_shared(piece, heads // key_heads) for piece in mine]
@@ -92,8 +92,9 @@ def ulysses_attention(
     whole_q, whole_k, whole_v = (finish() for finish in started)
     looks_at = [head // (heads // key_heads) - of_keys[axis.place].start for head in mine[axis.place]]
     if not looks_at:
-        # attention of no heads ends a process of PyTorch 2.13 on a CPU
-        out = whole_v.new_zeros(whole_v.shape) + whole_q.sum() + whole_k.sum() + whole_v.sum()
+        # attention of no heads ends a process of PyTorch 2.13 on a CPU; all three stay in the graph, since their
+        # gradients take part in exchanges
+        out = whole_v + whole_q.sum() + whole_k.sum()
     else:
         whole_k, whole_v = _per_query_head(looks_at, whole_k, whole_v)
         attend = _pytorch_attention(attention) if isinstance(attention, AttentionMask) else attention
@@ -121,9 +122,7 @@ class _Turns:
 
         def finish() -> Tensor:
             rows = passage.finish(started).split(passage.rows.receives)
-            parts = [part.reshape(own, batch, -1, width) if own else part.view(0, batch, 0, width) for part in rows]
-            if not own:
-                return parts[0].transpose(0, 1).new_zeros((batch, 0, self.layout.length, width)) + parts[0].sum()
+            parts = [part.view(own, batch, count, width) for part, count in zip(rows, self._counts, strict=True)]
             return self.layout.join(parts, 2).transpose(0, 1)
 
         return finish
@@ -135,14 +134,17 @@ class _Turns:
         by_head = x.transpose(0, 1)
         parts = [self.layout.shard(by_head, place, 2).reshape(-1, width) for place in range(self.axis.size)]
         rows = passage.finish(passage.start(torch.cat(parts)))
-        positions = self.layout.count(self.axis.place)
-        return rows.view(-1, batch, positions, width).transpose(0, 1)
+        return rows.view(-1, batch, self._counts[self.axis.place], width).transpose(0, 1)
+
+    @property
+    def _counts(self) -> list[int]:
+        """How many positions each rank has."""
+        return [self.layout.count(place) for place in range(self.axis.size)]
 
     def _passage(self, pieces: list[range], batch: int, width: int, way: Way, stage: str) -> Passage:
         place = self.axis.place
-        counts = [self.layout.count(rank) for rank in range(self.axis.size)]
-        sends = tuple(len(piece) * batch * counts[place] for piece in pieces)
-        receives = tuple(len(pieces[place]) * batch * count for count in counts)
+        sends = tuple(len(piece) * batch * self._counts[place] for piece in pieces)
+        receives = tuple(len(pieces[place]) * batch * count for count in self._counts)
         codec = row_codec(self.codec, width, "codec")
         gradient_codec = row_codec(self.gradient_codec, width, "gradient_codec")
         key = self.key.with_(stage=f"{self.key.stage}{stage}")
