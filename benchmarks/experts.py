@@ -69,6 +69,9 @@ PART_TOKENS = (8192, 2048, 512, 128)
 FEW_TOKENS = 8
 """Of a rank, in passes whose packets are counted."""
 
+BLOCK_ROWS = 64
+"""Of a typical block. The payload of a single row is rounded up to whole words, which is 5% of it in `fp8`."""
+
 PROBES = 10
 SETTLE_S = 0.2
 
@@ -206,7 +209,8 @@ def predicted(codec: str | None, loads: Sequence[Sequence[Sequence[int]]]) -> fl
         codec: of rows.
         loads: of each rank and layer, the choices of each expert.
     """
-    row = RowCoding(None if codec is None else row_codec(codec, WIDTH, "dispatch"), WIDTH, torch.float32).nbytes(1)
+    coding = RowCoding(None if codec is None else row_codec(codec, WIDTH, "dispatch"), WIDTH, torch.float32)
+    row = coding.nbytes(BLOCK_ROWS) / BLOCK_ROWS
     crossing = 0
     for rank, layers in enumerate(loads):
         for load in layers:

@@ -27,7 +27,8 @@ from gradwire.ranks.supervised import run_function
 from gradwire.tasks.builtin import Block, flat_cross_entropy, load_corpus, windows
 
 STAGES, WIDTH, HEADS, CONTEXT, SAMPLES, MICRO_BATCHES = 4, 192, 6, 128, 2, 8
-CODECS = ("none", "bf16", "fp8", "int8", "int4")
+CODECS = ("none", "bf16", "fp8", "int8", "int8/int8", "int4")
+"""Of activations and, behind a slash, of their gradients where it is not the usual one."""
 
 
 class First(nn.Module):
@@ -54,7 +55,7 @@ def part(index: int, seed: int) -> nn.Module:
 
 def on_rank(rank: int, world_size: int, codec: str, schedule: str, steps: int, seed: int) -> dict[str, Any]:
     """Train on this rank: losses and times of steps where it has the last stage."""
-    pipeline = Pipeline(schedule, MICRO_BATCHES, codec)
+    pipeline = Pipeline(schedule, MICRO_BATCHES, *codec.split("/"))
     (index,) = pipeline.indices
     tokens = torch.empty(SAMPLES, CONTEXT, dtype=torch.long, device="meta")
     hidden = torch.empty(SAMPLES, CONTEXT, WIDTH, device="meta", requires_grad=True)
@@ -131,7 +132,7 @@ def main() -> None:
                     f"{to_target_s:.1f} s, {base_s / to_target_s:.2f} times as fast" if to_target_s else "not reached"
                 )
                 print(
-                    f"seed {seed} {codec:8} loss {ended:.4f} ({ended / target - 1:+.2%}), step {1e3 * step_s:.0f} ms, "
+                    f"seed {seed} {codec:9} loss {ended:.4f} ({ended / target - 1:+.2%}), step {1e3 * step_s:.0f} ms, "
                     f"{run['sent'][1] / 1e6:.2f} MB a step from stage 1, to the baseline's loss: {reached}",
                     flush=True,
                 )
