@@ -14,6 +14,7 @@ from gradwire.core.key import Key
 from gradwire.drivers.interpreter import Traffic
 from gradwire.parallel.exchange import RowCoding
 from gradwire.parallel.sequences import (
+    AttentionDropout,
     AttentionMask,
     Contiguous,
     ExchangeAxis,
@@ -42,13 +43,21 @@ def inputs(case: Mapping[str, Any], dtype: torch.dtype = torch.float64) -> tuple
     return tuple((scale * torch.randn(shape, generator=generator, dtype=torch.float64)).to(dtype) for shape in shapes)
 
 
-def written_out(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
+def dropout_of(case: Mapping[str, Any], first_head: int = 0) -> AttentionDropout | None:
+    key = Key(seed=case["seed"], layer="attention")
+    return AttentionDropout(case["dropout"], key, first_head) if case.get("dropout") is not None else None
+
+
+def written_out(
+    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, dropout: AttentionDropout | None = None
+) -> Tensor:
     """Attention of one process, by its definition."""
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     whole = range(q.shape[2])
     scores = q.matmul(k.mT) / math.sqrt(q.shape[-1])
-    return scores.masked_fill(~mask.table(whole, whole), -math.inf).softmax(-1).matmul(v)
+    weights = scores.masked_fill(~mask.table(whole, whole), -math.inf).softmax(-1)
+    return (weights if dropout is None else weights * dropout.factors(*q.shape[:2], whole, whole)).matmul(v)
 
 
 def attended(
@@ -56,10 +65,9 @@ def attended(
 ) -> Tensor:
     q, k, v = parts
     mask = AttentionMask(**case.get("mask", {}))
-    codec, key = case.get("codec"), Key(seed=case["seed"])
-    if case["way"] == "ring":
-        return ring_attention(q, k, v, axis, layout, mask, codec=codec, key=key, traffic=traffic)
-    return ulysses_attention(q, k, v, axis, layout, mask, codec=codec, key=key, traffic=traffic)
+    attend = ring_attention if case["way"] == "ring" else ulysses_attention
+    options = {"dropout": dropout_of(case), "codec": case.get("codec"), "key": Key(seed=case["seed"])}
+    return attend(q, k, v, axis, layout, mask, traffic=traffic, **options)  # type: ignore[arg-type]
 
 
 def twin_errors(rank: int, world_size: int, cases: list[Mapping[str, Any]], dtype: str = "float64") -> list[float]:
@@ -70,7 +78,7 @@ def twin_errors(rank: int, world_size: int, cases: list[Mapping[str, Any]], dtyp
         whole = inputs(case)
         leaves = [x.clone().requires_grad_() for x in whole[:3]]
         mask = AttentionMask(**case.get("mask", {}))
-        expected = written_out(*leaves, mask)  # type: ignore[arg-type]
+        expected = written_out(*leaves, mask, dropout_of(case))  # type: ignore[arg-type, misc]
         wanted = [expected.detach(), *torch.autograd.grad(expected, leaves, whole[3])]
         made = inputs(case, getattr(torch, dtype))
         parts = tuple(layout.shard(x, rank, 2).requires_grad_() for x in made[:3])
@@ -139,11 +147,12 @@ def two_dimensions(rank: int, world_size: int, case: Mapping[str, Any]) -> list[
         return inner.shard(outer.shard(x, ring.place, 2), inside.place, 2)
 
     def around(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return ring_attention(q, k, v, ring, outer, mask)
+        first_head = inside.place * case["heads"] // inside.size
+        return ring_attention(q, k, v, ring, outer, mask, dropout=dropout_of(case, first_head))
 
     whole = inputs(case)
     leaves = [x.clone().requires_grad_() for x in whole[:3]]
-    expected = written_out(*leaves, mask)  # type: ignore[arg-type]
+    expected = written_out(*leaves, mask, dropout_of(case))  # type: ignore[arg-type, misc]
     wanted = [expected, *torch.autograd.grad(expected, leaves, whole[3])]
     q, k, v = (part(x).requires_grad_() for x in whole[:3])
     out = ulysses_attention(q, k, v, inside, inner, around)

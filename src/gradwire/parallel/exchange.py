@@ -24,6 +24,7 @@ from gradwire.core import buffers
 from gradwire.core.collective import AllGather, AllReduce
 from gradwire.core.errors import AttachError, CompositionError
 from gradwire.core.key import Key
+from gradwire.core.messages import Expected, Message, SendRecv
 from gradwire.core.program import Program, once
 from gradwire.drivers.groups import new_group
 from gradwire.drivers.interpreter import Begun, Interpreter, Script, Traffic, Transport
@@ -104,6 +105,17 @@ class ExchangeAxis:
     def run(self, program: Program[T], traffic: Traffic | None = None) -> T:
         """Run a program to its end."""
         return self.begin(program, traffic).end()
+
+    def pass_on(self, wire: Tensor, nbytes: int, traffic: Traffic | None = None) -> Begun[Tensor]:
+        """Send bytes to the next rank, from the last one to the first, and return what waits for those that come.
+
+        Args:
+            wire: uint8.
+            nbytes: that come from the rank before.
+            traffic: is told what was sent.
+        """
+        to, source = (self.place + 1) % self.size, (self.place - 1) % self.size
+        return self.begin(once(SendRecv(wire, (Message(to, wire),), (Expected(source, nbytes),))), traffic)
 
     def sum(self, tensor: Tensor, traffic: Traffic | None = None) -> Tensor:
         """The sum of a tensor over the ranks, which has no gradient.

@@ -8,22 +8,29 @@
 | `ring_attention` | attention of a rank's queries to the keys of all ranks |
 | `ulysses_attention` | attention of all positions for the heads of a rank |
 | `AttentionMask` | causal, a sliding window, packed sequences |
+| `gathered_linear`, `scattered_linear` | layers whose weights are split over the ranks of a sequence |
+| `AttentionDropout` | drops the same weights under every layout |
 | `SequenceLayout`, `Zigzag`, `Contiguous` | which positions a rank has |
 | `ExchangeAxis` | the ranks that a sequence is spread over |
 """
 
 from gradwire.parallel.exchange import ExchangeAxis
+from gradwire.parallel.sequences.dropout import AttentionDropout
 from gradwire.parallel.sequences.layouts import Contiguous, SequenceLayout, Zigzag
+from gradwire.parallel.sequences.linear import gathered_linear, scattered_linear
 from gradwire.parallel.sequences.masks import AttentionMask
 from gradwire.parallel.sequences.ring import ring_attention
 from gradwire.parallel.sequences.ulysses import ulysses_attention
 
 __all__ = [
+    "AttentionDropout",
     "AttentionMask",
     "Contiguous",
     "ExchangeAxis",
     "SequenceLayout",
     "Zigzag",
+    "gathered_linear",
     "ring_attention",
+    "scattered_linear",
     "ulysses_attention",
 ]

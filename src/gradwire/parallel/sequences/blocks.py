@@ -14,8 +14,12 @@ The share of a block in the gradient, with the lse and the out of all keys, P_j 
 
     dv_j = P_j dout,    ds_j = P_j (dout . v_j - D),    dq = scale sum over j of ds_j k_j,    dk_j = scale ds_j q
 
-(Dao et al. 2022, "FlashAttention", appendix B.4). Shapes: q (B, H, S, D), k (B, G, T, D), v (B, G, T, E), out
-(B, H, S, E), lse (B, H, S). H is a multiple of G: H / G query heads in a row share a key head.
+(Dao et al. 2022, "FlashAttention", appendix B.4). Dropout multiplies weights by factors f_j, with the same lse:
+
+    out = sum over j of exp(s_j - lse) f_j v_j,    dv_j = P_j f_j dout,    ds_j = P_j (f_j dout . v_j - D)
+
+Shapes: q (B, H, S, D), k (B, G, T, D), v (B, G, T, E), out (B, H, S, E), lse (B, H, S). H is a multiple of G, and
+H / G query heads in a row share a key head.
 """
 
 from __future__ import annotations
@@ -31,15 +35,18 @@ _FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-def block_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Seen) -> tuple[Tensor, Tensor]:
-    """Return out and lse of a block, none of whose dimensions is 0.
+def block_attention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Seen, factors: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return out and lse of a block, none of whose dimensions is 0. Autograd passes it where there are factors.
 
     Args:
         q, k, v: float32 or float64, of one dtype.
         scale: of scores.
         seen: not "none".
+        factors: of weights, (B, H, S, T); None where nothing is dropped.
     """
-    if _served(q, v):
+    if factors is None and _served(q, v):
         out, lse = _FLASH(q, k, v, 0.0, _is_causal(seen), attn_mask=_additive(seen, q), scale=scale)
         if isinstance(seen, Tensor):
             # PyTorch gives a query that sees no key an lse of 0, as if its keys had weight 1
@@ -47,27 +54,37 @@ def block_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Seen) -
         return out, lse
     scores = _scores(q, k, scale, seen)
     lse = scores.logsumexp(-1)
-    return _grouped(_weights(scores, lse), k.shape[1]).matmul(v).view(*q.shape[:3], v.shape[-1]), lse
+    weights = _dropped(_weights(scores, lse), factors)
+    return _grouped(weights, k.shape[1]).matmul(v).view(*q.shape[:3], v.shape[-1]), lse
 
 
 def block_gradients(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, seen: Seen
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    seen: Seen,
+    factors: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return a block's share of dq, dk and dv, from the out and lse of all keys.
 
     Args:
         grad: of out.
-        q, k, v, scale, seen: as for `block_attention`.
+        q, k, v, scale, seen, factors: as for `block_attention`.
         out, lse: of all keys.
     """
-    if _served(q, v):
+    if factors is None and _served(q, v):
         given = grad, q, k, v, out, lse, 0.0, _is_causal(seen)
         return _FLASH_BACKWARD(*given, attn_mask=_additive(seen, q), scale=scale)  # type: ignore[no-any-return]
     weights = _weights(_scores(q, k, scale, seen), lse)
     heads = k.shape[1]
     grads, queries, of_keys = (_grouped(x, heads) for x in (grad, q, weights))
-    dv = of_keys.mT.matmul(grads)
-    ds = of_keys * (grads.matmul(v.mT) - _grouped((grad * out).sum(-1, keepdim=True), heads))
+    of_factors = None if factors is None else _grouped(factors, heads)
+    dv = _dropped(of_keys, of_factors).mT.matmul(grads)
+    ds = of_keys * (_dropped(grads.matmul(v.mT), of_factors) - _grouped((grad * out).sum(-1, keepdim=True), heads))
     dq = scale * ds.matmul(k).view(q.shape)
     return dq, scale * ds.mT.matmul(queries), dv
 
@@ -116,3 +133,7 @@ def _scores(q: Tensor, k: Tensor, scale: float, seen: Seen) -> Tensor:
 def _weights(scores: Tensor, lse: Tensor) -> Tensor:
     """exp(scores - lse); 0 where there is nothing to see, and both are -inf."""
     return (scores - lse[..., None]).exp().masked_fill(scores.isneginf(), 0.0)
+
+
+def _dropped(x: Tensor, factors: Tensor | None) -> Tensor:
+    return x if factors is None else x * factors

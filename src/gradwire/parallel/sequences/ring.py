@@ -13,11 +13,10 @@ from torch.autograd.function import once_differentiable
 
 from gradwire.codecs.base import Codec
 from gradwire.core.key import Key
-from gradwire.core.messages import Expected, Message, SendRecv
-from gradwire.core.program import once
 from gradwire.drivers.interpreter import Begun, Traffic
 from gradwire.parallel.exchange import ExchangeAxis, RowCoding, row_codec
 from gradwire.parallel.sequences.blocks import block_attention, block_gradients, merged
+from gradwire.parallel.sequences.dropout import AttentionDropout
 from gradwire.parallel.sequences.inputs import require_inputs
 from gradwire.parallel.sequences.layouts import SequenceLayout
 from gradwire.parallel.sequences.masks import EVERYTHING, AttentionMask, Seen
@@ -32,6 +31,7 @@ def ring_attention(
     mask: AttentionMask = EVERYTHING,
     *,
     scale: float | None = None,
+    dropout: AttentionDropout | None = None,
     codec: Codec | str | None = None,
     key: Key | None = None,
     traffic: Traffic | None = None,
@@ -61,6 +61,7 @@ def ring_attention(
         layout: which positions each rank has; `Zigzag` balances a causal mask.
         mask: who sees whom.
         scale: of scores; None for 1 / sqrt(D).
+        dropout: of weights, the same one on all ranks; None for none. Blocks are matrix products then.
         codec: of keys and values, e.g. "int8:64"; None sends them as they are.
         key: of a codec that draws.
         traffic: is told what was sent.
@@ -82,7 +83,7 @@ def ring_attention(
     >>> ring_attention(q, q[:, :2], q[:, :2], axis, layout, AttentionMask(causal=True)).shape
     torch.Size([1, 4, 6, 8])
     """
-    ring = _Ring.checked(q, k, v, axis, layout, mask, scale, codec, key or Key(), traffic)
+    ring = _Ring.checked(q, k, v, axis, layout, mask, scale, dropout, codec, key or Key(), traffic)
     return _RingAttention.apply(q, k, v, ring)  # type: ignore[no-any-return]
 
 
@@ -94,11 +95,13 @@ class _Ring:
     layout: SequenceLayout
     mask: AttentionMask
     scale: float
+    dropout: AttentionDropout | None
     codecs: tuple[RowCoding, RowCoding]
     key: Key
     traffic: Traffic | None
     heads: tuple[int, int]
     """Sequences of a batch, and key heads."""
+    query_heads: int
     sums: torch.dtype
     """What is added up."""
 
@@ -112,22 +115,25 @@ class _Ring:
         layout: SequenceLayout,
         mask: AttentionMask,
         scale: float | None,
+        dropout: AttentionDropout | None,
         codec: Codec | str | None,
         key: Key,
         traffic: Traffic | None,
     ) -> _Ring:
         """Compare the inputs with each other, and with those of other ranks."""
-        require_inputs(q, k, v, axis, layout, mask, (scale, codec), traffic)
+        require_inputs(q, k, v, axis, layout, mask, (scale, dropout, codec), traffic)
         coded = tuple(RowCoding(row_codec(codec, x.shape[-1], "codec"), x.shape[-1], x.dtype) for x in (k, v))
         return cls(
             axis,
             layout,
             mask,
             1 / math.sqrt(q.shape[-1]) if scale is None else scale,
+            dropout,
             (coded[0], coded[1]),
             key,
             traffic,
             (k.shape[0], k.shape[1]),
+            q.shape[1],
             torch.float64 if q.dtype == torch.float64 else torch.float32,
         )
 
@@ -137,14 +143,19 @@ class _Ring:
         """Whose keys and values are here after so many hops."""
         return (self.axis.place - hop) % self.axis.size
 
-    def pieces(self, hop: int) -> Iterator[tuple[slice, slice, Seen]]:
-        """Which queries of this rank see which keys of a block: parts of both, and how."""
+    def pieces(self, hop: int, device: torch.device) -> Iterator[tuple[slice, slice, Seen, Tensor | None]]:
+        """Which queries of this rank see which keys of a block: parts of both, how, and the factors of dropout."""
         mine, theirs = (_parts(self.layout.ranges(place)) for place in (self.axis.place, self.source(hop)))
         for queries, rows in mine:
             for keys, columns in theirs:
                 seen = self.mask.seen(queries, keys)
                 if not isinstance(seen, str) or seen != "none":
-                    yield rows, columns, seen
+                    yield rows, columns, seen, self._factors(queries, keys, device)
+
+    def _factors(self, queries: range, keys: range, device: torch.device) -> Tensor | None:
+        if self.dropout is None:
+            return None
+        return self.dropout.factors(self.heads[0], self.query_heads, queries, keys, device).to(self.sums)
 
     # Travelling --------------------------------------------------------------------------------------------------
 
@@ -171,7 +182,8 @@ class _Ring:
         """The keys and values of each rank and their hop, this rank's first. The next ones travel meanwhile."""
         wire = self.wire(k, v)
         for hop in range(self.axis.size - 1):
-            under_way = self._pass(wire, sum(coding.nbytes(self._rows(hop + 1)) for coding in self.codecs))
+            arrives = sum(coding.nbytes(self._rows(hop + 1)) for coding in self.codecs)
+            under_way = self.axis.pass_on(wire, arrives, self.traffic)
             yield hop, *self.block(wire, hop)
             wire = under_way.end()
         last = self.axis.size - 1
@@ -180,7 +192,7 @@ class _Ring:
     def pass_sums(self, dk: Tensor, dv: Tensor, hop: int) -> Begun[Tensor]:
         """Send the gradients of the block of `hop` after it, and begin to receive those of the next."""
         wire = torch.cat([dk.reshape(-1), dv.reshape(-1)]).view(torch.uint8)
-        return self._pass(wire, self._rows(hop + 1) * self._width * self.sums.itemsize)
+        return self.axis.pass_on(wire, self._rows(hop + 1) * self._width * self.sums.itemsize, self.traffic)
 
     def sums_of(self, wire: Tensor, hop: int) -> tuple[Tensor, Tensor]:
         """The gradients that have come with the block of `hop`."""
@@ -188,11 +200,6 @@ class _Ring:
         parts = wire.view(self.sums).split([rows * coding.width for coding in self.codecs])
         dk, dv = (part.view(*self.heads, -1, coding.width) for part, coding in zip(parts, self.codecs, strict=True))
         return dk, dv
-
-    def _pass(self, wire: Tensor, nbytes: int) -> Begun[Tensor]:
-        to, source = (self.axis.place + 1) % self.axis.size, (self.axis.place - 1) % self.axis.size
-        exchange = SendRecv(wire, (Message(to, wire),), (Expected(source, nbytes),))
-        return self.axis.begin(once(exchange), self.traffic)
 
     def _rows(self, hop: int) -> int:
         batch, heads = self.heads
@@ -212,9 +219,9 @@ class _RingAttention(torch.autograd.Function):
         out = queries.new_zeros((*q.shape[:3], v.shape[-1]))
         lse = queries.new_full(q.shape[:3], -math.inf)
         for hop, keys, values in ring.blocks(k, v):
-            for rows, columns, seen in ring.pieces(hop):
+            for rows, columns, seen, factors in ring.pieces(hop, q.device):
                 part = block_attention(
-                    queries[:, :, rows], keys[:, :, columns], values[:, :, columns], ring.scale, seen
+                    queries[:, :, rows], keys[:, :, columns], values[:, :, columns], ring.scale, seen, factors
                 )
                 out[:, :, rows], lse[:, :, rows] = merged(out[:, :, rows], lse[:, :, rows], *part)
         ctx.ring = ring
@@ -231,7 +238,7 @@ class _RingAttention(torch.autograd.Function):
         arriving: Begun[Tensor] | None = None
         for hop, keys, values in ring.blocks(k, v):
             dk, dv = torch.zeros_like(keys), torch.zeros_like(values)
-            for rows, columns, seen in ring.pieces(hop):
+            for rows, columns, seen, factors in ring.pieces(hop, q.device):
                 share = block_gradients(
                     grad[:, :, rows],
                     queries[:, :, rows],
@@ -241,6 +248,7 @@ class _RingAttention(torch.autograd.Function):
                     lse[:, :, rows],
                     ring.scale,
                     seen,
+                    factors,
                 )
                 dq[:, :, rows] += share[0]
                 dk[:, :, columns] += share[1]

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from gradwire.codecs.base import Codec
+from gradwire.core.errors import CompositionError
 from gradwire.core.key import Key
 from gradwire.drivers.interpreter import Traffic
 from gradwire.parallel.exchange import ExchangeAxis, Passage, Way, row_codec
 from gradwire.parallel.rows import FlatRows
+from gradwire.parallel.sequences.blocks import block_attention
+from gradwire.parallel.sequences.dropout import AttentionDropout
 from gradwire.parallel.sequences.inputs import require_inputs
 from gradwire.parallel.sequences.layouts import SequenceLayout, even_piece
 from gradwire.parallel.sequences.masks import EVERYTHING, AttentionMask
@@ -30,6 +34,7 @@ def ulysses_attention(
     layout: SequenceLayout,
     attention: Attention | AttentionMask = EVERYTHING,
     *,
+    dropout: AttentionDropout | None = None,
     codec: Codec | str | None = None,
     gradient_codec: Codec | str | None = None,
     key: Key | None = None,
@@ -58,6 +63,7 @@ def ulysses_attention(
         layout: which positions each rank has. The attention gets them in ascending order.
         attention: who sees whom, for PyTorch's attention; or a function of its own, such as `ring_attention` over
             another axis.
+        dropout: of weights, the same one on all ranks; None for none. A function is given its own instead.
         codec: of what travels forward, e.g. "int8:64"; None sends it as it is. Gradients pass it as if it changed
             nothing.
         gradient_codec: of what travels backward.
@@ -81,7 +87,12 @@ def ulysses_attention(
     torch.Size([1, 4, 6, 8])
     """
     mask = attention if isinstance(attention, AttentionMask) else None
-    require_inputs(q, k, v, axis, layout, mask, (codec, gradient_codec), traffic)
+    if dropout is not None and mask is None:
+        raise CompositionError(
+            f"{dropout} beside an attention of your own: give it to that function, with the first head of this rank as "
+            "first_head"
+        )
+    require_inputs(q, k, v, axis, layout, mask, (dropout, codec, gradient_codec), traffic)
     heads, key_heads = q.shape[1], k.shape[1]
     mine = [even_piece(heads, axis.size, place) for place in range(axis.size)]
     of_keys = [_shared(piece, heads // key_heads) for piece in mine]
@@ -97,7 +108,9 @@ def ulysses_attention(
         out = whole_v + whole_q.sum() + whole_k.sum()
     else:
         whole_k, whole_v = _per_query_head(looks_at, whole_k, whole_v)
-        attend = _pytorch_attention(attention) if isinstance(attention, AttentionMask) else attention
+        attend = attention
+        if isinstance(attend, AttentionMask):
+            attend = _attention(attend, dropout, mine[axis.place].start)
         out = attend(whole_q, whole_k, whole_v)
     return turns.to_positions(out, mine, "out")
 
@@ -134,7 +147,8 @@ class _Turns:
         by_head = x.transpose(0, 1)
         parts = [self.layout.shard(by_head, place, 2).reshape(-1, width) for place in range(self.axis.size)]
         rows = passage.finish(passage.start(torch.cat(parts)))
-        return rows.view(-1, batch, self._counts[self.axis.place], width).transpose(0, 1)
+        heads = sum(map(len, pieces))
+        return rows.view(heads, batch, self._counts[self.axis.place], width).transpose(0, 1)
 
     @property
     def _counts(self) -> list[int]:
@@ -164,10 +178,18 @@ def _per_query_head(looks_at: list[int], *xs: Tensor) -> Iterable[Tensor]:
     return [x.index_select(1, torch.tensor(looks_at, device=x.device)) for x in xs]
 
 
-def _pytorch_attention(mask: AttentionMask) -> Attention:
+def _attention(mask: AttentionMask, dropout: AttentionDropout | None, first_head: int) -> Attention:
+    """Attention of one process for the query heads from `first_head`: PyTorch's own, or a block with dropout."""
+
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         positions = range(q.shape[2])
         seen = mask.seen(positions, positions)
+        if dropout is not None:
+            here = replace(dropout, first_head=dropout.first_head + first_head)
+            sums = torch.promote_types(q.dtype, torch.float32)
+            factors = here.factors(q.shape[0], q.shape[1], positions, positions, q.device).to(sums)
+            scale = 1 / math.sqrt(q.shape[-1])
+            return block_attention(q.to(sums), k.to(sums), v.to(sums), scale, seen, factors)[0].to(q.dtype)
         table = seen.to(q.device) if isinstance(seen, Tensor) else None
         return functional.scaled_dot_product_attention(
             q, k, v, attn_mask=table, is_causal=table is None and seen == "causal", enable_gqa=q.shape[1] != k.shape[1]
