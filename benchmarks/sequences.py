@@ -8,7 +8,7 @@ batches, and the gradients of parameters are averaged by the same method. Printe
   time until the smoothed loss is that which training without a codec ends with;
 - what attention sends between the nodes in a step, by the counters of the links, beside the formula of
   `gradwire.parallel.sequences.ring_attention`;
-- the most memory that attention of 8,192 positions takes on a rank, forward and backward, for rings of 1, 2, 4 and 8
+- the most memory that attention of 16,384 positions takes on a rank, forward and backward, for rings of 1, 2, 4 and 8
   ranks, beside 1 / P of what one rank takes.
 """
 
@@ -52,7 +52,7 @@ DENSE = "int8"
 
 PROBES = 5
 CAUSAL = AttentionMask(causal=True)
-RINGS, MEMORY_POSITIONS, MEMORY_HEADS = (1, 2, 4, 8), 8192, 4
+RINGS, MEMORY_POSITIONS, MEMORY_HEADS = (1, 2, 4, 8), 16384, 4
 
 
 class RingBlock(Block):

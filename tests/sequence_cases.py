@@ -57,7 +57,7 @@ def written_out(
     whole = range(q.shape[2])
     scores = q.matmul(k.mT) / math.sqrt(q.shape[-1])
     weights = scores.masked_fill(~mask.table(whole, whole), -math.inf).softmax(-1)
-    return (weights if dropout is None else weights * dropout.factors(*q.shape[:2], whole, whole)).matmul(v)
+    return (weights if dropout is None else weights * dropout.factors(q.shape[0], q.shape[1], whole, whole)).matmul(v)
 
 
 def attended(
