@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from gradwire.parallel.sequences import Contiguous
+from gradwire.core.errors import CompositionError
+from gradwire.parallel.sequences import Contiguous, ExchangeAxis, gathered_linear, scattered_linear
 from gradwire.ranks.supervised import run_function
 
 CASES = str(Path(__file__).with_name("sequence_linear_cases.py"))
@@ -101,3 +103,21 @@ def test_what_one_rank_gives_wrong_is_told_on_all(
     first, second = run_function(f"{CASES}:faulty", 2, {"fault": fault, "way": way}, 120)
     assert of_the_others in first
     assert (of_the_one or of_the_others) in second
+
+
+def test_a_codec_whose_blocks_do_not_divide_is_refused_before_anything_travels() -> None:
+    axis, x, weight = ExchangeAxis(), torch.randn(1, 4, 12), torch.randn(12, 12)
+    with pytest.raises(CompositionError, match="does not divide rows of 12"):
+        gathered_linear(x, weight, None, axis, Contiguous(4, 1), codec="int8:8")
+    with pytest.raises(CompositionError, match="does not divide rows of 12"):
+        scattered_linear(x, weight, None, axis, Contiguous(4, 1), gradient_codec="int8:8")
+
+
+def test_what_is_frozen_has_no_gradient() -> None:
+    axis, x = ExchangeAxis(), torch.randn(1, 4, 6, requires_grad=True)
+    up, down = torch.randn(8, 6), torch.randn(6, 8)
+    hidden = gathered_linear(x, up, None, axis, Contiguous(4, 1))
+    scattered_linear(hidden, down, None, axis, Contiguous(4, 1)).sum().backward()
+    assert x.grad is not None
+    assert torch.allclose(x.grad, (torch.ones(1, 4, 6) @ down @ up), atol=1e-5)
+    assert up.grad is down.grad is None

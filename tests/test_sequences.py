@@ -23,6 +23,7 @@ from gradwire.parallel.sequences import (
     ulysses_attention,
 )
 from gradwire.parallel.sequences.blocks import block_attention, merged
+from gradwire.planning.messages import hop_of_keys
 from gradwire.ranks.supervised import run_function
 
 CASES = str(Path(__file__).with_name("sequence_cases.py"))
@@ -108,6 +109,8 @@ def test_a_ring_sends_what_its_docstring_says(codec: str | None, dtype: str) -> 
         assert backward == (ranks - 1) * block + ranks * n * a
     if codec is not None:
         assert n * w >= 1.9 * block
+    elif dtype == "bfloat16":
+        assert [request.nbytes for request in hop_of_keys(n // 2, ranks, 1)] == [block]
 
 
 @pytest.mark.parametrize(("heads", "key_heads"), [(8, 4), (6, 3), (2, 1)])

@@ -67,8 +67,8 @@ def gathered_linear(
         (B, T, O).
 
     Raises:
-        CompositionError: shapes that do not fit each other or the layout, or inputs that differ among ranks; each rank
-            is told.
+        CompositionError: shapes that do not fit each other or the layout, inputs that differ among ranks, or a codec
+            whose blocks do not divide what travels; each rank is told.
 
     References:
         Korthikanti et al. 2022, "Reducing activation recomputation in large transformer models", section 4.2.2; Wang et
@@ -168,6 +168,8 @@ class _LinearRing:
         finally:
             if fault is not None:
                 raise CompositionError(fault)
+        for codec, what in ((self.codec, "codec"), (self.gradient_codec, "gradient_codec")):
+            row_codec(codec, travels[0], what)
 
     def _fault(self, x: Tensor, weight: Tensor, bias: Tensor | None, positions: int) -> str | None:
         """What is wrong with the inputs of a rank, in a sentence."""
@@ -271,13 +273,17 @@ class _ScatteredLinear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         ring: _LinearRing = ctx.ring
         x, weight = ctx.saved_tensors
+        of_x, of_weight, of_bias, _ = ctx.needs_input_grad
         dx, dw = torch.empty_like(x), torch.zeros_like(weight, dtype=_sums(x))
         db = dw.new_zeros(len(weight))
         for rows, piece in ring.gather(grads[0], "backward", ring.gradient_codec):
-            dx[:, rows] = piece.matmul(weight)
-            dw += torch.einsum("bto,btc->oc", piece.to(dw.dtype), x[:, rows].to(dw.dtype))
-            db += piece.sum((0, 1), dtype=db.dtype)
-        return dx, dw.to(weight.dtype), db.to(x.dtype) if ctx.needs_input_grad[2] else None, None
+            if of_x:
+                dx[:, rows] = piece.matmul(weight)
+            if of_weight:
+                dw += torch.einsum("bto,btc->oc", piece.to(dw.dtype), x[:, rows].to(dw.dtype))
+            if of_bias:
+                db += piece.sum((0, 1), dtype=db.dtype)
+        return dx if of_x else None, dw.to(x.dtype) if of_weight else None, db.to(x.dtype) if of_bias else None, None
 
 
 def _sums(x: Tensor) -> torch.dtype:
