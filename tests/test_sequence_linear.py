@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from torch import nn
 
-from gradwire.core.errors import CompositionError
-from gradwire.parallel.sequences import Contiguous, ExchangeAxis, gathered_linear, scattered_linear
+from gradwire.core.errors import AttachError, CompositionError
+from gradwire.parallel.sequences import (
+    Contiguous,
+    ExchangeAxis,
+    OverlappedColwiseParallel,
+    gathered_linear,
+    scattered_linear,
+)
 from gradwire.ranks.supervised import run_function
 
 CASES = str(Path(__file__).with_name("sequence_linear_cases.py"))
@@ -121,3 +129,11 @@ def test_what_is_frozen_has_no_gradient() -> None:
     assert x.grad is not None
     assert torch.allclose(x.grad, (torch.ones(1, 4, 6) @ down @ up), atol=1e-5)
     assert up.grad is down.grad is None
+
+
+def test_a_style_refuses_other_modules_and_other_ranks() -> None:
+    style = OverlappedColwiseParallel(ExchangeAxis(), Contiguous(4, 1))
+    with pytest.raises(AttachError, match="GELU is no torch"):
+        style._apply(nn.GELU(), None)  # type: ignore[arg-type]
+    with pytest.raises(AttachError, match="the mesh has 2 ranks, and the axis of the style 1"):
+        style._apply(nn.Linear(2, 2), SimpleNamespace(size=lambda: 2))  # type: ignore[arg-type]

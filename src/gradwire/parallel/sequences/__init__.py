@@ -9,6 +9,7 @@
 | `ulysses_attention` | attention of all positions for the heads of a rank |
 | `AttentionMask` | causal, a sliding window, packed sequences |
 | `gathered_linear`, `scattered_linear` | layers whose weights are split over the ranks of a sequence |
+| `OverlappedColwiseParallel`, `OverlappedRowwiseParallel` | these as styles of `parallelize_module` |
 | `AttentionDropout` | drops the same weights under every layout |
 | `SequenceLayout`, `Zigzag`, `Contiguous` | which positions a rank has |
 | `ExchangeAxis` | the ranks that a sequence is spread over |
@@ -20,6 +21,7 @@ from gradwire.parallel.sequences.layouts import Contiguous, SequenceLayout, Zigz
 from gradwire.parallel.sequences.linear import gathered_linear, scattered_linear
 from gradwire.parallel.sequences.masks import AttentionMask
 from gradwire.parallel.sequences.ring import ring_attention
+from gradwire.parallel.sequences.styles import OverlappedColwiseParallel, OverlappedRowwiseParallel
 from gradwire.parallel.sequences.ulysses import ulysses_attention
 
 __all__ = [
@@ -27,6 +29,8 @@ __all__ = [
     "AttentionMask",
     "Contiguous",
     "ExchangeAxis",
+    "OverlappedColwiseParallel",
+    "OverlappedRowwiseParallel",
     "SequenceLayout",
     "Zigzag",
     "gathered_linear",
