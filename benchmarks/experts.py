@@ -53,7 +53,7 @@ from gradwire.parallel.moe import (
 from gradwire.ranks.supervised import run_function
 from gradwire.tasks.builtin import Block, ByteGPT, flat_cross_entropy, load_corpus, windows
 from gradwire.tasks.task import stream
-from pipelines import seconds_to, smoothed
+from pipelines import beside
 
 NODES, LOCAL = 2, 2
 RANKS = NODES * LOCAL
@@ -209,7 +209,7 @@ def predicted(codec: str | None, loads: Sequence[Sequence[Sequence[int]]]) -> fl
         codec: of rows.
         loads: of each rank and layer, the choices of each expert.
     """
-    coding = RowCoding(None if codec is None else row_codec(codec, WIDTH, "dispatch"), WIDTH, torch.float32)
+    coding = RowCoding(row_codec(codec, WIDTH, "dispatch"), WIDTH, torch.float32)
     row = coding.nbytes(BLOCK_ROWS) / BLOCK_ROWS
     crossing = 0
     for rank, layers in enumerate(loads):
@@ -327,14 +327,21 @@ def lay_out(rank: int, world_size: int, rounds: int) -> list[dict[str, Any]]:
 # Tables ---------------------------------------------------------------------------------------------------------
 
 
+def curves(ranks: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
+    """The losses and times of the steps of all ranks: mean losses, and times of the slowest rank."""
+    return {
+        "losses": [statistics.fmean(each) for each in zip(*(rank["losses"] for rank in ranks), strict=True)],
+        "times_s": [max(each) for each in zip(*(rank["times_s"] for rank in ranks), strict=True)],
+    }
+
+
 def run_of(codec: str, seed: int, ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The figures of a training, from those of its ranks. A step takes as long as on its slowest rank."""
+    """The figures of a training, from those of its ranks."""
     sent = statistics.mean(ranks[first]["sent"] for first in range(0, RANKS, LOCAL))
     return {
         "codec": codec,
         "seed": seed,
-        "losses": [statistics.fmean(each) for each in zip(*(rank["losses"] for rank in ranks), strict=True)],
-        "times_s": [max(each) for each in zip(*(rank["times_s"] for rank in ranks), strict=True)],
+        **curves(ranks),
         "node_bytes": sent / PROBES,
         "predicted_node_bytes": predicted(CODECS[codec], [rank["loads"] for rank in ranks]) / PROBES,
         "imbalance": statistics.fmean(rank["imbalance"] for rank in ranks),
@@ -349,12 +356,9 @@ def trainings(options: argparse.Namespace, network: Network) -> Iterator[dict[st
         for codec in options.codecs:
             told = {"codec": codec, "steps": options.steps, "seed": seed}
             run = run_of(codec, seed, run_function(f"{__file__}:train", RANKS, told, options.deadline, network))
-            final = smoothed(run["losses"])[-1]
-            target = baseline["final"] if baseline else final
-            run |= {"final": final, "step_s": statistics.median(run["times_s"]), "to_target_s": seconds_to(target, run)}
+            run |= beside(run, baseline)
             baseline = baseline or run
             run |= {
-                "of_baseline": final / target,
                 "times_fewer_bytes": baseline["node_bytes"] / run["node_bytes"],
                 "of_formula": run["node_bytes"] / run["predicted_node_bytes"],
             }

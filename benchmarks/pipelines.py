@@ -13,7 +13,7 @@ import itertools
 import os
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -92,10 +92,22 @@ def smoothed(losses: Sequence[float]) -> list[float]:
     return [statistics.fmean(losses[max(0, i + 1 - span) : i + 1]) for i in range(len(losses))]
 
 
-def seconds_to(target: float, run: dict[str, Any]) -> float | None:
+def seconds_to(target: float, run: Mapping[str, Any]) -> float | None:
     """Seconds of training until the smoothed loss is at the target; None where it never is."""
     passed = itertools.accumulate(run["times_s"])
     return next((at for at, loss in zip(passed, smoothed(run["losses"]), strict=True) if loss <= target), None)
+
+
+def beside(run: Mapping[str, Any], baseline: Mapping[str, Any]) -> dict[str, Any]:
+    """What a training ended with and how long it took, beside that of the baseline; an empty one is the run itself."""
+    final = smoothed(run["losses"])[-1]
+    target = baseline.get("final", final)
+    return {
+        "final": final,
+        "of_baseline": final / target,
+        "step_s": statistics.median(run["times_s"]),
+        "to_target_s": seconds_to(target, run),
+    }
 
 
 def main() -> None:
@@ -112,7 +124,7 @@ def main() -> None:
     with Network(2, options.rate, ranks_per_host=2) as network:
         print(network.description)
         for seed in range(options.seeds):
-            target, base_s = 0.0, 0.0
+            baseline: dict[str, Any] = {}
             for codec in options.codecs:
                 told = {"codec": codec, "schedule": options.schedule, "steps": options.steps, "seed": seed}
                 ranks = run_function(f"{__file__}:on_rank", STAGES, told, options.deadline, network)
@@ -122,17 +134,15 @@ def main() -> None:
                     **ranks[-1],
                     "sent": [rank["sent"] for rank in ranks],
                 }
-                ended = smoothed(run["losses"])[-1]
-                target = target or ended
-                to_target_s, step_s = seconds_to(target, run), statistics.median(run["times_s"])
-                base_s = base_s or to_target_s or 0.0
-                run |= {"final": ended, "of_baseline": ended / target, "step_s": step_s, "to_target_s": to_target_s}
+                run |= beside(run, baseline)
+                baseline = baseline or run
                 runs.append(run)
-                reached = (
-                    f"{to_target_s:.1f} s, {base_s / to_target_s:.2f} times as fast" if to_target_s else "not reached"
-                )
+                reached_s = run["to_target_s"]
+                times = f"{baseline['to_target_s'] / reached_s:.2f} times as fast" if reached_s else ""
+                reached = f"{reached_s:.1f} s, {times}" if reached_s else "not reached"
                 print(
-                    f"seed {seed} {codec:9} loss {ended:.4f} ({ended / target - 1:+.2%}), step {1e3 * step_s:.0f} ms, "
+                    f"seed {seed} {codec:9} loss {run['final']:.4f} ({run['of_baseline'] - 1:+.2%}), "
+                    f"step {1e3 * run['step_s']:.0f} ms, "
                     f"{run['sent'][1] / 1e6:.2f} MB a step from stage 1, to the baseline's loss: {reached}",
                     flush=True,
                 )

@@ -32,7 +32,7 @@ from typing_extensions import override
 
 import gradwire
 from common import save_result
-from experts import settled
+from experts import curves, settled
 from gradwire import kernels
 from gradwire.network import Network
 from gradwire.network.wire import WireMeter
@@ -40,7 +40,7 @@ from gradwire.parallel.exchange import RowCoding, row_codec
 from gradwire.parallel.sequences import AttentionMask, ExchangeAxis, Zigzag, ring_attention
 from gradwire.ranks.supervised import run_function
 from gradwire.tasks.builtin import Block, ByteGPT, flat_cross_entropy, load_corpus, windows
-from pipelines import seconds_to, smoothed
+from pipelines import beside
 
 NODES, LOCAL = 2, 2
 RANKS = NODES * LOCAL
@@ -137,7 +137,7 @@ def predicted(codec: str | None) -> float:
     What compares the inputs of ranks is less than a thousandth of it.
     """
     rows = HEADS * CONTEXT // RANKS
-    coding = RowCoding(None if codec is None else row_codec(codec, HEAD, "codec"), HEAD, torch.float32)
+    coding = RowCoding(row_codec(codec, HEAD, "codec"), HEAD, torch.float32)
     keys_and_values, sums = 2 * coding.nbytes(rows), 2 * rows * HEAD * torch.float32.itemsize
     return float(LAYERS * (2 * (RANKS - 1) * keys_and_values + RANKS * sums))
 
@@ -177,10 +177,7 @@ def trainings(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             for codec in options.codecs:
                 told = {"codec": codec, "steps": options.steps, "seed": seed}
                 run = run_of(codec, seed, run_function(f"{__file__}:train", RANKS, told, options.deadline, network))
-                final = smoothed(run["losses"])[-1]
-                target = baseline.get("final", final)
-                run |= {"final": final, "step_s": statistics.median(run["times_s"])}
-                run |= {"to_target_s": seconds_to(target, run), "of_baseline": final / target}
+                run |= beside(run, baseline)
                 baseline = baseline or run
                 show(run, baseline)
                 yield run
@@ -191,8 +188,7 @@ def run_of(codec: str, seed: int, ranks: Sequence[Mapping[str, Any]]) -> dict[st
     return {
         "codec": codec,
         "seed": seed,
-        "losses": [statistics.fmean(each) for each in zip(*(rank["losses"] for rank in ranks), strict=True)],
-        "times_s": [max(each) for each in zip(*(rank["times_s"] for rank in ranks), strict=True)],
+        **curves(ranks),
         "node_bytes": statistics.fmean(rank["sent"] for rank in ranks[::LOCAL]),
         "predicted_node_bytes": predicted(CODECS[codec]),
     }

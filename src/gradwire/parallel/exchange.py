@@ -11,7 +11,7 @@ start one after the other and are finished later overlap in the backward pass as
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -116,6 +116,25 @@ class ExchangeAxis:
         """
         to, source = (self.place + 1) % self.size, (self.place - 1) % self.size
         return self.begin(once(SendRecv(wire, (Message(to, wire),), (Expected(source, nbytes),))), traffic)
+
+    def passed_round(
+        self, wire: Tensor, nbytes: Callable[[int], int], traffic: Traffic | None = None
+    ) -> Iterator[tuple[int, Tensor]]:
+        """The place and the bytes of each rank, this one's first. The next ones travel while a caller has these.
+
+        Args:
+            wire: uint8, of this rank.
+            nbytes: of the rank at a place.
+            traffic: is told what was sent.
+        """
+        for hop in range(self.size):
+            place = (self.place - hop) % self.size
+            if hop == self.size - 1:
+                yield place, wire
+                return
+            under_way = self.pass_on(wire, nbytes((place - 1) % self.size), traffic)
+            yield place, wire
+            wire = under_way.end()
 
     def sum(self, tensor: Tensor, traffic: Traffic | None = None) -> Tensor:
         """The sum of a tensor over the ranks, which has no gradient.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from gradwire.core.errors import CompositionError
@@ -38,18 +39,52 @@ def require_inputs(
     """
     fault = _fault(q, k, v, axis, layout, mask)
     alike: dict[str, object] = {
-        "numbers of faulty inputs": 0 if fault is None else 1,
         "sizes of batches": q.shape[:1],
         "heads": (q.shape[1:2], k.shape[1:2]),
         "sizes of a head": (k.shape[-1:], v.shape[-1:]),
         "dtypes": k.dtype,
         "layouts, masks or codecs": (layout, mask, options),
     }
+    require_alike(axis, alike, fault, q.device, traffic)
+
+
+def require_alike(
+    axis: ExchangeAxis, alike: dict[str, object], fault: str | None, device: torch.device, traffic: Traffic | None
+) -> None:
+    """Compare what ranks were given. A rank sends 8 (P - 1) bytes for each name, and for the fault.
+
+    Args:
+        axis: the ranks.
+        alike: what must be alike, by its name.
+        fault: what is wrong on this rank, in a sentence; None where nothing is.
+        device: of the tensor that travels.
+        traffic: is told what was sent.
+
+    Raises:
+        CompositionError: on every rank, where one has a fault or they differ; the one with a fault is told it.
+    """
+    of_faults: dict[str, object] = {"numbers of faulty inputs": 0 if fault is None else 1}
     try:
-        axis.require_agreement(alike, "have", "give the same on all ranks", q.device, traffic)
+        axis.require_agreement(of_faults | alike, "have", "give the same on all ranks", device, traffic)
     finally:
         if fault is not None:
             raise CompositionError(fault)
+
+
+def layout_fault(axis: ExchangeAxis, layout: SequenceLayout) -> str | None:
+    """What is wrong with a layout for an axis, in a sentence."""
+    if layout.ranks == axis.size:
+        return None
+    return f"the layout is of {layout.ranks} ranks, and the axis has {axis.size}: make it with ranks={axis.size}"
+
+
+def dtype_of_sums(of: torch.dtype) -> torch.dtype:
+    """What numbers are added up in: float32, or float64 for float64.
+
+    >>> dtype_of_sums(torch.bfloat16)
+    torch.float32
+    """
+    return torch.promote_types(of, torch.float32)
 
 
 def _fault(
@@ -71,8 +106,8 @@ def _fault(
         nearest = [heads for heads in range(1, q.shape[1] + 1) if q.shape[1] % heads == 0]
         legal = min(nearest, key=lambda heads: abs(heads - k.shape[1]))
         return f"{q.shape[1]} query heads do not divide among {k.shape[1]} key heads: take {legal} key heads"
-    if layout.ranks != axis.size:
-        return f"the layout is of {layout.ranks} ranks, and the axis has {axis.size}: make it with ranks={axis.size}"
+    if (of_layout := layout_fault(axis, layout)) is not None:
+        return of_layout
     if q.shape[2] != layout.count(axis.place):
         return (
             f"rank {axis.place} has {q.shape[2]} positions, and {layout.count(axis.place)} of the layout's "

@@ -16,11 +16,11 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from gradwire.codecs.base import Codec
-from gradwire.core.errors import CompositionError
 from gradwire.core.key import Direction, Key
 from gradwire.drivers.interpreter import Traffic
 from gradwire.parallel.exchange import ExchangeAxis, RowCoding, row_codec
-from gradwire.parallel.sequences.layouts import Contiguous
+from gradwire.parallel.sequences.inputs import dtype_of_sums, layout_fault, require_alike
+from gradwire.parallel.sequences.layouts import Contiguous, even_piece
 
 
 def gathered_linear(
@@ -155,7 +155,6 @@ class _LinearRing:
         """
         fault = self._fault(x, weight, bias, positions)
         alike: dict[str, object] = {
-            "numbers of faulty inputs": 0 if fault is None else 1,
             "sizes of batches": x.shape[:1],
             "widths": travels,
             "dtypes": x.dtype,
@@ -163,11 +162,7 @@ class _LinearRing:
             "gradients": (x.requires_grad, weight.requires_grad),
             "biases": bias is None,
         }
-        try:
-            self.axis.require_agreement(alike, "have", "give the same on all ranks", x.device, self.traffic)
-        finally:
-            if fault is not None:
-                raise CompositionError(fault)
+        require_alike(self.axis, alike, fault, x.device, self.traffic)
         for codec, what in ((self.codec, "codec"), (self.gradient_codec, "gradient_codec")):
             row_codec(codec, travels[0], what)
 
@@ -183,11 +178,8 @@ class _LinearRing:
         if x.shape[2] != weight.shape[1] or (bias is not None and bias.shape != weight.shape[:1]):
             told = "no bias" if bias is None else f"a bias of {tuple(bias.shape)}"
             return f"x of {tuple(x.shape)}, a weight of {tuple(weight.shape)} and {told} do not fit each other"
-        if self.layout.ranks != self.axis.size:
-            return (
-                f"the layout is of {self.layout.ranks} ranks, and the axis has {self.axis.size}: make it with "
-                f"ranks={self.axis.size}"
-            )
+        if (of_layout := layout_fault(self.axis, self.layout)) is not None:
+            return of_layout
         if x.shape[1] != positions:
             return f"x has {x.shape[1]} positions on rank {self.axis.place}, where the layout wants {positions}"
         return None
@@ -196,27 +188,23 @@ class _LinearRing:
 
     def rows(self, place: int) -> slice:
         """Where the positions of a rank lie among all."""
-        begin = sum(map(self.layout.count, range(place)))
-        return slice(begin, begin + self.layout.count(place))
+        piece = even_piece(self.layout.length, self.layout.ranks, place)
+        return slice(piece.start, piece.stop)
 
     def gather(self, x: Tensor, direction: Direction, codec: Codec | str | None) -> Iterator[tuple[slice, Tensor]]:
         """The pieces of all ranks and where they lie, this rank's first. The next one travels meanwhile."""
         batch, _, width = x.shape
-        coding = RowCoding(None if codec is None else row_codec(codec, width, "codec"), width, x.dtype)
+        coding = RowCoding(row_codec(codec, width, "codec"), width, x.dtype)
         key = self.key.with_(rank=self.axis.place, direction=direction)
         rows = batch * x.shape[1]
         wire = coding.encode(x.reshape(rows, width), (rows,), key)
 
-        def piece(place: int) -> tuple[slice, Tensor]:
-            count = self.layout.count(place)
-            return self.rows(place), coding.decode(wire, (batch * count,)).view(batch, count, width)
+        def nbytes(place: int) -> int:
+            return coding.nbytes(batch * self.layout.count(place))
 
-        for hop in range(1, self.axis.size):
-            place = (self.axis.place - hop) % self.axis.size
-            under_way = self.axis.pass_on(wire, coding.nbytes(batch * self.layout.count(place)), self.traffic)
-            yield piece((place + 1) % self.axis.size)
-            wire = under_way.end()
-        yield piece((self.axis.place + 1) % self.axis.size)
+        for place, arrived in self.axis.passed_round(wire, nbytes, self.traffic):
+            count = self.layout.count(place)
+            yield self.rows(place), coding.decode(arrived, (batch * count,)).view(batch, count, width)
 
     def scatter(self, share: Callable[[slice], Tensor]) -> Tensor:
         """The sum over ranks of their shares at the positions of this one. A sum travels while the next is computed."""
@@ -246,7 +234,7 @@ class _GatheredLinear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         ring: _LinearRing = ctx.ring
         x, weight = ctx.saved_tensors
-        dy, whole = grads[0].to(_sums(x)), weight.to(_sums(x))
+        dy, whole = grads[0].to(dtype_of_sums(x.dtype)), weight.to(dtype_of_sums(x.dtype))
         dx = dw = None
         if ctx.needs_input_grad[1]:
             total = torch.zeros_like(whole)
@@ -264,7 +252,7 @@ class _ScatteredLinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, ring: _LinearRing) -> Tensor:
         ctx.ring = ring
         ctx.save_for_backward(x, weight)
-        inputs, whole = x.detach().to(_sums(x)), weight.to(_sums(x))
+        inputs, whole = x.detach().to(dtype_of_sums(x.dtype)), weight.to(dtype_of_sums(x.dtype))
         y = ring.scatter(lambda rows: functional.linear(inputs[:, rows], whole))
         return (y if bias is None else y + bias).to(x.dtype)
 
@@ -274,7 +262,7 @@ class _ScatteredLinear(torch.autograd.Function):
         ring: _LinearRing = ctx.ring
         x, weight = ctx.saved_tensors
         of_x, of_weight, of_bias, _ = ctx.needs_input_grad
-        dx, dw = torch.empty_like(x), torch.zeros_like(weight, dtype=_sums(x))
+        dx, dw = torch.empty_like(x), torch.zeros_like(weight, dtype=dtype_of_sums(x.dtype))
         db = dw.new_zeros(len(weight))
         for rows, piece in ring.gather(grads[0], "backward", ring.gradient_codec):
             if of_x:
@@ -284,8 +272,3 @@ class _ScatteredLinear(torch.autograd.Function):
             if of_bias:
                 db += piece.sum((0, 1), dtype=db.dtype)
         return dx if of_x else None, dw.to(x.dtype) if of_weight else None, db.to(x.dtype) if of_bias else None, None
-
-
-def _sums(x: Tensor) -> torch.dtype:
-    """What is added up: float32 at least."""
-    return torch.promote_types(x.dtype, torch.float32)

@@ -17,7 +17,7 @@ from gradwire.drivers.interpreter import Begun, Traffic
 from gradwire.parallel.exchange import ExchangeAxis, RowCoding, row_codec
 from gradwire.parallel.sequences.blocks import block_attention, block_gradients, merged
 from gradwire.parallel.sequences.dropout import AttentionDropout
-from gradwire.parallel.sequences.inputs import require_inputs
+from gradwire.parallel.sequences.inputs import dtype_of_sums, require_inputs
 from gradwire.parallel.sequences.layouts import SequenceLayout
 from gradwire.parallel.sequences.masks import EVERYTHING, AttentionMask, Seen
 
@@ -134,18 +134,14 @@ class _Ring:
             traffic,
             (k.shape[0], k.shape[1]),
             q.shape[1],
-            torch.float64 if q.dtype == torch.float64 else torch.float32,
+            dtype_of_sums(q.dtype),
         )
 
     # Blocks ------------------------------------------------------------------------------------------------------
 
-    def source(self, hop: int) -> int:
-        """Whose keys and values are here after so many hops."""
-        return (self.axis.place - hop) % self.axis.size
-
-    def pieces(self, hop: int, device: torch.device) -> Iterator[tuple[slice, slice, Seen, Tensor | None]]:
-        """Which queries of this rank see which keys of a block: parts of both, how, and the factors of dropout."""
-        mine, theirs = (_parts(self.layout.ranges(place)) for place in (self.axis.place, self.source(hop)))
+    def pieces(self, place: int, device: torch.device) -> Iterator[tuple[slice, slice, Seen, Tensor | None]]:
+        """Which queries of this rank see which keys of another: parts of both, how, and the factors of dropout."""
+        mine, theirs = (_parts(self.layout.ranges(each)) for each in (self.axis.place, place))
         for queries, rows in mine:
             for keys, columns in theirs:
                 seen = self.mask.seen(queries, keys)
@@ -168,9 +164,9 @@ class _Ring:
             packed.append(coding.encode(rows, (len(rows),), key))
         return torch.cat(packed)
 
-    def block(self, wire: Tensor, hop: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of bytes, in the dtype of sums."""
-        rows = self._rows(hop)
+    def block(self, wire: Tensor, place: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of the bytes of a rank, in the dtype of sums."""
+        rows = self._rows(place)
         parts = wire.split([coding.nbytes(rows) for coding in self.codecs])
         k, v = (
             coding.decode(part, (rows,)).view(*self.heads, -1, coding.width).to(self.sums)
@@ -179,31 +175,30 @@ class _Ring:
         return k, v
 
     def blocks(self, k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """The keys and values of each rank and their hop, this rank's first. The next ones travel meanwhile."""
-        wire = self.wire(k, v)
-        for hop in range(self.axis.size - 1):
-            arrives = sum(coding.nbytes(self._rows(hop + 1)) for coding in self.codecs)
-            under_way = self.axis.pass_on(wire, arrives, self.traffic)
-            yield hop, *self.block(wire, hop)
-            wire = under_way.end()
-        last = self.axis.size - 1
-        yield last, *self.block(wire, last)
+        """The place, keys and values of each rank, this one's first. The next ones travel meanwhile."""
 
-    def pass_sums(self, dk: Tensor, dv: Tensor, hop: int) -> Begun[Tensor]:
-        """Send the gradients of the block of `hop` after it, and begin to receive those of the next."""
+        def nbytes(place: int) -> int:
+            return sum(coding.nbytes(self._rows(place)) for coding in self.codecs)
+
+        for place, wire in self.axis.passed_round(self.wire(k, v), nbytes, self.traffic):
+            yield place, *self.block(wire, place)
+
+    def pass_sums(self, dk: Tensor, dv: Tensor, place: int) -> Begun[Tensor]:
+        """Send the gradients of a rank's block after it, and begin to receive those of the next block."""
         wire = torch.cat([dk.reshape(-1), dv.reshape(-1)]).view(torch.uint8)
-        return self.axis.pass_on(wire, self._rows(hop + 1) * self._width * self.sums.itemsize, self.traffic)
+        arrives = self._rows((place - 1) % self.axis.size) * self._width * self.sums.itemsize
+        return self.axis.pass_on(wire, arrives, self.traffic)
 
-    def sums_of(self, wire: Tensor, hop: int) -> tuple[Tensor, Tensor]:
-        """The gradients that have come with the block of `hop`."""
-        rows = self._rows(hop)
+    def sums_of(self, wire: Tensor, place: int) -> tuple[Tensor, Tensor]:
+        """The gradients of a rank's block that have come."""
+        rows = self._rows(place)
         parts = wire.view(self.sums).split([rows * coding.width for coding in self.codecs])
         dk, dv = (part.view(*self.heads, -1, coding.width) for part, coding in zip(parts, self.codecs, strict=True))
         return dk, dv
 
-    def _rows(self, hop: int) -> int:
+    def _rows(self, place: int) -> int:
         batch, heads = self.heads
-        return batch * heads * self.layout.count(self.source(hop))
+        return batch * heads * self.layout.count(place)
 
     @property
     def _width(self) -> int:
@@ -218,8 +213,8 @@ class _RingAttention(torch.autograd.Function):
         queries = q.detach().to(ring.sums)
         out = queries.new_zeros((*q.shape[:3], v.shape[-1]))
         lse = queries.new_full(q.shape[:3], -math.inf)
-        for hop, keys, values in ring.blocks(k, v):
-            for rows, columns, seen, factors in ring.pieces(hop, q.device):
+        for place, keys, values in ring.blocks(k, v):
+            for rows, columns, seen, factors in ring.pieces(place, q.device):
                 part = block_attention(
                     queries[:, :, rows], keys[:, :, columns], values[:, :, columns], ring.scale, seen, factors
                 )
@@ -236,9 +231,9 @@ class _RingAttention(torch.autograd.Function):
         queries, grad = q.detach().to(ring.sums), grads[0].to(ring.sums)
         dq, dk, dv = torch.zeros_like(queries), queries.new_empty(0), queries.new_empty(0)
         arriving: Begun[Tensor] | None = None
-        for hop, keys, values in ring.blocks(k, v):
+        for place, keys, values in ring.blocks(k, v):
             dk, dv = torch.zeros_like(keys), torch.zeros_like(values)
-            for rows, columns, seen, factors in ring.pieces(hop, q.device):
+            for rows, columns, seen, factors in ring.pieces(place, q.device):
                 share = block_gradients(
                     grad[:, :, rows],
                     queries[:, :, rows],
@@ -254,11 +249,11 @@ class _RingAttention(torch.autograd.Function):
                 dk[:, :, columns] += share[1]
                 dv[:, :, columns] += share[2]
             if arriving is not None:
-                sums = ring.sums_of(arriving.end(), hop)
+                sums = ring.sums_of(arriving.end(), place)
                 dk, dv = dk + sums[0], dv + sums[1]
-            arriving = None if ring.axis.size == 1 else ring.pass_sums(dk, dv, hop)
+            arriving = None if ring.axis.size == 1 else ring.pass_sums(dk, dv, place)
         if arriving is not None:
-            dk, dv = ring.sums_of(arriving.end(), ring.axis.size)
+            dk, dv = ring.sums_of(arriving.end(), ring.axis.place)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None
 
 

@@ -18,7 +18,7 @@ from gradwire.parallel.exchange import ExchangeAxis, Passage, Way, row_codec
 from gradwire.parallel.rows import FlatRows
 from gradwire.parallel.sequences.blocks import block_attention
 from gradwire.parallel.sequences.dropout import AttentionDropout
-from gradwire.parallel.sequences.inputs import require_inputs
+from gradwire.parallel.sequences.inputs import dtype_of_sums, require_inputs
 from gradwire.parallel.sequences.layouts import SequenceLayout, even_piece
 from gradwire.parallel.sequences.masks import EVERYTHING, AttentionMask
 
@@ -87,12 +87,12 @@ def ulysses_attention(
     torch.Size([1, 4, 6, 8])
     """
     mask = attention if isinstance(attention, AttentionMask) else None
+    require_inputs(q, k, v, axis, layout, mask, (dropout, codec, gradient_codec), traffic)
     if dropout is not None and mask is None:
         raise CompositionError(
             f"{dropout} beside an attention of your own: give it to that function, with the first head of this rank as "
             "first_head"
         )
-    require_inputs(q, k, v, axis, layout, mask, (dropout, codec, gradient_codec), traffic)
     heads, key_heads = q.shape[1], k.shape[1]
     mine = [even_piece(heads, axis.size, place) for place in range(axis.size)]
     of_keys = [_shared(piece, heads // key_heads) for piece in mine]
@@ -186,7 +186,7 @@ def _attention(mask: AttentionMask, dropout: AttentionDropout | None, first_head
         seen = mask.seen(positions, positions)
         if dropout is not None:
             here = replace(dropout, first_head=dropout.first_head + first_head)
-            sums = torch.promote_types(q.dtype, torch.float32)
+            sums = dtype_of_sums(q.dtype)
             factors = here.factors(q.shape[0], q.shape[1], positions, positions, q.device).to(sums)
             scale = 1 / math.sqrt(q.shape[-1])
             return block_attention(q.to(sums), k.to(sums), v.to(sums), scale, seen, factors)[0].to(q.dtype)
