@@ -39,6 +39,7 @@ FLOORS = (
     ("overlap",),
     ("hooks",),
     ("network", "option_fields", "tasks"),
+    ("training",),
     ("ranks",),
     ("compare",),
     ("federate",),

@@ -32,6 +32,7 @@ from gradwire.cli import (
     state,
     store,
     topology,
+    train,
     watch,
 )
 from gradwire.cli.commands import add
@@ -79,7 +80,7 @@ A comparison that was interrupted goes on where it stopped when the same command
 
 
 GROUPS = {
-    "train": ("run", "compare", "report", "federate", "net", "store"),
+    "train": ("run", "train", "compare", "report", "federate", "net", "store"),
     "choose a method": ("choose", "methods", "recipes", "cost"),
     "ask before you buy": ("plan", "simulate", "schedule", "cases"),
     "see what a run does": ("profile", "watch", "overlap", "stacks"),
@@ -143,6 +144,7 @@ def parser() -> argparse.ArgumentParser:
     plan.add_command(commands)
     simulate.add_command(commands)
     schedule.add_command(commands)
+    train.add_command(commands)
     cases.add_command(commands)
     stacks.add_command(commands)
     lines = commands._get_subactions()  # pyright: ignore[reportPrivateUsage]

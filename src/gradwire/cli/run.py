@@ -129,9 +129,6 @@ def run_script(arguments: argparse.Namespace, _: Console) -> int:
 
 def _start_ranks(arguments: argparse.Namespace) -> int:
     """Let torchrun start ranks that run this command without `--nproc`; returns the first failed one's status."""
-    from torch.distributed import run as torchrun
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
     options = ["--method", arguments.method] if arguments.method is not None else []
     options += ["--seed", str(arguments.seed)]
     options += ["--profile", arguments.profile] if arguments.profile is not None else []
@@ -141,9 +138,16 @@ def _start_ranks(arguments: argparse.Namespace) -> int:
     options += ["--residuals", arguments.residuals] if arguments.residuals != "device" else []
     options += [] if arguments.states else ["--no-states"]
     options += ["-m"] if arguments.module else []
-    given = torchrun.parse_args(["--standalone", "--nproc-per-node", str(arguments.nproc), "-m", "gradwire"])
-    # Not parsed: torchrun would search them for abbreviations of its own options.
-    given.training_script_args = ["run", *options, arguments.script, *arguments.arguments]
+    return start_ranks(arguments.nproc, ["run", *options, arguments.script, *arguments.arguments])
+
+
+def start_ranks(ranks: int, words: list[str]) -> int:
+    """Let torchrun start ranks of `gradwire WORDS` on this machine; returns the first failed one's status."""
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    given = torchrun.parse_args(["--standalone", "--nproc-per-node", str(ranks), "-m", "gradwire"])
+    given.training_script_args = words  # not parsed: torchrun would search them for abbreviations of its own options
     try:
         torchrun.run(given)
     except ChildFailedError as error:

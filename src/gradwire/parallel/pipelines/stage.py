@@ -54,6 +54,10 @@ class CompressedStage(PipelineStage):
             example inputs and outputs PyTorch runs a pass with uninitialised memory first, which may change counters
             and buffers of the module.
 
+    Attributes:
+        sent_bytes: payloads and tensors so far.
+        steps: made so far, by which random rounding draws. Set it where a training goes on from a save.
+
     Raises:
         SpecError: a PyTorch that is too old, or no place for the stage.
     """
@@ -95,7 +99,7 @@ class CompressedStage(PipelineStage):
         self.codecs = codecs
         self.memory = memory
         self.sent_bytes = 0
-        self._seed, self._steps = seed, 0
+        self._seed, self.steps = seed, 0
         self._arrivals: dict[tuple[Direction, int], _Arrival] = {}
         self._reduced = False
 
@@ -108,7 +112,7 @@ class CompressedStage(PipelineStage):
 
     def _key(self, direction: Direction, boundary: int, chunk: int) -> Key:
         """Both ends draw alike: a boundary is called by the stage before it."""
-        return Key(seed=self._seed, step=self._steps, layer=f"stage {boundary}", micro_batch=chunk, direction=direction)
+        return Key(seed=self._seed, step=self.steps, layer=f"stage {boundary}", micro_batch=chunk, direction=direction)
 
     def _coder(self, like: Tensor, direction: Direction, boundary: int, chunk: int, place: int) -> Coder | None:
         """What codes the tensor at a place among a micro-batch's outputs; None where it is sent as it is."""
@@ -184,7 +188,7 @@ class CompressedStage(PipelineStage):
     def clear_runtime_states(self) -> None:
         """PyTorch does this at the start of each step."""
         super().clear_runtime_states()
-        self._steps += 1
+        self.steps += 1
         self._arrivals.clear()
         self._reduced = False
 
