@@ -195,8 +195,8 @@ def test_what_is_owed_is_shared_by_other_replicas_and_lost_by_nobody(tmp_path: P
 
 
 def test_another_model_is_refused_with_its_key(tmp_path: Path) -> None:
-    told = {"tables": tables(), "steps": 1, "folder": str(tmp_path), "drop_owed": False}
-    told["others"] = [tables(width=64), tables({"dp": {"ranks": 1}})]
+    others = [tables(width=64), tables({"dp": {"ranks": 1}})]
+    told = {"tables": tables(), "steps": 1, "folder": str(tmp_path), "drop_owed": False, "others": others}
     (rank,) = run_function(f"{CASES}:resumed", 1, told, 120)
     assert "has [model] width = 32, and the configuration 64" in rank["others"][0]["error"]
     assert rank["others"][1]["figures"] == rank["straight"]
@@ -209,7 +209,7 @@ def test_another_model_is_refused_with_its_key(tmp_path: Path) -> None:
     ("text", "line", "told"),
     [
         ("[dp]\nrank = 2", 2, "[dp] rank: there is no such key: did you mean 'ranks'?"),
-        ("[dpp]\nranks = 2", 1, "[dpp]: there is no such table: did you mean 'dp'?"),
+        ("[modle]\nheads = 2", 1, "[modle]: there is no such table: did you mean 'model'?"),
         ("[dp]\nranks = 2.5", 2, "[dp] ranks: 2.5 is not a whole number"),
         ("[dp]\nranks = true", 2, "[dp] ranks: True is not a whole number"),
         ("[dp]\nranks = 0", 2, "[dp] ranks: 0 is too small: take 1 or more"),

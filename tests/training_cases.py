@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ def trained(rank: int, world_size: int, layouts: Sequence[Tables], steps: int) -
 
 
 def _trained(tables: Tables, steps: int) -> dict[str, Any]:
-    with MeshTrainer(configuration_of(tables)).running() as trainer:
+    with closing(MeshTrainer(configuration_of(tables))) as trainer:
         figures = [tuple(trainer.step()) for _ in range(steps)]
         return {"figures": figures, "parts": parts(trainer)}
 
@@ -45,7 +46,7 @@ def resumed(
 ) -> dict[str, Any]:
     """Train twice as many steps, saving after half; then go on from that save under each other layout."""
     found: dict[str, Any] = {}
-    with MeshTrainer(configuration_of(tables)).running() as trainer:
+    with closing(MeshTrainer(configuration_of(tables))) as trainer:
         for _ in range(steps):
             trainer.step()
         save_training(trainer, folder)
@@ -56,7 +57,7 @@ def resumed(
 
 
 def _gone_on(tables: Tables, steps: int, folder: str, drop_owed: bool) -> dict[str, Any]:
-    with MeshTrainer(configuration_of(tables)).running() as trainer:
+    with closing(MeshTrainer(configuration_of(tables))) as trainer:
         try:
             load_training(trainer, folder, drop_owed=drop_owed)
         except GradwireError as error:
@@ -76,7 +77,7 @@ def refused(rank: int, world_size: int, tables: Sequence[Tables]) -> str:
 def counted(rank: int, world_size: int, tables: Tables) -> list[int]:
     """The parameters that the configuration says, and those of the model."""
     configuration = configuration_of(tables)
-    with MeshTrainer(configuration).running() as trainer:
+    with closing(MeshTrainer(configuration)) as trainer:
         return [configuration.model.parameters, sum(each.local.numel() for each in trainer.tensors.values())]
 
 
@@ -86,7 +87,7 @@ def counted(rank: int, world_size: int, tables: Tables) -> list[int]:
 def beside_twin(rank: int, world_size: int, tables: Tables, steps: int) -> dict[str, Any]:
     """A training in one process, and the same one written without gradwire.parallel."""
     configuration = configuration_of(tables)
-    with MeshTrainer(configuration).running() as trainer:
+    with closing(MeshTrainer(configuration)) as trainer:
         weights = {name: each.local.detach().clone().requires_grad_() for name, each in trainer.tensors.items()}
         told, settings = configuration.steps, configuration.data
         optimizer = torch.optim.AdamW(weights.values(), lr=told.lr, betas=(0.9, 0.95), weight_decay=told.weight_decay)
@@ -100,12 +101,12 @@ def beside_twin(rank: int, world_size: int, tables: Tables, steps: int) -> dict[
                     inputs.chunk(settings.micro_batches), targets.chunk(settings.micro_batches), strict=True
                 )
             ]
-            (sum(whole for whole, _ in losses) / settings.micro_batches).backward()
+            torch.stack([whole for whole, _ in losses]).mean().backward()
             norm = torch.nn.utils.clip_grad_norm_(weights.values(), told.clip_norm or math.inf)
             factor = warm_cosine(step, step / told.count, warm_up=told.warm_up, floor=FLOOR)
             optimizer.param_groups[0]["lr"] = told.lr * factor
             optimizer.step()
-            twin.append((float(sum(loss.detach() for _, loss in losses)) / settings.micro_batches, float(norm)))
+            twin.append((float(torch.stack([loss.detach() for _, loss in losses]).mean()), float(norm)))
         return {"twin": twin, "figures": [tuple(trainer.step()) for _ in range(steps)]}
 
 
@@ -144,5 +145,5 @@ def _twin_experts(weights: Mapping[str, Tensor], shape: Any, tokens: Tensor) -> 
     counts = torch.zeros_like(scores).scatter(1, chosen, top / top.sum(1, keepdim=True))
     into, out = weights["feed.layer.experts.w_in"], weights["feed.layer.experts.w_out"]
     outputs = torch.stack([functional.gelu(tokens @ w) @ v for w, v in zip(into, out, strict=True)], 1)
-    shares = torch.bincount(chosen.flatten(), minlength=shape.experts) / chosen.numel()
+    shares = torch.bincount(chosen.flatten(), minlength=shape.experts).to(scores) / chosen.numel()
     return (counts.unsqueeze(-1) * outputs).sum(1), shape.experts * (shares * scores.mean(0)).sum()

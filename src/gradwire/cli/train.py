@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import datetime
 import os
 import time
 from pathlib import Path
@@ -99,8 +101,8 @@ def _train(arguments: argparse.Namespace, configuration: TrainingConfiguration, 
         if dist.get_rank() == 0:
             console.print(text, soft_wrap=True, highlight=False, markup=False)
 
-    dist.init_process_group("gloo")
-    with MeshTrainer(configuration, deadline_s=arguments.deadline).running() as trainer:
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=arguments.deadline))
+    with contextlib.closing(MeshTrainer(configuration, deadline_s=arguments.deadline)) as trainer:
         tell(f"{configuration.layout}, method {configuration.dp.method}, {configuration.model.parameters:,} parameters")
         if arguments.resume:
             steps = load_training(trainer, arguments.save, drop_owed=arguments.drop_owed)

@@ -12,18 +12,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 
-from gradwire.core.errors import StateError
+from gradwire.core.errors import GradwireError, StateError
 from gradwire.parallel.moe import MoE
 from gradwire.session import Session
 from gradwire.session.checkpoint import load as load_session
 from gradwire.session.checkpoint import save as save_session
 from gradwire.training.configuration import AXES, TrainingConfiguration
 from gradwire.training.reading import configuration_of
-from gradwire.training.trainer import MOMENTS, MeshTrainer
+from gradwire.training.trainer import MOMENTS, MeshTrainer, said_by_all
 
 FORM = 1
 ABOUT = "training.json"
@@ -43,11 +43,18 @@ def save_training(trainer: MeshTrainer, folder: str | Path) -> Path:
         shutil.rmtree(partial, ignore_errors=True)
     owed = _owed(trainer)
     try:
-        dcp.save(_state(trainer), checkpoint_id=str(partial))
+        state_dict_saver.save(_state(trainer), checkpoint_id=str(partial))
     except CheckpointException as error:
         raise StateError(f"the training could not be saved into {folder}: {_reason(error)}") from error
-    for name, session in _sessions(trainer):
-        save_session(partial / name, session)
+    fault: str | None = None
+    try:
+        for name, session in _sessions(trainer):
+            save_session(partial / name, session)
+    except GradwireError as error:
+        fault = str(error)
+    faults = [each for each in said_by_all(fault, trainer.device) if each]  # until all have written, the name is partial
+    if faults:
+        raise StateError(f"the training could not be saved into {folder}: {faults[0]}")
     if dist.get_rank() == 0:
         about = {
             "form": FORM,
@@ -85,7 +92,7 @@ def load_training(trainer: MeshTrainer, folder: str | Path, *, drop_owed: bool =
     takes_up = not drop_owed and _can_take_up(trainer, about, whole)
     state = _state(trainer)
     try:
-        dcp.load(state, checkpoint_id=str(whole))
+        state_dict_loader.load(state, checkpoint_id=str(whole))
     except CheckpointException as error:
         raise StateError(f"{whole} could not be loaded: {_reason(error)}") from error
     if takes_up:
@@ -170,8 +177,8 @@ def _can_take_up(trainer: MeshTrainer, about: Mapping[str, Any], whole: Path) ->
     saved = configuration_of(about["configuration"])
     splits = [axis for axis in ("pp", "ep", "tp") if _size(saved, axis) != _size(trainer.configuration, axis)]
     kinds = {name.partition("-")[0] for name, _ in _sessions(trainer)}
-    missing = sorted({each.name.partition("-")[0] for each in whole.iterdir() if each.is_dir()} - kinds)
-    if about["owed"] and (splits or (missing and not kinds)):
+    missing = {each.name.partition("-")[0] for each in whole.iterdir() if each.is_dir()} - kinds
+    if about["owed"] and (splits or missing):
         raise StateError(
             f"{whole} owes gradients of norm {about['owed']:.3g} to ranks of {saved.layout}, and "
             f"{trainer.configuration.layout} has no place for them: resume with the same pp, ep and tp, or leave them "

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from gradwire.core.errors import AttachError
-from gradwire.parallel.exchange import ExchangeAxis
+from gradwire.drivers.groups import new_group
+from gradwire.parallel.exchange import DEADLINE_S, ExchangeAxis
 from gradwire.parallel.sequences import Contiguous, SequenceLayout, Zigzag
 from gradwire.training.configuration import AXES, TrainingConfiguration
 
@@ -24,6 +25,7 @@ class TrainingMesh:
     Args:
         configuration: whose axes.
         device_type: of the mesh, "cpu" or "cuda".
+        deadline_s: seconds after which a silent rank is an error.
 
     Attributes:
         mesh: of PyTorch.
@@ -38,6 +40,7 @@ class TrainingMesh:
 
     configuration: TrainingConfiguration
     device_type: str = "cpu"
+    deadline_s: float = DEADLINE_S
     mesh: DeviceMesh = field(init=False)
     ep: ExchangeAxis = field(init=False)
     cp: ExchangeAxis = field(init=False)
@@ -50,10 +53,13 @@ class TrainingMesh:
             raise AttachError("there is no default process group: call torch.distributed.init_process_group first")
         self.configuration.require_ranks(dist.get_world_size())
         self.mesh = init_device_mesh(self.device_type, self.configuration.sizes, mesh_dim_names=AXES)
-        self.world = ExchangeAxis()
-        self.ep, self.cp, self.tp = (ExchangeAxis(self.mesh[name]) for name in ("ep", "cp", "tp"))
+        self.world = self._axis(None)
+        self.ep, self.cp, self.tp = (self._axis(self.mesh[name]) for name in ("ep", "cp", "tp"))
         sharing = ("dp", "ep", "cp", "tp") if self.splits_positions else ("dp", "ep", "cp")
-        self.tokens = ExchangeAxis(self.group_of(*sharing))
+        self.tokens = self._axis(self.group_of(*sharing))
+
+    def _axis(self, ranks: DeviceMesh | dist.ProcessGroup | None) -> ExchangeAxis:
+        return ExchangeAxis(ranks, deadline_s=self.deadline_s)
 
     def group_of(self, *axes: str) -> dist.ProcessGroup:
         """This rank and those that differ from it in some of the axes only."""
@@ -61,6 +67,12 @@ class TrainingMesh:
         # `_flatten` is private in PyTorch 2.13, and is what its own documentation shows for axes that are joined.
         flat = part._flatten("_".join(axes)) if len(axes) > 1 else part  # pyright: ignore[reportPrivateUsage]
         return flat.get_group()
+
+    def patient_group(self, axis: str) -> dist.ProcessGroup:
+        """A new group of the ranks of an axis. It waits as long as `deadline_s`, and that of the mesh for longer."""
+        whole = dist.group.WORLD
+        assert isinstance(whole, dist.ProcessGroup)
+        return new_group(whole, dist.get_process_group_ranks(self.group_of(axis)), self.deadline_s, "MeshTrainer")
 
     def place(self, axis: str) -> int:
         """Of this rank along an axis."""

@@ -75,25 +75,17 @@ class GPTBlock(nn.Module):
     def styles(mesh: TrainingMesh) -> dict[str, ParallelStyle]:
         """How PyTorch's `parallelize_module` splits its matrices over tp."""
         axis, between = mesh.configuration.tp, mesh.between
+        into: ParallelStyle
+        out: ParallelStyle
         if not axis.sequence:
-            into, out = ColwiseParallel, RowwiseParallel
+            into, out = ColwiseParallel(), RowwiseParallel()
         elif axis.overlap:
-
-            def into() -> ParallelStyle:
-                return OverlappedColwiseParallel(mesh.tp, between, codec=axis.codec)
-
-            def out() -> ParallelStyle:
-                return OverlappedRowwiseParallel(mesh.tp, between)
+            into = OverlappedColwiseParallel(mesh.tp, between, codec=axis.codec)
+            out = OverlappedRowwiseParallel(mesh.tp, between)
         else:
-
-            def into() -> ParallelStyle:
-                return ColwiseParallel(input_layouts=Shard(1))
-
-            def out() -> ParallelStyle:
-                return RowwiseParallel(output_layouts=Shard(1))
-
-        found: dict[str, ParallelStyle] = {"qkv": into(), "out": out()}
-        return found if mesh.configuration.model.experts else found | {"up": into(), "down": out()}
+            into, out = ColwiseParallel(input_layouts=Shard(1)), RowwiseParallel(output_layouts=Shard(1))
+        found: dict[str, ParallelStyle] = {"qkv": into, "out": out}
+        return found if mesh.configuration.model.experts else found | {"up": into, "down": out}
 
 
 class ExpertFeed(nn.Module):
@@ -148,6 +140,8 @@ class GPTStage(nn.Module):
         is_first, is_last: among the stages.
     """
 
+    places: Tensor
+
     def __init__(self, mesh: TrainingMesh, layers: Sequence[int], *, is_first: bool, is_last: bool) -> None:
         super().__init__()
         shape = mesh.configuration.model
@@ -166,7 +160,7 @@ class GPTStage(nn.Module):
                 parallelize_module(block, mesh.mesh["tp"], GPTBlock.styles(mesh))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Bytes (batch, positions) or activations (..., width) of the stage before; activations or scores (..., 256)."""
+        """Of bytes (batch, positions), or of activations (..., width): activations, or scores (..., 256)."""
         if self.is_first:
             x = self.embed(x) + self.position[self.places]
         for block in self.blocks.values():

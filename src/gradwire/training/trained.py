@@ -95,8 +95,8 @@ class CombinedGradients:
             group, members = mesh.group_of(*axes), self._of(kind)
             if group.size() > 1 and members:
                 named = {name: each.local.detach() for name, each in members.items()}
-                options = {"group": group, "seed": configuration.data.seed, "deadline_s": deadline_s}
-                self.sessions[kind] = Session(named, configuration.dp.method, **options)
+                method, seed = configuration.dp.method, configuration.data.seed
+                self.sessions[kind] = Session(named, method, group=group, seed=seed, deadline_s=deadline_s)
 
     def _of(self, kind: Kind) -> dict[str, TrainedTensor]:
         return {name: each for name, each in self.tensors.items() if each.kind == kind}

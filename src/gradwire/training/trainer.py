@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +16,7 @@ from gradwire.core.errors import SpecError, StepError
 from gradwire.core.program import once
 from gradwire.drivers.process_group import GroupTransport
 from gradwire.drivers.words import gathered_words
+from gradwire.parallel.exchange import DEADLINE_S
 from gradwire.parallel.pipelines import Pipeline
 from gradwire.parallel.pipelines.stage import CompressedStage
 from gradwire.parallel.sequences.layouts import even_piece
@@ -28,8 +27,9 @@ from gradwire.training.mesh import TrainingMesh
 from gradwire.training.model import GPTStage
 from gradwire.training.trained import KINDS, CombinedGradients, trained_tensors
 
-DEADLINE_S = 300.0
 MOMENTS = ("exp_avg", "exp_avg_sq")
+CLIP_EPS = 1e-6
+"""What `torch.nn.utils.clip_grad_norm_` adds to a norm."""
 FLOOR = 0.1
 """What the learning rate ends at, of its highest."""
 
@@ -82,7 +82,7 @@ class MeshTrainer:
         self.configuration, self.device, self.steps = configuration, torch.device(device), 0
         text = configuration.data.text
         self._corpus = load_corpus(Path(text) if text else None)
-        self.mesh = TrainingMesh(configuration, self.device.type)
+        self.mesh = TrainingMesh(configuration, self.device.type, deadline_s)
         require_same(configuration, self._corpus.fingerprint, self.device)
         shape = configuration.stages
         self._pipeline = None if shape is None else self._make_pipeline()
@@ -111,7 +111,7 @@ class MeshTrainer:
             data.micro_batches,
             axis.codec,
             axis.gradients or None,
-            group=self.mesh.group_of("pp"),
+            group=self.mesh.patient_group("pp"),
             device=self.device,
             seed=data.seed,
         )
@@ -155,8 +155,9 @@ class MeshTrainer:
                 "[steps] lr, set clip_norm, or go on from the last save"
             )
         steps = self.configuration.steps
-        if 0 < steps.clip_norm < found.norm:
-            self.gradients.scale(steps.clip_norm / found.norm)
+        clipped = steps.clip_norm / (found.norm + CLIP_EPS)
+        if 0 < clipped < 1:
+            self.gradients.scale(clipped)
         factor = warm_cosine(self.steps, self.steps / steps.count, warm_up=steps.warm_up, floor=FLOOR)
         for group in self.optimizer.param_groups:
             group["lr"] = steps.lr * factor
@@ -227,14 +228,6 @@ class MeshTrainer:
         for stage in self._compressed:
             stage.steps = steps
 
-    @contextlib.contextmanager
-    def running(self) -> Iterator[MeshTrainer]:
-        """Close what communicates, however the block ends."""
-        try:
-            yield self
-        finally:
-            self.close()
-
     def close(self) -> None:
         """Communicate no more."""
         self.gradients.close()
@@ -251,6 +244,17 @@ def _norm(of_ranks: Tensor) -> float:
     return math.sqrt(math.fsum([*whole.tolist(), *of_tp.flatten().tolist(), *of_ep.flatten().tolist()]))
 
 
+def said_by_all(words: Any, device: torch.device) -> list[Any]:
+    """What every rank of the default group says, in rank order; anything that JSON can carry."""
+    world = dist.group.WORLD
+    assert isinstance(world, dist.ProcessGroup)
+    transport = GroupTransport(world)
+    try:
+        return gathered_words(words, transport, device)
+    finally:
+        transport.close()
+
+
 def require_same(configuration: TrainingConfiguration, fingerprint: str, device: torch.device) -> None:
     """Compare the configurations of all ranks of the default group.
 
@@ -264,13 +268,7 @@ def require_same(configuration: TrainingConfiguration, fingerprint: str, device:
     """
     mine = configuration.as_tables()
     mine["data"]["text"] = fingerprint
-    world = dist.group.WORLD
-    assert isinstance(world, dist.ProcessGroup)
-    transport = GroupTransport(world)
-    try:
-        said = gathered_words(mine, transport, device)
-    finally:
-        transport.close()
+    said = said_by_all(mine, device)
     for rank, words in enumerate(said):
         for table, keys in words.items():
             for key, value in keys.items():
