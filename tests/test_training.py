@@ -19,7 +19,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 
 BASE: dict[str, dict[str, Any]] = {
     "model": {"layers": 4, "width": 32, "heads": 4, "context": 33, "dtype": "float64"},
-    "data": {"batch": 8, "micro_batches": 2},
+    "data": {"batch": 8, "micro_batches": 2, "text": str(Path(__file__).parents[1] / "docs" / "building")},
     "steps": {"count": 8, "warm_up": 2},
 }
 """A length that does not divide, and micro-batches."""
@@ -81,6 +81,7 @@ def require_alike(ranks: list[dict[str, Any]]) -> None:
 # One process --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.draw(1)
 @pytest.mark.parametrize("model", [{}, EXPERTS], ids=["dense", "experts"])
 def test_one_process_trains_what_a_plain_model_trains(model: dict[str, int]) -> None:
     (found,) = run_function(f"{CASES}:beside_twin", 1, {"tables": tables(**model), "steps": 8}, 120)
@@ -97,6 +98,8 @@ def test_a_shape_knows_its_parameters(model: dict[str, int]) -> None:
 # Layouts -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.turns("eight ranks", 3)
+@pytest.mark.draw(1)
 @pytest.mark.parametrize(
     ("layouts", "model"), [(DENSE_LAYOUTS, {}), (EXPERT_LAYOUTS, EXPERTS)], ids=["dense", "experts"]
 )
@@ -110,6 +113,7 @@ def test_every_layout_trains_what_one_process_trains(layouts: dict[str, Any], mo
         assert off(ranks[0][place]["figures"], expected[place]["figures"]) < 1e-11, name
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["dense", "experts"])
 def test_the_examples_have_the_loss_curve_of_one_process(name: str) -> None:
     configuration = read_configuration(EXAMPLES / f"{name}.toml")
@@ -125,6 +129,9 @@ def test_the_examples_have_the_loss_curve_of_one_process(name: str) -> None:
     require_alike([rank[0] for rank in ranks])
 
 
+@pytest.mark.turns("eight ranks", 3)
+@pytest.mark.turns("eight ranks", 3)
+@pytest.mark.draw(1)
 @pytest.mark.parametrize("method", ["int8", "topk:0.05", "powersgd:2", "fp16,node=auto"])
 def test_any_method_leaves_ranks_with_the_same_bits(method: str) -> None:
     three = {"pp": {"ranks": 2}, "dp": {"ranks": 2, "method": method}, "tp": {"ranks": 2}}
@@ -150,6 +157,8 @@ def test_codecs_of_all_axes_train_too() -> None:
 # Saves ---------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.turns("eight ranks", 3)
+@pytest.mark.draw(1)
 @pytest.mark.parametrize(
     ("layout", "model"),
     [
@@ -168,6 +177,9 @@ def test_a_training_goes_on_exactly(layout: dict[str, Any], model: dict[str, int
     assert [each.name for each in tmp_path.iterdir()] == ["step-000003"]
 
 
+@pytest.mark.turns("eight ranks", 3)
+@pytest.mark.turns("eight ranks", 3)
+@pytest.mark.draw(1)
 @pytest.mark.parametrize("model", [{}, EXPERTS], ids=["dense", "experts"])
 def test_a_training_goes_on_under_any_layout(model: dict[str, int], tmp_path: Path) -> None:
     layouts = EXPERT_LAYOUTS if model else DENSE_LAYOUTS
@@ -265,9 +277,8 @@ def test_ranks_whose_files_differ_are_all_told() -> None:
         assert told.startswith("SpecError: [steps] lr is 0.5 on rank 1 and 0.002 on rank 0")
 
 
+@pytest.mark.turns("eight ranks", 3)
 # The command ---------------------------------------------------------------------------------------------------------
-
-
 def test_the_command_trains_saves_and_goes_on(tmp_path: Path) -> None:
     path = tmp_path / "two.toml"
     path.write_text("[model]\nlayers = 2\nwidth = 32\n[steps]\ncount = 6\n[dp]\nranks = 2\nmethod = 'int8'\n")

@@ -107,14 +107,15 @@ def _train(arguments: argparse.Namespace, configuration: TrainingConfiguration, 
         if arguments.resume:
             steps = load_training(trainer, arguments.save, drop_owed=arguments.drop_owed)
             tell(f"going on from step {steps}")
-        began = time.perf_counter()
+        first, began = trainer.steps, time.perf_counter()
         while trainer.steps < configuration.steps.count:
             found = trainer.step()
             if trainer.steps % arguments.log_every == 0 or trainer.steps == configuration.steps.count:
                 tell(_line(trainer, found, time.perf_counter() - began))
             if arguments.every and trainer.steps % arguments.every == 0:
                 tell(f"saved {save_training(trainer, arguments.save)}")
-        if arguments.save is not None and not (arguments.every and trainer.steps % arguments.every == 0):
+        is_saved = trainer.steps == first or (arguments.every and trainer.steps % arguments.every == 0)
+        if arguments.save is not None and not is_saved:
             tell(f"saved {save_training(trainer, arguments.save)}")
     dist.destroy_process_group()
     return OK
@@ -126,6 +127,6 @@ def _line(trainer: MeshTrainer, found: StepFigures, passed_s: float) -> str:
     stats = [session.stats() for session in trainer.gradients.sessions.values()]
     a_step = Stats.summed(stats).wire_bytes / max([each.steps for each in stats], default=1)
     return (
-        f"step {trainer.steps:5}: loss {found.loss:.4f}, gradient {found.norm:.3f}, {passed_s:.1f} s, a rank sends "
+        f"step {trainer.steps:5}: loss {found.loss:.4f}, gradient {found.norm:.3f}, {passed_s:.1f} s, rank 0 sends "
         f"{a_step / 1e6:.3f} MB of gradients a step"
     )

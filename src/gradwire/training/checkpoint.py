@@ -52,7 +52,9 @@ def save_training(trainer: MeshTrainer, folder: str | Path) -> Path:
             save_session(partial / name, session)
     except GradwireError as error:
         fault = str(error)
-    faults = [each for each in said_by_all(fault, trainer.device) if each]  # until all have written, the name is partial
+    faults = [
+        each for each in said_by_all(fault, trainer.device) if each
+    ]  # until all have written, the name is partial
     if faults:
         raise StateError(f"the training could not be saved into {folder}: {faults[0]}")
     if dist.get_rank() == 0:
@@ -67,7 +69,7 @@ def save_training(trainer: MeshTrainer, folder: str | Path) -> Path:
         if whole.exists():
             shutil.rmtree(whole)
         partial.rename(whole)
-    dist.barrier()
+    said_by_all(whole.name, trainer.device)  # nobody returns before the save has its name
     return whole
 
 
@@ -144,10 +146,8 @@ def _sessions(trainer: MeshTrainer) -> Iterator[tuple[str, Session]]:
 
 def _owed(trainer: MeshTrainer) -> float:
     """The largest norm of what any session of any rank owes."""
-    norms = [session.residual_norm() for _, session in _sessions(trainer)]
-    largest = torch.tensor([max(norms, default=0.0)], dtype=torch.float64, device=trainer.device)
-    dist.all_reduce(largest, dist.ReduceOp.MAX)
-    return float(largest)
+    mine = max((session.residual_norm() for _, session in _sessions(trainer)), default=0.0)
+    return max(said_by_all(mine, trainer.device))
 
 
 # What can be taken up ------------------------------------------------------------------------------------------------
