@@ -183,16 +183,19 @@ class _Ring:
         for place, wire in self.axis.passed_round(self.wire(k, v), nbytes, self.traffic):
             yield place, *self.block(wire, place)
 
-    def pass_sums(self, dk: Tensor, dv: Tensor, place: int) -> Begun[Tensor]:
-        """Send the gradients of a rank's block after it, and begin to receive those of the next block."""
-        wire = torch.cat([dk.reshape(-1), dv.reshape(-1)]).view(torch.uint8)
-        arrives = self._rows((place - 1) % self.axis.size) * self._width * self.sums.itemsize
-        return self.axis.pass_on(wire, arrives, self.traffic)
+    def zeros(self, place: int, device: torch.device) -> Tensor:
+        """Memory for the gradients of a rank's keys and values, end to end, as they travel."""
+        return torch.zeros(self._rows(place) * self._width, dtype=self.sums, device=device)
 
-    def sums_of(self, wire: Tensor, place: int) -> tuple[Tensor, Tensor]:
-        """The gradients of a rank's block that have come."""
+    def pass_sums(self, flat: Tensor, place: int) -> Begun[Tensor]:
+        """Send the gradients of a rank's block after it, and begin to receive those of the next block."""
+        arrives = self._rows((place - 1) % self.axis.size) * self._width * self.sums.itemsize
+        return self.axis.pass_on(flat.view(torch.uint8), arrives, self.traffic)
+
+    def of_keys_and_values(self, flat: Tensor, place: int) -> tuple[Tensor, Tensor]:
+        """The gradients of a rank's keys, and those of its values, over the same memory."""
         rows = self._rows(place)
-        parts = wire.view(self.sums).split([rows * coding.width for coding in self.codecs])
+        parts = flat.split([rows * coding.width for coding in self.codecs])
         dk, dv = (part.view(*self.heads, -1, coding.width) for part, coding in zip(parts, self.codecs, strict=True))
         return dk, dv
 
@@ -229,10 +232,11 @@ class _RingAttention(torch.autograd.Function):
         ring: _Ring = ctx.ring
         q, k, v, out, lse = ctx.saved_tensors
         queries, grad = q.detach().to(ring.sums), grads[0].to(ring.sums)
-        dq, dk, dv = torch.zeros_like(queries), queries.new_empty(0), queries.new_empty(0)
+        dq, flat = torch.zeros_like(queries), queries.new_empty(0)
         arriving: Begun[Tensor] | None = None
         for place, keys, values in ring.blocks(k, v):
-            dk, dv = torch.zeros_like(keys), torch.zeros_like(values)
+            flat = ring.zeros(place, q.device)
+            dk, dv = ring.of_keys_and_values(flat, place)
             for rows, columns, seen, factors in ring.pieces(place, q.device):
                 share = block_gradients(
                     grad[:, :, rows],
@@ -248,12 +252,13 @@ class _RingAttention(torch.autograd.Function):
                 dq[:, :, rows] += share[0]
                 dk[:, :, columns] += share[1]
                 dv[:, :, columns] += share[2]
+            del keys, values  # memory for what arrives
             if arriving is not None:
-                sums = ring.sums_of(arriving.end(), place)
-                dk, dv = dk + sums[0], dv + sums[1]
-            arriving = None if ring.axis.size == 1 else ring.pass_sums(dk, dv, place)
+                flat += arriving.end().view(ring.sums)
+            arriving = None if ring.axis.size == 1 else ring.pass_sums(flat, place)
         if arriving is not None:
-            dk, dv = ring.sums_of(arriving.end(), ring.axis.place)
+            flat = arriving.end().view(ring.sums)
+        dk, dv = ring.of_keys_and_values(flat, ring.axis.place)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None
 
 
