@@ -152,7 +152,7 @@ def memory(rank: int, world_size: int) -> float:
         q, k, v = (torch.randn(shape, requires_grad=True) for _ in range(3))
         ring_attention(q, k, v, axis, layout, CAUSAL).sum().backward()
 
-    attend(4 * world_size)  # loads what is loaded once
+    attend(512 * world_size)  # loads what is loaded once, memory of matrix products among it
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
     began = _resident("VmRSS")
     attend(MEMORY_POSITIONS)
@@ -233,7 +233,8 @@ def main() -> None:
     figures = {part: list(parts[part](options)) for part in options.parts}
     loads.append(os.getloadavg()[0])
     if options.save:
-        print(save_result("sequences", {"options": vars(options), "loads": loads} | figures))
+        name = "sequences" if "codecs" in options.parts else "sequences_memory"
+        print(save_result(name, {"options": vars(options), "loads": loads} | figures))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""All axes together over a slow link: what sending less on each of them saves. `python benchmarks/together.py [--save]`.
+"""All axes together over a slow link: what sending less on each saves. `python benchmarks/together.py [--save]`.
 
 Three trainings of `gradwire train` on two emulated hosts, each with no codec, in 16 bits and in fewer:
 
@@ -103,8 +103,8 @@ def show(run: Mapping[str, Any], baseline: Mapping[str, Any]) -> None:
     reached = f"{reached_s:.1f} s, {baseline['to_target_s'] / reached_s:.2f} times as fast" if reached_s else "never"
     print(
         f"{run['training']:8} seed {run['seed']} {run['codec']:5} loss {run['final']:.4f} "
-        f"({run['of_baseline'] - 1:+.2%}), step {1e3 * run['step_s']:.0f} ms, to the baseline's loss: {reached}; a host "
-        f"sends {run['sent'] / 1e6:.3f} MB a step, {baseline['sent'] / run['sent']:.2f} times fewer",
+        f"({run['of_baseline'] - 1:+.2%}), step {1e3 * run['step_s']:.0f} ms, to the baseline's loss: {reached}; a "
+        f"host sends {run['sent'] / 1e6:.3f} MB a step, {baseline['sent'] / run['sent']:.2f} times fewer",
         flush=True,
     )
 
