@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from gradwire.core.errors import SpecError
-from gradwire.ranks.supervised import run_function
+from gradwire.ranks.supervised import RankFailure, run_function
 from gradwire.training import configuration_of, read_configuration
 
 CASES = str(Path(__file__).with_name("training_cases.py"))
@@ -40,6 +40,12 @@ DENSE_LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
         "cp": {"ranks": 2},
         "tp": {"ranks": 2},
     },
+    "cp 2 x tp 2 x dp 2, PyTorch's styles": {
+        "model": {"context": 32},
+        "cp": {"ranks": 2},
+        "tp": {"ranks": 2, "overlap": False},
+        "dp": {"ranks": 2},
+    },
     "dp 2 x cp 4": {"dp": {"ranks": 2}, "cp": {"ranks": 4}},
     "cp 4 x tp 2, contiguous": {"cp": {"ranks": 4, "layout": "contiguous"}, "tp": {"ranks": 2}},
     "dp 2 x cp 4, ulysses": {"dp": {"ranks": 2}, "cp": {"ranks": 4, "attention": "ulysses"}},
@@ -49,7 +55,7 @@ EXPERT_LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
     "dp 2 x ep 4": {"dp": {"ranks": 2}, "ep": {"ranks": 4}, "data": {"batch": 16}},
     "ep 2 x cp 2 x tp 2": {"ep": {"ranks": 2}, "cp": {"ranks": 2}, "tp": {"ranks": 2}},
     "pp 2 x ep 2 x tp 2": {"pp": {"ranks": 2}, "ep": {"ranks": 2}, "tp": {"ranks": 2}},
-    "pp 2 x dp 2 x ep 2, without sequence": {"pp": {"ranks": 2}, "dp": {"ranks": 2}, "ep": {"ranks": 2}},
+    "pp 2 x dp 2 x ep 2": {"pp": {"ranks": 2}, "dp": {"ranks": 2}, "ep": {"ranks": 2}},
 }
 
 
@@ -105,7 +111,7 @@ def test_a_shape_knows_its_parameters(model: dict[str, int]) -> None:
 )
 def test_every_layout_trains_what_one_process_trains(layouts: dict[str, Any], model: dict[str, int]) -> None:
     steps, given = 4, {name: tables(layout, **model) for name, layout in layouts.items()}
-    alone = [tables({"data": each["data"]}, **model) for each in given.values()]
+    alone = [tables({"data": each["data"]}, **each["model"]) for each in given.values()]
     (expected,) = run_function(f"{CASES}:trained", 1, {"layouts": alone, "steps": steps}, 240)
     ranks = run_function(f"{CASES}:trained", 8, {"layouts": list(given.values()), "steps": steps}, 240)
     for place, name in enumerate(given):
@@ -130,7 +136,6 @@ def test_the_examples_have_the_loss_curve_of_one_process(name: str) -> None:
 
 
 @pytest.mark.turns("eight ranks", 3)
-@pytest.mark.turns("eight ranks", 3)
 @pytest.mark.draw(1)
 @pytest.mark.parametrize("method", ["int8", "topk:0.05", "powersgd:2", "fp16,node=auto"])
 def test_any_method_leaves_ranks_with_the_same_bits(method: str) -> None:
@@ -142,6 +147,7 @@ def test_any_method_leaves_ranks_with_the_same_bits(method: str) -> None:
         require_alike([rank[place] for rank in ranks])
 
 
+@pytest.mark.turns("eight ranks", 3)
 def test_codecs_of_all_axes_train_too() -> None:
     dense = {"pp": {"ranks": 2, "codec": "int8"}, "dp": {"ranks": 2}, "tp": {"ranks": 2, "codec": "int8:32"}}
     experts = {"ep": {"ranks": 2, "codec": "int8:32"}, "cp": {"ranks": 2, "codec": "int8:8"}, "dp": {"ranks": 2}}
@@ -178,12 +184,11 @@ def test_a_training_goes_on_exactly(layout: dict[str, Any], model: dict[str, int
 
 
 @pytest.mark.turns("eight ranks", 3)
-@pytest.mark.turns("eight ranks", 3)
 @pytest.mark.draw(1)
 @pytest.mark.parametrize("model", [{}, EXPERTS], ids=["dense", "experts"])
 def test_a_training_goes_on_under_any_layout(model: dict[str, int], tmp_path: Path) -> None:
     layouts = EXPERT_LAYOUTS if model else DENSE_LAYOUTS
-    alike = [each for each in layouts.values() if "data" not in each]  # others have other batches
+    alike = [each for each in layouts.values() if not {"data", "model"} & set(each)]  # others have other batches
     first, *others = [tables(each, **model) for each in alike]
     told = {"tables": first, "steps": 3, "folder": str(tmp_path), "others": others, "drop_owed": False}
     ranks = run_function(f"{CASES}:resumed", 8, told, 240)
@@ -191,6 +196,7 @@ def test_a_training_goes_on_under_any_layout(model: dict[str, int], tmp_path: Pa
         assert off(ranks[0]["others"][place]["figures"], ranks[0]["straight"]) < 1e-11
 
 
+@pytest.mark.turns("eight ranks", 3)
 def test_what_is_owed_is_shared_by_other_replicas_and_lost_by_nobody(tmp_path: Path) -> None:
     saved = tables({"pp": {"ranks": 2}, "dp": {"ranks": 2, "method": "topk:0.1"}, "cp": {"ranks": 2}})
     shared = tables({"pp": {"ranks": 2}, "dp": {"ranks": 4, "method": "topk:0.1"}})
@@ -199,7 +205,7 @@ def test_what_is_owed_is_shared_by_other_replicas_and_lost_by_nobody(tmp_path: P
     for rank in run_function(f"{CASES}:resumed", 8, told, 240):
         goes_on, error = rank["others"]
         assert goes_on["figures"][0][0] == pytest.approx(rank["straight"][0][0], rel=1e-9)
-        assert "resume with the same pp, ep and tp, or leave them out with drop_owed" in error["error"]
+        assert "take the same pp, ep and tp, or leave them out (--drop-owed)" in error["error"]
     told |= {"folder": str(tmp_path / "again"), "others": [split], "drop_owed": True}
     for rank in run_function(f"{CASES}:resumed", 8, told, 240):
         (goes_on,) = rank["others"]
@@ -207,11 +213,25 @@ def test_what_is_owed_is_shared_by_other_replicas_and_lost_by_nobody(tmp_path: P
 
 
 def test_another_model_is_refused_with_its_key(tmp_path: Path) -> None:
-    others = [tables(width=64), tables({"dp": {"ranks": 1}})]
+    (tmp_path / "step-000009.copy").mkdir()
+    others = [tables(width=64), tables({"dp": {"method": "int8"}})]
     told = {"tables": tables(), "steps": 1, "folder": str(tmp_path), "drop_owed": False, "others": others}
     (rank,) = run_function(f"{CASES}:resumed", 1, told, 120)
     assert "has [model] width = 32, and the configuration 64" in rank["others"][0]["error"]
     assert rank["others"][1]["figures"] == rank["straight"]
+    with pytest.raises(RankFailure, match="is of another training: resume that one, or give another folder"):
+        run_function(f"{CASES}:resumed", 1, told, 120)
+
+
+def test_another_method_goes_on_from_what_owes_nothing(tmp_path: Path) -> None:
+    exact, rough, other = (tables({"dp": {"ranks": 2, "method": each}}) for each in ("none", "int4", "topk:0.1"))
+    told = {"tables": exact, "steps": 2, "folder": str(tmp_path / "exact"), "drop_owed": False, "others": [rough]}
+    for rank in run_function(f"{CASES}:resumed", 2, told, 120):
+        assert rank["others"][0]["figures"][0] == pytest.approx(rank["straight"][0], rel=0.2)
+    told |= {"tables": rough, "folder": str(tmp_path / "rough"), "others": [other, rough]}
+    for rank in run_function(f"{CASES}:resumed", 2, told, 120):
+        assert "with [dp] method 'int4', and the method is 'topk:0.1': take that one" in rank["others"][0]["error"]
+        assert rank["others"][1]["figures"] == rank["straight"]
 
 
 # Bad input ----------------------------------------------------------------------------------------------------------
@@ -237,12 +257,28 @@ def test_another_model_is_refused_with_its_key(tmp_path: Path) -> None:
         ("[model]\nlayers = 1\n[pp]\nranks = 2", 2, "[model] layers: 1 layers in 2 stages: take 2 or more"),
         ("[dp]\nmethod = 'int9000'", 2, "[dp] method:"),
         ("[dp]\nmethod = 'auto'", 2, "[dp] method: write a method, such as int8"),
+        ("[dp]\nmethod = 'gossip'", 2, "[dp] method: 'gossip' goes with the optimizer"),
+        ("[dp]\nmethod = 'none,weights=given'", 2, "leave weights=given out"),
+        ("[dp]\nmethod = 'dp:1'", 2, "[dp] method: dp:1: it bounds what a rank gives of a whole model"),
+        ("[dp]\nmethod = 'none,exchange=auto'", 2, "leave exchange=auto out"),
+        ("[dp]\nranks = 2\nmethod = 'krum:1'", 3, "[dp] method: krum:1 needs at least 5 ranks"),
+        (
+            "[model]\nwidth = 512\nheads = 1\n[cp]\ncodec = 'qsgd:8'",
+            5,
+            "[cp] codec: qsgd:8 would draw the same numbers in each step",
+        ),
+        ("[steps]\nlr = 1e300", 2, "[steps] lr: 1e+300 would leave nothing of the parameters: take 1000 or less"),
+        (
+            "[model]\ncontext = 15\n[cp]\nranks = 2\n[tp]\nranks = 2\noverlap = false",
+            7,
+            "PyTorch's styles do not cut 7 positions into 2 pieces",
+        ),
         ("[tp]\ncodec = 'int8:48'", 2, "[tp] codec:"),
         ("[tp]\nsequence = false\ncodec = 'int8:64'", 3, "[tp] codec: PyTorch's styles have none"),
         (
             "[tp]\nranks = 2\noverlap = false\n[model]\ncontext = 33",
             3,
-            "[tp] overlap: PyTorch's styles cut 33 positions",
+            "PyTorch's styles do not cut 33 positions",
         ),
         ("[steps]\nlr = nan", 2, "[steps] lr: nan is no number to train with"),
         ("[steps]\nlr = -1.0", 2, "[steps] lr: -1.0 would move nothing"),
@@ -267,17 +303,27 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
 
 
 def test_another_number_of_ranks_is_refused() -> None:
-    with pytest.raises(SpecError, match=r"takes 4 ranks, and 6 run: start 4, or set .dp. ranks = 3$"):
+    with pytest.raises(SpecError, match=r"multiply to 4, and 6 ranks run: start 4, or set .dp. ranks = 3$"):
         configuration_of({"dp": {"ranks": 2}, "tp": {"ranks": 2}}).require_ranks(6)
 
 
-def test_ranks_whose_files_differ_are_all_told() -> None:
-    given = [tables({"dp": {"ranks": 2}}), tables({"dp": {"ranks": 2}, "steps": {"lr": 0.5}})]
-    for told in run_function(f"{CASES}:refused", 2, {"tables": given}, 60):
-        assert told.startswith("SpecError: [steps] lr is 0.5 on rank 1 and 0.002 on rank 0")
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        ({"steps": {"lr": 0.5}}, "[steps] lr is 0.5 on rank 1 and 0.002 on rank 0"),
+        ({"dp": {"ranks": 1}, "cp": {"ranks": 2}}, "[dp] ranks is 1 on rank 1 and 2 on rank 0"),
+        ({"dp": {"ranks": 3}}, "[dp] ranks: the axes (dp 3) multiply to 3, and 2 ranks run"),
+        ({"data": {"text": "/nowhere"}}, "[data] text: /nowhere is not a folder"),
+        ({"model": {"context": 100_000_000}}, "[model] context: 100000000 positions, and the text has"),
+    ],
+)
+def test_what_is_wrong_on_one_rank_is_told_to_all(other: dict[str, Any], told: str) -> None:
+    given = [tables({"dp": {"ranks": 2}}), tables({"dp": {"ranks": 2}, "data": {"batch": 12}}, other)]
+    given[1]["data"]["batch"] = 6 if other.get("dp", {}).get("ranks") == 3 else 8
+    for said in run_function(f"{CASES}:refused", 2, {"tables": given}, 60):
+        assert told in said
 
 
-@pytest.mark.turns("eight ranks", 3)
 # The command ---------------------------------------------------------------------------------------------------------
 def test_the_command_trains_saves_and_goes_on(tmp_path: Path) -> None:
     path = tmp_path / "two.toml"
@@ -292,6 +338,9 @@ def test_the_command_trains_saves_and_goes_on(tmp_path: Path) -> None:
     assert "dp 2, method int8, " in first
     assert sorted(each.name for each in (tmp_path / "saves").iterdir()) == ["step-000003", "step-000006"]
     (tmp_path / "saves" / "step-000006").rename(tmp_path / "away")
+    with pytest.raises(subprocess.CalledProcessError) as refused:
+        run()
+    assert "holds saves of a training: add --resume, or give another folder" in refused.value.stderr
     again = run("--resume", "--log-every", "3")
     assert "going on from step 3" in again
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import math
 import os
 import time
 from pathlib import Path
@@ -71,6 +72,7 @@ def run_train(arguments: argparse.Namespace, console: Console) -> int:
         GradwireError: a file or options that cannot be, or a training that failed.
     """
     from gradwire.training import read_configuration
+    from gradwire.training.checkpoint import saves
 
     if arguments.save is None and (arguments.every or arguments.resume):
         raise SpecError("--every and --resume go with --save DIR, the folder of the saves")
@@ -78,7 +80,11 @@ def run_train(arguments: argparse.Namespace, console: Console) -> int:
         raise SpecError("--drop-owed goes with --resume")
     if arguments.every < 0 or arguments.log_every < 1:
         raise SpecError("--every takes 0 or more steps, and --log-every 1 or more")
+    if not 0 < arguments.deadline < math.inf:
+        raise SpecError(f"--deadline {arguments.deadline:g}: give seconds, such as 300")
     configuration = read_configuration(arguments.file)
+    if arguments.save is not None and not arguments.resume and saves(arguments.save):
+        raise SpecError(f"{arguments.save} holds saves of a training: add --resume, or give another folder")
     if "RANK" not in os.environ:
         return start_ranks(configuration.ranks, ["train", *_words(arguments)])
     return _train(arguments, configuration, console)
@@ -128,5 +134,5 @@ def _line(trainer: MeshTrainer, found: StepFigures, passed_s: float) -> str:
     a_step = Stats.summed(stats).wire_bytes / max([each.steps for each in stats], default=1)
     return (
         f"step {trainer.steps:5}: loss {found.loss:.4f}, gradient {found.norm:.3f}, {passed_s:.1f} s, rank 0 sends "
-        f"{a_step / 1e6:.3f} MB of gradients a step"
+        f"{a_step / 1e6:.3f} MB a step by the method of [dp]"
     )

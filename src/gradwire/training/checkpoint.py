@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
 from gradwire.core.errors import GradwireError, StateError
+from gradwire.core.json_file import read_json
 from gradwire.parallel.moe import MoE
 from gradwire.session import Session
 from gradwire.session.checkpoint import load as load_session
@@ -27,84 +30,119 @@ from gradwire.training.trainer import MOMENTS, MeshTrainer, said_by_all
 
 FORM = 1
 ABOUT = "training.json"
+ABOUT_BYTES = 1 << 20
 
 
 def save_training(trainer: MeshTrainer, folder: str | Path) -> Path:
     """Save a training into `folder/step-N`, and return that folder. Every rank must call it, with one folder for all.
 
-    A save is complete or not there: it is given its name once all ranks have written. An older one stays.
+    A save is complete or not there: it is given its name once all ranks have written. Earlier ones stay.
 
     Raises:
-        StateError: on all ranks, where one could not write.
+        StateError: on all ranks, where one could not write, or where the folder holds saves of another training.
     """
     whole = Path(folder) / f"step-{trainer.steps:06d}"
     partial = whole.with_suffix(".partial")
-    if dist.get_rank() == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-    owed = _owed(trainer)
+    what = f"the training could not be saved into {folder}"
+    _told_to_all(trainer, what, lambda: _begin(trainer, Path(folder), partial))
+    owed = max(said_by_all(_owed(trainer), trainer.device))
     try:
-        state_dict_saver.save(_state(trainer), checkpoint_id=str(partial))
+        state_dict_saver.save(_state(trainer), storage_writer=FileSystemWriter(partial))
     except CheckpointException as error:
-        raise StateError(f"the training could not be saved into {folder}: {_reason(error)}") from error
-    fault: str | None = None
-    try:
-        for name, session in _sessions(trainer):
-            save_session(partial / name, session)
-    except GradwireError as error:
-        fault = str(error)
-    faults = [
-        each for each in said_by_all(fault, trainer.device) if each
-    ]  # until all have written, the name is partial
-    if faults:
-        raise StateError(f"the training could not be saved into {folder}: {faults[0]}")
-    if dist.get_rank() == 0:
-        about = {
-            "form": FORM,
-            "steps": trainer.steps,
-            "passes": next((layer.get_extra_state().tolist()[0] for layer in _layers(trainer)), 0),
-            "owed": owed,
-            "configuration": trainer.configuration.as_tables(),
-        }
-        (partial / ABOUT).write_text(json.dumps(about, indent=1), encoding="utf-8")
-        if whole.exists():
-            shutil.rmtree(whole)
-        partial.rename(whole)
-    said_by_all(whole.name, trainer.device)  # nobody returns before the save has its name
+        raise StateError(f"{what}: {_reason(error)}") from error
+    _told_to_all(trainer, what, lambda: _save_sessions(trainer, partial))
+    _told_to_all(trainer, what, lambda: _finish(trainer, partial, whole, owed))
     return whole
+
+
+def _begin(trainer: MeshTrainer, folder: Path, partial: Path) -> None:
+    """Make room, on rank 0."""
+    if dist.get_rank():
+        return
+    other = next((each for each in saves(folder) if _about(each)["run"] != trainer.run), None)
+    if other is not None:
+        raise StateError(f"{other} is of another training: resume that one, or give another folder")
+    if partial.exists():
+        shutil.rmtree(partial)
+    partial.mkdir(parents=True)
+
+
+def _save_sessions(trainer: MeshTrainer, partial: Path) -> None:
+    for name, session in _sessions(trainer):
+        save_session(partial / name, session)
+
+
+def _finish(trainer: MeshTrainer, partial: Path, whole: Path, owed: float) -> None:
+    """Say what the save is of, and give it its name, on rank 0."""
+    if dist.get_rank():
+        return
+    about = {
+        "form": FORM,
+        "run": trainer.run,
+        "steps": trainer.steps,
+        "passes": next((layer.get_extra_state().tolist()[0] for layer in _layers(trainer)), 0),
+        "owed": owed,
+        "configuration": trainer.configuration.as_tables(),
+    }
+    (partial / ABOUT).write_text(json.dumps(about, indent=1), encoding="utf-8")
+    before = whole.with_suffix(".replaced")
+    if whole.exists():
+        whole.rename(before)
+    partial.rename(whole)
+    if before.exists():
+        shutil.rmtree(before)
 
 
 def load_training(trainer: MeshTrainer, folder: str | Path, *, drop_owed: bool = False) -> int:
     """Take up the newest save of a folder, and return the steps that it had made. Every rank must call it.
 
     Parameters and moments are those of the save bit for bit, under any layout. What methods owe goes on with them where
-    pp, ep and tp are those of the save; dp and cp may be others, which share what is owed then.
+    the method, pp, ep and tp are those of the save; dp and cp may be others, which share what is owed then.
+
+    PyTorch unpickles the index of its checkpoint: load what you trust.
 
     Args:
         trainer: which has made no step.
         folder: as given to `save_training`.
-        drop_owed: leave out what the method owed, for a layout that cannot take it up.
+        drop_owed: leave out what the method owed.
 
     Raises:
-        StateError: no save, one of another model, or one that owes what this layout cannot take up. Nothing has
-            changed then.
+        StateError: on all ranks: no save, a damaged one, one of another model, or one that owes what this training
+            cannot take up. After files that are damaged make a new trainer; in all other cases nothing has changed.
     """
-    whole = newest(folder)
-    about = json.loads((whole / ABOUT).read_text(encoding="utf-8"))
-    _require_same_model(trainer, about, whole)
-    takes_up = not drop_owed and _can_take_up(trainer, about, whole)
-    state = _state(trainer)
-    try:
-        state_dict_loader.load(state, checkpoint_id=str(whole))
-    except CheckpointException as error:
-        raise StateError(f"{whole} could not be loaded: {_reason(error)}") from error
-    if takes_up:
+    found: list[Path] = []
+    _told_to_all(trainer, "the training cannot go on", lambda: found.append(newest(folder)))
+    whole = Path(folder) / said_by_all(found[0].name, trainer.device)[0]  # as rank 0 sees the folder
+    abouts: list[dict[str, Any]] = []
+
+    def read() -> None:
+        about = _about(whole)
+        _require_same_model(trainer, about, whole)
+        if not drop_owed:
+            _require_place(trainer, about, whole)
+        abouts.append(about)
+
+    _told_to_all(trainer, "the training cannot go on", read)
+    (about,) = abouts
+    saved = configuration_of(about["configuration"])
+    if not drop_owed and saved.dp.method == trainer.configuration.dp.method and not _splits(trainer, saved):
         for name, session in _sessions(trainer):
             if (whole / name).is_dir():
                 load_session(whole / name, session)
-    trainer.go_on_from(about["steps"])
+    try:
+        state_dict_loader.load(_state(trainer), storage_reader=FileSystemReader(whole))
+    except CheckpointException as error:
+        raise StateError(f"{whole} could not be loaded: {_reason(error)}") from error
+    trainer.go_on_from(about["steps"], about["run"])
     for layer in _layers(trainer):
         layer.set_extra_state(torch.tensor([about["passes"], 0, 0]))
     return about["steps"]
+
+
+def saves(folder: str | Path) -> list[Path]:
+    """The complete saves of a folder, the oldest first."""
+    found = [each for each in Path(folder).glob("step-*") if re.fullmatch(r"step-\d+", each.name)]
+    return sorted((each for each in found if (each / ABOUT).is_file()), key=lambda each: int(each.name[5:]))
 
 
 def newest(folder: str | Path) -> Path:
@@ -113,10 +151,33 @@ def newest(folder: str | Path) -> Path:
     Raises:
         StateError: there is none.
     """
-    found = [each for each in Path(folder).glob("step-*") if (each / ABOUT).is_file() and each.suffix != ".partial"]
+    found = saves(folder)
     if not found:
         raise StateError(f"{folder} holds no save of a training: give the folder that it was saved to")
-    return max(found, key=lambda each: int(each.name.removeprefix("step-")))
+    return found[-1]
+
+
+def _about(whole: Path) -> dict[str, Any]:
+    about = read_json(whole / ABOUT, StateError, ABOUT_BYTES)
+    if not isinstance(about, dict) or about.get("form") != FORM:  # pyright: ignore[reportUnknownMemberType]
+        raise StateError(f"{whole} is of another form than form {FORM}, which this gradwire reads")
+    return about  # pyright: ignore[reportUnknownVariableType]
+
+
+def _told_to_all(trainer: MeshTrainer, what: str, do: Callable[[], None]) -> None:
+    """Do something that may fail on some ranks, and have all ranks raise what the first of them says.
+
+    Raises:
+        StateError: with what was done, and the rank.
+    """
+    fault = ""
+    try:
+        do()
+    except (GradwireError, OSError) as error:
+        fault = str(error) if isinstance(error, GradwireError) else f"{type(error).__name__}: {error}"
+    for rank, said in enumerate(said_by_all(fault, trainer.device)):
+        if said:
+            raise StateError(f"{what}: {said}" if said == fault else f"{what}: rank {rank}: {said}")
 
 
 # What is saved -------------------------------------------------------------------------------------------------------
@@ -145,17 +206,14 @@ def _sessions(trainer: MeshTrainer) -> Iterator[tuple[str, Session]]:
 
 
 def _owed(trainer: MeshTrainer) -> float:
-    """The largest norm of what any session of any rank owes."""
-    mine = max((session.residual_norm() for _, session in _sessions(trainer)), default=0.0)
-    return max(said_by_all(mine, trainer.device))
+    """The largest norm of what a session of this rank owes."""
+    return max((session.residual_norm() for _, session in _sessions(trainer)), default=0.0)
 
 
 # What can be taken up ------------------------------------------------------------------------------------------------
 
 
 def _require_same_model(trainer: MeshTrainer, about: Mapping[str, Any], whole: Path) -> None:
-    if about["form"] != FORM:
-        raise StateError(f"{whole} is of form {about['form']}, and this gradwire reads form {FORM}")
     if trainer.steps:
         raise StateError(f"the training has made {trainer.steps} steps: load into a new one")
     saved, mine = about["configuration"]["model"], dataclasses.asdict(trainer.configuration.model)
@@ -168,23 +226,31 @@ def _require_same_model(trainer: MeshTrainer, about: Mapping[str, Any], whole: P
             warnings.warn(f"[{table}] {key} is {now} and was {was} in {whole}: other batches follow", stacklevel=4)
 
 
-def _can_take_up(trainer: MeshTrainer, about: Mapping[str, Any], whole: Path) -> bool:
-    """Whether sessions go on from the save; there may be nothing to go on from.
+def _require_place(trainer: MeshTrainer, about: Mapping[str, Any], whole: Path) -> None:
+    """Refuse a training that has no place for what the save owes.
 
     Raises:
-        StateError: something is owed that this layout has no place for.
+        StateError: with what differs.
     """
-    saved = configuration_of(about["configuration"])
-    splits = [axis for axis in ("pp", "ep", "tp") if _size(saved, axis) != _size(trainer.configuration, axis)]
+    if not about["owed"]:
+        return
+    saved, mine = configuration_of(about["configuration"]), trainer.configuration
     kinds = {name.partition("-")[0] for name, _ in _sessions(trainer)}
     missing = {each.name.partition("-")[0] for each in whole.iterdir() if each.is_dir()} - kinds
-    if about["owed"] and (splits or missing):
-        raise StateError(
-            f"{whole} owes gradients of norm {about['owed']:.3g} to ranks of {saved.layout}, and "
-            f"{trainer.configuration.layout} has no place for them: resume with the same pp, ep and tp, or leave them "
-            "out with drop_owed (--drop-owed)"
-        )
-    return not splits
+    if saved.dp.method != mine.dp.method:
+        why = f"with [dp] method {saved.dp.method!r}, and the method is {mine.dp.method!r}: take that one"
+    elif _splits(trainer, saved):
+        why = f"to ranks of {saved.layout}, and the ranks are {mine.layout}: take the same pp, ep and tp"
+    elif missing:
+        why = "to several ranks of dp and cp, and one rank alone owes nothing: take 2 or more"
+    else:
+        return
+    raise StateError(f"{whole} owes gradients of norm {about['owed']:.3g} {why}, or leave them out (--drop-owed)")
+
+
+def _splits(trainer: MeshTrainer, saved: TrainingConfiguration) -> bool:
+    """Whether ranks have other parts of the model than those that saved."""
+    return any(_size(saved, axis) != _size(trainer.configuration, axis) for axis in ("pp", "ep", "tp"))
 
 
 def _size(configuration: TrainingConfiguration, axis: str) -> int:

@@ -5,20 +5,27 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from gradwire.choosing.automatic import accuracy_of
 from gradwire.core.errors import GradwireError, SpecError
 from gradwire.parallel.exchange import row_codec
 from gradwire.parallel.pipelines import ScheduleShape
 from gradwire.parallel.pipelines.codecs import StageCodecs
-from gradwire.spec import parse
+from gradwire.parallel.sequences import Contiguous, SequenceLayout, Zigzag
+from gradwire.reducers.auto import Auto
+from gradwire.reducers.base import Reducer
+from gradwire.spec import as_method
+
+T = TypeVar("T")
 
 AXES = ("pp", "dp", "ep", "cp", "tp")
 """Names of the axes, the outermost first: ranks that follow each other differ in tp, those far apart in pp."""
 
 
+MOST_LR = 1000
 VOCABULARY = 256
 """Bytes."""
 INNER = 4
@@ -254,6 +261,12 @@ class TrainingConfiguration:
         return " x ".join(f"{name} {size}" for name, size in zip(AXES, self.sizes, strict=True) if size > 1) or "1 rank"
 
     @property
+    def around(self) -> SequenceLayout:
+        """Which positions each rank of cp has."""
+        kind = Zigzag if self.cp.layout == "zigzag" else Contiguous
+        return kind(self.model.context, self.cp.ranks)
+
+    @property
     def stages(self) -> ScheduleShape | None:
         """The pipeline, if there is one."""
         if self.pp.ranks == 1:
@@ -269,9 +282,8 @@ class TrainingConfiguration:
         if running != self.ranks:
             others = self.ranks // self.dp.ranks
             other = f", or set [dp] ranks = {running // others}" if running % others == 0 else ""
-            raise ConfigurationError(
-                "dp", "ranks", f"{self.layout} takes {self.ranks} ranks, and {running} run: start {self.ranks}{other}"
-            )
+            told = f"the axes ({self.layout}) multiply to {self.ranks}, and {running} ranks run: start {self.ranks}"
+            raise ConfigurationError("dp", "ranks", told + other)
 
     # What does not fit together ----------------------------------------------------------------------------------
 
@@ -290,17 +302,11 @@ class TrainingConfiguration:
             raise ConfigurationError(
                 "model", "context", f"{model.context} positions on {pieces} ranks: take {2 * pieces} or more"
             )
-        if self.tp.sequence and not self.tp.overlap and self._positions % self.tp.ranks:
-            raise ConfigurationError(
-                "tp",
-                "overlap",
-                f"PyTorch's styles cut {self._positions} positions into equal pieces: take overlap = true",
-            )
-
-    @property
-    def _positions(self) -> int:
-        """Of a sequence, on the first rank of cp, which has the most."""
-        return -(-self.model.context // self.cp.ranks)
+        counts = [self.around.count(place) for place in range(self.cp.ranks)]
+        uneven = next((count for count in counts if count % self.tp.ranks), None)
+        if self.tp.sequence and not self.tp.overlap and uneven is not None:
+            told = f"PyTorch's styles do not cut {uneven} positions into {self.tp.ranks} pieces: take overlap = true"
+            raise ConfigurationError("tp", "overlap", told)
 
     def _require_batch(self) -> None:
         unit = self.data_ranks * self.data.micro_batches
@@ -322,18 +328,43 @@ class TrainingConfiguration:
             )
         _told_of("pp", "codec", lambda: StageCodecs.of(self.pp.codec, self.pp.gradients or None))
         head = self.model.width // self.model.heads
-        _told_of("cp", "codec", lambda: row_codec(self.cp.codec, head, "codec"))
-        _told_of("tp", "codec", lambda: row_codec(self.tp.codec, self.model.width, "codec"))
-        _told_of("ep", "codec", lambda: row_codec(self.ep.codec, self.model.width, "codec"))
+        for table, width in (("cp", head), ("tp", self.model.width), ("ep", self.model.width)):
+            spec = getattr(self, table).codec
+            codec = _told_of(table, "codec", lambda spec=spec, width=width: row_codec(spec, width, "codec"))
+            if codec is not None and codec.keyed and table != "ep":
+                told = f"{spec} would draw the same numbers in each step: take one that does not draw, such as int8"
+                raise ConfigurationError(table, "codec", told)
         if self.tp.codec != "none" and not (self.tp.sequence and self.tp.overlap):
             raise ConfigurationError("tp", "codec", "PyTorch's styles have none: take sequence = true, overlap = true")
+        self._require_method()
+
+    def _require_method(self) -> None:
         if accuracy_of(self.dp.method) is not None:
             raise ConfigurationError("dp", "method", "write a method, such as int8: groups of ranks would choose apart")
-        _told_of("dp", "method", lambda: parse(self.dp.method))
+        method = _told_of("dp", "method", lambda: as_method(self.dp.method))
+        if method.weighs:
+            told = "every rank has as many sequences, so leave weights=given out"
+        elif method.private:
+            told = "it bounds what a rank gives of a whole model, and parts of models travel apart here: take another"
+        elif _measures_routes(method):
+            told = "groups of ranks would measure routes apart, and add up in other orders: leave exchange=auto out"
+        else:
+            told = ""
+        if told:
+            raise ConfigurationError("dp", "method", f"{self.dp.method}: {told}")
+        for ranks in (self.data_ranks * self.cp.ranks, self.dp.ranks * self.cp.ranks if self.model.experts else 1):
+            if ranks > 1:
+                _told_of("dp", "method", lambda ranks=ranks: method.require_ranks(ranks))
+
+
+def _measures_routes(method: Reducer) -> bool:
+    return isinstance(method, Auto) or any(map(_measures_routes, method.children()))
 
 
 def _require_range(table: str, key: str, value: object) -> None:
     """Refuse numbers that no training has."""
+    if key == "lr" and isinstance(value, float | int) and value > MOST_LR:
+        raise ConfigurationError(table, key, f"{value} would leave nothing of the parameters: take {MOST_LR} or less")
     least = {"experts": 0, "seed": 0, "weight_decay": 0, "clip_norm": 0, "balance_loss": 0}.get(key, 1)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return
@@ -348,13 +379,14 @@ def _require_range(table: str, key: str, value: object) -> None:
 
 def _require_divides(table: str, key: str, divisor: int, of: int, what: str) -> None:
     if of % divisor:
-        legal = min((each for each in range(1, of + 1) if of % each == 0), key=lambda each: abs(each - divisor))
+        around = (each for away in range(1, divisor) for each in (divisor - away, divisor + away))
+        legal = next(each for each in around if of % each == 0)
         raise ConfigurationError(table, key, f"{divisor} does not divide {what} of {of}: take {legal}")
 
 
-def _told_of(table: str, key: str, make: Any) -> None:
+def _told_of(table: str, key: str, make: Callable[[], T]) -> T:
     """Say where a word stands that cannot be read."""
     try:
-        make()
+        return make()
     except GradwireError as error:
         raise ConfigurationError(table, key, str(error)) from error

@@ -9,10 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from gradwire.core.errors import AttachError
 from gradwire.drivers.groups import new_group
 from gradwire.parallel.exchange import DEADLINE_S, ExchangeAxis
-from gradwire.parallel.sequences import Contiguous, SequenceLayout, Zigzag
+from gradwire.parallel.sequences import Contiguous
 from gradwire.training.configuration import AXES, TrainingConfiguration
 
 
@@ -34,7 +33,6 @@ class TrainingMesh:
         tokens: all ranks whose positions differ, for counts of experts.
 
     Raises:
-        AttachError: there is no default group.
         ConfigurationError: another number of ranks.
     """
 
@@ -49,8 +47,6 @@ class TrainingMesh:
     tokens: ExchangeAxis = field(init=False)
 
     def __post_init__(self) -> None:
-        if not dist.is_initialized():
-            raise AttachError("there is no default process group: call torch.distributed.init_process_group first")
         self.configuration.require_ranks(dist.get_world_size())
         self.mesh = init_device_mesh(self.device_type, self.configuration.sizes, mesh_dim_names=AXES)
         self.world = self._axis(None)
@@ -69,7 +65,7 @@ class TrainingMesh:
         return flat.get_group()
 
     def patient_group(self, axis: str) -> dist.ProcessGroup:
-        """A new group of the ranks of an axis. It waits as long as `deadline_s`, and that of the mesh for longer."""
+        """A new group of the ranks of an axis, which waits for `deadline_s`. That of the mesh would wait 30 minutes."""
         whole = dist.group.WORLD
         assert isinstance(whole, dist.ProcessGroup)
         return new_group(whole, dist.get_process_group_ranks(self.group_of(axis)), self.deadline_s, "MeshTrainer")
@@ -86,22 +82,15 @@ class TrainingMesh:
     # Positions -------------------------------------------------------------------------------------------------------
 
     @property
-    def around(self) -> SequenceLayout:
-        """Which positions each rank of cp has."""
-        axis = self.configuration.cp
-        kind = Zigzag if axis.layout == "zigzag" else Contiguous
-        return kind(self.configuration.model.context, axis.ranks)
-
-    @property
     def between(self) -> Contiguous:
         """Which of these each rank of tp has between the matrices of layers."""
         ranks = self.tp.size if self.splits_positions else 1
-        return Contiguous(self.around.count(self.cp.place), ranks)
+        return Contiguous(self.configuration.around.count(self.cp.place), ranks)
 
     def positions(self) -> Tensor:
         """The positions that this rank has between the matrices of layers."""
         place = self.tp.place if self.splits_positions else 0
-        return self.between.shard(self.around.positions(self.cp.place), place, dim=0)
+        return self.between.shard(self.configuration.around.positions(self.cp.place), place, dim=0)
 
     def sequences(self) -> Tensor:
         """Which sequences of a step this rank has, one micro-batch after the other.

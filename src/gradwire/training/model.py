@@ -68,7 +68,7 @@ class GPTBlock(nn.Module):
             mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         else:
             attention: Any = ring_attention if axis.attention == "ring" else ulysses_attention
-            mixed = attention(q, k, v, mesh.cp, mesh.around, AttentionMask(causal=True), codec=axis.codec)
+            mixed = attention(q, k, v, mesh.cp, mesh.configuration.around, AttentionMask(causal=True), codec=axis.codec)
         return mixed.transpose(1, 2).flatten(2)
 
     @staticmethod

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from gradwire.parallel.moe import expert_parameters
 from gradwire.session import Session
+from gradwire.tasks.task import stream
 from gradwire.training.mesh import TrainingMesh
 
 Kind = Literal["whole", "tp", "ep"]
@@ -95,7 +96,9 @@ class CombinedGradients:
             group, members = mesh.group_of(*axes), self._of(kind)
             if group.size() > 1 and members:
                 named = {name: each.local.detach() for name, each in members.items()}
-                method, seed = configuration.dp.method, configuration.data.seed
+                part = {"whole": 0, "tp": mesh.tp.place, "ep": mesh.ep.place}[kind]  # other parts draw other numbers
+                seed = stream(configuration.data.seed, part) if part else configuration.data.seed
+                method = configuration.dp.method
                 self.sessions[kind] = Session(named, method, group=group, seed=seed, deadline_s=deadline_s)
 
     def _of(self, kind: Kind) -> dict[str, TrainedTensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import secrets
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gradwire.core.collective import AllGather
-from gradwire.core.errors import SpecError, StepError
+from gradwire.core.errors import AttachError, GradwireError, SpecError, StepError
 from gradwire.core.program import once
 from gradwire.drivers.process_group import GroupTransport
 from gradwire.drivers.words import gathered_words
@@ -20,9 +21,9 @@ from gradwire.parallel.exchange import DEADLINE_S
 from gradwire.parallel.pipelines import Pipeline
 from gradwire.parallel.pipelines.stage import CompressedStage
 from gradwire.parallel.sequences.layouts import even_piece
-from gradwire.tasks.builtin import load_corpus, windows
-from gradwire.tasks.task import stream, warm_cosine
-from gradwire.training.configuration import VOCABULARY, TrainingConfiguration
+from gradwire.tasks.builtin import Corpus, load_corpus, windows
+from gradwire.tasks.task import TaskError, stream, warm_cosine
+from gradwire.training.configuration import VOCABULARY, ConfigurationError, TrainingConfiguration
 from gradwire.training.mesh import TrainingMesh
 from gradwire.training.model import GPTStage
 from gradwire.training.trained import KINDS, CombinedGradients, trained_tensors
@@ -57,13 +58,14 @@ class MeshTrainer:
 
     Attributes:
         steps: made so far.
+        run: a name that its saves have.
         stages: of this rank, by their numbers.
         gradients: what combines them.
 
     Raises:
         AttachError: there is no default group.
-        SpecError: another number of ranks than the configuration has, or ranks with other configurations.
-        TaskError: no folder of that name, or one with too little text.
+        SpecError: on every rank: another number of ranks than the configuration has, ranks with other configurations or
+            texts, no folder of that name, or one with too little text.
 
     Example (torchrun --nproc-per-node 4):
         dist.init_process_group("gloo")
@@ -80,10 +82,9 @@ class MeshTrainer:
         deadline_s: float = DEADLINE_S,
     ) -> None:
         self.configuration, self.device, self.steps = configuration, torch.device(device), 0
-        text = configuration.data.text
-        self._corpus = load_corpus(Path(text) if text else None)
+        self._corpus = agreed_corpus(configuration, self.device)
+        self.run: str = said_by_all(secrets.token_hex(8), self.device)[0]
         self.mesh = TrainingMesh(configuration, self.device.type, deadline_s)
-        require_same(configuration, self._corpus.fingerprint, self.device)
         shape = configuration.stages
         self._pipeline = None if shape is None else self._make_pipeline()
         stages = 1 if shape is None else shape.stages
@@ -220,9 +221,9 @@ class MeshTrainer:
             memory |= {"step": torch.tensor(0.0), **{moment: torch.zeros_like(parameter) for moment in MOMENTS}}
         return memory
 
-    def go_on_from(self, steps: int) -> None:
-        """Count steps from another number, as a resumed training does."""
-        self.steps = steps
+    def go_on_from(self, steps: int, run: str) -> None:
+        """Count steps from another number, and be the run that was saved, as a resumed training is."""
+        self.steps, self.run = steps, run
         for memory in self.optimizer.state.values():
             memory["step"].fill_(steps)
         for stage in self._compressed:
@@ -255,25 +256,51 @@ def said_by_all(words: Any, device: torch.device) -> list[Any]:
         transport.close()
 
 
-def require_same(configuration: TrainingConfiguration, fingerprint: str, device: torch.device) -> None:
-    """Compare the configurations of all ranks of the default group.
+def agreed_corpus(configuration: TrainingConfiguration, device: torch.device) -> Corpus:
+    """Read the text, and compare what all ranks of the default group were given, before a mesh is made of it.
 
     Args:
         configuration: of this rank.
-        fingerprint: of its text.
         device: of what travels.
 
     Raises:
-        SpecError: on every rank, with the first key that differs.
+        AttachError: there is no default group.
+        SpecError: on every rank, where one has a fault or they differ.
     """
+    if not dist.is_initialized():
+        raise AttachError("there is no default process group: call torch.distributed.init_process_group first")
+    corpus, fault = None, ""
+    try:
+        configuration.require_ranks(dist.get_world_size())
+        corpus = _corpus_of(configuration)
+    except GradwireError as error:
+        fault = str(error)
     mine = configuration.as_tables()
-    mine["data"]["text"] = fingerprint
-    said = said_by_all(mine, device)
+    mine["data"]["text"] = "" if corpus is None else corpus.fingerprint
+    said = said_by_all({"tables": mine, "fault": fault}, device)
     for rank, words in enumerate(said):
-        for table, keys in words.items():
+        if words["fault"]:
+            raise SpecError(words["fault"] if words["fault"] == fault else f"rank {rank}: {words['fault']}")
+    first = said[0]["tables"]
+    for rank, words in enumerate(said):
+        for table, keys in words["tables"].items():
             for key, value in keys.items():
-                if value != said[0][table][key]:
+                if value != first[table][key]:
                     raise SpecError(
-                        f"[{table}] {key} is {value!r} on rank {rank} and {said[0][table][key]!r} on rank 0: give all "
+                        f"[{table}] {key} is {value!r} on rank {rank} and {first[table][key]!r} on rank 0: give all "
                         "ranks the same file and the same text"
                     )
+    assert corpus is not None, "a rank without one has a fault"
+    return corpus
+
+
+def _corpus_of(configuration: TrainingConfiguration) -> Corpus:
+    text, context = configuration.data.text, configuration.model.context
+    try:
+        corpus = load_corpus(Path(text) if text else None)
+    except TaskError as error:
+        raise ConfigurationError("data", "text", str(error).removeprefix("--text ")) from error
+    if len(corpus.train) < context + 2:
+        told = f"{context} positions, and the text has {len(corpus.train):,}: take fewer, or a longer text"
+        raise ConfigurationError("model", "context", told)
+    return corpus
