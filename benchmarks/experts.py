@@ -53,7 +53,7 @@ from gradwire.parallel.moe import (
 from gradwire.ranks.supervised import run_function
 from gradwire.tasks.builtin import Block, ByteGPT, flat_cross_entropy, load_corpus, windows
 from gradwire.tasks.task import stream
-from pipelines import beside
+from pipelines import beside, in_words
 
 NODES, LOCAL = 2, 2
 RANKS = NODES * LOCAL
@@ -368,11 +368,8 @@ def trainings(options: argparse.Namespace, network: Network) -> Iterator[dict[st
 
 def show(run: Mapping[str, Any], baseline: Mapping[str, Any]) -> None:
     """A line of the table of codecs."""
-    reached_s = run["to_target_s"]
-    reached = f"{reached_s:.1f} s, {baseline['to_target_s'] / reached_s:.2f} times as fast" if reached_s else "never"
     print(
-        f"seed {run['seed']} {run['codec']:5} loss {run['final']:.4f} ({run['of_baseline'] - 1:+.2%}), "
-        f"step {1e3 * run['step_s']:.0f} ms, to the baseline's loss: {reached}; {run['node_bytes'] / 1e6:.3f} MB "
+        f"seed {run['seed']} {run['codec']:5} {in_words(run, baseline)}; {run['node_bytes'] / 1e6:.3f} MB "
         f"between nodes, {run['times_fewer_bytes']:.2f} times fewer, {run['of_formula']:.4f} of the formula",
         flush=True,
     )

@@ -110,6 +110,16 @@ def beside(run: Mapping[str, Any], baseline: Mapping[str, Any]) -> dict[str, Any
     }
 
 
+def in_words(run: Mapping[str, Any], baseline: Mapping[str, Any]) -> str:
+    """A training beside the baseline, in words."""
+    reached_s = run["to_target_s"]
+    reached = f"{reached_s:.1f} s, {baseline['to_target_s'] / reached_s:.2f} times as fast" if reached_s else "never"
+    return (
+        f"loss {run['final']:.4f} ({run['of_baseline'] - 1:+.2%}), step {1e3 * run['step_s']:.0f} ms, to the "
+        f"baseline's loss: {reached}"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300)
@@ -126,8 +136,8 @@ def main() -> None:
         for seed in range(options.seeds):
             baseline: dict[str, Any] = {}
             for codec in options.codecs:
-                told = {"codec": codec, "schedule": options.schedule, "steps": options.steps, "seed": seed}
-                ranks = run_function(f"{__file__}:on_rank", STAGES, told, options.deadline, network)
+                given = {"codec": codec, "schedule": options.schedule, "steps": options.steps, "seed": seed}
+                ranks = run_function(f"{__file__}:on_rank", STAGES, given, options.deadline, network)
                 run: dict[str, Any] = {
                     "codec": codec,
                     "seed": seed,
@@ -137,13 +147,9 @@ def main() -> None:
                 run |= beside(run, baseline)
                 baseline = baseline or run
                 runs.append(run)
-                reached_s = run["to_target_s"]
-                times = f"{baseline['to_target_s'] / reached_s:.2f} times as fast" if reached_s else ""
-                reached = f"{reached_s:.1f} s, {times}" if reached_s else "not reached"
                 print(
-                    f"seed {seed} {codec:9} loss {run['final']:.4f} ({run['of_baseline'] - 1:+.2%}), "
-                    f"step {1e3 * run['step_s']:.0f} ms, "
-                    f"{run['sent'][1] / 1e6:.2f} MB a step from stage 1, to the baseline's loss: {reached}",
+                    f"seed {seed} {codec:9} {in_words(run, baseline)}; "
+                    f"{run['sent'][1] / 1e6:.2f} MB a step from stage 1",
                     flush=True,
                 )
         loads.append(os.getloadavg()[0])

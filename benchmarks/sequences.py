@@ -40,7 +40,7 @@ from gradwire.parallel.exchange import RowCoding, row_codec
 from gradwire.parallel.sequences import AttentionMask, ExchangeAxis, Zigzag, ring_attention
 from gradwire.ranks.supervised import run_function
 from gradwire.tasks.builtin import Block, ByteGPT, flat_cross_entropy, load_corpus, windows
-from pipelines import beside
+from pipelines import beside, in_words
 
 NODES, LOCAL = 2, 2
 RANKS = NODES * LOCAL
@@ -196,11 +196,9 @@ def run_of(codec: str, seed: int, ranks: Sequence[Mapping[str, Any]]) -> dict[st
 
 def show(run: Mapping[str, Any], baseline: Mapping[str, Any]) -> None:
     """A line of the table of codecs."""
-    reached_s, sent = run["to_target_s"], run["node_bytes"]
-    reached = f"{reached_s:.1f} s, {baseline['to_target_s'] / reached_s:.2f} times as fast" if reached_s else "never"
+    sent = run["node_bytes"]
     print(
-        f"seed {run['seed']} {run['codec']:5} loss {run['final']:.4f} ({run['of_baseline'] - 1:+.2%}), "
-        f"step {1e3 * run['step_s']:.0f} ms, to the baseline's loss: {reached}; {sent / 1e6:.3f} MB from a node "
+        f"seed {run['seed']} {run['codec']:5} {in_words(run, baseline)}; {sent / 1e6:.3f} MB from a node "
         f"in a pass, {baseline['node_bytes'] / sent:.2f} times fewer, {sent / run['predicted_node_bytes']:.4f} of the "
         "formula",
         flush=True,

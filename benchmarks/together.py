@@ -28,7 +28,7 @@ from gradwire.network import Network
 from gradwire.network.wire import WireMeter
 from gradwire.ranks.supervised import run_function
 from gradwire.training import MeshTrainer, configuration_of
-from pipelines import beside
+from pipelines import beside, in_words
 
 HOSTS = 2
 Tables = dict[str, dict[str, Any]]
@@ -99,11 +99,8 @@ def train(rank: int, world_size: int, given: Tables) -> dict[str, Any]:
 
 def show(run: Mapping[str, Any], baseline: Mapping[str, Any]) -> None:
     """A line of a training."""
-    reached_s = run["to_target_s"]
-    reached = f"{reached_s:.1f} s, {baseline['to_target_s'] / reached_s:.2f} times as fast" if reached_s else "never"
     print(
-        f"{run['training']:8} seed {run['seed']} {run['codec']:5} loss {run['final']:.4f} "
-        f"({run['of_baseline'] - 1:+.2%}), step {1e3 * run['step_s']:.0f} ms, to the baseline's loss: {reached}; a "
+        f"{run['training']:8} seed {run['seed']} {run['codec']:5} {in_words(run, baseline)}; a "
         f"host sends {run['sent'] / 1e6:.3f} MB a step, {baseline['sent'] / run['sent']:.2f} times fewer",
         flush=True,
     )

@@ -24,7 +24,7 @@ from gradwire.parallel.moe import MoE
 from gradwire.session import Session
 from gradwire.session.checkpoint import load as load_session
 from gradwire.session.checkpoint import save as save_session
-from gradwire.training.configuration import AXES, TrainingConfiguration
+from gradwire.training.configuration import TrainingConfiguration
 from gradwire.training.reading import configuration_of
 from gradwire.training.trainer import MOMENTS, MeshTrainer, said_by_all
 
@@ -250,11 +250,8 @@ def _require_place(trainer: MeshTrainer, about: Mapping[str, Any], whole: Path) 
 
 def _splits(trainer: MeshTrainer, saved: TrainingConfiguration) -> bool:
     """Whether ranks have other parts of the model than those that saved."""
-    return any(_size(saved, axis) != _size(trainer.configuration, axis) for axis in ("pp", "ep", "tp"))
-
-
-def _size(configuration: TrainingConfiguration, axis: str) -> int:
-    return configuration.sizes[AXES.index(axis)]
+    mine = trainer.configuration
+    return (saved.pp.ranks, saved.ep.ranks, saved.tp.ranks) != (mine.pp.ranks, mine.ep.ranks, mine.tp.ranks)
 
 
 def _reason(error: CheckpointException) -> str:

@@ -252,6 +252,11 @@ class TrainingConfiguration:
         return self.dp.ranks * self.ep.ranks
 
     @property
+    def averaged_ranks(self) -> int:
+        """Ranks whose gradients of a dense parameter a mean is taken of."""
+        return self.data_ranks * self.cp.ranks
+
+    @property
     def layout(self) -> str:
         """The axes that have more than one rank, in words.
 
@@ -352,7 +357,7 @@ class TrainingConfiguration:
             told = ""
         if told:
             raise ConfigurationError("dp", "method", f"{self.dp.method}: {told}")
-        for ranks in (self.data_ranks * self.cp.ranks, self.dp.ranks * self.cp.ranks if self.model.experts else 1):
+        for ranks in (self.averaged_ranks, self.dp.ranks * self.cp.ranks if self.model.experts else 1):
             if ranks > 1:
                 _told_of("dp", "method", lambda ranks=ranks: method.require_ranks(ranks))
 

@@ -102,8 +102,9 @@ class ExpertFeed(nn.Module):
         experts = Experts(shape.width, INNER * shape.width, shape.experts, mesh.ep, seed=seed)
         self.layer = MoE(router, experts, mesh.ep, payloads=Payloads.all(configuration.ep.codec))
         # A loss that is a mean over all positions of the step. Ranks are averaged later, but those of tp are added up.
-        averaged = configuration.data_ranks * configuration.cp.ranks
-        self.of_position = shape.balance_loss * averaged / (configuration.data.batch * shape.context)
+        self.of_position = (
+            shape.balance_loss * configuration.averaged_ranks / (configuration.data.batch * shape.context)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """(batch, positions, width), and the same."""

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from gradwire.parallel.moe import expert_parameters
 from gradwire.session import Session
@@ -49,8 +49,7 @@ class TrainedTensor:
         """A tensor shaped like `local`, as `torch.distributed.checkpoint` must see it: with what other ranks have."""
         if self.kind == "whole":
             return tensor
-        placement = Shard(0) if self.kind == "ep" else Shard(self.dim)
-        return DTensor.from_local(tensor, mesh.mesh[self.kind], [placement], run_check=False)
+        return DTensor.from_local(tensor, mesh.mesh[self.kind], [Shard(self.dim)], run_check=False)
 
 
 def trained_tensors(stages: Iterable[nn.Module]) -> dict[str, TrainedTensor]:
@@ -61,12 +60,9 @@ def trained_tensors(stages: Iterable[nn.Module]) -> dict[str, TrainedTensor]:
         for name, parameter in stage.named_parameters():
             if isinstance(parameter, DTensor):
                 (placement,) = parameter.placements
+                assert isinstance(placement, Shard), "styles replicate biases only, and there are none"
                 local = nn.Parameter(parameter.to_local().detach())
-                if isinstance(placement, Shard):
-                    found[name] = TrainedTensor(parameter, local, "tp", placement.dim)
-                    continue
-                assert isinstance(placement, Replicate), "styles split a parameter or leave it whole"
-                found[name] = TrainedTensor(parameter, local, "whole")
+                found[name] = TrainedTensor(parameter, local, "tp", placement.dim)
             else:
                 found[name] = TrainedTensor(parameter, parameter, "ep" if name in experts else "whole")
     return found

@@ -190,18 +190,13 @@ class MeshTrainer:
             given = {"target": targets, "losses": losses} if self._has_last else {}
             self._schedule.step(*((inputs,) if 0 in self.stages else ()), **given)
         total = float(sum(loss.detach().double() for loss in losses)) if losses else 0.0
-        return total / self._averaged
+        return total / self.configuration.averaged_ranks
 
     def _loss(self, scores: Tensor, targets: Tensor) -> Tensor:
         """Of a micro-batch: the sum over its positions, such that the mean over ranks that are averaged is the loss."""
         whole = self.configuration.data.batch * self.configuration.model.context
         total = functional.cross_entropy(scores.flatten(0, 1), targets.flatten(), reduction="sum")
-        return total * (self._averaged / whole)
-
-    @property
-    def _averaged(self) -> int:
-        """Ranks whose gradients of dense parameters a mean is taken of."""
-        return self.configuration.data_ranks * self.configuration.cp.ranks
+        return total * (self.configuration.averaged_ranks / whole)
 
     def _agreed(self, loss: float) -> StepFigures:
         """The loss and the norm of all ranks, by one small collective whose words all ranks add up in one order."""
