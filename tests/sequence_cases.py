@@ -70,8 +70,10 @@ def attended(
     return attend(q, k, v, axis, layout, mask, traffic=traffic, **options)  # type: ignore[arg-type]
 
 
-def twin_errors(rank: int, world_size: int, cases: list[Mapping[str, Any]], dtype: str = "float64") -> list[float]:
-    """For each case, the largest difference of output and gradients of this rank from those of one process."""
+def twin_errors(
+    rank: int, world_size: int, cases: list[Mapping[str, Any]], dtype: str = "float64", device: str = "cpu"
+) -> list[float]:
+    """For each case, the largest difference of output and gradients of this rank from those of one process on a CPU."""
     axis, errors = ExchangeAxis(), list[float]()
     for case in cases:
         layout = LAYOUTS[case["layout"]](case["length"], world_size)
@@ -81,13 +83,13 @@ def twin_errors(rank: int, world_size: int, cases: list[Mapping[str, Any]], dtyp
         expected = written_out(*leaves, mask, dropout_of(case))  # type: ignore[arg-type, misc]
         wanted = [expected.detach(), *torch.autograd.grad(expected, leaves, whole[3])]
         made = inputs(case, getattr(torch, dtype))
-        parts = tuple(layout.shard(x, rank, 2).requires_grad_() for x in made[:3])
+        parts = tuple(layout.shard(x, rank, 2).to(device).requires_grad_() for x in made[:3])
         out = attended(case, axis, layout, parts, Traffic())
-        found = [out.detach(), *torch.autograd.grad(out, parts, layout.shard(made[3], rank, 2))]
+        found = [out.detach(), *torch.autograd.grad(out, parts, layout.shard(made[3], rank, 2).to(device))]
         worst = 0.0
         for one, other in zip(found, wanted, strict=True):
             scale = float(other.abs().max()) or 1.0
-            difference = one.double() - layout.shard(other, rank, 2)
+            difference = one.double().cpu() - layout.shard(other, rank, 2)
             worst = max(worst, float(difference.abs().max()) / max(1.0, scale) if difference.numel() else 0.0)
         errors.append(worst)
     return errors

@@ -63,8 +63,10 @@ def on_ranks(
     return [out.detach(), *torch.autograd.grad(out, leaves, parts[5])]
 
 
-def twin_errors(rank: int, world_size: int, cases: list[Mapping[str, Any]], dtype: str = "float64") -> list[float]:
-    """For each case, the largest difference of output and gradients of this rank from one process, by its size."""
+def twin_errors(
+    rank: int, world_size: int, cases: list[Mapping[str, Any]], dtype: str = "float64", device: str = "cpu"
+) -> list[float]:
+    """For each case, the largest relative difference of output and gradients of this rank from a process on a CPU."""
     axis, errors = ExchangeAxis(), list[float]()
     for case in cases:
         layout = Contiguous(case["length"], world_size)
@@ -75,10 +77,11 @@ def twin_errors(rank: int, world_size: int, cases: list[Mapping[str, Any]], dtyp
         wanted = part_of(case, [*grads, expected.detach()], axis, layout)
         wanted = [wanted[5], *wanted[:5]]
         scales = [float(each.abs().max()) for each in (expected, *grads)]
-        found = on_ranks(case, part_of(case, made(case, getattr(torch, dtype)), axis, layout), axis, layout)
+        parts = [part.to(device) for part in part_of(case, made(case, getattr(torch, dtype)), axis, layout)]
+        found = on_ranks(case, parts, axis, layout)
         errors.append(
             max(
-                float((one.double() - other).abs().max()) / max(1.0, scale) if other.numel() else 0.0
+                float((one.double().cpu() - other).abs().max()) / max(1.0, scale) if other.numel() else 0.0
                 for one, other, scale in zip(found, wanted, scales, strict=True)
             )
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire
 from gradwire import kernels
+from gradwire.choosing import coding_s
 from gradwire.core import buffers
 from gradwire.core.state import walk
 from gradwire.drivers.host_memory import PinnedMemory
@@ -35,7 +37,9 @@ SPECS = ["none", "fp16", "bf16", "int8", "int4", "topk:0.05", "sign", "qsgd:15",
 def unwaiting() -> Iterator[None]:
     """Any wait for the device inside is an error."""
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that this is a prototype
+        torch.cuda.set_sync_debug_mode("error")
     yield
     torch.cuda.set_sync_debug_mode("default")
 
@@ -141,6 +145,11 @@ def test_no_kernel_waits_for_the_device() -> None:
     low_rank.orthonormalise(torch.ones(2, 4, 1000, device=GPU))
 
 
+def test_coding_is_timed_where_it_happens() -> None:
+    small, large = (coding_s("int4", nn.Linear(width, width), 2) for width in (512, 8192))
+    assert 0.0 < small < large < 0.1
+
+
 # The side stream
 
 
@@ -226,6 +235,7 @@ def test_uncompressed_training_is_ddp_s_own() -> None:
 
 
 @pytest.mark.usefixtures("nccl")
+@pytest.mark.filterwarnings("ignore::gradwire.NonFiniteWarning")
 @pytest.mark.parametrize("spec", ["int4", "topk:0.05", "sign", "powersgd:2"])
 def test_infinity_reaches_the_gradient_and_no_residual(spec: str) -> None:
     ddp = DDP(model(GPU))

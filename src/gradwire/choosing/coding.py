@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Hashable
 from dataclasses import replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -27,6 +28,11 @@ CACHES = 1 << 26
 """Bytes that are more than most processors' caches hold."""
 
 
+def coding_device() -> torch.device:
+    """Where gradients are coded if nobody says: on the GPU where PyTorch has one, else on the CPU."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
 def coding_s(
     method: Reducer | str,
     model: Parameters,
@@ -34,8 +40,9 @@ def coding_s(
     *,
     grain_numel: int | None = None,
     repeats: int = REPEATS,
+    device: torch.device | None = None,
 ) -> float:
-    """Return the seconds that encoding, decoding and summing take one rank in a step, as measured here on the CPU.
+    """Return the seconds that encoding, decoding and summing take one rank in a step, as measured on this machine.
 
         coding = sum over forms f of units: count(f) * min over repeats of (run of f - its collectives)
 
@@ -55,6 +62,7 @@ def coding_s(
         world_size: ranks.
         grain_numel: as in `gradwire.attach`.
         repeats: how often each form is timed.
+        device: that codes; None takes that of `coding_device`.
 
     Raises:
         SpecError, CompositionError: a method that cannot be built, or that needs more ranks; no model.
@@ -64,7 +72,7 @@ def coding_s(
     """
     reducer = as_method(method)
     require_world(reducer, world_size)
-    specs = [spec._replace(device=torch.device("cpu")) for spec in meta_specs(model)]
+    specs = [spec._replace(device=device or coding_device()) for spec in meta_specs(model)]
     return plan_coding_s(plan(specs, reducer, grain_numel), world_size, repeats)
 
 
@@ -72,7 +80,7 @@ def plan_coding_s(planned: Plan, world_size: int, repeats: int = REPEATS) -> flo
     """Return the same for grains that are planned already, those of a sharded model for instance.
 
     Args:
-        planned: of parameters on the CPU.
+        planned: of parameters on the device that codes.
         world_size, repeats: as of `coding_s`.
     """
     reducers: list[Reducer] = []
@@ -88,42 +96,33 @@ def plan_coding_s(planned: Plan, world_size: int, repeats: int = REPEATS) -> flo
 def _unit_s(unit: Unit, world_size: int, repeats: int) -> float:
     """The shortest of some steps of a unit, after one in which what it uses is compiled and its buffers are made."""
     grain, reducer = unit
-    given = torch.randn(grain.shape, generator=torch.Generator().manual_seed(0)).to(grain.dtype)
+    clock = _clock(grain.device)
+    given = torch.randn(grain.shape, generator=torch.Generator().manual_seed(0)).to(grain.device, grain.dtype)
     buffer, mean = torch.empty_like(given), torch.empty_like(given.flatten())
     first = Step(PAST_WARM_UPS, 0, world_size, weight=1.0)
     state = reducer.init(grain, first)
-    taken, others = list[float](), torch.zeros(CACHES // 4)
+    taken, others = list[float](), torch.zeros(CACHES // 4, device=grain.device)
     for index in range(PAST_WARM_UPS, PAST_WARM_UPS + 1 + repeats):
-        mirrors = MirrorTransport(world_size)
+        mirrors = _TimedMirrors(world_size, clock)
         others.add_(1.0)
-        began = time.thread_time()
+        began = clock.mark()
         x = buffer.copy_(given)
         reduced = run_program(reducer.reduce(grain, x, state, replace(first, index=index)), mirrors)
         got = reduced.value.flatten()  # all of the mean, or the shard of it that this rank keeps
         mean[: got.numel()].copy_(got)
-        taken.append(time.thread_time() - began - mirrors.spent_s)
+        taken.append(clock.between(began, clock.mark()) - mirrors.spent_s())
         state = reduced.state
     return min(taken[1:])
 
 
 class MirrorTransport(Shapes):
-    """One rank among others that send what it sends: what a rank does with real data, without any other process.
-
-    Attributes:
-        spent_s: seconds in answers, which are no coding.
-    """
-
-    def __init__(self, world_size: int, rank: int = 0) -> None:
-        super().__init__(world_size, rank)
-        self.spent_s = 0.0
+    """One rank among others that send what it sends: what a rank does with real data, without any other process."""
 
     def issue(self, request: Collective) -> Answer:
         """Answer at once."""
-        began = time.thread_time()
         method = served(self, request)
         answer = method(request)
         assert isinstance(answer, Tensor)
-        self.spent_s += time.thread_time() - began
         return Answer(answer)
 
     def all_reduce(self, request: AllReduce) -> Tensor:
@@ -148,6 +147,67 @@ class MirrorTransport(Shapes):
         """What this rank sends, as much of it as is expected."""
         sent = torch.cat([request.like.new_empty(0), *(message.tensor for message in request.sends)])
         return _as_long(sent, request.length)
+
+
+class _TimedMirrors(MirrorTransport):
+    """Mirrors whose answers, which are no coding, are timed."""
+
+    def __init__(self, world_size: int, clock: _Clock) -> None:
+        super().__init__(world_size)
+        self._clock, self._answers = clock, list[tuple[Any, Any]]()
+
+    def issue(self, request: Collective) -> Answer:
+        """Answer at once."""
+        began = self._clock.mark()
+        answer = super().issue(request)
+        self._answers.append((began, self._clock.mark()))
+        return answer
+
+    def spent_s(self) -> float:
+        """Seconds in answers."""
+        return sum(self._clock.between(*answer) for answer in self._answers)
+
+
+class _Clock(Protocol):
+    """Marks on what a rank does, and the seconds between two of them."""
+
+    def mark(self) -> Any:
+        """A mark behind all work that was given so far."""
+        ...
+
+    def between(self, one: Any, other: Any) -> float:
+        """Seconds from one mark to a later one."""
+        ...
+
+
+def _clock(device: torch.device) -> _Clock:
+    return _Stream(device) if device.type == "cuda" else _Thread()
+
+
+class _Thread:
+    """The time that this thread has a processor."""
+
+    def mark(self) -> float:
+        return time.thread_time()
+
+    def between(self, one: float, other: float) -> float:
+        return other - one
+
+
+class _Stream:
+    """The time of a GPU's current stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.current_stream(device)
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self._stream)
+        return event
+
+    def between(self, one: torch.cuda.Event, other: torch.cuda.Event) -> float:
+        other.synchronize()
+        return one.elapsed_time(other) / 1e3
 
 
 def _as_long(given: Tensor, numel: int) -> Tensor:

@@ -235,7 +235,9 @@ class _RoundOfPairs:
         """Wait for a message; return the time at which it is there."""
         pending.wait()
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+            arrived = torch.cuda.Event()  # of this message: `synchronize` would wait for those behind it too
+            arrived.record(torch.cuda.current_stream(self._device))
+            arrived.synchronize()
         return time.perf_counter()
 
     def _number(self, value: float) -> Tensor:

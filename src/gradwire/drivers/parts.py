@@ -12,7 +12,7 @@ State is by name and element as everywhere, so it outlives the cut.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from gradwire.core.errors import CompositionError
 from gradwire.core.grain import Grain, ParameterSpec, Segment
-from gradwire.drivers.plan import Plan, Unit, Wave, grain_size
+from gradwire.drivers.plan import Plan, Unit, Wave, grain_size, largest_grain
 from gradwire.reducers.base import Reducer
 
 
@@ -97,26 +97,28 @@ def plan_parts(
     (12, [(0, 6, 0), (6, 4, 6)])
     """
     total = len(rows) * sum(chunked.chunk for part in parts for chunked in part)
+    largest = largest_grain(chunked.spec for part in parts for chunked in part)
+
+    def limit(serving: Reducer) -> int:
+        return grain_numel or grain_size(total, serving.payload_share, largest)
+
     waves: list[Wave] = []
     ranges: list[range] = []
     columns: list[tuple[Columns, ...]] = []
     widths: list[int] = []
     for part in parts:
         here = reducer.of_model([chunked.spec for chunked in part])
-        made = list(_units(part, here, total, len(rows), grain_numel))
+        made = list(_units(part, here, len(rows), limit))
         columns.append(tuple(_columns(made, len(widths))))
         widths += [unit.width for unit in made]
         units = [Unit(_grain(unit, rows), unit.reducer) for unit in made]
-        limit = grain_numel or grain_size(total, reducer.payload_share)
         first = len(waves)
-        waves += _waves(units, limit)
+        waves += _waves(units, limit(reducer))
         ranges.append(range(first, len(waves)))
     return PartPlan(tuple(waves), tuple(ranges), tuple(columns), tuple(widths))
 
 
-def _units(
-    part: Sequence[Chunked], reducer: Reducer, total: int, rows: int, grain_numel: int | None
-) -> Iterator[_Open]:
+def _units(part: Sequence[Chunked], reducer: Reducer, rows: int, limit: Callable[[Reducer], int]) -> Iterator[_Open]:
     """Units of a part, those that are full first; a chunk that is larger than a unit is cut evenly."""
     unfinished: list[_Open] = []
     for chunked in part:
@@ -125,7 +127,7 @@ def _units(
             raise CompositionError(
                 f"{chunked.spec.name!r} is sharded, and low rank wants whole matrices: use int4, fp8 or topk:0.01"
             )
-        most = max(1, (grain_numel or grain_size(total, serving.payload_share)) // rows)
+        most = max(1, limit(serving) // rows)
         size = -(-chunked.chunk // max(1, -(-chunked.chunk // most)))
         for start in range(0, chunked.chunk, size):
             numel = min(size, chunked.chunk - start)
