@@ -25,10 +25,12 @@ FAST_FROM = 25
 """The step from which on a message takes a fiftieth."""
 CODING_S = {"none": 0.0, "fp16": 0.1e-3, "int4": 0.6e-3}
 """Of the candidates, in their order."""
+EARLY_SHARES = (0.5, 0.9)
+"""Of a step that is mostly communication."""
 STEPS = 54
 
 
-def plant(rank: int) -> None:
+def plant(rank: int, early: bool = False) -> None:
     """Times that each rank measures otherwise: the second one is slower in all."""
     training: list[automatic.Choosing] = []
 
@@ -38,8 +40,11 @@ def plant(rank: int) -> None:
         return (1 + rank) * next(times)
 
     def pace_of(samples: Sequence[object], coded_s: tuple[float, ...], sent_early: bool) -> StepPace:
-        assert len(samples) >= automatic.FEWEST_SAMPLES
+        assert len(samples) >= (1 if early else automatic.FEWEST_SAMPLES)
         return StepPace((4 + rank) * 1e-3, 0.5 if sent_early else 0.0, coded_s)
+
+    def communicated(_: object) -> float:
+        return (EARLY_SHARES if early else (0.1, 0.9))[rank]
 
     def probe_s(*_: object) -> float:
         (session,) = training
@@ -51,6 +56,7 @@ def plant(rank: int) -> None:
             super().before_step(session)
 
     automatic.plan_coding_s, automatic.pace_of, automatic.probe_s = plan_coding_s, pace_of, probe_s  # type: ignore[assignment]
+    automatic.communicated = communicated
     Session.timed_link = lambda self: SLOW  # type: ignore[method-assign]
     gradwire.session.session.Automatic = Watched  # type: ignore[attr-defined]
 
@@ -76,6 +82,14 @@ def chosen(rank: int, world_size: int, folder: str) -> dict[str, Any]:
             "report": session.report().as_dict()["chosen"],
         }
         session.close()
+    plant(rank, early=True)
+    training = Training("auto", rank, by_attach=True)
+    training.run(STEPS)
+    assert training.session.automatic is not None
+    found["early"] = {"choices": training.session.automatic.packed(), "digest": digest(training.network)}
+    training.session.close()
+    found["fixed early"] = fixed(rank, found["early"]["choices"])
+    plant(rank)
     found["fixed"] = fixed(rank, found["auto True"]["choices"])
     found["resumed"] = resumed(rank, folder)
     try:

@@ -23,7 +23,7 @@ from gradwire.core.saved_schema import CHOICES
 from gradwire.drivers.parts import Chunked, plan_parts
 from gradwire.drivers.plan import plan
 from gradwire.ranks.supervised import run_function
-from gradwire.session.automatic import CHOOSES_AFTER, Automatic
+from gradwire.session.automatic import CHOOSES_AFTER, EARLY_AFTER, Automatic
 from gradwire.session.form import WHOLE
 from gradwire.spec import as_method
 from gradwire.topology.processors import Processors
@@ -50,6 +50,12 @@ def test_ranks_choose_alike_adapt_lose_nothing_and_can_be_repeated(tmp_path: Pat
             assert auto["report"].startswith("auto:safe took none from step 50 on, since its step takes 5.")
             assert '"int4" before step 10, "none" before step 50' in auto["report"]
             assert "the runner-up was " in auto["report"]
+        # looks in steps 33 and 53 have seen it; a choice in step 13 has changed nothing
+        assert [(each["step"], each["spec"]) for each in found["early"]["choices"]] == [
+            (EARLY_AFTER, "int4"),
+            (53, "none"),
+        ]
+        assert found["fixed early"] == found["early"]["digest"]
         assert found["fixed"] == found["auto True"]["digest"]
         assert found["resumed"] == ["int4", found["auto False"]["middle"]]
         assert found["disagree"].startswith("ranks disagree on the method: rank 1 has")

@@ -70,6 +70,7 @@ class Window:
             one. None: whatever comes is a bucket.
 
     Attributes:
+        latest: the step before, one of the first ones too; None before the second step has ended.
         last_ready_s: when the last bucket was complete.
         under_way: whether a step has begun and not ended.
 
@@ -82,6 +83,7 @@ class Window:
     def __init__(self, caps: Caps | None = None) -> None:
         self.caps = caps
         self.samples: deque[Sample] = deque(maxlen=STEPS)
+        self.latest: Sample | None = None
         self.last_ready_s = 0.0
         self.under_way = False
         self._buckets: list[Ready] = []
@@ -112,18 +114,18 @@ class Window:
         if self._bytes:
             self._fill_bucket()
         before, self._before = self._before, Stats(**vars(stats))
-        if before.steps >= START_UP:
-            self.samples.append(
-                Sample(
-                    step_s=now_s - self._before_s,
-                    exposed_s=stats.exposed_s - before.exposed_s,
-                    encode_s=stats.encode_s - before.encode_s,
-                    wait_s=stats.wait_s - before.wait_s,
-                    sent_bytes=stats.wire_bytes - before.wire_bytes,
-                    dense_bytes=stats.dense_wire_bytes - before.dense_wire_bytes,
-                    buckets=tuple(Ready(at - self.last_ready_s, nbytes) for at, nbytes in self._buckets),
-                )
+        if before.steps:
+            self.latest = Sample(
+                step_s=now_s - self._before_s,
+                exposed_s=stats.exposed_s - before.exposed_s,
+                encode_s=stats.encode_s - before.encode_s,
+                wait_s=stats.wait_s - before.wait_s,
+                sent_bytes=stats.wire_bytes - before.wire_bytes,
+                dense_bytes=stats.dense_wire_bytes - before.dense_wire_bytes,
+                buckets=tuple(Ready(at - self.last_ready_s, nbytes) for at, nbytes in self._buckets),
             )
+        if self.latest is not None and before.steps >= START_UP:
+            self.samples.append(self.latest)
         self._before_s, self.under_way = now_s, False
 
     @property

@@ -39,6 +39,9 @@ from gradwire.topology.reduction_times import ReductionTimes
 
 CHOOSES_AFTER = START_UP + 5
 """Steps under `none` before the choice: a window leaves the first ones out."""
+EARLY_AFTER, EARLY_SHARE = 3, 0.5
+"""It chooses after so many steps already where communication is this share of the last one on all ranks: seven more
+steps under `none` would take longer than what is gained by knowing the pace well. It chooses again after ten others."""
 LOOKS_EVERY = 20
 """Steps between two looks at the link after that, each of which costs two small all-reduces."""
 CHANGED = 1.5
@@ -109,6 +112,7 @@ class Automatic:
         self._first: int | None = None  # step that this session, or what was loaded, has begun with
         self._last = -1  # step before which this was called last
         self._looks_off = 0
+        self._due = CHOOSES_AFTER
         self._taken = "none"
         self._link: Link | None = None
         self._work, self._crowding = Link(0.0, 0.0), 1.0
@@ -149,7 +153,10 @@ class Automatic:
         if self._alone:
             return f"auto:{self.accuracy} stays with none: there is one rank, and nothing is sent"
         if not self.choices:
-            return f"auto:{self.accuracy} has not chosen yet: it does so after {CHOOSES_AFTER} steps that communicate"
+            return (
+                f"auto:{self.accuracy} has not chosen yet: it does so after {CHOOSES_AFTER} steps that communicate, or "
+                f"after {EARLY_AFTER} where these are mostly communication"
+            )
         *_, last = self.choices
         other = f"; the runner-up was {last.runner_up}" if last.runner_up else ""
         again = ", ".join(f'"{each.spec}" before step {each.step}' for each in self.choices)
@@ -170,16 +177,38 @@ class Automatic:
         step, before, self._last = session.engine.index, self._last, session.engine.index
         if self._first is None:
             self._first = step
-        since = step - self._first - CHOOSES_AFTER
-        if self._alone or step == before or since < 0 or since % LOOKS_EVERY:
+        if self._alone or step == before:
             return
-        if since == 0:
-            self._measure(session)
-            self._decide(session)
-        else:
+        since = step - self._first - self._due
+        if step - self._first == EARLY_AFTER:
+            self._choose_early(session)
+        elif since == 0:
+            self._choose(session)
+        elif since > 0 and since % LOOKS_EVERY == 0:
             self._look(session)
 
     # Choosing --------------------------------------------------------------------------------------------------------
+
+    def _choose_early(self, session: Choosing) -> None:
+        """Choose by one step, if most of it was communication on every rank."""
+        share = communicated(session.window)
+        if min(Together("auto", session.lane, AttachError).gather(share)) >= EARLY_SHARE:
+            self._choose(session)
+            self._due = EARLY_AFTER + CHOOSES_AFTER
+
+    def _choose(self, session: Choosing) -> None:
+        """Choose by what is measured now, or by what is known of link and coding already."""
+        if self._pace is None:
+            self._measure(session)
+        else:
+            self._learn_pace(session)
+        self._decide(session)
+
+    def _learn_pace(self, session: Choosing) -> None:
+        """Learn the pace of the slowest rank anew."""
+        assert self._pace is not None
+        known = self._pace.coding_s
+        self._pace = StepPace.slowest(self._agreed(session, lambda: self._own_pace(session, known)))
 
     def _measure(self, session: Choosing) -> None:
         """Learn the link, the processors, and the pace of the slowest rank."""
@@ -211,10 +240,10 @@ class Automatic:
         return Processors.fewest(*zip(*said, strict=True))
 
     def _own_pace(self, session: Choosing, coded_s: tuple[float, ...]) -> StepPace:
-        found = list(session.window.samples)
+        found, latest = list(session.window.samples), session.window.latest
         if len(found) < FEWEST_SAMPLES and self._pace is not None:
             return self._pace
-        return pace_of(found, coded_s, self._sent_early)
+        return pace_of(found or ([latest] if latest else []), coded_s, self._sent_early)
 
     def _decide(self, session: Choosing) -> None:
         """Go on with the best method, if it is another one."""
@@ -244,8 +273,7 @@ class Automatic:
         assert self._pace is not None
         self._looks_off, self._probe_s = 0, ratio * self._probe_s
         self._link = Link(ratio * self._link.alpha_s, ratio * self._link.beta_s_per_byte)
-        known = self._pace.coding_s
-        self._pace = StepPace.slowest(self._agreed(session, lambda: self._own_pace(session, known)))
+        self._learn_pace(session)
         self._decide(session)
 
     def _probed(self, session: Choosing) -> float:
@@ -281,7 +309,8 @@ class Automatic:
 
     def take_up(self, found: Sequence[Chosen]) -> None:
         """Go on from the choices of a save, and measure again."""
-        self.choices, self._first, self._looks_off = list(found), None, 0
+        self.choices, self._first, self._looks_off, self._due = list(found), None, 0, CHOOSES_AFTER
+        self._pace = None
         self._taken = found[-1].spec
 
 
@@ -311,6 +340,11 @@ def pace_of(samples: Sequence[Sample], coded_s: tuple[float, ...], sent_early: b
         return StepPace(compute_s, BACKWARD, coded_s, exposed_s)
     passes = [-first.at_s / (1 - first.nbytes / sum(b.nbytes for b in (first, *rest))) for first, *rest in several]
     return StepPace(compute_s, min(statistics.median(passes) / compute_s, 1.0), coded_s, exposed_s)
+
+
+def communicated(window: Window) -> float:
+    """The share of the last step in which nothing but communication was waited for."""
+    return window.latest.exposed_s / window.latest.step_s if window.latest else 0.0
 
 
 def probe_s(transport: Transport, nbytes: int) -> float:
