@@ -34,10 +34,8 @@ def plant(rank: int, early: bool = False) -> None:
     """Times that each rank measures otherwise: the second one is slower in all."""
     training: list[automatic.Choosing] = []
 
-    times = itertools.cycle(CODING_S.values())
-
-    def plan_coding_s(*_: object) -> float:
-        return (1 + rank) * next(times)
+    def plans_coding_s(plans: Sequence[object], *_: object) -> list[float]:
+        return [(1 + rank) * seconds for seconds in itertools.islice(itertools.cycle(CODING_S.values()), len(plans))]
 
     def pace_of(samples: Sequence[object], coded_s: tuple[float, ...], sent_early: bool) -> StepPace:
         assert len(samples) >= (1 if early else automatic.FEWEST_SAMPLES)
@@ -55,7 +53,7 @@ def plant(rank: int, early: bool = False) -> None:
             training[:] = [session]
             super().before_step(session)
 
-    automatic.plan_coding_s, automatic.pace_of, automatic.probe_s = plan_coding_s, pace_of, probe_s  # type: ignore[assignment]
+    automatic.plans_coding_s, automatic.pace_of, automatic.probe_s = plans_coding_s, pace_of, probe_s  # type: ignore[assignment]
     automatic.communicated = communicated
     Session.timed_link = lambda self: SLOW  # type: ignore[method-assign]
     gradwire.session.session.Automatic = Watched  # type: ignore[attr-defined]
@@ -86,9 +84,10 @@ def chosen(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     training = Training("auto", rank, by_attach=True)
     training.run(STEPS)
     assert training.session.automatic is not None
-    found["early"] = {"choices": training.session.automatic.packed(), "digest": digest(training.network)}
+    choices = training.session.automatic.packed()
+    found["early"] = {"choices": choices, "digest": digest(training.network)}
     training.session.close()
-    found["fixed early"] = fixed(rank, found["early"]["choices"])
+    found["fixed early"] = fixed(rank, choices)
     plant(rank)
     found["fixed"] = fixed(rank, found["auto True"]["choices"])
     found["resumed"] = resumed(rank, folder)

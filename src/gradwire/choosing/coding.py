@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -83,36 +83,71 @@ def plan_coding_s(planned: Plan, world_size: int, repeats: int = REPEATS) -> flo
         planned: of parameters on the device that codes.
         world_size, repeats: as of `coding_s`.
     """
-    reducers: list[Reducer] = []
-    units: dict[Hashable, Unit] = {}
-    counts: Counter[Hashable] = Counter()
-    for unit in planned.units:
-        form = form_of(unit, reducers)
-        counts[form] += 1
-        units.setdefault(form, unit)
-    return sum(counts[form] * _unit_s(unit, world_size, repeats) for form, unit in units.items())
+    return plans_coding_s([planned], world_size, repeats)[0]
 
 
-def _unit_s(unit: Unit, world_size: int, repeats: int) -> float:
-    """The shortest of some steps of a unit, after one in which what it uses is compiled and its buffers are made."""
-    grain, reducer = unit
-    clock = _clock(grain.device)
-    given = torch.randn(grain.shape, generator=torch.Generator().manual_seed(0)).to(grain.device, grain.dtype)
-    buffer, mean = torch.empty_like(given), torch.empty_like(given.flatten())
-    first = Step(PAST_WARM_UPS, 0, world_size, weight=1.0)
-    state = reducer.init(grain, first)
-    taken, others = list[float](), torch.zeros(CACHES // 4, device=grain.device)
+def plans_coding_s(plans: Sequence[Plan], world_size: int, repeats: int = REPEATS) -> list[float]:
+    """Return the same for each of several plans, whose units take turns.
+
+    Args:
+        plans: of parameters on one device, which codes.
+        world_size, repeats: as of `coding_s`.
+    """
+    forms = [_Forms(planned, world_size) for planned in plans]
+    timed = [unit for each in forms for unit in each.timed.values()]
+    others = torch.zeros(CACHES // 4, device=timed[0].grain.device) if timed else torch.zeros(0)
     for index in range(PAST_WARM_UPS, PAST_WARM_UPS + 1 + repeats):
-        mirrors = _TimedMirrors(world_size, clock)
-        others.add_(1.0)
-        began = clock.mark()
-        x = buffer.copy_(given)
-        reduced = run_program(reducer.reduce(grain, x, state, replace(first, index=index)), mirrors)
+        for unit in timed:
+            others.add_(1.0)
+            unit.step(index)
+    return [each.coding_s() for each in forms]
+
+
+class _Forms:
+    """The units of a plan, those that are equal but for names together."""
+
+    def __init__(self, planned: Plan, world_size: int) -> None:
+        self.timed, self._counts = dict[Hashable, TimedUnit](), Counter[Hashable]()
+        reducers: list[Reducer] = []
+        for unit in planned.units:
+            form = form_of(unit, reducers)
+            self._counts[form] += 1
+            if form not in self.timed:
+                self.timed[form] = TimedUnit(unit, world_size)
+
+    def coding_s(self) -> float:
+        """Seconds of all units of a step."""
+        return sum(self._counts[form] * unit.least_s() for form, unit in self.timed.items())
+
+
+class TimedUnit:
+    """A unit that codes made-up gradients step by step, with what it keeps between steps."""
+
+    def __init__(self, unit: Unit, world_size: int) -> None:
+        grain, self._reducer = unit
+        self.grain = grain
+        self._clock = _clock(grain.device)
+        given = torch.randn(grain.shape, generator=torch.Generator().manual_seed(0))
+        self._given = given.to(grain.device, grain.dtype)
+        self._buffer, self._mean = torch.empty_like(self._given), torch.empty_like(self._given.flatten())
+        self._first = Step(PAST_WARM_UPS, 0, world_size, weight=1.0)
+        self._state, self._taken_s = self._reducer.init(grain, self._first), list[float]()
+
+    def step(self, index: int) -> None:
+        """Code one step, and note how long that took."""
+        mirrors = _TimedMirrors(self._first.world_size, self._clock)
+        began = self._clock.mark()
+        x = self._buffer.copy_(self._given)
+        step = replace(self._first, index=index)
+        reduced = run_program(self._reducer.reduce(self.grain, x, self._state, step), mirrors)
         got = reduced.value.flatten()  # all of the mean, or the shard of it that this rank keeps
-        mean[: got.numel()].copy_(got)
-        taken.append(clock.between(began, clock.mark()) - mirrors.spent_s())
-        state = reduced.state
-    return min(taken[1:])
+        self._mean[: got.numel()].copy_(got)
+        self._taken_s.append(self._clock.between(began, self._clock.mark()) - mirrors.spent_s())
+        self._state = reduced.state
+
+    def least_s(self) -> float:
+        """Seconds of the shortest step, without the first, in which what it uses is compiled and buffers are made."""
+        return min(self._taken_s[1:])
 
 
 class MirrorTransport(Shapes):

@@ -17,7 +17,7 @@ import torch
 
 from gradwire.choosing.accuracy import allowed
 from gradwire.choosing.automatic import Chosen, StepPace, decide, demands_of, wire_link, wire_work
-from gradwire.choosing.coding import plan_coding_s
+from gradwire.choosing.coding import plans_coding_s
 from gradwire.choosing.forecast import BACKWARD
 from gradwire.core.checked import checked, facts
 from gradwire.core.collective import AllReduce
@@ -42,6 +42,8 @@ CHOOSES_AFTER = START_UP + 5
 EARLY_AFTER, EARLY_SHARE = 3, 0.5
 """It chooses after so many steps already where communication is this share of the last one on all ranks: seven more
 steps under `none` would take longer than what is gained by knowing the pace well. It chooses again after ten others."""
+CODING_REPEATS = 1
+"""Timed steps of each candidate: training waits for them."""
 LOOKS_EVERY = 20
 """Steps between two looks at the link after that, each of which costs two small all-reduces."""
 CHANGED = 1.5
@@ -221,7 +223,7 @@ class Automatic:
         self._probe_nbytes = 4 * (min(max(wanted, LEAST_PROBE), MOST_PROBE) // 4)
 
         def own() -> StepPace:
-            return self._own_pace(session, tuple(plan_coding_s(planned, n) for planned in self._plans.values()))
+            return self._own_pace(session, tuple(plans_coding_s(tuple(self._plans.values()), n, CODING_REPEATS)))
 
         self._pace = StepPace.slowest(self._agreed(session, own))
         self._probe_s = self._probed(session)
