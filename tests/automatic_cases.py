@@ -25,12 +25,14 @@ FAST_FROM = 25
 """The step from which on a message takes a fiftieth."""
 CODING_S = {"none": 0.0, "fp16": 0.1e-3, "int4": 0.6e-3}
 """Of the candidates, in their order."""
+LATE, LATE_STEPS = 75, 114
+"""The same where ranks have stopped probing, since their steps were as usual."""
 EARLY_SHARES = (0.5, 0.9)
 """Of a step that is mostly communication."""
 STEPS = 54
 
 
-def plant(rank: int, early: bool = False) -> None:
+def plant(rank: int, early: bool = False, fast_from: int = FAST_FROM) -> None:
     """Times that each rank measures otherwise: the second one is slower in all."""
     training: list[automatic.Choosing] = []
 
@@ -46,7 +48,12 @@ def plant(rank: int, early: bool = False) -> None:
 
     def probe_s(*_: object) -> float:
         (session,) = training
-        return (1 + rank) * (0.02 if session.engine.index < FAST_FROM else 0.0004)
+        return (1 + rank) * (0.02 if session.engine.index < fast_from else 0.0004)
+
+    def recent_step_s(_: object) -> float:
+        """Steps of rank 1 become shorter, and those of rank 0 stay as they are."""
+        (session,) = training
+        return 0.03 if rank == 0 or session.engine.index < fast_from else 0.02
 
     class Watched(automatic.Automatic):
         def before_step(self, session: automatic.Choosing) -> None:
@@ -54,7 +61,7 @@ def plant(rank: int, early: bool = False) -> None:
             super().before_step(session)
 
     automatic.plans_coding_s, automatic.pace_of, automatic.probe_s = plans_coding_s, pace_of, probe_s  # type: ignore[assignment]
-    automatic.communicated = communicated
+    automatic.communicated, automatic.recent_step_s = communicated, recent_step_s
     Session.timed_link = lambda self: SLOW  # type: ignore[method-assign]
     gradwire.session.session.Automatic = Watched  # type: ignore[attr-defined]
 
@@ -88,6 +95,19 @@ def chosen(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     found["early"] = {"choices": choices, "digest": digest(training.network)}
     training.session.close()
     found["fixed early"] = fixed(rank, choices)
+    plant(rank, fast_from=LATE)
+    training, probed = Training("auto", rank, by_attach=False), list[int]()
+    probe = automatic.probe_s
+
+    def counted(*arguments: Any) -> float:
+        probed.append(training.session.engine.index)
+        return probe(*arguments)
+
+    automatic.probe_s = counted
+    training.run(LATE_STEPS)
+    assert training.session.automatic is not None
+    found["late"] = {"choices": training.session.automatic.packed(), "probed": probed}
+    training.session.close()
     plant(rank)
     found["fixed"] = fixed(rank, found["auto True"]["choices"])
     found["resumed"] = resumed(rank, folder)

@@ -55,6 +55,10 @@ def test_ranks_choose_alike_adapt_lose_nothing_and_can_be_repeated(tmp_path: Pat
             (EARLY_AFTER, "int4"),
             (53, "none"),
         ]
+        # steps of one rank have become shorter by the look in step 90
+        late = found["late"]
+        assert [(each["step"], each["spec"]) for each in late["choices"]] == [(CHOOSES_AFTER, "int4"), (110, "none")]
+        assert late["probed"] == [10, 30, 90, 110]
         assert found["fixed early"] == found["early"]["digest"]
         assert found["fixed"] == found["auto True"]["digest"]
         assert found["resumed"] == ["int4", found["auto False"]["middle"]]

@@ -14,7 +14,8 @@ from torch import nn
 from gradwire import cost, parse
 from gradwire.core.grain import ParameterSpec
 from gradwire.drivers.cost import parameter_specs
-from gradwire.drivers.plan import GRAIN_NUMEL, Plan, plan
+from gradwire.drivers.parts import Chunked, plan_parts
+from gradwire.drivers.plan import GPU_GRAIN_NUMEL, GRAIN_NUMEL, Plan, plan
 
 CPU = torch.device("cpu")
 SPECS = ("none", "topk:0.1", "int4", "powersgd:2", "sign,vectors=off", "powersgd:1,warmup=2")
@@ -115,6 +116,18 @@ def test_waves_of_a_large_model_hold_several_grains() -> None:
 def test_waves_of_a_model_that_is_not_large_hold_one_grain() -> None:
     waves = plan(LARGE[:2], parse("int4")).waves
     assert [len(wave) for wave in waves] == [1] * 128
+
+
+def test_grains_on_a_gpu_are_large() -> None:
+    """As those of shards are, and those of a small model are not."""
+    gpu = torch.device("cuda", 0)
+    large = [spec._replace(device=gpu) for spec in LARGE]
+    planned = plan(large, parse("int4"))
+    assert [[unit.grain.numel for unit in wave] for wave in planned.waves] == [[GPU_GRAIN_NUMEL]] * 128
+    parts = plan_parts([[Chunked(spec, 1 << 24) for spec in large]], parse("int4").scattered(), range(4))
+    assert {unit.grain.numel for unit in parts.units} == {GPU_GRAIN_NUMEL}
+    small = [ParameterSpec("w", (100, 100), torch.float32, CPU)]
+    assert plan([small[0]._replace(device=gpu)], parse("int4")).units[0].grain.numel == 10_000
 
 
 def test_devices_share_no_wave() -> None:

@@ -43,9 +43,15 @@ EARLY_AFTER, EARLY_SHARE = 3, 0.5
 """It chooses after so many steps already where communication is this share of the last one on all ranks: seven more
 steps under `none` would take longer than what is gained by knowing the pace well. It chooses again after ten others."""
 CODING_REPEATS = 1
-"""Timed steps of each candidate: training waits for them."""
+"""Timed steps of each candidate: whoever begins a session waits for them."""
 LOOKS_EVERY = 20
-"""Steps between two looks at the link after that, each of which costs two small all-reduces."""
+"""Steps between two looks after that. Ranks tell each other through the store whether their steps have become longer or
+shorter, and where one says so, or in each `PROBES_EVERY`th look, the link is probed."""
+PROBES_EVERY = 5
+RECENT = 5
+"""Steps whose median tells how long steps take at a look."""
+OTHERWISE = 1.2
+"""By what steps have become longer or shorter where the link is probed."""
 CHANGED = 1.5
 """How many times longer or shorter a message takes on a link that has changed; in two looks in a row, since something
 else may have the link for a moment."""
@@ -114,12 +120,14 @@ class Automatic:
         self._first: int | None = None  # step that this session, or what was loaded, has begun with
         self._last = -1  # step before which this was called last
         self._looks_off = 0
-        self._due = CHOOSES_AFTER
+        self._looks, self._due = 0, CHOOSES_AFTER
         self._taken = "none"
         self._link: Link | None = None
         self._work, self._crowding = Link(0.0, 0.0), 1.0
         self._probe_nbytes, self._probe_s = LEAST_PROBE, 0.0
         self._pace: StepPace | None = None
+        self._coding_s = () if self._alone else tuple(plans_coding_s(tuple(plans.values()), world_size, CODING_REPEATS))
+        self._usual_s = 0.0  # of a step on this rank at the last probe; 0 after a choice
 
     @classmethod
     def of(
@@ -200,17 +208,15 @@ class Automatic:
 
     def _choose(self, session: Choosing) -> None:
         """Choose by what is measured now, or by what is known of link and coding already."""
-        if self._pace is None:
+        if self._link is None:
             self._measure(session)
         else:
             self._learn_pace(session)
         self._decide(session)
 
     def _learn_pace(self, session: Choosing) -> None:
-        """Learn the pace of the slowest rank anew."""
-        assert self._pace is not None
-        known = self._pace.coding_s
-        self._pace = StepPace.slowest(self._agreed(session, lambda: self._own_pace(session, known)))
+        """Learn the pace of the slowest rank."""
+        self._pace = StepPace.slowest(self._agreed(session, lambda: self._own_pace(session)))
 
     def _measure(self, session: Choosing) -> None:
         """Learn the link, the processors, and the pace of the slowest rank."""
@@ -221,11 +227,7 @@ class Automatic:
         self._work, self._crowding = wire_work(times, n, processors), processors.crowding
         wanted = int(PROBE_S / max(times.link.beta_s_per_byte, 1e-12))
         self._probe_nbytes = 4 * (min(max(wanted, LEAST_PROBE), MOST_PROBE) // 4)
-
-        def own() -> StepPace:
-            return self._own_pace(session, tuple(plans_coding_s(tuple(self._plans.values()), n, CODING_REPEATS)))
-
-        self._pace = StepPace.slowest(self._agreed(session, own))
+        self._learn_pace(session)
         self._probe_s = self._probed(session)
 
     def _agreed(self, session: Choosing, own: Callable[[], StepPace]) -> list[StepPace]:
@@ -241,11 +243,11 @@ class Automatic:
         said = Together("auto", session.lane, AttachError).gather(list(own))
         return Processors.fewest(*zip(*said, strict=True))
 
-    def _own_pace(self, session: Choosing, coded_s: tuple[float, ...]) -> StepPace:
+    def _own_pace(self, session: Choosing) -> StepPace:
         found, latest = list(session.window.samples), session.window.latest
         if len(found) < FEWEST_SAMPLES and self._pace is not None:
             return self._pace
-        return pace_of(found or ([latest] if latest else []), coded_s, self._sent_early)
+        return pace_of(found or ([latest] if latest else []), self._coding_s, self._sent_early)
 
     def _decide(self, session: Choosing) -> None:
         """Go on with the best method, if it is another one."""
@@ -256,7 +258,7 @@ class Automatic:
         choice = decide(demands, self._pace, step, now)
         if choice.spec != now:
             session.change(choice.spec)
-            self._taken = choice.spec
+            self._taken, self._usual_s = choice.spec, 0.0
         if choice.spec != now or not self.choices:
             self.choices.append(choice)
 
@@ -264,19 +266,33 @@ class Automatic:
 
     def _look(self, session: Choosing) -> None:
         """See whether the link is what it was; where it is not, twice in a row, decide again."""
+        self._looks += 1
+        recent_s = recent_step_s(session.window)
+        if not self._wants_probe(session, recent_s):
+            return
         ratio = self._probed(session) / self._probe_s
         if 1 / CHANGED <= ratio <= CHANGED:
-            self._looks_off = 0
+            self._looks_off, self._usual_s = 0, recent_s
             return
         self._looks_off += 1
         if self._looks_off < 2:
             return
         assert self._link is not None
         assert self._pace is not None
-        self._looks_off, self._probe_s = 0, ratio * self._probe_s
+        self._looks_off, self._probe_s, self._usual_s = 0, ratio * self._probe_s, 0.0
         self._link = Link(ratio * self._link.alpha_s, ratio * self._link.beta_s_per_byte)
         self._learn_pace(session)
         self._decide(session)
+
+    def _wants_probe(self, session: Choosing, recent_s: float) -> bool:
+        """Whether any rank's steps take otherwise than at the last probe, or it is time for a probe anyway.
+
+        Args:
+            recent_s: what steps take; where that is not known, or was not at the last probe, they count as changed.
+        """
+        change = recent_s / self._usual_s if self._usual_s and recent_s else 2 * OTHERWISE
+        said = Together("auto", session.lane, AttachError).gather(max(change, 1 / change))
+        return max(said) > OTHERWISE or self._looks_off > 0 or self._looks % PROBES_EVERY == 0
 
     def _probed(self, session: Choosing) -> float:
         """Seconds of a message of `PROBE_S` by what the link was, the same on all ranks."""
@@ -312,7 +328,7 @@ class Automatic:
     def take_up(self, found: Sequence[Chosen]) -> None:
         """Go on from the choices of a save, and measure again."""
         self.choices, self._first, self._looks_off, self._due = list(found), None, 0, CHOOSES_AFTER
-        self._pace = None
+        self._link, self._pace, self._usual_s = None, None, 0.0
         self._taken = found[-1].spec
 
 
@@ -342,6 +358,11 @@ def pace_of(samples: Sequence[Sample], coded_s: tuple[float, ...], sent_early: b
         return StepPace(compute_s, BACKWARD, coded_s, exposed_s)
     passes = [-first.at_s / (1 - first.nbytes / sum(b.nbytes for b in (first, *rest))) for first, *rest in several]
     return StepPace(compute_s, min(statistics.median(passes) / compute_s, 1.0), coded_s, exposed_s)
+
+
+def recent_step_s(window: Window) -> float:
+    """The median of the last few steps; 0 where there are too few yet."""
+    return statistics.median(s.step_s for s in list(window.samples)[-RECENT:]) if len(window.samples) >= RECENT else 0.0
 
 
 def communicated(window: Window) -> float:
