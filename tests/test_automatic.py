@@ -15,7 +15,7 @@ from gradwire.adapters.fsdp2.form import sharded_method
 from gradwire.choosing import CANDIDATES, Demand
 from gradwire.choosing.automatic import GAIN, Chosen, StepPace, accuracy_of, decide, demands_of, wire_work
 from gradwire.choosing.coding import plan_coding_s
-from gradwire.choosing.forecast import plan_demand
+from gradwire.choosing.forecast import PlanMessages, plan_demand
 from gradwire.cli.main import main
 from gradwire.core.grain import ParameterSpec
 from gradwire.core.link import Link
@@ -103,8 +103,8 @@ def test_ranks_that_share_cores_code_longer_and_a_spare_core_serves_the_network(
     assert wire_work(times, 2, crowded) == Link(0.002, 8e-6)
     assert wire_work(times, 2, spare) == Link(0.0, 0.0)
     pace, model = StepPace(1.0, 0.5, (0.0, 0.1)), [ParameterSpec("w", (100,), torch.float32, torch.device("cpu"))]
-    plans = {spec: plan(model, as_method(spec)) for spec in ("none", "fp16")}
-    found = demands_of(plans, 2, Link(0.0, 0.0), pace, crowding=crowded.crowding)
+    messages = {spec: PlanMessages.of(plan(model, as_method(spec)), 2) for spec in ("none", "fp16")}
+    found = demands_of(messages, Link(0.0, 0.0), pace, crowding=crowded.crowding)
     assert [(each.spec, each.coding_s) for each in found] == [("none", 0.0), ("fp16", 0.2)]
 
 
@@ -196,3 +196,14 @@ def test_one_rank_stays_with_none_and_a_save_tells_choices(one_rank: None) -> No
         assert careful.automatic is not None
         with pytest.raises(StateError, match="which auto:lossless does not allow"):
             careful.automatic.unpacked({CHOICES: [last._asdict()]}, CHOICES)
+
+
+@pytest.mark.parametrize("spec", ["none", "fp16", "int4", "powersgd:8,factors=fp16"])
+def test_messages_are_priced_on_any_link(spec: str) -> None:
+    model = [ParameterSpec(f"w{i}", (200, 90), torch.float32, torch.device("cpu")) for i in range(9)]
+    planned, link, work = plan(model, as_method(spec), 40_000), Link(3e-3, 2e-7), Link(1e-4, 1e-9)
+    found = PlanMessages.of(planned, 3).demand(spec, link, coding_s=0.2, work=work)
+    wanted = plan_demand(spec, planned, 3, link, coding_s=0.2, work=work)
+    assert found.waves == wanted.waves
+    assert found[1:3] == pytest.approx(wanted[1:3])
+    assert found.work_s == pytest.approx(wanted.work_s)

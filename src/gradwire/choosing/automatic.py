@@ -12,13 +12,12 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from gradwire.choosing.accuracy import allowed
-from gradwire.choosing.forecast import Demand, Forecast, plan_demand
+from gradwire.choosing.forecast import Demand, Forecast, PlanMessages
 from gradwire.choosing.rules import best_of, runner_up_of
 from gradwire.core.errors import SpecError
 from gradwire.core.figures import milliseconds
 from gradwire.core.grammar import name_of, read
 from gradwire.core.link import Link
-from gradwire.drivers.plan import Plan
 from gradwire.topology.processors import Processors
 from gradwire.topology.reduction_times import ReductionTimes
 
@@ -144,8 +143,7 @@ def _of_ring(reduction: Link, world_size: int) -> Link:
 
 
 def demands_of(
-    plans: Mapping[str, Plan],
-    world_size: int,
+    messages: Mapping[str, PlanMessages],
     link: Link,
     pace: StepPace,
     work: Link | None = None,
@@ -154,15 +152,14 @@ def demands_of(
     """Return what each candidate asks of the processors and of the link, in order.
 
     Args:
-        plans: of each candidate, by its spec.
-        world_size: ranks.
+        messages: of each candidate, by its spec.
         link, work: what a message and a byte cost in time and of the processors.
         pace: of the slowest rank.
         crowding: how many times longer coding takes where all ranks code (`Processors.crowding`).
     """
     return tuple(
-        plan_demand(spec, planned, world_size, link, coding_s=crowding * coding_s, work=work)
-        for (spec, planned), coding_s in zip(plans.items(), pace.coding_s, strict=True)
+        sent.demand(spec, link, coding_s=crowding * coding_s, work=work)
+        for (spec, sent), coding_s in zip(messages.items(), pace.coding_s, strict=True)
     )
 
 

@@ -183,7 +183,49 @@ def plan_demand(
     """
     sending_s = waves_s(planned, world_size, link, links, step)
     work_s = waves_s(planned, world_size, work, step=step) if work else 0.0
+    return Demand(spec, coding_s, sending_s, _elements(planned), work_s)
+
+
+class PlanMessages(NamedTuple):
+    """What the messages of a step are, on any link that all ranks have alike.
+
+    Finding it out runs the program of every rank, and pricing it on another link is a multiplication.
+
+    Attributes:
+        rounds: messages that follow each other.
+        nbytes: of all of them together.
+        waves: as of `Demand`.
+
+    >>> from gradwire.drivers.plan import plan
+    >>> import torch
+    >>> planned = plan(meta_specs(torch.nn.Linear(60, 50)), as_method("none"))
+    >>> messages = PlanMessages.of(planned, 2)
+    >>> messages.rounds, messages.nbytes, 4 * 61 * 50
+    (2.0, 12200.0, 12200)
+    """
+
+    rounds: float
+    nbytes: float
+    waves: tuple[int, ...]
+
+    @classmethod
+    def of(cls, planned: Plan, world_size: int) -> PlanMessages:
+        """Return those of a plan whose collectives join all ranks."""
+        rounds, nbytes = (waves_s(planned, world_size, link, step=PAST_WARM_UPS) for link in (_ROUND, _BYTE))
+        return cls(rounds, nbytes, _elements(planned))
+
+    def demand(self, spec: str, link: Link, *, coding_s: float = 0.0, work: Link | None = None) -> Demand:
+        """Return what a method asks for that sends them; arguments are those of `demand`."""
+        work_s = work.seconds(self.nbytes, self.rounds) if work else 0.0
+        return Demand(spec, coding_s, link.seconds(self.nbytes, self.rounds), self.waves, work_s)
+
+
+_ROUND, _BYTE = Link(1.0, 0.0), Link(0.0, 1.0)
+"""Links on which time is a number of messages, and a number of bytes."""
+
+
+def _elements(planned: Plan) -> tuple[int, ...]:
+    """Elements of each wave that is sent while the backward pass goes on."""
     waves = tuple(sum(unit.grain.numel for unit in wave) for wave in planned.waves)
-    if isinstance(planned, PartPlan):  # a part ends before the backward pass goes on, so next to nothing is hidden
-        waves = (sum(waves),)
-    return Demand(spec, coding_s, sending_s, waves, work_s)
+    # A part ends before the backward pass goes on, so next to nothing is hidden.
+    return (sum(waves),) if isinstance(planned, PartPlan) else waves

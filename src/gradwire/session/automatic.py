@@ -18,7 +18,7 @@ import torch
 from gradwire.choosing.accuracy import allowed
 from gradwire.choosing.automatic import Chosen, StepPace, decide, demands_of, wire_link, wire_work
 from gradwire.choosing.coding import plans_coding_s
-from gradwire.choosing.forecast import BACKWARD
+from gradwire.choosing.forecast import BACKWARD, PlanMessages
 from gradwire.core.checked import checked, facts
 from gradwire.core.collective import AllReduce
 from gradwire.core.errors import AttachError, CompositionError, StateError
@@ -126,7 +126,10 @@ class Automatic:
         self._work, self._crowding = Link(0.0, 0.0), 1.0
         self._probe_nbytes, self._probe_s = LEAST_PROBE, 0.0
         self._pace: StepPace | None = None
-        self._coding_s = () if self._alone else tuple(plans_coding_s(tuple(plans.values()), world_size, CODING_REPEATS))
+        self._coding_s, self._messages = tuple[float, ...](), dict[str, PlanMessages]()
+        if not self._alone:
+            self._coding_s = tuple(plans_coding_s(tuple(plans.values()), world_size, CODING_REPEATS))
+            self._messages = {spec: PlanMessages.of(planned, world_size) for spec, planned in plans.items()}
         self._usual_s = 0.0  # of a step on this rank at the last probe; 0 after a choice
 
     @classmethod
@@ -253,8 +256,8 @@ class Automatic:
         """Go on with the best method, if it is another one."""
         assert self._link is not None
         assert self._pace is not None
-        n, step, now = session.transport.world_size, session.engine.index, session.method
-        demands = demands_of(self._plans, n, self._link, self._pace, self._work, self._crowding)
+        step, now = session.engine.index, session.method
+        demands = demands_of(self._messages, self._link, self._pace, self._work, self._crowding)
         choice = decide(demands, self._pace, step, now)
         if choice.spec != now:
             session.change(choice.spec)
