@@ -25,19 +25,21 @@ FAST_FROM = 25
 """The step from which on a message takes a fiftieth."""
 CODING_S = {"none": 0.0, "fp16": 0.1e-3, "int4": 0.6e-3}
 """Of the candidates, in their order."""
-LATE, LATE_STEPS = 75, 114
+LATE, LATE_STEPS = 75, 132
 """The same where ranks have stopped probing, since their steps were as usual."""
 EARLY_SHARES = (0.5, 0.9)
 """Of a step that is mostly communication."""
 STEPS = 54
 
 
-def plant(rank: int, early: bool = False, fast_from: int = FAST_FROM) -> None:
+def plant(rank: int, early: bool = False, fast_from: int = FAST_FROM, felt: bool = True) -> None:
     """Times that each rank measures otherwise: the second one is slower in all."""
     training: list[automatic.Choosing] = []
 
-    def plans_coding_s(plans: Sequence[object], *_: object) -> list[float]:
-        return [(1 + rank) * seconds for seconds in itertools.islice(itertools.cycle(CODING_S.values()), len(plans))]
+    times = itertools.cycle(CODING_S.values())
+
+    def plan_coding_s(*_: object) -> float:
+        return (1 + rank) * next(times)
 
     def pace_of(samples: Sequence[object], coded_s: tuple[float, ...], sent_early: bool) -> StepPace:
         assert len(samples) >= (1 if early else automatic.FEWEST_SAMPLES)
@@ -53,14 +55,14 @@ def plant(rank: int, early: bool = False, fast_from: int = FAST_FROM) -> None:
     def recent_step_s(_: object) -> float:
         """Steps of rank 1 become shorter, and those of rank 0 stay as they are."""
         (session,) = training
-        return 0.03 if rank == 0 or session.engine.index < fast_from else 0.02
+        return 0.02 if felt and rank == 1 and session.engine.index >= fast_from else 0.03
 
     class Watched(automatic.Automatic):
         def before_step(self, session: automatic.Choosing) -> None:
             training[:] = [session]
             super().before_step(session)
 
-    automatic.plans_coding_s, automatic.pace_of, automatic.probe_s = plans_coding_s, pace_of, probe_s  # type: ignore[assignment]
+    automatic.plan_coding_s, automatic.pace_of, automatic.probe_s = plan_coding_s, pace_of, probe_s  # type: ignore[assignment]
     automatic.communicated, automatic.recent_step_s = communicated, recent_step_s
     Session.timed_link = lambda self: SLOW  # type: ignore[method-assign]
     gradwire.session.session.Automatic = Watched  # type: ignore[attr-defined]
@@ -95,7 +97,20 @@ def chosen(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     found["early"] = {"choices": choices, "digest": digest(training.network)}
     training.session.close()
     found["fixed early"] = fixed(rank, choices)
-    plant(rank, fast_from=LATE)
+    found["late"], found["unfelt"] = late(rank, felt=True), late(rank, felt=False)
+    plant(rank)
+    found["fixed"] = fixed(rank, found["auto True"]["choices"])
+    found["resumed"] = resumed(rank, folder)
+    try:
+        Training("auto:bold" if rank else "auto", rank, by_attach=False)
+    except gradwire.AttachError as error:
+        found["disagree"] = str(error)
+    return found
+
+
+def late(rank: int, felt: bool) -> dict[str, Any]:
+    """A run whose link changes when ranks have stopped probing, and the steps in which they do."""
+    plant(rank, fast_from=LATE, felt=felt)
     training, probed = Training("auto", rank, by_attach=False), list[int]()
     probe = automatic.probe_s
 
@@ -106,16 +121,9 @@ def chosen(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     automatic.probe_s = counted
     training.run(LATE_STEPS)
     assert training.session.automatic is not None
-    found["late"] = {"choices": training.session.automatic.packed(), "probed": probed}
+    choices = training.session.automatic.packed()
     training.session.close()
-    plant(rank)
-    found["fixed"] = fixed(rank, found["auto True"]["choices"])
-    found["resumed"] = resumed(rank, folder)
-    try:
-        Training("auto:bold" if rank else "auto", rank, by_attach=False)
-    except gradwire.AttachError as error:
-        found["disagree"] = str(error)
-    return found
+    return {"choices": choices, "probed": probed}
 
 
 def fixed(rank: int, choices: list[dict[str, Any]]) -> str:

@@ -20,10 +20,12 @@ from gradwire.cli.main import main
 from gradwire.core.grain import ParameterSpec
 from gradwire.core.link import Link
 from gradwire.core.saved_schema import CHOICES
+from gradwire.drivers.engine import Stats
 from gradwire.drivers.parts import Chunked, plan_parts
 from gradwire.drivers.plan import plan
+from gradwire.drivers.window import START_UP, Window
 from gradwire.ranks.supervised import run_function
-from gradwire.session.automatic import CHOOSES_AFTER, EARLY_AFTER, Automatic
+from gradwire.session.automatic import CHOOSES_AFTER, EARLY_AFTER, RECENT, Automatic, communicated, recent_step_s
 from gradwire.session.form import WHOLE
 from gradwire.spec import as_method
 from gradwire.topology.processors import Processors
@@ -55,10 +57,11 @@ def test_ranks_choose_alike_adapt_lose_nothing_and_can_be_repeated(tmp_path: Pat
             (EARLY_AFTER, "int4"),
             (53, "none"),
         ]
-        # steps of one rank have become shorter by the look in step 90
-        late = found["late"]
-        assert [(each["step"], each["spec"]) for each in late["choices"]] == [(CHOOSES_AFTER, "int4"), (110, "none")]
-        assert late["probed"] == [10, 30, 90, 110]
+        # steps of one rank have become shorter by the look in step 90; or they have not, and the fifth look is due
+        for name, last, probed in (("late", 110, [10, 30, 90, 110, 130]), ("unfelt", 130, [10, 30, 110, 130])):
+            seen = found[name]
+            assert [(each["step"], each["spec"]) for each in seen["choices"]] == [(10, "int4"), (last, "none")]
+            assert seen["probed"] == probed
         assert found["fixed early"] == found["early"]["digest"]
         assert found["fixed"] == found["auto True"]["digest"]
         assert found["resumed"] == ["int4", found["auto False"]["middle"]]
@@ -207,3 +210,14 @@ def test_messages_are_priced_on_any_link(spec: str) -> None:
     assert found.waves == wanted.waves
     assert found[1:3] == pytest.approx(wanted[1:3])
     assert found.work_s == pytest.approx(wanted.work_s)
+
+
+def test_what_a_look_reads_of_a_window() -> None:
+    window, stats, now = Window(), Stats(), 0.0
+    assert communicated(window) == recent_step_s(window) == 0.0
+    for step in range(START_UP + RECENT + 3):
+        now += 2.0 if step < START_UP + 4 else 3.0
+        stats.steps, stats.exposed_s = step, stats.exposed_s + 1.0
+        window.end(now, stats)
+        assert communicated(window) == pytest.approx(0.0 if step < 2 else 0.5 if step < START_UP + 4 else 1 / 3)
+    assert recent_step_s(window) == 3.0

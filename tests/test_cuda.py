@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire
 from gradwire import kernels
-from gradwire.choosing import coding_s
+from gradwire.choosing import coding
 from gradwire.core import buffers
 from gradwire.core.state import walk
 from gradwire.drivers.host_memory import PinnedMemory
@@ -146,8 +146,11 @@ def test_no_kernel_waits_for_the_device() -> None:
 
 
 def test_coding_is_timed_where_it_happens() -> None:
-    small, large = (coding_s("int4", nn.Linear(width, width), 2) for width in (512, 8192))
+    assert isinstance(coding.clock_of(GPU), coding.StreamClock)
+    small, large = (coding.coding_s("int4", nn.Linear(width, width, device=GPU), 2) for width in (512, 8192))
     assert 0.0 < small < large < 0.1
+    on_the_cpu = coding.coding_s("int4", nn.Linear(8192, 8192), 2)
+    assert on_the_cpu > large
 
 
 # The side stream

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator
 from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradwire.core.collective import AllGather, AllReduce, AllToAll, AllToAllV, Collective
 from gradwire.core.messages import SendRecv
@@ -28,8 +28,13 @@ CACHES = 1 << 26
 """Bytes that are more than most processors' caches hold."""
 
 
-def coding_device() -> torch.device:
-    """Where gradients are coded if nobody says: on the GPU where PyTorch has one, else on the CPU."""
+def coding_device(model: Parameters) -> torch.device:
+    """Where gradients of a model are coded: where it lies, or if it has no data on the GPU where there is one."""
+    parameters: Any = model.parameters() if isinstance(model, nn.Module) else model
+    first = next(iter(parameters), None)
+    device = getattr(first[1] if type(first) is tuple else first, "device", torch.device("meta"))
+    if device.type != "meta":
+        return device
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
@@ -62,7 +67,7 @@ def coding_s(
         world_size: ranks.
         grain_numel: as in `gradwire.attach`.
         repeats: how often each form is timed.
-        device: that codes; None takes that of `coding_device`.
+        device: that codes; None takes the model's own, and for a model without data the GPU where PyTorch has one.
 
     Raises:
         SpecError, CompositionError: a method that cannot be built, or that needs more ranks; no model.
@@ -72,7 +77,9 @@ def coding_s(
     """
     reducer = as_method(method)
     require_world(reducer, world_size)
-    specs = [spec._replace(device=device or coding_device()) for spec in meta_specs(model)]
+    given: Any = list(model) if isinstance(model, Iterator) else model  # which is gone through twice
+    specs, device = meta_specs(given), device or coding_device(given)
+    specs = [spec._replace(device=device) for spec in specs]
     return plan_coding_s(plan(specs, reducer, grain_numel), world_size, repeats)
 
 
@@ -83,71 +90,36 @@ def plan_coding_s(planned: Plan, world_size: int, repeats: int = REPEATS) -> flo
         planned: of parameters on the device that codes.
         world_size, repeats: as of `coding_s`.
     """
-    return plans_coding_s([planned], world_size, repeats)[0]
+    reducers: list[Reducer] = []
+    units: dict[Hashable, Unit] = {}
+    counts: Counter[Hashable] = Counter()
+    for unit in planned.units:
+        form = form_of(unit, reducers)
+        counts[form] += 1
+        units.setdefault(form, unit)
+    return sum(counts[form] * _unit_s(unit, world_size, repeats) for form, unit in units.items())
 
 
-def plans_coding_s(plans: Sequence[Plan], world_size: int, repeats: int = REPEATS) -> list[float]:
-    """Return the same for each of several plans, whose units take turns.
-
-    Args:
-        plans: of parameters on one device, which codes.
-        world_size, repeats: as of `coding_s`.
-    """
-    forms = [_Forms(planned, world_size) for planned in plans]
-    timed = [unit for each in forms for unit in each.timed.values()]
-    others = torch.zeros(CACHES // 4, device=timed[0].grain.device) if timed else torch.zeros(0)
+def _unit_s(unit: Unit, world_size: int, repeats: int) -> float:
+    """The shortest of some steps of a unit, after one in which what it uses is compiled and its buffers are made."""
+    grain, reducer = unit
+    clock = clock_of(grain.device)
+    given = torch.randn(grain.shape, generator=torch.Generator().manual_seed(0)).to(grain.device, grain.dtype)
+    buffer, mean = torch.empty_like(given), torch.empty_like(given.flatten())
+    first = Step(PAST_WARM_UPS, 0, world_size, weight=1.0)
+    state = reducer.init(grain, first)
+    taken, others = list[float](), torch.zeros(CACHES // 4, device=grain.device)
     for index in range(PAST_WARM_UPS, PAST_WARM_UPS + 1 + repeats):
-        for unit in timed:
-            others.add_(1.0)
-            unit.step(index)
-    return [each.coding_s() for each in forms]
-
-
-class _Forms:
-    """The units of a plan, those that are equal but for names together."""
-
-    def __init__(self, planned: Plan, world_size: int) -> None:
-        self.timed, self._counts = dict[Hashable, TimedUnit](), Counter[Hashable]()
-        reducers: list[Reducer] = []
-        for unit in planned.units:
-            form = form_of(unit, reducers)
-            self._counts[form] += 1
-            if form not in self.timed:
-                self.timed[form] = TimedUnit(unit, world_size)
-
-    def coding_s(self) -> float:
-        """Seconds of all units of a step."""
-        return sum(self._counts[form] * unit.least_s() for form, unit in self.timed.items())
-
-
-class TimedUnit:
-    """A unit that codes made-up gradients step by step, with what it keeps between steps."""
-
-    def __init__(self, unit: Unit, world_size: int) -> None:
-        grain, self._reducer = unit
-        self.grain = grain
-        self._clock = _clock(grain.device)
-        given = torch.randn(grain.shape, generator=torch.Generator().manual_seed(0))
-        self._given = given.to(grain.device, grain.dtype)
-        self._buffer, self._mean = torch.empty_like(self._given), torch.empty_like(self._given.flatten())
-        self._first = Step(PAST_WARM_UPS, 0, world_size, weight=1.0)
-        self._state, self._taken_s = self._reducer.init(grain, self._first), list[float]()
-
-    def step(self, index: int) -> None:
-        """Code one step, and note how long that took."""
-        mirrors = _TimedMirrors(self._first.world_size, self._clock)
-        began = self._clock.mark()
-        x = self._buffer.copy_(self._given)
-        step = replace(self._first, index=index)
-        reduced = run_program(self._reducer.reduce(self.grain, x, self._state, step), mirrors)
+        mirrors = _TimedMirrors(world_size, clock)
+        others.add_(1.0)
+        began = clock.mark()
+        x = buffer.copy_(given)
+        reduced = run_program(reducer.reduce(grain, x, state, replace(first, index=index)), mirrors)
         got = reduced.value.flatten()  # all of the mean, or the shard of it that this rank keeps
-        self._mean[: got.numel()].copy_(got)
-        self._taken_s.append(self._clock.between(began, self._clock.mark()) - mirrors.spent_s())
-        self._state = reduced.state
-
-    def least_s(self) -> float:
-        """Seconds of the shortest step, without the first, in which what it uses is compiled and buffers are made."""
-        return min(self._taken_s[1:])
+        mean[: got.numel()].copy_(got)
+        taken.append(clock.between(began, clock.mark()) - mirrors.spent_s())
+        state = reduced.state
+    return min(taken[1:])
 
 
 class MirrorTransport(Shapes):
@@ -215,32 +187,37 @@ class _Clock(Protocol):
         ...
 
 
-def _clock(device: torch.device) -> _Clock:
-    return _Stream(device) if device.type == "cuda" else _Thread()
+def clock_of(device: torch.device) -> _Clock:
+    """What times coding on a device."""
+    return StreamClock(device) if device.type == "cuda" else ThreadClock()
 
 
-class _Thread:
+class ThreadClock:
     """The time that this thread has a processor."""
 
     def mark(self) -> float:
+        """What has passed so far."""
         return time.thread_time()
 
     def between(self, one: float, other: float) -> float:
+        """Seconds from one mark to a later one."""
         return other - one
 
 
-class _Stream:
+class StreamClock:
     """The time of a GPU's current stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.current_stream(device)
 
     def mark(self) -> torch.cuda.Event:
+        """An event behind all that was handed over."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(self._stream)
         return event
 
     def between(self, one: torch.cuda.Event, other: torch.cuda.Event) -> float:
+        """Seconds from one event to a later one, which is waited for."""
         other.synchronize()
         return one.elapsed_time(other) / 1e3
 

@@ -97,7 +97,7 @@ def plan_parts(
     (12, [(0, 6, 0), (6, 4, 6)])
     """
     total = len(rows) * sum(chunked.chunk for part in parts for chunked in part)
-    largest = largest_grain(chunked.spec for part in parts for chunked in part)
+    largest = largest_grain((chunked.spec for part in parts for chunked in part), total)
 
     def limit(serving: Reducer) -> int:
         return grain_numel or grain_size(total, serving.payload_share, largest)

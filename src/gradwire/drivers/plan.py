@@ -1,12 +1,12 @@
 """Grains and waves, planned once from names, shapes, dtypes, devices and policy alone.
 
 A wave is what starts together, and the collectives of its programs are coalesced: one flat grain of at most
-`GRAIN_NUMEL` elements, on a GPU `GPU_GRAIN_NUMEL`, or matrices of up to `MATRIX_WAVE_GRAINS` times as many, those of
+`GRAIN_NUMEL` elements, on a GPU `largest_grain`, or matrices of up to `MATRIX_WAVE_GRAINS` times as many, those of
 equal shape batched. A small model makes several waves, so that the first ones travel during the backward pass: more
 where payloads are large. What matrices send is small, so there the number of collectives counts and not their size:
 small vectors join the last wave of matrices, and their all-reduce travels with the first factors.
 
-Models of more than 134 million elements have waves of several flat grains, so that a step takes a few hundred
+On a CPU models of more than 134 million elements have waves of several flat grains, so that a step takes a few hundred
 collectives however large the model is. Grains stay as they are: they are what is coded at a time, what keys count from
 and what state belongs to; only matrices of equal shape are batched in larger numbers. What it costs is memory: each of
 the three waves in flight holds the payloads of all its grains twice, alone and joined. A wave is 1/128 of the model. At
@@ -33,7 +33,10 @@ GRAIN_NUMEL = 1 << 20
 """Elements of a grain at most. Larger ones pay page faults for their temporaries, smaller ones fixed costs."""
 
 GPU_GRAIN_NUMEL = 1 << 24
-"""The same on a GPU, which codes 2^20 elements in a hundredth of the time that the host takes to hand the work over."""
+"""The same on a GPU for large models, since the host takes a hundred times as long to hand over the work of 2^20
+elements as the GPU takes to do it."""
+GPU_WAVES = 32
+"""Grains to cut a model on a GPU into that is not so large: what the last one sends is hidden by nothing."""
 
 SMALLEST_GRAIN_NUMEL = 1 << 16
 WAVES = 4
@@ -158,13 +161,16 @@ class _Open:
         return self.pieces[0].is_matrix
 
 
-def largest_grain(parameters: Iterable[ParameterSpec]) -> int:
-    """Elements of a grain at most where these parameters lie.
+def largest_grain(parameters: Iterable[ParameterSpec], numel: int) -> int:
+    """Elements of a grain at most where these parameters lie: on a GPU a 32nd of `numel`, from 2^20 to 2^24.
 
-    >>> largest_grain([ParameterSpec("w", (3, 4), torch.float32, torch.device("cuda"))])
-    16777216
+    >>> weight = ParameterSpec("w", (3, 4), torch.float32, torch.device("cuda"))
+    >>> [largest_grain([weight], numel) for numel in (10**6, 10**8, 10**9)]
+    [1048576, 3125000, 16777216]
     """
-    return GPU_GRAIN_NUMEL if any(parameter.device.type == "cuda" for parameter in parameters) else GRAIN_NUMEL
+    if all(parameter.device.type != "cuda" for parameter in parameters):
+        return GRAIN_NUMEL
+    return min(max(GRAIN_NUMEL, numel // GPU_WAVES), GPU_GRAIN_NUMEL)
 
 
 def grain_size(numel: int, payload_share: float = 0.0, largest: int = GRAIN_NUMEL) -> int:
@@ -181,29 +187,29 @@ def grain_size(numel: int, payload_share: float = 0.0, largest: int = GRAIN_NUME
     return min(largest, max(SMALLEST_GRAIN_NUMEL, numel // waves))
 
 
-def matrix_wave_size(numel: int, limit: int, largest: int = GRAIN_NUMEL) -> int:
+def matrix_wave_size(numel: int, limit: int) -> int:
     """Elements of a wave of matrices for a model of `numel` whose grains have `limit` at most.
 
     A small model makes two waves, so that the first one's factors travel during the backward pass. A wave has room for
     five eighths of it, since matrices are not cut and what did not fit into two would cost two rounds more. There is
-    room for 262,144 at least and for 8 grains at most, or more where waves of large models have more.
+    room for 262,144 at least and for 8 grains of at most 2^20 elements, or more where waves of large models have more.
 
     >>> matrix_wave_size(10_000, 65_536), matrix_wave_size(2_000_000, 500_000), matrix_wave_size(10**8, 1 << 20)
     (262144, 1250000, 8388608)
     """
-    at_most = limit * max(wave_grains(numel, largest), MATRIX_WAVE_GRAINS)
+    at_most = max(limit, min(limit, GRAIN_NUMEL) * max(wave_grains(numel), MATRIX_WAVE_GRAINS))
     return min(at_most, max(SMALLEST_MATRIX_WAVE_NUMEL, numel * 5 // 8))
 
 
-def wave_grains(numel: int, largest: int = GRAIN_NUMEL) -> int:
-    """Grains of a wave for a model of `numel` elements: 1 up to 128 of the largest, and 1/128 of the model beyond.
+def wave_grains(numel: int) -> int:
+    """Grains of a wave for a model of `numel` elements on a CPU: 1 up to 2^27, and 1/128 of the model beyond.
 
     It depends on the number of elements alone, so that ranks agree and nothing measured decides it.
 
     >>> wave_grains(100_000_000), wave_grains(7_000_000_000)
     (1, 53)
     """
-    return max(1, -(-numel // (FULL_WAVES * largest)))
+    return max(1, -(-numel // (FULL_WAVES * GRAIN_NUMEL)))
 
 
 def plan(parameters: Sequence[ParameterSpec], reducer: Reducer, grain_numel: int | None = None) -> Plan:
@@ -223,7 +229,8 @@ def plan(parameters: Sequence[ParameterSpec], reducer: Reducer, grain_numel: int
     ['b..w']
     """
     reducer = as_reducer(reducer).of_model(parameters)
-    total, largest = sum(parameter.numel for parameter in parameters), largest_grain(parameters)
+    total = sum(parameter.numel for parameter in parameters)
+    largest = largest_grain(parameters, total)
 
     def limit(serving: Reducer) -> int:
         return grain_numel or grain_size(total, serving.payload_share, largest)
@@ -234,13 +241,13 @@ def plan(parameters: Sequence[ParameterSpec], reducer: Reducer, grain_numel: int
         wave = _wave_for(piece, open_waves)
         full = limit(piece.reducer)
         if piece.is_matrix:
-            full = matrix_wave_size(total, full, largest)
+            full = matrix_wave_size(total, full)
         if wave.pieces and wave.numel + piece.numel > full:
             closed.append(wave)
             open_waves.remove(wave)
             wave = _wave_for(piece, open_waves)
         wave.pieces.append(piece)
-    together = wave_grains(total, largest) * min((limit(wave.key[0]) for wave in closed), default=0)
+    together = wave_grains(total * GRAIN_NUMEL // largest) * min((limit(wave.key[0]) for wave in closed), default=0)
     return Plan((*_together(closed, together), *_joined(open_waves)))
 
 

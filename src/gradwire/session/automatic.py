@@ -17,7 +17,7 @@ import torch
 
 from gradwire.choosing.accuracy import allowed
 from gradwire.choosing.automatic import Chosen, StepPace, decide, demands_of, wire_link, wire_work
-from gradwire.choosing.coding import plans_coding_s
+from gradwire.choosing.coding import plan_coding_s
 from gradwire.choosing.forecast import BACKWARD, PlanMessages
 from gradwire.core.checked import checked, facts
 from gradwire.core.collective import AllReduce
@@ -116,7 +116,7 @@ class Automatic:
         self.accuracy, self.choices = accuracy, list[Chosen]()
         self._plans, self._sent_early = plans, sent_early
         self.is_over = False
-        self._alone = world_size == 1
+        self._world_size, self._alone = world_size, world_size == 1
         self._first: int | None = None  # step that this session, or what was loaded, has begun with
         self._last = -1  # step before which this was called last
         self._looks_off = 0
@@ -127,9 +127,6 @@ class Automatic:
         self._probe_nbytes, self._probe_s = LEAST_PROBE, 0.0
         self._pace: StepPace | None = None
         self._coding_s, self._messages = tuple[float, ...](), dict[str, PlanMessages]()
-        if not self._alone:
-            self._coding_s = tuple(plans_coding_s(tuple(plans.values()), world_size, CODING_REPEATS))
-            self._messages = {spec: PlanMessages.of(planned, world_size) for spec, planned in plans.items()}
         self._usual_s = 0.0  # of a step on this rank at the last probe; 0 after a choice
 
     @classmethod
@@ -178,6 +175,16 @@ class Automatic:
             f'without auto: begin with "none", and call session.change with {again}'
         )
 
+    def begin(self, lane: Lane) -> None:
+        """Learn what each candidate codes and sends, before the first step: every rank must call it."""
+        if not self._alone:
+            self._coding_s = Together("auto", lane, AttachError).attempt(self._learn_plans).own
+
+    def _learn_plans(self) -> tuple[float, ...]:
+        n = self._world_size
+        self._messages = {spec: PlanMessages.of(planned, n) for spec, planned in self._plans.items()}
+        return tuple(plan_coding_s(planned, n, CODING_REPEATS) for planned in self._plans.values())
+
     def before_step(self, session: Choosing) -> None:
         """Choose, or look at the link, where it is time to: called on every rank before a step begins.
 
@@ -211,11 +218,12 @@ class Automatic:
 
     def _choose(self, session: Choosing) -> None:
         """Choose by what is measured now, or by what is known of link and coding already."""
-        if self._link is None:
-            self._measure(session)
-        else:
-            self._learn_pace(session)
-        self._decide(session)
+        if min(Together("auto", session.lane, AttachError).gather(self._knows_pace(session))):
+            if self._link is None:
+                self._measure(session)
+            else:
+                self._learn_pace(session)
+            self._decide(session)
 
     def _learn_pace(self, session: Choosing) -> None:
         """Learn the pace of the slowest rank."""
@@ -225,13 +233,13 @@ class Automatic:
         """Learn the link, the processors, and the pace of the slowest rank."""
         times = session.timed_link()
         assert times is not None, "there are several ranks"
-        n = session.transport.world_size
-        self._link, processors = wire_link(times, n), self._processors(session)
+        n, processors = self._world_size, self._processors(session)
         self._work, self._crowding = wire_work(times, n, processors), processors.crowding
         wanted = int(PROBE_S / max(times.link.beta_s_per_byte, 1e-12))
         self._probe_nbytes = 4 * (min(max(wanted, LEAST_PROBE), MOST_PROBE) // 4)
         self._learn_pace(session)
         self._probe_s = self._probed(session)
+        self._link = wire_link(times, n)
 
     def _agreed(self, session: Choosing, own: Callable[[], StepPace]) -> list[StepPace]:
         """What every rank has measured of its own steps."""
@@ -245,6 +253,9 @@ class Automatic:
         own = (HostIdentity.here().machine, cores(), torch.get_num_threads())
         said = Together("auto", session.lane, AttachError).gather(list(own))
         return Processors.fewest(*zip(*said, strict=True))
+
+    def _knows_pace(self, session: Choosing) -> bool:
+        return bool(session.window.latest or self._pace)
 
     def _own_pace(self, session: Choosing) -> StepPace:
         found, latest = list(session.window.samples), session.window.latest
@@ -331,7 +342,7 @@ class Automatic:
     def take_up(self, found: Sequence[Chosen]) -> None:
         """Go on from the choices of a save, and measure again."""
         self.choices, self._first, self._looks_off, self._due = list(found), None, 0, CHOOSES_AFTER
-        self._link, self._pace, self._usual_s = None, None, 0.0
+        self._link, self._pace, self._usual_s, self._looks = None, None, 0.0, 0
         self._taken = found[-1].spec
 
 
@@ -369,7 +380,7 @@ def recent_step_s(window: Window) -> float:
 
 
 def communicated(window: Window) -> float:
-    """The share of the last step in which nothing but communication was waited for."""
+    """The share of the last step in which the training loop waited for communication, and coding that this took."""
     return window.latest.exposed_s / window.latest.step_s if window.latest else 0.0
 
 

@@ -189,6 +189,8 @@ class Session(Figures):
             self.feed.log = self.lane.log
             if lane is None and form.times_link and wants_times():
                 self._time_link()
+            if self.automatic is not None:
+                self.automatic.begin(self.lane)
             for note in self._links.notes:
                 warnings.warn(note, stacklevel=3)
             culprits = Culprits(self.lane.store, f"{self.lane.name}/{specs[0].name}", group.rank())
