@@ -189,7 +189,8 @@ def plan_demand(
 class PlanMessages(NamedTuple):
     """What the messages of a step are, on any link that all ranks have alike.
 
-    Finding it out runs the program of every rank, and pricing it on another link is a multiplication.
+    Finding it out runs the program of every rank, and pricing it on another link is a multiplication. That holds where
+    all ranks send alike, as they do under all that `auto` may choose; of trees the longest way would depend on the link.
 
     Attributes:
         rounds: messages that follow each other.
