@@ -190,7 +190,7 @@ class PlanMessages(NamedTuple):
     """What the messages of a step are, on any link that all ranks have alike.
 
     Finding it out runs the program of every rank, and pricing it on another link is a multiplication. That holds where
-    all ranks send alike, as they do under all that `auto` may choose; of trees the longest way would depend on the link.
+    all ranks send alike, as under all that `auto` may choose; of trees the longest way would depend on the link.
 
     Attributes:
         rounds: messages that follow each other.
