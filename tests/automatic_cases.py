@@ -98,6 +98,7 @@ def chosen(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     training.session.close()
     found["fixed early"] = fixed(rank, choices)
     found["late"], found["unfelt"] = late(rank, felt=True), late(rank, felt=False)
+    found["waiting"] = waiting(rank)
     plant(rank)
     found["fixed"] = fixed(rank, found["auto True"]["choices"])
     found["resumed"] = resumed(rank, folder)
@@ -124,6 +125,18 @@ def late(rank: int, felt: bool) -> dict[str, Any]:
     choices = training.session.automatic.packed()
     training.session.close()
     return {"choices": choices, "probed": probed}
+
+
+def waiting(rank: int) -> list[dict[str, Any]]:
+    """A run in which one rank has no step to tell of when it is time to choose."""
+    plant(rank)
+    training = Training("auto", rank, by_attach=False)
+    chooser = training.session.automatic
+    assert chooser is not None
+    chooser._knows_pace = lambda session: rank == 0 or session.engine.index > 20  # type: ignore[method-assign]
+    training.run(STEPS)
+    training.session.close()
+    return chooser.packed()
 
 
 def fixed(rank: int, choices: list[dict[str, Any]]) -> str:

@@ -62,6 +62,7 @@ def test_ranks_choose_alike_adapt_lose_nothing_and_can_be_repeated(tmp_path: Pat
             seen = found[name]
             assert [(each["step"], each["spec"]) for each in seen["choices"]] == [(10, "int4"), (last, "none")]
             assert seen["probed"] == probed
+        assert [(each["step"], each["spec"]) for each in found["waiting"]] == [(30, "int4")]
         assert found["fixed early"] == found["early"]["digest"]
         assert found["fixed"] == found["auto True"]["digest"]
         assert found["resumed"] == ["int4", found["auto False"]["middle"]]

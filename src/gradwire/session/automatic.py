@@ -51,7 +51,7 @@ PROBES_EVERY = 5
 RECENT = 5
 """Steps whose median tells how long steps take at a look."""
 OTHERWISE = 1.2
-"""By what steps have become longer or shorter where the link is probed."""
+"""How many times as long as at the last probe steps take, or how many times as short, where the link is probed."""
 CHANGED = 1.5
 """How many times longer or shorter a message takes on a link that has changed; in two looks in a row, since something
 else may have the link for a moment."""
@@ -202,10 +202,11 @@ class Automatic:
         since = step - self._first - self._due
         if step - self._first == EARLY_AFTER:
             self._choose_early(session)
-        elif since == 0:
-            self._choose(session)
-        elif since > 0 and since % LOOKS_EVERY == 0:
-            self._look(session)
+        elif since >= 0 and since % LOOKS_EVERY == 0:
+            if since == 0 or self._link is None:  # a rank had no step to tell of
+                self._choose(session)
+            else:
+                self._look(session)
 
     # Choosing --------------------------------------------------------------------------------------------------------
 
