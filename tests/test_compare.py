@@ -30,6 +30,7 @@ from gradwire.network.wire import WireMeter
 from gradwire.ranks.news import News, read_news, write_news
 from gradwire.report import write_report
 from gradwire.report.page import render
+from gradwire.session.automatic import CHOOSES_AFTER, EARLY_AFTER
 from gradwire.tasks import builtin as tasks
 from gradwire.tasks import user_tasks
 from gradwire.tasks.task import Task, TaskError
@@ -480,9 +481,9 @@ def test_auto_is_compared_and_its_row_says_what_it_chose(toy: str, tmp_path: Pat
     assert cli.main([*argv, "--methods", "torch.fp32", "auto:lossless", "--out", str(out)]) == 0
     comparison = storage.load(out / "results.json")
     (dense,), (run,) = (comparison.finished(method) for method in ("torch.fp32", "auto:lossless"))
-    assert run.label == "none from step 10"
+    assert run.label in {f"none from step {step}" for step in (EARLY_AFTER, CHOOSES_AFTER)}  # times decide which
     assert run.report is not None
-    assert run.report["chosen"].startswith("auto:lossless took none from step 10 on")
+    assert run.report["chosen"].startswith(f"auto:lossless took {run.label} on")
     assert run.wire.payload == pytest.approx(dense.wire.payload, rel=1e-3)
     assert run.wire.other > dense.wire.other  # what was sent to measure the link is counted at the interface
 

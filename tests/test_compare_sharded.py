@@ -24,6 +24,7 @@ TASK = """
 import torch
 from torch import nn
 from gradwire.tasks.task import Task
+from gradwire.session.automatic import CHOOSES_AFTER, EARLY_AFTER
 
 class Net(nn.Module):
     def __init__(self):
@@ -158,9 +159,10 @@ def test_auto_chooses_among_methods_with_shards(task: str, tmp_path: Path) -> No
         task, ("torch.fp32", "auto:lossless"), "fsdp2", hosts=2, rate="1gbit", steps=12, out=tmp_path / "out"
     )
     _, found = run(options)
-    assert found["auto:lossless"].label == "none from step 10"
+    label = found["auto:lossless"].label
+    assert label in {f"none from step {step}" for step in (EARLY_AFTER, CHOOSES_AFTER)}  # times decide which
     assert found["auto:lossless"].report is not None
-    assert found["auto:lossless"].report["chosen"].startswith("auto:lossless took none from step 10 on")
+    assert found["auto:lossless"].report["chosen"].startswith(f"auto:lossless took {label} on")
 
 
 @pytest.mark.long
