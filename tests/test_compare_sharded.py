@@ -19,12 +19,12 @@ from gradwire.compare.results import Comparison, Run
 from gradwire.compare.sharded import blocks
 from gradwire.core.errors import CompositionError, GradwireError
 from gradwire.report.page import render
+from gradwire.session.automatic import CHOOSES_AFTER, EARLY_AFTER
 
 TASK = """
 import torch
 from torch import nn
 from gradwire.tasks.task import Task
-from gradwire.session.automatic import CHOOSES_AFTER, EARLY_AFTER
 
 class Net(nn.Module):
     def __init__(self):
