@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -34,6 +34,7 @@ from common import save_result
 from gpu import device, median_ms
 from gradwire.choosing import coding_s
 from gradwire.planning.gradients import gradient_traffic
+from gradwire.tasks.builtin import ByteGPT
 
 LAYERS, WIDTH, HEADS, VOCABULARY, TOKENS, SAMPLES = 12, 768, 12, 50_257, 1024, 8
 WARM_UP, STEPS, ROUNDS = 4, 5, 3
@@ -43,40 +44,12 @@ RANKS = (2, 8)
 GRAINS = (20, 22, 23, 25)
 
 
-class GPT(nn.Module):
-    """GPT-2 in its small size, without dropout."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.tokens, self.positions = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(TOKENS, WIDTH)
-        self.blocks = nn.ModuleList([Block() for _ in range(LAYERS)])
-        self.norm = nn.LayerNorm(WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Scores of the next token, (samples, tokens, vocabulary)."""
-        h = self.tokens(x) + self.positions.weight[: x.shape[1]]
-        for block in self.blocks:
-            h = block(h)
-        return functional.linear(self.norm(h), self.tokens.weight)
-
-
-class Block(nn.Module):
-    """Causal attention and a layer of four times the width."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norms = nn.ModuleList([nn.LayerNorm(WIDTH) for _ in range(2)])
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x plus both."""
-        samples, tokens, _ = x.shape
-        heads = self.qkv(self.norms[0](x)).view(samples, tokens, 3, HEADS, WIDTH // HEADS).permute(2, 0, 3, 1, 4)
-        attended = functional.scaled_dot_product_attention(*heads, is_causal=True)
-        x = x + self.out(attended.transpose(1, 2).reshape(x.shape))
-        return x + self.down(functional.gelu(self.up(self.norms[1](x))))
+def gpt() -> nn.Module:
+    """GPT-2's small size, without biases in its products."""
+    torch.manual_seed(0)
+    model = ByteGPT(layers=LAYERS, width=WIDTH, heads=HEADS, context=TOKENS)
+    model.embed = nn.Embedding(VOCABULARY, WIDTH)
+    return model
 
 
 # Steps ------------------------------------------------------------------------------------------------------
@@ -87,25 +60,24 @@ class Training:
 
     def __init__(self, name: str) -> None:
         self.name, self._ends = name, ExitStack()
-        self.ddp = DDP(GPT().cuda(), device_ids=[0])
-        self.session = self._hook(name)
+        self.ddp = DDP(gpt().cuda(), device_ids=[0])
+        self._hook(name)
         self._optimizer = torch.optim.AdamW(self.ddp.parameters(), lr=1e-4, fused=True)
         self._x = torch.randint(VOCABULARY, (SAMPLES, TOKENS + 1), device="cuda")
         self.times_ms = list[float]()
 
-    def _hook(self, name: str) -> Any:
-        if name == "DDP":
-            return None
+    def _hook(self, name: str) -> None:
         if name == "PyTorch fp16":
-            return self.ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
-        if name == "PyTorch PowerSGD 8":
+            self.ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        elif name == "PyTorch PowerSGD 8":
             state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=8, start_powerSGD_iter=2)
-            return self.ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-        spec, _, more = name.removeprefix("gradwire ").partition(", ")
-        options: dict[str, Any] = {"residuals": "host"} if more == "residuals on the host" else {}
-        if more.startswith("grains of 2^"):
-            options = {"grain_numel": 1 << int(more.removeprefix("grains of 2^"))}
-        return self._ends.enter_context(gradwire.attach(self.ddp, spec, deadline_s=60, **options))
+            self.ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        elif name != "DDP":
+            spec, _, more = name.removeprefix("gradwire ").partition(", ")
+            options: dict[str, Any] = {"residuals": "host"} if more == "residuals on the host" else {}
+            if more.startswith("grains of 2^"):
+                options = {"grain_numel": 1 << int(more.removeprefix("grains of 2^"))}
+            self._ends.enter_context(gradwire.attach(self.ddp, spec, deadline_s=60, **options))
 
     def run(self, steps: int) -> None:
         """Train some steps; note the milliseconds of one."""
@@ -164,7 +136,7 @@ def steps() -> list[dict[str, Any]]:
 
 def coding() -> list[dict[str, Any]]:
     """Milliseconds of coding a step, measured and as the planner assumes it."""
-    model = GPT()
+    model = gpt()
     shapes = tuple((p.shape[0], p.shape[1]) for p in model.parameters() if p.dim() == 2)  # all but a thousandth
     numel = sum(p.numel() for p in model.parameters())
     source = torch.randn(numel, device="cuda")

@@ -35,8 +35,6 @@ from gradwire.training import MeshTrainer, configuration_of
 from pipeline_cases import batch, part, step
 
 DEADLINE_S = 60.0
-BOTH = "cpu:gloo,cuda:nccl"
-"""What PyTorch makes where no backend is named, on a host with GPUs."""
 
 Out = dict[str, Any]
 

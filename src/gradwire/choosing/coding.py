@@ -110,7 +110,7 @@ def _unit_s(unit: Unit, world_size: int, repeats: int) -> float:
     state = reducer.init(grain, first)
     taken, others = list[float](), torch.zeros(CACHES // 4, device=grain.device)
     for index in range(PAST_WARM_UPS, PAST_WARM_UPS + 1 + repeats):
-        mirrors = _TimedMirrors(world_size, clock)
+        mirrors = MirrorTransport(world_size, clock)
         others.add_(1.0)
         began = clock.mark()
         x = buffer.copy_(given)
@@ -123,14 +123,29 @@ def _unit_s(unit: Unit, world_size: int, repeats: int) -> float:
 
 
 class MirrorTransport(Shapes):
-    """One rank among others that send what it sends: what a rank does with real data, without any other process."""
+    """One rank among others that send what it sends: what a rank does with real data, without any other process.
+
+    Args:
+        world_size: ranks.
+        clock: times the answers, which are no coding.
+    """
+
+    def __init__(self, world_size: int, clock: _Clock) -> None:
+        super().__init__(world_size, rank=0)
+        self._clock, self._answers = clock, list[tuple[Any, Any]]()
 
     def issue(self, request: Collective) -> Answer:
         """Answer at once."""
+        began = self._clock.mark()
         method = served(self, request)
         answer = method(request)
         assert isinstance(answer, Tensor)
+        self._answers.append((began, self._clock.mark()))
         return Answer(answer)
+
+    def spent_s(self) -> float:
+        """Seconds that all answers have taken."""
+        return sum(self._clock.between(*answer) for answer in self._answers)
 
     def all_reduce(self, request: AllReduce) -> Tensor:
         """The sum of as many equal tensors as there are ranks."""
@@ -154,25 +169,6 @@ class MirrorTransport(Shapes):
         """What this rank sends, as much of it as is expected."""
         sent = torch.cat([request.like.new_empty(0), *(message.tensor for message in request.sends)])
         return _as_long(sent, request.length)
-
-
-class _TimedMirrors(MirrorTransport):
-    """Mirrors whose answers, which are no coding, are timed."""
-
-    def __init__(self, world_size: int, clock: _Clock) -> None:
-        super().__init__(world_size)
-        self._clock, self._answers = clock, list[tuple[Any, Any]]()
-
-    def issue(self, request: Collective) -> Answer:
-        """Answer at once."""
-        began = self._clock.mark()
-        answer = super().issue(request)
-        self._answers.append((began, self._clock.mark()))
-        return answer
-
-    def spent_s(self) -> float:
-        """Seconds in answers."""
-        return sum(self._clock.between(*answer) for answer in self._answers)
 
 
 class _Clock(Protocol):

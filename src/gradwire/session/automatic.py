@@ -92,6 +92,11 @@ class Choosing(Protocol):
         ...
 
 
+def _ranks(lane: Lane) -> Together:
+    """The ranks of a lane, which decide together."""
+    return Together("auto", lane, AttachError)
+
+
 class Automatic:
     """What `auto` has measured and chosen in a run.
 
@@ -178,7 +183,7 @@ class Automatic:
     def begin(self, lane: Lane) -> None:
         """Learn what each candidate codes and sends, before the first step: every rank must call it."""
         if not self._alone:
-            self._coding_s = Together("auto", lane, AttachError).attempt(self._learn_plans).own
+            self._coding_s = _ranks(lane).attempt(self._learn_plans).own
 
     def _learn_plans(self) -> tuple[float, ...]:
         n = self._world_size
@@ -213,13 +218,13 @@ class Automatic:
     def _choose_early(self, session: Choosing) -> None:
         """Choose by one step, if most of it was communication on every rank."""
         share = communicated(session.window)
-        if min(Together("auto", session.lane, AttachError).gather(share)) >= EARLY_SHARE:
+        if min(_ranks(session.lane).gather(share)) >= EARLY_SHARE:
             self._choose(session)
             self._due = EARLY_AFTER + CHOOSES_AFTER
 
     def _choose(self, session: Choosing) -> None:
         """Choose by what is measured now, or by what is known of link and coding already."""
-        if min(Together("auto", session.lane, AttachError).gather(self._knows_pace(session))):
+        if min(_ranks(session.lane).gather(self._knows_pace(session))):
             if self._link is None:
                 self._measure(session)
             else:
@@ -244,7 +249,7 @@ class Automatic:
 
     def _agreed(self, session: Choosing, own: Callable[[], StepPace]) -> list[StepPace]:
         """What every rank has measured of its own steps."""
-        said = Together("auto", session.lane, AttachError).attempt(own, words=list).words
+        said = _ranks(session.lane).attempt(own, words=list).words
         return [
             StepPace(compute_s, backward, tuple(coded), exposed_s) for compute_s, backward, coded, exposed_s in said
         ]
@@ -252,7 +257,7 @@ class Automatic:
     def _processors(self, session: Choosing) -> Processors:
         """Those of the rank that has the fewest for itself."""
         own = (HostIdentity.here().machine, cores(), torch.get_num_threads())
-        said = Together("auto", session.lane, AttachError).gather(list(own))
+        said = _ranks(session.lane).gather(list(own))
         return Processors.fewest(*zip(*said, strict=True))
 
     def _knows_pace(self, session: Choosing) -> bool:
@@ -262,7 +267,8 @@ class Automatic:
         found, latest = list(session.window.samples), session.window.latest
         if len(found) < FEWEST_SAMPLES and self._pace is not None:
             return self._pace
-        return pace_of(found or ([latest] if latest else []), self._coding_s, self._sent_early)
+        assert latest is not None, "a rank that knows no pace does not come here"
+        return pace_of(found or [latest], self._coding_s, self._sent_early)
 
     def _decide(self, session: Choosing) -> None:
         """Go on with the best method, if it is another one."""
@@ -306,14 +312,14 @@ class Automatic:
             recent_s: what steps take; where that is not known, or was not at the last probe, they count as changed.
         """
         change = recent_s / self._usual_s if self._usual_s and recent_s else 2 * OTHERWISE
-        said = Together("auto", session.lane, AttachError).gather(max(change, 1 / change))
+        said = _ranks(session.lane).gather(max(change, 1 / change))
         return max(said) > OTHERWISE or self._looks_off > 0 or self._looks % PROBES_EVERY == 0
 
     def _probed(self, session: Choosing) -> float:
         """Seconds of a message of `PROBE_S` by what the link was, the same on all ranks."""
         nbytes = self._probe_nbytes
         took = session.lane.call(lambda: probe_s(session.transport, nbytes), " in auto")
-        return max(min(Together("auto", session.lane, AttachError).gather(took)), 1e-9)
+        return max(min(_ranks(session.lane).gather(took)), 1e-9)
 
     # Saving ----------------------------------------------------------------------------------------------------------
 

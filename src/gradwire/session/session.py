@@ -61,7 +61,7 @@ class Session(Figures):
         group: whose ranks; None for the default group.
         seed: of all random choices, the same on every rank.
         deadline_s: seconds after which a silent rank is an error.
-        grain_numel: elements that are encoded together at most (default: a quarter of all, up to 2^20, on a GPU 2^24).
+        grain_numel: elements that are encoded together at most (default: as of `gradwire.attach`).
         scaler: the loss scaler of the training loop, if it has one: residuals follow its scale.
         checksum: send a CRC-32 with each payload, see `gradwire.attach`.
         lane: communication that others have made and use too, whose group and deadline count then. It is not closed
