@@ -1,17 +1,19 @@
 """Are steps predicted as they are measured, and does `auto` choose well? `python benchmarks/choosing.py [--save]`.
 
-On emulated hosts of each number and rate, in one run and in turn: DDP that sends nothing, which tells what a step
-computes, each method, and `auto` of each class that loses something. Printed for each cell are
+On emulated hosts of each number and rate, in one run and in turn: DDP that sends nothing, each method, and `auto` of
+each class that loses something. Printed for each cell are
 
-- the measured step of each method by the predicted one (`gradwire.choosing.Demand.beside`, of computing, of coding that
-  is measured on all ranks, and of the link and the work of sending as the session times them);
+- the measured step of each method by the predicted one (`gradwire.choosing.Demand.beside`, of what a step computes, of
+  coding that is measured on all ranks, of the link as the session times it, and of what messages and computing take
+  from each other). What a step computes is told by the steps under `none`, as `auto` finds it out; so the prediction of
+  `none` itself is printed and does not count;
 - what `auto` took, its step by that of the best candidate of its class, and by that of `none`.
 
 A cell counts where a bare all-reduce reaches 90% of the link's rate; the others are listed. Hosts without a core each
 share the cores that there are, which the prediction knows (`gradwire.topology.processors`). Timed steps take about
-`--cell-s` seconds a cell, of one round at least, and `--cells 2:20mbit 4:100mbit` names the cells. With `--changing`
-the rate falls to the second one and rises again while `auto` trains, and printed is how many steps later it has chosen
-again, and whether all ranks have the same parameters.
+`--cell-s` seconds a cell, of one round at least, and `--cells 2:20mbit 4:100mbit` names the cells. `--task gpt2:task
+--apart` trains 124 M parameters. With `--changing` the rate falls to the second one and rises again while `auto`
+trains, and printed is how many steps later it has chosen again, and whether all ranks have the same parameters.
 """
 
 from __future__ import annotations
@@ -20,31 +22,38 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from common import save_result
 from gradwire import kernels
-from gradwire.choosing import ACCURACIES, allowed, coding_s, demand
-from gradwire.choosing.automatic import wire_link, wire_work
+from gradwire.choosing import ACCURACIES, Demand, allowed, coding_s, demand
+from gradwire.choosing.automatic import StepPace, wire_link
+from gradwire.core.link import Link
 from gradwire.core.rates import parse_rate
+from gradwire.drivers.contention import Contention, contention
+from gradwire.drivers.window import START_UP
 from gradwire.network import Network
 from gradwire.overlap import Stopwatch
 from gradwire.ranks.supervised import run_function
-from gradwire.session.automatic import CHOOSES_AFTER
+from gradwire.session.automatic import CHOOSES_AFTER, pace_of
 from gradwire.tasks.builtin import make_task
 from gradwire.topology.processors import Processors, cores
 
 CANDIDATES = [candidate.spec for candidate in allowed("bold")]
-OTHERS = ["bf16", "int8", "topk:0.01", "sign", "powersgd:2", "qsgd:4"]
+OTHERS = ["bf16", "fp8", "int8", "int3", "topk:0.01", "topk:0.05+int4", "sign", "terngrad", "powersgd:2", "qsgd:4"]
 AUTO = ["auto:safe", "auto:bold"]
 FLOOR = "torch.noop"
+HELD = "none"
+"""Whose steps tell what a step computes."""
+STEPS_OF_PACE = 4
 COUNTS = 0.9
 """Of the link's rate, which a bare all-reduce must reach for a cell to count."""
 NEAR, NO_WORSE = 1.10, 1.05
@@ -80,49 +89,89 @@ class Training:
             self.session.close()
 
 
+@dataclass
+class Timed:
+    """What is measured of a cell.
+
+    Attributes:
+        steps_s: the step under each method.
+        chosen: what each `auto` has taken.
+        rounds: of the method that had the fewest.
+    """
+
+    watch: Stopwatch
+    steps_s: dict[str, float] = field(default_factory=dict[str, float])
+    chosen: dict[str, str] = field(default_factory=dict[str, str])
+    rounds: int = 10**6
+
+    def take_turns(self, trainings: dict[str, Training], rounds: int, stretch: int, cell_s: float) -> None:
+        """Time the steps of some trainings, in turn, for about so many seconds."""
+        for name, training in trainings.items():
+            warm = CHOOSES_AFTER + 1 if name in AUTO else START_UP + STEPS_OF_PACE if name == HELD else 0
+            for _ in range(warm):
+                training.step()
+        jobs = {name: each.step for name, each in trainings.items()}
+        once = self.watch.interleaved(jobs, 1, 1)
+        affordable = max(1, int(cell_s / sum((stretch + 1) * once.median_s(name) for name in jobs)))
+        found = self.watch.interleaved(jobs, min(rounds, affordable), stretch)
+        self.rounds = min(self.rounds, rounds, affordable)
+        self.steps_s |= {name: found.median_s(name) for name in trainings}
+        self.chosen |= {name: trainings[name].session.automatic.choices[-1].spec for name in AUTO if name in trainings}
+
+
 def on_rank(
-    rank: int, world_size: int, task: str, methods: list[str], rounds: int, stretch: int, cell_s: float
+    rank: int, world_size: int, task: str, methods: list[str], rounds: int, stretch: int, cell_s: float, apart: bool
 ) -> dict[str, Any]:
     """Measure and predict one cell."""
     torch.set_num_threads(1)
     kernels.warm_up()
     group = dist.group.WORLD
     assert isinstance(group, dist.ProcessGroup)
-    watch, device = Stopwatch(group, torch.device("cpu")), torch.device("cpu")
-    trainings = {name: Training(task, name) for name in (FLOOR, *methods, *AUTO)}
-    model = trainings[FLOOR].task.model
-    first = next(each.session for each in trainings.values() if each.session is not None)
-    times = first.timed_link()
-    assert times is not None
+    timed, names = Timed(Stopwatch(group, torch.device("cpu"))), [HELD, FLOOR, *methods, *AUTO]
+    pace, times, beside = StepPace(0.0, 0.0, ()), None, Contention(Link(0.0, 0.0), Link(0.0, 0.0))
+    for turn in [[name] for name in dict.fromkeys(names)] if apart else [list(dict.fromkeys(names))]:
+        trainings = {name: Training(task, name) for name in turn}
+        none = trainings[HELD].session if HELD in trainings else None
+        if none is not None:
+            times = none.timed_link()
+            beside = none.lane.call(lambda held=none, idle=times.link: contention(held.transport, idle), " in a cell")
+        timed.take_turns(trainings, rounds, stretch, cell_s / (len(names) if apart else 1))
+        if none is not None:
+            pace = _slowest_pace(none, timed.steps_s[HELD])
+        for each in trainings.values():
+            each.close()
+        trainings.clear()
+    assert times is not None, "the first turn has timed the link"
     link, processors = wire_link(times, world_size), Processors(cores(), torch.get_num_threads(), world_size)
-    work, crowding = wire_work(times, world_size, processors), processors.crowding
-    for name in AUTO:
-        for _ in range(CHOOSES_AFTER + 1):
-            trainings[name].step()
-    jobs = {name: each.step for name, each in trainings.items()}
-    once = watch.interleaved(jobs, 1, 1)
-    affordable = int(cell_s / sum((stretch + 1) * once.median_s(name) for name in jobs))
-    found = watch.interleaved(jobs, max(1, min(rounds, affordable)), stretch)
-    floor_s = found.median_s(FLOOR)
-    predicted = dict[str, dict[str, float]]()
-    for name in methods:
+    model, demands = make_task(task, 0).model, dict[str, Demand]()
+    for name in dict.fromkeys([HELD, *methods]):
         dist.barrier()
-        coded = torch.tensor(coding_s(name, model, world_size), dtype=torch.float64, device=device)
+        coded = torch.tensor(coding_s(name, model, world_size), dtype=torch.float64)
         dist.all_reduce(coded, dist.ReduceOp.MAX)
-        asked = demand(name, model, world_size, link, coding_s=crowding * float(coded), work=work)
-        predicted[name] = _parts(asked.beside(floor_s))
-    steps = {name: found.median_s(name) for name in trainings}
-    chosen = {name: trainings[name].session.automatic.choices[-1].spec for name in AUTO}
-    for each in trainings.values():
-        each.close()
+        coded_s = processors.crowding * float(coded)
+        demands[name] = demand(name, model, world_size, link, coding_s=coded_s, beside=beside)
+    compute_s = pace.computing_s(demands[HELD])
     return {
-        "steps_s": steps,
-        "predicted": predicted,
-        "chosen": chosen,
+        "steps_s": timed.steps_s,
+        "predicted": {name: _parts(each.beside(compute_s, pace.backward)) for name, each in demands.items()},
+        "chosen": timed.chosen,
         "bare_bits_per_s": _bare_rate(model, world_size),
-        "cores": "shared cores" if crowding > 1 else "a core each",
-        "rounds": len(found.rounds_s[FLOOR]),
+        "link": [[each.alpha_s, each.beta_s_per_byte] for each in (link, *beside)],
+        "pace": pace._asdict(),
+        "demands": {name: each._asdict() for name, each in demands.items()},
+        "cores": "shared cores" if processors.crowding > 1 else "a core each",
+        "rounds": timed.rounds,
     }
+
+
+def _slowest_pace(held: gradwire.Session, step_s: float) -> StepPace:
+    """What `auto` learns under `none`, from steps of which the stopwatch knows better how long they take."""
+    mine = pace_of(held.window.samples, (), sent_early=True)
+    compute_s = max(step_s - mine.exposed_s, 1e-6)
+    told = torch.tensor([compute_s, min(mine.backward * mine.compute_s / compute_s, 1.0), mine.exposed_s])
+    others = [torch.empty_like(told) for _ in range(dist.get_world_size())]
+    dist.all_gather(others, told)
+    return StepPace.slowest([StepPace(each[0], each[1], (), each[2]) for each in map(Tensor.tolist, others)])
 
 
 def _parts(forecast: Any) -> dict[str, float]:
@@ -172,14 +221,14 @@ def changing(rank: int, world_size: int, task: str, method: str, every: int) -> 
 def cell(told: argparse.Namespace, hosts: int, rate: str) -> dict[str, Any]:
     """Measure a cell and print it."""
     options = {"task": told.task, "methods": told.methods, "rounds": told.rounds, "stretch": told.stretch}
-    options["cell_s"] = told.cell_s
+    options |= {"cell_s": told.cell_s, "apart": told.apart}
     with Network(hosts, rate) as network:
         found = run_function(f"{__file__}:on_rank", hosts, options, told.deadline, network=network)[0]
     found["counts"] = found["bare_bits_per_s"] >= COUNTS * parse_rate(rate)
     measured, predicted = found["steps_s"], found["predicted"]
     note = "" if found["counts"] else f", does not count: bare {found['bare_bits_per_s'] / 1e6:.0f} Mbit/s"
     print(f"{hosts} hosts, {rate}, {found['cores']}, computing {1e3 * measured[FLOOR]:.0f} ms{note}")
-    found["errors"] = {name: predicted[name]["step_s"] / measured[name] - 1 for name in told.methods}
+    found["errors"] = {name: predicted[name]["step_s"] / measured[name] - 1 for name in told.methods if name != HELD}
     for name in told.methods:
         ratio = measured[name] / predicted[name]["step_s"]
         said = ", ".join(f"{part[:-2]} {1e3 * value:.0f}" for part, value in predicted[name].items())
@@ -247,6 +296,7 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", default=[*CANDIDATES, *OTHERS])
     parser.add_argument("--cells", nargs="+", default=[], metavar="HOSTS:RATE", help="in place of --hosts and --rates")
     parser.add_argument("--cell-s", type=float, default=300.0, help="seconds of timed steps in a cell, about")
+    parser.add_argument("--apart", action="store_true", help="one method after the other, for large models")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--stretch", type=int, default=3)
     parser.add_argument("--changing", nargs=2, metavar="RATE", help="of these two rates: 500mbit 20mbit")

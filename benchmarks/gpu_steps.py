@@ -24,32 +24,23 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+import gpt2
 import gradwire
 from common import save_result
 from gpu import device, median_ms
 from gradwire.choosing import coding_s
 from gradwire.planning.gradients import gradient_traffic
-from gradwire.tasks.builtin import ByteGPT
 
-LAYERS, WIDTH, HEADS, VOCABULARY, TOKENS, SAMPLES = 12, 768, 12, 50_257, 1024, 8
+TOKENS, SAMPLES = 1024, 8
 WARM_UP, STEPS, ROUNDS = 4, 5, 3
 SPECS = ["none", "fp16", "bf16", "int8", "int4", "sign", "topk:0.01", "qsgd:15", "powersgd:8,factors=fp16"]
 CODED = [spec for spec in SPECS if spec != "none"]
 RANKS = (2, 8)
 GRAINS = (20, 22, 23, 25)
-
-
-def gpt() -> nn.Module:
-    """GPT-2's small size, without biases in its products."""
-    torch.manual_seed(0)
-    model = ByteGPT(layers=LAYERS, width=WIDTH, heads=HEADS, context=TOKENS)
-    model.embed = nn.Embedding(VOCABULARY, WIDTH)
-    return model
 
 
 # Steps ------------------------------------------------------------------------------------------------------
@@ -60,10 +51,10 @@ class Training:
 
     def __init__(self, name: str) -> None:
         self.name, self._ends = name, ExitStack()
-        self.ddp = DDP(gpt().cuda(), device_ids=[0])
+        self.ddp = DDP(gpt2.model(TOKENS).cuda(), device_ids=[0])
         self._hook(name)
         self._optimizer = torch.optim.AdamW(self.ddp.parameters(), lr=1e-4, fused=True)
-        self._x = torch.randint(VOCABULARY, (SAMPLES, TOKENS + 1), device="cuda")
+        self._x = torch.randint(gpt2.VOCABULARY, (SAMPLES, TOKENS + 1), device="cuda")
         self.times_ms = list[float]()
 
     def _hook(self, name: str) -> None:
@@ -136,7 +127,7 @@ def steps() -> list[dict[str, Any]]:
 
 def coding() -> list[dict[str, Any]]:
     """Milliseconds of coding a step, measured and as the planner assumes it."""
-    model = gpt()
+    model = gpt2.model(TOKENS)
     shapes = tuple((p.shape[0], p.shape[1]) for p in model.parameters() if p.dim() == 2)  # all but a thousandth
     numel = sum(p.numel() for p in model.parameters())
     source = torch.randn(numel, device="cuda")

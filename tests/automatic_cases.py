@@ -14,6 +14,8 @@ from fsdp2_cases import DEADLINE_S, VARIANTS, optimizer_of, train
 from fsdp2_cases import digest as digest_of_shards
 from gradwire.adapters.fsdp2.attach import ShardedSession
 from gradwire.choosing.automatic import StepPace
+from gradwire.core.link import Link
+from gradwire.drivers.contention import Contention
 from gradwire.session import automatic
 from gradwire.session.session import Session
 from gradwire.topology.reduction_times import Probe, ReductionTimes
@@ -21,6 +23,7 @@ from session_cases import digest
 
 SLOW = ReductionTimes(6000, 20e-6, (Probe(6000, 20e-3, 0.0),))
 """20 ms for all gradients of the model, in fp32."""
+NO_CONTENTION = Contention(Link(0.0, 0.0), Link(0.0, 0.0))
 FAST_FROM = 25
 """The step from which on a message takes a fiftieth."""
 CODING_S = {"none": 0.0, "fp16": 0.1e-3, "int4": 0.6e-3}
@@ -57,12 +60,16 @@ def plant(rank: int, early: bool = False, fast_from: int = FAST_FROM, felt: bool
         (session,) = training
         return 0.02 if felt and rank == 1 and session.engine.index >= fast_from else 0.03
 
+    def contention(*_: object) -> Contention:
+        return NO_CONTENTION
+
     class Watched(automatic.Automatic):
         def before_step(self, session: automatic.Choosing) -> None:
             training[:] = [session]
             super().before_step(session)
 
     automatic.plan_coding_s, automatic.pace_of, automatic.probe_s = plan_coding_s, pace_of, probe_s  # type: ignore[assignment]
+    automatic.contention = contention
     automatic.communicated, automatic.recent_step_s = communicated, recent_step_s
     Session.timed_link = lambda self: SLOW  # type: ignore[method-assign]
     gradwire.session.session.Automatic = Watched  # type: ignore[attr-defined]

@@ -41,10 +41,6 @@ class Link:
         """Now."""
         return self.now_s
 
-    def process_time(self) -> float:
-        """Processors do nothing here."""
-        return 0.0
-
     def sleep(self, seconds: float) -> None:
         """Let time pass."""
         self.now_s += seconds

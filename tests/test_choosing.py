@@ -29,6 +29,7 @@ from gradwire.choosing.accuracy import SAFE_ERROR
 from gradwire.cli.main import main
 from gradwire.core.errors import SpecError
 from gradwire.core.link import Link
+from gradwire.drivers.contention import Contention
 
 ALONE = ("int4", "powersgd:8,factors=fp16", "topk:0.01", "none,exchange=ring", "krum:1", "int8,node=2")
 """Specs with messages of each kind."""
@@ -136,9 +137,22 @@ def test_serving_the_network_gives_back_a_part_of_what_is_hidden(sending_s: floa
 
 def test_work_is_counted_by_messages_and_bytes_as_sending_is() -> None:
     model = nn.Linear(1000, 1000)
-    found = demand("none", model, 2, Link(0.0, 1e-6), work=Link(0.0, 1e-7))
+    found = demand("none", model, 2, Link(0.0, 1e-6), beside=Contention(Link(0.0, 2e-6), Link(0.0, 1e-7)))
     assert found.work_s == pytest.approx(found.sending_s / 10)
-    assert demand("none", model, 2, Link(0.0, 1e-6)).work_s == 0.0
+    assert found.busy_s == pytest.approx(2 * found.sending_s)
+    alone = demand("none", model, 2, Link(0.0, 1e-6))
+    assert alone.work_s == alone.busy_s == 0.0
+
+
+@pytest.mark.parametrize("sending_s", [0.1, 1.0, 3.0, 30.0])
+def test_messages_that_take_longer_beside_computing_hide_less(sending_s: float) -> None:
+    """As on a slower link while the pass goes on, and never by more than if nothing were sent before its end."""
+    before = 0.0
+    for busy in (0.0, 1.0, 1.5, 3.0, 100.0):
+        found = Demand("int4", 0.3, sending_s, (5, 5, 5, 5), busy_s=busy * sending_s).beside(3.0)
+        assert before <= found.step_s <= 3.3 + sending_s + 1e-9
+        assert found.step_s == pytest.approx(3.3 + found.exposed_s)
+        before = found.step_s
 
 
 def test_waves_of_matrices_send_their_factors_together() -> None:

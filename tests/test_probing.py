@@ -159,10 +159,6 @@ class Clocks(threading.local):
         self.now_s += self.tick_s
         return self.now_s
 
-    def process_time(self) -> float:
-        """Processors do nothing here."""
-        return 0.0
-
     def sleep(self, seconds: float) -> None:
         """Let time pass."""
         self.now_s += seconds

@@ -18,7 +18,7 @@ from gradwire.core.errors import SpecError
 from gradwire.core.figures import milliseconds
 from gradwire.core.grammar import name_of, read
 from gradwire.core.link import Link
-from gradwire.topology.processors import Processors
+from gradwire.drivers.contention import Contention, of_ring
 from gradwire.topology.reduction_times import ReductionTimes
 
 AUTO = "auto"
@@ -54,7 +54,7 @@ class StepPace(NamedTuple):
     """What a rank has measured of its own steps, in seconds.
 
     Attributes:
-        compute_s: a step without coding and communication.
+        compute_s: a step without what communication added at its end: computing, coding, and serving the network.
         backward: the share of it in which gradients become ready one after the other.
         coding_s: of each candidate, alone on the processors.
         exposed_s: what communication added to a step under the method at hand.
@@ -77,18 +77,24 @@ class StepPace(NamedTuple):
         return cls(slow.compute_s, slow.backward, coding_s, slow.exposed_s)
 
     def computing_s(self, held: Demand) -> float:
-        """Return what a step computes without what its processors served the network meanwhile.
+        """Return what a step computes without coding, and without what its processors served the network meanwhile.
 
-        That share of the work of sending was hidden that the exposed seconds are not.
+        That share of the messages travelled during the pass that the exposed seconds are not. Exposed seconds beyond
+        those that messages take were spent waiting for ranks that still computed, on cores that this one shares with
+        them. What this method and all others ask for alike, such as DDP's own copies, is left in, so predictions of the
+        others have it too.
 
         Args:
             held: what the method asks for under which this was measured.
 
-        >>> StepPace(1.0, 0.5, (0.0,), exposed_s=0.3).computing_s(Demand("none", 0.0, 0.4, (1,), work_s=0.2))
-        0.95
+        >>> StepPace(1.0, 0.5, (0.0,), exposed_s=0.3).computing_s(Demand("none", 0.1, 0.4, (1,), work_s=0.2))
+        0.85
+        >>> StepPace(1.0, 0.5, (0.0,), exposed_s=0.7).computing_s(Demand("none", 0.1, 0.4, (1,), work_s=0.2))
+        1.2
         """
         hidden = max(1 - self.exposed_s / held.sending_s, 0.0) if held.sending_s else 0.0
-        return max(self.compute_s - hidden * held.work_s, self.compute_s / 2)
+        waiting_s = max(self.exposed_s - held.sending_s, 0.0) if held.sending_s else 0.0
+        return max(self.compute_s + waiting_s - held.coding_s - hidden * held.work_s, self.compute_s / 2)
 
 
 class Chosen(NamedTuple):
@@ -115,50 +121,27 @@ def wire_link(times: ReductionTimes, world_size: int) -> Link:
     >>> round(link.alpha_s, 6), round(link.beta_s_per_byte, 6)
     (0.001, 0.001)
     """
-    return _of_ring(times.link, world_size)
-
-
-def wire_work(times: ReductionTimes, world_size: int, processors: Processors) -> Link:
-    """Return the processor seconds of a message and of a byte that a rank cannot compute in.
-
-    None where a core is spare: it serves the network while the others compute. Where ranks share cores they wait for
-    each other's work, too.
-
-    >>> times = ReductionTimes(1000, 0.006, (), work=Link(0.006, 0.0015))
-    >>> wire_work(times, 4, Processors(cores=4, threads=1, ranks=4))
-    Link(alpha_s=0.001, beta_s_per_byte=0.001)
-    >>> wire_work(times, 4, Processors(cores=8, threads=1, ranks=4))
-    Link(alpha_s=0.0, beta_s_per_byte=0.0)
-    """
-    if processors.has_spare:
-        return Link(0.0, 0.0)
-    work, crowding = _of_ring(times.work, world_size), processors.crowding
-    return Link(crowding * work.alpha_s, crowding * work.beta_s_per_byte)
-
-
-def _of_ring(reduction: Link, world_size: int) -> Link:
-    """What a message and a byte cost, of which an all-reduce is made."""
-    rounds = 2 * (world_size - 1)
-    return Link(reduction.alpha_s / rounds, reduction.beta_s_per_byte * world_size / rounds)
+    return of_ring(times.link, world_size)
 
 
 def demands_of(
     messages: Mapping[str, PlanMessages],
     link: Link,
     pace: StepPace,
-    work: Link | None = None,
+    beside: Contention | None = None,
     crowding: float = 1.0,
 ) -> tuple[Demand, ...]:
     """Return what each candidate asks of the processors and of the link, in order.
 
     Args:
         messages: of each candidate, by its spec.
-        link, work: what a message and a byte cost in time and of the processors.
+        link: what a message and a byte cost in time.
+        beside: what messages and computing take from each other.
         pace: of the slowest rank.
         crowding: how many times longer coding takes where all ranks code (`Processors.crowding`).
     """
     return tuple(
-        sent.demand(spec, link, coding_s=crowding * coding_s, work=work)
+        sent.demand(spec, link, coding_s=crowding * coding_s, beside=beside)
         for (spec, sent), coding_s in zip(messages.items(), pace.coding_s, strict=True)
     )
 

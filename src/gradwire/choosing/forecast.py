@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from gradwire.core.link import Link
+from gradwire.drivers.contention import Contention
 from gradwire.drivers.cost import Parameters, meta_specs, require_world
 from gradwire.drivers.parts import PartPlan
 from gradwire.drivers.plan import Plan, plan
 from gradwire.drivers.timing import Links, waves_s
-from gradwire.drivers.window import Ready, exposed_s
 from gradwire.reducers.base import Reducer
 from gradwire.reducers.step import PAST_WARM_UPS
 from gradwire.spec import as_method
@@ -63,7 +63,8 @@ class Demand(NamedTuple):
         coding_s: encoding, decoding and summing of one rank.
         sending_s: the messages of a step, one after the other.
         waves: elements of each wave of gradients, in the order in which they become ready.
-        work_s: processor seconds of sending that want a core on which the rank computes; none where one is spare.
+        work_s: computing that sending takes away where all of it is beside computing; none where a core is spare.
+        busy_s: what the messages take where all of them travel while the ranks compute; `sending_s` where that is more.
     """
 
     spec: str
@@ -71,6 +72,7 @@ class Demand(NamedTuple):
     sending_s: float
     waves: tuple[int, ...]
     work_s: float = 0.0
+    busy_s: float = 0.0
 
     def beside(self, compute_s: float, backward: float = BACKWARD) -> Forecast:
         """Return the forecast of a step that computes so long.
@@ -86,12 +88,12 @@ class Demand(NamedTuple):
         coding + sending, hides nothing; here waves of a compressed gradient travel during the backward pass too.
 
         Where no core is spare, the processor that computes also copies what is sent and received, sums it up and runs
-        the kernel's network stack: work_s for all of sending. What of this falls into the backward pass lengthens it by
+        the kernel's network stack. So messages take longer while it computes, busy_s in place of sending_s for all of
+        them, and the backward pass is longer by
 
-            serving = work_s * hidden / sending
+            serving = work_s * the share of the messages that travel during the pass
 
-        which is no more than the hidden seconds themselves. The rest is a part of the exposed seconds, in which the
-        processor has nothing else to do.
+        Messages after the pass take what they take alone.
 
         Args:
             compute_s: a step that neither codes nor sends.
@@ -106,22 +108,38 @@ class Demand(NamedTuple):
         3.1
         >>> Demand("int4", 0.5, 0.4, (1, 1, 1, 1)).beside(3.0).step_s
         3.6
-        >>> round(Demand("int4", 0.5, 0.4, (1, 1, 1, 1), work_s=0.2).beside(3.0).step_s, 3)  # half of 0.3 s is work
+        >>> round(Demand("int4", 0.5, 0.4, (1, 1, 1, 1), work_s=0.2).beside(3.0).step_s, 3)  # three quarters hidden
         3.75
+        >>> Demand("none", 0.0, 4.0, (1, 1, 1, 1), busy_s=6.0).beside(3.0).step_s  # the first wave takes 1.5 s
+        6.0
         """
         pass_s = backward * compute_s + self.coding_s
-        hidden_s, share = self._hidden_s(pass_s), min(self.work_s / self.sending_s, 1.0) if self.sending_s else 0.0
-        for _ in range(SETTLES if share else 0):  # a longer pass hides more, which lengthens it by a share of that
-            hidden_s = self._hidden_s(pass_s + share * hidden_s)
-        return Forecast(self.spec, compute_s, self.coding_s, self.sending_s, hidden_s, share * hidden_s)
+        work_s, serving_s = min(self.work_s, max(self.busy_s, self.sending_s)), 0.0
+        for _ in range(SETTLES if work_s else 0):  # a longer pass hides more, which lengthens it further
+            serving_s = work_s * self._sent(pass_s + serving_s).during
+        after_s = self._sent(pass_s + serving_s).after_s
+        return Forecast(self.spec, compute_s, self.coding_s, self.sending_s, self.sending_s - after_s, serving_s)
 
-    def _hidden_s(self, pass_s: float) -> float:
-        """What of sending travels during a backward pass of so many seconds, in which waves become ready evenly."""
-        total, ready, buckets = sum(self.waves), 0, list[Ready]()
+    def _sent(self, pass_s: float) -> _Sent:
+        """How messages travel about a backward pass of so many seconds, in which waves become ready evenly."""
+        total, ready, during, now_s = sum(self.waves), 0, 0.0, -pass_s
         for numel in self.waves:
             ready += numel
-            buckets.append(Ready(pass_s * (ready / total - 1), numel))
-        return self.sending_s - exposed_s(buckets, lambda numel: self.sending_s * numel / total)
+            share = numel / total
+            busy_s, alone_s = share * max(self.busy_s, self.sending_s), share * self.sending_s
+            now_s = max(now_s, pass_s * (ready / total - 1))
+            inside_s = min(busy_s, max(-now_s, 0.0))
+            done = inside_s / busy_s if busy_s else 1.0
+            now_s += inside_s + (1 - done) * alone_s
+            during += done * share
+        return _Sent(during, max(now_s, 0.0))
+
+
+class _Sent(NamedTuple):
+    """The share of messages that travel during the pass, and the seconds that they take after it."""
+
+    during: float
+    after_s: float
 
 
 def demand(
@@ -132,7 +150,7 @@ def demand(
     links: Links | None = None,
     *,
     coding_s: float = 0.0,
-    work: Link | None = None,
+    beside: Contention | None = None,
     step: int = PAST_WARM_UPS,
     grain_numel: int | None = None,
 ) -> Demand:
@@ -145,7 +163,7 @@ def demand(
         link: of every rank to every other.
         links: of those axes that have another, such as a fast one inside nodes.
         coding_s: what it codes in a step, as `gradwire.choosing.coding_s` measures it.
-        work: processor seconds of a message and of a byte, where no core is spare for them; None counts none.
+        beside: what messages and computing take from each other (`gradwire.drivers.contention`); None: nothing.
         step: which.
         grain_numel: as in `gradwire.attach`.
 
@@ -160,7 +178,7 @@ def demand(
     reducer, specs = as_method(method), meta_specs(model)
     require_world(reducer, world_size)
     planned = plan(specs, reducer, grain_numel)
-    return plan_demand(str(method), planned, world_size, link, links, coding_s=coding_s, work=work, step=step)
+    return plan_demand(str(method), planned, world_size, link, links, coding_s=coding_s, beside=beside, step=step)
 
 
 def plan_demand(
@@ -171,7 +189,7 @@ def plan_demand(
     links: Links | None = None,
     *,
     coding_s: float = 0.0,
-    work: Link | None = None,
+    beside: Contention | None = None,
     step: int = PAST_WARM_UPS,
 ) -> Demand:
     """Return the same for grains that are planned already, those of a sharded model for instance.
@@ -179,11 +197,13 @@ def plan_demand(
     Args:
         spec: the method.
         planned: by which its gradients travel.
-        world_size, link, links, coding_s, work, step: as of `demand`.
+        world_size, link, links, coding_s, beside, step: as of `demand`.
     """
     sending_s = waves_s(planned, world_size, link, links, step)
-    work_s = waves_s(planned, world_size, work, step=step) if work else 0.0
-    return Demand(spec, coding_s, sending_s, _elements(planned), work_s)
+    if beside is None:
+        return Demand(spec, coding_s, sending_s, _elements(planned))
+    work_s, busy_s = (waves_s(planned, world_size, each, step=step) for each in (beside.work, beside.link))
+    return Demand(spec, coding_s, sending_s, _elements(planned), work_s, busy_s)
 
 
 class PlanMessages(NamedTuple):
@@ -215,10 +235,13 @@ class PlanMessages(NamedTuple):
         rounds, nbytes = (waves_s(planned, world_size, link, step=PAST_WARM_UPS) for link in (_ROUND, _BYTE))
         return cls(rounds, nbytes, _elements(planned))
 
-    def demand(self, spec: str, link: Link, *, coding_s: float = 0.0, work: Link | None = None) -> Demand:
+    def demand(self, spec: str, link: Link, *, coding_s: float = 0.0, beside: Contention | None = None) -> Demand:
         """Return what a method asks for that sends them; arguments are those of `demand`."""
-        work_s = work.seconds(self.nbytes, self.rounds) if work else 0.0
-        return Demand(spec, coding_s, link.seconds(self.nbytes, self.rounds), self.waves, work_s)
+        alone_s = link.seconds(self.nbytes, self.rounds)
+        if beside is None:
+            return Demand(spec, coding_s, alone_s, self.waves)
+        work_s, busy_s = (each.seconds(self.nbytes, self.rounds) for each in (beside.work, beside.link))
+        return Demand(spec, coding_s, alone_s, self.waves, work_s, busy_s)
 
 
 _ROUND, _BYTE = Link(1.0, 0.0), Link(0.0, 1.0)

@@ -17,7 +17,6 @@ from itertools import pairwise
 import torch
 
 from gradwire.core.collective import AllReduce
-from gradwire.core.link import Link
 from gradwire.drivers.interpreter import ask
 from gradwire.drivers.measure import Bench
 from gradwire.drivers.window import DDP_CAPS, Caps
@@ -74,7 +73,7 @@ def reduction_times(bench: Bench, nbytes: int, caps: Caps = DDP_CAPS) -> Reducti
     cold = prober.cold(smaller, least_s) if least_s >= NEAR_S else (0.0, 0.0)
     if largest.nbytes < nbytes:
         prober.settle(smaller.nbytes)
-    return ReductionTimes(nbytes, least_s, prober.found(), *cold, prober.work())
+    return ReductionTimes(nbytes, least_s, prober.found(), *cold)
 
 
 def _sizes(nbytes: int) -> list[int]:
@@ -100,7 +99,6 @@ class _Prober:
         self._began_s, self._spent_s = time.perf_counter(), 0.0
         self.times: dict[int, list[float]] = {}
         self.rest_s = 0.0
-        self._work_s: dict[int, list[float]] = {}
 
     def can_afford(self, seconds: float) -> bool:
         """Whether there is time for one that is not counted and three that are, of such a length."""
@@ -114,30 +112,24 @@ class _Prober:
         The first one makes windows and buffers warm, and takes up that ranks do not come together.
         """
         sizes, pause_s = self._caps.split(nbytes), self.rest_s if cold_after_s is None else cold_after_s
-        ends, work_s = zip(*(self._reduced(sizes, pause_s) for _ in range(count + 1)), strict=True)
+        ends = [self._reduced(sizes, pause_s) for _ in range(count + 1)]
         mine = [after - before - pause_s for before, after in pairwise(ends)]
-        *agreed, agreed_work_s, spent_s = self._mean([*mine, min(work_s[1:]), time.perf_counter() - self._began_s])
+        *agreed, spent_s = self._mean([*mine, time.perf_counter() - self._began_s])
         self._spent_s = spent_s
         if cold_after_s is None:
             self.times.setdefault(nbytes, []).extend(agreed)
-            self._work_s.setdefault(nbytes, []).append(agreed_work_s)
         return agreed
 
-    def _reduced(self, sizes: Sequence[int], pause_s: float) -> tuple[float, float]:
-        """Reduce buckets as DDP does, all of them at once.
-
-        Returns the time at which they are there, and the seconds that the processors of this rank have worked on them,
-        in the threads of the backend and in the kernel.
-        """
+    def _reduced(self, sizes: Sequence[int], pause_s: float) -> float:
+        """Reduce buckets as DDP does, all of them at once; return the time at which they are there."""
         time.sleep(pause_s)
         device, transport = self._bench.device, self._bench.transport
         parts = [torch.zeros(max(size // 4, 1), dtype=torch.float32, device=device) for size in sizes]
-        worked_s = time.process_time()
         for pending in [transport.issue(AllReduce(part)) for part in parts]:
             pending.wait()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        return time.perf_counter(), time.process_time() - worked_s
+        return time.perf_counter()
 
     def _mean(self, values: Sequence[float]) -> list[float]:
         """The mean over ranks, the same bits on all of them."""
@@ -173,15 +165,6 @@ class _Prober:
         warm, cold = self.times[nbytes], self.repeat(nbytes, 2, PAUSE_S)
         longer_s = max(statistics.fmean(cold) - statistics.fmean(warm), 0.0)
         return longer_s, max(cold) - min(cold) + max(warm) - min(warm)
-
-    def work(self) -> Link:
-        """The straight line through what the smallest and the largest size ask of the processors; no less than nothing.
-
-        Of repetitions the cheapest ones count: what else the process does adds to the others.
-        """
-        least, most = min(self._work_s), max(self._work_s)
-        least_s, most_s = (min(self._work_s[size]) for size in (least, most))
-        return Link(least_s, max(most_s - least_s, 0.0) / max(most - least, 1))
 
     def found(self) -> tuple[Probe, ...]:
         """The probes so far, by rising size, without the smallest call."""

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from gradwire.choosing.accuracy import allowed
-from gradwire.choosing.automatic import Chosen, StepPace, decide, demands_of, wire_link, wire_work
+from gradwire.choosing.automatic import Chosen, StepPace, decide, demands_of, wire_link
 from gradwire.choosing.coding import plan_coding_s
 from gradwire.choosing.forecast import BACKWARD, PlanMessages
 from gradwire.core.checked import checked, facts
@@ -25,6 +25,7 @@ from gradwire.core.errors import AttachError, CompositionError, StateError
 from gradwire.core.grain import ParameterSpec
 from gradwire.core.link import Link
 from gradwire.core.record import Count
+from gradwire.drivers.contention import Contention, contention
 from gradwire.drivers.engine import Engine
 from gradwire.drivers.interpreter import Transport, ask
 from gradwire.drivers.plan import Plan
@@ -128,7 +129,8 @@ class Automatic:
         self._looks, self._due = 0, CHOOSES_AFTER
         self._taken = "none"
         self._link: Link | None = None
-        self._work, self._crowding = Link(0.0, 0.0), 1.0
+        self._beside: Contention | None = None
+        self._crowding = 1.0
         self._probe_nbytes, self._probe_s = LEAST_PROBE, 0.0
         self._pace: StepPace | None = None
         self._coding_s, self._messages = tuple[float, ...](), dict[str, PlanMessages]()
@@ -180,10 +182,22 @@ class Automatic:
             f'without auto: begin with "none", and call session.change with {again}'
         )
 
-    def begin(self, lane: Lane) -> None:
-        """Learn what each candidate codes and sends, before the first step: every rank must call it."""
-        if not self._alone:
-            self._coding_s = _ranks(lane).attempt(self._learn_plans).own
+    def begin(self, session: Choosing, times: ReductionTimes | None) -> None:
+        """Learn what each candidate codes and sends, before the first step: every rank must call it.
+
+        Args:
+            session: that is chosen for.
+            times: of the link, if they are known already.
+        """
+        if self._alone:
+            return
+        self._coding_s = _ranks(session.lane).attempt(self._learn_plans).own
+        if times is not None:
+            self._learn_contention(session, times)
+
+    def _learn_contention(self, session: Choosing, times: ReductionTimes) -> None:
+        """Learn what messages and computing take from each other."""
+        self._beside = session.lane.call(lambda: contention(session.transport, times.link), " in auto")
 
     def _learn_plans(self) -> tuple[float, ...]:
         n = self._world_size
@@ -239,13 +253,14 @@ class Automatic:
         """Learn the link, the processors, and the pace of the slowest rank."""
         times = session.timed_link()
         assert times is not None, "there are several ranks"
-        n, processors = self._world_size, self._processors(session)
-        self._work, self._crowding = wire_work(times, n, processors), processors.crowding
+        self._crowding = self._processors(session).crowding
+        if self._beside is None:
+            self._learn_contention(session, times)
         wanted = int(PROBE_S / max(times.link.beta_s_per_byte, 1e-12))
         self._probe_nbytes = 4 * (min(max(wanted, LEAST_PROBE), MOST_PROBE) // 4)
         self._learn_pace(session)
         self._probe_s = self._probed(session)
-        self._link = wire_link(times, n)
+        self._link = wire_link(times, self._world_size)
 
     def _agreed(self, session: Choosing, own: Callable[[], StepPace]) -> list[StepPace]:
         """What every rank has measured of its own steps."""
@@ -275,7 +290,7 @@ class Automatic:
         assert self._link is not None
         assert self._pace is not None
         step, now = session.engine.index, session.method
-        demands = demands_of(self._messages, self._link, self._pace, self._work, self._crowding)
+        demands = demands_of(self._messages, self._link, self._pace, self._beside, self._crowding)
         choice = decide(demands, self._pace, step, now)
         if choice.spec != now:
             session.change(choice.spec)
@@ -356,8 +371,8 @@ class Automatic:
 def pace_of(samples: Sequence[Sample], coded_s: tuple[float, ...], sent_early: bool) -> StepPace:
     """Return what a rank computes in a step, by a window of its steps.
 
-    Computing is what a step has beside its coding and what communication adds at its end. Of the backward pass the
-    first bucket tells how long the others took, and so how long all took.
+    What communication adds at the end of a step is left out. Of the backward pass the first bucket tells how long the
+    others took, and so how long all took.
 
     Args:
         samples: of steps, one at least.
@@ -368,10 +383,10 @@ def pace_of(samples: Sequence[Sample], coded_s: tuple[float, ...], sent_early: b
     >>> buckets = (Ready(-0.3, 100), Ready(0.0, 300))
     >>> pace = pace_of([Sample(1.0, 0.15, 0.05, 0.1, 10, 80, buckets)], (0.0,), sent_early=True)
     >>> round(pace.compute_s, 3), round(pace.backward, 3), pace.exposed_s
-    (0.8, 0.5, 0.15)
+    (0.85, 0.471, 0.15)
     """
     exposed_s = statistics.median(s.exposed_s for s in samples)
-    compute_s = max(statistics.median(s.step_s - s.exposed_s - s.encode_s for s in samples), 1e-6)
+    compute_s = max(statistics.median(s.step_s - s.exposed_s for s in samples), 1e-6)
     if not sent_early:
         return StepPace(compute_s, 0.0, coded_s, exposed_s)
     several = [sample.buckets for sample in samples if len(sample.buckets) > 1]

@@ -190,7 +190,7 @@ class Session(Figures):
             if lane is None and form.times_link and wants_times():
                 self._time_link()
             if self.automatic is not None:
-                self.automatic.begin(self.lane)
+                self.automatic.begin(self, self._link_times)
             for note in self._links.notes:
                 warnings.warn(note, stacklevel=3)
             culprits = Culprits(self.lane.store, f"{self.lane.name}/{specs[0].name}", group.rank())

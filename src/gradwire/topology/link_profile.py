@@ -18,7 +18,7 @@ from gradwire.topology.identity import HostIdentity
 from gradwire.topology.levels import Level, Topology
 from gradwire.topology.reduction_times import Probe, ReductionTimes
 
-_FORMAT = 3
+_FORMAT = 4
 
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
 
@@ -55,7 +55,6 @@ class KeptReduction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         caps: bytes of the first bucket and of the others.
         nbytes, least_s, cold_s, cold_error_s: see `ReductionTimes`.
-        work: processor seconds of an all-reduce, and of each of its bytes.
         probes: bytes, seconds and their error of each probe; an error is null where a size was timed once.
     """
 
@@ -65,7 +64,6 @@ class KeptReduction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     probes: Annotated[tuple[tuple[int, Seconds, Seconds | None], ...], msgspec.Meta(min_length=1)]
     cold_s: Seconds
     cold_error_s: Seconds
-    work: tuple[Seconds, Seconds]
 
     def __post_init__(self) -> None:
         _ = self.times.curve  # refuses sizes that do not rise
@@ -74,8 +72,7 @@ class KeptReduction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def of(cls, times: ReductionTimes, caps: tuple[int, int]) -> KeptReduction:
         """What a file says of times."""
         probes = tuple((size, s, error if math.isfinite(error) else None) for size, s, error in times.probes)
-        work = times.work.alpha_s, times.work.beta_s_per_byte
-        return cls(caps, times.nbytes, times.least_s, probes, times.cold_s, times.cold_error_s, work)
+        return cls(caps, times.nbytes, times.least_s, probes, times.cold_s, times.cold_error_s)
 
     @property
     def times(self) -> ReductionTimes:
@@ -86,7 +83,7 @@ class KeptReduction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         True
         """
         probes = tuple(Probe(size, s, math.inf if error is None else error) for size, s, error in self.probes)
-        return ReductionTimes(self.nbytes, self.least_s, probes, self.cold_s, self.cold_error_s, Link(*self.work))
+        return ReductionTimes(self.nbytes, self.least_s, probes, self.cold_s, self.cold_error_s)
 
 
 class LinkProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 from gradwire.core.link import Curve, Link, TimedSize
 
-NO_WORK = Link(0.0, 0.0)
 LEAST_BYTES = 4
 """Of the smallest all-reduce."""
 WARM_S, COLD_S = 0.2, 0.5
@@ -36,7 +35,6 @@ class ReductionTimes:
             affordable.
         cold_s: how much longer the first bucket takes after a pause, and
         cold_error_s: how far that may be from the truth.
-        work: processor seconds of a rank in an all-reduce, by its bytes; none where they were not measured.
 
     Example:
         >>> times = ReductionTimes(300, 0.1, (Probe(100, 1.0, 0.1), Probe(200, 2.0, 0.1)), cold_s=0.5)
@@ -51,7 +49,6 @@ class ReductionTimes:
     probes: tuple[Probe, ...]
     cold_s: float = 0.0
     cold_error_s: float = 0.0
-    work: Link = NO_WORK
 
     @property
     def curve(self) -> Curve:
