@@ -19,10 +19,13 @@ trains, and printed is how many steps later it has chosen again, and whether all
 from __future__ import annotations
 
 import argparse
+import functools
+import json
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -56,8 +59,8 @@ HELD = "none"
 STEPS_OF_PACE = 4
 COUNTS = 0.9
 """Of the link's rate, which a bare all-reduce must reach for a cell to count."""
-NEAR, NO_WORSE = 1.10, 1.05
-"""What a step under `auto` may take at most, by that of the best candidate and by that of `none`."""
+NEAR = 1.10
+"""What a step under `auto` may take at most, by that of the best candidate."""
 ASKED = {"a core each": 0.1, "shared cores": 0.2}
 """The median error that predictions may have."""
 
@@ -128,21 +131,21 @@ def on_rank(
     group = dist.group.WORLD
     assert isinstance(group, dist.ProcessGroup)
     timed, names = Timed(Stopwatch(group, torch.device("cpu"))), [HELD, FLOOR, *methods, *AUTO]
-    pace, times, beside = StepPace(0.0, 0.0, ()), None, Contention(Link(0.0, 0.0), Link(0.0, 0.0))
+    pace, link = StepPace(0.0, 0.0, ()), Link(0.0, 0.0)
+    beside = Contention(link, link)
     for turn in [[name] for name in dict.fromkeys(names)] if apart else [list(dict.fromkeys(names))]:
         trainings = {name: Training(task, name) for name in turn}
         none = trainings[HELD].session if HELD in trainings else None
         if none is not None:
-            times = none.timed_link()
-            beside = none.lane.call(lambda held=none, idle=times.link: contention(held.transport, idle), " in a cell")
+            link = wire_link(none.timed_link(), world_size)
+            beside = none.lane.call(functools.partial(contention, none.transport, link), " in a cell")
         timed.take_turns(trainings, rounds, stretch, cell_s / (len(names) if apart else 1))
         if none is not None:
             pace = _slowest_pace(none, timed.steps_s[HELD])
         for each in trainings.values():
             each.close()
         trainings.clear()
-    assert times is not None, "the first turn has timed the link"
-    link, processors = wire_link(times, world_size), Processors(cores(), torch.get_num_threads(), world_size)
+    processors = Processors(cores(), torch.get_num_threads(), world_size)
     model, demands = make_task(task, 0).model, dict[str, Demand]()
     for name in dict.fromkeys([HELD, *methods]):
         dist.barrier()
@@ -150,16 +153,13 @@ def on_rank(
         dist.all_reduce(coded, dist.ReduceOp.MAX)
         coded_s = processors.crowding * float(coded)
         demands[name] = demand(name, model, world_size, link, coding_s=coded_s, beside=beside)
-    compute_s = pace.computing_s(demands[HELD])
     return {
         "steps_s": timed.steps_s,
-        "predicted": {name: _parts(each.beside(compute_s, pace.backward)) for name, each in demands.items()},
         "chosen": timed.chosen,
         "bare_bits_per_s": _bare_rate(model, world_size),
         "link": [[each.alpha_s, each.beta_s_per_byte] for each in (link, *beside)],
-        "pace": pace._asdict(),
+        "pace": pace._replace(crowding=processors.crowding)._asdict(),
         "demands": {name: each._asdict() for name, each in demands.items()},
-        "cores": "shared cores" if processors.crowding > 1 else "a core each",
         "rounds": timed.rounds,
     }
 
@@ -219,17 +219,27 @@ def changing(rank: int, world_size: int, task: str, method: str, every: int) -> 
 
 
 def cell(told: argparse.Namespace, hosts: int, rate: str) -> dict[str, Any]:
-    """Measure a cell and print it."""
+    """Measure a cell."""
     options = {"task": told.task, "methods": told.methods, "rounds": told.rounds, "stretch": told.stretch}
     options |= {"cell_s": told.cell_s, "apart": told.apart}
     with Network(hosts, rate) as network:
         found = run_function(f"{__file__}:on_rank", hosts, options, told.deadline, network=network)[0]
     found["counts"] = found["bare_bits_per_s"] >= COUNTS * parse_rate(rate)
+    return found
+
+
+def told_of(found: dict[str, Any], hosts: int, rate: str) -> dict[str, Any]:
+    """Predict the steps of a cell by what was measured of it, and print both."""
+    pace = StepPace(**found["pace"])
+    demands = {name: Demand(**each) for name, each in found["demands"].items()}
+    alone = pace.alone(demands[HELD])
+    found["predicted"] = {name: _parts(each.beside(*alone)) for name, each in demands.items()}
+    found["cores"] = "shared cores" if pace.crowding > 1 else "a core each"
     measured, predicted = found["steps_s"], found["predicted"]
     note = "" if found["counts"] else f", does not count: bare {found['bare_bits_per_s'] / 1e6:.0f} Mbit/s"
     print(f"{hosts} hosts, {rate}, {found['cores']}, computing {1e3 * measured[FLOOR]:.0f} ms{note}")
-    found["errors"] = {name: predicted[name]["step_s"] / measured[name] - 1 for name in told.methods if name != HELD}
-    for name in told.methods:
+    found["errors"] = {name: predicted[name]["step_s"] / measured[name] - 1 for name in predicted if name != HELD}
+    for name in predicted:
         ratio = measured[name] / predicted[name]["step_s"]
         said = ", ".join(f"{part[:-2]} {1e3 * value:.0f}" for part, value in predicted[name].items())
         print(f"  {name:24} {1e3 * measured[name]:8.1f} ms, {ratio:.2f} of the predicted {said}")
@@ -296,6 +306,7 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", default=[*CANDIDATES, *OTHERS])
     parser.add_argument("--cells", nargs="+", default=[], metavar="HOSTS:RATE", help="in place of --hosts and --rates")
     parser.add_argument("--cell-s", type=float, default=300.0, help="seconds of timed steps in a cell, about")
+    parser.add_argument("--again", type=Path, metavar="FILE", help="predict what was measured in a run before")
     parser.add_argument("--apart", action="store_true", help="one method after the other, for large models")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--stretch", type=int, default=3)
@@ -311,7 +322,12 @@ def main() -> None:
     else:
         named = [tuple(each.split(":", 1)) for each in told.cells]
         wanted = named or [(str(hosts), rate) for hosts in told.hosts for rate in told.rates]
-        cells = {f"{hosts} hosts {rate}": cell(told, int(hosts), rate) for hosts, rate in wanted}
+        kept = json.loads(told.again.read_text(encoding="utf-8"))["cells"] if told.again else {}
+        wanted = [name.split(" hosts ") for name in kept] or wanted
+        cells = dict[str, Any]()
+        for hosts, rate in wanted:
+            name = f"{hosts} hosts {rate}"
+            cells[name] = told_of(kept.get(name) or cell(told, int(hosts), rate), int(hosts), rate)
         result = {"cells": cells, "summary": summary(cells)}
         name = "choosing"
     if told.save:

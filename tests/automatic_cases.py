@@ -13,7 +13,7 @@ from change_cases import GRAIN, Training
 from fsdp2_cases import DEADLINE_S, VARIANTS, optimizer_of, train
 from fsdp2_cases import digest as digest_of_shards
 from gradwire.adapters.fsdp2.attach import ShardedSession
-from gradwire.choosing.automatic import StepPace
+from gradwire.choosing.automatic import StepPace, wire_link
 from gradwire.core.link import Link
 from gradwire.drivers.contention import Contention
 from gradwire.session import automatic
@@ -60,7 +60,10 @@ def plant(rank: int, early: bool = False, fast_from: int = FAST_FROM, felt: bool
         (session,) = training
         return 0.02 if felt and rank == 1 and session.engine.index >= fast_from else 0.03
 
-    def contention(*_: object) -> Contention:
+    def contention(_: object, link: Link) -> Contention:
+        """That of the link that was timed, or has become fast."""
+        timed = wire_link(SLOW, 2).seconds(1000)
+        assert link.seconds(1000) == pytest.approx(timed if link.seconds(1000) > timed / 2 else timed / 50)
         return NO_CONTENTION
 
     class Watched(automatic.Automatic):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any, cast
 
@@ -97,17 +98,43 @@ def test_what_processors_served_the_network_is_not_computing() -> None:
     Longer than messages take only ranks are waited for that share the cores, and still compute.
     """
     held = Demand("none", 0.1, 0.4, (1,), work_s=0.2)
-    for exposed_s, computing_s in ((0.0, 0.7), (0.2, 0.8), (0.4, 0.9), (0.5, 1.0), (0.9, 1.4)):
-        assert StepPace(1.0, 0.5, (0.0,), exposed_s).computing_s(held) == pytest.approx(computing_s)
-    assert StepPace(1.0, 0.5, (0.0,)).computing_s(held._replace(work_s=7.0)) == 0.5
-    assert StepPace(1.0, 0.5, (0.0,), 0.3).computing_s(Demand("none", 0.0, 0.0, (1,))) == 1.0
+    for exposed_s, computing_s, crowded_s in ((0.0, 0.7, 0.7), (0.2, 0.8, 0.8), (0.4, 0.9, 0.9), (0.9, 0.9, 1.4)):
+        pace = StepPace(1.0, 0.5, (0.0,), exposed_s)
+        assert pace.alone(held)[0] == pytest.approx(computing_s)
+        assert pace._replace(crowding=2.0).alone(held)[0] == pytest.approx(crowded_s)
+    assert StepPace(1.0, 0.5, (0.0,)).alone(held._replace(work_s=7.0))[0] == pytest.approx(0.5)
+    assert StepPace(1.0, 0.5, (0.0,)).alone(held._replace(coding_s=7.0)) == (0.5, 0.0)
+    assert StepPace(1.0, 0.5, (0.0,), 0.3).alone(Demand("none", 0.0, 0.0, (1,))) == (1.0, 0.5)
+
+
+@pytest.mark.parametrize("crowding", [1.0, 2.0])
+@pytest.mark.parametrize("backward", [0.0, 0.5, 0.75])
+def test_a_step_that_was_predicted_tells_what_it_computes(backward: float, crowding: float) -> None:
+    """The pace of a run that is as the forecast says gives back the computing that the forecast was made of."""
+    for compute_s, coding_s, sending_s, work_s, busy_s in itertools.product(
+        (1.0, 4.0), (0.0, 0.3), (0.2, 1.0, 9.0), (0.0, 0.1), (0.0, 1.5)
+    ):
+        held = Demand("none", coding_s, sending_s, (1, 2, 3, 4), work_s, busy_s if backward else 0.0)
+        seen = held.beside(compute_s, backward)
+        if not backward:  # waves go out one after the other while they are coded, and all of that is at the end
+            exposed_s = seen.step_s - compute_s
+            pace = StepPace(compute_s, 0.0, (coding_s,), exposed_s, crowding)
+            assert pace.alone(held) == pytest.approx((compute_s, 0.0))
+            continue
+        pass_s = compute_s + coding_s + seen.serving_s
+        share = (backward * compute_s + coding_s + seen.serving_s) / pass_s
+        found = StepPace(pass_s, share, (coding_s,), seen.exposed_s, crowding).alone(held)
+        assert found == pytest.approx((compute_s, backward), rel=0.05 if work_s and busy_s else 1e-9)
 
 
 def test_ranks_that_share_cores_code_longer() -> None:
     crowded = Processors(2, 1, 4)
-    pace, model = StepPace(1.0, 0.5, (0.0, 0.1)), [ParameterSpec("w", (100,), torch.float32, torch.device("cpu"))]
+    pace, model = (
+        StepPace(1.0, 0.5, (0.0, 0.1), crowding=crowded.crowding),
+        [ParameterSpec("w", (100,), torch.float32, torch.device("cpu"))],
+    )
     messages = {spec: PlanMessages.of(plan(model, as_method(spec)), 2) for spec in ("none", "fp16")}
-    found = demands_of(messages, Link(0.0, 0.0), pace, crowding=crowded.crowding)
+    found = demands_of(messages, Link(0.0, 0.0), pace)
     assert [(each.spec, each.coding_s) for each in found] == [("none", 0.0), ("fp16", 0.2)]
 
 

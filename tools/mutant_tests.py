@@ -49,6 +49,7 @@ FLOWER: Stage = ("tests/test_flower.py",)
 FILES: dict[str, tuple[Stage, ...]] = {
     "drivers/axes.py": (("tests/test_topology_links.py",),),
     "drivers/checked.py": (("src/gradwire/drivers/checked.py", "tests/test_faults.py", "-k", "checksum"),),
+    "drivers/contention.py": (("src/gradwire/drivers/contention.py", "tests/test_contention.py"),),
     "drivers/cost.py": (("src/gradwire/drivers/cost.py", "tests/test_coalesce.py", ENGINE, "tests/test_plan.py"), COST),
     "drivers/engine.py": ((ENGINE, "tests/test_handle.py"), ONE_RANK, REPORT, HOOKS, DDP),
     "drivers/faulty.py": (("src/gradwire/drivers/faulty.py", "tests/test_faults.py", "-k", "not real"),),

@@ -18,7 +18,7 @@ from gradwire.core.errors import SpecError
 from gradwire.core.figures import milliseconds
 from gradwire.core.grammar import name_of, read
 from gradwire.core.link import Link
-from gradwire.drivers.contention import Contention, of_ring
+from gradwire.drivers.contention import Contention, message
 from gradwire.topology.reduction_times import ReductionTimes
 
 AUTO = "auto"
@@ -54,47 +54,53 @@ class StepPace(NamedTuple):
     """What a rank has measured of its own steps, in seconds.
 
     Attributes:
-        compute_s: a step without what communication added at its end: computing, coding, and serving the network.
-        backward: the share of it in which gradients become ready one after the other.
-        coding_s: of each candidate, alone on the processors.
+        compute_s: a step without what communication added at its end. Where gradients are sent during the backward
+            pass, coding and serving the network are in it.
+        backward: the share of it in which gradients become ready one after the other; 0 where they are sent at its end.
+        coding_s: of each candidate, by a rank that has its cores for itself.
         exposed_s: what communication added to a step under the method at hand.
+        crowding: how many times longer coding takes where all ranks code (`Processors.crowding`).
     """
 
     compute_s: float
     backward: float
     coding_s: tuple[float, ...]
     exposed_s: float = 0.0
+    crowding: float = 1.0
 
     @classmethod
     def slowest(cls, paces: Sequence[StepPace]) -> StepPace:
-        """Return the pace that all ranks keep: in each figure that of the slowest one.
+        """Return the pace that all ranks keep: the steps of the rank that computes longest, and the longest coding.
 
         >>> StepPace.slowest([StepPace(1.0, 0.5, (0.1,)), StepPace(2.0, 0.25, (0.0,))])
-        StepPace(compute_s=2.0, backward=0.25, coding_s=(0.1,), exposed_s=0.0)
+        StepPace(compute_s=2.0, backward=0.25, coding_s=(0.1,), exposed_s=0.0, crowding=1.0)
         """
         coding_s = tuple(map(max, zip(*(pace.coding_s for pace in paces), strict=True)))
         slow = max(paces, key=lambda pace: pace.compute_s)
-        return cls(slow.compute_s, slow.backward, coding_s, slow.exposed_s)
+        return slow._replace(coding_s=coding_s)
 
-    def computing_s(self, held: Demand) -> float:
-        """Return what a step computes without coding, and without what its processors served the network meanwhile.
+    def alone(self, held: Demand) -> tuple[float, float]:
+        """Return what a step computes without coding and serving the network, and which share of that is its pass.
 
-        That share of the messages travelled during the pass that the exposed seconds are not. Exposed seconds beyond
-        those that messages take were spent waiting for ranks that still computed, on cores that this one shares with
-        them. What this method and all others ask for alike, such as DDP's own copies, is left in, so predictions of the
-        others have it too.
+        What of the messages is not exposed has travelled during the pass. Where ranks share cores, exposed seconds
+        beyond those that messages take were spent waiting for ranks that still computed. What all methods ask for
+        alike, such as DDP's own copies, is left in, so predictions of other methods have it too.
 
         Args:
             held: what the method asks for under which this was measured.
 
-        >>> StepPace(1.0, 0.5, (0.0,), exposed_s=0.3).computing_s(Demand("none", 0.1, 0.4, (1,), work_s=0.2))
-        0.85
-        >>> StepPace(1.0, 0.5, (0.0,), exposed_s=0.7).computing_s(Demand("none", 0.1, 0.4, (1,), work_s=0.2))
+        >>> held = Demand("none", 0.1, 0.4, (1,), work_s=0.2)
+        >>> [round(part, 3) for part in StepPace(1.0, 0.5, (0.0,), exposed_s=0.3).alone(held)]  # a quarter is hidden
+        [0.85, 0.412]
+        >>> round(StepPace(1.0, 0.5, (0.0,), exposed_s=0.7, crowding=2.0).alone(held)[0], 3)
         1.2
         """
         hidden = max(1 - self.exposed_s / held.sending_s, 0.0) if held.sending_s else 0.0
-        waiting_s = max(self.exposed_s - held.sending_s, 0.0) if held.sending_s else 0.0
-        return max(self.compute_s + waiting_s - held.coding_s - hidden * held.work_s, self.compute_s / 2)
+        beside_s = held.coding_s + hidden * held.served_s if self.backward else 0.0
+        after_s = held.sending_s if self.backward else held.sending_s + held.coding_s
+        waiting_s = max(self.exposed_s - after_s, 0.0) if self.crowding > 1 and held.sending_s else 0.0
+        compute_s = max(self.compute_s + waiting_s - beside_s, self.compute_s / 2)
+        return compute_s, min(max(self.backward * self.compute_s - beside_s, 0.0) / compute_s, 1.0)
 
 
 class Chosen(NamedTuple):
@@ -121,7 +127,7 @@ def wire_link(times: ReductionTimes, world_size: int) -> Link:
     >>> round(link.alpha_s, 6), round(link.beta_s_per_byte, 6)
     (0.001, 0.001)
     """
-    return of_ring(times.link, world_size)
+    return message(times.link, world_size)
 
 
 def demands_of(
@@ -129,7 +135,6 @@ def demands_of(
     link: Link,
     pace: StepPace,
     beside: Contention | None = None,
-    crowding: float = 1.0,
 ) -> tuple[Demand, ...]:
     """Return what each candidate asks of the processors and of the link, in order.
 
@@ -138,10 +143,9 @@ def demands_of(
         link: what a message and a byte cost in time.
         beside: what messages and computing take from each other.
         pace: of the slowest rank.
-        crowding: how many times longer coding takes where all ranks code (`Processors.crowding`).
     """
     return tuple(
-        sent.demand(spec, link, coding_s=crowding * coding_s, beside=beside)
+        sent.demand(spec, link, coding_s=pace.crowding * coding_s, beside=beside)
         for (spec, sent), coding_s in zip(messages.items(), pace.coding_s, strict=True)
     )
 
@@ -164,8 +168,8 @@ def decide(demands: Sequence[Demand], pace: StepPace, step: int, now: str) -> Ch
     >>> print(decide([none, int4], StepPace(100.0, 0.5, (0.0, 0.1)), 10, "none").why)
     its step takes 101,000 ms: 100,000 computing, 0.0 coding, 2,000 sending, of which 1,000 are hidden
     """
-    compute_s = pace.computing_s(next(each for each in demands if each.spec == now))
-    forecasts = [each.beside(compute_s, pace.backward) for each in demands]
+    alone = pace.alone(next(each for each in demands if each.spec == now))
+    forecasts = [each.beside(*alone) for each in demands]
     best, held = best_of(forecasts), next(each for each in forecasts if each.spec == now)
     if best.step_s > GAIN * held.step_s:
         best = held

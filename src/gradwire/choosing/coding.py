@@ -59,9 +59,9 @@ def coding_s(
     parameters takes about as long as one of millions. What counts is the time of the thread that codes, as it does in
     the figures of a run: a processor that other processes want meanwhile makes no difference. The other ranks are
     mirrors of this one: they answer at once, with what this rank sends, so that a rank decodes as many payloads as
-    among `world_size` ranks. On a processor another thread computes meanwhile, as the backward pass does, and before
-    each run the caches are filled with other data, as a training step fills them: coding takes up to 2.6 times as long
-    then (byte-GPT, Intel Xeon).
+    among `world_size` ranks. Where PyTorch has one thread, another one computes meanwhile, as the backward pass does.
+    Before each run the caches are filled with other data, as a training step fills them: coding takes up to 2.6 times
+    as long then (byte-GPT, Intel Xeon).
 
     Args:
         method: a reducer, or a spec.
@@ -99,8 +99,9 @@ def plan_coding_s(planned: Plan, world_size: int, repeats: int = REPEATS) -> flo
         form = form_of(unit, reducers)
         counts[form] += 1
         units.setdefault(form, unit)
-    on_processor = any(unit.grain.device.type == "cpu" for unit in units.values())
-    with Computing() if on_processor else contextlib.nullcontext():
+    # With more threads their teams would wait for each other, and waiting counts as work of the thread that codes.
+    shares = torch.get_num_threads() == 1 and any(unit.grain.device.type == "cpu" for unit in units.values())
+    with Computing() if shares else contextlib.nullcontext():
         return sum(counts[form] * _unit_s(unit, world_size, repeats) for form, unit in units.items())
 
 

@@ -63,8 +63,8 @@ class Demand(NamedTuple):
         coding_s: encoding, decoding and summing of one rank.
         sending_s: the messages of a step, one after the other.
         waves: elements of each wave of gradients, in the order in which they become ready.
-        work_s: computing that sending takes away where all of it is beside computing; none where a core is spare.
-        busy_s: what the messages take where all of them travel while the ranks compute; `sending_s` where that is more.
+        work_s: computing that sending takes away where all of it is beside computing; next to none on a spare core.
+        busy_s: what the messages take where all of them travel while the ranks compute; counts as `sending_s` at least.
     """
 
     spec: str
@@ -73,6 +73,11 @@ class Demand(NamedTuple):
     waves: tuple[int, ...]
     work_s: float = 0.0
     busy_s: float = 0.0
+
+    @property
+    def served_s(self) -> float:
+        """`work_s`, which is no more than the messages take."""
+        return min(self.work_s, max(self.busy_s, self.sending_s))
 
     def beside(self, compute_s: float, backward: float = BACKWARD) -> Forecast:
         """Return the forecast of a step that computes so long.
@@ -83,9 +88,9 @@ class Demand(NamedTuple):
 
             step = forward + max(backward + coding, the time at which W - 1 waves are sent) + s
 
-        or more precisely what `gradwire.drivers.window.exposed_s` makes of these waves. Without coding this is the
-        model of Agarwal et al. (MLSys 2022) for PyTorch's DDP. Their model of compression, computing +
-        coding + sending, hides nothing; here waves of a compressed gradient travel during the backward pass too.
+        Without coding this is the model of Agarwal et al. (MLSys 2022) for PyTorch's DDP. Their model of compression,
+        computing + coding + sending, hides nothing; here waves of a compressed gradient travel during the backward pass
+        too.
 
         Where no core is spare, the processor that computes also copies what is sent and received, sums it up and runs
         the kernel's network stack. So messages take longer while it computes, busy_s in place of sending_s for all of
@@ -114,11 +119,11 @@ class Demand(NamedTuple):
         6.0
         """
         pass_s = backward * compute_s + self.coding_s
-        work_s, serving_s = min(self.work_s, max(self.busy_s, self.sending_s)), 0.0
-        for _ in range(SETTLES if work_s else 0):  # a longer pass hides more, which lengthens it further
-            serving_s = work_s * self._sent(pass_s + serving_s).during
-        after_s = self._sent(pass_s + serving_s).after_s
-        return Forecast(self.spec, compute_s, self.coding_s, self.sending_s, self.sending_s - after_s, serving_s)
+        sent = self._sent(pass_s)
+        for _ in range(SETTLES if self.work_s else 0):  # a longer pass hides more, which lengthens it further
+            sent = self._sent(pass_s + self.served_s * sent.during)
+        serving_s, hidden_s = self.served_s * sent.during, self.sending_s - sent.after_s
+        return Forecast(self.spec, compute_s, self.coding_s, self.sending_s, hidden_s, serving_s)
 
     def _sent(self, pass_s: float) -> _Sent:
         """How messages travel about a backward pass of so many seconds, in which waves become ready evenly."""
@@ -161,7 +166,7 @@ def demand(
         model: whose gradients, as in `gradwire.cost`.
         world_size: ranks.
         link: of every rank to every other.
-        links: of those axes that have another, such as a fast one inside nodes.
+        links: of those axes that have another, such as a fast one inside nodes; `beside` knows none of them.
         coding_s: what it codes in a step, as `gradwire.choosing.coding_s` measures it.
         beside: what messages and computing take from each other (`gradwire.drivers.contention`); None: nothing.
         step: which.

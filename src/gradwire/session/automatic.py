@@ -130,7 +130,6 @@ class Automatic:
         self._taken = "none"
         self._link: Link | None = None
         self._beside: Contention | None = None
-        self._crowding = 1.0
         self._probe_nbytes, self._probe_s = LEAST_PROBE, 0.0
         self._pace: StepPace | None = None
         self._coding_s, self._messages = tuple[float, ...](), dict[str, PlanMessages]()
@@ -183,7 +182,9 @@ class Automatic:
         )
 
     def begin(self, session: Choosing, times: ReductionTimes | None) -> None:
-        """Learn what each candidate codes and sends, before the first step: every rank must call it.
+        """Learn what can be known before the first step: every rank must call it.
+
+        That is what each candidate codes and sends, and what messages and computing take from each other.
 
         Args:
             session: that is chosen for.
@@ -193,11 +194,12 @@ class Automatic:
             return
         self._coding_s = _ranks(session.lane).attempt(self._learn_plans).own
         if times is not None:
-            self._learn_contention(session, times)
+            self._learn_contention(session, wire_link(times, self._world_size))
 
-    def _learn_contention(self, session: Choosing, times: ReductionTimes) -> None:
-        """Learn what messages and computing take from each other."""
-        self._beside = session.lane.call(lambda: contention(session.transport, times.link), " in auto")
+    def _learn_contention(self, session: Choosing, link: Link) -> None:
+        """Learn what messages and computing take from each other, if they go on at the same time."""
+        if self._sent_early:
+            self._beside = session.lane.call(lambda: contention(session.transport, link), " in auto")
 
     def _learn_plans(self) -> tuple[float, ...]:
         n = self._world_size
@@ -247,27 +249,27 @@ class Automatic:
 
     def _learn_pace(self, session: Choosing) -> None:
         """Learn the pace of the slowest rank."""
-        self._pace = StepPace.slowest(self._agreed(session, lambda: self._own_pace(session)))
+        crowding = self._processors(session).crowding
+        pace = StepPace.slowest(self._agreed(session, lambda: self._own_pace(session)))
+        self._pace = pace._replace(crowding=crowding)
 
     def _measure(self, session: Choosing) -> None:
-        """Learn the link, the processors, and the pace of the slowest rank."""
+        """Learn the link, what messages and computing take from each other, and the pace of the slowest rank."""
         times = session.timed_link()
         assert times is not None, "there are several ranks"
-        self._crowding = self._processors(session).crowding
+        link = wire_link(times, self._world_size)
         if self._beside is None:
-            self._learn_contention(session, times)
+            self._learn_contention(session, link)
         wanted = int(PROBE_S / max(times.link.beta_s_per_byte, 1e-12))
         self._probe_nbytes = 4 * (min(max(wanted, LEAST_PROBE), MOST_PROBE) // 4)
         self._learn_pace(session)
         self._probe_s = self._probed(session)
-        self._link = wire_link(times, self._world_size)
+        self._link = link
 
     def _agreed(self, session: Choosing, own: Callable[[], StepPace]) -> list[StepPace]:
         """What every rank has measured of its own steps."""
         said = _ranks(session.lane).attempt(own, words=list).words
-        return [
-            StepPace(compute_s, backward, tuple(coded), exposed_s) for compute_s, backward, coded, exposed_s in said
-        ]
+        return [StepPace(told[0], told[1], tuple(told[2]), *told[3:]) for told in said]
 
     def _processors(self, session: Choosing) -> Processors:
         """Those of the rank that has the fewest for itself."""
@@ -279,7 +281,7 @@ class Automatic:
         return bool(session.window.latest or self._pace)
 
     def _own_pace(self, session: Choosing) -> StepPace:
-        found, latest = list(session.window.samples), session.window.latest
+        found, latest = list(session.window.samples)[-LOOKS_EVERY:], session.window.latest
         if len(found) < FEWEST_SAMPLES and self._pace is not None:
             return self._pace
         assert latest is not None, "a rank that knows no pace does not come here"
@@ -290,7 +292,7 @@ class Automatic:
         assert self._link is not None
         assert self._pace is not None
         step, now = session.engine.index, session.method
-        demands = demands_of(self._messages, self._link, self._pace, self._beside, self._crowding)
+        demands = demands_of(self._messages, self._link, self._pace, self._beside)
         choice = decide(demands, self._pace, step, now)
         if choice.spec != now:
             session.change(choice.spec)
@@ -317,6 +319,7 @@ class Automatic:
         assert self._pace is not None
         self._looks_off, self._probe_s, self._usual_s = 0, ratio * self._probe_s, 0.0
         self._link = Link(ratio * self._link.alpha_s, ratio * self._link.beta_s_per_byte)
+        self._learn_contention(session, self._link)
         self._learn_pace(session)
         self._decide(session)
 
@@ -364,14 +367,14 @@ class Automatic:
     def take_up(self, found: Sequence[Chosen]) -> None:
         """Go on from the choices of a save, and measure again."""
         self.choices, self._first, self._looks_off, self._due = list(found), None, 0, CHOOSES_AFTER
-        self._link, self._pace, self._usual_s, self._looks = None, None, 0.0, 0
+        self._link, self._pace, self._beside, self._usual_s, self._looks = None, None, None, 0.0, 0
         self._taken = found[-1].spec
 
 
 def pace_of(samples: Sequence[Sample], coded_s: tuple[float, ...], sent_early: bool) -> StepPace:
-    """Return what a rank computes in a step, by a window of its steps.
+    """Return the pace of a rank, by a window of its steps.
 
-    What communication adds at the end of a step is left out. Of the backward pass the first bucket tells how long the
+    Of the backward pass the first bucket tells how long the
     others took, and so how long all took.
 
     Args:
