@@ -39,8 +39,8 @@ LEAST_BYTES, MOST_BYTES = 1 << 14, 1 << 20
 LONGEST_S = 0.05
 """What the larger size may take while nothing is computed."""
 _SIDE, _MEMORY, _PASS = 128, 1 << 21, 1 << 17
-"""A round of computing multiplies square matrices of this side and goes through half a megabyte of eight, as training goes
-through more memory than a core's own caches hold. With several threads there is as much for each."""
+"""A round of computing multiplies square matrices of this side and goes through half a megabyte of eight, as training
+goes through more memory than a core's own caches hold. With several threads there is as much for each."""
 LONGEST_COMPUTING_S = 60.0
 """After which a thread ends by itself, whatever became of the one that started it."""
 
