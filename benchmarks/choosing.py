@@ -168,10 +168,11 @@ def _slowest_pace(held: gradwire.Session, step_s: float) -> StepPace:
     """What `auto` learns under `none`, from steps of which the stopwatch knows better how long they take."""
     mine = pace_of(held.window.samples, (), sent_early=True)
     compute_s = max(step_s - mine.exposed_s, 1e-6)
-    told = torch.tensor([compute_s, min(mine.backward * mine.compute_s / compute_s, 1.0), mine.exposed_s])
+    backward = min(mine.backward * mine.compute_s / compute_s, 1.0)
+    told = torch.tensor([compute_s, backward, mine.exposed_s, mine.worked_s])
     others = [torch.empty_like(told) for _ in range(dist.get_world_size())]
     dist.all_gather(others, told)
-    return StepPace.slowest([StepPace(each[0], each[1], (), each[2]) for each in map(Tensor.tolist, others)])
+    return StepPace.slowest([StepPace(each[0], each[1], (), each[2], each[3]) for each in map(Tensor.tolist, others)])
 
 
 def _parts(forecast: Any) -> dict[str, float]:
@@ -306,7 +307,7 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", default=[*CANDIDATES, *OTHERS])
     parser.add_argument("--cells", nargs="+", default=[], metavar="HOSTS:RATE", help="in place of --hosts and --rates")
     parser.add_argument("--cell-s", type=float, default=300.0, help="seconds of timed steps in a cell, about")
-    parser.add_argument("--again", type=Path, metavar="FILE", help="predict what was measured in a run before")
+    parser.add_argument("--again", type=Path, metavar="FILE", help="predict anew what a file has, and add cells to it")
     parser.add_argument("--apart", action="store_true", help="one method after the other, for large models")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--stretch", type=int, default=3)
@@ -323,11 +324,13 @@ def main() -> None:
         named = [tuple(each.split(":", 1)) for each in told.cells]
         wanted = named or [(str(hosts), rate) for hosts in told.hosts for rate in told.rates]
         kept = json.loads(told.again.read_text(encoding="utf-8"))["cells"] if told.again else {}
-        wanted = [name.split(" hosts ") for name in kept] or wanted
+        of_kept = [tuple(name.split(" hosts ", 1)) for name in kept]
         cells = dict[str, Any]()
-        for hosts, rate in wanted:
+        for hosts, rate in [*of_kept, *(named if kept else wanted)]:
             name = f"{hosts} hosts {rate}"
             cells[name] = told_of(kept.get(name) or cell(told, int(hosts), rate), int(hosts), rate)
+            if told.save:  # what a run that is cut short has measured is kept
+                save_result("choosing", {"task": told.task, "cells": cells})
         result = {"cells": cells, "summary": summary(cells)}
         name = "choosing"
     if told.save:

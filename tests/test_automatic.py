@@ -95,11 +95,17 @@ def test_the_slowest_rank_counts() -> None:
 def test_what_processors_served_the_network_is_not_computing() -> None:
     """Whatever is exposed was no work beside computing; a figure that makes no sense takes half of a step at most.
 
-    Longer than messages take only ranks are waited for that share the cores, and still compute.
+    Where ranks share cores, what the processors did counts, if that is more.
     """
     held = Demand("none", 0.1, 0.4, (1,), work_s=0.2)
-    for exposed_s, computing_s, crowded_s in ((0.0, 0.7, 0.7), (0.2, 0.8, 0.8), (0.4, 0.9, 0.9), (0.9, 0.9, 1.4)):
-        pace = StepPace(1.0, 0.5, (0.0,), exposed_s)
+    for exposed_s, computing_s, worked_s, crowded_s in (
+        (0.0, 0.7, 0.4, 0.7),
+        (0.2, 0.8, 0.9, 1.5),
+        (0.4, 0.9, 0.9, 1.5),
+        (0.9, 0.9, 0.6, 0.9),
+        (0.9, 0.9, 0.8, 1.3),
+    ):
+        pace = StepPace(1.0, 0.5, (0.0,), exposed_s, worked_s)
         assert pace.alone(held)[0] == pytest.approx(computing_s)
         assert pace._replace(crowding=2.0).alone(held)[0] == pytest.approx(crowded_s)
     assert StepPace(1.0, 0.5, (0.0,)).alone(held._replace(work_s=7.0))[0] == pytest.approx(0.5)
@@ -116,14 +122,14 @@ def test_a_step_that_was_predicted_tells_what_it_computes(backward: float, crowd
     ):
         held = Demand("none", coding_s, sending_s, (1, 2, 3, 4), work_s, busy_s if backward else 0.0)
         seen = held.beside(compute_s, backward)
+        worked_s = (compute_s + coding_s + held.served_s) / crowding
         if not backward:  # waves go out one after the other while they are coded, and all of that is at the end
-            exposed_s = seen.step_s - compute_s
-            pace = StepPace(compute_s, 0.0, (coding_s,), exposed_s, crowding)
+            pace = StepPace(compute_s, 0.0, (coding_s,), seen.step_s - compute_s, worked_s, crowding)
             assert pace.alone(held) == pytest.approx((compute_s, 0.0))
             continue
         pass_s = compute_s + coding_s + seen.serving_s
         share = (backward * compute_s + coding_s + seen.serving_s) / pass_s
-        found = StepPace(pass_s, share, (coding_s,), seen.exposed_s, crowding).alone(held)
+        found = StepPace(pass_s, share, (coding_s,), seen.exposed_s, worked_s, crowding).alone(held)
         assert found == pytest.approx((compute_s, backward), rel=0.05 if work_s and busy_s else 1e-9)
 
 

@@ -59,6 +59,7 @@ class StepPace(NamedTuple):
         backward: the share of it in which gradients become ready one after the other; 0 where they are sent at its end.
         coding_s: of each candidate, by a rank that has its cores for itself.
         exposed_s: what communication added to a step under the method at hand.
+        worked_s: of processors that a thread of the rank had in a step, whatever it did.
         crowding: how many times longer coding takes where all ranks code (`Processors.crowding`).
     """
 
@@ -66,6 +67,7 @@ class StepPace(NamedTuple):
     backward: float
     coding_s: tuple[float, ...]
     exposed_s: float = 0.0
+    worked_s: float = 0.0
     crowding: float = 1.0
 
     @classmethod
@@ -73,7 +75,7 @@ class StepPace(NamedTuple):
         """Return the pace that all ranks keep: the steps of the rank that computes longest, and the longest coding.
 
         >>> StepPace.slowest([StepPace(1.0, 0.5, (0.1,)), StepPace(2.0, 0.25, (0.0,))])
-        StepPace(compute_s=2.0, backward=0.25, coding_s=(0.1,), exposed_s=0.0, crowding=1.0)
+        StepPace(compute_s=2.0, backward=0.25, coding_s=(0.1,), exposed_s=0.0, worked_s=0.0, crowding=1.0)
         """
         coding_s = tuple(map(max, zip(*(pace.coding_s for pace in paces), strict=True)))
         slow = max(paces, key=lambda pace: pace.compute_s)
@@ -82,25 +84,31 @@ class StepPace(NamedTuple):
     def alone(self, held: Demand) -> tuple[float, float]:
         """Return what a step computes without coding and serving the network, and which share of that is its pass.
 
-        What of the messages is not exposed has travelled during the pass. Where ranks share cores, exposed seconds
-        beyond those that messages take were spent waiting for ranks that still computed. What all methods ask for
-        alike, such as DDP's own copies, is left in, so predictions of other methods have it too.
+        What of the messages is not exposed has travelled during the pass. What all methods ask for alike, such as DDP's
+        own copies, is left in, so predictions of other methods have it too.
+
+        Where ranks share cores, some wait for the link while others compute, and more so the longer messages take. A
+        method that sends less has them compute at the same time. So what counts there is what the processors did,
+
+            crowding * worked - coding - serving
 
         Args:
             held: what the method asks for under which this was measured.
 
         >>> held = Demand("none", 0.1, 0.4, (1,), work_s=0.2)
-        >>> [round(part, 3) for part in StepPace(1.0, 0.5, (0.0,), exposed_s=0.3).alone(held)]  # a quarter is hidden
+        >>> pace = StepPace(1.0, 0.5, (0.0,), exposed_s=0.3, worked_s=0.9)
+        >>> [round(part, 3) for part in pace.alone(held)]  # a quarter is hidden
         [0.85, 0.412]
-        >>> round(StepPace(1.0, 0.5, (0.0,), exposed_s=0.7, crowding=2.0).alone(held)[0], 3)
-        1.2
+        >>> round(pace._replace(crowding=2.0).alone(held)[0], 3)
+        1.5
         """
         hidden = max(1 - self.exposed_s / held.sending_s, 0.0) if held.sending_s else 0.0
         beside_s = held.coding_s + hidden * held.served_s if self.backward else 0.0
-        after_s = held.sending_s if self.backward else held.sending_s + held.coding_s
-        waiting_s = max(self.exposed_s - after_s, 0.0) if self.crowding > 1 and held.sending_s else 0.0
-        compute_s = max(self.compute_s + waiting_s - beside_s, self.compute_s / 2)
-        return compute_s, min(max(self.backward * self.compute_s - beside_s, 0.0) / compute_s, 1.0)
+        compute_s = max(self.compute_s - beside_s, self.compute_s / 2)
+        share = min(max(self.backward * self.compute_s - beside_s, 0.0) / compute_s, 1.0)
+        if self.crowding > 1:
+            compute_s = max(compute_s, self.crowding * self.worked_s - held.coding_s - held.served_s)
+        return compute_s, share
 
 
 class Chosen(NamedTuple):

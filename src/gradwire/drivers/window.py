@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -51,7 +52,10 @@ class Ready(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """One step: seconds and bytes on this rank. `step_s` is the time since the end of the step before."""
+    """One step: seconds and bytes on this rank. `step_s` is the time since the end of the step before.
+
+    `worked_s` are the seconds of processors that this process had meanwhile, in all its threads.
+    """
 
     step_s: float
     exposed_s: float
@@ -60,6 +64,7 @@ class Sample(NamedTuple):
     sent_bytes: int
     dense_bytes: int
     buckets: tuple[Ready, ...]
+    worked_s: float = 0.0
 
 
 class Window:
@@ -89,7 +94,7 @@ class Window:
         self._buckets: list[Ready] = []
         self._bytes = 0
         self._before = Stats()
-        self._before_s = 0.0
+        self._before_s = self._before_worked_s = 0.0
         self._squares: list[Tensor] = []
         self._scale = 1.0
         self._norm: float | None = None
@@ -114,6 +119,7 @@ class Window:
         if self._bytes:
             self._fill_bucket()
         before, self._before = self._before, Stats(**vars(stats))
+        worked_s = time.process_time()
         if before.steps:
             self.latest = Sample(
                 step_s=now_s - self._before_s,
@@ -123,10 +129,11 @@ class Window:
                 sent_bytes=stats.wire_bytes - before.wire_bytes,
                 dense_bytes=stats.dense_wire_bytes - before.dense_wire_bytes,
                 buckets=tuple(Ready(at - self.last_ready_s, nbytes) for at, nbytes in self._buckets),
+                worked_s=worked_s - self._before_worked_s,
             )
         if self.latest is not None and before.steps >= START_UP:
             self.samples.append(self.latest)
-        self._before_s, self.under_way = now_s, False
+        self._before_s, self._before_worked_s, self.under_way = now_s, worked_s, False
 
     @property
     def wants_norm(self) -> bool:

@@ -388,15 +388,16 @@ def pace_of(samples: Sequence[Sample], coded_s: tuple[float, ...], sent_early: b
     >>> round(pace.compute_s, 3), round(pace.backward, 3), pace.exposed_s
     (0.85, 0.471, 0.15)
     """
-    exposed_s = statistics.median(s.exposed_s for s in samples)
+    exposed_s, worked_s = (statistics.median(getattr(s, name) for s in samples) for name in ("exposed_s", "worked_s"))
     compute_s = max(statistics.median(s.step_s - s.exposed_s for s in samples), 1e-6)
+    pace = StepPace(compute_s, 0.0, coded_s, exposed_s, worked_s / torch.get_num_threads())
     if not sent_early:
-        return StepPace(compute_s, 0.0, coded_s, exposed_s)
+        return pace
     several = [sample.buckets for sample in samples if len(sample.buckets) > 1]
     if not several:
-        return StepPace(compute_s, BACKWARD, coded_s, exposed_s)
+        return pace._replace(backward=BACKWARD)
     passes = [-first.at_s / (1 - first.nbytes / sum(b.nbytes for b in (first, *rest))) for first, *rest in several]
-    return StepPace(compute_s, min(statistics.median(passes) / compute_s, 1.0), coded_s, exposed_s)
+    return pace._replace(backward=min(statistics.median(passes) / compute_s, 1.0))
 
 
 def recent_step_s(window: Window) -> float:
