@@ -131,6 +131,7 @@ def on_rank(
     group = dist.group.WORLD
     assert isinstance(group, dist.ProcessGroup)
     timed, names = Timed(Stopwatch(group, torch.device("cpu"))), [HELD, FLOOR, *methods, *AUTO]
+    processors = Processors(cores(), torch.get_num_threads(), world_size)
     pace, link = StepPace(0.0, 0.0, ()), Link(0.0, 0.0)
     beside = Contention(link, link)
     for turn in [[name] for name in dict.fromkeys(names)] if apart else [list(dict.fromkeys(names))]:
@@ -138,14 +139,13 @@ def on_rank(
         none = trainings[HELD].session if HELD in trainings else None
         if none is not None:
             link = wire_link(none.timed_link(), world_size)
-            beside = none.lane.call(functools.partial(contention, none.transport, link), " in a cell")
+            beside = none.lane.call(functools.partial(contention, none.transport, link), " in a cell").among(processors)
         timed.take_turns(trainings, rounds, stretch, cell_s / (len(names) if apart else 1))
         if none is not None:
             pace = _slowest_pace(none, timed.steps_s[HELD])
         for each in trainings.values():
             each.close()
         trainings.clear()
-    processors = Processors(cores(), torch.get_num_threads(), world_size)
     model, demands = make_task(task, 0).model, dict[str, Demand]()
     for name in dict.fromkeys([HELD, *methods]):
         dist.barrier()

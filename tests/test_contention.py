@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 
 import pytest
+import torch
 
 from engines import ThreadTransport, on_threads
 from gradwire.core.collective import AllReduce, Collective
@@ -41,16 +42,14 @@ class Served(SimulatedTransport):
 
 
 def found(transport: Served, idle: Link, monkeypatch: pytest.MonkeyPatch) -> Contention:
-    """What is measured in simulated time, in which a second has a thousand rounds of computing."""
+    """What is measured in simulated time."""
 
     class Planted(Computing):
         def _go_on(self) -> None:
-            """Count nothing."""
+            """Compute nothing."""
 
-        def rate_during(self, job: Callable[[], object]) -> float:
-            began, stolen_s = transport.link.now_s, transport.stolen_s
-            job()
-            return 1000 * (1 - (transport.stolen_s - stolen_s) / (transport.link.now_s - began))
+        def others_s(self) -> float:
+            return transport.stolen_s
 
     monkeypatch.setattr(module, "time", transport.link)
     monkeypatch.setattr(module, "Computing", Planted)
@@ -120,21 +119,44 @@ def test_ranks_agree_though_they_measure_different_things() -> None:
     assert others == [first, first]
 
 
-def test_computing_stops_with_its_block() -> None:
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """PyTorch computes on one thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def is_computing() -> bool:
+    """Whether a thread computes."""
+    return "gradwire-computing" in {thread.name for thread in threading.enumerate()}
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_computing_stops_with_its_block_and_counts_for_itself() -> None:
     def break_off() -> None:
         with Computing() as computing:
-            assert computing.rate_during(lambda: time.sleep(0.05)) > 0.0
+            assert is_computing()
+            began, before = time.process_time(), computing.others_s()
+            time.sleep(0.2)
+            assert computing.others_s() - before < (time.process_time() - began) / 2
             raise RuntimeError("over")
 
     with pytest.raises(RuntimeError, match="over"):
         break_off()
-    assert "gradwire-computing" not in {thread.name for thread in threading.enumerate()}
+    assert not is_computing()
+    torch.set_num_threads(2)
+    with Computing() as computing:
+        assert not is_computing()
+        assert computing.others_s() > 0.0
 
 
+@pytest.mark.usefixtures("one_thread")
 def test_what_breaks_the_thread_is_raised_where_it_is_asked() -> None:
     class Broken(Computing):
         def _go_on(self) -> None:
             raise MemoryError("no room")
 
     with Broken() as computing, pytest.raises(MemoryError, match="no room"):
-        computing.rate_during(lambda: time.sleep(0.05))
+        computing.others_s()

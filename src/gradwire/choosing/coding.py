@@ -99,9 +99,8 @@ def plan_coding_s(planned: Plan, world_size: int, repeats: int = REPEATS) -> flo
         form = form_of(unit, reducers)
         counts[form] += 1
         units.setdefault(form, unit)
-    # With more threads their teams would wait for each other, and waiting counts as work of the thread that codes.
-    shares = torch.get_num_threads() == 1 and any(unit.grain.device.type == "cpu" for unit in units.values())
-    with Computing() if shares else contextlib.nullcontext():
+    on_processor = any(unit.grain.device.type == "cpu" for unit in units.values())
+    with Computing() if on_processor else contextlib.nullcontext():
         return sum(counts[form] * _unit_s(unit, world_size, repeats) for form, unit in units.items())
 
 

@@ -12,35 +12,32 @@ import statistics
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from gradwire.core.collective import AllReduce
 from gradwire.core.link import Link
 from gradwire.drivers.interpreter import Transport, ask
+from gradwire.topology.processors import Processors
 
 TRIALS = 3
 """Of which the median counts."""
 BUDGET_S = 2.0
 """After so long there is no further trial. A link on which one would take so long is not tried: its messages wait for
 the link, and not for processors."""
-TRIAL_S = 0.06
-"""For so long a trial computes without messages. Messages of each size take about as long while nothing is computed."""
+TRIAL_S, FEWEST, MOST = 0.06, 3, 12
+"""What the messages of a size take in a trial while nothing is computed, about; and how many there are."""
 PAUSE_S = 0.002
 """Before each message, as in training, where threads wake up for every one: without it a message of 16 KB takes half as
 much of the processor."""
-FEWEST = 3
-"""Messages of a size in a trial."""
 LEAST_BYTES, MOST_BYTES = 1 << 14, 1 << 20
 """Of the two sizes that are timed. The larger one is less on slow links, and twice the smaller one at least."""
 LONGEST_S = 0.05
 """What the larger size may take while nothing is computed."""
 _SIDE, _MEMORY, _PASS = 128, 1 << 21, 1 << 17
 """A round of computing multiplies square matrices of this side and goes through half a megabyte of eight, as training
-goes through more memory than a core's own caches hold. With several threads there is as much for each."""
+goes through more memory than a core's own caches hold."""
 LONGEST_COMPUTING_S = 60.0
 """After which a thread ends by itself, whatever became of the one that started it."""
 
@@ -51,13 +48,26 @@ class Contention(NamedTuple):
     Attributes:
         link: seconds of a message while the ranks compute.
         work: seconds for which a rank computes less, of a message.
-
-    >>> Contention(Link(2e-3, 1e-8), Link(1e-3, 1e-9)).work.seconds(10**6)
-    0.002
     """
 
     link: Link
     work: Link
+
+    def among(self, processors: Processors) -> Contention:
+        """Return the same, of processor seconds as `work`, for ranks with so many cores.
+
+        On a core that is spare, messages take nothing from computing. On cores that ranks share, each waits for the
+        others' messages too.
+
+        >>> found = Contention(Link(2e-3, 0.0), Link(1e-3, 0.0))
+        >>> for cores in (2, 4, 8):
+        ...     print(found.among(Processors(cores, threads=1, ranks=4)).work.alpha_s)
+        0.002
+        0.001
+        0.0
+        """
+        times = 0.0 if processors.has_spare else processors.crowding
+        return self._replace(work=Link(times * self.work.alpha_s, times * self.work.beta_s_per_byte))
 
 
 def message(whole: Link, world_size: int) -> Link:
@@ -81,15 +91,12 @@ def reduction(each: Link, world_size: int) -> Link:
 
 
 def contention(transport: Transport, link: Link) -> Contention:
-    """Time messages while every rank computes, and computing while messages travel.
+    """Time messages while every rank computes, and the processors that they have meanwhile.
 
-    With r rounds of computing a second while messages travel, r0 while none do, and m messages in t seconds,
-
-        work of a message = (1 - r / r0) * t / m
-
-    Both come from all-reduces of two sizes, and a straight line through them. It takes about half a second, and three
-    at most where ranks share cores. Every rank must call it at the same place, in the thread that communicates, with
-    equal arguments; all get the same bits.
+    The work of a message is the time of processors that this process had without its thread that computes. Both come
+    from all-reduces of two sizes, and a straight line through them. It takes about half a second, and three at most
+    where ranks share cores. Every rank must call it at the same place, in the thread that communicates, with equal
+    arguments; all get the same bits.
 
     Args:
         transport: between the ranks, two at least, on CPUs.
@@ -99,7 +106,7 @@ def contention(transport: Transport, link: Link) -> Contention:
     largest = min(MOST_BYTES, int((LONGEST_S - idle.alpha_s) / max(idle.beta_s_per_byte, 1e-12)))
     sizes = LEAST_BYTES, max(4 * (largest // 4), 2 * LEAST_BYTES)
     each_s = [PAUSE_S + idle.seconds(size) for size in sizes]
-    counts = [max(int(TRIAL_S / seconds), FEWEST) for seconds in each_s]
+    counts = [min(max(int(TRIAL_S / seconds), FEWEST), MOST) for seconds in each_s]
     if sum(count * seconds for count, seconds in zip(counts, each_s, strict=True)) > BUDGET_S:
         return Contention(link, Link(0.0, 0.0))
     trials, began = list[list[float]](), time.perf_counter()
@@ -128,54 +135,35 @@ def _line(smaller: int, larger: int) -> Callable[[float, float], Link]:
 
 
 def _trial(transport: Transport, computing: Computing, sizes: tuple[int, int], counts: list[int]) -> list[float]:
-    """Seconds of a message, and of computing that it takes away, for each size."""
+    """Seconds of a message, and of processors that it had, for each size."""
     found = list[float]()
-    _begin_together(transport)
-    alone = computing.rate_during(lambda: time.sleep(TRIAL_S))
     for size, count in zip(sizes, counts, strict=True):
-        sends = _Sends(transport, torch.zeros(size // 4), count)
-        _begin_together(transport)
-        began = time.perf_counter()
-        beside = computing.rate_during(sends)
-        all_s = time.perf_counter() - began
-        found += [statistics.fmean(sends.taken_s), (1 - beside / alone) * all_s / count]
+        part, took_s = torch.zeros(size // 4), 0.0
+        ask(AllReduce(torch.zeros(1)), transport)
+        worked_s = computing.others_s()
+        for _ in range(count):
+            time.sleep(PAUSE_S)
+            began = time.perf_counter()
+            ask(AllReduce(part), transport)
+            took_s += time.perf_counter() - began
+        found += [took_s / count, (computing.others_s() - worked_s) / count]
     return found
 
 
-@dataclass
-class _Sends:
-    """Reduces a tensor so often, and notes how long each time has taken."""
-
-    transport: Transport
-    part: Tensor
-    count: int
-    taken_s: list[float] = field(default_factory=list[float])
-
-    def __call__(self) -> None:
-        for _ in range(self.count):
-            time.sleep(PAUSE_S)
-            began = time.perf_counter()
-            ask(AllReduce(self.part), self.transport)
-            self.taken_s.append(time.perf_counter() - began)
-
-
-def _begin_together(transport: Transport) -> None:
-    ask(AllReduce(torch.zeros(1)), transport)
-
-
 class Computing:
-    """A thread that computes for the length of a `with` block, and counts its rounds.
+    """A thread that computes for the length of a `with` block.
 
+    It computes nothing where PyTorch has several threads: what all of these work would not be told apart from messages.
     What it raises is raised by the caller's next request. It ends with the main thread too, since a thread that is at
     work while Python ends aborts the process.
 
     >>> with Computing() as computing:
-    ...     computing.rate_during(lambda: time.sleep(0.1)) > 0.0
+    ...     computing.others_s() >= 0.0
     True
     """
 
     def __init__(self) -> None:
-        self._rounds, self._is_over = 0, threading.Event()
+        self._worked_s, self._begun, self._is_over = 0.0, threading.Event(), threading.Event()
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._compute, name="gradwire-computing", daemon=True)
 
@@ -184,31 +172,32 @@ class Computing:
             self._go_on()
         except Exception as error:  # memory that there is not, for instance
             self._error = error
+        self._begun.set()
 
     def _go_on(self) -> None:
-        threads, ends_s, at = torch.get_num_threads(), time.monotonic() + LONGEST_COMPUTING_S, 0
-        matrix, memory = torch.zeros(threads * _SIDE, _SIDE), torch.zeros(threads * _MEMORY)
-        other, product = torch.zeros(_SIDE, _SIDE), torch.empty_like(matrix)
-        size, main = threads * _PASS, threading.main_thread()
+        main, ends_s, at = threading.main_thread(), time.monotonic() + LONGEST_COMPUTING_S, 0
+        matrix, product, memory = torch.zeros(_SIDE, _SIDE), torch.empty(_SIDE, _SIDE), torch.zeros(_MEMORY)
         with torch.inference_mode():
             while not self._is_over.is_set() and main.is_alive() and time.monotonic() < ends_s:
-                torch.mm(matrix, other, out=product)
-                memory[at : at + size].add_(1.0)
-                at = (at + size) % memory.numel()
-                self._rounds += 1
+                torch.mm(matrix, matrix, out=product)
+                memory[at : at + _PASS].add_(1.0)
+                at = (at + _PASS) % _MEMORY
+                self._worked_s = time.thread_time()
+                self._begun.set()
 
-    def rate_during(self, job: Callable[[], object]) -> float:
-        """Do a job in the caller's thread, and return the rounds of a second meanwhile; one at least."""
-        began, before = time.perf_counter(), self._rounds
-        job()
+    def others_s(self) -> float:
+        """Seconds of processors that this process has had so far without this thread."""
         if self._error is not None:
             raise self._error
-        return max(self._rounds - before, 1) / (time.perf_counter() - began)
+        return time.process_time() - self._worked_s
 
     def __enter__(self) -> Computing:
-        self._thread.start()
+        if torch.get_num_threads() == 1:
+            self._thread.start()
+            self._begun.wait()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._is_over.set()
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()

@@ -199,7 +199,8 @@ class Automatic:
     def _learn_contention(self, session: Choosing, link: Link) -> None:
         """Learn what messages and computing take from each other, if they go on at the same time."""
         if self._sent_early:
-            self._beside = session.lane.call(lambda: contention(session.transport, link), " in auto")
+            found = session.lane.call(lambda: contention(session.transport, link), " in auto")
+            self._beside = found.among(self._processors(session))
 
     def _learn_plans(self) -> tuple[float, ...]:
         n = self._world_size

@@ -1,4 +1,4 @@
-"""How many processors the ranks of a machine have: how much they slow each other down."""
+"""How many processors the ranks of a machine have: whether one is spare, and how much they slow each other down."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ class Processors(NamedTuple):
         threads: that a rank computes on.
         ranks: on the machine.
 
+    >>> Processors(cores=4, threads=1, ranks=2).has_spare, Processors(cores=2, threads=1, ranks=2).has_spare
+    (True, False)
     >>> Processors(cores=2, threads=1, ranks=8).crowding
     4.0
     """
@@ -30,6 +32,11 @@ class Processors(NamedTuple):
     cores: int
     threads: int
     ranks: int
+
+    @property
+    def has_spare(self) -> bool:
+        """Whether each rank has a core more than it computes on, which may serve the network meanwhile."""
+        return self.cores >= self.ranks * (self.threads + 1)
 
     @property
     def crowding(self) -> float:
@@ -49,4 +56,4 @@ class Processors(NamedTuple):
         """
         ranks = Counter(machines)
         found = [cls(*each) for each in zip(cores, threads, (ranks[name] for name in machines), strict=True)]
-        return max(found, key=lambda each: each.crowding)
+        return max(found, key=lambda each: each.ranks * (each.threads + 1) / each.cores)
