@@ -55,9 +55,7 @@ class Counted:
 
     def _reduction_times(self, bench: Bench, nbytes: int, caps: Caps) -> ReductionTimes:
         self.reductions += bench.transport.rank == 0
-        return ReductionTimes(
-            nbytes, 0.1, (Probe(nbytes // 2, 0.2, math.inf), Probe(nbytes, 0.3, 0.01)), 0.5, 0.25, Link(1e-3, 2e-9)
-        )
+        return ReductionTimes(nbytes, 0.1, (Probe(nbytes // 2, 0.2, math.inf), Probe(nbytes, 0.3, 0.01)), 0.5, 0.25)
 
 
 @pytest.fixture
