@@ -11,7 +11,6 @@ from __future__ import annotations
 import statistics
 import threading
 import time
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -115,8 +114,8 @@ def contention(transport: Transport, link: Link) -> Contention:
             trials.append(_trial(transport, computing, sizes, counts))
     mine = torch.tensor([statistics.median(each) for each in zip(*trials, strict=True)], dtype=torch.float64)
     small_s, small_work_s, large_s, large_work_s = (ask(AllReduce(mine), transport) / n).tolist()
-    line = _line(*sizes)
-    return Contention(message(line(small_s, large_s), n), message(line(small_work_s, large_work_s), n))
+    lines = _line(sizes, small_s, large_s), _line(sizes, small_work_s, large_work_s)
+    return Contention(*(message(each, n) for each in lines))
 
 
 def _longest(transport: Transport, seconds: float) -> float:
@@ -124,14 +123,11 @@ def _longest(transport: Transport, seconds: float) -> float:
     return float(ask(AllReduce(torch.tensor([seconds], dtype=torch.float64), "max"), transport))
 
 
-def _line(smaller: int, larger: int) -> Callable[[float, float], Link]:
-    """Return what draws a line through the seconds of two sizes; neither part of it is negative."""
-
-    def through(smaller_s: float, larger_s: float) -> Link:
-        beta = max(larger_s - smaller_s, 0.0) / (larger - smaller)
-        return Link(max(smaller_s - beta * smaller, 0.0), beta)
-
-    return through
+def _line(sizes: tuple[int, int], smaller_s: float, larger_s: float) -> Link:
+    """The straight line through the seconds of two sizes; neither part of it is negative."""
+    smaller, larger = sizes
+    beta = max(larger_s - smaller_s, 0.0) / (larger - smaller)
+    return Link(max(smaller_s - beta * smaller, 0.0), beta)
 
 
 def _trial(transport: Transport, computing: Computing, sizes: tuple[int, int], counts: list[int]) -> list[float]:

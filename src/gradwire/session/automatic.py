@@ -130,6 +130,7 @@ class Automatic:
         self._taken = "none"
         self._link: Link | None = None
         self._beside: Contention | None = None
+        self._processors = Processors(1, 1, 1)  # until `begin` has asked the ranks
         self._probe_nbytes, self._probe_s = LEAST_PROBE, 0.0
         self._pace: StepPace | None = None
         self._coding_s, self._messages = tuple[float, ...](), dict[str, PlanMessages]()
@@ -193,6 +194,7 @@ class Automatic:
         if self._alone:
             return
         self._coding_s = _ranks(session.lane).attempt(self._learn_plans).own
+        self._processors = self._fewest_processors(session)
         if times is not None:
             self._learn_contention(session, wire_link(times, self._world_size))
 
@@ -200,7 +202,7 @@ class Automatic:
         """Learn what messages and computing take from each other, if they go on at the same time."""
         if self._sent_early:
             found = session.lane.call(lambda: contention(session.transport, link), " in auto")
-            self._beside = found.among(self._processors(session))
+            self._beside = found.among(self._processors)
 
     def _learn_plans(self) -> tuple[float, ...]:
         n = self._world_size
@@ -250,9 +252,8 @@ class Automatic:
 
     def _learn_pace(self, session: Choosing) -> None:
         """Learn the pace of the slowest rank."""
-        crowding = self._processors(session).crowding
         pace = StepPace.slowest(self._agreed(session, lambda: self._own_pace(session)))
-        self._pace = pace._replace(crowding=crowding)
+        self._pace = pace._replace(crowding=self._processors.crowding)
 
     def _measure(self, session: Choosing) -> None:
         """Learn the link, what messages and computing take from each other, and the pace of the slowest rank."""
@@ -272,7 +273,7 @@ class Automatic:
         said = _ranks(session.lane).attempt(own, words=list).words
         return [StepPace(told[0], told[1], tuple(told[2]), *told[3:]) for told in said]
 
-    def _processors(self, session: Choosing) -> Processors:
+    def _fewest_processors(self, session: Choosing) -> Processors:
         """Those of the rank that has the fewest for itself."""
         own = (HostIdentity.here().machine, cores(), torch.get_num_threads())
         said = _ranks(session.lane).gather(list(own))
@@ -375,8 +376,7 @@ class Automatic:
 def pace_of(samples: Sequence[Sample], coded_s: tuple[float, ...], sent_early: bool) -> StepPace:
     """Return the pace of a rank, by a window of its steps.
 
-    Of the backward pass the first bucket tells how long the
-    others took, and so how long all took.
+    Of the backward pass the first bucket tells how long the others took, and so how long all took.
 
     Args:
         samples: of steps, one at least.
