@@ -139,7 +139,8 @@ def on_rank(
         none = trainings[HELD].session if HELD in trainings else None
         if none is not None:
             link = wire_link(none.timed_link(), world_size)
-            beside = none.lane.call(functools.partial(contention, none.transport, link), " in a cell").among(processors)
+            measured = functools.partial(contention, none.transport, link, rank < cores())
+            beside = none.lane.call(measured, " in a cell").among(processors)
         timed.take_turns(trainings, rounds, stretch, cell_s / (len(names) if apart else 1))
         if none is not None:
             pace = _slowest_pace(none, timed.steps_s[HELD])

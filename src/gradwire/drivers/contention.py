@@ -1,9 +1,13 @@
-"""What communication and computing take from each other: all-reduces are timed while every rank computes.
+"""What communication and computing take from each other: all-reduces are timed while ranks compute.
 
 A processor that computes also copies what is sent and received, sums it up, and runs the network stack of the kernel.
 So messages wait for it, and computing waits for them. Neither is seen while the processor has nothing else to do: on
 two cores that train the byte-GPT, an all-reduce of 1 MB took 0.65 ms of the processor alone, and 2.2 ms beside
 computing.
+
+Of ranks that share cores, as many compute as there are cores. Where all of them did so without a pause, messages of
+eight ranks on two cores had six times as much of the processors as they have in training, whose ranks wait for messages
+most of the time (docs/building/log/planning.md).
 """
 
 from __future__ import annotations
@@ -89,17 +93,19 @@ def reduction(each: Link, world_size: int) -> Link:
     return Link(each.alpha_s * rounds, each.beta_s_per_byte * rounds / world_size)
 
 
-def contention(transport: Transport, link: Link) -> Contention:
-    """Time messages while every rank computes, and the processors that they have meanwhile.
+def contention(transport: Transport, link: Link, computes: bool = True) -> Contention:
+    """Time messages while ranks compute, and the processors that they have meanwhile.
 
     The work of a message is the time of processors that this process had without its thread that computes. Both come
     from all-reduces of two sizes, and a straight line through them. It takes about half a second, and three at most
-    where ranks share cores. Every rank must call it at the same place, in the thread that communicates, with equal
-    arguments; all get the same bits.
+    where ranks share cores. Every rank must call it at the same place, in the thread that communicates; all get the
+    same bits.
 
     Args:
         transport: between the ranks, two at least, on CPUs.
         link: seconds of a message while nothing is computed, alike on all ranks.
+        computes: whether this rank does (`gradwire.topology.processors.has_core`), as one rank at least must; what
+            counts is the mean of those that do.
     """
     n, idle = transport.world_size, reduction(link, transport.world_size)
     largest = min(MOST_BYTES, int((LONGEST_S - idle.alpha_s) / max(idle.beta_s_per_byte, 1e-12)))
@@ -109,11 +115,13 @@ def contention(transport: Transport, link: Link) -> Contention:
     if sum(count * seconds for count, seconds in zip(counts, each_s, strict=True)) > BUDGET_S:
         return Contention(link, Link(0.0, 0.0))
     trials, began = list[list[float]](), time.perf_counter()
-    with Computing() as computing:
+    with Computing(computes) as computing:
         while len(trials) < TRIALS and (not trials or _longest(transport, time.perf_counter() - began) < BUDGET_S):
             trials.append(_trial(transport, computing, sizes, counts))
-    mine = torch.tensor([statistics.median(each) for each in zip(*trials, strict=True)], dtype=torch.float64)
-    small_s, small_work_s, large_s, large_work_s = (ask(AllReduce(mine), transport) / n).tolist()
+    found = [statistics.median(each) for each in zip(*trials, strict=True)]
+    mine = torch.tensor([*found, 1.0], dtype=torch.float64) * computes
+    *sums, computing_ranks = ask(AllReduce(mine), transport).tolist()
+    small_s, small_work_s, large_s, large_work_s = (each / computing_ranks for each in sums)
     lines = _line(sizes, small_s, large_s), _line(sizes, small_work_s, large_work_s)
     return Contention(*(message(each, n) for each in lines))
 
@@ -153,12 +161,16 @@ class Computing:
     What it raises is raised by the caller's next request. It ends with the main thread too, since a thread that is at
     work while Python ends aborts the process.
 
+    Args:
+        is_wanted: False computes nothing either.
+
     >>> with Computing() as computing:
     ...     computing.others_s() >= 0.0
     True
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_wanted: bool = True) -> None:
+        self._is_wanted = is_wanted
         self._worked_s, self._begun, self._is_over = 0.0, threading.Event(), threading.Event()
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._compute, name="gradwire-computing", daemon=True)
@@ -188,7 +200,7 @@ class Computing:
         return time.process_time() - self._worked_s
 
     def __enter__(self) -> Computing:
-        if torch.get_num_threads() == 1:
+        if self._is_wanted and torch.get_num_threads() == 1:
             self._thread.start()
             self._begun.wait()
         return self

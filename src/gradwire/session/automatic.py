@@ -35,7 +35,7 @@ from gradwire.session.form import Form
 from gradwire.session.lane import Lane
 from gradwire.session.together import Together
 from gradwire.topology.identity import HostIdentity
-from gradwire.topology.processors import Processors, cores
+from gradwire.topology.processors import Processors, cores, has_core
 from gradwire.topology.reduction_times import ReductionTimes
 
 CHOOSES_AFTER = START_UP + 5
@@ -130,7 +130,7 @@ class Automatic:
         self._taken = "none"
         self._link: Link | None = None
         self._beside: Contention | None = None
-        self._processors = Processors(1, 1, 1)  # until `begin` has asked the ranks
+        self._processors, self._has_core = Processors(1, 1, 1), True  # until `begin` has asked the ranks
         self._probe_nbytes, self._probe_s = LEAST_PROBE, 0.0
         self._pace: StepPace | None = None
         self._coding_s, self._messages = tuple[float, ...](), dict[str, PlanMessages]()
@@ -194,14 +194,14 @@ class Automatic:
         if self._alone:
             return
         self._coding_s = _ranks(session.lane).attempt(self._learn_plans).own
-        self._processors = self._fewest_processors(session)
+        self._learn_processors(session)
         if times is not None:
             self._learn_contention(session, wire_link(times, self._world_size))
 
     def _learn_contention(self, session: Choosing, link: Link) -> None:
         """Learn what messages and computing take from each other, if they go on at the same time."""
         if self._sent_early:
-            found = session.lane.call(lambda: contention(session.transport, link), " in auto")
+            found = session.lane.call(lambda: contention(session.transport, link, self._has_core), " in auto")
             self._beside = found.among(self._processors)
 
     def _learn_plans(self) -> tuple[float, ...]:
@@ -273,11 +273,12 @@ class Automatic:
         said = _ranks(session.lane).attempt(own, words=list).words
         return [StepPace(told[0], told[1], tuple(told[2]), *told[3:]) for told in said]
 
-    def _fewest_processors(self, session: Choosing) -> Processors:
-        """Those of the rank that has the fewest for itself."""
+    def _learn_processors(self, session: Choosing) -> None:
+        """Learn those of the rank that has the fewest for itself, and whether there is a core for this one."""
         own = (HostIdentity.here().machine, cores(), torch.get_num_threads())
-        said = _ranks(session.lane).gather(list(own))
-        return Processors.fewest(*zip(*said, strict=True))
+        machines, *others = zip(*_ranks(session.lane).gather(list(own)), strict=True)
+        self._processors = Processors.fewest(machines, *others)
+        self._has_core = has_core(session.transport.rank, machines, *own[1:])
 
     def _knows_pace(self, session: Choosing) -> bool:
         return bool(session.window.latest or self._pace)

@@ -13,6 +13,22 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def has_core(rank: int, machines: Sequence[Hashable], cores: int, threads: int) -> bool:
+    """Whether there are cores for a rank, if those before it on its machine have theirs; the first one always has.
+
+    Args:
+        rank: which.
+        machines: of each rank: `HostIdentity.machine`.
+        cores: that the rank may run on.
+        threads: that it computes on.
+
+    >>> [has_core(rank, ["a", "b", "a", "a"], cores=2, threads=1) for rank in range(4)]
+    [True, True, True, False]
+    """
+    before = machines[:rank].count(machines[rank])
+    return before == 0 or (before + 1) * threads <= cores
+
+
 class Processors(NamedTuple):
     """The cores of a machine, and the ranks that share them.
 
