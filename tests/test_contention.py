@@ -119,6 +119,36 @@ def test_ranks_agree_though_they_measure_different_things() -> None:
     assert others == [first, first]
 
 
+@pytest.mark.parametrize("computing", [(True, True, True), (True, False, True), (False, True, False)])
+def test_only_ranks_that_compute_count(computing: tuple[bool, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three ranks, each of which measures its own number of seconds; the result is the mean of those that compute."""
+    smaller, larger = LEAST_BYTES, MOST_BYTES
+    started = list[bool]()
+
+    def planted(
+        transport: ThreadTransport, computes: Computing, sizes: tuple[int, int], counts: list[int]
+    ) -> list[float]:
+        assert sizes == (smaller, larger)
+        own = 1.0 + transport.rank
+        return [own, own / 2, own + 1e-6 * (larger - smaller), own / 2]
+
+    class Noted(Computing):
+        def __init__(self, is_wanted: bool) -> None:
+            started.append(is_wanted)
+            super().__init__(is_wanted=False)
+
+    monkeypatch.setattr(module, "_trial", planted)
+    monkeypatch.setattr(module, "Computing", Noted)
+    monkeypatch.setattr(module, "TRIALS", 1)
+    own_s = [1.0 + rank for rank, computes in enumerate(computing) if computes]
+    for seen in on_threads(3, lambda transport: contention(transport, Link(1e-5, 1e-10), computing[transport.rank])):
+        whole = reduction(seen.link, 3), reduction(seen.work, 3)
+        assert whole[0].seconds(smaller) == pytest.approx(sum(own_s) / len(own_s))
+        assert whole[0].beta_s_per_byte == pytest.approx(1e-6)
+        assert whole[1].alpha_s == pytest.approx(sum(own_s) / len(own_s) / 2)
+    assert sorted(started) == sorted(computing)
+
+
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """PyTorch computes on one thread."""
@@ -146,6 +176,9 @@ def test_computing_stops_with_its_block_and_counts_for_itself() -> None:
     with pytest.raises(RuntimeError, match="over"):
         break_off()
     assert not is_computing()
+    with Computing(is_wanted=False) as computing:
+        assert not is_computing()
+        assert computing.others_s() > 0.0
     torch.set_num_threads(2)
     with Computing() as computing:
         assert not is_computing()
