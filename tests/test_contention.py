@@ -121,7 +121,7 @@ def test_ranks_agree_though_they_measure_different_things() -> None:
 
 @pytest.mark.parametrize("computing", [(True, True, True), (True, False, True), (False, True, False)])
 def test_only_ranks_that_compute_count(computing: tuple[bool, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of three ranks, each of which measures its own number of seconds; the result is the mean of those that compute."""
+    """Each of three ranks measures its own seconds; the result is the mean of those that compute."""
     smaller, larger = LEAST_BYTES, MOST_BYTES
     started = list[bool]()
 
