@@ -130,11 +130,11 @@ def on_rank(
     kernels.warm_up()
     group = dist.group.WORLD
     assert isinstance(group, dist.ProcessGroup)
-    timed, names = Timed(Stopwatch(group, torch.device("cpu"))), [HELD, FLOOR, *methods, *AUTO]
+    timed, names = Timed(Stopwatch(group, torch.device("cpu"))), list(dict.fromkeys([HELD, FLOOR, *methods, *AUTO]))
     processors = Processors(cores(), torch.get_num_threads(), world_size)
     pace, link = StepPace(0.0, 0.0, ()), Link(0.0, 0.0)
     beside = Contention(link, link)
-    for turn in [[name] for name in dict.fromkeys(names)] if apart else [list(dict.fromkeys(names))]:
+    for turn in [[name] for name in names] if apart else [names]:
         trainings = {name: Training(task, name) for name in turn}
         none = trainings[HELD].session if HELD in trainings else None
         if none is not None:
