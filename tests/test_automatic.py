@@ -97,15 +97,15 @@ def test_the_slowest_rank_counts() -> None:
 def test_what_processors_served_the_network_is_not_computing() -> None:
     """Whatever is exposed was no work beside computing; a figure that makes no sense takes half of a step at most.
 
-    Where ranks share cores, what the processors did counts, if that is more.
+    Where ranks share cores, what the processors computed counts, if that is more.
     """
     held = Demand("none", 0.1, 0.4, (1,), work_s=0.2)
     for exposed_s, computing_s, worked_s, crowded_s in (
-        (0.0, 0.7, 0.4, 0.7),
-        (0.2, 0.8, 0.9, 1.5),
-        (0.4, 0.9, 0.9, 1.5),
-        (0.9, 0.9, 0.6, 0.9),
-        (0.9, 0.9, 0.8, 1.3),
+        (0.0, 0.7, 0.3, 0.7),
+        (0.2, 0.8, 0.9, 1.8),
+        (0.4, 0.9, 0.9, 1.8),
+        (0.9, 0.9, 0.4, 0.9),
+        (0.9, 0.9, 0.8, 1.6),
     ):
         pace = StepPace(1.0, 0.5, (0.0,), exposed_s, worked_s)
         assert pace.alone(held)[0] == pytest.approx(computing_s)
@@ -124,7 +124,7 @@ def test_a_step_that_was_predicted_tells_what_it_computes(backward: float, crowd
     ):
         held = Demand("none", coding_s, sending_s, (1, 2, 3, 4), work_s, busy_s if backward else 0.0)
         seen = held.beside(compute_s, backward)
-        worked_s = (compute_s + coding_s + held.served_s) / crowding
+        worked_s = compute_s / crowding
         if not backward:  # waves go out one after the other while they are coded, and all of that is at the end
             pace = StepPace(compute_s, 0.0, (coding_s,), seen.step_s - compute_s, worked_s, crowding)
             assert pace.alone(held) == pytest.approx((compute_s, 0.0))

@@ -59,7 +59,8 @@ class StepPace(NamedTuple):
         backward: the share of it in which gradients become ready one after the other; 0 where they are sent at its end.
         coding_s: of each candidate, by a rank that has its cores for itself.
         exposed_s: what communication added to a step under the method at hand.
-        worked_s: of processors that a thread of the rank had in a step, whatever it did.
+        worked_s: of a processor that the thread of the training loop had in a step. Coding and messages are the work of
+            other threads.
         crowding: how many times longer coding takes where all ranks code (`Processors.crowding`).
     """
 
@@ -88,9 +89,8 @@ class StepPace(NamedTuple):
         own copies, is left in, so predictions of other methods have it too.
 
         Where ranks share cores, some wait for the link while others compute, and more so the longer messages take. A
-        method that sends less has them compute at the same time. So what counts there is what the processors did,
-
-            crowding * worked - coding - serving
+        method that sends less has them compute at the same time. So what counts there is crowding * worked, if that is
+        more.
 
         Args:
             held: what the method asks for under which this was measured.
@@ -100,14 +100,14 @@ class StepPace(NamedTuple):
         >>> [round(part, 3) for part in pace.alone(held)]  # a quarter is hidden
         [0.85, 0.412]
         >>> round(pace._replace(crowding=2.0).alone(held)[0], 3)
-        1.5
+        1.8
         """
         hidden = max(1 - self.exposed_s / held.sending_s, 0.0) if held.sending_s else 0.0
         beside_s = held.coding_s + hidden * held.served_s if self.backward else 0.0
         compute_s = max(self.compute_s - beside_s, self.compute_s / 2)
         share = min(max(self.backward * self.compute_s - beside_s, 0.0) / compute_s, 1.0)
         if self.crowding > 1:
-            compute_s = max(compute_s, self.crowding * self.worked_s - held.coding_s - held.served_s)
+            compute_s = max(compute_s, self.crowding * self.worked_s)
         return compute_s, share
 
 

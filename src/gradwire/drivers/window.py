@@ -54,7 +54,8 @@ class Ready(NamedTuple):
 class Sample(NamedTuple):
     """One step: seconds and bytes on this rank. `step_s` is the time since the end of the step before.
 
-    `worked_s` are the seconds of processors that this process had meanwhile, in all its threads.
+    `worked_s` are the seconds of a processor that the thread of the training loop had between the first bucket of the
+    step before and that of this one: what it computed, whoever else wanted the processor.
     """
 
     step_s: float
@@ -94,13 +95,17 @@ class Window:
         self._buckets: list[Ready] = []
         self._bytes = 0
         self._before = Stats()
-        self._before_s = self._before_worked_s = 0.0
+        self._before_s = 0.0
+        self._thread_s: float | None = None
+        self._worked_s = 0.0
         self._squares: list[Tensor] = []
         self._scale = 1.0
         self._norm: float | None = None
 
     def begin(self) -> None:
-        """A step's first bucket is about to come."""
+        """A step's first bucket is about to come; called in the thread of the training loop."""
+        before_s, self._thread_s = self._thread_s, time.thread_time()
+        self._worked_s = max(self._thread_s - before_s, 0.0) if before_s is not None else 0.0  # of another thread: less
         self._buckets, self._bytes, self.under_way = [], 0, True
 
     def ready(self, now_s: float, nbytes: int) -> None:
@@ -119,7 +124,6 @@ class Window:
         if self._bytes:
             self._fill_bucket()
         before, self._before = self._before, Stats(**vars(stats))
-        worked_s = time.process_time()
         if before.steps:
             self.latest = Sample(
                 step_s=now_s - self._before_s,
@@ -129,11 +133,11 @@ class Window:
                 sent_bytes=stats.wire_bytes - before.wire_bytes,
                 dense_bytes=stats.dense_wire_bytes - before.dense_wire_bytes,
                 buckets=tuple(Ready(at - self.last_ready_s, nbytes) for at, nbytes in self._buckets),
-                worked_s=worked_s - self._before_worked_s,
+                worked_s=self._worked_s,
             )
         if self.latest is not None and before.steps >= START_UP:
             self.samples.append(self.latest)
-        self._before_s, self._before_worked_s, self.under_way = now_s, worked_s, False
+        self._before_s, self.under_way = now_s, False
 
     @property
     def wants_norm(self) -> bool:

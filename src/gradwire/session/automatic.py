@@ -392,7 +392,7 @@ def pace_of(samples: Sequence[Sample], coded_s: tuple[float, ...], sent_early: b
     """
     exposed_s, worked_s = (statistics.median(getattr(s, name) for s in samples) for name in ("exposed_s", "worked_s"))
     compute_s = max(statistics.median(s.step_s - s.exposed_s for s in samples), 1e-6)
-    pace = StepPace(compute_s, 0.0, coded_s, exposed_s, worked_s / torch.get_num_threads())
+    pace = StepPace(compute_s, 0.0, coded_s, exposed_s, worked_s)
     if not sent_early:
         return pace
     several = [sample.buckets for sample in samples if len(sample.buckets) > 1]
