@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -22,6 +23,7 @@ from gradwire.cli.main import main
 from gradwire.core.grain import ParameterSpec
 from gradwire.core.link import Link
 from gradwire.core.saved_schema import CHOICES
+from gradwire.drivers import window as module
 from gradwire.drivers.contention import Contention
 from gradwire.drivers.engine import Stats
 from gradwire.drivers.parts import Chunked, plan_parts
@@ -258,3 +260,18 @@ def test_what_a_look_reads_of_a_window() -> None:
         window.end(now, stats)
         assert communicated(window) == pytest.approx(0.0 if step < 2 else 0.5 if step < START_UP + 4 else 1 / 3)
     assert recent_step_s(window) == 3.0
+
+
+def test_what_the_thread_of_the_training_loop_computed_is_told_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From bucket to bucket; what other threads do is not in it, and a clock of another thread says nothing."""
+    clock, window, stats = [5.0], Window(), Stats()
+    monkeypatch.setattr(module, "time", SimpleNamespace(thread_time=lambda: clock[0]))
+    worked = list[float]()
+    for step, computed_s in enumerate((1.0, 2.0, 0.5, -3.0, 1.5)):  # the fourth begins in another thread
+        clock[0] += computed_s
+        window.begin()
+        clock[0] += 0.25  # the rest of the backward pass
+        stats.steps = step + 1
+        window.end(10.0 * step, stats)
+        worked += [window.latest.worked_s] if window.latest else []
+    assert worked == [2.25, 0.75, 0.0, 1.75]
