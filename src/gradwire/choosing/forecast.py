@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from gradwire.core.link import Link
@@ -78,6 +79,15 @@ class Demand(NamedTuple):
     def served_s(self) -> float:
         """`work_s`, which is no more than the messages take."""
         return min(self.work_s, max(self.busy_s, self.sending_s))
+
+    def contended(self, beside: Contention | None, priced: Callable[[Link], float]) -> Demand:
+        """Return the same with what its messages and computing take from each other, if that is known.
+
+        Args:
+            beside: of a message.
+            priced: the seconds of all messages of a step, by those of one.
+        """
+        return self if beside is None else self._replace(work_s=priced(beside.work), busy_s=priced(beside.link))
 
     def beside(self, compute_s: float, backward: float = BACKWARD) -> Forecast:
         """Return the forecast of a step that computes so long.
@@ -204,11 +214,8 @@ def plan_demand(
         planned: by which its gradients travel.
         world_size, link, links, coding_s, beside, step: as of `demand`.
     """
-    sending_s = waves_s(planned, world_size, link, links, step)
-    if beside is None:
-        return Demand(spec, coding_s, sending_s, _elements(planned))
-    work_s, busy_s = (waves_s(planned, world_size, each, step=step) for each in (beside.work, beside.link))
-    return Demand(spec, coding_s, sending_s, _elements(planned), work_s, busy_s)
+    found = Demand(spec, coding_s, waves_s(planned, world_size, link, links, step), _elements(planned))
+    return found.contended(beside, lambda each: waves_s(planned, world_size, each, step=step))
 
 
 class PlanMessages(NamedTuple):
@@ -242,11 +249,8 @@ class PlanMessages(NamedTuple):
 
     def demand(self, spec: str, link: Link, *, coding_s: float = 0.0, beside: Contention | None = None) -> Demand:
         """Return what a method asks for that sends them; arguments are those of `demand`."""
-        alone_s = link.seconds(self.nbytes, self.rounds)
-        if beside is None:
-            return Demand(spec, coding_s, alone_s, self.waves)
-        work_s, busy_s = (each.seconds(self.nbytes, self.rounds) for each in (beside.work, beside.link))
-        return Demand(spec, coding_s, alone_s, self.waves, work_s, busy_s)
+        found = Demand(spec, coding_s, link.seconds(self.nbytes, self.rounds), self.waves)
+        return found.contended(beside, lambda each: each.seconds(self.nbytes, self.rounds))
 
 
 _ROUND, _BYTE = Link(1.0, 0.0), Link(0.0, 1.0)
