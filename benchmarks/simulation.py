@@ -5,8 +5,9 @@ in windows, and with hosts that fail. What a rank computes is a sleep, drawn as 
 seed, and a pass over a small model: so hosts compute at the same time although the machine has fewer cores than hosts.
 The simulation is told nothing of the runs but three measurements of their own: the link between two hosts (what
 `gradwire topology` measures between pairs), what a step of each cell takes on each host without messages, before and
-after the run, and of each method what a step codes. Hosts share cores, so what a step takes beside its sleep grows with
-them and with what else the machine does, which is why it is measured beside each run.
+after the run, and of each method the processor's time of coding. Hosts share cores, so what a step takes beside its
+sleep grows with them and with what else the machine does, which is why it is measured beside each run. Hosts code when
+they meet, all at once, so coding takes as many times longer as there are hosts for a core.
 
 With failures a host kills itself at times that are drawn, all ranks end, and start anew from the last checkpoint. The
 simulation is told these times of failures, and what a checkpoint and a restart took in the mean.
@@ -47,6 +48,7 @@ from gradwire.simulation import SimulatedRun, SimulateOptions, simulate_model
 from gradwire.simulation.draws import ComputingTimes, TimeSpread
 from gradwire.simulation.failures import run_with_failures
 from gradwire.simulation.schedules import InWindows, schedule_of
+from gradwire.topology.processors import Processors, cores
 
 WIDTH, LAYERS, WARM_UP, CHECKPOINT_S, MOST_FAILURES = 256, 4, 4, 0.5, 2
 ALONE = 12
@@ -241,9 +243,10 @@ def simulated(cell: Cell, hosts: int, profile: Path, of_ranks: Sequence[dict[str
     *most, last = (each["alone_s"] for each in of_ranks)
     alone = statistics.fmean([*most, last] if cell.slower == 1 else most)
     spread = TimeSpread.of(cell.spread)
+    coding_s = Processors(cores(), 1, hosts).crowding * max(each["coding_s"] for each in of_ranks)
     options = SimulateOptions(
         step=f"{1e3 * alone:.6f}ms",
-        coding=f"{1e3 * max(each['coding_s'] for each in of_ranks):.6f}ms",
+        coding=f"{1e3 * coding_s:.6f}ms",
         ranks=hosts,
         rate=str(profile),
         slow=() if cell.slower == 1 else (f"{hosts - 1}:{last / alone:.9f}x",),
