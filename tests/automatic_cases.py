@@ -60,8 +60,9 @@ def plant(rank: int, early: bool = False, fast_from: int = FAST_FROM, felt: bool
         (session,) = training
         return 0.02 if felt and rank == 1 and session.engine.index >= fast_from else 0.03
 
-    def contention(_: object, link: Link) -> Contention:
+    def contention(_: object, link: Link, computes: bool) -> Contention:
         """That of the link that was timed, or has become fast."""
+        assert computes or rank > 0
         timed = wire_link(SLOW, 2).seconds(1000)
         assert link.seconds(1000) == pytest.approx(timed if link.seconds(1000) > timed / 2 else timed / 50)
         return NO_CONTENTION
