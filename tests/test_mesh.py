@@ -55,6 +55,7 @@ def test_without_ranks_there_is_no_mesh(monkeypatch: pytest.MonkeyPatch) -> None
 def on_rank(rank: int, world_size: int) -> dict[str, list[int]]:
     made = mesh(tp=2, pp=2, nodes=2, device_type="cpu")
     assert made.mesh_dim_names == ("pp", "dp", "tp")
+    dist.barrier()  # rank 0 has the store by which others still make their groups
     return {name: dist.get_process_group_ranks(made[name].get_group()) for name in ("pp", "dp", "tp")}
 
 
