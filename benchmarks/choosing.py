@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import gc
 import json
 import statistics
 import time
@@ -146,7 +147,9 @@ def on_rank(
             pace = _slowest_pace(none, timed.steps_s[HELD])
         for each in trainings.values():
             each.close()
+        none = None
         trainings.clear()
+        gc.collect()  # a model of DDP lies in a cycle, and large ones are no more than one at a time
     model, demands = make_task(task, 0).model, dict[str, Demand]()
     for name in dict.fromkeys([HELD, *methods]):
         dist.barrier()
