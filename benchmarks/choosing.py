@@ -12,7 +12,8 @@ each class that loses something. Printed for each cell are
 A cell counts where a bare all-reduce reaches 90% of the link's rate; the others are listed. Hosts without a core each
 share the cores that there are, which the prediction knows (`gradwire.topology.processors`). Timed steps take about
 `--cell-s` seconds a cell, of one round at least, and `--cells 2:20mbit 4:100mbit` names the cells. `--task gpt2:task
---apart` trains 124 M parameters. With `--changing` the rate falls to the second one and rises again while `auto`
+--apart` trains 124 M parameters; give it MALLOC_MMAP_MAX_=0 MALLOC_ARENA_MAX=1 MALLOC_TRIM_THRESHOLD_=34359738368, or
+what steps take depends on whether the system has to find new memory for each. With `--changing` the rate falls to the second one and rises again while `auto`
 trains, and printed is how many steps later it has chosen again, and whether all ranks have the same parameters.
 """
 
@@ -47,7 +48,7 @@ from gradwire.drivers.window import START_UP
 from gradwire.network import Network
 from gradwire.overlap import Stopwatch
 from gradwire.ranks.supervised import run_function
-from gradwire.session.automatic import CHOOSES_AFTER, pace_of
+from gradwire.session.automatic import CHOOSES_AFTER, EARLY_AFTER, pace_of
 from gradwire.tasks.builtin import make_task
 from gradwire.topology.processors import Processors, cores
 
@@ -111,7 +112,7 @@ class Timed:
     def take_turns(self, trainings: dict[str, Training], rounds: int, stretch: int, cell_s: float) -> None:
         """Time the steps of some trainings, in turn, for about so many seconds."""
         for name, training in trainings.items():
-            warm = CHOOSES_AFTER + 1 if name in AUTO else START_UP + STEPS_OF_PACE if name == HELD else 0
+            warm = EARLY_AFTER + CHOOSES_AFTER + 1 if name in AUTO else START_UP + STEPS_OF_PACE if name == HELD else 0
             for _ in range(warm):
                 training.step()
         jobs = {name: each.step for name, each in trainings.items()}
