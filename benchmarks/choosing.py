@@ -13,8 +13,9 @@ A cell counts where a bare all-reduce reaches 90% of the link's rate; the others
 share the cores that there are, which the prediction knows (`gradwire.topology.processors`). Timed steps take about
 `--cell-s` seconds a cell, of one round at least, and `--cells 2:20mbit 4:100mbit` names the cells. `--task gpt2:task
 --apart` trains 124 M parameters; give it MALLOC_MMAP_MAX_=0 MALLOC_ARENA_MAX=1 MALLOC_TRIM_THRESHOLD_=34359738368, or
-what steps take depends on whether the system has to find new memory for each. With `--changing` the rate falls to the second one and rises again while `auto`
-trains, and printed is how many steps later it has chosen again, and whether all ranks have the same parameters.
+what steps take depends on whether the system has to find new memory for each. With `--changing` the rate falls to the
+second one and rises again while `auto` trains, and printed is how many steps later it has chosen again, and whether all
+ranks have the same parameters.
 """
 
 from __future__ import annotations
