@@ -51,7 +51,7 @@ from gradwire.overlap import Stopwatch
 from gradwire.ranks.supervised import run_function
 from gradwire.session.automatic import CHOOSES_AFTER, EARLY_AFTER, pace_of
 from gradwire.tasks.builtin import make_task
-from gradwire.topology.processors import Processors, cores
+from gradwire.topology.processors import Processors, cores, has_core
 
 CANDIDATES = [candidate.spec for candidate in allowed("bold")]
 OTHERS = ["bf16", "fp8", "int8", "int3", "topk:0.01", "topk:0.05+int4", "sign", "terngrad", "powersgd:2", "qsgd:4"]
@@ -142,7 +142,8 @@ def on_rank(
         none = trainings[HELD].session if HELD in trainings else None
         if none is not None:
             link = wire_link(none.timed_link(), world_size)
-            measured = functools.partial(contention, none.transport, link, rank < cores())
+            computes = has_core(rank, [""] * world_size, processors.cores, processors.threads)  # hosts of one machine
+            measured = functools.partial(contention, none.transport, link, computes)
             beside = none.lane.call(measured, " in a cell").among(processors)
         timed.take_turns(trainings, rounds, stretch, cell_s / (len(names) if apart else 1))
         if none is not None:

@@ -105,7 +105,8 @@ class Window:
     def begin(self) -> None:
         """A step's first bucket is about to come; called in the thread of the training loop."""
         before_s, self._thread_s = self._thread_s, time.thread_time()
-        self._worked_s = max(self._thread_s - before_s, 0.0) if before_s is not None else 0.0  # of another thread: less
+        # Never negative, as it would be where a thread that has worked less goes on with the training.
+        self._worked_s = max(self._thread_s - before_s, 0.0) if before_s is not None else 0.0
         self._buckets, self._bytes, self.under_way = [], 0, True
 
     def ready(self, now_s: float, nbytes: int) -> None:
