@@ -17,6 +17,7 @@ from gradwire import kernels
 from gradwire.choosing import coding
 from gradwire.core import buffers
 from gradwire.core.state import walk
+from gradwire.drivers.any_flag import AnyFlag
 from gradwire.drivers.host_memory import PinnedMemory
 from gradwire.kernels import low_rank
 from gradwire.kernels.dispatch import KERNELS
@@ -295,3 +296,12 @@ def test_copies_to_the_host_and_back_wait_for_what_they_copy() -> None:
         host.wait()
         assert bool((kept == turn).all())
     assert buffers.PINNED.use().hits > 0
+
+
+@pytest.mark.parametrize("is_set", [False, True])
+def test_a_flag_is_read_without_waiting_for_later_work(is_set: bool) -> None:
+    """A step asks for the flags of the one before it, when its own forward pass is handed over and not yet done."""
+    flags = AnyFlag([torch.tensor(False, device=GPU), torch.tensor(is_set, device=GPU)])
+    torch.cuda._sleep(1 << 31)  # about a second  # pyright: ignore[reportPrivateUsage]
+    assert flags.is_set() == is_set
+    assert not torch.cuda.current_stream(GPU).query()

@@ -47,6 +47,7 @@ PARTS: Stage = ("tests/test_parts.py",)
 FLOWER: Stage = ("tests/test_flower.py",)
 
 FILES: dict[str, tuple[Stage, ...]] = {
+    "drivers/any_flag.py": (("src/gradwire/drivers/any_flag.py", ENGINE, "tests/test_handle.py"),),
     "drivers/axes.py": (("tests/test_topology_links.py",),),
     "drivers/checked.py": (("src/gradwire/drivers/checked.py", "tests/test_faults.py", "-k", "checksum"),),
     "drivers/contention.py": (("src/gradwire/drivers/contention.py", "tests/test_contention.py"),),

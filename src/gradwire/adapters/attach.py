@@ -69,7 +69,7 @@ def attach(
         seed: of all random choices, the same on every rank.
         deadline_s: seconds after which a silent rank is an error.
         grain_numel: elements that are encoded together at most (default: a quarter of the model, up to 2^20; on
-            a GPU up to a 32nd of the model or 2^20, whichever is more, and 2^24 at most).
+            a GPU from 2^20 to 2^25).
         scaler: the loss scaler of the training loop, if it has one: gradients, and so residuals, are in its units, and
             when the scale changes residuals are multiplied accordingly.
         checksum: send a CRC-32 with each payload of an all-gather or an all-to-all. A rank that gets a damaged one

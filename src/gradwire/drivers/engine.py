@@ -14,12 +14,12 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from gradwire.core.collective import Collective, ring_bytes
 from gradwire.core.grain import Grain
 from gradwire.core.state import State, walk
+from gradwire.drivers.any_flag import AnyFlag
 from gradwire.drivers.host_memory import WAVES_AHEAD, HostMemory
 from gradwire.drivers.interpreter import WINDOW, Interpreter, Pending, Script, Traffic, Transport, sent_bytes
 from gradwire.drivers.plan import Plan, Unit
@@ -122,6 +122,7 @@ class Engine:
         self._results: dict[int, Reduced] = {}
         self._fresh: list[State] | None = None
         self._flags: dict[int, Tensor] = {}
+        self._any_bad = AnyFlag([])
 
     @property
     def weighs(self) -> bool:
@@ -246,6 +247,7 @@ class Engine:
         came = self._results
         self._fresh = [came[i].state if i in came else slot.state for i, slot in enumerate(self._slots)]
         self._flags = {unit: bad.view(()) for unit in sorted(came) if (bad := came[unit].bad) is not None}
+        self._any_bad = AnyFlag(list(self._flags.values()))
         self.index += 1
         self.stats.steps += 1
         if not self.plan.parts:
@@ -314,11 +316,11 @@ class Engine:
 
     def last_was_bad(self) -> bool:
         """Whether the last step's mean was not finite, as far as its programs told; on a GPU this waits for it."""
-        return bool(self._flags) and bool(torch.stack(list(self._flags.values())).any())
+        return self._any_bad.is_set()
 
     def found_bad(self) -> bool:
         """Whether any step was bad, as far as is known without waiting: on a GPU the last one is not known yet."""
-        known = self._fresh is not None and all(flag.device.type == "cpu" for flag in self._flags.values())
+        known = self._fresh is not None and self._any_bad.is_known
         return self.stats.bad_steps > 0 or (known and self.last_was_bad())
 
     def bad_mean(self) -> Grain | None:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from gradwire.core.errors import CompositionError
 from gradwire.core.grain import Grain, ParameterSpec, Segment
-from gradwire.drivers.plan import Plan, Unit, Wave, grain_size, largest_grain
+from gradwire.drivers.plan import Plan, Unit, Wave, grain_size, is_on_gpu
 from gradwire.reducers.base import Reducer
 
 
@@ -97,10 +97,10 @@ def plan_parts(
     (12, [(0, 6, 0), (6, 4, 6)])
     """
     total = len(rows) * sum(chunked.chunk for part in parts for chunked in part)
-    largest = largest_grain((chunked.spec for part in parts for chunked in part), total)
+    on_gpu = is_on_gpu(chunked.spec for part in parts for chunked in part)
 
     def limit(serving: Reducer) -> int:
-        return grain_numel or grain_size(total, serving.payload_share, largest)
+        return grain_numel or grain_size(total, serving.payload_share, on_gpu)
 
     waves: list[Wave] = []
     ranges: list[range] = []

@@ -1,7 +1,7 @@
 """Grains and waves, planned once from names, shapes, dtypes, devices and policy alone.
 
 A wave is what starts together, and the collectives of its programs are coalesced: one flat grain of at most
-`GRAIN_NUMEL` elements, on a GPU `largest_grain`, or matrices of up to `MATRIX_WAVE_GRAINS` times as many, those of
+`GRAIN_NUMEL` elements, on a GPU `GPU_GRAIN_NUMEL`, or matrices of up to `MATRIX_WAVE_GRAINS` times as many, those of
 equal shape batched. A small model makes several waves, so that the first ones travel during the backward pass: more
 where payloads are large. What matrices send is small, so there the number of collectives counts and not their size:
 small vectors join the last wave of matrices, and their all-reduce travels with the first factors.
@@ -32,15 +32,13 @@ from gradwire.reducers.requirements import require_whole
 GRAIN_NUMEL = 1 << 20
 """Elements of a grain at most. Larger ones pay page faults for their temporaries, smaller ones fixed costs."""
 
-GPU_GRAIN_NUMEL = 1 << 24
-"""The same on a GPU for large models, since the host takes a hundred times as long to hand over the work of 2^20
-elements as the GPU takes to do it."""
-GPU_WAVES = 32
-"""Grains to cut a model on a GPU into that is not so large: what the last one sends is hidden by nothing."""
+GPU_GRAIN_NUMEL = 1 << 25
+"""The same on a GPU. The host takes about as long to hand over the work of a large grain as that of a small one, 0.3 to
+1.8 ms, and the GPU does it in less: so few grains are sooner (docs/results.md has the steps of a model with each)."""
 
 SMALLEST_GRAIN_NUMEL = 1 << 16
 WAVES = 4
-"""Grains to cut a small model into, so that one can be encoded while another's bytes move."""
+"""Grains to cut a small model into, on a GPU any, so that one can be encoded while another's bytes move."""
 
 FINE_WAVES = 8
 """The same where payloads are large: more of them travel during the backward pass. Each wave costs processor time."""
@@ -161,30 +159,28 @@ class _Open:
         return self.pieces[0].is_matrix
 
 
-def largest_grain(parameters: Iterable[ParameterSpec], numel: int) -> int:
-    """Elements of a grain at most where these parameters lie: on a GPU a 32nd of `numel`, from 2^20 to 2^24.
+def grain_size(numel: int, payload_share: float = 0.0, on_gpu: bool = False) -> int:
+    """Elements of a grain for a model of `numel`: a quarter of it, between 65,536 and `GRAIN_NUMEL`.
 
-    >>> weight = ParameterSpec("w", (3, 4), torch.float32, torch.device("cuda"))
-    >>> [largest_grain([weight], numel) for numel in (10**6, 10**8, 10**9)]
-    [1048576, 3125000, 16777216]
-    """
-    if all(parameter.device.type != "cuda" for parameter in parameters):
-        return GRAIN_NUMEL
-    return min(max(GRAIN_NUMEL, numel // GPU_WAVES), GPU_GRAIN_NUMEL)
-
-
-def grain_size(numel: int, payload_share: float = 0.0, largest: int = GRAIN_NUMEL) -> int:
-    """Elements of a grain for a model of `numel`: a quarter of it, between 65,536 and `largest`.
-
-    Where payloads are large (`Reducer.payload_share`) it is an eighth.
+    Where payloads are large (`Reducer.payload_share`) it is an eighth. On a GPU it is a quarter for all of them,
+    between `GRAIN_NUMEL` and `GPU_GRAIN_NUMEL`.
 
     >>> grain_size(10_000), grain_size(2_000_000), grain_size(10**9)
     (65536, 500000, 1048576)
     >>> grain_size(2_000_000, payload_share=0.25)
     250000
+    >>> [grain_size(numel, on_gpu=True) for numel in (10**6, 10**8, 10**9)]
+    [1048576, 25000000, 33554432]
     """
+    if on_gpu:
+        return min(GPU_GRAIN_NUMEL, max(GRAIN_NUMEL, numel // WAVES))
     waves = FINE_WAVES if payload_share >= FINE_SHARE else WAVES
-    return min(largest, max(SMALLEST_GRAIN_NUMEL, numel // waves))
+    return min(GRAIN_NUMEL, max(SMALLEST_GRAIN_NUMEL, numel // waves))
+
+
+def is_on_gpu(parameters: Iterable[ParameterSpec]) -> bool:
+    """Whether any of these parameters lies on a GPU."""
+    return any(parameter.device.type == "cuda" for parameter in parameters)
 
 
 def matrix_wave_size(numel: int, limit: int) -> int:
@@ -230,10 +226,10 @@ def plan(parameters: Sequence[ParameterSpec], reducer: Reducer, grain_numel: int
     """
     reducer = as_reducer(reducer).of_model(parameters)
     total = sum(parameter.numel for parameter in parameters)
-    largest = largest_grain(parameters, total)
+    on_gpu = is_on_gpu(parameters)
 
     def limit(serving: Reducer) -> int:
-        return grain_numel or grain_size(total, serving.payload_share, largest)
+        return grain_numel or grain_size(total, serving.payload_share, on_gpu)
 
     closed: list[_Open] = []
     open_waves: list[_Open] = []
@@ -247,7 +243,7 @@ def plan(parameters: Sequence[ParameterSpec], reducer: Reducer, grain_numel: int
             open_waves.remove(wave)
             wave = _wave_for(piece, open_waves)
         wave.pieces.append(piece)
-    together = wave_grains(total * GRAIN_NUMEL // largest) * min((limit(wave.key[0]) for wave in closed), default=0)
+    together = 0 if on_gpu else wave_grains(total) * min((limit(wave.key[0]) for wave in closed), default=0)
     return Plan((*_together(closed, together), *_joined(open_waves)))
 
 
