@@ -2,7 +2,8 @@
 
 A GPT of 124 M parameters trains in bfloat16 under DDP over NCCL. The world has one rank, so nothing travels: what a
 method adds to DDP's own step is its coding and what its messages cost to start. PyTorch's own hooks stand beside it.
-Methods take turns, and each row tells the median of its rounds, in DDP's own step of the same rounds.
+One training comes after the other, and each row tells the median of its rounds. DDP's own step is timed first and last,
+which tells how far the machine's speed has changed.
 
 The second table tells `gradwire.choosing.coding_s` of the same model among more ranks, beside what the planner assumes:
 all bytes that coding must read and write, at the rate of a copy that is timed in the same run.
@@ -13,6 +14,7 @@ Without a CUDA device it says so and ends with status 2.
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import statistics
 import sys
@@ -41,7 +43,7 @@ WARM_UP, STEPS, ROUNDS = 4, 5, 3
 SPECS = ["none", "fp16", "bf16", "int8", "int4", "sign", "topk:0.01", "qsgd:15", "powersgd:8,factors=fp16"]
 CODED = [spec for spec in SPECS if spec != "none"]
 RANKS = (2, 8)
-GRAINS = (20, 22, 24)
+GRAINS = (20, 22, 23, 25)
 
 
 # Steps ------------------------------------------------------------------------------------------------------
@@ -100,33 +102,35 @@ def names() -> Iterator[str]:
     yield from ("DDP", "PyTorch fp16", "PyTorch PowerSGD 8")
     yield from (f"gradwire {spec}" for spec in SPECS)
     yield "gradwire int4, residuals on the host"
-    yield from (f"gradwire int4, grains of 2^{exponent}" for exponent in GRAINS)
+    for spec in ("none", "int4", "powersgd:8,factors=fp16"):
+        yield from (f"gradwire {spec}, grains of 2^{exponent}" for exponent in GRAINS)
+    yield "DDP"
 
 
 def steps() -> list[dict[str, Any]]:
-    """All methods in turn, a row each."""
-    with ExitStack() as ends:
-        trainings, held = list[Training](), list[int]()
-        for name in names():
-            before = torch.cuda.memory_allocated()
-            trainings.append(ends.enter_context(closing(Training(name))))
-            trainings[-1].run(WARM_UP)
-            held.append(torch.cuda.memory_allocated() - before)
-            print(f"{name:40} {trainings[-1].times_ms[0]:8.1f} ms with what it compiles", flush=True)
-        for training in trainings:
-            training.times_ms.clear()
-        for _ in range(ROUNDS):
-            for training in trainings:
-                training.run(STEPS)
-    plain = trainings[0].times_ms
+    """One method after the other, a row each."""
     rows = list[dict[str, Any]]()
-    print(f"{'method':40} {'ms':>8} {'of DDP':>7} {'held':>9}")
-    for training, nbytes in zip(trainings, held, strict=True):
-        ms = statistics.median(training.times_ms)
-        ratio = statistics.median(mine / its for mine, its in zip(training.times_ms, plain, strict=True))
-        rows.append({"method": training.name, "ms": ms, "of_ddp": ratio, "held_bytes": nbytes})
-        print(f"{training.name:40} {ms:8.2f} {ratio:7.3f} {nbytes / 1e6:6.0f} MB", flush=True)
+    print(f"{'method':46} {'ms':>8} {'of DDP':>7} {'peak':>9}")
+    for name in names():
+        ms, peak_bytes = timed(name)
+        gc.collect()  # a model and what communicates for it hold each other
+        torch.cuda.empty_cache()
+        rows.append(
+            {"method": name, "ms": ms, "of_ddp": ms / (rows[0]["ms"] if rows else ms), "peak_bytes": peak_bytes}
+        )
+        print(f"{name:46} {ms:8.2f} {rows[-1]['of_ddp']:7.3f} {peak_bytes / 1e6:6,.0f} MB", flush=True)
     return rows
+
+
+def timed(name: str) -> tuple[float, int]:
+    """Milliseconds of a step under a method, and the most memory that it held."""
+    torch.cuda.reset_peak_memory_stats()
+    with closing(Training(name)) as training:
+        training.run(WARM_UP)
+        training.times_ms.clear()
+        for _ in range(ROUNDS):
+            training.run(STEPS)
+        return statistics.median(training.times_ms), torch.cuda.max_memory_allocated()
 
 
 # Coding -----------------------------------------------------------------------------------------------------

@@ -58,7 +58,7 @@ def require_each_once(history: list[Applied]) -> None:
         seen[one.worker] += 1
 
 
-@pytest.mark.turns("killed", 2)
+@pytest.mark.turns("killed", 1)
 def test_a_killed_worker_frees_the_others_and_a_killed_server_comes_back(tmp_path: Path) -> None:
     job = Job(
         START,
@@ -148,7 +148,7 @@ def test_a_killed_worker_is_started_anew_and_a_killed_server_comes_back(tmp_path
     assert min(map(len, outcome.histories)) >= 160
 
 
-@pytest.mark.turns("killed", 2)
+@pytest.mark.turns("killed", 1)
 def test_a_server_that_dies_after_the_last_push_is_started_again_and_says_what_it_had(tmp_path: Path) -> None:
     with RunningServers(counted(tmp_path, pushes=30), servers=2) as running:
         running.wait_for(30, DEADLINE_S)
@@ -171,7 +171,7 @@ def test_a_server_that_is_stopped_is_started_again(tmp_path: Path) -> None:
     assert outcome.restarts[1] >= 1
 
 
-@pytest.mark.turns("killed", 2)
+@pytest.mark.turns("killed", 1)
 def test_a_worker_that_is_stopped_is_gone_until_it_goes_on(tmp_path: Path) -> None:
     with RunningServers(counted(tmp_path, pushes=10**6, silent_s=SILENT_S), servers=2) as running:
         running.wait_for(10, DEADLINE_S)

@@ -574,6 +574,8 @@ def test_a_run_begins_again_from_a_saved_state(team: Team) -> None:
 
 
 def test_a_parameter_that_is_not_finite_is_named_on_all_workers(team: Team) -> None:
+    told_both = threading.Barrier(2, timeout=30)  # a worker that left at once might be missed before the other is told
+
     def work(elastic: Elastic, model: nn.Module) -> Any:
         before = elastic.global_copy()
         if elastic.name == "w1":
@@ -582,11 +584,12 @@ def test_a_parameter_that_is_not_finite_is_named_on_all_workers(team: Team) -> N
         elastic.step()
         with pytest.raises((StepError, CommunicationError)) as told:
             elastic.step()
+        told_both.wait()
         kept = elastic.global_copy()
         assert all(torch.equal(kept[name], before[name]) for name in before)
         return str(told.value)
 
-    said = team.all(work, 2)
+    said = team.all(work, 2, lost_after_s=10.0)  # a busy machine must not lose one meanwhile
     assert any("'0.weight' is not finite on some rank" in each for each in said)
 
 

@@ -215,7 +215,7 @@ def test_parameters_that_are_not_finite_are_gathered_as_they_are(parameters: str
 
 @pytest.mark.parametrize(("spec", "parameters"), RESUMED)
 @pytest.mark.draw(1)
-@pytest.mark.turns("resume", 2)
+@pytest.mark.turns("resume", 1)
 def test_a_resume_is_exact(spec: str, parameters: str | None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         arguments: dict[str, Any] = {"spec": spec, "parameters": parameters, "folder": folder}
@@ -226,7 +226,7 @@ def test_a_resume_is_exact(spec: str, parameters: str | None) -> None:
 
 @pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 3)])
 @pytest.mark.draw(1)
-@pytest.mark.turns("resume", 2)
+@pytest.mark.turns("resume", 1)
 def test_another_number_of_ranks_owes_the_same_mean(before: int, after: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         first = run("owed_before_saving", before, spec=TOPK, folder=folder)[0]
@@ -455,7 +455,7 @@ def test_copies_are_averaged_by_a_method_and_their_parameters_gathered_by_a_code
         assert "FSDP2 gathers" not in outcome["int4"]["report"]
 
 
-@pytest.mark.turns("resume", 2)
+@pytest.mark.turns("resume", 1)
 def test_copies_resume_exactly_from_a_folder_for_each_shard(tmp_path: Path) -> None:
     whole, again = (run("copies_resumed", 4, spec="int4", folder=str(tmp_path), again=a) for a in (False, True))
     assert whole == again
@@ -481,7 +481,7 @@ def test_copies_that_are_none_are_told_why() -> None:
 
 @pytest.mark.parametrize("spec", [TOPK, "int4,residual=bf16", "int8,stochastic=on,ef=off"])
 @pytest.mark.draw(1)
-@pytest.mark.turns("resume", 2)
+@pytest.mark.turns("resume", 1)
 def test_a_resume_from_a_distributed_checkpoint_is_exact(spec: str, tmp_path: Path) -> None:
     whole = run("distributed_save", 3, spec=spec, folder=str(tmp_path))
     again = run("distributed_load", 3, spec=spec, folder=str(tmp_path))
@@ -492,7 +492,7 @@ def test_a_resume_from_a_distributed_checkpoint_is_exact(spec: str, tmp_path: Pa
 
 @pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 4)])
 @pytest.mark.draw(1)
-@pytest.mark.turns("resume", 2)
+@pytest.mark.turns("resume", 1)
 def test_a_distributed_checkpoint_owes_the_same_mean_on_other_ranks(before: int, after: int, tmp_path: Path) -> None:
     first = run("distributed_save", before, spec=TOPK, folder=str(tmp_path))[0]["owed"]
     found = run("distributed_load", after, spec=TOPK, folder=str(tmp_path))
@@ -508,7 +508,7 @@ def test_a_distributed_checkpoint_owes_the_same_mean_on_other_ranks(before: int,
 
 @pytest.mark.parametrize("spec", ["int4", TOPK])
 @pytest.mark.draw(1)
-@pytest.mark.turns("resume", 2)
+@pytest.mark.turns("resume", 1)
 def test_a_zero_redundancy_optimizer_resumes_exactly(spec: str, tmp_path: Path) -> None:
     whole, again = (run("zero_redundancy", 2, spec=spec, folder=str(tmp_path), again=a) for a in (False, True))
     assert len({one["digest"] for one in (*whole, *again)}) == 1

@@ -42,7 +42,7 @@ def layers(draw: st.DrawFn, ranks: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("ranks", "node"), [(2, None), (4, None), (4, 2), (8, 4), (1, None)])
-@pytest.mark.draw(3)
+@pytest.mark.draw(2)
 def test_every_gradient_is_that_of_one_process(ranks: int, node: int | None) -> None:
     @given(cases=st.lists(layers(ranks), min_size=4, max_size=6))
     @settings(max_examples=3, phases=[Phase.generate])  # to shrink a case would start ranks again and again
@@ -117,6 +117,7 @@ def test_experts_are_sharded_by_fsdp2_over_their_own_axis() -> None:
         assert found["experts"] < 1e-5
 
 
+@pytest.mark.long
 def test_the_example_learns_alike_with_a_quarter_of_the_bytes(tmp_path: Path) -> None:
     said = {codec: run_two([str(EXAMPLES / "train_experts.py"), "--codec", codec], tmp_path / codec[:4]).logs
             for codec in ("", "int8:64")}  # fmt: skip

@@ -47,6 +47,7 @@ def test_grouped_products_are_those_of_experts_one_by_one(ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.draw(1)
 def test_bytes_of_a_step_are_those_of_the_formula_and_of_the_cost_driver(ranks: int) -> None:
     cases = [
         {"codec": None, "node": None, "chunks": 2},

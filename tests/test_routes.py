@@ -49,6 +49,7 @@ def test_rounds_that_start_together_stay_apart() -> None:
 
 
 @pytest.mark.parametrize("spec", ["none,exchange=auto", "bf16,exchange=auto,node=2"])
+@pytest.mark.draw(1)
 def test_attach_measures_and_all_ranks_choose_alike(spec: str) -> None:
     first, *others = run_function(f"{CASES}:trained", 4, {"spec": spec}, 90)
     assert all(other["digest"] == first["digest"] and other["curves"] == first["curves"] for other in others)

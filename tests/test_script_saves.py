@@ -64,6 +64,7 @@ def unevenly(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[
 
 
 @pytest.mark.parametrize("names", [["best.pt"], ["best.pt", "random-{rank}.pt"], ["random-{rank}.pt", "best.pt"]])
+@pytest.mark.draw(2)
 def test_a_rank_that_saves_more_than_others_saves_for_all(
     names: list[str], unevenly: tuple[Path, list[list[float]]]
 ) -> None:

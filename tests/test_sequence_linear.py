@@ -38,8 +38,8 @@ def layers(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8, 1])
-@pytest.mark.draw(2)
+@pytest.mark.parametrize("ranks", [2, 4, 8, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.draw(1)
 def test_outputs_and_gradients_are_those_of_one_process(ranks: int) -> None:
     @given(cases=st.lists(layers(), min_size=8, max_size=12))
     @settings(max_examples=3, phases=[Phase.generate])  # to shrink a case would start ranks again and again

@@ -182,6 +182,7 @@ def loaded(ranks: int, step: int, folder: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("step", [6, 8])
+@pytest.mark.draw(1)
 def test_a_run_goes_on_from_one_folder(step: int, folder: str) -> None:
     ends = saved(folder)
     assert [found["end"] for found in loaded(3, step, folder)] == ends

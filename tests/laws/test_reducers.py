@@ -237,6 +237,7 @@ UNBIASED = {
 
 
 @pytest.mark.parametrize("reducer", UNBIASED.values(), ids=UNBIASED.keys())
+@pytest.mark.draw(10)
 def test_means_of_unbiased_codecs_are_unbiased(reducer: Reducer) -> None:
     grain, steps = flat_grain(600), 300
     xs = inputs(grain, 3, "heavy", 2)
@@ -257,7 +258,7 @@ FED = {spec: r for spec, r in REDUCERS.items() if r.keeps_input}
 
 
 @pytest.mark.parametrize("reducer", FED.values(), ids=FED.keys())
-@pytest.mark.draw(8)
+@pytest.mark.draw(5)
 def test_residuals_stay_bounded(reducer: Reducer) -> None:
     """Over 500 steps of noise around a constant gradient, what is owed levels off.
 

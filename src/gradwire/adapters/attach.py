@@ -68,8 +68,8 @@ def attach(
             alone. Save one folder for each shard.
         seed: of all random choices, the same on every rank.
         deadline_s: seconds after which a silent rank is an error.
-        grain_numel: elements that are encoded together at most (default: a quarter of the model, up to 2^20; on
-            a GPU from 2^20 to 2^25).
+        grain_numel: elements that are encoded together at most (default: a quarter of the model, up to 2^20; on a GPU
+            also a quarter, from 2^20 to 2^24).
         scaler: the loss scaler of the training loop, if it has one: gradients, and so residuals, are in its units, and
             when the scale changes residuals are multiplied accordingly.
         checksum: send a CRC-32 with each payload of an all-gather or an all-to-all. A rank that gets a damaged one

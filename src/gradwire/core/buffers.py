@@ -181,11 +181,11 @@ class BufferPool:
 
 
 def _ordinary(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    return torch.empty(shape, dtype=dtype)
+    return torch.empty(shape, dtype=dtype, device="cpu")
 
 
 def _pinned(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    return torch.empty(shape, dtype=dtype, pin_memory=True)
+    return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
 
 
 def size_for(nbytes: int) -> int:

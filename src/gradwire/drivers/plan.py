@@ -1,17 +1,18 @@
 """Grains and waves, planned once from names, shapes, dtypes, devices and policy alone.
 
 A wave is what starts together, and the collectives of its programs are coalesced: one flat grain of at most
-`GRAIN_NUMEL` elements, on a GPU `GPU_GRAIN_NUMEL`, or matrices of up to `MATRIX_WAVE_GRAINS` times as many, those of
-equal shape batched. A small model makes several waves, so that the first ones travel during the backward pass: more
-where payloads are large. What matrices send is small, so there the number of collectives counts and not their size:
-small vectors join the last wave of matrices, and their all-reduce travels with the first factors.
+`GRAIN_NUMEL` elements, or matrices of up to `MATRIX_WAVE_GRAINS` times as many, those of equal shape batched. On a GPU
+grains are larger, and a wave of matrices has room for two. A small model makes several waves, so that the first ones
+travel during the backward pass: more where payloads are large. What matrices send is small, so there the number of
+collectives counts and not their size: small vectors join the last wave of matrices, and their all-reduce travels with
+the first factors.
 
-On a CPU models of more than 134 million elements have waves of several flat grains, so that a step takes a few hundred
-collectives however large the model is. Grains stay as they are: they are what is coded at a time, what keys count from
-and what state belongs to; only matrices of equal shape are batched in larger numbers. What it costs is memory: each of
-the three waves in flight holds the payloads of all its grains twice, alone and joined. A wave is 1/128 of the model. At
-6.7 billion elements its payloads are 27 MB under `int4` and 211 MB uncompressed in float32, and there are six times
-that.
+Models of more than 134 million elements, on a GPU of more than 2 billion, have waves of several flat grains, so that a
+step takes a few hundred collectives however large the model is. Grains stay as they are: they are what is coded at a
+time, what keys count from and what state belongs to; only matrices of equal shape are batched in larger numbers. What
+it costs is memory: each of the three waves in flight holds the payloads of all its grains twice, alone and joined. A
+wave is 1/128 of the model. At 6.7 billion elements its payloads are 27 MB under `int4` and 211 MB uncompressed in
+float32, and there are six times that.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ from gradwire.reducers.requirements import require_whole
 GRAIN_NUMEL = 1 << 20
 """Elements of a grain at most. Larger ones pay page faults for their temporaries, smaller ones fixed costs."""
 
-GPU_GRAIN_NUMEL = 1 << 25
-"""The same on a GPU. The host takes about as long to hand over the work of a large grain as that of a small one, 0.3 to
-1.8 ms, and the GPU does it in less: so few grains are sooner (docs/results.md has the steps of a model with each)."""
+GPU_GRAIN_NUMEL = 1 << 24
+"""The same on a GPU. There the host is the bottleneck: with most methods it takes as long to hand over the work of a
+small grain as that of a large one. docs/results.md has the steps of a model with grains of several sizes."""
 
 SMALLEST_GRAIN_NUMEL = 1 << 16
 WAVES = 4
-"""Grains to cut a small model into, on a GPU any, so that one can be encoded while another's bytes move."""
+"""Grains to cut a model into whose grains are not the largest: one is encoded while another's bytes move."""
 
 FINE_WAVES = 8
 """The same where payloads are large: more of them travel during the backward pass. Each wave costs processor time."""
@@ -169,8 +170,8 @@ def grain_size(numel: int, payload_share: float = 0.0, on_gpu: bool = False) -> 
     (65536, 500000, 1048576)
     >>> grain_size(2_000_000, payload_share=0.25)
     250000
-    >>> [grain_size(numel, on_gpu=True) for numel in (10**6, 10**8, 10**9)]
-    [1048576, 25000000, 33554432]
+    >>> [grain_size(numel, on_gpu=True) for numel in (10**6, 10**7, 10**9)]
+    [1048576, 2500000, 16777216]
     """
     if on_gpu:
         return min(GPU_GRAIN_NUMEL, max(GRAIN_NUMEL, numel // WAVES))
@@ -189,11 +190,14 @@ def matrix_wave_size(numel: int, limit: int) -> int:
     A small model makes two waves, so that the first one's factors travel during the backward pass. A wave has room for
     five eighths of it, since matrices are not cut and what did not fit into two would cost two rounds more. There is
     room for 262,144 at least and for 8 grains of at most 2^20 elements, or more where waves of large models have more.
+    Where grains are larger, as on a GPU, there is room for two.
 
     >>> matrix_wave_size(10_000, 65_536), matrix_wave_size(2_000_000, 500_000), matrix_wave_size(10**8, 1 << 20)
     (262144, 1250000, 8388608)
+    >>> matrix_wave_size(10**8, 1 << 24)
+    33554432
     """
-    at_most = max(limit, min(limit, GRAIN_NUMEL) * max(wave_grains(numel), MATRIX_WAVE_GRAINS))
+    at_most = max(2 * limit, min(limit, GRAIN_NUMEL) * max(wave_grains(numel), MATRIX_WAVE_GRAINS))
     return min(at_most, max(SMALLEST_MATRIX_WAVE_NUMEL, numel * 5 // 8))
 
 
@@ -243,7 +247,8 @@ def plan(parameters: Sequence[ParameterSpec], reducer: Reducer, grain_numel: int
             open_waves.remove(wave)
             wave = _wave_for(piece, open_waves)
         wave.pieces.append(piece)
-    together = 0 if on_gpu else wave_grains(total) * min((limit(wave.key[0]) for wave in closed), default=0)
+    larger = GPU_GRAIN_NUMEL // GRAIN_NUMEL if on_gpu else 1
+    together = wave_grains(total // larger) * min((limit(wave.key[0]) for wave in closed), default=0)
     return Plan((*_together(closed, together), *_joined(open_waves)))
 
 
