@@ -21,6 +21,6 @@ CASES = str(Path(__file__).with_name("pipeline_cases.py"))
 def test_the_bubble_of_stages_that_sleep_is_the_formula(schedule: str) -> None:
     shape = ScheduleShape(schedule, 4, 4)
     assert shape.formula is not None
-    arguments = {"schedule": schedule, "micro_batches": 4, "seconds": 0.1}
+    arguments = {"schedule": schedule, "micro_batches": 4, "seconds": 0.1 * shape.parts}  # a tenth each
     found = run_function(f"{CASES}:slept", 4, arguments, deadline_s=100)
     assert found[0] == pytest.approx(shape.formula, rel=0.1)
