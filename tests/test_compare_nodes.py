@@ -116,6 +116,7 @@ def test_what_goes_through_the_link_is_what_a_step_sends() -> None:
 
 @pytest.mark.net
 @pytest.mark.timeout(180)
+@pytest.mark.long
 def test_nodes_from_end_to_end(toy: str, tmp_path: Path) -> None:
     """Nodes are found, and the counters of their links show what is predicted for them."""
     try:

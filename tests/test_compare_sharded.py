@@ -154,6 +154,7 @@ def test_shards_train_as_replicas_do_and_predict_what_they_send(task: str, tmp_p
         compare.compare(dataclasses.replace(options, engine="ddp", methods=("torch.fp32",)), Silent())
 
 
+@pytest.mark.long
 def test_auto_chooses_among_methods_with_shards(task: str, tmp_path: Path) -> None:
     options = CompareOptions(
         task, ("torch.fp32", "auto:lossless"), "fsdp2", hosts=2, rate="1gbit", steps=12, out=tmp_path / "out"
