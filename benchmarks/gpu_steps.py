@@ -59,7 +59,7 @@ class Training:
     """A model under a method, its optimizer and its data."""
 
     def __init__(self, name: str) -> None:
-        self.name, self._ends = name, ExitStack()
+        self._ends = ExitStack()
         self.ddp = DDP(model_on_gpu(), device_ids=[0])
         self._hook(name)
         self._optimizer = torch.optim.AdamW(self.ddp.parameters(), lr=1e-4, fused=True)
@@ -115,10 +115,9 @@ def steps() -> list[dict[str, Any]]:
         ms, peak_bytes = timed(name)
         gc.collect()  # a model and what communicates for it hold each other
         torch.cuda.empty_cache()
-        rows.append(
-            {"method": name, "ms": ms, "of_ddp": ms / (rows[0]["ms"] if rows else ms), "peak_bytes": peak_bytes}
-        )
-        print(f"{name:46} {ms:8.2f} {rows[-1]['of_ddp']:7.3f} {peak_bytes / 1e6:6,.0f} MB", flush=True)
+        of_ddp = ms / rows[0]["ms"] if rows else 1.0
+        rows.append({"method": name, "ms": ms, "of_ddp": of_ddp, "peak_bytes": peak_bytes})
+        print(f"{name:46} {ms:8.2f} {of_ddp:7.3f} {peak_bytes / 1e6:6,.0f} MB", flush=True)
     return rows
 
 

@@ -121,8 +121,7 @@ class Engine:
         self._waits_for: Pending | None = None
         self._results: dict[int, Reduced] = {}
         self._fresh: list[State] | None = None
-        self._flags: dict[int, Tensor] = {}
-        self._any_bad = AnyFlag([])
+        self._flags, self._any_bad = dict[int, Tensor](), AnyFlag([])
 
     @property
     def weighs(self) -> bool:
@@ -320,8 +319,7 @@ class Engine:
 
     def found_bad(self) -> bool:
         """Whether any step was bad, as far as is known without waiting: on a GPU the last one is not known yet."""
-        known = self._fresh is not None and self._any_bad.is_known
-        return self.stats.bad_steps > 0 or (known and self.last_was_bad())
+        return self.stats.bad_steps > 0 or (self._fresh is not None and self._any_bad.is_known and self.last_was_bad())
 
     def bad_mean(self) -> Grain | None:
         """The first grain whose mean the last step found not finite; None where programs told of none."""
