@@ -201,15 +201,15 @@ def matrix_wave_size(numel: int, limit: int) -> int:
     return min(at_most, max(SMALLEST_MATRIX_WAVE_NUMEL, numel * 5 // 8))
 
 
-def wave_grains(numel: int, largest: int = GRAIN_NUMEL) -> int:
-    """Grains of a wave for a model of `numel` elements: 1 up to 128 of the largest grains, and 1/128 of it beyond.
+def wave_grains(numel: int) -> int:
+    """Grains of a wave for a model of `numel` elements on a CPU: 1 up to 2^27, and 1/128 of the model beyond.
 
-    It depends on numbers of elements alone, so that ranks agree and nothing measured decides it.
+    It depends on the number of elements alone, so that ranks agree and nothing measured decides it.
 
-    >>> wave_grains(100_000_000), wave_grains(7_000_000_000), wave_grains(7_000_000_000, GPU_GRAIN_NUMEL)
-    (1, 53, 4)
+    >>> wave_grains(100_000_000), wave_grains(7_000_000_000)
+    (1, 53)
     """
-    return max(1, -(-numel // (FULL_WAVES * largest)))
+    return max(1, -(-numel // (FULL_WAVES * GRAIN_NUMEL)))
 
 
 def plan(parameters: Sequence[ParameterSpec], reducer: Reducer, grain_numel: int | None = None) -> Plan:
@@ -247,8 +247,8 @@ def plan(parameters: Sequence[ParameterSpec], reducer: Reducer, grain_numel: int
             open_waves.remove(wave)
             wave = _wave_for(piece, open_waves)
         wave.pieces.append(piece)
-    flat = wave_grains(total, GPU_GRAIN_NUMEL if on_gpu else GRAIN_NUMEL)
-    together = flat * min((limit(wave.key[0]) for wave in closed), default=0)
+    larger = GPU_GRAIN_NUMEL // GRAIN_NUMEL if on_gpu else 1
+    together = wave_grains(total // larger) * min((limit(wave.key[0]) for wave in closed), default=0)
     return Plan((*_together(closed, together), *_joined(open_waves)))
 
 
