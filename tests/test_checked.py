@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -92,3 +94,27 @@ def test_facts_need_some_fields_and_may_have_others() -> None:
         checked({"size": 3}, task, "task", StateError, remedy=": make it anew")
     with pytest.raises(StateError, match=r"^the task's size should be a whole number from 0, not -3$"):
         checked({"name": "digits", "size": -3}, task, "the task", StateError, "'s ")
+
+
+MEETING = """
+import sys, threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import make_dataclass
+import msgspec
+from gradwire.core.checked import thread_safe
+sys.setswitchinterval(1e-6)
+with ThreadPoolExecutor(3) as threads:
+    for _ in range(100):
+        part = make_dataclass("Part", [("sizes", tuple[int, ...]), ("rate", float)])
+        kind = msgspec.defstruct("Whole", [("parts", tuple[part, ...]), ("names", dict[str, tuple[str, ...]])])
+        barrier = threading.Barrier(3)
+        def read(_: int) -> object:
+            barrier.wait(60)
+            return msgspec.convert({"parts": [{"sizes": [1], "rate": 2.0}], "names": {"a": ["b"]}}, thread_safe(kind))
+        assert len({*map(str, threads.map(read, range(3)))}) == 1
+"""
+
+
+def test_threads_may_meet_a_type_at_the_same_time() -> None:
+    """Without `thread_safe` this ends by a segmentation fault in one of the first rounds."""
+    subprocess.run([sys.executable, "-c", MEETING], timeout=120, check=True)

@@ -119,6 +119,23 @@ def test_collectives_go_through_a_transport() -> None:
     assert found == set(CALL_PYTORCH)
 
 
+def test_threads_may_meet_types_that_msgspec_reads() -> None:
+    """Types that a module makes decoders of, it meets while it is imported, which one thread does."""
+    for path in MODULES:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        made = {id(inside) for node in tree.body if isinstance(node, ast.Assign) for inside in ast.walk(node)}
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Call) or not ast.unparse(node.func).startswith("msgspec."):
+                continue
+            deed = ast.unparse(node.func).rpartition(".")[2]
+            kinds = {"convert": node.args[1:2], "Decoder": node.args[:1]}.get(deed, [])
+            kinds += [word.value for word in node.keywords if deed == "decode" and word.arg == "type"]
+            is_own = path.name == "checked.py" and deed == "Decoder"
+            if id(node) not in made and not is_own:
+                told = [ast.unparse(kind) for kind in kinds]
+                assert all(kind.startswith("thread_safe(") for kind in told), f"{path}:{node.lineno}"
+
+
 def test_methods_do_not_know_the_language_that_names_them() -> None:
     assert not any(name.startswith("gradwire.spec") for name in imports(PACKAGE / "methods.py"))
 

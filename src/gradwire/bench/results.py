@@ -13,6 +13,7 @@ import msgspec
 from gradwire.bench.errors import BenchError
 from gradwire.bench.timing import CallTimes
 from gradwire.core.atomic_file import write_atomically
+from gradwire.core.checked import thread_safe
 
 _FORMAT = 1
 
@@ -146,9 +147,9 @@ class BenchTable:
             BenchError: it is of another form.
         """
         try:
-            if (form := msgspec.convert(kept, _OfForm).format) != _FORMAT:
+            if (form := msgspec.convert(kept, thread_safe(_OfForm)).format) != _FORMAT:
                 raise BenchError(f"the table has format {form}, and {_FORMAT} is known: measure anew")
-            return msgspec.convert(kept, cls)
+            return msgspec.convert(kept, thread_safe(cls))
         except msgspec.ValidationError as error:
             raise BenchError(f"this is no table of gradwire bench: {error}") from error
 
@@ -174,7 +175,7 @@ def read_tables(file: Path) -> tuple[BenchTable, ...]:
         BenchError: the file cannot be read, or holds something else.
     """
     try:
-        kept = msgspec.json.decode(file.read_bytes(), type=list[Any])
+        kept = msgspec.json.decode(file.read_bytes(), type=thread_safe(list[Any]))
     except (OSError, msgspec.MsgspecError) as error:
         raise BenchError(f"{file} holds no tables of gradwire bench: {error}") from error
     return tuple(BenchTable.of(each) for each in kept)

@@ -7,6 +7,7 @@ does not fit is refused with a sentence that says where it stands and what it sh
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -18,6 +19,8 @@ from gradwire.core.errors import GradwireError
 T = TypeVar("T")
 
 _UNSEEN = object()
+
+_MEETS = threading.RLock()
 
 _WORDS = (
     (r"`int` >= (\d+)", r"a whole number from \1"),
@@ -55,6 +58,20 @@ class Read(metaclass=_Reads):
         raise NotImplementedError
 
 
+def thread_safe(kind: type[T]) -> type[T]:
+    """Return a type that msgspec knows by now, so that several threads may read values of it.
+
+    msgspec 0.22 collects the fields of a struct or a dataclass when it first meets it. A second thread that meets it at
+    that moment finds half of them, which ends the process by a segmentation fault. Here one thread waits for the other.
+
+    >>> msgspec.convert({"a": 1.5}, thread_safe(dict[str, float]))
+    {'a': 1.5}
+    """
+    with _MEETS:
+        msgspec.msgpack.Decoder(kind)
+    return kind
+
+
 def checked(
     data: object, kind: type[T], where: str, refusal: type[GradwireError], joint: str = ".", remedy: str = ""
 ) -> T:
@@ -74,7 +91,7 @@ def checked(
     gradwire.core.errors.GradwireError: plan[...][1] should be a whole number
     """
     try:
-        return msgspec.convert(data, kind, dec_hook=_read, str_keys=True)
+        return msgspec.convert(data, thread_safe(kind), dec_hook=_read, str_keys=True)
     except msgspec.ValidationError as error:
         raise refusal(sentence(error, where, joint, data) + remedy) from error
     except AttributeError as error:  # msgspec takes a tensor for a mapping, since it can be indexed

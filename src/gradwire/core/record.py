@@ -23,7 +23,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from gradwire.core.checked import sentence, shown
+from gradwire.core.checked import sentence, shown, thread_safe
 from gradwire.core.errors import RecordError
 from gradwire.core.tensor_table import LENGTH, TableEntry, header_of, read_header
 
@@ -203,7 +203,7 @@ class _Decoder:
     """Reads the fields of one kind of record; it refers to the tensors of the one that is read just now."""
 
     def __init__(self, kind: Any) -> None:
-        self._decoder = msgspec.msgpack.Decoder(kind, dec_hook=self._tensor)
+        self._decoder = msgspec.msgpack.Decoder(thread_safe(kind), dec_hook=self._tensor)
         self._tensors: Sequence[Tensor] = ()
 
     def decode(self, fields: memoryview, tensors: Sequence[Tensor]) -> Any:

@@ -15,7 +15,7 @@ import torch
 from msgspec import Meta
 from torch import Tensor
 
-from gradwire.core.checked import checked, facts, shown
+from gradwire.core.checked import checked, facts, shown, thread_safe
 from gradwire.core.errors import StateError
 from gradwire.core.record import Count
 from gradwire.core.state import Kind
@@ -169,7 +169,7 @@ def part_of(saved: object, name: str, kind: Any, what: str = "") -> Any:
     [3, 4]
     """
     try:
-        return msgspec.convert(cast(Mapping[str, Any], saved)[name], kind)
+        return msgspec.convert(cast(Mapping[str, Any], saved)[name], thread_safe(kind))
     except (KeyError, TypeError, msgspec.ValidationError) as error:
         raise StateError(f"the saved state has no {what or repr(name)}: load what this server saved") from error
 

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import torch
 
+from gradwire.core.checked import thread_safe
 from gradwire.core.collective import AllReduce
 from gradwire.core.errors import CommunicationError, first_line
 from gradwire.doctor.check_ranks import RANK_CHECKS, below_nominal, skewed_clocks, unlike_links, wrong_sums
@@ -146,7 +147,7 @@ def of_words(words: dict[str, Any], rank: int) -> Facts:
     True
     """
     try:
-        return replace(msgspec.convert(words, Facts), rank=rank)
+        return replace(msgspec.convert(words, thread_safe(Facts)), rank=rank)
     except msgspec.ValidationError:  # another version, which the check of versions tells
         versions = {str(name): str(version) for name, version in dict(words.get("versions", {})).items()}
         return Facts(Host(HostIdentity(f"the host of rank {rank}")), versions, rank=rank)

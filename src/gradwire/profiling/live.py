@@ -26,7 +26,7 @@ from msgspec import Meta
 from torch import Tensor
 
 from gradwire.core.atomic_file import write_atomically
-from gradwire.core.checked import printable, sentence
+from gradwire.core.checked import printable, sentence, thread_safe
 from gradwire.core.collective import ring_bytes
 from gradwire.core.errors import StepError, first_line
 from gradwire.core.rank_files import rank_file
@@ -316,7 +316,7 @@ def read_live(path: Path) -> LiveRecord:
     if len(raw) > _MOST_BYTES:
         raise ProfileError(f"{path} has more than {_MOST_BYTES >> 20} MiB, so it is no live record: remove it")
     try:
-        found = msgspec.json.decode(raw, type=LiveRecord)
+        found = msgspec.json.decode(raw, type=thread_safe(LiveRecord))
     except msgspec.ValidationError as error:
         raise ProfileError(f"{sentence(error, path.name, '.')}, so it is no live record: remove it") from error
     except (ValueError, RecursionError) as error:

@@ -8,6 +8,8 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
+from gradwire.core.checked import thread_safe
+
 T = TypeVar("T")
 
 PROGRESS = "@gradwire "
@@ -51,5 +53,5 @@ def read_news(line: str, token: str, kind: type[T]) -> T | None:
     if not line.startswith(start):
         return None
     with contextlib.suppress(ValueError):
-        return msgspec.convert(json.loads(line.removeprefix(start)), kind)
+        return msgspec.convert(json.loads(line.removeprefix(start)), thread_safe(kind))
     return None

@@ -23,6 +23,9 @@ from gradwire.kernels.warm import import_for_cpu
 from gradwire.network.wire import WireMeter
 from gradwire.ranks import group_end, moment
 
+_AFTER_DEADLINE_S = 30.0
+"""A collective waits for so long after the deadline: a rank that is asked where it stands must still stand there."""
+
 
 def load(target: str) -> Callable[..., Any]:
     """Return the function named by "package.module:function" or "path/to/file.py:function"."""
@@ -51,13 +54,15 @@ def prepare() -> None:
 
 def main(target: str, args: str, result: str, deadline_s: str) -> None:
     """Run one rank; where and who it is stands in the environment."""
-    # A signal that ends the process, as SIGTERM does after the deadline, leaves in its log where every thread was.
+    # A signal that ends the process leaves in its log where every thread was. SIGTERM, which comes after the deadline,
+    # does only that. A rank that ended by it would close its connections, and others would tell of these, and not of
+    # where they stood. SIGKILL ends them all a moment later.
     faulthandler.enable()
-    faulthandler.register(signal.SIGTERM, chain=True)
+    faulthandler.register(signal.SIGTERM, chain=False)
     torch.set_num_threads(1)
     function = load(target)
     group_end.before_init()
-    dist.init_process_group("gloo", timeout=timedelta(seconds=float(deadline_s)))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=float(deadline_s) + _AFTER_DEADLINE_S))
     WireMeter.from_environment().pace()
     value = function(dist.get_rank(), dist.get_world_size(), **json.loads(args))
     Path(result).write_text(json.dumps(value))

@@ -25,7 +25,7 @@ import msgspec
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
-from gradwire.core.checked import facts, printable
+from gradwire.core.checked import facts, printable, thread_safe
 from gradwire.core.errors import CommunicationError, ConnectionLost
 from gradwire.core.figures import listed, ranks_named
 from gradwire.flight.doing import doing_in_trouble
@@ -89,7 +89,7 @@ class RankAnswer:
         Raises:
             ValueError: it is none.
         """
-        found = msgspec.convert(json.loads(raw), _ANSWER)
+        found = msgspec.convert(json.loads(raw), thread_safe(_ANSWER))
         if found.rank != rank or found.doing not in _DEEDS:
             raise ValueError("an answer of another rank, or to another question")
         texts = map(_text, (found.type, found.message, found.traceback, found.at, found.stack))

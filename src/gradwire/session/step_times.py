@@ -18,6 +18,7 @@ import msgspec
 from msgspec import Meta
 from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 
+from gradwire.core.checked import thread_safe
 from gradwire.drivers.window import STEPS, Ready, Sample, Window
 
 SELDOM = (10, 50)
@@ -65,7 +66,7 @@ class ToldSteps(NamedTuple):
         Raises:
             ValueError: it is something else.
         """
-        first, exposed, encode, buckets = msgspec.json.decode(raw, type=_Told)
+        first, exposed, encode, buckets = msgspec.json.decode(raw, type=thread_safe(_Told))
         ready = tuple(Ready(1e-6 * at, nbytes) for at, nbytes in buckets)
         return cls(first, tuple(1e-6 * each for each in exposed), 1e-6 * encode, ready)
 

@@ -11,6 +11,7 @@ from typing import Any, Self
 
 import msgspec
 
+from gradwire.core.checked import thread_safe
 from gradwire.core.errors import TopologyError
 from gradwire.topology.sysfs import text_of
 
@@ -109,6 +110,6 @@ class HostIdentity:
             TopologyError: another program's data.
         """
         try:
-            return msgspec.convert(dict(words), cls)
+            return msgspec.convert(dict(words), thread_safe(cls))
         except msgspec.ValidationError as error:
             raise TopologyError("what a rank says of its host has other fields: versions of gradwire differ") from error

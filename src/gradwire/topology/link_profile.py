@@ -10,6 +10,7 @@ from typing import Annotated
 
 import msgspec
 
+from gradwire.core.checked import thread_safe
 from gradwire.core.errors import TopologyError
 from gradwire.core.figures import listed
 from gradwire.core.link import Curve, Link, TimedSize
@@ -130,10 +131,10 @@ class LinkProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             TopologyError: damaged, or of another version.
         """
         try:
-            format_ = msgspec.json.decode(text, type=_OfFormat).format
+            format_ = msgspec.json.decode(text, type=thread_safe(_OfFormat)).format
             if format_ != _FORMAT:
                 raise TopologyError(f"it has format {format_}, and {_FORMAT} is known")
-            return msgspec.json.decode(text, type=cls)
+            return msgspec.json.decode(text, type=thread_safe(cls))
         except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
             raise TopologyError(f"it is no link profile ({str(error)[:120]})") from error
 

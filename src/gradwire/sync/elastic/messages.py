@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from gradwire.core.checked import sentence
+from gradwire.core.checked import sentence, thread_safe
 from gradwire.core.errors import CommunicationError
 
 NO_COPY = -1
@@ -130,7 +130,7 @@ a whole number, not true or false): versions differ between workers, or somebody
     """
     try:
         found = msgspec.json.decode(raw)
-        record: T = msgspec.convert(found, kind, str_keys=True)
+        record: T = msgspec.convert(found, thread_safe(kind), str_keys=True)
         _require_whole(found, msgspec.to_builtins(record, str_keys=True))
     except (ValueError, RecursionError) as error:  # msgspec's errors are among them
         raise CommunicationError(
