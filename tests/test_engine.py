@@ -190,6 +190,24 @@ def test_a_bad_step_is_known_as_soon_as_it_ends() -> None:
     assert not engine.stats.bad_steps  # it is counted where the next one begins
 
 
+def test_the_first_bad_mean_is_named_after_later_steps_too() -> None:
+    """On a GPU whether a step was bad is known to its host only after the next one, which may be bad as well."""
+    engines = Engines(parse("topk:0.1"), model(), 1, grain_numel=GRAIN)
+    (engine,) = engines.ranks
+    for step, broken in enumerate(["", "2.weight", "0.weight", ""]):
+        gradients = drawn(step, 1)
+        if broken:
+            gradients[0][broken].fill_(float("nan"))
+        engines.step(gradients)
+        if step == 0:
+            assert engine.bad_mean() is None
+        else:
+            found = engine.bad_mean()
+            assert found is not None
+            assert found[0] == 1
+            assert "2.weight" in [segment.name for segment in found[1].segments]
+
+
 def test_one_virtual_rank_goes_on_where_it_was_saved() -> None:
     whole, again = (VirtualRanks(parse("topk:0.1"), model(), 1, 3, GRAIN) for _ in range(2))
     whole.step(drawn(0, 1))

@@ -122,6 +122,7 @@ class Engine:
         self._results: dict[int, Reduced] = {}
         self._fresh: list[State] | None = None
         self._flags, self._any_bad = dict[int, Tensor](), AnyFlag([])
+        self._bad_mean: tuple[int, Grain] | None = None
 
     @property
     def weighs(self) -> bool:
@@ -283,6 +284,7 @@ class Engine:
             return
         if self.last_was_bad():
             self.stats.bad_steps += 1
+            self._bad_mean = self.bad_mean()
             return
         for slot, new in zip(self._slots, fresh, strict=True):
             slot.settle(new)
@@ -321,9 +323,12 @@ class Engine:
         """Whether any step was bad, as far as is known without waiting: on a GPU the last one is not known yet."""
         return self.stats.bad_steps > 0 or (self._fresh is not None and self._any_bad.is_known and self.last_was_bad())
 
-    def bad_mean(self) -> Grain | None:
-        """The first grain whose mean the last step found not finite; None where programs told of none."""
-        return next((self._slots[unit].grain for unit, flag in self._flags.items() if bool(flag)), None)
+    def bad_mean(self) -> tuple[int, Grain] | None:
+        """The first bad step, and its first grain whose mean was not finite; None where programs told of none."""
+        if self._bad_mean is None:
+            bad = (self._slots[unit].grain for unit, flag in self._flags.items() if bool(flag))
+            return next(((self.index - 1, grain) for grain in bad), None)
+        return self._bad_mean
 
     def buffers(self) -> list[Tensor]:
         """The memory that gradients are copied to."""

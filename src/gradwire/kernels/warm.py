@@ -11,6 +11,17 @@ def import_for_cpu() -> bool:
     return None not in [implementations(package, "cpu") for package in sorted(packages)]
 
 
+def prepare_to_load() -> None:
+    """Import all that loading kernels for CPUs takes, compiling none of them; does nothing where numba is unwanted.
+
+    With the first function that numba compiles or loads it imports modules for half a second.
+    """
+    if import_for_cpu():
+        from gradwire.kernels.runtime.compiling import compile_nothing
+
+        compile_nothing()
+
+
 def warm_up() -> None:
     """Compile every kernel for CPUs with its signature, or load it from disk, so that no training step does.
 

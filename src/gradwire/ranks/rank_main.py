@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradwire.kernels.warm import import_for_cpu
+from gradwire.kernels.warm import prepare_to_load
 from gradwire.network.wire import WireMeter
 from gradwire.ranks import group_end, moment
 
@@ -44,11 +44,17 @@ def load(target: str) -> Callable[..., Any]:
 
 
 def prepare() -> None:
-    """Get a warm process ready: import what most functions need, and PyTorch only on the way. Starts no thread."""
+    """Get a warm process ready: import what most functions need. Starts no thread.
+
+    It takes two seconds more than PyTorch alone, which each rank that is forked from it saves.
+    """
     torch.set_num_threads(1)
     importlib.import_module("torch.nn.parallel")
     importlib.import_module("torch._dynamo")  # the first step of an optimizer would, which takes a second
-    import_for_cpu()
+    gradwire = importlib.import_module("gradwire")  # by name: ranks know nothing of what they run
+    for name in gradwire.__all__:  # each is imported when it is first used
+        getattr(gradwire, name)
+    prepare_to_load()
     gc.freeze()  # a child that collects garbage would copy every page of what is here
 
 

@@ -88,13 +88,13 @@ class Culprits:
             return None
 
     def told(self, engine: Engine) -> NotFinite | None:
-        """Which tensor of the step that has just ended was not finite first, on which rank, and on which side of the
-        exchange; the flight recorder keeps it. None where nobody knows.
+        """Which tensor was not finite first, in which step, on which rank, and on which side of the exchange. None
+        where nobody knows. The flight recorder keeps it.
         """
-        step = engine.index - 1
-        if (culprit := self.first(step, engine.not_finite)) is not None:
+        if (culprit := self.first(engine.index - 1, engine.not_finite)) is not None:
             found = NotFinite(culprit.step, culprit.rank, culprit.parameter, BEFORE)
-        elif (grain := engine.bad_mean()) is not None:
+        elif (bad := engine.bad_mean()) is not None:
+            step, grain = bad
             names = ", ".join(dict.fromkeys(segment.name for segment in grain.segments))
             found = NotFinite(step, None, names[:200], AFTER if grain.device.type == "cpu" else UNSEEN)
         else:

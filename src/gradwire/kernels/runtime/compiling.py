@@ -136,6 +136,11 @@ def compiled(signature: str) -> Callable[[Callable[..., Any]], CompiledKernel]:
     return lambda function: CompiledKernel(function, signature)
 
 
+def compile_nothing() -> None:
+    """Compile a function without content, so that numba imports what it needs to compile and to load."""
+    numba.njit("void()")(lambda: None)
+
+
 def array_of(x: Tensor) -> np.ndarray[Any, Any]:
     """The elements of a tensor on the CPU as numpy sees them."""
     return (x.detach() if x.requires_grad else x).numpy()
