@@ -43,6 +43,7 @@ from gradwire.reducers import (
     Tree,
     TwoShot,
 )
+from gradwire.reducers.hierarchical import in_levels
 from gradwire.reducers.routes import Route, direct_scatter, power_of_two, ring_scatter, shards
 from gradwire.reducers.sent import SentAll
 from gradwire.reducers.tree_route import double_tree
@@ -229,6 +230,20 @@ def test_auto_goes_by_its_curves() -> None:
         Auto(Identity(), curves[:2])
     with pytest.raises(CompositionError, match="rise"):
         Curve((TimedSize(5, 1.0), TimedSize(5, 2.0)))
+
+
+@pytest.mark.parametrize("sizes", [(2,), ((2, 3),), (2, 2)], ids=str)
+def test_ranks_choose_alike_where_nodes_have_parts_of_unequal_size(sizes: tuple[int | tuple[int, ...], ...]) -> None:
+    """The smaller part alone would go another way, and ranks in lockstep would ask for different things."""
+    ranks = {(2,): 4, ((2, 3),): 5, (2, 2): 8}[sizes]
+    numel, largest = 12_040, 24_576 // (2 if len(sizes) == 2 else 1)
+    backend, slow = (Curve((TimedSize(0, time), TimedSize(1, time))) for time in (1.0, 9.0))
+    for fast_up_to in (largest - 1, largest):
+        direct = Curve((TimedSize(0, 0.1), TimedSize(fast_up_to, 0.1), TimedSize(fast_up_to + 1, 9.0)))
+        auto = Auto(Identity(), (backend, direct, slow, slow, slow))
+        xs = [torch.arange(numel, dtype=torch.float32) * (rank + 1) for rank in range(ranks)]
+        for result in Lockstep(in_levels(auto, sizes), flat_grain(numel), ranks).reduce(xs):
+            torch.testing.assert_close(result.value, torch.arange(numel) * (ranks + 1) / 2)
 
 
 @pytest.mark.parametrize("route", [Direct, Ring, RecursiveHalvingDoubling, Tree, Auto])

@@ -5,12 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from torch import Tensor
+from typing_extensions import override
 
+from gradwire.codecs.base import layout_of
 from gradwire.core.errors import CompositionError
+from gradwire.core.grain import Grain
 from gradwire.core.link import Curve
+from gradwire.core.state import State
 from gradwire.reducers.exchange import AllReduceExchange
-from gradwire.reducers.routes import Direct, RecursiveHalvingDoubling, Ring, Route, Total
-from gradwire.reducers.step import Step
+from gradwire.reducers.routes import Direct, RecursiveHalvingDoubling, Ring, Route
+from gradwire.reducers.step import Program, Step
 from gradwire.reducers.tree_route import Tree
 
 WORTHWHILE = 0.95
@@ -62,6 +66,8 @@ class Auto(AllReduceExchange):
         times[0] *= WORTHWHILE
         return self.candidates[times.index(min(times))]
 
-    def total(self, payload: Tensor, step: Step) -> Total:
-        """As the chosen candidate does."""
-        return (yield from self.choose(payload.nbytes).total(payload, step))
+    @override
+    def reduce(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:
+        """As the chosen candidate does. Ranks that have parts of unequal size choose by the largest."""
+        numel = x.numel() if step.largest is None else step.largest
+        return self.choose(layout_of(self.codec, numel, x.dtype).nbytes).reduce(grain, x, state, step)

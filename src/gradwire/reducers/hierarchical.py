@@ -169,7 +169,7 @@ class Hierarchical(Reducer):
         """The inner state of this rank's shard, which is empty where the rank serves none."""
         shard = self._shard(grain.numel, step)
         part = _part(grain, shard.start, shard.stop - shard.start)
-        return self._placed(self.inter.init(part, self._inner_step(step)), shard.start, step)
+        return self._placed(self.inter.init(part, self._inner_step(grain, step)), shard.start, step)
 
     def reduce(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:
         """All-to-all and sum inside, `inter` between, all-gather inside."""
@@ -178,7 +178,7 @@ class Hierarchical(Reducer):
         y = yield from _node_mean(x.reshape(-1), shards, nodes, step)
         if nodes.serves(step.rank):
             part = _part(grain, shard.start, shard.stop - shard.start)
-            program = self.inter.reduce(part, y, _within_shard(state, shard.start), self._inner_step(step))
+            program = self.inter.reduce(part, y, _within_shard(state, shard.start), self._inner_step(grain, step))
             is_whole = nodes.is_even and nodes.places == 1
             reduced = yield from program if is_whole else along(program, nodes.between)
             sent = SentShard(shard, y, reduced.sent, nodes.ranks_per_node)
@@ -194,13 +194,14 @@ class Hierarchical(Reducer):
         nodes = self.nodes(step.world_size)
         return _shards(numel, nodes.places).of(nodes.place(step.rank))
 
-    def _inner_step(self, step: Step) -> Step:
+    def _inner_step(self, grain: Grain, step: Step) -> Step:
         nodes = self.nodes(step.world_size)
-        return replace(step, rank=nodes.between.index(step.rank), world_size=nodes.count)
+        largest = _shards(grain.numel if step.largest is None else step.largest, nodes.places).size_of(0)
+        return replace(step, rank=nodes.between.index(step.rank), world_size=nodes.count, largest=largest)
 
     def _without_data(self, grain: Grain, step: Step) -> Program:
         """What the first rank of a node does between nodes, on tensors without data."""
-        inner, nodes = self._inner_step(step), self.nodes(step.world_size)
+        inner, nodes = self._inner_step(grain, step), self.nodes(step.world_size)
         meta = torch.device("meta")
         part = _part(grain, 0, _shards(grain.numel, nodes.places).size_of(0))
         part = replace(part, device=meta)
@@ -209,7 +210,7 @@ class Hierarchical(Reducer):
 
     def _placed(self, state: State, start: int, step: Step) -> State:
         """The inner state, whose owned shards lie within this rank's, which begins at `start`."""
-        node = self._inner_step(step).rank
+        node = self.nodes(step.world_size).between.index(step.rank)
         return replace_leaves(state, lambda _, leaf: _moved(leaf, start + leaf.first(node)))
 
 

@@ -21,7 +21,8 @@ PAST_WARM_UPS = 1_000_000
 class Step:
     """Where a program runs: the step, the rank, the number of ranks, and the seed of the run.
 
-    `weight` is what this rank has said to count for in this step, None where it has said nothing.
+    `weight` is what this rank has said to count for in this step, None where it has said nothing. Where a hierarchy has
+    cut the grain among the ranks of a node, `largest` is how many elements the largest part has.
     """
 
     index: int
@@ -29,6 +30,7 @@ class Step:
     world_size: int
     seed: int = 0
     weight: float | None = None
+    largest: int | None = None
 
     def empty(self, numel: int, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Return memory for a mean, 1-d, on the device and in the dtype of `like`."""
