@@ -262,7 +262,7 @@ def _eliminate(gram, w, tolerance):
     """Write R^-1 of G = R^T R to `w` and use `gram` up: see `the reference`."""
     rank = gram.shape[0]
     lengths, share = np.empty(rank, np.float64), np.empty(rank, np.float64)
-    w[:, :] = 0.0
+    w.fill(0.0)
     for k in range(rank):
         lengths[k], w[k, k] = gram[k, k], 1.0
     for k in range(rank):
@@ -298,7 +298,9 @@ def _orthonormal_round(A, weights, out, tolerance):
     flat = doubles.reshape(-1)
     gram, w = np.empty((rank, rank), np.float64), np.empty((rank, rank), np.float64)
     for b in range(A.shape[0]):
-        doubles[:, :length] = A[b]
+        for j in range(rank):
+            for i in range(length):
+                doubles[j, i] = A[b, j, i]
         for j in range(rank):
             for k in range(j, rank):
                 total = 0.0
@@ -307,7 +309,9 @@ def _orthonormal_round(A, weights, out, tolerance):
                 gram[j, k] = total
                 gram[k, j] = total
         _eliminate(gram, w, tolerance)
-        weights[b] = w
+        for j in range(rank):
+            for k in range(rank):
+                weights[b, j, k] = w[j, k]
     fill_product(weights, False, A, out, 0, A.shape[0] * rank, np.float32(1.0), False)
 
 
@@ -316,8 +320,10 @@ def _orthonormalise(A, raw, scratch, out, tolerance, again):
     """Two rounds of Cholesky QR."""
     weights = np.empty((A.shape[0], A.shape[1], A.shape[1]), np.float32)
     _size_rows(A.reshape(-1), raw, A.shape[2], out.reshape(-1))
-    _orthonormal_round(out, weights, scratch, tolerance)
-    _orthonormal_round(scratch, weights, out, again)
+    source, to, least = out, scratch, tolerance
+    for _ in range(2):  # a loop, since two calls would be compiled twice
+        _orthonormal_round(source, weights, to, least)
+        source, to, least = scratch, out, again
 
 
 def orthonormalise(vectors: Tensor) -> Tensor:
