@@ -132,7 +132,8 @@ def _pairs(rows, first, stop, out, apart):
         source, step, start = flat, numel, at
         if at + SEGMENT > numel:
             for i in range(n):
-                tail[i * SEGMENT : i * SEGMENT + numel - at] = rows[i, at:]
+                for j in range(numel - at):
+                    tail[i * SEGMENT + j] = rows[i, at + j]
             source, step, start = tail, SEGMENT, 0
         for i in range(n):
             for j in range(i, n):

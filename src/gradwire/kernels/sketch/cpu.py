@@ -97,7 +97,8 @@ def _count_unsketch(sketch, keys, first, out):
             if rows == 3:
                 out[start + i] = _median_of_3(found[0, i], found[1, i], found[2, i])
             else:
-                values[:] = found[:, i]
+                for j in range(rows):
+                    values[j] = found[j, i]
                 out[start + i] = _median(values)
 
 

@@ -116,7 +116,8 @@ def _hadamard_encode(x, block, first, k0, k1, chosen, scale, out):
     raw = scratch.view(np.uint32)
     for start in range(0, x.size, block):
         piece = x[start : start + block]
-        scratch[: piece.size] = piece
+        for i in range(piece.size):
+            scratch[i] = piece[i]
         scratch[piece.size :] = 0.0
         _flip_signs(raw[: piece.size], np.uint32(first + start), k0, k1)
         _hadamard(scratch)
