@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import os
 import signal
 import socket
@@ -504,6 +505,21 @@ def test_the_deadline_shows_where_each_rank_stood():
     stood = r"(?s)deadline of 10 s.*rank 0 .*in waits_for_nobody.*rank 1 .*all_reduce.*in waits_for_nobody"
     with pytest.raises(RankFailure, match=stood):
         run_function(f"{HERE}:waits_for_nobody", 2, {}, 10)
+
+
+def terminates_a_child(rank: int, world_size: int) -> int | None:
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(100,))
+    child.start()
+    child.terminate()
+    child.join(30)
+    code = child.exitcode
+    child.kill()
+    return code
+
+
+@SECONDS
+def test_what_a_rank_forks_ends_by_sigterm():
+    assert run_function(f"{HERE}:terminates_a_child", 1, {}, 120) == [-signal.SIGTERM]
 
 
 @SECONDS

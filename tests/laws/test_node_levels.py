@@ -34,6 +34,7 @@ LEVELS: dict[str, tuple[tuple[NodeSize, ...], int]] = {
     "3/1/4x1/2": (((3, 1, 4), (1, 2)), 8),
 }
 INTERS = [each(Identity()) for each in (AllReduceExchange, TwoShot, AllGatherExchange, Tree, Ring, Auto)]
+INTERS.append(Tree(Identity(), chunk_bytes=64))  # whose rounds depend on the size
 
 
 def tensors(numel: int, ranks: int) -> list[torch.Tensor]:

@@ -6,6 +6,7 @@ does not fit is refused with a sentence that says where it stands and what it sh
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 from collections.abc import Mapping
@@ -21,6 +22,17 @@ T = TypeVar("T")
 _UNSEEN = object()
 
 _MEETS = threading.RLock()
+
+
+def _renew_lock() -> None:
+    """A thread that held it is not there in a forked process."""
+    global _MEETS
+    _MEETS = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_lock)
+
 
 _WORDS = (
     (r"`int` >= (\d+)", r"a whole number from \1"),

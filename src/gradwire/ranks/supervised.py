@@ -22,11 +22,12 @@ from gradwire.kernels.runtime.choice import VARIABLE as KERNELS_VARIABLE
 from gradwire.network import Network
 from gradwire.network.loopback import loopback_environments
 from gradwire.ranks import moment
-from gradwire.ranks.warm import WarmProcess
+from gradwire.ranks.warm import POLITE_S, WarmProcess
 
 _TAIL_LINES = 20
 _OTHERS_TAIL_LINES = 5
-_TERMINATE_S = 2.0
+_OVERDUE_TAIL_LINES = 40  # where a rank stood, and what it may have said when the first of the others was killed
+_TERMINATE_S = POLITE_S + 2.0  # more than a rank of a warm process has to show where it stands
 _TICK_S = 0.2
 _MOST_WARM = 12
 
@@ -243,7 +244,7 @@ class _Watch:
         names = ", ".join(str(rank.rank) for rank in running)
         text = f"after the deadline of {deadline_s:g} s, still running: rank {names}; the last lines:"
         for rank in running:
-            text += f"\n  rank {rank.rank} ({rank.log}):{rank.tail(_TAIL_LINES)}"
+            text += f"\n  rank {rank.rank} ({rank.log}):{rank.tail(_OVERDUE_TAIL_LINES)}"
         return RankFailure(text, running[0].rank, None)
 
 

@@ -21,8 +21,9 @@ PAST_WARM_UPS = 1_000_000
 class Step:
     """Where a program runs: the step, the rank, the number of ranks, and the seed of the run.
 
-    `weight` is what this rank has said to count for in this step, None where it has said nothing. Where a hierarchy has
-    cut the grain among the ranks of a node, `largest` is how many elements the largest part has.
+    `weight` is what this rank has said to count for in this step, None where it has said nothing. `largest` is the
+    number of elements of the largest part that a rank of a node has of the grain; None where no hierarchy cuts it. What
+    all ranks must do alike goes by it.
     """
 
     index: int

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from gradwire.codecs.base import layout_of
 from gradwire.core.collective import Collective
 from gradwire.core.errors import CompositionError
 from gradwire.core.link import Link
@@ -87,7 +88,10 @@ class Tree(Route):
         """One program of rounds for both trees."""
         trees = double_tree(step.world_size)
         depth = max(node.depth for tree in trees for node in tree)
-        count = self.chunks(buffer.nbytes)
+        largest = buffer.nbytes
+        if step.largest is not None:  # ranks with smaller parts make as many rounds
+            largest = layout_of(self.codec, step.largest, buffer.dtype).nbytes
+        count = self.chunks(largest)
         climbs = [
             _Climb(tree[step.rank], depth, shards(half, count))
             for tree, half in zip(trees, shards(buffer, 2), strict=True)
