@@ -21,13 +21,13 @@ T = TypeVar("T")
 
 _UNSEEN = object()
 
-_MEETS = threading.RLock()
+_meets = threading.RLock()
 
 
 def _renew_lock() -> None:
     """A thread that held it is not there in a forked process."""
-    global _MEETS
-    _MEETS = threading.RLock()
+    global _meets
+    _meets = threading.RLock()
 
 
 if hasattr(os, "register_at_fork"):
@@ -79,7 +79,7 @@ def thread_safe(kind: type[T]) -> type[T]:
     >>> msgspec.convert({"a": 1.5}, thread_safe(dict[str, float]))
     {'a': 1.5}
     """
-    with _MEETS:
+    with _meets:
         msgspec.msgpack.Decoder(kind)
     return kind
 
