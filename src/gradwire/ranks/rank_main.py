@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -58,15 +59,33 @@ def prepare() -> None:
     gc.freeze()  # a child that collects garbage would copy every page of what is here
 
 
+def _stay_at_sigterm() -> None:
+    """Let SIGTERM, which comes after the deadline, only write where every thread is, and let it end what is forked.
+
+    A rank that ended by it would close its connections. Others would tell of these, and not of where they stood.
+    SIGKILL ends all ranks a moment later. A function may still set a handler of its own.
+    """
+    faulthandler.register(signal.SIGTERM, chain=False)
+    # A forked process has this handler until it can remove it. A SIGTERM that comes so early has to wait for that.
+    forking = threading.local()
+
+    def before() -> None:
+        forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+    def after() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, forking.mask)
+
+    def after_in_child() -> None:
+        faulthandler.unregister(signal.SIGTERM)
+        after()
+
+    os.register_at_fork(before=before, after_in_parent=after, after_in_child=after_in_child)
+
+
 def main(target: str, args: str, result: str, deadline_s: str) -> None:
     """Run one rank; where and who it is stands in the environment."""
-    # A signal that ends the process leaves in its log where every thread was. SIGTERM, which comes after the deadline,
-    # does only that, unless the function handles it. A rank that ended by it would close its connections, and others
-    # would tell of these, and not of where they stood. SIGKILL ends them all a moment later.
-    faulthandler.enable()
-    faulthandler.register(signal.SIGTERM, chain=False)
-    # What the function forks ends by it as usual.
-    os.register_at_fork(after_in_child=lambda: faulthandler.unregister(signal.SIGTERM))
+    faulthandler.enable()  # what ends the process by a fault leaves in its log where every thread was
+    _stay_at_sigterm()
     torch.set_num_threads(1)
     function = load(target)
     group_end.before_init()
