@@ -10,6 +10,7 @@ import torch
 
 from engines import Exchange, ThreadTransport
 from gradwire import parse
+from gradwire.codecs import FP16, Codec, RandomK
 from gradwire.drivers import measure
 from gradwire.drivers.measure import SAMPLES, Bench
 from gradwire.reducers.auto import Auto
@@ -39,6 +40,23 @@ def test_a_curve_has_the_median_of_as_many_rounds_as_it_says_without_the_first(m
         assert [point.nbytes for point in curve.points] == [sample.nbytes for sample in SAMPLES]
         assert [point.seconds for point in curve.points] == [(sample.rounds + 1) / 2 for sample in SAMPLES]
     assert counted == {sample.nbytes: (sample.rounds + 1) * len(auto.candidates) for sample in SAMPLES}
+
+
+@pytest.mark.parametrize(
+    ("codec", "sizes"),
+    [
+        (FP16(), [sample.nbytes // 2 for sample in SAMPLES]),
+        (RandomK(0.25), [sample.nbytes // 4 for sample in SAMPLES]),
+        (RandomK(1e-9), [8]),  # one value, which is padded, however large the gradient is
+    ],
+    ids=repr,
+)
+def test_curves_are_of_bytes_that_travel(codec: Codec, sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """`Auto` asks them by these bytes, and would else read the times of a gradient that is as large as a payload."""
+    monkeypatch.setattr(measure, "seconds", lambda *_: 1.0)
+    for curve in measure.curves(Auto(codec), alone()):
+        assert [point.nbytes for point in curve.points] == sizes
+        assert curve.seconds(1 << 30) == 1.0
 
 
 def test_sizes_to_measure_are_four_times_as_large_as_the_ones_before_up_to_a_whole_grain() -> None:

@@ -105,7 +105,7 @@ def test_processes_find_their_nodes_and_links_and_keep_them_for_the_same_hosts(t
         ('"backend": "gloo"', '"backend": "nccl"', "it was measured with backend=nccl, which is gloo now"),
         ('"alpha_s"', '"alpha"', "it is no link profile"),
         ("{", "", "it is no link profile"),
-        ('"format": 4', '"format": 3', "it has format 3, and 4 is known"),
+        ('"format": 5', '"format": 4', "it has format 4, and 5 is known"),
         ('"names": [', '"names": ["a", ', "it is no link profile (2 hosts with 3 names"),
     ],
 )

@@ -230,6 +230,8 @@ def test_auto_goes_by_its_curves() -> None:
         Auto(Identity(), curves[:2])
     with pytest.raises(CompositionError, match="rise"):
         Curve((TimedSize(5, 1.0), TimedSize(5, 2.0)))
+    with pytest.raises(CompositionError, match="rise"):
+        Curve(())
 
 
 @pytest.mark.parametrize(("sizes", "ranks"), [([2], 4), ([(2, 3)], 5), ([2, 2], 8)], ids=str)

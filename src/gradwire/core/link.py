@@ -42,25 +42,29 @@ class Curve:
     meet at a receiver once they fill its queue.
 
     Args:
-        points: two or more, by rising size.
+        points: by rising size. One alone is the time of every size.
 
     Raises:
-        CompositionError: fewer points, or sizes that do not rise.
+        CompositionError: no points, or sizes that do not rise.
 
     >>> curve = Curve((TimedSize(0, 1.0), TimedSize(100, 2.0), TimedSize(200, 6.0)))
     >>> curve.seconds(50), curve.seconds(300)
     (1.5, 10.0)
+    >>> Curve((TimedSize(100, 2.0),)).seconds(300)
+    2.0
     """
 
     points: tuple[TimedSize, ...]
 
     def __post_init__(self) -> None:
         sizes = [point.nbytes for point in self.points]
-        if len(sizes) < 2 or sizes != sorted(set(sizes)):
-            raise CompositionError(f"a curve needs two or more sizes that rise, not {sizes}")
+        if not sizes or sizes != sorted(set(sizes)):
+            raise CompositionError(f"a curve needs sizes that rise, not {sizes}")
 
     def link(self, nbytes: float) -> Link:
         """The alpha and beta that hold for `nbytes`; the outer stretches go on for ever."""
+        if len(self.points) == 1:
+            return Link(self.points[0].seconds, 0.0)
         pairs = list(pairwise(self.points))
         low, high = next((pair for pair in pairs if nbytes < pair[1].nbytes), pairs[-1])
         beta = (high.seconds - low.seconds) / (high.nbytes - low.nbytes)

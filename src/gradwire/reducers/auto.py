@@ -69,5 +69,5 @@ class Auto(AllReduceExchange):
     @override
     def reduce(self, grain: Grain, x: Tensor, state: State, step: Step) -> Program:
         """As the chosen candidate does. Ranks that have parts of unequal size choose by the largest."""
-        numel = x.numel() if step.largest is None else step.largest
-        return self.choose(layout_of(self.codec, numel, x.dtype).nbytes).reduce(grain, x, state, step)
+        nbytes = layout_of(self.codec, step.largest_of(x.numel()), x.dtype).nbytes
+        return self.choose(nbytes).reduce(grain, x, state, step)

@@ -196,7 +196,7 @@ class Hierarchical(Reducer):
 
     def _inner_step(self, grain: Grain, step: Step) -> Step:
         nodes = self.nodes(step.world_size)
-        largest = _shards(grain.numel if step.largest is None else step.largest, nodes.places).size_of(0)
+        largest = _shards(step.largest_of(grain.numel), nodes.places).size_of(0)
         return replace(step, rank=nodes.between.index(step.rank), world_size=nodes.count, largest=largest)
 
     def _without_data(self, grain: Grain, step: Step) -> Program:

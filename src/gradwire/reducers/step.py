@@ -37,6 +37,10 @@ class Step:
         """Return memory for a mean, 1-d, on the device and in the dtype of `like`."""
         return buffers.empty((numel,), dtype or like.dtype, like.device)
 
+    def largest_of(self, numel: int) -> int:
+        """The elements of the largest part of a grain; `numel`, which are all, where no hierarchy cuts it."""
+        return numel if self.largest is None else self.largest
+
     def key(self, grain: Grain, stage: str = "", rank: int | None = None) -> Key:
         """Return the key of `rank` (default: this one) for a stage of coding `grain`."""
         return Key(self.seed, self.index, grain.name, stage, self.rank if rank is None else rank)

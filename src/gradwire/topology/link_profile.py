@@ -19,7 +19,7 @@ from gradwire.topology.identity import HostIdentity
 from gradwire.topology.levels import Level, Topology
 from gradwire.topology.reduction_times import Probe, ReductionTimes
 
-_FORMAT = 4
+_FORMAT = 5
 
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
 
@@ -30,12 +30,12 @@ class KeptRoutes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         groups: the ranks that reduce together.
         method: whose routes they are.
-        curves: of each route, bytes and seconds by rising size.
+        curves: of each route, bytes of the payload and seconds, by rising size.
     """
 
     groups: tuple[tuple[int, ...], ...]
     method: str
-    curves: dict[str, Annotated[tuple[tuple[int, Seconds], ...], msgspec.Meta(min_length=2)]]
+    curves: dict[str, Annotated[tuple[tuple[int, Seconds], ...], msgspec.Meta(min_length=1)]]
 
     def __post_init__(self) -> None:
         for route in self.curves:
