@@ -354,7 +354,7 @@ def failing(rank: int, world_size: int, folder: str, how: str) -> dict[str, Any]
         times.append(time.monotonic())
         said = f"{type(error).__name__}: {error}"
     _here(Path(folder), rank)
-    if how == "in a step":
+    if how == "in a step" or (how == "before" and rank != 1):  # rank 0 has the store that says who has failed
         _wait_for(world_size, Path(folder))
     return {"said": said, "waited": times[1] - times[0] if said else 0.0}
 

@@ -318,6 +318,17 @@ def test_a_run_in_the_same_folder_keeps_the_records_of_the_runs_before(tmp_path:
     assert note.startswith("there are records of 8 earlier runs too: gradwire stacks ")
 
 
+def test_an_answer_that_comes_after_the_end_does_not_say_that_the_rank_goes_on(tmp_path: Path) -> None:
+    """A thread answers who asks, and may be slower than the end of the process."""
+    keeper = Keeper(Recorder(), tmp_path, "a", 0, 1)
+    answer = keeper.seen("asked by gradwire stacks")
+    keeper.ended()
+    keeper.write(answer)
+    assert read_record(rank_file(tmp_path, 0)).state == "ended"
+    keeper.belongs(tmp_path, "b", 0, 1)  # another run may begin
+    assert read_record(rank_file(tmp_path, 0)).state == "running"
+
+
 DAMAGED = {
     "cut off": ('{"format": "gradwire flight record 1", "run": "a", "ra', "is cut off, or no JSON"),
     "binary": (b"\x80\x04\x95\xff\x00", "is cut off, or no JSON"),

@@ -115,6 +115,8 @@ class Keeper:
     def write(self, record: FlightRecord, is_last: bool = True) -> None:
         """Write a record, unless one that tells of a death is there: what follows from that is no news.
 
+        Where the run has ended, an answer that was under way meanwhile does not say that it goes on.
+
         Args:
             record: as `seen` returns it.
             is_last: whether a record that tells of a death is the last one.
@@ -122,7 +124,7 @@ class Keeper:
         if not self.is_here:
             return  # a forked process, such as one that loads data, is no rank
         with self._lock:
-            if self._state == DIED:
+            if self._state == DIED or (self._state == ENDED and record.state == RUNNING):
                 return
             if is_last:
                 self._state = record.state
