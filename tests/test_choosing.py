@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from torch import nn
 
 import choosing_page
@@ -24,12 +25,14 @@ from gradwire.choosing import (
     coding,
     coding_s,
     demand,
+    square_matrices,
 )
 from gradwire.choosing.accuracy import SAFE_ERROR
 from gradwire.cli.main import main
 from gradwire.core.errors import SpecError
 from gradwire.core.link import Link
 from gradwire.drivers.contention import Contention
+from gradwire.drivers.cost import specs_on
 
 ALONE = ("int4", "powersgd:8,factors=fp16", "topk:0.01", "none,exchange=ring", "krum:1", "int8,node=2")
 """Specs with messages of each kind."""
@@ -72,10 +75,22 @@ def test_boundaries_are_where_the_choice_changes() -> None:
         assert take == (None if name == "none" else name)
 
 
-def test_times_grow_with_the_model_beyond_what_is_timed() -> None:
-    cases = [Case(rate=1e9, parameters=n, step_s=1.0) for n in (10**8, 10**10)]
-    small, large = (choose(case).forecasts[0].sending_s for case in cases)
-    assert large == pytest.approx(100 * small, rel=0.02)
+def test_times_grow_with_the_model_beyond_what_is_planned() -> None:
+    cases = [Case(rate=1e9, parameters=n, step_s=1.0) for n in (10**8, 10**10, 10**11)]
+    small, _, large = (choose(case).forecasts[0].sending_s for case in cases)
+    assert large == pytest.approx(1000 * small, rel=0.02)
+    _, small, large = (choose(case).forecasts[-1].sending_s for case in cases)
+    assert large == pytest.approx(10 * small, rel=0.02)
+
+
+def test_a_large_model_is_planned_whole() -> None:
+    """Its waves have several grains, so that messages are fewer than ten models of a tenth have."""
+    asked: dict[str, float] = {"rate": 1e10, "step_s": 1.0}
+    small, large = (choose(Case(parameters=n, **asked)) for n in (130_000_000, 1_300_000_000))  # type: ignore[arg-type]
+    assert large.forecasts[-1].sending_s < 8 * small.forecasts[-1].sending_s
+    model = square_matrices(1_300_000_000)
+    whole = demand("int4", model, 4, Link(8e-5, 8e-10))  # the latency that is assumed at 10 Gbit/s
+    assert large.forecasts[-1].sending_s == pytest.approx(whole.sending_s, rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -83,6 +98,7 @@ def test_times_grow_with_the_model_beyond_what_is_timed() -> None:
     [
         ({"layout": "grid"}, "'grid' is none of ddp, fsdp2, sites, leaving, clients"),
         ({"slow": "often"}, "'often' is none of never, one, any"),
+        ({"device": "tpu"}, "'tpu' is none of cpu, cuda"),
         ({"ranks": 1}, "communication needs 2 ranks and a parameter at least"),
         ({"accuracy": "save"}, "'save' is no class of accuracy: did you mean 'safe'"),
         ({"step_s": 0.0}, "a step without communication takes some time, not 0.0 s"),
@@ -184,7 +200,7 @@ def test_a_rank_codes_among_mirrors_as_among_ranks(spec: str) -> None:
 
 
 def test_the_command_says_what_python_says(capsys: pytest.CaptureFixture[str]) -> None:
-    words = "choose --rate 100mbit --parameters 1.85M --step 130 --accuracy bold --no-coding"
+    words = "choose --rate 100mbit --parameters 1.85M --step 130 --accuracy bold --no-coding --device cpu"
     assert main(words.split()) == 0
     said = capsys.readouterr().out
     found = choose(Case(rate=1e8, parameters=1_850_000, step_s=0.13, accuracy="bold"))
@@ -196,6 +212,37 @@ def test_the_command_says_what_python_says(capsys: pytest.CaptureFixture[str]) -
     assert "Use PyTorch alone." in capsys.readouterr().out
     assert main(["choose", "--rate", "1gbit", "--layout", "fsdp2"]) == 0
     assert "int4,parameters=int8" in capsys.readouterr().out
+
+
+def test_ranks_on_gpus_send_fewer_and_larger_messages(capsys: pytest.CaptureFixture[str]) -> None:
+    """Their grains have up to 2^24 elements, those of processors 2^20: each is two collectives under `int4`."""
+    on_cpu, on_gpu = (
+        choose(Case(rate=1e10, parameters=124_000_000, step_s=0.04, device=device)) for device in ("cpu", "cuda")
+    )
+    of_cpu, of_gpu = (found.forecasts[-1].sending_s for found in (on_cpu, on_gpu))
+    least_s = 2 * 3 / 4 * 124e6 / 2 / (1e10 / 8)  # without latency and scales
+    assert least_s < of_gpu < 1.2 * least_s < 1.5 * least_s < of_cpu
+    assert on_cpu.forecasts[0].sending_s == on_gpu.forecasts[0].sending_s  # DDP has its buckets everywhere
+    assert on_gpu.case.says.startswith("4 ranks on GPUs, 124 M parameters")
+    words = "choose --rate 10gbit --parameters 124M --step 40 --no-coding --device cuda"
+    assert main(words.split()) == 0
+    assert on_gpu.why in capsys.readouterr().out
+
+
+def test_a_model_on_a_gpu_is_planned_as_one() -> None:
+    specs = specs_on("cuda", nn.Linear(2000, 1000))
+    assert (Case.of_model(specs, rate=1e8).device, Case.of_model(nn.Linear(9, 9), rate=1e8).device) == ("cuda", "cpu")
+    assert len(demand("int4", specs, 2, Link(1e-4, 1e-9)).waves) == 2
+    assert len(demand("int4", nn.Linear(2000, 1000), 2, Link(1e-4, 1e-9)).waves) == 9
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_coding_on_a_gpu_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    said = "coding is measured on this machine, where PyTorch finds no GPU: take device cpu, or leave coding out"
+    with pytest.raises(SpecError, match=said):
+        coding_s("int4", specs_on("cuda", nn.Linear(9, 9)), 2)
+    assert main(["choose", "--rate", "1gbit", "--parameters", "1M", "--device", "cuda"]) == 2
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,8 @@ from gradwire.cli.main import main
 from gradwire.core.grain import ParameterSpec
 from gradwire.core.link import Link
 from gradwire.core.options import described
+from gradwire.drivers.cost import specs_on
+from gradwire.drivers.plan import plan
 from gradwire.drivers.timing import step_s
 from gradwire.kernels.dispatch import KERNELS
 
@@ -107,6 +109,22 @@ def test_the_cost_command_agrees(capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr().out
     for spec in ("int4", "topk:0.01"):
         assert f"{gradwire.cost(spec, make_task('digits', 0).model, 3, step=1_000_000).wire_bytes:,} B" in said
+
+
+def test_the_cost_of_a_model_on_a_gpu_is_that_of_its_grains(capsys: pytest.CaptureFixture[str]) -> None:
+    """A grain of `int4` is an all-to-all and an all-gather."""
+    reducer, model = gradwire.parse("int4"), [("w", torch.zeros(3 << 20, requires_grad=True))]
+    grains: list[int] = []
+    collectives: list[int] = []
+    for device in ("cpu", "cuda"):
+        specs = specs_on(device, model)
+        grains.append(len(plan(specs, reducer).units))
+        collectives.append(gradwire.cost(reducer, specs, 4).collectives)
+        assert main(["cost", "int4", "--task", "bytes", "--device", device]) == 0
+    assert grains[1] == 3 < grains[0]
+    assert collectives[0] - collectives[1] == 2 * (grains[0] - grains[1])
+    *_, on_cpu, on_gpu = (int(line.split()[-1]) for line in capsys.readouterr().out.splitlines() if "int4" in line)
+    assert on_gpu < on_cpu
 
 
 def test_methods_may_stand_behind_the_hosts(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,7 @@ import gradwire
 from gradwire.cli.main import main
 from gradwire.core.errors import CompositionError, SpecError
 from gradwire.core.roles import role_of_name, roles_of
-from gradwire.drivers.cost import meta_specs
+from gradwire.drivers.cost import specs_of
 from gradwire.drivers.plan import plan
 from gradwire.drivers.stack import stack
 from gradwire.drivers.virtual import VirtualRanks
@@ -89,7 +89,7 @@ def test_names_tell_roles_where_nothing_else_is_known(name: str, shape: tuple[in
 def served(spec: str, net: nn.Module) -> dict[str, str]:
     """What serves each parameter."""
     found: dict[str, str] = {}
-    for grain, reducer in plan(meta_specs(net), gradwire.parse(spec)).units:
+    for grain, reducer in plan(specs_of(net), gradwire.parse(spec)).units:
         found |= {segment.name: repr(reducer) for segment in grain.segments}
     return found
 

@@ -13,7 +13,7 @@ from gradwire.codecs import BF16, FP16, BlockInt, Chain, Codec, Identity, Natura
 from gradwire.core.grain import Grain, flat_grain
 from gradwire.core.key import Key
 from gradwire.core.state import State
-from gradwire.drivers.cost import meta_specs
+from gradwire.drivers.cost import specs_of
 from gradwire.drivers.interpreter import Interpreter, Script, Traffic, run_program
 from gradwire.drivers.lockstep import Meeting, VirtualTransport, run_lockstep, together
 from gradwire.drivers.plan import plan
@@ -306,7 +306,7 @@ def test_one_rank_runs_a_half_through_the_interpreter_alone() -> None:
 
 
 def test_what_needs_the_whole_mean_refuses_a_shard_of_it() -> None:
-    half, model = scatter_reduce(TopK(0.1)), meta_specs(torch.nn.Linear(3, 3))
+    half, model = scatter_reduce(TopK(0.1)), specs_of(torch.nn.Linear(3, 3))
     stages = ((3, ScatterReduce(FP16())), (0, ScatterReduce(FP16())))
     for needs in (
         lambda: plan(model, ErrorFeedback(half)),

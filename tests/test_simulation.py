@@ -240,6 +240,12 @@ def test_a_servers_link_bounds_what_asynchronous_ranks_push() -> None:
 ASKED = ["--step", "10ms", "--parameters", "300k"]
 
 
+def test_ranks_on_gpus_send_fewer_and_larger_messages() -> None:
+    on_cpu = SimulateOptions(step="250ms", parameters="100M", ranks=16, rate="10gbit", latency="1ms")
+    found = [simulate("int4", dataclasses.replace(on_cpu, device=device)) for device in ("cpu", "cuda")]
+    assert found[1].step_s < found[0].step_s
+
+
 def test_the_command_prints_tables_json_and_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = tmp_path / "trace.json"
     assert main(["simulate", "int4", *ASKED, "--mtbf", "30d", "--slow", "3:2x", "--trace", str(trace)]) == 0

@@ -6,7 +6,7 @@ backward pass hides some (`Demand.beside`). What methods lose is what was measur
 """
 
 from gradwire.choosing.accuracy import ACCURACIES, CANDIDATES, Candidate, allowed
-from gradwire.choosing.cases import CASES, LAYOUTS, SLOW, FixedCase
+from gradwire.choosing.cases import CASES, DEVICES, LAYOUTS, SLOW, FixedCase
 from gradwire.choosing.coding import coding_s
 from gradwire.choosing.forecast import Demand, Forecast, demand
 from gradwire.choosing.rules import NEAR, Case, Training, best_of, boundaries, choose, square_matrices
@@ -15,6 +15,7 @@ __all__ = [
     "ACCURACIES",
     "CANDIDATES",
     "CASES",
+    "DEVICES",
     "LAYOUTS",
     "NEAR",
     "SLOW",

@@ -24,6 +24,13 @@ SLOW = {
 """Who is slow."""
 
 
+DEVICES = {
+    "cpu": "gradients lie in the memory of processors",
+    "cuda": "gradients lie on GPUs",
+}
+"""What a rank computes on."""
+
+
 class FixedCase(NamedTuple):
     """What to take in a case that is not decided by the link.
 

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from gradwire.core.collective import AllGather, AllReduce, AllToAll, AllToAllV, Collective
+from gradwire.core.errors import SpecError
 from gradwire.core.messages import SendRecv
 from gradwire.core.shapes import Shapes
 from gradwire.drivers.contention import Computing
-from gradwire.drivers.cost import Parameters, form_of, meta_specs, require_world
+from gradwire.drivers.cost import Parameters, form_of, require_world, specs_on
 from gradwire.drivers.interpreter import Answer, run_program, served
 from gradwire.drivers.plan import Plan, Unit, plan
 from gradwire.reducers.base import Reducer
@@ -72,7 +73,8 @@ def coding_s(
         device: that codes; None takes the model's own, and for a model without data the GPU where PyTorch has one.
 
     Raises:
-        SpecError, CompositionError: a method that cannot be built, or that needs more ranks; no model.
+        SpecError, CompositionError: a method that cannot be built, or that needs more ranks; no model; parameters on a
+            GPU where there is none.
 
     >>> coding_s("int4", torch.nn.Linear(300, 300), world_size=2) > 0.0
     True
@@ -80,9 +82,12 @@ def coding_s(
     reducer = as_method(method)
     require_world(reducer, world_size)
     given: Any = list(model) if isinstance(model, Iterator) else model  # which is gone through twice
-    specs, device = meta_specs(given), device or coding_device(given)
-    specs = [spec._replace(device=device) for spec in specs]
-    return plan_coding_s(plan(specs, reducer, grain_numel), world_size, repeats)
+    device = device or coding_device(given)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise SpecError(
+            "coding is measured on this machine, where PyTorch finds no GPU: take device cpu, or leave coding out"
+        )
+    return plan_coding_s(plan(specs_on(device, given), reducer, grain_numel), world_size, repeats)
 
 
 def plan_coding_s(planned: Plan, world_size: int, repeats: int = REPEATS) -> float:

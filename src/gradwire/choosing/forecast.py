@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from gradwire.core.link import Link
 from gradwire.drivers.contention import Contention
-from gradwire.drivers.cost import Parameters, meta_specs, require_world
+from gradwire.drivers.cost import Parameters, require_world, specs_of
 from gradwire.drivers.parts import PartPlan
 from gradwire.drivers.plan import Plan, plan
 from gradwire.drivers.timing import Links, waves_s
@@ -190,7 +190,7 @@ def demand(
     >>> round(found.sending_s, 2), len(found.waves)
     (4.0, 9)
     """
-    reducer, specs = as_method(method), meta_specs(model)
+    reducer, specs = as_method(method), specs_of(model)
     require_world(reducer, world_size)
     planned = plan(specs, reducer, grain_numel)
     return plan_demand(str(method), planned, world_size, link, links, coding_s=coding_s, beside=beside, step=step)
@@ -231,7 +231,7 @@ class PlanMessages(NamedTuple):
 
     >>> from gradwire.drivers.plan import plan
     >>> import torch
-    >>> planned = plan(meta_specs(torch.nn.Linear(60, 50)), as_method("none"))
+    >>> planned = plan(specs_of(torch.nn.Linear(60, 50)), as_method("none"))
     >>> messages = PlanMessages.of(planned, 2)
     >>> messages.rounds, messages.nbytes, 4 * 61 * 50
     (2.0, 12200.0, 12200)

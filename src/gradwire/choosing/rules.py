@@ -10,13 +10,14 @@ from typing import Any, NamedTuple
 import torch
 
 from gradwire.choosing.accuracy import CANDIDATES, Candidate, allowed, ended_at
-from gradwire.choosing.cases import CASES, LAYOUTS, SLOW, call_of
+from gradwire.choosing.cases import CASES, DEVICES, LAYOUTS, SLOW, call_of
 from gradwire.choosing.forecast import Demand, Forecast, demand
 from gradwire.core.errors import SpecError
 from gradwire.core.figures import milliseconds, si_bits_per_s, significant
 from gradwire.core.grain import ParameterSpec
 from gradwire.core.link import Link
-from gradwire.drivers.cost import Parameters, meta_specs
+from gradwire.drivers.cost import Parameters, specs_of, specs_on
+from gradwire.drivers.plan import is_on_gpu
 
 NEAR = 1.05
 """A step may take so many times the shortest one, for a method that loses less: forecasts do not tell nearer steps
@@ -30,8 +31,10 @@ LATENCY_S = 1e-4
 take less."""
 BUCKET = 25 * 2**20 // 4
 """Elements that DistributedDataParallel sends at once."""
-MEASURED = 1 << 26
-"""Parameters that are timed at most: messages of a larger model are more of the same."""
+LARGEST = 1 << 33
+"""Parameters that are planned at most: messages of a larger model are as many and larger."""
+BUCKETS_OF = 1 << 26
+"""The same for DistributedDataParallel: buckets of a larger model are more, and as large."""
 
 Coding = Callable[[str, Sequence[ParameterSpec], int], float]
 """Seconds that a method codes in a step: of a spec, of a model, among so many ranks."""
@@ -56,6 +59,7 @@ class Case:
         slow: one of `SLOW`.
         accuracy: one of `ACCURACIES`.
         model: the very parameters; where there are none, square matrices of one size make up the model.
+        device: one of `DEVICES`: on a GPU more is coded and sent at a time.
 
     Raises:
         SpecError: numbers that make no sense, or another word.
@@ -73,9 +77,10 @@ class Case:
     slow: str = "never"
     accuracy: str = "safe"
     model: tuple[ParameterSpec, ...] = ()
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
-        for word, known in ((self.layout, LAYOUTS), (self.slow, SLOW)):
+        for word, known in ((self.layout, LAYOUTS), (self.slow, SLOW), (self.device, DEVICES)):
             if word not in known:
                 raise SpecError(f"{word!r} is none of {', '.join(known)}")
         allowed(self.accuracy)
@@ -97,13 +102,18 @@ class Case:
         >>> Case.of_model(torch.nn.Linear(9, 10), rate=1e8).parameters
         100
         """
-        specs = tuple(meta_specs(model))
+        specs = tuple(specs_of(model))
+        facts.setdefault("device", "cuda" if is_on_gpu(specs) else "cpu")
         return cls(parameters=sum(spec.numel for spec in specs), model=specs, **facts)
 
     @property
     def says(self) -> str:
         """The case in words."""
-        found = [f"{self.ranks} ranks", f"{_count(self.parameters)} parameters", si_bits_per_s(self.rate)]
+        found = [
+            f"{self.ranks} ranks{' on GPUs' if self.device == 'cuda' else ''}",
+            f"{_count(self.parameters)} parameters",
+            si_bits_per_s(self.rate),
+        ]
         found += [f"a round trip of {milliseconds(1e3 * self.delay_s)} ms"] if self.delay_s else []
         found += [f"{milliseconds(1e3 * self.step_s)} ms of computing a step"] if self.step_s is not None else []
         return ", ".join(found)
@@ -211,12 +221,13 @@ def _demands(case: Case, coding: Coding) -> tuple[Demand, ...]:
 
 
 def _demand(candidate: Candidate, case: Case, coding: Coding) -> Demand:
-    """What a method asks for; of a model that is larger than what is timed, as many times what that asks for."""
+    """What a method asks for; of a model that is larger than what is planned, as many times what that asks for."""
     spec, beta = candidate.spec, 8 / case.rate
     link = Link(max(case.delay_s / 2, min(LATENCY_S, 1e5 * beta)), beta)
-    timed = min(case.parameters, MEASURED)
-    model, times = (case.model, 1.0) if case.model else (square_matrices(timed), case.parameters / timed)
     alone = spec == "none"  # DDP sends these gradients itself, in its own buckets, and codes nothing
+    planned = min(case.parameters, BUCKETS_OF if alone else LARGEST)
+    model, times = (case.model, 1.0) if case.model else (square_matrices(planned), case.parameters / planned)
+    model = specs_on(case.device, model)
     grain_numel, coded_s = (BUCKET, 0.0) if alone else (None, coding(spec, model, case.ranks))
     found = demand(spec, model, case.ranks, link, coding_s=coded_s, grain_numel=grain_numel)
     waves = found.waves * max(1, round(times))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from gradwire.cli.commands import Commands, add
+from gradwire.cli.commands import Commands, add, add_device
 from gradwire.core.errors import SpecError
 from gradwire.core.rates import count_in
 
@@ -69,6 +69,7 @@ def add_command(commands: Commands) -> None:
     choose.add_argument("--layout", default="ddp", metavar="WORD", help=layout)
     slow = "who is slower: never, one (always the same) or any (in turn)"
     choose.add_argument("--slow", default="never", metavar="WORD", help=slow)
+    add_device(choose, "cuda where PyTorch finds a GPU, and else cpu; with --task what its model lies on")
     choose.add_argument("--no-coding", action="store_true", help="do not measure coding, and count it as nothing")
     choose.set_defaults(run=run_choose)
 
@@ -96,6 +97,7 @@ def _case(arguments: argparse.Namespace) -> Case:
         TopologyError: a file of links that cannot be read.
     """
     from gradwire.choosing import Case
+    from gradwire.choosing.coding import coding_device
     from gradwire.tasks.builtin import make_task
 
     rate, delay_s, ranks = _link(arguments.rate, arguments.delay, arguments.ranks)
@@ -109,9 +111,12 @@ def _case(arguments: argparse.Namespace) -> Case:
         "accuracy": arguments.accuracy,
     }
     if arguments.task is None:
+        facts["device"] = arguments.device or coding_device(()).type
         return Case(parameters=_number(arguments.parameters or "100M"), **facts)
     if arguments.parameters is not None:
         raise SpecError("--task tells the model, and so does --parameters: give one of them")
+    if arguments.device is not None:
+        facts["device"] = arguments.device
     return Case.of_model(make_task(arguments.task, 0, arguments.text).model, **facts)
 
 

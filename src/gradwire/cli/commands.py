@@ -9,6 +9,17 @@ Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"  # p
 """What commands are added to; argparse has no public name for it."""
 
 
+def add_device(command: argparse.ArgumentParser, unset: str) -> None:
+    """Add --device to a command that predicts training.
+
+    Args:
+        command: which.
+        unset: what is taken where it is not given.
+    """
+    device = f"what ranks compute on: on a GPU more is coded and sent at a time (default: {unset})"
+    command.add_argument("--device", choices=("cpu", "cuda"), help=device)
+
+
 def add(
     commands: Commands, name: str, *, help: str, description: str, epilog: str, **options: Any
 ) -> argparse.ArgumentParser:

@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from gradwire.cli.commands import Commands
+from gradwire.cli.commands import Commands, add_device
 from gradwire.cli.kernel_table import kernel_table
 from gradwire.cli.links import MeasuredLinks, read_links
 from gradwire.core.errors import SpecError
 
 if TYPE_CHECKING:
-    from torch import nn
-
+    from gradwire.core.grain import ParameterSpec
     from gradwire.reducers import Reducer
 
 OK = 0
@@ -67,6 +66,7 @@ def add_commands(commands: Commands) -> None:
     cost.add_argument("--coding", action="store_true", help=coding)
     computing = "with --rate and --coding: also the step, if it computes so long, and what of sending is hidden in it"
     cost.add_argument("--computing", type=float, metavar="MS", help=computing)
+    add_device(cost, "cpu")
     cost.add_argument("--step", type=int, default=1_000_000, metavar="N", help="which step (default: past any warm-up)")
     cost.add_argument(
         "--stack", action="store_true", help="what each layer of a spec saves: codecs joined by +, layers=, parameters="
@@ -108,10 +108,11 @@ def run_recipes(arguments: argparse.Namespace, console: Console) -> int:
 
 def run_cost(arguments: argparse.Namespace, console: Console) -> int:
     """`gradwire cost SPEC ...`."""
+    from gradwire.drivers.cost import specs_on
     from gradwire.spec import as_method
     from gradwire.tasks.builtin import make_task
 
-    model = make_task(arguments.task, 0, arguments.text).model
+    model = specs_on(arguments.device or "cpu", make_task(arguments.task, 0, arguments.text).model)
     hosts, behind = _hosts(arguments.hosts)
     if arguments.stack:
         return _print_stacks([*arguments.methods, *behind], model, hosts, arguments, console)
@@ -137,7 +138,11 @@ def run_cost(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def _print_stacks(
-    specs: Sequence[str], model: nn.Module, hosts: Sequence[int], arguments: argparse.Namespace, console: Console
+    specs: Sequence[str],
+    model: Sequence[ParameterSpec],
+    hosts: Sequence[int],
+    arguments: argparse.Namespace,
+    console: Console,
 ) -> int:
     """One table a spec, one row a layer of it: what is sent with it, and what it saves of what was sent before it."""
     from gradwire.drivers.stack import stack
@@ -193,7 +198,7 @@ class _Asked(NamedTuple):
         found += ["ms of coding"] if self.coding else []
         return found + (["ms hidden", "ms a step"] if self.computing_ms is not None else [])
 
-    def times(self, reducer: Reducer, model: nn.Module, hosts: int, step: int) -> list[str]:
+    def times(self, reducer: Reducer, model: Sequence[ParameterSpec], hosts: int, step: int) -> list[str]:
         """The columns of a method."""
         from gradwire.choosing import coding_s, demand
 
@@ -226,7 +231,9 @@ def _asked(arguments: argparse.Namespace, hosts: Sequence[int]) -> _Asked:
     return _Asked(links, arguments.coding, computing)
 
 
-def _costs(reducers: Mapping[str, Reducer], model: nn.Module, hosts: int, step: int, asked: _Asked) -> Table:
+def _costs(
+    reducers: Mapping[str, Reducer], model: Sequence[ParameterSpec], hosts: int, step: int, asked: _Asked
+) -> Table:
     """One row a method: bytes, those inside nodes apart where a method has nodes, and the times that are asked for."""
     import gradwire
 
@@ -247,7 +254,7 @@ def _costs(reducers: Mapping[str, Reducer], model: nn.Module, hosts: int, step: 
     return table
 
 
-def _growth(reducers: Mapping[str, Reducer], model: nn.Module, hosts: Sequence[int], step: int) -> Table:
+def _growth(reducers: Mapping[str, Reducer], model: Sequence[ParameterSpec], hosts: Sequence[int], step: int) -> Table:
     """One row a method, one column a number of ranks: bytes sent out of a node, in gradients."""
     import gradwire
 
@@ -259,7 +266,9 @@ def _growth(reducers: Mapping[str, Reducer], model: nn.Module, hosts: Sequence[i
     return table
 
 
-def _levels(reducers: Mapping[str, Reducer], model: nn.Module, ranks: int, step: int, file: Path) -> Table:
+def _levels(
+    reducers: Mapping[str, Reducer], model: Sequence[ParameterSpec], ranks: int, step: int, file: Path
+) -> Table:
     """One row a method, one column a level: the most bytes that leave one of its groups."""
     from gradwire.drivers.level_bytes import level_bytes
     from gradwire.topology import Topology, described

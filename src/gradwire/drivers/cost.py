@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -17,7 +17,7 @@ from gradwire.core.agreement import Agree, Once, Total
 from gradwire.core.axis import SubGroups
 from gradwire.core.collective import AllReduce, Collective
 from gradwire.core.errors import CompositionError
-from gradwire.core.grain import ParameterSpec
+from gradwire.core.grain import Grain, ParameterSpec
 from gradwire.core.program import Program as AnyProgram
 from gradwire.core.program import asking
 from gradwire.core.roles import roles_of
@@ -56,19 +56,15 @@ class Cost:
         return self.wire_bytes - self.inside_bytes
 
 
-def parameter_specs(parameters: Iterable[tuple[str, Tensor]], device: str | None = None) -> list[ParameterSpec]:
+def parameter_specs(parameters: Iterable[tuple[str, Tensor]]) -> list[ParameterSpec]:
     """Return the specs of named parameters that ask for gradients."""
-    return [
-        ParameterSpec(name, tuple(p.shape), p.dtype, torch.device(device) if device else p.device)
-        for name, p in parameters
-        if p.requires_grad
-    ]
+    return [ParameterSpec(name, tuple(p.shape), p.dtype, p.device) for name, p in parameters if p.requires_grad]
 
 
-def model_specs(model: nn.Module, device: str | None = None) -> list[ParameterSpec]:
+def model_specs(model: nn.Module) -> list[ParameterSpec]:
     """Return the specs of a model's parameters that ask for gradients, with what they are for."""
     roles = roles_of(model)
-    specs = parameter_specs(model.named_parameters(), device)
+    specs = parameter_specs(model.named_parameters())
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return [spec._replace(known_role=roles[p]) for spec, p in zip(specs, trained, strict=True)]
 
@@ -77,8 +73,8 @@ Parameters = nn.Module | Iterable[ParameterSpec] | Iterable[Tensor] | Iterable[t
 """A model, wrapped in DDP or not, what its `parameters()` or `named_parameters()` return, or specs."""
 
 
-def meta_specs(model: Parameters) -> list[ParameterSpec]:
-    """Return the specs of a model's parameters, on the device that has no data.
+def specs_of(model: Parameters) -> list[ParameterSpec]:
+    """Return the specs of a model's parameters, on their devices.
 
     Raises:
         CompositionError: something that has no parameters.
@@ -86,21 +82,30 @@ def meta_specs(model: Parameters) -> list[ParameterSpec]:
     if isinstance(model, DistributedDataParallel):
         model = model.module
     if isinstance(model, nn.Module):
-        return model_specs(model, device="meta")
+        return model_specs(model)
     if isinstance(model, Tensor | str) or not isinstance(model, Iterable):
         raise CompositionError(f"{type(model).__name__} is no model: pass a module, or what its parameters() returns")
-    return [spec for i, parameter in enumerate(model) for spec in _meta_spec(i, parameter)]
+    return [spec for i, parameter in enumerate(model) for spec in _spec(i, parameter)]
 
 
-def _meta_spec(index: int, parameter: object) -> list[ParameterSpec]:
+def specs_on(device: torch.device | str, model: Parameters) -> list[ParameterSpec]:
+    """Return the same as if all parameters lay on one device, which need not exist: plans differ by it.
+
+    >>> [str(spec.device) for spec in specs_on("cuda", nn.Linear(2, 2))]
+    ['cuda', 'cuda']
+    """
+    return [spec._replace(device=torch.device(device)) for spec in specs_of(model)]
+
+
+def _spec(index: int, parameter: object) -> list[ParameterSpec]:
     """The spec of one parameter, which is called by its number where it has no name; none for a frozen one."""
     match parameter:
         case ParameterSpec():
-            return [parameter._replace(device=torch.device("meta"))]
+            return [parameter]
         case Tensor():
-            return parameter_specs([(str(index), parameter)], device="meta")
+            return parameter_specs([(str(index), parameter)])
         case (str(name), Tensor() as tensor):
-            return parameter_specs([(name, tensor)], device="meta")
+            return parameter_specs([(name, tensor)])
         case _:
             raise CompositionError(f"{parameter!r} is no parameter: pass a module, or what its parameters() returns")
 
@@ -126,7 +131,8 @@ def cost(
         model: a model, or what its `parameters()` or `named_parameters()` return; those that are trained count.
         world_size: how many ranks.
         step: which step, for methods that begin otherwise than they go on.
-        grain_numel: as in `attach`; None takes what a model on a CPU has, on a GPU grains are up to 16 times as large.
+        grain_numel: as in `attach`. Grains of parameters on a GPU are up to 16 times as large as those on a CPU; one
+            without data counts as on a CPU.
         rank: whose bytes. Ranks send alike but for trees, whose leaves send less, odd world sizes, and nodes of unequal
             size, of which only the first ranks send to other nodes.
 
@@ -136,7 +142,7 @@ def cost(
     >>> cost("none", nn.Linear(10, 10), world_size=2).wire_bytes
     440
     """
-    reducer, specs = as_method(reducer), meta_specs(model)
+    reducer, specs = as_method(reducer), specs_of(model)
     require_world(reducer, world_size)
     if not 0 <= rank < world_size:
         raise CompositionError(f"rank {rank} of {world_size}: ranks are counted from 0")
@@ -254,9 +260,14 @@ def _run(waves: Sequence[_Waves], transport: MetaTransport, index: int) -> None:
 
 def meta_program(unit: Unit, step: Step) -> Program:
     """The program of a unit whose gradient has a shape and no data."""
-    grain, reducer = unit
-    x = torch.empty(grain.shape, dtype=grain.dtype, device="meta")
+    grain, reducer = without_data(unit.grain), unit.reducer
+    x = torch.empty(grain.shape, dtype=grain.dtype, device=grain.device)
     return reducer.reduce(grain, x, reducer.init(grain, step), step)
+
+
+def without_data(grain: Grain) -> Grain:
+    """The same grain where its tensors and states have shapes and no data."""
+    return replace(grain, device=torch.device("meta"))
 
 
 def requests_of(unit: Unit, step: Step) -> list[Collective]:

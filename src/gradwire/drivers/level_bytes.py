@@ -11,7 +11,7 @@ from gradwire.core.axis import Axis
 from gradwire.core.collective import AllGather, AllReduce, AllToAllV, Collective
 from gradwire.core.link import Link
 from gradwire.core.messages import SendRecv
-from gradwire.drivers.cost import Parameters, form_of, meta_specs, requests_of, require_world
+from gradwire.drivers.cost import Parameters, form_of, requests_of, require_world, specs_of
 from gradwire.drivers.plan import Unit, plan
 from gradwire.reducers.base import Reducer
 from gradwire.reducers.step import PAST_WARM_UPS, Step
@@ -69,7 +69,7 @@ def level_bytes(
     """
     reducer = as_method(reducer)
     require_world(reducer, topology.world_size)
-    units = plan(meta_specs(model), reducer, grain_numel).units
+    units = plan(specs_of(model), reducer, grain_numel).units
     known: list[Reducer] = []
     forms = [form_of(unit, known) for unit in units]
     distinct, times = dict(zip(forms, units, strict=True)), Counter(forms)

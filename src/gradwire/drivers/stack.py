@@ -11,7 +11,7 @@ from gradwire.codecs import Codec
 from gradwire.codecs.base import layout_of
 from gradwire.core.grain import ParameterSpec
 from gradwire.core.grammar import split
-from gradwire.drivers.cost import Parameters, cost, meta_specs, planned_bytes, require_world
+from gradwire.drivers.cost import Parameters, cost, planned_bytes, require_world, specs_of
 from gradwire.drivers.parts import Chunked, plan_parts
 from gradwire.reducers.step import PAST_WARM_UPS
 from gradwire.spec import ForShards, parse
@@ -66,7 +66,7 @@ def stack(spec: str, model: Parameters, world_size: int, step: int = PAST_WARM_U
     """
     whole = parse(spec)
     shards = isinstance(whole, ForShards)
-    specs = meta_specs(model)
+    specs = specs_of(model)
     levels = [StackLevel("fp32", *_bytes("none", specs, world_size, step, shards))]
     for added, so_far in _layers(spec):
         levels.append(StackLevel(added, *_bytes(so_far, specs, world_size, step, shards)))

@@ -12,7 +12,7 @@ from gradwire.core.collective import AllGather, AllToAll, AllToAllV, Collective
 from gradwire.core.link import Link
 from gradwire.core.messages import SendRecv
 from gradwire.core.program import Program, once
-from gradwire.drivers.cost import MetaTransport, Parameters, form_of, meta_specs, requests_of, require_world
+from gradwire.drivers.cost import MetaTransport, Parameters, form_of, requests_of, require_world, specs_of
 from gradwire.drivers.interpreter import Interpreter, Script
 from gradwire.drivers.lockstep import Meeting, VirtualTransport, together
 from gradwire.drivers.plan import Plan, Wave, plan
@@ -56,7 +56,7 @@ def step_s(
     """
     reducer = as_method(reducer)
     require_world(reducer, world_size)
-    planned = plan(meta_specs(model), reducer, grain_numel)
+    planned = plan(specs_of(model), reducer, grain_numel)
     return _seconds([(unit,) for unit in planned.units], SimulatedMeeting(world_size, link, links or {}), step)
 
 
@@ -71,7 +71,7 @@ def waves_s(planned: Plan, world_size: int, link: Link, links: Links | None = No
 
     >>> from torch.nn import Linear, Sequential
     >>> model = Sequential(Linear(60, 50), Linear(50, 40))
-    >>> planned = plan(meta_specs(model), as_method("powersgd:2"))
+    >>> planned = plan(specs_of(model), as_method("powersgd:2"))
     >>> round(waves_s(planned, 2, Link(1.0, 0.0))), round(step_s("powersgd:2", model, 2, Link(1.0, 0.0)))
     (4, 10)
     """

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from gradwire.core.errors import SpecError
 from gradwire.core.grain import ParameterSpec
 from gradwire.core.state import walk
-from gradwire.drivers.cost import model_specs
+from gradwire.drivers.cost import model_specs, without_data
 from gradwire.drivers.parts import Chunked, plan_parts
 from gradwire.drivers.plan import Unit, plan
 from gradwire.planning.gradients import method_of, shard_method_of
@@ -99,11 +99,11 @@ def held_by_training(
         own = trained = sum(chunked.chunk * chunked.spec.dtype.itemsize for part in parts for chunked in part)
     units: Sequence[Unit] = ()
     if method is not None and parts is None:
-        units = plan(model_specs(model, device="meta"), method_of(method)).units
+        units = plan(model_specs(model), method_of(method)).units
     elif method is not None and parts is not None:
         units = plan_parts(parts, shard_method_of(method), range(ranks)).units
     step = Step(0, 0, ranks)
-    leaves = [leaf for unit in units for _, leaf in walk(unit.reducer.init(unit.grain, step))]
+    leaves = [leaf for unit in units for _, leaf in walk(unit.reducer.init(without_data(unit.grain), step))]
     return HeldTraining(
         parameters=own,
         gradients=trained,
@@ -150,7 +150,7 @@ def saved_bytes(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> int:
 def _parts(model: nn.Module, blocks: Sequence[nn.Module], ranks: int) -> Iterator[list[Chunked]]:
     """The parameters of each block, and those that are in none, as FSDP2 cuts them: rows of the first dimension."""
     inside = {id(parameter) for block in blocks for parameter in block.parameters()}
-    specs = {id(p): spec for p, spec in zip(_trained(model), model_specs(model, device="meta"), strict=True)}
+    specs = {id(p): spec for p, spec in zip(_trained(model), model_specs(model), strict=True)}
     yield [_chunked(specs[id(p)], ranks) for p in _trained(model) if id(p) not in inside]
     for block in blocks:
         yield [_chunked(specs[id(p)], ranks) for p in _trained(block)]

@@ -15,7 +15,7 @@ from gradwire.core.errors import SpecError
 from gradwire.core.figures import listed
 from gradwire.core.link import Link
 from gradwire.core.messages import SendRecv
-from gradwire.drivers.cost import Parameters, asked_of, meta_specs, require_world
+from gradwire.drivers.cost import Parameters, asked_of, require_world, specs_of
 from gradwire.drivers.interpreter import sent_bytes
 from gradwire.drivers.plan import plan
 from gradwire.drivers.timing import rounds_of, step_s
@@ -227,7 +227,7 @@ def message_times(reducer: Reducer, model: Parameters, ranks: int, links: LevelL
     """
     require_world(reducer, ranks)
     links.require(ranks)
-    planned = plan(meta_specs(model), reducer)
+    planned = plan(specs_of(model), reducer)
     asked = asked_of(planned, ranks, PAST_WARM_UPS)
     nbytes = sum(times * sent_bytes(request, 0, ranks) for request, times in asked)
     if any(isinstance(request, SendRecv) for request, _ in asked):

@@ -17,7 +17,7 @@ from gradwire.core.grain import ParameterSpec
 from gradwire.core.key import Key
 from gradwire.core.link import Link
 from gradwire.core.rates import count_in, parse_rate
-from gradwire.drivers.cost import Parameters, meta_specs
+from gradwire.drivers.cost import Parameters, specs_of, specs_on
 from gradwire.network.slow import parse_slow
 from gradwire.reducers.base import Reducer
 from gradwire.simulation.draws import ComputingTimes, SlowInTurn, TimeSpread
@@ -81,7 +81,7 @@ def simulate_model(method: str, model: Parameters, options: SimulateOptions, sho
     >>> round(simulate_model("int4", torch.nn.Linear(1000, 1000), options).step_s, 4)
     0.0245
     """
-    schedule, model, links = schedule_of(method), meta_specs(model), links_of(options)
+    schedule, model, links = schedule_of(method), specs_of(model), links_of(options)
     times = ComputingTimes(
         options.seconds("step"),
         TimeSpread.of(options.spread),
@@ -171,7 +171,7 @@ def _model(task: str, text: str | None, parameters: str | None) -> Sequence[Para
     if parameters is None:
         from pathlib import Path
 
-        return meta_specs(make_task(task, 0, None if text is None else Path(text)).model)
+        return specs_of(make_task(task, 0, None if text is None else Path(text)).model)
     count = round(count_in(parameters) or 0)
     if not 1 <= count <= 10**13:
         raise SpecError(f"--parameters {parameters} is no number of parameters: write one such as 1.85M or 7B")
@@ -184,7 +184,8 @@ def model_of(options: SimulateOptions) -> Sequence[ParameterSpec]:
     Raises:
         TaskError, SpecError: no such task, or no number.
     """
-    return _model(options.task, None if options.text is None else str(options.text), options.parameters)
+    text = None if options.text is None else str(options.text)
+    return specs_on(options.device, _model(options.task, text, options.parameters))
 
 
 def links_of(options: SimulateOptions) -> LevelLinks:
