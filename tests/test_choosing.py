@@ -83,14 +83,25 @@ def test_times_grow_with_the_model_beyond_what_is_planned() -> None:
     assert large == pytest.approx(10 * small, rel=0.02)
 
 
+def test_buckets_of_a_model_that_is_given_are_not_joined() -> None:
+    """DDP has as many as ten models of a tenth have."""
+    matrices = tuple(square_matrices(1_300_000_000))
+    given = choose(Case.of_model(matrices, rate=1e10, step_s=1.0)).forecasts[0]
+    by_size = choose(Case(parameters=sum(each.numel for each in matrices), rate=1e10, step_s=1.0)).forecasts[0]
+    assert given.sending_s == pytest.approx(by_size.sending_s, rel=1e-6)
+    assert given.hidden_s == pytest.approx(by_size.hidden_s, rel=1e-6)
+
+
 def test_a_large_model_is_planned_whole() -> None:
     """Its waves have several grains, so that messages are fewer than ten models of a tenth have."""
-    asked: dict[str, float] = {"rate": 1e10, "step_s": 1.0}
-    small, large = (choose(Case(parameters=n, **asked)) for n in (130_000_000, 1_300_000_000))  # type: ignore[arg-type]
-    assert large.forecasts[-1].sending_s < 8 * small.forecasts[-1].sending_s
     model = square_matrices(1_300_000_000)
+    numel = sum(matrix.numel for matrix in model)
+    small, large = (
+        choose(Case(parameters=n, rate=1e10, step_s=1.0)).forecasts[-1].sending_s for n in (numel // 10, numel)
+    )
+    assert large < 8 * small
     whole = demand("int4", model, 4, Link(8e-5, 8e-10))  # the latency that is assumed at 10 Gbit/s
-    assert large.forecasts[-1].sending_s == pytest.approx(whole.sending_s, rel=1e-3)
+    assert large == pytest.approx(whole.sending_s, rel=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from gradwire import parse
 from gradwire.codecs import FP16, Codec, RandomK
 from gradwire.drivers import measure
 from gradwire.drivers.measure import SAMPLES, Bench
+from gradwire.drivers.plan import GRAIN_NUMEL
 from gradwire.reducers.auto import Auto
 
 
@@ -45,17 +46,23 @@ def test_a_curve_has_the_median_of_as_many_rounds_as_it_says_without_the_first(m
 @pytest.mark.parametrize(
     ("codec", "sizes"),
     [
-        (FP16(), [sample.nbytes // 2 for sample in SAMPLES]),
-        (RandomK(0.25), [sample.nbytes // 4 for sample in SAMPLES]),
+        (FP16(), [1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20]),
+        (RandomK(0.25), [1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20]),
+        (RandomK(0.01), [1 << 12, 1 << 14, 41_944]),  # a grain of 2^20 elements has no more
         (RandomK(1e-9), [8]),  # one value, which is padded, however large the gradient is
     ],
     ids=repr,
 )
 def test_curves_are_of_bytes_that_travel(codec: Codec, sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """`Auto` asks them by these bytes, and would else read the times of a gradient that is as large as a payload."""
-    monkeypatch.setattr(measure, "seconds", lambda *_: 1.0)
+
+    def seconds(reducer: object, x: torch.Tensor, bench: Bench, burst: int) -> float:
+        assert x.numel() <= GRAIN_NUMEL
+        return 1.0
+
+    monkeypatch.setattr(measure, "seconds", seconds)
     for curve in measure.curves(Auto(codec), alone()):
-        assert [point.nbytes for point in curve.points] == sizes
+        assert [point.nbytes for point in curve.points] == pytest.approx(sizes, rel=0.01)
         assert curve.seconds(1 << 30) == 1.0
 
 

@@ -510,6 +510,7 @@ def test_the_deadline_shows_where_each_rank_stood():
 def terminates_children(rank: int, world_size: int) -> list[int | None]:
     """The signal of most of them comes before their first line of Python."""
     codes: list[int | None] = []
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     for _ in range(10):
         child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(100,))
         child.start()
@@ -517,7 +518,7 @@ def terminates_children(rank: int, world_size: int) -> list[int | None]:
         child.join(5)
         codes.append(child.exitcode)
         child.kill()
-    return [*codes, len(signal.pthread_sigmask(signal.SIG_BLOCK, ()))]
+    return [*codes, len(signal.pthread_sigmask(signal.SIG_BLOCK, ()) ^ mask)]
 
 
 @SECONDS

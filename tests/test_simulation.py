@@ -289,6 +289,7 @@ def test_the_command_prints_tables_json_and_a_trace(tmp_path: Path, capsys: pyte
         (["hogwild", *ASKED], "'hogwild' cannot be simulated"),
         (["local:H=8,drift=0.1", *ASKED], "which is not simulated"),
         (["local:H=8", *ASKED, "--overlap", "0.5"], "--overlap is for methods of every step"),
+        (["ssp:4", *ASKED, "--device", "cuda"], "--device is for methods of every step and windows and elastic"),
         (["int4", *ASKED, "--servers", "2"], "--servers is for methods of servers"),
         (["ssp:4", *ASKED, "--mtbf", "1d"], "leave --mtbf"),
         (

@@ -221,17 +221,22 @@ def _demands(case: Case, coding: Coding) -> tuple[Demand, ...]:
 
 
 def _demand(candidate: Candidate, case: Case, coding: Coding) -> Demand:
-    """What a method asks for; of a model that is larger than what is planned, as many times what that asks for."""
+    """What a method asks for in a step."""
     spec, beta = candidate.spec, 8 / case.rate
-    link = Link(max(case.delay_s / 2, min(LATENCY_S, 1e5 * beta)), beta)
-    alone = spec == "none"  # DDP sends these gradients itself, in its own buckets, and codes nothing
-    planned = min(case.parameters, BUCKETS_OF if alone else LARGEST)
-    model, times = (case.model, 1.0) if case.model else (square_matrices(planned), case.parameters / planned)
-    model = specs_on(case.device, model)
-    grain_numel, coded_s = (BUCKET, 0.0) if alone else (None, coding(spec, model, case.ranks))
-    found = demand(spec, model, case.ranks, link, coding_s=coded_s, grain_numel=grain_numel)
-    waves = found.waves * max(1, round(times))
-    return found._replace(coding_s=times * coded_s, sending_s=times * found.sending_s, waves=waves)
+    alpha = max(case.delay_s / 2, min(LATENCY_S, 1e5 * beta))
+    if spec == "none":  # DDP sends these gradients itself, in its own buckets, and codes nothing
+        model, times = _planned(case, BUCKETS_OF)
+        found = demand(spec, model, case.ranks, Link(alpha, beta), grain_numel=BUCKET)
+        return found._replace(sending_s=times * found.sending_s, waves=found.waves * max(1, round(times)))
+    model, times = _planned(case, case.parameters if case.model else LARGEST)
+    coded_s = times * coding(spec, model, case.ranks)
+    return demand(spec, model, case.ranks, Link(alpha, times * beta), coding_s=coded_s)
+
+
+def _planned(case: Case, most: int) -> tuple[Sequence[ParameterSpec], float]:
+    """The model of a case, or a part of it with `most` parameters, and how many times as large the model is."""
+    model = case.model if case.model and case.parameters <= most else square_matrices(min(case.parameters, most))
+    return specs_on(case.device, model), case.parameters / sum(spec.numel for spec in model)
 
 
 def _forecasts(case: Case, demands: Sequence[Demand], step_s: float) -> tuple[Forecast, ...]:

@@ -9,7 +9,7 @@ Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"  # p
 """What commands are added to; argparse has no public name for it."""
 
 
-def add_device(command: argparse.ArgumentParser, unset: str) -> None:
+def add_device(command: argparse.ArgumentParser, unset: str = "what the model lies on") -> None:
     """Add --device to a command that predicts training.
 
     Args:

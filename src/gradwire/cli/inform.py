@@ -66,7 +66,7 @@ def add_commands(commands: Commands) -> None:
     cost.add_argument("--coding", action="store_true", help=coding)
     computing = "with --rate and --coding: also the step, if it computes so long, and what of sending is hidden in it"
     cost.add_argument("--computing", type=float, metavar="MS", help=computing)
-    add_device(cost, "cpu")
+    add_device(cost)
     cost.add_argument("--step", type=int, default=1_000_000, metavar="N", help="which step (default: past any warm-up)")
     cost.add_argument(
         "--stack", action="store_true", help="what each layer of a spec saves: codecs joined by +, layers=, parameters="
@@ -112,7 +112,7 @@ def run_cost(arguments: argparse.Namespace, console: Console) -> int:
     from gradwire.spec import as_method
     from gradwire.tasks.builtin import make_task
 
-    model = specs_on(arguments.device or "cpu", make_task(arguments.task, 0, arguments.text).model)
+    model = specs_on(arguments.device, make_task(arguments.task, 0, arguments.text).model)
     hosts, behind = _hosts(arguments.hosts)
     if arguments.stack:
         return _print_stacks([*arguments.methods, *behind], model, hosts, arguments, console)

@@ -62,13 +62,15 @@ class Curve:
             raise CompositionError(f"a curve needs sizes that rise, not {sizes}")
 
     def link(self, nbytes: float) -> Link:
-        """The alpha and beta that hold for `nbytes`; the outer stretches go on for ever."""
+        """The alpha and beta that hold for `nbytes`. The outer stretches go on for ever; the last one does not fall."""
         if len(self.points) == 1:
             return Link(self.points[0].seconds, 0.0)
         pairs = list(pairwise(self.points))
         low, high = next((pair for pair in pairs if nbytes < pair[1].nbytes), pairs[-1])
         beta = (high.seconds - low.seconds) / (high.nbytes - low.nbytes)
-        return Link(low.seconds - beta * low.nbytes, beta)
+        if nbytes > high.nbytes:
+            beta = max(beta, 0.0)
+        return Link(high.seconds - beta * high.nbytes, beta)
 
     def seconds(self, nbytes: float) -> float:
         """Predicted time of `nbytes`."""

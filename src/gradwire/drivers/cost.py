@@ -88,13 +88,16 @@ def specs_of(model: Parameters) -> list[ParameterSpec]:
     return [spec for i, parameter in enumerate(model) for spec in _spec(i, parameter)]
 
 
-def specs_on(device: torch.device | str, model: Parameters) -> list[ParameterSpec]:
+def specs_on(device: torch.device | str | None, model: Parameters) -> list[ParameterSpec]:
     """Return the same as if all parameters lay on one device, which need not exist: plans differ by it.
+
+    With None they lie where they lie.
 
     >>> [str(spec.device) for spec in specs_on("cuda", nn.Linear(2, 2))]
     ['cuda', 'cuda']
     """
-    return [spec._replace(device=torch.device(device)) for spec in specs_of(model)]
+    specs = specs_of(model)
+    return specs if device is None else [spec._replace(device=torch.device(device)) for spec in specs]
 
 
 def _spec(index: int, parameter: object) -> list[ParameterSpec]:
@@ -131,8 +134,8 @@ def cost(
         model: a model, or what its `parameters()` or `named_parameters()` return; those that are trained count.
         world_size: how many ranks.
         step: which step, for methods that begin otherwise than they go on.
-        grain_numel: as in `attach`. Grains of parameters on a GPU are up to 16 times as large as those on a CPU; one
-            without data counts as on a CPU.
+        grain_numel: as in `attach`. Grains of parameters on a GPU are up to 16 times as large as those on a CPU. A
+            model on the meta device has those of a CPU.
         rank: whose bytes. Ranks send alike but for trees, whose leaves send less, odd world sizes, and nodes of unequal
             size, of which only the first ranks send to other nodes.
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gradwire.codecs.base import layout_of
+from gradwire.codecs.base import Codec, layout_of
 from gradwire.core.agreement import Agree
 from gradwire.core.axis import Axis, SubGroups
 from gradwire.core.collective import AllReduce
@@ -19,6 +19,7 @@ from gradwire.core.link import Curve, TimedSize
 from gradwire.core.program import along, apart
 from gradwire.core.state import State
 from gradwire.drivers.interpreter import Transport, ask, run_program
+from gradwire.drivers.plan import GPU_GRAIN_NUMEL, GRAIN_NUMEL
 from gradwire.reducers.auto import Auto
 from gradwire.reducers.base import Reducer
 from gradwire.reducers.hierarchical import Hierarchical
@@ -26,7 +27,7 @@ from gradwire.reducers.step import Step
 
 
 class TimedSample(NamedTuple):
-    """Measure a float32 gradient of `nbytes` in `rounds`, all candidates in turn, each `burst` times in a row."""
+    """Measure payloads of about `nbytes` in `rounds`, all candidates in turn, each `burst` times in a row."""
 
     nbytes: int
     rounds: int
@@ -89,22 +90,31 @@ class Bench:
 def curves(auto: Auto, bench: Bench) -> tuple[Curve, ...]:
     """Measure every candidate at every size; the same numbers on every rank: medians of the slowest rank's rounds.
 
-    The sizes of the curves are bytes of payloads. Samples whose payloads are as large as each other count once.
+    The sizes of the curves are bytes of payloads. No sample is larger than a grain.
 
     Every rank must call it at the same place, with equal arguments. It takes about seven seconds on four hosts at 200
     Mbit/s, and in proportion longer on a slower link.
     """
     table: list[list[float]] = []
-    for sample in SAMPLES:
-        x = torch.zeros(sample.nbytes // 4, dtype=torch.float32, device=bench.device)
+    sizes = _sizes(auto.codec, GPU_GRAIN_NUMEL if bench.device.type == "cuda" else GRAIN_NUMEL)
+    for numel, sample in sizes.values():
+        x = torch.zeros(numel, dtype=torch.float32, device=bench.device)
         rounds = range(sample.rounds + 1)  # the first one makes connections, and buffers warm
         times = [[seconds(c, x, bench, sample.burst) for c in auto.candidates] for _ in rounds]
         mine = torch.tensor(times[1:], dtype=torch.float64, device=bench.device)
         slowest = ask(AllReduce(mine, "max"), bench.transport)
         table.append([statistics.median(column) for column in slowest.T.tolist()])
-    sizes = [layout_of(auto.codec, sample.nbytes // 4, torch.float32).nbytes for sample in SAMPLES]
-    points = [dict(zip(sizes, times, strict=True)).items() for times in zip(*table, strict=True)]
-    return tuple(Curve(tuple(TimedSize(*point) for point in each)) for each in points)
+    return tuple(Curve(tuple(map(TimedSize, sizes, times))) for times in zip(*table, strict=True))
+
+
+def _sizes(codec: Codec, most: int) -> dict[int, tuple[int, TimedSample]]:
+    """Bytes of the payload of each sample, and the elements of its gradient, which has `most` of them at most."""
+    found: dict[int, tuple[int, TimedSample]] = {}
+    an_element = layout_of(codec, most, torch.float32).nbytes / most
+    for sample in SAMPLES:
+        numel = min(most, round(sample.nbytes / an_element))
+        found.setdefault(layout_of(codec, numel, torch.float32).nbytes, (numel, sample))
+    return found
 
 
 def seconds(reducer: Reducer, x: Tensor, bench: Bench, burst: int = 1) -> float:

@@ -115,7 +115,7 @@ class Keeper:
     def write(self, record: FlightRecord, is_last: bool = True) -> None:
         """Write a record, unless one that tells of a death is there: what follows from that is no news.
 
-        Where the run has ended, an answer that was under way meanwhile does not say that it goes on.
+        Once the process has ended, no answer says any more that it goes on.
 
         Args:
             record: as `seen` returns it.

@@ -45,9 +45,10 @@ class SimulateOptions:
     parameters: str | None = option(
         None, "of a model of square matrices, in place of a task: 7B", group=TRAINED, metavar="N", instead_of="task"
     )
-    device: Literal["cpu", "cuda"] = option(
-        "cpu", "what ranks compute on: on a GPU more is coded and sent at a time", group=TRAINED
-    )
+    device: Literal["cpu", "cuda"] | None = option(
+        None, "what ranks compute on: on a GPU more is coded and sent at a time", group=TRAINED,
+        unset="what the model lies on, and cpu for --parameters",
+    )  # fmt: skip
     coding: str = option("0", "what a rank codes before it sends, each time", group=TRAINED, metavar="TIME")
     overlap: float = option(
         0.0, "share of a step's computing beside which messages may travel, such as 0.6 for most of a backward pass",

@@ -132,6 +132,7 @@ def scale(method: str, options: SimulateOptions, first: int, last: int) -> Itera
 
 _USED_BY = {
     "overlap": ("every step",),
+    "device": ("every step", "windows", "elastic"),
     "interval": ("every step", "windows"),
     "checkpoint": ("every step", "windows"),
     "detection": ("elastic",),
