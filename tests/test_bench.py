@@ -362,9 +362,10 @@ def test_each_setting_of_a_sweep_has_processes_of_its_own(monkeypatch: pytest.Mo
 @pytest.mark.long
 @pytest.mark.timeout(300)
 def test_rates_of_emulated_links_are_found() -> None:
+    """Three hosts: what two send each other shares a connection of Gloo's, which carries one way at a time."""
     needs_namespaces()
     options = BenchOptions(
-        collectives=("all_reduce", "send_recv"), min_bytes="1M", max_bytes="1M", calls=4, hosts=2, rate="100mbit"
+        collectives=("all_reduce", "send_recv"), min_bytes="1M", max_bytes="1M", calls=4, hosts=3, rate="100mbit"
     )
     said = list[str]()
     (table,) = bench.launch(options, said.append)
@@ -374,4 +375,4 @@ def test_rates_of_emulated_links_are_found() -> None:
     assert link.bits_per_s == pytest.approx(100e6, rel=0.1)
     for row in table.rows:
         assert row.busbw is not None
-        assert 0.006 < row.busbw < 0.0125  # GB/s; 100 Mbit/s are 0.0125
+        assert 0.008 < row.busbw < 0.0125  # GB/s; 100 Mbit/s are 0.0125
