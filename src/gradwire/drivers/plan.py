@@ -190,14 +190,14 @@ def matrix_wave_size(numel: int, limit: int) -> int:
     A small model makes two waves, so that the first one's factors travel during the backward pass. A wave has room for
     five eighths of it, since matrices are not cut and what did not fit into two would cost two rounds more. There is
     room for 262,144 at least and for 8 grains of at most 2^20 elements, or more where waves of large models have more.
-    Where grains are larger, as on a GPU, there is room for two.
+    Where grains are larger, as on a GPU, there is room for four.
 
     >>> matrix_wave_size(10_000, 65_536), matrix_wave_size(2_000_000, 500_000), matrix_wave_size(10**8, 1 << 20)
     (262144, 1250000, 8388608)
-    >>> matrix_wave_size(10**8, 1 << 24)
-    33554432
+    >>> matrix_wave_size(10**9, 1 << 24)
+    67108864
     """
-    at_most = max(2 * limit, min(limit, GRAIN_NUMEL) * max(wave_grains(numel), MATRIX_WAVE_GRAINS))
+    at_most = max(4 * limit, min(limit, GRAIN_NUMEL) * max(wave_grains(numel), MATRIX_WAVE_GRAINS))
     return min(at_most, max(SMALLEST_MATRIX_WAVE_NUMEL, numel * 5 // 8))
 
 
