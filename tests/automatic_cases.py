@@ -35,7 +35,7 @@ EARLY_SHARES = (0.5, 0.9)
 STEPS = 54
 
 
-def plant(rank: int, early: bool = False, fast_from: int = FAST_FROM, felt: bool = True) -> None:
+def plant(rank: int, early: bool = False, fast_from: int = FAST_FROM, felt: bool = True, shorter_from: int = 0) -> None:
     """Times that each rank measures otherwise: the second one is slower in all."""
     training: list[automatic.Choosing] = []
 
@@ -46,7 +46,9 @@ def plant(rank: int, early: bool = False, fast_from: int = FAST_FROM, felt: bool
 
     def pace_of(samples: Sequence[object], coded_s: tuple[float, ...], sent_early: bool) -> StepPace:
         assert len(samples) >= (1 if early else automatic.FEWEST_SAMPLES)
-        return StepPace((4 + rank) * 1e-3, 0.5 if sent_early else 0.0, coded_s)
+        (session,) = training
+        computed_s = 1.0 if session.engine.index < shorter_from else 4e-3
+        return StepPace(computed_s + rank * 1e-3, 0.5 if sent_early else 0.0, coded_s)
 
     def communicated(_: object) -> float:
         return (EARLY_SHARES if early else (0.1, 0.9))[rank]
@@ -58,7 +60,7 @@ def plant(rank: int, early: bool = False, fast_from: int = FAST_FROM, felt: bool
     def recent_step_s(_: object) -> float:
         """Steps of rank 1 become shorter, and those of rank 0 stay as they are."""
         (session,) = training
-        return 0.02 if felt and rank == 1 and session.engine.index >= fast_from else 0.03
+        return 0.02 if felt and rank == 1 and session.engine.index >= (shorter_from or fast_from) else 0.03
 
     def contention(_: object, link: Link, computes: bool) -> Contention:
         """That of the link that was timed, or has become fast."""
@@ -108,7 +110,8 @@ def chosen(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     found["early"] = {"choices": choices, "digest": digest(training.network)}
     training.session.close()
     found["fixed early"] = fixed(rank, choices)
-    found["late"], found["unfelt"] = late(rank, felt=True), late(rank, felt=False)
+    found["late"], found["unfelt"] = late(rank, fast_from=LATE), late(rank, fast_from=LATE, felt=False)
+    found["shorter"] = late(rank, fast_from=LATE_STEPS, shorter_from=LATE)
     found["waiting"] = waiting(rank)
     plant(rank)
     found["fixed"] = fixed(rank, found["auto True"]["choices"])
@@ -120,9 +123,9 @@ def chosen(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     return found
 
 
-def late(rank: int, felt: bool) -> dict[str, Any]:
-    """A run whose link changes when ranks have stopped probing, and the steps in which they do."""
-    plant(rank, fast_from=LATE, felt=felt)
+def late(rank: int, **planted: Any) -> dict[str, Any]:
+    """A run that changes when ranks have stopped probing, and the steps in which they do."""
+    plant(rank, **planted)
     training, probed = Training("auto", rank, by_attach=False), list[int]()
     probe = automatic.probe_s
 

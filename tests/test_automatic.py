@@ -19,6 +19,7 @@ from gradwire.choosing import CANDIDATES, Demand
 from gradwire.choosing.automatic import GAIN, Chosen, StepPace, accuracy_of, decide, demands_of
 from gradwire.choosing.coding import plan_coding_s
 from gradwire.choosing.forecast import PlanMessages, plan_demand
+from gradwire.choosing.rules import NEAR
 from gradwire.cli.main import main
 from gradwire.core.grain import ParameterSpec
 from gradwire.core.link import Link
@@ -30,11 +31,20 @@ from gradwire.drivers.parts import Chunked, plan_parts
 from gradwire.drivers.plan import plan
 from gradwire.drivers.window import START_UP, Window
 from gradwire.ranks.supervised import run_function
-from gradwire.session.automatic import CHOOSES_AFTER, EARLY_AFTER, RECENT, Automatic, communicated, recent_step_s
+from gradwire.session.automatic import (
+    BY_HAND,
+    CHOOSES_AFTER,
+    EARLY_AFTER,
+    RECENT,
+    Automatic,
+    communicated,
+    recent_step_s,
+)
 from gradwire.session.form import WHOLE
 from gradwire.spec import as_method
 from gradwire.topology.processors import Processors
 
+SAFE = ("none", "fp16", "int4")
 AGREED = ("choices", "digest", "middle", "report", "account")
 """What is the same on all ranks."""
 CASES = str(Path(__file__).with_name("automatic_cases.py"))
@@ -67,6 +77,9 @@ def test_ranks_choose_alike_adapt_lose_nothing_and_can_be_repeated(tmp_path: Pat
             seen = found[name]
             assert [(each["step"], each["spec"]) for each in seen["choices"]] == [(10, "int4"), (last, "none")]
             assert seen["probed"] == probed
+        # the link stays as it was, and one rank computes for a shorter time: looks in steps 90 and 110 have seen it
+        assert [(each["step"], each["spec"]) for each in found["shorter"]["choices"]] == [(10, "none"), (110, "int4")]
+        assert found["shorter"]["probed"] == [10, 30, 90, 110, 130]
         assert [(each["step"], each["spec"]) for each in found["waiting"]] == [(30, "int4")]
         assert found["fixed early"] == found["early"]["digest"]
         assert found["fixed"] == found["auto True"]["digest"]
@@ -81,14 +94,33 @@ def demands(sending_s: float, coding_s: float) -> list[Demand]:
 
 
 @pytest.mark.parametrize("now", ["none", "int4"])
-def test_a_method_is_left_for_one_that_is_a_tenth_faster(now: str) -> None:
-    pace = StepPace(1.0, 0.0, (0.0, 0.1))
+def test_a_method_is_left_for_one_that_is_enough_faster(now: str) -> None:
+    """By a tenth for one that loses more, and by a twentieth for one that loses less."""
+    pace, gain = StepPace(1.0, 0.0, (0.0, 0.1)), GAIN if now == "none" else 1 / NEAR
     other = {"none": "int4", "int4": "none"}[now]
     for sending_s in (0.0, 0.05, 0.1, 0.111, 0.2, 0.3, 0.5, 1.0, 5.0):
         steps = {"none": 1.0 + sending_s, "int4": 1.1 + sending_s / 10}
         choice = decide(demands(sending_s, 0.1), pace, 10, now)
-        assert choice.spec == (other if steps[other] < GAIN * steps[now] else now)
+        assert choice.spec == (other if steps[other] < gain * steps[now] else now)
         assert choice.runner_up.startswith({"none": "int4", "int4": "none"}[choice.spec])
+
+
+@pytest.mark.parametrize(
+    ("steps", "now", "taken"),
+    [
+        ((1.0, 0.905, 0.865), "none", "int4"),  # fp16 is near, and not worth a change
+        ((1.0, 0.89, 0.865), "none", "fp16"),
+        ((0.91, 1.5, 1.0), "int4", "none"),  # which loses less, so a twentieth is enough
+        ((0.97, 1.5, 1.0), "int4", "int4"),
+        ((1.5, 0.93, 0.95), "int4", "int4"),
+        ((1.5, 1.0, 0.91), "fp16", "fp16"),
+    ],
+)
+def test_a_step_stays_near_the_best(steps: tuple[float, ...], now: str, taken: str) -> None:
+    asked = [Demand(spec, 0.0, step_s - 0.5, (1,)) for spec, step_s in zip(SAFE, steps, strict=True)]
+    at_hand = asked[SAFE.index(now)]
+    pace = StepPace(0.5, 0.0, (0.0, 0.0, 0.0), exposed_s=at_hand.sending_s)
+    assert decide(asked, pace, 10, now).spec == taken
 
 
 def test_the_slowest_rank_counts() -> None:
@@ -226,6 +258,7 @@ def test_one_rank_stays_with_none_and_a_save_tells_choices(one_rank: None) -> No
         session.reduce_(tensors)
         assert session.report().chosen == "auto:bold chooses no more, since session.change was called"
         assert session.automatic is not None
+        assert session.automatic.choices == [Chosen(CHOOSES_AFTER + 2, "fp16", BY_HAND)]
         last = Chosen(10, CANDIDATES[-1].spec, "since")
         assert session.automatic.unpacked({CHOICES: [last._asdict()]}, CHOICES) == (last,)
         with pytest.raises(StateError, match="a saved choice has no 'spec'"):
@@ -236,6 +269,27 @@ def test_one_rank_stays_with_none_and_a_save_tells_choices(one_rank: None) -> No
         assert careful.automatic is not None
         with pytest.raises(StateError, match="which auto:lossless does not allow"):
             careful.automatic.unpacked({CHOICES: [last._asdict()]}, CHOICES)
+
+
+def test_a_save_says_which_method_the_training_loop_has_taken(one_rank: None) -> None:
+    """Loaded under `auto` by another run, or by the same run that has gone on."""
+    tensors = {"a": torch.ones(3)}
+    with Session(tensors, "auto", deadline_s=5) as session:
+        session.reduce_(tensors)
+        before = session.state_dict()
+        session.change("topk:0.5")  # which auto:safe does not take by itself
+        after = session.state_dict()
+        session.reduce_(tensors)
+        session.load_state_dict(before)
+        assert session.method == "none"
+        assert "chooses no more" not in session.report().chosen
+        session.reduce_(tensors)
+    with Session(tensors, "auto", deadline_s=5) as other:
+        other.load_state_dict(after)
+        assert other.method == "topk:0.5"
+        other.reduce_(tensors)
+        assert "chooses no more" in other.report().chosen
+        assert other.state_dict()[CHOICES] == after[CHOICES]
 
 
 @pytest.mark.parametrize("spec", ["none", "fp16", "int4", "powersgd:8,factors=fp16"])

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from gradwire.choosing.accuracy import allowed
 from gradwire.choosing.forecast import Demand, Forecast, PlanMessages
-from gradwire.choosing.rules import best_of, runner_up_of
+from gradwire.choosing.rules import NEAR, runner_up_of
 from gradwire.core.errors import SpecError
 from gradwire.core.figures import milliseconds
 from gradwire.core.grammar import name_of, read
@@ -161,8 +161,10 @@ def demands_of(
 def decide(demands: Sequence[Demand], pace: StepPace, step: int, now: str) -> Chosen:
     """Return the method to go on with.
 
-    That is the first whose predicted step is nearly the shortest (`NEAR`), or the method at hand where the step of that
-    one is not a tenth shorter than its own (`GAIN`). Alike on all ranks for equal arguments.
+    That is the first whose predicted step is nearly the shortest (`NEAR`) and worth a change, or the method at hand
+    where there is none. One that loses more is worth it if its step is a tenth shorter than that of the method at hand
+    (`GAIN`), and one that loses less if the step at hand is not near to its own. All ranks decide alike by equal
+    arguments.
 
     Args:
         demands: of the candidates, in the order in which they lose more.
@@ -178,9 +180,14 @@ def decide(demands: Sequence[Demand], pace: StepPace, step: int, now: str) -> Ch
     """
     alone = pace.alone(next(each for each in demands if each.spec == now))
     forecasts = [each.beside(*alone) for each in demands]
-    best, held = best_of(forecasts), next(each for each in forecasts if each.spec == now)
-    if best.step_s > GAIN * held.step_s:
-        best = held
+    shortest_s = min(each.step_s for each in forecasts)
+    at_hand = next(i for i, each in enumerate(forecasts) if each.spec == now)
+    best = held = forecasts[at_hand]
+    for i, each in enumerate(forecasts):
+        gain = 1 / NEAR if i < at_hand else GAIN
+        if each.step_s <= NEAR * shortest_s and (each is held or each.step_s <= gain * held.step_s):
+            best = each
+            break
     other = runner_up_of(forecasts, best)
     runner_up = f"{other.spec}, with {milliseconds(1e3 * other.step_s)} ms a step" if other else ""
     return Chosen(step, best.spec, _why(best), runner_up)

@@ -52,7 +52,8 @@ PROBES_EVERY = 5
 RECENT = 5
 """Steps whose median tells how long steps take at a look."""
 OTHERWISE = 1.2
-"""How many times as long as at the last probe steps take, or how many times as short, where the link is probed."""
+"""How many times as long as at the first look after a choice steps take, or how many times as short, where they have
+changed: then the link is probed, and where they have in two looks in a row, it chooses again."""
 CHANGED = 1.5
 """How many times longer or shorter a message takes on a link that has changed; in two looks in a row, since something
 else may have the link for a moment."""
@@ -62,6 +63,9 @@ LEAST_PROBE, MOST_PROBE = 1 << 14, 1 << 22
 PROBES = 2
 """Messages of a look, of which the quickest counts."""
 FEWEST_SAMPLES = 3
+
+BY_HAND = "the training loop called session.change"
+"""Why a method is held that `auto` has not chosen: it chooses no more after that."""
 
 _REMEDY = ": pass what state_dict() returned"
 _FORM = facts({"step": Count, "spec": str, "why": str, "runner_up": str})
@@ -108,8 +112,8 @@ class Automatic:
         world_size: ranks.
 
     Attributes:
-        choices: so far, in order.
-        is_over: whether the training loop has taken another method itself.
+        choices: so far, in order; the last one is the training loop's own where that has called `Session.change`.
+        is_over: whether it has, after which nothing is chosen any more.
     """
 
     def __init__(
@@ -125,7 +129,7 @@ class Automatic:
         self._world_size, self._alone = world_size, world_size == 1
         self._first: int | None = None  # step that this session, or what was loaded, has begun with
         self._last = -1  # step before which this was called last
-        self._looks_off = 0
+        self._link_off = self._steps_off = 0  # looks in a row at which either was not as it had been
         self._looks, self._due = 0, CHOOSES_AFTER
         self._taken = "none"
         self._link: Link | None = None
@@ -134,7 +138,7 @@ class Automatic:
         self._probe_nbytes, self._probe_s = LEAST_PROBE, 0.0
         self._pace: StepPace | None = None
         self._coding_s, self._messages = tuple[float, ...](), dict[str, PlanMessages]()
-        self._usual_s = 0.0  # of a step on this rank at the last probe; 0 after a choice
+        self._usual_s = 0.0  # of a step on this rank at the first look after a choice; 0 until then
 
     @classmethod
     def of(
@@ -215,8 +219,8 @@ class Automatic:
         A step that did not begin, since a rank gave it the wrong tensors, counts once: its number is what counts. Once
         the training loop has called `Session.change` itself, nothing is chosen any more.
         """
-        if session.method != self._taken:
-            self.is_over = True
+        self.note_method(session.method, session.engine.index)
+        if self.is_over:
             return
         step, before, self._last = session.engine.index, self._last, session.engine.index
         if self._first is None:
@@ -231,6 +235,12 @@ class Automatic:
                 self._choose(session)
             else:
                 self._look(session)
+
+    def note_method(self, method: str, step: int) -> None:
+        """Notice by the method of the next step whether the training loop has called `Session.change` itself."""
+        if method != self._taken:
+            self.is_over, self._taken = True, method
+            self.choices.append(Chosen(step, method, BY_HAND))
 
     # Choosing --------------------------------------------------------------------------------------------------------
 
@@ -306,35 +316,43 @@ class Automatic:
     # Looking again ---------------------------------------------------------------------------------------------------
 
     def _look(self, session: Choosing) -> None:
-        """See whether the link is what it was; where it is not, twice in a row, decide again."""
+        """See whether link and steps are what they were; where one of them is not, twice in a row, decide again."""
         self._looks += 1
         recent_s = recent_step_s(session.window)
-        if not self._wants_probe(session, recent_s):
+        change = self._change_of_steps(session, recent_s)
+        if 0 < change <= OTHERWISE and not self._link_off and self._looks % PROBES_EVERY:
+            self._steps_off = 0
             return
         ratio = self._probed(session) / self._probe_s
-        if 1 / CHANGED <= ratio <= CHANGED:
-            self._looks_off, self._usual_s = 0, recent_s
+        self._link_off = 0 if 1 / CHANGED <= ratio <= CHANGED else self._link_off + 1
+        self._steps_off = self._steps_off + 1 if change > OTHERWISE else 0
+        if not self._link_off:
+            self._usual_s = self._usual_s or recent_s
+        if (
+            self._link_off == 1 or max(self._link_off, self._steps_off) < 2
+        ):  # a link that may have changed is seen again
             return
-        self._looks_off += 1
-        if self._looks_off < 2:
-            return
-        assert self._link is not None
-        assert self._pace is not None
-        self._looks_off, self._probe_s, self._usual_s = 0, ratio * self._probe_s, 0.0
-        self._link = Link(ratio * self._link.alpha_s, ratio * self._link.beta_s_per_byte)
-        self._learn_contention(session, self._link)
+        if self._link_off:
+            self._take_link(session, ratio)
+        self._link_off, self._steps_off, self._usual_s = 0, 0, 0.0
         self._learn_pace(session)
         self._decide(session)
 
-    def _wants_probe(self, session: Choosing, recent_s: float) -> bool:
-        """Whether any rank's steps take otherwise than at the last probe, or it is time for a probe anyway.
+    def _take_link(self, session: Choosing, ratio: float) -> None:
+        """Go on with a link on which messages take so many times as long as they did."""
+        assert self._link is not None
+        self._probe_s *= ratio
+        self._link = Link(ratio * self._link.alpha_s, ratio * self._link.beta_s_per_byte)
+        self._learn_contention(session, self._link)
 
-        Args:
-            recent_s: what steps take; where that is not known, or was not at the last probe, they count as changed.
+    def _change_of_steps(self, session: Choosing, recent_s: float) -> float:
+        """How many times as long or as short as usual steps take, on the rank where that is most.
+
+        It is 0 where a rank does not know, as at the first look after a choice.
         """
-        change = recent_s / self._usual_s if self._usual_s and recent_s else 2 * OTHERWISE
-        said = _ranks(session.lane).gather(max(change, 1 / change))
-        return max(said) > OTHERWISE or self._looks_off > 0 or self._looks % PROBES_EVERY == 0
+        change = recent_s / self._usual_s if self._usual_s and recent_s else 0.0
+        said = _ranks(session.lane).gather(max(change, 1 / change) if change else 0.0)
+        return max(said) if min(said) > 0 else 0.0
 
     def _probed(self, session: Choosing) -> float:
         """Seconds of a message of `PROBE_S` by what the link was, the same on all ranks."""
@@ -348,19 +366,21 @@ class Automatic:
         """The choices, for a save."""
         return [choice._asdict() for choice in self.choices]
 
-    def unpacked(self, state: object, key: str) -> tuple[Chosen, ...]:
-        """Return the choices that a saved state has under a key; none where it has no such key.
+    def unpacked(self, state: object, key: str) -> tuple[Chosen, ...] | None:
+        """Return the choices that a saved state has under a key; None where it has no such key.
 
         Raises:
             StateError: they are no choices, or the last one is none that this class of accuracy allows.
         """
-        found: object = state.get(key, []) if isinstance(state, Mapping) else []
+        if not isinstance(state, Mapping) or key not in state:
+            return None
+        found: object = state[key]
         if not isinstance(found, list | tuple):
             raise StateError(f"the saved state's {key!r} must be a list{_REMEDY}")
         for each in found:
             checked(each, _FORM, "a saved choice", StateError, "'s ", _REMEDY)
         choices = tuple(Chosen(**{name: each[name] for name in Chosen._fields}) for each in found)
-        if choices and choices[-1].spec not in self._plans:
+        if choices and choices[-1].why != BY_HAND and choices[-1].spec not in self._plans:
             raise StateError(
                 f"the run that was saved had chosen {choices[-1].spec!r}, which auto:{self.accuracy} does not allow: "
                 "load it with the class that it had"
@@ -369,9 +389,16 @@ class Automatic:
 
     def take_up(self, found: Sequence[Chosen]) -> None:
         """Go on from the choices of a save, and measure again."""
-        self.choices, self._first, self._looks_off, self._due = list(found), None, 0, CHOOSES_AFTER
-        self._link, self._pace, self._beside, self._usual_s, self._looks = None, None, None, 0.0, 0
-        self._taken = found[-1].spec
+        self.choices, self._first, self._due = list(found), None, CHOOSES_AFTER
+        self._link_off = self._steps_off = self._looks = 0
+        self._link, self._pace, self._beside, self._usual_s = None, None, None, 0.0
+        self._taken = method_of(found)
+        self.is_over = bool(found) and found[-1].why == BY_HAND
+
+
+def method_of(choices: Sequence[Chosen]) -> str:
+    """Return the method that a run has after its choices: `none` before the first one."""
+    return choices[-1].spec if choices else "none"
 
 
 def pace_of(samples: Sequence[Sample], coded_s: tuple[float, ...], sent_early: bool) -> StepPace:

@@ -12,7 +12,7 @@ from gradwire.drivers.engine import Engine
 from gradwire.drivers.process_group import GroupTransport
 from gradwire.reducers.as_saved import as_saved
 from gradwire.reducers.base import Reducer
-from gradwire.session.automatic import Automatic
+from gradwire.session.automatic import Automatic, method_of
 from gradwire.session.feed import Feed
 from gradwire.session.overlap_settings import OverlapSettings
 
@@ -48,14 +48,14 @@ class Unpacked(NamedTuple):
         engine: that they are for.
         overlap: the settings that it was made by.
         reducer: that it was made for; None is the one at hand.
-        choices: of a run whose method was `auto`.
+        choices: of a run whose method was `auto`; None of another one.
     """
 
     loaded: saved.Loaded
     engine: Engine
     overlap: OverlapSettings
     reducer: Reducer | None = None
-    choices: tuple[Chosen, ...] = ()
+    choices: tuple[Chosen, ...] | None = None
 
 
 def packed(session: Remembering) -> saved.Saved:
@@ -64,7 +64,10 @@ def packed(session: Remembering) -> saved.Saved:
     own = _member(session, session.reducer)
     state = saved.pack(engine.states(), own, scale=feed.scale, step=engine.index, seed=engine.seed)
     state |= {OVERLAP: told} if (told := session.overlap.as_dict()) else {}
-    return state | ({CHOICES: session.automatic.packed()} if session.automatic else {})
+    if session.automatic is None:
+        return state
+    session.automatic.note_method(session.method, engine.index)
+    return state | {CHOICES: session.automatic.packed()}
 
 
 def unpacked(session: Remembering, state: saved.Saved) -> Unpacked:
@@ -75,10 +78,10 @@ def unpacked(session: Remembering, state: saved.Saved) -> Unpacked:
     Raises:
         StateError: a damaged state, or one of another version, method, rank, world size or model.
     """
-    choices = session.automatic.unpacked(state, CHOICES) if session.automatic else ()
+    choices = session.automatic.unpacked(state, CHOICES) if session.automatic else None
     reducer, engine, overlap = session.reducer, session.feed.engine, _overlap_of(state, session.overlap)
-    if choices and choices[-1].spec != session.method:
-        reducer = session.served_by(choices[-1].spec)
+    if choices is not None and (method := method_of(choices)) != session.method:
+        reducer = session.served_by(method)
     as_then = as_saved(reducer, saved.reducer_of(state))
     if overlap != session.overlap or reducer is not session.reducer:
         engine = session.remade(overlap, reducer)
@@ -98,8 +101,8 @@ def take_up(session: Remembering, found: Unpacked) -> None:
     loaded, engine, overlap, reducer, choices = found
     if engine is not session.feed.engine:
         session.adopt(overlap, engine, reducer)
-    if session.automatic is not None and choices:
-        session.method, session.reducer = choices[-1].spec, reducer or session.reducer
+    if session.automatic is not None and choices is not None:
+        session.method, session.reducer = method_of(choices), reducer or session.reducer
         session.automatic.take_up(choices)
     feed = session.feed
     as_then = as_saved(session.reducer, loaded.reducer)
